@@ -1,0 +1,65 @@
+"""mlx_paged: a paged KV cache for running language models on Apple Silicon with MLX.
+
+    from mlx_paged import load, generate
+    model, tokenizer = load("mlx-community/Qwen3-0.6B-4bit")
+    print(generate(model, tokenizer, prompt="Hello"))
+
+The names below are imported on first use, so that ``import mlx_paged`` (and ``--help``) costs no import of MLX.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME_OF = {
+    "load": "mlx_paged.loading",
+    "demo_model_path": "mlx_paged.loading",
+    "generate": "mlx_paged.generation",
+    "stream_generate": "mlx_paged.generation",
+    "GenerationResponse": "mlx_paged.generation",
+    "Session": "mlx_paged.engine.session",
+    "make_sampler": "mlx_paged.sampling",
+    "ModelRunner": "mlx_paged.engine.model_runner",
+    "make_kv_cache": "mlx_paged.engine.model_runner",
+    "create_kv_cache": "mlx_paged.cache",
+    "KVCacheConfig": "mlx_paged.config",
+}
+
+
+if TYPE_CHECKING:
+    from mlx_paged.cache import create_kv_cache
+    from mlx_paged.config import KVCacheConfig
+    from mlx_paged.engine.model_runner import ModelRunner, make_kv_cache
+    from mlx_paged.engine.session import Session
+    from mlx_paged.generation import GenerationResponse, generate, stream_generate
+    from mlx_paged.loading import demo_model_path, load
+    from mlx_paged.sampling import make_sampler
+
+
+__all__ = [
+    "GenerationResponse",
+    "KVCacheConfig",
+    "ModelRunner",
+    "Session",
+    "__version__",
+    "create_kv_cache",
+    "demo_model_path",
+    "generate",
+    "load",
+    "make_kv_cache",
+    "make_sampler",
+    "stream_generate",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME_OF:
+        return getattr(importlib.import_module(_HOME_OF[name]), name)
+    raise AttributeError(f"module 'mlx_paged' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME_OF])

@@ -1,0 +1,51 @@
+"""Block bookkeeping: who holds which block, in pure Python. Nothing in here knows MLX, tensors or models.
+
+    pool = BlockPool(num_blocks=256, block_size=16)
+    table = BlockTable(pool)                 # one per sequence
+    copies = table.reserve(40)               # [] here; None when out of blocks
+    slots = table.writable_slots(0, 40)      # where the 40 rows go
+    table.advance(40)
+    table.cache_full_blocks(hash_token_blocks(token_ids, 16))
+    branch = table.fork()
+    table.free()
+
+Method and names: PagedAttention (Kwon et al. 2023) and vLLM's v1 core.
+"""
+
+from mlx_paged.core.block_hash import BlockHash, ExtraKey, extend_block_hashes, hash_block_tokens, hash_token_blocks
+from mlx_paged.core.block_pool import BlockPool
+from mlx_paged.core.block_table import BlockCopy, BlockTable, TokenSlot
+from mlx_paged.core.errors import (
+    BlockError,
+    BlockTableError,
+    DoubleFreeError,
+    ForeignBlockError,
+    FrozenBlockError,
+    IntegrityError,
+    UseAfterFreeError,
+)
+from mlx_paged.core.free_queue import FreeKVCacheBlockQueue
+from mlx_paged.core.kv_cache_block import KVCacheBlock
+from mlx_paged.core.prefix_index import PrefixIndex
+
+__all__ = [
+    "BlockCopy",
+    "BlockError",
+    "BlockHash",
+    "BlockPool",
+    "BlockTable",
+    "BlockTableError",
+    "DoubleFreeError",
+    "ExtraKey",
+    "ForeignBlockError",
+    "FreeKVCacheBlockQueue",
+    "FrozenBlockError",
+    "IntegrityError",
+    "KVCacheBlock",
+    "PrefixIndex",
+    "TokenSlot",
+    "UseAfterFreeError",
+    "extend_block_hashes",
+    "hash_block_tokens",
+    "hash_token_blocks",
+]

@@ -1,0 +1,154 @@
+"""The invariants of the block bookkeeping, checked one by one. Each failure prints the sum that does not add up."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NoReturn
+
+from mlx_paged.core.errors import IntegrityError
+from mlx_paged.core.kv_cache_block import KVCacheBlock
+
+if TYPE_CHECKING:
+    from .block_pool import BlockPool
+    from .block_table import BlockTable
+
+
+def check_pool_integrity(pool: BlockPool, holders: Iterable[Iterable[KVCacheBlock]] | None = None) -> None:
+    """Raise IntegrityError unless every invariant of the pool holds (see `BlockPool.check_integrity`)."""
+    _check_blocks(pool)
+    free = _check_free_queue(pool)
+    _check_counts(pool, free)
+    _check_prefix_index(pool)
+    if holders is not None:
+        _check_holders(pool, holders)
+
+
+def check_table_integrity(table: BlockTable) -> None:
+    """Raise IntegrityError unless every invariant of the table holds (see `BlockTable.check_integrity`)."""
+    block_size, num_tokens = table.block_size, table.num_tokens
+    ids = [block.block_id for block in table]
+    if table.block_ids != ids:
+        _fail(f"block table: block_ids {table.block_ids} != ids of its blocks {ids}")
+    if len(set(ids)) != len(ids):
+        _fail(f"block table: {len(ids)} blocks, {len(set(ids))} different ones: {ids}")
+    if not 0 <= num_tokens <= len(ids) * block_size:
+        _fail(f"block table: {num_tokens} tokens in {len(ids)} * {block_size} = {len(ids) * block_size} slots")
+    if not 0 <= table.num_cached_blocks <= num_tokens // block_size:
+        _fail(
+            f"block table: {table.num_cached_blocks} blocks cached, "
+            f"{num_tokens} // {block_size} = {num_tokens // block_size} are full"
+        )
+    if table.is_freed and (ids or num_tokens):
+        _fail(f"block table: freed, and holds {len(ids)} blocks, {num_tokens} tokens")
+    for index, block in enumerate(table):
+        if not _is_own(table.pool, block):
+            _fail(f"block table: block {block.block_id} is the null block or not of this pool")
+        if block.ref_cnt < 1:
+            _fail(f"block table: block {block.block_id} is in the table, its ref_cnt is {block.ref_cnt}")
+        is_reserved = index * block_size >= num_tokens  # Nothing in it yet.
+        if is_reserved and not block.is_writable:
+            hashed = block.block_hash is not None
+            _fail(f"block table: empty block {block.block_id} has ref_cnt {block.ref_cnt}, hashed: {hashed}")
+
+
+def _fail(message: str) -> NoReturn:
+    raise IntegrityError(f"check_integrity: {message}")
+
+
+def _is_own(pool: BlockPool, block: KVCacheBlock) -> bool:
+    return 0 < block.block_id < len(pool.blocks) and pool.blocks[block.block_id] is block
+
+
+def _check_blocks(pool: BlockPool) -> None:
+    for index, block in enumerate(pool.blocks):
+        if block.block_id != index:
+            _fail(f"blocks[{index}] has block_id {block.block_id}")
+        if block.ref_cnt < 0:
+            _fail(f"block {index} has ref_cnt {block.ref_cnt} < 0")
+        if block.is_null != (index == 0) or (block is pool.null_block) != (index == 0):
+            _fail(f"block {index} has is_null {block.is_null}; block 0, and only it, is the null block")
+    null = pool.null_block
+    if null.ref_cnt or null.block_hash is not None:
+        _fail(f"the null block has ref_cnt {null.ref_cnt}, hashed: {null.block_hash is not None}")
+
+
+def _check_free_queue(pool: BlockPool) -> set[int]:
+    """Links in both directions, membership and order; returns the ids in the queue."""
+    queue = pool.free_block_queue
+    head, tail = queue._head, queue._tail
+    if head.prev_free_block is not None or tail.next_free_block is not None:
+        _fail("free queue: a block is linked outside its ends")
+    free: set[int] = set()
+    first_cached: int | None = None
+    previous = head
+    while True:
+        block = previous.next_free_block
+        if block is None:
+            _fail(f"free queue: it ends behind block {previous.block_id}, after {len(free)} blocks, before its tail")
+        if block.prev_free_block is not previous:
+            back = None if block.prev_free_block is None else block.prev_free_block.block_id
+            _fail(f"free queue: {previous.block_id} -> {block.block_id} -> back to {back}")
+        if block is tail:
+            break
+        if not _is_own(pool, block):
+            _fail(f"free queue: block {block.block_id} is the null block or not of this pool")
+        if block.block_hash is not None:
+            first_cached = block.block_id if first_cached is None else first_cached
+        elif first_cached is not None:
+            _fail(f"free queue: uncached block {block.block_id} stands behind cached block {first_cached}")
+        free.add(block.block_id)  # No block comes twice: each has one way back, and it was the right one.
+        previous = block
+    if pool.free_block_queue.num_free_blocks != len(free):
+        _fail(f"num_free_blocks {pool.free_block_queue.num_free_blocks} != {len(free)} blocks in the free queue")
+    return free
+
+
+def _check_counts(pool: BlockPool, free: set[int]) -> None:
+    for block in pool.blocks:
+        is_free = block.block_id in free
+        if is_free != (block.ref_cnt == 0 and not block.is_null):
+            _fail(f"block {block.block_id} has ref_cnt {block.ref_cnt}, in the free queue: {is_free}")
+        is_linked = block.prev_free_block is not None or block.next_free_block is not None
+        if is_linked != is_free:
+            _fail(f"block {block.block_id} has free-queue links: {is_linked}, in the free queue: {is_free}")
+    num_used = sum(block.ref_cnt > 0 for block in pool.blocks)
+    if not len(free) + num_used + 1 == pool.num_blocks == pool.num_free_blocks + pool.num_used_blocks + 1:
+        _fail(
+            f"free + used + null = {len(free)} + {num_used} + 1 by counting, "
+            f"{pool.num_free_blocks} + {pool.num_used_blocks} + 1 by the pool, num_blocks {pool.num_blocks}"
+        )
+
+
+def _check_prefix_index(pool: BlockPool) -> None:
+    index = pool.prefix_index
+    indexed: set[int] = set()
+    for block_hash, block in index:
+        name = f"prefix index: {block_hash.hex()[:8]} -> block {block.block_id}"
+        if not _is_own(pool, block):
+            _fail(f"{name}, the null block or not of this pool")
+        if block.block_hash != block_hash:
+            _fail(f"{name}, whose hash is {None if block.block_hash is None else block.block_hash.hex()[:8]}")
+        if block.block_id in indexed:
+            _fail(f"{name}, twice")
+        indexed.add(block.block_id)
+    hashed = {block.block_id for block in pool.blocks if block.block_hash is not None}
+    if indexed != hashed:
+        _fail(f"prefix index: {len(hashed)} blocks have a hash, {len(indexed)} are found; {sorted(hashed - indexed)}")
+    if index.num_blocks != len(indexed):
+        _fail(f"num_cached_blocks {index.num_blocks} != {len(indexed)} blocks in the prefix index")
+    stray = [key.hex()[:8] for key, others in index._others.items() if not others or key not in index._first]
+    if stray:
+        _fail(f"prefix index: {len(stray)} entries for further blocks without any, or without a first: {stray}")
+    if indexed and not pool.enable_caching:
+        _fail(f"caching is off, and {len(indexed)} blocks are cached")
+
+
+def _check_holders(pool: BlockPool, holders: Iterable[Iterable[KVCacheBlock]]) -> None:
+    held = Counter(block for holder in holders for block in holder if not block.is_null)
+    for block in held:
+        if not _is_own(pool, block):
+            _fail(f"block {block.block_id} is held and not of this pool")
+    for block in pool.blocks[1:]:
+        if block.ref_cnt != held[block]:
+            _fail(f"block {block.block_id} has ref_cnt {block.ref_cnt}, and is held {held[block]} times")

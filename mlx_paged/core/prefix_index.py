@@ -1,0 +1,60 @@
+"""`PrefixIndex`: which blocks hold the content of a given hash."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mlx_paged.core.block_hash import BlockHash
+from mlx_paged.core.kv_cache_block import KVCacheBlock
+
+
+class PrefixIndex:
+    """{block_hash: blocks that hold it}, all operations O(1) (vLLM: `cached_block_hash_to_block`).
+
+    Two blocks may come to hold the same content, computed side by side. Both stay in the index, because ids in a block
+    table never change; a lookup gives the one that entered first, and when it goes, the next.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[BlockHash, KVCacheBlock] = {}
+        # Only for hashes held more than once, which is rare: {block_hash: {block_id: block}} without the first.
+        self._others: dict[BlockHash, dict[int, KVCacheBlock]] = {}
+        self.num_blocks = 0
+
+    def __iter__(self) -> Iterator[tuple[BlockHash, KVCacheBlock]]:
+        """Every (hash, block) pair; of one hash, in the order of entering."""
+        for block_hash, block in self._first.items():
+            yield block_hash, block
+            for other in self._others.get(block_hash, {}).values():
+                yield block_hash, other
+
+    def get(self, block_hash: BlockHash) -> KVCacheBlock | None:
+        """The block that entered first with this hash, None on a miss."""
+        return self._first.get(block_hash)
+
+    def add(self, block: KVCacheBlock) -> None:
+        """Enter a block under its `block_hash`."""
+        first = self._first.setdefault(block.block_hash, block)
+        if first is not block:
+            self._others.setdefault(block.block_hash, {})[block.block_id] = block
+        self.num_blocks += 1
+
+    def remove(self, block: KVCacheBlock) -> None:
+        """Take out this block, and only it: another block with the same hash stays findable."""
+        block_hash = block.block_hash
+        others = self._others.get(block_hash)
+        if self._first[block_hash] is not block:
+            del others[block.block_id]
+        elif others:
+            self._first[block_hash] = others.pop(next(iter(others)))
+        else:
+            del self._first[block_hash]
+        if others is not None and not others:
+            del self._others[block_hash]
+        self.num_blocks -= 1
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._first.clear()
+        self._others.clear()
+        self.num_blocks = 0
