@@ -1,0 +1,111 @@
+"""The configuration of a KV cache: frozen, resolved once, then passed on. Imports nothing of ours and no MLX."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+BLOCK_SIZES = (8, 16, 32, 64)
+ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+_BUDGET = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(blocks?|[kmgt]?i?b?)\s*", re.IGNORECASE)
+_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+
+@dataclass(frozen=True)
+class KVBudget:
+    """How much K/V may be held: so many bytes, or so many blocks. Exactly one of the two is given."""
+
+    nbytes: int | None = None
+    num_blocks: int | None = None
+
+    @classmethod
+    def parse(cls, text: str | int) -> KVBudget:
+        """``"512M"``, ``"2G"``, ``"1.5GiB"``, ``"65536"`` (bytes; K, M, G are powers of 1024) or ``"256blocks"``.
+
+        Raises:
+            ValueError: the text is none of these, or not positive.
+        """
+        match = _BUDGET.fullmatch(str(text))
+        if match is None:
+            raise ValueError(
+                f"[kv-cache-bytes] can't read {str(text)!r}; write bytes (65536, 512M, 2G) or blocks (256blocks)"
+            )
+        number, unit = float(match[1]), match[2].lower()
+        if unit.startswith("block"):
+            if not number.is_integer() or number < 1:
+                raise ValueError(f"[kv-cache-bytes] {str(text)!r} must be a whole number of blocks, at least 1")
+            return cls(num_blocks=int(number))
+        nbytes = int(number * _UNITS[unit.rstrip("ib")])
+        if nbytes < 1:
+            raise ValueError(f"[kv-cache-bytes] {str(text)!r} must be at least 1 byte")
+        return cls(nbytes=nbytes)
+
+
+@dataclass(frozen=True)
+class KVCacheConfig:
+    """The shape of a model's K/V and the budget for it.
+
+    ``num_blocks`` is what sequences can hold together; a paged cache's slabs have one block more, the null block.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str = "float32"  # of the K/V: float32, float16 or bfloat16
+    block_size: int = 16  # tokens per block
+    num_blocks: int = 256
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "num_kv_heads", "head_dim", "num_blocks"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"[kv cache] {name} must be a positive integer, got {value!r}")
+        if self.block_size not in BLOCK_SIZES:
+            raise ValueError(f"[kv cache] block_size must be one of {BLOCK_SIZES}, got {self.block_size!r}")
+        if self.dtype not in ITEM_SIZES:
+            raise ValueError(f"[kv cache] dtype must be one of {tuple(ITEM_SIZES)}, got {self.dtype!r}")
+
+    @property
+    def nbytes_per_token(self) -> int:
+        """K and V of one token in all layers: ``2 * num_layers * num_kv_heads * head_dim * itemsize`` bytes."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * ITEM_SIZES[self.dtype]
+
+    @property
+    def nbytes_per_block(self) -> int:
+        return self.nbytes_per_token * self.block_size
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens that the budget holds."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def nbytes(self) -> int:
+        """The budget in bytes, the paged cache's null block included."""
+        return (self.num_blocks + 1) * self.nbytes_per_block
+
+    @classmethod
+    def within(
+        cls,
+        budget: KVBudget,
+        *,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: str = "float32",
+        block_size: int = 16,
+    ) -> KVCacheConfig:
+        """The largest cache inside ``budget``; raises ``ValueError`` with the sum when not even one block fits."""
+        one = cls(num_layers, num_kv_heads, head_dim, dtype, block_size, num_blocks=1)
+        if budget.num_blocks is not None:
+            num_blocks = budget.num_blocks
+        else:
+            # One block of the bytes is the null block.
+            num_blocks = (budget.nbytes or 0) // one.nbytes_per_block - 1
+        if num_blocks < 1:
+            raise ValueError(
+                f"[kv cache] a budget of {budget.nbytes} bytes holds no block: one block of {block_size} tokens and "
+                f"the null block take 2 * {one.nbytes_per_block} = {one.nbytes} bytes; raise --kv-cache-bytes"
+            )
+        return cls(num_layers, num_kv_heads, head_dim, dtype, block_size, num_blocks)

@@ -1,0 +1,144 @@
+"""The operations on paged K/V slabs: one door in front of every backend, where all inputs are checked once.
+
+Shapes: a slab is ``[num_blocks, num_kv_heads, block_size, head_dim]``; rows and queries are packed, ``[num_tokens,
+heads, head_dim]``, the tokens of all sequences behind one another. The method is PagedAttention (Kwon et al., 2023);
+names follow vLLM's ``reshape_and_cache`` / ``paged_attention`` / ``copy_blocks``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_paged.ops import checks
+from mlx_paged.ops.backends import BACKENDS, BackendError, load_backend, resolve_backend
+from mlx_paged.ops.kv_handle import KVHandle
+from mlx_paged.ops.metadata import MAX_DECODE_QUERY_LEN, AttentionMetadata, SlotMapping
+
+__all__ = [
+    "BACKENDS",
+    "MAX_DECODE_QUERY_LEN",
+    "AttentionMetadata",
+    "BackendError",
+    "KVHandle",
+    "SlotMapping",
+    "attend",
+    "copy_blocks",
+    "gather_blocks",
+    "paged_attention",
+    "paged_prefill_attention",
+    "reshape_and_cache",
+    "resolve_backend",
+]
+
+
+def reshape_and_cache(
+    k: mx.array,  # [num_tokens, num_kv_heads, head_dim]
+    v: mx.array,  # [num_tokens, num_kv_heads, head_dim]
+    kv: KVHandle,
+    slot_mapping: SlotMapping | Sequence[int] | mx.array,  # [num_tokens]
+    backend: str = "auto",
+) -> None:
+    """Write each row into its slot of the slabs, in place; rows whose slot is below 0 are padding and are skipped.
+
+    ``write_slot`` and ``push_row`` elsewhere. Costs O(rows), whatever the size of the slab, as long as nobody but
+    ``kv`` holds the slabs.
+
+    Raises:
+        ValueError: shapes or dtypes that don't fit the slabs, a slot out of range or named twice.
+    """
+    if not isinstance(slot_mapping, SlotMapping):
+        slot_mapping = SlotMapping.build(slot_mapping, kv.block_size)
+    checks.check_slot_write("reshape_and_cache", k, v, kv, slot_mapping)
+    load_backend(backend).reshape_and_cache(k, v, kv, slot_mapping)
+
+
+def paged_attention(
+    q: mx.array,  # [num_tokens, num_heads, head_dim]
+    kv: KVHandle,
+    metadata: AttentionMetadata,
+    scale: float,
+    window: int | None = None,
+    sinks: mx.array | None = None,  # [num_heads]
+    backend: str = "auto",
+) -> mx.array:
+    """Attention over block tables for decodes and short query runs; ragged, causal within a run, nothing padded.
+
+    Args:
+        window: each query sees this many last tokens, itself included; ``None`` is no limit.
+        sinks: learned attention-sink logits, one per query head, as ``mx.fast.scaled_dot_product_attention`` takes
+            them.
+
+    Returns:
+        ``[num_tokens, num_heads, head_dim]`` in the dtype of ``q``.
+
+    Raises:
+        ValueError: shapes, dtypes or block ids that don't fit the slabs.
+    """
+    checks.check_attention("paged_attention", q, kv, metadata, window, sinks)
+    return load_backend(backend).paged_attention(q, kv, metadata, scale, window, sinks)
+
+
+def paged_prefill_attention(
+    q: mx.array,  # [num_tokens, num_heads, head_dim]
+    kv: KVHandle,
+    metadata: AttentionMetadata,
+    scale: float,
+    window: int | None = None,
+    sinks: mx.array | None = None,  # [num_heads]
+    backend: str = "auto",
+) -> mx.array:
+    """The same result as :func:`paged_attention`, made for long query runs: gather the blocks, then MLX's own SDPA."""
+    checks.check_attention("paged_prefill_attention", q, kv, metadata, window, sinks)
+    return load_backend(backend).paged_prefill_attention(q, kv, metadata, scale, window, sinks)
+
+
+def attend(
+    q: mx.array,  # [num_tokens, num_heads, head_dim]
+    kv: KVHandle,
+    metadata: AttentionMetadata,
+    scale: float,
+    window: int | None = None,
+    sinks: mx.array | None = None,  # [num_heads]
+    backend: str = "auto",
+) -> mx.array:
+    """Attention for any step: query runs up to ``MAX_DECODE_QUERY_LEN`` are decoded, longer ones prefilled."""
+    outputs, rows = [], []
+    for part, part_rows in metadata.by_query_len:
+        operation = paged_attention if part.max_query_len <= MAX_DECODE_QUERY_LEN else paged_prefill_attention
+        part_q = q if part_rows is None else q[part_rows]
+        outputs.append(operation(part_q, kv, part, scale, window, sinks, backend))
+        rows.append(part_rows)
+    if len(outputs) == 1:
+        return outputs[0]
+    row_order = metadata.plan("row_order", lambda: mx.argsort(mx.concatenate(rows)))
+    return mx.concatenate(outputs)[row_order]
+
+
+def gather_blocks(
+    kv: KVHandle, block_table: Sequence[int] | np.ndarray, num_tokens: int | None = None, backend: str = "auto"
+) -> tuple[mx.array, mx.array]:
+    """The dense K and V, ``[num_kv_heads, num_tokens, head_dim]`` each, of the first ``num_tokens`` tokens of a table.
+
+    ``materialize`` elsewhere. ``num_tokens`` defaults to all slots of the table.
+
+    Raises:
+        ValueError: a block id out of range, an empty table, more tokens than the table holds.
+    """
+    num_tokens = len(block_table) * kv.block_size if num_tokens is None else num_tokens
+    table = checks.check_block_table("gather_blocks", block_table, num_tokens, kv)
+    return load_backend(backend).gather_blocks(kv, table, num_tokens)
+
+
+def copy_blocks(kv: KVHandle, src_dst_pairs: Sequence[tuple[int, int]], backend: str = "auto") -> None:
+    """Copy whole blocks within the slabs, in place: ``(source, destination)`` pairs, for copy-on-write.
+
+    Raises:
+        ValueError: a block id out of range, a destination named twice or that is also a source.
+    """
+    if len(src_dst_pairs) == 0:
+        return
+    checks.check_copy_pairs("copy_blocks", src_dst_pairs, kv)
+    load_backend(backend).copy_blocks(kv, src_dst_pairs)

@@ -1,0 +1,76 @@
+"""The handle of one layer's K and V slabs: what every operation reads or writes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+
+@dataclass(slots=True, eq=False)
+class KVHandle:
+    """One layer's K and V slabs, ``[num_blocks, num_kv_heads, block_size, head_dim]`` each.
+
+    Operations that write replace ``k`` and ``v`` of the handle in place. A slab is written without a copy only while
+    nobody else holds it, so read it through a handle and do not keep ``handle.k`` across a write.
+
+    ``token`` orders in-place kernel writes against reads that MLX cannot see; donated scatter, whose writes MLX does
+    see, leaves it ``None``.
+    """
+
+    k: mx.array
+    v: mx.array
+    token: Any = None
+
+    @classmethod
+    def allocate(
+        cls, num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: mx.Dtype = mx.float32
+    ) -> KVHandle:
+        """Two evaluated slabs of zeros; ``2 * num_blocks * num_kv_heads * block_size * head_dim * itemsize`` bytes."""
+        shape = (num_blocks, num_kv_heads, block_size, head_dim)
+        handle = cls(mx.zeros(shape, dtype), mx.zeros(shape, dtype))
+        mx.eval(handle.k, handle.v)
+        return handle
+
+    @property
+    def num_blocks(self) -> int:
+        return self.k.shape[0]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def block_size(self) -> int:
+        return self.k.shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        return self.k.shape[3]
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_blocks * self.block_size
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        return self.k.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.k.nbytes + self.v.nbytes
+
+    @property
+    def arrays(self) -> tuple[mx.array, ...]:
+        """What has to be evaluated for every write so far to have happened."""
+        return (self.k, self.v)
+
+    def grow(self, num_new_blocks: int) -> None:
+        """Add ``num_new_blocks`` blocks of zeros at the end. Copies the slabs once; block ids keep their meaning."""
+        extra = mx.zeros((num_new_blocks, *self.k.shape[1:]), self.dtype)
+        # One slab after the other: the transient is one slab, not two.
+        self.k = mx.concatenate([self.k, extra])
+        mx.eval(self.k)
+        self.v = mx.concatenate([self.v, extra])
+        mx.eval(self.v)

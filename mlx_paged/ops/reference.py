@@ -1,0 +1,197 @@
+"""The operations in plain MLX, for any device: the formula that every kernel is held against, and the CPU's backend.
+
+Slot writes are *donated scatters*: MLX writes a slab in place as long as nobody else holds it, at the cost of the rows
+alone. So evaluate a step before the next one is built, and keep no view of a slab across a write.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_paged.ops.kv_handle import KVHandle
+from mlx_paged.ops.metadata import AttentionMetadata, SlotMapping
+
+# A run of adjacent blocks is read as a view of the slab. Below this mean run length one gather is cheaper than the
+# views.
+MIN_VIEW_RUN = 8
+
+
+def reshape_and_cache(k: mx.array, v: mx.array, kv: KVHandle, slot_mapping: SlotMapping) -> None:
+    if slot_mapping.only_slot is not None:
+        # A slice update costs a third of a scatter of one row.
+        block_id, offset = slot_mapping.only_slot
+        kv.k[block_id : block_id + 1, :, offset : offset + 1] = k[:, :, None]
+        kv.v[block_id : block_id + 1, :, offset : offset + 1] = v[:, :, None]
+        return
+    if slot_mapping.rows is not None:
+        k, v = k[slot_mapping.rows], v[slot_mapping.rows]
+    if k.shape[0] == 0:
+        return
+    kv.k[slot_mapping.block_ids, :, slot_mapping.offsets] = k
+    kv.v[slot_mapping.block_ids, :, slot_mapping.offsets] = v
+
+
+def paged_attention(
+    q: mx.array,
+    kv: KVHandle,
+    metadata: AttentionMetadata,
+    scale: float,
+    window: int | None = None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """Block-parallel: one matmul per step for the scores of all (query token, block) pairs, then a segment softmax."""
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads = kv.num_kv_heads
+    group = num_heads // num_kv_heads
+    pairs = metadata.plan(("block_pairs", window), lambda: _BlockPairs(metadata, window))
+
+    # Scores [num_pairs, num_kv_heads, group, block_size]: each block against the query that reads it.
+    queries = (q * scale).astype(kv.dtype).reshape(num_tokens, num_kv_heads, group, head_dim)
+    scores = pairs.matmul(pairs.spread(queries), kv.k, transpose=True).astype(mx.float32) + pairs.bias
+
+    # Softmax of each query token over all of its blocks, unnormalised until the values are summed, too.
+    highest = pairs.segment_max(scores)
+    if sinks is not None:
+        sink_logits = sinks.astype(mx.float32).reshape(1, num_kv_heads, group, 1)
+        highest = mx.maximum(highest, sink_logits)
+    weights = mx.exp(scores - pairs.spread(highest))
+    denominator = pairs.segment_sum(weights.sum(axis=-1, keepdims=True))
+    if sinks is not None:
+        denominator = denominator + mx.exp(sink_logits - highest)
+
+    values = pairs.matmul(weights.astype(kv.dtype), kv.v, transpose=False).astype(mx.float32)
+    out = pairs.segment_sum(values) / denominator
+    return out.reshape(num_tokens, num_heads, head_dim).astype(q.dtype)
+
+
+def paged_prefill_attention(
+    q: mx.array,
+    kv: KVHandle,
+    metadata: AttentionMetadata,
+    scale: float,
+    window: int | None = None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """Per sequence: gather its blocks, then MLX's own SDPA, causal within the query run."""
+    outputs = []
+    starts = metadata.cu_seqlens_q.tolist()
+    for seq in range(metadata.num_seqs):
+        context_len, query_len = int(metadata.context_lens[seq]), int(metadata.query_lens[seq])
+        keys, values = gather_blocks(kv, metadata.block_table(seq), context_len)
+        queries = q[starts[seq] : starts[seq + 1]].swapaxes(0, 1)[None]
+        out = mx.fast.scaled_dot_product_attention(
+            queries.astype(kv.dtype),
+            keys[None],
+            values[None],
+            scale=scale,
+            mask=_causal_mask(query_len, context_len, window),
+            sinks=None if sinks is None else sinks.astype(kv.dtype),
+        )
+        outputs.append(out[0].swapaxes(0, 1))
+    return (outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)).astype(q.dtype)
+
+
+def gather_blocks(kv: KVHandle, block_table: np.ndarray, num_tokens: int) -> tuple[mx.array, mx.array]:
+    def gather(slab: mx.array) -> mx.array:
+        first = int(block_table[0])
+        is_run = first + len(block_table) - 1 == block_table[-1] and bool((np.diff(block_table) == 1).all())
+        blocks = slab[first : first + len(block_table)] if is_run else slab[mx.array(block_table)]
+        heads_first = blocks.swapaxes(0, 1).reshape(kv.num_kv_heads, -1, kv.head_dim)
+        return heads_first[:, :num_tokens]
+
+    return gather(kv.k), gather(kv.v)
+
+
+def copy_blocks(kv: KVHandle, src_dst_pairs: Sequence[tuple[int, int]]) -> None:
+    sources = mx.array([src for src, _ in src_dst_pairs])
+    destinations = mx.array([dst for _, dst in src_dst_pairs])
+    k_rows, v_rows = kv.k[sources], kv.v[sources]
+    # The gather must be done before the scatter is built: while it holds the slab, the scatter would copy it whole.
+    mx.eval(k_rows, v_rows)
+    kv.k[destinations] = k_rows
+    kv.v[destinations] = v_rows
+
+
+def _causal_mask(query_len: int, context_len: int, window: int | None) -> mx.array | str:
+    if window is None or context_len <= window:
+        return "causal"
+    query_positions = mx.arange(context_len - query_len, context_len)[:, None]
+    key_positions = mx.arange(context_len)[None]
+    return (key_positions <= query_positions) & (key_positions > query_positions - window)
+
+
+class _BlockPairs:
+    """All (query token, block) pairs of a step, and the segment operations that reduce them per query token.
+
+    A pair is in when the block holds at least one key that the query may see. Pairs of one query token lie behind one
+    another, in the order of its block table.
+    """
+
+    def __init__(self, metadata: AttentionMetadata, window: int | None):
+        block_size = metadata.block_size
+        positions = metadata.query_positions
+        first_visible = np.zeros_like(positions) if window is None else np.maximum(positions - window + 1, 0)
+        first_block, last_block = first_visible // block_size, positions // block_size
+        counts = last_block - first_block + 1
+        tokens = np.repeat(np.arange(positions.size, dtype=np.int32), counts)
+        starts = np.cumsum(counts) - counts
+        block_index = np.arange(tokens.size, dtype=np.int32) + (first_block - starts)[tokens].astype(np.int32)
+        block_ids = metadata.block_tables[metadata.cu_num_blocks[metadata.query_seqs[tokens]] + block_index]
+        key_positions = block_index[:, None] * block_size + np.arange(block_size, dtype=np.int32)
+        visible = key_positions <= positions[tokens, None]
+        if window is not None:
+            visible &= key_positions >= first_visible[tokens, None]
+
+        self._num_tokens = positions.size
+        self._tokens = mx.array(tokens)
+        # [num_pairs, 1, 1, block_size]: 0 where the query sees the key, else -inf; adding is cheaper than choosing.
+        self.bias = mx.array(np.where(visible, np.float32(0), -np.float32(np.inf))[:, None, None])
+        self._runs = _adjacent_runs(block_ids)
+        self._gather_ids = None if self._runs else mx.array(block_ids)
+
+    def matmul(self, rows: mx.array, slab: mx.array, transpose: bool) -> mx.array:
+        """``rows @ block`` for every pair; ``rows`` is ``[num_pairs, num_kv_heads, group, n]``, or one row for all."""
+
+        def product(part: mx.array, blocks: mx.array) -> mx.array:
+            return part @ (blocks.swapaxes(-1, -2) if transpose else blocks)
+
+        if not self._runs:
+            return product(rows, slab[self._gather_ids])
+        if len(self._runs) == 1:
+            first, start, end = self._runs[0]
+            return product(rows, slab[first : first + end - start])
+        parts = [
+            product(rows if rows.shape[0] == 1 else rows[start:end], slab[first : first + end - start])
+            for first, start, end in self._runs
+        ]
+        return mx.concatenate(parts)
+
+    def segment_max(self, values: mx.array) -> mx.array:
+        """``[num_pairs, num_kv_heads, group, n]`` to the largest of each query token, ``[num_tokens, ..., 1]``."""
+        if self._num_tokens == 1:
+            return values.max(axis=(0, 3), keepdims=True)
+        shape = (self._num_tokens, *values.shape[1:3], 1)
+        return mx.full(shape, -mx.inf, dtype=mx.float32).at[self._tokens].maximum(values.max(axis=-1, keepdims=True))
+
+    def segment_sum(self, values: mx.array) -> mx.array:
+        """``[num_pairs, num_kv_heads, group, n]`` to the sum of each query token, ``[num_tokens, ..., n]``."""
+        if self._num_tokens == 1:
+            return values.sum(axis=0, keepdims=True)
+        return mx.zeros((self._num_tokens, *values.shape[1:]), dtype=mx.float32).at[self._tokens].add(values)
+
+    def spread(self, per_token: mx.array) -> mx.array:
+        """What each query token has, for each of its pairs; one token's broadcasts by itself."""
+        return per_token if self._num_tokens == 1 else per_token[self._tokens]
+
+
+def _adjacent_runs(block_ids: np.ndarray) -> list[tuple[int, int, int]]:
+    """``(first block id, first pair, end)`` of each run of adjacent ids, or nothing where runs are too short to pay."""
+    breaks = (np.flatnonzero(block_ids[1:] != block_ids[:-1] + 1) + 1).tolist()
+    bounds = [0, *breaks, block_ids.size]
+    if breaks and block_ids.size < MIN_VIEW_RUN * (len(bounds) - 1):
+        return []
+    return [(int(block_ids[start]), start, end) for start, end in itertools.pairwise(bounds)]
