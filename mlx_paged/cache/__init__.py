@@ -1,0 +1,35 @@
+"""KV caches: one protocol, two implementations, one factory."""
+
+from __future__ import annotations
+
+from mlx_paged.cache.base import CacheFullError, KVCache, KVCacheStats, KVSnapshot, SeqId, Step
+from mlx_paged.cache.basic import BasicKVCache
+from mlx_paged.cache.paged import PagedKVCache
+from mlx_paged.config import KVCacheConfig
+
+__all__ = [
+    "KV_CACHES",
+    "BasicKVCache",
+    "CacheFullError",
+    "KVCache",
+    "KVCacheStats",
+    "KVSnapshot",
+    "PagedKVCache",
+    "SeqId",
+    "Step",
+    "create_kv_cache",
+]
+
+KV_CACHES: dict[str, type[BasicKVCache] | type[PagedKVCache]] = {"basic": BasicKVCache, "paged": PagedKVCache}
+
+
+def create_kv_cache(kind: str, config: KVCacheConfig, backend: str = "auto") -> KVCache:
+    """An empty KV cache of ``kind``: ``"basic"`` (contiguous) or ``"paged"``.
+
+    Raises:
+        ValueError: the kind is unknown.
+        BackendError: the backend is unknown or can't be had on this machine.
+    """
+    if kind not in KV_CACHES:
+        raise ValueError(f"[kv cache] unknown cache mode {kind!r}; supported: {', '.join(KV_CACHES)}")
+    return KV_CACHES[kind](config, backend=backend)

@@ -1,0 +1,173 @@
+"""The paged KV cache: the K/V of all sequences in one pool of fixed-size blocks, one K and one V slab per layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import mlx.core as mx
+
+from mlx_paged import ops
+from mlx_paged.cache.base import CacheFullError, KVCache, KVCacheStats, SeqId
+from mlx_paged.config import KVCacheConfig
+from mlx_paged.core import BlockPool, BlockTable
+from mlx_paged.ops import AttentionMetadata, KVHandle
+
+INITIAL_BLOCKS = 64
+
+
+class PagedKVCache(KVCache):
+    """Sequences as block tables over slabs ``[num_blocks, num_kv_heads, block_size, head_dim]`` (PagedAttention).
+
+    A token costs its own row: a sequence grows by single blocks, nothing is padded, and freed blocks go to whoever
+    needs them next. The slabs start small and double, layer by layer, up to the budget.
+
+    Args:
+        config: shape and budget.
+        backend: ``"auto"``, ``"reference"`` or ``"metal"``; raises ``BackendError`` if it can't be had.
+        initial_blocks: blocks to allocate at once; the rest of the budget when it is needed.
+    """
+
+    kind = "paged"
+
+    def __init__(self, config: KVCacheConfig, backend: str = "auto", initial_blocks: int = INITIAL_BLOCKS):
+        super().__init__(config)
+        self.backend = ops.resolve_backend(backend)
+        # One block more than sequences can hold: block 0 is the null block.
+        num_blocks = min(initial_blocks, config.num_blocks) + 1
+        self.pool = BlockPool(num_blocks, config.block_size)
+        self._layers = [
+            KVHandle.allocate(num_blocks, config.num_kv_heads, config.block_size, config.head_dim, self.dtype)
+            for _ in range(config.num_layers)
+        ]
+        self._tables: dict[SeqId, BlockTable] = {}
+        self._metadata: AttentionMetadata | None = None
+        self._step: Mapping[SeqId, int] = {}
+        self._new_seqs: list[SeqId] = []
+
+    # Steps
+
+    def _begin_step(self, num_new_tokens: Mapping[SeqId, int]) -> None:
+        tables = {seq: self._tables[seq] if seq in self._tables else BlockTable(self.pool) for seq in num_new_tokens}
+        num_needed = sum(table.num_new_blocks(num_new_tokens[seq]) for seq, table in tables.items())
+        self._make_room(num_needed, num_new_tokens)
+        for seq, table in tables.items():
+            copies = table.reserve(num_new_tokens[seq])
+            assert copies is not None, "the pool was found to have room"
+            # Copied table by table: a source may be handed out again by the next table's reserve.
+            for handle in self._layers if copies else ():
+                ops.copy_blocks(handle, copies, self.backend)
+        self._new_seqs = [seq for seq in tables if seq not in self._tables]
+        self._tables.update(tables)
+        self._step = dict(num_new_tokens)
+        self._metadata = AttentionMetadata.build(
+            block_tables=[table.block_ids for table in tables.values()],
+            context_lens=[table.num_tokens + num_new_tokens[seq] for seq, table in tables.items()],
+            query_lens=list(num_new_tokens.values()),
+            block_size=self.config.block_size,
+        )
+
+    def _make_room(self, num_needed: int, num_new_tokens: Mapping[SeqId, int]) -> None:
+        num_missing = num_needed - self.pool.num_free_blocks
+        if num_missing <= 0:
+            return
+        num_usable = self.pool.num_blocks - 1
+        num_growable = self.config.num_blocks - num_usable
+        if num_missing > num_growable:
+            raise CacheFullError(
+                f"[paged cache] {sum(num_new_tokens.values())} new tokens need {num_needed} blocks of "
+                f"{self.config.block_size}, the budget holds {self.config.num_blocks} and "
+                f"{self.pool.num_used_blocks} are in use; raise --kv-cache-bytes or free a sequence"
+            )
+        # Doubling makes the copies of growth a constant per token.
+        num_new_blocks = min(max(num_missing, num_usable), num_growable)
+        for handle in self._layers:
+            handle.grow(num_new_blocks)
+        self.pool.grow(num_new_blocks)
+
+    def _commit_step(self) -> None:
+        for seq, num_new in self._step.items():
+            self._tables[seq].advance(num_new)
+        self._close_step()
+
+    def _abort_step(self) -> None:
+        for seq in self._step:
+            table = self._tables[seq]
+            table.trim_to(table.num_tokens)
+        for seq in self._new_seqs:
+            self.free(seq)
+        self._close_step()
+
+    def _close_step(self) -> None:
+        self._step, self._new_seqs, self._metadata = {}, [], None
+
+    def update(self, layer: int, k: mx.array, v: mx.array) -> None:
+        handle, metadata = self._layers[layer], self._open_metadata()
+        slots = metadata.slot_mapping
+        ops.reshape_and_cache(k.astype(self.dtype), v.astype(self.dtype), handle, slots, self.backend)
+
+    def update_and_attend(self, layer: int, q: mx.array, k: mx.array, v: mx.array, scale: float) -> mx.array:
+        self.update(layer, k, v)
+        return ops.attend(q, self._layers[layer], self._open_metadata(), scale, backend=self.backend)
+
+    def _open_metadata(self) -> AttentionMetadata:
+        if self._metadata is None:
+            raise RuntimeError("[paged cache] no step is open; use `with cache.step(...)`")
+        return self._metadata
+
+    # Sequences
+
+    def seq_len(self, seq: SeqId) -> int:
+        table = self._tables.get(seq)
+        return 0 if table is None else table.num_tokens
+
+    @property
+    def seqs(self) -> list[SeqId]:
+        return list(self._tables)
+
+    def block_ids(self, seq: SeqId) -> tuple[int, ...]:
+        """The block table of a sequence; ``KeyError`` when there is no such sequence."""
+        return tuple(self._table(seq).block_ids)
+
+    def trim(self, seq: SeqId, length: int) -> None:
+        self._check_trim(seq, length)
+        self._tables[seq].trim_to(length)
+
+    def free(self, seq: SeqId) -> None:
+        self._table(seq).free()
+        del self._tables[seq]
+
+    def fork(self, seq: SeqId, new_seq: SeqId) -> None:
+        self._check_fork(seq, new_seq)
+        self._tables[new_seq] = self._tables[seq].fork()
+
+    def materialize(self, seq: SeqId, layer: int) -> tuple[mx.array, mx.array]:
+        table = self._table(seq)
+        if table.num_tokens == 0:
+            empty = mx.zeros((self.config.num_kv_heads, 0, self.config.head_dim), self.dtype)
+            return empty, empty
+        keys, values = ops.gather_blocks(self._layers[layer], table.block_ids, table.num_tokens, self.backend)
+        return self._detach(keys), self._detach(values)
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [array for handle in self._layers for array in handle.arrays]
+
+    def stats(self) -> KVCacheStats:
+        num_tokens = sum(table.num_tokens for table in self._tables.values())
+        return KVCacheStats(
+            num_seqs=len(self._tables),
+            num_tokens=num_tokens,
+            nbytes_used=self.pool.num_used_blocks * self.config.nbytes_per_block,
+            nbytes_held=sum(handle.nbytes for handle in self._layers),
+            blocks_used=self.pool.num_used_blocks,
+            num_blocks=self.config.num_blocks,
+        )
+
+    def max_seq_len(self, seq: SeqId) -> int:
+        own = self._tables[seq].num_blocks if seq in self._tables else 0
+        return (self.config.num_blocks - self.pool.num_used_blocks + own) * self.config.block_size
+
+    def _table(self, seq: SeqId) -> BlockTable:
+        if seq not in self._tables:
+            raise self._missing(seq)
+        return self._tables[seq]

@@ -1,0 +1,84 @@
+"""No append copies a slab, whatever the pool's size; slabs grow inside the budget. Counted in bytes, not in seconds."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+from cache_helpers import assert_holds
+
+from mlx_paged.cache import PagedKVCache
+from mlx_paged.config import KVCacheConfig
+
+
+def config(num_slots: int) -> KVCacheConfig:
+    return KVCacheConfig(num_layers=2, num_kv_heads=4, head_dim=64, block_size=16, num_blocks=-(-num_slots // 16))
+
+
+def rows(num_tokens: int) -> mx.array:
+    return mx.random.normal((2, num_tokens, 4, 64))
+
+
+def extra_bytes(cache: PagedKVCache, new_tokens: dict[str, int]) -> int:
+    """Peak memory of one step above what was held before it: writes and attention of all layers."""
+    k = rows(sum(new_tokens.values()))
+    mx.eval(k)
+    mx.synchronize()
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    base = mx.get_active_memory()
+    with cache.step(new_tokens):
+        outputs = [cache.update_and_attend(layer, k[layer], k[layer], k[layer], scale=0.1) for layer in range(2)]
+        mx.eval(outputs, cache.arrays)
+    return max(0, mx.get_peak_memory() - base)
+
+
+def filled_cache(num_slots: int) -> PagedKVCache:
+    cache = PagedKVCache(config(num_slots), initial_blocks=config(num_slots).num_blocks)
+    for seq in ("a", "b"):
+        cache.set_prompt(seq, rows(100), rows(100))
+    # Leave a hole, so that block tables are not one run of adjacent blocks.
+    cache.free("a")
+    cache.append("b", rows(40), rows(40))
+    cache.set_prompt("c", rows(200), rows(200))
+    return cache
+
+
+@pytest.mark.parametrize("num_slots", [1_000, 100_000])
+@pytest.mark.parametrize("new_tokens", [{"b": 1}, {"b": 1, "c": 1}, {"b": 3, "c": 1}, {"new": 40}], ids=str)
+def test_a_step_costs_memory_for_its_own_tokens_whatever_the_size_of_the_pool(
+    new_tokens: dict[str, int], num_slots: int
+):
+    cache = filled_cache(num_slots)
+    # A few times the K/V that the step itself reads and writes; a copy of one slab of 100,000 slots would be 100 MB.
+    touched = sum(cache.seq_len(seq) + n + 16 for seq, n in new_tokens.items())
+    bound = 6 * touched * cache.config.nbytes_per_token
+    assert extra_bytes(cache, new_tokens) <= bound < config(100_000).nbytes // 4 // 10
+
+
+def test_the_memory_counter_sees_a_slab_that_is_copied():
+    cache = filled_cache(100_000)
+    holder = cache.arrays[0][0:1]
+    mx.eval(holder)
+    assert extra_bytes(cache, {"b": 1}) > config(100_000).nbytes // 4 // 2
+
+
+def test_materialize_leaves_no_view_behind_that_would_make_the_next_write_copy():
+    cache = filled_cache(100_000)
+    held = [cache.materialize(seq, layer) for seq in ("b", "c") for layer in range(2)]
+    assert extra_bytes(cache, {"b": 1}) < config(100_000).nbytes // 4 // 100
+    assert len(held) == 4
+
+
+def test_slabs_start_small_and_double_within_the_budget():
+    full = KVCacheConfig(num_layers=2, num_kv_heads=4, head_dim=64, block_size=16, num_blocks=300)
+    cache = PagedKVCache(full, initial_blocks=64)
+    k, v = rows(300 * 16), rows(300 * 16)
+    held = []
+    for start in range(0, 300 * 16, 160):
+        cache.append("a", k[:, start : start + 160], v[:, start : start + 160])
+        blocks = cache.stats().nbytes_held // full.nbytes_per_block
+        if not held or held[-1] != blocks:
+            held.append(blocks)
+    assert held == [65, 129, 257, 301]
+    assert cache.stats().nbytes_held == full.nbytes
+    assert_holds(cache, "a", k, v)

@@ -1,0 +1,134 @@
+"""A step happens as a whole or not at all, and attends to exactly what the cache holds."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from cache_helpers import CONFIG, assert_holds, rows
+
+from mlx_paged.cache import BasicKVCache, CacheFullError, KVCache, PagedKVCache, create_kv_cache
+from mlx_paged.config import KVCacheConfig
+
+
+def test_a_step_packs_its_sequences_behind_one_another(cache: KVCache):
+    cache.set_prompt("a", *rows(5))
+    with cache.step({"a": 1, "b": 3}) as step:
+        assert step.positions.tolist() == [5, 0, 1, 2]
+        assert step.last_rows.tolist() == [0, 3]
+        assert step.num_tokens == 4
+
+
+def test_a_step_whose_body_raises_did_not_happen(cache: KVCache):
+    k, v = rows(12)
+    cache.set_prompt("a", k, v)
+    before = cache.stats()
+    for error in (KeyboardInterrupt, RuntimeError):
+        with pytest.raises(error), cache.step({"a": 30, "b": 3}):
+            cache.update(0, *(x[0] for x in rows(33, seed=1)))
+            raise error
+    assert cache.seqs == ["a"]
+    assert cache.stats().num_tokens == before.num_tokens
+    assert cache.stats().blocks_used == before.blocks_used
+    assert_holds(cache, "a", k, v)
+    new_k, new_v = rows(2, seed=2)
+    cache.append("a", new_k, new_v)
+    assert_holds(cache, "a", mx.concatenate([k, new_k], axis=1), mx.concatenate([v, new_v], axis=1))
+
+
+def test_a_step_beyond_the_budget_is_refused_with_the_sum_and_changes_nothing(cache: KVCache):
+    k, v = rows(100)
+    cache.set_prompt("a", k, v)
+    cache.set_prompt("b", *rows(9))
+    before = cache.stats()
+    with (
+        pytest.raises(CacheFullError, match="raise --kv-cache-bytes") as refusal,
+        cache.step({"a": 10, "b": 300, "c": 1}),
+    ):
+        raise AssertionError("the body must not run")
+    assert {"paged": "need 39 blocks of 8, the budget holds 40 and 15 are in use", "basic": "the budget holds 320"}[
+        cache.kind
+    ] in str(refusal.value)
+    assert cache.stats() == before and cache.seqs == ["a", "b"]
+    assert_holds(cache, "a", k, v)
+
+
+def test_the_budget_can_be_used_to_its_last_token(cache: KVCache):
+    cache.set_prompt("a", *rows(312))
+    assert cache.max_seq_len("a") == 320
+    cache.append("a", *rows(8))
+    assert cache.seq_len("a") == 320
+    with pytest.raises(CacheFullError):
+        cache.append("a", *rows(1))
+
+
+def test_bad_steps_are_refused_by_name(cache: KVCache):
+    with pytest.raises(ValueError, match="at least one sequence"), cache.step({}):
+        pass
+    with pytest.raises(ValueError, match="sequence 'a': a step adds at least 1 token, got 0"), cache.step({"a": 0}):
+        pass
+    with cache.step({"a": 1}), pytest.raises(RuntimeError, match="a step is open already"), cache.step({"b": 1}):
+        pass
+    with pytest.raises(RuntimeError, match="no step is open"):
+        cache.update(0, *(x[0] for x in rows(1)))
+
+
+def dense_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float) -> np.ndarray:
+    """Causal attention in float64; q ``[n, heads, d]`` are the last n of k's and v's ``[T, kv_heads, d]`` positions."""
+    num_new, num_heads, _ = q.shape
+    length, num_kv_heads, _ = k.shape
+    k, v = (np.repeat(x.astype(np.float64), num_heads // num_kv_heads, axis=1) for x in (k, v))
+    scores = np.einsum("qhd,khd->hqk", q.astype(np.float64), k) * scale
+    visible = np.arange(length) <= np.arange(length - num_new, length)[:, None]
+    scores = np.where(visible, scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.einsum("hqk,khd->qhd", weights / weights.sum(-1, keepdims=True), v)
+
+
+@pytest.mark.parametrize(
+    "new", [{"a": 1}, {"a": 1, "b": 1, "c": 1}, {"c": 5, "a": 1}, {"a": 1, "b": 30, "c": 3, "d": 9}]
+)
+def test_attention_in_a_ragged_step_is_that_of_each_sequence_alone(cache: KVCache, new: dict[str, int]):
+    held = {"a": 17, "b": 8, "c": 41, "d": 0}
+    dense = {}
+    for seed, (seq, n) in enumerate(held.items()):
+        k, v = rows(n, seed=seed)
+        if n:
+            cache.set_prompt(seq, k, v)
+        dense[seq] = (np.array(k[1]), np.array(v[1]))
+    total = sum(new.values())
+    k, v = rows(total, seed=9)
+    q = mx.array(np.random.default_rng(7).standard_normal((total, 6, 8), dtype=np.float32))
+    with cache.step(new):
+        cache.update(0, k[0], v[0])
+        out = cache.update_and_attend(1, q, k[1], v[1], scale=0.3)
+        mx.eval(out, cache.arrays)
+    row = 0
+    for seq, n in new.items():
+        chosen = slice(row, row + n)
+        keys = np.concatenate([dense[seq][0], np.array(k[1, chosen])])
+        values = np.concatenate([dense[seq][1], np.array(v[1, chosen])])
+        expected = dense_attention(np.array(q[chosen]), keys, values, scale=0.3)
+        np.testing.assert_allclose(np.array(out[chosen]), expected, rtol=0, atol=20 * np.finfo(np.float32).eps)
+        row += n
+
+
+def test_an_unknown_cache_mode_is_refused_with_the_supported_ones():
+    with pytest.raises(ValueError, match="unknown cache mode 'virtual'; supported: basic, paged"):
+        create_kv_cache("virtual", CONFIG)
+    assert isinstance(create_kv_cache("basic", CONFIG), BasicKVCache)
+    assert isinstance(create_kv_cache("paged", CONFIG), PagedKVCache)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("block_size", [8, 16, 32, 64])
+def test_every_dtype_and_block_size_holds_what_was_written(dtype: str, block_size: int):
+    config = KVCacheConfig(2, 3, 8, dtype, block_size, num_blocks=20)
+    for kind in ("basic", "paged"):
+        cache = create_kv_cache(kind, config)
+        k, v = (x.astype(getattr(mx, dtype)) for x in rows(70))
+        cache.append("a", k, v)
+        for layer in range(2):
+            keys, values = cache.materialize("a", layer)
+            assert keys.dtype == getattr(mx, dtype)
+            assert mx.array_equal(keys, k[layer].swapaxes(0, 1)) and mx.array_equal(values, v[layer].swapaxes(0, 1))
