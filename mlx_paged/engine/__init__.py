@@ -1,0 +1,1 @@
+"""What runs a model on a cache, step by step."""

@@ -1,0 +1,117 @@
+"""One conversation: the tokens of a sequence beside its K/V, so that a new turn computes only what is new."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import mlx.core as mx
+
+from mlx_paged.cache import CacheFullError, KVCache, SeqId
+from mlx_paged.engine.model_runner import ModelRunner
+
+T = TypeVar("T")
+PREFILL_STEP_SIZE = 512
+
+
+class PromptTooLongError(CacheFullError):
+    """The budget can't hold the prompt; the message says the sum and the way out. The session is as it was."""
+
+
+class Session:
+    """A sequence of ``runner``'s cache and the tokens it holds. Several sessions may share one cache.
+
+    Attributes:
+        tokens: the token ids whose K/V the cache holds; the cache's length of the sequence is always theirs.
+    """
+
+    def __init__(self, runner: ModelRunner, seq: SeqId = "session"):
+        self.runner = runner
+        self.seq = seq
+        self.tokens: list[int] = []
+
+    @property
+    def cache(self) -> KVCache:
+        return self.runner.cache
+
+    def prefill(
+        self,
+        prompt: Sequence[int],
+        head: Callable[[mx.array], T],
+        prefill_step_size: int = PREFILL_STEP_SIZE,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> tuple[T, int]:
+        """Make the session hold exactly ``prompt`` and return ``head`` of its last logits, and how many tokens it
+        reused.
+
+        What the prompt shares with the tokens held keeps its K/V; the rest is forgotten and computed, in chunks.
+
+        Args:
+            progress: called with the prompt tokens done so far and their total, reused ones included.
+
+        Raises:
+            ValueError: the prompt is empty or the chunk size is not positive.
+            PromptTooLongError: the budget can't hold the prompt.
+        """
+        if len(prompt) == 0:
+            raise ValueError("[prefill] the prompt is empty; give at least one token")
+        if prefill_step_size < 1:
+            raise ValueError(f"[prefill] prefill_step_size must be at least 1, got {prefill_step_size}")
+        self._check_fits(len(prompt))
+        # The last token is computed even when all are held: its logits are needed.
+        num_cached = min(common_prefix_len(self.tokens, prompt), len(prompt) - 1)
+        self.trim(num_cached)
+        while True:
+            if progress is not None:
+                progress(len(self.tokens), len(prompt))
+            chunk = prompt[len(self.tokens) : len(self.tokens) + prefill_step_size]
+            is_last = len(self.tokens) + len(chunk) == len(prompt)
+            output = self._extend(chunk, head if is_last else None)
+            if is_last:
+                if progress is not None:
+                    progress(len(prompt), len(prompt))
+                return output, num_cached
+
+    def decode(self, token: int, head: Callable[[mx.array], T]) -> T:
+        """Append one token and return ``head`` of its logits; raises ``CacheFullError`` when the budget is used up."""
+        return self._extend([token], head)
+
+    def trim(self, length: int) -> None:
+        """Forget all but the first ``length`` tokens."""
+        if length < len(self.tokens):
+            self.cache.trim(self.seq, length)
+            del self.tokens[length:]
+
+    def close(self) -> None:
+        """Give the session's K/V back; it is empty then and may be used again."""
+        if self.seq in self.cache.seqs:
+            self.cache.free(self.seq)
+        self.tokens = []
+
+    def _extend(self, new_tokens: Sequence[int], head: Callable[[mx.array], T] | None) -> T:
+        output = self.runner.run({self.seq: new_tokens}, head)
+        self.tokens.extend(new_tokens)
+        return output
+
+    def _check_fits(self, num_tokens: int) -> None:
+        limit = self.cache.max_seq_len(self.seq)
+        if num_tokens <= limit:
+            return
+        block_size = self.cache.config.block_size
+        if self.cache.kind == "paged":
+            sum_ = f"{-(-num_tokens // block_size)} blocks of {block_size}, the budget holds {limit // block_size}"
+        else:
+            sum_ = f"room for {num_tokens} tokens, the budget holds {limit}"
+        raise PromptTooLongError(
+            f"[{self.cache.kind} cache] a prompt of {num_tokens} tokens needs {sum_}; raise --kv-cache-bytes "
+            f"(now {self.cache.config.nbytes} bytes) or shorten the prompt"
+        )
+
+
+def common_prefix_len(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many leading elements ``a`` and ``b`` share."""
+    length = min(len(a), len(b))
+    for i in range(length):
+        if a[i] != b[i]:
+            return i
+    return length

@@ -1,0 +1,108 @@
+"""Load a model and its tokenizer, from a local folder or a hub id, as mlx-lm does."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import load_model, load_tokenizer
+
+# model_type -> the module that has its Model and ModelArgs
+MODELS = {"qwen3": "mlx_paged.models.qwen3"}
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_MODEL_FILES = ["*.json", "model*.safetensors", "*.py", "tokenizer.model", "*.tiktoken", "*.txt", "*.jsonl", "*.jinja"]
+
+
+class LoadError(ValueError):
+    """The model is not there, broken, or not one that can be run; the message is one line that says what to do."""
+
+
+def demo_model_path() -> Path:
+    """The folder of the bundled demo model."""
+    return Path(__file__).parent / "demo_model"
+
+
+def load(
+    path_or_hf_repo: str | Path,
+    tokenizer_config: dict[str, Any] | None = None,
+    model_config: dict[str, Any] | None = None,
+    lazy: bool = False,
+    revision: str | None = None,
+) -> tuple[nn.Module, TokenizerWrapper]:
+    """A model and its tokenizer, ready for :func:`mlx_paged.generate`; the signature follows ``mlx_lm.load``.
+
+    Reads what mlx-lm reads for Qwen3: float32, float16 and bfloat16, one or several safetensors files, weights
+    quantised by MLX, tied and untied embeddings.
+
+    Args:
+        path_or_hf_repo: a local folder, or the id of a repository on the Hugging Face hub, which is downloaded once.
+        tokenizer_config: passed on to the tokenizer.
+        model_config: replaces fields of ``config.json``.
+        lazy: leave the weights unevaluated until they are used.
+        revision: branch, tag or commit of the repository.
+
+    Raises:
+        LoadError: nothing is there, it is broken, or the model type is not supported.
+    """
+    path = _find_model(path_or_hf_repo, revision)
+    config_file = path / "config.json"
+    if not config_file.is_file():
+        raise LoadError(f"[load] {path} has no config.json; a model folder holds config.json and model*.safetensors")
+    try:
+        config = json.loads(config_file.read_text())
+        if not isinstance(config, dict):
+            raise ValueError("it is not a JSON object")
+    except ValueError as error:
+        raise LoadError(f"[load] {config_file} can't be read: {error}") from error
+    _model_classes(config)
+    try:
+        model, config = load_model(path, lazy, model_config=model_config, get_model_classes=_model_classes)
+    except LoadError:
+        raise
+    except FileNotFoundError as error:
+        raise LoadError(f"[load] {path} has no weights (model*.safetensors)") from error
+    except Exception as error:
+        # Whatever a broken file makes the readers below raise, for the user it is one thing.
+        raise LoadError(f"[load] the model in {path} is broken: {_one_line(error)}") from error
+    try:
+        tokenizer = load_tokenizer(path, tokenizer_config, eos_token_ids=config.get("eos_token_id"))
+    except Exception as error:
+        raise LoadError(f"[load] the tokenizer in {path} is missing or broken: {_one_line(error)}") from error
+    return model, tokenizer
+
+
+def _find_model(path_or_hf_repo: str | Path, revision: str | None) -> Path:
+    path = Path(path_or_hf_repo).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise LoadError(f"[load] {path} is a file; give the folder that holds config.json and model*.safetensors")
+    repo = str(path_or_hf_repo)
+    if not _HUB_ID.fullmatch(repo):
+        raise LoadError(f"[load] no folder {repo!r}, and it is not a hub id of the form owner/name")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=_MODEL_FILES))
+    except Exception as error:
+        # Network, credentials, a wrong name: each is the user's to mend, none is ours to tell apart.
+        raise LoadError(f"[load] no folder {repo!r}, and no such download: {_one_line(error)}") from error
+
+
+def _model_classes(config: dict[str, Any]) -> tuple[type, type]:
+    model_type = config.get("model_type")
+    if model_type not in MODELS:
+        raise LoadError(f"[load] model type {model_type!r} is not supported; supported: {', '.join(MODELS)}")
+    module = importlib.import_module(MODELS[model_type])
+    return module.Model, module.ModelArgs
+
+
+def _one_line(error: Exception, limit: int = 300) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,0 +1,26 @@
+"""How much memory the K/V may take when the user does not say."""
+
+from __future__ import annotations
+
+import os
+
+import mlx.core as mx
+
+# The share of the recommended (on a Mac) or physical memory that weights and K/V may take together.
+DEVICE_SHARE = 0.8
+HOST_SHARE = 0.5
+MIN_KV_CACHE_BYTES = 64 * 2**20
+
+
+def default_kv_cache_bytes(weight_nbytes: int) -> int:
+    """``DEVICE_SHARE`` of what Metal recommends as working set, else ``HOST_SHARE`` of physical memory, less the
+    weights.
+
+    At least ``MIN_KV_CACHE_BYTES``. It is a limit, not an allocation: a paged cache grows into it.
+    """
+    recommended = mx.device_info().get("max_recommended_working_set_size") if mx.metal.is_available() else None
+    if recommended:
+        usable = int(DEVICE_SHARE * recommended)
+    else:
+        usable = int(HOST_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return max(usable - weight_nbytes, MIN_KV_CACHE_BYTES)

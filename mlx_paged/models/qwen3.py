@@ -1,0 +1,190 @@
+"""Qwen3 for packed input: the tokens of a whole ragged batch behind one another, each with its position.
+
+The architecture is that of the Qwen3 technical report (Yang et al., 2025): grouped-query attention with an RMSNorm on
+each query and key head, RoPE, SwiGLU, pre-norm. Weight names are those of the Hugging Face checkpoints. All that
+attention needs of other tokens it gets from ``cache.update_and_attend``; which cache that is, the model never learns.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.activations import swiglu
+from mlx_lm.models.rope_utils import initialize_rope
+
+from mlx_paged.cache import KVCache
+
+
+@dataclass
+class ModelArgs:
+    """The fields of ``config.json`` that Qwen3 needs, under their names there."""
+
+    model_type: str
+    hidden_size: int
+    num_hidden_layers: int
+    intermediate_size: int
+    num_attention_heads: int
+    rms_norm_eps: float
+    vocab_size: int
+    num_key_value_heads: int
+    head_dim: int
+    tie_word_embeddings: bool
+    max_position_embeddings: int = 32768
+    rope_theta: float | None = None
+    rope_scaling: dict[str, Any] | None = None
+    rope_parameters: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        # transformers >= 5 nests rope_theta and the scaling under rope_parameters.
+        if self.rope_parameters:
+            if self.rope_theta is None:
+                self.rope_theta = self.rope_parameters.get("rope_theta")
+            if self.rope_scaling is None:
+                self.rope_scaling = self.rope_parameters
+        if self.rope_theta is None:
+            raise ValueError("[qwen3] config.json has no rope_theta")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"[qwen3] {self.num_attention_heads} query heads are not a multiple of "
+                f"{self.num_key_value_heads} KV heads"
+            )
+        scaling = self.rope_scaling or {}
+        if (scaling.get("type") or scaling.get("rope_type")) == "dynamic":
+            # Its frequencies follow the length of one sequence, which a packed batch does not have.
+            raise ValueError("[qwen3] rope scaling 'dynamic' is not supported; yarn, linear, llama3 and longrope are")
+
+    @classmethod
+    def from_dict(cls, config: dict[str, Any]) -> ModelArgs:
+        """Take the fields that are known; raises ``ValueError`` that names those that are missing."""
+        parameters = inspect.signature(cls).parameters
+        missing = [n for n, p in parameters.items() if p.default is inspect.Parameter.empty and n not in config]
+        if missing:
+            raise ValueError(f"[qwen3] config.json lacks {', '.join(missing)}")
+        return cls(**{name: config[name] for name in parameters if name in config})
+
+
+class Attention(nn.Module):
+    def __init__(self, args: ModelArgs, layer: int):
+        super().__init__()
+        self.layer = layer
+        self.num_heads = args.num_attention_heads
+        self.num_kv_heads = args.num_key_value_heads
+        self.scale = args.head_dim**-0.5
+
+        self.q_proj = nn.Linear(args.hidden_size, self.num_heads * args.head_dim, bias=False)
+        self.k_proj = nn.Linear(args.hidden_size, self.num_kv_heads * args.head_dim, bias=False)
+        self.v_proj = nn.Linear(args.hidden_size, self.num_kv_heads * args.head_dim, bias=False)
+        self.o_proj = nn.Linear(self.num_heads * args.head_dim, args.hidden_size, bias=False)
+        self.q_norm = nn.RMSNorm(args.head_dim, eps=args.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(args.head_dim, eps=args.rms_norm_eps)
+        self.rope = initialize_rope(
+            args.head_dim,
+            base=args.rope_theta,
+            traditional=False,
+            scaling_config=args.rope_scaling,
+            max_position_embeddings=args.max_position_embeddings,
+        )
+
+    def __call__(self, x: mx.array, positions: mx.array, cache: KVCache) -> mx.array:
+        num_tokens = x.shape[0]
+        q = self.q_norm(self.q_proj(x).reshape(num_tokens, self.num_heads, -1))
+        k = self.k_norm(self.k_proj(x).reshape(num_tokens, self.num_kv_heads, -1))
+        v = self.v_proj(x).reshape(num_tokens, self.num_kv_heads, -1)
+        q, k = self._rotate(q, positions), self._rotate(k, positions)
+        out = cache.update_and_attend(self.layer, q, k, v, scale=self.scale)
+        return self.o_proj(out.reshape(num_tokens, -1))
+
+    def _rotate(self, x: mx.array, positions: mx.array) -> mx.array:
+        # mx.fast.rope takes one offset per batch entry: here a token is a batch entry of length 1.
+        return self.rope(x[:, :, None], offset=positions)[:, :, 0]
+
+
+class MLP(nn.Module):
+    def __init__(self, args: ModelArgs):
+        super().__init__()
+        self.gate_proj = nn.Linear(args.hidden_size, args.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(args.hidden_size, args.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(args.intermediate_size, args.hidden_size, bias=False)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+
+
+class TransformerBlock(nn.Module):
+    def __init__(self, args: ModelArgs, layer: int):
+        super().__init__()
+        self.self_attn = Attention(args, layer)
+        self.mlp = MLP(args)
+        self.input_layernorm = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
+
+    def __call__(self, x: mx.array, positions: mx.array, cache: KVCache) -> mx.array:
+        h = x + self.self_attn(self.input_layernorm(x), positions, cache)
+        return h + self.mlp(self.post_attention_layernorm(h))
+
+
+class Qwen3Model(nn.Module):
+    def __init__(self, args: ModelArgs):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(args.vocab_size, args.hidden_size)
+        self.layers = [TransformerBlock(args, layer) for layer in range(args.num_hidden_layers)]
+        self.norm = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
+
+    def __call__(self, tokens: mx.array, positions: mx.array, cache: KVCache) -> mx.array:
+        h = self.embed_tokens(tokens)
+        for layer in self.layers:
+            h = layer(h, positions, cache)
+        return h
+
+
+class Model(nn.Module):
+    """Qwen3 with its language-model head.
+
+    Call it inside ``with cache.step(...) as step``:
+
+    Args:
+        tokens: ``[num_tokens] int32``, packed.
+        positions: ``[num_tokens] int32``, ``step.positions``.
+        cache: the open cache.
+        logits_indices: ``[num_rows] int32``, the rows whose logits are wanted, usually ``step.last_rows``; ``None`` is
+            all.
+
+    Returns:
+        Logits ``[num_rows, vocab_size]``.
+    """
+
+    def __init__(self, args: ModelArgs):
+        super().__init__()
+        self.args = args
+        self.model_type = args.model_type
+        self.model = Qwen3Model(args)
+        if not args.tie_word_embeddings:
+            self.lm_head = nn.Linear(args.hidden_size, args.vocab_size, bias=False)
+
+    def __call__(
+        self, tokens: mx.array, positions: mx.array, cache: KVCache, logits_indices: mx.array | None = None
+    ) -> mx.array:
+        h = self.model(tokens, positions, cache)
+        if logits_indices is not None:
+            h = h[logits_indices]
+        h = self.model.norm(h)
+        return self.model.embed_tokens.as_linear(h) if self.args.tie_word_embeddings else self.lm_head(h)
+
+    def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        """Drop the head of a checkpoint that also ties it to the embeddings."""
+        if self.args.tie_word_embeddings:
+            weights.pop("lm_head.weight", None)
+        return weights
+
+    @property
+    def layers(self) -> list[TransformerBlock]:
+        return self.model.layers
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """The dtype of activations, and so of K/V: that of the norms, which quantisation leaves alone."""
+        return self.model.norm.weight.dtype
