@@ -10,8 +10,8 @@ from mlx_paged.core.errors import IntegrityError
 from mlx_paged.core.kv_cache_block import KVCacheBlock
 
 if TYPE_CHECKING:
-    from .block_pool import BlockPool
-    from .block_table import BlockTable
+    from mlx_paged.core.block_pool import BlockPool
+    from mlx_paged.core.block_table import BlockTable
 
 
 def check_pool_integrity(pool: BlockPool, holders: Iterable[Iterable[KVCacheBlock]] | None = None) -> None:

@@ -55,9 +55,11 @@ def test_a_block_may_leave_and_enter_again_behind_the_others():
 
 
 def test_clear_forgets_duplicates_too():
-    _, index = make(b"a", b"a", b"b")
+    blocks, index = make(b"a", b"a", b"b")
     index.clear()
     assert (index.get(b"a"), pairs(index)) == (None, [])
+    index.add(blocks[0])
+    assert pairs(index) == [(b"a", 0)]
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 5))))
