@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import mlx.core as mx
-import numpy as np
 
 from mlx_paged.config import KVCacheConfig
 
@@ -96,10 +96,8 @@ class KVCache(ABC):
         self._begin_step(num_new_tokens)
         self._in_step = True
         try:
-            positions = np.concatenate(
-                [np.arange(s, s + n, dtype=np.int32) for s, n in zip(starts, counts, strict=True)]
-            )
-            last_rows = np.cumsum(counts, dtype=np.int32) - 1
+            positions = [p for start, n in zip(starts, counts, strict=True) for p in range(start, start + n)]
+            last_rows = [end - 1 for end in itertools.accumulate(counts)]
             yield Step(mx.array(positions), mx.array(last_rows), len(positions))
         except BaseException:
             self._abort_step()

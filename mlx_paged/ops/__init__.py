@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import mlx.core as mx
-import numpy as np
 
 from mlx_paged.ops import checks
 from mlx_paged.ops.backends import BACKENDS, BackendError, load_backend, resolve_backend
@@ -118,7 +117,7 @@ def attend(
 
 
 def gather_blocks(
-    kv: KVHandle, block_table: Sequence[int] | np.ndarray, num_tokens: int | None = None, backend: str = "auto"
+    kv: KVHandle, block_table: Sequence[int], num_tokens: int | None = None, backend: str = "auto"
 ) -> tuple[mx.array, mx.array]:
     """The dense K and V, ``[num_kv_heads, num_tokens, head_dim]`` each, of the first ``num_tokens`` tokens of a table.
 

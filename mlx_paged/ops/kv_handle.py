@@ -7,6 +7,8 @@ from typing import Any
 
 import mlx.core as mx
 
+KV_DTYPES = (mx.float32, mx.float16, mx.bfloat16)
+
 
 @dataclass(slots=True, eq=False)
 class KVHandle:
@@ -22,6 +24,17 @@ class KVHandle:
     k: mx.array
     v: mx.array
     token: Any = None
+
+    def __post_init__(self) -> None:
+        if self.k.ndim != 4 or self.k.shape != self.v.shape:
+            raise ValueError(
+                f"[kv_handle] K and V slabs must both be [num_blocks, num_kv_heads, block_size, head_dim], "
+                f"got {list(self.k.shape)} and {list(self.v.shape)}"
+            )
+        if self.k.dtype not in KV_DTYPES or self.v.dtype != self.k.dtype:
+            raise ValueError(
+                f"[kv_handle] slabs must be float32, float16 or bfloat16, got {self.k.dtype} and {self.v.dtype}"
+            )
 
     @classmethod
     def allocate(

@@ -78,10 +78,10 @@ def paged_prefill_attention(
 ) -> mx.array:
     """Per sequence: gather its blocks, then MLX's own SDPA, causal within the query run."""
     outputs = []
-    starts = metadata.cu_seqlens_q.tolist()
+    starts = metadata.cu_seqlens_q
     for seq in range(metadata.num_seqs):
-        context_len, query_len = int(metadata.context_lens[seq]), int(metadata.query_lens[seq])
-        keys, values = gather_blocks(kv, metadata.block_table(seq), context_len)
+        context_len, query_len = metadata.context_lens[seq], metadata.query_lens[seq]
+        keys, values = gather_blocks(kv, metadata.block_tables[seq], context_len)
         queries = q[starts[seq] : starts[seq + 1]].swapaxes(0, 1)[None]
         out = mx.fast.scaled_dot_product_attention(
             queries.astype(kv.dtype),
@@ -95,12 +95,12 @@ def paged_prefill_attention(
     return (outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)).astype(q.dtype)
 
 
-def gather_blocks(kv: KVHandle, block_table: np.ndarray, num_tokens: int) -> tuple[mx.array, mx.array]:
+def gather_blocks(kv: KVHandle, block_table: list[int], num_tokens: int) -> tuple[mx.array, mx.array]:
+    first = block_table[0]
+    ids = slice(first, first + len(block_table)) if _is_run(block_table) else mx.array(block_table, dtype=mx.int32)
+
     def gather(slab: mx.array) -> mx.array:
-        first = int(block_table[0])
-        is_run = first + len(block_table) - 1 == block_table[-1] and bool((np.diff(block_table) == 1).all())
-        blocks = slab[first : first + len(block_table)] if is_run else slab[mx.array(block_table)]
-        heads_first = blocks.swapaxes(0, 1).reshape(kv.num_kv_heads, -1, kv.head_dim)
+        heads_first = slab[ids].swapaxes(0, 1).reshape(kv.num_kv_heads, -1, kv.head_dim)
         return heads_first[:, :num_tokens]
 
     return gather(kv.k), gather(kv.v)
@@ -133,25 +133,31 @@ class _BlockPairs:
 
     def __init__(self, metadata: AttentionMetadata, window: int | None):
         block_size = metadata.block_size
-        positions = metadata.query_positions
-        first_visible = np.zeros_like(positions) if window is None else np.maximum(positions - window + 1, 0)
-        first_block, last_block = first_visible // block_size, positions // block_size
-        counts = last_block - first_block + 1
-        tokens = np.repeat(np.arange(positions.size, dtype=np.int32), counts)
-        starts = np.cumsum(counts) - counts
-        block_index = np.arange(tokens.size, dtype=np.int32) + (first_block - starts)[tokens].astype(np.int32)
-        block_ids = metadata.block_tables[metadata.cu_num_blocks[metadata.query_seqs[tokens]] + block_index]
-        key_positions = block_index[:, None] * block_size + np.arange(block_size, dtype=np.int32)
-        visible = key_positions <= positions[tokens, None]
-        if window is not None:
-            visible &= key_positions >= first_visible[tokens, None]
-
-        self._num_tokens = positions.size
-        self._tokens = mx.array(tokens)
-        # [num_pairs, 1, 1, block_size]: 0 where the query sees the key, else -inf; adding is cheaper than choosing.
-        self.bias = mx.array(np.where(visible, np.float32(0), -np.float32(np.inf))[:, None, None])
+        block_ids: list[int] = []
+        counts: list[int] = []
+        hidden: list[tuple[int, slice]] = []  # pair, slots of its block that the query must not see
+        for table, context_len, query_len in zip(
+            metadata.block_tables, metadata.context_lens, metadata.query_lens, strict=True
+        ):
+            for position in range(context_len - query_len, context_len):
+                first_visible = 0 if window is None else max(0, position - window + 1)
+                first, hidden_before = divmod(first_visible, block_size)
+                last, last_offset = divmod(position, block_size)
+                if hidden_before:
+                    hidden.append((len(block_ids), slice(0, hidden_before)))
+                block_ids += table[first : last + 1]
+                counts.append(last + 1 - first)
+                if last_offset + 1 < block_size:
+                    hidden.append((len(block_ids) - 1, slice(last_offset + 1, None)))
+        # 0 where the query sees the key, else -inf; adding is cheaper than choosing.
+        bias = np.zeros((len(block_ids), 1, 1, block_size), dtype=np.float32)
+        for pair, slots in hidden:
+            bias[pair, 0, 0, slots] = -np.inf
+        self.bias = mx.array(bias)
+        self._num_tokens = len(counts)
+        self._tokens = mx.array(np.repeat(np.arange(len(counts), dtype=np.int32), counts)) if len(counts) > 1 else None
         self._runs = _adjacent_runs(block_ids)
-        self._gather_ids = None if self._runs else mx.array(block_ids)
+        self._gather_ids = None if self._runs else mx.array(block_ids, dtype=mx.int32)
 
     def matmul(self, rows: mx.array, slab: mx.array, transpose: bool) -> mx.array:
         """``rows @ block`` for every pair; ``rows`` is ``[num_pairs, num_kv_heads, group, n]``, or one row for all."""
@@ -188,10 +194,16 @@ class _BlockPairs:
         return per_token if self._num_tokens == 1 else per_token[self._tokens]
 
 
-def _adjacent_runs(block_ids: np.ndarray) -> list[tuple[int, int, int]]:
+def _is_run(block_ids: list[int]) -> bool:
+    return block_ids == list(range(block_ids[0], block_ids[0] + len(block_ids)))
+
+
+def _adjacent_runs(block_ids: list[int]) -> list[tuple[int, int, int]]:
     """``(first block id, first pair, end)`` of each run of adjacent ids, or nothing where runs are too short to pay."""
-    breaks = (np.flatnonzero(block_ids[1:] != block_ids[:-1] + 1) + 1).tolist()
-    bounds = [0, *breaks, block_ids.size]
-    if breaks and block_ids.size < MIN_VIEW_RUN * (len(bounds) - 1):
+    if _is_run(block_ids):
+        return [(block_ids[0], 0, len(block_ids))]
+    breaks = [i for i, (a, b) in enumerate(itertools.pairwise(block_ids), 1) if b != a + 1]
+    bounds = [0, *breaks, len(block_ids)]
+    if len(block_ids) < MIN_VIEW_RUN * (len(bounds) - 1):
         return []
-    return [(int(block_ids[start]), start, end) for start, end in itertools.pairwise(bounds)]
+    return [(block_ids[start], start, end) for start, end in itertools.pairwise(bounds)]
