@@ -19,6 +19,9 @@ class KVHandle:
 
     ``token`` orders in-place kernel writes against reads that MLX cannot see; donated scatter, whose writes MLX does
     see, leaves it ``None``.
+
+    Raises:
+        ValueError: slabs of different or of other shapes or dtypes.
     """
 
     k: mx.array
