@@ -164,8 +164,15 @@ class PagedKVCache(KVCache):
         )
 
     def max_seq_len(self, seq: SeqId) -> int:
-        own = self._tables[seq].num_blocks if seq in self._tables else 0
-        return (self.config.num_blocks - self.pool.num_used_blocks + own) * self.config.block_size
+        num_free = self.config.num_blocks - self.pool.num_used_blocks
+        if seq not in self._tables:
+            return num_free * self.config.block_size
+        table = self._tables[seq]
+        # A shared tail is copied before it is written, and the copy takes a block.
+        num_copied = int(table.num_unfilled_slots > 0 and table.num_new_blocks(1) > 0)
+        if num_copied > num_free:
+            return table.num_tokens
+        return table.capacity + (num_free - num_copied) * self.config.block_size
 
     def _table(self, seq: SeqId) -> BlockTable:
         if seq not in self._tables:

@@ -15,6 +15,10 @@ from mlx_paged.memory import default_kv_cache_bytes
 
 T = TypeVar("T")
 
+# Steps between two times that MLX is told to give back buffers it keeps for reuse: a growing context asks for ever new
+# sizes. As in mlx-lm.
+CLEAR_CACHE_INTERVAL = 256
+
 
 def make_kv_cache(
     model: nn.Module,
@@ -58,6 +62,7 @@ class ModelRunner:
     def __init__(self, model: nn.Module, cache: KVCache):
         self.model = model
         self.cache = cache
+        self._num_steps = 0
 
     def run(self, batch: Mapping[SeqId, Sequence[int]], head: Callable[[mx.array], T] | None = None) -> T | Any:
         """One step: the new tokens of each sequence, in the mapping's order.
@@ -79,4 +84,7 @@ class ModelRunner:
             outputs = logits if head is None else head(logits)
             # One step ahead of its evaluation, a slab would have a reader in flight and each write would copy it.
             mx.eval(outputs, self.cache.arrays)
+        self._num_steps += 1
+        if self._num_steps % CLEAR_CACHE_INTERVAL == 0:
+            mx.clear_cache()
         return outputs

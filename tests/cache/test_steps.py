@@ -132,3 +132,21 @@ def test_every_dtype_and_block_size_holds_what_was_written(dtype: str, block_siz
             keys, values = cache.materialize("a", layer)
             assert keys.dtype == getattr(mx, dtype)
             assert mx.array_equal(keys, k[layer].swapaxes(0, 1)) and mx.array_equal(values, v[layer].swapaxes(0, 1))
+
+
+def test_the_longest_length_of_a_fork_counts_the_copy_of_its_shared_tail():
+    cache = create_kv_cache("paged", KVCacheConfig(2, 3, 8, block_size=8, num_blocks=3))
+    cache.set_prompt("a", *rows(12))
+    cache.fork("a", "b")
+    # The third block becomes the copy of the second, half full one.
+    assert [cache.max_seq_len(seq) for seq in ("a", "b", "new")] == [16, 16, 8]
+    cache.append("a", *rows(4, seed=1))
+    assert [cache.max_seq_len(seq) for seq in ("a", "b", "new")] == [16, 16, 0]
+    with pytest.raises(CacheFullError):
+        cache.append("a", *rows(1))
+    cache.append("b", *rows(4, seed=2))
+    cache.fork("b", "c")
+    cache.trim("c", 12)
+    assert cache.max_seq_len("c") == 12
+    with pytest.raises(CacheFullError):
+        cache.append("c", *rows(1))
