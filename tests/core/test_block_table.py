@@ -117,6 +117,11 @@ def test_a_table_grows_into_the_blocks_that_follow_its_last():
     assert second.block_ids == [2, 3, 4, 7]
 
 
+def test_the_last_slot_of_the_pool_can_be_appended_to():
+    table = make(block_size=1, num_blocks=3)
+    assert [table.append_token_slot() for _ in range(3)] == [TokenSlot(1, []), TokenSlot(2, []), None]
+
+
 def test_advance_beyond_what_was_reserved_raises():
     table = make(3)
     for n in 2, 5:
@@ -321,6 +326,15 @@ def test_a_copied_partial_block_keeps_its_place_before_reserved_ones():
     assert table.reserve(8) == [(2, 4)]
     assert state(table) == (6, [1, 4, 3, 5], [6, 7, 8, 9], {1: 2, 2: 1, 3: 1, 4: 1, 5: 1})
     assert table.writable_slots(6, 8) == [18, 19, 12, 13, 14, 15, 20, 21]
+
+
+def test_a_copy_takes_one_block_however_many_are_reserved():
+    table = make(6)
+    table.reserve(14)
+    table.fork()
+    assert table.num_new_blocks(1) == 1
+    assert table.reserve(1) == [(2, 6)]
+    assert state(table) == (6, [1, 6, 3, 4, 5], [7, 8, 9], {1: 2, 2: 1, 3: 1, 4: 1, 5: 1, 6: 1})
 
 
 def test_a_fork_at_a_block_boundary_copies_nothing():

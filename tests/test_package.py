@@ -1,0 +1,60 @@
+"""The package as it is imported and shipped."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mlx_paged
+from mlx_paged.ops.metal_sources import metal_folder, read_source
+
+REPOSITORY = Path(__file__).parent.parent
+
+
+def test_every_name_of_the_package_can_be_imported():
+    for name in mlx_paged.__all__:
+        assert getattr(mlx_paged, name) is not None
+    assert set(mlx_paged.__all__) <= set(dir(mlx_paged))
+    with pytest.raises(AttributeError, match="module 'mlx_paged' has no attribute 'paged'"):
+        mlx_paged.paged  # noqa: B018
+
+
+def test_importing_the_package_imports_no_mlx():
+    probe = "import sys, mlx_paged; sys.exit('mlx' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", probe]).returncode == 0
+
+
+def test_the_metal_sources_are_found():
+    assert "head comment is the contract" in read_source("README.md")
+    with pytest.raises(FileNotFoundError, match=r"no nothing.metal among \['README.md'"):
+        read_source("nothing.metal")
+    assert metal_folder().name == "metal"
+
+
+def test_imports_go_one_way():
+    """The order of DESIGN.md: a room imports only rooms that stand behind it."""
+    order = ["chat", "conversation", "generation", "loading", "engine", "memory", "models", "cache", "ops", "core"]
+    order += ["arguments", "sampling", "config"]
+    package = REPOSITORY / "mlx_paged"
+    wrong = []
+    for path in package.rglob("*.py"):
+        room = path.relative_to(package).parts[0].removesuffix(".py")
+        if room == "__init__":
+            continue
+        # An import for the type checker alone is none at run time.
+        source = re.sub(r"^if TYPE_CHECKING:\n(?:    .*\n|\n)+", "", path.read_text(), flags=re.M)
+        for imported in re.findall(r"^\s*(?:from|import) mlx_paged\.(\w+)", source, re.M):
+            if imported != room and order.index(imported) <= order.index(room):
+                wrong.append(f"{path.relative_to(package)} imports {imported}")
+    assert wrong == []
+
+
+def test_the_readme_has_the_two_commands_in_one_line_each():
+    readme = (REPOSITORY / "README.md").read_text()
+    commands = re.findall(r"<!-- (chat|test) command -->\n```\w*\n(.+)\n```", readme)
+    assert [name for name, _ in commands] == ["chat", "test"]
+    assert all(command.startswith("python3 -m venv .venv && ") for _, command in commands)
