@@ -15,6 +15,7 @@ from mlx_lm.utils import load_model, load_tokenizer
 # model_type -> the module that has its Model and ModelArgs
 MODELS = {"qwen3": "mlx_paged.models.qwen3"}
 
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _MODEL_FILES = ["*.json", "model*.safetensors", "*.py", "tokenizer.model", "*.tiktoken", "*.txt", "*.jsonl", "*.jinja"]
 
@@ -55,12 +56,12 @@ def load(
     if not config_file.is_file():
         raise LoadError(f"[load] {path} has no config.json; a model folder holds config.json and model*.safetensors")
     try:
-        config = json.loads(config_file.read_text())
+        config = json.loads(config_file.read_text(encoding="utf-8"))
         if not isinstance(config, dict):
             raise ValueError("it is not a JSON object")
-    except ValueError as error:
-        raise LoadError(f"[load] {config_file} can't be read: {error}") from error
-    _model_classes(config)
+    except (OSError, ValueError, RecursionError) as error:
+        raise LoadError(f"[load] {config_file} can't be read: {_one_line(error)}") from error
+    _model_classes({**config, **(model_config or {})})
     try:
         model, config = load_model(path, lazy, model_config=model_config, get_model_classes=_model_classes)
     except LoadError:
@@ -70,6 +71,9 @@ def load(
     except Exception as error:
         # Whatever a broken file makes the readers below raise, for the user it is one thing.
         raise LoadError(f"[load] the model in {path} is broken: {_one_line(error)}") from error
+    if not any((path / name).is_file() for name in _TOKENIZER_FILES):
+        # transformers would make up a tokenizer of one word.
+        raise LoadError(f"[load] the tokenizer in {path} is missing or broken: none of {', '.join(_TOKENIZER_FILES)}")
     try:
         tokenizer = load_tokenizer(path, tokenizer_config, eos_token_ids=config.get("eos_token_id"))
     except Exception as error:
@@ -78,12 +82,17 @@ def load(
 
 
 def _find_model(path_or_hf_repo: str | Path, revision: str | None) -> Path:
-    path = Path(path_or_hf_repo).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise LoadError(f"[load] {path} is a file; give the folder that holds config.json and model*.safetensors")
     repo = str(path_or_hf_repo)
+    try:
+        path = Path(repo).expanduser()
+        is_folder, is_file = repo != "" and path.is_dir(), path.is_file()
+    except (OSError, RuntimeError):
+        # A name longer than the file system takes, or the home of nobody.
+        is_folder = is_file = False
+    if is_folder:
+        return path
+    if is_file:
+        raise LoadError(f"[load] {path} is a file; give the folder that holds config.json and model*.safetensors")
     if not _HUB_ID.fullmatch(repo):
         raise LoadError(f"[load] no folder {repo!r}, and it is not a hub id of the form owner/name")
     from huggingface_hub import snapshot_download
@@ -97,7 +106,7 @@ def _find_model(path_or_hf_repo: str | Path, revision: str | None) -> Path:
 
 def _model_classes(config: dict[str, Any]) -> tuple[type, type]:
     model_type = config.get("model_type")
-    if model_type not in MODELS:
+    if not isinstance(model_type, str) or model_type not in MODELS:
         raise LoadError(f"[load] model type {model_type!r} is not supported; supported: {', '.join(MODELS)}")
     module = importlib.import_module(MODELS[model_type])
     return module.Model, module.ModelArgs

@@ -18,6 +18,16 @@ from mlx_lm.models.rope_utils import initialize_rope
 
 from mlx_paged.cache import KVCache
 
+SIZES = (
+    "hidden_size",
+    "num_hidden_layers",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+)
+
 
 @dataclass
 class ModelArgs:
@@ -37,8 +47,18 @@ class ModelArgs:
     rope_theta: float | None = None
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
+    use_sliding_window: bool = False
 
     def __post_init__(self) -> None:
+        for name in SIZES:
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"[qwen3] {name} in config.json must be a positive integer, got {value!r}")
+        for name in ("rope_scaling", "rope_parameters"):
+            if not isinstance(getattr(self, name), dict | None):
+                raise ValueError(f"[qwen3] {name} in config.json must be an object, got {getattr(self, name)!r}")
+        if self.use_sliding_window:
+            raise ValueError("[qwen3] use_sliding_window is not supported; every layer attends to the whole context")
         # transformers >= 5 nests rope_theta and the scaling under rope_parameters.
         if self.rope_parameters:
             if self.rope_theta is None:
@@ -81,13 +101,16 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(self.num_heads * args.head_dim, args.hidden_size, bias=False)
         self.q_norm = nn.RMSNorm(args.head_dim, eps=args.rms_norm_eps)
         self.k_norm = nn.RMSNorm(args.head_dim, eps=args.rms_norm_eps)
-        self.rope = initialize_rope(
-            args.head_dim,
-            base=args.rope_theta,
-            traditional=False,
-            scaling_config=args.rope_scaling,
-            max_position_embeddings=args.max_position_embeddings,
-        )
+        try:
+            self.rope = initialize_rope(
+                args.head_dim,
+                base=args.rope_theta,
+                traditional=False,
+                scaling_config=args.rope_scaling,
+                max_position_embeddings=args.max_position_embeddings,
+            )
+        except KeyError as error:
+            raise ValueError(f"[qwen3] rope_scaling in config.json lacks {error}") from error
 
     def __call__(self, x: mx.array, positions: mx.array, cache: KVCache) -> mx.array:
         num_tokens = x.shape[0]

@@ -1,0 +1,115 @@
+"""Greedy words are mlx-lm's, token for token, on both caches, alone and in a batch.
+
+A random model may come to two words that are all but equally likely; which of them wins is then rounding's choice, and
+equal ids would be luck. So each prompt's seed was picked so that the two best logits always lie further apart than
+rounding can push them (``2 * float32_tolerance``), and the fixture proves it: then every id has to be the same.
+"""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.generate import generate_step as generate_step_of_mlx_lm
+from mlx_lm.utils import load_model as load_model_as_mlx_lm
+from qwen3_helpers import CACHES, CONFIG, float32_tolerance, load_model, make_cache, random_mlx_lm_model, save_folder
+
+from mlx_paged.engine.model_runner import ModelRunner
+from mlx_paged.generation import generate_step
+
+VOCAB_SIZE = 32
+MAX_TOKENS = 200
+PROMPT_SEEDS = {1: 1, 15: 3, 16: 4, 17: 3, 500: 4}  # prompt length -> the seed with clear margins
+PROMPTS = {
+    length: np.random.default_rng(100 * length + seed).integers(0, VOCAB_SIZE, length).tolist()
+    for length, seed in PROMPT_SEEDS.items()
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    config = {**CONFIG, "vocab_size": VOCAB_SIZE}
+    return save_folder(tmp_path_factory.mktemp("greedy"), random_mlx_lm_model(config), config)
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return load_model(folder)
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    """What mlx-lm generates, ``{prompt length: ids}``, with margins that no rounding reaches."""
+    theirs = load_model_as_mlx_lm(folder)[0]
+    expected = {}
+    for length, prompt in PROMPTS.items():
+        steps = list(generate_step_of_mlx_lm(mx.array(prompt), theirs, max_tokens=MAX_TOKENS))
+        ids = [token for token, _ in steps]
+        logprobs = np.stack([np.array(row) for _, row in steps])
+        second, best = np.sort(logprobs, axis=-1)[:, -2:].T
+        assert (best - second).min() > 2 * float32_tolerance(theirs.args, length + MAX_TOKENS, logprobs), (
+            f"the prompt of {length} tokens has a near tie: choose another seed in PROMPT_SEEDS"
+        )
+        # Not a loop that would hide a wrong cache: many words, in ever new company.
+        assert len(set(ids)) >= 10
+        assert len(set(zip(ids, ids[1:], ids[2:], strict=False))) >= 40
+        expected[length] = ids
+    return expected
+
+
+@pytest.mark.parametrize("length", PROMPTS)
+@pytest.mark.parametrize("kind", CACHES)
+def test_greedy_words_are_those_of_mlx_lm(model, expected, kind, length):
+    steps = generate_step(PROMPTS[length], model, max_tokens=MAX_TOKENS, kv=kind)
+    assert [token for token, _ in steps] == expected[length]
+
+
+@pytest.mark.parametrize("prefill_step_size", [1, 7, 100])
+@pytest.mark.parametrize("kind", CACHES)
+def test_a_prompt_in_chunks_gives_the_same_words(model, expected, kind, prefill_step_size):
+    for length in (17, 500) if prefill_step_size > 1 else (17,):
+        steps = generate_step(PROMPTS[length], model, max_tokens=20, kv=kind, prefill_step_size=prefill_step_size)
+        assert [token for token, _ in steps] == expected[length][:20]
+
+
+@pytest.mark.parametrize("block_size", [8, 32, 64])
+def test_the_block_size_changes_no_word(model, expected, block_size):
+    steps = generate_step(PROMPTS[17], model, max_tokens=100, kv="paged", block_size=block_size)
+    assert [token for token, _ in steps] == expected[17][:100]
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_a_batch_of_different_lengths_decodes_the_same_words_as_each_alone(model, expected, kind):
+    # All prompts in one packed step, then all decodes in one step each, to the end.
+    runner = ModelRunner(model, make_cache(model, kind))
+    batch = dict(PROMPTS)
+    words = {length: [] for length in PROMPTS}
+    for _ in range(MAX_TOKENS):
+        tokens = runner.run(batch, head=lambda logits: mx.argmax(logits, axis=-1)).tolist()
+        for length, token in zip(batch, tokens, strict=True):
+            words[length].append(token)
+        batch = {length: [words[length][-1]] for length in batch}
+    assert words == expected
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_sequences_that_come_and_go_do_not_disturb_each_other(model, expected, kind):
+    # Each starts some steps after the last, its prompt beside the others' decodes, and is freed when it has 40 words,
+    # so that later ones are written where earlier ones lay. Every third step leaves the even lengths out.
+    cache = make_cache(model, kind)
+    runner = ModelRunner(model, cache)
+    start_at = {16: 0, 500: 7, 1: 20, 17: 45, 15: 60}
+    words = {length: [] for length in start_at}
+    for now in range(200):
+        batch = {
+            length: words[length][-1:] or PROMPTS[length]
+            for length, start in start_at.items()
+            if start <= now and len(words[length]) < 40 and (now % 3 or length % 2)
+        }
+        if not batch:
+            continue
+        tokens = runner.run(batch, head=lambda logits: mx.argmax(logits, axis=-1)).tolist()
+        for length, token in zip(batch, tokens, strict=True):
+            words[length].append(token)
+            if len(words[length]) == 40:
+                cache.free(length)
+    assert words == {length: expected[length][:40] for length in start_at}
+    assert cache.seqs == []

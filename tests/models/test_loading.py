@@ -1,0 +1,352 @@
+"""What loads, and what is said in one line when it doesn't."""
+
+import inspect
+import json
+import time
+
+import huggingface_hub
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from qwen3_helpers import CONFIG, random_mlx_lm_model, save_folder
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import mlx_paged
+from mlx_paged.loading import LoadError, load
+
+WORDS = ["<unk>", "<eos>", *(f"w{i}" for i in range(CONFIG["vocab_size"] - 2))]
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+
+
+def save_tokenizer(folder):
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="<eos>")
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A whole model folder: weights, config, tokenizer, chat template."""
+    save_folder(tmp_path / "tiny", random_mlx_lm_model(CONFIG), {**CONFIG, "eos_token_id": 7})
+    save_tokenizer(tmp_path / "tiny")
+    return tmp_path / "tiny"
+
+
+def write_config(folder, drop=(), **fields):
+    config = {**json.loads((folder / "config.json").read_text()), **fields}
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k not in drop}))
+
+
+def weights_of(folder):
+    weights = mx.load(str(folder / "model.safetensors"))
+    mx.eval(weights)
+    return weights
+
+
+def load_error(path_or_hf_repo, **kwargs) -> str:
+    """The message of the LoadError that loading raises; always one line that opens with ``[load]``."""
+    with pytest.raises(LoadError) as raised:
+        load(path_or_hf_repo, **kwargs)
+    message = str(raised.value)
+    assert message.startswith("[load] ")
+    assert "\n" not in message
+    assert isinstance(raised.value, ValueError)
+    return message
+
+
+# What loads
+
+
+def test_load_gives_a_model_and_its_tokenizer(folder):
+    model, tokenizer = mlx_paged.load(folder)
+    assert isinstance(model, nn.Module)
+    assert model.model_type == "qwen3"
+    assert isinstance(tokenizer, TokenizerWrapper)
+    assert tokenizer.encode("w0 w5") == [2, 7]
+    messages = [{"role": "user", "content": "w1"}]
+    assert tokenizer.apply_chat_template(messages) == [3]
+
+
+def test_load_takes_the_arguments_of_mlx_lm_by_their_names():
+    ours, theirs = inspect.signature(load).parameters, inspect.signature(mlx_lm.load).parameters
+    # No adapters, no returned config, and no code from the folder is ever run.
+    assert set(theirs) - set(ours) <= {"adapter_path", "return_config", "trust_remote_code"}
+    assert {name: p.default for name, p in ours.items()} == {name: theirs[name].default for name in ours}
+
+
+def test_a_loaded_model_talks(folder):
+    model, tokenizer = load(folder)
+    texts = {kv: mlx_paged.generate(model, tokenizer, "w3 w1 w4", max_tokens=5, kv=kv) for kv in ("basic", "paged")}
+    assert texts["basic"] == texts["paged"]
+    assert texts["paged"]
+
+
+def test_a_folder_may_be_a_string_or_below_the_home(folder, monkeypatch):
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert isinstance(load(str(folder))[0], nn.Module)
+    assert isinstance(load("~/tiny")[0], nn.Module)
+
+
+def test_end_tokens_are_the_tokenizers_and_those_of_the_config_or_the_generation_config(folder):
+    assert load(folder)[1].eos_token_ids == mlx_lm.load(str(folder))[1].eos_token_ids == {1, 7}
+    (folder / "generation_config.json").write_text('{"eos_token_id": [8, 9]}')
+    assert load(folder)[1].eos_token_ids == mlx_lm.load(str(folder))[1].eos_token_ids == {1, 8, 9}
+
+
+def test_lazy_weights_are_the_same_weights(folder):
+    eager, lazy = load(folder)[0], load(folder, lazy=True)[0]
+    assert mx.array_equal(eager.layers[1].mlp.up_proj.weight, lazy.layers[1].mlp.up_proj.weight)
+
+
+def test_model_config_replaces_fields_of_the_config(folder):
+    assert load(folder, model_config={"rope_theta": 77.0})[0].args.rope_theta == 77.0
+    write_config(folder, model_type="llama")
+    assert load(folder, model_config={"model_type": "qwen3"})[0].model_type == "qwen3"
+
+
+def test_tokenizer_config_reaches_the_tokenizer(folder):
+    assert load(folder, tokenizer_config={"eos_token": "w5"})[1].eos_token == "w5"
+
+
+def test_a_hub_id_is_downloaded_and_loaded(folder, monkeypatch):
+    calls = []
+
+    def snapshot_download(repo, revision=None, allow_patterns=None):
+        calls.append((repo, revision))
+        assert {"*.json", "model*.safetensors", "tokenizer.model", "*.jinja"} <= set(allow_patterns)
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    model, tokenizer = load("someone/tiny-Qwen3.v2", revision="v1")
+    assert (model.model_type, tokenizer.encode("w0")) == ("qwen3", [2])
+    assert calls == [("someone/tiny-Qwen3.v2", "v1")]
+
+
+def test_a_folder_goes_before_a_hub_id_of_the_same_name(folder, monkeypatch):
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
+    monkeypatch.chdir(folder.parent.parent)
+    assert isinstance(load(f"{folder.parent.name}/tiny")[0], nn.Module)
+
+
+# Nothing is there
+
+
+def test_a_missing_folder_is_named(tmp_path):
+    message = load_error(tmp_path / "nowhere")
+    assert "no folder" in message
+    assert str(tmp_path / "nowhere") in message
+
+
+@pytest.mark.parametrize("name", ["qwen", "a/b/c", "owner/", "../x", "two words/x", "a\0b"])
+def test_a_name_that_is_neither_folder_nor_hub_id_is_refused(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
+    message = load_error(name)
+    assert repr(name) in message
+    assert "owner/name" in message
+
+
+def test_a_path_that_the_system_refuses_is_no_folder(tmp_path, monkeypatch):
+    # The home of nobody, and a name longer than any file system takes: say, a message given as --model.
+    monkeypatch.chdir(tmp_path)
+    assert "~no-such-user/model" in load_error("~no-such-user/model")
+    assert "no folder" in load_error("word " * 1000)
+
+
+def test_an_empty_name_is_no_folder(folder, monkeypatch):
+    # Path("") is the current directory, which is not what --model "" means.
+    monkeypatch.chdir(folder)
+    assert "no folder ''" in load_error("")
+
+
+def test_a_file_is_not_a_folder(folder):
+    message = load_error(folder / "model.safetensors")
+    assert "model.safetensors is a file" in message
+    assert "give the folder" in message
+
+
+def test_a_hub_id_without_a_network_is_said_at_once(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    start = time.perf_counter()
+    message = load_error("nobody/no-such-model")
+    assert time.perf_counter() - start < 5
+    assert "no folder 'nobody/no-such-model'" in message
+    assert "download" in message
+
+
+def test_whatever_the_hub_raises_becomes_one_line(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+
+    def snapshot_download(*_, **__):
+        raise OSError("401 Client Error.\n\nRepository Not Found.\n" + "Please make sure. " * 100)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    message = load_error("nobody/no-such-model")
+    assert "401 Client Error. Repository Not Found." in message
+    assert len(message) < 500
+
+
+# The config
+
+
+def test_a_folder_without_a_config_says_what_belongs_there(folder):
+    (folder / "config.json").unlink()
+    message = load_error(folder)
+    assert f"{folder} has no config.json" in message
+    assert "model*.safetensors" in message
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"", b"{nope", b'["a", "list"]', b"null", b"\xff\xfe\x00", pytest.param(b"[" * 100_000, id="nested too deep")],
+)
+def test_a_config_that_is_no_json_object_is_named(folder, text):
+    (folder / "config.json").write_bytes(text)
+    message = load_error(folder)
+    assert "config.json" in message
+    assert "read" in message
+
+
+def test_missing_fields_are_all_named(folder):
+    write_config(folder, drop=("head_dim", "vocab_size"))
+    assert "config.json lacks vocab_size, head_dim" in load_error(folder)
+
+
+def test_a_config_without_rope_theta_says_so(folder):
+    write_config(folder, drop=("rope_theta",))
+    assert "no rope_theta" in load_error(folder)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "", None, ["qwen3"]])
+def test_other_model_types_are_refused_with_the_supported_ones(folder, model_type):
+    write_config(folder, model_type=model_type)
+    message = load_error(folder)
+    assert f"model type {model_type!r} is not supported" in message
+    assert "supported: qwen3" in message
+
+
+@pytest.mark.parametrize("key", ["type", "rope_type"])
+@pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
+def test_dynamic_rope_scaling_is_refused_with_what_is_supported(folder, field, key):
+    write_config(folder, **{field: {key: "dynamic", "factor": 2.0}})
+    message = load_error(folder)
+    assert "'dynamic' is not supported" in message
+    assert "yarn" in message
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"rope_scaling": {"type": "spiral"}}, "spiral"),
+        ({"num_attention_heads": 3}, "3 query heads"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling"),
+        ({"rope_scaling": "linear"}, "rope_scaling"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads"),
+        ({"num_key_value_heads": None}, "num_key_value_heads"),
+        ({"hidden_size": "big"}, "hidden_size"),
+        ({"num_hidden_layers": 2.5}, "num_hidden_layers"),
+        ({"quantization": {"bits": 4}}, "group_size"),
+    ],
+)
+def test_fields_that_make_no_sense_are_named(folder, fields, named):
+    write_config(folder, **fields)
+    assert named in load_error(folder)
+
+
+def test_sliding_windows_are_refused_rather_than_ignored(folder):
+    # As Qwen3 is published: a window is given, but not used.
+    write_config(folder, use_sliding_window=False, sliding_window=4096, max_window_layers=0)
+    load(folder)
+    write_config(folder, use_sliding_window=True)
+    assert "use_sliding_window" in load_error(folder)
+
+
+def test_code_from_the_folder_is_not_run(folder):
+    (folder / "custom.py").write_text("raise SystemExit('ran')")
+    write_config(folder, model_file="custom.py")
+    assert "custom.py" in load_error(folder)
+
+
+# The weights
+
+
+def test_a_folder_without_weights_says_so(folder):
+    (folder / "model.safetensors").unlink()
+    assert "has no weights (model*.safetensors)" in load_error(folder)
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("kept", [0, 4, 100, -1000])
+def test_truncated_weights_are_broken_weights(folder, kept, lazy):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:kept])
+    assert f"the model in {folder} is broken" in load_error(folder, lazy=lazy)
+
+
+def test_a_pointer_that_git_lfs_left_behind_is_not_weights(folder):
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    message = load_error(folder)
+    assert "model.safetensors" in message
+
+
+def test_a_missing_weight_is_named(folder):
+    weights = weights_of(folder)
+    del weights["model.layers.1.self_attn.k_norm.weight"]
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    message = load_error(folder)
+    assert "Missing" in message
+    assert "model.layers.1.self_attn.k_norm.weight" in message
+
+
+def test_a_missing_shard_is_missing_weights(folder):
+    (folder / "model.safetensors").unlink()
+    save_folder(folder, random_mlx_lm_model(CONFIG), CONFIG, num_shards=3)
+    load(folder)
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    assert "Missing" in load_error(folder)
+
+
+def test_a_weight_of_the_wrong_shape_is_named_with_both_shapes(folder):
+    weights = weights_of(folder)
+    weights["model.layers.0.mlp.up_proj.weight"] = mx.zeros((47, 32))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    message = load_error(folder)
+    assert "model.layers.0.mlp.up_proj.weight" in message
+    assert "(48, 32)" in message
+    assert "(47, 32)" in message
+
+
+def test_a_weight_that_the_model_does_not_have_is_named(folder):
+    weights = weights_of(folder)
+    weights["model.layers.0.self_attn.q_proj.bias"] = mx.zeros((64,))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    assert "model.layers.0.self_attn.q_proj.bias" in load_error(folder)
+
+
+# The tokenizer
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("text", ["", "{nope"])
+def test_a_broken_tokenizer_is_named(folder, file, text):
+    (folder / file).write_text(text)
+    assert f"the tokenizer in {folder} is missing or broken" in load_error(folder)
+
+
+def test_a_missing_tokenizer_is_not_replaced_by_an_empty_one(folder):
+    # transformers makes up a tokenizer of one word for a folder that has none.
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (folder / file).unlink()
+    assert f"the tokenizer in {folder} is missing or broken" in load_error(folder)
+
+
+def test_a_config_of_the_tokenizer_alone_is_no_tokenizer(folder):
+    (folder / "tokenizer.json").unlink()
+    assert f"the tokenizer in {folder} is missing or broken" in load_error(folder)
