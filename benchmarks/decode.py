@@ -1,0 +1,262 @@
+"""Decode speed of one stream: no cache, basic, paged, and mlx-lm's own KVCache, on the same weights in one run.
+
+    python benchmarks/decode.py                          # the layer shape of Qwen3-0.6B, random weights
+    python benchmarks/decode.py --model demo             # the bundled demo model: all overhead, hardly any arithmetic
+    python benchmarks/decode.py --model PATH_OR_REPO     # a real model
+
+For each context length every cache is filled to it, then the caches take turns, one decode step each, so that a machine
+that speeds up or slows down does so for all. Ratios of time are medians over these turns; "scattered" is a paged cache
+in which no two blocks of the sequence are adjacent, so that every block has to be gathered. Then the cost of an append
+alone (K/V rows of one token, all layers, evaluated) as the context grows, and as the pool grows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from card import machine_card, print_card, print_json, print_table
+from mlx.utils import tree_flatten
+from mlx_lm.models import qwen3 as mlx_lm_qwen3
+from mlx_lm.models.cache import KVCache as MlxLmCache
+from mlx_lm.utils import load_model
+
+from mlx_paged import ModelRunner, demo_model_path, load, make_kv_cache
+from mlx_paged.cache import KVCache, PagedKVCache
+from mlx_paged.config import KVCacheConfig
+from mlx_paged.models import qwen3
+
+QWEN3_0_6B_LAYERS = {
+    "model_type": "qwen3",
+    "hidden_size": 1024,
+    "num_hidden_layers": 4,  # of 28: the ratio is one of layers, and this fits a CPU
+    "intermediate_size": 3072,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 4096,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1e6,
+}
+
+
+def load_both(name: str) -> tuple[nn.Module, nn.Module]:
+    """The same weights in our Qwen3 and in mlx-lm's."""
+    if name == "qwen3-0.6b-layers":
+        mx.random.seed(0)
+        theirs = mlx_lm_qwen3.Model(mlx_lm_qwen3.ModelArgs.from_dict(QWEN3_0_6B_LAYERS))
+        ours = qwen3.Model(qwen3.ModelArgs.from_dict(QWEN3_0_6B_LAYERS))
+        ours.load_weights(tree_flatten(theirs.parameters()))
+        mx.eval(ours.parameters(), theirs.parameters())
+        return ours, theirs
+    path = demo_model_path() if name == "demo" else name
+    ours, _ = load(path)
+    if Path(path).is_dir():
+        theirs, _ = load_model(Path(path))
+    else:
+        from mlx_lm import load as mlx_lm_load
+
+        theirs, _ = mlx_lm_load(path)
+    return ours, theirs
+
+
+def random_rows(cache: KVCache, num_tokens: int) -> mx.array:
+    config = cache.config
+    rows = mx.random.normal((config.num_layers, num_tokens, config.num_kv_heads, config.head_dim)).astype(cache.dtype)
+    mx.eval(rows)
+    return rows
+
+
+def filled_mlx_lm_caches(rows: mx.array) -> list[MlxLmCache]:
+    caches = [MlxLmCache() for _ in range(rows.shape[0])]
+    for cache, layer in zip(caches, rows, strict=True):
+        cache.update_and_fetch(layer.swapaxes(0, 1)[None], layer.swapaxes(0, 1)[None])
+    mx.eval([c.state for c in caches])
+    return caches
+
+
+def timed(step: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+def take_turns(steps: dict[str, Callable[[], Any]], num_turns: int) -> dict[str, np.ndarray]:
+    """Seconds per step, ``[num_turns]`` for each."""
+    for step in steps.values():
+        step()
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(num_turns):
+        for name, step in steps.items():
+            times[name].append(timed(step))
+    return {name: np.array(values) for name, values in times.items()}
+
+
+def measure_decode(ours: nn.Module, theirs: nn.Module, length: int, args: argparse.Namespace) -> dict[str, Any]:
+    num_blocks = -(-(length + args.turns + 2) // args.block_size)
+    caches = {
+        name: make_kv_cache(ours, kind, block_size=args.block_size, kv_cache_bytes=f"{2 * num_blocks}blocks")
+        for name, kind in (("basic", "basic"), ("paged", "paged"), ("scattered", "paged"))
+    }
+    rows = random_rows(caches["basic"], length)
+    for name in ("basic", "paged"):
+        caches[name].set_prompt("s", rows, rows)
+    # Block by block in turn with a second sequence: no two blocks of one sequence lie side by side.
+    for start in range(0, length, args.block_size):
+        chunk = rows[:, start : start + args.block_size]
+        for seq in ("s", "other"):
+            caches["scattered"].append(seq, chunk, chunk)
+    mlx_lm_caches = filled_mlx_lm_caches(rows)
+    token = mx.array([[5]])
+
+    def without_cache() -> None:
+        # What a step costs when nothing is kept: the whole context again.
+        runner = ModelRunner(ours, make_kv_cache(ours, "basic", kv_cache_bytes=f"{num_blocks}blocks"))
+        runner.run({"s": [5] * (length + 1)})
+
+    steps: dict[str, Callable[[], Any]] = {
+        "mlx-lm": lambda: mx.eval(theirs(token, cache=mlx_lm_caches)),
+        **{name: partial(ModelRunner(ours, cache).run, {"s": [5]}) for name, cache in caches.items()},
+    }
+    times = take_turns(steps, args.turns)
+    if length <= args.no_cache_up_to:
+        times["no cache"] = np.array([timed(without_cache)])
+    medians = {name: float(np.median(values)) for name, values in times.items()}
+    return {
+        "length": length,
+        "tokens_per_second": {name: 1 / seconds for name, seconds in medians.items()},
+        "paged_over_basic": float(np.median(times["paged"] / times["basic"])),
+        "scattered_over_basic": float(np.median(times["scattered"] / times["basic"])),
+        "basic_over_mlx_lm": float(np.median(times["basic"] / times["mlx-lm"])),
+        "kv_bytes": {
+            "no cache": 0,
+            "mlx-lm": sum(c.nbytes for c in mlx_lm_caches),
+            "basic": caches["basic"].stats().nbytes_held,
+            "paged": caches["paged"].stats().nbytes_used,
+        },
+    }
+
+
+def measure_append(model: nn.Module, length: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Microseconds to write one token's rows in all layers, at a context of ``length``."""
+    budget = f"{-(-(length + args.turns + 2) // args.block_size)}blocks"
+    caches = {
+        kind: make_kv_cache(model, kind, block_size=args.block_size, kv_cache_bytes=budget)
+        for kind in ("basic", "paged")
+    }
+    rows, row = random_rows(caches["basic"], length), random_rows(caches["basic"], 1)
+    for cache in caches.values():
+        cache.set_prompt("s", rows, rows)
+    mlx_lm_caches = filled_mlx_lm_caches(rows)
+
+    def mlx_lm_append() -> None:
+        for cache, layer in zip(mlx_lm_caches, row, strict=True):
+            cache.update_and_fetch(layer.swapaxes(0, 1)[None], layer.swapaxes(0, 1)[None])
+        mx.eval([cache.keys for cache in mlx_lm_caches], [cache.values for cache in mlx_lm_caches])
+
+    times = take_turns(
+        {
+            "mlx-lm": mlx_lm_append,
+            "basic": lambda: caches["basic"].append("s", row, row),
+            "paged": lambda: caches["paged"].append("s", row, row),
+        },
+        args.turns,
+    )
+    return {"length": length, "microseconds": {name: float(np.median(t)) * 1e6 for name, t in times.items()}}
+
+
+def measure_pools(model: nn.Module, args: argparse.Namespace) -> dict[str, Any]:
+    """Microseconds per append and per decode step at the same context, in pools of different sizes, taking turns."""
+    config = make_kv_cache(model, kv_cache_bytes="1block").config
+    runs: dict[str, tuple[PagedKVCache, mx.array]] = {}
+    for num_slots in args.pools:
+        num_blocks = num_slots // args.block_size
+        pool = KVCacheConfig(
+            config.num_layers, config.num_kv_heads, config.head_dim, config.dtype, args.block_size, num_blocks
+        )
+        cache = PagedKVCache(pool, initial_blocks=num_blocks)
+        cache.set_prompt("s", *[random_rows(cache, 256)] * 2)
+        runs[str(num_slots)] = (cache, random_rows(cache, 1))
+    appends = take_turns(
+        {name: lambda cache=cache, row=row: cache.append("s", row, row) for name, (cache, row) in runs.items()},
+        args.turns,
+    )
+    decodes = take_turns(
+        {name: lambda cache=cache: ModelRunner(model, cache).run({"s": [5]}) for name, (cache, _) in runs.items()},
+        args.turns,
+    )
+    return {
+        name: {
+            "append_microseconds": float(np.median(appends[name])) * 1e6,
+            "decode_microseconds": float(np.median(decodes[name])) * 1e6,
+        }
+        for name in runs
+    }
+
+
+def setup_arg_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="qwen3-0.6b-layers", help="qwen3-0.6b-layers, demo, a folder or a hub id")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[64, 256, 1024, 4096], help="context lengths")
+    parser.add_argument("--turns", type=int, default=32, help="decode steps per cache and length")
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--no-cache-up-to", type=int, default=256, help="longest context to recompute without a cache")
+    parser.add_argument("--pools", type=int, nargs="+", default=[1_000, 100_000], help="pool sizes in slots")
+    parser.add_argument("--out", type=Path, help="also write the JSON line to this file")
+    return parser
+
+
+def main() -> None:
+    args = setup_arg_parser().parse_args()
+    ours, theirs = load_both(args.model)
+    shape = ours.args
+    setting = machine_card() | {
+        "model": args.model,
+        "shape": f"{shape.num_hidden_layers} layers, hidden {shape.hidden_size}, {shape.num_attention_heads} query / "
+        f"{shape.num_key_value_heads} KV heads, head_dim {shape.head_dim}, {ours.dtype}",
+        "block_size": args.block_size,
+        "turns": args.turns,
+    }
+    print_card("One decode stream", setting)
+    decode = [measure_decode(ours, theirs, length, args) for length in args.lengths]
+    names = ("no cache", "mlx-lm", "basic", "paged")
+    print_table(
+        ["context", *(f"{n} tok/s" for n in names), "paged / basic", "scattered / basic", "basic / mlx-lm"],
+        [
+            [
+                row["length"],
+                *(f"{row['tokens_per_second'][n]:.2f}" if n in row["tokens_per_second"] else "-" for n in names),
+                *(f"{row[f'{name}_over_basic']:.3f}" for name in ("paged", "scattered")),
+                f"{row['basic_over_mlx_lm']:.3f}",
+            ]
+            for row in decode
+        ],
+    )
+    print_table(
+        ["context", *(f"{n} K/V MB" for n in names)],
+        [[row["length"], *(f"{row['kv_bytes'][n] / 1e6:.2f}" for n in names)] for row in decode],
+    )
+    appends = [measure_append(ours, length, args) for length in args.lengths]
+    print_table(
+        ["context", *(f"{n} append us" for n in names[1:])],
+        [[row["length"], *(f"{row['microseconds'][n]:.0f}" for n in names[1:])] for row in appends],
+    )
+    pools = measure_pools(ours, args)
+    print_table(
+        ["pool slots", "append us", "decode us"],
+        [[n, f"{p['append_microseconds']:.0f}", f"{p['decode_microseconds']:.0f}"] for n, p in pools.items()],
+    )
+    print_json("decode", setting, {"decode": decode, "append": appends, "pools": pools}, args.out)
+
+
+if __name__ == "__main__":
+    main()

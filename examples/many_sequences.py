@@ -1,0 +1,49 @@
+"""Several conversations in one paged cache: one pool, one ragged step for all, a fork for a second answer.
+
+python examples/many_sequences.py
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from mlx_paged import ModelRunner, demo_model_path, load, make_kv_cache
+
+QUESTIONS = [
+    "What is 17 + 25?",
+    "Repeat: red 7 blue 9 green",
+    "The code of stone is 905. The code of river is 31. What is the code of stone?",
+]
+
+
+def main() -> None:
+    model, tokenizer = load(demo_model_path())
+    runner = ModelRunner(model, make_kv_cache(model, "paged", kv_cache_bytes="256blocks"))
+
+    # One step for all prompts, packed behind one another; then one step per token, for whoever still talks.
+    batch = {
+        question: tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True)
+        for question in QUESTIONS
+    }
+    answers: dict[str, list[int]] = {question: [] for question in QUESTIONS}
+    while batch:
+        tokens = runner.run(batch, head=lambda logits: mx.argmax(logits, axis=-1)).tolist()
+        next_batch = {}
+        for question, token in zip(batch, tokens, strict=True):
+            if token in tokenizer.eos_token_ids or len(answers[question]) == 100:
+                continue
+            answers[question].append(token)
+            next_batch[question] = [token]
+        batch = next_batch
+
+    for question, answer in answers.items():
+        print(f"{question}\n  -> {tokenizer.decode(answer)}")
+    stats = runner.cache.stats()
+    print(f"{stats.num_seqs} sequences, {stats.num_tokens} tokens in {stats.blocks_used} of {stats.num_blocks} blocks")
+
+    runner.cache.fork(QUESTIONS[0], "a branch")
+    print(f"after a fork: {runner.cache.stats().blocks_used} blocks (shared until one side writes)")
+
+
+if __name__ == "__main__":
+    main()
