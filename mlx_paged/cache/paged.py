@@ -50,12 +50,19 @@ class PagedKVCache(KVCache):
         tables = {seq: self._tables[seq] if seq in self._tables else BlockTable(self.pool) for seq in num_new_tokens}
         num_needed = sum(table.num_new_blocks(num_new_tokens[seq]) for seq, table in tables.items())
         self._make_room(num_needed, num_new_tokens)
+        partly_filled = []
         for seq, table in tables.items():
+            num_blocks = table.num_blocks
             copies = table.reserve(num_new_tokens[seq])
             assert copies is not None, "the pool was found to have room"
             # Copied table by table: a source may be handed out again by the next table's reserve.
             for handle in self._layers if copies else ():
                 ops.copy_blocks(handle, copies, self.backend)
+            if table.num_blocks > num_blocks and (table.num_tokens + num_new_tokens[seq]) % self.config.block_size:
+                partly_filled.append(table.block_ids[-1])
+        # Whatever another sequence left there, a NaN even, must not reach this one.
+        for handle in self._layers if partly_filled else ():
+            ops.zero_blocks(handle, partly_filled, self.backend)
         self._new_seqs = [seq for seq in tables if seq not in self._tables]
         self._tables.update(tables)
         self._step = dict(num_new_tokens)

@@ -30,6 +30,7 @@ __all__ = [
     "paged_prefill_attention",
     "reshape_and_cache",
     "resolve_backend",
+    "zero_blocks",
 ]
 
 
@@ -104,11 +105,14 @@ def attend(
     backend: str = "auto",
 ) -> mx.array:
     """Attention for any step: query runs up to ``MAX_DECODE_QUERY_LEN`` are decoded, longer ones prefilled."""
+    checks.check_attention("attend", q, kv, metadata, window, sinks)
+    operations = load_backend(backend)
     outputs, rows = [], []
     for part, part_rows in metadata.by_query_len:
-        operation = paged_attention if part.max_query_len <= MAX_DECODE_QUERY_LEN else paged_prefill_attention
+        is_decode = part.max_query_len <= MAX_DECODE_QUERY_LEN
+        operation = operations.paged_attention if is_decode else operations.paged_prefill_attention
         part_q = q if part_rows is None else q[part_rows]
-        outputs.append(operation(part_q, kv, part, scale, window, sinks, backend))
+        outputs.append(operation(part_q, kv, part, scale, window, sinks))
         rows.append(part_rows)
     if len(outputs) == 1:
         return outputs[0]
@@ -141,3 +145,18 @@ def copy_blocks(kv: KVHandle, src_dst_pairs: Sequence[tuple[int, int]], backend:
         return
     checks.check_copy_pairs("copy_blocks", src_dst_pairs, kv)
     load_backend(backend).copy_blocks(kv, src_dst_pairs)
+
+
+def zero_blocks(kv: KVHandle, block_ids: Sequence[int], backend: str = "auto") -> None:
+    """Fill whole blocks with zeros, in place.
+
+    For a block that a sequence will fill only in part: what another sequence left in the other slots is hidden from
+    attention by a weight of 0, but 0 * NaN is NaN.
+
+    Raises:
+        ValueError: a block id out of range.
+    """
+    if len(block_ids) == 0:
+        return
+    checks.check_block_ids("zero_blocks", "block_ids", block_ids, kv)
+    load_backend(backend).zero_blocks(kv, block_ids)

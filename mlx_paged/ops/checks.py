@@ -75,7 +75,7 @@ def check_block_table(op: str, block_table: Sequence[int], num_tokens: int, kv: 
             f"({len(table)} blocks of {kv.block_size}), got {num_tokens}"
         )
     table = table[: -(-num_tokens // kv.block_size)]
-    _check_block_ids(op, "block_table", table, kv)
+    check_block_ids(op, "block_table", table, kv)
     return table
 
 
@@ -84,14 +84,14 @@ def check_copy_pairs(op: str, src_dst_pairs: Sequence[tuple[int, int]], kv: KVHa
         raise ValueError(f"[{op}] src_dst_pairs: expected pairs (source, destination), got {src_dst_pairs!r}")
     sources = [src for src, _ in src_dst_pairs]
     destinations = [dst for _, dst in src_dst_pairs]
-    _check_block_ids(op, "src_dst_pairs", sources + destinations, kv)
+    check_block_ids(op, "src_dst_pairs", sources + destinations, kv)
     if len(set(destinations)) != len(destinations):
         raise ValueError(f"[{op}] src_dst_pairs: a destination is named twice")
     if set(sources) & set(destinations):
         raise ValueError(f"[{op}] src_dst_pairs: a block is both source and destination")
 
 
-def _check_block_ids(op: str, name: str, block_ids: list[int], kv: KVHandle) -> None:
+def check_block_ids(op: str, name: str, block_ids: Sequence[int], kv: KVHandle) -> None:
     for block_id in block_ids:
         if type(block_id) is not int:
             raise ValueError(f"[{op}] {name}: block ids must be integers, got {block_id!r}")

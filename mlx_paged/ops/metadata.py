@@ -126,7 +126,7 @@ class AttentionMetadata:
                     f"{block_size}, the block table has {len(table)}"
                 )
             # A copy: the caller's table changes with the next step.
-            blocks = list(table[:num_blocks])
+            blocks = list(itertools.islice(table, num_blocks))
             if min(blocks) < 0:
                 raise ValueError(f"[attention_metadata] sequence {seq}: block id {min(blocks)} is negative")
             tables.append(blocks)

@@ -44,7 +44,10 @@ def paged_attention(
     window: int | None = None,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Block-parallel: one matmul per step for the scores of all (query token, block) pairs, then a segment softmax."""
+    """Block-parallel: one matmul per step for the scores of all (query token, block) pairs, then a segment softmax.
+
+    What lies behind the end of a sequence in its last block gets a weight of 0, and has to be finite for that.
+    """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = kv.num_kv_heads
     group = num_heads // num_kv_heads
@@ -115,6 +118,12 @@ def copy_blocks(kv: KVHandle, src_dst_pairs: Sequence[tuple[int, int]]) -> None:
     mx.eval(k_rows, v_rows)
     kv.k[destinations] = k_rows
     kv.v[destinations] = v_rows
+
+
+def zero_blocks(kv: KVHandle, block_ids: Sequence[int]) -> None:
+    ids = mx.array(block_ids, dtype=mx.int32)
+    kv.k[ids] = 0
+    kv.v[ids] = 0
 
 
 def _causal_mask(query_len: int, context_len: int, window: int | None) -> mx.array | str:

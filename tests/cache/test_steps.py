@@ -150,3 +150,29 @@ def test_the_longest_length_of_a_fork_counts_the_copy_of_its_shared_tail():
     assert cache.max_seq_len("c") == 12
     with pytest.raises(CacheFullError):
         cache.append("c", *rows(1))
+
+
+def test_a_sequence_of_nan_poisons_nobody_who_gets_its_blocks_later():
+    cache = create_kv_cache("paged", KVCacheConfig(2, 3, 8, block_size=8, num_blocks=8))
+    broken = mx.full((2, 64, 3, 8), mx.nan)
+    for new_tokens in ({"b": 1}, {"b": 11}, {"b": 3, "c": 12}, {"b": 1, "c": 1}):
+        total = sum(new_tokens.values())
+        k, v = rows(total)
+        q = mx.array(np.random.default_rng(7).standard_normal((total, 6, 8), dtype=np.float32))
+        outs = []
+        for recycled in (False, True):
+            for seq in cache.seqs:
+                cache.free(seq)
+            if recycled:
+                cache.set_prompt("a", broken, broken)
+                cache.free("a")
+            else:
+                cache = create_kv_cache("paged", cache.config)
+            # Into a new block, and on in it.
+            for _ in range(2):
+                with cache.step(new_tokens):
+                    out = [cache.update_and_attend(layer, q, k[layer], v[layer], scale=0.3) for layer in range(2)]
+                    mx.eval(out, cache.arrays)
+            outs.append(np.array(out[1]))
+        assert np.isfinite(outs[1]).all()
+        np.testing.assert_allclose(outs[1], outs[0], rtol=0, atol=20 * np.finfo(np.float32).eps)
