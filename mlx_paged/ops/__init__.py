@@ -125,7 +125,8 @@ def gather_blocks(
 ) -> tuple[mx.array, mx.array]:
     """The dense K and V, ``[num_kv_heads, num_tokens, head_dim]`` each, of the first ``num_tokens`` tokens of a table.
 
-    ``materialize`` elsewhere. ``num_tokens`` defaults to all slots of the table.
+    ``materialize`` elsewhere. ``num_tokens`` defaults to all slots of the table. The result may be a view of the slabs:
+    while it is held, the next write copies them whole.
 
     Raises:
         ValueError: a block id out of range, an empty table, more tokens than the table holds.

@@ -80,7 +80,7 @@ def check_block_table(op: str, block_table: Sequence[int], num_tokens: int, kv: 
 
 
 def check_copy_pairs(op: str, src_dst_pairs: Sequence[tuple[int, int]], kv: KVHandle) -> None:
-    if any(len(pair) != 2 for pair in src_dst_pairs):
+    if not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in src_dst_pairs):
         raise ValueError(f"[{op}] src_dst_pairs: expected pairs (source, destination), got {src_dst_pairs!r}")
     sources = [src for src, _ in src_dst_pairs]
     destinations = [dst for _, dst in src_dst_pairs]

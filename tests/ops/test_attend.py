@@ -1,0 +1,112 @@
+"""Attention for any step: decodes and prefills in one batch, each by its own operation, rows in their order."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from numpy_attention import DTYPES, ORDERS, assert_matches_formula, make_problem
+
+from mlx_paged.ops import AttentionMetadata, KVHandle, attend, reference
+
+STEPS = {
+    "decodes": ([1, 16, 17, 300], [1, 1, 1, 1]),
+    "prefills": ([20, 33, 257], [20, 9, 40]),
+    "decodes_then_prefills": ([17, 300, 40, 100], [1, 2, 40, 10]),
+    "prefills_then_decodes": ([40, 100, 17, 300], [40, 10, 1, 2]),
+    "alternating": ([300, 40, 17, 100, 1, 9], [1, 40, 2, 10, 1, 9]),
+    "around_the_limit": ([50, 50, 50, 50], [8, 9, 7, 10]),
+    "one_of_each": ([33, 12], [1, 12]),
+}
+steps = pytest.mark.parametrize(("context_lens", "query_lens"), STEPS.values(), ids=STEPS)
+
+
+@steps
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_every_mix_of_decodes_and_prefills_matches_the_formula(context_lens, query_lens, dtype):
+    problem = make_problem(context_lens, query_lens, dtype=dtype)
+    assert_matches_formula(attend(*problem.args), problem)
+
+
+@steps
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_mix_matches_the_formula_in_every_block_order_with_window_and_sinks(context_lens, query_lens, order):
+    problem = make_problem(context_lens, query_lens, order=order, window=25, sinks=True, group=3, block_size=8)
+    assert_matches_formula(attend(*problem.args), problem)
+
+
+def test_a_shuffled_batch_gives_the_shuffled_rows():
+    context_lens, query_lens = STEPS["alternating"]
+    problem = make_problem(context_lens, query_lens)
+    out = attend(*problem.args)
+    order = [4, 1, 5, 0, 3, 2]
+    metadata = AttentionMetadata.build(
+        [problem.tables[s] for s in order], [context_lens[s] for s in order], [query_lens[s] for s in order], 16
+    )
+    q = mx.concatenate([problem.dense[s][0] for s in order])
+    shuffled = attend(q, problem.kv, metadata, *problem.args[3:])
+    expected = mx.concatenate([out[problem.rows(s)] for s in order])
+    np.testing.assert_allclose(np.array(shuffled), np.array(expected), rtol=0, atol=8 * 2.0**-23 * 4)
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "operations"),
+    [
+        ([1, 8], [("paged_attention", 9)]),
+        ([9, 30], [("paged_prefill_attention", 39)]),
+        ([9, 1, 30, 8], [("paged_attention", 9), ("paged_prefill_attention", 39)]),
+    ],
+    ids=["decodes", "prefills", "mixed"],
+)
+def test_runs_of_up_to_eight_are_decoded_and_longer_ones_prefilled(query_lens, operations, monkeypatch):
+    called = []
+    for name in ("paged_attention", "paged_prefill_attention"):
+        operation = getattr(reference, name)
+
+        def spy(q, *args, name=name, operation=operation):
+            called.append((name, q.shape[0]))
+            return operation(q, *args)
+
+        monkeypatch.setattr(reference, name, spy)
+    attend(*make_problem([30] * len(query_lens), query_lens).args)
+    assert called == operations
+
+
+@pytest.mark.parametrize("step", ["alternating", "decodes", "prefills"])
+def test_one_metadata_serves_every_layer(step):
+    metadata = None
+    for seed, settings in enumerate([{}, {"window": 20}, {"sinks": True}, {}]):
+        problem = make_problem(*STEPS[step], seed=seed, order="reversed", **settings)
+        metadata = metadata or problem.metadata
+        q, kv, _, *rest = problem.args
+        assert_matches_formula(attend(q, kv, metadata, *rest), problem)
+
+
+@pytest.mark.parametrize("query_lens", [[1, 1], [9, 12], [1, 12]], ids=["decodes", "prefills", "mixed"])
+@pytest.mark.parametrize("extra", [-1, 1], ids=["one_query_missing", "one_query_too_many"])
+def test_queries_that_are_not_one_per_token_are_refused(query_lens, extra):
+    problem = make_problem([20, 20], query_lens)
+    num_tokens = sum(query_lens) + extra
+    with pytest.raises(ValueError, match=r"q: expected \[num_tokens, num_heads, head_dim\]"):
+        attend(mx.zeros((num_tokens, 4, 64)), *problem.args[1:])
+
+
+@pytest.mark.parametrize("query_lens", [[1, 1], [9, 12], [1, 12]], ids=["decodes", "prefills", "mixed"])
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"window": 0}, "window: must be at least 1"),
+        ({"sinks": mx.zeros(3)}, r"sinks: expected \[num_heads\] = \[4\], got \[3\]"),
+        ({"kv": KVHandle.allocate(1, 2, 16, 64)}, "metadata: block 1 is out of range, the slabs have 1 blocks"),
+    ],
+    ids=["window", "sinks", "block_range"],
+)
+def test_what_does_not_fit_is_refused_in_every_mix(query_lens, settings, message):
+    metadata = AttentionMetadata.build([[0, 1], [1, 0]], [20, 20], query_lens, 16)
+    arguments = {"kv": KVHandle.allocate(2, 2, 16, 64), "metadata": metadata, "scale": 1.0}
+    with pytest.raises(ValueError, match=message):
+        attend(mx.zeros((sum(query_lens), 4, 64)), **arguments | settings)
+
+
+def test_a_batch_without_sequences_is_refused():
+    metadata = AttentionMetadata.build([], [], [], 16)
+    with pytest.raises(ValueError, match="metadata: the batch has no sequence"):
+        attend(mx.zeros((0, 4, 64)), KVHandle.allocate(2, 2, 16, 64), metadata, 1.0)

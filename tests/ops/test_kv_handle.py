@@ -1,0 +1,77 @@
+"""The handle of one layer's slabs: its sizes, what it refuses to hold, and growth."""
+
+import mlx.core as mx
+import pytest
+from numpy_attention import DTYPES
+
+from mlx_paged.ops import KVHandle, reshape_and_cache
+
+
+def state(kv):
+    return {
+        "shape": list(kv.k.shape),
+        "same_shape": kv.k.shape == kv.v.shape,
+        "num_blocks": kv.num_blocks,
+        "num_kv_heads": kv.num_kv_heads,
+        "block_size": kv.block_size,
+        "head_dim": kv.head_dim,
+        "num_slots": kv.num_slots,
+        "dtype": kv.dtype,
+        "nbytes": kv.nbytes,
+        "zeros": not (mx.any(kv.k).item() or mx.any(kv.v).item()),
+        "token": kv.token,
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_new_slabs_hold_zeros_and_their_bytes_are_the_formula(dtype):
+    assert state(KVHandle.allocate(5, 2, 8, 96, dtype)) == {
+        "shape": [5, 2, 8, 96],
+        "same_shape": True,
+        "num_blocks": 5,
+        "num_kv_heads": 2,
+        "block_size": 8,
+        "head_dim": 96,
+        "num_slots": 40,
+        "dtype": dtype,
+        "nbytes": 2 * 5 * 2 * 8 * 96 * dtype.size,
+        "zeros": True,
+        "token": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("k", "v", "message"),
+    [
+        (mx.zeros((4, 2, 16, 32)), mx.zeros((5, 2, 16, 32)), r"got \[4, 2, 16, 32\] and \[5, 2, 16, 32\]"),
+        (mx.zeros((4, 2, 16, 32)), mx.zeros((4, 2, 16, 64)), r"got \[4, 2, 16, 32\] and \[4, 2, 16, 64\]"),
+        (mx.zeros((4, 16, 32)), mx.zeros((4, 16, 32)), r"got \[4, 16, 32\] and \[4, 16, 32\]"),
+        (
+            mx.zeros((4, 2, 16, 32), mx.int8),
+            mx.zeros((4, 2, 16, 32), mx.int8),
+            "slabs must be float32, float16 or bfloat16, got .*int8 and .*int8",
+        ),
+        (
+            mx.zeros((4, 2, 16, 32)),
+            mx.zeros((4, 2, 16, 32), mx.float16),
+            "slabs must be float32, float16 or bfloat16, got .*float32 and .*float16",
+        ),
+    ],
+    ids=["num_blocks", "head_dim", "three_dimensions", "integers", "two_dtypes"],
+)
+def test_slabs_that_do_not_fit_one_another_are_refused(k, v, message):
+    with pytest.raises(ValueError, match=rf"\[kv_handle\] .*{message}"):
+        KVHandle(k, v)
+
+
+def test_growth_adds_zeros_at_the_end_and_keeps_every_row():
+    kv = KVHandle.allocate(2, 1, 8, 32)
+    rows = mx.ones((2, 1, 32))
+    reshape_and_cache(rows, 2 * rows, kv, [3, 15])
+    kv.grow(1)
+    written = [[0, 0, 0, 1, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0, 1], [0] * 8]
+    assert kv.k[:, 0, :, 0].tolist() == written
+    assert kv.v[:, 0, :, 0].tolist() == [[2 * value for value in block] for block in written]
+    assert kv.num_slots == 24
+    reshape_and_cache(rows[:1], rows[:1], kv, [23])
+    assert kv.k[2, 0, :, 0].tolist() == [0] * 7 + [1]

@@ -1,0 +1,277 @@
+"""What a step tells the operations: slots, block tables, positions, and the cut into decodes and prefills."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_paged.ops import MAX_DECODE_QUERY_LEN, AttentionMetadata, SlotMapping
+
+
+def slot_state(mapping):
+    return {
+        "slots": list(mapping.slots),
+        "block_size": mapping.block_size,
+        "num_tokens": mapping.num_tokens,
+        "max_slot": mapping.max_slot,
+        "rows": None if mapping.rows is None else mapping.rows.tolist(),
+        "block_ids": mapping.block_ids.tolist(),
+        "offsets": mapping.offsets.tolist(),
+    }
+
+
+def state(metadata):
+    return {
+        "block_tables": [list(table) for table in metadata.block_tables],
+        "context_lens": list(metadata.context_lens),
+        "query_lens": list(metadata.query_lens),
+        "cu_seqlens_q": list(metadata.cu_seqlens_q),
+        "block_size": metadata.block_size,
+        "slots": list(metadata.slot_mapping.slots),
+        "num_seqs": metadata.num_seqs,
+        "num_tokens": metadata.num_tokens,
+        "max_query_len": metadata.max_query_len,
+        "max_block_id": metadata.max_block_id,
+    }
+
+
+# Slots
+
+
+@pytest.mark.parametrize(
+    "given",
+    [list, tuple, np.array, lambda s: np.array(s, np.int16), mx.array],
+    ids=["list", "tuple", "numpy", "numpy_int16", "mx_array"],
+)
+def test_a_slot_is_its_block_times_the_block_size_plus_its_offset(given):
+    assert slot_state(SlotMapping.build(given([35, 16, 0, 15]), 16)) == {
+        "slots": [35, 16, 0, 15],
+        "block_size": 16,
+        "num_tokens": 4,
+        "max_slot": 35,
+        "rows": None,
+        "block_ids": [2, 1, 0, 0],
+        "offsets": [3, 0, 0, 15],
+    }
+
+
+def test_padding_keeps_its_place_among_the_slots_and_has_no_block():
+    assert slot_state(SlotMapping.build([-1, 9, -5, 23], 8)) == {
+        "slots": [-1, 9, -5, 23],
+        "block_size": 8,
+        "num_tokens": 4,
+        "max_slot": 23,
+        "rows": [1, 3],
+        "block_ids": [1, 2],
+        "offsets": [1, 7],
+    }
+
+
+@pytest.mark.parametrize(("slots", "rows"), [([], None), ([-1, -2], [])], ids=["no_slots", "all_padding"])
+def test_a_mapping_may_hold_no_row(slots, rows):
+    assert slot_state(SlotMapping.build(slots, 8)) == {
+        "slots": slots,
+        "block_size": 8,
+        "num_tokens": len(slots),
+        "max_slot": -1,
+        "rows": rows,
+        "block_ids": [],
+        "offsets": [],
+    }
+
+
+@pytest.mark.parametrize(
+    ("slots", "message"),
+    [
+        ([3, 7, 3, 1], r"\[slot_mapping\] slot 3 is named 2 times"),
+        ([[1, 2]], r"\[slot_mapping\] slots must be integers of shape \[num_tokens\], got \[\[1, 2\]\]"),
+        ([1.5], r"\[slot_mapping\] slots must be integers of shape \[num_tokens\], got \[1.5\]"),
+        (
+            mx.array([1.0]),
+            r"\[slot_mapping\] slots must be integers of shape \[num_tokens\], got array\(\[1\], dtype=float32\)",
+        ),
+        (mx.array(1), r"\[slot_mapping\] slots must be integers of shape \[num_tokens\], got array\(1, dtype=int32\)"),
+        ([True], r"\[slot_mapping\] slots must be integers of shape \[num_tokens\], got \[True\]"),
+    ],
+    ids=["twice", "two_dimensions", "floats", "mx_floats", "mx_scalar", "booleans"],
+)
+def test_slots_that_make_no_sense_are_refused(slots, message):
+    with pytest.raises(ValueError, match=message):
+        SlotMapping.build(slots, 16)
+
+
+# A step
+
+
+def test_a_step_says_where_everything_lies():
+    metadata = AttentionMetadata.build(
+        block_tables=[[7, 2, 19], [4], [0, 5]], context_lens=[34, 16, 17], query_lens=[1, 16, 3], block_size=16
+    )
+    assert state(metadata) == {
+        "block_tables": [[7, 2, 19], [4], [0, 5]],
+        "context_lens": [34, 16, 17],
+        "query_lens": [1, 16, 3],
+        "cu_seqlens_q": [0, 1, 17, 20],
+        "block_size": 16,
+        "slots": [305, *range(64, 80), 14, 15, 80],
+        "num_seqs": 3,
+        "num_tokens": 20,
+        "max_query_len": 16,
+        "max_block_id": 19,
+    }
+
+
+def test_blocks_reserved_behind_the_context_are_left_out():
+    metadata = AttentionMetadata.build([[3, 9, 8], [1, 6]], [8, 9], [2, 1], 8)
+    assert state(metadata) == {
+        "block_tables": [[3], [1, 6]],
+        "context_lens": [8, 9],
+        "query_lens": [2, 1],
+        "cu_seqlens_q": [0, 2, 3],
+        "block_size": 8,
+        "slots": [30, 31, 48],
+        "num_seqs": 2,
+        "num_tokens": 3,
+        "max_query_len": 2,
+        "max_block_id": 6,
+    }
+
+
+def test_a_step_may_hold_no_sequence():
+    assert state(AttentionMetadata.build([], [], [], 8)) == {
+        "block_tables": [],
+        "context_lens": [],
+        "query_lens": [],
+        "cu_seqlens_q": [0],
+        "block_size": 8,
+        "slots": [],
+        "num_seqs": 0,
+        "num_tokens": 0,
+        "max_query_len": 0,
+        "max_block_id": -1,
+    }
+
+
+def test_sequences_may_share_blocks_that_none_of_them_writes():
+    metadata = AttentionMetadata.build([[3, 5], [3, 6]], [9, 10], [1, 2], 8)
+    assert list(metadata.slot_mapping.slots) == [40, 48, 49]
+
+
+def test_a_step_keeps_its_lists_by_value():
+    table, context_lens, query_lens = [7, 2, 9], [20], [1]
+    metadata = AttentionMetadata.build([table], context_lens, query_lens, 8)
+    before = state(metadata)
+    table[0], context_lens[0], query_lens[0] = 99, 4, 2
+    table.append(5)
+    assert state(metadata) == before == state(AttentionMetadata.build(((7, 2, 9),), (20,), (1,), 8))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ([[1], [2]], [3], [1, 1]),
+            r"\[attention_metadata\] 2 block_tables, 1 context_lens and 2 query_lens must be one per sequence",
+        ),
+        (
+            ([[1]], [3, 4], [1]),
+            r"\[attention_metadata\] 1 block_tables, 2 context_lens and 1 query_lens must be one per sequence",
+        ),
+        (
+            ([[1], [2]], [3, 4], [1, 0]),
+            r"\[attention_metadata\] sequence 1: query_len 0 must be within 1..context_len 4$",
+        ),
+        (([[1]], [3], [-1]), r"\[attention_metadata\] sequence 0: query_len -1 must be within 1..context_len 3"),
+        (([[1]], [3], [4]), r"\[attention_metadata\] sequence 0: query_len 4 must be within 1..context_len 3"),
+        (([[1]], [0], [0]), r"\[attention_metadata\] sequence 0: query_len 0 must be within 1..context_len 0"),
+        (
+            ([[1], [2]], [8, 17], [1, 1]),
+            r"\[attention_metadata\] sequence 1: 17 tokens need 3 blocks of 8, the block table has 1",
+        ),
+        (([[]], [1], [1]), r"\[attention_metadata\] sequence 0: 1 tokens need 1 blocks of 8, the block table has 0"),
+        (([[1], [2, -3]], [8, 16], [1, 1]), r"\[attention_metadata\] .*block id -3 is negative"),
+    ],
+    ids=[
+        "context_missing",
+        "context_too_many",
+        "empty_run",
+        "negative_run",
+        "run_longer_than_context",
+        "empty_context",
+        "table_too_short",
+        "empty_table",
+        "negative_block",
+    ],
+)
+def test_lists_that_do_not_fit_one_another_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        AttentionMetadata.build(*arguments, block_size=8)
+
+
+def test_a_plan_is_made_once_per_key():
+    metadata = AttentionMetadata.build([[1]], [3], [1], 8)
+    made = []
+
+    def make(name):
+        return lambda: made.append(name) or name
+
+    got = [metadata.plan("a", make("first")), metadata.plan("a", make("second")), metadata.plan("b", make("third"))]
+    assert (got, made) == (["first", "first", "third"], ["first", "third"])
+
+
+def test_the_plans_of_two_steps_are_apart():
+    steps = [AttentionMetadata.build([[1]], [3], [1], 8) for _ in range(2)]
+    assert [step.plan("a", lambda n=n: n) for n, step in enumerate(steps)] == [0, 1]
+
+
+# Decodes and prefills
+
+
+def parts(metadata):
+    return [(state(part), None if rows is None else rows.tolist()) for part, rows in metadata.by_query_len]
+
+
+@pytest.mark.parametrize("query_lens", [[1, 8], [9, 12]], ids=["decodes", "prefills"])
+def test_a_step_of_one_kind_is_one_part_with_all_rows(query_lens):
+    metadata = AttentionMetadata.build([[0, 1], [2, 3]], [12, 14], query_lens, 8)
+    ((part, rows),) = metadata.by_query_len
+    assert part is metadata
+    assert rows is None
+
+
+def test_a_mixed_step_is_cut_into_decodes_and_prefills_with_the_rows_of_each():
+    assert MAX_DECODE_QUERY_LEN == 8
+    metadata = AttentionMetadata.build([[4, 1], [2], [7, 3], [5, 6]], [12, 8, 10, 16], [9, 1, 10, 8], 8)
+    decodes = {
+        "block_tables": [[2], [5, 6]],
+        "context_lens": [8, 16],
+        "query_lens": [1, 8],
+        "cu_seqlens_q": [0, 1, 9],
+        "block_size": 8,
+        "slots": [23, *range(48, 56)],
+        "num_seqs": 2,
+        "num_tokens": 9,
+        "max_query_len": 8,
+        "max_block_id": 6,
+    }
+    prefills = {
+        "block_tables": [[4, 1], [7, 3]],
+        "context_lens": [12, 10],
+        "query_lens": [9, 10],
+        "cu_seqlens_q": [0, 9, 19],
+        "block_size": 8,
+        "slots": [35, 36, 37, 38, 39, 8, 9, 10, 11, *range(56, 64), 24, 25],
+        "num_seqs": 2,
+        "num_tokens": 19,
+        "max_query_len": 10,
+        "max_block_id": 7,
+    }
+    assert parts(metadata) == [
+        (decodes, [9, *range(20, 28)]),
+        (prefills, [*range(9), *range(10, 20)]),
+    ]
+
+
+def test_the_rows_of_the_parts_are_all_rows():
+    metadata = AttentionMetadata.build([[0, 1]] * 5, [16] * 5, [1, 12, 8, 9, 3], 8)
+    rows = sorted(row for _, part_rows in metadata.by_query_len for row in part_rows.tolist())
+    assert rows == list(range(33))
