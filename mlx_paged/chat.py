@@ -40,6 +40,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--model", help=f"local folder or Hugging Face repo, e.g. {EXAMPLE_MODEL} (default: the bundled demo model)"
     )
+    parser.add_argument("--adapter-path", help="folder with LoRA or DoRA adapters for the model, as mlx-lm trains them")
     parser.add_argument(
         "--kv", choices=("basic", "paged"), default="paged", help="the KV cache: contiguous or paged (default: paged)"
     )
@@ -127,7 +128,7 @@ def _load_conversation(args: argparse.Namespace) -> Conversation:
     from mlx_paged.loading import demo_model_path, load
 
     mx.random.seed(args.seed)
-    model, tokenizer = load(args.model or demo_model_path())
+    model, tokenizer = load(args.model or demo_model_path(), adapter_path=args.adapter_path)
     cache = make_kv_cache(
         model, args.kv, block_size=args.block_size, kv_cache_bytes=args.kv_cache_bytes, backend=args.backend
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import load_model, load_tokenizer
+from mlx_lm.utils import load_adapters, load_model, load_tokenizer
 
 # model_type -> the module that has its Model and ModelArgs
 MODELS = {"qwen3": "mlx_paged.models.qwen3"}
@@ -33,9 +33,11 @@ def load(
     path_or_hf_repo: str | Path,
     tokenizer_config: dict[str, Any] | None = None,
     model_config: dict[str, Any] | None = None,
+    adapter_path: str | None = None,
     lazy: bool = False,
+    return_config: bool = False,
     revision: str | None = None,
-) -> tuple[nn.Module, TokenizerWrapper]:
+) -> tuple[nn.Module, TokenizerWrapper] | tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
     """A model and its tokenizer, ready for :func:`mlx_paged.generate`; the signature follows ``mlx_lm.load``.
 
     Reads what mlx-lm reads for Qwen3: float32, float16 and bfloat16, one or several safetensors files, weights
@@ -45,7 +47,9 @@ def load(
         path_or_hf_repo: a local folder, or the id of a repository on the Hugging Face hub, which is downloaded once.
         tokenizer_config: passed on to the tokenizer.
         model_config: replaces fields of ``config.json``.
+        adapter_path: a folder with LoRA or DoRA adapters, as mlx-lm trains them.
         lazy: leave the weights unevaluated until they are used.
+        return_config: return the configuration as a third value.
         revision: branch, tag or commit of the repository.
 
     Raises:
@@ -78,7 +82,13 @@ def load(
         tokenizer = load_tokenizer(path, tokenizer_config, eos_token_ids=config.get("eos_token_id"))
     except Exception as error:
         raise LoadError(f"[load] the tokenizer in {path} is missing or broken: {_one_line(error)}") from error
-    return model, tokenizer
+    if adapter_path is not None:
+        try:
+            model = load_adapters(model, adapter_path)
+            model.eval()
+        except Exception as error:
+            raise LoadError(f"[load] the adapters in {adapter_path} can't be used: {_one_line(error)}") from error
+    return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 
 def _find_model(path_or_hf_repo: str | Path, revision: str | None) -> Path:

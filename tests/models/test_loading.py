@@ -9,12 +9,15 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 import pytest
+from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tuner.utils import linear_to_lora_layers
 from qwen3_helpers import CONFIG, random_mlx_lm_model, save_folder
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import mlx_paged
+from mlx_paged import ModelRunner
 from mlx_paged.loading import LoadError, load
 
 WORDS = ["<unk>", "<eos>", *(f"w{i}" for i in range(CONFIG["vocab_size"] - 2))]
@@ -74,9 +77,41 @@ def test_load_gives_a_model_and_its_tokenizer(folder):
 
 def test_load_takes_the_arguments_of_mlx_lm_by_their_names():
     ours, theirs = inspect.signature(load).parameters, inspect.signature(mlx_lm.load).parameters
-    # No adapters, no returned config, and no code from the folder is ever run.
-    assert set(theirs) - set(ours) <= {"adapter_path", "return_config", "trust_remote_code"}
+    # No code from the folder is ever run.
+    assert set(theirs) - set(ours) <= {"trust_remote_code"}
     assert {name: p.default for name, p in ours.items()} == {name: theirs[name].default for name in ours}
+
+
+def test_the_config_is_returned_when_asked_for(folder):
+    _, _, config = load(folder, return_config=True)
+    assert config["model_type"] == "qwen3"
+
+
+def test_adapters_are_those_of_mlx_lm(folder, tmp_path):
+    parameters = {"rank": 4, "scale": 10.0, "dropout": 0.0, "keys": ["self_attn.q_proj", "mlp.down_proj"]}
+    adapters = tmp_path / "adapters"
+    adapters.mkdir()
+    (adapters / "adapter_config.json").write_text(json.dumps({"num_layers": 1, "lora_parameters": parameters}))
+    theirs, _ = mlx_lm.load(str(folder))
+    linear_to_lora_layers(theirs, 1, parameters)
+    weights = {name: mx.random.normal(w.shape) for name, w in tree_flatten(theirs.parameters()) if "lora_" in name}
+    assert len(weights) == 4
+    mx.save_safetensors(str(adapters / "adapters.safetensors"), weights)
+
+    tokens = [3, 1, 4, 1, 5]
+    theirs, _ = mlx_lm.load(str(folder), adapter_path=str(adapters))
+    expected = theirs(mx.array([tokens]))[0, -1]
+    logits = {}
+    for adapter_path in (None, str(adapters)):
+        model, _ = load(folder, adapter_path=adapter_path)
+        logits[adapter_path] = ModelRunner(model, mlx_paged.make_kv_cache(model)).run({"s": tokens})[0]
+    assert mx.allclose(logits[str(adapters)], expected, rtol=1e-4, atol=1e-4)
+    assert not mx.allclose(logits[None], expected, rtol=1e-2, atol=1e-2)
+
+
+def test_adapters_that_are_not_there_are_refused(folder):
+    with pytest.raises(LoadError, match=r"the adapters in /no/such can't be used: "):
+        load(folder, adapter_path="/no/such")
 
 
 def test_a_loaded_model_talks(folder):
