@@ -1,0 +1,12 @@
+"""What the tests of the Metal emulator share: a compiler, or the reason why there is none."""
+
+import pytest
+
+
+@pytest.fixture
+def compiler():
+    """Tests that run kernels ask for this."""
+    from metal_emulator import has_compiler
+
+    if not has_compiler():
+        pytest.skip("no C++ compiler that fits: neither clang 18 or later nor the ziglang package")
