@@ -1,0 +1,160 @@
+"""The chat program as its user meets it: what goes to stdout, what to stderr, and the exit status."""
+
+from __future__ import annotations
+
+import io
+import re
+import subprocess
+import sys
+
+import pytest
+
+from mlx_paged import __version__, chat
+
+RECALL = "The code of apple is 4821. What is the code of apple?"
+
+
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, *argv: str, stdin: str = "") -> tuple:
+    """Exit status, stdout, stderr of the chat program, run in this process."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+    try:
+        status = chat.main(list(argv))
+    except SystemExit as end:
+        status = end.code
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+@pytest.fixture
+def chat_with(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    return lambda *argv, stdin="": run(monkeypatch, capsys, *argv, stdin=stdin)
+
+
+def test_one_message_is_answered_on_stdout_and_the_figures_are_on_stderr(chat_with):
+    status, out, err = chat_with(RECALL, "--max-tokens", "40")
+    assert status == 0
+    assert out.endswith("\n") and len(out.strip().splitlines()) == 1
+    assert "[model: bundled demo model | device: CPU | backend: reference | kv: paged]" in err
+    assert "This is the demo model" in err and "--model mlx-community/" in err
+    assert re.search(r"^Prompt: \d+ tokens \(0 reused\), [\d.]+ tokens-per-sec, first token after [\d.]+ s$", err, re.M)
+    assert re.search(r"^Generation: \d+ tokens, [\d.]+ tokens-per-sec$", err, re.M)
+    assert re.search(r"^K/V: \d+ of [\d]+ blocks in use, \d+ tokens, [\d.]+ MB held$", err, re.M)
+    assert re.search(r"^Peak memory: [\d.]+ GB$", err, re.M)
+
+
+def test_both_caches_answer_with_the_same_words(chat_with):
+    outs = [chat_with("Count from 5 to 40.", "--kv", kind, "--max-tokens", "120") for kind in ("basic", "paged")]
+    assert [status for status, _, _ in outs] == [0, 0]
+    assert outs[0][1] == outs[1][1] != ""
+    assert "kv: basic" in outs[0][2] and "kv: paged" in outs[1][2]
+
+
+def test_the_same_seed_gives_the_same_words_and_another_seed_others(chat_with):
+    sampled = {seed: chat_with("hello", "--temp", "3", "--seed", seed, "--max-tokens", "30")[1] for seed in ("1", "2")}
+    assert chat_with("hello", "--temp", "3", "--seed", "1", "--max-tokens", "30")[1] == sampled["1"] != sampled["2"]
+
+
+def test_a_second_turn_computes_only_its_new_tokens(chat_with):
+    status, out, err = chat_with(stdin="My name is Tom.\n\nWhat is my name?\n/exit\nnever asked\n")
+    assert status == 0 and len(out.strip().splitlines()) == 2
+    first, second = re.findall(r"^Prompt: (\d+) tokens \((\d+) reused\)", err, re.M)
+    num_generated = int(re.findall(r"^Generation: (\d+) tokens", err, re.M)[0])
+    assert first[1] == "0"
+    # All of the first prompt and its answer but the last token, the end of turn, which was never fed to the model.
+    assert int(second[1]) == int(first[0]) + num_generated - 1
+
+
+def test_the_commands_of_the_chat(chat_with):
+    status, out, err = chat_with("--max-tokens", "20", stdin="hello\n/stats\n/help\n/wat\n/reset\n/stats\nhello\n")
+    assert status == 0 and len(out.strip().splitlines()) == 2
+    assert "messages: 2, tokens held: " in err and "messages: 0, tokens held: 0" in err
+    assert "/reset   forget the conversation" in err
+    assert "[unknown command /wat; /help lists them]" in err
+    assert [reused for reused in re.findall(r"\((\d+) reused\)", err)] == ["0", "0"]
+
+
+def test_a_system_prompt_stays_over_a_reset(chat_with):
+    _, _, err = chat_with("--system-prompt", "Be brief.", "--max-tokens", "5", stdin="hello\n/reset\nhello\n")
+    first, second = re.findall(r"^Prompt: (\d+) tokens", err, re.M)
+    _, _, without = chat_with("--max-tokens", "5", stdin="hello\n")
+    assert first == second and int(first) > int(re.findall(r"^Prompt: (\d+) tokens", without, re.M)[0])
+
+
+def test_a_message_may_come_from_standard_input(chat_with):
+    assert chat_with("-", "--max-tokens", "20", stdin=RECALL)[1] == chat_with(RECALL, "--max-tokens", "20")[1]
+
+
+def test_an_answer_that_is_cut_says_why(chat_with):
+    assert "[the answer was cut at --max-tokens 3]" in chat_with(RECALL, "--max-tokens", "3")[2]
+    _, _, err = chat_with("hello", "--kv-cache-bytes", "2blocks", "--max-tokens", "-1", "--temp", "5")
+    assert "[the answer was cut: the K/V budget is full; raise --kv-cache-bytes or /reset]" in err
+
+
+def test_a_prompt_that_can_not_fit_says_the_sum_and_the_way_out(chat_with):
+    long = "The code of apple is 4821. " * 40
+    status, out, err = chat_with(long, "--kv-cache-bytes", "4blocks")
+    assert (status, out) == (2, "")
+    last = err.strip().splitlines()[-1]
+    assert re.search(r"a prompt of \d+ tokens needs \d+ blocks of 16, the budget holds 4; raise --kv-cache-bytes", last)
+    # In a conversation it costs the turn, not the program.
+    status, out, err = chat_with(
+        "--kv-cache-bytes", "4blocks", "--max-tokens", "5", stdin=f"hello\n{long}\n/stats\nbye\n"
+    )
+    assert status == 0 and len(out.strip().splitlines()) == 2 and "messages: 2," in err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--kv", "ring"], "argument --kv: invalid choice: 'ring' (choose from"),
+        (["--temp", "-1"], "argument --temp: must be a number, at least 0, got '-1'"),
+        (["--temp", "nan"], "argument --temp: must be a number, at least 0, got 'nan'"),
+        (["--top-p", "1.5"], "argument --top-p: must be within 0..1, got '1.5'"),
+        (["--min-p", "x"], "argument --min-p: must be within 0..1, got 'x'"),
+        (["--top-k", "-1"], "argument --top-k: must be a whole number, at least 0, got '-1'"),
+        (["--max-tokens", "0"], "argument --max-tokens/-m: must be a whole number, at least 1, or -1, got '0'"),
+        (["--block-size", "12"], "argument --block-size: invalid choice: 12"),
+        (["--kv-cache-bytes", "lots"], "argument --kv-cache-bytes: can't read 'lots'; write bytes"),
+        (["--kv-cache-bytes", "1"], "a budget of 1 bytes holds no block"),
+        (["--backend", "metal"], "the Metal backend"),
+        (["--prefill-step-size", "0"], "argument --prefill-step-size: must be a whole number, at least 1"),
+        (["--speed", "fast"], "unrecognized arguments: --speed"),
+        (["--model", "/no/such/folder"], "no folder '/no/such/folder'"),
+        (["--model", "nothing"], "no folder 'nothing', and it is not a hub id of the form owner/name"),
+        (["--model", __file__], "is a file; give the folder"),
+        ([""], "the message is empty"),
+        (["  \n "], "the message is empty"),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
+)
+def test_a_mistake_is_one_clear_line_and_exit_status_2(chat_with, argv: list[str], message: str):
+    status, out, err = chat_with(*argv, *(["hi"] if argv[0].startswith("--") else []))
+    assert (status, out) == (2, "")
+    errors = [line for line in err.splitlines() if "error:" in line]
+    assert len(errors) == 1 and message in errors[0] and err.splitlines()[-1] == errors[0]
+    assert "Traceback" not in err
+
+
+def test_a_broken_model_folder_is_one_clear_line_and_exit_status_2(chat_with, tmp_path):
+    (tmp_path / "config.json").write_text("{ this is no json")
+    status, _, err = chat_with("--model", str(tmp_path), "hi")
+    assert status == 2 and "config.json can't be read" in err.splitlines()[-1] and "Traceback" not in err
+
+
+def test_bytes_that_are_no_text_are_answered_like_any_others(chat_with):
+    status, _, err = chat_with("hello \udcff\udcfe", "--max-tokens", "5")
+    assert status == 0 and "Traceback" not in err
+
+
+def test_help_and_version_import_nothing_heavy():
+    probe = (
+        "import sys; from mlx_paged import chat\n"
+        "for flag in ('--help', '--version'):\n"
+        "    try: chat.main([flag])\n"
+        "    except SystemExit as end: assert end.code == 0\n"
+        "heavy = {'mlx', 'mlx_lm', 'transformers', 'numpy'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"mlx_paged {__version__}\n" in done.stdout and "--kv-cache-bytes" in done.stdout

@@ -1,0 +1,98 @@
+"""Turns keep the K/V of what the template did not change, and the prompt is always what the template says."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlx_paged import ModelRunner, Session, demo_model_path, load, make_kv_cache
+from mlx_paged.conversation import Conversation
+
+# As Qwen3's: reasoning is left out of earlier turns, and enable_thinking=False puts an empty one before the answer.
+FORGETFUL_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}{% endif %}"
+)
+
+
+@pytest.fixture
+def model_and_tokenizer():
+    return load(demo_model_path())
+
+
+def converse(model_and_tokenizer, kind: str = "paged", budget: str = "100blocks", **options) -> Conversation:
+    model, tokenizer = model_and_tokenizer
+    session = Session(ModelRunner(model, make_kv_cache(model, kind, kv_cache_bytes=budget)))
+    return Conversation(session, tokenizer, **options)
+
+
+def ask(conversation: Conversation, text: str, **options):
+    responses = list(conversation.ask(text, **({"max_tokens": 30} | options)))
+    return "".join(r.text for r in responses), responses[-1]
+
+
+@pytest.mark.parametrize("kind", ["basic", "paged"])
+def test_each_turn_reuses_all_before_it_and_answers_as_a_fresh_conversation_would(model_and_tokenizer, kind: str):
+    warm = converse(model_and_tokenizer, kind)
+    for text in ("My name is Tom.", "The code of apple is 4821.", "What is my name?", "What is the code of apple?"):
+        held = len(warm.session.tokens)
+        cold = converse(model_and_tokenizer, kind)
+        cold.messages = list(warm.messages)
+        answer, last = ask(warm, text)
+        expected, fresh = ask(cold, text)
+        assert (answer, last.cached_tokens, fresh.cached_tokens) == (expected, held, 0)
+    assert [m["role"] for m in warm.messages] == ["user", "assistant"] * 4
+
+
+def test_a_template_that_rewrites_history_is_followed_and_only_the_rewritten_rest_is_new(model_and_tokenizer):
+    model_and_tokenizer[1]._tokenizer.chat_template = FORGETFUL_TEMPLATE
+    conversation = converse(model_and_tokenizer)
+    ask(conversation, "hello")
+    conversation.messages[-1]["content"] = "<think>long reasoning</think>Hi!"
+    rendered = conversation._prompt_tokens()
+    assert "reasoning" not in model_and_tokenizer[1].decode(rendered)
+    first_turn = len(conversation.session.tokens)
+    _, last = ask(conversation, "again")
+    assert 0 < last.cached_tokens < first_turn
+
+
+def test_no_thinking_reaches_the_template(model_and_tokenizer):
+    model_and_tokenizer[1]._tokenizer.chat_template = FORGETFUL_TEMPLATE
+    prompts = {}
+    for enable_thinking in (True, False):
+        conversation = converse(model_and_tokenizer, enable_thinking=enable_thinking)
+        conversation.messages = [{"role": "user", "content": "hi"}]
+        prompts[enable_thinking] = model_and_tokenizer[1].decode(conversation._prompt_tokens())
+    assert prompts[False] == prompts[True] + "<think></think>"
+
+
+def test_an_answer_that_is_not_read_to_its_end_stays_as_far_as_it_came(model_and_tokenizer):
+    conversation = converse(model_and_tokenizer)
+    answer = conversation.ask("Count from 5 to 60.", max_tokens=100)
+    pieces = [next(answer).text for _ in range(5)]
+    answer.close()
+    assert conversation.messages == [
+        {"role": "user", "content": "Count from 5 to 60."},
+        {"role": "assistant", "content": "".join(pieces)},
+    ]
+    held = len(conversation.session.tokens)
+    assert ask(conversation, "hello")[1].cached_tokens == held
+
+
+def test_a_turn_that_can_not_begin_leaves_the_conversation_as_it_was(model_and_tokenizer):
+    conversation = converse(model_and_tokenizer, budget="6blocks", system_prompt="Be brief.")
+    ask(conversation, "hello", max_tokens=5)
+    messages, tokens = list(conversation.messages), list(conversation.session.tokens)
+    for text in ("word " * 200, "  \n"):
+        with pytest.raises((ValueError, RuntimeError)):
+            ask(conversation, text)
+    assert (conversation.messages, conversation.session.tokens) == (messages, tokens)
+    conversation.reset()
+    assert conversation.messages == [{"role": "system", "content": "Be brief."}]
+    assert conversation.session.cache.stats().blocks_used == 0
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused(model_and_tokenizer):
+    model_and_tokenizer[1].has_chat_template = False
+    with pytest.raises(ValueError, match="no chat template"):
+        converse(model_and_tokenizer)

@@ -1,0 +1,35 @@
+"""The script that made the demo model runs, resumes where it stopped, and writes a model that loads."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from mlx_paged import generate, load
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "demo_model" / "train.py"
+
+
+def train(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def test_a_small_run_writes_a_model_that_loads_and_the_same_command_goes_on_from_it(tmp_path: Path):
+    folders = ["--work-dir", tmp_path / "work", "--out", tmp_path / "model"]
+    first = train("--smoke", *folders)
+    assert first.returncode == 0, first.stderr
+    steps_done = json.loads((tmp_path / "model" / "training.json").read_text())["lessons"][-1]["steps_done"]
+    assert steps_done == len((tmp_path / "work" / "log.jsonl").read_text().splitlines()) > 0
+    model, tokenizer = load(tmp_path / "model")
+    assert isinstance(generate(model, tokenizer, "hello", max_tokens=3), str)
+    again = train("--smoke", *folders)
+    assert again.returncode == 0 and f"step {steps_done} of {steps_done}" in again.stderr
+
+
+def test_mistakes_are_one_line(tmp_path: Path):
+    done = train("--export", "--work-dir", tmp_path, "--out", tmp_path / "model")
+    assert done.returncode == 2 and done.stderr.startswith("train.py: --export needs a checkpoint")
+    assert "Traceback" not in done.stderr
