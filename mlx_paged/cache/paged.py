@@ -31,7 +31,7 @@ class PagedKVCache(KVCache):
 
     def __init__(self, config: KVCacheConfig, backend: str = "auto", initial_blocks: int = INITIAL_BLOCKS):
         super().__init__(config)
-        self.backend = ops.resolve_backend(backend)
+        self.backend = ops.resolve_backend(backend, config.head_dim, config.block_size)
         # One block more than sequences can hold: block 0 is the null block.
         num_blocks = min(initial_blocks, config.num_blocks) + 1
         self.pool = BlockPool(num_blocks, config.block_size)
@@ -113,8 +113,9 @@ class PagedKVCache(KVCache):
         ops.reshape_and_cache(k.astype(self.dtype), v.astype(self.dtype), handle, slots, self.backend)
 
     def update_and_attend(self, layer: int, q: mx.array, k: mx.array, v: mx.array, scale: float) -> mx.array:
-        self.update(layer, k, v)
-        return ops.attend(q, self._layers[layer], self._open_metadata(), scale, backend=self.backend)
+        k, v = k.astype(self.dtype), v.astype(self.dtype)
+        handle, metadata = self._layers[layer], self._open_metadata()
+        return ops.update_and_attend(q, k, v, handle, metadata, scale, backend=self.backend)
 
     def _open_metadata(self) -> AttentionMetadata:
         if self._metadata is None:

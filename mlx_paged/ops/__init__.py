@@ -30,6 +30,7 @@ __all__ = [
     "paged_prefill_attention",
     "reshape_and_cache",
     "resolve_backend",
+    "update_and_attend",
     "zero_blocks",
 ]
 
@@ -52,7 +53,7 @@ def reshape_and_cache(
     if not isinstance(slot_mapping, SlotMapping):
         slot_mapping = SlotMapping.build(slot_mapping, kv.block_size)
     checks.check_slot_write("reshape_and_cache", k, v, kv, slot_mapping)
-    load_backend(backend).reshape_and_cache(k, v, kv, slot_mapping)
+    load_backend(backend, kv).reshape_and_cache(k, v, kv, slot_mapping)
 
 
 def paged_attention(
@@ -78,7 +79,7 @@ def paged_attention(
         ValueError: shapes, dtypes or block ids that don't fit the slabs.
     """
     checks.check_attention("paged_attention", q, kv, metadata, window, sinks)
-    return load_backend(backend).paged_attention(q, kv, metadata, scale, window, sinks)
+    return load_backend(backend, kv).paged_attention(q, kv, metadata, scale, window, sinks)
 
 
 def paged_prefill_attention(
@@ -92,7 +93,7 @@ def paged_prefill_attention(
 ) -> mx.array:
     """The same result as :func:`paged_attention`, made for long query runs: gather the blocks, then MLX's own SDPA."""
     checks.check_attention("paged_prefill_attention", q, kv, metadata, window, sinks)
-    return load_backend(backend).paged_prefill_attention(q, kv, metadata, scale, window, sinks)
+    return load_backend(backend, kv).paged_prefill_attention(q, kv, metadata, scale, window, sinks)
 
 
 def attend(
@@ -106,18 +107,27 @@ def attend(
 ) -> mx.array:
     """Attention for any step: query runs up to ``MAX_DECODE_QUERY_LEN`` are decoded, longer ones prefilled."""
     checks.check_attention("attend", q, kv, metadata, window, sinks)
-    operations = load_backend(backend)
-    outputs, rows = [], []
-    for part, part_rows in metadata.by_query_len:
-        is_decode = part.max_query_len <= MAX_DECODE_QUERY_LEN
-        operation = operations.paged_attention if is_decode else operations.paged_prefill_attention
-        part_q = q if part_rows is None else q[part_rows]
-        outputs.append(operation(part_q, kv, part, scale, window, sinks))
-        rows.append(part_rows)
-    if len(outputs) == 1:
-        return outputs[0]
-    row_order = metadata.plan("row_order", lambda: mx.argsort(mx.concatenate(rows)))
-    return mx.concatenate(outputs)[row_order]
+    return load_backend(backend, kv).attend(q, kv, metadata, scale, window, sinks)
+
+
+def update_and_attend(
+    q: mx.array,  # [num_tokens, num_heads, head_dim]
+    k: mx.array,  # [num_tokens, num_kv_heads, head_dim]
+    v: mx.array,  # [num_tokens, num_kv_heads, head_dim]
+    kv: KVHandle,
+    metadata: AttentionMetadata,
+    scale: float,
+    window: int | None = None,
+    sinks: mx.array | None = None,  # [num_heads]
+    backend: str = "auto",
+) -> mx.array:
+    """Write the step's rows into the slots of ``metadata.slot_mapping``, then :func:`attend`: one layer of one step.
+
+    The same result as the two operations one after the other; a kernel does both in one dispatch.
+    """
+    checks.check_slot_write("update_and_attend", k, v, kv, metadata.slot_mapping)
+    checks.check_attention("update_and_attend", q, kv, metadata, window, sinks)
+    return load_backend(backend, kv).update_and_attend(q, k, v, kv, metadata, scale, window, sinks)
 
 
 def gather_blocks(
@@ -133,7 +143,7 @@ def gather_blocks(
     """
     num_tokens = len(block_table) * kv.block_size if num_tokens is None else num_tokens
     table = checks.check_block_table("gather_blocks", block_table, num_tokens, kv)
-    return load_backend(backend).gather_blocks(kv, table, num_tokens)
+    return load_backend(backend, kv).gather_blocks(kv, table, num_tokens)
 
 
 def copy_blocks(kv: KVHandle, src_dst_pairs: Sequence[tuple[int, int]], backend: str = "auto") -> None:
@@ -145,7 +155,7 @@ def copy_blocks(kv: KVHandle, src_dst_pairs: Sequence[tuple[int, int]], backend:
     if len(src_dst_pairs) == 0:
         return
     checks.check_copy_pairs("copy_blocks", src_dst_pairs, kv)
-    load_backend(backend).copy_blocks(kv, src_dst_pairs)
+    load_backend(backend, kv).copy_blocks(kv, src_dst_pairs)
 
 
 def zero_blocks(kv: KVHandle, block_ids: Sequence[int], backend: str = "auto") -> None:
@@ -160,4 +170,4 @@ def zero_blocks(kv: KVHandle, block_ids: Sequence[int], backend: str = "auto") -
     if len(block_ids) == 0:
         return
     checks.check_block_ids("zero_blocks", "block_ids", block_ids, kv)
-    load_backend(backend).zero_blocks(kv, block_ids)
+    load_backend(backend, kv).zero_blocks(kv, block_ids)

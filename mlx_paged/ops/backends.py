@@ -2,37 +2,79 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import cache
 from types import ModuleType
 
 import mlx.core as mx
 
+from mlx_paged.ops.kv_handle import KVHandle
+
 BACKENDS = ("auto", "reference", "metal")
 
 
 class BackendError(ValueError):
-    """The backend is unknown, or is not there on this machine."""
+    """The backend is unknown, or is not there on this machine or for these slabs."""
 
 
-@cache
-def resolve_backend(backend: str = "auto") -> str:
-    """The backend that ``backend`` stands for on this machine: ``"reference"`` (plain MLX, any device).
+def resolve_backend(backend: str = "auto", head_dim: int | None = None, block_size: int | None = None) -> str:
+    """The backend that ``backend`` stands for on this machine, for slabs of this shape.
+
+    ``"metal"`` is the kernels of ``metal/``, ``"reference"`` plain MLX, on any device. ``"auto"`` is Metal where MLX's
+    default device is one and there are kernels for the shape; a warning says so when there are none.
 
     Raises:
         BackendError: the name is unknown, or ``"metal"`` was asked for and can't be had.
     """
     if backend not in BACKENDS:
         raise BackendError(f"[backend] unknown backend {backend!r}; choose one of {', '.join(BACKENDS)}")
+    if backend == "reference" or (backend == "auto" and not metal_is_there()):
+        return "reference"
+    if not metal_is_there():
+        what = "mx.gpu as MLX's default device" if mx.metal.is_available() else "a Mac with Apple Silicon"
+        raise BackendError(f"[backend] the Metal backend needs {what}; use --backend reference (or auto)")
+    lack = _why_no_kernel(head_dim, block_size)
+    if lack is None:
+        return "metal"
     if backend == "metal":
-        where = "is not part of this version" if mx.metal.is_available() else "needs a Mac with Apple Silicon"
-        raise BackendError(f"[backend] the Metal backend {where}; use --backend reference (or auto)")
+        raise BackendError(f"[backend] {lack}; use --backend reference (or auto)")
+    _warn_once(f"[backend] {lack}; plain MLX operations run instead")
     return "reference"
 
 
+def load_backend(backend: str, kv: KVHandle) -> ModuleType:
+    """The module with the operations of ``backend`` for these slabs; raises as :func:`resolve_backend`."""
+    name = resolve_backend(backend, kv.head_dim, kv.block_size)
+    if name == "reference":
+        kv.leave_chain()
+    return _load(name)
+
+
+def metal_is_there() -> bool:
+    """Whether MLX computes on Metal here."""
+    return mx.metal.is_available() and mx.default_device() == mx.gpu
+
+
 @cache
-def load_backend(backend: str = "auto") -> ModuleType:
-    """The module with the operations of ``backend``; raises :class:`BackendError` as :func:`resolve_backend`."""
-    resolve_backend(backend)
+def _load(name: str) -> ModuleType:
+    if name == "metal":
+        from mlx_paged.ops import metal
+
+        return metal
     from mlx_paged.ops import reference
 
     return reference
+
+
+@cache
+def _why_no_kernel(head_dim: int | None, block_size: int | None) -> str | None:
+    if head_dim is None or block_size is None:
+        return None
+    from mlx_paged.ops.metal import why_unsupported
+
+    return why_unsupported(head_dim, block_size)
+
+
+@cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=4)

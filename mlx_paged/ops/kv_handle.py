@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 
@@ -17,8 +16,8 @@ class KVHandle:
     Operations that write replace ``k`` and ``v`` of the handle in place. A slab is written without a copy only while
     nobody else holds it, so read it through a handle and do not keep ``handle.k`` across a write.
 
-    ``token`` orders in-place kernel writes against reads that MLX cannot see; donated scatter, whose writes MLX does
-    see, leaves it ``None``.
+    ``token`` is the last link of a chain of kernel calls that touch the slabs, where kernels do so behind MLX's back;
+    each call binds it and leaves its own. Donated scatter, whose writes MLX does see, leaves it ``None``.
 
     Raises:
         ValueError: slabs of different or of other shapes or dtypes.
@@ -26,7 +25,7 @@ class KVHandle:
 
     k: mx.array
     v: mx.array
-    token: Any = None
+    token: mx.array | None = None
 
     def __post_init__(self) -> None:
         if self.k.ndim != 4 or self.k.shape != self.v.shape:
@@ -80,13 +79,20 @@ class KVHandle:
     @property
     def arrays(self) -> tuple[mx.array, ...]:
         """What has to be evaluated for every write so far to have happened."""
-        return (self.k, self.v)
+        return (self.k, self.v) if self.token is None else (self.k, self.v, self.token)
 
     def grow(self, num_new_blocks: int) -> None:
         """Add ``num_new_blocks`` blocks of zeros at the end. Copies the slabs once; block ids keep their meaning."""
+        self.leave_chain()
         extra = mx.zeros((num_new_blocks, *self.k.shape[1:]), self.dtype)
         # One slab after the other: the transient is one slab, not two.
         self.k = mx.concatenate([self.k, extra])
         mx.eval(self.k)
         self.v = mx.concatenate([self.v, extra])
         mx.eval(self.v)
+
+    def leave_chain(self) -> None:
+        """Wait until the kernels called so far are done, before MLX's own operations, which no token orders."""
+        if self.token is not None:
+            mx.eval(self.token)
+            self.token = None

@@ -50,6 +50,11 @@ class SlotMapping:
         return len(self.slots)
 
     @cached_property
+    def packed(self) -> mx.array:
+        """``[max(num_tokens, 8)] int32``, filled up with padding: what a kernel takes."""
+        return mx.array([*self.slots, *[-1] * (8 - len(self.slots))], dtype=mx.int32)
+
+    @cached_property
     def max_slot(self) -> int:
         return max(self.slots, default=-1)
 
@@ -152,6 +157,11 @@ class AttentionMetadata:
                 position += count
         return SlotMapping(slots, self.block_size)
 
+    def packed_block_table(self, seq: int) -> mx.array:
+        """``[max(num_blocks, 8)] int32``, filled up with the null block: what a kernel takes."""
+        table = self.block_tables[seq]
+        return self.plan(("block_table", seq), lambda: mx.array([*table, *[0] * (8 - len(table))], dtype=mx.int32))
+
     @property
     def num_seqs(self) -> int:
         return len(self.context_lens)
@@ -173,16 +183,31 @@ class AttentionMetadata:
     def max_block_id(self) -> int:
         return max(map(max, self.block_tables), default=-1)
 
-    @cached_property
-    def by_query_len(self) -> list[tuple[AttentionMetadata, mx.array | None]]:
-        """The step cut into its decodes and its prefills, each with the rows of the flat query axis that it holds.
+    def map_parts(
+        self,
+        kind: Callable[[int], Hashable],
+        operation: Callable[..., mx.array],
+        *packed: mx.array,
+    ) -> mx.array:
+        """Cut the step into the sequences of each kind of query run, and put the results back in order.
 
-        One part with ``None`` (all rows, in order) when the step is of one kind.
+        Args:
+            kind: of a ``query_len``.
+            operation: called with each part and its rows of ``packed``; returns as many rows.
+            packed: arrays ``[num_tokens, ...]``.
         """
-        is_decode = [query_len <= MAX_DECODE_QUERY_LEN for query_len in self.query_lens]
-        if all(is_decode) or not any(is_decode):
-            return [(self, None)]
-        return [self._select([seq for seq, chosen in enumerate(is_decode) if chosen is kind]) for kind in (True, False)]
+        parts = self.plan(("parts", kind), lambda: self._parts(kind))
+        if len(parts) == 1:
+            return operation(self, *packed)
+        results = [operation(part, *(array[rows] for array in packed)) for part, rows in parts]
+        row_order = self.plan(("row_order", kind), lambda: mx.argsort(mx.concatenate([rows for _, rows in parts])))
+        return mx.concatenate(results)[row_order]
+
+    def _parts(self, kind: Callable[[int], Hashable]) -> list[tuple[AttentionMetadata, mx.array]]:
+        seqs_of_kind: dict[Hashable, list[int]] = {}
+        for seq, query_len in enumerate(self.query_lens):
+            seqs_of_kind.setdefault(kind(query_len), []).append(seq)
+        return [self._select(seqs) for seqs in seqs_of_kind.values()]
 
     def _select(self, seqs: list[int]) -> tuple[AttentionMetadata, mx.array]:
         starts = self.cu_seqlens_q

@@ -7,14 +7,14 @@ alone. So evaluate a step before the next one is built, and keep no view of a sl
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_paged.ops.kv_handle import KVHandle
-from mlx_paged.ops.metadata import AttentionMetadata, SlotMapping
+from mlx_paged.ops.metadata import MAX_DECODE_QUERY_LEN, AttentionMetadata, SlotMapping
 
 # Runs of adjacent blocks are read as views of the slab, one matmul each; where the mean run has fewer bytes of K than
 # this, one gather of all blocks is cheaper. On a 2-core x86 CPU a view costs about 40 us in all, a gather 0.3 ns/byte.
@@ -80,20 +80,72 @@ def paged_prefill_attention(
     window: int | None = None,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Per sequence: gather its blocks, then MLX's own SDPA, causal within the query run."""
+    def dense(seq: int) -> tuple[mx.array, mx.array]:
+        return gather_blocks(kv, metadata.block_tables[seq], metadata.context_lens[seq])
+
+    return attend_densely(q, dense, kv.dtype, metadata, scale, window, sinks)
+
+
+def attend(
+    q: mx.array,
+    kv: KVHandle,
+    metadata: AttentionMetadata,
+    scale: float,
+    window: int | None = None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    def attend_part(part: AttentionMetadata, part_q: mx.array) -> mx.array:
+        operation = paged_attention if is_decode(part.max_query_len) else paged_prefill_attention
+        return operation(part_q, kv, part, scale, window, sinks)
+
+    return metadata.map_parts(is_decode, attend_part, q)
+
+
+def update_and_attend(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    kv: KVHandle,
+    metadata: AttentionMetadata,
+    scale: float,
+    window: int | None = None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    reshape_and_cache(k, v, kv, metadata.slot_mapping)
+    return attend(q, kv, metadata, scale, window, sinks)
+
+
+def is_decode(query_len: int) -> bool:
+    return query_len <= MAX_DECODE_QUERY_LEN
+
+
+def attend_densely(
+    q: mx.array,  # [num_tokens, num_heads, head_dim]
+    dense: Callable[[int], tuple[mx.array, mx.array]],
+    dtype: mx.Dtype,
+    metadata: AttentionMetadata,
+    scale: float,
+    window: int | None,
+    sinks: mx.array | None,
+) -> mx.array:
+    """Per sequence: its keys and values, then MLX's own SDPA, causal within the query run.
+
+    Args:
+        dense: the K and V of a sequence, ``[num_kv_heads, context_len, head_dim]`` each, in ``dtype``.
+    """
     outputs = []
     starts = metadata.cu_seqlens_q
     for seq in range(metadata.num_seqs):
         context_len, query_len = metadata.context_lens[seq], metadata.query_lens[seq]
-        keys, values = gather_blocks(kv, metadata.block_tables[seq], context_len)
+        keys, values = dense(seq)
         queries = q[starts[seq] : starts[seq + 1]].swapaxes(0, 1)[None]
         out = mx.fast.scaled_dot_product_attention(
-            queries.astype(kv.dtype),
+            queries.astype(dtype),
             keys[None],
             values[None],
             scale=scale,
             mask=_causal_mask(query_len, context_len, window),
-            sinks=None if sinks is None else sinks.astype(kv.dtype),
+            sinks=None if sinks is None else sinks.astype(dtype),
         )
         outputs.append(out[0].swapaxes(0, 1))
     return (outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)).astype(q.dtype)

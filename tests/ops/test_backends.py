@@ -49,14 +49,12 @@ OPERATIONS = [
 operations = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.__name__)
 
 
+KV = KVHandle.allocate(2, 1, 8, 32)
+
+
 @pytest.fixture
 def without_metal(monkeypatch):
     monkeypatch.setattr(mx.metal, "is_available", lambda: False)
-    for function in (resolve_backend, load_backend):
-        function.cache_clear()
-    yield
-    for function in (resolve_backend, load_backend):
-        function.cache_clear()
 
 
 def test_the_backends_have_three_names():
@@ -64,14 +62,15 @@ def test_the_backends_have_three_names():
 
 
 def test_reference_is_always_there():
-    assert (resolve_backend("reference"), load_backend("reference")) == ("reference", reference)
+    assert (resolve_backend("reference"), load_backend("reference", KV)) == ("reference", reference)
 
 
 def test_auto_is_the_reference_where_there_is_no_metal(without_metal):
-    assert (resolve_backend("auto"), resolve_backend(), load_backend("auto")) == ("reference", "reference", reference)
+    names = resolve_backend("auto"), resolve_backend(), resolve_backend("auto", 128, 16)
+    assert (*names, load_backend("auto", KV)) == ("reference", "reference", "reference", reference)
 
 
-@pytest.mark.parametrize("ask", [resolve_backend, load_backend], ids=["resolve", "load"])
+@pytest.mark.parametrize("ask", [resolve_backend, lambda name: load_backend(name, KV)], ids=["resolve", "load"])
 def test_metal_without_metal_is_an_error_that_says_what_it_needs_and_the_way_out(ask, without_metal):
     message = r"^\[backend\] the Metal backend needs a Mac with Apple Silicon; use --backend reference \(or auto\)$"
     for _ in range(2):

@@ -226,16 +226,32 @@ def test_the_plans_of_two_steps_are_apart():
 # Decodes and prefills
 
 
+def is_decode(query_len):
+    return query_len <= MAX_DECODE_QUERY_LEN
+
+
 def parts(metadata):
-    return [(state(part), None if rows is None else rows.tolist()) for part, rows in metadata.by_query_len]
+    """The parts of a step by kind, and the rows of the flat query axis that each got."""
+    seen = []
+
+    def operation(part, rows):
+        seen.append((state(part), rows.tolist()))
+        return rows
+
+    rows = metadata.map_parts(is_decode, operation, mx.arange(metadata.num_tokens))
+    assert rows.tolist() == list(range(metadata.num_tokens)), "results come back in the order of the tokens"
+    return seen
 
 
 @pytest.mark.parametrize("query_lens", [[1, 8], [9, 12]], ids=["decodes", "prefills"])
-def test_a_step_of_one_kind_is_one_part_with_all_rows(query_lens):
+def test_a_step_of_one_kind_is_one_part_with_all_rows_as_they_are(query_lens):
     metadata = AttentionMetadata.build([[0, 1], [2, 3]], [12, 14], query_lens, 8)
-    ((part, rows),) = metadata.by_query_len
+    rows = mx.arange(metadata.num_tokens)
+    calls = []
+    metadata.map_parts(is_decode, lambda part, part_rows: calls.append((part, part_rows)) or part_rows, rows)
+    ((part, part_rows),) = calls
     assert part is metadata
-    assert rows is None
+    assert part_rows is rows
 
 
 def test_a_mixed_step_is_cut_into_decodes_and_prefills_with_the_rows_of_each():
@@ -266,12 +282,18 @@ def test_a_mixed_step_is_cut_into_decodes_and_prefills_with_the_rows_of_each():
         "max_block_id": 7,
     }
     assert parts(metadata) == [
-        (decodes, [9, *range(20, 28)]),
         (prefills, [*range(9), *range(10, 20)]),
+        (decodes, [9, *range(20, 28)]),
     ]
+
+
+def test_a_step_is_cut_into_as_many_parts_as_there_are_kinds():
+    metadata = AttentionMetadata.build([[0, 1]] * 5, [16] * 5, [1, 12, 8, 1, 3], 8)
+    lens = []
+    metadata.map_parts(lambda n: n, lambda part, rows: lens.append(part.query_lens) or rows, mx.zeros(25))
+    assert lens == [[1, 1], [12], [8], [3]]
 
 
 def test_the_rows_of_the_parts_are_all_rows():
     metadata = AttentionMetadata.build([[0, 1]] * 5, [16] * 5, [1, 12, 8, 9, 3], 8)
-    rows = sorted(row for _, part_rows in metadata.by_query_len for row in part_rows.tolist())
-    assert rows == list(range(33))
+    assert sorted(row for _, rows in parts(metadata) for row in rows) == list(range(33))

@@ -1,11 +1,11 @@
-"""What the tests of the Metal emulator share: a compiler, or the reason why there is none."""
+"""What several folders of tests share: a compiler for the Metal emulator, or the reason why there is none."""
 
 import pytest
 
 
 @pytest.fixture
 def compiler():
-    """Tests that run kernels ask for this."""
+    """Tests that run kernels on the emulator ask for this."""
     from metal_emulator import has_compiler
 
     if not has_compiler():

@@ -1,0 +1,65 @@
+"""Whether this device writes slabs in place, in the order of the tokens: tried once, before the first real write."""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+
+import mlx.core as mx
+
+from mlx_paged.ops import kernels
+from mlx_paged.ops.kv_handle import KVHandle
+
+NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM = 64, 4, 16, 128
+NUM_TURNS = 8
+
+
+@cache
+def writes_in_place() -> bool:
+    """The outcome of :func:`check_writes_in_place`, found at the first call; what failed is said in a warning."""
+    failure = check_writes_in_place()
+    if failure is not None:
+        warnings.warn(f"[metal] {failure}; slots are written by donated scatter instead, which is slower", stacklevel=2)
+    return failure is None
+
+
+def check_writes_in_place() -> str | None:
+    """Write and read a slab of a megabyte in turns, in one graph; what went wrong, or ``None``.
+
+    Each turn writes another number to every slot and gathers all of them, so a write that is lost, that comes before an
+    earlier read or after a later one shows in what was gathered. A slab that was copied shows in the memory counters.
+    """
+    kv = KVHandle.allocate(NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, mx.float16)
+    before = kv.k
+    slots, block_table = mx.arange(kv.num_slots), mx.arange(NUM_BLOCKS)
+    rows = [mx.full((kv.num_slots, NUM_KV_HEADS, HEAD_DIM), turn, kv.dtype) for turn in range(1, NUM_TURNS + 1)]
+    mx.eval(rows)
+    gathered = []
+    for turn, row in enumerate(rows, 1):
+        kernels.write_slots(row, -row, kv, slots)
+        gathered.append((turn, *kernels.gather(kv, block_table, kv.num_slots)))
+    verdicts = [mx.all(keys == turn) & mx.all(values == -turn) for turn, keys, values in gathered]
+    del gathered
+    mx.eval(verdicts)
+    wrong = [turn for turn, verdict in enumerate(verdicts, 1) if not verdict.item()]
+    if wrong:
+        return f"writes in place are lost or out of order on this device (turns {wrong} of {NUM_TURNS})"
+    if kv.k is not before or not mx.all(before == NUM_TURNS).item():
+        return "the last write in place is not seen by MLX on this device"
+    return _check_no_copy(kv)
+
+
+def _check_no_copy(kv: KVHandle) -> str | None:
+    row = mx.zeros((1, NUM_KV_HEADS, HEAD_DIM), kv.dtype)
+    mx.eval(row)
+    mx.synchronize()
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    base = mx.get_active_memory()
+    kernels.write_slots(row, row, kv, kernels.padded([0]))
+    mx.eval(kv.token)
+    mx.synchronize()
+    copied = mx.get_peak_memory() - base
+    if copied >= kv.k.nbytes // 2:
+        return f"a write of one row in place takes {copied} bytes, so MLX copies the slab of {kv.k.nbytes}"
+    return None
