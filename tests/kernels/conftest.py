@@ -1,37 +1,19 @@
-"""What the tests of the Metal kernels share: the Metal backend on the emulator, or on Metal itself where it is there."""
+"""What tests of the Metal kernels share: the Metal backend, on the emulator, or on Metal itself where it is there."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import mlx.core as mx
 import pytest
-from metal_emulator import Checks, patched
+from emulated_metal import emulated_metal
+from metal_emulator import Checks
 from metal_emulator.checks import Call
-
-from mlx_paged.ops import backends, in_place, kernels
-
-
-@contextmanager
-def emulated_metal(checks: Checks | None = None) -> Iterator[list[Call]]:
-    """``backend="metal"`` runs the kernels on the emulator inside, and ``"auto"`` chooses it; yields the trace."""
-    with pytest.MonkeyPatch.context() as patch, patched(checks) as trace:
-        patch.setattr(backends, "metal_is_there", lambda: True)
-        patch.setattr(in_place, "NUM_BLOCKS", 4)
-        kernels.kernel.cache_clear()
-        try:
-            assert in_place.writes_in_place()
-            trace.clear()
-            yield trace
-        finally:
-            kernels.kernel.cache_clear()
-            in_place.writes_in_place.cache_clear()
 
 
 @pytest.fixture
 def metal(compiler) -> Iterator[list[Call]]:
-    """The Metal backend with one run per call: guard pages and poison; the trace of its calls."""
+    """One run per call, with guard pages and poison; the trace of its calls, which is empty on Metal itself."""
     if mx.metal.is_available():
         yield []
         return
@@ -41,8 +23,8 @@ def metal(compiler) -> Iterator[list[Call]]:
 
 @pytest.fixture
 def strict_metal(compiler) -> Iterator[list[Call]]:
-    """The Metal backend with three runs per call in different orders, for missing barriers."""
+    """Three runs per call with the threads in different orders, for missing barriers."""
     if mx.metal.is_available():
-        pytest.skip("only the emulator runs threads in other orders")
+        pytest.skip("Metal runs threads in no other order than its own")
     with emulated_metal() as trace:
         yield trace

@@ -1,0 +1,30 @@
+"""The package's Metal backend on the emulator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from metal_emulator import Checks, patched
+from metal_emulator.checks import Call
+from pytest import MonkeyPatch
+
+from mlx_paged.ops import backends, in_place, kernels
+
+
+@contextmanager
+def emulated_metal(checks: Checks | None = None) -> Iterator[list[Call]]:
+    """``backend="metal"`` runs the kernels on the emulator inside, and ``"auto"`` chooses it; yields the trace."""
+    with MonkeyPatch.context() as patch, patched(checks) as trace:
+        patch.setattr(backends, "metal_is_there", lambda: True)
+        # The check at start-up has a slab of a megabyte, which takes the emulator seconds.
+        patch.setattr(in_place, "NUM_BLOCKS", 4)
+        kernels.kernel.cache_clear()
+        in_place.writes_in_place.cache_clear()
+        try:
+            assert in_place.writes_in_place()
+            trace.clear()
+            yield trace
+        finally:
+            kernels.kernel.cache_clear()
+            in_place.writes_in_place.cache_clear()
