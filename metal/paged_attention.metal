@@ -91,9 +91,14 @@ for (int i = 0; i < ROWS; i++) {
 }
 
 // Walk the chunks; loads run one step ahead of their use.
-threadgroup Vec key_tile[SHARED ? STREAMS * CHUNK_SIZE * ROW_VECTORS : 1];
-threadgroup Vec value_tile[SHARED ? STREAMS * CHUNK_SIZE * ROW_VECTORS : 1];
-const int tile = stream * CHUNK_SIZE * ROW_VECTORS;
+constexpr int TILE_VECTORS = SHARED ? STREAMS * CHUNK_SIZE * ROW_VECTORS : 0;
+constexpr int STREAM_ROWS = STREAMS > 1 ? STREAMS * ROW_SPLITS : 0;
+constexpr int TILE_BYTES = 2 * TILE_VECTORS * sizeof(Vec);
+constexpr int STREAM_BYTES = 2 * STREAM_ROWS * ROW_VECTORS * sizeof(float4);
+// Chunks that are shared while the keys are walked, then rows of other streams: never both at a time.
+threadgroup float4 scratch[(TILE_BYTES > STREAM_BYTES ? TILE_BYTES : STREAM_BYTES) / sizeof(float4) + 1];
+threadgroup Vec* key_tile = (threadgroup Vec*)scratch + stream * CHUNK_SIZE * ROW_VECTORS;
+threadgroup Vec* value_tile = key_tile + TILE_VECTORS;
 Vec key_loads[LOADS], value_loads[LOADS];
 int chunk_begin = (begin / CHUNK_SIZE + stream) * CHUNK_SIZE;
 const int num_rounds = ((end + CHUNK_SIZE - 1) / CHUNK_SIZE - begin / CHUNK_SIZE + STREAMS - 1) / STREAMS;
@@ -114,8 +119,8 @@ for (int round = 0; round < num_rounds; round++) {
     for (int n = 0; n < LOADS; n++) {
       const int index = lane_in_stream + n * LOADERS;
       if (index < CHUNK_SIZE * ROW_VECTORS) {
-        key_tile[tile + index] = key_loads[n];
-        value_tile[tile + index] = value_loads[n];
+        key_tile[index] = key_loads[n];
+        value_tile[index] = value_loads[n];
       }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -134,7 +139,7 @@ for (int round = 0; round < num_rounds; round++) {
         for (int v = 0; v < VECTORS; v++) {
           Vec key;
           if (SHARED) {
-            key = key_tile[tile + (j * SUBGROUPS + subgroup) * ROW_VECTORS + column + v * SIMD_SIZE];
+            key = key_tile[(j * SUBGROUPS + subgroup) * ROW_VECTORS + column + v * SIMD_SIZE];
           } else {
             key = key_loads[j * VECTORS + v];
           }
@@ -180,7 +185,7 @@ for (int round = 0; round < num_rounds; round++) {
         for (int v = 0; v < VECTORS; v++) {
           Vec value;
           if (SHARED) {
-            value = value_tile[tile + (j * SUBGROUPS + subgroup) * ROW_VECTORS + column + v * SIMD_SIZE];
+            value = value_tile[(j * SUBGROUPS + subgroup) * ROW_VECTORS + column + v * SIMD_SIZE];
           } else {
             value = value_loads[j * VECTORS + v];
           }
@@ -217,9 +222,10 @@ for (int i = 0; i < ROWS; i++) {
 }
 
 // Combine the streams row by row, each row by another stream, in two turns of shared memory.
-constexpr int STREAM_ROWS = STREAMS > 1 ? STREAMS * ROW_SPLITS : 0;
 threadgroup float stream_highest[STREAM_ROWS * ROWS + 1], stream_sum[STREAM_ROWS * ROWS + 1];
-threadgroup float4 stream_acc[2 * STREAM_ROWS * ROW_VECTORS + 1];
+if (SHARED && STREAMS > 1) {
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+}
 UNROLL
 for (int i = 0; i < ROWS; i++) {
   const int turn = i % 2 * STREAM_ROWS;
@@ -232,7 +238,7 @@ for (int i = 0; i < ROWS; i++) {
     if (subgroup == 0) {
       UNROLL
       for (int v = 0; v < VECTORS; v++) {
-        stream_acc[(turn + mine) * ROW_VECTORS + column + v * SIMD_SIZE] = acc[i][v];
+        scratch[(turn + mine) * ROW_VECTORS + column + v * SIMD_SIZE] = acc[i][v];
       }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -255,7 +261,7 @@ for (int i = 0; i < ROWS; i++) {
         sum[i] = fma(stream_sum[other * ROWS + i], share, sum[i]);
         UNROLL
         for (int v = 0; v < VECTORS; v++) {
-          const float4 part = stream_acc[(turn + other) * ROW_VECTORS + column + v * SIMD_SIZE];
+          const float4 part = scratch[(turn + other) * ROW_VECTORS + column + v * SIMD_SIZE];
           acc[i][v] = fma(part, float4(share), acc[i][v]);
         }
       }

@@ -12,8 +12,6 @@
 // A slab is [num_blocks, num_kv_heads, block_size, head_dim], row-contiguous; a slot is block_id * block_size + offset.
 // Accumulators are float, offsets into slabs size_t.
 
-#pragma once
-
 #define UNROLL _Pragma("clang loop unroll(full)")
 
 constant constexpr int SIMD_SIZE = 32;

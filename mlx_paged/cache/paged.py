@@ -10,9 +10,10 @@ from mlx_paged import ops
 from mlx_paged.cache.base import CacheFullError, KVCache, KVCacheStats, SeqId
 from mlx_paged.config import KVCacheConfig
 from mlx_paged.core import BlockPool, BlockTable
-from mlx_paged.ops import AttentionMetadata, KVHandle
+from mlx_paged.ops import AttentionMetadata, CopyDetector, KVHandle
 
 INITIAL_BLOCKS = 64
+NUM_WATCHED_STEPS = 3
 
 
 class PagedKVCache(KVCache):
@@ -39,6 +40,8 @@ class PagedKVCache(KVCache):
             KVHandle.allocate(num_blocks, config.num_kv_heads, config.block_size, config.head_dim, self.dtype)
             for _ in range(config.num_layers)
         ]
+        # Plain MLX gathers blocks, which may take as much as a slab; kernels allocate next to nothing.
+        self._copy_detector = CopyDetector(NUM_WATCHED_STEPS if self.backend == "metal" else 0)
         self._tables: dict[SeqId, BlockTable] = {}
         self._metadata: AttentionMetadata | None = None
         self._step: Mapping[SeqId, int] = {}
@@ -72,6 +75,7 @@ class PagedKVCache(KVCache):
             query_lens=list(num_new_tokens.values()),
             block_size=self.config.block_size,
         )
+        self._copy_detector.begin_step(self._metadata.num_tokens, self._layers[0].k.nbytes)
 
     def _make_room(self, num_needed: int, num_new_tokens: Mapping[SeqId, int]) -> None:
         num_missing = num_needed - self.pool.num_free_blocks
@@ -92,6 +96,7 @@ class PagedKVCache(KVCache):
         self.pool.grow(num_new_blocks)
 
     def _commit_step(self) -> None:
+        self._copy_detector.end_step(self._layers[0].k.nbytes)
         for seq, num_new in self._step.items():
             self._tables[seq].advance(num_new)
         self._close_step()

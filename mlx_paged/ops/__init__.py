@@ -13,6 +13,7 @@ import mlx.core as mx
 
 from mlx_paged.ops import checks
 from mlx_paged.ops.backends import BACKENDS, BackendError, load_backend, resolve_backend
+from mlx_paged.ops.copy_detector import CopyDetector
 from mlx_paged.ops.kv_handle import KVHandle
 from mlx_paged.ops.metadata import MAX_DECODE_QUERY_LEN, AttentionMetadata, SlotMapping
 
@@ -21,6 +22,7 @@ __all__ = [
     "MAX_DECODE_QUERY_LEN",
     "AttentionMetadata",
     "BackendError",
+    "CopyDetector",
     "KVHandle",
     "SlotMapping",
     "attend",

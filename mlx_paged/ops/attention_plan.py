@@ -21,8 +21,10 @@ MERGE_STREAMS = 8
 NO_WINDOW = 2**31 - 1
 NUM_HEAD_FIELDS = 8
 
-# Floats of queries and accumulators that a lane may hold; more would spill out of registers on Apple GPUs.
-MAX_FLOATS_PER_LANE = 128
+# Floats of queries and accumulators that a lane should hold: half of its registers on Apple GPUs, where the keys and
+# values on their way take the other half.
+MAX_FLOATS_PER_LANE = 64
+# Threadgroups of more threads are refused there for kernels that use all registers.
 MAX_SIMDGROUPS = 8
 MAX_THREADGROUP_BYTES = 32 * 1024
 
@@ -96,21 +98,21 @@ class Cut:
         row_vectors = 32 * -(-head_dim // 128) if head_dim > 64 else head_dim // 4
         tiles = 2 * self.streams * CHUNK_SIZE * row_vectors * 4 * itemsize if self.row_splits > 1 else 0
         simdgroups = self.streams * self.row_splits if self.streams > 1 else 0
-        rows = -(-num_rows // self.row_splits)
-        return tiles + simdgroups * (2 * row_vectors * 16 + 2 * rows * 4)
+        return max(tiles, 2 * simdgroups * row_vectors * 16) + simdgroups * 2 * -(-num_rows // self.row_splits) * 4
 
 
 @cache
 def cut_threadgroup(num_rows: int, head_dim: int, itemsize: int) -> Cut:
-    """The most streams that fit, for ``num_rows`` query rows (group size times query tokens) per KV head."""
+    """The most streams that fit, for ``num_rows`` query rows (group size times query tokens) per KV head.
+
+    Rows are split until a simdgroup's fit its registers. Beyond ``MAX_SIMDGROUPS`` splits (more than 64 rows, or 32 of
+    head_dim 256) they spill, which costs time and is correct.
+    """
     floats_per_row = 2 * 4 * -(-head_dim // 128)
-    max_rows = MAX_FLOATS_PER_LANE // floats_per_row
     row_splits = 1
-    while num_rows > max_rows * row_splits:
+    while num_rows * floats_per_row > MAX_FLOATS_PER_LANE * row_splits and row_splits < MAX_SIMDGROUPS:
         row_splits *= 2
-    streams = max(1, MAX_SIMDGROUPS // row_splits)
-    while streams > 1 and Cut(streams, row_splits).threadgroup_bytes(num_rows, head_dim, itemsize) > (
-        MAX_THREADGROUP_BYTES - 64
-    ):
+    streams = MAX_SIMDGROUPS // row_splits
+    while Cut(streams, row_splits).threadgroup_bytes(num_rows, head_dim, itemsize) > MAX_THREADGROUP_BYTES - 64:
         streams //= 2
     return Cut(streams, row_splits)

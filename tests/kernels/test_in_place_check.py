@@ -1,0 +1,128 @@
+"""The check at start-up that writes in place happen, in order and without a copy; and what runs when they don't."""
+
+from __future__ import annotations
+
+import warnings
+
+import mlx.core as mx
+import pytest
+from numpy_attention import assert_matches_formula, make_problem
+
+from mlx_paged.ops import (
+    KVHandle,
+    copy_blocks,
+    in_place,
+    kernels,
+    paged_attention,
+    reshape_and_cache,
+    update_and_attend,
+    zero_blocks,
+)
+from mlx_paged.ops.in_place import check_writes_in_place, writes_in_place
+
+CHECK_KERNELS = ["mlx_paged_reshape_and_cache", "mlx_paged_gather_blocks"]
+
+
+def broken(monkeypatch, name: str, change) -> None:
+    """``change(function, *args)`` in the place of a function of ``kernels``."""
+    function = getattr(kernels, name)
+    monkeypatch.setattr(kernels, name, lambda *args: change(function, *args))
+
+
+def test_a_device_that_writes_in_place_passes(metal):
+    assert check_writes_in_place() is None
+    kernels_seen = [call.kernel for call in metal]
+    assert kernels_seen == CHECK_KERNELS * in_place.NUM_TURNS + CHECK_KERNELS[:1]
+
+
+def test_a_lost_write_is_found(metal, monkeypatch):
+    def lose_the_third(function, k, v, kv, slots):
+        if k[0, 0, 0].item() != 3:
+            function(k, v, kv, slots)
+
+    broken(monkeypatch, "write_slots", lose_the_third)
+    expected = "writes in place are lost or out of order on this device (turns [3] of 8)"
+    assert check_writes_in_place() == expected
+
+
+def test_a_write_before_an_earlier_read_is_found(metal, monkeypatch):
+    # Reads happen one turn late, as if nothing held the next write back.
+    late = []
+
+    def read_late(function, kv, block_table, num_tokens):
+        late.append(mx.zeros((in_place.NUM_KV_HEADS, num_tokens, in_place.HEAD_DIM), kv.dtype))
+        return late[-1], late[-1]
+
+    def fill(function, k, v, kv, slots):
+        function(k, v, kv, slots)
+        if late:
+            late[-1][:] = k[0, 0, 0]
+
+    broken(monkeypatch, "gather", read_late)
+    broken(monkeypatch, "write_slots", fill)
+    assert "out of order on this device" in check_writes_in_place()
+
+
+def test_a_slab_that_is_written_in_a_copy_is_found(metal, monkeypatch):
+    def write_a_copy(function, k, v, kv, slots):
+        copy = KVHandle(mx.array(kv.k) * 1, kv.v * 1)
+        mx.eval(copy.arrays)
+        function(k, v, copy, slots)
+
+    broken(monkeypatch, "write_slots", write_a_copy)
+    assert "are lost or out of order" in check_writes_in_place()
+
+
+def test_a_write_that_costs_a_slab_is_found(metal, monkeypatch):
+    def write_and_copy(function, k, v, kv, slots):
+        function(k, v, kv, slots)
+        mx.eval(kv.k * 1)
+
+    broken(monkeypatch, "write_slots", write_and_copy)
+    slab = KVHandle.allocate(in_place.NUM_BLOCKS, 4, 16, 128, mx.float16).k.nbytes
+    assert check_writes_in_place().endswith(f"so MLX copies the slab of {slab}")
+
+
+@pytest.fixture
+def without_writes_in_place(metal, monkeypatch):
+    monkeypatch.setattr(in_place, "check_writes_in_place", lambda: "this device fails the test")
+    writes_in_place.cache_clear()
+    with pytest.warns(
+        UserWarning, match=r"^\[metal\] this device fails the test; slots are written by donated scatter"
+    ):
+        assert not writes_in_place()
+    return metal
+
+
+def test_the_failure_is_said_once(without_writes_in_place):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not writes_in_place()
+
+
+def test_without_writes_in_place_no_kernel_writes_and_attention_is_the_same(without_writes_in_place):
+    trace = without_writes_in_place
+    problem = make_problem([5, 300, 40], [1, 8, 20])
+    rows = [
+        mx.concatenate([dense[part][-n:] for dense, n in zip(problem.dense, [1, 8, 20], strict=True)])
+        for part in (1, 2)
+    ]
+    slots = [slot for table, n, q in zip(problem.tables, [5, 300, 40], [1, 8, 20], strict=True)
+             for slot in (table[p // 16] * 16 + p % 16 for p in range(n - q, n))]  # fmt: skip
+    for slot in slots:
+        problem.kv.k[slot // 16, :, slot % 16] = 77.0
+    q, kv, *rest = problem.args
+    assert_matches_formula(update_and_attend(q, *rows, kv, *rest, backend="metal"), problem)
+    assert_matches_formula(paged_attention(*problem.args, backend="metal"), problem)
+    free = sorted(set(range(kv.num_blocks)) - {block for table in problem.tables for block in table})
+    reshape_and_cache(rows[0][:1], rows[1][:1], kv, [free[0] * 16], backend="metal")
+    copy_blocks(kv, [(free[0], free[1])], backend="metal")
+    zero_blocks(kv, [free[0]], backend="metal")
+    assert mx.array_equal(kv.k[free[1], :, 0], rows[0][0])
+    assert not kv.k[free[0]].any().item()
+    assert {call.kernel.removeprefix("mlx_paged_") for call in trace} == {
+        "paged_attention",
+        "merge_partitions",
+        "gather_blocks",
+    }
+    assert all(not call.written_inputs for call in trace)

@@ -1,0 +1,222 @@
+"""The order of kernel calls on one slab: their tokens make a chain, and the checker sees where a link is missing."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from metal_emulator.checks import Call
+from numpy_attention import make_problem
+from token_order import disorders
+
+from mlx_paged.cache import PagedKVCache
+from mlx_paged.config import KVCacheConfig
+from mlx_paged.ops import KVHandle, copy_blocks, gather_blocks, kernels, paged_attention, reshape_and_cache, zero_blocks
+
+CONFIG = KVCacheConfig(num_layers=2, num_kv_heads=1, head_dim=32, dtype="float32", block_size=8, num_blocks=24)
+ROWS = mx.ones((1, 2, 32))
+
+
+def names(trace: list[Call]) -> list[str]:
+    return [call.kernel.removeprefix("mlx_paged_") for call in trace]
+
+
+def use_every_operation(problem) -> None:
+    kv = problem.kv
+    rows = mx.ones((1, kv.num_kv_heads, kv.head_dim))
+    free = sorted(set(range(kv.num_blocks)) - {block for table in problem.tables for block in table})
+    reshape_and_cache(rows, rows, kv, [free[0] * kv.block_size], backend="metal")
+    paged_attention(*problem.args, backend="metal")
+    copy_blocks(kv, [(free[0], free[1])], backend="metal")
+    gather_blocks(kv, [free[1]], backend="metal")
+    zero_blocks(kv, [free[0]], backend="metal")
+
+
+def test_all_operations_on_a_slab_are_one_chain(metal):
+    use_every_operation(make_problem([5, 300], 2))
+    assert names(metal) == [
+        "reshape_and_cache",
+        "paged_attention",
+        "merge_partitions",
+        "copy_blocks",
+        "gather_blocks",
+        "zero_blocks",
+    ]
+    assert disorders(metal) == []
+    # Each dispatch counts the token up by one, so the last one says how long the chain is.
+    assert metal[-1].outputs["token_out"].tolist() == [5] * 8
+
+
+def test_two_layers_are_two_chains_that_do_not_wait_for_each_other(metal):
+    problems = [make_problem([5], 1, seed=seed) for seed in range(2)]
+    for problem in problems:
+        use_every_operation(problem)
+    assert disorders(metal) == []
+    assert [problem.kv.token[0].item() for problem in problems] == [5, 5]
+
+
+def lose_a_link(monkeypatch, name: str, link: str) -> None:
+    """Kernel ``name`` no longer binds the token before it, or no longer leaves its own."""
+    chain = kernels._chain
+
+    def broken(called, kv, *args, **kwargs):
+        token = kv.token
+        if called == name and link == "binds":
+            kv.token = None
+        results = chain(called, kv, *args, **kwargs)
+        if called == name and link == "leaves":
+            kv.token = token
+        return results
+
+    monkeypatch.setattr(kernels, "_chain", broken)
+
+
+@pytest.mark.parametrize(
+    ("name", "link", "expected"),
+    [
+        (
+            "paged_attention",
+            "binds",
+            "call 1 (paged_attention) is not behind call 0 (reshape_and_cache): read after write",
+        ),
+        (
+            "paged_attention",
+            "leaves",
+            "call 3 (copy_blocks) is not behind call 1 (paged_attention): write after read",
+        ),
+        (
+            "reshape_and_cache",
+            "leaves",
+            "call 1 (paged_attention) is not behind call 0 (reshape_and_cache): read after write",
+        ),
+        ("copy_blocks", "binds", "call 3 (copy_blocks) is not behind call 0 (reshape_and_cache): write after write"),
+        ("copy_blocks", "leaves", "call 4 (gather_blocks) is not behind call 3 (copy_blocks): read after write"),
+        ("gather_blocks", "binds", "call 4 (gather_blocks) is not behind call 3 (copy_blocks): read after write"),
+        ("gather_blocks", "leaves", "call 5 (zero_blocks) is not behind call 4 (gather_blocks): write after read"),
+        ("zero_blocks", "binds", "call 5 (zero_blocks) is not behind call 4 (gather_blocks): write after read"),
+    ],
+    ids=lambda value: value if " " not in value else "",
+)
+def test_a_missing_link_is_found(name, link, expected, metal, monkeypatch):
+    lose_a_link(monkeypatch, name, link)
+    use_every_operation(make_problem([5, 300], 2))
+    assert expected in disorders(metal)
+
+
+def step(cache: PagedKVCache, counts: dict[str, int]) -> None:
+    with cache.step(counts) as packed:
+        rows = mx.ones((packed.num_tokens, 1, 32))
+        queries = mx.ones((packed.num_tokens, 2, 32))
+        for layer in range(CONFIG.num_layers):
+            cache.update_and_attend(layer, queries, rows, rows, 1.0)
+        mx.eval(cache.arrays)
+
+
+def test_a_freed_block_is_written_behind_the_last_reader_of_its_last_owner(metal):
+    cache = PagedKVCache(CONFIG, backend="metal", initial_blocks=3)
+    step(cache, {"a": 17})
+    step(cache, {"a": 1})
+    last_reader = len(metal) - 1
+    blocks_of_a = set(cache.block_ids("a"))
+    cache.free("a")
+    step(cache, {"b": 20})
+    assert set(cache.block_ids("b")) == blocks_of_a
+    assert names(metal)[last_reader] == "paged_attention"
+    assert disorders(metal) == []
+    # Without what "a" left behind, the writes of "b" would be free to come first.
+    for call in metal[last_reader - 1 : last_reader + 1]:
+        call.outputs.clear()
+    assert any(f"is not behind call {last_reader}" in line for line in disorders(metal))
+
+
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("step"), st.dictionaries(st.sampled_from("abc"), st.integers(1, 12), min_size=1)),
+        st.tuples(st.sampled_from(["free", "trim", "materialize"]), st.sampled_from("abc")),
+        st.tuples(st.just("fork"), st.sampled_from(["ab", "bc", "ca"])),
+    ),
+    min_size=3,
+    max_size=9,
+)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(actions=ACTIONS)
+def test_any_use_of_a_cache_is_in_order(metal, actions):
+    metal.clear()
+    cache = PagedKVCache(CONFIG, backend="metal", initial_blocks=24)
+    for action, what in actions:
+        if action == "step":
+            if sum(cache.seq_len(seq) for seq in cache.seqs) + sum(what.values()) < 100:
+                step(cache, what)
+        elif action == "fork":
+            if what[0] in cache.seqs and what[1] not in cache.seqs:
+                cache.fork(*what)
+        elif what in cache.seqs:
+            if action == "free":
+                cache.free(what)
+            elif action == "trim":
+                cache.trim(what, cache.seq_len(what) // 2)
+            else:
+                cache.materialize(what, 0)
+    assert disorders(metal) == []
+
+
+class SlabOfKernels:
+    """Stands for a slab where nothing but a kernel may touch it: no operation of MLX takes it."""
+
+    def __init__(self, like: mx.array):
+        self.shape, self.dtype, self.ndim, self.nbytes = like.shape, like.dtype, like.ndim, like.nbytes
+
+
+@pytest.mark.parametrize("query_len", [1, 8, 20], ids=["decode", "run", "prefill"])
+def test_nothing_but_kernels_touches_a_slab(query_len, metal, monkeypatch):
+    problem = make_problem([40], query_len)
+    calls = []
+
+    def record_only(name):
+        def call(inputs, output_shapes, output_dtypes, **_):
+            calls.append(name)
+            return [mx.zeros(shape, dtype) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
+
+        return call
+
+    monkeypatch.setattr(kernels, "kernel", record_only)
+    slabs = [SlabOfKernels(slab) for slab in problem.kv.arrays]
+    problem.kv.k, problem.kv.v = slabs
+    from mlx_paged.ops import update_and_attend
+
+    use_every_operation(problem)
+    rows = mx.ones((query_len, problem.kv.num_kv_heads, problem.kv.head_dim))
+    out = update_and_attend(
+        problem.q,
+        rows,
+        rows,
+        problem.kv,
+        problem.metadata,
+        problem.scale,
+        problem.window,
+        problem.sinks,
+        backend="metal",
+    )
+    mx.eval(out, problem.kv.token)
+    assert [problem.kv.k, problem.kv.v] == slabs
+    assert len(calls) >= 6
+
+
+def test_growth_waits_for_the_chain_and_begins_a_new_one(metal):
+    kv = KVHandle.allocate(2, 1, 8, 32)
+    reshape_and_cache(ROWS[:, :1], ROWS[:, :1], kv, [9], backend="metal")
+    assert kv.token is not None
+    kv.grow(2)
+    assert kv.token is None
+    assert kv.k[1, 0, 1].tolist() == [1.0] * 32
+
+
+def test_plain_mlx_operations_wait_for_the_chain(metal):
+    kv = KVHandle.allocate(2, 1, 8, 32)
+    reshape_and_cache(ROWS[:, :1], ROWS[:, :1], kv, [3], backend="metal")
+    keys, _ = gather_blocks(kv, [0], 4, backend="reference")
+    assert kv.token is None
+    assert keys[0, 3].tolist() == [1.0] * 32

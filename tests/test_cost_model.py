@@ -1,0 +1,92 @@
+"""The benchmarks that need no Mac: K/V bytes of the kernels, counted, and that the scripts run."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def benchmark_scripts():
+    """Imports a script of ``benchmarks/``, as if it were run from there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        yield importlib.import_module
+
+
+@pytest.fixture(scope="module")
+def cost_model(benchmark_scripts):
+    return benchmark_scripts("cost_model")
+
+
+# What is new in each: two partitions; rows from inputs; a shared tile and an odd group; a window, and a ragged batch
+# of which one sequence needs no merge.
+CASES = {
+    "two partitions": ((257,), (1,), 2, {}),
+    "rows from inputs": ((300,), (1,), 2, {"has_rows": True}),
+    "a run of a large group": ((300,), (4,), 5, {"num_kv_heads": 1}),
+    "a window in a ragged batch": ((700, 16, 300), (1, 1, 1), 2, {"window": 280, "has_rows": True}),
+}
+
+
+@pytest.mark.usefixtures("compiler")
+def test_kernels_load_each_row_of_keys_and_values_once(cost_model):
+    cases = {name: cost_model.Case(*lens, **changes) for name, (*lens, changes) in CASES.items()}
+    with cost_model.counting_metal() as trace:
+        counts = {name: cost_model.count_case(case, trace) for name, case in cases.items()}
+        gather = cost_model.count_gather(300, trace)
+    assert cost_model.over_bound(list(counts.values())) == []
+    for name, count in counts.items():
+        least = count["least"]
+        assert count["kv_loaded"] == least["kv_loaded"], name
+        assert count["rows_stored"] == least["rows_stored"], name
+        assert count["output_stored"] == least["output_stored"], name
+        partial_bytes = (count["head_dim"] + 4) * 4
+        assert count["partials_stored"] % partial_bytes == 0, name
+        assert count["partials_loaded"] >= count["partials_stored"] > 0, name
+    # The least, by hand: K and V, tokens that a query sees, KV heads, bytes of a row.
+    assert counts["two partitions"]["least"]["kv_loaded"] == 2 * 257 * 2 * 256
+    assert counts["a window in a ragged batch"]["least"]["kv_loaded"] == 2 * (280 + 16 + 280) * 2 * 256
+    assert counts["rows from inputs"]["rows_stored"] == 2 * 1 * 2 * 256
+    assert gather["kv_slab_loaded"] == gather["dense_stored"] == gather["least"]
+
+
+def test_too_many_loads_are_found(cost_model):
+    over = {"contexts": (16, 257), "kv_ratio": 1.03}
+    within = [{"contexts": (257,), "kv_ratio": 1.02}, {"contexts": (256,), "kv_ratio": 1.5}]
+    assert cost_model.over_bound([*within, over]) == [over]
+
+
+@pytest.mark.usefixtures("compiler")
+def test_the_quick_cost_model_prints_tables_and_json(cost_model, tmp_path, capsys):
+    out = tmp_path / "results" / "cost.json"
+    assert cost_model.main(["--quick", "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "ESTIMATE, not measured on a Mac" in printed
+    assert printed.splitlines()[-1] == out.read_text().strip()
+    line = json.loads(out.read_text())
+    assert line["benchmark"] == "cost_model"
+    assert {count["kv_ratio"] for count in line["results"]["attention"]} == {1.0}
+    # 2 * 4,096 * 8 * 128 * 2 bytes at 400 GB/s, by hand.
+    (chip,) = (row for row in line["results"]["roofline_estimate"] if row["chip"] == "M1 Max")
+    assert chip["4096"]["layer_microseconds"] == pytest.approx(41.943)
+
+
+def test_the_cost_model_says_what_it_lacks(cost_model, monkeypatch, tmp_path):
+    monkeypatch.setattr(cost_model, "TESTS", tmp_path)
+    with pytest.raises(SystemExit, match="in a clone of the repository"):
+        cost_model.main(["--quick"])
+
+
+def test_the_quick_attention_benchmark_agrees_and_writes_json(benchmark_scripts, tmp_path):
+    attention = benchmark_scripts("attention")
+    out = tmp_path / "attention.json"
+    attention.main(["--quick", "--backend", "reference", "--turns", "1", "--pools", "100", "200", "--out", str(out)])
+    results = json.loads(out.read_text())["results"]
+    assert len(results["attention"]) == 8 and len(results["append"]) == 2
+    assert all(row["largest_difference"] < attention.TOLERANCES["f32"] for row in results["attention"])

@@ -1,0 +1,52 @@
+"""Which bytes of the slabs each call of our kernels may write: what its slot mapping, plan or block ids name."""
+
+from __future__ import annotations
+
+import itertools
+
+from metal_emulator.checks import Call, Ranges
+
+SLABS = ("key_slab", "value_slab")
+
+
+def slots_of_the_step(call: Call) -> dict[str, Ranges]:
+    """A rule for ``Checks(writable=...)``: nothing but the slots of new rows and the blocks that are named."""
+    name = call.kernel.removeprefix("mlx_paged_")
+    if name == "reshape_and_cache":
+        return _slots(call, [slot for slot in call.inputs["slot_mapping"].tolist()[: call.grid[1]] if slot >= 0])
+    if name == "paged_attention":
+        return _slots(call, _new_slots(call.inputs["plan"].tolist(), call.inputs["key_slab"].shape[2]))
+    if name == "copy_blocks":
+        return _blocks(call, call.inputs["src_dst_pairs"].tolist()[1 : 2 * call.grid[1] : 2])
+    if name == "zero_blocks":
+        return _blocks(call, call.inputs["block_ids"].tolist()[: call.grid[1]])
+    return {}
+
+
+def _new_slots(plan: list[int], block_size: int) -> list[int]:
+    seqs_begin, work_begin, _, _, has_rows = plan[:5]
+    if not has_rows:
+        return []
+    slots = []
+    for record in range(seqs_begin, work_begin, 4):
+        context_len, query_len, _, blocks = plan[record : record + 4]
+        for position in range(context_len - query_len, context_len):
+            slots.append(plan[blocks + position // block_size] * block_size + position % block_size)
+    return slots
+
+
+def _slots(call: Call, slots: list[int]) -> dict[str, Ranges]:
+    slab = call.inputs["key_slab"]
+    _, num_kv_heads, block_size, head_dim = slab.shape
+    row = head_dim * slab.itemsize
+    starts = [
+        ((slot // block_size * num_kv_heads + head) * block_size + slot % block_size) * row
+        for slot, head in itertools.product(slots, range(num_kv_heads))
+    ]
+    return dict.fromkeys(SLABS, sorted((start, start + row) for start in starts))
+
+
+def _blocks(call: Call, block_ids: list[int]) -> dict[str, Ranges]:
+    slab = call.inputs["key_slab"]
+    nbytes = slab.nbytes // slab.shape[0]
+    return dict.fromkeys(SLABS, sorted((block * nbytes, (block + 1) * nbytes) for block in set(block_ids)))
