@@ -1,0 +1,81 @@
+"""Write the golden files anew: the head that the installed MLX puts in front of each kernel's body.
+
+    python tests/kernels/make_kernel_golden.py            # all of them, into tests/kernels/golden/
+    python tests/kernels/make_kernel_golden.py --print    # the whole sources, as MLX prints them
+
+Calling a Metal kernel needs a Mac. Exporting a function that calls one does not, and prints the same source.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx.core as mx
+
+from mlx_paged.ops import AttentionMetadata, KVHandle, SlotMapping, in_place, kernels, metal
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def call_every_kernel() -> mx.array:
+    """Each kernel once: a decode whose partitions are merged, and the operations on blocks."""
+    kv = KVHandle.allocate(20, 2, 16, 64, mx.bfloat16)
+    rows, queries = mx.zeros((1, 2, 64), mx.bfloat16), mx.zeros((1, 8, 64), mx.bfloat16)
+    metadata = AttentionMetadata.build([list(range(1, 20))], [300], [1], 16)
+    metal.reshape_and_cache(rows, rows, kv, SlotMapping.build([5], 16))
+    out = metal.update_and_attend(queries, rows, rows, kv, metadata, 0.125)
+    metal.copy_blocks(kv, [(3, 4)])
+    metal.gather_blocks(kv, [4, 5], 20)
+    metal.zero_blocks(kv, [3])
+    return out + kv.token.sum()
+
+
+def print_sources() -> None:
+    made = kernels.kernel
+
+    def verbose(name: str) -> Callable:
+        return lambda **call: made(name)(**call, verbose=True)
+
+    kernels.kernel = verbose
+    metal.writes_in_place = in_place.writes_in_place = lambda: True
+    with tempfile.NamedTemporaryFile(suffix=".mlxfn") as scratch:
+        mx.export_function(scratch.name, lambda: [call_every_kernel()])
+
+
+def mlx_sources() -> dict[str, str]:
+    """The source of every kernel, as the installed MLX prints it (from C++, so it takes a process to catch it)."""
+    command = [sys.executable, __file__, "--print"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]).stdout
+    sources = {}
+    for part in printed.split("Generated source code for `mlx_paged_")[1:]:
+        name, _, rest = part.partition("`:\n```\n")
+        sources[name] = rest.rpartition("\n```")[0]
+    return sources
+
+
+def head(source: str) -> str:
+    """From the template parameters of the kernel to the brace that opens it, and the instantiation at the end."""
+    start = source.rindex("template <", 0, source.index("[[kernel]]"))
+    end = source.index(") {\n", start) + 4
+    return source[start:end] + "// the body of the kernel\n}\n" + source[source.rindex("\ntemplate [[host_name") :]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--print", action="store_true", help="print what MLX prints, write nothing")
+    if parser.parse_args().print:
+        print_sources()
+        return
+    GOLDEN.mkdir(exist_ok=True)
+    for name, source in mlx_sources().items():
+        (GOLDEN / f"{name}.metal").write_text(head(source))
+    print(f"{len(kernels.KERNELS)} heads from MLX {mx.__version__} in {GOLDEN}")
+
+
+if __name__ == "__main__":
+    main()
