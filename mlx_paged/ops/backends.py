@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from functools import cache
 from types import ModuleType
 
 import mlx.core as mx
 
 from mlx_paged.ops.kv_handle import KVHandle
+from mlx_paged.ops.notices import say_once
 
 BACKENDS = ("auto", "reference", "metal")
 
@@ -38,7 +38,7 @@ def resolve_backend(backend: str = "auto", head_dim: int | None = None, block_si
         return "metal"
     if backend == "metal":
         raise BackendError(f"[backend] {lack}; use --backend reference (or auto)")
-    _warn_once(f"[backend] {lack}; plain MLX operations run instead")
+    say_once(f"[backend] {lack}; plain MLX operations run instead")
     return "reference"
 
 
@@ -73,8 +73,3 @@ def _why_no_kernel(head_dim: int | None, block_size: int | None) -> str | None:
     from mlx_paged.ops.metal import why_unsupported
 
     return why_unsupported(head_dim, block_size)
-
-
-@cache
-def _warn_once(message: str) -> None:
-    warnings.warn(message, stacklevel=4)

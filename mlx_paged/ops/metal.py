@@ -15,6 +15,7 @@ from mlx_paged.ops.attention_plan import AttentionPlan
 from mlx_paged.ops.in_place import writes_in_place
 from mlx_paged.ops.kv_handle import KVHandle
 from mlx_paged.ops.metadata import MAX_DECODE_QUERY_LEN, AttentionMetadata, SlotMapping
+from mlx_paged.ops.notices import say_once
 
 HEAD_DIMS = (32, 64, 80, 96, 128, 256)
 BLOCK_SIZES = (8, 16, 32, 64)
@@ -138,8 +139,14 @@ def decode_run(query_len: int) -> int:
 
 
 def _run(part: AttentionMetadata, q: mx.array, kv: KVHandle) -> int:
-    # A larger group would not fit a threadgroup's registers: its K/V are gathered for MLX's own attention.
-    return decode_run(part.max_query_len) if q.shape[1] <= MAX_GROUP_SIZE * kv.num_kv_heads else 0
+    group = q.shape[1] // kv.num_kv_heads
+    if group > MAX_GROUP_SIZE:
+        say_once(
+            f"[metal] {group} query heads per KV head are more than the decode kernel is made for ({MAX_GROUP_SIZE}); "
+            "K/V are gathered for MLX's own attention instead"
+        )
+        return 0
+    return decode_run(part.max_query_len)
 
 
 def _decode(
