@@ -1,0 +1,95 @@
+"""The kernels on Metal itself: what the other files show on the emulator, and an order that only a GPU can upset."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from kernel_checks import assert_same_bits, assert_same_slabs, before_the_step, copy_of, random_array, random_handle
+from kernel_grid import GRID
+from numpy_attention import assert_matches_formula, make_problem
+from test_generation_on_kernels import greedy_in_a_ragged_batch, prompts_of
+
+from mlx_paged import load
+from mlx_paged.loading import demo_model_path
+from mlx_paged.ops import (
+    AttentionMetadata,
+    attend,
+    copy_blocks,
+    gather_blocks,
+    paged_attention,
+    reshape_and_cache,
+    update_and_attend,
+    zero_blocks,
+)
+from mlx_paged.ops.in_place import check_writes_in_place
+
+pytestmark = pytest.mark.skipif(
+    not mx.metal.is_available(), reason="needs Metal; the other files of this folder run the kernels on an emulator"
+)
+
+
+def test_this_device_writes_in_place():
+    assert check_writes_in_place() is None
+
+
+@pytest.mark.parametrize("case", GRID, ids=str)
+def test_attention_matches_the_formula(case):
+    problem = case.problem()
+    assert_matches_formula(paged_attention(*problem.args, backend="metal"), problem)
+
+
+@pytest.mark.parametrize("case", GRID[::4], ids=str)
+def test_a_step_that_writes_its_rows_matches_the_formula_and_fills_its_slots(case):
+    problem = case.problem()
+    kv, k, v = before_the_step(problem)
+    out = update_and_attend(problem.q, k, v, kv, *problem.args[2:], backend="metal")
+    assert_matches_formula(out, problem)
+    assert_same_slabs(kv, problem.kv)
+
+
+@pytest.mark.parametrize("case", GRID[::4], ids=str)
+def test_a_sequence_gets_the_same_bits_alone_and_in_a_batch(case):
+    problem = case.problem()
+    together = attend(*problem.args, backend="metal")
+    for seq in range(len(problem.context_lens)):
+        assert_same_bits(attend(*problem.alone(seq), backend="metal"), together[problem.rows(seq)])
+
+
+def test_a_long_chain_of_writes_and_reads_keeps_its_order_within_one_graph():
+    # Nothing is evaluated in between, so all of the order there is comes from the tokens.
+    problem = make_problem([1], 1, num_kv_heads=4, head_dim=128, dtype=mx.float16)
+    kv = problem.kv
+    metadata = AttentionMetadata.build([problem.tables[0]], [1], [1], 16)
+    queries = mx.zeros((1, 8, 128), mx.float16)
+    seen = []
+    for turn in range(1, 301):
+        rows = mx.full((1, 4, 128), turn, mx.float16)
+        if turn % 3:
+            update_and_attend(queries, rows, rows, kv, metadata, 1.0, backend="metal")
+        else:
+            reshape_and_cache(rows, rows, kv, metadata.slot_mapping, backend="metal")
+        seen.append(attend(queries, kv, metadata, 1.0, backend="metal")[0, 0, 0])
+        keys, _ = gather_blocks(kv, problem.tables[0], 1, backend="metal")
+        seen.append(keys[3, 0, 127])
+    assert mx.stack(seen).tolist() == [turn for turn in range(1, 301) for _ in range(2)]
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+def test_blocks_are_written_copied_and_zeroed_as_by_the_reference(dtype):
+    rng = np.random.default_rng(0)
+    slabs = random_handle(rng, 40, 2, 16, 64, dtype)
+    twin = copy_of(slabs)
+    k, v = (random_array(rng, (50, 2, 64), dtype) for _ in "kv")
+    slots = [-1 if row % 7 == 0 else slot for row, slot in enumerate(rng.permutation(640)[:50].tolist())]
+    for kv, backend in ((slabs, "metal"), (twin, "reference")):
+        reshape_and_cache(k, v, kv, slots, backend=backend)
+        copy_blocks(kv, [(3, 4), (3, 7), (39, 0)], backend=backend)
+        zero_blocks(kv, [5, 38], backend=backend)
+    assert_same_slabs(slabs, twin)
+
+
+def test_the_bundled_model_writes_the_text_of_the_reference():
+    model, tokenizer = load(demo_model_path())
+    texts = [greedy_in_a_ragged_batch(model, prompts_of(tokenizer), name)[0] for name in ("metal", "reference")]
+    assert texts[0] == texts[1]
