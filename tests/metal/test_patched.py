@@ -100,3 +100,21 @@ def test_the_trace_counts_bytes_of_device_and_threadgroup_memory():
     # leaves out is not counted.
     assert call.loaded_bytes == {"rows": 64 * 8, "table": 64 * 4, "out": 0, "threadgroup": 32 * 8 * 4}
     assert call.stored_bytes == {"rows": 0, "table": 0, "out": 32 * 4, "threadgroup": 64 * 16}
+
+
+@pytest.mark.parametrize("reduction", ["simd_sum", "simd_max", "simd_min"])
+def test_a_reduction_of_a_simdgroup_loads_nothing(reduction):
+    with patched(Checks.quick(count_accesses=True)) as trace:
+        kernel = mx.fast.metal_kernel(
+            "reduce", ["row"], ["out"], f"uint i = thread_position_in_grid.x; out[i] = {reduction}(row[i]);"
+        )
+        (out,) = kernel(
+            inputs=[mx.ones(64)],
+            grid=(64, 1, 1),
+            threadgroup=(64, 1, 1),
+            output_shapes=[(64,)],
+            output_dtypes=[mx.float32],
+        )
+    assert out.tolist() == [32.0 if reduction == "simd_sum" else 1.0] * 64
+    assert trace[0].loaded_bytes == {"row": 256, "out": 0, "threadgroup": 0}
+    assert trace[0].stored_bytes == {"row": 0, "out": 256, "threadgroup": 0}
