@@ -126,6 +126,20 @@ for (int round = 0; round < num_rounds; round++) {
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
 
+  // This lane's part of the chunk, once for all of its rows.
+  Vec chunk[KEYS * VECTORS];
+  UNROLL
+  for (int j = 0; j < KEYS; j++) {
+    UNROLL
+    for (int v = 0; v < VECTORS; v++) {
+      if (SHARED) {
+        chunk[j * VECTORS + v] = key_tile[(j * SUBGROUPS + subgroup) * ROW_VECTORS + column + v * SIMD_SIZE];
+      } else {
+        chunk[j * VECTORS + v] = key_loads[j * VECTORS + v];
+      }
+    }
+  }
+
   // Score the keys. Key number j of this lane is key j * SUBGROUPS + subgroup of the chunk.
   const int position = chunk_begin + column / 4 * SUBGROUPS + subgroup;
   UNROLL
@@ -137,13 +151,7 @@ for (int round = 0; round < num_rounds; round++) {
         scores[j] = 0;
         UNROLL
         for (int v = 0; v < VECTORS; v++) {
-          Vec key;
-          if (SHARED) {
-            key = key_tile[(j * SUBGROUPS + subgroup) * ROW_VECTORS + column + v * SIMD_SIZE];
-          } else {
-            key = key_loads[j * VECTORS + v];
-          }
-          scores[j] += dot(query[i][v], float4(key));
+          scores[j] += dot(query[i][v], float4(chunk[j * VECTORS + v]));
         }
       }
       const float score = sum_over_lanes<LANES>(scores, lane);
@@ -170,7 +178,18 @@ for (int round = 0; round < num_rounds; round++) {
     key_loads[n] = keys.load(next_block_id, next, index % ROW_VECTORS, index < CHUNK_SIZE * ROW_VECTORS);
   }
 
-  // Update the accumulators.
+  // Update the accumulators. The values of the chunk take the registers of its keys.
+  UNROLL
+  for (int j = 0; j < KEYS; j++) {
+    UNROLL
+    for (int v = 0; v < VECTORS; v++) {
+      if (SHARED) {
+        chunk[j * VECTORS + v] = value_tile[(j * SUBGROUPS + subgroup) * ROW_VECTORS + column + v * SIMD_SIZE];
+      } else {
+        chunk[j * VECTORS + v] = value_loads[j * VECTORS + v];
+      }
+    }
+  }
   UNROLL
   for (int i = 0; i < ROWS; i++) {
     if (i < num_rows) {
@@ -183,13 +202,7 @@ for (int round = 0; round < num_rounds; round++) {
         const float key_weight = simd_shuffle(weight[i], subgroup * LANES + j * 4);
         UNROLL
         for (int v = 0; v < VECTORS; v++) {
-          Vec value;
-          if (SHARED) {
-            value = value_tile[(j * SUBGROUPS + subgroup) * ROW_VECTORS + column + v * SIMD_SIZE];
-          } else {
-            value = value_loads[j * VECTORS + v];
-          }
-          acc[i][v] = fma(float4(key_weight), float4(value), acc[i][v]);
+          acc[i][v] = fma(float4(key_weight), float4(chunk[j * VECTORS + v]), acc[i][v]);
         }
       }
     }

@@ -88,5 +88,5 @@ def test_the_quick_attention_benchmark_agrees_and_writes_json(benchmark_scripts,
     out = tmp_path / "attention.json"
     attention.main(["--quick", "--backend", "reference", "--turns", "1", "--pools", "100", "200", "--out", str(out)])
     results = json.loads(out.read_text())["results"]
-    assert len(results["attention"]) == 8 and len(results["append"]) == 2
+    assert len(results["attention"]) == 16 and len(results["append"]) == 2
     assert all(row["largest_difference"] < attention.TOLERANCES["f32"] for row in results["attention"])

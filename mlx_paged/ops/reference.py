@@ -116,6 +116,11 @@ def update_and_attend(
 
 
 def is_decode(query_len: int) -> bool:
+    """Block-parallel, rather than gathered for MLX's SDPA.
+
+    Measured per layer on a 2-core CPU (benchmarks/results/attention-cpu.json): 1.2 to 5 times as fast, but slower by up
+    to 1.3 for batches of 4 with 8 query heads per KV head, up to 1,024 tokens, and for single sequences of 16 tokens.
+    """
     return query_len <= MAX_DECODE_QUERY_LEN
 
 

@@ -23,6 +23,11 @@ from mlx_paged.ops.in_place import check_writes_in_place, writes_in_place
 CHECK_KERNELS = ["mlx_paged_reshape_and_cache", "mlx_paged_gather_blocks"]
 
 
+@pytest.fixture(autouse=True)
+def as_many_turns_as_on_a_device(metal, monkeypatch):
+    monkeypatch.setattr(in_place, "NUM_TURNS", 8)
+
+
 def broken(monkeypatch, name: str, change) -> None:
     """``change(function, *args)`` in the place of a function of ``kernels``."""
     function = getattr(kernels, name)
@@ -79,7 +84,7 @@ def test_a_write_that_costs_a_slab_is_found(metal, monkeypatch):
         mx.eval(kv.k * 1)
 
     broken(monkeypatch, "write_slots", write_and_copy)
-    slab = KVHandle.allocate(in_place.NUM_BLOCKS, 4, 16, 128, mx.float16).k.nbytes
+    slab = KVHandle.allocate(in_place.NUM_BLOCKS, in_place.NUM_KV_HEADS, 16, 128, mx.float16).k.nbytes
     assert check_writes_in_place().endswith(f"so MLX copies the slab of {slab}")
 
 

@@ -179,7 +179,8 @@ bool Worker::run(Size3 at) {
     bool all_returned = true;
     for (uint32_t i = 0; i < num_threads; i++) all_returned &= threads[i].state == State::kReturned;
     if (all_returned) return true;
-    if (!release_barrier()) return fail(kDivergence, nullptr);
+    // When another worker failed, simdgroups here were left in the middle, which is no divergence.
+    if (!release_barrier()) return stopped() ? false : fail(kDivergence, nullptr);
   }
   return false;
 }

@@ -1,0 +1,474 @@
+"""A cost model instead of a stopwatch: bytes that the attention kernels move, counted on the Metal emulator.
+
+    python benchmarks/cost_model.py            # about a minute or two, more when the kernels have to be compiled first
+    python benchmarks/cost_model.py --quick
+
+A decode step is bound by memory, so what can be said about a kernel without a Mac is how many bytes it moves. Each load
+and store that a thread makes is counted, by buffer, and set beside two other figures:
+
+- the least possible: each K/V row that a query sees once, each query, each new row and each output once;
+- gather + SDPA, what MLX does without such kernels: K/V are read from the slabs, written densely and read again, three
+  times the least at best, plus queries and outputs.
+
+The script fails (status 1) when K/V loads are more than 1.02 times the least at a context above 256. Barriers and
+threadgroup memory are counted, too. The roofline at the end is an estimate from published bandwidths, and says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from card import machine_card, print_card, print_json, print_table
+
+from mlx_paged import ops
+from mlx_paged.ops import attention_plan, kernels
+from mlx_paged.ops.metal_sources import read_source
+
+# The emulator is no part of the package but a tool of its tests, which lie beside this folder in a source checkout.
+TESTS = Path(__file__).resolve().parent.parent / "tests"
+
+KV_BOUND = 1.02
+KV_BOUND_ABOVE = 256  # tokens of context
+SIMD_SIZE = 32
+DTYPES = {"bf16": mx.bfloat16, "f16": mx.float16, "f32": mx.float32}
+
+CONTEXTS = (16, 256, 257, 512, 1024, 4096)
+GROUPS = (1, 2, 4, 5, 8, 16)
+
+# GB/s as Apple publishes them. Not in the list: M4 Ultra, which does not exist, M5 Ultra and the smaller M5 Max, for
+# which no figure of Apple's was at hand.
+BANDWIDTHS = {
+    "M1": 68.25,
+    "M1 Pro": 200,
+    "M1 Max": 400,
+    "M1 Ultra": 800,
+    "M2": 100,
+    "M2 Pro": 200,
+    "M2 Max": 400,
+    "M2 Ultra": 800,
+    "M3": 100,
+    "M3 Pro": 150,
+    "M3 Max (30-core GPU)": 300,
+    "M3 Max (40-core GPU)": 400,
+    "M3 Ultra": 819,
+    "M4": 120,
+    "M4 Pro": 273,
+    "M4 Max (32-core GPU)": 410,
+    "M4 Max (40-core GPU)": 546,
+    "M5": 153.6,
+    "M5 Pro": 307,
+    "M5 Max (40-core GPU)": 614,
+}
+QWEN3_0_6B = {"num_layers": 28, "num_kv_heads": 8, "head_dim": 128, "itemsize": 2}
+ROOFLINE_CONTEXTS = (4096, 32768)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention call of a ragged batch: sequence ``s`` has ``context_lens[s]`` tokens, ``query_lens[s]`` new."""
+
+    context_lens: tuple[int, ...]
+    query_lens: tuple[int, ...]
+    group: int
+    num_kv_heads: int = 2
+    head_dim: int = 128
+    block_size: int = 16
+    dtype: str = "bf16"
+    window: int | None = None
+    has_rows: bool = False  # update_and_attend: K/V of the new tokens come from inputs and are written into their slots
+
+    @classmethod
+    def of_one(cls, context: int, run: int, group: int, **changes: Any) -> Case:
+        return cls((context,), (min(run, context),), group, **changes)
+
+    @property
+    def row_bytes(self) -> int:
+        """Of K or V of one token in one head."""
+        return self.head_dim * DTYPES[self.dtype].size
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.query_lens)
+
+    @cached_property
+    def least(self) -> dict[str, int]:
+        """The bytes that no algorithm gets around: everything once."""
+        window = self.window or max(self.context_lens)
+        seen = sum(
+            min(context, window + run - 1) for context, run in zip(self.context_lens, self.query_lens, strict=True)
+        )
+        heads = self.group * self.num_kv_heads
+        return {
+            "kv_loaded": 2 * seen * self.num_kv_heads * self.row_bytes,
+            "rows_stored": 2 * self.num_tokens * self.num_kv_heads * self.row_bytes if self.has_rows else 0,
+            "queries_loaded": self.num_tokens * heads * self.row_bytes,
+            "output_stored": self.num_tokens * heads * self.row_bytes,
+        }
+
+    @property
+    def labels(self) -> list[str]:
+        """Context, run and group as the tables show them."""
+        kind = f"{self.dtype}, {self.head_dim}"
+        kind += f", {self.num_kv_heads} KV head" if self.num_kv_heads == 1 else ""
+        kind += f", blocks of {self.block_size}" if self.block_size != 16 else ""
+        kind += f", window {self.window}" if self.window else ""
+        kind += ", update" if self.has_rows else ""
+        contexts, runs = (
+            f"{min(n):,}..{max(n):,} x{len(n)}" if len(n) > 1 else f"{n[0]:,}"
+            for n in (self.context_lens, self.query_lens)
+        )
+        return [contexts, runs, str(self.group), kind]
+
+
+def all_cases(quick: bool) -> list[Case]:
+    if quick:
+        return [
+            Case.of_one(257, 1, 2),
+            Case.of_one(1024, 1, 2, has_rows=True),
+            Case.of_one(300, 1, 16),
+            Case.of_one(300, 4, 5, num_kv_heads=1),
+        ]
+    # Query runs cost the emulator in proportion, so they get fewer contexts.
+    cases = [Case.of_one(context, 1, group) for group in GROUPS for context in CONTEXTS]
+    cases += [Case.of_one(context, run, group) for run in (4, 8) for group in GROUPS for context in (16, 257, 1024)]
+    cases += [Case.of_one(4096, run, group, num_kv_heads=1) for run in (4, 8) for group in (2, 16)]
+    for shape in ({"head_dim": 64}, {"head_dim": 256}, {"dtype": "f32"}, {"dtype": "f16"}):
+        cases += [Case.of_one(1024, 1, group, **shape) for group in (2, 8)]
+    cases += [Case.of_one(1024, 1, 2, block_size=block_size) for block_size in (8, 64)]
+    cases += [Case.of_one(1024, run, 2, has_rows=True) for run in (1, 4, 8)]
+    cases += [Case.of_one(257, 4, 2, has_rows=True), Case.of_one(4096, 1, 8, has_rows=True)]
+    cases += [Case.of_one(4096, 1, 2, window=1000)]
+    ragged = Case((1, 16, 31, 257, 700, 1024, 2048, 3000), (1, 1, 1, 1, 1, 1, 1, 1), 2)
+    cases += [ragged, replace(ragged, has_rows=True)]
+    cases += [replace(ragged, query_lens=(1, 8, 3, 1, 4, 1, 2, 6), has_rows=True)]
+    return cases
+
+
+@contextmanager
+def counting_metal() -> Iterator[list[Any]]:
+    """Inside, ``backend="metal"`` runs on the emulator; yields the trace of counted calls.
+
+    Raises:
+        SystemExit: there is no emulator here, or no compiler for it.
+    """
+    if not (TESTS / "metal_emulator").is_dir():
+        raise SystemExit("cost_model.py runs kernels on the emulator in tests/: run it in a clone of the repository")
+    if str(TESTS) not in sys.path:
+        sys.path.insert(0, str(TESTS))
+    try:
+        from emulated_metal import emulated_metal
+        from metal_emulator import Checks, has_compiler
+    except ImportError as error:
+        raise SystemExit(f"cost_model.py needs the packages of the tests ({error}): pip install -e '.[test]'") from None
+    if not has_compiler():
+        raise SystemExit("cost_model.py needs clang 18 or later, or: pip install ziglang")
+    with emulated_metal(Checks.quick(count_accesses=True)) as trace:
+        yield trace
+
+
+def count_case(case: Case, trace: list[Any]) -> dict[str, Any]:
+    """Run one attention call and say what each of its kernels moved."""
+    kv, metadata = make_slabs(case)
+    heads = case.group * case.num_kv_heads
+    q = mx.random.normal((case.num_tokens, heads, case.head_dim)).astype(kv.dtype)
+    k, v = (mx.random.normal((case.num_tokens, case.num_kv_heads, case.head_dim)).astype(kv.dtype) for _ in "kv")
+    options = {"scale": case.head_dim**-0.5, "window": case.window, "backend": "metal"}
+    trace.clear()
+    if case.has_rows:
+        out = ops.update_and_attend(q, k, v, kv, metadata, **options)
+    else:
+        out = ops.paged_attention(q, kv, metadata, **options)
+    mx.eval(out)
+    dispatches = [count_dispatch(call) for call in trace]
+    trace.clear()
+
+    def total(what: str) -> int:
+        return sum(dispatch[what] for dispatch in dispatches)
+
+    least = case.least
+    kv_loaded = total("kv_slab_loaded") + total("rows_loaded")
+    # What is left when caches catch every repeat: partials once out and once in, queries and outputs once.
+    traffic = kv_loaded + total("rows_stored") + 2 * total("partials_stored")
+    traffic += least["queries_loaded"] + least["output_stored"]
+    gather_and_sdpa = 3 * least["kv_loaded"] + least["queries_loaded"] + least["output_stored"]
+    # Rows have to come into the slabs there, too: by a dispatch of their own, which reads and writes them.
+    gather_and_sdpa += 2 * least["rows_stored"]
+    return {
+        "contexts": case.context_lens,
+        "query_lens": case.query_lens,
+        "group": case.group,
+        "num_kv_heads": case.num_kv_heads,
+        "head_dim": case.head_dim,
+        "block_size": case.block_size,
+        "dtype": case.dtype,
+        "window": case.window,
+        "operation": "update_and_attend" if case.has_rows else "paged_attention",
+        "least": least,
+        "kv_loaded": kv_loaded,
+        "kv_ratio": round(kv_loaded / least["kv_loaded"], 6),
+        "rows_stored": total("rows_stored"),
+        "output_stored": total("output_stored"),
+        "partials_stored": total("partials_stored"),
+        "partials_loaded": total("partials_loaded"),
+        "traffic": traffic,
+        "gather_and_sdpa": gather_and_sdpa,
+        "over_gather_and_sdpa": round(traffic / gather_and_sdpa, 4),
+        "dispatches": dispatches,
+    }
+
+
+def make_slabs(case: Case) -> tuple[ops.KVHandle, ops.AttentionMetadata]:
+    """Slabs and block tables in which no two blocks of a sequence are adjacent in order."""
+    counts = [-(-context // case.block_size) for context in case.context_lens]
+    ids = iter(range(sum(counts), 0, -1))
+    tables = [[next(ids) for _ in range(count)] for count in counts]
+    kv = ops.KVHandle.allocate(sum(counts) + 1, case.num_kv_heads, case.block_size, case.head_dim, DTYPES[case.dtype])
+    return kv, ops.AttentionMetadata.build(tables, case.context_lens, case.query_lens, case.block_size)
+
+
+def count_dispatch(call: Any) -> dict[str, Any]:
+    """Bytes of one kernel call, as its threads load and store them, and what its threadgroups share.
+
+    Where no rows are given the queries array stands in for ``key_rows`` and ``value_rows``; the emulator counts by the
+    name of the argument, so loads of those two are K/V loads in any case.
+    """
+    loaded, stored = call.loaded_bytes, call.stored_bytes
+
+    def loads(*names: str) -> int:
+        return sum(loaded.get(name, 0) for name in names)
+
+    def stores(*names: str) -> int:
+        return sum(stored.get(name, 0) for name in names)
+
+    is_partial = bool(call.template.get("PARTIAL", False))
+    num_threadgroups = 1
+    for size, width in zip(call.grid, call.threadgroup, strict=True):
+        num_threadgroups *= -(-size // width)
+    return {
+        "kernel": call.kernel.removeprefix("mlx_paged_"),
+        "threadgroups": num_threadgroups,
+        "threads_per_threadgroup": call.threadgroup[0] * call.threadgroup[1] * call.threadgroup[2],
+        "threadgroup_bytes": call.counts["threadgroup_bytes"],
+        "barriers_per_threadgroup": call.counts["barriers"] / num_threadgroups,
+        "threadgroup_loaded": loads("threadgroup"),
+        "threadgroup_stored": stores("threadgroup"),
+        "kv_slab_loaded": loads("key_slab", "value_slab"),
+        "rows_loaded": loads("key_rows", "value_rows"),
+        "rows_stored": stores("key_slab", "value_slab"),
+        "queries_loaded": loads("queries"),
+        "plan_loaded": loads("plan", "block_table"),
+        "scalars_loaded": loads("sinks", "softmax_scale"),
+        "partials_loaded": loads("partials"),
+        "partials_stored": stores("out") if is_partial else 0,
+        "output_stored": 0 if is_partial else stores("out", "keys", "values"),
+        "token": loads("token_in") + stores("token_out"),
+    }
+
+
+def count_gather(context: int, trace: list[Any]) -> dict[str, Any]:
+    """The gather kernel of gather + SDPA: it reads K/V once and writes them once."""
+    case = Case.of_one(context, 1, 1)
+    kv, metadata = make_slabs(case)
+    trace.clear()
+    mx.eval(ops.gather_blocks(kv, metadata.block_tables[0], context, backend="metal"))
+    (dispatch,) = (count_dispatch(call) for call in trace)
+    least = case.least["kv_loaded"]
+    return {
+        "context": context,
+        "least": least,
+        "kv_slab_loaded": dispatch["kv_slab_loaded"],
+        "dense_stored": dispatch["output_stored"],
+        "block_table_loaded": dispatch["plan_loaded"],
+        "with_sdpa_at_best": dispatch["kv_slab_loaded"] + dispatch["output_stored"] + least,
+    }
+
+
+def over_bound(counts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The cases whose K/V loads are too many."""
+    return [c for c in counts if max(c["contexts"]) > KV_BOUND_ABOVE and c["kv_ratio"] > KV_BOUND]
+
+
+def estimate_roofline() -> list[dict[str, Any]]:
+    """``seconds = bytes / bandwidth`` for the K/V of one decode step, per chip: an upper bound of speed."""
+    shape = QWEN3_0_6B
+    rows = []
+    for chip, bandwidth in BANDWIDTHS.items():
+        row: dict[str, Any] = {"chip": chip, "gb_per_s": bandwidth}
+        for context in ROOFLINE_CONTEXTS:
+            layer_bytes = 2 * context * shape["num_kv_heads"] * shape["head_dim"] * shape["itemsize"]
+            layer_seconds = layer_bytes / (bandwidth * 1e9)
+            row[str(context)] = {
+                "layer_bytes": layer_bytes,
+                "layer_microseconds": round(layer_seconds * 1e6, 3),
+                "tokens_per_second": round(1 / (shape["num_layers"] * layer_seconds), 3),
+                "gather_and_sdpa_tokens_per_second": round(1 / (3 * shape["num_layers"] * layer_seconds), 3),
+            }
+        rows.append(row)
+    return rows
+
+
+def print_counts(cases: list[Case], counts: list[dict[str, Any]]) -> None:
+    labels = ["context", "run", "group", "dtype, head_dim"]
+    print("paged_attention, 2 KV heads: K/V from slabs and new rows, against each row once. Queries, plan: as loaded,")
+    print(
+        "every simdgroup for itself; lanes of a simdgroup that load the same number of the plan count once. Threadgroup"
+    )
+    print(
+        "loads are those that the compiler for the CPU left. Traffic / gather + SDPA: K/V as counted, partials out and"
+    )
+    print("in, queries and outputs once, over three times K/V and the same queries and outputs.\n")
+    rows, merge_rows = [], []
+    for case, count in zip(cases, counts, strict=True):
+        parts = {name: [d for d in count["dispatches"] if d["kernel"] == name] for name in kernels.KERNELS}
+        attention, merges = parts["paged_attention"], parts["merge_partitions"]
+        rows.append(
+            [
+                *case.labels,
+                f"{count['kv_loaded']:,}",
+                f"{count['kv_ratio']:.4f}",
+                f"{count['rows_stored']:,}",
+                f"{sum(d['queries_loaded'] for d in attention) / count['least']['queries_loaded']:.0f}x",
+                f"{sum(d['plan_loaded'] for d in attention) / SIMD_SIZE / count['kv_loaded']:.2%}",
+                f"{count['output_stored'] / count['least']['output_stored']:.2f}x",
+                f"{2 * count['partials_stored'] / count['kv_loaded']:.1%}",
+                f"{sum(d['threadgroup_loaded'] for d in attention) / count['kv_loaded']:.1f}x",
+                f"{max(d['threadgroup_bytes'] for d in attention):,}",
+                "/".join(f"{d['barriers_per_threadgroup']:.0f}" for d in attention),
+                f"{count['over_gather_and_sdpa']:.2f}",
+            ]
+        )
+        if merges:
+            merge_rows.append(
+                [
+                    *case.labels,
+                    f"{count['partials_stored']:,}",
+                    f"{count['partials_loaded'] / count['partials_stored']:.2f}x",
+                    f"{sum(d['plan_loaded'] for d in merges) / SIMD_SIZE:,.0f}",
+                    f"{sum(d['output_stored'] for d in merges):,}",
+                    f"{max(d['threadgroup_bytes'] for d in merges):,}",
+                    "/".join(f"{d['barriers_per_threadgroup']:.0f}" for d in merges),
+                ]
+            )
+    print_table(
+        [
+            *labels,
+            "K/V loaded",
+            "/ least",
+            "rows stored",
+            "queries",
+            "plan / K/V",
+            "output",
+            "partials / K/V",
+            "threadgroup loads / K/V",
+            "threadgroup bytes",
+            "barriers",
+            "/ gather + SDPA",
+        ],
+        rows,
+    )
+    print("merge_partitions: partials are loaded once for their values, and by each lane for their two scores.\n")
+    print_table(
+        [*labels, "partials stored", "loaded by lanes", "plan", "output stored", "threadgroup bytes", "barriers"],
+        merge_rows,
+    )
+
+
+def print_roofline(rows: list[dict[str, Any]]) -> None:
+    print("ESTIMATE, not measured on a Mac: K/V of one decode step of Qwen3-0.6B (28 layers, 8 KV heads, head_dim 128,")
+    print(
+        "bf16). us per layer = 2 * context * 8 * 128 * 2 bytes / published bandwidth; tok/s = 1 / (28 * that), an upper"
+    )
+    print("bound from K/V alone: weights, launches and everything else come on top. In brackets gather + SDPA, 3x.\n")
+    header = ["chip", "GB/s"]
+    for context in ROOFLINE_CONTEXTS:
+        header += [f"us per layer at {context:,}", f"tok/s at {context:,}"]
+    table = []
+    for row in rows:
+        cells = [row["chip"], f"{row['gb_per_s']:g}"]
+        for context in ROOFLINE_CONTEXTS:
+            at = row[str(context)]
+            cells += [
+                f"{at['layer_microseconds']:.0f}",
+                f"{at['tokens_per_second']:.0f} ({at['gather_and_sdpa_tokens_per_second']:.0f})",
+            ]
+        table.append(cells)
+    print_table(header, table)
+
+
+def setup_arg_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a few cases only")
+    parser.add_argument("--out", type=Path, help="also write the JSON line to this file")
+    return parser
+
+
+def fingerprint() -> str:
+    """Of the kernels and of how they are launched, so that figures of other ones are recognised."""
+    digest = hashlib.sha256()
+    for name in ("paged_kv.h", "paged_attention.metal", "merge_partitions.metal", "gather_blocks.metal"):
+        digest.update(read_source(name).encode())
+    for module in (kernels, attention_plan):
+        digest.update(Path(module.__file__).read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def compiler_name() -> str:
+    """What counted loads depend on: those that its optimiser left."""
+    from metal_emulator.compiler import find_compiler
+
+    command = find_compiler()
+    return "ziglang" if "ziglang" in command else Path(command[0]).name
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit status: 1 when a case loads too much K/V."""
+    args = setup_arg_parser().parse_args(argv)
+    cases = all_cases(args.quick)
+    gather_contexts = (300,) if args.quick else (256, 1024, 4096)
+    with counting_metal() as trace:
+        setting = machine_card() | {
+            "kernels run on": f"the Metal emulator, compiled by {compiler_name()}; no Mac, no time measured",
+            "kernels": f"sha256 {fingerprint()} of their sources and of the code that launches them",
+            "kv_bound": f"{KV_BOUND} x the least for contexts above {KV_BOUND_ABOVE}",
+        }
+        print_card("Cost model of paged attention: bytes, counted", setting)
+        counts = [count_case(case, trace) for case in cases]
+        gathers = [count_gather(context, trace) for context in gather_contexts]
+    print_counts(cases, counts)
+    print("gather_blocks (2 KV heads, head_dim 128, bf16); SDPA then reads what it wrote, once at best.\n")
+    print_table(
+        ["context", "least K/V", "slabs loaded", "dense stored", "block table loaded", "with SDPA / least"],
+        [
+            [
+                f"{g['context']:,}",
+                *(f"{g[name]:,}" for name in ("least", "kv_slab_loaded", "dense_stored", "block_table_loaded")),
+                f"{g['with_sdpa_at_best'] / g['least']:.2f}",
+            ]
+            for g in gathers
+        ],
+    )
+    roofline = estimate_roofline()
+    print_roofline(roofline)
+    worst = max(c["kv_ratio"] for c in counts)
+    failed = over_bound(counts)
+    print(f"K/V loads: at most {worst:.4f} x the least; {len(failed)} of {len(counts)} cases above {KV_BOUND}.\n")
+    print_json(
+        "cost_model",
+        setting,
+        {"attention": counts, "gather": gathers, "roofline_estimate": roofline, "over_bound": len(failed)},
+        args.out,
+    )
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""The Metal backend under a write rule, and what tests of its kernels compare."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import mlx.core as mx
+import numpy as np
+from emulated_metal import emulated_metal
+from metal_emulator import Checks
+from metal_emulator.checks import Call
+from numpy_attention import PagedProblem
+from pytest import MonkeyPatch
+from write_rules import slots_of_the_step
+
+from mlx_paged.ops import KVHandle, in_place
+
+
+@contextmanager
+def checked_metal(orders: tuple[str, ...] = ("ascending",)) -> Iterator[list[Call]]:
+    """``backend="metal"`` inside, each call held to its own slots; yields the trace."""
+    with MonkeyPatch.context() as patch:
+        # The check at start-up takes longer than most of these tests, and has its own.
+        patch.setattr(in_place, "check_writes_in_place", lambda: None)
+        with emulated_metal(Checks(orders=orders, writable=slots_of_the_step)) as trace:
+            yield trace
+
+
+def before_the_step(problem: PagedProblem) -> tuple[KVHandle, mx.array, mx.array]:
+    """Slabs of their own that hold NaN where the new tokens go, and the K and V of these, packed."""
+    slots = problem.metadata.slot_mapping.slots
+    block_size = problem.kv.block_size
+    slabs = []
+    for slab in (problem.kv.k, problem.kv.v):
+        bits = raw(slab).copy()
+        nan = raw(mx.array([mx.nan], slab.dtype))[0]
+        for slot in slots:
+            bits[slot // block_size, :, slot % block_size] = nan
+        slabs.append(mx.array(bits).view(slab.dtype))
+    runs = list(zip(problem.dense, problem.query_lens, strict=True))
+    k, v = (mx.concatenate([rows[which][-query_len:] for rows, query_len in runs]) for which in (1, 2))
+    mx.eval(*slabs, k, v)
+    return KVHandle(*slabs), k, v
+
+
+def random_handle(
+    rng: np.random.Generator,
+    num_blocks: int,
+    num_kv_heads: int = 2,
+    block_size: int = 8,
+    head_dim: int = 32,
+    dtype: mx.Dtype = mx.float32,
+) -> KVHandle:
+    shape = (num_blocks, num_kv_heads, block_size, head_dim)
+    kv = KVHandle(random_array(rng, shape, dtype), random_array(rng, shape, dtype))
+    mx.eval(*kv.arrays)
+    return kv
+
+
+def random_array(rng: np.random.Generator, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+    return mx.array(rng.standard_normal(shape, dtype=np.float32)).astype(dtype)
+
+
+def copy_of(kv: KVHandle) -> KVHandle:
+    """The same content in memory of its own."""
+    twin = KVHandle(*(mx.array(raw(slab)).view(kv.dtype) for slab in (kv.k, kv.v)))
+    mx.eval(*twin.arrays)
+    return twin
+
+
+def raw(array: mx.array) -> np.ndarray:
+    """The bytes of an array as integers, so that equal means equal to the bit."""
+    return np.array(array.view(mx.uint32 if array.itemsize == 4 else mx.uint16))
+
+
+def assert_same_bits(one: mx.array, other: mx.array) -> None:
+    assert (one.dtype, one.shape) == (other.dtype, other.shape)
+    np.testing.assert_array_equal(raw(one), raw(other))
+
+
+def assert_same_slabs(one: KVHandle, other: KVHandle) -> None:
+    mx.eval(*one.arrays, *other.arrays)
+    assert_same_bits(one.k, other.k)
+    assert_same_bits(one.v, other.v)

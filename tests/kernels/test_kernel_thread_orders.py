@@ -1,0 +1,78 @@
+"""The kernels with their threads in three orders: the same bits, or a barrier is missing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from kernel_checks import assert_same_slabs, before_the_step, checked_metal, copy_of, random_array, random_handle
+from kernel_grid import GRID
+from metal_emulator import Checks
+from numpy_attention import DTYPES, assert_matches_formula
+
+from mlx_paged.ops import copy_blocks, gather_blocks, reshape_and_cache, update_and_attend, zero_blocks
+from mlx_paged.ops.attention_plan import cut_threadgroup
+
+
+@pytest.fixture
+def metal_in_three_orders(compiler):
+    with checked_metal(Checks().orders) as trace:
+        yield trace
+
+
+def one_of_each_cut():
+    """The cases of the grid whose threadgroups are cut in different ways, or whose rows lie over other lanes."""
+    found = {}
+    for case in GRID:
+        cut = cut_threadgroup(case.capacity * case.group, case.head_dim, DTYPES[case.dtype].size)
+        lanes = min(32, case.head_dim // 4)
+        vectors = -(-case.head_dim // 128)
+        key = f"{cut.streams}_streams-{cut.row_splits}_splits-{lanes}x{vectors}-{['direct', 'merged'][case.is_merged]}"
+        found.setdefault(key, case)
+    return found
+
+
+CUTS = one_of_each_cut()
+
+
+def test_the_cases_cover_streams_and_splits_and_both_of_them():
+    shapes = {(cut_threadgroup(c.capacity * c.group, c.head_dim, DTYPES[c.dtype].size), c.is_merged) for c in GRID}
+    kinds = {(cut.streams > 1, cut.row_splits > 1, is_merged) for cut, is_merged in shapes}
+    assert kinds == {(True, False, m) for m in (False, True)} | {
+        (s, True, m) for s in (False, True) for m in (False, True)
+    }
+
+
+@pytest.mark.parametrize("case", CUTS.values(), ids=CUTS)
+def test_attention_does_not_depend_on_the_order_of_threads(case, metal_in_three_orders):
+    run = case.capacity
+    # Two rounds at least for every stream, with rows of their own in the last of them.
+    seqs = ((300, run), (17, run)) if case.is_merged else ((150, run), (17, run))
+    problem = replace(case, seqs=seqs, window=None, num_kv_heads=1, poison="nan_values").problem()
+    kv, k, v = before_the_step(problem)
+    out = update_and_attend(problem.q, k, v, kv, *problem.args[2:], backend="metal")
+    assert_matches_formula(out, problem)
+    assert_same_slabs(kv, problem.kv)
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda kv, k, v, backend: reshape_and_cache(k, v, kv, [40, 3, -1, 17, 5, 0, 95], backend=backend),
+        lambda kv, k, v, backend: gather_blocks(kv, [4, 0, 5], 41, backend=backend),
+        lambda kv, k, v, backend: copy_blocks(kv, [(0, 4), (1, 5)], backend=backend),
+        lambda kv, k, v, backend: zero_blocks(kv, [5, 0], backend=backend),
+    ],
+    ids=["reshape_and_cache", "gather_blocks", "copy_blocks", "zero_blocks"],
+)
+def test_blocks_and_rows_do_not_depend_on_the_order_of_threads(operation, metal_in_three_orders):
+    rng = np.random.default_rng(0)
+    kv = random_handle(rng, 6, 2, 16, 64, mx.float16)
+    k, v = (random_array(rng, (7, 2, 64), mx.float16) for _ in "kv")
+    twin = copy_of(kv)
+    ours, theirs = operation(kv, k, v, "metal"), operation(twin, k, v, "reference")
+    assert_same_slabs(kv, twin)
+    for one, other in zip(ours or (), theirs or (), strict=True):
+        assert mx.array_equal(one, other).item()

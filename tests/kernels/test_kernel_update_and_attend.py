@@ -1,0 +1,183 @@
+"""One layer of one step on the kernels: rows into their slots and attention over them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import mlx.core as mx
+import pytest
+from kernel_checks import assert_same_bits, assert_same_slabs, before_the_step, checked_metal
+from kernel_grid import GRID, SETTINGS, Case
+from numpy_attention import assert_matches_formula, make_problem
+
+from mlx_paged.ops import AttentionMetadata, KVHandle, attend, paged_attention, reshape_and_cache, update_and_attend
+
+STEPS = {
+    "decodes": ([1, 16, 17, 300], [1, 1, 1, 1]),
+    "runs": ([300, 17, 8, 260], [5, 8, 8, 6]),
+    "decodes_and_runs": ([300, 17, 300, 9, 40], [1, 8, 3, 2, 1]),
+    "decodes_beside_a_prefill_from_empty": ([17, 40, 1], [1, 40, 1]),
+    "runs_beside_a_prefill_with_history": ([300, 70], [12, 7]),
+    "prefills_from_empty": ([20, 9], [20, 9]),
+    "prefills_with_and_without_history": ([300, 33], [9, 33]),
+}
+
+
+@pytest.fixture
+def metal(compiler):
+    with checked_metal() as trace:
+        yield trace
+
+
+def kernels_of(trace):
+    return [call.kernel.removeprefix("mlx_paged_") for call in trace]
+
+
+@pytest.mark.parametrize("case", GRID, ids=str)
+def test_new_rows_from_the_inputs_give_the_bits_of_rows_in_the_slabs(case, metal):
+    problem = case.problem()
+    expected = paged_attention(*problem.args, backend="metal")
+    kv, k, v = before_the_step(problem)
+    slabs = kv.k, kv.v
+    out = update_and_attend(problem.q, k, v, kv, *problem.args[2:], backend="metal")
+    mx.eval(out, *kv.arrays)
+    assert_same_bits(out, expected)
+    assert_same_slabs(kv, problem.kv)
+    assert kv.k is slabs[0] and kv.v is slabs[1]
+    # one instance, compiled once, does both
+    assert metal[0].template == metal[len(metal) // 2].template
+
+
+@pytest.mark.parametrize("extras", [{}, {"window": 20, "sinks": True}], ids=["plain", "window_sinks"])
+@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize(("context_lens", "query_lens"), STEPS.values(), ids=STEPS)
+def test_every_mix_of_decodes_and_prefills_matches_the_formula(context_lens, query_lens, setting, extras, metal):
+    problem = make_problem(context_lens, query_lens, **setting, **extras, poison="nan_values", order="shared")
+    kv, k, v = before_the_step(problem)
+    out = update_and_attend(problem.q, k, v, kv, *problem.args[2:], backend="metal")
+    assert_matches_formula(out, problem)
+    assert_same_slabs(kv, problem.kv)
+    # The same as the two operations one after the other, and as plain MLX with zeros in the unused slots.
+    kv, _, _ = before_the_step(problem)
+    reshape_and_cache(k, v, kv, problem.metadata.slot_mapping, backend="metal")
+    assert_same_bits(out, attend(problem.q, kv, *problem.args[2:], backend="metal"))
+    assert_same_slabs(kv, problem.kv)
+    kv, _, _ = before_the_step(problem)
+    finite = KVHandle(*(mx.where(mx.isfinite(slab), slab, mx.zeros_like(slab)) for slab in (kv.k, kv.v)))
+    plain = update_and_attend(problem.q, k, v, finite, *problem.args[2:], backend="reference")
+    assert_matches_formula(plain, problem)
+    for ours, theirs in zip((problem.kv.k, problem.kv.v), (finite.k, finite.v), strict=True):
+        assert_same_bits(mx.where(mx.isfinite(ours), ours, mx.zeros_like(ours)), theirs)
+
+
+@pytest.mark.parametrize(
+    ("step", "kernels"),
+    [
+        ("decodes", ["paged_attention", "merge_partitions"]),
+        ("decodes_beside_a_prefill_from_empty", ["paged_attention", "reshape_and_cache"]),
+        (
+            "runs_beside_a_prefill_with_history",
+            ["reshape_and_cache", "gather_blocks", "paged_attention"],
+        ),
+        ("prefills_from_empty", ["reshape_and_cache"]),
+        ("prefills_with_and_without_history", ["reshape_and_cache", "gather_blocks", "gather_blocks"]),
+    ],
+)
+def test_a_decode_is_one_dispatch_and_a_prefill_gathers_only_what_lies_before_it(step, kernels, metal):
+    problem = make_problem(*STEPS[step], **SETTINGS["f16-d64-b16-2x4"])
+    kv, k, v = before_the_step(problem)
+    update_and_attend(problem.q, k, v, kv, *problem.args[2:], backend="metal")
+    assert kernels_of(metal) == kernels
+
+
+@pytest.mark.parametrize("window", [None, 5], ids=["no_window", "window_5"])
+def test_a_sequence_that_is_decoded_over_the_border_of_a_partition_matches_the_formula(window, metal):
+    # 245 tokens of prompt, then 24 decodes: the first and the second half of them in different partitions.
+    setting = SETTINGS["f16-d64-b16-2x4"]
+    problem = make_problem([269], [24], **setting, window=window, poison="nan_values")
+    kv, _, _ = before_the_step(problem)
+    q, k, v = problem.dense[0]
+    outs = []
+    for n in range(246, 270):
+        metadata = AttentionMetadata.build(problem.tables, [n], [1], 16)
+        new = slice(n - 1, n)
+        outs.append(
+            update_and_attend(
+                q[n - 246 : n - 245], k[new], v[new], kv, metadata, problem.scale, window, None, backend="metal"
+            )
+        )
+    assert_matches_formula(mx.concatenate(outs), problem)
+    assert_same_slabs(kv, problem.kv)
+
+
+def test_a_run_that_is_taken_back_is_overwritten_by_the_next(metal):
+    problem = make_problem([300], [4], **SETTINGS["f16-d64-b16-2x4"])
+    kv, k, v = before_the_step(problem)
+    # Eight drafts of which none is kept: positions 296 to 303, the last four behind the context that is compared.
+    metadata = AttentionMetadata.build(problem.tables, [304], [8], 16)
+    drafts = mx.full((8, 2, 64), mx.nan, mx.float16)
+    update_and_attend(mx.ones((8, 8, 64), mx.float16), drafts, drafts, kv, metadata, 1.0, backend="metal")
+    out = update_and_attend(problem.q, k, v, kv, *problem.args[2:], backend="metal")
+    assert_same_bits(out, paged_attention(*problem.args, backend="metal"))
+
+
+def test_rows_that_are_views_of_projections_give_the_same_bits(metal):
+    # A model cuts q, k and v out of one product, or swaps heads and tokens to apply its rotary embedding.
+    problem = make_problem([300, 17], [2, 2], **SETTINGS["f16-d64-b16-2x4"])
+    expected = paged_attention(*problem.args, backend="metal")
+    kv, k, v = before_the_step(problem)
+    joined = mx.concatenate([problem.q, k, v], axis=1)
+    heads_first = mx.contiguous(joined.swapaxes(0, 1))
+    mx.eval(joined, heads_first)
+    for whole in (joined, heads_first.swapaxes(0, 1)):
+        kv, _, _ = before_the_step(problem)
+        q, k, v = whole[:, :8], whole[:, 8:10], whole[:, 10:]
+        assert_same_bits(update_and_attend(q, k, v, kv, *problem.args[2:], backend="metal"), expected)
+        assert_same_slabs(kv, problem.kv)
+
+
+def test_one_metadata_serves_every_layer_with_its_own_slabs_window_and_sinks(metal):
+    metadata = None
+    for seed, extras in enumerate([{}, {"window": 20}, {"sinks": True}, {"window": 300}, {"window": 20}, {}]):
+        problem = make_problem(
+            *STEPS["decodes_and_runs"], **SETTINGS["f16-d64-b16-2x4"], **extras, seed=seed, order="adjacent"
+        )
+        metadata = metadata or problem.metadata
+        kv, k, v = before_the_step(problem)
+        q, _, _, *rest = problem.args
+        assert_matches_formula(update_and_attend(q, k, v, kv, metadata, *rest, backend="metal"), problem)
+        assert_same_slabs(kv, problem.kv)
+
+
+def test_a_plan_that_reads_slabs_is_not_taken_for_one_that_writes_them(metal):
+    # The same metadata first for an attention over the slabs, then for a write, then for an attention again.
+    problem = make_problem([300, 17], [2, 2], **SETTINGS["f16-d64-b16-2x4"])
+    kv, k, v = before_the_step(problem)
+    assert mx.isnan(paged_attention(problem.q, kv, *problem.args[2:], backend="metal")).all().item()
+    out = update_and_attend(problem.q, k, v, kv, *problem.args[2:], backend="metal")
+    assert_same_bits(paged_attention(problem.q, kv, *problem.args[2:], backend="metal"), out)
+    assert_matches_formula(out, problem)
+
+
+def test_nan_in_the_new_rows_of_one_sequence_does_not_reach_another(metal):
+    case = Case("f16", 64, 16, 2, 4, ((300, 1), (17, 1), (40, 1)), None, False, "shuffled", "nan_keys")
+    problem = case.problem()
+    expected = paged_attention(*problem.args, backend="metal")
+    kv, k, v = before_the_step(problem)
+    bad = mx.array([0, mx.nan, 0], mx.float16)[:, None, None]
+    out = update_and_attend(problem.q, k + bad, v + bad, kv, *problem.args[2:], backend="metal")
+    assert mx.isnan(out[1]).all().item()
+    assert_same_bits(out[::2], expected[::2])
+
+
+def test_slabs_in_a_handle_that_grew_are_written_where_they_are_now(metal):
+    case = Case("f16", 64, 16, 2, 4, ((300, 1), (17, 1)), None, False, "shuffled", "nan_values")
+    problem = replace(case).problem()
+    kv, k, v = before_the_step(problem)
+    num_blocks = kv.num_blocks
+    kv.grow(3)
+    out = update_and_attend(problem.q, k, v, kv, *problem.args[2:], backend="metal")
+    mx.eval(out, *kv.arrays)
+    assert_matches_formula(out, problem)
+    assert_same_slabs(KVHandle(kv.k[:num_blocks], kv.v[:num_blocks]), problem.kv)
+    assert mx.all(kv.k[num_blocks:] == 0).item() and mx.all(kv.v[num_blocks:] == 0).item()
