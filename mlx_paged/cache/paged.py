@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlx_paged import ops
 from mlx_paged.cache.base import CacheFullError, KVCache, KVCacheStats, SeqId
 from mlx_paged.config import KVCacheConfig
-from mlx_paged.core import BlockPool, BlockTable
+from mlx_paged.core import BlockPool, BlockTable, KVCacheManager
 from mlx_paged.ops import AttentionMetadata, CopyDetector, KVHandle
 
 INITIAL_BLOCKS = 64
@@ -36,48 +36,55 @@ class PagedKVCache(KVCache):
         # One block more than sequences can hold: block 0 is the null block.
         num_blocks = min(initial_blocks, config.num_blocks) + 1
         self.pool = BlockPool(num_blocks, config.block_size)
+        self.manager = KVCacheManager(self.pool)
         self._layers = [
             KVHandle.allocate(num_blocks, config.num_kv_heads, config.block_size, config.head_dim, self.dtype)
             for _ in range(config.num_layers)
         ]
         # Plain MLX gathers blocks, which may take as much as a slab; kernels allocate next to nothing.
         self._copy_detector = CopyDetector(NUM_WATCHED_STEPS if self.backend == "metal" else 0)
-        self._tables: dict[SeqId, BlockTable] = {}
         self._metadata: AttentionMetadata | None = None
-        self._step: Mapping[SeqId, int] = {}
+        self._lengths_before: Mapping[SeqId, int] = {}
         self._new_seqs: list[SeqId] = []
 
     # Steps
 
     def _begin_step(self, num_new_tokens: Mapping[SeqId, int]) -> None:
-        tables = {seq: self._tables[seq] if seq in self._tables else BlockTable(self.pool) for seq in num_new_tokens}
-        num_needed = sum(table.num_new_blocks(num_new_tokens[seq]) for seq, table in tables.items())
-        self._make_room(num_needed, num_new_tokens)
+        self._make_room(num_new_tokens)
+        self._lengths_before = {seq: self.seq_len(seq) for seq in num_new_tokens}
+        self._new_seqs = [seq for seq in num_new_tokens if seq not in self.manager.tables]
+        try:
+            self._allocate(num_new_tokens)
+            tables = [self.manager.tables[seq] for seq in num_new_tokens]
+            self._metadata = AttentionMetadata.build(
+                block_tables=[table.block_ids for table in tables],
+                context_lens=[table.num_tokens for table in tables],
+                query_lens=list(num_new_tokens.values()),
+                block_size=self.config.block_size,
+            )
+        except BaseException:  # Ctrl-C, too.
+            self._abort_step()
+            raise
+        self._copy_detector.begin_step(self._metadata.num_tokens, self._layers[0].k.nbytes)
+
+    def _allocate(self, num_new_tokens: Mapping[SeqId, int]) -> None:
+        tables = self.manager.tables
         partly_filled = []
-        for seq, table in tables.items():
-            num_blocks = table.num_blocks
-            copies = table.reserve(num_new_tokens[seq])
+        for seq, num_new in num_new_tokens.items():
+            num_blocks = tables[seq].num_blocks if seq in tables else 0
+            copies = self.manager.allocate_slots(seq, num_new)
             assert copies is not None, "the pool was found to have room"
-            # Copied table by table: a source may be handed out again by the next table's reserve.
+            # Copied sequence by sequence: a source may be handed out again by the next one's allocation.
             for handle in self._layers if copies else ():
                 ops.copy_blocks(handle, copies, self.backend)
-            if table.num_blocks > num_blocks and (table.num_tokens + num_new_tokens[seq]) % self.config.block_size:
-                partly_filled.append(table.block_ids[-1])
+            if tables[seq].num_blocks > num_blocks and tables[seq].num_unfilled_slots:
+                partly_filled.append(tables[seq].block_ids[-1])
         # Whatever another sequence left there, a NaN even, must not reach this one.
         for handle in self._layers if partly_filled else ():
             ops.zero_blocks(handle, partly_filled, self.backend)
-        self._new_seqs = [seq for seq in tables if seq not in self._tables]
-        self._tables.update(tables)
-        self._step = dict(num_new_tokens)
-        self._metadata = AttentionMetadata.build(
-            block_tables=[table.block_ids for table in tables.values()],
-            context_lens=[table.num_tokens + num_new_tokens[seq] for seq, table in tables.items()],
-            query_lens=list(num_new_tokens.values()),
-            block_size=self.config.block_size,
-        )
-        self._copy_detector.begin_step(self._metadata.num_tokens, self._layers[0].k.nbytes)
 
-    def _make_room(self, num_needed: int, num_new_tokens: Mapping[SeqId, int]) -> None:
+    def _make_room(self, num_new_tokens: Mapping[SeqId, int]) -> None:
+        num_needed = sum(self.manager.num_needed_blocks(seq, n) for seq, n in num_new_tokens.items())
         num_missing = num_needed - self.pool.num_free_blocks
         if num_missing <= 0:
             return
@@ -97,20 +104,19 @@ class PagedKVCache(KVCache):
 
     def _commit_step(self) -> None:
         self._copy_detector.end_step(self._layers[0].k.nbytes)
-        for seq, num_new in self._step.items():
-            self._tables[seq].advance(num_new)
         self._close_step()
 
     def _abort_step(self) -> None:
-        for seq in self._step:
-            table = self._tables[seq]
-            table.trim_to(table.num_tokens)
-        for seq in self._new_seqs:
-            self.free(seq)
+        for seq, length in self._lengths_before.items():
+            if seq in self._new_seqs:
+                if seq in self.manager.tables:
+                    self.manager.free(seq)
+            else:
+                self.manager.trim(seq, length)
         self._close_step()
 
     def _close_step(self) -> None:
-        self._step, self._new_seqs, self._metadata = {}, [], None
+        self._lengths_before, self._new_seqs, self._metadata = {}, [], None
 
     def update(self, layer: int, k: mx.array, v: mx.array) -> None:
         handle, metadata = self._layers[layer], self._open_metadata()
@@ -130,12 +136,11 @@ class PagedKVCache(KVCache):
     # Sequences
 
     def seq_len(self, seq: SeqId) -> int:
-        table = self._tables.get(seq)
-        return 0 if table is None else table.num_tokens
+        return self.manager.num_tokens(seq)
 
     @property
     def seqs(self) -> list[SeqId]:
-        return list(self._tables)
+        return list(self.manager.tables)
 
     def block_ids(self, seq: SeqId) -> tuple[int, ...]:
         """The block table of a sequence; ``KeyError`` when there is no such sequence."""
@@ -143,15 +148,15 @@ class PagedKVCache(KVCache):
 
     def trim(self, seq: SeqId, length: int) -> None:
         self._check_trim(seq, length)
-        self._tables[seq].trim_to(length)
+        self.manager.trim(seq, length)
 
     def free(self, seq: SeqId) -> None:
-        self._table(seq).free()
-        del self._tables[seq]
+        self._table(seq)
+        self.manager.free(seq)
 
     def fork(self, seq: SeqId, new_seq: SeqId) -> None:
         self._check_fork(seq, new_seq)
-        self._tables[new_seq] = self._tables[seq].fork()
+        self.manager.fork(seq, new_seq)
 
     def materialize(self, seq: SeqId, layer: int) -> tuple[mx.array, mx.array]:
         table = self._table(seq)
@@ -166,21 +171,21 @@ class PagedKVCache(KVCache):
         return [array for handle in self._layers for array in handle.arrays]
 
     def stats(self) -> KVCacheStats:
-        num_tokens = sum(table.num_tokens for table in self._tables.values())
+        stats = self.manager.stats()
         return KVCacheStats(
-            num_seqs=len(self._tables),
-            num_tokens=num_tokens,
-            nbytes_used=self.pool.num_used_blocks * self.config.nbytes_per_block,
+            num_seqs=stats.num_requests,
+            num_tokens=stats.num_tokens,
+            nbytes_used=stats.num_used_blocks * self.config.nbytes_per_block,
             nbytes_held=sum(handle.nbytes for handle in self._layers),
-            blocks_used=self.pool.num_used_blocks,
+            blocks_used=stats.num_used_blocks,
             num_blocks=self.config.num_blocks,
         )
 
     def max_seq_len(self, seq: SeqId) -> int:
         num_free = self.config.num_blocks - self.pool.num_used_blocks
-        if seq not in self._tables:
+        if seq not in self.manager.tables:
             return num_free * self.config.block_size
-        table = self._tables[seq]
+        table = self.manager.tables[seq]
         # A shared tail is copied before it is written, and the copy takes a block.
         num_copied = int(table.num_unfilled_slots > 0 and table.num_new_blocks(1) > 0)
         if num_copied > num_free:
@@ -188,6 +193,6 @@ class PagedKVCache(KVCache):
         return table.capacity + (num_free - num_copied) * self.config.block_size
 
     def _table(self, seq: SeqId) -> BlockTable:
-        if seq not in self._tables:
+        if seq not in self.manager.tables:
             raise self._missing(seq)
-        return self._tables[seq]
+        return self.manager.tables[seq]

@@ -26,6 +26,7 @@ from mlx_paged.core.errors import (
 )
 from mlx_paged.core.free_queue import FreeKVCacheBlockQueue
 from mlx_paged.core.kv_cache_block import KVCacheBlock
+from mlx_paged.core.kv_cache_manager import ComputedBlocks, KVCacheManager, KVCacheManagerStats
 from mlx_paged.core.prefix_index import PrefixIndex
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "BlockPool",
     "BlockTable",
     "BlockTableError",
+    "ComputedBlocks",
     "DoubleFreeError",
     "ExtraKey",
     "ForeignBlockError",
@@ -42,6 +44,8 @@ __all__ = [
     "FrozenBlockError",
     "IntegrityError",
     "KVCacheBlock",
+    "KVCacheManager",
+    "KVCacheManagerStats",
     "PrefixIndex",
     "TokenSlot",
     "UseAfterFreeError",

@@ -125,8 +125,8 @@ def update_and_attend(
 ) -> mx.array:
     """Write the step's rows into the slots of ``metadata.slot_mapping``, then :func:`attend`: one layer of one step.
 
-    The same result as the two operations one after the other; a kernel does both in one dispatch. For that, no block
-    table may name a block that another sequence writes in this step: a block is shared once it is full, or copied.
+    The same result as the two operations one after the other; a kernel does both in one dispatch. Where a sequence
+    reads what another one writes in this step, ``metadata`` has to say so (``shares_new_blocks``).
     """
     checks.check_slot_write("update_and_attend", k, v, kv, metadata.slot_mapping)
     checks.check_attention("update_and_attend", q, kv, metadata, window, sinks)

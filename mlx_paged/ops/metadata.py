@@ -93,6 +93,7 @@ class AttentionMetadata:
     context_lens: list[int]  # tokens in the cache after this step's writes
     query_lens: list[int]
     block_size: int
+    shares_new_blocks: bool = False  # a block table names a block that another sequence writes in this step
     _plans: dict[Hashable, object] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -102,11 +103,14 @@ class AttentionMetadata:
         context_lens: Sequence[int],
         query_lens: Sequence[int],
         block_size: int,
+        shares_new_blocks: bool = False,
     ) -> AttentionMetadata:
         """Check the lists against one another.
 
         Args:
             block_tables: block ids per sequence; those behind its context (reserved ones) are left out.
+            shares_new_blocks: whether a sequence reads blocks that another one writes in this step, as when both begin
+                with the same prompt. Then the rows of all are written before any is read, which costs a dispatch.
 
         Raises:
             ValueError: lists of different lengths, a query run that is empty or longer than its context, a block table
@@ -135,7 +139,7 @@ class AttentionMetadata:
             if min(blocks) < 0:
                 raise ValueError(f"[attention_metadata] sequence {seq}: block id {min(blocks)} is negative")
             tables.append(blocks)
-        return cls(tables, list(context_lens), list(query_lens), block_size)
+        return cls(tables, list(context_lens), list(query_lens), block_size, shares_new_blocks)
 
     def plan(self, key: Hashable, make: Callable[[], T]) -> T:
         """What a backend derives from this step: made for the first layer, reused by the others."""

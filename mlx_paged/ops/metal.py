@@ -91,8 +91,8 @@ def update_and_attend(
     sinks: mx.array | None = None,
 ) -> mx.array:
     """A decode writes its rows and attends in one dispatch; a prefill writes them, then gathers what lies before."""
-    if not writes_in_place():
-        reference.reshape_and_cache(k, v, kv, metadata.slot_mapping)
+    if metadata.shares_new_blocks or not writes_in_place():
+        reshape_and_cache(k, v, kv, metadata.slot_mapping)
         return attend(q, kv, metadata, scale, window, sinks)
 
     def attend_part(part: AttentionMetadata, part_q: mx.array, part_k: mx.array, part_v: mx.array) -> mx.array:

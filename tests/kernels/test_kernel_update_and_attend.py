@@ -5,8 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import mlx.core as mx
+import numpy as np
 import pytest
-from kernel_checks import assert_same_bits, assert_same_slabs, before_the_step, checked_metal
+from kernel_checks import (
+    assert_same_bits,
+    assert_same_slabs,
+    before_the_step,
+    checked_metal,
+    copy_of,
+    random_array,
+    random_handle,
+)
 from kernel_grid import GRID, SETTINGS, Case
 from numpy_attention import assert_matches_formula, make_problem
 
@@ -181,3 +190,20 @@ def test_slabs_in_a_handle_that_grew_are_written_where_they_are_now(metal):
     assert_matches_formula(out, problem)
     assert_same_slabs(KVHandle(kv.k[:num_blocks], kv.v[:num_blocks]), problem.kv)
     assert mx.all(kv.k[num_blocks:] == 0).item() and mx.all(kv.v[num_blocks:] == 0).item()
+
+
+@pytest.mark.parametrize("query_lens", [(8, 1), (32, 1), (32, 9)], ids=["runs", "prefill_decode", "prefills"])
+def test_a_sequence_sees_rows_that_another_one_writes_in_the_same_step(query_lens, metal):
+    # The second sequence begins with blocks of the first, which the first fills in this very step.
+    rng = np.random.default_rng(0)
+    context_lens = (32, 32 + query_lens[1])
+    tables = [[1, 2], [1, 2, 3]]
+    metadata = AttentionMetadata.build(tables, context_lens, query_lens, 16, shares_new_blocks=True)
+    q, k, v = (random_array(rng, (sum(query_lens), heads, 64), mx.float32) for heads in (4, 2, 2))
+    slabs = random_handle(rng, 5, 2, 16, 64)
+    expected_slabs = copy_of(slabs)
+    expected = update_and_attend(q, k, v, expected_slabs, metadata, 0.125, backend="reference")
+    out = update_and_attend(q, k, v, slabs, metadata, 0.125, backend="metal")
+    np.testing.assert_allclose(np.array(out), np.array(expected), rtol=0, atol=16 * 2.0**-23)
+    assert_same_slabs(slabs, expected_slabs)
+    assert metal[0].kernel == "mlx_paged_reshape_and_cache"
