@@ -305,12 +305,13 @@ def fill_in_defaults(args: argparse.Namespace) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = setup_arg_parser().parse_args(argv)
+    parser = setup_arg_parser()
+    args = parser.parse_args(argv)
     kind = fill_in_defaults(args)
     try:
         backend = ops.resolve_backend(args.backend)
     except ops.BackendError as error:
-        raise SystemExit(str(error)) from None
+        parser.error(str(error))
     mx.random.seed(0)
     copy_bandwidth = measure_copy(args.copy_bytes, args.turns)
     setting = machine_card() | {

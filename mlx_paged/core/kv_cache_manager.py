@@ -21,6 +21,7 @@ class ComputedBlocks(NamedTuple):
 
     blocks: Sequence[KVCacheBlock] = ()
     num_tokens: int = 0
+    num_queried_tokens: int = 0  # that were looked for
 
 
 NOTHING_COMPUTED = ComputedBlocks()
@@ -91,22 +92,19 @@ class KVCacheManager:
     def get_computed_blocks(self, block_hashes: Sequence[BlockHash], num_tokens: int) -> ComputedBlocks:
         """The longest cached prefix of a request of `num_tokens` tokens, in whole blocks.
 
-        At most `num_tokens - 1` tokens: the last one must be computed for its logits. The blocks may be free, and the
-        next `allocate_slots` of anybody may evict them, so pass them to that of this request first.
+        At most `num_tokens - 1` tokens: the last one must be computed for its logits. Takes nothing: the blocks may be
+        free, and the next `allocate_slots` of anybody may evict them, so pass them to that of this request first.
 
         Args:
             block_hashes: of the request's full blocks (`hash_token_blocks`).
         """
-        self._num_queried_tokens += num_tokens
         blocks: list[KVCacheBlock] = []
         for block_hash in block_hashes[: max(0, num_tokens - 1) // self.pool.block_size]:
             block = self.pool.get_cached_block(block_hash)
             if block is None:
                 break
             blocks.append(block)
-        num_hit_tokens = len(blocks) * self.pool.block_size
-        self._num_hit_tokens += num_hit_tokens
-        return ComputedBlocks(blocks, num_hit_tokens)
+        return ComputedBlocks(blocks, len(blocks) * self.pool.block_size, num_tokens)
 
     def num_needed_blocks(
         self, request_id: RequestId, num_new_tokens: int, computed: ComputedBlocks = NOTHING_COMPUTED
@@ -146,6 +144,9 @@ class KVCacheManager:
             self.pool.touch(computed.blocks)
             table = self._tables[request_id] = BlockTable(self.pool)
             table.adopt(computed.blocks, computed.num_tokens)
+            # Counted here and not at the lookup: a request that is refused looks again.
+            self._num_queried_tokens += computed.num_queried_tokens
+            self._num_hit_tokens += computed.num_tokens
         copies = table.reserve(num_new_tokens)
         assert copies is not None, "the blocks were counted"
         table.advance(num_new_tokens)

@@ -15,11 +15,10 @@ from mlx_paged.ops import checks
 from mlx_paged.ops.backends import BACKENDS, BackendError, load_backend, resolve_backend
 from mlx_paged.ops.copy_detector import CopyDetector
 from mlx_paged.ops.kv_handle import KVHandle
-from mlx_paged.ops.metadata import MAX_DECODE_QUERY_LEN, AttentionMetadata, SlotMapping
+from mlx_paged.ops.metadata import AttentionMetadata, SlotMapping
 
 __all__ = [
     "BACKENDS",
-    "MAX_DECODE_QUERY_LEN",
     "AttentionMetadata",
     "BackendError",
     "CopyDetector",
@@ -107,7 +106,7 @@ def attend(
     sinks: mx.array | None = None,  # [num_heads]
     backend: str = "auto",
 ) -> mx.array:
-    """Attention for any step: query runs up to ``MAX_DECODE_QUERY_LEN`` are decoded, longer ones prefilled."""
+    """Attention for any step: query runs that are short enough for the backend are decoded, longer ones prefilled."""
     checks.check_attention("attend", q, kv, metadata, window, sinks)
     return load_backend(backend, kv).attend(q, kv, metadata, scale, window, sinks)
 

@@ -18,10 +18,6 @@ import mlx.core as mx
 
 T = TypeVar("T")
 
-# Query runs up to this length are decoded block by block; longer ones gather their blocks and use MLX's own SDPA.
-# Block-parallel attention reads a block once per query token of the run, a gather once per run.
-MAX_DECODE_QUERY_LEN = 8
-
 
 @dataclass(frozen=True, eq=False)
 class SlotMapping:

@@ -14,12 +14,14 @@ from mlx_paged.ops import kernels, reference
 from mlx_paged.ops.attention_plan import AttentionPlan
 from mlx_paged.ops.in_place import writes_in_place
 from mlx_paged.ops.kv_handle import KVHandle
-from mlx_paged.ops.metadata import MAX_DECODE_QUERY_LEN, AttentionMetadata, SlotMapping
+from mlx_paged.ops.metadata import AttentionMetadata, SlotMapping
 from mlx_paged.ops.notices import say_once
 
 HEAD_DIMS = (32, 64, 80, 96, 128, 256)
 BLOCK_SIZES = (8, 16, 32, 64)
 MAX_GROUP_SIZE = 16
+# Query tokens per sequence that the decode kernel is made for: a decode, and speculation.
+DECODE_RUNS = (1, 2, 4, 8)
 
 Rows = tuple[mx.array, mx.array]  # K and V of the step's tokens, [num_tokens, num_kv_heads, head_dim] each
 
@@ -135,7 +137,7 @@ def decode_run(query_len: int) -> int:
 
     It depends on nothing but the sequence itself, so that its bits don't depend on what else is in the batch.
     """
-    return next((run for run in (1, 2, 4, MAX_DECODE_QUERY_LEN) if query_len <= run), 0)
+    return next((run for run in DECODE_RUNS if query_len <= run), 0)
 
 
 def _run(part: AttentionMetadata, q: mx.array, kv: KVHandle) -> int:

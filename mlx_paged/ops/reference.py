@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_paged.ops.kv_handle import KVHandle
-from mlx_paged.ops.metadata import MAX_DECODE_QUERY_LEN, AttentionMetadata, SlotMapping
+from mlx_paged.ops.metadata import AttentionMetadata, SlotMapping
 
 # Runs of adjacent blocks are read as views of the slab, one matmul each; where the mean run has fewer bytes of K than
 # this, one gather of all blocks is cheaper. On a 2-core x86 CPU a view costs about 40 us in all, a gather 0.3 ns/byte.
@@ -116,12 +116,13 @@ def update_and_attend(
 
 
 def is_decode(query_len: int) -> bool:
-    """Block-parallel, rather than gathered for MLX's SDPA.
+    """Block-parallel, which reads each block once per query token, or gathered for MLX's SDPA, once per run.
 
-    Measured per layer on a 2-core CPU (benchmarks/results/attention-cpu.json): 1.2 to 5 times as fast, but slower by up
-    to 1.3 for batches of 4 with 8 query heads per KV head, up to 1,024 tokens, and for single sequences of 16 tokens.
+    Measured on a 2-core CPU (benchmarks/results/attention-cpu.json and attention-runs-cpu.json): runs of 2 to 8 take
+    1.1 to 8 times as long block-parallel. Single tokens are faster so, by 1.2 to 5 times, but for batches of 4 with 8
+    query heads per KV head up to 1,024 tokens (1.3 times as long), and single sequences of 16 tokens.
     """
-    return query_len <= MAX_DECODE_QUERY_LEN
+    return query_len == 1
 
 
 def attend_densely(

@@ -50,13 +50,13 @@ def test_a_shuffled_batch_gives_the_shuffled_rows():
 @pytest.mark.parametrize(
     ("query_lens", "operations"),
     [
-        ([1, 8], [("paged_attention", 9)]),
-        ([9, 30], [("paged_prefill_attention", 39)]),
-        ([9, 1, 30, 8], [("paged_attention", 9), ("paged_prefill_attention", 39)]),
+        ([1, 1], [("paged_attention", 2)]),
+        ([2, 30], [("paged_prefill_attention", 32)]),
+        ([9, 1, 30, 1], [("paged_attention", 2), ("paged_prefill_attention", 39)]),
     ],
     ids=["decodes", "prefills", "mixed"],
 )
-def test_runs_of_up_to_eight_are_decoded_and_longer_ones_prefilled(query_lens, operations, monkeypatch):
+def test_single_tokens_are_decoded_and_longer_runs_prefilled(query_lens, operations, monkeypatch):
     called = []
     for name in ("paged_attention", "paged_prefill_attention"):
         operation = getattr(reference, name)

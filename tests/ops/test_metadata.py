@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_paged.ops import MAX_DECODE_QUERY_LEN, AttentionMetadata, SlotMapping
+from mlx_paged.ops import AttentionMetadata, SlotMapping
 
 
 def slot_state(mapping):
@@ -227,7 +227,7 @@ def test_the_plans_of_two_steps_are_apart():
 
 
 def is_decode(query_len):
-    return query_len <= MAX_DECODE_QUERY_LEN
+    return query_len <= 8
 
 
 def parts(metadata):
@@ -255,7 +255,6 @@ def test_a_step_of_one_kind_is_one_part_with_all_rows_as_they_are(query_lens):
 
 
 def test_a_mixed_step_is_cut_into_decodes_and_prefills_with_the_rows_of_each():
-    assert MAX_DECODE_QUERY_LEN == 8
     metadata = AttentionMetadata.build([[4, 1], [2], [7, 3], [5, 6]], [12, 8, 10, 16], [9, 1, 10, 8], 8)
     decodes = {
         "block_tables": [[2], [5, 6]],
