@@ -46,6 +46,7 @@ class Conversation:
         """Forget all turns but the system prompt, and give their K/V back."""
         self.messages = self._first_messages()
         self.session.close()
+        self.session.cache.shrink()
 
     def _first_messages(self) -> list[dict[str, str]]:
         return [] if self._system_prompt is None else [{"role": "system", "content": self._system_prompt}]

@@ -236,6 +236,16 @@ class KVCache(ABC):
         mx.eval(copy)
         return copy
 
+    def shrink(self) -> int:
+        """Give back memory that no sequence needs; returns how many bytes. A copy of what stays is the price.
+
+        Raises:
+            RuntimeError: a step is open.
+        """
+        if self._in_step:
+            raise RuntimeError(f"[{self.kind} cache] a step is open; shrink after it")
+        return 0
+
     def _missing(self, seq: SeqId) -> KeyError:
         return KeyError(f"[{self.kind} cache] no sequence {seq!r}; it holds {self.seqs}")
 

@@ -32,9 +32,10 @@ class PagedKVCache(KVCache):
 
     def __init__(self, config: KVCacheConfig, backend: str = "auto", initial_blocks: int = INITIAL_BLOCKS):
         super().__init__(config)
+        self._initial_blocks = min(initial_blocks, config.num_blocks)
         self.backend = ops.resolve_backend(backend, config.head_dim, config.block_size)
         # One block more than sequences can hold: block 0 is the null block.
-        num_blocks = min(initial_blocks, config.num_blocks) + 1
+        num_blocks = self._initial_blocks + 1
         self.pool = BlockPool(num_blocks, config.block_size)
         self.manager = KVCacheManager(self.pool)
         self._layers = [
@@ -169,6 +170,21 @@ class PagedKVCache(KVCache):
     @property
     def arrays(self) -> list[mx.array]:
         return [array for handle in self._layers for array in handle.arrays]
+
+    def shrink(self) -> int:
+        super().shrink()
+        last_used = max((max(table.block_ids, default=0) for table in self.manager.tables.values()), default=0)
+        num_blocks = max(last_used, self._initial_blocks) + 1
+        if num_blocks >= self.pool.num_blocks:
+            return 0
+        before = sum(handle.nbytes for handle in self._layers)
+        is_shrunk = self.pool.shrink_to(num_blocks)
+        assert is_shrunk, "no block behind the last used one is in use"
+        # Layer by layer, so that what is copied meanwhile is one slab and not a second pool.
+        for handle in self._layers:
+            handle.shrink_to(num_blocks)
+            mx.clear_cache()
+        return before - sum(handle.nbytes for handle in self._layers)
 
     def stats(self) -> KVCacheStats:
         stats = self.manager.stats()

@@ -91,6 +91,21 @@ class KVHandle:
         self.v = mx.concatenate([self.v, extra])
         mx.eval(self.v)
 
+    def shrink_to(self, num_blocks: int) -> None:
+        """Drop the blocks with id >= ``num_blocks``. Copies what stays, one slab after the other.
+
+        Raises:
+            ValueError: unless 1 <= ``num_blocks`` <= the present number.
+        """
+        if not 1 <= num_blocks <= self.num_blocks:
+            raise ValueError(f"[kv_handle] shrink_to: num_blocks must be within 1..{self.num_blocks}, got {num_blocks}")
+        self.leave_chain()
+        # A slice alone would be a view, and keep the whole slab. The product is exact and never shares memory.
+        self.k = self.k[:num_blocks] * 1
+        mx.eval(self.k)
+        self.v = self.v[:num_blocks] * 1
+        mx.eval(self.v)
+
     def leave_chain(self) -> None:
         """Wait until the kernels called so far are done, before MLX's own operations, which no token orders."""
         if self.token is not None:

@@ -205,11 +205,12 @@ def test_nothing_but_kernels_touches_a_slab(query_len, metal, monkeypatch):
     assert len(calls) >= 6
 
 
-def test_growth_waits_for_the_chain_and_begins_a_new_one(metal):
-    kv = KVHandle.allocate(2, 1, 8, 32)
+@pytest.mark.parametrize("change", [lambda kv: kv.grow(2), lambda kv: kv.shrink_to(2)], ids=["growth", "shrinking"])
+def test_a_change_of_size_waits_for_the_chain_and_begins_a_new_one(change, metal):
+    kv = KVHandle.allocate(3, 1, 8, 32)
     reshape_and_cache(ROWS[:, :1], ROWS[:, :1], kv, [9], backend="metal")
     assert kv.token is not None
-    kv.grow(2)
+    change(kv)
     assert kv.token is None
     assert kv.k[1, 0, 1].tolist() == [1.0] * 32
 

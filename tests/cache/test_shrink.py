@@ -1,0 +1,89 @@
+"""Giving memory back: what stays, what goes, and what it costs meanwhile."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+from cache_helpers import CONFIG, assert_holds
+
+from mlx_paged.cache import PagedKVCache, create_kv_cache
+from mlx_paged.config import KVCacheConfig
+from mlx_paged.ops import KVHandle
+
+LARGE = KVCacheConfig(num_layers=4, num_kv_heads=4, head_dim=64, block_size=16, num_blocks=2000)
+
+
+def rows(num_tokens: int, config: KVCacheConfig = LARGE) -> mx.array:
+    return mx.random.normal((config.num_layers, num_tokens, config.num_kv_heads, config.head_dim))
+
+
+def test_memory_of_freed_sequences_is_given_back_and_the_others_stay_as_they_were():
+    cache = PagedKVCache(LARGE, initial_blocks=4)
+    k, v = rows(100), rows(100)
+    cache.append("stays", k, v)
+    cache.append("goes", rows(16 * 1900), rows(16 * 1900))
+    held = cache.stats().nbytes_held
+    cache.free("goes")
+    before = mx.get_active_memory()
+    given_back = cache.shrink()
+    # What is left ends with the last block of "stays", 7 blocks from among the first 8.
+    num_left = max(cache.block_ids("stays")) + 1
+    assert num_left <= 9
+    assert cache.stats().nbytes_held == num_left * LARGE.nbytes_per_block == held - given_back
+    assert before - mx.get_active_memory() == given_back
+    assert_holds(cache, "stays", k, v)
+    cache.manager.check_integrity()
+    # And it grows again.
+    more = rows(500), rows(500)
+    cache.append("new", *more)
+    assert_holds(cache, "new", *more)
+    assert_holds(cache, "stays", k, v)
+
+
+def test_what_shrinking_takes_meanwhile_is_less_than_one_layer():
+    cache = PagedKVCache(LARGE, initial_blocks=4)
+    cache.append("stays", rows(16 * 900), rows(16 * 900))
+    cache.append("goes", rows(16 * 900), rows(16 * 900))
+    cache.free("goes")
+    mx.synchronize()
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    base = mx.get_active_memory()
+    assert cache.shrink() > 0
+    assert mx.get_peak_memory() - base <= LARGE.nbytes // LARGE.num_layers
+
+
+def test_a_block_in_use_keeps_all_before_it():
+    cache = PagedKVCache(LARGE, initial_blocks=4)
+    cache.append("goes", rows(16 * 50), rows(16 * 50))
+    k, v = rows(40), rows(40)
+    cache.append("stays", k, v)
+    cache.free("goes")
+    assert max(cache.block_ids("stays")) == 53
+    cache.shrink()
+    assert cache.stats().nbytes_held == 54 * LARGE.nbytes_per_block
+    assert_holds(cache, "stays", k, v)
+
+
+def test_nothing_is_given_back_below_what_a_new_cache_holds():
+    cache = PagedKVCache(LARGE, initial_blocks=64)
+    cache.append("a", rows(16), rows(16))
+    cache.free("a")
+    held = cache.stats().nbytes_held
+    assert cache.shrink() == 0
+    assert cache.stats().nbytes_held == held
+
+
+@pytest.mark.parametrize("kind", ["basic", "paged"])
+def test_shrinking_within_a_step_is_refused(kind):
+    cache = create_kv_cache(kind, CONFIG)
+    with pytest.raises(RuntimeError, match=rf"\[{kind} cache\] a step is open; shrink after it"), cache.step({"a": 1}):
+        cache.shrink()
+    assert cache.shrink() == 0
+
+
+def test_a_handle_is_not_shrunk_to_nothing():
+    kv = KVHandle.allocate(3, 1, 8, 32)
+    for num_blocks in (0, 4):
+        with pytest.raises(ValueError, match=rf"shrink_to: num_blocks must be within 1..3, got {num_blocks}"):
+            kv.shrink_to(num_blocks)
