@@ -3,7 +3,7 @@
 // template   T (element of out), HEAD_DIM
 // inputs     partials              float [num_partial_rows, num_heads, HEAD_DIM + 4]: values, highest score, sum, 0, 0
 //            plan                  int [...], laid out by ops/attention_plan.py
-//            sinks                 float [max(num_heads, 8)], -inf for none
+//            sinks                 float [max(num_heads, 8)], LOWEST for none
 // outputs    out                   T [num_tokens, num_heads, HEAD_DIM]
 // grid       (SIMD_SIZE * MERGE_STREAMS, num_heads, num_tokens), threadgroup (all of the first, 1, 1)
 
@@ -33,7 +33,7 @@ float4 acc[VECTORS];
 float sum = 0;
 UNROLL
 for (int v = 0; v < VECTORS; v++) {
-  acc[v] = 0;
+  acc[v] = float4(0);
 }
 for (int p = stream; p < num_partitions; p += MERGE_STREAMS) {
   const device float* partial = partials + packed_row<WIDTH>(first + p * stride, head, num_heads);

@@ -13,7 +13,7 @@
 //            key_slab, value_slab  T [num_blocks, num_kv_heads, BLOCK_SIZE, HEAD_DIM], written
 //            key_rows, value_rows  T [num_tokens, num_kv_heads, HEAD_DIM], or anything if no rows come from inputs
 //            plan                  int [...], laid out by ops/attention_plan.py
-//            sinks                 float [max(num_heads, 8)], -inf for none
+//            sinks                 float [max(num_heads, 8)], LOWEST for none
 //            softmax_scale         float
 //            token_in              int [8]
 // outputs    out                   T [num_tokens, num_heads, HEAD_DIM], or the partials: float
@@ -81,8 +81,8 @@ for (int i = 0; i < ROWS; i++) {
   UNROLL
   for (int v = 0; v < VECTORS; v++) {
     const int c = column + v * SIMD_SIZE;
-    query[i][v] = 0;
-    acc[i][v] = 0;
+    query[i][v] = float4(0);
+    acc[i][v] = float4(0);
     if (i < num_rows && c < HEAD_DIM / 4) {
       const size_t from = packed_row<HEAD_DIM>(first_row + row / GROUP, head, num_heads);
       query[i][v] = float4(((const device Vec*)(queries + from))[c]) * softmax_scale;
@@ -159,10 +159,9 @@ for (int round = 0; round < num_rounds; round++) {
       const bool visible = position < end && position <= query_position && position > query_position - window;
 
       // Update the maximum and the sum; what was accumulated so far shrinks by the factor.
-      const float masked = visible ? score : -INFINITY;
-      const float top = max(highest[i], max_over_quads(masked));
+      const float top = max(highest[i], max_over_quads(visible ? score : LOWEST));
       factor[i] = fast::exp(highest[i] - top);
-      weight[i] = fast::exp(masked - top);
+      weight[i] = visible ? fast::exp(score - top) : 0;
       sum[i] = fma(sum[i], factor[i], weight[i]);
       highest[i] = top;
     }
@@ -265,7 +264,7 @@ for (int i = 0; i < ROWS; i++) {
       sum[i] = 0;
       UNROLL
       for (int v = 0; v < VECTORS; v++) {
-        acc[i][v] = 0;
+        acc[i][v] = float4(0);
       }
       UNROLL
       for (int s = 0; s < STREAMS; s++) {

@@ -22,7 +22,7 @@ constant constexpr int PARTITION_SIZE = 256;
 constant constexpr int CHUNK_SIZE = 8;
 // Simdgroups that share the partitions of one row when they are merged.
 constant constexpr int MERGE_STREAMS = 8;
-// Below every score, and finite: differences of two of them are 0 and not NaN.
+// Below every score, and finite: fast::exp need not know infinities.
 constant constexpr float LOWEST = -3.402823466e+38f;
 
 // The plan of a step, as ops/attention_plan.py packs it: a head that says where the records begin, then the records.
@@ -94,9 +94,10 @@ inline float sum_over_quads(float value) {
 
 // What the accumulated values are multiplied with in the end. The sink is one more logit, without a value.
 inline float softmax_norm(float highest, float sum, float sink) {
-  const float top = max(highest, sink);
+  const float finite_sink = max(sink, LOWEST);
+  const float top = max(highest, finite_sink);
   const float share = fast::exp(highest - top);
-  return share / fma(sum, share, fast::exp(sink - top));
+  return share / fma(sum, share, fast::exp(finite_sink - top));
 }
 
 // The K or the V of one sequence: from its blocks, or from the step's own rows where they are newer than the slab.
@@ -112,7 +113,7 @@ struct Source {
   // Four elements of a position, zeros where nothing may be read. A new row goes into its slot on the way.
   vec<T, 4> load(int block_id, int position, int column, bool wanted) const {
     if (!wanted || position < begin || position >= end || column >= HEAD_DIM / 4) {
-      return vec<T, 4>(0);
+      return vec<T, 4>(T(0));
     }
     const size_t slot = slab_row<BLOCK_SIZE, HEAD_DIM>(block_id, position % BLOCK_SIZE, kv_head, num_kv_heads);
     if (position < first_new) {

@@ -17,5 +17,5 @@ if (row == 0) {
 }
 
 const size_t to = block_ids[row] * block_length + column;
-((device Vec*)in_place(key_slab))[to] = Vec(0);
-((device Vec*)in_place(value_slab))[to] = Vec(0);
+((device Vec*)in_place(key_slab))[to] = Vec(T(0));
+((device Vec*)in_place(value_slab))[to] = Vec(T(0));

@@ -210,7 +210,7 @@ def _scalar(value: float) -> mx.array:
 
 @cache
 def _no_sinks(num_heads: int) -> mx.array:
-    return mx.full((max(num_heads, MIN_ELEMENTS),), -mx.inf, dtype=mx.float32)
+    return mx.full((max(num_heads, MIN_ELEMENTS),), mx.finfo(mx.float32).min, dtype=mx.float32)
 
 
 def _sink_logits(sinks: mx.array | None, num_heads: int) -> mx.array:

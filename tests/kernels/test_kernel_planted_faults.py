@@ -132,7 +132,7 @@ BLOCK_FAULTS = {
     "k_for_v": ("reshape_and_cache", "const device Vec*)(value_rows", "const device Vec*)(key_rows", AssertionError),
     "the_source_is_written": ("copy_blocks", "2 * pair + 1]", "2 * pair]", AssertionError),
     "source_and_destination_swapped": ("copy_blocks", "[2 * pair] *", "[2 * pair + 1] *", AssertionError),
-    "v_is_not_zeroed": ("zero_blocks", "((device Vec*)in_place(value_slab))[to] = Vec(0);", "", AssertionError),
+    "v_is_not_zeroed": ("zero_blocks", "((device Vec*)in_place(value_slab))[to] = Vec(T(0));", "", AssertionError),
     "another_block": ("zero_blocks", "block_ids[row]", "(block_ids[row] ^ 1)", ForbiddenWrite),
 }
 
