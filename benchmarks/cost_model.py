@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,7 +39,6 @@ TESTS = Path(__file__).resolve().parent.parent / "tests"
 
 KV_BOUND = 1.02
 KV_BOUND_ABOVE = 256  # tokens of context
-SIMD_SIZE = 32
 DTYPES = {"bf16": mx.bfloat16, "f16": mx.float16, "f32": mx.float32}
 
 CONTEXTS = (16, 256, 257, 512, 1024, 4096)
@@ -250,13 +250,11 @@ def count_dispatch(call: Any) -> dict[str, Any]:
         return sum(stored.get(name, 0) for name in names)
 
     is_partial = bool(call.template.get("PARTIAL", False))
-    num_threadgroups = 1
-    for size, width in zip(call.grid, call.threadgroup, strict=True):
-        num_threadgroups *= -(-size // width)
+    num_threadgroups = math.prod(-(-size // width) for size, width in zip(call.grid, call.threadgroup, strict=True))
     return {
         "kernel": call.kernel.removeprefix("mlx_paged_"),
         "threadgroups": num_threadgroups,
-        "threads_per_threadgroup": call.threadgroup[0] * call.threadgroup[1] * call.threadgroup[2],
+        "threads_per_threadgroup": math.prod(call.threadgroup),
         "threadgroup_bytes": call.counts["threadgroup_bytes"],
         "barriers_per_threadgroup": call.counts["barriers"] / num_threadgroups,
         "threadgroup_loaded": loads("threadgroup"),
@@ -337,7 +335,7 @@ def print_counts(cases: list[Case], counts: list[dict[str, Any]]) -> None:
                 f"{count['kv_ratio']:.4f}",
                 f"{count['rows_stored']:,}",
                 f"{sum(d['queries_loaded'] for d in attention) / count['least']['queries_loaded']:.0f}x",
-                f"{sum(d['plan_loaded'] for d in attention) / SIMD_SIZE / count['kv_loaded']:.2%}",
+                f"{sum(d['plan_loaded'] for d in attention) / attention_plan.SIMD_SIZE / count['kv_loaded']:.2%}",
                 f"{count['output_stored'] / count['least']['output_stored']:.2f}x",
                 f"{2 * count['partials_stored'] / count['kv_loaded']:.1%}",
                 f"{sum(d['threadgroup_loaded'] for d in attention) / count['kv_loaded']:.1f}x",
@@ -352,7 +350,7 @@ def print_counts(cases: list[Case], counts: list[dict[str, Any]]) -> None:
                     *case.labels,
                     f"{count['partials_stored']:,}",
                     f"{count['partials_loaded'] / count['partials_stored']:.2f}x",
-                    f"{sum(d['plan_loaded'] for d in merges) / SIMD_SIZE:,.0f}",
+                    f"{sum(d['plan_loaded'] for d in merges) / attention_plan.SIMD_SIZE:,.0f}",
                     f"{sum(d['output_stored'] for d in merges):,}",
                     f"{max(d['threadgroup_bytes'] for d in merges):,}",
                     "/".join(f"{d['barriers_per_threadgroup']:.0f}" for d in merges),

@@ -3,7 +3,7 @@
 import pytest
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def compiler():
     """Tests that run kernels on the emulator ask for this."""
     from metal_emulator import has_compiler

@@ -51,33 +51,27 @@ class AttentionPlan:
             cuts.append((first_visible // PARTITION_SIZE, (context_len - 1) // PARTITION_SIZE))
         is_merged = any(first != last for first, last in cuts)
 
+        # The lists follow one another behind the head: of 4 numbers per sequence, 3 per partition, 3 per merged row.
+        work_begin = NUM_HEAD_FIELDS + 4 * len(cuts)
+        rows_begin = work_begin + 3 * sum(last + 1 - first for first, last in cuts)
+        blocks_begin = rows_begin + (3 * metadata.num_tokens if is_merged else 0)
         seqs: list[int] = []
         work: list[int] = []
         rows: list[int] = []
         blocks: list[int] = []
-        first_blocks: list[int] = []
         num_partial_rows = 0
         for seq, (first, last) in enumerate(cuts):
             query_len, first_row = metadata.query_lens[seq], metadata.cu_seqlens_q[seq]
-            first_blocks.append(len(blocks))
+            seqs += (metadata.context_lens[seq], query_len, first_row, blocks_begin + len(blocks))
             blocks += metadata.block_tables[seq]
             for partition in range(first, last + 1):
                 out_row = num_partial_rows + (partition - first) * query_len if is_merged else first_row
                 work += (seq, partition, out_row)
-            for row in range(query_len if is_merged else 0):
-                rows += (num_partial_rows + row, query_len, last + 1 - first)
-            num_partial_rows += (last + 1 - first) * query_len if is_merged else 0
+            if is_merged:
+                for row in range(query_len):
+                    rows += (num_partial_rows + row, query_len, last + 1 - first)
+                num_partial_rows += (last + 1 - first) * query_len
 
-        work_begin = NUM_HEAD_FIELDS + 4 * len(cuts)
-        rows_begin = work_begin + len(work)
-        blocks_begin = rows_begin + len(rows)
-        for seq, first_block in enumerate(first_blocks):
-            seqs += (
-                metadata.context_lens[seq],
-                metadata.query_lens[seq],
-                metadata.cu_seqlens_q[seq],
-                blocks_begin + first_block,
-            )
         head = [NUM_HEAD_FIELDS, work_begin, rows_begin, window, int(has_rows), 0, 0, 0]
         return cls(mx.array(head + seqs + work + rows + blocks, dtype=mx.int32), len(work) // 3, num_partial_rows)
 

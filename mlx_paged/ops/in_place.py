@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from mlx_paged.ops import kernels
 from mlx_paged.ops.kv_handle import KVHandle
+from mlx_paged.ops.metadata import padded
 
 NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM = 64, 4, 16, 128
 NUM_TURNS = 8
@@ -56,7 +57,7 @@ def _check_no_copy(kv: KVHandle) -> str | None:
     mx.clear_cache()
     mx.reset_peak_memory()
     base = mx.get_active_memory()
-    kernels.write_slots(row, row, kv, kernels.padded([0]))
+    kernels.write_slots(row, row, kv, padded([0]))
     mx.eval(kv.token)
     mx.synchronize()
     copied = mx.get_peak_memory() - base

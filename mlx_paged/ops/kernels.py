@@ -15,6 +15,7 @@ import mlx.core as mx
 
 from mlx_paged.ops.attention_plan import MERGE_STREAMS, SIMD_SIZE, AttentionPlan, cut_threadgroup
 from mlx_paged.ops.kv_handle import KVHandle
+from mlx_paged.ops.metadata import MIN_ELEMENTS, padded
 from mlx_paged.ops.metal_sources import read_source
 
 SLABS = ("key_slab", "value_slab")
@@ -32,8 +33,6 @@ KERNELS = {
     "zero_blocks": ((*SLABS, "block_ids", "token_in"), ("token_out",)),
 }
 
-# MLX hands inputs of fewer elements to a kernel in another address space: another kernel to compile.
-MIN_ELEMENTS = 8
 MAX_THREADS = 256
 
 Output = tuple[tuple[int, ...], mx.Dtype]
@@ -132,11 +131,6 @@ def attention(
             outputs=[out],
         )
     return result
-
-
-def padded(values: Sequence[int]) -> mx.array:
-    """``[max(len(values), MIN_ELEMENTS)] int32``; no thread reads what was added."""
-    return mx.array([*values, *[0] * (MIN_ELEMENTS - len(values))], dtype=mx.int32)
 
 
 def _write_blocks(name: str, kv: KVHandle, ids: mx.array, blocks: Sequence[Any]) -> None:

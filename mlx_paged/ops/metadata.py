@@ -18,6 +18,14 @@ import mlx.core as mx
 
 T = TypeVar("T")
 
+# MLX hands inputs of fewer elements to a kernel in another address space: another kernel to compile.
+MIN_ELEMENTS = 8
+
+
+def padded(values: Sequence[int], filler: int = 0) -> mx.array:
+    """``[max(len(values), MIN_ELEMENTS)] int32``, what a kernel takes; no thread reads what was added."""
+    return mx.array([*values, *[filler] * (MIN_ELEMENTS - len(values))], dtype=mx.int32)
+
 
 @dataclass(frozen=True, eq=False)
 class SlotMapping:
@@ -48,7 +56,7 @@ class SlotMapping:
     @cached_property
     def packed(self) -> mx.array:
         """``[max(num_tokens, 8)] int32``, filled up with padding: what a kernel takes."""
-        return mx.array([*self.slots, *[-1] * (8 - len(self.slots))], dtype=mx.int32)
+        return padded(self.slots, -1)
 
     @cached_property
     def max_slot(self) -> int:
@@ -160,7 +168,7 @@ class AttentionMetadata:
     def packed_block_table(self, seq: int) -> mx.array:
         """``[max(num_blocks, 8)] int32``, filled up with the null block: what a kernel takes."""
         table = self.block_tables[seq]
-        return self.plan(("block_table", seq), lambda: mx.array([*table, *[0] * (8 - len(table))], dtype=mx.int32))
+        return self.plan(("block_table", seq), lambda: padded(table))
 
     @property
     def num_seqs(self) -> int:

@@ -14,7 +14,7 @@ from mlx_paged.ops import kernels, reference
 from mlx_paged.ops.attention_plan import AttentionPlan
 from mlx_paged.ops.in_place import writes_in_place
 from mlx_paged.ops.kv_handle import KVHandle
-from mlx_paged.ops.metadata import AttentionMetadata, SlotMapping
+from mlx_paged.ops.metadata import AttentionMetadata, SlotMapping, padded
 from mlx_paged.ops.notices import say_once
 
 HEAD_DIMS = (32, 64, 80, 96, 128, 256)
@@ -41,17 +41,6 @@ def reshape_and_cache(k: mx.array, v: mx.array, kv: KVHandle, slot_mapping: Slot
         kernels.write_slots(k, v, kv, slot_mapping.packed)
 
 
-def paged_attention(
-    q: mx.array,
-    kv: KVHandle,
-    metadata: AttentionMetadata,
-    scale: float,
-    window: int | None = None,
-    sinks: mx.array | None = None,
-) -> mx.array:
-    return attend(q, kv, metadata, scale, window, sinks)
-
-
 def paged_prefill_attention(
     q: mx.array,
     kv: KVHandle,
@@ -60,10 +49,7 @@ def paged_prefill_attention(
     window: int | None = None,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    def dense(seq: int) -> Rows:
-        return kernels.gather(kv, metadata.packed_block_table(seq), metadata.context_lens[seq])
-
-    return reference.attend_densely(q, dense, kv.dtype, metadata, scale, window, sinks)
+    return _prefill(q, None, kv, metadata, scale, window, sinks)
 
 
 def attend(
@@ -75,11 +61,14 @@ def attend(
     sinks: mx.array | None = None,
 ) -> mx.array:
     def attend_part(part: AttentionMetadata, part_q: mx.array) -> mx.array:
-        if _run(part, part_q, kv) == 0:
-            return paged_prefill_attention(part_q, kv, part, scale, window, sinks)
-        return _decode(part_q, None, kv, part, scale, window, sinks)
+        operation = _decode if _run(part, part_q, kv) else _prefill
+        return operation(part_q, None, kv, part, scale, window, sinks)
 
     return metadata.map_parts(decode_run, attend_part, q)
+
+
+# The rule by query run is the same for a caller who expects decodes.
+paged_attention = attend
 
 
 def update_and_attend(
@@ -97,29 +86,15 @@ def update_and_attend(
         reshape_and_cache(k, v, kv, metadata.slot_mapping)
         return attend(q, kv, metadata, scale, window, sinks)
 
-    def attend_part(part: AttentionMetadata, part_q: mx.array, part_k: mx.array, part_v: mx.array) -> mx.array:
-        if _run(part, part_q, kv) > 0:
-            return _decode(part_q, (part_k, part_v), kv, part, scale, window, sinks)
-        kernels.write_slots(part_k, part_v, kv, part.slot_mapping.packed)
-        if part.context_lens == part.query_lens:
-            # Nothing but new tokens: their rows are all there is to see.
-            starts = part.cu_seqlens_q
-            return reference.attend_densely(
-                part_q,
-                lambda seq: tuple(rows[starts[seq] : starts[seq + 1]].swapaxes(0, 1) for rows in (part_k, part_v)),
-                kv.dtype,
-                part,
-                scale,
-                window,
-                sinks,
-            )
-        return paged_prefill_attention(part_q, kv, part, scale, window, sinks)
+    def attend_part(part: AttentionMetadata, part_q: mx.array, *rows: mx.array) -> mx.array:
+        operation = _decode if _run(part, part_q, kv) else _prefill
+        return operation(part_q, rows, kv, part, scale, window, sinks)
 
     return metadata.map_parts(decode_run, attend_part, q, k, v)
 
 
 def gather_blocks(kv: KVHandle, block_table: list[int], num_tokens: int) -> Rows:
-    return kernels.gather(kv, kernels.padded(block_table), num_tokens)
+    return kernels.gather(kv, padded(block_table), num_tokens)
 
 
 def copy_blocks(kv: KVHandle, src_dst_pairs: Sequence[tuple[int, int]]) -> None:
@@ -164,3 +139,27 @@ def _decode(
     plan = metadata.plan(("attention", window, has_rows), lambda: AttentionPlan.pack(metadata, window, has_rows))
     run = decode_run(metadata.max_query_len)
     return kernels.attention(q.astype(kv.dtype), rows, kv, plan, run, scale, sinks).astype(q.dtype)
+
+
+def _prefill(
+    q: mx.array,
+    rows: Rows | None,
+    kv: KVHandle,
+    metadata: AttentionMetadata,
+    scale: float,
+    window: int | None,
+    sinks: mx.array | None,
+) -> mx.array:
+    if rows is not None:
+        kernels.write_slots(*rows, kv, metadata.slot_mapping.packed)
+    # Nothing but new tokens: their rows are all there is to see.
+    is_all_new = rows is not None and metadata.context_lens == metadata.query_lens
+    starts = metadata.cu_seqlens_q
+
+    def dense(seq: int) -> Rows:
+        if is_all_new:
+            k, v = (part[starts[seq] : starts[seq + 1]].swapaxes(0, 1) for part in rows)
+            return k, v
+        return kernels.gather(kv, metadata.packed_block_table(seq), metadata.context_lens[seq])
+
+    return reference.attend_densely(q, dense, kv.dtype, metadata, scale, window, sinks)

@@ -15,10 +15,3 @@ def metal(compiler) -> Iterator[list[Call]]:
     """One run per call, with guard pages and poison; the trace of its calls."""
     with emulated_metal(Checks.quick()) as trace:
         yield trace
-
-
-@pytest.fixture
-def strict_metal(compiler) -> Iterator[list[Call]]:
-    """Three runs per call with the threads in different orders, for missing barriers."""
-    with emulated_metal() as trace:
-        yield trace

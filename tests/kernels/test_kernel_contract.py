@@ -133,12 +133,8 @@ def varied_calls():
 
 
 @pytest.fixture(scope="module")
-def varied_trace():
-    """Made once for all tests below; empty where there is no compiler."""
-    from metal_emulator import has_compiler
-
-    if not has_compiler():
-        pytest.skip("no C++ compiler that fits: neither clang 18 or later nor the ziglang package")
+def varied_trace(compiler):
+    """Made once for all tests below."""
     with checked_metal() as trace:
         varied_calls()
     return trace
