@@ -1,8 +1,9 @@
 """mlx_paged: a paged KV cache for running language models on Apple Silicon with MLX.
 
-    from mlx_paged import load, generate
-    model, tokenizer = load("mlx-community/Qwen3-0.6B-4bit")
-    print(generate(model, tokenizer, prompt="Hello"))
+    from mlx_paged import LLM, SamplingParams
+    llm = LLM("mlx-community/Qwen3-0.6B-4bit")
+    for output in llm.generate(["Hello", "The capital of France is"], SamplingParams(max_tokens=50)):
+        print(output.outputs[0].text)
 
 The names below are imported on first use, so that ``import mlx_paged`` (and ``--help``) costs no import of MLX.
 """
@@ -20,6 +21,12 @@ _HOME_OF = {
     "generate": "mlx_paged.generation",
     "stream_generate": "mlx_paged.generation",
     "GenerationResponse": "mlx_paged.generation",
+    "LLM": "mlx_paged.llm",
+    "SamplingParams": "mlx_paged.request",
+    "RequestOutput": "mlx_paged.request",
+    "CompletionOutput": "mlx_paged.request",
+    "Engine": "mlx_paged.engine.engine",
+    "AsyncEngine": "mlx_paged.engine.async_engine",
     "Session": "mlx_paged.engine.session",
     "make_sampler": "mlx_paged.sampling",
     "ModelRunner": "mlx_paged.engine.model_runner",
@@ -32,17 +39,27 @@ _HOME_OF = {
 if TYPE_CHECKING:
     from mlx_paged.cache import create_kv_cache
     from mlx_paged.config import KVCacheConfig
+    from mlx_paged.engine.async_engine import AsyncEngine
+    from mlx_paged.engine.engine import Engine
     from mlx_paged.engine.model_runner import ModelRunner, make_kv_cache
     from mlx_paged.engine.session import Session
     from mlx_paged.generation import GenerationResponse, generate, stream_generate
+    from mlx_paged.llm import LLM
     from mlx_paged.loading import demo_model_path, load
+    from mlx_paged.request import CompletionOutput, RequestOutput, SamplingParams
     from mlx_paged.sampling import make_sampler
 
 
 __all__ = [
+    "LLM",
+    "AsyncEngine",
+    "CompletionOutput",
+    "Engine",
     "GenerationResponse",
     "KVCacheConfig",
     "ModelRunner",
+    "RequestOutput",
+    "SamplingParams",
     "Session",
     "__version__",
     "create_kv_cache",

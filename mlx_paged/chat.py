@@ -20,12 +20,16 @@ from mlx_paged.config import BLOCK_SIZES
 if TYPE_CHECKING:
     from mlx_paged.conversation import Conversation
     from mlx_paged.generation import GenerationResponse
+    from mlx_paged.request import SamplingParams
+    from mlx_paged.responder import Responder
 
 EXAMPLE_MODEL = "mlx-community/Qwen3-0.6B-4bit"
 HELP = """\
 /help    this text
+/fork    go on in a branch, which shares the K/V of the conversation so far
+/back    leave the branch, and go on where it began
 /reset   forget the conversation (the system prompt stays)
-/stats   what the K/V cache holds
+/stats   what the K/V cache holds, how often it was hit, what the branches share
 /exit    leave (also Ctrl-D); Ctrl-C stops an answer"""
 
 
@@ -111,29 +115,21 @@ def _run(args: argparse.Namespace) -> int:
         conversation = _load_conversation(args)
     except ValueError as error:
         return _fail(str(error))
-    options = _answer_options(args)
+    params = _sampling_params(args)
     if message is not None:
-        return _answer_once(conversation, message, options)
-    _chat(conversation, options)
+        return _answer_once(conversation, message, params)
+    _chat(conversation, params)
     return 0
 
 
 def _load_conversation(args: argparse.Namespace) -> Conversation:
     _say(f"[loading {args.model or 'the bundled demo model'} ...]", end="\r" if sys.stderr.isatty() else "\n")
-    import mlx.core as mx
-
     from mlx_paged.conversation import Conversation
-    from mlx_paged.engine.model_runner import ModelRunner, make_kv_cache
-    from mlx_paged.engine.session import Session
     from mlx_paged.loading import demo_model_path, load
 
-    mx.random.seed(args.seed)
     model, tokenizer = load(args.model or demo_model_path(), adapter_path=args.adapter_path)
-    cache = make_kv_cache(
-        model, args.kv, block_size=args.block_size, kv_cache_bytes=args.kv_cache_bytes, backend=args.backend
-    )
     conversation = Conversation(
-        Session(ModelRunner(model, cache)),
+        _make_responder(args, model, tokenizer),
         tokenizer,
         system_prompt=None if args.system_prompt is None else _clean(args.system_prompt),
         enable_thinking=False if args.no_thinking else None,
@@ -142,64 +138,109 @@ def _load_conversation(args: argparse.Namespace) -> Conversation:
     return conversation
 
 
-def _answer_options(args: argparse.Namespace) -> dict[str, Any]:
-    from mlx_paged.sampling import make_sampler
+def _make_responder(args: argparse.Namespace, model: Any, tokenizer: Any) -> Responder:
+    from mlx_paged.responder import EngineResponder, SessionResponder
 
-    return {
-        "max_tokens": args.max_tokens,
-        "prefill_step_size": args.prefill_step_size,
-        "sampler": make_sampler(temp=args.temp, top_p=args.top_p, min_p=args.min_p, top_k=args.top_k),
-    }
+    options = {"block_size": args.block_size, "kv_cache_bytes": args.kv_cache_bytes, "backend": args.backend}
+    if args.kv == "paged":
+        from mlx_paged.engine.engine import Engine
+
+        # One answer at a time; the branches wait in the prefix cache.
+        scheduling = {"max_num_seqs": 1, "max_num_batched_tokens": args.prefill_step_size}
+        return EngineResponder(Engine(model, tokenizer, seed=args.seed, **options, **scheduling))
+    import mlx.core as mx
+
+    from mlx_paged.engine.model_runner import ModelRunner, make_kv_cache
+    from mlx_paged.engine.session import Session
+
+    mx.random.seed(args.seed)
+    session = Session(ModelRunner(model, make_kv_cache(model, args.kv, **options)))
+    return SessionResponder(session, tokenizer, args.prefill_step_size)
+
+
+def _sampling_params(args: argparse.Namespace) -> SamplingParams:
+    from mlx_paged.request import SamplingParams
+
+    return SamplingParams(
+        max_tokens=args.max_tokens,
+        temperature=args.temp,
+        top_p=args.top_p or 1.0,  # As in mlx-lm, 0 is off.
+        top_k=args.top_k,
+        min_p=args.min_p,
+    )
 
 
 # Answers
 
 
-def _answer_once(conversation: Conversation, message: str, options: dict[str, Any]) -> int:
+def _answer_once(conversation: Conversation, message: str, params: SamplingParams) -> int:
     try:
-        was_interrupted = _answer(conversation, message, options)
+        was_interrupted = _answer(conversation, message, params)
     except (ValueError, RuntimeError) as error:
         return _fail(str(error))
     return 130 if was_interrupted else 0
 
 
-def _chat(conversation: Conversation, options: dict[str, Any]) -> None:
+def _chat(conversation: Conversation, params: SamplingParams) -> None:
     _say("[/help for commands, Ctrl-D to leave]")
+    branches = [conversation]  # the last one is talked to
     while True:
         try:
             line = _read_line()
             if line is None or line.strip() in ("/exit", "/quit"):
                 return
-            _take_turn(conversation, line, options)
+            _take_turn(branches, line, params)
         except KeyboardInterrupt:
             _say("\n[Ctrl-D or /exit to leave]")
 
 
-def _take_turn(conversation: Conversation, line: str, options: dict[str, Any]) -> None:
+def _take_turn(branches: list[Conversation], line: str, params: SamplingParams) -> None:
     command = line.strip()
     if not command:
         return
-    if command == "/help":
-        _say(HELP)
-    elif command == "/reset":
-        conversation.reset()
-        _say("[the conversation is empty]")
-    elif command == "/stats":
-        _say_stats(conversation)
+    if command in COMMANDS:
+        COMMANDS[command](branches)
     elif command.startswith("/") and " " not in command:
         _say(f"[unknown command {command}; /help lists them]")
     else:
         try:
-            _answer(conversation, line, options)
+            _answer(branches[-1], line, params)
         except (ValueError, RuntimeError) as error:
             _say(f"[{error}]")
+
+
+def _fork(branches: list[Conversation]) -> None:
+    try:
+        branches.append(branches[-1].fork())
+    except RuntimeError as error:
+        _say(f"[{error}]")
+        return
+    num_tokens = len(branches[-1].responder.tokens)
+    _say(f"[branch {len(branches) - 1} of the conversation: {num_tokens} tokens so far are shared; /back leaves it]")
+
+
+def _back(branches: list[Conversation]) -> None:
+    if len(branches) == 1:
+        _say("[this is no branch; /fork begins one]")
+        return
+    branches.pop().responder.close()
+    where = f"in branch {len(branches) - 1}" if len(branches) > 1 else "in the conversation"
+    _say(f"[back {where}: messages: {len(branches[-1].messages)}]")
+
+
+def _reset(branches: list[Conversation]) -> None:
+    branches[-1].reset()
+    if len(branches) == 1:
+        # Nothing that another branch goes back to.
+        branches[0].responder.shrink()
+    _say("[the conversation is empty]")
 
 
 class _StopAnswer(Exception):
     """Ctrl-C, between two steps."""
 
 
-def _answer(conversation: Conversation, message: str, options: dict[str, Any]) -> bool:
+def _answer(conversation: Conversation, message: str, params: SamplingParams) -> bool:
     """Stream one answer and its figures; True when Ctrl-C cut it short."""
     show_progress = sys.stderr.isatty()
     response = None
@@ -209,10 +250,10 @@ def _answer(conversation: Conversation, message: str, options: dict[str, Any]) -
             # A step is never cut in the middle: the cache is whole whenever we are here.
             if interrupted:
                 raise _StopAnswer
-            if show_progress and total - done > 0 and total > options["prefill_step_size"]:
+            if show_progress and 0 < done < total:
                 _say(f"[prompt {done}/{total} tokens, {100 * done // total}%]", end="\r")
 
-        answer = conversation.ask(message, progress=progress, **options)
+        answer = conversation.ask(message, params, progress=progress)
         try:
             for response in answer:
                 if response.generation_tokens == 1 and show_progress:
@@ -227,7 +268,7 @@ def _answer(conversation: Conversation, message: str, options: dict[str, Any]) -
             answer.close()
     if response is not None:
         print(flush=True)
-        _say_figures(conversation, response, options["max_tokens"])
+        _say_figures(conversation, response, params.max_tokens)
     if interrupted:
         _say("[stopped]")
     return bool(interrupted)
@@ -287,7 +328,7 @@ def _clean(text: str) -> str:
 def _say_setting(args: argparse.Namespace, conversation: Conversation) -> None:
     import mlx.core as mx
 
-    cache = conversation.session.cache
+    cache = conversation.responder.cache
     config = cache.config
     device = "Metal" if mx.metal.is_available() else "GPU" if mx.default_device().type == mx.gpu else "CPU"
     backend = getattr(cache, "backend", "MLX SDPA")
@@ -308,14 +349,14 @@ def _say_setting(args: argparse.Namespace, conversation: Conversation) -> None:
 
 
 def _say_figures(conversation: Conversation, response: GenerationResponse, max_tokens: int) -> None:
-    stats = conversation.session.cache.stats()
+    stats = conversation.responder.cache.stats()
     _say(
         f"Prompt: {response.prompt_tokens} tokens ({response.cached_tokens} reused), "
         f"{response.prompt_tps:.3f} tokens-per-sec, first token after {response.time_to_first_token:.3f} s"
     )
     _say(f"Generation: {response.generation_tokens} tokens, {response.generation_tps:.3f} tokens-per-sec")
-    blocks = f"{stats.blocks_used} of {stats.num_blocks} blocks in use, " if stats.num_blocks else ""
-    _say(f"K/V: {blocks}{stats.num_tokens} tokens, {stats.nbytes_held / 1e6:.1f} MB held")
+    num_tokens = len(conversation.responder.tokens)
+    _say(f"K/V: {num_tokens} tokens of the conversation, {stats.nbytes_held / 1e6:.1f} MB allocated")
     _say(f"Peak memory: {response.peak_memory:.3f} GB")
     if response.finish_reason == "length":
         if response.generation_tokens == max_tokens:
@@ -324,20 +365,42 @@ def _say_figures(conversation: Conversation, response: GenerationResponse, max_t
             _say("[the answer was cut: the K/V budget is full; raise --kv-cache-bytes or /reset]")
 
 
-def _say_stats(conversation: Conversation) -> None:
-    stats = conversation.session.cache.stats()
-    config = conversation.session.cache.config
-    unfilled = 1 - stats.num_tokens * config.nbytes_per_token / stats.nbytes_used if stats.nbytes_used else 0.0
-    _say(f"messages: {len(conversation.messages)}, tokens held: {stats.num_tokens}")
-    if stats.num_blocks:
-        _say(
-            f"blocks: {stats.blocks_used} of {stats.num_blocks} in use ({stats.blocks_used / stats.num_blocks:.1%}), "
-            f"{config.block_size} tokens each, {unfilled:.1%} of their slots unfilled"
-        )
+def _say_stats(branches: list[Conversation]) -> None:
+    responder = branches[-1].responder
+    stats, config = responder.cache.stats(), responder.cache.config
+    _say(f"messages: {len(branches[-1].messages)}, tokens held: {len(responder.tokens)}")
+    if responder.cache.kind == "paged":
+        _say_pool(branches)
+    _say(f"K/V memory: {stats.nbytes_held / 1e6:.2f} MB allocated, budget {config.nbytes / 1e6:.2f} MB")
+
+
+def _say_pool(branches: list[Conversation]) -> None:
+    engine = branches[-1].responder.engine
+    stats, config = engine.stats(), engine.cache.config
     _say(
-        f"K/V memory: {stats.nbytes_used / 1e6:.2f} MB used, {stats.nbytes_held / 1e6:.2f} MB allocated, "
-        f"budget {config.nbytes / 1e6:.2f} MB"
+        f"blocks: {stats.num_cached_blocks} of {config.num_blocks} hold K/V "
+        f"({stats.num_cached_blocks / config.num_blocks:.1%}), {config.block_size} tokens each, "
+        f"{stats.num_evictions} evicted so far"
     )
+    _say(
+        f"prefix cache: {stats.num_hit_tokens} of {stats.num_queried_tokens} prompt tokens found ({stats.hit_rate:.1%})"
+    )
+    tables = [engine.cached_block_ids(branch.responder.tokens) for branch in branches]
+    num_held, num_distinct = sum(map(len, tables)), len(set().union(*tables))
+    num_branches = len(branches) - 1
+    _say(
+        f"sharing: the conversation and {num_branches} branch{'es' * (num_branches != 1)} are {num_held} blocks long "
+        f"and take {num_distinct}"
+    )
+
+
+COMMANDS = {
+    "/help": lambda branches: _say(HELP),
+    "/fork": _fork,
+    "/back": _back,
+    "/reset": _reset,
+    "/stats": _say_stats,
+}
 
 
 if __name__ == "__main__":

@@ -109,3 +109,41 @@ class KVCacheConfig:
                 f"the null block take 2 * {one.nbytes_per_block} = {one.nbytes} bytes; raise --kv-cache-bytes"
             )
         return cls(num_layers, num_kv_heads, head_dim, dtype, block_size, num_blocks)
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """How many requests run at once, and what a step may hold. Names as in vLLM.
+
+    Args:
+        max_num_seqs: sequences that run at once.
+        max_num_batched_tokens: new tokens of a step, over all sequences: a chunk of a prompt beside the decodes. Larger
+            ones compute prompts a little faster and make running answers wait for them longer.
+        watermark: the share of the blocks that stays free when a request is admitted beside others, so that these can
+            go on for a while before anybody is preempted.
+        priority_steps: a request whose priority is higher by 1 runs as if it had come so many steps later. So a late
+            urgent request overtakes, and no request is overtaken for ever.
+        enable_prefix_caching: whether requests share the K/V of equal beginnings.
+
+    Raises:
+        ValueError: a value out of its range, named.
+    """
+
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    watermark: float = 0.05
+    priority_steps: int = 1000
+    enable_prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "priority_steps"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"[scheduler] {name} must be a positive integer, got {value!r}")
+        if not 0 <= self.watermark < 1:
+            raise ValueError(f"[scheduler] watermark must be within 0..1, below 1, got {self.watermark!r}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"[scheduler] max_num_batched_tokens {self.max_num_batched_tokens} must be at least max_num_seqs "
+                f"{self.max_num_seqs}: a step holds a token of each running sequence"
+            )

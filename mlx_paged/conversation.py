@@ -1,24 +1,27 @@
-"""A chat as turns of text over a session: renders the template, keeps the K/V of all that did not change."""
+"""A chat as turns of text: renders the template, so that all that did not change keeps its K/V."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from typing import Any
+import copy
+from collections.abc import Generator
+from contextlib import closing
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.engine.session import Session
-from mlx_paged.generation import GenerationResponse, stream_generate
+from mlx_paged.generation import GenerationResponse
+from mlx_paged.request import SamplingParams
+from mlx_paged.responder import Progress, Responder
 
 
 class Conversation:
-    """Messages and the session that holds their K/V.
+    """Messages, and whoever answers them and keeps their K/V.
 
-    The prompt of a turn is the whole conversation as the model's chat template writes it. What of it the session holds
-    is reused; a template that rewrites earlier turns (Qwen3's drops their reasoning) makes only the rewritten rest new.
+    The prompt of a turn is the whole conversation as the model's chat template writes it. What of it was computed
+    before is reused; a template that rewrites earlier turns (Qwen3's drops their reasoning) makes only the rewritten
+    rest new.
 
     Args:
-        session: where the K/V live.
+        responder: where answers come from.
         tokenizer: with a chat template.
         system_prompt: the first message, if any.
         enable_thinking: passed to the template; ``None`` leaves it to the model.
@@ -29,30 +32,40 @@ class Conversation:
 
     def __init__(
         self,
-        session: Session,
+        responder: Responder,
         tokenizer: TokenizerWrapper,
         system_prompt: str | None = None,
         enable_thinking: bool | None = None,
     ):
         if not tokenizer.has_chat_template:
             raise ValueError("[chat] the model's tokenizer has no chat template; use mlx_paged.generate for plain text")
-        self.session = session
+        self.responder = responder
         self.tokenizer = tokenizer
         self._system_prompt = system_prompt
         self._template_options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         self.messages = self._first_messages()
 
     def reset(self) -> None:
-        """Forget all turns but the system prompt, and give their K/V back."""
+        """Forget all turns but the system prompt, and give up their K/V."""
         self.messages = self._first_messages()
-        self.session.close()
-        self.session.cache.shrink()
+        self.responder.close()
+
+    def fork(self) -> Conversation:
+        """A branch: a second conversation that goes on from here and shares the K/V of all turns so far.
+
+        Raises:
+            CacheFullError: the K/V are in a basic cache, and a copy does not fit.
+        """
+        branch = copy.copy(self)
+        branch.responder = self.responder.fork()
+        branch.messages = [dict(message) for message in self.messages]
+        return branch
 
     def _first_messages(self) -> list[dict[str, str]]:
         return [] if self._system_prompt is None else [{"role": "system", "content": self._system_prompt}]
 
     def ask(
-        self, text: str, *, progress: Callable[[int, int], None] | None = None, **options: Any
+        self, text: str, params: SamplingParams | None = None, *, progress: Progress | None = None
     ) -> Generator[GenerationResponse, None, None]:
         """One turn: yield the answer piece by piece.
 
@@ -60,8 +73,8 @@ class Conversation:
         came. A turn that can't begin leaves the conversation as it was.
 
         Args:
+            params: ``max_tokens`` and how to sample; greedy by default.
             progress: called with the prompt tokens done so far and their total.
-            options: ``max_tokens``, ``sampler`` and others of :func:`mlx_paged.stream_generate`.
 
         Raises:
             PromptTooLongError: the budget can't hold the conversation with this turn.
@@ -72,16 +85,10 @@ class Conversation:
         self.messages.append({"role": "user", "content": text})
         answer: list[str] = []
         try:
-            for response in stream_generate(
-                self.session.runner.model,
-                self.tokenizer,
-                self._prompt_tokens(),
-                session=self.session,
-                prompt_progress_callback=progress,
-                **options,
-            ):
-                answer.append(response.text)
-                yield response
+            with closing(self.responder.respond(self._prompt_tokens(), params or SamplingParams(), progress)) as pieces:
+                for response in pieces:
+                    answer.append(response.text)
+                    yield response
         finally:
             if answer:
                 self.messages.append({"role": "assistant", "content": "".join(answer)})
@@ -92,7 +99,7 @@ class Conversation:
         text = self.tokenizer.apply_chat_template(
             self.messages, add_generation_prompt=True, tokenize=False, **self._template_options
         )
-        held = self.session.tokens
+        held = self.responder.tokens
         held_text = self.tokenizer.decode(held, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         if held and text.startswith(held_text):
             # Keep the ids that were generated: encoding their text anew may split it in another way.

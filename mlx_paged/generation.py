@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import sys
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -12,11 +10,13 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.generate import wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.engine.model_runner import ModelRunner, make_kv_cache
+from mlx_paged.engine.prompts import check_token_ids, encode_prompt
 from mlx_paged.engine.session import PREFILL_STEP_SIZE, Session
+from mlx_paged.engine.text_stream import TextStream
+from mlx_paged.memory import wired_limit
 from mlx_paged.sampling import Sampler, make_sampler
 
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
@@ -29,22 +29,22 @@ class GenerationResponse:
     Args:
         text: the next piece of text, whole characters only; may be empty.
         token: the token it came from.
-        logprobs: ``[vocab_size]``, log-probabilities that the token was sampled from.
+        logprobs: ``[vocab_size]``, log-probabilities that the token was sampled from; ``None`` from an engine.
         from_draft: always False; there is no draft model here.
         prompt_tokens: tokens in the prompt.
         prompt_tps: prompt tokens computed (reused ones not counted) per second.
         generation_tokens: tokens generated so far.
         generation_tps: of these, per second, after the first.
         peak_memory: peak memory used so far, in GB (1e9 bytes).
-        finish_reason: ``"stop"``, ``"length"`` (``max_tokens`` reached, or the K/V budget used up) or ``None``: goes
-        on. cached_tokens: prompt tokens whose K/V were reused.
+        finish_reason: ``"stop"``, ``"length"`` (``max_tokens`` reached, or the K/V budget used up), ``None`` before.
+        cached_tokens: prompt tokens whose K/V were reused.
         kv_bytes: bytes of memory that the cache holds for K/V now.
         time_to_first_token: seconds from the call to the first token.
     """
 
     text: str
     token: int
-    logprobs: mx.array
+    logprobs: mx.array | None
     from_draft: bool
     prompt_tokens: int
     prompt_tps: float
@@ -123,14 +123,13 @@ def stream_generate(
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
     if isinstance(prompt, str):
-        has_bos = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
-        prompt = tokenizer.encode(prompt, add_special_tokens=not has_bos)
+        prompt = encode_prompt(tokenizer, prompt)
     session = open_session(model, **cache_options)
-    detokenizer = tokenizer.detokenizer
-    detokenizer.reset()
+    stream = TextStream(tokenizer)
+    num_shown = 0
     start = time.perf_counter()
     first_token_time = 0.0
-    with _wired_limit(model):
+    with wired_limit(model):
         steps = _generate_tokens(
             prompt, session, max_tokens, sampler, logits_processors, prefill_step_size, prompt_progress_callback
         )
@@ -141,13 +140,14 @@ def stream_generate(
             if step.token in tokenizer.eos_token_ids:
                 finish_reason = "stop"
             else:
-                detokenizer.add_token(step.token)
+                stream.add(step.token)
                 finish_reason = "length" if step.is_last else None
             if finish_reason is not None:
-                detokenizer.finalize()
+                stream.finish()
+            text, num_shown = stream.text[num_shown:], len(stream.text)
             decode_time = now - first_token_time
             yield GenerationResponse(
-                text=detokenizer.last_segment,
+                text=text,
                 token=step.token,
                 logprobs=step.logprobs,
                 from_draft=False,
@@ -224,7 +224,7 @@ def _generate_tokens(
     if max_tokens == 0 or max_tokens < -1:
         raise ValueError(f"[generate] max_tokens must be positive, or -1 for no limit, got {max_tokens}")
     tokens = prompt.tolist() if isinstance(prompt, mx.array) else list(prompt)
-    _check_token_ids(tokens, session.runner.model.args.vocab_size)
+    check_token_ids(tokens, session.runner.model.args.vocab_size)
     sampler = sampler or make_sampler()
 
     def head(logits: mx.array) -> tuple[mx.array, mx.array]:
@@ -243,19 +243,3 @@ def _generate_tokens(
             return
         tokens.append(token)
         sampled, logprobs = session.decode(token, head)
-
-
-def _check_token_ids(tokens: Sequence[int], vocab_size: int) -> None:
-    # An embedding looks up any number in silence.
-    for token in tokens:
-        if not 0 <= token < vocab_size:
-            raise ValueError(f"[generate] token id {token} is outside the model's vocabulary of {vocab_size}")
-
-
-@contextlib.contextmanager
-def _wired_limit(model: nn.Module) -> Generator[None, None, None]:
-    with contextlib.ExitStack() as stack:
-        # mlx-lm prints its warning about large models to stdout, where the answer's text goes.
-        with contextlib.redirect_stdout(sys.stderr):
-            stack.enter_context(wired_limit(model))
-        yield

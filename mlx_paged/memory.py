@@ -1,10 +1,14 @@
-"""How much memory the K/V may take when the user does not say."""
+"""How much memory the K/V may take when the user does not say, and the limit for what stays wired."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
+from collections.abc import Iterator
 
 import mlx.core as mx
+import mlx.nn as nn
 
 # The share of the recommended (on a Mac) or physical memory that weights and K/V may take together.
 DEVICE_SHARE = 0.8
@@ -24,3 +28,15 @@ def default_kv_cache_bytes(weight_nbytes: int) -> int:
     else:
         usable = int(HOST_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     return max(usable - weight_nbytes, MIN_KV_CACHE_BYTES)
+
+
+@contextlib.contextmanager
+def wired_limit(model: nn.Module) -> Iterator[None]:
+    """mlx-lm's ``wired_limit``: while the model runs, as much memory may stay wired as Metal recommends."""
+    from mlx_lm.generate import wired_limit as mlx_lm_wired_limit
+
+    with contextlib.ExitStack() as stack:
+        # mlx-lm prints its warning about large models to stdout, where the answer's text goes.
+        with contextlib.redirect_stdout(sys.stderr):
+            stack.enter_context(mlx_lm_wired_limit(model))
+        yield

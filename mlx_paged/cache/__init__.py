@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from mlx_paged.cache.base import CacheFullError, KVCache, KVCacheStats, KVSnapshot, SeqId, Step
+from mlx_paged.cache.base import (
+    CacheFullError,
+    KVCache,
+    KVCacheStats,
+    KVSnapshot,
+    PromptTooLongError,
+    SeqId,
+    Step,
+    prompt_too_long,
+)
 from mlx_paged.cache.basic import BasicKVCache
 from mlx_paged.cache.paged import PagedKVCache
 from mlx_paged.config import KVCacheConfig
@@ -15,9 +24,11 @@ __all__ = [
     "KVCacheStats",
     "KVSnapshot",
     "PagedKVCache",
+    "PromptTooLongError",
     "SeqId",
     "Step",
     "create_kv_cache",
+    "prompt_too_long",
 ]
 
 KV_CACHES: dict[str, type[BasicKVCache] | type[PagedKVCache]] = {"basic": BasicKVCache, "paged": PagedKVCache}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -19,6 +19,17 @@ class CacheFullError(RuntimeError):
     """The budget can't hold what a step would add; nothing was changed. The message says the sum and the way out."""
 
 
+class PromptTooLongError(CacheFullError):
+    """The budget can't hold a prompt; the message says the sum and the way out. Nothing was changed."""
+
+
+def prompt_too_long(num_tokens: int, block_size: int, num_blocks: int) -> PromptTooLongError:
+    return PromptTooLongError(
+        f"[paged cache] a prompt of {num_tokens} tokens needs {-(-num_tokens // block_size)} blocks of {block_size}, "
+        f"the budget holds {num_blocks}; raise --kv-cache-bytes or shorten the prompt"
+    )
+
+
 @dataclass(frozen=True, eq=False)
 class Step:
     """The packed inputs of one step: new tokens of all its sequences behind one another."""
@@ -26,6 +37,15 @@ class Step:
     positions: mx.array  # [num_tokens] int32, of each new token in its sequence
     last_rows: mx.array  # [num_seqs] int32, the row of each sequence's last new token (vLLM: logits_indices)
     num_tokens: int
+
+    @classmethod
+    def build(cls, starts: Sequence[int], counts: Sequence[int]) -> Step:
+        """Of sequences with so many tokens before the step, and so many new ones."""
+        positions: list[int] = []
+        for start, n in zip(starts, counts, strict=True):
+            positions += range(start, start + n)
+        last_rows = [end - 1 for end in itertools.accumulate(counts)]
+        return cls(mx.array(positions), mx.array(last_rows), len(positions))
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,9 +116,7 @@ class KVCache(ABC):
         self._begin_step(num_new_tokens)
         self._in_step = True
         try:
-            positions = [p for start, n in zip(starts, counts, strict=True) for p in range(start, start + n)]
-            last_rows = [end - 1 for end in itertools.accumulate(counts)]
-            yield Step(mx.array(positions), mx.array(last_rows), len(positions))
+            yield Step.build(starts, counts)
         except BaseException:
             self._abort_step()
             raise

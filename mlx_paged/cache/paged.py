@@ -2,18 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_paged import ops
-from mlx_paged.cache.base import CacheFullError, KVCache, KVCacheStats, SeqId
+from mlx_paged.cache.base import CacheFullError, KVCache, KVCacheStats, SeqId, Step
 from mlx_paged.config import KVCacheConfig
-from mlx_paged.core import BlockPool, BlockTable, KVCacheManager
-from mlx_paged.ops import AttentionMetadata, CopyDetector, KVHandle
+from mlx_paged.core import BlockCopy, BlockPool, BlockTable, KVCacheManager
+from mlx_paged.ops import AttentionMetadata, CopyDetector, KVHandle, SlotMapping
+from mlx_paged.ops.notices import say_once
 
 INITIAL_BLOCKS = 64
 NUM_WATCHED_STEPS = 3
+
+
+@dataclass(frozen=True, eq=False)
+class SwappedKV:
+    """One sequence's K/V in host memory."""
+
+    rows: list[tuple[np.ndarray, np.ndarray]]  # per layer K and V, [num_kv_heads, num_tokens, head_dim]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.rows[0][0].shape[1]
+
+
+def _to_host(array: mx.array) -> np.ndarray:
+    # numpy has no bfloat16.
+    return np.array(array.view(mx.uint16) if array.itemsize == 2 else array)
+
+
+def _to_device(array: np.ndarray, dtype: mx.Dtype) -> mx.array:
+    return mx.array(array).view(dtype)
 
 
 class PagedKVCache(KVCache):
@@ -33,6 +57,7 @@ class PagedKVCache(KVCache):
     def __init__(self, config: KVCacheConfig, backend: str = "auto", initial_blocks: int = INITIAL_BLOCKS):
         super().__init__(config)
         self._initial_blocks = min(initial_blocks, config.num_blocks)
+        self._max_num_blocks = config.num_blocks
         self.backend = ops.resolve_backend(backend, config.head_dim, config.block_size)
         # One block more than sequences can hold: block 0 is the null block.
         num_blocks = self._initial_blocks + 1
@@ -51,57 +76,122 @@ class PagedKVCache(KVCache):
     # Steps
 
     def _begin_step(self, num_new_tokens: Mapping[SeqId, int]) -> None:
-        self._make_room(num_new_tokens)
-        self._lengths_before = {seq: self.seq_len(seq) for seq in num_new_tokens}
-        self._new_seqs = [seq for seq in num_new_tokens if seq not in self.manager.tables]
-        try:
-            self._allocate(num_new_tokens)
-            tables = [self.manager.tables[seq] for seq in num_new_tokens]
-            self._metadata = AttentionMetadata.build(
-                block_tables=[table.block_ids for table in tables],
-                context_lens=[table.num_tokens for table in tables],
-                query_lens=list(num_new_tokens.values()),
-                block_size=self.config.block_size,
-            )
-        except BaseException:  # Ctrl-C, too.
-            self._abort_step()
-            raise
-        self._copy_detector.begin_step(self._metadata.num_tokens, self._layers[0].k.nbytes)
-
-    def _allocate(self, num_new_tokens: Mapping[SeqId, int]) -> None:
-        tables = self.manager.tables
-        partly_filled = []
-        for seq, num_new in num_new_tokens.items():
-            num_blocks = tables[seq].num_blocks if seq in tables else 0
-            copies = self.manager.allocate_slots(seq, num_new)
-            assert copies is not None, "the pool was found to have room"
-            # Copied sequence by sequence: a source may be handed out again by the next one's allocation.
-            for handle in self._layers if copies else ():
-                ops.copy_blocks(handle, copies, self.backend)
-            if tables[seq].num_blocks > num_blocks and tables[seq].num_unfilled_slots:
-                partly_filled.append(tables[seq].block_ids[-1])
-        # Whatever another sequence left there, a NaN even, must not reach this one.
-        for handle in self._layers if partly_filled else ():
-            ops.zero_blocks(handle, partly_filled, self.backend)
-
-    def _make_room(self, num_new_tokens: Mapping[SeqId, int]) -> None:
         num_needed = sum(self.manager.num_needed_blocks(seq, n) for seq, n in num_new_tokens.items())
-        num_missing = num_needed - self.pool.num_free_blocks
-        if num_missing <= 0:
-            return
-        num_usable = self.pool.num_blocks - 1
-        num_growable = self.config.num_blocks - num_usable
-        if num_missing > num_growable:
+        if num_needed > self.pool.num_free_blocks + self.num_growable_blocks:
             raise CacheFullError(
                 f"[paged cache] {sum(num_new_tokens.values())} new tokens need {num_needed} blocks of "
                 f"{self.config.block_size}, the budget holds {self.config.num_blocks} and "
                 f"{self.pool.num_used_blocks} are in use; raise --kv-cache-bytes or free a sequence"
             )
+        self.make_room(num_needed)
+        self._lengths_before = {seq: self.seq_len(seq) for seq in num_new_tokens}
+        self._new_seqs = [seq for seq in num_new_tokens if seq not in self.manager.tables]
+        try:
+            for seq, num_new in num_new_tokens.items():
+                copies = self.manager.allocate_slots(seq, num_new)
+                if copies is None:
+                    raise CacheFullError(
+                        "[paged cache] the device has no more memory, though the budget would allow it"
+                    )
+                # Copied sequence by sequence: a source may be handed out again by the next one's allocation.
+                self.copy_blocks(copies)
+            self._open_step(num_new_tokens, False)
+        except BaseException:  # Ctrl-C, too.
+            self._abort_step()
+            raise
+
+    @contextmanager
+    def scheduled_step(self, num_new_tokens: Mapping[SeqId, int], shares_new_blocks: bool = False) -> Iterator[Step]:
+        """A step whose slots were allocated through :attr:`manager` already, by a scheduler.
+
+        As :meth:`step`, but if the body raises, taking the tokens back is the scheduler's.
+
+        Args:
+            shares_new_blocks: see :meth:`AttentionMetadata.build`.
+        """
+        tables = self.manager.tables
+        counts = list(num_new_tokens.values())
+        self._in_step = True
+        try:
+            self._open_step(num_new_tokens, shares_new_blocks)
+            yield Step.build([tables[seq].num_tokens - n for seq, n in num_new_tokens.items()], counts)
+            self._commit_step()
+        finally:
+            self._in_step = False
+            self._close_step()
+
+    def _open_step(self, num_new_tokens: Mapping[SeqId, int], shares_new_blocks: bool) -> None:
+        block_size = self.config.block_size
+        tables = [self.manager.tables[seq] for seq in num_new_tokens]
+        context_lens = [table.num_tokens for table in tables]
+        # Whatever another sequence left in a new block that is filled in part, a NaN even, must not reach this one.
+        partly_filled = [
+            table.packed_block_ids[-1]
+            for table, context_len, count in zip(tables, context_lens, num_new_tokens.values(), strict=True)
+            if 0 < context_len % block_size <= count
+        ]
+        for handle in self._layers if partly_filled else ():
+            ops.zero_blocks(handle, partly_filled, self.backend)
+        self._metadata = AttentionMetadata.build(
+            [table.packed_block_ids for table in tables],
+            context_lens,
+            list(num_new_tokens.values()),
+            block_size,
+            shares_new_blocks,
+            max_block_id=self.pool.num_blocks - 1,
+        )
+        self._copy_detector.begin_step(self._metadata.num_tokens, self._layers[0].k.nbytes)
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy-on-write in all layers: ``(source, destination)`` block ids."""
+        for handle in self._layers if copies else ():
+            ops.copy_blocks(handle, copies, self.backend)
+
+    # Memory
+
+    @property
+    def num_growable_blocks(self) -> int:
+        """Blocks that the budget allows beyond those allocated."""
+        return self._max_num_blocks - (self.pool.num_blocks - 1)
+
+    def make_room(self, num_blocks: int) -> None:
+        """Grow until so many blocks can be taken without evicting any, as far as the budget and the device allow."""
+        num_missing = min(num_blocks - self.pool.num_empty_blocks, self.num_growable_blocks)
+        if num_missing <= 0:
+            return
+        num_usable = self.pool.num_blocks - 1
         # Doubling makes the copies of growth a constant per token.
-        num_new_blocks = min(max(num_missing, num_usable), num_growable)
-        for handle in self._layers:
-            handle.grow(num_new_blocks)
+        num_new_blocks = min(max(num_missing, num_usable), self.num_growable_blocks)
+        try:
+            for handle in self._layers:
+                handle.grow(self.pool.num_blocks + num_new_blocks - handle.num_blocks)
+        except RuntimeError as error:
+            # The device gives no more, whatever the budget says: what there is, is the budget from now on.
+            self._max_num_blocks = num_usable
+            for handle in self._layers:
+                handle.shrink_to(self.pool.num_blocks)
+            say_once(f"[paged cache] no memory for more than {num_usable} blocks, which are the budget now: {error}")
+            return
         self.pool.grow(num_new_blocks)
+
+    def swap_out(self, block_ids: list[int], num_tokens: int) -> SwappedKV:
+        """Copy the first ``num_tokens`` tokens of a block table to host memory."""
+        rows = []
+        for handle in self._layers:
+            k, v = ops.gather_blocks(handle, block_ids, num_tokens, self.backend)
+            rows.append((_to_host(k), _to_host(v)))
+        return SwappedKV(rows)
+
+    def swap_in(self, seq: SeqId, swapped: SwappedKV, start: int, end: int) -> None:
+        """Copy the tokens ``start : end`` back into the slots that the manager gave the sequence for them."""
+        table = self._table(seq)
+        slots = SlotMapping.build(table.slot_mapping(start, end - start), self.config.block_size)
+        for handle, rows in zip(self._layers, swapped.rows, strict=True):
+            if table.num_unfilled_slots:
+                ops.zero_blocks(handle, [table.packed_block_ids[-1]], self.backend)
+            k, v = (_to_device(array[:, start:end], self.dtype) for array in rows)
+            ops.reshape_and_cache(k.swapaxes(0, 1), v.swapaxes(0, 1), handle, slots, self.backend)
+        mx.eval(self.arrays)
 
     def _commit_step(self) -> None:
         self._copy_detector.end_step(self._layers[0].k.nbytes)
@@ -120,16 +210,18 @@ class PagedKVCache(KVCache):
         self._lengths_before, self._new_seqs, self._metadata = {}, [], None
 
     def update(self, layer: int, k: mx.array, v: mx.array) -> None:
-        handle, metadata = self._layers[layer], self._open_metadata()
+        handle, metadata = self._layers[layer], self.metadata
         slots = metadata.slot_mapping
         ops.reshape_and_cache(k.astype(self.dtype), v.astype(self.dtype), handle, slots, self.backend)
 
     def update_and_attend(self, layer: int, q: mx.array, k: mx.array, v: mx.array, scale: float) -> mx.array:
         k, v = k.astype(self.dtype), v.astype(self.dtype)
-        handle, metadata = self._layers[layer], self._open_metadata()
+        handle, metadata = self._layers[layer], self.metadata
         return ops.update_and_attend(q, k, v, handle, metadata, scale, backend=self.backend)
 
-    def _open_metadata(self) -> AttentionMetadata:
+    @property
+    def metadata(self) -> AttentionMetadata:
+        """Of the open step; raises ``RuntimeError`` when there is none."""
         if self._metadata is None:
             raise RuntimeError("[paged cache] no step is open; use `with cache.step(...)`")
         return self._metadata
@@ -173,7 +265,7 @@ class PagedKVCache(KVCache):
 
     def shrink(self) -> int:
         super().shrink()
-        last_used = max((max(table.block_ids, default=0) for table in self.manager.tables.values()), default=0)
+        last_used = max((max(table.packed_block_ids, default=0) for table in self.manager.tables.values()), default=0)
         num_blocks = max(last_used, self._initial_blocks) + 1
         if num_blocks >= self.pool.num_blocks:
             return 0
@@ -198,7 +290,7 @@ class PagedKVCache(KVCache):
         )
 
     def max_seq_len(self, seq: SeqId) -> int:
-        num_free = self.config.num_blocks - self.pool.num_used_blocks
+        num_free = self._max_num_blocks - self.pool.num_used_blocks
         if seq not in self.manager.tables:
             return num_free * self.config.block_size
         table = self.manager.tables[seq]

@@ -45,6 +45,7 @@ class BlockPool:
         self.null_block.is_null = True
         self.free_block_queue = FreeKVCacheBlockQueue(self.blocks[1:])
         self.prefix_index = PrefixIndex()
+        self._num_free_cached_blocks = 0
         self.num_evictions = 0
         """Cached blocks whose content was given up, since the pool was made."""
 
@@ -57,6 +58,11 @@ class BlockPool:
     def num_free_blocks(self) -> int:
         """Blocks that `get_new_blocks` can hand out, cached ones included."""
         return self.free_block_queue.num_free_blocks
+
+    @property
+    def num_empty_blocks(self) -> int:
+        """Free blocks that hold nothing cached: those that can be had before anything is evicted."""
+        return self.free_block_queue.num_free_blocks - self._num_free_cached_blocks
 
     @property
     def num_used_blocks(self) -> int:
@@ -137,6 +143,7 @@ class BlockPool:
                 continue
             if block.ref_cnt == 0:
                 self.free_block_queue.remove(block)
+                self._num_free_cached_blocks -= 1
             block.ref_cnt += 1
 
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> list[KVCacheBlock]:
@@ -167,8 +174,10 @@ class BlockPool:
             for block in released:
                 block.ref_cnt += 1
             raise
-        self.free_block_queue.append_n([block for block in freed if block.block_hash is not None])
+        cached = [block for block in freed if block.block_hash is not None]
+        self.free_block_queue.append_n(cached)
         self.free_block_queue.prepend_n([block for block in reversed(freed) if block.block_hash is None])
+        self._num_free_cached_blocks += len(cached)
         return freed
 
     def get_cached_block(self, block_hash: BlockHash) -> KVCacheBlock | None:
@@ -250,6 +259,7 @@ class BlockPool:
         for block in self.blocks:
             block.block_hash = None
         self.free_block_queue.append_n(self.blocks[1:])
+        self._num_free_cached_blocks = 0
         return True
 
     def grow(self, num_new_blocks: int) -> range:
@@ -299,6 +309,7 @@ class BlockPool:
     def _uncache(self, block: KVCacheBlock) -> None:
         self.prefix_index.remove(block)
         block.block_hash = None
+        self._num_free_cached_blocks -= block.ref_cnt == 0
         self.num_evictions += 1
 
     def _check_own(self, operation: str, block: KVCacheBlock) -> None:

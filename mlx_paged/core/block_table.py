@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -52,7 +53,7 @@ class BlockTable:
         self.pool = pool
         self.block_size = pool.block_size
         self._blocks: list[KVCacheBlock] = []
-        self._block_ids: list[int] = []
+        self._block_ids = array("i")
         self._num_tokens = 0
         self._num_cached_blocks = 0
         self._is_freed = False
@@ -65,7 +66,7 @@ class BlockTable:
 
     def __repr__(self) -> str:
         state = ", freed" if self._is_freed else ""
-        return f"BlockTable(num_tokens={self._num_tokens}, block_ids={self._block_ids}{state})"
+        return f"BlockTable(num_tokens={self._num_tokens}, block_ids={self.block_ids}{state})"
 
     # What is in it
 
@@ -106,7 +107,12 @@ class BlockTable:
 
     @property
     def block_ids(self) -> list[int]:
-        """The ids of the blocks, first token first. The live list: read it, copy what you keep."""
+        """The ids of the blocks, first token first."""
+        return self._block_ids.tolist()
+
+    @property
+    def packed_block_ids(self) -> array[int]:
+        """The same as int32, which an array of a device takes in one copy. The live array: read it, don't keep it."""
         return self._block_ids
 
     @property
@@ -212,7 +218,7 @@ class BlockTable:
             copies.append((source.block_id, copy.block_id))
             self.pool.free_blocks([source])
         blocks += new_blocks
-        self._block_ids += [block.block_id for block in new_blocks]
+        self._block_ids.extend([block.block_id for block in new_blocks])
         return copies
 
     def advance(self, n: int) -> None:
@@ -275,7 +281,7 @@ class BlockTable:
             if block.ref_cnt == 0:
                 raise UseAfterFreeError(f"BlockTable.adopt: block {block.block_id} is free (ref_cnt 0); touch it first")
         self._blocks = list(blocks)
-        self._block_ids = [block.block_id for block in blocks]
+        self._block_ids = array("i", [block.block_id for block in blocks])
         self._num_tokens = num_tokens
         for block in self._blocks[: self.num_full_blocks]:
             if block.block_hash is None:
@@ -351,7 +357,7 @@ class BlockTable:
             raise DoubleFreeError("BlockTable.free: the table was freed before")
         freed = self.pool.free_blocks(reversed(self._blocks))
         self._blocks = []
-        self._block_ids = []
+        self._block_ids = array("i")
         self._num_tokens = self._num_cached_blocks = 0
         self._is_freed = True
         return freed

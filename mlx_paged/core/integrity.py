@@ -112,6 +112,9 @@ def _check_counts(pool: BlockPool, free: set[int]) -> None:
         is_linked = block.prev_free_block is not None or block.next_free_block is not None
         if is_linked != is_free:
             _fail(f"block {block.block_id} has free-queue links: {is_linked}, in the free queue: {is_free}")
+    num_empty = sum(pool.blocks[block_id].block_hash is None for block_id in free)
+    if pool.num_empty_blocks != num_empty:
+        _fail(f"num_empty_blocks {pool.num_empty_blocks} != {num_empty} free blocks that hold nothing cached")
     num_used = sum(block.ref_cnt > 0 for block in pool.blocks)
     if not len(free) + num_used + 1 == pool.num_blocks == pool.num_free_blocks + pool.num_used_blocks + 1:
         _fail(

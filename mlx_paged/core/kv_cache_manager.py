@@ -137,6 +137,9 @@ class KVCacheManager:
                 f"KVCacheManager.allocate_slots: request {request_id!r} has {table.num_tokens} tokens already, "
                 f"so its {computed.num_tokens} computed ones have no place"
             )
+        if table is not None and num_new_tokens == 1:  # Most calls by far: a decode.
+            slot = table.append_token_slot()
+            return None if slot is None else slot.copies
         if self.num_needed_blocks(request_id, num_new_tokens, computed) > self.pool.num_free_blocks:
             return None
         if table is None:

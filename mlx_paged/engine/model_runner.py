@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import mlx.core as mx
@@ -11,6 +13,8 @@ from mlx.utils import tree_reduce
 
 from mlx_paged.cache import KVCache, SeqId, create_kv_cache
 from mlx_paged.config import KVBudget, KVCacheConfig
+from mlx_paged.engine.scheduler import SchedulerOutput
+from mlx_paged.engine.swap_space import SwapSpace
 from mlx_paged.memory import default_kv_cache_bytes
 
 T = TypeVar("T")
@@ -56,6 +60,32 @@ def make_kv_cache(
     return create_kv_cache(kind, config, backend)
 
 
+@dataclass(frozen=True)
+class PackedInputs:
+    """The new tokens of a step's requests, behind one another."""
+
+    token_ids: list[int]  # [num_tokens]
+    num_new_tokens: dict[SeqId, int]
+    logits_rows: list[int] | None  # the last rows of requests whose tokens are all computed then; None: of all
+
+    @classmethod
+    def build(cls, output: SchedulerOutput) -> PackedInputs:
+        token_ids: list[int] = []
+        rows: list[int] = []
+        for request, count in zip(output.requests, output.num_new_tokens, strict=True):
+            num_computed = request.num_computed_tokens
+            if count == 1:
+                token_ids.append(request.token_ids[num_computed - 1])
+            else:
+                token_ids += request.token_ids[num_computed - count : num_computed]
+            if num_computed == len(request.token_ids):
+                rows.append(len(token_ids) - 1)
+        num_new_tokens = {
+            request.seq_id: count for request, count in zip(output.requests, output.num_new_tokens, strict=True)
+        }
+        return cls(token_ids, num_new_tokens, None if len(rows) == len(num_new_tokens) else rows)
+
+
 class ModelRunner:
     """Runs steps of any mix of sequences: whole prompts, chunks of them and single tokens are one rule."""
 
@@ -84,7 +114,41 @@ class ModelRunner:
             outputs = logits if head is None else head(logits)
             # One step ahead of its evaluation, a slab would have a reader in flight and each write would copy it.
             mx.eval(outputs, self.cache.arrays)
+        self._end_step()
+        return outputs
+
+    def execute(self, output: SchedulerOutput, sample: Callable[[mx.array], T], swap_space: SwapSpace) -> T | None:
+        """One step that a scheduler chose, on a paged cache.
+
+        Args:
+            sample: called with the logits ``[num_rows, vocab_size]`` of those requests whose tokens are all computed
+                after this step, in their order; evaluates what it returns. Not called if there are none.
+            swap_space: holds the K/V of those that are swapped.
+        """
+        self._swap_and_copy(output, swap_space)
+        inputs = PackedInputs.build(output)
+        with self.cache.scheduled_step(inputs.num_new_tokens, output.shares_new_blocks) as step:
+            indices = step.last_rows if inputs.logits_rows is None else mx.array(inputs.logits_rows or [0])
+            logits = self.model(mx.array(inputs.token_ids), step.positions, self.cache, indices)
+            sampled = None if inputs.logits_rows == [] else sample(logits)
+            mx.eval(self.cache.arrays)
+        self._end_step()
+        return sampled
+
+    def _swap_and_copy(self, output: SchedulerOutput, swap_space: SwapSpace) -> None:
+        for swap_out in output.swap_outs:
+            start = time.perf_counter()
+            swap_space.put(swap_out.seq_id, self.cache.swap_out(swap_out.block_ids, swap_out.num_tokens))
+            swap_space.note_copied(swap_out.num_tokens, time.perf_counter() - start)
+        for copies in output.copies:
+            self.cache.copy_blocks(copies)
+        for swap_in in output.swap_ins:
+            start = time.perf_counter()
+            self.cache.swap_in(swap_in.seq_id, swap_space.get(swap_in.seq_id), swap_in.start, swap_in.end)
+            swap_space.note_copied(swap_in.end - swap_in.start, time.perf_counter() - start)
+            swap_space.give_back(swap_in.seq_id)
+
+    def _end_step(self) -> None:
         self._num_steps += 1
         if self._num_steps % CLEAR_CACHE_INTERVAL == 0:
             mx.clear_cache()
-        return outputs

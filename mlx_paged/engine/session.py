@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import mlx.core as mx
 
-from mlx_paged.cache import CacheFullError, KVCache, SeqId
+from mlx_paged.cache import KVCache, PromptTooLongError, SeqId
 from mlx_paged.engine.model_runner import ModelRunner
 
 T = TypeVar("T")
 PREFILL_STEP_SIZE = 512
-
-
-class PromptTooLongError(CacheFullError):
-    """The budget can't hold the prompt; the message says the sum and the way out. The session is as it was."""
+_forks = itertools.count(1)
 
 
 class Session:
@@ -83,6 +81,18 @@ class Session:
         if length < len(self.tokens):
             self.cache.trim(self.seq, length)
             del self.tokens[length:]
+
+    def fork(self) -> Session:
+        """A second session with the same tokens, which shares their K/V until one of the two writes.
+
+        Raises:
+            CacheFullError: a basic cache counts the copy that the first write will make, and it doesn't fit.
+        """
+        branch = Session(self.runner, f"{self.seq}.{next(_forks)}")
+        if self.tokens:
+            self.cache.fork(self.seq, branch.seq)
+            branch.tokens = list(self.tokens)
+        return branch
 
     def close(self) -> None:
         """Give the session's K/V back; it is empty then and may be used again."""

@@ -5,8 +5,13 @@ Records and fields are those that ``metal/paged_kv.h`` names ``PLAN_``, ``SEQ_``
 
 from __future__ import annotations
 
+import itertools
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
+from itertools import repeat
+from operator import add, mul
 
 import mlx.core as mx
 
@@ -45,35 +50,54 @@ class AttentionPlan:
             has_rows: whether K/V of the new tokens come from the inputs rather than from the slabs.
         """
         window = NO_WINDOW if window is None else min(window, NO_WINDOW)
-        cuts = []  # first and last partition of each sequence
-        for context_len, query_len in zip(metadata.context_lens, metadata.query_lens, strict=True):
-            first_visible = max(0, context_len - query_len - window + 1)
-            cuts.append((first_visible // PARTITION_SIZE, (context_len - 1) // PARTITION_SIZE))
-        is_merged = any(first != last for first, last in cuts)
+        context_lens, query_lens, tables = metadata.context_lens, metadata.query_lens, metadata.block_tables
+        num_seqs, first_rows = metadata.num_seqs, metadata.cu_seqlens_q[:-1]
+        last = [(context_len - 1) // PARTITION_SIZE for context_len in context_lens]
+        first = [0] * num_seqs
+        if window < NO_WINDOW:
+            for seq, (context_len, query_len) in enumerate(zip(context_lens, query_lens, strict=True)):
+                first[seq] = max(0, context_len - query_len - window + 1) // PARTITION_SIZE
 
-        # The lists follow one another behind the head: of 4 numbers per sequence, 3 per partition, 3 per merged row.
-        work_begin = NUM_HEAD_FIELDS + 4 * len(cuts)
-        rows_begin = work_begin + 3 * sum(last + 1 - first for first, last in cuts)
-        blocks_begin = rows_begin + (3 * metadata.num_tokens if is_merged else 0)
-        seqs: list[int] = []
-        work: list[int] = []
-        rows: list[int] = []
-        blocks: list[int] = []
-        num_partial_rows = 0
-        for seq, (first, last) in enumerate(cuts):
-            query_len, first_row = metadata.query_lens[seq], metadata.cu_seqlens_q[seq]
-            seqs += (metadata.context_lens[seq], query_len, first_row, blocks_begin + len(blocks))
-            blocks += metadata.block_tables[seq]
-            for partition in range(first, last + 1):
-                out_row = num_partial_rows + (partition - first) * query_len if is_merged else first_row
-                work += (seq, partition, out_row)
-            if is_merged:
-                for row in range(query_len):
-                    rows += (num_partial_rows + row, query_len, last + 1 - first)
-                num_partial_rows += (last + 1 - first) * query_len
+        # One column per field. Chained ranges and no loop: this is done for every step.
+        chained = itertools.chain.from_iterable
+        if first == last:
+            num_partial_rows = 0
+            work: list[Iterable[int]] = [range(num_seqs), first, first_rows]
+            rows: list[Iterable[int]] = [(), (), ()]
+        else:
+            num_partitions = [end + 1 - begin for begin, end in zip(first, last, strict=True)]
+            out_begins = list(itertools.accumulate(map(mul, num_partitions, query_lens), initial=0))
+            num_partial_rows = out_begins.pop()
+            out_ends = [*out_begins[1:], num_partial_rows]
+            work = [
+                chained(map(repeat, range(num_seqs), num_partitions)),
+                chained(map(range, first, [end + 1 for end in last])),
+                chained(map(range, out_begins, out_ends, query_lens)),
+            ]
+            rows = [
+                chained(map(range, out_begins, map(add, out_begins, query_lens))),
+                chained(map(repeat, query_lens, query_lens)),
+                chained(map(repeat, num_partitions, query_lens)),
+            ]
 
-        head = [NUM_HEAD_FIELDS, work_begin, rows_begin, window, int(has_rows), 0, 0, 0]
-        return cls(mx.array(head + seqs + work + rows + blocks, dtype=mx.int32), len(work) // 3, num_partial_rows)
+        # The records follow one another behind the head: 4 numbers per sequence, 3 per partition, 3 per merged row.
+        work_records, row_records = _interleave(*work), _interleave(*rows)
+        work_begin = NUM_HEAD_FIELDS + 4 * num_seqs
+        rows_begin = work_begin + len(work_records)
+        table_begins = list(itertools.accumulate(map(len, tables), initial=rows_begin + len(row_records)))[:-1]
+        seq_records = _interleave(context_lens, query_lens, first_rows, table_begins)
+        head = array("i", [NUM_HEAD_FIELDS, work_begin, rows_begin, window, int(has_rows), 0, 0, 0])
+        packed = b"".join((head, seq_records, work_records, row_records, *tables))
+        return cls(mx.array(memoryview(packed).cast("i")), len(work_records) // 3, num_partial_rows)
+
+
+def _interleave(*columns: Iterable[int]) -> array[int]:
+    """Records, one field from each column, behind one another."""
+    fields = [array("i", list(column)) for column in columns]
+    records = array("i", bytes(4 * len(fields) * len(fields[0])))
+    for index, field in enumerate(fields):
+        records[index :: len(fields)] = field
+    return records
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ compared with a slab in O(1) at the door, so that no operation has to read an ar
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -93,11 +94,12 @@ class AttentionMetadata:
     behind one another in one flat ``[num_tokens]`` axis, sequence ``s`` at ``cu_seqlens_q[s] : cu_seqlens_q[s + 1]``.
     """
 
-    block_tables: list[list[int]]  # per sequence, the blocks of its context
+    block_tables: list[array[int]]  # per sequence, the blocks of its context, int32
     context_lens: list[int]  # tokens in the cache after this step's writes
     query_lens: list[int]
     block_size: int
     shares_new_blocks: bool = False  # a block table names a block that another sequence writes in this step
+    known_max_block_id: int | None = None
     _plans: dict[Hashable, object] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -108,6 +110,7 @@ class AttentionMetadata:
         query_lens: Sequence[int],
         block_size: int,
         shares_new_blocks: bool = False,
+        max_block_id: int | None = None,
     ) -> AttentionMetadata:
         """Check the lists against one another.
 
@@ -115,6 +118,7 @@ class AttentionMetadata:
             block_tables: block ids per sequence; those behind its context (reserved ones) are left out.
             shares_new_blocks: whether a sequence reads blocks that another one writes in this step, as when both begin
                 with the same prompt. Then the rows of all are written before any is read, which costs a dispatch.
+            max_block_id: whoever knows that all ids are within 0 and this one saves looking at each.
 
         Raises:
             ValueError: lists of different lengths, a query run that is empty or longer than its context, a block table
@@ -139,11 +143,11 @@ class AttentionMetadata:
                     f"{block_size}, the block table has {len(table)}"
                 )
             # A copy: the caller's table changes with the next step.
-            blocks = list(itertools.islice(table, num_blocks))
-            if min(blocks) < 0:
+            blocks = table[:num_blocks] if type(table) is array else array("i", table[:num_blocks])
+            if max_block_id is None and min(blocks) < 0:
                 raise ValueError(f"[attention_metadata] sequence {seq}: block id {min(blocks)} is negative")
             tables.append(blocks)
-        return cls(tables, list(context_lens), list(query_lens), block_size, shares_new_blocks)
+        return cls(tables, list(context_lens), list(query_lens), block_size, shares_new_blocks, max_block_id)
 
     def plan(self, key: Hashable, make: Callable[[], T]) -> T:
         """What a backend derives from this step: made for the first layer, reused by the others."""
@@ -154,7 +158,14 @@ class AttentionMetadata:
     @cached_property
     def slot_mapping(self) -> SlotMapping:
         """Where the new tokens go: the last ``query_lens[s]`` positions of each sequence."""
-        slots: list[int] = []
+        block_size = self.block_size
+        if self.max_query_len == 1:
+            slots = [
+                table[-1] * block_size + (context_len - 1) % block_size
+                for table, context_len in zip(self.block_tables, self.context_lens, strict=True)
+            ]
+            return SlotMapping(slots, block_size)
+        slots = []
         for table, context_len, query_len in zip(self.block_tables, self.context_lens, self.query_lens, strict=True):
             position = context_len - query_len
             while position < context_len:
@@ -189,6 +200,8 @@ class AttentionMetadata:
 
     @cached_property
     def max_block_id(self) -> int:
+        if self.known_max_block_id is not None:
+            return self.known_max_block_id
         return max(map(max, self.block_tables), default=-1)
 
     def map_parts(
@@ -224,5 +237,6 @@ class AttentionMetadata:
             [self.context_lens[seq] for seq in seqs],
             [self.query_lens[seq] for seq in seqs],
             self.block_size,
+            known_max_block_id=self.known_max_block_id,
         )
         return part, mx.array([row for seq in seqs for row in range(starts[seq], starts[seq + 1])], dtype=mx.int32)

@@ -268,8 +268,8 @@ class _BlockPairs:
         return per_token if self._num_tokens == 1 else per_token[self._tokens]
 
 
-def _is_run(block_ids: list[int]) -> bool:
-    return block_ids == list(range(block_ids[0], block_ids[0] + len(block_ids)))
+def _is_run(block_ids: Sequence[int]) -> bool:
+    return list(block_ids) == list(range(block_ids[0], block_ids[0] + len(block_ids)))
 
 
 def _adjacent_runs(block_ids: list[int]) -> list[tuple[int, int, int]]:

@@ -38,7 +38,7 @@ def test_one_message_is_answered_on_stdout_and_the_figures_are_on_stderr(chat_wi
     assert "This is the demo model" in err and "--model mlx-community/" in err
     assert re.search(r"^Prompt: \d+ tokens \(0 reused\), [\d.]+ tokens-per-sec, first token after [\d.]+ s$", err, re.M)
     assert re.search(r"^Generation: \d+ tokens, [\d.]+ tokens-per-sec$", err, re.M)
-    assert re.search(r"^K/V: \d+ of [\d]+ blocks in use, \d+ tokens, [\d.]+ MB held$", err, re.M)
+    assert re.search(r"^K/V: \d+ tokens of the conversation, [\d.]+ MB allocated$", err, re.M)
     assert re.search(r"^Peak memory: [\d.]+ GB$", err, re.M)
 
 
@@ -61,7 +61,10 @@ def test_a_second_turn_computes_only_its_new_tokens(chat_with):
     num_generated = int(re.findall(r"^Generation: (\d+) tokens", err, re.M)[0])
     assert first[1] == "0"
     # All of the first prompt and its answer but the last token, the end of turn, which was never fed to the model.
-    assert int(second[1]) == int(first[0]) + num_generated - 1
+    held = int(first[0]) + num_generated - 1
+    assert int(second[1]) == held // 16 * 16 > 0  # The prefix cache finds whole blocks.
+    _, _, err = chat_with("--kv", "basic", stdin="My name is Tom.\nWhat is my name?\n")
+    assert re.findall(r"\((\d+) reused\)", err) == ["0", str(held)]
 
 
 def test_the_commands_of_the_chat(chat_with):
@@ -71,6 +74,37 @@ def test_the_commands_of_the_chat(chat_with):
     assert "/reset   forget the conversation" in err
     assert "[unknown command /wat; /help lists them]" in err
     assert [reused for reused in re.findall(r"\((\d+) reused\)", err)] == ["0", "0"]
+
+
+@pytest.mark.parametrize("kind", ["paged", "basic"])
+def test_a_branch_goes_on_from_the_conversation_and_back_leaves_it_where_it_began(chat_with, kind: str):
+    lines = ["My name is Tom.", "/fork", "My name is Ann.", "/fork", "/back", "/stats", "/back", "/back"]
+    status, out, err = chat_with("--kv", kind, stdin="\n".join([*lines, "What is my name?", ""]))
+    assert status == 0 and out.strip().splitlines()[-1] == "Your name is Tom."
+    held = int(re.findall(r"^K/V: (\d+) tokens of the conversation", err, re.M)[0])
+    said = [line for line in err.splitlines() if line.startswith(("[branch", "[back", "[this is no"))]
+    assert said[0] == f"[branch 1 of the conversation: {held} tokens so far are shared; /back leaves it]"
+    assert said[1].startswith("[branch 2 of the conversation: ")
+    assert said[2:] == [
+        "[back in branch 1: messages: 4]",
+        "[back in the conversation: messages: 2]",
+        "[this is no branch; /fork begins one]",
+    ]
+    assert "messages: 4, tokens held: " in err
+    if kind == "paged":
+        # The conversation's blocks are the branch's first ones.
+        long, taken = map(int, re.findall(r"1 branch are (\d+) blocks long and take (\d+)$", err, re.M)[0])
+        assert long - taken == held // 16 > 0
+
+
+def test_the_stats_of_the_chat_say_what_the_pool_holds_and_how_often_it_was_hit(chat_with):
+    _, _, err = chat_with("--kv-cache-bytes", "20blocks", stdin="My name is Tom.\nWhat is my name?\n/stats\n")
+    prompts = [int(n) for n in re.findall(r"^Prompt: (\d+) tokens", err, re.M)]
+    reused = sum(int(n) for n in re.findall(r"\((\d+) reused\)", err))
+    assert f"prefix cache: {reused} of {sum(prompts)} prompt tokens found ({reused / sum(prompts):.1%})" in err
+    held = int(re.findall(r"tokens held: (\d+)", err)[0])
+    share = f"{held // 16} of 20 hold K/V ({held // 16 / 20:.1%}), 16 tokens each, 0 evicted so far"
+    assert f"blocks: {share}" in err
 
 
 def test_a_system_prompt_stays_over_a_reset(chat_with):

@@ -178,7 +178,7 @@ def test_a_reference_too_many_or_too_few_is_found(holders, message):
 
 
 TABLE_CORRUPTION = {
-    r"block table: block_ids \[1, 5\] != ids of its blocks \[1, 4\]": lambda table: table.block_ids.__setitem__(1, 5),
+    r"block table: block_ids \[1, 5\] != ids of its blocks \[1, 4\]": lambda table: table._block_ids.__setitem__(1, 5),
     r"block table: 2 blocks, 1 different ones: \[1, 1\]": lambda table: (
         table._blocks.__setitem__(1, table._blocks[0]),
         table._block_ids.__setitem__(1, 1),

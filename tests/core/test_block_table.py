@@ -571,7 +571,7 @@ def test_an_append_looks_at_as_many_blocks_in_a_long_table_as_in_a_short_one(num
     counts = []
     for extra in 0, 4_000:
         table = make(num_tokens + extra, num_blocks=2_000)
-        table._blocks, table._block_ids = CountingList(table._blocks), CountingList(table._block_ids)
+        table._blocks, table._block_ids = CountingList(table._blocks), CountingList(table.block_ids)
         CountingList.lookups = 0
         assert table.append_token_slot() is not None
         counts.append(CountingList.lookups)
@@ -580,8 +580,8 @@ def test_an_append_looks_at_as_many_blocks_in_a_long_table_as_in_a_short_one(num
 
 def test_the_list_of_ids_is_kept_not_rebuilt():
     table = make(1)
-    block_ids = table.block_ids
+    block_ids = table.packed_block_ids
     for _ in range(9):
         table.append_token_slot()
-    assert table.block_ids is block_ids
-    assert block_ids == [1, 2, 3]
+    assert table.packed_block_ids is block_ids
+    assert (block_ids.tolist(), block_ids.itemsize) == ([1, 2, 3], 4)

@@ -70,7 +70,7 @@ def test_a_plan_read_by_the_header_says_what_was_packed():
     seqs = records("SEQ", 2, plan[HEADER["PLAN_SEQS"]])
     for seq, table in zip(seqs, metadata.block_tables, strict=True):
         begin = seq.pop("SEQ_BLOCKS")
-        assert plan[begin : begin + len(table)] == table
+        assert plan[begin : begin + len(table)] == table.tolist()
     assert seqs == [
         {"SEQ_CONTEXT_LEN": 3, "SEQ_QUERY_LEN": 2, "SEQ_FIRST_ROW": 0},
         {"SEQ_CONTEXT_LEN": 257, "SEQ_QUERY_LEN": 1, "SEQ_FIRST_ROW": 2},

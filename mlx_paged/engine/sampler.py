@@ -1,0 +1,221 @@
+"""Sample the next token of each request from one batch of logits.
+
+What a request gets depends on its own logits, tokens and parameters, never on what else is in the batch: its draws have
+keys of their own, and what goes wrong in its own settings fails it alone. The order is vLLM's: logit bias, repetition,
+frequency and presence penalty, the request's own processors; then mlx-lm's filters and its temperature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.sample_utils import apply_top_k, apply_top_p
+
+from mlx_paged.engine.sampling_state import SamplingState
+from mlx_paged.request import Logprob, Request
+
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+
+
+class SampledToken(NamedTuple):
+    """A token, and if asked for the log-probabilities of the most likely tokens, by rank, and of this one."""
+
+    token_id: int
+    logprobs: dict[int, Logprob] | None = None
+
+
+class Sampler:
+    """Draws tokens; what it knows of a request lives in ``request.sampling_state`` and goes with it."""
+
+    def sample(
+        self,
+        logits: mx.array,  # [num_rows, vocab_size]
+        rows: Sequence[int],  # [num_requests]
+        requests: Sequence[Request],
+    ) -> list[SampledToken | Exception]:
+        """The next token of each request, drawn from its row; several may share one. An exception fails its request."""
+        if not requests:
+            return []
+        states: list[SamplingState] = []
+        all_plain = True
+        for request in requests:
+            state = request.sampling_state
+            if state is None:
+                state = request.sampling_state = SamplingState(request, logits.shape[-1])
+            all_plain = all_plain and state.is_plain
+            states.append(state)
+        if list(rows) != list(range(logits.shape[0])):
+            logits = logits[mx.array(rows)]
+        if all_plain:
+            return list(map(SampledToken, mx.argmax(logits, axis=-1).tolist()))
+
+        failed = {entry: state.error for entry, state in enumerate(states) if state.error is not None}
+        changed = [entry for entry, state in enumerate(states) if state.may_leave_nothing and entry not in failed]
+        processed, peaks = _adjust(logits, requests, states), mx.zeros(0)
+        if changed:
+            processed, peaks = _run_processors(processed, requests, changed, failed)
+        tokens = _draw(processed, requests, states)
+        reports = _report_logprobs(logits, tokens, states)
+        mx.eval(tokens, peaks, reports)
+        for entry, peak in zip(changed, peaks.tolist(), strict=True):
+            if not peak > -np.inf:  # nor is NaN
+                message = f"[sampler] the logits of {requests[entry].request_id!r} allow no token: all are -inf, or NaN"
+                failed.setdefault(entry, ValueError(f"{message}; see its logit_bias and logits_processors"))
+        token_ids = tokens.tolist()
+        logprobs = _read_logprobs(reports, token_ids, states)
+        return [
+            failed[entry] if entry in failed else SampledToken(token, logprobs.get(entry))
+            for entry, token in enumerate(token_ids)
+        ]
+
+
+def _adjust(logits: mx.array, requests: Sequence[Request], states: Sequence[SamplingState]) -> mx.array:
+    """Add the biases and apply the penalties, in float32; the logits themselves if nobody asked for any."""
+    if all(state.penalties is None and not state.may_leave_nothing for state in states):
+        return logits
+    logits = logits.astype(mx.float32)
+    biased = [(entry, *state.bias) for entry, state in enumerate(states) if state.bias is not None]
+    if biased:
+        entries, token_ids, biases = zip(*biased, strict=True)
+        rows = mx.array(np.repeat(entries, [len(ids) for ids in token_ids]))
+        logits = logits.at[rows, mx.array(np.concatenate(token_ids))].add(mx.array(np.concatenate(biases)))
+
+    penalised = [entry for entry, state in enumerate(states) if state.penalties is not None]
+    for entry in penalised:
+        states[entry].read_new_tokens(requests[entry])
+    lengths = [len(states[entry].token_ids) for entry in penalised]
+    if not any(lengths):
+        return logits
+    rows = mx.array(np.repeat(penalised, lengths))
+    columns = mx.array(np.concatenate([states[entry].token_ids for entry in penalised]))
+    counts = mx.array(np.concatenate([states[entry].counts for entry in penalised]))
+    table = np.array([state.penalties or (1, 0, 0) for state in states], np.float32)
+    repetition, frequency, presence = mx.array(table)[rows].T
+    chosen = logits[rows, columns]
+    chosen = mx.where(chosen > 0, chosen / repetition, chosen * repetition)
+    logits[rows, columns] = chosen - frequency * counts - presence * (counts > 0)
+    return logits
+
+
+def _run_processors(
+    logits: mx.array, requests: Sequence[Request], entries: Sequence[int], failed: dict[int, Exception]
+) -> tuple[mx.array, mx.array]:
+    """The logits after these requests' own functions, and the peak of each; those that fail are put into ``failed``."""
+    new_rows = []
+    for entry in entries:
+        row = logits[entry : entry + 1]
+        if requests[entry].params.logits_processors:
+            mx.eval(logits)  # outside of the try: an error of the model is not theirs
+            try:
+                row = _process(requests[entry], logits[entry : entry + 1])
+            except Exception as error:
+                failed[entry] = error
+        new_rows.append(row)
+    # An infinite logit takes all of the probability; left as it is, the probabilities would be NaN.
+    rows = mx.minimum(mx.concatenate(new_rows), FLOAT32_MAX)
+    logits[mx.array(entries)] = rows
+    return logits, rows.max(axis=-1)
+
+
+def _process(request: Request, row: mx.array) -> mx.array:
+    """``row`` ``[1, vocab_size]`` after the request's own functions, evaluated: their errors come to light here."""
+    shape, tokens = row.shape, mx.array(request.token_ids)
+    for processor in request.params.logits_processors:
+        row = processor(tokens, row)
+        is_array = isinstance(row, mx.array)
+        if not (is_array and row.shape == shape and mx.issubdtype(row.dtype, mx.floating)):
+            name = getattr(processor, "__name__", type(processor).__name__)
+            got = f"{row.dtype} of shape {row.shape}" if is_array else type(row).__name__
+            raise ValueError(f"[sampler] logits processor {name} must return floats of shape {shape}, got {got}")
+    row = row.astype(mx.float32)
+    mx.eval(row)
+    return row
+
+
+def _draw(
+    logits: mx.array,  # [num_requests, vocab_size]
+    requests: Sequence[Request],
+    states: Sequence[SamplingState],
+) -> mx.array:
+    """Token ids ``[num_requests]``: one draw for all requests of a group."""
+    groups: dict[tuple[bool, bool, int] | None, list[int]] = {}
+    for entry, state in enumerate(states):
+        groups.setdefault(state.group, []).append(entry)
+    parts = []
+    for group, entries in groups.items():
+        rows = logits if len(groups) == 1 else logits[mx.array(entries)]
+        if group is None:
+            parts.append(mx.argmax(rows, axis=-1))
+            continue
+        keys = b"".join([states[entry].draw_key(requests[entry].num_output_tokens) for entry in entries])
+        filters = np.array([states[entry].filters for entry in entries], np.float32)
+        rows = _filter(_log_softmax(rows), mx.array(filters.T[:, :, None]), *group)
+        parts.append(_categorical(mx.array(np.frombuffer(keys, "<u4").reshape(-1, 2)), rows))
+    if len(parts) == 1:
+        return parts[0]
+    return mx.concatenate(parts)[mx.array(np.argsort(np.concatenate(list(groups.values()))))]
+
+
+_categorical = mx.vmap(lambda key, row: mx.random.categorical(row, key=key))
+
+
+def _log_softmax(logits: mx.array) -> mx.array:
+    logits = logits.astype(mx.float32)
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+
+def _filter(
+    logprobs: mx.array,  # [num_requests, vocab_size]
+    filters: mx.array,  # [3, num_requests, 1]
+    has_top_p: bool,
+    has_min_p: bool,
+    top_k: int,
+) -> mx.array:
+    """As mlx-lm's ``make_sampler``, in its order, with the temperature last.
+
+    The settings are arrays: mlx-lm compiles its filters, and a kernel for each new number would halt everybody.
+    """
+    scale, top_p, log_min_p = filters
+    if has_top_p:
+        logprobs = apply_top_p(logprobs, top_p)
+    if has_min_p:  # mlx-lm's apply_min_p takes no array
+        logprobs = mx.where(logprobs < logprobs.max(axis=-1, keepdims=True) + log_min_p, -mx.inf, logprobs)
+    if top_k > 0:
+        logprobs = apply_top_k(logprobs, top_k)
+    return logprobs * scale
+
+
+def _report_logprobs(
+    logits: mx.array,  # [num_requests, vocab_size], the model's own
+    tokens: mx.array,  # [num_requests]
+    states: Sequence[SamplingState],
+) -> tuple[mx.array, ...]:
+    """For the requests that want them: log-probability and rank of their token, and the most likely ids with theirs."""
+    wanted = [entry for entry, state in enumerate(states) if state.num_logprobs is not None]
+    if not wanted:
+        return ()
+    if len(wanted) < len(states):
+        logits, tokens = logits[mx.array(wanted)], tokens[mx.array(wanted)]
+    logprobs = _log_softmax(logits)
+    sampled = mx.take_along_axis(logprobs, tokens[:, None], axis=-1)
+    ranks = 1 + (logprobs > sampled).sum(axis=-1)
+    most = min(max(states[entry].num_logprobs for entry in wanted), logprobs.shape[-1])
+    top_ids = mx.argpartition(-logprobs, kth=max(most - 1, 0), axis=-1)[:, :most]
+    return sampled[:, 0], ranks, top_ids, mx.take_along_axis(logprobs, top_ids, axis=-1)
+
+
+def _read_logprobs(
+    reports: tuple[mx.array, ...], token_ids: Sequence[int], states: Sequence[SamplingState]
+) -> dict[int, dict[int, Logprob]]:
+    """By entry, in the order of rank; tokens that are equally likely in the order of their ids."""
+    wanted = [entry for entry, state in enumerate(states) if state.num_logprobs is not None]
+    results = {}
+    for entry, sampled, sampled_rank, top_ids, top in zip(wanted, *(part.tolist() for part in reports), strict=True):
+        best = sorted(zip(top, top_ids, strict=True), key=lambda pair: (-pair[0], pair[1]))
+        best = best[: states[entry].num_logprobs]
+        results[entry] = {token: Logprob(logprob, rank) for rank, (logprob, token) in enumerate(best, 1)}
+        results[entry].setdefault(token_ids[entry], Logprob(sampled, sampled_rank))
+    return results

@@ -1,0 +1,83 @@
+"""`SamplingState`: what the sampler keeps of a request between two tokens."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from hashlib import blake2b
+
+import numpy as np
+
+from mlx_paged.request import Request
+
+HUGE = 1e30  # penalties end here, and top_p at its inverse, so that no product leaves float32
+COLDEST = 1e-6  # temperatures end here: a log-probability over a lower one leaves float32
+
+
+class SamplingState:
+    """What the sampler keeps of a request between two tokens.
+
+    Its different tokens stand in ``token_ids`` once each, with how often the answer has them. A request's tokens only
+    grow, so each is read once, and no step goes through the context.
+
+    Attributes:
+        error: a mistake in the parameters that only the size of the vocabulary shows.
+        group: of the requests that are drawn in one call, as (has top_p, has min_p, top_k); None is greedy.
+        filters: 1 / temperature, top_p, log(min_p).
+    """
+
+    def __init__(self, request: Request, vocab_size: int):
+        params = request.params
+        self.error: ValueError | None = None
+        self.num_logprobs = params.logprobs
+        self.group: tuple[bool, bool, int] | None = None
+        self.filters = 0.0, 0.0, 0.0
+        if not params.is_greedy:
+            top_k = int(params.top_k) if params.top_k < vocab_size else 0
+            self.group = params.top_p < 1, params.min_p > 0, top_k
+            log_min_p = math.log(params.min_p) if params.min_p > 0 else 0.0
+            self.filters = 1 / max(float(params.temperature), COLDEST), max(params.top_p, 1 / HUGE), log_min_p
+        self.bias: tuple[np.ndarray, np.ndarray] | None = None  # token ids, biases
+        if params.logit_bias:
+            beyond = [token for token in params.logit_bias if token >= vocab_size]
+            if beyond:
+                message = f"[sampler] logit_bias has token id {beyond[0]}, the vocabulary ends at {vocab_size - 1}"
+                self.error = ValueError(message)
+            else:
+                with np.errstate(over="ignore"):
+                    biases = np.array(list(params.logit_bias.values()), np.float64).astype(np.float32)
+                self.bias = np.array(list(params.logit_bias), np.int32), biases
+        self.may_leave_nothing = bool(params.logit_bias or params.logits_processors)
+        additive = params.frequency_penalty, params.presence_penalty
+        self.penalties: tuple[float, float, float] | None = None
+        if (params.repetition_penalty, *additive) != (1, 0, 0):
+            factor = min(max(params.repetition_penalty, 1 / HUGE), HUGE)
+            self.penalties = factor, *(min(max(penalty, -HUGE), HUGE) for penalty in additive)
+        self.is_plain = (
+            self.group is None and self.penalties is None and self.num_logprobs is None and not self.may_leave_nothing
+        )
+        # The seed takes as many bytes as it needs and the rest has fixed width, so no two triples read the same.
+        seed, index = int(request.seed), request.index
+        seed_bytes = seed.to_bytes(seed.bit_length() // 8 + 1, "little", signed=True)
+        self.key = blake2b(seed_bytes + index.to_bytes(8, "little"), digest_size=8)
+        # Only the repetition penalty looks at the prompt.
+        self.num_read = 0 if params.repetition_penalty != 1 else request.num_prompt_tokens
+        self.token_ids = array("i")
+        self.counts = array("i")
+        self.index_of: dict[int, int] = {}
+
+    def read_new_tokens(self, request: Request) -> None:
+        for position in range(self.num_read, request.num_tokens):
+            token = request.token_ids[position]
+            index = self.index_of.setdefault(token, len(self.token_ids))
+            if index == len(self.token_ids):
+                self.token_ids.append(token)
+                self.counts.append(0)
+            self.counts[index] += position >= request.num_prompt_tokens
+        self.num_read = request.num_tokens
+
+    def draw_key(self, position: int) -> bytes:
+        """8 bytes that depend on the request's seed, its index and the position in its answer, and on nothing else."""
+        key = self.key.copy()
+        key.update(position.to_bytes(8, "little"))
+        return key.digest()

@@ -1,0 +1,310 @@
+"""What is asked of the engine and what it answers. Imports nothing of ours and no MLX; names as in vLLM."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+MAX_LOGPROBS = 20
+
+# (token ids so far, logits [1, vocab_size]) to logits of the same shape, MLX arrays all; as in mlx-lm.
+LogitsProcessor = Callable[[Any, Any], Any]
+SeqId = Hashable
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request is sampled and when it ends. Names as in vLLM, defaults as in mlx-lm: greedy, 256 tokens.
+
+    Args:
+        n: completions of the same prompt, which is computed once; each has its own draws.
+        temperature: 0 takes the most likely token and ignores top_p, top_k and min_p.
+        top_p: keep the most likely tokens that together reach this probability, above 0; 1 keeps all.
+        top_k: keep so many of the most likely tokens; 0 keeps all.
+        min_p: keep tokens at least this likely, relative to the most likely one; 0 keeps all.
+        seed: of this request's draws, which then depend on nothing else that runs; ``None`` takes a fresh one.
+        repetition_penalty: above 1, tokens of prompt and answer become less likely (Keskar et al. 2019); 1 is off.
+        presence_penalty: taken from the logits of tokens that the answer has; 0 is off.
+        frequency_penalty: the same, for each time that the answer has them; 0 is off.
+        logit_bias: added to the logits of these token ids.
+        stop: end before the first of these texts.
+        stop_token_ids: end at the first of these tokens, whose text is left out.
+        ignore_eos: go on after the model's end-of-sequence tokens.
+        max_tokens: end after so many; -1 goes on until the K/V budget is used up.
+        logprobs: how many of the most likely tokens to report with their log-probabilities, 0 to 20, besides the
+            sampled one; of the model's own logits, before penalties and temperature. ``None`` reports none.
+        logits_processors: as mlx-lm's: each maps (token ids so far ``[num_tokens]``, logits ``[1, vocab_size]``) to
+            new logits, after the penalties. One that raises fails its request and no other.
+
+    Raises:
+        ValueError: a value out of its range, named.
+    """
+
+    n: int = 1
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    max_tokens: int = 256
+    logprobs: int | None = None
+    logits_processors: Sequence[LogitsProcessor] = ()
+
+    def __post_init__(self) -> None:
+        # One string is one stop text, not its letters.
+        self._normalise("stop", tuple, (self.stop,) if isinstance(self.stop, str) else self.stop)
+        self._normalise("stop_token_ids", tuple, self.stop_token_ids)
+        self._normalise("logits_processors", tuple, self.logits_processors)
+        self._normalise("logit_bias", dict, self.logit_bias)
+        for name, is_in_range, what in (
+            ("temperature", lambda value: value >= 0, "a number, at least 0"),
+            ("top_p", lambda value: 0 < value <= 1, "a number above 0, at most 1"),
+            ("min_p", lambda value: 0 <= value <= 1, "a number within 0..1"),
+            ("repetition_penalty", lambda value: value > 0, "a number above 0"),
+            ("presence_penalty", lambda value: True, "a number"),
+            ("frequency_penalty", lambda value: True, "a number"),
+        ):
+            value = getattr(self, name)
+            _check(name, value, _is_number(value) and is_in_range(value), what)
+        _check("n", self.n, _is_whole(self.n) and self.n >= 1, "a whole number, at least 1")
+        _check("top_k", self.top_k, _is_whole(self.top_k) and self.top_k >= 0, "a whole number, at least 0")
+        _check("seed", self.seed, self.seed is None or _is_whole(self.seed), "a whole number or None")
+        for token, bias in self.logit_bias.items():
+            is_right = _is_whole(token) and token >= 0 and (_is_number(bias) or bias == -math.inf)
+            _check("logit_bias", {token: bias}, is_right, "a mapping of token ids to numbers, or -inf")
+        for text in self.stop:
+            _check("stop", text, isinstance(text, str) and text != "", "texts that are not empty")
+        for token in self.stop_token_ids:
+            _check("stop_token_ids", token, _is_whole(token) and token >= 0, "token ids")
+        limit = self.max_tokens
+        _check("max_tokens", limit, _is_whole(limit) and (limit == -1 or limit >= 1), "at least 1, or -1 for no limit")
+        count = self.logprobs
+        is_right = count is None or (_is_whole(count) and 0 <= count <= MAX_LOGPROBS)
+        _check("logprobs", count, is_right, f"within 0..{MAX_LOGPROBS}, or None")
+        for processor in self.logits_processors:
+            _check("logits_processors", processor, callable(processor), "functions")
+
+    def _normalise(self, name: str, kind: type, value: object) -> None:
+        try:
+            value = kind(() if value is None else value)
+        except (TypeError, ValueError):
+            _check(name, value, False, "a mapping" if kind is dict else "a sequence")
+        object.__setattr__(self, name, value)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(float(value))
+    except OverflowError:
+        return False
+
+
+def _check(name: str, value: object, is_right: bool, what: str) -> None:
+    if not is_right:
+        raise ValueError(f"[sampling_params] {name} must be {what}, got {value!r}")
+
+
+class RequestStatus(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"  # waiting again, after it ran
+    FINISHED = "finished"
+
+
+class Request:
+    """One sequence on its way through the engine: a completion of a prompt, its tokens, and how far it is computed.
+
+    There is no prefill phase and no decode phase: the work that is left is ``num_tokens - num_computed_tokens``.
+    A request for n completions begins as one sequence and is forked when its prompt is computed.
+
+    Attributes:
+        seq_id: its name in the cache: the request's id and the index of the completion.
+        token_ids: prompt and answer.
+        num_computed_tokens: of these, how many have K/V or will have them after the step under way.
+        block_hashes: of its full blocks, as far as they were hashed.
+        cache_salt: requests with different salts never share K/V.
+        num_cached_tokens: prompt tokens that were found in the prefix cache when it first ran.
+        order: its place in the queue; the lowest runs first, the highest is preempted first.
+        sampling_state: what the sampler keeps between two tokens.
+    """
+
+    __slots__ = (
+        "arrival_time",
+        "block_hashes",
+        "cache_salt",
+        "error",
+        "finish_reason",
+        "index",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "order",
+        "params",
+        "priority",
+        "request_id",
+        "sampling_state",
+        "seed",
+        "seq_id",
+        "status",
+        "stop_reason",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        seed: int = 0,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        index: int = 0,
+    ):
+        self.request_id = request_id
+        self.index = index
+        self.seq_id: SeqId = (request_id, index)
+        self.token_ids = list(prompt_token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.params = params
+        self.seed = seed
+        self.priority = priority
+        self.cache_salt = cache_salt
+        self.arrival_time = time.perf_counter()
+        self.order: tuple[int, int, int] = (0, 0, index)
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_preemptions = 0
+        self.block_hashes: list[Any] = []
+        self.status = RequestStatus.WAITING
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.error: Exception | None = None
+        self.sampling_state: Any = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_seqs(self) -> int:
+        """Sequences that it is, or becomes when its prompt is computed."""
+        return self.params.n if self.index == 0 and self.num_output_tokens == 0 else 1
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED
+
+    def fork(self, index: int) -> Request:
+        """A further completion of the same tokens, as far as this one is computed."""
+        child = Request(
+            self.request_id,
+            self.token_ids,
+            self.params,
+            seed=self.seed,
+            priority=self.priority,
+            cache_salt=self.cache_salt,
+            index=index,
+        )
+        child.num_prompt_tokens = self.num_prompt_tokens
+        child.arrival_time = self.arrival_time
+        child.order = (*self.order[:2], index)
+        child.num_computed_tokens = self.num_computed_tokens
+        child.num_cached_tokens = self.num_cached_tokens
+        child.block_hashes = list(self.block_hashes)
+        child.status = self.status
+        return child
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.request_id!r}, {self.index}, {self.status.value}, "
+            f"{self.num_computed_tokens} of {self.num_tokens} tokens computed)"
+        )
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """One token's log-probability at a position, its rank there (1 is the most likely) and its text."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+@dataclass
+class CompletionOutput:
+    """One completion of a request, as far as it is made.
+
+    Args:
+        text: whole characters only; what may become a stop text is held back until it is known.
+        cumulative_logprob: sum over the tokens, where ``logprobs`` were asked for.
+        logprobs: for each token, those of the most likely tokens and of itself.
+        finish_reason: ``"stop"`` (end of sequence, stop token or stop text), ``"length"`` (``max_tokens``, or the K/V
+            budget), ``"abort"``, ``"error"``, or ``None``: goes on.
+        stop_reason: the stop text or token id that ended it; ``None`` for the end of sequence.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass
+class RequestOutput:
+    """A request's answer, as far as it is made.
+
+    Args:
+        prompt: as text, where it was text.
+        outputs: one for each of ``n``, in order.
+        num_cached_tokens: prompt tokens whose K/V were found in the prefix cache.
+        error: what failed the request, if anything did.
+        time_to_first_token: seconds from its arrival; ``None`` before.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = False
+    num_cached_tokens: int = 0
+    error: Exception | None = None
+    time_to_first_token: float | None = None

@@ -1,0 +1,199 @@
+"""What is asked of the engine is checked before it is queued; a fork is a sequence of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from mlx_paged.request import MAX_LOGPROBS, CompletionOutput, Request, RequestOutput, RequestStatus, SamplingParams
+
+NAN, INF = math.nan, math.inf
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("n", [0, -1, 1.0, True, "1", None]),
+        ("temperature", [-0.1, NAN, INF, "0", None, True, 10**400]),
+        ("top_p", [0, -0.1, 1.1, NAN, "1", None]),
+        ("top_k", [-1, 1.5, True, None]),
+        ("min_p", [-0.1, 1.1, NAN, None]),
+        ("seed", [1.5, "1", True]),
+        ("repetition_penalty", [0, -1.0, NAN, INF, None]),
+        ("presence_penalty", [NAN, INF, "1", None]),
+        ("frequency_penalty", [NAN, -INF, "1", None]),
+        (
+            "logit_bias",
+            [
+                {"1": 1.0},
+                {-1: 1.0},
+                {1.5: 1.0},
+                {True: 1.0},
+                {1: NAN},
+                {1: "1"},
+                {1: None},
+                {1: INF},
+                {1: True},
+                5,
+                [1],
+            ],
+        ),
+        ("stop", ["", [""], ["end", ""], [1], ["end", None], b"end", 5]),
+        ("stop_token_ids", [[1.0], ["1"], [None], [True], "12", [-1], 5]),
+        ("max_tokens", [0, -2, 1.0, True, None]),
+        ("logprobs", [-1, MAX_LOGPROBS + 1, 1.0, True]),
+        ("logits_processors", [[None], ["name"], [len, 1], len]),
+    ],
+)
+def test_a_wrong_value_is_refused_in_one_line_that_names_it(name: str, values: list):
+    for value in values:
+        with pytest.raises(ValueError, match=rf"^\[sampling_params\] {name} must be .+, got .+") as caught:
+            SamplingParams(**{name: value})
+        assert "\n" not in str(caught.value)
+
+
+def test_the_message_says_what_is_right_and_what_was_given():
+    with pytest.raises(ValueError) as caught:
+        SamplingParams(stop=["end", ""])
+    assert str(caught.value) == "[sampling_params] stop must be texts that are not empty, got ''"
+    with pytest.raises(ValueError) as caught:
+        SamplingParams(logit_bias={3: 1.0, 5: NAN})
+    assert (
+        str(caught.value)
+        == "[sampling_params] logit_bias must be a mapping of token ids to numbers, or -inf, got {5: nan}"
+    )
+
+
+def test_values_at_the_ends_of_their_ranges_are_taken():
+    for values in (
+        {"top_p": 1e-9, "min_p": 0, "top_k": 0, "temperature": 0, "logprobs": 0, "max_tokens": -1},
+        {"top_p": 1, "min_p": 1, "n": 1, "logprobs": MAX_LOGPROBS, "max_tokens": 1, "seed": 0},
+        {"presence_penalty": -2, "frequency_penalty": -2.0, "repetition_penalty": 0.1, "logit_bias": {0: -INF}},
+    ):
+        params = SamplingParams(**values)
+        assert {name: getattr(params, name) for name in values} == values
+
+
+def test_one_text_is_one_stop_text_and_lists_become_tuples():
+    def processor(tokens, logits):
+        return logits
+
+    params = SamplingParams(
+        stop="end", stop_token_ids=[5, 6], logits_processors=[processor], logit_bias={7: -INF, 8: 1}
+    )
+    assert (params.stop, params.stop_token_ids) == (("end",), (5, 6))
+    assert (params.logits_processors, params.logit_bias) == ((processor,), {7: -INF, 8: 1})
+    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
+
+
+def test_none_and_empty_stand_for_the_default():
+    given_none = SamplingParams(stop=None, stop_token_ids=None, logits_processors=None, logit_bias=None)
+    assert given_none == SamplingParams(stop=[], stop_token_ids=[], logits_processors=[], logit_bias={})
+    assert given_none == SamplingParams()
+    assert (given_none.stop, given_none.logit_bias) == ((), {})
+
+
+def test_sampling_params_do_not_change_with_what_they_were_made_from():
+    stop, stop_token_ids, logit_bias = ["a"], [1], {2: 1.0}
+    params = SamplingParams(stop=stop, stop_token_ids=stop_token_ids, logit_bias=logit_bias)
+    stop.append("b")
+    stop_token_ids.append(9)
+    logit_bias[9] = 9.0
+    assert (params.stop, params.stop_token_ids, params.logit_bias) == (("a",), (1,), {2: 1.0})
+
+
+def test_sampling_params_are_frozen():
+    params = SamplingParams()
+    for name in (field.name for field in dataclasses.fields(params)):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(params, name, getattr(params, name))
+
+
+def test_replaced_values_are_checked_as_well():
+    params = dataclasses.replace(SamplingParams(stop="end", max_tokens=5), temperature=0.5)
+    assert params == SamplingParams(stop=("end",), max_tokens=5, temperature=0.5)
+    with pytest.raises(ValueError, match="temperature"):
+        dataclasses.replace(params, temperature=-1)
+
+
+def test_temperature_0_is_greedy_whatever_else_is_set():
+    assert SamplingParams().is_greedy
+    assert SamplingParams(temperature=0, top_p=0.5, seed=1).is_greedy
+    assert not SamplingParams(temperature=1e-6).is_greedy
+
+
+def test_a_new_request_waits_and_has_nothing_computed():
+    prompt = [1, 2, 3]
+    request = Request("a", prompt, SamplingParams())
+    prompt.append(4)
+    assert (request.seq_id, request.token_ids, request.num_prompt_tokens) == (("a", 0), [1, 2, 3], 3)
+    assert (request.num_tokens, request.num_output_tokens, request.output_token_ids) == (3, 0, [])
+    assert (request.num_computed_tokens, request.num_cached_tokens, request.num_preemptions) == (0, 0, 0)
+    assert (request.status, request.is_finished, request.finish_reason) == (RequestStatus.WAITING, False, None)
+    assert repr(request) == "Request('a', 0, waiting, 0 of 3 tokens computed)"
+
+
+def test_what_follows_the_prompt_is_output():
+    request = Request("a", [1, 2, 3], SamplingParams())
+    request.token_ids += [7, 8]
+    assert (request.num_tokens, request.num_output_tokens, request.output_token_ids) == (5, 2, [7, 8])
+    assert request.num_prompt_tokens == 3
+
+
+@pytest.mark.parametrize("status", RequestStatus)
+def test_only_a_finished_request_is_finished(status: RequestStatus):
+    request = Request("a", [1], SamplingParams())
+    request.status = status
+    assert request.is_finished == (status is RequestStatus.FINISHED)
+
+
+def state(request: Request) -> dict:
+    return {name: getattr(request, name) for name in Request.__slots__}
+
+
+def test_a_fork_is_as_far_as_its_parent_under_a_name_of_its_own():
+    parent = Request("a", [1, 2, 3], SamplingParams(n=3, seed=5), seed=5, priority=2, cache_salt="salt")
+    parent.token_ids.append(4)
+    parent.order = (2, 7, 0)
+    parent.num_computed_tokens, parent.num_cached_tokens = 3, 2
+    parent.block_hashes.append(b"hash")
+    parent.status = RequestStatus.RUNNING
+    parent.num_preemptions = 4
+    parent.sampling_state = object()
+    child = parent.fork(2)
+    own = {"index": 2, "seq_id": ("a", 2), "order": (2, 7, 2), "num_preemptions": 0, "sampling_state": None}
+    assert state(child) == state(parent) | own
+    assert child.output_token_ids == [4]
+
+
+def test_a_fork_and_its_parent_go_on_apart():
+    parent = Request("a", [1, 2, 3], SamplingParams(n=2))
+    parent.block_hashes.append(b"hash")
+    child = parent.fork(1)
+    before = {name: list(value) if isinstance(value, list) else value for name, value in state(parent).items()}
+    child.token_ids.append(9)
+    child.block_hashes.append(b"other")
+    child.num_computed_tokens = 3
+    child.status = RequestStatus.FINISHED
+    assert state(parent) == before
+
+
+def test_a_request_has_the_attributes_that_it_lists_and_no_others():
+    request = Request("a", [1], SamplingParams())
+    assert set(state(request)) == set(Request.__slots__)
+    with pytest.raises(AttributeError):
+        request.num_computed_token = 1
+
+
+def test_a_completion_is_finished_when_it_has_a_reason():
+    assert not CompletionOutput(0).finished
+    assert all(CompletionOutput(0, finish_reason=reason).finished for reason in ("stop", "length", "abort", "error"))
+
+
+def test_outputs_share_no_lists():
+    first, second = CompletionOutput(0), CompletionOutput(1)
+    first.token_ids.append(1)
+    assert second.token_ids == []
+    assert RequestOutput("a", None, [1], [first, second]).finished is False
