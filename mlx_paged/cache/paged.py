@@ -132,13 +132,15 @@ class PagedKVCache(KVCache):
         ]
         for handle in self._layers if partly_filled else ():
             ops.zero_blocks(handle, partly_filled, self.backend)
-        self._metadata = AttentionMetadata.build(
+        # Right by the manager's invariants: blocks of this pool, for exactly so many tokens. No table changes before
+        # the step is over, so the live arrays will do.
+        self._metadata = AttentionMetadata(
             [table.packed_block_ids for table in tables],
             context_lens,
             list(num_new_tokens.values()),
             block_size,
             shares_new_blocks,
-            max_block_id=self.pool.num_blocks - 1,
+            known_max_block_id=self.pool.num_blocks - 1,
         )
         self._copy_detector.begin_step(self._metadata.num_tokens, self._layers[0].k.nbytes)
 

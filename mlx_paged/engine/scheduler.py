@@ -221,7 +221,9 @@ class Scheduler:
         num_seqs = sum(request.num_seqs for request in self.running) if self.waiting else 0
         while self.waiting and token_budget > 0:
             request = self.waiting[0] if only is None else only
-            if request.status is RequestStatus.RUNNING or num_seqs + request.num_seqs > self.config.max_num_seqs:
+            # The only one wanted may run already, or have ended just now.
+            is_waiting = request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+            if not is_waiting or num_seqs + request.num_seqs > self.config.max_num_seqs:
                 return
             computed = self._computed_blocks(request)
             num_held = max(self.swap_space.num_tokens_of(request.seq_id), computed.num_tokens)
@@ -240,7 +242,7 @@ class Scheduler:
                 if self.running:
                     return
                 # Nobody runs who could give back blocks: waiting would be for ever.
-                error = prompt_too_long(request.num_tokens, self._block_size, num_spare + num_needed)
+                error = prompt_too_long(request.num_tokens, self._block_size, self.max_num_blocks)
                 self.finish(request, "error", error=error)
                 output.finished.append(request)
                 continue
@@ -327,6 +329,8 @@ class Scheduler:
 
     def discard(self, output: SchedulerOutput) -> None:
         """The step failed: its rows may not be written. Its requests wait again and are computed anew."""
+        # Also those of requests that have ended since.
+        self.manager.pool.evict_blocks(output.new_block_ids)
         num_restored = {swap_in.seq_id: swap_in.end - swap_in.start for swap_in in output.swap_ins}
         for request, num_new_tokens in zip(output.requests, output.num_new_tokens, strict=True):
             if request.is_finished:

@@ -9,7 +9,7 @@ import itertools
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from itertools import repeat
 from operator import add, mul
 
@@ -51,44 +51,55 @@ class AttentionPlan:
         """
         window = NO_WINDOW if window is None else min(window, NO_WINDOW)
         context_lens, query_lens, tables = metadata.context_lens, metadata.query_lens, metadata.block_tables
-        num_seqs, first_rows = metadata.num_seqs, metadata.cu_seqlens_q[:-1]
+        num_seqs = metadata.num_seqs
         last = [(context_len - 1) // PARTITION_SIZE for context_len in context_lens]
         first = [0] * num_seqs
         if window < NO_WINDOW:
             for seq, (context_len, query_len) in enumerate(zip(context_lens, query_lens, strict=True)):
                 first[seq] = max(0, context_len - query_len - window + 1) // PARTITION_SIZE
 
-        # One column per field. Chained ranges and no loop: this is done for every step.
-        chained = itertools.chain.from_iterable
-        if first == last:
-            num_partial_rows = 0
-            work: list[Iterable[int]] = [range(num_seqs), first, first_rows]
-            rows: list[Iterable[int]] = [(), (), ()]
-        else:
-            num_partitions = [end + 1 - begin for begin, end in zip(first, last, strict=True)]
-            out_begins = list(itertools.accumulate(map(mul, num_partitions, query_lens), initial=0))
-            num_partial_rows = out_begins.pop()
-            out_ends = [*out_begins[1:], num_partial_rows]
-            work = [
-                chained(map(repeat, range(num_seqs), num_partitions)),
-                chained(map(range, first, [end + 1 for end in last])),
-                chained(map(range, out_begins, out_ends, query_lens)),
-            ]
-            rows = [
-                chained(map(range, out_begins, map(add, out_begins, query_lens))),
-                chained(map(repeat, query_lens, query_lens)),
-                chained(map(repeat, num_partitions, query_lens)),
-            ]
+        work_records, row_records, num_partial_rows = _cut(tuple(first), tuple(last), tuple(query_lens))
 
         # The records follow one another behind the head: 4 numbers per sequence, 3 per partition, 3 per merged row.
-        work_records, row_records = _interleave(*work), _interleave(*rows)
         work_begin = NUM_HEAD_FIELDS + 4 * num_seqs
         rows_begin = work_begin + len(work_records)
         table_begins = list(itertools.accumulate(map(len, tables), initial=rows_begin + len(row_records)))[:-1]
-        seq_records = _interleave(context_lens, query_lens, first_rows, table_begins)
+        seq_records = _interleave(context_lens, query_lens, metadata.cu_seqlens_q[:-1], table_begins)
         head = array("i", [NUM_HEAD_FIELDS, work_begin, rows_begin, window, int(has_rows), 0, 0, 0])
         packed = b"".join((head, seq_records, work_records, row_records, *tables))
         return cls(mx.array(memoryview(packed).cast("i")), len(work_records) // 3, num_partial_rows)
+
+
+@lru_cache(maxsize=16)
+def _cut(
+    first: tuple[int, ...], last: tuple[int, ...], query_lens: tuple[int, ...]
+) -> tuple[array[int], array[int], int]:
+    """Records of the partitions and of the rows to merge, and the number of partial rows.
+
+    The same for many decode steps: a sequence takes another partition after ``PARTITION_SIZE`` tokens only.
+
+    Args:
+        first, last: partition of each sequence.
+    """
+    # One column per field, of chained ranges and without a loop.
+    chained = itertools.chain.from_iterable
+    if first == last:
+        first_rows = itertools.accumulate(query_lens[:-1], initial=0)
+        return _interleave(range(len(first)), first, first_rows), array("i"), 0
+    num_partitions = [end + 1 - begin for begin, end in zip(first, last, strict=True)]
+    out_begins = list(itertools.accumulate(map(mul, num_partitions, query_lens), initial=0))
+    num_partial_rows = out_begins.pop()
+    work = _interleave(
+        chained(map(repeat, range(len(first)), num_partitions)),
+        chained(map(range, first, [end + 1 for end in last])),
+        chained(map(range, out_begins, [*out_begins[1:], num_partial_rows], query_lens)),
+    )
+    rows = _interleave(
+        chained(map(range, out_begins, map(add, out_begins, query_lens))),
+        chained(map(repeat, query_lens, query_lens)),
+        chained(map(repeat, num_partitions, query_lens)),
+    )
+    return work, rows, num_partial_rows
 
 
 def _interleave(*columns: Iterable[int]) -> array[int]:

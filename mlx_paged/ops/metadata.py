@@ -90,8 +90,9 @@ class SlotMapping:
 class AttentionMetadata:
     """One step of a ragged batch: sequence ``s`` has ``context_lens[s]`` tokens, its last ``query_lens[s]`` are new.
 
-    Build with :meth:`build`; vLLM's names where it has them, but nothing is padded: the queries of all sequences lie
-    behind one another in one flat ``[num_tokens]`` axis, sequence ``s`` at ``cu_seqlens_q[s] : cu_seqlens_q[s + 1]``.
+    Build with :meth:`build`, or directly what needs no checks. vLLM's names where it has them, but nothing is padded:
+    the queries of all sequences lie behind one another in one flat ``[num_tokens]`` axis, sequence ``s`` at
+    ``cu_seqlens_q[s] : cu_seqlens_q[s + 1]``.
     """
 
     block_tables: list[array[int]]  # per sequence, the blocks of its context, int32
@@ -99,7 +100,7 @@ class AttentionMetadata:
     query_lens: list[int]
     block_size: int
     shares_new_blocks: bool = False  # a block table names a block that another sequence writes in this step
-    known_max_block_id: int | None = None
+    known_max_block_id: int | None = None  # saves looking at each
     _plans: dict[Hashable, object] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -110,7 +111,6 @@ class AttentionMetadata:
         query_lens: Sequence[int],
         block_size: int,
         shares_new_blocks: bool = False,
-        max_block_id: int | None = None,
     ) -> AttentionMetadata:
         """Check the lists against one another.
 
@@ -118,7 +118,6 @@ class AttentionMetadata:
             block_tables: block ids per sequence; those behind its context (reserved ones) are left out.
             shares_new_blocks: whether a sequence reads blocks that another one writes in this step, as when both begin
                 with the same prompt. Then the rows of all are written before any is read, which costs a dispatch.
-            max_block_id: whoever knows that all ids are within 0 and this one saves looking at each.
 
         Raises:
             ValueError: lists of different lengths, a query run that is empty or longer than its context, a block table
@@ -144,10 +143,10 @@ class AttentionMetadata:
                 )
             # A copy: the caller's table changes with the next step.
             blocks = table[:num_blocks] if type(table) is array else array("i", table[:num_blocks])
-            if max_block_id is None and min(blocks) < 0:
+            if min(blocks) < 0:
                 raise ValueError(f"[attention_metadata] sequence {seq}: block id {min(blocks)} is negative")
             tables.append(blocks)
-        return cls(tables, list(context_lens), list(query_lens), block_size, shares_new_blocks, max_block_id)
+        return cls(tables, list(context_lens), list(query_lens), block_size, shares_new_blocks)
 
     def plan(self, key: Hashable, make: Callable[[], T]) -> T:
         """What a backend derives from this step: made for the first layer, reused by the others."""
