@@ -171,7 +171,9 @@ class PagedKVCache(KVCache):
             # The device gives no more, whatever the budget says: what there is, is the budget from now on.
             self._max_num_blocks = num_usable
             for handle in self._layers:
-                handle.shrink_to(self.pool.num_blocks)
+                # The others' copies would need what there is none of.
+                if handle.num_blocks > self.pool.num_blocks:
+                    handle.shrink_to(self.pool.num_blocks)
             say_once(f"[paged cache] no memory for more than {num_usable} blocks, which are the budget now: {error}")
             return
         self.pool.grow(num_new_blocks)

@@ -219,13 +219,16 @@ class KVCacheManager:
     def stats(self) -> KVCacheManagerStats:
         # A partly filled block that forks share is one block: unfilled is what its fullest holder leaves.
         unfilled: dict[int, int] = {}
-        for table in self._tables.values():
-            if table.num_unfilled_slots:
-                last = table.block_ids[-1]
-                unfilled[last] = min(unfilled.get(last, self.pool.block_size), table.num_unfilled_slots)
+        # Figures are asked for from other threads, too, while tables come and go.
+        tables = list(self._tables.values())
+        for table in tables:
+            last = table.last
+            if last is not None and table.num_unfilled_slots > 0:
+                left = min(unfilled.get(last.block_id, self.pool.block_size), table.num_unfilled_slots)
+                unfilled[last.block_id] = left
         return KVCacheManagerStats(
-            num_requests=len(self._tables),
-            num_tokens=sum(table.num_tokens for table in self._tables.values()),
+            num_requests=len(tables),
+            num_tokens=sum(table.num_tokens for table in tables),
             num_blocks=self.pool.num_blocks - 1,
             num_used_blocks=self.pool.num_used_blocks,
             num_cached_blocks=self.pool.num_cached_blocks,

@@ -6,6 +6,7 @@ import itertools
 import random
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -110,7 +111,8 @@ class Engine:
         # What other threads ask for goes through the inbox, which is emptied whenever no step runs.
         self._inbox: deque[Callable[[], None]] = deque()
         self._step_lock = threading.Lock()
-        self._suspects: deque[Request] = deque()  # of a step that failed: to be run alone
+        # Of a step that failed, with how far it would have computed each: to be run alone until they are that far.
+        self._suspects: deque[tuple[Request, int]] = deque()
 
     def _num_swap_tokens(self, swap_bytes: str | int | None) -> int:
         config = self.cache.config
@@ -272,14 +274,18 @@ class Engine:
         if not output.requests:
             # Nobody will copy what was to be swapped out.
             self.scheduler.discard(output)
+            if self._suspects:
+                # No room for it now.
+                self._suspects.popleft()
             return
         start = time.perf_counter()
         try:
             self.runner.execute(output, partial(self._sample, output), self.swap_space)
         except Exception as error:
+            suspects = [(request, request.num_computed_tokens) for request in output.requests]
             self.scheduler.discard(output)
-            if len(output.requests) > 1:
-                self._suspects.extend(output.requests)
+            if len(suspects) > 1:
+                self._suspects.extend(suspects)
             else:
                 self._finish(output.requests[0], "error", error)
             return
@@ -292,9 +298,10 @@ class Engine:
 
     def _next_suspect(self) -> Request | None:
         while self._suspects:
-            request = self._suspects.popleft()
-            if not request.is_finished:
+            request, num_tokens = self._suspects[0]
+            if not request.is_finished and request.num_computed_tokens < num_tokens:
                 return request
+            self._suspects.popleft()
         return None
 
     def _sample(self, output: SchedulerOutput, logits: mx.array) -> None:
@@ -335,6 +342,8 @@ class Engine:
 
     def _finish(self, request: Request, reason: str, error: Exception | None = None) -> None:
         if not request.is_finished:
+            if error is not None:
+                _clear_frames(error)
             self.scheduler.finish(request, reason, error=error)
             self._report(request)
 
@@ -351,3 +360,13 @@ class Engine:
                 if output.finished:
                     del self._states[output.request_id]
         return outputs
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Forget the variables of the functions that an error came through: logits, and graphs that hold whole slabs."""
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in chain:
+        traceback.clear_frames(link.__traceback__)
+        chain.append(link)
+        link = link.__cause__ or link.__context__

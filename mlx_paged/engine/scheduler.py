@@ -125,7 +125,8 @@ class Scheduler:
     @property
     def max_num_blocks(self) -> int:
         """Blocks that the budget holds."""
-        return self.manager.pool.num_blocks - 1 + self.supply.num_growable_blocks
+        # In this order: a pool that grows meanwhile, in another thread, must not make it less.
+        return self.supply.num_growable_blocks + self.manager.pool.num_blocks - 1
 
     # A request comes and goes
 
@@ -236,7 +237,8 @@ class Scheduler:
             if num_spare >= num_kept_free:
                 num_new_tokens = min(request.num_tokens - num_held, token_budget)
                 num_slots = num_held - computed.num_tokens + num_new_tokens
-                self.supply.make_room(self.manager.num_needed_blocks(request.seq_id, num_slots, computed))
+                # Not for those that were found: taking them evicts nothing.
+                self.supply.make_room(-(-num_slots // self._block_size))
                 copies = self.manager.allocate_slots(request.seq_id, num_slots, computed)
             if copies is None:
                 if self.running:
@@ -331,14 +333,10 @@ class Scheduler:
         """The step failed: its rows may not be written. Its requests wait again and are computed anew."""
         # Also those of requests that have ended since.
         self.manager.pool.evict_blocks(output.new_block_ids)
-        num_restored = {swap_in.seq_id: swap_in.end - swap_in.start for swap_in in output.swap_ins}
-        for request, num_new_tokens in zip(output.requests, output.num_new_tokens, strict=True):
-            if request.is_finished:
-                continue
-            num_unwritten = num_new_tokens + num_restored.get(request.seq_id, 0)
-            self.manager.discard(request.seq_id, request.num_computed_tokens - num_unwritten)
-            self.manager.free(request.seq_id)
-            self._wait_again(request)
+        for request in output.requests:
+            if not request.is_finished:
+                self.manager.free(request.seq_id)
+                self._wait_again(request)
         for swap in (*output.swap_ins, *output.swap_outs):
             self.swap_space.give_back(swap.seq_id)
 

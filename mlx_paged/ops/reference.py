@@ -19,6 +19,9 @@ from mlx_paged.ops.metadata import AttentionMetadata, SlotMapping
 # Runs of adjacent blocks are read as views of the slab, one matmul each; where the mean run has fewer bytes of K than
 # this, one gather of all blocks is cheaper. On a 2-core x86 CPU a view costs about 40 us in all, a gather 0.3 ns/byte.
 MIN_VIEW_BYTES = 128 * 1024
+# K of the sequences that are attended to together. Larger parts leave the CPU's cache, and their temporaries are fresh
+# pages each time; smaller ones are many small operations. Measured: benchmarks/attention.py.
+MAX_PART_BYTES = 1024 * 1024
 
 
 def reshape_and_cache(k: mx.array, v: mx.array, kv: KVHandle, slot_mapping: SlotMapping) -> None:
@@ -44,10 +47,25 @@ def paged_attention(
     window: int | None = None,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Block-parallel: one matmul per step for the scores of all (query token, block) pairs, then a segment softmax.
+    """Block-parallel, a few sequences at a time: their K is what a CPU's cache holds, and temporaries are as small.
 
     What lies behind the end of a sequence in its last block gets a weight of 0, and has to be finite for that.
     """
+    block_nbytes = kv.k.nbytes // kv.num_blocks
+    parts = metadata.plan(("parts by bytes", block_nbytes), lambda: _parts_by_bytes(metadata, block_nbytes))
+    outputs = [_attend_block_parallel(q[rows], kv, part, scale, window, sinks) for part, rows in parts]
+    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+
+
+def _attend_block_parallel(
+    q: mx.array,
+    kv: KVHandle,
+    metadata: AttentionMetadata,
+    scale: float,
+    window: int | None,
+    sinks: mx.array | None,
+) -> mx.array:
+    """One matmul for the scores of all (query token, block) pairs, a segment softmax, one matmul with the values."""
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = kv.num_kv_heads
     group = num_heads // num_kv_heads
@@ -63,13 +81,25 @@ def paged_attention(
         sink_logits = sinks.astype(mx.float32).reshape(1, num_kv_heads, group, 1)
         highest = mx.maximum(highest, sink_logits)
     weights = mx.exp(scores - pairs.spread(highest))
-    denominator = pairs.segment_sum(weights, over_slots=True)
+    denominator = pairs.segment_sum(weights.sum(axis=-1, keepdims=True))
     if sinks is not None:
         denominator = denominator + mx.exp(sink_logits - highest)
 
     values = pairs.matmul(weights.astype(kv.dtype), kv.v, transpose=False).astype(mx.float32)
     out = pairs.segment_sum(values) / denominator
     return out.reshape(num_tokens, num_heads, head_dim).astype(q.dtype)
+
+
+def _parts_by_bytes(metadata: AttentionMetadata, block_nbytes: int) -> list[tuple[AttentionMetadata, slice]]:
+    """The step in runs of sequences with at most ``MAX_PART_BYTES`` of K each, or a single sequence with more."""
+    parts = []
+    begin, nbytes = 0, 0
+    for seq, table in enumerate(metadata.block_tables):
+        if seq > begin and nbytes + len(table) * block_nbytes > MAX_PART_BYTES:
+            parts.append(metadata.select_run(begin, seq))
+            begin, nbytes = seq, 0
+        nbytes += len(table) * block_nbytes
+    return [*parts, metadata.select_run(begin, metadata.num_seqs)]
 
 
 def paged_prefill_attention(
@@ -223,6 +253,7 @@ class _BlockPairs:
             bias[pair, 0, 0, slots] = -np.inf
         self.bias = mx.array(bias)
         self._num_tokens = len(counts)
+        self._ends = list(itertools.accumulate(counts))
         self._tokens = mx.array(np.repeat(np.arange(len(counts), dtype=np.int32), counts)) if len(counts) > 1 else None
         self._block_ids = block_ids
         self._runs = _adjacent_runs(block_ids)
@@ -255,13 +286,12 @@ class _BlockPairs:
         shape = (self._num_tokens, *values.shape[1:3], 1)
         return mx.full(shape, -mx.inf, dtype=mx.float32).at[self._tokens].maximum(values.max(axis=-1, keepdims=True))
 
-    def segment_sum(self, values: mx.array, over_slots: bool = False) -> mx.array:
-        """``[num_pairs, num_kv_heads, group, n]`` to the sum of each query token, ``[num_tokens, ..., n or 1]``."""
-        if self._num_tokens == 1:
-            return values.sum(axis=(0, 3) if over_slots else 0, keepdims=True)
-        if over_slots:
-            values = values.sum(axis=-1, keepdims=True)
-        return mx.zeros((self._num_tokens, *values.shape[1:]), dtype=mx.float32).at[self._tokens].add(values)
+    def segment_sum(self, values: mx.array) -> mx.array:
+        """``[num_pairs, num_kv_heads, group, n]`` to the sum of each query token, ``[num_tokens, ..., n]``."""
+        # Pairs of a token lie behind one another; sums of slices take a third of the time of a scatter.
+        segments = mx.split(values, self._ends[:-1]) if self._num_tokens > 1 else [values]
+        sums = [segment.sum(axis=0, keepdims=True) for segment in segments]
+        return sums[0] if len(sums) == 1 else mx.concatenate(sums)
 
     def spread(self, per_token: mx.array) -> mx.array:
         """What each query token has, for each of its pairs; one token's broadcasts by itself."""
