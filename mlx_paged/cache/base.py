@@ -146,12 +146,13 @@ class KVCache(ABC):
         """Write the open step's K/V rows of ``layer``, then attend: causal within each sequence.
 
         Args:
-            q: ``[num_tokens, num_heads, head_dim]``, rotated.
+            q: ``[num_tokens, num_heads, head_dim]``, rotated; or ``[num_seqs, ...]``, of each sequence's last new token
+                only.
             k, v: ``[num_tokens, num_kv_heads, head_dim]``; cast to the cache's dtype.
             scale: of the scores, usually ``head_dim ** -0.5``.
 
         Returns:
-            ``[num_tokens, num_heads, head_dim]`` in the dtype of ``q``.
+            The shape and dtype of ``q``.
         """
 
     # Sequences

@@ -116,8 +116,10 @@ class BasicKVCache(KVCache):
         self.update(layer, k, v)
         outputs = []
         row = 0
+        only_last = q.shape[0] < k.shape[0]
         for sequence, start, num_new in self._open_step():
             end = start + num_new
+            num_new = 1 if only_last else num_new
             out = mx.fast.scaled_dot_product_attention(
                 q[row : row + num_new].swapaxes(0, 1)[None].astype(self.dtype),
                 sequence.keys[layer][:, :, :end],

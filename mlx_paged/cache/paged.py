@@ -221,6 +221,9 @@ class PagedKVCache(KVCache):
     def update_and_attend(self, layer: int, q: mx.array, k: mx.array, v: mx.array, scale: float) -> mx.array:
         k, v = k.astype(self.dtype), v.astype(self.dtype)
         handle, metadata = self._layers[layer], self.metadata
+        if q.shape[0] < metadata.num_tokens:
+            ops.reshape_and_cache(k, v, handle, metadata.slot_mapping, self.backend)
+            return ops.attend(q, handle, metadata.last_tokens, scale, backend=self.backend)
         return ops.update_and_attend(q, k, v, handle, metadata, scale, backend=self.backend)
 
     @property

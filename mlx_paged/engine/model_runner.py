@@ -66,24 +66,23 @@ class PackedInputs:
 
     token_ids: list[int]  # [num_tokens]
     num_new_tokens: dict[SeqId, int]
-    logits_rows: list[int] | None  # the last rows of requests whose tokens are all computed then; None: of all
+    complete: list[int]  # indices of the requests whose tokens are all computed after this step
 
     @classmethod
     def build(cls, output: SchedulerOutput) -> PackedInputs:
         token_ids: list[int] = []
-        rows: list[int] = []
-        for request, count in zip(output.requests, output.num_new_tokens, strict=True):
+        num_new_tokens: dict[SeqId, int] = {}
+        complete: list[int] = []
+        for index, (request, count) in enumerate(zip(output.requests, output.num_new_tokens, strict=True)):
             num_computed = request.num_computed_tokens
             if count == 1:
                 token_ids.append(request.token_ids[num_computed - 1])
             else:
                 token_ids += request.token_ids[num_computed - count : num_computed]
+            num_new_tokens[request.seq_id] = count
             if num_computed == len(request.token_ids):
-                rows.append(len(token_ids) - 1)
-        num_new_tokens = {
-            request.seq_id: count for request, count in zip(output.requests, output.num_new_tokens, strict=True)
-        }
-        return cls(token_ids, num_new_tokens, None if len(rows) == len(num_new_tokens) else rows)
+                complete.append(index)
+        return cls(token_ids, num_new_tokens, complete)
 
 
 class ModelRunner:
@@ -128,9 +127,10 @@ class ModelRunner:
         self._swap_and_copy(output, swap_space)
         inputs = PackedInputs.build(output)
         with self.cache.scheduled_step(inputs.num_new_tokens, output.shares_new_blocks) as step:
-            indices = step.last_rows if inputs.logits_rows is None else mx.array(inputs.logits_rows or [0])
-            logits = self.model(mx.array(inputs.token_ids), step.positions, self.cache, indices)
-            sampled = None if inputs.logits_rows == [] else sample(logits)
+            logits = self.model(mx.array(inputs.token_ids), step.positions, self.cache, step.last_rows)
+            if len(inputs.complete) < len(output.requests):
+                logits = logits[mx.array(inputs.complete)] if inputs.complete else None
+            sampled = None if logits is None else sample(logits)
             mx.eval(self.cache.arrays)
         self._end_step()
         return sampled

@@ -112,14 +112,17 @@ class Attention(nn.Module):
         except KeyError as error:
             raise ValueError(f"[qwen3] rope_scaling in config.json lacks {error}") from error
 
-    def __call__(self, x: mx.array, positions: mx.array, cache: KVCache) -> mx.array:
+    def __call__(self, x: mx.array, positions: mx.array, cache: KVCache, last_rows: mx.array | None = None) -> mx.array:
         num_tokens = x.shape[0]
-        q = self.q_norm(self.q_proj(x).reshape(num_tokens, self.num_heads, -1))
         k = self.k_norm(self.k_proj(x).reshape(num_tokens, self.num_kv_heads, -1))
         v = self.v_proj(x).reshape(num_tokens, self.num_kv_heads, -1)
-        q, k = self._rotate(q, positions), self._rotate(k, positions)
+        k = self._rotate(k, positions)
+        if last_rows is not None:
+            x, positions = x[last_rows], positions[last_rows]
+        q = self.q_norm(self.q_proj(x).reshape(x.shape[0], self.num_heads, -1))
+        q = self._rotate(q, positions)
         out = cache.update_and_attend(self.layer, q, k, v, scale=self.scale)
-        return self.o_proj(out.reshape(num_tokens, -1))
+        return self.o_proj(out.reshape(x.shape[0], -1))
 
     def _rotate(self, x: mx.array, positions: mx.array) -> mx.array:
         # mx.fast.rope takes one offset per batch entry: here a token is a batch entry of length 1.
@@ -145,8 +148,9 @@ class TransformerBlock(nn.Module):
         self.input_layernorm = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
 
-    def __call__(self, x: mx.array, positions: mx.array, cache: KVCache) -> mx.array:
-        h = x + self.self_attn(self.input_layernorm(x), positions, cache)
+    def __call__(self, x: mx.array, positions: mx.array, cache: KVCache, last_rows: mx.array | None = None) -> mx.array:
+        attended = self.self_attn(self.input_layernorm(x), positions, cache, last_rows)
+        h = attended + (x if last_rows is None else x[last_rows])
         return h + self.mlp(self.post_attention_layernorm(h))
 
 
@@ -157,11 +161,14 @@ class Qwen3Model(nn.Module):
         self.layers = [TransformerBlock(args, layer) for layer in range(args.num_hidden_layers)]
         self.norm = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
 
-    def __call__(self, tokens: mx.array, positions: mx.array, cache: KVCache) -> mx.array:
+    def __call__(
+        self, tokens: mx.array, positions: mx.array, cache: KVCache, last_rows: mx.array | None = None
+    ) -> mx.array:
         h = self.embed_tokens(tokens)
-        for layer in self.layers:
+        for layer in self.layers[:-1]:
             h = layer(h, positions, cache)
-        return h
+        # Behind the last layer's K and V, nothing needs the rows whose logits nobody asked for.
+        return self.layers[-1](h, positions, cache, last_rows)
 
 
 class Model(nn.Module):
@@ -173,8 +180,7 @@ class Model(nn.Module):
         tokens: ``[num_tokens] int32``, packed.
         positions: ``[num_tokens] int32``, ``step.positions``.
         cache: the open cache.
-        logits_indices: ``[num_rows] int32``, the rows whose logits are wanted, usually ``step.last_rows``; ``None`` is
-            all.
+        last_rows: ``step.last_rows``, ``[num_seqs] int32``: logits of each sequence's last token only; ``None`` is all.
 
     Returns:
         Logits ``[num_rows, vocab_size]``.
@@ -189,12 +195,11 @@ class Model(nn.Module):
             self.lm_head = nn.Linear(args.hidden_size, args.vocab_size, bias=False)
 
     def __call__(
-        self, tokens: mx.array, positions: mx.array, cache: KVCache, logits_indices: mx.array | None = None
+        self, tokens: mx.array, positions: mx.array, cache: KVCache, last_rows: mx.array | None = None
     ) -> mx.array:
-        h = self.model(tokens, positions, cache)
-        if logits_indices is not None:
-            h = h[logits_indices]
-        h = self.model.norm(h)
+        if last_rows is not None and last_rows.shape[0] == tokens.shape[0]:
+            last_rows = None  # all rows are last ones: a step of decodes
+        h = self.model.norm(self.model(tokens, positions, cache, last_rows))
         return self.model.embed_tokens.as_linear(h) if self.args.tie_word_embeddings else self.lm_head(h)
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:

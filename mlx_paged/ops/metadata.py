@@ -11,7 +11,7 @@ import itertools
 from array import array
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeVar
 
@@ -192,6 +192,11 @@ class AttentionMetadata:
     def cu_seqlens_q(self) -> list[int]:
         """``[num_seqs + 1]``"""
         return [0, *itertools.accumulate(self.query_lens)]
+
+    @cached_property
+    def last_tokens(self) -> AttentionMetadata:
+        """The same step for the last token of each sequence only."""
+        return replace(self, query_lens=[1] * self.num_seqs, _plans={})
 
     @cached_property
     def max_query_len(self) -> int:

@@ -110,7 +110,25 @@ def paged_prefill_attention(
     window: int | None = None,
     sinks: mx.array | None = None,
 ) -> mx.array:
+    return _prefill(q, None, kv, metadata, scale, window, sinks)
+
+
+def _prefill(
+    q: mx.array,
+    rows: tuple[mx.array, mx.array] | None,
+    kv: KVHandle,
+    metadata: AttentionMetadata,
+    scale: float,
+    window: int | None,
+    sinks: mx.array | None,
+) -> mx.array:
+    starts = metadata.cu_seqlens_q
+
     def dense(seq: int) -> tuple[mx.array, mx.array]:
+        if rows is not None and metadata.context_lens[seq] == metadata.query_lens[seq]:
+            # Nothing but new tokens: their rows are all there is to see.
+            k, v = (array[starts[seq] : starts[seq + 1]].swapaxes(0, 1).astype(kv.dtype) for array in rows)
+            return k, v
         return gather_blocks(kv, metadata.block_tables[seq], metadata.context_lens[seq])
 
     return attend_densely(q, dense, kv.dtype, metadata, scale, window, sinks)
@@ -142,7 +160,13 @@ def update_and_attend(
     sinks: mx.array | None = None,
 ) -> mx.array:
     reshape_and_cache(k, v, kv, metadata.slot_mapping)
-    return attend(q, kv, metadata, scale, window, sinks)
+
+    def attend_part(part: AttentionMetadata, part_q: mx.array, *rows: mx.array) -> mx.array:
+        if is_decode(part.max_query_len):
+            return paged_attention(part_q, kv, part, scale, window, sinks)
+        return _prefill(part_q, rows, kv, part, scale, window, sinks)
+
+    return metadata.map_parts(is_decode, attend_part, q, k, v)
 
 
 def is_decode(query_len: int) -> bool:

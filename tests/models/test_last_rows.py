@@ -1,0 +1,51 @@
+"""Logits of last tokens only: the last layer leaves out what nobody asked for, and nothing else changes."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+
+from mlx_paged import demo_model_path, load, make_kv_cache
+
+PROMPTS = {"long": list(range(1, 41)), "short": [7], "middle": list(range(100, 117))}
+CHUNK = {"long": [5, 6, 7], "short": [8], "middle": [9, 10]}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load(demo_model_path())[0]
+
+
+def run(model, kind: str, only_last: bool) -> tuple[list[mx.array], list[mx.array]]:
+    """Logits of the last rows of two ragged steps, and the K/V they left."""
+    cache = make_kv_cache(model, kind, kv_cache_bytes="64blocks")
+    logits = []
+    for batch in (PROMPTS, CHUNK):
+        tokens = mx.array([token for tokens in batch.values() for token in tokens])
+        with cache.step({seq: len(tokens) for seq, tokens in batch.items()}) as step:
+            if only_last:
+                logits.append(model(tokens, step.positions, cache, step.last_rows))
+            else:
+                logits.append(model(tokens, step.positions, cache)[step.last_rows])
+            mx.eval(logits, cache.arrays)
+    return logits, [cache.materialize(seq, layer)[0] for seq in batch for layer in range(cache.config.num_layers)]
+
+
+@pytest.mark.parametrize("kind", ["basic", "paged"])
+def test_the_logits_of_last_tokens_are_those_of_a_full_forward(model, kind: str):
+    (logits, keys), (expected, expected_keys) = run(model, kind, True), run(model, kind, False)
+    for got, want in zip(logits, expected, strict=True):
+        assert got.shape == (3, model.args.vocab_size)
+        assert mx.allclose(got, want, rtol=1e-5, atol=1e-5)
+    assert all(mx.array_equal(got, want) for got, want in zip(keys, expected_keys, strict=True))
+
+
+def test_the_last_layer_computes_no_queries_but_those_of_last_tokens(model, monkeypatch):
+    num_rows = []
+    mlp = type(model.layers[-1].mlp)
+    monkeypatch.setattr(
+        mlp, "__call__", lambda self, x, call=mlp.__call__: num_rows.append(x.shape[0]) or call(self, x)
+    )
+    run(model, "paged", True)
+    num_layers = len(model.layers)
+    assert num_rows == [58] * (num_layers - 1) + [3] + [6] * (num_layers - 1) + [3]
