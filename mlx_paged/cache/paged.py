@@ -167,6 +167,8 @@ class PagedKVCache(KVCache):
         try:
             for handle in self._layers:
                 handle.grow(self.pool.num_blocks + num_new_blocks - handle.num_blocks)
+                # MLX would keep the old slab for reuse, and never find one.
+                mx.clear_cache()
         except RuntimeError as error:
             # The device gives no more, whatever the budget says: what there is, is the budget from now on.
             self._max_num_blocks = num_usable

@@ -78,15 +78,18 @@ class AsyncEngine:
         news: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
 
         def receive(output: RequestOutput | Exception) -> None:
-            # The reader's loop may be closed by now; then nobody waits.
-            if not loop.is_closed():
+            try:
                 loop.call_soon_threadsafe(news.put_nowait, output)
+            except RuntimeError:
+                # The reader's loop is closed: nobody waits.
+                self._forget(request_id)
 
-        request_id = self._add(prompt, params, request_id, options, receive)
+        request_id = self._new_id() if request_id is None else request_id
+        self._add(prompt, params, request_id, options, receive)
         try:
             while True:
                 output = await news.get()
-                while not news.empty():
+                while not _is_last(output) and not news.empty():
                     output = news.get_nowait()
                 yield _checked(output)
                 if output.finished:
@@ -99,14 +102,19 @@ class AsyncEngine:
     ) -> Iterator[RequestOutput]:
         """As :meth:`generate`, for threads."""
         news: queue.SimpleQueue[RequestOutput | Exception] = queue.SimpleQueue()
-        request_id = self._add(prompt, params, request_id, options, news.put)
-        return self._stream(request_id, news)
+        request_id = self._new_id() if request_id is None else request_id
+        self._add(prompt, params, request_id, options, news.put)
+        outputs = self._stream(request_id, news)
+        # Into its `try`, so that a stream that nobody reads ends its request, too, when it is dropped.
+        next(outputs)
+        return outputs
 
-    def _stream(self, request_id: str, news: queue.SimpleQueue) -> Iterator[RequestOutput]:
+    def _stream(self, request_id: str, news: queue.SimpleQueue) -> Iterator[Any]:
         try:
+            yield None
             while True:
                 output = news.get()
-                while not news.empty():
+                while not _is_last(output) and not news.empty():
                     output = news.get()
                 yield _checked(output)
                 if output.finished:
@@ -143,19 +151,20 @@ class AsyncEngine:
     async def __aexit__(self, *exception: object) -> None:
         await asyncio.get_running_loop().run_in_executor(None, self.shutdown)
 
+    def _new_id(self) -> str:
+        return f"request-{next(self._request_ids)}"
+
     def _add(
         self,
         prompt: Prompt,
         params: SamplingParams | None,
-        request_id: str | None,
+        request_id: str,
         options: dict[str, Any],
         receiver: Receiver,
-    ) -> str:
-        if request_id is None:
-            request_id = f"request-{next(self._request_ids)}"
+    ) -> None:
         with self._work:
             if self._is_stopping:
-                raise EngineStoppedError("[engine] it was shut down") from self._failure
+                raise self._stopped()
             if request_id in self._receivers:
                 raise ValueError(f"[engine] request {request_id!r} exists already")
             self._receivers[request_id] = receiver
@@ -165,12 +174,17 @@ class AsyncEngine:
             self._receivers.pop(request_id, None)
             raise
         self._wake()
-        return request_id
 
     def _forget(self, request_id: str) -> None:
         """The reader left; a request that is not done is not wanted any more."""
-        self._receivers.pop(request_id, None)
+        # In this order: as long as it has a receiver, no other request gets its id.
         self.abort(request_id)
+        self._receivers.pop(request_id, None)
+
+    def _stopped(self) -> EngineStoppedError:
+        error = EngineStoppedError(f"[engine] it stopped: {self._failure or 'it was shut down'}")
+        error.__cause__ = self._failure
+        return error
 
     def _wake(self) -> None:
         with self._work:
@@ -190,10 +204,9 @@ class AsyncEngine:
         finally:
             with self._work:
                 self._is_stopping = True
-            error = EngineStoppedError(f"[engine] it stopped: {self._failure or 'it was shut down'}")
-            error.__cause__ = self._failure
+            # Those that are done have read their last output by then, or will read it first.
             for receive in list(self._receivers.values()):
-                receive(error)
+                receive(self._stopped())
 
     def _wait_for_work(self) -> bool:
         with self._work:
@@ -216,6 +229,10 @@ def _copied(output: RequestOutput) -> RequestOutput:
         if completion.logprobs is not None:
             completion.logprobs = list(completion.logprobs)
     return copied
+
+
+def _is_last(output: RequestOutput | Exception) -> bool:
+    return isinstance(output, Exception) or output.finished
 
 
 def _checked(output: RequestOutput | Exception) -> RequestOutput:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import threading
@@ -342,8 +343,6 @@ class Engine:
 
     def _finish(self, request: Request, reason: str, error: Exception | None = None) -> None:
         if not request.is_finished:
-            if error is not None:
-                _clear_frames(error)
             self.scheduler.finish(request, reason, error=error)
             self._report(request)
 
@@ -357,16 +356,26 @@ class Engine:
         self._news.clear()
         with self._states_lock:
             for output in outputs:
+                if output.error is not None:
+                    _clear_frames(output.error)
                 if output.finished:
                     del self._states[output.request_id]
         return outputs
 
 
 def _clear_frames(error: BaseException) -> None:
-    """Forget the variables of the functions that an error came through: logits, and graphs that hold whole slabs."""
+    """Forget the variables of the functions that an error came through: logits, and graphs that hold whole slabs.
+
+    Those that called them, too, up to the one that runs now. The lines stay, for whoever prints the traceback.
+    """
     chain: list[BaseException] = []
     link: BaseException | None = error
     while link is not None and link not in chain:
         traceback.clear_frames(link.__traceback__)
+        frame = link.__traceback__.tb_frame.f_back if link.__traceback__ else None
+        with contextlib.suppress(RuntimeError):  # of the first that runs
+            while frame is not None:
+                frame.clear()
+                frame = frame.f_back
         chain.append(link)
         link = link.__cause__ or link.__context__

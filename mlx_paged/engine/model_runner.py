@@ -19,8 +19,8 @@ from mlx_paged.memory import default_kv_cache_bytes
 
 T = TypeVar("T")
 
-# Steps between two times that MLX is told to give back buffers it keeps for reuse: a growing context asks for ever new
-# sizes. As in mlx-lm.
+# Tokens between two times that MLX is told to give back buffers it keeps for reuse: growing contexts and chunks of
+# prompts ask for ever new sizes. As mlx-lm, which does so every 256 steps, and after each chunk.
 CLEAR_CACHE_INTERVAL = 256
 
 
@@ -91,7 +91,7 @@ class ModelRunner:
     def __init__(self, model: nn.Module, cache: KVCache):
         self.model = model
         self.cache = cache
-        self._num_steps = 0
+        self._num_tokens = 0  # since MLX was told
 
     def run(self, batch: Mapping[SeqId, Sequence[int]], head: Callable[[mx.array], T] | None = None) -> T | Any:
         """One step: the new tokens of each sequence, in the mapping's order.
@@ -113,7 +113,7 @@ class ModelRunner:
             outputs = logits if head is None else head(logits)
             # One step ahead of its evaluation, a slab would have a reader in flight and each write would copy it.
             mx.eval(outputs, self.cache.arrays)
-        self._end_step()
+        self._end_step(step.num_tokens, len(batch))
         return outputs
 
     def execute(self, output: SchedulerOutput, sample: Callable[[mx.array], T], swap_space: SwapSpace) -> T | None:
@@ -132,7 +132,7 @@ class ModelRunner:
                 logits = logits[mx.array(inputs.complete)] if inputs.complete else None
             sampled = None if logits is None else sample(logits)
             mx.eval(self.cache.arrays)
-        self._end_step()
+        self._end_step(step.num_tokens, len(output.requests))
         return sampled
 
     def _swap_and_copy(self, output: SchedulerOutput, swap_space: SwapSpace) -> None:
@@ -148,7 +148,9 @@ class ModelRunner:
             swap_space.note_copied(swap_in.end - swap_in.start, time.perf_counter() - start)
             swap_space.give_back(swap_in.seq_id)
 
-    def _end_step(self) -> None:
-        self._num_steps += 1
-        if self._num_steps % CLEAR_CACHE_INTERVAL == 0:
+    def _end_step(self, num_tokens: int, num_seqs: int) -> None:
+        # A decode of many sequences asks for no more sizes than that of one.
+        self._num_tokens += num_tokens - num_seqs + 1
+        if self._num_tokens >= CLEAR_CACHE_INTERVAL:
             mx.clear_cache()
+            self._num_tokens = 0

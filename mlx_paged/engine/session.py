@@ -65,8 +65,6 @@ class Session:
             chunk = prompt[len(self.tokens) : len(self.tokens) + prefill_step_size]
             is_last = len(self.tokens) + len(chunk) == len(prompt)
             output = self._extend(chunk, head if is_last else None)
-            # Chunks leave buffers of many sizes behind, which MLX would keep for reuse.
-            mx.clear_cache()
             if is_last:
                 if progress is not None:
                     progress(len(prompt), len(prompt))

@@ -1,0 +1,74 @@
+"""The engine on the Metal kernels: shared beginnings, forks and both ways of preemption, with the reference's tokens."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from emulated_metal import emulated_metal
+from metal_emulator import Checks
+from write_rules import slots_of_the_step
+
+from mlx_paged import Engine, SamplingParams, demo_model_path, load
+from mlx_paged.engine.swap_space import SwapSpace
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return load(demo_model_path())
+
+
+def serve(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> dict[str, list[list[int]]]:
+    """Token ids of each completion; the first two requests come at once, the others one by one."""
+    waiting = [(str(index), prompt) for index, prompt in enumerate(prompts)]
+    tokens: dict[str, list[list[int]]] = {}
+    while waiting or engine.has_unfinished_requests():
+        num_coming = 1 if tokens else 2
+        for request_id, prompt in waiting[:num_coming]:
+            engine.add_request(request_id, prompt, params)
+        del waiting[:num_coming]
+        for output in engine.step():
+            tokens[output.request_id] = [list(completion.token_ids) for completion in output.outputs]
+        engine.scheduler.check_integrity()
+    return tokens
+
+
+def prompts_of(tokenizer) -> list[list[int]]:
+    facts = tokenizer.encode("The code of apple is 4821. The code of pear is 1234. My name is Tom.")
+    questions = ["What is the code of pear?", "What is my name?", "What is 17 + 25?", "Count from 5 to 60."]
+    return [facts + tokenizer.encode(question) for question in questions]
+
+
+def test_shared_beginnings_and_forks_get_the_tokens_of_the_reference_on_metal_kernels(demo, compiler):
+    model, tokenizer = demo
+    prompts = prompts_of(tokenizer)
+    params = SamplingParams(max_tokens=12, n=2, temperature=0.8, seed=3, ignore_eos=True)
+    options = {"kv_cache_bytes": "60blocks", "max_num_batched_tokens": 70, "max_num_seqs": 8}
+    expected = serve(Engine(model, tokenizer, backend="reference", **options), prompts, params)
+    with emulated_metal(Checks.quick(writable=slots_of_the_step)) as trace:
+        engine = Engine(model, tokenizer, backend="metal", **options)
+        assert serve(engine, prompts, params) == expected
+    kernels = Counter(call.kernel.removeprefix("mlx_paged_") for call in trace)
+    # A step in which the second request reads what the first one writes; a fork whose sides both write.
+    assert kernels["reshape_and_cache"] and kernels["copy_blocks"] and kernels["gather_blocks"]
+    assert engine.stats().num_hit_tokens >= 3 * 16
+
+
+@pytest.mark.parametrize("swaps", [False, True], ids=["recompute", "swap"])
+def test_a_preempted_request_gets_the_tokens_of_the_reference_on_metal_kernels(
+    demo, compiler, monkeypatch, swaps: bool
+):
+    model, tokenizer = demo
+    monkeypatch.setattr(SwapSpace, "_is_cheaper", lambda self: swaps)
+    prompts = prompts_of(tokenizer)
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    roomy = Engine(model, tokenizer, backend="reference", kv_cache_bytes="60blocks")
+    expected = serve(roomy, prompts, params)
+    with emulated_metal(Checks.quick()) as trace:
+        engine = Engine(
+            model, tokenizer, backend="metal", kv_cache_bytes="9blocks", watermark=0.0, swap_bytes="9blocks"
+        )
+        assert serve(engine, prompts, params) == expected
+    assert engine.stats().num_preemptions > 0 and roomy.stats().num_preemptions == 0
+    assert (engine.swap_space._copied_tokens > 0) == swaps
+    assert any(call.kernel == "mlx_paged_gather_blocks" for call in trace)
