@@ -1,4 +1,4 @@
-"""The engine on the Metal kernels: shared beginnings, forks and both ways of preemption, with the reference's tokens."""
+"""The engine on the Metal kernels: shared beginnings, forks, both ways of preemption, with the tokens of plain MLX."""
 
 from __future__ import annotations
 
