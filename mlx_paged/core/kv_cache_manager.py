@@ -217,15 +217,14 @@ class KVCacheManager:
         return self.pool.usage
 
     def stats(self) -> KVCacheManagerStats:
+        """May be called from another thread, too; figures of a step under way then mix before and after."""
+        tables = list(self._tables.values())
         # A partly filled block that forks share is one block: unfilled is what its fullest holder leaves.
         unfilled: dict[int, int] = {}
-        # Figures are asked for from other threads, too, while tables come and go.
-        tables = list(self._tables.values())
         for table in tables:
-            last = table.last
-            if last is not None and table.num_unfilled_slots > 0:
-                left = min(unfilled.get(last.block_id, self.pool.block_size), table.num_unfilled_slots)
-                unfilled[last.block_id] = left
+            num_unfilled_slots = table.num_unfilled_slots
+            for last in table.blocks[-1:] if num_unfilled_slots else ():
+                unfilled[last.block_id] = min(unfilled.get(last.block_id, self.pool.block_size), num_unfilled_slots)
         return KVCacheManagerStats(
             num_requests=len(tables),
             num_tokens=sum(table.num_tokens for table in tables),

@@ -130,6 +130,10 @@ class AsyncEngine:
     def stats(self) -> EngineStats:
         return self.engine.stats()
 
+    def shrink(self) -> int:
+        """Give back K/V memory that no running request needs, between two steps; see :meth:`Engine.shrink`."""
+        return self.engine.shrink()
+
     def shutdown(self) -> None:
         """Abort all requests and end the thread; their readers get their last outputs. More than once is harmless."""
         with self._work:

@@ -226,6 +226,7 @@ class Engine:
             return self.cache.manager.reset_prefix_cache()
 
     def stats(self) -> EngineStats:
+        """What is held, running and waiting; from any thread."""
         return EngineStats(
             **asdict(self.cache.manager.stats()),
             num_running=len(self.scheduler.running),

@@ -33,7 +33,7 @@ class SwapSpace(Generic[T]):
 
     @property
     def num_used_tokens(self) -> int:
-        return sum(self._places.values())
+        return sum(list(self._places.values()))  # a copy: stats are asked for from any thread
 
     def num_tokens_of(self, seq_id: SeqId) -> int:
         """Tokens of a sequence that are swapped out."""
