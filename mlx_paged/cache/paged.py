@@ -80,7 +80,7 @@ class PagedKVCache(KVCache):
         if num_needed > self.pool.num_free_blocks + self.num_growable_blocks:
             raise CacheFullError(
                 f"[paged cache] {sum(num_new_tokens.values())} new tokens need {num_needed} blocks of "
-                f"{self.config.block_size}, the budget holds {self.config.num_blocks} and "
+                f"{self.config.block_size}, the budget holds {self._max_num_blocks} and "
                 f"{self.pool.num_used_blocks} are in use; raise --kv-cache-bytes or free a sequence"
             )
         self.make_room(num_needed)
@@ -162,23 +162,29 @@ class PagedKVCache(KVCache):
         if num_missing <= 0:
             return
         num_usable = self.pool.num_blocks - 1
-        # Doubling makes the copies of growth a constant per token.
-        num_new_blocks = min(max(num_missing, num_usable), self.num_growable_blocks)
+        # Doubling makes the copies of growth a constant per token. Where that can't be had, what is needed may be.
+        doubled = min(max(num_missing, num_usable), self.num_growable_blocks)
+        for num_new_blocks in dict.fromkeys((doubled, num_missing)):
+            if self._grow(num_new_blocks):
+                return
+        # What there is, is the budget from now on, until somebody gives memory back.
+        self._max_num_blocks = num_usable
+        say_once(f"[paged cache] no memory for more than {num_usable} blocks, which are the budget now")
+
+    def _grow(self, num_new_blocks: int) -> bool:
         try:
             for handle in self._layers:
-                handle.grow(self.pool.num_blocks + num_new_blocks - handle.num_blocks)
+                handle.grow(num_new_blocks)
                 # MLX would keep the old slab for reuse, and never find one.
                 mx.clear_cache()
-        except RuntimeError as error:
-            # The device gives no more, whatever the budget says: what there is, is the budget from now on.
-            self._max_num_blocks = num_usable
+        except RuntimeError:
             for handle in self._layers:
                 # The others' copies would need what there is none of.
                 if handle.num_blocks > self.pool.num_blocks:
                     handle.shrink_to(self.pool.num_blocks)
-            say_once(f"[paged cache] no memory for more than {num_usable} blocks, which are the budget now: {error}")
-            return
+            return False
         self.pool.grow(num_new_blocks)
+        return True
 
     def swap_out(self, block_ids: list[int], num_tokens: int) -> SwappedKV:
         """Copy the first ``num_tokens`` tokens of a block table to host memory."""
@@ -274,6 +280,7 @@ class PagedKVCache(KVCache):
 
     def shrink(self) -> int:
         super().shrink()
+        self._max_num_blocks = self.config.num_blocks
         last_used = max((max(table.packed_block_ids, default=0) for table in self.manager.tables.values()), default=0)
         num_blocks = max(last_used, self._initial_blocks) + 1
         if num_blocks >= self.pool.num_blocks:

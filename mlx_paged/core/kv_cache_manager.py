@@ -65,7 +65,7 @@ class KVCacheManager:
 
     Blocks can be hit from `cache_blocks` on, which may be before their rows are written: another request of the same
     step may share them, if every layer writes the rows of the whole step before it reads any. Where that can't be had,
-    call it after the step. A step that failed has to give its tokens back (`trim`), and they leave the index with it.
+    call it after the step. What a step that failed let others hit has to leave the index (`BlockPool.evict_blocks`).
 
     Unlike vLLM, a partly filled block that is shared (after `fork`) or hashed is copied before it is written: apply the
     copies that `allocate_slots` returns, in order, before the step. Not thread-safe: one thread at a time.
@@ -192,13 +192,6 @@ class KVCacheManager:
             BlockTableError: `num_tokens` is negative or more than it has.
         """
         self._table(request_id).trim_to(num_tokens)
-
-    def discard(self, request_id: RequestId, num_tokens: int) -> None:
-        """As `trim`, of tokens whose rows were never written: what `cache_blocks` said of them is taken back."""
-        table = self._table(request_id)
-        never_written = table.block_ids[num_tokens // self.pool.block_size :]
-        self.pool.evict_blocks(never_written)
-        table.trim_to(num_tokens)
 
     def reset_prefix_cache(self) -> bool:
         """Forget everything cached; False, and nothing has changed, while any block is in use."""

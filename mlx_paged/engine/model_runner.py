@@ -125,6 +125,7 @@ class ModelRunner:
             swap_space: holds the K/V of those that are swapped.
         """
         self._swap_and_copy(output, swap_space)
+        start = time.perf_counter()
         inputs = PackedInputs.build(output)
         with self.cache.scheduled_step(inputs.num_new_tokens, output.shares_new_blocks) as step:
             logits = self.model(mx.array(inputs.token_ids), step.positions, self.cache, step.last_rows)
@@ -132,6 +133,8 @@ class ModelRunner:
                 logits = logits[mx.array(inputs.complete)] if inputs.complete else None
             sampled = None if logits is None else sample(logits)
             mx.eval(self.cache.arrays)
+        if step.num_tokens > 2 * len(output.requests):  # most of them of prompts
+            swap_space.note_computed(step.num_tokens, time.perf_counter() - start)
         self._end_step(step.num_tokens, len(output.requests))
         return sampled
 

@@ -214,8 +214,11 @@ class Scheduler:
                 self._preempt(output, running[-1])
             else:
                 # Alone, and the memory that its budget promised was not to be had.
-                self.finish(request, "length")
-                output.finished.append(request)
+                if request.num_output_tokens:
+                    self.finish(request, "length")
+                    output.finished.append(request)
+                else:
+                    self._fail(output, request)
         return token_budget
 
     def _admit_waiting(self, output: SchedulerOutput, token_budget: int, only: Request | None) -> None:
@@ -244,9 +247,7 @@ class Scheduler:
                 if self.running:
                     return
                 # Nobody runs who could give back blocks: waiting would be for ever.
-                error = prompt_too_long(request.num_tokens, self._block_size, self.max_num_blocks)
-                self.finish(request, "error", error=error)
-                output.finished.append(request)
+                self._fail(output, request)
                 continue
             del self.waiting[bisect_left(self.waiting, request.order, key=by_order)]
             insort(self.running, request, key=by_order)
@@ -294,6 +295,12 @@ class Scheduler:
     def _hash_blocks(self, request: Request) -> None:
         extra_keys = () if request.cache_salt is None else (request.cache_salt,)
         extend_block_hashes(request.block_hashes, request.token_ids, self._block_size, extra_keys)
+
+    def _fail(self, output: SchedulerOutput, request: Request) -> None:
+        """There is no room for its tokens, and nobody who could make some."""
+        error = prompt_too_long(request.num_tokens, self._block_size, self.max_num_blocks)
+        self.finish(request, "error", error=error)
+        output.finished.append(request)
 
     def _preempt(self, output: SchedulerOutput, request: Request) -> None:
         self.num_preemptions += 1

@@ -82,14 +82,21 @@ class KVHandle:
         return (self.k, self.v) if self.token is None else (self.k, self.v, self.token)
 
     def grow(self, num_new_blocks: int) -> None:
-        """Add ``num_new_blocks`` blocks of zeros at the end. Copies the slabs once; block ids keep their meaning."""
+        """Add ``num_new_blocks`` blocks of zeros at the end. Copies the slabs once; block ids keep their meaning.
+
+        Raises:
+            RuntimeError: MLX's, when memory runs out; the slabs are as they were.
+        """
         self.leave_chain()
+        num_blocks = self.num_blocks
         extra = mx.zeros((num_new_blocks, *self.k.shape[1:]), self.dtype)
         # One slab after the other: the transient is one slab, not two.
-        self.k = mx.concatenate([self.k, extra])
-        mx.eval(self.k)
-        self.v = mx.concatenate([self.v, extra])
-        mx.eval(self.v)
+        self.k = _evaluated(mx.concatenate([self.k, extra]))
+        try:
+            self.v = _evaluated(mx.concatenate([self.v, extra]))
+        except RuntimeError:
+            self.k = _evaluated(self.k[:num_blocks] * 1)
+            raise
 
     def shrink_to(self, num_blocks: int) -> None:
         """Drop the blocks with id >= ``num_blocks``. Copies what stays, one slab after the other.
@@ -101,13 +108,17 @@ class KVHandle:
             raise ValueError(f"[kv_handle] shrink_to: num_blocks must be within 1..{self.num_blocks}, got {num_blocks}")
         self.leave_chain()
         # A slice alone would be a view, and keep the whole slab. The product is exact and never shares memory.
-        self.k = self.k[:num_blocks] * 1
-        mx.eval(self.k)
-        self.v = self.v[:num_blocks] * 1
-        mx.eval(self.v)
+        self.k = _evaluated(self.k[:num_blocks] * 1)
+        self.v = _evaluated(self.v[:num_blocks] * 1)
 
     def leave_chain(self) -> None:
         """Wait until the kernels called so far are done, before MLX's own operations, which no token orders."""
         if self.token is not None:
             mx.eval(self.token)
             self.token = None
+
+
+def _evaluated(array: mx.array) -> mx.array:
+    """So that what fails does so before the array takes another one's place."""
+    mx.eval(array)
+    return array

@@ -143,7 +143,7 @@ def test_a_request_of_the_same_step_shares_blocks_that_are_about_to_be_written()
     assert tables(manager) == {"a": [1, 2, 3], "b": [1, 2, 4]}
 
 
-def test_what_a_failed_step_allocated_can_be_discarded_and_is_not_hit():
+def test_what_a_failed_step_allocated_can_be_taken_back_and_is_not_hit():
     manager = manager_of(6)
     tokens = [*range(6)]
     start(manager, "a", tokens)
@@ -151,7 +151,8 @@ def test_what_a_failed_step_allocated_can_be_discarded_and_is_not_hit():
     assert manager.allocate_slots("a", 6) == []
     manager.cache_blocks("a", hashes(longer))
     assert manager.get_computed_blocks(hashes(longer), 13).num_tokens == 12
-    manager.discard("a", 6)
+    manager.pool.evict_blocks([2, 3])  # as the step was never written
+    manager.trim("a", 6)
     assert manager.get_computed_blocks(hashes(longer), 13).num_tokens == 4
     assert (tables(manager), manager.num_tokens("a")) == ({"a": [1, 2]}, 6)
     manager.check_integrity()

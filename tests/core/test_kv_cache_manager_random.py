@@ -67,7 +67,9 @@ class Driver:
             self.slabs.copy(source, destination)
         if self.random.random() < 0.1:  # The step fails, and nothing is written.
             self.manager.cache_blocks(request_id, self.hashes(salt, tokens + new_tokens))
-            self.manager.discard(request_id, len(tokens))
+            table = self.manager.tables[request_id]
+            self.manager.pool.evict_blocks(table.block_ids[len(tokens) // table.block_size :])
+            self.manager.trim(request_id, len(tokens))
             self.counts["discards"] += 1
             return
         start = len(tokens)

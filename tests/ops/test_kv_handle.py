@@ -1,6 +1,7 @@
 """The handle of one layer's slabs: its sizes, what it refuses to hold, and growth."""
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from numpy_attention import DTYPES
 
@@ -75,3 +76,24 @@ def test_growth_adds_zeros_at_the_end_and_keeps_every_row():
     assert kv.num_slots == 24
     reshape_and_cache(rows[:1], rows[:1], kv, [23])
     assert kv.k[2, 0, :, 0].tolist() == [0] * 7 + [1]
+
+
+def test_a_handle_that_can_not_grow_to_its_end_is_as_it_was(monkeypatch):
+    handle = KVHandle.allocate(3, 2, 8, 16)
+    handle.k[1] = 1
+    handle.v[2] = 2
+    k, v = np.array(handle.k), np.array(handle.v)
+    real = mx.concatenate
+    calls = []
+
+    def failing(arrays, *args):
+        calls.append(len(arrays))
+        if len(calls) == 2:
+            raise RuntimeError("[malloc] Unable to allocate")
+        return real(arrays, *args)
+
+    monkeypatch.setattr(mx, "concatenate", failing)
+    with pytest.raises(RuntimeError, match="Unable to allocate"):
+        handle.grow(5)
+    assert handle.num_blocks == 3 and handle.v.shape == handle.k.shape
+    assert np.array_equal(handle.k, k) and np.array_equal(handle.v, v)

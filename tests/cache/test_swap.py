@@ -1,0 +1,235 @@
+"""K/V that are copied out to host memory and back are the same bits; a device that gives less than the budget."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from cache_helpers import CONFIG, assert_holds, rows
+
+from mlx_paged.cache import PagedKVCache
+from mlx_paged.config import ITEM_SIZES
+from mlx_paged.ops import KVHandle
+from mlx_paged.ops.notices import say_once
+
+BLOCK_SIZE = CONFIG.block_size
+NAN = mx.full((CONFIG.num_layers, 40, CONFIG.num_kv_heads, CONFIG.head_dim), float("nan"))
+
+
+def bits(cache: PagedKVCache, seq: str) -> list[np.ndarray]:
+    """K and V of all layers, as unsigned integers."""
+    kind = mx.uint32 if cache.config.dtype == "float32" else mx.uint16
+    arrays = [array for layer in range(cache.config.num_layers) for array in cache.materialize(seq, layer)]
+    return [np.array(array.view(kind)) for array in arrays]
+
+
+def assert_same(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def swapped_back(cache: PagedKVCache, seq: str, num_tokens: int, start: int = 0) -> list[int]:
+    """Swap a sequence out and in again, into whatever blocks come; from `start` on, the blocks are kept as hits."""
+    table = cache.manager.tables[seq]
+    swapped = cache.swap_out(list(table.block_ids), num_tokens)
+    assert swapped.num_tokens == num_tokens
+    assert all(isinstance(array, np.ndarray) for pair in swapped.rows for array in pair)
+    if start == 0:
+        cache.free(seq)
+    else:
+        cache.trim(seq, start)
+    # Somebody else takes the blocks, leaves NaN in them and goes; the first of them is not to be had then.
+    cache.append("other", NAN, NAN)
+    cache.free("other")
+    held = cache.pool.get_new_blocks(1)
+    assert cache.manager.allocate_slots(seq, num_tokens - start) == []
+    assert any(mx.isnan(cache._layers[0].k[block_id]).any().item() for block_id in cache.block_ids(seq))
+    cache.pool.free_blocks(held)
+    cache.swap_in(seq, swapped, start, num_tokens)
+    return list(cache.manager.tables[seq].block_ids)
+
+
+@pytest.mark.parametrize("dtype", ITEM_SIZES)
+@pytest.mark.parametrize("num_tokens", [1, 8, 13, 24])
+def test_swapping_out_and_in_restores_every_bit_in_other_blocks(dtype: str, num_tokens: int):
+    cache = PagedKVCache(replace(CONFIG, dtype=dtype))
+    cache.append("first", *rows(3))
+    k, v = rows(num_tokens, seed=1)
+    k[0, 0, 0, :4] = mx.array([float("inf"), -0.0, 1e-30, 65504.0])
+    cache.append("a", k, v)
+    before, block_ids = bits(cache, "a"), list(cache.block_ids("a"))
+    cache.append("between", *rows(9, seed=2))
+    cache.free("first")
+    after = swapped_back(cache, "a", num_tokens)
+    assert after != block_ids, "the test is of other blocks"
+    assert_same(bits(cache, "a"), before)
+    cache.manager.check_integrity()
+
+
+@pytest.mark.parametrize("dtype", ITEM_SIZES)
+@pytest.mark.parametrize("start", [8, 16])
+def test_only_the_rows_behind_a_hit_are_copied_back(dtype: str, start: int):
+    cache = PagedKVCache(replace(CONFIG, dtype=dtype))
+    cache.append("a", *rows(21))
+    before = bits(cache, "a")
+    block_ids = list(cache.block_ids("a"))
+    num_kept = start // BLOCK_SIZE
+    assert swapped_back(cache, "a", 21, start)[:num_kept] == block_ids[:num_kept]
+    assert_same(bits(cache, "a"), before)
+
+
+def test_what_is_swapped_out_does_not_change_with_the_blocks_it_came_from():
+    cache = PagedKVCache(CONFIG)
+    cache.append("a", *rows(13))
+    swapped = cache.swap_out(list(cache.block_ids("a")), 13)
+    before = [array.copy() for pair in swapped.rows for array in pair]
+    cache.free("a")
+    cache.append("b", NAN, NAN)
+    assert_same([array for pair in swapped.rows for array in pair], before)
+
+
+def test_a_sequence_goes_on_where_it_was_and_attends_to_no_nan_of_its_last_block():
+    plain, cache = PagedKVCache(CONFIG), PagedKVCache(CONFIG)
+    k, v = rows(14)
+    for one in (plain, cache):
+        one.append("a", k[:, :13], v[:, :13])
+    swapped = cache.swap_out(list(cache.block_ids("a")), 13)
+    cache.free("a")
+    cache.append("other", NAN, NAN)
+    cache.free("other")
+    # As a scheduler does: slots for what is restored and for the new token, then swap in, then the step.
+    assert cache.manager.allocate_slots("a", 14) == []
+    cache.swap_in("a", swapped, 0, 13)
+    q = mx.random.normal((1, CONFIG.num_kv_heads * 2, CONFIG.head_dim))
+    outputs = []
+    with cache.scheduled_step({"a": 1}):
+        outputs += [cache.update_and_attend(layer, q, k[layer, 13:], v[layer, 13:], 0.3) for layer in range(2)]
+        mx.eval(outputs, cache.arrays)
+    with plain.step({"a": 1}):
+        expected = [plain.update_and_attend(layer, q, k[layer, 13:], v[layer, 13:], 0.3) for layer in range(2)]
+        mx.eval(expected, plain.arrays)
+    assert_holds(cache, "a", k, v)
+    for one, other in zip(outputs, expected, strict=True):
+        np.testing.assert_array_equal(np.array(one), np.array(other))
+    # The rows behind the last one are read by whole blocks, too.
+    last = cache.block_ids("a")[-1]
+    assert all(not mx.isnan(array[last]).any().item() for handle in cache._layers for array in (handle.k, handle.v))
+
+
+def test_swapping_in_leaves_other_sequences_alone():
+    cache = PagedKVCache(CONFIG)
+    for seed, seq in enumerate("abc"):
+        cache.append(seq, *rows(13, seed))
+    swapped_back(cache, "b", 13)
+    for seed, seq in enumerate("abc"):
+        assert_holds(cache, seq, *rows(13, seed))
+
+
+# A device that gives less than the budget
+
+SMALL = replace(CONFIG, num_blocks=400)
+
+
+@pytest.fixture
+def failing_grow(monkeypatch):
+    """`KVHandle.grow` that fails from some call on: half-way, where it is not the first layer's."""
+    say_once.cache_clear()
+
+    def install(fails_at: int) -> list[int]:
+        calls: list[int] = []
+        grow = KVHandle.grow
+
+        def limited(handle: KVHandle, num_new_blocks: int) -> None:
+            calls.append(num_new_blocks)
+            if len(calls) >= fails_at:
+                raise RuntimeError("[malloc] Unable to allocate")
+            grow(handle, num_new_blocks)
+
+        monkeypatch.setattr(KVHandle, "grow", limited)
+        return calls
+
+    return install
+
+
+@pytest.mark.parametrize("fails_at", [1, 2, 3, 4])
+def test_what_the_device_gives_is_the_budget_from_then_on(failing_grow, fails_at: int):
+    cache = PagedKVCache(SMALL, initial_blocks=4)
+    k, v = rows(29)
+    cache.append("a", k, v)
+    calls = failing_grow(fails_at)
+    with pytest.warns(UserWarning, match=r"no memory for more than \d+ blocks, which are the budget now"):
+        for num_blocks in (5, 10, 20):
+            cache.make_room(num_blocks)
+    # "a" holds 4 of 4 blocks. The first growth, of both layers, is by the 5 that shall be free.
+    num_usable = 4 if fails_at <= 2 else 9
+    assert cache.pool.num_blocks - 1 == num_usable and cache.num_growable_blocks == 0
+    assert [handle.k.shape[0] for handle in cache._layers] == [num_usable + 1] * 2
+    assert [handle.v.shape[0] for handle in cache._layers] == [num_usable + 1] * 2
+    # Where twice as much can't be had, what is needed is asked for, and then nothing any more.
+    assert len(calls) == (fails_at if fails_at <= 2 else fails_at + 1)
+    cache.manager.check_integrity()
+    assert_holds(cache, "a", k, v)
+    # And it works, up to its last block.
+    more = rows(num_usable * BLOCK_SIZE - 29, seed=1)
+    cache.append("a", *more)
+    assert_holds(cache, "a", *(mx.concatenate(pair, axis=1) for pair in zip((k, v), more, strict=True)))
+    assert cache.max_seq_len("a") == num_usable * BLOCK_SIZE
+
+
+def test_where_twice_as_much_can_not_be_had_what_is_needed_may_be(monkeypatch):
+    grow = KVHandle.grow
+
+    def limited(handle: KVHandle, num_new_blocks: int) -> None:
+        if handle.num_blocks + num_new_blocks > 12:
+            raise RuntimeError("[malloc] Unable to allocate")
+        grow(handle, num_new_blocks)
+
+    monkeypatch.setattr(KVHandle, "grow", limited)
+    cache = PagedKVCache(SMALL, initial_blocks=7)
+    cache.make_room(10)  # doubling would be 14
+    assert (cache.pool.num_blocks - 1, cache.pool.num_empty_blocks) == (10, 10)
+    assert cache.num_growable_blocks == 390
+    cache.manager.check_integrity()
+
+
+def test_memory_that_was_given_back_may_be_asked_for_again(failing_grow, monkeypatch):
+    cache = PagedKVCache(SMALL, initial_blocks=4)
+    failing_grow(1)
+    with pytest.warns(UserWarning, match="no memory for more than 4 blocks"):
+        cache.make_room(5)
+    assert cache.num_growable_blocks == 0
+    monkeypatch.undo()
+    cache.shrink()
+    cache.make_room(5)
+    assert cache.pool.num_empty_blocks >= 5
+
+
+def test_the_notice_is_said_once(failing_grow):
+    failing_grow(1)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            cache = PagedKVCache(SMALL, initial_blocks=7)
+            for num_blocks in (20, 30, 40):
+                cache.make_room(num_blocks)
+    assert len([one for one in said if "no memory for more than 7 blocks" in str(one.message)]) == 1
+
+
+def test_slabs_that_did_not_grow_are_not_copied_where_memory_is_short(failing_grow, monkeypatch):
+    shrunk: list[KVHandle] = []
+    shrink_to = KVHandle.shrink_to
+
+    def recording(handle: KVHandle, num_blocks: int) -> None:
+        shrunk.append(handle)
+        shrink_to(handle, num_blocks)
+
+    monkeypatch.setattr(KVHandle, "shrink_to", recording)
+    failing_grow(2)
+    cache = PagedKVCache(replace(SMALL, num_layers=3), initial_blocks=6)
+    with pytest.warns(UserWarning, match="no memory for more than 6 blocks"):
+        cache.make_room(8)
+    assert len(shrunk) == 1 and shrunk[0] is cache._layers[0]
+    assert [handle.num_blocks for handle in cache._layers] == [7, 7, 7]

@@ -1,0 +1,347 @@
+"""A scheduler over a pool without arrays: its steps are carried out on slots that say which context they belong to.
+
+A row's value is the hash of all tokens up to its own, so that whatever a request reads can be held against what a fresh
+computation of its tokens would have written. The "model" draws the next token from that hash: what a request answers is
+known beforehand, whatever the schedule.
+"""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+
+from mlx_paged.config import SchedulerConfig
+from mlx_paged.core import BlockPool, KVCacheManager
+from mlx_paged.engine.scheduler import Scheduler, SchedulerOutput
+from mlx_paged.engine.swap_space import SwapSpace
+from mlx_paged.request import Request, SamplingParams
+
+VOCAB_SIZE = 40
+GARBAGE = "garbage"
+
+
+def context_rows(token_ids: Sequence[int], salt: str | None) -> list[int]:
+    """The row of each token."""
+    row = zlib.crc32((salt or "").encode())
+    return [row := hash((row, token)) for token in token_ids]
+
+
+def next_token(row: int, index: int) -> int:
+    return hash((row, index)) % VOCAB_SIZE
+
+
+def predicted_tokens(
+    prompt: Sequence[int],
+    max_tokens: int,
+    index: int = 0,
+    salt: str | None = None,
+    eos_token_ids: frozenset[int] = frozenset(),
+) -> list[int]:
+    """What a completion's output must be if nothing cuts it short."""
+    row = context_rows(prompt, salt)[-1]
+    output: list[int] = []
+    while len(output) < max_tokens:
+        output.append(next_token(row, index))
+        if output[-1] in eos_token_ids:
+            break
+        row = hash((row, output[-1]))
+    return output
+
+
+class FakeSupply:
+    """A pool that grows up to a budget, and gives less when the device has no more; as `PagedKVCache`.
+
+    Args:
+        num_blocks: the budget.
+        initial_blocks: those that are there at once; all by default.
+        device_blocks: what the device really has.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, initial_blocks: int | None = None, device_blocks: int = 10**9):
+        self.manager = KVCacheManager(
+            BlockPool(1 + (num_blocks if initial_blocks is None else initial_blocks), block_size)
+        )
+        self.budget = num_blocks
+        self.device_blocks = device_blocks
+
+    @property
+    def num_growable_blocks(self) -> int:
+        return self.budget - (self.manager.pool.num_blocks - 1)
+
+    def make_room(self, num_blocks: int) -> None:
+        pool = self.manager.pool
+        num_missing = min(num_blocks - pool.num_empty_blocks, self.num_growable_blocks)
+        if num_missing <= 0:
+            return
+        if pool.num_blocks - 1 + num_missing > self.device_blocks:
+            self.budget = pool.num_blocks - 1
+            return
+        pool.grow(num_missing)
+
+
+class SimulatedCache:
+    """What each slot holds, and the steps that change it."""
+
+    def __init__(self, manager: KVCacheManager):
+        self.manager = manager
+        self.block_size = manager.pool.block_size
+        self.rows: dict[int, int | str] = {}
+
+    def slots(self, block_ids: Sequence[int], start: int, end: int) -> list[int]:
+        size = self.block_size
+        return [block_ids[t // size] * size + t % size for t in range(start, end)]
+
+    def move(self, output: SchedulerOutput, swap_space: SwapSpace) -> None:
+        """Swap out, copy, swap in."""
+        for seq_id, block_ids, num_tokens in output.swap_outs:
+            swap_space.put(seq_id, [self.rows.get(slot) for slot in self.slots(block_ids, 0, num_tokens)])
+        for source, destination in itertools.chain.from_iterable(output.copies):
+            for offset in range(self.block_size):
+                self.rows[destination * self.block_size + offset] = self.rows.get(source * self.block_size + offset)
+        for seq_id, start, end in output.swap_ins:
+            block_ids = self.manager.tables[seq_id].block_ids
+            rows = swap_space.get(seq_id)
+            assert end == len(rows), "what was swapped out is swapped in to its end"
+            self.rows.update(zip(self.slots(block_ids, start, end), rows[start:end], strict=True))
+            swap_space.give_back(seq_id)
+
+    def compute(self, output: SchedulerOutput) -> None:
+        """Write the new rows and read the context. Whoever says that no new block is shared gets no help from order."""
+        steps = list(zip(output.requests, output.num_new_tokens, strict=True))
+        if output.shares_new_blocks:
+            for request, num_new_tokens in steps:
+                self.write(request, num_new_tokens)
+            for request, _ in steps:
+                self.check_context(request)
+        else:
+            for request, num_new_tokens in reversed(steps):
+                self.write(request, num_new_tokens)
+                self.check_context(request)
+
+    def write(self, request: Request, num_new_tokens: int) -> None:
+        end = request.num_computed_tokens
+        rows = context_rows(request.token_ids, request.cache_salt)
+        slots = self.slots(self.manager.tables[request.seq_id].block_ids, end - num_new_tokens, end)
+        self.rows.update(zip(slots, rows[end - num_new_tokens : end], strict=True))
+
+    def check_context(self, request: Request) -> None:
+        num_tokens = request.num_computed_tokens
+        block_ids = self.manager.tables[request.seq_id].block_ids
+        found = [self.rows.get(slot) for slot in self.slots(block_ids, 0, num_tokens)]
+        expected = context_rows(request.token_ids[:num_tokens], request.cache_salt)
+        assert found == expected, f"{request} reads what is not its own, blocks {block_ids}"
+
+    def written_slots(self, output: SchedulerOutput) -> list[int]:
+        """Whatever a step writes: what they hold if it fails, nobody knows."""
+        tables = self.manager.tables
+        slots: list[int] = []
+        for seq_id, start, end in output.swap_ins:
+            slots += self.slots(tables[seq_id].block_ids, start, end)
+        for request, count in zip(output.requests, output.num_new_tokens, strict=True):
+            end = request.num_computed_tokens
+            slots += self.slots(tables[request.seq_id].block_ids, end - count, end)
+        for _, destination in itertools.chain.from_iterable(output.copies):
+            slots += range(destination * self.block_size, (destination + 1) * self.block_size)
+        return slots
+
+
+class FakeEngine:
+    """The loop around a scheduler, as `Engine`'s, with every invariant checked at every step.
+
+    Args:
+        num_blocks: the budget.
+        swap_tokens: room in host memory; 0 never swaps, and where there is room, it is always cheaper.
+        supply: `initial_blocks`, `device_blocks` of :class:`FakeSupply`.
+        config: fields of `SchedulerConfig`; no watermark unless it is given.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int = 4,
+        *,
+        swap_tokens: int = 0,
+        supply: dict | None = None,
+        eos_token_ids: frozenset[int] = frozenset(),
+        **config,
+    ):
+        self.supply = FakeSupply(num_blocks, block_size, **supply or {})
+        self.manager = self.supply.manager
+        self.pool = self.manager.pool
+        self.swap_space: SwapSpace = SwapSpace(swap_tokens)
+        self.swap_space.note_computed(1, 1.0)
+        defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 16, "watermark": 0.0}
+        self.config = SchedulerConfig(**defaults | config)
+        self.scheduler = Scheduler(self.supply, self.config, eos_token_ids, self.swap_space)
+        self.cache = SimulatedCache(self.manager)
+        self.completions: dict[str, list[Request]] = {}
+        self.suspects: deque[Request] = deque()
+        self.counts: Counter[str] = Counter()
+
+    def request(self, name: str, prompt: Sequence[int], max_tokens: int = 4, n: int = 1, **options) -> Request:
+        params = {key: options.pop(key) for key in ("ignore_eos", "stop_token_ids") if key in options}
+        return Request(name, prompt, SamplingParams(max_tokens=max_tokens, n=n, **params), **options)
+
+    def add(self, name: str, prompt: Sequence[int], max_tokens: int = 4, n: int = 1, **options) -> Request:
+        """Add a request; options are those of `Request`, and `ignore_eos` and `stop_token_ids`."""
+        request = self.request(name, prompt, max_tokens, n, **options)
+        self.scheduler.check(request)
+        self.scheduler.add(request)
+        self.completions[name] = [request]
+        return request
+
+    def abort(self, name: str) -> None:
+        for request in self.completions[name]:
+            self.scheduler.finish(request, "abort")
+
+    def step(self, only: Request | None = None, fails: str | None = None, num_sampled: int = 1) -> SchedulerOutput:
+        """One step. It may fail: `"at once"`, `"computing"` or `"sampling"`, after so many tokens."""
+        output = self.scheduler.schedule(only)
+        self.check_output(output, only)
+        if not output.requests:
+            # Nobody will copy what was to be swapped out.
+            self.scheduler.discard(output)
+        elif fails is None:
+            self.cache.move(output, self.swap_space)
+            self.cache.compute(output)
+            self.sample(output)
+        else:
+            written_slots = self.cache.written_slots(output)
+            if fails != "at once":
+                self.cache.move(output, self.swap_space)
+            if fails == "sampling":
+                self.sample(output, num_sampled)
+            self.cache.rows.update(dict.fromkeys(written_slots, GARBAGE))
+            self.scheduler.discard(output)
+            self.counts["failed"] += 1
+            if len(output.requests) > 1:
+                self.suspects.extend(output.requests)
+        self.check()
+        return output
+
+    def sample(self, output: SchedulerOutput, limit: int | None = None) -> None:
+        sampled: list[Request] = []
+        for request in output.requests:
+            if request.num_computed_tokens == request.num_tokens:
+                # Some may be there already, from a step that failed after they came.
+                num_completions = len(self.completions[request.request_id])
+                sampled += [request, *map(request.fork, range(num_completions, request.num_seqs))]
+        for request in sampled:
+            if request.seq_id not in self.scheduler.requests:
+                self.counts["forks"] += 1
+                self.scheduler.add_fork(self.completions[request.request_id][0], request)
+                self.completions[request.request_id].append(request)
+                output.requests.append(request)
+                output.num_new_tokens.append(0)
+        for request in sampled[:limit]:
+            row = context_rows(request.token_ids, request.cache_salt)[-1]
+            self.scheduler.append_token(request, next_token(row, request.index))
+
+    def check_output(self, output: SchedulerOutput, only: Request | None) -> None:
+        scheduler, counts = self.scheduler, self.counts
+        assert output.num_tokens <= self.config.max_num_batched_tokens
+        assert all(count >= 1 for count in output.num_new_tokens)
+        assert sum(request.num_seqs for request in scheduler.running) <= self.config.max_num_seqs
+        scheduled = {request.seq_id for request in output.requests}
+        assert len(scheduled) == len(output.requests), "nobody is in a step twice"
+        if only is None:
+            # Decodes wait for no prompt: whoever runs is in the step.
+            assert scheduled == {request.seq_id for request in scheduler.running}
+            assert scheduled or output.finished or not scheduler.requests, "somebody goes on"
+        else:
+            assert scheduled <= {only.seq_id}
+        assert not output.preempted or not output.swap_ins, "nobody comes in a step that sends somebody away"
+        counts["steps"] += 1
+        counts["preempted"] += len(output.preempted)
+        counts["swap_outs"] += len(output.swap_outs)
+        counts["swap_ins"] += len(output.swap_ins)
+        counts["copies"] += sum(map(len, output.copies))
+        counts["shared_steps"] += output.shares_new_blocks
+        counts["hit_tokens"] += len(output.hit_block_ids) * self.pool.block_size
+        for request in output.finished:
+            counts["cut" if request.finish_reason == "length" else "refused"] += 1
+
+    def check(self) -> None:
+        """Every invariant, between two steps."""
+        scheduler, swap_space = self.scheduler, self.swap_space
+        scheduler.check_integrity()
+        assert set(self.manager.tables) == {request.seq_id for request in scheduler.running}
+        for request in scheduler.running:
+            self.cache.check_context(request)
+            assert request.num_computed_tokens < request.num_tokens
+        assert set(swap_space._places) == set(swap_space._contents)
+        assert set(swap_space._places) <= {request.seq_id for request in scheduler.waiting}
+        assert 0 <= swap_space.num_used_tokens <= swap_space.num_tokens
+        for block in self.pool.blocks[1:]:
+            # Nothing that others may hit holds less than it promises.
+            if block.block_hash is not None:
+                rows = [
+                    self.cache.rows.get(slot) for slot in self.cache.slots([block.block_id], 0, self.pool.block_size)
+                ]
+                assert None not in rows and GARBAGE not in rows, f"block {block.block_id} was never written"
+
+    def run(self, max_steps: int = 1000) -> list[dict[str, int]]:
+        """Step until nobody is left; who ran in each step, with how many tokens."""
+        steps = []
+        while self.scheduler.requests:
+            assert len(steps) < max_steps, (
+                f"unfinished after {max_steps} steps: {list(self.scheduler.requests.values())}"
+            )
+            steps.append(ran(self.step()))
+        self.check_whole()
+        return steps
+
+    def step_until(self, holds: Callable[[SchedulerOutput], object]) -> SchedulerOutput:
+        """Step until something holds of a step, and return that step."""
+        for _ in range(100):
+            output = self.step()
+            if holds(output):
+                return output
+        raise AssertionError("it did not come in 100 steps")
+
+    def check_whole(self) -> None:
+        """Everything was given back."""
+        assert not self.scheduler.running and not self.scheduler.waiting and not self.scheduler.requests
+        assert not self.manager.tables and self.pool.num_used_blocks == 0
+        assert self.pool.num_free_blocks == self.pool.num_blocks - 1
+        assert self.swap_space.num_used_tokens == 0 and not self.swap_space._contents
+
+    def check_answers(self) -> None:
+        """Every completion that came to its end by itself says what was predicted; any other a beginning of it."""
+        for completions in self.completions.values():
+            for request in completions:
+                prompt, params = request.token_ids[: request.num_prompt_tokens], request.params
+                limit = params.max_tokens if params.max_tokens > 0 else 10**4
+                eos = self.scheduler.eos_token_ids
+                # Not all of it, where there is no limit.
+                num_tokens = min(limit, request.num_output_tokens + 1)
+                expected = predicted_tokens(prompt, num_tokens, request.index, request.cache_salt, eos)
+                found = request.output_token_ids
+                assert found == expected[: len(found)], request
+                if request.finish_reason == "stop" and request.stop_reason is None:
+                    assert found[-1] in eos and found == expected
+                elif request.finish_reason == "length" and len(found) < limit:
+                    assert request.num_tokens > self.scheduler.max_num_blocks * self.pool.block_size
+                elif request.finish_reason == "length":
+                    assert len(found) == limit
+
+
+def name_of(request: Request) -> str:
+    return request.request_id if request.params.n == 1 else f"{request.request_id}{request.index}"
+
+
+def ran(output: SchedulerOutput) -> dict[str, int]:
+    """Who is in a step, in order, with how many tokens; without those that came by fork."""
+    counts = zip(names(output.requests), output.num_new_tokens, strict=True)
+    return {name: count for name, count in counts if count}
+
+
+def names(requests: Sequence[Request]) -> list[str]:
+    return [name_of(request) for request in requests]
+
+
+def tokens(num_tokens: int, first: int = 100) -> list[int]:
+    """A prompt that no other with another `first` begins like."""
+    return list(range(first, first + num_tokens))
