@@ -96,7 +96,7 @@ class LLM:
             try:
                 self.engine.add_request(request_ids[-1], prompt, prompt_params, priority=prompt_priority)
             except (ValueError, TypeError, RuntimeError) as error:
-                outputs[request_ids[-1]] = _failed(request_ids[-1], prompt, error)
+                outputs[request_ids[-1]] = _failed(request_ids[-1], prompt, prompt_params, error)
         if use_tqdm is None:
             use_tqdm = len(prompts) >= LONG_BATCH and sys.stderr.isatty()
         self._run(outputs, len(prompts), use_tqdm)
@@ -139,15 +139,21 @@ class LLM:
             wired_limit(engine.model),
             _interrupt_between_steps() as interrupted,
         ):
-            while engine.has_unfinished_requests():
-                for output in engine.step():
-                    if output.finished:
-                        outputs[output.request_id] = output
-                        num_tokens += sum(len(completion.token_ids) for completion in output.outputs)
-                        bar.set_postfix_str(f"{num_tokens / max(1e-9, bar.format_dict['elapsed']):.1f} tok/s")
-                        bar.update()
-                if interrupted:
-                    engine.abort_all()
+            try:
+                while engine.has_unfinished_requests():
+                    for output in engine.step():
+                        if output.finished:
+                            outputs[output.request_id] = output
+                            num_tokens += sum(len(completion.token_ids) for completion in output.outputs)
+                            bar.set_postfix_str(f"{num_tokens / max(1e-9, bar.format_dict['elapsed']):.1f} tok/s")
+                            bar.update()
+                    if interrupted:
+                        engine.abort_all()
+            except BaseException:
+                # Of a step that was cut: the next batch is not to go on with these.
+                engine.abort_all()
+                engine.step()
+                raise
         if interrupted:
             raise KeyboardInterrupt
 
@@ -179,8 +185,9 @@ def _as_list_of_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return [prompts] if prompts and all(isinstance(token, int) for token in prompts) else prompts
 
 
-def _failed(request_id: str, prompt: Prompt, error: Exception) -> RequestOutput:
+def _failed(request_id: str, prompt: Prompt, params: SamplingParams | None, error: Exception) -> RequestOutput:
     is_text = isinstance(prompt, str)
     token_ids = [] if is_text or not isinstance(prompt, Sequence) else list(prompt)
-    completion = CompletionOutput(0, finish_reason="error")
-    return RequestOutput(request_id, prompt if is_text else None, token_ids, [completion], finished=True, error=error)
+    num_completions = params.n if isinstance(params, SamplingParams) else 1
+    completions = [CompletionOutput(index, finish_reason="error") for index in range(num_completions)]
+    return RequestOutput(request_id, prompt if is_text else None, token_ids, completions, finished=True, error=error)

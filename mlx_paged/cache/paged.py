@@ -122,7 +122,8 @@ class PagedKVCache(KVCache):
 
     def _open_step(self, num_new_tokens: Mapping[SeqId, int], shares_new_blocks: bool) -> None:
         block_size = self.config.block_size
-        tables = [self.manager.tables[seq] for seq in num_new_tokens]
+        all_tables = self.manager.tables
+        tables = [all_tables[seq] for seq in num_new_tokens]
         context_lens = [table.num_tokens for table in tables]
         # Whatever another sequence left in a new block that is filled in part, a NaN even, must not reach this one.
         partly_filled = [

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import random
 import threading
-import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -280,7 +278,6 @@ class Engine:
                 # No room for it now.
                 self._suspects.popleft()
             return
-        start = time.perf_counter()
         try:
             self.runner.execute(output, partial(self._sample, output), self.swap_space)
         except Exception as error:
@@ -294,9 +291,6 @@ class Engine:
         except BaseException:
             self.scheduler.discard(output)
             raise
-        num_prompt_tokens = sum(count for count in output.num_new_tokens if count > 1)
-        if 2 * num_prompt_tokens > output.num_tokens:
-            self.swap_space.note_computed(output.num_tokens, time.perf_counter() - start)
 
     def _next_suspect(self) -> Request | None:
         while self._suspects:
@@ -344,6 +338,8 @@ class Engine:
 
     def _finish(self, request: Request, reason: str, error: Exception | None = None) -> None:
         if not request.is_finished:
+            if error is not None:
+                _write_traceback(error)
             self.scheduler.finish(request, reason, error=error)
             self._report(request)
 
@@ -357,26 +353,17 @@ class Engine:
         self._news.clear()
         with self._states_lock:
             for output in outputs:
-                if output.error is not None:
-                    _clear_frames(output.error)
                 if output.finished:
                     del self._states[output.request_id]
         return outputs
 
 
-def _clear_frames(error: BaseException) -> None:
-    """Forget the variables of the functions that an error came through: logits, and graphs that hold whole slabs.
-
-    Those that called them, too, up to the one that runs now. The lines stay, for whoever prints the traceback.
-    """
-    chain: list[BaseException] = []
+def _write_traceback(error: BaseException) -> None:
+    """Make an error's traceback a note of it. As frames it would keep what their variables hold as long as somebody
+    keeps the error: logits, graphs that hold whole slabs, the engine itself."""
     link: BaseException | None = error
-    while link is not None and link not in chain:
-        traceback.clear_frames(link.__traceback__)
-        frame = link.__traceback__.tb_frame.f_back if link.__traceback__ else None
-        with contextlib.suppress(RuntimeError):  # of the first that runs
-            while frame is not None:
-                frame.clear()
-                frame = frame.f_back
-        chain.append(link)
+    while link is not None and link.__traceback__ is not None:
+        lines = "".join(traceback.format_tb(link.__traceback__))
+        link.__notes__ = [*getattr(link, "__notes__", ()), f"In a step of the engine:\n{lines}"]
+        link.__traceback__ = None
         link = link.__cause__ or link.__context__

@@ -13,7 +13,7 @@ from mlx.utils import tree_reduce
 
 from mlx_paged.cache import KVCache, SeqId, create_kv_cache
 from mlx_paged.config import KVBudget, KVCacheConfig
-from mlx_paged.engine.scheduler import SchedulerOutput
+from mlx_paged.engine.scheduler_output import SchedulerOutput
 from mlx_paged.engine.swap_space import SwapSpace
 from mlx_paged.memory import default_kv_cache_bytes
 

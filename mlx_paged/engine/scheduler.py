@@ -10,15 +10,15 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left, insort
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from operator import attrgetter
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from mlx_paged.cache import prompt_too_long
 from mlx_paged.config import SchedulerConfig
 from mlx_paged.core import BlockCopy, ComputedBlocks, KVCacheManager, extend_block_hashes
 from mlx_paged.core.kv_cache_manager import NOTHING_COMPUTED
+from mlx_paged.engine.scheduler_output import SchedulerOutput, SwapIn, SwapOut
 from mlx_paged.engine.swap_space import SwapSpace
 from mlx_paged.request import Request, RequestStatus, SeqId
 
@@ -36,46 +36,6 @@ class BlockSupply(Protocol):
 
     def make_room(self, num_blocks: int) -> None:
         """Grow until so many blocks can be taken without evicting any, as far as the budget allows."""
-
-
-class SwapOut(NamedTuple):
-    """K/V to copy to host memory before anything is written: the first ``num_tokens`` tokens in these blocks."""
-
-    seq_id: SeqId
-    block_ids: list[int]
-    num_tokens: int
-
-
-class SwapIn(NamedTuple):
-    """K/V to copy back: of the tokens ``start : end`` of a sequence, into the blocks that it has now."""
-
-    seq_id: SeqId
-    start: int
-    end: int
-
-
-@dataclass(frozen=True)
-class SchedulerOutput:
-    """One step. To be done in this order: swap out, copy, swap in, compute."""
-
-    requests: list[Request] = field(default_factory=list)  # in the order of the packed input
-    num_new_tokens: list[int] = field(default_factory=list)  # of each
-    copies: list[list[BlockCopy]] = field(default_factory=list)  # one list after the other
-    swap_outs: list[SwapOut] = field(default_factory=list)
-    swap_ins: list[SwapIn] = field(default_factory=list)
-    preempted: list[Request] = field(default_factory=list)
-    finished: list[Request] = field(default_factory=list)  # those that could not go on
-    new_block_ids: set[int] = field(default_factory=set)  # that others may hit, and that this step fills
-    hit_block_ids: set[int] = field(default_factory=set)  # of the requests admitted
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(self.num_new_tokens)
-
-    @property
-    def shares_new_blocks(self) -> bool:
-        """Whether a request reads blocks that another one fills in this step."""
-        return not self.new_block_ids.isdisjoint(self.hit_block_ids)
 
 
 class Scheduler:
@@ -201,7 +161,7 @@ class Scheduler:
                 continue
             # A prompt leaves a token of the budget to each request behind it: no decode waits for it.
             num_left = 0 if only is not None else len(running) - index - 1
-            num_new_tokens = min(request.num_tokens - request.num_computed_tokens, token_budget - num_left)
+            num_new_tokens = min(len(request.token_ids) - request.num_computed_tokens, token_budget - num_left)
             if num_new_tokens > 1:
                 self.supply.make_room(self.manager.num_needed_blocks(request.seq_id, num_new_tokens) + num_left)
             copies = self.manager.allocate_slots(request.seq_id, num_new_tokens)
@@ -267,13 +227,12 @@ class Scheduler:
     def _schedule(
         self, output: SchedulerOutput, request: Request, num_new_tokens: int, copies: list[BlockCopy]
     ) -> None:
-        num_full_blocks = request.num_computed_tokens // self._block_size
-        request.num_computed_tokens += num_new_tokens
+        request.num_computed_tokens = num_computed_tokens = request.num_computed_tokens + num_new_tokens
         output.requests.append(request)
         output.num_new_tokens.append(num_new_tokens)
         if copies:
             output.copies.append(copies)
-        if request.num_computed_tokens // self._block_size > num_full_blocks:
+        if num_computed_tokens % self._block_size < num_new_tokens:  # The end of a block was passed.
             self._cache_blocks(output, request)
 
     def _computed_blocks(self, request: Request) -> ComputedBlocks:
