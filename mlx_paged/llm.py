@@ -190,4 +190,6 @@ def _failed(request_id: str, prompt: Prompt, params: SamplingParams | None, erro
     token_ids = [] if is_text or not isinstance(prompt, Sequence) else list(prompt)
     num_completions = params.n if isinstance(params, SamplingParams) else 1
     completions = [CompletionOutput(index, finish_reason="error") for index in range(num_completions)]
+    # With its traceback it would keep the engine as long as somebody keeps the output.
+    error = error.with_traceback(None)
     return RequestOutput(request_id, prompt if is_text else None, token_ids, completions, finished=True, error=error)

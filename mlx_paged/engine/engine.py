@@ -329,7 +329,14 @@ class Engine:
 
     def _append(self, request: Request, sampled: SampledToken) -> None:
         self.scheduler.append_token(request, sampled.token_id)
-        stop_text = self._states[request.request_id].add_token(request, sampled)
+        stop_text = None
+        try:
+            stop_text = self._states[request.request_id].add_token(request, sampled)
+        except Exception as error:
+            # The tokenizer's, and nobody else's; also where this token was the last one.
+            _write_traceback(error)
+            self.scheduler.finish(request, "error")
+            request.finish_reason, request.stop_reason, request.error = "error", None, error
         if stop_text is not None:
             self.scheduler.finish(request, "stop")
             # Where this token was the last one, too, the text counts.

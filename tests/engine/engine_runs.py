@@ -1,0 +1,97 @@
+"""What the tests of the engine share: requests to ask, running them to their end, and whether anything is left behind.
+
+A random model may come to two tokens that are all but equally likely; which of them wins is then rounding's choice, and
+equal ids would be luck. So `ask_alone` also looks at how far the two best lie apart, and refuses a prompt with a near
+tie: then every comparison of greedy ids is exact.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import mlx.nn as nn
+import numpy as np
+
+from mlx_paged import load
+from mlx_paged.engine.engine import Engine
+from mlx_paged.loading import demo_model_path
+from mlx_paged.request import CompletionOutput, RequestOutput, SamplingParams
+
+VOCAB_SIZE = 61
+
+# Of log-probabilities near 5 in float32, whose unit of rounding is 5e-7.
+NEAR_TIE = 2e-5
+
+
+def prompt(num_tokens: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng([seed, num_tokens]).integers(0, VOCAB_SIZE, num_tokens).tolist()
+
+
+def greedy(max_tokens: int = 20, **options: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, **options)
+
+
+def sampled(seed: int, max_tokens: int = 20, **options: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 1.0, "seed": seed, "max_tokens": max_tokens, **options})
+
+
+def make_engine(model: nn.Module, tokenizer: Any = None, **options: Any) -> Engine:
+    return Engine(model, tokenizer, **{"kv_cache_bytes": "100blocks", "seed": 0, **options})
+
+
+def load_demo() -> tuple[nn.Module, Any]:
+    return load(demo_model_path())
+
+
+def run(engine: Engine, after_step: Callable[[], None] | None = None) -> dict[str, RequestOutput]:
+    """Step until nothing is left to do; the last output of each request."""
+    outputs = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                assert output.request_id not in outputs, "a request ends once"
+                outputs[output.request_id] = output
+        engine.scheduler.check_integrity()
+        if after_step is not None:
+            after_step()
+    return outputs
+
+
+def ask(engine: Engine, requests: dict[str, tuple[Any, SamplingParams]]) -> dict[str, list[int]]:
+    """The tokens of the first completion of each request, all of them asked at once."""
+    for request_id, (tokens, params) in requests.items():
+        engine.add_request(request_id, tokens, params)
+    return {request_id: output.outputs[0].token_ids for request_id, output in run(engine).items()}
+
+
+def ask_alone(model: nn.Module, tokens: Sequence[int], params: SamplingParams) -> list[int]:
+    """The tokens of a request on an engine of its own, which caches nothing and computes the prompt in one step."""
+    engine = make_engine(model, enable_prefix_caching=False, max_num_batched_tokens=4096)
+    params = dataclasses.replace(params, logprobs=2) if params.is_greedy else params
+    engine.add_request("alone", tokens, params)
+    completion = run(engine)["alone"].outputs[0]
+    if params.is_greedy:
+        check_margins(completion)
+    return completion.token_ids
+
+
+def check_margins(completion: CompletionOutput) -> None:
+    margins = [best - second for best, second in (top_two(entries.values()) for entries in completion.logprobs)]
+    assert min(margins) > NEAR_TIE, f"a near tie at token {int(np.argmin(margins))}: choose another prompt"
+
+
+def top_two(entries: Iterable[Any]) -> list[float]:
+    return sorted((entry.logprob for entry in entries), reverse=True)[:2]
+
+
+def assert_nothing_held(engine: Engine) -> None:
+    """No request, no block, no place in the swap space, no message is left; and the bookkeeping adds up."""
+    engine.scheduler.check_integrity()
+    stats = engine.stats()
+    assert (stats.num_requests, stats.num_used_blocks, stats.num_running, stats.num_waiting) == (0, 0, 0, 0)
+    assert stats.num_swapped_tokens == 0
+    assert not engine.scheduler.requests and not engine._states and not engine._inbox and not engine._news
+    assert engine.cache.manager.num_free_blocks == stats.num_blocks
+    assert not engine.has_unfinished_requests()

@@ -1,0 +1,238 @@
+"""A short budget: requests wait, are computed anew or swapped, and their tokens are those of an undisturbed run."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from engine_runs import ask_alone, assert_nothing_held, greedy, make_engine, prompt, run, sampled
+
+from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.swap_space import SwapSpace
+from mlx_paged.models import qwen3
+
+
+@pytest.fixture(params=[False, True], ids=["recompute", "swap"])
+def swap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setattr(SwapSpace, "_is_cheaper", lambda self: request.param)
+    return request.param
+
+
+def count_copies(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Tokens that are swapped out and in from now on."""
+    counts = {"out": 0, "in": 0}
+    swap_out, swap_in = engine.cache.swap_out, engine.cache.swap_in
+
+    def out(block_ids: list[int], num_tokens: int) -> Any:
+        counts["out"] += num_tokens
+        return swap_out(block_ids, num_tokens)
+
+    def back(seq: Any, swapped: Any, start: int, end: int) -> None:
+        counts["in"] += end - start
+        swap_in(seq, swapped, start, end)
+
+    monkeypatch.setattr(engine.cache, "swap_out", out)
+    monkeypatch.setattr(engine.cache, "swap_in", back)
+    return counts
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+def test_preempted_requests_get_the_tokens_of_undisturbed_ones(
+    model: qwen3.Model, monkeypatch: pytest.MonkeyPatch, swap: bool, seed: int, prefix_caching: bool
+):
+    rng = random.Random(seed)
+    engine = make_engine(
+        model,
+        block_size=rng.choice([8, 16]),
+        kv_cache_bytes="16blocks",
+        swap_bytes="16blocks",
+        max_num_batched_tokens=rng.choice([8, 30, 200]),
+        max_num_seqs=8,
+        watermark=rng.choice([0.0, 0.05]),
+        enable_prefix_caching=prefix_caching,
+    )
+    copies = count_copies(engine, monkeypatch)
+    shared = prompt(32, seed=seed)
+    requests = {}
+    for n in range(8):
+        tokens = shared[: rng.choice([0, 20, 32])] + prompt(rng.randint(1, 30), seed=n)
+        max_tokens = rng.randint(20, 50)
+        requests[str(n)] = tokens, sampled(n, max_tokens) if n % 2 else greedy(max_tokens)
+        engine.add_request(str(n), *requests[str(n)])
+    outputs = run(engine)
+    assert engine.stats().num_preemptions > 1
+    for request_id, (tokens, params) in requests.items():
+        assert outputs[request_id].outputs[0].token_ids == ask_alone(model, tokens, params), request_id
+    assert (copies["out"] > 0) == swap and (copies["in"] > 0) == swap
+    # What is still in the prefix cache is not copied back.
+    assert copies["in"] <= copies["out"] if prefix_caching else copies["in"] == copies["out"]
+    assert_nothing_held(engine)
+
+
+def test_forks_that_are_preempted_get_the_tokens_of_undisturbed_ones(model: qwen3.Model, swap: bool):
+    params = sampled(seed=5, max_tokens=40, n=4)
+    calm = make_engine(model)
+    calm.add_request("a", prompt(40), params)
+    expected = [completion.token_ids for completion in run(calm)["a"].outputs]
+    engine = make_engine(model, kv_cache_bytes="12blocks", swap_bytes="12blocks", max_num_seqs=8)
+    engine.add_request("a", prompt(40), params)
+    engine.add_request("b", prompt(40), params)
+    outputs = run(engine)
+    assert engine.stats().num_preemptions > 3 and calm.stats().num_preemptions == 0
+    for request_id in ("a", "b"):
+        # Both have the same seed.
+        assert [completion.token_ids for completion in outputs[request_id].outputs] == expected
+    assert_nothing_held(engine)
+
+
+def test_what_comes_back_from_the_swap_space_is_what_went_there(model: qwen3.Model, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(SwapSpace, "_is_cheaper", lambda self: True)
+    engine = make_engine(
+        model, kv_cache_bytes="8blocks", swap_bytes="8blocks", max_num_seqs=2, enable_prefix_caching=False, watermark=0
+    )
+    cache, manager = engine.cache, engine.cache.manager
+    engine.add_request("first", prompt(40), greedy(60))
+    engine.add_request("second", prompt(41), greedy(30))
+
+    def rows_of(seq: tuple[str, int]) -> list[np.ndarray]:
+        rows = [array for layer in range(2) for array in cache.materialize(seq, layer)]
+        return [np.array(array) for array in rows]
+
+    before: list[np.ndarray] = []
+    stages = []
+    while engine.has_unfinished_requests():
+        is_there = ("second", 0) in manager.tables
+        if is_there:
+            rows = rows_of(("second", 0))
+        engine.step()
+        if is_there and ("second", 0) not in manager.tables and engine.scheduler.num_preemptions:
+            if engine.swap_space.num_used_tokens:
+                before = rows
+                stages.append("out")
+                assert engine.stats().num_swapped_tokens == before[0].shape[1]
+        elif not is_there and ("second", 0) in manager.tables and before:
+            stages.append("in")
+            assert engine.stats().num_swapped_tokens == 0
+            num_tokens = before[0].shape[1]
+            for ours, theirs in zip(rows_of(("second", 0)), before, strict=True):
+                assert ours.shape[1] == num_tokens + 1, "nothing but the new token was computed"
+                np.testing.assert_array_equal(ours[:, :num_tokens], theirs)
+    assert stages == ["out", "in"]
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
+def test_half_precision_comes_back_bit_by_bit(model: qwen3.Model, dtype: mx.Dtype):
+    from engine_helpers import tiny_models
+
+    half = tiny_models()[0]
+    half.set_dtype(dtype)
+    cache = make_engine(half).cache
+    rows = mx.random.normal((2, 37, 2, 16)).astype(dtype)
+    cache.append("a", rows, rows * 2)
+    swapped = cache.swap_out(list(cache.block_ids("a")), 37)
+    before = [cache.materialize("a", layer) for layer in range(2)]
+    cache.free("a")
+    cache.append("other", -rows, -rows)
+    cache.manager.allocate_slots("a", 37)
+    cache.swap_in("a", swapped, 0, 37)
+    for layer in range(2):
+        for ours, theirs in zip(cache.materialize("a", layer), before[layer], strict=True):
+            assert mx.array_equal(ours, theirs)
+
+
+def test_a_swapped_request_that_is_aborted_gives_back_its_place(model: qwen3.Model, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(SwapSpace, "_is_cheaper", lambda self: True)
+    engine = make_engine(model, kv_cache_bytes="8blocks", swap_bytes="8blocks", max_num_seqs=2, watermark=0)
+    engine.add_request("first", prompt(40), greedy(60))
+    engine.add_request("second", prompt(41), greedy(60))
+    while not engine.stats().num_swapped_tokens:
+        engine.step()
+    engine.abort("second")
+    assert engine.stats().num_swapped_tokens == 0
+    outputs = run(engine)
+    assert outputs["second"].outputs[0].finish_reason == "abort"
+    assert outputs["first"].outputs[0].token_ids == ask_alone(model, prompt(40), greedy(60))
+    assert_nothing_held(engine)
+
+
+def test_without_swap_space_everything_is_computed_anew(model: qwen3.Model, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(SwapSpace, "_is_cheaper", lambda self: True)
+    engine = make_engine(model, kv_cache_bytes="8blocks", swap_bytes=0, max_num_seqs=2, watermark=0)
+    copies = count_copies(engine, monkeypatch)
+    engine.add_request("first", prompt(40), greedy(60))
+    engine.add_request("second", prompt(41), greedy(60))
+    outputs = run(engine)
+    assert engine.stats().num_preemptions > 0 and copies == {"out": 0, "in": 0}
+    assert outputs["second"].outputs[0].token_ids == ask_alone(model, prompt(41), greedy(60))
+
+
+def test_a_full_swap_space_sends_the_next_ones_to_be_computed_anew(model: qwen3.Model, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(SwapSpace, "_is_cheaper", lambda self: True)
+    engine = make_engine(model, kv_cache_bytes="14blocks", swap_bytes="4blocks", max_num_seqs=4, watermark=0)
+    requests = {str(n): (prompt(40, seed=n), greedy(60)) for n in range(4)}
+    for request_id, (tokens, params) in requests.items():
+        engine.add_request(request_id, tokens, params)
+    most = 0
+
+    def look() -> None:
+        nonlocal most
+        most = max(most, engine.stats().num_swapped_tokens)
+
+    outputs = run(engine, look)
+    assert 0 < most <= 64
+    for request_id, (tokens, params) in requests.items():
+        assert outputs[request_id].outputs[0].token_ids == ask_alone(model, tokens, params)
+    assert_nothing_held(engine)
+
+
+@pytest.mark.parametrize(
+    ("computed", "copied", "is_swapped"),
+    [
+        (None, None, False),  # nothing was measured: a request may be short
+        (1.0, None, True),  # the first copy is the measurement
+        (1.0, 0.49, True),
+        (1.0, 0.5, False),  # out and in again cost as much
+        (1.0, 2.0, False),
+    ],
+)
+def test_swapping_is_chosen_when_two_copies_take_less_time_than_computing_anew(
+    computed: float | None, copied: float | None, is_swapped: bool
+):
+    space = SwapSpace(100)
+    if computed is not None:
+        space.note_computed(10, 4 * computed)
+        space.note_computed(30, 36 * computed)
+    if copied is not None:
+        space.note_copied(5, 5 * copied)
+    assert space.take_place("a", 60) == is_swapped
+    assert space.num_tokens_of("a") == space.num_used_tokens == (60 if is_swapped else 0)
+    assert not space.take_place("b", 41 if is_swapped else 101)
+
+
+def test_the_engine_measures_prompts_and_copies_for_that_choice(model: qwen3.Model, monkeypatch: pytest.MonkeyPatch):
+    noted: dict[str, list[int]] = {"computed": [], "copied": []}
+    monkeypatch.setattr(SwapSpace, "note_computed", lambda self, n, seconds: noted["computed"].append(n))
+    monkeypatch.setattr(SwapSpace, "note_copied", lambda self, n, seconds: noted["copied"].append(n))
+    monkeypatch.setattr(SwapSpace, "_is_cheaper", lambda self: True)
+    engine = make_engine(
+        model, kv_cache_bytes="8blocks", swap_bytes="8blocks", max_num_seqs=2, watermark=0, enable_prefix_caching=False
+    )
+    engine.add_request("first", prompt(40), greedy(60))
+    engine.add_request("second", prompt(41), greedy(30))
+    run(engine)
+    # One step of two prompts; decodes are not what a preempted request would cost.
+    assert noted["computed"] == [81]
+    assert len(noted["copied"]) == 2 and noted["copied"][0] == noted["copied"][1] > 41
+
+
+def test_the_oldest_request_is_never_preempted(model: qwen3.Model, swap: bool):
+    engine = make_engine(model, kv_cache_bytes="10blocks", swap_bytes="10blocks", max_num_seqs=6)
+    for n in range(6):
+        engine.add_request(str(n), prompt(16, seed=n), greedy(80))
+    first = engine.scheduler.requests["0", 0]
+    run(engine)
+    assert engine.scheduler.num_preemptions > 5 and first.num_preemptions == 0

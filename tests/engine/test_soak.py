@@ -1,0 +1,68 @@
+"""Hundreds of requests of every kind: after each step everything adds up, and memory stays inside the budget."""
+
+from __future__ import annotations
+
+import random
+
+import mlx.core as mx
+import pytest
+from engine_helpers import CONFIG
+from mlx.utils import tree_flatten
+from soak_helpers import Soak, make_request
+
+from mlx_paged.engine.swap_space import SwapSpace
+from mlx_paged.models import qwen3
+
+# K/V that outweigh the activations: 4 KiB a token.
+LARGE_KV = CONFIG | {"num_hidden_layers": 4, "num_key_value_heads": 4, "head_dim": 32}
+
+
+@pytest.fixture(scope="module")
+def large_kv_model() -> qwen3.Model:
+    mx.random.seed(5)
+    model = qwen3.Model(qwen3.ModelArgs.from_dict(LARGE_KV))
+    # Than at its initialisation: answers of many different tokens.
+    livelier = [(name, weight * 2) for name, weight in tree_flatten(model.parameters()) if "norm" not in name]
+    model.load_weights(livelier, strict=False)
+    mx.eval(model.parameters())
+    return model
+
+
+@pytest.mark.parametrize("swap", [True, False], ids=["swap", "recompute"])
+def test_a_soak_leaves_nothing_behind_and_every_request_gets_its_own_tokens(
+    large_kv_model: qwen3.Model, monkeypatch: pytest.MonkeyPatch, swap: bool
+):
+    monkeypatch.setattr(SwapSpace, "_is_cheaper", lambda self: swap)
+    soak = Soak(large_kv_model, seed=int(swap), engine_options={"swap_bytes": "60blocks"})
+    soak.run(0, 60)
+    soak.run(60, 60)
+    soak.check_end()
+    counts, stats = soak.counts, soak.engine.stats()
+    assert counts["requests"] == len(soak.outputs) == 120
+    # All that it is about has happened.
+    for kind in ("length", "stop", "abort", "error", "forked", "interruptions", "failed steps", "shrunk bytes"):
+        assert counts[kind] > 0, kind
+    assert stats.num_preemptions > 5 and stats.num_evictions > 10 and stats.num_hit_tokens > 1000
+    for number in random.Random(0).sample(range(120), 30):
+        soak.check_tokens(make_request(soak.seed, number, 61))
+
+
+def test_the_budget_is_grown_into_and_given_back(large_kv_model: qwen3.Model):
+    soak = Soak(large_kv_model, seed=2, engine_options={"kv_cache_bytes": "1000blocks"})
+    config = soak.engine.cache.config
+    held = [soak.engine.stats().nbytes_held]
+    assert held[0] == 65 * config.nbytes_per_block < config.nbytes // 10
+    soak.rng.random = lambda: 0.5  # no shrinking, no interruption
+    soak.counts["steps"] = 0
+    for number in range(40):
+        request = make_request(2, number, 61)
+        soak.engine.add_request(str(number), request.prompt, request.params)
+        soak.in_flight[str(number)] = request, 0
+        soak.step()
+        held.append(soak.engine.stats().nbytes_held)
+    while soak.engine.has_unfinished_requests():
+        soak.step()
+    assert held == sorted(held) and held[-1] > 1.5 * held[0]
+    assert held[-1] < config.nbytes, "the budget is more than they need"
+    soak.check_end()
+    assert soak.engine.stats().nbytes_held == held[0]
