@@ -228,19 +228,6 @@ class AttentionMetadata:
         row_order = self.plan(("row_order", kind), lambda: mx.argsort(mx.concatenate([rows for _, rows in parts])))
         return mx.concatenate(results)[row_order]
 
-    def select_run(self, begin: int, end: int) -> tuple[AttentionMetadata, slice]:
-        """The sequences ``begin : end`` alone, and where their rows are."""
-        if (begin, end) == (0, self.num_seqs):
-            return self, slice(None)
-        part = AttentionMetadata(
-            self.block_tables[begin:end],
-            self.context_lens[begin:end],
-            self.query_lens[begin:end],
-            self.block_size,
-            known_max_block_id=self.known_max_block_id,
-        )
-        return part, slice(self.cu_seqlens_q[begin], self.cu_seqlens_q[end])
-
     def _parts(self, kind: Callable[[int], Hashable]) -> list[tuple[AttentionMetadata, mx.array]]:
         seqs_of_kind: dict[Hashable, list[int]] = {}
         for seq, query_len in enumerate(self.query_lens):

@@ -8,20 +8,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from functools import cached_property
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_paged.ops.kv_handle import KVHandle
 from mlx_paged.ops.metadata import AttentionMetadata, SlotMapping
-
-# Runs of adjacent blocks are read as views of the slab, one matmul each; where the mean run has fewer bytes of K than
-# this, one gather of all blocks is cheaper. On a 2-core x86 CPU a view costs about 40 us in all, a gather 0.3 ns/byte.
-MIN_VIEW_BYTES = 128 * 1024
-# K of the sequences that are attended to together. Larger parts leave the CPU's cache, and their temporaries are fresh
-# pages each time; smaller ones are many small operations. Measured: benchmarks/attention.py.
-MAX_PART_BYTES = 1024 * 1024
 
 
 def reshape_and_cache(k: mx.array, v: mx.array, kv: KVHandle, slot_mapping: SlotMapping) -> None:
@@ -47,25 +39,11 @@ def paged_attention(
     window: int | None = None,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Block-parallel, a few sequences at a time: their K is what a CPU's cache holds, and temporaries are as small.
+    """Block-parallel: one matmul per step for the scores of all (query token, block) pairs, a segment softmax, one
+    matmul with the values.
 
     What lies behind the end of a sequence in its last block gets a weight of 0, and has to be finite for that.
     """
-    block_nbytes = kv.k.nbytes // kv.num_blocks
-    parts = metadata.plan(("parts by bytes", block_nbytes), lambda: _parts_by_bytes(metadata, block_nbytes))
-    outputs = [_attend_block_parallel(q[rows], kv, part, scale, window, sinks) for part, rows in parts]
-    return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
-
-
-def _attend_block_parallel(
-    q: mx.array,
-    kv: KVHandle,
-    metadata: AttentionMetadata,
-    scale: float,
-    window: int | None,
-    sinks: mx.array | None,
-) -> mx.array:
-    """One matmul for the scores of all (query token, block) pairs, a segment softmax, one matmul with the values."""
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = kv.num_kv_heads
     group = num_heads // num_kv_heads
@@ -73,7 +51,7 @@ def _attend_block_parallel(
 
     # Scores [num_pairs, num_kv_heads, group, block_size]: each block against the query that reads it.
     queries = (q * scale).astype(kv.dtype).reshape(num_tokens, num_kv_heads, group, head_dim)
-    scores = pairs.matmul(pairs.spread(queries), kv.k, transpose=True).astype(mx.float32) + pairs.bias
+    scores = pairs.scores(queries, kv.k)
 
     # Softmax of each query token over all of its blocks, unnormalised until the values are summed, too.
     highest = pairs.segment_max(scores)
@@ -85,21 +63,9 @@ def _attend_block_parallel(
     if sinks is not None:
         denominator = denominator + mx.exp(sink_logits - highest)
 
-    values = pairs.matmul(weights.astype(kv.dtype), kv.v, transpose=False).astype(mx.float32)
+    values = pairs.values(weights.astype(kv.dtype), kv.v)
     out = pairs.segment_sum(values) / denominator
     return out.reshape(num_tokens, num_heads, head_dim).astype(q.dtype)
-
-
-def _parts_by_bytes(metadata: AttentionMetadata, block_nbytes: int) -> list[tuple[AttentionMetadata, slice]]:
-    """The step in runs of sequences with at most ``MAX_PART_BYTES`` of K each, or a single sequence with more."""
-    parts = []
-    begin, nbytes = 0, 0
-    for seq, table in enumerate(metadata.block_tables):
-        if seq > begin and nbytes + len(table) * block_nbytes > MAX_PART_BYTES:
-            parts.append(metadata.select_run(begin, seq))
-            begin, nbytes = seq, 0
-        nbytes += len(table) * block_nbytes
-    return [*parts, metadata.select_run(begin, metadata.num_seqs)]
 
 
 def paged_prefill_attention(
@@ -257,7 +223,7 @@ class _BlockPairs:
         block_size = metadata.block_size
         block_ids: list[int] = []
         counts: list[int] = []
-        hidden: list[tuple[int, slice]] = []  # pair, slots of its block that the query must not see
+        hidden: dict[int, list[slice]] = {}  # by pair, slots of its block that the query must not see
         for table, context_len, query_len in zip(
             metadata.block_tables, metadata.context_lens, metadata.query_lens, strict=True
         ):
@@ -266,42 +232,44 @@ class _BlockPairs:
                 first, hidden_before = divmod(first_visible, block_size)
                 last, last_offset = divmod(position, block_size)
                 if hidden_before:
-                    hidden.append((len(block_ids), slice(0, hidden_before)))
+                    hidden.setdefault(len(block_ids), []).append(slice(0, hidden_before))
                 block_ids += table[first : last + 1]
                 counts.append(last + 1 - first)
                 if last_offset + 1 < block_size:
-                    hidden.append((len(block_ids) - 1, slice(last_offset + 1, None)))
-        # 0 where the query sees the key, else -inf; adding is cheaper than choosing.
-        bias = np.zeros((len(block_ids), 1, 1, block_size), dtype=np.float32)
-        for pair, slots in hidden:
-            bias[pair, 0, 0, slots] = -np.inf
-        self.bias = mx.array(bias)
+                    hidden.setdefault(len(block_ids) - 1, []).append(slice(last_offset + 1, None))
+        # 0 where the query sees the key, else -inf, for the few pairs of which it does not see all.
+        bias = np.zeros((len(hidden), 1, 1, block_size), dtype=np.float32)
+        for row, slots in enumerate(hidden.values()):
+            for part in slots:
+                bias[row, 0, 0, part] = -np.inf
+        self._bias = mx.array(bias)
+        self._hidden_pairs = mx.array(list(hidden), dtype=mx.int32)
         self._num_tokens = len(counts)
         self._ends = list(itertools.accumulate(counts))
-        self._tokens = mx.array(np.repeat(np.arange(len(counts), dtype=np.int32), counts)) if len(counts) > 1 else None
-        self._block_ids = block_ids
-        self._runs = _adjacent_runs(block_ids)
+        self._tokens = mx.array(np.repeat(np.arange(len(counts), dtype=np.int32), counts))  # [num_pairs]
+        self._block_ids = mx.array(block_ids, dtype=mx.int32)  # [num_pairs]
+        self._pairs = mx.arange(len(block_ids))
 
-    @cached_property
-    def _gather_ids(self) -> mx.array:
-        return mx.array(self._block_ids, dtype=mx.int32)
+    def scores(self, queries: mx.array, slab: mx.array) -> mx.array:
+        """``[num_tokens, num_kv_heads, group, head_dim]`` against K, ``[num_pairs, num_kv_heads, group, block_size]``.
 
-    def matmul(self, rows: mx.array, slab: mx.array, transpose: bool) -> mx.array:
-        """``rows @ block`` for every pair; ``rows`` is ``[num_pairs, num_kv_heads, group, n]``, or one row for all."""
+        -inf where a query must not see a key.
+        """
+        scores = self._matmul(queries, self._tokens, slab.swapaxes(-1, -2))
+        return scores.at[self._hidden_pairs].add(self._bias) if self._bias.shape[0] else scores
 
-        def product(part: mx.array, blocks: mx.array) -> mx.array:
-            return part @ (blocks.swapaxes(-1, -2) if transpose else blocks)
+    def values(self, weights: mx.array, slab: mx.array) -> mx.array:
+        """``[num_pairs, num_kv_heads, group, block_size]`` times V, ``[num_pairs, num_kv_heads, group, head_dim]``."""
+        return self._matmul(weights, self._pairs, slab)
 
-        if len(self._runs) == 1:
-            first, start, end = self._runs[0]
-            return product(rows, slab[first : first + end - start])
-        if len(self._block_ids) * (slab.nbytes // slab.shape[0]) < MIN_VIEW_BYTES * len(self._runs):
-            return product(rows, slab[self._gather_ids])
-        parts = [
-            product(rows if rows.shape[0] == 1 else rows[start:end], slab[first : first + end - start])
-            for first, start, end in self._runs
-        ]
-        return mx.concatenate(parts)
+    def _matmul(self, rows: mx.array, row_ids: mx.array, slab: mx.array) -> mx.array:
+        """``rows[row_ids] @ slab[block_ids]`` of each head, in float32, whose slabs are read where they lie."""
+        if slab.dtype != mx.float32 and mx.default_device() == mx.cpu:
+            # MLX's gather_mm is there for float32 only.
+            return (rows[row_ids] @ slab[self._block_ids]).astype(mx.float32)
+        heads = mx.arange(slab.shape[1])
+        lhs, rhs = (ids[:, None] * slab.shape[1] + heads for ids in (row_ids, self._block_ids))
+        return mx.gather_mm(rows.flatten(0, 1), slab.flatten(0, 1), lhs, rhs).astype(mx.float32)
 
     def segment_max(self, values: mx.array) -> mx.array:
         """``[num_pairs, num_kv_heads, group, n]`` to the largest of each query token, ``[num_tokens, ..., 1]``."""
@@ -312,10 +280,13 @@ class _BlockPairs:
 
     def segment_sum(self, values: mx.array) -> mx.array:
         """``[num_pairs, num_kv_heads, group, n]`` to the sum of each query token, ``[num_tokens, ..., n]``."""
-        # Pairs of a token lie behind one another; sums of slices take a third of the time of a scatter.
-        segments = mx.split(values, self._ends[:-1]) if self._num_tokens > 1 else [values]
-        sums = [segment.sum(axis=0, keepdims=True) for segment in segments]
-        return sums[0] if len(sums) == 1 else mx.concatenate(sums)
+        if self._num_tokens == 1:
+            return values.sum(axis=0, keepdims=True)
+        if values.shape[-1] == 1:
+            return mx.zeros((self._num_tokens, *values.shape[1:]), dtype=mx.float32).at[self._tokens].add(values)
+        # Pairs of a token lie behind one another; sums of slices take a third of the time of a scatter of rows.
+        segments = mx.split(values, self._ends[:-1])
+        return mx.concatenate([segment.sum(axis=0, keepdims=True) for segment in segments])
 
     def spread(self, per_token: mx.array) -> mx.array:
         """What each query token has, for each of its pairs; one token's broadcasts by itself."""
@@ -324,11 +295,3 @@ class _BlockPairs:
 
 def _is_run(block_ids: Sequence[int]) -> bool:
     return list(block_ids) == list(range(block_ids[0], block_ids[0] + len(block_ids)))
-
-
-def _adjacent_runs(block_ids: list[int]) -> list[tuple[int, int, int]]:
-    """``(first block id, first pair, end)`` of each run of adjacent ids."""
-    if _is_run(block_ids):
-        return [(block_ids[0], 0, len(block_ids))]
-    breaks = [i for i, (a, b) in enumerate(itertools.pairwise(block_ids), 1) if b != a + 1]
-    return [(block_ids[start], start, end) for start, end in itertools.pairwise([0, *breaks, len(block_ids)])]
