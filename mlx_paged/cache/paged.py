@@ -109,12 +109,11 @@ class PagedKVCache(KVCache):
         Args:
             shares_new_blocks: see :meth:`AttentionMetadata.build`.
         """
-        tables = self.manager.tables
-        counts = list(num_new_tokens.values())
         self._in_step = True
         try:
             self._open_step(num_new_tokens, shares_new_blocks)
-            yield Step.build([tables[seq].num_tokens - n for seq, n in num_new_tokens.items()], counts)
+            context_lens, counts = self.metadata.context_lens, self.metadata.query_lens
+            yield Step.build([n - count for n, count in zip(context_lens, counts, strict=True)], counts)
             self._commit_step()
         finally:
             self._in_step = False

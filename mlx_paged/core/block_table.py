@@ -245,16 +245,27 @@ class BlockTable:
 
         Takes at most one block. Raises UseAfterFreeError for a freed table.
         """
-        block_size = self.block_size
         position = self._num_tokens
-        index, offset = divmod(position, block_size)
+        copies = self.append_token()
+        if copies is None:
+            return None
+        index, offset = divmod(position, self.block_size)
+        return TokenSlot(self._block_ids[index] * self.block_size + offset, copies)
+
+    def append_token(self) -> list[BlockCopy] | None:
+        """As `append_token_slot`, where the slot is not asked for: the copies, or None when out of blocks. O(1)."""
+        position = self._num_tokens
+        offset = position % self.block_size
         copies: list[BlockCopy] | None = []
-        if not offset or not self._blocks[index].is_writable:
+        if offset:
+            block = self._blocks[position // self.block_size]
+            is_writable = block.ref_cnt == 1 and block.block_hash is None
+        if not offset or not is_writable:
             copies = self.reserve(1)
             if copies is None:
                 return None
         self._num_tokens = position + 1
-        return TokenSlot(self._block_ids[index] * block_size + offset, copies)
+        return copies
 
     def adopt(self, blocks: Sequence[KVCacheBlock], num_tokens: int) -> None:
         """Begin with blocks that hold the first `num_tokens` tokens: a prefix hit, or blocks read back from elsewhere.

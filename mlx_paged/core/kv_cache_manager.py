@@ -138,8 +138,7 @@ class KVCacheManager:
                 f"so its {computed.num_tokens} computed ones have no place"
             )
         if table is not None and num_new_tokens == 1:  # Most calls by far: a decode.
-            slot = table.append_token_slot()
-            return None if slot is None else slot.copies
+            return table.append_token()
         if self.num_needed_blocks(request_id, num_new_tokens, computed) > self.pool.num_free_blocks:
             return None
         if table is None:

@@ -76,6 +76,7 @@ class Scheduler:
         self._requests: dict[SeqId, Request] = {}
         self._arrivals = itertools.count()
         self._block_size = self.manager.pool.block_size
+        self._max_num_tokens = 0  # that the budget holds, as of this step
 
     @property
     def requests(self) -> Mapping[SeqId, Request]:
@@ -143,6 +144,7 @@ class Scheduler:
             only: schedule this request and no other.
         """
         self.num_steps += 1
+        self._max_num_tokens = self.max_num_blocks * self._block_size
         output = SchedulerOutput()
         token_budget = self._schedule_running(output, self.config.max_num_batched_tokens, only)
         if not output.preempted:
@@ -159,10 +161,11 @@ class Scheduler:
             if only is not None and request is not only:
                 index += 1
                 continue
-            # A prompt leaves a token of the budget to each request behind it: no decode waits for it.
-            num_left = 0 if only is not None else len(running) - index - 1
-            num_new_tokens = min(len(request.token_ids) - request.num_computed_tokens, token_budget - num_left)
+            num_new_tokens = len(request.token_ids) - request.num_computed_tokens
             if num_new_tokens > 1:
+                # A prompt leaves a token of the budget to each request behind it: no decode waits for it.
+                num_left = 0 if only is not None else len(running) - index - 1
+                num_new_tokens = min(num_new_tokens, token_budget - num_left)
                 self.supply.make_room(self.manager.num_needed_blocks(request.seq_id, num_new_tokens) + num_left)
             copies = self.manager.allocate_slots(request.seq_id, num_new_tokens)
             if copies is not None:
@@ -291,7 +294,7 @@ class Scheduler:
         elif (
             request.num_output_tokens == params.max_tokens
             # No room for the token's own K/V.
-            or request.num_tokens > self.max_num_blocks * self._block_size
+            or request.num_tokens > self._max_num_tokens
         ):
             self.finish(request, "length")
 

@@ -177,13 +177,16 @@ def attend_densely(
     return (outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)).astype(q.dtype)
 
 
-def gather_blocks(kv: KVHandle, block_table: list[int], num_tokens: int) -> tuple[mx.array, mx.array]:
-    first = block_table[0]
-    ids = slice(first, first + len(block_table)) if _is_run(block_table) else mx.array(block_table, dtype=mx.int32)
+def gather_blocks(kv: KVHandle, block_table: Sequence[int], num_tokens: int) -> tuple[mx.array, mx.array]:
+    num_kv_heads, first = kv.num_kv_heads, block_table[0]
+    is_run = list(block_table) == list(range(first, first + len(block_table)))
+    # The pieces of one head behind one another, [num_kv_heads, num_blocks]: a gather of whole blocks would be copied
+    # once more, to put heads first.
+    ids = None if is_run else mx.arange(num_kv_heads)[:, None] + mx.array(block_table) * num_kv_heads
 
     def gather(slab: mx.array) -> mx.array:
-        heads_first = slab[ids].swapaxes(0, 1).reshape(kv.num_kv_heads, -1, kv.head_dim)
-        return heads_first[:, :num_tokens]
+        heads_first = slab[first : first + len(block_table)].swapaxes(0, 1) if is_run else slab.flatten(0, 1)[ids]
+        return heads_first.reshape(num_kv_heads, -1, kv.head_dim)[:, :num_tokens]
 
     return gather(kv.k), gather(kv.v)
 
@@ -291,7 +294,3 @@ class _BlockPairs:
     def spread(self, per_token: mx.array) -> mx.array:
         """What each query token has, for each of its pairs; one token's broadcasts by itself."""
         return per_token if self._num_tokens == 1 else per_token[self._tokens]
-
-
-def _is_run(block_ids: Sequence[int]) -> bool:
-    return list(block_ids) == list(range(block_ids[0], block_ids[0] + len(block_ids)))
