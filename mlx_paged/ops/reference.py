@@ -47,7 +47,7 @@ def paged_attention(
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = kv.num_kv_heads
     group = num_heads // num_kv_heads
-    pairs = metadata.plan(("block_pairs", window), lambda: _BlockPairs(metadata, window))
+    pairs = metadata.plan(("block_pairs", window, num_kv_heads), lambda: _BlockPairs(metadata, window, num_kv_heads))
 
     # Scores [num_pairs, num_kv_heads, group, block_size]: each block against the query that reads it.
     queries = (q * scale).astype(kv.dtype).reshape(num_tokens, num_kv_heads, group, head_dim)
@@ -138,9 +138,9 @@ def update_and_attend(
 def is_decode(query_len: int) -> bool:
     """Block-parallel, which reads each block once per query token, or gathered for MLX's SDPA, once per run.
 
-    Measured on a 2-core CPU (benchmarks/results/attention-cpu.json and attention-runs-cpu.json): runs of 2 to 8 take
-    1.1 to 8 times as long block-parallel. Single tokens are faster so, by 1.2 to 5 times, but for batches of 4 with 8
-    query heads per KV head up to 1,024 tokens (1.3 times as long), and single sequences of 16 tokens.
+    Measured on a 2-core CPU (benchmarks/results/attention-cpu.json and attention-runs-cpu.json), block-parallel over
+    gathered: single tokens 0.2 to 1.1, runs of 2 and 4 0.6 to 1.1, of 8 1.0 to 1.3, all in float32. In half precision a
+    CPU copies each block once per query token, so only single tokens are decoded.
     """
     return query_len == 1
 
@@ -215,6 +215,11 @@ def _causal_mask(query_len: int, context_len: int, window: int | None) -> mx.arr
     return (key_positions <= query_positions) & (key_positions > query_positions - window)
 
 
+def _has_gather_mm(slab: mx.array) -> bool:
+    """On a CPU, MLX's is for float32 only."""
+    return slab.dtype == mx.float32 or mx.default_device() != mx.cpu
+
+
 class _BlockPairs:
     """All (query token, block) pairs of a step, and the segment operations that reduce them per query token.
 
@@ -222,11 +227,11 @@ class _BlockPairs:
     another, in the order of its block table.
     """
 
-    def __init__(self, metadata: AttentionMetadata, window: int | None):
+    def __init__(self, metadata: AttentionMetadata, window: int | None, num_kv_heads: int):
         block_size = metadata.block_size
         block_ids: list[int] = []
         counts: list[int] = []
-        hidden: dict[int, list[slice]] = {}  # by pair, slots of its block that the query must not see
+        hidden: list[tuple[int, slice]] = []  # pair, slots of its block that the query must not see
         for table, context_len, query_len in zip(
             metadata.block_tables, metadata.context_lens, metadata.query_lens, strict=True
         ):
@@ -235,44 +240,49 @@ class _BlockPairs:
                 first, hidden_before = divmod(first_visible, block_size)
                 last, last_offset = divmod(position, block_size)
                 if hidden_before:
-                    hidden.setdefault(len(block_ids), []).append(slice(0, hidden_before))
+                    hidden.append((len(block_ids), slice(0, hidden_before)))
                 block_ids += table[first : last + 1]
                 counts.append(last + 1 - first)
                 if last_offset + 1 < block_size:
-                    hidden.setdefault(len(block_ids) - 1, []).append(slice(last_offset + 1, None))
-        # 0 where the query sees the key, else -inf, for the few pairs of which it does not see all.
-        bias = np.zeros((len(hidden), 1, 1, block_size), dtype=np.float32)
-        for row, slots in enumerate(hidden.values()):
-            for part in slots:
-                bias[row, 0, 0, part] = -np.inf
+                    hidden.append((len(block_ids) - 1, slice(last_offset + 1, None)))
+        # 0 where the query sees the key, else -inf; adding is cheaper than choosing.
+        bias = np.zeros((len(block_ids), 1, 1, block_size), dtype=np.float32)
+        for pair, slots in hidden:
+            bias[pair, 0, 0, slots] = -np.inf
         self._bias = mx.array(bias)
-        self._hidden_pairs = mx.array(list(hidden), dtype=mx.int32)
         self._num_tokens = len(counts)
         self._ends = list(itertools.accumulate(counts))
-        self._tokens = mx.array(np.repeat(np.arange(len(counts), dtype=np.int32), counts))  # [num_pairs]
+        tokens = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+        self._tokens = mx.array(tokens)  # [num_pairs]
         self._block_ids = mx.array(block_ids, dtype=mx.int32)  # [num_pairs]
-        self._pairs = mx.arange(len(block_ids))
+
+        def by_head(ids: np.ndarray) -> mx.array:
+            return mx.array(ids[:, None] * num_kv_heads + np.arange(num_kv_heads, dtype=np.int32))
+
+        self._token_heads = by_head(tokens)  # [num_pairs, num_kv_heads]
+        self._pair_heads = by_head(np.arange(len(tokens), dtype=np.int32))
+        self._block_heads = by_head(np.array(block_ids, dtype=np.int32))
 
     def scores(self, queries: mx.array, slab: mx.array) -> mx.array:
         """``[num_tokens, num_kv_heads, group, head_dim]`` against K, ``[num_pairs, num_kv_heads, group, block_size]``.
 
         -inf where a query must not see a key.
         """
-        scores = self._matmul(queries, self._tokens, slab.swapaxes(-1, -2))
-        return scores.at[self._hidden_pairs].add(self._bias) if self._bias.shape[0] else scores
+        if _has_gather_mm(slab):
+            scores = self._gather_mm(queries, self._token_heads, slab.swapaxes(-1, -2))
+        else:
+            scores = (self.spread(queries) @ slab[self._block_ids].swapaxes(-1, -2)).astype(mx.float32)
+        return scores + self._bias
 
     def values(self, weights: mx.array, slab: mx.array) -> mx.array:
         """``[num_pairs, num_kv_heads, group, block_size]`` times V, ``[num_pairs, num_kv_heads, group, head_dim]``."""
-        return self._matmul(weights, self._pairs, slab)
+        if _has_gather_mm(slab):
+            return self._gather_mm(weights, self._pair_heads, slab)
+        return (weights @ slab[self._block_ids]).astype(mx.float32)
 
-    def _matmul(self, rows: mx.array, row_ids: mx.array, slab: mx.array) -> mx.array:
-        """``rows[row_ids] @ slab[block_ids]`` of each head, in float32, whose slabs are read where they lie."""
-        if slab.dtype != mx.float32 and mx.default_device() == mx.cpu:
-            # MLX's gather_mm is there for float32 only.
-            return (rows[row_ids] @ slab[self._block_ids]).astype(mx.float32)
-        heads = mx.arange(slab.shape[1])
-        lhs, rhs = (ids[:, None] * slab.shape[1] + heads for ids in (row_ids, self._block_ids))
-        return mx.gather_mm(rows.flatten(0, 1), slab.flatten(0, 1), lhs, rhs).astype(mx.float32)
+    def _gather_mm(self, rows: mx.array, row_heads: mx.array, slab: mx.array) -> mx.array:
+        """Each pair's row times its block, head by head; the slab is read where it lies."""
+        return mx.gather_mm(rows.flatten(0, 1), slab.flatten(0, 1), row_heads, self._block_heads).astype(mx.float32)
 
     def segment_max(self, values: mx.array) -> mx.array:
         """``[num_pairs, num_kv_heads, group, n]`` to the largest of each query token, ``[num_tokens, ..., 1]``."""
