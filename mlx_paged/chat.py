@@ -385,13 +385,13 @@ def _say_pool(branches: list[Conversation]) -> None:
     _say(
         f"prefix cache: {stats.num_hit_tokens} of {stats.num_queried_tokens} prompt tokens found ({stats.hit_rate:.1%})"
     )
-    tables = [engine.cached_block_ids(branch.responder.tokens) for branch in branches]
-    num_held, num_distinct = sum(map(len, tables)), len(set().union(*tables))
     num_branches = len(branches) - 1
-    _say(
-        f"sharing: the conversation and {num_branches} branch{'es' * (num_branches != 1)} are {num_held} blocks long "
-        f"and take {num_distinct}"
-    )
+    if num_branches:
+        tables = [engine.cached_block_ids(branch.responder.tokens) for branch in branches]
+        _say(
+            f"sharing: the conversation and {num_branches} branch{'es' * (num_branches > 1)} are "
+            f"{sum(map(len, tables))} blocks long and take {len(set().union(*tables))}"
+        )
 
 
 COMMANDS = {
