@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from mlx_paged import __version__, arguments
 from mlx_paged.config import BLOCK_SIZES
+from mlx_paged.interrupts import caught_interrupts
 
 if TYPE_CHECKING:
     from mlx_paged.conversation import Conversation
@@ -244,7 +242,8 @@ def _answer(conversation: Conversation, message: str, params: SamplingParams) ->
     """Stream one answer and its figures; True when Ctrl-C cut it short."""
     show_progress = sys.stderr.isatty()
     response = None
-    with _interrupt_flag() as interrupted:
+    # The second Ctrl-C leaves the program.
+    with caught_interrupts(second=SystemExit(130)) as interrupted:
 
         def progress(done: int, total: int) -> None:
             # A step is never cut in the middle: the cache is whole whenever we are here.
@@ -272,23 +271,6 @@ def _answer(conversation: Conversation, message: str, params: SamplingParams) ->
     if interrupted:
         _say("[stopped]")
     return bool(interrupted)
-
-
-@contextmanager
-def _interrupt_flag() -> Iterator[list[int]]:
-    """Collect Ctrl-C in a list, to be looked at between two steps; the second one leaves the program at once."""
-    caught: list[int] = []
-
-    def note(signum: int, frame: object) -> None:
-        if caught:
-            raise SystemExit(130)
-        caught.append(signum)
-
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield caught
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 # The terminal

@@ -12,6 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_paged.cache import KVCache
 from mlx_paged.engine.model_runner import ModelRunner, make_kv_cache
 from mlx_paged.engine.prompts import check_token_ids, encode_prompt
 from mlx_paged.engine.session import PREFILL_STEP_SIZE, Session
@@ -55,6 +56,49 @@ class GenerationResponse:
     cached_tokens: int = 0
     kv_bytes: int = 0
     time_to_first_token: float = 0.0
+
+
+class ResponseClock:
+    """The times of one answer, and the responses that report them. Begins with the call."""
+
+    def __init__(self, num_prompt_tokens: int):
+        self._num_prompt_tokens = num_prompt_tokens
+        self._start = time.perf_counter()
+        self._first_token = self._last_token = 0.0
+
+    def note_token(self) -> None:
+        """A token has come."""
+        self._last_token = time.perf_counter()
+        self._first_token = self._first_token or self._last_token
+
+    def response(
+        self,
+        text: str,
+        token: int,
+        logprobs: mx.array | None,
+        num_generated: int,
+        finish_reason: str | None,
+        cached_tokens: int,
+        cache: KVCache,
+    ) -> GenerationResponse:
+        """What is known with the token noted last."""
+        time_to_first_token = self._first_token - self._start
+        decode_time = self._last_token - self._first_token
+        return GenerationResponse(
+            text=text,
+            token=token,
+            logprobs=logprobs,
+            from_draft=False,
+            prompt_tokens=self._num_prompt_tokens,
+            prompt_tps=(self._num_prompt_tokens - cached_tokens) / time_to_first_token,
+            generation_tokens=num_generated,
+            generation_tps=(num_generated - 1) / decode_time if decode_time else 0.0,
+            peak_memory=mx.get_peak_memory() / 1e9,
+            finish_reason=finish_reason,
+            cached_tokens=cached_tokens,
+            kv_bytes=cache.stats().nbytes_held,
+            time_to_first_token=time_to_first_token,
+        )
 
 
 class TokenStep(NamedTuple):
@@ -127,16 +171,13 @@ def stream_generate(
     session = open_session(model, **cache_options)
     stream = TextStream(tokenizer)
     num_shown = 0
-    start = time.perf_counter()
-    first_token_time = 0.0
+    clock = ResponseClock(len(prompt))
     with wired_limit(model):
         steps = _generate_tokens(
             prompt, session, max_tokens, sampler, logits_processors, prefill_step_size, prompt_progress_callback
         )
         for num_generated, step in enumerate(steps, 1):
-            now = time.perf_counter()
-            if num_generated == 1:
-                first_token_time = now
+            clock.note_token()
             if step.token in tokenizer.eos_token_ids:
                 finish_reason = "stop"
             else:
@@ -145,21 +186,8 @@ def stream_generate(
             if finish_reason is not None:
                 stream.finish()
             text, num_shown = stream.text[num_shown:], len(stream.text)
-            decode_time = now - first_token_time
-            yield GenerationResponse(
-                text=text,
-                token=step.token,
-                logprobs=step.logprobs,
-                from_draft=False,
-                prompt_tokens=len(prompt),
-                prompt_tps=(len(prompt) - step.cached_tokens) / (first_token_time - start),
-                generation_tokens=num_generated,
-                generation_tps=(num_generated - 1) / decode_time if decode_time else 0.0,
-                peak_memory=mx.get_peak_memory() / 1e9,
-                finish_reason=finish_reason,
-                cached_tokens=step.cached_tokens,
-                kv_bytes=session.cache.stats().nbytes_held,
-                time_to_first_token=first_token_time - start,
+            yield clock.response(
+                text, step.token, step.logprobs, num_generated, finish_reason, step.cached_tokens, session.cache
             )
             if finish_reason is not None:
                 return

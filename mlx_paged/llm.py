@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import signal
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +12,7 @@ import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.engine.engine import Engine, EngineStats, Prompt
+from mlx_paged.interrupts import caught_interrupts
 from mlx_paged.loading import load
 from mlx_paged.memory import wired_limit
 from mlx_paged.request import CompletionOutput, RequestOutput, SamplingParams
@@ -137,7 +135,7 @@ class LLM:
         with (
             tqdm(total=num_requests, initial=len(outputs), unit="prompt", disable=not use_tqdm) as bar,
             wired_limit(engine.model),
-            _interrupt_between_steps() as interrupted,
+            caught_interrupts(second=KeyboardInterrupt()) as interrupted,
         ):
             try:
                 while engine.has_unfinished_requests():
@@ -156,26 +154,6 @@ class LLM:
                 raise
         if interrupted:
             raise KeyboardInterrupt
-
-
-@contextmanager
-def _interrupt_between_steps() -> Iterator[list[int]]:
-    """Collect Ctrl-C, so that no step is cut in the middle; a second one is not held back."""
-    caught: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield caught
-        return
-
-    def note(signum: int, frame: object) -> None:
-        if caught:
-            raise KeyboardInterrupt
-        caught.append(signum)
-
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield caught
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _as_list_of_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

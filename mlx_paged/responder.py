@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 
-import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.cache import KVCache
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.session import PREFILL_STEP_SIZE, Session
-from mlx_paged.generation import GenerationResponse, stream_generate
+from mlx_paged.generation import GenerationResponse, ResponseClock, stream_generate
 from mlx_paged.memory import wired_limit
 from mlx_paged.request import SamplingParams
 from mlx_paged.sampling import make_sampler
@@ -77,10 +75,10 @@ class EngineResponder(Responder):
         self, prompt: Sequence[int], params: SamplingParams, progress: Progress | None = None
     ) -> Iterator[GenerationResponse]:
         engine = self.engine
-        start = time.perf_counter()
+        clock = ResponseClock(len(prompt))
         request_id = f"turn-{next(self._request_ids)}"
         engine.add_request(request_id, prompt, params)
-        shown, num_generated, first_token_time = "", 0, 0.0
+        num_shown = num_generated = 0
         try:
             with wired_limit(engine.model):
                 while True:
@@ -92,29 +90,23 @@ class EngineResponder(Responder):
                     output = news[0]
                     if output.error is not None:
                         raise output.error
+                    clock.note_token()
                     answer = output.outputs[0]
-                    now = time.perf_counter()
-                    first_token_time = first_token_time or now
+                    if not num_generated:
+                        self.tokens = list(prompt)
                     num_generated = len(answer.token_ids)
                     # The last token was sampled, and not computed.
-                    self.tokens = [*prompt, *answer.token_ids[:-1]]
-                    decode_time = now - first_token_time
-                    yield GenerationResponse(
-                        text=answer.text[len(shown) :],
-                        token=answer.token_ids[-1],
-                        logprobs=None,
-                        from_draft=False,
-                        prompt_tokens=len(prompt),
-                        prompt_tps=(len(prompt) - output.num_cached_tokens) / (first_token_time - start),
-                        generation_tokens=num_generated,
-                        generation_tps=(num_generated - 1) / decode_time if decode_time else 0.0,
-                        peak_memory=mx.get_peak_memory() / 1e9,
-                        finish_reason=answer.finish_reason,
-                        cached_tokens=output.num_cached_tokens,
-                        kv_bytes=engine.cache.stats().nbytes_held,
-                        time_to_first_token=first_token_time - start,
+                    self.tokens += answer.token_ids[len(self.tokens) - len(prompt) : -1]
+                    text, num_shown = answer.text[num_shown:], len(answer.text)
+                    yield clock.response(
+                        text,
+                        answer.token_ids[-1],
+                        None,
+                        num_generated,
+                        answer.finish_reason,
+                        output.num_cached_tokens,
+                        engine.cache,
                     )
-                    shown = answer.text
                     if output.finished:
                         return
         finally:

@@ -22,7 +22,8 @@ from mlx_paged.engine.model_runner import ModelRunner, make_kv_cache
 from mlx_paged.engine.prompts import check_token_ids, encode_prompt
 from mlx_paged.engine.request_state import RequestState
 from mlx_paged.engine.sampler import SampledToken, Sampler
-from mlx_paged.engine.scheduler import Scheduler, SchedulerOutput
+from mlx_paged.engine.scheduler import Scheduler, extra_hash_keys
+from mlx_paged.engine.scheduler_output import SchedulerOutput
 from mlx_paged.engine.swap_space import SwapSpace
 from mlx_paged.request import Request, RequestOutput, SamplingParams
 
@@ -192,8 +193,7 @@ class Engine:
 
     def cached_block_ids(self, token_ids: Sequence[int], cache_salt: str | None = None) -> list[int]:
         """The blocks that hold the K/V of these tokens' beginning now, as far as they are in the prefix cache."""
-        extra_keys = () if cache_salt is None else (cache_salt,)
-        block_hashes = hash_token_blocks(token_ids, self.cache.config.block_size, extra_keys)
+        block_hashes = hash_token_blocks(token_ids, self.cache.config.block_size, extra_hash_keys(cache_salt))
         computed = self.cache.manager.get_computed_blocks(block_hashes, len(token_ids) + 1)
         return [block.block_id for block in computed.blocks]
 

@@ -25,6 +25,11 @@ from mlx_paged.request import Request, RequestStatus, SeqId
 by_order = attrgetter("order")
 
 
+def extra_hash_keys(cache_salt: str | None) -> tuple[str, ...]:
+    """What is hashed with each block besides its tokens."""
+    return () if cache_salt is None else (cache_salt,)
+
+
 class BlockSupply(Protocol):
     """What the scheduler needs of a cache."""
 
@@ -255,7 +260,7 @@ class Scheduler:
         output.new_block_ids.update(block_ids[num_full_blocks - num_new_blocks : num_full_blocks])
 
     def _hash_blocks(self, request: Request) -> None:
-        extra_keys = () if request.cache_salt is None else (request.cache_salt,)
+        extra_keys = extra_hash_keys(request.cache_salt)
         extend_block_hashes(request.block_hashes, request.token_ids, self._block_size, extra_keys)
 
     def _fail(self, output: SchedulerOutput, request: Request) -> None:

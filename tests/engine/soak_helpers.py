@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from engine_runs import raises_at
 
 from mlx_paged.config import KVCacheConfig
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.scheduler import SchedulerOutput
+from mlx_paged.engine.scheduler_output import SchedulerOutput
 from mlx_paged.request import RequestOutput, SamplingParams
 
 NUM_PREFIXES = 6
@@ -66,7 +67,8 @@ def make_request(seed: int, number: int, vocab_size: int) -> SoakRequest:
     if rng.random() < 0.1:
         options["logprobs"] = 2
     if fate < 0.05:
-        options["logits_processors"] = [failing_processor(len(prompt) + rng.randrange(options["max_tokens"]))]
+        num_tokens = len(prompt) + rng.randrange(options["max_tokens"])
+        options["logits_processors"] = [raises_at(num_tokens, Failure)]
     return SoakRequest(
         str(number),
         prompt,
@@ -76,15 +78,6 @@ def make_request(seed: int, number: int, vocab_size: int) -> SoakRequest:
         priority=rng.choice([0, 0, 0, 0, -1, 1]),
         cache_salt=rng.choice([None] * 9 + ["salt"]),
     )
-
-
-def failing_processor(num_tokens: int) -> Callable[[mx.array, mx.array], mx.array]:
-    def processor(tokens: mx.array, logits: mx.array) -> mx.array:
-        if tokens.size == num_tokens:
-            raise Failure(f"at {num_tokens} tokens")
-        return logits
-
-    return processor
 
 
 def slack_at_rest(config: KVCacheConfig) -> int:

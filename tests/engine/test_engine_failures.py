@@ -7,7 +7,17 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from engine_runs import ask_alone, assert_nothing_held, greedy, load_demo, make_engine, prompt, run, sampled
+from engine_runs import (
+    ask_alone,
+    assert_nothing_held,
+    greedy,
+    load_demo,
+    make_engine,
+    prompt,
+    raises_at,
+    run,
+    sampled,
+)
 
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.swap_space import SwapSpace
@@ -67,15 +77,6 @@ def run_interrupted(engine: Engine, error: type[BaseException]) -> tuple[dict[st
 
 
 # Logits processors
-
-
-def raises_at(num_tokens: int) -> Callable[[mx.array, mx.array], mx.array]:
-    def processor(tokens: mx.array, logits: mx.array) -> mx.array:
-        if tokens.size == num_tokens:
-            raise LookupError(f"at {num_tokens} tokens")
-        return logits
-
-    return processor
 
 
 @pytest.mark.parametrize(("num_tokens", "num_before"), [(20, 0), (25, 5)])

@@ -1,0 +1,31 @@
+"""Ctrl-C between two steps, so that none is cut in the middle. Imports nothing of ours and no MLX."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def caught_interrupts(second: BaseException) -> Iterator[list[int]]:
+    """Collect Ctrl-C in a list, to be looked at between two steps; the second one raises ``second`` at once.
+
+    In a thread that is not the main one nothing is caught: Python delivers signals to the main thread.
+    """
+    caught: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield caught
+        return
+
+    def note(signum: int, frame: object) -> None:
+        if caught:
+            raise second
+        caught.append(signum)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield caught
+    finally:
+        signal.signal(signal.SIGINT, before)
