@@ -255,12 +255,9 @@ class BlockTable:
     def append_token(self) -> list[BlockCopy] | None:
         """As `append_token_slot`, where the slot is not asked for: the copies, or None when out of blocks. O(1)."""
         position = self._num_tokens
-        offset = position % self.block_size
+        index, offset = divmod(position, self.block_size)
         copies: list[BlockCopy] | None = []
-        if offset:
-            block = self._blocks[position // self.block_size]
-            is_writable = block.ref_cnt == 1 and block.block_hash is None
-        if not offset or not is_writable:
+        if not offset or not self._blocks[index].is_writable:
             copies = self.reserve(1)
             if copies is None:
                 return None
