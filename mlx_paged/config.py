@@ -1,9 +1,11 @@
-"""The configuration of a KV cache: frozen, resolved once, then passed on. Imports nothing of ours and no MLX."""
+"""The configuration of cache and scheduler: frozen, resolved once, then passed on. Imports no MLX."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+
+from mlx_paged.errors import shown
 
 BLOCK_SIZES = (8, 16, 32, 64)
 ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -124,6 +126,7 @@ class SchedulerConfig:
         priority_steps: a request whose priority is higher by 1 runs as if it had come so many steps later. So a late
             urgent request overtakes, and no request is overtaken for ever.
         enable_prefix_caching: whether requests share the K/V of equal beginnings.
+        max_model_len: the most tokens that a prompt and its answer have together; ``None`` is no limit but the budget.
 
     Raises:
         ValueError: a value out of its range, named.
@@ -134,16 +137,26 @@ class SchedulerConfig:
     watermark: float = 0.05
     priority_steps: int = 1000
     enable_prefix_caching: bool = True
+    max_model_len: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "priority_steps"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"[scheduler] {name} must be a positive integer, got {value!r}")
-        if not 0 <= self.watermark < 1:
-            raise ValueError(f"[scheduler] watermark must be within 0..1, below 1, got {self.watermark!r}")
+            _check_positive(name, getattr(self, name))
+        if self.max_model_len is not None:
+            _check_positive("max_model_len", self.max_model_len)
+        if not isinstance(self.watermark, int | float) or not 0 <= self.watermark < 1:
+            raise ValueError(f"[scheduler] watermark must be within 0..1, below 1, got {shown(self.watermark)}")
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise ValueError(
+                f"[scheduler] enable_prefix_caching must be True or False, got {shown(self.enable_prefix_caching)}"
+            )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"[scheduler] max_num_batched_tokens {self.max_num_batched_tokens} must be at least max_num_seqs "
                 f"{self.max_num_seqs}: a step holds a token of each running sequence"
             )
+
+
+def _check_positive(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"[scheduler] {name} must be a positive integer, got {shown(value)}")

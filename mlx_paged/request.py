@@ -1,4 +1,4 @@
-"""What is asked of the engine and what it answers. Imports nothing of ours and no MLX; names as in vLLM."""
+"""What is asked of the engine and what it answers. Imports no MLX; names as in vLLM."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, TypeGuard
+
+from mlx_paged.errors import shown
 
 MAX_LOGPROBS = 20
+MAX_COMPLETIONS = 16384  # of one request, as in vLLM
+MAX_PRIORITY = 2**31 - 1
 
 # (token ids so far, logits [1, vocab_size]) to logits of the same shape, MLX arrays all; as in mlx-lm.
 LogitsProcessor = Callable[[Any, Any], Any]
@@ -22,7 +26,7 @@ class SamplingParams:
     """How one request is sampled and when it ends. Names as in vLLM, defaults as in mlx-lm: greedy, 256 tokens.
 
     Args:
-        n: completions of the same prompt, which is computed once; each has its own draws.
+        n: completions of the same prompt, 1 to 16,384; the prompt is computed once, and each has its own draws.
         temperature: 0 takes the most likely token and ignores top_p, top_k and min_p.
         top_p: keep the most likely tokens that together reach this probability, above 0; 1 keeps all.
         top_k: keep so many of the most likely tokens; 0 keeps all.
@@ -78,7 +82,7 @@ class SamplingParams:
         ):
             value = getattr(self, name)
             _check(name, value, _is_number(value) and is_in_range(value), what)
-        _check("n", self.n, _is_whole(self.n) and self.n >= 1, "a whole number, at least 1")
+        _check("n", self.n, _is_whole(self.n) and 1 <= self.n <= MAX_COMPLETIONS, f"within 1..{MAX_COMPLETIONS}")
         _check("top_k", self.top_k, _is_whole(self.top_k) and self.top_k >= 0, "a whole number, at least 0")
         _check("seed", self.seed, self.seed is None or _is_whole(self.seed), "a whole number or None")
         for token, bias in self.logit_bias.items():
@@ -108,11 +112,11 @@ class SamplingParams:
         return self.temperature == 0
 
 
-def _is_whole(value: object) -> bool:
+def _is_whole(value: object) -> TypeGuard[numbers.Integral]:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[numbers.Real]:
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         return False
     try:
@@ -123,7 +127,30 @@ def _is_number(value: object) -> bool:
 
 def _check(name: str, value: object, is_right: bool, what: str) -> None:
     if not is_right:
-        raise ValueError(f"[sampling_params] {name} must be {what}, got {value!r}")
+        raise ValueError(f"[sampling_params] {name} must be {what}, got {shown(value)}")
+
+
+def check_request_id(request_id: object) -> str:
+    """Raises ``ValueError`` unless the id is a text; returns it."""
+    if not isinstance(request_id, str):
+        raise ValueError(f"[engine] request_id must be a text, got {shown(request_id)}")
+    return request_id
+
+
+def check_priority(priority: object) -> int:
+    """Raises ``ValueError`` unless the priority is a whole number of at most 31 bits; returns it as an ``int``."""
+    if not _is_whole(priority) or abs(int(priority)) > MAX_PRIORITY:
+        raise ValueError(
+            f"[engine] priority must be a whole number within -{MAX_PRIORITY}..{MAX_PRIORITY}, got {shown(priority)}"
+        )
+    return int(priority)
+
+
+def check_cache_salt(cache_salt: object) -> str | None:
+    """Raises ``ValueError`` unless the salt is ``None`` or a text that is not empty; returns it."""
+    if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
+        raise ValueError(f"[engine] cache_salt must be a text that is not empty, or None, got {shown(cache_salt)}")
+    return cache_salt
 
 
 class RequestStatus(Enum):
@@ -146,7 +173,8 @@ class Request:
         block_hashes: of its full blocks, as far as they were hashed.
         cache_salt: requests with different salts never share K/V.
         num_cached_tokens: prompt tokens that were found in the prefix cache when it first ran.
-        order: its place in the queue; the lowest runs first, the highest is preempted first.
+        order: its place in the queue, given when the scheduler takes it; the lowest runs first, the highest is
+            preempted first.
         sampling_state: what the sampler keeps between two tokens.
     """
 
@@ -194,7 +222,7 @@ class Request:
         self.priority = priority
         self.cache_salt = cache_salt
         self.arrival_time = time.perf_counter()
-        self.order: tuple[int, int, int] = (0, 0, index)
+        self.order: tuple[int, ...] = ()
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
@@ -245,6 +273,18 @@ class Request:
         child.block_hashes = list(self.block_hashes)
         child.status = self.status
         return child
+
+    def restart(self, num_output_tokens: int) -> None:
+        """Keep the first tokens of the answer and forget all else, as if no step had computed anything.
+
+        The tokens that are forgotten come again: a draw depends on the seed and the position alone.
+        """
+        del self.token_ids[self.num_prompt_tokens + num_output_tokens :]
+        self.num_computed_tokens = 0
+        self.block_hashes = []
+        self.sampling_state = None
+        self.status = RequestStatus.PREEMPTED if num_output_tokens else RequestStatus.WAITING
+        self.finish_reason = self.stop_reason = self.error = None
 
     def __repr__(self) -> str:
         return (

@@ -10,6 +10,7 @@ from mlx_paged.cache.base import (
     PromptTooLongError,
     SeqId,
     Step,
+    prompt_beyond_context,
     prompt_too_long,
 )
 from mlx_paged.cache.basic import BasicKVCache
@@ -28,6 +29,7 @@ __all__ = [
     "SeqId",
     "Step",
     "create_kv_cache",
+    "prompt_beyond_context",
     "prompt_too_long",
 ]
 

@@ -57,18 +57,29 @@ class PagedKVCache(KVCache):
     def __init__(self, config: KVCacheConfig, backend: str = "auto", initial_blocks: int = INITIAL_BLOCKS):
         super().__init__(config)
         self._initial_blocks = min(initial_blocks, config.num_blocks)
-        self._max_num_blocks = config.num_blocks
         self.backend = ops.resolve_backend(backend, config.head_dim, config.block_size)
+        # Plain MLX gathers blocks, which may take as much as a slab; kernels allocate next to nothing.
+        self._copy_detector = CopyDetector(NUM_WATCHED_STEPS if self.backend == "metal" else 0)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything: sequences, the prefix cache, an open step, and slabs that a cut growth left uneven."""
+        config = self.config
+        self.close_step()
+        self._max_num_blocks = config.num_blocks
+        self._layers: list[KVHandle] = []  # the old slabs go before new ones come
         # One block more than sequences can hold: block 0 is the null block.
         num_blocks = self._initial_blocks + 1
-        self.pool = BlockPool(num_blocks, config.block_size)
-        self.manager = KVCacheManager(self.pool)
         self._layers = [
             KVHandle.allocate(num_blocks, config.num_kv_heads, config.block_size, config.head_dim, self.dtype)
             for _ in range(config.num_layers)
         ]
-        # Plain MLX gathers blocks, which may take as much as a slab; kernels allocate next to nothing.
-        self._copy_detector = CopyDetector(NUM_WATCHED_STEPS if self.backend == "metal" else 0)
+        self.pool = BlockPool(num_blocks, config.block_size)
+        self.manager = KVCacheManager(self.pool)
+
+    def close_step(self) -> None:
+        """Forget the open step, if there is one, whatever became of its rows."""
+        self._in_step = False
         self._metadata: AttentionMetadata | None = None
         self._lengths_before: Mapping[SeqId, int] = {}
         self._new_seqs: list[SeqId] = []
@@ -116,8 +127,7 @@ class PagedKVCache(KVCache):
             yield Step.build([n - count for n, count in zip(context_lens, counts, strict=True)], counts)
             self._commit_step()
         finally:
-            self._in_step = False
-            self._close_step()
+            self.close_step()
 
     def _open_step(self, num_new_tokens: Mapping[SeqId, int], shares_new_blocks: bool) -> None:
         block_size = self.config.block_size
@@ -207,7 +217,7 @@ class PagedKVCache(KVCache):
 
     def _commit_step(self) -> None:
         self._copy_detector.end_step(self._layers[0].k.nbytes)
-        self._close_step()
+        self.close_step()
 
     def _abort_step(self) -> None:
         for seq, length in self._lengths_before.items():
@@ -216,10 +226,7 @@ class PagedKVCache(KVCache):
                     self.manager.free(seq)
             else:
                 self.manager.trim(seq, length)
-        self._close_step()
-
-    def _close_step(self) -> None:
-        self._lengths_before, self._new_seqs, self._metadata = {}, [], None
+        self.close_step()
 
     def update(self, layer: int, k: mx.array, v: mx.array) -> None:
         handle, metadata = self._layers[layer], self.metadata

@@ -8,12 +8,15 @@ import copy
 import itertools
 import queue
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
+import mlx.core as mx
+
 from mlx_paged.engine.engine import Engine, EngineStats, Prompt
 from mlx_paged.memory import wired_limit
-from mlx_paged.request import RequestOutput, SamplingParams
+from mlx_paged.request import RequestOutput, SamplingParams, check_request_id
 
 Receiver = Callable[[RequestOutput | Exception], None]
 
@@ -43,15 +46,12 @@ class AsyncEngine:
     def __init__(self, model: Any, tokenizer: Any = None, **engine_options: Any):
         # Made here, so that wrong settings are the caller's to see.
         self.engine = Engine(model, tokenizer, **engine_options)
-        self._receivers: dict[str, Receiver] = {}
         self._request_ids = map(str, itertools.count())
-        self._work = threading.Condition()
-        self._is_stopping = False
-        self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="mlx_paged engine", daemon=True)
-        self._thread.start()
-        # Python must not end in the middle of a step.
-        atexit.register(self.shutdown)
+        self._loop = _EngineLoop(self.engine)
+        self._receivers = self._loop.receivers
+        # The thread holds the loop and nothing holds this object but its users: when they drop it, the thread ends.
+        weakref.finalize(self, self._loop.stop).atexit = False
+        self._loop.start()
 
     # From any thread
 
@@ -82,11 +82,11 @@ class AsyncEngine:
                 loop.call_soon_threadsafe(news.put_nowait, output)
             except RuntimeError:
                 # The reader's loop is closed: nobody waits.
-                self._forget(request_id)
+                self._forget(request_id, receive)
 
         request_id = self._new_id() if request_id is None else request_id
-        self._add(prompt, params, request_id, options, receive)
         try:
+            self._add(prompt, params, request_id, options, receive)
             while True:
                 output = await news.get()
                 while not _is_last(output) and not news.empty():
@@ -95,22 +95,24 @@ class AsyncEngine:
                 if output.finished:
                     return
         finally:
-            self._forget(request_id)
+            self._forget(request_id, receive)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None, **options: Any
     ) -> Iterator[RequestOutput]:
         """As :meth:`generate`, for threads."""
-        news: queue.SimpleQueue[RequestOutput | Exception] = queue.SimpleQueue()
-        request_id = self._new_id() if request_id is None else request_id
-        self._add(prompt, params, request_id, options, news.put)
-        outputs = self._stream(request_id, news)
+        outputs = self._stream(prompt, params, self._new_id() if request_id is None else request_id, options)
         # Into its `try`, so that a stream that nobody reads ends its request, too, when it is dropped.
         next(outputs)
         return outputs
 
-    def _stream(self, request_id: str, news: queue.SimpleQueue) -> Iterator[Any]:
+    def _stream(
+        self, prompt: Prompt, params: SamplingParams | None, request_id: str, options: dict[str, Any]
+    ) -> Iterator[Any]:
+        news: queue.SimpleQueue[RequestOutput | Exception] = queue.SimpleQueue()
+        receive = news.put  # one object: each look at the method makes another
         try:
+            self._add(prompt, params, request_id, options, receive)
             yield None
             while True:
                 output = news.get()
@@ -120,12 +122,12 @@ class AsyncEngine:
                 if output.finished:
                     return
         finally:
-            self._forget(request_id)
+            self._forget(request_id, receive)
 
     def abort(self, request_id: str) -> None:
         """End a request; its reader gets a last output with finish reason ``"abort"``."""
         self.engine.abort(request_id)
-        self._wake()
+        self._loop.wake()
 
     def stats(self) -> EngineStats:
         return self.engine.stats()
@@ -136,12 +138,8 @@ class AsyncEngine:
 
     def shutdown(self) -> None:
         """Abort all requests and end the thread; their readers get their last outputs. More than once is harmless."""
-        with self._work:
-            self._is_stopping = True
-            self._work.notify()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
-        atexit.unregister(self.shutdown)
+        self._loop.stop()
+        self._loop.join()
 
     def __enter__(self) -> AsyncEngine:
         return self
@@ -166,60 +164,94 @@ class AsyncEngine:
         options: dict[str, Any],
         receiver: Receiver,
     ) -> None:
-        with self._work:
-            if self._is_stopping:
-                raise self._stopped()
-            if request_id in self._receivers:
-                raise ValueError(f"[engine] request {request_id!r} exists already")
-            self._receivers[request_id] = receiver
+        if self._receivers.setdefault(check_request_id(request_id), receiver) is not receiver:
+            raise ValueError(f"[engine] request {request_id!r} exists already")
         try:
+            # In this order: a loop that stops now has either sent its end to this receiver, or is seen to stop.
+            if self._loop.is_stopping:
+                raise self._loop.stopped()
             self.engine.add_request(request_id, prompt, params, **options)
         except BaseException:
             self._receivers.pop(request_id, None)
             raise
-        self._wake()
+        self._loop.wake()
 
-    def _forget(self, request_id: str) -> None:
+    def _forget(self, request_id: str, receiver: Receiver) -> None:
         """The reader left; a request that is not done is not wanted any more."""
-        # In this order: as long as it has a receiver, no other request gets its id.
-        self.abort(request_id)
-        self._receivers.pop(request_id, None)
+        if self._receivers.get(request_id) is receiver:
+            # In this order: as long as it has a receiver, no other request gets its id.
+            self.abort(request_id)
+            self._receivers.pop(request_id, None)
 
-    def _stopped(self) -> EngineStoppedError:
+
+class _EngineLoop:
+    """The thread that steps an engine, as long as there is something to do.
+
+    Attributes:
+        receivers: who gets the outputs of each request.
+        is_stopping: the thread takes no more requests, and ends or has ended.
+    """
+
+    def __init__(self, engine: Engine):
+        self.receivers: dict[str, Receiver] = {}
+        self.is_stopping = False
+        self.thread = threading.Thread(target=self._run, name="mlx_paged engine", daemon=True)
+        self._engine = engine
+        self._calls: queue.SimpleQueue[None] = queue.SimpleQueue()  # to wake up
+        self._failure: BaseException | None = None
+
+    def start(self) -> None:
+        self.thread.start()
+        # Python must not end in the middle of a step.
+        atexit.register(self._end)
+
+    def stop(self) -> None:
+        """Ask the thread to abort all requests and to end."""
+        self.is_stopping = True
+        self.wake()
+
+    def wake(self) -> None:
+        """There may be something to do."""
+        self._calls.put(None)
+
+    def join(self) -> None:
+        """Wait for the end of the thread, unless this is the thread."""
+        if threading.current_thread() is not self.thread:
+            self.thread.join()
+
+    def stopped(self) -> EngineStoppedError:
         error = EngineStoppedError(f"[engine] it stopped: {self._failure or 'it was shut down'}")
         error.__cause__ = self._failure
         return error
 
-    def _wake(self) -> None:
-        with self._work:
-            self._work.notify()
-
-    # The engine's thread
+    def _end(self) -> None:
+        self.stop()
+        self.join()
 
     def _run(self) -> None:
         try:
-            with wired_limit(self.engine.model):
-                while self._wait_for_work():
-                    self._step()
-                self.engine.abort_all()
+            with wired_limit(self._engine.model):
+                while not self.is_stopping:
+                    if self._engine.has_unfinished_requests():
+                        self._step()
+                    else:
+                        self._calls.get()
+                self._engine.abort_all()
                 self._step()
         except BaseException as error:
             self._failure = error
         finally:
-            with self._work:
-                self._is_stopping = True
+            self.is_stopping = True
             # Those that are done have read their last output by then, or will read it first.
-            for receive in list(self._receivers.values()):
-                receive(self._stopped())
-
-    def _wait_for_work(self) -> bool:
-        with self._work:
-            self._work.wait_for(lambda: self._is_stopping or self.engine.has_unfinished_requests())
-            return not self._is_stopping
+            for receive in list(self.receivers.values()):
+                receive(self.stopped())
+            atexit.unregister(self._end)
+            # MLX's streams belong to a thread; on Linux they abort the process if they outlive it.
+            mx.clear_streams()
 
     def _step(self) -> None:
-        for output in self.engine.step():
-            receive = self._receivers.get(output.request_id)
+        for output in self._engine.step():
+            receive = self.receivers.get(output.request_id)
             if receive is not None:
                 receive(_copied(output))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import threading
@@ -10,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -25,9 +27,19 @@ from mlx_paged.engine.sampler import SampledToken, Sampler
 from mlx_paged.engine.scheduler import Scheduler, extra_hash_keys
 from mlx_paged.engine.scheduler_output import SchedulerOutput
 from mlx_paged.engine.swap_space import SwapSpace
-from mlx_paged.request import Request, RequestOutput, SamplingParams
+from mlx_paged.errors import request_error, shown
+from mlx_paged.models.context_length import context_length
+from mlx_paged.request import (
+    Request,
+    RequestOutput,
+    SamplingParams,
+    check_cache_salt,
+    check_priority,
+    check_request_id,
+)
 
 Prompt = str | Sequence[int]
+T = TypeVar("T")
 
 # Of the K/V budget, on top of it: host memory for requests that are swapped out.
 DEFAULT_SWAP_SHARE = 1 / 8
@@ -67,6 +79,8 @@ class Engine:
         swap_bytes: host memory for the K/V of preempted requests, on top of the budget, in the same notation; by
             default an eighth of it, 0 never swaps.
         seed: of the seeds of requests that have none; by default fresh ones.
+        max_model_len: the most tokens that a prompt and its answer have together; by default the context that the
+            model was made for (:func:`mlx_paged.models.context_length.context_length`), which is also the most.
         scheduler_options: fields of :class:`SchedulerConfig`: ``max_num_seqs``, ``max_num_batched_tokens``,
             ``enable_prefix_caching``, ``watermark``, ``priority_steps``.
 
@@ -84,9 +98,10 @@ class Engine:
         backend: str = "auto",
         swap_bytes: str | int | None = None,
         seed: int | None = None,
-        **scheduler_options: int | float | bool,
+        max_model_len: int | None = None,
+        **scheduler_options: Any,
     ):
-        config = SchedulerConfig(**scheduler_options)
+        config = SchedulerConfig(max_model_len=_context_limit(model, max_model_len), **scheduler_options)
         if tokenizer is not None and not isinstance(tokenizer, TokenizerWrapper):
             tokenizer = TokenizerWrapper(tokenizer)
         # Whoever steps may do so in another thread, which can't evaluate what this one left lazy. Not only parameters:
@@ -103,16 +118,26 @@ class Engine:
         eos_token_ids = frozenset() if tokenizer is None else frozenset(tokenizer.eos_token_ids)
         self.scheduler = Scheduler(self.cache, config, eos_token_ids, self.swap_space)
         self._seeds = random.Random(seed)
-        # Of all requests that are not reported as finished yet. The lock is of this table only, and held for no step.
+        # The requests that are not reported as finished yet. Threads share this table, the inbox and the flags of
+        # a state without a lock: each of their changes is a single operation, and their order does not matter.
         self._states: dict[str, RequestState] = {}
-        # Reentrant: a reader that the garbage collector finds aborts its request, wherever this thread is.
-        self._states_lock = threading.RLock()
-        self._news: dict[str, None] = {}  # ids of requests to report, in order
         # What other threads ask for goes through the inbox, which is emptied whenever no step runs.
         self._inbox: deque[Callable[[], None]] = deque()
-        self._step_lock = threading.Lock()
-        # Of a step that failed, with how far it would have computed each: to be run alone until they are that far.
+        self._news: dict[str, None] = {}  # ids of requests to report, in order
+        # Requests from a failed step and the length each had reached; each is retried alone up to there.
         self._suspects: deque[tuple[Request, int]] = deque()
+        # Held by the thread that changes anything below the inbox. Wherever it is taken, `with` and its body stand on
+        # one line: so no line of ours begins while the lock is held and nothing would release it.
+        self._step_lock = threading.Lock()
+        self._changing_thread: int | None = None
+        # True while the bookkeeping changes. Whoever finds it True was not the one who set it: an interrupt cut a
+        # change in the middle.
+        self._is_torn = False
+
+    @property
+    def max_model_len(self) -> int:
+        """The most tokens that a prompt and its answer have together."""
+        return self.scheduler.config.max_model_len
 
     def _num_swap_tokens(self, swap_bytes: str | int | None) -> int:
         config = self.cache.config
@@ -149,22 +174,21 @@ class Engine:
                 parameters that can't be met.
             PromptTooLongError: the budget can't hold the prompt, ever; with the sum.
         """
-        params = params or SamplingParams()
+        request_id = check_request_id(request_id)
+        priority, cache_salt = check_priority(priority), check_cache_salt(cache_salt)
+        params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"[engine] params must be SamplingParams, got {type(params).__name__}")
         if params.stop and self.tokenizer is None:
             raise ValueError("[engine] stop texts need a tokenizer; use stop_token_ids")
         token_ids = self._token_ids(prompt)
-        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+        seed = self._seeds.getrandbits(63) if params.seed is None else int(params.seed)
         request = Request(request_id, token_ids, params, seed=seed, priority=priority, cache_salt=cache_salt)
         self.scheduler.check(request)
         state = RequestState(request, prompt if isinstance(prompt, str) else None, self.tokenizer)
-        with self._states_lock:
-            if request_id in self._states:
-                raise ValueError(f"[engine] request {request_id!r} exists already")
-            self._states[request_id] = state
-            # At once, so that an abort which finds the request comes behind it.
-            self._inbox.append(partial(self.scheduler.add, request))
+        if self._states.setdefault(request_id, state) is not state:
+            raise ValueError(f"[engine] request {request_id!r} exists already")
+        self._inbox.append(partial(self._admit, request))
         self._read_inbox_if_idle()
 
     def abort(self, request_id: str) -> None:
@@ -172,19 +196,16 @@ class Engine:
 
         Its output comes with the next step, with finish reason ``"abort"``. One that is unknown or done is left alone.
         """
-        with self._states_lock:
-            state = self._states.get(request_id)
+        state = self._states.get(request_id)
         if state is not None:
-            # This one, and none of the same id that comes later.
-            self._inbox.append(partial(self._abort, state))
+            self._ask_to_abort(state)
             self._read_inbox_if_idle()
 
     def abort_all(self) -> None:
         """Abort every request that is there."""
-        with self._states_lock:
-            request_ids = list(self._states)
-        for request_id in request_ids:
-            self.abort(request_id)
+        for state in list(self._states.values()):
+            self._ask_to_abort(state)
+        self._read_inbox_if_idle()
 
     def num_computed_tokens(self, request_id: str) -> int:
         """How many of a request's tokens have K/V: the progress of a long prompt. 0 while it waits."""
@@ -205,23 +226,21 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Run one step and report the requests it brought on: each a live object, which grows with further steps."""
-        with self._step_lock:
-            self._read_inbox()
-            self._run_step()
-            self._read_inbox()
-            outputs = self._take_news()
+        self._refuse_reentry("step")
+        with self._step_lock: outputs = self._locked_step()  # noqa: E701  # fmt: skip
         self._read_inbox_if_idle()
+        self._forget_finished(outputs)
         return outputs
 
     def shrink(self) -> int:
         """Give back K/V memory that no running request needs; returns the bytes. What is cached there is forgotten."""
-        with self._step_lock:
-            return self.cache.shrink()
+        self._refuse_reentry("shrink")
+        with self._step_lock: return self._changed(self.cache.shrink)  # noqa: E701  # fmt: skip
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached K/V; False, and nothing has changed, while requests run."""
-        with self._step_lock:
-            return self.cache.manager.reset_prefix_cache()
+        self._refuse_reentry("reset_prefix_cache")
+        with self._step_lock: return self._changed(self._reset_prefix_cache)  # noqa: E701  # fmt: skip
 
     def stats(self) -> EngineStats:
         """What is held, running and waiting; from any thread."""
@@ -251,21 +270,82 @@ class Engine:
         check_token_ids(token_ids, self.model.args.vocab_size)
         return list(token_ids)
 
+    def _refuse_reentry(self, name: str) -> None:
+        if self._step_lock.locked() and self._changing_thread == threading.get_ident():
+            raise RuntimeError(f"[engine] {name} was called from inside a step; only add_request and abort may be")
+
     def _read_inbox_if_idle(self) -> None:
-        # Whoever holds the lock reads the inbox once more after it is released, so nothing stays in it.
-        while self._inbox and self._step_lock.acquire(blocking=False):
-            try:
-                self._read_inbox()
-            finally:
-                self._step_lock.release()
+        # A thread that steps reads the inbox once more when it is done, so nothing stays in it. If another thread
+        # begins to step just now, this one waits for that step.
+        while (self._inbox or self._is_torn) and not self._step_lock.locked():
+            with self._step_lock: self._changed(self._read_inbox)  # noqa: E701  # fmt: skip
+
+    def _changed(self, change: Callable[[], T]) -> T:
+        """Make a change of the bookkeeping, and know if it is cut. With the lock."""
+        self._changing_thread = threading.get_ident()
+        try:
+            if self._is_torn:
+                self._repair()
+            self._is_torn = True
+            result = change()
+            self._is_torn = False
+            return result
+        finally:
+            self._changing_thread = None
+
+    def _repair(self) -> None:
+        """Begin again from what no interrupt tears: the requests, and what was reported of each.
+
+        Cached K/V are lost, and what runs is computed again.
+        """
+        self.cache.reset()
+        self._suspects.clear()
+        states = list(self._states.values())
+        self.scheduler.restart([request for state in states for request in state.restore()])
+        for state in states:
+            if state.is_aborted:
+                self._abort(state)
+        self._news = {state.output.request_id: None for state in states if state.output.finished}
 
     def _read_inbox(self) -> None:
         while self._inbox:
             self._inbox.popleft()()
 
+    def _admit(self, request: Request) -> None:
+        self.scheduler.add(request)
+
+    def _ask_to_abort(self, state: RequestState) -> None:
+        # The state and not its id: no request of the same id that comes later.
+        state.is_aborted = True
+        self._inbox.append(partial(self._abort, state))
+
     def _abort(self, state: RequestState) -> None:
         for request in state.requests:
             self._finish(request, "abort")
+
+    def _reset_prefix_cache(self) -> bool:
+        return self.cache.manager.reset_prefix_cache()
+
+    def _locked_step(self) -> list[RequestOutput]:
+        return self._changed(self._step)
+
+    def _step(self) -> list[RequestOutput]:
+        self._read_inbox()
+        self._run_step()
+        self._read_inbox()
+        if not self.scheduler.requests and not self._news:
+            self._pick_up_lost()
+        return self._take_news()
+
+    def _pick_up_lost(self) -> None:
+        """Take on requests that an interrupt kept from the inbox, and those that it kept from being reported."""
+        for state in list(self._states.values()):
+            for request in state.requests:
+                self.scheduler.add(request)
+            if state.is_aborted:
+                self._abort(state)
+            if state.output.finished:
+                self._report(state.requests[0])
 
     def _run_step(self) -> None:
         output = self.scheduler.schedule(only=self._next_suspect())
@@ -278,19 +358,35 @@ class Engine:
                 # No room for it now.
                 self._suspects.popleft()
             return
+        requests, rows = self._completions(output)
         try:
-            self.runner.execute(output, partial(self._sample, output), self.swap_space)
+            results = self.runner.execute(
+                output, lambda logits: self.sampler.sample(logits, rows, requests), self.swap_space
+            )
         except Exception as error:
             suspects = [(request, request.num_computed_tokens) for request in output.requests]
-            self.scheduler.discard(output)
+            self._take_back(output)
             if len(suspects) > 1:
                 self._suspects.extend(suspects)
             else:
                 self._finish(output.requests[0], "error", error)
-            return
         except BaseException:
-            self.scheduler.discard(output)
+            self._take_back(output)
+            self._is_torn = False
             raise
+        else:
+            self._append_tokens(requests, results or [])
+
+    def _take_back(self, output: SchedulerOutput) -> None:
+        """The step did not happen."""
+        self.scheduler.discard(output)
+        self.cache.close_step()
+        try:
+            # What it wrote is not needed, but the slabs hang on it, and another thread could not evaluate them.
+            mx.eval(self.cache.arrays)
+        except Exception:
+            # Nor can this one: without new slabs, every later step would fail.
+            self._repair()
 
     def _next_suspect(self) -> Request | None:
         while self._suspects:
@@ -300,27 +396,24 @@ class Engine:
             self._suspects.popleft()
         return None
 
-    def _sample(self, output: SchedulerOutput, logits: mx.array) -> None:
-        """Sample a token for each request that is computed to its end; one for n completions is forked first."""
+    def _completions(self, output: SchedulerOutput) -> tuple[list[Request], list[int]]:
+        """The requests that get a token in this step, further completions included, and the row of logits of each."""
         requests: list[Request] = []
         rows: list[int] = []
         row = itertools.count()
         for request in output.requests:
             if request.num_computed_tokens == request.num_tokens:
-                # Some may be there already, from a step that failed after they came.
-                num_completions = len(self._states[request.request_id].requests)
-                completions = [request, *map(request.fork, range(num_completions, request.num_seqs))]
+                completions = [request, *map(request.fork, range(1, request.num_seqs))]
                 requests += completions
                 rows += [next(row)] * len(completions)
-        results = self.sampler.sample(logits, rows, requests)
+        return requests, rows
+
+    def _append_tokens(self, requests: Sequence[Request], results: Sequence[SampledToken | Exception]) -> None:
         for request in requests:
             if request.seq_id not in self.scheduler.requests:
                 state = self._states[request.request_id]
                 self.scheduler.add_fork(state.requests[0], request)
                 state.requests.append(request)
-                # It has no new tokens of its own, and waits again like the others if the step fails.
-                output.requests.append(request)
-                output.num_new_tokens.append(0)
         for request, result in zip(requests, results, strict=True):
             if isinstance(result, SampledToken):
                 self._append(request, result)
@@ -332,11 +425,13 @@ class Engine:
         stop_text = None
         try:
             stop_text = self._states[request.request_id].add_token(request, sampled)
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # the panics of tokenizers in Rust are no Exception
             # The tokenizer's, and nobody else's; also where this token was the last one.
             _write_traceback(error)
             self.scheduler.finish(request, "error")
-            request.finish_reason, request.stop_reason, request.error = "error", None, error
+            request.finish_reason, request.stop_reason, request.error = "error", None, request_error(error)
         if stop_text is not None:
             self.scheduler.finish(request, "stop")
             # Where this token was the last one, too, the text counts.
@@ -356,13 +451,30 @@ class Engine:
         self._news[request.request_id] = None
 
     def _take_news(self) -> list[RequestOutput]:
-        outputs = [self._states[request_id].output for request_id in self._news]
-        self._news.clear()
-        with self._states_lock:
-            for output in outputs:
-                if output.finished:
-                    del self._states[output.request_id]
-        return outputs
+        states = [self._states[request_id] for request_id in self._news if request_id in self._states]
+        for state in states:
+            state.note_reported()
+        # Those that are finished are reported again if an interrupt comes before they are handed over.
+        self._news = {state.output.request_id: None for state in states if state.output.finished}
+        return [state.output for state in states]
+
+    def _forget_finished(self, outputs: Sequence[RequestOutput]) -> None:
+        for output in outputs:
+            if output.finished:
+                self._states.pop(output.request_id, None)
+                self._news.pop(output.request_id, None)
+
+
+def _context_limit(model: nn.Module, max_model_len: int | None) -> int:
+    limit = context_length(model.args)
+    if max_model_len is None:
+        return limit
+    if not isinstance(max_model_len, int) or isinstance(max_model_len, bool) or not 2 <= max_model_len <= limit:
+        raise ValueError(
+            f"[engine] max_model_len must be a whole number within 2..{limit}, the context that the model was made "
+            f"for, got {shown(max_model_len)}"
+        )
+    return max_model_len
 
 
 def _write_traceback(error: BaseException) -> None:
@@ -371,6 +483,7 @@ def _write_traceback(error: BaseException) -> None:
     link: BaseException | None = error
     while link is not None and link.__traceback__ is not None:
         lines = "".join(traceback.format_tb(link.__traceback__))
-        link.__notes__ = [*getattr(link, "__notes__", ()), f"In a step of the engine:\n{lines}"]
         link.__traceback__ = None
+        with contextlib.suppress(Exception):  # an error of the user's own making may refuse notes
+            link.add_note(f"In a step of the engine:\n{lines}")
         link = link.__cause__ or link.__context__

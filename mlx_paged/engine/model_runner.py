@@ -123,6 +123,9 @@ class ModelRunner:
             sample: called with the logits ``[num_rows, vocab_size]`` of those requests whose tokens are all computed
                 after this step, in their order; evaluates what it returns. Not called if there are none.
             swap_space: holds the K/V of those that are swapped.
+
+        Returns:
+            What ``sample`` returned, or ``None``.
         """
         self._swap_and_copy(output, swap_space)
         start = time.perf_counter()

@@ -10,6 +10,8 @@ from mlx_paged.engine.sampler import SampledToken
 from mlx_paged.engine.text_stream import TextStream
 from mlx_paged.request import CompletionOutput, Logprob, Request, RequestOutput
 
+NOTHING_REPORTED = (0, False)
+
 
 class RequestState:
     """A user's request: the sequences that work on it, the text of each, and the output they make together.
@@ -17,13 +19,17 @@ class RequestState:
     Attributes:
         requests: one at first; one per completion when the prompt is computed.
         output: grows with every token.
+        is_aborted: somebody asked for its end.
     """
 
     def __init__(self, request: Request, prompt: str | None, tokenizer: TokenizerWrapper | None):
         num_completions = request.params.n
         self.requests = [request]
+        self.is_aborted = False
         self._tokenizer = tokenizer
-        self._streams = [TextStream(tokenizer, request.params.stop) for _ in range(num_completions) if tokenizer]
+        self._streams = [self._new_stream() for _ in range(num_completions) if tokenizer]
+        # What the user has seen of each completion: the number of its tokens, and whether it is finished.
+        self._reported = [NOTHING_REPORTED] * num_completions
         self.output = RequestOutput(
             request.request_id,
             prompt,
@@ -63,6 +69,51 @@ class RequestState:
                 completion.finish_reason, completion.stop_reason = "stop", stop_text
         output.error = output.error or request.error
         output.finished = all(completion.finished for completion in output.outputs)
+
+    def note_reported(self) -> None:
+        """The output goes to the user as it is now: what it holds stays true from here on."""
+        self._reported = [
+            (len(completion.token_ids), completion.finish_reason is not None) for completion in self.output.outputs
+        ]
+
+    def restore(self) -> list[Request]:
+        """Forget what was not reported yet, after an interrupt cut a change of it in the middle.
+
+        Tokens that are forgotten come again and are the same. Returns the requests that have to go on: they hold
+        nothing, and wait.
+        """
+        if self._reported[0] == NOTHING_REPORTED:
+            # The first tokens of all completions come in one step. Forks wait for it, too.
+            del self.requests[1:]
+        unfinished = []
+        for index, (num_tokens, is_finished) in enumerate(self._reported):
+            if is_finished:
+                continue
+            self._restore_completion(index, num_tokens)
+            if index < len(self.requests):
+                self.requests[index].restart(num_tokens)
+                unfinished.append(self.requests[index])
+        self.output.finished = not unfinished
+        if unfinished:
+            self.output.error = next((request.error for request in self.requests if request.error), None)
+        return unfinished
+
+    def _restore_completion(self, index: int, num_tokens: int) -> None:
+        cut = self.output.outputs[index]
+        whole = CompletionOutput(index, token_ids=cut.token_ids[:num_tokens])
+        if num_tokens and cut.logprobs is not None:
+            whole.logprobs = cut.logprobs[:num_tokens]
+            entries = zip(whole.logprobs, whole.token_ids, strict=True)
+            whole.cumulative_logprob = sum(logprobs[token].logprob for logprobs, token in entries)
+        if self._streams:
+            stream = self._streams[index] = self._new_stream()
+            for token_id in whole.token_ids:
+                stream.add(token_id)
+            whole.text = stream.text
+        self.output.outputs[index] = whole
+
+    def _new_stream(self) -> TextStream:
+        return TextStream(self._tokenizer, self.requests[0].params.stop)
 
     def _add_logprobs(self, completion: CompletionOutput, sampled: SampledToken) -> None:
         decode = self._tokenizer.decode if self._tokenizer else lambda token_ids: None

@@ -111,8 +111,10 @@ def _run_processors(
             mx.eval(logits)  # outside of the try: an error of the model is not theirs
             try:
                 row = _process(requests[entry], logits[entry : entry + 1])
-            except Exception as error:
-                failed[entry] = error
+            except KeyboardInterrupt:
+                raise  # Ctrl-C is the program's, wherever it arrives
+            except BaseException as error:
+                failed[entry] = request_error(error)
         new_rows.append(row)
     # An infinite logit takes all of the probability; left as it is, the probabilities would be NaN.
     rows = mx.minimum(mx.concatenate(new_rows), FLOAT32_MAX)

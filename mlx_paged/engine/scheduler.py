@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, insort
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Protocol
 
-from mlx_paged.cache import prompt_too_long
+from mlx_paged.cache import prompt_beyond_context, prompt_too_long
 from mlx_paged.config import SchedulerConfig
 from mlx_paged.core import BlockCopy, ComputedBlocks, KVCacheManager, extend_block_hashes
 from mlx_paged.core.kv_cache_manager import NOTHING_COMPUTED
@@ -100,9 +100,13 @@ class Scheduler:
         """Refuse at once what can never run; from any thread.
 
         Raises:
-            PromptTooLongError: the budget can't hold its prompt, ever; with the sum.
+            PromptTooLongError: its prompt leaves no room for an answer within ``max_model_len``, or the budget can't
+                hold it, ever; with the sum.
             ValueError: it has more completions than may run at once.
         """
+        limit = self.config.max_model_len
+        if limit is not None and request.num_tokens >= limit:
+            raise prompt_beyond_context(request.num_tokens, limit)
         if request.num_seqs > self.config.max_num_seqs:
             raise ValueError(
                 f"[scheduler] {request.num_seqs} completions of one request are more than may run at once, "
@@ -112,8 +116,9 @@ class Scheduler:
             raise prompt_too_long(request.num_tokens, self._block_size, self.max_num_blocks)
 
     def add(self, request: Request) -> None:
-        """Let a request wait for its turn; its ``seq_id`` must be new."""
-        assert request.seq_id not in self._requests
+        """Let a request wait for its turn; one that is there already, or finished meanwhile, is left as it is."""
+        if request.is_finished or request.seq_id in self._requests:
+            return
         step = self.num_steps + request.priority * self.config.priority_steps
         request.order = (step, next(self._arrivals), request.index)
         self._requests[request.seq_id] = request
@@ -128,15 +133,18 @@ class Scheduler:
     def finish(
         self, request: Request, reason: str, stop_reason: int | str | None = None, error: Exception | None = None
     ) -> None:
-        """Take a request out, wherever it is, and give back all its blocks at once: finished, aborted or failed."""
+        """Take a request out, wherever it is, and give back all its blocks at once: finished, aborted or failed.
+
+        One that was never added is marked as finished, and will not be added.
+        """
         if request.is_finished:
             return
-        queue = self.running if request.status is RequestStatus.RUNNING else self.waiting
-        del queue[bisect_left(queue, request.order, key=by_order)]
-        if request.seq_id in self.manager.tables:
-            self.manager.free(request.seq_id)
-        self.swap_space.give_back(request.seq_id)
-        del self._requests[request.seq_id]
+        if self._requests.get(request.seq_id) is request:
+            _remove(self.running if request.status is RequestStatus.RUNNING else self.waiting, request)
+            if request.seq_id in self.manager.tables:
+                self.manager.free(request.seq_id)
+            self.swap_space.give_back(request.seq_id)
+            del self._requests[request.seq_id]
         request.status = RequestStatus.FINISHED
         request.finish_reason, request.stop_reason, request.error = reason, stop_reason, error
 
@@ -217,7 +225,7 @@ class Scheduler:
                 # Nobody runs who could give back blocks: waiting would be for ever.
                 self._fail(output, request)
                 continue
-            del self.waiting[bisect_left(self.waiting, request.order, key=by_order)]
+            _remove(self.waiting, request)
             insort(self.running, request, key=by_order)
             num_seqs += request.num_seqs
             if request.status is RequestStatus.WAITING:
@@ -280,7 +288,7 @@ class Scheduler:
         self._wait_again(request)
 
     def _wait_again(self, request: Request) -> None:
-        del self.running[bisect_left(self.running, request.order, key=by_order)]
+        _remove(self.running, request)
         insort(self.waiting, request, key=by_order)
         request.status = RequestStatus.PREEMPTED
         request.num_preemptions += 1
@@ -298,6 +306,7 @@ class Scheduler:
             self.finish(request, "stop", token_id)
         elif (
             request.num_output_tokens == params.max_tokens
+            or request.num_tokens == self.config.max_model_len
             # No room for the token's own K/V.
             or request.num_tokens > self._max_num_tokens
         ):
@@ -314,6 +323,21 @@ class Scheduler:
         for swap in (*output.swap_ins, *output.swap_outs):
             self.swap_space.give_back(swap.seq_id)
 
+    def restart(self, requests: Iterable[Request]) -> None:
+        """Begin again with these unfinished requests, which wait in their old places and hold nothing.
+
+        Whatever the queues and the tables were before is forgotten; the supply has a manager without tables by now.
+        """
+        self.manager = self.supply.manager
+        self.swap_space.clear()
+        self.running, self.waiting, self._requests = [], [], {}
+        for request in requests:
+            if request.order:
+                self._requests[request.seq_id] = request
+                insort(self.waiting, request, key=by_order)
+            else:
+                self.add(request)
+
     def check_integrity(self) -> None:
         """Verify queues against tables and blocks; for tests and debugging. Raises IntegrityError, AssertionError."""
         self.manager.check_integrity()
@@ -328,3 +352,11 @@ class Scheduler:
         for request in self.running:
             assert self.manager.num_tokens(request.seq_id) == request.num_computed_tokens
             assert request.num_computed_tokens <= request.num_tokens
+
+
+def _remove(queue: list[Request], request: Request) -> None:
+    """Take a request out of a queue that is in order; raises ``ValueError`` if it is not there."""
+    index = bisect_left(queue, request.order, key=by_order)
+    if index == len(queue) or queue[index] is not request:
+        raise ValueError(f"[scheduler] {request} is not in its queue")
+    del queue[index]

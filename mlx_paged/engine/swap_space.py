@@ -58,6 +58,11 @@ class SwapSpace(Generic[T]):
         self._places.pop(seq_id, None)
         self._contents.pop(seq_id, None)
 
+    def clear(self) -> None:
+        """Nobody's K/V are needed any more."""
+        self._places.clear()
+        self._contents.clear()
+
     def note_computed(self, num_tokens: int, seconds: float) -> None:
         """A step of so many tokens, most of them of prompts, took so long."""
         self._computed_tokens += num_tokens

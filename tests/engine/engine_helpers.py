@@ -19,7 +19,7 @@ CONFIG = {
     "rms_norm_eps": 1e-6,
     "vocab_size": 61,
     "tie_word_embeddings": False,
-    "max_position_embeddings": 4096,
+    "max_position_embeddings": 2**20,
     "rope_theta": 1e4,
 }
 

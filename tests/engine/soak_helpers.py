@@ -257,7 +257,7 @@ class Soak:
 
     # Failures
 
-    def _execute_or_fail(self, output: SchedulerOutput, *args: Any) -> None:
+    def _execute_or_fail(self, output: SchedulerOutput, *args: Any) -> Any:
         breaking = [
             request
             for request in output.requests
@@ -282,7 +282,7 @@ class Soak:
         # The other half fails in the model, after it wrote K/V of other tokens.
         self._model_error = error
         try:
-            self._execute(output, *args)
+            return self._execute(output, *args)
         finally:
             self._model_error = None
 

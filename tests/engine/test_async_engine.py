@@ -26,7 +26,7 @@ def running(model: Any, tokenizer: Any = None, **options: Any) -> Iterator[Async
     """An engine that is shut down at the end, and must hold nothing then."""
     with AsyncEngine(model, tokenizer, **{"kv_cache_bytes": "8000blocks", **options}) as engine:
         yield engine
-    assert not engine._thread.is_alive()
+    assert not engine._loop.thread.is_alive()
     assert_nothing_held(engine.engine)
     assert not engine._receivers
 

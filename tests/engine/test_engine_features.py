@@ -77,7 +77,12 @@ def test_greedy_completions_are_all_alike_and_the_prompt_is_computed_once(model:
     engine = make_engine(model, enable_prefix_caching=False)
     num_computed = []
     execute = engine.runner.execute
-    engine.runner.execute = lambda output, *args: (num_computed.append(output.num_tokens), execute(output, *args))
+
+    def counting_execute(output, *args):
+        num_computed.append(output.num_tokens)
+        return execute(output, *args)
+
+    engine.runner.execute = counting_execute
     engine.add_request("a", prompt(40), greedy(5, n=3))
     output = run(engine)["a"]
     assert [completion.token_ids for completion in output.outputs] == [ask_alone(model, prompt(40), greedy(5))] * 3

@@ -1,0 +1,35 @@
+"""What errors look like: the values that messages show, and what a request fails with. Imports no MLX."""
+
+from __future__ import annotations
+
+MAX_SHOWN = 80
+
+
+def shown(value: object) -> str:
+    """A value as an error message shows it: on one line, at most ``MAX_SHOWN`` characters."""
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:
+        text = f"a {type(value).__name__} that has no repr"
+    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
+
+
+# A reader's own loop, task or program would take these for its own end.
+_ENDS_OF_SOMETHING_ELSE = (StopIteration, StopAsyncIteration)
+
+
+class RequestError(RuntimeError):
+    """What failed a request was no error that its reader may be handed; it is the ``__cause__``."""
+
+
+def request_error(error: BaseException) -> Exception:
+    """The error that a request's reader gets for what its own code raised.
+
+    ``SystemExit``, ``CancelledError``, ``GeneratorExit`` and the like would end the reader's program, task or loop
+    when they are raised there, so they come as a :class:`RequestError`.
+    """
+    if isinstance(error, Exception) and not isinstance(error, _ENDS_OF_SOMETHING_ELSE):
+        return error
+    wrapped = RequestError(f"[engine] the request's own code raised {type(error).__name__}: {shown(error)}")
+    wrapped.__cause__ = error
+    return wrapped
