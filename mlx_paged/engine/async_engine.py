@@ -84,7 +84,7 @@ class AsyncEngine:
                 # The reader's loop is closed: nobody waits.
                 self._forget(request_id, receive)
 
-        request_id = self._new_id() if request_id is None else request_id
+        request_id = self._new_id() if request_id is None else check_request_id(request_id)
         try:
             self._add(prompt, params, request_id, options, receive)
             while True:
@@ -101,7 +101,8 @@ class AsyncEngine:
         self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None, **options: Any
     ) -> Iterator[RequestOutput]:
         """As :meth:`generate`, for threads."""
-        outputs = self._stream(prompt, params, self._new_id() if request_id is None else request_id, options)
+        request_id = self._new_id() if request_id is None else check_request_id(request_id)
+        outputs = self._stream(prompt, params, request_id, options)
         # Into its `try`, so that a stream that nobody reads ends its request, too, when it is dropped.
         next(outputs)
         return outputs
@@ -164,7 +165,7 @@ class AsyncEngine:
         options: dict[str, Any],
         receiver: Receiver,
     ) -> None:
-        if self._receivers.setdefault(check_request_id(request_id), receiver) is not receiver:
+        if self._receivers.setdefault(request_id, receiver) is not receiver:
             raise ValueError(f"[engine] request {request_id!r} exists already")
         try:
             # In this order: a loop that stops now has either sent its end to this receiver, or is seen to stop.

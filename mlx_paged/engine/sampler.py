@@ -15,6 +15,7 @@ import numpy as np
 from mlx_lm.sample_utils import apply_top_k, apply_top_p
 
 from mlx_paged.engine.sampling_state import SamplingState
+from mlx_paged.errors import request_error
 from mlx_paged.request import Logprob, Request
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)

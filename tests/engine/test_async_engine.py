@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import subprocess
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -353,3 +357,49 @@ def test_a_model_whose_rope_keeps_arrays_of_its_own_runs_in_the_engines_thread()
     with running(model) as engine:
         *_, output = engine.stream(prompt(20), sampled(1, 10, top_p=0.9, min_p=0.01, top_k=30))
         assert len(output.outputs[0].token_ids) == 10
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_an_engine_that_is_dropped_without_a_shutdown_is_freed_with_its_thread(model: qwen3.Model, is_busy: bool):
+    engine = AsyncEngine(model, kv_cache_bytes="100blocks")
+    *_, last = engine.stream(prompt(20), greedy(3))
+    if is_busy:
+        # Nobody reads it, and nothing else holds the engine.
+        engine.engine.add_request("endless", prompt(20), LONG)
+    thread, freed = engine._loop.thread, weakref.ref(engine.engine)
+    del engine
+    gc.collect()
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+    gc.collect()
+    assert freed() is None
+    assert last.finished
+
+
+def test_a_reader_keeps_the_engine_that_it_reads_from(model: qwen3.Model):
+    outputs = AsyncEngine(model, kv_cache_bytes="100blocks").stream(prompt(20), greedy(30))
+    gc.collect()
+    *_, last = outputs
+    assert last.outputs[0].token_ids == ask_alone(model, prompt(20), greedy(30))
+
+
+ENDS_OF_PROGRAMS = {
+    "shut down": "engine.shutdown()",
+    "dropped": "del engine",
+    "left as it is": "",
+    "left while it answers": "left = engine.stream([1, 2, 3], SamplingParams(max_tokens=-1, ignore_eos=True))",
+    "left by an error": "sys.exit(0)",
+}
+
+
+@pytest.mark.parametrize("end", ENDS_OF_PROGRAMS.values(), ids=ENDS_OF_PROGRAMS)
+def test_a_program_that_streams_ends_well_however_it_leaves_the_engine(end: str):
+    program = (
+        "import sys\n"
+        "from mlx_paged import AsyncEngine, SamplingParams, demo_model_path, load\n"
+        "engine = AsyncEngine(*load(demo_model_path()), kv_cache_bytes='100blocks')\n"
+        "*_, last = engine.stream('Hello', SamplingParams(max_tokens=5))\n"
+        f"{end}\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")

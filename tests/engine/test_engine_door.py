@@ -1,0 +1,168 @@
+"""Every argument of a request is checked before anything remembers the request; a bad one leaves the good ones alone."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_runs import ask_alone, assert_nothing_held, greedy, make_engine, prompt, run
+
+from mlx_paged import LLM, AsyncEngine
+from mlx_paged.engine.engine import Engine
+from mlx_paged.models import qwen3
+from mlx_paged.request import MAX_COMPLETIONS, Request, SamplingParams
+
+
+class Unprintable:
+    def __repr__(self) -> str:
+        raise RuntimeError("no")
+
+
+BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"priority": "1"}, "priority must be a whole number within"),
+    ({"priority": None}, "priority must be a whole number within .*, got None"),
+    ({"priority": 1.0}, "priority must be a whole number within .*, got 1.0"),
+    ({"priority": True}, "priority must be a whole number within .*, got True"),
+    ({"priority": 2**31}, "priority must be a whole number within"),
+    ({"priority": float("nan")}, "priority must be a whole number within .*, got nan"),
+    ({"priority": Unprintable()}, "priority must be .*, got a Unprintable that has no repr"),
+    ({"cache_salt": True}, "cache_salt must be a text that is not empty, or None, got True"),
+    ({"cache_salt": 1.5}, "cache_salt must be a text that is not empty, or None, got 1.5"),
+    ({"cache_salt": ""}, "cache_salt must be a text that is not empty, or None, got ''"),
+    ({"cache_salt": b"salt"}, "cache_salt must be a text that is not empty, or None, got b'salt'"),
+    ({"cache_salt": ["salt"]}, "cache_salt must be a text"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD_OPTIONS)
+def test_a_bad_option_is_refused_and_the_requests_beside_it_give_their_tokens(
+    model: qwen3.Model, options: dict[str, Any], message: str
+):
+    engine = make_engine(model)
+    engine.add_request("before", prompt(20), greedy(5))
+    engine.step()
+    with pytest.raises(ValueError, match=message) as caught:
+        engine.add_request("bad", prompt(20), greedy(5), **options)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 250
+    engine.abort("bad")
+    engine.add_request("after", prompt(30), greedy(5), priority=np.int64(-1), cache_salt="\udcff")
+    outputs = run(engine)
+    assert outputs["before"].outputs[0].token_ids == ask_alone(model, prompt(20), greedy(5))
+    assert outputs["after"].outputs[0].token_ids == ask_alone(model, prompt(30), greedy(5))
+    assert_nothing_held(engine)
+
+
+@pytest.mark.parametrize("request_id", [None, 7, b"a", ["a"], {}, float("nan")], ids=str)
+def test_a_request_id_is_a_text(model: qwen3.Model, request_id: Any):
+    engine = make_engine(model)
+    with pytest.raises(ValueError, match="request_id must be a text, got"):
+        engine.add_request(request_id, prompt(5))
+    assert_nothing_held(engine)
+
+
+@pytest.mark.parametrize(("options", "message"), BAD_OPTIONS)
+def test_a_bad_option_does_not_reach_the_thread_of_an_async_engine(
+    model: qwen3.Model, options: dict[str, Any], message: str
+):
+    async def ask() -> None:
+        async for _ in engine.generate(prompt(20), greedy(2), **options):
+            pass
+
+    with AsyncEngine(model, kv_cache_bytes="100blocks") as engine:
+        good = engine.stream(prompt(20), greedy(30))
+        next(good)
+        with pytest.raises(ValueError, match=message):
+            engine.stream(prompt(20), greedy(2), **options)
+        with pytest.raises(ValueError, match=message):
+            asyncio.run(ask())
+        *_, last = good
+        assert last.outputs[0].token_ids == ask_alone(model, prompt(20), greedy(30))
+        assert not engine._receivers
+
+
+@pytest.mark.parametrize("request_id", [7, ["a"], None])
+def test_an_async_engine_takes_no_request_id_that_is_no_text(model: qwen3.Model, request_id: Any):
+    with AsyncEngine(model, kv_cache_bytes="100blocks") as engine:
+        if request_id is None:  # a number of the engine's own
+            assert list(engine.stream(prompt(5), greedy(2), request_id=None))
+            return
+        with pytest.raises(ValueError, match="request_id must be a text"):
+            engine.stream(prompt(5), greedy(2), request_id=request_id)
+
+
+def test_an_id_in_use_is_refused_and_its_holder_goes_on(model: qwen3.Model):
+    with AsyncEngine(model, kv_cache_bytes="100blocks") as engine:
+        holder = engine.stream(prompt(20), greedy(200), request_id="a")
+        for _ in range(3):
+            with pytest.raises(ValueError, match="request 'a' exists already"):
+                engine.stream(prompt(5), greedy(2), request_id="a")
+        *_, last = holder
+        assert (last.outputs[0].finish_reason, len(last.outputs[0].token_ids)) == ("length", 200)
+
+
+def test_priorities_of_a_batch_that_are_no_numbers_do_not_hang_it(model: qwen3.Model):
+    llm = LLM(model, kv_cache_bytes="100blocks")
+    for priority in (["1", "2"], "12", [None, 0]):
+        with pytest.raises((ValueError, TypeError), match="priority"):
+            llm.generate([prompt(5), prompt(6)], greedy(2), priority=priority)
+    outputs = llm.generate([prompt(5), prompt(6)], greedy(2), priority=[1, 0])
+    assert [output.outputs[0].finish_reason for output in outputs] == ["length", "length"]
+    assert_nothing_held(llm.engine)
+
+
+def test_a_number_of_completions_that_no_machine_holds_is_refused_before_they_are_made():
+    with pytest.raises(ValueError, match=f"n must be within 1..{MAX_COMPLETIONS}"):
+        SamplingParams(n=10**12)
+
+
+def test_finishing_a_request_that_was_never_added_takes_out_no_other(model: qwen3.Model):
+    engine = make_engine(model)
+    scheduler = engine.scheduler
+    waiting = [Request(name, prompt(5), greedy(2)) for name in "abc"]
+    for request in waiting:
+        scheduler.add(request)
+    stranger = Request("stranger", prompt(5), greedy(2))
+    scheduler.finish(stranger, "abort")
+    assert scheduler.waiting == waiting and stranger.is_finished
+    # The same name, but not the one that is there.
+    twin = Request("b", prompt(5), greedy(2))
+    scheduler.finish(twin, "abort")
+    assert scheduler.waiting == waiting and not waiting[1].is_finished
+    # And it is not taken on when its turn in the inbox comes.
+    scheduler.add(stranger)
+    assert scheduler.waiting == waiting
+    scheduler.check_integrity()
+
+
+# The context limit
+
+
+@pytest.mark.parametrize("num_tokens", [10, 11, 4000])
+def test_a_prompt_that_leaves_no_room_within_the_context_is_refused_with_the_sum(model: qwen3.Model, num_tokens: int):
+    engine = make_engine(model, max_model_len=10, kv_cache_bytes="1000blocks")
+    message = f"a prompt of {num_tokens} tokens leaves no room .* at most 10 tokens together"
+    with pytest.raises(RuntimeError, match=message):
+        engine.add_request("long", prompt(num_tokens), greedy(1))
+    assert_nothing_held(engine)
+
+
+@pytest.mark.parametrize(("num_tokens", "n"), [(9, 1), (1, 1), (5, 3)])
+def test_an_answer_that_reaches_the_context_ends_with_length(model: qwen3.Model, num_tokens: int, n: int):
+    engine = make_engine(model, max_model_len=10)
+    engine.add_request("a", prompt(num_tokens), greedy(-1, n=n))
+    for completion in run(engine)["a"].outputs:
+        assert completion.finish_reason == "length"
+        expected = ask_alone(model, prompt(num_tokens), greedy(10 - num_tokens))
+        assert completion.token_ids == expected
+    assert_nothing_held(engine)
+
+
+def test_the_context_of_a_model_is_the_limit_unless_a_lower_one_is_given(model: qwen3.Model):
+    context = model.args.max_position_embeddings
+    assert make_engine(model).max_model_len == context
+    assert make_engine(model, max_model_len=100).max_model_len == 100
+    for limit in (context + 1, 1, 0, -1, "100", 1.5, True):
+        with pytest.raises(ValueError, match=f"max_model_len must be a whole number within 2..{context}"):
+            make_engine(model, max_model_len=limit)
