@@ -15,20 +15,15 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-class TextPrompt(TypedDict):
-    """A text, as vLLM writes it in a dict."""
+class PromptDict(TypedDict, total=False):
+    """A prompt as vLLM writes it in a dict: a text, token ids, or token ids and the text that they come from."""
 
     prompt: str
-
-
-class TokensPrompt(TypedDict):
-    """Token ids, as vLLM writes them in a dict."""
-
     prompt_token_ids: TokenIds
 
 
 TokenIds: TypeAlias = "Sequence[int] | mx.array | np.ndarray"
-Prompt: TypeAlias = "str | TokenIds | TextPrompt | TokensPrompt"
+Prompt: TypeAlias = "str | TokenIds | PromptDict"
 
 
 class Array(Protocol):
@@ -73,8 +68,8 @@ def read_prompt(
     return EncodedPrompt(text, ids)
 
 
-def split_prompts(prompts: object) -> list[object]:
-    """The prompts of a call that takes one or several, as vLLM tells them apart; none of them is read.
+def split_prompts(prompts: object) -> list[Any]:
+    """The prompts of a call that takes one or several, as vLLM tells them apart; none of them is checked.
 
     A text, a dict and a sequence that begins with a number are one prompt. An array of one dimension
     is one, too; one of two dimensions has a prompt in each row.
