@@ -15,7 +15,7 @@ from mlx_paged.argument_values import kind_of, reason, shown
 from mlx_paged.chat_template import ChatTemplateError, render_chat
 from mlx_paged.config import SchedulerConfig
 from mlx_paged.engine.engine import Engine, EngineStats
-from mlx_paged.engine.prompts import Prompt, PromptDict, split_prompts
+from mlx_paged.engine.prompts import Prompt, split_prompts
 from mlx_paged.foreign_arguments import argument_names, refuses_unknown_arguments
 from mlx_paged.interrupts import caught_interrupts
 from mlx_paged.llm_arguments import (
@@ -157,7 +157,7 @@ class LLM:
         priorities = one_for_each("priority", priority, len(prompts), checked_priority)
         if use_tqdm is None:
             use_tqdm = len(prompts) >= LONG_BATCH and sys.stderr.isatty()
-        elif not isinstance(use_tqdm, bool):
+        if not isinstance(use_tqdm, bool):
             raise ValueError(f"[generate] use_tqdm must be True, False or None, got {shown(use_tqdm)}")
         outputs: dict[str, RequestOutput] = {}
         request_ids = []
@@ -203,7 +203,7 @@ class LLM:
 
 def _render(
     tokenizer: TokenizerWrapper, conversation: Any, template_options: Mapping[str, Any]
-) -> PromptDict | ChatTemplateError:
+) -> Prompt | ChatTemplateError:
     """The prompt of a conversation, with its text; or what failed it."""
     try:
         text = render_chat(tokenizer, conversation, **template_options)

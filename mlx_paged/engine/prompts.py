@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypedDict, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeGuard
 
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -15,15 +15,9 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-class PromptDict(TypedDict, total=False):
-    """A prompt as vLLM writes it in a dict: a text, token ids, or token ids and the text that they come from."""
-
-    prompt: str
-    prompt_token_ids: TokenIds
-
-
 TokenIds: TypeAlias = "Sequence[int] | mx.array | np.ndarray"
-Prompt: TypeAlias = "str | TokenIds | PromptDict"
+# A dict has "prompt", a text, or "prompt_token_ids". Type checkers do not find TypedDicts in unions such as these.
+Prompt: TypeAlias = "str | TokenIds | Mapping[str, Any]"
 
 
 class Array(Protocol):
