@@ -1,13 +1,13 @@
-"""Checks of single arguments: what a value is, and how an error shows it. Imports no MLX."""
+"""Checks of single arguments: their type and range, in one line each. Imports no MLX."""
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
-from typing import Any
 
-MAX_SHOWN = 60  # characters of a value in an error message
+from mlx_paged.errors import shown
+
+MAX_REASON = 300  # characters of an error that is quoted
 
 
 def kind_of(value: object) -> str:
@@ -15,18 +15,10 @@ def kind_of(value: object) -> str:
     return type(value).__name__
 
 
-def shown(value: object, to_text: Callable[[Any], str] = repr, limit: int = MAX_SHOWN) -> str:
-    """A value on one line, cut to a length that leaves a message readable; never raises."""
-    try:
-        text = " ".join(to_text(value).split())
-    except Exception:
-        return f"a {kind_of(value)} that can't be shown"
-    return text if len(text) <= limit else text[: limit - 3] + "..."
-
-
-def reason(error: BaseException, limit: int = 300) -> str:
+def reason(error: BaseException, limit: int = MAX_REASON) -> str:
     """What an error of somebody else's code says, on one line."""
-    return f"{kind_of(error)}: {shown(error, str, limit)}"
+    text = " ".join(str(error).split())
+    return f"{kind_of(error)}: {text if len(text) <= limit else text[: limit - 3] + '...'}"
 
 
 def as_integer(value: object) -> int | None:

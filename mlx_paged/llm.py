@@ -11,11 +11,12 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.argument_values import kind_of, reason, shown
+from mlx_paged.argument_values import kind_of, reason
 from mlx_paged.chat_template import ChatTemplateError, render_chat
 from mlx_paged.config import SchedulerConfig
 from mlx_paged.engine.engine import Engine, EngineStats
 from mlx_paged.engine.prompts import Prompt, split_prompts
+from mlx_paged.errors import shown
 from mlx_paged.foreign_arguments import argument_names, refuses_unknown_arguments
 from mlx_paged.interrupts import caught_interrupts
 from mlx_paged.llm_arguments import (

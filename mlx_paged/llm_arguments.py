@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from mlx_paged.argument_values import as_integer, kind_of, shown
+from mlx_paged.argument_values import as_integer, kind_of
+from mlx_paged.errors import shown
 from mlx_paged.request import SamplingParams
 
 T = TypeVar("T")

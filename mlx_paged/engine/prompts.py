@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeGuar
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.argument_values import as_integer, kind_of, reason, shown
+from mlx_paged.argument_values import as_integer, kind_of, reason
+from mlx_paged.errors import shown
 
 if TYPE_CHECKING:
     import numpy as np
@@ -144,9 +145,9 @@ def _split_dict(prompt: Mapping[object, object], name: str) -> tuple[str | None,
     given = {key: value for key, value in prompt.items() if value is not None}
     text, token_ids = given.pop("prompt", None), given.pop("prompt_token_ids", None)
     if text is None and token_ids is None:
-        keys = shown(list(prompt), lambda keys: ", ".join(map(repr, keys)))
+        keys = shown(list(prompt))
         raise ValueError(
-            f"[prompt] a prompt is text or token ids, got {kind_of(prompt)} with keys {keys or 'none'} as "
+            f"[prompt] a prompt is text or token ids, got {kind_of(prompt)} with keys {keys} as "
             f"{name}; a dict has 'prompt' (text) or 'prompt_token_ids'"
         )
     if given:

@@ -85,8 +85,8 @@ def test_what_is_read_is_a_copy():
         ({1, 2}, "a prompt is text or token ids, got set as prompt"),
         (frozenset([1]), "a prompt is text or token ids, got frozenset as prompt"),
         (iter([1, 2]), "a prompt is text or token ids, got list_iterator as prompt"),
-        ({}, "got dict with keys none as prompt; a dict has 'prompt' (text) or 'prompt_token_ids'"),
-        ({"input_ids": [1], "attention_mask": [1]}, "got dict with keys 'input_ids', 'attention_mask' as prompt"),
+        ({}, "got dict with keys [] as prompt; a dict has 'prompt' (text) or 'prompt_token_ids'"),
+        ({"input_ids": [1], "attention_mask": [1]}, "got dict with keys ['input_ids', 'attention_mask'] as prompt"),
         ({"prompt": "A", "multi_modal_data": {}}, "prompt['multi_modal_data'] is not supported"),
         (
             {"prompt": "A", "cache_salt": "s"},
