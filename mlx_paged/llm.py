@@ -4,23 +4,39 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.engine.engine import Engine, EngineStats, Prompt
+from mlx_paged.argument_values import kind_of, reason
+from mlx_paged.chat_template import ChatTemplateError, render_chat
+from mlx_paged.config import SchedulerConfig
+from mlx_paged.engine.engine import Engine, EngineStats
+from mlx_paged.engine.prompts import Prompt, split_prompts
+from mlx_paged.errors import shown
+from mlx_paged.foreign_arguments import argument_names, refuses_unknown_arguments
 from mlx_paged.interrupts import caught_interrupts
+from mlx_paged.llm_arguments import (
+    Message,
+    checked_params,
+    checked_priority,
+    checked_template_options,
+    one_for_each,
+    split_conversations,
+)
 from mlx_paged.loading import load
 from mlx_paged.memory import wired_limit
 from mlx_paged.request import CompletionOutput, RequestOutput, SamplingParams
 
-Message = dict[str, str]
-
 # A list of so many prompts gets a progress bar, where there is a terminal to show it.
 LONG_BATCH = 10
+
+
+def _engine_options() -> Collection[str]:
+    return argument_names(Engine) | argument_names(SchedulerConfig)
 
 
 class LLM:
@@ -38,17 +54,31 @@ class LLM:
 
     Raises:
         ValueError: a model that can't be loaded, or a setting out of its range.
+        TypeError: an argument that there is not; the message says what to use.
     """
 
+    @refuses_unknown_arguments("engine", also=_engine_options)
     def __init__(
         self,
         model: str | Path | nn.Module,
         tokenizer: TokenizerWrapper | None = None,
         *,
-        adapter_path: str | None = None,
+        adapter_path: str | Path | None = None,
         **engine_options: Any,
     ):
-        if not isinstance(model, nn.Module):
+        if isinstance(tokenizer, (str, Path)):
+            raise ValueError(
+                f"[llm] tokenizer must be a tokenizer, got {shown(tokenizer)}; that of the model is loaded "
+                "where there is none, and mlx_paged.load gives others"
+            )
+        if isinstance(model, nn.Module):
+            if adapter_path is not None:
+                raise ValueError("[llm] adapter_path is for a model that is loaded here; give it to load")
+        else:
+            if not isinstance(model, (str, Path)):
+                raise ValueError(
+                    f"[llm] model must be a folder, a hub id or a model that is loaded, got {kind_of(model)}"
+                )
             model, loaded_tokenizer = load(model, adapter_path=adapter_path)
             tokenizer = tokenizer or loaded_tokenizer
         self.engine = Engine(model, tokenizer, **engine_options)
@@ -58,10 +88,11 @@ class LLM:
     def tokenizer(self) -> TokenizerWrapper | None:
         return self.engine.tokenizer
 
+    @refuses_unknown_arguments("request")
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams | None] | None = None,
         *,
         use_tqdm: bool | None = None,
         priority: Sequence[int] | None = None,
@@ -72,60 +103,75 @@ class LLM:
         ``error``, and finish reason ``"error"``.
 
         Args:
-            prompts: texts or lists of token ids; one alone is a list of one.
-            sampling_params: for all, or one for each.
+            prompts: texts, token ids, or vLLM's dicts ``{"prompt": text}`` and ``{"prompt_token_ids": ids}``;
+                one alone is a list of one. A sequence that begins with a number is one prompt.
+            sampling_params: for all, or one for each; ``None`` is greedy.
             use_tqdm: show a progress bar on stderr; by default for 10 prompts or more, on a terminal.
             priority: one for each; lower runs earlier.
 
         Raises:
-            ValueError: not as many ``sampling_params`` or priorities as prompts.
+            ValueError: an argument of the wrong type, or not as many ``sampling_params`` or priorities as
+                prompts; nothing is queued.
             KeyboardInterrupt: Ctrl-C, between two steps; the requests are aborted.
         """
-        prompts = _as_list_of_prompts(prompts)
-        params = sampling_params if isinstance(sampling_params, Sequence) else [sampling_params] * len(prompts)
-        priorities = [0] * len(prompts) if priority is None else list(priority)
-        for name, values in (("sampling_params", params), ("priority", priorities)):
-            if len(values) != len(prompts):
-                raise ValueError(f"[generate] {len(values)} {name} for {len(prompts)} prompts; give one for each")
+        return self._generate(split_prompts(prompts), sampling_params, use_tqdm, priority)
+
+    @refuses_unknown_arguments("request")
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams | None] | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        use_tqdm: bool | None = None,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """As :meth:`generate`, for one conversation or several, written by the model's chat template.
+
+        A conversation whose messages are wrong, or that the template refuses, fails alone like a prompt.
+
+        Args:
+            messages: one conversation, a list of messages, or a list of conversations; a message has a
+                ``role`` and a ``content``: text, or a list of text parts.
+            chat_template_kwargs: variables of the template, such as ``enable_thinking`` or ``tools``.
+            Others, and errors raised: see :meth:`generate`.
+
+        Raises:
+            ValueError: the tokenizer has no chat template.
+        """
+        tokenizer = self.tokenizer
+        if tokenizer is None or not tokenizer.has_chat_template:
+            raise ValueError("[chat] the model's tokenizer has no chat template; use generate for plain text")
+        template_options = checked_template_options(chat_template_kwargs)
+        prompts = [_render(tokenizer, each, template_options) for each in split_conversations(messages)]
+        return self._generate(prompts, sampling_params, use_tqdm, priority)
+
+    def stats(self) -> EngineStats:
+        """What the pool holds, how often the prefix cache was hit, who runs and waits."""
+        return self.engine.stats()
+
+    def _generate(
+        self, prompts: Sequence[Prompt | Exception], sampling_params: object, use_tqdm: bool | None, priority: object
+    ) -> list[RequestOutput]:
+        """The outputs of prompts; one that is an exception stands for a prompt that failed before."""
+        params = one_for_each("sampling_params", sampling_params, len(prompts), checked_params)
+        priorities = one_for_each("priority", priority, len(prompts), checked_priority)
+        if use_tqdm is None:
+            use_tqdm = len(prompts) >= LONG_BATCH and sys.stderr.isatty()
+        if not isinstance(use_tqdm, bool):
+            raise ValueError(f"[generate] use_tqdm must be True, False or None, got {shown(use_tqdm)}")
         outputs: dict[str, RequestOutput] = {}
         request_ids = []
         for prompt, prompt_params, prompt_priority in zip(prompts, params, priorities, strict=True):
             request_ids.append(next(self._request_ids))
             try:
+                if isinstance(prompt, Exception):
+                    raise prompt
                 self.engine.add_request(request_ids[-1], prompt, prompt_params, priority=prompt_priority)
             except (ValueError, TypeError, RuntimeError) as error:
                 outputs[request_ids[-1]] = _failed(request_ids[-1], prompt, prompt_params, error)
-        if use_tqdm is None:
-            use_tqdm = len(prompts) >= LONG_BATCH and sys.stderr.isatty()
         self._run(outputs, len(prompts), use_tqdm)
         return [outputs[request_id] for request_id in request_ids]
-
-    def chat(
-        self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        chat_template_kwargs: dict[str, Any] | None = None,
-        **options: Any,
-    ) -> list[RequestOutput]:
-        """As :meth:`generate`, for one conversation or several, written by the model's chat template.
-
-        Raises:
-            ValueError: the tokenizer has no chat template.
-        """
-        if self.tokenizer is None or not self.tokenizer.has_chat_template:
-            raise ValueError("[chat] the model's tokenizer has no chat template; use generate for plain text")
-        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
-        template_options = chat_template_kwargs or {}
-        prompts = [
-            self.tokenizer.apply_chat_template(conversation, add_generation_prompt=True, **template_options)
-            for conversation in conversations
-        ]
-        return self.generate(prompts, sampling_params, **options)
-
-    def stats(self) -> EngineStats:
-        """What the pool holds, how often the prefix cache was hit, who runs and waits."""
-        return self.engine.stats()
 
     def _run(self, outputs: dict[str, RequestOutput], num_requests: int, use_tqdm: bool) -> None:
         from tqdm import tqdm
@@ -156,18 +202,36 @@ class LLM:
             raise KeyboardInterrupt
 
 
-def _as_list_of_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    prompts = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)
-    return [prompts] if prompts and all(isinstance(token, int) for token in prompts) else prompts
+def _render(
+    tokenizer: TokenizerWrapper, conversation: Any, template_options: Mapping[str, Any]
+) -> Prompt | ChatTemplateError:
+    """The prompt of a conversation, with its text; or what failed it."""
+    try:
+        text = render_chat(tokenizer, conversation, **template_options)
+        # The template writes the special tokens.
+        return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+    except ChatTemplateError as error:
+        return error
+    except Exception as error:
+        return ChatTemplateError(f"[chat] the tokenizer can't encode the conversation: {reason(error)}")
 
 
-def _failed(request_id: str, prompt: Prompt, params: SamplingParams | None, error: Exception) -> RequestOutput:
-    is_text = isinstance(prompt, str)
-    token_ids = [] if is_text or not isinstance(prompt, Sequence) else list(prompt)
-    num_completions = params.n if isinstance(params, SamplingParams) else 1
+def _failed(request_id: str, prompt: object, params: SamplingParams | None, error: Exception) -> RequestOutput:
+    text, token_ids = _as_given(prompt)
+    num_completions = params.n if params is not None else 1
     completions = [CompletionOutput(index, finish_reason="error") for index in range(num_completions)]
-    # With its traceback it would keep the engine as long as somebody keeps the output.
-    error = error.with_traceback(None)
-    return RequestOutput(request_id, prompt if is_text else None, token_ids, completions, finished=True, error=error)
+    # With their tracebacks they would keep the engine as long as somebody keeps the output.
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    return RequestOutput(request_id, text, token_ids, completions, finished=True, error=error)
+
+
+def _as_given(prompt: object) -> tuple[str | None, list[int]]:
+    """Text and token ids of a prompt that failed, as far as it has any."""
+    text = token_ids = prompt
+    if isinstance(prompt, Mapping):
+        text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+    given = list(token_ids) if isinstance(token_ids, (list, tuple)) else []
+    return text if isinstance(text, str) else None, given

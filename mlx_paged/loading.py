@@ -6,11 +6,13 @@ import importlib
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_adapters, load_model, load_tokenizer
+
+from mlx_paged.foreign_arguments import refuses_unknown_arguments
 
 # model_type -> the module that has its Model and ModelArgs
 MODELS = {"qwen3": "mlx_paged.models.qwen3"}
@@ -29,11 +31,61 @@ def demo_model_path() -> Path:
     return Path(__file__).parent / "demo_model"
 
 
+@overload
 def load(
     path_or_hf_repo: str | Path,
     tokenizer_config: dict[str, Any] | None = None,
     model_config: dict[str, Any] | None = None,
-    adapter_path: str | None = None,
+    adapter_path: str | Path | None = None,
+    lazy: bool = False,
+    return_config: Literal[False] = False,
+    revision: str | None = None,
+) -> tuple[nn.Module, TokenizerWrapper]: ...
+
+
+@overload
+def load(
+    path_or_hf_repo: str | Path,
+    tokenizer_config: dict[str, Any] | None = None,
+    model_config: dict[str, Any] | None = None,
+    adapter_path: str | Path | None = None,
+    lazy: bool = False,
+    *,
+    return_config: Literal[True],
+    revision: str | None = None,
+) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]: ...
+
+
+@overload
+def load(
+    path_or_hf_repo: str | Path,
+    tokenizer_config: dict[str, Any] | None,
+    model_config: dict[str, Any] | None,
+    adapter_path: str | Path | None,
+    lazy: bool,
+    return_config: Literal[True],
+    revision: str | None = None,
+) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]: ...
+
+
+@overload
+def load(
+    path_or_hf_repo: str | Path,
+    tokenizer_config: dict[str, Any] | None = None,
+    model_config: dict[str, Any] | None = None,
+    adapter_path: str | Path | None = None,
+    lazy: bool = False,
+    return_config: bool = False,
+    revision: str | None = None,
+) -> tuple[nn.Module, TokenizerWrapper] | tuple[nn.Module, TokenizerWrapper, dict[str, Any]]: ...
+
+
+@refuses_unknown_arguments("load")
+def load(
+    path_or_hf_repo: str | Path,
+    tokenizer_config: dict[str, Any] | None = None,
+    model_config: dict[str, Any] | None = None,
+    adapter_path: str | Path | None = None,
     lazy: bool = False,
     return_config: bool = False,
     revision: str | None = None,
@@ -84,7 +136,7 @@ def load(
         raise LoadError(f"[load] the tokenizer in {path} is missing or broken: {_one_line(error)}") from error
     if adapter_path is not None:
         try:
-            model = load_adapters(model, adapter_path)
+            model = load_adapters(model, str(adapter_path))
             model.eval()
         except Exception as error:
             raise LoadError(f"[load] the adapters in {adapter_path} can't be used: {_one_line(error)}") from error

@@ -21,7 +21,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_paged.config import KVBudget, SchedulerConfig
 from mlx_paged.core import KVCacheManagerStats, hash_token_blocks
 from mlx_paged.engine.model_runner import ModelRunner, make_kv_cache
-from mlx_paged.engine.prompts import check_token_ids, encode_prompt
+from mlx_paged.engine.prompts import Prompt, read_prompt
 from mlx_paged.engine.request_state import RequestState
 from mlx_paged.engine.sampler import SampledToken, Sampler
 from mlx_paged.engine.scheduler import Scheduler, extra_hash_keys
@@ -38,7 +38,6 @@ from mlx_paged.request import (
     check_request_id,
 )
 
-Prompt = str | Sequence[int]
 T = TypeVar("T")
 
 # Of the K/V budget, on top of it: host memory for requests that are swapped out.
@@ -181,11 +180,11 @@ class Engine:
             raise ValueError(f"[engine] params must be SamplingParams, got {type(params).__name__}")
         if params.stop and self.tokenizer is None:
             raise ValueError("[engine] stop texts need a tokenizer; use stop_token_ids")
-        token_ids = self._token_ids(prompt)
+        text, token_ids = read_prompt(prompt, self.tokenizer, self.model.args.vocab_size)
         seed = self._seeds.getrandbits(63) if params.seed is None else int(params.seed)
         request = Request(request_id, token_ids, params, seed=seed, priority=priority, cache_salt=cache_salt)
         self.scheduler.check(request)
-        state = RequestState(request, prompt if isinstance(prompt, str) else None, self.tokenizer)
+        state = RequestState(request, text, self.tokenizer)
         if self._states.setdefault(request_id, state) is not state:
             raise ValueError(f"[engine] request {request_id!r} exists already")
         self._inbox.append(partial(self._admit, request))
@@ -255,20 +254,6 @@ class Engine:
         )
 
     # Inside
-
-    def _token_ids(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError("[engine] a text prompt needs a tokenizer; give token ids")
-            token_ids = encode_prompt(self.tokenizer, prompt)
-        else:
-            token_ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-            if not isinstance(token_ids, Sequence):
-                raise ValueError(f"[engine] a prompt is text or token ids, got {type(prompt).__name__}")
-        if not token_ids:
-            raise ValueError("[engine] the prompt is empty; give at least one token")
-        check_token_ids(token_ids, self.model.args.vocab_size)
-        return list(token_ids)
 
     def _refuse_reentry(self, name: str) -> None:
         if self._step_lock.locked() and self._changing_thread == threading.get_ident():

@@ -1,22 +1,191 @@
-"""Prompts: text to token ids, and the check that a model has them."""
+"""Prompts in every form that users give them, read into token ids that the model has."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import numbers
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeGuard
 
+import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_paged.argument_values import as_integer, kind_of, reason
+from mlx_paged.errors import shown
 
-def encode_prompt(tokenizer: TokenizerWrapper, prompt: str) -> list[int]:
-    """Token ids of a text as mlx-lm makes them: with special tokens, unless the text begins with them."""
-    has_bos = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
-    return tokenizer.encode(prompt, add_special_tokens=not has_bos)
+if TYPE_CHECKING:
+    import numpy as np
 
 
-def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
-    """Raise ``ValueError`` for a token that the model does not have: an embedding looks up any number in silence."""
+TokenIds: TypeAlias = "Sequence[int] | mx.array | np.ndarray"
+# A dict has "prompt", a text, or "prompt_token_ids". Type checkers do not find TypedDicts in unions such as these.
+Prompt: TypeAlias = "str | TokenIds | Mapping[str, Any]"
+
+
+class Array(Protocol):
+    """An array of numpy, MLX or another library."""
+
+    shape: Any
+    ndim: int
+
+    def tolist(self) -> Any: ...
+
+
+class EncodedPrompt(NamedTuple):
+    """A prompt as the engine works on it."""
+
+    text: str | None  # as the user gave it; None where there were only token ids
+    token_ids: list[int]  # at least one, each in the model's vocabulary
+
+
+def read_prompt(
+    prompt: object, tokenizer: TokenizerWrapper | None, vocab_size: int, name: str = "prompt"
+) -> EncodedPrompt:
+    """The text and the token ids of a prompt, checked. Changes nothing; any thread may call it.
+
+    Args:
+        prompt: text; token ids as a sequence or a 1-d array of integers of any type; or vLLM's dicts
+            ``{"prompt": text}`` and ``{"prompt_token_ids": ids}``. Where both keys are given, the ids
+            are the prompt, and the text is kept for the output.
+        tokenizer: for text; ``None`` takes token ids only.
+        vocab_size: each id must be below it.
+        name: of the argument, for error messages.
+
+    Raises:
+        ValueError: something else, an empty prompt, a text that can't be encoded, or a token that
+            the model does not have; one line that names the argument.
+    """
+    text, token_ids = _split_dict(prompt, name) if isinstance(prompt, Mapping) else (None, prompt)
+    if isinstance(token_ids, str):
+        text, token_ids = token_ids, encode_prompt(tokenizer, token_ids, name)
+    ids = check_token_ids(_elements(token_ids, name), vocab_size, name)
+    if not ids:
+        raise ValueError(f"[prompt] the prompt is empty; give at least one token as {name}")
+    return EncodedPrompt(text, ids)
+
+
+def split_prompts(prompts: object) -> list[Any]:
+    """The prompts of a call that takes one or several, as vLLM tells them apart; none of them is checked.
+
+    A text, a dict and a sequence that begins with a number are one prompt. An array of one dimension
+    is one, too; one of two dimensions has a prompt in each row.
+
+    Raises:
+        ValueError: neither a prompt nor a sequence of them.
+    """
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if _is_array(prompts):
+        if prompts.ndim not in (1, 2):
+            raise ValueError(
+                f"[prompt] prompts is an array of shape {tuple(prompts.shape)}; give one dimension "
+                "for one prompt, or two for a prompt in each row"
+            )
+        prompts = _to_list(prompts, "prompts")
+    if not _is_sequence(prompts):
+        raise ValueError(
+            f"[prompt] prompts must be a prompt (text, token ids or a dict) or a list of prompts, "
+            f"got {kind_of(prompts)}"
+        )
+    return [prompts] if len(prompts) and is_number(prompts[0]) else list(prompts)
+
+
+def encode_prompt(tokenizer: TokenizerWrapper | None, text: str, name: str = "prompt") -> list[int]:
+    """Token ids of a text as mlx-lm makes them: with special tokens, unless the text begins with them.
+
+    Raises:
+        ValueError: no tokenizer, or a text that it can't encode.
+    """
+    if tokenizer is None:
+        raise ValueError(f"[prompt] a text prompt needs a tokenizer; give token ids as {name}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"[prompt] {name} is no valid Unicode text: {text[error.start]!r} at position "
+            f"{error.start} is half a character; decode the text with errors='replace'"
+        ) from error
+    has_bos = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
+    try:
+        token_ids = tokenizer.encode(text, add_special_tokens=not has_bos)
+    except Exception as error:
+        # A tokenizer may be anybody's code. For the caller there is one fact: the text has no tokens.
+        raise ValueError(f"[prompt] the tokenizer can't encode {name}: {reason(error)}") from error
+    return token_ids
+
+
+def check_token_ids(token_ids: Iterable[object], vocab_size: int, name: str = "prompt") -> list[int]:
+    """The token ids as Python integers. The model would look up any other number in silence.
+
+    Raises:
+        ValueError: one is no integer or outside the vocabulary; the message says its position.
+    """
+    checked: list[int] = []
     for token in token_ids:
-        if not isinstance(token, int):
-            raise ValueError(f"[generate] token ids are integers, got {token!r}")
-        if not 0 <= token < vocab_size:
-            raise ValueError(f"[generate] token id {token} is outside the model's vocabulary of {vocab_size}")
+        index = token if type(token) is int else as_integer(token)
+        if index is None:
+            raise ValueError(
+                f"[prompt] token ids are integers, got {shown(token)} ({kind_of(token)}) as {name}[{len(checked)}]"
+            )
+        if not 0 <= index < vocab_size:
+            raise ValueError(
+                f"[prompt] token id {index} is outside the model's vocabulary of {vocab_size}, "
+                f"given as {name}[{len(checked)}]"
+            )
+        checked.append(index)
+    return checked
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is one number of whatever type, numpy's and MLX's included."""
+    return isinstance(value, numbers.Number) or (_is_array(value) and value.ndim == 0)
+
+
+def _split_dict(prompt: Mapping[object, object], name: str) -> tuple[str | None, object]:
+    """The text and what is to be read: the token ids, or else the text."""
+    given = {key: value for key, value in prompt.items() if value is not None}
+    text, token_ids = given.pop("prompt", None), given.pop("prompt_token_ids", None)
+    if text is None and token_ids is None:
+        keys = shown(list(prompt))
+        raise ValueError(
+            f"[prompt] a prompt is text or token ids, got {kind_of(prompt)} with keys {keys} as "
+            f"{name}; a dict has 'prompt' (text) or 'prompt_token_ids'"
+        )
+    if given:
+        key = next(iter(given))
+        way_out = "; give it to add_request instead" if key == "cache_salt" else ""
+        raise ValueError(f"[prompt] {name}[{key!r}] is not supported, only text and token ids are{way_out}")
+    if text is not None and not isinstance(text, str):
+        raise ValueError(f"[prompt] {name}['prompt'] must be text, got {kind_of(text)}")
+    if isinstance(token_ids, (str, Mapping)):
+        raise ValueError(f"[prompt] {name}['prompt_token_ids'] must be token ids, got {kind_of(token_ids)}")
+    return text, text if token_ids is None else token_ids
+
+
+def _elements(token_ids: object, name: str) -> Sequence[object]:
+    if _is_array(token_ids):
+        if token_ids.ndim != 1:
+            raise ValueError(
+                f"[prompt] {name} is an array of shape {tuple(token_ids.shape)}; token ids have one "
+                f"dimension, such as {name}[0]"
+            )
+        return _to_list(token_ids, name)
+    if not _is_sequence(token_ids):
+        raise ValueError(f"[prompt] a prompt is text or token ids, got {kind_of(token_ids)} as {name}")
+    return token_ids
+
+
+def _is_array(value: object) -> TypeGuard[Array]:
+    # By what it offers, as there are more libraries with arrays than numpy and MLX.
+    return hasattr(value, "tolist") and hasattr(value, "ndim") and not isinstance(value, (type, memoryview))
+
+
+def _is_sequence(value: object) -> TypeGuard[Sequence[object]]:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray, memoryview))
+
+
+def _to_list(array: Array, name: str) -> list[object]:
+    try:
+        return array.tolist()
+    except Exception as error:
+        # An array of MLX that is not evaluated yet, whose operation fails or is another thread's.
+        raise ValueError(f"[prompt] {name} is an array that can't be read: {reason(error)}") from error

@@ -9,6 +9,7 @@ import weakref
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from engine_runs import ask_alone, assert_nothing_held, greedy, load_demo, prompt, sampled
 from mlx_lm import generate as mlx_lm_generate
@@ -71,6 +72,169 @@ def test_one_prompt_alone_is_a_list_of_one(demo: tuple[Any, Any]):
     assert llm.generate([]) == []
 
 
+@pytest.mark.parametrize(
+    ("prompts", "num_prompts"),
+    [
+        ({"prompt": "Hello there"}, 1),
+        ([{"prompt": "Hello there"}, "Hello there"], 2),
+        (({"prompt_token_ids": "ids"}, "ids", "Hello there"), 3),
+        (np.array(["Hello there"] * 2), 2),
+        ({"prompt": "Hello there", "prompt_token_ids": "ids"}, 1),
+    ],
+    ids=str,
+)
+def test_prompts_of_all_of_vllms_forms_mean_what_they_say(demo: tuple[Any, Any], prompts: Any, num_prompts: int):
+    ids = demo[1].encode("Hello there")
+
+    def with_ids(form: Any) -> Any:
+        if isinstance(form, dict):
+            return {key: with_ids(value) for key, value in form.items()}
+        if isinstance(form, (list, tuple)):
+            return [with_ids(value) for value in form]
+        return ids if isinstance(form, str) and form == "ids" else form
+
+    llm = llm_of(*demo)
+    (expected,) = llm.generate("Hello there", greedy(5))
+    outputs = llm.generate(with_ids(prompts), greedy(5))
+    assert [output.error for output in outputs] == [None] * num_prompts
+    assert [output.prompt_token_ids for output in outputs] == [ids] * num_prompts
+    assert [output.outputs[0].token_ids for output in outputs] == [expected.outputs[0].token_ids] * num_prompts
+
+
+def test_a_dict_with_text_and_token_ids_answers_the_ids_and_keeps_the_text(model: qwen3.Model):
+    (output,) = llm_of(model).generate({"prompt": "as it was", "prompt_token_ids": np.array([1, 2])}, greedy(1))
+    assert (output.prompt, output.prompt_token_ids) == ("as it was", [1, 2])
+    assert output.outputs[0].token_ids == ask_alone(model, [1, 2], greedy(1))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompts": None}, "prompts must be a prompt .text, token ids or a dict. or a list of prompts, got NoneType"),
+        ({"prompts": b"text"}, "prompts must be .* got bytes"),
+        ({"prompts": {1, 2}}, "prompts must be .* got set"),
+        ({"prompts": ([n] for n in (1, 2))}, "prompts must be .* got generator"),
+        ({"sampling_params": {"max_tokens": 3}}, "sampling_params must be SamplingParams, .*got {'max_tokens': 3}"),
+        ({"sampling_params": "greedy"}, "sampling_params must be .*got 'greedy'"),
+        ({"sampling_params": 7}, "sampling_params must be .*got 7"),
+        (
+            {"sampling_params": [None, {"n": 1}]},
+            r"sampling_params\[1\] must be .*got {'n': 1} \(dict\); write",
+        ),
+        ({"sampling_params": [SamplingParams]}, "1 sampling_params for 2 prompts"),
+        ({"sampling_params": SamplingParams}, "sampling_params must be"),
+        ({"priority": 3}, "priority must be a list with a whole number for each prompt, got 3"),
+        ({"priority": "12"}, "priority must be a list"),
+        ({"priority": {1, 2}}, "priority must be a list"),
+        ({"priority": ["1", "2"]}, r"priority\[0\] must be a whole number, got '1' \(str\)"),
+        ({"priority": [0, None]}, r"priority\[1\] must be a whole number, got None"),
+        ({"priority": [True, 1]}, r"priority\[0\] must be a whole number, got True"),
+        ({"priority": [1, 2.5]}, r"priority\[1\] must be a whole number, got 2.5"),
+        ({"use_tqdm": "yes"}, "use_tqdm must be True, False or None, got 'yes'"),
+        ({"use_tqdm": 1}, "use_tqdm must be True, False or None, got 1"),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_a_wrong_argument_of_the_whole_is_refused_before_anything_is_queued(
+    model: qwen3.Model, arguments: dict[str, Any], message: str
+):
+    llm = llm_of(model)
+    with pytest.raises(ValueError, match=message) as refusal:
+        llm.generate(**({"prompts": [[1], [2]]} | arguments))
+    assert "\n" not in str(refusal.value)
+    assert not llm.engine.has_unfinished_requests()
+    assert_nothing_held(llm.engine)
+
+
+def test_priorities_of_any_integer_type_and_params_that_are_none_are_taken(model: qwen3.Model):
+    llm = llm_of(model)
+    outputs = llm.generate([[1], [2]], [None, greedy(3)], priority=np.array([2, 1]))
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [256, 3]
+
+
+def test_conversations_that_can_not_be_written_fail_alone(demo: tuple[Any, Any]):
+    llm = llm_of(*demo)
+    good = [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]
+    bad: list[Any] = [
+        [],
+        [{"role": "user", "content": None}],
+        [{"role": "user", "content": 7}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
+        {"role": "user", "content": "Hello"},
+        [{"role": "user", "content": "half a character: \ud800"}],
+        None,
+    ]
+    outputs = llm.chat([good, *bad, good], greedy(4))
+    assert [output.error is None for output in outputs] == [True, *[False] * len(bad), True]
+    assert all(isinstance(output.error, ValueError) and "\n" not in str(output.error) for output in outputs[1:-1])
+    assert outputs[0].outputs[0].token_ids == outputs[-1].outputs[0].token_ids
+    assert outputs[0].outputs[0].token_ids == llm.chat(good, greedy(4))[0].outputs[0].token_ids
+    assert outputs[0].prompt == llm.tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hello"}], tokenize=False, add_generation_prompt=True
+    )
+    assert_nothing_held(llm.engine)
+
+
+def test_a_template_that_raises_fails_its_own_conversation(demo: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch):
+    model, tokenizer = demo
+    llm = llm_of(model, tokenizer)
+    template = (
+        "{% if messages[0].content == 'no' %}{{ raise_exception('not\\nthis') }}{% endif %}{{ messages[0].content }}"
+    )
+    monkeypatch.setattr(tokenizer._tokenizer, "chat_template", template)
+    conversations = [[{"role": "user", "content": content}] for content in ("yes", "no", "yes")]
+    outputs = llm.chat(conversations, greedy(3))
+    assert [output.error is None for output in outputs] == [True, False, True]
+    assert "refuses the messages: not this" in str(outputs[1].error)
+    assert outputs[0].outputs[0].token_ids == outputs[2].outputs[0].token_ids
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"messages": "Hello"}, "messages must be a list of messages or a list of such lists, got str"),
+        ({"messages": None}, "messages must be a list of messages or a list of such lists, got NoneType"),
+        ({"messages": {"role": "user", "content": "x"}}, "got one message; write .message."),
+        ({"messages": ["Hello"]}, r"messages\[0\] must be a message such as .*, got str"),
+        ({"messages": [None]}, r"messages\[0\] must be a message such as .*, got NoneType"),
+        ({"chat_template_kwargs": "x"}, "chat_template_kwargs must be a dict"),
+        ({"chat_template_kwargs": {1: 2}}, "chat_template_kwargs must be a dict"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.'tokenize'. is no variable"),
+        ({"chat_template_kwargs": {"tokenizer": True}}, "chat_template_kwargs.'tokenizer'. is no variable"),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_wrong_arguments_of_a_chat_are_refused(demo: tuple[Any, Any], arguments: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message) as refusal:
+        llm_of(*demo).chat(**({"messages": [{"role": "user", "content": "x"}]} | arguments))
+    assert "\n" not in str(refusal.value)
+
+
+def test_variables_of_the_template_reach_it(demo: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch):
+    model, tokenizer = demo
+    monkeypatch.setattr(tokenizer._tokenizer, "chat_template", "{{ word }}{{ add_generation_prompt }}")
+    options = {"word": "Hi ", "add_generation_prompt": False}
+    (output,) = llm_of(model, tokenizer).chat(
+        [{"role": "user", "content": "x"}], greedy(1), chat_template_kwargs=options
+    )
+    assert output.prompt == "Hi False"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"model": None}, "model must be a folder, a hub id or a model that is loaded, got NoneType"),
+        ({"model": 7}, "model must be a folder, a hub id or a model that is loaded, got int"),
+        ({"tokenizer": "some/folder"}, "tokenizer must be a tokenizer, got 'some/folder'"),
+        ({"adapter_path": "x"}, "adapter_path is for a model that is loaded here; give it to load"),
+    ],
+    ids=str,
+)
+def test_what_is_no_model_or_tokenizer_is_refused(model: qwen3.Model, arguments: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        LLM(**({"model": model} | arguments))
+
+
 def test_what_can_not_be_asked_fails_alone(model: qwen3.Model):
     llm = llm_of(model, kv_cache_bytes="10blocks")
 
@@ -108,6 +272,17 @@ def test_outputs_that_are_kept_do_not_keep_the_engine(model: qwen3.Model):
     del llm
     gc.collect()
     assert cache() is None and [output.error is None for output in outputs] == [False, True, False]
+
+
+def test_what_the_tokenizer_or_the_template_raised_does_not_keep_the_engine(demo: tuple[Any, Any]):
+    llm = llm_of(*demo)
+    cache = weakref.ref(llm.engine.cache)
+    outputs = llm.generate(["half a character: \ud800"], greedy(2))
+    outputs += llm.chat([[{"role": "user", "content": "half a character: \ud800"}]], greedy(2))
+    del llm
+    gc.collect()
+    assert outputs[0].error.__cause__ is not None and outputs[-1].error is not None
+    assert cache() is None
 
 
 def test_lists_of_different_lengths_are_refused(model: qwen3.Model):

@@ -1,0 +1,145 @@
+"""Messages to the text of a prompt, as the model's chat template writes them; the one place that renders templates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+MAX_REASON = 300  # characters of a template's own error message
+
+
+class ChatTemplateError(ValueError):
+    """The messages are none, or the template refuses them or is broken; the message is one line."""
+
+
+def render_chat(
+    tokenizer: TokenizerWrapper,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    add_generation_prompt: bool = True,
+    **template_options: Any,
+) -> str:
+    """The conversation as the model's chat template writes it.
+
+    Args:
+        tokenizer: with a chat template.
+        messages: at least one; what is allowed in them says :func:`normalise_messages`.
+        add_generation_prompt: end with the beginning of the assistant's turn.
+        template_options: variables of the template, such as ``enable_thinking`` or ``tools``.
+
+    Raises:
+        ChatTemplateError: the tokenizer has no chat template, a message is not a message, or the template raises
+            anything (``raise_exception`` too).
+    """
+    if not tokenizer.has_chat_template:
+        raise ChatTemplateError(
+            "[chat] the model's tokenizer has no chat template; use mlx_paged.generate for plain text"
+        )
+    normal = normalise_messages(messages)
+    from jinja2.exceptions import TemplateError
+
+    try:
+        text = tokenizer.apply_chat_template(
+            normal, tokenize=False, add_generation_prompt=add_generation_prompt, **template_options
+        )
+    except Exception as error:
+        # A template is a program of the model's, and can fail in any way that a program can.
+        raised_by_template = type(error) is TemplateError  # ``raise_exception`` raises the base class itself
+        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = reason if len(reason) <= MAX_REASON else reason[: MAX_REASON - 3] + "..."
+        what = f"refuses the messages: {reason}" if raised_by_template else f"fails: {type(error).__name__}: {reason}"
+        raise ChatTemplateError(f"[chat template] the model's chat template {what}") from error
+    if not isinstance(text, str):
+        raise ChatTemplateError(
+            f"[chat template] the model's chat template returned {type(text).__name__} instead of text"
+        )
+    return text
+
+
+def encode_chat(
+    tokenizer: TokenizerWrapper,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    add_generation_prompt: bool = True,
+    **template_options: Any,
+) -> list[int]:
+    """Token ids of :func:`render_chat`; the template writes the special tokens, so none are added."""
+    text = render_chat(tokenizer, messages, add_generation_prompt=add_generation_prompt, **template_options)
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def normalise_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Copies of the messages whose content is text.
+
+    Each message is a mapping with a ``role``, a non-empty string, and a ``content``: a string, or a list of parts
+    (strings, or ``{"type": "text", "text": ...}``), whose texts are joined without anything between them, as mlx-lm
+    does. A message with ``tool_calls`` may do without content, or have ``None``, which is the empty text. Other keys
+    are left alone for the template.
+
+    Raises:
+        ChatTemplateError: the first thing that is none of this, named by the message's index.
+    """
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
+        raise ChatTemplateError(f"[chat] messages must be a list of messages, got {type(messages).__name__}")
+    if not messages:
+        raise ChatTemplateError("[chat] messages is empty; give at least one message")
+    return [_normalise_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def _normalise_message(message: Mapping[str, Any], name: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise ChatTemplateError(
+            f"[chat] {name} must be a mapping with a role and a content, got {type(message).__name__}"
+        )
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise ChatTemplateError(f"[chat] the role of {name} must be a text such as 'user', got {_short(role)}")
+    return {**message, "role": role, "content": _content_text(message, name)}
+
+
+def _content_text(message: Mapping[str, Any], name: str) -> str:
+    if message.get("content") is None and message.get("tool_calls"):
+        return ""
+    if "content" not in message:
+        raise ChatTemplateError(f"[chat] {name} has no content")
+    content = message["content"]
+    if isinstance(content, str):
+        return _encodable(content, f"the content of {name}")
+    if not isinstance(content, list | tuple):
+        raise ChatTemplateError(
+            f"[chat] the content of {name} must be a text or a list of text parts, got {_short(content)}"
+        )
+    return "".join(_part_text(part, f"part {index} of {name}") for index, part in enumerate(content))
+
+
+def _part_text(part: object, name: str) -> str:
+    if isinstance(part, str):
+        return _encodable(part, name)
+    if not isinstance(part, Mapping):
+        raise ChatTemplateError(f"[chat] {name} must be a text part, got {_short(part)}")
+    kind = part.get("type")
+    if kind != "text":
+        raise ChatTemplateError(f"[chat] {name} is of type {_short(kind)}; only parts of type 'text' are supported")
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise ChatTemplateError(f"[chat] the text of {name} must be a text, got {_short(text)}")
+    return _encodable(text, name)
+
+
+def _encodable(text: str, name: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        # No tokenizer takes them; its own error names neither the message nor the character.
+        raise ChatTemplateError(
+            f"[chat] {name} has a lone surrogate at character {error.start}, which is no text"
+        ) from error
+    return text
+
+
+def _short(value: object) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else text[:57] + "..."
