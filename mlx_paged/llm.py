@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Collection, Mapping, Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.argument_values import kind_of, reason
 from mlx_paged.chat_template import ChatTemplateError, render_chat
-from mlx_paged.config import SchedulerConfig
-from mlx_paged.engine.engine import Engine, EngineStats
+from mlx_paged.engine.engine import Engine, EngineStats, engine_option_names
 from mlx_paged.engine.prompts import Prompt, split_prompts
 from mlx_paged.errors import shown
-from mlx_paged.foreign_arguments import argument_names, refuses_unknown_arguments
+from mlx_paged.foreign_arguments import refuses_unknown_arguments
 from mlx_paged.interrupts import caught_interrupts
 from mlx_paged.llm_arguments import (
     Message,
@@ -31,12 +31,11 @@ from mlx_paged.loading import load
 from mlx_paged.memory import wired_limit
 from mlx_paged.request import CompletionOutput, RequestOutput, SamplingParams
 
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
 # A list of so many prompts gets a progress bar, where there is a terminal to show it.
 LONG_BATCH = 10
-
-
-def _engine_options() -> Collection[str]:
-    return argument_names(Engine) | argument_names(SchedulerConfig)
 
 
 class LLM:
@@ -45,6 +44,9 @@ class LLM:
         llm = LLM("mlx-community/Qwen3-0.6B-4bit", kv_cache_bytes="2G")
         outputs = llm.generate(["Once upon a time", "The capital of France is"], SamplingParams(max_tokens=50))
         print(outputs[0].outputs[0].text)
+
+    Several threads may call :meth:`generate` and :meth:`chat`: they take turns, a whole batch each. For requests that
+    come and go one by one, :class:`mlx_paged.AsyncEngine` computes those of all threads together.
 
     Args:
         model: a local folder, a Hugging Face repo, or a model that is loaded already.
@@ -57,7 +59,7 @@ class LLM:
         TypeError: an argument that there is not; the message says what to use.
     """
 
-    @refuses_unknown_arguments("engine", also=_engine_options)
+    @refuses_unknown_arguments("engine", also=engine_option_names)
     def __init__(
         self,
         model: str | Path | nn.Module,
@@ -83,6 +85,8 @@ class LLM:
             tokenizer = tokenizer or loaded_tokenizer
         self.engine = Engine(model, tokenizer, **engine_options)
         self._request_ids = map(str, itertools.count())
+        self._turn = threading.Lock()
+        self._turn_of: int | None = None  # the thread
 
     @property
     def tokenizer(self) -> TokenizerWrapper | None:
@@ -112,6 +116,7 @@ class LLM:
         Raises:
             ValueError: an argument of the wrong type, or not as many ``sampling_params`` or priorities as
                 prompts; nothing is queued.
+            RuntimeError: the call comes from inside another one, such as from a logits processor.
             KeyboardInterrupt: Ctrl-C, between two steps; the requests are aborted.
         """
         return self._generate(split_prompts(prompts), sampling_params, use_tqdm, priority)
@@ -160,46 +165,80 @@ class LLM:
             use_tqdm = len(prompts) >= LONG_BATCH and sys.stderr.isatty()
         if not isinstance(use_tqdm, bool):
             raise ValueError(f"[generate] use_tqdm must be True, False or None, got {shown(use_tqdm)}")
-        outputs: dict[str, RequestOutput] = {}
-        request_ids = []
-        for prompt, prompt_params, prompt_priority in zip(prompts, params, priorities, strict=True):
-            request_ids.append(next(self._request_ids))
-            try:
-                if isinstance(prompt, Exception):
-                    raise prompt
-                self.engine.add_request(request_ids[-1], prompt, prompt_params, priority=prompt_priority)
-            except (ValueError, TypeError, RuntimeError) as error:
-                outputs[request_ids[-1]] = _failed(request_ids[-1], prompt, prompt_params, error)
-        self._run(outputs, len(prompts), use_tqdm)
-        return [outputs[request_id] for request_id in request_ids]
+        if self._turn.locked() and self._turn_of == threading.get_ident():
+            raise RuntimeError(
+                "[generate] it was called from inside a call of the same LLM; make a second LLM for that"
+            )
+        with self._turn: return self._complete(prompts, params, priorities, use_tqdm)  # noqa: E701  # fmt: skip
 
-    def _run(self, outputs: dict[str, RequestOutput], num_requests: int, use_tqdm: bool) -> None:
+    def _complete(
+        self,
+        prompts: Sequence[Prompt | Exception],
+        params: Sequence[SamplingParams | None],
+        priorities: Sequence[int],
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
         from tqdm import tqdm
 
-        engine = self.engine
-        num_tokens = 0
+        self._turn_of = threading.get_ident()
+        requests = dict(zip(itertools.islice(self._request_ids, len(prompts)), prompts, strict=True))
         with (
-            tqdm(total=num_requests, initial=len(outputs), unit="prompt", disable=not use_tqdm) as bar,
-            wired_limit(engine.model),
+            tqdm(total=len(prompts), unit="prompt", disable=not use_tqdm) as bar,
+            wired_limit(self.engine.model),
             caught_interrupts(second=KeyboardInterrupt()) as interrupted,
         ):
             try:
-                while engine.has_unfinished_requests():
-                    for output in engine.step():
-                        if output.finished:
-                            outputs[output.request_id] = output
-                            num_tokens += sum(len(completion.token_ids) for completion in output.outputs)
-                            bar.set_postfix_str(f"{num_tokens / max(1e-9, bar.format_dict['elapsed']):.1f} tok/s")
-                            bar.update()
-                    if interrupted:
-                        engine.abort_all()
+                outputs = self._add(requests, params, priorities)
+                bar.update(len(outputs))
+                self._run(requests, outputs, bar, interrupted)
             except BaseException:
-                # Of a step that was cut: the next batch is not to go on with these.
-                engine.abort_all()
-                engine.step()
+                # The next batch is not to go on with these.
+                self._abort(requests)
                 raise
+            finally:
+                self._turn_of = None
         if interrupted:
             raise KeyboardInterrupt
+        return [outputs[request_id] for request_id in requests]
+
+    def _add(
+        self,
+        requests: Mapping[str, Prompt | Exception],
+        params: Sequence[SamplingParams | None],
+        priorities: Sequence[int],
+    ) -> dict[str, RequestOutput]:
+        """Queue the requests; returns the outputs of those that failed at once."""
+        outputs = {}
+        for (request_id, prompt), prompt_params, priority in zip(requests.items(), params, priorities, strict=True):
+            try:
+                if isinstance(prompt, Exception):
+                    raise prompt
+                self.engine.add_request(request_id, prompt, prompt_params, priority=priority)
+            except (ValueError, TypeError, RuntimeError) as error:
+                outputs[request_id] = _failed(request_id, prompt, prompt_params, error)
+        return outputs
+
+    def _run(
+        self, requests: Mapping[str, object], outputs: dict[str, RequestOutput], bar: tqdm, interrupted: Sequence[int]
+    ) -> None:
+        num_tokens = 0
+        while len(outputs) < len(requests):
+            if interrupted:
+                self._abort(requests)
+                return
+            for output in self.engine.step():
+                if output.finished and output.request_id in requests:
+                    outputs[output.request_id] = output
+                    num_tokens += sum(len(completion.token_ids) for completion in output.outputs)
+                    bar.set_postfix_str(f"{num_tokens / max(1e-9, bar.format_dict['elapsed']):.1f} tok/s")
+                    bar.update()
+
+    def _abort(self, requests: Mapping[str, object]) -> None:
+        for request_id in requests:
+            self.engine.abort(request_id)
+        # Nobody asks for their last outputs.
+        if self.engine.has_unfinished_requests():
+            self.engine.step()
 
 
 def _render(

@@ -14,7 +14,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_paged.engine.engine import Engine, EngineStats, Prompt
+from mlx_paged.engine.engine import Engine, EngineStats, engine_option_names
+from mlx_paged.engine.prompts import Prompt
+from mlx_paged.foreign_arguments import refuses_unknown_arguments
 from mlx_paged.memory import wired_limit
 from mlx_paged.request import RequestOutput, SamplingParams, check_request_id
 
@@ -43,6 +45,7 @@ class AsyncEngine:
         model, tokenizer, engine_options: as :class:`Engine`.
     """
 
+    @refuses_unknown_arguments("engine", also=engine_option_names)
     def __init__(self, model: Any, tokenizer: Any = None, **engine_options: Any):
         # Made here, so that wrong settings are the caller's to see.
         self.engine = Engine(model, tokenizer, **engine_options)

@@ -28,6 +28,7 @@ from mlx_paged.engine.scheduler import Scheduler, extra_hash_keys
 from mlx_paged.engine.scheduler_output import SchedulerOutput
 from mlx_paged.engine.swap_space import SwapSpace
 from mlx_paged.errors import request_error, shown
+from mlx_paged.foreign_arguments import argument_names, refuses_unknown_arguments
 from mlx_paged.models.context_length import context_length
 from mlx_paged.request import (
     Request,
@@ -85,8 +86,10 @@ class Engine:
 
     Raises:
         ValueError: a setting out of its range, or a budget that holds no block.
+        TypeError: an argument that there is not; the message says what to use.
     """
 
+    @refuses_unknown_arguments("engine", also=partial(argument_names, SchedulerConfig))
     def __init__(
         self,
         model: nn.Module,
@@ -163,7 +166,7 @@ class Engine:
         """Queue a request; the next steps work on it.
 
         Args:
-            prompt: text, or token ids.
+            prompt: text, token ids, or vLLM's dicts ``{"prompt": text}`` and ``{"prompt_token_ids": ids}``.
             params: how to sample; greedy by default.
             priority: lower runs earlier, as in vLLM; see :class:`Scheduler` for how much.
             cache_salt: only requests with the same salt share K/V.
@@ -448,6 +451,11 @@ class Engine:
             if output.finished:
                 self._states.pop(output.request_id, None)
                 self._news.pop(output.request_id, None)
+
+
+def engine_option_names() -> set[str]:
+    """The keyword arguments that an engine takes, those of its scheduler included."""
+    return argument_names(Engine) | argument_names(SchedulerConfig)
 
 
 def _context_limit(model: nn.Module, max_model_len: int | None) -> int:

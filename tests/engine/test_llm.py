@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import threading
 import weakref
 from typing import Any
 
@@ -359,3 +360,64 @@ def test_what_interrupts_a_step_leaves_no_requests_to_the_next_batch(model: qwen
     assert_nothing_held(llm.engine)
     (output,) = llm.generate([prompt(5)], greedy(5))
     assert output.outputs[0].token_ids == ask_alone(model, prompt(5), greedy(5))
+
+
+# Threads
+
+
+def test_threads_take_turns_and_each_gets_its_own_answers(model: qwen3.Model):
+    llm = LLM(model, kv_cache_bytes="100blocks")
+    prompts = {name: [prompt(10 + n, seed=name) for n in range(3)] for name in range(4)}
+    answers: dict[int, list[list[int]]] = {}
+    errors: list[BaseException] = []
+
+    def ask(name: int) -> None:
+        try:
+            for _ in range(3):
+                outputs = llm.generate(prompts[name], greedy(6))
+                answers[name] = [output.outputs[0].token_ids for output in outputs]
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=ask, args=(name,), daemon=True) for name in prompts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+        assert not thread.is_alive(), "a thread hangs"
+    assert not errors
+    for name, each in prompts.items():
+        assert answers[name] == [ask_alone(model, tokens, greedy(6)) for tokens in each]
+    assert_nothing_held(llm.engine)
+
+
+def test_a_call_from_inside_a_call_is_refused_by_name(model: qwen3.Model):
+    llm = LLM(model, kv_cache_bytes="100blocks")
+
+    def asks(tokens: mx.array, logits: mx.array) -> mx.array:
+        llm.generate(prompt(5))
+        return logits
+
+    output, good = llm.generate([prompt(5)] * 2, [greedy(2, logits_processors=[asks]), greedy(2)])
+    assert "was called from inside a call of the same LLM" in str(output.error) and good.error is None
+    assert llm.generate(prompt(5), greedy(2))[0].error is None
+    assert_nothing_held(llm.engine)
+
+
+@pytest.mark.parametrize("calls_before", [0, 1, 2])
+def test_an_interrupt_while_requests_are_queued_leaves_none_of_them(
+    model: qwen3.Model, monkeypatch: pytest.MonkeyPatch, calls_before: int
+):
+    llm = LLM(model, kv_cache_bytes="100blocks")
+    add_request, calls = llm.engine.add_request, iter(range(100))
+
+    def interrupted(*args: Any, **options: Any) -> None:
+        if next(calls) == calls_before:
+            raise KeyboardInterrupt
+        add_request(*args, **options)
+
+    monkeypatch.setattr(llm.engine, "add_request", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([prompt(5)] * 3, greedy(2))
+    assert_nothing_held(llm.engine)
+    assert len(llm.generate([prompt(5)] * 3, greedy(2))) == 3
