@@ -81,6 +81,19 @@ def test_mypy_finds_nothing_in_the_snippets_of_the_readme(run_mypy):
 
 
 @pytest.mark.slow
+def test_mypy_takes_a_mapping_whose_keys_are_texts_or_numbers(run_mypy):
+    """A dict[str, int] is no Mapping[Hashable, int]: Mapping is invariant in its keys."""
+    program = """
+cache = mlx_paged.create_kv_cache("paged", mlx_paged.KVCacheConfig(1, 1, 8))
+by_name: dict[str, int] = {"a": 1}
+by_number: dict[int, int] = {1: 1}
+with cache.step(by_name), cache.step(by_number):
+    pass
+"""
+    assert run_mypy(GIVEN + program) == []
+
+
+@pytest.mark.slow
 def test_mypy_finds_what_a_user_does_wrong(run_mypy):
     """Types that say Any would find nothing in a correct program either."""
     wrong = {
