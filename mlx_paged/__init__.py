@@ -11,7 +11,7 @@ The names below are imported on first use, so that ``import mlx_paged`` (and ``-
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
@@ -72,10 +72,13 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _HOME_OF:
-        return getattr(importlib.import_module(_HOME_OF[name]), name)
-    raise AttributeError(f"module 'mlx_paged' has no attribute {name!r}")
+# To a type checker, a module with a __getattr__ has every name there is.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        if name in _HOME_OF:
+            return getattr(importlib.import_module(_HOME_OF[name]), name)
+        raise AttributeError(f"module 'mlx_paged' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -23,7 +23,7 @@ def default_kv_cache_bytes(weight_nbytes: int) -> int:
     At least ``MIN_KV_CACHE_BYTES``. It is a limit, not an allocation: a paged cache grows into it.
     """
     recommended = mx.device_info().get("max_recommended_working_set_size") if mx.metal.is_available() else None
-    if recommended:
+    if isinstance(recommended, int) and recommended > 0:
         usable = int(DEVICE_SHARE * recommended)
     else:
         usable = int(HOST_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

@@ -7,12 +7,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import mlx.core as mx
 
 from mlx_paged.config import KVCacheConfig
 
 SeqId = Hashable
+# The key of a mapping that a caller hands in. Mapping is invariant in its keys: with SeqId for them,
+# a type checker would refuse a dict[str, int].
+AnySeqId: TypeAlias = Any
 
 
 class CacheFullError(RuntimeError):
@@ -102,7 +106,7 @@ class KVCache(ABC):
     # Steps
 
     @contextmanager
-    def step(self, num_new_tokens: Mapping[SeqId, int]) -> Iterator[Step]:
+    def step(self, num_new_tokens: Mapping[AnySeqId, int]) -> Iterator[Step]:
         """Room for so many new tokens of each sequence, in the mapping's order; their lengths grow when the body is
         done.
 

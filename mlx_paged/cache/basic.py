@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 
@@ -15,10 +15,10 @@ GROWTH_STEP = 256  # tokens, as in mlx-lm's KVCache
 
 @dataclass(slots=True, eq=False)
 class _Sequence:
-    """Per layer ``[1, num_kv_heads, capacity, head_dim]``; ``None`` before the first token."""
+    """Per layer ``[1, num_kv_heads, capacity, head_dim]``; empty lists before the first token."""
 
-    keys: list[mx.array | None]
-    values: list[mx.array | None]
+    keys: list[mx.array] = field(default_factory=list)
+    values: list[mx.array] = field(default_factory=list)
     length: int = 0
     capacity: int = 0
 
@@ -42,12 +42,7 @@ class BasicKVCache(KVCache):
     # Steps
 
     def _begin_step(self, num_new_tokens: Mapping[SeqId, int]) -> None:
-        sequences = {
-            seq: self._sequences[seq]
-            if seq in self._sequences
-            else _Sequence([None] * self.config.num_layers, [None] * self.config.num_layers)
-            for seq in num_new_tokens
-        }
+        sequences = {seq: self._sequences.get(seq) or _Sequence() for seq in num_new_tokens}
         lengths = {seq: sequence.length + num_new_tokens[seq] for seq, sequence in sequences.items()}
         spare = self._make_room(lengths)
         for seq, sequence in sequences.items():
@@ -60,7 +55,7 @@ class BasicKVCache(KVCache):
         self._sequences.update(sequences)
         self._step = [(sequence, sequence.length, num_new_tokens[seq]) for seq, sequence in sequences.items()]
 
-    def _make_room(self, lengths: Mapping[SeqId, int]) -> int:
+    def _make_room(self, lengths: dict[SeqId, int]) -> int:
         """Tokens left of the budget when these sequences have these lengths; if need be, nobody keeps unused rows."""
         capacities = {seq: sequence.capacity for seq, sequence in self._sequences.items()}
         held = {seq: sequence.length for seq, sequence in self._sequences.items()}
@@ -82,12 +77,11 @@ class BasicKVCache(KVCache):
 
     def _set_capacity(self, sequence: _Sequence, capacity: int) -> None:
         config = self.config
-        unused = capacity - sequence.length
-        extra = mx.zeros((1, config.num_kv_heads, unused, config.head_dim), self.dtype)
+        length = sequence.length
+        extra = mx.zeros((1, config.num_kv_heads, capacity - length, config.head_dim), self.dtype)
         for arrays in (sequence.keys, sequence.values):
-            for layer, old in enumerate(arrays):
-                held = [] if old is None else [old[..., : sequence.length, :]]
-                arrays[layer] = mx.concatenate([*held, extra], axis=2)
+            held = [[array[..., :length, :]] for array in arrays] or [[]] * config.num_layers
+            arrays[:] = [mx.concatenate([*rows, extra], axis=2) for rows in held]
         sequence.capacity = capacity
 
     def _commit_step(self) -> None:

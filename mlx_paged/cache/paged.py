@@ -28,7 +28,8 @@ class SwappedKV:
 
     @property
     def num_tokens(self) -> int:
-        return self.rows[0][0].shape[1]
+        num_tokens: int = self.rows[0][0].shape[1]
+        return num_tokens
 
 
 def _to_host(array: mx.array) -> np.ndarray:

@@ -18,12 +18,12 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
-from typing import NewType, Union
+from typing import NewType, TypeAlias, Union
 
 BlockHash = NewType("BlockHash", bytes)
 """32 bytes."""
 
-ExtraKey = Union[None, int, str, bytes, "tuple[ExtraKey, ...]"]
+ExtraKey: TypeAlias = Union[int, str, bytes, "tuple[ExtraKey, ...]", None]
 
 _TAG = b"mlx_paged.block.v1\0"
 _NO_PARENT = _TAG + b"\x00"
@@ -33,20 +33,21 @@ _length = struct.Struct("<Q").pack
 
 def _encode_key(key: ExtraKey) -> bytes:
     # Exact types: a bool is an int to Python, and a subclass may compare equal to what it is not.
-    kind = type(key)
-    if kind is str:
+    if type(key) is str:
         data = key.encode("utf-8", "surrogatepass")
         return b"s" + _length(len(data)) + data
-    if kind is int:
+    if type(key) is int:
         data = key.to_bytes(key.bit_length() // 8 + 1, "little", signed=True)
         return b"i" + _length(len(data)) + data
-    if kind is bytes:
+    if type(key) is bytes:
         return b"b" + _length(len(key)) + key
     if key is None:
         return b"n"
-    if kind is tuple:
+    if type(key) is tuple:
         return b"t" + _length(len(key)) + b"".join(map(_encode_key, key))
-    raise TypeError(f"hash_block_tokens: extra key {key!r} is a {kind.__name__}; use str, int, bytes, None or a tuple")
+    kind = type(key).__name__
+    reason = f"hash_block_tokens: extra key {key!r} is a {kind}; use str, int, bytes, None or a tuple"
+    raise TypeError(reason)
 
 
 def _encode_extra_keys(extra_keys: tuple[ExtraKey, ...]) -> bytes:

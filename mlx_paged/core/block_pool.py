@@ -114,7 +114,7 @@ class BlockPool:
             block = blocks[next_id] if next_id < num_blocks else None
             if block is None or block.ref_cnt or block.block_hash is not None:  # The run ends: begin another.
                 block = queue.first
-                if block.block_hash is not None:  # Then so are all behind it.
+                if block is None or block.block_hash is not None:  # Then so are all behind it.
                     break
             queue.remove(block)
             block.ref_cnt = 1

@@ -29,16 +29,16 @@ class FreeKVCacheBlockQueue:
 
     def __iter__(self) -> Iterator[KVCacheBlock]:
         """The free blocks, the first to be taken first (vLLM: `get_all_free_blocks`)."""
-        block = self._head.next_free_block
+        block = _linked(self._head.next_free_block)
         while block is not self._tail:
-            following = block.next_free_block
+            following = _linked(block.next_free_block)
             yield block
             block = following
 
     def __reversed__(self) -> Iterator[KVCacheBlock]:
-        block = self._tail.prev_free_block
+        block = _linked(self._tail.prev_free_block)
         while block is not self._head:
-            previous = block.prev_free_block
+            previous = _linked(block.prev_free_block)
             yield block
             block = previous
 
@@ -50,8 +50,8 @@ class FreeKVCacheBlockQueue:
 
     def popleft(self) -> KVCacheBlock:
         """Take the first block. O(1)."""
-        block = self._head.next_free_block
-        if block is self._tail:
+        block = self.first
+        if block is None:
             raise BlockError("FreeKVCacheBlockQueue.popleft: the queue is empty")
         self.remove(block)
         return block
@@ -60,10 +60,11 @@ class FreeKVCacheBlockQueue:
         """Take the first n blocks, in queue order. O(n); all or an error."""
         if not 0 <= n <= self.num_free_blocks:
             raise BlockError(f"FreeKVCacheBlockQueue.popleft_n: {n} blocks wanted, {self.num_free_blocks} are free")
-        blocks = []
-        block = self._head.next_free_block
+        blocks: list[KVCacheBlock] = []
+        block = _linked(self._head.next_free_block)
         for _ in range(n):
             following = block.next_free_block
+            assert following is not None, "the free queue ends before its tail"
             block.prev_free_block = block.next_free_block = None
             blocks.append(block)
             block = following
@@ -84,19 +85,19 @@ class FreeKVCacheBlockQueue:
 
     def append(self, block: KVCacheBlock) -> None:
         """Put a block at the end: it is taken last. O(1)."""
-        self._link("append", self._tail.prev_free_block, [block], self._tail)
+        self._link("append", _linked(self._tail.prev_free_block), [block], self._tail)
 
     def append_n(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Put blocks at the end, in the order given. O(n)."""
-        self._link("append_n", self._tail.prev_free_block, blocks, self._tail)
+        self._link("append_n", _linked(self._tail.prev_free_block), blocks, self._tail)
 
     def prepend(self, block: KVCacheBlock) -> None:
         """Put a block at the front: it is taken next. O(1)."""
-        self._link("prepend", self._head, [block], self._head.next_free_block)
+        self._link("prepend", self._head, [block], _linked(self._head.next_free_block))
 
     def prepend_n(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Put blocks at the front, in the order given: the first of them is taken next. O(n)."""
-        self._link("prepend_n", self._head, blocks, self._head.next_free_block)
+        self._link("prepend_n", self._head, blocks, _linked(self._head.next_free_block))
 
     def _link(
         self, operation: str, previous: KVCacheBlock, blocks: Iterable[KVCacheBlock], following: KVCacheBlock
@@ -111,3 +112,9 @@ class FreeKVCacheBlockQueue:
             following.prev_free_block = block
             self.num_free_blocks += 1
             previous = block
+
+
+def _linked(block: KVCacheBlock | None) -> KVCacheBlock:
+    """What a link within the queue points to; only a block outside it has none, or a far side."""
+    assert block is not None, "the free queue ends before its sentinel"
+    return block

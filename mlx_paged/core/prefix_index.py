@@ -34,17 +34,20 @@ class PrefixIndex:
 
     def add(self, block: KVCacheBlock) -> None:
         """Enter a block under its `block_hash`."""
-        first = self._first.setdefault(block.block_hash, block)
+        block_hash = block.block_hash
+        assert block_hash is not None, "a block enters the index under its hash"
+        first = self._first.setdefault(block_hash, block)
         if first is not block:
-            self._others.setdefault(block.block_hash, {})[block.block_id] = block
+            self._others.setdefault(block_hash, {})[block.block_id] = block
         self.num_blocks += 1
 
     def remove(self, block: KVCacheBlock) -> None:
         """Take out this block, and only it: another block with the same hash stays findable."""
         block_hash = block.block_hash
+        assert block_hash is not None, "a block keeps its hash until it has left the index"
         others = self._others.get(block_hash)
         if self._first[block_hash] is not block:
-            del others[block.block_id]
+            del self._others[block_hash][block.block_id]
         elif others:
             self._first[block_hash] = others.pop(next(iter(others)))
         else:

@@ -48,11 +48,12 @@ class SamplingState:
                     biases = np.array(list(params.logit_bias.values()), np.float64).astype(np.float32)
                 self.bias = np.array(list(params.logit_bias), np.int32), biases
         self.may_leave_nothing = bool(params.logit_bias or params.logits_processors)
-        additive = params.frequency_penalty, params.presence_penalty
         self.penalties: tuple[float, float, float] | None = None
-        if (params.repetition_penalty, *additive) != (1, 0, 0):
+        penalties = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
+        if penalties != (1, 0, 0):
             factor = min(max(params.repetition_penalty, 1 / HUGE), HUGE)
-            self.penalties = factor, *(min(max(penalty, -HUGE), HUGE) for penalty in additive)
+            frequency, presence = (min(max(penalty, -HUGE), HUGE) for penalty in penalties[1:])
+            self.penalties = factor, frequency, presence
         self.is_plain = (
             self.group is None and self.penalties is None and self.num_logprobs is None and not self.may_leave_nothing
         )

@@ -78,7 +78,7 @@ class TextStream:
     def _read(self) -> str:
         # Not last_segment: the naive detokenizer's text may shrink for a while (byte tokens that are no character yet
         # take the one before with them), and last_segment would then give the same text twice.
-        text = self._detokenizer.text
+        text: str = self._detokenizer.text
         new_text = text[self._num_read :]
         self._num_read += len(new_text)
         return new_text

@@ -67,7 +67,9 @@ class AttentionPlan:
         seq_records = _interleave(context_lens, query_lens, metadata.cu_seqlens_q[:-1], table_begins)
         head = array("i", [NUM_HEAD_FIELDS, work_begin, rows_begin, window, int(has_rows), 0, 0, 0])
         packed = b"".join((head, seq_records, work_records, row_records, *tables))
-        return cls(mx.array(memoryview(packed).cast("i")), len(work_records) // 3, num_partial_rows)
+        records = memoryview(packed).cast("i")
+        plan = mx.array(records)  # type: ignore[arg-type]  # not in MLX's stub: buffers
+        return cls(plan, len(work_records) // 3, num_partial_rows)
 
 
 @lru_cache(maxsize=16)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
-from types import ModuleType
+from typing import Protocol
 
 import mlx.core as mx
 
 from mlx_paged.ops.kv_handle import KVHandle
+from mlx_paged.ops.metadata import AttentionMetadata, SlotMapping
 from mlx_paged.ops.notices import say_once
 
 BACKENDS = ("auto", "reference", "metal")
@@ -15,6 +17,71 @@ BACKENDS = ("auto", "reference", "metal")
 
 class BackendError(ValueError):
     """The backend is unknown, or is not there on this machine or for these slabs."""
+
+
+class Backend(Protocol):
+    """The operations of a backend, with checked inputs: a module has these functions."""
+
+    def reshape_and_cache(
+        self,
+        k: mx.array,
+        v: mx.array,
+        kv: KVHandle,
+        slot_mapping: SlotMapping,
+    ) -> None: ...
+
+    def paged_attention(
+        self,
+        q: mx.array,
+        kv: KVHandle,
+        metadata: AttentionMetadata,
+        scale: float,
+        window: int | None = None,
+        sinks: mx.array | None = None,
+    ) -> mx.array: ...
+
+    def paged_prefill_attention(
+        self,
+        q: mx.array,
+        kv: KVHandle,
+        metadata: AttentionMetadata,
+        scale: float,
+        window: int | None = None,
+        sinks: mx.array | None = None,
+    ) -> mx.array: ...
+
+    def attend(
+        self,
+        q: mx.array,
+        kv: KVHandle,
+        metadata: AttentionMetadata,
+        scale: float,
+        window: int | None = None,
+        sinks: mx.array | None = None,
+    ) -> mx.array: ...
+
+    def update_and_attend(
+        self,
+        q: mx.array,
+        k: mx.array,
+        v: mx.array,
+        kv: KVHandle,
+        metadata: AttentionMetadata,
+        scale: float,
+        window: int | None = None,
+        sinks: mx.array | None = None,
+    ) -> mx.array: ...
+
+    def gather_blocks(
+        self,
+        kv: KVHandle,
+        block_table: list[int],
+        num_tokens: int,
+    ) -> tuple[mx.array, mx.array]: ...
+
+    def copy_blocks(self, kv: KVHandle, src_dst_pairs: Sequence[tuple[int, int]]) -> None: ...
+
+    def zero_blocks(self, kv: KVHandle, block_ids: Sequence[int]) -> None: ...
 
 
 def resolve_backend(backend: str = "auto", head_dim: int | None = None, block_size: int | None = None) -> str:
@@ -42,7 +109,7 @@ def resolve_backend(backend: str = "auto", head_dim: int | None = None, block_si
     return "reference"
 
 
-def load_backend(backend: str, kv: KVHandle) -> ModuleType:
+def load_backend(backend: str, kv: KVHandle) -> Backend:
     """The module with the operations of ``backend`` for these slabs; raises as :func:`resolve_backend`."""
     name = resolve_backend(backend, kv.head_dim, kv.block_size)
     if name == "reference":
@@ -56,7 +123,7 @@ def metal_is_there() -> bool:
 
 
 @cache
-def _load(name: str) -> ModuleType:
+def _load(name: str) -> Backend:
     if name == "metal":
         from mlx_paged.ops import metal
 

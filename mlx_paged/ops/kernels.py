@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Protocol, cast
 
 import mlx.core as mx
 
@@ -36,7 +36,23 @@ KERNELS = {
 MAX_THREADS = 256
 
 Output = tuple[tuple[int, ...], mx.Dtype]
+Template = list[tuple[str, mx.Dtype | int | bool]]
 TOKEN: Output = ((MIN_ELEMENTS,), mx.int32)
+
+
+class MetalKernel(Protocol):
+    """What ``mx.fast.metal_kernel`` returns, as far as it is used here."""
+
+    def __call__(
+        self,
+        *,
+        inputs: list[mx.array],
+        template: Template,
+        grid: tuple[int, int, int],
+        threadgroup: tuple[int, int, int],
+        output_shapes: list[tuple[int, ...]],
+        output_dtypes: list[mx.Dtype],
+    ) -> list[mx.array]: ...
 
 
 def write_slots(
@@ -133,7 +149,7 @@ def attention(
     return result
 
 
-def _write_blocks(name: str, kv: KVHandle, ids: mx.array, blocks: Sequence[Any]) -> None:
+def _write_blocks(name: str, kv: KVHandle, ids: mx.array, blocks: Sequence[object]) -> None:
     _chain(
         name,
         kv,
@@ -148,7 +164,7 @@ def _chain(
     name: str,
     kv: KVHandle,
     inputs: list[mx.array],
-    template: list[tuple[str, Any]],
+    template: Template,
     grid: tuple[int, int, int],
     threadgroup: tuple[int, int, int],
     outputs: Sequence[Output] = (),
@@ -162,7 +178,7 @@ def _chain(
 def _dispatch(
     name: str,
     inputs: list[mx.array],
-    template: list[tuple[str, Any]],
+    template: Template,
     grid: tuple[int, int, int],
     threadgroup: tuple[int, int, int],
     outputs: Sequence[Output],
@@ -178,16 +194,17 @@ def _dispatch(
 
 
 @cache
-def kernel(name: str) -> Any:
+def kernel(name: str) -> MetalKernel:
     """What ``mx.fast.metal_kernel`` makes of ``metal/<name>.metal``."""
     input_names, output_names = KERNELS[name]
-    return mx.fast.metal_kernel(
+    made = mx.fast.metal_kernel(
         name=f"mlx_paged_{name}",
         input_names=list(input_names),
         output_names=list(output_names),
         source=read_source(f"{name}.metal"),
         header=read_source("paged_kv.h"),
     )
+    return cast(MetalKernel, made)  # MLX's stub says object
 
 
 @cache

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TypeVar
+from typing import TypeGuard, TypeVar
 
 import mlx.core as mx
 
@@ -26,6 +26,10 @@ MIN_ELEMENTS = 8
 def padded(values: Sequence[int], filler: int = 0) -> mx.array:
     """``[max(len(values), MIN_ELEMENTS)] int32``, what a kernel takes; no thread reads what was added."""
     return mx.array([*values, *[filler] * (MIN_ELEMENTS - len(values))], dtype=mx.int32)
+
+
+def _is_list_of_integers(values: object) -> TypeGuard[list[int]]:
+    return isinstance(values, list) and all(type(value) is int for value in values)
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,8 +45,9 @@ class SlotMapping:
     @classmethod
     def build(cls, slots: Sequence[int] | mx.array, block_size: int) -> SlotMapping:
         """Raises ``ValueError`` when ``slots`` is not one-dimensional, not of integers, or names a slot twice."""
-        values = slots.tolist() if hasattr(slots, "tolist") else list(slots)
-        if not isinstance(values, list) or not all(type(slot) is int for slot in values):
+        to_list = getattr(slots, "tolist", None)  # of an array, of numpy too
+        values: object = list(slots) if to_list is None else to_list()
+        if not _is_list_of_integers(values):
             raise ValueError(f"[slot_mapping] slots must be integers of shape [num_tokens], got {slots!r}")
         live = [slot for slot in values if slot >= 0]
         if len(set(live)) != len(live):

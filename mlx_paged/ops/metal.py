@@ -6,7 +6,7 @@ in place: then rows are written by donated scatter, which MLX sees, and kernels 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import mlx.core as mx
 
@@ -86,9 +86,14 @@ def update_and_attend(
         reshape_and_cache(k, v, kv, metadata.slot_mapping)
         return attend(q, kv, metadata, scale, window, sinks)
 
-    def attend_part(part: AttentionMetadata, part_q: mx.array, *rows: mx.array) -> mx.array:
+    def attend_part(
+        part: AttentionMetadata,
+        part_q: mx.array,
+        part_k: mx.array,
+        part_v: mx.array,
+    ) -> mx.array:
         operation = _decode if _run(part, part_q, kv) else _prefill
-        return operation(part_q, rows, kv, part, scale, window, sinks)
+        return operation(part_q, (part_k, part_v), kv, part, scale, window, sinks)
 
     return metadata.map_parts(decode_run, attend_part, q, k, v)
 
@@ -98,12 +103,12 @@ def gather_blocks(kv: KVHandle, block_table: list[int], num_tokens: int) -> Rows
 
 
 def copy_blocks(kv: KVHandle, src_dst_pairs: Sequence[tuple[int, int]]) -> None:
-    write: Callable = kernels.copy_blocks if writes_in_place() else reference.copy_blocks
+    write = kernels.copy_blocks if writes_in_place() else reference.copy_blocks
     write(kv, src_dst_pairs)
 
 
 def zero_blocks(kv: KVHandle, block_ids: Sequence[int]) -> None:
-    write: Callable = kernels.zero_blocks if writes_in_place() else reference.zero_blocks
+    write = kernels.zero_blocks if writes_in_place() else reference.zero_blocks
     write(kv, block_ids)
 
 
@@ -153,12 +158,12 @@ def _prefill(
     if rows is not None:
         kernels.write_slots(*rows, kv, metadata.slot_mapping.packed)
     # Nothing but new tokens: their rows are all there is to see.
-    is_all_new = rows is not None and metadata.context_lens == metadata.query_lens
+    new_rows = rows if metadata.context_lens == metadata.query_lens else None
     starts = metadata.cu_seqlens_q
 
     def dense(seq: int) -> Rows:
-        if is_all_new:
-            k, v = (part[starts[seq] : starts[seq + 1]].swapaxes(0, 1) for part in rows)
+        if new_rows is not None:
+            k, v = (part[starts[seq] : starts[seq + 1]].swapaxes(0, 1) for part in new_rows)
             return k, v
         return kernels.gather(kv, metadata.packed_block_table(seq), metadata.context_lens[seq])
 

@@ -7,6 +7,7 @@ alone. So evaluate a step before the next one is built, and keep no view of a sl
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections.abc import Callable, Sequence
 
 import mlx.core as mx
@@ -55,12 +56,13 @@ def paged_attention(
 
     # Softmax of each query token over all of its blocks, unnormalised until the values are summed, too.
     highest = pairs.segment_max(scores)
+    sink_logits: mx.array | None = None
     if sinks is not None:
         sink_logits = sinks.astype(mx.float32).reshape(1, num_kv_heads, group, 1)
         highest = mx.maximum(highest, sink_logits)
     weights = mx.exp(scores - pairs.spread(highest))
     denominator = pairs.segment_sum(weights.sum(axis=-1, keepdims=True))
-    if sinks is not None:
+    if sink_logits is not None:
         denominator = denominator + mx.exp(sink_logits - highest)
 
     values = pairs.values(weights.astype(kv.dtype), kv.v)
@@ -93,7 +95,8 @@ def _prefill(
     def dense(seq: int) -> tuple[mx.array, mx.array]:
         if rows is not None and metadata.context_lens[seq] == metadata.query_lens[seq]:
             # Nothing but new tokens: their rows are all there is to see.
-            k, v = (array[starts[seq] : starts[seq + 1]].swapaxes(0, 1).astype(kv.dtype) for array in rows)
+            run = slice(starts[seq], starts[seq + 1])
+            k, v = (part[run].swapaxes(0, 1).astype(kv.dtype) for part in rows)
             return k, v
         return gather_blocks(kv, metadata.block_tables[seq], metadata.context_lens[seq])
 
@@ -127,10 +130,15 @@ def update_and_attend(
 ) -> mx.array:
     reshape_and_cache(k, v, kv, metadata.slot_mapping)
 
-    def attend_part(part: AttentionMetadata, part_q: mx.array, *rows: mx.array) -> mx.array:
+    def attend_part(
+        part: AttentionMetadata,
+        part_q: mx.array,
+        part_k: mx.array,
+        part_v: mx.array,
+    ) -> mx.array:
         if is_decode(part.max_query_len):
             return paged_attention(part_q, kv, part, scale, window, sinks)
-        return _prefill(part_q, rows, kv, part, scale, window, sinks)
+        return _prefill(part_q, (part_k, part_v), kv, part, scale, window, sinks)
 
     return metadata.map_parts(is_decode, attend_part, q, k, v)
 
@@ -177,12 +185,19 @@ def attend_densely(
     return (outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)).astype(q.dtype)
 
 
-def gather_blocks(kv: KVHandle, block_table: Sequence[int], num_tokens: int) -> tuple[mx.array, mx.array]:
+def gather_blocks(
+    kv: KVHandle,
+    block_table: list[int] | array[int],  # [num_blocks]
+    num_tokens: int,
+) -> tuple[mx.array, mx.array]:
     num_kv_heads, first = kv.num_kv_heads, block_table[0]
     is_run = list(block_table) == list(range(first, first + len(block_table)))
     # The pieces of one head behind one another, [num_kv_heads, num_blocks]: a gather of whole blocks would be copied
     # once more, to put heads first.
-    ids = None if is_run else mx.arange(num_kv_heads)[:, None] + mx.array(block_table) * num_kv_heads
+    ids = None
+    if not is_run:
+        blocks = mx.array(block_table)  # type: ignore[arg-type]  # not in MLX's stub: buffers
+        ids = mx.arange(num_kv_heads)[:, None] + blocks * num_kv_heads
 
     def gather(slab: mx.array) -> mx.array:
         heads_first = slab[first : first + len(block_table)].swapaxes(0, 1) if is_run else slab.flatten(0, 1)[ids]
@@ -202,7 +217,7 @@ def copy_blocks(kv: KVHandle, src_dst_pairs: Sequence[tuple[int, int]]) -> None:
 
 
 def zero_blocks(kv: KVHandle, block_ids: Sequence[int]) -> None:
-    ids = mx.array(block_ids, dtype=mx.int32)
+    ids = mx.array(list(block_ids), dtype=mx.int32)
     kv.k[ids] = 0
     kv.v[ids] = 0
 

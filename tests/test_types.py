@@ -1,0 +1,156 @@
+"""``py.typed`` is a promise: what a type checker sees of the package, from a user's side."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import mlx_paged
+
+REPOSITORY = Path(__file__).parent.parent
+
+# Strict, but for two things. Reading transformers, which mlx-lm imports, takes most of the time.
+# And mlx.nn hands on what it imports without saying so, so that its Module would pass for Any.
+CONFIG = """
+[mypy]
+strict = true
+
+[mypy-transformers.*]
+follow_imports = skip
+
+[mypy-mlx.nn.*]
+implicit_reexport = true
+"""
+
+# What the snippets of the README take for granted.
+GIVEN = """
+import mlx.nn as nn
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+import mlx_paged
+from mlx_paged import SamplingParams
+
+
+def model_and_tokenizer() -> tuple[nn.Module, TokenizerWrapper]:
+    raise NotImplementedError
+
+
+model, tokenizer = model_and_tokenizer()
+prompt_a, prompt_b, prompt_c, token_a = [1, 2, 3], [4], [5, 6], 7
+"""
+
+
+def readme_snippets() -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", (REPOSITORY / "README.md").read_text(), re.M | re.S)
+
+
+@pytest.fixture(scope="module")
+def run_mypy(tmp_path_factory) -> Callable[[str], list[str]]:
+    """What mypy says about a user's file, one line each: none where it finds nothing."""
+    pytest.importorskip("mypy", reason="mypy is not installed; pip install -e '.[test]' brings it")
+    # One folder for all tests: mypy reads the libraries once and keeps what it found.
+    folder = tmp_path_factory.mktemp("user")
+    (folder / "mypy.ini").write_text(CONFIG)
+    mypy = [sys.executable, "-m", "mypy", "--no-error-summary", "--cache-dir", "cache"]
+
+    def run(source: str) -> list[str]:
+        (folder / "user.py").write_text(source)
+        done = subprocess.run([*mypy, "user.py"], cwd=folder, capture_output=True, text=True)
+        assert done.returncode in (0, 1) and not done.stderr, done.stderr
+        return done.stdout.splitlines()
+
+    return run
+
+
+@pytest.mark.slow
+def test_mypy_finds_nothing_in_the_snippets_of_the_readme(run_mypy):
+    snippets = readme_snippets()
+    assert len(snippets) >= 3
+    functions = [
+        f"\n\nasync def snippet_{number}() -> None:\n{textwrap.indent(snippet, '    ')}"
+        for number, snippet in enumerate(snippets, 1)
+    ]
+    assert run_mypy(GIVEN + "".join(functions)) == []
+
+
+@pytest.mark.slow
+def test_mypy_takes_a_mapping_whose_keys_are_texts_or_numbers(run_mypy):
+    """A dict[str, int] is no Mapping[Hashable, int]: Mapping is invariant in its keys."""
+    program = """
+cache = mlx_paged.create_kv_cache("paged", mlx_paged.KVCacheConfig(1, 1, 8))
+by_name: dict[str, int] = {"a": 1}
+by_number: dict[int, int] = {1: 1}
+with cache.step(by_name), cache.step(by_number):
+    pass
+"""
+    assert run_mypy(GIVEN + program) == []
+
+
+@pytest.mark.slow
+def test_mypy_finds_what_a_user_does_wrong(run_mypy):
+    """Types that say Any would find nothing in a correct program either."""
+    wrong = {
+        "SamplingParams(max_tokens='many')": "arg-type",
+        "SamplingParams(maximum=1)": "call-arg",
+        "mlx_paged.make_kv_cache(model, kv_cache_bytes=[2])": "arg-type",
+        "mlx_paged.ModelRunner(model, model)": "arg-type",
+        "mlx_paged.LLM('x').generate('x')[0].outputs[0].txt": "attr-defined",
+        "mlx_paged.KVCacheConfig('2', 1, 1)": "arg-type",
+        "mlx_paged.no_such_name": "attr-defined",
+    }
+    first_line = len(GIVEN.splitlines()) + 1
+    errors = [line for line in run_mypy(GIVEN + "\n".join(wrong)) if ": error: " in line]
+    found = [(int(line.split(":")[1]) - first_line, line.rpartition("[")[2]) for line in errors]
+    assert found == [(index, f"{code}]") for index, code in enumerate(wrong.values())]
+
+
+@pytest.mark.slow
+def test_every_public_name_has_a_type(run_mypy):
+    names = mlx_paged.__all__
+    revealed = run_mypy(GIVEN + "\n".join(f"reveal_type(mlx_paged.{name})" for name in names))
+    untyped = [line for line in revealed if "note: Revealed type is" not in line or '"Any"' in line]
+    assert untyped == []
+    assert len(revealed) == len(names)
+
+
+def public_functions() -> Iterator[tuple[str, Callable[..., object]]]:
+    """The functions among the package's public names, and the methods and properties of its classes."""
+    for name in mlx_paged.__all__:
+        thing = getattr(mlx_paged, name)
+        if inspect.isfunction(thing):
+            yield name, thing
+        elif inspect.isclass(thing):
+            for owner in thing.__mro__:
+                if owner.__module__.partition(".")[0] != "mlx_paged":
+                    continue
+                for attribute, value in vars(owner).items():
+                    if attribute.startswith("_") and attribute != "__init__":
+                        continue
+                    value = getattr(value, "__func__", value)
+                    function = value.fget if isinstance(value, property) else value
+                    if inspect.isfunction(function):
+                        yield f"{name}.{attribute}", function
+
+
+def test_every_public_function_is_annotated_in_full():
+    checked, lacking = [], []
+    for name, function in public_functions():
+        signature = inspect.signature(function)
+        checked.append(name)
+        lacking += [
+            f"{name}: {parameter.name}"
+            for parameter in signature.parameters.values()
+            if parameter.annotation is parameter.empty and parameter.name not in ("self", "cls")
+        ]
+        # mypy takes an __init__ with annotated parameters for one that returns None.
+        if signature.return_annotation is signature.empty and not name.endswith(".__init__"):
+            lacking.append(f"{name}: what it returns")
+    assert lacking == []
+    assert {"load", "LLM.generate", "KVCacheConfig.nbytes", "KVCacheConfig.within"} <= set(checked)
