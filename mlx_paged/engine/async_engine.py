@@ -10,13 +10,14 @@ import queue
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 
 from mlx_paged.engine.engine import Engine, EngineStats, engine_option_names
 from mlx_paged.engine.prompts import Prompt
-from mlx_paged.foreign_arguments import refuses_unknown_arguments
+from mlx_paged.foreign_arguments import argument_names, refuses_unknown_arguments
 from mlx_paged.memory import wired_limit
 from mlx_paged.request import RequestOutput, SamplingParams, check_request_id
 
@@ -58,6 +59,7 @@ class AsyncEngine:
 
     # From any thread
 
+    @refuses_unknown_arguments("request", also=partial(argument_names, Engine.add_request))
     def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None, **options: Any
     ) -> AsyncIterator[RequestOutput]:
@@ -100,6 +102,7 @@ class AsyncEngine:
         finally:
             self._forget(request_id, receive)
 
+    @refuses_unknown_arguments("request", also=partial(argument_names, Engine.add_request))
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None, **options: Any
     ) -> Iterator[RequestOutput]:
