@@ -216,6 +216,7 @@ def generate(
     if not isinstance(verbose, bool):
         raise ValueError(f"[generate] verbose must be True or False, got {shown(verbose)}")
     text = ""
+    response = None
     responses = stream_generate(model, tokenizer, prompt, **options)
     if verbose:
         print("=" * 10)
@@ -223,7 +224,7 @@ def generate(
         text += response.text
         if verbose:
             print(response.text, end="", flush=True)
-    if verbose:
+    if verbose and response is not None:
         print()
         print("=" * 10)
         print(
@@ -309,7 +310,7 @@ class _Call:
             check_callable("generate", "sampler", sampler, "a function, such as make_sampler(...)")
         if progress is not None:
             check_callable("generate", "prompt_progress_callback", progress, "a function of two numbers")
-        token_ids = read_prompt(prompt, tokenizer, session.runner.model.args.vocab_size).token_ids
+        token_ids = read_prompt(prompt, tokenizer, session.runner.vocab_size).token_ids
         session.check_context(len(token_ids))
         return cls(
             token_ids,
@@ -325,7 +326,7 @@ class _Call:
     def steps(self) -> Generator[TokenStep, None, None]:
         """The tokens, as they come."""
         session, tokens = self.session, list(self.prompt)
-        vocab_size = session.runner.model.args.vocab_size
+        vocab_size = session.runner.vocab_size
 
         def head(logits: mx.array) -> tuple[mx.array, mx.array]:
             for processor in self.logits_processors:

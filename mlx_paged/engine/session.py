@@ -69,7 +69,7 @@ class Session:
             PromptTooLongError: the prompt leaves no room for an answer within ``max_model_len``, or the budget can't
                 hold it.
         """
-        prompt = read_prompt(prompt, None, self.runner.model.args.vocab_size).token_ids
+        prompt = read_prompt(prompt, None, self.runner.vocab_size).token_ids
         prefill_step_size = check_integer("prefill", "prefill_step_size", prefill_step_size, 1)
         check_callable("prefill", "head", head, "a function of the logits")
         self.check_context(len(prompt))
