@@ -12,10 +12,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.argument_values import as_integer, check_callable, check_integer, kind_of, reason
+from mlx_paged.argument_values import as_integer, check_callable, check_integer, kind_of
 from mlx_paged.cache import KVCache
 from mlx_paged.engine.model_runner import ModelRunner, make_kv_cache
-from mlx_paged.engine.prompts import Prompt, TokenIds, read_prompt
+from mlx_paged.engine.prompts import Prompt, TokenIds, as_tokenizer, read_prompt
 from mlx_paged.engine.session import PREFILL_STEP_SIZE, Session
 from mlx_paged.engine.text_stream import TextStream
 from mlx_paged.errors import shown
@@ -261,20 +261,6 @@ def open_session(
         if value != default:
             raise ValueError(f"[generate] {name}={shown(value)} is a matter of the session; leave it out")
     return session
-
-
-def as_tokenizer(tokenizer: object) -> TokenizerWrapper:
-    """A tokenizer of mlx-lm's; raises ``ValueError`` for what is no tokenizer."""
-    if isinstance(tokenizer, TokenizerWrapper):
-        return tokenizer
-    if isinstance(tokenizer, type) or not all(
-        hasattr(tokenizer, name) for name in ("encode", "decode", "eos_token_id")
-    ):
-        raise ValueError(f"[generate] tokenizer must be one that mlx_paged.load returns, got {kind_of(tokenizer)}")
-    try:
-        return TokenizerWrapper(tokenizer)
-    except Exception as error:
-        raise ValueError(f"[generate] tokenizer can't be used: {reason(error)}") from error
 
 
 @dataclass(frozen=True)

@@ -137,7 +137,7 @@ class ModelRunner:
         """
         if not isinstance(batch, Mapping):
             raise ValueError(f"[run] batch must be a mapping of sequences to their new tokens, got {kind_of(batch)}")
-        new_tokens = {seq: check_token_ids(ids, self.vocab_size, f"batch[{seq!r}]") for seq, ids in batch.items()}
+        new_tokens = {seq: check_token_ids(ids, self.vocab_size, f"batch[{shown(seq)}]") for seq, ids in batch.items()}
         if head is not None:
             check_callable("run", "head", head, "a function of the logits, or None")
         with self.cache.step({seq: len(ids) for seq, ids in new_tokens.items()}) as step:
