@@ -6,7 +6,7 @@ import asyncio
 import random
 import threading
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import mlx.core as mx
@@ -125,24 +125,35 @@ def request_case(rng: random.Random) -> Case:
 def run_on_engine(rng: random.Random, options: dict[str, Any], good: list[Any], bad: list[dict[str, Any]]) -> None:
     """Good and bad requests in any order, between steps, with aborts among them."""
     engine = Engine(tiny_model(), tokenizer(), **options)
-    expected: dict[str, list[int]] = {}
+    expected = {f"good {index}": tokens for index, (_, tokens) in enumerate(good)}
+    asked: set[str] = set()
+
+    def ask_good(request_id: str, prompt: list[int], params: dict[str, Any]) -> None:
+        engine.add_request(request_id, prompt, SamplingParams(**params))
+        asked.add(request_id)
+
+    def ask_bad(request_id: str, arguments: dict[str, Any]) -> None:
+        # At times under the id of a good one, which is in use, or done.
+        taken = sorted(asked)
+        request_id = rng.choice(taken) if taken and rng.random() < 0.3 else request_id
+        refused_or_taken(lambda: engine.add_request(request_id, **arguments))
+
     acts: list[Callable[[], None]] = []
-    for index, ((prompt, params), tokens) in enumerate(good):
-        expected[f"good {index}"] = tokens
-        acts.append(lambda i=index, p=prompt, s=params: engine.add_request(f"good {i}", p, SamplingParams(**s)))
+    for request_id, ((prompt, params), _) in zip(expected, good, strict=True):
+        acts.append(partial(ask_good, request_id, prompt, params))
     for index, arguments in enumerate(bad):
-        request_id = rng.choice((f"bad {index}", "good 0"))
-        acts.append(lambda i=request_id, a=arguments: refused_or_taken(lambda: engine.add_request(i, **a)))
-        acts.append(lambda i=index: refused_or_taken(lambda: engine.abort(rng.choice((f"bad {i}", "nobody", junk(rng))))))
+        acts.append(partial(ask_bad, f"bad {index}", arguments))
+        aborted = rng.choice((f"bad {index}", "nobody", junk(rng)))
+        acts.append(partial(refused_or_taken, partial(engine.abort, aborted)))
     rng.shuffle(acts)
-    # The good request of an id comes first: a bad one of the same id is the one that is refused.
-    acts.sort(key=lambda act: act.__defaults__ is not None and len(act.__defaults__) == 3, reverse=True)
     outputs: dict[str, Any] = {}
     while acts or engine.has_unfinished_requests():
         for _ in range(rng.choice((0, 1, 3))):
             if acts:
                 acts.pop(0)()
-        outputs |= {output.request_id: output for output in engine.step() if output.finished}
+        for output in engine.step():
+            if output.finished:
+                outputs.setdefault(output.request_id, output)
         engine.scheduler.check_integrity()
     check_good(expected, outputs)
     stats = engine.stats()
