@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,10 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.argument_values import kind_of, reason
 from mlx_paged.chat_template import ChatTemplateError, render_chat
-from mlx_paged.config import SchedulerConfig
-from mlx_paged.engine.engine import Engine, EngineStats
+from mlx_paged.engine.engine import Engine, EngineStats, engine_option_names
 from mlx_paged.engine.prompts import Prompt, split_prompts
 from mlx_paged.errors import shown
-from mlx_paged.foreign_arguments import argument_names, refuses_unknown_arguments
+from mlx_paged.foreign_arguments import refuses_unknown_arguments
 from mlx_paged.interrupts import caught_interrupts
 from mlx_paged.llm_arguments import (
     Message,
@@ -33,10 +32,6 @@ from mlx_paged.request import CompletionOutput, RequestOutput, SamplingParams
 
 # A list of so many prompts gets a progress bar, where there is a terminal to show it.
 LONG_BATCH = 10
-
-
-def _engine_options() -> Collection[str]:
-    return argument_names(Engine) | argument_names(SchedulerConfig)
 
 
 class LLM:
@@ -57,7 +52,7 @@ class LLM:
         TypeError: an argument that there is not; the message says what to use.
     """
 
-    @refuses_unknown_arguments("engine", also=_engine_options)
+    @refuses_unknown_arguments("engine", also=engine_option_names)
     def __init__(
         self,
         model: str | Path | nn.Module,

@@ -14,7 +14,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_paged.engine.engine import Engine, EngineStats, Prompt
+from mlx_paged.engine.engine import Engine, EngineStats, Prompt, engine_option_names
+from mlx_paged.foreign_arguments import argument_names, refuses_unknown_arguments
 from mlx_paged.memory import wired_limit
 from mlx_paged.request import RequestOutput, SamplingParams, check_request_id
 
@@ -43,6 +44,7 @@ class AsyncEngine:
         model, tokenizer, engine_options: as :class:`Engine`.
     """
 
+    @refuses_unknown_arguments("engine", also=engine_option_names)
     def __init__(self, model: Any, tokenizer: Any = None, **engine_options: Any):
         # Made here, so that wrong settings are the caller's to see.
         self.engine = Engine(model, tokenizer, **engine_options)
@@ -55,6 +57,7 @@ class AsyncEngine:
 
     # From any thread
 
+    @refuses_unknown_arguments("request", also=lambda: argument_names(Engine.add_request))
     def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None, **options: Any
     ) -> AsyncIterator[RequestOutput]:
@@ -97,6 +100,7 @@ class AsyncEngine:
         finally:
             self._forget(request_id, receive)
 
+    @refuses_unknown_arguments("request", also=lambda: argument_names(Engine.add_request))
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None, **options: Any
     ) -> Iterator[RequestOutput]:
