@@ -75,5 +75,8 @@ def check_callable(room: str, name: str, value: object, what: str) -> None:
 
 
 def refused(room: str, name: str, value: object, range_: str, kind: str) -> ValueError:
-    """The error for a number that is out of its range or of another type."""
-    return ValueError(f"[{room}] {name} must be {range_}, {kind}; got {shown(value)}")
+    """The error for a number that is out of its range, or is none."""
+    no_number = "" if as_number(value) is not None and kind == "a number" else f", which is not {kind}"
+    if kind == "a whole number" and as_integer(value) is not None:
+        no_number = ""
+    return ValueError(f"[{room}] {name} must be {range_}, got {shown(value)}{no_number}")

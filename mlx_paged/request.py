@@ -11,6 +11,7 @@ from enum import Enum
 from typing import Any, TypeGuard
 
 from mlx_paged.errors import shown
+from mlx_paged.foreign_arguments import constructor_refuses_unknown_arguments
 
 MAX_LOGPROBS = 20
 MAX_COMPLETIONS = 16384  # of one request, as in vLLM
@@ -21,6 +22,7 @@ LogitsProcessor = Callable[[Any, Any], Any]
 SeqId = Hashable
 
 
+@constructor_refuses_unknown_arguments("params")
 @dataclass(frozen=True)
 class SamplingParams:
     """How one request is sampled and when it ends. Names as in vLLM, defaults as in mlx-lm: greedy, 256 tokens.

@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from mlx_paged.engine.engine import Engine, EngineStats, engine_option_names
 from mlx_paged.engine.prompts import Prompt
-from mlx_paged.foreign_arguments import refuses_unknown_arguments
+from mlx_paged.foreign_arguments import argument_names, refuses_unknown_arguments
 from mlx_paged.memory import wired_limit
 from mlx_paged.request import RequestOutput, SamplingParams, check_request_id
 
@@ -58,6 +58,7 @@ class AsyncEngine:
 
     # From any thread
 
+    @refuses_unknown_arguments("request", also=lambda: argument_names(Engine.add_request))
     def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None, **options: Any
     ) -> AsyncIterator[RequestOutput]:
@@ -100,6 +101,7 @@ class AsyncEngine:
         finally:
             self._forget(request_id, receive)
 
+    @refuses_unknown_arguments("request", also=lambda: argument_names(Engine.add_request))
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None, **options: Any
     ) -> Iterator[RequestOutput]:

@@ -20,16 +20,16 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.config import KVBudget, SchedulerConfig
 from mlx_paged.core import KVCacheManagerStats, hash_token_blocks
-from mlx_paged.engine.model_runner import ModelRunner, make_kv_cache
+from mlx_paged.engine.model_runner import ModelRunner, check_model, make_kv_cache
 from mlx_paged.engine.prompts import Prompt, read_prompt
 from mlx_paged.engine.request_state import RequestState
 from mlx_paged.engine.sampler import SampledToken, Sampler
 from mlx_paged.engine.scheduler import Scheduler, extra_hash_keys
 from mlx_paged.engine.scheduler_output import SchedulerOutput
 from mlx_paged.engine.swap_space import SwapSpace
-from mlx_paged.errors import request_error, shown
+from mlx_paged.errors import request_error
 from mlx_paged.foreign_arguments import argument_names, refuses_unknown_arguments
-from mlx_paged.models.context_length import context_length
+from mlx_paged.models.context_length import context_limit
 from mlx_paged.request import (
     Request,
     RequestOutput,
@@ -55,6 +55,11 @@ class EngineStats(KVCacheManagerStats):
     num_swapped_tokens: int  # in host memory now
     nbytes_held: int  # allocated for K/V now
     nbytes_budget: int
+
+
+def engine_option_names() -> frozenset[str]:
+    """The names of all settings that an :class:`Engine` takes."""
+    return argument_names(Engine) | argument_names(SchedulerConfig)
 
 
 class Engine:
@@ -89,7 +94,7 @@ class Engine:
         TypeError: an argument that there is not; the message says what to use.
     """
 
-    @refuses_unknown_arguments("engine", also=partial(argument_names, SchedulerConfig))
+    @refuses_unknown_arguments("engine", also=lambda: argument_names(SchedulerConfig))
     def __init__(
         self,
         model: nn.Module,
@@ -103,7 +108,8 @@ class Engine:
         max_model_len: int | None = None,
         **scheduler_options: Any,
     ):
-        config = SchedulerConfig(max_model_len=_context_limit(model, max_model_len), **scheduler_options)
+        check_model(model)
+        config = SchedulerConfig(max_model_len=context_limit(model.args, max_model_len), **scheduler_options)
         if tokenizer is not None and not isinstance(tokenizer, TokenizerWrapper):
             tokenizer = TokenizerWrapper(tokenizer)
         # Whoever steps may do so in another thread, which can't evaluate what this one left lazy. Not only parameters:
@@ -154,6 +160,7 @@ class Engine:
 
     # From any thread
 
+    @refuses_unknown_arguments("request")
     def add_request(
         self,
         request_id: str,
@@ -451,23 +458,6 @@ class Engine:
             if output.finished:
                 self._states.pop(output.request_id, None)
                 self._news.pop(output.request_id, None)
-
-
-def engine_option_names() -> set[str]:
-    """The keyword arguments that an engine takes, those of its scheduler included."""
-    return argument_names(Engine) | argument_names(SchedulerConfig)
-
-
-def _context_limit(model: nn.Module, max_model_len: int | None) -> int:
-    limit = context_length(model.args)
-    if max_model_len is None:
-        return limit
-    if not isinstance(max_model_len, int) or isinstance(max_model_len, bool) or not 2 <= max_model_len <= limit:
-        raise ValueError(
-            f"[engine] max_model_len must be a whole number within 2..{limit}, the context that the model was made "
-            f"for, got {shown(max_model_len)}"
-        )
-    return max_model_len
 
 
 def _write_traceback(error: BaseException) -> None:

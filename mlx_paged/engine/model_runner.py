@@ -11,10 +11,14 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_reduce
 
+from mlx_paged.argument_values import check_callable, check_integer, kind_of
 from mlx_paged.cache import KVCache, SeqId, create_kv_cache
 from mlx_paged.config import KVBudget, KVCacheConfig
+from mlx_paged.engine.prompts import check_token_ids
 from mlx_paged.engine.scheduler_output import SchedulerOutput
 from mlx_paged.engine.swap_space import SwapSpace
+from mlx_paged.errors import shown
+from mlx_paged.foreign_arguments import refuses_unknown_arguments
 from mlx_paged.memory import default_kv_cache_bytes
 
 T = TypeVar("T")
@@ -24,6 +28,7 @@ T = TypeVar("T")
 CLEAR_CACHE_INTERVAL = 256
 
 
+@refuses_unknown_arguments("cache")
 def make_kv_cache(
     model: nn.Module,
     kind: str = "paged",
@@ -41,8 +46,14 @@ def make_kv_cache(
         backend: ``"auto"``, ``"reference"`` or ``"metal"``.
 
     Raises:
-        ValueError: an unknown kind, block size or backend, or a budget that can't be read or holds no block.
+        ValueError: no model of :func:`mlx_paged.load`, an unknown kind, block size or backend, or a budget that can't
+            be read or holds no block.
     """
+    check_model(model)
+    for name, value in (("kind", kind), ("backend", backend)):
+        if not isinstance(value, str):
+            raise ValueError(f"[kv cache] {name} must be a text, got {shown(value)}")
+    block_size = check_integer("kv cache", "block_size", block_size, 1)
     args = model.args
     if kv_cache_bytes is None:
         weight_nbytes = tree_reduce(lambda total, leaf: total + leaf.nbytes, model.parameters(), 0)
@@ -58,6 +69,16 @@ def make_kv_cache(
         block_size=block_size,
     )
     return create_kv_cache(kind, config, backend)
+
+
+def check_model(model: object) -> None:
+    """Raise ``ValueError`` unless ``model`` is one that :func:`mlx_paged.load` returns."""
+    config = getattr(model, "args", None)
+    attributes = ("num_hidden_layers", "num_key_value_heads", "head_dim", "vocab_size")
+    is_ours = hasattr(model, "dtype") and all(hasattr(config, name) for name in attributes)
+    if not isinstance(model, nn.Module) or not is_ours:
+        kind = f"{type(model).__module__}.{kind_of(model)}".removeprefix("builtins.")
+        raise ValueError(f"[model] model must be one that mlx_paged.load returns, got {kind}")
 
 
 @dataclass(frozen=True)
@@ -106,9 +127,16 @@ class ModelRunner:
 
         Raises:
             CacheFullError: the budget can't hold the new tokens; nothing was changed.
+            ValueError: no sequence, one without tokens, or a token that the model does not have; nothing was changed.
         """
-        tokens = mx.array([token for new_tokens in batch.values() for token in new_tokens])
-        with self.cache.step({seq: len(new_tokens) for seq, new_tokens in batch.items()}) as step:
+        if not isinstance(batch, Mapping):
+            raise ValueError(f"[run] batch must be a mapping of sequences to their new tokens, got {kind_of(batch)}")
+        vocab_size = self.model.args.vocab_size
+        new_tokens = {seq: check_token_ids(ids, vocab_size, f"batch[{seq!r}]") for seq, ids in batch.items()}
+        if head is not None:
+            check_callable("run", "head", head, "a function of the logits, or None")
+        with self.cache.step({seq: len(ids) for seq, ids in new_tokens.items()}) as step:
+            tokens = mx.array([token for ids in new_tokens.values() for token in ids])
             logits = self.model(tokens, step.positions, self.cache, step.last_rows)
             outputs = logits if head is None else head(logits)
             # One step ahead of its evaluation, a slab would have a reader in flight and each write would copy it.

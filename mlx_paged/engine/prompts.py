@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeGuard
 
 import mlx.core as mx
@@ -57,7 +57,7 @@ def read_prompt(
     text, token_ids = _split_dict(prompt, name) if isinstance(prompt, Mapping) else (None, prompt)
     if isinstance(token_ids, str):
         text, token_ids = token_ids, encode_prompt(tokenizer, token_ids, name)
-    ids = check_token_ids(_elements(token_ids, name), vocab_size, name)
+    ids = check_token_ids(token_ids, vocab_size, name)
     if not ids:
         raise ValueError(f"[prompt] the prompt is empty; give at least one token as {name}")
     return EncodedPrompt(text, ids)
@@ -113,14 +113,15 @@ def encode_prompt(tokenizer: TokenizerWrapper | None, text: str, name: str = "pr
     return token_ids
 
 
-def check_token_ids(token_ids: Iterable[object], vocab_size: int, name: str = "prompt") -> list[int]:
+def check_token_ids(token_ids: object, vocab_size: int, name: str = "prompt") -> list[int]:
     """The token ids as Python integers. The model would look up any other number in silence.
 
     Raises:
-        ValueError: one is no integer or outside the vocabulary; the message says its position.
+        ValueError: no sequence or array of one dimension, or one of them is no integer or outside the
+            vocabulary; the message says its position.
     """
     checked: list[int] = []
-    for token in token_ids:
+    for token in _elements(token_ids, name):
         index = token if type(token) is int else as_integer(token)
         if index is None:
             raise ValueError(

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TypeVar
 
 import mlx.core as mx
 
-from mlx_paged.cache import KVCache, PromptTooLongError, SeqId
+from mlx_paged.argument_values import check_callable, check_integer, kind_of
+from mlx_paged.cache import CacheFullError, KVCache, PromptTooLongError, SeqId, prompt_beyond_context
 from mlx_paged.engine.model_runner import ModelRunner
+from mlx_paged.engine.prompts import read_prompt
+from mlx_paged.foreign_arguments import refuses_unknown_arguments
+from mlx_paged.models.context_length import context_limit
 
 T = TypeVar("T")
 PREFILL_STEP_SIZE = 512
@@ -21,11 +25,23 @@ class Session:
 
     Attributes:
         tokens: the token ids whose K/V the cache holds; the cache's length of the sequence is always theirs.
+        max_model_len: the most tokens that a prompt and its answer have together; by default the context that the
+            model was made for.
+
+    Raises:
+        ValueError: ``runner`` is no :class:`ModelRunner`, ``seq`` can't be hashed, or ``max_model_len`` is not within
+            what the model was made for.
     """
 
-    def __init__(self, runner: ModelRunner, seq: SeqId = "session"):
+    @refuses_unknown_arguments("cache")
+    def __init__(self, runner: ModelRunner, seq: SeqId = "session", max_model_len: int | None = None):
+        if not isinstance(runner, ModelRunner):
+            raise ValueError(f"[session] runner must be a ModelRunner, got {kind_of(runner)}")
+        if not isinstance(seq, Hashable):
+            raise ValueError(f"[session] seq must be hashable, such as a text, got {kind_of(seq)}")
         self.runner = runner
         self.seq = seq
+        self.max_model_len = context_limit(runner.model.args, max_model_len)
         self.tokens: list[int] = []
 
     @property
@@ -48,13 +64,15 @@ class Session:
             progress: called with the prompt tokens done so far and their total, reused ones included.
 
         Raises:
-            ValueError: the prompt is empty or the chunk size is not positive.
-            PromptTooLongError: the budget can't hold the prompt.
+            ValueError: the prompt is empty or has a token that the model does not have, or the chunk size is not
+                positive.
+            PromptTooLongError: the prompt leaves no room for an answer within ``max_model_len``, or the budget can't
+                hold it.
         """
-        if len(prompt) == 0:
-            raise ValueError("[prefill] the prompt is empty; give at least one token")
-        if prefill_step_size < 1:
-            raise ValueError(f"[prefill] prefill_step_size must be at least 1, got {prefill_step_size}")
+        prompt = read_prompt(prompt, None, self.runner.model.args.vocab_size).token_ids
+        prefill_step_size = check_integer("prefill", "prefill_step_size", prefill_step_size, 1)
+        check_callable("prefill", "head", head, "a function of the logits")
+        self.check_context(len(prompt))
         self._check_fits(len(prompt))
         # The last token is computed even when all are held: its logits are needed.
         num_cached = min(common_prefix_len(self.tokens, prompt), len(prompt) - 1)
@@ -71,11 +89,22 @@ class Session:
                 return output, num_cached
 
     def decode(self, token: int, head: Callable[[mx.array], T]) -> T:
-        """Append one token and return ``head`` of its logits; raises ``CacheFullError`` when the budget is used up."""
+        """Append one token and return ``head`` of its logits.
+
+        Raises:
+            CacheFullError: the budget, or the context, is used up.
+            ValueError: the model does not have the token.
+        """
+        if len(self.tokens) >= self.max_model_len:
+            raise CacheFullError(
+                f"[context] the session holds {len(self.tokens)} tokens, and max_model_len is {self.max_model_len}; "
+                "trim it, or raise max_model_len"
+            )
         return self._extend([token], head)
 
     def trim(self, length: int) -> None:
-        """Forget all but the first ``length`` tokens."""
+        """Forget all but the first ``length`` tokens; raises ``ValueError`` for a negative length."""
+        length = check_integer("session", "length", length, 0)
         if length < len(self.tokens):
             self.cache.trim(self.seq, length)
             del self.tokens[length:]
@@ -86,7 +115,7 @@ class Session:
         Raises:
             CacheFullError: a basic cache counts the copy that the first write will make, and it doesn't fit.
         """
-        branch = Session(self.runner, f"{self.seq}.{next(_forks)}")
+        branch = Session(self.runner, f"{self.seq}.{next(_forks)}", self.max_model_len)
         if self.tokens:
             self.cache.fork(self.seq, branch.seq)
             branch.tokens = list(self.tokens)
@@ -102,6 +131,11 @@ class Session:
         output = self.runner.run({self.seq: new_tokens}, head)
         self.tokens.extend(new_tokens)
         return output
+
+    def check_context(self, num_tokens: int) -> None:
+        """Raise ``PromptTooLongError`` for a prompt that leaves no room for an answer within ``max_model_len``."""
+        if num_tokens >= self.max_model_len:
+            raise prompt_beyond_context(num_tokens, self.max_model_len)
 
     def _check_fits(self, num_tokens: int) -> None:
         limit = self.cache.max_seq_len(self.seq)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from mlx_paged.argument_values import as_integer
+from mlx_paged.errors import shown
+
 # These kinds of RoPE scaling are counted in max_position_embeddings already; the others multiply it.
 _ALREADY_SCALED = ("default", "llama3", "longrope", "su", "mrope")
 
@@ -26,3 +29,21 @@ def context_length(args: Any) -> int:
     if kind == "yarn":
         limit = scaling.get("original_max_position_embeddings", limit)
     return int(limit * scaling.get("factor", 1.0))
+
+
+def context_limit(args: Any, max_model_len: int | None) -> int:
+    """The most tokens that a prompt and its answer have together: ``max_model_len``, or what the model was made for.
+
+    Raises:
+        ValueError: no whole number, below 2, or more than the model was made for.
+    """
+    limit = context_length(args)
+    if max_model_len is None:
+        return limit
+    length = as_integer(max_model_len)
+    if length is None or not 2 <= length <= limit:
+        raise ValueError(
+            f"[context] max_model_len must be a whole number within 2..{limit}, the context that the model was made "
+            f"for, got {shown(max_model_len)}"
+        )
+    return length

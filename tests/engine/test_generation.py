@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
+
 import mlx.core as mx
 import numpy as np
 import pytest
 from engine_helpers import tiny_models
+from engine_runs import load_demo
 from mlx_lm.generate import generate_step as mlx_lm_generate_step
 
 from mlx_paged import ModelRunner, Session, make_kv_cache, make_sampler
 from mlx_paged.engine.session import PromptTooLongError
-from mlx_paged.generation import generate_step
+from mlx_paged.generation import generate, generate_step, stream_generate
 from mlx_paged.models import qwen3
+
+
+@pytest.fixture(scope="module")
+def demo() -> tuple:
+    return load_demo()
 
 
 def prompt(num_tokens: int) -> list[int]:
@@ -92,6 +101,139 @@ def test_bad_arguments_are_refused_by_name(model: qwen3.Model, arguments: dict, 
 
 
 @pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompt": None}, "a prompt is text or token ids, got NoneType as prompt"),
+        ({"prompt": b"ab"}, "a prompt is text or token ids, got bytes as prompt"),
+        ({"prompt": [1, "2"]}, r"token ids are integers, got '2' \(str\) as prompt\[1\]"),
+        ({"prompt": [1, 2.0]}, "token ids are integers, got 2.0"),
+        ({"prompt": mx.array([[1, 2]])}, r"prompt is an array of shape \(1, 2\)"),
+        ({"prompt": "text"}, "a text prompt needs a tokenizer"),
+        ({"model": "model"}, "model must be one that mlx_paged.load returns, got str"),
+        ({"model": tiny_models()[1]}, "model must be one that mlx_paged.load returns, got mlx_lm.models.qwen3.Model"),
+        ({"max_tokens": "9"}, "max_tokens must be positive, or -1 for no limit, got '9'"),
+        ({"max_tokens": 2.0}, "max_tokens must be positive, or -1 for no limit, got 2.0"),
+        ({"max_tokens": None}, "max_tokens must be positive, or -1 for no limit, got None"),
+        ({"max_tokens": True}, "max_tokens must be positive, or -1 for no limit, got True"),
+        ({"prefill_step_size": 0}, "prefill_step_size must be at least 1, got 0"),
+        ({"prefill_step_size": "8"}, "prefill_step_size must be at least 1, got '8', which is not a whole number"),
+        ({"sampler": 0.7}, "sampler must be a function, such as make_sampler"),
+        ({"logits_processors": lambda tokens, logits: logits}, "logits_processors must be a list of functions"),
+        ({"logits_processors": "x"}, "logits_processors must be a list of functions, got 'x'"),
+        ({"logits_processors": [None]}, r"logits_processors\[0\] must be a function of tokens and logits, got None"),
+        ({"prompt_progress_callback": 1}, "prompt_progress_callback must be a function of two numbers, got 1"),
+        ({"session": "s"}, "session must be a Session, got str"),
+        ({"kv": 1}, "kind must be a text, got 1"),
+        ({"kv": ["paged"]}, "kind must be a text, got .'paged'."),
+        ({"backend": None}, "backend must be a text, got None"),
+        ({"block_size": "16"}, "block_size must be at least 1, got '16', which is not a whole number"),
+        ({"block_size": 16.0}, "block_size must be at least 1, got 16.0, which is not a whole number"),
+        ({"max_model_len": 1}, r"max_model_len must be a whole number within 2\.\.1048576, .*, got 1"),
+        ({"max_model_len": 2**20 + 1}, r"max_model_len must be a whole number within 2\.\.1048576"),
+        ({"max_model_len": "8"}, "max_model_len must be a whole number .*, got '8'"),
+        ({"max_model_len": 2}, "a prompt of 2 tokens leaves no room for an answer: .* at most 2 tokens together"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_bad_arguments_are_refused_at_the_call(model: qwen3.Model, arguments: dict, message: str):
+    with pytest.raises((ValueError, PromptTooLongError), match=message) as refusal:
+        generate_step(**({"prompt": [1, 2], "model": model} | arguments))
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tokenizer": None}, "tokenizer must be one that mlx_paged.load returns, got NoneType"),
+        ({"tokenizer": "some/folder"}, "tokenizer must be one that mlx_paged.load returns, got str"),
+        ({"verbose": "no"}, "verbose must be True or False, got 'no'"),
+        ({"max_tokens": 0}, "max_tokens must be positive"),
+        ({"prompt": ""}, "the prompt is empty"),
+        ({"prompt": "\ud800"}, "prompt is no valid Unicode text"),
+    ],
+    ids=ascii,
+)
+def test_generate_refuses_at_the_call_and_prints_nothing(
+    demo: tuple, arguments: dict, message: str, capsys: pytest.CaptureFixture
+):
+    with pytest.raises(ValueError, match=message):
+        generate(**({"model": demo[0], "tokenizer": demo[1], "prompt": "Hello", "verbose": True} | arguments))
+    assert capsys.readouterr() == ("", "")
+
+
+def test_streams_refuse_at_the_call(demo: tuple):
+    with pytest.raises(ValueError, match="max_tokens must be positive"):
+        stream_generate(*demo, "Hello", max_tokens=-7)
+    with pytest.raises(TypeError, match="give sampler=make_sampler"):
+        stream_generate(*demo, "Hello", temperature=0.7)
+
+
+def test_options_of_a_cache_are_refused_beside_a_session(model: qwen3.Model, session: Session):
+    for options in ({"kv": "basic"}, {"block_size": 32}, {"kv_cache_bytes": "1G"}, {"max_model_len": 10}):
+        with pytest.raises(ValueError, match=f"{next(iter(options))}=.* is a matter of the session; leave it out"):
+            generate_step([1, 2], model, session=session, **options)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (mx.array([61]), "the sampler chose token 61, outside the model's vocabulary of 61"),
+        (mx.array([-1]), "the sampler chose token -1, outside"),
+        (7, "a sampler returns an array of token ids, got int"),
+        (None, "a sampler returns an array of token ids, got NoneType"),
+        (mx.array(7), r"a sampler returns integers of shape \(1,\), got mlx.core.int32 of shape \(\)"),
+        (mx.array([7, 8]), r"a sampler returns integers of shape \(1,\), got mlx.core.int32 of shape \(2,\)"),
+        (mx.array([7.0]), r"a sampler returns integers of shape \(1,\), got mlx.core.float32"),
+        (mx.array([True]), r"a sampler returns integers of shape \(1,\), got mlx.core.bool"),
+    ],
+    ids=repr,
+)
+def test_a_sampler_that_names_no_token_is_an_error_and_the_session_lives_on(
+    model: qwen3.Model, session: Session, returned: object, message: str
+):
+    with pytest.raises(ValueError, match=message):
+        list(generate_step(prompt(5), model, sampler=lambda logprobs: returned, session=session))
+    expected = [token for token, _ in generate_step(prompt(5), model, max_tokens=5)]
+    assert [token for token, _ in generate_step(prompt(5), model, max_tokens=5, session=session)] == expected
+
+
+@pytest.mark.parametrize("returned", [None, 3.0, mx.zeros((1, 60)), mx.zeros((61,))], ids=repr)
+def test_a_logits_processor_that_returns_no_logits_is_an_error(model: qwen3.Model, returned: object):
+    with pytest.raises(ValueError, match=r"a logits processor returns logits of shape \(1, 61\), got"):
+        list(generate_step(prompt(5), model, logits_processors=[lambda tokens, logits: returned]))
+
+
+@pytest.mark.parametrize("kind", ["basic", "paged"])
+def test_prompt_and_answer_never_exceed_the_context(demo: tuple, kind: str):
+    ids = demo[1].encode("Once upon a time")
+    limit = len(ids) + 3
+    responses = list(stream_generate(*demo, ids, max_tokens=-1, kv=kind, max_model_len=limit))
+    assert [response.finish_reason for response in responses] == [None, None, "length"]
+    free = list(stream_generate(*demo, ids, max_tokens=3, kv=kind))
+    assert [response.token for response in responses] == [response.token for response in free]
+    assert len(list(stream_generate(*demo, ids, kv=kind, max_model_len=len(ids) + 1))) == 1
+    with pytest.raises(
+        PromptTooLongError, match=f"prompt of {len(ids)} tokens leaves no room .* shorten the prompt or"
+    ):
+        stream_generate(*demo, ids, kv=kind, max_model_len=len(ids))
+
+
+def test_the_context_is_by_default_what_the_model_was_made_for(model: qwen3.Model, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(model.args, "max_position_embeddings", 40)
+    assert len(list(generate_step(prompt(34), model, max_tokens=-1))) == 6
+    with pytest.raises(PromptTooLongError, match="a prompt of 40 tokens leaves no room for an answer"):
+        generate_step(prompt(40), model)
+
+
+def test_prompts_of_every_form_have_one_answer(demo: tuple):
+    text = "Once upon a time"
+    ids = demo[1].encode(text)
+    forms = (text, ids, tuple(ids), np.array(ids), mx.array(ids), {"prompt": text}, {"prompt_token_ids": ids})
+    answers = {generate(*demo, form, max_tokens=5) for form in forms}
+    assert len(answers) == 1
+
+
+@pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"temp": -0.1}, "temp must be at least 0"),
@@ -106,6 +248,52 @@ def test_bad_arguments_are_refused_by_name(model: qwen3.Model, arguments: dict, 
 def test_a_sampler_refuses_values_out_of_range(settings: dict, message: str):
     with pytest.raises(ValueError, match=message):
         make_sampler(**settings)
+
+
+@pytest.mark.parametrize("name", ["temp", "top_p", "min_p", "top_k", "min_tokens_to_keep"])
+@pytest.mark.parametrize(
+    "value", [True, "0.5", None, math.nan, math.inf, -math.inf, [1], mx.array([1, 2]), np.True_, 1j]
+)
+def test_a_sampler_refuses_what_is_no_number_by_name(name: str, value: object):
+    with pytest.raises(ValueError, match=rf"^\[sampler\] {name} must be .*, got ") as refusal:
+        make_sampler(**{name: value})
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_sampler_takes_numbers_of_every_type():
+    logprobs = mx.log(mx.array([[0.5, 0.3, 0.15, 0.05]]))
+    for one, half in ((np.int64(1), np.float32(0.5)), (mx.array(1), mx.array(0.5)), (np.uint8(1), Fraction(1, 2))):
+        sampler = make_sampler(temp=half, top_p=half, min_p=half, min_tokens_to_keep=one, top_k=one)
+        assert sampler(logprobs).item() == 0
+
+
+def test_a_refused_top_k_leaves_the_random_numbers_of_the_process_as_they_were():
+    logprobs = mx.log(mx.array([[0.5, 0.3, 0.15, 0.05]]))
+    with pytest.raises(ValueError, match=r"top_k must be at least 0, got 1\.5, which is not a whole number"):
+        make_sampler(temp=1.0, top_k=1.5)
+    assert make_sampler(temp=1.0, top_k=2)(logprobs).item() in {0, 1}
+    assert mx.random.uniform().item() < 1
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"top_k": 4},
+        {"top_k": 5},
+        {"top_k": 10**9},
+        {"min_p": 0.9, "min_tokens_to_keep": 4},
+        {"min_p": 0.9, "min_tokens_to_keep": 5},
+    ],
+    ids=str,
+)
+def test_a_filter_that_keeps_as_many_tokens_as_there_are_keeps_all(settings: dict):
+    logprobs = mx.log(mx.array([[0.3, 0.3, 0.2, 0.2]]))
+    sampler = make_sampler(temp=1.0, **settings)
+    assert {sampler(logprobs).item() for _ in range(200)} == {0, 1, 2, 3}
+    # The same sampler for a larger vocabulary.
+    if settings.get("top_k") == 4:
+        larger = mx.log(mx.array([[0.2, 0.2, 0.2, 0.2, 0.1, 0.1]]))
+        assert {sampler(larger).item() for _ in range(200)} == {0, 1, 2, 3}
 
 
 def test_top_k_and_min_p_and_top_p_only_draw_from_what_they_keep():

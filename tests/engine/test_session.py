@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from mlx_paged import ModelRunner, Session, make_kv_cache
+from mlx_paged.cache import CacheFullError
 from mlx_paged.engine.session import PromptTooLongError, common_prefix_len
 from mlx_paged.models import qwen3
 
@@ -115,6 +116,91 @@ def test_bad_prompts_are_refused(session: Session):
         session.prefill([], same)
     with pytest.raises(ValueError, match="prefill_step_size must be at least 1, got 0"):
         session.prefill([1], same, prefill_step_size=0)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([1, 61], "token id 61 is outside the model's vocabulary of 61"),
+        ([1, 2.0], "token ids are integers, got 2.0"),
+        ([1, True], "token ids are integers, got True"),
+        (None, "a prompt is text or token ids, got NoneType"),
+        ("text", "a text prompt needs a tokenizer"),
+    ],
+    ids=repr,
+)
+def test_a_prompt_that_names_no_tokens_is_refused_before_anything_changes(
+    session: Session, prompt: object, message: str
+):
+    session.prefill(tokens(30), same)
+    with pytest.raises(ValueError, match=message):
+        session.prefill(prompt, same)
+    assert session.tokens == tokens(30) and session.cache.seq_len(session.seq) == 30
+
+
+def test_bad_settings_of_a_session_are_refused(session: Session, model: qwen3.Model):
+    for arguments, message in (
+        ({"runner": model}, "runner must be a ModelRunner, got Model"),
+        ({"seq": ["list"]}, "seq must be hashable, such as a text, got list"),
+        ({"max_model_len": 0}, r"max_model_len must be a whole number within 2\.\.1048576, .* got 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Session(**({"runner": session.runner} | arguments))
+    session.prefill(tokens(3), same)
+    for length in (-1, 1.5, "1", True):
+        with pytest.raises(ValueError, match="length must be at least 0, got"):
+            session.trim(length)
+    with pytest.raises(ValueError, match="head must be a function of the logits, got None"):
+        session.prefill(tokens(4), None)
+    for token in (61, -1, 2.0, "2", None, True):
+        with pytest.raises(ValueError, match=r"token id.* as batch\['session'\]\[0\]"):
+            session.decode(token, same)
+    assert session.tokens == tokens(3) and session.cache.seq_len(session.seq) == 3
+
+
+def test_a_session_never_holds_more_than_its_context(session: Session):
+    short = Session(session.runner, "short", max_model_len=8)
+    with pytest.raises(PromptTooLongError, match=r"a prompt of 8 tokens leaves no room .* at most 8 tokens together"):
+        short.prefill(tokens(8), same)
+    assert short.tokens == [] and session.cache.seqs == []
+    short.prefill(tokens(7), same)
+    branch = short.fork()
+    assert branch.max_model_len == 8
+    for one in (short, branch):
+        one.decode(1, same)
+        with pytest.raises(CacheFullError, match="holds 8 tokens, and max_model_len is 8; trim it, or raise"):
+            one.decode(1, same)
+        assert len(one.tokens) == 8
+    assert session.max_model_len == session.runner.model.args.max_position_embeddings
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({}, "a step needs at least one sequence"),
+        ({"a": []}, "a step adds at least 1 token, got 0"),
+        ({"a": [1], "b": [61]}, r"token id 61 is outside the model's vocabulary of 61, given as batch\['b'\]\[0\]"),
+        ({"a": [1, -1]}, "token id -1 is outside"),
+        ({"a": [1.0]}, "token ids are integers, got 1.0"),
+        ({"a": "text"}, "a prompt is text or token ids, got str"),
+        ({"a": 7}, "a prompt is text or token ids, got int"),
+        ({"a": None}, "a prompt is text or token ids, got NoneType"),
+        ([1, 2], "batch must be a mapping of sequences to their new tokens, got list"),
+        (None, "batch must be a mapping"),
+    ],
+    ids=repr,
+)
+def test_a_step_that_names_no_tokens_is_refused_before_anything_changes(
+    session: Session, model: qwen3.Model, batch: object, message: str
+):
+    session.prefill(tokens(20), same)
+    with pytest.raises(ValueError, match=message):
+        session.runner.run(batch)
+    with pytest.raises(ValueError, match="head must be a function of the logits, or None, got 'argmax'"):
+        session.runner.run({"a": [1]}, "argmax")
+    assert session.cache.seqs == ["session"] and session.cache.seq_len("session") == 20
+    got = session.runner.run({"session": np.array([5], dtype=np.uint8)})
+    np.testing.assert_allclose(np.array(got), logits_of([*tokens(20), 5], model, session.cache.kind), rtol=0, atol=1e-5)
 
 
 def test_the_common_prefix_is_that_of_both():

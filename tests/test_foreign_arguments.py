@@ -1,0 +1,136 @@
+"""Arguments of other packages are refused by name, with what to use here."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from mlx_paged import foreign_arguments
+from mlx_paged.config import SchedulerConfig
+from mlx_paged.engine.async_engine import AsyncEngine
+from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.model_runner import make_kv_cache
+from mlx_paged.engine.session import Session
+from mlx_paged.foreign_arguments import ADVICE, OTHER_NAMES, argument_names, refusal
+from mlx_paged.generation import generate, generate_step, stream_generate
+from mlx_paged.llm import LLM
+from mlx_paged.loading import load
+from mlx_paged.request import SamplingParams
+from mlx_paged.sampling import make_sampler
+
+ENTRIES: dict[str, tuple[foreign_arguments.Kind, Callable[..., Any]]] = {
+    "LLM": ("engine", LLM),
+    "LLM.generate": ("request", LLM.generate),
+    "LLM.chat": ("request", LLM.chat),
+    "Engine": ("engine", Engine),
+    "Engine.add_request": ("request", Engine.add_request),
+    "AsyncEngine": ("engine", AsyncEngine),
+    "AsyncEngine.generate": ("request", AsyncEngine.generate),
+    "AsyncEngine.stream": ("request", AsyncEngine.stream),
+    "SamplingParams": ("params", SamplingParams),
+    "Session": ("cache", Session),
+    "generate": ("generate", generate),
+    "stream_generate": ("generate", stream_generate),
+    "generate_step": ("generate", generate_step),
+    "make_sampler": ("sampler", make_sampler),
+    "make_kv_cache": ("cache", make_kv_cache),
+    "load": ("load", load),
+}
+# What has a **options of its own takes these, too.
+ALSO = {
+    "LLM": argument_names(Engine) | argument_names(SchedulerConfig),
+    "Engine": argument_names(SchedulerConfig),
+    "AsyncEngine": argument_names(Engine) | argument_names(SchedulerConfig),
+    "AsyncEngine.generate": argument_names(Engine.add_request),
+    "AsyncEngine.stream": argument_names(Engine.add_request),
+    "generate": argument_names(stream_generate),
+}
+FOREIGN = sorted({*ADVICE, *OTHER_NAMES})
+
+
+def required_arguments(entry: Callable[..., Any]) -> list[None]:
+    parameters = inspect.signature(entry).parameters.values()
+    required = [parameter for parameter in parameters if parameter.default is parameter.empty]
+    return [None for parameter in required if parameter.kind is not parameter.VAR_KEYWORD]
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_every_public_entry_refuses_every_foreign_argument_in_one_line_that_says_what_to_use(name: str):
+    _, entry = ENTRIES[name]
+    own = argument_names(entry) | ALSO.get(name, frozenset())
+    for foreign in [*FOREIGN, "temperatur", "no_such_thing"]:
+        if foreign in own:
+            continue
+        with pytest.raises(TypeError) as refused:
+            entry(*required_arguments(entry), **{foreign: 1})
+        message = str(refused.value)
+        assert message.startswith(f"{name}() has no argument {foreign!r}: ") and "\n" not in message
+        assert len(message) < 400
+
+
+def test_no_foreign_argument_is_one_of_ours():
+    ours = {*foreign_arguments.PARAMS, *foreign_arguments.ENGINE_OPTIONS}
+    assert not ours & {*ADVICE, *OTHER_NAMES}
+    assert not set(ADVICE) & set(OTHER_NAMES)
+
+
+def test_the_tables_of_our_own_names_are_those_of_the_signatures():
+    assert set(foreign_arguments.PARAMS) == argument_names(SamplingParams)
+    made = (argument_names(Engine) | argument_names(SchedulerConfig)) - {"model", "tokenizer", "seed"}
+    assert set(foreign_arguments.ENGINE_OPTIONS) == made
+    assert set(foreign_arguments.SAMPLER_OPTIONS) < argument_names(make_sampler)
+
+
+@pytest.mark.parametrize(
+    ("entry", "name", "way_out"),
+    [
+        ("generate", "temperature", "give sampler=make_sampler(temp=...)"),
+        ("generate", "temp", "give sampler=make_sampler(temp=...)"),
+        ("generate", "top_p", "give sampler=make_sampler(top_p=...)"),
+        ("generate", "max_new_tokens", "use max_tokens"),
+        ("generate", "max_kv_size", "use max_model_len for tokens, or kv_cache_bytes for memory"),
+        ("generate", "prompt_cache", "a conversation goes on with session=Session(...)"),
+        ("generate", "kv_bits", "K/V are kept in the dtype of the model's activations"),
+        ("generate", "draft_model", "there is no speculative decoding"),
+        ("generate", "repetition_penalty", "give SamplingParams(repetition_penalty=...) to LLM.generate, or logits"),
+        ("generate", "sampling_params", "SamplingParams are for LLM.generate"),
+        ("generate", "max_num_seqs", "give it where the engine is made, LLM(..., max_num_seqs=...)"),
+        ("generate", "seed", "call mlx.core.random.seed first"),
+        ("LLM", "gpu_memory_utilization", "use kv_cache_bytes, such as '2G' or '256blocks'"),
+        ("LLM", "tensor_parallel_size", "a model runs on the GPU of one machine"),
+        ("LLM", "swap_space", "use swap_bytes, such as '4G'"),
+        ("LLM", "n_ctx", "use max_model_len"),
+        ("LLM", "temperature", "give SamplingParams(temperature=...) to generate"),
+        ("LLM", "model_path", "use model"),
+        ("LLM", "trust_remote_code", "code of a model's repository is never run"),
+        ("LLM", "max_num_seq", "did you mean max_num_seqs?"),
+        ("LLM.generate", "temperature", "give SamplingParams(temperature=...)"),
+        ("LLM.generate", "prompt_token_ids", "use prompts"),
+        ("LLM.generate", "lora_request", "adapters belong to a model, load(..., adapter_path=...)"),
+        ("LLM.generate", "sampling_parameters", "use sampling_params"),
+        ("LLM.generate", "kv_cache_bytes", "give it where the engine is made, LLM(..., kv_cache_bytes=...)"),
+        ("LLM.chat", "add_generation_prompt", "give chat_template_kwargs"),
+        ("SamplingParams", "temp", "use temperature"),
+        ("SamplingParams", "best_of", "use n"),
+        ("SamplingParams", "max_token", "did you mean max_tokens?"),
+        ("make_sampler", "temperature", "use temp"),
+        ("make_sampler", "xtc_probability", "the filters are top_k, top_p and min_p"),
+        ("make_sampler", "repetition_penalty", "give SamplingParams(repetition_penalty=...) to an engine, or"),
+        ("make_kv_cache", "max_kv_size", "use kv_cache_bytes"),
+        ("load", "model_path", "use path_or_hf_repo"),
+        ("load", "quantization", "weights run in the dtype and quantisation that they are stored in"),
+    ],
+)
+def test_the_way_out_fits_the_function(entry: str, name: str, way_out: str):
+    kind, function = ENTRIES[entry]
+    known = argument_names(function) | ALSO.get(entry, frozenset())
+    assert f"has no argument {name!r}: {way_out}" in refusal(entry, kind, name, known)
+
+
+def test_a_function_that_refuses_keeps_its_signature_and_its_name():
+    assert next(iter(inspect.signature(load).parameters)) == "path_or_hf_repo"
+    assert (generate.__name__, LLM.generate.__qualname__) == ("generate", "LLM.generate")
+    assert repr(SamplingParams(max_tokens=3)) == repr(SamplingParams(**{"max_tokens": 3}))
