@@ -165,7 +165,8 @@ def walk_package() -> Iterator[pkgutil.ModuleInfo]:
 
 def lazy_arrays() -> list[str]:
     """Where an array is kept that a thread which did not make it can't evaluate."""
-    return in_a_thread_of_its_own(lambda: sorted({where for where, array in kept_arrays().values() if is_lazy(array)}))
+    kept = kept_arrays().values()
+    return in_a_thread_of_its_own(lambda: sorted({where for where, array in kept if is_lazy(array)}))
 
 
 def is_lazy(array: mx.array) -> bool:
