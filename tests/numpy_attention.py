@@ -6,7 +6,7 @@ scattered into poisoned slabs with numpy, so what the formula sees never went th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -165,6 +165,7 @@ def make_problem(
     sinks: bool = False,
     scale: float | None = None,
     poison: str = "large",
+    score_offsets: Callable[[int], np.ndarray] | None = None,
     seed: int = 0,
 ) -> PagedProblem:
     """A random ragged batch in slabs whose unused slots are poisoned.
@@ -175,6 +176,8 @@ def make_problem(
             ``shuffled``; ``shared``: shuffled, and full blocks before the new tokens are those of the longest context.
         poison: ``large``: unused slots hold +-10,000; ``nan_keys``: those of K hold NaN and infinities instead;
             ``nan_values``: those of V do.
+        score_offsets: from a context length to what is added to the score of each position, in
+            steps of 10: channel 0 of the queries holds 16 and that of the keys brings the rest.
     """
     rng = np.random.default_rng(seed)
     if isinstance(query_lens, int):
@@ -190,7 +193,12 @@ def make_problem(
             min(c - q, context_lens[leader] - query_lens[leader]) // block_size
             for c, q in zip(context_lens, query_lens, strict=True)
         ]
+    scale = head_dim**-0.5 if scale is None else scale
     keys, values = ([draw(n, num_kv_heads, head_dim) for n in context_lens] for _ in "kv")
+    if score_offsets is not None:
+        for rows in keys:
+            offsets = score_offsets(rows.shape[0]) / (16 * scale)
+            rows[:, :, 0] = mx.array(offsets.astype(np.float32)).astype(dtype)[:, None]
     for rows in (keys, values):
         for seq, num_blocks in enumerate(num_shared):
             n = num_blocks * block_size
@@ -217,11 +225,14 @@ def make_problem(
         slabs.append(mx.array(slab).astype(dtype))
 
     queries = [draw(n, num_kv_heads * group, head_dim) for n in query_lens]
+    if score_offsets is not None:
+        for rows in queries:
+            rows[:, :, 0] = 16
     problem = PagedProblem(
         q=mx.concatenate(queries),
         kv=KVHandle(*slabs),
         metadata=AttentionMetadata.build(tables, context_lens, query_lens, block_size),
-        scale=head_dim**-0.5 if scale is None else scale,
+        scale=scale,
         window=window,
         sinks=draw(num_kv_heads * group) * 2 if sinks else None,
         dense=tuple(zip(queries, keys, values, strict=True)),

@@ -10,7 +10,6 @@ import queue
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -59,7 +58,7 @@ class AsyncEngine:
 
     # From any thread
 
-    @refuses_unknown_arguments("request", also=partial(argument_names, Engine.add_request))
+    @refuses_unknown_arguments("request", also=lambda: argument_names(Engine.add_request))
     def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None, **options: Any
     ) -> AsyncIterator[RequestOutput]:
@@ -102,7 +101,7 @@ class AsyncEngine:
         finally:
             self._forget(request_id, receive)
 
-    @refuses_unknown_arguments("request", also=partial(argument_names, Engine.add_request))
+    @refuses_unknown_arguments("request", also=lambda: argument_names(Engine.add_request))
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None, **options: Any
     ) -> Iterator[RequestOutput]:

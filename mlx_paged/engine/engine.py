@@ -58,6 +58,11 @@ class EngineStats(KVCacheManagerStats):
     nbytes_budget: int
 
 
+def engine_option_names() -> frozenset[str]:
+    """The names of all settings that an :class:`Engine` takes."""
+    return argument_names(Engine) | argument_names(SchedulerConfig)
+
+
 class Engine:
     """Runs requests together: they share a model, a pool of K/V blocks and the K/V of equal beginnings.
 
@@ -90,7 +95,7 @@ class Engine:
         TypeError: an argument that there is not; the message says what to use.
     """
 
-    @refuses_unknown_arguments("engine", also=partial(argument_names, SchedulerConfig))
+    @refuses_unknown_arguments("engine", also=lambda: argument_names(SchedulerConfig))
     def __init__(
         self,
         model: nn.Module,
@@ -456,11 +461,6 @@ class Engine:
             if output.finished:
                 self._states.pop(output.request_id, None)
                 self._news.pop(output.request_id, None)
-
-
-def engine_option_names() -> frozenset[str]:
-    """The keyword arguments that an engine takes, those of its scheduler included."""
-    return argument_names(Engine) | argument_names(SchedulerConfig)
 
 
 def _write_traceback(error: BaseException) -> None:

@@ -111,6 +111,9 @@ class Attention(nn.Module):
             )
         except KeyError as error:
             raise ValueError(f"[qwen3] rope_scaling in config.json lacks {error}") from error
+        # Its frequencies are no parameters, so nobody else evaluates them; and what this thread
+        # leaves lazy, no other thread can run.
+        mx.eval(self.rope)
 
     def __call__(self, x: mx.array, positions: mx.array, cache: KVCache, last_rows: mx.array | None = None) -> mx.array:
         num_tokens = x.shape[0]

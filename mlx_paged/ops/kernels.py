@@ -207,21 +207,29 @@ def kernel(name: str) -> MetalKernel:
     return cast(MetalKernel, made)  # MLX's stub says object
 
 
+# What follows is kept for the whole process and used by every thread. MLX's streams belong to
+# threads, so an array that one thread leaves lazy is one that no other thread can evaluate.
+
+
 @cache
 def _first_token() -> mx.array:
-    token = mx.zeros(*TOKEN)
-    mx.eval(token)
-    return token
+    return _evaluated(mx.zeros(*TOKEN))
 
 
 @cache
 def _scalar(value: float) -> mx.array:
-    return mx.array(value, dtype=mx.float32)
+    return _evaluated(mx.array(value, dtype=mx.float32))
 
 
 @cache
 def _no_sinks(num_heads: int) -> mx.array:
-    return mx.full((max(num_heads, MIN_ELEMENTS),), mx.finfo(mx.float32).min, dtype=mx.float32)
+    lowest = mx.finfo(mx.float32).min
+    return _evaluated(mx.full((max(num_heads, MIN_ELEMENTS),), lowest, dtype=mx.float32))
+
+
+def _evaluated(array: mx.array) -> mx.array:
+    mx.eval(array)
+    return array
 
 
 def _sink_logits(sinks: mx.array | None, num_heads: int) -> mx.array:

@@ -238,9 +238,7 @@ def run_on_event_loop(rng: random.Random, options: dict[str, Any], good: list[An
     finish(engine, good, outputs, defects)
 
 
-def named(
-    rng: random.Random, good: list[Any], bad: list[dict[str, Any]]
-) -> list[tuple[str, dict[str, Any], bool]]:
+def named(rng: random.Random, good: list[Any], bad: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any], bool]]:
     requests = [
         (f"good {index}", {"prompt": prompt, "params": SamplingParams(**params)}, True)
         for index, ((prompt, params), _) in enumerate(good)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from emulated_metal import emulated_metal
 from metal_emulator import Checks
 from metal_emulator.checks import Call
+
+from mlx_paged.ops import kernels
+from mlx_paged.ops.metal_sources import read_source
 
 
 @pytest.fixture
@@ -15,3 +18,17 @@ def metal(compiler) -> Iterator[list[Call]]:
     """One run per call, with guard pages and poison; the trace of its calls."""
     with emulated_metal(Checks.quick()) as trace:
         yield trace
+
+
+@pytest.fixture
+def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Replaces one piece of one file, which has to be there, in all kernels that are made from now on."""
+
+    def put(name: str, text: str, other: str, occurrence: int = 0) -> None:
+        parts = read_source(name).split(text)
+        assert len(parts) > occurrence + 1, f"{name} has no {text!r} number {occurrence}"
+        faulty = text.join(parts[: occurrence + 1]) + other + text.join(parts[occurrence + 1 :])
+        monkeypatch.setattr(kernels, "read_source", lambda asked: faulty if asked == name else read_source(asked))
+        kernels.kernel.cache_clear()
+
+    return put

@@ -10,11 +10,11 @@ import numpy as np
 from emulated_metal import emulated_metal
 from metal_emulator import Checks
 from metal_emulator.checks import Call
-from numpy_attention import PagedProblem
+from numpy_attention import PagedProblem, assert_matches_formula
 from pytest import MonkeyPatch
 from write_rules import slots_of_the_step
 
-from mlx_paged.ops import KVHandle, in_place
+from mlx_paged.ops import KVHandle, in_place, paged_attention, update_and_attend
 
 
 @contextmanager
@@ -42,6 +42,15 @@ def before_the_step(problem: PagedProblem) -> tuple[KVHandle, mx.array, mx.array
     k, v = (mx.concatenate([rows[which][-query_len:] for rows, query_len in runs]) for which in (1, 2))
     mx.eval(*slabs, k, v)
     return KVHandle(*slabs), k, v
+
+
+def attend_and_compare(problem: PagedProblem) -> None:
+    """First over what the slabs hold, then with the newest rows from the inputs."""
+    assert_matches_formula(paged_attention(*problem.args, backend="metal"), problem)
+    kv, k, v = before_the_step(problem)
+    out = update_and_attend(problem.q, k, v, kv, *problem.args[2:], backend="metal")
+    assert_matches_formula(out, problem)
+    assert_same_slabs(kv, problem.kv)
 
 
 def random_handle(

@@ -7,12 +7,11 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
-from kernel_checks import assert_same_slabs, before_the_step, checked_metal, copy_of, random_array, random_handle
+from kernel_checks import assert_same_slabs, attend_and_compare, checked_metal, copy_of, random_array, random_handle
 from kernel_grid import Case
 from metal_emulator import Checks, ForbiddenWrite, MemoryFault, OrderDependence
-from numpy_attention import assert_matches_formula
 
-from mlx_paged.ops import copy_blocks, kernels, paged_attention, reshape_and_cache, update_and_attend, zero_blocks
+from mlx_paged.ops import copy_blocks, kernels, reshape_and_cache, zero_blocks
 from mlx_paged.ops.metal_sources import read_source
 
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
@@ -22,34 +21,10 @@ SHARED = Case("f32", 32, 8, 1, 10, ((300, 2), (257, 2), (16, 2)), None, True, "s
 WINDOW = Case("f32", 32, 8, 1, 10, ((1000, 2), (21, 2)), 300, True, "shuffled", "nan_values")
 
 
-@pytest.fixture
-def plant(monkeypatch):
-    """Replaces one piece of one file, which has to be there, in all kernels that are made from now on."""
-
-    def put(name, text, other, occurrence=0):
-        parts = read_source(name).split(text)
-        assert len(parts) > occurrence + 1, f"{name} has no {text!r} number {occurrence}"
-        faulty = text.join(parts[: occurrence + 1]) + other + text.join(parts[occurrence + 1 :])
-        monkeypatch.setattr(kernels, "read_source", lambda asked: faulty if asked == name else read_source(asked))
-        kernels.kernel.cache_clear()
-
-    return put
-
-
-def attend_and_compare(case):
-    """First over what the slabs hold, then with the newest rows from the inputs."""
-    problem = case.problem()
-    assert_matches_formula(paged_attention(*problem.args, backend="metal"), problem)
-    kv, k, v = before_the_step(problem)
-    out = update_and_attend(problem.q, k, v, kv, *problem.args[2:], backend="metal")
-    assert_matches_formula(out, problem)
-    assert_same_slabs(kv, problem.kv)
-
-
 @pytest.mark.parametrize("case", [SHARED, WINDOW], ids=["shared", "window"])
 def test_without_a_fault_there_is_nothing_to_see(case, compiler):
     with checked_metal(Checks().orders):
-        attend_and_compare(case)
+        attend_and_compare(case.problem())
 
 
 def test_every_barrier_is_counted():
@@ -66,7 +41,7 @@ def test_a_missing_barrier_shows_as_dependence_on_the_order_of_threads(name, occ
     with checked_metal(Checks().orders):
         plant(f"{name}.metal", BARRIER, ";", occurrence)
         with pytest.raises(OrderDependence, match=f"mlx_paged_{name}"):
-            attend_and_compare(SHARED)
+            attend_and_compare(SHARED.problem())
 
 
 WRONG_RESULTS = {
@@ -105,7 +80,7 @@ def test_a_mistake_in_the_arithmetic_shows_in_the_result_or_in_the_slabs(case, n
     with checked_metal():
         plant(name, text, other)
         with pytest.raises(AssertionError, match=r"sequence \d|Arrays are not equal"):
-            attend_and_compare(case)
+            attend_and_compare(case.problem())
 
 
 @pytest.mark.parametrize(
@@ -122,7 +97,7 @@ def test_a_new_row_in_the_slot_of_another_is_a_forbidden_write(text, other, plan
     with checked_metal():
         plant("paged_kv.h", text, other)
         with pytest.raises(ForbiddenWrite, match="mlx_paged_paged_attention"):
-            attend_and_compare(case)
+            attend_and_compare(case.problem())
 
 
 SLOTS = [40, 3, -1, 17]

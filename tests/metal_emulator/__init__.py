@@ -14,6 +14,7 @@ from metal_emulator.errors import (
     TimeLimit,
     UnwrittenOutput,
 )
+from metal_emulator.large_array import LargeArray
 
 __all__ = [
     "BarrierError",
@@ -22,6 +23,7 @@ __all__ = [
     "CompileError",
     "EmulatorError",
     "ForbiddenWrite",
+    "LargeArray",
     "LaunchError",
     "MemoryFault",
     "MetalKernel",

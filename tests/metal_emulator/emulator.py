@@ -16,6 +16,7 @@ from metal_emulator.checks import OUTPUT_POISONS, SHARED_POISONS, Call, Checks
 from metal_emulator.compiled import compile_instance
 from metal_emulator.errors import LaunchError, MemoryFault
 from metal_emulator.host_memory import HostView, array_from_bytes, contiguous_bytes
+from metal_emulator.large_array import LargeArray
 from metal_emulator.launch import MAX_BUFFERS, GuardedBuffer, Run, launch, usable_cores
 from metal_emulator.signature import InputType, Instance, KernelSource
 
@@ -34,7 +35,7 @@ class MetalKernel:
     def __call__(
         self,
         *,
-        inputs: Sequence[mx.array | bool | int | float],
+        inputs: Sequence[mx.array | LargeArray | bool | int | float],
         output_shapes: Sequence[Sequence[int]],
         output_dtypes: Sequence[mx.Dtype],
         grid: tuple[int, int, int],
@@ -54,7 +55,7 @@ class MetalKernel:
                 raise ValueError(
                     f"[metal_kernel] Expected `{what}` to have size {len(expected)} but got size {len(given)}."
                 )
-        arrays = [given if isinstance(given, mx.array) else mx.array(given) for given in inputs]
+        arrays = [given if isinstance(given, mx.array | LargeArray) else mx.array(given) for given in inputs]
         mx.eval(arrays)
         instance = source.instantiate([InputType.of(array) for array in arrays], output_dtypes, template or ())
         if verbose:
@@ -99,7 +100,8 @@ class _Launches:
         self.compiled = compile_instance(instance, kernel.checks.count_accesses)
         self.init_value = init_value
         self.output_shapes = [tuple(shape) for shape in output_shapes]
-        self.views = {name: HostView.of(array) for name, array in call.inputs.items()}
+        self.large = {name: array for name, array in call.inputs.items() if isinstance(array, LargeArray)}
+        self.views = {name: HostView.of(array) for name, array in call.inputs.items() if name not in self.large}
         # What MLX would hand to the kernel as a copy.
         self.copied = tuple(
             name for name, view in self.views.items() if kernel.ensure_row_contiguous and not view.is_row_contiguous
@@ -178,12 +180,13 @@ class _Launches:
                 {
                     name: buffers[name].data.copy()
                     for name in self.instance.kernel.input_names
-                    if not buffers[name].holds(self.originals[name])
+                    if name not in self.large and not buffers[name].holds(self.originals[name])
                 },
             )
         finally:
-            for buffer in buffers.values():
-                buffer.give_back()
+            for name, buffer in buffers.items():
+                if name not in self.large:
+                    buffer.give_back()
         counts = {"counts": {name: getattr(report, name) for name in ("barriers", "exchanges", "threadgroup_bytes")}}
         if self.checks.count_accesses:
             for what, by_buffer in (("loaded_bytes", report.loaded), ("stored_bytes", report.stored)):
@@ -193,6 +196,9 @@ class _Launches:
     def _prepare(self, buffers: dict[str, GuardedBuffer], parameter: Any, run: Run) -> int:
         """Fills the buffer of one parameter and says which address the kernel gets."""
         name = parameter.array
+        if name in self.large and parameter.part == "data":
+            buffers[name] = self.large[name].buffer
+            return buffers[name].address
         offset = 0
         if parameter.is_output:
             index = self.instance.kernel.output_names.index(name)
@@ -223,15 +229,15 @@ class _Launches:
         return verdicts.poison_bytes(poison, nbytes)
 
     def _shape_part(self, parameter: Any) -> np.ndarray:
-        array, view = self.call.inputs[parameter.array], self.views[parameter.array]
+        array = self.call.inputs[parameter.array]
         if parameter.part == "shape":
             values = np.array(array.shape, np.int32)
         elif parameter.part == "ndim":
             values = np.array([array.ndim], np.int32)
-        elif parameter.array in self.copied:
+        elif parameter.array in self.copied or parameter.array in self.large:
             values = np.array([math.prod(array.shape[axis + 1 :]) for axis in range(array.ndim)], np.int64)
         else:
-            values = np.array(view.element_strides, np.int64)
+            values = np.array(self.views[parameter.array].element_strides, np.int64)
         return values.view(np.uint8)
 
 

@@ -135,6 +135,10 @@ class GuardedBuffer:
             _idle_bytes = self._mapping.pages_bytes
         _idle_buffers.setdefault(self._kind, []).append(self)
 
+    def unmap(self) -> None:
+        """Give the address space back, for good; nobody may look at the data any more."""
+        _runtime().emulator_unmap(byref(self._mapping))
+
     def fill_around(self, pattern: int) -> None:
         self.before[:] = self.behind[:] = pattern
 

@@ -1,11 +1,14 @@
 """The handle of one layer's slabs: its sizes, what it refuses to hold, and growth."""
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
 import mlx.core as mx
 import numpy as np
 import pytest
 from numpy_attention import DTYPES
 
-from mlx_paged.ops import KVHandle, reshape_and_cache
+from mlx_paged.ops import KVHandle, gather_blocks, reshape_and_cache
 
 
 def state(kv):
@@ -97,3 +100,35 @@ def test_a_handle_that_can_not_grow_to_its_end_is_as_it_was(monkeypatch):
         handle.grow(5)
     assert handle.num_blocks == 3 and handle.v.shape == handle.k.shape
     assert np.array_equal(handle.k, k) and np.array_equal(handle.v, v)
+
+
+LEAVING = {
+    "leave_chain": lambda kv: kv.leave_chain(),
+    "grow": lambda kv: kv.grow(1),
+    "shrink_to": lambda kv: kv.shrink_to(1),
+    "plain_mlx": lambda kv: gather_blocks(kv, [0], backend="reference"),
+}
+leaving = pytest.mark.parametrize("leave", LEAVING.values(), ids=LEAVING)
+
+
+@leaving
+def test_nobody_leaves_the_chain_before_its_last_kernel_is_done(
+    leave: Callable[[KVHandle], object],
+) -> None:
+    kv = KVHandle.allocate(2, 1, 8, 32)
+    token = kv.token = mx.zeros((8,), mx.int32) + 1  # what a kernel returns that has not run yet
+    leave(kv)
+    assert kv.token is None
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        # A thread can't evaluate what another one left undone.
+        assert thread.submit(token.tolist).result() == [1] * 8
+
+
+@leaving
+def test_a_chain_whose_last_kernel_fails_is_not_left(leave: Callable[[KVHandle], object]) -> None:
+    kv = KVHandle.allocate(2, 1, 8, 32)
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        token = kv.token = thread.submit(lambda: mx.zeros((8,), mx.int32) + 1).result()
+    with pytest.raises(RuntimeError, match="There is no Stream"):
+        leave(kv)
+    assert kv.token is token and kv.num_blocks == 2

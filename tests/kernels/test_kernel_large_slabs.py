@@ -1,0 +1,164 @@
+"""Slabs whose offsets fit no integer of 32 bits, neither in elements nor in vectors of four.
+
+Only the pages that are touched take memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from kernel_checks import assert_same_bits, checked_metal, random_array, raw
+from metal_emulator import LargeArray
+
+from mlx_paged.ops import (
+    AttentionMetadata,
+    KVHandle,
+    copy_blocks,
+    gather_blocks,
+    paged_attention,
+    reshape_and_cache,
+    update_and_attend,
+    zero_blocks,
+)
+
+NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, DTYPE = 2, 8, 32, mx.float16
+# The block whose first vector is number 2^32. In 32 bits it is block 0, and the next one block 1.
+FAR = 4 * 2**32 // (NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM)
+BLOCKS = (0, 1, 2, 3, FAR, FAR + 1, FAR + 2, FAR + 3)
+
+
+# Takes a handle, and what says which number a block has there.
+Operation = Callable[[KVHandle, Callable[[int], int]], tuple[mx.array, ...] | None]
+
+
+class Slabs:
+    """A large handle, and a small one with the same blocks under the numbers 0 to 7."""
+
+    def __init__(self, large: KVHandle, small: KVHandle):
+        self.large, self.small = large, small
+
+    @classmethod
+    def random(cls, stack: ExitStack) -> Slabs:
+        rng = np.random.default_rng(0)
+        shape = (NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+        small = KVHandle(*(random_array(rng, (len(BLOCKS), *shape), DTYPE) for _ in "kv"))
+        mx.eval(small.k, small.v)
+        slabs = [stack.enter_context(LargeArray.zeros((FAR + 4, *shape), DTYPE)) for _ in "kv"]
+        for slab, content in zip(slabs, (small.k, small.v), strict=True):
+            for index, block in enumerate(BLOCKS):
+                slab[block][:] = np.array(content[index])
+        return cls(KVHandle(*slabs), small)
+
+    def both(self, operation: Operation) -> None:
+        """The operation comes to the same results and slabs on both handles."""
+        large = operation(self.large, lambda block: block)
+        small = operation(self.small, BLOCKS.index)
+        for one, other in zip(large or (), small or (), strict=True):
+            assert_same_bits(one, other)
+        for slab, expected in ((self.large.k, self.small.k), (self.large.v, self.small.v)):
+            blocks = np.stack([slab[block] for block in BLOCKS]).view(np.uint16)
+            np.testing.assert_array_equal(blocks, raw(expected))
+
+
+@pytest.fixture
+def slabs(compiler: None) -> Iterator[Slabs]:
+    with ExitStack() as stack:
+        try:
+            large_and_small = Slabs.random(stack)
+        except MemoryError as error:
+            pytest.skip(str(error))
+        with checked_metal():
+            yield large_and_small
+
+
+def rows(num_tokens: int, seed: int) -> tuple[mx.array, mx.array]:
+    rng = np.random.default_rng(seed)
+    shape = (num_tokens, NUM_KV_HEADS, HEAD_DIM)
+    return random_array(rng, shape, DTYPE), random_array(rng, shape, DTYPE)
+
+
+def write(kv: KVHandle, block: Callable[[int], int]) -> None:
+    slots = [block(FAR + 1) * BLOCK_SIZE + 3, block(2) * BLOCK_SIZE, block(FAR) * BLOCK_SIZE + 7]
+    reshape_and_cache(*rows(3, seed=1), kv, slots, backend="metal")
+
+
+def gather(kv: KVHandle, block: Callable[[int], int]) -> tuple[mx.array, mx.array]:
+    return gather_blocks(kv, list(map(block, [FAR + 1, 0, FAR + 3, 2])), 30, backend="metal")
+
+
+def copy(kv: KVHandle, block: Callable[[int], int]) -> None:
+    pairs = [(0, FAR + 1), (FAR + 2, 3), (FAR + 3, FAR)]
+    copy_blocks(kv, [(block(source), block(to)) for source, to in pairs], backend="metal")
+
+
+def zero(kv: KVHandle, block: Callable[[int], int]) -> None:
+    zero_blocks(kv, [block(FAR + 1), block(3)], backend="metal")
+
+
+def step(block: Callable[[int], int]) -> tuple[mx.array, AttentionMetadata]:
+    tables = [list(map(block, table)) for table in ([FAR + 2, 1, FAR], [3, FAR + 3])]
+    query = random_array(np.random.default_rng(2), (4, 2 * NUM_KV_HEADS, HEAD_DIM), DTYPE)
+    return query, AttentionMetadata.build(tables, [20, 13], [1, 3], BLOCK_SIZE)
+
+
+def attend(kv: KVHandle, block: Callable[[int], int]) -> tuple[mx.array]:
+    query, metadata = step(block)
+    return (paged_attention(query, kv, metadata, HEAD_DIM**-0.5, backend="metal"),)
+
+
+def write_and_attend(kv: KVHandle, block: Callable[[int], int]) -> tuple[mx.array]:
+    query, metadata = step(block)
+    k, v = rows(4, seed=3)
+    return (update_and_attend(query, k, v, kv, metadata, HEAD_DIM**-0.5, backend="metal"),)
+
+
+OPERATIONS = {
+    "reshape_and_cache": write,
+    "gather_blocks": gather,
+    "copy_blocks": copy,
+    "zero_blocks": zero,
+    "paged_attention": attend,
+    "update_and_attend": write_and_attend,
+}
+operations = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
+
+
+@operations
+def test_blocks_behind_the_first_4_billion_vectors_are_like_any_others(
+    operation: Operation,
+    slabs: Slabs,
+) -> None:
+    slabs.both(operation)
+
+
+BLOCK_LENGTH = "const size_t block_length"
+MISTAKES = {
+    **{
+        f"{name}_{kind}": (OPERATIONS[name], "paged_kv.h", "size_t(block_id)", f"{kind}(block_id)")
+        for name in ("reshape_and_cache", "gather_blocks", "paged_attention", "update_and_attend")
+        for kind in ("int", "uint")
+    },
+    "copy_blocks": (copy, "copy_blocks.metal", BLOCK_LENGTH, "const uint block_length"),
+    "copy_blocks_from": (copy, "copy_blocks.metal", "const size_t from", "const uint from"),
+    "copy_blocks_to": (copy, "copy_blocks.metal", "const size_t to", "const uint to"),
+    "zero_blocks": (zero, "zero_blocks.metal", BLOCK_LENGTH, "const uint block_length"),
+    "zero_blocks_to": (zero, "zero_blocks.metal", "const size_t to", "const uint to"),
+}
+
+
+@pytest.mark.parametrize(("operation", "name", "text", "other"), MISTAKES.values(), ids=MISTAKES)
+def test_an_offset_of_32_bits_is_seen(
+    operation: Operation,
+    name: str,
+    text: str,
+    other: str,
+    slabs: Slabs,
+    plant: Callable[..., None],
+) -> None:
+    plant(name, text, other)
+    with pytest.raises(AssertionError, match="Arrays are not equal"):
+        slabs.both(operation)
