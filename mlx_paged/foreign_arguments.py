@@ -10,7 +10,7 @@ import difflib
 import inspect
 from collections.abc import Callable, Collection
 from functools import wraps
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Literal, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -166,7 +166,7 @@ def constructor_refuses_unknown_arguments(kind: Kind) -> Callable[[C], C]:
     return decorate
 
 
-def argument_names(function: Callable[..., Any]) -> frozenset[str]:
+def argument_names(function: Callable[..., object]) -> frozenset[str]:
     """The names by which a function takes arguments; of ``**options`` it knows nothing."""
     parameters = inspect.signature(function).parameters.values()
     taken = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

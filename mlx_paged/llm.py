@@ -7,14 +7,15 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
-import mlx.nn as nn
+from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.argument_values import kind_of, reason
 from mlx_paged.chat_template import ChatTemplateError, render_chat
 from mlx_paged.engine.engine import Engine, EngineStats, engine_option_names
+from mlx_paged.engine.options import EngineOptions
 from mlx_paged.engine.prompts import Prompt, split_prompts
 from mlx_paged.errors import shown
 from mlx_paged.foreign_arguments import refuses_unknown_arguments
@@ -62,18 +63,18 @@ class LLM:
     @refuses_unknown_arguments("engine", also=engine_option_names)
     def __init__(
         self,
-        model: str | Path | nn.Module,
+        model: str | Path | Module,
         tokenizer: TokenizerWrapper | None = None,
         *,
         adapter_path: str | Path | None = None,
-        **engine_options: Any,
+        **engine_options: Unpack[EngineOptions],
     ):
         if isinstance(tokenizer, (str, Path)):
             raise ValueError(
                 f"[llm] tokenizer must be a tokenizer, got {shown(tokenizer)}; that of the model is loaded "
                 "where there is none, and mlx_paged.load gives others"
             )
-        if isinstance(model, nn.Module):
+        if isinstance(model, Module):
             if adapter_path is not None:
                 raise ValueError("[llm] adapter_path is for a model that is loaded here; give it to load")
         else:

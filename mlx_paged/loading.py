@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 import mlx.core as mx
-import mlx.nn as nn
+from mlx.nn.layers.base import Module  # mlx.nn does not re-export it: to a user's mypy, nn.Module is Any
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_adapters, load_model, load_tokenizer
@@ -43,7 +43,7 @@ def load(
     lazy: bool = False,
     return_config: Literal[False] = False,
     revision: str | None = None,
-) -> tuple[nn.Module, TokenizerWrapper]: ...
+) -> tuple[Module, TokenizerWrapper]: ...
 
 
 @overload
@@ -56,7 +56,7 @@ def load(
     *,
     return_config: Literal[True],
     revision: str | None = None,
-) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]: ...
+) -> tuple[Module, TokenizerWrapper, dict[str, Any]]: ...
 
 
 @overload
@@ -68,7 +68,7 @@ def load(
     lazy: bool,
     return_config: Literal[True],
     revision: str | None = None,
-) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]: ...
+) -> tuple[Module, TokenizerWrapper, dict[str, Any]]: ...
 
 
 @overload
@@ -80,7 +80,7 @@ def load(
     lazy: bool = False,
     return_config: bool = False,
     revision: str | None = None,
-) -> tuple[nn.Module, TokenizerWrapper] | tuple[nn.Module, TokenizerWrapper, dict[str, Any]]: ...
+) -> tuple[Module, TokenizerWrapper] | tuple[Module, TokenizerWrapper, dict[str, Any]]: ...
 
 
 @refuses_unknown_arguments("load")
@@ -92,7 +92,7 @@ def load(
     lazy: bool = False,
     return_config: bool = False,
     revision: str | None = None,
-) -> tuple[nn.Module, TokenizerWrapper] | tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
+) -> tuple[Module, TokenizerWrapper] | tuple[Module, TokenizerWrapper, dict[str, Any]]:
     """A model and its tokenizer, ready for :func:`mlx_paged.generate`; the signature follows ``mlx_lm.load``.
 
     Reads what mlx-lm reads for Qwen3: float32, float16 and bfloat16, one or several safetensors files, weights
@@ -165,8 +165,9 @@ def _check_arguments(path: object, tokenizer_config: object, model_config: objec
 
 def _find_model(path_or_hf_repo: str | Path, revision: str | None) -> Path:
     repo = str(path_or_hf_repo)
+    path = Path(repo)
     try:
-        path = Path(repo).expanduser()
+        path = path.expanduser()
         is_folder, is_file = repo != "" and path.is_dir(), path.is_file()
     except (OSError, RuntimeError):
         # A name longer than the file system takes, or the home of nobody.
@@ -186,7 +187,7 @@ def _find_model(path_or_hf_repo: str | Path, revision: str | None) -> Path:
         raise LoadError(f"[load] no folder {repo!r}, and no such download: {_one_line(error)}") from error
 
 
-def _model_classes(config: dict[str, Any]) -> tuple[type, type]:
+def _model_classes(config: dict[str, Any]) -> tuple[type[Module], type]:
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in MODELS:
         raise LoadError(f"[load] model type {model_type!r} is not supported; supported: {', '.join(MODELS)}")
@@ -194,7 +195,7 @@ def _model_classes(config: dict[str, Any]) -> tuple[type, type]:
     return module.Model, module.ModelArgs
 
 
-def _check_dtypes(model: nn.Module, path: Path) -> None:
+def _check_dtypes(model: Module, path: Path) -> None:
     """Refuse weights of integers, which would be computed with in silence; MLX packs quantised ones into uint32."""
     weights = dict(tree_flatten(model.parameters()))
     for name, weight in weights.items():

@@ -8,17 +8,22 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 from mlx_paged.errors import shown
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+    from mlx_paged.core import BlockHash
 from mlx_paged.foreign_arguments import constructor_refuses_unknown_arguments
 
 MAX_LOGPROBS = 20
 MAX_COMPLETIONS = 16384  # of one request, as in vLLM
 MAX_PRIORITY = 2**31 - 1
 
-# (token ids so far, logits [1, vocab_size]) to logits of the same shape, MLX arrays all; as in mlx-lm.
-LogitsProcessor = Callable[[Any, Any], Any]
+# (token ids so far, logits [1, vocab_size]) to logits of the same shape; as in mlx-lm.
+LogitsProcessor: TypeAlias = "Callable[[mx.array, mx.array], mx.array]"
 SeqId = Hashable
 
 
@@ -114,11 +119,12 @@ class SamplingParams:
         return self.temperature == 0
 
 
-def _is_whole(value: object) -> TypeGuard[numbers.Integral]:
+def _is_whole(value: object) -> TypeGuard[int]:
+    # To a type checker, an integer of numpy is no numbers.Integral and numbers.Integral can't be compared.
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
-def _is_number(value: object) -> TypeGuard[numbers.Real]:
+def _is_number(value: object) -> TypeGuard[float]:
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         return False
     try:
@@ -229,12 +235,12 @@ class Request:
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
-        self.block_hashes: list[Any] = []
+        self.block_hashes: list[BlockHash] = []
         self.status = RequestStatus.WAITING
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.error: Exception | None = None
-        self.sampling_state: Any = None
+        self.sampling_state: Any = None  # the sampler knows its type
 
     @property
     def num_tokens(self) -> int:

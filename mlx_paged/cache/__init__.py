@@ -14,7 +14,7 @@ from mlx_paged.cache.base import (
     prompt_too_long,
 )
 from mlx_paged.cache.basic import BasicKVCache
-from mlx_paged.cache.paged import PagedKVCache
+from mlx_paged.cache.paged import PagedKVCache, SwappedKV
 from mlx_paged.config import KVCacheConfig
 from mlx_paged.errors import shown
 
@@ -29,6 +29,7 @@ __all__ = [
     "PromptTooLongError",
     "SeqId",
     "Step",
+    "SwappedKV",
     "create_kv_cache",
     "prompt_beyond_context",
     "prompt_too_long",

@@ -9,22 +9,28 @@ import itertools
 import queue
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Generator
+from typing import TypeAlias, Unpack
 
 import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.engine.engine import Engine, EngineStats, engine_option_names
+from mlx_paged.engine.options import EngineOptions, RequestOptions
 from mlx_paged.engine.prompts import Prompt
 from mlx_paged.foreign_arguments import argument_names, refuses_unknown_arguments
 from mlx_paged.memory import wired_limit
 from mlx_paged.request import RequestOutput, SamplingParams, check_request_id
 
-Receiver = Callable[[RequestOutput | Exception], None]
-
 
 class EngineStoppedError(RuntimeError):
     """The engine was shut down, or its thread failed; the message says which."""
+
+
+# What a reader is sent: the answer so far; or, where the engine ends before the answer, why.
+News: TypeAlias = RequestOutput | EngineStoppedError
+Receiver: TypeAlias = Callable[[News], None]
 
 
 class AsyncEngine:
@@ -46,7 +52,9 @@ class AsyncEngine:
     """
 
     @refuses_unknown_arguments("engine", also=engine_option_names)
-    def __init__(self, model: Any, tokenizer: Any = None, **engine_options: Any):
+    def __init__(
+        self, model: Module, tokenizer: TokenizerWrapper | None = None, **engine_options: Unpack[EngineOptions]
+    ):
         # Made here, so that wrong settings are the caller's to see.
         self.engine = Engine(model, tokenizer, **engine_options)
         self._request_ids = map(str, itertools.count())
@@ -60,8 +68,13 @@ class AsyncEngine:
 
     @refuses_unknown_arguments("request", also=lambda: argument_names(Engine.add_request))
     def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None, **options: Any
-    ) -> AsyncIterator[RequestOutput]:
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> AsyncGenerator[RequestOutput, None]:
         """An asynchronous iterator of the answer so far, at each new token; the last one has ``finished`` set.
 
         Args:
@@ -76,35 +89,41 @@ class AsyncEngine:
         return self._generate(prompt, params, request_id, options)
 
     async def _generate(
-        self, prompt: Prompt, params: SamplingParams | None, request_id: str | None, options: dict[str, Any]
-    ) -> AsyncIterator[RequestOutput]:
+        self, prompt: Prompt, params: SamplingParams | None, request_id: str | None, options: RequestOptions
+    ) -> AsyncGenerator[RequestOutput, None]:
         loop = asyncio.get_running_loop()
-        news: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
+        inbox: asyncio.Queue[News] = asyncio.Queue()
+        reader_id = self._new_id() if request_id is None else check_request_id(request_id)
 
-        def receive(output: RequestOutput | Exception) -> None:
+        def receive(news: News) -> None:
             try:
-                loop.call_soon_threadsafe(news.put_nowait, output)
+                loop.call_soon_threadsafe(inbox.put_nowait, news)
             except RuntimeError:
                 # The reader's loop is closed: nobody waits.
-                self._forget(request_id, receive)
+                self._forget(reader_id, receive)
 
-        request_id = self._new_id() if request_id is None else check_request_id(request_id)
         try:
-            self._add(prompt, params, request_id, options, receive)
+            self._add(prompt, params, reader_id, options, receive)
             while True:
-                output = await news.get()
-                while not _is_last(output) and not news.empty():
-                    output = news.get_nowait()
-                yield _checked(output)
+                news = await inbox.get()
+                while not _is_last(news) and not inbox.empty():
+                    news = inbox.get_nowait()
+                output = _checked(news)
+                yield output
                 if output.finished:
                     return
         finally:
-            self._forget(request_id, receive)
+            self._forget(reader_id, receive)
 
     @refuses_unknown_arguments("request", also=lambda: argument_names(Engine.add_request))
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None, **options: Any
-    ) -> Iterator[RequestOutput]:
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Generator[RequestOutput, None, None]:
         """As :meth:`generate`, for threads."""
         request_id = self._new_id() if request_id is None else check_request_id(request_id)
         outputs = self._stream(prompt, params, request_id, options)
@@ -113,18 +132,20 @@ class AsyncEngine:
         return outputs
 
     def _stream(
-        self, prompt: Prompt, params: SamplingParams | None, request_id: str, options: dict[str, Any]
-    ) -> Iterator[Any]:
-        news: queue.SimpleQueue[RequestOutput | Exception] = queue.SimpleQueue()
-        receive = news.put  # one object: each look at the method makes another
+        self, prompt: Prompt, params: SamplingParams | None, request_id: str, options: RequestOptions
+    ) -> Generator[RequestOutput, None, None]:
+        """The answer as it comes, after a first output that says nothing, which is not for the reader."""
+        inbox: queue.SimpleQueue[News] = queue.SimpleQueue()
+        receive = inbox.put  # one object: each look at the method makes another
         try:
             self._add(prompt, params, request_id, options, receive)
-            yield None
+            yield RequestOutput(request_id, None, [], [])
             while True:
-                output = news.get()
-                while not _is_last(output) and not news.empty():
-                    output = news.get()
-                yield _checked(output)
+                news = inbox.get()
+                while not _is_last(news) and not inbox.empty():
+                    news = inbox.get()
+                output = _checked(news)
+                yield output
                 if output.finished:
                     return
         finally:
@@ -167,7 +188,7 @@ class AsyncEngine:
         prompt: Prompt,
         params: SamplingParams | None,
         request_id: str,
-        options: dict[str, Any],
+        options: RequestOptions,
         receiver: Receiver,
     ) -> None:
         if self._receivers.setdefault(request_id, receiver) is not receiver:
@@ -273,14 +294,15 @@ def _copied(output: RequestOutput) -> RequestOutput:
     return copied
 
 
-def _is_last(output: RequestOutput | Exception) -> bool:
-    return isinstance(output, Exception) or output.finished
+def _is_last(news: News) -> bool:
+    return isinstance(news, EngineStoppedError) or news.finished
 
 
-def _checked(output: RequestOutput | Exception) -> RequestOutput:
-    if isinstance(output, Exception):
-        raise output
+def _checked(news: News) -> RequestOutput:
+    """The output, unless the request failed: what failed it is raised."""
+    if isinstance(news, EngineStoppedError):
+        raise news
     # Of several completions, those that did not fail are an answer.
-    if output.error is not None and all(completion.finish_reason == "error" for completion in output.outputs):
-        raise output.error
-    return output
+    if news.error is not None and all(completion.finish_reason == "error" for completion in news.outputs):
+        raise news.error
+    return news

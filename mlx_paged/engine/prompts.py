@@ -120,7 +120,7 @@ def encode_prompt(tokenizer: TokenizerWrapper | None, text: str, name: str = "pr
         ) from error
     has_bos = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
     try:
-        token_ids = tokenizer.encode(text, add_special_tokens=not has_bos)
+        token_ids: list[int] = tokenizer.encode(text, add_special_tokens=not has_bos)
     except Exception as error:
         # A tokenizer may be anybody's code. For the caller there is one fact: the text has no tokens.
         raise ValueError(f"[prompt] the tokenizer can't encode {name}: {reason(error)}") from error
@@ -200,7 +200,8 @@ def _is_sequence(value: object) -> TypeGuard[Sequence[object]]:
 
 def _to_list(array: Array, name: str) -> list[object]:
     try:
-        return array.tolist()
+        elements: list[object] = array.tolist()
     except Exception as error:
         # An array of MLX that is not evaluated yet, whose operation fails or is another thread's.
         raise ValueError(f"[prompt] {name} is an array that can't be read: {reason(error)}") from error
+    return elements

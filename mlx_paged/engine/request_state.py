@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -27,7 +28,7 @@ class RequestState:
         self.requests = [request]
         self.is_aborted = False
         self._tokenizer = tokenizer
-        self._streams = [self._new_stream() for _ in range(num_completions) if tokenizer]
+        self._streams = [] if tokenizer is None else [self._new_stream(tokenizer) for _ in range(num_completions)]
         # What the user has seen of each completion: the number of its tokens, and whether it is finished.
         self._reported = [NOTHING_REPORTED] * num_completions
         self.output = RequestOutput(
@@ -45,7 +46,7 @@ class RequestState:
             output.num_cached_tokens = request.num_cached_tokens
         completion.token_ids.append(sampled.token_id)
         if sampled.logprobs is not None:
-            self._add_logprobs(completion, sampled)
+            self._add_logprobs(completion, sampled.token_id, sampled.logprobs)
         # The token that ended it has no text.
         if not self._streams or (request.is_finished and request.finish_reason == "stop"):
             return None
@@ -105,23 +106,26 @@ class RequestState:
             whole.logprobs = cut.logprobs[:num_tokens]
             entries = zip(whole.logprobs, whole.token_ids, strict=True)
             whole.cumulative_logprob = sum(logprobs[token].logprob for logprobs, token in entries)
-        if self._streams:
-            stream = self._streams[index] = self._new_stream()
+        if self._tokenizer is not None:
+            stream = self._streams[index] = self._new_stream(self._tokenizer)
             for token_id in whole.token_ids:
                 stream.add(token_id)
             whole.text = stream.text
         self.output.outputs[index] = whole
 
-    def _new_stream(self) -> TextStream:
-        return TextStream(self._tokenizer, self.requests[0].params.stop)
+    def _new_stream(self, tokenizer: TokenizerWrapper) -> TextStream:
+        return TextStream(tokenizer, self.requests[0].params.stop)
 
-    def _add_logprobs(self, completion: CompletionOutput, sampled: SampledToken) -> None:
-        decode = self._tokenizer.decode if self._tokenizer else lambda token_ids: None
-        logprobs = {
-            token_id: Logprob(entry.logprob, entry.rank, decode([token_id]))
-            for token_id, entry in sampled.logprobs.items()
-        }
+    def _add_logprobs(self, completion: CompletionOutput, token_id: int, entries: Mapping[int, Logprob]) -> None:
         if completion.logprobs is None:
-            completion.logprobs, completion.cumulative_logprob = [], 0.0
-        completion.logprobs.append(logprobs)
-        completion.cumulative_logprob += logprobs[sampled.token_id].logprob
+            completion.logprobs = []
+        completion.logprobs.append(
+            {token: Logprob(entry.logprob, entry.rank, self._text_of(token)) for token, entry in entries.items()}
+        )
+        completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + entries[token_id].logprob
+
+    def _text_of(self, token_id: int) -> str | None:
+        if self._tokenizer is None:
+            return None
+        text: str = self._tokenizer.decode([token_id])
+        return text

@@ -14,6 +14,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.sample_utils import apply_top_k, apply_top_p
 
+from mlx_paged.engine.read_array import read_float_rows, read_floats, read_int_rows, read_ints
 from mlx_paged.engine.sampling_state import SamplingState
 from mlx_paged.errors import request_error
 from mlx_paged.request import Logprob, Request
@@ -26,6 +27,15 @@ class SampledToken(NamedTuple):
 
     token_id: int
     logprobs: dict[int, Logprob] | None = None
+
+
+class LogprobReport(NamedTuple):
+    """What is known of the logits of those requests that want log-probabilities, in the order of the requests."""
+
+    sampled: mx.array  # [num_wanted], of the sampled token
+    ranks: mx.array  # [num_wanted], of the sampled token
+    top_ids: mx.array  # [num_wanted, num_top], the most likely tokens in any order
+    top: mx.array  # [num_wanted, num_top], of these
 
 
 class Sampler:
@@ -43,30 +53,33 @@ class Sampler:
         states: list[SamplingState] = []
         all_plain = True
         for request in requests:
-            state = request.sampling_state
+            state: SamplingState | None = request.sampling_state
             if state is None:
                 state = request.sampling_state = SamplingState(request, logits.shape[-1])
             all_plain = all_plain and state.is_plain
             states.append(state)
-        if list(rows) != list(range(logits.shape[0])):
-            logits = logits[mx.array(rows)]
+        wanted_rows = list(rows)
+        if wanted_rows != list(range(logits.shape[0])):
+            logits = logits[mx.array(wanted_rows)]
         if all_plain:
-            return list(map(SampledToken, mx.argmax(logits, axis=-1).tolist()))
+            return list(map(SampledToken, read_ints(mx.argmax(logits, axis=-1))))
 
-        failed = {entry: state.error for entry, state in enumerate(states) if state.error is not None}
+        failed: dict[int, Exception] = {
+            entry: state.error for entry, state in enumerate(states) if state.error is not None
+        }
         changed = [entry for entry, state in enumerate(states) if state.may_leave_nothing and entry not in failed]
         processed, peaks = _adjust(logits, requests, states), mx.zeros(0)
         if changed:
             processed, peaks = _run_processors(processed, requests, changed, failed)
         tokens = _draw(processed, requests, states)
-        reports = _report_logprobs(logits, tokens, states)
-        mx.eval(tokens, peaks, reports)
-        for entry, peak in zip(changed, peaks.tolist(), strict=True):
+        report = _report_logprobs(logits, tokens, states)
+        mx.eval(tokens, peaks, report or ())
+        for entry, peak in zip(changed, read_floats(peaks), strict=True):
             if not peak > -np.inf:  # nor is NaN
                 message = f"[sampler] the logits of {requests[entry].request_id!r} allow no token: all are -inf, or NaN"
                 failed.setdefault(entry, ValueError(f"{message}; see its logit_bias and logits_processors"))
-        token_ids = tokens.tolist()
-        logprobs = _read_logprobs(reports, token_ids, states)
+        token_ids = read_ints(tokens)
+        logprobs = {} if report is None else _read_logprobs(report, token_ids, states)
         return [
             failed[entry] if entry in failed else SampledToken(token, logprobs.get(entry))
             for entry, token in enumerate(token_ids)
@@ -102,7 +115,7 @@ def _adjust(logits: mx.array, requests: Sequence[Request], states: Sequence[Samp
 
 
 def _run_processors(
-    logits: mx.array, requests: Sequence[Request], entries: Sequence[int], failed: dict[int, Exception]
+    logits: mx.array, requests: Sequence[Request], entries: list[int], failed: dict[int, Exception]
 ) -> tuple[mx.array, mx.array]:
     """The logits after these requests' own functions, and the peak of each; those that fail are put into ``failed``."""
     new_rows = []
@@ -183,7 +196,7 @@ def _filter(
     """
     scale, top_p, log_min_p = filters
     if has_top_p:
-        logprobs = apply_top_p(logprobs, top_p)
+        logprobs = apply_top_p(logprobs, top_p)  # type: ignore[arg-type]  # it is annotated for one number
     if has_min_p:  # mlx-lm's apply_min_p takes no array
         logprobs = mx.where(logprobs < logprobs.max(axis=-1, keepdims=True) + log_min_p, -mx.inf, logprobs)
     if top_k > 0:
@@ -195,28 +208,36 @@ def _report_logprobs(
     logits: mx.array,  # [num_requests, vocab_size], the model's own
     tokens: mx.array,  # [num_requests]
     states: Sequence[SamplingState],
-) -> tuple[mx.array, ...]:
-    """For the requests that want them: log-probability and rank of their token, and the most likely ids with theirs."""
-    wanted = [entry for entry, state in enumerate(states) if state.num_logprobs is not None]
-    if not wanted:
-        return ()
+) -> LogprobReport | None:
+    """The report for the requests that want one; ``None`` if there are none."""
+    num_logprobs = {entry: state.num_logprobs for entry, state in enumerate(states) if state.num_logprobs is not None}
+    if not num_logprobs:
+        return None
+    wanted = list(num_logprobs)
     if len(wanted) < len(states):
         logits, tokens = logits[mx.array(wanted)], tokens[mx.array(wanted)]
     logprobs = _log_softmax(logits)
     sampled = mx.take_along_axis(logprobs, tokens[:, None], axis=-1)
     ranks = 1 + (logprobs > sampled).sum(axis=-1)
-    most = min(max(states[entry].num_logprobs for entry in wanted), logprobs.shape[-1])
+    most = min(max(num_logprobs.values()), logprobs.shape[-1])
     top_ids = mx.argpartition(-logprobs, kth=max(most - 1, 0), axis=-1)[:, :most]
-    return sampled[:, 0], ranks, top_ids, mx.take_along_axis(logprobs, top_ids, axis=-1)
+    return LogprobReport(sampled[:, 0], ranks, top_ids, mx.take_along_axis(logprobs, top_ids, axis=-1))
 
 
 def _read_logprobs(
-    reports: tuple[mx.array, ...], token_ids: Sequence[int], states: Sequence[SamplingState]
+    report: LogprobReport, token_ids: Sequence[int], states: Sequence[SamplingState]
 ) -> dict[int, dict[int, Logprob]]:
     """By entry, in the order of rank; tokens that are equally likely in the order of their ids."""
     wanted = [entry for entry, state in enumerate(states) if state.num_logprobs is not None]
-    results = {}
-    for entry, sampled, sampled_rank, top_ids, top in zip(wanted, *(part.tolist() for part in reports), strict=True):
+    results: dict[int, dict[int, Logprob]] = {}
+    for entry, sampled, sampled_rank, top_ids, top in zip(
+        wanted,
+        read_floats(report.sampled),
+        read_ints(report.ranks),
+        read_int_rows(report.top_ids),
+        read_float_rows(report.top),
+        strict=True,
+    ):
         best = sorted(zip(top, top_ids, strict=True), key=lambda pair: (-pair[0], pair[1]))
         best = best[: states[entry].num_logprobs]
         results[entry] = {token: Logprob(logprob, rank) for rank, (logprob, token) in enumerate(best, 1)}

@@ -14,7 +14,7 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import Protocol
 
-from mlx_paged.cache import prompt_beyond_context, prompt_too_long
+from mlx_paged.cache import SwappedKV, prompt_beyond_context, prompt_too_long
 from mlx_paged.config import SchedulerConfig
 from mlx_paged.core import BlockCopy, ComputedBlocks, KVCacheManager, extend_block_hashes
 from mlx_paged.core.kv_cache_manager import NOTHING_COMPUTED
@@ -38,6 +38,7 @@ class BlockSupply(Protocol):
     @property
     def num_growable_blocks(self) -> int:
         """Blocks that the budget allows beyond those of the pool."""
+        ...
 
     def make_room(self, num_blocks: int) -> None:
         """Grow until so many blocks can be taken without evicting any, as far as the budget allows."""
@@ -67,7 +68,7 @@ class Scheduler:
         supply: BlockSupply,
         config: SchedulerConfig,
         eos_token_ids: frozenset[int] = frozenset(),
-        swap_space: SwapSpace | None = None,
+        swap_space: SwapSpace[SwappedKV] | None = None,
     ):
         self.supply = supply
         self.manager = supply.manager
@@ -212,7 +213,7 @@ class Scheduler:
             )
             num_spare = self.manager.num_free_blocks + self.supply.num_growable_blocks - num_needed
             num_kept_free = self.config.watermark * self.max_num_blocks if self.running else 0
-            copies = None
+            copies, num_new_tokens = None, 0
             if num_spare >= num_kept_free:
                 num_new_tokens = min(request.num_tokens - num_held, token_budget)
                 num_slots = num_held - computed.num_tokens + num_new_tokens
@@ -320,8 +321,10 @@ class Scheduler:
             if not request.is_finished:
                 self.manager.free(request.seq_id)
                 self._wait_again(request)
-        for swap in (*output.swap_ins, *output.swap_outs):
-            self.swap_space.give_back(swap.seq_id)
+        for swap_in in output.swap_ins:
+            self.swap_space.give_back(swap_in.seq_id)
+        for swap_out in output.swap_outs:
+            self.swap_space.give_back(swap_out.seq_id)
 
     def restart(self, requests: Iterable[Request]) -> None:
         """Begin again with these unfinished requests, which wait in their old places and hold nothing.

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from mlx_paged.argument_values import as_integer
 from mlx_paged.errors import shown
+from mlx_paged.models.language_model import ModelArgs
 
 # These kinds of RoPE scaling are counted in max_position_embeddings already; the others multiply it.
 _ALREADY_SCALED = ("default", "llama3", "longrope", "su", "mrope")
 
 
-def context_length(args: Any) -> int:
+def context_length(args: ModelArgs) -> int:
     """The tokens, prompt and answer together, that a model of this configuration was made for.
 
     That is ``max_position_embeddings``, with RoPE scaling counted as the configuration means it (the rule is vLLM's):
@@ -19,7 +18,7 @@ def context_length(args: Any) -> int:
     ``max_position_embeddings``, and Llama 3 and LongRoPE scaling are part of ``max_position_embeddings``.
 
     Args:
-        args: a model's ``ModelArgs``.
+        args: the model's configuration.
     """
     limit = args.max_position_embeddings
     scaling = args.rope_scaling or {}
@@ -31,7 +30,7 @@ def context_length(args: Any) -> int:
     return int(limit * scaling.get("factor", 1.0))
 
 
-def context_limit(args: Any, max_model_len: int | None) -> int:
+def context_limit(args: ModelArgs, max_model_len: int | None) -> int:
     """The most tokens that a prompt and its answer have together: ``max_model_len``, or what the model was made for.
 
     Raises:

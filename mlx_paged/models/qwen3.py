@@ -8,6 +8,7 @@ attention needs of other tokens it gets from ``cache.update_and_attend``; which 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from mlx_lm.models.activations import swiglu
 from mlx_lm.models.rope_utils import initialize_rope
 
 from mlx_paged.cache import KVCache
+from mlx_paged.models.language_model import LanguageModel
 
 SIZES = (
     "hidden_size",
@@ -102,7 +104,8 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(args.head_dim, eps=args.rms_norm_eps)
         self.k_norm = nn.RMSNorm(args.head_dim, eps=args.rms_norm_eps)
         try:
-            self.rope = initialize_rope(
+            # It is called with one offset per row; the annotation of nn.RoPE knows a single one.
+            self.rope: Callable[..., mx.array] = initialize_rope(
                 args.head_dim,
                 base=args.rope_theta,
                 traditional=False,
@@ -174,7 +177,7 @@ class Qwen3Model(nn.Module):
         return self.layers[-1](h, positions, cache, last_rows)
 
 
-class Model(nn.Module):
+class Model(LanguageModel):
     """Qwen3 with its language-model head.
 
     Call it inside ``with cache.step(...) as step``:
@@ -193,6 +196,7 @@ class Model(nn.Module):
         super().__init__()
         self.args = args
         self.model_type = args.model_type
+        self.tie_word_embeddings = args.tie_word_embeddings
         self.model = Qwen3Model(args)
         if not args.tie_word_embeddings:
             self.lm_head = nn.Linear(args.hidden_size, args.vocab_size, bias=False)
@@ -203,11 +207,11 @@ class Model(nn.Module):
         if last_rows is not None and last_rows.shape[0] == tokens.shape[0]:
             last_rows = None  # all rows are last ones: a step of decodes
         h = self.model.norm(self.model(tokens, positions, cache, last_rows))
-        return self.model.embed_tokens.as_linear(h) if self.args.tie_word_embeddings else self.lm_head(h)
+        return self.model.embed_tokens.as_linear(h) if self.tie_word_embeddings else self.lm_head(h)
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         """Drop the head of a checkpoint that also ties it to the embeddings."""
-        if self.args.tie_word_embeddings:
+        if self.tie_word_embeddings:
             weights.pop("lm_head.weight", None)
         return weights
 

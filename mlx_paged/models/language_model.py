@@ -1,0 +1,46 @@
+"""What every model here offers beyond ``nn.Module``, for the type checker: MLX's type knows none of its attributes."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, cast
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+
+from mlx_paged.cache import KVCache
+
+
+class ModelArgs(Protocol):
+    """The fields of a model's configuration that are read outside of the model, under their names there."""
+
+    num_hidden_layers: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    rope_scaling: dict[str, Any] | None
+
+
+class LanguageModel(Module):
+    """A model for packed input; see :class:`mlx_paged.models.qwen3.Model` for what the call takes and returns.
+
+    Attributes:
+        args: the model's configuration.
+        dtype: of its activations, and so of K/V.
+    """
+
+    args: ModelArgs
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        raise NotImplementedError
+
+    def __call__(
+        self, tokens: mx.array, positions: mx.array, cache: KVCache, last_rows: mx.array | None = None
+    ) -> mx.array:
+        raise NotImplementedError
+
+
+def as_language_model(model: Module) -> LanguageModel:
+    """``model`` by the type that it has: users give a ``Module``, and which one is checked by what it offers."""
+    return cast(LanguageModel, model)
