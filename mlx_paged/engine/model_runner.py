@@ -20,6 +20,7 @@ from mlx_paged.engine.swap_space import SwapSpace
 from mlx_paged.errors import shown
 from mlx_paged.foreign_arguments import refuses_unknown_arguments
 from mlx_paged.memory import default_kv_cache_bytes
+from mlx_paged.models.language_model import as_language_model
 
 T = TypeVar("T")
 
@@ -54,7 +55,7 @@ def make_kv_cache(
         if not isinstance(value, str):
             raise ValueError(f"[kv cache] {name} must be a text, got {shown(value)}")
     block_size = check_integer("kv cache", "block_size", block_size, 1)
-    args = _args(model)
+    args = as_language_model(model).args
     if kv_cache_bytes is None:
         weight_nbytes = tree_reduce(lambda total, leaf: total + leaf.nbytes, model.parameters(), 0)
         budget = KVBudget(nbytes=default_kv_cache_bytes(weight_nbytes))
@@ -79,11 +80,6 @@ def check_model(model: object) -> None:
     if not isinstance(model, nn.Module) or not is_ours:
         kind = f"{type(model).__module__}.{kind_of(model)}".removeprefix("builtins.")
         raise ValueError(f"[model] model must be one that mlx_paged.load returns, got {kind}")
-
-
-def _args(model: nn.Module) -> Any:
-    """A model's configuration; MLX's type of a module knows none of its attributes."""
-    return model.args
 
 
 @dataclass(frozen=True)
@@ -117,7 +113,7 @@ class ModelRunner:
     def __init__(self, model: nn.Module, cache: KVCache):
         self.model = model
         self.cache = cache
-        self.vocab_size: int = _args(model).vocab_size
+        self.vocab_size = as_language_model(model).args.vocab_size
         self._num_tokens = 0  # since MLX was told
 
     def run(self, batch: Mapping[SeqId, Sequence[int]], head: Callable[[mx.array], T] | None = None) -> T | Any:
