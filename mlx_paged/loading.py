@@ -8,7 +8,9 @@ import re
 from pathlib import Path
 from typing import Any, Literal, overload
 
+import mlx.core as mx
 from mlx.nn.layers.base import Module  # mlx.nn does not re-export it: to a user's mypy, nn.Module is Any
+from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_adapters, load_model, load_tokenizer
 
@@ -133,6 +135,7 @@ def load(
     except Exception as error:
         # Whatever a broken file makes the readers below raise, for the user it is one thing.
         raise LoadError(f"[load] the model in {path} is broken: {_one_line(error)}") from error
+    _check_dtypes(model, path)
     if not any((path / name).is_file() for name in _TOKENIZER_FILES):
         # transformers would make up a tokenizer of one word.
         raise LoadError(f"[load] the tokenizer in {path} is missing or broken: none of {', '.join(_TOKENIZER_FILES)}")
@@ -235,6 +238,15 @@ def _model_classes(config: dict[str, Any]) -> tuple[type[Module], type]:
         raise LoadError(f"[load] model type {model_type!r} is not supported; supported: {', '.join(MODELS)}")
     module = importlib.import_module(MODELS[model_type])
     return module.Model, module.ModelArgs
+
+
+def _check_dtypes(model: Module, path: Path) -> None:
+    """Refuse weights of integers, which would be computed with in silence; MLX packs quantised ones into uint32."""
+    weights = dict(tree_flatten(model.parameters()))
+    for name, weight in weights.items():
+        is_packed = weight.dtype == mx.uint32 and f"{name.removesuffix('.weight')}.scales" in weights
+        if not is_packed and not mx.issubdtype(weight.dtype, mx.floating):
+            raise LoadError(f"[load] the model in {path} is broken: the weights {name} are of type {weight.dtype}")
 
 
 def _one_line(error: Exception, limit: int = 300) -> str:

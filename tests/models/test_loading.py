@@ -393,6 +393,16 @@ def test_a_weight_of_the_wrong_shape_is_named_with_both_shapes(folder):
     assert "(47, 32)" in message
 
 
+@pytest.mark.parametrize("dtype", [mx.int32, mx.uint32, mx.uint8, mx.bool_, mx.complex64], ids=str)
+def test_weights_that_are_no_floats_are_named_and_not_computed_with(folder, dtype):
+    weights = weights_of(folder)
+    name = "model.layers.1.self_attn.o_proj.weight"
+    weights[name] = weights[name].astype(dtype)
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+    for lazy in (False, True):
+        assert f"the weights {name} are of type {dtype}" in load_error(folder, lazy=lazy)
+
+
 def test_a_weight_that_the_model_does_not_have_is_named(folder):
     weights = weights_of(folder)
     weights["model.layers.0.self_attn.q_proj.bias"] = mx.zeros((64,))
