@@ -45,8 +45,8 @@ def as_number(value: object) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def check_integer(room: str, name: str, value: object, low: int, what: str | None = None) -> int:
-    """``value`` as a Python integer of at least ``low``.
+def check_integer(room: str, name: str, value: object, low: int | None = None, what: str | None = None) -> int:
+    """``value`` as a Python integer of at least ``low``, or of any size.
 
     Args:
         what: the range in words, where it is not ``at least low``.
@@ -55,8 +55,9 @@ def check_integer(room: str, name: str, value: object, low: int, what: str | Non
         ValueError: it is none; the message names the argument.
     """
     number = as_integer(value)
-    if number is None or number < low:
-        raise refused(room, name, value, what or f"at least {low}", "a whole number")
+    if number is None or (low is not None and number < low):
+        what = what or ("a whole number" if low is None else f"at least {low}")
+        raise refused(room, name, value, what, "a whole number")
     return number
 
 
@@ -76,7 +77,6 @@ def check_callable(room: str, name: str, value: object, what: str) -> None:
 
 def refused(room: str, name: str, value: object, range_: str, kind: str) -> ValueError:
     """The error for a number that is out of its range, or is none."""
-    no_number = "" if as_number(value) is not None and kind == "a number" else f", which is not {kind}"
-    if kind == "a whole number" and as_integer(value) is not None:
-        no_number = ""
+    read = as_number(value) if kind == "a number" else as_integer(value)
+    no_number = f", which is not {kind}" if read is None and range_ != kind else ""
     return ValueError(f"[{room}] {name} must be {range_}, got {shown(value)}{no_number}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import re
 from dataclasses import dataclass
 
@@ -28,19 +29,20 @@ class KVBudget:
         Raises:
             ValueError: the text is none of these, or not positive.
         """
-        match = _BUDGET.fullmatch(str(text))
+        is_integer = isinstance(text, numbers.Integral) and not isinstance(text, bool)
+        match = _BUDGET.fullmatch(str(text)) if is_integer or isinstance(text, str) else None
         if match is None:
             raise ValueError(
-                f"[kv-cache-bytes] can't read {str(text)!r}; write bytes (65536, 512M, 2G) or blocks (256blocks)"
+                f"[kv-cache-bytes] can't read {shown(text)}; write bytes (65536, 512M, 2G) or blocks (256blocks)"
             )
         number, unit = float(match[1]), match[2].lower()
         if unit.startswith("block"):
             if not number.is_integer() or number < 1:
-                raise ValueError(f"[kv-cache-bytes] {str(text)!r} must be a whole number of blocks, at least 1")
+                raise ValueError(f"[kv-cache-bytes] {shown(text)} must be a whole number of blocks, at least 1")
             return cls(num_blocks=int(number))
         nbytes = int(number * _UNITS[unit.rstrip("ib")])
         if nbytes < 1:
-            raise ValueError(f"[kv-cache-bytes] {str(text)!r} must be at least 1 byte")
+            raise ValueError(f"[kv-cache-bytes] {shown(text)} must be at least 1 byte")
         return cls(nbytes=nbytes)
 
 

@@ -12,10 +12,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.argument_values import as_integer, check_callable, check_integer, kind_of, reason
+from mlx_paged.argument_values import as_integer, check_callable, check_integer, kind_of
 from mlx_paged.cache import KVCache
 from mlx_paged.engine.model_runner import ModelRunner, make_kv_cache
-from mlx_paged.engine.prompts import Prompt, TokenIds, read_prompt
+from mlx_paged.engine.prompts import Prompt, TokenIds, as_tokenizer, read_prompt
 from mlx_paged.engine.session import PREFILL_STEP_SIZE, Session
 from mlx_paged.engine.text_stream import TextStream
 from mlx_paged.errors import shown
@@ -216,6 +216,7 @@ def generate(
     if not isinstance(verbose, bool):
         raise ValueError(f"[generate] verbose must be True or False, got {shown(verbose)}")
     text = ""
+    response = None
     responses = stream_generate(model, tokenizer, prompt, **options)
     if verbose:
         print("=" * 10)
@@ -223,7 +224,7 @@ def generate(
         text += response.text
         if verbose:
             print(response.text, end="", flush=True)
-    if verbose:
+    if verbose and response is not None:
         print()
         print("=" * 10)
         print(
@@ -262,20 +263,6 @@ def open_session(
     return session
 
 
-def as_tokenizer(tokenizer: object) -> TokenizerWrapper:
-    """A tokenizer of mlx-lm's; raises ``ValueError`` for what is no tokenizer."""
-    if isinstance(tokenizer, TokenizerWrapper):
-        return tokenizer
-    if isinstance(tokenizer, type) or not all(
-        hasattr(tokenizer, name) for name in ("encode", "decode", "eos_token_id")
-    ):
-        raise ValueError(f"[generate] tokenizer must be one that mlx_paged.load returns, got {kind_of(tokenizer)}")
-    try:
-        return TokenizerWrapper(tokenizer)
-    except Exception as error:
-        raise ValueError(f"[generate] tokenizer can't be used: {reason(error)}") from error
-
-
 @dataclass(frozen=True)
 class _Call:
     """One answer to be generated, its arguments checked."""
@@ -309,7 +296,7 @@ class _Call:
             check_callable("generate", "sampler", sampler, "a function, such as make_sampler(...)")
         if progress is not None:
             check_callable("generate", "prompt_progress_callback", progress, "a function of two numbers")
-        token_ids = read_prompt(prompt, tokenizer, session.runner.model.args.vocab_size).token_ids
+        token_ids = read_prompt(prompt, tokenizer, session.runner.vocab_size).token_ids
         session.check_context(len(token_ids))
         return cls(
             token_ids,
@@ -325,7 +312,7 @@ class _Call:
     def steps(self) -> Generator[TokenStep, None, None]:
         """The tokens, as they come."""
         session, tokens = self.session, list(self.prompt)
-        vocab_size = session.runner.model.args.vocab_size
+        vocab_size = session.runner.vocab_size
 
         def head(logits: mx.array) -> tuple[mx.array, mx.array]:
             for processor in self.logits_processors:

@@ -12,6 +12,7 @@ from mlx.nn.layers.base import Module  # mlx.nn does not re-export it: to a user
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_adapters, load_model, load_tokenizer
 
+from mlx_paged.errors import shown
 from mlx_paged.foreign_arguments import refuses_unknown_arguments
 
 # model_type -> the module that has its Model and ModelArgs
@@ -107,6 +108,10 @@ def load(
     Raises:
         LoadError: nothing is there, it is broken, or the model type is not supported.
     """
+    _check_arguments(path_or_hf_repo, tokenizer_config, model_config, adapter_path, revision)
+    for name, flag in (("lazy", lazy), ("return_config", return_config)):
+        if not isinstance(flag, bool):
+            raise LoadError(f"[load] {name} must be True or False, got {shown(flag)}")
     path = _find_model(path_or_hf_repo, revision)
     config_file = path / "config.json"
     if not config_file.is_file():
@@ -141,6 +146,18 @@ def load(
         except Exception as error:
             raise LoadError(f"[load] the adapters in {adapter_path} can't be used: {_one_line(error)}") from error
     return (model, tokenizer, config) if return_config else (model, tokenizer)
+
+
+def _check_arguments(path: object, tokenizer_config: object, model_config: object, *texts: object) -> None:
+    """Raise ``LoadError`` for an argument of the wrong type."""
+    if not isinstance(path, (str, Path)):
+        raise LoadError(f"[load] path_or_hf_repo must be a folder or a hub id, got {shown(path)}")
+    for name, config in (("tokenizer_config", tokenizer_config), ("model_config", model_config)):
+        if config is not None and not (isinstance(config, dict) and all(isinstance(key, str) for key in config)):
+            raise LoadError(f"[load] {name} must be a dict with texts as keys, or None, got {shown(config)}")
+    for name, text in zip(("adapter_path", "revision"), texts, strict=True):
+        if text is not None and not isinstance(text, (str, Path)):
+            raise LoadError(f"[load] {name} must be a text, or None, got {shown(text)}")
 
 
 def _find_model(path_or_hf_repo: str | Path, revision: str | None) -> Path:

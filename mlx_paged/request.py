@@ -142,7 +142,7 @@ def check_request_id(request_id: object) -> str:
     """Raises ``ValueError`` unless the id is a text; returns it."""
     if not isinstance(request_id, str):
         raise ValueError(f"[engine] request_id must be a text, got {shown(request_id)}")
-    return request_id
+    return str.__str__(request_id)
 
 
 def check_priority(priority: object) -> int:
@@ -155,10 +155,11 @@ def check_priority(priority: object) -> int:
 
 
 def check_cache_salt(cache_salt: object) -> str | None:
-    """Raises ``ValueError`` unless the salt is ``None`` or a text that is not empty; returns it."""
+    """Raises ``ValueError`` unless the salt is ``None`` or a text that is not empty; returns it as a ``str``."""
     if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
         raise ValueError(f"[engine] cache_salt must be a text that is not empty, or None, got {shown(cache_salt)}")
-    return cache_salt
+    # A text of a type of its own would be no key of a hash, or another one than an equal text.
+    return None if cache_salt is None else str.__str__(cache_salt)
 
 
 class RequestStatus(Enum):

@@ -16,6 +16,7 @@ from mlx_paged.cache.base import (
 from mlx_paged.cache.basic import BasicKVCache
 from mlx_paged.cache.paged import PagedKVCache, SwappedKV
 from mlx_paged.config import KVCacheConfig
+from mlx_paged.errors import shown
 
 __all__ = [
     "KV_CACHES",
@@ -45,5 +46,5 @@ def create_kv_cache(kind: str, config: KVCacheConfig, backend: str = "auto") -> 
         BackendError: the backend is unknown or can't be had on this machine.
     """
     if kind not in KV_CACHES:
-        raise ValueError(f"[kv cache] unknown cache mode {kind!r}; supported: {', '.join(KV_CACHES)}")
+        raise ValueError(f"[kv cache] unknown cache mode {shown(kind)}; supported: {', '.join(KV_CACHES)}")
     return KV_CACHES[kind](config, backend=backend)

@@ -18,10 +18,11 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_paged.argument_values import as_integer, check_integer
 from mlx_paged.config import KVBudget, SchedulerConfig
 from mlx_paged.core import KVCacheManagerStats, hash_token_blocks
 from mlx_paged.engine.model_runner import ModelRunner, check_model, make_kv_cache
-from mlx_paged.engine.prompts import Prompt, read_prompt
+from mlx_paged.engine.prompts import Prompt, as_tokenizer, read_prompt
 from mlx_paged.engine.request_state import RequestState
 from mlx_paged.engine.sampler import SampledToken, Sampler
 from mlx_paged.engine.scheduler import Scheduler, extra_hash_keys
@@ -110,8 +111,10 @@ class Engine:
     ):
         check_model(model)
         config = SchedulerConfig(max_model_len=context_limit(model.args, max_model_len), **scheduler_options)
-        if tokenizer is not None and not isinstance(tokenizer, TokenizerWrapper):
-            tokenizer = TokenizerWrapper(tokenizer)
+        if tokenizer is not None:
+            tokenizer = as_tokenizer(tokenizer)
+        if seed is not None:
+            seed = check_integer("engine", "seed", seed)
         # Whoever steps may do so in another thread, which can't evaluate what this one left lazy. Not only parameters:
         # frequencies of RoPE, for one.
         mx.eval([leaf for _, leaf in tree_flatten(model) if isinstance(leaf, mx.array)])
@@ -151,7 +154,7 @@ class Engine:
         config = self.cache.config
         if swap_bytes is None:
             return int(config.num_slots * DEFAULT_SWAP_SHARE)
-        if swap_bytes in (0, "0"):
+        if as_integer(swap_bytes) == 0 or (isinstance(swap_bytes, str) and swap_bytes.strip() == "0"):
             return 0
         budget = KVBudget.parse(swap_bytes)
         if budget.num_blocks is not None:
@@ -205,7 +208,7 @@ class Engine:
 
         Its output comes with the next step, with finish reason ``"abort"``. One that is unknown or done is left alone.
         """
-        state = self._states.get(request_id)
+        state = self._states.get(check_request_id(request_id))
         if state is not None:
             self._ask_to_abort(state)
             self._read_inbox_if_idle()
@@ -218,7 +221,7 @@ class Engine:
 
     def num_computed_tokens(self, request_id: str) -> int:
         """How many of a request's tokens have K/V: the progress of a long prompt. 0 while it waits."""
-        state = self._states.get(request_id)
+        state = self._states.get(check_request_id(request_id))
         return 0 if state is None else state.requests[0].num_computed_tokens
 
     def cached_block_ids(self, token_ids: Sequence[int], cache_salt: str | None = None) -> list[int]:

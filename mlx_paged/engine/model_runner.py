@@ -54,7 +54,7 @@ def make_kv_cache(
         if not isinstance(value, str):
             raise ValueError(f"[kv cache] {name} must be a text, got {shown(value)}")
     block_size = check_integer("kv cache", "block_size", block_size, 1)
-    args = model.args
+    args = _args(model)
     if kv_cache_bytes is None:
         weight_nbytes = tree_reduce(lambda total, leaf: total + leaf.nbytes, model.parameters(), 0)
         budget = KVBudget(nbytes=default_kv_cache_bytes(weight_nbytes))
@@ -79,6 +79,11 @@ def check_model(model: object) -> None:
     if not isinstance(model, nn.Module) or not is_ours:
         kind = f"{type(model).__module__}.{kind_of(model)}".removeprefix("builtins.")
         raise ValueError(f"[model] model must be one that mlx_paged.load returns, got {kind}")
+
+
+def _args(model: nn.Module) -> Any:
+    """A model's configuration; MLX's type of a module knows none of its attributes."""
+    return model.args
 
 
 @dataclass(frozen=True)
@@ -112,6 +117,7 @@ class ModelRunner:
     def __init__(self, model: nn.Module, cache: KVCache):
         self.model = model
         self.cache = cache
+        self.vocab_size: int = _args(model).vocab_size
         self._num_tokens = 0  # since MLX was told
 
     def run(self, batch: Mapping[SeqId, Sequence[int]], head: Callable[[mx.array], T] | None = None) -> T | Any:
@@ -131,8 +137,7 @@ class ModelRunner:
         """
         if not isinstance(batch, Mapping):
             raise ValueError(f"[run] batch must be a mapping of sequences to their new tokens, got {kind_of(batch)}")
-        vocab_size = self.model.args.vocab_size
-        new_tokens = {seq: check_token_ids(ids, vocab_size, f"batch[{seq!r}]") for seq, ids in batch.items()}
+        new_tokens = {seq: check_token_ids(ids, self.vocab_size, f"batch[{shown(seq)}]") for seq, ids in batch.items()}
         if head is not None:
             check_callable("run", "head", head, "a function of the logits, or None")
         with self.cache.step({seq: len(ids) for seq, ids in new_tokens.items()}) as step:

@@ -63,6 +63,20 @@ def read_prompt(
     return EncodedPrompt(text, ids)
 
 
+def as_tokenizer(tokenizer: object) -> TokenizerWrapper:
+    """A tokenizer of mlx-lm's; raises ``ValueError`` for what is no tokenizer."""
+    if isinstance(tokenizer, TokenizerWrapper):
+        return tokenizer
+    if isinstance(tokenizer, type) or not all(
+        hasattr(tokenizer, name) for name in ("encode", "decode", "eos_token_id")
+    ):
+        raise ValueError(f"[tokenizer] tokenizer must be one that mlx_paged.load returns, got {kind_of(tokenizer)}")
+    try:
+        return TokenizerWrapper(tokenizer)
+    except Exception as error:
+        raise ValueError(f"[tokenizer] tokenizer can't be used: {reason(error)}") from error
+
+
 def split_prompts(prompts: object) -> list[Any]:
     """The prompts of a call that takes one or several, as vLLM tells them apart; none of them is checked.
 

@@ -10,7 +10,9 @@ import numpy as np
 
 from mlx_paged.request import Request
 
-HUGE = 1e30  # penalties end here, and top_p at its inverse, so that no product leaves float32
+# Penalties and temperatures end here, and top_p at its inverse, so that no product leaves float32: a scale of 0 would
+# make NaN of the tokens that a filter took out.
+HUGE = 1e30
 COLDEST = 1e-6  # temperatures end here: a log-probability over a lower one leaves float32
 
 
@@ -36,7 +38,11 @@ class SamplingState:
             top_k = int(params.top_k) if params.top_k < vocab_size else 0
             self.group = params.top_p < 1, params.min_p > 0, top_k
             log_min_p = math.log(params.min_p) if params.min_p > 0 else 0.0
-            self.filters = 1 / max(float(params.temperature), COLDEST), max(params.top_p, 1 / HUGE), log_min_p
+            self.filters = (
+                1 / min(max(float(params.temperature), COLDEST), HUGE),
+                max(params.top_p, 1 / HUGE),
+                log_min_p,
+            )
         self.bias: tuple[np.ndarray, np.ndarray] | None = None  # token ids, biases
         if params.logit_bias:
             beyond = [token for token in params.logit_bias if token >= vocab_size]

@@ -69,9 +69,11 @@ class Session:
             PromptTooLongError: the prompt leaves no room for an answer within ``max_model_len``, or the budget can't
                 hold it.
         """
-        prompt = read_prompt(prompt, None, self.runner.model.args.vocab_size).token_ids
+        prompt = read_prompt(prompt, None, self.runner.vocab_size).token_ids
         prefill_step_size = check_integer("prefill", "prefill_step_size", prefill_step_size, 1)
         check_callable("prefill", "head", head, "a function of the logits")
+        if progress is not None:
+            check_callable("prefill", "progress", progress, "a function of two numbers, or None")
         self.check_context(len(prompt))
         self._check_fits(len(prompt))
         # The last token is computed even when all are held: its logits are needed.

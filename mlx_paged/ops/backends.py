@@ -8,6 +8,7 @@ from typing import Protocol
 
 import mlx.core as mx
 
+from mlx_paged.errors import shown
 from mlx_paged.ops.kv_handle import KVHandle
 from mlx_paged.ops.metadata import AttentionMetadata, SlotMapping
 from mlx_paged.ops.notices import say_once
@@ -94,7 +95,7 @@ def resolve_backend(backend: str = "auto", head_dim: int | None = None, block_si
         BackendError: the name is unknown, or ``"metal"`` was asked for and can't be had.
     """
     if backend not in BACKENDS:
-        raise BackendError(f"[backend] unknown backend {backend!r}; choose one of {', '.join(BACKENDS)}")
+        raise BackendError(f"[backend] unknown backend {shown(backend)}; choose one of {', '.join(BACKENDS)}")
     if backend == "reference" or (backend == "auto" and not metal_is_there()):
         return "reference"
     if not metal_is_there():

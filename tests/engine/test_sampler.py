@@ -81,6 +81,17 @@ def test_temperature_zero_takes_the_most_likely_token_of_its_row(dtype, rows):
     assert sample(logits, *[make_request() for _ in rows], wanting, rows=[*rows, 0])[:-1] == expected
 
 
+@pytest.mark.parametrize("temperature", [1e30, 1e38, 1e308])
+@pytest.mark.parametrize("filters", [{"top_k": 3}, {"top_p": 0.4}, {"min_p": 0.3}], ids=str)
+def test_a_temperature_beyond_all_bounds_still_draws_from_what_the_filters_leave(temperature: float, filters: dict):
+    logits = make_logits(1)
+    kept = {sample_alone(logits[0], make_request(seed=n, temperature=1.0, **filters)).token_id for n in range(200)}
+    drawn = {
+        sample_alone(logits[0], make_request(seed=n, temperature=temperature, **filters)).token_id for n in range(200)
+    }
+    assert drawn == kept and len(kept) > 1
+
+
 def test_a_temperature_next_to_zero_takes_the_most_likely_token():
     for temperature in (1e-5, 1e-38, 1e-45, 5e-324):
         logits = make_logits(8, seed=1)

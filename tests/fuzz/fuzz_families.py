@@ -1,0 +1,19 @@
+"""The families of fuzzed inputs, and which share of the cases each has."""
+
+from __future__ import annotations
+
+from fuzz_chat import chat_case
+from fuzz_folders import folder_case
+from fuzz_library import library_case
+from fuzz_requests import request_case
+from fuzzing import Family
+
+FAMILIES: dict[str, Family] = {
+    "library": library_case,
+    "requests": request_case,
+    "folders": folder_case,
+    "chat": chat_case,
+}
+SHARES = {"library": 0.5, "requests": 0.15, "folders": 0.2, "chat": 0.15}
+# Seconds; far beyond what any case takes on a busy machine, as only a hang is to be found.
+DEADLINES = {"library": 60.0, "requests": 90.0, "folders": 60.0, "chat": 120.0}
