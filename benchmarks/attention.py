@@ -21,6 +21,7 @@ import argparse
 import itertools
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,7 @@ def check_agreement(shape: Shape, ways: dict[str, Callable[[], list[mx.array]]])
     results = {name: mx.stack(way()).astype(mx.float32) for name, way in ways.items()}
     largest = mx.abs(results["contiguous"]).max()
     error = max(
-        (mx.abs(result - results["contiguous"]).max() / largest).item()
+        float(mx.abs(result - results["contiguous"]).max() / largest)
         for name, result in results.items()
         if name != "contiguous"
     )
@@ -147,10 +148,14 @@ def check_agreement(shape: Shape, ways: dict[str, Callable[[], list[mx.array]]])
     return error
 
 
+def evaluate(way: Callable[[], list[mx.array]]) -> None:
+    mx.eval(way())
+
+
 def measure_shape(shape: Shape, copy_bandwidth: float, args: argparse.Namespace) -> dict[str, Any]:
     ways = make_ways(shape, args)
     error = check_agreement(shape, ways)
-    steps = {name: lambda way=way: mx.eval(way()) for name, way in ways.items()}
+    steps: dict[str, Callable[[], Any]] = {name: partial(evaluate, way) for name, way in ways.items()}
     take_turns(steps, 2)
     num_turns = args.turns * (4 if shape.batch * shape.context <= SHORT_STEP else 1)
     times = {name: seconds / args.layers for name, seconds in take_turns(steps, num_turns).items()}
@@ -183,7 +188,7 @@ def measure_appends(args: argparse.Namespace) -> list[dict[str, Any]]:
         # The same slots in each, or the caches of the device would favour the small ones.
         slots = itertools.cycle(range(args.block_size, min(args.pools) // args.block_size * args.block_size))
 
-        def append(handles: list[ops.KVHandle] = handles, slots: itertools.cycle = slots) -> None:
+        def append(handles: list[ops.KVHandle] = handles, slots: itertools.cycle[int] = slots) -> None:
             mapping = ops.SlotMapping.build([next(slots)], args.block_size)
             for kv in handles:
                 ops.reshape_and_cache(k, v, kv, mapping, backend=args.backend)
@@ -300,7 +305,7 @@ def fill_in_defaults(args: argparse.Namespace) -> str:
         if getattr(args, name) is None:
             setattr(args, name, value)
     if args.max_bytes is None:
-        args.max_bytes = min(8e9, mx.device_info().get("memory_size", 16e9) / 4)
+        args.max_bytes = min(8e9, float(mx.device_info().get("memory_size", 16e9)) / 4)
     return kind
 
 
@@ -356,8 +361,8 @@ def main(argv: list[str] | None = None) -> None:
             for row in results
         ],
     )
-    for shape in left_out:
-        print(f"Left out, slabs and contiguous K/V take more than --max-bytes: {shape}")
+    for dimensions_left_out in left_out:
+        print(f"Left out, slabs and contiguous K/V take more than --max-bytes: {dimensions_left_out}")
     slower = where_slower(results)
     print(
         "Paged attention is slower than gather + SDPA at:"

@@ -25,7 +25,7 @@ def machine_card() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "blas": "OpenBLAS (preloaded)" if "openblas" in os.environ.get("LD_PRELOAD", "") else "as in the MLX wheel",
         "python": platform.python_version(),
-        "mlx": mx.__version__,
+        "mlx": mx.__version__,  # type: ignore[attr-defined]  # not in MLX's stub
         "mlx_lm": mlx_lm.__version__,
         "mlx_paged": mlx_paged.__version__,
     }

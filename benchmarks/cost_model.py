@@ -415,7 +415,7 @@ def fingerprint() -> str:
     for name in ("paged_kv.h", "paged_attention.metal", "merge_partitions.metal", "gather_blocks.metal"):
         digest.update(read_source(name).encode())
     for module in (kernels, attention_plan):
-        digest.update(Path(module.__file__).read_bytes())
+        digest.update(Path(str(module.__file__)).read_bytes())
     return digest.hexdigest()[:12]
 
 

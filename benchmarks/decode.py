@@ -51,11 +51,14 @@ QWEN3_0_6B_LAYERS = {
 
 def load_both(name: str) -> tuple[nn.Module, nn.Module]:
     """The same weights in our Qwen3 and in mlx-lm's."""
+    ours: nn.Module
+    theirs: nn.Module
     if name == "qwen3-0.6b-layers":
         mx.random.seed(0)
         theirs = mlx_lm_qwen3.Model(mlx_lm_qwen3.ModelArgs.from_dict(QWEN3_0_6B_LAYERS))
         ours = qwen3.Model(qwen3.ModelArgs.from_dict(QWEN3_0_6B_LAYERS))
-        ours.load_weights(tree_flatten(theirs.parameters()))
+        weights: list[tuple[str, Any]] = list(dict(tree_flatten(theirs.parameters())).items())
+        ours.load_weights(weights)
         mx.eval(ours.parameters(), theirs.parameters())
         return ours, theirs
     path = demo_model_path() if name == "demo" else name
@@ -65,7 +68,7 @@ def load_both(name: str) -> tuple[nn.Module, nn.Module]:
     else:
         from mlx_lm import load as mlx_lm_load
 
-        theirs, _ = mlx_lm_load(path)
+        theirs = mlx_lm_load(str(path))[0]
     return ours, theirs
 
 
@@ -187,11 +190,11 @@ def measure_pools(model: nn.Module, args: argparse.Namespace) -> dict[str, Any]:
         cache.set_prompt("s", *[random_rows(cache, 256)] * 2)
         runs[str(num_slots)] = (cache, random_rows(cache, 1))
     appends = take_turns(
-        {name: lambda cache=cache, row=row: cache.append("s", row, row) for name, (cache, row) in runs.items()},
+        {name: partial(cache.append, "s", row, row) for name, (cache, row) in runs.items()},
         args.turns,
     )
     decodes = take_turns(
-        {name: lambda cache=cache: ModelRunner(model, cache).run({"s": [5]}) for name, (cache, _) in runs.items()},
+        {name: partial(ModelRunner(model, cache).run, {"s": [5]}) for name, (cache, _) in runs.items()},
         args.turns,
     )
     return {

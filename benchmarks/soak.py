@@ -55,7 +55,7 @@ def make_model(name: str) -> nn.Module:
     if name != "tiny":
         return load(demo_model_path() if name == "demo" else name)[0]
     mx.random.seed(5)
-    model = qwen3.Model(qwen3.ModelArgs.from_dict(TINY))
+    model: nn.Module = qwen3.Model(qwen3.ModelArgs.from_dict(TINY))
     mx.eval(model.parameters())
     return model
 
@@ -106,7 +106,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
 def main() -> None:
     args = setup_arg_parser().parse_args()
     if args.swap != "auto":
-        SwapSpace._is_cheaper = lambda self: args.swap == "always"
+        SwapSpace._is_cheaper = lambda self: args.swap == "always"  # type: ignore[method-assign]
     model = make_model(args.model)
     options = {"kv_cache_bytes": f"{args.blocks}blocks", "swap_bytes": f"{args.blocks}blocks"}
     soak = Soak(model, args.seed, engine_options=options)

@@ -202,6 +202,8 @@ def measure(scenario: Scenario, models: dict[str, nn.Module], names: list[str], 
 
 def load_models(args: argparse.Namespace) -> dict[str, nn.Module]:
     """The same weights in our Qwen3 and in mlx-lm's."""
+    ours: nn.Module
+    theirs: nn.Module
     if args.model != "random":
         ours, theirs = load_both(args.model)
         return {"ours": ours, "theirs": theirs}
@@ -209,7 +211,8 @@ def load_models(args: argparse.Namespace) -> dict[str, nn.Module]:
     mx.random.seed(0)
     theirs = mlx_lm_qwen3.Model(mlx_lm_qwen3.ModelArgs.from_dict(shape))
     ours = qwen3.Model(qwen3.ModelArgs.from_dict(shape))
-    ours.load_weights(tree_flatten(theirs.parameters()))
+    weights: list[tuple[str, Any]] = list(dict(tree_flatten(theirs.parameters())).items())
+    ours.load_weights(weights)
     mx.eval(ours.parameters(), theirs.parameters())
     return {"ours": ours, "theirs": theirs}
 

@@ -67,12 +67,16 @@ def make_scenarios(vocab_size: int, scale: Scale) -> list[Scenario]:
     rng = np.random.default_rng(0)
 
     def prompt(num_tokens: int) -> list[int]:
-        return rng.integers(0, vocab_size, num_tokens).tolist()
+        token_ids: list[int] = rng.integers(0, vocab_size, num_tokens).tolist()
+        return token_ids
 
     def shuffled(lengths: np.ndarray) -> list[int]:
-        return rng.permutation(np.rint(lengths).astype(int)).tolist()
+        mixed: list[int] = rng.permutation(np.rint(lengths).astype(int)).tolist()
+        return mixed
 
-    def requests(prompts: list[list[int]], answers: list[int], arrivals: list[int] | None = None):
+    def requests(
+        prompts: list[list[int]], answers: list[int], arrivals: list[int] | None = None
+    ) -> list[SampleRequest]:
         arrivals = arrivals or [0] * len(prompts)
         named = enumerate(zip(prompts, answers, arrivals, strict=True))
         return [SampleRequest(f"r{i}", p, answer, arrival) for i, (p, answer, arrival) in named]

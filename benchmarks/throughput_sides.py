@@ -56,7 +56,9 @@ class Side(Protocol):
 def kv_nbytes_per_token(model: nn.Module) -> int:
     args = model.args
     weight = model.layers[0].self_attn.q_norm.weight
-    return 2 * args.num_hidden_layers * args.num_key_value_heads * args.head_dim * weight.dtype.size
+    num_numbers: int = 2 * args.num_hidden_layers * args.num_key_value_heads * args.head_dim
+    itemsize: int = weight.dtype.size
+    return num_numbers * itemsize
 
 
 def pool_nbytes(scenario: Scenario, model: nn.Module) -> int:
@@ -130,13 +132,15 @@ class MlxLmBatch:
 
     def _insert(self, request: SampleRequest, num_cached: int, cache: list[Any] | None) -> None:
         cached, rest = request.prompt_token_ids[:num_cached], request.prompt_token_ids[num_cached:]
-        (uid,) = self.generator.insert([rest], [request.max_tokens], caches=[cache], all_tokens=[cached])
+        caches: list[Any] = [cache]  # mlx-lm takes None in it, its annotation does not
+        (uid,) = self.generator.insert([rest], [request.max_tokens], caches=caches, all_tokens=[cached])
         self.request_ids[uid] = request.request_id
 
     def step(self) -> list[tuple[str, int]]:
         return [(self.request_ids[response.uid], response.token) for response in self._generate()]
 
     def _generate(self) -> list[Any]:
+        responses: list[Any]
         _, responses = self.generator.next()
         return responses
 

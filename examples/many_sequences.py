@@ -27,9 +27,9 @@ def main() -> None:
     }
     answers: dict[str, list[int]] = {question: [] for question in QUESTIONS}
     while batch:
-        tokens = runner.run(batch, head=lambda logits: mx.argmax(logits, axis=-1)).tolist()
+        tokens = runner.run(batch, head=lambda logits: mx.argmax(logits, axis=-1))
         next_batch = {}
-        for question, token in zip(batch, tokens, strict=True):
+        for question, token in zip(batch, map(int, tokens), strict=True):
             if token in tokenizer.eos_token_ids or len(answers[question]) == 100:
                 continue
             answers[question].append(token)

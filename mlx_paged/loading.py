@@ -114,7 +114,7 @@ def load(
     for name, flag in (("lazy", lazy), ("return_config", return_config)):
         if not isinstance(flag, bool):
             raise LoadError(f"[load] {name} must be True or False, got {shown(flag)}")
-    path = _find_model(path_or_hf_repo, revision)
+    path = find_model(path_or_hf_repo, revision)
     config_file = path / "config.json"
     if not config_file.is_file():
         raise LoadError(f"[load] {path} has no config.json; a model folder holds config.json and model*.safetensors")
@@ -124,7 +124,8 @@ def load(
             raise ValueError("it is not a JSON object")
     except (OSError, ValueError, RecursionError) as error:
         raise LoadError(f"[load] {config_file} can't be read: {_one_line(error)}") from error
-    _model_classes({**config, **(model_config or {})})
+    _check_config({**config, **(model_config or {})}, config_file)
+    _check_generation_config(path / "generation_config.json")
     try:
         model, config = load_model(path, lazy, model_config=model_config, get_model_classes=_model_classes)
     except LoadError:
@@ -143,6 +144,8 @@ def load(
     except Exception as error:
         raise LoadError(f"[load] the tokenizer in {path} is missing or broken: {_one_line(error)}") from error
     if adapter_path is not None:
+        if not str(adapter_path):
+            raise LoadError("[load] no folder ''; adapter_path must be one with adapters in it")
         try:
             model = load_adapters(model, str(adapter_path))
             model.eval()
@@ -163,7 +166,12 @@ def _check_arguments(path: object, tokenizer_config: object, model_config: objec
             raise LoadError(f"[load] {name} must be a text, or None, got {shown(text)}")
 
 
-def _find_model(path_or_hf_repo: str | Path, revision: str | None) -> Path:
+def find_model(path_or_hf_repo: str | Path, revision: str | None = None) -> Path:
+    """The folder of a model: a local one, or that of a repository on the hub, downloaded once.
+
+    Raises:
+        LoadError: there is neither.
+    """
     repo = str(path_or_hf_repo)
     path = Path(repo)
     try:
@@ -187,6 +195,43 @@ def _find_model(path_or_hf_repo: str | Path, revision: str | None) -> Path:
         raise LoadError(f"[load] no folder {repo!r}, and no such download: {_one_line(error)}") from error
 
 
+def _check_config(config: dict[str, Any], file: Path) -> None:
+    """Refuse what the readers of the weights would stumble over later, and say less clearly."""
+    _model_classes(config)
+    _check_eos(config.get("eos_token_id"), file)
+    quantization = config.get("quantization")
+    if quantization is None:
+        legacy = config.get("quantization_config")
+        if legacy and (not isinstance(legacy, dict) or not isinstance(legacy.get("quant_method"), str)):
+            raise LoadError(f"[load] quantization_config in {file} must be an object with a quant_method")
+        return
+    if not isinstance(quantization, dict):
+        raise LoadError(f"[load] quantization in {file} must be an object, got {shown(quantization)}")
+    for name in ("group_size", "bits"):
+        if name not in quantization:
+            raise LoadError(f"[load] quantization in {file} lacks {name}; MLX's has group_size and bits")
+        value = quantization[name]
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise LoadError(f"[load] {name} of quantization in {file} must be a positive integer, got {shown(value)}")
+
+
+def _check_generation_config(file: Path) -> None:
+    """Its end tokens go before those of ``config.json``; a file that is no JSON is left out, as by mlx-lm."""
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return
+    if not isinstance(config, dict):
+        raise LoadError(f"[load] {file} can't be read: it is not a JSON object")
+    _check_eos(config.get("eos_token_id"), file)
+
+
+def _check_eos(value: object, file: Path) -> None:
+    token_ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in token_ids):
+        raise LoadError(f"[load] eos_token_id in {file} must be a token id or a list of them, got {shown(value)}")
+
+
 def _model_classes(config: dict[str, Any]) -> tuple[type[Module], type]:
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in MODELS:
@@ -206,4 +251,6 @@ def _check_dtypes(model: Module, path: Path) -> None:
 
 def _one_line(error: Exception, limit: int = 300) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, KeyError):
+        text = f"{text} is missing"
     return text if len(text) <= limit else text[: limit - 3] + "..."
