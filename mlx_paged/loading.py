@@ -111,9 +111,7 @@ def load(
         LoadError: nothing is there, it is broken, or the model type is not supported.
     """
     _check_arguments(path_or_hf_repo, tokenizer_config, model_config, adapter_path, revision)
-    for name, flag in (("lazy", lazy), ("return_config", return_config)):
-        if not isinstance(flag, bool):
-            raise LoadError(f"[load] {name} must be True or False, got {shown(flag)}")
+    _check_flags(lazy=lazy, return_config=return_config)
     path = find_model(path_or_hf_repo, revision)
     config_file = path / "config.json"
     if not config_file.is_file():
@@ -152,6 +150,13 @@ def load(
         except Exception as error:
             raise LoadError(f"[load] the adapters in {adapter_path} can't be used: {_one_line(error)}") from error
     return (model, tokenizer, config) if return_config else (model, tokenizer)
+
+
+def _check_flags(**flags: object) -> None:
+    """Raise ``LoadError`` for a flag that is no bool."""
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise LoadError(f"[load] {name} must be True or False, got {shown(flag)}")
 
 
 def _check_arguments(path: object, tokenizer_config: object, model_config: object, *texts: object) -> None:
