@@ -6,16 +6,17 @@ import itertools
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypedDict, Unpack
 
 import mlx.core as mx
-import mlx.nn as nn
+from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.argument_values import as_integer, check_callable, check_integer, kind_of
 from mlx_paged.cache import KVCache
 from mlx_paged.engine.model_runner import ModelRunner, make_kv_cache
 from mlx_paged.engine.prompts import Prompt, TokenIds, as_tokenizer, read_prompt
+from mlx_paged.engine.read_array import read_ints
 from mlx_paged.engine.session import PREFILL_STEP_SIZE, Session
 from mlx_paged.engine.text_stream import TextStream
 from mlx_paged.errors import shown
@@ -121,7 +122,7 @@ class TokenStep(NamedTuple):
 @refuses_unknown_arguments("generate")
 def generate_step(
     prompt: TokenIds,
-    model: nn.Module,
+    model: Module,
     *,
     max_tokens: int = 256,
     sampler: Sampler | None = None,
@@ -168,7 +169,7 @@ def generate_step(
 
 @refuses_unknown_arguments("generate")
 def stream_generate(
-    model: nn.Module,
+    model: Module,
     tokenizer: Tokenizer,
     prompt: Prompt,
     max_tokens: int = 256,
@@ -199,13 +200,29 @@ def stream_generate(
     return _responses(call, tokenizer)
 
 
+class GenerationOptions(TypedDict, total=False):
+    """The keyword arguments of :func:`stream_generate`."""
+
+    max_tokens: int
+    sampler: Sampler | None
+    logits_processors: Sequence[LogitsProcessor] | None
+    prefill_step_size: int
+    prompt_progress_callback: Callable[[int, int], None] | None
+    session: Session | None
+    kv: str
+    block_size: int
+    kv_cache_bytes: str | int | None
+    backend: str
+    max_model_len: int | None
+
+
 @refuses_unknown_arguments("generate", also=lambda: argument_names(stream_generate))
 def generate(
-    model: nn.Module,
+    model: Module,
     tokenizer: Tokenizer,
     prompt: Prompt,
     verbose: bool = False,
-    **options: Any,
+    **options: Unpack[GenerationOptions],
 ) -> str:
     """The whole answer to ``prompt``; as ``mlx_lm.generate``.
 
@@ -237,7 +254,7 @@ def generate(
 
 
 def open_session(
-    model: nn.Module,
+    model: Module,
     session: Session | None = None,
     kv: str = "paged",
     block_size: int = 16,
@@ -322,7 +339,7 @@ class _Call:
 
         (sampled, logprobs), num_cached = session.prefill(tokens, head, self.prefill_step_size, self.progress)
         for num_generated in itertools.count(1):
-            tokens.append(check_sampled_token(cast(int, sampled.item()), vocab_size))
+            tokens.append(check_sampled_token(read_ints(sampled)[0], vocab_size))
             has_room = session.cache.max_seq_len(session.seq) >= len(tokens) < session.max_model_len
             is_last = num_generated == self.max_tokens or not has_room
             yield TokenStep(tokens[-1], logprobs, is_last, num_cached)

@@ -13,36 +13,29 @@ from pathlib import Path
 import pytest
 
 import mlx_paged
+from mlx_paged.engine.engine import engine_option_names
+from mlx_paged.engine.options import EngineOptions, RequestOptions
+from mlx_paged.generation import GenerationOptions
 
 REPOSITORY = Path(__file__).parent.parent
 
-# Strict, but for two things. Reading transformers, which mlx-lm imports, takes most of the time.
-# And mlx.nn hands on what it imports without saying so, so that its Module would pass for Any.
+# Strict, but for one thing: reading transformers, which mlx-lm imports, takes most of the time.
 CONFIG = """
 [mypy]
 strict = true
 
 [mypy-transformers.*]
 follow_imports = skip
-
-[mypy-mlx.nn.*]
-implicit_reexport = true
 """
+# What mlx-lm's tokenizers have no annotations for is called all the same.
+EXAMPLES_CONFIG = CONFIG.replace("strict = true", "strict = true\nuntyped_calls_exclude = mlx_lm")
 
 # What the snippets of the README take for granted.
 GIVEN = """
-import mlx.nn as nn
-from mlx_lm.tokenizer_utils import TokenizerWrapper
-
 import mlx_paged
 from mlx_paged import SamplingParams
 
-
-def model_and_tokenizer() -> tuple[nn.Module, TokenizerWrapper]:
-    raise NotImplementedError
-
-
-model, tokenizer = model_and_tokenizer()
+model, tokenizer = mlx_paged.load("a model")
 prompt_a, prompt_b, prompt_c, token_a = [1, 2, 3], [4], [5, 6], 7
 """
 
@@ -52,15 +45,15 @@ def readme_snippets() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def run_mypy(tmp_path_factory) -> Callable[[str], list[str]]:
+def run_mypy(tmp_path_factory) -> Callable[..., list[str]]:
     """What mypy says about a user's file, one line each: none where it finds nothing."""
     pytest.importorskip("mypy", reason="mypy is not installed; pip install -e '.[test]' brings it")
     # One folder for all tests: mypy reads the libraries once and keeps what it found.
     folder = tmp_path_factory.mktemp("user")
-    (folder / "mypy.ini").write_text(CONFIG)
     mypy = [sys.executable, "-m", "mypy", "--no-error-summary", "--cache-dir", "cache"]
 
-    def run(source: str) -> list[str]:
+    def run(source: str, config: str = CONFIG) -> list[str]:
+        (folder / "mypy.ini").write_text(config)
         (folder / "user.py").write_text(source)
         done = subprocess.run([*mypy, "user.py"], cwd=folder, capture_output=True, text=True)
         assert done.returncode in (0, 1) and not done.stderr, done.stderr
@@ -81,6 +74,47 @@ def test_mypy_finds_nothing_in_the_snippets_of_the_readme(run_mypy):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(path.name for path in (REPOSITORY / "examples").glob("*.py")))
+def test_mypy_finds_nothing_in_the_examples(run_mypy, name):
+    assert run_mypy((REPOSITORY / "examples" / name).read_text(), EXAMPLES_CONFIG) == []
+
+
+@pytest.mark.slow
+def test_mypy_knows_what_comes_back(run_mypy):
+    """One line for each function whose arguments change what it returns."""
+    expected = {
+        "mlx_paged.load('x')": "tuple[Module, TokenizerWrapper]",
+        "mlx_paged.load('x', return_config=False)": "tuple[Module, TokenizerWrapper]",
+        "mlx_paged.load('x', return_config=True)": "tuple[Module, TokenizerWrapper, dict[str, Any]]",
+        "mlx_paged.load('x', None, None, None, False, True)": "tuple[Module, TokenizerWrapper, dict[str, Any]]",
+        "mlx_paged.load('x', return_config=flag)": (
+            "tuple[Module, TokenizerWrapper] | tuple[Module, TokenizerWrapper, dict[str, Any]]"
+        ),
+        "mlx_paged.make_kv_cache(model)": "PagedKVCache",
+        "mlx_paged.make_kv_cache(model, 'paged', block_size=8)": "PagedKVCache",
+        "mlx_paged.make_kv_cache(model, 'basic')": "BasicKVCache",
+        "mlx_paged.make_kv_cache(model, kind)": "KVCache",
+        "mlx_paged.create_kv_cache('paged', config)": "PagedKVCache",
+        "mlx_paged.create_kv_cache('basic', config)": "BasicKVCache",
+        "mlx_paged.create_kv_cache(kind, config)": "KVCache",
+        "runner.run({'a': [1]})": "array",
+        "runner.run({'a': [1]}, lambda logits: (logits, kind))": "tuple[array, str]",
+        "mlx_paged.Engine(model).cache": "PagedKVCache",
+        "mlx_paged.AsyncEngine(model).generate('x')": "AsyncGenerator[RequestOutput, None]",
+        "mlx_paged.AsyncEngine(model).stream('x')": "Generator[RequestOutput, None, None]",
+    }
+    variables = """
+flag, kind = bool(prompt_a), str(prompt_a)
+config = mlx_paged.KVCacheConfig(1, 1, 8)
+runner = mlx_paged.ModelRunner(model, mlx_paged.make_kv_cache(model))
+"""
+    lines = run_mypy(GIVEN + variables + "\n".join(f"reveal_type({call})" for call in expected))
+    # Names without their modules, and without how mypy marks the class of a tuple.
+    revealed = [re.sub(r"[\w.]+\.(?=\w)|, fallback=[^]]*|builtins\.", "", line.split('"')[1]) for line in lines]
+    assert dict(zip(expected, revealed, strict=True)) == expected
+
+
+@pytest.mark.slow
 def test_mypy_takes_a_mapping_whose_keys_are_texts_or_numbers(run_mypy):
     """A dict[str, int] is no Mapping[Hashable, int]: Mapping is invariant in its keys."""
     program = """
@@ -89,6 +123,11 @@ by_name: dict[str, int] = {"a": 1}
 by_number: dict[int, int] = {1: 1}
 with cache.step(by_name), cache.step(by_number):
     pass
+runner = mlx_paged.ModelRunner(model, cache)
+tokens_by_name: dict[str, list[int]] = {"a": [1]}
+tokens_by_number: dict[int, list[int]] = {1: [1]}
+runner.run(tokens_by_name)
+runner.run(tokens_by_number)
 """
     assert run_mypy(GIVEN + program) == []
 
@@ -99,8 +138,14 @@ def test_mypy_finds_what_a_user_does_wrong(run_mypy):
     wrong = {
         "SamplingParams(max_tokens='many')": "arg-type",
         "SamplingParams(maximum=1)": "call-arg",
-        "mlx_paged.make_kv_cache(model, kv_cache_bytes=[2])": "arg-type",
+        "mlx_paged.make_kv_cache(model, kv_cache_bytes=[2])": "call-overload",
         "mlx_paged.ModelRunner(model, model)": "arg-type",
+        "mlx_paged.LLM('x', kv_cash_bytes='2G')": "call-arg",
+        "mlx_paged.LLM('x', max_num_seqs='many')": "arg-type",
+        "mlx_paged.Engine(model, max_number_of_seqs=1)": "call-arg",
+        "mlx_paged.AsyncEngine(tokenizer)": "arg-type",
+        "mlx_paged.AsyncEngine(model).stream('x', cache_salt=1)": "arg-type",
+        "mlx_paged.generate(model, tokenizer, 'x', max_token=1)": "call-arg",
         "mlx_paged.LLM('x').generate('x')[0].outputs[0].txt": "attr-defined",
         "mlx_paged.KVCacheConfig('2', 1, 1)": "arg-type",
         "mlx_paged.no_such_name": "attr-defined",
@@ -154,3 +199,16 @@ def test_every_public_function_is_annotated_in_full():
             lacking.append(f"{name}: what it returns")
     assert lacking == []
     assert {"load", "LLM.generate", "KVCacheConfig.nbytes", "KVCacheConfig.within"} <= set(checked)
+
+
+def test_options_that_are_passed_on_are_those_of_the_function_that_takes_them():
+    """A TypedDict repeats names, and a type checker does not compare it with the function."""
+    assert EngineOptions.__annotations__.keys() == engine_option_names() - {"model", "tokenizer"}
+    assert RequestOptions.__annotations__.keys() == names_after("params", mlx_paged.Engine.add_request)
+    assert GenerationOptions.__annotations__.keys() == names_after("prompt", mlx_paged.stream_generate)
+
+
+def names_after(name: str, function: Callable[..., object]) -> set[str]:
+    """The names of a function's parameters behind one of them."""
+    names = list(inspect.signature(function).parameters)
+    return set(names[names.index(name) + 1 :])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 from mlx_paged.cache.base import (
     CacheFullError,
     KVCache,
@@ -36,6 +38,18 @@ __all__ = [
 ]
 
 KV_CACHES: dict[str, type[BasicKVCache] | type[PagedKVCache]] = {"basic": BasicKVCache, "paged": PagedKVCache}
+
+
+@overload
+def create_kv_cache(kind: Literal["paged"], config: KVCacheConfig, backend: str = "auto") -> PagedKVCache: ...
+
+
+@overload
+def create_kv_cache(kind: Literal["basic"], config: KVCacheConfig, backend: str = "auto") -> BasicKVCache: ...
+
+
+@overload
+def create_kv_cache(kind: str, config: KVCacheConfig, backend: str = "auto") -> KVCache: ...
 
 
 def create_kv_cache(kind: str, config: KVCacheConfig, backend: str = "auto") -> KVCache:

@@ -8,20 +8,22 @@ import random
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar, Unpack
 
 import mlx.core as mx
-import mlx.nn as nn
+from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.argument_values import as_integer, check_integer
+from mlx_paged.cache import SwappedKV
 from mlx_paged.config import KVBudget, SchedulerConfig
 from mlx_paged.core import KVCacheManagerStats, hash_token_blocks
 from mlx_paged.engine.model_runner import ModelRunner, check_model, make_kv_cache
+from mlx_paged.engine.options import SchedulerOptions
 from mlx_paged.engine.prompts import Prompt, as_tokenizer, read_prompt
 from mlx_paged.engine.request_state import RequestState
 from mlx_paged.engine.sampler import SampledToken, Sampler
@@ -31,6 +33,7 @@ from mlx_paged.engine.swap_space import SwapSpace
 from mlx_paged.errors import request_error
 from mlx_paged.foreign_arguments import argument_names, refuses_unknown_arguments
 from mlx_paged.models.context_length import context_limit
+from mlx_paged.models.language_model import as_language_model
 from mlx_paged.request import (
     Request,
     RequestOutput,
@@ -98,7 +101,7 @@ class Engine:
     @refuses_unknown_arguments("engine", also=lambda: argument_names(SchedulerConfig))
     def __init__(
         self,
-        model: nn.Module,
+        model: Module,
         tokenizer: TokenizerWrapper | None = None,
         *,
         block_size: int = 16,
@@ -107,17 +110,18 @@ class Engine:
         swap_bytes: str | int | None = None,
         seed: int | None = None,
         max_model_len: int | None = None,
-        **scheduler_options: Any,
+        **scheduler_options: Unpack[SchedulerOptions],
     ):
         check_model(model)
-        config = SchedulerConfig(max_model_len=context_limit(model.args, max_model_len), **scheduler_options)
+        self._max_model_len = context_limit(as_language_model(model).args, max_model_len)
+        config = SchedulerConfig(max_model_len=self._max_model_len, **scheduler_options)
         if tokenizer is not None:
             tokenizer = as_tokenizer(tokenizer)
         if seed is not None:
             seed = check_integer("engine", "seed", seed)
         # Whoever steps may do so in another thread, which can't evaluate what this one left lazy. Not only parameters:
         # frequencies of RoPE, for one.
-        mx.eval([leaf for _, leaf in tree_flatten(model) if isinstance(leaf, mx.array)])
+        mx.eval([leaf for leaf in dict(tree_flatten(model)).values() if isinstance(leaf, mx.array)])
         self.model = model
         self.tokenizer = tokenizer
         self.cache = make_kv_cache(
@@ -125,9 +129,9 @@ class Engine:
         )
         self.runner = ModelRunner(model, self.cache)
         self.sampler = Sampler()
-        self.swap_space = SwapSpace(self._num_swap_tokens(swap_bytes))
-        eos_token_ids = frozenset() if tokenizer is None else frozenset(tokenizer.eos_token_ids)
-        self.scheduler = Scheduler(self.cache, config, eos_token_ids, self.swap_space)
+        self.swap_space: SwapSpace[SwappedKV] = SwapSpace(self._num_swap_tokens(swap_bytes))
+        eos_token_ids: Iterable[int] = () if tokenizer is None else tokenizer.eos_token_ids
+        self.scheduler = Scheduler(self.cache, config, frozenset(eos_token_ids), self.swap_space)
         self._seeds = random.Random(seed)
         # The requests that are not reported as finished yet. Threads share this table, the inbox and the flags of
         # a state without a lock: each of their changes is a single operation, and their order does not matter.
@@ -148,7 +152,7 @@ class Engine:
     @property
     def max_model_len(self) -> int:
         """The most tokens that a prompt and its answer have together."""
-        return self.scheduler.config.max_model_len
+        return self._max_model_len
 
     def _num_swap_tokens(self, swap_bytes: str | int | None) -> int:
         config = self.cache.config
@@ -159,7 +163,7 @@ class Engine:
         budget = KVBudget.parse(swap_bytes)
         if budget.num_blocks is not None:
             return budget.num_blocks * config.block_size
-        return budget.nbytes // config.nbytes_per_token
+        return (budget.nbytes or 0) // config.nbytes_per_token
 
     # From any thread
 
@@ -193,7 +197,7 @@ class Engine:
             raise ValueError(f"[engine] params must be SamplingParams, got {type(params).__name__}")
         if params.stop and self.tokenizer is None:
             raise ValueError("[engine] stop texts need a tokenizer; use stop_token_ids")
-        text, token_ids = read_prompt(prompt, self.tokenizer, self.model.args.vocab_size)
+        text, token_ids = read_prompt(prompt, self.tokenizer, self.runner.vocab_size)
         seed = self._seeds.getrandbits(63) if params.seed is None else int(params.seed)
         request = Request(request_id, token_ids, params, seed=seed, priority=priority, cache_salt=cache_salt)
         self.scheduler.check(request)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Literal, TypeVar, overload
 
 import mlx.core as mx
-import mlx.nn as nn
-from mlx.utils import tree_reduce
+from mlx.nn.layers.base import Module
+from mlx.utils import tree_flatten
 
 from mlx_paged.argument_values import check_callable, check_integer, kind_of
-from mlx_paged.cache import KVCache, SeqId, create_kv_cache
+from mlx_paged.cache import BasicKVCache, KVCache, PagedKVCache, SeqId, SwappedKV, create_kv_cache
+from mlx_paged.cache.base import AnySeqId
 from mlx_paged.config import KVBudget, KVCacheConfig
-from mlx_paged.engine.prompts import check_token_ids
+from mlx_paged.engine.prompts import TokenIds, check_token_ids
 from mlx_paged.engine.scheduler_output import SchedulerOutput
 from mlx_paged.engine.swap_space import SwapSpace
 from mlx_paged.errors import shown
@@ -29,9 +30,42 @@ T = TypeVar("T")
 CLEAR_CACHE_INTERVAL = 256
 
 
+@overload
+def make_kv_cache(
+    model: Module,
+    kind: Literal["paged"] = "paged",
+    *,
+    block_size: int = 16,
+    kv_cache_bytes: str | int | None = None,
+    backend: str = "auto",
+) -> PagedKVCache: ...
+
+
+@overload
+def make_kv_cache(
+    model: Module,
+    kind: Literal["basic"],
+    *,
+    block_size: int = 16,
+    kv_cache_bytes: str | int | None = None,
+    backend: str = "auto",
+) -> BasicKVCache: ...
+
+
+@overload
+def make_kv_cache(
+    model: Module,
+    kind: str,
+    *,
+    block_size: int = 16,
+    kv_cache_bytes: str | int | None = None,
+    backend: str = "auto",
+) -> KVCache: ...
+
+
 @refuses_unknown_arguments("cache")
 def make_kv_cache(
-    model: nn.Module,
+    model: Module,
     kind: str = "paged",
     *,
     block_size: int = 16,
@@ -55,9 +89,9 @@ def make_kv_cache(
         if not isinstance(value, str):
             raise ValueError(f"[kv cache] {name} must be a text, got {shown(value)}")
     block_size = check_integer("kv cache", "block_size", block_size, 1)
-    args = as_language_model(model).args
+    args, dtype = as_language_model(model).args, as_language_model(model).dtype
     if kv_cache_bytes is None:
-        weight_nbytes = tree_reduce(lambda total, leaf: total + leaf.nbytes, model.parameters(), 0)
+        weight_nbytes = sum(leaf.nbytes for leaf in dict(tree_flatten(model.parameters())).values())
         budget = KVBudget(nbytes=default_kv_cache_bytes(weight_nbytes))
     else:
         budget = KVBudget.parse(kv_cache_bytes)
@@ -66,7 +100,7 @@ def make_kv_cache(
         num_layers=args.num_hidden_layers,
         num_kv_heads=args.num_key_value_heads,
         head_dim=args.head_dim,
-        dtype=str(model.dtype).removeprefix("mlx.core."),
+        dtype=str(dtype).removeprefix("mlx.core."),
         block_size=block_size,
     )
     return create_kv_cache(kind, config, backend)
@@ -77,7 +111,7 @@ def check_model(model: object) -> None:
     config = getattr(model, "args", None)
     attributes = ("num_hidden_layers", "num_key_value_heads", "head_dim", "vocab_size")
     is_ours = hasattr(model, "dtype") and all(hasattr(config, name) for name in attributes)
-    if not isinstance(model, nn.Module) or not is_ours:
+    if not isinstance(model, Module) or not is_ours:
         kind = f"{type(model).__module__}.{kind_of(model)}".removeprefix("builtins.")
         raise ValueError(f"[model] model must be one that mlx_paged.load returns, got {kind}")
 
@@ -110,13 +144,19 @@ class PackedInputs:
 class ModelRunner:
     """Runs steps of any mix of sequences: whole prompts, chunks of them and single tokens are one rule."""
 
-    def __init__(self, model: nn.Module, cache: KVCache):
-        self.model = model
+    def __init__(self, model: Module, cache: KVCache):
+        self.model = as_language_model(model)
         self.cache = cache
-        self.vocab_size = as_language_model(model).args.vocab_size
+        self.vocab_size = self.model.args.vocab_size
         self._num_tokens = 0  # since MLX was told
 
-    def run(self, batch: Mapping[SeqId, Sequence[int]], head: Callable[[mx.array], T] | None = None) -> T | Any:
+    @overload
+    def run(self, batch: Mapping[AnySeqId, TokenIds], head: None = None) -> mx.array: ...
+
+    @overload
+    def run(self, batch: Mapping[AnySeqId, TokenIds], head: Callable[[mx.array], T]) -> T: ...
+
+    def run(self, batch: Mapping[AnySeqId, TokenIds], head: Callable[[mx.array], T] | None = None) -> T | mx.array:
         """One step: the new tokens of each sequence, in the mapping's order.
 
         Args:
@@ -145,7 +185,9 @@ class ModelRunner:
         self._end_step(step.num_tokens, len(batch))
         return outputs
 
-    def execute(self, output: SchedulerOutput, sample: Callable[[mx.array], T], swap_space: SwapSpace) -> T | None:
+    def execute(
+        self, output: SchedulerOutput, sample: Callable[[mx.array], T], swap_space: SwapSpace[SwappedKV]
+    ) -> T | None:
         """One step that a scheduler chose, on a paged cache.
 
         Args:
@@ -156,32 +198,22 @@ class ModelRunner:
         Returns:
             What ``sample`` returned, or ``None``.
         """
-        self._swap_and_copy(output, swap_space)
+        cache = self.cache
+        assert isinstance(cache, PagedKVCache), "a scheduler allocates in a paged cache"
+        _swap_and_copy(output, cache, swap_space)
         start = time.perf_counter()
         inputs = PackedInputs.build(output)
-        with self.cache.scheduled_step(inputs.num_new_tokens, output.shares_new_blocks) as step:
-            logits = self.model(mx.array(inputs.token_ids), step.positions, self.cache, step.last_rows)
+        logits: mx.array | None
+        with cache.scheduled_step(inputs.num_new_tokens, output.shares_new_blocks) as step:
+            logits = self.model(mx.array(inputs.token_ids), step.positions, cache, step.last_rows)
             if len(inputs.complete) < len(output.requests):
                 logits = logits[mx.array(inputs.complete)] if inputs.complete else None
             sampled = None if logits is None else sample(logits)
-            mx.eval(self.cache.arrays)
+            mx.eval(cache.arrays)
         if step.num_tokens > 2 * len(output.requests):  # most of them of prompts
             swap_space.note_computed(step.num_tokens, time.perf_counter() - start)
         self._end_step(step.num_tokens, len(output.requests))
         return sampled
-
-    def _swap_and_copy(self, output: SchedulerOutput, swap_space: SwapSpace) -> None:
-        for swap_out in output.swap_outs:
-            start = time.perf_counter()
-            swap_space.put(swap_out.seq_id, self.cache.swap_out(swap_out.block_ids, swap_out.num_tokens))
-            swap_space.note_copied(swap_out.num_tokens, time.perf_counter() - start)
-        for copies in output.copies:
-            self.cache.copy_blocks(copies)
-        for swap_in in output.swap_ins:
-            start = time.perf_counter()
-            self.cache.swap_in(swap_in.seq_id, swap_space.get(swap_in.seq_id), swap_in.start, swap_in.end)
-            swap_space.note_copied(swap_in.end - swap_in.start, time.perf_counter() - start)
-            swap_space.give_back(swap_in.seq_id)
 
     def _end_step(self, num_tokens: int, num_seqs: int) -> None:
         # A decode of many sequences asks for no more sizes than that of one.
@@ -189,3 +221,17 @@ class ModelRunner:
         if self._num_tokens >= CLEAR_CACHE_INTERVAL:
             mx.clear_cache()
             self._num_tokens = 0
+
+
+def _swap_and_copy(output: SchedulerOutput, cache: PagedKVCache, swap_space: SwapSpace[SwappedKV]) -> None:
+    for swap_out in output.swap_outs:
+        start = time.perf_counter()
+        swap_space.put(swap_out.seq_id, cache.swap_out(swap_out.block_ids, swap_out.num_tokens))
+        swap_space.note_copied(swap_out.num_tokens, time.perf_counter() - start)
+    for copies in output.copies:
+        cache.copy_blocks(copies)
+    for swap_in in output.swap_ins:
+        start = time.perf_counter()
+        cache.swap_in(swap_in.seq_id, swap_space.get(swap_in.seq_id), swap_in.start, swap_in.end)
+        swap_space.note_copied(swap_in.end - swap_in.start, time.perf_counter() - start)
+        swap_space.give_back(swap_in.seq_id)

@@ -84,12 +84,13 @@ class Session:
             if progress is not None:
                 progress(len(self.tokens), len(prompt))
             chunk = prompt[len(self.tokens) : len(self.tokens) + prefill_step_size]
-            is_last = len(self.tokens) + len(chunk) == len(prompt)
-            output = self._extend(chunk, head if is_last else None)
-            if is_last:
-                if progress is not None:
-                    progress(len(prompt), len(prompt))
-                return output, num_cached
+            if len(self.tokens) + len(chunk) < len(prompt):
+                self._extend(chunk, lambda logits: logits)
+                continue
+            output = self._extend(chunk, head)
+            if progress is not None:
+                progress(len(prompt), len(prompt))
+            return output, num_cached
 
     def decode(self, token: int, head: Callable[[mx.array], T]) -> T:
         """Append one token and return ``head`` of its logits.
@@ -130,7 +131,7 @@ class Session:
             self.cache.free(self.seq)
         self.tokens = []
 
-    def _extend(self, new_tokens: Sequence[int], head: Callable[[mx.array], T] | None) -> T:
+    def _extend(self, new_tokens: Sequence[int], head: Callable[[mx.array], T]) -> T:
         output = self.runner.run({self.seq: new_tokens}, head)
         self.tokens.extend(new_tokens)
         return output
