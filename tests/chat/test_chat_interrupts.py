@@ -6,9 +6,11 @@ import signal
 import subprocess
 from pathlib import Path
 
+import pytest
 from terminal import COMMAND, CTRL_C, CTRL_D, DEADLINE, Terminal, plain
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_the_answer_and_not_the_program(long_answer: list[str], tmp_path: Path):
     terminal = Terminal(*long_answer, "--verbose", state=tmp_path)
     terminal.wait_for_prompt()
@@ -32,6 +34,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(long_answer: list[str], tmp
     assert terminal.close() == 0
 
 
+@pytest.mark.slow
 def test_a_message_that_was_being_typed_is_thrown_away_by_ctrl_c(tmp_path: Path):
     terminal = Terminal(state=tmp_path)
     terminal.wait_for_prompt()
@@ -52,6 +55,7 @@ def test_ctrl_d_leaves(tmp_path: Path):
     assert "Traceback" not in terminal.seen
 
 
+@pytest.mark.slow
 def test_a_long_prompt_shows_its_progress_on_a_terminal(tmp_path: Path):
     message = "The code of apple is 4821. " * 60
     terminal = Terminal(message, "--prefill-step-size", "100", "--max-tokens", "3", state=tmp_path, term="dumb")
@@ -72,6 +76,7 @@ def test_ctrl_c_ends_a_single_answer_with_status_130(long_answer: list[str]):
     assert "[stopped]" in err and "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_ends_the_program_without_a_traceback(long_answer: list[str]):
     process = subprocess.Popen(
         [*COMMAND, "hello", *long_answer], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -30,6 +30,7 @@ def shell(command: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "status", "line"),
     [
@@ -60,6 +61,7 @@ def test_what_can_not_be_answered_or_written_is_one_clear_line(arguments: str, s
     assert len(errors) == 1 and line in errors[0] and err.splitlines()[-1] == errors[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("messages", [r"\n \n", ""])
 def test_a_pipe_without_a_message_is_one_clear_line(messages: str):
     status, out, err = shell(f"printf '{messages}' | {CHAT}")
@@ -72,6 +74,7 @@ def test_a_dialogue_whose_answers_can_not_be_written_ends_and_says_so():
     assert status == 1 and err.count("No space left on device") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["2>&-", pytest.param("2>/dev/full", marks=needs_full_device), "2>&- <&-"])
 def test_the_answer_comes_where_nothing_else_can_be_said(where: str):
     assert shell(f"{CHAT} hello {where}")[:2] == (0, HELLO)
@@ -81,6 +84,7 @@ def test_with_all_streams_closed_only_the_status_tells():
     assert shell(f"{CHAT} hello <&- >&- 2>&-") == (1, "", "")
 
 
+@pytest.mark.slow
 def test_no_file_of_the_model_gets_the_number_of_a_closed_stream():
     # What a library wrote to its stderr would end up in it.
     probe = "import os; from mlx_paged.chat import main; main(['hello', '--verbose']); os.write(2, b'x'); open('/')"
@@ -91,6 +95,7 @@ def test_no_file_of_the_model_gets_the_number_of_a_closed_stream():
     assert int(out) > 2
 
 
+@pytest.mark.slow
 def test_a_piped_message_has_many_lines_and_its_last_line_end_is_no_part_of_it():
     def figures(text: str) -> str:
         return shell(f"printf '{text}' | {CHAT} - --verbose")[2].partition("Prompt: ")[2].partition(" (")[0]
@@ -105,11 +110,13 @@ def test_each_line_of_a_pipe_is_a_message_without_its_line_end(tmp_path: Path):
     assert file.read_text().count('"content": "hello"') == 2
 
 
+@pytest.mark.slow
 def test_bytes_that_are_no_text_and_characters_that_can_not_be_written_end_nothing():
     assert shell(rf"printf 'hello \377\376' | {CHAT} -")[0] == 0
     assert shell(f"echo hello | PYTHONIOENCODING=ascii {CHAT}")[:2] == (0, HELLO)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "name"),
     [
@@ -125,6 +132,7 @@ def test_help_and_errors_name_the_program_as_it_was_called(command: str, name: s
     assert shell(f"{command} hi --model ''")[2].startswith(f"{name}: error: ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "name"),
     [

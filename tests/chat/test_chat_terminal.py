@@ -29,6 +29,7 @@ def test_a_pasted_text_of_many_lines_is_one_message(tmp_path: Path):
     assert saved_user_texts(tmp_path / "saved.json") == ["hello\nhow are\nyou"]
 
 
+@pytest.mark.slow
 def test_a_message_is_written_over_several_lines_with_a_backslash_or_alt_enter(tmp_path: Path):
     terminal = Terminal(state=tmp_path)
     terminal.wait_for_prompt()
@@ -40,6 +41,7 @@ def test_a_message_is_written_over_several_lines_with_a_backslash_or_alt_enter(t
     assert saved_user_texts(tmp_path / "saved.json") == ["hello\nhow are\nyou"]
 
 
+@pytest.mark.slow
 def test_the_history_is_kept_over_sessions_and_is_the_users_alone(tmp_path: Path):
     for keys in ("hello\r", UP + "\r"):
         terminal = Terminal(state=tmp_path)
@@ -53,6 +55,7 @@ def test_the_history_is_kept_over_sessions_and_is_the_users_alone(tmp_path: Path
     assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
 
 
+@pytest.mark.slow
 def test_tab_completes_commands_and_settings(tmp_path: Path):
     terminal = Terminal(state=tmp_path)
     terminal.wait_for_prompt()
@@ -64,6 +67,7 @@ def test_tab_completes_commands_and_settings(tmp_path: Path):
     assert terminal.close() == 0
 
 
+@pytest.mark.slow
 def test_edit_offers_the_last_message_and_asks_it_again(tmp_path: Path):
     terminal = Terminal(state=tmp_path)
     terminal.wait_for_prompt()
@@ -79,6 +83,7 @@ def test_edit_offers_the_last_message_and_asks_it_again(tmp_path: Path):
     assert saved_user_texts(tmp_path / "saved.json") == ["My name is Ann.", "What is my name?"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("term", "environ", "is_dim"),
     [("xterm", {}, True), ("dumb", {}, False), ("xterm", {"NO_COLOR": "1"}, False)],
@@ -90,6 +95,7 @@ def test_figures_are_dim_on_a_terminal_that_shows_colours(tmp_path: Path, term: 
     assert ("\x1b[2m[" in shown, "m[" in shown) == (is_dim, is_dim)
 
 
+@pytest.mark.slow
 def test_a_history_that_can_not_be_kept_hinders_nobody(tmp_path: Path):
     (tmp_path / "mlx_paged").write_text("in the way")
     assert history_path({"XDG_STATE_HOME": str(tmp_path)}) is None

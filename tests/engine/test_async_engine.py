@@ -392,7 +392,13 @@ ENDS_OF_PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("end", ENDS_OF_PROGRAMS.values(), ids=ENDS_OF_PROGRAMS)
+@pytest.mark.parametrize(
+    "end",
+    [
+        pytest.param(end, id=name, marks=() if name == "dropped" else pytest.mark.slow)
+        for name, end in ENDS_OF_PROGRAMS.items()
+    ],
+)
 def test_a_program_that_streams_ends_well_however_it_leaves_the_engine(end: str):
     program = (
         "import sys\n"

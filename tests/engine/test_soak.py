@@ -48,6 +48,7 @@ def test_a_soak_leaves_nothing_behind_and_every_request_gets_its_own_tokens(
         soak.check_tokens(make_request(soak.seed, number, 61))
 
 
+@pytest.mark.slow
 def test_the_budget_is_grown_into_and_given_back(large_kv_model: qwen3.Model):
     soak = Soak(large_kv_model, seed=2, engine_options={"kv_cache_bytes": "1000blocks"})
     config = soak.engine.cache.config
