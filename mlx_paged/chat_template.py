@@ -1,9 +1,13 @@
-"""Messages to the text of a prompt, as the model's chat template writes them; the one place that renders templates."""
+"""Messages to the text of a prompt, as the model's chat template writes them; the one place that
+renders templates.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+from mlx_paged.errors import shown
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -31,8 +35,8 @@ def render_chat(
         template_options: variables of the template, such as ``enable_thinking`` or ``tools``.
 
     Raises:
-        ChatTemplateError: the tokenizer has no chat template, a message is not a message, or the template raises
-            anything (``raise_exception`` too).
+        ChatTemplateError: the tokenizer has no chat template, a message is not a message, or the
+            template raises anything (``raise_exception`` too).
     """
     if not tokenizer.has_chat_template:
         raise ChatTemplateError(
@@ -66,7 +70,9 @@ def encode_chat(
     add_generation_prompt: bool = True,
     **template_options: Any,
 ) -> list[int]:
-    """Token ids of :func:`render_chat`; the template writes the special tokens, so none are added."""
+    """Token ids of :func:`render_chat`; the template writes the special tokens, so none are
+    added.
+    """
     text = render_chat(tokenizer, messages, add_generation_prompt=add_generation_prompt, **template_options)
     return list(tokenizer.encode(text, add_special_tokens=False))
 
@@ -74,10 +80,10 @@ def encode_chat(
 def normalise_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Copies of the messages whose content is text.
 
-    Each message is a mapping with a ``role``, a non-empty string, and a ``content``: a string, or a list of parts
-    (strings, or ``{"type": "text", "text": ...}``), whose texts are joined without anything between them, as mlx-lm
-    does. A message with ``tool_calls`` may do without content, or have ``None``, which is the empty text. Other keys
-    are left alone for the template.
+    Each message is a mapping with a ``role``, a non-empty string, and a ``content``: a string, or a
+    list of parts (strings, or ``{"type": "text", "text": ...}``), whose texts are joined without
+    anything between them, as mlx-lm does. A message with ``tool_calls`` may do without content, or
+    have ``None``, which is the empty text. Other keys are left alone for the template.
 
     Raises:
         ChatTemplateError: the first thing that is none of this, named by the message's index.
@@ -96,7 +102,7 @@ def _normalise_message(message: Mapping[str, Any], name: str) -> dict[str, Any]:
         )
     role = message.get("role")
     if not isinstance(role, str) or not role:
-        raise ChatTemplateError(f"[chat] the role of {name} must be a text such as 'user', got {_short(role)}")
+        raise ChatTemplateError(f"[chat] the role of {name} must be a text such as 'user', got {shown(role)}")
     return {**message, "role": role, "content": _content_text(message, name)}
 
 
@@ -110,7 +116,7 @@ def _content_text(message: Mapping[str, Any], name: str) -> str:
         return _encodable(content, f"the content of {name}")
     if not isinstance(content, list | tuple):
         raise ChatTemplateError(
-            f"[chat] the content of {name} must be a text or a list of text parts, got {_short(content)}"
+            f"[chat] the content of {name} must be a text or a list of text parts, got {shown(content)}"
         )
     return "".join(_part_text(part, f"part {index} of {name}") for index, part in enumerate(content))
 
@@ -119,13 +125,13 @@ def _part_text(part: object, name: str) -> str:
     if isinstance(part, str):
         return _encodable(part, name)
     if not isinstance(part, Mapping):
-        raise ChatTemplateError(f"[chat] {name} must be a text part, got {_short(part)}")
+        raise ChatTemplateError(f"[chat] {name} must be a text part, got {shown(part)}")
     kind = part.get("type")
     if kind != "text":
-        raise ChatTemplateError(f"[chat] {name} is of type {_short(kind)}; only parts of type 'text' are supported")
+        raise ChatTemplateError(f"[chat] {name} is of type {shown(kind)}; only parts of type 'text' are supported")
     text = part.get("text")
     if not isinstance(text, str):
-        raise ChatTemplateError(f"[chat] the text of {name} must be a text, got {_short(text)}")
+        raise ChatTemplateError(f"[chat] the text of {name} must be a text, got {shown(text)}")
     return _encodable(text, name)
 
 
@@ -138,8 +144,3 @@ def _encodable(text: str, name: str) -> str:
             f"[chat] {name} has a lone surrogate at character {error.start}, which is no text"
         ) from error
     return text
-
-
-def _short(value: object) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 60 else text[:57] + "..."

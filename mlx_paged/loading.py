@@ -8,7 +8,9 @@ import re
 from pathlib import Path
 from typing import Any, Literal, overload
 
+import mlx.core as mx
 from mlx.nn.layers.base import Module  # mlx.nn does not re-export it: to a user's mypy, nn.Module is Any
+from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_adapters, load_model, load_tokenizer
 
@@ -109,10 +111,8 @@ def load(
         LoadError: nothing is there, it is broken, or the model type is not supported.
     """
     _check_arguments(path_or_hf_repo, tokenizer_config, model_config, adapter_path, revision)
-    for name, flag in (("lazy", lazy), ("return_config", return_config)):
-        if not isinstance(flag, bool):
-            raise LoadError(f"[load] {name} must be True or False, got {shown(flag)}")
-    path = _find_model(path_or_hf_repo, revision)
+    _check_flags(lazy=lazy, return_config=return_config)
+    path = find_model(path_or_hf_repo, revision)
     config_file = path / "config.json"
     if not config_file.is_file():
         raise LoadError(f"[load] {path} has no config.json; a model folder holds config.json and model*.safetensors")
@@ -122,7 +122,8 @@ def load(
             raise ValueError("it is not a JSON object")
     except (OSError, ValueError, RecursionError) as error:
         raise LoadError(f"[load] {config_file} can't be read: {_one_line(error)}") from error
-    _model_classes({**config, **(model_config or {})})
+    _check_config({**config, **(model_config or {})}, config_file)
+    _check_generation_config(path / "generation_config.json")
     try:
         model, config = load_model(path, lazy, model_config=model_config, get_model_classes=_model_classes)
     except LoadError:
@@ -132,6 +133,7 @@ def load(
     except Exception as error:
         # Whatever a broken file makes the readers below raise, for the user it is one thing.
         raise LoadError(f"[load] the model in {path} is broken: {_one_line(error)}") from error
+    _check_dtypes(model, path)
     if not any((path / name).is_file() for name in _TOKENIZER_FILES):
         # transformers would make up a tokenizer of one word.
         raise LoadError(f"[load] the tokenizer in {path} is missing or broken: none of {', '.join(_TOKENIZER_FILES)}")
@@ -140,12 +142,21 @@ def load(
     except Exception as error:
         raise LoadError(f"[load] the tokenizer in {path} is missing or broken: {_one_line(error)}") from error
     if adapter_path is not None:
+        if not str(adapter_path):
+            raise LoadError("[load] no folder ''; adapter_path must be one with adapters in it")
         try:
             model = load_adapters(model, str(adapter_path))
             model.eval()
         except Exception as error:
             raise LoadError(f"[load] the adapters in {adapter_path} can't be used: {_one_line(error)}") from error
     return (model, tokenizer, config) if return_config else (model, tokenizer)
+
+
+def _check_flags(**flags: object) -> None:
+    """Raise ``LoadError`` for a flag that is no bool."""
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise LoadError(f"[load] {name} must be True or False, got {shown(flag)}")
 
 
 def _check_arguments(path: object, tokenizer_config: object, model_config: object, *texts: object) -> None:
@@ -160,7 +171,12 @@ def _check_arguments(path: object, tokenizer_config: object, model_config: objec
             raise LoadError(f"[load] {name} must be a text, or None, got {shown(text)}")
 
 
-def _find_model(path_or_hf_repo: str | Path, revision: str | None) -> Path:
+def find_model(path_or_hf_repo: str | Path, revision: str | None = None) -> Path:
+    """The folder of a model: a local one, or that of a repository on the hub, downloaded once.
+
+    Raises:
+        LoadError: there is neither.
+    """
     repo = str(path_or_hf_repo)
     path = Path(repo)
     try:
@@ -184,6 +200,43 @@ def _find_model(path_or_hf_repo: str | Path, revision: str | None) -> Path:
         raise LoadError(f"[load] no folder {repo!r}, and no such download: {_one_line(error)}") from error
 
 
+def _check_config(config: dict[str, Any], file: Path) -> None:
+    """Refuse what the readers of the weights would stumble over later, and say less clearly."""
+    _model_classes(config)
+    _check_eos(config.get("eos_token_id"), file)
+    quantization = config.get("quantization")
+    if quantization is None:
+        legacy = config.get("quantization_config")
+        if legacy and (not isinstance(legacy, dict) or not isinstance(legacy.get("quant_method"), str)):
+            raise LoadError(f"[load] quantization_config in {file} must be an object with a quant_method")
+        return
+    if not isinstance(quantization, dict):
+        raise LoadError(f"[load] quantization in {file} must be an object, got {shown(quantization)}")
+    for name in ("group_size", "bits"):
+        if name not in quantization:
+            raise LoadError(f"[load] quantization in {file} lacks {name}; MLX's has group_size and bits")
+        value = quantization[name]
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise LoadError(f"[load] {name} of quantization in {file} must be a positive integer, got {shown(value)}")
+
+
+def _check_generation_config(file: Path) -> None:
+    """Its end tokens go before those of ``config.json``; a file that is no JSON is left out, as by mlx-lm."""
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return
+    if not isinstance(config, dict):
+        raise LoadError(f"[load] {file} can't be read: it is not a JSON object")
+    _check_eos(config.get("eos_token_id"), file)
+
+
+def _check_eos(value: object, file: Path) -> None:
+    token_ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in token_ids):
+        raise LoadError(f"[load] eos_token_id in {file} must be a token id or a list of them, got {shown(value)}")
+
+
 def _model_classes(config: dict[str, Any]) -> tuple[type[Module], type]:
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in MODELS:
@@ -192,6 +245,17 @@ def _model_classes(config: dict[str, Any]) -> tuple[type[Module], type]:
     return module.Model, module.ModelArgs
 
 
+def _check_dtypes(model: Module, path: Path) -> None:
+    """Refuse weights of integers, which would be computed with in silence; MLX packs quantised ones into uint32."""
+    weights = dict(tree_flatten(model.parameters()))
+    for name, weight in weights.items():
+        is_packed = weight.dtype == mx.uint32 and f"{name.removesuffix('.weight')}.scales" in weights
+        if not is_packed and not mx.issubdtype(weight.dtype, mx.floating):
+            raise LoadError(f"[load] the model in {path} is broken: the weights {name} are of type {weight.dtype}")
+
+
 def _one_line(error: Exception, limit: int = 300) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, KeyError):
+        text = f"{text} is missing"
     return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -34,6 +34,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
 def test_kernels_load_each_row_of_keys_and_values_once(cost_model):
     cases = {name: cost_model.Case(*lens, **changes) for name, (*lens, changes) in CASES.items()}
@@ -62,6 +63,7 @@ def test_too_many_loads_are_found(cost_model):
     assert cost_model.over_bound([*within, over]) == [over]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
 def test_the_quick_cost_model_prints_tables_and_json(cost_model, tmp_path, capsys):
     out = tmp_path / "results" / "cost.json"
@@ -83,6 +85,7 @@ def test_the_cost_model_says_what_it_lacks(cost_model, monkeypatch, tmp_path):
         cost_model.main(["--quick"])
 
 
+@pytest.mark.slow
 def test_the_quick_attention_benchmark_agrees_and_writes_json(benchmark_scripts, tmp_path):
     attention = benchmark_scripts("attention")
     out = tmp_path / "attention.json"

@@ -18,6 +18,7 @@ from mlx_lm.models.activations import swiglu
 from mlx_lm.models.rope_utils import initialize_rope
 
 from mlx_paged.cache import KVCache
+from mlx_paged.errors import shown
 from mlx_paged.models.language_model import LanguageModel
 
 SIZES = (
@@ -28,6 +29,20 @@ SIZES = (
     "num_key_value_heads",
     "head_dim",
     "vocab_size",
+)
+# No Qwen3 has more than 94 layers; a configuration with many more would be built for hours.
+MAX_LAYERS = 1000
+MAX_SIZE = 2**31 - 1  # of a dimension in MLX
+MAX_NUMBER = 3.4e38  # of float32
+
+# What kinds of RoPE scaling read, where they read it.
+SCALING_NUMBERS = (
+    "factor",
+    "original_max_position_embeddings",
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
 )
 
 
@@ -52,13 +67,7 @@ class ModelArgs:
     use_sliding_window: bool = False
 
     def __post_init__(self) -> None:
-        for name in SIZES:
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"[qwen3] {name} in config.json must be a positive integer, got {value!r}")
-        for name in ("rope_scaling", "rope_parameters"):
-            if not isinstance(getattr(self, name), dict | None):
-                raise ValueError(f"[qwen3] {name} in config.json must be an object, got {getattr(self, name)!r}")
+        self._check_sizes()
         if self.use_sliding_window:
             raise ValueError("[qwen3] use_sliding_window is not supported; every layer attends to the whole context")
         # transformers >= 5 nests rope_theta and the scaling under rope_parameters.
@@ -69,15 +78,31 @@ class ModelArgs:
                 self.rope_scaling = self.rope_parameters
         if self.rope_theta is None:
             raise ValueError("[qwen3] config.json has no rope_theta")
+        _check_number("rope_theta", self.rope_theta)
+        _check_number("rms_norm_eps", self.rms_norm_eps)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"[qwen3] {self.num_attention_heads} query heads are not a multiple of "
                 f"{self.num_key_value_heads} KV heads"
             )
-        scaling = self.rope_scaling or {}
-        if (scaling.get("type") or scaling.get("rope_type")) == "dynamic":
-            # Its frequencies follow the length of one sequence, which a packed batch does not have.
-            raise ValueError("[qwen3] rope scaling 'dynamic' is not supported; yarn, linear, llama3 and longrope are")
+        _check_scaling(self.rope_scaling or {})
+
+    def _check_sizes(self) -> None:
+        for name in (*SIZES, "max_position_embeddings"):
+            limit = MAX_LAYERS if name == "num_hidden_layers" else MAX_SIZE
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"[qwen3] {name} in config.json must be a positive integer, got {shown(value)}")
+            if value > limit:
+                raise ValueError(f"[qwen3] {name} in config.json must be at most {limit:,}, got {shown(value)}")
+        for name in ("rope_scaling", "rope_parameters"):
+            if not isinstance(getattr(self, name), dict | None):
+                raise ValueError(f"[qwen3] {name} in config.json must be an object, got {shown(getattr(self, name))}")
+        for name in ("tie_word_embeddings", "use_sliding_window"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(
+                    f"[qwen3] {name} in config.json must be true or false, got {shown(getattr(self, name))}"
+                )
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> ModelArgs:
@@ -87,6 +112,25 @@ class ModelArgs:
         if missing:
             raise ValueError(f"[qwen3] config.json lacks {', '.join(missing)}")
         return cls(**{name: config[name] for name in parameters if name in config})
+
+
+def _check_scaling(scaling: dict[str, Any]) -> None:
+    """Refuse a RoPE scaling that is not supported, and numbers in it that are none."""
+    kind = scaling.get("type") or scaling.get("rope_type")
+    if not isinstance(kind, str | None):
+        raise ValueError(f"[qwen3] the type of rope_scaling in config.json must be a text, got {shown(kind)}")
+    if kind == "dynamic":
+        # Its frequencies follow the length of one sequence, which a packed batch does not have.
+        raise ValueError("[qwen3] rope scaling 'dynamic' is not supported; yarn, linear, llama3 and longrope are")
+    for name in SCALING_NUMBERS:
+        if scaling.get(name) is not None:
+            _check_number(f"{name} of rope_scaling", scaling[name])
+
+
+def _check_number(name: str, value: object) -> None:
+    # A config.json may hold Infinity and NaN, and integers of any length.
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < MAX_NUMBER:
+        raise ValueError(f"[qwen3] {name} in config.json must be a finite number above 0, got {shown(value)}")
 
 
 class Attention(nn.Module):

@@ -17,6 +17,7 @@ def rows(num_tokens: int, config: KVCacheConfig = LARGE) -> mx.array:
     return mx.random.normal((config.num_layers, num_tokens, config.num_kv_heads, config.head_dim))
 
 
+@pytest.mark.slow
 def test_memory_of_freed_sequences_is_given_back_and_the_others_stay_as_they_were():
     cache = PagedKVCache(LARGE, initial_blocks=4)
     k, v = rows(100), rows(100)

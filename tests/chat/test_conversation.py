@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from mlx_paged import Engine, ModelRunner, SamplingParams, Session, demo_model_path, load, make_kv_cache
-from mlx_paged.conversation import Conversation
-from mlx_paged.responder import EngineResponder, SessionResponder
+from mlx_paged import (
+    Engine,
+    ModelRunner,
+    SamplingParams,
+    Session,
+    demo_model_path,
+    load,
+    make_kv_cache,
+)
+from mlx_paged.chat.conversation import Conversation
+from mlx_paged.chat.responder import EngineResponder, SessionResponder
+from mlx_paged.chat_template import ChatTemplateError
 
 # As Qwen3's: reasoning is left out of earlier turns, and enable_thinking=False puts an empty one before the answer.
 FORGETFUL_TEMPLATE = (
@@ -39,7 +48,12 @@ def ask(conversation: Conversation, text: str, max_tokens: int = 30):
 @pytest.mark.parametrize("kind", ["basic", "paged"])
 def test_each_turn_reuses_all_before_it_and_answers_as_a_fresh_conversation_would(model_and_tokenizer, kind: str):
     warm = converse(model_and_tokenizer, kind)
-    for text in ("My name is Tom.", "The code of apple is 4821.", "What is my name?", "What is the code of apple?"):
+    for text in (
+        "My name is Tom.",
+        "The code of apple is 4821.",
+        "What is my name?",
+        "What is the code of apple?",
+    ):
         held = len(warm.responder.tokens)
         # The prefix cache of the engine finds whole blocks.
         reused = held if kind == "basic" else held // 16 * 16
@@ -51,7 +65,9 @@ def test_each_turn_reuses_all_before_it_and_answers_as_a_fresh_conversation_woul
     assert [m["role"] for m in warm.messages] == ["user", "assistant"] * 4
 
 
-def test_a_template_that_rewrites_history_is_followed_and_only_the_rewritten_rest_is_new(model_and_tokenizer):
+def test_a_template_that_rewrites_history_is_followed_and_only_the_rewritten_rest_is_new(
+    model_and_tokenizer,
+):
     model_and_tokenizer[1]._tokenizer.chat_template = FORGETFUL_TEMPLATE
     conversation = converse(model_and_tokenizer)
     ask(conversation, "hello")
@@ -142,3 +158,77 @@ def test_an_answer_that_is_closed_leaves_nothing_running(model_and_tokenizer):
     engine = conversation.responder.engine
     assert not engine.has_unfinished_requests() and engine.stats().num_used_blocks == 0
     engine.scheduler.check_integrity()
+
+
+def test_the_content_of_a_message_may_be_text_parts_and_nothing_else(model_and_tokenizer):
+    conversation = converse(model_and_tokenizer)
+    parts = ["My name ", {"type": "text", "text": "is Tom."}]
+    list(conversation.ask(parts))
+    assert conversation.messages[0] == {"role": "user", "content": "My name is Tom."}
+    conversation.messages[0]["content"] = parts
+    assert ask(conversation, "What is my name?")[0] == "Your name is Tom."
+    messages = list(conversation.messages)
+    for wrong, named in (
+        (None, "None"),
+        (7, "7"),
+        ([{"type": "image_url"}], "'image_url'"),
+        ("a\ud800", "surrogate"),
+    ):
+        with pytest.raises(ChatTemplateError, match=named):
+            ask(conversation, wrong)
+    assert conversation.messages == messages
+
+
+def test_a_turn_that_the_template_refuses_leaves_the_conversation_as_it_was(model_and_tokenizer):
+    conversation = converse(model_and_tokenizer)
+    ask(conversation, "My name is Tom.")
+    messages = list(conversation.messages)
+    template = model_and_tokenizer[1].chat_template
+    model_and_tokenizer[1].chat_template = "{{ raise_exception('no') }}"
+    for try_it in (
+        lambda: ask(conversation, "What is my name?"),
+        lambda: list(conversation.ask_again()),
+        lambda: conversation.set_system_prompt("Be brief."),
+        lambda: conversation.load_messages([{"role": "user", "content": "x"}]),
+    ):
+        with pytest.raises(ChatTemplateError, match="refuses the messages: no"):
+            try_it()
+        assert conversation.messages == messages
+    model_and_tokenizer[1].chat_template = template
+    assert ask(conversation, "What is my name?")[0] == "Your name is Tom."
+
+
+@pytest.mark.parametrize("kind", ["basic", "paged"])
+def test_an_answer_again_reuses_its_prompt_and_is_the_answer_of_a_fresh_conversation(model_and_tokenizer, kind: str):
+    conversation = converse(model_and_tokenizer, kind)
+    ask(conversation, "My name is Tom.")
+    expected, last = ask(conversation, "What is my name?")
+    responses = list(conversation.ask_again(params=SamplingParams(max_tokens=30)))
+    assert "".join(r.text for r in responses) == expected
+    assert responses[-1].cached_tokens > last.prompt_tokens - 17 and len(conversation.messages) == 4
+    edited = list(conversation.ask_again("What is 3 + 4?", SamplingParams(max_tokens=30)))
+    assert "".join(r.text for r in edited) == "3 + 4 = 7"
+    assert conversation.last_user_text == "What is 3 + 4?" and len(conversation.messages) == 4
+
+
+def test_an_answer_again_that_is_stopped_before_it_begins_keeps_the_old_one(model_and_tokenizer):
+    conversation = converse(model_and_tokenizer)
+    ask(conversation, "My name is Tom.")
+    messages = list(conversation.messages)
+
+    def stop(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(conversation.ask_again("What is 3 + 4?", progress=stop))
+    assert conversation.messages == messages
+
+
+@pytest.mark.parametrize(("ending", "opens"), [("<think>\n", True), ("<think>\n\n</think>\n\n", False), ("", False)])
+def test_a_prompt_that_opens_reasoning_is_known(model_and_tokenizer, ending: str, opens: bool):
+    tokenizer = model_and_tokenizer[1]
+    tokenizer._think_start, tokenizer._think_end = "<think>", "</think>"
+    tokenizer.chat_template = FORGETFUL_TEMPLATE + ending
+    conversation = converse(model_and_tokenizer)
+    ask(conversation, "hello", max_tokens=2)
+    assert conversation.opens_thinking is opens

@@ -42,7 +42,7 @@ def expected(num_tokens: int) -> tuple[int, ...]:
     return tuple(int(token) for token, _ in steps)
 
 
-@pytest.mark.parametrize("num_tokens", LENGTHS)
+@pytest.mark.parametrize("num_tokens", [*LENGTHS[:-1], pytest.param(LENGTHS[-1], marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["basic", "paged"])
 def test_greedy_tokens_are_those_of_mlx_lm(kind: str, num_tokens: int):
     model, _ = demo()
@@ -51,6 +51,7 @@ def test_greedy_tokens_are_those_of_mlx_lm(kind: str, num_tokens: int):
     assert got == expected(num_tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block_size", [8, 32, 64])
 def test_greedy_tokens_do_not_depend_on_the_block_size(block_size: int):
     model, _ = demo()
@@ -58,6 +59,7 @@ def test_greedy_tokens_do_not_depend_on_the_block_size(block_size: int):
     assert tuple(token for token, _ in got) == expected(500)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["basic", "paged"])
 def test_a_batch_of_different_lengths_gives_the_tokens_of_each_alone(kind: str):
     model, _ = demo()

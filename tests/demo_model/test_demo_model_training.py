@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from mlx_paged import generate, load
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "demo_model" / "train.py"
@@ -17,6 +19,7 @@ def train(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.slow
 def test_a_small_run_writes_a_model_that_loads_and_the_same_command_goes_on_from_it(tmp_path: Path):
     folders = ["--work-dir", tmp_path / "work", "--out", tmp_path / "model"]
     first = train("--smoke", *folders)

@@ -116,7 +116,7 @@ def undisturbed(demo: tuple[Any, Any]) -> tuple[int, dict[str, list[tuple]]]:
     return counter.num_lines, work.answers
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in (1, 2, 3))])
 def test_an_interrupt_at_any_line_loses_no_request_and_changes_no_token(
     demo: tuple[Any, Any], undisturbed: tuple[int, dict], monkeypatch: pytest.MonkeyPatch, part: int
 ):
@@ -130,7 +130,8 @@ def test_an_interrupt_at_any_line_loses_no_request_and_changes_no_token(
 ENGINE_ROOMS = ("engine.py", "scheduler.py", "request_state.py", "kv_cache_manager.py")
 
 
-@pytest.mark.parametrize("is_aborted", [False, True])
+@pytest.mark.slow
+@pytest.mark.parametrize("is_aborted", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_an_interrupt_at_each_line_of_the_engines_own_bookkeeping_is_survived(
     demo: tuple[Any, Any], undisturbed: tuple[int, dict], monkeypatch: pytest.MonkeyPatch, is_aborted: bool
 ):
@@ -149,13 +150,14 @@ def test_an_interrupt_at_each_line_of_the_engines_own_bookkeeping_is_survived(
     with recorder.armed():
         Work(tight_engine(demo)).go_on()
     rng = random.Random(5)
-    lines = rng.sample(sorted(events), 40)
+    lines = rng.sample(sorted(events), 30)
     for line in lines:
         # The last steps differ by a line or so from run to run: where garbage is collected, for one.
         turns = events[line]
         check_interrupt(demo, rng.choice(turns[: max(1, len(turns) * 3 // 4)]), is_aborted, undisturbed[1])
 
 
+@pytest.mark.slow
 def test_an_interrupt_in_another_threads_call_does_not_stop_the_thread_that_steps(model: qwen3.Model):
     engine = make_engine(model)
     expected = ask_alone(model, prompt(20), greedy(10))

@@ -159,6 +159,7 @@ def test_an_idle_engine_does_at_once_what_it_is_asked(model: qwen3.Model):
     assert len(engine.cache.manager.tables) == 0
 
 
+@pytest.mark.slow
 def test_figures_can_be_asked_for_at_any_time(model: qwen3.Model):
     engine = make_engine(model, max_num_seqs=8)
     is_done = threading.Event()

@@ -118,7 +118,7 @@ def test_what_is_read_is_a_copy():
         ("what!", "the tokenizer can't encode prompt: LookupError: no such letter: !"),
         ("~~~", "token id 61 is outside the model's vocabulary of 50"),
     ],
-    ids=lambda value: ascii(value)[:40],
+    ids=lambda value: ascii(value)[:40] if isinstance(value, str) else type(value).__name__,
 )
 def test_anything_else_is_refused_in_one_line_that_names_the_argument(prompt: object, message: str):
     with pytest.raises(ValueError) as refusal:
@@ -182,7 +182,7 @@ def test_one_prompt_and_several_are_told_apart_by_the_first_element(prompts: obj
         (mx.zeros((1, 2, 3), dtype=mx.int32), "prompts is an array of shape (1, 2, 3); give one dimension"),
         (np.array(7), "prompts is an array of shape ()"),
     ],
-    ids=repr,
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_what_is_no_list_of_prompts_is_refused(prompts: object, message: str):
     with pytest.raises(ValueError) as refusal:

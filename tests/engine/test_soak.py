@@ -28,6 +28,7 @@ def large_kv_model() -> qwen3.Model:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("swap", [True, False], ids=["swap", "recompute"])
 def test_a_soak_leaves_nothing_behind_and_every_request_gets_its_own_tokens(
     large_kv_model: qwen3.Model, monkeypatch: pytest.MonkeyPatch, swap: bool

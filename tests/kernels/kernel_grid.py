@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import mlx.core as mx
+import pytest
 from numpy_attention import DTYPES, PagedProblem, make_problem
 
 HEAD_DIMS = (32, 64, 80, 96, 128, 256)
@@ -147,9 +148,26 @@ GRID = (
     Case("f32", 96, 32, 2, 16, ((513, 6),), 2, True, "shared", "nan_values"),
 )
 
+# Two cases of each capacity are in the fast lane.
+each_case_of_the_grid = pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=str(case), marks=() if index % 8 == 3 else pytest.mark.slow)
+        for index, case in enumerate(GRID)
+    ],
+)
+
 # For whole steps, whose query runs take kernels of several capacities each.
 SETTINGS = {
     "f16-d64-b16-2x4": {"dtype": mx.float16, "head_dim": 64, "block_size": 16, "num_kv_heads": 2, "group": 4},
     "bf16-d256-b8-1x5": {"dtype": mx.bfloat16, "head_dim": 256, "block_size": 8, "num_kv_heads": 1, "group": 5},
     "f32-d96-b8-3x1": {"dtype": mx.float32, "head_dim": 96, "block_size": 8, "num_kv_heads": 3, "group": 1},
 }
+# The first is in the fast lane.
+each_setting = pytest.mark.parametrize(
+    "setting",
+    [
+        pytest.param(setting, id=name, marks=pytest.mark.slow if index else ())
+        for index, (name, setting) in enumerate(SETTINGS.items())
+    ],
+)

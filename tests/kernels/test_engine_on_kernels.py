@@ -39,6 +39,7 @@ def prompts_of(tokenizer) -> list[list[int]]:
     return [facts + tokenizer.encode(question) for question in questions]
 
 
+@pytest.mark.slow
 def test_shared_beginnings_and_forks_get_the_tokens_of_the_reference_on_metal_kernels(demo, compiler):
     model, tokenizer = demo
     prompts = prompts_of(tokenizer)

@@ -50,6 +50,7 @@ def prompts_of(tokenizer) -> list[list[int]]:
     return [*prompts, long, prompts[0][:7]]
 
 
+@pytest.mark.slow
 def test_a_ragged_batch_gets_the_tokens_of_the_reference_on_metal_kernels(demo, compiler):
     model, tokenizer = demo
     prompts = prompts_of(tokenizer)

@@ -172,6 +172,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("problem", "name", "text", "other"), MISTAKES.values(), ids=MISTAKES)
 def test_a_mistake_in_the_maximum_is_seen(
     problem: str,

@@ -150,6 +150,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("operation", "name", "text", "other"), MISTAKES.values(), ids=MISTAKES)
 def test_an_offset_of_32_bits_is_seen(
     operation: Operation,

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from kernel_checks import assert_same_bits, checked_metal
-from kernel_grid import BLOCK_SIZES, CAPACITIES, GRID, HEAD_DIMS, Case
+from kernel_grid import BLOCK_SIZES, CAPACITIES, GRID, HEAD_DIMS, Case, each_case_of_the_grid
 from numpy_attention import DTYPES, assert_matches_formula, make_problem
 
 from mlx_paged.ops import AttentionMetadata, KVHandle, paged_attention, paged_prefill_attention
@@ -62,7 +62,7 @@ def test_the_grid_covers_what_it_says():
     assert len({(case.dtype, case.head_dim) for case in GRID if case.is_merged}) == 18
 
 
-@pytest.mark.parametrize("case", GRID, ids=str)
+@each_case_of_the_grid
 def test_every_instance_matches_the_formula(case, metal):
     attend_and_compare(case.problem())
     call = metal[0]

@@ -32,6 +32,7 @@ def test_every_barrier_is_counted():
     assert {name: count for name, count in counts.items() if count} == {"paged_attention": 4, "merge_partitions": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "occurrence"),
     [*(("paged_attention", number) for number in range(4)), ("merge_partitions", 0)],
@@ -75,6 +76,7 @@ WRONG_RESULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "name", "text", "other"), WRONG_RESULTS.values(), ids=WRONG_RESULTS)
 def test_a_mistake_in_the_arithmetic_shows_in_the_result_or_in_the_slabs(case, name, text, other, plant, compiler):
     with checked_metal():
@@ -83,6 +85,7 @@ def test_a_mistake_in_the_arithmetic_shows_in_the_result_or_in_the_slabs(case, n
             attend_and_compare(case.problem())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "other"),
     [

@@ -12,7 +12,11 @@ from mlx_paged.ops import AttentionMetadata, attend, kernels, update_and_attend
 from mlx_paged.ops.attention_plan import Cut, cut_threadgroup
 
 settings = pytest.mark.parametrize(
-    "setting", [SETTINGS["f16-d64-b16-2x4"], SETTINGS["bf16-d256-b8-1x5"]], ids=["f16-d64-b16-2x4", "bf16-d256-b8-1x5"]
+    "setting",
+    [
+        pytest.param(SETTINGS["f16-d64-b16-2x4"], id="f16-d64-b16-2x4"),
+        pytest.param(SETTINGS["bf16-d256-b8-1x5"], id="bf16-d256-b8-1x5", marks=pytest.mark.slow),
+    ],
 )
 extras = pytest.mark.parametrize("extras", [{}, {"window": 300, "sinks": True}], ids=["plain", "window_sinks"])
 # Lengths of one partition and of several, so that a batch needs its partitions merged or not by who is in it.

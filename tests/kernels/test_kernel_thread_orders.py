@@ -45,7 +45,13 @@ def test_the_cases_cover_streams_and_splits_and_both_of_them():
     }
 
 
-@pytest.mark.parametrize("case", CUTS.values(), ids=CUTS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=() if index % 4 == 0 else pytest.mark.slow)
+        for index, (name, case) in enumerate(CUTS.items())
+    ],
+)
 def test_attention_does_not_depend_on_the_order_of_threads(case, metal_in_three_orders):
     run = case.capacity
     # Two rounds at least for every stream, with rows of their own in the last of them.

@@ -16,7 +16,7 @@ from kernel_checks import (
     random_array,
     random_handle,
 )
-from kernel_grid import GRID, SETTINGS, Case
+from kernel_grid import SETTINGS, Case, each_case_of_the_grid, each_setting
 from numpy_attention import assert_matches_formula, make_problem
 
 from mlx_paged.ops import AttentionMetadata, KVHandle, attend, paged_attention, reshape_and_cache, update_and_attend
@@ -42,7 +42,7 @@ def kernels_of(trace):
     return [call.kernel.removeprefix("mlx_paged_") for call in trace]
 
 
-@pytest.mark.parametrize("case", GRID, ids=str)
+@each_case_of_the_grid
 def test_new_rows_from_the_inputs_give_the_bits_of_rows_in_the_slabs(case, metal):
     problem = case.problem()
     expected = paged_attention(*problem.args, backend="metal")
@@ -57,8 +57,14 @@ def test_new_rows_from_the_inputs_give_the_bits_of_rows_in_the_slabs(case, metal
     assert metal[0].template == metal[len(metal) // 2].template
 
 
-@pytest.mark.parametrize("extras", [{}, {"window": 20, "sinks": True}], ids=["plain", "window_sinks"])
-@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize(
+    "extras",
+    [
+        pytest.param({}, id="plain", marks=pytest.mark.slow),
+        pytest.param({"window": 20, "sinks": True}, id="window_sinks"),
+    ],
+)
+@each_setting
 @pytest.mark.parametrize(("context_lens", "query_lens"), STEPS.values(), ids=STEPS)
 def test_every_mix_of_decodes_and_prefills_matches_the_formula(context_lens, query_lens, setting, extras, metal):
     problem = make_problem(context_lens, query_lens, **setting, **extras, poison="nan_values", order="shared")

@@ -287,12 +287,47 @@ def test_dynamic_rope_scaling_is_refused_with_what_is_supported(folder, field, k
         ({"num_key_value_heads": None}, "num_key_value_heads"),
         ({"hidden_size": "big"}, "hidden_size"),
         ({"num_hidden_layers": 2.5}, "num_hidden_layers"),
-        ({"quantization": {"bits": 4}}, "group_size"),
+        ({"quantization": {"bits": 4}}, "lacks group_size"),
+        ({"quantization": {"group_size": 64}}, "lacks bits"),
+        ({"quantization": {"group_size": "64", "bits": 4}}, "group_size of quantization"),
+        ({"quantization": [4]}, "quantization in "),
+        ({"quantization_config": {"bits": 4}}, "quant_method"),
+        ({"rope_theta": [10000.0]}, "rope_theta in config.json must be a finite number above 0, got [10000.0]"),
+        ({"rope_theta": float("inf")}, "rope_theta in config.json must be a finite number above 0, got inf"),
+        ({"rope_theta": float("nan")}, "rope_theta in config.json must be a finite number above 0, got nan"),
+        ({"rope_theta": 0}, "rope_theta"),
+        ({"rope_theta": True}, "rope_theta"),
+        ({"rope_theta": 10**400}, "rope_theta"),
+        ({"rope_parameters": {"rope_theta": "big"}, "rope_theta": None}, "rope_theta"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps"),
+        ({"rope_scaling": {"type": ["yarn"]}}, "the type of rope_scaling"),
+        ({"rope_scaling": {"type": "yarn", "factor": float("inf")}}, "factor of rope_scaling"),
+        ({"rope_scaling": {"type": "linear", "factor": "2"}}, "factor of rope_scaling"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers in config.json must be at most 1,000"),
+        ({"vocab_size": 10**12}, "vocab_size in config.json must be at most 2,147,483,647"),
+        ({"num_hidden_layers": True}, "num_hidden_layers"),
+        ({"max_position_embeddings": -1}, "max_position_embeddings"),
+        ({"max_position_embeddings": "long"}, "max_position_embeddings"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings"),
+        ({"eos_token_id": "end"}, "eos_token_id"),
+        ({"eos_token_id": [1, None]}, "eos_token_id"),
     ],
+    ids=lambda value: repr(value)[:50],
 )
 def test_fields_that_make_no_sense_are_named(folder, fields, named):
     write_config(folder, **fields)
     assert named in load_error(folder)
+
+
+@pytest.mark.parametrize("text", ["[1]", '{"eos_token_id": "end"}'])
+def test_a_generation_config_that_makes_no_sense_is_named(folder, text):
+    (folder / "generation_config.json").write_text(text)
+    assert "generation_config.json" in load_error(folder)
+
+
+def test_no_adapters_are_looked_for_in_a_folder_without_a_name(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    assert "no folder ''" in load_error(folder, adapter_path="")
 
 
 def test_sliding_windows_are_refused_rather_than_ignored(folder):
@@ -356,6 +391,16 @@ def test_a_weight_of_the_wrong_shape_is_named_with_both_shapes(folder):
     assert "model.layers.0.mlp.up_proj.weight" in message
     assert "(48, 32)" in message
     assert "(47, 32)" in message
+
+
+@pytest.mark.parametrize("dtype", [mx.int32, mx.uint32, mx.uint8, mx.bool_, mx.complex64], ids=str)
+def test_weights_that_are_no_floats_are_named_and_not_computed_with(folder, dtype):
+    weights = weights_of(folder)
+    name = "model.layers.1.self_attn.o_proj.weight"
+    weights[name] = weights[name].astype(dtype)
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+    for lazy in (False, True):
+        assert f"the weights {name} are of type {dtype}" in load_error(folder, lazy=lazy)
 
 
 def test_a_weight_that_the_model_does_not_have_is_named(folder):

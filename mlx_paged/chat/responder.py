@@ -1,11 +1,14 @@
-"""Where a conversation's answers come from: an engine, whose requests share K/V blocks, or a session of its own."""
+"""Where a conversation's answers come from: an engine, whose requests share K/V blocks, or a
+session of its own.
+"""
 
 from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 
+import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.cache import KVCache
@@ -17,26 +20,31 @@ from mlx_paged.request import SamplingParams
 from mlx_paged.sampling import make_sampler
 
 Progress = Callable[[int, int], None]
+Answer = Generator[GenerationResponse, None, None]
 
 
 class Responder(ABC):
-    """Answers the prompts of one conversation, each of which begins, as a rule, with the one before and its answer.
-
-    Attributes:
-        tokens: the last prompt and its answer, as far as they are computed.
+    """Answers the prompts of one conversation, each of which begins, as a rule, with the one
+    before and its answer.
     """
 
-    tokens: list[int]
+    @property
+    @abstractmethod
+    def tokens(self) -> list[int]:
+        """The last prompt and its answer, as far as they are computed."""
 
     @property
     @abstractmethod
     def cache(self) -> KVCache: ...
 
+    @property
     @abstractmethod
-    def respond(
-        self, prompt: Sequence[int], params: SamplingParams, progress: Progress | None = None
-    ) -> Iterator[GenerationResponse]:
-        """Yield the answer piece by piece; whoever closes the iterator ends it where it is.
+    def max_model_len(self) -> int:
+        """The most tokens of a prompt and its answer together."""
+
+    @abstractmethod
+    def respond(self, prompt: Sequence[int], params: SamplingParams, progress: Progress | None = None) -> Answer:
+        """Yield the answer piece by piece; closing the generator ends it where it is.
 
         Args:
             progress: called with the prompt tokens done so far and their total.
@@ -59,21 +67,29 @@ class Responder(ABC):
 
 
 class EngineResponder(Responder):
-    """Each turn is a request of the engine, which finds what it computed before in its prefix cache."""
+    """Each turn is a request of the engine, which finds what it computed before in its prefix
+    cache.
+    """
 
     _request_ids = itertools.count()
 
     def __init__(self, engine: Engine):
         self.engine = engine
-        self.tokens = []
+        self._tokens: list[int] = []
+
+    @property
+    def tokens(self) -> list[int]:
+        return self._tokens
 
     @property
     def cache(self) -> KVCache:
         return self.engine.cache
 
-    def respond(
-        self, prompt: Sequence[int], params: SamplingParams, progress: Progress | None = None
-    ) -> Iterator[GenerationResponse]:
+    @property
+    def max_model_len(self) -> int:
+        return self.engine.max_model_len
+
+    def respond(self, prompt: Sequence[int], params: SamplingParams, progress: Progress | None = None) -> Answer:
         engine = self.engine
         clock = ResponseClock(len(prompt))
         request_id = f"turn-{next(self._request_ids)}"
@@ -93,10 +109,10 @@ class EngineResponder(Responder):
                     clock.note_token()
                     answer = output.outputs[0]
                     if not num_generated:
-                        self.tokens = list(prompt)
+                        self._tokens = list(prompt)
                     num_generated = len(answer.token_ids)
                     # The last token was sampled, and not computed.
-                    self.tokens += answer.token_ids[len(self.tokens) - len(prompt) : -1]
+                    self._tokens += answer.token_ids[len(self._tokens) - len(prompt) : -1]
                     text, num_shown = answer.text[num_shown:], len(answer.text)
                     yield clock.response(
                         text,
@@ -117,11 +133,11 @@ class EngineResponder(Responder):
 
     def fork(self) -> EngineResponder:
         branch = EngineResponder(self.engine)
-        branch.tokens = list(self.tokens)
+        branch._tokens = list(self._tokens)
         return branch
 
     def close(self) -> None:
-        self.tokens = []
+        self._tokens = []
 
     def shrink(self) -> None:
         self.engine.reset_prefix_cache()
@@ -131,7 +147,12 @@ class EngineResponder(Responder):
 class SessionResponder(Responder):
     """A sequence of a cache of either kind, which holds its K/V between the turns."""
 
-    def __init__(self, session: Session, tokenizer: TokenizerWrapper, prefill_step_size: int = PREFILL_STEP_SIZE):
+    def __init__(
+        self,
+        session: Session,
+        tokenizer: TokenizerWrapper,
+        prefill_step_size: int = PREFILL_STEP_SIZE,
+    ):
         self.session = session
         self.tokenizer = tokenizer
         self.prefill_step_size = prefill_step_size
@@ -141,12 +162,16 @@ class SessionResponder(Responder):
         return self.session.cache
 
     @property
+    def max_model_len(self) -> int:
+        return self.session.max_model_len
+
+    @property
     def tokens(self) -> list[int]:
         return self.session.tokens
 
-    def respond(
-        self, prompt: Sequence[int], params: SamplingParams, progress: Progress | None = None
-    ) -> Iterator[GenerationResponse]:
+    def respond(self, prompt: Sequence[int], params: SamplingParams, progress: Progress | None = None) -> Answer:
+        if params.seed is not None:
+            mx.random.seed(params.seed)
         return stream_generate(
             self.session.runner.model,
             self.tokenizer,

@@ -1,0 +1,270 @@
+"""The dialogue: messages go to the model, lines that begin with a slash are commands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from mlx_paged.chat.readers import Reader
+from mlx_paged.chat.reports import Reports
+from mlx_paged.chat.screen import Screen
+from mlx_paged.chat.settings import VARIABLES, Settings, canonical_name
+from mlx_paged.chat.transcript import load_messages, save_messages
+from mlx_paged.chat.turns import Turns
+from mlx_paged.standard_streams import OutputLostError
+
+if TYPE_CHECKING:
+    from mlx_paged.chat.conversation import Conversation
+
+HELP_END = """\
+A message may have several lines: end one with \\, or type Alt-Enter (Esc Enter), or paste them.
+One that begins with a slash is sent with two: //like this. Tab completes commands, the arrow keys
+bring back what was sent; Ctrl-C stops an answer, Ctrl-D leaves."""
+
+
+class LeaveChat(Exception):
+    """The user said /exit."""
+
+
+@dataclass
+class Dialogue:
+    """Everything that a command may look at and change; the last of ``branches`` is talked to."""
+
+    branches: list[Conversation]
+    settings: Settings
+    screen: Screen
+    reports: Reports
+    turns: Turns
+    reader: Reader
+    num_messages: int = field(default=0)  # lines that were not empty
+
+    @property
+    def conversation(self) -> Conversation:
+        return self.branches[-1]
+
+    def say(self, text: str) -> None:
+        self.screen.say(text)
+
+    def take(self, text: str) -> None:
+        """One message, or command, of the user. What is wrong with it is said, and the conversation
+        lives on.
+
+        Raises:
+            LeaveChat: it was /exit.
+            OutputLostError, BrokenPipeError: there is nowhere to write to.
+        """
+        if not text.strip():
+            return
+        self.num_messages += 1
+        try:
+            if not text.lstrip().startswith("/"):
+                self.ask(text)
+            elif text.lstrip().startswith("//"):
+                self.ask(text.lstrip()[1:])
+            else:
+                self._run_command(text.strip())
+        except (LeaveChat, OutputLostError, BrokenPipeError):
+            raise
+        except (ValueError, RuntimeError) as error:
+            self.say(f"[{_in_brackets(error)}]")
+        except Exception as error:
+            # A defect, of ours or of the tokenizer; the conversation is worth more than its
+            # traceback.
+            self.say(f"[{type(error).__name__}: {_in_brackets(error)}]")
+
+    def ask(self, text: str) -> None:
+        ask = partial(self.conversation.ask, text)
+        self.turns.show(self.conversation, lambda params, progress: ask(params, progress=progress))
+
+    def ask_again(self, text: str | None = None) -> None:
+        ask = partial(self.conversation.ask_again, text)
+        self.turns.show(self.conversation, lambda params, progress: ask(params, progress=progress))
+
+    def _run_command(self, line: str) -> None:
+        name, _, argument = line.partition(" ")
+        # A line end, or a tab, ends the name as well.
+        name, *rest = name.split(None, 1)
+        argument = " ".join([*rest, argument]).strip() if rest else argument.strip()
+        command = COMMANDS.get(name.lower())
+        if command is None:
+            self.say(f"[unknown command {name}; /help lists them, and // begins a message with a slash]")
+        elif argument and not command.argument:
+            self.say(f"[{command.name} takes no argument]")
+        elif not argument and command.argument and not command.argument.startswith("["):
+            self.say(f"[{command.name} needs {command.argument}]")
+        else:
+            command.run(self, argument)
+
+
+def complete(typed: str) -> Iterable[str]:
+    """What may follow at the end of a command line; ``"path"`` where a file name does."""
+    words = typed.split(" ")
+    if len(words) == 1:
+        return sorted(COMMANDS)
+    name = words[0].lower()
+    if name in ("/save", "/load"):
+        return ["path"]
+    if name == "/set" and len(words) == 2:
+        return VARIABLES
+    if name == "/set" and len(words) == 3 and canonical_name(words[1]) in VARIABLES:
+        return VARIABLES[canonical_name(words[1])].values
+    return []
+
+
+# The commands
+
+
+def _help(dialogue: Dialogue, argument: str) -> None:
+    width = max(len(command.usage) for command in COMMAND_TABLE) + 3
+    lines = [f"{command.usage.ljust(width)}{command.help}" for command in COMMAND_TABLE]
+    dialogue.say("\n".join([*lines, HELP_END]))
+
+
+def _regenerate(dialogue: Dialogue, argument: str) -> None:
+    had_answer = dialogue.conversation.messages[-1:] and dialogue.conversation.messages[-1]["role"] == "assistant"
+    dialogue.ask_again()
+    if had_answer and dialogue.settings.sampling.is_greedy:
+        dialogue.screen.say_dim("[greedy: the same answer each time; /set temp 0.7 brings others]")
+
+
+def _edit(dialogue: Dialogue, argument: str) -> None:
+    before = dialogue.conversation.last_user_text
+    if before is None:
+        raise ValueError("there is no message of yours to edit yet")
+    text: str | None = argument
+    if not argument:
+        if not dialogue.reader.is_interactive:
+            raise ValueError("/edit needs the new text where there is no terminal: /edit TEXT")
+        text = dialogue.reader.read(before)
+    if text is None or not text.strip():
+        dialogue.say("[nothing is changed]")
+        return
+    dialogue.ask_again(text)
+
+
+def _system(dialogue: Dialogue, argument: str) -> None:
+    conversation = dialogue.conversation
+    if not argument:
+        current = conversation.system_prompt
+        dialogue.say("[no system prompt]" if current is None else f"[system prompt: {current}]")
+    elif argument in ('""', "''"):
+        conversation.set_system_prompt(None)
+        dialogue.say("[the system prompt is removed]")
+    else:
+        conversation.set_system_prompt(argument)
+        dialogue.say("[the system prompt is set]")
+
+
+def _set(dialogue: Dialogue, argument: str) -> None:
+    settings = dialogue.settings
+    name, _, value = argument.replace("=", " ", 1).partition(" ")
+    name, value = canonical_name(name), value.strip()
+    if not name:
+        width = max(map(len, VARIABLES)) + 3
+        dialogue.say("\n".join(f"{name.ljust(width)}{settings.get(name)}" for name in VARIABLES))
+        return
+    if value:
+        settings.set(name, value)
+    elif name not in VARIABLES:
+        raise ValueError(f"no setting is called {name!r}; there are {', '.join(VARIABLES)}")
+    dialogue.say(f"[{name} {settings.get(name)}]")
+
+
+def _save(dialogue: Dialogue, argument: str) -> None:
+    messages = dialogue.conversation.messages
+    file = save_messages(argument, messages)
+    dialogue.say(f"[saved to {file}: messages: {len(messages)}]")
+
+
+def _load(dialogue: Dialogue, argument: str) -> None:
+    file, messages = load_messages(argument)
+    try:
+        dialogue.conversation.load_messages(messages)
+    except ValueError as error:
+        raise ValueError(f"{file} can't be gone on with: {_in_brackets(error)}") from error
+    num_messages = len(dialogue.conversation.messages)
+    is_open = dialogue.conversation.messages[-1]["role"] == "user"
+    dialogue.say(f"[loaded from {file}: messages: {num_messages}{'; /regenerate answers the last' if is_open else ''}]")
+
+
+def _fork(dialogue: Dialogue, argument: str) -> None:
+    branches = dialogue.branches
+    branches.append(branches[-1].fork())
+    num_tokens = len(branches[-1].responder.tokens)
+    dialogue.say(
+        f"[branch {len(branches) - 1} of the conversation: {num_tokens} tokens so far are shared; /back leaves it]"
+    )
+
+
+def _back(dialogue: Dialogue, argument: str) -> None:
+    branches = dialogue.branches
+    if len(branches) == 1:
+        dialogue.say("[this is no branch; /fork begins one]")
+        return
+    branches.pop().responder.close()
+    where = f"in branch {len(branches) - 1}" if len(branches) > 1 else "in the conversation"
+    dialogue.say(f"[back {where}: messages: {len(branches[-1].messages)}]")
+
+
+def _reset(dialogue: Dialogue, argument: str) -> None:
+    dialogue.conversation.reset()
+    if len(dialogue.branches) == 1:
+        # Nothing that another branch goes back to.
+        dialogue.conversation.responder.shrink()
+    dialogue.say("[the conversation is empty]")
+
+
+def _stats(dialogue: Dialogue, argument: str) -> None:
+    dialogue.reports.stats(dialogue.branches)
+
+
+def _exit(dialogue: Dialogue, argument: str) -> None:
+    raise LeaveChat
+
+
+class Command(NamedTuple):
+    """A slash command.
+
+    Args:
+        argument: its name in the help; in brackets if it may be left out, empty if there is none.
+    """
+
+    name: str
+    argument: str
+    help: str
+    run: Callable[[Dialogue, str], None]
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def usage(self) -> str:
+        return f"{self.name} {self.argument}".strip()
+
+
+COMMAND_TABLE = (
+    Command("/help", "", "this text", _help),
+    Command("/regenerate", "", "answer the last message once more", _regenerate),
+    Command("/edit", "[TEXT]", "change the last message, and answer it again", _edit),
+    Command("/system", "[TEXT]", 'show or set the system prompt ("" removes it)', _system),
+    Command("/set", "[NAME VALUE]", "show or change settings: /set temp 0.7", _set),
+    Command("/save", "FILE", "write the conversation to a file (JSON)", _save),
+    Command("/load", "FILE", "go on with a conversation that was saved", _load),
+    Command("/fork", "", "go on in a branch, which shares the K/V so far", _fork),
+    Command("/back", "", "leave the branch, and go on where it began", _back),
+    Command("/reset", "", "forget the conversation (the system prompt stays)", _reset),
+    Command(
+        "/stats",
+        "",
+        "what the K/V cache holds, how often it was hit, what the branches share",
+        _stats,
+    ),
+    Command("/exit", "", "leave (also /quit, Ctrl-D)", _exit, ("/quit",)),
+)
+COMMANDS = {name: command for command in COMMAND_TABLE for name in (command.name, *command.aliases)}
+
+
+def _in_brackets(error: Exception) -> str:
+    """The message of an error in one line, without the room that it came from."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text

@@ -1,0 +1,195 @@
+"""A chat as turns of text: renders the template, so that all that did not change keeps its K/V."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from typing import Any
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from mlx_paged.chat.responder import Answer, Progress, Responder
+from mlx_paged.chat_template import ChatTemplateError, normalise_messages, render_chat
+from mlx_paged.request import SamplingParams
+
+
+class Conversation:
+    """Messages, and whoever answers them and keeps their K/V.
+
+    The prompt of a turn is the whole conversation as the model's chat template writes it. What of
+    it was computed before is reused; a template that rewrites earlier turns (Qwen3's drops their
+    reasoning) makes only the rewritten rest new.
+
+    Args:
+        responder: where answers come from.
+        tokenizer: with a chat template.
+        system_prompt: the first message, if any.
+        enable_thinking: passed to the template; ``None`` leaves it to the model.
+
+    Attributes:
+        messages: mappings as :func:`normalise_messages` describes them.
+        opens_thinking: the prompt of the last turn ended with the mark that begins reasoning.
+
+    Raises:
+        ChatTemplateError: the tokenizer has no chat template.
+    """
+
+    def __init__(
+        self,
+        responder: Responder,
+        tokenizer: TokenizerWrapper,
+        system_prompt: str | None = None,
+        enable_thinking: bool | None = None,
+    ):
+        if not tokenizer.has_chat_template:
+            raise ChatTemplateError(
+                "[chat] the model's tokenizer has no chat template; use mlx_paged.generate for plain text"
+            )
+        self.responder = responder
+        self.tokenizer = tokenizer
+        self.opens_thinking = False
+        self._template_options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+        self.messages: list[dict[str, Any]] = []
+        if system_prompt is not None:
+            self.messages.append({"role": "system", "content": system_prompt})
+
+    @property
+    def system_prompt(self) -> str | None:
+        """The content of the first message, where that is the system's."""
+        if not self.messages or self.messages[0]["role"] != "system":
+            return None
+        content = self.messages[0]["content"]
+        return content if isinstance(content, str) else normalise_messages(self.messages[:1])[0]["content"]
+
+    def set_system_prompt(self, text: str | None) -> None:
+        """Replace the system prompt, or remove it; the turns stay, and are computed again with the
+        next one.
+
+        Raises:
+            ChatTemplateError: the template refuses it, and nothing has changed.
+        """
+        turns = self.messages[0 if self.system_prompt is None else 1 :]
+        self._replace_messages([*([] if text is None else [{"role": "system", "content": text}]), *turns])
+
+    def load_messages(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Go on from these messages instead.
+
+        Raises:
+            ChatTemplateError: they are no messages, or the template refuses them, and nothing has
+                changed.
+        """
+        self._replace_messages(normalise_messages(messages))
+
+    def reset(self) -> None:
+        """Forget all turns but the system prompt, and give up their K/V."""
+        self.messages = self.messages[: 0 if self.system_prompt is None else 1]
+        self.responder.close()
+
+    def fork(self) -> Conversation:
+        """A branch: a second conversation that goes on from here and shares the K/V of all turns so
+        far.
+
+        Raises:
+            CacheFullError: the K/V are in a basic cache, and a copy does not fit.
+        """
+        branch = copy.copy(self)
+        branch.responder = self.responder.fork()
+        branch.messages = [dict(message) for message in self.messages]
+        return branch
+
+    @property
+    def last_user_text(self) -> str | None:
+        """The last message of the user, ``None`` before the first."""
+        index = self._last_user_index()
+        return None if index is None else normalise_messages(self.messages[index : index + 1])[0]["content"]
+
+    def ask(
+        self,
+        text: str | Sequence[str | Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        progress: Progress | None = None,
+    ) -> Answer:
+        """One turn: yield the answer piece by piece.
+
+        An answer that is cut short (closed by the caller, or at ``max_tokens``) stays in the
+        conversation as far as it came. A turn that can't begin leaves the conversation as it was.
+
+        Args:
+            text: the message: a text, or a list of text parts.
+            params: ``max_tokens`` and how to sample; greedy by default.
+            progress: called with the prompt tokens done so far and their total.
+
+        Raises:
+            PromptTooLongError: the budget or the context limit can't hold the conversation with
+                this turn.
+            ChatTemplateError: the message is no text, or the template refuses the conversation.
+            ValueError: an empty message.
+        """
+        message = normalise_messages([{"role": "user", "content": text}])[0]
+        if not message["content"].strip():
+            raise ValueError("[chat] the message is empty")
+        self.messages.append(message)
+        answer: list[str] = []
+        try:
+            with closing(self.responder.respond(self._prompt_tokens(), params or SamplingParams(), progress)) as pieces:
+                for response in pieces:
+                    answer.append(response.text)
+                    yield response
+        finally:
+            if answer:
+                self.messages.append({"role": "assistant", "content": "".join(answer)})
+            else:
+                self.messages.pop()
+
+    def ask_again(
+        self,
+        text: str | None = None,
+        params: SamplingParams | None = None,
+        *,
+        progress: Progress | None = None,
+    ) -> Answer:
+        """The last turn once more, as :meth:`ask`; its answer, and with ``text`` its message too,
+        is replaced.
+
+        Raises:
+            ValueError: there is no turn yet.
+            Others: see :meth:`ask`. The turn is then as it was.
+        """
+        begin = self._last_user_index()
+        if begin is None:
+            raise ValueError("[chat] there is no message of the user yet")
+        replaced = self.messages[begin:]
+        message = replaced[0]["content"] if text is None else text
+        del self.messages[begin:]
+        try:
+            with closing(self.ask(message, params, progress=progress)) as answer:
+                yield from answer
+        finally:
+            if len(self.messages) == begin:
+                self.messages += replaced
+
+    def _last_user_index(self) -> int | None:
+        indices = [index for index, message in enumerate(self.messages) if message["role"] == "user"]
+        return indices[-1] if indices else None
+
+    def _replace_messages(self, messages: list[dict[str, Any]]) -> None:
+        # Whether a template takes a system prompt, or roles in this order, shows in the prompt of a
+        # next turn.
+        is_turn_open = bool(messages) and messages[-1]["role"] == "user"
+        probe = [] if is_turn_open else [{"role": "user", "content": "?"}]
+        render_chat(self.tokenizer, [*messages, *probe], **self._template_options)
+        self.messages = messages
+
+    def _prompt_tokens(self) -> list[int]:
+        text = render_chat(self.tokenizer, self.messages, **self._template_options)
+        mark = self.tokenizer.think_start
+        self.opens_thinking = bool(mark) and text.rstrip().endswith(mark)
+        held = self.responder.tokens
+        held_text = self.tokenizer.decode(held, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if held and text.startswith(held_text):
+            # Keep the ids that were generated: encoding their text again may split it in another
+            # way.
+            return held + list(self.tokenizer.encode(text[len(held_text) :], add_special_tokens=False))
+        return list(self.tokenizer.encode(text, add_special_tokens=False))

@@ -1,0 +1,210 @@
+"""The chat as a program: what runs before the first message, and the exit status at the end.
+
+Nothing heavy is imported until the arguments are known to be right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import stat
+import sys
+from typing import TYPE_CHECKING, Any
+
+from mlx_paged.chat.command_line import setup_arg_parser
+from mlx_paged.chat.readers import PipeReader, Reader, clean, make_reader, without_line_end
+from mlx_paged.chat.screen import Screen, is_terminal
+from mlx_paged.standard_streams import (
+    NO_STDOUT,
+    InputError,
+    OutputLostError,
+    discard_output,
+    finish_output,
+    open_closed_streams,
+    read_all,
+    say,
+)
+
+if TYPE_CHECKING:
+    from mlx_paged.chat.conversation import Conversation
+    from mlx_paged.chat.responder import Responder
+    from mlx_paged.chat.settings import Settings
+
+NO_INPUT = "there is no message: give one as argument, or on standard input, or start the chat in a terminal"
+
+
+class UsageError(Exception):
+    """The user's mistake; the message is one line."""
+
+
+def main(argv: list[str] | None = None, prog: str | None = None) -> int:
+    """Run the chat and return its exit status.
+
+    That is 0, 1 when output was lost, 2 for the user's mistakes, or 130 when Ctrl-C ended it.
+
+    Args:
+        argv: the arguments, without the program's name; those of this process by default.
+        prog: the program's name in help and errors.
+    """
+    open_closed_streams()
+    parser = setup_arg_parser(prog)
+    screen = Screen()
+    try:
+        try:
+            args = parser.parse_args(argv)
+        except SystemExit as end:  # --help and --version, too
+            return finish_output(end.code if isinstance(end.code, int) else 2, parser.prog)
+        return _run(args, screen)
+    except UsageError as error:
+        screen.clear_progress()
+        say(f"{parser.prog}: error: {' '.join(str(error).split())}")
+        return 2
+    except OutputLostError as error:
+        screen.clear_progress()
+        discard_output()
+        say(f"{parser.prog}: error: {error}")
+        return 1
+    except KeyboardInterrupt:
+        screen.clear_progress()
+        say("")
+        return 130
+    except BrokenPipeError:
+        # The reader of our output left (| head): nothing more to say, and nowhere to say it.
+        discard_output()
+        return 1
+
+
+def _run(args: argparse.Namespace, screen: Screen) -> int:
+    if sys.stdout is None:
+        raise OutputLostError(NO_STDOUT)
+    message = _read_message(args)
+    if screen.stderr_is_terminal:
+        screen.show_progress(f"[loading {_model_name(args)} ...]")
+    elif args.verbose:
+        screen.say(f"[loading {_model_name(args)} ...]")
+    try:
+        return _answer_once(args, screen, message) if message is not None else _chat(args, screen)
+    except (ValueError, RuntimeError) as error:
+        raise UsageError(str(error)) from error
+
+
+def _read_message(args: argparse.Namespace) -> str | None:
+    """The message to answer once, ``None`` for a dialogue; raises :class:`UsageError` where
+    there is neither.
+    """
+    if args.message is None:
+        if sys.stdin is None:
+            raise UsageError(f"standard input is closed; {NO_INPUT}")
+        if _is_known_to_be_empty(sys.stdin):
+            raise UsageError(f"standard input is empty; {NO_INPUT}")
+        return None
+    message = args.message
+    if message == "-":
+        try:
+            message = without_line_end(read_all())
+        except InputError as error:
+            raise UsageError(str(error)) from error
+    message = clean(message)
+    if not message.strip():
+        raise UsageError("the message is empty")
+    return message
+
+
+def _is_known_to_be_empty(stdin: Any) -> bool:
+    """Whether stdin is a file or a device, which are not waited for, and has nothing in it."""
+    try:
+        mode = os.fstat(stdin.fileno()).st_mode
+        waits = is_terminal(stdin) or not (stat.S_ISREG(mode) or stat.S_ISCHR(mode))
+        return not waits and not stdin.buffer.peek(1)
+    except (OSError, ValueError, AttributeError):  # no file at all
+        return False
+
+
+def _answer_once(args: argparse.Namespace, screen: Screen, message: str) -> int:
+    from mlx_paged.chat.reports import Reports
+    from mlx_paged.chat.turns import Turns
+
+    conversation, settings = _load(args)
+    reports = Reports(screen, args.verbose)
+    reports.start(args, conversation, settings, is_dialogue=False)
+    was_interrupted = Turns(screen, settings, reports).show(
+        conversation, lambda params, progress: conversation.ask(message, params, progress=progress)
+    )
+    return 130 if was_interrupted else 0
+
+
+def _chat(args: argparse.Namespace, screen: Screen) -> int:
+    conversation, settings = _load(args)
+    from mlx_paged.chat.commands import Dialogue, LeaveChat, complete
+    from mlx_paged.chat.reports import Reports
+    from mlx_paged.chat.turns import Turns
+
+    reports = Reports(screen, args.verbose)
+    reader: Reader = make_reader(complete, screen)
+    reports.start(args, conversation, settings, is_dialogue=True)
+    turns = Turns(screen, settings, reports)
+    dialogue = Dialogue([conversation], settings, screen, reports, turns, reader)
+    while True:
+        try:
+            text = reader.read()
+            if text is None:
+                break
+            dialogue.take(text)
+        except LeaveChat:
+            break
+        except KeyboardInterrupt:
+            if not reader.is_interactive:
+                raise
+            screen.say("[Ctrl-D or /exit to leave]")
+    if isinstance(reader, PipeReader) and not dialogue.num_messages:
+        raise UsageError(f"standard input is empty; {NO_INPUT}")
+    return 0
+
+
+# What a conversation needs
+
+
+def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
+    from mlx_paged.chat.conversation import Conversation
+    from mlx_paged.chat.settings import Settings
+    from mlx_paged.generation_config import SamplingDefaults, read_sampling_defaults
+    from mlx_paged.loading import demo_model_path, find_model, load
+
+    folder = demo_model_path() if args.model is None else find_model(args.model)
+    defaults = SamplingDefaults() if args.no_generation_config else read_sampling_defaults(folder)
+    settings = Settings(args, defaults)
+    model, tokenizer = load(folder, adapter_path=args.adapter_path)
+    conversation = Conversation(
+        _make_responder(args, model, tokenizer),
+        tokenizer,
+        system_prompt=None if args.system_prompt is None else clean(args.system_prompt),
+        enable_thinking=False if args.no_thinking else None,
+    )
+    return conversation, settings
+
+
+def _make_responder(args: argparse.Namespace, model: Any, tokenizer: Any) -> Responder:
+    from mlx_paged.chat.responder import EngineResponder, SessionResponder
+
+    options = {
+        "block_size": args.block_size,
+        "kv_cache_bytes": args.kv_cache_bytes,
+        "backend": args.backend,
+    }
+    if args.kv == "paged":
+        from mlx_paged.engine.engine import Engine
+
+        # One answer at a time; the branches wait in the prefix cache.
+        scheduling = {"max_num_seqs": 1, "max_num_batched_tokens": args.prefill_step_size}
+        limit = args.max_model_len
+        return EngineResponder(Engine(model, tokenizer, max_model_len=limit, **options, **scheduling))
+    from mlx_paged.engine.model_runner import ModelRunner, make_kv_cache
+    from mlx_paged.engine.session import Session
+
+    runner = ModelRunner(model, make_kv_cache(model, args.kv, **options))
+    session = Session(runner, max_model_len=args.max_model_len)
+    return SessionResponder(session, tokenizer, args.prefill_step_size)
+
+
+def _model_name(args: argparse.Namespace) -> str:
+    return "the bundled demo model" if args.model is None else str(args.model)

@@ -1,0 +1,73 @@
+"""What the user sees: the answer on stdout, everything else on stderr, dimmed where a terminal
+can.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import TextIO
+
+from mlx_paged.standard_streams import say, write
+
+_DIM, _PLAIN = "\033[2m", "\033[0m"
+_CLEAR_LINE = "\r\033[K"
+# A model's text is not to move the cursor or to set the terminal's title.
+_HARMLESS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
+class Screen:
+    """Writes for the user; knows which of the two streams is a terminal, and what it can show.
+
+    Colour codes are only written to a terminal, and none where ``NO_COLOR`` is set or ``TERM`` is
+    dumb.
+
+    Attributes:
+        can_move: the terminal, if there is one, can move its cursor and clear a line.
+        has_colour: and it can show colours, and its user wants them.
+    """
+
+    def __init__(self, environ: Mapping[str, str] = os.environ):
+        self.can_move = environ.get("TERM") != "dumb"
+        self.has_colour = self.can_move and not environ.get("NO_COLOR")
+        self.stdout_is_terminal = is_terminal(sys.stdout)
+        self.stderr_is_terminal = is_terminal(sys.stderr)
+        self._dims_stdout = self.has_colour and self.stdout_is_terminal
+        self._dims_stderr = self.has_colour and self.stderr_is_terminal
+        self._progress_width = 0
+
+    def answer(self, text: str, is_thinking: bool = False) -> None:
+        """A piece of the answer; raises :class:`OutputLostError` or ``BrokenPipeError``."""
+        if not text:
+            return
+        self.clear_progress()
+        if self.stdout_is_terminal:
+            text = text.translate(_HARMLESS)
+        write(f"{_DIM}{text}{_PLAIN}" if is_thinking and self._dims_stdout else text)
+
+    def say(self, text: str) -> None:
+        self.clear_progress()
+        say(text)
+
+    def say_dim(self, text: str) -> None:
+        self.say(f"{_DIM}{text}{_PLAIN}" if self._dims_stderr else text)
+
+    def show_progress(self, text: str) -> None:
+        """A line that the next one replaces; nothing where stderr is no terminal."""
+        if self.stderr_is_terminal:
+            # Without an escape code to clear the line, blanks do it.
+            say(text.ljust(self._progress_width) if not self.can_move else text, end="\r")
+            self._progress_width = max(self._progress_width, len(text))
+
+    def clear_progress(self) -> None:
+        if self._progress_width:
+            say("", end=_CLEAR_LINE if self.can_move else f"\r{' ' * self._progress_width}\r")
+            self._progress_width = 0
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    try:
+        return stream is not None and stream.isatty()
+    except ValueError:  # closed
+        return False

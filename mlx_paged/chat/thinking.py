@@ -1,0 +1,62 @@
+"""Which part of an answer is the model's reasoning (``<think> ... </think>``), piece by piece."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Piece(NamedTuple):
+    text: str
+    is_thinking: bool
+
+
+class ThinkingSplitter:
+    """Cuts a streamed answer into reasoning and what is said; the marks belong to the reasoning.
+
+    Args:
+        start: the mark that opens reasoning; ``None``, for a model that has none, cuts nothing.
+        end: the mark that closes it.
+        is_thinking: the prompt has opened it already.
+    """
+
+    def __init__(self, start: str | None, end: str | None, is_thinking: bool = False):
+        self._start, self._end = start, end
+        self._is_thinking = is_thinking
+        self._held_back = ""  # may turn out to be the beginning of a mark
+
+    def add(self, text: str) -> list[Piece]:
+        """The pieces that can be told apart by now."""
+        if not self._start or not self._end:
+            return [Piece(text, False)] if text else []
+        pieces: list[Piece] = []
+        text = self._held_back + text
+        while True:
+            mark = self._end if self._is_thinking else self._start
+            begin = text.find(mark)
+            if begin < 0:
+                break
+            if self._is_thinking:
+                pieces.append(Piece(text[: begin + len(mark)], True))
+                text = text[begin + len(mark) :]
+            else:
+                pieces.append(Piece(text[:begin], False))
+                pieces.append(Piece(mark, True))
+                text = text[begin + len(mark) :]
+            self._is_thinking = not self._is_thinking
+        kept = _overlap(text, mark)
+        pieces.append(Piece(text[: len(text) - kept], self._is_thinking))
+        self._held_back = text[len(text) - kept :]
+        return [piece for piece in pieces if piece.text]
+
+    def finish(self) -> list[Piece]:
+        """The answer is over: what was held back was no mark."""
+        text, self._held_back = self._held_back, ""
+        return [Piece(text, self._is_thinking)] if text else []
+
+
+def _overlap(text: str, mark: str) -> int:
+    """How many characters at the end of ``text`` may be the beginning of ``mark``."""
+    for length in range(min(len(text), len(mark) - 1), 0, -1):
+        if text.endswith(mark[:length]):
+            return length
+    return 0

@@ -1,0 +1,108 @@
+"""A conversation as a text file: JSON, its messages as chat templates take them.
+
+    {"format": "mlx_paged.chat", "version": 1, "messages": [{"role": "user", "content": "hi"}]}
+
+A bare list of messages can be read, too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+FORMAT = "mlx_paged.chat"
+VERSION = 1
+
+
+class TranscriptError(ValueError):
+    """The file can't be read or written, or is no conversation; the message is one line."""
+
+
+def save_messages(path: str, messages: Sequence[Mapping[str, Any]]) -> Path:
+    """Write the file, aside first and then in its place, so that it is never half there.
+
+    Only another saved conversation is overwritten.
+
+    Raises:
+        TranscriptError: there is another file, or the system refuses.
+    """
+    file = _expand(path)
+    try:
+        if file.exists() and not is_transcript(file):
+            raise TranscriptError(f"{file} exists and is no saved conversation; choose another name")
+        # A link stays one, and what it leads to is replaced.
+        file = file.resolve()
+        content = {"format": FORMAT, "version": VERSION, "messages": list(messages)}
+        _replace(file, json.dumps(content, ensure_ascii=False, indent=2) + "\n")
+    except (OSError, RuntimeError) as error:  # RuntimeError: a circle of links
+        raise TranscriptError(f"{file} can't be written: {_reason(error)}") from error
+    return file
+
+
+def load_messages(path: str) -> tuple[Path, Any]:
+    """The file and what is in the place of its messages, which is for the caller to check.
+
+    Raises:
+        TranscriptError: it can't be read, or is no conversation.
+    """
+    file = _expand(path)
+    try:
+        if file.exists() and not file.is_file():
+            raise TranscriptError(f"{file} is not a file")
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise TranscriptError(f"{file} can't be read: {_reason(error)}") from error
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, TranscriptError):
+            raise
+        raise TranscriptError(f"{file} is no conversation: {' '.join(str(error).split())}") from error
+    if isinstance(content, dict):
+        if content.get("version", VERSION) != VERSION:
+            raise TranscriptError(f"{file} is of version {content['version']!r}, and only {VERSION} can be read")
+        content = content.get("messages")
+    if not isinstance(content, list):
+        raise TranscriptError(f"{file} is no conversation: it has no list of messages")
+    return file, content
+
+
+def is_transcript(file: Path) -> bool:
+    """Whether the file is one that :func:`save_messages` wrote."""
+    if not file.is_file():
+        return False
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(content, dict) and content.get("format") == FORMAT
+
+
+def _replace(file: Path, text: str) -> None:
+    aside = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        with open(descriptor, "w", encoding="utf-8", errors="replace") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        if file.exists():
+            os.chmod(aside, file.stat().st_mode & 0o7777)
+        os.replace(aside, file)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+
+
+def _expand(path: str) -> Path:
+    try:
+        if "\0" in path:
+            raise TranscriptError(f"{path!r} is no name of a file")
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise TranscriptError(f"{path} can't be found: {error}") from error
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or " ".join(str(error).split())

@@ -1,0 +1,113 @@
+"""stdin, stdout and stderr of a program whose user may have closed, filled or redirected them."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Callable
+from typing import TextIO
+
+NO_STDOUT = "standard output is closed: there is nowhere to write to"
+
+
+class InputError(ValueError):
+    """Stdin is closed, or can't be read; the message says why."""
+
+
+class OutputLostError(Exception):
+    """What should go to stdout can't be written; the message says why."""
+
+
+def open_closed_streams() -> None:
+    """Make sure that no file gets the number of a standard stream, and that text of any bytes
+    passes.
+
+    A stream that was closed when the program began stays ``None`` in ``sys``. Its number is taken
+    by /dev/null, or the next file to be opened would get it, and what a library prints with it.
+    """
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
+    for stream, errors in ((sys.stdin, "replace"), (sys.stdout, "replace")):
+        # A byte that is no text in this locale, or a character that it can't write, ends no chat.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=errors)
+
+
+def say(text: str, end: str = "\n") -> None:
+    """Write to stderr; where that is closed or full, there is nobody left to tell."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError, ValueError):
+            print(text, end=end, file=sys.stderr, flush=True)
+
+
+def read_all() -> str:
+    """All of stdin; raises :class:`InputError`."""
+    return _read(lambda stdin: stdin.read())
+
+
+def read_line() -> str:
+    """The next line of stdin with its end, empty where there is none; raises :class:`InputError`."""
+    return _read(lambda stdin: stdin.readline())
+
+
+def _read(read: Callable[[TextIO], str]) -> str:
+    if sys.stdin is None:
+        raise InputError("standard input is closed")
+    try:
+        return read(sys.stdin)
+    except OSError as error:
+        raise InputError(f"standard input can't be read: {_reason(error)}") from error
+
+
+def write(text: str) -> None:
+    """Write to stdout, now.
+
+    Raises:
+        OutputLostError: it is closed, or what is behind it takes no more.
+        BrokenPipeError: the reader has left.
+    """
+    if sys.stdout is None:
+        raise OutputLostError(NO_STDOUT)
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: closed while the program ran
+        raise OutputLostError(f"the output can't be written: {_reason(error)}") from error
+
+
+def finish_output(status: int, prog: str) -> int:
+    """Write out what stdout still buffers; ``status``, or 1 after a line that says what was
+    lost.
+    """
+    if sys.stdout is None:
+        if status == 0:
+            say(f"{prog}: error: {NO_STDOUT}")
+        return status or 1
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError) as error:
+        discard_output()
+        if not isinstance(error, BrokenPipeError):
+            say(f"{prog}: error: the output can't be written: {_reason(error)}")
+        return 1
+    return status
+
+
+def discard_output() -> None:
+    """Send what stdout still buffers nowhere, so that Python's own end does not complain about
+    it.
+    """
+    if sys.stdout is not None:
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)

@@ -1,0 +1,158 @@
+"""Standard streams that are closed, empty or full, and how the program calls itself; each in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from terminal import DEADLINE
+
+HELLO = "Hello! How can I help you?\n"
+CHAT = f"{sys.executable} -m mlx_paged.chat"
+SCRIPTS = Path(sys.executable).parent
+
+needs_full_device = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full on this system")
+
+
+def shell(command: str) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr of a command line; its stdin is empty, unless it says otherwise."""
+    done = subprocess.run(
+        ["/bin/sh", "-c", command],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+    )
+    assert "Traceback" not in done.stderr and "Exception" not in done.stderr
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "line"),
+    [
+        ("< /dev/null", 2, "standard input is empty"),
+        ("< /dev/null --verbose", 2, "standard input is empty"),
+        ("<&-", 2, "standard input is closed"),
+        ("- <&-", 2, "standard input is closed"),
+        ("- < /dev/null", 2, "the message is empty"),
+        ("0> /dev/null", 2, "standard input can't be read: "),
+        ("- 0> /dev/null", 2, "standard input can't be read: "),
+        ("hi >&-", 1, "standard output is closed"),
+        ("--help >&-", 1, "standard output is closed"),
+        ("hi --temp=--", 2, "argument --temp: the value can't be '--'"),
+        ("hi --kv=--", 2, "argument --kv: the value can't be '--'"),
+        ("hi -m=--", 2, "argument -m: the value can't be '--'"),
+        ("hi --model ''", 2, "no folder ''"),
+        ("hi --adapter-path ''", 2, "no folder ''"),
+        (f"hi --kv-cache-bytes {'9' * 400}T", 2, "is too large"),
+        pytest.param("hi > /dev/full", 1, "No space left on device", marks=needs_full_device),
+        pytest.param("--help > /dev/full", 1, "No space left on device", marks=needs_full_device),
+        pytest.param("--version > /dev/full", 1, "No space left on device", marks=needs_full_device),
+    ],
+)
+def test_what_can_not_be_answered_or_written_is_one_clear_line(arguments: str, status: int, line: str):
+    found, out, err = shell(f"{CHAT} {arguments}")
+    errors = [text for text in err.splitlines() if "error:" in text]
+    assert (found, out) == (status, "")
+    assert len(errors) == 1 and line in errors[0] and err.splitlines()[-1] == errors[0]
+
+
+@pytest.mark.parametrize("messages", [r"\n \n", ""])
+def test_a_pipe_without_a_message_is_one_clear_line(messages: str):
+    status, out, err = shell(f"printf '{messages}' | {CHAT}")
+    assert (status, out) == (2, "") and "standard input is empty" in err.splitlines()[-1]
+
+
+@needs_full_device
+def test_a_dialogue_whose_answers_can_not_be_written_ends_and_says_so():
+    status, _, err = shell(f"printf 'hello\\nhello\\n' | {CHAT} > /dev/full")
+    assert status == 1 and err.count("No space left on device") == 1
+
+
+@pytest.mark.parametrize("where", ["2>&-", pytest.param("2>/dev/full", marks=needs_full_device), "2>&- <&-"])
+def test_the_answer_comes_where_nothing_else_can_be_said(where: str):
+    assert shell(f"{CHAT} hello {where}")[:2] == (0, HELLO)
+
+
+def test_with_all_streams_closed_only_the_status_tells():
+    assert shell(f"{CHAT} hello <&- >&- 2>&-") == (1, "", "")
+
+
+def test_no_file_of_the_model_gets_the_number_of_a_closed_stream():
+    # What a library wrote to its stderr would end up in it.
+    probe = "import os; from mlx_paged.chat import main; main(['hello', '--verbose']); os.write(2, b'x'); open('/')"
+    status, _, _ = shell(f'{sys.executable} -c "{probe}" 2>&-')
+    assert status == 1
+    look = "import os; from mlx_paged.standard_streams import open_closed_streams; open_closed_streams()"
+    status, out, _ = shell(f'{sys.executable} -c "{look}; print(os.open(os.devnull, 0))" <&- 2>&-')
+    assert int(out) > 2
+
+
+def test_a_piped_message_has_many_lines_and_its_last_line_end_is_no_part_of_it():
+    def figures(text: str) -> str:
+        return shell(f"printf '{text}' | {CHAT} - --verbose")[2].partition("Prompt: ")[2].partition(" (")[0]
+
+    assert figures("hello\\nhello\\n") == figures("hello\\nhello") == figures("hello\\nhello\\r\\n") != figures("hello")
+
+
+def test_each_line_of_a_pipe_is_a_message_without_its_line_end(tmp_path: Path):
+    file = tmp_path / "saved.json"
+    status, out, _ = shell(f"printf 'hello\\r\\nhello\\n/save {file}\\nhello' | {CHAT}")
+    assert status == 0 and out.count("\n") == 3
+    assert file.read_text().count('"content": "hello"') == 2
+
+
+def test_bytes_that_are_no_text_and_characters_that_can_not_be_written_end_nothing():
+    assert shell(rf"printf 'hello \377\376' | {CHAT} -")[0] == 0
+    assert shell(f"echo hello | PYTHONIOENCODING=ascii {CHAT}")[:2] == (0, HELLO)
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        (f"{sys.executable} -m mlx_paged.chat", "python -m mlx_paged.chat"),
+        (f"{sys.executable} -m mlx_paged chat", "python -m mlx_paged chat"),
+        (f"{SCRIPTS}/mlx-paged chat", "mlx-paged chat"),
+        (f"{SCRIPTS}/mlx_paged.chat", "mlx_paged.chat"),
+    ],
+)
+def test_help_and_errors_name_the_program_as_it_was_called(command: str, name: str):
+    assert shell(f"{command} --help")[1].startswith(f"usage: {name} [")
+    assert shell(f"{command} --temp x")[2].startswith(f"{name}: error: ")
+    assert shell(f"{command} hi --model ''")[2].startswith(f"{name}: error: ")
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        (f"{sys.executable} -m mlx_paged", "python -m mlx_paged"),
+        (f"{SCRIPTS}/mlx-paged", "mlx-paged"),
+    ],
+)
+def test_the_package_says_what_there_is(command: str, name: str):
+    status, out, err = shell(command)
+    assert (status, err) == (0, "") and out.startswith(f"usage: {name} COMMAND")
+    assert f"{name} chat --help" in out
+    assert shell(f"{command} --help") == (0, out, "")
+    assert shell(f"{command} --version")[1].startswith("mlx_paged ")
+    for wrong, kind in (("serve-me", "command"), ("--wat", "option")):
+        status, out, err = shell(f"{command} {wrong}")
+        assert (status, out) == (2, "")
+        assert err == f"{name}: error: unknown {kind} {wrong!r}; commands: chat (see --help)\n"
+
+
+def test_help_imports_nothing_heavy():
+    probe = (
+        "import sys, importlib\n"
+        "for name in ('mlx_paged.chat', 'mlx_paged.__main__'):\n"
+        "    main = importlib.import_module(name).main\n"
+        "    for flag in ('--help', '--version'): assert main([flag]) == 0\n"
+        "assert importlib.import_module('mlx_paged.__main__').main(['chat', '--help']) == 0\n"
+        "heavy = {'mlx', 'mlx_lm', 'transformers', 'numpy', 'prompt_toolkit', 'jinja2'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=DEADLINE)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,126 @@
+"""Reasoning is told apart from the answer, however it is cut into pieces, and is dimmed or hidden."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mlx_paged.chat.command_line import setup_arg_parser
+from mlx_paged.chat.screen import Screen
+from mlx_paged.chat.settings import Settings
+from mlx_paged.chat.thinking import Piece, ThinkingSplitter
+from mlx_paged.chat.turns import Turns
+
+THOUGHT = [
+    Piece("Well. ", False),
+    Piece("<think>17 < 25</think>", True),
+    Piece("\n\n42, < 43", False),
+]
+
+
+def joined(pieces: list[Piece]) -> list[Piece]:
+    """Neighbours of one kind put together."""
+    whole: list[Piece] = []
+    for piece in pieces:
+        if whole and whole[-1].is_thinking == piece.is_thinking:
+            whole[-1] = Piece(whole[-1].text + piece.text, piece.is_thinking)
+        else:
+            whole.append(piece)
+    return whole
+
+
+def split(texts: list[str], is_thinking: bool = False, marks: tuple = ("<think>", "</think>")) -> list[Piece]:
+    splitter = ThinkingSplitter(*marks, is_thinking)
+    pieces = [piece for text in texts for piece in splitter.add(text)]
+    return joined([*pieces, *splitter.finish()])
+
+
+def test_reasoning_is_found_however_the_answer_is_cut_into_pieces():
+    text = "".join(piece.text for piece in THOUGHT)
+    assert split([text]) == THOUGHT
+    assert split(list(text)) == THOUGHT
+    for cut in range(len(text)):
+        assert split([text[:cut], text[cut:]]) == THOUGHT
+
+
+def test_reasoning_may_begin_in_the_prompt_and_may_never_end():
+    assert split(["17 <", "/thi", "nk>42"], is_thinking=True) == [
+        Piece("17 </think>", True),
+        Piece("42", False),
+    ]
+    assert split(["<think>17 </thin"]) == [Piece("<think>17 </thin", True)]
+    assert split(["42 <thin"]) == [Piece("42 <thin", False)]
+
+
+def test_nothing_is_held_back_that_can_not_become_a_mark():
+    splitter = ThinkingSplitter("<think>", "</think>")
+    assert splitter.add("a < b") == [Piece("a < b", False)]
+    assert splitter.add("a <thi") == [Piece("a ", False)]
+
+
+def test_a_model_without_reasoning_has_no_marks():
+    assert split(["<think>", "x</think>"], marks=(None, None)) == [Piece("<think>x</think>", False)]
+
+
+class FakeReports:
+    def answer(self, *_: Any) -> None:
+        pass
+
+
+def shown(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+    *argv: str,
+    is_terminal: bool,
+    answer: str = "<think>17 + 25</think>\n\n42",
+    environ: dict[str, str] | None = None,
+) -> tuple[str, str]:
+    """What stdout and stderr show of an answer with reasoning."""
+    for stream in (sys.stdout, sys.stderr):
+        monkeypatch.setattr(stream, "isatty", lambda: is_terminal, raising=False)
+    screen = Screen({"TERM": "xterm"} if environ is None else environ)
+    defaults = SimpleNamespace(temperature=None, top_p=None, top_k=None, min_p=None)
+    settings = Settings(setup_arg_parser().parse_args(list(argv)), defaults)
+    tokenizer = SimpleNamespace(think_start="<think>", think_end="</think>")
+    conversation: Any = SimpleNamespace(tokenizer=tokenizer, opens_thinking=False)
+
+    def ask(params: Any, progress: Any) -> Iterator[Any]:
+        for letter in answer:
+            yield SimpleNamespace(text=letter)
+
+    reports: Any = FakeReports()
+    assert Turns(screen, settings, reports).show(conversation, ask) is False  # type: ignore[arg-type]
+    captured = capsys.readouterr()
+    return captured.out, captured.err
+
+
+def test_reasoning_is_dim_on_a_terminal_that_shows_colours(monkeypatch, capsys):
+    out, _ = shown(monkeypatch, capsys, is_terminal=True)
+    dim = "".join(f"\x1b[2m{text}\x1b[0m" for text in ("<think>", *"17 + 25"))
+    assert out.startswith(dim) and out.endswith("\x1b[0m\n\n42\n") and out.count("\x1b[2m") == 9
+    plain = "<think>17 + 25</think>\n\n42\n"
+    assert shown(monkeypatch, capsys, is_terminal=True, environ={"TERM": "dumb"})[0] == plain
+    assert shown(monkeypatch, capsys, is_terminal=True, environ={"TERM": "xterm", "NO_COLOR": "1"})[0] == plain
+
+
+def test_reasoning_goes_through_a_pipe_as_it_is(monkeypatch, capsys):
+    assert shown(monkeypatch, capsys, is_terminal=False) == ("<think>17 + 25</think>\n\n42\n", "")
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_hidden_reasoning_leaves_the_answer_alone(monkeypatch, capsys, is_terminal: bool):
+    out, err = shown(monkeypatch, capsys, "--hide-thinking", is_terminal=is_terminal)
+    assert out == "42\n"
+    # That something happens is seen where somebody looks.
+    assert ("[thinking ...]" in err) is is_terminal
+
+
+def test_a_model_can_not_move_the_cursor_of_a_terminal(monkeypatch, capsys):
+    answer = "a\x1b]0;title\x07\r\x9b2J\tb"
+    out, _ = shown(monkeypatch, capsys, is_terminal=True, answer=answer)
+    assert out == "a\ufffd]0;title\ufffd\ufffd\ufffd2J\tb\n"
+    assert shown(monkeypatch, capsys, is_terminal=False, answer=answer)[0] == answer + "\n"
