@@ -24,12 +24,21 @@ def reason(error: BaseException, limit: int = MAX_REASON) -> str:
 def as_integer(value: object) -> int | None:
     """An integer of any type (numpy's and MLX's, too) as Python's; ``None`` for what is none, such as
     a bool, a float or a text."""
-    if isinstance(value, bool):
+    # A bool of numpy before 2 takes itself for an index.
+    if isinstance(value, bool) or "bool" in kind_of(value):
         return None
     try:
         return operator.index(value)  # type: ignore[arg-type]
     except Exception:
+        return _scalar_of_an_array(value)
+
+
+def _scalar_of_an_array(value: object) -> int | None:
+    """The integer in an array without dimensions: MLX's are no index before 0.32.3."""
+    if getattr(value, "ndim", None) != 0 or "int" not in str(getattr(value, "dtype", "")):
         return None
+    item = value.item()  # type: ignore[attr-defined]
+    return item if type(item) is int else None
 
 
 def as_number(value: object) -> float | None:

@@ -100,7 +100,7 @@ def test_what_is_read_is_a_copy():
         ([], "the prompt is empty; give at least one token as prompt"),
         (np.array([], dtype=np.int64), "the prompt is empty"),
         ([1, True], "token ids are integers, got True (bool) as prompt[1]"),
-        ([1, np.True_], "token ids are integers, got np.True_ (bool"),
+        ([1, np.True_], f"token ids are integers, got {np.True_!r} (bool"),
         ([1, 2.0], "token ids are integers, got 2.0 (float) as prompt[1]"),
         ([1, "2"], "token ids are integers, got '2' (str) as prompt[1]"),
         ([[1, 2]], "token ids are integers, got [1, 2] (list) as prompt[0]"),

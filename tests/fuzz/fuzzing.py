@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 
 import mlx.core as mx
+from tqdm import TMonitor
 
 MAX_MESSAGE = 700  # characters
 # What Python says itself of a call with too few or too many arguments.
@@ -92,13 +93,17 @@ def run_case(case: Case, deadline: float) -> tuple[str, str | None]:
         end = "refused"
     except BaseException as error:
         return "defect", f"  {type(error).__name__}: {error!s:.500}\n{traceback.format_exc(limit=-6)}"
-    left = [thread.name for thread in threading.enumerate() if thread not in threads and thread.is_alive()]
-    left = [name for name in left if name != "tqdm_monitor"]  # tqdm's own, one for the process
+    left = [thread.name for thread in threading.enumerate() if thread not in threads and is_left(thread)]
     if left:
         return "defect", f"  threads are left: {left}"
     if not random_numbers_work():
         return "defect", "  the random numbers of the process are broken"
     return end, None
+
+
+def is_left(thread: threading.Thread) -> bool:
+    """Whether a thread is one that a case should have ended; tqdm's own is one for the process."""
+    return thread.is_alive() and not isinstance(thread, TMonitor)
 
 
 def what_is_wrong(error: Exception, names: tuple[str, ...]) -> str | None:
