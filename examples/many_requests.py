@@ -32,7 +32,8 @@ def main() -> None:
         for output in engine.stream(prompt, SamplingParams(max_tokens=200), request_id="counting"):
             if "30" in output.outputs[0].text:
                 engine.abort("counting")
-        print(f"\nstopped: {output.outputs[0].text!r} ({output.outputs[0].finish_reason})")
+            if output.finished:
+                print(f"\nstopped: {output.outputs[0].text!r} ({output.outputs[0].finish_reason})")
 
 
 if __name__ == "__main__":

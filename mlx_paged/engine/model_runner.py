@@ -89,7 +89,7 @@ def make_kv_cache(
         if not isinstance(value, str):
             raise ValueError(f"[kv cache] {name} must be a text, got {shown(value)}")
     block_size = check_integer("kv cache", "block_size", block_size, 1)
-    args, dtype = as_language_model(model).args, as_language_model(model).dtype
+    known = as_language_model(model)
     if kv_cache_bytes is None:
         weight_nbytes = sum(leaf.nbytes for leaf in dict(tree_flatten(model.parameters())).values())
         budget = KVBudget(nbytes=default_kv_cache_bytes(weight_nbytes))
@@ -97,10 +97,10 @@ def make_kv_cache(
         budget = KVBudget.parse(kv_cache_bytes)
     config = KVCacheConfig.within(
         budget,
-        num_layers=args.num_hidden_layers,
-        num_kv_heads=args.num_key_value_heads,
-        head_dim=args.head_dim,
-        dtype=str(dtype).removeprefix("mlx.core."),
+        num_layers=known.args.num_hidden_layers,
+        num_kv_heads=known.args.num_key_value_heads,
+        head_dim=known.args.head_dim,
+        dtype=str(known.dtype).removeprefix("mlx.core."),
         block_size=block_size,
     )
     return create_kv_cache(kind, config, backend)

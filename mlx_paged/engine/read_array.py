@@ -1,4 +1,7 @@
-"""Small arrays as Python's lists. MLX annotates ``tolist`` with all that any array may give; these name what it is."""
+"""Small arrays as Python's lists.
+
+MLX annotates ``tolist`` with all that any array may give; each of these names what its own gives.
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,6 @@ from mlx_paged.engine.model_runner import ModelRunner
 from mlx_paged.engine.prompts import read_prompt
 from mlx_paged.foreign_arguments import refuses_unknown_arguments
 from mlx_paged.models.context_length import context_limit
-from mlx_paged.models.language_model import as_language_model
 
 T = TypeVar("T")
 PREFILL_STEP_SIZE = 512
@@ -42,7 +41,7 @@ class Session:
             raise ValueError(f"[session] seq must be hashable, such as a text, got {kind_of(seq)}")
         self.runner = runner
         self.seq = seq
-        self.max_model_len = context_limit(as_language_model(runner.model).args, max_model_len)
+        self.max_model_len = context_limit(runner.model.args, max_model_len)
         self.tokens: list[int] = []
 
     @property

@@ -1,4 +1,4 @@
-"""What every model here offers beyond ``nn.Module``, for the type checker: MLX's type knows none of its attributes."""
+"""What every model here offers beyond MLX's ``Module``, whose type knows none of its attributes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mlx_paged.cache import KVCache
 
 
 class ModelArgs(Protocol):
-    """The fields of a model's configuration that are read outside of the model, under their names there."""
+    """The fields of a model's configuration that are read outside of the model."""
 
     num_hidden_layers: int
     num_key_value_heads: int
@@ -22,7 +22,9 @@ class ModelArgs(Protocol):
 
 
 class LanguageModel(Module):
-    """A model for packed input; see :class:`mlx_paged.models.qwen3.Model` for what the call takes and returns.
+    """A model for packed input.
+
+    :class:`mlx_paged.models.qwen3.Model` says what the call takes and returns.
 
     Attributes:
         args: the model's configuration.
@@ -42,5 +44,8 @@ class LanguageModel(Module):
 
 
 def as_language_model(model: Module) -> LanguageModel:
-    """``model`` by the type that it has: users give a ``Module``, and which one is checked by what it offers."""
+    """``model`` by the type that it has.
+
+    Users give a ``Module``; what it offers is checked elsewhere, by its attributes.
+    """
     return cast(LanguageModel, model)
