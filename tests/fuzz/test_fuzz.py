@@ -11,7 +11,7 @@ from fuzzing import Case, Defect, run_case, run_family
 from mlx_paged.request import SamplingParams
 
 COUNTS = {"library": 500, "requests": 20, "folders": 60, "chat": 20}
-THE_WHOLE = {"library": 1000, "requests": 300, "folders": 400, "chat": 300}
+MORE = {"library": 1000, "requests": 100, "folders": 400, "chat": 120}
 
 
 def assert_no_defects(name: str, indices: range) -> None:
@@ -27,8 +27,8 @@ def test_each_input_is_taken_or_refused_in_one_clear_line(name: str):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
-def test_two_thousand_inputs_are_taken_or_refused_in_one_clear_line(name: str):
-    assert_no_defects(name, range(COUNTS[name], THE_WHOLE[name]))
+def test_more_inputs_are_taken_or_refused_in_one_clear_line(name: str):
+    assert_no_defects(name, range(COUNTS[name], MORE[name]))
 
 
 def raise_(error: BaseException) -> None:
