@@ -127,6 +127,15 @@ def test_a_system_prompt_stays_over_a_reset(chat_with):
     assert first == second and int(first) > int(re.findall(r"^Prompt: (\d+) tokens", without, re.M)[0])
 
 
+def test_a_piped_message_has_many_lines_and_its_last_line_end_is_no_part_of_it(chat_with):
+    def num_prompt_tokens(text: str) -> int:
+        return int(re.findall(r"^Prompt: (\d+) tokens", chat_with("-", "--max-tokens", "2", stdin=text)[2], re.M)[0])
+
+    without_line_end = num_prompt_tokens("hello\nhello")
+    assert without_line_end > num_prompt_tokens("hello")
+    assert num_prompt_tokens("hello\nhello\n") == num_prompt_tokens("hello\nhello\r\n") == without_line_end
+
+
 def test_a_message_may_come_from_standard_input(chat_with):
     assert chat_with("-", "--max-tokens", "20", stdin=RECALL)[1] == chat_with(RECALL, "--max-tokens", "20")[1]
 

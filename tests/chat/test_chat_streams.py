@@ -95,16 +95,6 @@ def test_no_file_of_the_model_gets_the_number_of_a_closed_stream():
     assert int(out) > 2
 
 
-@pytest.mark.slow
-def test_a_piped_message_has_many_lines_and_its_last_line_end_is_no_part_of_it():
-    def figures(text: str) -> str:
-        return shell(f"printf '{text}' | {CHAT} - --verbose")[2].partition("Prompt: ")[2].partition(" (")[0]
-
-    without_line_end = figures("hello\\nhello")
-    assert int(without_line_end.split()[0]) > int(figures("hello").split()[0])
-    assert figures("hello\\nhello\\n") == without_line_end == figures("hello\\nhello\\r\\n")
-
-
 def test_each_line_of_a_pipe_is_a_message_without_its_line_end(tmp_path: Path):
     file = tmp_path / "saved.json"
     status, out, _ = shell(f"printf 'hello\\r\\nhello\\n/save {file}\\nhello' | {CHAT}")
