@@ -141,6 +141,10 @@ def load(
         tokenizer = load_tokenizer(path, tokenizer_config, eos_token_ids=config.get("eos_token_id"))
     except Exception as error:
         raise LoadError(f"[load] the tokenizer in {path} is missing or broken: {_one_line(error)}") from error
+    # transformers would warn of "indexing errors" when a text is long. The context limit says it with the sum.
+    warned = getattr(tokenizer, "deprecation_warnings", None)
+    if isinstance(warned, dict):
+        warned["sequence-length-is-longer-than-the-specified-maximum"] = True
     if adapter_path is not None:
         if not str(adapter_path):
             raise LoadError("[load] no folder ''; adapter_path must be one with adapters in it")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import re
 import subprocess
 import sys
@@ -125,6 +126,17 @@ def test_a_system_prompt_stays_over_a_reset(chat_with):
     first, second = re.findall(r"^Prompt: (\d+) tokens", err, re.M)
     _, _, without = chat_with("--max-tokens", "5", stdin="hello\n")
     assert first == second and int(first) > int(re.findall(r"^Prompt: (\d+) tokens", without, re.M)[0])
+
+
+def test_a_message_beyond_the_context_is_one_line(chat_with, caplog: pytest.LogCaptureFixture):
+    transformers_log = logging.getLogger("transformers")
+    transformers_log.addHandler(caplog.handler)
+    try:
+        status, out, err = chat_with("word " * 6000)
+    finally:
+        transformers_log.removeHandler(caplog.handler)
+    assert (status, out, caplog.messages) == (2, "", [])
+    assert re.search(r"error: \[context\] a prompt of \d+ tokens leaves no room .* at most 4096 tokens", err)
 
 
 def test_a_piped_message_has_many_lines_and_its_last_line_end_is_no_part_of_it(chat_with):
