@@ -181,7 +181,8 @@ class AsyncEngine:
         await asyncio.get_running_loop().run_in_executor(None, self.shutdown)
 
     def _new_id(self) -> str:
-        return f"request-{next(self._request_ids)}"
+        # A user may have given such a name to a request of theirs.
+        return next(name for n in self._request_ids if (name := f"request-{n}") not in self._receivers)
 
     def _add(
         self,

@@ -91,6 +91,14 @@ def test_an_async_engine_takes_no_request_id_that_is_no_text(model: qwen3.Model,
             engine.stream(prompt(5), greedy(2), request_id=request_id)
 
 
+def test_an_id_that_the_engine_gives_is_none_that_a_user_gave(model: qwen3.Model):
+    with AsyncEngine(model, kv_cache_bytes="100blocks") as engine:
+        named = engine.stream(prompt(20), greedy(100), request_id="request-0")
+        *_, unnamed = engine.stream(prompt(5), greedy(2))
+        assert unnamed.request_id == "request-1"
+        assert len([*named][-1].outputs[0].token_ids) == 100
+
+
 def test_an_id_in_use_is_refused_and_its_holder_goes_on(model: qwen3.Model):
     with AsyncEngine(model, kv_cache_bytes="100blocks") as engine:
         holder = engine.stream(prompt(20), greedy(200), request_id="a")
