@@ -58,12 +58,3 @@ def test_an_example_ends_with_status_0_and_without_a_complaint(name: str) -> Non
 @pytest.mark.parametrize("name", ANSWERS)
 def test_an_example_answers_what_it_says(name: str) -> None:
     ANSWERS[name](run(name).stdout)
-
-
-@pytest.mark.slow
-def test_a_program_that_streams_ends_well_every_time() -> None:
-    """It once aborted in most of its runs, not in all."""
-    for _ in range(2):
-        run.cache_clear()
-        done = run("many_requests.py")
-        assert (done.returncode, done.stderr) == (0, "")

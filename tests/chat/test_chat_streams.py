@@ -121,7 +121,7 @@ def test_bytes_that_are_no_text_and_characters_that_can_not_be_written_end_nothi
 def test_help_and_errors_name_the_program_as_it_was_called(command: str, name: str):
     assert shell(f"{command} --help")[1].startswith(f"usage: {name} [")
     assert shell(f"{command} --temp x")[2].startswith(f"{name}: error: ")
-    assert shell(f"{command} hi --model ''")[2].startswith(f"{name}: error: ")
+    assert shell(f"{command} < /dev/null")[2].startswith(f"{name}: error: ")
 
 
 @pytest.mark.slow

@@ -46,7 +46,7 @@ def test_an_interrupt_in_the_engines_own_bookkeeping_is_survived(
     lines, expected = undisturbed
     rng = random.Random(5)
     places = sorted(place for place in lines.turns if place[0] in ENGINE_ROOMS)
-    for number, place in enumerate(rng.sample(places, 16)):
+    for number, place in enumerate(rng.sample(places, 10)):
         turns = lines.turns[place]
         check_interrupt(demo, rng.choice(turns[: max(1, len(turns) * 3 // 4)]), number % 2 == 0, expected)
 

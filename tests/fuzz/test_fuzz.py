@@ -1,4 +1,4 @@
-"""A fixed share of the fuzzed inputs; ``python tests/fuzz/fuzz_inputs.py`` has more of them."""
+"""A fixed share of the fuzzed inputs; the gate runs 2,000 by ``python tests/fuzz/fuzz_inputs.py``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from fuzzing import Case, Defect, run_case, run_family
 from mlx_paged.request import SamplingParams
 
 COUNTS = {"library": 500, "requests": 20, "folders": 60, "chat": 20}
-MORE = {"library": 1000, "requests": 100, "folders": 400, "chat": 120}
 
 
 def assert_no_defects(name: str, indices: range) -> None:
@@ -23,12 +22,6 @@ def assert_no_defects(name: str, indices: range) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_each_input_is_taken_or_refused_in_one_clear_line(name: str):
     assert_no_defects(name, range(COUNTS[name]))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
-def test_more_inputs_are_taken_or_refused_in_one_clear_line(name: str):
-    assert_no_defects(name, range(COUNTS[name], MORE[name]))
 
 
 def raise_(error: BaseException) -> None:
