@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import traceback
+
 MAX_SHOWN = 80
 
 
@@ -33,3 +36,22 @@ def request_error(error: BaseException) -> Exception:
     wrapped = RequestError(f"[engine] the request's own code raised {type(error).__name__}: {shown(error)}")
     wrapped.__cause__ = error
     return wrapped
+
+
+def forget_frames(error: BaseException, where: str | None = None) -> None:
+    """Drop the traceback of an error and of each that led to it; ``where`` keeps it as a note that begins so.
+
+    As frames it would keep what their variables hold as long as somebody keeps the error: logits, graphs that hold
+    whole slabs, the engine itself.
+    """
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        if link.__traceback__ is not None:
+            lines = traceback.format_tb(link.__traceback__) if where is not None else []
+            link.__traceback__ = None
+            with contextlib.suppress(Exception):  # an error of the user's own making may refuse notes
+                if lines:
+                    link.add_note(f"{where}:\n{''.join(lines)}")
+        link = link.__cause__ or link.__context__

@@ -17,7 +17,7 @@ from mlx_paged.chat_template import ChatTemplateError, render_chat
 from mlx_paged.engine.engine import Engine, EngineStats, engine_option_names
 from mlx_paged.engine.options import EngineOptions
 from mlx_paged.engine.prompts import Prompt, split_prompts
-from mlx_paged.errors import shown
+from mlx_paged.errors import forget_frames, shown
 from mlx_paged.foreign_arguments import refuses_unknown_arguments
 from mlx_paged.interrupts import caught_interrupts
 from mlx_paged.llm_arguments import (
@@ -260,11 +260,7 @@ def _failed(request_id: str, prompt: object, params: SamplingParams | None, erro
     text, token_ids = _as_given(prompt)
     num_completions = params.n if params is not None else 1
     completions = [CompletionOutput(index, finish_reason="error") for index in range(num_completions)]
-    # With their tracebacks they would keep the engine as long as somebody keeps the output.
-    link: BaseException | None = error
-    while link is not None:
-        link.__traceback__ = None
-        link = link.__cause__ or link.__context__
+    forget_frames(error)
     return RequestOutput(request_id, text, token_ids, completions, finished=True, error=error)
 
 

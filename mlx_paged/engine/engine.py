@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import random
 import threading
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -30,7 +28,7 @@ from mlx_paged.engine.sampler import SampledToken, Sampler
 from mlx_paged.engine.scheduler import Scheduler, extra_hash_keys
 from mlx_paged.engine.scheduler_output import SchedulerOutput
 from mlx_paged.engine.swap_space import SwapSpace
-from mlx_paged.errors import request_error
+from mlx_paged.errors import forget_frames, request_error
 from mlx_paged.foreign_arguments import argument_names, refuses_unknown_arguments
 from mlx_paged.models.context_length import context_limit
 from mlx_paged.models.language_model import as_language_model
@@ -431,7 +429,7 @@ class Engine:
             raise
         except BaseException as error:  # the panics of tokenizers in Rust are no Exception
             # The tokenizer's, and nobody else's; also where this token was the last one.
-            _write_traceback(error)
+            forget_frames(error, "In a step of the engine")
             self.scheduler.finish(request, "error")
             request.finish_reason, request.stop_reason, request.error = "error", None, request_error(error)
         if stop_text is not None:
@@ -443,7 +441,7 @@ class Engine:
     def _finish(self, request: Request, reason: str, error: Exception | None = None) -> None:
         if not request.is_finished:
             if error is not None:
-                _write_traceback(error)
+                forget_frames(error, "In a step of the engine")
             self.scheduler.finish(request, reason, error=error)
             self._report(request)
 
@@ -465,15 +463,3 @@ class Engine:
             if output.finished:
                 self._states.pop(output.request_id, None)
                 self._news.pop(output.request_id, None)
-
-
-def _write_traceback(error: BaseException) -> None:
-    """Make an error's traceback a note of it. As frames it would keep what their variables hold as long as somebody
-    keeps the error: logits, graphs that hold whole slabs, the engine itself."""
-    link: BaseException | None = error
-    while link is not None and link.__traceback__ is not None:
-        lines = "".join(traceback.format_tb(link.__traceback__))
-        link.__traceback__ = None
-        with contextlib.suppress(Exception):  # an error of the user's own making may refuse notes
-            link.add_note(f"In a step of the engine:\n{lines}")
-        link = link.__cause__ or link.__context__

@@ -92,6 +92,8 @@ def test_whatever_a_logits_processor_raises_fails_its_own_request(model: qwen3.M
     assert outputs["bad"].outputs[0].finish_reason == "error"
     # An error that a reader can be handed: none that would end its program, task or loop.
     assert isinstance(outputs["bad"].error, RuntimeError) and outputs["bad"].error.__cause__ is error
+    # Its frames would keep logits, slabs and the engine; where it was raised is a note.
+    assert error.__traceback__ is None and "in raises" in error.__notes__[-1]
     assert outputs["good"].outputs[0].token_ids == ask_alone(model, prompt(20), greedy(5))
     assert_nothing_held(engine)
 
