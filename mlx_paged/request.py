@@ -11,12 +11,12 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 from mlx_paged.errors import shown
+from mlx_paged.foreign_arguments import constructor_refuses_unknown_arguments
 
 if TYPE_CHECKING:
     import mlx.core as mx
 
     from mlx_paged.core import BlockHash
-from mlx_paged.foreign_arguments import constructor_refuses_unknown_arguments
 
 MAX_LOGPROBS = 20
 MAX_COMPLETIONS = 16384  # of one request, as in vLLM

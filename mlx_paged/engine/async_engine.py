@@ -165,8 +165,7 @@ class AsyncEngine:
 
     def shutdown(self) -> None:
         """Abort all requests and end the thread; their readers get their last outputs. More than once is harmless."""
-        self._loop.stop()
-        self._loop.join()
+        self._loop.end()
 
     def __enter__(self) -> AsyncEngine:
         return self
@@ -231,7 +230,7 @@ class _EngineLoop:
     def start(self) -> None:
         self.thread.start()
         # Python must not end in the middle of a step.
-        atexit.register(self._end)
+        atexit.register(self.end)
 
     def stop(self) -> None:
         """Ask the thread to abort all requests and to end."""
@@ -242,8 +241,9 @@ class _EngineLoop:
         """There may be something to do."""
         self._calls.put(None)
 
-    def join(self) -> None:
-        """Wait for the end of the thread, unless this is the thread."""
+    def end(self) -> None:
+        """Stop, and wait for the end of the thread, unless this is the thread."""
+        self.stop()
         if threading.current_thread() is not self.thread:
             self.thread.join()
 
@@ -251,10 +251,6 @@ class _EngineLoop:
         error = EngineStoppedError(f"[engine] it stopped: {self._failure or 'it was shut down'}")
         error.__cause__ = self._failure
         return error
-
-    def _end(self) -> None:
-        self.stop()
-        self.join()
 
     def _run(self) -> None:
         try:
@@ -273,7 +269,7 @@ class _EngineLoop:
             # Those that are done have read their last output by then, or will read it first.
             for receive in list(self.receivers.values()):
                 receive(self.stopped())
-            atexit.unregister(self._end)
+            atexit.unregister(self.end)
             # MLX's streams belong to a thread; on Linux they abort the process if they outlive it.
             mx.clear_streams()
 

@@ -111,8 +111,8 @@ class Engine:
         **scheduler_options: Unpack[SchedulerOptions],
     ):
         check_model(model)
-        self._max_model_len = context_limit(as_language_model(model).args, max_model_len)
-        config = SchedulerConfig(max_model_len=self._max_model_len, **scheduler_options)
+        self.max_model_len = context_limit(as_language_model(model).args, max_model_len)
+        config = SchedulerConfig(max_model_len=self.max_model_len, **scheduler_options)
         if tokenizer is not None:
             tokenizer = as_tokenizer(tokenizer)
         if seed is not None:
@@ -146,11 +146,6 @@ class Engine:
         # True while the bookkeeping changes. Whoever finds it True was not the one who set it: an interrupt cut a
         # change in the middle.
         self._is_torn = False
-
-    @property
-    def max_model_len(self) -> int:
-        """The most tokens that a prompt and its answer have together."""
-        return self._max_model_len
 
     def _num_swap_tokens(self, swap_bytes: str | int | None) -> int:
         config = self.cache.config
@@ -202,7 +197,7 @@ class Engine:
         state = RequestState(request, text, self.tokenizer)
         if self._states.setdefault(request_id, state) is not state:
             raise ValueError(f"[engine] request {request_id!r} exists already")
-        self._inbox.append(partial(self._admit, request))
+        self._inbox.append(partial(self.scheduler.add, request))
         self._read_inbox_if_idle()
 
     def abort(self, request_id: str) -> None:
@@ -241,7 +236,7 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Run one step and report the requests it brought on: each a live object, which grows with further steps."""
         self._refuse_reentry("step")
-        with self._step_lock: outputs = self._locked_step()  # noqa: E701  # fmt: skip
+        with self._step_lock: outputs = self._changed(self._step)  # noqa: E701  # fmt: skip
         self._read_inbox_if_idle()
         self._forget_finished(outputs)
         return outputs
@@ -254,7 +249,7 @@ class Engine:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached K/V; False, and nothing has changed, while requests run."""
         self._refuse_reentry("reset_prefix_cache")
-        with self._step_lock: return self._changed(self._reset_prefix_cache)  # noqa: E701  # fmt: skip
+        with self._step_lock: return self._changed(lambda: self.cache.manager.reset_prefix_cache())  # noqa: E701  # fmt: skip
 
     def stats(self) -> EngineStats:
         """What is held, running and waiting; from any thread."""
@@ -311,9 +306,6 @@ class Engine:
         while self._inbox:
             self._inbox.popleft()()
 
-    def _admit(self, request: Request) -> None:
-        self.scheduler.add(request)
-
     def _ask_to_abort(self, state: RequestState) -> None:
         # The state and not its id: no request of the same id that comes later.
         state.is_aborted = True
@@ -322,12 +314,6 @@ class Engine:
     def _abort(self, state: RequestState) -> None:
         for request in state.requests:
             self._finish(request, "abort")
-
-    def _reset_prefix_cache(self) -> bool:
-        return self.cache.manager.reset_prefix_cache()
-
-    def _locked_step(self) -> list[RequestOutput]:
-        return self._changed(self._step)
 
     def _step(self) -> list[RequestOutput]:
         self._read_inbox()
