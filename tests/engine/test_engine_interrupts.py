@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 from typing import Any
@@ -49,6 +50,25 @@ def test_an_interrupt_in_the_engines_own_bookkeeping_is_survived(
     for number, place in enumerate(rng.sample(places, 10)):
         turns = lines.turns[place]
         check_interrupt(demo, rng.choice(turns[: max(1, len(turns) * 3 // 4)]), number % 2 == 0, expected)
+
+
+def test_no_line_of_the_step_that_ends_a_request_loses_its_answer(model: qwen3.Model):
+    engine = make_engine(model)
+    expected = ask_alone(model, prompt(5), greedy(1))
+
+    def answer_of(request_id: str, interrupt: LineInterrupt) -> list[int]:
+        engine.add_request(request_id, prompt(5), greedy(1))
+        outputs: dict[str, RequestOutput] = {}
+        with contextlib.suppress(KeyboardInterrupt), interrupt.armed():
+            outputs = {output.request_id: output for output in engine.step()}
+        return (outputs | run(engine))[request_id].outputs[0].token_ids
+
+    counter = LineInterrupt()
+    assert answer_of("counted", counter) == expected
+    for at in range(counter.num_lines):
+        interrupt = LineInterrupt(at)
+        assert answer_of(f"{at}", interrupt) == expected, interrupt.where
+    assert_nothing_held(engine)
 
 
 @pytest.mark.slow
