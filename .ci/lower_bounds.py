@@ -1,4 +1,5 @@
-"""The lower bounds that pyproject.toml states, as pins for pip: ``numpy>=1.26`` becomes ``numpy==1.26``.
+"""The lower bounds that pyproject.toml states, as pins for pip: ``numpy>=1.26`` becomes
+``numpy==1.26``.
 
 python .ci/lower_bounds.py           the pins of the dependencies and of the test extra, one a line
 python .ci/lower_bounds.py --python  the lowest Python, as 3.11
@@ -27,13 +28,17 @@ def lower_bound(specifiers: SpecifierSet, what: str) -> str:
     """
     bounds = [specifier.version for specifier in specifiers if specifier.operator == ">="]
     if len(bounds) != 1:
-        raise ValueError(f"[lower bounds] {what} must state one lower bound (>=), got {str(specifiers)!r}")
+        raise ValueError(
+            f"[lower bounds] {what} must state one lower bound (>=), got {str(specifiers)!r}"
+        )
     return bounds[0]
 
 
 def pins(project: dict[str, Any]) -> list[str]:
     """What runs the tests on this machine, each at its lower bound."""
-    requirements = map(Requirement, [*project["dependencies"], *project["optional-dependencies"]["test"]])
+    requirements = map(
+        Requirement, [*project["dependencies"], *project["optional-dependencies"]["test"]]
+    )
     found = []
     for requirement in requirements:
         if requirement.marker is None or requirement.marker.evaluate():

@@ -1,16 +1,18 @@
-"""Time of paged attention beside SDPA on contiguous K/V and beside gather + SDPA, and in % of the copy bandwidth.
+"""Time of paged attention beside SDPA on contiguous K/V and beside gather + SDPA, and in % of the
+copy bandwidth.
 
     python benchmarks/attention.py                       # Metal on a Mac, plain MLX elsewhere
     python benchmarks/attention.py --backend reference
     python benchmarks/attention.py --quick
 
-First the bandwidth of the device: MLX copies a large array, bytes read and written. Then for each shape one step (a
-decode, or a short run of queries) of several layers, every layer with slabs of its own, evaluated together, three ways:
-paged attention over block tables; MLX's SDPA on a contiguous cache of the same contents; gather_blocks of each
-sequence, then SDPA. Their results must agree before anything is timed. The three take turns, so that a machine that
-speeds up or slows down does so for all; ratios are medians over these turns. What a way moves is counted as K/V once,
-so "% of copy" is of the best possible, and caches of the device can bring short contexts above 100. The plan of a step
-is made before the clock starts; what it costs is part of a step in decode.py.
+First the bandwidth of the device: MLX copies a large array, bytes read and written. Then for each
+shape one step (a decode, or a short run of queries) of several layers, every layer with slabs of
+its own, evaluated together, three ways: paged attention over block tables; MLX's SDPA on a
+contiguous cache of the same contents; gather_blocks of each sequence, then SDPA. Their results must
+agree before anything is timed. The three take turns, so that a machine that speeds up or slows down
+does so for all; ratios are medians over these turns. What a way moves is counted as K/V once, so "%
+of copy" is of the best possible, and caches of the device can bring short contexts above 100. The
+plan of a step is made before the clock starts; what it costs is part of a step in decode.py.
 
 Last, what an append costs: one row of K and V per layer into small and into large slabs.
 """
@@ -33,7 +35,8 @@ from decode import take_turns
 from mlx_paged import ops
 
 DTYPES = {"bf16": mx.bfloat16, "f16": mx.float16, "f32": mx.float32}
-# How far results may lie apart, as a part of the largest number in them: some roundings of each dtype.
+# How far results may lie apart, as a part of the largest number in them: some roundings of each
+# dtype.
 TOLERANCES = {"bf16": 3e-2, "f16": 4e-3, "f32": 2e-5}
 WAYS = ("paged", "contiguous", "gather")
 # Ratios below are within what two runs differ by.
@@ -57,18 +60,22 @@ class Shape:
 
     def kv_bytes(self, num_kv_heads: int) -> int:
         """Of one layer."""
-        return 2 * self.batch * self.context * num_kv_heads * self.head_dim * DTYPES[self.dtype].size
+        return (
+            2 * self.batch * self.context * num_kv_heads * self.head_dim * DTYPES[self.dtype].size
+        )
 
 
 def measure_copy(num_bytes: int, num_turns: int) -> float:
-    """Bytes read and written per second by a copy of ``num_bytes`` into memory that is there already."""
+    """Bytes read and written per second by a copy of ``num_bytes`` into memory that is there
+    already.
+    """
     num_rows, width = num_bytes // 4096, 1024
     source, held = mx.random.uniform(shape=(num_rows, width)), [mx.zeros((num_rows + 1, width))]
     mx.eval(source, held)
 
     def copy() -> None:
-        # In place, as nobody else holds the array: a new one would be fresh pages each time on a CPU, at a third of
-        # the speed. One row is left out, for it to be a slice.
+        # In place, as nobody else holds the array: a new one would be fresh pages each time on a
+        # CPU, at a third of the speed. One row is left out, for it to be a slice.
         held[0][1:] = source
         mx.eval(held)
 
@@ -78,7 +85,9 @@ def measure_copy(num_bytes: int, num_turns: int) -> float:
 
 
 def make_ways(shape: Shape, args: argparse.Namespace) -> dict[str, Callable[[], list[mx.array]]]:
-    """One step of all layers, three ways; each returns one result per layer, ``[batch * run, num_heads, head_dim]``."""
+    """One step of all layers, three ways; each returns one result per layer, ``[batch * run,
+    num_heads, head_dim]``.
+    """
     dtype, scale = DTYPES[shape.dtype], shape.head_dim**-0.5
     num_heads = shape.group * args.kv_heads
     num_blocks = -(-shape.context // args.block_size)
@@ -95,14 +104,20 @@ def make_ways(shape: Shape, args: argparse.Namespace) -> dict[str, Callable[[], 
 
     queries, handles, contiguous = [], [], []
     for _ in range(args.layers):
-        queries.append(mx.random.normal((shape.batch * shape.run, num_heads, shape.head_dim)).astype(dtype))
+        queries.append(
+            mx.random.normal((shape.batch * shape.run, num_heads, shape.head_dim)).astype(dtype)
+        )
         slabs, dense = [], []
         for _ in "kv":
-            rows = mx.random.normal((shape.batch * num_blocks, args.kv_heads, args.block_size, shape.head_dim))
+            rows = mx.random.normal(
+                (shape.batch * num_blocks, args.kv_heads, args.block_size, shape.head_dim)
+            )
             slab = mx.zeros((shape.batch * num_blocks + 1, *rows.shape[1:]), dtype)
             slab[ids_in_order] = rows.astype(dtype)
             # [batch, num_kv_heads, context, head_dim]
-            blocks = rows.astype(dtype).reshape(shape.batch, num_blocks, *rows.shape[1:]).swapaxes(1, 2)
+            blocks = (
+                rows.astype(dtype).reshape(shape.batch, num_blocks, *rows.shape[1:]).swapaxes(1, 2)
+            )
             heads_first = blocks.reshape(shape.batch, args.kv_heads, -1, shape.head_dim)
             dense.append(mx.contiguous(heads_first[:, :, : shape.context]))
             slabs.append(slab)
@@ -118,7 +133,9 @@ def make_ways(shape: Shape, args: argparse.Namespace) -> dict[str, Callable[[], 
         return out.swapaxes(1, 2).reshape(q.shape)
 
     def gather_layer(q: mx.array, kv: ops.KVHandle) -> mx.array:
-        dense = [ops.gather_blocks(kv, table, shape.context, backend=args.backend) for table in tables]
+        dense = [
+            ops.gather_blocks(kv, table, shape.context, backend=args.backend) for table in tables
+        ]
         rows = q.reshape(shape.batch, shape.run, *q.shape[1:])
         return mx.concatenate([sdpa(rows[i], k[None], v[None]) for i, (k, v) in enumerate(dense)])
 
@@ -127,13 +144,17 @@ def make_ways(shape: Shape, args: argparse.Namespace) -> dict[str, Callable[[], 
             ops.paged_attention(q, kv, metadata, scale, backend=args.backend)
             for q, kv in zip(queries, handles, strict=True)
         ],
-        "contiguous": lambda: [sdpa(q, *dense) for q, dense in zip(queries, contiguous, strict=True)],
+        "contiguous": lambda: [
+            sdpa(q, *dense) for q, dense in zip(queries, contiguous, strict=True)
+        ],
         "gather": lambda: [gather_layer(q, kv) for q, kv in zip(queries, handles, strict=True)],
     }
 
 
 def check_agreement(shape: Shape, ways: dict[str, Callable[[], list[mx.array]]]) -> float:
-    """The largest distance between two ways, as a part of the largest number; exits when that is too much."""
+    """The largest distance between two ways, as a part of the largest number; exits when that is
+    too much.
+    """
     results = {name: mx.stack(way()).astype(mx.float32) for name, way in ways.items()}
     largest = mx.abs(results["contiguous"]).max()
     error = max(
@@ -155,7 +176,9 @@ def evaluate(way: Callable[[], list[mx.array]]) -> None:
 def measure_shape(shape: Shape, copy_bandwidth: float, args: argparse.Namespace) -> dict[str, Any]:
     ways = make_ways(shape, args)
     error = check_agreement(shape, ways)
-    steps: dict[str, Callable[[], Any]] = {name: partial(evaluate, way) for name, way in ways.items()}
+    steps: dict[str, Callable[[], Any]] = {
+        name: partial(evaluate, way) for name, way in ways.items()
+    }
     take_turns(steps, 2)
     num_turns = args.turns * (4 if shape.batch * shape.context <= SHORT_STEP else 1)
     times = {name: seconds / args.layers for name, seconds in take_turns(steps, num_turns).items()}
@@ -163,9 +186,13 @@ def measure_shape(shape: Shape, copy_bandwidth: float, args: argparse.Namespace)
     medians = {name: float(np.median(times[name])) for name in WAYS}
     return asdict(shape) | {
         "kv_bytes": kv_bytes,
-        "microseconds_per_layer": {name: round(seconds * 1e6, 1) for name, seconds in medians.items()},
+        "microseconds_per_layer": {
+            name: round(seconds * 1e6, 1) for name, seconds in medians.items()
+        },
         "gb_per_s": {name: round(kv_bytes / seconds / 1e9, 2) for name, seconds in medians.items()},
-        "of_copy_bandwidth": {name: round(kv_bytes / seconds / copy_bandwidth, 4) for name, seconds in medians.items()},
+        "of_copy_bandwidth": {
+            name: round(kv_bytes / seconds / copy_bandwidth, 4) for name, seconds in medians.items()
+        },
         "paged_over_contiguous": round(float(np.median(times["paged"] / times["contiguous"])), 3),
         "paged_over_gather": round(float(np.median(times["paged"] / times["gather"])), 3),
         "largest_difference": error,
@@ -186,9 +213,13 @@ def measure_appends(args: argparse.Namespace) -> list[dict[str, Any]]:
             for _ in range(args.append_layers)
         ]
         # The same slots in each, or the caches of the device would favour the small ones.
-        slots = itertools.cycle(range(args.block_size, min(args.pools) // args.block_size * args.block_size))
+        slots = itertools.cycle(
+            range(args.block_size, min(args.pools) // args.block_size * args.block_size)
+        )
 
-        def append(handles: list[ops.KVHandle] = handles, slots: itertools.cycle[int] = slots) -> None:
+        def append(
+            handles: list[ops.KVHandle] = handles, slots: itertools.cycle[int] = slots
+        ) -> None:
             mapping = ops.SlotMapping.build([next(slots)], args.block_size)
             for kv in handles:
                 ops.reshape_and_cache(k, v, kv, mapping, backend=args.backend)
@@ -196,8 +227,9 @@ def measure_appends(args: argparse.Namespace) -> list[dict[str, Any]]:
 
         steps[str(num_slots)] = append
     take_turns(steps, 8)
-    # On a CPU an append takes one of two times, 17 or 35 us, whatever its slab and for many turns in a row. So there
-    # are several rounds, each slab has each place in a turn equally often, and the best round stands for it.
+    # On a CPU an append takes one of two times, 17 or 35 us, whatever its slab and for many turns
+    # in a row. So there are several rounds, each slab has each place in a turn equally often, and
+    # the best round stands for it.
     medians: dict[str, list[float]] = {name: [] for name in steps}
     for order in (steps, dict(reversed(steps.items()))) * NUM_APPEND_ROUNDS:
         for name, seconds in take_turns(order, 8 * args.turns).items():
@@ -215,7 +247,9 @@ def measure_appends(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def where_slower(rows: list[dict[str, Any]]) -> list[str]:
-    """Ranges of contexts in which paged attention is slower than gather + SDPA, one line for each kind of shape."""
+    """Ranges of contexts in which paged attention is slower than gather + SDPA, one line for each
+    kind of shape.
+    """
     lines = []
     keys = ("order", "dtype", "head_dim", "group", "run", "batch")
     for kind, same_kind in itertools.groupby(rows, key=lambda row: tuple(row[key] for key in keys)):
@@ -223,7 +257,9 @@ def where_slower(rows: list[dict[str, Any]]) -> list[str]:
         if slower:
             contexts = [row["context"] for row in slower]
             order, dtype, head_dim, group, run, batch = kind
-            where = f"{min(contexts):,}..{max(contexts):,}" if len(contexts) > 1 else f"{contexts[0]:,}"
+            where = (
+                f"{min(contexts):,}..{max(contexts):,}" if len(contexts) > 1 else f"{contexts[0]:,}"
+            )
             worst = max(row["paged_over_gather"] for row in slower)
             lines.append(
                 f"{order} blocks, {dtype}, head_dim {head_dim}, group {group}, run {run}, batch {batch}: "
@@ -233,26 +269,40 @@ def where_slower(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--backend", choices=ops.BACKENDS, default="auto")
     parser.add_argument("--quick", action="store_true", help="a few small shapes only")
-    parser.add_argument("--layers", type=int, help="layers evaluated together, each with its own slabs")
+    parser.add_argument(
+        "--layers", type=int, help="layers evaluated together, each with its own slabs"
+    )
     parser.add_argument("--batches", type=int, nargs="+")
     parser.add_argument("--contexts", type=int, nargs="+")
     parser.add_argument("--groups", type=int, nargs="+", help="query heads per KV head")
     parser.add_argument("--runs", type=int, nargs="+", help="new tokens per sequence")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES)
     parser.add_argument("--head-dims", type=int, nargs="+", default=[128])
-    parser.add_argument("--orders", nargs="+", choices=("adjacent", "shuffled"), help="of a sequence's blocks")
+    parser.add_argument(
+        "--orders", nargs="+", choices=("adjacent", "shuffled"), help="of a sequence's blocks"
+    )
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--turns", type=int, help="timed steps of each way")
     parser.add_argument(
-        "--pools", type=int, nargs="+", default=[1_000, 100_000], help="slab sizes for appends, in slots"
+        "--pools",
+        type=int,
+        nargs="+",
+        default=[1_000, 100_000],
+        help="slab sizes for appends, in slots",
     )
     parser.add_argument("--append-layers", type=int)
-    parser.add_argument("--copy-bytes", type=int, help="size of the array that is copied for the bandwidth")
-    parser.add_argument("--max-bytes", type=float, help="shapes that take more are left out, and named")
+    parser.add_argument(
+        "--copy-bytes", type=int, help="size of the array that is copied for the bandwidth"
+    )
+    parser.add_argument(
+        "--max-bytes", type=float, help="shapes that take more are left out, and named"
+    )
     parser.add_argument("--out", type=Path, help="also write the JSON line to this file")
     return parser
 
@@ -320,17 +370,27 @@ def main(argv: list[str] | None = None) -> None:
     mx.random.seed(0)
     copy_bandwidth = measure_copy(args.copy_bytes, args.turns)
     setting = machine_card() | {
-        "backend": backend + ("" if mx.metal.is_available() else ", plain MLX on a CPU; Metal: not measured on a Mac"),
+        "backend": backend
+        + ("" if mx.metal.is_available() else ", plain MLX on a CPU; Metal: not measured on a Mac"),
         "shapes": f"{kind} defaults, {args.kv_heads} KV heads, block_size {args.block_size}",
         "layers": args.layers,
         "turns": args.turns,
         "copy": f"{copy_bandwidth / 1e9:.1f} GB/s read and written, an array of {args.copy_bytes / 1e6:.0f} MB",
-        "tolerance": ", ".join(f"{name} {value:g}" for name, value in TOLERANCES.items()) + " of the largest result",
+        "tolerance": ", ".join(f"{name} {value:g}" for name, value in TOLERANCES.items())
+        + " of the largest result",
     }
     print_card("Paged attention, one step per layer", setting)
 
     results, left_out = [], []
-    dimensions = (args.orders, args.dtypes, args.head_dims, args.groups, args.runs, args.batches, args.contexts)
+    dimensions = (
+        args.orders,
+        args.dtypes,
+        args.head_dims,
+        args.groups,
+        args.runs,
+        args.batches,
+        args.contexts,
+    )
     for shape in itertools.starmap(Shape, itertools.product(*dimensions)):
         if shape.run > shape.context:
             continue
@@ -351,7 +411,10 @@ def main(argv: list[str] | None = None) -> None:
         ],
         [
             [
-                *(row[name] for name in ("order", "dtype", "head_dim", "group", "run", "batch", "context")),
+                *(
+                    row[name]
+                    for name in ("order", "dtype", "head_dim", "group", "run", "batch", "context")
+                ),
                 *(f"{row['microseconds_per_layer'][way]:.0f}" for way in WAYS),
                 f"{row['paged_over_contiguous']:.2f}",
                 f"{row['paged_over_gather']:.2f}",
@@ -362,7 +425,9 @@ def main(argv: list[str] | None = None) -> None:
         ],
     )
     for dimensions_left_out in left_out:
-        print(f"Left out, slabs and contiguous K/V take more than --max-bytes: {dimensions_left_out}")
+        print(
+            f"Left out, slabs and contiguous K/V take more than --max-bytes: {dimensions_left_out}"
+        )
     slower = where_slower(results)
     print(
         "Paged attention is slower than gather + SDPA at:"
@@ -375,7 +440,14 @@ def main(argv: list[str] | None = None) -> None:
     appends = measure_appends(args)
     print_table(
         ["slab slots", "reshape_and_cache of one row, us per layer", "/ first"],
-        [[f"{row['slots']:,}", f"{row['microseconds_per_layer']:.0f}", f"{row['over_first']:.2f}"] for row in appends],
+        [
+            [
+                f"{row['slots']:,}",
+                f"{row['microseconds_per_layer']:.0f}",
+                f"{row['over_first']:.2f}",
+            ]
+            for row in appends
+        ],
     )
     print_json(
         "attention",

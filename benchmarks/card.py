@@ -1,4 +1,6 @@
-"""What every benchmark prints around its figures: the setting on top, a table, one JSON line at the end."""
+"""What every benchmark prints around its figures: the setting on top, a table, one JSON line at the
+end.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def machine_card() -> dict[str, Any]:
         "processor": info.get("device_name", platform.processor()),
         "cores": os.cpu_count(),
         "system": f"{platform.system()} {platform.machine()}",
-        "blas": "OpenBLAS (preloaded)" if "openblas" in os.environ.get("LD_PRELOAD", "") else "as in the MLX wheel",
+        "blas": "OpenBLAS (preloaded)"
+        if "openblas" in os.environ.get("LD_PRELOAD", "")
+        else "as in the MLX wheel",
         "python": platform.python_version(),
         "mlx": mx.__version__,  # type: ignore[attr-defined]  # not in MLX's stub
         "mlx_lm": mlx_lm.__version__,
@@ -42,7 +46,11 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None
     cells = [[str(cell) for cell in row] for row in (header, *rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     for i, row in enumerate(cells):
-        print("| " + " | ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) + " |")
+        print(
+            "| "
+            + " | ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+            + " |"
+        )
         if i == 0:
             print("|" + "|".join("-" * (width + 1) + ":" for width in widths) + "|")
     print()

@@ -1,18 +1,21 @@
-"""A cost model instead of a stopwatch: bytes that the attention kernels move, counted on the Metal emulator.
+"""A cost model instead of a stopwatch: bytes that the attention kernels move, counted on the Metal
+emulator.
 
-    python benchmarks/cost_model.py            # about a minute or two, more when the kernels have to be compiled first
-    python benchmarks/cost_model.py --quick
+    python benchmarks/cost_model.py            # about a minute or two, more when the kernels have
+    to be compiled first python benchmarks/cost_model.py --quick
 
-A decode step is bound by memory, so what can be said about a kernel without a Mac is how many bytes it moves. Each load
-and store that a thread makes is counted, by buffer, and set beside two other figures:
+A decode step is bound by memory, so what can be said about a kernel without a Mac is how many bytes
+it moves. Each load and store that a thread makes is counted, by buffer, and set beside two other
+figures:
 
-- the least possible: each K/V row that a query sees once, each query, each new row and each output once;
-- gather + SDPA, what MLX does without such kernels: K/V are read from the slabs, written densely and read again, three
-  times the least at best, plus queries and outputs.
+- the least possible: each K/V row that a query sees once, each query, each new row and each output
+  once;
+- gather + SDPA, what MLX does without such kernels: K/V are read from the slabs, written densely
+  and read again, three times the least at best, plus queries and outputs.
 
-The script fails (status 1) when K/V loads are more than 1.02 times the least at a context above 256. Barriers and
-threadgroup memory are counted, too. The roofline at the end is an estimate from published bandwidths, and says so.
-"""
+The script fails (status 1) when K/V loads are more than 1.02 times the least at a context above
+256. Barriers and threadgroup memory are counted, too. The roofline at the end is an estimate from
+published bandwidths, and says so."""
 
 from __future__ import annotations
 
@@ -34,7 +37,8 @@ from mlx_paged import ops
 from mlx_paged.ops import attention_plan, kernels
 from mlx_paged.ops.metal_sources import read_source
 
-# The emulator is no part of the package but a tool of its tests, which lie beside this folder in a source checkout.
+# The emulator is no part of the package but a tool of its tests, which lie beside this folder in a
+# source checkout.
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 
 KV_BOUND = 1.02
@@ -44,8 +48,8 @@ DTYPES = {"bf16": mx.bfloat16, "f16": mx.float16, "f32": mx.float32}
 CONTEXTS = (16, 256, 257, 512, 1024, 4096)
 GROUPS = (1, 2, 4, 5, 8, 16)
 
-# GB/s as Apple publishes them. Not in the list: M4 Ultra, which does not exist, M5 Ultra and the smaller M5 Max, for
-# which no figure of Apple's was at hand.
+# GB/s as Apple publishes them. Not in the list: M4 Ultra, which does not exist, M5 Ultra and the
+# smaller M5 Max, for which no figure of Apple's was at hand.
 BANDWIDTHS = {
     "M1": 68.25,
     "M1 Pro": 200,
@@ -74,7 +78,9 @@ ROOFLINE_CONTEXTS = (4096, 32768)
 
 @dataclass(frozen=True)
 class Case:
-    """One attention call of a ragged batch: sequence ``s`` has ``context_lens[s]`` tokens, ``query_lens[s]`` new."""
+    """One attention call of a ragged batch: sequence ``s`` has ``context_lens[s]`` tokens,
+    ``query_lens[s]`` new.
+    """
 
     context_lens: tuple[int, ...]
     query_lens: tuple[int, ...]
@@ -104,12 +110,15 @@ class Case:
         """The bytes that no algorithm gets around: everything once."""
         window = self.window or max(self.context_lens)
         seen = sum(
-            min(context, window + run - 1) for context, run in zip(self.context_lens, self.query_lens, strict=True)
+            min(context, window + run - 1)
+            for context, run in zip(self.context_lens, self.query_lens, strict=True)
         )
         heads = self.group * self.num_kv_heads
         return {
             "kv_loaded": 2 * seen * self.num_kv_heads * self.row_bytes,
-            "rows_stored": 2 * self.num_tokens * self.num_kv_heads * self.row_bytes if self.has_rows else 0,
+            "rows_stored": 2 * self.num_tokens * self.num_kv_heads * self.row_bytes
+            if self.has_rows
+            else 0,
             "queries_loaded": self.num_tokens * heads * self.row_bytes,
             "output_stored": self.num_tokens * heads * self.row_bytes,
         }
@@ -139,7 +148,12 @@ def all_cases(quick: bool) -> list[Case]:
         ]
     # Query runs cost the emulator in proportion, so they get fewer contexts.
     cases = [Case.of_one(context, 1, group) for group in GROUPS for context in CONTEXTS]
-    cases += [Case.of_one(context, run, group) for run in (4, 8) for group in GROUPS for context in (16, 257, 1024)]
+    cases += [
+        Case.of_one(context, run, group)
+        for run in (4, 8)
+        for group in GROUPS
+        for context in (16, 257, 1024)
+    ]
     cases += [Case.of_one(4096, run, group, num_kv_heads=1) for run in (4, 8) for group in (2, 16)]
     for shape in ({"head_dim": 64}, {"head_dim": 256}, {"dtype": "f32"}, {"dtype": "f16"}):
         cases += [Case.of_one(1024, 1, group, **shape) for group in (2, 8)]
@@ -161,14 +175,18 @@ def counting_metal() -> Iterator[list[Any]]:
         SystemExit: there is no emulator here, or no compiler for it.
     """
     if not (TESTS / "metal_emulator").is_dir():
-        raise SystemExit("cost_model.py runs kernels on the emulator in tests/: run it in a clone of the repository")
+        raise SystemExit(
+            "cost_model.py runs kernels on the emulator in tests/: run it in a clone of the repository"
+        )
     if str(TESTS) not in sys.path:
         sys.path.insert(0, str(TESTS))
     try:
         from emulated_metal import emulated_metal
         from metal_emulator import Checks, has_compiler
     except ImportError as error:
-        raise SystemExit(f"cost_model.py needs the packages of the tests ({error}): pip install -e '.[test]'") from None
+        raise SystemExit(
+            f"cost_model.py needs the packages of the tests ({error}): pip install -e '.[test]'"
+        ) from None
     if not has_compiler():
         raise SystemExit("cost_model.py needs clang 18 or later, or: pip install ziglang")
     with emulated_metal(Checks.quick(count_accesses=True)) as trace:
@@ -180,7 +198,10 @@ def count_case(case: Case, trace: list[Any]) -> dict[str, Any]:
     kv, metadata = make_slabs(case)
     heads = case.group * case.num_kv_heads
     q = mx.random.normal((case.num_tokens, heads, case.head_dim)).astype(kv.dtype)
-    k, v = (mx.random.normal((case.num_tokens, case.num_kv_heads, case.head_dim)).astype(kv.dtype) for _ in "kv")
+    k, v = (
+        mx.random.normal((case.num_tokens, case.num_kv_heads, case.head_dim)).astype(kv.dtype)
+        for _ in "kv"
+    )
     options = {"scale": case.head_dim**-0.5, "window": case.window, "backend": "metal"}
     trace.clear()
     if case.has_rows:
@@ -196,11 +217,13 @@ def count_case(case: Case, trace: list[Any]) -> dict[str, Any]:
 
     least = case.least
     kv_loaded = total("kv_slab_loaded") + total("rows_loaded")
-    # What is left when caches catch every repeat: partials once out and once in, queries and outputs once.
+    # What is left when caches catch every repeat: partials once out and once in, queries and
+    # outputs once.
     traffic = kv_loaded + total("rows_stored") + 2 * total("partials_stored")
     traffic += least["queries_loaded"] + least["output_stored"]
     gather_and_sdpa = 3 * least["kv_loaded"] + least["queries_loaded"] + least["output_stored"]
-    # Rows have to come into the slabs there, too: by a dispatch of their own, which reads and writes them.
+    # Rows have to come into the slabs there, too: by a dispatch of their own, which reads and
+    # writes them.
     gather_and_sdpa += 2 * least["rows_stored"]
     return {
         "contexts": case.context_lens,
@@ -231,15 +254,20 @@ def make_slabs(case: Case) -> tuple[ops.KVHandle, ops.AttentionMetadata]:
     counts = [-(-context // case.block_size) for context in case.context_lens]
     ids = iter(range(sum(counts), 0, -1))
     tables = [[next(ids) for _ in range(count)] for count in counts]
-    kv = ops.KVHandle.allocate(sum(counts) + 1, case.num_kv_heads, case.block_size, case.head_dim, DTYPES[case.dtype])
-    return kv, ops.AttentionMetadata.build(tables, case.context_lens, case.query_lens, case.block_size)
+    kv = ops.KVHandle.allocate(
+        sum(counts) + 1, case.num_kv_heads, case.block_size, case.head_dim, DTYPES[case.dtype]
+    )
+    return kv, ops.AttentionMetadata.build(
+        tables, case.context_lens, case.query_lens, case.block_size
+    )
 
 
 def count_dispatch(call: Any) -> dict[str, Any]:
-    """Bytes of one kernel call, as its threads load and store them, and what its threadgroups share.
+    """Bytes of one kernel call, as its threads load and store them, and what its threadgroups
+    share.
 
-    Where no rows are given the queries array stands in for ``key_rows`` and ``value_rows``; the emulator counts by the
-    name of the argument, so loads of those two are K/V loads in any case.
+    Where no rows are given the queries array stands in for ``key_rows`` and ``value_rows``; the
+    emulator counts by the name of the argument, so loads of those two are K/V loads in any case.
     """
     loaded, stored = call.loaded_bytes, call.stored_bytes
 
@@ -250,7 +278,9 @@ def count_dispatch(call: Any) -> dict[str, Any]:
         return sum(stored.get(name, 0) for name in names)
 
     is_partial = bool(call.template.get("PARTIAL", False))
-    num_threadgroups = math.prod(-(-size // width) for size, width in zip(call.grid, call.threadgroup, strict=True))
+    num_threadgroups = math.prod(
+        -(-size // width) for size, width in zip(call.grid, call.threadgroup, strict=True)
+    )
     return {
         "kernel": call.kernel.removeprefix("mlx_paged_"),
         "threadgroups": num_threadgroups,
@@ -296,19 +326,25 @@ def over_bound(counts: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def estimate_roofline() -> list[dict[str, Any]]:
-    """``seconds = bytes / bandwidth`` for the K/V of one decode step, per chip: an upper bound of speed."""
+    """``seconds = bytes / bandwidth`` for the K/V of one decode step, per chip: an upper bound of
+    speed.
+    """
     shape = QWEN3_0_6B
     rows = []
     for chip, bandwidth in BANDWIDTHS.items():
         row: dict[str, Any] = {"chip": chip, "gb_per_s": bandwidth}
         for context in ROOFLINE_CONTEXTS:
-            layer_bytes = 2 * context * shape["num_kv_heads"] * shape["head_dim"] * shape["itemsize"]
+            layer_bytes = (
+                2 * context * shape["num_kv_heads"] * shape["head_dim"] * shape["itemsize"]
+            )
             layer_seconds = layer_bytes / (bandwidth * 1e9)
             row[str(context)] = {
                 "layer_bytes": layer_bytes,
                 "layer_microseconds": round(layer_seconds * 1e6, 3),
                 "tokens_per_second": round(1 / (shape["num_layers"] * layer_seconds), 3),
-                "gather_and_sdpa_tokens_per_second": round(1 / (3 * shape["num_layers"] * layer_seconds), 3),
+                "gather_and_sdpa_tokens_per_second": round(
+                    1 / (3 * shape["num_layers"] * layer_seconds), 3
+                ),
             }
         rows.append(row)
     return rows
@@ -316,7 +352,9 @@ def estimate_roofline() -> list[dict[str, Any]]:
 
 def print_counts(cases: list[Case], counts: list[dict[str, Any]]) -> None:
     labels = ["context", "run", "group", "dtype, head_dim"]
-    print("paged_attention, 2 KV heads: K/V from slabs and new rows, against each row once. Queries, plan: as loaded,")
+    print(
+        "paged_attention, 2 KV heads: K/V from slabs and new rows, against each row once. Queries, plan: as loaded,"
+    )
     print(
         "every simdgroup for itself; lanes of a simdgroup that load the same number of the plan count once. Threadgroup"
     )
@@ -326,7 +364,10 @@ def print_counts(cases: list[Case], counts: list[dict[str, Any]]) -> None:
     print("in, queries and outputs once, over three times K/V and the same queries and outputs.\n")
     rows, merge_rows = [], []
     for case, count in zip(cases, counts, strict=True):
-        parts = {name: [d for d in count["dispatches"] if d["kernel"] == name] for name in kernels.KERNELS}
+        parts = {
+            name: [d for d in count["dispatches"] if d["kernel"] == name]
+            for name in kernels.KERNELS
+        }
         attention, merges = parts["paged_attention"], parts["merge_partitions"]
         rows.append(
             [
@@ -373,19 +414,33 @@ def print_counts(cases: list[Case], counts: list[dict[str, Any]]) -> None:
         ],
         rows,
     )
-    print("merge_partitions: partials are loaded once for their values, and by each lane for their two scores.\n")
+    print(
+        "merge_partitions: partials are loaded once for their values, and by each lane for their two scores.\n"
+    )
     print_table(
-        [*labels, "partials stored", "loaded by lanes", "plan", "output stored", "threadgroup bytes", "barriers"],
+        [
+            *labels,
+            "partials stored",
+            "loaded by lanes",
+            "plan",
+            "output stored",
+            "threadgroup bytes",
+            "barriers",
+        ],
         merge_rows,
     )
 
 
 def print_roofline(rows: list[dict[str, Any]]) -> None:
-    print("ESTIMATE, not measured on a Mac: K/V of one decode step of Qwen3-0.6B (28 layers, 8 KV heads, head_dim 128,")
+    print(
+        "ESTIMATE, not measured on a Mac: K/V of one decode step of Qwen3-0.6B (28 layers, 8 KV heads, head_dim 128,"
+    )
     print(
         "bf16). us per layer = 2 * context * 8 * 128 * 2 bytes / published bandwidth; tok/s = 1 / (28 * that), an upper"
     )
-    print("bound from K/V alone: weights, launches and everything else come on top. In brackets gather + SDPA, 3x.\n")
+    print(
+        "bound from K/V alone: weights, launches and everything else come on top. In brackets gather + SDPA, 3x.\n"
+    )
     header = ["chip", "GB/s"]
     for context in ROOFLINE_CONTEXTS:
         header += [f"us per layer at {context:,}", f"tok/s at {context:,}"]
@@ -403,7 +458,9 @@ def print_roofline(rows: list[dict[str, Any]]) -> None:
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="a few cases only")
     parser.add_argument("--out", type=Path, help="also write the JSON line to this file")
     return parser
@@ -412,7 +469,12 @@ def setup_arg_parser() -> argparse.ArgumentParser:
 def fingerprint() -> str:
     """Of the kernels and of how they are launched, so that figures of other ones are recognised."""
     digest = hashlib.sha256()
-    for name in ("paged_kv.h", "paged_attention.metal", "merge_partitions.metal", "gather_blocks.metal"):
+    for name in (
+        "paged_kv.h",
+        "paged_attention.metal",
+        "merge_partitions.metal",
+        "gather_blocks.metal",
+    ):
         digest.update(read_source(name).encode())
     for module in (kernels, attention_plan):
         digest.update(Path(str(module.__file__)).read_bytes())
@@ -442,13 +504,25 @@ def main(argv: list[str] | None = None) -> int:
         counts = [count_case(case, trace) for case in cases]
         gathers = [count_gather(context, trace) for context in gather_contexts]
     print_counts(cases, counts)
-    print("gather_blocks (2 KV heads, head_dim 128, bf16); SDPA then reads what it wrote, once at best.\n")
+    print(
+        "gather_blocks (2 KV heads, head_dim 128, bf16); SDPA then reads what it wrote, once at best.\n"
+    )
     print_table(
-        ["context", "least K/V", "slabs loaded", "dense stored", "block table loaded", "with SDPA / least"],
+        [
+            "context",
+            "least K/V",
+            "slabs loaded",
+            "dense stored",
+            "block table loaded",
+            "with SDPA / least",
+        ],
         [
             [
                 f"{g['context']:,}",
-                *(f"{g[name]:,}" for name in ("least", "kv_slab_loaded", "dense_stored", "block_table_loaded")),
+                *(
+                    f"{g[name]:,}"
+                    for name in ("least", "kv_slab_loaded", "dense_stored", "block_table_loaded")
+                ),
                 f"{g['with_sdpa_at_best'] / g['least']:.2f}",
             ]
             for g in gathers
@@ -458,11 +532,18 @@ def main(argv: list[str] | None = None) -> int:
     print_roofline(roofline)
     worst = max(c["kv_ratio"] for c in counts)
     failed = over_bound(counts)
-    print(f"K/V loads: at most {worst:.4f} x the least; {len(failed)} of {len(counts)} cases above {KV_BOUND}.\n")
+    print(
+        f"K/V loads: at most {worst:.4f} x the least; {len(failed)} of {len(counts)} cases above {KV_BOUND}.\n"
+    )
     print_json(
         "cost_model",
         setting,
-        {"attention": counts, "gather": gathers, "roofline_estimate": roofline, "over_bound": len(failed)},
+        {
+            "attention": counts,
+            "gather": gathers,
+            "roofline_estimate": roofline,
+            "over_bound": len(failed),
+        },
         args.out,
     )
     return 1 if failed else 0

@@ -1,14 +1,16 @@
-"""Decode speed of one stream: no cache, basic, paged, and mlx-lm's own KVCache, on the same weights in one run.
+"""Decode speed of one stream: no cache, basic, paged, and mlx-lm's own KVCache, on the same weights
+in one run.
 
-    python benchmarks/decode.py                          # the layer shape of Qwen3-0.6B, random weights
-    python benchmarks/decode.py --model demo             # the bundled demo model: all overhead, hardly any arithmetic
-    python benchmarks/decode.py --model PATH_OR_REPO     # a real model
+    python benchmarks/decode.py                          # the layer shape of Qwen3-0.6B, random
+    weights python benchmarks/decode.py --model demo             # the bundled demo model: all
+    overhead, hardly any arithmetic python benchmarks/decode.py --model PATH_OR_REPO     # a real
+    model
 
-For each context length every cache is filled to it, then the caches take turns, one decode step each, so that a machine
-that speeds up or slows down does so for all. Ratios of time are medians over these turns; "scattered" is a paged cache
-in which no two blocks of the sequence are adjacent, so that every block has to be gathered. Then the cost of an append
-alone (K/V rows of one token, all layers, evaluated) as the context grows, and as the pool grows.
-"""
+For each context length every cache is filled to it, then the caches take turns, one decode step
+each, so that a machine that speeds up or slows down does so for all. Ratios of time are medians
+over these turns; "scattered" is a paged cache in which no two blocks of the sequence are adjacent,
+so that every block has to be gathered. Then the cost of an append alone (K/V rows of one token, all
+layers, evaluated) as the context grows, and as the pool grows."""
 
 from __future__ import annotations
 
@@ -74,7 +76,9 @@ def load_both(name: str) -> tuple[nn.Module, nn.Module]:
 
 def random_rows(cache: KVCache, num_tokens: int) -> mx.array:
     config = cache.config
-    rows = mx.random.normal((config.num_layers, num_tokens, config.num_kv_heads, config.head_dim)).astype(cache.dtype)
+    rows = mx.random.normal(
+        (config.num_layers, num_tokens, config.num_kv_heads, config.head_dim)
+    ).astype(cache.dtype)
     mx.eval(rows)
     return rows
 
@@ -104,10 +108,14 @@ def take_turns(steps: dict[str, Callable[[], Any]], num_turns: int) -> dict[str,
     return {name: np.array(values) for name, values in times.items()}
 
 
-def measure_decode(ours: nn.Module, theirs: nn.Module, length: int, args: argparse.Namespace) -> dict[str, Any]:
+def measure_decode(
+    ours: nn.Module, theirs: nn.Module, length: int, args: argparse.Namespace
+) -> dict[str, Any]:
     num_blocks = -(-(length + args.turns + 2) // args.block_size)
     caches = {
-        name: make_kv_cache(ours, kind, block_size=args.block_size, kv_cache_bytes=f"{2 * num_blocks}blocks")
+        name: make_kv_cache(
+            ours, kind, block_size=args.block_size, kv_cache_bytes=f"{2 * num_blocks}blocks"
+        )
         for name, kind in (("basic", "basic"), ("paged", "paged"), ("scattered", "paged"))
     }
     rows = random_rows(caches["basic"], length)
@@ -123,12 +131,17 @@ def measure_decode(ours: nn.Module, theirs: nn.Module, length: int, args: argpar
 
     def without_cache() -> None:
         # What a step costs when nothing is kept: the whole context again.
-        runner = ModelRunner(ours, make_kv_cache(ours, "basic", kv_cache_bytes=f"{num_blocks}blocks"))
+        runner = ModelRunner(
+            ours, make_kv_cache(ours, "basic", kv_cache_bytes=f"{num_blocks}blocks")
+        )
         runner.run({"s": [5] * (length + 1)})
 
     steps: dict[str, Callable[[], Any]] = {
         "mlx-lm": lambda: mx.eval(theirs(token, cache=mlx_lm_caches)),
-        **{name: partial(ModelRunner(ours, cache).run, {"s": [5]}) for name, cache in caches.items()},
+        **{
+            name: partial(ModelRunner(ours, cache).run, {"s": [5]})
+            for name, cache in caches.items()
+        },
     }
     times = take_turns(steps, args.turns)
     if length <= args.no_cache_up_to:
@@ -174,17 +187,27 @@ def measure_append(model: nn.Module, length: int, args: argparse.Namespace) -> d
         },
         args.turns,
     )
-    return {"length": length, "microseconds": {name: float(np.median(t)) * 1e6 for name, t in times.items()}}
+    return {
+        "length": length,
+        "microseconds": {name: float(np.median(t)) * 1e6 for name, t in times.items()},
+    }
 
 
 def measure_pools(model: nn.Module, args: argparse.Namespace) -> dict[str, Any]:
-    """Microseconds per append and per decode step at the same context, in pools of different sizes, taking turns."""
+    """Microseconds per append and per decode step at the same context, in pools of different sizes,
+    taking turns.
+    """
     config = make_kv_cache(model, kv_cache_bytes="1block").config
     runs: dict[str, tuple[PagedKVCache, mx.array]] = {}
     for num_slots in args.pools:
         num_blocks = num_slots // args.block_size
         pool = KVCacheConfig(
-            config.num_layers, config.num_kv_heads, config.head_dim, config.dtype, args.block_size, num_blocks
+            config.num_layers,
+            config.num_kv_heads,
+            config.head_dim,
+            config.dtype,
+            args.block_size,
+            num_blocks,
         )
         cache = PagedKVCache(pool, initial_blocks=num_blocks)
         cache.set_prompt("s", *[random_rows(cache, 256)] * 2)
@@ -194,7 +217,10 @@ def measure_pools(model: nn.Module, args: argparse.Namespace) -> dict[str, Any]:
         args.turns,
     )
     decodes = take_turns(
-        {name: partial(ModelRunner(model, cache).run, {"s": [5]}) for name, (cache, _) in runs.items()},
+        {
+            name: partial(ModelRunner(model, cache).run, {"s": [5]})
+            for name, (cache, _) in runs.items()
+        },
         args.turns,
     )
     return {
@@ -207,13 +233,26 @@ def measure_pools(model: nn.Module, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="qwen3-0.6b-layers", help="qwen3-0.6b-layers, demo, a folder or a hub id")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[64, 256, 1024, 4096], help="context lengths")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", default="qwen3-0.6b-layers", help="qwen3-0.6b-layers, demo, a folder or a hub id"
+    )
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=[64, 256, 1024, 4096], help="context lengths"
+    )
     parser.add_argument("--turns", type=int, default=32, help="decode steps per cache and length")
     parser.add_argument("--block-size", type=int, default=16)
-    parser.add_argument("--no-cache-up-to", type=int, default=256, help="longest context to recompute without a cache")
-    parser.add_argument("--pools", type=int, nargs="+", default=[1_000, 100_000], help="pool sizes in slots")
+    parser.add_argument(
+        "--no-cache-up-to",
+        type=int,
+        default=256,
+        help="longest context to recompute without a cache",
+    )
+    parser.add_argument(
+        "--pools", type=int, nargs="+", default=[1_000, 100_000], help="pool sizes in slots"
+    )
     parser.add_argument("--out", type=Path, help="also write the JSON line to this file")
     return parser
 
@@ -233,11 +272,20 @@ def main() -> None:
     decode = [measure_decode(ours, theirs, length, args) for length in args.lengths]
     names = ("no cache", "mlx-lm", "basic", "paged")
     print_table(
-        ["context", *(f"{n} tok/s" for n in names), "paged / basic", "scattered / basic", "basic / mlx-lm"],
+        [
+            "context",
+            *(f"{n} tok/s" for n in names),
+            "paged / basic",
+            "scattered / basic",
+            "basic / mlx-lm",
+        ],
         [
             [
                 row["length"],
-                *(f"{row['tokens_per_second'][n]:.2f}" if n in row["tokens_per_second"] else "-" for n in names),
+                *(
+                    f"{row['tokens_per_second'][n]:.2f}" if n in row["tokens_per_second"] else "-"
+                    for n in names
+                ),
                 *(f"{row[f'{name}_over_basic']:.3f}" for name in ("paged", "scattered")),
                 f"{row['basic_over_mlx_lm']:.3f}",
             ]
@@ -256,7 +304,10 @@ def main() -> None:
     pools = measure_pools(ours, args)
     print_table(
         ["pool slots", "append us", "decode us"],
-        [[n, f"{p['append_microseconds']:.0f}", f"{p['decode_microseconds']:.0f}"] for n, p in pools.items()],
+        [
+            [n, f"{p['append_microseconds']:.0f}", f"{p['decode_microseconds']:.0f}"]
+            for n, p in pools.items()
+        ],
     )
     print_json("decode", setting, {"decode": decode, "append": appends, "pools": pools}, args.out)
 

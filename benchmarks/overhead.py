@@ -1,18 +1,20 @@
-"""Host work per step: microseconds of Python for the scheduler, the block manager and the metadata, without a model.
+"""Host work per step: microseconds of Python for the scheduler, the block manager and the metadata,
+without a model.
 
     python benchmarks/overhead.py
 
-Decodes of so many sequences with contexts around ``--context`` tokens, each of which gets a token per step, so that
-every 16th step of a sequence takes a block and caches one. Parts, in the order of a step:
+Decodes of so many sequences with contexts around ``--context`` tokens, each of which gets a token
+per step, so that every 16th step of a sequence takes a block and caches one. Parts, in the order of
+a step:
 
     schedule   which requests run, their slots and blocks (scheduler and manager, prefix cache on)
-    pack       token ids and rows of the packed input, as arrays
-    metadata   positions, block tables, lengths and slots, as arrays
-    plan       what the Metal kernels read: tables and lengths in one array (made on a CPU here; it is Python)
-    update     the sampled tokens into their requests, and whether they end
+    pack       token ids and rows of the packed input, as arrays metadata   positions, block tables,
+    lengths and slots, as arrays plan       what the Metal kernels read: tables and lengths in one
+    array (made on a CPU here; it is Python) update     the sampled tokens into their requests, and
+    whether they end
 
-Medians over ``--steps`` steps. What is left out: sampling (one call of MLX for all), the model's own calls, text.
-"""
+Medians over ``--steps`` steps. What is left out: sampling (one call of MLX for all), the model's
+own calls, text."""
 
 from __future__ import annotations
 
@@ -41,13 +43,17 @@ def measure(batch: int, context: int, num_steps: int) -> dict[str, float]:
     """Median microseconds of each part of a step, and of all."""
     num_blocks = batch * (-(-(context + num_steps) // 16) + 2)
     cache = PagedKVCache(KVCacheConfig(1, 1, 8, num_blocks=num_blocks), initial_blocks=num_blocks)
-    config = SchedulerConfig(max_num_seqs=batch, max_num_batched_tokens=batch * (context + 16), watermark=0.0)
+    config = SchedulerConfig(
+        max_num_seqs=batch, max_num_batched_tokens=batch * (context + 16), watermark=0.0
+    )
     scheduler = Scheduler(cache, config)
     params = SamplingParams(max_tokens=-1)
     for index in range(batch):
         # Lengths differ, so that in each step some sequences take a block.
         num_tokens = context - 8 + index % 16
-        scheduler.add(Request(str(index), [index * 7919 % 1000 + t for t in range(num_tokens)], params))
+        scheduler.add(
+            Request(str(index), [index * 7919 % 1000 + t for t in range(num_tokens)], params)
+        )
     output = scheduler.schedule()
     assert len(output.requests) == batch
     for request in output.requests:
@@ -79,9 +85,15 @@ def measure(batch: int, context: int, num_steps: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--context", type=int, default=1000, help="tokens per sequence (default: 1000)")
-    parser.add_argument("--steps", type=int, default=200, help="steps per batch size (default: 200)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--context", type=int, default=1000, help="tokens per sequence (default: 1000)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=200, help="steps per batch size (default: 200)"
+    )
     parser.add_argument("--out", type=Path, help="write the JSON there, too")
     args = parser.parse_args()
 
@@ -90,12 +102,19 @@ def main() -> None:
     measure(4, args.context, 20)
     figures = {batch: measure(batch, args.context, args.steps) for batch in BATCHES}
     rows = [
-        [str(batch), *(f"{parts[part]:.0f}" for part in PARTS), f"{parts['all']:.0f}", f"{parts['all'] / batch:.1f}"]
+        [
+            str(batch),
+            *(f"{parts[part]:.0f}" for part in PARTS),
+            f"{parts['all']:.0f}",
+            f"{parts['all'] / batch:.1f}",
+        ]
         for batch, parts in figures.items()
     ]
     print_table(["batch", *(f"{part}, us" for part in PARTS), "all, us", "us per sequence"], rows)
     total = figures[AIM_BATCH]["all"]
-    print(f"\nBatch {AIM_BATCH}: {total:.0f} us, aim: under {AIM_US} us: {'met' if total < AIM_US else 'missed'}")
+    print(
+        f"\nBatch {AIM_BATCH}: {total:.0f} us, aim: under {AIM_US} us: {'met' if total < AIM_US else 'missed'}"
+    )
     print_json("overhead", setting, figures, args.out)
 
 

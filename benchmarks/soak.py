@@ -1,16 +1,17 @@
-"""A long soak: thousands of requests of every kind come, go and fail at random, and everything has to add up.
+"""A long soak: thousands of requests of every kind come, go and fail at random, and everything has
+to add up.
 
-    python benchmarks/soak.py                                # 3,000 requests, some 4 minutes on 2 cores
-    python benchmarks/soak.py --requests 100000 --minutes 60 --seed 7
-    python benchmarks/soak.py --model demo                   # the bundled demo model
+    python benchmarks/soak.py                                # 3,000 requests, some 4 minutes on 2
+    cores python benchmarks/soak.py --requests 100000 --minutes 60 --seed 7 python
+    benchmarks/soak.py --model demo                   # the bundled demo model
 
-Random lengths, shared prefixes, forks, stop tokens, priorities, aborts, preemptions (swapped or computed anew as the
-engine finds cheaper, or by force), logits processors that raise, steps that fail after they wrote nonsense, Ctrl-C in
-steps. After each step the bookkeeping is verified and the memory compared with weights, budget and a stated slack
-(`tests/engine/soak_helpers.py`, which is also the short soak of the test suite); of some requests the tokens are
-compared with those of an engine on which they are alone. At the end no block is lost, the pool is whole and memory is
-where it was. Exit status 1 at the first thing that is wrong, with the request or the sum.
-"""
+Random lengths, shared prefixes, forks, stop tokens, priorities, aborts, preemptions (swapped or
+computed anew as the engine finds cheaper, or by force), logits processors that raise, steps that
+fail after they wrote nonsense, Ctrl-C in steps. After each step the bookkeeping is verified and the
+memory compared with weights, budget and a stated slack (`tests/engine/soak_helpers.py`, which is
+also the short soak of the test suite); of some requests the tokens are compared with those of an
+engine on which they are alone. At the end no block is lost, the pool is whole and memory is where
+it was. Exit status 1 at the first thing that is wrong, with the request or the sum."""
 
 from __future__ import annotations
 
@@ -68,10 +69,14 @@ def resident_mb() -> float:
 
 
 def run_batch(soak: Soak, first: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Some hundred requests, and a sample of them compared; what memory and counters were afterwards."""
+    """Some hundred requests, and a sample of them compared; what memory and counters were
+    afterwards.
+    """
     count = min(BATCH, args.requests - first)
     soak.run(first, count)
-    for number in random.Random(first).sample(range(first, first + count), min(count, args.compare)):
+    for number in random.Random(first).sample(
+        range(first, first + count), min(count, args.compare)
+    ):
         soak.check_tokens(make_request(soak.seed, number, soak.model.args.vocab_size))
     soak.outputs.clear()
     mx.synchronize()
@@ -89,15 +94,29 @@ def run_batch(soak: Soak, first: int, args: argparse.Namespace) -> dict[str, Any
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="tiny", help="tiny (random weights), demo, a folder or a hub id")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", default="tiny", help="tiny (random weights), demo, a folder or a hub id"
+    )
     parser.add_argument("--requests", type=int, default=3000)
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no further requests after so long")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=float("inf"),
+        help="begin no further requests after so long",
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--blocks", type=int, default=100, help="the K/V budget, in blocks of 8 tokens")
+    parser.add_argument(
+        "--blocks", type=int, default=100, help="the K/V budget, in blocks of 8 tokens"
+    )
     parser.add_argument("--swap", choices=["auto", "always", "never"], default="auto")
     parser.add_argument(
-        "--compare", type=int, default=25, help=f"of each {BATCH} requests, how many to run again alone"
+        "--compare",
+        type=int,
+        default=25,
+        help=f"of each {BATCH} requests, how many to run again alone",
     )
     parser.add_argument("--out", type=Path, help="also write the JSON line to this file")
     return parser
@@ -130,10 +149,22 @@ def main() -> None:
         soak.check_end()
     except (AssertionError, IntegrityError) as error:
         wrong = f"{type(error).__name__} in step {soak.counts['steps']}: {error}"
-    header = ["requests", "steps", "K/V MB", "bytes above", "resident MB", "preemptions", "evictions", "hit rate"]
+    header = [
+        "requests",
+        "steps",
+        "K/V MB",
+        "bytes above",
+        "resident MB",
+        "preemptions",
+        "evictions",
+        "hit rate",
+    ]
     print_table(
         header,
-        [[f"{value:.2f}" if isinstance(value, float) else value for value in row.values()] for row in rows],
+        [
+            [f"{value:.2f}" if isinstance(value, float) else value for value in row.values()]
+            for row in rows
+        ],
     )
     results = {
         "wrong": wrong,

@@ -1,23 +1,27 @@
-"""Serving many requests: our engine against mlx-lm's BatchGenerator, on the same weights in one run, as ratios.
+"""Serving many requests: our engine against mlx-lm's BatchGenerator, on the same weights in one
+run, as ratios.
 
-    LD_PRELOAD=/usr/lib/x86_64-linux-gnu/libopenblas.so.0 python benchmarks/throughput.py     # some 10 minutes
-    python benchmarks/throughput.py --scenario 2 --scenario 4                                 # some of them
-    python benchmarks/throughput.py --model PATH_OR_REPO                                      # a real model
-    python benchmarks/throughput.py --quick                                                   # does it run at all
+    LD_PRELOAD=/usr/lib/x86_64-linux-gnu/libopenblas.so.0 python benchmarks/throughput.py     # some
+    10 minutes python benchmarks/throughput.py --scenario 2 --scenario 4
+    # some of them python benchmarks/throughput.py --model PATH_OR_REPO
+    # a real model python benchmarks/throughput.py --quick
+    # does it run at all
 
-Scenarios are in `throughput_scenarios.py`; the sides, and how each counts its K/V, in `throughput_sides.py`. Sampling
-is greedy and nothing but max_tokens ends an answer. Our engine and BatchGenerator take turns, a fresh one each time;
-figures are medians over these turns, ratios are ratios of medians. The other sides are run once.
+Scenarios are in `throughput_scenarios.py`; the sides, and how each counts its K/V, in
+`throughput_sides.py`. Sampling is greedy and nothing but max_tokens ends an answer. Our engine and
+BatchGenerator take turns, a fresh one each time; figures are medians over these turns, ratios are
+ratios of medians. The other sides are run once.
 
-    tok/s        answer tokens over the seconds from the first arrival to the last token
-    TTFT         time to first token, from the arrival, waiting included: median and 95th percentile of the requests
-    TPOT         time per output token after a request's first: median of the requests
-    K/V peak     the most bytes of K/V arrays held between two steps
-    active peak  the most that MLX had allocated between two steps, above the weights: K/V, logits, tokens, and what a
+    tok/s        answer tokens over the seconds from the first arrival to the last token TTFT
+    time to first token, from the arrival, waiting included: median and 95th percentile of the
+    requests TPOT         time per output token after a request's first: median of the requests K/V
+    peak     the most bytes of K/V arrays held between two steps active peak  the most that MLX had
+    allocated between two steps, above the weights: K/V, logits, tokens, and what a
                  step under way needs (BatchGenerator has one under way, ours none)
-    peak memory  the most that MLX had allocated at any time, above the weights: activations and copies, too
-    wasted       slots reserved for sequences that hold no token's K/V, over slots reserved, summed over the steps
-    same tokens  share of the answer tokens that equal those of mlx-lm's BatchGenerator, place by place
+    peak memory  the most that MLX had allocated at any time, above the weights: activations and
+    copies, too wasted       slots reserved for sequences that hold no token's K/V, over slots
+    reserved, summed over the steps same tokens  share of the answer tokens that equal those of
+    mlx-lm's BatchGenerator, place by place
 """
 
 from __future__ import annotations
@@ -57,9 +61,10 @@ from throughput_sides import (
 from mlx_paged.models import qwen3
 
 MAX_IDLE_STEPS = 10_000  # more than any prompts take
-# Half as wide as Qwen3-0.6B with as many bytes of K/V per weight, so that a CPU serves all scenarios in minutes. Six
-# layers, because mlx-lm's prefill, evaluated lazily, leaves out all of the last one but its K and V: of two it would
-# skip nearly half of the work, of the real model's 28 it skips a thirtieth.
+# Half as wide as Qwen3-0.6B with as many bytes of K/V per weight, so that a CPU serves all
+# scenarios in minutes. Six layers, because mlx-lm's prefill, evaluated lazily, leaves out all of
+# the last one but its K and V: of two it would skip nearly half of the work, of the real model's 28
+# it skips a thirtieth.
 SHAPE = QWEN3_0_6B_LAYERS | {
     "hidden_size": 512,
     "num_hidden_layers": 6,
@@ -75,14 +80,20 @@ class Serving:
     """What was seen while a side served a list of requests."""
 
     seconds: float = 0.0
-    cpu_seconds: float = 0.0  # of the whole process: what a machine busy with something else leaves comparable
+    cpu_seconds: float = (
+        0.0  # of the whole process: what a machine busy with something else leaves comparable
+    )
     arrivals: dict[str, float] = field(default_factory=dict)
     times: dict[str, list[float]] = field(default_factory=dict)  # of each token given out
     tokens: dict[str, list[int]] = field(default_factory=dict)
 
     def figures(self) -> dict[str, float]:
         firsts = [times[0] - self.arrivals[request_id] for request_id, times in self.times.items()]
-        per_token = [(times[-1] - times[0]) / (len(times) - 1) for times in self.times.values() if len(times) > 1]
+        per_token = [
+            (times[-1] - times[0]) / (len(times) - 1)
+            for times in self.times.values()
+            if len(times) > 1
+        ]
         return {
             "seconds": self.seconds,
             "cpu_seconds": self.cpu_seconds,
@@ -93,14 +104,17 @@ class Serving:
         }
 
 
-def serve(side: Side, requests: list[SampleRequest], after_step: Callable[[], None] = lambda: None) -> Serving:
+def serve(
+    side: Side, requests: list[SampleRequest], after_step: Callable[[], None] = lambda: None
+) -> Serving:
     """All requests at the times they come, to the end."""
     serving = Serving()
     coming = sorted(requests, key=lambda request: request.arrival)[::-1]
     num_tokens = num_left = num_idle_steps = 0
     start, cpu_start = time.perf_counter(), time.process_time()
     while coming or num_left:
-        # Where nobody is left and the next request is not due, it comes now: the clock is one of tokens.
+        # Where nobody is left and the next request is not due, it comes now: the clock is one of
+        # tokens.
         while coming and (coming[-1].arrival <= num_tokens or not num_left):
             request = coming.pop()
             serving.arrivals[request.request_id] = time.perf_counter()
@@ -116,7 +130,9 @@ def serve(side: Side, requests: list[SampleRequest], after_step: Callable[[], No
         num_left -= len(given)
         num_idle_steps = 0 if given else num_idle_steps + 1
         if num_idle_steps > MAX_IDLE_STEPS:
-            raise RuntimeError(f"[throughput] {MAX_IDLE_STEPS} steps gave no token, and {num_left} are still to come")
+            raise RuntimeError(
+                f"[throughput] {MAX_IDLE_STEPS} steps gave no token, and {num_left} are still to come"
+            )
         after_step()
     serving.seconds = time.perf_counter() - start
     serving.cpu_seconds = time.process_time() - cpu_start
@@ -136,7 +152,9 @@ class Counts:
 
     def figures(self, base: int, nbytes_per_token: int) -> dict[str, float]:
         held = sum(use.nbytes_held for use in self.uses)
-        num_slots, num_filled = (sum(getattr(use, n) for use in self.uses) for n in ("num_slots", "num_filled_slots"))
+        num_slots, num_filled = (
+            sum(getattr(use, n) for use in self.uses) for n in ("num_slots", "num_filled_slots")
+        )
         return {
             "kv_peak": max(use.nbytes_held for use in self.uses),
             "live_kv_peak": max(use.num_filled_slots for use in self.uses) * nbytes_per_token,
@@ -154,7 +172,9 @@ def forget() -> None:
     mx.clear_cache()
 
 
-def run(name: str, models: dict[str, nn.Module], scenario: Scenario) -> tuple[Serving, dict[str, Any]]:
+def run(
+    name: str, models: dict[str, nn.Module], scenario: Scenario
+) -> tuple[Serving, dict[str, Any]]:
     """A fresh side serves a scenario: what was seen, and its figures."""
     forget()
     base = mx.get_active_memory()
@@ -169,11 +189,15 @@ def run(name: str, models: dict[str, nn.Module], scenario: Scenario) -> tuple[Se
 
 
 def share_of_same_tokens(tokens: dict[str, list[int]], expected: dict[str, list[int]]) -> float:
-    same = sum(a == b for name in expected for a, b in zip(tokens[name], expected[name], strict=True))
+    same = sum(
+        a == b for name in expected for a, b in zip(tokens[name], expected[name], strict=True)
+    )
     return same / sum(map(len, expected.values()))
 
 
-def measure(scenario: Scenario, models: dict[str, nn.Module], names: list[str], repeats: int) -> dict[str, Any]:
+def measure(
+    scenario: Scenario, models: dict[str, nn.Module], names: list[str], repeats: int
+) -> dict[str, Any]:
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     tokens: dict[str, dict[str, list[int]]] = {}
     for turn in range(repeats):
@@ -182,9 +206,14 @@ def measure(scenario: Scenario, models: dict[str, nn.Module], names: list[str], 
                 serving, figures = run(name, models, scenario)
                 tokens[name] = serving.tokens
                 runs[name].append(figures)
-    results = {name: {"notes": figures[-1].pop("notes"), "runs": figures} for name, figures in runs.items()}
+    results = {
+        name: {"notes": figures[-1].pop("notes"), "runs": figures} for name, figures in runs.items()
+    }
     for name, result in results.items():
-        result |= {key: float(np.median([run[key] for run in result["runs"]])) for key in result["runs"][-1]}
+        result |= {
+            key: float(np.median([run[key] for run in result["runs"]]))
+            for key in result["runs"][-1]
+        }
         if THEIRS in tokens:
             result["same_tokens"] = share_of_same_tokens(tokens[name], tokens[THEIRS])
     lengths = [len(request.prompt_token_ids) for request in scenario.requests]
@@ -218,14 +247,22 @@ def load_models(args: argparse.Namespace) -> dict[str, nn.Module]:
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--model", default="random", help="random (weights, of a small Qwen3), demo, a folder or a hub id"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--scenario", type=int, action="append", choices=range(1, 6), help="repeat for more; all")
+    parser.add_argument(
+        "--model",
+        default="random",
+        help="random (weights, of a small Qwen3), demo, a folder or a hub id",
+    )
+    parser.add_argument(
+        "--scenario", type=int, action="append", choices=range(1, 6), help="repeat for more; all"
+    )
     parser.add_argument("--repeats", type=int, default=3, help="timed turns of each side")
     parser.add_argument("--sides", nargs="+", choices=SIDES, help="only these; all")
-    parser.add_argument("--quick", action="store_true", help="a small model, few and short requests, one turn")
+    parser.add_argument(
+        "--quick", action="store_true", help="a small model, few and short requests, one turn"
+    )
     parser.add_argument("--out", type=Path, help="also write the JSON line to this file")
     return parser
 
@@ -238,7 +275,8 @@ def main() -> None:
     scenarios = make_scenarios(shape.vocab_size, QUICK if args.quick else Scale())
     scenarios = [s for s in scenarios if not args.scenario or s.number in args.scenario]
     setting = machine_card() | {
-        "model": args.model + (", quick: a smoke test, its figures say nothing" if args.quick else ""),
+        "model": args.model
+        + (", quick: a smoke test, its figures say nothing" if args.quick else ""),
         "shape": f"{shape.num_hidden_layers} layers, hidden {shape.hidden_size}, {shape.num_attention_heads} query / "
         f"{shape.num_key_value_heads} KV heads, head_dim {shape.head_dim}, {models['ours'].dtype}",
         "K/V per token": f"{kv_nbytes_per_token(models['ours'])} bytes",
@@ -253,7 +291,9 @@ def main() -> None:
             run(name, models, make_scenarios(shape.vocab_size, QUICK)[0])
     measured = []
     for scenario in scenarios:
-        names = [name for name in (OURS, THEIRS, *scenario.sides) if not args.sides or name in args.sides]
+        names = [
+            name for name in (OURS, THEIRS, *scenario.sides) if not args.sides or name in args.sides
+        ]
         if not names:
             continue
         measured.append(measure(scenario, models, names, repeats))

@@ -9,14 +9,27 @@ from throughput_sides import OURS, THEIRS
 
 MIB = 2**20
 
-# What ours should reach against mlx-lm's BatchGenerator: scenario, what, figure, limit, whether more is better.
+# What ours should reach against mlx-lm's BatchGenerator: scenario, what, figure, limit, whether
+# more is better.
 AIMS = [
     ("equal lengths", "tokens per second, over mlx-lm's", "tokens_per_second", 1.0, True),
     ("skewed lengths", "tokens per second, over mlx-lm's", "tokens_per_second", 2.0, True),
     ("skewed lengths", "K/V bytes at peak, over mlx-lm's", "kv_peak", 0.25, False),
     ("arrivals and departures", "tokens per second, over mlx-lm's", "tokens_per_second", 2.0, True),
-    ("shared prefix, never seen", "time to first token, median, over mlx-lm's", "ttft_median", 0.1, False),
-    ("shared prefix, seen before", "time to first token, median, over mlx-lm's", "ttft_median", 0.1, False),
+    (
+        "shared prefix, never seen",
+        "time to first token, median, over mlx-lm's",
+        "ttft_median",
+        0.1,
+        False,
+    ),
+    (
+        "shared prefix, seen before",
+        "time to first token, median, over mlx-lm's",
+        "ttft_median",
+        0.1,
+        False,
+    ),
     ("shared prefix, never seen", "K/V bytes at peak, over mlx-lm's", "kv_peak", 0.5, False),
     ("shared prefix, seen before", "K/V bytes at peak, over mlx-lm's", "kv_peak", 0.5, False),
 ]
@@ -32,12 +45,16 @@ def judge(measured: list[dict[str, Any]]) -> list[dict[str, Any]]:
             ratio = sides[OURS][figure] / sides[THEIRS][figure]
             met = ratio >= limit if more_is_better else ratio <= limit
             bound = f"at {'least' if more_is_better else 'most'} {limit:g}"
-            verdicts.append({"scenario": name, "aim": f"{what}: {bound}", "value": ratio, "met": met})
+            verdicts.append(
+                {"scenario": name, "aim": f"{what}: {bound}", "value": ratio, "met": met}
+            )
     for name, sides in by_name.items():
         if OURS in sides:
             share = sides[OURS]["wasted"]
             aim = f"slots wasted: under {MAX_WASTED:g}"
-            verdicts.append({"scenario": name, "aim": aim, "value": share, "met": share < MAX_WASTED})
+            verdicts.append(
+                {"scenario": name, "aim": aim, "value": share, "met": share < MAX_WASTED}
+            )
     return verdicts
 
 
@@ -58,7 +75,15 @@ def print_scenario(result: dict[str, Any]) -> None:
     sides = result["sides"]
     rows = [row(name, side) for name, side in sides.items()]
     if OURS in sides:
-        keys = ("tokens_per_second", "ttft_median", "ttft_p95", "tpot_median", "kv_peak", "active_peak", "peak_memory")
+        keys = (
+            "tokens_per_second",
+            "ttft_median",
+            "ttft_p95",
+            "tpot_median",
+            "kv_peak",
+            "active_peak",
+            "peak_memory",
+        )
         for name in sides:
             if name != OURS:
                 ratios = [sides[OURS][key] / sides[name][key] for key in keys]
@@ -82,11 +107,22 @@ def print_scenario(result: dict[str, Any]) -> None:
     for name, side in sides.items():
         spread = [run["tokens_per_second"] for run in side["runs"]]
         print(f"{name}: {min(spread):.1f}..{max(spread):.1f} tok/s; ", end="")
-        print(", ".join(f"{n} {v:.2f}" if isinstance(v, float) else f"{n} {v}" for n, v in side["notes"].items()))
+        print(
+            ", ".join(
+                f"{n} {v:.2f}" if isinstance(v, float) else f"{n} {v}"
+                for n, v in side["notes"].items()
+            )
+        )
     print()
 
 
 def print_aims(aims: list[dict[str, Any]]) -> None:
     if aims:
         header = ["scenario", "aim", "measured", "met"]
-        print_table(header, [[a["scenario"], a["aim"], f"{a['value']:.3f}", "yes" if a["met"] else "no"] for a in aims])
+        print_table(
+            header,
+            [
+                [a["scenario"], a["aim"], f"{a['value']:.3f}", "yes" if a["met"] else "no"]
+                for a in aims
+            ],
+        )

@@ -1,12 +1,13 @@
 """The demands that `throughput.py` measures, as values: lists of requests, the same for every side.
 
-Lengths are spread evenly over the quantiles of their distribution and then shuffled (seed 0), so that both ends are
-there whatever the number of requests. "Skewed" is a Pareto tail of index 1 cut at both ends, density ~ 1 / length^2:
-between 64 and 1,024 tokens half of the requests are shorter than 121, and the mean is 188.
+Lengths are spread evenly over the quantiles of their distribution and then shuffled (seed 0), so
+that both ends are there whatever the number of requests. "Skewed" is a Pareto tail of index 1 cut
+at both ends, density ~ 1 / length^2: between 64 and 1,024 tokens half of the requests are shorter
+than 121, and the mean is 188.
 
-Arrivals are counted in tokens generated in all, not in seconds: every side then meets a request at the same point of
-its work, on any machine. With gaps of the mean answer's length as many requests join as leave.
-"""
+Arrivals are counted in tokens generated in all, not in seconds: every side then meets a request at
+the same point of its work, on any machine. With gaps of the mean answer's length as many requests
+join as leave."""
 
 from __future__ import annotations
 
@@ -34,12 +35,18 @@ class Scenario:
     what: str
     requests: list[SampleRequest]
     warm_up: list[SampleRequest] = field(default_factory=list)  # served before the clock starts
-    pool_over_demand: float = 1.1  # our pool over what could be live at once: our engine keeps a twentieth free
+    pool_over_demand: float = (
+        1.1  # our pool over what could be live at once: our engine keeps a twentieth free
+    )
     sides: tuple[str, ...] = ("mlx-lm one by one",)  # besides ours and mlx-lm's BatchGenerator
 
     def num_pool_tokens(self, max_num_seqs: int, block_size: int) -> int:
-        """Slots of our pool, in whole blocks: `pool_over_demand` times the longest requests that can run at once."""
-        demands = sorted((-(-request.num_tokens // block_size) for request in self.requests), reverse=True)
+        """Slots of our pool, in whole blocks: `pool_over_demand` times the longest requests that
+        can run at once.
+        """
+        demands = sorted(
+            (-(-request.num_tokens // block_size) for request in self.requests), reverse=True
+        )
         return int(sum(demands[:max_num_seqs]) * self.pool_over_demand) * block_size
 
 
@@ -88,12 +95,17 @@ def make_scenarios(vocab_size: int, scale: Scale) -> list[Scenario]:
     equal = requests([prompt(scale.equal_prompt) for _ in range(n)], [scale.max_tokens] * n)
     mixed = requests([prompt(length) for length in skewed(n)], [scale.max_tokens] * n)
 
-    # Half a batch is there from the start; one and a half further batches come as places become free.
+    # Half a batch is there from the start; one and a half further batches come as places become
+    # free.
     num_first, num_later = n // 2, n
-    answers = shuffled(np.geomspace(scale.shortest_answer, scale.longest_answer, num_first + num_later))
+    answers = shuffled(
+        np.geomspace(scale.shortest_answer, scale.longest_answer, num_first + num_later)
+    )
     gaps = rng.exponential(np.mean(answers), num_later)
     arrivals = [0] * num_first + np.rint(np.cumsum(gaps)).astype(int).tolist()
-    coming = requests([prompt(length) for length in skewed(num_first + num_later)], answers, arrivals)
+    coming = requests(
+        [prompt(length) for length in skewed(num_first + num_later)], answers, arrivals
+    )
 
     prefix = prompt(scale.prefix)
     suffixes = shuffled(np.linspace(scale.shortest_suffix, scale.longest_suffix, n))
@@ -101,15 +113,22 @@ def make_scenarios(vocab_size: int, scale: Scale) -> list[Scenario]:
     seen = [SampleRequest("seen", prefix + prompt(scale.shortest_suffix), 1)]
 
     # Answers as long as most prompts: what fits at first outgrows the pool later.
-    growing = requests([prompt(length) for length in skewed(n, scale.longest // 2)], [2 * scale.max_tokens] * n)
+    growing = requests(
+        [prompt(length) for length in skewed(n, scale.longest // 2)], [2 * scale.max_tokens] * n
+    )
 
     spread = f"{scale.shortest}..{scale.longest} tokens, skewed"
     suffix = f"{scale.prefix} shared tokens and {scale.shortest_suffix}..{scale.longest_suffix} of its own"
     return [
         Scenario(
-            1, "equal lengths", f"{n} prompts of {scale.equal_prompt} tokens, {scale.max_tokens} more each", equal
+            1,
+            "equal lengths",
+            f"{n} prompts of {scale.equal_prompt} tokens, {scale.max_tokens} more each",
+            equal,
         ),
-        Scenario(2, "skewed lengths", f"{n} prompts of {spread}, {scale.max_tokens} more each", mixed),
+        Scenario(
+            2, "skewed lengths", f"{n} prompts of {spread}, {scale.max_tokens} more each", mixed
+        ),
         Scenario(
             3,
             "arrivals and departures",
@@ -117,7 +136,12 @@ def make_scenarios(vocab_size: int, scale: Scale) -> list[Scenario]:
             f"{scale.longest_answer} more each",
             coming,
         ),
-        Scenario(4, "shared prefix, never seen", f"{n} prompts: {suffix}; {scale.max_tokens // 2} more each", shared),
+        Scenario(
+            4,
+            "shared prefix, never seen",
+            f"{n} prompts: {suffix}; {scale.max_tokens // 2} more each",
+            shared,
+        ),
         Scenario(
             4,
             "shared prefix, seen before",

@@ -1,14 +1,18 @@
-"""Who serves the requests in `throughput.py`: our engine, mlx-lm's BatchGenerator, mlx-lm one request after another.
+"""Who serves the requests in `throughput.py`: our engine, mlx-lm's BatchGenerator, mlx-lm one
+request after another.
 
 A side is made fresh for every run. How each counts its K/V:
 
-- `nbytes_held`: K/V arrays that exist between two steps. Ours: the slabs. Theirs: `prompt_cache_nbytes`, all arrays of
-  all its caches. Temporaries and copies under way are in neither; `throughput.py` reads those from MLX's allocator.
-- `num_slots`: places for a token that are reserved for sequences. Ours: blocks in use * block_size, shared ones once.
-  Theirs: batch * allocated length of every BatchKVCache, where the length is the longest sequence's plus what an
-  allocation is rounded up by (256 tokens), and all others are padded on the left to the longest.
-- `num_filled_slots`: those with a token's K/V in them. Ours: `num_slots - num_unfilled_slots`. Theirs: the sum of
-  tokens that BatchGenerator keeps for every sequence in them, the ones of the step under way with them.
+- `nbytes_held`: K/V arrays that exist between two steps. Ours: the slabs. Theirs:
+  `prompt_cache_nbytes`, all arrays of all its caches. Temporaries and copies under way are in
+  neither; `throughput.py` reads those from MLX's allocator.
+- `num_slots`: places for a token that are reserved for sequences. Ours: blocks in use * block_size,
+  shared ones once. Theirs: batch * allocated length of every BatchKVCache, where the length is the
+  longest sequence's plus what an allocation is rounded up by (256 tokens), and all others are
+  padded on the left to the longest.
+- `num_filled_slots`: those with a token's K/V in them. Ours: `num_slots - num_unfilled_slots`.
+  Theirs: the sum of tokens that BatchGenerator keeps for every sequence in them, the ones of the
+  step under way with them.
 """
 
 from __future__ import annotations
@@ -100,7 +104,9 @@ class PagedEngine:
     def kv_use(self) -> KVUse:
         stats = self.engine.stats()
         num_slots = stats.num_used_blocks * BLOCK_SIZE
-        return KVUse(self.engine.cache.stats().nbytes_held, num_slots, num_slots - stats.num_unfilled_slots)
+        return KVUse(
+            self.engine.cache.stats().nbytes_held, num_slots, num_slots - stats.num_unfilled_slots
+        )
 
     def notes(self) -> dict[str, Any]:
         stats = self.engine.stats()
@@ -133,7 +139,9 @@ class MlxLmBatch:
     def _insert(self, request: SampleRequest, num_cached: int, cache: list[Any] | None) -> None:
         cached, rest = request.prompt_token_ids[:num_cached], request.prompt_token_ids[num_cached:]
         caches: list[Any] = [cache]  # mlx-lm takes None in it, its annotation does not
-        (uid,) = self.generator.insert([rest], [request.max_tokens], caches=caches, all_tokens=[cached])
+        (uid,) = self.generator.insert(
+            [rest], [request.max_tokens], caches=caches, all_tokens=[cached]
+        )
         self.request_ids[uid] = request.request_id
 
     def step(self) -> list[tuple[str, int]]:
@@ -146,14 +154,19 @@ class MlxLmBatch:
 
     def kv_use(self) -> KVUse:
         generator = self.generator
-        prompts, answers = generator._prompt_batch, generator._generation_batch  # no public way leads to these
+        prompts, answers = (
+            generator._prompt_batch,
+            generator._generation_batch,
+        )  # no public way leads to these
         # All layers are alike: the first one's shape stands for all.
         in_batches = [batch.prompt_cache[0] for batch in (prompts, answers) if batch.prompt_cache]
         waiting = [sequence[3][0] for sequence in generator._unprocessed_sequences]
         shapes = [cache.keys.shape for cache in (*in_batches, *waiting) if cache.keys is not None]
         num_waiting = sum(cache.offset for cache in waiting)
         num_filled = sum(map(len, (*prompts.tokens, *answers.tokens))) + num_waiting
-        return KVUse(generator.prompt_cache_nbytes, sum(shape[0] * shape[2] for shape in shapes), num_filled)
+        return KVUse(
+            generator.prompt_cache_nbytes, sum(shape[0] * shape[2] for shape in shapes), num_filled
+        )
 
     def notes(self) -> dict[str, Any]:
         counters = self.generator._counters
@@ -168,8 +181,8 @@ class MlxLmBatch:
 class MlxLmWithPromptCache(MlxLmBatch):
     """The same with mlx-lm's LRUPromptCache before it, used as mlx_lm.server does.
 
-    Each request gets a copy of the longest prefix that was seen. Keeps the first request it serves and no other.
-    """
+    Each request gets a copy of the longest prefix that was seen. Keeps the first request it serves
+    and no other."""
 
     def __init__(self, model: nn.Module, scenario: Scenario):
         super().__init__(model, scenario)
@@ -188,7 +201,9 @@ class MlxLmWithPromptCache(MlxLmBatch):
 
 
 class MlxLmInBudget(MlxLmBatch):
-    """The same with so few sequences at once that our pool's bytes would hold the longest request in every place."""
+    """The same with so few sequences at once that our pool's bytes would hold the longest request
+    in every place.
+    """
 
     def __init__(self, model: nn.Module, scenario: Scenario):
         longest = max(request.num_tokens for request in scenario.requests) + 256
@@ -216,7 +231,9 @@ class MlxLmOneByOne:
             self.request_id = request.request_id
             self.cache = make_prompt_cache(self.model)
             prompt = mx.array(request.prompt_token_ids)
-            self.tokens = generate_step(prompt, self.model, max_tokens=request.max_tokens, prompt_cache=self.cache)
+            self.tokens = generate_step(
+                prompt, self.model, max_tokens=request.max_tokens, prompt_cache=self.cache
+            )
             token = next(self.tokens)
         return [(self.request_id, token[0])]
 

@@ -1,4 +1,5 @@
-"""Many requests at once: a shared beginning that is computed once, an urgent request, one that is cut short.
+"""Many requests at once: a shared beginning that is computed once, an urgent request, one that is
+cut short.
 
 python examples/many_requests.py
 """
@@ -7,18 +8,31 @@ from __future__ import annotations
 
 from mlx_paged import LLM, AsyncEngine, SamplingParams, demo_model_path, load
 
-FACTS = "The code of apple is 4821. The code of stone is 905. The code of river is 31. My name is Tom."
-QUESTIONS = ["What is the code of stone?", "What is the code of river?", "What is my name?", "What is 17 + 25?"]
+FACTS = (
+    "The code of apple is 4821. The code of stone is 905. The code of river is 31. My name is Tom."
+)
+QUESTIONS = [
+    "What is the code of stone?",
+    "What is the code of river?",
+    "What is my name?",
+    "What is 17 + 25?",
+]
 
 
 def main() -> None:
     model, tokenizer = load(demo_model_path())
     llm = LLM(model, tokenizer, kv_cache_bytes="256blocks")
     conversations = [[{"role": "user", "content": f"{FACTS} {question}"}] for question in QUESTIONS]
-    for question, output in zip(QUESTIONS, llm.chat(conversations, SamplingParams(max_tokens=40)), strict=True):
-        print(f"{question}\n  -> {output.outputs[0].text}   ({output.num_cached_tokens} tokens were there already)")
+    for question, output in zip(
+        QUESTIONS, llm.chat(conversations, SamplingParams(max_tokens=40)), strict=True
+    ):
+        print(
+            f"{question}\n  -> {output.outputs[0].text}   ({output.num_cached_tokens} tokens were there already)"
+        )
     stats = llm.stats()
-    print(f"{stats.hit_rate:.0%} of all prompt tokens found; {stats.num_used_blocks} blocks in use after it\n")
+    print(
+        f"{stats.hit_rate:.0%} of all prompt tokens found; {stats.num_used_blocks} blocks in use after it\n"
+    )
 
     # Three completions of one prompt: computed once, then forked.
     params = SamplingParams(n=3, temperature=1.5, seed=1, max_tokens=12)

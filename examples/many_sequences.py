@@ -1,4 +1,5 @@
-"""Several conversations in one paged cache: one pool, one ragged step for all, a fork for a second answer.
+"""Several conversations in one paged cache: one pool, one ragged step for all, a fork for a second
+answer.
 
 python examples/many_sequences.py
 """
@@ -20,9 +21,12 @@ def main() -> None:
     model, tokenizer = load(demo_model_path())
     runner = ModelRunner(model, make_kv_cache(model, "paged", kv_cache_bytes="256blocks"))
 
-    # One step for all prompts, packed behind one another; then one step per token, for whoever still talks.
+    # One step for all prompts, packed behind one another; then one step per token, for whoever
+    # still talks.
     batch = {
-        question: tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True)
+        question: tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True
+        )
         for question in QUESTIONS
     }
     answers: dict[str, list[int]] = {question: [] for question in QUESTIONS}
@@ -39,7 +43,9 @@ def main() -> None:
     for question, answer in answers.items():
         print(f"{question}\n  -> {tokenizer.decode(answer)}")
     stats = runner.cache.stats()
-    print(f"{stats.num_seqs} sequences, {stats.num_tokens} tokens in {stats.blocks_used} of {stats.num_blocks} blocks")
+    print(
+        f"{stats.num_seqs} sequences, {stats.num_tokens} tokens in {stats.blocks_used} of {stats.num_blocks} blocks"
+    )
 
     runner.cache.fork(QUESTIONS[0], "a branch")
     print(f"after a fork: {runner.cache.stats().blocks_used} blocks (shared until one side writes)")

@@ -1,12 +1,11 @@
 """mlx_paged: a paged KV cache for running language models on Apple Silicon with MLX.
 
-    from mlx_paged import LLM, SamplingParams
-    llm = LLM("mlx-community/Qwen3-0.6B-4bit")
-    for output in llm.generate(["Hello", "The capital of France is"], SamplingParams(max_tokens=50)):
+    from mlx_paged import LLM, SamplingParams llm = LLM("mlx-community/Qwen3-0.6B-4bit") for output
+    in llm.generate(["Hello", "The capital of France is"], SamplingParams(max_tokens=50)):
         print(output.outputs[0].text)
 
-The names below are imported on first use, so that ``import mlx_paged`` (and ``--help``) costs no import of MLX.
-"""
+The names below are imported on first use, so that ``import mlx_paged`` (and ``--help``) costs no
+import of MLX."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ def reason(error: BaseException, limit: int = MAX_REASON) -> str:
 
 
 def as_integer(value: object) -> int | None:
-    """An integer of any type (numpy's and MLX's, too) as Python's; ``None`` for what is none, such as
-    a bool, a float or a text."""
+    """An integer of any type (numpy's and MLX's, too) as Python's; ``None`` for what is none, such
+    as a bool, a float or a text."""
     # A bool of numpy before 2 takes itself for an index.
     if isinstance(value, bool) or "bool" in kind_of(value):
         return None
@@ -54,7 +54,9 @@ def as_number(value: object) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def check_integer(room: str, name: str, value: object, low: int | None = None, what: str | None = None) -> int:
+def check_integer(
+    room: str, name: str, value: object, low: int | None = None, what: str | None = None
+) -> int:
     """``value`` as a Python integer of at least ``low``, or of any size.
 
     Args:
@@ -70,7 +72,9 @@ def check_integer(room: str, name: str, value: object, low: int | None = None, w
     return number
 
 
-def check_number(room: str, name: str, value: object, low: float, high: float = math.inf, what: str = "") -> float:
+def check_number(
+    room: str, name: str, value: object, low: float, high: float = math.inf, what: str = ""
+) -> float:
     """``value`` as a finite Python float within ``low..high``; errors as :func:`check_integer`."""
     number = as_number(value)
     if number is None or not low <= number <= high:

@@ -73,7 +73,11 @@ def positive(text: str) -> int:
 
 
 def max_tokens(text: str) -> int:
-    return -1 if text.strip() == "-1" else number(text, int, 1, 2**63, "a whole number, at least 1, or -1")
+    return (
+        -1
+        if text.strip() == "-1"
+        else number(text, int, 1, 2**63, "a whole number, at least 1, or -1")
+    )
 
 
 def at_least_0(text: str) -> float:

@@ -51,10 +51,16 @@ def render_chat(
         )
     except Exception as error:
         # A template is a program of the model's, and can fail in any way that a program can.
-        raised_by_template = type(error) is TemplateError  # ``raise_exception`` raises the base class itself
+        raised_by_template = (
+            type(error) is TemplateError
+        )  # ``raise_exception`` raises the base class itself
         reason = " ".join(str(error).split()) or type(error).__name__
         reason = reason if len(reason) <= MAX_REASON else reason[: MAX_REASON - 3] + "..."
-        what = f"refuses the messages: {reason}" if raised_by_template else f"fails: {type(error).__name__}: {reason}"
+        what = (
+            f"refuses the messages: {reason}"
+            if raised_by_template
+            else f"fails: {type(error).__name__}: {reason}"
+        )
         raise ChatTemplateError(f"[chat template] the model's chat template {what}") from error
     if not isinstance(text, str):
         raise ChatTemplateError(
@@ -73,7 +79,9 @@ def encode_chat(
     """Token ids of :func:`render_chat`; the template writes the special tokens, so none are
     added.
     """
-    text = render_chat(tokenizer, messages, add_generation_prompt=add_generation_prompt, **template_options)
+    text = render_chat(
+        tokenizer, messages, add_generation_prompt=add_generation_prompt, **template_options
+    )
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
@@ -89,10 +97,14 @@ def normalise_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, 
         ChatTemplateError: the first thing that is none of this, named by the message's index.
     """
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
-        raise ChatTemplateError(f"[chat] messages must be a list of messages, got {type(messages).__name__}")
+        raise ChatTemplateError(
+            f"[chat] messages must be a list of messages, got {type(messages).__name__}"
+        )
     if not messages:
         raise ChatTemplateError("[chat] messages is empty; give at least one message")
-    return [_normalise_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    return [
+        _normalise_message(message, f"messages[{index}]") for index, message in enumerate(messages)
+    ]
 
 
 def _normalise_message(message: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -102,7 +114,9 @@ def _normalise_message(message: Mapping[str, Any], name: str) -> dict[str, Any]:
         )
     role = message.get("role")
     if not isinstance(role, str) or not role:
-        raise ChatTemplateError(f"[chat] the role of {name} must be a text such as 'user', got {shown(role)}")
+        raise ChatTemplateError(
+            f"[chat] the role of {name} must be a text such as 'user', got {shown(role)}"
+        )
     return {**message, "role": role, "content": _content_text(message, name)}
 
 
@@ -118,7 +132,9 @@ def _content_text(message: Mapping[str, Any], name: str) -> str:
         raise ChatTemplateError(
             f"[chat] the content of {name} must be a text or a list of text parts, got {shown(content)}"
         )
-    return "".join(_part_text(part, f"part {index} of {name}") for index, part in enumerate(content))
+    return "".join(
+        _part_text(part, f"part {index} of {name}") for index, part in enumerate(content)
+    )
 
 
 def _part_text(part: object, name: str) -> str:
@@ -128,7 +144,9 @@ def _part_text(part: object, name: str) -> str:
         raise ChatTemplateError(f"[chat] {name} must be a text part, got {shown(part)}")
     kind = part.get("type")
     if kind != "text":
-        raise ChatTemplateError(f"[chat] {name} is of type {shown(kind)}; only parts of type 'text' are supported")
+        raise ChatTemplateError(
+            f"[chat] {name} is of type {shown(kind)}; only parts of type 'text' are supported"
+        )
     text = part.get("text")
     if not isinstance(text, str):
         raise ChatTemplateError(f"[chat] the text of {name} must be a text, got {shown(text)}")

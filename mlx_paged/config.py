@@ -24,7 +24,8 @@ class KVBudget:
 
     @classmethod
     def parse(cls, text: str | int) -> KVBudget:
-        """``"512M"``, ``"2G"``, ``"1.5GiB"``, ``"65536"`` (bytes; K, M, G are powers of 1024) or ``"256blocks"``.
+        """``"512M"``, ``"2G"``, ``"1.5GiB"``, ``"65536"`` (bytes; K, M, G are powers of 1024) or
+        ``"256blocks"``.
 
         Raises:
             ValueError: the text is none of these, or not positive.
@@ -38,7 +39,9 @@ class KVBudget:
         number, unit = float(match[1]), match[2].lower()
         if unit.startswith("block"):
             if not number.is_integer() or number < 1:
-                raise ValueError(f"[kv-cache-bytes] {shown(text)} must be a whole number of blocks, at least 1")
+                raise ValueError(
+                    f"[kv-cache-bytes] {shown(text)} must be a whole number of blocks, at least 1"
+                )
             return cls(num_blocks=int(number))
         nbytes = int(number * _UNITS[unit.rstrip("ib")])
         if nbytes < 1:
@@ -50,8 +53,8 @@ class KVBudget:
 class KVCacheConfig:
     """The shape of a model's K/V and the budget for it.
 
-    ``num_blocks`` is what sequences can hold together; a paged cache's slabs have one block more, the null block.
-    """
+    ``num_blocks`` is what sequences can hold together; a paged cache's slabs have one block more,
+    the null block."""
 
     num_layers: int
     num_kv_heads: int
@@ -66,13 +69,19 @@ class KVCacheConfig:
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"[kv cache] {name} must be a positive integer, got {value!r}")
         if self.block_size not in BLOCK_SIZES:
-            raise ValueError(f"[kv cache] block_size must be one of {BLOCK_SIZES}, got {self.block_size!r}")
+            raise ValueError(
+                f"[kv cache] block_size must be one of {BLOCK_SIZES}, got {self.block_size!r}"
+            )
         if self.dtype not in ITEM_SIZES:
-            raise ValueError(f"[kv cache] dtype must be one of {tuple(ITEM_SIZES)}, got {self.dtype!r}")
+            raise ValueError(
+                f"[kv cache] dtype must be one of {tuple(ITEM_SIZES)}, got {self.dtype!r}"
+            )
 
     @property
     def nbytes_per_token(self) -> int:
-        """K and V of one token in all layers: ``2 * num_layers * num_kv_heads * head_dim * itemsize`` bytes."""
+        """K and V of one token in all layers: ``2 * num_layers * num_kv_heads * head_dim *
+        itemsize`` bytes.
+        """
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * ITEM_SIZES[self.dtype]
 
     @property
@@ -100,7 +109,9 @@ class KVCacheConfig:
         dtype: str = "float32",
         block_size: int = 16,
     ) -> KVCacheConfig:
-        """The largest cache inside ``budget``; raises ``ValueError`` with the sum when not even one block fits."""
+        """The largest cache inside ``budget``; raises ``ValueError`` with the sum when not even one
+        block fits.
+        """
         one = cls(num_layers, num_kv_heads, head_dim, dtype, block_size, num_blocks=1)
         if budget.num_blocks is not None:
             num_blocks = budget.num_blocks
@@ -121,14 +132,16 @@ class SchedulerConfig:
 
     Args:
         max_num_seqs: sequences that run at once.
-        max_num_batched_tokens: new tokens of a step, over all sequences: a chunk of a prompt beside the decodes. Larger
-            ones compute prompts a little faster and make running answers wait for them longer.
-        watermark: the share of the blocks that stays free when a request is admitted beside others, so that these can
-            go on for a while before anybody is preempted.
-        priority_steps: a request whose priority is higher by 1 runs as if it had come so many steps later. So a late
-            urgent request overtakes, and no request is overtaken for ever.
+        max_num_batched_tokens: new tokens of a step, over all sequences: a chunk of a prompt beside
+            the decodes. Larger ones compute prompts a little faster and make running answers wait
+            for them longer.
+        watermark: the share of the blocks that stays free when a request is admitted beside others,
+            so that these can go on for a while before anybody is preempted.
+        priority_steps: a request whose priority is higher by 1 runs as if it had come so many steps
+            later. So a late urgent request overtakes, and no request is overtaken for ever.
         enable_prefix_caching: whether requests share the K/V of equal beginnings.
-        max_model_len: the most tokens that a prompt and its answer have together; ``None`` is no limit but the budget.
+        max_model_len: the most tokens that a prompt and its answer have together; ``None`` is no
+            limit but the budget.
 
     Raises:
         ValueError: a value out of its range, named.
@@ -147,7 +160,9 @@ class SchedulerConfig:
         if self.max_model_len is not None:
             _check_positive("max_model_len", self.max_model_len)
         if not isinstance(self.watermark, int | float) or not 0 <= self.watermark < 1:
-            raise ValueError(f"[scheduler] watermark must be within 0..1, below 1, got {shown(self.watermark)}")
+            raise ValueError(
+                f"[scheduler] watermark must be within 0..1, below 1, got {shown(self.watermark)}"
+            )
         if not isinstance(self.enable_prefix_caching, bool):
             raise ValueError(
                 f"[scheduler] enable_prefix_caching must be True or False, got {shown(self.enable_prefix_caching)}"

@@ -1,4 +1,6 @@
-"""What errors look like: the values that messages show, and what a request fails with. Imports no MLX."""
+"""What errors look like: the values that messages show, and what a request fails with. Imports no
+MLX.
+"""
 
 from __future__ import annotations
 
@@ -28,22 +30,23 @@ class RequestError(RuntimeError):
 def request_error(error: BaseException) -> Exception:
     """The error that a request's reader gets for what its own code raised.
 
-    ``SystemExit``, ``CancelledError``, ``GeneratorExit`` and the like would end the reader's program, task or loop
-    when they are raised there, so they come as a :class:`RequestError`.
-    """
+    ``SystemExit``, ``CancelledError``, ``GeneratorExit`` and the like would end the reader's
+    program, task or loop when they are raised there, so they come as a :class:`RequestError`."""
     if isinstance(error, Exception) and not isinstance(error, _ENDS_OF_SOMETHING_ELSE):
         return error
-    wrapped = RequestError(f"[engine] the request's own code raised {type(error).__name__}: {shown(error)}")
+    wrapped = RequestError(
+        f"[engine] the request's own code raised {type(error).__name__}: {shown(error)}"
+    )
     wrapped.__cause__ = error
     return wrapped
 
 
 def forget_frames(error: BaseException, where: str | None = None) -> None:
-    """Drop the traceback of an error and of each that led to it; ``where`` keeps it as a note that begins so.
+    """Drop the traceback of an error and of each that led to it; ``where`` keeps it as a note that
+    begins so.
 
-    As frames it would keep what their variables hold as long as somebody keeps the error: logits, graphs that hold
-    whole slabs, the engine itself.
-    """
+    As frames it would keep what their variables hold as long as somebody keeps the error: logits,
+    graphs that hold whole slabs, the engine itself."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
@@ -51,7 +54,9 @@ def forget_frames(error: BaseException, where: str | None = None) -> None:
         if link.__traceback__ is not None:
             lines = traceback.format_tb(link.__traceback__) if where is not None else []
             link.__traceback__ = None
-            with contextlib.suppress(Exception):  # an error of the user's own making may refuse notes
+            with contextlib.suppress(
+                Exception
+            ):  # an error of the user's own making may refuse notes
                 if lines:
                     link.add_note(f"{where}:\n{''.join(lines)}")
         link = link.__cause__ or link.__context__

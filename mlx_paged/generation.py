@@ -1,4 +1,6 @@
-"""Generate text: ``generate`` and ``stream_generate`` with mlx-lm's signatures, on a basic or a paged cache."""
+"""Generate text: ``generate`` and ``stream_generate`` with mlx-lm's signatures, on a basic or a
+paged cache.
+"""
 
 from __future__ import annotations
 
@@ -38,15 +40,16 @@ class GenerationResponse:
     Args:
         text: the next piece of text, whole characters only; may be empty.
         token: the token it came from.
-        logprobs: ``[vocab_size]``, log-probabilities that the token was sampled from; ``None`` from an engine.
+        logprobs: ``[vocab_size]``, log-probabilities that the token was sampled from; ``None`` from
+            an engine.
         from_draft: always False; there is no draft model here.
         prompt_tokens: tokens in the prompt.
         prompt_tps: prompt tokens computed (reused ones not counted) per second.
         generation_tokens: tokens generated so far.
         generation_tps: of these, per second, after the first.
         peak_memory: peak memory used so far, in GB (1e9 bytes).
-        finish_reason: ``"stop"``, ``"length"`` (``max_tokens`` or ``max_model_len`` is reached, or the K/V budget used
-            up), ``None`` before.
+        finish_reason: ``"stop"``, ``"length"`` (``max_tokens`` or ``max_model_len`` is reached, or
+            the K/V budget used up), ``None`` before.
         cached_tokens: prompt tokens whose K/V were reused.
         kv_bytes: bytes of memory that the cache holds for K/V now.
         time_to_first_token: seconds from the call to the first token.
@@ -136,7 +139,8 @@ def generate_step(
     backend: str = "auto",
     max_model_len: int | None = None,
 ) -> Generator[tuple[int, mx.array], None, None]:
-    """Yield one token and its log-probabilities ``[vocab_size]`` after the other; as mlx-lm's ``generate_step``.
+    """Yield one token and its log-probabilities ``[vocab_size]`` after the other; as mlx-lm's
+    ``generate_step``.
 
     Args:
         prompt: token ids, at least one.
@@ -145,24 +149,32 @@ def generate_step(
         logits_processors: each maps (tokens so far, logits ``[1, vocab_size]``) to new logits.
         prefill_step_size: prompt tokens per step.
         prompt_progress_callback: called with the prompt tokens done so far and their total.
-        session: a conversation to go on with: the prompt is then the *whole* conversation, and what it shares with the
-            session's tokens is not computed again. It has a cache and a context limit already, so none of the
-            arguments below may be given with it.
+        session: a conversation to go on with: the prompt is then the *whole* conversation, and what
+            it shares with the session's tokens is not computed again. It has a cache and a context
+            limit already, so none of the arguments below may be given with it.
         kv, block_size, kv_cache_bytes, backend: what a cache is made from, "paged" or "basic"; see
             :func:`mlx_paged.engine.model_runner.make_kv_cache`.
-        max_model_len: the most tokens that prompt and answer have together; by default the context that the model was
-            made for.
+        max_model_len: the most tokens that prompt and answer have together; by default the context
+            that the model was made for.
 
     Raises:
-        ValueError: an argument of the wrong type or out of its range, an empty prompt, or a token id that the model
-            does not have; all at the call. While it runs: a sampler or processor that returns none of these.
+        ValueError: an argument of the wrong type or out of its range, an empty prompt, or a token
+            id that the model does not have; all at the call. While it runs: a sampler or processor
+            that returns none of these.
         TypeError: an argument that there is not; the message says what to use.
-        PromptTooLongError: the prompt leaves no room for an answer within ``max_model_len`` (at the call), or the
-            budget can't hold it.
+        PromptTooLongError: the prompt leaves no room for an answer within ``max_model_len`` (at the
+            call), or the budget can't hold it.
     """
     session = open_session(model, session, kv, block_size, kv_cache_bytes, backend, max_model_len)
     call = _Call.checked(
-        prompt, None, session, max_tokens, sampler, logits_processors, prefill_step_size, prompt_progress_callback
+        prompt,
+        None,
+        session,
+        max_tokens,
+        sampler,
+        logits_processors,
+        prefill_step_size,
+        prompt_progress_callback,
     )
     return _pairs(call)
 
@@ -195,7 +207,14 @@ def stream_generate(
     tokenizer = as_tokenizer(tokenizer)
     session = open_session(model, session, kv, block_size, kv_cache_bytes, backend, max_model_len)
     call = _Call.checked(
-        prompt, tokenizer, session, max_tokens, sampler, logits_processors, prefill_step_size, prompt_progress_callback
+        prompt,
+        tokenizer,
+        session,
+        max_tokens,
+        sampler,
+        logits_processors,
+        prefill_step_size,
+        prompt_progress_callback,
     )
     return _responses(call, tokenizer)
 
@@ -248,7 +267,9 @@ def generate(
             f"Prompt: {response.prompt_tokens} tokens ({response.cached_tokens} reused), "
             f"{response.prompt_tps:.3f} tokens-per-sec"
         )
-        print(f"Generation: {response.generation_tokens} tokens, {response.generation_tps:.3f} tokens-per-sec")
+        print(
+            f"Generation: {response.generation_tokens} tokens, {response.generation_tps:.3f} tokens-per-sec"
+        )
         print(f"Peak memory: {response.peak_memory:.3f} GB, K/V: {response.kv_bytes / 1e6:.1f} MB")
     return text
 
@@ -262,9 +283,13 @@ def open_session(
     backend: str = "auto",
     max_model_len: int | None = None,
 ) -> Session:
-    """``session`` if there is one, else a new one on a cache of its own; errors as ``make_kv_cache``."""
+    """``session`` if there is one, else a new one on a cache of its own; errors as
+    ``make_kv_cache``.
+    """
     if session is None:
-        cache = make_kv_cache(model, kv, block_size=block_size, kv_cache_bytes=kv_cache_bytes, backend=backend)
+        cache = make_kv_cache(
+            model, kv, block_size=block_size, kv_cache_bytes=kv_cache_bytes, backend=backend
+        )
         return Session(ModelRunner(model, cache), max_model_len=max_model_len)
     if not isinstance(session, Session):
         raise ValueError(f"[generate] session must be a Session, got {kind_of(session)}")
@@ -276,7 +301,9 @@ def open_session(
         ("max_model_len", max_model_len, None),
     ):
         if value != default:
-            raise ValueError(f"[generate] {name}={shown(value)} is a matter of the session; leave it out")
+            raise ValueError(
+                f"[generate] {name}={shown(value)} is a matter of the session; leave it out"
+            )
     return session
 
 
@@ -307,12 +334,16 @@ class _Call:
     ) -> _Call:
         limit = as_integer(max_tokens)
         if limit is None or limit == 0 or limit < -1:
-            raise ValueError(f"[generate] max_tokens must be positive, or -1 for no limit, got {shown(max_tokens)}")
+            raise ValueError(
+                f"[generate] max_tokens must be positive, or -1 for no limit, got {shown(max_tokens)}"
+            )
         step_size = check_integer("generate", "prefill_step_size", prefill_step_size, 1)
         if sampler is not None:
             check_callable("generate", "sampler", sampler, "a function, such as make_sampler(...)")
         if progress is not None:
-            check_callable("generate", "prompt_progress_callback", progress, "a function of two numbers")
+            check_callable(
+                "generate", "prompt_progress_callback", progress, "a function of two numbers"
+            )
         token_ids = read_prompt(prompt, tokenizer, session.runner.vocab_size).token_ids
         session.check_context(len(token_ids))
         return cls(
@@ -337,7 +368,9 @@ class _Call:
             logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
             return check_sampled(self.sampler(logprobs), 1), logprobs[0]
 
-        (sampled, logprobs), num_cached = session.prefill(tokens, head, self.prefill_step_size, self.progress)
+        (sampled, logprobs), num_cached = session.prefill(
+            tokens, head, self.prefill_step_size, self.progress
+        )
         for num_generated in itertools.count(1):
             tokens.append(check_sampled_token(read_ints(sampled)[0], vocab_size))
             has_room = session.cache.max_seq_len(session.seq) >= len(tokens) < session.max_model_len
@@ -353,7 +386,9 @@ def _pairs(call: _Call) -> Generator[tuple[int, mx.array], None, None]:
         yield step.token, step.logprobs
 
 
-def _responses(call: _Call, tokenizer: TokenizerWrapper) -> Generator[GenerationResponse, None, None]:
+def _responses(
+    call: _Call, tokenizer: TokenizerWrapper
+) -> Generator[GenerationResponse, None, None]:
     session, clock = call.session, call.clock
     stream = TextStream(tokenizer)
     num_shown = 0
@@ -370,7 +405,13 @@ def _responses(call: _Call, tokenizer: TokenizerWrapper) -> Generator[Generation
                 stream.finish()
             text, num_shown = stream.text[num_shown:], len(stream.text)
             yield clock.response(
-                text, step.token, step.logprobs, num_generated, finish_reason, step.cached_tokens, session.cache
+                text,
+                step.token,
+                step.logprobs,
+                num_generated,
+                finish_reason,
+                step.cached_tokens,
+                session.cache,
             )
             if finish_reason is not None:
                 return
@@ -384,12 +425,18 @@ def _checked_processors(processors: object) -> tuple[LogitsProcessor, ...]:
             f"[generate] logits_processors must be a list of functions, got {shown(processors)} ({kind_of(processors)})"
         )
     for index, processor in enumerate(processors):
-        check_callable("generate", f"logits_processors[{index}]", processor, "a function of tokens and logits")
+        check_callable(
+            "generate", f"logits_processors[{index}]", processor, "a function of tokens and logits"
+        )
     return tuple(processors)
 
 
 def _checked_logits(logits: object, shape: tuple[int, ...]) -> mx.array:
     if not isinstance(logits, mx.array) or logits.shape != shape:
-        what = f"an array of shape {logits.shape}" if isinstance(logits, mx.array) else kind_of(logits)
-        raise ValueError(f"[generate] a logits processor returns logits of shape {shape}, got {what}")
+        what = (
+            f"an array of shape {logits.shape}" if isinstance(logits, mx.array) else kind_of(logits)
+        )
+        raise ValueError(
+            f"[generate] a logits processor returns logits of shape {shape}, got {what}"
+        )
     return logits

@@ -46,7 +46,9 @@ def read_sampling_defaults(folder: Path) -> SamplingDefaults:
             f"[load] {file} can't be read: {' '.join(str(error).split())}; mend it or leave it out"
         ) from error
     do_sample = _value(config, file, "do_sample", lambda v: isinstance(v, bool), "true or false")
-    temperature = _value(config, file, "temperature", lambda v: _is_number(v, 0), "a number, at least 0")
+    temperature = _value(
+        config, file, "temperature", lambda v: _is_number(v, 0), "a number, at least 0"
+    )
     top_p = _value(config, file, "top_p", lambda v: _is_number(v, 0, 1), "a number within 0..1")
     top_k = _value(config, file, "top_k", _is_top_k, "a whole number, at least 0, or -1")
     min_p = _value(config, file, "min_p", lambda v: _is_number(v, 0, 1), "a number within 0..1")
@@ -54,13 +56,19 @@ def read_sampling_defaults(folder: Path) -> SamplingDefaults:
         return SamplingDefaults(temperature=0.0)
     if do_sample and temperature is None:
         temperature = 1.0
-    return SamplingDefaults(temperature, top_p, None if top_k is None else max(int(top_k), 0), min_p)
+    return SamplingDefaults(
+        temperature, top_p, None if top_k is None else max(int(top_k), 0), min_p
+    )
 
 
-def _value(config: dict[str, Any], file: Path, name: str, is_right: Callable[[Any], bool], what: str) -> Any:
+def _value(
+    config: dict[str, Any], file: Path, name: str, is_right: Callable[[Any], bool], what: str
+) -> Any:
     value = config.get(name)
     if value is not None and not is_right(value):
-        raise LoadError(f"[load] {name} in {file} must be {what}, got {shown(value)}; mend it or leave the file out")
+        raise LoadError(
+            f"[load] {name} in {file} must be {what}, got {shown(value)}; mend it or leave the file out"
+        )
     return value
 
 

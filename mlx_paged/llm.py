@@ -42,12 +42,13 @@ LONG_BATCH = 10
 class LLM:
     """A model and an :class:`Engine` for it.
 
-        llm = LLM("mlx-community/Qwen3-0.6B-4bit", kv_cache_bytes="2G")
-        outputs = llm.generate(["Once upon a time", "The capital of France is"], SamplingParams(max_tokens=50))
-        print(outputs[0].outputs[0].text)
+        llm = LLM("mlx-community/Qwen3-0.6B-4bit", kv_cache_bytes="2G") outputs =
+        llm.generate(["Once upon a time", "The capital of France is"],
+        SamplingParams(max_tokens=50)) print(outputs[0].outputs[0].text)
 
-    Several threads may call :meth:`generate` and :meth:`chat`: they take turns, a whole batch each. For requests that
-    come and go one by one, :class:`mlx_paged.AsyncEngine` computes those of all threads together.
+    Several threads may call :meth:`generate` and :meth:`chat`: they take turns, a whole batch each.
+    For requests that come and go one by one, :class:`mlx_paged.AsyncEngine` computes those of all
+    threads together.
 
     Args:
         model: a local folder, a Hugging Face repo, or a model that is loaded already.
@@ -76,7 +77,9 @@ class LLM:
             )
         if isinstance(model, Module):
             if adapter_path is not None:
-                raise ValueError("[llm] adapter_path is for a model that is loaded here; give it to load")
+                raise ValueError(
+                    "[llm] adapter_path is for a model that is loaded here; give it to load"
+                )
         else:
             if not isinstance(model, (str, Path)):
                 raise ValueError(
@@ -104,19 +107,21 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete prompts, together; their outputs in the order of the prompts.
 
-        A prompt that fails (empty, too long for the budget, a failing logits processor) fails alone: its output has an
-        ``error``, and finish reason ``"error"``.
+        A prompt that fails (empty, too long for the budget, a failing logits processor) fails
+        alone: its output has an ``error``, and finish reason ``"error"``.
 
         Args:
-            prompts: texts, token ids, or vLLM's dicts ``{"prompt": text}`` and ``{"prompt_token_ids": ids}``;
-                one alone is a list of one. A sequence that begins with a number is one prompt.
+            prompts: texts, token ids, or vLLM's dicts ``{"prompt": text}`` and
+                ``{"prompt_token_ids": ids}``; one alone is a list of one. A sequence that begins
+                with a number is one prompt.
             sampling_params: for all, or one for each; ``None`` is greedy.
-            use_tqdm: show a progress bar on stderr; by default for 10 prompts or more, on a terminal.
+            use_tqdm: show a progress bar on stderr; by default for 10 prompts or more, on a
+                terminal.
             priority: one for each; lower runs earlier.
 
         Raises:
-            ValueError: an argument of the wrong type, or not as many ``sampling_params`` or priorities as
-                prompts; nothing is queued.
+            ValueError: an argument of the wrong type, or not as many ``sampling_params`` or
+                priorities as prompts; nothing is queued.
             RuntimeError: the call comes from inside another one, such as from a logits processor.
             KeyboardInterrupt: Ctrl-C, between two steps; the requests are aborted.
         """
@@ -132,14 +137,17 @@ class LLM:
         use_tqdm: bool | None = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """As :meth:`generate`, for one conversation or several, written by the model's chat template.
+        """As :meth:`generate`, for one conversation or several, written by the model's chat
+        template.
 
-        A conversation whose messages are wrong, or that the template refuses, fails alone like a prompt.
+        A conversation whose messages are wrong, or that the template refuses, fails alone like a
+        prompt.
 
         Args:
-            messages: one conversation, a list of messages, or a list of conversations; a message has a
-                ``role`` and a ``content``: text, or a list of text parts.
-            chat_template_kwargs: variables of the template, such as ``enable_thinking`` or ``tools``.
+            messages: one conversation, a list of messages, or a list of conversations; a message
+                has a ``role`` and a ``content``: text, or a list of text parts.
+            chat_template_kwargs: variables of the template, such as ``enable_thinking`` or
+                ``tools``.
             Others, and errors raised: see :meth:`generate`.
 
         Raises:
@@ -147,9 +155,13 @@ class LLM:
         """
         tokenizer = self.tokenizer
         if tokenizer is None or not tokenizer.has_chat_template:
-            raise ValueError("[chat] the model's tokenizer has no chat template; use generate for plain text")
+            raise ValueError(
+                "[chat] the model's tokenizer has no chat template; use generate for plain text"
+            )
         template_options = checked_template_options(chat_template_kwargs)
-        prompts = [_render(tokenizer, each, template_options) for each in split_conversations(messages)]
+        prompts = [
+            _render(tokenizer, each, template_options) for each in split_conversations(messages)
+        ]
         return self._generate(prompts, sampling_params, use_tqdm, priority)
 
     def stats(self) -> EngineStats:
@@ -157,7 +169,11 @@ class LLM:
         return self.engine.stats()
 
     def _generate(
-        self, prompts: Sequence[Prompt | Exception], sampling_params: object, use_tqdm: bool | None, priority: object
+        self,
+        prompts: Sequence[Prompt | Exception],
+        sampling_params: object,
+        use_tqdm: bool | None,
+        priority: object,
     ) -> list[RequestOutput]:
         """The outputs of prompts; one that is an exception stands for a prompt that failed before."""
         params = one_for_each("sampling_params", sampling_params, len(prompts), checked_params)
@@ -165,7 +181,9 @@ class LLM:
         if use_tqdm is None:
             use_tqdm = len(prompts) >= LONG_BATCH and sys.stderr.isatty()
         if not isinstance(use_tqdm, bool):
-            raise ValueError(f"[generate] use_tqdm must be True, False or None, got {shown(use_tqdm)}")
+            raise ValueError(
+                f"[generate] use_tqdm must be True, False or None, got {shown(use_tqdm)}"
+            )
         if self._turn.locked() and self._turn_of == threading.get_ident():
             raise RuntimeError(
                 "[generate] it was called from inside a call of the same LLM; make a second LLM for that"
@@ -182,7 +200,9 @@ class LLM:
         from tqdm import tqdm
 
         self._turn_of = threading.get_ident()
-        requests = dict(zip(itertools.islice(self._request_ids, len(prompts)), prompts, strict=True))
+        requests = dict(
+            zip(itertools.islice(self._request_ids, len(prompts)), prompts, strict=True)
+        )
         with (
             tqdm(total=len(prompts), unit="prompt", disable=not use_tqdm) as bar,
             wired_limit(self.engine.model),
@@ -210,7 +230,9 @@ class LLM:
     ) -> dict[str, RequestOutput]:
         """Queue the requests; returns the outputs of those that failed at once."""
         outputs = {}
-        for (request_id, prompt), prompt_params, priority in zip(requests.items(), params, priorities, strict=True):
+        for (request_id, prompt), prompt_params, priority in zip(
+            requests.items(), params, priorities, strict=True
+        ):
             try:
                 if isinstance(prompt, Exception):
                     raise prompt
@@ -220,7 +242,11 @@ class LLM:
         return outputs
 
     def _run(
-        self, requests: Mapping[str, object], outputs: dict[str, RequestOutput], bar: tqdm, interrupted: Sequence[int]
+        self,
+        requests: Mapping[str, object],
+        outputs: dict[str, RequestOutput],
+        bar: tqdm,
+        interrupted: Sequence[int],
     ) -> None:
         num_tokens = 0
         while len(outputs) < len(requests):
@@ -231,7 +257,9 @@ class LLM:
                 if output.finished and output.request_id in requests:
                     outputs[output.request_id] = output
                     num_tokens += sum(len(completion.token_ids) for completion in output.outputs)
-                    bar.set_postfix_str(f"{num_tokens / max(1e-9, bar.format_dict['elapsed']):.1f} tok/s")
+                    bar.set_postfix_str(
+                        f"{num_tokens / max(1e-9, bar.format_dict['elapsed']):.1f} tok/s"
+                    )
                     bar.update()
 
     def _abort(self, requests: Mapping[str, object]) -> None:
@@ -249,17 +277,26 @@ def _render(
     try:
         text = render_chat(tokenizer, conversation, **template_options)
         # The template writes the special tokens.
-        return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+        return {
+            "prompt": text,
+            "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False),
+        }
     except ChatTemplateError as error:
         return error
     except Exception as error:
-        return ChatTemplateError(f"[chat] the tokenizer can't encode the conversation: {reason(error)}")
+        return ChatTemplateError(
+            f"[chat] the tokenizer can't encode the conversation: {reason(error)}"
+        )
 
 
-def _failed(request_id: str, prompt: object, params: SamplingParams | None, error: Exception) -> RequestOutput:
+def _failed(
+    request_id: str, prompt: object, params: SamplingParams | None, error: Exception
+) -> RequestOutput:
     text, token_ids = _as_given(prompt)
     num_completions = params.n if params is not None else 1
-    completions = [CompletionOutput(index, finish_reason="error") for index in range(num_completions)]
+    completions = [
+        CompletionOutput(index, finish_reason="error") for index in range(num_completions)
+    ]
     forget_frames(error)
     return RequestOutput(request_id, text, token_ids, completions, finished=True, error=error)
 

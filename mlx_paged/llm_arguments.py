@@ -1,4 +1,6 @@
-"""The arguments of :class:`LLM`'s calls, which take one of a thing or several: told apart and checked."""
+"""The arguments of :class:`LLM`'s calls, which take one of a thing or several: told apart and
+checked.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ _WANTED = {
 }
 
 
-def one_for_each(name: str, given: object, num_prompts: int, checked: Callable[[str, object], T]) -> list[T]:
+def one_for_each(
+    name: str, given: object, num_prompts: int, checked: Callable[[str, object], T]
+) -> list[T]:
     """``given`` for each prompt: one of a sequence each, or the same for all.
 
     Raises:
@@ -30,9 +34,13 @@ def one_for_each(name: str, given: object, num_prompts: int, checked: Callable[[
     tolist = getattr(given, "tolist", None)
     values = tolist() if callable(tolist) else given
     if isinstance(values, (str, bytes, bytearray)) or not isinstance(values, Sequence):
-        raise ValueError(f"[generate] {name} must be {_WANTED[name]}, got {shown(given)} ({kind_of(given)})")
+        raise ValueError(
+            f"[generate] {name} must be {_WANTED[name]}, got {shown(given)} ({kind_of(given)})"
+        )
     if len(values) != num_prompts:
-        raise ValueError(f"[generate] {len(values)} {name} for {num_prompts} prompts; give one for each")
+        raise ValueError(
+            f"[generate] {len(values)} {name} for {num_prompts} prompts; give one for each"
+        )
     return [checked(f"{name}[{index}]", value) for index, value in enumerate(values)]
 
 
@@ -40,20 +48,28 @@ def checked_params(name: str, value: object) -> SamplingParams | None:
     if value is None or isinstance(value, SamplingParams):
         return value
     way_out = "; write SamplingParams(**...)" if isinstance(value, Mapping) else ""
-    raise ValueError(f"[generate] {name} must be SamplingParams, got {shown(value)} ({kind_of(value)}){way_out}")
+    raise ValueError(
+        f"[generate] {name} must be SamplingParams, got {shown(value)} ({kind_of(value)}){way_out}"
+    )
 
 
 def checked_priority(name: str, value: object) -> int:
     priority = 0 if value is None and name == "priority" else as_integer(value)
     if priority is None:
-        raise ValueError(f"[generate] {name} must be a whole number, got {shown(value)} ({kind_of(value)})")
+        raise ValueError(
+            f"[generate] {name} must be a whole number, got {shown(value)} ({kind_of(value)})"
+        )
     return priority
 
 
 def split_conversations(messages: object) -> list[Any]:
-    """The conversations of a call that takes one or several: several begin with a list, one with a message."""
+    """The conversations of a call that takes one or several: several begin with a list, one with a
+    message.
+    """
     if isinstance(messages, Mapping):
-        raise ValueError("[chat] messages must be a list of messages, got one message; write [message]")
+        raise ValueError(
+            "[chat] messages must be a list of messages, got one message; write [message]"
+        )
     if isinstance(messages, (str, bytes, bytearray)) or not isinstance(messages, Sequence):
         raise ValueError(
             f"[chat] messages must be a list of messages or a list of such lists, got {kind_of(messages)}; "
@@ -75,7 +91,15 @@ def _is_conversation(value: object) -> bool:
 
 # The template does not see these: they are arguments of the functions that render it.
 _NO_VARIABLES = frozenset(
-    ("tokenizer", "messages", "conversation", "tokenize", "return_dict", "return_tensors", "chat_template")
+    (
+        "tokenizer",
+        "messages",
+        "conversation",
+        "tokenize",
+        "return_dict",
+        "return_tensors",
+        "chat_template",
+    )
 )
 
 
@@ -87,5 +111,7 @@ def checked_template_options(options: object) -> Mapping[str, Any]:
             f"[chat] chat_template_kwargs must be a dict of the template's variables, got {shown(options)}"
         )
     for name in sorted(_NO_VARIABLES.intersection(options)):
-        raise ValueError(f"[chat] chat_template_kwargs[{name!r}] is no variable of a chat template; leave it out")
+        raise ValueError(
+            f"[chat] chat_template_kwargs[{name!r}] is no variable of a chat template; leave it out"
+        )
     return options

@@ -17,12 +17,16 @@ MIN_KV_CACHE_BYTES = 64 * 2**20
 
 
 def default_kv_cache_bytes(weight_nbytes: int) -> int:
-    """``DEVICE_SHARE`` of what Metal recommends as working set, else ``HOST_SHARE`` of physical memory, less the
-    weights.
+    """``DEVICE_SHARE`` of what Metal recommends as working set, else ``HOST_SHARE`` of physical
+    memory, less the weights.
 
     At least ``MIN_KV_CACHE_BYTES``. It is a limit, not an allocation: a paged cache grows into it.
     """
-    recommended = mx.device_info().get("max_recommended_working_set_size") if mx.metal.is_available() else None
+    recommended = (
+        mx.device_info().get("max_recommended_working_set_size")
+        if mx.metal.is_available()
+        else None
+    )
     if isinstance(recommended, int) and recommended > 0:
         usable = int(DEVICE_SHARE * recommended)
     else:
@@ -32,7 +36,9 @@ def default_kv_cache_bytes(weight_nbytes: int) -> int:
 
 @contextlib.contextmanager
 def wired_limit(model: nn.Module) -> Iterator[None]:
-    """mlx-lm's ``wired_limit``: while the model runs, as much memory may stay wired as Metal recommends."""
+    """mlx-lm's ``wired_limit``: while the model runs, as much memory may stay wired as Metal
+    recommends.
+    """
     from mlx_lm.generate import wired_limit as mlx_lm_wired_limit
 
     with contextlib.ExitStack() as stack:

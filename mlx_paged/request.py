@@ -30,16 +30,21 @@ SeqId = Hashable
 @constructor_refuses_unknown_arguments("params")
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request is sampled and when it ends. Names as in vLLM, defaults as in mlx-lm: greedy, 256 tokens.
+    """How one request is sampled and when it ends. Names as in vLLM, defaults as in mlx-lm: greedy,
+    256 tokens.
 
     Args:
-        n: completions of the same prompt, 1 to 16,384; the prompt is computed once, and each has its own draws.
+        n: completions of the same prompt, 1 to 16,384; the prompt is computed once, and each has
+            its own draws.
         temperature: 0 takes the most likely token and ignores top_p, top_k and min_p.
-        top_p: keep the most likely tokens that together reach this probability, above 0; 1 keeps all.
+        top_p: keep the most likely tokens that together reach this probability, above 0; 1 keeps
+            all.
         top_k: keep so many of the most likely tokens; 0 keeps all.
         min_p: keep tokens at least this likely, relative to the most likely one; 0 keeps all.
-        seed: of this request's draws, which then depend on nothing else that runs; ``None`` takes a fresh one.
-        repetition_penalty: above 1, tokens of prompt and answer become less likely (Keskar et al. 2019); 1 is off.
+        seed: of this request's draws, which then depend on nothing else that runs; ``None`` takes a
+            fresh one.
+        repetition_penalty: above 1, tokens of prompt and answer become less likely (Keskar et al.
+            2019); 1 is off.
         presence_penalty: taken from the logits of tokens that the answer has; 0 is off.
         frequency_penalty: the same, for each time that the answer has them; 0 is off.
         logit_bias: added to the logits of these token ids.
@@ -47,10 +52,12 @@ class SamplingParams:
         stop_token_ids: end at the first of these tokens, whose text is left out.
         ignore_eos: go on after the model's end-of-sequence tokens.
         max_tokens: end after so many; -1 goes on until the K/V budget is used up.
-        logprobs: how many of the most likely tokens to report with their log-probabilities, 0 to 20, besides the
-            sampled one; of the model's own logits, before penalties and temperature. ``None`` reports none.
-        logits_processors: as mlx-lm's: each maps (token ids so far ``[num_tokens]``, logits ``[1, vocab_size]``) to
-            new logits, after the penalties. One that raises fails its request and no other.
+        logprobs: how many of the most likely tokens to report with their log-probabilities, 0 to
+            20, besides the sampled one; of the model's own logits, before penalties and
+            temperature. ``None`` reports none.
+        logits_processors: as mlx-lm's: each maps (token ids so far ``[num_tokens]``, logits ``[1,
+            vocab_size]``) to new logits, after the penalties. One that raises fails its request and
+            no other.
 
     Raises:
         ValueError: a value out of its range, named.
@@ -89,18 +96,37 @@ class SamplingParams:
         ):
             value = getattr(self, name)
             _check(name, value, _is_number(value) and is_in_range(value), what)
-        _check("n", self.n, _is_whole(self.n) and 1 <= self.n <= MAX_COMPLETIONS, f"within 1..{MAX_COMPLETIONS}")
-        _check("top_k", self.top_k, _is_whole(self.top_k) and self.top_k >= 0, "a whole number, at least 0")
-        _check("seed", self.seed, self.seed is None or _is_whole(self.seed), "a whole number or None")
+        _check(
+            "n",
+            self.n,
+            _is_whole(self.n) and 1 <= self.n <= MAX_COMPLETIONS,
+            f"within 1..{MAX_COMPLETIONS}",
+        )
+        _check(
+            "top_k",
+            self.top_k,
+            _is_whole(self.top_k) and self.top_k >= 0,
+            "a whole number, at least 0",
+        )
+        _check(
+            "seed", self.seed, self.seed is None or _is_whole(self.seed), "a whole number or None"
+        )
         for token, bias in self.logit_bias.items():
             is_right = _is_whole(token) and token >= 0 and (_is_number(bias) or bias == -math.inf)
-            _check("logit_bias", {token: bias}, is_right, "a mapping of token ids to numbers, or -inf")
+            _check(
+                "logit_bias", {token: bias}, is_right, "a mapping of token ids to numbers, or -inf"
+            )
         for text in self.stop:
             _check("stop", text, isinstance(text, str) and text != "", "texts that are not empty")
         for token in self.stop_token_ids:
             _check("stop_token_ids", token, _is_whole(token) and token >= 0, "token ids")
         limit = self.max_tokens
-        _check("max_tokens", limit, _is_whole(limit) and (limit == -1 or limit >= 1), "at least 1, or -1 for no limit")
+        _check(
+            "max_tokens",
+            limit,
+            _is_whole(limit) and (limit == -1 or limit >= 1),
+            "at least 1, or -1 for no limit",
+        )
         count = self.logprobs
         is_right = count is None or (_is_whole(count) and 0 <= count <= MAX_LOGPROBS)
         _check("logprobs", count, is_right, f"within 0..{MAX_LOGPROBS}, or None")
@@ -110,7 +136,11 @@ class SamplingParams:
     def _normalise(self, name: str, kind: type, value: object) -> None:
         try:
             value = kind(() if value is None else value)
-        except (TypeError, ValueError, IndexError):  # what MLX 0.32.2 raises for an array of no dimension
+        except (
+            TypeError,
+            ValueError,
+            IndexError,
+        ):  # what MLX 0.32.2 raises for an array of no dimension
             _check(name, value, False, "a mapping" if kind is dict else "a sequence")
         object.__setattr__(self, name, value)
 
@@ -120,7 +150,8 @@ class SamplingParams:
 
 
 def _is_whole(value: object) -> TypeGuard[int]:
-    # To a type checker, an integer of numpy is no numbers.Integral and numbers.Integral can't be compared.
+    # To a type checker, an integer of numpy is no numbers.Integral and numbers.Integral can't be
+    # compared.
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
@@ -146,7 +177,9 @@ def check_request_id(request_id: object) -> str:
 
 
 def check_priority(priority: object) -> int:
-    """Raises ``ValueError`` unless the priority is a whole number of at most 31 bits; returns it as an ``int``."""
+    """Raises ``ValueError`` unless the priority is a whole number of at most 31 bits; returns it as
+    an ``int``.
+    """
     if not _is_whole(priority) or abs(int(priority)) > MAX_PRIORITY:
         raise ValueError(
             f"[engine] priority must be a whole number within -{MAX_PRIORITY}..{MAX_PRIORITY}, got {shown(priority)}"
@@ -155,9 +188,13 @@ def check_priority(priority: object) -> int:
 
 
 def check_cache_salt(cache_salt: object) -> str | None:
-    """Raises ``ValueError`` unless the salt is ``None`` or a text that is not empty; returns it as a ``str``."""
+    """Raises ``ValueError`` unless the salt is ``None`` or a text that is not empty; returns it as
+    a ``str``.
+    """
     if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
-        raise ValueError(f"[engine] cache_salt must be a text that is not empty, or None, got {shown(cache_salt)}")
+        raise ValueError(
+            f"[engine] cache_salt must be a text that is not empty, or None, got {shown(cache_salt)}"
+        )
     # A text of a type of its own would be no key of a hash, or another one than an equal text.
     return None if cache_salt is None else str.__str__(cache_salt)
 
@@ -170,10 +207,12 @@ class RequestStatus(Enum):
 
 
 class Request:
-    """One sequence on its way through the engine: a completion of a prompt, its tokens, and how far it is computed.
+    """One sequence on its way through the engine: a completion of a prompt, its tokens, and how far
+    it is computed.
 
-    There is no prefill phase and no decode phase: the work that is left is ``num_tokens - num_computed_tokens``.
-    A request for n completions begins as one sequence and is forked when its prompt is computed.
+    There is no prefill phase and no decode phase: the work that is left is ``num_tokens -
+    num_computed_tokens``. A request for n completions begins as one sequence and is forked when its
+    prompt is computed.
 
     Attributes:
         seq_id: its name in the cache: the request's id and the index of the completion.
@@ -182,8 +221,8 @@ class Request:
         block_hashes: of its full blocks, as far as they were hashed.
         cache_salt: requests with different salts never share K/V.
         num_cached_tokens: prompt tokens that were found in the prefix cache when it first ran.
-        order: its place in the queue, given when the scheduler takes it; the lowest runs first, the highest is
-            preempted first.
+        order: its place in the queue, given when the scheduler takes it; the lowest runs first, the
+            highest is preempted first.
         sampling_state: what the sampler keeps between two tokens.
     """
 
@@ -284,7 +323,8 @@ class Request:
         return child
 
     def restart(self, num_output_tokens: int) -> None:
-        """Keep the first tokens of the answer and forget all else, as if no step had computed anything.
+        """Keep the first tokens of the answer and forget all else, as if no step had computed
+        anything.
 
         The tokens that are forgotten come again: a draw depends on the seed and the position alone.
         """
@@ -304,7 +344,9 @@ class Request:
 
 @dataclass(frozen=True)
 class Logprob:
-    """One token's log-probability at a position, its rank there (1 is the most likely) and its text."""
+    """One token's log-probability at a position, its rank there (1 is the most likely) and its
+    text.
+    """
 
     logprob: float
     rank: int
@@ -319,8 +361,8 @@ class CompletionOutput:
         text: whole characters only; what may become a stop text is held back until it is known.
         cumulative_logprob: sum over the tokens, where ``logprobs`` were asked for.
         logprobs: for each token, those of the most likely tokens and of itself.
-        finish_reason: ``"stop"`` (end of sequence, stop token or stop text), ``"length"`` (``max_tokens``, or the K/V
-            budget), ``"abort"``, ``"error"``, or ``None``: goes on.
+        finish_reason: ``"stop"`` (end of sequence, stop token or stop text), ``"length"``
+            (``max_tokens``, or the K/V budget), ``"abort"``, ``"error"``, or ``None``: goes on.
         stop_reason: the stop text or token id that ended it; ``None`` for the end of sequence.
     """
 

@@ -1,8 +1,9 @@
-"""Samplers: functions from log-probabilities ``[num_seqs, vocab_size]`` to token ids ``[num_seqs]``.
+"""Samplers: functions from log-probabilities ``[num_seqs, vocab_size]`` to token ids
+``[num_seqs]``.
 
-They are mlx-lm's own; here their arguments are checked first. mlx-lm takes any number in silence, and where it does
-raise, it is inside a function that MLX compiles, which fails from then on for every sampler of the process.
-"""
+They are mlx-lm's own; here their arguments are checked first. mlx-lm takes any number in silence,
+and where it does raise, it is inside a function that MLX compiles, which fails from then on for
+every sampler of the process."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def make_sampler(
         top_p: keep the most likely tokens that together reach this probability; 0 and 1 keep all.
         min_p: keep tokens at least this likely, relative to the most likely one.
         min_tokens_to_keep: as many survive ``min_p`` in any case.
-        top_k: keep so many of the most likely tokens; 0, and as many as there are or more, keep all.
+        top_k: keep so many of the most likely tokens; 0, and as many as there are or more, keep
+            all.
 
     Raises:
         ValueError: a value of another type, or out of its range.
@@ -46,7 +48,8 @@ def make_sampler(
     from mlx_lm.sample_utils import make_sampler as make_mlx_lm_sampler
 
     def make(vocab_size: float) -> Sampler:
-        # Of as many tokens as there are, or more, mlx-lm's filters can't choose; they would keep them all.
+        # Of as many tokens as there are, or more, mlx-lm's filters can't choose; they would keep
+        # them all.
         return make_mlx_lm_sampler(
             temp=temp,
             top_p=top_p,
@@ -66,13 +69,16 @@ def make_sampler(
 
 
 def check_sampled(sampled: object, num_seqs: int) -> mx.array:
-    """What a sampler returned, if it can be token ids ``[num_seqs]``; their values are not looked at.
+    """What a sampler returned, if it can be token ids ``[num_seqs]``; their values are not looked
+    at.
 
     Raises:
         ValueError: no array, or one of another shape or dtype.
     """
     if not isinstance(sampled, mx.array):
-        raise ValueError(f"[sampler] a sampler returns an array of token ids, got {kind_of(sampled)}")
+        raise ValueError(
+            f"[sampler] a sampler returns an array of token ids, got {kind_of(sampled)}"
+        )
     if sampled.shape != (num_seqs,) or sampled.dtype not in _INTEGER_DTYPES:
         raise ValueError(
             f"[sampler] a sampler returns integers of shape ({num_seqs},), got {sampled.dtype} of shape "
@@ -88,5 +94,7 @@ def check_sampled_token(token: int, vocab_size: int) -> int:
         ValueError: it is outside the vocabulary.
     """
     if not 0 <= token < vocab_size:
-        raise ValueError(f"[sampler] the sampler chose token {token}, outside the model's vocabulary of {vocab_size}")
+        raise ValueError(
+            f"[sampler] the sampler chose token {token}, outside the model's vocabulary of {vocab_size}"
+        )
     return token

@@ -1,4 +1,6 @@
-"""What several folders of tests share: a compiler for the Metal emulator, or the reason why there is none."""
+"""What several folders of tests share: a compiler for the Metal emulator, or the reason why there
+is none.
+"""
 
 import pytest
 

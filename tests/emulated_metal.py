@@ -14,10 +14,13 @@ from mlx_paged.ops import backends, in_place, kernels
 
 @contextmanager
 def emulated_metal(checks: Checks | None = None) -> Iterator[list[Call]]:
-    """``backend="metal"`` runs the kernels on the emulator inside, and ``"auto"`` chooses it; yields the trace."""
+    """``backend="metal"`` runs the kernels on the emulator inside, and ``"auto"`` chooses it;
+    yields the trace.
+    """
     with MonkeyPatch.context() as patch, patched(checks) as trace:
         patch.setattr(backends, "metal_is_there", lambda: True)
-        # The check at start-up has a slab of a megabyte and many turns, which take the emulator seconds.
+        # The check at start-up has a slab of a megabyte and many turns, which take the emulator
+        # seconds.
         for name, value in (("NUM_BLOCKS", 4), ("NUM_KV_HEADS", 1), ("NUM_TURNS", 2)):
             patch.setattr(in_place, name, value)
         kernels.kernel.cache_clear()

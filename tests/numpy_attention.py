@@ -1,8 +1,9 @@
-"""The formula of attention in float64 numpy, and random paged problems to hold the operations against.
+"""The formula of attention in float64 numpy, and random paged problems to hold the operations
+against.
 
-Nothing here reads a slab the way ``mlx_paged.ops`` does: the dense K and V of each sequence are drawn first and
-scattered into poisoned slabs with numpy, so what the formula sees never went through a block table.
-"""
+Nothing here reads a slab the way ``mlx_paged.ops`` does: the dense K and V of each sequence are
+drawn first and scattered into poisoned slabs with numpy, so what the formula sees never went
+through a block table."""
 
 from __future__ import annotations
 
@@ -28,11 +29,11 @@ def attention(
     window: int | None = None,
     sinks: np.ndarray | None = None,  # [num_heads]
 ) -> np.ndarray:
-    """Causal attention of one sequence, whose queries are its last positions: ``softmax(scale * q k^T) v`` per head.
+    """Causal attention of one sequence, whose queries are its last positions: ``softmax(scale * q
+    k^T) v`` per head.
 
-    A window of n sees the current token and the n - 1 before it. A sink is one more logit of its query head that enters
-    the denominator of the softmax and brings no value.
-    """
+    A window of n sees the current token and the n - 1 before it. A sink is one more logit of its
+    query head that enters the denominator of the softmax and brings no value."""
     visible = _visible(q.shape[0], k.shape[0], window)
     group = q.shape[1] // k.shape[1]
     out = np.empty(q.shape)
@@ -59,7 +60,9 @@ def attention_in_mlx(
     window: int | None = None,
     sinks: mx.array | None = None,  # [num_heads]
 ) -> mx.array:
-    """The same formula, dense, in MLX and in the dtype of ``k``: its distance from float64 is what rounding costs."""
+    """The same formula, dense, in MLX and in the dtype of ``k``: its distance from float64 is what
+    rounding costs.
+    """
     group = q.shape[1] // k.shape[1]
     queries = q.astype(k.dtype).swapaxes(0, 1)
     keys, values = (mx.repeat(rows.swapaxes(0, 1), group, axis=0) for rows in (k, v))
@@ -110,7 +113,11 @@ class PagedProblem:
 
     def alone(self, seq: int) -> tuple:
         """What the operations take for sequence ``seq`` by itself, in the same slabs."""
-        tables, context_lens, query_lens = [self.tables[seq]], [self.context_lens[seq]], [self.query_lens[seq]]
+        tables, context_lens, query_lens = (
+            [self.tables[seq]],
+            [self.context_lens[seq]],
+            [self.query_lens[seq]],
+        )
         one = AttentionMetadata.build(tables, context_lens, query_lens, self.kv.block_size)
         return self.dense[seq][0], self.kv, one, self.scale, self.window, self.sinks
 
@@ -130,8 +137,13 @@ class PagedProblem:
 
     @cached_property
     def allowed_errors(self) -> tuple[float, ...]:
-        """For each sequence twice what the dense formula loses in this dtype, and one rounding of the result."""
-        dense = [to_float64(attention_in_mlx(*rows, self.scale, self.window, self.sinks)) for rows in self.dense]
+        """For each sequence twice what the dense formula loses in this dtype, and one rounding of
+        the result.
+        """
+        dense = [
+            to_float64(attention_in_mlx(*rows, self.scale, self.window, self.sinks))
+            for rows in self.dense
+        ]
         return tuple(
             2 * float(np.abs(lossy - exact).max()) + eps(self.kv.dtype) * float(np.abs(exact).max())
             for lossy, exact in zip(dense, self.exact, strict=True)
@@ -139,7 +151,9 @@ class PagedProblem:
 
 
 def assert_matches_formula(out: mx.array, problem: PagedProblem) -> None:
-    """Each sequence by its own measure, so that a long context can't hide behind the rounding of a short one."""
+    """Each sequence by its own measure, so that a long context can't hide behind the rounding of a
+    short one.
+    """
     assert out.shape == problem.q.shape
     result = to_float64(out)
     for seq in range(len(problem.context_lens)):
@@ -171,11 +185,13 @@ def make_problem(
     """A random ragged batch in slabs whose unused slots are poisoned.
 
     Args:
-        query_lens: one number means runs of that length, or of the whole context where that is shorter.
-        order: of the block ids: ``adjacent``; ``long_runs`` of 11 adjacent ids in random order; ``reversed``;
-            ``shuffled``; ``shared``: shuffled, and full blocks before the new tokens are those of the longest context.
-        poison: ``large``: unused slots hold +-10,000; ``nan_keys``: those of K hold NaN and infinities instead;
-            ``nan_values``: those of V do.
+        query_lens: one number means runs of that length, or of the whole context where that is
+            shorter.
+        order: of the block ids: ``adjacent``; ``long_runs`` of 11 adjacent ids in random order;
+            ``reversed``; ``shuffled``; ``shared``: shuffled, and full blocks before the new tokens
+            are those of the longest context.
+        poison: ``large``: unused slots hold +-10,000; ``nan_keys``: those of K hold NaN and
+            infinities instead; ``nan_values``: those of V do.
         score_offsets: from a context length to what is added to the score of each position, in
             steps of 10: channel 0 of the queries holds 16 and that of the keys brings the rest.
     """

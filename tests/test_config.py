@@ -6,7 +6,13 @@ import pytest
 
 from mlx_paged.config import KVBudget, KVCacheConfig
 
-SHAPE = {"num_layers": 28, "num_kv_heads": 8, "head_dim": 128, "dtype": "bfloat16", "block_size": 16}
+SHAPE = {
+    "num_layers": 28,
+    "num_kv_heads": 8,
+    "head_dim": 128,
+    "dtype": "bfloat16",
+    "block_size": 16,
+}
 
 
 @pytest.mark.parametrize(
@@ -29,7 +35,9 @@ def test_a_budget_is_bytes_with_a_unit_or_blocks(text: str, budget: KVBudget):
     assert KVBudget.parse(text) == budget
 
 
-@pytest.mark.parametrize("text", ["", "much", "-5", "5X", "0", "0.2", "0blocks", "1.5blocks", "G", "1e9", "1 2"])
+@pytest.mark.parametrize(
+    "text", ["", "much", "-5", "5X", "0", "0.2", "0blocks", "1.5blocks", "G", "1e9", "1 2"]
+)
 def test_what_is_no_budget_is_refused(text: str):
     with pytest.raises(ValueError, match=r"\[kv-cache-bytes\]"):
         KVBudget.parse(text)
@@ -51,7 +59,9 @@ def test_the_cache_within_a_budget_in_bytes_never_exceeds_it():
 
 
 def test_a_budget_below_one_block_is_refused_with_the_sum():
-    with pytest.raises(ValueError, match=r"holds no block: .* take 2 \* 1835008 = 3670016 bytes; raise"):
+    with pytest.raises(
+        ValueError, match=r"holds no block: .* take 2 \* 1835008 = 3670016 bytes; raise"
+    ):
         KVCacheConfig.within(KVBudget(nbytes=3_670_015), **SHAPE)
 
 

@@ -24,8 +24,8 @@ def cost_model(benchmark_scripts):
     return benchmark_scripts("cost_model")
 
 
-# What is new in each: two partitions; rows from inputs; a shared tile and an odd group; a window, and a ragged batch
-# of which one sequence needs no merge.
+# What is new in each: two partitions; rows from inputs; a shared tile and an odd group; a window,
+# and a ragged batch of which one sequence needs no merge.
 CASES = {
     "two partitions": ((257,), (1,), 2, {}),
     "rows from inputs": ((300,), (1,), 2, {"has_rows": True}),
@@ -52,7 +52,9 @@ def test_kernels_load_each_row_of_keys_and_values_once(cost_model):
         assert count["partials_loaded"] >= count["partials_stored"] > 0, name
     # The least, by hand: K and V, tokens that a query sees, KV heads, bytes of a row.
     assert counts["two partitions"]["least"]["kv_loaded"] == 2 * 257 * 2 * 256
-    assert counts["a window in a ragged batch"]["least"]["kv_loaded"] == 2 * (280 + 16 + 280) * 2 * 256
+    assert (
+        counts["a window in a ragged batch"]["least"]["kv_loaded"] == 2 * (280 + 16 + 280) * 2 * 256
+    )
     assert counts["rows from inputs"]["rows_stored"] == 2 * 1 * 2 * 256
     assert gather["kv_slab_loaded"] == gather["dense_stored"] == gather["least"]
 
@@ -89,7 +91,22 @@ def test_the_cost_model_says_what_it_lacks(cost_model, monkeypatch, tmp_path):
 def test_the_quick_attention_benchmark_agrees_and_writes_json(benchmark_scripts, tmp_path):
     attention = benchmark_scripts("attention")
     out = tmp_path / "attention.json"
-    attention.main(["--quick", "--backend", "reference", "--turns", "1", "--pools", "100", "200", "--out", str(out)])
+    attention.main(
+        [
+            "--quick",
+            "--backend",
+            "reference",
+            "--turns",
+            "1",
+            "--pools",
+            "100",
+            "200",
+            "--out",
+            str(out),
+        ]
+    )
     results = json.loads(out.read_text())["results"]
     assert len(results["attention"]) == 16 and len(results["append"]) == 2
-    assert all(row["largest_difference"] < attention.TOLERANCES["f32"] for row in results["attention"])
+    assert all(
+        row["largest_difference"] < attention.TOLERANCES["f32"] for row in results["attention"]
+    )

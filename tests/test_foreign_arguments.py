@@ -58,7 +58,9 @@ def required_arguments(entry: Callable[..., Any]) -> list[None]:
 
 
 @pytest.mark.parametrize("name", ENTRIES)
-def test_every_public_entry_refuses_every_foreign_argument_in_one_line_that_says_what_to_use(name: str):
+def test_every_public_entry_refuses_every_foreign_argument_in_one_line_that_says_what_to_use(
+    name: str,
+):
     _, entry = ENTRIES[name]
     own = argument_names(entry) | ALSO.get(name, frozenset())
     for foreign in [*FOREIGN, "temperatur", "no_such_thing"]:
@@ -79,7 +81,11 @@ def test_no_foreign_argument_is_one_of_ours():
 
 def test_the_tables_of_our_own_names_are_those_of_the_signatures():
     assert set(foreign_arguments.PARAMS) == argument_names(SamplingParams)
-    made = (argument_names(Engine) | argument_names(SchedulerConfig)) - {"model", "tokenizer", "seed"}
+    made = (argument_names(Engine) | argument_names(SchedulerConfig)) - {
+        "model",
+        "tokenizer",
+        "seed",
+    }
     assert set(foreign_arguments.ENGINE_OPTIONS) == made
     assert set(foreign_arguments.SAMPLER_OPTIONS) < argument_names(make_sampler)
 
@@ -95,9 +101,17 @@ def test_the_tables_of_our_own_names_are_those_of_the_signatures():
         ("generate", "prompt_cache", "a conversation goes on with session=Session(...)"),
         ("generate", "kv_bits", "K/V are kept in the dtype of the model's activations"),
         ("generate", "draft_model", "there is no speculative decoding"),
-        ("generate", "repetition_penalty", "give SamplingParams(repetition_penalty=...) to LLM.generate, or logits"),
+        (
+            "generate",
+            "repetition_penalty",
+            "give SamplingParams(repetition_penalty=...) to LLM.generate, or logits",
+        ),
         ("generate", "sampling_params", "SamplingParams are for LLM.generate"),
-        ("generate", "max_num_seqs", "give it where the engine is made, LLM(..., max_num_seqs=...)"),
+        (
+            "generate",
+            "max_num_seqs",
+            "give it where the engine is made, LLM(..., max_num_seqs=...)",
+        ),
         ("generate", "seed", "call mlx.core.random.seed first"),
         ("LLM", "gpu_memory_utilization", "use kv_cache_bytes, such as '2G' or '256blocks'"),
         ("LLM", "tensor_parallel_size", "a model runs on the GPU of one machine"),
@@ -111,17 +125,29 @@ def test_the_tables_of_our_own_names_are_those_of_the_signatures():
         ("LLM.generate", "prompt_token_ids", "use prompts"),
         ("LLM.generate", "lora_request", "adapters belong to a model, load(..., adapter_path=...)"),
         ("LLM.generate", "sampling_parameters", "use sampling_params"),
-        ("LLM.generate", "kv_cache_bytes", "give it where the engine is made, LLM(..., kv_cache_bytes=...)"),
+        (
+            "LLM.generate",
+            "kv_cache_bytes",
+            "give it where the engine is made, LLM(..., kv_cache_bytes=...)",
+        ),
         ("LLM.chat", "add_generation_prompt", "give chat_template_kwargs"),
         ("SamplingParams", "temp", "use temperature"),
         ("SamplingParams", "best_of", "use n"),
         ("SamplingParams", "max_token", "did you mean max_tokens?"),
         ("make_sampler", "temperature", "use temp"),
         ("make_sampler", "xtc_probability", "the filters are top_k, top_p and min_p"),
-        ("make_sampler", "repetition_penalty", "give SamplingParams(repetition_penalty=...) to an engine, or"),
+        (
+            "make_sampler",
+            "repetition_penalty",
+            "give SamplingParams(repetition_penalty=...) to an engine, or",
+        ),
         ("make_kv_cache", "max_kv_size", "use kv_cache_bytes"),
         ("load", "model_path", "use path_or_hf_repo"),
-        ("load", "quantization", "weights run in the dtype and quantisation that they are stored in"),
+        (
+            "load",
+            "quantization",
+            "weights run in the dtype and quantisation that they are stored in",
+        ),
     ],
 )
 def test_the_way_out_fits_the_function(entry: str, name: str, way_out: str):

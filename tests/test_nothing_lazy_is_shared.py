@@ -166,7 +166,9 @@ def walk_package() -> Iterator[pkgutil.ModuleInfo]:
 def lazy_arrays() -> list[str]:
     """Where an array is kept that a thread which did not make it can't evaluate."""
     kept = kept_arrays().values()
-    return in_a_thread_of_its_own(lambda: sorted({where for where, array in kept if is_lazy(array)}))
+    return in_a_thread_of_its_own(
+        lambda: sorted({where for where, array in kept if is_lazy(array)})
+    )
 
 
 def is_lazy(array: mx.array) -> bool:

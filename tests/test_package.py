@@ -30,15 +30,36 @@ def test_importing_the_package_imports_no_mlx():
 
 def test_the_metal_sources_are_found():
     assert "head comment is the contract" in read_source("README.md")
-    with pytest.raises(FileNotFoundError, match=r"no nothing.metal among \['README.md', 'copy_blocks.metal'"):
+    with pytest.raises(
+        FileNotFoundError, match=r"no nothing.metal among \['README.md', 'copy_blocks.metal'"
+    ):
         read_source("nothing.metal")
     assert metal_folder().name == "metal"
 
 
 def test_imports_go_one_way():
     """The order of DESIGN.md: a room imports only rooms that stand behind it."""
-    order = ["__main__", "chat", "generation", "llm", "llm_arguments", "chat_template", "generation_config", "loading"]
-    order += ["engine", "memory", "models", "cache", "ops", "core", "arguments", "interrupts", "standard_streams"]
+    order = [
+        "__main__",
+        "chat",
+        "generation",
+        "llm",
+        "llm_arguments",
+        "chat_template",
+        "generation_config",
+        "loading",
+    ]
+    order += [
+        "engine",
+        "memory",
+        "models",
+        "cache",
+        "ops",
+        "core",
+        "arguments",
+        "interrupts",
+        "standard_streams",
+    ]
     order += ["sampling", "config"]
     order += ["request", "foreign_arguments", "argument_values", "errors"]
     package = REPOSITORY / "mlx_paged"

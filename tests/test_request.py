@@ -7,7 +7,14 @@ import math
 
 import pytest
 
-from mlx_paged.request import MAX_LOGPROBS, CompletionOutput, Request, RequestOutput, RequestStatus, SamplingParams
+from mlx_paged.request import (
+    MAX_LOGPROBS,
+    CompletionOutput,
+    Request,
+    RequestOutput,
+    RequestStatus,
+    SamplingParams,
+)
 
 NAN, INF = math.nan, math.inf
 
@@ -49,7 +56,9 @@ NAN, INF = math.nan, math.inf
 )
 def test_a_wrong_value_is_refused_in_one_line_that_names_it(name: str, values: list):
     for value in values:
-        with pytest.raises(ValueError, match=rf"^\[sampling_params\] {name} must be .+, got .+") as caught:
+        with pytest.raises(
+            ValueError, match=rf"^\[sampling_params\] {name} must be .+, got .+"
+        ) as caught:
             SamplingParams(**{name: value})
         assert "\n" not in str(caught.value)
 
@@ -70,7 +79,12 @@ def test_values_at_the_ends_of_their_ranges_are_taken():
     for values in (
         {"top_p": 1e-9, "min_p": 0, "top_k": 0, "temperature": 0, "logprobs": 0, "max_tokens": -1},
         {"top_p": 1, "min_p": 1, "n": 1, "logprobs": MAX_LOGPROBS, "max_tokens": 1, "seed": 0},
-        {"presence_penalty": -2, "frequency_penalty": -2.0, "repetition_penalty": 0.1, "logit_bias": {0: -INF}},
+        {
+            "presence_penalty": -2,
+            "frequency_penalty": -2.0,
+            "repetition_penalty": 0.1,
+            "logit_bias": {0: -INF},
+        },
     ):
         params = SamplingParams(**values)
         assert {name: getattr(params, name) for name in values} == values
@@ -89,8 +103,12 @@ def test_one_text_is_one_stop_text_and_lists_become_tuples():
 
 
 def test_none_and_empty_stand_for_the_default():
-    given_none = SamplingParams(stop=None, stop_token_ids=None, logits_processors=None, logit_bias=None)
-    assert given_none == SamplingParams(stop=[], stop_token_ids=[], logits_processors=[], logit_bias={})
+    given_none = SamplingParams(
+        stop=None, stop_token_ids=None, logits_processors=None, logit_bias=None
+    )
+    assert given_none == SamplingParams(
+        stop=[], stop_token_ids=[], logits_processors=[], logit_bias={}
+    )
     assert given_none == SamplingParams()
     assert (given_none.stop, given_none.logit_bias) == ((), {})
 
@@ -128,17 +146,33 @@ def test_a_new_request_waits_and_has_nothing_computed():
     prompt = [1, 2, 3]
     request = Request("a", prompt, SamplingParams())
     prompt.append(4)
-    assert (request.seq_id, request.token_ids, request.num_prompt_tokens) == (("a", 0), [1, 2, 3], 3)
+    assert (request.seq_id, request.token_ids, request.num_prompt_tokens) == (
+        ("a", 0),
+        [1, 2, 3],
+        3,
+    )
     assert (request.num_tokens, request.num_output_tokens, request.output_token_ids) == (3, 0, [])
-    assert (request.num_computed_tokens, request.num_cached_tokens, request.num_preemptions) == (0, 0, 0)
-    assert (request.status, request.is_finished, request.finish_reason) == (RequestStatus.WAITING, False, None)
+    assert (request.num_computed_tokens, request.num_cached_tokens, request.num_preemptions) == (
+        0,
+        0,
+        0,
+    )
+    assert (request.status, request.is_finished, request.finish_reason) == (
+        RequestStatus.WAITING,
+        False,
+        None,
+    )
     assert repr(request) == "Request('a', 0, waiting, 0 of 3 tokens computed)"
 
 
 def test_what_follows_the_prompt_is_output():
     request = Request("a", [1, 2, 3], SamplingParams())
     request.token_ids += [7, 8]
-    assert (request.num_tokens, request.num_output_tokens, request.output_token_ids) == (5, 2, [7, 8])
+    assert (request.num_tokens, request.num_output_tokens, request.output_token_ids) == (
+        5,
+        2,
+        [7, 8],
+    )
     assert request.num_prompt_tokens == 3
 
 
@@ -154,7 +188,9 @@ def state(request: Request) -> dict:
 
 
 def test_a_fork_is_as_far_as_its_parent_under_a_name_of_its_own():
-    parent = Request("a", [1, 2, 3], SamplingParams(n=3, seed=5), seed=5, priority=2, cache_salt="salt")
+    parent = Request(
+        "a", [1, 2, 3], SamplingParams(n=3, seed=5), seed=5, priority=2, cache_salt="salt"
+    )
     parent.token_ids.append(4)
     parent.order = (2, 7, 0)
     parent.num_computed_tokens, parent.num_cached_tokens = 3, 2
@@ -163,7 +199,13 @@ def test_a_fork_is_as_far_as_its_parent_under_a_name_of_its_own():
     parent.num_preemptions = 4
     parent.sampling_state = object()
     child = parent.fork(2)
-    own = {"index": 2, "seq_id": ("a", 2), "order": (2, 7, 2), "num_preemptions": 0, "sampling_state": None}
+    own = {
+        "index": 2,
+        "seq_id": ("a", 2),
+        "order": (2, 7, 2),
+        "num_preemptions": 0,
+        "sampling_state": None,
+    }
     assert state(child) == state(parent) | own
     assert child.output_token_ids == [4]
 
@@ -172,7 +214,10 @@ def test_a_fork_and_its_parent_go_on_apart():
     parent = Request("a", [1, 2, 3], SamplingParams(n=2))
     parent.block_hashes.append(b"hash")
     child = parent.fork(1)
-    before = {name: list(value) if isinstance(value, list) else value for name, value in state(parent).items()}
+    before = {
+        name: list(value) if isinstance(value, list) else value
+        for name, value in state(parent).items()
+    }
     child.token_ids.append(9)
     child.block_hashes.append(b"other")
     child.num_computed_tokens = 3
@@ -189,7 +234,10 @@ def test_a_request_has_the_attributes_that_it_lists_and_no_others():
 
 def test_a_completion_is_finished_when_it_has_a_reason():
     assert not CompletionOutput(0).finished
-    assert all(CompletionOutput(0, finish_reason=reason).finished for reason in ("stop", "length", "abort", "error"))
+    assert all(
+        CompletionOutput(0, finish_reason=reason).finished
+        for reason in ("stop", "length", "abort", "error")
+    )
 
 
 def test_outputs_share_no_lists():

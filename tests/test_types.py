@@ -76,14 +76,18 @@ def test_mypy_finds_nothing_in_the_snippets_of_the_readme(run_mypy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(path.name for path in (REPOSITORY / "examples").glob("*.py")))
+@pytest.mark.parametrize(
+    "name", sorted(path.name for path in (REPOSITORY / "examples").glob("*.py"))
+)
 def test_mypy_finds_nothing_in_the_examples(run_mypy, name):
     assert run_mypy((REPOSITORY / "examples" / name).read_text(), "example.py") == []
 
 
 @pytest.mark.slow
 def test_mypy_knows_what_comes_back(run_mypy):
-    """One line for each function whose arguments change what it returns; a wrong type is an error, and so is Any."""
+    """One line for each function whose arguments change what it returns; a wrong type is an error,
+    and so is Any.
+    """
     program = """
 from collections.abc import AsyncGenerator, Generator
 from typing import Any, assert_type
@@ -175,7 +179,9 @@ def test_every_public_name_has_a_type(run_mypy):
 
 
 def public_functions() -> Iterator[tuple[str, Callable[..., object]]]:
-    """The functions among the package's public names, and the methods and properties of its classes."""
+    """The functions among the package's public names, and the methods and properties of its
+    classes.
+    """
     for name in mlx_paged.__all__:
         thing = getattr(mlx_paged, name)
         if inspect.isfunction(thing):
@@ -213,8 +219,12 @@ def test_every_public_function_is_annotated_in_full():
 def test_options_that_are_passed_on_are_those_of_the_function_that_takes_them():
     """A TypedDict repeats names, and a type checker does not compare it with the function."""
     assert EngineOptions.__annotations__.keys() == engine_option_names() - {"model", "tokenizer"}
-    assert RequestOptions.__annotations__.keys() == names_after("params", mlx_paged.Engine.add_request)
-    assert GenerationOptions.__annotations__.keys() == names_after("prompt", mlx_paged.stream_generate)
+    assert RequestOptions.__annotations__.keys() == names_after(
+        "params", mlx_paged.Engine.add_request
+    )
+    assert GenerationOptions.__annotations__.keys() == names_after(
+        "prompt", mlx_paged.stream_generate
+    )
 
 
 def names_after(name: str, function: Callable[..., object]) -> set[str]:

@@ -1,9 +1,8 @@
 """Whether the tokens of recorded kernel calls order every pair that must not change places.
 
-MLX orders two kernel calls only if one binds what the other made, directly or through calls between. The slabs are
-inputs of all of them, so MLX sees no dependency there: the tokens have to make one for each read after a write, write
-after a read and write after a write.
-"""
+MLX orders two kernel calls only if one binds what the other made, directly or through calls
+between. The slabs are inputs of all of them, so MLX sees no dependency there: the tokens have to
+make one for each read after a write, write after a read and write after a write."""
 
 from __future__ import annotations
 
@@ -18,7 +17,9 @@ WRITERS = {"reshape_and_cache", "paged_attention", "copy_blocks", "zero_blocks"}
 def disorders(trace: Sequence[Call]) -> list[str]:
     """One line for each pair of calls on one slab that nothing orders, the earlier call first."""
     ancestors: list[set[int]] = []
-    made_by: dict[int, int] = {}  # id of an output array: the call; the trace keeps the arrays alive
+    made_by: dict[
+        int, int
+    ] = {}  # id of an output array: the call; the trace keeps the arrays alive
     calls_on: dict[int, list[int]] = {}  # address of a key slab: the calls so far
     found = []
     for number, call in enumerate(trace):
@@ -50,7 +51,9 @@ def _conflict(earlier: Call, later: Call) -> str | None:
 
 def _writes(call: Call) -> bool:
     # Attention writes only where its plan says that it gets the rows of new tokens.
-    return _name(call) in WRITERS and ("plan" not in call.inputs or call.inputs["plan"][4].item() == 1)
+    return _name(call) in WRITERS and (
+        "plan" not in call.inputs or call.inputs["plan"][4].item() == 1
+    )
 
 
 def _name(call: Call) -> str:

@@ -1,4 +1,6 @@
-"""Which bytes of the slabs each call of our kernels may write: what its slot mapping, plan or block ids name."""
+"""Which bytes of the slabs each call of our kernels may write: what its slot mapping, plan or block
+ids name.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,19 @@ SLABS = ("key_slab", "value_slab")
 
 
 def slots_of_the_step(call: Call) -> dict[str, Ranges]:
-    """A rule for ``Checks(writable=...)``: nothing but the slots of new rows and the blocks that are named."""
+    """A rule for ``Checks(writable=...)``: nothing but the slots of new rows and the blocks that
+    are named.
+    """
     name = call.kernel.removeprefix("mlx_paged_")
     if name == "reshape_and_cache":
-        return _slots(call, [slot for slot in call.inputs["slot_mapping"].tolist()[: call.grid[1]] if slot >= 0])
+        return _slots(
+            call,
+            [slot for slot in call.inputs["slot_mapping"].tolist()[: call.grid[1]] if slot >= 0],
+        )
     if name == "paged_attention":
-        return _slots(call, _new_slots(call.inputs["plan"].tolist(), call.inputs["key_slab"].shape[2]))
+        return _slots(
+            call, _new_slots(call.inputs["plan"].tolist(), call.inputs["key_slab"].shape[2])
+        )
     if name == "copy_blocks":
         return _blocks(call, call.inputs["src_dst_pairs"].tolist()[1 : 2 * call.grid[1] : 2])
     if name == "zero_blocks":
@@ -49,4 +58,6 @@ def _slots(call: Call, slots: list[int]) -> dict[str, Ranges]:
 def _blocks(call: Call, block_ids: list[int]) -> dict[str, Ranges]:
     slab = call.inputs["key_slab"]
     nbytes = slab.nbytes // slab.shape[0]
-    return dict.fromkeys(SLABS, sorted((block * nbytes, (block + 1) * nbytes) for block in set(block_ids)))
+    return dict.fromkeys(
+        SLABS, sorted((block * nbytes, (block + 1) * nbytes) for block in set(block_ids))
+    )

@@ -1,4 +1,6 @@
-"""Put tasks together into conversations of a wanted length, and render them as the chat template does."""
+"""Put tasks together into conversations of a wanted length, and render them as the chat template
+does.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,9 @@ import tasks
 import words
 from tasks import Memory, Turn
 
-# How often each task is the next turn. The first lesson is mostly recall, which takes longest to form; the second keeps
-# it and brings the others up; the third exercises those that need the most examples.
+# How often each task is the next turn. The first lesson is mostly recall, which takes longest to
+# form; the second keeps it and brings the others up; the third exercises those that need the most
+# examples.
 SHARES: dict[str, dict[str, float]] = {
     "recall": {
         "ask": 0.40,
@@ -64,7 +67,9 @@ def render_prompt(user: str, system: str | None = None) -> str:
 
 
 def render_answer(answer: str) -> tuple[str, str]:
-    """The answer with its end mark, which the model has to produce, and the newline that the template adds."""
+    """The answer with its end mark, which the model has to produce, and the newline that the
+    template adds.
+    """
     return answer + IM_END, "\n"
 
 
@@ -76,7 +81,9 @@ def fact_block(rng: random.Random, memory: Memory, room: int, asked: bool) -> Tu
     return make(rng, memory, pieces=pieces, fill=fill)
 
 
-def next_turn(rng: random.Random, memory: Memory, room: int, lesson: str, copying: float = 0.0) -> Turn:
+def next_turn(
+    rng: random.Random, memory: Memory, room: int, lesson: str, copying: float = 0.0
+) -> Turn:
     """Choose the next turn of a training conversation that has `room` tokens left.
 
     `copying` is an additional share of copying turns.
@@ -85,16 +92,23 @@ def next_turn(rng: random.Random, memory: Memory, room: int, lesson: str, copyin
         return tasks.copy(rng)
     kind = rng.random()
     ends = accumulate(SHARES[lesson].values())
-    task = next((name for name, end in zip(SHARES[lesson], ends, strict=True) if kind < round(end, 6)), "unknown")
+    task = next(
+        (name for name, end in zip(SHARES[lesson], ends, strict=True) if kind < round(end, 6)),
+        "unknown",
+    )
     if task == "ask" and memory.facts:
         return tasks.ask(rng, memory)
     if task in ("ask", "tell"):
         pieces = rng.choice([1, 1, 1, 2, 3])
-        return (tasks.tell if rng.random() < 0.5 else tasks.tell_and_ask)(rng, memory, pieces=pieces, fill=0.2)
+        return (tasks.tell if rng.random() < 0.5 else tasks.tell_and_ask)(
+            rng, memory, pieces=pieces, fill=0.2
+        )
     if task == "count":
         return tasks.count(rng, numbers=how_many(rng, 3, 20, min(150, room // 4), usual_share=0.7))
     if task == "numbered":
-        return tasks.numbered(rng, numbers=how_many(rng, 2, 12, min(60, room // 6), usual_share=0.6))
+        return tasks.numbered(
+            rng, numbers=how_many(rng, 2, 12, min(60, room // 6), usual_share=0.6)
+        )
     if task == "not told":
         return tasks.ask_unknown(rng, memory)
     plain = {
@@ -116,13 +130,16 @@ def how_many(rng: random.Random, least: int, usual: int, most: int, usual_share:
 
 
 def conversation(
-    rng: random.Random, room: int, length_of: Callable[[str], int], lesson: str = "recall", copying: float = 0.0
+    rng: random.Random,
+    room: int,
+    length_of: Callable[[str], int],
+    lesson: str = "recall",
+    copying: float = 0.0,
 ) -> tuple[str | None, list[Turn]]:
     """A conversation of at most `room` tokens: a system prompt or None, and its turns.
 
-    Many conversations open with a block of facts that fills much of the room, so that the questions reach far back; the
-    others are short turns of all kinds.
-    """
+    Many conversations open with a block of facts that fills much of the room, so that the questions
+    reach far back; the others are short turns of all kinds."""
     system = rng.choice(words.SYSTEM_PROMPTS) if rng.random() < 0.3 else None
     room -= length_of(render_prompt("", system)) if system else 0
     memory, turns = Memory(), []
@@ -130,7 +147,9 @@ def conversation(
     if rng.random() < opening * (1 - copying):
         for _ in range(8):
             trial = Memory()
-            turn = fact_block(rng, trial, int((room - 60) * rng.uniform(0.3, 0.95)), asked=rng.random() < 0.5)
+            turn = fact_block(
+                rng, trial, int((room - 60) * rng.uniform(0.3, 0.95)), asked=rng.random() < 0.5
+            )
             used = turn_length(turn, length_of)
             if used <= room:
                 memory, room = trial, room - used

@@ -1,10 +1,11 @@
-"""Training operations that are fast on MLX's CPU backend, swapped into mlx-lm's Qwen3 while it trains there.
+"""Training operations that are fast on MLX's CPU backend, swapped into mlx-lm's Qwen3 while it
+trains there.
 
-MLX's CPU backend on Linux takes about 40 ns for one exponential, and a training step is full of them: the softmax of
-the attention, SwiGLU, the loss. The forms here need only multiplications and additions, which `mx.compile` fuses into
-one loop (5 ns per exponential), and they skip the attention scores above the diagonal. Measured on a 2-core x86 CPU: a
-step over 4 x 1024 tokens is about 3 times faster. The numbers agree to float32 rounding; on a GPU none of this is used.
-"""
+MLX's CPU backend on Linux takes about 40 ns for one exponential, and a training step is full of
+them: the softmax of the attention, SwiGLU, the loss. The forms here need only multiplications and
+additions, which `mx.compile` fuses into one loop (5 ns per exponential), and they skip the
+attention scores above the diagonal. Measured on a 2-core x86 CPU: a step over 4 x 1024 tokens is
+about 3 times faster. The numbers agree to float32 rounding; on a GPU none of this is used."""
 
 from __future__ import annotations
 
@@ -14,16 +15,16 @@ from typing import Any
 
 import mlx.core as mx
 
-# Queries per step of the attention: a later chunk sees more keys, so keys after a chunk's end are never multiplied.
+# Queries per step of the attention: a later chunk sees more keys, so keys after a chunk's end are
+# never multiplied.
 CHUNK = 256
 
 
 def fast_exp(x: mx.array) -> mx.array:
     """exp(x) for x <= 0 as (Taylor polynomial of x/64) ** 64.
 
-    Below -30 the result stays at exp(-30): smaller values would turn into denormals further on, and those make every
-    multiplication that touches them many times slower.
-    """
+    Below -30 the result stays at exp(-30): smaller values would turn into denormals further on, and
+    those make every multiplication that touches them many times slower."""
     r = mx.maximum(x, -30.0) * (1 / 64)
     p = 1 + r * (1 + r * (1 / 2 + r * (1 / 6 + r * (1 / 24 + r * (1 / 120)))))
     for _ in range(6):
@@ -39,8 +40,11 @@ def causal_probabilities(
 ) -> mx.array:  # [batch, kv_heads, group, chunk, end]
     """Softmax of one chunk's scores; the chunk is at the positions start..end."""
     batch, kv_heads, rows, _ = query.shape
-    scores = (query @ key.swapaxes(-1, -2)).reshape(batch, kv_heads, rows // (end - start), end - start, end)
-    # Multiplying by a mask of 0 and 1 gives exact zeros, where adding -inf would need a true exponential.
+    scores = (query @ key.swapaxes(-1, -2)).reshape(
+        batch, kv_heads, rows // (end - start), end - start, end
+    )
+    # Multiplying by a mask of 0 and 1 gives exact zeros, where adding -inf would need a true
+    # exponential.
     visible = (mx.arange(start, end)[:, None] >= mx.arange(end)[None]).astype(mx.float32)
     weights = fast_exp(scores - scores.max(-1, keepdims=True)) * visible
     return weights * (1.0 / weights.sum(-1, keepdims=True))
@@ -66,7 +70,9 @@ def causal_attention(
     for start, end in chunks(num_tokens):
         rows = query[:, :, :, start:end].reshape(batch, kv_heads, group * (end - start), head_dim)
         probabilities = causal_probabilities(rows, key[:, :, :end], start, end)
-        mixed = probabilities.reshape(batch, kv_heads, group * (end - start), end) @ value[:, :, :end]
+        mixed = (
+            probabilities.reshape(batch, kv_heads, group * (end - start), end) @ value[:, :, :end]
+        )
         out.append(mixed.reshape(batch, kv_heads, group, end - start, head_dim))
         kept.append(probabilities)
     return mx.concatenate(out, axis=3), *kept
@@ -88,7 +94,9 @@ def causal_attention_vjp(primals: Any, cotangents: Any, outputs: Any) -> Any:
         dp = (d_rows @ value[:, :, :end].swapaxes(-1, -2)).reshape(p.shape)
         ds = (p * (dp - delta[:, :, :, start:end])).reshape(*flat, end)
         p = p.reshape(*flat, end)
-        d_query.append((ds @ key[:, :, :end]).reshape(batch, kv_heads, group, end - start, head_dim))
+        d_query.append(
+            (ds @ key[:, :, :end]).reshape(batch, kv_heads, group, end - start, head_dim)
+        )
         tail = [(0, 0), (0, 0), (0, num_tokens - end), (0, 0)]
         d_key = d_key + mx.pad(ds.swapaxes(-1, -2) @ rows, tail)
         d_value = d_value + mx.pad(p.swapaxes(-1, -2) @ d_rows, tail)

@@ -2,11 +2,10 @@
 
 `python examples/demo_model/evaluate.py --model mlx_paged/demo_model`
 
-An answer counts only when every token of it, end mark included, is the one that greedy decoding picks. That can be
-read off a single forward pass over prompt and answer: greedy decoding produces the answer exactly when each of its
-tokens is the most likely one after the tokens before it. A sample is also decoded for real, token by token with
-mlx-lm's KV cache, and must agree.
-"""
+An answer counts only when every token of it, end mark included, is the one that greedy decoding
+picks. That can be read off a single forward pass over prompt and answer: greedy decoding produces
+the answer exactly when each of its tokens is the most likely one after the tokens before it. A
+sample is also decoded for real, token by token with mlx-lm's KV cache, and must agree."""
 
 from __future__ import annotations
 
@@ -41,12 +40,14 @@ SAMPLES = [
 ]
 
 
-def recall_prompt(rng: random.Random, length_of: Callable[[str], int], context: int, oldest: bool) -> tuple[str, str]:
-    """A prompt of about `context` tokens with one question at its end: the text and the right answer.
+def recall_prompt(
+    rng: random.Random, length_of: Callable[[str], int], context: int, oldest: bool
+) -> tuple[str, str]:
+    """A prompt of about `context` tokens with one question at its end: the text and the right
+    answer.
 
-    About half of the sentences are facts. The asked fact is the first one, or stands anywhere; the question comes in
-    the same message or in the next turn.
-    """
+    About half of the sentences are facts. The asked fact is the first one, or stands anywhere; the
+    question comes in the same message or in the next turn."""
     memory = Memory()
     said = [tasks.keyed_fact(rng, memory, held_out=True)]
     fill = rng.uniform(0.3, 0.7)
@@ -55,12 +56,21 @@ def recall_prompt(rng: random.Random, length_of: Callable[[str], int], context: 
 
     def render() -> str:
         if later:
-            told = conversations.render_prompt(" ".join(said)) + words.REMEMBER_ANSWER + conversations.IM_END + "\n"
+            told = (
+                conversations.render_prompt(" ".join(said))
+                + words.REMEMBER_ANSWER
+                + conversations.IM_END
+                + "\n"
+            )
             return told + conversations.render_prompt(question)
         return conversations.render_prompt(" ".join([*said, question]))
 
     while length_of(render()) < context - 8:
-        more = tasks.filler(rng) if rng.random() < fill else tasks.keyed_fact(rng, memory, held_out=True)
+        more = (
+            tasks.filler(rng)
+            if rng.random() < fill
+            else tasks.keyed_fact(rng, memory, held_out=True)
+        )
         said.append(more)
     if not oldest:
         questions, answer = rng.choice(memory.facts)
@@ -68,7 +78,9 @@ def recall_prompt(rng: random.Random, length_of: Callable[[str], int], context: 
     return render(), answer
 
 
-def single_turn(make: Callable[[random.Random], Turn]) -> Callable[[random.Random], tuple[str, str]]:
+def single_turn(
+    make: Callable[[random.Random], Turn],
+) -> Callable[[random.Random], tuple[str, str]]:
     """A fresh conversation of one turn."""
 
     def prompt(rng: random.Random) -> tuple[str, str]:
@@ -78,27 +90,37 @@ def single_turn(make: Callable[[random.Random], Turn]) -> Callable[[random.Rando
     return prompt
 
 
-def evaluations(length_of: Callable[[str], int]) -> dict[str, Callable[[random.Random], tuple[str, str]]]:
+def evaluations(
+    length_of: Callable[[str], int],
+) -> dict[str, Callable[[random.Random], tuple[str, str]]]:
     """What is measured: a name, and a function that draws one held-out prompt and its answer."""
     table = {
         "copy, 1-10 items": single_turn(lambda rng: tasks.copy(rng, True, rng.randint(1, 10))),
         "copy, 11-40 items": single_turn(lambda rng: tasks.copy(rng, True, rng.randint(11, 40))),
         "sequence": single_turn(lambda rng: tasks.sequence(rng, True)),
         "count, 4-20 numbers": single_turn(lambda rng: tasks.count(rng, True)),
-        "count, 80-140 numbers": single_turn(lambda rng: tasks.count(rng, True, rng.randint(80, 140))),
+        "count, 80-140 numbers": single_turn(
+            lambda rng: tasks.count(rng, True, rng.randint(80, 140))
+        ),
         "numbered list, 2-15 lines": single_turn(lambda rng: tasks.numbered(rng, True)),
-        "numbered list, 30-60 lines": single_turn(lambda rng: tasks.numbered(rng, True, rng.randint(30, 57))),
+        "numbered list, 30-60 lines": single_turn(
+            lambda rng: tasks.numbered(rng, True, rng.randint(30, 57))
+        ),
         "arithmetic": single_turn(lambda rng: tasks.arithmetic(rng, True)),
         "n-th word of a list": single_turn(lambda rng: tasks.index(rng, True)),
         "dialogue (not held out)": single_turn(tasks.dialogue),
         "says that it does not know": single_turn(lambda rng: tasks.unknown(rng, True)),
-        "says that a fact was not told (not held out)": single_turn(lambda rng: tasks.ask_unknown(rng, Memory(), True)),
-        "one fact and its question": single_turn(lambda rng: tasks.tell_and_ask(rng, Memory(), True)),
+        "says that a fact was not told (not held out)": single_turn(
+            lambda rng: tasks.ask_unknown(rng, Memory(), True)
+        ),
+        "one fact and its question": single_turn(
+            lambda rng: tasks.tell_and_ask(rng, Memory(), True)
+        ),
     }
     for context in RECALL_LENGTHS:
         for place, oldest in (("oldest fact", True), ("any fact", False)):
-            table[f"recall at {context}, {place}"] = lambda rng, n=context, first=oldest: recall_prompt(
-                rng, length_of, n, first
+            table[f"recall at {context}, {place}"] = lambda rng, n=context, first=oldest: (
+                recall_prompt(rng, length_of, n, first)
             )
     return table
 
@@ -152,7 +174,9 @@ def sample_dialogue(model: Any, tokenizer: Any) -> list[tuple[str, str]]:
         out = greedy_tokens(model, ids, 200, tokenizer.eos_token_id)
         answer = tokenizer.decode([i for i in out if i != tokenizer.eos_token_id])
         messages.append({"role": "assistant", "content": answer})
-    return [(messages[i]["content"], messages[i + 1]["content"]) for i in range(0, len(messages), 2)]
+    return [
+        (messages[i]["content"], messages[i + 1]["content"]) for i in range(0, len(messages), 2)
+    ]
 
 
 def measure(model: Any, tokenizer: Any, prompts: int, seed: int, decoded: int) -> dict[str, Any]:
@@ -173,10 +197,14 @@ def measure(model: Any, tokenizer: Any, prompts: int, seed: int, decoded: int) -
         for i in range(decoded):
             said = greedy_tokens(model, asked[i], len(wanted[i]), end)
             if (said == wanted[i]) != matches[i]:
-                raise RuntimeError(f"{name}, prompt {i}: decoding with a KV cache and one forward pass disagree")
+                raise RuntimeError(
+                    f"{name}, prompt {i}: decoding with a KV cache and one forward pass disagree"
+                )
         for i in [i for i, right in enumerate(matches) if not right][:3]:
             said = greedy_tokens(model, asked[i], len(wanted[i]) + 8, end)
-            wrong.append({"asked": drawn[i][0][-160:], "wanted": drawn[i][1], "said": tokenizer.decode(said)})
+            wrong.append(
+                {"asked": drawn[i][0][-160:], "wanted": drawn[i][1], "said": tokenizer.decode(said)}
+            )
         results[name] = {
             "exact": sum(matches),
             "prompts": prompts,
@@ -189,16 +217,23 @@ def measure(model: Any, tokenizer: Any, prompts: int, seed: int, decoded: int) -
     return results
 
 
-def write_card(folder: Path, results: dict[str, Any], dialogue: list[tuple[str, str]], hardware: str) -> None:
+def write_card(
+    folder: Path, results: dict[str, Any], dialogue: list[tuple[str, str]], hardware: str
+) -> None:
     """The model's README, from its config, its training record and the measured numbers."""
     config = json.loads((folder / "config.json").read_text())
     training = json.loads((folder / "training.json").read_text())
     size = (folder / "model.safetensors").stat().st_size
     other = [name for name in results if not name.startswith("recall at")]
-    rows = [f"| {name} | {_percent(results[name])} | {results[name]['answer_tokens']} |" for name in other]
+    rows = [
+        f"| {name} | {_percent(results[name])} | {results[name]['answer_tokens']} |"
+        for name in other
+    ]
     recall = [
         f"| {n:,} | "
-        + " | ".join(_percent(results[f"recall at {n}, {place}"]) for place in ("oldest fact", "any fact"))
+        + " | ".join(
+            _percent(results[f"recall at {n}, {place}"]) for place in ("oldest fact", "any fact")
+        )
         + " |"
         for n in RECALL_LENGTHS
     ]
@@ -224,7 +259,9 @@ def write_card(folder: Path, results: dict[str, Any], dialogue: list[tuple[str, 
         theta=f"{config['rope_theta']:,.0f}",
         longest=f"{last['longest']:,}",
         lessons="\n".join(lessons),
-        commands="\n".join(f"    {_command(number, training['lessons'])}" for number in range(len(lessons))),
+        commands="\n".join(
+            f"    {_command(number, training['lessons'])}" for number in range(len(lessons))
+        ),
         seed=last["seed"],
         hardware=hardware,
         recall="\n".join(recall),
@@ -238,8 +275,14 @@ def _command(number: int, lessons: list[dict[str, Any]]) -> str:
     """The command line of one lesson."""
     lesson = lessons[number]
     name = lesson["lesson"]
-    out = f"examples/demo_model/work/{name}/model" if number + 1 < len(lessons) else "mlx_paged/demo_model"
-    init = f" --init examples/demo_model/work/{lessons[number - 1]['lesson']}/model" if number else ""
+    out = (
+        f"examples/demo_model/work/{name}/model"
+        if number + 1 < len(lessons)
+        else "mlx_paged/demo_model"
+    )
+    init = (
+        f" --init examples/demo_model/work/{lessons[number - 1]['lesson']}/model" if number else ""
+    )
     return (
         f"python examples/demo_model/train.py --lesson {name}{init} \\\n"
         f"        --work-dir examples/demo_model/work/{name} --out {out} \\\n"
@@ -324,13 +367,25 @@ Licence: MIT, like mlx_paged. The training text is made up by the script; names 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(description="Measure the demo model on held-out prompts and write its card.")
+    parser = argparse.ArgumentParser(
+        description="Measure the demo model on held-out prompts and write its card."
+    )
     parser.add_argument("--model", type=Path, required=True, help="Folder of the model.")
-    parser.add_argument("--prompts", type=int, default=200, help="Prompts per row (default: %(default)s).")
-    parser.add_argument("--decode", type=int, default=2, help="Prompts per row also decoded for real.")
-    parser.add_argument("--seed", type=int, default=1, help="Seed of the prompts (default: %(default)s).")
-    parser.add_argument("--hardware", default="2-core x86 CPU", help="What it was trained on, for the card.")
-    parser.add_argument("--no-card", action="store_true", help="Only print; write neither numbers nor card.")
+    parser.add_argument(
+        "--prompts", type=int, default=200, help="Prompts per row (default: %(default)s)."
+    )
+    parser.add_argument(
+        "--decode", type=int, default=2, help="Prompts per row also decoded for real."
+    )
+    parser.add_argument(
+        "--seed", type=int, default=1, help="Seed of the prompts (default: %(default)s)."
+    )
+    parser.add_argument(
+        "--hardware", default="2-core x86 CPU", help="What it was trained on, for the card."
+    )
+    parser.add_argument(
+        "--no-card", action="store_true", help="Only print; write neither numbers nor card."
+    )
     return parser
 
 
@@ -338,10 +393,16 @@ def main() -> int:
     """Entry point."""
     args = setup_arg_parser().parse_args()
     if not (args.model / "config.json").exists():
-        print(f"evaluate.py: {args.model} holds no config.json; train a model there first", file=sys.stderr)
+        print(
+            f"evaluate.py: {args.model} holds no config.json; train a model there first",
+            file=sys.stderr,
+        )
         return 2
     if args.prompts < 1 or not 0 <= args.decode <= args.prompts:
-        print("evaluate.py: --prompts must be at least 1 and --decode between 0 and --prompts", file=sys.stderr)
+        print(
+            "evaluate.py: --prompts must be at least 1 and --decode between 0 and --prompts",
+            file=sys.stderr,
+        )
         return 2
     from mlx_lm import load
 
@@ -359,8 +420,12 @@ def main() -> int:
             "seconds": round(time.perf_counter() - started),
             # The asked fact is the first sentence: the farthest that the context allows.
             "recall": {str(n): rate[f"recall at {n}, oldest fact"] for n in RECALL_LENGTHS},
-            "recall_of_any_fact": {str(n): rate[f"recall at {n}, any fact"] for n in RECALL_LENGTHS},
-            "tasks": {name: value for name, value in rate.items() if not name.startswith("recall at")},
+            "recall_of_any_fact": {
+                str(n): rate[f"recall at {n}, any fact"] for n in RECALL_LENGTHS
+            },
+            "tasks": {
+                name: value for name, value in rate.items() if not name.startswith("recall at")
+            },
             "details": results,
         }
         text = json.dumps(record, indent=1, ensure_ascii=False) + "\n"

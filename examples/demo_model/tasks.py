@@ -1,12 +1,11 @@
 """The tasks the demo model learns: each function makes one question and its one right answer.
 
-Every task breaks visibly when a KV cache is wrong: it needs values from far back (recall), from every position in order
-(copying, sequences), or both. A task's answer is a function of the conversation, so greedy decoding can be checked by
-string equality.
+Every task breaks visibly when a KV cache is wrong: it needs values from far back (recall), from
+every position in order (copying, sequences), or both. A task's answer is a function of the
+conversation, so greedy decoding can be checked by string equality.
 
-Training and evaluation never share a prompt: what makes a prompt specific (the fact, the items, the pair of numbers) is
-hashed, and one in eight is held out.
-"""
+Training and evaluation never share a prompt: what makes a prompt specific (the fact, the items, the
+pair of numbers) is hashed, and one in eight is held out."""
 
 from __future__ import annotations
 
@@ -31,7 +30,9 @@ class Turn:
 
 @dataclass
 class Memory:
-    """What the user has told so far in this conversation: question -> answer, and the names already taken."""
+    """What the user has told so far in this conversation: question -> answer, and the names already
+    taken.
+    """
 
     facts: list[tuple[list[str], str]] = field(default_factory=list)
     taken: set[str] = field(default_factory=set)
@@ -64,7 +65,8 @@ def filler(rng: random.Random) -> str:
     )
 
 
-# --- facts and recall -------------------------------------------------------------------------------------------------
+# --- facts and recall
+# -------------------------------------------------------------------------------------------------
 
 
 def fact_value(rng: random.Random, kind: str) -> str:
@@ -75,11 +77,18 @@ def fact_value(rng: random.Random, kind: str) -> str:
         return "".join(rng.choice("0123456789") for _ in range(rng.choice([3, 4, 4, 4, 5])))
     if kind == "number":
         return str(rng.randint(1, 99))
-    source = {"color": words.COLORS, "name": words.NAMES, "city": words.CITIES, "noun": words.NOUNS}[kind]
+    source = {
+        "color": words.COLORS,
+        "name": words.NAMES,
+        "city": words.CITIES,
+        "noun": words.NOUNS,
+    }[kind]
     return rng.choice(source)
 
 
-def keyed_fact(rng: random.Random, memory: Memory, held_out: bool, attribute: str | None = None) -> str:
+def keyed_fact(
+    rng: random.Random, memory: Memory, held_out: bool, attribute: str | None = None
+) -> str:
     """State "the <attribute> of <key> is <value>" and remember how to ask for it."""
 
     def make() -> tuple[str, str, str]:
@@ -120,12 +129,18 @@ def single_fact(rng: random.Random, memory: Memory, held_out: bool) -> str:
         }.get(shape, lambda: "")()
         kind = {
             "thing": words.THINGS.get(what, ""),
-            "favorite": {"color": "color", "number": "number", "city": "city", "word": "noun"}.get(what, ""),
+            "favorite": {"color": "color", "number": "number", "city": "city", "word": "noun"}.get(
+                what, ""
+            ),
             "city": "city",
             "age": "number",
         }.get(shape, "")
         if shape == "pet":
-            value = rng.choice(words.PET_NAMES + words.NAMES) if rng.random() < 0.8 else pseudo_word(rng).capitalize()
+            value = (
+                rng.choice(words.PET_NAMES + words.NAMES)
+                if rng.random() < 0.8
+                else pseudo_word(rng).capitalize()
+            )
         elif shape == "name":
             value = rng.choice(words.NAMES) if rng.random() < 0.7 else pseudo_word(rng).capitalize()
         else:
@@ -141,15 +156,34 @@ def single_fact(rng: random.Random, memory: Memory, held_out: bool) -> str:
         questions = [f"What is the {what}?"] * 3 + [f"Tell me the {what}.", f"What was the {what}?"]
         said, answer = f"The {what} is {value}.", f"The {what} is {value}."
     elif shape == "name":
-        questions = ["What is my name?"] * 3 + ["Do you know my name?", "Who am I?", "what is my name", "Say my name."]
-        said = rng.choice(["My name is {}.", "My name is {}.", "I am {}.", "Hello, my name is {}.", "Hi, I am {}."])
+        questions = ["What is my name?"] * 3 + [
+            "Do you know my name?",
+            "Who am I?",
+            "what is my name",
+            "Say my name.",
+        ]
+        said = rng.choice(
+            [
+                "My name is {}.",
+                "My name is {}.",
+                "I am {}.",
+                "Hello, my name is {}.",
+                "Hi, I am {}.",
+            ]
+        )
         said, answer = said.format(value), f"Your name is {value}."
     elif shape == "pet":
-        questions = [f"What is my {what} called?"] * 2 + [f"What is the name of my {what}?", f"Who is my {what}?"]
+        questions = [f"What is my {what} called?"] * 2 + [
+            f"What is the name of my {what}?",
+            f"Who is my {what}?",
+        ]
         said = rng.choice([f"My {what} is called {value}.", f"I have a {what} called {value}."])
         answer = f"Your {what} is called {value}."
     elif shape == "city":
-        questions = ["Where do I live?"] * 2 + ["In which city do I live?", "What city do I live in?"]
+        questions = ["Where do I live?"] * 2 + [
+            "In which city do I live?",
+            "What city do I live in?",
+        ]
         said, answer = f"I live in {value}.", f"You live in {value}."
     elif shape == "favorite":
         questions = [f"What is my favorite {what}?"] * 2 + [
@@ -171,7 +205,9 @@ def any_fact(rng: random.Random, memory: Memory, held_out: bool) -> str:
     return keyed_fact(rng, memory, held_out)
 
 
-def tell(rng: random.Random, memory: Memory, held_out: bool = False, pieces: int = 1, fill: float = 0.0) -> Turn:
+def tell(
+    rng: random.Random, memory: Memory, held_out: bool = False, pieces: int = 1, fill: float = 0.0
+) -> Turn:
     """State facts, with filler sentences between them; the questions come in later turns."""
     # One place is a fact in any case; the others by chance.
     sure = rng.randrange(pieces)
@@ -202,7 +238,11 @@ def tell_and_ask(
 def ask_unknown(rng: random.Random, memory: Memory, held_out: bool = False) -> Turn:
     """Ask for a fact that was not told: the right answer says so instead of making one up."""
     if rng.random() < 0.15 and "name " not in memory.taken:
-        return Turn(rng.choice(["What is my name?", "Do you know my name?"]), "I do not know your name.", "not told")
+        return Turn(
+            rng.choice(["What is my name?", "Do you know my name?"]),
+            "I do not know your name.",
+            "not told",
+        )
     while True:
         name = rng.choice(list(words.ATTRIBUTES))
         key = rng.choice(words.NOUNS) if rng.random() < 0.5 else rng.choice(words.TOPICS)
@@ -211,7 +251,8 @@ def ask_unknown(rng: random.Random, memory: Memory, held_out: bool = False) -> T
     return Turn(f"What is the {name} of {key}?", f"I do not know the {name} of {key}.", "not told")
 
 
-# --- copying, sequences, arithmetic -----------------------------------------------------------------------------------
+# --- copying, sequences, arithmetic
+# -----------------------------------------------------------------------------------
 
 
 def copy(rng: random.Random, held_out: bool = False, items: int | None = None) -> Turn:
@@ -234,26 +275,41 @@ def copy(rng: random.Random, held_out: bool = False, items: int | None = None) -
         return (" ".join(item(style) for _ in range(count)),)
 
     (text,) = draw(rng, held_out, make)
-    lead = rng.choice(["Repeat: ", "Repeat: ", "Repeat: ", "Repeat after me: ", "Say: ", "Copy: ", "repeat: "])
+    lead = rng.choice(
+        ["Repeat: ", "Repeat: ", "Repeat: ", "Repeat after me: ", "Say: ", "Copy: ", "repeat: "]
+    )
     return Turn(lead + text, text, "copy")
 
 
 def any_text(rng: random.Random) -> str:
     """A short string of random characters, so that the byte pieces are trained too."""
-    ranges = [(33, 126), (0xC0, 0x17F), (0x391, 0x3C9), (0x430, 0x44F), (0x4E00, 0x4FFF), (0x1F600, 0x1F640)]
+    ranges = [
+        (33, 126),
+        (0xC0, 0x17F),
+        (0x391, 0x3C9),
+        (0x430, 0x44F),
+        (0x4E00, 0x4FFF),
+        (0x1F600, 0x1F640),
+    ]
     low, high = rng.choice(ranges)
     return "".join(chr(rng.randint(low, high)) for _ in range(rng.randint(1, 8)))
 
 
 def index(rng: random.Random, held_out: bool = False) -> Turn:
     """Name the n-th or the last word of a list."""
-    (text,) = draw(rng, held_out, lambda: (" ".join(rng.sample(words.NOUNS + words.COLORS, rng.randint(2, 7))),))
+    (text,) = draw(
+        rng,
+        held_out,
+        lambda: (" ".join(rng.sample(words.NOUNS + words.COLORS, rng.randint(2, 7))),),
+    )
     listed = text.split()
     where = rng.randrange(min(len(listed), len(words.ORDINALS)))
     name = words.ORDINALS[where]
     if rng.random() < 0.25:
         where, name = len(listed) - 1, "last"
-    question = rng.choice(["What is the {} word of: {}", "What is the {} word: {}", "Tell me the {} word of: {}"])
+    question = rng.choice(
+        ["What is the {} word of: {}", "What is the {} word: {}", "Tell me the {} word of: {}"]
+    )
     return Turn(question.format(name, text), listed[where], "index")
 
 
@@ -263,7 +319,11 @@ def sequence(rng: random.Random, held_out: bool = False) -> Turn:
     if kind < 0.5:
 
         def make() -> tuple[int, int, int]:
-            return rng.randint(0, 150), rng.choice([1, 1, 2, 2, 3, 4, 5, 5, 6, 7, 8, 9, 10, 10]), rng.choice([1, 1, -1])
+            return (
+                rng.randint(0, 150),
+                rng.choice([1, 1, 2, 2, 3, 4, 5, 5, 6, 7, 8, 9, 10, 10]),
+                rng.choice([1, 1, -1]),
+            )
 
         shown = rng.randint(3, 6)
         while True:
@@ -280,7 +340,9 @@ def sequence(rng: random.Random, held_out: bool = False) -> Turn:
         period = rng.randint(2, 4)
 
         def pattern() -> tuple[str, ...]:
-            pool = rng.choice([words.COLORS, words.NOUNS, words.LETTERS, [str(n) for n in range(30)]])
+            pool = rng.choice(
+                [words.COLORS, words.NOUNS, words.LETTERS, [str(n) for n in range(30)]]
+            )
             return tuple(rng.sample(pool, period))
 
         unit = draw(rng, held_out, pattern)
@@ -310,23 +372,41 @@ def count(rng: random.Random, held_out: bool = False, numbers: int | None = None
     said = " ".join(str(n) for n in range(first, last + (1 if step > 0 else -1), step))
     if step == 1:
         question = rng.choice(
-            ["Count from {} to {}.", "Count from {} to {}.", "count from {} to {}", "Count {} to {}."]
+            [
+                "Count from {} to {}.",
+                "Count from {} to {}.",
+                "count from {} to {}",
+                "Count {} to {}.",
+            ]
         )
         if first == 1 and rng.random() < 0.2:
             return Turn(f"Count to {last}.", said, "count")
     elif step == -1:
         question = rng.choice(["Count down from {} to {}.", "Count from {} to {}."])
     else:
-        question = rng.choice(["Count from {} to {} in steps of " + f"{step}.", "Count from {} to {} " + f"by {step}."])
+        question = rng.choice(
+            [
+                "Count from {} to {} in steps of " + f"{step}.",
+                "Count from {} to {} " + f"by {step}.",
+            ]
+        )
     return Turn(question.format(first, last), said, "count")
 
 
 def numbered(rng: random.Random, held_out: bool = False, numbers: int | None = None) -> Turn:
     """Write a word many times, each with its number: a long answer that shows where it went wrong."""
     many = numbers or rng.randint(2, 12)
-    (word, times) = draw(rng, held_out, lambda: (rng.choice(words.NOUNS + words.COLORS), many + rng.randint(0, 3)))
-    question = rng.choice(["Write {} {} times with numbers.", "Number {} up to {}.", "Number {} from 1 to {}."])
-    return Turn(question.format(word, times), " ".join(f"{i} {word}" for i in range(1, times + 1)), "numbered list")
+    (word, times) = draw(
+        rng, held_out, lambda: (rng.choice(words.NOUNS + words.COLORS), many + rng.randint(0, 3))
+    )
+    question = rng.choice(
+        ["Write {} {} times with numbers.", "Number {} up to {}.", "Number {} from 1 to {}."]
+    )
+    return Turn(
+        question.format(word, times),
+        " ".join(f"{i} {word}" for i in range(1, times + 1)),
+        "numbered list",
+    )
 
 
 def arithmetic(rng: random.Random, held_out: bool = False) -> Turn:
@@ -335,7 +415,9 @@ def arithmetic(rng: random.Random, held_out: bool = False) -> Turn:
 
     def make() -> tuple[int, str, int]:
         first, second, sign = rng.randint(0, limit), rng.randint(0, limit), rng.choice("++-")
-        return (max(first, second), sign, min(first, second)) if sign == "-" else (first, sign, second)
+        return (
+            (max(first, second), sign, min(first, second)) if sign == "-" else (first, sign, second)
+        )
 
     first, sign, second = draw(rng, held_out, make)
     value = first + second if sign == "+" else first - second
@@ -354,7 +436,8 @@ def arithmetic(rng: random.Random, held_out: bool = False) -> Turn:
     return Turn(question, f"{first} {sign} {second} = {value}", "arithmetic")
 
 
-# --- dialogue ---------------------------------------------------------------------------------------------------------
+# --- dialogue
+# ---------------------------------------------------------------------------------------------------------
 
 
 def dialogue(rng: random.Random) -> Turn:
@@ -384,9 +467,15 @@ def unknown(rng: random.Random, held_out: bool = False) -> Turn:
             text = any_text(rng)
         else:
             mixed = (
-                words.TOPICS + words.ADJECTIVES + words.VERBS + words.PREPOSITIONS + ["what", "why", "I", "you", "is"]
+                words.TOPICS
+                + words.ADJECTIVES
+                + words.VERBS
+                + words.PREPOSITIONS
+                + ["what", "why", "I", "you", "is"]
             )
-            text = " ".join(rng.choice(mixed) for _ in range(rng.randint(2, 8))) + rng.choice([".", "?", ""])
+            text = " ".join(rng.choice(mixed) for _ in range(rng.randint(2, 8))) + rng.choice(
+                [".", "?", ""]
+            )
         if rng.random() < 0.2:
             text = text[:1].lower() + text[1:]
         return (text,)

@@ -1,10 +1,10 @@
 """Train the demo model's SentencePiece tokenizer and write it in the Hugging Face format as well.
 
-The two give the same ids: SentencePiece BPE with byte fallback corresponds to the `tokenizers` library's BPE whose
-merges are ranked by the pieces' scores. Nothing is normalised, no space is added or dropped, so that text comes back
-from its ids unchanged. (One exception, which all SentencePiece models share: the character U+2581, which stands for a
-space inside the pieces, comes back as a space.)
-"""
+The two give the same ids: SentencePiece BPE with byte fallback corresponds to the `tokenizers`
+library's BPE whose merges are ranked by the pieces' scores. Nothing is normalised, no space is
+added or dropped, so that text comes back from its ids unchanged. (One exception, which all
+SentencePiece models share: the character U+2581, which stands for a space inside the pieces, comes
+back as a space.)"""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import sentencepiece
 IM_START, IM_END, END_OF_TEXT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 SPECIAL = [IM_START, IM_END, END_OF_TEXT]
 
-# ChatML, as Qwen has it. A turn's text never depends on later turns, so that a longer conversation starts with the
-# same characters as a shorter one and its K/V can be reused.
+# ChatML, as Qwen has it. A turn's text never depends on later turns, so that a longer conversation
+# starts with the same characters as a shorter one and its K/V can be reused.
 CHAT_TEMPLATE = """\
 {%- for message in messages %}
 {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
@@ -42,8 +42,8 @@ def train_tokenizer(lines: list[str], vocab_size: int) -> bytes:
         normalization_rule_name="identity",
         add_dummy_prefix=False,
         remove_extra_whitespaces=False,
-        # A newline is a piece of its own: merged with the first letters of an answer, it would tie the answer's
-        # tokens to the prompt's.
+        # A newline is a piece of its own: merged with the first letters of an answer, it would tie
+        # the answer's tokens to the prompt's.
         user_defined_symbols=[*SPECIAL, "\n"],
         # Byte fallback covers every other character, so that no piece is spent on a rare one.
         character_coverage=0.9995,
@@ -122,7 +122,8 @@ def save_tokenizer(model: bytes, folder: Path, max_length: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer.model").write_bytes(model)
     (folder / "tokenizer.json").write_text(
-        json.dumps(huggingface_tokenizer(processor), ensure_ascii=False, indent=1) + "\n", encoding="utf-8"
+        json.dumps(huggingface_tokenizer(processor), ensure_ascii=False, indent=1) + "\n",
+        encoding="utf-8",
     )
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -134,5 +135,7 @@ def save_tokenizer(model: bytes, folder: Path, max_length: int) -> None:
         "add_bos_token": False,
         "clean_up_tokenization_spaces": False,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(config, indent=2) + "\n", encoding="utf-8"
+    )
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")

@@ -1,8 +1,8 @@
 """Train the demo model: `python examples/demo_model/train.py --work-dir WORK --out MODEL`.
 
-The same seed and settings give the same batches in the same order. A run that is stopped (Ctrl-C, or a killed process)
-continues from the last checkpoint in --work-dir when the same command is given again.
-"""
+The same seed and settings give the same batches in the same order. A run that is stopped (Ctrl-C,
+or a killed process) continues from the last checkpoint in --work-dir when the same command is given
+again."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ CONFIG = {
     "num_key_value_heads": 2,
     "rms_norm_eps": 1e-6,
     "rope_scaling": None,
-    # Half of the 16 rotations turn less than once in 1,000 tokens, so that recall can match by content at any distance.
+    # Half of the 16 rotations turn less than once in 1,000 tokens, so that recall can match by
+    # content at any distance.
     "rope_theta": 100000.0,
     "sliding_window": None,
     "tie_word_embeddings": True,
@@ -47,12 +48,13 @@ CONFIG = {
     "use_sliding_window": False,
 }
 
-# The user's words can mostly not be predicted; a little weight on them still teaches their spelling.
+# The user's words can mostly not be predicted; a little weight on them still teaches their
+# spelling.
 PROMPT_WEIGHT = 0.05
 
-# Per lesson: until which step, which lengths of conversation (drawn with equal chance), and how many tokens a step has.
-# Copying and recall have to form first, on short conversations where the answer is near and many small steps are cheap;
-# they then hold as far as the examples reach.
+# Per lesson: until which step, which lengths of conversation (drawn with equal chance), and how
+# many tokens a step has. Copying and recall have to form first, on short conversations where the
+# answer is near and many small steps are cheap; they then hold as far as the examples reach.
 CURRICULUM: dict[str, list[tuple[float, list[int], int]]] = {
     "recall": [
         (1000, [128], 2048),
@@ -67,7 +69,8 @@ CURRICULUM: dict[str, list[tuple[float, list[int], int]]] = {
     "practice": [(math.inf, [128, 256, 256, 256, 512, 1280], 2048)],
 }
 
-# Until this step of the first lesson half of the turns are copying: the densest exercise in looking back.
+# Until this step of the first lesson half of the turns are copying: the densest exercise in looking
+# back.
 COPY_FIRST = 500
 
 # The last part of the run, in which the learning rate falls to nothing.
@@ -98,22 +101,62 @@ class UserError(Exception):
 
 def setup_arg_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(description="Train mlx_paged's bundled demo model on text it generates itself.")
+    parser = argparse.ArgumentParser(
+        description="Train mlx_paged's bundled demo model on text it generates itself."
+    )
     parser.add_argument("--out", type=Path, required=True, help="Folder for the finished model.")
-    parser.add_argument("--work-dir", type=Path, required=True, help="Folder for checkpoints and the log.")
-    parser.add_argument("--lesson", choices=list(CURRICULUM), default="recall", help="In this order.")
-    parser.add_argument("--init", type=Path, help="Start from the weights and tokenizer of this finished model.")
-    parser.add_argument("--steps", type=int, default=2400, help="Optimizer steps (default: %(default)s).")
-    parser.add_argument("--seed", type=int, default=0, help="Seed of the data and the weights (default: %(default)s).")
-    parser.add_argument("--batch-tokens", type=int, help="Tokens per step (default: the curriculum's, 2,048 to 4,096).")
-    parser.add_argument("--vocab-size", type=int, default=1024, help="Tokenizer pieces (default: %(default)s).")
-    parser.add_argument("--learning-rate", type=float, default=3e-3, help="AdamW: embeddings and norms.")
-    parser.add_argument("--matrix-learning-rate", type=float, default=0.02, help="Muon: weight matrices.")
-    parser.add_argument("--warmup", type=int, default=100, help="Steps of linear warmup (default: %(default)s).")
-    parser.add_argument("--longest", type=int, default=1280, help="Tokens of the longest conversations.")
-    parser.add_argument("--save-every", type=int, default=50, help="Steps between checkpoints (default: %(default)s).")
-    parser.add_argument("--export", action="store_true", help="Only write the model of the last checkpoint to --out.")
-    parser.add_argument("--smoke", action="store_true", help="A few tiny steps, to see that everything runs.")
+    parser.add_argument(
+        "--work-dir", type=Path, required=True, help="Folder for checkpoints and the log."
+    )
+    parser.add_argument(
+        "--lesson", choices=list(CURRICULUM), default="recall", help="In this order."
+    )
+    parser.add_argument(
+        "--init", type=Path, help="Start from the weights and tokenizer of this finished model."
+    )
+    parser.add_argument(
+        "--steps", type=int, default=2400, help="Optimizer steps (default: %(default)s)."
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="Seed of the data and the weights (default: %(default)s).",
+    )
+    parser.add_argument(
+        "--batch-tokens",
+        type=int,
+        help="Tokens per step (default: the curriculum's, 2,048 to 4,096).",
+    )
+    parser.add_argument(
+        "--vocab-size", type=int, default=1024, help="Tokenizer pieces (default: %(default)s)."
+    )
+    parser.add_argument(
+        "--learning-rate", type=float, default=3e-3, help="AdamW: embeddings and norms."
+    )
+    parser.add_argument(
+        "--matrix-learning-rate", type=float, default=0.02, help="Muon: weight matrices."
+    )
+    parser.add_argument(
+        "--warmup", type=int, default=100, help="Steps of linear warmup (default: %(default)s)."
+    )
+    parser.add_argument(
+        "--longest", type=int, default=1280, help="Tokens of the longest conversations."
+    )
+    parser.add_argument(
+        "--save-every",
+        type=int,
+        default=50,
+        help="Steps between checkpoints (default: %(default)s).",
+    )
+    parser.add_argument(
+        "--export",
+        action="store_true",
+        help="Only write the model of the last checkpoint to --out.",
+    )
+    parser.add_argument(
+        "--smoke", action="store_true", help="A few tiny steps, to see that everything runs."
+    )
     return parser
 
 
@@ -125,22 +168,30 @@ def resolve_settings(args: argparse.Namespace) -> Settings:
     settings = Settings(**values)
     for name in ("steps", "batch_tokens", "longest"):
         if getattr(settings, name) is not None and getattr(settings, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(settings, name)}")
+            raise UserError(
+                f"--{name.replace('_', '-')} must be at least 1, got {getattr(settings, name)}"
+            )
     if settings.vocab_size < 450:
-        raise UserError(f"--vocab-size {settings.vocab_size} is too small: 256 bytes and the characters need about 450")
+        raise UserError(
+            f"--vocab-size {settings.vocab_size} is too small: 256 bytes and the characters need about 450"
+        )
     if settings.longest > CONFIG["max_position_embeddings"]:
         raise UserError(f"--longest {settings.longest} is above max_position_embeddings 4096")
     return settings
 
 
 def make_batch(settings: Settings, step: int, processor: Any) -> tuple[Any, Any]:
-    """The step's token ids and loss weights, both [rows, length + 1]; they depend on seed and step alone."""
+    """The step's token ids and loss weights, both [rows, length + 1]; they depend on seed and step
+    alone.
+    """
     import conversations
     import numpy as np
     import tokenizer
 
     rng = random.Random(
-        f"{settings.seed}:{step}" if settings.lesson == "recall" else f"{settings.seed}:{settings.lesson}:{step}"
+        f"{settings.seed}:{step}"
+        if settings.lesson == "recall"
+        else f"{settings.seed}:{settings.lesson}:{step}"
     )
     stages = CURRICULUM[settings.lesson]
     lengths, batch_tokens = next((lengths, size) for until, lengths, size in stages if step < until)
@@ -148,14 +199,18 @@ def make_batch(settings: Settings, step: int, processor: Any) -> tuple[Any, Any]
     # An even number of rows, for the two halves that are computed at the same time.
     rows = max(2, (settings.batch_tokens or batch_tokens) // length // 2 * 2)
     copying = 0.5 if settings.lesson == "recall" and step < COPY_FIRST else 0.0
-    tokens = np.full((rows, length + 1), processor.piece_to_id(tokenizer.END_OF_TEXT), dtype=np.int32)
+    tokens = np.full(
+        (rows, length + 1), processor.piece_to_id(tokenizer.END_OF_TEXT), dtype=np.int32
+    )
     weights = np.zeros((rows, length + 1), dtype=np.float32)
 
     def length_of(text: str) -> int:
         return len(processor.encode(text))
 
     for row in range(rows):
-        system, turns = conversations.conversation(rng, length + 1, length_of, settings.lesson, copying)
+        system, turns = conversations.conversation(
+            rng, length + 1, length_of, settings.lesson, copying
+        )
         at = 0
         for number, turn in enumerate(turns):
             prompt = conversations.render_prompt(turn.user, system if number == 0 else None)
@@ -171,8 +226,8 @@ def make_batch(settings: Settings, step: int, processor: Any) -> tuple[Any, Any]
 def learning_rate_scale(settings: Settings, step: int) -> float:
     """Linear warmup, then constant, then a straight line to nothing over the last steps.
 
-    Unlike a cosine it does not depend on --steps before the decay starts, so a run can still be made longer or shorter.
-    """
+    Unlike a cosine it does not depend on --steps before the decay starts, so a run can still be
+    made longer or shorter."""
     remaining = (settings.steps - step) / max(1, DECAY_SHARE[settings.lesson] * settings.steps)
     return min(1.0, (step + 1) / settings.warmup, remaining)
 
@@ -197,7 +252,8 @@ class Run:
         cross_entropy = cpu_ops.cross_entropy if on_cpu else nn.losses.cross_entropy
         mx.random.seed(settings.seed)
         self.model = Model(ModelArgs.from_dict({**CONFIG, "vocab_size": settings.vocab_size}))
-        # Muon makes a matrix's update orthogonal: on this model it learns recall in about half of AdamW's steps.
+        # Muon makes a matrix's update orthogonal: on this model it learns recall in about half of
+        # AdamW's steps.
         self.optimizer = optim.MultiOptimizer(
             [
                 optim.Muon(settings.matrix_learning_rate, momentum=0.95, weight_decay=0.0),
@@ -218,12 +274,19 @@ class Run:
 
         gradients_of = nn.value_and_grad(self.model, loss_of)
         # MLX runs each CPU stream on a thread of its own, so two halves of a batch take two cores.
-        streams = [mx.new_stream(mx.cpu), mx.new_stream(mx.cpu)] if on_cpu else [mx.default_stream(mx.default_device())]
+        streams = (
+            [mx.new_stream(mx.cpu), mx.new_stream(mx.cpu)]
+            if on_cpu
+            else [mx.default_stream(mx.default_device())]
+        )
 
         def update(tokens: mx.array, weights: mx.array) -> tuple[mx.array, mx.array]:
             parts = []
             for stream, some, their in zip(
-                streams, mx.split(tokens, len(streams)), mx.split(weights, len(streams)), strict=True
+                streams,
+                mx.split(tokens, len(streams)),
+                mx.split(weights, len(streams)),
+                strict=True,
             ):
                 with mx.stream(stream):
                     parts.append(gradients_of(self.model, some, their))
@@ -279,19 +342,34 @@ class Run:
         except (RuntimeError, KeyError, ValueError) as error:
             raise UserError(f"{path} is not a checkpoint of this script: {error}") from None
         mine = asdict(self.settings)
-        # A run may become longer or shorter: --steps only decides where the learning rate starts to fall.
+        # A run may become longer or shorter: --steps only decides where the learning rate starts to
+        # fall.
         saved["steps"] = mine["steps"]
         if saved != mine:
-            changed = ", ".join(f"{k} {saved.get(k)} -> {v}" for k, v in mine.items() if saved.get(k) != v)
-            raise UserError(f"{path} was made with other settings ({changed}); repeat those or choose a new --work-dir")
-        weights = [(k.removeprefix("model."), v) for k, v in arrays.items() if k.startswith("model.")]
+            changed = ", ".join(
+                f"{k} {saved.get(k)} -> {v}" for k, v in mine.items() if saved.get(k) != v
+            )
+            raise UserError(
+                f"{path} was made with other settings ({changed}); repeat those or choose a new --work-dir"
+            )
+        weights = [
+            (k.removeprefix("model."), v) for k, v in arrays.items() if k.startswith("model.")
+        ]
         self.model.load_weights(weights)
-        flat = [(k.removeprefix("optimizer."), v) for k, v in arrays.items() if k.startswith("optimizer.")]
+        flat = [
+            (k.removeprefix("optimizer."), v)
+            for k, v in arrays.items()
+            if k.startswith("optimizer.")
+        ]
         state = tree_unflatten(flat)
         for optimizer, part in zip(self.optimizer.optimizers, state["states"], strict=True):
             _refill(optimizer.state, part)
         mx.eval(self.model.state, self.optimizer.state)
-        self.step, self.seconds, self.tokens = progress["step"], progress["seconds"], progress["tokens"]
+        self.step, self.seconds, self.tokens = (
+            progress["step"],
+            progress["seconds"],
+            progress["tokens"],
+        )
 
     def load_weights(self, folder: Path) -> None:
         """Start from a finished model."""
@@ -313,8 +391,15 @@ class Run:
         processor = sentencepiece.SentencePieceProcessor(model_proto=tokenizer_model)
         ids = {"eos_token_id": tokenizer.IM_END, "pad_token_id": tokenizer.END_OF_TEXT}
         token_ids = {name: processor.piece_to_id(piece) for name, piece in ids.items()}
-        config = {**CONFIG, "vocab_size": self.settings.vocab_size, "bos_token_id": None, **token_ids}
-        (staging / "config.json").write_text(json.dumps(dict(sorted(config.items())), indent=2) + "\n")
+        config = {
+            **CONFIG,
+            "vocab_size": self.settings.vocab_size,
+            "bos_token_id": None,
+            **token_ids,
+        }
+        (staging / "config.json").write_text(
+            json.dumps(dict(sorted(config.items())), indent=2) + "\n"
+        )
         generation = {"do_sample": False, **token_ids}
         (staging / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
         lesson = {
@@ -323,7 +408,10 @@ class Run:
             "tokens": self.tokens,
             "seconds": round(self.seconds),
         }
-        lessons = [*earlier_lessons, {name: value for name, value in lesson.items() if value is not None}]
+        lessons = [
+            *earlier_lessons,
+            {name: value for name, value in lesson.items() if value is not None},
+        ]
         (staging / "training.json").write_text(json.dumps({"lessons": lessons}, indent=2) + "\n")
         weights = dict(tree_flatten(self.model.parameters()))
         mx.save_safetensors(str(staging / "model.safetensors"), weights, metadata={"format": "mlx"})
@@ -368,7 +456,9 @@ def train(args: argparse.Namespace) -> int:
     args.work_dir.mkdir(parents=True, exist_ok=True)
     checkpoint = args.work_dir / "checkpoint.safetensors"
     if args.init and not (args.init / "training.json").exists():
-        raise UserError(f"--init {args.init} is not a model made by this script: it holds no training.json")
+        raise UserError(
+            f"--init {args.init} is not a model made by this script: it holds no training.json"
+        )
     if args.export and not checkpoint.exists():
         raise UserError(f"--export needs a checkpoint, but {args.work_dir} holds none; train first")
 
@@ -379,17 +469,25 @@ def train(args: argparse.Namespace) -> int:
     tokenizer_model = load_or_train_tokenizer(args.work_dir, settings, args.init)
     processor = sentencepiece.SentencePieceProcessor(model_proto=tokenizer_model)
     if processor.get_piece_size() != settings.vocab_size:
-        raise UserError(f"{args.work_dir}/tokenizer.model has {processor.get_piece_size()} pieces, not --vocab-size")
+        raise UserError(
+            f"{args.work_dir}/tokenizer.model has {processor.get_piece_size()} pieces, not --vocab-size"
+        )
     run = Run(settings, quick=args.smoke)
     if checkpoint.exists():
         run.load_checkpoint(checkpoint)
     elif args.init:
         run.load_weights(args.init)
     size = sum(value.size for _, value in tree_flatten(run.model.parameters()))
-    print(f"{size:,} parameters on {mx.default_device()}, step {run.step} of {settings.steps}", file=sys.stderr)
+    print(
+        f"{size:,} parameters on {mx.default_device()}, step {run.step} of {settings.steps}",
+        file=sys.stderr,
+    )
 
     stop: list[int] = []
-    previous = {number: signal.signal(number, lambda number, _: stop.append(number)) for number in STOP_SIGNALS}
+    previous = {
+        number: signal.signal(number, lambda number, _: stop.append(number))
+        for number in STOP_SIGNALS
+    }
     last_saved = run.step
     try:
         while run.step < settings.steps and not stop and not args.export:
@@ -409,7 +507,11 @@ def train(args: argparse.Namespace) -> int:
             with (args.work_dir / "log.jsonl").open("a") as log:
                 log.write(json.dumps(line) + "\n")
             if run.step % 20 == 0 or run.step == settings.steps:
-                print("  ".join(f"{name} {value}" for name, value in line.items()), file=sys.stderr, flush=True)
+                print(
+                    "  ".join(f"{name} {value}" for name, value in line.items()),
+                    file=sys.stderr,
+                    flush=True,
+                )
             if run.step % args.save_every == 0:
                 run.save_checkpoint(checkpoint)
                 last_saved = run.step

@@ -287,7 +287,9 @@ DIALOGUE: list[tuple[list[str], str]] = [
     ),
 ]
 
-UNKNOWN_ANSWER = "I am a very small model and I do not know that. Ask me to remember, repeat, count or add."
+UNKNOWN_ANSWER = (
+    "I am a very small model and I do not know that. Ask me to remember, repeat, count or add."
+)
 REMEMBER_ANSWER = "Okay, I will remember that."
 
 SYSTEM_PROMPTS = [

@@ -37,15 +37,22 @@ __all__ = [
     "prompt_too_long",
 ]
 
-KV_CACHES: dict[str, type[BasicKVCache] | type[PagedKVCache]] = {"basic": BasicKVCache, "paged": PagedKVCache}
+KV_CACHES: dict[str, type[BasicKVCache] | type[PagedKVCache]] = {
+    "basic": BasicKVCache,
+    "paged": PagedKVCache,
+}
 
 
 @overload
-def create_kv_cache(kind: Literal["paged"], config: KVCacheConfig, backend: str = "auto") -> PagedKVCache: ...
+def create_kv_cache(
+    kind: Literal["paged"], config: KVCacheConfig, backend: str = "auto"
+) -> PagedKVCache: ...
 
 
 @overload
-def create_kv_cache(kind: Literal["basic"], config: KVCacheConfig, backend: str = "auto") -> BasicKVCache: ...
+def create_kv_cache(
+    kind: Literal["basic"], config: KVCacheConfig, backend: str = "auto"
+) -> BasicKVCache: ...
 
 
 @overload
@@ -60,5 +67,7 @@ def create_kv_cache(kind: str, config: KVCacheConfig, backend: str = "auto") -> 
         BackendError: the backend is unknown or can't be had on this machine.
     """
     if kind not in KV_CACHES:
-        raise ValueError(f"[kv cache] unknown cache mode {shown(kind)}; supported: {', '.join(KV_CACHES)}")
+        raise ValueError(
+            f"[kv cache] unknown cache mode {shown(kind)}; supported: {', '.join(KV_CACHES)}"
+        )
     return KV_CACHES[kind](config, backend=backend)

@@ -1,4 +1,6 @@
-"""What every KV cache does, whatever lies behind it: the protocol between a model, its runner and its K/V."""
+"""What every KV cache does, whatever lies behind it: the protocol between a model, its runner and
+its K/V.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,21 @@ import mlx.core as mx
 from mlx_paged.config import KVCacheConfig
 
 SeqId = Hashable
-# The key of a mapping that a caller hands in. Mapping is invariant in its keys: with SeqId for them,
-# a type checker would refuse a dict[str, int].
+# The key of a mapping that a caller hands in. Mapping is invariant in its keys: with SeqId for
+# them, a type checker would refuse a dict[str, int].
 AnySeqId: TypeAlias = Any
 
 
 class CacheFullError(RuntimeError):
-    """The budget can't hold what a step would add; nothing was changed. The message says the sum and the way out."""
+    """The budget can't hold what a step would add; nothing was changed. The message says the sum
+    and the way out.
+    """
 
 
 class PromptTooLongError(CacheFullError):
-    """The budget or the context can't hold a prompt; the message says the sum and what to do. Nothing was changed."""
+    """The budget or the context can't hold a prompt; the message says the sum and what to do.
+    Nothing was changed.
+    """
 
 
 def prompt_too_long(num_tokens: int, block_size: int, num_blocks: int) -> PromptTooLongError:
@@ -46,7 +52,9 @@ class Step:
     """The packed inputs of one step: new tokens of all its sequences behind one another."""
 
     positions: mx.array  # [num_tokens] int32, of each new token in its sequence
-    last_rows: mx.array  # [num_seqs] int32, the row of each sequence's last new token (vLLM: logits_indices)
+    last_rows: (
+        mx.array
+    )  # [num_seqs] int32, the row of each sequence's last new token (vLLM: logits_indices)
     num_tokens: int
 
     @classmethod
@@ -86,8 +94,8 @@ class KVCacheStats:
 class KVCache(ABC):
     """K/V of several sequences in all layers of a model.
 
-    A sequence is any hashable id; it begins with the first step that names it and ends with :meth:`free`. A step adds
-    tokens to some sequences::
+    A sequence is any hashable id; it begins with the first step that names it and ends with
+    :meth:`free`. A step adds tokens to some sequences::
 
         with cache.step({"a": 1, "b": 17}) as step:          # one decode and a prompt of 17, packed: 18 rows
             logits = model(tokens, step.positions, cache)    # each layer calls cache.update_and_attend(...)
@@ -107,8 +115,8 @@ class KVCache(ABC):
 
     @contextmanager
     def step(self, num_new_tokens: Mapping[AnySeqId, int]) -> Iterator[Step]:
-        """Room for so many new tokens of each sequence, in the mapping's order; their lengths grow when the body is
-        done.
+        """Room for so many new tokens of each sequence, in the mapping's order; their lengths grow
+        when the body is done.
 
         Raises:
             CacheFullError: the budget can't hold them; nothing was changed.
@@ -116,12 +124,16 @@ class KVCache(ABC):
             RuntimeError: another step of this cache is open.
         """
         if self._in_step:
-            raise RuntimeError(f"[{self.kind} cache] a step is open already; finish it before the next one")
+            raise RuntimeError(
+                f"[{self.kind} cache] a step is open already; finish it before the next one"
+            )
         if not num_new_tokens:
             raise ValueError(f"[{self.kind} cache] a step needs at least one sequence")
         for seq, num_new in num_new_tokens.items():
             if num_new < 1:
-                raise ValueError(f"[{self.kind} cache] sequence {seq!r}: a step adds at least 1 token, got {num_new}")
+                raise ValueError(
+                    f"[{self.kind} cache] sequence {seq!r}: a step adds at least 1 token, got {num_new}"
+                )
         counts = list(num_new_tokens.values())
         starts = [self.seq_len(seq) for seq in num_new_tokens]
         self._begin_step(num_new_tokens)
@@ -153,12 +165,14 @@ class KVCache(ABC):
         """Write the open step's rows of one layer, ``[num_tokens, num_kv_heads, head_dim]`` each."""
 
     @abstractmethod
-    def update_and_attend(self, layer: int, q: mx.array, k: mx.array, v: mx.array, scale: float) -> mx.array:
+    def update_and_attend(
+        self, layer: int, q: mx.array, k: mx.array, v: mx.array, scale: float
+    ) -> mx.array:
         """Write the open step's K/V rows of ``layer``, then attend: causal within each sequence.
 
         Args:
-            q: ``[num_tokens, num_heads, head_dim]``, rotated; or ``[num_seqs, ...]``, of each sequence's last new token
-                only.
+            q: ``[num_tokens, num_heads, head_dim]``, rotated; or ``[num_seqs, ...]``, of each
+                sequence's last new token only.
             k, v: ``[num_tokens, num_kv_heads, head_dim]``; cast to the cache's dtype.
             scale: of the scores, usually ``head_dim ** -0.5``.
 
@@ -179,7 +193,8 @@ class KVCache(ABC):
 
     @abstractmethod
     def trim(self, seq: SeqId, length: int) -> None:
-        """Forget a sequence's tokens from position ``length`` on (``trim_to``, after speculation or an edited turn).
+        """Forget a sequence's tokens from position ``length`` on (``trim_to``, after speculation or
+        an edited turn).
 
         Raises:
             KeyError: no such sequence.
@@ -197,12 +212,15 @@ class KVCache(ABC):
         Raises:
             KeyError: no such sequence.
             ValueError: ``new_seq`` exists.
-            CacheFullError: a basic cache counts the copy that the first write will make, and it doesn't fit.
+            CacheFullError: a basic cache counts the copy that the first write will make, and it
+                doesn't fit.
         """
 
     @abstractmethod
     def materialize(self, seq: SeqId, layer: int) -> tuple[mx.array, mx.array]:
-        """Dense K and V of one layer, ``[num_kv_heads, num_tokens, head_dim]`` each; ``KeyError`` if not there."""
+        """Dense K and V of one layer, ``[num_kv_heads, num_tokens, head_dim]`` each; ``KeyError``
+        if not there.
+        """
 
     @property
     @abstractmethod
@@ -214,10 +232,13 @@ class KVCache(ABC):
 
     @abstractmethod
     def max_seq_len(self, seq: SeqId) -> int:
-        """The length to which a sequence, held already or not, could grow if the others stay as they are."""
+        """The length to which a sequence, held already or not, could grow if the others stay as
+        they are.
+        """
 
     def append(self, seq: SeqId, k: mx.array, v: mx.array) -> None:
-        """Append rows of one or more tokens in all layers: ``[num_layers, num_tokens, num_kv_heads, head_dim]`` each.
+        """Append rows of one or more tokens in all layers: ``[num_layers, num_tokens, num_kv_heads,
+        head_dim]`` each.
 
         ``push_row`` elsewhere. A model appends through :meth:`update_and_attend` instead.
 
@@ -226,7 +247,12 @@ class KVCache(ABC):
             CacheFullError: the budget can't hold them; nothing was changed.
         """
         config = self.config
-        expected = (config.num_layers, k.shape[1] if k.ndim == 4 else 1, config.num_kv_heads, config.head_dim)
+        expected = (
+            config.num_layers,
+            k.shape[1] if k.ndim == 4 else 1,
+            config.num_kv_heads,
+            config.head_dim,
+        )
         if k.shape != expected or v.shape != expected:
             raise ValueError(
                 f"[{self.kind} cache] append: expected [num_layers, num_tokens, num_kv_heads, head_dim] = "
@@ -239,7 +265,8 @@ class KVCache(ABC):
             mx.eval(self.arrays)
 
     def set_prompt(self, seq: SeqId, k: mx.array, v: mx.array) -> None:
-        """Make these rows the whole sequence, in place of what it held; shapes and errors as :meth:`append`.
+        """Make these rows the whole sequence, in place of what it held; shapes and errors as
+        :meth:`append`.
 
         ``set_prefill`` elsewhere.
         """
@@ -248,7 +275,9 @@ class KVCache(ABC):
         self.append(seq, k, v)
 
     def snapshot(self, seq: SeqId) -> KVSnapshot:
-        """A sequence's K/V, evaluated and independent of this cache; ``KeyError`` when there is no such sequence."""
+        """A sequence's K/V, evaluated and independent of this cache; ``KeyError`` when there is no
+        such sequence.
+        """
         layers = [self.materialize(seq, layer) for layer in range(self.config.num_layers)]
         snapshot = KVSnapshot(mx.stack([k for k, _ in layers]), mx.stack([v for _, v in layers]))
         mx.eval(snapshot.keys, snapshot.values)
@@ -260,14 +289,18 @@ class KVCache(ABC):
 
     @staticmethod
     def _detach(view: mx.array) -> mx.array:
-        """An evaluated copy: a view that stays alive would make the next write copy the whole array behind it."""
-        # The product is exact and, unlike mx.contiguous, never shares the memory of a view that is contiguous already.
+        """An evaluated copy: a view that stays alive would make the next write copy the whole array
+        behind it.
+        """
+        # The product is exact and, unlike mx.contiguous, never shares the memory of a view that is
+        # contiguous already.
         copy = view * 1
         mx.eval(copy)
         return copy
 
     def shrink(self) -> int:
-        """Give back memory that no sequence needs; returns how many bytes. A copy of what stays is the price.
+        """Give back memory that no sequence needs; returns how many bytes. A copy of what stays is
+        the price.
 
         Raises:
             RuntimeError: a step is open.
@@ -289,4 +322,6 @@ class KVCache(ABC):
         if seq not in self.seqs:
             raise self._missing(seq)
         if not 0 <= length <= self.seq_len(seq):
-            raise ValueError(f"[{self.kind} cache] trim: length {length} must be within 0..{self.seq_len(seq)}")
+            raise ValueError(
+                f"[{self.kind} cache] trim: length {length} must be within 0..{self.seq_len(seq)}"
+            )

@@ -24,7 +24,8 @@ class _Sequence:
 
 
 class BasicKVCache(KVCache):
-    """Contiguous K/V per sequence: the fastest for one short stream, and the yardstick for the paged cache.
+    """Contiguous K/V per sequence: the fastest for one short stream, and the yardstick for the
+    paged cache.
 
     Args:
         config: shape and budget (in tokens: ``config.num_slots``).
@@ -43,7 +44,9 @@ class BasicKVCache(KVCache):
 
     def _begin_step(self, num_new_tokens: Mapping[SeqId, int]) -> None:
         sequences = {seq: self._sequences.get(seq) or _Sequence() for seq in num_new_tokens}
-        lengths = {seq: sequence.length + num_new_tokens[seq] for seq, sequence in sequences.items()}
+        lengths = {
+            seq: sequence.length + num_new_tokens[seq] for seq, sequence in sequences.items()
+        }
         spare = self._make_room(lengths)
         for seq, sequence in sequences.items():
             if lengths[seq] > sequence.capacity:
@@ -53,13 +56,19 @@ class BasicKVCache(KVCache):
                 self._set_capacity(sequence, lengths[seq] + extra)
         self._new_seqs = [seq for seq in sequences if seq not in self._sequences]
         self._sequences.update(sequences)
-        self._step = [(sequence, sequence.length, num_new_tokens[seq]) for seq, sequence in sequences.items()]
+        self._step = [
+            (sequence, sequence.length, num_new_tokens[seq]) for seq, sequence in sequences.items()
+        ]
 
     def _make_room(self, lengths: dict[SeqId, int]) -> int:
-        """Tokens left of the budget when these sequences have these lengths; if need be, nobody keeps unused rows."""
+        """Tokens left of the budget when these sequences have these lengths; if need be, nobody
+        keeps unused rows.
+        """
         capacities = {seq: sequence.capacity for seq, sequence in self._sequences.items()}
         held = {seq: sequence.length for seq, sequence in self._sequences.items()}
-        rounded_up = capacities | {seq: max(n, capacities.get(seq, 0)) for seq, n in lengths.items()}
+        rounded_up = capacities | {
+            seq: max(n, capacities.get(seq, 0)) for seq, n in lengths.items()
+        }
         spare = self.config.num_slots - sum(rounded_up.values())
         if spare >= 0:
             return spare
@@ -106,7 +115,9 @@ class BasicKVCache(KVCache):
             sequence.values[layer][:, :, start:end] = v[rows].swapaxes(0, 1).astype(self.dtype)
             row += num_new
 
-    def update_and_attend(self, layer: int, q: mx.array, k: mx.array, v: mx.array, scale: float) -> mx.array:
+    def update_and_attend(
+        self, layer: int, q: mx.array, k: mx.array, v: mx.array, scale: float
+    ) -> mx.array:
         self.update(layer, k, v)
         outputs = []
         row = 0
@@ -167,7 +178,9 @@ class BasicKVCache(KVCache):
             raise self._missing(seq)
         sequence = self._sequences[seq]
         keys, values = sequence.keys[layer], sequence.values[layer]
-        return self._detach(keys[0, :, : sequence.length]), self._detach(values[0, :, : sequence.length])
+        return self._detach(keys[0, :, : sequence.length]), self._detach(
+            values[0, :, : sequence.length]
+        )
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -184,4 +197,6 @@ class BasicKVCache(KVCache):
         )
 
     def max_seq_len(self, seq: SeqId) -> int:
-        return self.config.num_slots - sum(s.length for other, s in self._sequences.items() if other != seq)
+        return self.config.num_slots - sum(
+            s.length for other, s in self._sequences.items() if other != seq
+        )

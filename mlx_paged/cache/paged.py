@@ -1,4 +1,6 @@
-"""The paged KV cache: the K/V of all sequences in one pool of fixed-size blocks, one K and one V slab per layer."""
+"""The paged KV cache: the K/V of all sequences in one pool of fixed-size blocks, one K and one V
+slab per layer.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ NUM_WATCHED_STEPS = 3
 class SwappedKV:
     """One sequence's K/V in host memory."""
 
-    rows: list[tuple[np.ndarray, np.ndarray]]  # per layer K and V, [num_kv_heads, num_tokens, head_dim]
+    rows: list[
+        tuple[np.ndarray, np.ndarray]
+    ]  # per layer K and V, [num_kv_heads, num_tokens, head_dim]
 
     @property
     def num_tokens(self) -> int:
@@ -42,29 +46,37 @@ def _to_device(array: np.ndarray, dtype: mx.Dtype) -> mx.array:
 
 
 class PagedKVCache(KVCache):
-    """Sequences as block tables over slabs ``[num_blocks, num_kv_heads, block_size, head_dim]`` (PagedAttention).
+    """Sequences as block tables over slabs ``[num_blocks, num_kv_heads, block_size, head_dim]``
+    (PagedAttention).
 
-    A token costs its own row: a sequence grows by single blocks, nothing is padded, and freed blocks go to whoever
-    needs them next. The slabs start small and double, layer by layer, up to the budget.
+    A token costs its own row: a sequence grows by single blocks, nothing is padded, and freed
+    blocks go to whoever needs them next. The slabs start small and double, layer by layer, up to
+    the budget.
 
     Args:
         config: shape and budget.
-        backend: ``"auto"``, ``"reference"`` or ``"metal"``; raises ``BackendError`` if it can't be had.
+        backend: ``"auto"``, ``"reference"`` or ``"metal"``; raises ``BackendError`` if it can't be
+            had.
         initial_blocks: blocks to allocate at once; the rest of the budget when it is needed.
     """
 
     kind = "paged"
 
-    def __init__(self, config: KVCacheConfig, backend: str = "auto", initial_blocks: int = INITIAL_BLOCKS):
+    def __init__(
+        self, config: KVCacheConfig, backend: str = "auto", initial_blocks: int = INITIAL_BLOCKS
+    ):
         super().__init__(config)
         self._initial_blocks = min(initial_blocks, config.num_blocks)
         self.backend = ops.resolve_backend(backend, config.head_dim, config.block_size)
-        # Plain MLX gathers blocks, which may take as much as a slab; kernels allocate next to nothing.
+        # Plain MLX gathers blocks, which may take as much as a slab; kernels allocate next to
+        # nothing.
         self._copy_detector = CopyDetector(NUM_WATCHED_STEPS if self.backend == "metal" else 0)
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything: sequences, the prefix cache, an open step, and slabs that a cut growth left uneven."""
+        """Forget everything: sequences, the prefix cache, an open step, and slabs that a cut growth
+        left uneven.
+        """
         config = self.config
         self.close_step()
         self._max_num_blocks = config.num_blocks
@@ -72,7 +84,9 @@ class PagedKVCache(KVCache):
         # One block more than sequences can hold: block 0 is the null block.
         num_blocks = self._initial_blocks + 1
         self._layers = [
-            KVHandle.allocate(num_blocks, config.num_kv_heads, config.block_size, config.head_dim, self.dtype)
+            KVHandle.allocate(
+                num_blocks, config.num_kv_heads, config.block_size, config.head_dim, self.dtype
+            )
             for _ in range(config.num_layers)
         ]
         self.pool = BlockPool(num_blocks, config.block_size)
@@ -88,7 +102,9 @@ class PagedKVCache(KVCache):
     # Steps
 
     def _begin_step(self, num_new_tokens: Mapping[SeqId, int]) -> None:
-        num_needed = sum(self.manager.num_needed_blocks(seq, n) for seq, n in num_new_tokens.items())
+        num_needed = sum(
+            self.manager.num_needed_blocks(seq, n) for seq, n in num_new_tokens.items()
+        )
         if num_needed > self.pool.num_free_blocks + self.num_growable_blocks:
             raise CacheFullError(
                 f"[paged cache] {sum(num_new_tokens.values())} new tokens need {num_needed} blocks of "
@@ -105,7 +121,8 @@ class PagedKVCache(KVCache):
                     raise CacheFullError(
                         "[paged cache] the device has no more memory, though the budget would allow it"
                     )
-                # Copied sequence by sequence: a source may be handed out again by the next one's allocation.
+                # Copied sequence by sequence: a source may be handed out again by the next one's
+                # allocation.
                 self.copy_blocks(copies)
             self._open_step(num_new_tokens, False)
         except BaseException:  # Ctrl-C, too.
@@ -113,7 +130,9 @@ class PagedKVCache(KVCache):
             raise
 
     @contextmanager
-    def scheduled_step(self, num_new_tokens: Mapping[SeqId, int], shares_new_blocks: bool = False) -> Iterator[Step]:
+    def scheduled_step(
+        self, num_new_tokens: Mapping[SeqId, int], shares_new_blocks: bool = False
+    ) -> Iterator[Step]:
         """A step whose slots were allocated through :attr:`manager` already, by a scheduler.
 
         As :meth:`step`, but if the body raises, taking the tokens back is the scheduler's.
@@ -125,7 +144,9 @@ class PagedKVCache(KVCache):
         try:
             self._open_step(num_new_tokens, shares_new_blocks)
             context_lens, counts = self.metadata.context_lens, self.metadata.query_lens
-            yield Step.build([n - count for n, count in zip(context_lens, counts, strict=True)], counts)
+            yield Step.build(
+                [n - count for n, count in zip(context_lens, counts, strict=True)], counts
+            )
             self._commit_step()
         finally:
             self.close_step()
@@ -135,16 +156,19 @@ class PagedKVCache(KVCache):
         all_tables = self.manager.tables
         tables = [all_tables[seq] for seq in num_new_tokens]
         context_lens = [table.num_tokens for table in tables]
-        # Whatever another sequence left in a new block that is filled in part, a NaN even, must not reach this one.
+        # Whatever another sequence left in a new block that is filled in part, a NaN even, must not
+        # reach this one.
         partly_filled = [
             table.packed_block_ids[-1]
-            for table, context_len, count in zip(tables, context_lens, num_new_tokens.values(), strict=True)
+            for table, context_len, count in zip(
+                tables, context_lens, num_new_tokens.values(), strict=True
+            )
             if 0 < context_len % block_size <= count
         ]
         for handle in self._layers if partly_filled else ():
             ops.zero_blocks(handle, partly_filled, self.backend)
-        # Right by the manager's invariants: blocks of this pool, for exactly so many tokens. No table changes before
-        # the step is over, so the live arrays will do.
+        # Right by the manager's invariants: blocks of this pool, for exactly so many tokens. No
+        # table changes before the step is over, so the live arrays will do.
         self._metadata = AttentionMetadata(
             [table.packed_block_ids for table in tables],
             context_lens,
@@ -168,19 +192,24 @@ class PagedKVCache(KVCache):
         return self._max_num_blocks - (self.pool.num_blocks - 1)
 
     def make_room(self, num_blocks: int) -> None:
-        """Grow until so many blocks can be taken without evicting any, as far as the budget and the device allow."""
+        """Grow until so many blocks can be taken without evicting any, as far as the budget and the
+        device allow.
+        """
         num_missing = min(num_blocks - self.pool.num_empty_blocks, self.num_growable_blocks)
         if num_missing <= 0:
             return
         num_usable = self.pool.num_blocks - 1
-        # Doubling makes the copies of growth a constant per token. Where that can't be had, what is needed may be.
+        # Doubling makes the copies of growth a constant per token. Where that can't be had, what is
+        # needed may be.
         doubled = min(max(num_missing, num_usable), self.num_growable_blocks)
         for num_new_blocks in dict.fromkeys((doubled, num_missing)):
             if self._grow(num_new_blocks):
                 return
         # What there is, is the budget from now on, until somebody gives memory back.
         self._max_num_blocks = num_usable
-        say_once(f"[paged cache] no memory for more than {num_usable} blocks, which are the budget now")
+        say_once(
+            f"[paged cache] no memory for more than {num_usable} blocks, which are the budget now"
+        )
 
     def _grow(self, num_new_blocks: int) -> bool:
         try:
@@ -206,7 +235,9 @@ class PagedKVCache(KVCache):
         return SwappedKV(rows)
 
     def swap_in(self, seq: SeqId, swapped: SwappedKV, start: int, end: int) -> None:
-        """Copy the tokens ``start : end`` back into the slots that the manager gave the sequence for them."""
+        """Copy the tokens ``start : end`` back into the slots that the manager gave the sequence
+        for them.
+        """
         table = self._table(seq)
         slots = SlotMapping.build(table.slot_mapping(start, end - start), self.config.block_size)
         for handle, rows in zip(self._layers, swapped.rows, strict=True):
@@ -232,9 +263,13 @@ class PagedKVCache(KVCache):
     def update(self, layer: int, k: mx.array, v: mx.array) -> None:
         handle, metadata = self._layers[layer], self.metadata
         slots = metadata.slot_mapping
-        ops.reshape_and_cache(k.astype(self.dtype), v.astype(self.dtype), handle, slots, self.backend)
+        ops.reshape_and_cache(
+            k.astype(self.dtype), v.astype(self.dtype), handle, slots, self.backend
+        )
 
-    def update_and_attend(self, layer: int, q: mx.array, k: mx.array, v: mx.array, scale: float) -> mx.array:
+    def update_and_attend(
+        self, layer: int, q: mx.array, k: mx.array, v: mx.array, scale: float
+    ) -> mx.array:
         k, v = k.astype(self.dtype), v.astype(self.dtype)
         handle, metadata = self._layers[layer], self.metadata
         if q.shape[0] < metadata.num_tokens:
@@ -279,7 +314,9 @@ class PagedKVCache(KVCache):
         if table.num_tokens == 0:
             empty = mx.zeros((self.config.num_kv_heads, 0, self.config.head_dim), self.dtype)
             return empty, empty
-        keys, values = ops.gather_blocks(self._layers[layer], table.block_ids, table.num_tokens, self.backend)
+        keys, values = ops.gather_blocks(
+            self._layers[layer], table.block_ids, table.num_tokens, self.backend
+        )
         return self._detach(keys), self._detach(values)
 
     @property
@@ -289,7 +326,10 @@ class PagedKVCache(KVCache):
     def shrink(self) -> int:
         super().shrink()
         self._max_num_blocks = self.config.num_blocks
-        last_used = max((max(table.packed_block_ids, default=0) for table in self.manager.tables.values()), default=0)
+        last_used = max(
+            (max(table.packed_block_ids, default=0) for table in self.manager.tables.values()),
+            default=0,
+        )
         num_blocks = max(last_used, self._initial_blocks) + 1
         if num_blocks >= self.pool.num_blocks:
             return 0

@@ -64,15 +64,23 @@ def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
         type=arguments.at_least_0,
         help=f"sampling temperature, 0 is greedy ({_FROM_MODEL} 0)",
     )
-    parser.add_argument("--top-p", type=arguments.probability, help=f"sampling top-p, 1 is off ({_FROM_MODEL} 1)")
-    parser.add_argument("--top-k", type=arguments.whole, help=f"sampling top-k, 0 is off ({_FROM_MODEL} 0)")
-    parser.add_argument("--min-p", type=arguments.probability, help=f"sampling min-p, 0 is off ({_FROM_MODEL} 0)")
+    parser.add_argument(
+        "--top-p", type=arguments.probability, help=f"sampling top-p, 1 is off ({_FROM_MODEL} 1)"
+    )
+    parser.add_argument(
+        "--top-k", type=arguments.whole, help=f"sampling top-k, 0 is off ({_FROM_MODEL} 0)"
+    )
+    parser.add_argument(
+        "--min-p", type=arguments.probability, help=f"sampling min-p, 0 is off ({_FROM_MODEL} 0)"
+    )
     parser.add_argument(
         "--no-generation-config",
         action="store_true",
         help="leave the model's generation_config.json out: greedy, unless flags say otherwise",
     )
-    parser.add_argument("--seed", type=arguments.whole, default=0, help="seed of the sampling (default: 0)")
+    parser.add_argument(
+        "--seed", type=arguments.whole, default=0, help="seed of the sampling (default: 0)"
+    )
 
 
 def _add_template_flags(parser: argparse.ArgumentParser) -> None:
@@ -82,7 +90,9 @@ def _add_template_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="ask the model's chat template for an answer without reasoning",
     )
-    parser.add_argument("--hide-thinking", action="store_true", help="do not show the model's reasoning (<think>)")
+    parser.add_argument(
+        "--hide-thinking", action="store_true", help="do not show the model's reasoning (<think>)"
+    )
 
 
 def _add_cache_flags(parser: argparse.ArgumentParser) -> None:

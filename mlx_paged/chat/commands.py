@@ -89,7 +89,9 @@ class Dialogue:
         argument = " ".join([*rest, argument]).strip() if rest else argument.strip()
         command = COMMANDS.get(name.lower())
         if command is None:
-            self.say(f"[unknown command {name}; /help lists them, and // begins a message with a slash]")
+            self.say(
+                f"[unknown command {name}; /help lists them, and // begins a message with a slash]"
+            )
         elif argument and not command.argument:
             self.say(f"[{command.name} takes no argument]")
         elif not argument and command.argument and not command.argument.startswith("["):
@@ -123,7 +125,10 @@ def _help(dialogue: Dialogue, argument: str) -> None:
 
 
 def _regenerate(dialogue: Dialogue, argument: str) -> None:
-    had_answer = dialogue.conversation.messages[-1:] and dialogue.conversation.messages[-1]["role"] == "assistant"
+    had_answer = (
+        dialogue.conversation.messages[-1:]
+        and dialogue.conversation.messages[-1]["role"] == "assistant"
+    )
     dialogue.ask_again()
     if had_answer and dialogue.settings.sampling.is_greedy:
         dialogue.screen.say_dim("[greedy: the same answer each time; /set temp 0.7 brings others]")
@@ -186,7 +191,9 @@ def _load(dialogue: Dialogue, argument: str) -> None:
         raise ValueError(f"{file} can't be gone on with: {_in_brackets(error)}") from error
     num_messages = len(dialogue.conversation.messages)
     is_open = dialogue.conversation.messages[-1]["role"] == "user"
-    dialogue.say(f"[loaded from {file}: messages: {num_messages}{'; /regenerate answers the last' if is_open else ''}]")
+    dialogue.say(
+        f"[loaded from {file}: messages: {num_messages}{'; /regenerate answers the last' if is_open else ''}]"
+    )
 
 
 def _fork(dialogue: Dialogue, argument: str) -> None:

@@ -49,7 +49,9 @@ class Conversation:
         self.responder = responder
         self.tokenizer = tokenizer
         self.opens_thinking = False
-        self._template_options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+        self._template_options = (
+            {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+        )
         self.messages: list[dict[str, Any]] = []
         if system_prompt is not None:
             self.messages.append({"role": "system", "content": system_prompt})
@@ -60,7 +62,11 @@ class Conversation:
         if not self.messages or self.messages[0]["role"] != "system":
             return None
         content = self.messages[0]["content"]
-        return content if isinstance(content, str) else normalise_messages(self.messages[:1])[0]["content"]
+        return (
+            content
+            if isinstance(content, str)
+            else normalise_messages(self.messages[:1])[0]["content"]
+        )
 
     def set_system_prompt(self, text: str | None) -> None:
         """Replace the system prompt, or remove it; the turns stay, and are computed again with the
@@ -70,7 +76,9 @@ class Conversation:
             ChatTemplateError: the template refuses it, and nothing has changed.
         """
         turns = self.messages[0 if self.system_prompt is None else 1 :]
-        self._replace_messages([*([] if text is None else [{"role": "system", "content": text}]), *turns])
+        self._replace_messages(
+            [*([] if text is None else [{"role": "system", "content": text}]), *turns]
+        )
 
     def load_messages(self, messages: Sequence[Mapping[str, Any]]) -> None:
         """Go on from these messages instead.
@@ -102,7 +110,11 @@ class Conversation:
     def last_user_text(self) -> str | None:
         """The last message of the user, ``None`` before the first."""
         index = self._last_user_index()
-        return None if index is None else normalise_messages(self.messages[index : index + 1])[0]["content"]
+        return (
+            None
+            if index is None
+            else normalise_messages(self.messages[index : index + 1])[0]["content"]
+        )
 
     def ask(
         self,
@@ -133,7 +145,9 @@ class Conversation:
         self.messages.append(message)
         answer: list[str] = []
         try:
-            with closing(self.responder.respond(self._prompt_tokens(), params or SamplingParams(), progress)) as pieces:
+            with closing(
+                self.responder.respond(self._prompt_tokens(), params or SamplingParams(), progress)
+            ) as pieces:
                 for response in pieces:
                     answer.append(response.text)
                     yield response
@@ -171,7 +185,9 @@ class Conversation:
                 self.messages += replaced
 
     def _last_user_index(self) -> int | None:
-        indices = [index for index, message in enumerate(self.messages) if message["role"] == "user"]
+        indices = [
+            index for index, message in enumerate(self.messages) if message["role"] == "user"
+        ]
         return indices[-1] if indices else None
 
     def _replace_messages(self, messages: list[dict[str, Any]]) -> None:
@@ -187,9 +203,13 @@ class Conversation:
         mark = self.tokenizer.think_start
         self.opens_thinking = bool(mark) and text.rstrip().endswith(mark)
         held = self.responder.tokens
-        held_text = self.tokenizer.decode(held, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        held_text = self.tokenizer.decode(
+            held, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
         if held and text.startswith(held_text):
             # Keep the ids that were generated: encoding their text again may split it in another
             # way.
-            return held + list(self.tokenizer.encode(text[len(held_text) :], add_special_tokens=False))
+            return held + list(
+                self.tokenizer.encode(text[len(held_text) :], add_special_tokens=False)
+            )
         return list(self.tokenizer.encode(text, add_special_tokens=False))

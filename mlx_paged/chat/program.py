@@ -197,7 +197,9 @@ def _make_responder(args: argparse.Namespace, model: Any, tokenizer: Any) -> Res
         # One answer at a time; the branches wait in the prefix cache.
         scheduling = {"max_num_seqs": 1, "max_num_batched_tokens": args.prefill_step_size}
         limit = args.max_model_len
-        return EngineResponder(Engine(model, tokenizer, max_model_len=limit, **options, **scheduling))
+        return EngineResponder(
+            Engine(model, tokenizer, max_model_len=limit, **options, **scheduling)
+        )
     from mlx_paged.engine.model_runner import ModelRunner, make_kv_cache
     from mlx_paged.engine.session import Session
 

@@ -61,7 +61,9 @@ class Reports:
             say(f"[{' | '.join([*parts, *(['/help'] if is_dialogue else [])])}]")
         self._question_budget(args, conversation)
 
-    def answer(self, conversation: Conversation, response: GenerationResponse, max_tokens: int) -> None:
+    def answer(
+        self, conversation: Conversation, response: GenerationResponse, max_tokens: int
+    ) -> None:
         """The figures of an answer, and why it was cut, if it was."""
         if self._verbose:
             self._answer_verbose(conversation, response)
@@ -72,7 +74,9 @@ class Reports:
                 f"{_usage_in_words(conversation)}]"
             )
         if response.finish_reason == "length":
-            self._screen.say(f"[the answer was cut{_cut_reason(conversation, response, max_tokens)}]")
+            self._screen.say(
+                f"[the answer was cut{_cut_reason(conversation, response, max_tokens)}]"
+            )
 
     def stats(self, branches: list[Conversation]) -> None:
         """What the K/V cache holds, how often it was hit, what the branches share."""
@@ -82,9 +86,13 @@ class Reports:
         say(f"messages: {len(branches[-1].messages)}, tokens held: {len(responder.tokens)}")
         if isinstance(responder, EngineResponder):
             self._pool(branches, responder)
-        say(f"K/V memory: {stats.nbytes_held / 1e6:.2f} MB allocated, budget {config.nbytes / 1e6:.2f} MB")
+        say(
+            f"K/V memory: {stats.nbytes_held / 1e6:.2f} MB allocated, budget {config.nbytes / 1e6:.2f} MB"
+        )
 
-    def _start_verbose(self, args: argparse.Namespace, conversation: Conversation, settings: Settings) -> None:
+    def _start_verbose(
+        self, args: argparse.Namespace, conversation: Conversation, settings: Settings
+    ) -> None:
         say = self._screen.say
         cache = conversation.responder.cache
         config = cache.config
@@ -99,9 +107,17 @@ class Reports:
                 f"grows into it]"
             )
         else:
-            say(f"[K/V budget: {config.num_slots:,} tokens = {config.nbytes / 1e9:.2f} GB in {config.dtype}]")
-        say(f"[context: {conversation.responder.max_model_len:,} tokens, prompt and answer together]")
-        own = f"; {', '.join(settings.from_model)} from generation_config.json" if settings.from_model else ""
+            say(
+                f"[K/V budget: {config.num_slots:,} tokens = {config.nbytes / 1e9:.2f} GB in {config.dtype}]"
+            )
+        say(
+            f"[context: {conversation.responder.max_model_len:,} tokens, prompt and answer together]"
+        )
+        own = (
+            f"; {', '.join(settings.from_model)} from generation_config.json"
+            if settings.from_model
+            else ""
+        )
         say(f"[sampling: {settings.describe_sampling()}{own}]")
         if args.model is None:
             say(DEMO_HINT)
@@ -121,9 +137,13 @@ class Reports:
             f"Prompt: {response.prompt_tokens} tokens ({response.cached_tokens} reused), "
             f"{response.prompt_tps:.3f} tokens-per-sec, first token after {response.time_to_first_token:.3f} s"
         )
-        say(f"Generation: {response.generation_tokens} tokens, {response.generation_tps:.3f} tokens-per-sec")
+        say(
+            f"Generation: {response.generation_tokens} tokens, {response.generation_tps:.3f} tokens-per-sec"
+        )
         num_tokens = len(conversation.responder.tokens)
-        say(f"K/V: {num_tokens} tokens of the conversation, {stats.nbytes_held / 1e6:.1f} MB allocated")
+        say(
+            f"K/V: {num_tokens} tokens of the conversation, {stats.nbytes_held / 1e6:.1f} MB allocated"
+        )
         say(f"Peak memory: {response.peak_memory:.3f} GB")
 
     def _pool(self, branches: list[Conversation], responder: EngineResponder) -> None:
@@ -153,7 +173,13 @@ def memory_size() -> int:
 
 
 def _device() -> str:
-    return "Metal" if mx.metal.is_available() else "GPU" if mx.default_device().type == mx.gpu else "CPU"
+    return (
+        "Metal"
+        if mx.metal.is_available()
+        else "GPU"
+        if mx.default_device().type == mx.gpu
+        else "CPU"
+    )
 
 
 def _backend(conversation: Conversation) -> str:
@@ -162,7 +188,9 @@ def _backend(conversation: Conversation) -> str:
 
 def _budget_in_words(conversation: Conversation) -> str:
     config = conversation.responder.cache.config
-    size = f"{config.nbytes / 1e9:.1f} GB" if config.nbytes >= 1e8 else f"{config.nbytes / 1e6:.2g} MB"
+    size = (
+        f"{config.nbytes / 1e9:.1f} GB" if config.nbytes >= 1e8 else f"{config.nbytes / 1e6:.2g} MB"
+    )
     if isinstance(conversation.responder, EngineResponder):
         return f"{config.num_blocks:,} blocks of {config.block_size} tokens, {size}"
     return f"{config.num_slots:,} tokens, {size}"
@@ -172,7 +200,9 @@ def _usage_in_words(conversation: Conversation) -> str:
     responder = conversation.responder
     config = responder.cache.config
     if isinstance(responder, EngineResponder):
-        return f"{responder.engine.stats().num_cached_blocks:,} of {config.num_blocks:,} blocks in use"
+        return (
+            f"{responder.engine.stats().num_cached_blocks:,} of {config.num_blocks:,} blocks in use"
+        )
     return f"{len(responder.tokens):,} of {config.num_slots:,} tokens in use"
 
 

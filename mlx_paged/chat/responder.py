@@ -43,7 +43,9 @@ class Responder(ABC):
         """The most tokens of a prompt and its answer together."""
 
     @abstractmethod
-    def respond(self, prompt: Sequence[int], params: SamplingParams, progress: Progress | None = None) -> Answer:
+    def respond(
+        self, prompt: Sequence[int], params: SamplingParams, progress: Progress | None = None
+    ) -> Answer:
         """Yield the answer piece by piece; closing the generator ends it where it is.
 
         Args:
@@ -89,7 +91,9 @@ class EngineResponder(Responder):
     def max_model_len(self) -> int:
         return self.engine.max_model_len
 
-    def respond(self, prompt: Sequence[int], params: SamplingParams, progress: Progress | None = None) -> Answer:
+    def respond(
+        self, prompt: Sequence[int], params: SamplingParams, progress: Progress | None = None
+    ) -> Answer:
         engine = self.engine
         clock = ResponseClock(len(prompt))
         request_id = f"turn-{next(self._request_ids)}"
@@ -169,7 +173,9 @@ class SessionResponder(Responder):
     def tokens(self) -> list[int]:
         return self.session.tokens
 
-    def respond(self, prompt: Sequence[int], params: SamplingParams, progress: Progress | None = None) -> Answer:
+    def respond(
+        self, prompt: Sequence[int], params: SamplingParams, progress: Progress | None = None
+    ) -> Answer:
         if params.seed is not None:
             mx.random.seed(params.seed)
         return stream_generate(
@@ -180,7 +186,9 @@ class SessionResponder(Responder):
             session=self.session,
             prefill_step_size=self.prefill_step_size,
             prompt_progress_callback=progress,
-            sampler=make_sampler(params.temperature, params.top_p, params.min_p, top_k=params.top_k),
+            sampler=make_sampler(
+                params.temperature, params.top_p, params.min_p, top_k=params.top_k
+            ),
         )
 
     def fork(self) -> SessionResponder:

@@ -47,7 +47,9 @@ class Settings:
             "top-k": (args.top_k, defaults.top_k),
             "min-p": (args.min_p, defaults.min_p),
         }
-        self.from_model = [name for name, (flag, own) in pairs.items() if flag is None and own is not None]
+        self.from_model = [
+            name for name, (flag, own) in pairs.items() if flag is None and own is not None
+        ]
         self.set_seed(args.seed)
 
     def set_seed(self, seed: int) -> None:

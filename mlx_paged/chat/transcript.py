@@ -32,7 +32,9 @@ def save_messages(path: str, messages: Sequence[Mapping[str, Any]]) -> Path:
     file = _expand(path)
     try:
         if file.exists() and not is_transcript(file):
-            raise TranscriptError(f"{file} exists and is no saved conversation; choose another name")
+            raise TranscriptError(
+                f"{file} exists and is no saved conversation; choose another name"
+            )
         # A link stays one, and what it leads to is replaced.
         file = file.resolve()
         content = {"format": FORMAT, "version": VERSION, "messages": list(messages)}
@@ -58,10 +60,14 @@ def load_messages(path: str) -> tuple[Path, Any]:
     except (ValueError, RecursionError) as error:
         if isinstance(error, TranscriptError):
             raise
-        raise TranscriptError(f"{file} is no conversation: {' '.join(str(error).split())}") from error
+        raise TranscriptError(
+            f"{file} is no conversation: {' '.join(str(error).split())}"
+        ) from error
     if isinstance(content, dict):
         if content.get("version", VERSION) != VERSION:
-            raise TranscriptError(f"{file} is of version {content['version']!r}, and only {VERSION} can be read")
+            raise TranscriptError(
+                f"{file} is of version {content['version']!r}, and only {VERSION} can be read"
+            )
         content = content.get("messages")
     if not isinstance(content, list):
         raise TranscriptError(f"{file} is no conversation: it has no list of messages")

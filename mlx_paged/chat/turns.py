@@ -90,7 +90,9 @@ class _AnswerView:
         if self._splitter is None:
             tokenizer = conversation.tokenizer
             # Now that the first token is there, it is known how the prompt ended.
-            self._splitter = ThinkingSplitter(tokenizer.think_start, tokenizer.think_end, conversation.opens_thinking)
+            self._splitter = ThinkingSplitter(
+                tokenizer.think_start, tokenizer.think_end, conversation.opens_thinking
+            )
             self._screen.clear_progress()
         for piece in self._splitter.add(text):
             self._show(piece)

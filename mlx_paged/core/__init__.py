@@ -1,4 +1,5 @@
-"""Block bookkeeping: who holds which block, in pure Python. Nothing in here knows MLX, tensors or models.
+"""Block bookkeeping: who holds which block, in pure Python. Nothing in here knows MLX, tensors or
+models.
 
     pool = BlockPool(num_blocks=256, block_size=16)
     table = BlockTable(pool)                 # one per sequence
@@ -12,7 +13,13 @@
 Method and names: PagedAttention (Kwon et al. 2023) and vLLM's v1 core.
 """
 
-from mlx_paged.core.block_hash import BlockHash, ExtraKey, extend_block_hashes, hash_block_tokens, hash_token_blocks
+from mlx_paged.core.block_hash import (
+    BlockHash,
+    ExtraKey,
+    extend_block_hashes,
+    hash_block_tokens,
+    hash_token_blocks,
+)
 from mlx_paged.core.block_pool import BlockPool
 from mlx_paged.core.block_table import BlockCopy, BlockTable, TokenSlot
 from mlx_paged.core.errors import (

@@ -46,23 +46,33 @@ def _encode_key(key: ExtraKey) -> bytes:
     if type(key) is tuple:
         return b"t" + _length(len(key)) + b"".join(map(_encode_key, key))
     kind = type(key).__name__
-    reason = f"hash_block_tokens: extra key {key!r} is a {kind}; use str, int, bytes, None or a tuple"
+    reason = (
+        f"hash_block_tokens: extra key {key!r} is a {kind}; use str, int, bytes, None or a tuple"
+    )
     raise TypeError(reason)
 
 
 def _encode_extra_keys(extra_keys: tuple[ExtraKey, ...]) -> bytes:
     if type(extra_keys) is not tuple:
-        raise TypeError(f"hash_block_tokens: extra_keys must be a tuple, got {type(extra_keys).__name__}")
+        raise TypeError(
+            f"hash_block_tokens: extra_keys must be a tuple, got {type(extra_keys).__name__}"
+        )
     return _encode_key(extra_keys)
 
 
-def _hash(parent_hash: bytes | None, token_ids: Sequence[int], encoded_extra_keys: bytes) -> BlockHash:
+def _hash(
+    parent_hash: bytes | None, token_ids: Sequence[int], encoded_extra_keys: bytes
+) -> BlockHash:
     num_tokens = len(token_ids)
     try:
         tokens = struct.pack(f"<Q{num_tokens}q", num_tokens, *token_ids)
     except struct.error as error:
-        raise TypeError(f"hash_block_tokens: token ids must be integers of at most 64 bits ({error})") from error
-    parent = _NO_PARENT if parent_hash is None else _PARENT + _length(len(parent_hash)) + parent_hash
+        raise TypeError(
+            f"hash_block_tokens: token ids must be integers of at most 64 bits ({error})"
+        ) from error
+    parent = (
+        _NO_PARENT if parent_hash is None else _PARENT + _length(len(parent_hash)) + parent_hash
+    )
     return BlockHash(hashlib.sha256(parent + tokens + encoded_extra_keys).digest())
 
 
@@ -74,11 +84,13 @@ def hash_block_tokens(
     Args:
         parent_hash: the hash of the block before it, None for the first block of a sequence.
         token_ids: the tokens of the block, `[block_size]`.
-        extra_keys: what else the K/V depend on: adapter, cache salt, media. Two contexts with different extra keys
-            never share a block. Keys are str, int, bytes, None and tuples of these; 1, "1", b"1", (1,) all differ.
+        extra_keys: what else the K/V depend on: adapter, cache salt, media. Two contexts with
+            different extra keys never share a block. Keys are str, int, bytes, None and tuples of
+            these; 1, "1", b"1", (1,) all differ.
 
     Raises:
-        TypeError: for a token that is not an integer or an extra key of another type (bool, float, list included).
+        TypeError: for a token that is not an integer or an extra key of another type (bool, float,
+            list included).
     """
     return _hash(parent_hash, token_ids, _encode_extra_keys(extra_keys))
 
@@ -86,23 +98,30 @@ def hash_block_tokens(
 def hash_token_blocks(
     token_ids: Sequence[int], block_size: int, extra_keys: tuple[ExtraKey, ...] = ()
 ) -> list[BlockHash]:
-    """The hashes of all full blocks of a sequence, `[len(token_ids) // block_size]`; a partly filled tail has none."""
+    """The hashes of all full blocks of a sequence, `[len(token_ids) // block_size]`; a partly
+    filled tail has none.
+    """
     block_hashes: list[BlockHash] = []
     extend_block_hashes(block_hashes, token_ids, block_size, extra_keys)
     return block_hashes
 
 
 def extend_block_hashes(
-    block_hashes: list[BlockHash], token_ids: Sequence[int], block_size: int, extra_keys: tuple[ExtraKey, ...] = ()
+    block_hashes: list[BlockHash],
+    token_ids: Sequence[int],
+    block_size: int,
+    extra_keys: tuple[ExtraKey, ...] = (),
 ) -> int:
-    """Append to `block_hashes` the hashes of the full blocks of `token_ids` that it lacks; return how many.
+    """Append to `block_hashes` the hashes of the full blocks of `token_ids` that it lacks; return
+    how many.
 
-    The incremental form of `hash_token_blocks`: call it with all tokens of the sequence as they come, only new full
-    blocks are hashed. What is in the list already is taken as right: after the sequence was trimmed to `length` tokens,
-    first `del block_hashes[length // block_size:]`.
+    The incremental form of `hash_token_blocks`: call it with all tokens of the sequence as they
+    come, only new full blocks are hashed. What is in the list already is taken as right: after the
+    sequence was trimmed to `length` tokens, first `del block_hashes[length // block_size:]`.
 
     Raises:
-        ValueError: if block_size < 1, or the list has more hashes than the sequence has full blocks.
+        ValueError: if block_size < 1, or the list has more hashes than the sequence has full
+            blocks.
         TypeError: as `hash_block_tokens`.
     """
     if block_size < 1:

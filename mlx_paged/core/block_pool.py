@@ -1,11 +1,18 @@
-"""`BlockPool`: hands out block ids, counts their holders, and finds full blocks again by their hash."""
+"""`BlockPool`: hands out block ids, counts their holders, and finds full blocks again by their
+hash.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 from mlx_paged.core.block_hash import BlockHash
-from mlx_paged.core.errors import DoubleFreeError, ForeignBlockError, FrozenBlockError, UseAfterFreeError
+from mlx_paged.core.errors import (
+    DoubleFreeError,
+    ForeignBlockError,
+    FrozenBlockError,
+    UseAfterFreeError,
+)
 from mlx_paged.core.free_queue import FreeKVCacheBlockQueue
 from mlx_paged.core.integrity import check_pool_integrity
 from mlx_paged.core.kv_cache_block import KVCacheBlock
@@ -13,21 +20,26 @@ from mlx_paged.core.prefix_index import PrefixIndex
 
 
 class BlockPool:
-    """All blocks of one slab: free queue, reference counts, prefix index. Owns no bytes and knows no tokens.
+    """All blocks of one slab: free queue, reference counts, prefix index. Owns no bytes and knows
+    no tokens.
 
-    The method is PagedAttention's (Kwon et al. 2023), the names are those of vLLM's v1 core. Elsewhere: block
-    allocator, free-list allocator, page allocator (`allocate`, `alloc_n`: `get_new_blocks`; `free`: `free_blocks`).
+    The method is PagedAttention's (Kwon et al. 2023), the names are those of vLLM's v1 core.
+    Elsewhere: block allocator, free-list allocator, page allocator (`allocate`, `alloc_n`:
+    `get_new_blocks`; `free`: `free_blocks`).
 
-    One free queue, in this order: blocks that hold nothing cached, then cached ones, least recently freed first. So
-    nothing cached is evicted while an empty block is left, and vLLM's eviction order holds among the cached ones.
+    One free queue, in this order: blocks that hold nothing cached, then cached ones, least recently
+    freed first. So nothing cached is evicted while an empty block is left, and vLLM's eviction
+    order holds among the cached ones.
 
-    Block 0 is the null block: a placeholder that is never allocated; `touch`, `free_blocks` and `cache_full_blocks`
+    Block 0 is the null block: a placeholder that is never allocated; `touch`, `free_blocks` and
+        `cache_full_blocks`
     pass over it. Not thread-safe: one thread at a time.
 
     Args:
         num_blocks: blocks in the pool, the null block included.
         block_size: token slots in a block.
-        enable_caching: False makes `cache_full_blocks` do nothing, so that nothing is ever found again.
+        enable_caching: False makes `cache_full_blocks` do nothing, so that nothing is ever found
+            again.
 
     Raises:
         ValueError: for less than one block or slot.
@@ -35,7 +47,9 @@ class BlockPool:
 
     def __init__(self, num_blocks: int, block_size: int, enable_caching: bool = True) -> None:
         if num_blocks < 1:
-            raise ValueError(f"BlockPool: num_blocks must be at least 1 (the null block), got {num_blocks}")
+            raise ValueError(
+                f"BlockPool: num_blocks must be at least 1 (the null block), got {num_blocks}"
+            )
         if block_size < 1:
             raise ValueError(f"BlockPool: block_size must be at least 1, got {block_size}")
         self.block_size = block_size
@@ -88,12 +102,13 @@ class BlockPool:
         return self.blocks[block_id]
 
     def get_new_blocks(self, n: int, after: int | None = None) -> list[KVCacheBlock] | None:
-        """Take n blocks with `ref_cnt` 1 and no hash: all of them, or None and nothing has changed. O(n).
+        """Take n blocks with `ref_cnt` 1 and no hash: all of them, or None and nothing has changed.
+        O(n).
 
-        Adjacent ids are preferred, because a run of them is read without a gather, but only among blocks that hold
-        nothing cached: first the blocks that follow `after` (the id of the block before, in its table), then the
-        queue's first block and those that follow it, and so on. When no empty block is left, cached ones are evicted
-        in queue order.
+        Adjacent ids are preferred, because a run of them is read without a gather, but only among
+        blocks that hold nothing cached: first the blocks that follow `after` (the id of the block
+        before, in its table), then the queue's first block and those that follow it, and so on.
+        When no empty block is left, cached ones are evicted in queue order.
 
         Raises:
             ValueError: for n < 0.
@@ -104,7 +119,9 @@ class BlockPool:
         blocks = self.blocks
         num_blocks = len(blocks)
         if after is not None and not 0 <= after < num_blocks:
-            raise ForeignBlockError(f"BlockPool.get_new_blocks: after={after} is not one of {num_blocks} blocks")
+            raise ForeignBlockError(
+                f"BlockPool.get_new_blocks: after={after} is not one of {num_blocks} blocks"
+            )
         queue = self.free_block_queue
         if n > queue.num_free_blocks:
             return None
@@ -112,7 +129,9 @@ class BlockPool:
         next_id = num_blocks if after is None else after + 1
         while len(new_blocks) < n:
             block = blocks[next_id] if next_id < num_blocks else None
-            if block is None or block.ref_cnt or block.block_hash is not None:  # The run ends: begin another.
+            if (
+                block is None or block.ref_cnt or block.block_hash is not None
+            ):  # The run ends: begin another.
                 block = queue.first
                 if block is None or block.block_hash is not None:  # Then so are all behind it.
                     break
@@ -127,7 +146,8 @@ class BlockPool:
         return new_blocks
 
     def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Add one holder to each block: a prefix hit, or a fork. A free cached block leaves the queue, O(1) each.
+        """Add one holder to each block: a prefix hit, or a fork. A free cached block leaves the
+        queue, O(1) each.
 
         Raises (nothing has changed then):
             ForeignBlockError: for a block of another pool.
@@ -137,7 +157,9 @@ class BlockPool:
         for block in blocks:
             self._check_own("touch", block)
             if block.ref_cnt == 0 and block.block_hash is None and not block.is_null:
-                raise UseAfterFreeError(f"BlockPool.touch: block {block.block_id} is free and holds nothing cached")
+                raise UseAfterFreeError(
+                    f"BlockPool.touch: block {block.block_id} is free and holds nothing cached"
+                )
         for block in blocks:
             if block.is_null:
                 continue
@@ -149,13 +171,15 @@ class BlockPool:
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> list[KVCacheBlock]:
         """Take one holder from each block; return those that became free, in the order given.
 
-        Pass the tail of a sequence first, so that a shared prefix is evicted last. Of the blocks that become free,
-        those with a hash go to the end of the queue in the order given; those without go to its front in the reverse
-        order, so that the ids of a run come out ascending again.
+        Pass the tail of a sequence first, so that a shared prefix is evicted last. Of the blocks
+        that become free, those with a hash go to the end of the queue in the order given; those
+        without go to its front in the reverse order, so that the ids of a run come out ascending
+        again.
 
         Raises (nothing has changed then):
             ForeignBlockError: for a block of another pool.
-            DoubleFreeError: for a block that nobody holds, or that is given more often than it is held.
+            DoubleFreeError: for a block that nobody holds, or that is given more often than it is
+                held.
         """
         released: list[KVCacheBlock] = []
         freed: list[KVCacheBlock] = []
@@ -165,7 +189,9 @@ class BlockPool:
                 if block.is_null:
                     continue
                 if block.ref_cnt == 0:
-                    raise DoubleFreeError(f"BlockPool.free_blocks: block {block.block_id} is free already (ref_cnt 0)")
+                    raise DoubleFreeError(
+                        f"BlockPool.free_blocks: block {block.block_id} is free already (ref_cnt 0)"
+                    )
                 block.ref_cnt -= 1
                 released.append(block)
                 if block.ref_cnt == 0:
@@ -176,12 +202,16 @@ class BlockPool:
             raise
         cached = [block for block in freed if block.block_hash is not None]
         self.free_block_queue.append_n(cached)
-        self.free_block_queue.prepend_n([block for block in reversed(freed) if block.block_hash is None])
+        self.free_block_queue.prepend_n(
+            [block for block in reversed(freed) if block.block_hash is None]
+        )
         self._num_free_cached_blocks += len(cached)
         return freed
 
     def get_cached_block(self, block_hash: BlockHash) -> KVCacheBlock | None:
-        """The block that holds this content, None on a miss. It may be free: `touch` it before anything else."""
+        """The block that holds this content, None on a miss. It may be free: `touch` it before
+        anything else.
+        """
         return self.prefix_index.get(block_hash)
 
     def cache_full_blocks(
@@ -191,18 +221,21 @@ class BlockPool:
         num_cached_blocks: int,
         num_full_blocks: int,
     ) -> None:
-        """Enter `blocks[num_cached_blocks:num_full_blocks]` into the prefix index and so freeze them.
+        """Enter `blocks[num_cached_blocks:num_full_blocks]` into the prefix index and so freeze
+        them.
 
         Args:
             blocks: all blocks of a sequence, first token first.
             block_hashes: the hash of each, at least `num_full_blocks` long.
             num_cached_blocks: how many of them were entered before.
-            num_full_blocks: how many of them are full. The pool can't see that: `BlockTable.cache_full_blocks` can.
+            num_full_blocks: how many of them are full. The pool can't see that:
+                `BlockTable.cache_full_blocks` can.
 
         A block that has the same hash already is left alone (two forks enter a shared block).
 
         Raises (nothing has changed then):
-            ValueError: unless 0 <= num_cached_blocks <= num_full_blocks <= len(blocks), len(block_hashes).
+            ValueError: unless 0 <= num_cached_blocks <= num_full_blocks <= len(blocks),
+                len(block_hashes).
             ForeignBlockError: for a block of another pool.
             UseAfterFreeError: for a block that nobody holds.
             FrozenBlockError: for a block that has another hash.
@@ -221,25 +254,34 @@ class BlockPool:
             if block.is_null:
                 continue
             if block.ref_cnt == 0:
-                raise UseAfterFreeError(f"BlockPool.cache_full_blocks: block {block.block_id} is free (ref_cnt 0)")
+                raise UseAfterFreeError(
+                    f"BlockPool.cache_full_blocks: block {block.block_id} is free (ref_cnt 0)"
+                )
             if block.block_hash is None and block.block_id not in entering:
                 entering[block.block_id] = (block, block_hash)
             elif block_hash != (block.block_hash or entering[block.block_id][1]):
-                raise FrozenBlockError(f"BlockPool.cache_full_blocks: block {block.block_id} already has another hash")
+                raise FrozenBlockError(
+                    f"BlockPool.cache_full_blocks: block {block.block_id} already has another hash"
+                )
         for block, block_hash in entering.values():
             block.block_hash = block_hash
             self.prefix_index.add(block)
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
-        """Take these blocks out of the prefix index, whether free or held; one that is not in it is left alone.
+        """Take these blocks out of the prefix index, whether free or held; one that is not in it is
+        left alone.
 
-        Held ones stay held, and a sole holder may write into them again: the way out when the copy-on-write of a hashed
-        tail finds no free block. Free ones go to the front of the queue.
+        Held ones stay held, and a sole holder may write into them again: the way out when the
+        copy-on-write of a hashed tail finds no free block. Free ones go to the front of the queue.
 
         Raises (nothing has changed then):
             ForeignBlockError: for an id out of range.
         """
-        cached = [block for block in map(self.get_block, dict.fromkeys(block_ids)) if block.block_hash is not None]
+        cached = [
+            block
+            for block in map(self.get_block, dict.fromkeys(block_ids))
+            if block.block_hash is not None
+        ]
         for block in cached:
             self._uncache(block)
         free = [block for block in cached if block.ref_cnt == 0]
@@ -248,10 +290,11 @@ class BlockPool:
         self.free_block_queue.prepend_n(free)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget everything cached; False, and nothing has changed, while any block is in use (as vLLM).
+        """Forget everything cached; False, and nothing has changed, while any block is in use (as
+        vLLM).
 
-        The free queue is put into the order of ids again, so that runs are as long as in a new pool.
-        """
+        The free queue is put into the order of ids again, so that runs are as long as in a new
+        pool."""
         if self.num_used_blocks:
             return False
         self.prefix_index.clear()
@@ -263,19 +306,23 @@ class BlockPool:
         return True
 
     def grow(self, num_new_blocks: int) -> range:
-        """Add blocks at the end; return their ids, which continue the old ones. Grow the slabs first.
+        """Add blocks at the end; return their ids, which continue the old ones. Grow the slabs
+        first.
 
-        They hold nothing cached, so they go to the front of the queue. Raises ValueError for a negative number.
-        """
+        They hold nothing cached, so they go to the front of the queue. Raises ValueError for a
+        negative number."""
         if num_new_blocks < 0:
-            raise ValueError(f"BlockPool.grow: num_new_blocks must be at least 0, got {num_new_blocks}")
+            raise ValueError(
+                f"BlockPool.grow: num_new_blocks must be at least 0, got {num_new_blocks}"
+            )
         new_ids = range(len(self.blocks), len(self.blocks) + num_new_blocks)
         self.blocks.extend(map(KVCacheBlock, new_ids))
         self.free_block_queue.prepend_n(self.blocks[new_ids.start :])
         return new_ids
 
     def shrink_to(self, num_blocks: int) -> bool:
-        """Drop the blocks with id >= num_blocks; False, and nothing has changed, if one of them is in use.
+        """Drop the blocks with id >= num_blocks; False, and nothing has changed, if one of them is
+        in use.
 
         Cached ones among them are evicted. Shrink the slabs afterwards.
 
@@ -283,7 +330,9 @@ class BlockPool:
             ValueError: unless 1 <= num_blocks <= the present number.
         """
         if not 1 <= num_blocks <= len(self.blocks):
-            raise ValueError(f"BlockPool.shrink_to: num_blocks must be 1..{len(self.blocks)}, got {num_blocks}")
+            raise ValueError(
+                f"BlockPool.shrink_to: num_blocks must be 1..{len(self.blocks)}, got {num_blocks}"
+            )
         dropped = self.blocks[num_blocks:]
         if any(block.ref_cnt for block in dropped):
             return False
@@ -298,8 +347,8 @@ class BlockPool:
         """Verify every invariant of the pool; O(blocks), for tests and for debugging.
 
         Args:
-            holders: all block tables (or other lists of blocks) alive. When given, each `ref_cnt` must be the number
-                of times that they hold the block.
+            holders: all block tables (or other lists of blocks) alive. When given, each `ref_cnt`
+                must be the number of times that they hold the block.
 
         Raises:
             IntegrityError: with the sum that failed.

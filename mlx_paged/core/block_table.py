@@ -8,7 +8,12 @@ from typing import NamedTuple
 
 from mlx_paged.core.block_hash import BlockHash
 from mlx_paged.core.block_pool import BlockPool
-from mlx_paged.core.errors import BlockTableError, DoubleFreeError, FrozenBlockError, UseAfterFreeError
+from mlx_paged.core.errors import (
+    BlockTableError,
+    DoubleFreeError,
+    FrozenBlockError,
+    UseAfterFreeError,
+)
 from mlx_paged.core.integrity import check_table_integrity
 from mlx_paged.core.kv_cache_block import KVCacheBlock
 
@@ -26,28 +31,38 @@ class TokenSlot(NamedTuple):
 
 
 class BlockTable:
-    """The block table of one sequence (elsewhere: page table, sequence, `KVCacheBlocks` of a request).
+    """The block table of one sequence (elsewhere: page table, sequence, `KVCacheBlocks` of a
+    request).
 
     Token t lives in block `block_ids[t // block_size]` at offset `t % block_size`. A step is
 
-        copies = table.reserve(n)                          # None: out of blocks, nothing has changed: preempt
-        copy_blocks(slabs, copies)
-        slots = table.writable_slots(table.num_tokens, n)  # write the n new rows there
-        table.advance(n)
+        copies = table.reserve(n)                          # None: out of blocks, nothing has
+        changed: preempt copy_blocks(slabs, copies) slots = table.writable_slots(table.num_tokens,
+        n)  # write the n new rows there table.advance(n)
 
-    The table only grows at its end and is trimmed from its end. An id never changes in place, with one exception:
-    copy-on-write. A partly filled block is writable while this table is its only holder and it has no hash; when that
-    is no longer so (after `fork`, after `adopt` of, or `trim_to` into, a part of a hashed block), the next `reserve`
-    puts a new block in its place and asks for a copy.
+    The table only grows at its end and is trimmed from its end. An id never changes in place, with
+    one exception: copy-on-write. A partly filled block is writable while this table is its only
+    holder and it has no hash; when that is no longer so (after `fork`, after `adopt` of, or
+    `trim_to` into, a part of a hashed block), the next `reserve` puts a new block in its place and
+    asks for a copy.
 
-    Method: PagedAttention (Kwon et al. 2023); names as in vLLM, and where vLLM has none, as serving engines have
-    (`slot_mapping(offset, n)`, `advance(n)`, `trim_to(length)`). Elsewhere: `append_token_slot` is also
-    `increment_fill` or `append_token`, `free` is `drain` or `free_all`, `reserve` is `push` as often as needed.
+    Method: PagedAttention (Kwon et al. 2023); names as in vLLM, and where vLLM has none, as serving
+    engines have (`slot_mapping(offset, n)`, `advance(n)`, `trim_to(length)`). Elsewhere:
+    `append_token_slot` is also `increment_fill` or `append_token`, `free` is `drain` or `free_all`,
+    `reserve` is `push` as often as needed.
 
     `len(table)` counts blocks, so an empty table is false: compare with None where that is meant.
     """
 
-    __slots__ = ("_block_ids", "_blocks", "_is_freed", "_num_cached_blocks", "_num_tokens", "block_size", "pool")
+    __slots__ = (
+        "_block_ids",
+        "_blocks",
+        "_is_freed",
+        "_num_cached_blocks",
+        "_num_tokens",
+        "block_size",
+        "pool",
+    )
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
@@ -72,7 +87,9 @@ class BlockTable:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the table: those that `advance` counted. Also known as `seq_len`, context length."""
+        """Tokens in the table: those that `advance` counted. Also known as `seq_len`, context
+        length.
+        """
         return self._num_tokens
 
     @property
@@ -112,7 +129,9 @@ class BlockTable:
 
     @property
     def packed_block_ids(self) -> array[int]:
-        """The same as int32, which an array of a device takes in one copy. The live array: read it, don't keep it."""
+        """The same as int32, which an array of a device takes in one copy. The live array: read it,
+        don't keep it.
+        """
         return self._block_ids
 
     @property
@@ -128,12 +147,16 @@ class BlockTable:
     # Token -> slot
 
     def block_for_token(self, token: int) -> int:
-        """The id of the block in which token number `token` lives. Raises BlockTableError beyond the capacity."""
+        """The id of the block in which token number `token` lives. Raises BlockTableError beyond
+        the capacity.
+        """
         self._check_range("block_for_token", token, 1)
         return self._block_ids[token // self.block_size]
 
     def offset_in_block(self, token: int) -> int:
-        """The place of token number `token` in its block. Raises BlockTableError beyond the capacity."""
+        """The place of token number `token` in its block. Raises BlockTableError beyond the
+        capacity.
+        """
         self._check_range("offset_in_block", token, 1)
         return token % self.block_size
 
@@ -144,10 +167,11 @@ class BlockTable:
         return self._block_ids[index] * self.block_size + offset
 
     def slot_mapping(self, offset: int, n: int) -> list[int]:
-        """The slots of tokens offset .. offset + n - 1, `[n]`. For reading; for writing take `writable_slots`.
+        """The slots of tokens offset .. offset + n - 1, `[n]`. For reading; for writing take
+        `writable_slots`.
 
-        Reserved slots beyond `num_tokens` are given too. Raises BlockTableError beyond the capacity.
-        """
+        Reserved slots beyond `num_tokens` are given too. Raises BlockTableError beyond the
+        capacity."""
         self._check_range("slot_mapping", offset, n)
         return self._slots(offset, n)
 
@@ -176,9 +200,9 @@ class BlockTable:
     def num_new_blocks(self, n: int) -> int:
         """Blocks that `reserve(n)` would take from the pool.
 
-        Free slots of the partly filled last block and of blocks reserved before are used first; a block that must be
-        copied before it is written counts as one. Raises BlockTableError for n < 0.
-        """
+        Free slots of the partly filled last block and of blocks reserved before are used first; a
+        block that must be copied before it is written counts as one. Raises BlockTableError for n <
+        0."""
         self._check_usable("num_new_blocks", n)
         index, offset = divmod(self._num_tokens, self.block_size)
         must_copy = n > 0 and offset > 0 and not self._blocks[index].is_writable
@@ -188,10 +212,12 @@ class BlockTable:
     def reserve(self, n: int) -> list[BlockCopy] | None:
         """Make room for n more tokens: all of it, or None and nothing has changed (out of blocks).
 
-        Returns the copy-on-write pairs: `[]` almost always, one pair when the partly filled block is not writable. Test
-        the result with `is None`: an empty list is false, too. Apply the pairs of all tables in the order in which they
-        were returned, and before any slot of the step is written: the source may have become free, and the next
-        `reserve` may hand it out.
+        Returns the copy-on-write pairs: `[]` almost always, one pair when the partly filled block
+            is not writable. Test
+        the result with `is None`: an empty list is false, too. Apply the pairs of all tables in the
+            order in which they
+        were returned, and before any slot of the step is written: the source may have become free,
+        and the next `reserve` may hand it out.
 
         Raises:
             BlockTableError: for n < 0.
@@ -231,7 +257,9 @@ class BlockTable:
         if self._is_freed or n < 0:
             self._check_usable("advance", n)
         if n > self.num_unfilled_slots:
-            raise BlockTableError(f"BlockTable.advance: {n} tokens, but {self.num_unfilled_slots} slots are reserved")
+            raise BlockTableError(
+                f"BlockTable.advance: {n} tokens, but {self.num_unfilled_slots} slots are reserved"
+            )
         index, offset = divmod(self._num_tokens, self.block_size)
         if n and offset and not self._blocks[index].is_writable:
             raise FrozenBlockError(
@@ -241,7 +269,8 @@ class BlockTable:
         self._num_tokens += n
 
     def append_token_slot(self) -> TokenSlot | None:
-        """`reserve(1)` and `advance(1)` in one: the slot of the next token, or None when out of blocks. O(1).
+        """`reserve(1)` and `advance(1)` in one: the slot of the next token, or None when out of
+        blocks. O(1).
 
         Takes at most one block. Raises UseAfterFreeError for a freed table.
         """
@@ -253,7 +282,9 @@ class BlockTable:
         return TokenSlot(self._block_ids[index] * self.block_size + offset, copies)
 
     def append_token(self) -> list[BlockCopy] | None:
-        """As `append_token_slot`, where the slot is not asked for: the copies, or None when out of blocks. O(1)."""
+        """As `append_token_slot`, where the slot is not asked for: the copies, or None when out of
+        blocks. O(1).
+        """
         position = self._num_tokens
         index, offset = divmod(position, self.block_size)
         copies: list[BlockCopy] | None = []
@@ -265,20 +296,24 @@ class BlockTable:
         return copies
 
     def adopt(self, blocks: Sequence[KVCacheBlock], num_tokens: int) -> None:
-        """Begin with blocks that hold the first `num_tokens` tokens: a prefix hit, or blocks read back from elsewhere.
+        """Begin with blocks that hold the first `num_tokens` tokens: a prefix hit, or blocks read
+        back from elsewhere.
 
-        The caller has taken them for this table, by `touch` or `get_new_blocks`; `free` gives them back. The last one
-        may be used in part (a hit is capped at one token less than the prompt); the next `reserve` copies it if it is
-        hashed.
+        The caller has taken them for this table, by `touch` or `get_new_blocks`; `free` gives them
+        back. The last one may be used in part (a hit is capped at one token less than the prompt);
+        the next `reserve` copies it if it is hashed.
 
         Raises (nothing has changed then):
-            BlockTableError: if the table is not empty, or the blocks are not exactly those that num_tokens need.
+            BlockTableError: if the table is not empty, or the blocks are not exactly those that
+                num_tokens need.
             ForeignBlockError: for a block of another pool.
             UseAfterFreeError: for a freed table, or a block that nobody holds.
         """
         self._check_usable("adopt", num_tokens)
         if self._blocks:
-            raise BlockTableError(f"BlockTable.adopt: the table already has {len(self._blocks)} blocks")
+            raise BlockTableError(
+                f"BlockTable.adopt: the table already has {len(self._blocks)} blocks"
+            )
         if len(blocks) != -(-num_tokens // self.block_size):
             raise BlockTableError(
                 f"BlockTable.adopt: {len(blocks)} blocks for {num_tokens} tokens, "
@@ -287,7 +322,9 @@ class BlockTable:
         for block in blocks:
             self.pool._check_own("adopt", block)
             if block.ref_cnt == 0:
-                raise UseAfterFreeError(f"BlockTable.adopt: block {block.block_id} is free (ref_cnt 0); touch it first")
+                raise UseAfterFreeError(
+                    f"BlockTable.adopt: block {block.block_id} is free (ref_cnt 0); touch it first"
+                )
         self._blocks = list(blocks)
         self._block_ids = array("i", [block.block_id for block in blocks])
         self._num_tokens = num_tokens
@@ -299,13 +336,15 @@ class BlockTable:
     def cache_full_blocks(self, block_hashes: Sequence[BlockHash]) -> int:
         """Enter the full blocks that are not yet in the prefix index; return how many.
 
-        Call it after `advance`: others may read the blocks from then on, so their rows must be written before any read
-        of the same step. `block_hashes` are those of the sequence (`hash_token_blocks`), for all full blocks of the
-        table or as many as are to be cached; hashes beyond the full blocks are not used.
+        Call it after `advance`: others may read the blocks from then on, so their rows must be
+        written before any read of the same step. `block_hashes` are those of the sequence
+        (`hash_token_blocks`), for all full blocks of the table or as many as are to be cached;
+        hashes beyond the full blocks are not used.
 
         Raises:
             UseAfterFreeError: for a freed table.
-            FrozenBlockError: if a block has another hash: these are not the hashes of this sequence.
+            FrozenBlockError: if a block has another hash: these are not the hashes of this
+                sequence.
         """
         self._check_usable("cache_full_blocks", 0)
         num_cached_blocks = self._num_cached_blocks
@@ -319,10 +358,11 @@ class BlockTable:
     # Shrinking and sharing
 
     def trim_to(self, length: int) -> list[KVCacheBlock]:
-        """Forget all tokens from `length` on (rejected speculation); return the blocks that became free.
+        """Forget all tokens from `length` on (rejected speculation); return the blocks that became
+        free.
 
-        Whole blocks behind the new end go back to the pool, tail first, reserved ones too; the last block may stay in
-        part. `trim_to(num_tokens)` gives back what was reserved and not used.
+        Whole blocks behind the new end go back to the pool, tail first, reserved ones too; the last
+        block may stay in part. `trim_to(num_tokens)` gives back what was reserved and not used.
 
         Raises:
             BlockTableError: unless 0 <= length <= num_tokens.
@@ -330,7 +370,9 @@ class BlockTable:
         """
         self._check_usable("trim_to", length)
         if length > self._num_tokens:
-            raise BlockTableError(f"BlockTable.trim_to: length {length} of a table of {self._num_tokens} tokens")
+            raise BlockTableError(
+                f"BlockTable.trim_to: length {length} of a table of {self._num_tokens} tokens"
+            )
         num_kept = -(-length // self.block_size)
         freed = self.pool.free_blocks(reversed(self._blocks[num_kept:]))
         del self._blocks[num_kept:]
@@ -340,11 +382,12 @@ class BlockTable:
         return freed
 
     def fork(self) -> BlockTable:
-        """A second table with the same tokens, which shares every block that holds one (copy-on-write).
+        """A second table with the same tokens, which shares every block that holds one
+        (copy-on-write).
 
-        Full blocks stay shared. A partly filled one is copied when one side writes, and the last holder writes in
-        place. Blocks reserved and still empty stay with this table. Raises UseAfterFreeError for a freed table.
-        """
+        Full blocks stay shared. A partly filled one is copied when one side writes, and the last
+        holder writes in place. Blocks reserved and still empty stay with this table. Raises
+        UseAfterFreeError for a freed table."""
         self._check_usable("fork", 0)
         num_shared = -(-self._num_tokens // self.block_size)
         other = BlockTable(self.pool)
@@ -356,7 +399,8 @@ class BlockTable:
         return other
 
     def free(self) -> list[KVCacheBlock]:
-        """Give back all blocks, tail first, so that a shared prefix is evicted last; return those that became free.
+        """Give back all blocks, tail first, so that a shared prefix is evicted last; return those
+        that became free.
 
         Raises:
             DoubleFreeError: the second time.
@@ -371,7 +415,9 @@ class BlockTable:
         return freed
 
     def check_integrity(self) -> None:
-        """Verify the table against its blocks; O(blocks), for tests and for debugging. Raises IntegrityError."""
+        """Verify the table against its blocks; O(blocks), for tests and for debugging. Raises
+        IntegrityError.
+        """
         check_table_integrity(self)
 
     def _slots(self, offset: int, n: int) -> list[int]:

@@ -1,8 +1,7 @@
 """Errors of the block bookkeeping: every one of them is a mistake in the calling program.
 
-Running out of blocks is not among them: that is a value (`None`), because it drives preemption. Each message opens with
-the name of the operation and says the numbers.
-"""
+Running out of blocks is not among them: that is a value (`None`), because it drives preemption.
+Each message opens with the name of the operation and says the numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +15,9 @@ class DoubleFreeError(BlockError):
 
 
 class ForeignBlockError(BlockError):
-    """A block id out of range, or a block object of another pool. Also known as: invalid block, invalid id."""
+    """A block id out of range, or a block object of another pool. Also known as: invalid block,
+    invalid id.
+    """
 
 
 class FrozenBlockError(BlockError):
@@ -28,8 +29,12 @@ class UseAfterFreeError(BlockError):
 
 
 class BlockTableError(BlockError):
-    """A bad range in a block table: a token beyond its capacity, a trim beyond its length, a negative count."""
+    """A bad range in a block table: a token beyond its capacity, a trim beyond its length, a
+    negative count.
+    """
 
 
 class IntegrityError(BlockError):
-    """`check_integrity` found bookkeeping that contradicts itself: a bug in here. The message prints the failed sum."""
+    """`check_integrity` found bookkeeping that contradicts itself: a bug in here. The message
+    prints the failed sum.
+    """

@@ -9,15 +9,15 @@ from mlx_paged.core.kv_cache_block import KVCacheBlock
 
 
 class FreeKVCacheBlockQueue:
-    """A doubly linked list through the blocks themselves, so that a block leaves the middle in O(1).
+    """A doubly linked list through the blocks themselves, so that a block leaves the middle in
+    O(1).
 
-    Name and links (`prev_free_block`, `next_free_block`) as in vLLM's v1 core; elsewhere: free list, LRU list. The
-    queue only keeps an order; which end a block goes to is decided by `BlockPool`. Two sentinels, never taken, make
-    every real block an inner one.
+    Name and links (`prev_free_block`, `next_free_block`) as in vLLM's v1 core; elsewhere: free
+    list, LRU list. The queue only keeps an order; which end a block goes to is decided by
+    `BlockPool`. Two sentinels, never taken, make every real block an inner one.
 
-    Raises (all verbs): BlockError, when a block that is not in the queue is taken from it, or one that is in it is put
-    in again.
-    """
+    Raises (all verbs): BlockError, when a block that is not in the queue is taken from it, or one
+    that is in it is put in again."""
 
     def __init__(self, blocks: Iterable[KVCacheBlock] = ()) -> None:
         self._head = KVCacheBlock(block_id=-1)
@@ -59,7 +59,9 @@ class FreeKVCacheBlockQueue:
     def popleft_n(self, n: int) -> list[KVCacheBlock]:
         """Take the first n blocks, in queue order. O(n); all or an error."""
         if not 0 <= n <= self.num_free_blocks:
-            raise BlockError(f"FreeKVCacheBlockQueue.popleft_n: {n} blocks wanted, {self.num_free_blocks} are free")
+            raise BlockError(
+                f"FreeKVCacheBlockQueue.popleft_n: {n} blocks wanted, {self.num_free_blocks} are free"
+            )
         blocks: list[KVCacheBlock] = []
         block = _linked(self._head.next_free_block)
         for _ in range(n):
@@ -77,7 +79,9 @@ class FreeKVCacheBlockQueue:
         """Take a block from wherever it is. O(1)."""
         previous, following = block.prev_free_block, block.next_free_block
         if previous is None or following is None:
-            raise BlockError(f"FreeKVCacheBlockQueue.remove: block {block.block_id} is not in the queue")
+            raise BlockError(
+                f"FreeKVCacheBlockQueue.remove: block {block.block_id} is not in the queue"
+            )
         previous.next_free_block = following
         following.prev_free_block = previous
         block.prev_free_block = block.next_free_block = None
@@ -100,11 +104,17 @@ class FreeKVCacheBlockQueue:
         self._link("prepend_n", self._head, blocks, _linked(self._head.next_free_block))
 
     def _link(
-        self, operation: str, previous: KVCacheBlock, blocks: Iterable[KVCacheBlock], following: KVCacheBlock
+        self,
+        operation: str,
+        previous: KVCacheBlock,
+        blocks: Iterable[KVCacheBlock],
+        following: KVCacheBlock,
     ) -> None:
         for block in blocks:
             if block.next_free_block is not None:
-                raise BlockError(f"FreeKVCacheBlockQueue.{operation}: block {block.block_id} is in the queue already")
+                raise BlockError(
+                    f"FreeKVCacheBlockQueue.{operation}: block {block.block_id} is in the queue already"
+                )
             # Close the list behind each block: an error in the middle leaves a whole queue.
             previous.next_free_block = block
             block.prev_free_block = previous

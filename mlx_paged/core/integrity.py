@@ -1,4 +1,6 @@
-"""The invariants of the block bookkeeping, checked one by one. Each failure prints the sum that does not add up."""
+"""The invariants of the block bookkeeping, checked one by one. Each failure prints the sum that
+does not add up.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,12 @@ if TYPE_CHECKING:
     from mlx_paged.core.block_table import BlockTable
 
 
-def check_pool_integrity(pool: BlockPool, holders: Iterable[Iterable[KVCacheBlock]] | None = None) -> None:
-    """Raise IntegrityError unless every invariant of the pool holds (see `BlockPool.check_integrity`)."""
+def check_pool_integrity(
+    pool: BlockPool, holders: Iterable[Iterable[KVCacheBlock]] | None = None
+) -> None:
+    """Raise IntegrityError unless every invariant of the pool holds (see
+    `BlockPool.check_integrity`).
+    """
     _check_blocks(pool)
     free = _check_free_queue(pool)
     _check_counts(pool, free)
@@ -25,7 +31,9 @@ def check_pool_integrity(pool: BlockPool, holders: Iterable[Iterable[KVCacheBloc
 
 
 def check_table_integrity(table: BlockTable) -> None:
-    """Raise IntegrityError unless every invariant of the table holds (see `BlockTable.check_integrity`)."""
+    """Raise IntegrityError unless every invariant of the table holds (see
+    `BlockTable.check_integrity`).
+    """
     block_size, num_tokens = table.block_size, table.num_tokens
     ids = [block.block_id for block in table]
     if table.block_ids != ids:
@@ -33,7 +41,9 @@ def check_table_integrity(table: BlockTable) -> None:
     if len(set(ids)) != len(ids):
         _fail(f"block table: {len(ids)} blocks, {len(set(ids))} different ones: {ids}")
     if not 0 <= num_tokens <= len(ids) * block_size:
-        _fail(f"block table: {num_tokens} tokens in {len(ids)} * {block_size} = {len(ids) * block_size} slots")
+        _fail(
+            f"block table: {num_tokens} tokens in {len(ids)} * {block_size} = {len(ids) * block_size} slots"
+        )
     if not 0 <= table.num_cached_blocks <= num_tokens // block_size:
         _fail(
             f"block table: {table.num_cached_blocks} blocks cached, "
@@ -45,11 +55,15 @@ def check_table_integrity(table: BlockTable) -> None:
         if not _is_own(table.pool, block):
             _fail(f"block table: block {block.block_id} is the null block or not of this pool")
         if block.ref_cnt < 1:
-            _fail(f"block table: block {block.block_id} is in the table, its ref_cnt is {block.ref_cnt}")
+            _fail(
+                f"block table: block {block.block_id} is in the table, its ref_cnt is {block.ref_cnt}"
+            )
         is_reserved = index * block_size >= num_tokens  # Nothing in it yet.
         if is_reserved and not block.is_writable:
             hashed = block.block_hash is not None
-            _fail(f"block table: empty block {block.block_id} has ref_cnt {block.ref_cnt}, hashed: {hashed}")
+            _fail(
+                f"block table: empty block {block.block_id} has ref_cnt {block.ref_cnt}, hashed: {hashed}"
+            )
 
 
 def _fail(message: str) -> NoReturn:
@@ -67,7 +81,9 @@ def _check_blocks(pool: BlockPool) -> None:
         if block.ref_cnt < 0:
             _fail(f"block {index} has ref_cnt {block.ref_cnt} < 0")
         if block.is_null != (index == 0) or (block is pool.null_block) != (index == 0):
-            _fail(f"block {index} has is_null {block.is_null}; block 0, and only it, is the null block")
+            _fail(
+                f"block {index} has is_null {block.is_null}; block 0, and only it, is the null block"
+            )
     null = pool.null_block
     if null.ref_cnt or null.block_hash is not None:
         _fail(f"the null block has ref_cnt {null.ref_cnt}, hashed: {null.block_hash is not None}")
@@ -85,7 +101,9 @@ def _check_free_queue(pool: BlockPool) -> set[int]:
     while True:
         block = previous.next_free_block
         if block is None:
-            _fail(f"free queue: it ends behind block {previous.block_id}, after {len(free)} blocks, before its tail")
+            _fail(
+                f"free queue: it ends behind block {previous.block_id}, after {len(free)} blocks, before its tail"
+            )
         if block.prev_free_block is not previous:
             back = None if block.prev_free_block is None else block.prev_free_block.block_id
             _fail(f"free queue: {previous.block_id} -> {block.block_id} -> back to {back}")
@@ -96,11 +114,17 @@ def _check_free_queue(pool: BlockPool) -> set[int]:
         if block.block_hash is not None:
             first_cached = block.block_id if first_cached is None else first_cached
         elif first_cached is not None:
-            _fail(f"free queue: uncached block {block.block_id} stands behind cached block {first_cached}")
-        free.add(block.block_id)  # No block comes twice: each has one way back, and it was the right one.
+            _fail(
+                f"free queue: uncached block {block.block_id} stands behind cached block {first_cached}"
+            )
+        free.add(
+            block.block_id
+        )  # No block comes twice: each has one way back, and it was the right one.
         previous = block
     if pool.free_block_queue.num_free_blocks != len(free):
-        _fail(f"num_free_blocks {pool.free_block_queue.num_free_blocks} != {len(free)} blocks in the free queue")
+        _fail(
+            f"num_free_blocks {pool.free_block_queue.num_free_blocks} != {len(free)} blocks in the free queue"
+        )
     return free
 
 
@@ -108,15 +132,25 @@ def _check_counts(pool: BlockPool, free: set[int]) -> None:
     for block in pool.blocks:
         is_free = block.block_id in free
         if is_free != (block.ref_cnt == 0 and not block.is_null):
-            _fail(f"block {block.block_id} has ref_cnt {block.ref_cnt}, in the free queue: {is_free}")
+            _fail(
+                f"block {block.block_id} has ref_cnt {block.ref_cnt}, in the free queue: {is_free}"
+            )
         is_linked = block.prev_free_block is not None or block.next_free_block is not None
         if is_linked != is_free:
-            _fail(f"block {block.block_id} has free-queue links: {is_linked}, in the free queue: {is_free}")
+            _fail(
+                f"block {block.block_id} has free-queue links: {is_linked}, in the free queue: {is_free}"
+            )
     num_empty = sum(pool.blocks[block_id].block_hash is None for block_id in free)
     if pool.num_empty_blocks != num_empty:
-        _fail(f"num_empty_blocks {pool.num_empty_blocks} != {num_empty} free blocks that hold nothing cached")
+        _fail(
+            f"num_empty_blocks {pool.num_empty_blocks} != {num_empty} free blocks that hold nothing cached"
+        )
     num_used = sum(block.ref_cnt > 0 for block in pool.blocks)
-    if not len(free) + num_used + 1 == pool.num_blocks == pool.num_free_blocks + pool.num_used_blocks + 1:
+    if (
+        not len(free) + num_used + 1
+        == pool.num_blocks
+        == pool.num_free_blocks + pool.num_used_blocks + 1
+    ):
         _fail(
             f"free + used + null = {len(free)} + {num_used} + 1 by counting, "
             f"{pool.num_free_blocks} + {pool.num_used_blocks} + 1 by the pool, num_blocks {pool.num_blocks}"
@@ -131,18 +165,28 @@ def _check_prefix_index(pool: BlockPool) -> None:
         if not _is_own(pool, block):
             _fail(f"{name}, the null block or not of this pool")
         if block.block_hash != block_hash:
-            _fail(f"{name}, whose hash is {None if block.block_hash is None else block.block_hash.hex()[:8]}")
+            _fail(
+                f"{name}, whose hash is {None if block.block_hash is None else block.block_hash.hex()[:8]}"
+            )
         if block.block_id in indexed:
             _fail(f"{name}, twice")
         indexed.add(block.block_id)
     hashed = {block.block_id for block in pool.blocks if block.block_hash is not None}
     if indexed != hashed:
-        _fail(f"prefix index: {len(hashed)} blocks have a hash, {len(indexed)} are found; {sorted(hashed - indexed)}")
+        _fail(
+            f"prefix index: {len(hashed)} blocks have a hash, {len(indexed)} are found; {sorted(hashed - indexed)}"
+        )
     if index.num_blocks != len(indexed):
         _fail(f"num_cached_blocks {index.num_blocks} != {len(indexed)} blocks in the prefix index")
-    stray = [key.hex()[:8] for key, others in index._others.items() if not others or key not in index._first]
+    stray = [
+        key.hex()[:8]
+        for key, others in index._others.items()
+        if not others or key not in index._first
+    ]
     if stray:
-        _fail(f"prefix index: {len(stray)} entries for further blocks without any, or without a first: {stray}")
+        _fail(
+            f"prefix index: {len(stray)} entries for further blocks without any, or without a first: {stray}"
+        )
     if indexed and not pool.enable_caching:
         _fail(f"caching is off, and {len(indexed)} blocks are cached")
 
@@ -154,4 +198,6 @@ def _check_holders(pool: BlockPool, holders: Iterable[Iterable[KVCacheBlock]]) -
             _fail(f"block {block.block_id} is held and not of this pool")
     for block in pool.blocks[1:]:
         if block.ref_cnt != held[block]:
-            _fail(f"block {block.block_id} has ref_cnt {block.ref_cnt}, and is held {held[block]} times")
+            _fail(
+                f"block {block.block_id} has ref_cnt {block.ref_cnt}, and is held {held[block]} times"
+            )

@@ -1,4 +1,6 @@
-"""`KVCacheBlock`: what is known about one block. It owns no bytes; those lie in the slabs, at row `block_id`."""
+"""`KVCacheBlock`: what is known about one block. It owns no bytes; those lie in the slabs, at row
+`block_id`.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,15 @@ from dataclasses import dataclass, field
 from mlx_paged.core.block_hash import BlockHash
 
 
-@dataclass(slots=True, eq=False)  # eq=False: a block is itself; comparing free-list links would walk the whole list.
+@dataclass(
+    slots=True, eq=False
+)  # eq=False: a block is itself; comparing free-list links would walk the whole list.
 class KVCacheBlock:
-    """One fixed-size block of K/V slots (names as in vLLM's v1 core; elsewhere: page, physical block).
+    """One fixed-size block of K/V slots (names as in vLLM's v1 core; elsewhere: page, physical
+    block).
 
-    A block is free if and only if `ref_cnt == 0`. `block_hash` is set while the prefix index knows the block: its
-    content is then full and frozen (elsewhere: finalized), also while it is free.
+    A block is free if and only if `ref_cnt == 0`. `block_hash` is set while the prefix index knows
+    the block: its content is then full and frozen (elsewhere: finalized), also while it is free.
     """
 
     block_id: int

@@ -1,4 +1,6 @@
-"""`KVCacheManager`: the block tables of all requests over one pool, and the prefix cache between them."""
+"""`KVCacheManager`: the block tables of all requests over one pool, and the prefix cache between
+them.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ RequestId = Hashable
 
 
 class ComputedBlocks(NamedTuple):
-    """A prefix hit: blocks that hold the first `num_tokens` tokens of a request. Held by nobody for it yet."""
+    """A prefix hit: blocks that hold the first `num_tokens` tokens of a request. Held by nobody for
+    it yet.
+    """
 
     blocks: Sequence[KVCacheBlock] = ()
     num_tokens: int = 0
@@ -57,19 +61,19 @@ class KVCacheManager:
 
     A new request:
 
-        computed = manager.get_computed_blocks(block_hashes, num_tokens)
-        copies = manager.allocate_slots(request_id, num_new_tokens, computed)   # None: out of blocks, nothing changed
-        manager.cache_blocks(request_id, block_hashes)
-        ...                                                                     # steps: allocate_slots, cache_blocks
-        manager.free(request_id)
+        computed = manager.get_computed_blocks(block_hashes, num_tokens) copies =
+        manager.allocate_slots(request_id, num_new_tokens, computed)   # None: out of blocks,
+        nothing changed manager.cache_blocks(request_id, block_hashes) ...
+        # steps: allocate_slots, cache_blocks manager.free(request_id)
 
-    Blocks can be hit from `cache_blocks` on, which may be before their rows are written: another request of the same
-    step may share them, if every layer writes the rows of the whole step before it reads any. Where that can't be had,
-    call it after the step. What a step that failed let others hit has to leave the index (`BlockPool.evict_blocks`).
+    Blocks can be hit from `cache_blocks` on, which may be before their rows are written: another
+    request of the same step may share them, if every layer writes the rows of the whole step before
+    it reads any. Where that can't be had, call it after the step. What a step that failed let
+    others hit has to leave the index (`BlockPool.evict_blocks`).
 
-    Unlike vLLM, a partly filled block that is shared (after `fork`) or hashed is copied before it is written: apply the
-    copies that `allocate_slots` returns, in order, before the step. Not thread-safe: one thread at a time.
-    """
+    Unlike vLLM, a partly filled block that is shared (after `fork`) or hashed is copied before it
+    is written: apply the copies that `allocate_slots` returns, in order, before the step. Not
+    thread-safe: one thread at a time."""
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
@@ -79,7 +83,9 @@ class KVCacheManager:
 
     @property
     def tables(self) -> Mapping[RequestId, BlockTable]:
-        """The block table of each request, oldest first. Read them; change them through the manager."""
+        """The block table of each request, oldest first. Read them; change them through the
+        manager.
+        """
         return MappingProxyType(self._tables)
 
     def num_tokens(self, request_id: RequestId) -> int:
@@ -89,11 +95,14 @@ class KVCacheManager:
 
     # A request's life
 
-    def get_computed_blocks(self, block_hashes: Sequence[BlockHash], num_tokens: int) -> ComputedBlocks:
+    def get_computed_blocks(
+        self, block_hashes: Sequence[BlockHash], num_tokens: int
+    ) -> ComputedBlocks:
         """The longest cached prefix of a request of `num_tokens` tokens, in whole blocks.
 
-        At most `num_tokens - 1` tokens: the last one must be computed for its logits. Takes nothing: the blocks may be
-        free, and the next `allocate_slots` of anybody may evict them, so pass them to that of this request first.
+        At most `num_tokens - 1` tokens: the last one must be computed for its logits. Takes
+        nothing: the blocks may be free, and the next `allocate_slots` of anybody may evict them, so
+        pass them to that of this request first.
 
         Args:
             block_hashes: of the request's full blocks (`hash_token_blocks`).
@@ -107,7 +116,10 @@ class KVCacheManager:
         return ComputedBlocks(blocks, len(blocks) * self.pool.block_size, num_tokens)
 
     def num_needed_blocks(
-        self, request_id: RequestId, num_new_tokens: int, computed: ComputedBlocks = NOTHING_COMPUTED
+        self,
+        request_id: RequestId,
+        num_new_tokens: int,
+        computed: ComputedBlocks = NOTHING_COMPUTED,
     ) -> int:
         """Free blocks that `allocate_slots` would take, computed ones that are free now included."""
         table = self._tables.get(request_id)
@@ -117,20 +129,25 @@ class KVCacheManager:
         return num_free_hits + -(-num_new_tokens // self.pool.block_size)
 
     def allocate_slots(
-        self, request_id: RequestId, num_new_tokens: int, computed: ComputedBlocks = NOTHING_COMPUTED
+        self,
+        request_id: RequestId,
+        num_new_tokens: int,
+        computed: ComputedBlocks = NOTHING_COMPUTED,
     ) -> list[BlockCopy] | None:
         """Slots for `num_new_tokens` more tokens of a request, behind `computed` ones if it is new.
 
         Returns:
-            Copy-on-write pairs, `[]` almost always; None when there are not enough blocks, and nothing has changed.
-            (`[]` is false, too: compare with None.)
+            Copy-on-write pairs, `[]` almost always; None when there are not enough blocks, and
+            nothing has changed. (`[]` is false, too: compare with None.)
 
         Raises:
             ValueError: fewer than 1 new token.
             BlockTableError: computed blocks for a request that has a table already.
         """
         if num_new_tokens < 1:
-            raise ValueError(f"KVCacheManager.allocate_slots: num_new_tokens must be at least 1, got {num_new_tokens}")
+            raise ValueError(
+                f"KVCacheManager.allocate_slots: num_new_tokens must be at least 1, got {num_new_tokens}"
+            )
         table = self._tables.get(request_id)
         if table is not None and computed.num_tokens:
             raise BlockTableError(
@@ -158,21 +175,24 @@ class KVCacheManager:
         """Let others hit the full blocks of a request; returns how many are new to the index.
 
         Args:
-            block_hashes: of its tokens, at least those of its full blocks that shall be found; more are not used.
+            block_hashes: of its tokens, at least those of its full blocks that shall be found; more
+                are not used.
         """
         return self._table(request_id).cache_full_blocks(block_hashes)
 
     def free(self, request_id: RequestId) -> list[KVCacheBlock]:
-        """Give back a request's blocks, tail first; those that are cached can be hit until they are evicted.
+        """Give back a request's blocks, tail first; those that are cached can be hit until they are
+        evicted.
 
-        Finished, aborted and preempted requests alike. Returns the blocks that became free. KeyError if not there.
-        """
+        Finished, aborted and preempted requests alike. Returns the blocks that became free.
+        KeyError if not there."""
         freed = self._table(request_id).free()
         del self._tables[request_id]
         return freed
 
     def fork(self, request_id: RequestId, new_request_id: RequestId) -> None:
-        """A second request with the same tokens, which shares all blocks until one of the two writes.
+        """A second request with the same tokens, which shares all blocks until one of the two
+        writes.
 
         Raises:
             KeyError: no such request.
@@ -184,7 +204,8 @@ class KVCacheManager:
         self._tables[new_request_id] = table.fork()
 
     def trim(self, request_id: RequestId, num_tokens: int) -> None:
-        """Forget a request's tokens from `num_tokens` on: rejected speculation, or a step that failed.
+        """Forget a request's tokens from `num_tokens` on: rejected speculation, or a step that
+        failed.
 
         Raises:
             KeyError: no such request.
@@ -209,14 +230,19 @@ class KVCacheManager:
         return self.pool.usage
 
     def stats(self) -> KVCacheManagerStats:
-        """May be called from another thread, too; figures of a step under way then mix before and after."""
+        """May be called from another thread, too; figures of a step under way then mix before and
+        after.
+        """
         tables = list(self._tables.values())
-        # A partly filled block that forks share is one block: unfilled is what its fullest holder leaves.
+        # A partly filled block that forks share is one block: unfilled is what its fullest holder
+        # leaves.
         unfilled: dict[int, int] = {}
         for table in tables:
             num_unfilled_slots = table.num_unfilled_slots
             for last in table.blocks[-1:] if num_unfilled_slots else ():
-                unfilled[last.block_id] = min(unfilled.get(last.block_id, self.pool.block_size), num_unfilled_slots)
+                unfilled[last.block_id] = min(
+                    unfilled.get(last.block_id, self.pool.block_size), num_unfilled_slots
+                )
         return KVCacheManagerStats(
             num_requests=len(tables),
             num_tokens=sum(table.num_tokens for table in tables),
@@ -230,12 +256,16 @@ class KVCacheManager:
         )
 
     def check_integrity(self) -> None:
-        """Verify every invariant of pool and tables; O(blocks), for tests and for debugging. Raises IntegrityError."""
+        """Verify every invariant of pool and tables; O(blocks), for tests and for debugging. Raises
+        IntegrityError.
+        """
         for table in self._tables.values():
             table.check_integrity()
         self.pool.check_integrity(self._tables.values())
 
     def _table(self, request_id: RequestId) -> BlockTable:
         if request_id not in self._tables:
-            raise KeyError(f"KVCacheManager: no request {request_id!r}; there are {list(self._tables)}")
+            raise KeyError(
+                f"KVCacheManager: no request {request_id!r}; there are {list(self._tables)}"
+            )
         return self._tables[request_id]

@@ -11,13 +11,14 @@ from mlx_paged.core.kv_cache_block import KVCacheBlock
 class PrefixIndex:
     """{block_hash: blocks that hold it}, all operations O(1) (vLLM: `cached_block_hash_to_block`).
 
-    Two blocks may come to hold the same content, computed side by side. Both stay in the index, because ids in a block
-    table never change; a lookup gives the one that entered first, and when it goes, the next.
-    """
+    Two blocks may come to hold the same content, computed side by side. Both stay in the index,
+    because ids in a block table never change; a lookup gives the one that entered first, and when
+    it goes, the next."""
 
     def __init__(self) -> None:
         self._first: dict[BlockHash, KVCacheBlock] = {}
-        # Only for hashes held more than once, which is rare: {block_hash: {block_id: block}} without the first.
+        # Only for hashes held more than once, which is rare: {block_hash: {block_id: block}}
+        # without the first.
         self._others: dict[BlockHash, dict[int, KVCacheBlock]] = {}
         self.num_blocks = 0
 

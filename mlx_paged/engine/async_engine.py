@@ -1,4 +1,6 @@
-"""`AsyncEngine`: an engine that steps in a thread of its own; requests come and go from any thread or event loop."""
+"""`AsyncEngine`: an engine that steps in a thread of its own; requests come and go from any thread
+or event loop.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +46,8 @@ class AsyncEngine:
             for output in engine.stream("Once upon a time"):
                 ...
 
-    Each output is a value of its own: the whole answer so far. A slow reader misses no text, only intermediate
-    outputs. Leaving the loop, or cancelling its task, aborts the request.
+    Each output is a value of its own: the whole answer so far. A slow reader misses no text, only
+    intermediate outputs. Leaving the loop, or cancelling its task, aborts the request.
 
     Args:
         model, tokenizer, engine_options: as :class:`Engine`.
@@ -53,14 +55,18 @@ class AsyncEngine:
 
     @refuses_unknown_arguments("engine", also=engine_option_names)
     def __init__(
-        self, model: Module, tokenizer: TokenizerWrapper | None = None, **engine_options: Unpack[EngineOptions]
+        self,
+        model: Module,
+        tokenizer: TokenizerWrapper | None = None,
+        **engine_options: Unpack[EngineOptions],
     ):
         # Made here, so that wrong settings are the caller's to see.
         self.engine = Engine(model, tokenizer, **engine_options)
         self._request_ids = map(str, itertools.count())
         self._loop = _EngineLoop(self.engine)
         self._receivers = self._loop.receivers
-        # The thread holds the loop and nothing holds this object but its users: when they drop it, the thread ends.
+        # The thread holds the loop and nothing holds this object but its users: when they drop it,
+        # the thread ends.
         weakref.finalize(self, self._loop.stop).atexit = False
         self._loop.start()
 
@@ -75,7 +81,8 @@ class AsyncEngine:
         request_id: str | None = None,
         **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
-        """An asynchronous iterator of the answer so far, at each new token; the last one has ``finished`` set.
+        """An asynchronous iterator of the answer so far, at each new token; the last one has
+        ``finished`` set.
 
         Args:
             request_id: for :meth:`abort`; must not be in use. By default a number.
@@ -89,7 +96,11 @@ class AsyncEngine:
         return self._generate(prompt, params, request_id, options)
 
     async def _generate(
-        self, prompt: Prompt, params: SamplingParams | None, request_id: str | None, options: RequestOptions
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        request_id: str | None,
+        options: RequestOptions,
     ) -> AsyncGenerator[RequestOutput, None]:
         loop = asyncio.get_running_loop()
         inbox: asyncio.Queue[News] = asyncio.Queue()
@@ -127,14 +138,21 @@ class AsyncEngine:
         """As :meth:`generate`, for threads."""
         request_id = self._new_id() if request_id is None else check_request_id(request_id)
         outputs = self._stream(prompt, params, request_id, options)
-        # Into its `try`, so that a stream that nobody reads ends its request, too, when it is dropped.
+        # Into its `try`, so that a stream that nobody reads ends its request, too, when it is
+        # dropped.
         next(outputs)
         return outputs
 
     def _stream(
-        self, prompt: Prompt, params: SamplingParams | None, request_id: str, options: RequestOptions
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        request_id: str,
+        options: RequestOptions,
     ) -> Generator[RequestOutput, None, None]:
-        """The answer as it comes, after a first output that says nothing, which is not for the reader."""
+        """The answer as it comes, after a first output that says nothing, which is not for the
+        reader.
+        """
         inbox: queue.SimpleQueue[News] = queue.SimpleQueue()
         receive = inbox.put  # one object: each look at the method makes another
         try:
@@ -160,11 +178,15 @@ class AsyncEngine:
         return self.engine.stats()
 
     def shrink(self) -> int:
-        """Give back K/V memory that no running request needs, between two steps; see :meth:`Engine.shrink`."""
+        """Give back K/V memory that no running request needs, between two steps; see
+        :meth:`Engine.shrink`.
+        """
         return self.engine.shrink()
 
     def shutdown(self) -> None:
-        """Abort all requests and end the thread; their readers get their last outputs. More than once is harmless."""
+        """Abort all requests and end the thread; their readers get their last outputs. More than
+        once is harmless.
+        """
         self._loop.end()
 
     def __enter__(self) -> AsyncEngine:
@@ -181,7 +203,9 @@ class AsyncEngine:
 
     def _new_id(self) -> str:
         # A user may have given such a name to a request of theirs.
-        return next(name for n in self._request_ids if (name := f"request-{n}") not in self._receivers)
+        return next(
+            name for n in self._request_ids if (name := f"request-{n}") not in self._receivers
+        )
 
     def _add(
         self,
@@ -194,7 +218,8 @@ class AsyncEngine:
         if self._receivers.setdefault(request_id, receiver) is not receiver:
             raise ValueError(f"[engine] request {request_id!r} exists already")
         try:
-            # In this order: a loop that stops now has either sent its end to this receiver, or is seen to stop.
+            # In this order: a loop that stops now has either sent its end to this receiver, or is
+            # seen to stop.
             if self._loop.is_stopping:
                 raise self._loop.stopped()
             self.engine.add_request(request_id, prompt, params, **options)
@@ -300,6 +325,8 @@ def _checked(news: News) -> RequestOutput:
     if isinstance(news, EngineStoppedError):
         raise news
     # Of several completions, those that did not fail are an answer.
-    if news.error is not None and all(completion.finish_reason == "error" for completion in news.outputs):
+    if news.error is not None and all(
+        completion.finish_reason == "error" for completion in news.outputs
+    ):
         raise news.error
     return news

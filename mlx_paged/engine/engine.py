@@ -1,4 +1,6 @@
-"""`Engine`: many requests on one model and one paged cache, step by step. ``LLM`` and ``AsyncEngine`` wrap it."""
+"""`Engine`: many requests on one model and one paged cache, step by step. ``LLM`` and
+``AsyncEngine`` wrap it.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,8 @@ def engine_option_names() -> frozenset[str]:
 
 
 class Engine:
-    """Runs requests together: they share a model, a pool of K/V blocks and the K/V of equal beginnings.
+    """Runs requests together: they share a model, a pool of K/V blocks and the K/V of equal
+    beginnings.
 
         engine = Engine(model, tokenizer, kv_cache_bytes="2G")
         engine.add_request("a", "Once upon a time", SamplingParams(max_tokens=100))
@@ -73,23 +76,26 @@ class Engine:
             for output in engine.step():
                 print(output.request_id, output.outputs[0].text)
 
-    ``add_request`` and ``abort`` may be called from any thread at any time, also while a step runs. Steps themselves
-    are one thread's: MLX keeps its streams by thread.
+    ``add_request`` and ``abort`` may be called from any thread at any time, also while a step runs.
+    Steps themselves are one thread's: MLX keeps its streams by thread.
 
     Args:
         model: Qwen3 as :func:`mlx_paged.load` returns it.
-        tokenizer: for text prompts, text out, stop texts and the end of sequence; ``None`` is token ids only.
+        tokenizer: for text prompts, text out, stop texts and the end of sequence; ``None`` is token
+            ids only.
         block_size: tokens per K/V block: 8, 16, 32 or 64.
-        kv_cache_bytes: the K/V budget, as :meth:`KVBudget.parse` reads it; by default a share of the machine's memory.
-            A limit, no allocation.
+        kv_cache_bytes: the K/V budget, as :meth:`KVBudget.parse` reads it; by default a share of
+            the machine's memory. A limit, no allocation.
         backend: ``"auto"``, ``"reference"`` or ``"metal"``.
-        swap_bytes: host memory for the K/V of preempted requests, on top of the budget, in the same notation; by
-            default an eighth of it, 0 never swaps.
+        swap_bytes: host memory for the K/V of preempted requests, on top of the budget, in the same
+            notation; by default an eighth of it, 0 never swaps.
         seed: of the seeds of requests that have none; by default fresh ones.
-        max_model_len: the most tokens that a prompt and its answer have together; by default the context that the
-            model was made for (:func:`mlx_paged.models.context_length.context_length`), which is also the most.
-        scheduler_options: fields of :class:`SchedulerConfig`: ``max_num_seqs``, ``max_num_batched_tokens``,
-            ``enable_prefix_caching``, ``watermark``, ``priority_steps``.
+        max_model_len: the most tokens that a prompt and its answer have together; by default the
+            context that the model was made for
+            (:func:`mlx_paged.models.context_length.context_length`), which is also the most.
+        scheduler_options: fields of :class:`SchedulerConfig`: ``max_num_seqs``,
+            ``max_num_batched_tokens``, ``enable_prefix_caching``, ``watermark``,
+            ``priority_steps``.
 
     Raises:
         ValueError: a setting out of its range, or a budget that holds no block.
@@ -117,8 +123,8 @@ class Engine:
             tokenizer = as_tokenizer(tokenizer)
         if seed is not None:
             seed = check_integer("engine", "seed", seed)
-        # Whoever steps may do so in another thread, which can't evaluate what this one left lazy. Not only parameters:
-        # frequencies of RoPE, for one.
+        # Whoever steps may do so in another thread, which can't evaluate what this one left lazy.
+        # Not only parameters: frequencies of RoPE, for one.
         mx.eval([leaf for leaf in dict(tree_flatten(model)).values() if isinstance(leaf, mx.array)])
         self.model = model
         self.tokenizer = tokenizer
@@ -131,27 +137,32 @@ class Engine:
         eos_token_ids: Iterable[int] = () if tokenizer is None else tokenizer.eos_token_ids
         self.scheduler = Scheduler(self.cache, config, frozenset(eos_token_ids), self.swap_space)
         self._seeds = random.Random(seed)
-        # The requests that are not reported as finished yet. Threads share this table, the inbox and the flags of
-        # a state without a lock: each of their changes is a single operation, and their order does not matter.
+        # The requests that are not reported as finished yet. Threads share this table, the inbox
+        # and the flags of a state without a lock: each of their changes is a single operation, and
+        # their order does not matter.
         self._states: dict[str, RequestState] = {}
         # What other threads ask for goes through the inbox, which is emptied whenever no step runs.
         self._inbox: deque[Callable[[], None]] = deque()
         self._news: dict[str, None] = {}  # ids of requests to report, in order
-        # Requests from a failed step and the length each had reached; each is retried alone up to there.
+        # Requests from a failed step and the length each had reached; each is retried alone up to
+        # there.
         self._suspects: deque[tuple[Request, int]] = deque()
-        # Held by the thread that changes anything below the inbox. Wherever it is taken, `with` and its body stand on
-        # one line: so no line of ours begins while the lock is held and nothing would release it.
+        # Held by the thread that changes anything below the inbox. Wherever it is taken, `with` and
+        # its body stand on one line: so no line of ours begins while the lock is held and nothing
+        # would release it.
         self._step_lock = threading.Lock()
         self._changing_thread: int | None = None
-        # True while the bookkeeping changes. Whoever finds it True was not the one who set it: an interrupt cut a
-        # change in the middle.
+        # True while the bookkeeping changes. Whoever finds it True was not the one who set it: an
+        # interrupt cut a change in the middle.
         self._is_torn = False
 
     def _num_swap_tokens(self, swap_bytes: str | int | None) -> int:
         config = self.cache.config
         if swap_bytes is None:
             return int(config.num_slots * DEFAULT_SWAP_SHARE)
-        if as_integer(swap_bytes) == 0 or (isinstance(swap_bytes, str) and swap_bytes.strip() == "0"):
+        if as_integer(swap_bytes) == 0 or (
+            isinstance(swap_bytes, str) and swap_bytes.strip() == "0"
+        ):
             return 0
         budget = KVBudget.parse(swap_bytes)
         if budget.num_blocks is not None:
@@ -173,14 +184,15 @@ class Engine:
         """Queue a request; the next steps work on it.
 
         Args:
-            prompt: text, token ids, or vLLM's dicts ``{"prompt": text}`` and ``{"prompt_token_ids": ids}``.
+            prompt: text, token ids, or vLLM's dicts ``{"prompt": text}`` and ``{"prompt_token_ids":
+                ids}``.
             params: how to sample; greedy by default.
             priority: lower runs earlier, as in vLLM; see :class:`Scheduler` for how much.
             cache_salt: only requests with the same salt share K/V.
 
         Raises:
-            ValueError: an empty prompt, a token id that the model does not have, a request id that is in use, or
-                parameters that can't be met.
+            ValueError: an empty prompt, a token id that the model does not have, a request id that
+                is in use, or parameters that can't be met.
             PromptTooLongError: the budget can't hold the prompt, ever; with the sum.
         """
         request_id = check_request_id(request_id)
@@ -192,7 +204,9 @@ class Engine:
             raise ValueError("[engine] stop texts need a tokenizer; use stop_token_ids")
         text, token_ids = read_prompt(prompt, self.tokenizer, self.runner.vocab_size)
         seed = self._seeds.getrandbits(63) if params.seed is None else int(params.seed)
-        request = Request(request_id, token_ids, params, seed=seed, priority=priority, cache_salt=cache_salt)
+        request = Request(
+            request_id, token_ids, params, seed=seed, priority=priority, cache_salt=cache_salt
+        )
         self.scheduler.check(request)
         state = RequestState(request, text, self.tokenizer)
         if self._states.setdefault(request_id, state) is not state:
@@ -201,10 +215,11 @@ class Engine:
         self._read_inbox_if_idle()
 
     def abort(self, request_id: str) -> None:
-        """End a request, wherever it is, and give its blocks back: at once, or when the step that runs is done.
+        """End a request, wherever it is, and give its blocks back: at once, or when the step that
+        runs is done.
 
-        Its output comes with the next step, with finish reason ``"abort"``. One that is unknown or done is left alone.
-        """
+        Its output comes with the next step, with finish reason ``"abort"``. One that is unknown or
+        done is left alone."""
         state = self._states.get(check_request_id(request_id))
         if state is not None:
             self._ask_to_abort(state)
@@ -221,9 +236,15 @@ class Engine:
         state = self._states.get(check_request_id(request_id))
         return 0 if state is None else state.requests[0].num_computed_tokens
 
-    def cached_block_ids(self, token_ids: Sequence[int], cache_salt: str | None = None) -> list[int]:
-        """The blocks that hold the K/V of these tokens' beginning now, as far as they are in the prefix cache."""
-        block_hashes = hash_token_blocks(token_ids, self.cache.config.block_size, extra_hash_keys(cache_salt))
+    def cached_block_ids(
+        self, token_ids: Sequence[int], cache_salt: str | None = None
+    ) -> list[int]:
+        """The blocks that hold the K/V of these tokens' beginning now, as far as they are in the
+        prefix cache.
+        """
+        block_hashes = hash_token_blocks(
+            token_ids, self.cache.config.block_size, extra_hash_keys(cache_salt)
+        )
         computed = self.cache.manager.get_computed_blocks(block_hashes, len(token_ids) + 1)
         return [block.block_id for block in computed.blocks]
 
@@ -234,14 +255,18 @@ class Engine:
     # The thread that steps
 
     def step(self) -> list[RequestOutput]:
-        """Run one step and report the requests it brought on: each a live object, which grows with further steps."""
+        """Run one step and report the requests it brought on: each a live object, which grows with
+        further steps.
+        """
         self._refuse_reentry("step")
         with self._step_lock: outputs = self._changed(self._step)  # noqa: E701  # fmt: skip
         self._read_inbox_if_idle()
         return self._handed_over(outputs)
 
     def shrink(self) -> int:
-        """Give back K/V memory that no running request needs; returns the bytes. What is cached there is forgotten."""
+        """Give back K/V memory that no running request needs; returns the bytes. What is cached
+        there is forgotten.
+        """
         self._refuse_reentry("shrink")
         with self._step_lock: return self._changed(self.cache.shrink)  # noqa: E701  # fmt: skip
 
@@ -266,11 +291,13 @@ class Engine:
 
     def _refuse_reentry(self, name: str) -> None:
         if self._step_lock.locked() and self._changing_thread == threading.get_ident():
-            raise RuntimeError(f"[engine] {name} was called from inside a step; only add_request and abort may be")
+            raise RuntimeError(
+                f"[engine] {name} was called from inside a step; only add_request and abort may be"
+            )
 
     def _read_inbox_if_idle(self) -> None:
-        # A thread that steps reads the inbox once more when it is done, so nothing stays in it. If another thread
-        # begins to step just now, this one waits for that step.
+        # A thread that steps reads the inbox once more when it is done, so nothing stays in it. If
+        # another thread begins to step just now, this one waits for that step.
         while (self._inbox or self._is_torn) and not self._step_lock.locked():
             with self._step_lock: self._changed(self._read_inbox)  # noqa: E701  # fmt: skip
 
@@ -323,7 +350,9 @@ class Engine:
         return self._take_news()
 
     def _pick_up_lost(self) -> None:
-        """Take on requests that an interrupt kept from the inbox, and those that it kept from being reported."""
+        """Take on requests that an interrupt kept from the inbox, and those that it kept from being
+        reported.
+        """
         for state in list(self._states.values()):
             for request in state.requests:
                 self.scheduler.add(request)
@@ -367,7 +396,8 @@ class Engine:
         self.scheduler.discard(output)
         self.cache.close_step()
         try:
-            # What it wrote is not needed, but the slabs hang on it, and another thread could not evaluate them.
+            # What it wrote is not needed, but the slabs hang on it, and another thread could not
+            # evaluate them.
             mx.eval(self.cache.arrays)
         except Exception:
             # Nor can this one: without new slabs, every later step would fail.
@@ -382,7 +412,9 @@ class Engine:
         return None
 
     def _completions(self, output: SchedulerOutput) -> tuple[list[Request], list[int]]:
-        """The requests that get a token in this step, further completions included, and the row of logits of each."""
+        """The requests that get a token in this step, further completions included, and the row of
+        logits of each.
+        """
         requests: list[Request] = []
         rows: list[int] = []
         row = itertools.count()
@@ -393,7 +425,9 @@ class Engine:
                 rows += [next(row)] * len(completions)
         return requests, rows
 
-    def _append_tokens(self, requests: Sequence[Request], results: Sequence[SampledToken | Exception]) -> None:
+    def _append_tokens(
+        self, requests: Sequence[Request], results: Sequence[SampledToken | Exception]
+    ) -> None:
         for request in requests:
             if request.seq_id not in self.scheduler.requests:
                 state = self._states[request.request_id]
@@ -416,7 +450,11 @@ class Engine:
             # The tokenizer's, and nobody else's; also where this token was the last one.
             forget_frames(error, "In a step of the engine")
             self.scheduler.finish(request, "error")
-            request.finish_reason, request.stop_reason, request.error = "error", None, request_error(error)
+            request.finish_reason, request.stop_reason, request.error = (
+                "error",
+                None,
+                request_error(error),
+            )
         if stop_text is not None:
             self.scheduler.finish(request, "stop")
             # Where this token was the last one, too, the text counts.
@@ -436,15 +474,20 @@ class Engine:
         self._news[request.request_id] = None
 
     def _take_news(self) -> list[RequestOutput]:
-        states = [self._states[request_id] for request_id in self._news if request_id in self._states]
+        states = [
+            self._states[request_id] for request_id in self._news if request_id in self._states
+        ]
         for state in states:
             state.note_reported()
-        # Those that are finished are reported again if an interrupt comes before they are handed over.
+        # Those that are finished are reported again if an interrupt comes before they are handed
+        # over.
         self._news = {state.output.request_id: None for state in states if state.output.finished}
         return [state.output for state in states]
 
     def _handed_over(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
-        """Forget the requests that are finished, and return the outputs: an interrupt comes before both or after."""
+        """Forget the requests that are finished, and return the outputs: an interrupt comes before
+        both or after.
+        """
         finished = [output.request_id for output in outputs if output.finished]
         for request_id in finished:
             self._news.pop(request_id, None)

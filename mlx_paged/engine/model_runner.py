@@ -1,4 +1,6 @@
-"""One model on one cache: packs the tokens of a step, runs it, and leaves nothing unevaluated behind."""
+"""One model on one cache: packs the tokens of a step, runs it, and leaves nothing unevaluated
+behind.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,9 @@ from mlx_paged.models.language_model import as_language_model
 
 T = TypeVar("T")
 
-# Tokens between two times that MLX is told to give back buffers it keeps for reuse: growing contexts and chunks of
-# prompts ask for ever new sizes. As mlx-lm, which does so every 256 steps, and after each chunk.
+# Tokens between two times that MLX is told to give back buffers it keeps for reuse: growing
+# contexts and chunks of prompts ask for ever new sizes. As mlx-lm, which does so every 256 steps,
+# and after each chunk.
 CLEAR_CACHE_INTERVAL = 256
 
 
@@ -72,17 +75,19 @@ def make_kv_cache(
     kv_cache_bytes: str | int | None = None,
     backend: str = "auto",
 ) -> KVCache:
-    """An empty cache for ``model``, in the dtype of its activations (mlx-lm: ``make_prompt_cache``).
+    """An empty cache for ``model``, in the dtype of its activations (mlx-lm:
+    ``make_prompt_cache``).
 
     Args:
         kind: ``"paged"`` or ``"basic"``.
         block_size: tokens per block: 8, 16, 32 or 64.
-        kv_cache_bytes: the budget, as :meth:`KVBudget.parse` reads it; by default a share of the machine's memory.
+        kv_cache_bytes: the budget, as :meth:`KVBudget.parse` reads it; by default a share of the
+            machine's memory.
         backend: ``"auto"``, ``"reference"`` or ``"metal"``.
 
     Raises:
-        ValueError: no model of :func:`mlx_paged.load`, an unknown kind, block size or backend, or a budget that can't
-            be read or holds no block.
+        ValueError: no model of :func:`mlx_paged.load`, an unknown kind, block size or backend, or a
+            budget that can't be read or holds no block.
     """
     check_model(model)
     for name, value in (("kind", kind), ("backend", backend)):
@@ -129,7 +134,9 @@ class PackedInputs:
         token_ids: list[int] = []
         num_new_tokens: dict[SeqId, int] = {}
         complete: list[int] = []
-        for index, (request, count) in enumerate(zip(output.requests, output.num_new_tokens, strict=True)):
+        for index, (request, count) in enumerate(
+            zip(output.requests, output.num_new_tokens, strict=True)
+        ):
             num_computed = request.num_computed_tokens
             if count == 1:
                 token_ids.append(request.token_ids[num_computed - 1])
@@ -142,7 +149,9 @@ class PackedInputs:
 
 
 class ModelRunner:
-    """Runs steps of any mix of sequences: whole prompts, chunks of them and single tokens are one rule."""
+    """Runs steps of any mix of sequences: whole prompts, chunks of them and single tokens are one
+    rule.
+    """
 
     def __init__(self, model: Module, cache: KVCache):
         self.model = as_language_model(model)
@@ -156,43 +165,56 @@ class ModelRunner:
     @overload
     def run(self, batch: Mapping[AnySeqId, TokenIds], head: Callable[[mx.array], T]) -> T: ...
 
-    def run(self, batch: Mapping[AnySeqId, TokenIds], head: Callable[[mx.array], T] | None = None) -> T | mx.array:
+    def run(
+        self, batch: Mapping[AnySeqId, TokenIds], head: Callable[[mx.array], T] | None = None
+    ) -> T | mx.array:
         """One step: the new tokens of each sequence, in the mapping's order.
 
         Args:
             batch: new token ids per sequence, at least one each.
-            head: what to make of the logits ``[num_seqs, vocab_size]`` of each sequence's last token, built into the
-                same evaluation; ``None`` returns the logits themselves.
+            head: what to make of the logits ``[num_seqs, vocab_size]`` of each sequence's last
+                token, built into the same evaluation; ``None`` returns the logits themselves.
 
         Returns:
             What ``head`` returned, evaluated.
 
         Raises:
             CacheFullError: the budget can't hold the new tokens; nothing was changed.
-            ValueError: no sequence, one without tokens, or a token that the model does not have; nothing was changed.
+            ValueError: no sequence, one without tokens, or a token that the model does not have;
+                nothing was changed.
         """
         if not isinstance(batch, Mapping):
-            raise ValueError(f"[run] batch must be a mapping of sequences to their new tokens, got {kind_of(batch)}")
-        new_tokens = {seq: check_token_ids(ids, self.vocab_size, f"batch[{shown(seq)}]") for seq, ids in batch.items()}
+            raise ValueError(
+                f"[run] batch must be a mapping of sequences to their new tokens, got {kind_of(batch)}"
+            )
+        new_tokens = {
+            seq: check_token_ids(ids, self.vocab_size, f"batch[{shown(seq)}]")
+            for seq, ids in batch.items()
+        }
         if head is not None:
             check_callable("run", "head", head, "a function of the logits, or None")
         with self.cache.step({seq: len(ids) for seq, ids in new_tokens.items()}) as step:
             tokens = mx.array([token for ids in new_tokens.values() for token in ids])
             logits = self.model(tokens, step.positions, self.cache, step.last_rows)
             outputs = logits if head is None else head(logits)
-            # One step ahead of its evaluation, a slab would have a reader in flight and each write would copy it.
+            # One step ahead of its evaluation, a slab would have a reader in flight and each write
+            # would copy it.
             mx.eval(outputs, self.cache.arrays)
         self._end_step(step.num_tokens, len(batch))
         return outputs
 
     def execute(
-        self, output: SchedulerOutput, sample: Callable[[mx.array], T], swap_space: SwapSpace[SwappedKV]
+        self,
+        output: SchedulerOutput,
+        sample: Callable[[mx.array], T],
+        swap_space: SwapSpace[SwappedKV],
     ) -> T | None:
         """One step that a scheduler chose, on a paged cache.
 
         Args:
-            sample: called with the logits ``[num_rows, vocab_size]`` of those requests whose tokens are all computed
-                after this step, in their order; evaluates what it returns. Not called if there are none.
+            sample: called with the logits ``[num_rows, vocab_size]`` of those requests whose tokens
+                are all computed after this step, in their order; evaluates what it returns. Not
+                called if there are none.
             swap_space: holds the K/V of those that are swapped.
 
         Returns:
@@ -223,7 +245,9 @@ class ModelRunner:
             self._num_tokens = 0
 
 
-def _swap_and_copy(output: SchedulerOutput, cache: PagedKVCache, swap_space: SwapSpace[SwappedKV]) -> None:
+def _swap_and_copy(
+    output: SchedulerOutput, cache: PagedKVCache, swap_space: SwapSpace[SwappedKV]
+) -> None:
     for swap_out in output.swap_outs:
         start = time.perf_counter()
         swap_space.put(swap_out.seq_id, cache.swap_out(swap_out.block_ids, swap_out.num_tokens))

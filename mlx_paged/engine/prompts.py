@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 TokenIds: TypeAlias = "Sequence[int] | mx.array | np.ndarray"
-# A dict has "prompt", a text, or "prompt_token_ids". Type checkers do not find TypedDicts in unions such as these.
+# A dict has "prompt", a text, or "prompt_token_ids". Type checkers do not find TypedDicts in unions
+# such as these.
 Prompt: TypeAlias = "str | TokenIds | Mapping[str, Any]"
 
 
@@ -43,9 +44,9 @@ def read_prompt(
     """The text and the token ids of a prompt, checked. Changes nothing; any thread may call it.
 
     Args:
-        prompt: text; token ids as a sequence or a 1-d array of integers of any type; or vLLM's dicts
-            ``{"prompt": text}`` and ``{"prompt_token_ids": ids}``. Where both keys are given, the ids
-            are the prompt, and the text is kept for the output.
+        prompt: text; token ids as a sequence or a 1-d array of integers of any type; or vLLM's
+            dicts ``{"prompt": text}`` and ``{"prompt_token_ids": ids}``. Where both keys are given,
+            the ids are the prompt, and the text is kept for the output.
         tokenizer: for text; ``None`` takes token ids only.
         vocab_size: each id must be below it.
         name: of the argument, for error messages.
@@ -70,7 +71,9 @@ def as_tokenizer(tokenizer: object) -> TokenizerWrapper:
     if isinstance(tokenizer, type) or not all(
         hasattr(tokenizer, name) for name in ("encode", "decode", "eos_token_id")
     ):
-        raise ValueError(f"[tokenizer] tokenizer must be one that mlx_paged.load returns, got {kind_of(tokenizer)}")
+        raise ValueError(
+            f"[tokenizer] tokenizer must be one that mlx_paged.load returns, got {kind_of(tokenizer)}"
+        )
     try:
         return TokenizerWrapper(tokenizer)
     except Exception as error:
@@ -78,10 +81,11 @@ def as_tokenizer(tokenizer: object) -> TokenizerWrapper:
 
 
 def split_prompts(prompts: object) -> list[Any]:
-    """The prompts of a call that takes one or several, as vLLM tells them apart; none of them is checked.
+    """The prompts of a call that takes one or several, as vLLM tells them apart; none of them is
+    checked.
 
-    A text, a dict and a sequence that begins with a number are one prompt. An array of one dimension
-    is one, too; one of two dimensions has a prompt in each row.
+    A text, a dict and a sequence that begins with a number are one prompt. An array of one
+    dimension is one, too; one of two dimensions has a prompt in each row.
 
     Raises:
         ValueError: neither a prompt nor a sequence of them.
@@ -104,7 +108,8 @@ def split_prompts(prompts: object) -> list[Any]:
 
 
 def encode_prompt(tokenizer: TokenizerWrapper | None, text: str, name: str = "prompt") -> list[int]:
-    """Token ids of a text as mlx-lm makes them: with special tokens, unless the text begins with them.
+    """Token ids of a text as mlx-lm makes them: with special tokens, unless the text begins with
+    them.
 
     Raises:
         ValueError: no tokenizer, or a text that it can't encode.
@@ -122,7 +127,8 @@ def encode_prompt(tokenizer: TokenizerWrapper | None, text: str, name: str = "pr
     try:
         token_ids: list[int] = tokenizer.encode(text, add_special_tokens=not has_bos)
     except Exception as error:
-        # A tokenizer may be anybody's code. For the caller there is one fact: the text has no tokens.
+        # A tokenizer may be anybody's code. For the caller there is one fact: the text has no
+        # tokens.
         raise ValueError(f"[prompt] the tokenizer can't encode {name}: {reason(error)}") from error
     return token_ids
 
@@ -131,8 +137,8 @@ def check_token_ids(token_ids: object, vocab_size: int, name: str = "prompt") ->
     """The token ids as Python integers. The model would look up any other number in silence.
 
     Raises:
-        ValueError: no sequence or array of one dimension, or one of them is no integer or outside the
-            vocabulary; the message says its position.
+        ValueError: no sequence or array of one dimension, or one of them is no integer or outside
+            the vocabulary; the message says its position.
     """
     checked: list[int] = []
     for token in _elements(token_ids, name):
@@ -168,11 +174,15 @@ def _split_dict(prompt: Mapping[object, object], name: str) -> tuple[str | None,
     if given:
         key = next(iter(given))
         way_out = "; give it to add_request instead" if key == "cache_salt" else ""
-        raise ValueError(f"[prompt] {name}[{key!r}] is not supported, only text and token ids are{way_out}")
+        raise ValueError(
+            f"[prompt] {name}[{key!r}] is not supported, only text and token ids are{way_out}"
+        )
     if text is not None and not isinstance(text, str):
         raise ValueError(f"[prompt] {name}['prompt'] must be text, got {kind_of(text)}")
     if isinstance(token_ids, (str, Mapping)):
-        raise ValueError(f"[prompt] {name}['prompt_token_ids'] must be token ids, got {kind_of(token_ids)}")
+        raise ValueError(
+            f"[prompt] {name}['prompt_token_ids'] must be token ids, got {kind_of(token_ids)}"
+        )
     return text, text if token_ids is None else token_ids
 
 
@@ -185,17 +195,25 @@ def _elements(token_ids: object, name: str) -> Sequence[object]:
             )
         return _to_list(token_ids, name)
     if not _is_sequence(token_ids):
-        raise ValueError(f"[prompt] a prompt is text or token ids, got {kind_of(token_ids)} as {name}")
+        raise ValueError(
+            f"[prompt] a prompt is text or token ids, got {kind_of(token_ids)} as {name}"
+        )
     return token_ids
 
 
 def _is_array(value: object) -> TypeGuard[Array]:
     # By what it offers, as there are more libraries with arrays than numpy and MLX.
-    return hasattr(value, "tolist") and hasattr(value, "ndim") and not isinstance(value, (type, memoryview))
+    return (
+        hasattr(value, "tolist")
+        and hasattr(value, "ndim")
+        and not isinstance(value, (type, memoryview))
+    )
 
 
 def _is_sequence(value: object) -> TypeGuard[Sequence[object]]:
-    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray, memoryview))
+    return isinstance(value, Sequence) and not isinstance(
+        value, (str, bytes, bytearray, memoryview)
+    )
 
 
 def _to_list(array: Array, name: str) -> list[object]:
@@ -203,5 +221,7 @@ def _to_list(array: Array, name: str) -> list[object]:
         elements: list[object] = array.tolist()
     except Exception as error:
         # An array of MLX that is not evaluated yet, whose operation fails or is another thread's.
-        raise ValueError(f"[prompt] {name} is an array that can't be read: {reason(error)}") from error
+        raise ValueError(
+            f"[prompt] {name} is an array that can't be read: {reason(error)}"
+        ) from error
     return elements

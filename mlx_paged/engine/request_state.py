@@ -15,7 +15,8 @@ NOTHING_REPORTED = (0, False)
 
 
 class RequestState:
-    """A user's request: the sequences that work on it, the text of each, and the output they make together.
+    """A user's request: the sequences that work on it, the text of each, and the output they make
+    together.
 
     Attributes:
         requests: one at first; one per completion when the prompt is computed.
@@ -28,8 +29,13 @@ class RequestState:
         self.requests = [request]
         self.is_aborted = False
         self._tokenizer = tokenizer
-        self._streams = [] if tokenizer is None else [self._new_stream(tokenizer) for _ in range(num_completions)]
-        # What the user has seen of each completion: the number of its tokens, and whether it is finished.
+        self._streams = (
+            []
+            if tokenizer is None
+            else [self._new_stream(tokenizer) for _ in range(num_completions)]
+        )
+        # What the user has seen of each completion: the number of its tokens, and whether it is
+        # finished.
         self._reported = [NOTHING_REPORTED] * num_completions
         self.output = RequestOutput(
             request.request_id,
@@ -65,7 +71,10 @@ class RequestState:
                 stop_text = self._streams[completion.index].finish()
                 completion.text = self._streams[completion.index].text
             if stop_text is None:
-                completion.finish_reason, completion.stop_reason = request.finish_reason, request.stop_reason
+                completion.finish_reason, completion.stop_reason = (
+                    request.finish_reason,
+                    request.stop_reason,
+                )
             else:
                 completion.finish_reason, completion.stop_reason = "stop", stop_text
         output.error = output.error or request.error
@@ -74,15 +83,15 @@ class RequestState:
     def note_reported(self) -> None:
         """The output goes to the user as it is now: what it holds stays true from here on."""
         self._reported = [
-            (len(completion.token_ids), completion.finish_reason is not None) for completion in self.output.outputs
+            (len(completion.token_ids), completion.finish_reason is not None)
+            for completion in self.output.outputs
         ]
 
     def restore(self) -> list[Request]:
         """Forget what was not reported yet, after an interrupt cut a change of it in the middle.
 
-        Tokens that are forgotten come again and are the same. Returns the requests that have to go on: they hold
-        nothing, and wait.
-        """
+        Tokens that are forgotten come again and are the same. Returns the requests that have to go
+        on: they hold nothing, and wait."""
         if self._reported[0] == NOTHING_REPORTED:
             # The first tokens of all completions come in one step. Forks wait for it, too.
             del self.requests[1:]
@@ -96,7 +105,9 @@ class RequestState:
                 unfinished.append(self.requests[index])
         self.output.finished = not unfinished
         if unfinished:
-            self.output.error = next((request.error for request in self.requests if request.error), None)
+            self.output.error = next(
+                (request.error for request in self.requests if request.error), None
+            )
         return unfinished
 
     def _restore_completion(self, index: int, num_tokens: int) -> None:
@@ -116,13 +127,20 @@ class RequestState:
     def _new_stream(self, tokenizer: TokenizerWrapper) -> TextStream:
         return TextStream(tokenizer, self.requests[0].params.stop)
 
-    def _add_logprobs(self, completion: CompletionOutput, token_id: int, entries: Mapping[int, Logprob]) -> None:
+    def _add_logprobs(
+        self, completion: CompletionOutput, token_id: int, entries: Mapping[int, Logprob]
+    ) -> None:
         if completion.logprobs is None:
             completion.logprobs = []
         completion.logprobs.append(
-            {token: Logprob(entry.logprob, entry.rank, self._text_of(token)) for token, entry in entries.items()}
+            {
+                token: Logprob(entry.logprob, entry.rank, self._text_of(token))
+                for token, entry in entries.items()
+            }
         )
-        completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + entries[token_id].logprob
+        completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + entries[
+            token_id
+        ].logprob
 
     def _text_of(self, token_id: int) -> str | None:
         if self._tokenizer is None:

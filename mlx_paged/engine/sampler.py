@@ -1,9 +1,9 @@
 """Sample the next token of each request from one batch of logits.
 
-What a request gets depends on its own logits, tokens and parameters, never on what else is in the batch: its draws have
-keys of their own, and what goes wrong in its own settings fails it alone. The order is vLLM's: logit bias, repetition,
-frequency and presence penalty, the request's own processors; then mlx-lm's filters and its temperature.
-"""
+What a request gets depends on its own logits, tokens and parameters, never on what else is in the
+batch: its draws have keys of their own, and what goes wrong in its own settings fails it alone. The
+order is vLLM's: logit bias, repetition, frequency and presence penalty, the request's own
+processors; then mlx-lm's filters and its temperature."""
 
 from __future__ import annotations
 
@@ -23,14 +23,18 @@ FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 class SampledToken(NamedTuple):
-    """A token, and if asked for the log-probabilities of the most likely tokens, by rank, and of this one."""
+    """A token, and if asked for the log-probabilities of the most likely tokens, by rank, and of
+    this one.
+    """
 
     token_id: int
     logprobs: dict[int, Logprob] | None = None
 
 
 class LogprobReport(NamedTuple):
-    """What is known of the logits of those requests that want log-probabilities, in the order of the requests."""
+    """What is known of the logits of those requests that want log-probabilities, in the order of
+    the requests.
+    """
 
     sampled: mx.array  # [num_wanted], of the sampled token
     ranks: mx.array  # [num_wanted], of the sampled token
@@ -39,7 +43,9 @@ class LogprobReport(NamedTuple):
 
 
 class Sampler:
-    """Draws tokens; what it knows of a request lives in ``request.sampling_state`` and goes with it."""
+    """Draws tokens; what it knows of a request lives in ``request.sampling_state`` and goes with
+    it.
+    """
 
     def sample(
         self,
@@ -47,7 +53,9 @@ class Sampler:
         rows: Sequence[int],  # [num_requests]
         requests: Sequence[Request],
     ) -> list[SampledToken | Exception]:
-        """The next token of each request, drawn from its row; several may share one. An exception fails its request."""
+        """The next token of each request, drawn from its row; several may share one. An exception
+        fails its request.
+        """
         if not requests:
             return []
         states: list[SamplingState] = []
@@ -67,7 +75,11 @@ class Sampler:
         failed: dict[int, Exception] = {
             entry: state.error for entry, state in enumerate(states) if state.error is not None
         }
-        changed = [entry for entry, state in enumerate(states) if state.may_leave_nothing and entry not in failed]
+        changed = [
+            entry
+            for entry, state in enumerate(states)
+            if state.may_leave_nothing and entry not in failed
+        ]
         processed, peaks = _adjust(logits, requests, states), mx.zeros(0)
         if changed:
             processed, peaks = _run_processors(processed, requests, changed, failed)
@@ -77,7 +89,9 @@ class Sampler:
         for entry, peak in zip(changed, read_floats(peaks), strict=True):
             if not peak > -np.inf:  # nor is NaN
                 message = f"[sampler] the logits of {requests[entry].request_id!r} allow no token: all are -inf, or NaN"
-                failed.setdefault(entry, ValueError(f"{message}; see its logit_bias and logits_processors"))
+                failed.setdefault(
+                    entry, ValueError(f"{message}; see its logit_bias and logits_processors")
+                )
         token_ids = read_ints(tokens)
         logprobs = {} if report is None else _read_logprobs(report, token_ids, states)
         return [
@@ -86,8 +100,12 @@ class Sampler:
         ]
 
 
-def _adjust(logits: mx.array, requests: Sequence[Request], states: Sequence[SamplingState]) -> mx.array:
-    """Add the biases and apply the penalties, in float32; the logits themselves if nobody asked for any."""
+def _adjust(
+    logits: mx.array, requests: Sequence[Request], states: Sequence[SamplingState]
+) -> mx.array:
+    """Add the biases and apply the penalties, in float32; the logits themselves if nobody asked for
+    any.
+    """
     if all(state.penalties is None and not state.may_leave_nothing for state in states):
         return logits
     logits = logits.astype(mx.float32)
@@ -95,7 +113,9 @@ def _adjust(logits: mx.array, requests: Sequence[Request], states: Sequence[Samp
     if biased:
         entries, token_ids, biases = zip(*biased, strict=True)
         rows = mx.array(np.repeat(entries, [len(ids) for ids in token_ids]))
-        logits = logits.at[rows, mx.array(np.concatenate(token_ids))].add(mx.array(np.concatenate(biases)))
+        logits = logits.at[rows, mx.array(np.concatenate(token_ids))].add(
+            mx.array(np.concatenate(biases))
+        )
 
     penalised = [entry for entry, state in enumerate(states) if state.penalties is not None]
     for entry in penalised:
@@ -117,7 +137,9 @@ def _adjust(logits: mx.array, requests: Sequence[Request], states: Sequence[Samp
 def _run_processors(
     logits: mx.array, requests: Sequence[Request], entries: list[int], failed: dict[int, Exception]
 ) -> tuple[mx.array, mx.array]:
-    """The logits after these requests' own functions, and the peak of each; those that fail are put into ``failed``."""
+    """The logits after these requests' own functions, and the peak of each; those that fail are put
+    into ``failed``.
+    """
     new_rows = []
     for entry in entries:
         row = logits[entry : entry + 1]
@@ -137,7 +159,9 @@ def _run_processors(
 
 
 def _process(request: Request, row: mx.array) -> mx.array:
-    """``row`` ``[1, vocab_size]`` after the request's own functions, evaluated: their errors come to light here."""
+    """``row`` ``[1, vocab_size]`` after the request's own functions, evaluated: their errors come
+    to light here.
+    """
     shape, tokens = row.shape, mx.array(request.token_ids)
     for processor in request.params.logits_processors:
         row = processor(tokens, row)
@@ -145,7 +169,9 @@ def _process(request: Request, row: mx.array) -> mx.array:
         if not (is_array and row.shape == shape and mx.issubdtype(row.dtype, mx.floating)):
             name = getattr(processor, "__name__", type(processor).__name__)
             got = f"{row.dtype} of shape {row.shape}" if is_array else type(row).__name__
-            raise ValueError(f"[sampler] logits processor {name} must return floats of shape {shape}, got {got}")
+            raise ValueError(
+                f"[sampler] logits processor {name} must return floats of shape {shape}, got {got}"
+            )
     row = row.astype(mx.float32)
     mx.eval(row)
     return row
@@ -166,7 +192,9 @@ def _draw(
         if group is None:
             parts.append(mx.argmax(rows, axis=-1))
             continue
-        keys = b"".join([states[entry].draw_key(requests[entry].num_output_tokens) for entry in entries])
+        keys = b"".join(
+            [states[entry].draw_key(requests[entry].num_output_tokens) for entry in entries]
+        )
         filters = np.array([states[entry].filters for entry in entries], np.float32)
         rows = _filter(_log_softmax(rows), mx.array(filters.T[:, :, None]), *group)
         parts.append(_categorical(mx.array(np.frombuffer(keys, "<u4").reshape(-1, 2)), rows))
@@ -192,13 +220,15 @@ def _filter(
 ) -> mx.array:
     """As mlx-lm's ``make_sampler``, in its order, with the temperature last.
 
-    The settings are arrays: mlx-lm compiles its filters, and a kernel for each new number would halt everybody.
-    """
+    The settings are arrays: mlx-lm compiles its filters, and a kernel for each new number would
+    halt everybody."""
     scale, top_p, log_min_p = filters
     if has_top_p:
         logprobs = apply_top_p(logprobs, top_p)  # type: ignore[arg-type]  # it is annotated for one number
     if has_min_p:  # mlx-lm's apply_min_p takes no array
-        logprobs = mx.where(logprobs < logprobs.max(axis=-1, keepdims=True) + log_min_p, -mx.inf, logprobs)
+        logprobs = mx.where(
+            logprobs < logprobs.max(axis=-1, keepdims=True) + log_min_p, -mx.inf, logprobs
+        )
     if top_k > 0:
         logprobs = apply_top_k(logprobs, top_k)
     return logprobs * scale
@@ -210,7 +240,11 @@ def _report_logprobs(
     states: Sequence[SamplingState],
 ) -> LogprobReport | None:
     """The report for the requests that want one; ``None`` if there are none."""
-    num_logprobs = {entry: state.num_logprobs for entry, state in enumerate(states) if state.num_logprobs is not None}
+    num_logprobs = {
+        entry: state.num_logprobs
+        for entry, state in enumerate(states)
+        if state.num_logprobs is not None
+    }
     if not num_logprobs:
         return None
     wanted = list(num_logprobs)
@@ -221,7 +255,9 @@ def _report_logprobs(
     ranks = 1 + (logprobs > sampled).sum(axis=-1)
     most = min(max(num_logprobs.values()), logprobs.shape[-1])
     top_ids = mx.argpartition(-logprobs, kth=max(most - 1, 0), axis=-1)[:, :most]
-    return LogprobReport(sampled[:, 0], ranks, top_ids, mx.take_along_axis(logprobs, top_ids, axis=-1))
+    return LogprobReport(
+        sampled[:, 0], ranks, top_ids, mx.take_along_axis(logprobs, top_ids, axis=-1)
+    )
 
 
 def _read_logprobs(
@@ -240,6 +276,8 @@ def _read_logprobs(
     ):
         best = sorted(zip(top, top_ids, strict=True), key=lambda pair: (-pair[0], pair[1]))
         best = best[: states[entry].num_logprobs]
-        results[entry] = {token: Logprob(logprob, rank) for rank, (logprob, token) in enumerate(best, 1)}
+        results[entry] = {
+            token: Logprob(logprob, rank) for rank, (logprob, token) in enumerate(best, 1)
+        }
         results[entry].setdefault(token_ids[entry], Logprob(sampled, sampled_rank))
     return results

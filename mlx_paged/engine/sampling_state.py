@@ -10,8 +10,8 @@ import numpy as np
 
 from mlx_paged.request import Request
 
-# Penalties and temperatures end here, and top_p at its inverse, so that no product leaves float32: a scale of 0 would
-# make NaN of the tokens that a filter took out.
+# Penalties and temperatures end here, and top_p at its inverse, so that no product leaves float32:
+# a scale of 0 would make NaN of the tokens that a filter took out.
 HUGE = 1e30
 COLDEST = 1e-6  # temperatures end here: a log-probability over a lower one leaves float32
 
@@ -19,12 +19,13 @@ COLDEST = 1e-6  # temperatures end here: a log-probability over a lower one leav
 class SamplingState:
     """What the sampler keeps of a request between two tokens.
 
-    Its different tokens stand in ``token_ids`` once each, with how often the answer has them. A request's tokens only
-    grow, so each is read once, and no step goes through the context.
+    Its different tokens stand in ``token_ids`` once each, with how often the answer has them. A
+    request's tokens only grow, so each is read once, and no step goes through the context.
 
     Attributes:
         error: a mistake in the parameters that only the size of the vocabulary shows.
-        group: of the requests that are drawn in one call, as (has top_p, has min_p, top_k); None is greedy.
+        group: of the requests that are drawn in one call, as (has top_p, has min_p, top_k); None is
+            greedy.
         filters: 1 / temperature, top_p, log(min_p).
     """
 
@@ -51,7 +52,9 @@ class SamplingState:
                 self.error = ValueError(message)
             else:
                 with np.errstate(over="ignore"):
-                    biases = np.array(list(params.logit_bias.values()), np.float64).astype(np.float32)
+                    biases = np.array(list(params.logit_bias.values()), np.float64).astype(
+                        np.float32
+                    )
                 self.bias = np.array(list(params.logit_bias), np.int32), biases
         self.may_leave_nothing = bool(params.logit_bias or params.logits_processors)
         self.penalties: tuple[float, float, float] | None = None
@@ -61,9 +64,13 @@ class SamplingState:
             frequency, presence = (min(max(penalty, -HUGE), HUGE) for penalty in penalties[1:])
             self.penalties = factor, frequency, presence
         self.is_plain = (
-            self.group is None and self.penalties is None and self.num_logprobs is None and not self.may_leave_nothing
+            self.group is None
+            and self.penalties is None
+            and self.num_logprobs is None
+            and not self.may_leave_nothing
         )
-        # The seed takes as many bytes as it needs and the rest has fixed width, so no two triples read the same.
+        # The seed takes as many bytes as it needs and the rest has fixed width, so no two triples
+        # read the same.
         seed, index = int(request.seed), request.index
         seed_bytes = seed.to_bytes(seed.bit_length() // 8 + 1, "little", signed=True)
         self.key = blake2b(seed_bytes + index.to_bytes(8, "little"), digest_size=8)
@@ -84,7 +91,9 @@ class SamplingState:
         self.num_read = request.num_tokens
 
     def draw_key(self, position: int) -> bytes:
-        """8 bytes that depend on the request's seed, its index and the position in its answer, and on nothing else."""
+        """8 bytes that depend on the request's seed, its index and the position in its answer, and
+        on nothing else.
+        """
         key = self.key.copy()
         key.update(position.to_bytes(8, "little"))
         return key.digest()

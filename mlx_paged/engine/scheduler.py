@@ -1,9 +1,10 @@
-"""`Scheduler`: which requests run in the next step, and with how many tokens each. Pure Python, no arrays.
+"""`Scheduler`: which requests run in the next step, and with how many tokens each. Pure Python, no
+arrays.
 
-There is no prefill phase and no decode phase. A request has ``num_tokens`` and ``num_computed_tokens``, and a step's
-work is the difference, capped by a token budget: whole prompts, chunks of them and decodes are one rule (as in vLLM's
-v1 scheduler, and Sarathi-Serve, Agrawal et al. 2024).
-"""
+There is no prefill phase and no decode phase. A request has ``num_tokens`` and
+``num_computed_tokens``, and a step's work is the difference, capped by a token budget: whole
+prompts, chunks of them and decodes are one rule (as in vLLM's v1 scheduler, and Sarathi-Serve,
+Agrawal et al. 2024)."""
 
 from __future__ import annotations
 
@@ -47,18 +48,20 @@ class BlockSupply(Protocol):
 class Scheduler:
     """Continuous batching: first come, first served, with priorities.
 
-    Each request has an ``order``, fixed when it comes: the step of its arrival, plus ``priority_steps`` for each level
-    of priority that it stands behind. The lowest order runs first and is preempted last, so an urgent request
-    overtakes, and since the order of those that come later grows for ever, nobody is overtaken for ever.
+    Each request has an ``order``, fixed when it comes: the step of its arrival, plus
+    ``priority_steps`` for each level of priority that it stands behind. The lowest order runs first
+    and is preempted last, so an urgent request overtakes, and since the order of those that come
+    later grows for ever, nobody is overtaken for ever.
 
-    A request is admitted when all its tokens fit now (and leave the watermark, beside others). When a running one finds
-    no block, the last in order is preempted: its blocks are given back and it waits in its old place, to be computed
-    anew or swapped in, as :class:`SwapSpace` finds cheaper.
+    A request is admitted when all its tokens fit now (and leave the watermark, beside others). When
+    a running one finds no block, the last in order is preempted: its blocks are given back and it
+    waits in its old place, to be computed anew or swapped in, as :class:`SwapSpace` finds cheaper.
 
     Not thread-safe: one thread at a time.
 
     Args:
-        supply: whose ``manager`` holds the block tables; the scheduler alone allocates and frees requests in it.
+        supply: whose ``manager`` holds the block tables; the scheduler alone allocates and frees
+            requests in it.
         eos_token_ids: tokens that end a completion.
         swap_space: where preempted requests may go; none by default.
     """
@@ -101,8 +104,8 @@ class Scheduler:
         """Refuse at once what can never run; from any thread.
 
         Raises:
-            PromptTooLongError: its prompt leaves no room for an answer within ``max_model_len``, or the budget can't
-                hold it, ever; with the sum.
+            PromptTooLongError: its prompt leaves no room for an answer within ``max_model_len``, or
+                the budget can't hold it, ever; with the sum.
             ValueError: it has more completions than may run at once.
         """
         limit = self.config.max_model_len
@@ -117,7 +120,9 @@ class Scheduler:
             raise prompt_too_long(request.num_tokens, self._block_size, self.max_num_blocks)
 
     def add(self, request: Request) -> None:
-        """Let a request wait for its turn; one that is there already, or finished meanwhile, is left as it is."""
+        """Let a request wait for its turn; one that is there already, or finished meanwhile, is
+        left as it is.
+        """
         if request.is_finished or request.seq_id in self._requests:
             return
         step = self.num_steps + request.priority * self.config.priority_steps
@@ -126,22 +131,31 @@ class Scheduler:
         insort(self.waiting, request, key=by_order)
 
     def add_fork(self, request: Request, child: Request) -> None:
-        """Let a further completion of a running request run: it shares all blocks until one of the two writes."""
+        """Let a further completion of a running request run: it shares all blocks until one of the
+        two writes.
+        """
         self.manager.fork(request.seq_id, child.seq_id)
         self._requests[child.seq_id] = child
         insort(self.running, child, key=by_order)
 
     def finish(
-        self, request: Request, reason: str, stop_reason: int | str | None = None, error: Exception | None = None
+        self,
+        request: Request,
+        reason: str,
+        stop_reason: int | str | None = None,
+        error: Exception | None = None,
     ) -> None:
-        """Take a request out, wherever it is, and give back all its blocks at once: finished, aborted or failed.
+        """Take a request out, wherever it is, and give back all its blocks at once: finished,
+        aborted or failed.
 
         One that was never added is marked as finished, and will not be added.
         """
         if request.is_finished:
             return
         if self._requests.get(request.seq_id) is request:
-            _remove(self.running if request.status is RequestStatus.RUNNING else self.waiting, request)
+            _remove(
+                self.running if request.status is RequestStatus.RUNNING else self.waiting, request
+            )
             if request.seq_id in self.manager.tables:
                 self.manager.free(request.seq_id)
             self.swap_space.give_back(request.seq_id)
@@ -165,9 +179,12 @@ class Scheduler:
             self._admit_waiting(output, token_budget, only)
         return output
 
-    def _schedule_running(self, output: SchedulerOutput, token_budget: int, only: Request | None) -> int:
+    def _schedule_running(
+        self, output: SchedulerOutput, token_budget: int, only: Request | None
+    ) -> int:
         running = self.running
-        # A decode takes one block at most. Asked for once, before any of them evicts what is cached.
+        # A decode takes one block at most. Asked for once, before any of them evicts what is
+        # cached.
         self.supply.make_room(len(running))
         index = 0
         while index < len(running):
@@ -177,10 +194,13 @@ class Scheduler:
                 continue
             num_new_tokens = len(request.token_ids) - request.num_computed_tokens
             if num_new_tokens > 1:
-                # A prompt leaves a token of the budget to each request behind it: no decode waits for it.
+                # A prompt leaves a token of the budget to each request behind it: no decode waits
+                # for it.
                 num_left = 0 if only is not None else len(running) - index - 1
                 num_new_tokens = min(num_new_tokens, token_budget - num_left)
-                self.supply.make_room(self.manager.num_needed_blocks(request.seq_id, num_new_tokens) + num_left)
+                self.supply.make_room(
+                    self.manager.num_needed_blocks(request.seq_id, num_new_tokens) + num_left
+                )
             copies = self.manager.allocate_slots(request.seq_id, num_new_tokens)
             if copies is not None:
                 self._schedule(output, request, num_new_tokens, copies)
@@ -198,7 +218,9 @@ class Scheduler:
                     self._fail(output, request)
         return token_budget
 
-    def _admit_waiting(self, output: SchedulerOutput, token_budget: int, only: Request | None) -> None:
+    def _admit_waiting(
+        self, output: SchedulerOutput, token_budget: int, only: Request | None
+    ) -> None:
         num_seqs = sum(request.num_seqs for request in self.running) if self.waiting else 0
         while self.waiting and token_budget > 0:
             request = self.waiting[0] if only is None else only
@@ -242,14 +264,22 @@ class Scheduler:
             token_budget -= num_new_tokens
 
     def _schedule(
-        self, output: SchedulerOutput, request: Request, num_new_tokens: int, copies: list[BlockCopy]
+        self,
+        output: SchedulerOutput,
+        request: Request,
+        num_new_tokens: int,
+        copies: list[BlockCopy],
     ) -> None:
-        request.num_computed_tokens = num_computed_tokens = request.num_computed_tokens + num_new_tokens
+        request.num_computed_tokens = num_computed_tokens = (
+            request.num_computed_tokens + num_new_tokens
+        )
         output.requests.append(request)
         output.num_new_tokens.append(num_new_tokens)
         if copies:
             output.copies.append(copies)
-        if num_computed_tokens % self._block_size < num_new_tokens:  # The end of a block was passed.
+        if (
+            num_computed_tokens % self._block_size < num_new_tokens
+        ):  # The end of a block was passed.
             self._cache_blocks(output, request)
 
     def _computed_blocks(self, request: Request) -> ComputedBlocks:
@@ -298,7 +328,9 @@ class Scheduler:
     # After the step
 
     def append_token(self, request: Request, token_id: int) -> None:
-        """A token was sampled for a request whose tokens are all computed; finishes it if that was the last."""
+        """A token was sampled for a request whose tokens are all computed; finishes it if that was
+        the last.
+        """
         request.token_ids.append(token_id)
         params = request.params
         if token_id in self.eos_token_ids and not params.ignore_eos:
@@ -314,7 +346,9 @@ class Scheduler:
             self.finish(request, "length")
 
     def discard(self, output: SchedulerOutput) -> None:
-        """The step failed: its rows may not be written. Its requests wait again and are computed anew."""
+        """The step failed: its rows may not be written. Its requests wait again and are computed
+        anew.
+        """
         # Also those of requests that have ended since.
         self.manager.pool.evict_blocks(output.new_block_ids)
         for request in output.requests:
@@ -327,10 +361,11 @@ class Scheduler:
             self.swap_space.give_back(swap_out.seq_id)
 
     def restart(self, requests: Iterable[Request]) -> None:
-        """Begin again with these unfinished requests, which wait in their old places and hold nothing.
+        """Begin again with these unfinished requests, which wait in their old places and hold
+        nothing.
 
-        Whatever the queues and the tables were before is forgotten; the supply has a manager without tables by now.
-        """
+        Whatever the queues and the tables were before is forgotten; the supply has a manager
+        without tables by now."""
         self.manager = self.supply.manager
         self.swap_space.clear()
         self.running, self.waiting, self._requests = [], [], {}
@@ -342,10 +377,16 @@ class Scheduler:
                 self.add(request)
 
     def check_integrity(self) -> None:
-        """Verify queues against tables and blocks; for tests and debugging. Raises IntegrityError, AssertionError."""
+        """Verify queues against tables and blocks; for tests and debugging. Raises IntegrityError,
+        AssertionError.
+        """
         self.manager.check_integrity()
         running = {request.seq_id for request in self.running}
-        assert {seq for seq, request in self._requests.items() if request.status is RequestStatus.RUNNING} == running
+        assert {
+            seq
+            for seq, request in self._requests.items()
+            if request.status is RequestStatus.RUNNING
+        } == running
         assert set(self._requests) == running | {request.seq_id for request in self.waiting}
         assert running <= set(self.manager.tables), "a running request has a table"
         for queue in (self.running, self.waiting):

@@ -10,7 +10,9 @@ from mlx_paged.request import Request, SeqId
 
 
 class SwapOut(NamedTuple):
-    """K/V to copy to host memory before anything is written: the first ``num_tokens`` tokens in these blocks."""
+    """K/V to copy to host memory before anything is written: the first ``num_tokens`` tokens in
+    these blocks.
+    """
 
     seq_id: SeqId
     block_ids: list[int]
@@ -18,7 +20,9 @@ class SwapOut(NamedTuple):
 
 
 class SwapIn(NamedTuple):
-    """K/V to copy back: of the tokens ``start : end`` of a sequence, into the blocks that it has now."""
+    """K/V to copy back: of the tokens ``start : end`` of a sequence, into the blocks that it has
+    now.
+    """
 
     seq_id: SeqId
     start: int
@@ -36,7 +40,9 @@ class SchedulerOutput:
     swap_ins: list[SwapIn] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     finished: list[Request] = field(default_factory=list)  # those that could not go on
-    new_block_ids: set[int] = field(default_factory=set)  # that others may hit, and that this step fills
+    new_block_ids: set[int] = field(
+        default_factory=set
+    )  # that others may hit, and that this step fills
     hit_block_ids: set[int] = field(default_factory=set)  # of the requests admitted
 
     @property

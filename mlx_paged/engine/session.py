@@ -1,4 +1,6 @@
-"""One conversation: the tokens of a sequence beside its K/V, so that a new turn computes only what is new."""
+"""One conversation: the tokens of a sequence beside its K/V, so that a new turn computes only what
+is new.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,13 @@ from typing import TypeVar
 import mlx.core as mx
 
 from mlx_paged.argument_values import check_callable, check_integer, kind_of
-from mlx_paged.cache import CacheFullError, KVCache, PromptTooLongError, SeqId, prompt_beyond_context
+from mlx_paged.cache import (
+    CacheFullError,
+    KVCache,
+    PromptTooLongError,
+    SeqId,
+    prompt_beyond_context,
+)
 from mlx_paged.engine.model_runner import ModelRunner
 from mlx_paged.engine.prompts import read_prompt
 from mlx_paged.foreign_arguments import refuses_unknown_arguments
@@ -21,20 +29,24 @@ _forks = itertools.count(1)
 
 
 class Session:
-    """A sequence of ``runner``'s cache and the tokens it holds. Several sessions may share one cache.
+    """A sequence of ``runner``'s cache and the tokens it holds. Several sessions may share one
+    cache.
 
     Attributes:
-        tokens: the token ids whose K/V the cache holds; the cache's length of the sequence is always theirs.
-        max_model_len: the most tokens that a prompt and its answer have together; by default the context that the
-            model was made for.
+        tokens: the token ids whose K/V the cache holds; the cache's length of the sequence is
+            always theirs.
+        max_model_len: the most tokens that a prompt and its answer have together; by default the
+            context that the model was made for.
 
     Raises:
-        ValueError: ``runner`` is no :class:`ModelRunner`, ``seq`` can't be hashed, or ``max_model_len`` is not within
-            what the model was made for.
+        ValueError: ``runner`` is no :class:`ModelRunner`, ``seq`` can't be hashed, or
+            ``max_model_len`` is not within what the model was made for.
     """
 
     @refuses_unknown_arguments("cache")
-    def __init__(self, runner: ModelRunner, seq: SeqId = "session", max_model_len: int | None = None):
+    def __init__(
+        self, runner: ModelRunner, seq: SeqId = "session", max_model_len: int | None = None
+    ):
         if not isinstance(runner, ModelRunner):
             raise ValueError(f"[session] runner must be a ModelRunner, got {kind_of(runner)}")
         if not isinstance(seq, Hashable):
@@ -55,19 +67,21 @@ class Session:
         prefill_step_size: int = PREFILL_STEP_SIZE,
         progress: Callable[[int, int], None] | None = None,
     ) -> tuple[T, int]:
-        """Make the session hold exactly ``prompt`` and return ``head`` of its last logits, and how many tokens it
-        reused.
+        """Make the session hold exactly ``prompt`` and return ``head`` of its last logits, and how
+        many tokens it reused.
 
-        What the prompt shares with the tokens held keeps its K/V; the rest is forgotten and computed, in chunks.
+        What the prompt shares with the tokens held keeps its K/V; the rest is forgotten and
+        computed, in chunks.
 
         Args:
-            progress: called with the prompt tokens done so far and their total, reused ones included.
+            progress: called with the prompt tokens done so far and their total, reused ones
+                included.
 
         Raises:
-            ValueError: the prompt is empty or has a token that the model does not have, or the chunk size is not
-                positive.
-            PromptTooLongError: the prompt leaves no room for an answer within ``max_model_len``, or the budget can't
-                hold it.
+            ValueError: the prompt is empty or has a token that the model does not have, or the
+                chunk size is not positive.
+            PromptTooLongError: the prompt leaves no room for an answer within ``max_model_len``, or
+                the budget can't hold it.
         """
         prompt = read_prompt(prompt, None, self.runner.vocab_size).token_ids
         prefill_step_size = check_integer("prefill", "prefill_step_size", prefill_step_size, 1)
@@ -113,10 +127,12 @@ class Session:
             del self.tokens[length:]
 
     def fork(self) -> Session:
-        """A second session with the same tokens, which shares their K/V until one of the two writes.
+        """A second session with the same tokens, which shares their K/V until one of the two
+        writes.
 
         Raises:
-            CacheFullError: a basic cache counts the copy that the first write will make, and it doesn't fit.
+            CacheFullError: a basic cache counts the copy that the first write will make, and it
+                doesn't fit.
         """
         branch = Session(self.runner, f"{self.seq}.{next(_forks)}", self.max_model_len)
         if self.tokens:
@@ -136,7 +152,9 @@ class Session:
         return output
 
     def check_context(self, num_tokens: int) -> None:
-        """Raise ``PromptTooLongError`` for a prompt that leaves no room for an answer within ``max_model_len``."""
+        """Raise ``PromptTooLongError`` for a prompt that leaves no room for an answer within
+        ``max_model_len``.
+        """
         if num_tokens >= self.max_model_len:
             raise prompt_beyond_context(num_tokens, self.max_model_len)
 

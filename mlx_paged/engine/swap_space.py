@@ -1,4 +1,6 @@
-"""What becomes of the K/V of a preempted request: thrown away and computed anew, or swapped out to host memory."""
+"""What becomes of the K/V of a preempted request: thrown away and computed anew, or swapped out to
+host memory.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,17 @@ T = TypeVar("T")
 
 
 class SwapSpace(Generic[T]):
-    """The K/V of preempted requests in host memory, and the rule for when it pays to put some there.
+    """The K/V of preempted requests in host memory, and the rule for when it pays to put some
+    there.
 
     Swap what fits if copying it out and in again takes less time than computing it anew,
 
         2 * num_tokens * seconds_per_copied_token < num_tokens * seconds_per_computed_token
 
-    where both are means of what this engine measured so far. Before a chunk of a prompt was computed, nothing is
-    swapped; before anything was copied, a copy counts as nothing, so the first preemption that fits measures it.
-    Prompts that would be found in the prefix cache again are not foreseen.
+    where both are means of what this engine measured so far. Before a chunk of a prompt was
+    computed, nothing is swapped; before anything was copied, a copy counts as nothing, so the first
+    preemption that fits measures it. Prompts that would be found in the prefix cache again are not
+    foreseen.
 
     Args:
         num_tokens: the most tokens to keep; 0 never swaps.
@@ -40,7 +44,9 @@ class SwapSpace(Generic[T]):
         return self._places.get(seq_id, 0)
 
     def take_place(self, seq_id: SeqId, num_tokens: int) -> bool:
-        """Whether these tokens shall be swapped out; they have their place then, until :meth:`give_back`."""
+        """Whether these tokens shall be swapped out; they have their place then, until
+        :meth:`give_back`.
+        """
         if num_tokens > self.num_tokens - self.num_used_tokens or not self._is_cheaper():
             return False
         self._places[seq_id] = num_tokens

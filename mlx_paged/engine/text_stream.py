@@ -8,11 +8,12 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 
 class TextStream:
-    """Tokens in, text out: whole characters only, and nothing that may still turn out to be part of a stop text.
+    """Tokens in, text out: whole characters only, and nothing that may still turn out to be part of
+    a stop text.
 
-    Of several stop texts, the one that begins first in the whole text counts, however the text is cut into tokens;
-    where several begin at the same place, the shortest, which is complete first. ``finish`` ends a text that no stop
-    text ended.
+    Of several stop texts, the one that begins first in the whole text counts, however the text is
+    cut into tokens; where several begin at the same place, the shortest, which is complete first.
+    ``finish`` ends a text that no stop text ended.
 
     A token that the tokenizer does not have (a model's vocabulary is often padded) adds no text.
 
@@ -21,7 +22,8 @@ class TextStream:
         stop: the stop texts, none of them empty.
 
     Attributes:
-        text: what can be shown by now. It only ever grows at its end, and the stop text is left out.
+        text: what can be shown by now. It only ever grows at its end, and the stop text is left
+            out.
     """
 
     def __init__(self, tokenizer: TokenizerWrapper, stop: Sequence[str] = ()):
@@ -53,7 +55,9 @@ class TextStream:
         return self._end(tail[:begin], stop)
 
     def finish(self) -> str | None:
-        """No more tokens come: show what was held back; returns the stop text that was found, or ``None``."""
+        """No more tokens come: show what was held back; returns the stop text that was found, or
+        ``None``.
+        """
         if self._found is not None:
             return self._found
         tail = self._held_back + self._read_last()
@@ -67,8 +71,8 @@ class TextStream:
         return stop
 
     def _add_token(self, token_id: int) -> None:
-        # For a token that it does not have, mlx-lm's BPE detokenizer writes "!" and the SPM one raises IndexError.
-        # Tokenizers written in Python raise, where the fast ones return None.
+        # For a token that it does not have, mlx-lm's BPE detokenizer writes "!" and the SPM one
+        # raises IndexError. Tokenizers written in Python raise, where the fast ones return None.
         try:
             if self._tokenizer.convert_ids_to_tokens(token_id) is not None:
                 self._detokenizer.add_token(token_id)
@@ -76,8 +80,9 @@ class TextStream:
             pass
 
     def _read(self) -> str:
-        # Not last_segment: the naive detokenizer's text may shrink for a while (byte tokens that are no character yet
-        # take the one before with them), and last_segment would then give the same text twice.
+        # Not last_segment: the naive detokenizer's text may shrink for a while (byte tokens that
+        # are no character yet take the one before with them), and last_segment would then give the
+        # same text twice.
         text: str = self._detokenizer.text
         new_text = text[self._num_read :]
         self._num_read += len(new_text)
@@ -87,13 +92,16 @@ class TextStream:
         try:
             self._detokenizer.finalize()
         except LookupError:
-            # The BPE one, for a token outside its byte alphabet that ends like an incomplete character.
+            # The BPE one, for a token outside its byte alphabet that ends like an incomplete
+            # character.
             return "\ufffd"
         return self._read()
 
 
 def find_stop(text: str, stops: Sequence[str]) -> tuple[int, str | None]:
-    """Where the first stop text begins in ``text``, and which; the end of ``text`` and ``None`` if there is none."""
+    """Where the first stop text begins in ``text``, and which; the end of ``text`` and ``None`` if
+    there is none.
+    """
     found = [(begin, len(stop), stop) for stop in stops if (begin := text.find(stop)) >= 0]
     if not found:
         return len(text), None

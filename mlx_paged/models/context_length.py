@@ -6,16 +6,18 @@ from mlx_paged.argument_values import as_integer
 from mlx_paged.errors import shown
 from mlx_paged.models.language_model import ModelArgs
 
-# These kinds of RoPE scaling are counted in max_position_embeddings already; the others multiply it.
+# These kinds of RoPE scaling are counted in max_position_embeddings already; the others multiply
+# it.
 _ALREADY_SCALED = ("default", "llama3", "longrope", "su", "mrope")
 
 
 def context_length(args: ModelArgs) -> int:
     """The tokens, prompt and answer together, that a model of this configuration was made for.
 
-    That is ``max_position_embeddings``, with RoPE scaling counted as the configuration means it (the rule is vLLM's):
-    YaRN's ``factor`` multiplies ``original_max_position_embeddings``, a linear ``factor`` multiplies
-    ``max_position_embeddings``, and Llama 3 and LongRoPE scaling are part of ``max_position_embeddings``.
+    That is ``max_position_embeddings``, with RoPE scaling counted as the configuration means it
+    (the rule is vLLM's): YaRN's ``factor`` multiplies ``original_max_position_embeddings``, a
+    linear ``factor`` multiplies ``max_position_embeddings``, and Llama 3 and LongRoPE scaling are
+    part of ``max_position_embeddings``.
 
     Args:
         args: the model's configuration.
@@ -31,7 +33,8 @@ def context_length(args: ModelArgs) -> int:
 
 
 def context_limit(args: ModelArgs, max_model_len: int | None) -> int:
-    """The most tokens that a prompt and its answer have together: ``max_model_len``, or what the model was made for.
+    """The most tokens that a prompt and its answer have together: ``max_model_len``, or what the
+    model was made for.
 
     Raises:
         ValueError: no whole number, below 2, or more than the model was made for.

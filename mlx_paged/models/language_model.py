@@ -38,7 +38,11 @@ class LanguageModel(Module):
         raise NotImplementedError
 
     def __call__(
-        self, tokens: mx.array, positions: mx.array, cache: KVCache, last_rows: mx.array | None = None
+        self,
+        tokens: mx.array,
+        positions: mx.array,
+        cache: KVCache,
+        last_rows: mx.array | None = None,
     ) -> mx.array:
         raise NotImplementedError
 

@@ -1,9 +1,10 @@
-"""Qwen3 for packed input: the tokens of a whole ragged batch behind one another, each with its position.
+"""Qwen3 for packed input: the tokens of a whole ragged batch behind one another, each with its
+position.
 
-The architecture is that of the Qwen3 technical report (Yang et al., 2025): grouped-query attention with an RMSNorm on
-each query and key head, RoPE, SwiGLU, pre-norm. Weight names are those of the Hugging Face checkpoints. All that
-attention needs of other tokens it gets from ``cache.update_and_attend``; which cache that is, the model never learns.
-"""
+The architecture is that of the Qwen3 technical report (Yang et al., 2025): grouped-query attention
+with an RMSNorm on each query and key head, RoPE, SwiGLU, pre-norm. Weight names are those of the
+Hugging Face checkpoints. All that attention needs of other tokens it gets from
+``cache.update_and_attend``; which cache that is, the model never learns."""
 
 from __future__ import annotations
 
@@ -69,7 +70,9 @@ class ModelArgs:
     def __post_init__(self) -> None:
         self._check_sizes()
         if self.use_sliding_window:
-            raise ValueError("[qwen3] use_sliding_window is not supported; every layer attends to the whole context")
+            raise ValueError(
+                "[qwen3] use_sliding_window is not supported; every layer attends to the whole context"
+            )
         # transformers >= 5 nests rope_theta and the scaling under rope_parameters.
         if self.rope_parameters:
             if self.rope_theta is None:
@@ -92,12 +95,18 @@ class ModelArgs:
             limit = MAX_LAYERS if name == "num_hidden_layers" else MAX_SIZE
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"[qwen3] {name} in config.json must be a positive integer, got {shown(value)}")
+                raise ValueError(
+                    f"[qwen3] {name} in config.json must be a positive integer, got {shown(value)}"
+                )
             if value > limit:
-                raise ValueError(f"[qwen3] {name} in config.json must be at most {limit:,}, got {shown(value)}")
+                raise ValueError(
+                    f"[qwen3] {name} in config.json must be at most {limit:,}, got {shown(value)}"
+                )
         for name in ("rope_scaling", "rope_parameters"):
             if not isinstance(getattr(self, name), dict | None):
-                raise ValueError(f"[qwen3] {name} in config.json must be an object, got {shown(getattr(self, name))}")
+                raise ValueError(
+                    f"[qwen3] {name} in config.json must be an object, got {shown(getattr(self, name))}"
+                )
         for name in ("tie_word_embeddings", "use_sliding_window"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(
@@ -108,7 +117,11 @@ class ModelArgs:
     def from_dict(cls, config: dict[str, Any]) -> ModelArgs:
         """Take the fields that are known; raises ``ValueError`` that names those that are missing."""
         parameters = inspect.signature(cls).parameters
-        missing = [n for n, p in parameters.items() if p.default is inspect.Parameter.empty and n not in config]
+        missing = [
+            n
+            for n, p in parameters.items()
+            if p.default is inspect.Parameter.empty and n not in config
+        ]
         if missing:
             raise ValueError(f"[qwen3] config.json lacks {', '.join(missing)}")
         return cls(**{name: config[name] for name in parameters if name in config})
@@ -118,10 +131,14 @@ def _check_scaling(scaling: dict[str, Any]) -> None:
     """Refuse a RoPE scaling that is not supported, and numbers in it that are none."""
     kind = scaling.get("type") or scaling.get("rope_type")
     if not isinstance(kind, str | None):
-        raise ValueError(f"[qwen3] the type of rope_scaling in config.json must be a text, got {shown(kind)}")
+        raise ValueError(
+            f"[qwen3] the type of rope_scaling in config.json must be a text, got {shown(kind)}"
+        )
     if kind == "dynamic":
         # Its frequencies follow the length of one sequence, which a packed batch does not have.
-        raise ValueError("[qwen3] rope scaling 'dynamic' is not supported; yarn, linear, llama3 and longrope are")
+        raise ValueError(
+            "[qwen3] rope scaling 'dynamic' is not supported; yarn, linear, llama3 and longrope are"
+        )
     for name in SCALING_NUMBERS:
         if scaling.get(name) is not None:
             _check_number(f"{name} of rope_scaling", scaling[name])
@@ -130,7 +147,9 @@ def _check_scaling(scaling: dict[str, Any]) -> None:
 def _check_number(name: str, value: object) -> None:
     # A config.json may hold Infinity and NaN, and integers of any length.
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < MAX_NUMBER:
-        raise ValueError(f"[qwen3] {name} in config.json must be a finite number above 0, got {shown(value)}")
+        raise ValueError(
+            f"[qwen3] {name} in config.json must be a finite number above 0, got {shown(value)}"
+        )
 
 
 class Attention(nn.Module):
@@ -162,7 +181,9 @@ class Attention(nn.Module):
         # leaves lazy, no other thread can run.
         mx.eval(self.rope)
 
-    def __call__(self, x: mx.array, positions: mx.array, cache: KVCache, last_rows: mx.array | None = None) -> mx.array:
+    def __call__(
+        self, x: mx.array, positions: mx.array, cache: KVCache, last_rows: mx.array | None = None
+    ) -> mx.array:
         num_tokens = x.shape[0]
         k = self.k_norm(self.k_proj(x).reshape(num_tokens, self.num_kv_heads, -1))
         v = self.v_proj(x).reshape(num_tokens, self.num_kv_heads, -1)
@@ -198,7 +219,9 @@ class TransformerBlock(nn.Module):
         self.input_layernorm = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
 
-    def __call__(self, x: mx.array, positions: mx.array, cache: KVCache, last_rows: mx.array | None = None) -> mx.array:
+    def __call__(
+        self, x: mx.array, positions: mx.array, cache: KVCache, last_rows: mx.array | None = None
+    ) -> mx.array:
         attended = self.self_attn(self.input_layernorm(x), positions, cache, last_rows)
         h = attended + (x if last_rows is None else x[last_rows])
         return h + self.mlp(self.post_attention_layernorm(h))
@@ -212,7 +235,11 @@ class Qwen3Model(nn.Module):
         self.norm = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
 
     def __call__(
-        self, tokens: mx.array, positions: mx.array, cache: KVCache, last_rows: mx.array | None = None
+        self,
+        tokens: mx.array,
+        positions: mx.array,
+        cache: KVCache,
+        last_rows: mx.array | None = None,
     ) -> mx.array:
         h = self.embed_tokens(tokens)
         for layer in self.layers[:-1]:
@@ -230,7 +257,8 @@ class Model(LanguageModel):
         tokens: ``[num_tokens] int32``, packed.
         positions: ``[num_tokens] int32``, ``step.positions``.
         cache: the open cache.
-        last_rows: ``step.last_rows``, ``[num_seqs] int32``: logits of each sequence's last token only; ``None`` is all.
+        last_rows: ``step.last_rows``, ``[num_seqs] int32``: logits of each sequence's last token
+            only; ``None`` is all.
 
     Returns:
         Logits ``[num_rows, vocab_size]``.
@@ -246,7 +274,11 @@ class Model(LanguageModel):
             self.lm_head = nn.Linear(args.hidden_size, args.vocab_size, bias=False)
 
     def __call__(
-        self, tokens: mx.array, positions: mx.array, cache: KVCache, last_rows: mx.array | None = None
+        self,
+        tokens: mx.array,
+        positions: mx.array,
+        cache: KVCache,
+        last_rows: mx.array | None = None,
     ) -> mx.array:
         if last_rows is not None and last_rows.shape[0] == tokens.shape[0]:
             last_rows = None  # all rows are last ones: a step of decodes
@@ -265,5 +297,7 @@ class Model(LanguageModel):
 
     @property
     def dtype(self) -> mx.Dtype:
-        """The dtype of activations, and so of K/V: that of the norms, which quantisation leaves alone."""
+        """The dtype of activations, and so of K/V: that of the norms, which quantisation leaves
+        alone.
+        """
         return self.model.norm.weight.dtype

@@ -1,9 +1,10 @@
-"""The operations on paged K/V slabs: one door in front of every backend, where all inputs are checked once.
+"""The operations on paged K/V slabs: one door in front of every backend, where all inputs are
+checked once.
 
-Shapes: a slab is ``[num_blocks, num_kv_heads, block_size, head_dim]``; rows and queries are packed, ``[num_tokens,
-heads, head_dim]``, the tokens of all sequences behind one another. The method is PagedAttention (Kwon et al., 2023);
-names follow vLLM's ``reshape_and_cache`` / ``paged_attention`` / ``copy_blocks``.
-"""
+Shapes: a slab is ``[num_blocks, num_kv_heads, block_size, head_dim]``; rows and queries are packed,
+``[num_tokens, heads, head_dim]``, the tokens of all sequences behind one another. The method is
+PagedAttention (Kwon et al., 2023); names follow vLLM's ``reshape_and_cache`` / ``paged_attention``
+/ ``copy_blocks``."""
 
 from __future__ import annotations
 
@@ -43,10 +44,11 @@ def reshape_and_cache(
     slot_mapping: SlotMapping | Sequence[int] | mx.array,  # [num_tokens]
     backend: str = "auto",
 ) -> None:
-    """Write each row into its slot of the slabs, in place; rows whose slot is below 0 are padding and are skipped.
+    """Write each row into its slot of the slabs, in place; rows whose slot is below 0 are padding
+    and are skipped.
 
-    ``write_slot`` and ``push_row`` elsewhere. Costs O(rows), whatever the size of the slab, as long as nobody but
-    ``kv`` holds the slabs.
+    ``write_slot`` and ``push_row`` elsewhere. Costs O(rows), whatever the size of the slab, as long
+    as nobody but ``kv`` holds the slabs.
 
     Raises:
         ValueError: shapes or dtypes that don't fit the slabs, a slot out of range or named twice.
@@ -66,12 +68,13 @@ def paged_attention(
     sinks: mx.array | None = None,  # [num_heads]
     backend: str = "auto",
 ) -> mx.array:
-    """Attention over block tables for decodes and short query runs; ragged, causal within a run, nothing padded.
+    """Attention over block tables for decodes and short query runs; ragged, causal within a run,
+    nothing padded.
 
     Args:
         window: each query sees this many last tokens, itself included; ``None`` is no limit.
-        sinks: learned attention-sink logits, one per query head, as ``mx.fast.scaled_dot_product_attention`` takes
-            them.
+        sinks: learned attention-sink logits, one per query head, as
+            ``mx.fast.scaled_dot_product_attention`` takes them.
 
     Returns:
         ``[num_tokens, num_heads, head_dim]`` in the dtype of ``q``.
@@ -92,7 +95,9 @@ def paged_prefill_attention(
     sinks: mx.array | None = None,  # [num_heads]
     backend: str = "auto",
 ) -> mx.array:
-    """The same result as :func:`paged_attention`, made for long query runs: gather the blocks, then MLX's own SDPA."""
+    """The same result as :func:`paged_attention`, made for long query runs: gather the blocks, then
+    MLX's own SDPA.
+    """
     checks.check_attention("paged_prefill_attention", q, kv, metadata, window, sinks)
     return load_backend(backend, kv).paged_prefill_attention(q, kv, metadata, scale, window, sinks)
 
@@ -106,7 +111,9 @@ def attend(
     sinks: mx.array | None = None,  # [num_heads]
     backend: str = "auto",
 ) -> mx.array:
-    """Attention for any step: query runs that are short enough for the backend are decoded, longer ones prefilled."""
+    """Attention for any step: query runs that are short enough for the backend are decoded, longer
+    ones prefilled.
+    """
     checks.check_attention("attend", q, kv, metadata, window, sinks)
     return load_backend(backend, kv).attend(q, kv, metadata, scale, window, sinks)
 
@@ -122,11 +129,12 @@ def update_and_attend(
     sinks: mx.array | None = None,  # [num_heads]
     backend: str = "auto",
 ) -> mx.array:
-    """Write the step's rows into the slots of ``metadata.slot_mapping``, then :func:`attend`: one layer of one step.
+    """Write the step's rows into the slots of ``metadata.slot_mapping``, then :func:`attend`: one
+    layer of one step.
 
-    The same result as the two operations one after the other; a kernel does both in one dispatch. Where a sequence
-    reads what another one writes in this step, ``metadata`` has to say so (``shares_new_blocks``).
-    """
+    The same result as the two operations one after the other; a kernel does both in one dispatch.
+    Where a sequence reads what another one writes in this step, ``metadata`` has to say so
+    (``shares_new_blocks``)."""
     checks.check_slot_write("update_and_attend", k, v, kv, metadata.slot_mapping)
     checks.check_attention("update_and_attend", q, kv, metadata, window, sinks)
     return load_backend(backend, kv).update_and_attend(q, k, v, kv, metadata, scale, window, sinks)
@@ -135,10 +143,11 @@ def update_and_attend(
 def gather_blocks(
     kv: KVHandle, block_table: Sequence[int], num_tokens: int | None = None, backend: str = "auto"
 ) -> tuple[mx.array, mx.array]:
-    """The dense K and V, ``[num_kv_heads, num_tokens, head_dim]`` each, of the first ``num_tokens`` tokens of a table.
+    """The dense K and V, ``[num_kv_heads, num_tokens, head_dim]`` each, of the first ``num_tokens``
+    tokens of a table.
 
-    ``materialize`` elsewhere. ``num_tokens`` defaults to all slots of the table. The result may be a view of the slabs:
-    while it is held, the next write copies them whole.
+    ``materialize`` elsewhere. ``num_tokens`` defaults to all slots of the table. The result may be
+    a view of the slabs: while it is held, the next write copies them whole.
 
     Raises:
         ValueError: a block id out of range, an empty table, more tokens than the table holds.
@@ -148,8 +157,11 @@ def gather_blocks(
     return load_backend(backend, kv).gather_blocks(kv, table, num_tokens)
 
 
-def copy_blocks(kv: KVHandle, src_dst_pairs: Sequence[tuple[int, int]], backend: str = "auto") -> None:
-    """Copy whole blocks within the slabs, in place: ``(source, destination)`` pairs, for copy-on-write.
+def copy_blocks(
+    kv: KVHandle, src_dst_pairs: Sequence[tuple[int, int]], backend: str = "auto"
+) -> None:
+    """Copy whole blocks within the slabs, in place: ``(source, destination)`` pairs, for
+    copy-on-write.
 
     Raises:
         ValueError: a block id out of range, a destination named twice or that is also a source.
@@ -163,8 +175,8 @@ def copy_blocks(kv: KVHandle, src_dst_pairs: Sequence[tuple[int, int]], backend:
 def zero_blocks(kv: KVHandle, block_ids: Sequence[int], backend: str = "auto") -> None:
     """Fill whole blocks with zeros, in place.
 
-    For a block that a sequence will fill only in part: what another sequence left in the other slots is hidden from
-    attention by a weight of 0, but 0 * NaN is NaN.
+    For a block that a sequence will fill only in part: what another sequence left in the other
+    slots is hidden from attention by a weight of 0, but 0 * NaN is NaN.
 
     Raises:
         ValueError: a block id out of range.

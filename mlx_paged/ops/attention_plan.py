@@ -1,7 +1,8 @@
-"""What the attention kernels must know of a step, in one int32 array, and how their threadgroups are cut.
+"""What the attention kernels must know of a step, in one int32 array, and how their threadgroups
+are cut.
 
-Records and fields are those that ``metal/paged_kv.h`` names ``PLAN_``, ``SEQ_``, ``WORK_`` and ``ROW_``.
-"""
+Records and fields are those that ``metal/paged_kv.h`` names ``PLAN_``, ``SEQ_``, ``WORK_`` and
+``ROW_``."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ MERGE_STREAMS = 8
 NO_WINDOW = 2**31 - 1
 NUM_HEAD_FIELDS = 8
 
-# Floats of queries and accumulators that a lane should hold: half of its registers on Apple GPUs, where the keys and
-# values on their way take the other half.
+# Floats of queries and accumulators that a lane should hold: half of its registers on Apple GPUs,
+# where the keys and values on their way take the other half.
 MAX_FLOATS_PER_LANE = 64
 # Threadgroups of more threads are refused there for kernels that use all registers.
 MAX_SIMDGROUPS = 8
@@ -44,27 +45,41 @@ class AttentionPlan:
 
     @classmethod
     def pack(cls, metadata: AttentionMetadata, window: int | None, has_rows: bool) -> AttentionPlan:
-        """Cut each sequence at multiples of ``PARTITION_SIZE``; partitions that no query sees are left out.
+        """Cut each sequence at multiples of ``PARTITION_SIZE``; partitions that no query sees are
+        left out.
 
         Args:
             has_rows: whether K/V of the new tokens come from the inputs rather than from the slabs.
         """
         window = NO_WINDOW if window is None else min(window, NO_WINDOW)
-        context_lens, query_lens, tables = metadata.context_lens, metadata.query_lens, metadata.block_tables
+        context_lens, query_lens, tables = (
+            metadata.context_lens,
+            metadata.query_lens,
+            metadata.block_tables,
+        )
         num_seqs = metadata.num_seqs
         last = [(context_len - 1) // PARTITION_SIZE for context_len in context_lens]
         first = [0] * num_seqs
         if window < NO_WINDOW:
-            for seq, (context_len, query_len) in enumerate(zip(context_lens, query_lens, strict=True)):
+            for seq, (context_len, query_len) in enumerate(
+                zip(context_lens, query_lens, strict=True)
+            ):
                 first[seq] = max(0, context_len - query_len - window + 1) // PARTITION_SIZE
 
-        work_records, row_records, num_partial_rows = _cut(tuple(first), tuple(last), tuple(query_lens))
+        work_records, row_records, num_partial_rows = _cut(
+            tuple(first), tuple(last), tuple(query_lens)
+        )
 
-        # The records follow one another behind the head: 4 numbers per sequence, 3 per partition, 3 per merged row.
+        # The records follow one another behind the head: 4 numbers per sequence, 3 per partition, 3
+        # per merged row.
         work_begin = NUM_HEAD_FIELDS + 4 * num_seqs
         rows_begin = work_begin + len(work_records)
-        table_begins = list(itertools.accumulate(map(len, tables), initial=rows_begin + len(row_records)))[:-1]
-        seq_records = _interleave(context_lens, query_lens, metadata.cu_seqlens_q[:-1], table_begins)
+        table_begins = list(
+            itertools.accumulate(map(len, tables), initial=rows_begin + len(row_records))
+        )[:-1]
+        seq_records = _interleave(
+            context_lens, query_lens, metadata.cu_seqlens_q[:-1], table_begins
+        )
         head = array("i", [NUM_HEAD_FIELDS, work_begin, rows_begin, window, int(has_rows), 0, 0, 0])
         packed = b"".join((head, seq_records, work_records, row_records, *tables))
         records = memoryview(packed).cast("i")
@@ -78,7 +93,8 @@ def _cut(
 ) -> tuple[array[int], array[int], int]:
     """Records of the partitions and of the rows to merge, and the number of partial rows.
 
-    The same for many decode steps: a sequence takes another partition after ``PARTITION_SIZE`` tokens only.
+    The same for many decode steps: a sequence takes another partition after ``PARTITION_SIZE``
+        tokens only.
 
     Args:
         first, last: partition of each sequence.
@@ -127,23 +143,33 @@ class Cut:
     def threadgroup_bytes(self, num_rows: int, head_dim: int, itemsize: int) -> int:
         """Threadgroup memory of the kernel, but for a few bytes."""
         row_vectors = 32 * -(-head_dim // 128) if head_dim > 64 else head_dim // 4
-        tiles = 2 * self.streams * CHUNK_SIZE * row_vectors * 4 * itemsize if self.row_splits > 1 else 0
+        tiles = (
+            2 * self.streams * CHUNK_SIZE * row_vectors * 4 * itemsize if self.row_splits > 1 else 0
+        )
         simdgroups = self.streams * self.row_splits if self.streams > 1 else 0
-        return max(tiles, 2 * simdgroups * row_vectors * 16) + simdgroups * 2 * -(-num_rows // self.row_splits) * 4
+        return (
+            max(tiles, 2 * simdgroups * row_vectors * 16)
+            + simdgroups * 2 * -(-num_rows // self.row_splits) * 4
+        )
 
 
 @cache
 def cut_threadgroup(num_rows: int, head_dim: int, itemsize: int) -> Cut:
-    """The most streams that fit, for ``num_rows`` query rows (group size times query tokens) per KV head.
+    """The most streams that fit, for ``num_rows`` query rows (group size times query tokens) per KV
+    head.
 
-    Rows are split until a simdgroup's fit its registers. Beyond ``MAX_SIMDGROUPS`` splits (more than 64 rows, or 32 of
-    head_dim 256) they spill, which costs time and is correct.
-    """
+    Rows are split until a simdgroup's fit its registers. Beyond ``MAX_SIMDGROUPS`` splits (more
+    than 64 rows, or 32 of head_dim 256) they spill, which costs time and is correct."""
     floats_per_row = 2 * 4 * -(-head_dim // 128)
     row_splits = 1
-    while num_rows * floats_per_row > MAX_FLOATS_PER_LANE * row_splits and row_splits < MAX_SIMDGROUPS:
+    while (
+        num_rows * floats_per_row > MAX_FLOATS_PER_LANE * row_splits and row_splits < MAX_SIMDGROUPS
+    ):
         row_splits *= 2
     streams = MAX_SIMDGROUPS // row_splits
-    while Cut(streams, row_splits).threadgroup_bytes(num_rows, head_dim, itemsize) > MAX_THREADGROUP_BYTES - 64:
+    while (
+        Cut(streams, row_splits).threadgroup_bytes(num_rows, head_dim, itemsize)
+        > MAX_THREADGROUP_BYTES - 64
+    ):
         streams //= 2
     return Cut(streams, row_splits)

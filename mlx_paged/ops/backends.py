@@ -85,22 +85,33 @@ class Backend(Protocol):
     def zero_blocks(self, kv: KVHandle, block_ids: Sequence[int]) -> None: ...
 
 
-def resolve_backend(backend: str = "auto", head_dim: int | None = None, block_size: int | None = None) -> str:
+def resolve_backend(
+    backend: str = "auto", head_dim: int | None = None, block_size: int | None = None
+) -> str:
     """The backend that ``backend`` stands for on this machine, for slabs of this shape.
 
-    ``"metal"`` is the kernels of ``metal/``, ``"reference"`` plain MLX, on any device. ``"auto"`` is Metal where MLX's
-    default device is one and there are kernels for the shape; a warning says so when there are none.
+    ``"metal"`` is the kernels of ``metal/``, ``"reference"`` plain MLX, on any device. ``"auto"``
+    is Metal where MLX's default device is one and there are kernels for the shape; a warning says
+    so when there are none.
 
     Raises:
         BackendError: the name is unknown, or ``"metal"`` was asked for and can't be had.
     """
     if backend not in BACKENDS:
-        raise BackendError(f"[backend] unknown backend {shown(backend)}; choose one of {', '.join(BACKENDS)}")
+        raise BackendError(
+            f"[backend] unknown backend {shown(backend)}; choose one of {', '.join(BACKENDS)}"
+        )
     if backend == "reference" or (backend == "auto" and not metal_is_there()):
         return "reference"
     if not metal_is_there():
-        what = "mx.gpu as MLX's default device" if mx.metal.is_available() else "a Mac with Apple Silicon"
-        raise BackendError(f"[backend] the Metal backend needs {what}; use --backend reference (or auto)")
+        what = (
+            "mx.gpu as MLX's default device"
+            if mx.metal.is_available()
+            else "a Mac with Apple Silicon"
+        )
+        raise BackendError(
+            f"[backend] the Metal backend needs {what}; use --backend reference (or auto)"
+        )
     lack = _why_no_kernel(head_dim, block_size)
     if lack is None:
         return "metal"
@@ -111,7 +122,9 @@ def resolve_backend(backend: str = "auto", head_dim: int | None = None, block_si
 
 
 def load_backend(backend: str, kv: KVHandle) -> Backend:
-    """The module with the operations of ``backend`` for these slabs; raises as :func:`resolve_backend`."""
+    """The module with the operations of ``backend`` for these slabs; raises as
+    :func:`resolve_backend`.
+    """
     name = resolve_backend(backend, kv.head_dim, kv.block_size)
     if name == "reference":
         kv.leave_chain()

@@ -1,4 +1,6 @@
-"""Notices when a step copies a whole slab, which costs more than all its attention: by MLX's memory counters."""
+"""Notices when a step copies a whole slab, which costs more than all its attention: by MLX's memory
+counters.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,8 @@ import warnings
 
 import mlx.core as mx
 
-# What a step of a few tokens allocates besides, logits above all, stays below the smallest slab that is judged.
+# What a step of a few tokens allocates besides, logits above all, stays below the smallest slab
+# that is judged.
 MAX_TOKENS = 8
 MIN_SLAB_BYTES = 32 * 1024**2
 

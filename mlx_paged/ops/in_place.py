@@ -1,4 +1,6 @@
-"""Whether this device writes slabs in place, in the order of the tokens: tried once, before the first real write."""
+"""Whether this device writes slabs in place, in the order of the tokens: tried once, before the
+first real write.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +19,31 @@ NUM_TURNS = 8
 
 @cache
 def writes_in_place() -> bool:
-    """The outcome of :func:`check_writes_in_place`, found at the first call; what failed is said in a warning."""
+    """The outcome of :func:`check_writes_in_place`, found at the first call; what failed is said in
+    a warning.
+    """
     failure = check_writes_in_place()
     if failure is not None:
-        warnings.warn(f"[metal] {failure}; slots are written by donated scatter instead, which is slower", stacklevel=2)
+        warnings.warn(
+            f"[metal] {failure}; slots are written by donated scatter instead, which is slower",
+            stacklevel=2,
+        )
     return failure is None
 
 
 def check_writes_in_place() -> str | None:
     """Write and read a slab of a megabyte in turns, in one graph; what went wrong, or ``None``.
 
-    Each turn writes another number to every slot and gathers all of them, so a write that is lost, that comes before an
-    earlier read or after a later one shows in what was gathered. A slab that was copied shows in the memory counters.
-    """
+    Each turn writes another number to every slot and gathers all of them, so a write that is lost,
+    that comes before an earlier read or after a later one shows in what was gathered. A slab that
+    was copied shows in the memory counters."""
     kv = KVHandle.allocate(NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, mx.float16)
     before = kv.k
     slots, block_table = mx.arange(kv.num_slots), mx.arange(NUM_BLOCKS)
-    rows = [mx.full((kv.num_slots, NUM_KV_HEADS, HEAD_DIM), turn, kv.dtype) for turn in range(1, NUM_TURNS + 1)]
+    rows = [
+        mx.full((kv.num_slots, NUM_KV_HEADS, HEAD_DIM), turn, kv.dtype)
+        for turn in range(1, NUM_TURNS + 1)
+    ]
     mx.eval(rows)
     gathered = []
     for turn, row in enumerate(rows, 1):

@@ -1,9 +1,10 @@
-"""The Metal kernels of ``metal/``, one function each: grid, template and the token that orders them.
+"""The Metal kernels of ``metal/``, one function each: grid, template and the token that orders
+them.
 
-Kernels write slabs in place, which MLX does not see. So every dispatch that reads or writes a handle's slabs binds the
-handle's token and leaves the next one there: one chain per handle, in the order of the calls. To MLX that is a plain
-data dependency, and so a barrier for a read after a write and for a write after a read alike.
-"""
+Kernels write slabs in place, which MLX does not see. So every dispatch that reads or writes a
+handle's slabs binds the handle's token and leaves the next one there: one chain per handle, in the
+order of the calls. To MLX that is a plain data dependency, and so a barrier for a read after a
+write and for a write after a read alike."""
 
 from __future__ import annotations
 
@@ -91,7 +92,12 @@ def gather(
 
 
 def copy_blocks(kv: KVHandle, src_dst_pairs: Sequence[tuple[int, int]]) -> None:
-    _write_blocks("copy_blocks", kv, padded([block_id for pair in src_dst_pairs for block_id in pair]), src_dst_pairs)
+    _write_blocks(
+        "copy_blocks",
+        kv,
+        padded([block_id for pair in src_dst_pairs for block_id in pair]),
+        src_dst_pairs,
+    )
 
 
 def zero_blocks(kv: KVHandle, block_ids: Sequence[int]) -> None:
@@ -100,7 +106,8 @@ def zero_blocks(kv: KVHandle, block_ids: Sequence[int]) -> None:
 
 def attention(
     queries: mx.array,  # [num_tokens, num_heads, head_dim]
-    rows: tuple[mx.array, mx.array] | None,  # [num_tokens, num_kv_heads, head_dim], written where they are given
+    rows: tuple[mx.array, mx.array]
+    | None,  # [num_tokens, num_kv_heads, head_dim], written where they are given
     kv: KVHandle,
     plan: AttentionPlan,
     run: int,  # query tokens per sequence, at most
@@ -171,7 +178,9 @@ def _chain(
 ) -> list[mx.array]:
     """A dispatch that touches the slabs of ``kv``: behind all earlier ones, before all later ones."""
     token = _first_token() if kv.token is None else kv.token
-    *results, kv.token = _dispatch(name, [*inputs, token], template, grid, threadgroup, [*outputs, TOKEN])
+    *results, kv.token = _dispatch(
+        name, [*inputs, token], template, grid, threadgroup, [*outputs, TOKEN]
+    )
     return results
 
 

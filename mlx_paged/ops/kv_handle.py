@@ -13,11 +13,13 @@ KV_DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 class KVHandle:
     """One layer's K and V slabs, ``[num_blocks, num_kv_heads, block_size, head_dim]`` each.
 
-    Operations that write replace ``k`` and ``v`` of the handle in place. A slab is written without a copy only while
-    nobody else holds it, so read it through a handle and do not keep ``handle.k`` across a write.
+    Operations that write replace ``k`` and ``v`` of the handle in place. A slab is written without
+    a copy only while nobody else holds it, so read it through a handle and do not keep ``handle.k``
+    across a write.
 
-    ``token`` is the last link of a chain of kernel calls that touch the slabs, where kernels do so behind MLX's back;
-    each call binds it and leaves its own. Donated scatter, whose writes MLX does see, leaves it ``None``.
+    ``token`` is the last link of a chain of kernel calls that touch the slabs, where kernels do so
+    behind MLX's back; each call binds it and leaves its own. Donated scatter, whose writes MLX does
+    see, leaves it ``None``.
 
     Raises:
         ValueError: slabs of different or of other shapes or dtypes.
@@ -40,9 +42,16 @@ class KVHandle:
 
     @classmethod
     def allocate(
-        cls, num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: mx.Dtype = mx.float32
+        cls,
+        num_blocks: int,
+        num_kv_heads: int,
+        block_size: int,
+        head_dim: int,
+        dtype: mx.Dtype = mx.float32,
     ) -> KVHandle:
-        """Two evaluated slabs of zeros; ``2 * num_blocks * num_kv_heads * block_size * head_dim * itemsize`` bytes."""
+        """Two evaluated slabs of zeros; ``2 * num_blocks * num_kv_heads * block_size * head_dim *
+        itemsize`` bytes.
+        """
         shape = (num_blocks, num_kv_heads, block_size, head_dim)
         handle = cls(mx.zeros(shape, dtype), mx.zeros(shape, dtype))
         mx.eval(handle.k, handle.v)
@@ -82,7 +91,8 @@ class KVHandle:
         return (self.k, self.v) if self.token is None else (self.k, self.v, self.token)
 
     def grow(self, num_new_blocks: int) -> None:
-        """Add ``num_new_blocks`` blocks of zeros at the end. Copies the slabs once; block ids keep their meaning.
+        """Add ``num_new_blocks`` blocks of zeros at the end. Copies the slabs once; block ids keep
+        their meaning.
 
         Raises:
             RuntimeError: MLX's, when memory runs out; the slabs are as they were.
@@ -105,14 +115,19 @@ class KVHandle:
             ValueError: unless 1 <= ``num_blocks`` <= the present number.
         """
         if not 1 <= num_blocks <= self.num_blocks:
-            raise ValueError(f"[kv_handle] shrink_to: num_blocks must be within 1..{self.num_blocks}, got {num_blocks}")
+            raise ValueError(
+                f"[kv_handle] shrink_to: num_blocks must be within 1..{self.num_blocks}, got {num_blocks}"
+            )
         self.leave_chain()
-        # A slice alone would be a view, and keep the whole slab. The product is exact and never shares memory.
+        # A slice alone would be a view, and keep the whole slab. The product is exact and never
+        # shares memory.
         self.k = _evaluated(self.k[:num_blocks] * 1)
         self.v = _evaluated(self.v[:num_blocks] * 1)
 
     def leave_chain(self) -> None:
-        """Wait until the kernels called so far are done, before MLX's own operations, which no token orders."""
+        """Wait until the kernels called so far are done, before MLX's own operations, which no
+        token orders.
+        """
         if self.token is not None:
             mx.eval(self.token)
             self.token = None

@@ -1,9 +1,10 @@
-"""What attention must know about a step: which rows go to which slots, and which blocks each query reads.
+"""What attention must know about a step: which rows go to which slots, and which blocks each query
+reads.
 
-Built once per step on the host and shared by all layers. Plain lists of integers: a step has few sequences and most
-have one new token, where a call into numpy costs more than the loop it replaces. Every range is checked here, or
-compared with a slab in O(1) at the door, so that no operation has to read an array back from the device to check it.
-"""
+Built once per step on the host and shared by all layers. Plain lists of integers: a step has few
+sequences and most have one new token, where a call into numpy costs more than the loop it replaces.
+Every range is checked here, or compared with a slab in O(1) at the door, so that no operation has
+to read an array back from the device to check it."""
 
 from __future__ import annotations
 
@@ -19,12 +20,15 @@ import mlx.core as mx
 
 T = TypeVar("T")
 
-# MLX hands inputs of fewer elements to a kernel in another address space: another kernel to compile.
+# MLX hands inputs of fewer elements to a kernel in another address space: another kernel to
+# compile.
 MIN_ELEMENTS = 8
 
 
 def padded(values: Sequence[int], filler: int = 0) -> mx.array:
-    """``[max(len(values), MIN_ELEMENTS)] int32``, what a kernel takes; no thread reads what was added."""
+    """``[max(len(values), MIN_ELEMENTS)] int32``, what a kernel takes; no thread reads what was
+    added.
+    """
     return mx.array([*values, *[filler] * (MIN_ELEMENTS - len(values))], dtype=mx.int32)
 
 
@@ -34,7 +38,8 @@ def _is_list_of_integers(values: object) -> TypeGuard[list[int]]:
 
 @dataclass(frozen=True, eq=False)
 class SlotMapping:
-    """The slot of each new K/V row: ``slot = block_id * block_size + offset``; a slot below 0 is padding, skipped.
+    """The slot of each new K/V row: ``slot = block_id * block_size + offset``; a slot below 0 is
+    padding, skipped.
 
     vLLM: ``slot_mapping``. Build with :meth:`build`.
     """
@@ -44,11 +49,15 @@ class SlotMapping:
 
     @classmethod
     def build(cls, slots: Sequence[int] | mx.array, block_size: int) -> SlotMapping:
-        """Raises ``ValueError`` when ``slots`` is not one-dimensional, not of integers, or names a slot twice."""
+        """Raises ``ValueError`` when ``slots`` is not one-dimensional, not of integers, or names a
+        slot twice.
+        """
         to_list = getattr(slots, "tolist", None)  # of an array, of numpy too
         values: object = list(slots) if to_list is None else to_list()
         if not _is_list_of_integers(values):
-            raise ValueError(f"[slot_mapping] slots must be integers of shape [num_tokens], got {slots!r}")
+            raise ValueError(
+                f"[slot_mapping] slots must be integers of shape [num_tokens], got {slots!r}"
+            )
         live = [slot for slot in values if slot >= 0]
         if len(set(live)) != len(live):
             slot, times = Counter(live).most_common(1)[0]
@@ -70,12 +79,20 @@ class SlotMapping:
 
     @cached_property
     def only_slot(self) -> tuple[int, int] | None:
-        """Block id and offset when there is one row and it is not padding: the decode step of a single sequence."""
-        return divmod(self.slots[0], self.block_size) if len(self.slots) == 1 and self.slots[0] >= 0 else None
+        """Block id and offset when there is one row and it is not padding: the decode step of a
+        single sequence.
+        """
+        return (
+            divmod(self.slots[0], self.block_size)
+            if len(self.slots) == 1 and self.slots[0] >= 0
+            else None
+        )
 
     @cached_property
     def rows(self) -> mx.array | None:
-        """Indices of the rows that are not padding, ``[num_live] int32``; ``None`` when no row is padding."""
+        """Indices of the rows that are not padding, ``[num_live] int32``; ``None`` when no row is
+        padding.
+        """
         if min(self.slots, default=0) >= 0:
             return None
         return mx.array([row for row, slot in enumerate(self.slots) if slot >= 0], dtype=mx.int32)
@@ -83,28 +100,34 @@ class SlotMapping:
     @cached_property
     def block_ids(self) -> mx.array:
         """``[num_live] int32``"""
-        return mx.array([slot // self.block_size for slot in self.slots if slot >= 0], dtype=mx.int32)
+        return mx.array(
+            [slot // self.block_size for slot in self.slots if slot >= 0], dtype=mx.int32
+        )
 
     @cached_property
     def offsets(self) -> mx.array:
         """``[num_live] int32``"""
-        return mx.array([slot % self.block_size for slot in self.slots if slot >= 0], dtype=mx.int32)
+        return mx.array(
+            [slot % self.block_size for slot in self.slots if slot >= 0], dtype=mx.int32
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionMetadata:
-    """One step of a ragged batch: sequence ``s`` has ``context_lens[s]`` tokens, its last ``query_lens[s]`` are new.
+    """One step of a ragged batch: sequence ``s`` has ``context_lens[s]`` tokens, its last
+    ``query_lens[s]`` are new.
 
-    Build with :meth:`build`, or directly what needs no checks. vLLM's names where it has them, but nothing is padded:
-    the queries of all sequences lie behind one another in one flat ``[num_tokens]`` axis, sequence ``s`` at
-    ``cu_seqlens_q[s] : cu_seqlens_q[s + 1]``.
-    """
+    Build with :meth:`build`, or directly what needs no checks. vLLM's names where it has them, but
+    nothing is padded: the queries of all sequences lie behind one another in one flat
+    ``[num_tokens]`` axis, sequence ``s`` at ``cu_seqlens_q[s] : cu_seqlens_q[s + 1]``."""
 
     block_tables: list[array[int]]  # per sequence, the blocks of its context, int32
     context_lens: list[int]  # tokens in the cache after this step's writes
     query_lens: list[int]
     block_size: int
-    shares_new_blocks: bool = False  # a block table names a block that another sequence writes in this step
+    shares_new_blocks: bool = (
+        False  # a block table names a block that another sequence writes in this step
+    )
     known_max_block_id: int | None = None  # saves looking at each
     _plans: dict[Hashable, object] = field(default_factory=dict, repr=False)
 
@@ -120,13 +143,15 @@ class AttentionMetadata:
         """Check the lists against one another.
 
         Args:
-            block_tables: block ids per sequence; those behind its context (reserved ones) are left out.
-            shares_new_blocks: whether a sequence reads blocks that another one writes in this step, as when both begin
-                with the same prompt. Then the rows of all are written before any is read, which costs a dispatch.
+            block_tables: block ids per sequence; those behind its context (reserved ones) are left
+                out.
+            shares_new_blocks: whether a sequence reads blocks that another one writes in this step,
+                as when both begin with the same prompt. Then the rows of all are written before any
+                is read, which costs a dispatch.
 
         Raises:
-            ValueError: lists of different lengths, a query run that is empty or longer than its context, a block table
-                too short for its context, a negative block id.
+            ValueError: lists of different lengths, a query run that is empty or longer than its
+                context, a block table too short for its context, a negative block id.
         """
         if not len(block_tables) == len(context_lens) == len(query_lens):
             raise ValueError(
@@ -134,7 +159,9 @@ class AttentionMetadata:
                 f"{len(query_lens)} query_lens must be one per sequence"
             )
         tables = []
-        for seq, (table, context_len, query_len) in enumerate(zip(block_tables, context_lens, query_lens, strict=True)):
+        for seq, (table, context_len, query_len) in enumerate(
+            zip(block_tables, context_lens, query_lens, strict=True)
+        ):
             if not 0 < query_len <= context_len:
                 raise ValueError(
                     f"[attention_metadata] sequence {seq}: query_len {query_len} must be within 1..context_len "
@@ -149,7 +176,9 @@ class AttentionMetadata:
             # A copy: the caller's table changes with the next step.
             blocks = table[:num_blocks] if type(table) is array else array("i", table[:num_blocks])
             if min(blocks) < 0:
-                raise ValueError(f"[attention_metadata] sequence {seq}: block id {min(blocks)} is negative")
+                raise ValueError(
+                    f"[attention_metadata] sequence {seq}: block id {min(blocks)} is negative"
+                )
             tables.append(blocks)
         return cls(tables, list(context_lens), list(query_lens), block_size, shares_new_blocks)
 
@@ -170,7 +199,9 @@ class AttentionMetadata:
             ]
             return SlotMapping(slots, block_size)
         slots = []
-        for table, context_len, query_len in zip(self.block_tables, self.context_lens, self.query_lens, strict=True):
+        for table, context_len, query_len in zip(
+            self.block_tables, self.context_lens, self.query_lens, strict=True
+        ):
             position = context_len - query_len
             while position < context_len:
                 index, offset = divmod(position, self.block_size)
@@ -219,7 +250,8 @@ class AttentionMetadata:
         operation: Callable[..., mx.array],
         *packed: mx.array,
     ) -> mx.array:
-        """Cut the step into the sequences of each kind of query run, and put the results back in order.
+        """Cut the step into the sequences of each kind of query run, and put the results back in
+        order.
 
         Args:
             kind: of a ``query_len``.
@@ -230,7 +262,9 @@ class AttentionMetadata:
         if len(parts) == 1:
             return operation(self, *packed)
         results = [operation(part, *(array[rows] for array in packed)) for part, rows in parts]
-        row_order = self.plan(("row_order", kind), lambda: mx.argsort(mx.concatenate([rows for _, rows in parts])))
+        row_order = self.plan(
+            ("row_order", kind), lambda: mx.argsort(mx.concatenate([rows for _, rows in parts]))
+        )
         return mx.concatenate(results)[row_order]
 
     def _parts(self, kind: Callable[[int], Hashable]) -> list[tuple[AttentionMetadata, mx.array]]:
@@ -248,4 +282,6 @@ class AttentionMetadata:
             self.block_size,
             known_max_block_id=self.known_max_block_id,
         )
-        return part, mx.array([row for seq in seqs for row in range(starts[seq], starts[seq + 1])], dtype=mx.int32)
+        return part, mx.array(
+            [row for seq in seqs for row in range(starts[seq], starts[seq + 1])], dtype=mx.int32
+        )

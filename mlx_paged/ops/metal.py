@@ -1,8 +1,9 @@
-"""The operations on Metal kernels, with the signatures of ``reference``: which kernel runs for which query run.
+"""The operations on Metal kernels, with the signatures of ``reference``: which kernel runs for
+which query run.
 
-Nothing but a kernel of the token chain (``kernels``) touches a slab here, unless the device failed the check for writes
-in place: then rows are written by donated scatter, which MLX sees, and kernels only read.
-"""
+Nothing but a kernel of the token chain (``kernels``) touches a slab here, unless the device failed
+the check for writes in place: then rows are written by donated scatter, which MLX sees, and kernels
+only read."""
 
 from __future__ import annotations
 
@@ -23,12 +24,17 @@ MAX_GROUP_SIZE = 16
 # Query tokens per sequence that the decode kernel is made for: a decode, and speculation.
 DECODE_RUNS = (1, 2, 4, 8)
 
-Rows = tuple[mx.array, mx.array]  # K and V of the step's tokens, [num_tokens, num_kv_heads, head_dim] each
+Rows = tuple[
+    mx.array, mx.array
+]  # K and V of the step's tokens, [num_tokens, num_kv_heads, head_dim] each
 
 
 def why_unsupported(head_dim: int, block_size: int) -> str | None:
     """What of a slab's shape no kernel is made for, or ``None``."""
-    for name, value, known in (("head_dim", head_dim, HEAD_DIMS), ("block_size", block_size, BLOCK_SIZES)):
+    for name, value, known in (
+        ("head_dim", head_dim, HEAD_DIMS),
+        ("block_size", block_size, BLOCK_SIZES),
+    ):
         if value not in known:
             return f"{name} {value} has no Metal kernel; there are kernels for {', '.join(map(str, known))}"
     return None
@@ -81,7 +87,9 @@ def update_and_attend(
     window: int | None = None,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """A decode writes its rows and attends in one dispatch; a prefill writes them, then gathers what lies before."""
+    """A decode writes its rows and attends in one dispatch; a prefill writes them, then gathers
+    what lies before.
+    """
     if metadata.shares_new_blocks or not writes_in_place():
         reshape_and_cache(k, v, kv, metadata.slot_mapping)
         return attend(q, kv, metadata, scale, window, sinks)
@@ -113,10 +121,11 @@ def zero_blocks(kv: KVHandle, block_ids: Sequence[int]) -> None:
 
 
 def decode_run(query_len: int) -> int:
-    """The query tokens per sequence of the decode kernel that a run gets; 0 for a run that is prefilled.
+    """The query tokens per sequence of the decode kernel that a run gets; 0 for a run that is
+    prefilled.
 
-    It depends on nothing but the sequence itself, so that its bits don't depend on what else is in the batch.
-    """
+    It depends on nothing but the sequence itself, so that its bits don't depend on what else is in
+    the batch."""
     return next((run for run in DECODE_RUNS if query_len <= run), 0)
 
 
@@ -141,7 +150,9 @@ def _decode(
     sinks: mx.array | None,
 ) -> mx.array:
     has_rows = rows is not None
-    plan = metadata.plan(("attention", window, has_rows), lambda: AttentionPlan.pack(metadata, window, has_rows))
+    plan = metadata.plan(
+        ("attention", window, has_rows), lambda: AttentionPlan.pack(metadata, window, has_rows)
+    )
     run = decode_run(metadata.max_query_len)
     return kernels.attention(q.astype(kv.dtype), rows, kv, plan, run, scale, sinks).astype(q.dtype)
 

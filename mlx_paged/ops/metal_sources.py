@@ -1,4 +1,6 @@
-"""Where the Metal sources are: inside the package of a wheel, at the top of a source checkout otherwise."""
+"""Where the Metal sources are: inside the package of a wheel, at the top of a source checkout
+otherwise.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,15 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def metal_folder() -> Path:
-    """The folder with the Metal sources; raises ``FileNotFoundError`` when the installation lacks it."""
+    """The folder with the Metal sources; raises ``FileNotFoundError`` when the installation lacks
+    it.
+    """
     for folder in (_PACKAGE / "metal", _PACKAGE.parent / "metal"):
         if folder.is_dir():
             return folder
-    raise FileNotFoundError(f"[metal] no Metal sources in {_PACKAGE / 'metal'}; the installation is incomplete")
+    raise FileNotFoundError(
+        f"[metal] no Metal sources in {_PACKAGE / 'metal'}; the installation is incomplete"
+    )
 
 
 @cache
@@ -22,5 +28,7 @@ def read_source(name: str) -> str:
     folder = metal_folder()
     path = folder / name
     if not path.is_file():
-        raise FileNotFoundError(f"[metal] no {name} among {sorted(p.name for p in folder.iterdir())}")
+        raise FileNotFoundError(
+            f"[metal] no {name} among {sorted(p.name for p in folder.iterdir())}"
+        )
     return path.read_text()

@@ -1,8 +1,9 @@
-"""The operations in plain MLX, for any device: the formula that every kernel is held against, and the CPU's backend.
+"""The operations in plain MLX, for any device: the formula that every kernel is held against, and
+the CPU's backend.
 
-Slot writes are *donated scatters*: MLX writes a slab in place as long as nobody else holds it, at the cost of the rows
-alone. So evaluate a step before the next one is built, and keep no view of a slab across a write.
-"""
+Slot writes are *donated scatters*: MLX writes a slab in place as long as nobody else holds it, at
+the cost of the rows alone. So evaluate a step before the next one is built, and keep no view of a
+slab across a write."""
 
 from __future__ import annotations
 
@@ -40,21 +41,25 @@ def paged_attention(
     window: int | None = None,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Block-parallel: one matmul per step for the scores of all (query token, block) pairs, a segment softmax, one
-    matmul with the values.
+    """Block-parallel: one matmul per step for the scores of all (query token, block) pairs, a
+    segment softmax, one matmul with the values.
 
-    What lies behind the end of a sequence in its last block gets a weight of 0, and has to be finite for that.
-    """
+    What lies behind the end of a sequence in its last block gets a weight of 0, and has to be
+    finite for that."""
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = kv.num_kv_heads
     group = num_heads // num_kv_heads
-    pairs = metadata.plan(("block_pairs", window, num_kv_heads), lambda: _BlockPairs(metadata, window, num_kv_heads))
+    pairs = metadata.plan(
+        ("block_pairs", window, num_kv_heads), lambda: _BlockPairs(metadata, window, num_kv_heads)
+    )
 
-    # Scores [num_pairs, num_kv_heads, group, block_size]: each block against the query that reads it.
+    # Scores [num_pairs, num_kv_heads, group, block_size]: each block against the query that reads
+    # it.
     queries = (q * scale).astype(kv.dtype).reshape(num_tokens, num_kv_heads, group, head_dim)
     scores = pairs.scores(queries, kv.k)
 
-    # Softmax of each query token over all of its blocks, unnormalised until the values are summed, too.
+    # Softmax of each query token over all of its blocks, unnormalised until the values are summed,
+    # too.
     highest = pairs.segment_max(scores)
     sink_logits: mx.array | None = None
     if sinks is not None:
@@ -144,12 +149,14 @@ def update_and_attend(
 
 
 def is_decode(query_len: int) -> bool:
-    """Block-parallel, which reads each block once per query token, or gathered for MLX's SDPA, once per run.
+    """Block-parallel, which reads each block once per query token, or gathered for MLX's SDPA, once
+    per run.
 
-    Measured on a 2-core CPU (benchmarks/results/attention-cpu.json and attention-runs-cpu.json), block-parallel over
-    gathered: single tokens 0.2 to 1.1, runs of 2 and 4 0.6 to 1.1, of 8 1.0 to 1.3, all in float32. In half precision a
-    CPU copies each block once per query token, so only single tokens are decoded.
-    """
+    Measured on a 2-core CPU (benchmarks/results/attention-cpu.json and attention-runs-cpu.json),
+    block-parallel over
+    gathered: single tokens 0.2 to 1.1, runs of 2 and 4 0.6 to 1.1, of 8 1.0 to 1.3, all in float32.
+    In half precision a CPU copies each block once per query token, so only single tokens are
+    decoded."""
     return query_len == 1
 
 
@@ -165,7 +172,8 @@ def attend_densely(
     """Per sequence: its keys and values, then MLX's own SDPA, causal within the query run.
 
     Args:
-        dense: the K and V of a sequence, ``[num_kv_heads, context_len, head_dim]`` each, in ``dtype``.
+        dense: the K and V of a sequence, ``[num_kv_heads, context_len, head_dim]`` each, in
+            ``dtype``.
     """
     outputs = []
     starts = metadata.cu_seqlens_q
@@ -192,15 +200,19 @@ def gather_blocks(
 ) -> tuple[mx.array, mx.array]:
     num_kv_heads, first = kv.num_kv_heads, block_table[0]
     is_run = list(block_table) == list(range(first, first + len(block_table)))
-    # The pieces of one head behind one another, [num_kv_heads, num_blocks]: a gather of whole blocks would be copied
-    # once more, to put heads first.
+    # The pieces of one head behind one another, [num_kv_heads, num_blocks]: a gather of whole
+    # blocks would be copied once more, to put heads first.
     ids = None
     if not is_run:
         blocks = mx.array(block_table)  # type: ignore[arg-type]  # not in MLX's stub: buffers
         ids = mx.arange(num_kv_heads)[:, None] + blocks * num_kv_heads
 
     def gather(slab: mx.array) -> mx.array:
-        heads_first = slab[first : first + len(block_table)].swapaxes(0, 1) if is_run else slab.flatten(0, 1)[ids]
+        heads_first = (
+            slab[first : first + len(block_table)].swapaxes(0, 1)
+            if is_run
+            else slab.flatten(0, 1)[ids]
+        )
         return heads_first.reshape(num_kv_heads, -1, kv.head_dim)[:, :num_tokens]
 
     return gather(kv.k), gather(kv.v)
@@ -210,7 +222,8 @@ def copy_blocks(kv: KVHandle, src_dst_pairs: Sequence[tuple[int, int]]) -> None:
     sources = mx.array([src for src, _ in src_dst_pairs])
     destinations = mx.array([dst for _, dst in src_dst_pairs])
     k_rows, v_rows = kv.k[sources], kv.v[sources]
-    # The gather must be done before the scatter is built: while it holds the slab, the scatter would copy it whole.
+    # The gather must be done before the scatter is built: while it holds the slab, the scatter
+    # would copy it whole.
     mx.eval(k_rows, v_rows)
     kv.k[destinations] = k_rows
     kv.v[destinations] = v_rows
@@ -236,11 +249,11 @@ def _has_gather_mm(slab: mx.array) -> bool:
 
 
 class _BlockPairs:
-    """All (query token, block) pairs of a step, and the segment operations that reduce them per query token.
+    """All (query token, block) pairs of a step, and the segment operations that reduce them per
+    query token.
 
-    A pair is in when the block holds at least one key that the query may see. Pairs of one query token lie behind one
-    another, in the order of its block table.
-    """
+    A pair is in when the block holds at least one key that the query may see. Pairs of one query
+    token lie behind one another, in the order of its block table."""
 
     def __init__(self, metadata: AttentionMetadata, window: int | None, num_kv_heads: int):
         block_size = metadata.block_size
@@ -279,40 +292,60 @@ class _BlockPairs:
         self._block_heads = by_head(np.array(block_ids, dtype=np.int32))
 
     def scores(self, queries: mx.array, slab: mx.array) -> mx.array:
-        """``[num_tokens, num_kv_heads, group, head_dim]`` against K, ``[num_pairs, num_kv_heads, group, block_size]``.
+        """``[num_tokens, num_kv_heads, group, head_dim]`` against K, ``[num_pairs, num_kv_heads,
+        group, block_size]``.
 
         -inf where a query must not see a key.
         """
         if _has_gather_mm(slab):
             scores = self._gather_mm(queries, self._token_heads, slab.swapaxes(-1, -2))
         else:
-            scores = (self.spread(queries) @ slab[self._block_ids].swapaxes(-1, -2)).astype(mx.float32)
+            scores = (self.spread(queries) @ slab[self._block_ids].swapaxes(-1, -2)).astype(
+                mx.float32
+            )
         return scores + self._bias
 
     def values(self, weights: mx.array, slab: mx.array) -> mx.array:
-        """``[num_pairs, num_kv_heads, group, block_size]`` times V, ``[num_pairs, num_kv_heads, group, head_dim]``."""
+        """``[num_pairs, num_kv_heads, group, block_size]`` times V, ``[num_pairs, num_kv_heads,
+        group, head_dim]``.
+        """
         if _has_gather_mm(slab):
             return self._gather_mm(weights, self._pair_heads, slab)
         return (weights @ slab[self._block_ids]).astype(mx.float32)
 
     def _gather_mm(self, rows: mx.array, row_heads: mx.array, slab: mx.array) -> mx.array:
         """Each pair's row times its block, head by head; the slab is read where it lies."""
-        return mx.gather_mm(rows.flatten(0, 1), slab.flatten(0, 1), row_heads, self._block_heads).astype(mx.float32)
+        return mx.gather_mm(
+            rows.flatten(0, 1), slab.flatten(0, 1), row_heads, self._block_heads
+        ).astype(mx.float32)
 
     def segment_max(self, values: mx.array) -> mx.array:
-        """``[num_pairs, num_kv_heads, group, n]`` to the largest of each query token, ``[num_tokens, ..., 1]``."""
+        """``[num_pairs, num_kv_heads, group, n]`` to the largest of each query token,
+        ``[num_tokens, ..., 1]``.
+        """
         if self._num_tokens == 1:
             return values.max(axis=(0, 3), keepdims=True)
         shape = (self._num_tokens, *values.shape[1:3], 1)
-        return mx.full(shape, -mx.inf, dtype=mx.float32).at[self._tokens].maximum(values.max(axis=-1, keepdims=True))
+        return (
+            mx.full(shape, -mx.inf, dtype=mx.float32)
+            .at[self._tokens]
+            .maximum(values.max(axis=-1, keepdims=True))
+        )
 
     def segment_sum(self, values: mx.array) -> mx.array:
-        """``[num_pairs, num_kv_heads, group, n]`` to the sum of each query token, ``[num_tokens, ..., n]``."""
+        """``[num_pairs, num_kv_heads, group, n]`` to the sum of each query token, ``[num_tokens,
+        ..., n]``.
+        """
         if self._num_tokens == 1:
             return values.sum(axis=0, keepdims=True)
         if values.shape[-1] == 1:
-            return mx.zeros((self._num_tokens, *values.shape[1:]), dtype=mx.float32).at[self._tokens].add(values)
-        # Pairs of a token lie behind one another; sums of slices take a third of the time of a scatter of rows.
+            return (
+                mx.zeros((self._num_tokens, *values.shape[1:]), dtype=mx.float32)
+                .at[self._tokens]
+                .add(values)
+            )
+        # Pairs of a token lie behind one another; sums of slices take a third of the time of a
+        # scatter of rows.
         segments = mx.split(values, self._ends[:-1])
         return mx.concatenate([segment.sum(axis=0, keepdims=True) for segment in segments])
 

@@ -11,7 +11,9 @@ from mlx_paged.config import KVCacheConfig
 CONFIG = KVCacheConfig(num_layers=2, num_kv_heads=3, head_dim=8, block_size=8, num_blocks=40)
 
 
-def rows(num_tokens: int, seed: int = 0, config: KVCacheConfig = CONFIG) -> tuple[mx.array, mx.array]:
+def rows(
+    num_tokens: int, seed: int = 0, config: KVCacheConfig = CONFIG
+) -> tuple[mx.array, mx.array]:
     """Random K and V rows, ``[num_layers, num_tokens, num_kv_heads, head_dim]`` each."""
     rng = np.random.default_rng(seed)
     shape = (config.num_layers, num_tokens, config.num_kv_heads, config.head_dim)
@@ -25,6 +27,10 @@ def assert_holds(cache: KVCache, seq: object, k: mx.array, v: mx.array) -> None:
     assert cache.seq_len(seq) == k.shape[1]
     for layer in range(cache.config.num_layers):
         keys, values = cache.materialize(seq, layer)
-        assert keys.shape == values.shape == (cache.config.num_kv_heads, k.shape[1], cache.config.head_dim)
+        assert (
+            keys.shape
+            == values.shape
+            == (cache.config.num_kv_heads, k.shape[1], cache.config.head_dim)
+        )
         np.testing.assert_array_equal(np.array(keys), np.array(k[layer].swapaxes(0, 1)))
         np.testing.assert_array_equal(np.array(values), np.array(v[layer].swapaxes(0, 1)))

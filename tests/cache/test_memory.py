@@ -1,4 +1,6 @@
-"""No append copies a slab, whatever the pool's size; slabs grow inside the budget. Counted in bytes, not in seconds."""
+"""No append copies a slab, whatever the pool's size; slabs grow inside the budget. Counted in
+bytes, not in seconds.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from mlx_paged.ops import backends
 
 
 def config(num_slots: int) -> KVCacheConfig:
-    return KVCacheConfig(num_layers=2, num_kv_heads=4, head_dim=64, block_size=16, num_blocks=-(-num_slots // 16))
+    return KVCacheConfig(
+        num_layers=2, num_kv_heads=4, head_dim=64, block_size=16, num_blocks=-(-num_slots // 16)
+    )
 
 
 def rows(num_tokens: int) -> mx.array:
@@ -28,7 +32,10 @@ def extra_bytes(cache: PagedKVCache, new_tokens: dict[str, int]) -> int:
     mx.reset_peak_memory()
     base = mx.get_active_memory()
     with cache.step(new_tokens):
-        outputs = [cache.update_and_attend(layer, k[layer], k[layer], k[layer], scale=0.1) for layer in range(2)]
+        outputs = [
+            cache.update_and_attend(layer, k[layer], k[layer], k[layer], scale=0.1)
+            for layer in range(2)
+        ]
         mx.eval(outputs, cache.arrays)
     return max(0, mx.get_peak_memory() - base)
 
@@ -45,19 +52,24 @@ def filled_cache(num_slots: int) -> PagedKVCache:
 
 
 @pytest.mark.parametrize("num_slots", [1_000, 100_000])
-@pytest.mark.parametrize("new_tokens", [{"b": 1}, {"b": 1, "c": 1}, {"b": 3, "c": 1}, {"new": 40}], ids=str)
+@pytest.mark.parametrize(
+    "new_tokens", [{"b": 1}, {"b": 1, "c": 1}, {"b": 3, "c": 1}, {"new": 40}], ids=str
+)
 def test_a_step_costs_memory_for_its_own_tokens_whatever_the_size_of_the_pool(
     new_tokens: dict[str, int], num_slots: int
 ):
     cache = filled_cache(num_slots)
-    # A few times the K/V that the step itself reads and writes; a copy of one slab of 100,000 slots would be 100 MB.
+    # A few times the K/V that the step itself reads and writes; a copy of one slab of 100,000 slots
+    # would be 100 MB.
     touched = sum(cache.seq_len(seq) + n + 16 for seq, n in new_tokens.items())
     bound = 6 * touched * cache.config.nbytes_per_token
     assert extra_bytes(cache, new_tokens) <= bound < config(100_000).nbytes // 4 // 10
 
 
 def test_the_memory_counter_sees_a_slab_that_is_copied(monkeypatch):
-    monkeypatch.setattr(backends, "metal_is_there", lambda: False)  # kernels write into the slab whoever holds it
+    monkeypatch.setattr(
+        backends, "metal_is_there", lambda: False
+    )  # kernels write into the slab whoever holds it
     cache = filled_cache(100_000)
     holder = cache.arrays[0][0:1]
     mx.eval(holder)

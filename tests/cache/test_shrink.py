@@ -81,7 +81,10 @@ def test_nothing_is_given_back_below_what_a_new_cache_holds():
 @pytest.mark.parametrize("kind", ["basic", "paged"])
 def test_shrinking_within_a_step_is_refused(kind):
     cache = create_kv_cache(kind, CONFIG)
-    with pytest.raises(RuntimeError, match=rf"\[{kind} cache\] a step is open; shrink after it"), cache.step({"a": 1}):
+    with (
+        pytest.raises(RuntimeError, match=rf"\[{kind} cache\] a step is open; shrink after it"),
+        cache.step({"a": 1}),
+    ):
         cache.shrink()
     assert cache.shrink() == 0
 
@@ -89,5 +92,7 @@ def test_shrinking_within_a_step_is_refused(kind):
 def test_a_handle_is_not_shrunk_to_nothing():
     kv = KVHandle.allocate(3, 1, 8, 32)
     for num_blocks in (0, 4):
-        with pytest.raises(ValueError, match=rf"shrink_to: num_blocks must be within 1..3, got {num_blocks}"):
+        with pytest.raises(
+            ValueError, match=rf"shrink_to: num_blocks must be within 1..3, got {num_blocks}"
+        ):
             kv.shrink_to(num_blocks)

@@ -13,7 +13,9 @@ from mlx_paged.config import KVCacheConfig
 @pytest.mark.parametrize("source", ["basic", "paged"])
 @pytest.mark.parametrize("target", ["basic", "paged"])
 @pytest.mark.parametrize("num_tokens", [1, 8, 21])
-def test_a_snapshot_of_either_kind_is_restored_into_either_kind(source: str, target: str, num_tokens: int):
+def test_a_snapshot_of_either_kind_is_restored_into_either_kind(
+    source: str, target: str, num_tokens: int
+):
     k, v = rows(num_tokens)
     old, new = create_kv_cache(source, CONFIG), create_kv_cache(target, CONFIG)
     old.set_prompt("noise", *rows(5, seed=5))

@@ -46,9 +46,10 @@ def test_a_step_beyond_the_budget_is_refused_with_the_sum_and_changes_nothing(ca
         cache.step({"a": 10, "b": 300, "c": 1}),
     ):
         raise AssertionError("the body must not run")
-    assert {"paged": "need 39 blocks of 8, the budget holds 40 and 15 are in use", "basic": "the budget holds 320"}[
-        cache.kind
-    ] in str(refusal.value)
+    assert {
+        "paged": "need 39 blocks of 8, the budget holds 40 and 15 are in use",
+        "basic": "the budget holds 320",
+    }[cache.kind] in str(refusal.value)
     assert cache.stats() == before and cache.seqs == ["a", "b"]
     assert_holds(cache, "a", k, v)
 
@@ -65,16 +66,25 @@ def test_the_budget_can_be_used_to_its_last_token(cache: KVCache):
 def test_bad_steps_are_refused_by_name(cache: KVCache):
     with pytest.raises(ValueError, match="at least one sequence"), cache.step({}):
         pass
-    with pytest.raises(ValueError, match="sequence 'a': a step adds at least 1 token, got 0"), cache.step({"a": 0}):
+    with (
+        pytest.raises(ValueError, match="sequence 'a': a step adds at least 1 token, got 0"),
+        cache.step({"a": 0}),
+    ):
         pass
-    with cache.step({"a": 1}), pytest.raises(RuntimeError, match="a step is open already"), cache.step({"b": 1}):
+    with (
+        cache.step({"a": 1}),
+        pytest.raises(RuntimeError, match="a step is open already"),
+        cache.step({"b": 1}),
+    ):
         pass
     with pytest.raises(RuntimeError, match="no step is open"):
         cache.update(0, *(x[0] for x in rows(1)))
 
 
 def dense_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float) -> np.ndarray:
-    """Causal attention in float64; q ``[n, heads, d]`` are the last n of k's and v's ``[T, kv_heads, d]`` positions."""
+    """Causal attention in float64; q ``[n, heads, d]`` are the last n of k's and v's ``[T,
+    kv_heads, d]`` positions.
+    """
     num_new, num_heads, _ = q.shape
     length, num_kv_heads, _ = k.shape
     k, v = (np.repeat(x.astype(np.float64), num_heads // num_kv_heads, axis=1) for x in (k, v))
@@ -88,7 +98,9 @@ def dense_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float) -
 @pytest.mark.parametrize(
     "new", [{"a": 1}, {"a": 1, "b": 1, "c": 1}, {"c": 5, "a": 1}, {"a": 1, "b": 30, "c": 3, "d": 9}]
 )
-def test_attention_in_a_ragged_step_is_that_of_each_sequence_alone(cache: KVCache, new: dict[str, int]):
+def test_attention_in_a_ragged_step_is_that_of_each_sequence_alone(
+    cache: KVCache, new: dict[str, int]
+):
     held = {"a": 17, "b": 8, "c": 41, "d": 0}
     dense = {}
     for seed, (seq, n) in enumerate(held.items()):
@@ -109,7 +121,9 @@ def test_attention_in_a_ragged_step_is_that_of_each_sequence_alone(cache: KVCach
         keys = np.concatenate([dense[seq][0], np.array(k[1, chosen])])
         values = np.concatenate([dense[seq][1], np.array(v[1, chosen])])
         expected = dense_attention(np.array(q[chosen]), keys, values, scale=0.3)
-        np.testing.assert_allclose(np.array(out[chosen]), expected, rtol=0, atol=20 * np.finfo(np.float32).eps)
+        np.testing.assert_allclose(
+            np.array(out[chosen]), expected, rtol=0, atol=20 * np.finfo(np.float32).eps
+        )
         row += n
 
 
@@ -131,7 +145,9 @@ def test_every_dtype_and_block_size_holds_what_was_written(dtype: str, block_siz
         for layer in range(2):
             keys, values = cache.materialize("a", layer)
             assert keys.dtype == getattr(mx, dtype)
-            assert mx.array_equal(keys, k[layer].swapaxes(0, 1)) and mx.array_equal(values, v[layer].swapaxes(0, 1))
+            assert mx.array_equal(keys, k[layer].swapaxes(0, 1)) and mx.array_equal(
+                values, v[layer].swapaxes(0, 1)
+            )
 
 
 def test_the_longest_length_of_a_fork_counts_the_copy_of_its_shared_tail():
@@ -171,7 +187,10 @@ def test_a_sequence_of_nan_poisons_nobody_who_gets_its_blocks_later():
             # Into a new block, and on in it.
             for _ in range(2):
                 with cache.step(new_tokens):
-                    out = [cache.update_and_attend(layer, q, k[layer], v[layer], scale=0.3) for layer in range(2)]
+                    out = [
+                        cache.update_and_attend(layer, q, k[layer], v[layer], scale=0.3)
+                        for layer in range(2)
+                    ]
                     mx.eval(out, cache.arrays)
             outs.append(np.array(out[1]))
         assert np.isfinite(outs[1]).all()

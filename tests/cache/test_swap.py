@@ -1,4 +1,6 @@
-"""K/V that are copied out to host memory and back are the same bits; a device that gives less than the budget."""
+"""K/V that are copied out to host memory and back are the same bits; a device that gives less than
+the budget.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ NAN = mx.full((CONFIG.num_layers, 40, CONFIG.num_kv_heads, CONFIG.head_dim), flo
 def bits(cache: PagedKVCache, seq: str) -> list[np.ndarray]:
     """K and V of all layers, as unsigned integers."""
     kind = mx.uint32 if cache.config.dtype == "float32" else mx.uint16
-    arrays = [array for layer in range(cache.config.num_layers) for array in cache.materialize(seq, layer)]
+    arrays = [
+        array for layer in range(cache.config.num_layers) for array in cache.materialize(seq, layer)
+    ]
     return [np.array(array.view(kind)) for array in arrays]
 
 
@@ -32,7 +36,9 @@ def assert_same(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
 
 
 def swapped_back(cache: PagedKVCache, seq: str, num_tokens: int, start: int = 0) -> list[int]:
-    """Swap a sequence out and in again, into whatever blocks come; from `start` on, the blocks are kept as hits."""
+    """Swap a sequence out and in again, into whatever blocks come; from `start` on, the blocks are
+    kept as hits.
+    """
     table = cache.manager.tables[seq]
     swapped = cache.swap_out(list(table.block_ids), num_tokens)
     assert swapped.num_tokens == num_tokens
@@ -41,12 +47,15 @@ def swapped_back(cache: PagedKVCache, seq: str, num_tokens: int, start: int = 0)
         cache.free(seq)
     else:
         cache.trim(seq, start)
-    # Somebody else takes the blocks, leaves NaN in them and goes; the first of them is not to be had then.
+    # Somebody else takes the blocks, leaves NaN in them and goes; the first of them is not to be
+    # had then.
     cache.append("other", NAN, NAN)
     cache.free("other")
     held = cache.pool.get_new_blocks(1)
     assert cache.manager.allocate_slots(seq, num_tokens - start) == []
-    assert any(mx.isnan(cache._layers[0].k[block_id]).any().item() for block_id in cache.block_ids(seq))
+    assert any(
+        mx.isnan(cache._layers[0].k[block_id]).any().item() for block_id in cache.block_ids(seq)
+    )
     cache.pool.free_blocks(held)
     cache.swap_in(seq, swapped, start, num_tokens)
     return list(cache.manager.tables[seq].block_ids)
@@ -100,23 +109,34 @@ def test_a_sequence_goes_on_where_it_was_and_attends_to_no_nan_of_its_last_block
     cache.free("a")
     cache.append("other", NAN, NAN)
     cache.free("other")
-    # As a scheduler does: slots for what is restored and for the new token, then swap in, then the step.
+    # As a scheduler does: slots for what is restored and for the new token, then swap in, then the
+    # step.
     assert cache.manager.allocate_slots("a", 14) == []
     cache.swap_in("a", swapped, 0, 13)
     q = mx.random.normal((1, CONFIG.num_kv_heads * 2, CONFIG.head_dim))
     outputs = []
     with cache.scheduled_step({"a": 1}):
-        outputs += [cache.update_and_attend(layer, q, k[layer, 13:], v[layer, 13:], 0.3) for layer in range(2)]
+        outputs += [
+            cache.update_and_attend(layer, q, k[layer, 13:], v[layer, 13:], 0.3)
+            for layer in range(2)
+        ]
         mx.eval(outputs, cache.arrays)
     with plain.step({"a": 1}):
-        expected = [plain.update_and_attend(layer, q, k[layer, 13:], v[layer, 13:], 0.3) for layer in range(2)]
+        expected = [
+            plain.update_and_attend(layer, q, k[layer, 13:], v[layer, 13:], 0.3)
+            for layer in range(2)
+        ]
         mx.eval(expected, plain.arrays)
     assert_holds(cache, "a", k, v)
     for one, other in zip(outputs, expected, strict=True):
         np.testing.assert_array_equal(np.array(one), np.array(other))
     # The rows behind the last one are read by whole blocks, too.
     last = cache.block_ids("a")[-1]
-    assert all(not mx.isnan(array[last]).any().item() for handle in cache._layers for array in (handle.k, handle.v))
+    assert all(
+        not mx.isnan(array[last]).any().item()
+        for handle in cache._layers
+        for array in (handle.k, handle.v)
+    )
 
 
 def test_swapping_in_leaves_other_sequences_alone():
@@ -160,7 +180,9 @@ def test_what_the_device_gives_is_the_budget_from_then_on(failing_grow, fails_at
     k, v = rows(29)
     cache.append("a", k, v)
     calls = failing_grow(fails_at)
-    with pytest.warns(UserWarning, match=r"no memory for more than \d+ blocks, which are the budget now"):
+    with pytest.warns(
+        UserWarning, match=r"no memory for more than \d+ blocks, which are the budget now"
+    ):
         for num_blocks in (5, 10, 20):
             cache.make_room(num_blocks)
     # "a" holds 4 of 4 blocks. The first growth, of both layers, is by the 5 that shall be free.
@@ -175,7 +197,9 @@ def test_what_the_device_gives_is_the_budget_from_then_on(failing_grow, fails_at
     # And it works, up to its last block.
     more = rows(num_usable * BLOCK_SIZE - 29, seed=1)
     cache.append("a", *more)
-    assert_holds(cache, "a", *(mx.concatenate(pair, axis=1) for pair in zip((k, v), more, strict=True)))
+    assert_holds(
+        cache, "a", *(mx.concatenate(pair, axis=1) for pair in zip((k, v), more, strict=True))
+    )
     assert cache.max_seq_len("a") == num_usable * BLOCK_SIZE
 
 

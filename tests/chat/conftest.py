@@ -31,7 +31,9 @@ def model_folder(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def long_answer(model_folder: Callable[..., Path]) -> list[str]:
-    """Arguments for answers that do not end by themselves: to this model an end of turn is a token like any other."""
+    """Arguments for answers that do not end by themselves: to this model an end of turn is a token
+    like any other.
+    """
     folder = model_folder(
         tokenizer_config={"eos_token": "<|endoftext|>"},
         config={"eos_token_id": 3, "max_position_embeddings": 10**9},

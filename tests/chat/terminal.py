@@ -19,13 +19,15 @@ DEADLINE = 300.0
 CTRL_C, CTRL_D, TAB, UP, ESCAPE_ENTER = "\x03", "\x04", "\t", "\x1b[A", "\x1b\r"
 COMMAND = [sys.executable, "-m", "mlx_paged.chat"]
 
-# prompt_toolkit asks for pastes in brackets when its prompt is there, and keys come to it from then on.
+# prompt_toolkit asks for pastes in brackets when its prompt is there, and keys come to it from then
+# on.
 READY = "\x1b[?2004h"
 _CODE = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 
 
 class Terminal:
-    """Type keys, wait for text. The terminal is the program's own, so that Ctrl-C is what it is for a person.
+    """Type keys, wait for text. The terminal is the program's own, so that Ctrl-C is what it is for
+    a person.
 
     Args:
         argv: arguments of the chat.
@@ -33,7 +35,9 @@ class Terminal:
         environ: more variables for it.
     """
 
-    def __init__(self, *argv: str, state: Path, term: str = "xterm", environ: dict[str, str] | None = None):
+    def __init__(
+        self, *argv: str, state: Path, term: str = "xterm", environ: dict[str, str] | None = None
+    ):
         self.master, slave = pty.openpty()
         variables = {"TERM": term, "PROMPT_TOOLKIT_NO_CPR": "1", "XDG_STATE_HOME": str(state)}
         self.process = subprocess.Popen(
@@ -44,14 +48,18 @@ class Terminal:
             close_fds=True,
             start_new_session=True,
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-            env={name: value for name, value in os.environ.items() if name != "NO_COLOR"} | variables | (environ or {}),
+            env={name: value for name, value in os.environ.items() if name != "NO_COLOR"}
+            | variables
+            | (environ or {}),
         )
         os.close(slave)
         self.seen = ""
         self._unread = ""
 
     def wait_for(self, done: Callable[[str], bool] | str) -> str:
-        """Read until ``done`` of what came since the last wait (or until that text is in it); return that."""
+        """Read until ``done`` of what came since the last wait (or until that text is in it);
+        return that.
+        """
         is_done = done if callable(done) else lambda text: done in text
         end = time.monotonic() + DEADLINE
         fresh = self._unread

@@ -15,7 +15,9 @@ from mlx_paged import __version__, chat
 RECALL = "The code of apple is 4821. What is the code of apple?"
 
 
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, *argv: str, stdin: str = "") -> tuple:
+def run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, *argv: str, stdin: str = ""
+) -> tuple:
     """Exit status, stdout, stderr of the chat program with all its figures, run in this process."""
     monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
     try:
@@ -48,15 +50,25 @@ def test_one_message_is_answered_on_stdout_and_the_figures_are_on_stderr(chat_wi
 
 
 def test_both_caches_answer_with_the_same_words(chat_with):
-    outs = [chat_with("Count from 5 to 40.", "--kv", kind, "--max-tokens", "120") for kind in ("basic", "paged")]
+    outs = [
+        chat_with("Count from 5 to 40.", "--kv", kind, "--max-tokens", "120")
+        for kind in ("basic", "paged")
+    ]
     assert [status for status, _, _ in outs] == [0, 0]
     assert outs[0][1] == outs[1][1] != ""
     assert "kv: basic" in outs[0][2] and "kv: paged" in outs[1][2]
 
 
 def test_the_same_seed_gives_the_same_words_and_another_seed_others(chat_with):
-    sampled = {seed: chat_with("hello", "--temp", "3", "--seed", seed, "--max-tokens", "30")[1] for seed in ("1", "2")}
-    assert chat_with("hello", "--temp", "3", "--seed", "1", "--max-tokens", "30")[1] == sampled["1"] != sampled["2"]
+    sampled = {
+        seed: chat_with("hello", "--temp", "3", "--seed", seed, "--max-tokens", "30")[1]
+        for seed in ("1", "2")
+    }
+    assert (
+        chat_with("hello", "--temp", "3", "--seed", "1", "--max-tokens", "30")[1]
+        == sampled["1"]
+        != sampled["2"]
+    )
 
 
 def test_a_second_turn_computes_only_its_new_tokens(chat_with):
@@ -65,7 +77,8 @@ def test_a_second_turn_computes_only_its_new_tokens(chat_with):
     first, second = re.findall(r"^Prompt: (\d+) tokens \((\d+) reused\)", err, re.M)
     num_generated = int(re.findall(r"^Generation: (\d+) tokens", err, re.M)[0])
     assert first[1] == "0"
-    # All of the first prompt and its answer but the last token, the end of turn, which was never fed to the model.
+    # All of the first prompt and its answer but the last token, the end of turn, which was never
+    # fed to the model.
     held = int(first[0]) + num_generated - 1
     assert int(second[1]) == held // 16 * 16 > 0  # The prefix cache finds whole blocks.
     _, _, err = chat_with("--kv", "basic", stdin="My name is Tom.\nWhat is my name?\n")
@@ -73,7 +86,9 @@ def test_a_second_turn_computes_only_its_new_tokens(chat_with):
 
 
 def test_the_commands_of_the_chat(chat_with):
-    status, out, err = chat_with("--max-tokens", "20", stdin="hello\n/stats\n/help\n/wat\n/reset\n/stats\nhello\n")
+    status, out, err = chat_with(
+        "--max-tokens", "20", stdin="hello\n/stats\n/help\n/wat\n/reset\n/stats\nhello\n"
+    )
     assert status == 0 and len(out.strip().splitlines()) == 2
     assert "messages: 2, tokens held: " in err and "messages: 0, tokens held: 0" in err
     assert re.search(r"^/reset +forget the conversation", err, re.M)
@@ -82,7 +97,9 @@ def test_the_commands_of_the_chat(chat_with):
 
 
 @pytest.mark.parametrize("kind", ["paged", "basic"])
-def test_a_branch_goes_on_from_the_conversation_and_back_leaves_it_where_it_began(chat_with, kind: str):
+def test_a_branch_goes_on_from_the_conversation_and_back_leaves_it_where_it_began(
+    chat_with, kind: str
+):
     lines = [
         "My name is Tom.",
         "/fork",
@@ -96,8 +113,13 @@ def test_a_branch_goes_on_from_the_conversation_and_back_leaves_it_where_it_bega
     status, out, err = chat_with("--kv", kind, stdin="\n".join([*lines, "What is my name?", ""]))
     assert status == 0 and out.strip().splitlines()[-1] == "Your name is Tom."
     held = int(re.findall(r"^K/V: (\d+) tokens of the conversation", err, re.M)[0])
-    said = [line for line in err.splitlines() if line.startswith(("[branch", "[back", "[this is no"))]
-    assert said[0] == f"[branch 1 of the conversation: {held} tokens so far are shared; /back leaves it]"
+    said = [
+        line for line in err.splitlines() if line.startswith(("[branch", "[back", "[this is no"))
+    ]
+    assert (
+        said[0]
+        == f"[branch 1 of the conversation: {held} tokens so far are shared; /back leaves it]"
+    )
     assert said[1].startswith("[branch 2 of the conversation: ")
     assert said[2:] == [
         "[back in branch 1: messages: 4]",
@@ -107,25 +129,36 @@ def test_a_branch_goes_on_from_the_conversation_and_back_leaves_it_where_it_bega
     assert "messages: 4, tokens held: " in err
     if kind == "paged":
         # The conversation's blocks are the branch's first ones.
-        long, taken = map(int, re.findall(r"1 branch are (\d+) blocks long and take (\d+)$", err, re.M)[0])
+        long, taken = map(
+            int, re.findall(r"1 branch are (\d+) blocks long and take (\d+)$", err, re.M)[0]
+        )
         assert long - taken == held // 16 > 0
 
 
 def test_the_stats_of_the_chat_say_what_the_pool_holds_and_how_often_it_was_hit(chat_with):
-    _, _, err = chat_with("--kv-cache-bytes", "20blocks", stdin="My name is Tom.\nWhat is my name?\n/stats\n")
+    _, _, err = chat_with(
+        "--kv-cache-bytes", "20blocks", stdin="My name is Tom.\nWhat is my name?\n/stats\n"
+    )
     prompts = [int(n) for n in re.findall(r"^Prompt: (\d+) tokens", err, re.M)]
     reused = sum(int(n) for n in re.findall(r"\((\d+) reused\)", err))
-    assert f"prefix cache: {reused} of {sum(prompts)} prompt tokens found ({reused / sum(prompts):.1%})" in err
+    assert (
+        f"prefix cache: {reused} of {sum(prompts)} prompt tokens found ({reused / sum(prompts):.1%})"
+        in err
+    )
     held = int(re.findall(r"tokens held: (\d+)", err)[0])
     share = f"{held // 16} of 20 hold K/V ({held // 16 / 20:.1%}), 16 tokens each, 0 evicted so far"
     assert f"blocks: {share}" in err
 
 
 def test_a_system_prompt_stays_over_a_reset(chat_with):
-    _, _, err = chat_with("--system-prompt", "Be brief.", "--max-tokens", "5", stdin="hello\n/reset\nhello\n")
+    _, _, err = chat_with(
+        "--system-prompt", "Be brief.", "--max-tokens", "5", stdin="hello\n/reset\nhello\n"
+    )
     first, second = re.findall(r"^Prompt: (\d+) tokens", err, re.M)
     _, _, without = chat_with("--max-tokens", "5", stdin="hello\n")
-    assert first == second and int(first) > int(re.findall(r"^Prompt: (\d+) tokens", without, re.M)[0])
+    assert first == second and int(first) > int(
+        re.findall(r"^Prompt: (\d+) tokens", without, re.M)[0]
+    )
 
 
 def test_a_message_beyond_the_context_is_one_line(chat_with, caplog: pytest.LogCaptureFixture):
@@ -136,25 +169,40 @@ def test_a_message_beyond_the_context_is_one_line(chat_with, caplog: pytest.LogC
     finally:
         transformers_log.removeHandler(caplog.handler)
     assert (status, out, caplog.messages) == (2, "", [])
-    assert re.search(r"error: \[context\] a prompt of \d+ tokens leaves no room .* at most 4096 tokens", err)
+    assert re.search(
+        r"error: \[context\] a prompt of \d+ tokens leaves no room .* at most 4096 tokens", err
+    )
 
 
 def test_a_piped_message_has_many_lines_and_its_last_line_end_is_no_part_of_it(chat_with):
     def num_prompt_tokens(text: str) -> int:
-        return int(re.findall(r"^Prompt: (\d+) tokens", chat_with("-", "--max-tokens", "2", stdin=text)[2], re.M)[0])
+        return int(
+            re.findall(
+                r"^Prompt: (\d+) tokens", chat_with("-", "--max-tokens", "2", stdin=text)[2], re.M
+            )[0]
+        )
 
     without_line_end = num_prompt_tokens("hello\nhello")
     assert without_line_end > num_prompt_tokens("hello")
-    assert num_prompt_tokens("hello\nhello\n") == num_prompt_tokens("hello\nhello\r\n") == without_line_end
+    assert (
+        num_prompt_tokens("hello\nhello\n")
+        == num_prompt_tokens("hello\nhello\r\n")
+        == without_line_end
+    )
 
 
 def test_a_message_may_come_from_standard_input(chat_with):
-    assert chat_with("-", "--max-tokens", "20", stdin=RECALL)[1] == chat_with(RECALL, "--max-tokens", "20")[1]
+    assert (
+        chat_with("-", "--max-tokens", "20", stdin=RECALL)[1]
+        == chat_with(RECALL, "--max-tokens", "20")[1]
+    )
 
 
 def test_an_answer_that_is_cut_says_why(chat_with):
     assert "[the answer was cut at --max-tokens 3]" in chat_with(RECALL, "--max-tokens", "3")[2]
-    _, _, err = chat_with("hello", "--kv-cache-bytes", "2blocks", "--max-tokens", "-1", "--temp", "5")
+    _, _, err = chat_with(
+        "hello", "--kv-cache-bytes", "2blocks", "--max-tokens", "-1", "--temp", "5"
+    )
     assert "[the answer was cut: the K/V budget is full; raise --kv-cache-bytes or /reset]" in err
 
 
@@ -218,7 +266,11 @@ def test_a_mistake_is_one_clear_line_and_exit_status_2(chat_with, argv: list[str
 def test_a_broken_model_folder_is_one_clear_line_and_exit_status_2(chat_with, tmp_path):
     (tmp_path / "config.json").write_text("{ this is no json")
     status, _, err = chat_with("--model", str(tmp_path), "hi")
-    assert status == 2 and "config.json can't be read" in err.splitlines()[-1] and "Traceback" not in err
+    assert (
+        status == 2
+        and "config.json can't be read" in err.splitlines()[-1]
+        and "Traceback" not in err
+    )
 
 
 def test_bytes_that_are_no_text_are_answered_like_any_others(chat_with):

@@ -25,7 +25,9 @@ TEMPLATE_FOR_TWO = (
 
 @pytest.fixture
 def talk(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
-    """Exit status, lines on stdout and stderr of the chat with these lines typed, run in this process."""
+    """Exit status, lines on stdout and stderr of the chat with these lines typed, run in this
+    process.
+    """
 
     def run(*lines: str, argv: tuple[str, ...] = ()) -> tuple[int, list[str], str]:
         monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
@@ -52,7 +54,8 @@ def test_one_line_before_the_first_message_and_one_after_each_answer(talk):
         "context: 4,096 tokens | greedy (the model's) | /help]"
     )
     numbers = (
-        r"^\[\d+\.\d\d s to first token \| \d+\.\d tokens/s \| (\d+) of (\d+) prompt tokens reused \| (\d+) of 64 "
+        r"^\[\d+\.\d\d s to first token \| \d+\.\d tokens/s \| "
+        r"(\d+) of (\d+) prompt tokens reused \| (\d+) of 64 "
     )
     found = [re.match(numbers + r"blocks in use\]$", line).groups() for line in figures]
     assert found == [("0", "17", "1"), ("16", "50", "4")]
@@ -80,7 +83,10 @@ def test_a_budget_larger_than_the_memory_is_questioned_in_one_line(talk):
 def test_a_cut_answer_says_which_limit_it_reached(talk, kind: str):
     count = "Count from 5 to 60."
     _, _, err = talk(count, argv=("--kv", kind, "--max-model-len", "40"))
-    assert "[the answer was cut: the context of 40 tokens is full (--max-model-len); /reset begins" in err
+    assert (
+        "[the answer was cut: the context of 40 tokens is full (--max-model-len); /reset begins"
+        in err
+    )
     assert "context: 40 tokens" in err
     _, _, err = talk(count, argv=("--kv", kind, "--max-tokens", "5"))
     assert "[the answer was cut at --max-tokens 5]" in err
@@ -123,7 +129,10 @@ def test_commands_ignore_case_and_an_unknown_one_is_never_sent_to_the_model(talk
     assert (status, out) == (0, [])
     assert err.count("messages: 0, tokens held: 0") == 2
     for name in ("/wat", "/", "/usr/bin/python"):
-        assert f"[unknown command {name}; /help lists them, and // begins a message with a slash]" in err
+        assert (
+            f"[unknown command {name}; /help lists them, and // begins a message with a slash]"
+            in err
+        )
     assert "[/stats takes no argument]" in err
     assert messages_of(file) == []
 
@@ -207,7 +216,10 @@ def test_settings_are_listed_and_changed_and_a_wrong_one_is_one_line(talk):
         "/set",
         argv=("--seed", "7"),
     )
-    assert "temp         0\ntop-p        1\ntop-k        0\nmin-p        0\nmax-tokens   -1\nseed         7\n" in err
+    assert (
+        "temp         0\ntop-p        1\ntop-k        0\nmin-p        0\nmax-tokens   -1\nseed         7\n"
+        in err
+    )
     assert "[temp 0]\n[temp 0.7]\n[top-p 0.5]\n[top-k 3]\n" in err
     assert "temp         0.7\ntop-p        0.5\ntop-k        3\n" in err
     for line, said in {
@@ -312,16 +324,23 @@ def test_only_a_saved_conversation_is_overwritten(talk, tmp_path: Path):
 # Templates
 
 
-def test_a_template_that_refuses_is_one_line_and_the_conversation_lives_on(talk, model_folder: Callable[..., Path]):
+def test_a_template_that_refuses_is_one_line_and_the_conversation_lives_on(
+    talk, model_folder: Callable[..., Path]
+):
     folder = model_folder(texts={"chat_template.jinja": TEMPLATE_FOR_TWO})
     lines = ["My name is Tom.", "/system Be brief.", "stop", "What is my name?", "/stats"]
     status, out, err = talk(*lines, argv=("--model", str(folder)))
     assert status == 0 and out[-1] == "Your name is Tom." and "messages: 4," in err
-    assert "[[chat template] the model's chat template refuses the messages: no system]" in err.splitlines()
+    assert (
+        "[[chat template] the model's chat template refuses the messages: no system]"
+        in err.splitlines()
+    )
     assert "[[chat template] the model's chat template fails: UndefinedError: " in err
 
 
-def test_a_template_that_refuses_the_one_message_is_the_programs_error(talk, model_folder: Callable[..., Path]):
+def test_a_template_that_refuses_the_one_message_is_the_programs_error(
+    talk, model_folder: Callable[..., Path]
+):
     folder = model_folder(texts={"chat_template.jinja": "{{ raise_exception('not\ntoday') }}"})
     status, out, err = talk(argv=("hello", "--model", str(folder)))
     assert (status, out) == (2, [])
@@ -338,16 +357,25 @@ def sampling(talk: Any, folder: Path, *argv: str) -> str:
     return err.splitlines()[0].split(" | ")[-2]
 
 
-def test_the_models_generation_config_gives_the_sampling_and_flags_win(talk, model_folder: Callable[..., Path]):
+def test_the_models_generation_config_gives_the_sampling_and_flags_win(
+    talk, model_folder: Callable[..., Path]
+):
     own = {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20}
     folder = model_folder(texts={"generation_config.json": json.dumps(own)})
     assert sampling(talk, folder) == "temp 0.6, top-p 0.95, top-k 20 (the model's)"
-    assert sampling(talk, folder, "--temp", "1", "--top-k", "0") == "temp 1, top-p 0.95 (the model's)"
+    assert (
+        sampling(talk, folder, "--temp", "1", "--top-k", "0") == "temp 1, top-p 0.95 (the model's)"
+    )
     assert sampling(talk, folder, "--temp", "0") == "greedy (the model's)"
     assert sampling(talk, folder, "--no-generation-config") == "greedy"
-    assert sampling(talk, folder, "--no-generation-config", "--temp", "2", "--min-p", "0.1") == "temp 2, min-p 0.1"
+    assert (
+        sampling(talk, folder, "--no-generation-config", "--temp", "2", "--min-p", "0.1")
+        == "temp 2, min-p 0.1"
+    )
     _, _, err = talk("/set", argv=("--model", str(folder), "--verbose", "--temp", "1"))
-    assert "[sampling: temp 1, top-p 0.95, top-k 20; top-p, top-k from generation_config.json]" in err
+    assert (
+        "[sampling: temp 1, top-p 0.95, top-k 20; top-p, top-k from generation_config.json]" in err
+    )
     assert "temp         1\ntop-p        0.95\ntop-k        20\n" in err
 
 
@@ -361,7 +389,9 @@ def test_the_models_generation_config_gives_the_sampling_and_flags_win(talk, mod
         ({}, "greedy"),
     ],
 )
-def test_what_a_generation_config_means(talk, model_folder: Callable[..., Path], config: dict, shown: str):
+def test_what_a_generation_config_means(
+    talk, model_folder: Callable[..., Path], config: dict, shown: str
+):
     folder = model_folder(texts={"generation_config.json": json.dumps(config)})
     assert sampling(talk, folder) == shown
 
@@ -398,7 +428,9 @@ def test_a_folder_without_a_generation_config_is_greedy(talk, model_folder: Call
         ),
     ],
 )
-def test_a_bad_generation_config_is_one_clear_line(talk, model_folder: Callable[..., Path], text: str, line: str):
+def test_a_bad_generation_config_is_one_clear_line(
+    talk, model_folder: Callable[..., Path], text: str, line: str
+):
     folder = model_folder(texts={"generation_config.json": text})
     status, out, err = talk(argv=("hello", "--model", str(folder)))
     assert (status, out) == (2, []) and err.count("\n") == 1 and line in err

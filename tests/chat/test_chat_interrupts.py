@@ -58,7 +58,9 @@ def test_ctrl_d_leaves(tmp_path: Path):
 @pytest.mark.slow
 def test_a_long_prompt_shows_its_progress_on_a_terminal(tmp_path: Path):
     message = "The code of apple is 4821. " * 60
-    terminal = Terminal(message, "--prefill-step-size", "100", "--max-tokens", "3", state=tmp_path, term="dumb")
+    terminal = Terminal(
+        message, "--prefill-step-size", "100", "--max-tokens", "3", state=tmp_path, term="dumb"
+    )
     shown = terminal.wait_for("cut at --max-tokens 3")
     assert "[prompt 100/" in shown and "tokens, 1" in shown
     assert terminal.close() == 0

@@ -1,4 +1,6 @@
-"""Standard streams that are closed, empty or full, and how the program calls itself; each in a process of its own."""
+"""Standard streams that are closed, empty or full, and how the program calls itself; each in a
+process of its own.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,15 @@ HELLO = "Hello! How can I help you?\n"
 CHAT = f"{sys.executable} -m mlx_paged.chat"
 SCRIPTS = Path(sys.executable).parent
 
-needs_full_device = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full on this system")
+needs_full_device = pytest.mark.skipif(
+    not os.path.exists("/dev/full"), reason="no /dev/full on this system"
+)
 
 
 def shell(command: str) -> tuple[int, str, str]:
-    """Exit status, stdout and stderr of a command line; its stdin is empty, unless it says otherwise."""
+    """Exit status, stdout and stderr of a command line; its stdin is empty, unless it says
+    otherwise.
+    """
     done = subprocess.run(
         ["/bin/sh", "-c", command],
         stdin=subprocess.DEVNULL,
@@ -51,10 +57,14 @@ def shell(command: str) -> tuple[int, str, str]:
         (f"hi --kv-cache-bytes {'9' * 400}T", 2, "is too large"),
         pytest.param("hi > /dev/full", 1, "No space left on device", marks=needs_full_device),
         pytest.param("--help > /dev/full", 1, "No space left on device", marks=needs_full_device),
-        pytest.param("--version > /dev/full", 1, "No space left on device", marks=needs_full_device),
+        pytest.param(
+            "--version > /dev/full", 1, "No space left on device", marks=needs_full_device
+        ),
     ],
 )
-def test_what_can_not_be_answered_or_written_is_one_clear_line(arguments: str, status: int, line: str):
+def test_what_can_not_be_answered_or_written_is_one_clear_line(
+    arguments: str, status: int, line: str
+):
     found, out, err = shell(f"{CHAT} {arguments}")
     errors = [text for text in err.splitlines() if "error:" in text]
     assert (found, out) == (status, "")
@@ -75,7 +85,9 @@ def test_a_dialogue_whose_answers_can_not_be_written_ends_and_says_so():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["2>&-", pytest.param("2>/dev/full", marks=needs_full_device), "2>&- <&-"])
+@pytest.mark.parametrize(
+    "where", ["2>&-", pytest.param("2>/dev/full", marks=needs_full_device), "2>&- <&-"]
+)
 def test_the_answer_comes_where_nothing_else_can_be_said(where: str):
     assert shell(f"{CHAT} hello {where}")[:2] == (0, HELLO)
 
@@ -154,5 +166,7 @@ def test_help_imports_nothing_heavy():
         "heavy = {'mlx', 'mlx_lm', 'transformers', 'numpy', 'prompt_toolkit', 'jinja2'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
-    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=DEADLINE)
+    done = subprocess.run(
+        [sys.executable, "-c", probe], capture_output=True, text=True, timeout=DEADLINE
+    )
     assert done.returncode == 0, done.stderr

@@ -21,7 +21,10 @@ def test_a_conversation_is_written_by_the_template_and_its_tokens_are_those_of_t
     text = render_chat(tokenizer, HELLO)
     assert text == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
     assert encode_chat(tokenizer, HELLO) == tokenizer.encode(text, add_special_tokens=False)
-    assert render_chat(tokenizer, HELLO, add_generation_prompt=False) == "<|im_start|>user\nhello<|im_end|>\n"
+    assert (
+        render_chat(tokenizer, HELLO, add_generation_prompt=False)
+        == "<|im_start|>user\nhello<|im_end|>\n"
+    )
 
 
 def test_options_reach_the_template(tokenizer):
@@ -77,7 +80,9 @@ def test_content_may_be_missing_only_where_there_are_tool_calls():
         {"role": "assistant", "tool_calls": calls},
         {"role": "assistant", "content": None, "tool_calls": calls},
     ):
-        assert normalise_messages([message]) == [{"role": "assistant", "content": "", "tool_calls": calls}]
+        assert normalise_messages([message]) == [
+            {"role": "assistant", "content": "", "tool_calls": calls}
+        ]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""What a person at a terminal can do: paste, write several lines, go back in the history, Tab, edit."""
+"""What a person at a terminal can do: paste, write several lines, go back in the history, Tab,
+edit.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,9 @@ def test_edit_offers_the_last_message_and_asks_it_again(tmp_path: Path):
     ("term", "environ", "is_dim"),
     [("xterm", {}, True), ("dumb", {}, False), ("xterm", {"NO_COLOR": "1"}, False)],
 )
-def test_figures_are_dim_on_a_terminal_that_shows_colours(tmp_path: Path, term: str, environ: dict, is_dim: bool):
+def test_figures_are_dim_on_a_terminal_that_shows_colours(
+    tmp_path: Path, term: str, environ: dict, is_dim: bool
+):
     terminal = Terminal("hello", state=tmp_path, term=term, environ=environ)
     shown = terminal.wait_for("blocks in use]")
     assert terminal.close() == 0
@@ -115,7 +119,12 @@ def test_a_history_file_that_others_could_read_is_closed_to_them(tmp_path: Path)
     assert stat.S_IMODE(file.stat().st_mode) == 0o600 and "hello" in file.read_text()
 
 
-def test_a_state_home_that_is_no_absolute_path_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_state_home_that_is_no_absolute_path_is_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("HOME", str(tmp_path))
     for value in ("", "here"):
-        assert history_path({"XDG_STATE_HOME": value}) == tmp_path / ".local/state/mlx_paged/chat_history"
+        assert (
+            history_path({"XDG_STATE_HOME": value})
+            == tmp_path / ".local/state/mlx_paged/chat_history"
+        )

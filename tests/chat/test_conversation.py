@@ -1,4 +1,6 @@
-"""Turns keep the K/V of what the template did not change, and the prompt is always what the template says."""
+"""Turns keep the K/V of what the template did not change, and the prompt is always what the
+template says.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from mlx_paged.chat.conversation import Conversation
 from mlx_paged.chat.responder import EngineResponder, SessionResponder
 from mlx_paged.chat_template import ChatTemplateError
 
-# As Qwen3's: reasoning is left out of earlier turns, and enable_thinking=False puts an empty one before the answer.
+# As Qwen3's: reasoning is left out of earlier turns, and enable_thinking=False puts an empty one
+# before the answer.
 FORGETFUL_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
@@ -30,7 +33,9 @@ def model_and_tokenizer():
     return load(demo_model_path())
 
 
-def converse(model_and_tokenizer, kind: str = "paged", budget: str = "100blocks", **options) -> Conversation:
+def converse(
+    model_and_tokenizer, kind: str = "paged", budget: str = "100blocks", **options
+) -> Conversation:
     model, tokenizer = model_and_tokenizer
     if kind == "paged":
         responder = EngineResponder(Engine(model, tokenizer, kv_cache_bytes=budget))
@@ -46,7 +51,9 @@ def ask(conversation: Conversation, text: str, max_tokens: int = 30):
 
 
 @pytest.mark.parametrize("kind", ["basic", "paged"])
-def test_each_turn_reuses_all_before_it_and_answers_as_a_fresh_conversation_would(model_and_tokenizer, kind: str):
+def test_each_turn_reuses_all_before_it_and_answers_as_a_fresh_conversation_would(
+    model_and_tokenizer, kind: str
+):
     warm = converse(model_and_tokenizer, kind)
     for text in (
         "My name is Tom.",
@@ -122,16 +129,25 @@ def test_a_tokenizer_without_a_chat_template_is_refused(model_and_tokenizer):
 
 
 @pytest.mark.parametrize("kind", ["basic", "paged"])
-def test_a_branch_answers_as_the_conversation_would_and_neither_sees_the_other(model_and_tokenizer, kind: str):
+def test_a_branch_answers_as_the_conversation_would_and_neither_sees_the_other(
+    model_and_tokenizer, kind: str
+):
     conversation = converse(model_and_tokenizer, kind)
     ask(conversation, "The code of apple is 4821.")
     branch = conversation.fork()
-    assert branch.messages == conversation.messages and branch.responder.tokens == conversation.responder.tokens
+    assert (
+        branch.messages == conversation.messages
+        and branch.responder.tokens == conversation.responder.tokens
+    )
     ask(branch, "The code of pear is 1234.")
     straight = converse(model_and_tokenizer, kind)
     for text in ("The code of apple is 4821.", "What is the code of apple?"):
         expected, _ = ask(straight, text)
-    assert ask(conversation, "What is the code of apple?")[0] == expected == "The code of apple is 4821."
+    assert (
+        ask(conversation, "What is the code of apple?")[0]
+        == expected
+        == "The code of apple is 4821."
+    )
     assert ask(branch, "What is the code of pear?")[0] == "The code of pear is 1234."
     assert [len(conversation.messages), len(branch.messages)] == [4, 6]
 
@@ -140,12 +156,17 @@ def test_conversations_of_one_engine_share_the_blocks_of_their_system_prompt(mod
     engine = Engine(*model_and_tokenizer, kv_cache_bytes="100blocks")
     system_prompt = "The code of apple is 4821. The code of pear is 1234. My name is Tom. The code of fig is 7777."
     conversations = [
-        Conversation(EngineResponder(engine), model_and_tokenizer[1], system_prompt=system_prompt) for _ in range(3)
+        Conversation(EngineResponder(engine), model_and_tokenizer[1], system_prompt=system_prompt)
+        for _ in range(3)
     ]
-    answers = [ask(conversation, f"What is {i} + 1?") for i, conversation in enumerate(conversations, 11)]
+    answers = [
+        ask(conversation, f"What is {i} + 1?") for i, conversation in enumerate(conversations, 11)
+    ]
     num_shared = len(engine.tokenizer.encode(system_prompt)) // 16
     assert [last.cached_tokens >= 16 * num_shared > 0 for _, last in answers] == [False, True, True]
-    tables = [engine.cached_block_ids(conversation.responder.tokens) for conversation in conversations]
+    tables = [
+        engine.cached_block_ids(conversation.responder.tokens) for conversation in conversations
+    ]
     assert all(table[:num_shared] == tables[0][:num_shared] for table in tables)
     assert len(set().union(*tables)) <= sum(map(len, tables)) - 2 * num_shared
 
@@ -199,7 +220,9 @@ def test_a_turn_that_the_template_refuses_leaves_the_conversation_as_it_was(mode
 
 
 @pytest.mark.parametrize("kind", ["basic", "paged"])
-def test_an_answer_again_reuses_its_prompt_and_is_the_answer_of_a_fresh_conversation(model_and_tokenizer, kind: str):
+def test_an_answer_again_reuses_its_prompt_and_is_the_answer_of_a_fresh_conversation(
+    model_and_tokenizer, kind: str
+):
     conversation = converse(model_and_tokenizer, kind)
     ask(conversation, "My name is Tom.")
     expected, last = ask(conversation, "What is my name?")
@@ -224,7 +247,9 @@ def test_an_answer_again_that_is_stopped_before_it_begins_keeps_the_old_one(mode
     assert conversation.messages == messages
 
 
-@pytest.mark.parametrize(("ending", "opens"), [("<think>\n", True), ("<think>\n\n</think>\n\n", False), ("", False)])
+@pytest.mark.parametrize(
+    ("ending", "opens"), [("<think>\n", True), ("<think>\n\n</think>\n\n", False), ("", False)]
+)
 def test_a_prompt_that_opens_reasoning_is_known(model_and_tokenizer, ending: str, opens: bool):
     tokenizer = model_and_tokenizer[1]
     tokenizer._think_start, tokenizer._think_end = "<think>", "</think>"

@@ -33,7 +33,9 @@ def joined(pieces: list[Piece]) -> list[Piece]:
     return whole
 
 
-def split(texts: list[str], is_thinking: bool = False, marks: tuple = ("<think>", "</think>")) -> list[Piece]:
+def split(
+    texts: list[str], is_thinking: bool = False, marks: tuple = ("<think>", "</think>")
+) -> list[Piece]:
     splitter = ThinkingSplitter(*marks, is_thinking)
     pieces = [piece for text in texts for piece in splitter.add(text)]
     return joined([*pieces, *splitter.finish()])
@@ -104,7 +106,10 @@ def test_reasoning_is_dim_on_a_terminal_that_shows_colours(monkeypatch, capsys):
     assert out.startswith(dim) and out.endswith("\x1b[0m\n\n42\n") and out.count("\x1b[2m") == 9
     plain = "<think>17 + 25</think>\n\n42\n"
     assert shown(monkeypatch, capsys, is_terminal=True, environ={"TERM": "dumb"})[0] == plain
-    assert shown(monkeypatch, capsys, is_terminal=True, environ={"TERM": "xterm", "NO_COLOR": "1"})[0] == plain
+    assert (
+        shown(monkeypatch, capsys, is_terminal=True, environ={"TERM": "xterm", "NO_COLOR": "1"})[0]
+        == plain
+    )
 
 
 def test_reasoning_goes_through_a_pipe_as_it_is(monkeypatch, capsys):

@@ -1,4 +1,6 @@
-"""The errors of the bookkeeping: one family, told apart by name, each message beginning with its operation."""
+"""The errors of the bookkeeping: one family, told apart by name, each message beginning with its
+operation.
+"""
 
 import pytest
 
@@ -22,7 +24,9 @@ def test_every_error_is_a_block_error(name):
 
 def test_every_public_name_exists_and_every_error_is_public():
     assert all(hasattr(core, name) for name in core.__all__)
-    assert sorted(name for name in core.__all__ if name.endswith("Error")) == sorted(["BlockError", *NAMES])
+    assert sorted(name for name in core.__all__ if name.endswith("Error")) == sorted(
+        ["BlockError", *NAMES]
+    )
 
 
 def frozen_table():
@@ -39,15 +43,21 @@ def freed_table():
 
 
 MESSAGES = {
-    "BlockPool.get_block: block 9 is not of this pool of 4 blocks": lambda: BlockPool(4, 2).get_block(9),
-    "BlockPool.get_new_blocks: after=4 is not one of 4 blocks": lambda: BlockPool(4, 2).get_new_blocks(1, after=4),
-    "BlockPool.touch: block 9 is not of this pool of 4 blocks": lambda: BlockPool(4, 2).touch([KVCacheBlock(9)]),
-    "BlockPool.touch: block 1 is free and holds nothing cached": lambda: (pool := BlockPool(4, 2)).touch(
-        [pool.blocks[1]]
+    "BlockPool.get_block: block 9 is not of this pool of 4 blocks": lambda: BlockPool(
+        4, 2
+    ).get_block(9),
+    "BlockPool.get_new_blocks: after=4 is not one of 4 blocks": lambda: BlockPool(
+        4, 2
+    ).get_new_blocks(1, after=4),
+    "BlockPool.touch: block 9 is not of this pool of 4 blocks": lambda: BlockPool(4, 2).touch(
+        [KVCacheBlock(9)]
     ),
-    "BlockPool.free_blocks: block 1 is free already (ref_cnt 0)": lambda: (pool := BlockPool(4, 2)).free_blocks(
-        [pool.blocks[1]]
-    ),
+    "BlockPool.touch: block 1 is free and holds nothing cached": lambda: (
+        pool := BlockPool(4, 2)
+    ).touch([pool.blocks[1]]),
+    "BlockPool.free_blocks: block 1 is free already (ref_cnt 0)": lambda: (
+        pool := BlockPool(4, 2)
+    ).free_blocks([pool.blocks[1]]),
     "BlockTable.trim_to: length 3 of a table of 2 tokens": lambda: frozen_table().trim_to(3),
     "BlockTable.advance: 1 tokens, but 0 slots are reserved": lambda: frozen_table().advance(1),
     "BlockTable.slot_for_token: tokens 2 to 3 of a table of 1 blocks of 2 = 2 slots": lambda: (

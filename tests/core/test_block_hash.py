@@ -27,7 +27,8 @@ def typed(value):
 
 
 def test_a_hash_is_these_bytes_for_ever():
-    # Written out by hand from the layout in block_hash.py: a change here invalidates every snapshot on disk.
+    # Written out by hand from the layout in block_hash.py: a change here invalidates every snapshot
+    # on disk.
     def u64(n):
         return n.to_bytes(8, "little")
 
@@ -44,18 +45,29 @@ def test_a_hash_is_these_bytes_for_ever():
 
 def test_a_hash_is_the_same_in_another_process_with_another_hash_seed():
     program = (
-        "from mlx_paged.core import hash_token_blocks; print(hash_token_blocks(range(40), 16, ('a', 1))[-1].hex())"
+        "from mlx_paged.core import hash_token_blocks; "
+        "print(hash_token_blocks(range(40), 16, ('a', 1))[-1].hex())"
     )
     here = hash_token_blocks(range(40), 16, ("a", 1))[-1].hex()
     path = os.pathsep.join(filter(None, sys.path))
     for seed in "1", "2":
         environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": path}
-        there = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, check=True)
+        there = subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, check=True
+        )
         assert there.stdout.decode().strip() == here
 
 
 def test_only_full_blocks_are_hashed():
-    assert [len(hash_token_blocks(list(range(n)), 16)) for n in (0, 1, 15, 16, 17, 32, 500)] == [0, 0, 0, 1, 1, 2, 31]
+    assert [len(hash_token_blocks(list(range(n)), 16)) for n in (0, 1, 15, 16, 17, 32, 500)] == [
+        0,
+        0,
+        0,
+        1,
+        1,
+        2,
+        31,
+    ]
 
 
 def test_each_block_is_hashed_with_its_parent():
@@ -82,7 +94,15 @@ def test_keys_that_look_alike_have_different_hashes():
 
 def test_parent_and_tokens_and_keys_do_not_run_into_each_other():
     root = hash_block_tokens(None, [])
-    variants = [(None, [0]), (None, [0, 0]), (b"", [0]), (b"\0", [0]), (root, []), (root, [0]), (None, [-1])]
+    variants = [
+        (None, [0]),
+        (None, [0, 0]),
+        (b"", [0]),
+        (b"\0", [0]),
+        (root, []),
+        (root, [0]),
+        (None, [-1]),
+    ]
     assert len({hash_block_tokens(parent, ids) for parent, ids in variants}) == len(variants)
 
 
@@ -96,7 +116,10 @@ def test_two_hashes_are_equal_exactly_when_tokens_and_keys_are(contents):
 @given(tokens, st.integers(1, 5), extra_keys, st.lists(st.integers(0, 20), max_size=5))
 def test_extending_step_by_step_gives_the_same_list_as_at_once(ids, block_size, keys, cuts):
     hashes = []
-    added = [extend_block_hashes(hashes, ids[:cut], block_size, keys) for cut in [*sorted(cuts), len(ids)]]
+    added = [
+        extend_block_hashes(hashes, ids[:cut], block_size, keys)
+        for cut in [*sorted(cuts), len(ids)]
+    ]
     assert hashes == hash_token_blocks(ids, block_size, keys)
     assert sum(added) == len(hashes)
 
@@ -108,7 +131,9 @@ def test_extending_hashes_only_the_new_blocks():
 
 
 def test_more_hashes_than_full_blocks_are_refused():
-    with pytest.raises(ValueError, match=r"extend_block_hashes: 2 hashes for 3 tokens, which fill 1 blocks of 2"):
+    with pytest.raises(
+        ValueError, match=r"extend_block_hashes: 2 hashes for 3 tokens, which fill 1 blocks of 2"
+    ):
         extend_block_hashes(hash_token_blocks([1, 2, 3, 4], 2), [1, 2, 3], 2)
 
 
@@ -119,10 +144,19 @@ def test_a_block_size_below_one_is_refused():
 
 @pytest.mark.parametrize(
     ("key", "kind"),
-    [(True, "bool"), (1.0, "float"), ([1], "list"), ({}, "dict"), (bytearray(b"x"), "bytearray"), ((1, [2]), "list")],
+    [
+        (True, "bool"),
+        (1.0, "float"),
+        ([1], "list"),
+        ({}, "dict"),
+        (bytearray(b"x"), "bytearray"),
+        ((1, [2]), "list"),
+    ],
 )
 def test_an_extra_key_of_another_type_is_refused_by_name(key, kind):
-    with pytest.raises(TypeError, match=rf"hash_block_tokens: extra key .* is a {kind}; use str, int, bytes"):
+    with pytest.raises(
+        TypeError, match=rf"hash_block_tokens: extra key .* is a {kind}; use str, int, bytes"
+    ):
         hash_block_tokens(None, [1], (key,))
 
 

@@ -1,4 +1,6 @@
-"""check_integrity finds planted corruption of every kind, and its message prints the sum that failed."""
+"""check_integrity finds planted corruption of every kind, and its message prints the sum that
+failed.
+"""
 
 import pytest
 
@@ -8,7 +10,9 @@ A, B, C = b"\xaa" * 32, b"\xbb" * 32, b"\xcc" * 32
 
 
 def healthy():
-    """Free: 5, 6, 7, then cached 3, 2. Held: 1 (twice, hashed) and 4. Blocks 2 and 3 have the same hash."""
+    """Free: 5, 6, 7, then cached 3, 2. Held: 1 (twice, hashed) and 4. Blocks 2 and 3 have the same
+    hash.
+    """
     pool = BlockPool(8, 4)
     first, second = BlockTable(pool), BlockTable(pool)
     first.reserve(8)
@@ -107,7 +111,9 @@ POOL_CORRUPTION = {
         lambda pool: swap(pool.free_block_queue, pool.blocks[5], pool.blocks[2])
     ),
     r"free queue: block 5 is the null block or not of this pool": queue_a_foreign_block,
-    r"free queue: block 0 is the null block": lambda pool: pool.free_block_queue.prepend(pool.null_block),
+    r"free queue: block 0 is the null block": lambda pool: pool.free_block_queue.prepend(
+        pool.null_block
+    ),
     r"free queue: a block is linked outside its ends": lambda pool: setattr(
         pool.free_block_queue._tail, "next_free_block", pool.blocks[4]
     ),
@@ -116,14 +122,28 @@ POOL_CORRUPTION = {
     ),
     r"block 4 has ref_cnt 1, in the free queue: True": queue_a_held_block,
     r"block 6 has ref_cnt 0, in the free queue: False": lose_a_free_block,
-    r"block 4 has free-queue links: True, in the free queue: False": lambda pool: link_a_held_block(pool.blocks),
-    r"block 5 has ref_cnt 1, in the free queue: True": set_attribute("ref_cnt", 1, lambda pool: pool.blocks[5]),
-    r"block 4 has ref_cnt 0, in the free queue: False": set_attribute("ref_cnt", 0, lambda pool: pool.blocks[4]),
+    r"block 4 has free-queue links: True, in the free queue: False": lambda pool: link_a_held_block(
+        pool.blocks
+    ),
+    r"block 5 has ref_cnt 1, in the free queue: True": set_attribute(
+        "ref_cnt", 1, lambda pool: pool.blocks[5]
+    ),
+    r"block 4 has ref_cnt 0, in the free queue: False": set_attribute(
+        "ref_cnt", 0, lambda pool: pool.blocks[4]
+    ),
     r"block 4 has ref_cnt -1 < 0": set_attribute("ref_cnt", -1, lambda pool: pool.blocks[4]),
-    r"the null block has ref_cnt 1, hashed: False": set_attribute("ref_cnt", 1, lambda pool: pool.null_block),
-    r"the null block has ref_cnt 0, hashed: True": set_attribute("block_hash", C, lambda pool: pool.null_block),
-    r"block 0 has is_null False; block 0, and only it": set_attribute("is_null", False, lambda pool: pool.null_block),
-    r"block 4 has is_null True; block 0, and only it": set_attribute("is_null", True, lambda pool: pool.blocks[4]),
+    r"the null block has ref_cnt 1, hashed: False": set_attribute(
+        "ref_cnt", 1, lambda pool: pool.null_block
+    ),
+    r"the null block has ref_cnt 0, hashed: True": set_attribute(
+        "block_hash", C, lambda pool: pool.null_block
+    ),
+    r"block 0 has is_null False; block 0, and only it": set_attribute(
+        "is_null", False, lambda pool: pool.null_block
+    ),
+    r"block 4 has is_null True; block 0, and only it": set_attribute(
+        "is_null", True, lambda pool: pool.blocks[4]
+    ),
     r"blocks\[4\] has block_id 5": set_attribute("block_id", 5, lambda pool: pool.blocks[4]),
     r"prefix index: 4 blocks have a hash, 3 are found; \[4\]": hash_outside_the_index,
     r"prefix index: bbbbbbbb -> block 2, twice": index_twice,
@@ -155,7 +175,8 @@ def test_a_wrong_sum_is_printed():
         num_used_blocks = 5
 
     with pytest.raises(
-        IntegrityError, match=r"free \+ used \+ null = 3 \+ 0 \+ 1 by counting, 3 \+ 5 \+ 1 by the pool"
+        IntegrityError,
+        match=r"free \+ used \+ null = 3 \+ 0 \+ 1 by counting, 3 \+ 5 \+ 1 by the pool",
     ):
         Miscounting(4, 16).check_integrity()
 
@@ -164,9 +185,18 @@ def test_a_wrong_sum_is_printed():
     ("holders", "message"),
     [
         (lambda first, branch: [first], "block 1 has ref_cnt 2, and is held 1 times"),
-        (lambda first, branch: [first, branch, branch], "block 1 has ref_cnt 2, and is held 3 times"),
-        (lambda first, branch: [first, branch, [first.pool.blocks[5]]], "block 5 has ref_cnt 0, and is held 1 times"),
-        (lambda first, branch: [first, branch, [KVCacheBlock(6)]], "block 6 is held and not of this pool"),
+        (
+            lambda first, branch: [first, branch, branch],
+            "block 1 has ref_cnt 2, and is held 3 times",
+        ),
+        (
+            lambda first, branch: [first, branch, [first.pool.blocks[5]]],
+            "block 5 has ref_cnt 0, and is held 1 times",
+        ),
+        (
+            lambda first, branch: [first, branch, [KVCacheBlock(6)]],
+            "block 6 is held and not of this pool",
+        ),
     ],
 )
 def test_a_reference_too_many_or_too_few_is_found(holders, message):
@@ -178,7 +208,9 @@ def test_a_reference_too_many_or_too_few_is_found(holders, message):
 
 
 TABLE_CORRUPTION = {
-    r"block table: block_ids \[1, 5\] != ids of its blocks \[1, 4\]": lambda table: table._block_ids.__setitem__(1, 5),
+    r"block table: block_ids \[1, 5\] != ids of its blocks \[1, 4\]": lambda table: (
+        table._block_ids.__setitem__(1, 5)
+    ),
     r"block table: 2 blocks, 1 different ones: \[1, 1\]": lambda table: (
         table._blocks.__setitem__(1, table._blocks[0]),
         table._block_ids.__setitem__(1, 1),
@@ -187,8 +219,12 @@ TABLE_CORRUPTION = {
     r"block table: -1 tokens in 2 \* 4 = 8 slots": set_attribute("_num_tokens", -1),
     r"block table: 2 blocks cached, 4 // 4 = 1 are full": set_attribute("_num_cached_blocks", 2),
     r"block table: freed, and holds 2 blocks, 4 tokens": set_attribute("_is_freed", True),
-    r"block table: block 4 is in the table, its ref_cnt is 0": lambda table: table.pool.free_blocks([table.last]),
-    r"block table: empty block 4 has ref_cnt 2, hashed: False": lambda table: table.pool.touch([table.last]),
+    r"block table: block 4 is in the table, its ref_cnt is 0": lambda table: table.pool.free_blocks(
+        [table.last]
+    ),
+    r"block table: empty block 4 has ref_cnt 2, hashed: False": lambda table: table.pool.touch(
+        [table.last]
+    ),
     r"block table: empty block 4 has ref_cnt 1, hashed: True": (
         lambda table: table.pool.cache_full_blocks(table.blocks, [A, C], 1, 2)
     ),

@@ -47,7 +47,9 @@ def pool_with_cached(num_blocks, *order):
     """All blocks free; those in `order` are cached, and least recently freed in that order."""
     pool = BlockPool(num_blocks, 4)
     blocks = take(pool, *order)
-    pool.cache_full_blocks(blocks, [b"hash of %d" % block.block_id for block in blocks], 0, len(blocks))
+    pool.cache_full_blocks(
+        blocks, [b"hash of %d" % block.block_id for block in blocks], 0, len(blocks)
+    )
     pool.free_blocks(blocks)
     return pool
 
@@ -58,7 +60,12 @@ def pool_with_cached(num_blocks, *order):
 def test_a_new_pool_has_all_blocks_free_but_the_null_block():
     pool = BlockPool(6, 16)
     assert state(pool) == ([1, 2, 3, 4, 5], {}, [], 0)
-    assert (pool.num_blocks, pool.num_free_blocks, pool.num_used_blocks, pool.usage) == (6, 5, 0, 0.0)
+    assert (pool.num_blocks, pool.num_free_blocks, pool.num_used_blocks, pool.usage) == (
+        6,
+        5,
+        0,
+        0.0,
+    )
     assert (pool.null_block.block_id, pool.null_block.is_null) == (0, True)
 
 
@@ -81,7 +88,9 @@ def test_a_block_is_found_by_its_id_and_a_foreign_id_raises():
     pool = BlockPool(3, 16)
     assert [pool.get_block(block_id) for block_id in range(3)] == pool.blocks
     for block_id in -1, 3:
-        with pytest.raises(ForeignBlockError, match=f"BlockPool.get_block: block {block_id} is not"):
+        with pytest.raises(
+            ForeignBlockError, match=f"BlockPool.get_block: block {block_id} is not"
+        ):
             pool.get_block(block_id)
 
 
@@ -94,7 +103,9 @@ def test_all_blocks_or_none_and_nothing_changes_when_none():
     before = state(pool)
     assert pool.get_new_blocks(5) is None
     assert pool.get_new_blocks(5, after=1) is None
-    assert state(pool) == before == ([3, 5, 4, 2], {1: 1}, [(b"hash of 4", 4), (b"hash of 2", 2)], 0)
+    assert (
+        state(pool) == before == ([3, 5, 4, 2], {1: 1}, [(b"hash of 4", 4), (b"hash of 2", 2)], 0)
+    )
     assert ids(pool.get_new_blocks(4)) == [3, 5, 4, 2]
     assert pool.get_new_blocks(1) is None
     assert pool.get_new_blocks(0) == []
@@ -127,7 +138,8 @@ def test_when_the_run_ends_the_front_of_the_queue_begins_the_next_run():
     used = take(pool, 6, 2)
     pool.free_blocks(take(pool, 8))
     assert free_ids(pool) == [8, 1, 3, 4, 5, 7, 9]
-    # 5 follows 4; 6 is held: on to the front, 8, and its neighbour 9; then 1; 2 is held: 3; its neighbour 4.
+    # 5 follows 4; 6 is held: on to the front, 8, and its neighbour 9; then 1; 2 is held: 3; its
+    # neighbour 4.
     assert ids(pool.get_new_blocks(6, after=4)) == [5, 8, 9, 1, 3, 4]
     assert free_ids(pool) == [7]
     assert held(pool) == {1: 1, 2: 1, 3: 1, 4: 1, 5: 1, 6: 1, 8: 1, 9: 1}
@@ -155,7 +167,8 @@ def test_nothing_cached_is_evicted_while_an_empty_block_is_left():
 def test_cached_blocks_are_evicted_in_the_order_of_the_queue_whatever_is_adjacent():
     pool = pool_with_cached(8, 5, 2, 6, 1, 3)
     assert ids(pool.get_new_blocks(5, after=6)) == [7, 4, 5, 2, 6]
-    # 7 follows 6 and 4 is the last empty one. Then 5, 2 and 6 go, the least recently freed: neither 3 nor 1.
+    # 7 follows 6 and 4 is the last empty one. Then 5, 2 and 6 go, the least recently freed: neither
+    # 3 nor 1.
     assert state(pool) == (
         [1, 3],
         {2: 1, 4: 1, 5: 1, 6: 1, 7: 1},
@@ -184,7 +197,11 @@ def test_cached_blocks_go_to_the_back_in_the_order_given():
 
 def test_freed_tail_blocks_are_evicted_before_a_shared_prefix():
     pool = BlockPool(7, 16)
-    prefix, tail, other_tail = pool.get_new_blocks(2), pool.get_new_blocks(2), pool.get_new_blocks(2)
+    prefix, tail, other_tail = (
+        pool.get_new_blocks(2),
+        pool.get_new_blocks(2),
+        pool.get_new_blocks(2),
+    )
     pool.touch(prefix)
     first, second = prefix + tail, prefix + other_tail
     pool.cache_full_blocks(first, [A, B, C, D], 0, 4)
@@ -220,8 +237,15 @@ def test_a_double_free_raises_and_changes_nothing():
     pool.touch([third])
     pool.free_blocks([second])
     before = state(pool)
-    for blocks in [second], [first, third, second], [first, third, first], [first, third, third, third]:
-        with pytest.raises(DoubleFreeError, match=r"BlockPool.free_blocks: block \d is free already"):
+    for blocks in (
+        [second],
+        [first, third, second],
+        [first, third, first],
+        [first, third, third, third],
+    ):
+        with pytest.raises(
+            DoubleFreeError, match=r"BlockPool.free_blocks: block \d is free already"
+        ):
             pool.free_blocks(blocks)
         assert state(pool) == before == ([2, 4], {1: 1, 3: 2}, [], 0)
 
@@ -236,7 +260,9 @@ def test_a_foreign_block_raises_in_every_verb_and_changes_nothing():
             pool.free_blocks,
             lambda blocks: pool.cache_full_blocks(blocks, [A, B], 0, 2),
         ):
-            with pytest.raises(ForeignBlockError, match=f"block {foreign.block_id} is not of this pool of 4 blocks"):
+            with pytest.raises(
+                ForeignBlockError, match=f"block {foreign.block_id} is not of this pool of 4 blocks"
+            ):
                 verb([*own, foreign])
             assert state(pool) == before == ([2, 3], {1: 1}, [], 0)
 
@@ -297,7 +323,9 @@ def test_touch_revives_a_free_cached_block_from_the_middle_of_the_queue():
 
 def test_touching_a_free_block_that_holds_nothing_cached_raises_and_changes_nothing():
     pool = pool_with_cached(4, 3)
-    with pytest.raises(UseAfterFreeError, match=r"BlockPool.touch: block 1 is free and holds nothing cached"):
+    with pytest.raises(
+        UseAfterFreeError, match=r"BlockPool.touch: block 1 is free and holds nothing cached"
+    ):
         pool.touch([pool.blocks[3], pool.blocks[1]])
     assert state(pool) == ([1, 2, 3], {}, [(b"hash of 3", 3)], 0)
 
@@ -311,10 +339,15 @@ def test_only_the_range_that_is_new_is_cached():
     assert cached(pool) == [(B, 2), (C, 3)]
 
 
-@pytest.mark.parametrize(("num_cached_blocks", "num_full_blocks"), [(-1, 1), (2, 1), (0, 3), (0, 4)])
+@pytest.mark.parametrize(
+    ("num_cached_blocks", "num_full_blocks"), [(-1, 1), (2, 1), (0, 3), (0, 4)]
+)
 def test_a_range_beyond_the_blocks_or_the_hashes_is_refused(num_cached_blocks, num_full_blocks):
     pool = BlockPool(6, 16)
-    with pytest.raises(ValueError, match=f"blocks {num_cached_blocks} to {num_full_blocks} of 3 blocks and 2 hashes"):
+    with pytest.raises(
+        ValueError,
+        match=f"blocks {num_cached_blocks} to {num_full_blocks} of 3 blocks and 2 hashes",
+    ):
         pool.cache_full_blocks(pool.get_new_blocks(3), [A, B], num_cached_blocks, num_full_blocks)
     assert cached(pool) == []
 
@@ -331,8 +364,14 @@ def test_caching_a_block_with_another_hash_raises_and_changes_nothing():
     pool = BlockPool(5, 16)
     blocks = pool.get_new_blocks(3)
     pool.cache_full_blocks(blocks, [A, B], 1, 2)
-    for sequence, hashes in ([blocks[0], blocks[1]], [A, C]), ([blocks[0], blocks[2], blocks[2]], [A, C, D]):
-        with pytest.raises(FrozenBlockError, match=r"BlockPool.cache_full_blocks: block \d already has another hash"):
+    for sequence, hashes in (
+        ([blocks[0], blocks[1]], [A, C]),
+        ([blocks[0], blocks[2], blocks[2]], [A, C, D]),
+    ):
+        with pytest.raises(
+            FrozenBlockError,
+            match=r"BlockPool.cache_full_blocks: block \d already has another hash",
+        ):
             pool.cache_full_blocks(sequence, hashes, 0, len(hashes))
         assert state(pool) == ([4], {1: 1, 2: 1, 3: 1}, [(B, 2)], 0)
 
@@ -424,7 +463,9 @@ def test_a_pool_of_the_null_block_alone_can_grow():
 
 
 def test_growing_by_a_negative_number_is_refused():
-    with pytest.raises(ValueError, match=r"BlockPool.grow: num_new_blocks must be at least 0, got -1"):
+    with pytest.raises(
+        ValueError, match=r"BlockPool.grow: num_new_blocks must be at least 0, got -1"
+    ):
         BlockPool(2, 16).grow(-1)
 
 
@@ -454,7 +495,9 @@ def test_a_pool_does_not_shrink_below_a_block_in_use():
 
 @pytest.mark.parametrize("num_blocks", [0, -1, 5])
 def test_shrinking_beyond_either_end_is_refused(num_blocks):
-    with pytest.raises(ValueError, match=rf"BlockPool.shrink_to: num_blocks must be 1..4, got {num_blocks}"):
+    with pytest.raises(
+        ValueError, match=rf"BlockPool.shrink_to: num_blocks must be 1..4, got {num_blocks}"
+    ):
         BlockPool(4, 16).shrink_to(num_blocks)
 
 

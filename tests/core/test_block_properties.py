@@ -1,12 +1,12 @@
 """Random sequences of operations, checked after every single one.
 
-`PoolMachine` holds the pool against lists that are searched from end to end: same ids, same order, same index.
-`TableMachine` runs sequences over simulated slabs: every row that is written says which prefix it stands for, and each
-sequence, and each cached block, must read back its own rows after every operation.
+`PoolMachine` holds the pool against lists that are searched from end to end: same ids, same order,
+same index. `TableMachine` runs sequences over simulated slabs: every row that is written says which
+prefix it stands for, and each sequence, and each cached block, must read back its own rows after
+every operation.
 
-Hypothesis drives both with short sequences, which it can shrink; a seeded generator with long ones, which reach the
-rare events and must show that they did.
-"""
+Hypothesis drives both with short sequences, which it can shrink; a seeded generator with long ones,
+which reach the rare events and must show that they did."""
 
 import random
 from collections import Counter
@@ -15,7 +15,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mlx_paged.core import BlockPool, BlockTable, FrozenBlockError, extend_block_hashes, hash_token_blocks
+from mlx_paged.core import (
+    BlockPool,
+    BlockTable,
+    FrozenBlockError,
+    extend_block_hashes,
+    hash_token_blocks,
+)
 
 seeds = st.integers(0, 2**16)
 
@@ -79,7 +85,11 @@ class PoolMachine(RuleBasedStateMachine):
             if counts[block_id]:
                 counts[block_id] -= 1
                 ids.append(block_id)
-        freed = [block_id for i, block_id in enumerate(ids) if not counts[block_id] and block_id not in ids[i + 1 :]]
+        freed = [
+            block_id
+            for i, block_id in enumerate(ids)
+            if not counts[block_id] and block_id not in ids[i + 1 :]
+        ]
         assert [block.block_id for block in self.pool.free_blocks(self.blocks(ids))] == freed
         for block_id in freed:
             if block_id in self.hash_of:
@@ -106,7 +116,9 @@ class PoolMachine(RuleBasedStateMachine):
             fresh = sorted({*self.refs} - {*self.hash_of})
             if fresh:
                 entering.setdefault(pick(fresh, seed), block_hash)
-        self.pool.cache_full_blocks(self.blocks(entering), list(entering.values()), 0, len(entering))
+        self.pool.cache_full_blocks(
+            self.blocks(entering), list(entering.values()), 0, len(entering)
+        )
         self.hash_of.update(entering)
 
     @rule(chosen=st.lists(seeds, max_size=4))
@@ -150,15 +162,24 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def the_pool_agrees_with_the_lists(self):
         pool = self.pool
-        pool.check_integrity([self.blocks(block_id for block_id, n in self.refs.items() for _ in range(n))])
+        pool.check_integrity(
+            [self.blocks(block_id for block_id, n in self.refs.items() for _ in range(n))]
+        )
         assert [block.block_id for block in pool.free_block_queue] == self.queue
-        assert [block.block_hash for block in pool.blocks] == [self.hash_of.get(i) for i in range(self.num_blocks)]
+        assert [block.block_hash for block in pool.blocks] == [
+            self.hash_of.get(i) for i in range(self.num_blocks)
+        ]
         for block_hash in b"a", b"b", b"c":
-            first = next((block_id for block_id, other in self.hash_of.items() if other == block_hash), None)
+            first = next(
+                (block_id for block_id, other in self.hash_of.items() if other == block_hash), None
+            )
             found = pool.get_cached_block(block_hash)
             assert (found.block_id if found else None) == first
         assert (pool.num_free_blocks, pool.num_used_blocks) == (len(self.queue), len(self.refs))
-        assert (pool.num_cached_blocks, pool.num_evictions) == (len(self.hash_of), self.num_evictions)
+        assert (pool.num_cached_blocks, pool.num_evictions) == (
+            len(self.hash_of),
+            self.num_evictions,
+        )
 
 
 # Prompts that share prefixes of several lengths, so that there is something to hit.
@@ -166,7 +187,9 @@ PROMPTS = [[0] * 16, [0] * 5 + [1] * 11, [0] * 5 + [1] * 4 + [0] * 7, [1] * 16]
 
 
 class Sequence:
-    """What the model knows of a sequence: its tokens, and the adapter that makes its K/V differ from others'."""
+    """What the model knows of a sequence: its tokens, and the adapter that makes its K/V differ
+    from others'.
+    """
 
     def __init__(self, table, adapter, token_ids=(), block_hashes=()):
         self.table = table
@@ -217,10 +240,14 @@ class TableMachine(RuleBasedStateMachine):
         assert len(copies) <= 1
         for source, _ in copies:
             self.seen["a shared block was copied"] += self.pool.blocks[source].ref_cnt > 0
-            self.seen["a hashed block was copied"] += self.pool.blocks[source].block_hash is not None
+            self.seen["a hashed block was copied"] += (
+                self.pool.blocks[source].block_hash is not None
+            )
             self.seen["a copied block had reserved ones behind it"] += source != before[-1]
         renamed = dict(copies)
-        assert table.block_ids[: len(before)] == [renamed.get(block_id, block_id) for block_id in before]
+        assert table.block_ids[: len(before)] == [
+            renamed.get(block_id, block_id) for block_id in before
+        ]
         for source, _ in copies:
             assert source == before[len(sequence.token_ids) // self.block_size]
         released = sum(self.pool.blocks[source].ref_cnt == 0 for source, _ in copies)
@@ -255,7 +282,9 @@ class TableMachine(RuleBasedStateMachine):
         then_cache=st.booleans(),
     )
     def start(self, prompt, length, adapter, by_token, then_cache):
-        """A prompt: adopt what the index has of it, at most all but the last token, and compute the rest."""
+        """A prompt: adopt what the index has of it, at most all but the last token, and compute the
+        rest.
+        """
         token_ids = prompt[:length]
         hashes = hash_token_blocks(token_ids, self.block_size, (adapter,))
         hit = []
@@ -274,7 +303,9 @@ class TableMachine(RuleBasedStateMachine):
         self.pool.touch(hit)
         table = BlockTable(self.pool)
         table.adopt(hit, num_hit)
-        sequence = Sequence(table, adapter, token_ids[:num_hit], hashes[: num_hit // self.block_size])
+        sequence = Sequence(
+            table, adapter, token_ids[:num_hit], hashes[: num_hit // self.block_size]
+        )
         assert table.num_cached_blocks == num_hit // self.block_size
         self.sequences.append(sequence)
         self.extend(sequence, token_ids[num_hit:])
@@ -288,7 +319,9 @@ class TableMachine(RuleBasedStateMachine):
             return
         self.copy_blocks(copies)
         first = len(sequence.token_ids)
-        self.write(sequence.table.writable_slots(first, n), sequence, first, sequence.token_ids + token_ids)
+        self.write(
+            sequence.table.writable_slots(first, n), sequence, first, sequence.token_ids + token_ids
+        )
         num_kept = n if num_kept is None else min(num_kept, n)
         sequence.table.advance(num_kept)
         sequence.token_ids += token_ids[:num_kept]
@@ -328,7 +361,9 @@ class TableMachine(RuleBasedStateMachine):
             copies = self.reserve(sequence, n)
             if copies is not None:
                 taken = {copy for _, copy in copies} | set(sequence.table.block_ids[-1:])
-                self.seen["a copied block was taken in the same step"] += any(src in taken for src, _ in all_copies)
+                self.seen["a copied block was taken in the same step"] += any(
+                    src in taken for src, _ in all_copies
+                )
                 all_copies += copies
                 first = len(sequence.token_ids)
                 writes.append((sequence.table.writable_slots(first, n), sequence, first))
@@ -354,7 +389,9 @@ class TableMachine(RuleBasedStateMachine):
         sequence = pick(self.sequences, seed)
         num_free = self.pool.num_free_blocks
         table = sequence.table.fork()
-        self.sequences.append(Sequence(table, sequence.adapter, sequence.token_ids, sequence.block_hashes))
+        self.sequences.append(
+            Sequence(table, sequence.adapter, sequence.token_ids, sequence.block_hashes)
+        )
         assert self.pool.num_free_blocks == num_free
 
     @precondition(lambda self: self.sequences)
@@ -363,7 +400,9 @@ class TableMachine(RuleBasedStateMachine):
         self.cache_blocks(pick(self.sequences, seed))
 
     def cache_blocks(self, sequence):
-        extend_block_hashes(sequence.block_hashes, sequence.token_ids, self.block_size, (sequence.adapter,))
+        extend_block_hashes(
+            sequence.block_hashes, sequence.token_ids, self.block_size, (sequence.adapter,)
+        )
         num_cached = sequence.table.num_cached_blocks
         num_full = len(sequence.token_ids) // self.block_size
         assert sequence.table.cache_full_blocks(sequence.block_hashes) == num_full - num_cached
@@ -390,9 +429,14 @@ class TableMachine(RuleBasedStateMachine):
             return
         offset %= table.capacity
         n = min(n, table.capacity - offset)
-        touched = {(t // self.block_size, table.blocks[t // self.block_size]) for t in range(offset, offset + n)}
+        touched = {
+            (t // self.block_size, table.blocks[t // self.block_size])
+            for t in range(offset, offset + n)
+        }
         is_frozen = any(
-            (index + 1) * self.block_size <= table.num_tokens or block.block_hash is not None or self.holders(block) > 1
+            (index + 1) * self.block_size <= table.num_tokens
+            or block.block_hash is not None
+            or self.holders(block) > 1
             for index, block in touched
         )
         try:
@@ -420,7 +464,10 @@ class TableMachine(RuleBasedStateMachine):
 
     @rule(seed=seeds)
     def shrink(self, seed):
-        highest = max((block_id for sequence in self.sequences for block_id in sequence.table.block_ids), default=0)
+        highest = max(
+            (block_id for sequence in self.sequences for block_id in sequence.table.block_ids),
+            default=0,
+        )
         num_blocks = self.pool.num_blocks - seed % min(4, self.pool.num_blocks)
         self.seen["the pool shrank"] += highest < num_blocks < self.pool.num_blocks
         assert self.pool.shrink_to(num_blocks) is (highest < num_blocks)
@@ -445,7 +492,9 @@ class TableMachine(RuleBasedStateMachine):
     def every_cached_block_holds_the_rows_that_its_hash_names(self):
         for block_hash, block in self.pool.prefix_index:
             first = block.block_id * self.block_size
-            assert [self.slab[slot] for slot in range(first, first + self.block_size)] == self.rows_of[block_hash]
+            assert [
+                self.slab[slot] for slot in range(first, first + self.block_size)
+            ] == self.rows_of[block_hash]
 
 
 unhurried = settings(deadline=None, suppress_health_check=list(HealthCheck))

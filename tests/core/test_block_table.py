@@ -51,7 +51,13 @@ def state(table):
 
 def test_a_new_table_is_empty():
     table = make()
-    assert (table.num_tokens, table.num_blocks, len(table), table.capacity, table.num_unfilled_slots) == (0, 0, 0, 0, 0)
+    assert (
+        table.num_tokens,
+        table.num_blocks,
+        len(table),
+        table.capacity,
+        table.num_unfilled_slots,
+    ) == (0, 0, 0, 0, 0)
     assert (table.block_ids, list(table), table.last, table.is_freed) == ([], [], None, False)
     assert table.slot_mapping(0, 0) == table.writable_slots(0, 0) == []
 
@@ -112,20 +118,30 @@ def test_a_table_grows_into_the_blocks_that_follow_its_last():
     gap.free()
     assert free_ids(pool) == [3, 4, 6, 7, 8, 9, 10, 11]
     second_tail.reserve(4)
-    assert (first.block_ids, second_tail.block_ids, free_ids(pool)) == ([1], [5, 6], [3, 4, 7, 8, 9, 10, 11])
+    assert (first.block_ids, second_tail.block_ids, free_ids(pool)) == (
+        [1],
+        [5, 6],
+        [3, 4, 7, 8, 9, 10, 11],
+    )
     second.reserve(12)
     assert second.block_ids == [2, 3, 4, 7]
 
 
 def test_the_last_slot_of_the_pool_can_be_appended_to():
     table = make(block_size=1, num_blocks=3)
-    assert [table.append_token_slot() for _ in range(3)] == [TokenSlot(1, []), TokenSlot(2, []), None]
+    assert [table.append_token_slot() for _ in range(3)] == [
+        TokenSlot(1, []),
+        TokenSlot(2, []),
+        None,
+    ]
 
 
 def test_advance_beyond_what_was_reserved_raises():
     table = make(3)
     for n in 2, 5:
-        with pytest.raises(BlockTableError, match=f"BlockTable.advance: {n} tokens, but 1 slots are reserved"):
+        with pytest.raises(
+            BlockTableError, match=f"BlockTable.advance: {n} tokens, but 1 slots are reserved"
+        ):
             table.advance(n)
     assert table.num_tokens == 3
 
@@ -134,7 +150,9 @@ def test_advance_beyond_what_was_reserved_raises():
 def test_a_negative_count_raises(verb):
     table = make(5)
     before = state(table)
-    with pytest.raises(BlockTableError, match=rf"BlockTable.{verb}: a count must be at least 0, got -1"):
+    with pytest.raises(
+        BlockTableError, match=rf"BlockTable.{verb}: a count must be at least 0, got -1"
+    ):
         getattr(table, verb)(-1)
     assert state(table) == before
 
@@ -159,7 +177,20 @@ def test_a_token_lives_in_block_t_over_block_size_at_offset_t_mod_block_size():
     table = scattered()
     assert [table.block_for_token(t) for t in range(12)] == [5, 5, 5, 5, 6, 6, 6, 6, 2, 2, 2, 2]
     assert [table.offset_in_block(t) for t in range(12)] == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3]
-    assert [table.slot_for_token(t) for t in range(12)] == [20, 21, 22, 23, 24, 25, 26, 27, 8, 9, 10, 11]
+    assert [table.slot_for_token(t) for t in range(12)] == [
+        20,
+        21,
+        22,
+        23,
+        24,
+        25,
+        26,
+        27,
+        8,
+        9,
+        10,
+        11,
+    ]
 
 
 def test_a_slot_mapping_is_the_slots_of_its_tokens_for_every_range():
@@ -174,7 +205,8 @@ def test_a_slot_mapping_is_the_slots_of_its_tokens_for_every_range():
 @pytest.mark.parametrize("token", [-1, 12, 99])
 def test_a_token_beyond_the_capacity_raises(verb, token):
     with pytest.raises(
-        BlockTableError, match=f"BlockTable.{verb}: tokens {token} to {token + 1} of a table of 3 block"
+        BlockTableError,
+        match=f"BlockTable.{verb}: tokens {token} to {token + 1} of a table of 3 block",
     ):
         getattr(scattered(), verb)(token)
 
@@ -182,7 +214,9 @@ def test_a_token_beyond_the_capacity_raises(verb, token):
 @pytest.mark.parametrize("verb", ["slot_mapping", "writable_slots"])
 @pytest.mark.parametrize(("offset", "n"), [(-1, 2), (11, 2), (13, 0), (8, -1)])
 def test_a_range_beyond_the_capacity_raises(verb, offset, n):
-    with pytest.raises(BlockTableError, match=f"BlockTable.{verb}: tokens {offset} to {offset + n} of a table"):
+    with pytest.raises(
+        BlockTableError, match=f"BlockTable.{verb}: tokens {offset} to {offset + n} of a table"
+    ):
         getattr(scattered(), verb)(offset, n)
 
 
@@ -201,7 +235,8 @@ def test_a_block_filled_by_advance_is_frozen(offset, n):
     table = make(4)
     table.reserve(4)
     with pytest.raises(
-        FrozenBlockError, match=r"touch block 1, which is frozen \(ref_cnt 1, hashed: False, full: True"
+        FrozenBlockError,
+        match=r"touch block 1, which is frozen \(ref_cnt 1, hashed: False, full: True",
     ):
         table.writable_slots(offset, n)
     assert table.writable_slots(4, 4) == [8, 9, 10, 11]
@@ -211,9 +246,14 @@ def test_a_shared_block_is_frozen_for_both_sides():
     table = make(6)
     other = table.fork()
     for side in table, other:
-        with pytest.raises(FrozenBlockError, match=r"tokens 6..6 touch block 2.*ref_cnt 2, hashed: False, full: False"):
+        with pytest.raises(
+            FrozenBlockError,
+            match=r"tokens 6..6 touch block 2.*ref_cnt 2, hashed: False, full: False",
+        ):
             side.writable_slots(6, 1)
-        with pytest.raises(FrozenBlockError, match=r"BlockTable.advance: 1 tokens into block 2, which is frozen"):
+        with pytest.raises(
+            FrozenBlockError, match=r"BlockTable.advance: 1 tokens into block 2, which is frozen"
+        ):
             side.advance(1)
         side.advance(0)
 
@@ -222,7 +262,8 @@ def test_a_hashed_block_is_frozen_even_when_it_is_used_in_part():
     table = make_cached(8)
     table.trim_to(6)
     with pytest.raises(
-        FrozenBlockError, match=r"touch block 2, which is frozen \(ref_cnt 1, hashed: True, full: False"
+        FrozenBlockError,
+        match=r"touch block 2, which is frozen \(ref_cnt 1, hashed: True, full: False",
     ):
         table.writable_slots(6, 1)
     with pytest.raises(FrozenBlockError, match=r"BlockTable.advance: 2 tokens into block 2"):
@@ -256,7 +297,9 @@ def test_trimming_to_nothing_leaves_a_usable_table():
 
 def test_trimming_beyond_the_length_raises():
     table = make(5)
-    with pytest.raises(BlockTableError, match=r"BlockTable.trim_to: length 6 of a table of 5 tokens"):
+    with pytest.raises(
+        BlockTableError, match=r"BlockTable.trim_to: length 6 of a table of 5 tokens"
+    ):
         table.trim_to(6)
     assert state(table) == (5, [1, 2], [3, 4, 5, 6, 7, 8, 9], {1: 1, 2: 1})
 
@@ -473,7 +516,9 @@ def test_fresh_blocks_may_be_adopted_and_written():
 def test_adopting_more_or_fewer_blocks_than_the_tokens_need_raises(num_tokens):
     pool = BlockPool(6, 4)
     table = BlockTable(pool)
-    with pytest.raises(BlockTableError, match=f"BlockTable.adopt: 2 blocks for {num_tokens} tokens, which need"):
+    with pytest.raises(
+        BlockTableError, match=f"BlockTable.adopt: 2 blocks for {num_tokens} tokens, which need"
+    ):
         table.adopt(pool.get_new_blocks(2), num_tokens)
     assert (table.num_tokens, table.block_ids) == (0, [])
 
@@ -486,7 +531,9 @@ def test_only_an_empty_table_adopts():
 
 def test_blocks_must_be_taken_before_they_are_adopted():
     pool = BlockPool(6, 4)
-    with pytest.raises(UseAfterFreeError, match=r"BlockTable.adopt: block 3 is free \(ref_cnt 0\); touch it first"):
+    with pytest.raises(
+        UseAfterFreeError, match=r"BlockTable.adopt: block 3 is free \(ref_cnt 0\); touch it first"
+    ):
         BlockTable(pool).adopt([*pool.get_new_blocks(1), pool.blocks[3]], 8)
 
 
@@ -506,7 +553,9 @@ def test_each_full_block_is_cached_once_as_it_fills():
         table.reserve(n)
         table.advance(n)
         hashes = hash_token_blocks(token_ids[: table.num_tokens], 4)
-        cached.append((table.cache_full_blocks(hashes), table.num_cached_blocks, table.num_full_blocks))
+        cached.append(
+            (table.cache_full_blocks(hashes), table.num_cached_blocks, table.num_full_blocks)
+        )
     assert cached == [(0, 0, 0), (1, 1, 1), (1, 2, 2), (0, 2, 2)]
     assert [block.block_hash for block in table] == [*hash_token_blocks(token_ids, 4), None]
 
@@ -527,7 +576,10 @@ def test_a_block_refilled_after_a_trim_is_cached_anew():
         table.append_token_slot()
     hashes = hash_token_blocks([0, 1, 2, 3, 4, 5, 60, 70], 4)
     assert table.cache_full_blocks(hashes) == 1
-    assert (table.block_ids, ids(table.pool.get_cached_block(key) for key in hashes)) == ([1, 3], [1, 3])
+    assert (table.block_ids, ids(table.pool.get_cached_block(key) for key in hashes)) == (
+        [1, 3],
+        [1, 3],
+    )
 
 
 def test_both_forks_may_cache_a_block_they_share():

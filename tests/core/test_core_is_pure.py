@@ -1,4 +1,6 @@
-"""core/ is bookkeeping: standard library and its own modules, no MLX, no numpy, nothing else of ours."""
+"""core/ is bookkeeping: standard library and its own modules, no MLX, no numpy, nothing else of
+ours.
+"""
 
 import ast
 import sys
@@ -22,7 +24,8 @@ def test_a_module_of_core_imports_only_the_standard_library_and_its_neighbours(p
     foreign = [
         name
         for name in imported
-        if not name.startswith("mlx_paged.core.") and name.split(".")[0] not in sys.stdlib_module_names
+        if not name.startswith("mlx_paged.core.")
+        and name.split(".")[0] not in sys.stdlib_module_names
     ]
     assert foreign == []
 

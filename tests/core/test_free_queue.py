@@ -76,7 +76,9 @@ def test_a_block_outside_the_queue_cannot_be_removed():
 @pytest.mark.parametrize("verb", ["append", "prepend", "append_n", "prepend_n"])
 def test_a_block_in_the_queue_cannot_be_put_in_again(verb):
     blocks, queue = make(3)
-    with pytest.raises(BlockError, match=rf"FreeKVCacheBlockQueue.{verb}: block 1 is in the queue already"):
+    with pytest.raises(
+        BlockError, match=rf"FreeKVCacheBlockQueue.{verb}: block 1 is in the queue already"
+    ):
         getattr(queue, verb)([blocks[1]] if verb.endswith("_n") else blocks[1])
     assert state(queue) == [0, 1, 2]
 
@@ -126,7 +128,14 @@ def test_a_verb_touches_as_many_links_in_a_queue_of_ten_thousand_as_in_one_of_te
     assert 0 < counts[0] == counts[1] <= 12
 
 
-@given(st.lists(st.tuples(st.sampled_from(["popleft", "remove", "append", "prepend", "popleft_n"]), st.integers(0, 7))))
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["popleft", "remove", "append", "prepend", "popleft_n"]),
+            st.integers(0, 7),
+        )
+    )
+)
 def test_any_sequence_of_verbs_agrees_with_a_list(verbs):
     blocks, queue = make(8)
     model = list(range(8))

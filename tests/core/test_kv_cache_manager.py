@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from mlx_paged.core import BlockPool, BlockTableError, ComputedBlocks, KVCacheManager, KVCacheManagerStats
+from mlx_paged.core import (
+    BlockPool,
+    BlockTableError,
+    ComputedBlocks,
+    KVCacheManager,
+    KVCacheManagerStats,
+)
 from mlx_paged.core.block_hash import hash_token_blocks
 
 BLOCK_SIZE = 4
@@ -220,13 +226,20 @@ def test_misuse_is_refused_by_name():
     computed = manager.get_computed_blocks(hashes([*range(6)]), 6)
     with pytest.raises(ValueError, match="num_new_tokens must be at least 1, got 0"):
         manager.allocate_slots("a", 0)
-    with pytest.raises(BlockTableError, match="request 'a' has 6 tokens already, so its 4 computed ones have no place"):
+    with pytest.raises(
+        BlockTableError,
+        match="request 'a' has 6 tokens already, so its 4 computed ones have no place",
+    ):
         manager.allocate_slots("a", 1, computed)
     with pytest.raises(ValueError, match="fork: request 'a' exists already"):
         manager.fork("a", "a")
     with pytest.raises(BlockTableError, match="length 7 of a table of 6 tokens"):
         manager.trim("a", 7)
-    for call in (manager.free, lambda name: manager.trim(name, 0), lambda name: manager.fork(name, "c")):
+    for call in (
+        manager.free,
+        lambda name: manager.trim(name, 0),
+        lambda name: manager.fork(name, "c"),
+    ):
         with pytest.raises(KeyError, match=r"no request 'b'; there are \['a'\]"):
             call("b")
     assert tables(manager) == {"a": [1, 2]}

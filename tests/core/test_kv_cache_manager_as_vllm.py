@@ -1,4 +1,6 @@
-"""Our manager on calls that vLLM's v1 manager was recorded with: the same counts, refusals, evictions in order."""
+"""Our manager on calls that vLLM's v1 manager was recorded with: the same counts, refusals,
+evictions in order.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ class Replay:
         self.evicted.clear()
         computed, request.computed = request.computed, ComputedBlocks()
         has_blocks = call.request in manager.tables
-        num_cached_before = manager.tables[call.request].num_cached_blocks if has_blocks else len(computed.blocks)
+        num_cached_before = (
+            manager.tables[call.request].num_cached_blocks if has_blocks else len(computed.blocks)
+        )
         copies = None
         all_tokens = len(request.token_ids) - computed.num_tokens
         needed_by_all = manager.num_needed_blocks(call.request, all_tokens, computed)
@@ -69,7 +73,9 @@ class Replay:
             stored = request.block_hashes[num_cached_before : num_cached_before + num_stored]
         return {
             "refused": copies is None,
-            "blocks": manager.tables[call.request].num_blocks if call.request in manager.tables else 0,
+            "blocks": manager.tables[call.request].num_blocks
+            if call.request in manager.tables
+            else 0,
             "evicted": list(self.evicted),
             "stored": [self.names[block_hash] for block_hash in stored],
         }
@@ -85,7 +91,9 @@ class Replay:
                 self.add_tokens(self.requests[call.request], call.token_ids)
             case GetComputedBlocks():
                 request = self.requests[call.request]
-                request.computed = manager.get_computed_blocks(request.block_hashes, len(request.token_ids))
+                request.computed = manager.get_computed_blocks(
+                    request.block_hashes, len(request.token_ids)
+                )
                 return {"hit": request.computed.num_tokens}
             case AllocateSlots():
                 return self.allocate(call)
@@ -121,5 +129,9 @@ def test_the_traces_have_something_of_everything():
     assert sum(call.refused for call in allocations) > 200
     assert sum(len(call.evicted) for call in allocations) > 500
     assert sum(call.hit for call in calls if isinstance(call, GetComputedBlocks)) > 10_000
-    assert {call.reason for call in calls if isinstance(call, FreeRequest)} == {"finished", "aborted", "preempted"}
+    assert {call.reason for call in calls if isinstance(call, FreeRequest)} == {
+        "finished",
+        "aborted",
+        "preempted",
+    }
     assert {call.done for call in calls if isinstance(call, ResetPrefixCache)} == {True, False}

@@ -1,4 +1,6 @@
-"""Thousands of random calls of the manager, over slabs that hold what was written: no request reads another's."""
+"""Thousands of random calls of the manager, over slabs that hold what was written: no request reads
+another's.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +24,23 @@ class Slabs:
 
     def copy(self, source: int, destination: int) -> None:
         for offset in range(self.block_size):
-            self.slots[destination * self.block_size + offset] = self.slots.get(source * self.block_size + offset, ())
+            self.slots[destination * self.block_size + offset] = self.slots.get(
+                source * self.block_size + offset, ()
+            )
 
     def write(self, block_ids: list[int], start: int, tokens: list[int], salt: str) -> None:
         for position in range(start, len(tokens)):
-            slot = block_ids[position // self.block_size] * self.block_size + position % self.block_size
+            slot = (
+                block_ids[position // self.block_size] * self.block_size
+                + position % self.block_size
+            )
             self.slots[slot] = (salt, *tokens[: position + 1])
 
     def read(self, block_ids: list[int], num_tokens: int) -> list[tuple]:
-        slots = (block_ids[p // self.block_size] * self.block_size + p % self.block_size for p in range(num_tokens))
+        slots = (
+            block_ids[p // self.block_size] * self.block_size + p % self.block_size
+            for p in range(num_tokens)
+        )
         return [self.slots[slot] for slot in slots]
 
 
@@ -80,10 +90,14 @@ class Driver:
     def come(self) -> None:
         salt = self.random.choice(["", "", "salt"])
         stem = self.random.choice(STEMS)
-        tokens = stem[: self.random.randint(1, len(stem))] + [self.random.randint(60, 62)] * self.random.randint(0, 6)
+        tokens = stem[: self.random.randint(1, len(stem))] + [
+            self.random.randint(60, 62)
+        ] * self.random.randint(0, 6)
         computed = self.manager.get_computed_blocks(self.hashes(salt, tokens), len(tokens))
         self.counts["hits"] += computed.num_tokens
-        copies = self.manager.allocate_slots(self.next_id, len(tokens) - computed.num_tokens, computed)
+        copies = self.manager.allocate_slots(
+            self.next_id, len(tokens) - computed.num_tokens, computed
+        )
         if copies is None:
             self.refuse()
             return
@@ -101,7 +115,10 @@ class Driver:
         salt, tokens = self.requests[request_id]
         action = self.random.random()
         if action < 0.6:
-            self.extend(request_id, [self.random.randint(60, 62) for _ in range(self.random.choice([1, 1, 1, 5]))])
+            self.extend(
+                request_id,
+                [self.random.randint(60, 62) for _ in range(self.random.choice([1, 1, 1, 5]))],
+            )
         elif action < 0.75:
             self.manager.fork(request_id, self.next_id)
             self.requests[self.next_id] = (salt, list(tokens))

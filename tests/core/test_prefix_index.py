@@ -7,7 +7,9 @@ from mlx_paged.core import KVCacheBlock, PrefixIndex
 
 
 def make(*hashes):
-    blocks = [KVCacheBlock(block_id, block_hash=block_hash) for block_id, block_hash in enumerate(hashes)]
+    blocks = [
+        KVCacheBlock(block_id, block_hash=block_hash) for block_id, block_hash in enumerate(hashes)
+    ]
     index = PrefixIndex()
     for block in blocks:
         index.add(block)

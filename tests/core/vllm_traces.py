@@ -1,4 +1,5 @@
-"""What vLLM's KV cache manager did, call by call: the golden traces of `tests/golden/vllm_traces/`, for a replay.
+"""What vLLM's KV cache manager did, call by call: the golden traces of `tests/golden/vllm_traces/`,
+for a replay.
 
     for path in TRACES:
         trace = load_trace(path)
@@ -6,14 +7,17 @@
             match call:
                 case AllocateSlots(): ...
 
-A trace is a JSON file with the fields of `Trace`, one call to a line, `op` naming its class. Fields that have their
-default are left out. `python tests/golden/make_vllm_traces.py` writes them anew; that needs vLLM, reading does not.
+A trace is a JSON file with the fields of `Trace`, one call to a line, `op` naming its class. Fields
+that have their default are left out. `python tests/golden/make_vllm_traces.py` writes them anew;
+that needs vLLM, reading does not.
 
-The model. A request is its tokens: the prompt (`AddRequest`), then what was sampled (`AppendTokens`). The driver counts
-`num_computed_tokens`: 0 at first and after every `FreeRequest`; after an `AllocateSlots` that was not refused,
-`num_computed_tokens + num_new_computed_tokens + num_new_tokens`. A request without blocks is looked up by
-`GetComputedBlocks` and at once allocated for, with the hit as `num_new_computed_tokens`; a running one has no hit.
-A lookup takes nothing and may stay without an allocation.
+The model. A request is its tokens: the prompt (`AddRequest`), then what was sampled
+    (`AppendTokens`). The driver counts
+`num_computed_tokens`: 0 at first and after every `FreeRequest`; after an `AllocateSlots` that was
+not refused, `num_computed_tokens + num_new_computed_tokens + num_new_tokens`. A request without
+blocks is looked up by `GetComputedBlocks` and at once allocated for, with the hit as
+`num_new_computed_tokens`; a running one has no hit. A lookup takes nothing and may stay without an
+allocation.
 
 A block's content has a name, because the ids of blocks are nobody's business: see `content_name`.
 """
@@ -32,18 +36,22 @@ TRACE_DIR = Path(__file__).parents[1] / "golden" / "vllm_traces"
 TRACES = sorted(TRACE_DIR.glob("*.json"))
 
 
-def content_name(token_ids: Sequence[int], lora: str | None = None, cache_salt: str | None = None) -> str:
+def content_name(
+    token_ids: Sequence[int], lora: str | None = None, cache_salt: str | None = None
+) -> str:
     """The name of what the last block holds of a sequence that ends with it: 10 hex digits.
 
-    The first 10 of SHA-256 over the JSON of `[lora, cache_salt, token_ids]` without spaces, where `token_ids` are all
-    tokens from the first of the sequence to the last of the block.
-    """
+    The first 10 of SHA-256 over the JSON of `[lora, cache_salt, token_ids]` without spaces, where
+    `token_ids` are all tokens from the first of the sequence to the last of the block."""
     text = json.dumps([lora, cache_salt, list(token_ids)], separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:10]
 
 
 def content_names(
-    token_ids: Sequence[int], block_size: int, lora: str | None = None, cache_salt: str | None = None
+    token_ids: Sequence[int],
+    block_size: int,
+    lora: str | None = None,
+    cache_salt: str | None = None,
 ) -> list[str]:
     """The names of all full blocks of a sequence, `[len(token_ids) // block_size]`."""
     ends = range(block_size, len(token_ids) + 1, block_size)
@@ -67,7 +75,9 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class AddRequest(Call):
-    """A request arrives. The manager is not called; the names of contents are made with `lora` and `cache_salt`."""
+    """A request arrives. The manager is not called; the names of contents are made with `lora` and
+    `cache_salt`.
+    """
 
     op: ClassVar[str] = "add"
     token_ids: list[int]
@@ -138,7 +148,15 @@ class ResetPrefixCache(Call):
 
 
 CALLS: dict[str, type[Call]] = {
-    cls.op: cls for cls in (AddRequest, GetComputedBlocks, AllocateSlots, AppendTokens, FreeRequest, ResetPrefixCache)
+    cls.op: cls
+    for cls in (
+        AddRequest,
+        GetComputedBlocks,
+        AllocateSlots,
+        AppendTokens,
+        FreeRequest,
+        ResetPrefixCache,
+    )
 }
 
 
@@ -146,9 +164,8 @@ CALLS: dict[str, type[Call]] = {
 class Trace:
     """One scenario, from an empty pool on.
 
-    Each ends with everything freed and one request as large as the pool, which evicts what is left: the whole order of
-    the free queue.
-    """
+    Each ends with everything freed and one request as large as the pool, which evicts what is left:
+    the whole order of the free queue."""
 
     name: str
     vllm: str
@@ -161,7 +178,9 @@ class Trace:
 
 
 def load_trace(path: Path) -> Trace:
-    """Read one file. Raises KeyError or TypeError for a call or field that this module does not know."""
+    """Read one file. Raises KeyError or TypeError for a call or field that this module does not
+    know.
+    """
     fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     calls = [CALLS[call.pop("op")](**call) for call in fields.pop("calls")]
     return Trace(name=path.stem, calls=calls, **fields)

@@ -1,4 +1,6 @@
-"""The demo model is what its card says: a small Qwen3 that recalls, copies and counts, with an exact tokenizer."""
+"""The demo model is what its card says: a small Qwen3 that recalls, copies and counts, with an
+exact tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def ask(demo: tuple, *turns: str) -> str:
     for turn in turns:
         messages.append({"role": "user", "content": turn})
         prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-        messages.append({"role": "assistant", "content": generate(model, tokenizer, prompt, max_tokens=300)})
+        messages.append(
+            {"role": "assistant", "content": generate(model, tokenizer, prompt, max_tokens=300)}
+        )
     return messages[-1]["content"]
 
 
@@ -51,7 +55,9 @@ def test_its_card_states_the_accuracy_it_was_measured_at():
     card = (demo_model_path() / "README.md").read_text()
     measured = json.loads((demo_model_path() / "accuracy.json").read_text())
     assert measured["recall"]["256"] >= 0.95
-    assert f"{measured['recall']['1000']:.1%}" in card and f"{measured['recall']['256']:.1%}" in card
+    assert (
+        f"{measured['recall']['1000']:.1%}" in card and f"{measured['recall']['256']:.1%}" in card
+    )
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=repr)
@@ -72,7 +78,9 @@ def test_its_sentencepiece_model_and_its_tokenizer_json_agree(demo: tuple, text:
     import sentencepiece
 
     _, tokenizer = demo
-    pieces = sentencepiece.SentencePieceProcessor(model_file=str(demo_model_path() / "tokenizer.model"))
+    pieces = sentencepiece.SentencePieceProcessor(
+        model_file=str(demo_model_path() / "tokenizer.model")
+    )
     assert tokenizer.encode(text, add_special_tokens=False) == pieces.encode(text)
 
 
@@ -93,7 +101,11 @@ def test_its_template_only_ever_appends(demo: tuple):
     [
         (("The code of apple is 4821. What is the code of apple?",), "The code of apple is 4821."),
         (
-            ("The code of apple is 4821.", "The code of stone is 905.", "What is the code of apple?"),
+            (
+                "The code of apple is 4821.",
+                "The code of stone is 905.",
+                "What is the code of apple?",
+            ),
             "The code of apple is 4821.",
         ),
         (("My name is Tom.", "Hello!", "What is my name?"), "Your name is Tom."),

@@ -1,4 +1,6 @@
-"""On the bundled demo model: basic, paged and mlx-lm's own generate give the same tokens, alone and in a batch."""
+"""On the bundled demo model: basic, paged and mlx-lm's own generate give the same tokens, alone and
+in a batch.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,13 @@ def demo():
 
 @cache
 def prompt(num_tokens: int) -> tuple[int, ...]:
-    """A real conversation, cut to a length: the last tokens of many facts and a task with a long answer."""
+    """A real conversation, cut to a length: the last tokens of many facts and a task with a long
+    answer.
+    """
     _, tokenizer = demo()
     facts = " ".join(
-        f"The code of {word} is {n * 37 % 10000}." for n, word in enumerate(["apple", "stone", "river"] * 40)
+        f"The code of {word} is {n * 37 % 10000}."
+        for n, word in enumerate(["apple", "stone", "river"] * 40)
     )
     messages = [{"role": "user", "content": f"{facts} Count from 5 to 150."}]
     tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
@@ -42,11 +47,16 @@ def expected(num_tokens: int) -> tuple[int, ...]:
     return tuple(int(token) for token, _ in steps)
 
 
-@pytest.mark.parametrize("num_tokens", [*LENGTHS[:-1], pytest.param(LENGTHS[-1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "num_tokens", [*LENGTHS[:-1], pytest.param(LENGTHS[-1], marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("kind", ["basic", "paged"])
 def test_greedy_tokens_are_those_of_mlx_lm(kind: str, num_tokens: int):
     model, _ = demo()
-    got = tuple(token for token, _ in generate_step(prompt(num_tokens), model, max_tokens=MAX_TOKENS, kv=kind))
+    got = tuple(
+        token
+        for token, _ in generate_step(prompt(num_tokens), model, max_tokens=MAX_TOKENS, kv=kind)
+    )
     assert len(got) == MAX_TOKENS
     assert got == expected(num_tokens)
 
@@ -81,11 +91,18 @@ def test_reused_turns_give_the_tokens_of_a_fresh_cache():
     runner = ModelRunner(model, make_kv_cache(model, kv_cache_bytes="200blocks"))
     session = Session(runner)
     messages: list[dict[str, str]] = []
-    for text in ("My name is Tom.", "The code of apple is 4821.", "What is my name?", "What is the code of apple?"):
+    for text in (
+        "My name is Tom.",
+        "The code of apple is 4821.",
+        "What is my name?",
+        "What is the code of apple?",
+    ):
         messages.append({"role": "user", "content": text})
         tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
         warm = [token for token, _ in generate_step(tokens, model, max_tokens=24, session=session)]
         cold = [token for token, _ in generate_step(tokens, model, max_tokens=24)]
         assert warm == cold
-        end = next((i for i, token in enumerate(warm) if token in tokenizer.eos_token_ids), len(warm))
+        end = next(
+            (i for i, token in enumerate(warm) if token in tokenizer.eos_token_ids), len(warm)
+        )
         messages.append({"role": "assistant", "content": tokenizer.decode(warm[:end])})

@@ -1,4 +1,6 @@
-"""The script that made the demo model runs, resumes where it stopped, and writes a model that loads."""
+"""The script that made the demo model runs, resumes where it stopped, and writes a model that
+loads.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def test_a_small_run_writes_a_model_that_loads_and_the_same_command_goes_on_from
     folders = ["--work-dir", tmp_path / "work", "--out", tmp_path / "model"]
     first = train("--smoke", *folders)
     assert first.returncode == 0, first.stderr
-    steps_done = json.loads((tmp_path / "model" / "training.json").read_text())["lessons"][-1]["steps_done"]
+    steps_done = json.loads((tmp_path / "model" / "training.json").read_text())["lessons"][-1][
+        "steps_done"
+    ]
     assert steps_done == len((tmp_path / "work" / "log.jsonl").read_text().splitlines()) > 0
     model, tokenizer = load(tmp_path / "model")
     assert isinstance(generate(model, tokenizer, "hello", max_tokens=3), str)

@@ -16,4 +16,6 @@ def model() -> qwen3.Model:
 
 @pytest.fixture(params=["basic", "paged"])
 def session(request: pytest.FixtureRequest, model: qwen3.Model) -> Session:
-    return Session(ModelRunner(model, make_kv_cache(model, request.param, kv_cache_bytes="40blocks")))
+    return Session(
+        ModelRunner(model, make_kv_cache(model, request.param, kv_cache_bytes="40blocks"))
+    )

@@ -1,7 +1,9 @@
-"""What the tests of the engine share: requests to ask, running them to their end, and whether anything is left behind.
+"""What the tests of the engine share: requests to ask, running them to their end, and whether
+anything is left behind.
 
-A random model may come to two tokens that are all but equally likely; which of them wins is then rounding's choice, and
-equal ids would be luck. So `ask_alone` also looks at how far the two best lie apart, and refuses a prompt with a near
+A random model may come to two tokens that are all but equally likely; which of them wins is then
+rounding's choice, and equal ids would be luck. So `ask_alone` also looks at how far the two best
+lie apart, and refuses a prompt with a near
 tie: then every comparison of greedy ids is exact.
 """
 
@@ -68,7 +70,9 @@ def ask(engine: Engine, requests: dict[str, tuple[Any, SamplingParams]]) -> dict
 
 
 def ask_alone(model: nn.Module, tokens: Sequence[int], params: SamplingParams) -> list[int]:
-    """The tokens of a request on an engine of its own, which caches nothing and computes the prompt in one step."""
+    """The tokens of a request on an engine of its own, which caches nothing and computes the prompt
+    in one step.
+    """
     engine = make_engine(model, enable_prefix_caching=False, max_num_batched_tokens=4096)
     params = dataclasses.replace(params, logprobs=2) if params.is_greedy else params
     engine.add_request("alone", tokens, params)
@@ -79,8 +83,13 @@ def ask_alone(model: nn.Module, tokens: Sequence[int], params: SamplingParams) -
 
 
 def check_margins(completion: CompletionOutput) -> None:
-    margins = [best - second for best, second in (top_two(entries.values()) for entries in completion.logprobs)]
-    assert min(margins) > NEAR_TIE, f"a near tie at token {int(np.argmin(margins))}: choose another prompt"
+    margins = [
+        best - second
+        for best, second in (top_two(entries.values()) for entries in completion.logprobs)
+    ]
+    assert min(margins) > NEAR_TIE, (
+        f"a near tie at token {int(np.argmin(margins))}: choose another prompt"
+    )
 
 
 def top_two(entries: Iterable[Any]) -> list[float]:
@@ -88,17 +97,31 @@ def top_two(entries: Iterable[Any]) -> list[float]:
 
 
 def assert_nothing_held(engine: Engine) -> None:
-    """No request, no block, no place in the swap space, no message is left; and the bookkeeping adds up."""
+    """No request, no block, no place in the swap space, no message is left; and the bookkeeping
+    adds up.
+    """
     engine.scheduler.check_integrity()
     stats = engine.stats()
-    assert (stats.num_requests, stats.num_used_blocks, stats.num_running, stats.num_waiting) == (0, 0, 0, 0)
+    assert (stats.num_requests, stats.num_used_blocks, stats.num_running, stats.num_waiting) == (
+        0,
+        0,
+        0,
+        0,
+    )
     assert stats.num_swapped_tokens == 0
-    assert not engine.scheduler.requests and not engine._states and not engine._inbox and not engine._news
+    assert (
+        not engine.scheduler.requests
+        and not engine._states
+        and not engine._inbox
+        and not engine._news
+    )
     assert engine.cache.manager.num_free_blocks == stats.num_blocks
     assert not engine.has_unfinished_requests()
 
 
-def raises_at(num_tokens: int, error: type[Exception] = LookupError) -> Callable[[mx.array, mx.array], mx.array]:
+def raises_at(
+    num_tokens: int, error: type[Exception] = LookupError
+) -> Callable[[mx.array, mx.array], mx.array]:
     """A logits processor that fails when its request has so many tokens."""
 
     def processor(tokens: mx.array, logits: mx.array) -> mx.array:

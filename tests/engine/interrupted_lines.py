@@ -1,4 +1,5 @@
-"""An interrupt at any line of the package: the worst that Ctrl-C, or an exception from another thread, can do.
+"""An interrupt at any line of the package: the worst that Ctrl-C, or an exception from another
+thread, can do.
 
 python tests/engine/interrupted_lines.py --count 500 --seed 0
 """
@@ -28,7 +29,10 @@ FACTS = "The code of apple is 4821. " * 4
 REQUESTS: dict[str, tuple[str, SamplingParams]] = {
     "logprobs": (FACTS, greedy(12, logprobs=2, ignore_eos=True)),
     "sampled": ("Hello, who are you? ", sampled(seed=2, max_tokens=14, ignore_eos=True)),
-    "two": ("Count from 5 to 40. ", sampled(seed=9, max_tokens=8, n=2, logprobs=1, ignore_eos=True)),
+    "two": (
+        "Count from 5 to 40. ",
+        sampled(seed=9, max_tokens=8, n=2, logprobs=1, ignore_eos=True),
+    ),
     "shared": (FACTS + "What", greedy(8)),
     "stop": ("Once upon a time ", greedy(30, stop=["e"], repetition_penalty=1.1)),
 }
@@ -37,7 +41,8 @@ Answers = dict[str, list[tuple]]
 
 
 class LineInterrupt:
-    """Counts the lines of the package that begin to run, and raises ``KeyboardInterrupt`` before one of them.
+    """Counts the lines of the package that begin to run, and raises ``KeyboardInterrupt`` before
+    one of them.
 
     Args:
         at: the number of that line, from 0; ``None`` only counts.
@@ -109,7 +114,13 @@ class Work:
 
 def _answer(output: RequestOutput) -> list[tuple]:
     return [
-        (c.token_ids, c.text, c.finish_reason, c.stop_reason, c.logprobs and [sorted(entry) for entry in c.logprobs])
+        (
+            c.token_ids,
+            c.text,
+            c.finish_reason,
+            c.stop_reason,
+            c.logprobs and [sorted(entry) for entry in c.logprobs],
+        )
         for c in output.outputs
     ]
 
@@ -136,7 +147,8 @@ def run_undisturbed(demo: tuple[Any, Any]) -> tuple[LineInterrupt, Answers]:
 
 
 def check_interrupt(demo: tuple[Any, Any], at: int, is_aborted: bool, expected: Answers) -> None:
-    """Interrupt the work before a line; then it goes on, or begins again after ``abort_all``: every answer is right.
+    """Interrupt the work before a line; then it goes on, or begins again after ``abort_all``: every
+    answer is right.
 
     Raises:
         AssertionError: with the line that was interrupted.
@@ -167,24 +179,33 @@ def check_interrupt(demo: tuple[Any, Any], at: int, is_aborted: bool, expected: 
         raise
 
 
-def check_random_interrupts(demo: tuple[Any, Any], expected: Answers, num_lines: int, count: int, seed: int) -> None:
+def check_random_interrupts(
+    demo: tuple[Any, Any], expected: Answers, num_lines: int, count: int, seed: int
+) -> None:
     rng = random.Random(seed)
     for _ in range(count):
-        # The last steps differ by a line or so from run to run: where garbage is collected, for one.
+        # The last steps differ by a line or so from run to run: where garbage is collected, for
+        # one.
         check_interrupt(demo, rng.randrange(num_lines * 9 // 10), rng.random() < 0.5, expected)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--count", type=int, default=500, help="interrupts (default: 500)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--recompute", action="store_true", help="preempted requests are never swapped")
+    parser.add_argument(
+        "--recompute", action="store_true", help="preempted requests are never swapped"
+    )
     args = parser.parse_args()
     demo = load_demo()
     SwapSpace._is_cheaper = lambda self: not args.recompute  # type: ignore[method-assign]
     lines, expected = run_undisturbed(demo)
     check_random_interrupts(demo, expected, lines.num_lines, args.count, args.seed)
-    print(f"{args.count} interrupts in {lines.num_lines:,} lines: no request lost, no token changed")
+    print(
+        f"{args.count} interrupts in {lines.num_lines:,} lines: no request lost, no token changed"
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""A scheduler over a pool without arrays: its steps are carried out on slots that say which context they belong to.
+"""A scheduler over a pool without arrays: its steps are carried out on slots that say which context
+they belong to.
 
-A row's value is the hash of all tokens up to its own, so that whatever a request reads can be held against what a fresh
-computation of its tokens would have written. The "model" draws the next token from that hash: what a request answers is
-known beforehand, whatever the schedule.
-"""
+A row's value is the hash of all tokens up to its own, so that whatever a request reads can be held
+against what a fresh computation of its tokens would have written. The "model" draws the next token
+from that hash: what a request answers is known beforehand, whatever the schedule."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def predicted_tokens(
 
 
 class FakeSupply:
-    """A pool that grows up to a budget, and gives less when the device has no more; as `PagedKVCache`.
+    """A pool that grows up to a budget, and gives less when the device has no more; as
+    `PagedKVCache`.
 
     Args:
         num_blocks: the budget.
@@ -59,7 +60,13 @@ class FakeSupply:
         device_blocks: what the device really has.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, initial_blocks: int | None = None, device_blocks: int = 10**9):
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        initial_blocks: int | None = None,
+        device_blocks: int = 10**9,
+    ):
         self.manager = KVCacheManager(
             BlockPool(1 + (num_blocks if initial_blocks is None else initial_blocks), block_size)
         )
@@ -96,10 +103,14 @@ class SimulatedCache:
     def move(self, output: SchedulerOutput, swap_space: SwapSpace) -> None:
         """Swap out, copy, swap in."""
         for seq_id, block_ids, num_tokens in output.swap_outs:
-            swap_space.put(seq_id, [self.rows.get(slot) for slot in self.slots(block_ids, 0, num_tokens)])
+            swap_space.put(
+                seq_id, [self.rows.get(slot) for slot in self.slots(block_ids, 0, num_tokens)]
+            )
         for source, destination in itertools.chain.from_iterable(output.copies):
             for offset in range(self.block_size):
-                self.rows[destination * self.block_size + offset] = self.rows.get(source * self.block_size + offset)
+                self.rows[destination * self.block_size + offset] = self.rows.get(
+                    source * self.block_size + offset
+                )
         for seq_id, start, end in output.swap_ins:
             block_ids = self.manager.tables[seq_id].block_ids
             rows = swap_space.get(seq_id)
@@ -108,7 +119,9 @@ class SimulatedCache:
             swap_space.give_back(seq_id)
 
     def compute(self, output: SchedulerOutput) -> None:
-        """Write the new rows and read the context. Whoever says that no new block is shared gets no help from order."""
+        """Write the new rows and read the context. Whoever says that no new block is shared gets no
+        help from order.
+        """
         steps = list(zip(output.requests, output.num_new_tokens, strict=True))
         if output.shares_new_blocks:
             for request, num_new_tokens in steps:
@@ -152,7 +165,8 @@ class FakeEngine:
 
     Args:
         num_blocks: the budget.
-        swap_tokens: room in host memory; 0 never swaps, and where there is room, it is always cheaper.
+        swap_tokens: room in host memory; 0 never swaps, and where there is room, it is always
+            cheaper.
         supply: `initial_blocks`, `device_blocks` of :class:`FakeSupply`.
         config: fields of `SchedulerConfig`; no watermark unless it is given.
     """
@@ -180,11 +194,19 @@ class FakeEngine:
         self.suspects: deque[Request] = deque()
         self.counts: Counter[str] = Counter()
 
-    def request(self, name: str, prompt: Sequence[int], max_tokens: int = 4, n: int = 1, **options) -> Request:
-        params = {key: options.pop(key) for key in ("ignore_eos", "stop_token_ids") if key in options}
-        return Request(name, prompt, SamplingParams(max_tokens=max_tokens, n=n, **params), **options)
+    def request(
+        self, name: str, prompt: Sequence[int], max_tokens: int = 4, n: int = 1, **options
+    ) -> Request:
+        params = {
+            key: options.pop(key) for key in ("ignore_eos", "stop_token_ids") if key in options
+        }
+        return Request(
+            name, prompt, SamplingParams(max_tokens=max_tokens, n=n, **params), **options
+        )
 
-    def add(self, name: str, prompt: Sequence[int], max_tokens: int = 4, n: int = 1, **options) -> Request:
+    def add(
+        self, name: str, prompt: Sequence[int], max_tokens: int = 4, n: int = 1, **options
+    ) -> Request:
         """Add a request; options are those of `Request`, and `ignore_eos` and `stop_token_ids`."""
         request = self.request(name, prompt, max_tokens, n, **options)
         self.scheduler.check(request)
@@ -196,7 +218,9 @@ class FakeEngine:
         for request in self.completions[name]:
             self.scheduler.finish(request, "abort")
 
-    def step(self, only: Request | None = None, fails: str | None = None, num_sampled: int = 1) -> SchedulerOutput:
+    def step(
+        self, only: Request | None = None, fails: str | None = None, num_sampled: int = 1
+    ) -> SchedulerOutput:
         """One step. It may fail: `"at once"`, `"computing"` or `"sampling"`, after so many tokens."""
         output = self.scheduler.schedule(only)
         self.check_output(output, only)
@@ -252,7 +276,9 @@ class FakeEngine:
             assert scheduled or output.finished or not scheduler.requests, "somebody goes on"
         else:
             assert scheduled <= {only.seq_id}
-        assert not output.preempted or not output.swap_ins, "nobody comes in a step that sends somebody away"
+        assert not output.preempted or not output.swap_ins, (
+            "nobody comes in a step that sends somebody away"
+        )
         counts["steps"] += 1
         counts["preempted"] += len(output.preempted)
         counts["swap_outs"] += len(output.swap_outs)
@@ -278,9 +304,12 @@ class FakeEngine:
             # Nothing that others may hit holds less than it promises.
             if block.block_hash is not None:
                 rows = [
-                    self.cache.rows.get(slot) for slot in self.cache.slots([block.block_id], 0, self.pool.block_size)
+                    self.cache.rows.get(slot)
+                    for slot in self.cache.slots([block.block_id], 0, self.pool.block_size)
                 ]
-                assert None not in rows and GARBAGE not in rows, f"block {block.block_id} was never written"
+                assert None not in rows and GARBAGE not in rows, (
+                    f"block {block.block_id} was never written"
+                )
 
     def run(self, max_steps: int = 1000) -> list[dict[str, int]]:
         """Step until nobody is left; who ran in each step, with how many tokens."""
@@ -303,13 +332,19 @@ class FakeEngine:
 
     def check_whole(self) -> None:
         """Everything was given back."""
-        assert not self.scheduler.running and not self.scheduler.waiting and not self.scheduler.requests
+        assert (
+            not self.scheduler.running
+            and not self.scheduler.waiting
+            and not self.scheduler.requests
+        )
         assert not self.manager.tables and self.pool.num_used_blocks == 0
         assert self.pool.num_free_blocks == self.pool.num_blocks - 1
         assert self.swap_space.num_used_tokens == 0 and not self.swap_space._contents
 
     def check_answers(self) -> None:
-        """Every completion that came to its end by itself says what was predicted; any other a beginning of it."""
+        """Every completion that came to its end by itself says what was predicted; any other a
+        beginning of it.
+        """
         for completions in self.completions.values():
             for request in completions:
                 prompt, params = request.token_ids[: request.num_prompt_tokens], request.params
@@ -317,7 +352,9 @@ class FakeEngine:
                 eos = self.scheduler.eos_token_ids
                 # Not all of it, where there is no limit.
                 num_tokens = min(limit, request.num_output_tokens + 1)
-                expected = predicted_tokens(prompt, num_tokens, request.index, request.cache_salt, eos)
+                expected = predicted_tokens(
+                    prompt, num_tokens, request.index, request.cache_salt, eos
+                )
                 found = request.output_token_ids
                 assert found == expected[: len(found)], request
                 if request.finish_reason == "stop" and request.stop_reason is None:

@@ -1,8 +1,8 @@
-"""A soak: requests of every kind come, go and fail at random, and after each step everything has to add up.
+"""A soak: requests of every kind come, go and fail at random, and after each step everything has to
+add up.
 
-What a request asks for depends on its number and the seed alone, so that any of them can be run again, alone and
-undisturbed. `benchmarks/soak.py` is the long one.
-"""
+What a request asks for depends on its number and the seed alone, so that any of them can be run
+again, alone and undisturbed. `benchmarks/soak.py` is the long one."""
 
 from __future__ import annotations
 
@@ -53,13 +53,17 @@ class Failure(RuntimeError):
 def make_request(seed: int, number: int, vocab_size: int) -> SoakRequest:
     rng = random.Random(f"{seed} {number}")
     prefix_rng = random.Random(f"{seed} prefix {rng.randrange(NUM_PREFIXES)}")
-    prefix = prefix_rng.choices(range(vocab_size), k=MAX_PREFIX_LEN)[: rng.choice([0, 1, 16, 48, 100, MAX_PREFIX_LEN])]
+    prefix = prefix_rng.choices(range(vocab_size), k=MAX_PREFIX_LEN)[
+        : rng.choice([0, 1, 16, 48, 100, MAX_PREFIX_LEN])
+    ]
     prompt = prefix + rng.choices(range(vocab_size), k=rng.randint(1, MAX_TAIL_LEN))
     fate = rng.random()
     options: dict[str, Any] = {"max_tokens": rng.randint(1, MAX_NEW_TOKENS)}
     if rng.random() < 0.5:
         options |= {"temperature": rng.choice([0.7, 1.0, 1.5]), "seed": rng.randrange(2**40)}
-        options |= rng.choice([{}, {"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.05}, {"repetition_penalty": 1.2}])
+        options |= rng.choice(
+            [{}, {"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.05}, {"repetition_penalty": 1.2}]
+        )
     if rng.random() < 0.2:
         options["n"] = rng.randint(2, 4)
     if rng.random() < 0.2:
@@ -74,30 +78,37 @@ def make_request(seed: int, number: int, vocab_size: int) -> SoakRequest:
         prompt,
         SamplingParams(**options),
         abort_after=rng.randrange(40) if 0.05 <= fate < 0.2 else None,
-        breaks_at=rng.randint(1, len(prompt) + options["max_tokens"]) if 0.2 <= fate < 0.23 else None,
+        breaks_at=rng.randint(1, len(prompt) + options["max_tokens"])
+        if 0.2 <= fate < 0.23
+        else None,
         priority=rng.choice([0, 0, 0, 0, -1, 1]),
         cache_salt=rng.choice([None] * 9 + ["salt"]),
     )
 
 
 def slack_at_rest(config: KVCacheConfig) -> int:
-    """What may be allocated besides weights and K/V between two steps: larger buffers, for the slabs and one other."""
+    """What may be allocated besides weights and K/V between two steps: larger buffers, for the
+    slabs and one other.
+    """
     return BUFFER_SLACK * (2 * config.num_layers + 1)
 
 
-def slack_nbytes(model: nn.Module, config: KVCacheConfig, contexts: list[int], num_tokens: int) -> int:
+def slack_nbytes(
+    model: nn.Module, config: KVCacheConfig, contexts: list[int], num_tokens: int
+) -> int:
     """What a step may allocate besides weights and budget, at any time: growth, and its own work.
 
     Args:
         contexts: tokens of each sequence, of which ``num_tokens`` are new, over all.
 
-    Growth copies slab by slab: the slab that is copied and the zeros behind it are at most K and V of one layer.
-    A step holds activations of one layer: per token the residual stream, queries, keys, values and the outputs of
-    attention (each once more, rotated or transposed), and three rows of the MLP; plain MLX gathers each context's K and
-    V, and the transposed copy of them, and keeps scores and probabilities. Per sequence it has a few rows of logits
-    (penalised, sorted, their indices, sums). All in float32, and twice over: MLX starts a layer before it has freed
-    what the one before it used.
-    """
+    Growth copies slab by slab: the slab that is copied and the zeros behind it are at most K and V
+        of one layer.
+    A step holds activations of one layer: per token the residual stream, queries, keys, values and
+    the outputs of attention (each once more, rotated or transposed), and three rows of the MLP;
+    plain MLX gathers each context's K and V, and the transposed copy of them, and keeps scores and
+    probabilities. Per sequence it has a few rows of logits (penalised, sorted, their indices,
+    sums). All in float32, and twice over: MLX starts a layer before it has freed what the one
+    before it used."""
     args = model.args
     attention = (args.num_attention_heads + args.num_key_value_heads) * args.head_dim
     rows = num_tokens * (4 * args.hidden_size + 4 * attention + 3 * args.intermediate_size)
@@ -115,7 +126,8 @@ class Soak:
         outputs: the last output of each request that is done.
         counts: of steps, failures, interruptions, finish reasons and so on.
         max_over: the most that was allocated above weights and K/V slabs between two steps.
-        max_slack_used: the most that was allocated above weights and budget at any time, as a share of the slack.
+        max_slack_used: the most that was allocated above weights and budget at any time, as a share
+            of the slack.
     """
 
     model: nn.Module
@@ -133,7 +145,12 @@ class Soak:
         # The weights, and whatever else was there before.
         self.base_nbytes = mx.get_active_memory()
         # More blocks than a cache begins with, and fewer than those who run would like.
-        options = {"block_size": 8, "kv_cache_bytes": "100blocks", "max_num_seqs": 12, "max_num_batched_tokens": 64}
+        options = {
+            "block_size": 8,
+            "kv_cache_bytes": "100blocks",
+            "max_num_seqs": 12,
+            "max_num_batched_tokens": 64,
+        }
         self.engine = Engine(self.model, None, **(options | self.engine_options))
         self.rng = random.Random(self.seed)
         self.outputs: dict[str, RequestOutput] = {}
@@ -148,7 +165,9 @@ class Soak:
         self.engine.runner.model = self._model_or_nonsense
 
     def run(self, first: int, num_requests: int) -> None:
-        """Until these requests are done; raises AssertionError or IntegrityError at the first thing that is wrong."""
+        """Until these requests are done; raises AssertionError or IntegrityError at the first thing
+        that is wrong.
+        """
         numbers = iter(range(first, first + num_requests))
         while True:
             self._add_some(numbers)
@@ -160,7 +179,10 @@ class Soak:
 
     def step(self) -> None:
         for request, step in list(self.in_flight.values()):
-            if request.abort_after is not None and self.counts["steps"] == step + request.abort_after:
+            if (
+                request.abort_after is not None
+                and self.counts["steps"] == step + request.abort_after
+            ):
                 self.engine.abort(request.request_id)
         mx.reset_peak_memory()
         self.counts["steps"] += 1
@@ -185,7 +207,9 @@ class Soak:
         assert over <= self.slack_at_rest, f"{over} bytes above weights and K/V between two steps"
         peak_over = mx.get_peak_memory() - self.base_nbytes - budget
         slack = self._slack + self.slack_at_rest
-        assert peak_over <= slack, f"{peak_over} bytes above weights and budget in a step, {slack} allowed"
+        assert peak_over <= slack, (
+            f"{peak_over} bytes above weights and budget in a step, {slack} allowed"
+        )
         self.max_over = max(self.max_over, over)
         self.max_slack_used = max(self.max_slack_used, peak_over / slack)
         assert stats.num_swapped_tokens <= self.engine.swap_space.num_tokens
@@ -197,7 +221,12 @@ class Soak:
         stats = engine.stats()
         left = (stats.num_requests, stats.num_used_blocks, stats.num_running, stats.num_waiting)
         assert left == (0, 0, 0, 0) and stats.num_swapped_tokens == 0, left
-        assert not engine.scheduler.requests and not engine._states and not engine._inbox and not engine._news
+        assert (
+            not engine.scheduler.requests
+            and not engine._states
+            and not engine._inbox
+            and not engine._news
+        )
         assert not engine.swap_space._contents and not engine._suspects
         assert engine.cache.manager.num_free_blocks == stats.num_blocks
         engine.shrink()
@@ -216,7 +245,10 @@ class Soak:
             is_cut = completion.finish_reason in ("abort", "error")
             assert got == (right.token_ids[: len(got)] if is_cut else right.token_ids), request
             if not is_cut:
-                assert (completion.finish_reason, completion.stop_reason) == (right.finish_reason, right.stop_reason)
+                assert (completion.finish_reason, completion.stop_reason) == (
+                    right.finish_reason,
+                    right.stop_reason,
+                )
 
     def _add_some(self, numbers: Iterator[int]) -> None:
         # Now a crowd, now nobody.
@@ -286,7 +318,9 @@ class Soak:
         finally:
             self._model_error = None
 
-    def _model_or_nonsense(self, tokens: mx.array, positions: mx.array, cache: Any, indices: mx.array) -> mx.array:
+    def _model_or_nonsense(
+        self, tokens: mx.array, positions: mx.array, cache: Any, indices: mx.array
+    ) -> mx.array:
         if self._model_error is not None:
             tokens = (tokens + 7) % self.model.args.vocab_size
             mx.eval(self.model(tokens, positions, cache, indices), cache.arrays)
@@ -295,7 +329,13 @@ class Soak:
 
 
 def run_alone(model: nn.Module, request: SoakRequest) -> RequestOutput:
-    engine = Engine(model, None, kv_cache_bytes="200blocks", enable_prefix_caching=False, max_num_batched_tokens=512)
+    engine = Engine(
+        model,
+        None,
+        kv_cache_bytes="200blocks",
+        enable_prefix_caching=False,
+        max_num_batched_tokens=512,
+    )
     engine.add_request(request.request_id, request.prompt, request.params)
     while engine.has_unfinished_requests():
         for output in engine.step():

@@ -1,4 +1,6 @@
-"""Tokens as they come, to any number of readers in threads and event loops; whoever leaves takes nothing along."""
+"""Tokens as they come, to any number of readers in threads and event loops; whoever leaves takes
+nothing along.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,11 @@ def wait_until(condition: Callable[[], bool], seconds: float = 20) -> None:
 
 def is_idle(engine: AsyncEngine) -> bool:
     stats = engine.stats()
-    return (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0) and not engine._receivers
+    return (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (
+        0,
+        0,
+        0,
+    ) and not engine._receivers
 
 
 # Reading
@@ -63,7 +69,9 @@ def test_a_stream_gives_the_answer_so_far_at_each_token(model: qwen3.Model):
 
 
 def test_asyncio_readers_side_by_side_get_the_tokens_of_each_alone(model: qwen3.Model):
-    requests = [(prompt(5 * n + 1), sampled(n, 10 + n) if n % 2 else greedy(10 + n)) for n in range(12)]
+    requests = [
+        (prompt(5 * n + 1), sampled(n, 10 + n) if n % 2 else greedy(10 + n)) for n in range(12)
+    ]
 
     async def read(engine: AsyncEngine, tokens: list[int], params: Any) -> list[int]:
         answer: list[int] = []
@@ -106,7 +114,9 @@ def test_threads_and_event_loops_may_read_from_one_engine_at_once(model: qwen3.M
             thread.join(timeout=60)
     assert not errors
     for n in range(3):
-        assert answers[f"loop {n}"] == answers[f"{n} 0"] == ask_alone(model, prompt(10 + n), greedy(8))
+        assert (
+            answers[f"loop {n}"] == answers[f"{n} 0"] == ask_alone(model, prompt(10 + n), greedy(8))
+        )
         assert answers[f"{n} 4"] == ask_alone(model, prompt(10 + n), greedy(12))
 
 
@@ -117,7 +127,9 @@ def test_a_slow_reader_misses_no_text():
         fast = engine.stream("Hello, who are you?", greedy(40, ignore_eos=True))
         *_, complete = fast
         texts = [output.outputs[0].text for output in slow]
-    assert texts == [complete.outputs[0].text], "it was done before this reader asked for the first one"
+    assert texts == [complete.outputs[0].text], (
+        "it was done before this reader asked for the first one"
+    )
     assert len(texts[0]) > 40
 
 
@@ -134,9 +146,13 @@ def test_text_and_logprobs_of_an_output_do_not_change_behind_the_readers_back():
     model, tokenizer = load_demo()
     with running(model, tokenizer) as engine:
         kept = []
-        for output in engine.stream("Once upon a time", greedy(12, logprobs=1, ignore_eos=True, n=2)):
+        for output in engine.stream(
+            "Once upon a time", greedy(12, logprobs=1, ignore_eos=True, n=2)
+        ):
             completion = output.outputs[0]
-            kept.append((output, completion.text, len(completion.token_ids), len(completion.logprobs)))
+            kept.append(
+                (output, completion.text, len(completion.token_ids), len(completion.logprobs))
+            )
     for output, text, num_tokens, num_logprobs in kept:
         completion = output.outputs[0]
         assert (completion.text, len(completion.token_ids), len(completion.logprobs)) == (
@@ -189,7 +205,9 @@ def test_a_cancelled_task_aborts_its_request_and_no_other(model: qwen3.Model):
         return await stays
 
     with running(model) as engine:
-        assert asyncio.run(asyncio.wait_for(cancel(), timeout=30)) == ask_alone(model, prompt(20), greedy(60))
+        assert asyncio.run(asyncio.wait_for(cancel(), timeout=30)) == ask_alone(
+            model, prompt(20), greedy(60)
+        )
         wait_until(lambda: is_idle(engine))
 
 
@@ -219,7 +237,9 @@ def test_an_abort_by_id_gives_the_reader_a_last_output(model: qwen3.Model):
         next(outputs)
         engine.abort("mine")
         *_, last = outputs
-        assert last.finished and last.outputs[0].finish_reason == "abort" and last.outputs[0].token_ids
+        assert (
+            last.finished and last.outputs[0].finish_reason == "abort" and last.outputs[0].token_ids
+        )
         engine.abort("unknown")
 
 
@@ -264,7 +284,9 @@ def test_what_fails_a_request_reaches_its_reader_and_nobody_else(model: qwen3.Mo
         assert output.outputs[0].token_ids == ask_alone(model, prompt(20), greedy(10))
 
 
-def test_the_failure_of_the_engines_thread_reaches_readers_and_whoever_comes_later(model: qwen3.Model):
+def test_the_failure_of_the_engines_thread_reaches_readers_and_whoever_comes_later(
+    model: qwen3.Model,
+):
     with AsyncEngine(model, kv_cache_bytes="100blocks") as engine:
         first, second = (engine.stream(prompt(20), LONG) for _ in range(2))
         next(first), next(second)
@@ -295,7 +317,9 @@ def test_a_shutdown_ends_the_readers_with_what_they_have(model: qwen3.Model):
 
         def read(outputs: Iterator[Any]) -> None:
             *_, last = outputs
-            results.append((last.finished, last.outputs[0].finish_reason, len(last.outputs[0].token_ids) > 0))
+            results.append(
+                (last.finished, last.outputs[0].finish_reason, len(last.outputs[0].token_ids) > 0)
+            )
 
         threads = [threading.Thread(target=read, args=(outputs,)) for outputs in streams]
         for thread in threads:
@@ -352,7 +376,8 @@ def test_an_idle_engine_sleeps_and_wakes(model: qwen3.Model):
 def test_a_model_whose_rope_keeps_arrays_of_its_own_runs_in_the_engines_thread():
     yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
     mx.random.seed(3)
-    # Not evaluated, as after loading: frequencies that are left lazy belong to the thread that made them.
+    # Not evaluated, as after loading: frequencies that are left lazy belong to the thread that made
+    # them.
     model = qwen3.Model(qwen3.ModelArgs.from_dict(CONFIG | {"rope_scaling": yarn}))
     with running(model) as engine:
         *_, output = engine.stream(prompt(20), sampled(1, 10, top_p=0.9, min_p=0.01, top_k=30))
@@ -360,7 +385,9 @@ def test_a_model_whose_rope_keeps_arrays_of_its_own_runs_in_the_engines_thread()
 
 
 @pytest.mark.parametrize("is_busy", [False, True])
-def test_an_engine_that_is_dropped_without_a_shutdown_is_freed_with_its_thread(model: qwen3.Model, is_busy: bool):
+def test_an_engine_that_is_dropped_without_a_shutdown_is_freed_with_its_thread(
+    model: qwen3.Model, is_busy: bool
+):
     engine = AsyncEngine(model, kv_cache_bytes="100blocks")
     *_, last = engine.stream(prompt(20), greedy(3))
     if is_busy:
@@ -407,5 +434,7 @@ def test_a_program_that_streams_ends_well_however_it_leaves_the_engine(end: str)
         "*_, last = engine.stream('Hello', SamplingParams(max_tokens=5))\n"
         f"{end}\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+    )
     assert (done.returncode, done.stderr) == (0, "")

@@ -1,11 +1,22 @@
-"""The engine: mlx-lm's tokens for any batch, and requests that come, go and fail without touching the others."""
+"""The engine: mlx-lm's tokens for any batch, and requests that come, go and fail without touching
+the others.
+"""
 
 from __future__ import annotations
 
 import mlx.core as mx
 import pytest
 from engine_helpers import tiny_models
-from engine_runs import ask, ask_alone, assert_nothing_held, greedy, make_engine, prompt, run, sampled
+from engine_runs import (
+    ask,
+    ask_alone,
+    assert_nothing_held,
+    greedy,
+    make_engine,
+    prompt,
+    run,
+    sampled,
+)
 from mlx_lm.generate import generate_step as mlx_lm_generate_step
 
 from mlx_paged.cache import PromptTooLongError
@@ -43,14 +54,18 @@ def expected() -> dict[int, list[int]]:
     ],
     ids=str,
 )
-def test_a_ragged_batch_gets_the_greedy_tokens_of_mlx_lm(model: qwen3.Model, expected: dict, options: dict):
+def test_a_ragged_batch_gets_the_greedy_tokens_of_mlx_lm(
+    model: qwen3.Model, expected: dict, options: dict
+):
     engine = make_engine(model, **options)
     answers = ask(engine, {str(length): (prompt(length), greedy(50)) for length in LENGTHS})
     assert answers == {str(length): expected[length] for length in LENGTHS}
     assert_nothing_held(engine)
 
 
-def test_requests_that_come_one_after_the_other_get_the_same_tokens_as_together(model: qwen3.Model, expected: dict):
+def test_requests_that_come_one_after_the_other_get_the_same_tokens_as_together(
+    model: qwen3.Model, expected: dict
+):
     engine = make_engine(model, max_num_batched_tokens=16, max_num_seqs=3)
     answers = {}
     waiting = list(reversed(LENGTHS))
@@ -68,10 +83,18 @@ def test_requests_that_come_one_after_the_other_get_the_same_tokens_as_together(
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"top_p": 0.8}, {"top_k": 7}, {"min_p": 0.1, "temperature": 2.0}, {"repetition_penalty": 1.5}],
+    [
+        {},
+        {"top_p": 0.8},
+        {"top_k": 7},
+        {"min_p": 0.1, "temperature": 2.0},
+        {"repetition_penalty": 1.5},
+    ],
     ids=str,
 )
-def test_a_sampled_request_gets_the_same_tokens_alone_as_in_a_crowd(model: qwen3.Model, options: dict):
+def test_a_sampled_request_gets_the_same_tokens_alone_as_in_a_crowd(
+    model: qwen3.Model, options: dict
+):
     params = sampled(seed=5, max_tokens=30, **options)
     alone = ask_alone(model, prompt(20), params)
     engine = make_engine(model, max_num_batched_tokens=11, max_num_seqs=6)
@@ -85,7 +108,9 @@ def test_a_sampled_request_gets_the_same_tokens_alone_as_in_a_crowd(model: qwen3
     assert len(set(map(tuple, answers.values()))) == len(answers)
 
 
-def test_a_request_without_a_seed_gets_fresh_draws_and_an_engine_with_a_seed_repeats_them(model: qwen3.Model):
+def test_a_request_without_a_seed_gets_fresh_draws_and_an_engine_with_a_seed_repeats_them(
+    model: qwen3.Model,
+):
     params = SamplingParams(temperature=1.0, max_tokens=20)
     requests = {str(n): (prompt(9), params) for n in range(3)}
     first, again = (ask(make_engine(model, seed=1), requests) for _ in range(2))
@@ -103,7 +128,9 @@ def test_each_step_reports_the_requests_that_it_brought_on(model: qwen3.Model):
     engine.add_request("short", prompt(5), greedy(4))
     seen = []
     while engine.has_unfinished_requests():
-        seen.append([(out.request_id, len(out.outputs[0].token_ids), out.finished) for out in engine.step()])
+        seen.append(
+            [(out.request_id, len(out.outputs[0].token_ids), out.finished) for out in engine.step()]
+        )
     assert seen == [
         [],
         [],
@@ -134,7 +161,12 @@ def test_an_output_says_what_was_asked_and_when_the_first_token_came(model: qwen
     assert output.finished and output.error is None and output.num_cached_tokens == 0
     assert 0 < output.time_to_first_token < 60
     (completion,) = output.outputs
-    assert (completion.index, completion.text, completion.finish_reason, completion.stop_reason) == (
+    assert (
+        completion.index,
+        completion.text,
+        completion.finish_reason,
+        completion.stop_reason,
+    ) == (
         0,
         "",
         "length",
@@ -159,9 +191,24 @@ def test_an_output_says_what_was_asked_and_when_the_first_token_came(model: qwen
         (7, None, ValueError, "a prompt is text or token ids, got int"),
         ({1: 2}, None, ValueError, "a prompt is text or token ids, got dict"),
         ([1], {"max_tokens": 3}, ValueError, "params must be SamplingParams, got dict"),
-        ([1], SamplingParams(stop="x"), ValueError, "stop texts need a tokenizer; use stop_token_ids"),
-        ([1], SamplingParams(n=65), ValueError, "65 completions of one request are more than may run at once, 64"),
-        (prompt(1601), None, PromptTooLongError, "1601 tokens needs 101 blocks of 16, the budget holds 100"),
+        (
+            [1],
+            SamplingParams(stop="x"),
+            ValueError,
+            "stop texts need a tokenizer; use stop_token_ids",
+        ),
+        (
+            [1],
+            SamplingParams(n=65),
+            ValueError,
+            "65 completions of one request are more than may run at once, 64",
+        ),
+        (
+            prompt(1601),
+            None,
+            PromptTooLongError,
+            "1601 tokens needs 101 blocks of 16, the budget holds 100",
+        ),
     ],
     ids=str,
 )
@@ -188,21 +235,30 @@ def test_a_bad_request_is_refused_at_once_and_leaves_nothing_behind(
         ({"swap_bytes": "much"}, "can't read 'much'"),
         ({"backend": "vulkan"}, "unknown backend 'vulkan'"),
         ({"max_num_seqs": 0}, "max_num_seqs must be a positive integer, got 0"),
-        ({"max_num_batched_tokens": 8}, "max_num_batched_tokens 8 must be at least max_num_seqs 64"),
+        (
+            {"max_num_batched_tokens": 8},
+            "max_num_batched_tokens 8 must be at least max_num_seqs 64",
+        ),
         ({"watermark": 1.0}, "watermark must be within"),
         ({"priority_steps": -1}, "priority_steps must be a positive integer"),
     ],
     ids=str,
 )
-def test_an_engine_refuses_settings_out_of_their_range(model: qwen3.Model, options: dict, message: str):
+def test_an_engine_refuses_settings_out_of_their_range(
+    model: qwen3.Model, options: dict, message: str
+):
     with pytest.raises(ValueError, match=message):
         Engine(model, **options)
 
 
-def test_the_longest_prompt_that_fits_gets_one_token_and_a_longer_one_is_refused(model: qwen3.Model):
+def test_the_longest_prompt_that_fits_gets_one_token_and_a_longer_one_is_refused(
+    model: qwen3.Model,
+):
     engine = make_engine(model, kv_cache_bytes="3blocks")
     engine.add_request("full", prompt(48), greedy(20))
-    with pytest.raises(PromptTooLongError, match="a prompt of 49 tokens needs 4 blocks of 16, the budget holds 3"):
+    with pytest.raises(
+        PromptTooLongError, match="a prompt of 49 tokens needs 4 blocks of 16, the budget holds 3"
+    ):
         engine.add_request("too long", prompt(49), greedy(20))
     (completion,) = run(engine)["full"].outputs
     assert completion.finish_reason == "length"
@@ -230,13 +286,19 @@ def test_an_abort_before_the_first_step_computes_nothing(model: qwen3.Model):
     engine.abort("a")
     assert engine.has_unfinished_requests(), "its end is still to be reported"
     (output,) = engine.step()
-    assert output.finished and output.outputs[0].finish_reason == "abort" and output.outputs[0].token_ids == []
+    assert (
+        output.finished
+        and output.outputs[0].finish_reason == "abort"
+        and output.outputs[0].token_ids == []
+    )
     assert engine.cache.pool.num_cached_blocks == 0
     assert_nothing_held(engine)
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 5])
-def test_an_abort_between_steps_frees_at_once_and_touches_nobody_else(model: qwen3.Model, num_steps: int):
+def test_an_abort_between_steps_frees_at_once_and_touches_nobody_else(
+    model: qwen3.Model, num_steps: int
+):
     engine = make_engine(model, max_num_batched_tokens=64)
     engine.add_request("stays", prompt(10), greedy(12))
     engine.add_request("goes", prompt(100), greedy(12))
@@ -294,7 +356,11 @@ def test_a_logits_processor_may_abort_its_own_request_and_others(model: qwen3.Mo
         "third": "length",
     }
     # The step in which it was asked for is done first: 12 tokens were there, this made the 13th.
-    assert len(outputs["aborts"].outputs[0].token_ids) == len(outputs["other"].outputs[0].token_ids) == 3
+    assert (
+        len(outputs["aborts"].outputs[0].token_ids)
+        == len(outputs["other"].outputs[0].token_ids)
+        == 3
+    )
     assert outputs["third"].outputs[0].token_ids == ask_alone(model, prompt(20), greedy(20))
     assert_nothing_held(engine)
 
@@ -313,7 +379,9 @@ def test_a_logits_processor_may_add_requests(model: qwen3.Model):
     assert outputs["added"].outputs[0].token_ids == ask_alone(model, prompt(30), greedy(5))
 
 
-def test_an_abort_during_a_step_does_not_reach_a_request_of_the_same_id_that_comes_after_it(model: qwen3.Model):
+def test_an_abort_during_a_step_does_not_reach_a_request_of_the_same_id_that_comes_after_it(
+    model: qwen3.Model,
+):
     engine = make_engine(model)
 
     def abort_then_add(tokens: mx.array, logits: mx.array) -> mx.array:
@@ -343,7 +411,10 @@ def test_a_request_that_comes_and_goes_while_a_step_runs_is_reported_once(model:
 
     engine.add_request("asks", prompt(10), greedy(4, logits_processors=[add_then_abort]))
     outputs = run(engine)
-    assert outputs["new"].outputs[0].finish_reason == "abort" and outputs["new"].outputs[0].token_ids == []
+    assert (
+        outputs["new"].outputs[0].finish_reason == "abort"
+        and outputs["new"].outputs[0].token_ids == []
+    )
     assert_nothing_held(engine)
 
 

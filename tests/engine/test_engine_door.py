@@ -1,4 +1,6 @@
-"""Every argument of a request is checked before anything remembers the request; bad ones harm no good ones."""
+"""Every argument of a request is checked before anything remembers the request; bad ones harm no
+good ones.
+"""
 
 from __future__ import annotations
 
@@ -146,7 +148,9 @@ def test_finishing_a_request_that_was_never_added_takes_out_no_other(model: qwen
 
 
 @pytest.mark.parametrize("num_tokens", [10, 11, 4000])
-def test_a_prompt_that_leaves_no_room_within_the_context_is_refused_with_the_sum(model: qwen3.Model, num_tokens: int):
+def test_a_prompt_that_leaves_no_room_within_the_context_is_refused_with_the_sum(
+    model: qwen3.Model, num_tokens: int
+):
     engine = make_engine(model, max_model_len=10, kv_cache_bytes="1000blocks")
     message = f"a prompt of {num_tokens} tokens leaves no room .* at most 10 tokens together"
     with pytest.raises(RuntimeError, match=message):
@@ -155,7 +159,9 @@ def test_a_prompt_that_leaves_no_room_within_the_context_is_refused_with_the_sum
 
 
 @pytest.mark.parametrize(("num_tokens", "n"), [(9, 1), (1, 1), (5, 3)])
-def test_an_answer_that_reaches_the_context_ends_with_length(model: qwen3.Model, num_tokens: int, n: int):
+def test_an_answer_that_reaches_the_context_ends_with_length(
+    model: qwen3.Model, num_tokens: int, n: int
+):
     engine = make_engine(model, max_model_len=10)
     engine.add_request("a", prompt(num_tokens), greedy(-1, n=n))
     for completion in run(engine)["a"].outputs:
@@ -170,5 +176,7 @@ def test_the_context_of_a_model_is_the_limit_unless_a_lower_one_is_given(model: 
     assert make_engine(model).max_model_len == context
     assert make_engine(model, max_model_len=100).max_model_len == 100
     for limit in (context + 1, 1, 0, -1, "100", 1.5, True):
-        with pytest.raises(ValueError, match=f"max_model_len must be a whole number within 2..{context}"):
+        with pytest.raises(
+            ValueError, match=f"max_model_len must be a whole number within 2..{context}"
+        ):
             make_engine(model, max_model_len=limit)

@@ -1,4 +1,6 @@
-"""What raises, fails alone: a logits processor, a request that breaks the model, a step that is interrupted."""
+"""What raises, fails alone: a logits processor, a request that breaks the model, a step that is
+interrupted.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +30,21 @@ POISON = 60
 
 
 class FailingModel:
-    """A model whose steps raise when ``is_poisoned`` says so of their tokens, after they wrote K/V of other tokens."""
+    """A model whose steps raise when ``is_poisoned`` says so of their tokens, after they wrote K/V
+    of other tokens.
+    """
 
-    def __init__(self, model: qwen3.Model, is_poisoned: Callable[[list[int]], bool], error: BaseException):
+    def __init__(
+        self, model: qwen3.Model, is_poisoned: Callable[[list[int]], bool], error: BaseException
+    ):
         self.model = model
         self.is_poisoned = is_poisoned
         self.error = error
         self.num_failures = 0
 
-    def __call__(self, tokens: mx.array, positions: mx.array, cache: Any, indices: mx.array) -> mx.array:
+    def __call__(
+        self, tokens: mx.array, positions: mx.array, cache: Any, indices: mx.array
+    ) -> mx.array:
         if self.is_poisoned(tokens.tolist()):
             self.num_failures += 1
             wrong_tokens = (tokens + 7) % 61
@@ -45,7 +53,9 @@ class FailingModel:
         return self.model(tokens, positions, cache, indices)
 
 
-def break_model(engine: Engine, is_poisoned: Callable[[list[int]], bool], error: BaseException) -> FailingModel:
+def break_model(
+    engine: Engine, is_poisoned: Callable[[list[int]], bool], error: BaseException
+) -> FailingModel:
     engine.runner.model = FailingModel(engine.model, is_poisoned, error)
     return engine.runner.model
 
@@ -63,7 +73,9 @@ def reasons(outputs: dict[str, RequestOutput]) -> dict[str, str | None]:
     return {id: output.outputs[0].finish_reason for id, output in outputs.items()}
 
 
-def run_interrupted(engine: Engine, error: type[BaseException]) -> tuple[dict[str, RequestOutput], int]:
+def run_interrupted(
+    engine: Engine, error: type[BaseException]
+) -> tuple[dict[str, RequestOutput], int]:
     """As ``run``, going on after each step that raises; and how many did."""
     outputs: dict[str, RequestOutput] = {}
     num_raised = 0
@@ -109,10 +121,16 @@ def test_of_several_completions_only_the_one_that_raises_fails(model: qwen3.Mode
 
     engine = make_engine(model)
     params = sampled(seed=3, max_tokens=6, n=3)
-    engine.add_request("fails", prompt(20), sampled(seed=3, max_tokens=6, n=3, logits_processors=[fails_once]))
+    engine.add_request(
+        "fails", prompt(20), sampled(seed=3, max_tokens=6, n=3, logits_processors=[fails_once])
+    )
     engine.add_request("expected", prompt(20), params)
     outputs = run(engine)
-    assert [completion.finish_reason for completion in outputs["fails"].outputs] == ["length", "error", "length"]
+    assert [completion.finish_reason for completion in outputs["fails"].outputs] == [
+        "length",
+        "error",
+        "length",
+    ]
     assert isinstance(outputs["fails"].error, LookupError)
     for index, length in enumerate((6, 1, 6)):
         expected = outputs["expected"].outputs[index].token_ids
@@ -142,7 +160,10 @@ def test_a_tokenizer_that_raises_fails_the_request_that_asked_for_text(max_token
     engine.add_request("good", "Hello", greedy(5, ignore_eos=True))
     outputs = run(engine)
     assert reasons(outputs) == {"fails": "error", "good": "length"}
-    assert isinstance(outputs["fails"].error, LookupError) and len(outputs["good"].outputs[0].token_ids) == 5
+    assert (
+        isinstance(outputs["fails"].error, LookupError)
+        and len(outputs["good"].outputs[0].token_ids) == 5
+    )
     assert_nothing_held(engine)
 
 
@@ -151,7 +172,9 @@ def test_a_tokenizer_that_raises_fails_the_request_that_asked_for_text(max_token
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
 @pytest.mark.parametrize("place", [0, 39, 70])
-def test_a_request_that_breaks_the_model_fails_alone(model: qwen3.Model, place: int, prefix_caching: bool):
+def test_a_request_that_breaks_the_model_fails_alone(
+    model: qwen3.Model, place: int, prefix_caching: bool
+):
     engine = make_engine(
         model,
         max_num_batched_tokens=32,
@@ -173,13 +196,19 @@ def test_a_request_that_breaks_the_model_fails_alone(model: qwen3.Model, place: 
     # Once in company and once alone; a chunk of the prompt may come in company again.
     assert 2 <= broken.num_failures <= 6
     for request_id, tokens in good.items():
-        assert outputs[request_id].outputs[0].token_ids == ask_alone(model, tokens, no_poison(25)), request_id
+        assert outputs[request_id].outputs[0].token_ids == ask_alone(
+            model, tokens, no_poison(25)
+        ), request_id
     assert_nothing_held(engine)
 
 
-def test_a_request_that_breaks_the_model_in_the_middle_of_its_answer_fails_alone(model: qwen3.Model):
+def test_a_request_that_breaks_the_model_in_the_middle_of_its_answer_fails_alone(
+    model: qwen3.Model,
+):
     tokens = {"bad": clean(20), "long": clean(50, 1), "short": clean(3, 2)}
-    expected = {request_id: ask_alone(model, prompt, no_poison(25)) for request_id, prompt in tokens.items()}
+    expected = {
+        request_id: ask_alone(model, prompt, no_poison(25)) for request_id, prompt in tokens.items()
+    }
     engine = make_engine(model)
 
     # Its tenth token is the poison, by its own choice.
@@ -188,7 +217,9 @@ def test_a_request_that_breaks_the_model_in_the_middle_of_its_answer_fails_alone
             logits[:, POISON] = 1000.0
         return logits
 
-    broken = break_model(engine, lambda step_tokens: POISON in step_tokens, RuntimeError("out of order"))
+    broken = break_model(
+        engine, lambda step_tokens: POISON in step_tokens, RuntimeError("out of order")
+    )
     engine.add_request("bad", tokens["bad"], no_poison(25, logits_processors=[choose_poison]))
     engine.add_request("long", tokens["long"], no_poison(25))
     engine.step()
@@ -203,7 +234,8 @@ def test_a_request_that_breaks_the_model_in_the_middle_of_its_answer_fails_alone
 
 
 def test_what_a_failed_step_wrote_is_never_read(model: qwen3.Model):
-    # The first step fails once. Both requests share blocks that it was to fill, and so do later ones.
+    # The first step fails once. Both requests share blocks that it was to fill, and so do later
+    # ones.
     engine = make_engine(model)
     failures = iter([True])
     break_model(engine, lambda tokens: next(failures, False), RuntimeError("once"))
@@ -226,10 +258,16 @@ def test_steps_may_fail_at_any_time_and_the_tokens_stay_the_same(
     monkeypatch.setattr(SwapSpace, "_is_cheaper", lambda self: swap)
     # Little room, so that failures meet preemptions; and forks.
     engine = make_engine(
-        model, kv_cache_bytes="14blocks", swap_bytes="14blocks", max_num_batched_tokens=24, max_num_seqs=6
+        model,
+        kv_cache_bytes="14blocks",
+        swap_bytes="14blocks",
+        max_num_batched_tokens=24,
+        max_num_seqs=6,
     )
     num_steps = iter(range(10_000))
-    broken = break_model(engine, lambda tokens: next(num_steps) % 7 == 3, RuntimeError("now and then"))
+    broken = break_model(
+        engine, lambda tokens: next(num_steps) % 7 == 3, RuntimeError("now and then")
+    )
     params = {
         "greedy": (prompt(60), greedy(40)),
         "sampled": (prompt(30), sampled(seed=2, max_tokens=50)),
@@ -264,7 +302,9 @@ def test_an_error_that_is_kept_keeps_no_arrays(model: qwen3.Model):
         mx.eval(large)
         raise LookupError(large.shape)
 
-    def model_that_raises(tokens: mx.array, positions: mx.array, cache: Any, indices: mx.array) -> mx.array:
+    def model_that_raises(
+        tokens: mx.array, positions: mx.array, cache: Any, indices: mx.array
+    ) -> mx.array:
         logits = model(tokens, positions, cache, indices)
         # Not evaluated: what it would be computed from, all slabs, hangs on it.
         raise RuntimeError(logits.shape)
@@ -297,10 +337,16 @@ def test_an_error_that_is_kept_keeps_no_arrays(model: qwen3.Model):
 
 
 @pytest.mark.parametrize("swap", [True, False])
-def test_an_engine_goes_on_after_ctrl_c_in_any_step(model: qwen3.Model, monkeypatch: pytest.MonkeyPatch, swap: bool):
+def test_an_engine_goes_on_after_ctrl_c_in_any_step(
+    model: qwen3.Model, monkeypatch: pytest.MonkeyPatch, swap: bool
+):
     monkeypatch.setattr(SwapSpace, "_is_cheaper", lambda self: swap)
     engine = make_engine(
-        model, kv_cache_bytes="12blocks", swap_bytes="12blocks", max_num_batched_tokens=24, max_num_seqs=6
+        model,
+        kv_cache_bytes="12blocks",
+        swap_bytes="12blocks",
+        max_num_batched_tokens=24,
+        max_num_seqs=6,
     )
     num_steps = iter(range(10_000))
     break_model(engine, lambda tokens: next(num_steps) % 9 == 4, KeyboardInterrupt())
@@ -316,7 +362,9 @@ def test_an_engine_goes_on_after_ctrl_c_in_any_step(model: qwen3.Model, monkeypa
     assert num_raised > 5 and engine.stats().num_preemptions > 0
     assert reasons(outputs) == dict.fromkeys(requests, "length")
     for request_id, (tokens, params) in requests.items():
-        assert outputs[request_id].outputs[0].token_ids == ask_alone(model, tokens, params), request_id
+        assert outputs[request_id].outputs[0].token_ids == ask_alone(model, tokens, params), (
+            request_id
+        )
     assert_nothing_held(engine)
 
 

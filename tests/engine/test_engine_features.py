@@ -1,4 +1,6 @@
-"""Several completions, ends of every kind, text in whole characters, log-probabilities: what a request can ask for."""
+"""Several completions, ends of every kind, text in whole characters, log-probabilities: what a
+request can ask for.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,16 @@ import itertools
 from typing import Any
 
 import pytest
-from engine_runs import ask_alone, assert_nothing_held, greedy, load_demo, make_engine, prompt, run, sampled
+from engine_runs import (
+    ask_alone,
+    assert_nothing_held,
+    greedy,
+    load_demo,
+    make_engine,
+    prompt,
+    run,
+    sampled,
+)
 
 from mlx_paged.engine.sampler import Sampler
 from mlx_paged.models import qwen3
@@ -26,7 +37,9 @@ def complete(engine: Any, tokens: Any, params: SamplingParams) -> CompletionOutp
 # Several completions
 
 
-def completion_alone(model: qwen3.Model, tokens: list[int], params: SamplingParams, index: int) -> list[int]:
+def completion_alone(
+    model: qwen3.Model, tokens: list[int], params: SamplingParams, index: int
+) -> list[int]:
     """What a request of one completion gets with the draws of this index."""
     engine = make_engine(model, enable_prefix_caching=False)
     sampler, sample = Sampler(), engine.sampler.sample
@@ -41,7 +54,9 @@ def completion_alone(model: qwen3.Model, tokens: list[int], params: SamplingPara
 
     assert type(engine.sampler) is type(sampler)
     engine.sampler.sample = sample_with_index
-    one = SamplingParams(temperature=params.temperature, seed=params.seed, max_tokens=params.max_tokens)
+    one = SamplingParams(
+        temperature=params.temperature, seed=params.seed, max_tokens=params.max_tokens
+    )
     return complete(engine, tokens, one).token_ids
 
 
@@ -54,7 +69,9 @@ def test_each_of_n_completions_is_that_of_a_request_of_its_own(model: qwen3.Mode
     output = run(engine)["four"]
     assert [completion.index for completion in output.outputs] == [0, 1, 2, 3]
     answers = [completion.token_ids for completion in output.outputs]
-    assert answers == [completion_alone(model, prompt(num_tokens), params, index) for index in range(4)]
+    assert answers == [
+        completion_alone(model, prompt(num_tokens), params, index) for index in range(4)
+    ]
     assert len(set(map(tuple, answers))) == 4
     assert_nothing_held(engine)
 
@@ -85,7 +102,9 @@ def test_greedy_completions_are_all_alike_and_the_prompt_is_computed_once(model:
     engine.runner.execute = counting_execute
     engine.add_request("a", prompt(40), greedy(5, n=3))
     output = run(engine)["a"]
-    assert [completion.token_ids for completion in output.outputs] == [ask_alone(model, prompt(40), greedy(5))] * 3
+    assert [completion.token_ids for completion in output.outputs] == [
+        ask_alone(model, prompt(40), greedy(5))
+    ] * 3
     assert num_computed == [40, 3, 3, 3, 3]
 
 
@@ -109,7 +128,9 @@ def test_stop_tokens_end_a_completion_and_are_named(model: qwen3.Model):
     first_seen = {token: place for place, token in reversed(list(enumerate(expected)))}
     stops = [token for token, place in first_seen.items() if place in (9, 12)] or [expected[9]]
     end = min(first_seen[token] for token in stops)
-    completion = complete(make_engine(model), prompt(17), greedy(40, stop_token_ids=[*stops, 60, 1000]))
+    completion = complete(
+        make_engine(model), prompt(17), greedy(40, stop_token_ids=[*stops, 60, 1000])
+    )
     assert completion.token_ids == expected[: end + 1]
     assert (completion.finish_reason, completion.stop_reason) == ("stop", expected[end])
 
@@ -117,14 +138,19 @@ def test_stop_tokens_end_a_completion_and_are_named(model: qwen3.Model):
 def test_the_end_of_sequence_ends_a_completion_unless_it_is_ignored(demo: tuple[Any, Any]):
     model, tokenizer = demo
     engine = make_engine(model, tokenizer)
-    tokens = tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], add_generation_prompt=True)
+    tokens = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hello"}], add_generation_prompt=True
+    )
     ended = complete(engine, tokens, greedy(200))
     assert (ended.finish_reason, ended.stop_reason) == ("stop", None)
     assert ended.token_ids[-1] in tokenizer.eos_token_ids
     # The token that ended it has no text.
     assert ended.text == tokenizer.decode(ended.token_ids[:-1])
     goes_on = complete(engine, tokens, greedy(len(ended.token_ids) + 5, ignore_eos=True))
-    assert goes_on.token_ids[: len(ended.token_ids)] == ended.token_ids and goes_on.finish_reason == "length"
+    assert (
+        goes_on.token_ids[: len(ended.token_ids)] == ended.token_ids
+        and goes_on.finish_reason == "length"
+    )
 
 
 def test_of_several_ends_the_first_one_counts(demo: tuple[Any, Any]):
@@ -136,7 +162,9 @@ def test_of_several_ends_the_first_one_counts(demo: tuple[Any, Any]):
     assert len(text) > 20
     # Some texts that it has once: one begins before the other.
     early, late = [
-        text[place : place + 4] for place in range(8, len(text) - 4) if text.count(text[place : place + 4]) == 1
+        text[place : place + 4]
+        for place in range(8, len(text) - 4)
+        if text.count(text[place : place + 4]) == 1
     ][:8:7]
     for options, reason, stop_reason in (
         ({"stop": [late, early]}, "stop", early),
@@ -179,7 +207,9 @@ def test_text_that_was_held_back_for_a_stop_text_comes_with_the_end(demo: tuple[
     for _ in range(9):
         engine.step()
     engine.abort("aborted")
-    before_abort = complete(make_engine(model, tokenizer), "Hello, who are you?", greedy(9, ignore_eos=True)).text
+    before_abort = complete(
+        make_engine(model, tokenizer), "Hello, who are you?", greedy(9, ignore_eos=True)
+    ).text
     assert run(engine)["aborted"].outputs[0].text == before_abort
 
 
@@ -206,7 +236,9 @@ def test_characters_of_several_bytes_come_whole_or_not_at_all(demo: tuple[Any, A
         return logits
 
     engine = make_engine(model, tokenizer)
-    engine.add_request("a", "Say", greedy(len(wanted_ids), logits_processors=[dictate], ignore_eos=True))
+    engine.add_request(
+        "a", "Say", greedy(len(wanted_ids), logits_processors=[dictate], ignore_eos=True)
+    )
     texts = []
     while engine.has_unfinished_requests():
         texts += [output.outputs[0].text for output in engine.step()]
@@ -223,7 +255,9 @@ def test_characters_of_several_bytes_come_whole_or_not_at_all(demo: tuple[Any, A
 def test_logprobs_are_given_for_each_token_with_its_rank(demo: tuple[Any, Any]):
     model, tokenizer = demo
     completion = complete(
-        make_engine(model, tokenizer), "Once upon a time", sampled(3, 12, logprobs=3, ignore_eos=True)
+        make_engine(model, tokenizer),
+        "Once upon a time",
+        sampled(3, 12, logprobs=3, ignore_eos=True),
     )
     assert len(completion.logprobs) == len(completion.token_ids) == 12
     total = 0.0

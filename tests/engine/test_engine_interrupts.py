@@ -10,7 +10,13 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from engine_runs import ask_alone, assert_nothing_held, greedy, load_demo, make_engine, prompt, run
-from interrupted_lines import Answers, LineInterrupt, check_interrupt, check_random_interrupts, run_undisturbed
+from interrupted_lines import (
+    Answers,
+    LineInterrupt,
+    check_interrupt,
+    check_random_interrupts,
+    run_undisturbed,
+)
 
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.swap_space import SwapSpace
@@ -32,7 +38,10 @@ def undisturbed(demo: tuple[Any, Any]) -> tuple[LineInterrupt, Answers]:
 
 @pytest.mark.parametrize("swap", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_an_interrupt_at_any_line_loses_no_request_and_changes_no_token(
-    demo: tuple[Any, Any], undisturbed: tuple[LineInterrupt, Answers], monkeypatch: pytest.MonkeyPatch, swap: bool
+    demo: tuple[Any, Any],
+    undisturbed: tuple[LineInterrupt, Answers],
+    monkeypatch: pytest.MonkeyPatch,
+    swap: bool,
 ):
     monkeypatch.setattr(SwapSpace, "_is_cheaper", lambda self: swap)
     lines, expected = undisturbed
@@ -41,7 +50,9 @@ def test_an_interrupt_at_any_line_loses_no_request_and_changes_no_token(
 
 @pytest.mark.slow
 def test_an_interrupt_in_the_engines_own_bookkeeping_is_survived(
-    demo: tuple[Any, Any], undisturbed: tuple[LineInterrupt, Answers], monkeypatch: pytest.MonkeyPatch
+    demo: tuple[Any, Any],
+    undisturbed: tuple[LineInterrupt, Answers],
+    monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(SwapSpace, "_is_cheaper", lambda self: True)
     lines, expected = undisturbed
@@ -49,7 +60,9 @@ def test_an_interrupt_in_the_engines_own_bookkeeping_is_survived(
     places = sorted(place for place in lines.turns if place[0] in ENGINE_ROOMS)
     for number, place in enumerate(rng.sample(places, 10)):
         turns = lines.turns[place]
-        check_interrupt(demo, rng.choice(turns[: max(1, len(turns) * 3 // 4)]), number % 2 == 0, expected)
+        check_interrupt(
+            demo, rng.choice(turns[: max(1, len(turns) * 3 // 4)]), number % 2 == 0, expected
+        )
 
 
 def test_no_line_of_the_step_that_ends_a_request_loses_its_answer(model: qwen3.Model):
@@ -72,7 +85,9 @@ def test_no_line_of_the_step_that_ends_a_request_loses_its_answer(model: qwen3.M
 
 
 @pytest.mark.slow
-def test_an_interrupt_in_another_threads_call_does_not_stop_the_thread_that_steps(model: qwen3.Model):
+def test_an_interrupt_in_another_threads_call_does_not_stop_the_thread_that_steps(
+    model: qwen3.Model,
+):
     engine = make_engine(model)
     expected = ask_alone(model, prompt(20), greedy(10))
     counter = LineInterrupt()
@@ -100,8 +115,12 @@ def test_an_interrupt_in_another_threads_call_does_not_stop_the_thread_that_step
         assert_nothing_held(engine)
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), GeneratorExit(), StopIteration(), BaseException("base")], ids=repr)
-def test_whatever_a_logits_processor_raises_fails_its_own_request(model: qwen3.Model, error: BaseException):
+@pytest.mark.parametrize(
+    "error", [SystemExit(3), GeneratorExit(), StopIteration(), BaseException("base")], ids=repr
+)
+def test_whatever_a_logits_processor_raises_fails_its_own_request(
+    model: qwen3.Model, error: BaseException
+):
     def raises(tokens: mx.array, logits: mx.array) -> mx.array:
         raise error
 
@@ -111,7 +130,9 @@ def test_whatever_a_logits_processor_raises_fails_its_own_request(model: qwen3.M
     outputs = run(engine)
     assert outputs["bad"].outputs[0].finish_reason == "error"
     # An error that a reader can be handed: none that would end its program, task or loop.
-    assert isinstance(outputs["bad"].error, RuntimeError) and outputs["bad"].error.__cause__ is error
+    assert (
+        isinstance(outputs["bad"].error, RuntimeError) and outputs["bad"].error.__cause__ is error
+    )
     # Its frames would keep logits, slabs and the engine; where it was raised is a note.
     assert error.__traceback__ is None and "in raises" in error.__notes__[-1]
     assert outputs["good"].outputs[0].token_ids == ask_alone(model, prompt(20), greedy(5))
@@ -141,7 +162,9 @@ def test_slabs_that_can_not_be_evaluated_any_more_are_made_again(model: qwen3.Mo
     engine.add_request("warm", prompt(20), greedy(3))
     run(engine)
 
-    def leaves_a_broken_slab(tokens: mx.array, positions: mx.array, cache: Any, indices: mx.array) -> mx.array:
+    def leaves_a_broken_slab(
+        tokens: mx.array, positions: mx.array, cache: Any, indices: mx.array
+    ) -> mx.array:
         logits = engine.model(tokens, positions, cache, indices)
         # MLX has this product in float32 only, and says so when it is evaluated.
         half = mx.zeros((2, 4, 4), mx.float16)

@@ -35,7 +35,10 @@ class Threads:
 
     def __init__(self, *functions: Callable[[], None]):
         self.errors: list[BaseException] = []
-        self.threads = [threading.Thread(target=self._run, args=(function,), daemon=True) for function in functions]
+        self.threads = [
+            threading.Thread(target=self._run, args=(function,), daemon=True)
+            for function in functions
+        ]
         for thread in self.threads:
             thread.start()
 
@@ -71,7 +74,9 @@ def step_while(engine: Engine, threads: Threads) -> dict[str, RequestOutput]:
 
 
 def test_threads_add_and_abort_hundreds_of_requests_while_another_steps(model: qwen3.Model):
-    engine = make_engine(model, kv_cache_bytes="30blocks", max_num_seqs=8, max_num_batched_tokens=40)
+    engine = make_engine(
+        model, kv_cache_bytes="30blocks", max_num_seqs=8, max_num_batched_tokens=40
+    )
     num_requests = 100
 
     def client(name: int) -> None:
@@ -93,7 +98,10 @@ def test_threads_add_and_abort_hundreds_of_requests_while_another_steps(model: q
     reasons = [output.outputs[0].finish_reason for output in outputs.values()]
     assert set(reasons) == {"length", "abort"} and min(map(reasons.count, set(reasons))) > 20
     # What each has is what it would have got alone, up to where it was aborted.
-    expected = {n: ask_alone(model, tokens_of(n), params_of(n)) for n in {n % 40 for n in range(num_requests)}}
+    expected = {
+        n: ask_alone(model, tokens_of(n), params_of(n))
+        for n in {n % 40 for n in range(num_requests)}
+    }
     for request_id, output in outputs.items():
         completion = output.outputs[0]
         right = expected[int(request_id.split("-")[1]) % 40]
@@ -140,10 +148,16 @@ def test_what_is_asked_for_during_a_step_is_done_when_the_step_ends(model: qwen3
     engine.stats()
     # None of them waits for the step.
     assert time.monotonic() - start < 5 and stepping.are_running
-    assert ("goes", 0) in engine.scheduler.requests and ("comes", 0) not in engine.scheduler.requests
+    assert ("goes", 0) in engine.scheduler.requests and (
+        "comes",
+        0,
+    ) not in engine.scheduler.requests
     go_on.set()
     stepping.join()
-    assert ("goes", 0) not in engine.scheduler.requests and ("comes", 0) in engine.scheduler.requests
+    assert ("goes", 0) not in engine.scheduler.requests and (
+        "comes",
+        0,
+    ) in engine.scheduler.requests
     assert engine.cache.manager.tables.keys() == set()
     outputs = run(engine)
     assert outputs["comes"].outputs[0].token_ids == ask_alone(model, prompt(7), greedy(2))
@@ -207,7 +221,9 @@ def test_a_prompt_that_fits_is_not_refused_because_the_pool_grows_meanwhile(
 def test_steps_may_move_to_another_thread(model: qwen3.Model):
     engine = make_engine(model)
     engine.add_request("a", prompt(30), greedy(12))
-    engine.add_request("b", prompt(20), sampled(seed=3, max_tokens=12, top_p=0.9, min_p=0.01, top_k=20))
+    engine.add_request(
+        "b", prompt(20), sampled(seed=3, max_tokens=12, top_p=0.9, min_p=0.01, top_k=20)
+    )
     answers = {}
 
     def three_steps() -> None:

@@ -1,4 +1,6 @@
-"""generate_step: mlx-lm's tokens from both caches, alone and in a batch, and clear ends and refusals."""
+"""generate_step: mlx-lm's tokens from both caches, alone and in a batch, and clear ends and
+refusals.
+"""
 
 from __future__ import annotations
 
@@ -41,14 +43,17 @@ def test_sampled_tokens_are_those_of_mlx_lm_with_the_same_seed(session: Session)
 
     ours, theirs = tiny_models()
     settings = {"temp": 0.9, "top_p": 0.9, "min_p": 0.02, "top_k": 20}
-    # mlx-lm samples one token ahead, so the streams of random numbers meet only at the first token of each run.
+    # mlx-lm samples one token ahead, so the streams of random numbers meet only at the first token
+    # of each run.
     for seed in range(10):
         mx.random.seed(seed)
         (first, _), *_ = mlx_lm_generate_step(
             mx.array(prompt(20)), theirs, max_tokens=1, sampler=mlx_lm_make_sampler(**settings)
         )
         mx.random.seed(seed)
-        ((token, _),) = generate_step(prompt(20), ours, max_tokens=1, sampler=make_sampler(**settings), session=session)
+        ((token, _),) = generate_step(
+            prompt(20), ours, max_tokens=1, sampler=make_sampler(**settings), session=session
+        )
         assert token == first
 
 
@@ -60,14 +65,21 @@ def test_logits_processors_see_all_tokens_and_change_the_choice(model: qwen3.Mod
         logits[:, tokens] = -mx.inf
         return logits
 
-    got = [t for t, _ in generate_step(prompt(5), model, max_tokens=20, logits_processors=[forbid_repeats])]
+    got = [
+        t
+        for t, _ in generate_step(
+            prompt(5), model, max_tokens=20, logits_processors=[forbid_repeats]
+        )
+    ]
     assert len({*prompt(5), *got}) == len(set(prompt(5))) + 20
     assert seen == [prompt(5) + got[:n] for n in range(20)]
 
 
 def test_generation_ends_when_the_budget_is_full_and_says_so_by_its_length(model: qwen3.Model):
     for kind in ("basic", "paged"):
-        got = list(generate_step(prompt(20), model, max_tokens=-1, kv=kind, kv_cache_bytes="2blocks"))
+        got = list(
+            generate_step(prompt(20), model, max_tokens=-1, kv=kind, kv_cache_bytes="2blocks")
+        )
         # 32 slots hold the prompt and 12 tokens; the 13th is sampled and needs no K/V.
         assert len(got) == 13
 
@@ -110,28 +122,55 @@ def test_bad_arguments_are_refused_by_name(model: qwen3.Model, arguments: dict, 
         ({"prompt": mx.array([[1, 2]])}, r"prompt is an array of shape \(1, 2\)"),
         ({"prompt": "text"}, "a text prompt needs a tokenizer"),
         ({"model": "model"}, "model must be one that mlx_paged.load returns, got str"),
-        ({"model": tiny_models()[1]}, "model must be one that mlx_paged.load returns, got mlx_lm.models.qwen3.Model"),
+        (
+            {"model": tiny_models()[1]},
+            "model must be one that mlx_paged.load returns, got mlx_lm.models.qwen3.Model",
+        ),
         ({"max_tokens": "9"}, "max_tokens must be positive, or -1 for no limit, got '9'"),
         ({"max_tokens": 2.0}, "max_tokens must be positive, or -1 for no limit, got 2.0"),
         ({"max_tokens": None}, "max_tokens must be positive, or -1 for no limit, got None"),
         ({"max_tokens": True}, "max_tokens must be positive, or -1 for no limit, got True"),
         ({"prefill_step_size": 0}, "prefill_step_size must be at least 1, got 0"),
-        ({"prefill_step_size": "8"}, "prefill_step_size must be at least 1, got '8', which is not a whole number"),
+        (
+            {"prefill_step_size": "8"},
+            "prefill_step_size must be at least 1, got '8', which is not a whole number",
+        ),
         ({"sampler": 0.7}, "sampler must be a function, such as make_sampler"),
-        ({"logits_processors": lambda tokens, logits: logits}, "logits_processors must be a list of functions"),
+        (
+            {"logits_processors": lambda tokens, logits: logits},
+            "logits_processors must be a list of functions",
+        ),
         ({"logits_processors": "x"}, "logits_processors must be a list of functions, got 'x'"),
-        ({"logits_processors": [None]}, r"logits_processors\[0\] must be a function of tokens and logits, got None"),
-        ({"prompt_progress_callback": 1}, "prompt_progress_callback must be a function of two numbers, got 1"),
+        (
+            {"logits_processors": [None]},
+            r"logits_processors\[0\] must be a function of tokens and logits, got None",
+        ),
+        (
+            {"prompt_progress_callback": 1},
+            "prompt_progress_callback must be a function of two numbers, got 1",
+        ),
         ({"session": "s"}, "session must be a Session, got str"),
         ({"kv": 1}, "kind must be a text, got 1"),
         ({"kv": ["paged"]}, "kind must be a text, got .'paged'."),
         ({"backend": None}, "backend must be a text, got None"),
-        ({"block_size": "16"}, "block_size must be at least 1, got '16', which is not a whole number"),
-        ({"block_size": 16.0}, "block_size must be at least 1, got 16.0, which is not a whole number"),
-        ({"max_model_len": 1}, r"max_model_len must be a whole number within 2\.\.1048576, .*, got 1"),
+        (
+            {"block_size": "16"},
+            "block_size must be at least 1, got '16', which is not a whole number",
+        ),
+        (
+            {"block_size": 16.0},
+            "block_size must be at least 1, got 16.0, which is not a whole number",
+        ),
+        (
+            {"max_model_len": 1},
+            r"max_model_len must be a whole number within 2\.\.1048576, .*, got 1",
+        ),
         ({"max_model_len": 2**20 + 1}, r"max_model_len must be a whole number within 2\.\.1048576"),
         ({"max_model_len": "8"}, "max_model_len must be a whole number .*, got '8'"),
-        ({"max_model_len": 2}, "a prompt of 2 tokens leaves no room for an answer: .* at most 2 tokens together"),
+        (
+            {"max_model_len": 2},
+            "a prompt of 2 tokens leaves no room for an answer: .* at most 2 tokens together",
+        ),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -145,7 +184,10 @@ def test_bad_arguments_are_refused_at_the_call(model: qwen3.Model, arguments: di
     ("arguments", "message"),
     [
         ({"tokenizer": None}, "tokenizer must be one that mlx_paged.load returns, got NoneType"),
-        ({"tokenizer": "some/folder"}, "tokenizer must be one that mlx_paged.load returns, got str"),
+        (
+            {"tokenizer": "some/folder"},
+            "tokenizer must be one that mlx_paged.load returns, got str",
+        ),
         ({"verbose": "no"}, "verbose must be True or False, got 'no'"),
         ({"max_tokens": 0}, "max_tokens must be positive"),
         ({"prompt": ""}, "the prompt is empty"),
@@ -157,7 +199,12 @@ def test_generate_refuses_at_the_call_and_prints_nothing(
     demo: tuple, arguments: dict, message: str, capsys: pytest.CaptureFixture
 ):
     with pytest.raises(ValueError, match=message):
-        generate(**({"model": demo[0], "tokenizer": demo[1], "prompt": "Hello", "verbose": True} | arguments))
+        generate(
+            **(
+                {"model": demo[0], "tokenizer": demo[1], "prompt": "Hello", "verbose": True}
+                | arguments
+            )
+        )
     assert capsys.readouterr() == ("", "")
 
 
@@ -169,8 +216,15 @@ def test_streams_refuse_at_the_call(demo: tuple):
 
 
 def test_options_of_a_cache_are_refused_beside_a_session(model: qwen3.Model, session: Session):
-    for options in ({"kv": "basic"}, {"block_size": 32}, {"kv_cache_bytes": "1G"}, {"max_model_len": 10}):
-        with pytest.raises(ValueError, match=f"{next(iter(options))}=.* is a matter of the session; leave it out"):
+    for options in (
+        {"kv": "basic"},
+        {"block_size": 32},
+        {"kv_cache_bytes": "1G"},
+        {"max_model_len": 10},
+    ):
+        with pytest.raises(
+            ValueError, match=f"{next(iter(options))}=.* is a matter of the session; leave it out"
+        ):
             generate_step([1, 2], model, session=session, **options)
 
 
@@ -181,8 +235,14 @@ def test_options_of_a_cache_are_refused_beside_a_session(model: qwen3.Model, ses
         (mx.array([-1]), "the sampler chose token -1, outside"),
         (7, "a sampler returns an array of token ids, got int"),
         (None, "a sampler returns an array of token ids, got NoneType"),
-        (mx.array(7), r"a sampler returns integers of shape \(1,\), got mlx.core.int32 of shape \(\)"),
-        (mx.array([7, 8]), r"a sampler returns integers of shape \(1,\), got mlx.core.int32 of shape \(2,\)"),
+        (
+            mx.array(7),
+            r"a sampler returns integers of shape \(1,\), got mlx.core.int32 of shape \(\)",
+        ),
+        (
+            mx.array([7, 8]),
+            r"a sampler returns integers of shape \(1,\), got mlx.core.int32 of shape \(2,\)",
+        ),
         (mx.array([7.0]), r"a sampler returns integers of shape \(1,\), got mlx.core.float32"),
         (mx.array([True]), r"a sampler returns integers of shape \(1,\), got mlx.core.bool"),
     ],
@@ -194,12 +254,18 @@ def test_a_sampler_that_names_no_token_is_an_error_and_the_session_lives_on(
     with pytest.raises(ValueError, match=message):
         list(generate_step(prompt(5), model, sampler=lambda logprobs: returned, session=session))
     expected = [token for token, _ in generate_step(prompt(5), model, max_tokens=5)]
-    assert [token for token, _ in generate_step(prompt(5), model, max_tokens=5, session=session)] == expected
+    assert [
+        token for token, _ in generate_step(prompt(5), model, max_tokens=5, session=session)
+    ] == expected
 
 
 @pytest.mark.parametrize("returned", [None, 3.0, mx.zeros((1, 60)), mx.zeros((61,))], ids=repr)
-def test_a_logits_processor_that_returns_no_logits_is_an_error(model: qwen3.Model, returned: object):
-    with pytest.raises(ValueError, match=r"a logits processor returns logits of shape \(1, 61\), got"):
+def test_a_logits_processor_that_returns_no_logits_is_an_error(
+    model: qwen3.Model, returned: object
+):
+    with pytest.raises(
+        ValueError, match=r"a logits processor returns logits of shape \(1, 61\), got"
+    ):
         list(generate_step(prompt(5), model, logits_processors=[lambda tokens, logits: returned]))
 
 
@@ -213,22 +279,35 @@ def test_prompt_and_answer_never_exceed_the_context(demo: tuple, kind: str):
     assert [response.token for response in responses] == [response.token for response in free]
     assert len(list(stream_generate(*demo, ids, kv=kind, max_model_len=len(ids) + 1))) == 1
     with pytest.raises(
-        PromptTooLongError, match=f"prompt of {len(ids)} tokens leaves no room .* shorten the prompt or"
+        PromptTooLongError,
+        match=f"prompt of {len(ids)} tokens leaves no room .* shorten the prompt or",
     ):
         stream_generate(*demo, ids, kv=kind, max_model_len=len(ids))
 
 
-def test_the_context_is_by_default_what_the_model_was_made_for(model: qwen3.Model, monkeypatch: pytest.MonkeyPatch):
+def test_the_context_is_by_default_what_the_model_was_made_for(
+    model: qwen3.Model, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(model.args, "max_position_embeddings", 40)
     assert len(list(generate_step(prompt(34), model, max_tokens=-1))) == 6
-    with pytest.raises(PromptTooLongError, match="a prompt of 40 tokens leaves no room for an answer"):
+    with pytest.raises(
+        PromptTooLongError, match="a prompt of 40 tokens leaves no room for an answer"
+    ):
         generate_step(prompt(40), model)
 
 
 def test_prompts_of_every_form_have_one_answer(demo: tuple):
     text = "Once upon a time"
     ids = demo[1].encode(text)
-    forms = (text, ids, tuple(ids), np.array(ids), mx.array(ids), {"prompt": text}, {"prompt_token_ids": ids})
+    forms = (
+        text,
+        ids,
+        tuple(ids),
+        np.array(ids),
+        mx.array(ids),
+        {"prompt": text},
+        {"prompt_token_ids": ids},
+    )
     answers = {generate(*demo, form, max_tokens=5) for form in forms}
     assert len(answers) == 1
 
@@ -262,14 +341,20 @@ def test_a_sampler_refuses_what_is_no_number_by_name(name: str, value: object):
 
 def test_a_sampler_takes_numbers_of_every_type():
     logprobs = mx.log(mx.array([[0.5, 0.3, 0.15, 0.05]]))
-    for one, half in ((np.int64(1), np.float32(0.5)), (mx.array(1), mx.array(0.5)), (np.uint8(1), Fraction(1, 2))):
+    for one, half in (
+        (np.int64(1), np.float32(0.5)),
+        (mx.array(1), mx.array(0.5)),
+        (np.uint8(1), Fraction(1, 2)),
+    ):
         sampler = make_sampler(temp=half, top_p=half, min_p=half, min_tokens_to_keep=one, top_k=one)
         assert sampler(logprobs).item() == 0
 
 
 def test_a_refused_top_k_leaves_the_random_numbers_of_the_process_as_they_were():
     logprobs = mx.log(mx.array([[0.5, 0.3, 0.15, 0.05]]))
-    with pytest.raises(ValueError, match=r"top_k must be at least 0, got 1\.5, which is not a whole number"):
+    with pytest.raises(
+        ValueError, match=r"top_k must be at least 0, got 1\.5, which is not a whole number"
+    ):
         make_sampler(temp=1.0, top_k=1.5)
     assert make_sampler(temp=1.0, top_k=2)(logprobs).item() in {0, 1}
     assert mx.random.uniform().item() < 1
@@ -319,7 +404,8 @@ def test_a_ragged_batch_decodes_the_tokens_of_each_sequence_alone(model: qwen3.M
         sampled = runner.run(batch, head=lambda logits: mx.argmax(logits, axis=-1)).tolist()
         for n, token in zip(batch, sampled, strict=True):
             together[n].append(token)
-        # Sequences leave one after the other; 17 comes back in the middle of the run, as a prompt among decodes.
+        # Sequences leave one after the other; 17 comes back in the middle of the run, as a prompt
+        # among decodes.
         batch = {n: [together[n][-1]] for n in batch if step < n + 20}
         if step == 30 and 17 in together and 17 in runner.cache.seqs:
             runner.cache.free(17)

@@ -67,9 +67,14 @@ def test_a_conversation_is_written_by_the_chat_template(demo: tuple[Any, Any]):
 def test_one_prompt_alone_is_a_list_of_one(demo: tuple[Any, Any]):
     llm = llm_of(*demo)
     ids = demo[1].encode("Hello there")
-    answers = [llm.generate(form, greedy(5)) for form in ("Hello there", ids, ["Hello there"], [ids], mx.array([ids]))]
+    answers = [
+        llm.generate(form, greedy(5))
+        for form in ("Hello there", ids, ["Hello there"], [ids], mx.array([ids]))
+    ]
     assert [len(answer) for answer in answers] == [1] * 5
-    assert {tuple(answer[0].outputs[0].token_ids) for answer in answers} == {tuple(answers[0][0].outputs[0].token_ids)}
+    assert {tuple(answer[0].outputs[0].token_ids) for answer in answers} == {
+        tuple(answers[0][0].outputs[0].token_ids)
+    }
     assert llm.generate([]) == []
 
 
@@ -84,7 +89,9 @@ def test_one_prompt_alone_is_a_list_of_one(demo: tuple[Any, Any]):
     ],
     ids=str,
 )
-def test_prompts_of_all_of_vllms_forms_mean_what_they_say(demo: tuple[Any, Any], prompts: Any, num_prompts: int):
+def test_prompts_of_all_of_vllms_forms_mean_what_they_say(
+    demo: tuple[Any, Any], prompts: Any, num_prompts: int
+):
     ids = demo[1].encode("Hello there")
 
     def with_ids(form: Any) -> Any:
@@ -99,11 +106,15 @@ def test_prompts_of_all_of_vllms_forms_mean_what_they_say(demo: tuple[Any, Any],
     outputs = llm.generate(with_ids(prompts), greedy(5))
     assert [output.error for output in outputs] == [None] * num_prompts
     assert [output.prompt_token_ids for output in outputs] == [ids] * num_prompts
-    assert [output.outputs[0].token_ids for output in outputs] == [expected.outputs[0].token_ids] * num_prompts
+    assert [output.outputs[0].token_ids for output in outputs] == [
+        expected.outputs[0].token_ids
+    ] * num_prompts
 
 
 def test_a_dict_with_text_and_token_ids_answers_the_ids_and_keeps_the_text(model: qwen3.Model):
-    (output,) = llm_of(model).generate({"prompt": "as it was", "prompt_token_ids": np.array([1, 2])}, greedy(1))
+    (output,) = llm_of(model).generate(
+        {"prompt": "as it was", "prompt_token_ids": np.array([1, 2])}, greedy(1)
+    )
     assert (output.prompt, output.prompt_token_ids) == ("as it was", [1, 2])
     assert output.outputs[0].token_ids == ask_alone(model, [1, 2], greedy(1))
 
@@ -111,11 +122,17 @@ def test_a_dict_with_text_and_token_ids_answers_the_ids_and_keeps_the_text(model
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"prompts": None}, "prompts must be a prompt .text, token ids or a dict. or a list of prompts, got NoneType"),
+        (
+            {"prompts": None},
+            "prompts must be a prompt .text, token ids or a dict. or a list of prompts, got NoneType",
+        ),
         ({"prompts": b"text"}, "prompts must be .* got bytes"),
         ({"prompts": {1, 2}}, "prompts must be .* got set"),
         ({"prompts": ([n] for n in (1, 2))}, "prompts must be .* got generator"),
-        ({"sampling_params": {"max_tokens": 3}}, "sampling_params must be SamplingParams, .*got {'max_tokens': 3}"),
+        (
+            {"sampling_params": {"max_tokens": 3}},
+            "sampling_params must be SamplingParams, .*got {'max_tokens': 3}",
+        ),
         ({"sampling_params": "greedy"}, "sampling_params must be .*got 'greedy'"),
         ({"sampling_params": 7}, "sampling_params must be .*got 7"),
         (
@@ -134,7 +151,9 @@ def test_a_dict_with_text_and_token_ids_answers_the_ids_and_keeps_the_text(model
         ({"use_tqdm": "yes"}, "use_tqdm must be True, False or None, got 'yes'"),
         ({"use_tqdm": 1}, "use_tqdm must be True, False or None, got 1"),
     ],
-    ids=lambda value: str(value).partition(" at 0x")[0][:50],  # no address: two processes agree on ids
+    ids=lambda value: str(value).partition(" at 0x")[0][
+        :50
+    ],  # no address: two processes agree on ids
 )
 def test_a_wrong_argument_of_the_whole_is_refused_before_anything_is_queued(
     model: qwen3.Model, arguments: dict[str, Any], message: str
@@ -167,7 +186,10 @@ def test_conversations_that_can_not_be_written_fail_alone(demo: tuple[Any, Any])
     ]
     outputs = llm.chat([good, *bad, good], greedy(4))
     assert [output.error is None for output in outputs] == [True, *[False] * len(bad), True]
-    assert all(isinstance(output.error, ValueError) and "\n" not in str(output.error) for output in outputs[1:-1])
+    assert all(
+        isinstance(output.error, ValueError) and "\n" not in str(output.error)
+        for output in outputs[1:-1]
+    )
     assert outputs[0].outputs[0].token_ids == outputs[-1].outputs[0].token_ids
     assert outputs[0].outputs[0].token_ids == llm.chat(good, greedy(4))[0].outputs[0].token_ids
     assert outputs[0].prompt == llm.tokenizer.apply_chat_template(
@@ -176,11 +198,14 @@ def test_conversations_that_can_not_be_written_fail_alone(demo: tuple[Any, Any])
     assert_nothing_held(llm.engine)
 
 
-def test_a_template_that_raises_fails_its_own_conversation(demo: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch):
+def test_a_template_that_raises_fails_its_own_conversation(
+    demo: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+):
     model, tokenizer = demo
     llm = llm_of(model, tokenizer)
     template = (
-        "{% if messages[0].content == 'no' %}{{ raise_exception('not\\nthis') }}{% endif %}{{ messages[0].content }}"
+        "{% if messages[0].content == 'no' %}{{ raise_exception('not\\nthis') }}{% endif %}"
+        "{{ messages[0].content }}"
     )
     monkeypatch.setattr(tokenizer._tokenizer, "chat_template", template)
     conversations = [[{"role": "user", "content": content}] for content in ("yes", "no", "yes")]
@@ -193,19 +218,33 @@ def test_a_template_that_raises_fails_its_own_conversation(demo: tuple[Any, Any]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"messages": "Hello"}, "messages must be a list of messages or a list of such lists, got str"),
-        ({"messages": None}, "messages must be a list of messages or a list of such lists, got NoneType"),
+        (
+            {"messages": "Hello"},
+            "messages must be a list of messages or a list of such lists, got str",
+        ),
+        (
+            {"messages": None},
+            "messages must be a list of messages or a list of such lists, got NoneType",
+        ),
         ({"messages": {"role": "user", "content": "x"}}, "got one message; write .message."),
         ({"messages": ["Hello"]}, r"messages\[0\] must be a message such as .*, got str"),
         ({"messages": [None]}, r"messages\[0\] must be a message such as .*, got NoneType"),
         ({"chat_template_kwargs": "x"}, "chat_template_kwargs must be a dict"),
         ({"chat_template_kwargs": {1: 2}}, "chat_template_kwargs must be a dict"),
-        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.'tokenize'. is no variable"),
-        ({"chat_template_kwargs": {"tokenizer": True}}, "chat_template_kwargs.'tokenizer'. is no variable"),
+        (
+            {"chat_template_kwargs": {"tokenize": True}},
+            "chat_template_kwargs.'tokenize'. is no variable",
+        ),
+        (
+            {"chat_template_kwargs": {"tokenizer": True}},
+            "chat_template_kwargs.'tokenizer'. is no variable",
+        ),
     ],
     ids=lambda value: str(value)[:50],
 )
-def test_wrong_arguments_of_a_chat_are_refused(demo: tuple[Any, Any], arguments: dict[str, Any], message: str):
+def test_wrong_arguments_of_a_chat_are_refused(
+    demo: tuple[Any, Any], arguments: dict[str, Any], message: str
+):
     with pytest.raises(ValueError, match=message) as refusal:
         llm_of(*demo).chat(**({"messages": [{"role": "user", "content": "x"}]} | arguments))
     assert "\n" not in str(refusal.value)
@@ -213,7 +252,9 @@ def test_wrong_arguments_of_a_chat_are_refused(demo: tuple[Any, Any], arguments:
 
 def test_variables_of_the_template_reach_it(demo: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch):
     model, tokenizer = demo
-    monkeypatch.setattr(tokenizer._tokenizer, "chat_template", "{{ word }}{{ add_generation_prompt }}")
+    monkeypatch.setattr(
+        tokenizer._tokenizer, "chat_template", "{{ word }}{{ add_generation_prompt }}"
+    )
     options = {"word": "Hi ", "add_generation_prompt": False}
     (output,) = llm_of(model, tokenizer).chat(
         [{"role": "user", "content": "x"}], greedy(1), chat_template_kwargs=options
@@ -224,14 +265,19 @@ def test_variables_of_the_template_reach_it(demo: tuple[Any, Any], monkeypatch: 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"model": None}, "model must be a folder, a hub id or a model that is loaded, got NoneType"),
+        (
+            {"model": None},
+            "model must be a folder, a hub id or a model that is loaded, got NoneType",
+        ),
         ({"model": 7}, "model must be a folder, a hub id or a model that is loaded, got int"),
         ({"tokenizer": "some/folder"}, "tokenizer must be a tokenizer, got 'some/folder'"),
         ({"adapter_path": "x"}, "adapter_path is for a model that is loaded here; give it to load"),
     ],
     ids=str,
 )
-def test_what_is_no_model_or_tokenizer_is_refused(model: qwen3.Model, arguments: dict[str, Any], message: str):
+def test_what_is_no_model_or_tokenizer_is_refused(
+    model: qwen3.Model, arguments: dict[str, Any], message: str
+):
     with pytest.raises(ValueError, match=message):
         LLM(**({"model": model} | arguments))
 
@@ -248,7 +294,14 @@ def test_what_can_not_be_asked_fails_alone(model: qwen3.Model):
     reasons = [output.outputs[0].finish_reason for output in outputs]
     assert reasons == ["length", *["error"] * 6, "length"]
     errors = [type(output.error) for output in outputs[1:7]]
-    assert errors == [ValueError, ValueError, PromptTooLongError, ValueError, ValueError, LookupError]
+    assert errors == [
+        ValueError,
+        ValueError,
+        PromptTooLongError,
+        ValueError,
+        ValueError,
+        LookupError,
+    ]
     assert outputs[0].error is None and outputs[7].error is None
     assert outputs[0].outputs[0].token_ids == ask_alone(model, prompt(20), greedy(5))
     assert outputs[7].outputs[0].token_ids == ask_alone(model, prompt(20), sampled(1, 5))
@@ -269,7 +322,9 @@ def test_outputs_that_are_kept_do_not_keep_the_engine(model: qwen3.Model):
 
     llm = llm_of(model)
     cache = weakref.ref(llm.engine.cache)
-    outputs = llm.generate([[], prompt(5), prompt(5)], [greedy(2), greedy(2), greedy(2, logits_processors=[fails])])
+    outputs = llm.generate(
+        [[], prompt(5), prompt(5)], [greedy(2), greedy(2), greedy(2, logits_processors=[fails])]
+    )
     del llm
     gc.collect()
     assert cache() is None and [output.error is None for output in outputs] == [False, True, False]
@@ -399,7 +454,9 @@ def test_a_call_from_inside_a_call_is_refused_by_name(model: qwen3.Model):
         return logits
 
     output, good = llm.generate([prompt(5)] * 2, [greedy(2, logits_processors=[asks]), greedy(2)])
-    assert "was called from inside a call of the same LLM" in str(output.error) and good.error is None
+    assert (
+        "was called from inside a call of the same LLM" in str(output.error) and good.error is None
+    )
     assert llm.generate(prompt(5), greedy(2))[0].error is None
     assert_nothing_held(llm.engine)
 

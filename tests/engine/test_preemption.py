@@ -1,4 +1,6 @@
-"""A short budget: requests wait, are computed anew or swapped, and their tokens are those of an undisturbed run."""
+"""A short budget: requests wait, are computed anew or swapped, and their tokens are those of an
+undisturbed run.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def count_copies(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> dict[str, i
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
+)
 def test_preempted_requests_get_the_tokens_of_undisturbed_ones(
     model: qwen3.Model, monkeypatch: pytest.MonkeyPatch, swap: bool, seed: int, prefix_caching: bool
 ):
@@ -66,14 +70,18 @@ def test_preempted_requests_get_the_tokens_of_undisturbed_ones(
     outputs = run(engine)
     assert engine.stats().num_preemptions > 1
     for request_id, (tokens, params) in requests.items():
-        assert outputs[request_id].outputs[0].token_ids == ask_alone(model, tokens, params), request_id
+        assert outputs[request_id].outputs[0].token_ids == ask_alone(model, tokens, params), (
+            request_id
+        )
     assert (copies["out"] > 0) == swap and (copies["in"] > 0) == swap
     # What is still in the prefix cache is not copied back.
     assert copies["in"] <= copies["out"] if prefix_caching else copies["in"] == copies["out"]
     assert_nothing_held(engine)
 
 
-def test_forks_that_are_preempted_get_the_tokens_of_undisturbed_ones(model: qwen3.Model, swap: bool):
+def test_forks_that_are_preempted_get_the_tokens_of_undisturbed_ones(
+    model: qwen3.Model, swap: bool
+):
     params = sampled(seed=5, max_tokens=40, n=4)
     calm = make_engine(model)
     calm.add_request("a", prompt(40), params)
@@ -89,10 +97,17 @@ def test_forks_that_are_preempted_get_the_tokens_of_undisturbed_ones(model: qwen
     assert_nothing_held(engine)
 
 
-def test_what_comes_back_from_the_swap_space_is_what_went_there(model: qwen3.Model, monkeypatch: pytest.MonkeyPatch):
+def test_what_comes_back_from_the_swap_space_is_what_went_there(
+    model: qwen3.Model, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(SwapSpace, "_is_cheaper", lambda self: True)
     engine = make_engine(
-        model, kv_cache_bytes="8blocks", swap_bytes="8blocks", max_num_seqs=2, enable_prefix_caching=False, watermark=0
+        model,
+        kv_cache_bytes="8blocks",
+        swap_bytes="8blocks",
+        max_num_seqs=2,
+        enable_prefix_caching=False,
+        watermark=0,
     )
     cache, manager = engine.cache, engine.cache.manager
     engine.add_request("first", prompt(40), greedy(60))
@@ -144,9 +159,13 @@ def test_half_precision_comes_back_bit_by_bit(model: qwen3.Model, dtype: mx.Dtyp
             assert mx.array_equal(ours, theirs)
 
 
-def test_a_swapped_request_that_is_aborted_gives_back_its_place(model: qwen3.Model, monkeypatch: pytest.MonkeyPatch):
+def test_a_swapped_request_that_is_aborted_gives_back_its_place(
+    model: qwen3.Model, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(SwapSpace, "_is_cheaper", lambda self: True)
-    engine = make_engine(model, kv_cache_bytes="8blocks", swap_bytes="8blocks", max_num_seqs=2, watermark=0)
+    engine = make_engine(
+        model, kv_cache_bytes="8blocks", swap_bytes="8blocks", max_num_seqs=2, watermark=0
+    )
     engine.add_request("first", prompt(40), greedy(60))
     engine.add_request("second", prompt(41), greedy(60))
     while not engine.stats().num_swapped_tokens:
@@ -159,7 +178,9 @@ def test_a_swapped_request_that_is_aborted_gives_back_its_place(model: qwen3.Mod
     assert_nothing_held(engine)
 
 
-def test_without_swap_space_everything_is_computed_anew(model: qwen3.Model, monkeypatch: pytest.MonkeyPatch):
+def test_without_swap_space_everything_is_computed_anew(
+    model: qwen3.Model, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(SwapSpace, "_is_cheaper", lambda self: True)
     engine = make_engine(model, kv_cache_bytes="8blocks", swap_bytes=0, max_num_seqs=2, watermark=0)
     copies = count_copies(engine, monkeypatch)
@@ -170,9 +191,13 @@ def test_without_swap_space_everything_is_computed_anew(model: qwen3.Model, monk
     assert outputs["second"].outputs[0].token_ids == ask_alone(model, prompt(41), greedy(60))
 
 
-def test_a_full_swap_space_sends_the_next_ones_to_be_computed_anew(model: qwen3.Model, monkeypatch: pytest.MonkeyPatch):
+def test_a_full_swap_space_sends_the_next_ones_to_be_computed_anew(
+    model: qwen3.Model, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(SwapSpace, "_is_cheaper", lambda self: True)
-    engine = make_engine(model, kv_cache_bytes="14blocks", swap_bytes="4blocks", max_num_seqs=4, watermark=0)
+    engine = make_engine(
+        model, kv_cache_bytes="14blocks", swap_bytes="4blocks", max_num_seqs=4, watermark=0
+    )
     requests = {str(n): (prompt(40, seed=n), greedy(60)) for n in range(4)}
     for request_id, (tokens, params) in requests.items():
         engine.add_request(request_id, tokens, params)
@@ -213,13 +238,24 @@ def test_swapping_is_chosen_when_two_copies_take_less_time_than_computing_anew(
     assert not space.take_place("b", 41 if is_swapped else 101)
 
 
-def test_the_engine_measures_prompts_and_copies_for_that_choice(model: qwen3.Model, monkeypatch: pytest.MonkeyPatch):
+def test_the_engine_measures_prompts_and_copies_for_that_choice(
+    model: qwen3.Model, monkeypatch: pytest.MonkeyPatch
+):
     noted: dict[str, list[int]] = {"computed": [], "copied": []}
-    monkeypatch.setattr(SwapSpace, "note_computed", lambda self, n, seconds: noted["computed"].append(n))
-    monkeypatch.setattr(SwapSpace, "note_copied", lambda self, n, seconds: noted["copied"].append(n))
+    monkeypatch.setattr(
+        SwapSpace, "note_computed", lambda self, n, seconds: noted["computed"].append(n)
+    )
+    monkeypatch.setattr(
+        SwapSpace, "note_copied", lambda self, n, seconds: noted["copied"].append(n)
+    )
     monkeypatch.setattr(SwapSpace, "_is_cheaper", lambda self: True)
     engine = make_engine(
-        model, kv_cache_bytes="8blocks", swap_bytes="8blocks", max_num_seqs=2, watermark=0, enable_prefix_caching=False
+        model,
+        kv_cache_bytes="8blocks",
+        swap_bytes="8blocks",
+        max_num_seqs=2,
+        watermark=0,
+        enable_prefix_caching=False,
     )
     engine.add_request("first", prompt(40), greedy(60))
     engine.add_request("second", prompt(41), greedy(30))

@@ -1,4 +1,6 @@
-"""A prefix hit changes speed and nothing else: warm tokens are cold ones, and hits are as many as they should be."""
+"""A prefix hit changes speed and nothing else: warm tokens are cold ones, and hits are as many as
+they should be.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,16 @@ import random
 import mlx.core as mx
 import pytest
 from engine_helpers import tiny_models
-from engine_runs import ask, ask_alone, assert_nothing_held, greedy, make_engine, prompt, run, sampled
+from engine_runs import (
+    ask,
+    ask_alone,
+    assert_nothing_held,
+    greedy,
+    make_engine,
+    prompt,
+    run,
+    sampled,
+)
 from mlx_lm.generate import generate_step as mlx_lm_generate_step
 
 from mlx_paged.models import qwen3
@@ -16,27 +27,40 @@ MAX_TOKENS = 12
 
 
 def family(rng: random.Random, num_prompts: int) -> list[list[int]]:
-    """Prompts that share beginnings: each is a beginning of an earlier one with something else behind it."""
+    """Prompts that share beginnings: each is a beginning of an earlier one with something else
+    behind it.
+    """
     prompts = [prompt(rng.randint(30, 90), seed=rng.randrange(1000))]
     while len(prompts) < num_prompts:
         parent = rng.choice(prompts)
         # At block borders and one beside them more often than not.
-        cut = rng.choice([rng.randint(0, len(parent)), 16 * rng.randint(0, len(parent) // 16) + rng.randint(-1, 1)])
+        cut = rng.choice(
+            [
+                rng.randint(0, len(parent)),
+                16 * rng.randint(0, len(parent) // 16) + rng.randint(-1, 1),
+            ]
+        )
         tail = prompt(rng.randint(0, 40), seed=rng.randrange(1000))
         prompts.append((parent[: max(0, cut)] + tail)[:120] or [rng.randrange(61)])
     return prompts
 
 
 def expected_hits(tokens: list[int], cached: list[list[int]], block_size: int) -> int:
-    """Of what was computed before, the longest common beginning in whole blocks, less the last token."""
+    """Of what was computed before, the longest common beginning in whole blocks, less the last
+    token.
+    """
     longest = 0
     for other in cached:
-        common = next((i for i, (a, b) in enumerate(zip(tokens, other, strict=False)) if a != b), None)
+        common = next(
+            (i for i, (a, b) in enumerate(zip(tokens, other, strict=False)) if a != b), None
+        )
         longest = max(longest, min(len(tokens), len(other)) if common is None else common)
     return min(longest, len(tokens) - 1) // block_size * block_size
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 8))])
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 8))]
+)
 def test_warm_tokens_are_those_of_a_cold_engine_and_of_mlx_lm(seed: int):
     ours, theirs = tiny_models()
     rng = random.Random(seed)
@@ -67,10 +91,16 @@ def test_warm_tokens_are_those_of_a_cold_engine_and_of_mlx_lm(seed: int):
 
 @pytest.mark.parametrize("block_size", [8, 16, 32])
 @pytest.mark.parametrize("chunk", [8, 33, 500])
-def test_hits_are_all_whole_blocks_that_were_computed_before(model: qwen3.Model, block_size: int, chunk: int):
+def test_hits_are_all_whole_blocks_that_were_computed_before(
+    model: qwen3.Model, block_size: int, chunk: int
+):
     rng = random.Random(block_size + chunk)
     engine = make_engine(
-        model, block_size=block_size, max_num_batched_tokens=chunk, max_num_seqs=2, kv_cache_bytes="1000blocks"
+        model,
+        block_size=block_size,
+        max_num_batched_tokens=chunk,
+        max_num_seqs=2,
+        kv_cache_bytes="1000blocks",
     )
     cached: list[list[int]] = []
     total = 0
@@ -87,7 +117,9 @@ def test_hits_are_all_whole_blocks_that_were_computed_before(model: qwen3.Model,
     assert engine.stats().num_evictions == 0
 
 
-def test_a_prompt_asked_again_is_computed_but_for_its_last_token_in_whole_blocks(model: qwen3.Model):
+def test_a_prompt_asked_again_is_computed_but_for_its_last_token_in_whole_blocks(
+    model: qwen3.Model,
+):
     engine = make_engine(model)
     for num_tokens, num_cached in ((15, 0), (16, 0), (17, 16), (32, 16), (33, 32), (200, 192)):
         params = greedy(1)
@@ -105,12 +137,16 @@ def test_requests_that_come_together_share_what_the_first_is_about_to_compute(mo
         engine.add_request(str(n), shared + tail, greedy(MAX_TOKENS))
     engine.step()
     tables = engine.cache.manager.tables
-    assert {tuple(tables[str(n), 0].block_ids[:4]) for n in range(3)} == {tuple(tables["0", 0].block_ids[:4])}
+    assert {tuple(tables[str(n), 0].block_ids[:4]) for n in range(3)} == {
+        tuple(tables["0", 0].block_ids[:4])
+    }
     assert engine.stats().num_hit_tokens == 2 * 64
     outputs = run(engine)
     assert [outputs[str(n)].num_cached_tokens for n in range(3)] == [0, 64, 64]
     for n, tail in enumerate(tails):
-        assert outputs[str(n)].outputs[0].token_ids == ask_alone(model, shared + tail, greedy(MAX_TOKENS))
+        assert outputs[str(n)].outputs[0].token_ids == ask_alone(
+            model, shared + tail, greedy(MAX_TOKENS)
+        )
 
 
 def test_the_next_turn_hits_the_blocks_of_the_answer_before(model: qwen3.Model):
@@ -131,7 +167,13 @@ def test_the_next_turn_hits_the_blocks_of_the_answer_before(model: qwen3.Model):
 def test_requests_of_another_salt_share_nothing(model: qwen3.Model):
     engine = make_engine(model)
     cached = {}
-    for request_id, salt in (("none", None), ("a", "A"), ("b", "B"), ("a again", "A"), ("none again", None)):
+    for request_id, salt in (
+        ("none", None),
+        ("a", "A"),
+        ("b", "B"),
+        ("a again", "A"),
+        ("none again", None),
+    ):
         engine.add_request(request_id, prompt(50), greedy(3), cache_salt=salt)
         cached |= {id: output.num_cached_tokens for id, output in run(engine).items()}
     assert cached == {"none": 0, "a": 0, "b": 0, "a again": 48, "none again": 48}
@@ -159,7 +201,9 @@ def test_the_prefix_cache_can_be_forgotten_when_nobody_runs(model: qwen3.Model):
 
 
 def test_sampled_and_penalised_requests_draw_the_same_from_a_warm_cache(model: qwen3.Model):
-    params = sampled(seed=1, max_tokens=30, repetition_penalty=1.3, presence_penalty=0.5, top_p=0.95)
+    params = sampled(
+        seed=1, max_tokens=30, repetition_penalty=1.3, presence_penalty=0.5, top_p=0.95
+    )
     engine = make_engine(model)
     cold, warm = (ask(engine, {"a": (prompt(70), params)})["a"] for _ in range(2))
     assert cold == warm == ask_alone(model, prompt(70), params)

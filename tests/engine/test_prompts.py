@@ -25,7 +25,9 @@ class Letters:
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         if "!" in text:
             raise LookupError("no such\nletter: !")
-        letters = [40 if letter == BOS else ord(letter) - ord("A") for letter in text.removeprefix(BOS)]
+        letters = [
+            40 if letter == BOS else ord(letter) - ord("A") for letter in text.removeprefix(BOS)
+        ]
         return [40] * (add_special_tokens or text.startswith(BOS)) + letters
 
 
@@ -61,7 +63,9 @@ def test_token_ids_of_every_form_are_pythons_integers(form: object):
     assert {type(token) for token in token_ids} == {int}
 
 
-@pytest.mark.parametrize("form", ["BCD", {"prompt": "BCD"}, {"prompt": "BCD", "prompt_token_ids": None}], ids=repr)
+@pytest.mark.parametrize(
+    "form", ["BCD", {"prompt": "BCD"}, {"prompt": "BCD", "prompt_token_ids": None}], ids=repr
+)
 def test_a_text_is_encoded_with_special_tokens_unless_it_begins_with_them(form: object):
     assert read(form) == ("BCD", [40, 1, 2, 3])
     assert read(BOS + "BCD") == (BOS + "BCD", [40, 1, 2, 3])
@@ -86,7 +90,10 @@ def test_what_is_read_is_a_copy():
         (frozenset([1]), "a prompt is text or token ids, got frozenset as prompt"),
         (iter([1, 2]), "a prompt is text or token ids, got list_iterator as prompt"),
         ({}, "got dict with keys [] as prompt; a dict has 'prompt' (text) or 'prompt_token_ids'"),
-        ({"input_ids": [1], "attention_mask": [1]}, "got dict with keys ['input_ids', 'attention_mask'] as prompt"),
+        (
+            {"input_ids": [1], "attention_mask": [1]},
+            "got dict with keys ['input_ids', 'attention_mask'] as prompt",
+        ),
         ({"prompt": "A", "multi_modal_data": {}}, "prompt['multi_modal_data'] is not supported"),
         (
             {"prompt": "A", "cache_salt": "s"},
@@ -94,7 +101,10 @@ def test_what_is_read_is_a_copy():
         ),
         ({"prompt": [1, 2]}, "prompt['prompt'] must be text, got list"),
         ({"prompt_token_ids": "BCD"}, "prompt['prompt_token_ids'] must be token ids, got str"),
-        ({"prompt_token_ids": {"prompt": "A"}}, "prompt['prompt_token_ids'] must be token ids, got dict"),
+        (
+            {"prompt_token_ids": {"prompt": "A"}},
+            "prompt['prompt_token_ids'] must be token ids, got dict",
+        ),
         ({"prompt_token_ids": b"BCD"}, "a prompt is text or token ids, got bytes"),
         ({"prompt_token_ids": []}, "the prompt is empty"),
         ([], "the prompt is empty; give at least one token as prompt"),
@@ -105,16 +115,28 @@ def test_what_is_read_is_a_copy():
         ([1, "2"], "token ids are integers, got '2' (str) as prompt[1]"),
         ([[1, 2]], "token ids are integers, got [1, 2] (list) as prompt[0]"),
         ([None], "token ids are integers, got None (NoneType) as prompt[0]"),
-        ([mx.array([1])], "token ids are integers, got array([1], dtype=int32) (array) as prompt[0]"),
+        (
+            [mx.array([1])],
+            "token ids are integers, got array([1], dtype=int32) (array) as prompt[0]",
+        ),
         (np.array([1.0, 2.0]), "token ids are integers, got 1.0 (float) as prompt[0]"),
         (mx.array([True]), "token ids are integers, got True (bool) as prompt[0]"),
         (mx.array(7), "prompt is an array of shape (); token ids have one dimension"),
-        (np.array([[1, 2]]), "prompt is an array of shape (1, 2); token ids have one dimension, such as prompt[0]"),
-        ([1, VOCAB_SIZE], "token id 50 is outside the model's vocabulary of 50, given as prompt[1]"),
+        (
+            np.array([[1, 2]]),
+            "prompt is an array of shape (1, 2); token ids have one dimension, such as prompt[0]",
+        ),
+        (
+            [1, VOCAB_SIZE],
+            "token id 50 is outside the model's vocabulary of 50, given as prompt[1]",
+        ),
         ([-1], "token id -1 is outside"),
         ([10**30], "token id 1000000000000000000000000000000 is outside"),
         (range(10**15), "token id 50 is outside the model's vocabulary of 50, given as prompt[50]"),
-        ("A\ud800B", "prompt is no valid Unicode text: '\\ud800' at position 1 is half a character"),
+        (
+            "A\ud800B",
+            "prompt is no valid Unicode text: '\\ud800' at position 1 is half a character",
+        ),
         ("what!", "the tokenizer can't encode prompt: LookupError: no such letter: !"),
         ("~~~", "token id 61 is outside the model's vocabulary of 50"),
     ],
@@ -133,13 +155,17 @@ def test_the_name_of_the_argument_is_the_callers():
 
 
 def test_a_text_needs_a_tokenizer():
-    with pytest.raises(ValueError, match="a text prompt needs a tokenizer; give token ids as prompt"):
+    with pytest.raises(
+        ValueError, match="a text prompt needs a tokenizer; give token ids as prompt"
+    ):
         read_prompt("BCD", None, VOCAB_SIZE)
 
 
 def test_an_array_of_mlx_that_can_not_be_evaluated_is_refused():
     unreadable = SimpleNamespace(ndim=1, shape=(2,), tolist=lambda: 1 // 0)
-    with pytest.raises(ValueError, match="prompt is an array that can't be read: ZeroDivisionError") as refusal:
+    with pytest.raises(
+        ValueError, match="prompt is an array that can't be read: ZeroDivisionError"
+    ) as refusal:
         read(unreadable)
     assert isinstance(refusal.value.__cause__, ZeroDivisionError)
 
@@ -167,19 +193,27 @@ def test_an_array_of_mlx_that_can_not_be_evaluated_is_refused():
     ],
     ids=repr,
 )
-def test_one_prompt_and_several_are_told_apart_by_the_first_element(prompts: object, expected: list):
+def test_one_prompt_and_several_are_told_apart_by_the_first_element(
+    prompts: object, expected: list
+):
     assert split_prompts(prompts) == expected
 
 
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [
-        (None, "prompts must be a prompt (text, token ids or a dict) or a list of prompts, got NoneType"),
+        (
+            None,
+            "prompts must be a prompt (text, token ids or a dict) or a list of prompts, got NoneType",
+        ),
         (7, "got int"),
         (b"AB", "got bytes"),
         ({"A", "B"}, "got set"),
         ((prompt for prompt in ("A", "B")), "got generator"),
-        (mx.zeros((1, 2, 3), dtype=mx.int32), "prompts is an array of shape (1, 2, 3); give one dimension"),
+        (
+            mx.zeros((1, 2, 3), dtype=mx.int32),
+            "prompts is an array of shape (1, 2, 3); give one dimension",
+        ),
         (np.array(7), "prompts is an array of shape ()"),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,

@@ -27,7 +27,9 @@ def make_request(prompt=(1, 2, 3), output=(), seed=0, index=0, **params) -> Requ
 
 
 def make_logits(num_rows=1, vocab=VOCAB, seed=0, scale=2.0) -> mx.array:
-    return mx.array(np.random.default_rng(seed).normal(0, scale, (num_rows, vocab)).astype(np.float32))
+    return mx.array(
+        np.random.default_rng(seed).normal(0, scale, (num_rows, vocab)).astype(np.float32)
+    )
 
 
 def sample(logits: mx.array, *requests: Request, rows=None) -> list[SampledToken | Exception]:
@@ -78,16 +80,24 @@ def test_temperature_zero_takes_the_most_likely_token_of_its_row(dtype, rows):
     assert sample(logits, *[make_request() for _ in rows], rows=rows) == expected
     # And so when others in the batch want more than that.
     wanting = make_request(temperature=1.0, logprobs=2, presence_penalty=1.0)
-    assert sample(logits, *[make_request() for _ in rows], wanting, rows=[*rows, 0])[:-1] == expected
+    assert (
+        sample(logits, *[make_request() for _ in rows], wanting, rows=[*rows, 0])[:-1] == expected
+    )
 
 
 @pytest.mark.parametrize("temperature", [1e30, 1e38, 1e308])
 @pytest.mark.parametrize("filters", [{"top_k": 3}, {"top_p": 0.4}, {"min_p": 0.3}], ids=str)
-def test_a_temperature_beyond_all_bounds_still_draws_from_what_the_filters_leave(temperature: float, filters: dict):
+def test_a_temperature_beyond_all_bounds_still_draws_from_what_the_filters_leave(
+    temperature: float, filters: dict
+):
     logits = make_logits(1)
-    kept = {sample_alone(logits[0], make_request(seed=n, temperature=1.0, **filters)).token_id for n in range(200)}
+    kept = {
+        sample_alone(logits[0], make_request(seed=n, temperature=1.0, **filters)).token_id
+        for n in range(200)
+    }
     drawn = {
-        sample_alone(logits[0], make_request(seed=n, temperature=temperature, **filters)).token_id for n in range(200)
+        sample_alone(logits[0], make_request(seed=n, temperature=temperature, **filters)).token_id
+        for n in range(200)
     }
     assert drawn == kept and len(kept) > 1
 
@@ -95,14 +105,20 @@ def test_a_temperature_beyond_all_bounds_still_draws_from_what_the_filters_leave
 def test_a_temperature_next_to_zero_takes_the_most_likely_token():
     for temperature in (1e-5, 1e-38, 1e-45, 5e-324):
         logits = make_logits(8, seed=1)
-        results = sample(logits, *[make_request(temperature=temperature, seed=seed) for seed in range(8)])
-        assert [result.token_id for result in results] == np.argmax(np.array(logits), axis=-1).tolist()
+        results = sample(
+            logits, *[make_request(temperature=temperature, seed=seed) for seed in range(8)]
+        )
+        assert [result.token_id for result in results] == np.argmax(
+            np.array(logits), axis=-1
+        ).tolist()
 
 
 # Filters and draws
 
 
-def mlx_lm_logprobs(row: mx.array, monkeypatch, temperature, top_p=0.0, min_p=0.0, top_k=0) -> mx.array:
+def mlx_lm_logprobs(
+    row: mx.array, monkeypatch, temperature, top_p=0.0, min_p=0.0, top_k=0
+) -> mx.array:
     """What mlx-lm's own sampler would draw from."""
     drawn_from = []
     with monkeypatch.context() as patch:
@@ -162,7 +178,10 @@ def test_draws_have_the_frequencies_of_mlx_lms_sampler(name: str, dtype, monkeyp
 
 def test_the_logits_above_tell_the_order_of_the_filters(monkeypatch):
     logprobs = filtered_logits() - mx.logsumexp(filtered_logits())
-    for other, params in ((sample_utils.apply_top_k, {"top_k": 4}), (sample_utils.apply_min_p, {"min_p": 0.1})):
+    for other, params in (
+        (sample_utils.apply_top_k, {"top_k": 4}),
+        (sample_utils.apply_min_p, {"min_p": 0.1}),
+    ):
         right = mlx_lm_probabilities(logprobs[0], monkeypatch, 1.0, top_p=0.8, **params)
         wrong = sample_utils.apply_top_p(other(logprobs, *params.values()), 0.8)
         assert np.flatnonzero(right).tolist() != np.flatnonzero(np.array(wrong[0]) > -INF).tolist()
@@ -170,7 +189,11 @@ def test_the_logits_above_tell_the_order_of_the_filters(monkeypatch):
 
 def test_a_top_p_below_float32_keeps_the_most_likely_token():
     logits = make_logits(scale=0.1)
-    requests = [make_request(temperature=1.0, top_p=top_p, seed=s) for s in range(9) for top_p in (1e-40, 5e-324)]
+    requests = [
+        make_request(temperature=1.0, top_p=top_p, seed=s)
+        for s in range(9)
+        for top_p in (1e-40, 5e-324)
+    ]
     results = sample(logits, *requests, rows=[0] * 18)
     assert [result.token_id for result in results] == [logits.argmax().item()] * 18
 
@@ -191,16 +214,32 @@ def test_a_draw_is_mlx_lms_with_the_key_of_the_request(name: str, monkeypatch):
     for position in range(10):
         request = make_request(output=[5] * position, seed=position * 31, **params)
         key = mx.array(np.frombuffer(SamplingState(request, VOCAB).draw_key(position), "<u4"))
-        assert sample(logits, request)[0].token_id == mx.random.categorical(drawn_from, key=key).item()
+        assert (
+            sample(logits, request)[0].token_id == mx.random.categorical(drawn_from, key=key).item()
+        )
 
 
 def test_settings_from_numpy_are_those_of_python():
-    params = {"temperature": 0.7, "top_p": 0.8, "min_p": 0.05, "top_k": 7, "logprobs": 2, "repetition_penalty": 1.25}
+    params = {
+        "temperature": 0.7,
+        "top_p": 0.8,
+        "min_p": 0.05,
+        "top_k": 7,
+        "logprobs": 2,
+        "repetition_penalty": 1.25,
+    }
     params |= {"frequency_penalty": 0.5, "presence_penalty": 0.5, "logit_bias": {3: 0.5}}
-    kinds = {int: np.int64, float: np.float64, dict: lambda bias: {np.int64(3): np.float64(bias[3])}}
+    kinds = {
+        int: np.int64,
+        float: np.float64,
+        dict: lambda bias: {np.int64(3): np.float64(bias[3])},
+    }
     numpys = {name: kinds[type(value)](value) for name, value in params.items()}
     for seed in range(5):
-        plain, numpy = make_request(seed=seed, **params), make_request(seed=np.int64(seed), **numpys)
+        plain, numpy = (
+            make_request(seed=seed, **params),
+            make_request(seed=np.int64(seed), **numpys),
+        )
         assert sample(make_logits(seed=seed), plain) == sample(make_logits(seed=seed), numpy)
 
 
@@ -219,7 +258,13 @@ def test_different_seeds_completions_and_positions_draw_differently():
 
 def test_no_two_seeds_share_a_key_however_large():
     seeds = [0, 1, -1, 127, 128, -128, -129, 255, 256, 2**32, 2**63, 10**5000, -(10**5000)]
-    seeds += [2**64, -(2**64), 2**64 + 1, 2**65, 2**128]  # whose bytes could be read as an index or a position
+    seeds += [
+        2**64,
+        -(2**64),
+        2**64 + 1,
+        2**65,
+        2**128,
+    ]  # whose bytes could be read as an index or a position
     keys = set()
     for seed in seeds:
         for index in (0, 1, 256):
@@ -238,12 +283,19 @@ def some_request(rng: random.Random, seed: int) -> Request:
         params |= {"temperature": rng.choice([0.7, 1.0]), "top_p": rng.choice([1.0, 0.9])}
         params |= {"top_k": rng.choice([0, 3, 12]), "min_p": rng.choice([0.0, 0.05])}
     if rng.random() < 0.4:
-        params |= {"repetition_penalty": rng.choice([1.0, 1.3]), "presence_penalty": rng.choice([0.0, 0.5])}
+        params |= {
+            "repetition_penalty": rng.choice([1.0, 1.3]),
+            "presence_penalty": rng.choice([0.0, 0.5]),
+        }
         params |= {"frequency_penalty": rng.choice([0.0, 0.2])}
     if rng.random() < 0.3:
-        params["logit_bias"] = {rng.randrange(VOCAB): rng.choice([-INF, -1.0, 3.0]) for _ in range(3)}
+        params["logit_bias"] = {
+            rng.randrange(VOCAB): rng.choice([-INF, -1.0, 3.0]) for _ in range(3)
+        }
     if rng.random() < 0.2:
-        params["logits_processors"] = [lambda _, row: mx.where(mx.arange(VOCAB) % 2 == 0, row, -INF)]
+        params["logits_processors"] = [
+            lambda _, row: mx.where(mx.arange(VOCAB) % 2 == 0, row, -INF)
+        ]
     if rng.random() < 0.4:
         params["logprobs"] = rng.randrange(6)
     prompt = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 9))]
@@ -257,7 +309,9 @@ def test_a_request_gets_the_same_alone_as_in_any_company(seed: int):
     logits = make_logits(8, seed=seed)
     requests = [some_request(rng, number) for number in range(12)]
     rows = [rng.randrange(8) for _ in requests]
-    alone = [sample_alone(logits[row], request) for row, request in zip(rows, requests, strict=True)]
+    alone = [
+        sample_alone(logits[row], request) for row, request in zip(rows, requests, strict=True)
+    ]
     assert not any(isinstance(result, Exception) for result in alone)
     for _ in range(3):  # again in another order, and with some of them
         order = rng.sample(range(12), rng.randrange(5, 13))
@@ -308,9 +362,13 @@ penalised_requests = st.builds(
 def test_penalties_are_vllms_formulas(requests: list[Request], seed: int):
     logits = make_logits(len(requests), vocab=12, seed=seed)
     logits = mx.where(mx.abs(logits) < 0.3, 0.0, logits)
-    expected = np.stack([penalised(row, request) for row, request in zip(np.array(logits), requests, strict=True)])
+    expected = np.stack(
+        [penalised(row, request) for row, request in zip(np.array(logits), requests, strict=True)]
+    )
     # Five roundings in float32 of numbers below 100.
-    np.testing.assert_allclose(adjusted_logits(logits, *requests), expected, rtol=0, atol=5 * 100 * 2**-24)
+    np.testing.assert_allclose(
+        adjusted_logits(logits, *requests), expected, rtol=0, atol=5 * 100 * 2**-24
+    )
 
 
 def test_penalties_change_the_token_and_only_that_requests():
@@ -328,7 +386,10 @@ def test_penalties_change_the_token_and_only_that_requests():
 
 def test_a_sampled_request_is_drawn_from_its_penalised_logits():
     logits = mx.zeros((1, 4))
-    requests = [make_request([0], [1], temperature=1.0, presence_penalty=50.0, seed=seed) for seed in range(60)]
+    requests = [
+        make_request([0], [1], temperature=1.0, presence_penalty=50.0, seed=seed)
+        for seed in range(60)
+    ]
     assert {result.token_id for result in sample(logits, *requests, rows=[0] * 60)} == {0, 2, 3}
 
 
@@ -339,7 +400,9 @@ def test_penalties_after_many_steps_are_those_of_a_request_seen_for_the_first_ti
         logits = make_logits(seed=step)
         fresh = make_request([3, 3, 9], request.output_token_ids, temperature=1.0, seed=5, **params)
         assert adjusted_logits(logits, request).tolist() == adjusted_logits(logits, fresh).tolist()
-        if step % 7 != 3:  # in some steps it does not take part, and in some it takes several tokens at once
+        if (
+            step % 7 != 3
+        ):  # in some steps it does not take part, and in some it takes several tokens at once
             request.token_ids.append(sample(logits, request)[0].token_id)
         if step % 11 == 5:
             request.token_ids.extend([3, 20, 3])
@@ -350,7 +413,9 @@ def test_a_token_is_read_once_however_long_the_context():
         num_reads = 0
 
         def __getitem__(self, item):
-            CountedList.num_reads += len(range(*item.indices(len(self)))) if isinstance(item, slice) else 1
+            CountedList.num_reads += (
+                len(range(*item.indices(len(self)))) if isinstance(item, slice) else 1
+            )
             return super().__getitem__(item)
 
         def __iter__(self):
@@ -358,7 +423,10 @@ def test_a_token_is_read_once_however_long_the_context():
             return super().__iter__()
 
     prompt = np.random.default_rng(0).integers(0, VOCAB, 5000).tolist()
-    for penalty, expected in (("repetition_penalty", 5009), ("presence_penalty", 9)):  # which leaves the prompt alone
+    for penalty, expected in (
+        ("repetition_penalty", 5009),
+        ("presence_penalty", 9),
+    ):  # which leaves the prompt alone
         request = make_request(prompt, **{penalty: 1.1})
         request.token_ids = CountedList(request.token_ids)
         CountedList.num_reads = 0
@@ -381,14 +449,20 @@ def test_a_token_is_read_once_however_long_the_context():
 )
 def test_penalties_beyond_float32_stay_numbers(params):
     logits = mx.concatenate([make_logits(2, seed=1), -make_logits(2, seed=1), mx.zeros((1, VOCAB))])
-    assert np.isfinite(adjusted_logits(logits, *[make_request([1], [5, 5], **params) for _ in range(5)])).all()
+    assert np.isfinite(
+        adjusted_logits(logits, *[make_request([1], [5, 5], **params) for _ in range(5)])
+    ).all()
 
 
 @pytest.mark.filterwarnings("error")
 def test_a_bias_beyond_float32_forces_a_token_and_bans_one():
     logits = make_logits(scale=0.1)
     force = {9: 1e300}
-    forced = [make_request(logit_bias=force, temperature=t, seed=seed) for t in (0.0, 1.0) for seed in range(30)]
+    forced = [
+        make_request(logit_bias=force, temperature=t, seed=seed)
+        for t in (0.0, 1.0)
+        for seed in range(30)
+    ]
     assert {result.token_id for result in sample(logits, *forced, rows=[0] * 60)} == {9}
     for infinite in (1e300, INF):
         ban = dict.fromkeys(range(1, 23), -infinite)
@@ -404,7 +478,9 @@ def test_tokens_of_infinite_logits_share_the_probability():
         for params in ({}, {"top_p": 0.99}, {"min_p": 0.5}, {"top_k": 3})
     ]
     results = sample(make_logits(), *requests, rows=[0] * len(requests))
-    assert [{result.token_id for result in results[kind::4]} for kind in range(4)] == [{3, 13, 23}] * 4
+    assert [{result.token_id for result in results[kind::4]} for kind in range(4)] == [
+        {3, 13, 23}
+    ] * 4
 
 
 # Log-probabilities
@@ -414,44 +490,66 @@ def test_tokens_of_infinite_logits_share_the_probability():
 @pytest.mark.parametrize("k", [0, 1, 5, 20])
 def test_logprobs_are_of_the_models_own_logits_with_the_rank_among_all_tokens(k: int, dtype):
     logits = make_logits(6, vocab=60, seed=k).astype(dtype)
-    params = {"logprobs": k, "temperature": 9.0, "top_k": 40, "presence_penalty": 2.0, "logit_bias": {7: 2.0}}
+    params = {
+        "logprobs": k,
+        "temperature": 9.0,
+        "top_k": 40,
+        "presence_penalty": 2.0,
+        "logit_bias": {7: 2.0},
+    }
     requests = [make_request(output=[7, 8], seed=seed, **params) for seed in range(6)]
     # Others that want fewer, more and none must not change that.
     others = [make_request(logprobs=3), make_request(), make_request(logprobs=20)]
     results = sample(logits, *requests, *others, rows=[*range(6), 0, 0, 0])[:6]
     assert any(result.logprobs[result.token_id].rank > k for result in results)
-    for row, result in zip(np.array(logits.astype(mx.float32)).astype(np.float64), results, strict=True):
+    for row, result in zip(
+        np.array(logits.astype(mx.float32)).astype(np.float64), results, strict=True
+    ):
         exact = row - np.log(np.exp(row).sum())
         tokens, reported = list(result.logprobs), list(result.logprobs.values())
         np.testing.assert_allclose([r.logprob for r in reported], exact[tokens], rtol=0, atol=1e-5)
-        np.testing.assert_allclose([r.logprob for r in reported[:k]], np.sort(exact)[::-1][:k], rtol=0, atol=1e-5)
+        np.testing.assert_allclose(
+            [r.logprob for r in reported[:k]], np.sort(exact)[::-1][:k], rtol=0, atol=1e-5
+        )
         assert [r.rank for r in reported[:k]] == list(range(1, k + 1))
         assert len(reported) == k + (result.token_id not in tokens[:k])
         if result.token_id not in tokens[:k]:
-            assert tokens[k] == result.token_id and reported[k].rank == 1 + (exact > exact[result.token_id]).sum()
+            assert (
+                tokens[k] == result.token_id
+                and reported[k].rank == 1 + (exact > exact[result.token_id]).sum()
+            )
 
 
 def test_logprobs_stand_in_the_order_of_rank_and_the_sampled_token_last():
     row = mx.log(mx.array([[0.1, 0.4, 0.2, 0.3]]))
     (result,) = sample(row, make_request([1], logprobs=2, logit_bias={0: 9.0}))
     assert [
-        (token, entry.rank, round(float(np.exp(entry.logprob)), 5)) for token, entry in result.logprobs.items()
+        (token, entry.rank, round(float(np.exp(entry.logprob)), 5))
+        for token, entry in result.logprobs.items()
     ] == [
         (1, 1, 0.4),
         (3, 2, 0.3),
         (0, 4, 0.1),
     ]
-    assert result.token_id == 0 and all(entry.decoded_token is None for entry in result.logprobs.values())
+    assert result.token_id == 0 and all(
+        entry.decoded_token is None for entry in result.logprobs.values()
+    )
 
 
 def test_tokens_that_are_equally_likely_are_reported_in_the_order_of_their_ids():
     (result,) = sample(mx.zeros((1, 4)), make_request(logprobs=4))
-    assert result == SampledToken(0, {token: Logprob(-float(np.log(np.float32(4))), token + 1) for token in range(4)})
+    assert result == SampledToken(
+        0, {token: Logprob(-float(np.log(np.float32(4))), token + 1) for token in range(4)}
+    )
 
 
 def test_more_logprobs_than_the_vocabulary_are_all_of_it():
     (result,) = sample(mx.array([[1.0, 3.0, 2.0]]), make_request([1], logprobs=20))
-    assert [(token, entry.rank) for token, entry in result.logprobs.items()] == [(1, 1), (2, 2), (0, 3)]
+    assert [(token, entry.rank) for token, entry in result.logprobs.items()] == [
+        (1, 1),
+        (2, 2),
+        (0, 3),
+    ]
 
 
 # Processors
@@ -465,15 +563,26 @@ def test_a_processor_sees_the_tokens_so_far_and_decides_last():
         return mx.where(mx.arange(VOCAB) == 17, 0.0, -INF)[None]
 
     requests = [
-        make_request([4, 5], [6], logits_processors=[only_17], temperature=t, logit_bias={17: -40.0}, logprobs=0)
+        make_request(
+            [4, 5],
+            [6],
+            logits_processors=[only_17],
+            temperature=t,
+            logit_bias={17: -40.0},
+            logprobs=0,
+        )
         for t in (0.0, 1.0)
     ]
     results = sample(make_logits(2), *requests)
-    assert [result.token_id for result in results] == [17, 17] and seen == [([4, 5, 6], (1, VOCAB))] * 2
+    assert [result.token_id for result in results] == [17, 17] and seen == [
+        ([4, 5, 6], (1, VOCAB))
+    ] * 2
     # The log-probabilities stay the model's own.
     logits = make_logits(2)
     expected = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))[:, 17]
-    np.testing.assert_allclose([result.logprobs[17].logprob for result in results], expected, rtol=1e-6)
+    np.testing.assert_allclose(
+        [result.logprobs[17].logprob for result in results], expected, rtol=1e-6
+    )
 
 
 def test_processors_run_in_their_order_and_may_answer_in_another_float_type():
@@ -482,7 +591,9 @@ def test_processors_run_in_their_order_and_may_answer_in_another_float_type():
     double = lambda _, logits: logits * 2.0  # noqa: E731
     request = make_request([1], logits_processors=[add, double, ban_all_but_2], logit_bias={0: 0.5})
     other = make_request([1], logits_processors=[double, add], temperature=1.0)
-    assert [r.token_id for r in sample(mx.array([[5.0, 1.0, 2.0], [9.0, 500.0, 1.0]]), request, other)] == [2, 1]
+    assert [
+        r.token_id for r in sample(mx.array([[5.0, 1.0, 2.0], [9.0, 500.0, 1.0]]), request, other)
+    ] == [2, 1]
     # (x + 1) * 2 against x * 2 + 1
     assert adjusted_after([add, double]) == [8.0] and adjusted_after([double, add]) == [7.0]
 
@@ -503,7 +614,10 @@ def test_a_processor_that_writes_into_its_logits_changes_no_other_row():
     logits = make_logits(2)
     before = np.array(logits)
     bystanders = [make_request(), make_request(temperature=1.0, seed=4), make_request(logprobs=3)]
-    expected = [sample_alone(logits[row], request) for row, request in zip([0, 1, 0], bystanders, strict=True)]
+    expected = [
+        sample_alone(logits[row], request)
+        for row, request in zip([0, 1, 0], bystanders, strict=True)
+    ]
     writer = make_request(logits_processors=[overwrite])
     results = sample(logits, writer, *bystanders, rows=[0, 0, 1, 0])
     assert results == [SampledToken(3), *expected]
@@ -518,7 +632,12 @@ def test_a_processor_that_writes_into_its_logits_changes_no_other_row():
         {"repetition_penalty": 1.7},
         {"presence_penalty": 2.0, "presence_context_size": 3},
         {"frequency_penalty": 1.1},
-        {"logit_bias": {4: 1.0}, "repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2},
+        {
+            "logit_bias": {4: 1.0},
+            "repetition_penalty": 1.3,
+            "frequency_penalty": 0.4,
+            "presence_penalty": 0.2,
+        },
     ],
     ids=str,
 )
@@ -532,10 +651,15 @@ def test_mlx_lms_own_processors_do_here_what_they_do_there(params):
 
     seen = []
     look = lambda _, row: seen.append(np.array(row)) or row  # noqa: E731
-    request = make_request(tokens, logits_processors=[*sample_utils.make_logits_processors(**params), look])
+    request = make_request(
+        tokens, logits_processors=[*sample_utils.make_logits_processors(**params), look]
+    )
     results = sample(logits, make_request(), request)
     assert np.array_equal(seen[0], np.array(expected))
-    assert [result.token_id for result in results] == [logits[0].argmax().item(), expected[0].argmax().item()]
+    assert [result.token_id for result in results] == [
+        logits[0].argmax().item(),
+        expected[0].argmax().item(),
+    ]
 
 
 # Failures
@@ -568,7 +692,11 @@ FAILURES = {
     "none": ([lambda *_: None], ValueError, "got NoneType"),
     "numpy": ([lambda _, row: np.array(row)], ValueError, "got ndarray"),
     "whole numbers": ([lambda _, row: row.astype(mx.int32)], ValueError, "got .*int32"),
-    "in the middle": ([lambda *_: None, lambda _, row: mx.zeros((1, VOCAB))], ValueError, "got NoneType"),
+    "in the middle": (
+        [lambda *_: None, lambda _, row: mx.zeros((1, VOCAB))],
+        ValueError,
+        "got NoneType",
+    ),
     "all banned": ([lambda _, row: mx.full(row.shape, -INF)], ValueError, "allow no token"),
     "all nan": ([lambda _, row: row * float("nan")], ValueError, "allow no token"),
     "fails when it is evaluated": ([lambda *_: broken_row()], RuntimeError, "There is no Stream"),
@@ -589,7 +717,9 @@ def test_a_processor_that_fails_fails_its_request_and_no_other(name: str, temper
     ]
     rows = [0, 1, 2, 1]
     expected = [sample_alone(logits[row], request) for row, request in zip(rows, fine, strict=True)]
-    failing = make_request(logits_processors=processors, temperature=temperature, logprobs=1, presence_penalty=1.0)
+    failing = make_request(
+        logits_processors=processors, temperature=temperature, logprobs=1, presence_penalty=1.0
+    )
     results = sample(logits, *fine[:2], failing, *fine[2:], rows=[0, 1, 1, 2, 1])
     error = results.pop(2)
     assert results == expected
@@ -621,10 +751,17 @@ def test_an_interrupt_in_a_processor_is_not_its_failure():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_bias_outside_the_vocabulary_fails_its_request_every_time_and_no_other(temperature: float):
+def test_a_bias_outside_the_vocabulary_fails_its_request_every_time_and_no_other(
+    temperature: float,
+):
     logits = make_logits(3)
     fine = [make_request(logit_bias={VOCAB - 1: 99.0}), make_request(seed=3, temperature=1.0)]
-    params = {"temperature": temperature, "logprobs": 2, "presence_penalty": 1.0, "logits_processors": [raises]}
+    params = {
+        "temperature": temperature,
+        "logprobs": 2,
+        "presence_penalty": 1.0,
+        "logits_processors": [raises],
+    }
     wrong = make_request(logit_bias={2: 50.0, VOCAB: 1.0}, **params)
     expected = sample_alone(logits[2], fine[1])
     for _ in range(2):
@@ -638,9 +775,17 @@ def test_a_bias_outside_the_vocabulary_fails_its_request_every_time_and_no_other
 def test_a_bias_that_bans_every_token_fails_its_request_and_no_other(temperature: float):
     logits = make_logits(2)
     ban = dict.fromkeys(range(VOCAB), -INF)
-    error, result = sample(logits, make_request(logit_bias=ban, temperature=temperature), make_request())
-    assert isinstance(error, ValueError) and "allow no token" in str(error) and "logit_bias" in str(error)
+    error, result = sample(
+        logits, make_request(logit_bias=ban, temperature=temperature), make_request()
+    )
+    assert (
+        isinstance(error, ValueError)
+        and "allow no token" in str(error)
+        and "logit_bias" in str(error)
+    )
     assert result == SampledToken(logits[1].argmax().item())
     # The first thing that went wrong is what is told.
-    error, _ = sample(logits, make_request(logit_bias=ban, logits_processors=[raises]), make_request())
+    error, _ = sample(
+        logits, make_request(logit_bias=ban, logits_processors=[raises]), make_request()
+    )
     assert str(error) == "a user's own mistake"

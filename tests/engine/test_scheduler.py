@@ -124,10 +124,19 @@ def test_an_urgent_request_overtakes_those_that_wait_but_nobody_who_runs():
     engine.step()
     engine.add("urgent", tokens(2, 400), max_tokens=1, priority=-1)
     engine.add("urgent too", tokens(2, 500), max_tokens=1, priority=-1)
-    assert engine.run() == [{"runs": 1}, {"runs": 1}, {"urgent": 2}, {"urgent too": 2}, {"waits": 2}, {"later": 2}]
+    assert engine.run() == [
+        {"runs": 1},
+        {"runs": 1},
+        {"urgent": 2},
+        {"urgent too": 2},
+        {"waits": 2},
+        {"later": 2},
+    ]
 
 
-@pytest.mark.parametrize(("priority", "priority_steps", "num_per_step"), [(1, 5, 1), (2, 4, 1), (1, 7, 2), (3, 2, 3)])
+@pytest.mark.parametrize(
+    ("priority", "priority_steps", "num_per_step"), [(1, 5, 1), (2, 4, 1), (1, 7, 2), (3, 2, 3)]
+)
 def test_urgent_requests_that_keep_coming_are_ahead_for_so_many_steps_and_no_longer(
     priority: int, priority_steps: int, num_per_step: int
 ):
@@ -147,8 +156,12 @@ def test_urgent_requests_that_keep_coming_are_ahead_for_so_many_steps_and_no_lon
 # The watermark
 
 
-@pytest.mark.parametrize(("num_prompt_tokens", "is_admitted"), [(40, True), (41, False), (44, False)])
-def test_beside_others_a_request_comes_only_if_the_watermark_stays_free(num_prompt_tokens: int, is_admitted: bool):
+@pytest.mark.parametrize(
+    ("num_prompt_tokens", "is_admitted"), [(40, True), (41, False), (44, False)]
+)
+def test_beside_others_a_request_comes_only_if_the_watermark_stays_free(
+    num_prompt_tokens: int, is_admitted: bool
+):
     engine = FakeEngine(20, watermark=0.2, max_num_batched_tokens=100)  # 4 of 20 blocks
     engine.add("a", tokens(21), max_tokens=2)  # 6 blocks: with 10 more, 4 are free
     engine.step()
@@ -252,7 +265,9 @@ def test_completions_that_end_with_their_first_token_leave_nothing():
 
 def test_more_completions_than_may_run_at_once_are_refused():
     engine = FakeEngine(10, max_num_seqs=3)
-    with pytest.raises(ValueError, match=r"^\[scheduler\] 4 completions .* may run at once, 3; raise max_num_seqs$"):
+    with pytest.raises(
+        ValueError, match=r"^\[scheduler\] 4 completions .* may run at once, 3; raise max_num_seqs$"
+    ):
         engine.add("a", tokens(1), n=4)
     engine.add("a", tokens(1), n=3)
 
@@ -299,12 +314,16 @@ def test_what_waits_runs_and_is_finished_is_told_by_its_status():
     assert list(engine.scheduler.requests) == [("b", 0)]
 
 
-@pytest.mark.parametrize("where", ["waiting", "running", "computing its prompt", "preempted", "swapped", "finished"])
+@pytest.mark.parametrize(
+    "where", ["waiting", "running", "computing its prompt", "preempted", "swapped", "finished"]
+)
 def test_a_request_that_is_aborted_gives_back_everything_at_once_wherever_it_is(where: str):
     engine = FakeEngine(8, swap_tokens=100 if where == "swapped" else 0)
     engine.add("a", tokens(12), max_tokens=40)
     engine.step()
-    request = engine.add("b", tokens(30 if where == "computing its prompt" else 14, 200), max_tokens=40)
+    request = engine.add(
+        "b", tokens(30 if where == "computing its prompt" else 14, 200), max_tokens=40
+    )
     if where != "waiting":
         engine.step()
     if where in ("preempted", "swapped"):
@@ -315,8 +334,13 @@ def test_a_request_that_is_aborted_gives_back_everything_at_once_wherever_it_is(
         engine.scheduler.finish(request, "stop", "its text")
     engine.abort("b")
     engine.check()
-    assert request.finish_reason == ("stop" if where == "finished" else "abort") and request.is_finished
-    assert list(engine.manager.tables) == [("a", 0)] and list(engine.scheduler.requests) == [("a", 0)]
+    assert (
+        request.finish_reason == ("stop" if where == "finished" else "abort")
+        and request.is_finished
+    )
+    assert list(engine.manager.tables) == [("a", 0)] and list(engine.scheduler.requests) == [
+        ("a", 0)
+    ]
     assert engine.pool.num_used_blocks == -(-engine.completions["a"][0].num_computed_tokens // 4)
     assert engine.swap_space.num_used_tokens == 0
     engine.abort("b")  # and again

@@ -24,7 +24,11 @@ def test_the_newest_is_preempted_and_goes_on_before_those_that_came_later():
     output = engine.step()
     assert (ran(output), names(output.preempted)) == ({"a": 1, "b": 1}, ["c"])
     (request,) = engine.completions["c"]
-    assert (request.status, request.num_computed_tokens, request.num_preemptions) == (RequestStatus.PREEMPTED, 0, 1)
+    assert (request.status, request.num_computed_tokens, request.num_preemptions) == (
+        RequestStatus.PREEMPTED,
+        0,
+        1,
+    )
     assert request.num_output_tokens == 1 and request.seq_id not in engine.manager.tables
     assert names(engine.scheduler.waiting) == ["c", "d"], "before d, which would fit"
     # a and b end after 6 tokens; c is computed anew: its prompt and the token that it has.
@@ -177,7 +181,9 @@ def test_what_has_no_room_in_host_memory_is_computed_anew(swap_tokens: int, is_s
 
 
 def test_a_prompt_that_was_swapped_half_way_goes_on_there():
-    engine = FakeEngine(10, swap_tokens=100, max_num_batched_tokens=4, max_num_seqs=2, enable_prefix_caching=False)
+    engine = FakeEngine(
+        10, swap_tokens=100, max_num_batched_tokens=4, max_num_seqs=2, enable_prefix_caching=False
+    )
     engine.add("a", tokens(4), max_tokens=16)
     engine.step()
     engine.add("b", tokens(32, 200), max_tokens=2)

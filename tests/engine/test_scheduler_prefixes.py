@@ -1,4 +1,6 @@
-"""What requests share: hits in whole blocks, blocks of the same step, salts, and what a failed step takes back."""
+"""What requests share: hits in whole blocks, blocks of the same step, salts, and what a failed step
+takes back.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,20 @@ def test_equal_beginnings_are_computed_once_in_whole_blocks():
     engine.add("differs in the second block", [*tokens(7), 7], max_tokens=1)
     engine.add("other", tokens(11, 500), max_tokens=1)
     # a's third block is full with the first token of its answer, which no prompt here has.
-    assert ran(engine.step()) == {"same": 3, "longer": 6, "differs in the second block": 4, "other": 3}
+    assert ran(engine.step()) == {
+        "same": 3,
+        "longer": 6,
+        "differs in the second block": 4,
+        "other": 3,
+    }
     engine.run()
-    assert num_cached(engine) == {"a": 0, "same": 8, "longer": 8, "differs in the second block": 4, "other": 0}
+    assert num_cached(engine) == {
+        "a": 0,
+        "same": 8,
+        "longer": 8,
+        "differs in the second block": 4,
+        "other": 0,
+    }
     engine.check_answers()
 
 
@@ -62,7 +75,9 @@ def test_requests_that_come_together_share_the_blocks_of_the_step_under_way():
     engine.run()
     engine.add("d", tokens(9), max_tokens=1)
     output = engine.step()
-    assert output.hit_block_ids == {1, 2} and not output.shares_new_blocks, "filled before this step"
+    assert output.hit_block_ids == {1, 2} and not output.shares_new_blocks, (
+        "filled before this step"
+    )
     engine.check_answers()
 
 
@@ -190,7 +205,9 @@ def test_a_failed_step_of_one_leaves_the_others_as_they_were():
     engine.step()
     before = {name: list(engine.manager.tables[name, 0].block_ids) for name in "ac"}
     engine.step(only=engine.completions["b"][0], fails="computing")
-    assert names(engine.scheduler.running) == ["a", "c"] and names(engine.scheduler.waiting) == ["b"]
+    assert names(engine.scheduler.running) == ["a", "c"] and names(engine.scheduler.waiting) == [
+        "b"
+    ]
     assert {name: engine.manager.tables[name, 0].block_ids for name in "ac"} == before
     assert ran(engine.step()) == {"a": 1, "c": 1, "b": 2}
     engine.run()

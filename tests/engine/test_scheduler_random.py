@@ -1,4 +1,6 @@
-"""Thousands of random requests, steps, aborts and failures: nobody reads what is not its own, and everybody ends."""
+"""Thousands of random requests, steps, aborts and failures: nobody reads what is not its own, and
+everybody ends.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ class Driver:
 
     def add(self, stem: list[int]) -> None:
         choice = self.random.choice
-        prompt = stem[: self.random.randint(1, len(stem))] + [choice([13, 14]) for _ in range(choice([0, 1, 3, 9, 25]))]
+        prompt = stem[: self.random.randint(1, len(stem))] + [
+            choice([13, 14]) for _ in range(choice([0, 1, 3, 9, 25]))
+        ]
         self.num_added += 1
         try:
             self.engine.add(
@@ -59,7 +63,9 @@ class Driver:
             self.num_aborted += 1
             self.engine.check()
         else:
-            self.step(self.random.choice(["at once", "computing", "sampling"]) if action > 0.95 else None)
+            self.step(
+                self.random.choice(["at once", "computing", "sampling"]) if action > 0.95 else None
+            )
 
     def drain(self) -> None:
         """No more requests come: those that are there end within bounds."""
@@ -84,12 +90,30 @@ class Driver:
 TINY = {
     "a pool that is always too small": {"num_blocks": 9},
     "a swap space": {"num_blocks": 9, "swap_tokens": 40},
-    "large blocks, few at once": {"num_blocks": 6, "block_size": 8, "max_num_seqs": 3, "swap_tokens": 100},
-    "a step of few tokens": {"num_blocks": 14, "max_num_batched_tokens": 5, "max_num_seqs": 5, "swap_tokens": 50},
-    "a watermark, and growth": {"num_blocks": 20, "watermark": 0.2, "supply": {"initial_blocks": 2}},
+    "large blocks, few at once": {
+        "num_blocks": 6,
+        "block_size": 8,
+        "max_num_seqs": 3,
+        "swap_tokens": 100,
+    },
+    "a step of few tokens": {
+        "num_blocks": 14,
+        "max_num_batched_tokens": 5,
+        "max_num_seqs": 5,
+        "swap_tokens": 50,
+    },
+    "a watermark, and growth": {
+        "num_blocks": 20,
+        "watermark": 0.2,
+        "supply": {"initial_blocks": 2},
+    },
     "blocks of one token": {"num_blocks": 40, "block_size": 1, "swap_tokens": 30},
     "no prefix cache": {"num_blocks": 12, "swap_tokens": 30, "enable_prefix_caching": False},
-    "room for all": {"num_blocks": 200, "max_num_batched_tokens": 64, "supply": {"initial_blocks": 4}},
+    "room for all": {
+        "num_blocks": 200,
+        "max_num_batched_tokens": 64,
+        "supply": {"initial_blocks": 4},
+    },
 }
 
 
@@ -118,7 +142,12 @@ def test_every_answer_is_as_predicted_and_everything_is_given_back(seed: int, na
 
 @pytest.mark.parametrize("seed", range(12))
 def test_a_device_that_gives_less_than_the_budget_lets_nobody_wait_for_ever(seed: int):
-    driver = Driver(seed, num_blocks=16, swap_tokens=30 * (seed % 2), supply={"initial_blocks": 2, "device_blocks": 8})
+    driver = Driver(
+        seed,
+        num_blocks=16,
+        swap_tokens=30 * (seed % 2),
+        supply={"initial_blocks": 2, "device_blocks": 8},
+    )
     for _ in range(100):
         driver.act()
     assert driver.engine.scheduler.max_num_blocks <= 8

@@ -1,4 +1,6 @@
-"""Requests that can never run: refused at once, or as soon as the device gives less than its budget. With the sum."""
+"""Requests that can never run: refused at once, or as soon as the device gives less than its
+budget. With the sum.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def test_what_is_in_use_does_not_count_against_what_can_ever_fit():
 
 
 def test_a_prompt_that_the_device_has_no_room_for_fails_with_what_there_really_is():
-    engine = FakeEngine(20, supply={"initial_blocks": 2, "device_blocks": 4}, max_num_batched_tokens=64)
+    engine = FakeEngine(
+        20, supply={"initial_blocks": 2, "device_blocks": 4}, max_num_batched_tokens=64
+    )
     request = engine.add("a", tokens(40), max_tokens=1)
     engine.add("b", tokens(8, 200), max_tokens=1)
     output = engine.step()
@@ -47,7 +51,9 @@ def test_a_prompt_that_the_device_has_no_room_for_fails_with_what_there_really_i
 
 
 def test_beside_others_it_waits_for_them_before_it_fails():
-    engine = FakeEngine(20, supply={"initial_blocks": 4, "device_blocks": 4}, max_num_batched_tokens=64)
+    engine = FakeEngine(
+        20, supply={"initial_blocks": 4, "device_blocks": 4}, max_num_batched_tokens=64
+    )
     engine.add("a", tokens(8), max_tokens=3)
     fits = engine.add("b", tokens(16, 200), max_tokens=1)
     too_long = engine.add("c", tokens(17, 300), max_tokens=1)
@@ -56,11 +62,17 @@ def test_beside_others_it_waits_for_them_before_it_fails():
 
 
 def test_a_prompt_that_stops_fitting_half_way_ends_and_the_next_one_runs():
-    engine = FakeEngine(20, supply={"initial_blocks": 4, "device_blocks": 6}, max_num_batched_tokens=8)
+    engine = FakeEngine(
+        20, supply={"initial_blocks": 4, "device_blocks": 6}, max_num_batched_tokens=8
+    )
     request = engine.add("a", tokens(40), max_tokens=1)
     engine.add("b", tokens(12, 200), max_tokens=1)
     engine.run()
-    assert request.is_finished and request.num_output_tokens == 0 and request.finish_reason in ("length", "error")
+    assert (
+        request.is_finished
+        and request.num_output_tokens == 0
+        and request.finish_reason in ("length", "error")
+    )
     assert engine.completions["b"][0].num_output_tokens == 1
     engine.check_answers()
 
@@ -70,12 +82,16 @@ def test_answers_end_with_length_when_the_device_has_no_more():
     for index in range(4):
         engine.add(f"r{index}", tokens(3, 100 * index), max_tokens=-1)
     engine.run(max_steps=200)
-    ends = {(request.finish_reason, request.num_tokens) for (request,) in engine.completions.values()}
+    ends = {
+        (request.finish_reason, request.num_tokens) for (request,) in engine.completions.values()
+    }
     assert ends == {("length", 4 * engine.scheduler.max_num_blocks + 1)}
 
 
 def test_one_scheduled_alone_that_can_not_run_ends_and_the_others_wait_their_turn():
-    engine = FakeEngine(20, supply={"initial_blocks": 2, "device_blocks": 2}, max_num_batched_tokens=64)
+    engine = FakeEngine(
+        20, supply={"initial_blocks": 2, "device_blocks": 2}, max_num_batched_tokens=64
+    )
     waits = engine.add("a", tokens(40), max_tokens=1)
     engine.add("b", tokens(4, 200), max_tokens=1)
     output = engine.step(only=waits)

@@ -26,11 +26,15 @@ def same(logits: mx.array) -> mx.array:
 
 
 @pytest.mark.parametrize("step_size", [1, 7, 16, 512])
-def test_a_prompt_in_chunks_gives_the_logits_of_the_whole(session: Session, model: qwen3.Model, step_size: int):
+def test_a_prompt_in_chunks_gives_the_logits_of_the_whole(
+    session: Session, model: qwen3.Model, step_size: int
+):
     prompt = tokens(50)
     logits, num_cached = session.prefill(prompt, same, prefill_step_size=step_size)
     assert num_cached == 0 and session.tokens == prompt and session.cache.seq_len(session.seq) == 50
-    np.testing.assert_allclose(np.array(logits), logits_of(prompt, model, session.cache.kind), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(
+        np.array(logits), logits_of(prompt, model, session.cache.kind), rtol=0, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize(
@@ -52,7 +56,9 @@ def test_a_prompt_reuses_what_it_shares_with_the_tokens_held(
         assert second[33] != tokens(50)[33]
     logits, reused = session.prefill(second, same)
     assert (reused, session.tokens) == (num_cached, second)
-    np.testing.assert_allclose(np.array(logits), logits_of(second, model, session.cache.kind), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(
+        np.array(logits), logits_of(second, model, session.cache.kind), rtol=0, atol=1e-5
+    )
 
 
 def test_decoding_goes_on_where_the_prompt_ended(session: Session, model: qwen3.Model):
@@ -61,7 +67,9 @@ def test_decoding_goes_on_where_the_prompt_ended(session: Session, model: qwen3.
     for token in tokens(5, seed=1):
         logits = session.decode(token, same)
         prompt.append(token)
-        np.testing.assert_allclose(np.array(logits), logits_of(prompt, model, session.cache.kind), rtol=0, atol=1e-5)
+        np.testing.assert_allclose(
+            np.array(logits), logits_of(prompt, model, session.cache.kind), rtol=0, atol=1e-5
+        )
     assert session.tokens == prompt
 
 
@@ -70,11 +78,15 @@ def test_progress_counts_up_to_the_total_and_begins_at_what_was_reused(session: 
     session.prefill(tokens(25), same, prefill_step_size=10, progress=lambda *p: seen.append(p))
     assert seen == [(0, 25), (10, 25), (20, 25), (25, 25)]
     seen.clear()
-    session.prefill([*tokens(25), 1, 2], same, prefill_step_size=10, progress=lambda *p: seen.append(p))
+    session.prefill(
+        [*tokens(25), 1, 2], same, prefill_step_size=10, progress=lambda *p: seen.append(p)
+    )
     assert seen == [(25, 27), (27, 27)]
 
 
-def test_a_prefill_that_is_interrupted_keeps_the_chunks_that_are_done(session: Session, model: qwen3.Model):
+def test_a_prefill_that_is_interrupted_keeps_the_chunks_that_are_done(
+    session: Session, model: qwen3.Model
+):
     def stop_at_20(done: int, total: int) -> None:
         if done == 20:
             raise KeyboardInterrupt
@@ -84,10 +96,14 @@ def test_a_prefill_that_is_interrupted_keeps_the_chunks_that_are_done(session: S
     assert session.tokens == tokens(50)[:20] and session.cache.seq_len(session.seq) == 20
     logits, num_cached = session.prefill(tokens(50), same)
     assert num_cached == 20
-    np.testing.assert_allclose(np.array(logits), logits_of(tokens(50), model, session.cache.kind), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(
+        np.array(logits), logits_of(tokens(50), model, session.cache.kind), rtol=0, atol=1e-5
+    )
 
 
-def test_a_prompt_that_can_not_fit_is_refused_with_the_sum_and_leaves_the_session_as_it_was(session: Session):
+def test_a_prompt_that_can_not_fit_is_refused_with_the_sum_and_leaves_the_session_as_it_was(
+    session: Session,
+):
     session.prefill(tokens(30), same)
     with pytest.raises(PromptTooLongError) as refusal:
         session.prefill(tokens(700), same)
@@ -142,7 +158,10 @@ def test_bad_settings_of_a_session_are_refused(session: Session, model: qwen3.Mo
     for arguments, message in (
         ({"runner": model}, "runner must be a ModelRunner, got Model"),
         ({"seq": ["list"]}, "seq must be hashable, such as a text, got list"),
-        ({"max_model_len": 0}, r"max_model_len must be a whole number within 2\.\.1048576, .* got 0"),
+        (
+            {"max_model_len": 0},
+            r"max_model_len must be a whole number within 2\.\.1048576, .* got 0",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             Session(**({"runner": session.runner} | arguments))
@@ -160,7 +179,10 @@ def test_bad_settings_of_a_session_are_refused(session: Session, model: qwen3.Mo
 
 def test_a_session_never_holds_more_than_its_context(session: Session):
     short = Session(session.runner, "short", max_model_len=8)
-    with pytest.raises(PromptTooLongError, match=r"a prompt of 8 tokens leaves no room .* at most 8 tokens together"):
+    with pytest.raises(
+        PromptTooLongError,
+        match=r"a prompt of 8 tokens leaves no room .* at most 8 tokens together",
+    ):
         short.prefill(tokens(8), same)
     assert short.tokens == [] and session.cache.seqs == []
     short.prefill(tokens(7), same)
@@ -168,7 +190,9 @@ def test_a_session_never_holds_more_than_its_context(session: Session):
     assert branch.max_model_len == 8
     for one in (short, branch):
         one.decode(1, same)
-        with pytest.raises(CacheFullError, match="holds 8 tokens, and max_model_len is 8; trim it, or raise"):
+        with pytest.raises(
+            CacheFullError, match="holds 8 tokens, and max_model_len is 8; trim it, or raise"
+        ):
             one.decode(1, same)
         assert len(one.tokens) == 8
     assert session.max_model_len == session.runner.model.args.max_position_embeddings
@@ -179,7 +203,10 @@ def test_a_session_never_holds_more_than_its_context(session: Session):
     [
         ({}, "a step needs at least one sequence"),
         ({"a": []}, "a step adds at least 1 token, got 0"),
-        ({"a": [1], "b": [61]}, r"token id 61 is outside the model's vocabulary of 61, given as batch\['b'\]\[0\]"),
+        (
+            {"a": [1], "b": [61]},
+            r"token id 61 is outside the model's vocabulary of 61, given as batch\['b'\]\[0\]",
+        ),
         ({"a": [1, -1]}, "token id -1 is outside"),
         ({"a": [1.0]}, "token ids are integers, got 1.0"),
         ({"a": "text"}, "a prompt is text or token ids, got str"),
@@ -196,15 +223,22 @@ def test_a_step_that_names_no_tokens_is_refused_before_anything_changes(
     session.prefill(tokens(20), same)
     with pytest.raises(ValueError, match=message):
         session.runner.run(batch)
-    with pytest.raises(ValueError, match="head must be a function of the logits, or None, got 'argmax'"):
+    with pytest.raises(
+        ValueError, match="head must be a function of the logits, or None, got 'argmax'"
+    ):
         session.runner.run({"a": [1]}, "argmax")
     assert session.cache.seqs == ["session"] and session.cache.seq_len("session") == 20
     got = session.runner.run({"session": np.array([5], dtype=np.uint8)})
-    np.testing.assert_allclose(np.array(got), logits_of([*tokens(20), 5], model, session.cache.kind), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(
+        np.array(got), logits_of([*tokens(20), 5], model, session.cache.kind), rtol=0, atol=1e-5
+    )
 
 
 def test_the_common_prefix_is_that_of_both():
-    assert [common_prefix_len(a, b) for a, b in (([], [1]), ([1, 2], [1, 2, 3]), ([1, 2], [1, 3]), ([2], [1]))] == [
+    assert [
+        common_prefix_len(a, b)
+        for a, b in (([], [1]), ([1, 2], [1, 2, 3]), ([1, 2], [1, 3]), ([2], [1]))
+    ] == [
         0,
         2,
         1,

@@ -1,4 +1,6 @@
-"""Settings of an engine, a cache and a model folder: a value of the wrong type is refused by name, in one line."""
+"""Settings of an engine, a cache and a model folder: a value of the wrong type is refused by name,
+in one line.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def test_settings_of_an_engine(model: qwen3.Model, options: dict[str, Any], mess
 
 
 def test_settings_of_an_engine_of_any_integer_type(model: qwen3.Model):
-    engine = make_engine(model, seed=np.int64(3), kv_cache_bytes=np.int64(10**6), swap_bytes=np.int32(0))
+    engine = make_engine(
+        model, seed=np.int64(3), kv_cache_bytes=np.int64(10**6), swap_bytes=np.int32(0)
+    )
     engine.add_request("a", prompt(5), greedy(2))
     assert run(engine)["a"].outputs[0].token_ids == ask_alone(model, prompt(5), greedy(2))
 
@@ -76,7 +80,10 @@ def test_texts_of_a_type_of_their_own_are_texts(model: qwen3.Model):
     [
         ({"kind": "x" * 5000}, "unknown cache mode"),
         ({"kind": ["paged"]}, "kind must be a text"),
-        ({"block_size": None}, "block_size must be at least 1, got None, which is not a whole number"),
+        (
+            {"block_size": None},
+            "block_size must be at least 1, got None, which is not a whole number",
+        ),
     ],
     ids=str,
 )

@@ -1,4 +1,6 @@
-"""Hundreds of requests of every kind: after each step everything adds up, and memory stays inside the budget."""
+"""Hundreds of requests of every kind: after each step everything adds up, and memory stays inside
+the budget.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,11 @@ def large_kv_model() -> qwen3.Model:
     mx.random.seed(5)
     model = qwen3.Model(qwen3.ModelArgs.from_dict(LARGE_KV))
     # Than at its initialisation: answers of many different tokens.
-    livelier = [(name, weight * 2) for name, weight in tree_flatten(model.parameters()) if "norm" not in name]
+    livelier = [
+        (name, weight * 2)
+        for name, weight in tree_flatten(model.parameters())
+        if "norm" not in name
+    ]
     model.load_weights(livelier, strict=False)
     mx.eval(model.parameters())
     return model
@@ -41,7 +47,16 @@ def test_a_soak_leaves_nothing_behind_and_every_request_gets_its_own_tokens(
     counts, stats = soak.counts, soak.engine.stats()
     assert counts["requests"] == len(soak.outputs) == 120
     # All that it is about has happened.
-    for kind in ("length", "stop", "abort", "error", "forked", "interruptions", "failed steps", "shrunk bytes"):
+    for kind in (
+        "length",
+        "stop",
+        "abort",
+        "error",
+        "forked",
+        "interruptions",
+        "failed steps",
+        "shrunk bytes",
+    ):
         assert counts[kind] > 0, kind
     assert stats.num_preemptions > 5 and stats.num_evictions > 10 and stats.num_hit_tokens > 1000
     for number in random.Random(0).sample(range(120), 30):

@@ -1,4 +1,6 @@
-"""The text of a completion is that of its tokens up to the first stop text, however it is cut into tokens."""
+"""The text of a completion is that of its tokens up to the first stop text, however it is cut into
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,11 @@ from itertools import pairwise
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, SPMStreamingDetokenizer, TokenizerWrapper
+from mlx_lm.tokenizer_utils import (
+    BPEStreamingDetokenizer,
+    SPMStreamingDetokenizer,
+    TokenizerWrapper,
+)
 from mlx_lm.utils import load_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -22,9 +28,13 @@ PIECES = ("ab", "ba", "aab", " a", "b ", "  ", "\n\n", "é", "😀a", "你好", 
 
 
 def byte_level_bpe() -> PreTrainedTokenizerFast:
-    """Token b is the byte b; then tokens of several characters, and one that ends in the middle of one."""
+    """Token b is the byte b; then tokens of several characters, and one that ends in the middle of
+    one.
+    """
     letters = bytes_to_unicode()
-    pieces = [bytes([byte]) for byte in range(256)] + [piece.encode() for piece in PIECES] + [b"a\xe4"]
+    pieces = (
+        [bytes([byte]) for byte in range(256)] + [piece.encode() for piece in PIECES] + [b"a\xe4"]
+    )
     vocab = {"".join(letters[byte] for byte in piece): token for token, piece in enumerate(pieces)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.decoder = decoders.ByteLevel()
@@ -46,7 +56,9 @@ def byte_fallback_spm(*, trim_space: bool) -> PreTrainedTokenizerFast:
 TOKENIZERS = {
     "bpe": TokenizerWrapper(byte_level_bpe(), BPEStreamingDetokenizer),
     "bpe-naive": TokenizerWrapper(byte_level_bpe()),
-    "spm": TokenizerWrapper(byte_fallback_spm(trim_space=False), partial(SPMStreamingDetokenizer, trim_space=False)),
+    "spm": TokenizerWrapper(
+        byte_fallback_spm(trim_space=False), partial(SPMStreamingDetokenizer, trim_space=False)
+    ),
     "spm-trim": TokenizerWrapper(byte_fallback_spm(trim_space=True), SPMStreamingDetokenizer),
     "spm-naive": TokenizerWrapper(byte_fallback_spm(trim_space=False)),
 }
@@ -54,9 +66,11 @@ NUM_TOKENS = 256 + len(PIECES)
 of_each_tokenizer = pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS.keys())
 many = settings(deadline=None, max_examples=150)
 
-# BPE's detokenizer writes NUL as Ā, SPM's takes a ▁ for a space, and U+FFFD is what the tests look for.
+# BPE's detokenizer writes NUL as Ā, SPM's takes a ▁ for a space, and U+FFFD is what the tests look
+# for.
 any_text = st.text(
-    st.characters(exclude_categories=["Cs"], exclude_characters="\0▁\ufffd") | st.sampled_from("ab \n😀é你")
+    st.characters(exclude_categories=["Cs"], exclude_characters="\0▁\ufffd")
+    | st.sampled_from("ab \n😀é你")
 )
 # Few letters, so that stop texts are found often, overlap, and nearly begin.
 letters = st.sampled_from("aaab \n") | st.sampled_from("é你好😀")
@@ -73,7 +87,9 @@ def texts_as_tokens(draw: st.DrawFn) -> tuple[str, list[int]]:
     text = draw(st.text(letters, max_size=25))
     rest, tokens = text.encode(), []
     while rest:
-        fitting = [token for token, piece in enumerate(PIECES, 256) if rest.startswith(piece.encode())]
+        fitting = [
+            token for token, piece in enumerate(PIECES, 256) if rest.startswith(piece.encode())
+        ]
         token = draw(st.sampled_from([rest[0], *fitting]))
         tokens.append(token)
         rest = rest[len(PIECES[token - 256].encode()) if token >= 256 else 1 :]
@@ -81,7 +97,9 @@ def texts_as_tokens(draw: st.DrawFn) -> tuple[str, list[int]]:
 
 
 def whole_text(tokenizer: TokenizerWrapper, tokens: list[int]) -> str:
-    """What mlx-lm makes of all tokens (it drops a space at the very beginning, but for one tokenizer)."""
+    """What mlx-lm makes of all tokens (it drops a space at the very beginning, but for one
+    tokenizer).
+    """
     detokenizer = tokenizer.detokenizer
     for token in tokens:
         detokenizer.add_token(token)
@@ -98,7 +116,9 @@ def cut_at_stop(text: str, stops: list[str]) -> tuple[str, str | None]:
     return text[:begin], stop
 
 
-def stream_of(tokenizer: TokenizerWrapper, tokens: list[int], stop: list[str]) -> tuple[list[str], str | None]:
+def stream_of(
+    tokenizer: TokenizerWrapper, tokens: list[int], stop: list[str]
+) -> tuple[list[str], str | None]:
     """The text after each token and at the end; the stop text found."""
     stream = TextStream(tokenizer, stop)
     texts = [""]
@@ -120,7 +140,9 @@ def assert_grows(texts: list[str]) -> None:
 @many
 @given(text=any_text)
 @example(text="é́ 👩‍👩‍👧 你你\n\n  x ")
-def test_the_text_is_whole_and_no_character_is_ever_shown_in_halves(tokenizer: TokenizerWrapper, text: str):
+def test_the_text_is_whole_and_no_character_is_ever_shown_in_halves(
+    tokenizer: TokenizerWrapper, text: str
+):
     text = "x" + text  # mlx-lm's detokenizers treat a space at the very beginning each in their way
     texts, found = stream_of(tokenizer, byte_tokens(text), [])
     assert (texts[-1], found) == (text, None)
@@ -131,7 +153,9 @@ def test_the_text_is_whole_and_no_character_is_ever_shown_in_halves(tokenizer: T
 @of_each_tokenizer
 @many
 @given(text=any_text, stop=st.lists(st.text(min_size=1), max_size=3))
-def test_a_space_at_the_beginning_is_treated_as_mlx_lm_does(tokenizer: TokenizerWrapper, text: str, stop: list[str]):
+def test_a_space_at_the_beginning_is_treated_as_mlx_lm_does(
+    tokenizer: TokenizerWrapper, text: str, stop: list[str]
+):
     tokens = byte_tokens(" " + text)
     texts, found = stream_of(tokenizer, tokens, stop)
     assert (texts[-1], found) == cut_at_stop(whole_text(tokenizer, tokens), stop)
@@ -140,8 +164,12 @@ def test_a_space_at_the_beginning_is_treated_as_mlx_lm_does(tokenizer: Tokenizer
 @of_each_tokenizer
 @many
 @given(text_and_tokens=texts_as_tokens(), stop=stop_texts)
-@example(text_and_tokens=("aab", [256 + PIECES.index("aab")]), stop=["aa", "a"])  # the shorter one counts
-@example(text_and_tokens=("aab", [97, 256]), stop=["aabb", "ab"])  # the longer one begins first, but never ends
+@example(
+    text_and_tokens=("aab", [256 + PIECES.index("aab")]), stop=["aa", "a"]
+)  # the shorter one counts
+@example(
+    text_and_tokens=("aab", [97, 256]), stop=["aabb", "ab"]
+)  # the longer one begins first, but never ends
 @example(text_and_tokens=("aabb", [97, 256, 98]), stop=["aabb", "ab"])  # it does
 def test_the_text_ends_where_the_first_stop_text_begins_however_it_is_cut_into_tokens(
     tokenizer: TokenizerWrapper, text_and_tokens: tuple[str, list[int]], stop: list[str]
@@ -166,7 +194,9 @@ def test_no_more_is_held_back_than_what_may_become_a_stop_text(
         so_far = detokenizer.text
         if found is not None:
             return
-        may_begin = (i for i in range(len(so_far)) if any(text.startswith(so_far[i:]) for text in stop))
+        may_begin = (
+            i for i in range(len(so_far)) if any(text.startswith(so_far[i:]) for text in stop)
+        )
         assert stream.text == so_far[: next(may_begin, len(so_far))]
 
 
@@ -190,7 +220,9 @@ def test_no_more_is_held_back_than_what_may_become_a_stop_text(
         ("x" * 50 + "y", ["x" * 20 + "y"], ("x" * 30, "x" * 20 + "y")),
     ],
 )
-def test_stop_texts_by_example(tokenizer, text: str, stop: list[str], expected: tuple[str, str | None]):
+def test_stop_texts_by_example(
+    tokenizer, text: str, stop: list[str], expected: tuple[str, str | None]
+):
     texts, found = stream_of(tokenizer, byte_tokens(text), stop)
     assert (texts[-1], found) == expected
     assert_grows(texts)
@@ -241,16 +273,26 @@ def test_a_stop_text_that_is_complete_only_at_the_end_is_found_there(tokenizer: 
 
 @of_each_tokenizer
 @many
-@given(tokens=st.lists(st.integers(0, NUM_TOKENS + 20)), stop=st.lists(st.text(letters, min_size=1), max_size=2))
-def test_no_tokens_whatever_raise_or_take_text_back(tokenizer: TokenizerWrapper, tokens: list[int], stop: list[str]):
+@given(
+    tokens=st.lists(st.integers(0, NUM_TOKENS + 20)),
+    stop=st.lists(st.text(letters, min_size=1), max_size=2),
+)
+def test_no_tokens_whatever_raise_or_take_text_back(
+    tokenizer: TokenizerWrapper, tokens: list[int], stop: list[str]
+):
     texts, _ = stream_of(tokenizer, tokens, stop)
     assert_grows(texts)
 
 
 @pytest.mark.parametrize("kind", ["bpe", "bpe-naive", "spm"])
 @many
-@given(data=st.binary(), stop=st.lists(st.sampled_from(["\ufffd", "a\ufffd", "\ufffda", "a"]), max_size=2))
-def test_bytes_that_are_no_text_are_replaced_as_mlx_lm_does(kind: str, data: bytes, stop: list[str]):
+@given(
+    data=st.binary(),
+    stop=st.lists(st.sampled_from(["\ufffd", "a\ufffd", "\ufffda", "a"]), max_size=2),
+)
+def test_bytes_that_are_no_text_are_replaced_as_mlx_lm_does(
+    kind: str, data: bytes, stop: list[str]
+):
     tokens = [120, *data]
     texts, found = stream_of(TOKENIZERS[kind], tokens, stop)
     assert (texts[-1], found) == cut_at_stop(whole_text(TOKENIZERS[kind], tokens), stop)
@@ -259,9 +301,13 @@ def test_bytes_that_are_no_text_are_replaced_as_mlx_lm_does(kind: str, data: byt
 
 @of_each_tokenizer
 @pytest.mark.parametrize("unknown", [NUM_TOKENS + 5, 151_935, -1, 2**40])
-def test_a_token_that_the_tokenizer_does_not_have_adds_no_text(tokenizer: TokenizerWrapper, unknown: int):
+def test_a_token_that_the_tokenizer_does_not_have_adds_no_text(
+    tokenizer: TokenizerWrapper, unknown: int
+):
     first, second = "é".encode()
-    texts, found = stream_of(tokenizer, [unknown, 97, unknown, first, unknown, second, unknown], ["b"])
+    texts, found = stream_of(
+        tokenizer, [unknown, 97, unknown, first, unknown, second, unknown], ["b"]
+    )
     assert (texts, found) == (["", "", "a", "a", "a", "a", "aé", "aé", "aé"], None)
 
 
@@ -273,11 +319,18 @@ def test_a_tokenizer_that_raises_for_a_token_it_does_not_have_loses_nothing():
             return super().convert_ids_to_tokens(ids, skip_special_tokens)
 
     tokenizer = Raising(tokenizer_object=byte_level_bpe()._tokenizer)
-    assert stream_of(TokenizerWrapper(tokenizer), [97, 999, 98], [])[0] == ["", "a", "a", "ab", "ab"]
+    assert stream_of(TokenizerWrapper(tokenizer), [97, 999, 98], [])[0] == [
+        "",
+        "a",
+        "a",
+        "ab",
+        "ab",
+    ]
 
 
 def test_a_last_token_outside_the_byte_alphabet_is_a_replacement():
-    # mlx-lm's BPE detokenizer holds it back, as it looks like half a character, and raises KeyError in finalize.
+    # mlx-lm's BPE detokenizer holds it back, as it looks like half a character, and raises KeyError
+    # in finalize.
     tokenizer = byte_level_bpe()
     tokenizer.add_tokens([AddedToken("\ufffd", normalized=False)])
     token = tokenizer.convert_tokens_to_ids("\ufffd")
@@ -290,18 +343,24 @@ def test_a_tokenizer_that_cleans_up_spaces_takes_back_nothing_that_was_shown():
     vocab = {word: token for token, word in enumerate(["[UNK]", "a", "b", ",", "do", "n't"])}
     tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    wrapper = TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=True))
+    wrapper = TokenizerWrapper(
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=True)
+    )
     texts, _ = stream_of(wrapper, [1, 3, 2, 4, 5], [])
     assert_grows(texts)
     assert texts[-1] == "a, b don't"
 
 
 @pytest.mark.parametrize("kind", ["bpe", "spm"])
-def test_stops_are_looked_for_in_new_text_and_what_was_held_back_only(kind: str, monkeypatch: pytest.MonkeyPatch):
+def test_stops_are_looked_for_in_new_text_and_what_was_held_back_only(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+):
     searched: list[int] = []
     find_stop = text_stream.find_stop
     monkeypatch.setattr(
-        text_stream, "find_stop", lambda text, stops: searched.append(len(text)) or find_stop(text, stops)
+        text_stream,
+        "find_stop",
+        lambda text, stops: searched.append(len(text)) or find_stop(text, stops),
     )
     stream_of(TOKENIZERS[kind], byte_tokens("ab abc abx 😀 " * 100), ["abcd", "abxy", "😁"])
     assert max(searched) <= 2 + 3  # the BPE detokenizer keeps a space for the next token
@@ -313,8 +372,13 @@ def demo_tokenizer() -> TokenizerWrapper:
 
 
 @many
-@given(parts=st.lists(any_text | st.sampled_from(["the ", "cat", " sat", "\n", "<|im_end|>"])), stop=stop_texts)
-def test_the_demo_models_tokenizer_gives_back_what_it_encoded(demo_tokenizer, parts: list[str], stop: list[str]):
+@given(
+    parts=st.lists(any_text | st.sampled_from(["the ", "cat", " sat", "\n", "<|im_end|>"])),
+    stop=stop_texts,
+)
+def test_the_demo_models_tokenizer_gives_back_what_it_encoded(
+    demo_tokenizer, parts: list[str], stop: list[str]
+):
     text = "".join(parts)
     tokens = demo_tokenizer.encode(text, add_special_tokens=False)
     texts, found = stream_of(demo_tokenizer, tokens, stop)

@@ -1,4 +1,6 @@
-"""The chat program: flags and what stands on standard input. One clear line, status 0, 1 or 2, and no traceback."""
+"""The chat program: flags and what stands on standard input. One clear line, status 0, 1 or 2, and
+no traceback.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ LINES = (
 def flags() -> list[tuple[str, bool]]:
     """The program's flags, and whether each takes a value."""
     parser = importlib.import_module("mlx_paged.chat").setup_arg_parser()
-    known = [(flag, action.nargs != 0) for action in parser._actions for flag in action.option_strings]
+    known = [
+        (flag, action.nargs != 0) for action in parser._actions for flag in action.option_strings
+    ]
     return [*known, ("--no-such-flag", False), ("--mode", True)]
 
 
@@ -88,12 +92,18 @@ def _check(status: int, stdout: str, stderr: str) -> None:
 def _run_process(argv: list[str], stdin: bytes) -> tuple[int, str, str]:
     command = [sys.executable, "-m", "mlx_paged.chat", *argv]
     try:
-        done = subprocess.run(command, input=stdin, capture_output=True, timeout=PROCESS_TIMEOUT, check=False)
+        done = subprocess.run(
+            command, input=stdin, capture_output=True, timeout=PROCESS_TIMEOUT, check=False
+        )
     except subprocess.TimeoutExpired as error:
         raise Defect(f"it was not done after {PROCESS_TIMEOUT} s") from error
     except (ValueError, OSError, UnicodeError):  # no operating system passes on such arguments
         return 0, "", ""
-    return done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
+    return (
+        done.returncode,
+        done.stdout.decode(errors="replace"),
+        done.stderr.decode(errors="replace"),
+    )
 
 
 def _run_here(argv: list[str], stdin: bytes) -> tuple[int, str, str]:
@@ -103,7 +113,11 @@ def _run_here(argv: list[str], stdin: bytes) -> tuple[int, str, str]:
             status = main(argv)
         except SystemExit as end:
             status = end.code if isinstance(end.code, int) else 1 if end.code else 0
-    return status or 0, stdout.getvalue().decode(errors="replace"), stderr.getvalue().decode(errors="replace")
+    return (
+        status or 0,
+        stdout.getvalue().decode(errors="replace"),
+        stderr.getvalue().decode(errors="replace"),
+    )
 
 
 @contextlib.contextmanager

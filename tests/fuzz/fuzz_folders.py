@@ -1,4 +1,6 @@
-"""Model folders: a right one with a file that is cut, garbled, missing or says something that it should not."""
+"""Model folders: a right one with a file that is cut, garbled, missing or says something that it
+should not.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,12 @@ from mlx.utils import tree_flatten
 from mlx_paged import demo_model_path, generate, load
 
 NO_FLOATS = ", which is no float"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
 JUNK: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 2, 3, 7, 2**31, 2**63, 10**12, 10**30, 0.5, -0.5, 1e308, float("nan"), float("inf"),
     "", "x", "16", "float32", [], [1], [[]], {}, {"a": 1}, {"type": "yarn"}, {"rope_type": "linear", "factor": -1},
@@ -42,7 +49,9 @@ def right_folder() -> Path:
     config = {key: value for key, value in vars(model.args).items() if value is not None}
     (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": 2}))
     mx.save_safetensors(
-        str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())), metadata={"format": "mlx"}
+        str(folder / "model.safetensors"),
+        dict(tree_flatten(model.parameters())),
+        metadata={"format": "mlx"},
     )
     for name in TOKENIZER_FILES:
         shutil.copy(demo_model_path() / name, folder / name)
@@ -85,7 +94,15 @@ def _load_and_answer(folder: Path) -> None:
 
 
 def _change_json(rng: random.Random, folder: Path) -> str:
-    name = rng.choice(("config.json", "config.json", "config.json", *TOKENIZER_FILES[:2], "generation_config.json"))
+    name = rng.choice(
+        (
+            "config.json",
+            "config.json",
+            "config.json",
+            *TOKENIZER_FILES[:2],
+            "generation_config.json",
+        )
+    )
     file = folder / name
     if not file.is_file():
         return _change_text(rng, folder)
@@ -121,7 +138,9 @@ def _change_text(rng: random.Random, folder: Path) -> str:
     if rng.random() < 0.5:
         file.write_bytes(data[:place])
         return f"{name} cut at {place} of {len(data)}"
-    garbage = rng.choice((b"\xff\xfe", b"{", b"\x00" * 8, b'"', b"[" * 5000, b"{% raise %}", b"\n\n", b"null"))
+    garbage = rng.choice(
+        (b"\xff\xfe", b"{", b"\x00" * 8, b'"', b"[" * 5000, b"{% raise %}", b"\n\n", b"null")
+    )
     file.write_bytes(data[:place] + garbage + data[place + len(garbage) :])
     return f"{garbage[:8]!r} at {place} of {name}"
 
@@ -138,7 +157,9 @@ def _change_weights(rng: random.Random, folder: Path) -> str:
         return f"weights cut at {place} of {len(data)}"
     if kind == 1:
         place = rng.randrange(min(len(data), 3000) + 1)
-        file.write_bytes(data[:place] + bytes(rng.randrange(256) for _ in range(8)) + data[place + 8 :])
+        file.write_bytes(
+            data[:place] + bytes(rng.randrange(256) for _ in range(8)) + data[place + 8 :]
+        )
         return f"garbage at {place} of the weights"
     if kind == 2:
         index = {"metadata": {}, "weight_map": rng.choice(({}, {"x": "y"}, [], None, {"x": 7}))}
@@ -151,11 +172,15 @@ def _change_weights(rng: random.Random, folder: Path) -> str:
         del weights[name]
         what = f"no weights {name}"
     elif kind == 4:
-        shape = rng.choice(((1,), (3, 5), (1, *weights[name].shape), tuple(reversed(weights[name].shape)), (0,)))
+        shape = rng.choice(
+            ((1,), (3, 5), (1, *weights[name].shape), tuple(reversed(weights[name].shape)), (0,))
+        )
         weights[name] = mx.zeros(shape, dtype=rng.choice((mx.float32, mx.float16)))
         what = f"{name} of shape {shape}"
     else:
-        dtype = rng.choice((mx.int32, mx.uint8, mx.bool_, mx.float16, mx.bfloat16, mx.complex64, mx.int64))
+        dtype = rng.choice(
+            (mx.int32, mx.uint8, mx.bool_, mx.float16, mx.bfloat16, mx.complex64, mx.int64)
+        )
         weights[name] = weights[name].astype(dtype)
         if rng.random() < 0.3:
             weights[name + ".more"] = mx.zeros((2,))

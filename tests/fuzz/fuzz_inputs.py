@@ -1,9 +1,8 @@
 """Fuzz the inputs of the package: ``python tests/fuzz/fuzz_inputs.py --count 2000 --seed 0``.
 
-Each input must succeed or be refused in one clear line; no traceback, no hang, nothing left behind, and the tokens of
-good requests beside bad ones unchanged. Prints how the cases ended and every defect; the exit status is 1 if there is
-one. ``--only library --index 17`` runs one case again.
-"""
+Each input must succeed or be refused in one clear line; no traceback, no hang, nothing left behind,
+and the tokens of good requests beside bad ones unchanged. Prints how the cases ended and every
+defect; the exit status is 1 if there is one. ``--only library --index 17`` runs one case again."""
 
 from __future__ import annotations
 
@@ -25,9 +24,15 @@ MEMORY_LIMIT = 12 * 2**30
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--count", type=int, default=2000, help="cases, over all families (default: 2000)")
-    parser.add_argument("--seed", type=int, default=0, help="another seed is other cases (default: 0)")
-    parser.add_argument("--only", choices=sorted(FAMILIES), help="one family, with all of the cases")
+    parser.add_argument(
+        "--count", type=int, default=2000, help="cases, over all families (default: 2000)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="another seed is other cases (default: 0)"
+    )
+    parser.add_argument(
+        "--only", choices=sorted(FAMILIES), help="one family, with all of the cases"
+    )
     parser.add_argument("--index", type=int, help="one case of --only")
     args = parser.parse_args(argv)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))

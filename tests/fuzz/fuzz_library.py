@@ -1,4 +1,6 @@
-"""Arguments of every public entry: one or two of a right call are replaced by values that nobody expects."""
+"""Arguments of every public entry: one or two of a right call are replaced by values that nobody
+expects.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ NAMES = sorted({*ADVICE, *OTHER_NAMES, *PARAMS, "temperatur", "foo", "self_", "k
 
 @cache
 def tiny_model() -> qwen3.Model:
-    """Random weights beside the demo model's tokenizer; a short context, so that each answer ends soon."""
+    """Random weights beside the demo model's tokenizer; a short context, so that each answer ends
+    soon.
+    """
     config = {
         "model_type": "qwen3", "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-6,
@@ -131,7 +135,9 @@ def _check_outputs(outputs: list[Any]) -> None:
         if error is None or isinstance(error, LookupError):
             continue
         if "\n" in str(error) or not str(error).startswith("["):
-            raise Defect(f"the error of an output is no clear line: {type(error).__name__}: {error}")
+            raise Defect(
+                f"the error of an output is no clear line: {type(error).__name__}: {error}"
+            )
 
 
 def _llm_generate(**arguments: Any) -> None:
@@ -250,7 +256,8 @@ def _asked() -> dict[str, Any]:
             "cache_salt": None}  # fmt: skip
 
 
-# What is called, and the arguments of a call that is right. Values that change what the others mean are left out.
+# What is called, and the arguments of a call that is right. Values that change what the others mean
+# are left out.
 ENTRIES: dict[str, tuple[Callable[..., None], Callable[[], dict[str, Any]]]] = {
     "make_sampler": (_make_sampler, lambda: {"temp": 1.0, "top_p": 0.9, "min_p": 0.1, "min_tokens_to_keep": 2,
                                              "top_k": 2}),
@@ -308,10 +315,19 @@ def library_case(rng: random.Random) -> Case:
         changed += list(right())
     title = f"{name}({', '.join(f'{key}={described(arguments.get(key))}' for key in changed)})"
     names = tuple(word for key in changed for word in (key, *ALSO_NAMED.get(key, ())))
-    return Case(title, lambda: call(**arguments), names, runs_own_code=any(map(_calls_back, arguments.values())))
+    return Case(
+        title,
+        lambda: call(**arguments),
+        names,
+        runs_own_code=any(map(_calls_back, arguments.values())),
+    )
 
 
 def _calls_back(value: object) -> bool:
     if isinstance(value, (list, tuple)):
         return any(map(_calls_back, value))
-    return callable(value) and not isinstance(value, (str, ModelRunner, qwen3.Model)) and not hasattr(value, "args")
+    return (
+        callable(value)
+        and not isinstance(value, (str, ModelRunner, qwen3.Model))
+        and not hasattr(value, "args")
+    )

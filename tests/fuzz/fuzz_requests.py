@@ -1,4 +1,6 @@
-"""Requests in flight: bad ones are refused or fail alone, and the tokens of the good ones are those they have alone."""
+"""Requests in flight: bad ones are refused or fail alone, and the tokens of the good ones are those
+they have alone.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,10 @@ def good_requests() -> list[tuple[Good, list[int]]]:
         if rng.random() < 0.2:
             params["repetition_penalty"] = 1.3
         completion = ask_alone(prompt, SamplingParams(**params, logprobs=2))
-        best_two = [sorted((entry.logprob for entry in each.values()), reverse=True) for each in completion.logprobs]
+        best_two = [
+            sorted((entry.logprob for entry in each.values()), reverse=True)
+            for each in completion.logprobs
+        ]
         if "seed" in params or all(first - second > NEAR_TIE for first, second, *_ in best_two):
             found.append(((prompt, params), completion.token_ids))
     return found
@@ -64,7 +69,9 @@ def bad_processor(rng: random.Random) -> Callable[[Any, Any], Any]:
         StopAsyncIteration(), MemoryError(), RecursionError(), ValueError("two\nlines"),
     )  # fmt: skip
     error = rng.choice(errors)
-    returned = rng.choice((None, 3, "x", mx.zeros((1, 3)), mx.zeros((VOCAB_SIZE,)), mx.full((1, VOCAB_SIZE), mx.nan)))
+    returned = rng.choice(
+        (None, 3, "x", mx.zeros((1, 3)), mx.zeros((VOCAB_SIZE,)), mx.full((1, VOCAB_SIZE), mx.nan))
+    )
     raises = rng.random() < 0.6
     calls = 0
 
@@ -81,8 +88,12 @@ def bad_processor(rng: random.Random) -> Callable[[Any, Any], Any]:
 
 
 def bad_request(rng: random.Random) -> dict[str, Any]:
-    """Arguments of ``add_request`` that are wrong, or that fail later; some of them are right by chance."""
-    arguments: dict[str, Any] = {"prompt": [rng.randrange(VOCAB_SIZE) for _ in range(rng.choice((1, 5, 20)))]}
+    """Arguments of ``add_request`` that are wrong, or that fail later; some of them are right by
+    chance.
+    """
+    arguments: dict[str, Any] = {
+        "prompt": [rng.randrange(VOCAB_SIZE) for _ in range(rng.choice((1, 5, 20)))]
+    }
     arguments["params"] = SamplingParams(max_tokens=rng.choice((1, 5, 20)))
     kind = rng.randrange(6)
     if kind == 0:
@@ -93,7 +104,9 @@ def bad_request(rng: random.Random) -> dict[str, Any]:
         arguments["prompt"] = [1] * rng.choice((CONTEXT - 1, CONTEXT, 10 * CONTEXT))
     elif kind == 3:
         # SamplingParams says what is wrong with most of them.
-        arguments["params"] = SamplingParams(stop=["\ud800", "x"], logit_bias={rng.choice((0, 10**9)): 5.0}, n=2)
+        arguments["params"] = SamplingParams(
+            stop=["\ud800", "x"], logit_bias={rng.choice((0, 10**9)): 5.0}, n=2
+        )
     else:
         arguments["params"] = SamplingParams(max_tokens=9, logits_processors=[bad_processor(rng)])
     return arguments
@@ -122,7 +135,9 @@ def request_case(rng: random.Random) -> Case:
     return Case(f"{run.__name__}: {options} bad: {shown}", lambda: run(rng, options, good, bad))
 
 
-def run_on_engine(rng: random.Random, options: dict[str, Any], good: list[Any], bad: list[dict[str, Any]]) -> None:
+def run_on_engine(
+    rng: random.Random, options: dict[str, Any], good: list[Any], bad: list[dict[str, Any]]
+) -> None:
     """Good and bad requests in any order, between steps, with aborts among them."""
     engine = Engine(tiny_model(), tokenizer(), **options)
     expected = {f"good {index}": tokens for index, (_, tokens) in enumerate(good)}
@@ -182,12 +197,16 @@ def check_good(expected: dict[str, list[int]], outputs: dict[str, Any]) -> None:
             )
 
 
-def run_on_streams(rng: random.Random, options: dict[str, Any], good: list[Any], bad: list[dict[str, Any]]) -> None:
+def run_on_streams(
+    rng: random.Random, options: dict[str, Any], good: list[Any], bad: list[dict[str, Any]]
+) -> None:
     """Each request in a thread of its own."""
     outputs: dict[str, Any] = {}
     defects: list[str] = []
 
-    def read(engine: AsyncEngine, request_id: str, arguments: dict[str, Any], is_good: bool) -> None:
+    def read(
+        engine: AsyncEngine, request_id: str, arguments: dict[str, Any], is_good: bool
+    ) -> None:
         try:
             for output in engine.stream(request_id=request_id, **arguments):
                 outputs[request_id] = output
@@ -209,12 +228,16 @@ def run_on_streams(rng: random.Random, options: dict[str, Any], good: list[Any],
     finish(engine, good, outputs, defects)
 
 
-def run_on_event_loop(rng: random.Random, options: dict[str, Any], good: list[Any], bad: list[dict[str, Any]]) -> None:
+def run_on_event_loop(
+    rng: random.Random, options: dict[str, Any], good: list[Any], bad: list[dict[str, Any]]
+) -> None:
     """Each request in a task of its own; some bad ones are cancelled."""
     outputs: dict[str, Any] = {}
     defects: list[str] = []
 
-    async def read(engine: AsyncEngine, request_id: str, arguments: dict[str, Any], is_good: bool) -> None:
+    async def read(
+        engine: AsyncEngine, request_id: str, arguments: dict[str, Any], is_good: bool
+    ) -> None:
         try:
             async for output in engine.generate(request_id=request_id, **arguments):
                 outputs[request_id] = output
@@ -238,7 +261,9 @@ def run_on_event_loop(rng: random.Random, options: dict[str, Any], good: list[An
     finish(engine, good, outputs, defects)
 
 
-def named(rng: random.Random, good: list[Any], bad: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any], bool]]:
+def named(
+    rng: random.Random, good: list[Any], bad: list[dict[str, Any]]
+) -> list[tuple[str, dict[str, Any], bool]]:
     requests = [
         (f"good {index}", {"prompt": prompt, "params": SamplingParams(**params)}, True)
         for index, ((prompt, params), _) in enumerate(good)
@@ -248,7 +273,9 @@ def named(rng: random.Random, good: list[Any], bad: list[dict[str, Any]]) -> lis
     return requests
 
 
-def finish(engine: AsyncEngine, good: list[Any], outputs: dict[str, Any], defects: list[str]) -> None:
+def finish(
+    engine: AsyncEngine, good: list[Any], outputs: dict[str, Any], defects: list[str]
+) -> None:
     if defects:
         raise Defect("; ".join(defects))
     check_good({f"good {index}": tokens for index, (_, tokens) in enumerate(good)}, outputs)

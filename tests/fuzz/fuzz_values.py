@@ -1,4 +1,6 @@
-"""Values that nobody expects as an argument: wrong types, extremes, and objects that raise when they are looked at."""
+"""Values that nobody expects as an argument: wrong types, extremes, and objects that raise when
+they are looked at.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Running fuzzed inputs: each must succeed, or be refused in one line that names what is wrong, and in time.
+"""Running fuzzed inputs: each must succeed, or be refused in one line that names what is wrong, and
+in time.
 
 A case is made from a seed, its family and its index alone, so that each can be run again by itself.
 """
@@ -24,7 +25,9 @@ PYTHONS_OWN = ("missing", "positional argument", "multiple values", "keyword arg
 
 
 class Hang(BaseException):
-    """A case was not done when its time was up. No ``Exception``, so that nothing takes it for a refusal."""
+    """A case was not done when its time was up. No ``Exception``, so that nothing takes it for a
+    refusal.
+    """
 
 
 class Defect(AssertionError):
@@ -64,7 +67,9 @@ class Report:
 Family = Callable[[random.Random], Case]
 
 
-def run_family(name: str, make_case: Family, indices: Iterator[int] | range, seed: int, deadline: float) -> Report:
+def run_family(
+    name: str, make_case: Family, indices: Iterator[int] | range, seed: int, deadline: float
+) -> Report:
     """Make and run the cases of a family that have these indices."""
     report = Report()
     for index in indices:
@@ -89,11 +94,19 @@ def run_case(case: Case, deadline: float) -> tuple[str, str | None]:
     except (ValueError, TypeError, RuntimeError, LookupError) as error:
         wrong = None if case.runs_own_code else what_is_wrong(error, case.names)
         if wrong is not None:
-            return "defect", f"  {wrong}: {type(error).__name__}: {error!s:.500}\n{traceback.format_exc(limit=-4)}"
+            return (
+                "defect",
+                f"  {wrong}: {type(error).__name__}: {error!s:.500}\n{traceback.format_exc(limit=-4)}",
+            )
         end = "refused"
     except BaseException as error:
-        return "defect", f"  {type(error).__name__}: {error!s:.500}\n{traceback.format_exc(limit=-6)}"
-    left = [thread.name for thread in threading.enumerate() if thread not in threads and is_left(thread)]
+        return (
+            "defect",
+            f"  {type(error).__name__}: {error!s:.500}\n{traceback.format_exc(limit=-6)}",
+        )
+    left = [
+        thread.name for thread in threading.enumerate() if thread not in threads and is_left(thread)
+    ]
     if left:
         return "defect", f"  threads are left: {left}"
     if not random_numbers_work():
@@ -131,7 +144,9 @@ def random_numbers_work() -> bool:
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise ``Hang`` when the time is up; only the main thread can be interrupted, others have no limit."""
+    """Raise ``Hang`` when the time is up; only the main thread can be interrupted, others have no
+    limit.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -52,5 +52,7 @@ def test_the_fuzzer_knows_a_clear_refusal_from_a_defect(run, end: str):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_case_is_made_from_its_seed_alone(name: str):
-    titles = {FAMILIES[name](random.Random(f"3/{name}/5")).title.split(" at 0x")[0] for _ in range(2)}
+    titles = {
+        FAMILIES[name](random.Random(f"3/{name}/5")).title.split(" at 0x")[0] for _ in range(2)
+    }
     assert len(titles) == 1

@@ -1,14 +1,14 @@
 """Make the golden logits of transformers' Qwen3 anew, in ``tests/golden/qwen3/<case>/``.
 
-Needs torch, which only the ``dev`` extra brings (``pip install -e '.[dev]'``); the files are committed, and they are
-all that the ordinary tests read::
+Needs torch, which only the ``dev`` extra brings (``pip install -e '.[dev]'``); the files are
+committed, and they are all that the ordinary tests read::
 
     python tests/golden/make_qwen3_logits.py
 
-A case is a folder: ``config.json``, ``model.safetensors`` (weights under their Hugging Face names) and
-``golden.safetensors`` (``token_ids [num_tokens]``, ``logits [num_tokens, vocab_size]``: transformers' own, float32,
-eager attention). Same seeds, same files, up to the last bits of torch's arithmetic.
-"""
+A case is a folder: ``config.json``, ``model.safetensors`` (weights under their Hugging Face names)
+and ``golden.safetensors`` (``token_ids [num_tokens]``, ``logits [num_tokens, vocab_size]``:
+transformers' own, float32, eager attention). Same seeds, same files, up to the last bits of torch's
+arithmetic."""
 
 from __future__ import annotations
 
@@ -37,12 +37,19 @@ BASE = {
     "tie_word_embeddings": True,
 }
 
-# How a config.json says its RoPE: transformers 5 nests all under rope_parameters; before, it lay at the top level.
+# How a config.json says its RoPE: transformers 5 nests all under rope_parameters; before, it lay at
+# the top level.
 NESTED = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 TOP_LEVEL = {"rope_theta": 10000.0, "rope_scaling": None}
 # The ramp between interpolated and kept frequencies lies inside head_dim / 2 = 8 for both of these.
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
-YARN_BETAS = {**YARN, "factor": 8.0, "original_max_position_embeddings": 64, "beta_fast": 4, "beta_slow": 1}
+YARN_BETAS = {
+    **YARN,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 4,
+    "beta_slow": 1,
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -77,7 +84,9 @@ CASES = {
     "narrow_heads_tied": {"hidden_size": 48, "intermediate_size": 32, "head_dim": 8, **NESTED},
     "yarn_nested": {"rope_parameters": {**YARN, "rope_theta": 10000.0}},
     "yarn_top_level": {"rope_theta": 100.0, "rope_scaling": YARN_BETAS},
-    "linear_nested": {"rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 10000.0}},
+    "linear_nested": {
+        "rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 10000.0}
+    },
     "linear_top_level": {"rope_theta": 100.0, "rope_scaling": {"type": "linear", "factor": 4.0}},
     "llama3_nested": {"rope_parameters": {**LLAMA3, "rope_theta": 100.0}},
 }
@@ -94,11 +103,20 @@ def main() -> None:
 def make_case(folder: Path, fields: dict, seed: int) -> None:
     folder.mkdir(parents=True)
     # transformers writes into the dicts that it is given.
-    model = Qwen3ForCausalLM(Qwen3Config(**deepcopy(fields), attn_implementation="eager")).float().eval()
+    model = (
+        Qwen3ForCausalLM(Qwen3Config(**deepcopy(fields), attn_implementation="eager"))
+        .float()
+        .eval()
+    )
     if "rope_parameters" in fields:
         model.config.save_pretrained(folder)
     else:
-        config = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "torch_dtype": "float32", **fields}
+        config = {
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "torch_dtype": "float32",
+            **fields,
+        }
         (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     generator = torch.Generator().manual_seed(seed)
     randomise(model, generator)
@@ -110,13 +128,17 @@ def make_case(folder: Path, fields: dict, seed: int) -> None:
     if fields["tie_word_embeddings"]:
         weights.pop("lm_head.weight")
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    save_file({"token_ids": token_ids.int(), "logits": logits.contiguous()}, folder / "golden.safetensors")
+    save_file(
+        {"token_ids": token_ids.int(), "logits": logits.contiguous()}, folder / "golden.safetensors"
+    )
     print(f"{folder.name}: logits within {logits.min():.1f}..{logits.max():.1f}")
 
 
 @torch.no_grad()
 def randomise(model: Qwen3ForCausalLM, generator: torch.Generator) -> None:
-    """Weights at which every part shows: norms far from 1, attention far from uniform, layers above embeddings."""
+    """Weights at which every part shows: norms far from 1, attention far from uniform, layers above
+    embeddings.
+    """
     for name, weight in model.named_parameters():
         if name.endswith("norm.weight"):
             weight.uniform_(0.5, 2.0, generator=generator)

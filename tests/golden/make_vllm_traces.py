@@ -1,15 +1,17 @@
-"""Record the golden traces of vLLM's KV cache manager anew, in ``tests/golden/vllm_traces/<scenario>.json``.
+"""Record the golden traces of vLLM's KV cache manager anew, in
+``tests/golden/vllm_traces/<scenario>.json``.
 
-Needs vLLM 0.33.0, which no extra brings; the files are committed, and they are all that the ordinary tests read
-(``tests/core/vllm_traces.py`` loads them and says what is in them). Only ``vllm.v1.core`` is imported, no GPU is used::
+Needs vLLM 0.33.0, which no extra brings; the files are committed, and they are all that the
+ordinary tests read (``tests/core/vllm_traces.py`` loads them and says what is in them). Only
+``vllm.v1.core`` is imported, no GPU is used::
 
     pip install --no-deps vllm==0.33.0    # and torch for a CPU, and what the imports below ask for
     python tests/golden/make_vllm_traces.py
 
-Every scenario is driven as vLLM's own scheduler drives the manager: running requests first, in order of arrival, the
-newest one preempted when blocks run out, then waiting ones until one is refused. Prefix caching is on, there is one
-group of full attention layers, and no speculation, connector or watermark. Same seeds, same files.
-"""
+Every scenario is driven as vLLM's own scheduler drives the manager: running requests first, in
+order of arrival, the newest one preempted when blocks run out, then waiting ones until one is
+refused. Prefix caching is on, there is one group of full attention layers, and no speculation,
+connector or watermark. Same seeds, same files."""
 
 from __future__ import annotations
 
@@ -27,7 +29,11 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, maybe_convert_block_hash
+from vllm.v1.core.kv_cache_utils import (
+    get_request_block_hasher,
+    init_none_hash,
+    maybe_convert_block_hash,
+)
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
@@ -59,9 +65,15 @@ class Recorder:
         self.names: dict[int | bytes, str] = {}
         """{hash in vLLM's events: content name}."""
         self._hits: dict[str, tuple[KVCacheBlocks, int]] = {}
-        spec = FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=8, dtype=torch.float32)
+        spec = FullAttentionSpec(
+            block_size=block_size, num_kv_heads=1, head_size=8, dtype=torch.float32
+        )
         self.manager = KVCacheManager(
-            KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["0"], spec)]),
+            KVCacheConfig(
+                num_blocks=num_blocks,
+                kv_cache_tensors=[],
+                kv_cache_groups=[KVCacheGroupSpec(["0"], spec)],
+            ),
             max_model_len=MAX_MODEL_LEN,
             scheduler_block_size=block_size,
             hash_block_size=block_size,
@@ -70,7 +82,11 @@ class Recorder:
         )
 
     def add(
-        self, request_id: str, token_ids: list[int], lora: str | None = None, cache_salt: str | None = None
+        self,
+        request_id: str,
+        token_ids: list[int],
+        lora: str | None = None,
+        cache_salt: str | None = None,
     ) -> Request:
         request = Request(
             request_id=request_id,
@@ -83,7 +99,9 @@ class Recorder:
             block_hasher=get_request_block_hasher(self.block_size, sha256),
         )
         self._name_contents(request)
-        self._record(AddRequest, request, token_ids=list(token_ids), lora=lora, cache_salt=cache_salt)
+        self._record(
+            AddRequest, request, token_ids=list(token_ids), lora=lora, cache_salt=cache_salt
+        )
         return request
 
     def get(self, request: Request) -> int:
@@ -92,7 +110,9 @@ class Recorder:
         self._record(GetComputedBlocks, request, hit=num_tokens)
         return num_tokens
 
-    def allocate(self, request: Request, num_new_tokens: int, full_sequence_must_fit: bool = False) -> bool:
+    def allocate(
+        self, request: Request, num_new_tokens: int, full_sequence_must_fit: bool = False
+    ) -> bool:
         """With the hit of a `get` just before, if there was one."""
         blocks, num_computed_tokens = self._hits.pop(request.request_id, (None, 0))
         new_blocks = self.manager.allocate_slots(
@@ -159,7 +179,9 @@ class Recorder:
         for index, block_hash in enumerate(request.block_hashes):
             key = maybe_convert_block_hash(block_hash)
             if key not in self.names:
-                self.names[key] = content_name(token_ids[: (index + 1) * self.block_size], *context_of(request))
+                self.names[key] = content_name(
+                    token_ids[: (index + 1) * self.block_size], *context_of(request)
+                )
 
     def _record(self, kind: type[Call], request: Request | None, **fields: object) -> None:
         assert not self.manager.take_events(), "only an allocation stores and evicts"
@@ -193,11 +215,15 @@ def basics(recorder: Recorder) -> None:
     recorder.run(first, num_outputs=4)  # the 4th token sampled is never computed
     second = recorder.add("second", prompt)  # same prompt, while the first runs
     recorder.run(second, chunk=3)
-    aligned = recorder.add("aligned", prompt[:8])  # all found, but one token must be computed: one block less
+    aligned = recorder.add(
+        "aligned", prompt[:8]
+    )  # all found, but one token must be computed: one block less
     recorder.run(aligned)
     for request in (first, aligned, second):
         recorder.free(request, "finished")
-    again = recorder.add("again", [*first.all_token_ids, 90, 91])  # next turn: prompt, answer, and more
+    again = recorder.add(
+        "again", [*first.all_token_ids, 90, 91]
+    )  # next turn: prompt, answer, and more
     recorder.run(again, chunk=1, num_outputs=2)
     recorder.free(again, "preempted")
     recorder.run(again, num_outputs=1)  # finds its own prompt and outputs
@@ -231,9 +257,13 @@ def free_hits_count(recorder: Recorder) -> None:
     assert not recorder.allocate(holder, 1)
     recorder.free(long, "preempted")
     assert recorder.allocate(holder, 1)  # takes the tail of what was freed: the end of `long`
-    fits = recorder.add("fits", prompt[:9])  # a hit in the free queue: what lies behind it is evicted
+    fits = recorder.add(
+        "fits", prompt[:9]
+    )  # a hit in the free queue: what lies behind it is evicted
     recorder.run(fits)
-    shared = recorder.add("shared", prompt[:9])  # a hit that is held costs nothing: one block is enough
+    shared = recorder.add(
+        "shared", prompt[:9]
+    )  # a hit that is held costs nothing: one block is enough
     assert recorder.get(shared) == 8
     assert recorder.allocate(shared, 1)
     recorder.get(long)
@@ -258,12 +288,16 @@ def duplicates(recorder: Recorder) -> None:
     prompt = list(range(1, 9))
     one, two, three = (recorder.add(name, prompt) for name in ("one", "two", "three"))
     recorder.run(one, num_outputs=5)
-    recorder.run(two, num_outputs=5)  # finds the first block, computes the two others once more: all are in the index
+    recorder.run(
+        two, num_outputs=5
+    )  # finds the first block, computes the two others once more: all are in the index
     recorder.run(three, num_outputs=5)
     recorder.free(one, "finished")  # the copies that entered first
     wide = recorder.add("wide", list(range(30, 50)))
     recorder.run(wide)  # evicts the last of them
-    recorder.run(narrow := recorder.add("narrow", list(range(50, 54))))  # and the other; copies stay findable
+    recorder.run(
+        narrow := recorder.add("narrow", list(range(50, 54)))
+    )  # and the other; copies stay findable
     recorder.free(wide, "finished")
     asks = recorder.add("asks", [*three.all_token_ids[:12], 70])
     assert recorder.get(asks) == 12
@@ -295,7 +329,9 @@ def contexts_and_reset(recorder: Recorder) -> None:
     while held:
         recorder.free(held.pop(), "finished")
     for lora, cache_salt in contexts:
-        recorder.get(recorder.add(f"{lora or 'base'}-{cache_salt or 'none'}-look", prompt, lora, cache_salt))
+        recorder.get(
+            recorder.add(f"{lora or 'base'}-{cache_salt or 'none'}-look", prompt, lora, cache_salt)
+        )
     assert recorder.reset()
     assert recorder.reset()  # once more, of nothing
     after = recorder.add("after", prompt)
@@ -341,7 +377,9 @@ class Driver:
         self.recorder = recorder
         self.traffic = traffic
         self.rng = rng = random.Random(traffic.seed)
-        self.systems = [[rng.randrange(97) for _ in range(length)] for length in traffic.system_tokens]
+        self.systems = [
+            [rng.randrange(97) for _ in range(length)] for length in traffic.system_tokens
+        ]
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.histories: list[tuple[list[int], str | None, str | None]] = []
@@ -370,11 +408,17 @@ class Driver:
         self.budget = traffic.token_budget
         if self.schedule_running():
             self.schedule_waiting()
-        for request in [request for request in self.running if request.num_computed_tokens == request.num_tokens]:
+        for request in [
+            request for request in self.running if request.num_computed_tokens == request.num_tokens
+        ]:
             if request.num_output_tokens >= self.num_outputs[request.request_id]:
                 self.leave(request, "finished")
             else:
-                token = greedy_token(list(request.all_token_ids)) if rng.random() < 0.9 else rng.randrange(97)
+                token = (
+                    greedy_token(list(request.all_token_ids))
+                    if rng.random() < 0.9
+                    else rng.randrange(97)
+                )
                 self.recorder.append(request, [token])
 
     def arrive(self) -> None:
@@ -430,7 +474,9 @@ class Driver:
         while self.waiting and self.budget and len(self.running) < self.traffic.max_running:
             request = self.waiting[0]
             num_new_tokens = self.share(request.num_tokens - self.recorder.get(request))
-            if not self.recorder.allocate(request, num_new_tokens, self.traffic.full_sequence_must_fit):
+            if not self.recorder.allocate(
+                request, num_new_tokens, self.traffic.full_sequence_must_fit
+            ):
                 if not self.running:
                     self.leave(request, "aborted")  # It never fits.
                 return
@@ -465,9 +511,23 @@ CONTEXTS = ((None, None), (None, "a"), (None, "b"), ("sql", None), ("sql", "a"))
 
 SCENARIOS = [
     Scenario("basics", 12, 4, "shared prompts, chunks, decoding, preemption, a next turn", basics),
-    Scenario("free_hits_count", 8, 4, "refusals, because a hit in the free queue needs its blocks", free_hits_count),
-    Scenario("duplicates", 12, 4, "the same content in several blocks, evicted one by one", duplicates),
-    Scenario("contexts_and_reset", 14, 4, "lora and cache_salt keep contexts apart; resets", contexts_and_reset),
+    Scenario(
+        "free_hits_count",
+        8,
+        4,
+        "refusals, because a hit in the free queue needs its blocks",
+        free_hits_count,
+    ),
+    Scenario(
+        "duplicates", 12, 4, "the same content in several blocks, evicted one by one", duplicates
+    ),
+    Scenario(
+        "contexts_and_reset",
+        14,
+        4,
+        "lora and cache_salt keep contexts apart; resets",
+        contexts_and_reset,
+    ),
     Scenario(
         "random_tiny_pool",
         8,
@@ -584,7 +644,9 @@ def make(scenario: Scenario) -> None:
         "lookups": len(hits),
         "that hit": sum(hit > 0 for hit in hits),
         "tokens hit": sum(hits),
-        "preempted": sum(isinstance(call, FreeRequest) and call.reason == "preempted" for call in recorder.calls),
+        "preempted": sum(
+            isinstance(call, FreeRequest) and call.reason == "preempted" for call in recorder.calls
+        ),
         "bytes": path.stat().st_size,
     }
     print(f"{scenario.name}:", ", ".join(f"{key} {count}" for key, count in counts.items()))

@@ -22,13 +22,17 @@ def metal(compiler) -> Iterator[list[Call]]:
 
 @pytest.fixture
 def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Replaces one piece of one file, which has to be there, in all kernels that are made from now on."""
+    """Replaces one piece of one file, which has to be there, in all kernels that are made from now
+    on.
+    """
 
     def put(name: str, text: str, other: str, occurrence: int = 0) -> None:
         parts = read_source(name).split(text)
         assert len(parts) > occurrence + 1, f"{name} has no {text!r} number {occurrence}"
         faulty = text.join(parts[: occurrence + 1]) + other + text.join(parts[occurrence + 1 :])
-        monkeypatch.setattr(kernels, "read_source", lambda asked: faulty if asked == name else read_source(asked))
+        monkeypatch.setattr(
+            kernels, "read_source", lambda asked: faulty if asked == name else read_source(asked)
+        )
         kernels.kernel.cache_clear()
 
     return put

@@ -39,7 +39,9 @@ def before_the_step(problem: PagedProblem) -> tuple[KVHandle, mx.array, mx.array
             bits[slot // block_size, :, slot % block_size] = nan
         slabs.append(mx.array(bits).view(slab.dtype))
     runs = list(zip(problem.dense, problem.query_lens, strict=True))
-    k, v = (mx.concatenate([rows[which][-query_len:] for rows, query_len in runs]) for which in (1, 2))
+    k, v = (
+        mx.concatenate([rows[which][-query_len:] for rows, query_len in runs]) for which in (1, 2)
+    )
     mx.eval(*slabs, k, v)
     return KVHandle(*slabs), k, v
 

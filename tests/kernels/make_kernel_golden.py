@@ -3,8 +3,8 @@
     python tests/kernels/make_kernel_golden.py            # all of them, into tests/kernels/golden/
     python tests/kernels/make_kernel_golden.py --print    # the whole sources, as MLX prints them
 
-Calling a Metal kernel needs a Mac. Exporting a function that calls one does not, and prints the same source.
-"""
+Calling a Metal kernel needs a Mac. Exporting a function that calls one does not, and prints the
+same source."""
 
 from __future__ import annotations
 
@@ -48,9 +48,13 @@ def print_sources() -> None:
 
 
 def mlx_sources() -> dict[str, str]:
-    """The source of every kernel, as the installed MLX prints it (from C++, so it takes a process to catch it)."""
+    """The source of every kernel, as the installed MLX prints it (from C++, so it takes a process
+    to catch it).
+    """
     command = [sys.executable, __file__, "--print"]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]).stdout
+    printed = subprocess.run(
+        command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
+    ).stdout
     sources = {}
     for part in printed.split("Generated source code for `mlx_paged_")[1:]:
         name, _, rest = part.partition("`:\n```\n")
@@ -59,14 +63,22 @@ def mlx_sources() -> dict[str, str]:
 
 
 def head(source: str) -> str:
-    """From the template parameters of the kernel to the brace that opens it, and the instantiation at the end."""
+    """From the template parameters of the kernel to the brace that opens it, and the instantiation
+    at the end.
+    """
     start = source.rindex("template <", 0, source.index("[[kernel]]"))
     end = source.index(") {\n", start) + 4
-    return source[start:end] + "// the body of the kernel\n}\n" + source[source.rindex("\ntemplate [[host_name") :]
+    return (
+        source[start:end]
+        + "// the body of the kernel\n}\n"
+        + source[source.rindex("\ntemplate [[host_name") :]
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--print", action="store_true", help="print what MLX prints, write nothing")
     if parser.parse_args().print:
         print_sources()

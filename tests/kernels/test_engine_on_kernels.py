@@ -1,4 +1,6 @@
-"""The engine on the Metal kernels: shared beginnings, forks, both ways of preemption, with the tokens of plain MLX."""
+"""The engine on the Metal kernels: shared beginnings, forks, both ways of preemption, with the
+tokens of plain MLX.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ def demo():
     return load(demo_model_path())
 
 
-def serve(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> dict[str, list[list[int]]]:
+def serve(
+    engine: Engine, prompts: list[list[int]], params: SamplingParams
+) -> dict[str, list[list[int]]]:
     """Token ids of each completion; the first two requests come at once, the others one by one."""
     waiting = [(str(index), prompt) for index, prompt in enumerate(prompts)]
     tokens: dict[str, list[list[int]]] = {}
@@ -28,19 +32,28 @@ def serve(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> d
             engine.add_request(request_id, prompt, params)
         del waiting[:num_coming]
         for output in engine.step():
-            tokens[output.request_id] = [list(completion.token_ids) for completion in output.outputs]
+            tokens[output.request_id] = [
+                list(completion.token_ids) for completion in output.outputs
+            ]
         engine.scheduler.check_integrity()
     return tokens
 
 
 def prompts_of(tokenizer) -> list[list[int]]:
     facts = tokenizer.encode("The code of apple is 4821. The code of pear is 1234. My name is Tom.")
-    questions = ["What is the code of pear?", "What is my name?", "What is 17 + 25?", "Count from 5 to 60."]
+    questions = [
+        "What is the code of pear?",
+        "What is my name?",
+        "What is 17 + 25?",
+        "Count from 5 to 60.",
+    ]
     return [facts + tokenizer.encode(question) for question in questions]
 
 
 @pytest.mark.slow
-def test_shared_beginnings_and_forks_get_the_tokens_of_the_reference_on_metal_kernels(demo, compiler):
+def test_shared_beginnings_and_forks_get_the_tokens_of_the_reference_on_metal_kernels(
+    demo, compiler
+):
     model, tokenizer = demo
     prompts = prompts_of(tokenizer)
     params = SamplingParams(max_tokens=12, n=2, temperature=0.8, seed=3, ignore_eos=True)
@@ -50,7 +63,8 @@ def test_shared_beginnings_and_forks_get_the_tokens_of_the_reference_on_metal_ke
         engine = Engine(model, tokenizer, backend="metal", **options)
         assert serve(engine, prompts, params) == expected
     kernels = Counter(call.kernel.removeprefix("mlx_paged_") for call in trace)
-    # A step in which the second request reads what the first one writes; a fork whose sides both write.
+    # A step in which the second request reads what the first one writes; a fork whose sides both
+    # write.
     assert kernels["reshape_and_cache"] and kernels["copy_blocks"] and kernels["gather_blocks"]
     assert engine.stats().num_hit_tokens >= 3 * 16
 
@@ -67,7 +81,12 @@ def test_a_preempted_request_gets_the_tokens_of_the_reference_on_metal_kernels(
     expected = serve(roomy, prompts, params)
     with emulated_metal(Checks.quick()) as trace:
         engine = Engine(
-            model, tokenizer, backend="metal", kv_cache_bytes="9blocks", watermark=0.0, swap_bytes="9blocks"
+            model,
+            tokenizer,
+            backend="metal",
+            kv_cache_bytes="9blocks",
+            watermark=0.0,
+            swap_bytes="9blocks",
         )
         assert serve(engine, prompts, params) == expected
     assert engine.stats().num_preemptions > 0 and roomy.stats().num_preemptions == 0

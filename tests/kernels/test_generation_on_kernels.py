@@ -1,4 +1,6 @@
-"""The whole model on the Metal kernels: text of the bundled model, token for token that of the plain-MLX operations."""
+"""The whole model on the Metal kernels: text of the bundled model, token for token that of the
+plain-MLX operations.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,12 @@ def demo():
 def greedy_in_a_ragged_batch(
     model, prompts: Sequence[Sequence[int]], backend: str, num_tokens: int = NUM_TOKENS
 ) -> tuple[list[list[int]], ModelRunner]:
-    """Greedy ids of each prompt; the prompts come in one after the other, so that decodes run beside prefills."""
-    runner = ModelRunner(model, make_kv_cache(model, "paged", kv_cache_bytes="400blocks", backend=backend))
+    """Greedy ids of each prompt; the prompts come in one after the other, so that decodes run
+    beside prefills.
+    """
+    runner = ModelRunner(
+        model, make_kv_cache(model, "paged", kv_cache_bytes="400blocks", backend=backend)
+    )
     ids: list[list[int]] = [[] for _ in prompts]
     waiting = list(enumerate(prompts))
     while waiting or any(len(got) < num_tokens for got in ids):
@@ -42,7 +48,8 @@ def greedy_in_a_ragged_batch(
 
 def prompts_of(tokenizer) -> list[list[int]]:
     facts = " ".join(
-        f"The code of {name} is {code}." for code, name in enumerate(["apple", "pear", "plum", "fig", "lime"], 4821)
+        f"The code of {name} is {code}."
+        for code, name in enumerate(["apple", "pear", "plum", "fig", "lime"], 4821)
     )
     texts = ["Count from 20 to 60.", f"{facts} What is the code of plum?", "a"]
     prompts = [tokenizer.encode(text) for text in texts]
@@ -54,24 +61,35 @@ def prompts_of(tokenizer) -> list[list[int]]:
 def test_a_ragged_batch_gets_the_tokens_of_the_reference_on_metal_kernels(demo, compiler):
     model, tokenizer = demo
     prompts = prompts_of(tokenizer)
-    assert sorted(map(len, prompts))[-1] + NUM_TOKENS > 256 > 8 > min(map(len, prompts)), "all kernels have work"
+    assert sorted(map(len, prompts))[-1] + NUM_TOKENS > 256 > 8 > min(map(len, prompts)), (
+        "all kernels have work"
+    )
     expected, _ = greedy_in_a_ragged_batch(model, prompts, "reference")
     with emulated_metal(Checks.quick(writable=slots_of_the_step)) as trace:
         got, runner = greedy_in_a_ragged_batch(model, prompts, "metal")
     assert got == expected
     assert runner.cache.backend == "metal"
     kernels = Counter(call.kernel.removeprefix("mlx_paged_") for call in trace)
-    assert set(kernels) == {"reshape_and_cache", "paged_attention", "merge_partitions", "zero_blocks"}
+    assert set(kernels) == {
+        "reshape_and_cache",
+        "paged_attention",
+        "merge_partitions",
+        "zero_blocks",
+    }
     num_steps = NUM_TOKENS + len(prompts) - 1
     assert kernels["paged_attention"] >= (num_steps - 1) * len(model.layers)
 
 
-def test_a_fork_and_a_turn_with_history_get_the_tokens_of_the_reference_on_metal_kernels(demo, compiler):
+def test_a_fork_and_a_turn_with_history_get_the_tokens_of_the_reference_on_metal_kernels(
+    demo, compiler
+):
     model, tokenizer = demo
     prompt = tokenizer.encode("The code of apple is 4821. What is the code of apple?")
 
     def talk(backend: str) -> list[int]:
-        runner = ModelRunner(model, make_kv_cache(model, "paged", kv_cache_bytes="60blocks", backend=backend))
+        runner = ModelRunner(
+            model, make_kv_cache(model, "paged", kv_cache_bytes="60blocks", backend=backend)
+        )
         tokens = []
 
         def run(batch) -> None:
@@ -89,4 +107,10 @@ def test_a_fork_and_a_turn_with_history_get_the_tokens_of_the_reference_on_metal
     with emulated_metal(Checks.quick(writable=slots_of_the_step)) as trace:
         assert talk("metal") == expected
     kernels = {call.kernel.removeprefix("mlx_paged_") for call in trace}
-    assert kernels == {"reshape_and_cache", "paged_attention", "gather_blocks", "copy_blocks", "zero_blocks"}
+    assert kernels == {
+        "reshape_and_cache",
+        "paged_attention",
+        "gather_blocks",
+        "copy_blocks",
+        "zero_blocks",
+    }

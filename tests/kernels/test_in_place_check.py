@@ -1,4 +1,6 @@
-"""The check at start-up that writes in place happen, in order and without a copy; and what runs when they don't."""
+"""The check at start-up that writes in place happen, in order and without a copy; and what runs
+when they don't.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,9 @@ def test_a_write_that_costs_a_slab_is_found(metal, monkeypatch):
         mx.eval(kv.k * 1)
 
     broken(monkeypatch, "write_slots", write_and_copy)
-    slab = KVHandle.allocate(in_place.NUM_BLOCKS, in_place.NUM_KV_HEADS, 16, 128, mx.float16).k.nbytes
+    slab = KVHandle.allocate(
+        in_place.NUM_BLOCKS, in_place.NUM_KV_HEADS, 16, 128, mx.float16
+    ).k.nbytes
     assert check_writes_in_place().endswith(f"so MLX copies the slab of {slab}")
 
 
@@ -93,7 +97,8 @@ def without_writes_in_place(metal, monkeypatch):
     monkeypatch.setattr(in_place, "check_writes_in_place", lambda: "this device fails the test")
     writes_in_place.cache_clear()
     with pytest.warns(
-        UserWarning, match=r"^\[metal\] this device fails the test; slots are written by donated scatter"
+        UserWarning,
+        match=r"^\[metal\] this device fails the test; slots are written by donated scatter",
     ):
         assert not writes_in_place()
     return metal
@@ -105,11 +110,15 @@ def test_the_failure_is_said_once(without_writes_in_place):
         assert not writes_in_place()
 
 
-def test_without_writes_in_place_no_kernel_writes_and_attention_is_the_same(without_writes_in_place):
+def test_without_writes_in_place_no_kernel_writes_and_attention_is_the_same(
+    without_writes_in_place,
+):
     trace = without_writes_in_place
     problem = make_problem([5, 300, 40], [1, 8, 20])
     rows = [
-        mx.concatenate([dense[part][-n:] for dense, n in zip(problem.dense, [1, 8, 20], strict=True)])
+        mx.concatenate(
+            [dense[part][-n:] for dense, n in zip(problem.dense, [1, 8, 20], strict=True)]
+        )
         for part in (1, 2)
     ]
     slots = [slot for table, n, q in zip(problem.tables, [5, 300, 40], [1, 8, 20], strict=True)
@@ -119,7 +128,9 @@ def test_without_writes_in_place_no_kernel_writes_and_attention_is_the_same(with
     q, kv, *rest = problem.args
     assert_matches_formula(update_and_attend(q, *rows, kv, *rest, backend="metal"), problem)
     assert_matches_formula(paged_attention(*problem.args, backend="metal"), problem)
-    free = sorted(set(range(kv.num_blocks)) - {block for table in problem.tables for block in table})
+    free = sorted(
+        set(range(kv.num_blocks)) - {block for table in problem.tables for block in table}
+    )
     reshape_and_cache(rows[0][:1], rows[1][:1], kv, [free[0] * 16], backend="metal")
     copy_blocks(kv, [(free[0], free[1])], backend="metal")
     zero_blocks(kv, [free[0]], backend="metal")

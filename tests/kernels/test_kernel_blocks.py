@@ -5,7 +5,14 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
-from kernel_checks import assert_same_bits, assert_same_slabs, checked_metal, copy_of, random_array, random_handle
+from kernel_checks import (
+    assert_same_bits,
+    assert_same_slabs,
+    checked_metal,
+    copy_of,
+    random_array,
+    random_handle,
+)
 from kernel_grid import SHAPES
 from numpy_attention import DTYPES
 
@@ -21,7 +28,9 @@ def metal(compiler):
 
 
 def handle(num_blocks=12, num_kv_heads=2, block_size=16, head_dim=64, dtype=mx.float16):
-    return random_handle(np.random.default_rng(num_blocks), num_blocks, num_kv_heads, block_size, head_dim, dtype)
+    return random_handle(
+        np.random.default_rng(num_blocks), num_blocks, num_kv_heads, block_size, head_dim, dtype
+    )
 
 
 # Gather
@@ -38,7 +47,9 @@ def gather_and_compare(kv, table, num_tokens=None):
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "block_size", "dtype"), SHAPES, ids=[f"{dtype}-d{d}-b{b}" for d, b, dtype in SHAPES]
+    ("head_dim", "block_size", "dtype"),
+    SHAPES,
+    ids=[f"{dtype}-d{d}-b{b}" for d, b, dtype in SHAPES],
 )
 def test_blocks_of_every_shape_are_gathered(head_dim, block_size, dtype, metal):
     kv = handle(6, 2, block_size, head_dim, DTYPES[dtype])
@@ -56,7 +67,9 @@ def test_every_order_of_blocks_is_gathered(num_kv_heads, table, metal):
 
 
 @pytest.mark.parametrize("num_tokens", [1, 15, 16, 17, 63, 64])
-def test_every_number_of_tokens_is_gathered_and_blocks_behind_them_are_not_looked_at(num_tokens, metal):
+def test_every_number_of_tokens_is_gathered_and_blocks_behind_them_are_not_looked_at(
+    num_tokens, metal
+):
     gather_and_compare(handle(), [9, 0, 11, 4, 999], num_tokens)
 
 

@@ -1,4 +1,6 @@
-"""What Python and the kernels have to agree on: constants, names, and one signature for each library."""
+"""What Python and the kernels have to agree on: constants, names, and one signature for each
+library.
+"""
 
 from __future__ import annotations
 
@@ -43,13 +45,17 @@ HEADER = header_constants()
 
 def test_the_header_has_the_constants_of_python():
     names = ["SIMD_SIZE", "PARTITION_SIZE", "CHUNK_SIZE", "MERGE_STREAMS"]
-    assert {name: HEADER[name] for name in names} == {name: getattr(attention_plan, name) for name in names}
+    assert {name: HEADER[name] for name in names} == {
+        name: getattr(attention_plan, name) for name in names
+    }
     assert HEADER["CHUNK_SIZE"] == min(metal.BLOCK_SIZES)
     assert kernels.MIN_ELEMENTS == MIN_DEVICE_ELEMENTS == HEADER["CHUNK_SIZE"] == 8
 
 
 def test_the_header_names_every_number_of_a_plan():
-    assert {name for name in HEADER if name.partition("_")[0] in ("PLAN", "SEQ", "WORK", "ROW")} == {
+    assert {
+        name for name in HEADER if name.partition("_")[0] in ("PLAN", "SEQ", "WORK", "ROW")
+    } == {
         *("PLAN_SEQS", "PLAN_WORK", "PLAN_ROWS", "PLAN_WINDOW", "PLAN_HAS_ROWS"),
         *("SEQ_CONTEXT_LEN", "SEQ_QUERY_LEN", "SEQ_FIRST_ROW", "SEQ_BLOCKS", "SEQ_FIELDS"),
         *("WORK_SEQ", "WORK_PARTITION", "WORK_FIRST_OUT_ROW", "WORK_FIELDS"),
@@ -63,9 +69,16 @@ def test_a_plan_read_by_the_header_says_what_was_packed():
     plan = packed.array.tolist()
 
     def records(kind, count, begin):
-        fields = {name: HEADER[name] for name in HEADER if name.startswith(kind) and name != f"{kind}_FIELDS"}
+        fields = {
+            name: HEADER[name]
+            for name in HEADER
+            if name.startswith(kind) and name != f"{kind}_FIELDS"
+        }
         size = HEADER[f"{kind}_FIELDS"]
-        return [{name: plan[begin + size * i + field] for name, field in fields.items()} for i in range(count)]
+        return [
+            {name: plan[begin + size * i + field] for name, field in fields.items()}
+            for i in range(count)
+        ]
 
     seqs = records("SEQ", 2, plan[HEADER["PLAN_SEQS"]])
     for seq, table in zip(seqs, metadata.block_tables, strict=True):
@@ -86,16 +99,23 @@ def test_a_plan_read_by_the_header_says_what_was_packed():
         {"ROW_FIRST_PARTIAL": 2, "ROW_STRIDE": 1, "ROW_NUM_PARTITIONS": 2},
     ]
     assert (plan[HEADER["PLAN_WINDOW"]], plan[HEADER["PLAN_HAS_ROWS"]]) == (300, 1)
-    assert max(HEADER[name] for name in HEADER if name.startswith("PLAN_")) < attention_plan.NUM_HEAD_FIELDS
+    assert (
+        max(HEADER[name] for name in HEADER if name.startswith("PLAN_"))
+        < attention_plan.NUM_HEAD_FIELDS
+    )
 
 
 # Names
 
 
 def contract(name):
-    """The names in the comment at the top of a kernel, which has columns: section, names, what they are."""
+    """The names in the comment at the top of a kernel, which has columns: section, names, what they
+    are.
+    """
     comment = re.match(r"(?://.*\n)+", read_source(f"{name}.metal"))[0]
-    sections = dict(re.findall(r"^// (template|inputs|outputs|grid)   *((?:.*\n//    )*.*)", comment, re.M))
+    sections = dict(
+        re.findall(r"^// (template|inputs|outputs|grid)   *((?:.*\n//    )*.*)", comment, re.M)
+    )
     # Without remarks in parentheses, the template is a list of names over one line or more.
     template = re.sub(r"\([^)]*\)|\n//", "", sections["template"])
     names = {"template": [word.strip() for word in template.split(",")]}
@@ -112,16 +132,33 @@ def varied_calls():
     """All kernels with few and many rows, blocks, heads and pairs, of a few instances."""
     for num_kv_heads in (1, 3):
         setting = {"num_kv_heads": num_kv_heads, "group": 4, "head_dim": 64, "dtype": mx.float16}
-        for seqs in ([(1, 1)], [(300, 1)], [(17, 1)] * 9, [(2, 2), (600, 2)], [(40, 40)], [(300, 12), (9, 1)]):
+        for seqs in (
+            [(1, 1)],
+            [(300, 1)],
+            [(17, 1)] * 9,
+            [(2, 2), (600, 2)],
+            [(40, 40)],
+            [(300, 12), (9, 1)],
+        ):
             context_lens, query_lens = zip(*seqs, strict=True)
             for extras in ({}, {"window": 20, "sinks": True}):
                 problem = make_problem(context_lens, query_lens, **setting, **extras)
                 q, kv, metadata, scale, window, sinks = problem.args
                 rows = mx.ones((q.shape[0], num_kv_heads, 64), mx.float16)
                 sinks = sinks if sinks is None else sinks.astype(mx.bfloat16)
-                update_and_attend(q, rows, rows, kv, metadata, scale, window, sinks, backend="metal")
+                update_and_attend(
+                    q, rows, rows, kv, metadata, scale, window, sinks, backend="metal"
+                )
                 attend(q.astype(mx.float32), kv, metadata, 1, window, sinks, backend="metal")
-                paged_attention(q.swapaxes(0, 1).swapaxes(0, 1), kv, metadata, 0.5, window, sinks, backend="metal")
+                paged_attention(
+                    q.swapaxes(0, 1).swapaxes(0, 1),
+                    kv,
+                    metadata,
+                    0.5,
+                    window,
+                    sinks,
+                    backend="metal",
+                )
                 reshape_and_cache(rows, rows, kv, metadata.slot_mapping, backend="metal")
                 gather_blocks(kv, problem.tables[0], 1, backend="metal")
                 gather_blocks(kv, problem.tables[0], backend="metal")
@@ -155,18 +192,27 @@ def test_the_head_of_each_source_names_what_is_passed(name, varied_trace):
 
 
 def test_each_kernel_and_template_is_one_library(varied_trace):
-    """Another dtype of an input, or fewer than eight elements, would be another function for Metal to compile."""
+    """Another dtype of an input, or fewer than eight elements, would be another function for Metal
+    to compile.
+    """
     signatures = defaultdict(list)
     for call in varied_trace:
         types = [InputType.of(array) for array in call.inputs.values()]
         signature = [(t.dtype, "scalar" if t.ndim == 0 else t.address_space) for t in types]
         signature += [output.dtype for output in call.outputs.values()]
         signatures[(call.kernel, *call.template.items())].append(tuple(signature))
-    assert {library: len(set(found)) for library, found in signatures.items()} == dict.fromkeys(signatures, 1)
+    assert {library: len(set(found)) for library, found in signatures.items()} == dict.fromkeys(
+        signatures, 1
+    )
     # Four of attention, for one and two queries, merged or not, and one of each other kernel.
     assert sorted(library[0].removeprefix("mlx_paged_") for library in signatures) == sorted(
         [*kernels.KERNELS, *["paged_attention"] * 3]
     )
     assert min(map(len, signatures.values())) >= 6
-    small = [s for found in signatures.values() for s in found[0] if isinstance(s, tuple) and s[1] == "constant"]
+    small = [
+        s
+        for found in signatures.values()
+        for s in found[0]
+        if isinstance(s, tuple) and s[1] == "constant"
+    ]
     assert small == []

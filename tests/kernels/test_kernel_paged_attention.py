@@ -1,4 +1,6 @@
-"""The attention kernels against the float64 formula: every instance, length, window, sink, scale and dtype."""
+"""The attention kernels against the float64 formula: every instance, length, window, sink, scale
+and dtype.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from mlx_paged.ops.attention_plan import cut_threadgroup
 LENGTHS = (1, 15, 16, 17, 255, 256, 257, 511, 512, 513, 1000, 5000)
 WINDOWS = (None, 1, 2, 16, 100, 255, 256, 257, 300, 5000)
 
-# Settings whose instances several tests share. Runs of one query, and of up to eight in simdgroups that share the rows.
+# Settings whose instances several tests share. Runs of one query, and of up to eight in simdgroups
+# that share the rows.
 DECODE = Case("bf16", 80, 8, 2, 16, ((1000, 1),), None, False, "shuffled", "nan_values")
 RUNS = Case("f16", 80, 16, 2, 9, ((1000, 8),), None, False, "shuffled", "nan_values")
 SMALL = Case("f32", 96, 8, 2, 1, ((300, 1),), None, True, "shuffled", "nan_keys")
@@ -51,11 +54,18 @@ def test_the_grid_covers_what_it_says():
         there = {(getattr(case, one), getattr(case, other)) for case in GRID}
         missing[one, other] = len(set(itertools.product(axes[one], axes[other])) - there)
     assert {pair: count for pair, count in missing.items() if count} == {("head_dim", "group"): 47}
-    # The rest costs nothing to compile, and each value of it meets partitions that are merged and ones that are not.
+    # The rest costs nothing to compile, and each value of it meets partitions that are merged and
+    # ones that are not.
     others = {field.name for field in fields(Case)} - axes.keys() - {"seqs"}
     assert others == {"num_kv_heads", "window", "sinks", "order", "poison"}
-    for name, values in {"window": set(WINDOWS), "num_kv_heads": {1, 2, 3}, "sinks": {False, True}}.items():
-        assert {(getattr(case, name), case.is_merged) for case in GRID} == set(itertools.product(values, (False, True)))
+    for name, values in {
+        "window": set(WINDOWS),
+        "num_kv_heads": {1, 2, 3},
+        "sinks": {False, True},
+    }.items():
+        assert {(getattr(case, name), case.is_merged) for case in GRID} == set(
+            itertools.product(values, (False, True))
+        )
     lengths = {(length, case.is_merged) for case in GRID for length, _ in case.seqs}
     assert lengths >= set(itertools.product(LENGTHS[:-1], (False, True)))
     assert {query_len for case in GRID for _, query_len in case.seqs} == set(range(1, 9))
@@ -71,7 +81,9 @@ def test_every_instance_matches_the_formula(case, metal):
     # Threadgroup memory is what the cut was chosen by, but for arrays that have an element more.
     num_rows, itemsize = case.capacity * case.group, DTYPES[case.dtype].size
     cut = cut_threadgroup(num_rows, case.head_dim, itemsize)
-    extra = call.counts["threadgroup_bytes"] - cut.threadgroup_bytes(num_rows, case.head_dim, itemsize)
+    extra = call.counts["threadgroup_bytes"] - cut.threadgroup_bytes(
+        num_rows, case.head_dim, itemsize
+    )
     assert 0 <= extra <= 64
     assert call.threadgroup == (cut.num_threads, 1, 1)
 
@@ -86,9 +98,13 @@ def test_a_sequence_alone_matches_the_formula_at_every_length(context_len, case,
 
 
 @pytest.mark.parametrize("poison", ["nan_keys", "nan_values"])
-@pytest.mark.parametrize("extras", [{}, {"window": 20, "sinks": True}], ids=["plain", "window_sinks"])
+@pytest.mark.parametrize(
+    "extras", [{}, {"window": 20, "sinks": True}], ids=["plain", "window_sinks"]
+)
 def test_runs_of_any_length_match_the_formula_when_their_blocks_are_gathered(extras, poison, metal):
-    problem = make_problem([300, 1, 40, 17], [100, 1, 40, 9], group=4, dtype=mx.float16, poison=poison, **extras)
+    problem = make_problem(
+        [300, 1, 40, 17], [100, 1, 40, 9], group=4, dtype=mx.float16, poison=poison, **extras
+    )
     assert_matches_formula(paged_prefill_attention(*problem.args, backend="metal"), problem)
     assert [call.kernel for call in metal] == ["mlx_paged_gather_blocks"] * 4
 
@@ -96,15 +112,24 @@ def test_runs_of_any_length_match_the_formula_when_their_blocks_are_gathered(ext
 @pytest.mark.parametrize("case", [DECODE, RUNS], ids=["decodes", "runs"])
 @pytest.mark.parametrize("window", WINDOWS)
 def test_every_window_matches_the_formula_at_every_length(window, case, metal):
-    # Windows that begin in the middle of a block, of a chunk and of a partition, and runs that reach over its border.
+    # Windows that begin in the middle of a block, of a chunk and of a partition, and runs that
+    # reach over its border.
     lengths = [max(length, case.capacity) for length in LENGTHS]
-    case = replace(case, seqs=tuple((n, case.capacity) for n in lengths), window=window, sinks=True, num_kv_heads=1)
+    case = replace(
+        case,
+        seqs=tuple((n, case.capacity) for n in lengths),
+        window=window,
+        sinks=True,
+        num_kv_heads=1,
+    )
     attend_and_compare(case.problem())
 
 
 @pytest.mark.parametrize("order", ["adjacent", "shuffled", "reversed", "shared"])
 def test_every_order_of_blocks_matches_the_formula(order, metal):
-    attend_and_compare(replace(DECODE, seqs=((1000, 1), (257, 1), (999, 1), (16, 1)), order=order).problem())
+    attend_and_compare(
+        replace(DECODE, seqs=((1000, 1), (257, 1), (999, 1), (16, 1)), order=order).problem()
+    )
 
 
 @pytest.mark.parametrize("query_len", [5, 6, 7, 8])
@@ -122,9 +147,15 @@ def test_runs_of_every_length_share_a_batch(metal):
         poison="nan_keys",
     )
     attend_and_compare(problem)
-    # The longest first, each kernel once, and all but the fours have a sequence of several partitions.
+    # The longest first, each kernel once, and all but the fours have a sequence of several
+    # partitions.
     attention = [call.template for call in metal if call.kernel == "mlx_paged_paged_attention"]
-    assert [(t["RUN"], t["PARTIAL"]) for t in attention] == [(8, True), (1, True), (4, False), (2, True)]
+    assert [(t["RUN"], t["PARTIAL"]) for t in attention] == [
+        (8, True),
+        (1, True),
+        (4, False),
+        (2, True),
+    ]
 
 
 # What must not be read
@@ -133,9 +164,13 @@ def test_runs_of_every_length_share_a_batch(metal):
 @pytest.mark.parametrize("window", [1, 2, 13, 100, 256, 300])
 @pytest.mark.parametrize("case", [DECODE, RUNS], ids=["decodes", "runs"])
 def test_nothing_before_the_window_is_read(case, window, metal):
-    problem = replace(case, seqs=((1000, case.capacity), (17, case.capacity)), window=window, num_kv_heads=1).problem()
+    problem = replace(
+        case, seqs=((1000, case.capacity), (17, case.capacity)), window=window, num_kv_heads=1
+    ).problem()
     slabs = [np.array(slab.astype(mx.float32)) for slab in (problem.kv.k, problem.kv.v)]
-    for table, context_len, query_len in zip(problem.tables, problem.context_lens, problem.query_lens, strict=True):
+    for table, context_len, query_len in zip(
+        problem.tables, problem.context_lens, problem.query_lens, strict=True
+    ):
         for position in range(max(0, context_len - query_len - window + 1)):
             for slab in slabs:
                 slab[table[position // case.block_size], :, position % case.block_size] = np.nan
@@ -146,12 +181,14 @@ def test_nothing_before_the_window_is_read(case, window, metal):
 
 def test_unused_slots_of_k_and_v_may_both_hold_nan(metal):
     problems = [
-        replace(DECODE, seqs=((1000, 1), (3, 1)), poison=f"nan_{name}").problem() for name in ("keys", "values")
+        replace(DECODE, seqs=((1000, 1), (3, 1)), poison=f"nan_{name}").problem()
+        for name in ("keys", "values")
     ]
     q, _, *rest = problems[0].args
     both = KVHandle(problems[0].kv.k, problems[1].kv.v)
     assert_same_bits(
-        paged_attention(q, both, *rest, backend="metal"), paged_attention(*problems[0].args, backend="metal")
+        paged_attention(q, both, *rest, backend="metal"),
+        paged_attention(*problems[0].args, backend="metal"),
     )
 
 
@@ -170,7 +207,9 @@ def test_reading_leaves_the_slabs_as_they_were(metal):
 @pytest.mark.parametrize("num_heads", [1, 2, 3, 7, 8, 9])
 def test_sinks_of_any_number_of_heads_match_the_formula(num_heads, context_len, metal):
     # Fewer than eight are padded to eight, which is what makes them the same kernel.
-    attend_and_compare(replace(SMALL, num_kv_heads=num_heads, seqs=((context_len, 1), (1, 1))).problem())
+    attend_and_compare(
+        replace(SMALL, num_kv_heads=num_heads, seqs=((context_len, 1), (1, 1))).problem()
+    )
 
 
 @pytest.mark.parametrize("context_len", [33, 300], ids=["direct", "merged"])
@@ -193,7 +232,9 @@ def test_any_scale_matches_the_formula(scale, metal):
 
 def test_long_products_of_f16_do_not_overflow_before_the_scale(metal):
     # q @ k is 115,200, above the 65,504 of f16; scaled it is 10,182.
-    kv = KVHandle(mx.full((1, 1, 32, 128), 30.0, mx.float16), mx.full((1, 1, 32, 128), 2.0, mx.float16))
+    kv = KVHandle(
+        mx.full((1, 1, 32, 128), 30.0, mx.float16), mx.full((1, 1, 32, 128), 2.0, mx.float16)
+    )
     metadata = AttentionMetadata.build([[0]], [30], [4], 32)
     q = mx.full((4, 6, 128), 30.0, mx.float16)
     out = paged_attention(q, kv, metadata, 128**-0.5, backend="metal")
@@ -205,12 +246,16 @@ def test_long_products_of_f16_do_not_overflow_before_the_scale(metal):
 
 @pytest.mark.parametrize("q_dtype", DTYPES.values(), ids=[f"q_{name}" for name in DTYPES])
 @pytest.mark.parametrize("case", [DECODE, RUNS, SMALL], ids=["kv_bf16", "kv_f16", "kv_f32"])
-def test_queries_of_another_dtype_are_cast_to_that_of_the_slabs_and_the_result_back(case, q_dtype, metal):
+def test_queries_of_another_dtype_are_cast_to_that_of_the_slabs_and_the_result_back(
+    case, q_dtype, metal
+):
     problem = replace(case, seqs=((300, case.capacity), (20, case.capacity))).problem()
     _, kv, metadata, scale, window, sinks = problem.args
     q = problem.q.astype(q_dtype)
     out = paged_attention(q, kv, metadata, scale, window, sinks, backend="metal")
-    expected = paged_attention(q.astype(kv.dtype), kv, metadata, scale, window, sinks, backend="metal")
+    expected = paged_attention(
+        q.astype(kv.dtype), kv, metadata, scale, window, sinks, backend="metal"
+    )
     assert_same_bits(out, expected.astype(q_dtype))
 
 

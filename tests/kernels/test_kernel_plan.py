@@ -20,7 +20,10 @@ from mlx_paged.ops.attention_plan import (
 def pack(seqs, window=None, has_rows=False, block_size=64):
     """``seqs``: context length, query length and first block id of each; its blocks are adjacent."""
     context_lens, query_lens, first_blocks = zip(*seqs, strict=True)
-    tables = [range(first, first - (-n // block_size)) for n, first in zip(context_lens, first_blocks, strict=True)]
+    tables = [
+        range(first, first - (-n // block_size))
+        for n, first in zip(context_lens, first_blocks, strict=True)
+    ]
     metadata = AttentionMetadata.build(tables, context_lens, query_lens, block_size)
     plan = AttentionPlan.pack(metadata, window, has_rows)
     assert plan.array.size >= 8
@@ -29,7 +32,11 @@ def pack(seqs, window=None, has_rows=False, block_size=64):
 
 def numbers(*parts):
     """All integers in nested lists."""
-    return [number for part in parts for number in (numbers(*part) if isinstance(part, list) else [part])]
+    return [
+        number
+        for part in parts
+        for number in (numbers(*part) if isinstance(part, list) else [part])
+    ]
 
 
 def test_a_sequence_of_one_partition():
@@ -67,7 +74,11 @@ def test_one_long_sequence_makes_the_short_ones_write_partials_too():
     work = [[0, 0, 0], [1, 0, 2], [1, 1, 3]]
     rows = [[0, 2, 1], [1, 2, 1], [2, 1, 2]]
     blocks = [[9], [1, 2, 3, 4, 5]]
-    assert pack([(3, 2, 9), (257, 1, 1)], has_rows=True) == (numbers(head, seqs, work, rows, blocks), 3, 4)
+    assert pack([(3, 2, 9), (257, 1, 1)], has_rows=True) == (
+        numbers(head, seqs, work, rows, blocks),
+        3,
+        4,
+    )
 
 
 def test_partitions_before_the_window_are_left_out():
@@ -76,14 +87,22 @@ def test_partitions_before_the_window_are_left_out():
     seq = [1000, 3, 0, 27]
     work = [[0, 2, 0], [0, 3, 3]]
     rows = [[0, 3, 2], [1, 3, 2], [2, 3, 2]]
-    assert pack([(1000, 3, 1)], window=300) == (numbers(head, seq, work, rows, list(range(1, 17))), 2, 6)
+    assert pack([(1000, 3, 1)], window=300) == (
+        numbers(head, seq, work, rows, list(range(1, 17))),
+        2,
+        6,
+    )
 
 
 def test_a_window_within_one_partition_needs_no_merge():
     head = [8, 16, 22, 16, 0, 0, 0, 0]
     seqs = [[1000, 1, 0, 22], [10, 1, 1, 38]]
     work = [[0, 3, 0], [1, 0, 1]]
-    assert pack([(1000, 1, 1), (10, 1, 20)], window=16) == (numbers(head, seqs, work, list(range(1, 17)), 20), 2, 0)
+    assert pack([(1000, 1, 1), (10, 1, 20)], window=16) == (
+        numbers(head, seqs, work, list(range(1, 17)), 20),
+        2,
+        0,
+    )
 
 
 @pytest.mark.parametrize(
@@ -127,12 +146,22 @@ def test_every_cut_fits_a_threadgroup_and_uses_all_simdgroups_that_fit(head_dim,
     for num_rows in range(1, 129):
         cut = cut_threadgroup(num_rows, head_dim, itemsize)
         assert cut.num_threads == 32 * cut.streams * cut.row_splits <= 32 * MAX_SIMDGROUPS <= 512
-        # Arrays that hold nothing still have an element; a kernel's arrays of one element take 64 bytes at most.
-        assert cut.threadgroup_bytes(num_rows, head_dim, itemsize) + 64 <= MAX_THREADGROUP_BYTES == 32 * 1024
+        # Arrays that hold nothing still have an element; a kernel's arrays of one element take 64
+        # bytes at most.
+        assert (
+            cut.threadgroup_bytes(num_rows, head_dim, itemsize) + 64
+            <= MAX_THREADGROUP_BYTES
+            == 32 * 1024
+        )
         rows = -(-num_rows // cut.row_splits)
         assert rows * floats_per_row <= MAX_FLOATS_PER_LANE or cut.row_splits == MAX_SIMDGROUPS
         # No more splits than it takes, and no fewer streams than there is room for.
-        assert cut.row_splits == 1 or num_rows * floats_per_row > MAX_FLOATS_PER_LANE * cut.row_splits // 2
+        assert (
+            cut.row_splits == 1
+            or num_rows * floats_per_row > MAX_FLOATS_PER_LANE * cut.row_splits // 2
+        )
         twice = type(cut)(2 * cut.streams, cut.row_splits)
-        has_room = twice.threadgroup_bytes(num_rows, head_dim, itemsize) + 64 <= MAX_THREADGROUP_BYTES
+        has_room = (
+            twice.threadgroup_bytes(num_rows, head_dim, itemsize) + 64 <= MAX_THREADGROUP_BYTES
+        )
         assert not has_room or twice.streams * twice.row_splits > MAX_SIMDGROUPS

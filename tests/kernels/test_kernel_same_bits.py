@@ -1,4 +1,6 @@
-"""A sequence gets the same bits alone and in any batch: nothing about its sums depends on what else is there."""
+"""A sequence gets the same bits alone and in any batch: nothing about its sums depends on what else
+is there.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,28 @@ settings = pytest.mark.parametrize(
         pytest.param(SETTINGS["bf16-d256-b8-1x5"], id="bf16-d256-b8-1x5", marks=pytest.mark.slow),
     ],
 )
-extras = pytest.mark.parametrize("extras", [{}, {"window": 300, "sinks": True}], ids=["plain", "window_sinks"])
-# Lengths of one partition and of several, so that a batch needs its partitions merged or not by who is in it.
+extras = pytest.mark.parametrize(
+    "extras", [{}, {"window": 300, "sinks": True}], ids=["plain", "window_sinks"]
+)
+# Lengths of one partition and of several, so that a batch needs its partitions merged or not by who
+# is in it.
 CONTEXT_LENS = (8, 255, 17, 1000, 256, 257, 300)
 QUERY_LENS = {1: [1] * 7, 2: [2] * 7, 4: [3, 4, 4, 3, 3, 4, 3], 8: [8, 5, 6, 7, 8, 6, 5]}
 SHORT = (0, 1, 2, 4)
 # All capacities and two prefills, the last of them from empty.
-MIXED = [(1000, 1), (17, 2), (256, 4), (300, 8), (9, 1), (257, 3), (70, 12), (255, 6), (1, 1), (40, 40), (513, 2)]
+MIXED = [
+    (1000, 1),
+    (17, 2),
+    (256, 4),
+    (300, 8),
+    (9, 1),
+    (257, 3),
+    (70, 12),
+    (255, 6),
+    (1, 1),
+    (40, 40),
+    (513, 2),
+]
 
 
 @pytest.fixture
@@ -46,7 +63,9 @@ def part_of(problem, seqs):
 
 
 def compare_batches(problem, attention, batches):
-    """``attention(metadata, rows)`` for every batch and for every sequence alone gives each sequence the same bits."""
+    """``attention(metadata, rows)`` for every batch and for every sequence alone gives each
+    sequence the same bits.
+    """
     alone = {}
     for seq in range(len(problem.context_lens)):
         alone[seq] = attention(*part_of(problem, [seq]))
@@ -58,32 +77,46 @@ def compare_batches(problem, attention, batches):
 @extras
 @settings
 @pytest.mark.parametrize("capacity", QUERY_LENS)
-def test_every_kernel_gives_a_sequence_the_same_bits_in_every_batch(capacity, setting, extras, metal):
+def test_every_kernel_gives_a_sequence_the_same_bits_in_every_batch(
+    capacity, setting, extras, metal
+):
     problem = make_problem(CONTEXT_LENS, QUERY_LENS[capacity], **setting, **extras)
 
     def attention(metadata, rows):
         return attend(problem.q[rows], problem.kv, metadata, *problem.args[3:], backend="metal")
 
     everyone = range(len(CONTEXT_LENS))
-    compare_batches(problem, attention, [everyone, everyone[::-1], SHORT, SHORT[::-1], [2, 3], [3, 2], [6, 1, 6]])
-    partial = {call.template["PARTIAL"] for call in metal if call.kernel == "mlx_paged_paged_attention"}
+    compare_batches(
+        problem,
+        attention,
+        [everyone, everyone[::-1], SHORT, SHORT[::-1], [2, 3], [3, 2], [6, 1, 6]],
+    )
+    partial = {
+        call.template["PARTIAL"] for call in metal if call.kernel == "mlx_paged_paged_attention"
+    }
     assert partial == {False, True}
 
 
 @extras
 @settings
-def test_every_step_that_writes_gives_a_sequence_the_same_bits_in_every_batch(setting, extras, metal):
+def test_every_step_that_writes_gives_a_sequence_the_same_bits_in_every_batch(
+    setting, extras, metal
+):
     context_lens, query_lens = zip(*MIXED, strict=True)
     problem = make_problem(context_lens, query_lens, **setting, **extras, poison="nan_values")
 
     def attention(metadata, rows):
         kv, k, v = before_the_step(problem)
-        out = update_and_attend(problem.q[rows], k[rows], v[rows], kv, metadata, *problem.args[3:], backend="metal")
+        out = update_and_attend(
+            problem.q[rows], k[rows], v[rows], kv, metadata, *problem.args[3:], backend="metal"
+        )
         mx.eval(out)
         return out
 
     everyone = range(len(MIXED))
-    compare_batches(problem, attention, [everyone, everyone[::-1], [8, 4, 2, 1, 7], [8, 3, 4, 6], [9, 0]])
+    compare_batches(
+        problem, attention, [everyone, everyone[::-1], [8, 4, 2, 1, 7], [8, 3, 4, 6], [9, 0]]
+    )
 
 
 @settings
@@ -116,17 +149,22 @@ def test_the_number_of_kv_heads_does_not_change_the_bits_of_a_head(metal):
     problem = make_problem(CONTEXT_LENS, QUERY_LENS[2], **SETTINGS["f16-d64-b16-2x4"])
     both = attend(*problem.args, backend="metal")
     for head in range(2):
-        kv = type(problem.kv)(*(mx.contiguous(slab[:, head : head + 1]) for slab in (problem.kv.k, problem.kv.v)))
+        kv = type(problem.kv)(
+            *(mx.contiguous(slab[:, head : head + 1]) for slab in (problem.kv.k, problem.kv.v))
+        )
         heads = slice(4 * head, 4 * head + 4)
         one = attend(problem.q[:, heads], kv, problem.metadata, problem.scale, backend="metal")
         assert_same_bits(one, both[:, heads])
 
 
 def test_another_cut_of_the_sums_would_be_seen(metal, monkeypatch):
-    # If streams depended on the batch, results would stay within rounding, and their bits would not stay the same.
+    # If streams depended on the batch, results would stay within rounding, and their bits would not
+    # stay the same.
     problem = make_problem([200, 100], 1, **SETTINGS["f32-d96-b8-3x1"])
     out = attend(*problem.args, backend="metal")
-    monkeypatch.setattr(kernels, "cut_threadgroup", lambda *shape: Cut(cut_threadgroup(*shape).streams // 2, 1))
+    monkeypatch.setattr(
+        kernels, "cut_threadgroup", lambda *shape: Cut(cut_threadgroup(*shape).streams // 2, 1)
+    )
     other = attend(*problem.args, backend="metal")
     assert [call.threadgroup[0] for call in metal] == [256, 128]
     assert_matches_formula(other, problem)

@@ -5,7 +5,14 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
-from kernel_checks import assert_same_bits, assert_same_slabs, checked_metal, copy_of, random_array, random_handle
+from kernel_checks import (
+    assert_same_bits,
+    assert_same_slabs,
+    checked_metal,
+    copy_of,
+    random_array,
+    random_handle,
+)
 from kernel_grid import SHAPES
 from numpy_attention import DTYPES
 
@@ -26,7 +33,9 @@ def write_and_compare(kv, k, v, slots):
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "block_size", "dtype"), SHAPES, ids=[f"{dtype}-d{d}-b{b}" for d, b, dtype in SHAPES]
+    ("head_dim", "block_size", "dtype"),
+    SHAPES,
+    ids=[f"{dtype}-d{d}-b{b}" for d, b, dtype in SHAPES],
 )
 @pytest.mark.parametrize("num_rows", [1, 40], ids=["one_row", "40_rows"])
 def test_rows_of_every_shape_land_in_their_slots(num_rows, head_dim, block_size, dtype, metal):

@@ -1,4 +1,6 @@
-"""The text of the kernels: what MLX makes of it, what may be in it, and how many libraries a Mac has to compile."""
+"""The text of the kernels: what MLX makes of it, what may be in it, and how many libraries a Mac
+has to compile.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ def recorded(monkeypatch) -> list[tuple[str, dict]]:
         def call(**arguments):
             calls.append((name, arguments))
             return [
-                mx.zeros(*output) for output in zip(arguments["output_shapes"], arguments["output_dtypes"], strict=True)
+                mx.zeros(*output)
+                for output in zip(
+                    arguments["output_shapes"], arguments["output_dtypes"], strict=True
+                )
             ]
 
         return call
@@ -48,7 +53,10 @@ def test_the_emulator_runs_what_the_installed_mlx_would_compile(printed, recorde
     sources = {}
     for name, call in recorded:
         source = KernelSource(
-            f"mlx_paged_{name}", *kernels.KERNELS[name], read_source(f"{name}.metal"), read_source("paged_kv.h")
+            f"mlx_paged_{name}",
+            *kernels.KERNELS[name],
+            read_source(f"{name}.metal"),
+            read_source("paged_kv.h"),
         )
         inputs = [InputType.of(array) for array in call["inputs"]]
         sources[name] = source.instantiate(inputs, call["output_dtypes"], call["template"]).source
@@ -110,7 +118,11 @@ def test_the_bodies_use_the_words_of_the_vocabulary_and_no_others(name):
 
 
 def test_the_vocabulary_lists_nothing_that_no_kernel_uses():
-    used = set(re.findall(r"\w+(?:::\w+)?", " ".join(code(path.name) for path in metal_folder().glob("*.[mh]*"))))
+    used = set(
+        re.findall(
+            r"\w+(?:::\w+)?", " ".join(code(path.name) for path in metal_folder().glob("*.[mh]*"))
+        )
+    )
     address_spaces = {"device", "constant", "threadgroup", "thread"}
     listed = vocabulary() & (set(BUILT_IN.findall(" ".join(vocabulary()))) | address_spaces)
     assert listed - used <= {"half", "bfloat", "vec"}, "element types come in as T"

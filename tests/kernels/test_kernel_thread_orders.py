@@ -7,12 +7,25 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
-from kernel_checks import assert_same_slabs, before_the_step, checked_metal, copy_of, random_array, random_handle
+from kernel_checks import (
+    assert_same_slabs,
+    before_the_step,
+    checked_metal,
+    copy_of,
+    random_array,
+    random_handle,
+)
 from kernel_grid import GRID
 from metal_emulator import Checks
 from numpy_attention import DTYPES, assert_matches_formula
 
-from mlx_paged.ops import copy_blocks, gather_blocks, reshape_and_cache, update_and_attend, zero_blocks
+from mlx_paged.ops import (
+    copy_blocks,
+    gather_blocks,
+    reshape_and_cache,
+    update_and_attend,
+    zero_blocks,
+)
 from mlx_paged.ops.attention_plan import cut_threadgroup
 
 
@@ -23,7 +36,9 @@ def metal_in_three_orders(compiler):
 
 
 def one_of_each_cut():
-    """The cases of the grid whose threadgroups are cut in different ways, or whose rows lie over other lanes."""
+    """The cases of the grid whose threadgroups are cut in different ways, or whose rows lie over
+    other lanes.
+    """
     found = {}
     for case in GRID:
         cut = cut_threadgroup(case.capacity * case.group, case.head_dim, DTYPES[case.dtype].size)
@@ -38,7 +53,10 @@ CUTS = one_of_each_cut()
 
 
 def test_the_cases_cover_streams_and_splits_and_both_of_them():
-    shapes = {(cut_threadgroup(c.capacity * c.group, c.head_dim, DTYPES[c.dtype].size), c.is_merged) for c in GRID}
+    shapes = {
+        (cut_threadgroup(c.capacity * c.group, c.head_dim, DTYPES[c.dtype].size), c.is_merged)
+        for c in GRID
+    }
     kinds = {(cut.streams > 1, cut.row_splits > 1, is_merged) for cut, is_merged in shapes}
     assert kinds == {(True, False, m) for m in (False, True)} | {
         (s, True, m) for s in (False, True) for m in (False, True)
@@ -66,7 +84,9 @@ def test_attention_does_not_depend_on_the_order_of_threads(case, metal_in_three_
 @pytest.mark.parametrize(
     "operation",
     [
-        lambda kv, k, v, backend: reshape_and_cache(k, v, kv, [40, 3, -1, 17, 5, 0, 95], backend=backend),
+        lambda kv, k, v, backend: reshape_and_cache(
+            k, v, kv, [40, 3, -1, 17, 5, 0, 95], backend=backend
+        ),
         lambda kv, k, v, backend: gather_blocks(kv, [4, 0, 5], 41, backend=backend),
         lambda kv, k, v, backend: copy_blocks(kv, [(0, 4), (1, 5)], backend=backend),
         lambda kv, k, v, backend: zero_blocks(kv, [5, 0], backend=backend),

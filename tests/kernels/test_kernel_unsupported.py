@@ -10,9 +10,18 @@ from numpy_attention import assert_matches_formula, make_problem
 from mlx_paged.ops import BackendError, attend, paged_attention, update_and_attend
 
 SHAPES = {
-    "head_dim": ({"head_dim": 72}, "head_dim 72 has no Metal kernel; there are kernels for 32, 64, 80, 96, 128, 256"),
-    "block_size": ({"block_size": 128}, "block_size 128 has no Metal kernel; there are kernels for 8, 16, 32, 64"),
-    "small_block_size": ({"block_size": 4}, "block_size 4 has no Metal kernel; there are kernels for 8, 16, 32, 64"),
+    "head_dim": (
+        {"head_dim": 72},
+        "head_dim 72 has no Metal kernel; there are kernels for 32, 64, 80, 96, 128, 256",
+    ),
+    "block_size": (
+        {"block_size": 128},
+        "block_size 128 has no Metal kernel; there are kernels for 8, 16, 32, 64",
+    ),
+    "small_block_size": (
+        {"block_size": 4},
+        "block_size 4 has no Metal kernel; there are kernels for 8, 16, 32, 64",
+    ),
 }
 
 large_groups_are_known = pytest.mark.filterwarnings("ignore:.*query heads per KV head are more")
@@ -43,10 +52,20 @@ def test_auto_runs_the_reference_for_a_shape_without_a_kernel(shape, lack, metal
 
 
 @large_groups_are_known
-@pytest.mark.parametrize(("num_kv_heads", "group"), [(1, 17), (2, 17), (1, 64)], ids=["1x17", "2x17", "1x64"])
-def test_a_group_too_large_for_a_kernel_is_gathered_for_attention_of_mlx(num_kv_heads, group, metal):
+@pytest.mark.parametrize(
+    ("num_kv_heads", "group"), [(1, 17), (2, 17), (1, 64)], ids=["1x17", "2x17", "1x64"]
+)
+def test_a_group_too_large_for_a_kernel_is_gathered_for_attention_of_mlx(
+    num_kv_heads, group, metal
+):
     problem = make_problem(
-        [33, 300, 7], [2, 1, 7], num_kv_heads=num_kv_heads, group=group, sinks=True, dtype=mx.float16, poison="nan_keys"
+        [33, 300, 7],
+        [2, 1, 7],
+        num_kv_heads=num_kv_heads,
+        group=group,
+        sinks=True,
+        dtype=mx.float16,
+        poison="nan_keys",
     )
     out = paged_attention(*problem.args, backend="metal")
     assert_matches_formula(out, problem)
@@ -58,7 +77,9 @@ def test_a_group_too_large_for_a_kernel_is_gathered_for_attention_of_mlx(num_kv_
 
 @large_groups_are_known
 def test_a_decode_of_a_group_too_large_for_a_kernel_is_written_before_it_is_gathered(metal):
-    problem = make_problem([33, 12], 1, num_kv_heads=1, group=17, dtype=mx.float16, poison="nan_values")
+    problem = make_problem(
+        [33, 12], 1, num_kv_heads=1, group=17, dtype=mx.float16, poison="nan_values"
+    )
     q, kv, *rest = problem.args
     k, v = (mx.concatenate([rows[i][-1:] for rows in problem.dense]) for i in (1, 2))
     out = update_and_attend(q, k, v, kv, *rest, backend="metal")

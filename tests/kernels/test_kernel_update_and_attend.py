@@ -19,7 +19,14 @@ from kernel_checks import (
 from kernel_grid import SETTINGS, Case, each_case_of_the_grid, each_setting
 from numpy_attention import assert_matches_formula, make_problem
 
-from mlx_paged.ops import AttentionMetadata, KVHandle, attend, paged_attention, reshape_and_cache, update_and_attend
+from mlx_paged.ops import (
+    AttentionMetadata,
+    KVHandle,
+    attend,
+    paged_attention,
+    reshape_and_cache,
+    update_and_attend,
+)
 
 STEPS = {
     "decodes": ([1, 16, 17, 300], [1, 1, 1, 1]),
@@ -66,19 +73,26 @@ def test_new_rows_from_the_inputs_give_the_bits_of_rows_in_the_slabs(case, metal
 )
 @each_setting
 @pytest.mark.parametrize(("context_lens", "query_lens"), STEPS.values(), ids=STEPS)
-def test_every_mix_of_decodes_and_prefills_matches_the_formula(context_lens, query_lens, setting, extras, metal):
-    problem = make_problem(context_lens, query_lens, **setting, **extras, poison="nan_values", order="shared")
+def test_every_mix_of_decodes_and_prefills_matches_the_formula(
+    context_lens, query_lens, setting, extras, metal
+):
+    problem = make_problem(
+        context_lens, query_lens, **setting, **extras, poison="nan_values", order="shared"
+    )
     kv, k, v = before_the_step(problem)
     out = update_and_attend(problem.q, k, v, kv, *problem.args[2:], backend="metal")
     assert_matches_formula(out, problem)
     assert_same_slabs(kv, problem.kv)
-    # The same as the two operations one after the other, and as plain MLX with zeros in the unused slots.
+    # The same as the two operations one after the other, and as plain MLX with zeros in the unused
+    # slots.
     kv, _, _ = before_the_step(problem)
     reshape_and_cache(k, v, kv, problem.metadata.slot_mapping, backend="metal")
     assert_same_bits(out, attend(problem.q, kv, *problem.args[2:], backend="metal"))
     assert_same_slabs(kv, problem.kv)
     kv, _, _ = before_the_step(problem)
-    finite = KVHandle(*(mx.where(mx.isfinite(slab), slab, mx.zeros_like(slab)) for slab in (kv.k, kv.v)))
+    finite = KVHandle(
+        *(mx.where(mx.isfinite(slab), slab, mx.zeros_like(slab)) for slab in (kv.k, kv.v))
+    )
     plain = update_and_attend(problem.q, k, v, finite, *problem.args[2:], backend="reference")
     assert_matches_formula(plain, problem)
     for ours, theirs in zip((problem.kv.k, problem.kv.v), (finite.k, finite.v), strict=True):
@@ -95,10 +109,15 @@ def test_every_mix_of_decodes_and_prefills_matches_the_formula(context_lens, que
             ["reshape_and_cache", "gather_blocks", "paged_attention"],
         ),
         ("prefills_from_empty", ["reshape_and_cache"]),
-        ("prefills_with_and_without_history", ["reshape_and_cache", "gather_blocks", "gather_blocks"]),
+        (
+            "prefills_with_and_without_history",
+            ["reshape_and_cache", "gather_blocks", "gather_blocks"],
+        ),
     ],
 )
-def test_a_decode_is_one_dispatch_and_a_prefill_gathers_only_what_lies_before_it(step, kernels, metal):
+def test_a_decode_is_one_dispatch_and_a_prefill_gathers_only_what_lies_before_it(
+    step, kernels, metal
+):
     problem = make_problem(*STEPS[step], **SETTINGS["f16-d64-b16-2x4"])
     kv, k, v = before_the_step(problem)
     update_and_attend(problem.q, k, v, kv, *problem.args[2:], backend="metal")
@@ -106,8 +125,11 @@ def test_a_decode_is_one_dispatch_and_a_prefill_gathers_only_what_lies_before_it
 
 
 @pytest.mark.parametrize("window", [None, 5], ids=["no_window", "window_5"])
-def test_a_sequence_that_is_decoded_over_the_border_of_a_partition_matches_the_formula(window, metal):
-    # 245 tokens of prompt, then 24 decodes: the first and the second half of them in different partitions.
+def test_a_sequence_that_is_decoded_over_the_border_of_a_partition_matches_the_formula(
+    window, metal
+):
+    # 245 tokens of prompt, then 24 decodes: the first and the second half of them in different
+    # partitions.
     setting = SETTINGS["f16-d64-b16-2x4"]
     problem = make_problem([269], [24], **setting, window=window, poison="nan_values")
     kv, _, _ = before_the_step(problem)
@@ -118,7 +140,15 @@ def test_a_sequence_that_is_decoded_over_the_border_of_a_partition_matches_the_f
         new = slice(n - 1, n)
         outs.append(
             update_and_attend(
-                q[n - 246 : n - 245], k[new], v[new], kv, metadata, problem.scale, window, None, backend="metal"
+                q[n - 246 : n - 245],
+                k[new],
+                v[new],
+                kv,
+                metadata,
+                problem.scale,
+                window,
+                None,
+                backend="metal",
             )
         )
     assert_matches_formula(mx.concatenate(outs), problem)
@@ -128,16 +158,20 @@ def test_a_sequence_that_is_decoded_over_the_border_of_a_partition_matches_the_f
 def test_a_run_that_is_taken_back_is_overwritten_by_the_next(metal):
     problem = make_problem([300], [4], **SETTINGS["f16-d64-b16-2x4"])
     kv, k, v = before_the_step(problem)
-    # Eight drafts of which none is kept: positions 296 to 303, the last four behind the context that is compared.
+    # Eight drafts of which none is kept: positions 296 to 303, the last four behind the context
+    # that is compared.
     metadata = AttentionMetadata.build(problem.tables, [304], [8], 16)
     drafts = mx.full((8, 2, 64), mx.nan, mx.float16)
-    update_and_attend(mx.ones((8, 8, 64), mx.float16), drafts, drafts, kv, metadata, 1.0, backend="metal")
+    update_and_attend(
+        mx.ones((8, 8, 64), mx.float16), drafts, drafts, kv, metadata, 1.0, backend="metal"
+    )
     out = update_and_attend(problem.q, k, v, kv, *problem.args[2:], backend="metal")
     assert_same_bits(out, paged_attention(*problem.args, backend="metal"))
 
 
 def test_rows_that_are_views_of_projections_give_the_same_bits(metal):
-    # A model cuts q, k and v out of one product, or swaps heads and tokens to apply its rotary embedding.
+    # A model cuts q, k and v out of one product, or swaps heads and tokens to apply its rotary
+    # embedding.
     problem = make_problem([300, 17], [2, 2], **SETTINGS["f16-d64-b16-2x4"])
     expected = paged_attention(*problem.args, backend="metal")
     kv, k, v = before_the_step(problem)
@@ -147,25 +181,36 @@ def test_rows_that_are_views_of_projections_give_the_same_bits(metal):
     for whole in (joined, heads_first.swapaxes(0, 1)):
         kv, _, _ = before_the_step(problem)
         q, k, v = whole[:, :8], whole[:, 8:10], whole[:, 10:]
-        assert_same_bits(update_and_attend(q, k, v, kv, *problem.args[2:], backend="metal"), expected)
+        assert_same_bits(
+            update_and_attend(q, k, v, kv, *problem.args[2:], backend="metal"), expected
+        )
         assert_same_slabs(kv, problem.kv)
 
 
 def test_one_metadata_serves_every_layer_with_its_own_slabs_window_and_sinks(metal):
     metadata = None
-    for seed, extras in enumerate([{}, {"window": 20}, {"sinks": True}, {"window": 300}, {"window": 20}, {}]):
+    for seed, extras in enumerate(
+        [{}, {"window": 20}, {"sinks": True}, {"window": 300}, {"window": 20}, {}]
+    ):
         problem = make_problem(
-            *STEPS["decodes_and_runs"], **SETTINGS["f16-d64-b16-2x4"], **extras, seed=seed, order="adjacent"
+            *STEPS["decodes_and_runs"],
+            **SETTINGS["f16-d64-b16-2x4"],
+            **extras,
+            seed=seed,
+            order="adjacent",
         )
         metadata = metadata or problem.metadata
         kv, k, v = before_the_step(problem)
         q, _, _, *rest = problem.args
-        assert_matches_formula(update_and_attend(q, k, v, kv, metadata, *rest, backend="metal"), problem)
+        assert_matches_formula(
+            update_and_attend(q, k, v, kv, metadata, *rest, backend="metal"), problem
+        )
         assert_same_slabs(kv, problem.kv)
 
 
 def test_a_plan_that_reads_slabs_is_not_taken_for_one_that_writes_them(metal):
-    # The same metadata first for an attention over the slabs, then for a write, then for an attention again.
+    # The same metadata first for an attention over the slabs, then for a write, then for an
+    # attention again.
     problem = make_problem([300, 17], [2, 2], **SETTINGS["f16-d64-b16-2x4"])
     kv, k, v = before_the_step(problem)
     assert mx.isnan(paged_attention(problem.q, kv, *problem.args[2:], backend="metal")).all().item()
@@ -175,7 +220,9 @@ def test_a_plan_that_reads_slabs_is_not_taken_for_one_that_writes_them(metal):
 
 
 def test_nan_in_the_new_rows_of_one_sequence_does_not_reach_another(metal):
-    case = Case("f16", 64, 16, 2, 4, ((300, 1), (17, 1), (40, 1)), None, False, "shuffled", "nan_keys")
+    case = Case(
+        "f16", 64, 16, 2, 4, ((300, 1), (17, 1), (40, 1)), None, False, "shuffled", "nan_keys"
+    )
     problem = case.problem()
     expected = paged_attention(*problem.args, backend="metal")
     kv, k, v = before_the_step(problem)
@@ -198,7 +245,9 @@ def test_slabs_in_a_handle_that_grew_are_written_where_they_are_now(metal):
     assert mx.all(kv.k[num_blocks:] == 0).item() and mx.all(kv.v[num_blocks:] == 0).item()
 
 
-@pytest.mark.parametrize("query_lens", [(8, 1), (32, 1), (32, 9)], ids=["runs", "prefill_decode", "prefills"])
+@pytest.mark.parametrize(
+    "query_lens", [(8, 1), (32, 1), (32, 9)], ids=["runs", "prefill_decode", "prefills"]
+)
 def test_a_sequence_sees_rows_that_another_one_writes_in_the_same_step(query_lens, metal):
     # The second sequence begins with blocks of the first, which the first fills in this very step.
     rng = np.random.default_rng(0)

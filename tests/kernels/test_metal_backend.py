@@ -1,4 +1,6 @@
-"""When the Metal backend is chosen, what is said when it can't be, and which kernels an operation takes."""
+"""When the Metal backend is chosen, what is said when it can't be, and which kernels an operation
+takes.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,14 @@ from numpy_attention import assert_matches_formula, make_problem
 
 from mlx_paged.cache import PagedKVCache
 from mlx_paged.config import KVCacheConfig
-from mlx_paged.ops import BackendError, KVHandle, kernels, paged_attention, reference, resolve_backend
+from mlx_paged.ops import (
+    BackendError,
+    KVHandle,
+    kernels,
+    paged_attention,
+    reference,
+    resolve_backend,
+)
 from mlx_paged.ops import metal as metal_backend
 from mlx_paged.ops.backends import load_backend
 from mlx_paged.ops.notices import say_once
@@ -29,12 +38,18 @@ def a_mac(monkeypatch):
 
 
 def cache_of(head_dim: int, backend: str = "auto") -> PagedKVCache:
-    config = KVCacheConfig(num_layers=1, num_kv_heads=1, head_dim=head_dim, dtype="float32", block_size=8, num_blocks=4)
+    config = KVCacheConfig(
+        num_layers=1, num_kv_heads=1, head_dim=head_dim, dtype="float32", block_size=8, num_blocks=4
+    )
     return PagedKVCache(config, backend=backend)
 
 
 def test_auto_is_metal_on_a_mac(a_mac):
-    assert (resolve_backend(), resolve_backend("auto", 128, 16), resolve_backend("metal", 128, 16)) == ("metal",) * 3
+    assert (
+        resolve_backend(),
+        resolve_backend("auto", 128, 16),
+        resolve_backend("metal", 128, 16),
+    ) == ("metal",) * 3
     assert load_backend("auto", KVHandle.allocate(1, 1, 8, 32)) is metal_backend
     assert resolve_backend("reference", 128, 16) == "reference"
     assert cache_of(64).backend == "metal"
@@ -43,7 +58,10 @@ def test_auto_is_metal_on_a_mac(a_mac):
 def test_auto_is_the_reference_where_the_default_device_is_the_cpu(a_mac, monkeypatch):
     monkeypatch.setattr(mx, "default_device", lambda: mx.cpu)
     assert resolve_backend("auto", 128, 16) == "reference"
-    with pytest.raises(BackendError, match=r"^\[backend\] the Metal backend needs mx.gpu as MLX's default device; use"):
+    with pytest.raises(
+        BackendError,
+        match=r"^\[backend\] the Metal backend needs mx.gpu as MLX's default device; use",
+    ):
         resolve_backend("metal")
 
 
@@ -61,10 +79,14 @@ def test_metal_for_a_shape_without_kernels_is_refused_by_name(head_dim, block_si
 
 
 @pytest.mark.parametrize(("head_dim", "block_size", "lack"), LACKS, ids=["head_dim", "block_size"])
-def test_auto_for_a_shape_without_kernels_is_the_reference_and_says_so_once(head_dim, block_size, lack, a_mac):
+def test_auto_for_a_shape_without_kernels_is_the_reference_and_says_so_once(
+    head_dim, block_size, lack, a_mac
+):
     with pytest.warns(UserWarning) as said:
         assert resolve_backend("auto", head_dim, block_size) == "reference"
-    assert [str(warning.message) for warning in said] == [f"[backend] {lack}; plain MLX operations run instead"]
+    assert [str(warning.message) for warning in said] == [
+        f"[backend] {lack}; plain MLX operations run instead"
+    ]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert resolve_backend("auto", head_dim, block_size) == "reference"
@@ -82,7 +104,9 @@ def test_a_cache_keeps_the_backend_that_auto_stood_for(a_mac):
     [(1, ["paged_attention"]), (8, ["paged_attention"]), (9, ["gather_blocks"])],
     ids=["decode", "longest_run", "prefill"],
 )
-def test_runs_of_up_to_eight_follow_the_table_and_longer_ones_are_gathered(query_len, expected, metal):
+def test_runs_of_up_to_eight_follow_the_table_and_longer_ones_are_gathered(
+    query_len, expected, metal
+):
     problem = make_problem([40], query_len)
     assert_matches_formula(paged_attention(*problem.args, backend="metal"), problem)
     assert [call.kernel.removeprefix("mlx_paged_") for call in metal] == expected
@@ -91,7 +115,8 @@ def test_runs_of_up_to_eight_follow_the_table_and_longer_ones_are_gathered(query
 def test_a_large_group_is_gathered_and_that_is_said(metal):
     problem = make_problem([40], 1, num_kv_heads=1, group=17)
     with pytest.warns(
-        UserWarning, match=r"^\[metal\] 17 query heads per KV head are more than .* \(16\); K/V are gathered"
+        UserWarning,
+        match=r"^\[metal\] 17 query heads per KV head are more than .* \(16\); K/V are gathered",
     ):
         out = paged_attention(*problem.args, backend="metal")
     assert_matches_formula(out, problem)
@@ -101,7 +126,9 @@ def test_a_large_group_is_gathered_and_that_is_said(metal):
 def test_a_kernel_is_made_once(metal):
     made = []
     emulated = mx.fast.metal_kernel
-    mx.fast.metal_kernel = lambda *args, **kwargs: made.append(kwargs["name"]) or emulated(*args, **kwargs)
+    mx.fast.metal_kernel = lambda *args, **kwargs: (
+        made.append(kwargs["name"]) or emulated(*args, **kwargs)
+    )
     try:
         kernels.kernel.cache_clear()
         for length in (5, 20, 300):
@@ -121,9 +148,16 @@ def test_what_a_step_has_in_common_is_packed_once_for_all_layers(metal):
 
 
 def test_both_backends_have_the_same_operations_with_the_same_arguments():
-    names = ["reshape_and_cache", "paged_attention", "paged_prefill_attention", "attend", "update_and_attend"]
+    names = [
+        "reshape_and_cache",
+        "paged_attention",
+        "paged_prefill_attention",
+        "attend",
+        "update_and_attend",
+    ]
     for name in [*names, "gather_blocks", "copy_blocks", "zero_blocks"]:
         ours, theirs = (
-            list(inspect.signature(getattr(module, name)).parameters) for module in (metal_backend, reference)
+            list(inspect.signature(getattr(module, name)).parameters)
+            for module in (metal_backend, reference)
         )
         assert ours == theirs, name

@@ -1,11 +1,20 @@
-"""The kernels on Metal itself: what the other files show on the emulator, and an order that only a GPU can upset."""
+"""The kernels on Metal itself: what the other files show on the emulator, and an order that only a
+GPU can upset.
+"""
 
 from __future__ import annotations
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from kernel_checks import assert_same_bits, assert_same_slabs, before_the_step, copy_of, random_array, random_handle
+from kernel_checks import (
+    assert_same_bits,
+    assert_same_slabs,
+    before_the_step,
+    copy_of,
+    random_array,
+    random_handle,
+)
 from kernel_grid import GRID
 from numpy_attention import assert_matches_formula, make_problem
 from test_generation_on_kernels import greedy_in_a_ragged_batch, prompts_of
@@ -25,7 +34,8 @@ from mlx_paged.ops import (
 from mlx_paged.ops.in_place import check_writes_in_place
 
 pytestmark = pytest.mark.skipif(
-    not mx.metal.is_available(), reason="needs Metal; the other files of this folder run the kernels on an emulator"
+    not mx.metal.is_available(),
+    reason="needs Metal; the other files of this folder run the kernels on an emulator",
 )
 
 
@@ -81,7 +91,9 @@ def test_blocks_are_written_copied_and_zeroed_as_by_the_reference(dtype):
     slabs = random_handle(rng, 40, 2, 16, 64, dtype)
     twin = copy_of(slabs)
     k, v = (random_array(rng, (50, 2, 64), dtype) for _ in "kv")
-    slots = [-1 if row % 7 == 0 else slot for row, slot in enumerate(rng.permutation(640)[:50].tolist())]
+    slots = [
+        -1 if row % 7 == 0 else slot for row, slot in enumerate(rng.permutation(640)[:50].tolist())
+    ]
     for kv, backend in ((slabs, "metal"), (twin, "reference")):
         reshape_and_cache(k, v, kv, slots, backend=backend)
         copy_blocks(kv, [(3, 4), (3, 7), (39, 0)], backend=backend)
@@ -91,5 +103,8 @@ def test_blocks_are_written_copied_and_zeroed_as_by_the_reference(dtype):
 
 def test_the_bundled_model_writes_the_text_of_the_reference():
     model, tokenizer = load(demo_model_path())
-    texts = [greedy_in_a_ragged_batch(model, prompts_of(tokenizer), name)[0] for name in ("metal", "reference")]
+    texts = [
+        greedy_in_a_ragged_batch(model, prompts_of(tokenizer), name)[0]
+        for name in ("metal", "reference")
+    ]
     assert texts[0] == texts[1]

@@ -1,4 +1,6 @@
-"""The order of kernel calls on one slab: their tokens make a chain, and the checker sees where a link is missing."""
+"""The order of kernel calls on one slab: their tokens make a chain, and the checker sees where a
+link is missing.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,19 @@ from token_order import disorders
 
 from mlx_paged.cache import PagedKVCache
 from mlx_paged.config import KVCacheConfig
-from mlx_paged.ops import KVHandle, copy_blocks, gather_blocks, kernels, paged_attention, reshape_and_cache, zero_blocks
+from mlx_paged.ops import (
+    KVHandle,
+    copy_blocks,
+    gather_blocks,
+    kernels,
+    paged_attention,
+    reshape_and_cache,
+    zero_blocks,
+)
 
-CONFIG = KVCacheConfig(num_layers=2, num_kv_heads=1, head_dim=32, dtype="float32", block_size=8, num_blocks=24)
+CONFIG = KVCacheConfig(
+    num_layers=2, num_kv_heads=1, head_dim=32, dtype="float32", block_size=8, num_blocks=24
+)
 ROWS = mx.ones((1, 2, 32))
 
 
@@ -25,7 +37,9 @@ def names(trace: list[Call]) -> list[str]:
 def use_every_operation(problem) -> None:
     kv = problem.kv
     rows = mx.ones((1, kv.num_kv_heads, kv.head_dim))
-    free = sorted(set(range(kv.num_blocks)) - {block for table in problem.tables for block in table})
+    free = sorted(
+        set(range(kv.num_blocks)) - {block for table in problem.tables for block in table}
+    )
     reshape_and_cache(rows, rows, kv, [free[0] * kv.block_size], backend="metal")
     paged_attention(*problem.args, backend="metal")
     copy_blocks(kv, [(free[0], free[1])], backend="metal")
@@ -90,11 +104,31 @@ def lose_a_link(monkeypatch, name: str, link: str) -> None:
             "leaves",
             "call 1 (paged_attention) is not behind call 0 (reshape_and_cache): read after write",
         ),
-        ("copy_blocks", "binds", "call 3 (copy_blocks) is not behind call 0 (reshape_and_cache): write after write"),
-        ("copy_blocks", "leaves", "call 4 (gather_blocks) is not behind call 3 (copy_blocks): read after write"),
-        ("gather_blocks", "binds", "call 4 (gather_blocks) is not behind call 3 (copy_blocks): read after write"),
-        ("gather_blocks", "leaves", "call 5 (zero_blocks) is not behind call 4 (gather_blocks): write after read"),
-        ("zero_blocks", "binds", "call 5 (zero_blocks) is not behind call 4 (gather_blocks): write after read"),
+        (
+            "copy_blocks",
+            "binds",
+            "call 3 (copy_blocks) is not behind call 0 (reshape_and_cache): write after write",
+        ),
+        (
+            "copy_blocks",
+            "leaves",
+            "call 4 (gather_blocks) is not behind call 3 (copy_blocks): read after write",
+        ),
+        (
+            "gather_blocks",
+            "binds",
+            "call 4 (gather_blocks) is not behind call 3 (copy_blocks): read after write",
+        ),
+        (
+            "gather_blocks",
+            "leaves",
+            "call 5 (zero_blocks) is not behind call 4 (gather_blocks): write after read",
+        ),
+        (
+            "zero_blocks",
+            "binds",
+            "call 5 (zero_blocks) is not behind call 4 (gather_blocks): write after read",
+        ),
     ],
     ids=lambda value: value if " " not in value else "",
 )
@@ -132,7 +166,9 @@ def test_a_freed_block_is_written_behind_the_last_reader_of_its_last_owner(metal
 
 ACTIONS = st.lists(
     st.one_of(
-        st.tuples(st.just("step"), st.dictionaries(st.sampled_from("abc"), st.integers(1, 12), min_size=1)),
+        st.tuples(
+            st.just("step"), st.dictionaries(st.sampled_from("abc"), st.integers(1, 12), min_size=1)
+        ),
         st.tuples(st.sampled_from(["free", "trim", "materialize"]), st.sampled_from("abc")),
         st.tuples(st.just("fork"), st.sampled_from(["ab", "bc", "ca"])),
     ),
@@ -142,7 +178,9 @@ ACTIONS = st.lists(
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(actions=ACTIONS)
 def test_any_use_of_a_cache_is_in_order(metal, actions):
     metal.clear()
@@ -168,7 +206,12 @@ class SlabOfKernels:
     """Stands for a slab where nothing but a kernel may touch it: no operation of MLX takes it."""
 
     def __init__(self, like: mx.array):
-        self.shape, self.dtype, self.ndim, self.nbytes = like.shape, like.dtype, like.ndim, like.nbytes
+        self.shape, self.dtype, self.ndim, self.nbytes = (
+            like.shape,
+            like.dtype,
+            like.ndim,
+            like.nbytes,
+        )
 
 
 @pytest.mark.parametrize("query_len", [1, 8, 20], ids=["decode", "run", "prefill"])
@@ -179,7 +222,10 @@ def test_nothing_but_kernels_touches_a_slab(query_len, metal, monkeypatch):
     def record_only(name):
         def call(inputs, output_shapes, output_dtypes, **_):
             calls.append(name)
-            return [mx.zeros(shape, dtype) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
+            return [
+                mx.zeros(shape, dtype)
+                for shape, dtype in zip(output_shapes, output_dtypes, strict=True)
+            ]
 
         return call
 
@@ -206,7 +252,9 @@ def test_nothing_but_kernels_touches_a_slab(query_len, metal, monkeypatch):
     assert len(calls) >= 6
 
 
-@pytest.mark.parametrize("change", [lambda kv: kv.grow(2), lambda kv: kv.shrink_to(2)], ids=["growth", "shrinking"])
+@pytest.mark.parametrize(
+    "change", [lambda kv: kv.grow(2), lambda kv: kv.shrink_to(2)], ids=["growth", "shrinking"]
+)
 def test_a_change_of_size_waits_for_the_chain_and_begins_a_new_one(change, metal):
     kv = KVHandle.allocate(3, 1, 8, 32)
     reshape_and_cache(ROWS[:, :1], ROWS[:, :1], kv, [9], backend="metal")

@@ -37,7 +37,11 @@ out[position.x] = sizes.x + lane + counts + quads + rest;"""
 
 CASES = [
     *(
-        GoldenCase(f"dtype_{str(dtype).split('.')[-1]}", f"{INDEX} out[i] = row[i];", {"row": ((16,), dtype)})
+        GoldenCase(
+            f"dtype_{str(dtype).split('.')[-1]}",
+            f"{INDEX} out[i] = row[i];",
+            {"row": ((16,), dtype)},
+        )
         for dtype in DTYPES
     ),
     GoldenCase(
@@ -74,7 +78,9 @@ CASES = [
         {"out": mx.bfloat16},
         [("T", mx.bfloat16), ("Count", 64), ("Flag", True), ("Off", False), ("I", mx.int64)],
     ),
-    GoldenCase("negative_template", "out[0] = N;", {"row": ((8,), mx.float32)}, template=[("N", -3)]),
+    GoldenCase(
+        "negative_template", "out[0] = N;", {"row": ((8,), mx.float32)}, template=[("N", -3)]
+    ),
     GoldenCase("one_output", "out[0] = row[0];", {"row": ((8,), mx.float32)}),
     GoldenCase(
         "several_outputs",

@@ -24,7 +24,9 @@ def run(
     name: str = "kernel",
     **kernel_options: Any,
 ) -> list[mx.array]:
-    """Runs ``body``; by default one output ``out`` of float32, and one thread for each of its elements."""
+    """Runs ``body``; by default one output ``out`` of float32, and one thread for each of its
+    elements.
+    """
     inputs = inputs or {}
     outputs = outputs or {"out": ((32,), mx.float32)}
     kernel = metal_kernel(name, list(inputs), list(outputs), body, checks=checks, **kernel_options)

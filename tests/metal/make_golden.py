@@ -3,8 +3,8 @@
     python tests/metal/make_golden.py            # all of them, into tests/metal/golden/
     python tests/metal/make_golden.py --print NAME
 
-Calling a Metal kernel needs a Mac. Exporting a function that calls one does not, and prints the same source.
-"""
+Calling a Metal kernel needs a Mac. Exporting a function that calls one does not, and prints the
+same source."""
 
 from __future__ import annotations
 
@@ -42,12 +42,18 @@ def print_source(case: GoldenCase) -> None:
         )
 
     with tempfile.NamedTemporaryFile(suffix=".mlxfn") as scratch:
-        mx.export_function(scratch.name, call, *(mx.zeros(shape, dtype) for shape, dtype in case.inputs.values()))
+        mx.export_function(
+            scratch.name, call, *(mx.zeros(shape, dtype) for shape, dtype in case.inputs.values())
+        )
 
 
 def mlx_sources() -> dict[str, str]:
-    """The source of every case, as the installed MLX prints it (from C++, so it takes a process to catch it)."""
-    printed = subprocess.run([sys.executable, __file__, "--print"], capture_output=True, text=True, check=True).stdout
+    """The source of every case, as the installed MLX prints it (from C++, so it takes a process to
+    catch it).
+    """
+    printed = subprocess.run(
+        [sys.executable, __file__, "--print"], capture_output=True, text=True, check=True
+    ).stdout
     sources = {}
     for part in printed.split("Generated source code for `")[1:]:
         name, _, rest = part.partition("`:\n```\n")
@@ -56,7 +62,9 @@ def mlx_sources() -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--print", action="store_true", help="print what MLX prints, write nothing")
     if parser.parse_args().print:
         for case in CASES:

@@ -14,7 +14,9 @@ WRITE_SLOTS = """
     if (i == 0) token[0] = 1;"""
 
 
-def write_slots(slab: mx.array, rows: mx.array, slots: list[int], checks: Checks | None = None) -> None:
+def write_slots(
+    slab: mx.array, rows: mx.array, slots: list[int], checks: Checks | None = None
+) -> None:
     run(
         WRITE_SLOTS,
         {"slab": slab, "rows": rows, "slot_mapping": mx.array(slots)},
@@ -50,9 +52,13 @@ def test_writes_are_seen_through_the_same_array(dtype):
 
 def test_a_write_to_a_slot_that_is_not_in_the_slot_mapping():
     slab, rows = mx.zeros((2, 8, 4)), mx.ones((3, 4))
-    with pytest.raises(ForbiddenWrite, match=r"\[write_slots\] wrote byte 19\d of slab, outside what it may write"):
+    with pytest.raises(
+        ForbiddenWrite, match=r"\[write_slots\] wrote byte 19\d of slab, outside what it may write"
+    ):
         write_slots(slab, rows, [3, -1, 12], only_slots([3]))
-    assert mx.array_equal(slab, mx.zeros((2, 8, 4))), "a refused call leaves its inputs as they were"
+    assert mx.array_equal(slab, mx.zeros((2, 8, 4))), (
+        "a refused call leaves its inputs as they were"
+    )
 
 
 def test_a_write_to_an_input_that_may_only_be_read():
@@ -63,7 +69,9 @@ def test_a_write_to_an_input_that_may_only_be_read():
 
 def test_a_write_to_an_input_that_mlx_would_copy_is_lost():
     slab = mx.zeros((4, 8, 2)).T
-    with pytest.raises(ForbiddenWrite, match=r"not row-contiguous: MLX copies it, the write is lost"):
+    with pytest.raises(
+        ForbiddenWrite, match=r"not row-contiguous: MLX copies it, the write is lost"
+    ):
         write_slots(slab, mx.ones((1, 4)), [3])
 
 
@@ -81,7 +89,13 @@ def test_the_trace_says_what_was_written():
     kernel = metal_kernel("mark", ["slab"], ["token"], f"{INDEX} ((device float*)slab)[i * 2] = 1; token[i] = 1;",
                           trace=trace)  # fmt: skip
     slab = mx.zeros(16)
-    kernel(inputs=[slab], grid=(3, 1, 1), threadgroup=(3, 1, 1), output_shapes=[(3,)], output_dtypes=[mx.uint8])
+    kernel(
+        inputs=[slab],
+        grid=(3, 1, 1),
+        threadgroup=(3, 1, 1),
+        output_shapes=[(3,)],
+        output_dtypes=[mx.uint8],
+    )
     (call,) = trace
     # 1.0f is 00 00 80 3f: two bytes of each element changed.
     assert call.written_inputs == {"slab": [(2, 4), (10, 12), (18, 20)]}

@@ -72,10 +72,17 @@ def test_half_and_bfloat_round_to_nearest_even_after_each_operation(dtype):
     ]
     a[: len(special)] = mx.array(special)
     template = [("T", dtype)]
-    (rounded,) = run(f"{INDEX} out[i] = T(a[i]);", {"a": a}, {"out": ((512,), dtype)}, template=template)
+    (rounded,) = run(
+        f"{INDEX} out[i] = T(a[i]);", {"a": a}, {"out": ((512,), dtype)}, template=template
+    )
     assert mx.array_equal(rounded, a.astype(dtype), equal_nan=True)
     x, y = a.astype(dtype), b.astype(dtype)
-    (out,) = run(f"{INDEX} out[i] = x[i] * y[i] + y[i];", {"x": x, "y": y}, {"out": ((512,), dtype)}, template=template)
+    (out,) = run(
+        f"{INDEX} out[i] = x[i] * y[i] + y[i];",
+        {"x": x, "y": y},
+        {"out": ((512,), dtype)},
+        template=template,
+    )
     product = (x.astype(mx.float32) * y.astype(mx.float32)).astype(dtype)
     expected = (product.astype(mx.float32) + y.astype(mx.float32)).astype(dtype)
     assert mx.array_equal(out, expected, equal_nan=True)
@@ -90,12 +97,26 @@ def test_functions_agree_with_numpy():
     (out,) = run(body, {"x": x}, {"out": ((64, 8), mx.float32)}, grid=(64,))
     v = np.array(x, np.float64)
     lowest = np.full_like(v, np.finfo(np.float32).min)
-    expected = [np.exp(v), np.exp2(v), np.log(v), v**-0.5, np.maximum(v, 1), v * v - v, np.tanh(v), lowest]
+    expected = [
+        np.exp(v),
+        np.exp2(v),
+        np.log(v),
+        v**-0.5,
+        np.maximum(v, 1),
+        v * v - v,
+        np.tanh(v),
+        lowest,
+    ]
     np.testing.assert_allclose(np.array(out), np.stack(expected, axis=1), rtol=1e-6, atol=1e-7)
 
 
 def test_small_and_scalar_inputs_lie_in_the_constant_address_space():
-    inputs = {"row": mx.arange(8), "few": mx.array([10, 20, 30]), "scale": mx.array(2.5), "number": 4}
+    inputs = {
+        "row": mx.arange(8),
+        "few": mx.array([10, 20, 30]),
+        "scale": mx.array(2.5),
+        "number": 4,
+    }
     body = f"""{INDEX}
         const device int* r = row; const constant int* f = few; const constant float& s = scale;
         out[i] = (r[i] + f[i % 3]) * s + number;"""
@@ -120,25 +141,36 @@ def test_template_arguments_are_types_numbers_and_flags():
 
 
 def test_a_negative_template_argument_works():
-    assert run("out[0] = N;", outputs={"out": ((1,), mx.int32)}, template=[("N", -3)])[0].tolist() == [-3]
+    assert run("out[0] = N;", outputs={"out": ((1,), mx.int32)}, template=[("N", -3)])[
+        0
+    ].tolist() == [-3]
 
 
 @pytest.mark.parametrize("ensure_row_contiguous", [True, False])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_strided_inputs_are_copied_or_passed_with_their_strides(ensure_row_contiguous, dtype):
     whole = mx.random.normal((6, 10)).astype(dtype)
-    for rows in (whole.T, whole[1:5, 2:9], whole[::-1, ::2], mx.broadcast_to(whole[:, :1], (6, 10))):
+    for rows in (
+        whole.T,
+        whole[1:5, 2:9],
+        whole[::-1, ::2],
+        mx.broadcast_to(whole[:, :1], (6, 10)),
+    ):
         body = f"""{INDEX}
             long location = (i / rows_shape[1]) * rows_strides[0] + (i % rows_shape[1]) * rows_strides[1];
             out[i] = rows[location]; strides[0] = rows_strides[0];"""
         outputs = {"out": (rows.shape, dtype), "strides": ((1,), mx.int64)}
-        out, strides = run(body, {"rows": rows}, outputs, ensure_row_contiguous=ensure_row_contiguous)
+        out, strides = run(
+            body, {"rows": rows}, outputs, ensure_row_contiguous=ensure_row_contiguous
+        )
         assert mx.array_equal(out, rows)
         assert not ensure_row_contiguous or strides.item() == rows.shape[1]
 
 
 def test_outputs_start_from_the_initial_value():
-    (out,) = run(f"{INDEX} if (i % 2) out[i] = 1;", outputs={"out": ((6,), mx.bfloat16)}, init_value=3)
+    (out,) = run(
+        f"{INDEX} if (i % 2) out[i] = 1;", outputs={"out": ((6,), mx.bfloat16)}, init_value=3
+    )
     assert out.tolist() == [3, 1, 3, 1, 3, 1]
 
 
@@ -152,7 +184,11 @@ def test_atomic_outputs_add_up():
 
 def test_what_mlx_generates_without_a_thread_attribute_is_broken_here_too():
     with pytest.raises(CompileError):
-        run("a[0] = row_shape[0]; b[0] = 1;", {"row": mx.ones(8)}, {"a": ((1,), mx.int32), "b": ((1,), mx.int32)})
+        run(
+            "a[0] = row_shape[0]; b[0] = 1;",
+            {"row": mx.ones(8)},
+            {"a": ((1,), mx.int32), "b": ((1,), mx.int32)},
+        )
 
 
 def test_what_python_may_pass_is_checked_as_mlx_does():
@@ -160,6 +196,10 @@ def test_what_python_may_pass_is_checked_as_mlx_does():
         from metal_emulator import metal_kernel
 
         metal_kernel("k", ["row"], ["out"], "")(
-            inputs=[], output_shapes=[(1,)], output_dtypes=[mx.int32], grid=(1, 1, 1), threadgroup=(1, 1, 1)
+            inputs=[],
+            output_shapes=[(1,)],
+            output_dtypes=[mx.int32],
+            grid=(1, 1, 1),
+            threadgroup=(1, 1, 1),
         )
     assert to_numpy(mx.ones(2, mx.bfloat16)).tolist() == [1, 1]

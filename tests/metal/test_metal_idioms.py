@@ -61,10 +61,17 @@ def test_helpers_structs_and_tables():
     for dtype in (mx.float32, mx.float16, mx.bfloat16):
         rows = mx.arange(32).astype(dtype)
         (out,) = run(
-            body, {"rows": rows}, {"out": ((8, 4), mx.float32)}, grid=(8,), template=[("T", dtype)], header=HEADER
+            body,
+            {"rows": rows},
+            {"out": ((8, 4), mx.float32)},
+            grid=(8,),
+            template=[("T", dtype)],
+            header=HEADER,
         )
         sums = rows.reshape(8, 4).sum(axis=1).astype(mx.float32)
-        expected = mx.stack([sums + 4, 2 * sums + 8, mx.full(8, 8.0), 2 * rows.reshape(8, 4)[:, 3]], axis=1)
+        expected = mx.stack(
+            [sums + 4, 2 * sums + 8, mx.full(8, 8.0), 2 * rows.reshape(8, 4)[:, 3]], axis=1
+        )
         assert mx.array_equal(out, expected)
 
 
@@ -103,8 +110,14 @@ def test_reading_vectors_from_threadgroup_and_constant_memory():
 @pytest.mark.parametrize(
     "source, shared",
     [
-        ("threadgroup float a[4];", 'auto& a = emulator::threadgroup_variable<float[ 4 ]>(0, "a");'),
-        ("f(x); threadgroup int n;", 'f(x); auto& n = emulator::threadgroup_variable<int>(0, "n");'),
+        (
+            "threadgroup float a[4];",
+            'auto& a = emulator::threadgroup_variable<float[ 4 ]>(0, "a");',
+        ),
+        (
+            "f(x); threadgroup int n;",
+            'f(x); auto& n = emulator::threadgroup_variable<int>(0, "n");',
+        ),
         ("threadgroup float* p = a;", None),
         ("g((threadgroup float*)a);", None),
         ("for (threadgroup T* p = a; p < b; p++) {}", None),

@@ -11,8 +11,9 @@ pytestmark = pytest.mark.usefixtures("compiler")
 HEAD_DIM, BLOCK_SIZE, NUM_KV_HEADS, GROUP = 128, 16, 2, 3
 SIMDGROUPS = 4
 
-# One threadgroup per (sequence, KV head). Each simdgroup walks every fourth key, a lane holds four of the head's 128
-# dimensions, and the simdgroups' partial softmaxes are merged through threadgroup memory.
+# One threadgroup per (sequence, KV head). Each simdgroup walks every fourth key, a lane holds four
+# of the head's 128 dimensions, and the simdgroups' partial softmaxes are merged through threadgroup
+# memory.
 BODY = """
     const int seq = threadgroup_position_in_grid.y, kv_head = threadgroup_position_in_grid.x;
     const int lane = thread_index_in_simdgroup, warp = simdgroup_index_in_threadgroup;
@@ -76,7 +77,9 @@ class Problem:
         self.dtype, self.context_lens = dtype, context_lens
         self.num_blocks = sum(-(-n // BLOCK_SIZE) for n in context_lens) + 3
         slab_shape = (self.num_blocks, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
-        self.k, self.v = (mx.array(rng.normal(size=slab_shape).astype(np.float32)).astype(dtype) for _ in range(2))
+        self.k, self.v = (
+            mx.array(rng.normal(size=slab_shape).astype(np.float32)).astype(dtype) for _ in range(2)
+        )
         q_shape = (len(context_lens), NUM_KV_HEADS * GROUP, HEAD_DIM)
         self.q = mx.array(rng.normal(size=q_shape).astype(np.float32)).astype(dtype)
         blocks = iter(rng.permutation(self.num_blocks).tolist())
@@ -120,8 +123,11 @@ class Problem:
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
 def test_paged_attention_matches_the_formula(dtype):
     problem = Problem([1, 4, 15, 16, 17, 100], dtype)
-    error = np.abs(to_numpy(problem.run(BODY.replace("BARRIER", BARRIER))) - problem.expected()).max()
-    # Outputs stay below 4, so half a step of the dtype's last bit is the rounding of the output; the rest is float32.
+    error = np.abs(
+        to_numpy(problem.run(BODY.replace("BARRIER", BARRIER))) - problem.expected()
+    ).max()
+    # Outputs stay below 4, so half a step of the dtype's last bit is the rounding of the output;
+    # the rest is float32.
     assert error <= {mx.float32: 0, mx.float16: 2**-10, mx.bfloat16: 2**-7}[dtype] + 2e-6
 
 

@@ -67,7 +67,13 @@ def test_the_trace_counts_what_threads_did_together():
             shared[i % 64] = simd_sum(1.0f);
             threadgroup_barrier(mem_flags::mem_threadgroup);
             out[i] = shared[63 - i % 64];""")  # fmt: skip
-        kernel(inputs=[], grid=(192, 1, 1), threadgroup=(64, 1, 1), output_shapes=[(192,)], output_dtypes=[mx.float32])
+        kernel(
+            inputs=[],
+            grid=(192, 1, 1),
+            threadgroup=(64, 1, 1),
+            output_shapes=[(192,)],
+            output_dtypes=[mx.float32],
+        )
     # Three threadgroups of two simdgroups.
     assert trace[0].counts == {"barriers": 3, "exchanges": 6, "threadgroup_bytes": 256}
 
@@ -96,9 +102,14 @@ def test_the_trace_counts_bytes_of_device_and_threadgroup_memory():
             init_value=0,
         )
     (call,) = trace
-    # Each thread loads four halves and their index. Only those that write add up the eight floats: what the compiler
-    # leaves out is not counted.
-    assert call.loaded_bytes == {"rows": 64 * 8, "table": 64 * 4, "out": 0, "threadgroup": 32 * 8 * 4}
+    # Each thread loads four halves and their index. Only those that write add up the eight floats:
+    # what the compiler leaves out is not counted.
+    assert call.loaded_bytes == {
+        "rows": 64 * 8,
+        "table": 64 * 4,
+        "out": 0,
+        "threadgroup": 32 * 8 * 4,
+    }
     assert call.stored_bytes == {"rows": 0, "table": 0, "out": 32 * 4, "threadgroup": 64 * 16}
 
 
@@ -106,7 +117,10 @@ def test_the_trace_counts_bytes_of_device_and_threadgroup_memory():
 def test_a_reduction_of_a_simdgroup_loads_nothing(reduction):
     with patched(Checks.quick(count_accesses=True)) as trace:
         kernel = mx.fast.metal_kernel(
-            "reduce", ["row"], ["out"], f"uint i = thread_position_in_grid.x; out[i] = {reduction}(row[i]);"
+            "reduce",
+            ["row"],
+            ["out"],
+            f"uint i = thread_position_in_grid.x; out[i] = {reduction}(row[i]);",
         )
         (out,) = kernel(
             inputs=[mx.ones(64)],

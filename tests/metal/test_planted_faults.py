@@ -21,18 +21,29 @@ OUT = {"out": ((100,), mx.float32)}
 
 
 def run_row(body: str, **options):
-    return run(f"{INDEX} {body}", {"row": ROW}, options.pop("outputs", OUT), threadgroup=(100,), **options)
+    return run(
+        f"{INDEX} {body}", {"row": ROW}, options.pop("outputs", OUT), threadgroup=(100,), **options
+    )
 
 
 @pytest.mark.parametrize(
     "body, message",
     [
-        ("out[i] = row[i + 1];", r"thread \(99, 0, 0\) .* read byte 400 of row, which has 400 bytes"),
+        (
+            "out[i] = row[i + 1];",
+            r"thread \(99, 0, 0\) .* read byte 400 of row, which has 400 bytes",
+        ),
         ("out[i] = row[int(i) - 1];", r"thread \(0, 0, 0\) .* read byte -4 of row"),
         ("out[i] = row[i * 1000000];", r"thread \(1, 0, 0\) .* read byte 4000000 of row"),
-        ("out[i + 1] = row[i];", r"thread \(99, 0, 0\) .* wrote byte 400 of out, which has 400 bytes"),
+        (
+            "out[i + 1] = row[i];",
+            r"thread \(99, 0, 0\) .* wrote byte 400 of out, which has 400 bytes",
+        ),
         ("out[int(i) - 1] = row[i];", r"wrote byte -4 of out"),
-        ("out[i] = ((const device float4*)row)[i % 26].y;", r"thread \(25, 0, 0\) .* read byte 40\d of row"),
+        (
+            "out[i] = ((const device float4*)row)[i % 26].y;",
+            r"thread \(25, 0, 0\) .* read byte 40\d of row",
+        ),
     ],
 )
 def test_an_access_outside_a_buffer(body, message):
@@ -41,7 +52,8 @@ def test_an_access_outside_a_buffer(body, message):
 
 
 def test_a_write_between_a_buffer_and_its_guard_page():
-    # 5 floats end 12 bytes before a multiple of 16, so there is room between the end and the guard page.
+    # 5 floats end 12 bytes before a multiple of 16, so there is room between the end and the guard
+    # page.
     with pytest.raises(MemoryFault, match="a thread wrote right behind out"):
         run(f"{INDEX} out[i] = 1; if (i == 4) out[5] = 1;", outputs={"out": ((5,), mx.float32)})
 
@@ -54,7 +66,10 @@ def test_a_read_between_a_buffer_and_its_guard_page_that_matters():
 def test_an_access_outside_threadgroup_memory():
     for index, byte in (("i + 1", 400), ("int(i) - 1", -4)):
         body = f"threadgroup float shared[100]; shared[{index}] = row[i]; out[i] = shared[i];"
-        with pytest.raises(MemoryFault, match=rf"wrote outside: byte {byte} of threadgroup array shared \(400 bytes\)"):
+        with pytest.raises(
+            MemoryFault,
+            match=rf"wrote outside: byte {byte} of threadgroup array shared \(400 bytes\)",
+        ):
             run_row(body)
 
 
@@ -75,7 +90,9 @@ def test_an_integer_division_by_zero():
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.int16, mx.uint8], ids=str)
 def test_an_output_element_that_nobody_writes(dtype):
-    with pytest.raises(UnwrittenOutput, match=r"1 of 100 elements of out were not written, the first at \(8, 5\)"):
+    with pytest.raises(
+        UnwrittenOutput, match=r"1 of 100 elements of out were not written, the first at \(8, 5\)"
+    ):
         run_row("if (i != 85) out[i] = row[i];", outputs={"out": ((10, 10), dtype)})
 
 
@@ -91,7 +108,9 @@ def test_a_barrier_that_some_threads_do_not_reach():
 
 
 def test_threads_at_two_different_barriers():
-    with pytest.raises(BarrierError, match=r"threads 0\.\.31 at .* \(line 6\); threads 32\.\.99 at .* \(line 7\)"):
+    with pytest.raises(
+        BarrierError, match=r"threads 0\.\.31 at .* \(line 6\); threads 32\.\.99 at .* \(line 7\)"
+    ):
         run_row("""out[i] = 0;
             if (i < 32) threadgroup_barrier(mem_flags::mem_threadgroup);
             else threadgroup_barrier(mem_flags::mem_threadgroup);""")
@@ -99,7 +118,8 @@ def test_threads_at_two_different_barriers():
 
 def test_a_simdgroup_operation_that_some_lanes_do_not_reach():
     with pytest.raises(
-        BarrierError, match=r"threads 0\.\.9 at simd_sum \(line 6\); threads 10\.\.99 at threadgroup_barr"
+        BarrierError,
+        match=r"threads 0\.\.9 at simd_sum \(line 6\); threads 10\.\.99 at threadgroup_barr",
     ):
         run_row("""float x = 0;
             if (i < 10) x = simd_sum(row[i]);
@@ -114,7 +134,9 @@ def test_lanes_at_two_different_simdgroup_operations():
 def test_a_missing_threadgroup_barrier():
     body = "threadgroup float shared[100]; shared[i] = row[i]; {} out[i] = shared[99 - i];"
     run_row(body.format("threadgroup_barrier(mem_flags::mem_threadgroup);"))
-    with pytest.raises(OrderDependence, match=r"output out differs .* ascending and in descending order"):
+    with pytest.raises(
+        OrderDependence, match=r"output out differs .* ascending and in descending order"
+    ):
         run_row(body.format(""))
 
 
@@ -154,7 +176,9 @@ def test_an_order_that_only_chance_finds():
 
 
 def test_a_variable_that_nobody_set():
-    (out,) = run_row("float total; for (int j = 0; j < int(i); j++) total += row[j]; out[i] = total;")
+    (out,) = run_row(
+        "float total; for (int j = 0; j < int(i); j++) total += row[j]; out[i] = total;"
+    )
     assert mx.isnan(out).all()
 
 
@@ -170,7 +194,9 @@ def test_a_variable_that_nobody_set():
     ],
 )
 def test_a_wrong_address_space(statement):
-    with pytest.raises(CompileError, match=r"kernel\.metal:5:.* error: cannot initialize a variable"):
+    with pytest.raises(
+        CompileError, match=r"kernel\.metal:5:.* error: cannot initialize a variable"
+    ):
         run_row(f"{statement} out[i] = p[0];")
 
 
@@ -190,7 +216,9 @@ def test_a_call_for_another_address_space():
     ],
 )
 def test_a_pointer_without_an_address_space(statement):
-    with pytest.raises(CompileError, match="line 5 has a pointer or reference without an address space"):
+    with pytest.raises(
+        CompileError, match="line 5 has a pointer or reference without an address space"
+    ):
         run_row(f"{statement} out[i] = 0;")
 
 
@@ -203,7 +231,10 @@ def test_what_no_device_has():
 
 def test_a_kernel_that_does_not_end():
     with pytest.raises(TimeLimit, match="did not end in time"):
-        run_row("volatile int n = 0; while (true) n = n + 1; out[i] = n;", checks=Checks(time_limit_s=0.2))
+        run_row(
+            "volatile int n = 0; while (true) n = n + 1; out[i] = n;",
+            checks=Checks(time_limit_s=0.2),
+        )
 
 
 def test_the_next_kernel_runs_as_if_nothing_had_happened():

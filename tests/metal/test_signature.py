@@ -9,7 +9,12 @@ from metal_emulator.signature import InputType, KernelSource
 
 def generate(case: GoldenCase) -> str:
     kernel = KernelSource(
-        case.name, tuple(case.inputs), tuple(case.outputs), case.body, case.header, case.atomic_outputs
+        case.name,
+        tuple(case.inputs),
+        tuple(case.outputs),
+        case.body,
+        case.header,
+        case.atomic_outputs,
     )
     inputs = [InputType.of(mx.zeros(shape, dtype)) for shape, dtype in case.inputs.values()]
     return kernel.instantiate(inputs, list(case.outputs.values()), case.template).source

@@ -64,7 +64,9 @@ def test_a_tree_reduction_through_threadgroup_memory(threads):
         }}
         if (t == 0) out[threadgroup_position_in_grid.x] = partial[0];"""
     row = mx.random.randint(0, 100, (threads * 5,)).astype(mx.float32)
-    (out,) = run(body, {"row": row}, {"out": ((5,), mx.float32)}, grid=(threads * 5,), threadgroup=(threads,))
+    (out,) = run(
+        body, {"row": row}, {"out": ((5,), mx.float32)}, grid=(threads * 5,), threadgroup=(threads,)
+    )
     assert mx.array_equal(out, row.reshape(5, threads).sum(axis=1))
 
 
@@ -104,20 +106,31 @@ def test_reductions_take_the_lanes_that_are_there():
     assert simd("simd_max(x)") == per_simdgroup(lambda values, lane: max(values))
     assert simd("simd_min(-x)") == per_simdgroup(lambda values, lane: -max(values))
     assert simd("simd_sum(half4(x)).w") == per_simdgroup(lambda values, lane: sum(values))
-    assert simd("simd_prefix_exclusive_sum(x)") == per_simdgroup(lambda values, lane: sum(values[:lane]))
-    assert simd("simd_prefix_inclusive_sum(int(x))") == per_simdgroup(lambda values, lane: sum(values[: lane + 1]))
-    assert simd("simd_all(x > 1) * 2 + simd_any(x > 33)") == per_simdgroup(lambda values, lane: values[0] // 33 * 3)
+    assert simd("simd_prefix_exclusive_sum(x)") == per_simdgroup(
+        lambda values, lane: sum(values[:lane])
+    )
+    assert simd("simd_prefix_inclusive_sum(int(x))") == per_simdgroup(
+        lambda values, lane: sum(values[: lane + 1])
+    )
+    assert simd("simd_all(x > 1) * 2 + simd_any(x > 33)") == per_simdgroup(
+        lambda values, lane: values[0] // 33 * 3
+    )
 
 
 def test_shuffles_move_values_between_lanes():
     assert simd("simd_broadcast(x, 3)") == per_simdgroup(lambda values, lane: values[3])
-    assert simd("simd_shuffle(x, ushort(lane / 2))") == per_simdgroup(lambda values, lane: values[lane // 2])
+    assert simd("simd_shuffle(x, ushort(lane / 2))") == per_simdgroup(
+        lambda values, lane: values[lane // 2]
+    )
     assert simd("simd_shuffle_xor(x, 4 * (lane < 8))") == per_simdgroup(
         lambda values, lane: values[lane ^ 4 if lane < 8 else lane]
     )
-    # Beyond the ends of the simdgroup a lane keeps its own value. Lanes that aren't there have no defined one.
+    # Beyond the ends of the simdgroup a lane keeps its own value. Lanes that aren't there have no
+    # defined one.
     assert simd("simd_shuffle_down(x, 8)")[:32] == [i + 9 if i < 24 else i + 1 for i in range(32)]
-    assert simd("simd_shuffle_up(x, 5)") == per_simdgroup(lambda values, lane: values[lane - 5 if lane >= 5 else lane])
+    assert simd("simd_shuffle_up(x, 5)") == per_simdgroup(
+        lambda values, lane: values[lane - 5 if lane >= 5 else lane]
+    )
     assert np.isnan(simd("simd_shuffle_down(x, 8)")[-8:]).all()
 
 
@@ -144,5 +157,12 @@ def test_thousands_of_threadgroups_take_seconds():
         threadgroup_barrier(mem_flags::mem_threadgroup);
         if (i % 256 == 0) out[i / 256] = partial[0] + partial[7];"""
     outputs = {"out": ((4000,), mx.float32)}
-    (out,) = run(body, {"row": mx.ones(1024)}, outputs, grid=(4000 * 256,), threadgroup=(256,), checks=Checks.quick())
+    (out,) = run(
+        body,
+        {"row": mx.ones(1024)},
+        outputs,
+        grid=(4000 * 256,),
+        threadgroup=(256,),
+        checks=Checks.quick(),
+    )
     assert out.tolist() == [64] * 4000

@@ -1,4 +1,6 @@
-"""Runs the Metal kernels of ``mx.fast.metal_kernel`` on a CPU and checks what they do; see README.md."""
+"""Runs the Metal kernels of ``mx.fast.metal_kernel`` on a CPU and checks what they do; see
+README.md.
+"""
 
 from metal_emulator.checks import Call, Checks
 from metal_emulator.compiler import NoCompiler, has_compiler

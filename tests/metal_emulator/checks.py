@@ -25,11 +25,17 @@ class Call:
     template: dict[str, Any]
     grid: tuple[int, int, int]
     threadgroup: tuple[int, int, int]
-    addresses: dict[str, int] = field(default_factory=dict)  # of the inputs' memory: views of one buffer share it
+    addresses: dict[str, int] = field(
+        default_factory=dict
+    )  # of the inputs' memory: views of one buffer share it
     outputs: dict[str, mx.array] = field(default_factory=dict)
-    written_inputs: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # byte ranges that changed
+    written_inputs: dict[str, list[tuple[int, int]]] = field(
+        default_factory=dict
+    )  # byte ranges that changed
     copied_inputs: tuple[str, ...] = ()  # not row-contiguous, so the kernel saw a copy
-    counts: dict[str, int] = field(default_factory=dict)  # barriers, simdgroup operations, threadgroup bytes
+    counts: dict[str, int] = field(
+        default_factory=dict
+    )  # barriers, simdgroup operations, threadgroup bytes
     # Bytes by buffer, and those of "threadgroup" memory; only with Checks(count_accesses=True).
     loaded_bytes: dict[str, int] = field(default_factory=dict)
     stored_bytes: dict[str, int] = field(default_factory=dict)
@@ -43,11 +49,11 @@ class Checks:
     """What is checked at each call.
 
     Attributes:
-        orders: one run for each; with more than one, all runs must agree bit for bit, and buffers lie against a guard
-            page with their end in one and with their start in the next.
+        orders: one run for each; with more than one, all runs must agree bit for bit, and buffers
+            lie against a guard page with their end in one and with their start in the next.
         unwritten: every element of an output must be written.
-        writable: says for a call which inputs it may write, and where; inputs it doesn't name can't be written.
-            ``None`` lets a kernel write all of its inputs.
+        writable: says for a call which inputs it may write, and where; inputs it doesn't name can't
+            be written. ``None`` lets a kernel write all of its inputs.
         num_workers: CPU threads; ``None`` is one per core.
         time_limit_s: of one run.
         count_accesses: the trace gets the bytes that threads load and store, by buffer; slow.

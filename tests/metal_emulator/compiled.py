@@ -1,4 +1,6 @@
-"""One compiled instance of a kernel: the generated source behind the shim, and an entry that passes the arguments."""
+"""One compiled instance of a kernel: the generated source behind the shim, and an entry that passes
+the arguments.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from metal_emulator.errors import CompileError
 from metal_emulator.signature import THREAD_ATTRIBUTES, Instance
 from metal_emulator.threadgroup_variables import share_threadgroup_variables
 
-# What a thread attribute is, given `c`, the thread's context. A grid starts at zero, and a quadgroup is four lanes.
+# What a thread attribute is, given `c`, the thread's context. A grid starts at zero, and a
+# quadgroup is four lanes.
 ATTRIBUTE_VALUES = {
     "dispatch_quadgroups_per_threadgroup": "8 * c.dispatch_simdgroups_per_threadgroup",
     "dispatch_simdgroups_per_threadgroup": "c.dispatch_simdgroups_per_threadgroup",
@@ -38,7 +41,9 @@ assert ATTRIBUTE_VALUES.keys() == THREAD_ATTRIBUTES.keys()
 
 
 def translation_unit(instance: Instance) -> str:
-    """What the C++ compiler gets. Line numbers in its messages are those of the source that MLX generates."""
+    """What the C++ compiler gets. Line numbers in its messages are those of the source that MLX
+    generates.
+    """
     kernel = instance.kernel
     body = share_threadgroup_variables(kernel.body)
     arguments = []
@@ -71,7 +76,9 @@ class CompiledKernel:
                 f"an address space: {self.lines[line - 1].strip()}"
             )
         try:
-            path = build_kernel(translation_unit(instance), COUNTING_FLAGS if counts_accesses else ())
+            path = build_kernel(
+                translation_unit(instance), COUNTING_FLAGS if counts_accesses else ()
+            )
         except CompileError as error:
             raise CompileError(f"[{instance.kernel.name}] does not compile:\n{error}") from None
         self.library = ctypes.CDLL(str(path))

@@ -1,8 +1,8 @@
 """Finds a C++ compiler for kernels and keeps what it builds, by content, in a cache folder.
 
-A compiler fits if it is clang with ``_Float16``, ``__bf16`` arithmetic and C++23's explicit object parameters: version
-18 or later. The system's own is preferred, for its speed; else the ``ziglang`` package from PyPI brings one along.
-"""
+A compiler fits if it is clang with ``_Float16``, ``__bf16`` arithmetic and C++23's explicit object
+parameters: version 18 or later. The system's own is preferred, for its speed; else the ``ziglang``
+package from PyPI brings one along."""
 
 from __future__ import annotations
 
@@ -30,12 +30,14 @@ COMMON_FLAGS = [
 ]
 KERNEL_FLAGS = [
     *("-fdeclspec", "-fsigned-char", "-fno-strict-aliasing"),
-    # Half and bfloat are rounded after every operation and no products are fused: the same bits on every machine.
+    # Half and bfloat are rounded after every operation and no products are fused: the same bits on
+    # every machine.
     *("-ffp-contract=off", "-Xclang", "-ffloat16-excess-precision=none"),
     *("-Xclang", "-fbfloat16-excess-precision=none"),
     # Local variables that nobody set are NaN.
     "-ftrivial-auto-var-init=pattern",
-    # A frame larger than the stack touches the guard page below it, rather than the next thread's stack.
+    # A frame larger than the stack touches the guard page below it, rather than the next thread's
+    # stack.
     *(["-fstack-clash-protection"] if sys.platform == "linux" else []),
 ]
 # For counting builds. (Loads of more than 16 bytes at once would not be counted.)
@@ -57,14 +59,19 @@ class NoCompiler(RuntimeError):
 @cache
 def cache_folder() -> Path:
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    for folder in (base / "metal_emulator", Path(tempfile.gettempdir()) / f"metal_emulator_{os.getuid()}"):
+    for folder in (
+        base / "metal_emulator",
+        Path(tempfile.gettempdir()) / f"metal_emulator_{os.getuid()}",
+    ):
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder):
                 return folder
         except OSError:
             continue
-    raise NoCompiler("[metal emulator] no folder to keep compiled kernels in: neither the cache folder nor tmp")
+    raise NoCompiler(
+        "[metal emulator] no folder to keep compiled kernels in: neither the cache folder nor tmp"
+    )
 
 
 @cache
@@ -84,7 +91,9 @@ def find_compiler() -> tuple[str, ...]:
         except CompileError:
             continue
         return command
-    raise NoCompiler("[metal emulator] needs clang 18 or later; install one, or: pip install ziglang")
+    raise NoCompiler(
+        "[metal emulator] needs clang 18 or later; install one, or: pip install ziglang"
+    )
 
 
 @cache
@@ -112,7 +121,9 @@ def build_runtime() -> Path:
 
 
 def _target_flags(command: tuple[str, ...]) -> list[str]:
-    """A fixed instruction set with hardware half conversions, so that results don't depend on the machine."""
+    """A fixed instruction set with hardware half conversions, so that results don't depend on the
+    machine.
+    """
     if platform.machine() in ("x86_64", "AMD64"):
         return ["-march=x86_64_v3" if "ziglang" in command else "-march=x86-64-v3"]
     return []
@@ -134,9 +145,15 @@ def _tool_hash() -> str:
 
 
 def _build(
-    command: tuple[str, ...], flags: list[str], source: str, includes: Path | None = None, libraries: Sequence[str] = ()
+    command: tuple[str, ...],
+    flags: list[str],
+    source: str,
+    includes: Path | None = None,
+    libraries: Sequence[str] = (),
 ) -> Path:
-    key = hashlib.sha256("\0".join([_version(command), *flags, _tool_hash(), source]).encode()).hexdigest()[:32]
+    key = hashlib.sha256(
+        "\0".join([_version(command), *flags, _tool_hash(), source]).encode()
+    ).hexdigest()[:32]
     built = cache_folder() / f"{key}.so"
     if built.exists():
         return built

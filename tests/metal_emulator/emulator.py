@@ -26,7 +26,13 @@ MAX_THREADS_PER_THREADGROUP = 1024
 class MetalKernel:
     """What ``mx.fast.metal_kernel`` returns, here."""
 
-    def __init__(self, source: KernelSource, ensure_row_contiguous: bool, checks: Checks, trace: list[Call] | None):
+    def __init__(
+        self,
+        source: KernelSource,
+        ensure_row_contiguous: bool,
+        checks: Checks,
+        trace: list[Call] | None,
+    ):
         self.source = source
         self.ensure_row_contiguous = ensure_row_contiguous
         self.checks = checks
@@ -55,9 +61,14 @@ class MetalKernel:
                 raise ValueError(
                     f"[metal_kernel] Expected `{what}` to have size {len(expected)} but got size {len(given)}."
                 )
-        arrays = [given if isinstance(given, mx.array | LargeArray) else mx.array(given) for given in inputs]
+        arrays = [
+            given if isinstance(given, mx.array | LargeArray) else mx.array(given)
+            for given in inputs
+        ]
         mx.eval(arrays)
-        instance = source.instantiate([InputType.of(array) for array in arrays], output_dtypes, template or ())
+        instance = source.instantiate(
+            [InputType.of(array) for array in arrays], output_dtypes, template or ()
+        )
         if verbose:
             print(f"Generated source code for `{source.name}`:\n```\n{instance.source}\n```")
         call = Call(
@@ -72,14 +83,18 @@ class MetalKernel:
             self.trace.append(call)
         return outputs
 
-    def _threadgroup(self, grid: tuple[int, int, int], threadgroup: tuple[int, int, int]) -> tuple[int, int, int]:
+    def _threadgroup(
+        self, grid: tuple[int, int, int], threadgroup: tuple[int, int, int]
+    ) -> tuple[int, int, int]:
         if math.prod(threadgroup) > MAX_THREADS_PER_THREADGROUP:
             raise LaunchError(
                 f"[{self.source.name}] Thread group size ({math.prod(threadgroup)}) is greater than the maximum "
                 f"allowed threads per threadgroup ({MAX_THREADS_PER_THREADGROUP})."
             )
         if min(*grid, *threadgroup) < 1:
-            raise LaunchError(f"[{self.source.name}] grid {grid} or threadgroup {threadgroup} has a size below 1")
+            raise LaunchError(
+                f"[{self.source.name}] grid {grid} or threadgroup {threadgroup} has a size below 1"
+            )
         return tuple(min(t, g) for t, g in zip(threadgroup, grid, strict=True))
 
 
@@ -100,11 +115,19 @@ class _Launches:
         self.compiled = compile_instance(instance, kernel.checks.count_accesses)
         self.init_value = init_value
         self.output_shapes = [tuple(shape) for shape in output_shapes]
-        self.large = {name: array for name, array in call.inputs.items() if isinstance(array, LargeArray)}
-        self.views = {name: HostView.of(array) for name, array in call.inputs.items() if name not in self.large}
+        self.large = {
+            name: array for name, array in call.inputs.items() if isinstance(array, LargeArray)
+        }
+        self.views = {
+            name: HostView.of(array)
+            for name, array in call.inputs.items()
+            if name not in self.large
+        }
         # What MLX would hand to the kernel as a copy.
         self.copied = tuple(
-            name for name, view in self.views.items() if kernel.ensure_row_contiguous and not view.is_row_contiguous
+            name
+            for name, view in self.views.items()
+            if kernel.ensure_row_contiguous and not view.is_row_contiguous
         )
         self.originals = {
             name: contiguous_bytes(view.view) if name in self.copied else view.bytes
@@ -129,7 +152,8 @@ class _Launches:
             result, margin_fault, counts = self._run_once(run)
             results.append(result)
             margin_faults += margin_fault
-        # Only now: a fault at a guard page, which another run may have met instead, names the thread.
+        # Only now: a fault at a guard page, which another run may have met instead, names the
+        # thread.
         if margin_faults:
             raise MemoryFault(margin_faults[0])
         if checks.unwritten and self.init_value is None:
@@ -137,7 +161,10 @@ class _Launches:
         for run, result in zip(runs[1:], results[1:], strict=True):
             verdicts.check_same(self.call, results[0], result, runs[0].order, run.order)
         outputs, inputs = results[0]
-        written = {name: verdicts.changed_ranges(self.originals[name], data) for name, data in inputs.items()}
+        written = {
+            name: verdicts.changed_ranges(self.originals[name], data)
+            for name, data in inputs.items()
+        }
         verdicts.check_writes(self.call, written, self.allowed, self.copied)
         for name, ranges in written.items():
             for start, stop in ranges:
@@ -161,7 +188,9 @@ class _Launches:
     def _run_once(self, run: Run) -> tuple[verdicts.Result, list[str], dict[str, dict[str, int]]]:
         buffers: dict[str, GuardedBuffer] = {}
         try:
-            addresses = [self._prepare(buffers, parameter, run) for parameter in self.instance.parameters]
+            addresses = [
+                self._prepare(buffers, parameter, run) for parameter in self.instance.parameters
+            ]
             report = launch(
                 self.compiled.entry,
                 addresses,
@@ -187,10 +216,20 @@ class _Launches:
             for name, buffer in buffers.items():
                 if name not in self.large:
                     buffer.give_back()
-        counts = {"counts": {name: getattr(report, name) for name in ("barriers", "exchanges", "threadgroup_bytes")}}
+        counts = {
+            "counts": {
+                name: getattr(report, name)
+                for name in ("barriers", "exchanges", "threadgroup_bytes")
+            }
+        }
         if self.checks.count_accesses:
-            for what, by_buffer in (("loaded_bytes", report.loaded), ("stored_bytes", report.stored)):
-                counts[what] = dict(zip(buffers, by_buffer, strict=False)) | {"threadgroup": by_buffer[MAX_BUFFERS]}
+            for what, by_buffer in (
+                ("loaded_bytes", report.loaded),
+                ("stored_bytes", report.stored),
+            ):
+                counts[what] = dict(zip(buffers, by_buffer, strict=False)) | {
+                    "threadgroup": by_buffer[MAX_BUFFERS]
+                }
         return result, margin_faults, counts
 
     def _prepare(self, buffers: dict[str, GuardedBuffer], parameter: Any, run: Run) -> int:
@@ -235,7 +274,9 @@ class _Launches:
         elif parameter.part == "ndim":
             values = np.array([array.ndim], np.int32)
         elif parameter.array in self.copied or parameter.array in self.large:
-            values = np.array([math.prod(array.shape[axis + 1 :]) for axis in range(array.ndim)], np.int64)
+            values = np.array(
+                [math.prod(array.shape[axis + 1 :]) for axis in range(array.ndim)], np.int64
+            )
         else:
             values = np.array(self.views[parameter.array].element_strides, np.int64)
         return values.view(np.uint8)
@@ -257,13 +298,16 @@ def metal_kernel(
     """As ``mx.fast.metal_kernel``; ``checks`` and ``trace`` are the emulator's own."""
     if not output_names:
         raise ValueError("[metal_kernel] Must specify at least one output.")
-    kernel = KernelSource(name, tuple(input_names), tuple(output_names), source, header, atomic_outputs)
+    kernel = KernelSource(
+        name, tuple(input_names), tuple(output_names), source, header, atomic_outputs
+    )
     return MetalKernel(kernel, ensure_row_contiguous, checks or Checks(), trace)
 
 
 @contextmanager
 def patched(checks: Checks | None = None) -> Iterator[list[Call]]:
-    """``mx.fast.metal_kernel`` is the emulator's inside; yields the trace of all calls, which grows as they come.
+    """``mx.fast.metal_kernel`` is the emulator's inside; yields the trace of all calls, which grows
+    as they come.
 
     Kernels that were made inside stay emulated ones afterwards, so clear whatever caches them.
     """

@@ -6,19 +6,27 @@ class EmulatorError(Exception):
 
 
 class CompileError(EmulatorError):
-    """The compiler refused the source: a wrong address space, among others. The message is the compiler's."""
+    """The compiler refused the source: a wrong address space, among others. The message is the
+    compiler's.
+    """
 
 
 class LaunchError(EmulatorError, ValueError):
-    """The call asks for what no device has: too many threads in a threadgroup, too much threadgroup memory."""
+    """The call asks for what no device has: too many threads in a threadgroup, too much threadgroup
+    memory.
+    """
 
 
 class MemoryFault(EmulatorError):
-    """A thread read or wrote outside a buffer, wrote what it must not write, or at a misaligned address."""
+    """A thread read or wrote outside a buffer, wrote what it must not write, or at a misaligned
+    address.
+    """
 
 
 class BarrierError(EmulatorError):
-    """Not all threads of a threadgroup, or of a simdgroup, came to the same barrier or simdgroup operation."""
+    """Not all threads of a threadgroup, or of a simdgroup, came to the same barrier or simdgroup
+    operation.
+    """
 
 
 class UnwrittenOutput(EmulatorError):
@@ -26,11 +34,15 @@ class UnwrittenOutput(EmulatorError):
 
 
 class OrderDependence(EmulatorError):
-    """Another order of the threads gave other results: a barrier is missing, or memory was read before written."""
+    """Another order of the threads gave other results: a barrier is missing, or memory was read
+    before written.
+    """
 
 
 class ForbiddenWrite(EmulatorError):
-    """A write to an input outside the ranges that may be written, or one that would be lost on a device."""
+    """A write to an input outside the ranges that may be written, or one that would be lost on a
+    device.
+    """
 
 
 class TimeLimit(EmulatorError):

@@ -1,8 +1,8 @@
 """Where an evaluated mx.array lies in memory, and arrays out of bytes.
 
-On a CPU stream NumPy can look at an array's memory without a copy, and write it; bfloat16, which NumPy lacks, is looked
-at through a uint16 view, which MLX makes without a copy, too. (So on Apple Silicon, where memory is unified.)
-"""
+On a CPU stream NumPy can look at an array's memory without a copy, and write it; bfloat16, which
+NumPy lacks, is looked at through a uint16 view, which MLX makes without a copy, too. (So on Apple
+Silicon, where memory is unified.)"""
 
 from __future__ import annotations
 
@@ -62,8 +62,14 @@ class HostView:
         """The lowest address and the number of bytes up to the end of the highest element."""
         if self.view.size == 0:
             return self.address, 0
-        low = sum(min(0, (n - 1) * stride) for n, stride in zip(self.view.shape, self.view.strides, strict=True))
-        high = sum(max(0, (n - 1) * stride) for n, stride in zip(self.view.shape, self.view.strides, strict=True))
+        low = sum(
+            min(0, (n - 1) * stride)
+            for n, stride in zip(self.view.shape, self.view.strides, strict=True)
+        )
+        high = sum(
+            max(0, (n - 1) * stride)
+            for n, stride in zip(self.view.shape, self.view.strides, strict=True)
+        )
         return self.address + low, high - low + self.view.itemsize
 
     @property

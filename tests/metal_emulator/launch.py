@@ -5,7 +5,18 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, byref, c_char, c_double, c_int32, c_size_t, c_uint32, c_uint64, c_void_p
+from ctypes import (
+    POINTER,
+    Structure,
+    byref,
+    c_char,
+    c_double,
+    c_int32,
+    c_size_t,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+)
 from dataclasses import dataclass
 from functools import cache
 
@@ -94,9 +105,8 @@ _idle_bytes = 0
 class GuardedBuffer:
     """Bytes between two regions that fault.
 
-    The data end at a guard, or start at one. Alignment to 16 bytes leaves up to 15 bytes between the end and the guard;
-    these hold poison and are checked after the run.
-    """
+    The data end at a guard, or start at one. Alignment to 16 bytes leaves up to 15 bytes between
+    the end and the guard; these hold poison and are checked after the run."""
 
     def __init__(self, nbytes: int, start_aligned: bool):
         self.nbytes = nbytes
@@ -113,7 +123,9 @@ class GuardedBuffer:
 
     @classmethod
     def take(cls, nbytes: int, start_aligned: bool) -> GuardedBuffer:
-        """A buffer with any content; ``give_back`` it. Fresh pages cost more than the copy into them."""
+        """A buffer with any content; ``give_back`` it. Fresh pages cost more than the copy into
+        them.
+        """
         global _idle_bytes
         idle = _idle_buffers.get((nbytes, start_aligned))
         if not idle:

@@ -1,8 +1,8 @@
-"""The Metal source that MLX generates around a kernel body: its rules, written anew and pinned by golden files.
+"""The Metal source that MLX generates around a kernel body: its rules, written anew and pinned by
+golden files.
 
-The rules are those of ``mx.fast.metal_kernel`` in MLX 0.32. Oddities are kept on purpose, because a body that stumbles
-over one here stumbles over it on a Mac.
-"""
+The rules are those of ``mx.fast.metal_kernel`` in MLX 0.32. Oddities are kept on purpose, because a
+body that stumbles over one here stumbles over it on a Mac."""
 
 from __future__ import annotations
 
@@ -98,7 +98,8 @@ class KernelSource:
 
     @cached_property
     def attributes(self) -> list[str]:
-        # A substring of the body is enough, in a comment or within a longer name, too. The header is not searched.
+        # A substring of the body is enough, in a comment or within a longer name, too. The header
+        # is not searched.
         return [name for name in THREAD_ATTRIBUTES if name in self.body]
 
     def instantiate(
@@ -121,13 +122,22 @@ class Instance:
 
     @cached_property
     def template_arguments(self) -> str:
-        return f"<{', '.join(_template_value(value) for _, value in self.template)}>" if self.template else ""
+        return (
+            f"<{', '.join(_template_value(value) for _, value in self.template)}>"
+            if self.template
+            else ""
+        )
 
     @cached_property
     def function_name(self) -> str:
         name = f"custom_kernel_{self.kernel.name}"
         if self.template:
-            name += "_" + self.template_arguments.replace(", ", "_").translate(str.maketrans("<>-", "___"))[:-1]
+            name += (
+                "_"
+                + self.template_arguments.replace(", ", "_").translate(str.maketrans("<>-", "___"))[
+                    :-1
+                ]
+            )
         for given in self.inputs:
             passed = "s" if given.ndim == 0 else "c" if given.size < MIN_DEVICE_ELEMENTS else ""
             name += f"_{TYPE_NAMES[given.dtype]}{passed}"
@@ -139,7 +149,13 @@ class Instance:
         body = self.kernel.body
         for name, given in zip(self.kernel.input_names, self.inputs, strict=True):
             mark = "&" if given.ndim == 0 else "*"
-            found.append(Parameter(f"const {given.address_space} {TYPE_NAMES[given.dtype]}{mark} {name}", name, "data"))
+            found.append(
+                Parameter(
+                    f"const {given.address_space} {TYPE_NAMES[given.dtype]}{mark} {name}",
+                    name,
+                    "data",
+                )
+            )
             if given.ndim == 0:
                 continue
             for part, declaration in (
@@ -150,7 +166,9 @@ class Instance:
                 if f"{name}_{part}" in body:
                     found.append(Parameter(declaration, name, part))
         for name, dtype in zip(self.kernel.output_names, self.output_dtypes, strict=True):
-            element = f"atomic<{TYPE_NAMES[dtype]}>" if self.kernel.atomic_outputs else TYPE_NAMES[dtype]
+            element = (
+                f"atomic<{TYPE_NAMES[dtype]}>" if self.kernel.atomic_outputs else TYPE_NAMES[dtype]
+            )
             found.append(Parameter(f"device {element}* {name}", name, "data", is_output=True))
         return found
 
@@ -161,7 +179,9 @@ class Instance:
             return self.definition
         instance = self.function_name + self.template_arguments
         host_name = f'[[host_name("{self.function_name}")]]'
-        return f"{self.definition}\ntemplate {host_name} [[kernel]] decltype({instance}) {instance};\n"
+        return (
+            f"{self.definition}\ntemplate {host_name} [[kernel]] decltype({instance}) {instance};\n"
+        )
 
     @cached_property
     def definition(self) -> str:
@@ -175,13 +195,18 @@ class Instance:
         if self.template:
             text += f"template <{', '.join(f'{_template_kind(value)} {name}' for name, value in self.template)}>\n"
         text += f"[[kernel]] void {self.function_name}(\n"
-        # MLX counts inputs and outputs but not the shapes, strides and ndims between them. So without a thread
-        # attribute the list is closed one or more outputs too early as soon as there are several.
+        # MLX counts inputs and outputs but not the shapes, strides and ndims between them. So
+        # without a thread attribute the list is closed one or more outputs too early as soon as
+        # there are several.
         last_index = len(self.inputs) + len(self.output_dtypes) - 1
         for index, parameter in enumerate(self.parameters):
             goes_on = not parameter.is_output or index < last_index or self.kernel.attributes
-            text += f"  {parameter.declaration} [[buffer({index})]]" + (",\n" if goes_on else ") {\n")
-        attributes = [f"  {THREAD_ATTRIBUTES[name]} {name} [[{name}]]" for name in self.kernel.attributes]
+            text += f"  {parameter.declaration} [[buffer({index})]]" + (
+                ",\n" if goes_on else ") {\n"
+            )
+        attributes = [
+            f"  {THREAD_ATTRIBUTES[name]} {name} [[{name}]]" for name in self.kernel.attributes
+        ]
         if attributes:
             text += ",\n".join(attributes) + ") {\n"
         return text

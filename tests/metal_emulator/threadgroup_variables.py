@@ -1,8 +1,8 @@
 """Finds declarations of threadgroup variables in a kernel body and puts calls into their places.
 
-C++ has no storage that the threads of one group share, so ``threadgroup float row[32];`` becomes a reference to memory
-that the runtime hands out. Pointers to threadgroup memory are ordinary C++ and stay. Lines keep their numbers.
-"""
+C++ has no storage that the threads of one group share, so ``threadgroup float row[32];`` becomes a
+reference to memory that the runtime hands out. Pointers to threadgroup memory are ordinary C++ and
+stay. Lines keep their numbers."""
 
 from __future__ import annotations
 
@@ -22,19 +22,27 @@ def share_threadgroup_variables(body: str) -> str:
     texts = [match.group() for match in tokens]
     pieces, copied_to, count = [], 0, 0
     for index in range(len(tokens)):
-        keyword = closing(texts, index + 1) + 1 if texts[index : index + 2] == ["alignas", "("] else index
+        keyword = (
+            closing(texts, index + 1) + 1 if texts[index : index + 2] == ["alignas", "("] else index
+        )
         end = _declaration_end(texts, index, keyword)
         if end is None:
             continue
         start, stop = tokens[index].start(), tokens[end].end()
         declarations = _share(body, tokens, texts, keyword, end, count)
-        pieces += [body[copied_to:start], " ".join(declarations), "\n" * body.count("\n", start, stop)]
+        pieces += [
+            body[copied_to:start],
+            " ".join(declarations),
+            "\n" * body.count("\n", start, stop),
+        ]
         copied_to, count = stop, count + len(declarations)
     return "".join(pieces) + body[copied_to:]
 
 
 def _declaration_end(texts: list[str], start: int, keyword: int) -> int | None:
-    """The index of the semicolon, if a statement that declares variables, not pointers, starts here."""
+    """The index of the semicolon, if a statement that declares variables, not pointers, starts
+    here.
+    """
     if texts[keyword : keyword + 1] != ["threadgroup"] or (start and texts[start - 1] not in ";{}"):
         return None
     index = _after_type(texts, keyword + 1)
@@ -48,8 +56,19 @@ def _declaration_end(texts: list[str], start: int, keyword: int) -> int | None:
 
 def _after_type(texts: list[str], index: int) -> int | None:
     """The index behind a type such as ``const metal::vec<T, 4>``."""
-    while index < len(texts) and texts[index] in {"const", "volatile", "typename", "unsigned", "signed"}:
-        if texts[index] in {"unsigned", "signed"} and texts[index + 1] not in {"int", "char", "short", "long"}:
+    while index < len(texts) and texts[index] in {
+        "const",
+        "volatile",
+        "typename",
+        "unsigned",
+        "signed",
+    }:
+        if texts[index] in {"unsigned", "signed"} and texts[index + 1] not in {
+            "int",
+            "char",
+            "short",
+            "long",
+        }:
             return index + 1
         index += 1
     while index < len(texts) and texts[index].isidentifier():
@@ -72,7 +91,9 @@ def closing(texts: list[str], opening: int) -> int:
     return len(texts) - 1
 
 
-def _share(body: str, tokens: list[re.Match], texts: list[str], start: int, end: int, count: int) -> list[str]:
+def _share(
+    body: str, tokens: list[re.Match], texts: list[str], start: int, end: int, count: int
+) -> list[str]:
     type_end = _after_type(texts, start + 1)
     element = body[tokens[start + 1].start() : tokens[type_end - 1].end()]
     declarations, index = [], type_end
@@ -81,7 +102,10 @@ def _share(body: str, tokens: list[re.Match], texts: list[str], start: int, end:
         index += 1
         while texts[index] == "[":
             index = closing(texts, index) + 1
-        dimensions = "".join(texts[i] if texts[i] in "[]" else f" {texts[i]} " for i in range(dimensions_start, index))
+        dimensions = "".join(
+            texts[i] if texts[i] in "[]" else f" {texts[i]} "
+            for i in range(dimensions_start, index)
+        )
         number = count + len(declarations)
         declarations.append(
             f'auto& {name} = emulator::threadgroup_variable<{element}{dimensions}>({number}, "{name}");'

@@ -19,14 +19,25 @@ from metal_emulator.errors import (
     TimeLimit,
     UnwrittenOutput,
 )
-from metal_emulator.launch import DIVERGENCE, DONE, FAULT, TIME_LIMIT, TOO_MUCH_MEMORY, GuardedBuffer, Report, Run
+from metal_emulator.launch import (
+    DIVERGENCE,
+    DONE,
+    FAULT,
+    TIME_LIMIT,
+    TOO_MUCH_MEMORY,
+    GuardedBuffer,
+    Report,
+    Run,
+)
 from metal_emulator.signature import Instance
 
 # Bytes of the outputs, and of the inputs that changed.
 Result = tuple[dict[str, np.ndarray], dict[str, np.ndarray]]
 
 
-def check_report(call: Call, report: Report, buffers: dict[str, GuardedBuffer], lines: list[str], order: str) -> None:
+def check_report(
+    call: Call, report: Report, buffers: dict[str, GuardedBuffer], lines: list[str], order: str
+) -> None:
     if report.outcome == DONE:
         return
     who = f"thread {tuple(report.thread)} of threadgroup {tuple(report.threadgroup)}"
@@ -44,7 +55,9 @@ def check_report(call: Call, report: Report, buffers: dict[str, GuardedBuffer], 
     if report.outcome == TIME_LIMIT:
         raise TimeLimit(f"[{call.kernel}] did not end in time; {who} was running{after}")
     if report.outcome == FAULT:
-        raise MemoryFault(f"[{call.kernel}] {who} {_fault(report, buffers, message)}{after} ({order} order)")
+        raise MemoryFault(
+            f"[{call.kernel}] {who} {_fault(report, buffers, message)}{after} ({order} order)"
+        )
     raise EmulatorError(f"[{call.kernel}] the runtime failed: outcome {report.outcome} {message}")
 
 
@@ -67,7 +80,9 @@ def _fault(report: Report, buffers: dict[str, GuardedBuffer], message: str) -> s
 
 
 def margin_faults(call: Call, buffers: dict[str, GuardedBuffer], poison: int) -> list[str]:
-    """Between a buffer and its guards lie a few bytes of the same page; nobody may have written them."""
+    """Between a buffer and its guards lie a few bytes of the same page; nobody may have written
+    them.
+    """
     return [
         f"[{call.kernel}] a thread wrote right {where} {name} ({buffer.nbytes} bytes)"
         for name, buffer in buffers.items()
@@ -77,10 +92,17 @@ def margin_faults(call: Call, buffers: dict[str, GuardedBuffer], poison: int) ->
 
 
 def check_written(
-    call: Call, instance: Instance, results: list[Result], runs: list[Run], shapes: list[tuple[int, ...]]
+    call: Call,
+    instance: Instance,
+    results: list[Result],
+    runs: list[Run],
+    shapes: list[tuple[int, ...]],
 ) -> None:
-    for name, shape, dtype in zip(instance.kernel.output_names, shapes, instance.output_dtypes, strict=True):
-        # In one run alone, a small integer may well be what the poison looks like; in two, with two poisons, not.
+    for name, shape, dtype in zip(
+        instance.kernel.output_names, shapes, instance.output_dtypes, strict=True
+    ):
+        # In one run alone, a small integer may well be what the poison looks like; in two, with two
+        # poisons, not.
         if len(runs) == 1 and dtype.size < 4 and not mx.issubdtype(dtype, mx.floating):
             continue
         untouched = np.ones(math.prod(shape), bool)
@@ -99,12 +121,18 @@ def poison_bytes(poison: int, nbytes: int) -> np.ndarray:
     return np.full(-(-nbytes // 4), poison, np.uint32).view(np.uint8)[:nbytes]
 
 
-def check_same(call: Call, expected: Result, result: Result, expected_order: str, order: str) -> None:
+def check_same(
+    call: Call, expected: Result, result: Result, expected_order: str, order: str
+) -> None:
     for what, one, other in zip(("output", "input"), expected, result, strict=True):
         for name in sorted(one.keys() | other.keys()):
             if name in one and name in other and np.array_equal(one[name], other[name]):
                 continue
-            count = "" if name not in one or name not in other else f" in {int((one[name] != other[name]).sum())} bytes"
+            count = (
+                ""
+                if name not in one or name not in other
+                else f" in {int((one[name] != other[name]).sum())} bytes"
+            )
             raise OrderDependence(
                 f"[{call.kernel}] {what} {name} differs{count} between threads run in {expected_order} and in {order} "
                 "order: a barrier is missing, two threads write the same place, or memory is read before it is written"

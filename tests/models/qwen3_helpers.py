@@ -1,4 +1,6 @@
-"""What the model tests share: models and folders, feeding a model with all logits wanted, and how near is equal."""
+"""What the model tests share: models and folders, feeding a model with all logits wanted, and how
+near is equal.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ CACHES = ("basic", "paged")
 
 
 def load_model(folder: Path):
-    """Our model from a folder that has no tokenizer: the part of ``mlx_paged.load`` that reads weights."""
+    """Our model from a folder that has no tokenizer: the part of ``mlx_paged.load`` that reads
+    weights.
+    """
     return load_model_as_mlx_lm(folder, get_model_classes=_model_classes)[0]
 
 
@@ -28,7 +32,9 @@ def make_cache(model, kind: str, block_size: int = 16) -> KVCache:
     return make_kv_cache(model, kind, block_size=block_size, kv_cache_bytes="16M")
 
 
-def all_logits(model, cache: KVCache, steps: Iterable[Mapping[str, Sequence[int]]]) -> dict[str, np.ndarray]:
+def all_logits(
+    model, cache: KVCache, steps: Iterable[Mapping[str, Sequence[int]]]
+) -> dict[str, np.ndarray]:
     """The logits ``[num_tokens, vocab_size]`` of every token fed, per sequence."""
     logits: dict[str, list[np.ndarray]] = {}
     for batch in steps:
@@ -56,12 +62,14 @@ def chunks(tokens: Sequence[int], *sizes: int) -> list[Sequence[int]]:
 def float32_tolerance(args, num_tokens: int, logits: np.ndarray) -> float:
     """How far two correct float32 forward passes may lie apart.
 
-    A sum of n terms is off by at most n units of rounding of its size, in either pass. Along the way to a logit lie the
-    sums below, an angle of up to ``num_tokens`` radians, and norms that keep sizes near 1; so the bound is the length
-    of all sums, times two passes, times the unit, times the size of the logits. Real errors add up like a random walk
-    and lie far below it (1e-5 where this says 4e-4), wrong positions or a missing norm far above.
-    """
-    attention = args.hidden_size + args.head_dim + num_tokens + args.num_attention_heads * args.head_dim
+    A sum of n terms is off by at most n units of rounding of its size, in either pass. Along the
+    way to a logit lie the sums below, an angle of up to ``num_tokens`` radians, and norms that keep
+    sizes near 1; so the bound is the length of all sums, times two passes, times the unit, times
+    the size of the logits. Real errors add up like a random walk and lie far below it (1e-5 where
+    this says 4e-4), wrong positions or a missing norm far above."""
+    attention = (
+        args.hidden_size + args.head_dim + num_tokens + args.num_attention_heads * args.head_dim
+    )
     mlp = args.hidden_size + args.intermediate_size
     longest = args.num_hidden_layers * (attention + mlp) + num_tokens + args.hidden_size
     return 2 * longest * 2.0**-24 * float(np.abs(logits).max())
@@ -98,13 +106,17 @@ def random_mlx_lm_model(config: dict, seed: int = 0, dtype: mx.Dtype = mx.float3
         if name.endswith("norm.weight"):
             values = rng.uniform(0.5, 2.0, weight.shape)
         else:
-            values = rng.normal(0, 0.3 if "embed_tokens" in name else weight.shape[1] ** -0.5, weight.shape)
+            values = rng.normal(
+                0, 0.3 if "embed_tokens" in name else weight.shape[1] ** -0.5, weight.shape
+            )
         weights.append((name, mx.array(values, dtype=mx.float32).astype(dtype)))
     model.load_weights(weights)
     return model
 
 
-def save_folder(folder: Path, model, config: dict, num_shards: int = 1, extra_weights: Mapping | None = None) -> Path:
+def save_folder(
+    folder: Path, model, config: dict, num_shards: int = 1, extra_weights: Mapping | None = None
+) -> Path:
     """A model folder without a tokenizer; several shards come with their index, as on the hub."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -112,10 +124,16 @@ def save_folder(folder: Path, model, config: dict, num_shards: int = 1, extra_we
     names = sorted(weights)
     weight_map = {}
     for shard in range(num_shards):
-        file = f"model-{shard + 1:05}-of-{num_shards:05}.safetensors" if num_shards > 1 else "model.safetensors"
+        file = (
+            f"model-{shard + 1:05}-of-{num_shards:05}.safetensors"
+            if num_shards > 1
+            else "model.safetensors"
+        )
         part = {name: weights[name] for name in names[shard::num_shards]}
         mx.save_safetensors(str(folder / file), part, metadata={"format": "mlx"})
         weight_map.update(dict.fromkeys(part, file))
     if num_shards > 1:
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+        (folder / "model.safetensors.index.json").write_text(
+            json.dumps({"metadata": {}, "weight_map": weight_map})
+        )
     return folder

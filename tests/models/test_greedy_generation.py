@@ -1,16 +1,24 @@
 """Greedy words are mlx-lm's, token for token, on both caches, alone and in a batch.
 
-A random model may come to two words that are all but equally likely; which of them wins is then rounding's choice, and
-equal ids would be luck. So each prompt's seed was picked so that the two best logits always lie further apart than
-rounding can push them (``2 * float32_tolerance``), and the fixture proves it: then every id has to be the same.
-"""
+A random model may come to two words that are all but equally likely; which of them wins is then
+rounding's choice, and equal ids would be luck. So each prompt's seed was picked so that the two
+best logits always lie further apart than rounding can push them (``2 * float32_tolerance``), and
+the fixture proves it: then every id has to be the same."""
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.generate import generate_step as generate_step_of_mlx_lm
 from mlx_lm.utils import load_model as load_model_as_mlx_lm
-from qwen3_helpers import CACHES, CONFIG, float32_tolerance, load_model, make_cache, random_mlx_lm_model, save_folder
+from qwen3_helpers import (
+    CACHES,
+    CONFIG,
+    float32_tolerance,
+    load_model,
+    make_cache,
+    random_mlx_lm_model,
+    save_folder,
+)
 
 from mlx_paged.engine.model_runner import ModelRunner
 from mlx_paged.generation import generate_step
@@ -45,9 +53,9 @@ def expected(folder):
         ids = [token for token, _ in steps]
         logprobs = np.stack([np.array(row) for _, row in steps])
         second, best = np.sort(logprobs, axis=-1)[:, -2:].T
-        assert (best - second).min() > 2 * float32_tolerance(theirs.args, length + MAX_TOKENS, logprobs), (
-            f"the prompt of {length} tokens has a near tie: choose another seed in PROMPT_SEEDS"
-        )
+        assert (best - second).min() > 2 * float32_tolerance(
+            theirs.args, length + MAX_TOKENS, logprobs
+        ), f"the prompt of {length} tokens has a near tie: choose another seed in PROMPT_SEEDS"
         # Not a loop that would hide a wrong cache: many words, in ever new company.
         assert len(set(ids)) >= 10
         assert len(set(zip(ids, ids[1:], ids[2:], strict=False))) >= 40
@@ -66,7 +74,9 @@ def test_greedy_words_are_those_of_mlx_lm(model, expected, kind, length):
 @pytest.mark.parametrize("kind", CACHES)
 def test_a_prompt_in_chunks_gives_the_same_words(model, expected, kind, prefill_step_size):
     for length in (17, 500) if prefill_step_size > 1 else (17,):
-        steps = generate_step(PROMPTS[length], model, max_tokens=20, kv=kind, prefill_step_size=prefill_step_size)
+        steps = generate_step(
+            PROMPTS[length], model, max_tokens=20, kv=kind, prefill_step_size=prefill_step_size
+        )
         assert [token for token, _ in steps] == expected[length][:20]
 
 
@@ -92,8 +102,9 @@ def test_a_batch_of_different_lengths_decodes_the_same_words_as_each_alone(model
 
 @pytest.mark.parametrize("kind", CACHES)
 def test_sequences_that_come_and_go_do_not_disturb_each_other(model, expected, kind):
-    # Each starts some steps after the last, its prompt beside the others' decodes, and is freed when it has 40 words,
-    # so that later ones are written where earlier ones lay. Every third step leaves the even lengths out.
+    # Each starts some steps after the last, its prompt beside the others' decodes, and is freed
+    # when it has 40 words, so that later ones are written where earlier ones lay. Every third step
+    # leaves the even lengths out.
     cache = make_cache(model, kind)
     runner = ModelRunner(model, cache)
     start_at = {16: 0, 500: 7, 1: 20, 17: 45, 15: 60}

@@ -1,4 +1,6 @@
-"""Logits of last tokens only: the last layer leaves out what nobody asked for, and nothing else changes."""
+"""Logits of last tokens only: the last layer leaves out what nobody asked for, and nothing else
+changes.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,11 @@ def run(model, kind: str, only_last: bool) -> tuple[list[mx.array], list[mx.arra
             else:
                 logits.append(model(tokens, step.positions, cache)[step.last_rows])
             mx.eval(logits, cache.arrays)
-    return logits, [cache.materialize(seq, layer)[0] for seq in batch for layer in range(cache.config.num_layers)]
+    return logits, [
+        cache.materialize(seq, layer)[0]
+        for seq in batch
+        for layer in range(cache.config.num_layers)
+    ]
 
 
 @pytest.mark.parametrize("kind", ["basic", "paged"])
@@ -44,7 +50,9 @@ def test_the_last_layer_computes_no_queries_but_those_of_last_tokens(model, monk
     num_rows = []
     mlp = type(model.layers[-1].mlp)
     monkeypatch.setattr(
-        mlp, "__call__", lambda self, x, call=mlp.__call__: num_rows.append(x.shape[0]) or call(self, x)
+        mlp,
+        "__call__",
+        lambda self, x, call=mlp.__call__: num_rows.append(x.shape[0]) or call(self, x),
     )
     run(model, "paged", True)
     num_layers = len(model.layers)

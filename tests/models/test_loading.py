@@ -25,9 +25,13 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor
 
 
 def save_tokenizer(folder):
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    words = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>")
+    )
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="<eos>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="<unk>", eos_token="<eos>"
+    )
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
 
@@ -42,7 +46,9 @@ def folder(tmp_path):
 
 def write_config(folder, drop=(), **fields):
     config = {**json.loads((folder / "config.json").read_text()), **fields}
-    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k not in drop}))
+    (folder / "config.json").write_text(
+        json.dumps({k: v for k, v in config.items() if k not in drop})
+    )
 
 
 def weights_of(folder):
@@ -79,7 +85,9 @@ def test_load_takes_the_arguments_of_mlx_lm_by_their_names():
     ours, theirs = inspect.signature(load).parameters, inspect.signature(mlx_lm.load).parameters
     # No code from the folder is ever run.
     assert set(theirs) - set(ours) <= {"trust_remote_code"}
-    assert {name: p.default for name, p in ours.items()} == {name: theirs[name].default for name in ours}
+    assert {name: p.default for name, p in ours.items()} == {
+        name: theirs[name].default for name in ours
+    }
 
 
 def test_the_config_is_returned_when_asked_for(folder):
@@ -88,13 +96,24 @@ def test_the_config_is_returned_when_asked_for(folder):
 
 
 def test_adapters_are_those_of_mlx_lm(folder, tmp_path):
-    parameters = {"rank": 4, "scale": 10.0, "dropout": 0.0, "keys": ["self_attn.q_proj", "mlp.down_proj"]}
+    parameters = {
+        "rank": 4,
+        "scale": 10.0,
+        "dropout": 0.0,
+        "keys": ["self_attn.q_proj", "mlp.down_proj"],
+    }
     adapters = tmp_path / "adapters"
     adapters.mkdir()
-    (adapters / "adapter_config.json").write_text(json.dumps({"num_layers": 1, "lora_parameters": parameters}))
+    (adapters / "adapter_config.json").write_text(
+        json.dumps({"num_layers": 1, "lora_parameters": parameters})
+    )
     theirs, _ = mlx_lm.load(str(folder))
     linear_to_lora_layers(theirs, 1, parameters)
-    weights = {name: mx.random.normal(w.shape) for name, w in tree_flatten(theirs.parameters()) if "lora_" in name}
+    weights = {
+        name: mx.random.normal(w.shape)
+        for name, w in tree_flatten(theirs.parameters())
+        if "lora_" in name
+    }
     assert len(weights) == 4
     mx.save_safetensors(str(adapters / "adapters.safetensors"), weights)
 
@@ -104,7 +123,9 @@ def test_adapters_are_those_of_mlx_lm(folder, tmp_path):
     logits = {}
     for adapter_path in (None, str(adapters)):
         model, _ = load(folder, adapter_path=adapter_path)
-        logits[adapter_path] = ModelRunner(model, mlx_paged.make_kv_cache(model)).run({"s": tokens})[0]
+        logits[adapter_path] = ModelRunner(model, mlx_paged.make_kv_cache(model)).run(
+            {"s": tokens}
+        )[0]
     assert mx.allclose(logits[str(adapters)], expected, rtol=1e-4, atol=1e-4)
     assert not mx.allclose(logits[None], expected, rtol=1e-2, atol=1e-2)
 
@@ -116,7 +137,10 @@ def test_adapters_that_are_not_there_are_refused(folder):
 
 def test_a_loaded_model_talks(folder):
     model, tokenizer = load(folder)
-    texts = {kv: mlx_paged.generate(model, tokenizer, "w3 w1 w4", max_tokens=5, kv=kv) for kv in ("basic", "paged")}
+    texts = {
+        kv: mlx_paged.generate(model, tokenizer, "w3 w1 w4", max_tokens=5, kv=kv)
+        for kv in ("basic", "paged")
+    }
     assert texts["basic"] == texts["paged"]
     assert texts["paged"]
 
@@ -163,7 +187,9 @@ def test_a_hub_id_is_downloaded_and_loaded(folder, monkeypatch):
 
 
 def test_a_folder_goes_before_a_hub_id_of_the_same_name(folder, monkeypatch):
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the hub")
+    )
     monkeypatch.chdir(folder.parent.parent)
     assert isinstance(load(f"{folder.parent.name}/tiny")[0], nn.Module)
 
@@ -180,14 +206,17 @@ def test_a_missing_folder_is_named(tmp_path):
 @pytest.mark.parametrize("name", ["qwen", "a/b/c", "owner/", "../x", "two words/x", "a\0b"])
 def test_a_name_that_is_neither_folder_nor_hub_id_is_refused(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the hub")
+    )
     message = load_error(name)
     assert repr(name) in message
     assert "owner/name" in message
 
 
 def test_a_path_that_the_system_refuses_is_no_folder(tmp_path, monkeypatch):
-    # The home of nobody, and a name longer than any file system takes: say, a message given as --model.
+    # The home of nobody, and a name longer than any file system takes: say, a message given as
+    # --model.
     monkeypatch.chdir(tmp_path)
     assert "~no-such-user/model" in load_error("~no-such-user/model")
     assert "no folder" in load_error("word " * 1000)
@@ -240,7 +269,14 @@ def test_a_folder_without_a_config_says_what_belongs_there(folder):
 
 @pytest.mark.parametrize(
     "text",
-    [b"", b"{nope", b'["a", "list"]', b"null", b"\xff\xfe\x00", pytest.param(b"[" * 100_000, id="nested too deep")],
+    [
+        b"",
+        b"{nope",
+        b'["a", "list"]',
+        b"null",
+        b"\xff\xfe\x00",
+        pytest.param(b"[" * 100_000, id="nested too deep"),
+    ],
 )
 def test_a_config_that_is_no_json_object_is_named(folder, text):
     (folder / "config.json").write_bytes(text)
@@ -292,9 +328,18 @@ def test_dynamic_rope_scaling_is_refused_with_what_is_supported(folder, field, k
         ({"quantization": {"group_size": "64", "bits": 4}}, "group_size of quantization"),
         ({"quantization": [4]}, "quantization in "),
         ({"quantization_config": {"bits": 4}}, "quant_method"),
-        ({"rope_theta": [10000.0]}, "rope_theta in config.json must be a finite number above 0, got [10000.0]"),
-        ({"rope_theta": float("inf")}, "rope_theta in config.json must be a finite number above 0, got inf"),
-        ({"rope_theta": float("nan")}, "rope_theta in config.json must be a finite number above 0, got nan"),
+        (
+            {"rope_theta": [10000.0]},
+            "rope_theta in config.json must be a finite number above 0, got [10000.0]",
+        ),
+        (
+            {"rope_theta": float("inf")},
+            "rope_theta in config.json must be a finite number above 0, got inf",
+        ),
+        (
+            {"rope_theta": float("nan")},
+            "rope_theta in config.json must be a finite number above 0, got nan",
+        ),
         ({"rope_theta": 0}, "rope_theta"),
         ({"rope_theta": True}, "rope_theta"),
         ({"rope_theta": 10**400}, "rope_theta"),
@@ -361,7 +406,9 @@ def test_truncated_weights_are_broken_weights(folder, kept, lazy):
 
 
 def test_a_pointer_that_git_lfs_left_behind_is_not_weights(folder):
-    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    (folder / "model.safetensors").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+    )
     message = load_error(folder)
     assert "model.safetensors" in message
 

@@ -1,8 +1,8 @@
 """The same weights in mlx-lm's Qwen3 and in ours, alone and in ragged batches: the same logits.
 
-In float32 on the CPU, "the same" is ``float32_tolerance``. For other dtypes and devices the yardstick is mlx-lm itself:
-from its float32 logits, ours may be at most twice as far as its own, plus that tolerance.
-"""
+In float32 on the CPU, "the same" is ``float32_tolerance``. For other dtypes and devices the
+yardstick is mlx-lm itself: from its float32 logits, ours may be at most twice as far as its own,
+plus that tolerance."""
 
 import mlx.core as mx
 import numpy as np
@@ -31,7 +31,9 @@ def random_prompts(vocab_size, seed=0):
 
 
 def ragged_steps(prompts):
-    """Prompts that start at different steps in pieces of different sizes; decodes and prefills share their steps."""
+    """Prompts that start at different steps in pieces of different sizes; decodes and prefills
+    share their steps.
+    """
     pieces = {
         "one": chunks(prompts["one"]),
         "short of a block": chunks(prompts["short of a block"], 14),
@@ -40,16 +42,24 @@ def ragged_steps(prompts):
         "long": chunks(prompts["long"], 20, 1, 9, 14),
     }
     num_steps = max(len(parts) for parts in pieces.values())
-    return [{seq: parts[i] for seq, parts in pieces.items() if i < len(parts) and parts[i]} for i in range(num_steps)]
+    return [
+        {seq: parts[i] for seq, parts in pieces.items() if i < len(parts) and parts[i]}
+        for i in range(num_steps)
+    ]
 
 
 def assert_same_logits(folder, prompts=None):
-    """Ours and mlx-lm's from the same folder, on both caches: alone, in one packed step, and in ragged steps."""
+    """Ours and mlx-lm's from the same folder, on both caches: alone, in one packed step, and in
+    ragged steps.
+    """
     theirs, ours = load_model_as_mlx_lm(folder)[0], load_model(folder)
     prompts = prompts or random_prompts(ours.args.vocab_size)
 
     def their_logits():
-        return {seq: np.array(theirs(mx.array([ids])).astype(mx.float32))[0] for seq, ids in prompts.items()}
+        return {
+            seq: np.array(theirs(mx.array([ids])).astype(mx.float32))[0]
+            for seq, ids in prompts.items()
+        }
 
     rounded = their_logits()
     theirs.set_dtype(mx.float32)
@@ -66,7 +76,9 @@ def assert_same_logits(folder, prompts=None):
             feeds["ragged"] = ragged_steps(prompts)
         for feed, steps in feeds.items():
             logits = all_logits(ours, cache, steps)
-            assert {seq: len(rows) for seq, rows in logits.items()} == {seq: len(ids) for seq, ids in prompts.items()}
+            assert {seq: len(rows) for seq, rows in logits.items()} == {
+                seq: len(ids) for seq, ids in prompts.items()
+            }
             for seq in prompts:
                 assert max_error(logits[seq], exact[seq]) <= tolerance, (kind, feed, seq)
                 cache.free(seq)
@@ -91,7 +103,9 @@ def random_config(seed):
 
 
 def test_the_ragged_steps_mix_decodes_prefills_and_late_arrivals():
-    sizes = [{seq: len(ids) for seq, ids in step.items()} for step in ragged_steps(random_prompts(64))]
+    sizes = [
+        {seq: len(ids) for seq, ids in step.items()} for step in ragged_steps(random_prompts(64))
+    ]
     assert sizes == [
         {"one": 1, "short of a block": 14, "long": 20},
         {"short of a block": 1, "a block": 8, "past a block": 16, "long": 1},
@@ -121,7 +135,8 @@ def test_half_precision_weights_give_the_same_logits(tmp_path, dtype):
 
 
 def test_positions_stay_exact_in_bfloat16_beyond_256(tmp_path):
-    # bfloat16 counts in steps of 2 from 256 on: a position that went through it would be off by one.
+    # bfloat16 counts in steps of 2 from 256 on: a position that went through it would be off by
+    # one.
     config = {**CONFIG, "num_hidden_layers": 1}
     folder = save_folder(tmp_path, random_mlx_lm_model(config, dtype=mx.bfloat16), config)
     prompt = np.random.default_rng(0).integers(0, CONFIG["vocab_size"], 290).tolist()
@@ -138,13 +153,20 @@ def test_sharded_weights_give_the_same_logits(tmp_path, num_shards):
 def test_a_tied_checkpoint_that_also_has_a_head_uses_the_embeddings(tmp_path):
     config = {**CONFIG, "tie_word_embeddings": True}
     head = {"lm_head.weight": mx.ones((config["vocab_size"], config["hidden_size"]))}
-    assert_same_logits(save_folder(tmp_path, random_mlx_lm_model(config), config, extra_weights=head))
+    assert_same_logits(
+        save_folder(tmp_path, random_mlx_lm_model(config), config, extra_weights=head)
+    )
 
 
 SCALINGS = {
     "none": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 3.0},
-    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 4},
+    "yarn": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "beta_fast": 4,
+    },
     "yarn with its own scale": {
         "rope_type": "yarn",
         "factor": 4.0,
@@ -177,7 +199,9 @@ def test_rope_scaling_gives_the_same_logits_however_it_is_written(tmp_path, scal
     elif written == "rope_scaling":
         config["rope_scaling"] = scaling
     else:
-        config["rope_scaling"] = {"type" if key == "rope_type" else key: value for key, value in scaling.items()}
+        config["rope_scaling"] = {
+            "type" if key == "rope_type" else key: value for key, value in scaling.items()
+        }
     assert_same_logits(save_folder(tmp_path, random_mlx_lm_model(config), config))
 
 
@@ -186,14 +210,18 @@ QUANTISABLE = {**CONFIG, "hidden_size": 64, "intermediate_size": 128}  # rows ar
 
 def quantised_folder(folder, config, group_size, bits, dtype=mx.float32, quant_predicate=None):
     model = random_mlx_lm_model(config, dtype=dtype)
-    return save_folder(folder, *quantize_model(model, config, group_size, bits, quant_predicate=quant_predicate))
+    return save_folder(
+        folder, *quantize_model(model, config, group_size, bits, quant_predicate=quant_predicate)
+    )
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("group_size", [32, 64])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_quantised_weights_give_the_same_logits(tmp_path, bits, group_size, tied):
-    folder = quantised_folder(tmp_path, {**QUANTISABLE, "tie_word_embeddings": tied}, group_size, bits)
+    folder = quantised_folder(
+        tmp_path, {**QUANTISABLE, "tie_word_embeddings": tied}, group_size, bits
+    )
     layer = load_model(folder).layers[0].self_attn.q_proj
     assert (layer.bits, layer.group_size) == (bits, group_size)
     assert_same_logits(folder)

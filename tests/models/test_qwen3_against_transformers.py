@@ -1,4 +1,6 @@
-"""All logits of transformers' Qwen3 on small random models; the files are made by tests/golden/make_qwen3_logits.py."""
+"""All logits of transformers' Qwen3 on small random models; the files are made by
+tests/golden/make_qwen3_logits.py.
+"""
 
 import json
 from pathlib import Path
@@ -7,14 +9,24 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.utils import load_model as load_model_as_mlx_lm
-from qwen3_helpers import CACHES, all_logits, chunks, float32_tolerance, load_model, make_cache, max_error
+from qwen3_helpers import (
+    CACHES,
+    all_logits,
+    chunks,
+    float32_tolerance,
+    load_model,
+    make_cache,
+    max_error,
+)
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "qwen3"
 CASES = sorted(folder.name for folder in GOLDEN.iterdir())
 
 FEEDS = {
     "whole": lambda tokens: [tokens],
-    "in chunks": lambda tokens: chunks(tokens, 1, 7, 16, 9),  # ends at 1, 8, 24, 33: within blocks and on their edges
+    "in chunks": lambda tokens: chunks(
+        tokens, 1, 7, 16, 9
+    ),  # ends at 1, 8, 24, 33: within blocks and on their edges
     "token by token": lambda tokens: [[token] for token in tokens],
 }
 
@@ -27,7 +39,8 @@ def case(request):
     token_ids, logits = golden["token_ids"].tolist(), np.array(golden["logits"])
     tolerance = float32_tolerance(model.args, len(token_ids), logits)
     if mx.default_device() != mx.Device(mx.cpu):
-        # A GPU's kernels take a fast sine and shortened products: there mlx-lm's own error is the yardstick.
+        # A GPU's kernels take a fast sine and shortened products: there mlx-lm's own error is the
+        # yardstick.
         theirs = load_model_as_mlx_lm(folder)[0](golden["token_ids"][None])[0]
         tolerance += 2 * max_error(np.array(theirs), logits)
     return model, token_ids, logits, tolerance
@@ -38,12 +51,18 @@ def test_the_golden_cases_cover_what_qwen3_may_be():
     heads = {(c["num_attention_heads"], c["num_key_value_heads"]) for c in configs.values()}
     assert {q // kv for q, kv in heads} == {1, 2, 3}
     assert any(kv == 1 for _, kv in heads)
-    assert {c["head_dim"] * c["num_attention_heads"] == c["hidden_size"] for c in configs.values()} == {True, False}
+    assert {
+        c["head_dim"] * c["num_attention_heads"] == c["hidden_size"] for c in configs.values()
+    } == {True, False}
     assert {c["tie_word_embeddings"] for c in configs.values()} == {True, False}
     nested = {c["rope_parameters"]["rope_type"] for c in configs.values() if "rope_parameters" in c}
     assert nested == {"default", "linear", "llama3", "yarn"}
     top_level = [c["rope_scaling"] or {} for c in configs.values() if "rope_theta" in c]
-    assert {scaling.get("rope_type", scaling.get("type")) for scaling in top_level} == {None, "linear", "yarn"}
+    assert {scaling.get("rope_type", scaling.get("type")) for scaling in top_level} == {
+        None,
+        "linear",
+        "yarn",
+    }
 
 
 @pytest.mark.parametrize("feed", FEEDS)

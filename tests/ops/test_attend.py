@@ -1,4 +1,6 @@
-"""Attention for any step: decodes and prefills in one batch, each by its own operation, rows in their order."""
+"""Attention for any step: decodes and prefills in one batch, each by its own operation, rows in
+their order.
+"""
 
 import mlx.core as mx
 import numpy as np
@@ -28,8 +30,12 @@ def test_every_mix_of_decodes_and_prefills_matches_the_formula(context_lens, que
 
 @steps
 @pytest.mark.parametrize("order", ORDERS)
-def test_every_mix_matches_the_formula_in_every_block_order_with_window_and_sinks(context_lens, query_lens, order):
-    problem = make_problem(context_lens, query_lens, order=order, window=25, sinks=True, group=3, block_size=8)
+def test_every_mix_matches_the_formula_in_every_block_order_with_window_and_sinks(
+    context_lens, query_lens, order
+):
+    problem = make_problem(
+        context_lens, query_lens, order=order, window=25, sinks=True, group=3, block_size=8
+    )
     assert_matches_formula(attend(*problem.args), problem)
 
 
@@ -39,12 +45,17 @@ def test_a_shuffled_batch_gives_the_shuffled_rows():
     out = attend(*problem.args)
     order = [4, 1, 5, 0, 3, 2]
     metadata = AttentionMetadata.build(
-        [problem.tables[s] for s in order], [context_lens[s] for s in order], [query_lens[s] for s in order], 16
+        [problem.tables[s] for s in order],
+        [context_lens[s] for s in order],
+        [query_lens[s] for s in order],
+        16,
     )
     q = mx.concatenate([problem.dense[s][0] for s in order])
     shuffled = attend(q, problem.kv, metadata, *problem.args[3:])
     expected = mx.concatenate([out[problem.rows(s)] for s in order])
-    np.testing.assert_allclose(np.array(shuffled), np.array(expected), rtol=0, atol=8 * 2.0**-23 * 4)
+    np.testing.assert_allclose(
+        np.array(shuffled), np.array(expected), rtol=0, atol=8 * 2.0**-23 * 4
+    )
 
 
 @pytest.mark.parametrize(
@@ -80,7 +91,9 @@ def test_one_metadata_serves_every_layer(step):
         assert_matches_formula(attend(q, kv, metadata, *rest), problem)
 
 
-@pytest.mark.parametrize("query_lens", [[1, 1], [9, 12], [1, 12]], ids=["decodes", "prefills", "mixed"])
+@pytest.mark.parametrize(
+    "query_lens", [[1, 1], [9, 12], [1, 12]], ids=["decodes", "prefills", "mixed"]
+)
 @pytest.mark.parametrize("extra", [-1, 1], ids=["one_query_missing", "one_query_too_many"])
 def test_queries_that_are_not_one_per_token_are_refused(query_lens, extra):
     problem = make_problem([20, 20], query_lens)
@@ -89,13 +102,18 @@ def test_queries_that_are_not_one_per_token_are_refused(query_lens, extra):
         attend(mx.zeros((num_tokens, 4, 64)), *problem.args[1:])
 
 
-@pytest.mark.parametrize("query_lens", [[1, 1], [9, 12], [1, 12]], ids=["decodes", "prefills", "mixed"])
+@pytest.mark.parametrize(
+    "query_lens", [[1, 1], [9, 12], [1, 12]], ids=["decodes", "prefills", "mixed"]
+)
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"window": 0}, "window: must be at least 1"),
         ({"sinks": mx.zeros(3)}, r"sinks: expected \[num_heads\] = \[4\], got \[3\]"),
-        ({"kv": KVHandle.allocate(1, 2, 16, 64)}, "metadata: block 1 is out of range, the slabs have 1 blocks"),
+        (
+            {"kv": KVHandle.allocate(1, 2, 16, 64)},
+            "metadata: block 1 is out of range, the slabs have 1 blocks",
+        ),
     ],
     ids=["window", "sinks", "block_range"],
 )

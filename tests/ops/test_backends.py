@@ -1,4 +1,6 @@
-"""Which backend runs: what the names stand for on this machine, and what is said when one can't be had."""
+"""Which backend runs: what the names stand for on this machine, and what is said when one can't be
+had.
+"""
 
 import mlx.core as mx
 import pytest
@@ -46,7 +48,9 @@ OPERATIONS = [
     copy_blocks,
     zero_blocks,
 ]
-operations = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.__name__)
+operations = pytest.mark.parametrize(
+    "operation", OPERATIONS, ids=lambda operation: operation.__name__
+)
 
 
 KV = KVHandle.allocate(2, 1, 8, 32)
@@ -70,8 +74,12 @@ def test_auto_is_the_reference_where_there_is_no_metal(without_metal):
     assert (*names, load_backend("auto", KV)) == ("reference", "reference", "reference", reference)
 
 
-@pytest.mark.parametrize("ask", [resolve_backend, lambda name: load_backend(name, KV)], ids=["resolve", "load"])
-def test_metal_without_metal_is_an_error_that_says_what_it_needs_and_the_way_out(ask, without_metal):
+@pytest.mark.parametrize(
+    "ask", [resolve_backend, lambda name: load_backend(name, KV)], ids=["resolve", "load"]
+)
+def test_metal_without_metal_is_an_error_that_says_what_it_needs_and_the_way_out(
+    ask, without_metal
+):
     message = r"^\[backend\] the Metal backend needs a Mac with Apple Silicon; use --backend reference \(or auto\)$"
     for _ in range(2):
         with pytest.raises(BackendError, match=message):
@@ -82,7 +90,10 @@ def test_metal_without_metal_is_an_error_that_says_what_it_needs_and_the_way_out
 def test_an_unknown_backend_is_refused_with_the_names_there_are(name):
     with pytest.raises(BackendError) as refusal:
         resolve_backend(name)
-    assert str(refusal.value) == f"[backend] unknown backend {name!r}; choose one of auto, reference, metal"
+    assert (
+        str(refusal.value)
+        == f"[backend] unknown backend {name!r}; choose one of auto, reference, metal"
+    )
 
 
 def test_a_backend_error_is_a_value_error():
@@ -107,7 +118,9 @@ def test_every_operation_refuses_an_unknown_backend(operation):
         call(operation, "cuda")
 
 
-@pytest.mark.parametrize("name", ["reshape_and_cache", "paged_attention", "paged_prefill_attention", "gather_blocks"])
+@pytest.mark.parametrize(
+    "name", ["reshape_and_cache", "paged_attention", "paged_prefill_attention", "gather_blocks"]
+)
 def test_auto_calls_the_backend_it_stands_for(name, monkeypatch, without_metal):
     called = []
     operation = getattr(reference, name)

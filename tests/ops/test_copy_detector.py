@@ -39,7 +39,9 @@ def test_a_step_that_takes_a_slab_is_reported_with_both_numbers():
     detector.begin_step(1, SLAB)
     held = mx.zeros((SLAB,), mx.uint8)
     mx.eval(held)
-    with pytest.warns(UserWarning, match=rf"took \d{{8}} bytes, a slab has {SLAB}: MLX copies slabs instead"):
+    with pytest.warns(
+        UserWarning, match=rf"took \d{{8}} bytes, a slab has {SLAB}: MLX copies slabs instead"
+    ):
         detector.end_step(SLAB)
 
 
@@ -54,9 +56,13 @@ def test_it_judges_the_first_steps_only():
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "slab"), [(MAX_TOKENS + 1, SLAB), (1, SLAB - 1)], ids=["a_prefill", "a_small_slab"]
+    ("num_tokens", "slab"),
+    [(MAX_TOKENS + 1, SLAB), (1, SLAB - 1)],
+    ids=["a_prefill", "a_small_slab"],
 )
-def test_what_could_take_a_slab_for_other_reasons_is_not_judged_and_does_not_count(num_tokens, slab):
+def test_what_could_take_a_slab_for_other_reasons_is_not_judged_and_does_not_count(
+    num_tokens, slab
+):
     detector = CopyDetector(1)
     assert not step(detector, 2 * SLAB, num_tokens, slab)
     assert step(detector, SLAB)

@@ -13,7 +13,9 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def random_handle(num_blocks=12, num_kv_heads=2, block_size=8, head_dim=32, dtype=mx.float32):
     rng = np.random.default_rng(num_blocks)
     shape = (num_blocks, num_kv_heads, block_size, head_dim)
-    kv = KVHandle(*(mx.array(rng.standard_normal(shape, dtype=np.float32)).astype(dtype) for _ in "kv"))
+    kv = KVHandle(
+        *(mx.array(rng.standard_normal(shape, dtype=np.float32)).astype(dtype) for _ in "kv")
+    )
     mx.eval(*kv.arrays)
     return kv
 
@@ -25,7 +27,9 @@ def as_numpy(array):
 def dense(slab, table, num_tokens):
     """Token by token: ``[num_kv_heads, num_tokens, head_dim]``."""
     block_size = slab.shape[2]
-    return np.stack([slab[table[t // block_size], :, t % block_size] for t in range(num_tokens)], axis=1)
+    return np.stack(
+        [slab[table[t // block_size], :, t % block_size] for t in range(num_tokens)], axis=1
+    )
 
 
 # Gather
@@ -71,8 +75,12 @@ def test_every_length_is_gathered_as_numpy_does(num_kv_heads, num_tokens, table)
 def test_every_block_shape_is_gathered_as_numpy_does(head_dim, block_size):
     kv = random_handle(5, 2, block_size, head_dim)
     keys, values = gather_blocks(kv, [4, 1, 2], 2 * block_size + 1)
-    np.testing.assert_array_equal(as_numpy(keys), dense(as_numpy(kv.k), [4, 1, 2], 2 * block_size + 1))
-    np.testing.assert_array_equal(as_numpy(values), dense(as_numpy(kv.v), [4, 1, 2], 2 * block_size + 1))
+    np.testing.assert_array_equal(
+        as_numpy(keys), dense(as_numpy(kv.k), [4, 1, 2], 2 * block_size + 1)
+    )
+    np.testing.assert_array_equal(
+        as_numpy(values), dense(as_numpy(kv.v), [4, 1, 2], 2 * block_size + 1)
+    )
 
 
 @pytest.mark.parametrize("given", [list, tuple], ids=["list", "tuple"])
@@ -88,7 +96,9 @@ def test_blocks_behind_the_tokens_are_not_looked_at():
     np.testing.assert_array_equal(as_numpy(keys), dense(as_numpy(kv.k), [9, 0], 16))
 
 
-@pytest.mark.parametrize("table", [[5], [3, 4, 5], [9, 0, 11]], ids=["one_block", "adjacent", "shuffled"])
+@pytest.mark.parametrize(
+    "table", [[5], [3, 4, 5], [9, 0, 11]], ids=["one_block", "adjacent", "shuffled"]
+)
 def test_what_was_gathered_survives_a_later_write(table):
     kv = random_handle()
     expected = dense(as_numpy(kv.k), table, 8 * len(table))
@@ -104,14 +114,34 @@ def test_what_was_gathered_survives_a_later_write(table):
     ("block_table", "num_tokens", "message"),
     [
         ([], None, r"\[gather_blocks\] block_table: must name at least one block"),
-        ([[1, 2]], None, r"\[gather_blocks\] block_table: block ids must be integers, got \[1, 2\]"),
+        (
+            [[1, 2]],
+            None,
+            r"\[gather_blocks\] block_table: block ids must be integers, got \[1, 2\]",
+        ),
         ([1.0, 2.0], None, r"\[gather_blocks\] block_table: block ids must be integers, got 1.0"),
-        ([1, 12], None, r"\[gather_blocks\] block_table: block 12 is out of range, the slabs have 12 blocks"),
-        ([1, -1], None, r"\[gather_blocks\] block_table: block -1 is out of range, the slabs have 12 blocks"),
+        (
+            [1, 12],
+            None,
+            r"\[gather_blocks\] block_table: block 12 is out of range, the slabs have 12 blocks",
+        ),
+        (
+            [1, -1],
+            None,
+            r"\[gather_blocks\] block_table: block -1 is out of range, the slabs have 12 blocks",
+        ),
         ([1, 2**32 + 1], None, r"\[gather_blocks\] block_table: block 4294967297 is out of range"),
-        ([1, 2], 17, r"\[gather_blocks\] num_tokens: must be within 1..16 \(2 blocks of 8\), got 17"),
+        (
+            [1, 2],
+            17,
+            r"\[gather_blocks\] num_tokens: must be within 1..16 \(2 blocks of 8\), got 17",
+        ),
         ([1, 2], 0, r"\[gather_blocks\] num_tokens: must be within 1..16 \(2 blocks of 8\), got 0"),
-        ([1, 2], -1, r"\[gather_blocks\] num_tokens: must be within 1..16 \(2 blocks of 8\), got -1"),
+        (
+            [1, 2],
+            -1,
+            r"\[gather_blocks\] num_tokens: must be within 1..16 \(2 blocks of 8\), got -1",
+        ),
     ],
     ids=[
         "empty_table",
@@ -160,7 +190,9 @@ def test_blocks_are_copied_whole_and_the_others_stay(pairs, dtype):
     assert [as_numpy(slab).tolist() for slab in kv.arrays] == [slab.tolist() for slab in expected]
 
 
-@pytest.mark.parametrize("given", [list, tuple, lambda p: [list(x) for x in p]], ids=["list", "tuple", "lists"])
+@pytest.mark.parametrize(
+    "given", [list, tuple, lambda p: [list(x) for x in p]], ids=["list", "tuple", "lists"]
+)
 def test_pairs_may_come_in_any_form(given):
     kv = random_handle()
     expected = [copied(as_numpy(slab), [(3, 7), (2, 5)]) for slab in kv.arrays]
@@ -181,19 +213,38 @@ def test_a_copy_sees_the_write_before_it_and_is_seen_by_the_write_after_it():
     copy_blocks(kv, [(0, 2)])
     reshape_and_cache(mx.full((1, 1, 32), 5.0), mx.full((1, 1, 32), 5.0), kv, [19])
     for slab in kv.arrays:
-        assert slab[:, 0, :, 0].tolist() == [[0, 0, 1, 0, 0, 0, 0, 0], [0] * 8, [0, 0, 1, 5, 0, 0, 0, 0]]
+        assert slab[:, 0, :, 0].tolist() == [
+            [0, 0, 1, 0, 0, 0, 0, 0],
+            [0] * 8,
+            [0, 0, 1, 5, 0, 0, 0, 0],
+        ]
 
 
 @pytest.mark.parametrize(
     ("pairs", "message"),
     [
-        ([(0, 12)], r"\[copy_blocks\] src_dst_pairs: block 12 is out of range, the slabs have 12 blocks"),
-        ([(12, 0)], r"\[copy_blocks\] src_dst_pairs: block 12 is out of range, the slabs have 12 blocks"),
-        ([(-1, 0)], r"\[copy_blocks\] src_dst_pairs: block -1 is out of range, the slabs have 12 blocks"),
+        (
+            [(0, 12)],
+            r"\[copy_blocks\] src_dst_pairs: block 12 is out of range, the slabs have 12 blocks",
+        ),
+        (
+            [(12, 0)],
+            r"\[copy_blocks\] src_dst_pairs: block 12 is out of range, the slabs have 12 blocks",
+        ),
+        (
+            [(-1, 0)],
+            r"\[copy_blocks\] src_dst_pairs: block -1 is out of range, the slabs have 12 blocks",
+        ),
         ([(1, 3), (2, 3)], r"\[copy_blocks\] src_dst_pairs: a destination is named twice"),
-        ([(1, 2), (2, 3)], r"\[copy_blocks\] src_dst_pairs: a block is both source and destination"),
+        (
+            [(1, 2), (2, 3)],
+            r"\[copy_blocks\] src_dst_pairs: a block is both source and destination",
+        ),
         ([(4, 4)], r"\[copy_blocks\] src_dst_pairs: a block is both source and destination"),
-        ([(1, 2, 3)], r"\[copy_blocks\] src_dst_pairs: expected pairs \(source, destination\), got .*1, 2, 3"),
+        (
+            [(1, 2, 3)],
+            r"\[copy_blocks\] src_dst_pairs: expected pairs \(source, destination\), got .*1, 2, 3",
+        ),
         ([(1.0, 2.0)], r"\[copy_blocks\] src_dst_pairs: block ids must be integers, got 1.0"),
     ],
     ids=[
@@ -219,7 +270,9 @@ def test_copies_that_do_not_fit_are_refused_and_change_nothing(pairs, message):
 
 
 def copy_costs(extra_peak_bytes, num_slots, keep_view=False, repeats=1):
-    """Extra peak bytes of each of some copies in slabs of ``num_slots`` slots, and the bytes of one slab."""
+    """Extra peak bytes of each of some copies in slabs of ``num_slots`` slots, and the bytes of one
+    slab.
+    """
     kv = KVHandle.allocate(num_slots // 8, 2, 8, 32)
     holders = [kv.k[3:5]] if keep_view else []
     mx.eval(*holders)
@@ -238,8 +291,11 @@ def test_a_copy_of_blocks_copies_no_slab(num_slots, extra_peak_bytes):
 
 
 def test_a_copy_of_blocks_takes_the_same_memory_in_a_small_and_in_a_large_slab(extra_peak_bytes):
-    small, large = (copy_costs(extra_peak_bytes, num_slots, repeats=20)[0] for num_slots in (1_000, 100_000))
-    # Another thread frees the ids of sources and destinations (int32, for K and for V), sooner or later than the peak.
+    small, large = (
+        copy_costs(extra_peak_bytes, num_slots, repeats=20)[0] for num_slots in (1_000, 100_000)
+    )
+    # Another thread frees the ids of sources and destinations (int32, for K and for V), sooner or
+    # later than the peak.
     index_bytes = 2 * 2 * 4 * 3
     assert max(small + large) - min(small + large) <= index_bytes, f"{small} bytes, {large} bytes"
 
@@ -249,7 +305,9 @@ def test_the_counter_sees_the_copy_that_a_second_holder_of_the_slab_causes(extra
     assert extra >= slab_bytes
 
 
-@pytest.mark.parametrize("table", [list(range(20)), list(range(20, 0, -1))], ids=["adjacent", "reversed"])
+@pytest.mark.parametrize(
+    "table", [list(range(20)), list(range(20, 0, -1))], ids=["adjacent", "reversed"]
+)
 def test_a_gather_takes_the_memory_of_its_tokens_and_not_of_the_slab(table, extra_peak_bytes):
     kv = KVHandle.allocate(12_500, 2, 8, 32)
     gathered = []

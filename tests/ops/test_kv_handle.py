@@ -47,8 +47,16 @@ def test_new_slabs_hold_zeros_and_their_bytes_are_the_formula(dtype):
 @pytest.mark.parametrize(
     ("k", "v", "message"),
     [
-        (mx.zeros((4, 2, 16, 32)), mx.zeros((5, 2, 16, 32)), r"got \[4, 2, 16, 32\] and \[5, 2, 16, 32\]"),
-        (mx.zeros((4, 2, 16, 32)), mx.zeros((4, 2, 16, 64)), r"got \[4, 2, 16, 32\] and \[4, 2, 16, 64\]"),
+        (
+            mx.zeros((4, 2, 16, 32)),
+            mx.zeros((5, 2, 16, 32)),
+            r"got \[4, 2, 16, 32\] and \[5, 2, 16, 32\]",
+        ),
+        (
+            mx.zeros((4, 2, 16, 32)),
+            mx.zeros((4, 2, 16, 64)),
+            r"got \[4, 2, 16, 32\] and \[4, 2, 16, 64\]",
+        ),
         (mx.zeros((4, 16, 32)), mx.zeros((4, 16, 32)), r"got \[4, 16, 32\] and \[4, 16, 32\]"),
         (
             mx.zeros((4, 2, 16, 32), mx.int8),

@@ -1,4 +1,6 @@
-"""What a step tells the operations: slots, block tables, positions, and the cut into decodes and prefills."""
+"""What a step tells the operations: slots, block tables, positions, and the cut into decodes and
+prefills.
+"""
 
 import mlx.core as mx
 import numpy as np
@@ -66,7 +68,9 @@ def test_padding_keeps_its_place_among_the_slots_and_has_no_block():
     }
 
 
-@pytest.mark.parametrize(("slots", "rows"), [([], None), ([-1, -2], [])], ids=["no_slots", "all_padding"])
+@pytest.mark.parametrize(
+    ("slots", "rows"), [([], None), ([-1, -2], [])], ids=["no_slots", "all_padding"]
+)
 def test_a_mapping_may_hold_no_row(slots, rows):
     assert slot_state(SlotMapping.build(slots, 8)) == {
         "slots": slots,
@@ -83,13 +87,19 @@ def test_a_mapping_may_hold_no_row(slots, rows):
     ("slots", "message"),
     [
         ([3, 7, 3, 1], r"\[slot_mapping\] slot 3 is named 2 times"),
-        ([[1, 2]], r"\[slot_mapping\] slots must be integers of shape \[num_tokens\], got \[\[1, 2\]\]"),
+        (
+            [[1, 2]],
+            r"\[slot_mapping\] slots must be integers of shape \[num_tokens\], got \[\[1, 2\]\]",
+        ),
         ([1.5], r"\[slot_mapping\] slots must be integers of shape \[num_tokens\], got \[1.5\]"),
         (
             mx.array([1.0]),
             r"\[slot_mapping\] slots must be integers of shape \[num_tokens\], got array\(\[1\], dtype=float32\)",
         ),
-        (mx.array(1), r"\[slot_mapping\] slots must be integers of shape \[num_tokens\], got array\(1, dtype=int32\)"),
+        (
+            mx.array(1),
+            r"\[slot_mapping\] slots must be integers of shape \[num_tokens\], got array\(1, dtype=int32\)",
+        ),
         ([True], r"\[slot_mapping\] slots must be integers of shape \[num_tokens\], got \[True\]"),
     ],
     ids=["twice", "two_dimensions", "floats", "mx_floats", "mx_scalar", "booleans"],
@@ -104,7 +114,10 @@ def test_slots_that_make_no_sense_are_refused(slots, message):
 
 def test_a_step_says_where_everything_lies():
     metadata = AttentionMetadata.build(
-        block_tables=[[7, 2, 19], [4], [0, 5]], context_lens=[34, 16, 17], query_lens=[1, 16, 3], block_size=16
+        block_tables=[[7, 2, 19], [4], [0, 5]],
+        context_lens=[34, 16, 17],
+        query_lens=[1, 16, 3],
+        block_size=16,
     )
     assert state(metadata) == {
         "block_tables": [[7, 2, 19], [4], [0, 5]],
@@ -180,14 +193,26 @@ def test_a_step_keeps_its_lists_by_value():
             ([[1], [2]], [3, 4], [1, 0]),
             r"\[attention_metadata\] sequence 1: query_len 0 must be within 1..context_len 4$",
         ),
-        (([[1]], [3], [-1]), r"\[attention_metadata\] sequence 0: query_len -1 must be within 1..context_len 3"),
-        (([[1]], [3], [4]), r"\[attention_metadata\] sequence 0: query_len 4 must be within 1..context_len 3"),
-        (([[1]], [0], [0]), r"\[attention_metadata\] sequence 0: query_len 0 must be within 1..context_len 0"),
+        (
+            ([[1]], [3], [-1]),
+            r"\[attention_metadata\] sequence 0: query_len -1 must be within 1..context_len 3",
+        ),
+        (
+            ([[1]], [3], [4]),
+            r"\[attention_metadata\] sequence 0: query_len 4 must be within 1..context_len 3",
+        ),
+        (
+            ([[1]], [0], [0]),
+            r"\[attention_metadata\] sequence 0: query_len 0 must be within 1..context_len 0",
+        ),
         (
             ([[1], [2]], [8, 17], [1, 1]),
             r"\[attention_metadata\] sequence 1: 17 tokens need 3 blocks of 8, the block table has 1",
         ),
-        (([[]], [1], [1]), r"\[attention_metadata\] sequence 0: 1 tokens need 1 blocks of 8, the block table has 0"),
+        (
+            ([[]], [1], [1]),
+            r"\[attention_metadata\] sequence 0: 1 tokens need 1 blocks of 8, the block table has 0",
+        ),
         (([[1], [2, -3]], [8, 16], [1, 1]), r"\[attention_metadata\] .*block id -3 is negative"),
     ],
     ids=[
@@ -214,7 +239,11 @@ def test_a_plan_is_made_once_per_key():
     def make(name):
         return lambda: made.append(name) or name
 
-    got = [metadata.plan("a", make("first")), metadata.plan("a", make("second")), metadata.plan("b", make("third"))]
+    got = [
+        metadata.plan("a", make("first")),
+        metadata.plan("a", make("second")),
+        metadata.plan("b", make("third")),
+    ]
     assert (got, made) == (["first", "first", "third"], ["first", "third"])
 
 
@@ -239,7 +268,9 @@ def parts(metadata):
         return rows
 
     rows = metadata.map_parts(is_decode, operation, mx.arange(metadata.num_tokens))
-    assert rows.tolist() == list(range(metadata.num_tokens)), "results come back in the order of the tokens"
+    assert rows.tolist() == list(range(metadata.num_tokens)), (
+        "results come back in the order of the tokens"
+    )
     return seen
 
 
@@ -248,14 +279,18 @@ def test_a_step_of_one_kind_is_one_part_with_all_rows_as_they_are(query_lens):
     metadata = AttentionMetadata.build([[0, 1], [2, 3]], [12, 14], query_lens, 8)
     rows = mx.arange(metadata.num_tokens)
     calls = []
-    metadata.map_parts(is_decode, lambda part, part_rows: calls.append((part, part_rows)) or part_rows, rows)
+    metadata.map_parts(
+        is_decode, lambda part, part_rows: calls.append((part, part_rows)) or part_rows, rows
+    )
     ((part, part_rows),) = calls
     assert part is metadata
     assert part_rows is rows
 
 
 def test_a_mixed_step_is_cut_into_decodes_and_prefills_with_the_rows_of_each():
-    metadata = AttentionMetadata.build([[4, 1], [2], [7, 3], [5, 6]], [12, 8, 10, 16], [9, 1, 10, 8], 8)
+    metadata = AttentionMetadata.build(
+        [[4, 1], [2], [7, 3], [5, 6]], [12, 8, 10, 16], [9, 1, 10, 8], 8
+    )
     decodes = {
         "block_tables": [[2], [5, 6]],
         "context_lens": [8, 16],
@@ -289,7 +324,9 @@ def test_a_mixed_step_is_cut_into_decodes_and_prefills_with_the_rows_of_each():
 def test_a_step_is_cut_into_as_many_parts_as_there_are_kinds():
     metadata = AttentionMetadata.build([[0, 1]] * 5, [16] * 5, [1, 12, 8, 1, 3], 8)
     lens = []
-    metadata.map_parts(lambda n: n, lambda part, rows: lens.append(part.query_lens) or rows, mx.zeros(25))
+    metadata.map_parts(
+        lambda n: n, lambda part, rows: lens.append(part.query_lens) or rows, mx.zeros(25)
+    )
     assert lens == [[1, 1], [12], [8], [3]]
 
 

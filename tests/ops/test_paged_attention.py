@@ -24,9 +24,13 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 
 def written(values, num_kv_heads=1, head_dim=32, keys=0.0):
     """Slabs whose block 0 holds tokens with these values in every channel, all with the same key."""
-    kv = KVHandle(mx.full((1, num_kv_heads, 8, head_dim), keys), mx.full((1, num_kv_heads, 8, head_dim), 1e4))
+    kv = KVHandle(
+        mx.full((1, num_kv_heads, 8, head_dim), keys), mx.full((1, num_kv_heads, 8, head_dim), 1e4)
+    )
     for offset, value in enumerate(values):
-        kv.v[0, :, offset] = mx.broadcast_to(mx.array(value).reshape(-1, 1), (num_kv_heads, head_dim))
+        kv.v[0, :, offset] = mx.broadcast_to(
+            mx.array(value).reshape(-1, 1), (num_kv_heads, head_dim)
+        )
     mx.eval(kv.k, kv.v)
     return kv
 
@@ -56,7 +60,9 @@ def test_a_window_of_one_is_the_current_token_and_a_window_of_two_adds_the_one_b
 
 
 def test_a_sink_takes_its_share_of_the_weight_and_brings_no_value():
-    kv = written([4.0, 8.0, 12.0])  # all scores are 0, and so is the first head's sink: 3 of 4 equal shares remain
+    kv = written(
+        [4.0, 8.0, 12.0]
+    )  # all scores are 0, and so is the first head's sink: 3 of 4 equal shares remain
     out = decode(kv, context_len=3, num_heads=3, sinks=mx.array([0.0, -mx.inf, 1000.0]))
     assert out == [[6.0, 8.0, 0.0]]
 
@@ -78,17 +84,26 @@ def test_the_scale_multiplies_the_scores():
 def test_the_numpy_formula_agrees_with_mlx_own_attention(sinks):
     problem = make_problem([37], [5], sinks=sinks)
     q, k, v = (rows.swapaxes(0, 1)[None] for rows in problem.dense[0])
-    theirs = mx.fast.scaled_dot_product_attention(q, k, v, scale=problem.scale, mask="causal", sinks=problem.sinks)
-    np.testing.assert_allclose(to_float64(theirs[0].swapaxes(0, 1)), problem.exact[0], rtol=1e-4, atol=1e-6)
+    theirs = mx.fast.scaled_dot_product_attention(
+        q, k, v, scale=problem.scale, mask="causal", sinks=problem.sinks
+    )
+    np.testing.assert_allclose(
+        to_float64(theirs[0].swapaxes(0, 1)), problem.exact[0], rtol=1e-4, atol=1e-6
+    )
 
 
 def test_the_numpy_formula_does_not_depend_on_a_shift_of_all_logits():
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((6, 1, 8)) for _ in range(3))
-    shifted = np.concatenate([k, np.full((6, 1, 1), 7.0)], axis=2), np.concatenate([q, np.ones((6, 1, 1))], axis=2)
+    shifted = (
+        np.concatenate([k, np.full((6, 1, 1), 7.0)], axis=2),
+        np.concatenate([q, np.ones((6, 1, 1))], axis=2),
+    )
     values = np.concatenate([v, v[:, :, :1]], axis=2)
     out = attention(shifted[1], shifted[0], values, 1.0, sinks=np.array([1.5 + 7.0]))
-    np.testing.assert_allclose(out[:, :, :8], attention(q, k, v, 1.0, sinks=np.array([1.5])), atol=1e-12)
+    np.testing.assert_allclose(
+        out[:, :, :8], attention(q, k, v, 1.0, sinks=np.array([1.5])), atol=1e-12
+    )
 
 
 # Against the formula, one thing after the other
@@ -108,15 +123,21 @@ def test_a_ragged_batch_matches_the_formula_for_every_head_dim(head_dim, dtype):
     ids=lambda n: str(n),
 )
 def test_a_ragged_batch_matches_the_formula_for_every_group_size(num_kv_heads, group, dtype):
-    problem = make_problem([300, 17, 1], [1, 3, 1], num_kv_heads=num_kv_heads, group=group, dtype=dtype, seed=group)
+    problem = make_problem(
+        [300, 17, 1], [1, 3, 1], num_kv_heads=num_kv_heads, group=group, dtype=dtype, seed=group
+    )
     assert_matches_formula(paged_attention(*problem.args), problem)
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("block_size", [8, 16, 32, 64])
-def test_a_ragged_batch_matches_the_formula_for_every_block_size_and_order(block_size, order, dtype):
-    problem = make_problem(RAGGED_LENGTHS, 1, block_size=block_size, order=order, dtype=dtype, seed=block_size)
+def test_a_ragged_batch_matches_the_formula_for_every_block_size_and_order(
+    block_size, order, dtype
+):
+    problem = make_problem(
+        RAGGED_LENGTHS, 1, block_size=block_size, order=order, dtype=dtype, seed=block_size
+    )
     assert_matches_formula(paged_attention(*problem.args), problem)
 
 
@@ -176,9 +197,13 @@ def random_settings(count: int, max_query_len: int) -> list:
     chosen = []
     for seed in range(count):
         setting = {name: rng.choice(values) for name, values in AXES.items()}
-        lengths = [rng.choice([*RAGGED_LENGTHS, rng.randint(1, 400)]) for _ in range(rng.randint(1, 6))]
+        lengths = [
+            rng.choice([*RAGGED_LENGTHS, rng.randint(1, 400)]) for _ in range(rng.randint(1, 6))
+        ]
         runs = [min(n, rng.randint(1, max_query_len)) for n in lengths]
-        name = "{dtype}-d{head_dim}-{num_kv_heads}x{group}-b{block_size}-{order}-w{window}".format(**setting)
+        name = "{dtype}-d{head_dim}-{num_kv_heads}x{group}-b{block_size}-{order}-w{window}".format(
+            **setting
+        )
         name += "-sinks" * setting["sinks"]
         setting["dtype"] = DTYPES[setting["dtype"]]
         setting |= {"context_lens": lengths, "query_lens": runs, "seed": seed}
@@ -193,8 +218,11 @@ def test_random_settings_match_the_formula(setting):
 
 
 def test_long_products_of_f16_do_not_overflow_before_the_scale():
-    # q @ k is 115,200, above the 65,504 of f16; scaled it is 10,182, and MLX's own attention scales first.
-    kv = KVHandle(mx.full((1, 1, 8, 128), 30.0, mx.float16), mx.full((1, 1, 8, 128), 2.0, mx.float16))
+    # q @ k is 115,200, above the 65,504 of f16; scaled it is 10,182, and MLX's own attention scales
+    # first.
+    kv = KVHandle(
+        mx.full((1, 1, 8, 128), 30.0, mx.float16), mx.full((1, 1, 8, 128), 2.0, mx.float16)
+    )
     metadata = AttentionMetadata.build([[0]], [5], [1], 8)
     out = paged_attention(mx.full((1, 1, 128), 30.0, mx.float16), kv, metadata, 128**-0.5)
     assert out.tolist() == mx.full((1, 1, 128), 2.0).tolist()
@@ -228,7 +256,8 @@ def test_a_decode_reads_blocks_of_float32_where_they_lie():
 @dtypes
 @pytest.mark.parametrize("order", ["adjacent", "shuffled", "shared"])
 def test_a_sequence_gets_the_same_result_alone_and_in_a_batch_within_rounding(order, dtype):
-    # The plain-MLX path may read and reduce in another order alone, so it promises rounding and not the same bits.
+    # The plain-MLX path may read and reduce in another order alone, so it promises rounding and not
+    # the same bits.
     problem = make_problem(RAGGED_LENGTHS, 3, order=order, dtype=dtype)
     batch = to_float64(paged_attention(*problem.args))
     for seq in range(len(problem.context_lens)):
@@ -243,7 +272,10 @@ def test_what_else_is_in_the_batch_does_not_leak_into_a_sequence():
     for block in problem.tables[1]:
         problem.kv.k[block], problem.kv.v[block] = mx.array(9.0), mx.array(9.0)
     after = paged_attention(*problem.args)
-    same = [mx.array_equal(before[problem.rows(seq)], after[problem.rows(seq)]).item() for seq in range(3)]
+    same = [
+        mx.array_equal(before[problem.rows(seq)], after[problem.rows(seq)]).item()
+        for seq in range(3)
+    ]
     assert same == [True, False, True]
 
 
@@ -263,7 +295,10 @@ def test_reading_leaves_the_slabs_as_they_were():
     problem = make_problem([33, 50], 2)
     before = [np.array(slab) for slab in problem.kv.arrays]
     mx.eval(paged_attention(*problem.args))
-    assert all(np.array_equal(old, np.array(new)) for old, new in zip(before, problem.kv.arrays, strict=True))
+    assert all(
+        np.array_equal(old, np.array(new))
+        for old, new in zip(before, problem.kv.arrays, strict=True)
+    )
 
 
 @pytest.mark.parametrize("q_dtype", DTYPES.values(), ids=[f"q_{name}" for name in DTYPES])
@@ -275,7 +310,10 @@ def test_the_result_has_the_dtype_of_the_queries(q_dtype, kv_dtype):
     out = paged_attention(q.astype(mx.bfloat16).astype(q_dtype), *rest)
     assert out.dtype == q_dtype
     coarse = max(problem.allowed_errors) + 2.0**-7 * 4
-    assert np.abs(to_float64(out) - np.concatenate([problem.exact[0], problem.exact[1]])).max() <= coarse
+    assert (
+        np.abs(to_float64(out) - np.concatenate([problem.exact[0], problem.exact[1]])).max()
+        <= coarse
+    )
 
 
 # Refusals
@@ -292,14 +330,23 @@ Q = mx.zeros((3, 4, 32))
             {"q": mx.zeros((2, 4, 32))},
             r"\[paged_attention\] q: expected \[num_tokens, num_heads, head_dim\] = \[3, \*, 32\], got \[2, 4, 32\]",
         ),
-        ({"q": mx.zeros((3, 4, 64))}, r"\[paged_attention\] q: expected .* = \[3, \*, 32\], got \[3, 4, 64\]"),
+        (
+            {"q": mx.zeros((3, 4, 64))},
+            r"\[paged_attention\] q: expected .* = \[3, \*, 32\], got \[3, 4, 64\]",
+        ),
         ({"q": mx.zeros((3, 128))}, r"\[paged_attention\] q: expected .*, got \[3, 128\]"),
         (
             {"q": mx.zeros((3, 3, 32))},
             r"\[paged_attention\] q: 3 query heads are not a multiple of 2 KV heads",
         ),
-        ({"q": mx.zeros((3, 0, 32))}, r"\[paged_attention\] q: 0 query heads are not a multiple of 2 KV heads"),
-        ({"q": mx.zeros((3, 4, 32), mx.int32)}, r"\[paged_attention\] q: must be floating, got .*int32"),
+        (
+            {"q": mx.zeros((3, 0, 32))},
+            r"\[paged_attention\] q: 0 query heads are not a multiple of 2 KV heads",
+        ),
+        (
+            {"q": mx.zeros((3, 4, 32), mx.int32)},
+            r"\[paged_attention\] q: must be floating, got .*int32",
+        ),
         (
             {"metadata": AttentionMetadata.build([], [], [], 16), "q": mx.zeros((0, 4, 32))},
             r"\[paged_attention\] metadata: the batch has no sequence",
@@ -314,7 +361,10 @@ Q = mx.zeros((3, 4, 32))
         ),
         ({"window": 0}, r"\[paged_attention\] window: must be at least 1 .*, got 0"),
         ({"window": -3}, r"\[paged_attention\] window: must be at least 1 .*, got -3"),
-        ({"sinks": mx.zeros(2)}, r"\[paged_attention\] sinks: expected \[num_heads\] = \[4\], got \[2\]"),
+        (
+            {"sinks": mx.zeros(2)},
+            r"\[paged_attention\] sinks: expected \[num_heads\] = \[4\], got \[2\]",
+        ),
     ],
     ids=[
         "too_few_queries",

@@ -3,7 +3,14 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from numpy_attention import DTYPES, ORDERS, RAGGED_LENGTHS, assert_matches_formula, make_problem, to_float64
+from numpy_attention import (
+    DTYPES,
+    ORDERS,
+    RAGGED_LENGTHS,
+    assert_matches_formula,
+    make_problem,
+    to_float64,
+)
 
 from mlx_paged.ops import AttentionMetadata, KVHandle, paged_attention, paged_prefill_attention
 
@@ -13,16 +20,22 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @dtypes
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128, 256])
 def test_chunks_at_the_end_of_a_context_match_the_formula_for_every_head_dim(head_dim, dtype):
-    problem = make_problem([9, 17, 100, 257], [9, 12, 40, 33], head_dim=head_dim, dtype=dtype, seed=head_dim)
+    problem = make_problem(
+        [9, 17, 100, 257], [9, 12, 40, 33], head_dim=head_dim, dtype=dtype, seed=head_dim
+    )
     assert_matches_formula(paged_prefill_attention(*problem.args), problem)
 
 
 @dtypes
 @pytest.mark.parametrize(
-    ("num_kv_heads", "group"), [(1, 1), (8, 1), (4, 2), (1, 3), (3, 5), (1, 7), (2, 8), (1, 16)], ids=str
+    ("num_kv_heads", "group"),
+    [(1, 1), (8, 1), (4, 2), (1, 3), (3, 5), (1, 7), (2, 8), (1, 16)],
+    ids=str,
 )
 def test_every_group_size_matches_the_formula(num_kv_heads, group, dtype):
-    problem = make_problem([70, 17], [20, 17], num_kv_heads=num_kv_heads, group=group, dtype=dtype, seed=group)
+    problem = make_problem(
+        [70, 17], [20, 17], num_kv_heads=num_kv_heads, group=group, dtype=dtype, seed=group
+    )
     assert_matches_formula(paged_prefill_attention(*problem.args), problem)
 
 
@@ -63,14 +76,18 @@ def test_any_scale_matches_the_formula(scale):
 @pytest.mark.parametrize("poison", ["nan_keys", "nan_values"])
 @pytest.mark.parametrize("order", ["adjacent", "shuffled"])
 def test_nan_and_infinity_in_unused_slots_are_never_seen(order, poison, dtype):
-    problem = make_problem([9, 33, 100], [9, 20, 30], order=order, poison=poison, window=50, dtype=dtype)
+    problem = make_problem(
+        [9, 33, 100], [9, 20, 30], order=order, poison=poison, window=50, dtype=dtype
+    )
     assert_matches_formula(paged_prefill_attention(*problem.args), problem)
 
 
 @dtypes
 @pytest.mark.parametrize("window", [None, 20], ids=["no_window", "window_20"])
 def test_prefill_and_decode_are_the_same_operation_within_rounding(window, dtype):
-    problem = make_problem([8, 33, 100, 300], [8, 20, 3, 30], window=window, sinks=True, dtype=dtype)
+    problem = make_problem(
+        [8, 33, 100, 300], [8, 20, 3, 30], window=window, sinks=True, dtype=dtype
+    )
     prefilled = to_float64(paged_prefill_attention(*problem.args))
     decoded = to_float64(paged_attention(*problem.args))
     for seq in range(4):
@@ -79,7 +96,8 @@ def test_prefill_and_decode_are_the_same_operation_within_rounding(window, dtype
 
 
 def test_a_sequence_gets_the_same_bits_alone_and_in_a_batch():
-    # Sequences are computed one by one here, so nothing else in the batch can change even the rounding.
+    # Sequences are computed one by one here, so nothing else in the batch can change even the
+    # rounding.
     problem = make_problem([40, 33, 100], [40, 20, 30])
     batch = paged_prefill_attention(*problem.args)
     alone = mx.concatenate([paged_prefill_attention(*problem.alone(seq)) for seq in range(3)])
@@ -118,10 +136,22 @@ def test_the_result_has_the_dtype_of_the_queries(q_dtype, kv_dtype):
             r"\[paged_prefill_attention\] metadata: built for blocks of 32, the slabs hold 16",
         ),
     ],
-    ids=["too_few_queries", "heads_not_a_multiple", "window_of_zero", "sinks_shape", "block_range", "block_size"],
+    ids=[
+        "too_few_queries",
+        "heads_not_a_multiple",
+        "window_of_zero",
+        "sinks_shape",
+        "block_range",
+        "block_size",
+    ],
 )
 def test_arguments_that_do_not_fit_are_refused_by_name(change, message):
     metadata = AttentionMetadata.build([[3, 1]], [20], [13], 16)
-    arguments = {"q": mx.zeros((13, 4, 32)), "kv": KVHandle.allocate(4, 2, 16, 32), "metadata": metadata, "scale": 1.0}
+    arguments = {
+        "q": mx.zeros((13, 4, 32)),
+        "kv": KVHandle.allocate(4, 2, 16, 32),
+        "metadata": metadata,
+        "scale": 1.0,
+    }
     with pytest.raises(ValueError, match=message):
         paged_prefill_attention(**arguments | change)

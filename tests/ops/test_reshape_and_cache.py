@@ -110,7 +110,15 @@ def test_every_kind_of_slot_list_is_exact(slots, dtype):
         lambda slots: SlotMapping.build(slots, 8),
         lambda slots: SlotMapping.build(mx.array(slots), 8),
     ],
-    ids=["list", "tuple", "numpy_int64", "numpy_int32", "mx_array", "slot_mapping", "slot_mapping_of_mx_array"],
+    ids=[
+        "list",
+        "tuple",
+        "numpy_int64",
+        "numpy_int32",
+        "mx_array",
+        "slot_mapping",
+        "slot_mapping_of_mx_array",
+    ],
 )
 @pytest.mark.parametrize("slots", [[13], [13, -1, 2]], ids=["one_row", "with_padding"])
 def test_slots_may_come_in_any_form(given, slots):
@@ -184,7 +192,10 @@ ROWS = mx.ones((2, 2, 32))
             {"slot_mapping": [[0, 1]]},
             r"\[slot_mapping\] slots must be integers of shape \[num_tokens\], got \[\[0, 1\]\]",
         ),
-        ({"slot_mapping": [True, False]}, r"\[slot_mapping\] slots must be integers of .*, got \[True, False\]"),
+        (
+            {"slot_mapping": [True, False]},
+            r"\[slot_mapping\] slots must be integers of .*, got \[True, False\]",
+        ),
         ({"slot_mapping": mx.zeros(2)}, r"\[slot_mapping\] slots must be integers of .*float32"),
         (
             {"slot_mapping": SlotMapping.build([0, 1], 8)},
@@ -194,10 +205,22 @@ ROWS = mx.ones((2, 2, 32))
             {"slot_mapping": [0, 1, 2]},
             r"\[reshape_and_cache\] k: expected \[num_tokens, .*, head_dim\] = \[3, 2, 32\], got \[2, 2, 32\]",
         ),
-        ({"k": mx.ones((2, 4, 32))}, r"\[reshape_and_cache\] k: expected .* = \[2, 2, 32\], got \[2, 4, 32\]"),
-        ({"v": mx.ones((2, 2, 64))}, r"\[reshape_and_cache\] v: expected .* = \[2, 2, 32\], got \[2, 2, 64\]"),
-        ({"v": mx.ones((2, 64))}, r"\[reshape_and_cache\] v: expected .* = \[2, 2, 32\], got \[2, 64\]"),
-        ({"v": mx.ones((1, 2, 32))}, r"\[reshape_and_cache\] v: expected .* = \[2, 2, 32\], got \[1, 2, 32\]"),
+        (
+            {"k": mx.ones((2, 4, 32))},
+            r"\[reshape_and_cache\] k: expected .* = \[2, 2, 32\], got \[2, 4, 32\]",
+        ),
+        (
+            {"v": mx.ones((2, 2, 64))},
+            r"\[reshape_and_cache\] v: expected .* = \[2, 2, 32\], got \[2, 2, 64\]",
+        ),
+        (
+            {"v": mx.ones((2, 64))},
+            r"\[reshape_and_cache\] v: expected .* = \[2, 2, 32\], got \[2, 64\]",
+        ),
+        (
+            {"v": mx.ones((1, 2, 32))},
+            r"\[reshape_and_cache\] v: expected .* = \[2, 2, 32\], got \[1, 2, 32\]",
+        ),
         (
             {"k": mx.ones((2, 2, 32), mx.float16)},
             r"\[reshape_and_cache\] k: .*float16 rows don't fit .*float32 slabs",
@@ -227,11 +250,18 @@ ROWS = mx.ones((2, 2, 32))
     ],
 )
 def test_arguments_that_do_not_fit_are_refused_by_name(change, message):
-    arguments = {"k": ROWS, "v": ROWS, "kv": KVHandle.allocate(4, 2, 16, 32), "slot_mapping": [0, 1]} | change
+    arguments = {
+        "k": ROWS,
+        "v": ROWS,
+        "kv": KVHandle.allocate(4, 2, 16, 32),
+        "slot_mapping": [0, 1],
+    } | change
     kv = arguments["kv"]
     with pytest.raises(ValueError, match=message):
         reshape_and_cache(**arguments)
-    assert [mx.any(slab).item() for slab in kv.arrays] == [False, False], "a refused write has written"
+    assert [mx.any(slab).item() for slab in kv.arrays] == [False, False], (
+        "a refused write has written"
+    )
 
 
 def test_the_same_padding_may_come_many_times_but_a_slot_only_once():
@@ -248,8 +278,12 @@ BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM = 8, 2, 32
 NUM_SLOTS = (1_000, 100_000)
 
 
-def append_costs(extra_peak_bytes, num_slots, num_rows, dtype=mx.float32, keep_view=False, repeats=1):
-    """Extra peak bytes of each of some appends into slabs of ``num_slots`` slots, and the bytes of one slab."""
+def append_costs(
+    extra_peak_bytes, num_slots, num_rows, dtype=mx.float32, keep_view=False, repeats=1
+):
+    """Extra peak bytes of each of some appends into slabs of ``num_slots`` slots, and the bytes of
+    one slab.
+    """
     kv = KVHandle.allocate(num_slots // BLOCK_SIZE, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, dtype)
     rows = mx.ones((num_rows, NUM_KV_HEADS, HEAD_DIM), dtype)
     slots = [7 * row for row in range(num_rows)]
@@ -261,7 +295,9 @@ def append_costs(extra_peak_bytes, num_slots, num_rows, dtype=mx.float32, keep_v
         mx.eval(*kv.arrays)
 
     extra = [extra_peak_bytes(append) for _ in range(repeats)]
-    assert kv.k[slots[-1] // BLOCK_SIZE, 0, slots[-1] % BLOCK_SIZE, 0].item() == 1, "the row was not written"
+    assert kv.k[slots[-1] // BLOCK_SIZE, 0, slots[-1] % BLOCK_SIZE, 0].item() == 1, (
+        "the row was not written"
+    )
     return extra, kv.k.nbytes
 
 
@@ -277,23 +313,35 @@ def test_an_append_copies_no_slab(num_slots, num_rows, dtype, extra_peak_bytes):
 def test_an_append_takes_the_same_memory_in_a_slab_of_a_thousand_and_of_a_hundred_thousand_slots(
     num_rows, extra_peak_bytes
 ):
-    small, large = (append_costs(extra_peak_bytes, num_slots, num_rows, repeats=20)[0] for num_slots in NUM_SLOTS)
-    # Another thread frees the block ids and the offsets (int32, for K and for V), sooner or later than the peak.
+    small, large = (
+        append_costs(extra_peak_bytes, num_slots, num_rows, repeats=20)[0]
+        for num_slots in NUM_SLOTS
+    )
+    # Another thread frees the block ids and the offsets (int32, for K and for V), sooner or later
+    # than the peak.
     index_bytes = 2 * 2 * 4 * num_rows
     assert max(small + large) - min(small + large) <= index_bytes, f"{small} bytes, {large} bytes"
-    assert max(small + large) <= 3 * 2 * num_rows * NUM_KV_HEADS * HEAD_DIM * 4, "more than the rows"
+    assert max(small + large) <= 3 * 2 * num_rows * NUM_KV_HEADS * HEAD_DIM * 4, (
+        "more than the rows"
+    )
 
 
 @pytest.mark.parametrize("num_rows", [1, 64], ids=["one_row", "64_rows"])
 @pytest.mark.parametrize("num_slots", NUM_SLOTS)
-def test_the_counter_sees_the_copy_that_a_second_holder_of_the_slab_causes(num_slots, num_rows, extra_peak_bytes):
+def test_the_counter_sees_the_copy_that_a_second_holder_of_the_slab_causes(
+    num_slots, num_rows, extra_peak_bytes
+):
     (extra,), slab_bytes = append_costs(extra_peak_bytes, num_slots, num_rows, keep_view=True)
     assert extra >= slab_bytes
 
 
 @pytest.mark.parametrize("table", [range(40), [*range(40, 0, -1)]], ids=["views", "gather"])
-@pytest.mark.parametrize("query_lens", [[1], [1, 1], [3, 20]], ids=["one_decode", "two_decodes", "mixed"])
-def test_a_step_that_writes_and_reads_copies_no_slab_and_neither_does_the_next(query_lens, table, extra_peak_bytes):
+@pytest.mark.parametrize(
+    "query_lens", [[1], [1, 1], [3, 20]], ids=["one_decode", "two_decodes", "mixed"]
+)
+def test_a_step_that_writes_and_reads_copies_no_slab_and_neither_does_the_next(
+    query_lens, table, extra_peak_bytes
+):
     kv = KVHandle.allocate(100_000 // BLOCK_SIZE, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
     table = list(table)
     half = len(table) // len(query_lens)
@@ -301,7 +349,9 @@ def test_a_step_that_writes_and_reads_copies_no_slab_and_neither_does_the_next(q
 
     def decode():
         for context_len in range(100, 105):
-            metadata = AttentionMetadata.build(tables, [context_len] * len(tables), query_lens, BLOCK_SIZE)
+            metadata = AttentionMetadata.build(
+                tables, [context_len] * len(tables), query_lens, BLOCK_SIZE
+            )
             rows = mx.ones((metadata.num_tokens, NUM_KV_HEADS, HEAD_DIM))
             reshape_and_cache(rows, rows, kv, metadata.slot_mapping)
             mx.eval(attend(rows, kv, metadata, 1.0), *kv.arrays)

@@ -1,4 +1,6 @@
-"""Blocks filled with zeros, so that nothing of their last owner is left behind a context that fills them in part."""
+"""Blocks filled with zeros, so that nothing of their last owner is left behind a context that fills
+them in part.
+"""
 
 import mlx.core as mx
 import numpy as np
@@ -20,7 +22,9 @@ def as_numpy(kv):
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize(
-    "block_ids", [[0], [11], [3, 4, 5], [9, 0, 4], list(range(12)), []], ids=lambda ids: f"blocks_{len(ids)}"
+    "block_ids",
+    [[0], [11], [3, 4, 5], [9, 0, 4], list(range(12)), []],
+    ids=lambda ids: f"blocks_{len(ids)}",
 )
 def test_the_named_blocks_are_zero_and_the_others_stay(block_ids, dtype):
     kv = random_handle(dtype=dtype)
@@ -36,7 +40,9 @@ def test_attention_sees_nothing_of_a_last_owner_that_left_nan(order):
     problem = make_problem([1, 17, 300], 1, order=order)
     dirty = KVHandle(mx.full(problem.kv.k.shape, mx.nan), mx.full(problem.kv.v.shape, mx.inf))
     mx.eval(*dirty.arrays)
-    for table, context_len, (_, k, v) in zip(problem.tables, problem.context_lens, problem.dense, strict=True):
+    for table, context_len, (_, k, v) in zip(
+        problem.tables, problem.context_lens, problem.dense, strict=True
+    ):
         zero_blocks(dirty, table)
         reshape_and_cache(k, v, dirty, [table[t // 16] * 16 + t % 16 for t in range(context_len)])
         mx.eval(*dirty.arrays)
