@@ -1,6 +1,4 @@
-"""`Engine`: many requests on one model and one paged cache, step by step. ``LLM`` and
-``AsyncEngine`` wrap it.
-"""
+"""`Engine`: many requests on one model and one KV cache, step by step; everything else wraps it."""
 
 from __future__ import annotations
 
@@ -8,7 +6,8 @@ import itertools
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TypeVar, Unpack
@@ -22,14 +21,14 @@ from mlx_paged.argument_values import as_integer, check_integer
 from mlx_paged.cache import SwappedKV
 from mlx_paged.config import KVBudget, SchedulerConfig
 from mlx_paged.core import KVCacheManagerStats, hash_token_blocks
+from mlx_paged.engine.batch import Batch
 from mlx_paged.engine.model_runner import ModelRunner, check_model, make_kv_cache
 from mlx_paged.engine.options import SchedulerOptions
 from mlx_paged.engine.prompts import Prompt, as_tokenizer, read_prompt
 from mlx_paged.engine.request_state import RequestState
-from mlx_paged.engine.sampler import SampledToken, Sampler
+from mlx_paged.engine.sampler import SampledToken
 from mlx_paged.engine.scheduler import Scheduler, extra_hash_keys
-from mlx_paged.engine.scheduler_output import SchedulerOutput
-from mlx_paged.engine.swap_space import SwapSpace
+from mlx_paged.engine.swap_space import SwapSpace, is_swapping_cheaper
 from mlx_paged.errors import forget_frames, request_error
 from mlx_paged.foreign_arguments import argument_names, refuses_unknown_arguments
 from mlx_paged.models.context_length import context_limit
@@ -83,12 +82,14 @@ class Engine:
         model: Qwen3 as :func:`mlx_paged.load` returns it.
         tokenizer: for text prompts, text out, stop texts and the end of sequence; ``None`` is token
             ids only.
+        kv: ``"paged"``, or ``"basic"`` for contiguous K/V per sequence.
         block_size: tokens per K/V block: 8, 16, 32 or 64.
         kv_cache_bytes: the K/V budget, as :meth:`KVBudget.parse` reads it; by default a share of
             the machine's memory. A limit, no allocation.
         backend: ``"auto"``, ``"reference"`` or ``"metal"``.
         swap_bytes: host memory for the K/V of preempted requests, on top of the budget, in the same
-            notation; by default an eighth of it, 0 never swaps.
+            notation; 0 never swaps. By default an eighth of the budget, if copying a token's K/V
+            takes less than computing them (:func:`is_swapping_cheaper`).
         seed: of the seeds of requests that have none; by default fresh ones.
         max_model_len: the most tokens that a prompt and its answer have together; by default the
             context that the model was made for
@@ -108,7 +109,8 @@ class Engine:
         model: Module,
         tokenizer: TokenizerWrapper | None = None,
         *,
-        block_size: int = 16,
+        kv: str = DEFAULT_KV,
+        block_size: int = DEFAULT_BLOCK_SIZE,
         kv_cache_bytes: str | int | None = None,
         backend: str = "auto",
         swap_bytes: str | int | None = None,
@@ -123,17 +125,16 @@ class Engine:
             tokenizer = as_tokenizer(tokenizer)
         if seed is not None:
             seed = check_integer("engine", "seed", seed)
-        # Whoever steps may do so in another thread, which can't evaluate what this one left lazy.
-        # Not only parameters: frequencies of RoPE, for one.
+        # Steps may be another thread's, which can't evaluate what this one left lazy: parameters,
+        # and frequencies of RoPE, which are none.
         mx.eval([leaf for leaf in dict(tree_flatten(model)).values() if isinstance(leaf, mx.array)])
         self.model = model
         self.tokenizer = tokenizer
         self.cache = make_kv_cache(
-            model, "paged", block_size=block_size, kv_cache_bytes=kv_cache_bytes, backend=backend
+            model, kv, block_size=block_size, kv_cache_bytes=kv_cache_bytes, backend=backend
         )
-        self.runner = ModelRunner(model, self.cache)
-        self.sampler = Sampler()
         self.swap_space: SwapSpace[SwappedKV] = SwapSpace(self._num_swap_tokens(swap_bytes))
+        self.runner = ModelRunner(model, self.cache, self.swap_space)
         eos_token_ids: Iterable[int] = () if tokenizer is None else tokenizer.eos_token_ids
         self.scheduler = Scheduler(self.cache, config, frozenset(eos_token_ids), self.swap_space)
         self._seeds = random.Random(seed)
@@ -143,7 +144,7 @@ class Engine:
         self._states: dict[str, RequestState] = {}
         # What other threads ask for goes through the inbox, which is emptied whenever no step runs.
         self._inbox: deque[Callable[[], None]] = deque()
-        self._news: dict[str, None] = {}  # ids of requests to report, in order
+        self._to_report: dict[str, None] = {}  # ids of requests, in order
         # Requests from a failed step and the length each had reached; each is retried alone up to
         # there.
         self._suspects: deque[tuple[Request, int]] = deque()
@@ -152,17 +153,19 @@ class Engine:
         # would release it.
         self._step_lock = threading.Lock()
         self._changing_thread: int | None = None
-        # True while the bookkeeping changes. Whoever finds it True was not the one who set it: an
-        # interrupt cut a change in the middle.
+        # True while the bookkeeping changes. A thread that takes the lock and finds it True knows
+        # that an interrupt cut a change in the middle.
         self._is_torn = False
 
     def _num_swap_tokens(self, swap_bytes: str | int | None) -> int:
         config = self.cache.config
+        if not self.cache.can_swap:
+            return 0
         if swap_bytes is None:
-            return int(config.num_slots * DEFAULT_SWAP_SHARE)
-        if as_integer(swap_bytes) == 0 or (
-            isinstance(swap_bytes, str) and swap_bytes.strip() == "0"
-        ):
+            sizes = [leaf.size for _, leaf in tree_flatten(self.model.parameters())]
+            is_cheaper = is_swapping_cheaper(sum(sizes), config.nbytes_per_token)
+            return int(config.num_slots * DEFAULT_SWAP_SHARE) if is_cheaper else 0
+        if as_integer(swap_bytes) == 0 or str(swap_bytes).strip() == "0":
             return 0
         budget = KVBudget.parse(swap_bytes)
         if budget.num_blocks is not None:
@@ -259,7 +262,7 @@ class Engine:
         further steps.
         """
         self._refuse_reentry("step")
-        with self._step_lock: outputs = self._changed(self._step)  # noqa: E701  # fmt: skip
+        with self._step_lock: outputs = self._step()  # noqa: E701  # fmt: skip
         self._read_inbox_if_idle()
         return self._handed_over(outputs)
 
@@ -273,7 +276,7 @@ class Engine:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached K/V; False, and nothing has changed, while requests run."""
         self._refuse_reentry("reset_prefix_cache")
-        with self._step_lock: return self._changed(lambda: self.cache.manager.reset_prefix_cache())  # noqa: E701  # fmt: skip
+        with self._step_lock: return self._changed(self.cache.manager.reset_prefix_cache)  # noqa: E701  # fmt: skip
 
     def stats(self) -> EngineStats:
         """What is held, running and waiting; from any thread."""
@@ -301,18 +304,22 @@ class Engine:
         while (self._inbox or self._is_torn) and not self._step_lock.locked():
             with self._step_lock: self._changed(self._read_inbox)  # noqa: E701  # fmt: skip
 
-    def _changed(self, change: Callable[[], T]) -> T:
-        """Make a change of the bookkeeping, and know if it is cut. With the lock."""
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        """Change the bookkeeping, with the lock; a change that an interrupt cut is repaired first."""
         self._changing_thread = threading.get_ident()
         try:
             if self._is_torn:
                 self._repair()
             self._is_torn = True
-            result = change()
+            yield
             self._is_torn = False
-            return result
         finally:
             self._changing_thread = None
+
+    def _changed(self, change: Callable[[], T]) -> T:
+        with self._change():
+            return change()
 
     def _repair(self) -> None:
         """Begin again from what no interrupt tears: the requests, and what was reported of each.
@@ -326,14 +333,16 @@ class Engine:
         for state in states:
             if state.is_aborted:
                 self._abort(state)
-        self._news = {state.output.request_id: None for state in states if state.output.finished}
+        self._to_report = {
+            state.output.request_id: None for state in states if state.output.finished
+        }
 
     def _read_inbox(self) -> None:
         while self._inbox:
             self._inbox.popleft()()
 
     def _ask_to_abort(self, state: RequestState) -> None:
-        # The state and not its id: no request of the same id that comes later.
+        # The state and not its id: a later request may have the same id.
         state.is_aborted = True
         self._inbox.append(partial(self._abort, state))
 
@@ -342,17 +351,35 @@ class Engine:
             self._finish(request, "abort")
 
     def _step(self) -> list[RequestOutput]:
-        self._read_inbox()
-        self._run_step()
-        self._read_inbox()
-        if not self.scheduler.requests and not self._news:
-            self._pick_up_lost()
-        return self._take_news()
+        with self._change():
+            self._read_inbox()
+            batch = self.scheduler.schedule(only=self._next_suspect())
+            for request in batch.finished:
+                self._report(request)
+            if batch.scheduled:
+                sampled = self._completions(batch)
+                try:
+                    results = self.runner.execute(batch, sampled)
+                except Exception as error:
+                    self._blame(batch, error)
+                except BaseException:
+                    self._take_back(batch)
+                    self._is_torn = False
+                    raise
+                else:
+                    self._append_tokens(sampled, results)
+            else:
+                # Nobody will copy what was to be swapped out, and a suspect had no room.
+                self.scheduler.discard(batch)
+                if self._suspects:
+                    self._suspects.popleft()
+            self._read_inbox()
+            if not self.scheduler.requests and not self._to_report:
+                self._pick_up_lost()
+            return self._take_reports()
 
     def _pick_up_lost(self) -> None:
-        """Take on requests that an interrupt kept from the inbox, and those that it kept from being
-        reported.
-        """
+        """Take on requests that an interrupt kept from the inbox, or from being reported."""
         for state in list(self._states.values()):
             for request in state.requests:
                 self.scheduler.add(request)
@@ -361,42 +388,21 @@ class Engine:
             if state.output.finished:
                 self._report(state.requests[0])
 
-    def _run_step(self) -> None:
-        output = self.scheduler.schedule(only=self._next_suspect())
-        for request in output.finished:
-            self._report(request)
-        if not output.requests:
-            # Nobody will copy what was to be swapped out.
-            self.scheduler.discard(output)
-            if self._suspects:
-                # No room for it now.
-                self._suspects.popleft()
-            return
-        requests, rows = self._completions(output)
-        try:
-            results = self.runner.execute(
-                output, lambda logits: self.sampler.sample(logits, rows, requests), self.swap_space
-            )
-        except Exception as error:
-            suspects = [(request, request.num_computed_tokens) for request in output.requests]
-            self._take_back(output)
-            if len(suspects) > 1:
-                self._suspects.extend(suspects)
-            else:
-                self._finish(output.requests[0], "error", error)
-        except BaseException:
-            self._take_back(output)
-            self._is_torn = False
-            raise
+    def _blame(self, batch: Batch, error: Exception) -> None:
+        """Fail the request that ran alone; run several again one by one, to find out which fails."""
+        suspects = [(request, request.num_computed_tokens) for request in batch.requests]
+        self._take_back(batch)
+        if len(suspects) > 1:
+            self._suspects.extend(suspects)
         else:
-            self._append_tokens(requests, results or [])
+            self._finish(batch.requests[0], "error", error)
 
-    def _take_back(self, output: SchedulerOutput) -> None:
-        """The step did not happen."""
-        self.scheduler.discard(output)
+    def _take_back(self, batch: Batch) -> None:
+        """Undo a step."""
+        self.scheduler.discard(batch)
         self.cache.close_step()
         try:
-            # What it wrote is not needed, but the slabs hang on it, and another thread could not
+            # What it wrote is not needed, but the slabs depend on it, and another thread could not
             # evaluate them.
             mx.eval(self.cache.arrays)
         except Exception:
@@ -411,29 +417,29 @@ class Engine:
             self._suspects.popleft()
         return None
 
-    def _completions(self, output: SchedulerOutput) -> tuple[list[Request], list[int]]:
-        """The requests that get a token in this step, further completions included, and the row of
-        logits of each.
+    def _completions(self, batch: Batch) -> list[tuple[int, Request]]:
+        """The row of logits and the request of each token that this step samples.
+
+        A request for several completions is forked when its prompt is computed; they share a row.
         """
-        requests: list[Request] = []
-        rows: list[int] = []
-        row = itertools.count()
-        for request in output.requests:
-            if request.num_computed_tokens == request.num_tokens:
-                completions = [request, *map(request.fork, range(1, request.num_seqs))]
-                requests += completions
-                rows += [next(row)] * len(completions)
-        return requests, rows
+        wanted = [part.request for part in batch.scheduled if part.num_logit_rows]
+        return [
+            (row, completion)
+            for row, request in enumerate(wanted)
+            for completion in (request, *map(request.fork, range(1, request.num_seqs)))
+        ]
 
     def _append_tokens(
-        self, requests: Sequence[Request], results: Sequence[SampledToken | Exception]
+        self,
+        sampled: Sequence[tuple[int, Request]],
+        results: Sequence[SampledToken | Exception],
     ) -> None:
-        for request in requests:
+        for _, request in sampled:
             if request.seq_id not in self.scheduler.requests:
                 state = self._states[request.request_id]
                 self.scheduler.add_fork(state.requests[0], request)
                 state.requests.append(request)
-        for request, result in zip(requests, results, strict=True):
+        for (_, request), result in zip(sampled, results, strict=True):
             if isinstance(result, SampledToken):
                 self._append(request, result)
             else:
@@ -447,14 +453,11 @@ class Engine:
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # the panics of tokenizers in Rust are no Exception
-            # The tokenizer's, and nobody else's; also where this token was the last one.
+            # It fails its own request, even where this token was the last one.
             forget_frames(error, "In a step of the engine")
             self.scheduler.finish(request, "error")
-            request.finish_reason, request.stop_reason, request.error = (
-                "error",
-                None,
-                request_error(error),
-            )
+            request.finish_reason, request.stop_reason = "error", None
+            request.error = request_error(error)
         if stop_text is not None:
             self.scheduler.finish(request, "stop")
             # Where this token was the last one, too, the text counts.
@@ -471,25 +474,24 @@ class Engine:
     def _report(self, request: Request) -> None:
         if request.is_finished:
             self._states[request.request_id].finish(request)
-        self._news[request.request_id] = None
+        self._to_report[request.request_id] = None
 
-    def _take_news(self) -> list[RequestOutput]:
-        states = [
-            self._states[request_id] for request_id in self._news if request_id in self._states
-        ]
+    def _take_reports(self) -> list[RequestOutput]:
+        states = [self._states[name] for name in self._to_report if name in self._states]
         for state in states:
             state.note_reported()
-        # Those that are finished are reported again if an interrupt comes before they are handed
-        # over.
-        self._news = {state.output.request_id: None for state in states if state.output.finished}
+        # Finished requests are reported again if an interrupt comes before they are handed over.
+        self._to_report = {
+            state.output.request_id: None for state in states if state.output.finished
+        }
         return [state.output for state in states]
 
     def _handed_over(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
-        """Forget the requests that are finished, and return the outputs: an interrupt comes before
-        both or after.
+        """Forget the finished requests and return the outputs: an interrupt comes before both or
+        after.
         """
         finished = [output.request_id for output in outputs if output.finished]
         for request_id in finished:
-            self._news.pop(request_id, None)
+            self._to_report.pop(request_id, None)
         # One call without a line of Python in it, and on the line that returns.
         deque(map(self._states.pop, finished, itertools.repeat(None)), maxlen=0); return outputs  # noqa: E702  # fmt: skip

@@ -11,16 +11,17 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
-from mlx_paged.cache import SwappedKV, prompt_beyond_context, prompt_too_long
 from mlx_paged.config import SchedulerConfig
 from mlx_paged.core import BlockCopy, ComputedBlocks, KVCacheManager, extend_block_hashes
 from mlx_paged.core.kv_cache_manager import NOTHING_COMPUTED
-from mlx_paged.engine.scheduler_output import SchedulerOutput, SwapIn, SwapOut
+from mlx_paged.engine.batch import Batch, CopyBlocks, Scheduled, SwapIn, SwapOut
 from mlx_paged.engine.swap_space import SwapSpace
+from mlx_paged.errors import prompt_beyond_context, prompt_too_long
 from mlx_paged.request import Request, RequestStatus, SeqId
 
 by_order = attrgetter("order")
@@ -43,6 +44,33 @@ class BlockSupply(Protocol):
 
     def make_room(self, num_blocks: int) -> None:
         """Grow until so many blocks can be taken without evicting any, as far as the budget allows."""
+
+
+@dataclass
+class _Plan:
+    """A step while it is being planned."""
+
+    token_budget: int
+    only: Request | None
+    scheduled: list[Scheduled] = field(default_factory=list)
+    swap_outs: list[SwapOut] = field(default_factory=list)
+    copies: list[CopyBlocks] = field(default_factory=list)
+    swap_ins: list[SwapIn] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+    finished: list[Request] = field(default_factory=list)
+    new_block_ids: set[int] = field(default_factory=set)
+    hit_block_ids: set[int] = field(default_factory=set)
+
+    def batch(self) -> Batch:
+        # Blocks are swapped out before others write them, and swapped in after they were copied.
+        return Batch(
+            tuple(self.scheduled),
+            (*self.swap_outs, *self.copies, *self.swap_ins),
+            tuple(self.preempted),
+            tuple(self.finished),
+            frozenset(self.new_block_ids),
+            frozenset(self.hit_block_ids),
+        )
 
 
 class Scheduler:
@@ -71,7 +99,7 @@ class Scheduler:
         supply: BlockSupply,
         config: SchedulerConfig,
         eos_token_ids: frozenset[int] = frozenset(),
-        swap_space: SwapSpace[SwappedKV] | None = None,
+        swap_space: SwapSpace[Any] | None = None,
     ):
         self.supply = supply
         self.manager = supply.manager
@@ -158,30 +186,28 @@ class Scheduler:
             )
             if request.seq_id in self.manager.tables:
                 self.manager.free(request.seq_id)
-            self.swap_space.give_back(request.seq_id)
+            self.swap_space.release(request.seq_id)
             del self._requests[request.seq_id]
         request.status = RequestStatus.FINISHED
         request.finish_reason, request.stop_reason, request.error = reason, stop_reason, error
 
     # A step
 
-    def schedule(self, only: Request | None = None) -> SchedulerOutput:
-        """Choose the next step and allocate its slots. Empty when there is nothing to do.
+    def schedule(self, only: Request | None = None) -> Batch:
+        """Plan the next step and allocate its slots; the batch is empty when nothing can be done.
 
         Args:
             only: schedule this request and no other.
         """
         self.num_steps += 1
         self._max_num_tokens = self.max_num_blocks * self._block_size
-        output = SchedulerOutput()
-        token_budget = self._schedule_running(output, self.config.max_num_batched_tokens, only)
-        if not output.preempted:
-            self._admit_waiting(output, token_budget, only)
-        return output
+        plan = _Plan(self.config.max_num_batched_tokens, only)
+        self._schedule_running(plan)
+        if not plan.preempted:
+            self._admit_waiting(plan)
+        return plan.batch()
 
-    def _schedule_running(
-        self, output: SchedulerOutput, token_budget: int, only: Request | None
-    ) -> int:
+    def _schedule_running(self, plan: _Plan) -> None:
         running = self.running
         # A decode takes one block at most. Asked for once, before any of them evicts what is
         # cached.
@@ -189,98 +215,90 @@ class Scheduler:
         index = 0
         while index < len(running):
             request = running[index]
-            if only is not None and request is not only:
+            if plan.only is not None and request is not plan.only:
                 index += 1
                 continue
             num_new_tokens = len(request.token_ids) - request.num_computed_tokens
             if num_new_tokens > 1:
-                # A prompt leaves a token of the budget to each request behind it: no decode waits
-                # for it.
-                num_left = 0 if only is not None else len(running) - index - 1
-                num_new_tokens = min(num_new_tokens, token_budget - num_left)
-                self.supply.make_room(
-                    self.manager.num_needed_blocks(request.seq_id, num_new_tokens) + num_left
-                )
+                # A prompt leaves a token of the budget to each request after it, so that no decode
+                # waits for it.
+                num_left = 0 if plan.only is not None else len(running) - index - 1
+                num_new_tokens = min(num_new_tokens, plan.token_budget - num_left)
+                num_needed = self.manager.num_needed_blocks(request.seq_id, num_new_tokens)
+                self.supply.make_room(num_needed + num_left)
             copies = self.manager.allocate_slots(request.seq_id, num_new_tokens)
             if copies is not None:
-                self._schedule(output, request, num_new_tokens, copies)
-                token_budget -= num_new_tokens
+                self._schedule(plan, request, num_new_tokens, copies)
                 index += 1
             elif len(running) > 1:
-                # The last in order; nobody behind `index` is in this step yet.
-                self._preempt(output, running[-1])
+                # The last in order: none of the requests after `index` is in this step yet.
+                self._preempt(plan, running[-1])
+            elif request.num_output_tokens:
+                # It runs alone, and the device did not give the memory that the budget allows.
+                self.finish(request, "length")
+                plan.finished.append(request)
             else:
-                # Alone, and the memory that its budget promised was not to be had.
-                if request.num_output_tokens:
-                    self.finish(request, "length")
-                    output.finished.append(request)
-                else:
-                    self._fail(output, request)
-        return token_budget
+                self._fail(plan, request)
 
-    def _admit_waiting(
-        self, output: SchedulerOutput, token_budget: int, only: Request | None
-    ) -> None:
+    def _admit_waiting(self, plan: _Plan) -> None:
         num_seqs = sum(request.num_seqs for request in self.running) if self.waiting else 0
-        while self.waiting and token_budget > 0:
-            request = self.waiting[0] if only is None else only
+        while self.waiting and plan.token_budget > 0:
+            request = self.waiting[0] if plan.only is None else plan.only
             # The only one wanted may run already, or have ended just now.
             is_waiting = request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
             if not is_waiting or num_seqs + request.num_seqs > self.config.max_num_seqs:
                 return
-            computed = self._computed_blocks(request)
-            num_held = max(self.swap_space.num_tokens_of(request.seq_id), computed.num_tokens)
-            num_needed = self.manager.num_needed_blocks(
-                request.seq_id, request.num_tokens - computed.num_tokens, computed
-            )
-            num_spare = self.manager.num_free_blocks + self.supply.num_growable_blocks - num_needed
-            num_kept_free = self.config.watermark * self.max_num_blocks if self.running else 0
-            copies, num_new_tokens = None, 0
-            if num_spare >= num_kept_free:
-                num_new_tokens = min(request.num_tokens - num_held, token_budget)
-                num_slots = num_held - computed.num_tokens + num_new_tokens
-                # Not for those that were found: taking them evicts nothing.
-                self.supply.make_room(-(-num_slots // self._block_size))
-                copies = self.manager.allocate_slots(request.seq_id, num_slots, computed)
-            if copies is None:
-                if self.running:
-                    return
-                # Nobody runs who could give back blocks: waiting would be for ever.
-                self._fail(output, request)
-                continue
-            _remove(self.waiting, request)
-            insort(self.running, request, key=by_order)
-            num_seqs += request.num_seqs
-            if request.status is RequestStatus.WAITING:
-                request.num_cached_tokens = computed.num_tokens
-            request.status = RequestStatus.RUNNING
-            if num_held > computed.num_tokens:
-                output.swap_ins.append(SwapIn(request.seq_id, computed.num_tokens, num_held))
+            if self._admit(plan, request):
+                num_seqs += request.num_seqs
+            elif self.running:
+                return
             else:
-                self.swap_space.give_back(request.seq_id)
-            output.hit_block_ids.update(block.block_id for block in computed.blocks)
-            request.num_computed_tokens = num_held
-            self._schedule(output, request, num_new_tokens, copies)
-            token_budget -= num_new_tokens
+                # Nobody runs who could give back blocks: it would wait for ever.
+                self._fail(plan, request)
+
+    def _admit(self, plan: _Plan, request: Request) -> bool:
+        """Let a waiting request run, if all its tokens fit now; else nothing changes."""
+        computed = self._computed_blocks(request)
+        num_held = max(self.swap_space.num_tokens_of(request.seq_id), computed.num_tokens)
+        num_needed = self.manager.num_needed_blocks(
+            request.seq_id, request.num_tokens - computed.num_tokens, computed
+        )
+        num_spare = self.manager.num_free_blocks + self.supply.num_growable_blocks - num_needed
+        if num_spare < (self.config.watermark * self.max_num_blocks if self.running else 0):
+            return False
+        num_new_tokens = min(request.num_tokens - num_held, plan.token_budget)
+        num_slots = num_held - computed.num_tokens + num_new_tokens
+        # Blocks that were found need no room: taking them evicts nothing.
+        self.supply.make_room(-(-num_slots // self._block_size))
+        copies = self.manager.allocate_slots(request.seq_id, num_slots, computed)
+        if copies is None:
+            return False
+        _remove(self.waiting, request)
+        insort(self.running, request, key=by_order)
+        if request.status is RequestStatus.WAITING:
+            request.num_cached_tokens = computed.num_tokens
+        request.status = RequestStatus.RUNNING
+        if num_held > computed.num_tokens:
+            plan.swap_ins.append(SwapIn(request.seq_id, computed.num_tokens, num_held))
+        else:
+            self.swap_space.release(request.seq_id)
+        plan.hit_block_ids.update(block.block_id for block in computed.blocks)
+        request.num_computed_tokens = num_held
+        self._schedule(plan, request, num_new_tokens, copies)
+        return True
 
     def _schedule(
-        self,
-        output: SchedulerOutput,
-        request: Request,
-        num_new_tokens: int,
-        copies: list[BlockCopy],
+        self, plan: _Plan, request: Request, num_new_tokens: int, copies: list[BlockCopy]
     ) -> None:
-        request.num_computed_tokens = num_computed_tokens = (
-            request.num_computed_tokens + num_new_tokens
-        )
-        output.requests.append(request)
-        output.num_new_tokens.append(num_new_tokens)
+        start = request.num_computed_tokens
+        request.num_computed_tokens = end = start + num_new_tokens
+        num_logit_rows = int(end == len(request.token_ids))
+        plan.scheduled.append(Scheduled(request, start, num_new_tokens, num_logit_rows))
+        plan.token_budget -= num_new_tokens
         if copies:
-            output.copies.append(copies)
-        if (
-            num_computed_tokens % self._block_size < num_new_tokens
-        ):  # The end of a block was passed.
-            self._cache_blocks(output, request)
+            plan.copies.append(CopyBlocks(copies))
+        if end % self._block_size < num_new_tokens:  # The end of a block was passed.
+            self._cache_blocks(plan, request)
 
     def _computed_blocks(self, request: Request) -> ComputedBlocks:
         if not self.config.enable_prefix_caching:
@@ -288,7 +306,7 @@ class Scheduler:
         self._hash_blocks(request)
         return self.manager.get_computed_blocks(request.block_hashes, request.num_tokens)
 
-    def _cache_blocks(self, output: SchedulerOutput, request: Request) -> None:
+    def _cache_blocks(self, plan: _Plan, request: Request) -> None:
         """Let others hit the blocks that are full after this step, from this step on."""
         if not self.config.enable_prefix_caching:
             return
@@ -296,26 +314,26 @@ class Scheduler:
         num_new_blocks = self.manager.cache_blocks(request.seq_id, request.block_hashes)
         num_full_blocks = request.num_computed_tokens // self._block_size
         block_ids = self.manager.tables[request.seq_id].block_ids
-        output.new_block_ids.update(block_ids[num_full_blocks - num_new_blocks : num_full_blocks])
+        plan.new_block_ids.update(block_ids[num_full_blocks - num_new_blocks : num_full_blocks])
 
     def _hash_blocks(self, request: Request) -> None:
         extra_keys = extra_hash_keys(request.cache_salt)
         extend_block_hashes(request.block_hashes, request.token_ids, self._block_size, extra_keys)
 
-    def _fail(self, output: SchedulerOutput, request: Request) -> None:
-        """There is no room for its tokens, and nobody who could make some."""
+    def _fail(self, plan: _Plan, request: Request) -> None:
+        """End a request whose tokens have no room, where nobody could make some."""
         error = prompt_too_long(request.num_tokens, self._block_size, self.max_num_blocks)
         self.finish(request, "error", error=error)
-        output.finished.append(request)
+        plan.finished.append(request)
 
-    def _preempt(self, output: SchedulerOutput, request: Request) -> None:
+    def _preempt(self, plan: _Plan, request: Request) -> None:
         self.num_preemptions += 1
         num_tokens = request.num_computed_tokens
-        if self.swap_space.take_place(request.seq_id, num_tokens):
+        if self.swap_space.reserve(request.seq_id, num_tokens):
             block_ids = list(self.manager.tables[request.seq_id].block_ids)
-            output.swap_outs.append(SwapOut(request.seq_id, block_ids, num_tokens))
+            plan.swap_outs.append(SwapOut(request.seq_id, block_ids, num_tokens))
         self.manager.free(request.seq_id)
-        output.preempted.append(request)
+        plan.preempted.append(request)
         self._wait_again(request)
 
     def _wait_again(self, request: Request) -> None:
@@ -345,20 +363,17 @@ class Scheduler:
         ):
             self.finish(request, "length")
 
-    def discard(self, output: SchedulerOutput) -> None:
-        """The step failed: its rows may not be written. Its requests wait again and are computed
-        anew.
-        """
-        # Also those of requests that have ended since.
-        self.manager.pool.evict_blocks(output.new_block_ids)
-        for request in output.requests:
+    def discard(self, batch: Batch) -> None:
+        """Take a step back that failed: its rows may not be written, its requests wait again."""
+        # Also the blocks of requests that have ended since.
+        self.manager.pool.evict_blocks(batch.new_block_ids)
+        for request in batch.requests:
             if not request.is_finished:
                 self.manager.free(request.seq_id)
                 self._wait_again(request)
-        for swap_in in output.swap_ins:
-            self.swap_space.give_back(swap_in.seq_id)
-        for swap_out in output.swap_outs:
-            self.swap_space.give_back(swap_out.seq_id)
+        for transfer in batch.transfers:
+            if not isinstance(transfer, CopyBlocks):
+                self.swap_space.release(transfer.seq_id)
 
     def restart(self, requests: Iterable[Request]) -> None:
         """Begin again with these unfinished requests, which wait in their old places and hold

@@ -1,0 +1,73 @@
+"""`Batch`: one step as the scheduler planned it. Pure Python: the same on every machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+from mlx_paged.core import BlockCopy
+from mlx_paged.request import Request, SeqId
+
+
+class Scheduled(NamedTuple):
+    """A request's part of a step: the tokens ``start : start + num_new_tokens`` are computed."""
+
+    request: Request
+    start: int
+    num_new_tokens: int
+    num_logit_rows: int  # logits wanted, of its last tokens; 0 while more of its prompt is left
+
+    @property
+    def token_ids(self) -> list[int]:
+        """``[num_new_tokens]``"""
+        return self.request.token_ids[self.start : self.start + self.num_new_tokens]
+
+
+class SwapOut(NamedTuple):
+    """Copy the first ``num_tokens`` tokens of these blocks to host memory."""
+
+    seq_id: SeqId
+    block_ids: list[int]
+    num_tokens: int
+
+
+class CopyBlocks(NamedTuple):
+    """Copy blocks within the slabs, for copy-on-write."""
+
+    copies: list[BlockCopy]
+
+
+class SwapIn(NamedTuple):
+    """Copy the tokens ``start : end`` back, into the blocks that the sequence has now."""
+
+    seq_id: SeqId
+    start: int
+    end: int
+
+
+Transfer: TypeAlias = SwapOut | CopyBlocks | SwapIn
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step: the transfers, one after the other, then the requests, in the packed order."""
+
+    scheduled: tuple[Scheduled, ...] = ()
+    transfers: tuple[Transfer, ...] = ()
+    preempted: tuple[Request, ...] = ()
+    finished: tuple[Request, ...] = ()  # could not go on
+    new_block_ids: frozenset[int] = frozenset()  # this step fills them, and others may hit them
+    hit_block_ids: frozenset[int] = frozenset()  # found by the requests that were admitted
+
+    @property
+    def requests(self) -> list[Request]:
+        return [part.request for part in self.scheduled]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(part.num_new_tokens for part in self.scheduled)
+
+    @property
+    def shares_new_blocks(self) -> bool:
+        """Whether a request reads blocks that another one fills in this step."""
+        return not self.new_block_ids.isdisjoint(self.hit_block_ids)
