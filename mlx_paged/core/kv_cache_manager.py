@@ -12,7 +12,7 @@ from typing import NamedTuple
 from mlx_paged.core.block_hash import BlockHash
 from mlx_paged.core.block_pool import BlockPool
 from mlx_paged.core.block_table import BlockCopy, BlockTable
-from mlx_paged.core.errors import BlockTableError
+from mlx_paged.core.errors import BlockTableError, IntegrityError
 from mlx_paged.core.kv_cache_block import KVCacheBlock
 
 RequestId = Hashable
@@ -73,10 +73,17 @@ class KVCacheManager:
 
     Unlike vLLM, a partly filled block that is shared (after `fork`) or hashed is copied before it
     is written: apply the copies that `allocate_slots` returns, in order, before the step. Not
-    thread-safe: one thread at a time."""
+    thread-safe: one thread at a time.
 
-    def __init__(self, pool: BlockPool) -> None:
+    Args:
+        pool: the blocks.
+        shares_blocks: False for storage in which a block's rows belong to one sequence: no block is
+            ever held by two requests. A prefix hit then finds only blocks that nobody holds, and
+            `fork` takes new blocks."""
+
+    def __init__(self, pool: BlockPool, shares_blocks: bool = True) -> None:
         self.pool = pool
+        self.shares_blocks = shares_blocks
         self._tables: dict[RequestId, BlockTable] = {}
         self._num_queried_tokens = 0
         self._num_hit_tokens = 0
@@ -100,9 +107,10 @@ class KVCacheManager:
     ) -> ComputedBlocks:
         """The longest cached prefix of a request of `num_tokens` tokens, in whole blocks.
 
-        At most `num_tokens - 1` tokens: the last one must be computed for its logits. Takes
-        nothing: the blocks may be free, and the next `allocate_slots` of anybody may evict them, so
-        pass them to that of this request first.
+        At most `num_tokens - 1` tokens: the last one must be computed for its logits. Without
+        `shares_blocks` the prefix ends before the first block that a request holds. Nothing is
+        taken: the next `allocate_slots` of any request may take or evict these blocks, so pass them
+        to that of this request first.
 
         Args:
             block_hashes: of the request's full blocks (`hash_token_blocks`).
@@ -110,7 +118,7 @@ class KVCacheManager:
         blocks: list[KVCacheBlock] = []
         for block_hash in block_hashes[: max(0, num_tokens - 1) // self.pool.block_size]:
             block = self.pool.get_cached_block(block_hash)
-            if block is None:
+            if block is None or self._is_taken(block):
                 break
             blocks.append(block)
         return ComputedBlocks(blocks, len(blocks) * self.pool.block_size, num_tokens)
@@ -142,7 +150,8 @@ class KVCacheManager:
 
         Raises:
             ValueError: fewer than 1 new token.
-            BlockTableError: computed blocks for a request that has a table already.
+            BlockTableError: computed blocks for a request that has a table already, or, without
+                `shares_blocks`, computed blocks that another request has taken since.
         """
         if num_new_tokens < 1:
             raise ValueError(
@@ -156,6 +165,12 @@ class KVCacheManager:
             )
         if table is not None and num_new_tokens == 1:  # Most calls by far: a decode.
             return table.append_token()
+        for block in computed.blocks:
+            if self._is_taken(block):
+                raise BlockTableError(
+                    f"KVCacheManager.allocate_slots: request {request_id!r} can't share computed "
+                    f"block {block.block_id}, which another request holds (shares_blocks is False)"
+                )
         if self.num_needed_blocks(request_id, num_new_tokens, computed) > self.pool.num_free_blocks:
             return None
         if table is None:
@@ -190,9 +205,15 @@ class KVCacheManager:
         del self._tables[request_id]
         return freed
 
-    def fork(self, request_id: RequestId, new_request_id: RequestId) -> None:
-        """A second request with the same tokens, which shares all blocks until one of the two
-        writes.
+    def fork(self, request_id: RequestId, new_request_id: RequestId) -> bool:
+        """Add a second request with the same tokens.
+
+        It shares all blocks until one of the two writes. Without `shares_blocks` it gets as many
+        new blocks instead, and the caller copies the rows: block by block, from
+        `tables[request_id]` to `tables[new_request_id]`.
+
+        Returns:
+            False when there are not enough blocks for that, and nothing has changed.
 
         Raises:
             KeyError: no such request.
@@ -201,7 +222,15 @@ class KVCacheManager:
         table = self._table(request_id)
         if new_request_id in self._tables:
             raise ValueError(f"KVCacheManager.fork: request {new_request_id!r} exists already")
-        self._tables[new_request_id] = table.fork()
+        if self.shares_blocks:
+            child = table.fork()
+        else:
+            child = BlockTable(self.pool)
+            if child.reserve(table.num_tokens) is None:
+                return False
+            child.advance(table.num_tokens)
+        self._tables[new_request_id] = child
+        return True
 
     def trim(self, request_id: RequestId, num_tokens: int) -> None:
         """Forget a request's tokens from `num_tokens` on: rejected speculation, or a step that
@@ -262,6 +291,16 @@ class KVCacheManager:
         for table in self._tables.values():
             table.check_integrity()
         self.pool.check_integrity(self._tables.values())
+        for block in self.pool.blocks if not self.shares_blocks else ():
+            if block.ref_cnt > 1:
+                raise IntegrityError(
+                    f"check_integrity: block {block.block_id} has ref_cnt {block.ref_cnt} > 1, "
+                    f"and shares_blocks is False"
+                )
+
+    def _is_taken(self, block: KVCacheBlock) -> bool:
+        """Whether no further request may hold this block."""
+        return not self.shares_blocks and block.ref_cnt > 0
 
     def _table(self, request_id: RequestId) -> BlockTable:
         if request_id not in self._tables:

@@ -47,13 +47,13 @@ class Slabs:
 class Driver:
     """Requests that come, grow, fork, are trimmed, fail and go, as a scheduler would have them."""
 
-    def __init__(self, seed: int, num_blocks: int, block_size: int):
+    def __init__(self, seed: int, num_blocks: int, block_size: int, shares_blocks: bool):
         self.random = random.Random(seed)
-        self.manager = KVCacheManager(BlockPool(num_blocks + 1, block_size))
+        self.manager = KVCacheManager(BlockPool(num_blocks + 1, block_size), shares_blocks)
         self.slabs = Slabs(block_size)
         self.requests: dict[int, tuple[str, list[int]]] = {}  # salt, tokens with slots
         self.next_id = 0
-        self.counts = dict.fromkeys(["hits", "refusals", "copies", "discards"], 0)
+        self.counts = dict.fromkeys(["hits", "refusals", "copies", "discards", "forks"], 0)
 
     def hashes(self, salt: str, tokens: list[int]) -> list:
         return hash_token_blocks(tokens, self.slabs.block_size, (salt,))
@@ -108,11 +108,31 @@ class Driver:
         self.requests[self.next_id] = (salt, tokens)
         self.next_id += 1
 
+    def fork(self, request_id: int) -> None:
+        salt, tokens = self.requests[request_id]
+        num_free_blocks = self.manager.num_free_blocks
+        parent = self.manager.tables[request_id].block_ids
+        num_needed_blocks = 0 if self.manager.shares_blocks else len(parent)
+        is_forked = self.manager.fork(request_id, self.next_id)
+        assert is_forked is (num_needed_blocks <= num_free_blocks)
+        if not is_forked:
+            assert self.manager.num_free_blocks == num_free_blocks
+            self.refuse()
+            return
+        child = self.manager.tables[self.next_id].block_ids
+        assert self.manager.num_free_blocks == num_free_blocks - num_needed_blocks
+        assert (child == parent) is self.manager.shares_blocks
+        for source, destination in zip(parent, child, strict=True):
+            self.slabs.copy(source, destination)
+        self.requests[self.next_id] = (salt, list(tokens))
+        self.next_id += 1
+        self.counts["forks"] += 1
+
     def act(self) -> None:
         if not self.requests or self.random.random() < 0.15:
             return self.come()
         request_id = self.random.choice(list(self.requests))
-        salt, tokens = self.requests[request_id]
+        _, tokens = self.requests[request_id]
         action = self.random.random()
         if action < 0.6:
             self.extend(
@@ -120,9 +140,7 @@ class Driver:
                 [self.random.randint(60, 62) for _ in range(self.random.choice([1, 1, 1, 5]))],
             )
         elif action < 0.75:
-            self.manager.fork(request_id, self.next_id)
-            self.requests[self.next_id] = (salt, list(tokens))
-            self.next_id += 1
+            self.fork(request_id)
         elif action < 0.85 and len(tokens) > 1:
             length = self.random.randint(1, len(tokens))
             self.manager.trim(request_id, length)
@@ -144,8 +162,11 @@ class Driver:
 
 @pytest.mark.parametrize(("num_blocks", "block_size"), [(6, 4), (12, 4), (40, 2), (9, 8)], ids=str)
 @pytest.mark.parametrize("seed", range(3))
-def test_every_request_reads_its_own_tokens_after_thousands_of_calls(seed, num_blocks, block_size):
-    driver = Driver(seed, num_blocks, block_size)
+@pytest.mark.parametrize("shares_blocks", [True, False], ids=["shared", "own"])
+def test_every_request_reads_its_own_tokens_after_thousands_of_calls(
+    seed, num_blocks, block_size, shares_blocks
+):
+    driver = Driver(seed, num_blocks, block_size, shares_blocks)
     for _ in range(1500):
         driver.act()
         driver.check()
