@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from mlx_paged.errors import shown
 
 BLOCK_SIZES = (8, 16, 32, 64)
+DEFAULT_KV = "paged"
+DEFAULT_BLOCK_SIZE = 16
+DEFAULT_MAX_NUM_BATCHED_TOKENS = 512
 ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 _BUDGET = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(blocks?|[kmgt]?i?b?)\s*", re.IGNORECASE)
@@ -148,7 +151,7 @@ class SchedulerConfig:
     """
 
     max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512
+    max_num_batched_tokens: int = DEFAULT_MAX_NUM_BATCHED_TOKENS
     watermark: float = 0.05
     priority_steps: int = 1000
     enable_prefix_caching: bool = True

@@ -24,6 +24,8 @@ MAX_PRIORITY = 2**31 - 1
 
 # (token ids so far, logits [1, vocab_size]) to logits of the same shape; as in mlx-lm.
 LogitsProcessor: TypeAlias = "Callable[[mx.array, mx.array], mx.array]"
+# Log-probabilities [1, vocab_size] to a token id [1]; as in mlx-lm.
+Sampler: TypeAlias = "Callable[[mx.array], mx.array]"
 SeqId = Hashable
 
 
@@ -58,6 +60,8 @@ class SamplingParams:
         logits_processors: as mlx-lm's: each maps (token ids so far ``[num_tokens]``, logits ``[1,
             vocab_size]``) to new logits, after the penalties. One that raises fails its request and
             no other.
+        sampler: a function as mlx-lm's, which takes log-probabilities ``[1, vocab_size]`` after the
+            processors and returns a token ``[1]``. It replaces temperature, filters and seed.
 
     Raises:
         ValueError: a value out of its range, named.
@@ -79,6 +83,7 @@ class SamplingParams:
     max_tokens: int = 256
     logprobs: int | None = None
     logits_processors: Sequence[LogitsProcessor] = ()
+    sampler: Sampler | None = None
 
     def __post_init__(self) -> None:
         # One string is one stop text, not its letters.
@@ -132,6 +137,8 @@ class SamplingParams:
         _check("logprobs", count, is_right, f"within 0..{MAX_LOGPROBS}, or None")
         for processor in self.logits_processors:
             _check("logits_processors", processor, callable(processor), "functions")
+        is_right = self.sampler is None or callable(self.sampler)
+        _check("sampler", self.sampler, is_right, "a function, such as make_sampler(...), or None")
 
     def _normalise(self, name: str, kind: type, value: object) -> None:
         try:

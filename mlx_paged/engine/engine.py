@@ -19,7 +19,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.argument_values import as_integer, check_integer
 from mlx_paged.cache import SwappedKV
-from mlx_paged.config import KVBudget, SchedulerConfig
+from mlx_paged.config import DEFAULT_BLOCK_SIZE, DEFAULT_KV, KVBudget, SchedulerConfig
 from mlx_paged.core import KVCacheManagerStats, hash_token_blocks
 from mlx_paged.engine.batch import Batch
 from mlx_paged.engine.model_runner import ModelRunner, check_model, make_kv_cache
@@ -234,10 +234,13 @@ class Engine:
             self._ask_to_abort(state)
         self._read_inbox_if_idle()
 
-    def num_computed_tokens(self, request_id: str) -> int:
-        """How many of a request's tokens have K/V: the progress of a long prompt. 0 while it waits."""
+    def prompt_progress(self, request_id: str) -> tuple[int, int]:
+        """How many tokens of a request's prompt have K/V, and how many it has; 0 while it waits."""
         state = self._states.get(check_request_id(request_id))
-        return 0 if state is None else state.requests[0].num_computed_tokens
+        if state is None:
+            return 0, 0
+        request = state.requests[0]
+        return min(request.num_computed_tokens, request.num_prompt_tokens), request.num_prompt_tokens
 
     def cached_block_ids(
         self, token_ids: Sequence[int], cache_salt: str | None = None
@@ -357,9 +360,9 @@ class Engine:
             for request in batch.finished:
                 self._report(request)
             if batch.scheduled:
-                sampled = self._completions(batch)
+                rows, requests = self._completions(batch)
                 try:
-                    results = self.runner.execute(batch, sampled)
+                    results = self.runner.execute(batch, rows, requests)
                 except Exception as error:
                     self._blame(batch, error)
                 except BaseException:
@@ -367,7 +370,7 @@ class Engine:
                     self._is_torn = False
                     raise
                 else:
-                    self._append_tokens(sampled, results)
+                    self._append_tokens(requests, results)
             else:
                 # Nobody will copy what was to be swapped out, and a suspect had no room.
                 self.scheduler.discard(batch)
@@ -417,29 +420,28 @@ class Engine:
             self._suspects.popleft()
         return None
 
-    def _completions(self, batch: Batch) -> list[tuple[int, Request]]:
+    def _completions(self, batch: Batch) -> tuple[list[int], list[Request]]:
         """The row of logits and the request of each token that this step samples.
 
         A request for several completions is forked when its prompt is computed; they share a row.
         """
+        rows: list[int] = []
+        requests: list[Request] = []
         wanted = [part.request for part in batch.scheduled if part.num_logit_rows]
-        return [
-            (row, completion)
-            for row, request in enumerate(wanted)
-            for completion in (request, *map(request.fork, range(1, request.num_seqs)))
-        ]
+        for row, request in enumerate(wanted):
+            rows += [row] * request.num_seqs
+            requests += [request, *map(request.fork, range(1, request.num_seqs))]
+        return rows, requests
 
     def _append_tokens(
-        self,
-        sampled: Sequence[tuple[int, Request]],
-        results: Sequence[SampledToken | Exception],
+        self, requests: Sequence[Request], results: Sequence[SampledToken | Exception]
     ) -> None:
-        for _, request in sampled:
+        for request in requests:
             if request.seq_id not in self.scheduler.requests:
                 state = self._states[request.request_id]
                 self.scheduler.add_fork(state.requests[0], request)
                 state.requests.append(request)
-        for (_, request), result in zip(sampled, results, strict=True):
+        for request, result in zip(requests, results, strict=True):
             if isinstance(result, SampledToken):
                 self._append(request, result)
             else:

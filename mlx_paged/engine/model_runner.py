@@ -1,35 +1,32 @@
-"""One model on one cache: packs the tokens of a step, runs it, and leaves nothing unevaluated
-behind.
-"""
+"""One model on one cache: packs the tokens of a step, runs it, and leaves nothing lazy."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Literal, TypeVar, overload
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Literal, overload
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
-from mlx_paged.argument_values import check_callable, check_integer, kind_of
+from mlx_paged.argument_values import check_integer, kind_of
 from mlx_paged.cache import BasicKVCache, KVCache, PagedKVCache, SeqId, SwappedKV, create_kv_cache
 from mlx_paged.cache.base import AnySeqId
 from mlx_paged.config import KVBudget, KVCacheConfig
+from mlx_paged.engine.batch import Batch, CopyBlocks, SwapOut, Transfer
 from mlx_paged.engine.prompts import TokenIds, check_token_ids
-from mlx_paged.engine.scheduler_output import SchedulerOutput
+from mlx_paged.engine.sampler import SampledToken, sample
 from mlx_paged.engine.swap_space import SwapSpace
 from mlx_paged.errors import shown
 from mlx_paged.foreign_arguments import refuses_unknown_arguments
 from mlx_paged.memory import default_kv_cache_bytes
 from mlx_paged.models.language_model import as_language_model
+from mlx_paged.request import Request
 
-T = TypeVar("T")
-
-# Tokens between two times that MLX is told to give back buffers it keeps for reuse: growing
-# contexts and chunks of prompts ask for ever new sizes. As mlx-lm, which does so every 256 steps,
-# and after each chunk.
+# Tokens after which MLX is told to give back the buffers that it keeps for reuse: growing contexts
+# and chunks of prompts ask for new sizes all the time. mlx-lm does so every 256 steps, and after
+# each chunk.
 CLEAR_CACHE_INTERVAL = 256
 
 
@@ -121,62 +118,30 @@ def check_model(model: object) -> None:
         raise ValueError(f"[model] model must be one that mlx_paged.load returns, got {kind}")
 
 
-@dataclass(frozen=True)
-class PackedInputs:
-    """The new tokens of a step's requests, behind one another."""
-
-    token_ids: list[int]  # [num_tokens]
-    num_new_tokens: dict[SeqId, int]
-    complete: list[int]  # indices of the requests whose tokens are all computed after this step
-
-    @classmethod
-    def build(cls, output: SchedulerOutput) -> PackedInputs:
-        token_ids: list[int] = []
-        num_new_tokens: dict[SeqId, int] = {}
-        complete: list[int] = []
-        for index, (request, count) in enumerate(
-            zip(output.requests, output.num_new_tokens, strict=True)
-        ):
-            num_computed = request.num_computed_tokens
-            if count == 1:
-                token_ids.append(request.token_ids[num_computed - 1])
-            else:
-                token_ids += request.token_ids[num_computed - count : num_computed]
-            num_new_tokens[request.seq_id] = count
-            if num_computed == len(request.token_ids):
-                complete.append(index)
-        return cls(token_ids, num_new_tokens, complete)
-
-
 class ModelRunner:
-    """Runs steps of any mix of sequences: whole prompts, chunks of them and single tokens are one
-    rule.
+    """Runs steps: whole prompts, chunks of them and single tokens of any sequences are one rule.
+
+    Args:
+        swap_space: holds the K/V of preempted requests.
     """
 
-    def __init__(self, model: Module, cache: KVCache):
+    def __init__(
+        self, model: Module, cache: KVCache, swap_space: SwapSpace[SwappedKV] | None = None
+    ):
         self.model = as_language_model(model)
         self.cache = cache
         self.vocab_size = self.model.args.vocab_size
-        self._num_tokens = 0  # since MLX was told
+        self._swap_space = swap_space or SwapSpace(0)
+        self._num_tokens = 0  # since MLX was told to give back buffers
 
-    @overload
-    def run(self, batch: Mapping[AnySeqId, TokenIds], head: None = None) -> mx.array: ...
-
-    @overload
-    def run(self, batch: Mapping[AnySeqId, TokenIds], head: Callable[[mx.array], T]) -> T: ...
-
-    def run(
-        self, batch: Mapping[AnySeqId, TokenIds], head: Callable[[mx.array], T] | None = None
-    ) -> T | mx.array:
-        """One step: the new tokens of each sequence, in the mapping's order.
+    def run(self, batch: Mapping[AnySeqId, TokenIds]) -> mx.array:
+        """Run the new tokens of each sequence, in the mapping's order, without a scheduler.
 
         Args:
             batch: new token ids per sequence, at least one each.
-            head: what to make of the logits ``[num_seqs, vocab_size]`` of each sequence's last
-                token, built into the same evaluation; ``None`` returns the logits themselves.
 
         Returns:
-            What ``head`` returned, evaluated.
+            The logits of each sequence's last token, ``[num_seqs, vocab_size]``, evaluated.
 
         Raises:
             CacheFullError: the budget can't hold the new tokens; nothing was changed.
@@ -185,57 +150,60 @@ class ModelRunner:
         """
         if not isinstance(batch, Mapping):
             raise ValueError(
-                f"[run] batch must be a mapping of sequences to their new tokens, got {kind_of(batch)}"
+                "[run] batch must be a mapping of sequences to their new tokens, "
+                f"got {kind_of(batch)}"
             )
         new_tokens = {
             seq: check_token_ids(ids, self.vocab_size, f"batch[{shown(seq)}]")
             for seq, ids in batch.items()
         }
-        if head is not None:
-            check_callable("run", "head", head, "a function of the logits, or None")
         with self.cache.step({seq: len(ids) for seq, ids in new_tokens.items()}) as step:
-            tokens = mx.array([token for ids in new_tokens.values() for token in ids])
-            logits = self.model(tokens, step.positions, self.cache, step.last_rows)
-            outputs = logits if head is None else head(logits)
-            # One step ahead of its evaluation, a slab would have a reader in flight and each write
-            # would copy it.
-            mx.eval(outputs, self.cache.arrays)
-        self._end_step(step.num_tokens, len(batch))
-        return outputs
+            tokens = mx.array(list(itertools.chain.from_iterable(new_tokens.values())))
+            logits = self.model(tokens, self.cache.layers, step.logit_rows)
+            # A step that is built before this one is evaluated would find a reader of the slabs in
+            # flight, and each of its writes would copy a slab.
+            mx.eval(logits, self.cache.arrays)
+        self._end_step(step.num_tokens, len(new_tokens))
+        return logits
 
     def execute(
-        self,
-        output: SchedulerOutput,
-        sample: Callable[[mx.array], T],
-        swap_space: SwapSpace[SwappedKV],
-    ) -> T | None:
-        """One step that a scheduler chose, on a paged cache.
+        self, batch: Batch, rows: Sequence[int], requests: Sequence[Request]
+    ) -> list[SampledToken | Exception]:
+        """Run a step that a scheduler planned, and sample from its logits.
 
         Args:
-            sample: called with the logits ``[num_rows, vocab_size]`` of those requests whose tokens
-                are all computed after this step, in their order; evaluates what it returns. Not
-                called if there are none.
-            swap_space: holds the K/V of those that are swapped.
+            rows, requests: for each token wanted, its row of logits and its request.
 
         Returns:
-            What ``sample`` returned, or ``None``.
+            One result per token; an exception fails its request.
         """
         cache = self.cache
-        assert isinstance(cache, PagedKVCache), "a scheduler allocates in a paged cache"
-        _swap_and_copy(output, cache, swap_space)
-        start = time.perf_counter()
-        inputs = PackedInputs.build(output)
-        logits: mx.array | None
-        with cache.scheduled_step(inputs.num_new_tokens, output.shares_new_blocks) as step:
-            logits = self.model(mx.array(inputs.token_ids), step.positions, cache, step.last_rows)
-            if len(inputs.complete) < len(output.requests):
-                logits = logits[mx.array(inputs.complete)] if inputs.complete else None
-            sampled = None if logits is None else sample(logits)
+        for transfer in batch.transfers:
+            self._transfer(transfer)
+        scheduled = batch.scheduled
+        token_ids = list(itertools.chain.from_iterable([part.token_ids for part in scheduled]))
+        with cache.scheduled_step(
+            [part.request.seq_id for part in scheduled],
+            [part.num_new_tokens for part in scheduled],
+            [part.num_logit_rows for part in scheduled],
+            batch.shares_new_blocks,
+        ) as step:
+            logits = self.model(mx.array(token_ids), cache.layers, step.logit_rows)
+            results = sample(logits, rows, requests)
             mx.eval(cache.arrays)
-        if step.num_tokens > 2 * len(output.requests):  # most of them of prompts
-            swap_space.note_computed(step.num_tokens, time.perf_counter() - start)
-        self._end_step(step.num_tokens, len(output.requests))
-        return sampled
+        self._end_step(len(token_ids), len(scheduled))
+        return results
+
+    def _transfer(self, transfer: Transfer) -> None:
+        if isinstance(transfer, CopyBlocks):
+            self.cache.copy_blocks(transfer.copies)
+        elif isinstance(transfer, SwapOut):
+            swapped = self.cache.swap_out(transfer.block_ids, transfer.num_tokens)
+            self._swap_space.put(transfer.seq_id, swapped)
+        else:
+            swapped = self._swap_space.get(transfer.seq_id)
+            self.cache.swap_in(transfer.seq_id, swapped, transfer.start, transfer.end)
+            self._swap_space.release(transfer.seq_id)
 
     def _end_step(self, num_tokens: int, num_seqs: int) -> None:
         # A decode of many sequences asks for no more sizes than that of one.
@@ -243,19 +211,3 @@ class ModelRunner:
         if self._num_tokens >= CLEAR_CACHE_INTERVAL:
             mx.clear_cache()
             self._num_tokens = 0
-
-
-def _swap_and_copy(
-    output: SchedulerOutput, cache: PagedKVCache, swap_space: SwapSpace[SwappedKV]
-) -> None:
-    for swap_out in output.swap_outs:
-        start = time.perf_counter()
-        swap_space.put(swap_out.seq_id, cache.swap_out(swap_out.block_ids, swap_out.num_tokens))
-        swap_space.note_copied(swap_out.num_tokens, time.perf_counter() - start)
-    for copies in output.copies:
-        cache.copy_blocks(copies)
-    for swap_in in output.swap_ins:
-        start = time.perf_counter()
-        cache.swap_in(swap_in.seq_id, swap_space.get(swap_in.seq_id), swap_in.start, swap_in.end)
-        swap_space.note_copied(swap_in.end - swap_in.start, time.perf_counter() - start)
-        swap_space.give_back(swap_in.seq_id)

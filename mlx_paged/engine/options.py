@@ -18,6 +18,7 @@ class SchedulerOptions(TypedDict, total=False):
 class EngineOptions(SchedulerOptions, total=False):
     """The keyword arguments of :class:`Engine`."""
 
+    kv: str
     block_size: int
     kv_cache_bytes: str | int | None
     backend: str

@@ -14,10 +14,11 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.sample_utils import apply_top_k, apply_top_p
 
+from mlx_paged.argument_values import kind_of
 from mlx_paged.engine.read_array import read_float_rows, read_floats, read_int_rows, read_ints
 from mlx_paged.engine.sampling_state import SamplingState
 from mlx_paged.errors import request_error
-from mlx_paged.request import Logprob, Request
+from mlx_paged.request import Logprob, Request, Sampler
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
@@ -42,62 +43,62 @@ class LogprobReport(NamedTuple):
     top: mx.array  # [num_wanted, num_top], of these
 
 
-class Sampler:
-    """Draws tokens; what it knows of a request lives in ``request.sampling_state`` and goes with
-    it.
+def sample(
+    logits: mx.array,  # [num_rows, vocab_size]
+    rows: Sequence[int],  # [num_requests]
+    requests: Sequence[Request],
+) -> list[SampledToken | Exception]:
+    """The next token of each request, drawn from its row; an exception fails its request.
+
+    Several requests may share a row. What is known of a request from one token to the next is its
+    ``sampling_state``.
     """
+    if not requests:
+        return []
+    states: list[SamplingState] = []
+    all_plain = True
+    for request in requests:
+        state: SamplingState | None = request.sampling_state
+        if state is None:
+            state = request.sampling_state = SamplingState(request, logits.shape[-1])
+        all_plain = all_plain and state.is_plain
+        states.append(state)
+    wanted_rows = list(rows)
+    if wanted_rows != list(range(logits.shape[0])):
+        logits = logits[mx.array(wanted_rows)]
+    if all_plain:
+        return list(map(SampledToken, read_ints(mx.argmax(logits, axis=-1))))
 
-    def sample(
-        self,
-        logits: mx.array,  # [num_rows, vocab_size]
-        rows: Sequence[int],  # [num_requests]
-        requests: Sequence[Request],
-    ) -> list[SampledToken | Exception]:
-        """The next token of each request, drawn from its row; several may share one. An exception
-        fails its request.
-        """
-        if not requests:
-            return []
-        states: list[SamplingState] = []
-        all_plain = True
-        for request in requests:
-            state: SamplingState | None = request.sampling_state
-            if state is None:
-                state = request.sampling_state = SamplingState(request, logits.shape[-1])
-            all_plain = all_plain and state.is_plain
-            states.append(state)
-        wanted_rows = list(rows)
-        if wanted_rows != list(range(logits.shape[0])):
-            logits = logits[mx.array(wanted_rows)]
-        if all_plain:
-            return list(map(SampledToken, read_ints(mx.argmax(logits, axis=-1))))
-
-        failed: dict[int, Exception] = {
-            entry: state.error for entry, state in enumerate(states) if state.error is not None
-        }
-        changed = [
-            entry
-            for entry, state in enumerate(states)
-            if state.may_leave_nothing and entry not in failed
-        ]
-        processed, peaks = _adjust(logits, requests, states), mx.zeros(0)
-        if changed:
-            processed, peaks = _run_processors(processed, requests, changed, failed)
-        tokens = _draw(processed, requests, states)
-        report = _report_logprobs(logits, tokens, states)
-        mx.eval(tokens, peaks, report or ())
-        for entry, peak in zip(changed, read_floats(peaks), strict=True):
-            if not peak > -np.inf:  # nor is NaN
-                message = f"[sampler] the logits of {requests[entry].request_id!r} allow no token: all are -inf, or NaN"
-                failed.setdefault(
-                    entry, ValueError(f"{message}; see its logit_bias and logits_processors")
-                )
-        token_ids = read_ints(tokens)
-        logprobs = {} if report is None else _read_logprobs(report, token_ids, states)
-        return [
-            failed[entry] if entry in failed else SampledToken(token, logprobs.get(entry))
-            for entry, token in enumerate(token_ids)
-        ]
+    failed: dict[int, Exception] = {
+        entry: state.error for entry, state in enumerate(states) if state.error is not None
+    }
+    changed = [
+        entry
+        for entry, state in enumerate(states)
+        if state.may_leave_nothing and entry not in failed
+    ]
+    processed, peaks = _adjust(logits, requests, states), mx.zeros(0)
+    if changed:
+        processed, peaks = _run_processors(processed, requests, changed, failed)
+    tokens = _draw(processed, requests, states)
+    for entry, request in enumerate(requests):
+        if request.params.sampler is not None and entry not in failed:
+            tokens[entry] = _run_sampler(processed, entry, request.params.sampler, failed)
+    report = _report_logprobs(logits, tokens, states)
+    mx.eval(tokens, peaks, report or ())
+    for entry, peak in zip(changed, read_floats(peaks), strict=True):
+        if not peak > -np.inf:  # nor is NaN
+            error = ValueError(
+                f"[sampler] the logits of {requests[entry].request_id!r} allow no token: all are "
+                "-inf, or NaN; see its logit_bias and logits_processors"
+            )
+            failed.setdefault(entry, error)
+    token_ids = read_ints(tokens)
+    logprobs = {} if report is None else _read_logprobs(report, token_ids, states)
+    return [
+        failed[entry] if entry in failed else SampledToken(token, logprobs.get(entry))
+        for entry, token in enumerate(token_ids)
+    ]
 
 
 def _adjust(
@@ -156,6 +157,41 @@ def _run_processors(
     rows = mx.minimum(mx.concatenate(new_rows), FLOAT32_MAX)
     logits[mx.array(entries)] = rows
     return logits, rows.max(axis=-1)
+
+
+def _run_sampler(
+    logits: mx.array, entry: int, sampler: Sampler, failed: dict[int, Exception]
+) -> int:
+    """The token that a request's own sampler draws; 0 if that fails, which is put into ``failed``."""
+    row = logits[entry : entry + 1]
+    logprobs = row - mx.logsumexp(row, axis=-1, keepdims=True)  # as in mlx-lm, in this dtype
+    mx.eval(logprobs)  # outside of the try: an error of the model is not the sampler's
+    try:
+        return _check_sampled(sampler(logprobs), row.shape[-1])
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        failed[entry] = request_error(error)
+        return 0
+
+
+def _check_sampled(sampled: object, vocab_size: int) -> int:
+    """The token of ``[1]`` integers; raises ``ValueError`` for anything else."""
+    if not isinstance(sampled, mx.array):
+        raise ValueError(f"[sampler] a sampler returns an array, got {kind_of(sampled)}")
+    if sampled.shape != (1,) or not mx.issubdtype(sampled.dtype, mx.integer):
+        raise ValueError(
+            f"[sampler] a sampler returns integers of shape (1,), got {sampled.dtype} of shape "
+            f"{tuple(sampled.shape)}"
+        )
+    token = read_ints(sampled)[0]
+    if not 0 <= token < vocab_size:
+        # An embedding looks up any number in silence.
+        raise ValueError(
+            f"[sampler] the sampler chose token {token}, outside the model's vocabulary of "
+            f"{vocab_size}"
+        )
+    return token
 
 
 def _process(request: Request, row: mx.array) -> mx.array:

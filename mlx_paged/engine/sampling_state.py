@@ -64,7 +64,8 @@ class SamplingState:
             frequency, presence = (min(max(penalty, -HUGE), HUGE) for penalty in penalties[1:])
             self.penalties = factor, frequency, presence
         self.is_plain = (
-            self.group is None
+            params.sampler is None
+            and self.group is None
             and self.penalties is None
             and self.num_logprobs is None
             and not self.may_leave_nothing

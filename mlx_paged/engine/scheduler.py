@@ -159,12 +159,17 @@ class Scheduler:
         insort(self.waiting, request, key=by_order)
 
     def add_fork(self, request: Request, child: Request) -> None:
-        """Let a further completion of a running request run: it shares all blocks until one of the
-        two writes.
+        """Take on a further completion of a running request.
+
+        It shares all blocks until one of the two writes. Where blocks can't be shared and a copy
+        has no room, it waits, to be computed again.
         """
-        self.manager.fork(request.seq_id, child.seq_id)
         self._requests[child.seq_id] = child
-        insort(self.running, child, key=by_order)
+        if self.manager.fork(request.seq_id, child.seq_id):
+            insort(self.running, child, key=by_order)
+        else:
+            child.status, child.num_computed_tokens = RequestStatus.PREEMPTED, 0
+            insort(self.waiting, child, key=by_order)
 
     def finish(
         self,
