@@ -26,7 +26,6 @@ _HOME_OF = {
     "CompletionOutput": "mlx_paged.request",
     "Engine": "mlx_paged.engine.engine",
     "AsyncEngine": "mlx_paged.engine.async_engine",
-    "Session": "mlx_paged.engine.session",
     "make_sampler": "mlx_paged.sampling",
     "ModelRunner": "mlx_paged.engine.model_runner",
     "make_kv_cache": "mlx_paged.engine.model_runner",
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
     from mlx_paged.engine.async_engine import AsyncEngine
     from mlx_paged.engine.engine import Engine
     from mlx_paged.engine.model_runner import ModelRunner, make_kv_cache
-    from mlx_paged.engine.session import Session
     from mlx_paged.generation import GenerationResponse, generate, stream_generate
     from mlx_paged.llm import LLM
     from mlx_paged.loading import demo_model_path, load
@@ -59,7 +57,6 @@ __all__ = [
     "ModelRunner",
     "RequestOutput",
     "SamplingParams",
-    "Session",
     "__version__",
     "create_kv_cache",
     "demo_model_path",

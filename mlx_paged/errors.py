@@ -60,3 +60,25 @@ def forget_frames(error: BaseException, where: str | None = None) -> None:
                 if lines:
                     link.add_note(f"{where}:\n{''.join(lines)}")
         link = link.__cause__ or link.__context__
+
+
+class CacheFullError(RuntimeError):
+    """The budget can't hold what a step would add; nothing was changed."""
+
+
+class PromptTooLongError(CacheFullError):
+    """The budget or the context can't hold a prompt; nothing was changed."""
+
+
+def prompt_too_long(num_tokens: int, block_size: int, num_blocks: int) -> PromptTooLongError:
+    return PromptTooLongError(
+        f"[kv cache] a prompt of {num_tokens} tokens needs {-(-num_tokens // block_size)} blocks of "
+        f"{block_size}, the budget holds {num_blocks}; raise kv_cache_bytes or shorten the prompt"
+    )
+
+
+def prompt_beyond_context(num_tokens: int, max_model_len: int) -> PromptTooLongError:
+    return PromptTooLongError(
+        f"[context] a prompt of {num_tokens} tokens leaves no room for an answer: prompt and answer "
+        f"have at most {max_model_len} tokens together; shorten the prompt or raise max_model_len"
+    )

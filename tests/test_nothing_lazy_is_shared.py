@@ -20,7 +20,7 @@ from numpy_attention import PagedProblem, make_problem
 
 import mlx_paged
 from mlx_paged import generate, load, make_sampler
-from mlx_paged.engine.sampler import Sampler
+from mlx_paged.engine.sampler import sample
 from mlx_paged.loading import demo_model_path
 from mlx_paged.ops import KVHandle, backends, in_place, kernels, paged_attention, update_and_attend
 from mlx_paged.request import Request, SamplingParams
@@ -192,7 +192,7 @@ def test_no_module_keeps_an_array_that_is_not_evaluated(
         for query_len in (1, 5, 20):
             attend(make_problem([300, 20], query_len))
         request = Request("a", [1, 2], SamplingParams(temperature=0.7, top_p=0.9, top_k=3, seed=1))
-        Sampler().sample(mx.zeros((1, 8)), [0], [request])
+        sample(mx.zeros((1, 8)), [0], [request])
 
     in_a_thread_of_its_own(use_it_and_evaluate_nothing)
     caches = {f"mlx_paged.ops.kernels.{name}" for name in CACHES}

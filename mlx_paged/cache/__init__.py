@@ -5,20 +5,16 @@ from __future__ import annotations
 from typing import Literal, overload
 
 from mlx_paged.cache.base import (
-    CacheFullError,
     KVCache,
     KVCacheStats,
     KVSnapshot,
-    PromptTooLongError,
     SeqId,
     Step,
-    prompt_beyond_context,
-    prompt_too_long,
 )
 from mlx_paged.cache.basic import BasicKVCache
 from mlx_paged.cache.paged import PagedKVCache, SwappedKV
 from mlx_paged.config import KVCacheConfig
-from mlx_paged.errors import shown
+from mlx_paged.errors import CacheFullError, PromptTooLongError, shown
 
 __all__ = [
     "KV_CACHES",
@@ -33,8 +29,6 @@ __all__ = [
     "Step",
     "SwappedKV",
     "create_kv_cache",
-    "prompt_beyond_context",
-    "prompt_too_long",
 ]
 
 KV_CACHES: dict[str, type[BasicKVCache] | type[PagedKVCache]] = {

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
-from mlx_paged.cache.base import CacheFullError, KVCache, KVCacheStats, SeqId
+from mlx_paged.cache.base import KVCache, KVCacheStats, SeqId
 from mlx_paged.config import KVCacheConfig
+from mlx_paged.errors import CacheFullError
 
 GROWTH_STEP = 256  # tokens, as in mlx-lm's KVCache
 

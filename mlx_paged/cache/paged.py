@@ -12,9 +12,10 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_paged import ops
-from mlx_paged.cache.base import CacheFullError, KVCache, KVCacheStats, SeqId, Step
+from mlx_paged.cache.base import KVCache, KVCacheStats, SeqId, Step
 from mlx_paged.config import KVCacheConfig
 from mlx_paged.core import BlockCopy, BlockPool, BlockTable, KVCacheManager
+from mlx_paged.errors import CacheFullError
 from mlx_paged.ops import AttentionMetadata, CopyDetector, KVHandle, SlotMapping
 from mlx_paged.ops.notices import say_once
 

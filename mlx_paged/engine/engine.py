@@ -159,13 +159,14 @@ class Engine:
 
     def _num_swap_tokens(self, swap_bytes: str | int | None) -> int:
         config = self.cache.config
-        if not self.cache.can_swap:
+        if not getattr(self.cache, "can_swap", True):
             return 0
         if swap_bytes is None:
             sizes = [leaf.size for _, leaf in tree_flatten(self.model.parameters())]
             is_cheaper = is_swapping_cheaper(sum(sizes), config.nbytes_per_token)
             return int(config.num_slots * DEFAULT_SWAP_SHARE) if is_cheaper else 0
-        if as_integer(swap_bytes) == 0 or str(swap_bytes).strip() == "0":
+        is_zero = isinstance(swap_bytes, str) and swap_bytes.strip() == "0"
+        if is_zero or as_integer(swap_bytes) == 0:
             return 0
         budget = KVBudget.parse(swap_bytes)
         if budget.num_blocks is not None:
@@ -240,7 +241,9 @@ class Engine:
         if state is None:
             return 0, 0
         request = state.requests[0]
-        return min(request.num_computed_tokens, request.num_prompt_tokens), request.num_prompt_tokens
+        return min(
+            request.num_computed_tokens, request.num_prompt_tokens
+        ), request.num_prompt_tokens
 
     def cached_block_ids(
         self, token_ids: Sequence[int], cache_salt: str | None = None

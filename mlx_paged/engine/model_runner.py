@@ -11,7 +11,7 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
 from mlx_paged.argument_values import check_integer, kind_of
-from mlx_paged.cache import BasicKVCache, KVCache, PagedKVCache, SeqId, SwappedKV, create_kv_cache
+from mlx_paged.cache import BasicKVCache, KVCache, PagedKVCache, SwappedKV, create_kv_cache
 from mlx_paged.cache.base import AnySeqId
 from mlx_paged.config import KVBudget, KVCacheConfig
 from mlx_paged.engine.batch import Batch, CopyBlocks, SwapOut, Transfer
@@ -159,7 +159,7 @@ class ModelRunner:
         }
         with self.cache.step({seq: len(ids) for seq, ids in new_tokens.items()}) as step:
             tokens = mx.array(list(itertools.chain.from_iterable(new_tokens.values())))
-            logits = self.model(tokens, self.cache.layers, step.logit_rows)
+            logits = self.model(tokens, step.positions, self.cache, step.last_rows)
             # A step that is built before this one is evaluated would find a reader of the slabs in
             # flight, and each of its writes would copy a slab.
             mx.eval(logits, self.cache.arrays)
@@ -183,12 +183,13 @@ class ModelRunner:
         scheduled = batch.scheduled
         token_ids = list(itertools.chain.from_iterable([part.token_ids for part in scheduled]))
         with cache.scheduled_step(
-            [part.request.seq_id for part in scheduled],
-            [part.num_new_tokens for part in scheduled],
-            [part.num_logit_rows for part in scheduled],
+            {part.request.seq_id: part.num_new_tokens for part in scheduled},
             batch.shares_new_blocks,
         ) as step:
-            logits = self.model(mx.array(token_ids), cache.layers, step.logit_rows)
+            logits = self.model(mx.array(token_ids), step.positions, cache, step.last_rows)
+            complete = [i for i, part in enumerate(scheduled) if part.num_logit_rows]
+            if len(complete) < len(scheduled):
+                logits = logits[mx.array(complete)] if complete else logits[:0]
             results = sample(logits, rows, requests)
             mx.eval(cache.arrays)
         self._end_step(len(token_ids), len(scheduled))

@@ -5,6 +5,7 @@ template says.
 from __future__ import annotations
 
 import pytest
+from mlx_paged.chat.responder import EngineResponder, SessionResponder
 
 from mlx_paged import (
     Engine,
@@ -16,7 +17,6 @@ from mlx_paged import (
     make_kv_cache,
 )
 from mlx_paged.chat.conversation import Conversation
-from mlx_paged.chat.responder import EngineResponder, SessionResponder
 from mlx_paged.chat_template import ChatTemplateError
 
 # As Qwen3's: reasoning is left out of earlier turns, and enable_thinking=False puts an empty one

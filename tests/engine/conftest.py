@@ -1,11 +1,10 @@
-"""A session of each cache kind over a tiny random model."""
+"""A tiny random model, and both kinds of cache."""
 
 from __future__ import annotations
 
 import pytest
 from engine_helpers import tiny_models
 
-from mlx_paged import ModelRunner, Session, make_kv_cache
 from mlx_paged.models import qwen3
 
 
@@ -15,7 +14,6 @@ def model() -> qwen3.Model:
 
 
 @pytest.fixture(params=["basic", "paged"])
-def session(request: pytest.FixtureRequest, model: qwen3.Model) -> Session:
-    return Session(
-        ModelRunner(model, make_kv_cache(model, request.param, kv_cache_bytes="40blocks"))
-    )
+def cache_options(request: pytest.FixtureRequest) -> dict:
+    """Arguments of `generate_step` for each kind of cache."""
+    return {"kv": request.param, "kv_cache_bytes": "40blocks"}

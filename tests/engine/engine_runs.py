@@ -113,7 +113,7 @@ def assert_nothing_held(engine: Engine) -> None:
         not engine.scheduler.requests
         and not engine._states
         and not engine._inbox
-        and not engine._news
+        and not engine._to_report
     )
     assert engine.cache.manager.num_free_blocks == stats.num_blocks
     assert not engine.has_unfinished_requests()

@@ -19,7 +19,6 @@ from engine_runs import assert_nothing_held, greedy, load_demo, make_engine, sam
 
 import mlx_paged
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.swap_space import SwapSpace
 from mlx_paged.request import RequestOutput, SamplingParams
 
 PACKAGE = str(Path(mlx_paged.__file__).parent)
@@ -125,35 +124,37 @@ def _answer(output: RequestOutput) -> list[tuple]:
     ]
 
 
-def tight_engine(demo: tuple[Any, Any]) -> Engine:
+def tight_engine(demo: tuple[Any, Any], swap: bool = True) -> Engine:
     """Room for less than all requests, so that they meet growth, preemption, swapping and chunks."""
     return make_engine(
         *demo,
         block_size=8,
         kv_cache_bytes="9blocks",
-        swap_bytes="9blocks",
+        swap_bytes="9blocks" if swap else 0,
         max_num_batched_tokens=32,
         max_num_seqs=5,
     )
 
 
-def run_undisturbed(demo: tuple[Any, Any]) -> tuple[LineInterrupt, Answers]:
+def run_undisturbed(demo: tuple[Any, Any], swap: bool = True) -> tuple[LineInterrupt, Answers]:
     """The lines that the work takes, and its answers."""
-    lines, work = LineInterrupt(), Work(tight_engine(demo))
+    lines, work = LineInterrupt(), Work(tight_engine(demo, swap))
     with lines.armed():
         work.go_on()
     assert work.engine.stats().num_preemptions > 0 and len(work.answers) == len(REQUESTS)
     return lines, work.answers
 
 
-def check_interrupt(demo: tuple[Any, Any], at: int, is_aborted: bool, expected: Answers) -> None:
+def check_interrupt(
+    demo: tuple[Any, Any], at: int, is_aborted: bool, expected: Answers, swap: bool = True
+) -> None:
     """Interrupt the work before a line; then it goes on, or begins again after ``abort_all``: every
     answer is right.
 
     Raises:
         AssertionError: with the line that was interrupted.
     """
-    engine = tight_engine(demo)
+    engine = tight_engine(demo, swap)
     interrupt, work = LineInterrupt(at), Work(engine)
     try:
         with interrupt.armed():
@@ -180,13 +181,14 @@ def check_interrupt(demo: tuple[Any, Any], at: int, is_aborted: bool, expected: 
 
 
 def check_random_interrupts(
-    demo: tuple[Any, Any], expected: Answers, num_lines: int, count: int, seed: int
+    demo: tuple[Any, Any], expected: Answers, num_lines: int, count: int, seed: int, swap: bool
 ) -> None:
     rng = random.Random(seed)
     for _ in range(count):
         # The last steps differ by a line or so from run to run: where garbage is collected, for
         # one.
-        check_interrupt(demo, rng.randrange(num_lines * 9 // 10), rng.random() < 0.5, expected)
+        at = rng.randrange(num_lines * 9 // 10)
+        check_interrupt(demo, at, rng.random() < 0.5, expected, swap)
 
 
 def main() -> None:
@@ -200,9 +202,9 @@ def main() -> None:
     )
     args = parser.parse_args()
     demo = load_demo()
-    SwapSpace._is_cheaper = lambda self: not args.recompute  # type: ignore[method-assign]
-    lines, expected = run_undisturbed(demo)
-    check_random_interrupts(demo, expected, lines.num_lines, args.count, args.seed)
+    swap = not args.recompute
+    lines, expected = run_undisturbed(demo, swap)
+    check_random_interrupts(demo, expected, lines.num_lines, args.count, args.seed, swap)
     print(
         f"{args.count} interrupts in {lines.num_lines:,} lines: no request lost, no token changed"
     )

@@ -7,17 +7,19 @@ from that hash: what a request answers is known beforehand, whatever the schedul
 
 from __future__ import annotations
 
-import itertools
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from mlx_paged.config import SchedulerConfig
 from mlx_paged.core import BlockPool, KVCacheManager
-from mlx_paged.engine.scheduler import Scheduler, SchedulerOutput
+from mlx_paged.engine.batch import Batch, CopyBlocks, SwapIn, SwapOut
+from mlx_paged.engine.scheduler import Scheduler
 from mlx_paged.engine.swap_space import SwapSpace
 from mlx_paged.request import Request, SamplingParams
 
+T = TypeVar("T")
 VOCAB_SIZE = 40
 GARBAGE = "garbage"
 
@@ -100,30 +102,31 @@ class SimulatedCache:
         size = self.block_size
         return [block_ids[t // size] * size + t % size for t in range(start, end)]
 
-    def move(self, output: SchedulerOutput, swap_space: SwapSpace) -> None:
-        """Swap out, copy, swap in."""
-        for seq_id, block_ids, num_tokens in output.swap_outs:
-            swap_space.put(
-                seq_id, [self.rows.get(slot) for slot in self.slots(block_ids, 0, num_tokens)]
-            )
-        for source, destination in itertools.chain.from_iterable(output.copies):
-            for offset in range(self.block_size):
-                self.rows[destination * self.block_size + offset] = self.rows.get(
-                    source * self.block_size + offset
-                )
-        for seq_id, start, end in output.swap_ins:
-            block_ids = self.manager.tables[seq_id].block_ids
-            rows = swap_space.get(seq_id)
-            assert end == len(rows), "what was swapped out is swapped in to its end"
-            self.rows.update(zip(self.slots(block_ids, start, end), rows[start:end], strict=True))
-            swap_space.give_back(seq_id)
+    def move(self, batch: Batch, swap_space: SwapSpace) -> None:
+        """Carry out the transfers, in their order."""
+        for transfer in batch.transfers:
+            if isinstance(transfer, SwapOut):
+                slots = self.slots(transfer.block_ids, 0, transfer.num_tokens)
+                swap_space.put(transfer.seq_id, [self.rows.get(slot) for slot in slots])
+            elif isinstance(transfer, CopyBlocks):
+                for source, destination in transfer.copies:
+                    for offset in range(self.block_size):
+                        row = self.rows.get(source * self.block_size + offset)
+                        self.rows[destination * self.block_size + offset] = row
+            else:
+                seq_id, start, end = transfer
+                slots = self.slots(self.manager.tables[seq_id].block_ids, start, end)
+                rows = swap_space.get(seq_id)
+                assert end == len(rows), "what was swapped out is swapped in to its end"
+                self.rows.update(zip(slots, rows[start:end], strict=True))
+                swap_space.release(seq_id)
 
-    def compute(self, output: SchedulerOutput) -> None:
-        """Write the new rows and read the context. Whoever says that no new block is shared gets no
-        help from order.
+    def compute(self, batch: Batch) -> None:
+        """Write the new rows and read the context; a step that says that it shares no new block gets
+        no help from the order.
         """
-        steps = list(zip(output.requests, output.num_new_tokens, strict=True))
-        if output.shares_new_blocks:
+        steps = [(part.request, part.num_new_tokens) for part in batch.scheduled]
+        if batch.shares_new_blocks:
             for request, num_new_tokens in steps:
                 self.write(request, num_new_tokens)
             for request, _ in steps:
@@ -146,16 +149,15 @@ class SimulatedCache:
         expected = context_rows(request.token_ids[:num_tokens], request.cache_salt)
         assert found == expected, f"{request} reads what is not its own, blocks {block_ids}"
 
-    def written_slots(self, output: SchedulerOutput) -> list[int]:
-        """Whatever a step writes: what they hold if it fails, nobody knows."""
+    def written_slots(self, batch: Batch) -> list[int]:
+        """The slots that a step writes; if it fails, nobody knows what they hold."""
         tables = self.manager.tables
         slots: list[int] = []
-        for seq_id, start, end in output.swap_ins:
+        for seq_id, start, end in of_kind(batch, SwapIn):
             slots += self.slots(tables[seq_id].block_ids, start, end)
-        for request, count in zip(output.requests, output.num_new_tokens, strict=True):
-            end = request.num_computed_tokens
-            slots += self.slots(tables[request.seq_id].block_ids, end - count, end)
-        for _, destination in itertools.chain.from_iterable(output.copies):
+        for request, start, count, _ in batch.scheduled:
+            slots += self.slots(tables[request.seq_id].block_ids, start, start + count)
+        for _, destination in all_copies(batch):
             slots += range(destination * self.block_size, (destination + 1) * self.block_size)
         return slots
 
@@ -165,8 +167,7 @@ class FakeEngine:
 
     Args:
         num_blocks: the budget.
-        swap_tokens: room in host memory; 0 never swaps, and where there is room, it is always
-            cheaper.
+        swap_tokens: room in host memory; 0 never swaps.
         supply: `initial_blocks`, `device_blocks` of :class:`FakeSupply`.
         config: fields of `SchedulerConfig`; no watermark unless it is given.
     """
@@ -185,7 +186,6 @@ class FakeEngine:
         self.manager = self.supply.manager
         self.pool = self.manager.pool
         self.swap_space: SwapSpace = SwapSpace(swap_tokens)
-        self.swap_space.note_computed(1, 1.0)
         defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 16, "watermark": 0.0}
         self.config = SchedulerConfig(**defaults | config)
         self.scheduler = Scheduler(self.supply, self.config, eos_token_ids, self.swap_space)
@@ -218,13 +218,11 @@ class FakeEngine:
         for request in self.completions[name]:
             self.scheduler.finish(request, "abort")
 
-    def step(
-        self, only: Request | None = None, fails: str | None = None, num_sampled: int = 1
-    ) -> SchedulerOutput:
-        """One step. It may fail: `"at once"`, `"computing"` or `"sampling"`, after so many tokens."""
+    def step(self, only: Request | None = None, fails: str | None = None) -> Batch:
+        """One step; it may fail `"at once"`, or `"computing"` after the transfers."""
         output = self.scheduler.schedule(only)
         self.check_output(output, only)
-        if not output.requests:
+        if not output.scheduled:
             # Nobody will copy what was to be swapped out.
             self.scheduler.discard(output)
         elif fails is None:
@@ -235,8 +233,6 @@ class FakeEngine:
             written_slots = self.cache.written_slots(output)
             if fails != "at once":
                 self.cache.move(output, self.swap_space)
-            if fails == "sampling":
-                self.sample(output, num_sampled)
             self.cache.rows.update(dict.fromkeys(written_slots, GARBAGE))
             self.scheduler.discard(output)
             self.counts["failed"] += 1
@@ -245,28 +241,28 @@ class FakeEngine:
         self.check()
         return output
 
-    def sample(self, output: SchedulerOutput, limit: int | None = None) -> None:
+    def sample(self, batch: Batch) -> None:
         sampled: list[Request] = []
-        for request in output.requests:
-            if request.num_computed_tokens == request.num_tokens:
-                # Some may be there already, from a step that failed after they came.
-                num_completions = len(self.completions[request.request_id])
-                sampled += [request, *map(request.fork, range(num_completions, request.num_seqs))]
+        for part in batch.scheduled:
+            if part.num_logit_rows:
+                request = part.request
+                sampled += [request, *map(request.fork, range(1, request.num_seqs))]
         for request in sampled:
             if request.seq_id not in self.scheduler.requests:
                 self.counts["forks"] += 1
                 self.scheduler.add_fork(self.completions[request.request_id][0], request)
                 self.completions[request.request_id].append(request)
-                output.requests.append(request)
-                output.num_new_tokens.append(0)
-        for request in sampled[:limit]:
+        for request in sampled:
             row = context_rows(request.token_ids, request.cache_salt)[-1]
             self.scheduler.append_token(request, next_token(row, request.index))
 
-    def check_output(self, output: SchedulerOutput, only: Request | None) -> None:
+    def check_output(self, output: Batch, only: Request | None) -> None:
         scheduler, counts = self.scheduler, self.counts
         assert output.num_tokens <= self.config.max_num_batched_tokens
-        assert all(count >= 1 for count in output.num_new_tokens)
+        for request, start, count, num_logit_rows in output.scheduled:
+            assert count >= 1 and start + count == request.num_computed_tokens
+            assert num_logit_rows == (request.num_computed_tokens == request.num_tokens)
+        swap_outs, swap_ins = of_kind(output, SwapOut), of_kind(output, SwapIn)
         assert sum(request.num_seqs for request in scheduler.running) <= self.config.max_num_seqs
         scheduled = {request.seq_id for request in output.requests}
         assert len(scheduled) == len(output.requests), "nobody is in a step twice"
@@ -276,14 +272,14 @@ class FakeEngine:
             assert scheduled or output.finished or not scheduler.requests, "somebody goes on"
         else:
             assert scheduled <= {only.seq_id}
-        assert not output.preempted or not output.swap_ins, (
+        assert not output.preempted or not swap_ins, (
             "nobody comes in a step that sends somebody away"
         )
         counts["steps"] += 1
         counts["preempted"] += len(output.preempted)
-        counts["swap_outs"] += len(output.swap_outs)
-        counts["swap_ins"] += len(output.swap_ins)
-        counts["copies"] += sum(map(len, output.copies))
+        counts["swap_outs"] += len(swap_outs)
+        counts["swap_ins"] += len(swap_ins)
+        counts["copies"] += len(all_copies(output))
         counts["shared_steps"] += output.shares_new_blocks
         counts["hit_tokens"] += len(output.hit_block_ids) * self.pool.block_size
         for request in output.finished:
@@ -297,8 +293,8 @@ class FakeEngine:
         for request in scheduler.running:
             self.cache.check_context(request)
             assert request.num_computed_tokens < request.num_tokens
-        assert set(swap_space._places) == set(swap_space._contents)
-        assert set(swap_space._places) <= {request.seq_id for request in scheduler.waiting}
+        assert set(swap_space._num_tokens_of) == set(swap_space._contents)
+        assert set(swap_space._contents) <= {request.seq_id for request in scheduler.waiting}
         assert 0 <= swap_space.num_used_tokens <= swap_space.num_tokens
         for block in self.pool.blocks[1:]:
             # Nothing that others may hit holds less than it promises.
@@ -322,7 +318,7 @@ class FakeEngine:
         self.check_whole()
         return steps
 
-    def step_until(self, holds: Callable[[SchedulerOutput], object]) -> SchedulerOutput:
+    def step_until(self, holds: Callable[[Batch], object]) -> Batch:
         """Step until something holds of a step, and return that step."""
         for _ in range(100):
             output = self.step()
@@ -369,10 +365,18 @@ def name_of(request: Request) -> str:
     return request.request_id if request.params.n == 1 else f"{request.request_id}{request.index}"
 
 
-def ran(output: SchedulerOutput) -> dict[str, int]:
-    """Who is in a step, in order, with how many tokens; without those that came by fork."""
-    counts = zip(names(output.requests), output.num_new_tokens, strict=True)
-    return {name: count for name, count in counts if count}
+def ran(batch: Batch) -> dict[str, int]:
+    """Who is in a step, in order, with how many tokens."""
+    return {name_of(part.request): part.num_new_tokens for part in batch.scheduled}
+
+
+def of_kind(batch: Batch, kind: type[T]) -> list[T]:
+    """The transfers of one kind."""
+    return [transfer for transfer in batch.transfers if isinstance(transfer, kind)]
+
+
+def all_copies(batch: Batch) -> list[tuple[int, int]]:
+    return [tuple(copy) for transfer in of_kind(batch, CopyBlocks) for copy in transfer.copies]
 
 
 def names(requests: Sequence[Request]) -> list[str]:

@@ -17,8 +17,8 @@ import mlx.nn as nn
 from engine_runs import raises_at
 
 from mlx_paged.config import KVCacheConfig
+from mlx_paged.engine.batch import Batch
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.scheduler_output import SchedulerOutput
 from mlx_paged.request import RequestOutput, SamplingParams
 
 NUM_PREFIXES = 6
@@ -225,7 +225,7 @@ class Soak:
             not engine.scheduler.requests
             and not engine._states
             and not engine._inbox
-            and not engine._news
+            and not engine._to_report
         )
         assert not engine.swap_space._contents and not engine._suspects
         assert engine.cache.manager.num_free_blocks == stats.num_blocks
@@ -289,7 +289,7 @@ class Soak:
 
     # Failures
 
-    def _execute_or_fail(self, output: SchedulerOutput, *args: Any) -> Any:
+    def _execute_or_fail(self, output: Batch, *args: Any) -> Any:
         breaking = [
             request
             for request in output.requests

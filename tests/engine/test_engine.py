@@ -145,12 +145,12 @@ def test_each_step_reports_the_requests_that_it_brought_on(model: qwen3.Model):
 def test_progress_of_a_long_prompt_is_counted_in_tokens(model: qwen3.Model):
     engine = make_engine(model, max_num_batched_tokens=64)
     engine.add_request("a", prompt(200), greedy(1))
-    seen = [engine.num_computed_tokens("a")]
+    seen = [engine.prompt_progress("a")]
     while engine.has_unfinished_requests():
         engine.step()
-        seen.append(engine.num_computed_tokens("a"))
-    assert seen == [0, 64, 128, 192, 0]
-    assert engine.num_computed_tokens("unknown") == 0
+        seen.append(engine.prompt_progress("a"))
+    assert seen == [(0, 200), (64, 200), (128, 200), (192, 200), (0, 0)]
+    assert engine.prompt_progress("unknown") == (0, 0)
 
 
 def test_an_output_says_what_was_asked_and_when_the_first_token_came(model: qwen3.Model):

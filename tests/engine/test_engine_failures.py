@@ -22,7 +22,6 @@ from engine_runs import (
 )
 
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.swap_space import SwapSpace
 from mlx_paged.models import qwen3
 from mlx_paged.request import RequestOutput
 
@@ -255,12 +254,11 @@ def test_what_a_failed_step_wrote_is_never_read(model: qwen3.Model):
 def test_steps_may_fail_at_any_time_and_the_tokens_stay_the_same(
     model: qwen3.Model, monkeypatch: pytest.MonkeyPatch, swap: bool
 ):
-    monkeypatch.setattr(SwapSpace, "_is_cheaper", lambda self: swap)
     # Little room, so that failures meet preemptions; and forks.
     engine = make_engine(
         model,
         kv_cache_bytes="14blocks",
-        swap_bytes="14blocks",
+        swap_bytes="14blocks" if swap else 0,
         max_num_batched_tokens=24,
         max_num_seqs=6,
     )
@@ -340,11 +338,10 @@ def test_an_error_that_is_kept_keeps_no_arrays(model: qwen3.Model):
 def test_an_engine_goes_on_after_ctrl_c_in_any_step(
     model: qwen3.Model, monkeypatch: pytest.MonkeyPatch, swap: bool
 ):
-    monkeypatch.setattr(SwapSpace, "_is_cheaper", lambda self: swap)
     engine = make_engine(
         model,
         kv_cache_bytes="12blocks",
-        swap_bytes="12blocks",
+        swap_bytes="12blocks" if swap else 0,
         max_num_batched_tokens=24,
         max_num_seqs=6,
     )

@@ -19,7 +19,7 @@ from engine_runs import (
     sampled,
 )
 
-from mlx_paged.engine.sampler import Sampler
+from mlx_paged.engine import model_runner
 from mlx_paged.models import qwen3
 from mlx_paged.request import CompletionOutput, Request, SamplingParams
 
@@ -42,7 +42,7 @@ def completion_alone(
 ) -> list[int]:
     """What a request of one completion gets with the draws of this index."""
     engine = make_engine(model, enable_prefix_caching=False)
-    sampler, sample = Sampler(), engine.sampler.sample
+    sample = model_runner.sample
 
     def sample_with_index(logits: Any, rows: Any, requests: list[Request]) -> Any:
         for request in requests:
@@ -52,12 +52,12 @@ def completion_alone(
             request.index = 0
         return results
 
-    assert type(engine.sampler) is type(sampler)
-    engine.sampler.sample = sample_with_index
     one = SamplingParams(
         temperature=params.temperature, seed=params.seed, max_tokens=params.max_tokens
     )
-    return complete(engine, tokens, one).token_ids
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_runner, "sample", sample_with_index)
+        return complete(engine, tokens, one).token_ids
 
 
 @pytest.mark.parametrize("num_tokens", [1, 16, 40])

@@ -19,7 +19,6 @@ from interrupted_lines import (
 )
 
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.swap_space import SwapSpace
 from mlx_paged.models import qwen3
 from mlx_paged.request import RequestOutput
 
@@ -43,9 +42,8 @@ def test_an_interrupt_at_any_line_loses_no_request_and_changes_no_token(
     monkeypatch: pytest.MonkeyPatch,
     swap: bool,
 ):
-    monkeypatch.setattr(SwapSpace, "_is_cheaper", lambda self: swap)
     lines, expected = undisturbed
-    check_random_interrupts(demo, expected, lines.num_lines, count=8, seed=int(swap))
+    check_random_interrupts(demo, expected, lines.num_lines, count=8, seed=int(swap), swap=swap)
 
 
 @pytest.mark.slow
@@ -54,7 +52,6 @@ def test_an_interrupt_in_the_engines_own_bookkeeping_is_survived(
     undisturbed: tuple[LineInterrupt, Answers],
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(SwapSpace, "_is_cheaper", lambda self: True)
     lines, expected = undisturbed
     rng = random.Random(5)
     places = sorted(place for place in lines.turns if place[0] in ENGINE_ROOMS)

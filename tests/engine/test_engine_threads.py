@@ -182,7 +182,7 @@ def test_figures_can_be_asked_for_at_any_time(model: qwen3.Model):
         while not is_done.is_set():
             stats = engine.stats()
             assert 0 <= stats.usage <= 1 and stats.num_running <= 16
-            engine.num_computed_tokens("3")
+            engine.prompt_progress("3")
 
     threads = Threads(ask_figures, ask_figures)
     for round in range(5):

@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 from engine_runs import ask_alone, assert_nothing_held, greedy, make_engine, prompt, run, sampled
 
+from mlx_paged.engine import engine as engine_module
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.swap_space import SwapSpace
 from mlx_paged.models import qwen3
 
 
 @pytest.fixture(params=[False, True], ids=["recompute", "swap"])
-def swap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    monkeypatch.setattr(SwapSpace, "_is_cheaper", lambda self: request.param)
+def swap(request: pytest.FixtureRequest) -> bool:
     return request.param
 
 
@@ -53,7 +52,7 @@ def test_preempted_requests_get_the_tokens_of_undisturbed_ones(
         model,
         block_size=rng.choice([8, 16]),
         kv_cache_bytes="16blocks",
-        swap_bytes="16blocks",
+        swap_bytes="16blocks" if swap else 0,
         max_num_batched_tokens=rng.choice([8, 30, 200]),
         max_num_seqs=8,
         watermark=rng.choice([0.0, 0.05]),
@@ -86,7 +85,9 @@ def test_forks_that_are_preempted_get_the_tokens_of_undisturbed_ones(
     calm = make_engine(model)
     calm.add_request("a", prompt(40), params)
     expected = [completion.token_ids for completion in run(calm)["a"].outputs]
-    engine = make_engine(model, kv_cache_bytes="12blocks", swap_bytes="12blocks", max_num_seqs=8)
+    engine = make_engine(
+        model, kv_cache_bytes="12blocks", swap_bytes="12blocks" if swap else 0, max_num_seqs=8
+    )
     engine.add_request("a", prompt(40), params)
     engine.add_request("b", prompt(40), params)
     outputs = run(engine)
@@ -100,7 +101,6 @@ def test_forks_that_are_preempted_get_the_tokens_of_undisturbed_ones(
 def test_what_comes_back_from_the_swap_space_is_what_went_there(
     model: qwen3.Model, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(SwapSpace, "_is_cheaper", lambda self: True)
     engine = make_engine(
         model,
         kv_cache_bytes="8blocks",
@@ -159,10 +159,7 @@ def test_half_precision_comes_back_bit_by_bit(model: qwen3.Model, dtype: mx.Dtyp
             assert mx.array_equal(ours, theirs)
 
 
-def test_a_swapped_request_that_is_aborted_gives_back_its_place(
-    model: qwen3.Model, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(SwapSpace, "_is_cheaper", lambda self: True)
+def test_a_swapped_request_that_is_aborted_gives_back_its_place(model: qwen3.Model):
     engine = make_engine(
         model, kv_cache_bytes="8blocks", swap_bytes="8blocks", max_num_seqs=2, watermark=0
     )
@@ -178,10 +175,9 @@ def test_a_swapped_request_that_is_aborted_gives_back_its_place(
     assert_nothing_held(engine)
 
 
-def test_without_swap_space_everything_is_computed_anew(
+def test_without_swap_space_everything_is_computed_again(
     model: qwen3.Model, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(SwapSpace, "_is_cheaper", lambda self: True)
     engine = make_engine(model, kv_cache_bytes="8blocks", swap_bytes=0, max_num_seqs=2, watermark=0)
     copies = count_copies(engine, monkeypatch)
     engine.add_request("first", prompt(40), greedy(60))
@@ -191,10 +187,9 @@ def test_without_swap_space_everything_is_computed_anew(
     assert outputs["second"].outputs[0].token_ids == ask_alone(model, prompt(41), greedy(60))
 
 
-def test_a_full_swap_space_sends_the_next_ones_to_be_computed_anew(
+def test_a_full_swap_space_sends_the_next_ones_to_be_computed_again(
     model: qwen3.Model, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(SwapSpace, "_is_cheaper", lambda self: True)
     engine = make_engine(
         model, kv_cache_bytes="14blocks", swap_bytes="4blocks", max_num_seqs=4, watermark=0
     )
@@ -214,59 +209,19 @@ def test_a_full_swap_space_sends_the_next_ones_to_be_computed_anew(
     assert_nothing_held(engine)
 
 
-@pytest.mark.parametrize(
-    ("computed", "copied", "is_swapped"),
-    [
-        (None, None, False),  # nothing was measured: a request may be short
-        (1.0, None, True),  # the first copy is the measurement
-        (1.0, 0.49, True),
-        (1.0, 0.5, False),  # out and in again cost as much
-        (1.0, 2.0, False),
-    ],
-)
-def test_swapping_is_chosen_when_two_copies_take_less_time_than_computing_anew(
-    computed: float | None, copied: float | None, is_swapped: bool
-):
-    space = SwapSpace(100)
-    if computed is not None:
-        space.note_computed(10, 4 * computed)
-        space.note_computed(30, 36 * computed)
-    if copied is not None:
-        space.note_copied(5, 5 * copied)
-    assert space.take_place("a", 60) == is_swapped
-    assert space.num_tokens_of("a") == space.num_used_tokens == (60 if is_swapped else 0)
-    assert not space.take_place("b", 41 if is_swapped else 101)
-
-
-def test_the_engine_measures_prompts_and_copies_for_that_choice(
+def test_by_default_sizes_decide_whether_requests_are_swapped(
     model: qwen3.Model, monkeypatch: pytest.MonkeyPatch
 ):
-    noted: dict[str, list[int]] = {"computed": [], "copied": []}
-    monkeypatch.setattr(
-        SwapSpace, "note_computed", lambda self, n, seconds: noted["computed"].append(n)
-    )
-    monkeypatch.setattr(
-        SwapSpace, "note_copied", lambda self, n, seconds: noted["copied"].append(n)
-    )
-    monkeypatch.setattr(SwapSpace, "_is_cheaper", lambda self: True)
-    engine = make_engine(
-        model,
-        kv_cache_bytes="8blocks",
-        swap_bytes="8blocks",
-        max_num_seqs=2,
-        watermark=0,
-        enable_prefix_caching=False,
-    )
-    engine.add_request("first", prompt(40), greedy(60))
-    engine.add_request("second", prompt(41), greedy(30))
-    run(engine)
-    # One step of two prompts; decodes are not what a preempted request would cost.
-    assert noted["computed"] == [81]
-    assert len(noted["copied"]) == 2 and noted["copied"][0] == noted["copied"][1] > 41
+    for is_cheaper, num_tokens in ((True, 10 * 16), (False, 0)):
+        monkeypatch.setattr(engine_module, "is_swapping_cheaper", lambda n, m: is_cheaper)  # noqa: B023
+        engine = make_engine(model, kv_cache_bytes="80blocks")
+        assert engine.swap_space.num_tokens == num_tokens
 
 
 def test_the_oldest_request_is_never_preempted(model: qwen3.Model, swap: bool):
-    engine = make_engine(model, kv_cache_bytes="10blocks", swap_bytes="10blocks", max_num_seqs=6)
+    engine = make_engine(
+        model, kv_cache_bytes="10blocks", swap_bytes="10blocks" if swap else 0, max_num_seqs=6
+    )
     for n in range(6):
         engine.add_request(str(n), prompt(16, seed=n), greedy(80))
     first = engine.scheduler.requests["0", 0]

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm import sample_utils
 
-from mlx_paged.engine.sampler import SampledToken, Sampler, SamplingState
+from mlx_paged.engine.sampler import SampledToken, SamplingState
+from mlx_paged.engine.sampler import sample as sample_rows
 from mlx_paged.request import Logprob, Request, SamplingParams
 
 VOCAB = 24
@@ -33,7 +34,7 @@ def make_logits(num_rows=1, vocab=VOCAB, seed=0, scale=2.0) -> mx.array:
 
 
 def sample(logits: mx.array, *requests: Request, rows=None) -> list[SampledToken | Exception]:
-    return Sampler().sample(logits, range(len(requests)) if rows is None else rows, requests)
+    return sample_rows(logits, range(len(requests)) if rows is None else rows, requests)
 
 
 def sample_alone(row: mx.array, request: Request) -> SampledToken | Exception:

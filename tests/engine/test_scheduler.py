@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from scheduler_helpers import FakeEngine, names, predicted_tokens, ran, tokens
+from scheduler_helpers import FakeEngine, names, of_kind, predicted_tokens, ran, tokens
 
-from mlx_paged.engine.scheduler import SchedulerOutput
+from mlx_paged.engine.batch import Batch, CopyBlocks
 from mlx_paged.request import RequestStatus
 
 # Chunks and budgets
@@ -69,7 +69,7 @@ def test_no_more_sequences_run_at_once_than_may_and_the_next_comes_when_one_ends
 
 def test_an_empty_scheduler_has_nothing_to_do():
     engine = FakeEngine(4)
-    assert engine.step() == SchedulerOutput()
+    assert engine.step() == Batch()
     assert (engine.step().num_tokens, engine.step().shares_new_blocks) == (0, False)
 
 
@@ -238,7 +238,7 @@ def test_all_completions_count_from_the_beginning_and_the_prompt_is_computed_onc
     output = engine.step()
     assert ran(output) == {"a0": 1, "a1": 1, "a2": 1}
     # The last holder writes in place.
-    assert output.copies == [[(2, 3)], [(2, 4)]]
+    assert of_kind(output, CopyBlocks) == [CopyBlocks([(2, 3)]), CopyBlocks([(2, 4)])]
     assert engine.run() == [{"a0": 1, "a1": 1, "a2": 1}, {"b0": 2, "c": 2}]
     engine.check_answers()
     assert [len(engine.completions[name]) for name in "abc"] == [3, 2, 1]

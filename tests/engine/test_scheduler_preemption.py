@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from scheduler_helpers import FakeEngine, names, ran, tokens
+from scheduler_helpers import FakeEngine, names, of_kind, ran, tokens
 
-from mlx_paged.engine.scheduler import SchedulerOutput, SwapIn, SwapOut
+from mlx_paged.engine.batch import Batch, SwapIn, SwapOut
 from mlx_paged.request import RequestStatus
 
 
-def until_preempted(engine: FakeEngine) -> SchedulerOutput:
+def until_preempted(engine: FakeEngine) -> Batch:
     return engine.step_until(lambda output: output.preempted)
 
 
@@ -129,12 +129,12 @@ def test_a_swapped_request_goes_on_with_its_next_token():
     block_ids = list(engine.manager.tables["b", 0].block_ids)
     output = engine.step()
     assert (ran(output), names(output.preempted)) == ({"a": 1}, ["b"])
-    assert output.swap_outs == [SwapOut(("b", 0), block_ids, 15)]
+    assert of_kind(output, SwapOut) == [SwapOut(("b", 0), block_ids, 15)]
     assert engine.swap_space.num_used_tokens == 15
     assert [ran(engine.step()) for _ in range(4)] == [{"a": 1}] * 4
     output = engine.step()
     assert ran(output) == {"b": 1}
-    assert output.swap_ins == [SwapIn(("b", 0), 0, 15)]
+    assert of_kind(output, SwapIn) == [SwapIn(("b", 0), 0, 15)]
     assert engine.swap_space.num_used_tokens == 0
     engine.run()
     engine.check_answers()
@@ -142,9 +142,9 @@ def test_a_swapped_request_goes_on_with_its_next_token():
 
 def test_only_what_is_not_cached_any_more_is_swapped_in():
     engine = swapping()
-    assert until_preempted(engine).swap_outs[0].num_tokens == 15
-    output = engine.step_until(lambda output: output.swap_ins)
-    ((seq_id, start, end),) = output.swap_ins
+    assert of_kind(until_preempted(engine), SwapOut)[0].num_tokens == 15
+    output = engine.step_until(lambda output: of_kind(output, SwapIn))
+    ((seq_id, start, end),) = of_kind(output, SwapIn)
     assert (seq_id, end) == (("b", 0), 15) and 0 < start < 15 and start % 4 == 0
     assert ran(output) == {"b": 1}
     engine.run()
@@ -162,7 +162,7 @@ def test_a_place_in_host_memory_is_given_back_when_everything_is_cached_still():
     assert engine.swap_space.num_tokens_of(request.seq_id) == 16
     assert ran(engine.step()) == {"a": 1}
     output = engine.step()
-    assert (ran(output), output.swap_ins) == ({"b": 1}, [])
+    assert (ran(output), of_kind(output, SwapIn)) == ({"b": 1}, [])
     assert engine.swap_space.num_used_tokens == 0
     engine.run()
     engine.check_answers()
@@ -173,7 +173,7 @@ def test_what_has_no_room_in_host_memory_is_computed_anew(swap_tokens: int, is_s
     engine = swapping(swap_tokens=swap_tokens, enable_prefix_caching=False)
     output = until_preempted(engine)
     assert names(output.preempted) == ["b"]
-    assert [swap.num_tokens for swap in output.swap_outs] == ([15] if is_swapped else [])
+    assert [swap.num_tokens for swap in of_kind(output, SwapOut)] == ([15] if is_swapped else [])
     step = ran(engine.step_until(lambda output: "b" in ran(output)))
     assert step == {"b": 1 if is_swapped else 16}
     engine.run()
@@ -188,12 +188,15 @@ def test_a_prompt_that_was_swapped_half_way_goes_on_there():
     engine.step()
     engine.add("b", tokens(32, 200), max_tokens=2)
     output = until_preempted(engine)
-    ((seq_id, _, num_tokens),) = output.swap_outs
+    ((seq_id, _, num_tokens),) = of_kind(output, SwapOut)
     assert seq_id == ("b", 0) and 0 < num_tokens < 32 and num_tokens % 3 == 0
-    while not (output := engine.step()).swap_ins:
+    while not of_kind(output := engine.step(), SwapIn):
         assert ran(output) == {"a": 1}
-    assert output.swap_ins == [SwapIn(("b", 0), 0, num_tokens)]
-    assert engine.completions["b"][0].num_computed_tokens == num_tokens + output.num_new_tokens[-1]
+    assert of_kind(output, SwapIn) == [SwapIn(("b", 0), 0, num_tokens)]
+    assert (
+        engine.completions["b"][0].num_computed_tokens
+        == num_tokens + output.scheduled[-1].num_new_tokens
+    )
     engine.run()
     engine.check_answers()
 

@@ -48,7 +48,7 @@ class Driver:
             suspects.popleft()
         only = suspects.popleft() if suspects else None
         self.num_only += only is not None
-        self.engine.step(only, fails, num_sampled=self.random.randint(0, 4))
+        self.engine.step(only, fails)
 
     def act(self) -> None:
         action = self.random.random()
@@ -63,9 +63,7 @@ class Driver:
             self.num_aborted += 1
             self.engine.check()
         else:
-            self.step(
-                self.random.choice(["at once", "computing", "sampling"]) if action > 0.95 else None
-            )
+            self.step(self.random.choice(["at once", "computing"]) if action > 0.95 else None)
 
     def drain(self) -> None:
         """No more requests come: those that are there end within bounds."""

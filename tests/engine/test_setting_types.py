@@ -59,7 +59,7 @@ def test_settings_of_an_engine_of_any_integer_type(model: qwen3.Model):
 
 def test_an_abort_names_a_request_by_a_text(model: qwen3.Model):
     engine = make_engine(model)
-    for call in (engine.abort, engine.num_computed_tokens):
+    for call in (engine.abort, engine.prompt_progress):
         with pytest.raises(ValueError, match="request_id must be a text, got"):
             call(["a"])
 
