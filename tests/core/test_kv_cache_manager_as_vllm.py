@@ -73,9 +73,7 @@ class Replay:
             stored = request.block_hashes[num_cached_before : num_cached_before + num_stored]
         return {
             "refused": copies is None,
-            "blocks": manager.tables[call.request].num_blocks
-            if call.request in manager.tables
-            else 0,
+            "blocks": len(manager.tables.get(call.request, ())),
             "evicted": list(self.evicted),
             "stored": [self.names[block_hash] for block_hash in stored],
         }
@@ -114,7 +112,7 @@ def test_every_call_has_the_outcome_that_it_had_in_vllm(path):
         outcome = replay.run(call)
         outcome |= {
             "free": manager.num_free_blocks,
-            "usage": round(manager.usage, 6),
+            "usage": round(manager.stats().usage, 6),
             # vLLM counts contents, we count blocks: two may hold the same.
             "cached": len({block_hash for block_hash, _ in manager.pool.prefix_index}),
         }
