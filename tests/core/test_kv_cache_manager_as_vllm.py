@@ -1,11 +1,11 @@
-"""Our manager on calls that vLLM's v1 manager was recorded with: the same counts, refusals,
-evictions in order.
+"""Replays recorded calls of vLLM's v1 manager on ours: the counts, the refusals and the order of
+evictions are the same.
 """
 
 from __future__ import annotations
 
 import pytest
-from vllm_traces import (
+from golden.vllm_calls import (
     TRACES,
     AddRequest,
     AllocateSlots,
@@ -21,7 +21,7 @@ from mlx_paged.core import BlockPool, ComputedBlocks, KVCacheManager, extend_blo
 
 
 class Request:
-    """The driver's side of a request: its tokens, and what was hit by its last lookup."""
+    """A request as the driver knows it: its tokens, and the hit of its last lookup."""
 
     def __init__(self, call: AddRequest):
         self.extra_keys = (call.lora, call.cache_salt)
@@ -31,7 +31,7 @@ class Request:
 
 
 class Replay:
-    """A trace's calls on our manager; what it did is compared after each."""
+    """Runs the calls of a trace on our manager."""
 
     def __init__(self, num_blocks: int, block_size: int):
         self.manager = KVCacheManager(BlockPool(num_blocks, block_size))
@@ -79,7 +79,7 @@ class Replay:
         }
 
     def run(self, call) -> dict[str, object]:
-        """What our manager did, for each field of the call that is an outcome."""
+        """What our manager did, by the fields of the call that are outcomes."""
         manager = self.manager
         match call:
             case AddRequest():
