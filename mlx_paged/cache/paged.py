@@ -190,7 +190,7 @@ class PagedKVCache(KVCache):
     @property
     def num_growable_blocks(self) -> int:
         """Blocks that the budget allows beyond those allocated."""
-        return self._max_num_blocks - (self.pool.num_blocks - 1)
+        return self._max_num_blocks - self.pool.num_usable_blocks
 
     def make_room(self, num_blocks: int) -> None:
         """Grow until so many blocks can be taken without evicting any, as far as the budget and the
@@ -199,7 +199,7 @@ class PagedKVCache(KVCache):
         num_missing = min(num_blocks - self.pool.num_empty_blocks, self.num_growable_blocks)
         if num_missing <= 0:
             return
-        num_usable = self.pool.num_blocks - 1
+        num_usable = self.pool.num_usable_blocks
         # Doubling makes the copies of growth a constant per token. Where that can't be had, what is
         # needed may be.
         doubled = min(max(num_missing, num_usable), self.num_growable_blocks)

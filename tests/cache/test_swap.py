@@ -187,7 +187,7 @@ def test_what_the_device_gives_is_the_budget_from_then_on(failing_grow, fails_at
             cache.make_room(num_blocks)
     # "a" holds 4 of 4 blocks. The first growth, of both layers, is by the 5 that shall be free.
     num_usable = 4 if fails_at <= 2 else 9
-    assert cache.pool.num_blocks - 1 == num_usable and cache.num_growable_blocks == 0
+    assert cache.pool.num_usable_blocks == num_usable and cache.num_growable_blocks == 0
     assert [handle.k.shape[0] for handle in cache._layers] == [num_usable + 1] * 2
     assert [handle.v.shape[0] for handle in cache._layers] == [num_usable + 1] * 2
     # Where twice as much can't be had, what is needed is asked for, and then nothing any more.
@@ -214,7 +214,7 @@ def test_where_twice_as_much_can_not_be_had_what_is_needed_may_be(monkeypatch):
     monkeypatch.setattr(KVHandle, "grow", limited)
     cache = PagedKVCache(SMALL, initial_blocks=7)
     cache.make_room(10)  # doubling would be 14
-    assert (cache.pool.num_blocks - 1, cache.pool.num_empty_blocks) == (10, 10)
+    assert (cache.pool.num_usable_blocks, cache.pool.num_empty_blocks) == (10, 10)
     assert cache.num_growable_blocks == 390
     cache.manager.check_integrity()
 
