@@ -1,21 +1,22 @@
-"""A cost model instead of a stopwatch: bytes that the attention kernels move, counted on the Metal
-emulator.
+"""A cost model instead of a stopwatch: the bytes that the attention kernels move, counted on the
+Metal emulator.
 
-    python benchmarks/cost_model.py            # about a minute or two, more when the kernels have
-    to be compiled first python benchmarks/cost_model.py --quick
+    python benchmarks/cost_model.py            # a minute or two, more while kernels are compiled
+    python benchmarks/cost_model.py --quick
 
 A decode step is bound by memory, so what can be said about a kernel without a Mac is how many bytes
-it moves. Each load and store that a thread makes is counted, by buffer, and set beside two other
+it moves. Each load and store that a thread makes is counted by buffer and set beside two other
 figures:
 
 - the least possible: each K/V row that a query sees once, each query, each new row and each output
   once;
-- gather + SDPA, what MLX does without such kernels: K/V are read from the slabs, written densely
-  and read again, three times the least at best, plus queries and outputs.
+- gather + SDPA, which is what MLX does without such kernels: K/V are read from the slabs, written
+  densely and read again, which is three times the least at best, plus queries and outputs.
 
 The script fails (status 1) when K/V loads are more than 1.02 times the least at a context above
 256. Barriers and threadgroup memory are counted, too. The roofline at the end is an estimate from
-published bandwidths, and says so."""
+published bandwidths, and says so. The emulator comes with an editable install of a clone:
+pip install -e '.[test]'."""
 
 from __future__ import annotations
 
@@ -32,14 +33,13 @@ from typing import Any
 
 import mlx.core as mx
 from card import machine_card, print_card, print_json, print_table
+from metal_emulator import Checks, has_compiler
+from metal_emulator.compiler import find_compiler
+from paged_testing.emulated_metal import emulated_metal
 
 from mlx_paged import ops
 from mlx_paged.ops import attention_plan, kernels
 from mlx_paged.ops.metal_sources import read_source
-
-# The emulator is no part of the package but a tool of its tests, which lie beside this folder in a
-# source checkout.
-TESTS = Path(__file__).resolve().parent.parent / "tests"
 
 KV_BOUND = 1.02
 KV_BOUND_ABOVE = 256  # tokens of context
@@ -172,21 +172,8 @@ def counting_metal() -> Iterator[list[Any]]:
     """Inside, ``backend="metal"`` runs on the emulator; yields the trace of counted calls.
 
     Raises:
-        SystemExit: there is no emulator here, or no compiler for it.
+        SystemExit: the emulator finds no compiler.
     """
-    if not (TESTS / "metal_emulator").is_dir():
-        raise SystemExit(
-            "cost_model.py runs kernels on the emulator in tests/: run it in a clone of the repository"
-        )
-    if str(TESTS) not in sys.path:
-        sys.path.insert(0, str(TESTS))
-    try:
-        from emulated_metal import emulated_metal
-        from metal_emulator import Checks, has_compiler
-    except ImportError as error:
-        raise SystemExit(
-            f"cost_model.py needs the packages of the tests ({error}): pip install -e '.[test]'"
-        ) from None
     if not has_compiler():
         raise SystemExit("cost_model.py needs clang 18 or later, or: pip install ziglang")
     with emulated_metal(Checks.quick(count_accesses=True)) as trace:
@@ -483,8 +470,6 @@ def fingerprint() -> str:
 
 def compiler_name() -> str:
     """What counted loads depend on: those that its optimiser left."""
-    from metal_emulator.compiler import find_compiler
-
     command = find_compiler()
     return "ziglang" if "ziglang" in command else Path(command[0]).name
 

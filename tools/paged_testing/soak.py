@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from engine_runs import raises_at
 
 from mlx_paged.config import KVCacheConfig
 from mlx_paged.engine.engine import Engine
@@ -48,6 +47,19 @@ class SoakRequest:
 
 class Failure(RuntimeError):
     """What a request of the soak fails with."""
+
+
+def raises_at(
+    num_tokens: int, error: type[Exception] = LookupError
+) -> Callable[[mx.array, mx.array], mx.array]:
+    """A logits processor that fails when its request has so many tokens."""
+
+    def processor(tokens: mx.array, logits: mx.array) -> mx.array:
+        if tokens.size == num_tokens:
+            raise error(f"at {num_tokens} tokens")
+        return logits
+
+    return processor
 
 
 def make_request(seed: int, number: int, vocab_size: int) -> SoakRequest:

@@ -1,7 +1,7 @@
 """Write the golden files anew: the Metal source that the installed MLX prints for each golden case.
 
-    python tests/metal/make_golden.py            # all of them, into tests/metal/golden/
-    python tests/metal/make_golden.py --print NAME
+    python tools/metal-emulator/tests/make_golden.py            # all of them, into golden/
+    python tools/metal-emulator/tests/make_golden.py --print NAME
 
 Calling a Metal kernel needs a Mac. Exporting a function that calls one does not, and prints the
 same source."""
