@@ -132,7 +132,8 @@ def main() -> None:
         "requests": args.requests,
         "seed": args.seed,
         "swap": args.swap,
-        "budget": f"{args.blocks} blocks of 8 tokens, {soak.engine.cache.config.nbytes / 1e6:.2f} MB",
+        "budget": f"{args.blocks} blocks of 8 tokens, "
+        f"{soak.engine.cache.config.nbytes / 1e6:.2f} MB",
         "engine": "12 sequences and 64 tokens a step at most, 24 requests in flight",
     }
     print_card("Soak", setting)

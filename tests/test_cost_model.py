@@ -66,7 +66,7 @@ def test_the_quick_cost_model_prints_tables_and_json(tmp_path, capsys):
 
 
 def test_the_cost_model_says_what_it_lacks(monkeypatch):
-    monkeypatch.setattr("has_compiler", lambda: False)
+    monkeypatch.setattr(cost_model, "has_compiler", lambda: False)
     with pytest.raises(SystemExit, match="clang 18 or later, or: pip install ziglang"):
         cost_model.main(["--quick"])
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from mlx_paged.config import KVCacheConfig
 from mlx_paged.engine.engine import Engine
@@ -105,9 +104,7 @@ def slack_at_rest(config: KVCacheConfig) -> int:
     return BUFFER_SLACK * (2 * config.num_layers + 1)
 
 
-def slack_nbytes(
-    model: nn.Module, config: KVCacheConfig, contexts: list[int], num_tokens: int
-) -> int:
+def slack_nbytes(model: Any, config: KVCacheConfig, contexts: list[int], num_tokens: int) -> int:
     """What a step may allocate besides weights and budget, at any time: growth, and its own work.
 
     Args:
@@ -127,7 +124,8 @@ def slack_nbytes(
     gathered = sum(contexts) * 4 * args.num_key_value_heads * args.head_dim
     scores = 2 * num_tokens * args.num_attention_heads * max(contexts, default=0)
     logits = 8 * len(contexts) * args.vocab_size
-    return config.nbytes // config.num_layers + 2 * 4 * (rows + gathered + scores + logits)
+    activations: int = rows + gathered + scores + logits
+    return config.nbytes // config.num_layers + 2 * 4 * activations
 
 
 @dataclass
@@ -142,7 +140,7 @@ class Soak:
             of the slack.
     """
 
-    model: nn.Module
+    model: Any
     seed: int
     max_in_flight: int = 24
     keep_outputs: bool = True
@@ -157,7 +155,7 @@ class Soak:
         # The weights, and whatever else was there before.
         self.base_nbytes = mx.get_active_memory()
         # More blocks than a cache begins with, and fewer than those who run would like.
-        options = {
+        options: dict[str, Any] = {
             "block_size": 8,
             "kv_cache_bytes": "100blocks",
             "max_num_seqs": 12,
@@ -172,9 +170,10 @@ class Soak:
         self._slack = slack_nbytes(self.model, self.engine.cache.config, [], 0)
         self.slack_at_rest = slack_at_rest(self.engine.cache.config)
         self._model_error: BaseException | None = None
-        self._execute = self.engine.runner.execute
-        self.engine.runner.execute = self._execute_or_fail
-        self.engine.runner.model = self._model_or_nonsense
+        runner: Any = self.engine.runner
+        self._execute = runner.execute
+        runner.execute = self._execute_or_fail
+        runner.model = self._model_or_nonsense
 
     def run(self, first: int, num_requests: int) -> None:
         """Until these requests are done; raises AssertionError or IntegrityError at the first thing
@@ -288,7 +287,7 @@ class Soak:
     def _note_end(self, output: RequestOutput) -> None:
         request, _ = self.in_flight.pop(output.request_id)
         for completion in output.outputs:
-            self.counts[completion.finish_reason] += 1
+            self.counts[str(completion.finish_reason)] += 1
             self.counts["tokens"] += len(completion.token_ids)
             # A request fails for its own failures only.
             may_fail = bool(request.params.logits_processors) or request.breaks_at is not None
@@ -337,10 +336,11 @@ class Soak:
             tokens = (tokens + 7) % self.model.args.vocab_size
             mx.eval(self.model(tokens, positions, cache, indices), cache.arrays)
             raise self._model_error
-        return self.model(tokens, positions, cache, indices)
+        logits: mx.array = self.model(tokens, positions, cache, indices)
+        return logits
 
 
-def run_alone(model: nn.Module, request: SoakRequest) -> RequestOutput:
+def run_alone(model: Any, request: SoakRequest) -> RequestOutput:
     engine = Engine(
         model,
         None,

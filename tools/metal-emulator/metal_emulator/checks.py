@@ -21,7 +21,7 @@ class Call:
     """One call of a kernel: the element of a trace, and what a write rule decides on."""
 
     kernel: str
-    inputs: dict[str, mx.array]
+    inputs: dict[str, Any]  # the mx.array objects of the call, or LargeArray
     template: dict[str, Any]
     grid: tuple[int, int, int]
     threadgroup: tuple[int, int, int]

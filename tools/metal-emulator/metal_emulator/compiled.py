@@ -59,7 +59,8 @@ def translation_unit(instance: Instance) -> str:
         f'#line 1 "{kernel.name}.metal"\n'
         f"{kernel.header}{instance.opening}{body}\n}}\n"
         '#line 1 "the call of the kernel"\n'
-        'extern "C" __attribute__((visibility("default"))) void emulator_kernel(const emulator::Context& c) {\n'
+        'extern "C" __attribute__((visibility("default")))\n'
+        "void emulator_kernel(const emulator::Context& c) {\n"
         f"  {instance.function_name}{instance.template_arguments}({', '.join(arguments)});\n"
         "}\n"
     )
@@ -72,7 +73,8 @@ class CompiledKernel:
         self.lines = instance.source.splitlines()
         for line in find_bare_pointers(instance.definition):
             raise CompileError(
-                f"[{instance.kernel.name}] does not compile on a Mac: line {line} has a pointer or reference without "
+                f"[{instance.kernel.name}] does not compile on a Mac: line {line} has a pointer or "
+                "reference without "
                 f"an address space: {self.lines[line - 1].strip()}"
             )
         try:
@@ -82,7 +84,7 @@ class CompiledKernel:
         except CompileError as error:
             raise CompileError(f"[{instance.kernel.name}] does not compile:\n{error}") from None
         self.library = ctypes.CDLL(str(path))
-        self.entry = ctypes.cast(self.library.emulator_kernel, ctypes.c_void_p).value
+        self.entry = ctypes.cast(self.library.emulator_kernel, ctypes.c_void_p).value or 0
 
 
 @cache

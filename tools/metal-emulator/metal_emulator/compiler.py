@@ -46,7 +46,10 @@ COUNTING_FLAGS = (
     *(["-mprefer-vector-width=128"] if platform.machine() in ("x86_64", "AMD64") else []),
 )
 PROBE = """
-struct V { float x; void set(this __attribute__((address_space(1))) V& self, float v) { self.x = v; } };
+struct V {
+  float x;
+  void set(this __attribute__((address_space(1))) V& self, float v) { self.x = v; }
+};
 _Float16 half_product(_Float16 a, _Float16 b) { return a * b; }
 __bf16 bfloat_product(__bf16 a, __bf16 b) { return a * b; }
 """
@@ -82,7 +85,7 @@ def find_compiler() -> tuple[str, ...]:
         NoCompiler: there is no clang 18 or later, nor the ``ziglang`` package.
     """
     names = ["clang", *(f"clang-{version}" for version in range(30, 17, -1))]
-    candidates = [(path,) for name in names if (path := shutil.which(name))]
+    candidates: list[tuple[str, ...]] = [(path,) for name in names if (path := shutil.which(name))]
     if find_spec("ziglang"):
         candidates.append((sys.executable, "-m", "ziglang", "cc"))
     for command in candidates:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -59,7 +59,8 @@ class MetalKernel:
         ):
             if len(given) != len(expected):
                 raise ValueError(
-                    f"[metal_kernel] Expected `{what}` to have size {len(expected)} but got size {len(given)}."
+                    f"[metal_kernel] Expected `{what}` to have size {len(expected)} but got size "
+                    f"{len(given)}."
                 )
         arrays = [
             given if isinstance(given, mx.array | LargeArray) else mx.array(given)
@@ -75,7 +76,7 @@ class MetalKernel:
             kernel=source.name,
             inputs=dict(zip(source.input_names, arrays, strict=True)),
             template=dict(template or ()),
-            grid=tuple(grid),
+            grid=_size3(grid),
             threadgroup=self._threadgroup(grid, threadgroup),
         )
         call, outputs = _Launches(self, instance, call, output_shapes, init_value).run()
@@ -88,14 +89,15 @@ class MetalKernel:
     ) -> tuple[int, int, int]:
         if math.prod(threadgroup) > MAX_THREADS_PER_THREADGROUP:
             raise LaunchError(
-                f"[{self.source.name}] Thread group size ({math.prod(threadgroup)}) is greater than the maximum "
+                f"[{self.source.name}] Thread group size ({math.prod(threadgroup)}) is greater "
+                "than the maximum "
                 f"allowed threads per threadgroup ({MAX_THREADS_PER_THREADGROUP})."
             )
         if min(*grid, *threadgroup) < 1:
             raise LaunchError(
                 f"[{self.source.name}] grid {grid} or threadgroup {threadgroup} has a size below 1"
             )
-        return tuple(min(t, g) for t, g in zip(threadgroup, grid, strict=True))
+        return _size3(min(t, g) for t, g in zip(threadgroup, grid, strict=True))
 
 
 class _Launches:
@@ -136,7 +138,7 @@ class _Launches:
         self.allowed = None if kernel.checks.writable is None else kernel.checks.writable(call)
 
     def run(self) -> tuple[Call, list[mx.array]]:
-        checks, results, counts = self.checks, [], {}
+        checks, results, margin_faults = self.checks, [], []
         runs = [
             Run(
                 order,
@@ -147,11 +149,10 @@ class _Launches:
             )
             for number, order in enumerate(checks.orders)
         ]
-        margin_faults = []
         for run in runs:
-            result, margin_fault, counts = self._run_once(run)
+            result, faults = self._run_once(run)
             results.append(result)
-            margin_faults += margin_fault
+            margin_faults += faults
         # Only now: a fault at a guard page, which another run may have met instead, names the
         # thread.
         if margin_faults:
@@ -181,11 +182,13 @@ class _Launches:
             outputs=dict(zip(outputs, made, strict=True)),
             written_inputs=written,
             copied_inputs=self.copied,
-            **counts,
         )
         return call, made
 
-    def _run_once(self, run: Run) -> tuple[verdicts.Result, list[str], dict[str, dict[str, int]]]:
+    def _run_once(self, run: Run) -> tuple[verdicts.Result, list[str]]:
+        """The bytes after one run, and the faults at the margins of its buffers. The counts go into
+        the call.
+        """
         buffers: dict[str, GuardedBuffer] = {}
         try:
             addresses = [
@@ -216,21 +219,21 @@ class _Launches:
             for name, buffer in buffers.items():
                 if name not in self.large:
                     buffer.give_back()
-        counts = {
-            "counts": {
+        self.call = replace(
+            self.call,
+            counts={
                 name: getattr(report, name)
                 for name in ("barriers", "exchanges", "threadgroup_bytes")
-            }
-        }
-        if self.checks.count_accesses:
-            for what, by_buffer in (
-                ("loaded_bytes", report.loaded),
-                ("stored_bytes", report.stored),
-            ):
-                counts[what] = dict(zip(buffers, by_buffer, strict=False)) | {
-                    "threadgroup": by_buffer[MAX_BUFFERS]
-                }
-        return result, margin_faults, counts
+            },
+            loaded_bytes=self._bytes_by_buffer(buffers, report.loaded),
+            stored_bytes=self._bytes_by_buffer(buffers, report.stored),
+        )
+        return result, margin_faults
+
+    def _bytes_by_buffer(self, names: Iterable[str], counted: Sequence[int]) -> dict[str, int]:
+        if not self.checks.count_accesses:
+            return {}
+        return dict(zip(names, counted, strict=False)) | {"threadgroup": counted[MAX_BUFFERS]}
 
     def _prepare(self, buffers: dict[str, GuardedBuffer], parameter: Any, run: Run) -> int:
         """Fills the buffer of one parameter and says which address the kernel gets."""
@@ -280,6 +283,11 @@ class _Launches:
         else:
             values = np.array(self.views[parameter.array].element_strides, np.int64)
         return values.view(np.uint8)
+
+
+def _size3(sizes: Iterable[int]) -> tuple[int, int, int]:
+    x, y, z = sizes
+    return x, y, z
 
 
 def metal_kernel(

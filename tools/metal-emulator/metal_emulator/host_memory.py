@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from metal_emulator.launch import _bytes_at
+from metal_emulator.launch import bytes_at
 
 NUMPY_TYPES = {
     mx.bool_: np.bool_,
@@ -55,7 +55,7 @@ class HostView:
 
     @property
     def address(self) -> int:
-        return self.view.__array_interface__["data"][0]
+        return self.view.ctypes.data
 
     @property
     def span(self) -> tuple[int, int]:
@@ -75,7 +75,7 @@ class HostView:
     @property
     def bytes(self) -> np.ndarray:
         """The array's own memory, writable."""
-        return _bytes_at(*self.span)
+        return bytes_at(*self.span)
 
 
 def contiguous_bytes(view: np.ndarray) -> np.ndarray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from ctypes import (
     POINTER,
     Structure,
@@ -32,7 +32,7 @@ ORDERS = {"ascending": 0, "descending": 1, "random": 2}
 class Size3(Structure):
     _fields_ = [("x", c_uint32), ("y", c_uint32), ("z", c_uint32)]
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[int]:
         return iter((self.x, self.y, self.z))
 
 
@@ -116,7 +116,7 @@ class GuardedBuffer:
         if _runtime().emulator_map(nbytes, start_aligned, byref(self._mapping)):
             raise MemoryError(f"[metal emulator] no address space for a buffer of {nbytes} bytes")
         self.address: int = self._mapping.data
-        pages = _bytes_at(self._mapping.pages, self._mapping.pages_bytes)
+        pages = bytes_at(self._mapping.pages, self._mapping.pages_bytes)
         start = self.address - self._mapping.pages
         self.data = pages[start : start + nbytes]
         self.before, self.behind = pages[:start], pages[start + nbytes :]
@@ -160,16 +160,19 @@ class GuardedBuffer:
         self._is_protected = True
 
     def owns(self, address: int) -> bool:
-        return self._mapping.base <= address < self._mapping.base + self._mapping.total
+        base: int = self._mapping.base
+        total: int = self._mapping.total
+        return base <= address < base + total
 
     def holds(self, content: np.ndarray) -> bool:
         return bool(_runtime().emulator_same(self.address, content.ctypes.data, self.nbytes))
 
 
-def _bytes_at(address: int, nbytes: int) -> np.ndarray:
+def bytes_at(address: int, nbytes: int) -> np.ndarray:
+    """The memory at an address, writable."""
     if nbytes == 0:
         return np.empty(0, np.uint8)
-    return np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), np.uint8)
+    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
 
 
 @dataclass(frozen=True)
@@ -197,7 +200,7 @@ def launch(
     description = _Launch(
         kernel=entry,
         buffers=(c_void_p * max(1, len(addresses)))(*addresses),
-        ranges=(_Range * max(1, len(ranges)))(*ranges),
+        ranges=(_Range * max(1, len(ranges)))(*(_Range(*bounds) for bounds in ranges)),
         num_buffers=len(ranges),
         grid=Size3(*grid),
         threadgroup=Size3(*threadgroup),

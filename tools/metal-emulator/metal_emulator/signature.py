@@ -1,5 +1,5 @@
-"""The Metal source that MLX generates around a kernel body: its rules, written anew and pinned by
-golden files.
+"""The Metal source that MLX generates around a kernel body: MLX's rules, rewritten
+here and pinned by golden files.
 
 The rules are those of ``mx.fast.metal_kernel`` in MLX 0.32. Oddities are kept on purpose, because a
 body that stumbles over one here stumbles over it on a Mac."""
@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import mlx.core as mx
+
+from metal_emulator.large_array import LargeArray
 
 # Inputs with fewer elements are passed in the constant address space.
 MIN_DEVICE_ELEMENTS = 8
@@ -67,7 +69,7 @@ class InputType:
     size: int
 
     @classmethod
-    def of(cls, array: mx.array) -> InputType:
+    def of(cls, array: mx.array | LargeArray) -> InputType:
         return cls(array.dtype, array.ndim, array.size)
 
     @property
@@ -113,7 +115,7 @@ class KernelSource:
 
 @dataclass(frozen=True)
 class Instance:
-    """One instantiation of a kernel: the types of its arrays and its template arguments are known."""
+    """A kernel whose array types and template arguments are known."""
 
     kernel: KernelSource
     inputs: tuple[InputType, ...]
@@ -193,7 +195,8 @@ class Instance:
         """The lines from the template parameters to the brace that opens the function."""
         text = ""
         if self.template:
-            text += f"template <{', '.join(f'{_template_kind(value)} {name}' for name, value in self.template)}>\n"
+            parameters = [f"{_template_kind(value)} {name}" for name, value in self.template]
+            text += f"template <{', '.join(parameters)}>\n"
         text += f"[[kernel]] void {self.function_name}(\n"
         # MLX counts inputs and outputs but not the shapes, strides and ndims between them. So
         # without a thread attribute the list is closed one or more outputs too early as soon as

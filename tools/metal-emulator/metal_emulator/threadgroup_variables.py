@@ -47,15 +47,15 @@ def _declaration_end(texts: list[str], start: int, keyword: int) -> int | None:
         return None
     index = _after_type(texts, keyword + 1)
     # A type, then a name: `threadgroup float* row` has a star in between.
-    if index is None or index >= len(texts) or not texts[index].isidentifier():
+    if index >= len(texts) or not texts[index].isidentifier():
         return None
     while index < len(texts) and texts[index] not in ";={(":
         index = closing(texts, index) + 1 if texts[index] == "[" else index + 1
     return index if index < len(texts) and texts[index] == ";" else None
 
 
-def _after_type(texts: list[str], index: int) -> int | None:
-    """The index behind a type such as ``const metal::vec<T, 4>``."""
+def _after_type(texts: list[str], index: int) -> int:
+    """The index behind a type such as ``const metal::vec<T, 4>``, or where it stops to be one."""
     while index < len(texts) and texts[index] in {
         "const",
         "volatile",
@@ -78,7 +78,7 @@ def _after_type(texts: list[str], index: int) -> int | None:
         if index >= len(texts) or texts[index] != "::":
             return index
         index += 1
-    return None
+    return index
 
 
 def closing(texts: list[str], opening: int) -> int:
@@ -92,11 +92,12 @@ def closing(texts: list[str], opening: int) -> int:
 
 
 def _share(
-    body: str, tokens: list[re.Match], texts: list[str], start: int, end: int, count: int
+    body: str, tokens: list[re.Match[str]], texts: list[str], start: int, end: int, count: int
 ) -> list[str]:
     type_end = _after_type(texts, start + 1)
     element = body[tokens[start + 1].start() : tokens[type_end - 1].end()]
-    declarations, index = [], type_end
+    declarations: list[str] = []
+    index = type_end
     while index < end:
         name, dimensions_start = texts[index], index + 1
         index += 1
@@ -108,7 +109,8 @@ def _share(
         )
         number = count + len(declarations)
         declarations.append(
-            f'auto& {name} = emulator::threadgroup_variable<{element}{dimensions}>({number}, "{name}");'
+            f"auto& {name} = emulator::threadgroup_variable<{element}{dimensions}>"
+            f'({number}, "{name}");'
         )
         index += 1  # the comma
     return declarations

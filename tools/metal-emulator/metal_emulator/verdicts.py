@@ -1,4 +1,6 @@
-"""Judges what runs came to: each function raises the exception that says what a kernel did wrong."""
+"""Judges the results of runs: each function raises the exception that says what a kernel did
+wrong.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ def check_report(
     message = report.message.decode(errors="replace")
     if report.outcome == DIVERGENCE:
         raise BarrierError(
-            f"[{call.kernel}] the threads of threadgroup {tuple(report.threadgroup)} don't meet: {message}"
+            f"[{call.kernel}] the threads of threadgroup {tuple(report.threadgroup)} don't meet: "
+            f"{message}"
         )
     if report.outcome == TOO_MUCH_MEMORY:
         raise LaunchError(f"[{call.kernel}] {message}")
@@ -112,7 +115,8 @@ def check_written(
         if untouched.any():
             first = tuple(int(i) for i in np.unravel_index(int(untouched.argmax()), shape))
             raise UnwrittenOutput(
-                f"[{call.kernel}] {int(untouched.sum())} of {len(untouched)} elements of {name} were not written, "
+                f"[{call.kernel}] {int(untouched.sum())} of {len(untouched)} elements of {name} "
+                "were not written, "
                 f"the first at {first}"
             )
 
@@ -134,8 +138,10 @@ def check_same(
                 else f" in {int((one[name] != other[name]).sum())} bytes"
             )
             raise OrderDependence(
-                f"[{call.kernel}] {what} {name} differs{count} between threads run in {expected_order} and in {order} "
-                "order: a barrier is missing, two threads write the same place, or memory is read before it is written"
+                f"[{call.kernel}] {what} {name} differs{count} between threads run in "
+                f"{expected_order} and in {order} "
+                "order: a barrier is missing, two threads write the same place, or memory is read "
+                "before it is written"
             )
 
 
@@ -158,7 +164,8 @@ def check_writes(
     for name, ranges in written.items():
         if name in copied:
             raise ForbiddenWrite(
-                f"[{call.kernel}] writes into {name}, which is not row-contiguous: MLX copies it, the write is lost"
+                f"[{call.kernel}] writes into {name}, which is not row-contiguous: MLX copies it, "
+                "the write is lost"
             )
         permitted = None if allowed is None else allowed.get(name, [])
         if permitted is None:
@@ -170,5 +177,6 @@ def check_writes(
             if not is_allowed[start:stop].all():
                 wrong = start + int((~is_allowed[start:stop]).argmax())
                 raise ForbiddenWrite(
-                    f"[{call.kernel}] wrote byte {wrong} of {name}, outside what it may write: {permitted}"
+                    f"[{call.kernel}] wrote byte {wrong} of {name}, outside what it may write: "
+                    f"{permitted}"
                 )

@@ -27,12 +27,17 @@ DTYPES = (
     *(mx.float16, mx.bfloat16, mx.float32),
 )
 ATTRIBUTES = """
-uint3 position = thread_position_in_grid + thread_position_in_threadgroup + threadgroup_position_in_grid;
-uint3 sizes = threads_per_threadgroup + threadgroups_per_grid + threads_per_grid + dispatch_threads_per_threadgroup;
-uint lane = thread_index_in_simdgroup + simdgroup_index_in_threadgroup + thread_index_in_threadgroup;
+uint3 position =
+    thread_position_in_grid + thread_position_in_threadgroup + threadgroup_position_in_grid;
+uint3 sizes = threads_per_threadgroup + threadgroups_per_grid + threads_per_grid +
+    dispatch_threads_per_threadgroup;
+uint lane =
+    thread_index_in_simdgroup + simdgroup_index_in_threadgroup + thread_index_in_threadgroup;
 uint counts = simdgroups_per_threadgroup + threads_per_simdgroup + thread_execution_width;
-uint quads = thread_index_in_quadgroup + quadgroup_index_in_threadgroup + quadgroups_per_threadgroup;
-uint rest = dispatch_quadgroups_per_threadgroup + dispatch_simdgroups_per_threadgroup + grid_origin.x + grid_size.x;
+uint quads =
+    thread_index_in_quadgroup + quadgroup_index_in_threadgroup + quadgroups_per_threadgroup;
+uint rest = dispatch_quadgroups_per_threadgroup + dispatch_simdgroups_per_threadgroup +
+    grid_origin.x + grid_size.x;
 out[position.x] = sizes.x + lane + counts + quads + rest;"""
 
 CASES = [
@@ -57,19 +62,22 @@ CASES = [
     ),
     GoldenCase(
         "shapes_and_strides",
-        f"{INDEX} out[i] = rows_shape[0] + rows_strides[1] + rows_ndim + table_shape[0] + scalar_shape;",
+        f"{INDEX} out[i] = rows_shape[0] + rows_strides[1] + rows_ndim + table_shape[0] + "
+        "scalar_shape;",
         {"rows": ((4, 4), mx.float32), "table": ((3,), mx.int32), "scalar": ((), mx.int32)},
     ),
     GoldenCase(
         "substrings",
-        f"// thread_index_in_simdgroup is in a comment\n{INDEX} out[i] = k[i] + mask_shape[0];  // so k has one",
+        f"// thread_index_in_simdgroup is in a comment\n{INDEX} out[i] = k[i] + mask_shape[0];  // "
+        "so k has one",
         {"k": ((8,), mx.float32), "mask": ((8, 8), mx.bool_)},
     ),
     GoldenCase(
         "header_is_not_searched",
         "out[0] = first(row);",
         {"row": ((8,), mx.float32)},
-        header="// row_shape thread_position_in_grid\ninline float first(const device float* row) { return row[0]; }\n",
+        header="// row_shape thread_position_in_grid\n"
+        "inline float first(const device float* row) { return row[0]; }\n",
     ),
     GoldenCase(
         "templates",

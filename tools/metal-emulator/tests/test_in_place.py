@@ -86,7 +86,8 @@ def test_the_trace_says_what_was_written():
     from metal_emulator import metal_kernel
 
     trace = []
-    kernel = metal_kernel("mark", ["slab"], ["token"], f"{INDEX} ((device float*)slab)[i * 2] = 1; token[i] = 1;",
+    kernel = metal_kernel("mark", ["slab"], ["token"], f"{INDEX} ((device float*)slab)[i * 2] = 1;"
+                          "token[i] = 1;",
                           trace=trace)  # fmt: skip
     slab = mx.zeros(16)
     kernel(

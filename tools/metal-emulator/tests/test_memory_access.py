@@ -92,8 +92,10 @@ def test_functions_agree_with_numpy():
     x = mx.random.uniform(0.1, 4, (64,))
     body = f"""{INDEX} float v = x[i];
         out[i * 8] = metal::exp(v); out[i * 8 + 1] = fast::exp2(v); out[i * 8 + 2] = log(v);
-        out[i * 8 + 3] = rsqrt(v); out[i * 8 + 4] = metal::max(v, 1.0f); out[i * 8 + 5] = fma(v, v, -v);
-        out[i * 8 + 6] = precise::tanh(v); out[i * 8 + 7] = metal::exp(-INFINITY) + numeric_limits<float>::lowest();"""
+        out[i * 8 + 3] = rsqrt(v); out[i * 8 + 4] = metal::max(v, 1.0f);
+        out[i * 8 + 5] = fma(v, v, -v);
+        out[i * 8 + 6] = precise::tanh(v);
+        out[i * 8 + 7] = metal::exp(-INFINITY) + numeric_limits<float>::lowest();"""
     (out,) = run(body, {"x": x}, {"out": ((64, 8), mx.float32)}, grid=(64,))
     v = np.array(x, np.float64)
     lowest = np.full_like(v, np.finfo(np.float32).min)
@@ -157,7 +159,8 @@ def test_strided_inputs_are_copied_or_passed_with_their_strides(ensure_row_conti
         mx.broadcast_to(whole[:, :1], (6, 10)),
     ):
         body = f"""{INDEX}
-            long location = (i / rows_shape[1]) * rows_strides[0] + (i % rows_shape[1]) * rows_strides[1];
+            long location = (i / rows_shape[1]) * rows_strides[0];
+            location += (i % rows_shape[1]) * rows_strides[1];
             out[i] = rows[location]; strides[0] = rows_strides[0];"""
         outputs = {"out": (rows.shape, dtype), "strides": ((1,), mx.int64)}
         out, strides = run(

@@ -23,7 +23,8 @@ template <typename T, int N>
 struct Accumulator {
   thread float4* lanes;
   const threadgroup T* shared;
-  METAL_FUNC Accumulator(thread float4* lanes_, const threadgroup T* shared_) : lanes(lanes_), shared(shared_) {}
+  METAL_FUNC Accumulator(thread float4* lanes_, const threadgroup T* shared_)
+      : lanes(lanes_), shared(shared_) {}
   METAL_FUNC void add(const thread vec<T, 4>& value) {
     MLX_MTL_PRAGMA_UNROLL
     for (short n = 0; n < N; n++) lanes[n] += float4(value) * float(shared[n]);
@@ -89,7 +90,8 @@ def test_packed_integers_are_taken_apart():
     body = f"""{INDEX}
         uchar4 bytes = as_type<uchar4>(words[i]);
         half2 pair = as_type<half2>(0x40003c00u);
-        out[i] = bytes.w * 1000 + unpack(words[i], 0) + float(pair.x + pair.y) + ((words[i] >> 8) & 0xff);"""
+        out[i] = bytes.w * 1000 + unpack(words[i], 0) + float(pair.x + pair.y);
+        out[i] += (words[i] >> 8) & 0xff;"""
     words = mx.array([0x04030201 + 16 * i for i in range(8)], dtype=mx.uint32)
     (out,) = run(body, {"words": words}, {"out": ((8,), mx.float32)}, header=HEADER)
     assert out.tolist() == [4000 + 1 + 16 * i + 3 + 2 for i in range(8)]

@@ -28,7 +28,8 @@ BODY = """
     float highest[GROUP], total[GROUP];
     for (int g = 0; g < GROUP; g++) {
       const int head = kv_head * GROUP + g;
-      const device vec<T, 4>* row = (const device vec<T, 4>*)(queries + (size_t(seq) * num_heads + head) * 128);
+      const size_t start = (size_t(seq) * num_heads + head) * 128;
+      const device vec<T, 4>* row = (const device vec<T, 4>*)(queries + start);
       q[g] = float4(row[lane]) * scale;
       acc[g] = 0; highest[g] = -INFINITY; total[g] = 0;
     }
@@ -36,13 +37,16 @@ BODY = """
     // Walk the keys.
     for (int token = warp; token < context_len; token += SIMDGROUPS) {
       const int block = block_tables[seq * block_tables_shape[1] + token / BLOCK_SIZE];
-      const size_t offset = ((size_t(block) * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + token % BLOCK_SIZE) * 128;
+      const size_t row_block = size_t(block) * NUM_KV_HEADS + kv_head;
+      const size_t slot = row_block * BLOCK_SIZE + token % BLOCK_SIZE;
+      const size_t offset = slot * 128;
       const float4 k = float4(((const device vec<T, 4>*)(block_base[0] + offset))[lane]);
       const float4 v = float4(((const device vec<T, 4>*)(block_base[1] + offset))[lane]);
       for (int g = 0; g < GROUP; g++) {
         const float score = simd_sum(dot(q[g], k));
         const float now_highest = max(highest[g], score);
-        const float factor = fast::exp(highest[g] - now_highest), weight = fast::exp(score - now_highest);
+        const float factor = fast::exp(highest[g] - now_highest);
+        const float weight = fast::exp(score - now_highest);
         acc[g] = acc[g] * factor + v * weight;
         total[g] = total[g] * factor + weight;
         highest[g] = now_highest;
@@ -64,7 +68,8 @@ BODY = """
         sum += row_sum[w][warp] * factor;
         o += partial[w][warp][lane] * factor;
       }
-      device vec<T, 4>* row = (device vec<T, 4>*)(out + (size_t(seq) * num_heads + kv_head * GROUP + warp) * 128);
+      const size_t start = (size_t(seq) * num_heads + kv_head * GROUP + warp) * 128;
+      device vec<T, 4>* row = (device vec<T, 4>*)(out + start);
       row[lane] = vec<T, 4>(o / sum);
     }
 """
@@ -97,8 +102,10 @@ class Problem:
             checks=checks,
         )
         (out,) = kernel(
-            inputs=[self.q, self.k, self.v, mx.array(padded), mx.array(self.context_lens), HEAD_DIM**-0.5],
-            template=[("T", self.dtype), ("BLOCK_SIZE", BLOCK_SIZE), ("NUM_KV_HEADS", NUM_KV_HEADS), ("GROUP", GROUP),
+            inputs=[self.q, self.k, self.v, mx.array(padded), mx.array(self.context_lens),
+                    HEAD_DIM**-0.5],
+            template=[("T", self.dtype), ("BLOCK_SIZE", BLOCK_SIZE),
+                      ("NUM_KV_HEADS", NUM_KV_HEADS), ("GROUP", GROUP),
                       ("SIMDGROUPS", SIMDGROUPS)],
             grid=(NUM_KV_HEADS * 32 * SIMDGROUPS, len(self.context_lens), 1),
             threadgroup=(32 * SIMDGROUPS, 1, 1),

@@ -19,7 +19,8 @@ def test_every_thread_of_a_grid_runs_once_and_knows_where_it_is(grid, threadgrou
         uint3 at = thread_position_in_grid, size = threads_per_grid;
         uint n = at.x + size.x * (at.y + size.y * at.z);
         uint3 group = threadgroup_position_in_grid, inside = thread_position_in_threadgroup;
-        uint3 groups = threadgroups_per_grid, full = dispatch_threads_per_threadgroup, own = threads_per_threadgroup;
+        uint3 groups = threadgroups_per_grid, full = dispatch_threads_per_threadgroup,
+              own = threads_per_threadgroup;
         out[n * 15] = at.x; out[n * 15 + 1] = at.y; out[n * 15 + 2] = at.z;
         out[n * 15 + 3] = group.x; out[n * 15 + 4] = group.y; out[n * 15 + 5] = group.z;
         out[n * 15 + 6] = inside.x; out[n * 15 + 7] = inside.y; out[n * 15 + 8] = inside.z;
@@ -76,12 +77,13 @@ def test_threadgroup_variables_of_all_kinds():
         threadgroup vec<T, 4> rows[8][2], last;   threadgroup int total;
         alignas(16) threadgroup unsigned int
             flags[N + 1];
-        threadgroup float* view = (threadgroup float*)flags;  // a pointer is no declaration of memory
+        threadgroup float* view = (threadgroup float*)flags;  // a pointer declares no memory
         uint i = thread_index_in_threadgroup;
         rows[i][0] = vec<T, 4>(T(i)); rows[i][1] = rows[i][0] * T(2); flags[i] = i;
         if (i == 0) { total = 5; last = vec<T, 4>(T(1)); }
         threadgroup_barrier(mem_flags::mem_threadgroup);
-        out[i] = float(rows[7 - i][1].w) + total + float(last.x) + flags[7 - i] + (view == nullptr);"""
+        out[i] = float(rows[7 - i][1].w) + total + float(last.x);
+        out[i] += flags[7 - i] + (view == nullptr);"""
     (out,) = run(body, outputs={"out": ((8,), mx.float32)}, template=[("T", mx.float16), ("N", 7)])
     assert out.tolist() == [(7 - i) * 3 + 6 for i in range(8)]
 
@@ -90,7 +92,8 @@ LANES = 45  # a whole simdgroup and one of 13 lanes
 
 
 def simd(expression: str) -> list[float]:
-    (out,) = run(f"{INDEX} float x = i + 1; uint lane = thread_index_in_simdgroup; out[i] = {expression};",
+    (out,) = run(f"{INDEX} float x = i + 1; uint lane = thread_index_in_simdgroup;"
+                 f"out[i] = {expression};",
                  outputs={"out": ((LANES,), mx.float32)}, threadgroup=(LANES,))  # fmt: skip
     return out.tolist()
 

@@ -1,5 +1,6 @@
-// What compiled kernels and the runtime know of each other. Kernels aren't linked against the runtime: each GPU thread
-// finds its Context at the top of its own stack, and the runtime's functions in there.
+// What compiled kernels and the runtime know of each other. Kernels aren't linked against the
+// runtime: each GPU thread finds its Context at the top of its own stack, and the runtime's
+// functions in there.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -26,7 +27,7 @@ struct Site {
 struct Lanes {
   alignas(64) char values[kSimdWidth][kMaxLaneBytes];
   char result[kMaxLaneBytes]; // what the reduction, if there was one, made of the values
-  uint32_t active; // one bit for each lane that took part
+  uint32_t active;            // one bit for each lane that took part
 
   template <typename T>
   const T& value(int lane) const {
@@ -42,7 +43,8 @@ struct Calls {
   void (*threadgroup_barrier)(Context&, Site);
   void (*simdgroup_operation)(Context&, Site, Reduction);
   char* (*threadgroup_memory)(Context&, int index, const char* name, size_t bytes);
-  void (*count_access)(Context&, const void* address, uint32_t bytes, bool is_store); // in counting builds only
+  void (*count_access)(Context&, const void* address, uint32_t bytes,
+                       bool is_store); // in counting builds only
 };
 
 // One GPU thread, as the kernel sees it.
@@ -54,12 +56,14 @@ struct Context {
   uint32_t next_exchange;
   void* const* buffers;
   Size3 thread_position_in_grid, thread_position_in_threadgroup, threadgroup_position_in_grid;
-  Size3 threads_per_grid, threadgroups_per_grid, threads_per_threadgroup, dispatch_threads_per_threadgroup;
+  Size3 threads_per_grid, threadgroups_per_grid, threads_per_threadgroup,
+      dispatch_threads_per_threadgroup;
   uint32_t thread_index_in_threadgroup, thread_index_in_simdgroup, simdgroup_index_in_threadgroup;
   uint32_t simdgroups_per_threadgroup, dispatch_simdgroups_per_threadgroup;
 };
 
-// Stacks start at different distances from their ends: they would compete for the same few cache lines otherwise.
+// Stacks start at different distances from their ends: they would compete for the same few cache
+// lines otherwise.
 inline __attribute__((always_inline)) Context& context_on_stack(uintptr_t address) {
   constexpr size_t context_bytes = (sizeof(Context) + 63) / 64 * 64;
   uintptr_t end = (address & ~(kStackBytes - 1)) + kStackBytes;

@@ -1,4 +1,5 @@
-// Spreads threadgroups over worker threads and turns the signals of a faulting kernel into a report.
+// Spreads threadgroups over worker threads and turns the signals of a faulting kernel into a
+// report.
 #include "launch.h"
 
 #include <pthread.h>
@@ -33,7 +34,8 @@ int is_write(void* machine_context) {
 
 bool address_in_stack_guard(const Worker& worker, const void* address) {
   auto offset = static_cast<const char*>(address) - worker.stacks;
-  return offset >= 0 && size_t(offset) < worker.num_stacks * kStackBytes && size_t(offset) % kStackBytes < page_bytes();
+  return offset >= 0 && size_t(offset) < worker.num_stacks * kStackBytes &&
+         size_t(offset) % kStackBytes < page_bytes();
 }
 
 // A kernel holds no lock and no resource, so its stack can be left where it is.
@@ -55,8 +57,9 @@ void on_signal(int number, siginfo_t* info, void* machine_context) {
     const Mapping& mapping = array.mapping;
     auto* address = static_cast<char*>(info->si_addr);
     if (array.bytes && address >= mapping.base && address < mapping.base + mapping.total)
-      snprintf(report.message, sizeof(report.message), "byte %td of threadgroup array %s (%zu bytes)",
-               address - mapping.data, array.name, array.bytes);
+      snprintf(report.message, sizeof(report.message),
+               "byte %td of threadgroup array %s (%zu bytes)", address - mapping.data, array.name,
+               array.bytes);
   }
   if (address_in_stack_guard(*worker, info->si_addr))
     snprintf(report.message, sizeof(report.message), "the thread's stack (%zu bytes)", kStackBytes);
@@ -73,7 +76,8 @@ bool grow_stacks(Worker& worker, int count) {
     worker.stacks = reinterpret_cast<char*>(start);
   }
   for (; worker.num_stacks < count; worker.num_stacks++)
-    if (mprotect(worker.stacks + worker.num_stacks * kStackBytes, page_bytes(), PROT_NONE) != 0) return false;
+    if (mprotect(worker.stacks + worker.num_stacks * kStackBytes, page_bytes(), PROT_NONE) != 0)
+      return false;
   return true;
 }
 
@@ -86,8 +90,8 @@ struct Crew {
   const Launch* launch;
   uint64_t num_threadgroups;
   uint64_t next; // atomic: the next threadgroup to run
-  bool stop; // atomic
-  int working; // under the mutex
+  bool stop;     // atomic
+  int working;   // under the mutex
   pthread_mutex_t mutex;
   pthread_cond_t finished;
 };
@@ -98,16 +102,20 @@ struct Job {
   pthread_t handle;
 };
 
-uint64_t groups(uint32_t grid, uint32_t threadgroup) { return (uint64_t(grid) + threadgroup - 1) / threadgroup; }
+uint64_t groups(uint32_t grid, uint32_t threadgroup) {
+  return (uint64_t(grid) + threadgroup - 1) / threadgroup;
+}
 
 void run_threadgroups(Crew& crew, Worker& worker) {
   const Launch& launch = *crew.launch;
-  const uint64_t width = groups(launch.grid.x, launch.threadgroup.x), height = groups(launch.grid.y, launch.threadgroup.y);
+  const uint64_t width = groups(launch.grid.x, launch.threadgroup.x),
+                 height = groups(launch.grid.y, launch.threadgroup.y);
   while (!__atomic_load_n(&crew.stop, __ATOMIC_RELAXED)) {
     uint64_t i = __atomic_fetch_add(&crew.next, 1, __ATOMIC_RELAXED);
     if (i >= crew.num_threadgroups) return;
     if (launch.order == kDescending) i = crew.num_threadgroups - 1 - i;
-    if (!worker.run({uint32_t(i % width), uint32_t(i / width % height), uint32_t(i / (width * height))}))
+    if (!worker.run(
+            {uint32_t(i % width), uint32_t(i / width % height), uint32_t(i / (width * height))}))
       __atomic_store_n(&crew.stop, true, __ATOMIC_RELAXED);
   }
 }
@@ -145,7 +153,8 @@ timespec seconds_from_now(double seconds) {
 // True if all workers were done by the deadline; called with the mutex held.
 bool finished_by(Crew& crew, timespec deadline) {
   while (crew.working > 0)
-    if (pthread_cond_timedwait(&crew.finished, &crew.mutex, &deadline) != 0) return crew.working == 0;
+    if (pthread_cond_timedwait(&crew.finished, &crew.mutex, &deadline) != 0)
+      return crew.working == 0;
   return true;
 }
 
@@ -163,12 +172,15 @@ Worker* prepare_worker(int index, const Crew& crew) {
   worker->report = {};
   worker->stop = &crew.stop;
   worker->lane_order.count = worker->simdgroup_order.count = 0;
-  return grow_stacks(*worker, launch.threadgroup.x * launch.threadgroup.y * launch.threadgroup.z) ? worker : nullptr;
+  return grow_stacks(*worker, launch.threadgroup.x * launch.threadgroup.y * launch.threadgroup.z)
+             ? worker
+             : nullptr;
 }
 
 void run_crew(Crew& crew, Report& report) {
   Job jobs[kMaxWorkers];
-  int num_workers = crew.launch->num_workers < kMaxWorkers ? crew.launch->num_workers : kMaxWorkers, num_jobs = 0;
+  int num_workers = crew.launch->num_workers < kMaxWorkers ? crew.launch->num_workers : kMaxWorkers,
+      num_jobs = 0;
   for (; num_jobs < num_workers && uint64_t(num_jobs) < crew.num_threadgroups; num_jobs++) {
     Job& job = jobs[num_jobs];
     job = {&crew, prepare_worker(num_jobs, crew), {}};
@@ -202,15 +214,18 @@ void run_crew(Crew& crew, Report& report) {
     for (int b = 0; b <= kMaxBuffers; b++)
       traffic.loaded[b] += one.traffic.loaded[b], traffic.stored[b] += one.traffic.stored[b];
     if (one.threadgroup_bytes > threadgroup_bytes) threadgroup_bytes = one.threadgroup_bytes;
-    if (one.outcome != kDone && (report.outcome == kDone || report.outcome == kTimeLimit)) report = one;
+    if (one.outcome != kDone && (report.outcome == kDone || report.outcome == kTimeLimit))
+      report = one;
   }
-  report.barriers = barriers, report.exchanges = exchanges, report.threadgroup_bytes = threadgroup_bytes;
+  report.barriers = barriers, report.exchanges = exchanges,
+  report.threadgroup_bytes = threadgroup_bytes;
   report.traffic = traffic;
 }
 
 } // namespace
 
-extern "C" __attribute__((visibility("default"))) int emulator_launch(const Launch* launch, Report* report) {
+extern "C" __attribute__((visibility("default"))) int emulator_launch(const Launch* launch,
+                                                                      Report* report) {
   pthread_mutex_lock(&one_launch_at_a_time);
   *report = {};
   struct sigaction action = {}, old_actions[kNumFaultSignals], old_stop;
@@ -220,8 +235,13 @@ extern "C" __attribute__((visibility("default"))) int emulator_launch(const Laun
   sigaction(kStopSignal, &action, &old_stop);
 
   const Size3 grid = launch->grid, group = launch->threadgroup;
-  Crew crew = {launch, groups(grid.x, group.x) * groups(grid.y, group.y) * groups(grid.z, group.z), 0, false, 0,
-               PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER};
+  Crew crew = {launch,
+               groups(grid.x, group.x) * groups(grid.y, group.y) * groups(grid.z, group.z),
+               0,
+               false,
+               0,
+               PTHREAD_MUTEX_INITIALIZER,
+               PTHREAD_COND_INITIALIZER};
   run_crew(crew, *report);
 
   for (int i = 0; i < kNumFaultSignals; i++) sigaction(kFaultSignals[i], &old_actions[i], nullptr);
@@ -230,18 +250,25 @@ extern "C" __attribute__((visibility("default"))) int emulator_launch(const Laun
   return report->outcome;
 }
 
-extern "C" __attribute__((visibility("default"))) int emulator_map(size_t bytes, int start_aligned, Mapping* out) {
+extern "C" __attribute__((visibility("default"))) int emulator_map(size_t bytes, int start_aligned,
+                                                                   Mapping* out) {
   return map_guarded(bytes, start_aligned, kGuardBytes, out) ? 0 : 1;
 }
 
-extern "C" __attribute__((visibility("default"))) int emulator_protect(const Mapping* mapping, int writable) {
-  return mapping->pages_bytes ? mprotect(mapping->pages, mapping->pages_bytes, PROT_READ | (writable ? PROT_WRITE : 0)) : 0;
+extern "C" __attribute__((visibility("default"))) int emulator_protect(const Mapping* mapping,
+                                                                       int writable) {
+  return mapping->pages_bytes ? mprotect(mapping->pages, mapping->pages_bytes,
+                                         PROT_READ | (writable ? PROT_WRITE : 0))
+                              : 0;
 }
 
-extern "C" __attribute__((visibility("default"))) int emulator_same(const void* a, const void* b, size_t bytes) {
+extern "C" __attribute__((visibility("default"))) int emulator_same(const void* a, const void* b,
+                                                                    size_t bytes) {
   return memcmp(a, b, bytes) == 0;
 }
 
-extern "C" __attribute__((visibility("default"))) void emulator_unmap(Mapping* mapping) { unmap(*mapping); }
+extern "C" __attribute__((visibility("default"))) void emulator_unmap(Mapping* mapping) {
+  unmap(*mapping);
+}
 
 } // namespace emulator

@@ -41,7 +41,8 @@ struct Report {
   uint64_t address;
   Size3 threadgroup, thread; // positions in the grid and in the threadgroup
   int32_t last_line; // of the last barrier or simdgroup operation that the thread passed; 0: none
-  uint64_t barriers, exchanges, threadgroup_bytes; // summed over the launch; the last is the largest
+  uint64_t barriers, exchanges,
+      threadgroup_bytes; // summed over the launch; the last is the largest
   Traffic traffic;
   char message[1024];
 };

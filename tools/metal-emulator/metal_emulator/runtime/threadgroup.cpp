@@ -79,7 +79,8 @@ void Worker::wait(Thread& thread, State state, Site site) {
 void Worker::order(Turns& turns, uint32_t count) {
   if (launch->order != kRandom && turns.count == count) return;
   turns.count = count;
-  for (uint32_t i = 0; i < count; i++) turns.turns[i] = launch->order == kDescending ? count - 1 - i : i;
+  for (uint32_t i = 0; i < count; i++)
+    turns.turns[i] = launch->order == kDescending ? count - 1 - i : i;
   if (launch->order != kRandom) return;
   for (uint32_t i = count; i > 1; i--) {
     random = random * 6364136223846793005u + 1442695040888963407u;
@@ -108,12 +109,14 @@ void Worker::begin(Size3 at) {
         .exchanges = exchanges[i / kSimdWidth],
         .next_exchange = 0,
         .buffers = l.buffers,
-        .thread_position_in_grid = {at.x * l.threadgroup.x + in_group.x, at.y * l.threadgroup.y + in_group.y,
+        .thread_position_in_grid = {at.x * l.threadgroup.x + in_group.x,
+                                    at.y * l.threadgroup.y + in_group.y,
                                     at.z * l.threadgroup.z + in_group.z},
         .thread_position_in_threadgroup = in_group,
         .threadgroup_position_in_grid = at,
         .threads_per_grid = l.grid,
-        .threadgroups_per_grid = {ceil_div(l.grid.x, l.threadgroup.x), ceil_div(l.grid.y, l.threadgroup.y),
+        .threadgroups_per_grid = {ceil_div(l.grid.x, l.threadgroup.x),
+                                  ceil_div(l.grid.y, l.threadgroup.y),
                                   ceil_div(l.grid.z, l.threadgroup.z)},
         .threads_per_threadgroup = size,
         .dispatch_threads_per_threadgroup = l.threadgroup,
@@ -124,7 +127,9 @@ void Worker::begin(Size3 at) {
         .dispatch_simdgroups_per_threadgroup = ceil_div(full, kSimdWidth),
     };
     void** stack_top = reinterpret_cast<void**>(&context);
-    threads[i] = {this, &context, prepare_stack(stack_top, first_entry), State::kRunnable, {nullptr, 0, 0}, nullptr};
+    threads[i] = {
+        this,   &context, prepare_stack(stack_top, first_entry), State::kRunnable, {nullptr, 0, 0},
+        nullptr};
   }
 }
 
@@ -148,7 +153,8 @@ bool Worker::release_exchange(uint32_t index) {
   for (uint32_t lane = 0; lane < count; lane++) {
     Thread& thread = threads[first + lane];
     if (thread.state == State::kReturned) continue;
-    if (thread.state != State::kAtExchange || (one && !same_site(one->site, thread.site))) return false;
+    if (thread.state != State::kAtExchange || (one && !same_site(one->site, thread.site)))
+      return false;
     one = &thread;
     active |= 1u << lane;
   }
@@ -164,7 +170,8 @@ bool Worker::release_exchange(uint32_t index) {
 
 bool Worker::release_barrier() {
   for (uint32_t i = 0; i < num_threads; i++)
-    if (threads[i].state != State::kAtBarrier || !same_site(threads[i].site, threads[0].site)) return false;
+    if (threads[i].state != State::kAtBarrier || !same_site(threads[i].site, threads[0].site))
+      return false;
   report.barriers++;
   for (uint32_t i = 0; i < num_threads; i++) threads[i].state = State::kRunnable;
   return true;
@@ -172,10 +179,12 @@ bool Worker::release_barrier() {
 
 bool Worker::run(Size3 at) {
   begin(at);
-  if (sigsetjmp(escape, 1) != 0) return false; // a thread faulted; the handler has filled the report
+  if (sigsetjmp(escape, 1) != 0)
+    return false; // a thread faulted; the handler has filled the report
   while (!stopped()) {
     order(simdgroup_order, num_simdgroups);
-    for (uint32_t turn = 0; turn < num_simdgroups; turn++) run_simdgroup(simdgroup_order.turns[turn]);
+    for (uint32_t turn = 0; turn < num_simdgroups; turn++)
+      run_simdgroup(simdgroup_order.turns[turn]);
     bool all_returned = true;
     for (uint32_t i = 0; i < num_threads; i++) all_returned &= threads[i].state == State::kReturned;
     if (all_returned) return true;
@@ -194,7 +203,8 @@ char* Worker::array(int index, const char* name, size_t bytes) {
     siglongjmp(escape, 1);
   }
   Mapping& mapping = array.mapping;
-  mapping.data = launch->start_aligned ? mapping.pages : mapping.pages + (mapping.pages_bytes - bytes) / 16 * 16;
+  mapping.data = launch->start_aligned ? mapping.pages
+                                       : mapping.pages + (mapping.pages_bytes - bytes) / 16 * 16;
   array.name = name;
   array.bytes = bytes;
   for (size_t i = 0; i < mapping.pages_bytes / sizeof(uint32_t); i++)
@@ -205,7 +215,8 @@ char* Worker::array(int index, const char* name, size_t bytes) {
   if (total > report.threadgroup_bytes) report.threadgroup_bytes = total;
   if (total > kMaxThreadgroupBytes) {
     fail(kTooMuchMemory, running);
-    snprintf(report.message, sizeof(report.message), "%llu bytes of threadgroup memory, a device has %zu",
+    snprintf(report.message, sizeof(report.message),
+             "%llu bytes of threadgroup memory, a device has %zu",
              static_cast<unsigned long long>(total), kMaxThreadgroupBytes);
     siglongjmp(escape, 1);
   }
@@ -246,7 +257,8 @@ void Worker::describe_waits(char* text, size_t room) const {
     if (one.state == State::kReturned)
       used += snprintf(text + used, room - used, "returned");
     else
-      used += snprintf(text + used, room - used, "at %.40s (line %d)", one.site.operation, one.site.line);
+      used += snprintf(text + used, room - used, "at %.40s (line %d)", one.site.operation,
+                       one.site.line);
   }
 }
 

@@ -1,4 +1,5 @@
-// One threadgroup at a time, on one CPU core: its threads are fibers that run until they wait for each other or end.
+// One threadgroup at a time, on one CPU core: its threads are fibers that run until they wait for
+// each other or end.
 #pragma once
 #include <setjmp.h>
 #include <stdio.h>
@@ -49,7 +50,7 @@ struct Worker {
   char* stacks = nullptr;
   int num_stacks = 0;
   void* scheduler_stack = nullptr;
-  Thread* running = nullptr; // read by the signal handler
+  Thread* running = nullptr;         // read by the signal handler
   uint32_t first_lane = 0, turn = 0; // of the simdgroup that runs
   sigjmp_buf escape;
   uint64_t random = 0;

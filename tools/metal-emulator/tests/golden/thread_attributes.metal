@@ -22,11 +22,16 @@
   uint threads_per_simdgroup [[threads_per_simdgroup]],
   uint3 threads_per_threadgroup [[threads_per_threadgroup]]) {
 
-uint3 position = thread_position_in_grid + thread_position_in_threadgroup + threadgroup_position_in_grid;
-uint3 sizes = threads_per_threadgroup + threadgroups_per_grid + threads_per_grid + dispatch_threads_per_threadgroup;
-uint lane = thread_index_in_simdgroup + simdgroup_index_in_threadgroup + thread_index_in_threadgroup;
+uint3 position =
+    thread_position_in_grid + thread_position_in_threadgroup + threadgroup_position_in_grid;
+uint3 sizes = threads_per_threadgroup + threadgroups_per_grid + threads_per_grid +
+    dispatch_threads_per_threadgroup;
+uint lane =
+    thread_index_in_simdgroup + simdgroup_index_in_threadgroup + thread_index_in_threadgroup;
 uint counts = simdgroups_per_threadgroup + threads_per_simdgroup + thread_execution_width;
-uint quads = thread_index_in_quadgroup + quadgroup_index_in_threadgroup + quadgroups_per_threadgroup;
-uint rest = dispatch_quadgroups_per_threadgroup + dispatch_simdgroups_per_threadgroup + grid_origin.x + grid_size.x;
+uint quads =
+    thread_index_in_quadgroup + quadgroup_index_in_threadgroup + quadgroups_per_threadgroup;
+uint rest = dispatch_quadgroups_per_threadgroup + dispatch_simdgroups_per_threadgroup +
+    grid_origin.x + grid_size.x;
 out[position.x] = sizes.x + lane + counts + quads + rest;
 }

@@ -3,8 +3,9 @@
 #include <stddef.h>
 #include <stdint.h>
 
-// Numbered address spaces are plain memory to the CPU, but pointers to different ones don't convert into each other: a
-// wrong one is a compile error, as on a Mac. The thread address space is the default one.
+// Numbered address spaces are plain memory to the CPU, but pointers to different ones don't convert
+// into each other: a wrong one is a compile error, as on a Mac. The thread address space is the
+// default one.
 #define device __attribute__((address_space(1)))
 #define constant __attribute__((address_space(2)))
 #define threadgroup __attribute__((address_space(3)))
@@ -13,7 +14,8 @@
 #define METAL_FUNC inline __attribute__((always_inline))
 #define METAL_EMULATOR 1
 
-// The compiler calls this to round a float to bfloat, to the nearest, ties to even; few systems' libraries have it yet.
+// The compiler calls this to round a float to bfloat, to the nearest, ties to even; few systems'
+// libraries have it yet.
 extern "C" __attribute__((visibility("hidden"), used)) inline __bf16 __truncsfbf2(float value) {
   uint32_t bits = __builtin_bit_cast(uint32_t, value);
   bool is_nan = (bits & 0x7fffffff) > 0x7f800000;
@@ -69,7 +71,8 @@ using remove_cv_t = __remove_cv(T);
 
 template <typename T>
 inline constexpr bool is_floating_point_v =
-    is_same_v<remove_cv_t<T>, float> || is_same_v<remove_cv_t<T>, half> || is_same_v<remove_cv_t<T>, bfloat>;
+    is_same_v<remove_cv_t<T>, float> || is_same_v<remove_cv_t<T>, half> ||
+    is_same_v<remove_cv_t<T>, bfloat>;
 template <typename T>
 inline constexpr bool is_integral_v = __is_integral(T);
 template <typename T>

@@ -7,29 +7,35 @@ namespace metal {
 template <typename T>
 struct numeric_limits;
 
-#define INTEGER_LIMITS(T, IS_SIGNED)                                                                     \
-  template <>                                                                                            \
-  struct numeric_limits<T> {                                                                             \
-    static constexpr bool is_signed = IS_SIGNED;                                                         \
-    static constexpr int digits = 8 * sizeof(T) - IS_SIGNED;                                             \
-    static constexpr T max() { return T(~ulong(0) >> (64 - digits)); }                                   \
-    static constexpr T lowest() { return IS_SIGNED ? T(-max() - 1) : T(0); }                             \
-    static constexpr T min() { return lowest(); }                                                        \
+#define INTEGER_LIMITS(T, IS_SIGNED)                                         \
+  template <>                                                                \
+  struct numeric_limits<T> {                                                 \
+    static constexpr bool is_signed = IS_SIGNED;                             \
+    static constexpr int digits = 8 * sizeof(T) - IS_SIGNED;                 \
+    static constexpr T max() { return T(~ulong(0) >> (64 - digits)); }       \
+    static constexpr T lowest() { return IS_SIGNED ? T(-max() - 1) : T(0); } \
+    static constexpr T min() { return lowest(); }                            \
   };
-INTEGER_LIMITS(char, true) INTEGER_LIMITS(schar, true) INTEGER_LIMITS(short, true) INTEGER_LIMITS(int, true)
-INTEGER_LIMITS(long, true) INTEGER_LIMITS(uchar, false) INTEGER_LIMITS(ushort, false) INTEGER_LIMITS(uint, false)
+INTEGER_LIMITS(char, true)
+INTEGER_LIMITS(schar, true)
+INTEGER_LIMITS(short, true)
+INTEGER_LIMITS(int, true)
+INTEGER_LIMITS(long, true)
+INTEGER_LIMITS(uchar, false)
+INTEGER_LIMITS(ushort, false)
+INTEGER_LIMITS(uint, false)
 INTEGER_LIMITS(ulong, false)
 
-#define FLOAT_LIMITS(T, MAX, MIN, EPSILON)                              \
-  template <>                                                           \
-  struct numeric_limits<T> {                                            \
-    static constexpr bool is_signed = true;                             \
-    static constexpr T max() { return T(MAX); }                         \
-    static constexpr T min() { return T(MIN); }                         \
-    static constexpr T lowest() { return T(-(MAX)); }                   \
-    static constexpr T epsilon() { return T(EPSILON); }                 \
-    static constexpr T infinity() { return T(__builtin_inff()); }       \
-    static constexpr T quiet_NaN() { return T(__builtin_nanf("")); }    \
+#define FLOAT_LIMITS(T, MAX, MIN, EPSILON)                           \
+  template <>                                                        \
+  struct numeric_limits<T> {                                         \
+    static constexpr bool is_signed = true;                          \
+    static constexpr T max() { return T(MAX); }                      \
+    static constexpr T min() { return T(MIN); }                      \
+    static constexpr T lowest() { return T(-(MAX)); }                \
+    static constexpr T epsilon() { return T(EPSILON); }              \
+    static constexpr T infinity() { return T(__builtin_inff()); }    \
+    static constexpr T quiet_NaN() { return T(__builtin_nanf("")); } \
   };
 FLOAT_LIMITS(float, __FLT_MAX__, __FLT_MIN__, __FLT_EPSILON__)
 FLOAT_LIMITS(half, 65504.0f, 0x1p-14f, 0x1p-10f)

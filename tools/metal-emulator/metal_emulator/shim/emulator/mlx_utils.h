@@ -1,4 +1,5 @@
-// What MLX puts in front of every kernel, as far as kernels outside MLX may use it: type names, limits, indexing.
+// What MLX puts in front of every kernel, as far as kernels outside MLX may use it: type names,
+// limits, indexing.
 #pragma once
 #include "math.h"
 
@@ -27,7 +28,8 @@ struct Limits<T> {
 
 // Where an element lies, given its number in row-major order.
 template <typename Index = int64_t>
-METAL_FUNC Index elem_to_loc(Index element, constant const int* shape, constant const int64_t* strides, int ndim) {
+METAL_FUNC Index elem_to_loc(Index element, constant const int* shape,
+                             constant const int64_t* strides, int ndim) {
   Index location = 0;
   for (int axis = ndim - 1; axis >= 0; axis--) {
     location += element % shape[axis] * Index(strides[axis]);

@@ -33,8 +33,8 @@ namespace simd_detail {
 
 // Gives a value to the other lanes and returns when all have given theirs.
 template <typename T>
-METAL_FUNC const emulator::Lanes& exchange(
-    const char* name, T value, int line, int column, emulator::Reduction reduction) {
+METAL_FUNC const emulator::Lanes& exchange(const char* name, T value, int line, int column,
+                                           emulator::Reduction reduction) {
   static_assert(sizeof(T) <= emulator::kMaxLaneBytes);
   auto& context = emulator::current();
   auto& lanes = context.exchanges[context.next_exchange];
@@ -44,7 +44,8 @@ METAL_FUNC const emulator::Lanes& exchange(
   return lanes;
 }
 
-// What a device gives for a lane that isn't there is undefined: a NaN, or a large number, shows up in the results.
+// What a device gives for a lane that isn't there is undefined: a NaN, or a large number, shows up
+// in the results.
 template <typename T>
 METAL_FUNC T undefined() {
   T value;
@@ -54,11 +55,13 @@ METAL_FUNC T undefined() {
 
 template <typename T>
 METAL_FUNC T from_lane(const emulator::Lanes& lanes, uint lane) {
-  return lane < uint(emulator::kSimdWidth) && lanes.active >> lane & 1 ? lanes.value<T>(int(lane)) : undefined<T>();
+  return lane < uint(emulator::kSimdWidth) && lanes.active >> lane & 1 ? lanes.value<T>(int(lane))
+                                                                       : undefined<T>();
 }
 
-// Halves of the simdgroup are combined, then halves of these: the order that shuffles by 16, 8, 4, 2, 1 have. A device
-// may take another one. Runs between threads, so its loads are no thread's and must not be counted.
+// Halves of the simdgroup are combined, then halves of these: the order that shuffles by 16, 8, 4,
+// 2, 1 have. A device may take another one. Runs between threads, so its loads are no thread's and
+// must not be counted.
 template <typename T, typename Combine>
 __attribute__((no_sanitize("coverage"))) void reduce(emulator::Lanes& lanes) {
   T values[emulator::kSimdWidth];
@@ -76,22 +79,58 @@ __attribute__((no_sanitize("coverage"))) void reduce(emulator::Lanes& lanes) {
 
 template <typename Combine, typename T>
 METAL_FUNC T reduced(const char* name, T value, int line, int column) {
-  return *reinterpret_cast<const T*>(exchange(name, value, line, column, reduce<T, Combine>).result);
+  return *reinterpret_cast<const T*>(
+      exchange(name, value, line, column, reduce<T, Combine>).result);
 }
 
-struct Sum { template <typename T> T operator()(T a, T b) { return T(a + b); } };
-struct Product { template <typename T> T operator()(T a, T b) { return T(a * b); } };
-struct Max { template <typename T> T operator()(T a, T b) { return max(a, b); } };
-struct Min { template <typename T> T operator()(T a, T b) { return min(a, b); } };
-struct And { template <typename T> T operator()(T a, T b) { return T(a & b); } };
-struct Or { template <typename T> T operator()(T a, T b) { return T(a | b); } };
-struct Xor { template <typename T> T operator()(T a, T b) { return T(a ^ b); } };
+struct Sum {
+  template <typename T>
+  T operator()(T a, T b) {
+    return T(a + b);
+  }
+};
+struct Product {
+  template <typename T>
+  T operator()(T a, T b) {
+    return T(a * b);
+  }
+};
+struct Max {
+  template <typename T>
+  T operator()(T a, T b) {
+    return max(a, b);
+  }
+};
+struct Min {
+  template <typename T>
+  T operator()(T a, T b) {
+    return min(a, b);
+  }
+};
+struct And {
+  template <typename T>
+  T operator()(T a, T b) {
+    return T(a & b);
+  }
+};
+struct Or {
+  template <typename T>
+  T operator()(T a, T b) {
+    return T(a | b);
+  }
+};
+struct Xor {
+  template <typename T>
+  T operator()(T a, T b) {
+    return T(a ^ b);
+  }
+};
 
 } // namespace simd_detail
 
-#define SIMD_REDUCTION(NAME, COMBINE)                                        \
-  template <typename T>                                                      \
-  METAL_FUNC T NAME(T value, EMULATOR_SITE) {                                \
+#define SIMD_REDUCTION(NAME, COMBINE)                                              \
+  template <typename T>                                                            \
+  METAL_FUNC T NAME(T value, EMULATOR_SITE) {                                      \
     return simd_detail::reduced<simd_detail::COMBINE>(#NAME, value, line, column); \
   }
 SIMD_REDUCTION(simd_sum, Sum)
@@ -110,17 +149,17 @@ METAL_FUNC bool simd_any(bool value, EMULATOR_SITE) {
   return simd_detail::reduced<simd_detail::Or>("simd_any", value, line, column);
 }
 
-// SOURCE is the lane to read from, given `lane`, the own one. Where it lies outside the simdgroup and KEEPS is true, a
-// lane keeps its value.
-#define SIMD_SHUFFLE(NAME, ARGUMENT, SOURCE, KEEPS)                                      \
-  template <typename T>                                                                  \
-  METAL_FUNC T NAME(T value, ARGUMENT, EMULATOR_SITE) {                                  \
+// SOURCE is the lane to read from, given `lane`, the own one. Where it lies outside the simdgroup
+// and KEEPS is true, a lane keeps its value.
+#define SIMD_SHUFFLE(NAME, ARGUMENT, SOURCE, KEEPS)                                       \
+  template <typename T>                                                                   \
+  METAL_FUNC T NAME(T value, ARGUMENT, EMULATOR_SITE) {                                   \
     auto& lanes = simd_detail::exchange(#NAME, value, line, column, nullptr);             \
-    constexpr int width = emulator::kSimdWidth;                                          \
+    constexpr int width = emulator::kSimdWidth;                                           \
     [[maybe_unused]] const int lane = int(emulator::current().thread_index_in_simdgroup); \
-    const int source = SOURCE;                                                           \
-    if (KEEPS && (source < 0 || source >= width)) return value;                          \
-    return simd_detail::from_lane<T>(lanes, uint(source));                               \
+    const int source = SOURCE;                                                            \
+    if (KEEPS && (source < 0 || source >= width)) return value;                           \
+    return simd_detail::from_lane<T>(lanes, uint(source));                                \
   }
 SIMD_SHUFFLE(simd_shuffle, ushort from, int(from), false)
 SIMD_SHUFFLE(simd_broadcast, ushort from, int(from), false)
@@ -128,7 +167,8 @@ SIMD_SHUFFLE(simd_shuffle_xor, ushort mask, lane ^ int(mask), false)
 SIMD_SHUFFLE(simd_shuffle_down, ushort delta, lane + int(delta), true)
 SIMD_SHUFFLE(simd_shuffle_up, ushort delta, lane - int(delta), true)
 SIMD_SHUFFLE(simd_shuffle_rotate_down, ushort delta, (lane + int(delta)) % width, false)
-SIMD_SHUFFLE(simd_shuffle_rotate_up, ushort delta, (lane - int(delta) % width + width) % width, false)
+SIMD_SHUFFLE(simd_shuffle_rotate_up, ushort delta, (lane - int(delta) % width + width) % width,
+             false)
 #undef SIMD_SHUFFLE
 
 template <typename T>
@@ -176,8 +216,8 @@ METAL_FUNC simd_vote simd_ballot(bool value, EMULATOR_SITE) {
 
 namespace emulator {
 
-// A variable that all threads of a threadgroup share. The tool puts this in the place of a declaration such as
-// `threadgroup float row[32];`, because C++ has no such storage.
+// A variable that all threads of a threadgroup share. The tool puts this in the place of a
+// declaration such as `threadgroup float row[32];`, because C++ has no such storage.
 template <typename T>
 METAL_FUNC threadgroup T& threadgroup_variable(int index, const char* name) {
   Context& context = current();
