@@ -164,7 +164,8 @@ def check_agreement(shape: Shape, ways: dict[str, Callable[[], list[mx.array]]])
     )
     if not error <= TOLERANCES[shape.dtype]:
         raise SystemExit(
-            f"{shape}: results differ by {error:.3g}, more than {TOLERANCES[shape.dtype]:.3g} of the largest"
+            f"{shape}: results differ by {error:.3g}, more than {TOLERANCES[shape.dtype]:.3g} of "
+            "the largest"
         )
     return error
 
@@ -262,7 +263,8 @@ def where_slower(rows: list[dict[str, Any]]) -> list[str]:
             )
             worst = max(row["paged_over_gather"] for row in slower)
             lines.append(
-                f"{order} blocks, {dtype}, head_dim {head_dim}, group {group}, run {run}, batch {batch}: "
+                f"{order} blocks, {dtype}, head_dim {head_dim}, group {group}, run {run}, batch "
+                f"{batch}: "
                 f"contexts {where}, at most {worst:.2f} x"
             )
     return lines
@@ -375,7 +377,8 @@ def main(argv: list[str] | None = None) -> None:
         "shapes": f"{kind} defaults, {args.kv_heads} KV heads, block_size {args.block_size}",
         "layers": args.layers,
         "turns": args.turns,
-        "copy": f"{copy_bandwidth / 1e9:.1f} GB/s read and written, an array of {args.copy_bytes / 1e6:.0f} MB",
+        "copy": f"{copy_bandwidth / 1e9:.1f} GB/s read and written, "
+        f"an array of {args.copy_bytes / 1e6:.0f} MB",
         "tolerance": ", ".join(f"{name} {value:g}" for name, value in TOLERANCES.items())
         + " of the largest result",
     }

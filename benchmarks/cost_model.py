@@ -1,21 +1,22 @@
-"""A cost model instead of a stopwatch: bytes that the attention kernels move, counted on the Metal
-emulator.
+"""A cost model instead of a stopwatch: the bytes that the attention kernels move, counted on the
+Metal emulator.
 
-    python benchmarks/cost_model.py            # about a minute or two, more when the kernels have
-    to be compiled first python benchmarks/cost_model.py --quick
+    python benchmarks/cost_model.py            # a minute or two, more while kernels are compiled
+    python benchmarks/cost_model.py --quick
 
 A decode step is bound by memory, so what can be said about a kernel without a Mac is how many bytes
-it moves. Each load and store that a thread makes is counted, by buffer, and set beside two other
+it moves. Each load and store that a thread makes is counted by buffer and set beside two other
 figures:
 
 - the least possible: each K/V row that a query sees once, each query, each new row and each output
   once;
-- gather + SDPA, what MLX does without such kernels: K/V are read from the slabs, written densely
-  and read again, three times the least at best, plus queries and outputs.
+- gather + SDPA, which is what MLX does without such kernels: K/V are read from the slabs, written
+  densely and read again, which is three times the least at best, plus queries and outputs.
 
 The script fails (status 1) when K/V loads are more than 1.02 times the least at a context above
 256. Barriers and threadgroup memory are counted, too. The roofline at the end is an estimate from
-published bandwidths, and says so."""
+published bandwidths, and says so. The emulator comes with an editable install of a clone:
+pip install -e '.[test]'."""
 
 from __future__ import annotations
 
@@ -32,14 +33,13 @@ from typing import Any
 
 import mlx.core as mx
 from card import machine_card, print_card, print_json, print_table
+from metal_emulator import Checks, has_compiler
+from metal_emulator.compiler import find_compiler
+from paged_testing.emulated_metal import emulated_metal
 
 from mlx_paged import ops
 from mlx_paged.ops import attention_plan, kernels
 from mlx_paged.ops.metal_sources import read_source
-
-# The emulator is no part of the package but a tool of its tests, which lie beside this folder in a
-# source checkout.
-TESTS = Path(__file__).resolve().parent.parent / "tests"
 
 KV_BOUND = 1.02
 KV_BOUND_ABOVE = 256  # tokens of context
@@ -90,7 +90,8 @@ class Case:
     block_size: int = 16
     dtype: str = "bf16"
     window: int | None = None
-    has_rows: bool = False  # update_and_attend: K/V of the new tokens come from inputs and are written into their slots
+    # update_and_attend: K/V of the new tokens come from inputs and are written into their slots
+    has_rows: bool = False
 
     @classmethod
     def of_one(cls, context: int, run: int, group: int, **changes: Any) -> Case:
@@ -172,21 +173,8 @@ def counting_metal() -> Iterator[list[Any]]:
     """Inside, ``backend="metal"`` runs on the emulator; yields the trace of counted calls.
 
     Raises:
-        SystemExit: there is no emulator here, or no compiler for it.
+        SystemExit: the emulator finds no compiler.
     """
-    if not (TESTS / "metal_emulator").is_dir():
-        raise SystemExit(
-            "cost_model.py runs kernels on the emulator in tests/: run it in a clone of the repository"
-        )
-    if str(TESTS) not in sys.path:
-        sys.path.insert(0, str(TESTS))
-    try:
-        from emulated_metal import emulated_metal
-        from metal_emulator import Checks, has_compiler
-    except ImportError as error:
-        raise SystemExit(
-            f"cost_model.py needs the packages of the tests ({error}): pip install -e '.[test]'"
-        ) from None
     if not has_compiler():
         raise SystemExit("cost_model.py needs clang 18 or later, or: pip install ziglang")
     with emulated_metal(Checks.quick(count_accesses=True)) as trace:
@@ -353,13 +341,16 @@ def estimate_roofline() -> list[dict[str, Any]]:
 def print_counts(cases: list[Case], counts: list[dict[str, Any]]) -> None:
     labels = ["context", "run", "group", "dtype, head_dim"]
     print(
-        "paged_attention, 2 KV heads: K/V from slabs and new rows, against each row once. Queries, plan: as loaded,"
+        "paged_attention, 2 KV heads: K/V from slabs and new rows, against each row once. Queries, "
+        "plan: as loaded,"
     )
     print(
-        "every simdgroup for itself; lanes of a simdgroup that load the same number of the plan count once. Threadgroup"
+        "every simdgroup for itself; lanes of a simdgroup that load the same number of the plan "
+        "count once. Threadgroup"
     )
     print(
-        "loads are those that the compiler for the CPU left. Traffic / gather + SDPA: K/V as counted, partials out and"
+        "loads are those that the compiler for the CPU left. Traffic / gather + SDPA: K/V as "
+        "counted, partials out and"
     )
     print("in, queries and outputs once, over three times K/V and the same queries and outputs.\n")
     rows, merge_rows = [], []
@@ -369,14 +360,16 @@ def print_counts(cases: list[Case], counts: list[dict[str, Any]]) -> None:
             for name in kernels.KERNELS
         }
         attention, merges = parts["paged_attention"], parts["merge_partitions"]
+        queries_loaded = sum(dispatch["queries_loaded"] for dispatch in attention)
+        plan_loaded = sum(dispatch["plan_loaded"] for dispatch in attention)
         rows.append(
             [
                 *case.labels,
                 f"{count['kv_loaded']:,}",
                 f"{count['kv_ratio']:.4f}",
                 f"{count['rows_stored']:,}",
-                f"{sum(d['queries_loaded'] for d in attention) / count['least']['queries_loaded']:.0f}x",
-                f"{sum(d['plan_loaded'] for d in attention) / attention_plan.SIMD_SIZE / count['kv_loaded']:.2%}",
+                f"{queries_loaded / count['least']['queries_loaded']:.0f}x",
+                f"{plan_loaded / attention_plan.SIMD_SIZE / count['kv_loaded']:.2%}",
                 f"{count['output_stored'] / count['least']['output_stored']:.2f}x",
                 f"{2 * count['partials_stored'] / count['kv_loaded']:.1%}",
                 f"{sum(d['threadgroup_loaded'] for d in attention) / count['kv_loaded']:.1f}x",
@@ -415,7 +408,8 @@ def print_counts(cases: list[Case], counts: list[dict[str, Any]]) -> None:
         rows,
     )
     print(
-        "merge_partitions: partials are loaded once for their values, and by each lane for their two scores.\n"
+        "merge_partitions: partials are loaded once for their values, and by each lane for their "
+        "two scores.\n"
     )
     print_table(
         [
@@ -433,13 +427,16 @@ def print_counts(cases: list[Case], counts: list[dict[str, Any]]) -> None:
 
 def print_roofline(rows: list[dict[str, Any]]) -> None:
     print(
-        "ESTIMATE, not measured on a Mac: K/V of one decode step of Qwen3-0.6B (28 layers, 8 KV heads, head_dim 128,"
+        "ESTIMATE, not measured on a Mac: K/V of one decode step of Qwen3-0.6B (28 layers, 8 KV "
+        "heads, head_dim 128,"
     )
     print(
-        "bf16). us per layer = 2 * context * 8 * 128 * 2 bytes / published bandwidth; tok/s = 1 / (28 * that), an upper"
+        "bf16). us per layer = 2 * context * 8 * 128 * 2 bytes / published bandwidth; tok/s = 1 / "
+        "(28 * that), an upper"
     )
     print(
-        "bound from K/V alone: weights, launches and everything else come on top. In brackets gather + SDPA, 3x.\n"
+        "bound from K/V alone: weights, launches and everything else come on top. In brackets "
+        "gather + SDPA, 3x.\n"
     )
     header = ["chip", "GB/s"]
     for context in ROOFLINE_CONTEXTS:
@@ -483,8 +480,6 @@ def fingerprint() -> str:
 
 def compiler_name() -> str:
     """What counted loads depend on: those that its optimiser left."""
-    from metal_emulator.compiler import find_compiler
-
     command = find_compiler()
     return "ziglang" if "ziglang" in command else Path(command[0]).name
 
@@ -496,8 +491,9 @@ def main(argv: list[str] | None = None) -> int:
     gather_contexts = (300,) if args.quick else (256, 1024, 4096)
     with counting_metal() as trace:
         setting = machine_card() | {
-            "kernels run on": f"the Metal emulator, compiled by {compiler_name()}; no Mac, no time measured",
-            "kernels": f"sha256 {fingerprint()} of their sources and of the code that launches them",
+            "kernels run on": f"the Metal emulator, compiled by {compiler_name()}; no Mac, "
+            "no time measured",
+            "kernels": f"sha256 {fingerprint()} of their sources and of the code around them",
             "kv_bound": f"{KV_BOUND} x the least for contexts above {KV_BOUND_ABOVE}",
         }
         print_card("Cost model of paged attention: bytes, counted", setting)
@@ -505,7 +501,8 @@ def main(argv: list[str] | None = None) -> int:
         gathers = [count_gather(context, trace) for context in gather_contexts]
     print_counts(cases, counts)
     print(
-        "gather_blocks (2 KV heads, head_dim 128, bf16); SDPA then reads what it wrote, once at best.\n"
+        "gather_blocks (2 KV heads, head_dim 128, bf16); SDPA then reads what it wrote, once at "
+        "best.\n"
     )
     print_table(
         [
@@ -533,7 +530,8 @@ def main(argv: list[str] | None = None) -> int:
     worst = max(c["kv_ratio"] for c in counts)
     failed = over_bound(counts)
     print(
-        f"K/V loads: at most {worst:.4f} x the least; {len(failed)} of {len(counts)} cases above {KV_BOUND}.\n"
+        f"K/V loads: at most {worst:.4f} x the least; {len(failed)} of {len(counts)} cases above "
+        f"{KV_BOUND}.\n"
     )
     print_json(
         "cost_model",

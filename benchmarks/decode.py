@@ -263,7 +263,8 @@ def main() -> None:
     shape = ours.args
     setting = machine_card() | {
         "model": args.model,
-        "shape": f"{shape.num_hidden_layers} layers, hidden {shape.hidden_size}, {shape.num_attention_heads} query / "
+        "shape": f"{shape.num_hidden_layers} layers, hidden {shape.hidden_size}, "
+        f"{shape.num_attention_heads} query / "
         f"{shape.num_key_value_heads} KV heads, head_dim {shape.head_dim}, {ours.dtype}",
         "block_size": args.block_size,
         "turns": args.turns,

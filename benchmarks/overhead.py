@@ -113,7 +113,8 @@ def main() -> None:
     print_table(["batch", *(f"{part}, us" for part in PARTS), "all, us", "us per sequence"], rows)
     total = figures[AIM_BATCH]["all"]
     print(
-        f"\nBatch {AIM_BATCH}: {total:.0f} us, aim: under {AIM_US} us: {'met' if total < AIM_US else 'missed'}"
+        f"\nBatch {AIM_BATCH}: {total:.0f} us, aim: under {AIM_US} us: "
+        f"{'met' if total < AIM_US else 'missed'}"
     )
     print_json("overhead", setting, figures, args.out)
 

@@ -1,17 +1,18 @@
 """A long soak: thousands of requests of every kind come, go and fail at random, and everything has
 to add up.
 
-    python benchmarks/soak.py                                # 3,000 requests, some 4 minutes on 2
-    cores python benchmarks/soak.py --requests 100000 --minutes 60 --seed 7 python
-    benchmarks/soak.py --model demo                   # the bundled demo model
+    python benchmarks/soak.py                     # 3,000 requests, some 4 minutes on 2 cores
+    python benchmarks/soak.py --requests 100000 --minutes 60 --seed 7
+    python benchmarks/soak.py --model demo        # the bundled demo model
 
 Random lengths, shared prefixes, forks, stop tokens, priorities, aborts, preemptions (swapped or
-computed anew as the engine finds cheaper, or by force), logits processors that raise, steps that
+recomputed, as the engine finds cheaper or as it is told), logits processors that raise, steps that
 fail after they wrote nonsense, Ctrl-C in steps. After each step the bookkeeping is verified and the
-memory compared with weights, budget and a stated slack (`tests/engine/soak_helpers.py`, which is
-also the short soak of the test suite); of some requests the tokens are compared with those of an
-engine on which they are alone. At the end no block is lost, the pool is whole and memory is where
-it was. Exit status 1 at the first thing that is wrong, with the request or the sum."""
+memory is compared with the weights, the budget and a stated slack (`tools/paged_testing/soak.py`,
+which also runs the short soak of the test suite). The tokens of a sample of requests are compared
+with those of an engine that runs each of them alone. At the end no block is lost, the pool is whole
+and memory is back where it was. The exit status is 1 at the first thing that is wrong, which is
+printed with its request or its sum."""
 
 from __future__ import annotations
 
@@ -25,15 +26,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from card import machine_card, print_card, print_json, print_table
+from paged_testing.soak import Soak, make_request
 
 from mlx_paged import demo_model_path, load
 from mlx_paged.core.errors import IntegrityError
 from mlx_paged.engine.swap_space import SwapSpace
 from mlx_paged.models import qwen3
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "engine"))
-
-from soak_helpers import Soak, make_request
 
 TINY = {
     "model_type": "qwen3",
@@ -134,7 +132,8 @@ def main() -> None:
         "requests": args.requests,
         "seed": args.seed,
         "swap": args.swap,
-        "budget": f"{args.blocks} blocks of 8 tokens, {soak.engine.cache.config.nbytes / 1e6:.2f} MB",
+        "budget": f"{args.blocks} blocks of 8 tokens, "
+        f"{soak.engine.cache.config.nbytes / 1e6:.2f} MB",
         "engine": "12 sequences and 64 tokens a step at most, 24 requests in flight",
     }
     print_card("Soak", setting)

@@ -131,7 +131,8 @@ def serve(
         num_idle_steps = 0 if given else num_idle_steps + 1
         if num_idle_steps > MAX_IDLE_STEPS:
             raise RuntimeError(
-                f"[throughput] {MAX_IDLE_STEPS} steps gave no token, and {num_left} are still to come"
+                f"[throughput] {MAX_IDLE_STEPS} steps gave no token, and {num_left} are still to "
+                "come"
             )
         after_step()
     serving.seconds = time.perf_counter() - start
@@ -277,11 +278,13 @@ def main() -> None:
     setting = machine_card() | {
         "model": args.model
         + (", quick: a smoke test, its figures say nothing" if args.quick else ""),
-        "shape": f"{shape.num_hidden_layers} layers, hidden {shape.hidden_size}, {shape.num_attention_heads} query / "
+        "shape": f"{shape.num_hidden_layers} layers, hidden {shape.hidden_size}, "
+        f"{shape.num_attention_heads} query / "
         f"{shape.num_key_value_heads} KV heads, head_dim {shape.head_dim}, {models['ours'].dtype}",
         "K/V per token": f"{kv_nbytes_per_token(models['ours'])} bytes",
         "ours": f"max_num_seqs {COMPLETION_BATCH_SIZE}, block_size {BLOCK_SIZE}, else defaults",
-        "theirs": f"completion_batch_size {COMPLETION_BATCH_SIZE}, prefill_batch_size {PREFILL_BATCH_SIZE}, "
+        "theirs": f"completion_batch_size {COMPLETION_BATCH_SIZE}, "
+        f"prefill_batch_size {PREFILL_BATCH_SIZE}, "
         f"prefill_step_size {PREFILL_STEP_SIZE}: its defaults",
         "repeats": repeats,
     }

@@ -118,7 +118,8 @@ def make_scenarios(vocab_size: int, scale: Scale) -> list[Scenario]:
     )
 
     spread = f"{scale.shortest}..{scale.longest} tokens, skewed"
-    suffix = f"{scale.prefix} shared tokens and {scale.shortest_suffix}..{scale.longest_suffix} of its own"
+    own = f"{scale.shortest_suffix}..{scale.longest_suffix}"
+    suffix = f"{scale.prefix} shared tokens and {own} of its own"
     return [
         Scenario(
             1,
@@ -132,7 +133,8 @@ def make_scenarios(vocab_size: int, scale: Scale) -> list[Scenario]:
         Scenario(
             3,
             "arrivals and departures",
-            f"{num_first} prompts of {spread}, then {num_later} one by one, {scale.shortest_answer}.."
+            f"{num_first} prompts of {spread}, then {num_later} one by one, "
+            f"{scale.shortest_answer}.."
             f"{scale.longest_answer} more each",
             coming,
         ),
@@ -153,7 +155,8 @@ def make_scenarios(vocab_size: int, scale: Scale) -> list[Scenario]:
         Scenario(
             5,
             "more demand than the pool holds",
-            f"{n} prompts of {scale.shortest}..{scale.longest // 2} tokens, skewed, {2 * scale.max_tokens} more each, "
+            f"{n} prompts of {scale.shortest}..{scale.longest // 2} tokens, skewed, "
+            f"{2 * scale.max_tokens} more each, "
             "a pool for a quarter of them",
             growing,
             pool_over_demand=0.25,

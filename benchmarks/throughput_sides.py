@@ -115,7 +115,7 @@ class PagedEngine:
 
 
 class MlxLmBatch:
-    """mlx-lm's BatchGenerator, at its defaults; it has no budget and shares no prefixes of its own."""
+    """mlx-lm's BatchGenerator at its defaults, which has no budget and shares no prefixes."""
 
     def __init__(
         self,
@@ -212,7 +212,7 @@ class MlxLmInBudget(MlxLmBatch):
 
 
 class MlxLmOneByOne:
-    """mlx-lm without batching: its generate_step, one request after another in the order they came."""
+    """mlx-lm without batching: its generate_step, one request after another as they came."""
 
     def __init__(self, model: nn.Module, scenario: Scenario):
         self.model = model

@@ -27,11 +27,13 @@ def main() -> None:
         QUESTIONS, llm.chat(conversations, SamplingParams(max_tokens=40)), strict=True
     ):
         print(
-            f"{question}\n  -> {output.outputs[0].text}   ({output.num_cached_tokens} tokens were there already)"
+            f"{question}\n  -> {output.outputs[0].text}   ({output.num_cached_tokens} tokens were "
+            "there already)"
         )
     stats = llm.stats()
     print(
-        f"{stats.hit_rate:.0%} of all prompt tokens found; {stats.num_used_blocks} blocks in use after it\n"
+        f"{stats.hit_rate:.0%} of all prompt tokens found; {stats.num_used_blocks} blocks in use "
+        "after it\n"
     )
 
     # Three completions of one prompt: computed once, then forked.

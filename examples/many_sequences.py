@@ -44,7 +44,8 @@ def main() -> None:
         print(f"{question}\n  -> {tokenizer.decode(answer)}")
     stats = runner.cache.stats()
     print(
-        f"{stats.num_seqs} sequences, {stats.num_tokens} tokens in {stats.blocks_used} of {stats.num_blocks} blocks"
+        f"{stats.num_seqs} sequences, {stats.num_tokens} tokens in {stats.blocks_used} of "
+        f"{stats.num_blocks} blocks"
     )
 
     runner.cache.fork(QUESTIONS[0], "a branch")

@@ -1,14 +1,5 @@
-"""What several folders of tests share: a compiler for the Metal emulator, or the reason why there
-is none.
-"""
+"""The tests that run kernels on the Metal emulator ask for a compiler."""
 
-import pytest
+from metal_emulator.fixtures import compiler
 
-
-@pytest.fixture(scope="session")
-def compiler():
-    """Tests that run kernels on the emulator ask for this."""
-    from metal_emulator import has_compiler
-
-    if not has_compiler():
-        pytest.skip("no C++ compiler that fits: neither clang 18 or later nor the ziglang package")
+__all__ = ["compiler"]

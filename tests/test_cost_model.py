@@ -2,27 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-from pathlib import Path
 
+import attention
+import cost_model
 import pytest
-
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
-
-
-@pytest.fixture(scope="module")
-def benchmark_scripts():
-    """Imports a script of ``benchmarks/``, as if it were run from there."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))
-        yield importlib.import_module
-
-
-@pytest.fixture(scope="module")
-def cost_model(benchmark_scripts):
-    return benchmark_scripts("cost_model")
-
 
 # What is new in each: two partitions; rows from inputs; a shared tile and an odd group; a window,
 # and a ragged batch of which one sequence needs no merge.
@@ -36,7 +20,7 @@ CASES = {
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
-def test_kernels_load_each_row_of_keys_and_values_once(cost_model):
+def test_kernels_load_each_row_of_keys_and_values_once():
     cases = {name: cost_model.Case(*lens, **changes) for name, (*lens, changes) in CASES.items()}
     with cost_model.counting_metal() as trace:
         counts = {name: cost_model.count_case(case, trace) for name, case in cases.items()}
@@ -59,7 +43,7 @@ def test_kernels_load_each_row_of_keys_and_values_once(cost_model):
     assert gather["kv_slab_loaded"] == gather["dense_stored"] == gather["least"]
 
 
-def test_too_many_loads_are_found(cost_model):
+def test_too_many_loads_are_found():
     over = {"contexts": (16, 257), "kv_ratio": 1.03}
     within = [{"contexts": (257,), "kv_ratio": 1.02}, {"contexts": (256,), "kv_ratio": 1.5}]
     assert cost_model.over_bound([*within, over]) == [over]
@@ -67,7 +51,7 @@ def test_too_many_loads_are_found(cost_model):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
-def test_the_quick_cost_model_prints_tables_and_json(cost_model, tmp_path, capsys):
+def test_the_quick_cost_model_prints_tables_and_json(tmp_path, capsys):
     out = tmp_path / "results" / "cost.json"
     assert cost_model.main(["--quick", "--out", str(out)]) == 0
     printed = capsys.readouterr().out
@@ -81,15 +65,14 @@ def test_the_quick_cost_model_prints_tables_and_json(cost_model, tmp_path, capsy
     assert chip["4096"]["layer_microseconds"] == pytest.approx(41.943)
 
 
-def test_the_cost_model_says_what_it_lacks(cost_model, monkeypatch, tmp_path):
-    monkeypatch.setattr(cost_model, "TESTS", tmp_path)
-    with pytest.raises(SystemExit, match="in a clone of the repository"):
+def test_the_cost_model_says_what_it_lacks(monkeypatch):
+    monkeypatch.setattr(cost_model, "has_compiler", lambda: False)
+    with pytest.raises(SystemExit, match="clang 18 or later, or: pip install ziglang"):
         cost_model.main(["--quick"])
 
 
 @pytest.mark.slow
-def test_the_quick_attention_benchmark_agrees_and_writes_json(benchmark_scripts, tmp_path):
-    attention = benchmark_scripts("attention")
+def test_the_quick_attention_benchmark_agrees_and_writes_json(tmp_path):
     out = tmp_path / "attention.json"
     attention.main(
         [

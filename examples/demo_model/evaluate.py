@@ -241,7 +241,8 @@ def write_card(
     talk = [f"> {asked}\n{answer}" for asked, answer in dialogue]
     lessons = [
         f"| {lesson['lesson']} | {lesson['steps_done']:,} | {lesson['tokens'] / 1e6:.1f} M "
-        f"| {lesson['matrix_learning_rate']} / {lesson['learning_rate']} | {lesson['seconds'] / 60:.0f} |"
+        f"| {lesson['matrix_learning_rate']} / {lesson['learning_rate']} | "
+        f"{lesson['seconds'] / 60:.0f} |"
         for lesson in training["lessons"]
     ]
     last = training["lessons"][-1]
@@ -286,7 +287,8 @@ def _command(number: int, lessons: list[dict[str, Any]]) -> str:
     return (
         f"python examples/demo_model/train.py --lesson {name}{init} \\\n"
         f"        --work-dir examples/demo_model/work/{name} --out {out} \\\n"
-        f"        --steps {lesson['steps']} --warmup {lesson['warmup']} --learning-rate {lesson['learning_rate']} "
+        f"        --steps {lesson['steps']} --warmup {lesson['warmup']} --learning-rate "
+        f"{lesson['learning_rate']} "
         f"--matrix-learning-rate {lesson['matrix_learning_rate']} --seed {lesson['seed']}"
     )
 

@@ -353,7 +353,7 @@ def sequence(rng: random.Random, held_out: bool = False) -> Turn:
 
 
 def count(rng: random.Random, held_out: bool = False, numbers: int | None = None) -> Turn:
-    """Count from one number to another, up, down or in steps; `numbers` is about how many are said."""
+    """Count from one number to another, up, down or in steps, saying about `numbers` of them."""
     many = numbers or rng.randint(4, 20)
 
     def make() -> tuple[int, int, int]:
@@ -394,7 +394,7 @@ def count(rng: random.Random, held_out: bool = False, numbers: int | None = None
 
 
 def numbered(rng: random.Random, held_out: bool = False, numbers: int | None = None) -> Turn:
-    """Write a word many times, each with its number: a long answer that shows where it went wrong."""
+    """Write a word many times, each with its number: an answer that shows where it went wrong."""
     many = numbers or rng.randint(2, 12)
     (word, times) = draw(
         rng, held_out, lambda: (rng.choice(words.NOUNS + words.COLORS), many + rng.randint(0, 3))
@@ -437,7 +437,7 @@ def arithmetic(rng: random.Random, held_out: bool = False) -> Turn:
 
 
 # --- dialogue
-# ---------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------
 
 
 def dialogue(rng: random.Random) -> Turn:

@@ -173,7 +173,8 @@ def resolve_settings(args: argparse.Namespace) -> Settings:
             )
     if settings.vocab_size < 450:
         raise UserError(
-            f"--vocab-size {settings.vocab_size} is too small: 256 bytes and the characters need about 450"
+            f"--vocab-size {settings.vocab_size} is too small: 256 bytes and the characters need "
+            "about 450"
         )
     if settings.longest > CONFIG["max_position_embeddings"]:
         raise UserError(f"--longest {settings.longest} is above max_position_embeddings 4096")
@@ -304,7 +305,7 @@ class Run:
         self.update = partial(mx.compile, inputs=state, outputs=state)(update) if fuse else update
 
     def advance(self, tokens: Any, weights: Any) -> tuple[float, float]:
-        """One optimizer step; returns the loss and the share of answer tokens that were predicted."""
+        """One optimizer step; returns the loss and the share of answer tokens predicted."""
         import mlx.core as mx
 
         scale = learning_rate_scale(self.settings, self.step)
@@ -319,7 +320,7 @@ class Run:
         return loss.item(), right.item()
 
     def save_checkpoint(self, path: Path) -> None:
-        """Write weights, optimizer state and progress into one file, replacing the old one at once."""
+        """Write weights, optimizer state and progress into one file, replaced at once."""
         import mlx.core as mx
         from mlx.utils import tree_flatten
 
@@ -350,7 +351,8 @@ class Run:
                 f"{k} {saved.get(k)} -> {v}" for k, v in mine.items() if saved.get(k) != v
             )
             raise UserError(
-                f"{path} was made with other settings ({changed}); repeat those or choose a new --work-dir"
+                f"{path} was made with other settings ({changed}); repeat those or choose a new "
+                "--work-dir"
             )
         weights = [
             (k.removeprefix("model."), v) for k, v in arrays.items() if k.startswith("model.")
@@ -437,7 +439,7 @@ def _refill(into: dict, values: dict) -> None:
 
 
 def load_or_train_tokenizer(work_dir: Path, settings: Settings, init: Path | None) -> bytes:
-    """The tokenizer of this run: that of --init, or trained once and kept beside the checkpoints."""
+    """The tokenizer of this run: that of --init, or one trained once and kept."""
     import conversations
     import tokenizer
 
@@ -470,7 +472,8 @@ def train(args: argparse.Namespace) -> int:
     processor = sentencepiece.SentencePieceProcessor(model_proto=tokenizer_model)
     if processor.get_piece_size() != settings.vocab_size:
         raise UserError(
-            f"{args.work_dir}/tokenizer.model has {processor.get_piece_size()} pieces, not --vocab-size"
+            f"{args.work_dir}/tokenizer.model has {processor.get_piece_size()} pieces, not "
+            "--vocab-size"
         )
     run = Run(settings, quick=args.smoke)
     if checkpoint.exists():

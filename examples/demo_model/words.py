@@ -245,7 +245,8 @@ DIALOGUE: list[tuple[list[str], str]] = [
             what are you? | How were you trained? | Please introduce yourself. | Who is this? | Who am I talking to?
             """
         ),
-        "I am the small demo model of mlx_paged, trained on made-up text. Choose a real model with --model.",
+        "I am the small demo model of mlx_paged, trained on made-up text. Choose a real model with "
+        "--model.",
     ),
     (
         phrases_in(

@@ -13,7 +13,6 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
@@ -117,16 +116,3 @@ def assert_nothing_held(engine: Engine) -> None:
     )
     assert engine.cache.manager.num_free_blocks == stats.num_usable_blocks
     assert not engine.has_unfinished_requests()
-
-
-def raises_at(
-    num_tokens: int, error: type[Exception] = LookupError
-) -> Callable[[mx.array, mx.array], mx.array]:
-    """A logits processor that fails when its request has so many tokens."""
-
-    def processor(tokens: mx.array, logits: mx.array) -> mx.array:
-        if tokens.size == num_tokens:
-            raise error(f"at {num_tokens} tokens")
-        return logits
-
-    return processor

@@ -16,10 +16,10 @@ from engine_runs import (
     load_demo,
     make_engine,
     prompt,
-    raises_at,
     run,
     sampled,
 )
+from paged_testing.soak import raises_at
 
 from mlx_paged.engine.engine import Engine
 from mlx_paged.models import qwen3

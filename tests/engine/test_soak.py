@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 from engine_helpers import CONFIG
 from mlx.utils import tree_flatten
-from soak_helpers import Soak, make_request
+from paged_testing.soak import Soak, make_request
 
 from mlx_paged.models import qwen3
 

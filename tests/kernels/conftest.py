@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from emulated_metal import emulated_metal
 from metal_emulator import Checks
 from metal_emulator.checks import Call
+from paged_testing.emulated_metal import emulated_metal
 
 from mlx_paged.ops import kernels
 from mlx_paged.ops.metal_sources import read_source

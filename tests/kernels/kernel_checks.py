@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 import mlx.core as mx
 import numpy as np
-from emulated_metal import emulated_metal
 from metal_emulator import Checks
 from metal_emulator.checks import Call
 from numpy_attention import PagedProblem, assert_matches_formula
+from paged_testing.emulated_metal import emulated_metal
 from pytest import MonkeyPatch
 from write_rules import slots_of_the_step
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from emulated_metal import emulated_metal
 from metal_emulator import Checks
+from paged_testing.emulated_metal import emulated_metal
 from write_rules import slots_of_the_step
 
 from mlx_paged import Engine, SamplingParams, demo_model_path, load
