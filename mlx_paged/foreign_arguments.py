@@ -17,7 +17,7 @@ R = TypeVar("R")
 C = TypeVar("C", bound=type)
 
 # What a public entry does: makes an engine, asks one, generates as mlx-lm does, and so on.
-Kind = Literal["engine", "request", "generate", "params", "sampler", "cache", "load"]
+Kind = Literal["engine", "request", "generate", "params", "cache", "load"]
 
 # Foreign names of arguments that exist here under another name.
 OTHER_NAMES: dict[str, str] = {
@@ -252,8 +252,6 @@ def _way_out(kind: Kind, name: str, known: Collection[str]) -> str:
     for same in (ours, *_ALSO_CALLED.get(ours, ())):
         if same in known:
             return f"use {same}" + _notation(same)
-    if kind == "sampler" and (name in PARAMS or name in PENALTIES):
-        return f"give SamplingParams({ours}=...) to an engine" + _penalty_way_out(ours)
     if ours in PARAMS:
         return _place_of_param(kind, ours)
     if ours in ENGINE_OPTIONS:

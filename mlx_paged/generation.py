@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypedDict, Unpack
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
+from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.argument_values import as_integer, check_callable, check_integer, kind_of
@@ -24,7 +25,7 @@ from mlx_paged.engine.text_stream import TextStream
 from mlx_paged.errors import shown
 from mlx_paged.foreign_arguments import argument_names, refuses_unknown_arguments
 from mlx_paged.memory import wired_limit
-from mlx_paged.sampling import Sampler, check_sampled, check_sampled_token, make_sampler
+from mlx_paged.sampling import Sampler, check_sampled, check_sampled_token
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from mlx_lm.sample_utils import make_sampler
 
 from mlx_paged import foreign_arguments
 from mlx_paged.config import SchedulerConfig
@@ -19,7 +20,6 @@ from mlx_paged.generation import generate, generate_step, stream_generate
 from mlx_paged.llm import LLM
 from mlx_paged.loading import load
 from mlx_paged.request import SamplingParams
-from mlx_paged.sampling import make_sampler
 
 ENTRIES: dict[str, tuple[foreign_arguments.Kind, Callable[..., Any]]] = {
     "LLM": ("engine", LLM),
@@ -35,7 +35,6 @@ ENTRIES: dict[str, tuple[foreign_arguments.Kind, Callable[..., Any]]] = {
     "generate": ("generate", generate),
     "stream_generate": ("generate", stream_generate),
     "generate_step": ("generate", generate_step),
-    "make_sampler": ("sampler", make_sampler),
     "make_kv_cache": ("cache", make_kv_cache),
     "load": ("load", load),
 }
@@ -134,13 +133,6 @@ def test_the_tables_of_our_own_names_are_those_of_the_signatures():
         ("SamplingParams", "temp", "use temperature"),
         ("SamplingParams", "best_of", "use n"),
         ("SamplingParams", "max_token", "did you mean max_tokens?"),
-        ("make_sampler", "temperature", "use temp"),
-        ("make_sampler", "xtc_probability", "the filters are top_k, top_p and min_p"),
-        (
-            "make_sampler",
-            "repetition_penalty",
-            "give SamplingParams(repetition_penalty=...) to an engine, or",
-        ),
         ("make_kv_cache", "max_kv_size", "use kv_cache_bytes"),
         ("load", "model_path", "use path_or_hf_repo"),
         (

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 
 import mlx.core as mx
+from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.cache import KVCache
@@ -17,7 +18,6 @@ from mlx_paged.engine.session import PREFILL_STEP_SIZE, Session
 from mlx_paged.generation import GenerationResponse, ResponseClock, stream_generate
 from mlx_paged.memory import wired_limit
 from mlx_paged.request import SamplingParams
-from mlx_paged.sampling import make_sampler
 
 Progress = Callable[[int, int], None]
 Answer = Generator[GenerationResponse, None, None]

@@ -26,7 +26,6 @@ from mlx_paged import (
     generate,
     load,
     make_kv_cache,
-    make_sampler,
     stream_generate,
 )
 from mlx_paged.foreign_arguments import ADVICE, OTHER_NAMES, PARAMS
@@ -109,12 +108,6 @@ def _run(**arguments: Any) -> None:
     finally:
         for seq in runner().cache.seqs:
             runner().cache.free(seq)
-
-
-def _make_sampler(**arguments: Any) -> None:
-    sampled = make_sampler(**arguments)(mx.log(mx.array([[0.5, 0.3, 0.15, 0.05]])))
-    if not 0 <= sampled.item() < 4:
-        raise Defect(f"the sampler chose {sampled}")
 
 
 def _sampling_params(**arguments: Any) -> None:
@@ -259,8 +252,6 @@ def _asked() -> dict[str, Any]:
 # What is called, and the arguments of a call that is right. Values that change what the others mean
 # are left out.
 ENTRIES: dict[str, tuple[Callable[..., None], Callable[[], dict[str, Any]]]] = {
-    "make_sampler": (_make_sampler, lambda: {"temp": 1.0, "top_p": 0.9, "min_p": 0.1, "min_tokens_to_keep": 2,
-                                             "top_k": 2}),
     "SamplingParams": (_sampling_params, _params),
     "make_kv_cache": (_make_kv_cache, lambda: {"model": tiny_model(), "kind": "paged", "block_size": 16,
                                                "kv_cache_bytes": BUDGET, "backend": "auto"}),
