@@ -7,12 +7,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mlx_paged.errors import shown
+from mlx_paged.errors import one_line, reason, shown
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
-
-MAX_REASON = 300  # characters of a template's own error message
 
 
 class ChatTemplateError(ValueError):
@@ -50,16 +48,11 @@ def render_chat(
             normal, tokenize=False, add_generation_prompt=add_generation_prompt, **template_options
         )
     except Exception as error:
-        # A template is a program of the model's, and can fail in any way that a program can.
-        raised_by_template = (
-            type(error) is TemplateError
-        )  # ``raise_exception`` raises the base class itself
-        reason = " ".join(str(error).split()) or type(error).__name__
-        reason = reason if len(reason) <= MAX_REASON else reason[: MAX_REASON - 3] + "..."
+        # A template is a program of the model's, and can fail in any way that programs do.
+        # ``raise_exception`` raises the base class itself.
+        is_refusal = type(error) is TemplateError
         what = (
-            f"refuses the messages: {reason}"
-            if raised_by_template
-            else f"fails: {type(error).__name__}: {reason}"
+            f"refuses the messages: {one_line(error)}" if is_refusal else f"fails: {reason(error)}"
         )
         raise ChatTemplateError(f"[chat template] the model's chat template {what}") from error
     if not isinstance(text, str):

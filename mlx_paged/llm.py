@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, Unpack
 from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.argument_values import kind_of, reason
+from mlx_paged.argument_values import kind_of
 from mlx_paged.chat_template import ChatTemplateError, render_chat
 from mlx_paged.engine.engine import Engine, EngineStats, engine_option_names
 from mlx_paged.engine.options import EngineOptions
 from mlx_paged.engine.prompts import Prompt, split_prompts
-from mlx_paged.errors import forget_frames, shown
+from mlx_paged.errors import forget_frames, reason, shown
 from mlx_paged.foreign_arguments import refuses_unknown_arguments
 from mlx_paged.interrupts import caught_interrupts
 from mlx_paged.llm_arguments import (

@@ -56,7 +56,6 @@ def test_imports_go_one_way():
         "cache",
         "ops",
         "core",
-        "arguments",
         "interrupts",
         "standard_streams",
     ]

@@ -22,29 +22,34 @@ AnySeqId: TypeAlias = Any
 
 
 class CacheFullError(RuntimeError):
-    """The budget can't hold what a step would add; nothing was changed. The message says the sum
-    and the way out.
+    """The budget can't hold what a step would add, and nothing was changed.
+
+    Attributes:
+        argument: the argument that the message advises to raise.
     """
+
+    argument = "kv_cache_bytes"
 
 
 class PromptTooLongError(CacheFullError):
-    """The budget or the context can't hold a prompt; the message says the sum and what to do.
-    Nothing was changed.
-    """
+    """The budget or the context can't hold a prompt, and nothing was changed."""
 
 
 def prompt_too_long(num_tokens: int, block_size: int, num_blocks: int) -> PromptTooLongError:
     return PromptTooLongError(
-        f"[paged cache] a prompt of {num_tokens} tokens needs {-(-num_tokens // block_size)} blocks of {block_size}, "
-        f"the budget holds {num_blocks}; raise --kv-cache-bytes or shorten the prompt"
+        f"[paged cache] a prompt of {num_tokens} tokens needs {-(-num_tokens // block_size)} "
+        f"blocks of {block_size}, the budget holds {num_blocks}; raise kv_cache_bytes or shorten the prompt"
     )
 
 
 def prompt_beyond_context(num_tokens: int, max_model_len: int) -> PromptTooLongError:
-    return PromptTooLongError(
-        f"[context] a prompt of {num_tokens} tokens leaves no room for an answer: prompt and answer have at most "
-        f"{max_model_len} tokens together; shorten the prompt or raise max_model_len"
+    error = PromptTooLongError(
+        f"[context] a prompt of {num_tokens} tokens leaves no room for an answer: prompt and "
+        f"answer have at most {max_model_len} tokens together; shorten the prompt or raise "
+        "max_model_len"
     )
+    error.argument = "max_model_len"
+    return error
 
 
 @dataclass(frozen=True, eq=False)

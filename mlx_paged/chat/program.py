@@ -9,9 +9,10 @@ import argparse
 import os
 import stat
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from mlx_paged.chat.command_line import setup_arg_parser
+from mlx_paged.chat.command_line import error_line, setup_arg_parser
 from mlx_paged.chat.readers import PipeReader, Reader, clean, make_reader, without_line_end
 from mlx_paged.chat.screen import Screen, is_terminal
 from mlx_paged.standard_streams import (
@@ -57,7 +58,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
         return _run(args, screen)
     except UsageError as error:
         screen.clear_progress()
-        say(f"{parser.prog}: error: {' '.join(str(error).split())}")
+        say(f"{parser.prog}: error: {error}")
         return 2
     except OutputLostError as error:
         screen.clear_progress()
@@ -78,14 +79,15 @@ def _run(args: argparse.Namespace, screen: Screen) -> int:
     if sys.stdout is None:
         raise OutputLostError(NO_STDOUT)
     message = _read_message(args)
+    loading = f"[loading {args.model or 'the bundled demo model'} ...]"
     if screen.stderr_is_terminal:
-        screen.show_progress(f"[loading {_model_name(args)} ...]")
+        screen.show_progress(loading)
     elif args.verbose:
-        screen.say(f"[loading {_model_name(args)} ...]")
+        screen.say(loading)
     try:
         return _answer_once(args, screen, message) if message is not None else _chat(args, screen)
     except (ValueError, RuntimeError) as error:
-        raise UsageError(str(error)) from error
+        raise UsageError(error_line(error)) from error
 
 
 def _read_message(args: argparse.Namespace) -> str | None:
@@ -128,7 +130,7 @@ def _answer_once(args: argparse.Namespace, screen: Screen, message: str) -> int:
     reports = Reports(screen, args.verbose)
     reports.start(args, conversation, settings, is_dialogue=False)
     was_interrupted = Turns(screen, settings, reports).show(
-        conversation, lambda params, progress: conversation.ask(message, params, progress=progress)
+        conversation, partial(conversation.ask, message)
     )
     return 130 if was_interrupted else 0
 
@@ -206,7 +208,3 @@ def _make_responder(args: argparse.Namespace, model: Any, tokenizer: Any) -> Res
     runner = ModelRunner(model, make_kv_cache(model, args.kv, **options))
     session = Session(runner, max_model_len=args.max_model_len)
     return SessionResponder(session, tokenizer, args.prefill_step_size)
-
-
-def _model_name(args: argparse.Namespace) -> str:
-    return "the bundled demo model" if args.model is None else str(args.model)

@@ -168,7 +168,7 @@ class Session:
         else:
             sum_ = f"room for {num_tokens} tokens, the budget holds {limit}"
         raise PromptTooLongError(
-            f"[{self.cache.kind} cache] a prompt of {num_tokens} tokens needs {sum_}; raise --kv-cache-bytes "
+            f"[{self.cache.kind} cache] a prompt of {num_tokens} tokens needs {sum_}; raise kv_cache_bytes "
             f"(now {self.cache.config.nbytes} bytes) or shorten the prompt"
         )
 

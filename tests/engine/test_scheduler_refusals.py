@@ -18,7 +18,7 @@ def test_a_prompt_that_can_never_fit_is_refused_at_once_with_the_sum(supply: dic
         engine.add("does not", tokens(21), max_tokens=1)
     assert str(caught.value) == (
         "[paged cache] a prompt of 21 tokens needs 6 blocks of 4, the budget holds 5; "
-        "raise --kv-cache-bytes or shorten the prompt"
+        "raise kv_cache_bytes or shorten the prompt"
     )
     assert list(engine.scheduler.requests) == [("fits", 0)]
     engine.run()
@@ -43,7 +43,7 @@ def test_a_prompt_that_the_device_has_no_room_for_fails_with_what_there_really_i
     assert request.finish_reason == "error" and isinstance(request.error, PromptTooLongError)
     assert str(request.error) == (
         "[paged cache] a prompt of 40 tokens needs 10 blocks of 4, the budget holds 2; "
-        "raise --kv-cache-bytes or shorten the prompt"
+        "raise kv_cache_bytes or shorten the prompt"
     )
     engine.run()
     with pytest.raises(PromptTooLongError, match="needs 3 blocks of 4, the budget holds 2"):

@@ -108,8 +108,8 @@ def test_a_prompt_that_can_not_fit_is_refused_with_the_sum_and_leaves_the_sessio
     with pytest.raises(PromptTooLongError) as refusal:
         session.prefill(tokens(700), same)
     expected = {
-        "paged": "a prompt of 700 tokens needs 44 blocks of 16, the budget holds 40; raise --kv-cache-bytes",
-        "basic": "a prompt of 700 tokens needs room for 700 tokens, the budget holds 640; raise --kv-cache-bytes",
+        "paged": "a prompt of 700 tokens needs 44 blocks of 16, the budget holds 40; raise kv_cache_bytes",
+        "basic": "a prompt of 700 tokens needs room for 700 tokens, the budget holds 640; raise kv_cache_bytes",
     }
     assert expected[session.cache.kind] in str(refusal.value)
     assert session.tokens == tokens(30) and session.cache.seq_len(session.seq) == 30

@@ -282,8 +282,7 @@ ENTRIES: dict[str, tuple[Callable[..., None], Callable[[], dict[str, Any]]]] = {
 # Other words for an argument in messages that are right.
 ALSO_NAMED = {
     "prompt": ("token id", "text", "[prompt]"), "prompts": ("prompt", "priority"),
-    "kv_cache_bytes": ("kv-cache-bytes", "budget"),
-    "swap_bytes": ("kv-cache-bytes",), "kv": ("kind", "cache mode"), "kind": ("cache mode",), "token": ("token",),
+    "kv_cache_bytes": ("budget",), "kv": ("kind", "cache mode"), "kind": ("cache mode",), "token": ("token",),
     "path_or_hf_repo": ("[load]",), "model": ("[load]",), "batch": ("token", "step"), "max_tokens": ("max_tokens",),
     "adapter_path": ("[load]",), "model_config": ("[load]",), "tokenizer_config": ("[load]",), "n": ("completions",),
     "messages": ("[chat", "priority"), "max_num_seqs": ("max_num_batched_tokens",),
