@@ -169,8 +169,13 @@ def _chat(args: argparse.Namespace, screen: Screen) -> int:
 def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
     from mlx_paged.chat.conversation import Conversation
     from mlx_paged.chat.settings import Settings
-    from mlx_paged.generation_config import SamplingDefaults, read_sampling_defaults
-    from mlx_paged.loading import demo_model_path, find_model, load
+    from mlx_paged.loading import (
+        SamplingDefaults,
+        demo_model_path,
+        find_model,
+        load,
+        read_sampling_defaults,
+    )
 
     folder = demo_model_path() if args.model is None else find_model(args.model)
     defaults = SamplingDefaults() if args.no_generation_config else read_sampling_defaults(folder)

@@ -14,7 +14,7 @@ from mlx_paged.chat import command_line
 from mlx_paged.request import SamplingParams
 
 if TYPE_CHECKING:
-    from mlx_paged.generation_config import SamplingDefaults
+    from mlx_paged.loading import SamplingDefaults
 
 
 class Settings:

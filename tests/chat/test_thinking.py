@@ -14,7 +14,7 @@ from mlx_paged.chat.screen import Screen
 from mlx_paged.chat.settings import Settings
 from mlx_paged.chat.thinking import Piece, ThinkingSplitter
 from mlx_paged.chat.turns import Turns
-from mlx_paged.generation_config import SamplingDefaults
+from mlx_paged.loading import SamplingDefaults
 
 THOUGHT = [
     Piece("Well. ", False),
