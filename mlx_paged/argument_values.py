@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from typing import TypeGuard
+from collections.abc import Sequence
+from typing import Any, TypeGuard
 
 from mlx_paged.errors import ArgumentError, shown
 
@@ -11,6 +12,11 @@ from mlx_paged.errors import ArgumentError, shown
 def kind_of(value: object) -> str:
     """The name of a value's type."""
     return type(value).__name__
+
+
+def is_sequence(value: object) -> TypeGuard[Sequence[Any]]:
+    """Whether ``value`` is a list or the like, and no text or bytes."""
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
 
 
 def is_plain_integer(value: object, low: int | None = None) -> TypeGuard[int]:

@@ -10,7 +10,13 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.chat.responder import Answer, Progress, Responder
-from mlx_paged.chat_template import ChatTemplateError, normalise_messages, render_chat
+from mlx_paged.chat_template import (
+    NO_TEMPLATE,
+    ChatTemplateError,
+    encode_chat,
+    normalise_messages,
+    render_chat,
+)
 from mlx_paged.request import SamplingParams
 
 
@@ -43,9 +49,7 @@ class Conversation:
         enable_thinking: bool | None = None,
     ):
         if not tokenizer.has_chat_template:
-            raise ChatTemplateError(
-                "[chat] the model's tokenizer has no chat template; use mlx_paged.generate for plain text"
-            )
+            raise ChatTemplateError(NO_TEMPLATE)
         self.responder = responder
         self.tokenizer = tokenizer
         self.opens_thinking = False
@@ -195,21 +199,13 @@ class Conversation:
         # next turn.
         is_turn_open = bool(messages) and messages[-1]["role"] == "user"
         probe = [] if is_turn_open else [{"role": "user", "content": "?"}]
-        render_chat(self.tokenizer, [*messages, *probe], **self._template_options)
+        render_chat(self.tokenizer, [*messages, *probe], self._template_options)
         self.messages = messages
 
     def _prompt_tokens(self) -> list[int]:
-        text = render_chat(self.tokenizer, self.messages, **self._template_options)
+        text, token_ids = encode_chat(
+            self.tokenizer, self.messages, self._template_options, held=self.responder.tokens
+        )
         mark = self.tokenizer.think_start
         self.opens_thinking = bool(mark) and text.rstrip().endswith(mark)
-        held = self.responder.tokens
-        held_text = self.tokenizer.decode(
-            held, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        if held and text.startswith(held_text):
-            # Keep the ids that were generated: encoding their text again may split it in another
-            # way.
-            return held + list(
-                self.tokenizer.encode(text[len(held_text) :], add_special_tokens=False)
-            )
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        return token_ids

@@ -5,7 +5,6 @@ statistics.
 from __future__ import annotations
 
 import argparse
-import os
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -14,6 +13,7 @@ from mlx_paged.chat.command_line import EXAMPLE_MODEL
 from mlx_paged.chat.responder import EngineResponder
 from mlx_paged.chat.screen import Screen
 from mlx_paged.chat.settings import Settings
+from mlx_paged.memory import memory_size
 
 if TYPE_CHECKING:
     from mlx_paged.chat.conversation import Conversation
@@ -164,12 +164,6 @@ class Reports:
                 f"sharing: the conversation and {num_branches} branch{'es' * (num_branches > 1)} are "
                 f"{sum(map(len, tables))} blocks long and take {len(set().union(*tables))}"
             )
-
-
-def memory_size() -> int:
-    """Bytes of memory of this machine."""
-    size = mx.device_info().get("memory_size") if mx.metal.is_available() else None
-    return int(size) if size else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _device() -> str:
