@@ -17,17 +17,10 @@ _WANTED = {
     "priority": "a list with a whole number for each prompt",
 }
 # The template does not see these: they are arguments of the functions that render it.
-_NO_VARIABLES = frozenset(
-    [
-        "tokenizer",
-        "messages",
-        "conversation",
-        "tokenize",
-        "return_dict",
-        "return_tensors",
-        "chat_template",
-    ]
-)
+_NO_VARIABLES = {
+    "tokenizer", "messages", "conversation", "tokenize", "return_dict", "return_tensors",
+    "chat_template",
+}  # fmt: skip
 
 
 def one_for_each(
