@@ -1,7 +1,9 @@
 """mlx_paged: a paged KV cache for running language models on Apple Silicon with MLX.
 
-    from mlx_paged import LLM, SamplingParams llm = LLM("mlx-community/Qwen3-0.6B-4bit") for output
-    in llm.generate(["Hello", "The capital of France is"], SamplingParams(max_tokens=50)):
+    from mlx_paged import LLM, SamplingParams
+
+    llm = LLM("mlx-community/Qwen3-0.6B-4bit")
+    for output in llm.generate(["Hello", "The capital is"], SamplingParams(max_tokens=50)):
         print(output.outputs[0].text)
 
 The names below are imported on first use, so that ``import mlx_paged`` (and ``--help``) costs no
@@ -26,7 +28,7 @@ _HOME_OF = {
     "CompletionOutput": "mlx_paged.request",
     "Engine": "mlx_paged.engine.engine",
     "AsyncEngine": "mlx_paged.engine.async_engine",
-    "make_sampler": "mlx_paged.sampling",
+    "make_sampler": "mlx_lm.sample_utils",
     "ModelRunner": "mlx_paged.engine.model_runner",
     "make_kv_cache": "mlx_paged.engine.model_runner",
     "create_kv_cache": "mlx_paged.cache",
@@ -35,6 +37,8 @@ _HOME_OF = {
 
 
 if TYPE_CHECKING:
+    from mlx_lm.sample_utils import make_sampler
+
     from mlx_paged.cache import create_kv_cache
     from mlx_paged.config import KVCacheConfig
     from mlx_paged.engine.async_engine import AsyncEngine
@@ -44,7 +48,6 @@ if TYPE_CHECKING:
     from mlx_paged.llm import LLM
     from mlx_paged.loading import demo_model_path, load
     from mlx_paged.request import CompletionOutput, RequestOutput, SamplingParams
-    from mlx_paged.sampling import make_sampler
 
 
 __all__ = [

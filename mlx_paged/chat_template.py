@@ -1,70 +1,59 @@
-"""Messages to the text of a prompt, as the model's chat template writes them; the one place that
-renders templates.
-"""
+"""Messages to the text and the tokens of a prompt, as the model's chat template writes them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mlx_paged.errors import shown
+from mlx_paged.argument_values import is_sequence, kind_of
+from mlx_paged.errors import one_line, reason, shown
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-MAX_REASON = 300  # characters of a template's own error message
+NO_TEMPLATE = "[chat] the model's tokenizer has no chat template; use generate for plain text"
 
 
 class ChatTemplateError(ValueError):
-    """The messages are none, or the template refuses them or is broken; the message is one line."""
+    """Something is no message, or the template refuses the messages or is broken."""
 
 
 def render_chat(
     tokenizer: TokenizerWrapper,
     messages: Sequence[Mapping[str, Any]],
-    *,
-    add_generation_prompt: bool = True,
-    **template_options: Any,
+    template_options: Mapping[str, Any],
 ) -> str:
     """The conversation as the model's chat template writes it.
 
     Args:
         tokenizer: with a chat template.
-        messages: at least one; what is allowed in them says :func:`normalise_messages`.
-        add_generation_prompt: end with the beginning of the assistant's turn.
+        messages: at least one; :func:`normalise_messages` says what is allowed in them.
         template_options: variables of the template, such as ``enable_thinking`` or ``tools``.
+            ``add_generation_prompt``, which is true by default, ends the text with the beginning
+            of the assistant's turn.
 
     Raises:
         ChatTemplateError: the tokenizer has no chat template, a message is not a message, or the
             template raises anything (``raise_exception`` too).
     """
     if not tokenizer.has_chat_template:
-        raise ChatTemplateError(
-            "[chat] the model's tokenizer has no chat template; use mlx_paged.generate for plain text"
-        )
+        raise ChatTemplateError(NO_TEMPLATE)
     normal = normalise_messages(messages)
     from jinja2.exceptions import TemplateError
 
+    options = {"add_generation_prompt": True, **template_options}
     try:
-        text = tokenizer.apply_chat_template(
-            normal, tokenize=False, add_generation_prompt=add_generation_prompt, **template_options
-        )
+        text = tokenizer.apply_chat_template(normal, tokenize=False, **options)
     except Exception as error:
-        # A template is a program of the model's, and can fail in any way that a program can.
-        raised_by_template = (
-            type(error) is TemplateError
-        )  # ``raise_exception`` raises the base class itself
-        reason = " ".join(str(error).split()) or type(error).__name__
-        reason = reason if len(reason) <= MAX_REASON else reason[: MAX_REASON - 3] + "..."
-        what = (
-            f"refuses the messages: {reason}"
-            if raised_by_template
-            else f"fails: {type(error).__name__}: {reason}"
-        )
+        # A template is a program of the model's, and can fail in any way that programs do.
+        # ``raise_exception`` raises the base class itself.
+        what = f"fails: {reason(error)}"
+        if type(error) is TemplateError:
+            what = f"refuses the messages: {one_line(error)}"
         raise ChatTemplateError(f"[chat template] the model's chat template {what}") from error
     if not isinstance(text, str):
         raise ChatTemplateError(
-            f"[chat template] the model's chat template returned {type(text).__name__} instead of text"
+            f"[chat template] the model's chat template returned {kind_of(text)} instead of text"
         )
     return text
 
@@ -72,17 +61,34 @@ def render_chat(
 def encode_chat(
     tokenizer: TokenizerWrapper,
     messages: Sequence[Mapping[str, Any]],
-    *,
-    add_generation_prompt: bool = True,
-    **template_options: Any,
-) -> list[int]:
-    """Token ids of :func:`render_chat`; the template writes the special tokens, so none are
-    added.
+    template_options: Mapping[str, Any],
+    held: Sequence[int] = (),
+) -> tuple[str, list[int]]:
+    """The text of a conversation, as :func:`render_chat` writes it, and its token ids.
+
+    Args:
+        held: token ids of an earlier turn. Where their text begins the conversation's, they are
+            kept: encoding a generated text again may split it in another way.
+
+    Raises:
+        ChatTemplateError: as :func:`render_chat`, or the tokenizer can't encode the text.
     """
-    text = render_chat(
-        tokenizer, messages, add_generation_prompt=add_generation_prompt, **template_options
-    )
-    return list(tokenizer.encode(text, add_special_tokens=False))
+    text = rest = render_chat(tokenizer, messages, template_options)
+    kept: list[int] = []
+    try:
+        if held:
+            held_text = tokenizer.decode(
+                held, skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+            if text.startswith(held_text):
+                kept, rest = list(held), text[len(held_text) :]
+        # The template writes the special tokens, so the tokenizer adds none.
+        return text, kept + list(tokenizer.encode(rest, add_special_tokens=False))
+    except Exception as error:
+        # A tokenizer may be anybody's code.
+        raise ChatTemplateError(
+            f"[chat] the tokenizer can't encode the conversation: {reason(error)}"
+        ) from error
 
 
 def normalise_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -96,9 +102,9 @@ def normalise_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, 
     Raises:
         ChatTemplateError: the first thing that is none of this, named by the message's index.
     """
-    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
+    if not is_sequence(messages):
         raise ChatTemplateError(
-            f"[chat] messages must be a list of messages, got {type(messages).__name__}"
+            f"[chat] messages must be a list of messages, got {kind_of(messages)}"
         )
     if not messages:
         raise ChatTemplateError("[chat] messages is empty; give at least one message")
@@ -110,7 +116,7 @@ def normalise_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, 
 def _normalise_message(message: Mapping[str, Any], name: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise ChatTemplateError(
-            f"[chat] {name} must be a mapping with a role and a content, got {type(message).__name__}"
+            f"[chat] {name} must be a mapping with a role and a content, got {kind_of(message)}"
         )
     role = message.get("role")
     if not isinstance(role, str) or not role:
@@ -130,7 +136,8 @@ def _content_text(message: Mapping[str, Any], name: str) -> str:
         return _encodable(content, f"the content of {name}")
     if not isinstance(content, list | tuple):
         raise ChatTemplateError(
-            f"[chat] the content of {name} must be a text or a list of text parts, got {shown(content)}"
+            f"[chat] the content of {name} must be a text or a list of text parts, got "
+            f"{shown(content)}"
         )
     return "".join(
         _part_text(part, f"part {index} of {name}") for index, part in enumerate(content)
@@ -157,7 +164,7 @@ def _encodable(text: str, name: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        # No tokenizer takes them; its own error names neither the message nor the character.
+        # No tokenizer encodes it, and its error would name neither the message nor the character.
         raise ChatTemplateError(
             f"[chat] {name} has a lone surrogate at character {error.start}, which is no text"
         ) from error

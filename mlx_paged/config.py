@@ -6,7 +6,7 @@ import numbers
 import re
 from dataclasses import dataclass
 
-from mlx_paged.errors import shown
+from mlx_paged.errors import ArgumentError, shown
 
 BLOCK_SIZES = (8, 16, 32, 64)
 DEFAULT_KV = "paged"
@@ -16,40 +16,39 @@ ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 _BUDGET = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(blocks?|[kmgt]?i?b?)\s*", re.IGNORECASE)
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+_MAX_BUDGET = 2**63
+BUDGET_NOTATION = "bytes (65536, 512M, 2G) or whole blocks (256blocks), within 1..2**63"
 
 
 @dataclass(frozen=True)
 class KVBudget:
-    """How much K/V may be held: so many bytes, or so many blocks. Exactly one of the two is given."""
+    """How much K/V may be held: a number of bytes, or a number of blocks. One of the two is given."""
 
     nbytes: int | None = None
     num_blocks: int | None = None
 
     @classmethod
-    def parse(cls, text: str | int) -> KVBudget:
+    def parse(cls, text: str | int, argument: str = "kv_cache_bytes") -> KVBudget:
         """``"512M"``, ``"2G"``, ``"1.5GiB"``, ``"65536"`` (bytes; K, M, G are powers of 1024) or
         ``"256blocks"``.
 
+        Args:
+            argument: the name of the argument that has the budget, for the error.
+
         Raises:
-            ValueError: the text is none of these, or not positive.
+            ArgumentError: the text is none of these, not positive, or too large.
         """
         is_integer = isinstance(text, numbers.Integral) and not isinstance(text, bool)
         match = _BUDGET.fullmatch(str(text)) if is_integer or isinstance(text, str) else None
-        if match is None:
-            raise ValueError(
-                f"[kv-cache-bytes] can't read {shown(text)}; write bytes (65536, 512M, 2G) or blocks (256blocks)"
-            )
-        number, unit = float(match[1]), match[2].lower()
-        if unit.startswith("block"):
-            if not number.is_integer() or number < 1:
-                raise ValueError(
-                    f"[kv-cache-bytes] {shown(text)} must be a whole number of blocks, at least 1"
-                )
-            return cls(num_blocks=int(number))
-        nbytes = int(number * _UNITS[unit.rstrip("ib")])
-        if nbytes < 1:
-            raise ValueError(f"[kv-cache-bytes] {shown(text)} must be at least 1 byte")
-        return cls(nbytes=nbytes)
+        if match is not None:
+            unit = match[2].lower()
+            is_blocks = unit.startswith("block")
+            count = float(match[1]) * (1 if is_blocks else _UNITS[unit.rstrip("ib")])
+            if 1 <= count < _MAX_BUDGET and (count.is_integer() or not is_blocks):
+                return cls(num_blocks=int(count)) if is_blocks else cls(nbytes=int(count))
+        raise ArgumentError(
+            f"[kv cache] {argument} must be {BUDGET_NOTATION}, got {shown(text)}", argument
+        )
 
 
 @dataclass(frozen=True)
@@ -122,9 +121,11 @@ class KVCacheConfig:
             # One block of the bytes is the null block.
             num_blocks = (budget.nbytes or 0) // one.nbytes_per_block - 1
         if num_blocks < 1:
-            raise ValueError(
-                f"[kv cache] a budget of {budget.nbytes} bytes holds no block: one block of {block_size} tokens and "
-                f"the null block take 2 * {one.nbytes_per_block} = {one.nbytes} bytes; raise --kv-cache-bytes"
+            raise ArgumentError(
+                f"[kv cache] a budget of {budget.nbytes} bytes holds no block: one block of "
+                f"{block_size} tokens and the null block take 2 * {one.nbytes_per_block} = "
+                f"{one.nbytes} bytes; raise kv_cache_bytes",
+                "kv_cache_bytes",
             )
         return cls(num_layers, num_kv_heads, head_dim, dtype, block_size, num_blocks)
 

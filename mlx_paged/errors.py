@@ -1,5 +1,5 @@
-"""What errors look like: the values that messages show, and what a request fails with. Imports no
-MLX.
+"""Errors: how their messages show values and quote other errors, and what a failed request's reader
+gets. Imports no MLX.
 """
 
 from __future__ import annotations
@@ -7,16 +7,50 @@ from __future__ import annotations
 import contextlib
 import traceback
 
-MAX_SHOWN = 80
+MAX_SHOWN = 80  # characters of a value in a message
+MAX_QUOTED = 300  # characters of another error's text in a message
+
+
+class ArgumentError(ValueError):
+    """A value that an argument can't have.
+
+    Attributes:
+        argument: the argument's name, as the message has it. A program that calls it by another
+            name, such as ``--kv-cache-bytes``, can put that in its place.
+    """
+
+    def __init__(self, message: str, argument: str | None = None):
+        super().__init__(message)
+        self.argument = argument
 
 
 def shown(value: object) -> str:
     """A value as an error message shows it: on one line, at most ``MAX_SHOWN`` characters."""
     try:
-        text = " ".join(repr(value).split())
+        return one_line(repr(value), MAX_SHOWN)
     except Exception:
-        text = f"a {type(value).__name__} that has no repr"
-    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
+        # A value of any type may come in as an argument, and its __repr__ may raise anything.
+        return f"a {type(value).__name__} that has no repr"
+
+
+def one_line(value: object, limit: int = MAX_QUOTED) -> str:
+    """The text of an error, or of any other value, on one line of at most ``limit`` characters."""
+    text = " ".join(str(value).split())
+    if isinstance(value, KeyError):
+        text = f"{text} is missing"
+    elif not text and isinstance(value, BaseException):
+        text = type(value).__name__
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def reason(error: BaseException) -> str:
+    """The type and the text of an error that somebody else's code raised, on one line."""
+    return f"{type(error).__name__}: {one_line(error)}"
+
+
+def system_reason(error: Exception) -> str:
+    """Why the system refused something, without the file's name, which the message has already."""
+    return getattr(error, "strerror", None) or one_line(error)
 
 
 # A reader's own loop, task or program would take these for its own end.
@@ -24,14 +58,15 @@ _ENDS_OF_SOMETHING_ELSE = (StopIteration, StopAsyncIteration)
 
 
 class RequestError(RuntimeError):
-    """What failed a request was no error that its reader may be handed; it is the ``__cause__``."""
+    """A request was failed by something that its reader can't be handed; see ``__cause__``."""
 
 
 def request_error(error: BaseException) -> Exception:
-    """The error that a request's reader gets for what its own code raised.
+    """The error that a request's reader gets for what the request's own code raised.
 
     ``SystemExit``, ``CancelledError``, ``GeneratorExit`` and the like would end the reader's
-    program, task or loop when they are raised there, so they come as a :class:`RequestError`."""
+    program, task or loop when they are raised there, so they come as a :class:`RequestError`.
+    """
     if isinstance(error, Exception) and not isinstance(error, _ENDS_OF_SOMETHING_ELSE):
         return error
     wrapped = RequestError(
@@ -42,11 +77,14 @@ def request_error(error: BaseException) -> Exception:
 
 
 def forget_frames(error: BaseException, where: str | None = None) -> None:
-    """Drop the traceback of an error and of each that led to it; ``where`` keeps it as a note that
-    begins so.
+    """Drop the traceback of an error and of each error that led to it.
 
-    As frames it would keep what their variables hold as long as somebody keeps the error: logits,
-    graphs that hold whole slabs, the engine itself."""
+    For as long as somebody keeps the error, its frames would keep what their variables hold: logits,
+    graphs that hold whole slabs, the engine itself.
+
+    Args:
+        where: the beginning of a note that keeps the traceback as text; ``None`` keeps nothing.
+    """
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
@@ -54,20 +92,25 @@ def forget_frames(error: BaseException, where: str | None = None) -> None:
         if link.__traceback__ is not None:
             lines = traceback.format_tb(link.__traceback__) if where is not None else []
             link.__traceback__ = None
-            with contextlib.suppress(
-                Exception
-            ):  # an error of the user's own making may refuse notes
+            # An error of the user's own making may refuse notes.
+            with contextlib.suppress(Exception):
                 if lines:
                     link.add_note(f"{where}:\n{''.join(lines)}")
         link = link.__cause__ or link.__context__
 
 
 class CacheFullError(RuntimeError):
-    """The budget can't hold what a step would add; nothing was changed."""
+    """The budget can't hold what a step would add, and nothing was changed.
+
+    Attributes:
+        argument: the argument that the message advises to raise.
+    """
+
+    argument = "kv_cache_bytes"
 
 
 class PromptTooLongError(CacheFullError):
-    """The budget or the context can't hold a prompt; nothing was changed."""
+    """The budget or the context can't hold a prompt, and nothing was changed."""
 
 
 def prompt_too_long(num_tokens: int, block_size: int, num_blocks: int) -> PromptTooLongError:
@@ -78,7 +121,9 @@ def prompt_too_long(num_tokens: int, block_size: int, num_blocks: int) -> Prompt
 
 
 def prompt_beyond_context(num_tokens: int, max_model_len: int) -> PromptTooLongError:
-    return PromptTooLongError(
+    error = PromptTooLongError(
         f"[context] a prompt of {num_tokens} tokens leaves no room for an answer: prompt and answer "
         f"have at most {max_model_len} tokens together; shorten the prompt or raise max_model_len"
     )
+    error.argument = "max_model_len"
+    return error

@@ -76,14 +76,17 @@ class _CacheOptions(TypedDict, total=False):
     max_model_len: int | None
 
 
-class GenerationOptions(_CacheOptions, total=False):
-    """The keyword arguments of :func:`generate_step`."""
-
-    max_tokens: int
+class _Options(_CacheOptions, total=False):
     sampler: Sampler | None
     logits_processors: Sequence[LogitsProcessor] | None
     prefill_step_size: int
     prompt_progress_callback: Progress | None
+
+
+class GenerationOptions(_Options, total=False):
+    """The keyword arguments of :func:`generate_step`."""
+
+    max_tokens: int
 
 
 def _option_names() -> frozenset[str]:
@@ -121,7 +124,11 @@ def generate_step(
 
 @refuses_unknown_arguments("generate", also=_option_names)
 def stream_generate(
-    model: Module, tokenizer: Tokenizer, prompt: Prompt, **options: Unpack[GenerationOptions]
+    model: Module,
+    tokenizer: Tokenizer,
+    prompt: Prompt,
+    max_tokens: int = 256,
+    **options: Unpack[_Options],
 ) -> Generator[GenerationResponse, None, None]:
     """Yield the answer to ``prompt`` piece by piece; as ``mlx_lm.stream_generate``.
 
@@ -130,7 +137,7 @@ def stream_generate(
         prompt: text, or token ids (what ``tokenizer.apply_chat_template`` returns).
         Others, and errors raised: see :func:`generate_step`.
     """
-    responses = _stream(model, as_tokenizer(tokenizer), prompt, **options)
+    responses = _stream(model, as_tokenizer(tokenizer), prompt, max_tokens=max_tokens, **options)
     return (dataclasses.replace(response, logprobs=logprobs) for response, logprobs in responses)
 
 

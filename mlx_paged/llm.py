@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Unpack
 from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.argument_values import kind_of, reason
-from mlx_paged.chat_template import ChatTemplateError, render_chat
+from mlx_paged.argument_values import kind_of
+from mlx_paged.chat_template import NO_TEMPLATE, ChatTemplateError, encode_chat
 from mlx_paged.engine.engine import Engine, EngineStats, engine_option_names
 from mlx_paged.engine.options import EngineOptions
 from mlx_paged.engine.prompts import Prompt, split_prompts
@@ -155,9 +155,7 @@ class LLM:
         """
         tokenizer = self.tokenizer
         if tokenizer is None or not tokenizer.has_chat_template:
-            raise ValueError(
-                "[chat] the model's tokenizer has no chat template; use generate for plain text"
-            )
+            raise ChatTemplateError(NO_TEMPLATE)
         template_options = checked_template_options(chat_template_kwargs)
         prompts = [
             _render(tokenizer, each, template_options) for each in split_conversations(messages)
@@ -275,18 +273,10 @@ def _render(
 ) -> Prompt | ChatTemplateError:
     """The prompt of a conversation, with its text; or what failed it."""
     try:
-        text = render_chat(tokenizer, conversation, **template_options)
-        # The template writes the special tokens.
-        return {
-            "prompt": text,
-            "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False),
-        }
+        text, token_ids = encode_chat(tokenizer, conversation, template_options)
     except ChatTemplateError as error:
         return error
-    except Exception as error:
-        return ChatTemplateError(
-            f"[chat] the tokenizer can't encode the conversation: {reason(error)}"
-        )
+    return {"prompt": text, "prompt_token_ids": token_ids}
 
 
 def _failed(

@@ -1,39 +1,41 @@
-"""The arguments of :class:`LLM`'s calls, which take one of a thing or several: told apart and
-checked.
-"""
+"""The arguments of :class:`LLM`'s calls, which may be one value or one for each prompt."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from mlx_paged.argument_values import as_integer, kind_of
+from mlx_paged.argument_values import as_integer, is_sequence, kind_of
 from mlx_paged.errors import shown
 from mlx_paged.request import SamplingParams
 
 T = TypeVar("T")
 Message = Mapping[str, Any]
 
-
 _WANTED = {
     "sampling_params": "SamplingParams, one for all or a list with one for each prompt",
     "priority": "a list with a whole number for each prompt",
 }
+# The template does not see these: they are arguments of the functions that render it.
+_NO_VARIABLES = {
+    "tokenizer", "messages", "conversation", "tokenize", "return_dict", "return_tensors",
+    "chat_template",
+}  # fmt: skip
 
 
 def one_for_each(
     name: str, given: object, num_prompts: int, checked: Callable[[str, object], T]
 ) -> list[T]:
-    """``given`` for each prompt: one of a sequence each, or the same for all.
+    """``given`` for each prompt: a list has one for each, anything else is for all.
 
     Raises:
-        ValueError: the sequence has another length, or ``checked`` refuses an element.
+        ValueError: the list has another length, or ``checked`` refuses an element.
     """
     if given is None or isinstance(given, SamplingParams):
         return [checked(name, given)] * num_prompts
     tolist = getattr(given, "tolist", None)
     values = tolist() if callable(tolist) else given
-    if isinstance(values, (str, bytes, bytearray)) or not isinstance(values, Sequence):
+    if not is_sequence(values):
         raise ValueError(
             f"[generate] {name} must be {_WANTED[name]}, got {shown(given)} ({kind_of(given)})"
         )
@@ -63,44 +65,27 @@ def checked_priority(name: str, value: object) -> int:
 
 
 def split_conversations(messages: object) -> list[Any]:
-    """The conversations of a call that takes one or several: several begin with a list, one with a
-    message.
+    """The conversations of a call that takes one or several.
+
+    A list that begins with a message is one conversation, and a list of lists is several.
     """
     if isinstance(messages, Mapping):
         raise ValueError(
             "[chat] messages must be a list of messages, got one message; write [message]"
         )
-    if isinstance(messages, (str, bytes, bytearray)) or not isinstance(messages, Sequence):
+    if not is_sequence(messages):
         raise ValueError(
-            f"[chat] messages must be a list of messages or a list of such lists, got {kind_of(messages)}; "
-            "use generate for plain text"
+            "[chat] messages must be a list of messages or a list of such lists, got "
+            f"{kind_of(messages)}; use generate for plain text"
         )
-    if not messages or _is_conversation(messages[0]):
+    if not messages or is_sequence(messages[0]):
         return list(messages)
     if not isinstance(messages[0], Mapping):
         raise ValueError(
-            f"[chat] messages[0] must be a message such as {{'role': 'user', 'content': 'Hello'}}, or a list "
-            f"of them, got {kind_of(messages[0])}"
+            "[chat] messages[0] must be a message such as {'role': 'user', 'content': 'Hello'}, "
+            f"or a list of them, got {kind_of(messages[0])}"
         )
     return [messages]
-
-
-def _is_conversation(value: object) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
-
-
-# The template does not see these: they are arguments of the functions that render it.
-_NO_VARIABLES = frozenset(
-    (
-        "tokenizer",
-        "messages",
-        "conversation",
-        "tokenize",
-        "return_dict",
-        "return_tensors",
-        "chat_template",
-    )
-)
 
 
 def checked_template_options(options: object) -> Mapping[str, Any]:
@@ -108,7 +93,8 @@ def checked_template_options(options: object) -> Mapping[str, Any]:
         return {}
     if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
         raise ValueError(
-            f"[chat] chat_template_kwargs must be a dict of the template's variables, got {shown(options)}"
+            "[chat] chat_template_kwargs must be a dict of the template's variables, got "
+            f"{shown(options)}"
         )
     for name in sorted(_NO_VARIABLES.intersection(options)):
         raise ValueError(

@@ -22,16 +22,21 @@ def default_kv_cache_bytes(weight_nbytes: int) -> int:
 
     At least ``MIN_KV_CACHE_BYTES``. It is a limit, not an allocation: a paged cache grows into it.
     """
-    recommended = (
-        mx.device_info().get("max_recommended_working_set_size")
-        if mx.metal.is_available()
-        else None
-    )
-    if isinstance(recommended, int) and recommended > 0:
-        usable = int(DEVICE_SHARE * recommended)
-    else:
-        usable = int(HOST_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    return max(usable - weight_nbytes, MIN_KV_CACHE_BYTES)
+    recommended = _metal_info("max_recommended_working_set_size")
+    usable = DEVICE_SHARE * recommended if recommended else HOST_SHARE * memory_size()
+    return max(int(usable) - weight_nbytes, MIN_KV_CACHE_BYTES)
+
+
+def memory_size() -> int:
+    """Bytes of physical memory of this machine."""
+    size = _metal_info("memory_size")
+    return size or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _metal_info(name: str) -> int:
+    """A size that Metal says of the device; 0 where there is no Metal, or it does not say."""
+    size = mx.device_info().get(name) if mx.metal.is_available() else None
+    return size if isinstance(size, int) else 0
 
 
 @contextlib.contextmanager

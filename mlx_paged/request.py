@@ -143,11 +143,8 @@ class SamplingParams:
     def _normalise(self, name: str, kind: type, value: object) -> None:
         try:
             value = kind(() if value is None else value)
-        except (
-            TypeError,
-            ValueError,
-            IndexError,
-        ):  # what MLX 0.32.2 raises for an array of no dimension
+        except Exception:
+            # A value of any type may come in, and its __iter__ may raise anything.
             _check(name, value, False, "a mapping" if kind is dict else "a sequence")
         object.__setattr__(self, name, value)
 

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable
 from typing import TextIO
 
+from mlx_paged.errors import system_reason
+
 NO_STDOUT = "standard output is closed: there is nowhere to write to"
 
 
@@ -61,7 +63,7 @@ def _read(read: Callable[[TextIO], str]) -> str:
     try:
         return read(sys.stdin)
     except OSError as error:
-        raise InputError(f"standard input can't be read: {_reason(error)}") from error
+        raise InputError(f"standard input can't be read: {system_reason(error)}") from error
 
 
 def write(text: str) -> None:
@@ -79,7 +81,7 @@ def write(text: str) -> None:
     except BrokenPipeError:
         raise
     except (OSError, ValueError) as error:  # ValueError: closed while the program ran
-        raise OutputLostError(f"the output can't be written: {_reason(error)}") from error
+        raise OutputLostError(f"the output can't be written: {system_reason(error)}") from error
 
 
 def finish_output(status: int, prog: str) -> int:
@@ -95,7 +97,7 @@ def finish_output(status: int, prog: str) -> int:
     except (OSError, ValueError) as error:
         discard_output()
         if not isinstance(error, BrokenPipeError):
-            say(f"{prog}: error: the output can't be written: {_reason(error)}")
+            say(f"{prog}: error: the output can't be written: {system_reason(error)}")
         return 1
     return status
 
@@ -107,7 +109,3 @@ def discard_output() -> None:
     if sys.stdout is not None:
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error)

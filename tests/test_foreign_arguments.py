@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from mlx_paged.engine.session import Session
+from mlx_lm.sample_utils import make_sampler
 
 from mlx_paged import foreign_arguments
 from mlx_paged.config import SchedulerConfig
@@ -15,11 +15,10 @@ from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.model_runner import make_kv_cache
 from mlx_paged.foreign_arguments import ADVICE, OTHER_NAMES, argument_names, refusal
-from mlx_paged.generation import generate, generate_step, stream_generate
+from mlx_paged.generation import GenerationOptions, generate, generate_step, stream_generate
 from mlx_paged.llm import LLM
 from mlx_paged.loading import load
 from mlx_paged.request import SamplingParams
-from mlx_paged.sampling import make_sampler
 
 ENTRIES: dict[str, tuple[foreign_arguments.Kind, Callable[..., Any]]] = {
     "LLM": ("engine", LLM),
@@ -31,11 +30,9 @@ ENTRIES: dict[str, tuple[foreign_arguments.Kind, Callable[..., Any]]] = {
     "AsyncEngine.generate": ("request", AsyncEngine.generate),
     "AsyncEngine.stream": ("request", AsyncEngine.stream),
     "SamplingParams": ("params", SamplingParams),
-    "Session": ("cache", Session),
     "generate": ("generate", generate),
     "stream_generate": ("generate", stream_generate),
     "generate_step": ("generate", generate_step),
-    "make_sampler": ("sampler", make_sampler),
     "make_kv_cache": ("cache", make_kv_cache),
     "load": ("load", load),
 }
@@ -46,7 +43,10 @@ ALSO = {
     "AsyncEngine": argument_names(Engine) | argument_names(SchedulerConfig),
     "AsyncEngine.generate": argument_names(Engine.add_request),
     "AsyncEngine.stream": argument_names(Engine.add_request),
-    "generate": argument_names(stream_generate),
+    **dict.fromkeys(
+        ("generate", "stream_generate", "generate_step"),
+        frozenset(GenerationOptions.__annotations__),
+    ),
 }
 FOREIGN = sorted({*ADVICE, *OTHER_NAMES})
 
@@ -98,7 +98,7 @@ def test_the_tables_of_our_own_names_are_those_of_the_signatures():
         ("generate", "top_p", "give sampler=make_sampler(top_p=...)"),
         ("generate", "max_new_tokens", "use max_tokens"),
         ("generate", "max_kv_size", "use max_model_len for tokens, or kv_cache_bytes for memory"),
-        ("generate", "prompt_cache", "a conversation goes on with session=Session(...)"),
+        ("generate", "prompt_cache", "an engine finds the K/V of equal beginnings by itself"),
         ("generate", "kv_bits", "K/V are kept in the dtype of the model's activations"),
         ("generate", "draft_model", "there is no speculative decoding"),
         (
@@ -134,13 +134,6 @@ def test_the_tables_of_our_own_names_are_those_of_the_signatures():
         ("SamplingParams", "temp", "use temperature"),
         ("SamplingParams", "best_of", "use n"),
         ("SamplingParams", "max_token", "did you mean max_tokens?"),
-        ("make_sampler", "temperature", "use temp"),
-        ("make_sampler", "xtc_probability", "the filters are top_k, top_p and min_p"),
-        (
-            "make_sampler",
-            "repetition_penalty",
-            "give SamplingParams(repetition_penalty=...) to an engine, or",
-        ),
         ("make_kv_cache", "max_kv_size", "use kv_cache_bytes"),
         ("load", "model_path", "use path_or_hf_repo"),
         (

@@ -46,7 +46,6 @@ def test_imports_go_one_way():
         "llm",
         "llm_arguments",
         "chat_template",
-        "generation_config",
         "loading",
     ]
     order += [
@@ -56,7 +55,6 @@ def test_imports_go_one_way():
         "cache",
         "ops",
         "core",
-        "arguments",
         "interrupts",
         "standard_streams",
     ]

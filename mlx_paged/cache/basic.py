@@ -78,7 +78,7 @@ class BasicKVCache(KVCache):
             needed = sum(lengths.values())
             raise CacheFullError(
                 f"[basic cache] the step needs room for {needed} tokens, the budget holds {self.config.num_slots} and "
-                f"{self.config.num_slots - spare - needed} are taken by other sequences; raise --kv-cache-bytes or "
+                f"{self.config.num_slots - spare - needed} are taken by other sequences; raise kv_cache_bytes or "
                 f"free a sequence"
             )
         for sequence in self._sequences.values():

@@ -110,7 +110,7 @@ class PagedKVCache(KVCache):
             raise CacheFullError(
                 f"[paged cache] {sum(num_new_tokens.values())} new tokens need {num_needed} blocks of "
                 f"{self.config.block_size}, the budget holds {self._max_num_blocks} and "
-                f"{self.pool.num_used_blocks} are in use; raise --kv-cache-bytes or free a sequence"
+                f"{self.pool.num_used_blocks} are in use; raise kv_cache_bytes or free a sequence"
             )
         self.make_room(num_needed)
         self._lengths_before = {seq: self.seq_len(seq) for seq in num_new_tokens}

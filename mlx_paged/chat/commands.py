@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+from mlx_paged.chat.command_line import error_line
 from mlx_paged.chat.readers import Reader
 from mlx_paged.chat.reports import Reports
 from mlx_paged.chat.screen import Screen
 from mlx_paged.chat.settings import VARIABLES, Settings, canonical_name
 from mlx_paged.chat.transcript import load_messages, save_messages
 from mlx_paged.chat.turns import Turns
+from mlx_paged.errors import reason
 from mlx_paged.standard_streams import OutputLostError
 
 if TYPE_CHECKING:
@@ -48,45 +50,41 @@ class Dialogue:
         self.screen.say(text)
 
     def take(self, text: str) -> None:
-        """One message, or command, of the user. What is wrong with it is said, and the conversation
-        lives on.
+        """One message or command of the user. An error is said, and the conversation lives on.
 
         Raises:
             LeaveChat: it was /exit.
             OutputLostError, BrokenPipeError: there is nowhere to write to.
         """
-        if not text.strip():
+        stripped = text.strip()
+        if not stripped:
             return
         self.num_messages += 1
         try:
-            if not text.lstrip().startswith("/"):
+            if not stripped.startswith("/"):
                 self.ask(text)
-            elif text.lstrip().startswith("//"):
+            elif stripped.startswith("//"):
                 self.ask(text.lstrip()[1:])
             else:
-                self._run_command(text.strip())
+                self._run_command(stripped)
         except (LeaveChat, OutputLostError, BrokenPipeError):
             raise
         except (ValueError, RuntimeError) as error:
-            self.say(f"[{_in_brackets(error)}]")
+            self.say(f"[{error_line(error)}]")
         except Exception as error:
-            # A defect, of ours or of the tokenizer; the conversation is worth more than its
+            # A defect, of ours or of the tokenizer: the conversation is worth more than its
             # traceback.
-            self.say(f"[{type(error).__name__}: {_in_brackets(error)}]")
+            self.say(f"[{reason(error)}]")
 
     def ask(self, text: str) -> None:
-        ask = partial(self.conversation.ask, text)
-        self.turns.show(self.conversation, lambda params, progress: ask(params, progress=progress))
+        self.turns.show(self.conversation, partial(self.conversation.ask, text))
 
     def ask_again(self, text: str | None = None) -> None:
-        ask = partial(self.conversation.ask_again, text)
-        self.turns.show(self.conversation, lambda params, progress: ask(params, progress=progress))
+        self.turns.show(self.conversation, partial(self.conversation.ask_again, text))
 
     def _run_command(self, line: str) -> None:
-        name, _, argument = line.partition(" ")
-        # A line end, or a tab, ends the name as well.
-        name, *rest = name.split(None, 1)
-        argument = " ".join([*rest, argument]).strip() if rest else argument.strip()
+        name, *rest = line.split(None, 1)
+        argument = "".join(rest)
         command = COMMANDS.get(name.lower())
         if command is None:
             self.say(
@@ -125,10 +123,8 @@ def _help(dialogue: Dialogue, argument: str) -> None:
 
 
 def _regenerate(dialogue: Dialogue, argument: str) -> None:
-    had_answer = (
-        dialogue.conversation.messages[-1:]
-        and dialogue.conversation.messages[-1]["role"] == "assistant"
-    )
+    last = dialogue.conversation.messages[-1:]
+    had_answer = bool(last) and last[0]["role"] == "assistant"
     dialogue.ask_again()
     if had_answer and dialogue.settings.sampling.is_greedy:
         dialogue.screen.say_dim("[greedy: the same answer each time; /set temp 0.7 brings others]")
@@ -172,8 +168,6 @@ def _set(dialogue: Dialogue, argument: str) -> None:
         return
     if value:
         settings.set(name, value)
-    elif name not in VARIABLES:
-        raise ValueError(f"no setting is called {name!r}; there are {', '.join(VARIABLES)}")
     dialogue.say(f"[{name} {settings.get(name)}]")
 
 
@@ -188,7 +182,7 @@ def _load(dialogue: Dialogue, argument: str) -> None:
     try:
         dialogue.conversation.load_messages(messages)
     except ValueError as error:
-        raise ValueError(f"{file} can't be gone on with: {_in_brackets(error)}") from error
+        raise ValueError(f"{file} can't be gone on with: {error_line(error)}") from error
     num_messages = len(dialogue.conversation.messages)
     is_open = dialogue.conversation.messages[-1]["role"] == "user"
     dialogue.say(
@@ -199,7 +193,7 @@ def _load(dialogue: Dialogue, argument: str) -> None:
 def _fork(dialogue: Dialogue, argument: str) -> None:
     branches = dialogue.branches
     branches.append(branches[-1].fork())
-    num_tokens = len(branches[-1].responder.tokens)
+    num_tokens = len(branches[-1].tokens)
     dialogue.say(
         f"[branch {len(branches) - 1} of the conversation: {num_tokens} tokens so far are shared; /back leaves it]"
     )
@@ -210,7 +204,7 @@ def _back(dialogue: Dialogue, argument: str) -> None:
     if len(branches) == 1:
         dialogue.say("[this is no branch; /fork begins one]")
         return
-    branches.pop().responder.close()
+    branches.pop()
     where = f"in branch {len(branches) - 1}" if len(branches) > 1 else "in the conversation"
     dialogue.say(f"[back {where}: messages: {len(branches[-1].messages)}]")
 
@@ -219,7 +213,8 @@ def _reset(dialogue: Dialogue, argument: str) -> None:
     dialogue.conversation.reset()
     if len(dialogue.branches) == 1:
         # Nothing that another branch goes back to.
-        dialogue.conversation.responder.shrink()
+        dialogue.conversation.engine.reset_prefix_cache()
+        dialogue.conversation.engine.shrink()
     dialogue.say("[the conversation is empty]")
 
 
@@ -269,9 +264,3 @@ COMMAND_TABLE = (
     Command("/exit", "", "leave (also /quit, Ctrl-D)", _exit, ("/quit",)),
 )
 COMMANDS = {name: command for command in COMMAND_TABLE for name in (command.name, *command.aliases)}
-
-
-def _in_brackets(error: Exception) -> str:
-    """The message of an error in one line, without the room that it came from."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text

@@ -3,32 +3,43 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
-from typing import Any
+from typing import Any, TypeAlias
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.chat.responder import Answer, Progress, Responder
-from mlx_paged.chat_template import ChatTemplateError, normalise_messages, render_chat
+from mlx_paged.chat_template import (
+    NO_TEMPLATE,
+    ChatTemplateError,
+    encode_chat,
+    normalise_messages,
+    render_chat,
+)
+from mlx_paged.engine.engine import Engine
+from mlx_paged.generation import GenerationResponse, Progress, stream_request
 from mlx_paged.request import SamplingParams
+
+Answer: TypeAlias = Generator[GenerationResponse, None, None]
 
 
 class Conversation:
-    """Messages, and whoever answers them and keeps their K/V.
+    """Messages, and the engine that answers them and keeps their K/V.
 
     The prompt of a turn is the whole conversation as the model's chat template writes it. What of
     it was computed before is reused; a template that rewrites earlier turns (Qwen3's drops their
     reasoning) makes only the rewritten rest new.
 
     Args:
-        responder: where answers come from.
+        engine: answers the turns, and finds what it computed before in its prefix cache. Several
+            conversations may share it, if their turns don't overlap.
         tokenizer: with a chat template.
         system_prompt: the first message, if any.
         enable_thinking: passed to the template; ``None`` leaves it to the model.
 
     Attributes:
         messages: mappings as :func:`normalise_messages` describes them.
+        tokens: of the last prompt and its answer, as far as they are computed.
         opens_thinking: the prompt of the last turn ended with the mark that begins reasoning.
 
     Raises:
@@ -37,16 +48,15 @@ class Conversation:
 
     def __init__(
         self,
-        responder: Responder,
+        engine: Engine,
         tokenizer: TokenizerWrapper,
         system_prompt: str | None = None,
         enable_thinking: bool | None = None,
     ):
         if not tokenizer.has_chat_template:
-            raise ChatTemplateError(
-                "[chat] the model's tokenizer has no chat template; use mlx_paged.generate for plain text"
-            )
-        self.responder = responder
+            raise ChatTemplateError(NO_TEMPLATE)
+        self.engine = engine
+        self.tokens: list[int] = []
         self.tokenizer = tokenizer
         self.opens_thinking = False
         self._template_options = (
@@ -92,7 +102,7 @@ class Conversation:
     def reset(self) -> None:
         """Forget all turns but the system prompt, and give up their K/V."""
         self.messages = self.messages[: 0 if self.system_prompt is None else 1]
-        self.responder.close()
+        self.tokens = []
 
     def fork(self) -> Conversation:
         """A branch: a second conversation that goes on from here and shares the K/V of all turns so
@@ -102,7 +112,7 @@ class Conversation:
             CacheFullError: the K/V are in a basic cache, and a copy does not fit.
         """
         branch = copy.copy(self)
-        branch.responder = self.responder.fork()
+        branch.tokens = list(self.tokens)
         branch.messages = [dict(message) for message in self.messages]
         return branch
 
@@ -145,10 +155,17 @@ class Conversation:
         self.messages.append(message)
         answer: list[str] = []
         try:
-            with closing(
-                self.responder.respond(self._prompt_tokens(), params or SamplingParams(), progress)
-            ) as pieces:
-                for response in pieces:
+            prompt = self._prompt_tokens()
+            responses = stream_request(self.engine, prompt, params or SamplingParams(), progress)
+            with closing(responses):
+                token = None
+                for response in responses:
+                    # One behind: the newest token was sampled, and its K/V not computed.
+                    if token is None:
+                        self.tokens = prompt
+                    else:
+                        self.tokens.append(token)
+                    token = response.token
                     answer.append(response.text)
                     yield response
         finally:
@@ -195,21 +212,13 @@ class Conversation:
         # next turn.
         is_turn_open = bool(messages) and messages[-1]["role"] == "user"
         probe = [] if is_turn_open else [{"role": "user", "content": "?"}]
-        render_chat(self.tokenizer, [*messages, *probe], **self._template_options)
+        render_chat(self.tokenizer, [*messages, *probe], self._template_options)
         self.messages = messages
 
     def _prompt_tokens(self) -> list[int]:
-        text = render_chat(self.tokenizer, self.messages, **self._template_options)
+        text, token_ids = encode_chat(
+            self.tokenizer, self.messages, self._template_options, held=self.tokens
+        )
         mark = self.tokenizer.think_start
         self.opens_thinking = bool(mark) and text.rstrip().endswith(mark)
-        held = self.responder.tokens
-        held_text = self.tokenizer.decode(
-            held, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        if held and text.startswith(held_text):
-            # Keep the ids that were generated: encoding their text again may split it in another
-            # way.
-            return held + list(
-                self.tokenizer.encode(text[len(held_text) :], add_special_tokens=False)
-            )
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        return token_ids

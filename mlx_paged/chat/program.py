@@ -9,9 +9,10 @@ import argparse
 import os
 import stat
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from mlx_paged.chat.command_line import setup_arg_parser
+from mlx_paged.chat.command_line import error_line, setup_arg_parser
 from mlx_paged.chat.readers import PipeReader, Reader, clean, make_reader, without_line_end
 from mlx_paged.chat.screen import Screen, is_terminal
 from mlx_paged.standard_streams import (
@@ -27,7 +28,6 @@ from mlx_paged.standard_streams import (
 
 if TYPE_CHECKING:
     from mlx_paged.chat.conversation import Conversation
-    from mlx_paged.chat.responder import Responder
     from mlx_paged.chat.settings import Settings
 
 NO_INPUT = "there is no message: give one as argument, or on standard input, or start the chat in a terminal"
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
         return _run(args, screen)
     except UsageError as error:
         screen.clear_progress()
-        say(f"{parser.prog}: error: {' '.join(str(error).split())}")
+        say(f"{parser.prog}: error: {error}")
         return 2
     except OutputLostError as error:
         screen.clear_progress()
@@ -78,14 +78,15 @@ def _run(args: argparse.Namespace, screen: Screen) -> int:
     if sys.stdout is None:
         raise OutputLostError(NO_STDOUT)
     message = _read_message(args)
+    loading = f"[loading {args.model or 'the bundled demo model'} ...]"
     if screen.stderr_is_terminal:
-        screen.show_progress(f"[loading {_model_name(args)} ...]")
+        screen.show_progress(loading)
     elif args.verbose:
-        screen.say(f"[loading {_model_name(args)} ...]")
+        screen.say(loading)
     try:
         return _answer_once(args, screen, message) if message is not None else _chat(args, screen)
     except (ValueError, RuntimeError) as error:
-        raise UsageError(str(error)) from error
+        raise UsageError(error_line(error)) from error
 
 
 def _read_message(args: argparse.Namespace) -> str | None:
@@ -128,7 +129,7 @@ def _answer_once(args: argparse.Namespace, screen: Screen, message: str) -> int:
     reports = Reports(screen, args.verbose)
     reports.start(args, conversation, settings, is_dialogue=False)
     was_interrupted = Turns(screen, settings, reports).show(
-        conversation, lambda params, progress: conversation.ask(message, params, progress=progress)
+        conversation, partial(conversation.ask, message)
     )
     return 130 if was_interrupted else 0
 
@@ -167,46 +168,35 @@ def _chat(args: argparse.Namespace, screen: Screen) -> int:
 def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
     from mlx_paged.chat.conversation import Conversation
     from mlx_paged.chat.settings import Settings
-    from mlx_paged.generation_config import SamplingDefaults, read_sampling_defaults
-    from mlx_paged.loading import demo_model_path, find_model, load
+    from mlx_paged.engine.engine import Engine
+    from mlx_paged.loading import (
+        SamplingDefaults,
+        demo_model_path,
+        find_model,
+        load,
+        read_sampling_defaults,
+    )
 
     folder = demo_model_path() if args.model is None else find_model(args.model)
     defaults = SamplingDefaults() if args.no_generation_config else read_sampling_defaults(folder)
     settings = Settings(args, defaults)
     model, tokenizer = load(folder, adapter_path=args.adapter_path)
+    engine = Engine(
+        model,
+        tokenizer,
+        kv=args.kv,
+        block_size=args.block_size,
+        kv_cache_bytes=args.kv_cache_bytes,
+        backend=args.backend,
+        max_model_len=args.max_model_len,
+        # One answer at a time; the branches wait in the prefix cache.
+        max_num_seqs=1,
+        max_num_batched_tokens=args.prefill_step_size,
+    )
     conversation = Conversation(
-        _make_responder(args, model, tokenizer),
+        engine,
         tokenizer,
         system_prompt=None if args.system_prompt is None else clean(args.system_prompt),
         enable_thinking=False if args.no_thinking else None,
     )
     return conversation, settings
-
-
-def _make_responder(args: argparse.Namespace, model: Any, tokenizer: Any) -> Responder:
-    from mlx_paged.chat.responder import EngineResponder, SessionResponder
-
-    options = {
-        "block_size": args.block_size,
-        "kv_cache_bytes": args.kv_cache_bytes,
-        "backend": args.backend,
-    }
-    if args.kv == "paged":
-        from mlx_paged.engine.engine import Engine
-
-        # One answer at a time; the branches wait in the prefix cache.
-        scheduling = {"max_num_seqs": 1, "max_num_batched_tokens": args.prefill_step_size}
-        limit = args.max_model_len
-        return EngineResponder(
-            Engine(model, tokenizer, max_model_len=limit, **options, **scheduling)
-        )
-    from mlx_paged.engine.model_runner import ModelRunner, make_kv_cache
-    from mlx_paged.engine.session import Session
-
-    runner = ModelRunner(model, make_kv_cache(model, args.kv, **options))
-    session = Session(runner, max_model_len=args.max_model_len)
-    return SessionResponder(session, tokenizer, args.prefill_step_size)
-
-
-def _model_name(args: argparse.Namespace) -> str:
-    return "the bundled demo model" if args.model is None else str(args.model)

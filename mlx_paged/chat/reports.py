@@ -5,18 +5,18 @@ statistics.
 from __future__ import annotations
 
 import argparse
-import os
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
 from mlx_paged.chat.command_line import EXAMPLE_MODEL
-from mlx_paged.chat.responder import EngineResponder
 from mlx_paged.chat.screen import Screen
 from mlx_paged.chat.settings import Settings
+from mlx_paged.memory import memory_size
 
 if TYPE_CHECKING:
     from mlx_paged.chat.conversation import Conversation
+    from mlx_paged.engine.engine import Engine
     from mlx_paged.generation import GenerationResponse
 
 DEMO_HINT = (
@@ -50,12 +50,12 @@ class Reports:
             if is_dialogue:
                 say("[/help for commands, Ctrl-D to leave]")
         else:
-            cache = conversation.responder.cache
+            cache = conversation.engine.cache
             parts = [
                 args.model or "bundled demo model",
                 f"{_device()}, {_backend(conversation)}",
                 f"{cache.kind} K/V: {_budget_in_words(conversation)}",
-                f"context: {conversation.responder.max_model_len:,} tokens",
+                f"context: {conversation.engine.max_model_len:,} tokens",
                 settings.describe_sampling() + (" (the model's)" if settings.from_model else ""),
             ]
             say(f"[{' | '.join([*parts, *(['/help'] if is_dialogue else [])])}]")
@@ -71,7 +71,7 @@ class Reports:
             self._screen.say_dim(
                 f"[{response.time_to_first_token:.2f} s to first token | {response.generation_tps:.1f} tokens/s | "
                 f"{response.cached_tokens:,} of {response.prompt_tokens:,} prompt tokens reused | "
-                f"{_usage_in_words(conversation)}]"
+                f"{_usage_in_words(conversation.engine)}]"
             )
         if response.finish_reason == "length":
             self._screen.say(
@@ -81,11 +81,11 @@ class Reports:
     def stats(self, branches: list[Conversation]) -> None:
         """What the K/V cache holds, how often it was hit, what the branches share."""
         say = self._screen.say
-        responder = branches[-1].responder
-        stats, config = responder.cache.stats(), responder.cache.config
-        say(f"messages: {len(branches[-1].messages)}, tokens held: {len(responder.tokens)}")
-        if isinstance(responder, EngineResponder):
-            self._pool(branches, responder)
+        conversation = branches[-1]
+        cache = conversation.engine.cache
+        stats, config = cache.stats(), cache.config
+        say(f"messages: {len(conversation.messages)}, tokens held: {len(conversation.tokens)}")
+        self._pool(branches, conversation.engine)
         say(
             f"K/V memory: {stats.nbytes_held / 1e6:.2f} MB allocated, budget {config.nbytes / 1e6:.2f} MB"
         )
@@ -94,25 +94,18 @@ class Reports:
         self, args: argparse.Namespace, conversation: Conversation, settings: Settings
     ) -> None:
         say = self._screen.say
-        cache = conversation.responder.cache
+        cache = conversation.engine.cache
         config = cache.config
         say(
             f"[model: {args.model or 'bundled demo model'} | device: {_device()} | "
             f"backend: {_backend(conversation)} | kv: {cache.kind}]"
         )
-        if cache.kind == "paged":
-            say(
-                f"[K/V budget: {config.num_blocks:,} blocks of {config.block_size} tokens = {config.num_slots:,} "
-                f"tokens = {config.nbytes / 1e9:.2f} GB ({config.nbytes_per_token:,} bytes a token in {config.dtype}); "
-                f"grows into it]"
-            )
-        else:
-            say(
-                f"[K/V budget: {config.num_slots:,} tokens = {config.nbytes / 1e9:.2f} GB in {config.dtype}]"
-            )
         say(
-            f"[context: {conversation.responder.max_model_len:,} tokens, prompt and answer together]"
+            f"[K/V budget: {config.num_blocks:,} blocks of {config.block_size} tokens = "
+            f"{config.num_slots:,} tokens = {config.nbytes / 1e9:.2f} GB "
+            f"({config.nbytes_per_token:,} bytes a token in {config.dtype}); grows into it]"
         )
+        say(f"[context: {conversation.engine.max_model_len:,} tokens, prompt and answer together]")
         own = (
             f"; {', '.join(settings.from_model)} from generation_config.json"
             if settings.from_model
@@ -123,7 +116,7 @@ class Reports:
             say(DEMO_HINT)
 
     def _question_budget(self, args: argparse.Namespace, conversation: Conversation) -> None:
-        nbytes, memory = conversation.responder.cache.config.nbytes, memory_size()
+        nbytes, memory = conversation.engine.cache.config.nbytes, memory_size()
         if args.kv_cache_bytes is not None and nbytes > memory:
             self._screen.say(
                 f"[is a K/V budget of {nbytes / 1e9:,.1f} GB meant? This machine has {memory / 1e9:.1f} GB of memory; "
@@ -132,7 +125,7 @@ class Reports:
 
     def _answer_verbose(self, conversation: Conversation, response: GenerationResponse) -> None:
         say = self._screen.say
-        stats = conversation.responder.cache.stats()
+        stats = conversation.engine.cache.stats()
         say(
             f"Prompt: {response.prompt_tokens} tokens ({response.cached_tokens} reused), "
             f"{response.prompt_tps:.3f} tokens-per-sec, first token after {response.time_to_first_token:.3f} s"
@@ -140,15 +133,14 @@ class Reports:
         say(
             f"Generation: {response.generation_tokens} tokens, {response.generation_tps:.3f} tokens-per-sec"
         )
-        num_tokens = len(conversation.responder.tokens)
+        num_tokens = len(conversation.tokens)
         say(
             f"K/V: {num_tokens} tokens of the conversation, {stats.nbytes_held / 1e6:.1f} MB allocated"
         )
         say(f"Peak memory: {response.peak_memory:.3f} GB")
 
-    def _pool(self, branches: list[Conversation], responder: EngineResponder) -> None:
+    def _pool(self, branches: list[Conversation], engine: Engine) -> None:
         say = self._screen.say
-        engine = responder.engine
         stats, config = engine.stats(), engine.cache.config
         say(
             f"blocks: {stats.num_cached_blocks} of {config.num_blocks} hold K/V "
@@ -159,17 +151,11 @@ class Reports:
         say(f"prefix cache: {found}")
         num_branches = len(branches) - 1
         if num_branches:
-            tables = [engine.cached_block_ids(branch.responder.tokens) for branch in branches]
+            tables = [engine.cached_block_ids(branch.tokens) for branch in branches]
             say(
                 f"sharing: the conversation and {num_branches} branch{'es' * (num_branches > 1)} are "
                 f"{sum(map(len, tables))} blocks long and take {len(set().union(*tables))}"
             )
-
-
-def memory_size() -> int:
-    """Bytes of memory of this machine."""
-    size = mx.device_info().get("memory_size") if mx.metal.is_available() else None
-    return int(size) if size else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _device() -> str:
@@ -183,33 +169,27 @@ def _device() -> str:
 
 
 def _backend(conversation: Conversation) -> str:
-    return str(getattr(conversation.responder.cache, "backend", "MLX SDPA"))
+    return str(getattr(conversation.engine.cache, "backend", "MLX SDPA"))
 
 
 def _budget_in_words(conversation: Conversation) -> str:
-    config = conversation.responder.cache.config
+    config = conversation.engine.cache.config
     size = (
         f"{config.nbytes / 1e9:.1f} GB" if config.nbytes >= 1e8 else f"{config.nbytes / 1e6:.2g} MB"
     )
-    if isinstance(conversation.responder, EngineResponder):
-        return f"{config.num_blocks:,} blocks of {config.block_size} tokens, {size}"
-    return f"{config.num_slots:,} tokens, {size}"
+    return f"{config.num_blocks:,} blocks of {config.block_size} tokens, {size}"
 
 
-def _usage_in_words(conversation: Conversation) -> str:
-    responder = conversation.responder
-    config = responder.cache.config
-    if isinstance(responder, EngineResponder):
-        return (
-            f"{responder.engine.stats().num_cached_blocks:,} of {config.num_blocks:,} blocks in use"
-        )
-    return f"{len(responder.tokens):,} of {config.num_slots:,} tokens in use"
+def _usage_in_words(engine: Engine) -> str:
+    return (
+        f"{engine.stats().num_cached_blocks:,} of {engine.cache.config.num_blocks:,} blocks in use"
+    )
 
 
 def _cut_reason(conversation: Conversation, response: GenerationResponse, max_tokens: int) -> str:
     if response.generation_tokens == max_tokens:
         return f" at --max-tokens {max_tokens}"
-    limit = conversation.responder.max_model_len
+    limit = conversation.engine.max_model_len
     if response.prompt_tokens + response.generation_tokens >= limit:
         return f": the context of {limit:,} tokens is full (--max-model-len); /reset begins a new conversation"
     return ": the K/V budget is full; raise --kv-cache-bytes or /reset"

@@ -7,14 +7,14 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mlx_paged import arguments
+from mlx_paged.chat import command_line
 from mlx_paged.request import SamplingParams
 
 if TYPE_CHECKING:
-    from mlx_paged.generation_config import SamplingDefaults
+    from mlx_paged.loading import SamplingDefaults
 
 
 class Settings:
@@ -31,25 +31,19 @@ class Settings:
     """
 
     def __init__(self, args: argparse.Namespace, defaults: SamplingDefaults):
-        temp = _first(args.temp, defaults.temperature, 0.0)
-        top_p = _first(args.top_p, defaults.top_p, 1.0)
-        self.sampling = SamplingParams(
-            max_tokens=args.max_tokens,
-            temperature=temp,
-            top_p=top_p or 1.0,  # As in mlx-lm, 0 is off.
-            top_k=_first(args.top_k, defaults.top_k, 0),
-            min_p=_first(args.min_p, defaults.min_p, 0.0),
-        )
-        self.show_thinking = not args.hide_thinking
-        pairs = {
-            "temp": (args.temp, defaults.temperature),
-            "top-p": (args.top_p, defaults.top_p),
-            "top-k": (args.top_k, defaults.top_k),
-            "min-p": (args.min_p, defaults.min_p),
+        given = {
+            "temperature": args.temp,
+            "top_p": args.top_p,
+            "top_k": args.top_k,
+            "min_p": args.min_p,
         }
-        self.from_model = [
-            name for name, (flag, own) in pairs.items() if flag is None and own is not None
-        ]
+        own = {name: value for name, value in asdict(defaults).items() if value is not None}
+        chosen = own | {name: value for name, value in given.items() if value is not None}
+        if chosen.get("top_p") == 0:
+            chosen["top_p"] = 1.0  # As in mlx-lm, 0 is off.
+        self.sampling = SamplingParams(max_tokens=args.max_tokens, **chosen)
+        self.show_thinking = not args.hide_thinking
+        self.from_model = [canonical_name(name) for name in own if given[name] is None]
         self.set_seed(args.seed)
 
     def set_seed(self, seed: int) -> None:
@@ -72,18 +66,16 @@ class Settings:
         return ", ".join(shown)
 
     def get(self, name: str) -> str:
-        return VARIABLES[name].get(self)
+        return _variable(name).get(self)
 
     def set(self, name: str, text: str) -> None:
         """Change one setting.
 
         Raises:
-            ValueError: the name is unknown or the value is none of its; the message is one line.
+            ValueError: the name is unknown, or the setting can't have the value.
         """
-        if name not in VARIABLES:
-            raise ValueError(f"no setting is called {name!r}; there are {', '.join(VARIABLES)}")
         try:
-            VARIABLES[name].set(self, text)
+            _variable(name).set(self, text)
         except argparse.ArgumentTypeError as error:
             raise ValueError(f"{name} {error}") from error
         if name in self.from_model:
@@ -96,6 +88,12 @@ class Variable(NamedTuple):
     get: Callable[[Settings], str]
     set: Callable[[Settings, str], None]
     values: tuple[str, ...] = ()
+
+
+def _variable(name: str) -> Variable:
+    if name not in VARIABLES:
+        raise ValueError(f"no setting is called {name!r}; there are {', '.join(VARIABLES)}")
+    return VARIABLES[name]
 
 
 def canonical_name(name: str) -> str:
@@ -113,7 +111,7 @@ def _sampling_variable(field: str, parse: Callable[[str], Any]) -> Variable:
 
 
 def _top_p(text: str) -> float:
-    return arguments.probability(text) or 1.0
+    return command_line.probability(text) or 1.0
 
 
 def _set_thinking(settings: Settings, text: str) -> None:
@@ -123,14 +121,14 @@ def _set_thinking(settings: Settings, text: str) -> None:
 
 
 VARIABLES = {
-    "temp": _sampling_variable("temperature", arguments.at_least_0),
+    "temp": _sampling_variable("temperature", command_line.at_least_0),
     "top-p": _sampling_variable("top_p", _top_p),
-    "top-k": _sampling_variable("top_k", arguments.whole),
-    "min-p": _sampling_variable("min_p", arguments.probability),
-    "max-tokens": _sampling_variable("max_tokens", arguments.max_tokens),
+    "top-k": _sampling_variable("top_k", command_line.whole),
+    "min-p": _sampling_variable("min_p", command_line.probability),
+    "max-tokens": _sampling_variable("max_tokens", command_line.max_tokens),
     "seed": Variable(
         lambda settings: str(settings.seed),
-        lambda settings, text: settings.set_seed(arguments.whole(text)),
+        lambda settings, text: settings.set_seed(command_line.whole(text)),
     ),
     "thinking": Variable(
         lambda settings: "show" if settings.show_thinking else "hide",
@@ -138,7 +136,3 @@ VARIABLES = {
         ("show", "hide"),
     ),
 }
-
-
-def _first(*values: Any) -> Any:
-    return next(value for value in values if value is not None)

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mlx_paged.errors import one_line, system_reason
+
 FORMAT = "mlx_paged.chat"
 VERSION = 1
 
@@ -40,7 +42,7 @@ def save_messages(path: str, messages: Sequence[Mapping[str, Any]]) -> Path:
         content = {"format": FORMAT, "version": VERSION, "messages": list(messages)}
         _replace(file, json.dumps(content, ensure_ascii=False, indent=2) + "\n")
     except (OSError, RuntimeError) as error:  # RuntimeError: a circle of links
-        raise TranscriptError(f"{file} can't be written: {_reason(error)}") from error
+        raise TranscriptError(f"{file} can't be written: {system_reason(error)}") from error
     return file
 
 
@@ -56,13 +58,11 @@ def load_messages(path: str) -> tuple[Path, Any]:
             raise TranscriptError(f"{file} is not a file")
         content = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise TranscriptError(f"{file} can't be read: {_reason(error)}") from error
+        raise TranscriptError(f"{file} can't be read: {system_reason(error)}") from error
     except (ValueError, RecursionError) as error:
         if isinstance(error, TranscriptError):
             raise
-        raise TranscriptError(
-            f"{file} is no conversation: {' '.join(str(error).split())}"
-        ) from error
+        raise TranscriptError(f"{file} is no conversation: {one_line(error)}") from error
     if isinstance(content, dict):
         if content.get("version", VERSION) != VERSION:
             raise TranscriptError(
@@ -108,7 +108,3 @@ def _expand(path: str) -> Path:
         return Path(path).expanduser()
     except RuntimeError as error:
         raise TranscriptError(f"{path} can't be found: {error}") from error
-
-
-def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or " ".join(str(error).split())

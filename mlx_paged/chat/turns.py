@@ -4,9 +4,9 @@ end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import closing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from mlx_paged.chat.reports import Reports
 from mlx_paged.chat.screen import Screen
@@ -16,12 +16,16 @@ from mlx_paged.interrupts import caught_interrupts
 
 if TYPE_CHECKING:
     from mlx_paged.chat.conversation import Conversation
-    from mlx_paged.chat.responder import Progress
-    from mlx_paged.generation import GenerationResponse
+    from mlx_paged.generation import GenerationResponse, Progress
     from mlx_paged.request import SamplingParams
 
-# Parameters and a function that is told the progress, to the answer.
-Ask = Callable[["SamplingParams", "Progress"], Generator["GenerationResponse", None, None]]
+
+class Ask(Protocol):
+    """Makes an answer, and calls ``progress`` between its steps."""
+
+    def __call__(
+        self, params: SamplingParams, *, progress: Progress
+    ) -> Generator[GenerationResponse, None, None]: ...
 
 
 class _StopAnswer(Exception):
@@ -60,7 +64,7 @@ class Turns:
                     screen.show_progress(f"[prompt {done}/{total} tokens, {100 * done // total}%]")
 
             # Closing it notes in the conversation what was said so far.
-            with closing(ask(params, progress)) as answer:
+            with closing(ask(params, progress=progress)) as answer:
                 try:
                     for response in answer:
                         view.add(conversation, response.text)

@@ -168,7 +168,7 @@ class Engine:
         is_zero = isinstance(swap_bytes, str) and swap_bytes.strip() == "0"
         if is_zero or as_integer(swap_bytes) == 0:
             return 0
-        budget = KVBudget.parse(swap_bytes)
+        budget = KVBudget.parse(swap_bytes, "swap_bytes")
         if budget.num_blocks is not None:
             return budget.num_blocks * config.block_size
         return (budget.nbytes or 0) // config.nbytes_per_token

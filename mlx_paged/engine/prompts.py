@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeGuar
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.argument_values import as_integer, kind_of, reason
-from mlx_paged.errors import shown
+from mlx_paged.argument_values import as_integer, kind_of
+from mlx_paged.errors import reason, shown
 
 if TYPE_CHECKING:
     import numpy as np

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mlx_paged.argument_values import as_integer
-from mlx_paged.errors import shown
+from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.models.language_model import ModelArgs
 
 # These kinds of RoPE scaling are counted in max_position_embeddings already; the others multiply
@@ -37,15 +37,16 @@ def context_limit(args: ModelArgs, max_model_len: int | None) -> int:
     model was made for.
 
     Raises:
-        ValueError: no whole number, below 2, or more than the model was made for.
+        ArgumentError: it is no whole number, below 2, or more than the model was made for.
     """
     limit = context_length(args)
     if max_model_len is None:
         return limit
     length = as_integer(max_model_len)
     if length is None or not 2 <= length <= limit:
-        raise ValueError(
-            f"[context] max_model_len must be a whole number within 2..{limit}, the context that the model was made "
-            f"for, got {shown(max_model_len)}"
+        raise ArgumentError(
+            f"[context] max_model_len must be a whole number within 2..{limit}, the context that "
+            f"the model was made for, got {shown(max_model_len)}",
+            "max_model_len",
         )
     return length

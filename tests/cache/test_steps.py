@@ -42,7 +42,7 @@ def test_a_step_beyond_the_budget_is_refused_with_the_sum_and_changes_nothing(ca
     cache.set_prompt("b", *rows(9))
     before = cache.stats()
     with (
-        pytest.raises(CacheFullError, match="raise --kv-cache-bytes") as refusal,
+        pytest.raises(CacheFullError, match="raise kv_cache_bytes") as refusal,
         cache.step({"a": 10, "b": 300, "c": 1}),
     ):
         raise AssertionError("the body must not run")

@@ -170,7 +170,10 @@ def test_a_message_beyond_the_context_is_one_line(chat_with, caplog: pytest.LogC
         transformers_log.removeHandler(caplog.handler)
     assert (status, out, caplog.messages) == (2, "", [])
     assert re.search(
-        r"error: \[context\] a prompt of \d+ tokens leaves no room .* at most 4096 tokens", err
+        r"error: \[context\] a prompt of \d+ tokens leaves no room .* at most 4096 tokens "
+        r"together; shorten the prompt or raise --max-model-len$",
+        err,
+        re.M,
     )
 
 
@@ -236,8 +239,13 @@ def test_a_prompt_that_can_not_fit_says_the_sum_and_the_way_out(chat_with):
             "argument --max-tokens/-m: must be a whole number, at least 1, or -1, got '0'",
         ),
         (["--block-size", "12"], "argument --block-size: invalid choice: 12"),
-        (["--kv-cache-bytes", "lots"], "argument --kv-cache-bytes: can't read 'lots'; write bytes"),
-        (["--kv-cache-bytes", "1"], "a budget of 1 bytes holds no block"),
+        (
+            ["--kv-cache-bytes", "lots"],
+            "argument --kv-cache-bytes: must be bytes (65536, 512M, 2G) or",
+        ),
+        (["--kv-cache-bytes", "1"], "holds no block: "),
+        (["--kv-cache-bytes", "2"], "bytes; raise --kv-cache-bytes"),
+        (["--max-model-len", "99999"], "[context] --max-model-len must be a whole number within 2"),
         (["--backend", "metal"], "the Metal backend"),
         (
             ["--prefill-step-size", "0"],

@@ -18,18 +18,21 @@ def tokenizer() -> Any:
 
 
 def test_a_conversation_is_written_by_the_template_and_its_tokens_are_those_of_the_text(tokenizer):
-    text = render_chat(tokenizer, HELLO)
+    text = render_chat(tokenizer, HELLO, {})
     assert text == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
-    assert encode_chat(tokenizer, HELLO) == tokenizer.encode(text, add_special_tokens=False)
+    assert encode_chat(tokenizer, HELLO, {}) == (
+        text,
+        tokenizer.encode(text, add_special_tokens=False),
+    )
     assert (
-        render_chat(tokenizer, HELLO, add_generation_prompt=False)
+        render_chat(tokenizer, HELLO, {"add_generation_prompt": False})
         == "<|im_start|>user\nhello<|im_end|>\n"
     )
 
 
 def test_options_reach_the_template(tokenizer):
     tokenizer.chat_template = "{{ messages[0].content }} {{ mood }}"
-    assert render_chat(tokenizer, HELLO, mood="calm") == "hello calm"
+    assert render_chat(tokenizer, HELLO, {"mood": "calm"}) == "hello calm"
 
 
 @pytest.mark.parametrize(
@@ -46,7 +49,7 @@ def test_options_reach_the_template(tokenizer):
 def test_a_template_that_raises_is_one_clear_line(tokenizer, template: str, line: str):
     tokenizer.chat_template = template
     with pytest.raises(ChatTemplateError) as raised:
-        render_chat(tokenizer, HELLO)
+        render_chat(tokenizer, HELLO, {})
     assert str(raised.value).startswith(f"[chat template] the model's chat template {line}")
     assert "\n" not in str(raised.value)
 
@@ -54,14 +57,14 @@ def test_a_template_that_raises_is_one_clear_line(tokenizer, template: str, line
 def test_the_message_of_a_template_is_cut_to_a_line_that_can_be_read(tokenizer):
     tokenizer.chat_template = "{{ raise_exception('no ' * 1000) }}"
     with pytest.raises(ChatTemplateError) as raised:
-        render_chat(tokenizer, HELLO)
+        render_chat(tokenizer, HELLO, {})
     assert str(raised.value).endswith("...") and len(str(raised.value)) < 400
 
 
 def test_a_tokenizer_without_a_template_is_refused(tokenizer):
     tokenizer.has_chat_template = False
     with pytest.raises(ChatTemplateError, match="has no chat template"):
-        render_chat(tokenizer, HELLO)
+        render_chat(tokenizer, HELLO, {})
 
 
 def test_text_parts_are_joined_and_other_keys_are_left_alone():

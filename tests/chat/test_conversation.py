@@ -5,17 +5,8 @@ template says.
 from __future__ import annotations
 
 import pytest
-from mlx_paged.chat.responder import EngineResponder, SessionResponder
 
-from mlx_paged import (
-    Engine,
-    ModelRunner,
-    SamplingParams,
-    Session,
-    demo_model_path,
-    load,
-    make_kv_cache,
-)
+from mlx_paged import Engine, SamplingParams, demo_model_path, load
 from mlx_paged.chat.conversation import Conversation
 from mlx_paged.chat_template import ChatTemplateError
 
@@ -37,12 +28,8 @@ def converse(
     model_and_tokenizer, kind: str = "paged", budget: str = "100blocks", **options
 ) -> Conversation:
     model, tokenizer = model_and_tokenizer
-    if kind == "paged":
-        responder = EngineResponder(Engine(model, tokenizer, kv_cache_bytes=budget))
-    else:
-        cache = make_kv_cache(model, kind, kv_cache_bytes=budget)
-        responder = SessionResponder(Session(ModelRunner(model, cache)), tokenizer)
-    return Conversation(responder, tokenizer, **options)
+    engine = Engine(model, tokenizer, kv=kind, kv_cache_bytes=budget)
+    return Conversation(engine, tokenizer, **options)
 
 
 def ask(conversation: Conversation, text: str, max_tokens: int = 30):
@@ -61,9 +48,8 @@ def test_each_turn_reuses_all_before_it_and_answers_as_a_fresh_conversation_woul
         "What is my name?",
         "What is the code of apple?",
     ):
-        held = len(warm.responder.tokens)
-        # The prefix cache of the engine finds whole blocks.
-        reused = held if kind == "basic" else held // 16 * 16
+        held = len(warm.tokens)
+        reused = held // 16 * 16  # whole blocks
         cold = converse(model_and_tokenizer, kind)
         cold.messages = list(warm.messages)
         answer, last = ask(warm, text)
@@ -81,7 +67,7 @@ def test_a_template_that_rewrites_history_is_followed_and_only_the_rewritten_res
     conversation.messages[-1]["content"] = "<think>long reasoning</think>Hi!"
     rendered = conversation._prompt_tokens()
     assert "reasoning" not in model_and_tokenizer[1].decode(rendered)
-    first_turn = len(conversation.responder.tokens)
+    first_turn = len(conversation.tokens)
     _, last = ask(conversation, "again")
     assert 0 < last.cached_tokens < first_turn
 
@@ -105,21 +91,21 @@ def test_an_answer_that_is_not_read_to_its_end_stays_as_far_as_it_came(model_and
         {"role": "user", "content": "Count from 5 to 60."},
         {"role": "assistant", "content": "".join(pieces)},
     ]
-    held = len(conversation.responder.tokens)
+    held = len(conversation.tokens)
     assert ask(conversation, "hello")[1].cached_tokens == held // 16 * 16 > 0
 
 
 def test_a_turn_that_can_not_begin_leaves_the_conversation_as_it_was(model_and_tokenizer):
     conversation = converse(model_and_tokenizer, budget="6blocks", system_prompt="Be brief.")
     ask(conversation, "hello", max_tokens=5)
-    messages, tokens = list(conversation.messages), list(conversation.responder.tokens)
+    messages, tokens = list(conversation.messages), list(conversation.tokens)
     for text in ("word " * 200, "  \n"):
         with pytest.raises((ValueError, RuntimeError)):
             ask(conversation, text)
-    assert (conversation.messages, conversation.responder.tokens) == (messages, tokens)
+    assert (conversation.messages, conversation.tokens) == (messages, tokens)
     conversation.reset()
     assert conversation.messages == [{"role": "system", "content": "Be brief."}]
-    assert conversation.responder.cache.stats().blocks_used == 0
+    assert conversation.engine.cache.stats().blocks_used == 0
 
 
 def test_a_tokenizer_without_a_chat_template_is_refused(model_and_tokenizer):
@@ -135,10 +121,7 @@ def test_a_branch_answers_as_the_conversation_would_and_neither_sees_the_other(
     conversation = converse(model_and_tokenizer, kind)
     ask(conversation, "The code of apple is 4821.")
     branch = conversation.fork()
-    assert (
-        branch.messages == conversation.messages
-        and branch.responder.tokens == conversation.responder.tokens
-    )
+    assert branch.messages == conversation.messages and branch.tokens == conversation.tokens
     ask(branch, "The code of pear is 1234.")
     straight = converse(model_and_tokenizer, kind)
     for text in ("The code of apple is 4821.", "What is the code of apple?"):
@@ -156,17 +139,14 @@ def test_conversations_of_one_engine_share_the_blocks_of_their_system_prompt(mod
     engine = Engine(*model_and_tokenizer, kv_cache_bytes="100blocks")
     system_prompt = "The code of apple is 4821. The code of pear is 1234. My name is Tom. The code of fig is 7777."
     conversations = [
-        Conversation(EngineResponder(engine), model_and_tokenizer[1], system_prompt=system_prompt)
-        for _ in range(3)
+        Conversation(engine, model_and_tokenizer[1], system_prompt=system_prompt) for _ in range(3)
     ]
     answers = [
         ask(conversation, f"What is {i} + 1?") for i, conversation in enumerate(conversations, 11)
     ]
     num_shared = len(engine.tokenizer.encode(system_prompt)) // 16
     assert [last.cached_tokens >= 16 * num_shared > 0 for _, last in answers] == [False, True, True]
-    tables = [
-        engine.cached_block_ids(conversation.responder.tokens) for conversation in conversations
-    ]
+    tables = [engine.cached_block_ids(conversation.tokens) for conversation in conversations]
     assert all(table[:num_shared] == tables[0][:num_shared] for table in tables)
     assert len(set().union(*tables)) <= sum(map(len, tables)) - 2 * num_shared
 
@@ -176,7 +156,7 @@ def test_an_answer_that_is_closed_leaves_nothing_running(model_and_tokenizer):
     answer = conversation.ask("Count from 5 to 60.")
     next(answer)
     answer.close()
-    engine = conversation.responder.engine
+    engine = conversation.engine
     assert not engine.has_unfinished_requests() and engine.stats().num_used_blocks == 0
     engine.scheduler.check_integrity()
 

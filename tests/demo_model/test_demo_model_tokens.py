@@ -11,7 +11,7 @@ import pytest
 from mlx_lm.generate import generate_step as mlx_lm_generate_step
 from mlx_lm.utils import load_model
 
-from mlx_paged import ModelRunner, demo_model_path, load, make_kv_cache
+from mlx_paged import LLM, ModelRunner, SamplingParams, demo_model_path, load, make_kv_cache
 from mlx_paged.generation import generate_step
 
 MAX_TOKENS = 200
@@ -77,32 +77,30 @@ def test_a_batch_of_different_lengths_gives_the_tokens_of_each_alone(kind: str):
     batch = {n: list(prompt(n)) for n in LENGTHS}
     got: dict[int, list[int]] = {n: [] for n in LENGTHS}
     for _ in range(MAX_TOKENS):
-        sampled = runner.run(batch, head=lambda logits: mx.argmax(logits, axis=-1)).tolist()
+        sampled = mx.argmax(runner.run(batch), axis=-1).tolist()
         for n, token in zip(LENGTHS, sampled, strict=True):
             got[n].append(token)
         batch = {n: [got[n][-1]] for n in LENGTHS}
     assert {n: tuple(tokens) for n, tokens in got.items()} == {n: expected(n) for n in LENGTHS}
 
 
-def test_reused_turns_give_the_tokens_of_a_fresh_cache():
-    from mlx_paged import Session
-
+@pytest.mark.parametrize("kind", ["basic", "paged"])
+def test_reused_turns_give_the_tokens_of_a_fresh_cache(kind: str):
     model, tokenizer = demo()
-    runner = ModelRunner(model, make_kv_cache(model, kv_cache_bytes="200blocks"))
-    session = Session(runner)
+    llm = LLM(model, tokenizer, kv=kind, kv_cache_bytes="200blocks")
+    params = SamplingParams(max_tokens=24)
     messages: list[dict[str, str]] = []
-    for text in (
-        "My name is Tom.",
-        "The code of apple is 4821.",
-        "What is my name?",
-        "What is the code of apple?",
+    for number, text in enumerate(
+        (
+            "My name is Tom.",
+            "The code of apple is 4821.",
+            "What is my name?",
+            "What is the code of apple?",
+        )
     ):
         messages.append({"role": "user", "content": text})
-        tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-        warm = [token for token, _ in generate_step(tokens, model, max_tokens=24, session=session)]
-        cold = [token for token, _ in generate_step(tokens, model, max_tokens=24)]
-        assert warm == cold
-        end = next(
-            (i for i, token in enumerate(warm) if token in tokenizer.eos_token_ids), len(warm)
-        )
-        messages.append({"role": "assistant", "content": tokenizer.decode(warm[:end])})
+        (warm,) = llm.chat(messages, params)
+        (cold,) = LLM(model, tokenizer, kv_cache_bytes="200blocks").chat(messages, params)
+        assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
+        assert (warm.num_cached_tokens > 0) == (number > 0)
+        messages.append({"role": "assistant", "content": warm.outputs[0].text})

@@ -21,12 +21,10 @@ from mlx_paged import (
     Engine,
     ModelRunner,
     SamplingParams,
-    Session,
     demo_model_path,
     generate,
     load,
     make_kv_cache,
-    make_sampler,
     stream_generate,
 )
 from mlx_paged.foreign_arguments import ADVICE, OTHER_NAMES, PARAMS
@@ -73,48 +71,12 @@ def runner() -> ModelRunner:
 MESSAGES = [{"role": "user", "content": "Hello"}]
 
 
-def _session(**arguments: Any) -> None:
-    session = Session(**arguments)
-    session.prefill([1, 2, 3], lambda logits: logits)
-    session.close()
-
-
-def _prefill(**arguments: Any) -> None:
-    _on_session(lambda session: session.prefill(**arguments))
-
-
-def _decode(**arguments: Any) -> None:
-    _on_session(lambda session: session.decode(**arguments))
-
-
-def _trim(**arguments: Any) -> None:
-    _on_session(lambda session: session.trim(**arguments))
-
-
-def _on_session(act: Callable[[Session], Any]) -> None:
-    session = Session(runner(), "fuzzed")
-    session.prefill([1, 2, 3], lambda logits: logits)
-    try:
-        act(session)
-    finally:
-        if session.cache.seq_len("fuzzed") != len(session.tokens):
-            raise Defect("the session's tokens are not those of its cache")
-        session.decode(5, lambda logits: logits)
-        session.close()
-
-
 def _run(**arguments: Any) -> None:
     try:
         runner().run(**arguments)
     finally:
         for seq in runner().cache.seqs:
             runner().cache.free(seq)
-
-
-def _make_sampler(**arguments: Any) -> None:
-    sampled = make_sampler(**arguments)(mx.log(mx.array([[0.5, 0.3, 0.15, 0.05]])))
-    if not 0 <= sampled.item() < 4:
-        raise Defect(f"the sampler chose {sampled}")
 
 
 def _sampling_params(**arguments: Any) -> None:
@@ -198,7 +160,7 @@ def _generate_of_async_engine(**arguments: Any) -> None:
 
 def _other_calls_of_engine(**arguments: Any) -> None:
     engine = llm().engine
-    for call in (engine.abort, engine.num_computed_tokens):
+    for call in (engine.abort, engine.prompt_progress):
         call(**arguments)
     _check_outputs([])
 
@@ -230,7 +192,7 @@ def _make_kv_cache(**arguments: Any) -> None:
 def _mlx_options() -> dict[str, Any]:
     return {
         "max_tokens": 2, "sampler": None, "logits_processors": None, "prefill_step_size": 8,
-        "prompt_progress_callback": None, "session": None, "kv": "paged", "block_size": 8, "kv_cache_bytes": BUDGET,
+        "prompt_progress_callback": None, "kv": "paged", "block_size": 8, "kv_cache_bytes": BUDGET,
         "backend": "reference", "max_model_len": 20,
     }  # fmt: skip
 
@@ -259,17 +221,10 @@ def _asked() -> dict[str, Any]:
 # What is called, and the arguments of a call that is right. Values that change what the others mean
 # are left out.
 ENTRIES: dict[str, tuple[Callable[..., None], Callable[[], dict[str, Any]]]] = {
-    "make_sampler": (_make_sampler, lambda: {"temp": 1.0, "top_p": 0.9, "min_p": 0.1, "min_tokens_to_keep": 2,
-                                             "top_k": 2}),
     "SamplingParams": (_sampling_params, _params),
     "make_kv_cache": (_make_kv_cache, lambda: {"model": tiny_model(), "kind": "paged", "block_size": 16,
                                                "kv_cache_bytes": BUDGET, "backend": "auto"}),
-    "Session": (_session, lambda: {"runner": runner(), "seq": "s", "max_model_len": 20}),
-    "Session.prefill": (_prefill, lambda: {"prompt": [1, 2, 4], "head": lambda logits: logits,
-                                           "prefill_step_size": 2, "progress": None}),
-    "Session.decode": (_decode, lambda: {"token": 4, "head": lambda logits: logits}),
-    "Session.trim": (_trim, lambda: {"length": 2}),
-    "ModelRunner.run": (_run, lambda: {"batch": {"a": [1, 2]}, "head": None}),
+    "ModelRunner.run": (_run, lambda: {"batch": {"a": [1, 2]}}),
     "generate": (_generate, lambda: {"model": tiny_model(), "tokenizer": tokenizer(), "prompt": "Hello",
                                      "verbose": False, **_mlx_options()}),
     "stream_generate": (_stream, lambda: {"model": tiny_model(), "tokenizer": tokenizer(), "prompt": "Hello",
@@ -291,8 +246,7 @@ ENTRIES: dict[str, tuple[Callable[..., None], Callable[[], dict[str, Any]]]] = {
 # Other words for an argument in messages that are right.
 ALSO_NAMED = {
     "prompt": ("token id", "text", "[prompt]"), "prompts": ("prompt", "priority"),
-    "kv_cache_bytes": ("kv-cache-bytes", "budget"),
-    "swap_bytes": ("kv-cache-bytes",), "kv": ("kind", "cache mode"), "kind": ("cache mode",), "token": ("token",),
+    "kv_cache_bytes": ("budget",), "kv": ("kind", "cache mode"), "kind": ("cache mode",), "token": ("token",),
     "path_or_hf_repo": ("[load]",), "model": ("[load]",), "batch": ("token", "step"), "max_tokens": ("max_tokens",),
     "adapter_path": ("[load]",), "model_config": ("[load]",), "tokenizer_config": ("[load]",), "n": ("completions",),
     "messages": ("[chat", "priority"), "max_num_seqs": ("max_num_batched_tokens",),

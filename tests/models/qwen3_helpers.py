@@ -16,7 +16,7 @@ from mlx_lm.utils import load_model as load_model_as_mlx_lm
 
 from mlx_paged.cache import KVCache
 from mlx_paged.engine.model_runner import make_kv_cache
-from mlx_paged.loading import _model_classes
+from mlx_paged.loading.loader import model_classes
 
 CACHES = ("basic", "paged")
 
@@ -25,7 +25,7 @@ def load_model(folder: Path):
     """Our model from a folder that has no tokenizer: the part of ``mlx_paged.load`` that reads
     weights.
     """
-    return load_model_as_mlx_lm(folder, get_model_classes=_model_classes)[0]
+    return load_model_as_mlx_lm(folder, get_model_classes=model_classes)[0]
 
 
 def make_cache(model, kind: str, block_size: int = 16) -> KVCache:

@@ -1,0 +1,14 @@
+"""Models from a local folder or the Hugging Face hub, and how their authors want them sampled."""
+
+from mlx_paged.loading.folder import LoadError, demo_model_path, find_model
+from mlx_paged.loading.generation_config import SamplingDefaults, read_sampling_defaults
+from mlx_paged.loading.loader import load
+
+__all__ = [
+    "LoadError",
+    "SamplingDefaults",
+    "demo_model_path",
+    "find_model",
+    "load",
+    "read_sampling_defaults",
+]

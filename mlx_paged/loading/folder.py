@@ -1,0 +1,86 @@
+"""The folder of a model: where it is, and the JSON files in it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mlx_paged.errors import ArgumentError, one_line
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_MODEL_FILES = [
+    "*.json", "model*.safetensors", "*.py", "tokenizer.model", "*.tiktoken", "*.txt", "*.jsonl",
+    "*.jinja",
+]  # fmt: skip
+
+
+class LoadError(ArgumentError):
+    """The model is not there, broken, or not one that can be run; the message is one line that says
+    what to do.
+    """
+
+
+@contextmanager
+def load_errors(what: str) -> Iterator[None]:
+    """Turn errors of the libraries that read the files into a :class:`LoadError`.
+
+    Args:
+        what: is wrong; the error's own text follows.
+    """
+    try:
+        yield
+    except LoadError:
+        raise
+    except Exception as error:
+        # A broken file makes its readers raise anything, and so does the network. For the user it
+        # is one thing.
+        raise LoadError(f"[load] {what}: {one_line(error)}") from error
+
+
+def demo_model_path() -> Path:
+    """The folder of the bundled demo model."""
+    return Path(__file__).parent.parent / "demo_model"
+
+
+def find_model(path_or_hf_repo: str | Path, revision: str | None = None) -> Path:
+    """The folder of a model: a local one, or that of a repository on the hub, downloaded once.
+
+    Raises:
+        LoadError: there is neither.
+    """
+    repo = str(path_or_hf_repo)
+    path = Path(repo)
+    try:
+        path = path.expanduser()
+        is_folder, is_file = repo != "" and path.is_dir(), path.is_file()
+    except (OSError, RuntimeError):
+        # The name is longer than the file system takes, or begins with ~ and no user's name.
+        is_folder = is_file = False
+    if is_folder:
+        return path
+    if is_file:
+        raise LoadError(
+            f"[load] {path} is a file; give the folder that holds config.json and "
+            "model*.safetensors"
+        )
+    if not _HUB_ID.fullmatch(repo):
+        raise LoadError(f"[load] no folder {repo!r}, and it is not a hub id of the form owner/name")
+    from huggingface_hub import snapshot_download
+
+    with load_errors(f"no folder {repo!r}, and no such download"):
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=_MODEL_FILES))
+
+
+def read_json_object(file: Path, way_out: str = "") -> dict[str, Any]:
+    """The JSON object in a file; raises :class:`LoadError` for anything else."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("it is not a JSON object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise LoadError(f"[load] {file} can't be read: {one_line(error)}{way_out}") from error
+    return content

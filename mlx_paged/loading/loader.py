@@ -1,0 +1,243 @@
+"""Load a model and its tokenizer, as mlx-lm does."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import mlx.core as mx
+
+# mlx.nn does not re-export Module: to a user's mypy, nn.Module is Any.
+from mlx.nn.layers.base import Module
+from mlx.utils import tree_flatten
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import load_adapters, load_model, load_tokenizer
+
+from mlx_paged.argument_values import is_plain_integer
+from mlx_paged.errors import shown
+from mlx_paged.foreign_arguments import refuses_unknown_arguments
+from mlx_paged.loading.folder import LoadError, find_model, load_errors, read_json_object
+
+# model_type -> the module that has its Model and ModelArgs
+MODELS = {"qwen3": "mlx_paged.models.qwen3"}
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+@overload
+def load(
+    path_or_hf_repo: str | Path,
+    tokenizer_config: dict[str, Any] | None = None,
+    model_config: dict[str, Any] | None = None,
+    adapter_path: str | Path | None = None,
+    lazy: bool = False,
+    return_config: Literal[False] = False,
+    revision: str | None = None,
+) -> tuple[Module, TokenizerWrapper]: ...
+
+
+@overload
+def load(
+    path_or_hf_repo: str | Path,
+    tokenizer_config: dict[str, Any] | None = None,
+    model_config: dict[str, Any] | None = None,
+    adapter_path: str | Path | None = None,
+    lazy: bool = False,
+    *,
+    return_config: Literal[True],
+    revision: str | None = None,
+) -> tuple[Module, TokenizerWrapper, dict[str, Any]]: ...
+
+
+@overload
+def load(
+    path_or_hf_repo: str | Path,
+    tokenizer_config: dict[str, Any] | None,
+    model_config: dict[str, Any] | None,
+    adapter_path: str | Path | None,
+    lazy: bool,
+    return_config: Literal[True],
+    revision: str | None = None,
+) -> tuple[Module, TokenizerWrapper, dict[str, Any]]: ...
+
+
+@overload
+def load(
+    path_or_hf_repo: str | Path,
+    tokenizer_config: dict[str, Any] | None = None,
+    model_config: dict[str, Any] | None = None,
+    adapter_path: str | Path | None = None,
+    lazy: bool = False,
+    return_config: bool = False,
+    revision: str | None = None,
+) -> tuple[Module, TokenizerWrapper] | tuple[Module, TokenizerWrapper, dict[str, Any]]: ...
+
+
+@refuses_unknown_arguments("load")
+def load(
+    path_or_hf_repo: str | Path,
+    tokenizer_config: dict[str, Any] | None = None,
+    model_config: dict[str, Any] | None = None,
+    adapter_path: str | Path | None = None,
+    lazy: bool = False,
+    return_config: bool = False,
+    revision: str | None = None,
+) -> tuple[Module, TokenizerWrapper] | tuple[Module, TokenizerWrapper, dict[str, Any]]:
+    """A model and its tokenizer, ready for :func:`mlx_paged.generate`; the signature follows
+    ``mlx_lm.load``.
+
+    Reads what mlx-lm reads for Qwen3: float32, float16 and bfloat16, one or several safetensors
+    files, weights quantised by MLX, tied and untied embeddings.
+
+    Args:
+        path_or_hf_repo: a local folder, or the id of a repository on the Hugging Face hub, which is
+            downloaded once.
+        tokenizer_config: passed on to the tokenizer.
+        model_config: replaces fields of ``config.json``.
+        adapter_path: a folder with LoRA or DoRA adapters, as mlx-lm trains them.
+        lazy: leave the weights unevaluated until they are used.
+        return_config: return the configuration as a third value.
+        revision: branch, tag or commit of the repository.
+
+    Raises:
+        LoadError: nothing is there, it is broken, or the model type is not supported.
+    """
+    for name, value, kinds, what in (
+        ("path_or_hf_repo", path_or_hf_repo, str | Path, "a folder or a hub id"),
+        ("adapter_path", adapter_path, str | Path | None, "a text, or None"),
+        ("revision", revision, str | Path | None, "a text, or None"),
+        ("lazy", lazy, bool, "True or False"),
+        ("return_config", return_config, bool, "True or False"),
+    ):
+        if not isinstance(value, kinds):
+            raise LoadError(f"[load] {name} must be {what}, got {shown(value)}", name)
+    for name, config in (("tokenizer_config", tokenizer_config), ("model_config", model_config)):
+        if not isinstance(config, dict | None) or not all(
+            isinstance(key, str) for key in config or ()
+        ):
+            what = "a dict with texts as keys, or None"
+            raise LoadError(f"[load] {name} must be {what}, got {shown(config)}", name)
+    path = find_model(path_or_hf_repo, revision)
+    model, config = _load_model(path, lazy, model_config)
+    tokenizer = _load_tokenizer(path, tokenizer_config, config.get("eos_token_id"))
+    if adapter_path is not None:
+        if not str(adapter_path):
+            raise LoadError(
+                "[load] no folder ''; adapter_path must be one with adapters in it", "adapter_path"
+            )
+        with load_errors(f"the adapters in {adapter_path} can't be used"):
+            model = load_adapters(model, str(adapter_path))
+            model.eval()
+    return (model, tokenizer, config) if return_config else (model, tokenizer)
+
+
+def _load_model(
+    path: Path, lazy: bool, model_config: dict[str, Any] | None
+) -> tuple[Module, dict[str, Any]]:
+    config_file = path / "config.json"
+    if not config_file.is_file():
+        raise LoadError(
+            f"[load] {path} has no config.json; a model folder holds config.json and "
+            "model*.safetensors"
+        )
+    _check_config({**read_json_object(config_file), **(model_config or {})}, config_file)
+    _check_generation_config(path / "generation_config.json")
+    if not any(path.glob("model*.safetensors")):
+        raise LoadError(f"[load] {path} has no weights (model*.safetensors)")
+    with load_errors(f"the model in {path} is broken"):
+        model, config = load_model(
+            path, lazy, model_config=model_config, get_model_classes=model_classes
+        )
+    weights = dict(tree_flatten(model.parameters()))
+    for name, weight in weights.items():
+        # MLX packs quantised weights into uint32. All other integers would be computed with in
+        # silence.
+        scales = f"{name.removesuffix('.weight')}.scales"
+        is_packed = weight.dtype == mx.uint32 and scales in weights
+        if not is_packed and not mx.issubdtype(weight.dtype, mx.floating):
+            raise LoadError(
+                f"[load] the model in {path} is broken: the weights {name} are of type "
+                f"{weight.dtype}"
+            )
+    return model, config
+
+
+def _load_tokenizer(
+    path: Path, tokenizer_config: dict[str, Any] | None, eos_token_ids: Any
+) -> TokenizerWrapper:
+    with load_errors(f"the tokenizer in {path} is missing or broken"):
+        if not any((path / name).is_file() for name in _TOKENIZER_FILES):
+            # transformers would make up a tokenizer of one word.
+            raise ValueError(f"none of {', '.join(_TOKENIZER_FILES)}")
+        tokenizer: TokenizerWrapper = load_tokenizer(
+            path, tokenizer_config, eos_token_ids=eos_token_ids
+        )
+    # transformers would warn of "indexing errors" when a text is long. The context limit says it
+    # with the sum.
+    warned = getattr(tokenizer, "deprecation_warnings", None)
+    if isinstance(warned, dict):
+        warned["sequence-length-is-longer-than-the-specified-maximum"] = True
+    return tokenizer
+
+
+def _check_config(config: dict[str, Any], file: Path) -> None:
+    """Refuse what the readers of the weights would stumble over later, and say less clearly."""
+    model_classes(config)
+    _check_end_tokens(config, file)
+    quantization, legacy = config.get("quantization"), config.get("quantization_config")
+    if quantization is None:
+        if legacy and not (
+            isinstance(legacy, dict) and isinstance(legacy.get("quant_method"), str)
+        ):
+            raise LoadError(
+                f"[load] quantization_config in {file} must be an object with a quant_method"
+            )
+        return
+    if not isinstance(quantization, dict):
+        raise LoadError(
+            f"[load] quantization in {file} must be an object, got {shown(quantization)}"
+        )
+    for name in ("group_size", "bits"):
+        if name not in quantization:
+            raise LoadError(
+                f"[load] quantization in {file} lacks {name}; MLX's has group_size and bits"
+            )
+        if not is_plain_integer(quantization[name], 1):
+            raise LoadError(
+                f"[load] {name} of quantization in {file} must be a positive integer, got "
+                f"{shown(quantization[name])}"
+            )
+
+
+def _check_generation_config(file: Path) -> None:
+    # Its end tokens go before those of config.json.
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return  # mlx-lm leaves it out, too
+    if not isinstance(config, dict):
+        raise LoadError(f"[load] {file} can't be read: it is not a JSON object")
+    _check_end_tokens(config, file)
+
+
+def _check_end_tokens(config: dict[str, Any], file: Path) -> None:
+    value = config.get("eos_token_id")
+    token_ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(map(is_plain_integer, token_ids)):
+        raise LoadError(
+            f"[load] eos_token_id in {file} must be a token id or a list of them, got "
+            f"{shown(value)}"
+        )
+
+
+def model_classes(config: dict[str, Any]) -> tuple[type[Module], type]:
+    """The classes of a model and of its arguments, by the configuration's ``model_type``."""
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in MODELS:
+        raise LoadError(
+            f"[load] model type {model_type!r} is not supported; supported: {', '.join(MODELS)}"
+        )
+    module = importlib.import_module(MODELS[model_type])
+    return module.Model, module.ModelArgs
