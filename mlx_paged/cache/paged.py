@@ -4,6 +4,7 @@ slab per layer.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,13 +12,18 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from mlx_paged import ops
 from mlx_paged.cache.base import KVCache, KVCacheStats, SeqId, Step
 from mlx_paged.config import KVCacheConfig
 from mlx_paged.core import BlockCopy, BlockPool, BlockTable, KVCacheManager
 from mlx_paged.errors import CacheFullError
-from mlx_paged.ops import AttentionMetadata, CopyDetector, KVHandle, SlotMapping
-from mlx_paged.ops.notices import say_once
+from mlx_paged.ops import (
+    AttentionMetadata,
+    AttentionParams,
+    CopyDetector,
+    KVHandle,
+    SlotMapping,
+    choose_backend,
+)
 
 INITIAL_BLOCKS = 64
 NUM_WATCHED_STEPS = 3
@@ -68,10 +74,12 @@ class PagedKVCache(KVCache):
     ):
         super().__init__(config)
         self._initial_blocks = min(initial_blocks, config.num_blocks)
-        self.backend = ops.resolve_backend(backend, config.head_dim, config.block_size)
+        self.backend = choose_backend(
+            backend, [(config.head_dim, config.head_dim, config.block_size)]
+        )
         # Plain MLX gathers blocks, which may take as much as a slab; kernels allocate next to
         # nothing.
-        self._copy_detector = CopyDetector(NUM_WATCHED_STEPS if self.backend == "metal" else 0)
+        self._copy_detector = CopyDetector(NUM_WATCHED_STEPS if self.backend.name == "metal" else 0)
         self.reset()
 
     def reset(self) -> None:
@@ -86,7 +94,12 @@ class PagedKVCache(KVCache):
         num_blocks = self._initial_blocks + 1
         self._layers = [
             KVHandle.allocate(
-                num_blocks, config.num_kv_heads, config.block_size, config.head_dim, self.dtype
+                num_blocks,
+                config.num_kv_heads,
+                config.block_size,
+                config.head_dim,
+                config.head_dim,
+                self.dtype,
             )
             for _ in range(config.num_layers)
         ]
@@ -167,7 +180,7 @@ class PagedKVCache(KVCache):
             if 0 < context_len % block_size <= count
         ]
         for handle in self._layers if partly_filled else ():
-            ops.zero_blocks(handle, partly_filled, self.backend)
+            self.backend.zero_blocks(handle, partly_filled)
         # Right by the manager's invariants: blocks of this pool, for exactly so many tokens. No
         # table changes before the step is over, so the live arrays will do.
         self._metadata = AttentionMetadata(
@@ -183,7 +196,7 @@ class PagedKVCache(KVCache):
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Copy-on-write in all layers: ``(source, destination)`` block ids."""
         for handle in self._layers if copies else ():
-            ops.copy_blocks(handle, copies, self.backend)
+            self.backend.copy_blocks(handle, copies)
 
     # Memory
 
@@ -208,8 +221,9 @@ class PagedKVCache(KVCache):
                 return
         # What there is, is the budget from now on, until somebody gives memory back.
         self._max_num_blocks = num_usable
-        say_once(
-            f"[paged cache] no memory for more than {num_usable} blocks, which are the budget now"
+        warnings.warn(
+            f"[paged cache] no memory for more than {num_usable} blocks, which are the budget now",
+            stacklevel=2,
         )
 
     def _grow(self, num_new_blocks: int) -> bool:
@@ -231,7 +245,7 @@ class PagedKVCache(KVCache):
         """Copy the first ``num_tokens`` tokens of a block table to host memory."""
         rows = []
         for handle in self._layers:
-            k, v = ops.gather_blocks(handle, block_ids, num_tokens, self.backend)
+            k, v = self.backend.gather_blocks(handle, block_ids, num_tokens)
             rows.append((_to_host(k), _to_host(v)))
         return SwappedKV(rows)
 
@@ -243,9 +257,9 @@ class PagedKVCache(KVCache):
         slots = SlotMapping.build(table.slot_mapping(start, end - start), self.config.block_size)
         for handle, rows in zip(self._layers, swapped.rows, strict=True):
             if table.num_unfilled_slots:
-                ops.zero_blocks(handle, [table.packed_block_ids[-1]], self.backend)
+                self.backend.zero_blocks(handle, [table.packed_block_ids[-1]])
             k, v = (_to_device(array[:, start:end], self.dtype) for array in rows)
-            ops.reshape_and_cache(k.swapaxes(0, 1), v.swapaxes(0, 1), handle, slots, self.backend)
+            self.backend.reshape_and_cache(k.swapaxes(0, 1), v.swapaxes(0, 1), handle, slots)
         mx.eval(self.arrays)
 
     def _commit_step(self) -> None:
@@ -264,19 +278,18 @@ class PagedKVCache(KVCache):
     def update(self, layer: int, k: mx.array, v: mx.array) -> None:
         handle, metadata = self._layers[layer], self.metadata
         slots = metadata.slot_mapping
-        ops.reshape_and_cache(
-            k.astype(self.dtype), v.astype(self.dtype), handle, slots, self.backend
-        )
+        self.backend.reshape_and_cache(k.astype(self.dtype), v.astype(self.dtype), handle, slots)
 
     def update_and_attend(
         self, layer: int, q: mx.array, k: mx.array, v: mx.array, scale: float
     ) -> mx.array:
         k, v = k.astype(self.dtype), v.astype(self.dtype)
         handle, metadata = self._layers[layer], self.metadata
+        params = AttentionParams(scale)
         if q.shape[0] < metadata.num_tokens:
-            ops.reshape_and_cache(k, v, handle, metadata.slot_mapping, self.backend)
-            return ops.attend(q, handle, metadata.last_tokens, scale, backend=self.backend)
-        return ops.update_and_attend(q, k, v, handle, metadata, scale, backend=self.backend)
+            self.backend.reshape_and_cache(k, v, handle, metadata.slot_mapping)
+            return self.backend.attend(q, handle, metadata.logit_queries, params)
+        return self.backend.update_and_attend(q, k, v, handle, metadata, params)
 
     @property
     def metadata(self) -> AttentionMetadata:
@@ -315,8 +328,8 @@ class PagedKVCache(KVCache):
         if table.num_tokens == 0:
             empty = mx.zeros((self.config.num_kv_heads, 0, self.config.head_dim), self.dtype)
             return empty, empty
-        keys, values = ops.gather_blocks(
-            self._layers[layer], table.block_ids, table.num_tokens, self.backend
+        keys, values = self.backend.gather_blocks(
+            self._layers[layer], table.block_ids, table.num_tokens
         )
         return self._detach(keys), self._detach(values)
 
