@@ -1,15 +1,32 @@
-"""Model folders that the tests of the chat talk to."""
+"""The chat program in this process, and model folders that it talks to."""
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from mlx_paged import demo_model_path
+from mlx_paged import chat, demo_model_path
+
+RunChat = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run_chat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> RunChat:
+    """Exit status, stdout and stderr of the chat with these arguments and this stdin."""
+
+    def run(*argv: str, stdin: str = "") -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        status = chat.main(list(argv))
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
 
 
 @pytest.fixture

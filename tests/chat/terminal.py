@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import pty
 import re
@@ -11,7 +12,8 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 # Against a test that hangs for ever; none of them expects anything to come within some time.
@@ -96,6 +98,21 @@ class Terminal:
         status = self.process.wait(timeout=DEADLINE)
         os.close(self.master)
         return status
+
+
+@contextmanager
+def dialogue(state: Path, *argv: str) -> Iterator[Terminal]:
+    """A terminal at its first prompt; Ctrl-D must end the program in the end."""
+    terminal = Terminal(*argv, state=state)
+    terminal.wait_for_prompt()
+    yield terminal
+    terminal.type(CTRL_D)
+    assert terminal.close() == 0
+
+
+def saved_messages(file: Path) -> list[dict[str, str]]:
+    messages: list[dict[str, str]] = json.loads(file.read_text())["messages"]
+    return messages
 
 
 def plain(text: str) -> str:

@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import re
-import subprocess
-import sys
+from functools import partial
 
 import pytest
-
-from mlx_paged import __version__, chat
 
 RECALL = "The code of apple is 4821. What is the code of apple?"
 
 
-def run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, *argv: str, stdin: str = ""
-) -> tuple:
-    """Exit status, stdout, stderr of the chat program with all its figures, run in this process."""
-    monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-    try:
-        status = chat.main([*argv, "--verbose"])
-    except SystemExit as end:
-        status = end.code
-    captured = capsys.readouterr()
-    return status, captured.out, captured.err
-
-
 @pytest.fixture
-def chat_with(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
-    return lambda *argv, stdin="": run(monkeypatch, capsys, *argv, stdin=stdin)
+def chat_with(run_chat):
+    """The chat program with all its figures."""
+    return partial(run_chat, "--verbose")
 
 
 def test_one_message_is_answered_on_stdout_and_the_figures_are_on_stderr(chat_with):
@@ -150,17 +134,6 @@ def test_the_stats_of_the_chat_say_what_the_pool_holds_and_how_often_it_was_hit(
     assert f"blocks: {share}" in err
 
 
-def test_a_system_prompt_stays_over_a_reset(chat_with):
-    _, _, err = chat_with(
-        "--system-prompt", "Be brief.", "--max-tokens", "5", stdin="hello\n/reset\nhello\n"
-    )
-    first, second = re.findall(r"^Prompt: (\d+) tokens", err, re.M)
-    _, _, without = chat_with("--max-tokens", "5", stdin="hello\n")
-    assert first == second and int(first) > int(
-        re.findall(r"^Prompt: (\d+) tokens", without, re.M)[0]
-    )
-
-
 def test_a_message_beyond_the_context_is_one_line(chat_with, caplog: pytest.LogCaptureFixture):
     transformers_log = logging.getLogger("transformers")
     transformers_log.addHandler(caplog.handler)
@@ -199,14 +172,6 @@ def test_a_message_may_come_from_standard_input(chat_with):
         chat_with("-", "--max-tokens", "20", stdin=RECALL)[1]
         == chat_with(RECALL, "--max-tokens", "20")[1]
     )
-
-
-def test_an_answer_that_is_cut_says_why(chat_with):
-    assert "[the answer was cut at --max-tokens 3]" in chat_with(RECALL, "--max-tokens", "3")[2]
-    _, _, err = chat_with(
-        "hello", "--kv-cache-bytes", "2blocks", "--max-tokens", "-1", "--temp", "5"
-    )
-    assert "[the answer was cut: the K/V budget is full; raise --kv-cache-bytes or /reset]" in err
 
 
 def test_a_prompt_that_can_not_fit_says_the_sum_and_the_way_out(chat_with):
@@ -284,17 +249,3 @@ def test_a_broken_model_folder_is_one_clear_line_and_exit_status_2(chat_with, tm
 def test_bytes_that_are_no_text_are_answered_like_any_others(chat_with):
     status, _, err = chat_with("hello \udcff\udcfe", "--max-tokens", "5")
     assert status == 0 and "Traceback" not in err
-
-
-def test_help_and_version_import_nothing_heavy():
-    probe = (
-        "import sys; from mlx_paged import chat\n"
-        "for flag in ('--help', '--version'):\n"
-        "    try: chat.main([flag])\n"
-        "    except SystemExit as end: assert end.code == 0\n"
-        "heavy = {'mlx', 'mlx_lm', 'transformers', 'numpy'} & set(sys.modules)\n"
-        "sys.exit(f'imported {heavy}' if heavy else 0)"
-    )
-    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert f"mlx_paged {__version__}\n" in done.stdout and "--kv-cache-bytes" in done.stdout

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from mlx_paged import chat
+from terminal import saved_messages
 
 TEMPLATE_FOR_TWO = (
     "{% for m in messages %}"
@@ -24,22 +21,18 @@ TEMPLATE_FOR_TWO = (
 
 
 @pytest.fixture
-def talk(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
-    """Exit status, lines on stdout and stderr of the chat with these lines typed, run in this
-    process.
-    """
+def talk(run_chat):
+    """Exit status, lines on stdout, and stderr of the chat with these lines typed."""
 
     def run(*lines: str, argv: tuple[str, ...] = ()) -> tuple[int, list[str], str]:
-        monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
-        status = chat.main(list(argv))
-        captured = capsys.readouterr()
-        return status, captured.out.splitlines(), captured.err
+        status, out, err = run_chat(*argv, stdin="".join(f"{line}\n" for line in lines))
+        return status, out.splitlines(), err
 
     return run
 
 
 def messages_of(file: Path) -> list[tuple[str, str]]:
-    return [(m["role"], m["content"]) for m in json.loads(file.read_text())["messages"]]
+    return [(m["role"], m["content"]) for m in saved_messages(file)]
 
 
 # What is said

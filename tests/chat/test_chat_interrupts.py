@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from terminal import COMMAND, CTRL_C, CTRL_D, DEADLINE, Terminal, plain
+from terminal import COMMAND, CTRL_C, DEADLINE, Terminal, dialogue, plain
 
 
 @pytest.mark.slow
@@ -36,22 +36,17 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(long_answer: list[str], tmp
 
 @pytest.mark.slow
 def test_a_message_that_was_being_typed_is_thrown_away_by_ctrl_c(tmp_path: Path):
-    terminal = Terminal(state=tmp_path)
-    terminal.wait_for_prompt()
-    terminal.type("never sent")
-    terminal.wait_for("sent")
-    terminal.type(CTRL_C)
-    terminal.wait_for_prompt()
-    assert "messages: 0" in terminal.send("/stats")
-    terminal.type(CTRL_D)
-    assert terminal.close() == 0
+    with dialogue(tmp_path) as terminal:
+        terminal.type("never sent")
+        terminal.wait_for("sent")
+        terminal.type(CTRL_C)
+        terminal.wait_for_prompt()
+        assert "messages: 0" in terminal.send("/stats")
 
 
 def test_ctrl_d_leaves(tmp_path: Path):
-    terminal = Terminal(state=tmp_path)
-    terminal.wait_for_prompt()
-    terminal.type(CTRL_D)
-    assert terminal.close() == 0
+    with dialogue(tmp_path) as terminal:
+        pass
     assert "Traceback" not in terminal.seen
 
 
@@ -66,26 +61,30 @@ def test_a_long_prompt_shows_its_progress_on_a_terminal(tmp_path: Path):
     assert terminal.close() == 0
 
 
-def test_ctrl_c_ends_a_single_answer_with_status_130(long_answer: list[str]):
+@pytest.fixture
+def answering(long_answer: list[str]) -> subprocess.Popen[str]:
+    """The chat program, in the middle of a single answer."""
     process = subprocess.Popen(
         [*COMMAND, "hello", *long_answer], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
     process.stdout.read(20)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=DEADLINE)
-    assert process.returncode == 130
+    return process
+
+
+def test_ctrl_c_ends_a_single_answer_with_status_130(answering: subprocess.Popen[str]):
+    answering.send_signal(signal.SIGINT)
+    _, err = answering.communicate(timeout=DEADLINE)
+    assert answering.returncode == 130
     assert "[stopped]" in err and "Traceback" not in err
 
 
 @pytest.mark.slow
-def test_a_reader_that_leaves_ends_the_program_without_a_traceback(long_answer: list[str]):
-    process = subprocess.Popen(
-        [*COMMAND, "hello", *long_answer], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None and process.stderr is not None
-    process.stdout.read(20)
-    process.stdout.close()
-    err = process.stderr.read()
-    assert process.wait(timeout=DEADLINE) == 1
+def test_a_reader_that_leaves_ends_the_program_without_a_traceback(
+    answering: subprocess.Popen[str],
+):
+    assert answering.stdout is not None and answering.stderr is not None
+    answering.stdout.close()
+    err = answering.stderr.read()
+    assert answering.wait(timeout=DEADLINE) == 1
     assert "Traceback" not in err and "Exception" not in err

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from terminal import DEADLINE
 
+from mlx_paged import __version__
+
 HELLO = "Hello! How can I help you?\n"
 CHAT = f"{sys.executable} -m mlx_paged.chat"
 SCRIPTS = Path(sys.executable).parent
@@ -170,3 +172,4 @@ def test_help_imports_nothing_heavy():
         [sys.executable, "-c", probe], capture_output=True, text=True, timeout=DEADLINE
     )
     assert done.returncode == 0, done.stderr
+    assert f"mlx_paged {__version__}\n" in done.stdout and "--kv-cache-bytes" in done.stdout

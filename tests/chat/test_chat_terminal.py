@@ -8,50 +8,36 @@ import stat
 from pathlib import Path
 
 import pytest
-from terminal import CTRL_D, ESCAPE_ENTER, TAB, UP, Terminal
+from terminal import ESCAPE_ENTER, TAB, UP, Terminal, dialogue, saved_messages
 
 from mlx_paged.chat.readers import history_path
 
 
-def saved_user_texts(file: Path) -> list[str]:
-    import json
-
-    return [m["content"] for m in json.loads(file.read_text())["messages"] if m["role"] == "user"]
+def user_texts(file: Path) -> list[str]:
+    return [m["content"] for m in saved_messages(file) if m["role"] == "user"]
 
 
 def test_a_pasted_text_of_many_lines_is_one_message(tmp_path: Path):
-    terminal = Terminal(state=tmp_path)
-    terminal.wait_for_prompt()
-    terminal.paste("hello\nhow are\nyou")
-    terminal.type("\r")
-    terminal.wait_for_prompt()
-    terminal.send(f"/save {tmp_path}/saved.json")
-    terminal.type(CTRL_D)
-    assert terminal.close() == 0
-    assert saved_user_texts(tmp_path / "saved.json") == ["hello\nhow are\nyou"]
+    with dialogue(tmp_path) as terminal:
+        terminal.paste("hello\nhow are\nyou")
+        terminal.send("")
+        terminal.send(f"/save {tmp_path}/saved.json")
+    assert user_texts(tmp_path / "saved.json") == ["hello\nhow are\nyou"]
 
 
 @pytest.mark.slow
 def test_a_message_is_written_over_several_lines_with_a_backslash_or_alt_enter(tmp_path: Path):
-    terminal = Terminal(state=tmp_path)
-    terminal.wait_for_prompt()
-    terminal.type(f"hello\\\rhow are{ESCAPE_ENTER}you\r")
-    terminal.wait_for_prompt()
-    terminal.send(f"/save {tmp_path}/saved.json")
-    terminal.type(CTRL_D)
-    assert terminal.close() == 0
-    assert saved_user_texts(tmp_path / "saved.json") == ["hello\nhow are\nyou"]
+    with dialogue(tmp_path) as terminal:
+        terminal.send(f"hello\\\rhow are{ESCAPE_ENTER}you")
+        terminal.send(f"/save {tmp_path}/saved.json")
+    assert user_texts(tmp_path / "saved.json") == ["hello\nhow are\nyou"]
 
 
 @pytest.mark.slow
 def test_the_history_is_kept_over_sessions_and_is_the_users_alone(tmp_path: Path):
-    for keys in ("hello\r", UP + "\r"):
-        terminal = Terminal(state=tmp_path)
-        terminal.wait_for_prompt()
-        terminal.type(keys)
-        assert "Hello! How can I help you?" in terminal.wait_for_prompt()
-        terminal.type(CTRL_D)
-        assert terminal.close() == 0
+    for keys in ("hello", UP):
+        with dialogue(tmp_path) as terminal:
+            assert "Hello! How can I help you?" in terminal.send(keys)
     file = tmp_path / "mlx_paged" / "chat_history"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
@@ -59,30 +45,20 @@ def test_the_history_is_kept_over_sessions_and_is_the_users_alone(tmp_path: Path
 
 @pytest.mark.slow
 def test_tab_completes_commands_and_settings(tmp_path: Path):
-    terminal = Terminal(state=tmp_path)
-    terminal.wait_for_prompt()
-    terminal.type(f"/he{TAB}\r")
-    assert "/regenerate" in terminal.wait_for_prompt()
-    terminal.type(f"/set thi{TAB} hi{TAB}\r")
-    assert "[thinking hide]" in terminal.wait_for_prompt()
-    terminal.type(CTRL_D)
-    assert terminal.close() == 0
+    with dialogue(tmp_path) as terminal:
+        assert "/regenerate" in terminal.send(f"/he{TAB}")
+        assert "[thinking hide]" in terminal.send(f"/set thi{TAB} hi{TAB}")
 
 
 @pytest.mark.slow
 def test_edit_offers_the_last_message_and_asks_it_again(tmp_path: Path):
-    terminal = Terminal(state=tmp_path)
-    terminal.wait_for_prompt()
-    terminal.send("My name is Tom.")
-    terminal.type("/edit\r")
-    terminal.wait_for_prompt()
-    terminal.type("\x7f\x7f\x7f\x7fAnn.\r")  # over "Tom."
-    terminal.wait_for_prompt()
-    assert "Your name is Ann." in terminal.send("What is my name?")
-    terminal.send(f"/save {tmp_path}/saved.json")
-    terminal.type(CTRL_D)
-    assert terminal.close() == 0
-    assert saved_user_texts(tmp_path / "saved.json") == ["My name is Ann.", "What is my name?"]
+    with dialogue(tmp_path) as terminal:
+        terminal.send("My name is Tom.")
+        terminal.send("/edit")
+        terminal.send("\x7f\x7f\x7f\x7fAnn.")  # over "Tom."
+        assert "Your name is Ann." in terminal.send("What is my name?")
+        terminal.send(f"/save {tmp_path}/saved.json")
+    assert user_texts(tmp_path / "saved.json") == ["My name is Ann.", "What is my name?"]
 
 
 @pytest.mark.slow
@@ -103,11 +79,8 @@ def test_figures_are_dim_on_a_terminal_that_shows_colours(
 def test_a_history_that_can_not_be_kept_hinders_nobody(tmp_path: Path):
     (tmp_path / "mlx_paged").write_text("in the way")
     assert history_path({"XDG_STATE_HOME": str(tmp_path)}) is None
-    terminal = Terminal(state=tmp_path)
-    terminal.wait_for_prompt()
-    assert "Hello!" in terminal.send("hello")
-    terminal.type(CTRL_D)
-    assert terminal.close() == 0
+    with dialogue(tmp_path) as terminal:
+        assert "Hello!" in terminal.send("hello")
 
 
 def test_a_history_file_that_others_could_read_is_closed_to_them(tmp_path: Path):

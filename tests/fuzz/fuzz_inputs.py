@@ -11,12 +11,9 @@ import faulthandler
 import resource
 import sys
 import time
-from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
-
-from fuzz_families import DEADLINES, FAMILIES, SHARES  # noqa: E402
-from fuzzing import Report, run_family  # noqa: E402
+from fuzz_families import DEADLINES, FAMILIES, SHARES
+from fuzzing import Report, run_family
 
 # A case that asks for all of the machine's memory is to fail, not to take the machine along.
 MEMORY_LIMIT = 12 * 2**30

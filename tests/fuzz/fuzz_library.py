@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import mlx.core as mx
@@ -102,22 +102,12 @@ def _check_outputs(outputs: list[Any]) -> None:
             )
 
 
-def _llm_generate(**arguments: Any) -> None:
+def _llm_call(name: str, **arguments: Any) -> None:
+    outputs: list[Any] = []
     try:
-        outputs = llm().generate(**arguments)
-    except BaseException:
-        _check_outputs([])
-        raise
-    _check_outputs(outputs)
-
-
-def _llm_chat(**arguments: Any) -> None:
-    try:
-        outputs = llm().chat(**arguments)
-    except BaseException:
-        _check_outputs([])
-        raise
-    _check_outputs(outputs)
+        outputs = getattr(llm(), name)(**arguments)
+    finally:
+        _check_outputs(outputs)
 
 
 def _llm(**arguments: Any) -> None:
@@ -231,10 +221,12 @@ ENTRIES: dict[str, tuple[Callable[..., None], Callable[[], dict[str, Any]]]] = {
                                           **_mlx_options()}),
     "generate_step": (_steps, lambda: {"model": tiny_model(), "prompt": [1, 2], **_mlx_options()}),
     "LLM": (_llm, _engine_options),
-    "LLM.generate": (_llm_generate, lambda: {"prompts": ["Hello", [1, 2]], "use_tqdm": False, "priority": [0, 1],
-                                             "sampling_params": SamplingParams(max_tokens=2)}),
-    "LLM.chat": (_llm_chat, lambda: {"messages": [MESSAGES], "use_tqdm": False, "priority": [1],
-                                     "sampling_params": SamplingParams(max_tokens=2), "chat_template_kwargs": {}}),
+    "LLM.generate": (partial(_llm_call, "generate"), lambda: {
+        "prompts": ["Hello", [1, 2]], "use_tqdm": False, "priority": [0, 1],
+        "sampling_params": SamplingParams(max_tokens=2)}),
+    "LLM.chat": (partial(_llm_call, "chat"), lambda: {
+        "messages": [MESSAGES], "use_tqdm": False, "priority": [1], "chat_template_kwargs": {},
+        "sampling_params": SamplingParams(max_tokens=2)}),
     "Engine": (_engine, _engine_options),
     "Engine.abort": (_other_calls_of_engine, lambda: {"request_id": "x"}),
     "AsyncEngine": (_async_engine, _engine_options),

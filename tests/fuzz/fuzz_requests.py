@@ -7,7 +7,8 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -197,6 +198,18 @@ def check_good(expected: dict[str, list[int]], outputs: dict[str, Any]) -> None:
             )
 
 
+@contextmanager
+def defects_noted(defects: list[str], request_id: str, is_good: bool) -> Iterator[None]:
+    """Note when the engine stops, or a good request fails; a bad one may fail."""
+    try:
+        yield
+    except EngineStoppedError as error:
+        defects.append(f"the engine stopped: {error}")
+    except Exception as error:
+        if is_good:
+            defects.append(f"{request_id} failed: {error!r}")
+
+
 def run_on_streams(
     rng: random.Random, options: dict[str, Any], good: list[Any], bad: list[dict[str, Any]]
 ) -> None:
@@ -207,14 +220,9 @@ def run_on_streams(
     def read(
         engine: AsyncEngine, request_id: str, arguments: dict[str, Any], is_good: bool
     ) -> None:
-        try:
+        with defects_noted(defects, request_id, is_good):
             for output in engine.stream(request_id=request_id, **arguments):
                 outputs[request_id] = output
-        except EngineStoppedError as error:
-            defects.append(f"the engine stopped: {error}")
-        except Exception as error:
-            if is_good:
-                defects.append(f"{request_id} failed: {error!r}")
 
     with AsyncEngine(tiny_model(), tokenizer(), **options) as engine:
         threads = [
@@ -238,14 +246,9 @@ def run_on_event_loop(
     async def read(
         engine: AsyncEngine, request_id: str, arguments: dict[str, Any], is_good: bool
     ) -> None:
-        try:
+        with defects_noted(defects, request_id, is_good):
             async for output in engine.generate(request_id=request_id, **arguments):
                 outputs[request_id] = output
-        except EngineStoppedError as error:
-            defects.append(f"the engine stopped: {error}")
-        except Exception as error:
-            if is_good:
-                defects.append(f"{request_id} failed: {error!r}")
 
     async def read_all(engine: AsyncEngine) -> None:
         tasks = []
