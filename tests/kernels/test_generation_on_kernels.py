@@ -93,7 +93,7 @@ def test_a_fork_and_a_turn_with_history_get_the_tokens_of_the_reference_on_metal
         tokens = []
 
         def run(batch) -> None:
-            tokens.append(runner.run(batch, lambda logits: mx.argmax(logits, axis=-1)).tolist())
+            tokens.append(mx.argmax(runner.run(batch), axis=-1).tolist())
 
         run({"a": prompt})
         runner.cache.fork("a", "b")  # shares a partly filled block, which the next step copies
