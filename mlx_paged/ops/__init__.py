@@ -16,11 +16,12 @@ from mlx_paged.ops import checks
 from mlx_paged.ops.backends import BACKENDS, BackendError, load_backend, resolve_backend
 from mlx_paged.ops.copy_detector import CopyDetector
 from mlx_paged.ops.kv_handle import KVHandle
-from mlx_paged.ops.metadata import AttentionMetadata, SlotMapping
+from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, SlotMapping
 
 __all__ = [
     "BACKENDS",
     "AttentionMetadata",
+    "AttentionParams",
     "BackendError",
     "CopyDetector",
     "KVHandle",
@@ -185,3 +186,33 @@ def zero_blocks(kv: KVHandle, block_ids: Sequence[int], backend: str = "auto") -
         return
     checks.check_block_ids("zero_blocks", "block_ids", block_ids, kv)
     load_backend(backend, kv).zero_blocks(kv, block_ids)
+
+
+class Backend:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def reshape_and_cache(self, k, v, kv, slot_mapping):  # type: ignore
+        reshape_and_cache(k, v, kv, slot_mapping, self.name)
+
+    def update_and_attend(self, q, k, v, kv, step, params):  # type: ignore
+        p = params
+        return update_and_attend(q, k, v, kv, step, p.scale, p.window, p.sinks, self.name)
+
+    def attend(self, q, kv, step, params):  # type: ignore
+        return attend(q, kv, step, params.scale, params.window, params.sinks, self.name)
+
+    def gather_blocks(self, kv, block_table, num_tokens):  # type: ignore
+        return gather_blocks(kv, block_table, num_tokens, self.name)
+
+    def copy_blocks(self, kv, pairs):  # type: ignore
+        copy_blocks(kv, pairs, self.name)
+
+    def zero_blocks(self, kv, block_ids):  # type: ignore
+        zero_blocks(kv, block_ids, self.name)
+
+
+def choose_backend(name, shapes):  # type: ignore
+    for key_dim, _, block_size in shapes:
+        name = resolve_backend(name, key_dim, block_size)
+    return Backend(name)

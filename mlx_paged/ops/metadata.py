@@ -12,7 +12,7 @@ import itertools
 from array import array
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeGuard, TypeVar
 
@@ -112,6 +112,13 @@ class SlotMapping:
         )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionParams:
+    scale: float
+    window: int | None = None
+    sinks: mx.array | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class AttentionMetadata:
     """One step of a ragged batch: sequence ``s`` has ``context_lens[s]`` tokens, its last
@@ -128,6 +135,7 @@ class AttentionMetadata:
     shares_new_blocks: bool = (
         False  # a block table names a block that another sequence writes in this step
     )
+    num_logit_rows: list[int] | None = None
     known_max_block_id: int | None = None  # saves looking at each
     _plans: dict[Hashable, object] = field(default_factory=dict, repr=False)
 
@@ -230,9 +238,34 @@ class AttentionMetadata:
         return [0, *itertools.accumulate(self.query_lens)]
 
     @cached_property
-    def last_tokens(self) -> AttentionMetadata:
-        """The same step for the last token of each sequence only."""
-        return replace(self, query_lens=[1] * self.num_seqs, _plans={})
+    def positions(self) -> mx.array:
+        runs = zip(self.context_lens, self.query_lens, strict=True)
+        return mx.array([p for end, n in runs for p in range(end - n, end)], dtype=mx.int32)
+
+    @property
+    def _logit_counts(self) -> list[int]:
+        return [1] * self.num_seqs if self.num_logit_rows is None else self.num_logit_rows
+
+    @cached_property
+    def logit_rows(self) -> mx.array | None:
+        counts = self._logit_counts
+        if counts == self.query_lens:
+            return None
+        runs = zip(self.cu_seqlens_q[1:], counts, strict=True)
+        return mx.array([row for end, n in runs for row in range(end - n, end)], dtype=mx.int32)
+
+    @cached_property
+    def logit_queries(self) -> AttentionMetadata:
+        if self.logit_rows is None:
+            return self
+        seqs = [seq for seq, n in enumerate(self._logit_counts) if n]
+        return AttentionMetadata(
+            [self.block_tables[seq] for seq in seqs],
+            [self.context_lens[seq] for seq in seqs],
+            [self._logit_counts[seq] for seq in seqs],
+            self.block_size,
+            known_max_block_id=self.known_max_block_id,
+        )
 
     @cached_property
     def max_query_len(self) -> int:
