@@ -60,3 +60,31 @@ def forget_frames(error: BaseException, where: str | None = None) -> None:
                 if lines:
                     link.add_note(f"{where}:\n{''.join(lines)}")
         link = link.__cause__ or link.__context__
+
+
+class CacheFullError(RuntimeError):
+    """The budget can't hold what a step would add; nothing was changed. The message says what is
+    needed, what there is, and what to do.
+    """
+
+
+class PromptTooLongError(CacheFullError):
+    """The budget or the context can't hold a prompt; nothing was changed."""
+
+
+def prompt_too_long(num_tokens: int, block_size: int, num_blocks: int) -> PromptTooLongError:
+    """The error of a prompt that the budget of ``num_blocks`` can't hold."""
+    return PromptTooLongError(
+        f"[paged cache] a prompt of {num_tokens} tokens needs {-(-num_tokens // block_size)} "
+        f"blocks of {block_size}, the budget holds {num_blocks}; raise --kv-cache-bytes or shorten "
+        "the prompt"
+    )
+
+
+def prompt_beyond_context(num_tokens: int, max_model_len: int) -> PromptTooLongError:
+    """The error of a prompt that leaves no room for an answer within ``max_model_len``."""
+    return PromptTooLongError(
+        f"[context] a prompt of {num_tokens} tokens leaves no room for an answer: prompt and "
+        f"answer have at most {max_model_len} tokens together; shorten the prompt or raise "
+        "max_model_len"
+    )

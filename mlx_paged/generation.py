@@ -16,7 +16,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.argument_values import as_integer, check_callable, check_integer, kind_of
 from mlx_paged.cache import KVCache
-from mlx_paged.engine.model_runner import ModelRunner, make_kv_cache
+from mlx_paged.engine.model_runner import ModelRunner
 from mlx_paged.engine.prompts import Prompt, TokenIds, as_tokenizer, read_prompt
 from mlx_paged.engine.read_array import read_ints
 from mlx_paged.engine.session import PREFILL_STEP_SIZE, Session
@@ -24,6 +24,7 @@ from mlx_paged.engine.text_stream import TextStream
 from mlx_paged.errors import shown
 from mlx_paged.foreign_arguments import argument_names, refuses_unknown_arguments
 from mlx_paged.memory import wired_limit
+from mlx_paged.models.kv_cache import make_kv_cache
 from mlx_paged.sampling import Sampler, check_sampled, check_sampled_token, make_sampler
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ def generate_step(
             it shares with the session's tokens is not computed again. It has a cache and a context
             limit already, so none of the arguments below may be given with it.
         kv, block_size, kv_cache_bytes, backend: what a cache is made from, "paged" or "basic"; see
-            :func:`mlx_paged.engine.model_runner.make_kv_cache`.
+            :func:`mlx_paged.models.kv_cache.make_kv_cache`.
         max_model_len: the most tokens that prompt and answer have together; by default the context
             that the model was made for.
 

@@ -200,8 +200,9 @@ def _make_responder(args: argparse.Namespace, model: Any, tokenizer: Any) -> Res
         return EngineResponder(
             Engine(model, tokenizer, max_model_len=limit, **options, **scheduling)
         )
-    from mlx_paged.engine.model_runner import ModelRunner, make_kv_cache
+    from mlx_paged.engine.model_runner import ModelRunner
     from mlx_paged.engine.session import Session
+    from mlx_paged.models.kv_cache import make_kv_cache
 
     runner = ModelRunner(model, make_kv_cache(model, args.kv, **options))
     session = Session(runner, max_model_len=args.max_model_len)

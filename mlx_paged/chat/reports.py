@@ -103,12 +103,12 @@ class Reports:
         if cache.kind == "paged":
             say(
                 f"[K/V budget: {config.num_blocks:,} blocks of {config.block_size} tokens = {config.num_slots:,} "
-                f"tokens = {config.nbytes / 1e9:.2f} GB ({config.nbytes_per_token:,} bytes a token in {config.dtype}); "
-                f"grows into it]"
+                f"tokens = {config.nbytes / 1e9:.2f} GB ({config.nbytes_per_token:,} bytes a token in "
+                f"{config.layers[0].format}); grows into it]"
             )
         else:
             say(
-                f"[K/V budget: {config.num_slots:,} tokens = {config.nbytes / 1e9:.2f} GB in {config.dtype}]"
+                f"[K/V budget: {config.num_slots:,} tokens = {config.nbytes / 1e9:.2f} GB in {config.layers[0].format}]"
             )
         say(
             f"[context: {conversation.responder.max_model_len:,} tokens, prompt and answer together]"
@@ -183,7 +183,7 @@ def _device() -> str:
 
 
 def _backend(conversation: Conversation) -> str:
-    return str(getattr(conversation.responder.cache, "backend", "MLX SDPA"))
+    return conversation.responder.cache.backend_name
 
 
 def _budget_in_words(conversation: Conversation) -> str:

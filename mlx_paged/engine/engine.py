@@ -22,7 +22,7 @@ from mlx_paged.argument_values import as_integer, check_integer
 from mlx_paged.cache import SwappedKV
 from mlx_paged.config import KVBudget, SchedulerConfig
 from mlx_paged.core import KVCacheManagerStats, hash_token_blocks
-from mlx_paged.engine.model_runner import ModelRunner, check_model, make_kv_cache
+from mlx_paged.engine.model_runner import ModelRunner
 from mlx_paged.engine.options import SchedulerOptions
 from mlx_paged.engine.prompts import Prompt, as_tokenizer, read_prompt
 from mlx_paged.engine.request_state import RequestState
@@ -33,7 +33,8 @@ from mlx_paged.engine.swap_space import SwapSpace
 from mlx_paged.errors import forget_frames, request_error
 from mlx_paged.foreign_arguments import argument_names, refuses_unknown_arguments
 from mlx_paged.models.context_length import context_limit
-from mlx_paged.models.language_model import as_language_model
+from mlx_paged.models.kv_cache import make_kv_cache
+from mlx_paged.models.language_model import check_model
 from mlx_paged.request import (
     Request,
     RequestOutput,
@@ -116,8 +117,7 @@ class Engine:
         max_model_len: int | None = None,
         **scheduler_options: Unpack[SchedulerOptions],
     ):
-        check_model(model)
-        self.max_model_len = context_limit(as_language_model(model).args, max_model_len)
+        self.max_model_len = context_limit(check_model(model).args, max_model_len)
         config = SchedulerConfig(max_model_len=self.max_model_len, **scheduler_options)
         if tokenizer is not None:
             tokenizer = as_tokenizer(tokenizer)

@@ -7,23 +7,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeVar, overload
+from typing import TypeVar, overload
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
-from mlx.utils import tree_flatten
 
-from mlx_paged.argument_values import check_callable, check_integer, kind_of
-from mlx_paged.cache import BasicKVCache, KVCache, PagedKVCache, SeqId, SwappedKV, create_kv_cache
-from mlx_paged.cache.base import AnySeqId
-from mlx_paged.config import KVBudget, KVCacheConfig
+from mlx_paged.argument_values import check_callable, kind_of
+from mlx_paged.cache import AnySeqId, KVCache, SeqId, SwappedKV
 from mlx_paged.engine.prompts import TokenIds, check_token_ids
 from mlx_paged.engine.scheduler_output import SchedulerOutput
 from mlx_paged.engine.swap_space import SwapSpace
 from mlx_paged.errors import shown
-from mlx_paged.foreign_arguments import refuses_unknown_arguments
-from mlx_paged.memory import default_kv_cache_bytes
-from mlx_paged.models.language_model import as_language_model
+from mlx_paged.models.language_model import check_model
 
 T = TypeVar("T")
 
@@ -31,94 +26,6 @@ T = TypeVar("T")
 # contexts and chunks of prompts ask for ever new sizes. As mlx-lm, which does so every 256 steps,
 # and after each chunk.
 CLEAR_CACHE_INTERVAL = 256
-
-
-@overload
-def make_kv_cache(
-    model: Module,
-    kind: Literal["paged"] = "paged",
-    *,
-    block_size: int = 16,
-    kv_cache_bytes: str | int | None = None,
-    backend: str = "auto",
-) -> PagedKVCache: ...
-
-
-@overload
-def make_kv_cache(
-    model: Module,
-    kind: Literal["basic"],
-    *,
-    block_size: int = 16,
-    kv_cache_bytes: str | int | None = None,
-    backend: str = "auto",
-) -> BasicKVCache: ...
-
-
-@overload
-def make_kv_cache(
-    model: Module,
-    kind: str,
-    *,
-    block_size: int = 16,
-    kv_cache_bytes: str | int | None = None,
-    backend: str = "auto",
-) -> KVCache: ...
-
-
-@refuses_unknown_arguments("cache")
-def make_kv_cache(
-    model: Module,
-    kind: str = "paged",
-    *,
-    block_size: int = 16,
-    kv_cache_bytes: str | int | None = None,
-    backend: str = "auto",
-) -> KVCache:
-    """An empty cache for ``model``, in the dtype of its activations (mlx-lm:
-    ``make_prompt_cache``).
-
-    Args:
-        kind: ``"paged"`` or ``"basic"``.
-        block_size: tokens per block: 8, 16, 32 or 64.
-        kv_cache_bytes: the budget, as :meth:`KVBudget.parse` reads it; by default a share of the
-            machine's memory.
-        backend: ``"auto"``, ``"reference"`` or ``"metal"``.
-
-    Raises:
-        ValueError: no model of :func:`mlx_paged.load`, an unknown kind, block size or backend, or a
-            budget that can't be read or holds no block.
-    """
-    check_model(model)
-    for name, value in (("kind", kind), ("backend", backend)):
-        if not isinstance(value, str):
-            raise ValueError(f"[kv cache] {name} must be a text, got {shown(value)}")
-    block_size = check_integer("kv cache", "block_size", block_size, 1)
-    known = as_language_model(model)
-    if kv_cache_bytes is None:
-        weight_nbytes = sum(leaf.nbytes for leaf in dict(tree_flatten(model.parameters())).values())
-        budget = KVBudget(nbytes=default_kv_cache_bytes(weight_nbytes))
-    else:
-        budget = KVBudget.parse(kv_cache_bytes)
-    config = KVCacheConfig.within(
-        budget,
-        num_layers=known.args.num_hidden_layers,
-        num_kv_heads=known.args.num_key_value_heads,
-        head_dim=known.args.head_dim,
-        dtype=str(known.dtype).removeprefix("mlx.core."),
-        block_size=block_size,
-    )
-    return create_kv_cache(kind, config, backend)
-
-
-def check_model(model: object) -> None:
-    """Raise ``ValueError`` unless ``model`` is one that :func:`mlx_paged.load` returns."""
-    config = getattr(model, "args", None)
-    attributes = ("num_hidden_layers", "num_key_value_heads", "head_dim", "vocab_size")
-    is_ours = hasattr(model, "dtype") and all(hasattr(config, name) for name in attributes)
-    if not isinstance(model, Module) or not is_ours:
-        kind = f"{type(model).__module__}.{kind_of(model)}".removeprefix("builtins.")
-        raise ValueError(f"[model] model must be one that mlx_paged.load returns, got {kind}")
 
 
 @dataclass(frozen=True)
@@ -154,7 +61,7 @@ class ModelRunner:
     """
 
     def __init__(self, model: Module, cache: KVCache):
-        self.model = as_language_model(model)
+        self.model = check_model(model)
         self.cache = cache
         self.vocab_size = self.model.args.vocab_size
         self._num_tokens = 0  # since MLX was told
@@ -195,7 +102,7 @@ class ModelRunner:
             check_callable("run", "head", head, "a function of the logits, or None")
         with self.cache.step({seq: len(ids) for seq, ids in new_tokens.items()}) as step:
             tokens = mx.array([token for ids in new_tokens.values() for token in ids])
-            logits = self.model(tokens, step.positions, self.cache, step.last_rows)
+            logits = self.model(tokens, self.cache.layers, step.logit_rows)
             outputs = logits if head is None else head(logits)
             # One step ahead of its evaluation, a slab would have a reader in flight and each write
             # would copy it.
@@ -221,16 +128,21 @@ class ModelRunner:
             What ``sample`` returned, or ``None``.
         """
         cache = self.cache
-        assert isinstance(cache, PagedKVCache), "a scheduler allocates in a paged cache"
         _swap_and_copy(output, cache, swap_space)
         start = time.perf_counter()
         inputs = PackedInputs.build(output)
-        logits: mx.array | None
-        with cache.scheduled_step(inputs.num_new_tokens, output.shares_new_blocks) as step:
-            logits = self.model(mx.array(inputs.token_ids), step.positions, cache, step.last_rows)
-            if len(inputs.complete) < len(output.requests):
-                logits = logits[mx.array(inputs.complete)] if inputs.complete else None
-            sampled = None if logits is None else sample(logits)
+        num_new_tokens = inputs.num_new_tokens
+        num_logit_rows = [0] * len(output.requests)
+        for index in inputs.complete:
+            num_logit_rows[index] = 1
+        with cache.scheduled_step(
+            list(num_new_tokens),
+            list(num_new_tokens.values()),
+            num_logit_rows,
+            output.shares_new_blocks,
+        ) as step:
+            logits = self.model(mx.array(inputs.token_ids), cache.layers, step.logit_rows)
+            sampled = sample(logits) if inputs.complete else None
             mx.eval(cache.arrays)
         if step.num_tokens > 2 * len(output.requests):  # most of them of prompts
             swap_space.note_computed(step.num_tokens, time.perf_counter() - start)
@@ -246,7 +158,7 @@ class ModelRunner:
 
 
 def _swap_and_copy(
-    output: SchedulerOutput, cache: PagedKVCache, swap_space: SwapSpace[SwappedKV]
+    output: SchedulerOutput, cache: KVCache, swap_space: SwapSpace[SwappedKV]
 ) -> None:
     for swap_out in output.swap_outs:
         start = time.perf_counter()

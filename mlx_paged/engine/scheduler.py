@@ -15,12 +15,13 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import Protocol
 
-from mlx_paged.cache import SwappedKV, prompt_beyond_context, prompt_too_long
+from mlx_paged.cache import SwappedKV
 from mlx_paged.config import SchedulerConfig
 from mlx_paged.core import BlockCopy, ComputedBlocks, KVCacheManager, extend_block_hashes
 from mlx_paged.core.kv_cache_manager import NOTHING_COMPUTED
 from mlx_paged.engine.scheduler_output import SchedulerOutput, SwapIn, SwapOut
 from mlx_paged.engine.swap_space import SwapSpace
+from mlx_paged.errors import prompt_beyond_context, prompt_too_long
 from mlx_paged.request import Request, RequestStatus, SeqId
 
 by_order = attrgetter("order")

@@ -11,15 +11,10 @@ from typing import TypeVar
 import mlx.core as mx
 
 from mlx_paged.argument_values import check_callable, check_integer, kind_of
-from mlx_paged.cache import (
-    CacheFullError,
-    KVCache,
-    PromptTooLongError,
-    SeqId,
-    prompt_beyond_context,
-)
+from mlx_paged.cache import KVCache, SeqId
 from mlx_paged.engine.model_runner import ModelRunner
 from mlx_paged.engine.prompts import read_prompt
+from mlx_paged.errors import CacheFullError, PromptTooLongError, prompt_beyond_context
 from mlx_paged.foreign_arguments import refuses_unknown_arguments
 from mlx_paged.models.context_length import context_limit
 
@@ -163,10 +158,7 @@ class Session:
         if num_tokens <= limit:
             return
         block_size = self.cache.config.block_size
-        if self.cache.kind == "paged":
-            sum_ = f"{-(-num_tokens // block_size)} blocks of {block_size}, the budget holds {limit // block_size}"
-        else:
-            sum_ = f"room for {num_tokens} tokens, the budget holds {limit}"
+        sum_ = f"{-(-num_tokens // block_size)} blocks of {block_size}, the budget holds {limit // block_size}"
         raise PromptTooLongError(
             f"[{self.cache.kind} cache] a prompt of {num_tokens} tokens needs {sum_}; raise --kv-cache-bytes "
             f"(now {self.cache.config.nbytes} bytes) or shorten the prompt"

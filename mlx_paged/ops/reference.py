@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_paged.ops.kv_handle import KVHandle
-from mlx_paged.ops.metadata import AttentionMetadata, SlotMapping
+from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, SlotMapping
 
 
 def reshape_and_cache(k: mx.array, v: mx.array, kv: KVHandle, slot_mapping: SlotMapping) -> None:
@@ -105,7 +105,8 @@ def _prefill(
             return k, v
         return gather_blocks(kv, metadata.block_tables[seq], metadata.context_lens[seq])
 
-    return attend_densely(q, dense, kv.dtype, metadata, scale, window, sinks)
+    rows_of = [dense(seq) for seq in range(metadata.num_seqs)]
+    return attend_densely(q, rows_of, metadata, AttentionParams(scale, window, sinks))
 
 
 def attend(
@@ -161,33 +162,23 @@ def is_decode(query_len: int) -> bool:
 
 
 def attend_densely(
-    q: mx.array,  # [num_tokens, num_heads, head_dim]
-    dense: Callable[[int], tuple[mx.array, mx.array]],
-    dtype: mx.Dtype,
-    metadata: AttentionMetadata,
-    scale: float,
-    window: int | None,
-    sinks: mx.array | None,
+    q: mx.array,
+    dense: Sequence[tuple[mx.array, mx.array]],
+    step: AttentionMetadata,
+    params: AttentionParams,
 ) -> mx.array:
-    """Per sequence: its keys and values, then MLX's own SDPA, causal within the query run.
-
-    Args:
-        dense: the K and V of a sequence, ``[num_kv_heads, context_len, head_dim]`` each, in
-            ``dtype``.
-    """
     outputs = []
-    starts = metadata.cu_seqlens_q
-    for seq in range(metadata.num_seqs):
-        context_len, query_len = metadata.context_lens[seq], metadata.query_lens[seq]
-        keys, values = dense(seq)
+    starts = step.cu_seqlens_q
+    for seq, (keys, values) in enumerate(dense):
+        context_len, query_len = step.context_lens[seq], step.query_lens[seq]
         queries = q[starts[seq] : starts[seq + 1]].swapaxes(0, 1)[None]
         out = mx.fast.scaled_dot_product_attention(
-            queries.astype(dtype),
+            queries.astype(keys.dtype),
             keys[None],
             values[None],
-            scale=scale,
-            mask=_causal_mask(query_len, context_len, window),
-            sinks=None if sinks is None else sinks.astype(dtype),
+            scale=params.scale,
+            mask=_causal_mask(query_len, context_len, params.window),
+            sinks=None if params.sinks is None else params.sinks.astype(keys.dtype),
         )
         outputs.append(out[0].swapaxes(0, 1))
     return (outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)).astype(q.dtype)

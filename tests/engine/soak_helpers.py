@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from engine_runs import raises_at
 
-from mlx_paged.config import KVCacheConfig
+from mlx_paged.cache import KVCacheConfig
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.scheduler_output import SchedulerOutput
 from mlx_paged.request import RequestOutput, SamplingParams
@@ -90,7 +90,7 @@ def slack_at_rest(config: KVCacheConfig) -> int:
     """What may be allocated besides weights and K/V between two steps: larger buffers, for the
     slabs and one other.
     """
-    return BUFFER_SLACK * (2 * config.num_layers + 1)
+    return BUFFER_SLACK * (2 * len(config.layers) + 1)
 
 
 def slack_nbytes(
@@ -115,7 +115,7 @@ def slack_nbytes(
     gathered = sum(contexts) * 4 * args.num_key_value_heads * args.head_dim
     scores = 2 * num_tokens * args.num_attention_heads * max(contexts, default=0)
     logits = 8 * len(contexts) * args.vocab_size
-    return config.nbytes // config.num_layers + 2 * 4 * (rows + gathered + scores + logits)
+    return config.nbytes // len(config.layers) + 2 * 4 * (rows + gathered + scores + logits)
 
 
 @dataclass

@@ -107,11 +107,8 @@ def test_a_prompt_that_can_not_fit_is_refused_with_the_sum_and_leaves_the_sessio
     session.prefill(tokens(30), same)
     with pytest.raises(PromptTooLongError) as refusal:
         session.prefill(tokens(700), same)
-    expected = {
-        "paged": "a prompt of 700 tokens needs 44 blocks of 16, the budget holds 40; raise --kv-cache-bytes",
-        "basic": "a prompt of 700 tokens needs room for 700 tokens, the budget holds 640; raise --kv-cache-bytes",
-    }
-    assert expected[session.cache.kind] in str(refusal.value)
+    expected = "a prompt of 700 tokens needs 44 blocks of 16, the budget holds 40; raise"
+    assert expected in str(refusal.value)
     assert session.tokens == tokens(30) and session.cache.seq_len(session.seq) == 30
 
 

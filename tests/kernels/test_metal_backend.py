@@ -11,8 +11,7 @@ import mlx.core as mx
 import pytest
 from numpy_attention import assert_matches_formula, make_problem
 
-from mlx_paged.cache import PagedKVCache
-from mlx_paged.config import KVCacheConfig
+from mlx_paged.cache import KVCacheConfig, PagedKVCache
 from mlx_paged.ops import (
     BackendError,
     KVHandle,
@@ -38,7 +37,7 @@ def a_mac(monkeypatch):
 
 
 def cache_of(head_dim: int, backend: str = "auto") -> PagedKVCache:
-    config = KVCacheConfig(
+    config = KVCacheConfig.uniform(
         num_layers=1, num_kv_heads=1, head_dim=head_dim, dtype="float32", block_size=8, num_blocks=4
     )
     return PagedKVCache(config, backend=backend)
@@ -52,7 +51,7 @@ def test_auto_is_metal_on_a_mac(a_mac):
     ) == ("metal",) * 3
     assert load_backend("auto", KVHandle.allocate(1, 1, 8, 32)) is metal_backend
     assert resolve_backend("reference", 128, 16) == "reference"
-    assert cache_of(64).backend == "metal"
+    assert cache_of(64).backend_name == "metal"
 
 
 def test_auto_is_the_reference_where_the_default_device_is_the_cpu(a_mac, monkeypatch):
@@ -94,7 +93,7 @@ def test_auto_for_a_shape_without_kernels_is_the_reference_and_says_so_once(
 
 def test_a_cache_keeps_the_backend_that_auto_stood_for(a_mac):
     with pytest.warns(UserWarning, match="head_dim 72 has no Metal kernel"):
-        assert cache_of(72).backend == "reference"
+        assert cache_of(72).backend_name == "reference"
     with pytest.raises(BackendError, match="head_dim 72 has no Metal kernel"):
         cache_of(72, "metal")
 

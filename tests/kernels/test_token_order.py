@@ -12,8 +12,7 @@ from metal_emulator.checks import Call
 from numpy_attention import make_problem
 from token_order import disorders
 
-from mlx_paged.cache import PagedKVCache
-from mlx_paged.config import KVCacheConfig
+from mlx_paged.cache import KVCacheConfig, PagedKVCache
 from mlx_paged.ops import (
     KVHandle,
     copy_blocks,
@@ -24,7 +23,7 @@ from mlx_paged.ops import (
     zero_blocks,
 )
 
-CONFIG = KVCacheConfig(
+CONFIG = KVCacheConfig.uniform(
     num_layers=2, num_kv_heads=1, head_dim=32, dtype="float32", block_size=8, num_blocks=24
 )
 ROWS = mx.ones((1, 2, 32))
@@ -142,8 +141,8 @@ def step(cache: PagedKVCache, counts: dict[str, int]) -> None:
     with cache.step(counts) as packed:
         rows = mx.ones((packed.num_tokens, 1, 32))
         queries = mx.ones((packed.num_tokens, 2, 32))
-        for layer in range(CONFIG.num_layers):
-            cache.update_and_attend(layer, queries, rows, rows, 1.0)
+        for layer in range(len(CONFIG.layers)):
+            cache.layers[layer].update_and_attend(queries, rows, rows, scale=1.0)
         mx.eval(cache.arrays)
 
 
