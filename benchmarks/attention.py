@@ -84,7 +84,9 @@ def measure_copy(num_bytes: int, num_turns: int) -> float:
     return 2 * source.nbytes / float(take_turns({"copy": copy}, num_turns)["copy"].min())
 
 
-def make_ways(shape: Shape, args: argparse.Namespace) -> dict[str, Callable[[], list[mx.array]]]:
+def make_ways(
+    shape: Shape, backend: ops.Backend, args: argparse.Namespace
+) -> dict[str, Callable[[], list[mx.array]]]:
     """One step of all layers, three ways; each returns one result per layer, ``[batch * run,
     num_heads, head_dim]``.
     """
@@ -133,15 +135,13 @@ def make_ways(shape: Shape, args: argparse.Namespace) -> dict[str, Callable[[], 
         return out.swapaxes(1, 2).reshape(q.shape)
 
     def gather_layer(q: mx.array, kv: ops.KVHandle) -> mx.array:
-        dense = [
-            ops.gather_blocks(kv, table, shape.context, backend=args.backend) for table in tables
-        ]
+        dense = [backend.gather_blocks(kv, table, shape.context) for table in tables]
         rows = q.reshape(shape.batch, shape.run, *q.shape[1:])
         return mx.concatenate([sdpa(rows[i], k[None], v[None]) for i, (k, v) in enumerate(dense)])
 
     return {
         "paged": lambda: [
-            ops.paged_attention(q, kv, metadata, scale, backend=args.backend)
+            backend.paged_attention(q, kv, metadata, ops.AttentionParams(scale))
             for q, kv in zip(queries, handles, strict=True)
         ],
         "contiguous": lambda: [
@@ -174,7 +174,7 @@ def evaluate(way: Callable[[], list[mx.array]]) -> None:
 
 
 def measure_shape(shape: Shape, copy_bandwidth: float, args: argparse.Namespace) -> dict[str, Any]:
-    ways = make_ways(shape, args)
+    ways = make_ways(shape, backend_for(shape.head_dim, args), args)
     error = check_agreement(shape, ways)
     steps: dict[str, Callable[[], Any]] = {
         name: partial(evaluate, way) for name, way in ways.items()
@@ -199,17 +199,24 @@ def measure_shape(shape: Shape, copy_bandwidth: float, args: argparse.Namespace)
     }
 
 
+def backend_for(head_dim: int, args: argparse.Namespace) -> ops.Backend:
+    return ops.choose_backend(args.backend, [(head_dim, head_dim, args.block_size)])
+
+
 def measure_appends(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Microseconds per layer to write one row into slabs of different sizes, which take turns."""
     dtype = DTYPES[args.dtypes[0]]
     head_dim = args.head_dims[0]
+    backend = backend_for(head_dim, args)
     k, v = (mx.random.normal((1, args.kv_heads, head_dim)).astype(dtype) for _ in "kv")
     mx.eval(k, v)
     steps: dict[str, Callable[[], Any]] = {}
     for num_slots in args.pools:
         num_blocks = num_slots // args.block_size
         handles = [
-            ops.KVHandle.allocate(num_blocks, args.kv_heads, args.block_size, head_dim, dtype)
+            ops.KVHandle.allocate(
+                num_blocks, args.kv_heads, args.block_size, head_dim, head_dim, dtype
+            )
             for _ in range(args.append_layers)
         ]
         # The same slots in each, or the caches of the device would favour the small ones.
@@ -222,7 +229,7 @@ def measure_appends(args: argparse.Namespace) -> list[dict[str, Any]]:
         ) -> None:
             mapping = ops.SlotMapping.build([next(slots)], args.block_size)
             for kv in handles:
-                ops.reshape_and_cache(k, v, kv, mapping, backend=args.backend)
+                backend.reshape_and_cache(k, v, kv, mapping)
             mx.eval([kv.arrays for kv in handles])
 
         steps[str(num_slots)] = append
@@ -364,13 +371,13 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     kind = fill_in_defaults(args)
     try:
-        backend = ops.resolve_backend(args.backend)
+        backend = ops.choose_backend(args.backend, [])
     except ops.BackendError as error:
         parser.error(str(error))
     mx.random.seed(0)
     copy_bandwidth = measure_copy(args.copy_bytes, args.turns)
     setting = machine_card() | {
-        "backend": backend
+        "backend": backend.name
         + ("" if mx.metal.is_available() else ", plain MLX on a CPU; Metal: not measured on a Mac"),
         "shapes": f"{kind} defaults, {args.kv_heads} KV heads, block_size {args.block_size}",
         "layers": args.layers,

@@ -35,6 +35,7 @@ from card import machine_card, print_card, print_json, print_table
 
 from mlx_paged import ops
 from mlx_paged.ops import attention_plan, kernels
+from mlx_paged.ops.metal import MetalBackend
 from mlx_paged.ops.metal_sources import read_source
 
 # The emulator is no part of the package but a tool of its tests, which lie beside this folder in a
@@ -202,12 +203,12 @@ def count_case(case: Case, trace: list[Any]) -> dict[str, Any]:
         mx.random.normal((case.num_tokens, case.num_kv_heads, case.head_dim)).astype(kv.dtype)
         for _ in "kv"
     )
-    options = {"scale": case.head_dim**-0.5, "window": case.window, "backend": "metal"}
+    backend, params = MetalBackend(), ops.AttentionParams(case.head_dim**-0.5, case.window)
     trace.clear()
     if case.has_rows:
-        out = ops.update_and_attend(q, k, v, kv, metadata, **options)
+        out = backend.update_and_attend(q, k, v, kv, metadata, params)
     else:
-        out = ops.paged_attention(q, kv, metadata, **options)
+        out = backend.paged_attention(q, kv, metadata, params)
     mx.eval(out)
     dispatches = [count_dispatch(call) for call in trace]
     trace.clear()
@@ -255,7 +256,12 @@ def make_slabs(case: Case) -> tuple[ops.KVHandle, ops.AttentionMetadata]:
     ids = iter(range(sum(counts), 0, -1))
     tables = [[next(ids) for _ in range(count)] for count in counts]
     kv = ops.KVHandle.allocate(
-        sum(counts) + 1, case.num_kv_heads, case.block_size, case.head_dim, DTYPES[case.dtype]
+        sum(counts) + 1,
+        case.num_kv_heads,
+        case.block_size,
+        case.head_dim,
+        case.head_dim,
+        DTYPES[case.dtype],
     )
     return kv, ops.AttentionMetadata.build(
         tables, case.context_lens, case.query_lens, case.block_size
@@ -298,7 +304,7 @@ def count_dispatch(call: Any) -> dict[str, Any]:
         "partials_loaded": loads("partials"),
         "partials_stored": stores("out") if is_partial else 0,
         "output_stored": 0 if is_partial else stores("out", "keys", "values"),
-        "token": loads("token_in") + stores("token_out"),
+        "fence": loads("fence_in") + stores("fence_out"),
     }
 
 
@@ -307,7 +313,7 @@ def count_gather(context: int, trace: list[Any]) -> dict[str, Any]:
     case = Case.of_one(context, 1, 1)
     kv, metadata = make_slabs(case)
     trace.clear()
-    mx.eval(ops.gather_blocks(kv, metadata.block_tables[0], context, backend="metal"))
+    mx.eval(MetalBackend().gather_blocks(kv, metadata.block_tables[0], context))
     (dispatch,) = (count_dispatch(call) for call in trace)
     least = case.least["kv_loaded"]
     return {

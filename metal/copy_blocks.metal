@@ -3,8 +3,8 @@
 // template   T (element)
 // inputs     key_slab, value_slab  T [num_blocks, num_kv_heads, block_size, head_dim], written
 //            src_dst_pairs         int [max(num_pairs, 4), 2]; no block is both a source and a destination
-//            token_in              int [8]
-// outputs    token_out             int [8]
+//            fence_in              int [8]
+// outputs    fence_out             int [8]
 // grid       (elements of a block / 4, num_pairs, 1), a thread for each four elements
 
 const uint column = thread_position_in_grid.x;
@@ -13,7 +13,7 @@ const size_t block_length = threads_per_grid.x;
 using Vec = vec<T, 4>;
 
 if (pair == 0) {
-  pass_token(token_in, token_out, column);
+  pass_fence(fence_in, fence_out, column);
 }
 
 const size_t from = src_dst_pairs[2 * pair] * block_length + column;

@@ -3,9 +3,9 @@
 // template   T (element), BLOCK_SIZE, HEAD_DIM
 // inputs     key_slab, value_slab  T [num_blocks, num_kv_heads, BLOCK_SIZE, HEAD_DIM]
 //            block_table           int [max(num_blocks of the table, 8)]
-//            token_in              int [8]
+//            fence_in              int [8]
 // outputs    keys, values          T [num_kv_heads, num_tokens, HEAD_DIM]
-//            token_out             int [8]
+//            fence_out             int [8]
 // grid       (HEAD_DIM / 4, num_tokens, num_kv_heads), a thread for each four elements of a row
 
 const uint column = thread_position_in_grid.x;
@@ -16,7 +16,7 @@ const int num_kv_heads = threads_per_grid.z;
 using Vec = vec<T, 4>;
 
 if (position == 0 && kv_head == 0) {
-  pass_token(token_in, token_out, column);
+  pass_fence(fence_in, fence_out, column);
 }
 
 const int block_id = block_table[position / BLOCK_SIZE];

@@ -15,10 +15,10 @@
 //            plan                  int [...], laid out by ops/attention_plan.py
 //            sinks                 float [max(num_heads, 8)], LOWEST for none
 //            softmax_scale         float
-//            token_in              int [8]
+//            fence_in              int [8]
 // outputs    out                   T [num_tokens, num_heads, HEAD_DIM], or the partials: float
 //                                  [num_partial_rows, num_heads, HEAD_DIM + 4]: values, highest score, sum, 0, 0
-//            token_out             int [8]
+//            fence_out             int [8]
 // grid       (SIMD_SIZE * STREAMS * ROW_SPLITS, num_kv_heads, num_partitions), threadgroup (all of the first, 1, 1)
 
 using Vec = vec<T, 4>;
@@ -46,7 +46,7 @@ const int num_kv_heads = threadgroups_per_grid.y;
 const int num_heads = num_kv_heads * GROUP;
 
 if (threadgroup_position_in_grid.y == 0 && threadgroup_position_in_grid.z == 0) {
-  pass_token(token_in, token_out, thread_index_in_threadgroup);
+  pass_fence(fence_in, fence_out, thread_index_in_threadgroup);
 }
 
 // Read the plan.

@@ -1,4 +1,4 @@
-// What the kernels share: addressing of slabs, the token that orders them, and the arithmetic of an online softmax.
+// What the kernels share: addressing of slabs, the fence that orders them, and the arithmetic of an online softmax.
 //
 // Vocabulary. The bodies use these names of Metal and no others, so that one header can map them to another language:
 //   device constant threadgroup thread       address spaces
@@ -34,17 +34,17 @@ constant constexpr int WORK_SEQ = 0, WORK_PARTITION = 1, WORK_FIRST_OUT_ROW = 2,
 // One per query token: where its partials lie.
 constant constexpr int ROW_FIRST_PARTIAL = 0, ROW_STRIDE = 1, ROW_NUM_PARTITIONS = 2, ROW_FIELDS = 3;
 
-// Slabs come in as const inputs, because an output would be a new array. Whoever writes through this binds the token of
-// every earlier reader and writer, and emits the next one.
+// Slabs come in as const inputs, because an output would be a new array. A kernel that writes through this binds the
+// fence of every earlier reader and writer, and emits the next one.
 template <typename T>
 device T* in_place(const device T* slab) {
   return (device T*)slab;
 }
 
-// Passes the token on: each dispatch of a slab's chain reads the one before and writes the next, counting up.
-inline void pass_token(const device int* token_in, device int* token_out, uint index) {
+// Passes the fence on: each dispatch of a slab's chain reads the one before and writes the next, counting up.
+inline void pass_fence(const device int* fence_in, device int* fence_out, uint index) {
   if (index < 8) {
-    token_out[index] = token_in[index] + 1;
+    fence_out[index] = fence_in[index] + 1;
   }
 }
 

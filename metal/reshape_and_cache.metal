@@ -4,8 +4,8 @@
 // inputs     key_rows, value_rows  T [num_tokens, num_kv_heads, HEAD_DIM]
 //            key_slab, value_slab  T [num_blocks, num_kv_heads, BLOCK_SIZE, HEAD_DIM], written
 //            slot_mapping          int [max(num_tokens, 8)]; a slot below 0 is padding, skipped
-//            token_in              int [8]
-// outputs    token_out             int [8]
+//            fence_in              int [8]
+// outputs    fence_out             int [8]
 // grid       (HEAD_DIM / 4, num_tokens, num_kv_heads), a thread for each four elements of a row
 
 const uint column = thread_position_in_grid.x;
@@ -15,7 +15,7 @@ const int num_kv_heads = threads_per_grid.z;
 using Vec = vec<T, 4>;
 
 if (row == 0 && kv_head == 0) {
-  pass_token(token_in, token_out, column);
+  pass_fence(fence_in, fence_out, column);
 }
 
 const int slot = slot_mapping[row];

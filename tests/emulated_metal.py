@@ -9,16 +9,14 @@ from metal_emulator import Checks, patched
 from metal_emulator.checks import Call
 from pytest import MonkeyPatch
 
-from mlx_paged.ops import backends, in_place, kernels
+from mlx_paged.ops import choose, in_place, kernels
 
 
 @contextmanager
 def emulated_metal(checks: Checks | None = None) -> Iterator[list[Call]]:
-    """``backend="metal"`` runs the kernels on the emulator inside, and ``"auto"`` chooses it;
-    yields the trace.
-    """
+    """Inside, kernels run on the emulator and ``"auto"`` is the Metal backend; yields the trace."""
     with MonkeyPatch.context() as patch, patched(checks) as trace:
-        patch.setattr(backends, "metal_is_there", lambda: True)
+        patch.setattr(choose, "metal_is_there", lambda: True)
         # The check at start-up has a slab of a megabyte and many turns, which take the emulator
         # seconds.
         for name, value in (("NUM_BLOCKS", 4), ("NUM_KV_HEADS", 1), ("NUM_TURNS", 2)):

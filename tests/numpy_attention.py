@@ -14,7 +14,7 @@ from functools import cached_property
 import mlx.core as mx
 import numpy as np
 
-from mlx_paged.ops import AttentionMetadata, KVHandle
+from mlx_paged.ops import AttentionMetadata, AttentionParams, KVHandle
 
 DTYPES = {"f32": mx.float32, "f16": mx.float16, "bf16": mx.bfloat16}
 ORDERS = ("adjacent", "long_runs", "reversed", "shuffled", "shared")
@@ -22,9 +22,9 @@ RAGGED_LENGTHS = (1, 7, 15, 16, 17, 31, 255, 256, 257, 1000)
 
 
 def attention(
-    q: np.ndarray,  # [query_len, num_heads, head_dim] float64
-    k: np.ndarray,  # [context_len, num_kv_heads, head_dim]
-    v: np.ndarray,  # [context_len, num_kv_heads, head_dim]
+    q: np.ndarray,  # [query_len, num_heads, key_dim] float64
+    k: np.ndarray,  # [context_len, num_kv_heads, key_dim]
+    v: np.ndarray,  # [context_len, num_kv_heads, value_dim]
     scale: float,
     window: int | None = None,
     sinks: np.ndarray | None = None,  # [num_heads]
@@ -36,7 +36,7 @@ def attention(
     query head that enters the denominator of the softmax and brings no value."""
     visible = _visible(q.shape[0], k.shape[0], window)
     group = q.shape[1] // k.shape[1]
-    out = np.empty(q.shape)
+    out = np.empty((*q.shape[:2], v.shape[2]))
     for head in range(q.shape[1]):
         keys, values = k[:, head // group], v[:, head // group]
         # einsum, not @: numpy's threaded BLAS takes ten times as long on products this small.
@@ -53,9 +53,9 @@ def attention(
 
 
 def attention_in_mlx(
-    q: mx.array,  # [query_len, num_heads, head_dim]
-    k: mx.array,  # [context_len, num_kv_heads, head_dim]
-    v: mx.array,  # [context_len, num_kv_heads, head_dim]
+    q: mx.array,  # [query_len, num_heads, key_dim]
+    k: mx.array,  # [context_len, num_kv_heads, key_dim]
+    v: mx.array,  # [context_len, num_kv_heads, value_dim]
     scale: float,
     window: int | None = None,
     sinks: mx.array | None = None,  # [num_heads]
@@ -98,9 +98,7 @@ class PagedProblem:
     q: mx.array  # [num_tokens, num_heads, head_dim]
     kv: KVHandle
     metadata: AttentionMetadata
-    scale: float
-    window: int | None
-    sinks: mx.array | None
+    params: AttentionParams
     dense: tuple[tuple[mx.array, mx.array, mx.array], ...]  # q, k, v of each sequence
     tables: tuple[tuple[int, ...], ...]
     context_lens: tuple[int, ...]
@@ -108,8 +106,8 @@ class PagedProblem:
 
     @property
     def args(self) -> tuple:
-        """What the operations take: ``paged_attention(*problem.args)``."""
-        return self.q, self.kv, self.metadata, self.scale, self.window, self.sinks
+        """What the operations take: ``backend.paged_attention(*problem.args)``."""
+        return self.q, self.kv, self.metadata, self.params
 
     def alone(self, seq: int) -> tuple:
         """What the operations take for sequence ``seq`` by itself, in the same slabs."""
@@ -119,7 +117,7 @@ class PagedProblem:
             [self.query_lens[seq]],
         )
         one = AttentionMetadata.build(tables, context_lens, query_lens, self.kv.block_size)
-        return self.dense[seq][0], self.kv, one, self.scale, self.window, self.sinks
+        return self.dense[seq][0], self.kv, one, self.params
 
     def rows(self, seq: int) -> slice:
         """Where sequence ``seq`` lies in the flat axis of queries."""
@@ -128,10 +126,11 @@ class PagedProblem:
 
     @cached_property
     def exact(self) -> tuple[np.ndarray, ...]:
-        """The formula's result for each sequence, ``[query_len, num_heads, head_dim]`` in float64."""
-        sinks = None if self.sinks is None else to_float64(self.sinks)
+        """The formula's result for each sequence, ``[query_len, num_heads, value_dim]`` float64."""
+        scale, window, sinks = self.params.scale, self.params.window, self.params.sinks
+        exact_sinks = None if sinks is None else to_float64(sinks)
         return tuple(
-            attention(to_float64(q), to_float64(k), to_float64(v), self.scale, self.window, sinks)
+            attention(to_float64(q), to_float64(k), to_float64(v), scale, window, exact_sinks)
             for q, k, v in self.dense
         )
 
@@ -140,8 +139,9 @@ class PagedProblem:
         """For each sequence twice what the dense formula loses in this dtype, and one rounding of
         the result.
         """
+        params = self.params
         dense = [
-            to_float64(attention_in_mlx(*rows, self.scale, self.window, self.sinks))
+            to_float64(attention_in_mlx(*rows, params.scale, params.window, params.sinks))
             for rows in self.dense
         ]
         return tuple(
@@ -154,7 +154,7 @@ def assert_matches_formula(out: mx.array, problem: PagedProblem) -> None:
     """Each sequence by its own measure, so that a long context can't hide behind the rounding of a
     short one.
     """
-    assert out.shape == problem.q.shape
+    assert out.shape == (*problem.q.shape[:2], problem.kv.value_dim)
     result = to_float64(out)
     for seq in range(len(problem.context_lens)):
         error = float(np.abs(result[problem.rows(seq)] - problem.exact[seq]).max())
@@ -172,6 +172,7 @@ def make_problem(
     num_kv_heads: int = 2,
     group: int = 2,
     head_dim: int = 64,
+    value_dim: int | None = None,
     block_size: int = 16,
     dtype: mx.Dtype = mx.float32,
     order: str = "shuffled",
@@ -187,6 +188,7 @@ def make_problem(
     Args:
         query_lens: one number means runs of that length, or of the whole context where that is
             shorter.
+        value_dim: the width of V where it is not that of K.
         order: of the block ids: ``adjacent``; ``long_runs`` of 11 adjacent ids in random order;
             ``reversed``; ``shuffled``; ``shared``: shuffled, and full blocks before the new tokens
             are those of the longest context.
@@ -210,7 +212,10 @@ def make_problem(
             for c, q in zip(context_lens, query_lens, strict=True)
         ]
     scale = head_dim**-0.5 if scale is None else scale
-    keys, values = ([draw(n, num_kv_heads, head_dim) for n in context_lens] for _ in "kv")
+    keys, values = (
+        [draw(n, num_kv_heads, dim) for n in context_lens]
+        for dim in (head_dim, value_dim or head_dim)
+    )
     if score_offsets is not None:
         for rows in keys:
             offsets = score_offsets(rows.shape[0]) / (16 * scale)
@@ -228,9 +233,9 @@ def make_problem(
     owned = [[next(ids) for _ in range(n)] for n in num_owned]
     tables = [owned[leader][:n] + blocks for n, blocks in zip(num_shared, owned, strict=True)]
 
-    shape = (num_blocks, num_kv_heads, block_size, head_dim)
     slabs = []
     for name, rows in (("keys", keys), ("values", values)):
+        shape = (num_blocks, num_kv_heads, block_size, rows[0].shape[2])
         slab = rng.choice([-1e4, 1e4], size=shape).astype(np.float32)
         if poison == f"nan_{name}":
             slab = rng.choice([np.nan, np.inf, -np.inf], size=shape).astype(np.float32)
@@ -248,9 +253,7 @@ def make_problem(
         q=mx.concatenate(queries),
         kv=KVHandle(*slabs),
         metadata=AttentionMetadata.build(tables, context_lens, query_lens, block_size),
-        scale=scale,
-        window=window,
-        sinks=draw(num_kv_heads * group) * 2 if sinks else None,
+        params=AttentionParams(scale, window, draw(num_kv_heads * group) * 2 if sinks else None),
         dense=tuple(zip(queries, keys, values, strict=True)),
         tables=tuple(tuple(table) for table in tables),
         context_lens=tuple(context_lens),

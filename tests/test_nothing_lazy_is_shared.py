@@ -16,18 +16,19 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 import pytest
+from backends import METAL
 from numpy_attention import PagedProblem, make_problem
 
 import mlx_paged
 from mlx_paged import generate, load, make_sampler
 from mlx_paged.engine.sampler import Sampler
 from mlx_paged.loading import demo_model_path
-from mlx_paged.ops import KVHandle, backends, in_place, kernels, paged_attention, update_and_attend
+from mlx_paged.ops import KVHandle, kernels
 from mlx_paged.request import Request, SamplingParams
 
 T = TypeVar("T")
 CACHES: dict[str, Callable[[], mx.array]] = {
-    "_first_token": kernels._first_token,
+    "_first_fence": kernels._first_fence,
     "_scalar": lambda: kernels._scalar(0.125),
     "_no_sinks": lambda: kernels._no_sinks(2),
 }
@@ -54,7 +55,7 @@ def nothing_is_kept() -> Iterator[None]:
 
 @pytest.fixture
 def lazy_metal(nothing_is_kept: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``backend="metal"`` with kernels that are as lazy as MLX's own.
+    """Kernels that are as lazy as MLX's own.
 
     Each result needs every input, and nothing runs before it is asked for.
     """
@@ -73,10 +74,7 @@ def lazy_metal(nothing_is_kept: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
         return call
 
-    monkeypatch.setattr(backends, "metal_is_there", lambda: True)
     monkeypatch.setattr(kernels, "kernel", kernel)
-    monkeypatch.setattr(in_place, "writes_in_place", lambda: True)
-    monkeypatch.setattr("mlx_paged.ops.metal.writes_in_place", lambda: True)
 
 
 @pytest.mark.parametrize("make", CACHES.values(), ids=CACHES)
@@ -90,9 +88,9 @@ def test_what_kernels_keep_can_be_used_by_a_thread_that_did_not_make_it(
 
 def attend(problem: PagedProblem) -> mx.array:
     kv = KVHandle(problem.kv.k, problem.kv.v)
-    rows = mx.ones((problem.q.shape[0], kv.num_kv_heads, kv.head_dim))
-    decoded = update_and_attend(problem.q, rows, rows, kv, *problem.args[2:], backend="metal")
-    return decoded + paged_attention(problem.q, kv, *problem.args[2:], backend="metal")
+    rows = mx.ones((problem.q.shape[0], kv.num_kv_heads, kv.key_dim))
+    decoded = METAL.update_and_attend(problem.q, rows, rows, kv, *problem.args[2:])
+    return decoded + METAL.paged_attention(problem.q, kv, *problem.args[2:])
 
 
 @pytest.mark.parametrize("context_len", [40, 300], ids=["direct", "merged"])

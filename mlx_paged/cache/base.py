@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,8 +16,7 @@ from mlx_paged.cache.config import KVCacheConfig
 from mlx_paged.cache.layer import LayerKV
 from mlx_paged.core import BlockCopy, BlockPool, BlockTable, KVCacheManager
 from mlx_paged.errors import CacheFullError
-from mlx_paged.ops import AttentionMetadata
-from mlx_paged.ops.notices import say_once
+from mlx_paged.ops import AttentionMetadata, Backend
 from mlx_paged.request import SeqId
 
 # The key of a mapping that a caller hands in. Mapping is invariant in its keys: with SeqId for
@@ -90,7 +90,7 @@ class KVCache(ABC):
 
     kind: ClassVar[str]
     can_swap: ClassVar[bool] = False  # whether swap_out and swap_in are there
-    backend_name: str  # what computes attention
+    backend: Backend | None = None  # what computes attention; None is MLX's own SDPA
     layers: Sequence[LayerKV]
     manager: KVCacheManager
     pool: BlockPool
@@ -313,9 +313,10 @@ class KVCache(ABC):
                 return
         # What there is, is the budget from now on, until memory is given back.
         self._max_num_blocks = num_usable
-        say_once(
+        warnings.warn(
             f"[{self.kind} cache] no memory for more than {num_usable} blocks, which are the "
-            "budget now"
+            "budget now",
+            stacklevel=2,
         )
 
     def shrink(self) -> int:

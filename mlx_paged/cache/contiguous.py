@@ -84,7 +84,6 @@ class ContiguousKVCache(KVCache):
     """
 
     kind = "basic"
-    backend_name = "MLX SDPA"
     _shares_blocks = False
     layers: Sequence[ContiguousLayerKV]
 

@@ -75,6 +75,7 @@ class PagedKVCache(KVCache):
     can_swap = True
     _shares_blocks = True
     layers: Sequence[PagedLayerKV]
+    backend: Backend
 
     def __init__(
         self,
@@ -83,17 +84,16 @@ class PagedKVCache(KVCache):
         initial_blocks: int = INITIAL_BLOCKS,
     ):
         shapes = {(spec.key_dim, spec.value_dim, config.block_size) for spec in config.layers}
-        self._backend = choose_backend(backend, shapes)
-        self.backend_name = self._backend.name
+        self.backend = choose_backend(backend, shapes)
         # Plain MLX gathers blocks, which may take as much as a slab; kernels allocate next to
         # nothing.
-        self._copy_detector = CopyDetector(NUM_WATCHED_STEPS if self.backend_name == "metal" else 0)
+        self._copy_detector = CopyDetector(NUM_WATCHED_STEPS if self.backend.name == "metal" else 0)
         super().__init__(config, initial_blocks)
 
     def _allocate_layers(self, num_blocks: int) -> Sequence[PagedLayerKV]:
         block_size = self.config.block_size
         return [
-            PagedLayerKV(spec, self._backend, num_blocks, block_size) for spec in self.config.layers
+            PagedLayerKV(spec, self.backend, num_blocks, block_size) for spec in self.config.layers
         ]
 
     # Steps
@@ -111,7 +111,7 @@ class PagedKVCache(KVCache):
         ]
         if partly_filled:
             for layer in self.layers:
-                self._backend.zero_blocks(layer.kv, partly_filled)
+                self.backend.zero_blocks(layer.kv, partly_filled)
         self._copy_detector.begin_step(step.num_tokens, self._first_slab_nbytes)
 
     def _finish(self) -> None:
@@ -124,7 +124,7 @@ class PagedKVCache(KVCache):
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         if copies:
             for layer in self.layers:
-                self._backend.copy_blocks(layer.kv, copies)
+                self.backend.copy_blocks(layer.kv, copies)
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -167,13 +167,13 @@ class PagedKVCache(KVCache):
         slots = SlotMapping.build(table.slot_mapping(start, end - start), self.config.block_size)
         for layer, rows in zip(self.layers, swapped.rows, strict=True):
             if table.num_unfilled_slots:
-                self._backend.zero_blocks(layer.kv, [table.packed_block_ids[-1]])
+                self.backend.zero_blocks(layer.kv, [table.packed_block_ids[-1]])
             from_host = layer.spec.format.from_host
             k, v = (from_host(array[:, start:end]).swapaxes(0, 1) for array in rows)
-            self._backend.reshape_and_cache(k, v, layer.kv, slots)
+            self.backend.reshape_and_cache(k, v, layer.kv, slots)
         mx.eval(self.arrays)
 
     def _gather(
         self, layer: int, block_ids: Sequence[int], num_tokens: int
     ) -> tuple[mx.array, mx.array]:
-        return self._backend.gather_blocks(self.layers[layer].kv, block_ids, num_tokens)
+        return self.backend.gather_blocks(self.layers[layer].kv, block_ids, num_tokens)

@@ -183,7 +183,8 @@ def _device() -> str:
 
 
 def _backend(conversation: Conversation) -> str:
-    return conversation.responder.cache.backend_name
+    backend = conversation.responder.cache.backend
+    return "MLX SDPA" if backend is None else backend.name
 
 
 def _budget_in_words(conversation: Conversation) -> str:

@@ -44,7 +44,12 @@ class AttentionPlan:
     num_partial_rows: int  # 0 when each sequence has one partition and nothing has to be merged
 
     @classmethod
-    def pack(cls, metadata: AttentionMetadata, window: int | None, has_rows: bool) -> AttentionPlan:
+    def of(cls, step: AttentionMetadata, window: int | None, has_rows: bool) -> AttentionPlan:
+        """The plan of ``step``, packed for its first layer."""
+        return step.derived((cls, window, has_rows), lambda: cls.pack(step, window, has_rows))
+
+    @classmethod
+    def pack(cls, step: AttentionMetadata, window: int | None, has_rows: bool) -> AttentionPlan:
         """Cut each sequence at multiples of ``PARTITION_SIZE``; partitions that no query sees are
         left out.
 
@@ -52,34 +57,26 @@ class AttentionPlan:
             has_rows: whether K/V of the new tokens come from the inputs rather than from the slabs.
         """
         window = NO_WINDOW if window is None else min(window, NO_WINDOW)
-        context_lens, query_lens, tables = (
-            metadata.context_lens,
-            metadata.query_lens,
-            metadata.block_tables,
-        )
-        num_seqs = metadata.num_seqs
+        context_lens, query_lens, tables = step.context_lens, step.query_lens, step.block_tables
         last = [(context_len - 1) // PARTITION_SIZE for context_len in context_lens]
-        first = [0] * num_seqs
+        first = [0] * step.num_seqs
         if window < NO_WINDOW:
-            for seq, (context_len, query_len) in enumerate(
-                zip(context_lens, query_lens, strict=True)
-            ):
-                first[seq] = max(0, context_len - query_len - window + 1) // PARTITION_SIZE
+            first = [
+                max(0, context_len - query_len - window + 1) // PARTITION_SIZE
+                for context_len, query_len in zip(context_lens, query_lens, strict=True)
+            ]
 
-        work_records, row_records, num_partial_rows = _cut(
+        work_records, row_records, num_partial_rows = _pack_partitions(
             tuple(first), tuple(last), tuple(query_lens)
         )
 
-        # The records follow one another behind the head: 4 numbers per sequence, 3 per partition, 3
-        # per merged row.
-        work_begin = NUM_HEAD_FIELDS + 4 * num_seqs
+        # The records follow the head: 4 numbers per sequence, 3 per partition, 3 per merged row.
+        work_begin = NUM_HEAD_FIELDS + 4 * step.num_seqs
         rows_begin = work_begin + len(work_records)
         table_begins = list(
             itertools.accumulate(map(len, tables), initial=rows_begin + len(row_records))
         )[:-1]
-        seq_records = _interleave(
-            context_lens, query_lens, metadata.cu_seqlens_q[:-1], table_begins
-        )
+        seq_records = _interleave(context_lens, query_lens, step.cu_seqlens_q[:-1], table_begins)
         head = array("i", [NUM_HEAD_FIELDS, work_begin, rows_begin, window, int(has_rows), 0, 0, 0])
         packed = b"".join((head, seq_records, work_records, row_records, *tables))
         records = memoryview(packed).cast("i")
@@ -88,13 +85,13 @@ class AttentionPlan:
 
 
 @lru_cache(maxsize=16)
-def _cut(
+def _pack_partitions(
     first: tuple[int, ...], last: tuple[int, ...], query_lens: tuple[int, ...]
 ) -> tuple[array[int], array[int], int]:
     """Records of the partitions and of the rows to merge, and the number of partial rows.
 
-    The same for many decode steps: a sequence takes another partition after ``PARTITION_SIZE``
-        tokens only.
+    Kept, as many decode steps share them: a sequence takes another partition only after
+    ``PARTITION_SIZE`` tokens.
 
     Args:
         first, last: partition of each sequence.
@@ -121,7 +118,7 @@ def _cut(
 
 
 def _interleave(*columns: Iterable[int]) -> array[int]:
-    """Records, one field from each column, behind one another."""
+    """Records one after another, each with one field of every column."""
     fields = [array("i", list(column)) for column in columns]
     records = array("i", bytes(4 * len(fields) * len(fields[0])))
     for index, field in enumerate(fields):
@@ -134,7 +131,7 @@ class Cut:
     """How the simdgroups of a threadgroup divide the keys and the query rows."""
 
     streams: int  # chunks of keys in flight
-    row_splits: int  # simdgroups that share the rows of a chunk, through threadgroup memory when there are several
+    row_splits: int  # simdgroups that share the rows of a chunk, if several, in threadgroup memory
 
     @property
     def num_threads(self) -> int:

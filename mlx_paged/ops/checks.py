@@ -1,6 +1,6 @@
-"""What goes in at the door of the operations, checked once for every backend; errors name operation
-and argument.
-"""
+"""The checks of an operation's inputs, the same for every backend.
+
+Errors name the operation and the argument. Nothing is read back from the device."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from mlx_paged.ops.kv_handle import KVHandle
-from mlx_paged.ops.metadata import AttentionMetadata, SlotMapping
+from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, SlotMapping
 
 
 def check_slot_write(
     op: str, k: mx.array, v: mx.array, kv: KVHandle, slot_mapping: SlotMapping
 ) -> None:
-    num_blocks, num_kv_heads, block_size, head_dim = kv.k.shape
-    expected = (slot_mapping.num_tokens, num_kv_heads, head_dim)
-    for name, rows in (("k", k), ("v", v)):
+    num_blocks, num_kv_heads, block_size, key_dim = kv.k.shape
+    for name, rows, dim in (("k", k, key_dim), ("v", v, kv.value_dim)):
+        expected = (slot_mapping.num_tokens, num_kv_heads, dim)
         if rows.shape != expected:
             raise ValueError(
-                f"[{op}] {name}: expected [num_tokens, num_kv_heads, head_dim] = {list(expected)}, "
+                f"[{op}] {name}: expected [num_tokens, num_kv_heads, dim] = {list(expected)}, "
                 f"got {list(rows.shape)}"
             )
-        if rows.dtype != kv.k.dtype:
+        if rows.dtype != kv.dtype:
             raise ValueError(f"[{op}] {name}: {rows.dtype} rows don't fit {kv.dtype} slabs")
     if slot_mapping.block_size != block_size:
         raise ValueError(
-            f"[{op}] slot_mapping: built for blocks of {slot_mapping.block_size}, the slabs hold {block_size}"
+            f"[{op}] slot_mapping: built for blocks of {slot_mapping.block_size}, "
+            f"the slabs hold {block_size}"
         )
     if slot_mapping.max_slot >= num_blocks * block_size:
         raise ValueError(
@@ -37,42 +38,40 @@ def check_slot_write(
 
 
 def check_attention(
-    op: str,
-    q: mx.array,
-    kv: KVHandle,
-    metadata: AttentionMetadata,
-    window: int | None,
-    sinks: mx.array | None,
+    op: str, q: mx.array, kv: KVHandle, step: AttentionMetadata, params: AttentionParams
 ) -> None:
-    num_blocks, num_kv_heads, block_size, head_dim = kv.k.shape
-    if q.ndim != 3 or q.shape[0] != metadata.num_tokens or q.shape[2] != head_dim:
+    num_blocks, num_kv_heads, block_size, key_dim = kv.k.shape
+    if q.ndim != 3 or q.shape[0] != step.num_tokens or q.shape[2] != key_dim:
         raise ValueError(
-            f"[{op}] q: expected [num_tokens, num_heads, head_dim] = [{metadata.num_tokens}, *, {head_dim}], "
-            f"got {list(q.shape)}"
+            f"[{op}] q: expected [num_tokens, num_heads, key_dim] = [{step.num_tokens}, *, "
+            f"{key_dim}], got {list(q.shape)}"
         )
-    if q.shape[1] == 0 or q.shape[1] % num_kv_heads:
+    num_heads = q.shape[1]
+    if num_heads == 0 or num_heads % num_kv_heads:
         raise ValueError(
-            f"[{op}] q: {q.shape[1]} query heads are not a multiple of {num_kv_heads} KV heads"
+            f"[{op}] q: {num_heads} query heads are not a multiple of {num_kv_heads} KV heads"
         )
     if not mx.issubdtype(q.dtype, mx.floating):
         raise ValueError(f"[{op}] q: must be floating, got {q.dtype}")
-    if metadata.num_seqs == 0:
-        raise ValueError(f"[{op}] metadata: the batch has no sequence")
-    if metadata.block_size != block_size:
+    if step.num_seqs == 0:
+        raise ValueError(f"[{op}] step: the batch has no sequence")
+    if step.block_size != block_size:
         raise ValueError(
-            f"[{op}] metadata: built for blocks of {metadata.block_size}, the slabs hold {block_size}"
+            f"[{op}] step: built for blocks of {step.block_size}, the slabs hold {block_size}"
         )
-    if metadata.max_block_id >= num_blocks:
+    if step.max_block_id >= num_blocks:
         raise ValueError(
-            f"[{op}] metadata: block {metadata.max_block_id} is out of range, the slabs have {num_blocks} blocks"
+            f"[{op}] step: block {step.max_block_id} is out of range, "
+            f"the slabs have {num_blocks} blocks"
         )
-    if window is not None and window < 1:
+    if params.window is not None and params.window < 1:
         raise ValueError(
-            f"[{op}] window: must be at least 1 (it includes the current token), got {window}"
+            f"[{op}] window: must be at least 1 (it includes the current token), "
+            f"got {params.window}"
         )
-    if sinks is not None and sinks.shape != (q.shape[1],):
+    if params.sinks is not None and params.sinks.shape != (num_heads,):
         raise ValueError(
-            f"[{op}] sinks: expected [num_heads] = [{q.shape[1]}], got {list(sinks.shape)}"
+            f"[{op}] sinks: expected [num_heads] = [{num_heads}], got {list(params.sinks.shape)}"
         )
 
 
@@ -113,5 +112,6 @@ def check_block_ids(op: str, name: str, block_ids: Sequence[int], kv: KVHandle) 
             raise ValueError(f"[{op}] {name}: block ids must be integers, got {block_id!r}")
         if not 0 <= block_id < kv.num_blocks:
             raise ValueError(
-                f"[{op}] {name}: block {block_id} is out of range, the slabs have {kv.num_blocks} blocks"
+                f"[{op}] {name}: block {block_id} is out of range, "
+                f"the slabs have {kv.num_blocks} blocks"
             )

@@ -1,5 +1,5 @@
-"""Notices when a step copies a whole slab, which costs more than all its attention: by MLX's memory
-counters.
+"""Notices, by MLX's memory counters, when a step copies a whole slab, which costs more than all its
+attention.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ import warnings
 
 import mlx.core as mx
 
-# What a step of a few tokens allocates besides, logits above all, stays below the smallest slab
-# that is judged.
+# What else a step of a few tokens allocates, logits above all, stays below the smallest slab that
+# is judged.
 MAX_TOKENS = 8
 MIN_SLAB_BYTES = 32 * 1024**2
 
@@ -41,7 +41,8 @@ class CopyDetector:
         if extra >= slab_nbytes:
             self._num_steps_left = 0
             warnings.warn(
-                f"[paged cache] a step of at most {MAX_TOKENS} tokens took {extra} bytes, a slab has {slab_nbytes}: "
-                f"MLX copies slabs instead of writing into them; keep no reference to a slab across a step",
+                f"[paged cache] a step of at most {MAX_TOKENS} tokens took {extra} bytes, a slab "
+                f"has {slab_nbytes}: MLX copies slabs instead of writing into them; keep no "
+                "reference to a slab across a step",
                 stacklevel=2,
             )

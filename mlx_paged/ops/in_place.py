@@ -1,4 +1,4 @@
-"""Whether this device writes slabs in place, in the order of the tokens: tried once, before the
+"""Whether this device writes slabs in place, in the order of the fences: tried once, before the
 first real write.
 """
 
@@ -19,8 +19,8 @@ NUM_TURNS = 8
 
 @cache
 def writes_in_place() -> bool:
-    """The outcome of :func:`check_writes_in_place`, found at the first call; what failed is said in
-    a warning.
+    """The outcome of :func:`check_writes_in_place`, found at the first call; a warning says what
+    failed.
     """
     failure = check_writes_in_place()
     if failure is not None:
@@ -37,7 +37,7 @@ def check_writes_in_place() -> str | None:
     Each turn writes another number to every slot and gathers all of them, so a write that is lost,
     that comes before an earlier read or after a later one shows in what was gathered. A slab that
     was copied shows in the memory counters."""
-    kv = KVHandle.allocate(NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, mx.float16)
+    kv = KVHandle.allocate(NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, HEAD_DIM, mx.float16)
     before = kv.k
     slots, block_table = mx.arange(kv.num_slots), mx.arange(NUM_BLOCKS)
     rows = [
@@ -47,14 +47,16 @@ def check_writes_in_place() -> str | None:
     mx.eval(rows)
     gathered = []
     for turn, row in enumerate(rows, 1):
-        kernels.write_slots(row, -row, kv, slots)
-        gathered.append((turn, *kernels.gather(kv, block_table, kv.num_slots)))
+        (kv.fence,) = kernels.write_slots(row, -row, kv, slots)()
+        keys, values, kv.fence = kernels.gather(kv, block_table, kv.num_slots)()
+        gathered.append((turn, keys, values))
     verdicts = [mx.all(keys == turn) & mx.all(values == -turn) for turn, keys, values in gathered]
     del gathered
     mx.eval(verdicts)
     wrong = [turn for turn, verdict in enumerate(verdicts, 1) if not verdict.item()]
     if wrong:
-        return f"writes in place are lost or out of order on this device (turns {wrong} of {NUM_TURNS})"
+        turns = f"(turns {wrong} of {NUM_TURNS})"
+        return f"writes in place are lost or out of order on this device {turns}"
     if kv.k is not before or not mx.all(before == NUM_TURNS).item():
         return "the last write in place is not seen by MLX on this device"
     return _check_no_copy(kv)
@@ -67,10 +69,13 @@ def _check_no_copy(kv: KVHandle) -> str | None:
     mx.clear_cache()
     mx.reset_peak_memory()
     base = mx.get_active_memory()
-    kernels.write_slots(row, row, kv, padded([0]))
-    mx.eval(kv.token)
+    (kv.fence,) = kernels.write_slots(row, row, kv, padded([0]))()
+    mx.eval(kv.fence)
     mx.synchronize()
     copied = mx.get_peak_memory() - base
     if copied >= kv.k.nbytes // 2:
-        return f"a write of one row in place takes {copied} bytes, so MLX copies the slab of {kv.k.nbytes}"
+        return (
+            f"a write of one row in place takes {copied} bytes, "
+            f"so MLX copies the slab of {kv.k.nbytes}"
+        )
     return None

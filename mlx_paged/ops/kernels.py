@@ -1,16 +1,19 @@
-"""The Metal kernels of ``metal/``, one function each: grid, template and the token that orders
-them.
+"""The Metal kernels of ``metal/``: one function each that returns a launch, to be called once.
 
-Kernels write slabs in place, which MLX does not see. So every dispatch that reads or writes a
-handle's slabs binds the handle's token and leaves the next one there: one chain per handle, in the
-order of the calls. To MLX that is a plain data dependency, and so a barrier for a read after a
-write and for a write after a read alike."""
+Kernels write slabs in place, which MLX does not see. So a launch that reads or writes the slabs of
+a handle binds the handle's fence, and its last result is the next fence, which the caller leaves in
+the handle::
+
+    *results, kv.fence = launch()
+
+The fences make one chain per handle, in the order of the calls. To MLX they are plain data
+dependencies, and so barriers for a read after a write and a write after a read alike."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
-from typing import Protocol, cast
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Protocol, TypeAlias, cast
 
 import mlx.core as mx
 
@@ -19,26 +22,31 @@ from mlx_paged.ops.kv_handle import KVHandle
 from mlx_paged.ops.metadata import MIN_ELEMENTS, padded
 from mlx_paged.ops.metal_sources import read_source
 
+HEAD_DIMS = (32, 64, 80, 96, 128, 256)
+BLOCK_SIZES = (8, 16, 32, 64)
+
 SLABS = ("key_slab", "value_slab")
 ROWS = ("key_rows", "value_rows")
 # Inputs and outputs of each kernel, in the order of the contract at the top of its source.
 KERNELS = {
-    "reshape_and_cache": ((*ROWS, *SLABS, "slot_mapping", "token_in"), ("token_out",)),
+    "reshape_and_cache": ((*ROWS, *SLABS, "slot_mapping", "fence_in"), ("fence_out",)),
     "paged_attention": (
-        ("queries", *SLABS, *ROWS, "plan", "sinks", "softmax_scale", "token_in"),
-        ("out", "token_out"),
+        ("queries", *SLABS, *ROWS, "plan", "sinks", "softmax_scale", "fence_in"),
+        ("out", "fence_out"),
     ),
     "merge_partitions": (("partials", "plan", "sinks"), ("out",)),
-    "gather_blocks": ((*SLABS, "block_table", "token_in"), ("keys", "values", "token_out")),
-    "copy_blocks": ((*SLABS, "src_dst_pairs", "token_in"), ("token_out",)),
-    "zero_blocks": ((*SLABS, "block_ids", "token_in"), ("token_out",)),
+    "gather_blocks": ((*SLABS, "block_table", "fence_in"), ("keys", "values", "fence_out")),
+    "copy_blocks": ((*SLABS, "src_dst_pairs", "fence_in"), ("fence_out",)),
+    "zero_blocks": ((*SLABS, "block_ids", "fence_in"), ("fence_out",)),
 }
 
 MAX_THREADS = 256
 
-Output = tuple[tuple[int, ...], mx.Dtype]
-Template = list[tuple[str, mx.Dtype | int | bool]]
-TOKEN: Output = ((MIN_ELEMENTS,), mx.int32)
+Launch: TypeAlias = Callable[[], list[mx.array]]
+Output: TypeAlias = tuple[tuple[int, ...], mx.Dtype]
+Size: TypeAlias = tuple[int, int, int]
+Template: TypeAlias = list[tuple[str, mx.Dtype | int | bool]]
+FENCE: Output = ((MIN_ELEMENTS,), mx.int32)
 
 
 class MetalKernel(Protocol):
@@ -49,11 +57,28 @@ class MetalKernel(Protocol):
         *,
         inputs: list[mx.array],
         template: Template,
-        grid: tuple[int, int, int],
-        threadgroup: tuple[int, int, int],
+        grid: Size,
+        threadgroup: Size,
         output_shapes: list[tuple[int, ...]],
         output_dtypes: list[mx.Dtype],
     ) -> list[mx.array]: ...
+
+
+@cache
+def why_unsupported(key_dim: int, value_dim: int, block_size: int) -> str | None:
+    """What of a slab's shape no kernel is made for, or ``None``."""
+    if key_dim != value_dim:
+        return f"key_dim {key_dim} beside value_dim {value_dim} has no Metal kernel"
+    for name, value, known in (
+        ("head_dim", key_dim, HEAD_DIMS),
+        ("block_size", block_size, BLOCK_SIZES),
+    ):
+        if value not in known:
+            return (
+                f"{name} {value} has no Metal kernel; "
+                f"there are kernels for {', '.join(map(str, known))}"
+            )
+    return None
 
 
 def write_slots(
@@ -61,14 +86,15 @@ def write_slots(
     v: mx.array,  # the same
     kv: KVHandle,
     slots: mx.array,  # [max(num_tokens, 8)] int32, below 0 for padding
-) -> None:
-    _chain(
+) -> Launch:
+    """Returns the fence."""
+    return _chained(
         "reshape_and_cache",
         kv,
         [k, v, kv.k, kv.v, slots],
-        [("T", kv.dtype), ("BLOCK_SIZE", kv.block_size), ("HEAD_DIM", kv.head_dim)],
-        grid=(kv.head_dim // 4, k.shape[0], kv.num_kv_heads),
-        threadgroup=_rows_per_threadgroup(kv.head_dim // 4),
+        [("T", kv.dtype), ("BLOCK_SIZE", kv.block_size), ("HEAD_DIM", kv.key_dim)],
+        grid=(kv.key_dim // 4, k.shape[0], kv.num_kv_heads),
+        threadgroup=_rows_per_threadgroup(kv.key_dim // 4),
     )
 
 
@@ -76,123 +102,139 @@ def gather(
     kv: KVHandle,
     block_table: mx.array,  # [max(num_blocks, 8)] int32
     num_tokens: int,
-) -> tuple[mx.array, mx.array]:
-    """``[num_kv_heads, num_tokens, head_dim]`` each."""
-    dense = ((kv.num_kv_heads, num_tokens, kv.head_dim), kv.dtype)
-    keys, values = _chain(
+) -> Launch:
+    """Returns keys and values, ``[num_kv_heads, num_tokens, head_dim]`` each, and the fence."""
+    dense = ((kv.num_kv_heads, num_tokens, kv.key_dim), kv.dtype)
+    return _chained(
         "gather_blocks",
         kv,
         [kv.k, kv.v, block_table],
-        [("T", kv.dtype), ("BLOCK_SIZE", kv.block_size), ("HEAD_DIM", kv.head_dim)],
-        grid=(kv.head_dim // 4, num_tokens, kv.num_kv_heads),
-        threadgroup=_rows_per_threadgroup(kv.head_dim // 4),
+        [("T", kv.dtype), ("BLOCK_SIZE", kv.block_size), ("HEAD_DIM", kv.key_dim)],
+        grid=(kv.key_dim // 4, num_tokens, kv.num_kv_heads),
+        threadgroup=_rows_per_threadgroup(kv.key_dim // 4),
         outputs=[dense, dense],
     )
-    return keys, values
 
 
-def copy_blocks(kv: KVHandle, src_dst_pairs: Sequence[tuple[int, int]]) -> None:
-    _write_blocks(
-        "copy_blocks",
-        kv,
-        padded([block_id for pair in src_dst_pairs for block_id in pair]),
-        src_dst_pairs,
-    )
+def copy_blocks(kv: KVHandle, src_dst_pairs: Sequence[tuple[int, int]]) -> Launch:
+    """Returns the fence."""
+    ids = [block_id for pair in src_dst_pairs for block_id in pair]
+    return _blocks("copy_blocks", kv, ids, len(src_dst_pairs))
 
 
-def zero_blocks(kv: KVHandle, block_ids: Sequence[int]) -> None:
-    _write_blocks("zero_blocks", kv, padded(block_ids), block_ids)
+def zero_blocks(kv: KVHandle, block_ids: Sequence[int]) -> Launch:
+    """Returns the fence."""
+    return _blocks("zero_blocks", kv, block_ids, len(block_ids))
 
 
 def attention(
     queries: mx.array,  # [num_tokens, num_heads, head_dim]
-    rows: tuple[mx.array, mx.array]
-    | None,  # [num_tokens, num_kv_heads, head_dim], written where they are given
+    rows: tuple[mx.array, mx.array] | None,  # [num_tokens, num_kv_heads, head_dim] each
     kv: KVHandle,
     plan: AttentionPlan,
     run: int,  # query tokens per sequence, at most
     scale: float,
-    sinks: mx.array | None,  # [num_heads]
-) -> mx.array:
-    """``[num_tokens, num_heads, head_dim]``, all in the dtype of the slabs."""
-    num_tokens, num_heads, head_dim = queries.shape
-    group = num_heads // kv.num_kv_heads
+    sinks: mx.array,  # of sink_logits
+) -> Launch:
+    """Returns the result, ``[num_tokens, num_heads, head_dim]``, or the partials that
+    :func:`merge` takes where the plan has any; and the fence.
+
+    All in the dtype of the slabs, but partials in float32. ``rows`` are written where they are
+    given.
+    """
+    head_dim = kv.key_dim
+    group = queries.shape[1] // kv.num_kv_heads
     cut = cut_threadgroup(run * group, head_dim, kv.dtype.size)
-    is_merged = plan.num_partial_rows > 0
+    is_partial = plan.num_partial_rows > 0
     out = (queries.shape, kv.dtype)
-    partials = ((plan.num_partial_rows, num_heads, head_dim + 4), mx.float32)
-    first_out = partials if is_merged else out
-    sink_logits = _sink_logits(sinks, num_heads)
+    if is_partial:
+        out = ((plan.num_partial_rows, queries.shape[1], head_dim + 4), mx.float32)
     # Where no row comes from the inputs, the queries stand in for arrays that no thread reads.
     key_rows, value_rows = rows or (queries, queries)
-    (result,) = _chain(
+    return _chained(
         "paged_attention",
         kv,
-        [queries, kv.k, kv.v, key_rows, value_rows, plan.array, sink_logits, _scalar(scale)],
+        [queries, kv.k, kv.v, key_rows, value_rows, plan.array, sinks, _scalar(scale)],
         [
             ("T", kv.dtype),
-            ("Out", first_out[1]),
+            ("Out", out[1]),
             ("HEAD_DIM", head_dim),
             ("BLOCK_SIZE", kv.block_size),
             ("GROUP", group),
             ("RUN", run),
             ("STREAMS", cut.streams),
             ("ROW_SPLITS", cut.row_splits),
-            ("PARTIAL", is_merged),
+            ("PARTIAL", is_partial),
         ],
         grid=(cut.num_threads, kv.num_kv_heads, plan.num_partitions),
         threadgroup=(cut.num_threads, 1, 1),
-        outputs=[first_out],
+        outputs=[out],
     )
-    if is_merged:
-        (result,) = _dispatch(
-            "merge_partitions",
-            [result, plan.array, sink_logits],
-            [("T", kv.dtype), ("HEAD_DIM", head_dim)],
-            grid=(SIMD_SIZE * MERGE_STREAMS, num_heads, num_tokens),
-            threadgroup=(SIMD_SIZE * MERGE_STREAMS, 1, 1),
-            outputs=[out],
-        )
-    return result
 
 
-def _write_blocks(name: str, kv: KVHandle, ids: mx.array, blocks: Sequence[object]) -> None:
-    _chain(
+def merge(partials: mx.array, queries: mx.array, plan: AttentionPlan, sinks: mx.array) -> Launch:
+    """Returns what :func:`attention` of these queries left in parts."""
+    num_tokens, num_heads, head_dim = queries.shape
+    return _launch(
+        "merge_partitions",
+        [partials, plan.array, sinks],
+        [("T", queries.dtype), ("HEAD_DIM", head_dim)],
+        grid=(SIMD_SIZE * MERGE_STREAMS, num_heads, num_tokens),
+        threadgroup=(SIMD_SIZE * MERGE_STREAMS, 1, 1),
+        outputs=[(queries.shape, queries.dtype)],
+    )
+
+
+def sink_logits(sinks: mx.array | None, num_heads: int) -> mx.array:
+    """``[max(num_heads, 8)] float32``; the lowest number stands for no sink."""
+    if sinks is None:
+        return _no_sinks(num_heads)
+    sinks = sinks.astype(mx.float32)
+    return sinks if num_heads >= MIN_ELEMENTS else mx.pad(sinks, (0, MIN_ELEMENTS - num_heads))
+
+
+def _blocks(name: str, kv: KVHandle, ids: Sequence[int], num_blocks: int) -> Launch:
+    return _chained(
         name,
         kv,
-        [kv.k, kv.v, ids],
+        [kv.k, kv.v, padded(ids)],
         [("T", kv.dtype)],
-        grid=(kv.num_kv_heads * kv.block_size * kv.head_dim // 4, len(blocks), 1),
+        grid=(kv.num_kv_heads * kv.block_size * kv.key_dim // 4, num_blocks, 1),
         threadgroup=(MAX_THREADS, 1, 1),
     )
 
 
-def _chain(
+def _chained(
     name: str,
     kv: KVHandle,
     inputs: list[mx.array],
     template: Template,
-    grid: tuple[int, int, int],
-    threadgroup: tuple[int, int, int],
+    grid: Size,
+    threadgroup: Size,
     outputs: Sequence[Output] = (),
-) -> list[mx.array]:
-    """A dispatch that touches the slabs of ``kv``: behind all earlier ones, before all later ones."""
-    token = _first_token() if kv.token is None else kv.token
-    *results, kv.token = _dispatch(
-        name, [*inputs, token], template, grid, threadgroup, [*outputs, TOKEN]
-    )
-    return results
+) -> Launch:
+    """A launch that touches the slabs of ``kv``: behind all earlier ones, before all later ones.
+
+    Raises:
+        ValueError: no kernel is made for the shape of the slabs.
+    """
+    lack = why_unsupported(kv.key_dim, kv.value_dim, kv.block_size)
+    if lack is not None:
+        raise ValueError(f"[{name}] {lack}")
+    fence = _first_fence() if kv.fence is None else kv.fence
+    return _launch(name, [*inputs, fence], template, grid, threadgroup, [*outputs, FENCE])
 
 
-def _dispatch(
+def _launch(
     name: str,
     inputs: list[mx.array],
     template: Template,
-    grid: tuple[int, int, int],
-    threadgroup: tuple[int, int, int],
+    grid: Size,
+    threadgroup: Size,
     outputs: Sequence[Output],
-) -> list[mx.array]:
-    return kernel(name)(
+) -> Launch:
+    return partial(
+        kernel(name),
         inputs=inputs,
         template=template,
         grid=grid,
@@ -200,6 +242,10 @@ def _dispatch(
         output_shapes=[shape for shape, _ in outputs],
         output_dtypes=[dtype for _, dtype in outputs],
     )
+
+
+def _rows_per_threadgroup(width: int) -> Size:
+    return (width, max(1, MAX_THREADS // width), 1)
 
 
 @cache
@@ -221,8 +267,8 @@ def kernel(name: str) -> MetalKernel:
 
 
 @cache
-def _first_token() -> mx.array:
-    return _evaluated(mx.zeros(*TOKEN))
+def _first_fence() -> mx.array:
+    return _evaluated(mx.zeros(*FENCE))
 
 
 @cache
@@ -239,14 +285,3 @@ def _no_sinks(num_heads: int) -> mx.array:
 def _evaluated(array: mx.array) -> mx.array:
     mx.eval(array)
     return array
-
-
-def _sink_logits(sinks: mx.array | None, num_heads: int) -> mx.array:
-    if sinks is None:
-        return _no_sinks(num_heads)
-    sinks = sinks.astype(mx.float32)
-    return sinks if num_heads >= MIN_ELEMENTS else mx.pad(sinks, (0, MIN_ELEMENTS - num_heads))
-
-
-def _rows_per_threadgroup(width: int) -> tuple[int, int, int]:
-    return (width, max(1, MAX_THREADS // width), 1)

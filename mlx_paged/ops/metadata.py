@@ -1,10 +1,9 @@
-"""What attention must know about a step: which rows go to which slots, and which blocks each query
-reads.
+"""What a step says to the operations: which slots its rows go to and which blocks its queries read.
 
-Built once per step on the host and shared by all layers. Plain lists of integers: a step has few
-sequences and most have one new token, where a call into numpy costs more than the loop it replaces.
-Every range is checked here, or compared with a slab in O(1) at the door, so that no operation has
-to read an array back from the device to check it."""
+A step is described once, on the host, for all layers. Its lists are plain lists of integers: a step
+has few sequences and most have one new token, where a call into numpy costs more than the loop that
+it replaces. ``build`` checks every range, and the operations compare the rest with a slab in O(1),
+so that nothing has to be read back from the device to be checked."""
 
 from __future__ import annotations
 
@@ -14,21 +13,18 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TypeGuard, TypeVar
+from typing import NamedTuple, TypeGuard, TypeVar, cast
 
 import mlx.core as mx
 
 T = TypeVar("T")
 
-# MLX hands inputs of fewer elements to a kernel in another address space: another kernel to
-# compile.
+# MLX hands a kernel inputs of fewer elements in another address space: another kernel to compile.
 MIN_ELEMENTS = 8
 
 
 def padded(values: Sequence[int], filler: int = 0) -> mx.array:
-    """``[max(len(values), MIN_ELEMENTS)] int32``, what a kernel takes; no thread reads what was
-    added.
-    """
+    """``[max(len(values), MIN_ELEMENTS)] int32`` for a kernel; no thread reads what was added."""
     return mx.array([*values, *[filler] * (MIN_ELEMENTS - len(values))], dtype=mx.int32)
 
 
@@ -114,30 +110,41 @@ class SlotMapping:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionParams:
-    scale: float
-    window: int | None = None
-    sinks: mx.array | None = None
+    """The arguments of one layer's attention that are not arrays of tokens."""
+
+    scale: float  # of the scores, usually ``key_dim ** -0.5``
+    window: int | None = None  # each query sees its last ``window`` tokens, itself included
+    sinks: mx.array | None = None  # [num_heads], learned attention-sink logits (MLX's argument)
+
+
+class StepPart(NamedTuple):
+    """The sequences of a step whose query runs have a length in common."""
+
+    capacity: int  # the smallest given length that holds their runs; 0 for runs that none holds
+    step: AttentionMetadata
+    rows: mx.array | None  # [num_tokens of the part] int32, its rows; None for the whole step
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionMetadata:
-    """One step of a ragged batch: sequence ``s`` has ``context_lens[s]`` tokens, its last
+    """One step of a ragged batch: sequence ``s`` has ``context_lens[s]`` tokens, and its last
     ``query_lens[s]`` are new.
 
-    Build with :meth:`build`, or directly what needs no checks. vLLM's names where it has them, but
-    nothing is padded: the queries of all sequences lie behind one another in one flat
-    ``[num_tokens]`` axis, sequence ``s`` at ``cu_seqlens_q[s] : cu_seqlens_q[s + 1]``."""
+    Build it with :meth:`build`, or directly from lists that need no checks. Names are vLLM's where
+    it has them, but nothing is padded: the new tokens of all sequences share one flat axis
+    ``[num_tokens]``, where sequence ``s`` has ``cu_seqlens_q[s] : cu_seqlens_q[s + 1]``.
+    """
 
     block_tables: list[array[int]]  # per sequence, the blocks of its context, int32
     context_lens: list[int]  # tokens in the cache after this step's writes
     query_lens: list[int]
     block_size: int
-    shares_new_blocks: bool = (
-        False  # a block table names a block that another sequence writes in this step
-    )
+    # Whether a block table names a block that another sequence writes in this step.
+    shares_new_blocks: bool = False
+    # Per sequence, of how many of its last tokens the logits are wanted; None for one of each.
     num_logit_rows: list[int] | None = None
     known_max_block_id: int | None = None  # saves looking at each
-    _plans: dict[Hashable, object] = field(default_factory=dict, repr=False)
+    _derived: dict[Hashable, object] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def build(
@@ -147,24 +154,28 @@ class AttentionMetadata:
         query_lens: Sequence[int],
         block_size: int,
         shares_new_blocks: bool = False,
+        num_logit_rows: Sequence[int] | None = None,
     ) -> AttentionMetadata:
-        """Check the lists against one another.
+        """Copy the lists and check them against one another.
 
         Args:
-            block_tables: block ids per sequence; those behind its context (reserved ones) are left
-                out.
+            block_tables: block ids per sequence; reserved blocks, which lie behind its context, are
+                left out.
             shares_new_blocks: whether a sequence reads blocks that another one writes in this step,
-                as when both begin with the same prompt. Then the rows of all are written before any
-                is read, which costs a dispatch.
+                as when both begin with the same prompt. Then all rows are written before any is
+                read, which costs a dispatch.
+            num_logit_rows: of how many of its last tokens each sequence wants logits; one by
+                default, more for speculation, none for a prompt that is not complete.
 
         Raises:
             ValueError: lists of different lengths, a query run that is empty or longer than its
-                context, a block table too short for its context, a negative block id.
+                context, more rows of logits than new tokens, a block table too short for its
+                context, a negative block id.
         """
         if not len(block_tables) == len(context_lens) == len(query_lens):
             raise ValueError(
-                f"[attention_metadata] {len(block_tables)} block_tables, {len(context_lens)} context_lens and "
-                f"{len(query_lens)} query_lens must be one per sequence"
+                f"[attention_metadata] {len(block_tables)} block_tables, {len(context_lens)} "
+                f"context_lens and {len(query_lens)} query_lens must be one per sequence"
             )
         tables = []
         for seq, (table, context_len, query_len) in enumerate(
@@ -172,14 +183,14 @@ class AttentionMetadata:
         ):
             if not 0 < query_len <= context_len:
                 raise ValueError(
-                    f"[attention_metadata] sequence {seq}: query_len {query_len} must be within 1..context_len "
-                    f"{context_len}"
+                    f"[attention_metadata] sequence {seq}: query_len {query_len} must be within "
+                    f"1..context_len {context_len}"
                 )
             num_blocks = -(-context_len // block_size)
             if len(table) < num_blocks:
                 raise ValueError(
-                    f"[attention_metadata] sequence {seq}: {context_len} tokens need {num_blocks} blocks of "
-                    f"{block_size}, the block table has {len(table)}"
+                    f"[attention_metadata] sequence {seq}: {context_len} tokens need {num_blocks} "
+                    f"blocks of {block_size}, the block table has {len(table)}"
                 )
             # A copy: the caller's table changes with the next step.
             blocks = table[:num_blocks] if type(table) is array else array("i", table[:num_blocks])
@@ -188,13 +199,52 @@ class AttentionMetadata:
                     f"[attention_metadata] sequence {seq}: block id {min(blocks)} is negative"
                 )
             tables.append(blocks)
-        return cls(tables, list(context_lens), list(query_lens), block_size, shares_new_blocks)
+        counts = None if num_logit_rows is None else list(num_logit_rows)
+        if counts is not None and not (
+            len(counts) == len(query_lens)
+            and all(0 <= count <= n for count, n in zip(counts, query_lens, strict=True))
+        ):
+            raise ValueError(
+                f"[attention_metadata] num_logit_rows {counts} must be one per sequence, each "
+                f"within 0..query_len of {list(query_lens)}"
+            )
+        context_lens, query_lens = list(context_lens), list(query_lens)
+        return cls(tables, context_lens, query_lens, block_size, shares_new_blocks, counts)
 
-    def plan(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What a backend derives from this step: made for the first layer, reused by the others."""
-        if key not in self._plans:
-            self._plans[key] = make()
-        return self._plans[key]  # type: ignore[return-value]
+    def derived(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What a backend makes of this step for its first layer and uses for all of them."""
+        if key not in self._derived:
+            self._derived[key] = make()
+        return cast(T, self._derived[key])
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.context_lens)
+
+    @cached_property
+    def num_tokens(self) -> int:
+        return sum(self.query_lens)
+
+    @cached_property
+    def max_query_len(self) -> int:
+        return max(self.query_lens, default=0)
+
+    @cached_property
+    def max_block_id(self) -> int:
+        if self.known_max_block_id is not None:
+            return self.known_max_block_id
+        return max(map(max, self.block_tables), default=-1)
+
+    @cached_property
+    def cu_seqlens_q(self) -> list[int]:
+        """``[num_seqs + 1]``"""
+        return [0, *itertools.accumulate(self.query_lens)]
+
+    @cached_property
+    def positions(self) -> mx.array:
+        """``[num_tokens] int32``, of each new token in its sequence."""
+        runs = zip(self.context_lens, self.query_lens, strict=True)
+        return mx.array([p for end, n in runs for p in range(end - n, end)], dtype=mx.int32)
 
     @cached_property
     def slot_mapping(self) -> SlotMapping:
@@ -212,42 +262,22 @@ class AttentionMetadata:
         ):
             position = context_len - query_len
             while position < context_len:
-                index, offset = divmod(position, self.block_size)
-                count = min(self.block_size - offset, context_len - position)
-                slot = table[index] * self.block_size + offset
+                index, offset = divmod(position, block_size)
+                count = min(block_size - offset, context_len - position)
+                slot = table[index] * block_size + offset
                 slots.extend(range(slot, slot + count))
                 position += count
-        return SlotMapping(slots, self.block_size)
+        return SlotMapping(slots, block_size)
 
     def packed_block_table(self, seq: int) -> mx.array:
         """``[max(num_blocks, 8)] int32``, filled up with the null block: what a kernel takes."""
-        table = self.block_tables[seq]
-        return self.plan(("block_table", seq), lambda: padded(table))
-
-    @property
-    def num_seqs(self) -> int:
-        return len(self.context_lens)
-
-    @cached_property
-    def num_tokens(self) -> int:
-        return sum(self.query_lens)
-
-    @cached_property
-    def cu_seqlens_q(self) -> list[int]:
-        """``[num_seqs + 1]``"""
-        return [0, *itertools.accumulate(self.query_lens)]
-
-    @cached_property
-    def positions(self) -> mx.array:
-        runs = zip(self.context_lens, self.query_lens, strict=True)
-        return mx.array([p for end, n in runs for p in range(end - n, end)], dtype=mx.int32)
-
-    @property
-    def _logit_counts(self) -> list[int]:
-        return [1] * self.num_seqs if self.num_logit_rows is None else self.num_logit_rows
+        return self.derived(("block_table", seq), lambda: padded(self.block_tables[seq]))
 
     @cached_property
     def logit_rows(self) -> mx.array | None:
+        """``[num_rows] int32``, the rows of the tokens whose logits are wanted; ``None`` for all.
+
+        vLLM: ``logits_indices``."""
         counts = self._logit_counts
         if counts == self.query_lens:
             return None
@@ -256,65 +286,55 @@ class AttentionMetadata:
 
     @cached_property
     def logit_queries(self) -> AttentionMetadata:
+        """The step with the queries of :attr:`logit_rows` only; sequences without any are left out."""
         if self.logit_rows is None:
             return self
-        seqs = [seq for seq, n in enumerate(self._logit_counts) if n]
+        counts = self._logit_counts
+        return self._select([seq for seq, count in enumerate(counts) if count], counts)
+
+    def parts(self, capacities: tuple[int, ...]) -> tuple[list[StepPart], mx.array | None]:
+        """Cut the step by the length of its query runs.
+
+        A run's part depends on nothing but its own length, so that the bits of its result don't
+        depend on what else is in the batch.
+
+        Args:
+            capacities: lengths up to which a run belongs to a part, ascending; longer runs are a
+                part of their own.
+
+        Returns:
+            The parts, and the order ``[num_tokens] int32`` that puts their rows, one part after
+            another, back in place; ``None`` where there is one part.
+        """
+        return self.derived(("parts", capacities), lambda: self._cut(capacities))
+
+    def _cut(self, capacities: tuple[int, ...]) -> tuple[list[StepPart], mx.array | None]:
+        seqs_of: dict[int, list[int]] = {}
+        for seq, query_len in enumerate(self.query_lens):
+            capacity = next((n for n in capacities if query_len <= n), 0)
+            seqs_of.setdefault(capacity, []).append(seq)
+        if len(seqs_of) == 1:
+            return [StepPart(next(iter(seqs_of)), self, None)], None
+        starts = self.cu_seqlens_q
+        parts, all_rows = [], []
+        for capacity, seqs in seqs_of.items():
+            rows = [row for seq in seqs for row in range(starts[seq], starts[seq + 1])]
+            part = self._select(seqs, self.query_lens)
+            parts.append(StepPart(capacity, part, mx.array(rows, dtype=mx.int32)))
+            all_rows += rows
+        row_order = sorted(range(len(all_rows)), key=all_rows.__getitem__)
+        return parts, mx.array(row_order, dtype=mx.int32)
+
+    @property
+    def _logit_counts(self) -> list[int]:
+        return [1] * self.num_seqs if self.num_logit_rows is None else self.num_logit_rows
+
+    def _select(self, seqs: list[int], query_lens: list[int]) -> AttentionMetadata:
+        """The step of ``seqs`` only, each with its last ``query_lens[seq]`` queries."""
         return AttentionMetadata(
             [self.block_tables[seq] for seq in seqs],
             [self.context_lens[seq] for seq in seqs],
-            [self._logit_counts[seq] for seq in seqs],
+            [query_lens[seq] for seq in seqs],
             self.block_size,
             known_max_block_id=self.known_max_block_id,
-        )
-
-    @cached_property
-    def max_query_len(self) -> int:
-        return max(self.query_lens, default=0)
-
-    @cached_property
-    def max_block_id(self) -> int:
-        if self.known_max_block_id is not None:
-            return self.known_max_block_id
-        return max(map(max, self.block_tables), default=-1)
-
-    def map_parts(
-        self,
-        kind: Callable[[int], Hashable],
-        operation: Callable[..., mx.array],
-        *packed: mx.array,
-    ) -> mx.array:
-        """Cut the step into the sequences of each kind of query run, and put the results back in
-        order.
-
-        Args:
-            kind: of a ``query_len``.
-            operation: called with each part and its rows of ``packed``; returns as many rows.
-            packed: arrays ``[num_tokens, ...]``.
-        """
-        parts = self.plan(("parts", kind), lambda: self._parts(kind))
-        if len(parts) == 1:
-            return operation(self, *packed)
-        results = [operation(part, *(array[rows] for array in packed)) for part, rows in parts]
-        row_order = self.plan(
-            ("row_order", kind), lambda: mx.argsort(mx.concatenate([rows for _, rows in parts]))
-        )
-        return mx.concatenate(results)[row_order]
-
-    def _parts(self, kind: Callable[[int], Hashable]) -> list[tuple[AttentionMetadata, mx.array]]:
-        seqs_of_kind: dict[Hashable, list[int]] = {}
-        for seq, query_len in enumerate(self.query_lens):
-            seqs_of_kind.setdefault(kind(query_len), []).append(seq)
-        return [self._select(seqs) for seqs in seqs_of_kind.values()]
-
-    def _select(self, seqs: list[int]) -> tuple[AttentionMetadata, mx.array]:
-        starts = self.cu_seqlens_q
-        part = AttentionMetadata(
-            [self.block_tables[seq] for seq in seqs],
-            [self.context_lens[seq] for seq in seqs],
-            [self.query_lens[seq] for seq in seqs],
-            self.block_size,
-            known_max_block_id=self.known_max_block_id,
-        )
-        return part, mx.array(
-            [row for seq in seqs for row in range(starts[seq], starts[seq + 1])], dtype=mx.int32
         )

@@ -1,6 +1,6 @@
-"""Where the Metal sources are: inside the package of a wheel, at the top of a source checkout
-otherwise.
-"""
+"""Where the Metal sources are: inside the package of a wheel, beside it in a source checkout.
+
+``importlib.resources`` finds only the former, as nothing beside a package belongs to it."""
 
 from __future__ import annotations
 
@@ -8,27 +8,12 @@ from functools import cache
 from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-
-
-def metal_folder() -> Path:
-    """The folder with the Metal sources; raises ``FileNotFoundError`` when the installation lacks
-    it.
-    """
-    for folder in (_PACKAGE / "metal", _PACKAGE.parent / "metal"):
-        if folder.is_dir():
-            return folder
-    raise FileNotFoundError(
-        f"[metal] no Metal sources in {_PACKAGE / 'metal'}; the installation is incomplete"
-    )
+METAL_FOLDER = _PACKAGE / "metal"
+if not METAL_FOLDER.is_dir():
+    METAL_FOLDER = _PACKAGE.parent / "metal"
 
 
 @cache
 def read_source(name: str) -> str:
-    """The text of one source file; raises ``FileNotFoundError`` with the files that are there."""
-    folder = metal_folder()
-    path = folder / name
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"[metal] no {name} among {sorted(p.name for p in folder.iterdir())}"
-        )
-    return path.read_text()
+    """The text of one source file; raises ``FileNotFoundError`` when the installation lacks it."""
+    return (METAL_FOLDER / name).read_text(encoding="utf-8")

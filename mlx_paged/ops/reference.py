@@ -1,24 +1,141 @@
-"""The operations in plain MLX, for any device: the formula that every kernel is held against, and
-the CPU's backend.
+"""The backend of plain MLX, for any device: the formula that every kernel is held against.
 
-Slot writes are *donated scatters*: MLX writes a slab in place as long as nobody else holds it, at
-the cost of the rows alone. So evaluate a step before the next one is built, and keep no view of a
-slab across a write."""
+Slots are written by *donated scatters*: MLX writes a slab in place as long as nobody else holds it,
+at the cost of the rows alone. So evaluate a step before the next one is built, and keep no view of
+a slab across a write."""
 
 from __future__ import annotations
 
 import itertools
-from array import array
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import mlx.core as mx
 import numpy as np
 
+from mlx_paged.ops import checks
+from mlx_paged.ops.backend import Backend
 from mlx_paged.ops.kv_handle import KVHandle
 from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, SlotMapping
 
+Rows: TypeAlias = tuple[mx.array, mx.array]  # K and V
 
-def reshape_and_cache(k: mx.array, v: mx.array, kv: KVHandle, slot_mapping: SlotMapping) -> None:
+# Block-parallel attention reads each block once per query token, gathered K/V are read once per
+# run. Measured on a 2-core CPU (benchmarks/results/attention-cpu.json, attention-runs-cpu.json),
+# block-parallel over gathered: single tokens 0.2 to 1.1, runs of 2 and 4 0.6 to 1.1, of 8 1.0 to
+# 1.3, all in float32. In half precision a CPU copies each block once per query token, so only
+# single tokens are decoded.
+DECODE_RUNS = (1,)
+
+
+class ReferenceBackend(Backend):
+    """MLX's own operations. Where kernels wrote before, each operation waits for them first."""
+
+    name = "reference"
+
+    def reshape_and_cache(
+        self, k: mx.array, v: mx.array, kv: KVHandle, slot_mapping: SlotMapping
+    ) -> None:
+        checks.check_slot_write("reshape_and_cache", k, v, kv, slot_mapping)
+        kv.leave_chain()
+        _write_rows(k, v, kv, slot_mapping)
+
+    def update_and_attend(
+        self,
+        q: mx.array,
+        k: mx.array,
+        v: mx.array,
+        kv: KVHandle,
+        step: AttentionMetadata,
+        params: AttentionParams,
+    ) -> mx.array:
+        checks.check_slot_write("update_and_attend", k, v, kv, step.slot_mapping)
+        checks.check_attention("update_and_attend", q, kv, step, params)
+        kv.leave_chain()
+        _write_rows(k, v, kv, step.slot_mapping)
+        return _attend(q, (k, v), kv, step, params)
+
+    def attend(
+        self, q: mx.array, kv: KVHandle, step: AttentionMetadata, params: AttentionParams
+    ) -> mx.array:
+        checks.check_attention("attend", q, kv, step, params)
+        kv.leave_chain()
+        return _attend(q, None, kv, step, params)
+
+    def paged_attention(
+        self, q: mx.array, kv: KVHandle, step: AttentionMetadata, params: AttentionParams
+    ) -> mx.array:
+        checks.check_attention("paged_attention", q, kv, step, params)
+        kv.leave_chain()
+        return _decode(q, kv, step, params)
+
+    def paged_prefill_attention(
+        self, q: mx.array, kv: KVHandle, step: AttentionMetadata, params: AttentionParams
+    ) -> mx.array:
+        checks.check_attention("paged_prefill_attention", q, kv, step, params)
+        kv.leave_chain()
+        return _prefill(q, None, kv, step, params)
+
+    def gather_blocks(self, kv: KVHandle, block_table: Sequence[int], num_tokens: int) -> Rows:
+        table = checks.check_block_table("gather_blocks", block_table, num_tokens, kv)
+        kv.leave_chain()
+        return _gather(kv, table, num_tokens)
+
+    def copy_blocks(self, kv: KVHandle, src_dst_pairs: Sequence[tuple[int, int]]) -> None:
+        checks.check_copy_pairs("copy_blocks", src_dst_pairs, kv)
+        if not src_dst_pairs:
+            return
+        kv.leave_chain()
+        sources, destinations = mx.array(list(zip(*src_dst_pairs, strict=True)), dtype=mx.int32)
+        k_rows, v_rows = kv.k[sources], kv.v[sources]
+        # The gather must be done before the scatter is built: while it holds the slab, the scatter
+        # would copy it whole.
+        mx.eval(k_rows, v_rows)
+        kv.k[destinations] = k_rows
+        kv.v[destinations] = v_rows
+
+    def zero_blocks(self, kv: KVHandle, block_ids: Sequence[int]) -> None:
+        checks.check_block_ids("zero_blocks", "block_ids", block_ids, kv)
+        kv.leave_chain()
+        ids = mx.array(list(block_ids), dtype=mx.int32)
+        kv.k[ids] = 0
+        kv.v[ids] = 0
+
+
+def attend_densely(
+    q: mx.array,  # [num_tokens, num_heads, key_dim]
+    dense: Sequence[Rows],  # per sequence, [num_kv_heads, context_len, key_dim or value_dim]
+    step: AttentionMetadata,
+    params: AttentionParams,
+) -> mx.array:
+    """MLX's own SDPA of each sequence, causal within its query run; ``[num_tokens, num_heads,
+    value_dim]``.
+    """
+    outputs = []
+    starts = step.cu_seqlens_q
+    for seq, (keys, values) in enumerate(dense):
+        queries = q[starts[seq] : starts[seq + 1]].swapaxes(0, 1)[None]
+        out = mx.fast.scaled_dot_product_attention(
+            queries.astype(keys.dtype),
+            keys[None],
+            values[None],
+            scale=params.scale,
+            mask=_causal_mask(step.query_lens[seq], step.context_lens[seq], params.window),
+            sinks=None if params.sinks is None else params.sinks.astype(keys.dtype),
+        )
+        outputs.append(out[0].swapaxes(0, 1))
+    return (outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)).astype(q.dtype)
+
+
+def new_kv(rows: Rows | None, step: AttentionMetadata, seq: int) -> Rows | None:
+    """The dense K and V of a sequence whose tokens are all new, from the step's packed rows."""
+    if rows is None or step.context_lens[seq] > step.query_lens[seq]:
+        return None
+    run = slice(step.cu_seqlens_q[seq], step.cu_seqlens_q[seq + 1])
+    return rows[0][run].swapaxes(0, 1), rows[1][run].swapaxes(0, 1)
+
+
+def _write_rows(k: mx.array, v: mx.array, kv: KVHandle, slot_mapping: SlotMapping) -> None:
     if slot_mapping.only_slot is not None:
         # A slice update costs a third of a scatter of one row.
         block_id, offset = slot_mapping.only_slot
@@ -33,37 +150,55 @@ def reshape_and_cache(k: mx.array, v: mx.array, kv: KVHandle, slot_mapping: Slot
     kv.v[slot_mapping.block_ids, :, slot_mapping.offsets] = v
 
 
-def paged_attention(
+def _attend(
     q: mx.array,
+    rows: Rows | None,  # of the step's tokens, which are in the slabs, too
     kv: KVHandle,
-    metadata: AttentionMetadata,
-    scale: float,
-    window: int | None = None,
-    sinks: mx.array | None = None,
+    step: AttentionMetadata,
+    params: AttentionParams,
+) -> mx.array:
+    parts, row_order = step.parts(DECODE_RUNS)
+    outputs = []
+    for run, part, where in parts:
+        part_q, part_rows = q, rows
+        if where is not None:
+            part_q = q[where]
+            part_rows = rows and (rows[0][where], rows[1][where])
+        outputs.append(
+            _decode(part_q, kv, part, params)
+            if run
+            else _prefill(part_q, part_rows, kv, part, params)
+        )
+    return outputs[0] if row_order is None else mx.concatenate(outputs)[row_order]
+
+
+def _decode(
+    q: mx.array, kv: KVHandle, step: AttentionMetadata, params: AttentionParams
 ) -> mx.array:
     """Block-parallel: one matmul per step for the scores of all (query token, block) pairs, a
     segment softmax, one matmul with the values.
 
     What lies behind the end of a sequence in its last block gets a weight of 0, and has to be
     finite for that."""
-    num_tokens, num_heads, head_dim = q.shape
+    num_tokens, num_heads, key_dim = q.shape
     num_kv_heads = kv.num_kv_heads
     group = num_heads // num_kv_heads
-    pairs = metadata.plan(
-        ("block_pairs", window, num_kv_heads), lambda: _BlockPairs(metadata, window, num_kv_heads)
+    pairs = step.derived(
+        (_BlockPairs, params.window, num_kv_heads),
+        lambda: _BlockPairs(step, params.window, num_kv_heads),
     )
 
     # Scores [num_pairs, num_kv_heads, group, block_size]: each block against the query that reads
     # it.
-    queries = (q * scale).astype(kv.dtype).reshape(num_tokens, num_kv_heads, group, head_dim)
+    queries = (q * params.scale).astype(kv.dtype).reshape(num_tokens, num_kv_heads, group, key_dim)
     scores = pairs.scores(queries, kv.k)
 
     # Softmax of each query token over all of its blocks, unnormalised until the values are summed,
     # too.
     highest = pairs.segment_max(scores)
     sink_logits: mx.array | None = None
-    if sinks is not None:
-        sink_logits = sinks.astype(mx.float32).reshape(1, num_kv_heads, group, 1)
+    if params.sinks is not None:
+        sink_logits = params.sinks.astype(mx.float32).reshape(1, num_kv_heads, group, 1)
         highest = mx.maximum(highest, sink_logits)
     weights = mx.exp(scores - pairs.spread(highest))
     denominator = pairs.segment_sum(weights.sum(axis=-1, keepdims=True))
@@ -72,158 +207,38 @@ def paged_attention(
 
     values = pairs.values(weights.astype(kv.dtype), kv.v)
     out = pairs.segment_sum(values) / denominator
-    return out.reshape(num_tokens, num_heads, head_dim).astype(q.dtype)
-
-
-def paged_prefill_attention(
-    q: mx.array,
-    kv: KVHandle,
-    metadata: AttentionMetadata,
-    scale: float,
-    window: int | None = None,
-    sinks: mx.array | None = None,
-) -> mx.array:
-    return _prefill(q, None, kv, metadata, scale, window, sinks)
+    return out.reshape(num_tokens, num_heads, kv.value_dim).astype(q.dtype)
 
 
 def _prefill(
     q: mx.array,
-    rows: tuple[mx.array, mx.array] | None,
+    rows: Rows | None,
     kv: KVHandle,
-    metadata: AttentionMetadata,
-    scale: float,
-    window: int | None,
-    sinks: mx.array | None,
-) -> mx.array:
-    starts = metadata.cu_seqlens_q
-
-    def dense(seq: int) -> tuple[mx.array, mx.array]:
-        if rows is not None and metadata.context_lens[seq] == metadata.query_lens[seq]:
-            # Nothing but new tokens: their rows are all there is to see.
-            run = slice(starts[seq], starts[seq + 1])
-            k, v = (part[run].swapaxes(0, 1).astype(kv.dtype) for part in rows)
-            return k, v
-        return gather_blocks(kv, metadata.block_tables[seq], metadata.context_lens[seq])
-
-    rows_of = [dense(seq) for seq in range(metadata.num_seqs)]
-    return attend_densely(q, rows_of, metadata, AttentionParams(scale, window, sinks))
-
-
-def attend(
-    q: mx.array,
-    kv: KVHandle,
-    metadata: AttentionMetadata,
-    scale: float,
-    window: int | None = None,
-    sinks: mx.array | None = None,
-) -> mx.array:
-    def attend_part(part: AttentionMetadata, part_q: mx.array) -> mx.array:
-        operation = paged_attention if is_decode(part.max_query_len) else paged_prefill_attention
-        return operation(part_q, kv, part, scale, window, sinks)
-
-    return metadata.map_parts(is_decode, attend_part, q)
-
-
-def update_and_attend(
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    kv: KVHandle,
-    metadata: AttentionMetadata,
-    scale: float,
-    window: int | None = None,
-    sinks: mx.array | None = None,
-) -> mx.array:
-    reshape_and_cache(k, v, kv, metadata.slot_mapping)
-
-    def attend_part(
-        part: AttentionMetadata,
-        part_q: mx.array,
-        part_k: mx.array,
-        part_v: mx.array,
-    ) -> mx.array:
-        if is_decode(part.max_query_len):
-            return paged_attention(part_q, kv, part, scale, window, sinks)
-        return _prefill(part_q, (part_k, part_v), kv, part, scale, window, sinks)
-
-    return metadata.map_parts(is_decode, attend_part, q, k, v)
-
-
-def is_decode(query_len: int) -> bool:
-    """Block-parallel, which reads each block once per query token, or gathered for MLX's SDPA, once
-    per run.
-
-    Measured on a 2-core CPU (benchmarks/results/attention-cpu.json and attention-runs-cpu.json),
-    block-parallel over
-    gathered: single tokens 0.2 to 1.1, runs of 2 and 4 0.6 to 1.1, of 8 1.0 to 1.3, all in float32.
-    In half precision a CPU copies each block once per query token, so only single tokens are
-    decoded."""
-    return query_len == 1
-
-
-def attend_densely(
-    q: mx.array,
-    dense: Sequence[tuple[mx.array, mx.array]],
     step: AttentionMetadata,
     params: AttentionParams,
 ) -> mx.array:
-    outputs = []
-    starts = step.cu_seqlens_q
-    for seq, (keys, values) in enumerate(dense):
-        context_len, query_len = step.context_lens[seq], step.query_lens[seq]
-        queries = q[starts[seq] : starts[seq + 1]].swapaxes(0, 1)[None]
-        out = mx.fast.scaled_dot_product_attention(
-            queries.astype(keys.dtype),
-            keys[None],
-            values[None],
-            scale=params.scale,
-            mask=_causal_mask(query_len, context_len, params.window),
-            sinks=None if params.sinks is None else params.sinks.astype(keys.dtype),
-        )
-        outputs.append(out[0].swapaxes(0, 1))
-    return (outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)).astype(q.dtype)
+    dense = [
+        new_kv(rows, step, seq) or _gather(kv, list(step.block_tables[seq]), context_len)
+        for seq, context_len in enumerate(step.context_lens)
+    ]
+    return attend_densely(q, dense, step, params)
 
 
-def gather_blocks(
-    kv: KVHandle,
-    block_table: list[int] | array[int],  # [num_blocks]
-    num_tokens: int,
-) -> tuple[mx.array, mx.array]:
-    num_kv_heads, first = kv.num_kv_heads, block_table[0]
-    is_run = list(block_table) == list(range(first, first + len(block_table)))
-    # The pieces of one head behind one another, [num_kv_heads, num_blocks]: a gather of whole
-    # blocks would be copied once more, to put heads first.
+def _gather(kv: KVHandle, block_table: list[int], num_tokens: int) -> Rows:
+    first, num_blocks = block_table[0], len(block_table)
+    # The pieces of one head adjacent, [num_kv_heads, num_blocks]: a gather of whole blocks would be
+    # copied once more, to put heads first.
     ids = None
-    if not is_run:
-        blocks = mx.array(block_table)  # type: ignore[arg-type]  # not in MLX's stub: buffers
-        ids = mx.arange(num_kv_heads)[:, None] + blocks * num_kv_heads
+    if block_table != list(range(first, first + num_blocks)):
+        heads = mx.arange(kv.num_kv_heads)[:, None]
+        ids = heads + mx.array(block_table, dtype=mx.int32) * kv.num_kv_heads
 
     def gather(slab: mx.array) -> mx.array:
-        heads_first = (
-            slab[first : first + len(block_table)].swapaxes(0, 1)
-            if is_run
-            else slab.flatten(0, 1)[ids]
-        )
-        return heads_first.reshape(num_kv_heads, -1, kv.head_dim)[:, :num_tokens]
+        run = slab[first : first + num_blocks].swapaxes(0, 1)
+        heads_first = run if ids is None else slab.flatten(0, 1)[ids]
+        return heads_first.reshape(kv.num_kv_heads, -1, slab.shape[3])[:, :num_tokens]
 
     return gather(kv.k), gather(kv.v)
-
-
-def copy_blocks(kv: KVHandle, src_dst_pairs: Sequence[tuple[int, int]]) -> None:
-    sources = mx.array([src for src, _ in src_dst_pairs])
-    destinations = mx.array([dst for _, dst in src_dst_pairs])
-    k_rows, v_rows = kv.k[sources], kv.v[sources]
-    # The gather must be done before the scatter is built: while it holds the slab, the scatter
-    # would copy it whole.
-    mx.eval(k_rows, v_rows)
-    kv.k[destinations] = k_rows
-    kv.v[destinations] = v_rows
-
-
-def zero_blocks(kv: KVHandle, block_ids: Sequence[int]) -> None:
-    ids = mx.array(list(block_ids), dtype=mx.int32)
-    kv.k[ids] = 0
-    kv.v[ids] = 0
 
 
 def _causal_mask(query_len: int, context_len: int, window: int | None) -> mx.array | str:
@@ -244,15 +259,15 @@ class _BlockPairs:
     query token.
 
     A pair is in when the block holds at least one key that the query may see. Pairs of one query
-    token lie behind one another, in the order of its block table."""
+    token are adjacent, in the order of its block table."""
 
-    def __init__(self, metadata: AttentionMetadata, window: int | None, num_kv_heads: int):
-        block_size = metadata.block_size
+    def __init__(self, step: AttentionMetadata, window: int | None, num_kv_heads: int):
+        block_size = step.block_size
         block_ids: list[int] = []
         counts: list[int] = []
         hidden: list[tuple[int, slice]] = []  # pair, slots of its block that the query must not see
         for table, context_len, query_len in zip(
-            metadata.block_tables, metadata.context_lens, metadata.query_lens, strict=True
+            step.block_tables, step.context_lens, step.query_lens, strict=True
         ):
             for position in range(context_len - query_len, context_len):
                 first_visible = 0 if window is None else max(0, position - window + 1)
@@ -283,7 +298,7 @@ class _BlockPairs:
         self._block_heads = by_head(np.array(block_ids, dtype=np.int32))
 
     def scores(self, queries: mx.array, slab: mx.array) -> mx.array:
-        """``[num_tokens, num_kv_heads, group, head_dim]`` against K, ``[num_pairs, num_kv_heads,
+        """``[num_tokens, num_kv_heads, group, key_dim]`` against K, ``[num_pairs, num_kv_heads,
         group, block_size]``.
 
         -inf where a query must not see a key.
@@ -298,7 +313,7 @@ class _BlockPairs:
 
     def values(self, weights: mx.array, slab: mx.array) -> mx.array:
         """``[num_pairs, num_kv_heads, group, block_size]`` times V, ``[num_pairs, num_kv_heads,
-        group, head_dim]``.
+        group, value_dim]``.
         """
         if _has_gather_mm(slab):
             return self._gather_mm(weights, self._pair_heads, slab)
@@ -335,8 +350,8 @@ class _BlockPairs:
                 .at[self._tokens]
                 .add(values)
             )
-        # Pairs of a token lie behind one another; sums of slices take a third of the time of a
-        # scatter of rows.
+        # Pairs of a token are adjacent; sums of slices take a third of the time of a scatter of
+        # rows.
         segments = mx.split(values, self._ends[:-1])
         return mx.concatenate([segment.sum(axis=0, keepdims=True) for segment in segments])
 

@@ -9,7 +9,7 @@ import pytest
 from cache_helpers import assert_holds
 
 from mlx_paged.cache import KVCacheConfig, PagedKVCache
-from mlx_paged.ops import backends
+from mlx_paged.ops import choose
 
 
 def config(num_slots: int) -> KVCacheConfig:
@@ -67,7 +67,7 @@ def test_a_step_costs_memory_for_its_own_tokens_whatever_the_size_of_the_pool(
 
 def test_the_memory_counter_sees_a_slab_that_is_copied(monkeypatch):
     monkeypatch.setattr(
-        backends, "metal_is_there", lambda: False
+        choose, "metal_is_there", lambda: False
     )  # kernels write into the slab whoever holds it
     cache = filled_cache(100_000)
     holder = cache.arrays[0][0:1]

@@ -91,7 +91,7 @@ def test_shrinking_within_a_step_is_refused(kind):
 
 
 def test_a_handle_is_not_shrunk_to_nothing():
-    kv = KVHandle.allocate(3, 1, 8, 32)
+    kv = KVHandle.allocate(3, 1, 8, 32, 32)
     for num_blocks in (0, 4):
         with pytest.raises(
             ValueError, match=rf"shrink_to: num_blocks must be within 1..3, got {num_blocks}"

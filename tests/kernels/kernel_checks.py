@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import mlx.core as mx
 import numpy as np
+from backends import METAL
 from emulated_metal import emulated_metal
 from metal_emulator import Checks
 from metal_emulator.checks import Call
@@ -14,7 +15,7 @@ from numpy_attention import PagedProblem, assert_matches_formula
 from pytest import MonkeyPatch
 from write_rules import slots_of_the_step
 
-from mlx_paged.ops import KVHandle, in_place, paged_attention, update_and_attend
+from mlx_paged.ops import KVHandle, in_place
 
 
 @contextmanager
@@ -48,9 +49,9 @@ def before_the_step(problem: PagedProblem) -> tuple[KVHandle, mx.array, mx.array
 
 def attend_and_compare(problem: PagedProblem) -> None:
     """First over what the slabs hold, then with the newest rows from the inputs."""
-    assert_matches_formula(paged_attention(*problem.args, backend="metal"), problem)
+    assert_matches_formula(METAL.paged_attention(*problem.args), problem)
     kv, k, v = before_the_step(problem)
-    out = update_and_attend(problem.q, k, v, kv, *problem.args[2:], backend="metal")
+    out = METAL.update_and_attend(problem.q, k, v, kv, *problem.args[2:])
     assert_matches_formula(out, problem)
     assert_same_slabs(kv, problem.kv)
 

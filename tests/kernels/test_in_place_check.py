@@ -10,17 +10,9 @@ import mlx.core as mx
 import pytest
 from numpy_attention import assert_matches_formula, make_problem
 
-from mlx_paged.ops import (
-    KVHandle,
-    copy_blocks,
-    in_place,
-    kernels,
-    paged_attention,
-    reshape_and_cache,
-    update_and_attend,
-    zero_blocks,
-)
+from mlx_paged.ops import KVHandle, SlotMapping, choose_backend, in_place, kernels
 from mlx_paged.ops.in_place import check_writes_in_place, writes_in_place
+from mlx_paged.ops.metal import MetalBackend
 
 CHECK_KERNELS = ["mlx_paged_reshape_and_cache", "mlx_paged_gather_blocks"]
 
@@ -31,9 +23,11 @@ def as_many_turns_as_on_a_device(metal, monkeypatch):
 
 
 def broken(monkeypatch, name: str, change) -> None:
-    """``change(function, *args)`` in the place of a function of ``kernels``."""
-    function = getattr(kernels, name)
-    monkeypatch.setattr(kernels, name, lambda *args: change(function, *args))
+    """Calls of a kernel are ``change(run, *args)``, where ``run(*args)`` is what they were."""
+    launch = getattr(kernels, name)
+    monkeypatch.setattr(
+        kernels, name, lambda *args: lambda: change(lambda *args: launch(*args)(), *args)
+    )
 
 
 def test_a_device_that_writes_in_place_passes(metal):
@@ -43,9 +37,8 @@ def test_a_device_that_writes_in_place_passes(metal):
 
 
 def test_a_lost_write_is_found(metal, monkeypatch):
-    def lose_the_third(function, k, v, kv, slots):
-        if k[0, 0, 0].item() != 3:
-            function(k, v, kv, slots)
+    def lose_the_third(run, k, v, kv, slots):
+        return [kv.fence] if k[0, 0, 0].item() == 3 else run(k, v, kv, slots)
 
     broken(monkeypatch, "write_slots", lose_the_third)
     expected = "writes in place are lost or out of order on this device (turns [3] of 8)"
@@ -56,14 +49,15 @@ def test_a_write_before_an_earlier_read_is_found(metal, monkeypatch):
     # Reads happen one turn late, as if nothing held the next write back.
     late = []
 
-    def read_late(function, kv, block_table, num_tokens):
+    def read_late(run, kv, block_table, num_tokens):
         late.append(mx.zeros((in_place.NUM_KV_HEADS, num_tokens, in_place.HEAD_DIM), kv.dtype))
-        return late[-1], late[-1]
+        return late[-1], late[-1], kv.fence
 
-    def fill(function, k, v, kv, slots):
-        function(k, v, kv, slots)
+    def fill(run, k, v, kv, slots):
+        fence = run(k, v, kv, slots)
         if late:
             late[-1][:] = k[0, 0, 0]
+        return fence
 
     broken(monkeypatch, "gather", read_late)
     broken(monkeypatch, "write_slots", fill)
@@ -71,23 +65,24 @@ def test_a_write_before_an_earlier_read_is_found(metal, monkeypatch):
 
 
 def test_a_slab_that_is_written_in_a_copy_is_found(metal, monkeypatch):
-    def write_a_copy(function, k, v, kv, slots):
+    def write_a_copy(run, k, v, kv, slots):
         copy = KVHandle(mx.array(kv.k) * 1, kv.v * 1)
         mx.eval(copy.arrays)
-        function(k, v, copy, slots)
+        return run(k, v, copy, slots)
 
     broken(monkeypatch, "write_slots", write_a_copy)
     assert "are lost or out of order" in check_writes_in_place()
 
 
 def test_a_write_that_costs_a_slab_is_found(metal, monkeypatch):
-    def write_and_copy(function, k, v, kv, slots):
-        function(k, v, kv, slots)
+    def write_and_copy(run, k, v, kv, slots):
+        fence = run(k, v, kv, slots)
         mx.eval(kv.k * 1)
+        return fence
 
     broken(monkeypatch, "write_slots", write_and_copy)
     slab = KVHandle.allocate(
-        in_place.NUM_BLOCKS, in_place.NUM_KV_HEADS, 16, 128, mx.float16
+        in_place.NUM_BLOCKS, in_place.NUM_KV_HEADS, 16, 128, 128, mx.float16
     ).k.nbytes
     assert check_writes_in_place().endswith(f"so MLX copies the slab of {slab}")
 
@@ -104,6 +99,10 @@ def without_writes_in_place(metal, monkeypatch):
     return metal
 
 
+def test_the_backend_that_is_chosen_knows_what_the_device_does(without_writes_in_place):
+    assert choose_backend("metal", [(64, 64, 16)])._scatter is not None
+
+
 def test_the_failure_is_said_once(without_writes_in_place):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -113,7 +112,7 @@ def test_the_failure_is_said_once(without_writes_in_place):
 def test_without_writes_in_place_no_kernel_writes_and_attention_is_the_same(
     without_writes_in_place,
 ):
-    trace = without_writes_in_place
+    trace, backend = without_writes_in_place, MetalBackend(writes_in_place=False)
     problem = make_problem([5, 300, 40], [1, 8, 20])
     rows = [
         mx.concatenate(
@@ -126,14 +125,16 @@ def test_without_writes_in_place_no_kernel_writes_and_attention_is_the_same(
     for slot in slots:
         problem.kv.k[slot // 16, :, slot % 16] = 77.0
     q, kv, *rest = problem.args
-    assert_matches_formula(update_and_attend(q, *rows, kv, *rest, backend="metal"), problem)
-    assert_matches_formula(paged_attention(*problem.args, backend="metal"), problem)
+    assert_matches_formula(backend.update_and_attend(q, *rows, kv, *rest), problem)
+    assert_matches_formula(backend.paged_attention(*problem.args), problem)
     free = sorted(
         set(range(kv.num_blocks)) - {block for table in problem.tables for block in table}
     )
-    reshape_and_cache(rows[0][:1], rows[1][:1], kv, [free[0] * 16], backend="metal")
-    copy_blocks(kv, [(free[0], free[1])], backend="metal")
-    zero_blocks(kv, [free[0]], backend="metal")
+    backend.reshape_and_cache(
+        rows[0][:1], rows[1][:1], kv, SlotMapping.build([free[0] * 16], kv.block_size)
+    )
+    backend.copy_blocks(kv, [(free[0], free[1])])
+    backend.zero_blocks(kv, [free[0]])
     assert mx.array_equal(kv.k[free[1], :, 0], rows[0][0])
     assert not kv.k[free[0]].any().item()
     assert {call.kernel.removeprefix("mlx_paged_") for call in trace} == {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
+from backends import METAL, REFERENCE
 from kernel_checks import (
     assert_same_bits,
     assert_same_slabs,
@@ -16,7 +17,7 @@ from kernel_checks import (
 from kernel_grid import SHAPES
 from numpy_attention import DTYPES
 
-from mlx_paged.ops import KVHandle, copy_blocks, gather_blocks, reshape_and_cache, zero_blocks
+from mlx_paged.ops import KVHandle, SlotMapping
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 
@@ -36,10 +37,10 @@ def handle(num_blocks=12, num_kv_heads=2, block_size=16, head_dim=64, dtype=mx.f
 # Gather
 
 
-def gather_and_compare(kv, table, num_tokens=None):
+def gather_and_compare(kv, table, num_tokens):
     before = copy_of(kv)
-    ours = gather_blocks(kv, table, num_tokens, backend="metal")
-    theirs = gather_blocks(copy_of(kv), table, num_tokens, backend="reference")
+    ours = METAL.gather_blocks(kv, table, num_tokens)
+    theirs = REFERENCE.gather_blocks(copy_of(kv), table, num_tokens)
     mx.eval(*ours)
     for one, other in zip(ours, theirs, strict=True):
         assert_same_bits(one, other)
@@ -63,7 +64,7 @@ def test_blocks_of_every_shape_are_gathered(head_dim, block_size, dtype, metal):
 )
 @pytest.mark.parametrize("num_kv_heads", [1, 3])
 def test_every_order_of_blocks_is_gathered(num_kv_heads, table, metal):
-    gather_and_compare(handle(num_kv_heads=num_kv_heads), table)
+    gather_and_compare(handle(num_kv_heads=num_kv_heads), table, 16 * len(table))
 
 
 @pytest.mark.parametrize("num_tokens", [1, 15, 16, 17, 63, 64])
@@ -76,17 +77,19 @@ def test_every_number_of_tokens_is_gathered_and_blocks_behind_them_are_not_looke
 def test_what_unused_slots_hold_is_not_gathered(metal):
     kv = handle()
     kv.k[4, :, 1:], kv.v[4, :, 1:] = mx.array(mx.nan, mx.float16), mx.array(mx.nan, mx.float16)
-    keys, values = gather_blocks(kv, [9, 4], 17, backend="metal")
+    keys, values = METAL.gather_blocks(kv, [9, 4], 17)
     assert mx.isfinite(keys).all().item() and mx.isfinite(values).all().item()
 
 
 def test_what_was_gathered_survives_a_later_write(metal):
     kv = handle()
-    expected = gather_blocks(copy_of(kv), [9, 0, 11], backend="reference")
-    gathered = gather_blocks(kv, [9, 0, 11], backend="metal")
+    expected = REFERENCE.gather_blocks(copy_of(kv), [9, 0, 11], 3 * kv.block_size)
+    gathered = METAL.gather_blocks(kv, [9, 0, 11], 3 * kv.block_size)
     rows = mx.zeros((12, 2, 64), mx.float16)
-    reshape_and_cache(rows, rows, kv, [16 * block for block in range(12)], backend="metal")
-    zero_blocks(kv, range(12), backend="metal")
+    METAL.reshape_and_cache(
+        rows, rows, kv, SlotMapping.build([16 * block for block in range(12)], kv.block_size)
+    )
+    METAL.zero_blocks(kv, range(12))
     mx.eval(*kv.arrays)
     for one, other in zip(gathered, expected, strict=True):
         assert_same_bits(one, other)
@@ -120,8 +123,8 @@ IDS = {
 def test_blocks_are_copied_whole_and_the_others_stay(pairs, dtype, metal):
     kv = handle(dtype=dtype)
     twin = copy_of(kv)
-    copy_blocks(kv, pairs, backend="metal")
-    copy_blocks(twin, pairs, backend="reference")
+    METAL.copy_blocks(kv, pairs)
+    REFERENCE.copy_blocks(twin, pairs)
     assert_same_slabs(kv, twin)
 
 
@@ -131,8 +134,8 @@ def test_blocks_are_zeroed_whole_and_the_others_stay(block_ids, dtype, metal):
     kv = handle(dtype=dtype)
     kv.k[1] = mx.array(mx.nan, dtype)
     twin = copy_of(kv)
-    zero_blocks(kv, block_ids, backend="metal")
-    zero_blocks(twin, block_ids, backend="reference")
+    METAL.zero_blocks(kv, block_ids)
+    REFERENCE.zero_blocks(twin, block_ids)
     assert_same_slabs(kv, twin)
 
 
@@ -144,9 +147,9 @@ def test_blocks_are_zeroed_whole_and_the_others_stay(block_ids, dtype, metal):
 def test_blocks_of_any_size_are_copied_and_zeroed_whole(num_kv_heads, block_size, head_dim, metal):
     kv = handle(6, num_kv_heads, block_size, head_dim)
     twin = copy_of(kv)
-    for handle_, backend in ((kv, "metal"), (twin, "reference")):
-        copy_blocks(handle_, [(5, 0), (2, 3)], backend=backend)
-        zero_blocks(handle_, [5, 1], backend=backend)
+    for handle_, backend in ((kv, METAL), (twin, REFERENCE)):
+        backend.copy_blocks(handle_, [(5, 0), (2, 3)])
+        backend.zero_blocks(handle_, [5, 1])
     assert_same_slabs(kv, twin)
 
 
@@ -156,12 +159,12 @@ def test_each_operation_sees_those_before_it(metal):
     twin = copy_of(kv)
     k, v = (random_array(rng, (2, 2, 64), mx.float16) for _ in "kv")
     results = []
-    for handle_, backend in ((kv, "metal"), (twin, "reference")):
-        reshape_and_cache(k, v, handle_, [2, 20], backend=backend)
-        copy_blocks(handle_, [(0, 2), (1, 3)], backend=backend)
-        zero_blocks(handle_, [0], backend=backend)
-        reshape_and_cache(v, k, handle_, [5, 36], backend=backend)
-        results.append(gather_blocks(handle_, [3, 2, 0, 1], backend=backend))
+    for handle_, backend in ((kv, METAL), (twin, REFERENCE)):
+        backend.reshape_and_cache(k, v, handle_, SlotMapping.build([2, 20], handle_.block_size))
+        backend.copy_blocks(handle_, [(0, 2), (1, 3)])
+        backend.zero_blocks(handle_, [0])
+        backend.reshape_and_cache(v, k, handle_, SlotMapping.build([5, 36], handle_.block_size))
+        results.append(backend.gather_blocks(handle_, [3, 2, 0, 1], 4 * handle_.block_size))
     for one, other in zip(*results, strict=True):
         assert_same_bits(one, other)
     assert_same_slabs(kv, twin)

@@ -6,26 +6,16 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from dataclasses import replace
 
 import mlx.core as mx
 import pytest
+from backends import METAL
 from kernel_checks import checked_metal
 from metal_emulator.signature import MIN_DEVICE_ELEMENTS, InputType
 from numpy_attention import make_problem
 
-from mlx_paged.ops import (
-    AttentionMetadata,
-    attend,
-    attention_plan,
-    copy_blocks,
-    gather_blocks,
-    kernels,
-    metal,
-    paged_attention,
-    reshape_and_cache,
-    update_and_attend,
-    zero_blocks,
-)
+from mlx_paged.ops import AttentionMetadata, attention_plan, kernels
 from mlx_paged.ops.metal_sources import read_source
 
 
@@ -48,7 +38,7 @@ def test_the_header_has_the_constants_of_python():
     assert {name: HEADER[name] for name in names} == {
         name: getattr(attention_plan, name) for name in names
     }
-    assert HEADER["CHUNK_SIZE"] == min(metal.BLOCK_SIZES)
+    assert HEADER["CHUNK_SIZE"] == min(kernels.BLOCK_SIZES)
     assert kernels.MIN_ELEMENTS == MIN_DEVICE_ELEMENTS == HEADER["CHUNK_SIZE"] == 8
 
 
@@ -143,30 +133,22 @@ def varied_calls():
             context_lens, query_lens = zip(*seqs, strict=True)
             for extras in ({}, {"window": 20, "sinks": True}):
                 problem = make_problem(context_lens, query_lens, **setting, **extras)
-                q, kv, metadata, scale, window, sinks = problem.args
+                q, kv, metadata, params = problem.args
                 rows = mx.ones((q.shape[0], num_kv_heads, 64), mx.float16)
-                sinks = sinks if sinks is None else sinks.astype(mx.bfloat16)
-                update_and_attend(
-                    q, rows, rows, kv, metadata, scale, window, sinks, backend="metal"
-                )
-                attend(q.astype(mx.float32), kv, metadata, 1, window, sinks, backend="metal")
-                paged_attention(
-                    q.swapaxes(0, 1).swapaxes(0, 1),
-                    kv,
-                    metadata,
-                    0.5,
-                    window,
-                    sinks,
-                    backend="metal",
-                )
-                reshape_and_cache(rows, rows, kv, metadata.slot_mapping, backend="metal")
-                gather_blocks(kv, problem.tables[0], 1, backend="metal")
-                gather_blocks(kv, problem.tables[0], backend="metal")
+                if params.sinks is not None:
+                    params = replace(params, sinks=params.sinks.astype(mx.bfloat16))
+                METAL.update_and_attend(q, rows, rows, kv, metadata, params)
+                METAL.attend(q.astype(mx.float32), kv, metadata, replace(params, scale=1))
+                other = replace(params, scale=0.5)
+                METAL.paged_attention(q.swapaxes(0, 1).swapaxes(0, 1), kv, metadata, other)
+                METAL.reshape_and_cache(rows, rows, kv, metadata.slot_mapping)
+                METAL.gather_blocks(kv, problem.tables[0], 1)
+                METAL.gather_blocks(kv, problem.tables[0], kv.block_size * len(problem.tables[0]))
                 kv.leave_chain()
-                copy_blocks(kv, [(0, 1)], backend="metal")
-                zero_blocks(kv, [0], backend="metal")
-        copy_blocks(kv, [(0, n) for n in range(1, 20)], backend="metal")
-        zero_blocks(kv, list(range(20)), backend="metal")
+                METAL.copy_blocks(kv, [(0, 1)])
+                METAL.zero_blocks(kv, [0])
+        METAL.copy_blocks(kv, [(0, n) for n in range(1, 20)])
+        METAL.zero_blocks(kv, list(range(20)))
 
 
 @pytest.fixture(scope="module")

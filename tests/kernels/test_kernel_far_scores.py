@@ -48,7 +48,8 @@ def low_scores_of_runs() -> PagedProblem:
 
 def low_scores_and_low_sinks() -> PagedProblem:
     problem = low_scores_of_runs()
-    return replace(problem, sinks=mx.full((problem.q.shape[1],), -321.0))
+    sinks = mx.full((problem.q.shape[1],), -321.0)
+    return replace(problem, params=replace(problem.params, sinks=sinks))
 
 
 def a_hidden_later_token() -> PagedProblem:

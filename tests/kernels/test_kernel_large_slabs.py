@@ -11,19 +11,11 @@ from contextlib import ExitStack
 import mlx.core as mx
 import numpy as np
 import pytest
+from backends import METAL
 from kernel_checks import assert_same_bits, checked_metal, random_array, raw
 from metal_emulator import LargeArray
 
-from mlx_paged.ops import (
-    AttentionMetadata,
-    KVHandle,
-    copy_blocks,
-    gather_blocks,
-    paged_attention,
-    reshape_and_cache,
-    update_and_attend,
-    zero_blocks,
-)
+from mlx_paged.ops import AttentionMetadata, AttentionParams, KVHandle, SlotMapping
 
 NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, DTYPE = 2, 8, 32, mx.float16
 # The block whose first vector is number 2^32. In 32 bits it is block 0, and the next one block 1.
@@ -83,20 +75,20 @@ def rows(num_tokens: int, seed: int) -> tuple[mx.array, mx.array]:
 
 def write(kv: KVHandle, block: Callable[[int], int]) -> None:
     slots = [block(FAR + 1) * BLOCK_SIZE + 3, block(2) * BLOCK_SIZE, block(FAR) * BLOCK_SIZE + 7]
-    reshape_and_cache(*rows(3, seed=1), kv, slots, backend="metal")
+    METAL.reshape_and_cache(*rows(3, seed=1), kv, SlotMapping.build(slots, BLOCK_SIZE))
 
 
 def gather(kv: KVHandle, block: Callable[[int], int]) -> tuple[mx.array, mx.array]:
-    return gather_blocks(kv, list(map(block, [FAR + 1, 0, FAR + 3, 2])), 30, backend="metal")
+    return METAL.gather_blocks(kv, list(map(block, [FAR + 1, 0, FAR + 3, 2])), 30)
 
 
 def copy(kv: KVHandle, block: Callable[[int], int]) -> None:
     pairs = [(0, FAR + 1), (FAR + 2, 3), (FAR + 3, FAR)]
-    copy_blocks(kv, [(block(source), block(to)) for source, to in pairs], backend="metal")
+    METAL.copy_blocks(kv, [(block(source), block(to)) for source, to in pairs])
 
 
 def zero(kv: KVHandle, block: Callable[[int], int]) -> None:
-    zero_blocks(kv, [block(FAR + 1), block(3)], backend="metal")
+    METAL.zero_blocks(kv, [block(FAR + 1), block(3)])
 
 
 def step(block: Callable[[int], int]) -> tuple[mx.array, AttentionMetadata]:
@@ -107,13 +99,13 @@ def step(block: Callable[[int], int]) -> tuple[mx.array, AttentionMetadata]:
 
 def attend(kv: KVHandle, block: Callable[[int], int]) -> tuple[mx.array]:
     query, metadata = step(block)
-    return (paged_attention(query, kv, metadata, HEAD_DIM**-0.5, backend="metal"),)
+    return (METAL.paged_attention(query, kv, metadata, AttentionParams(HEAD_DIM**-0.5)),)
 
 
 def write_and_attend(kv: KVHandle, block: Callable[[int], int]) -> tuple[mx.array]:
     query, metadata = step(block)
     k, v = rows(4, seed=3)
-    return (update_and_attend(query, k, v, kv, metadata, HEAD_DIM**-0.5, backend="metal"),)
+    return (METAL.update_and_attend(query, k, v, kv, metadata, AttentionParams(HEAD_DIM**-0.5)),)
 
 
 OPERATIONS = {

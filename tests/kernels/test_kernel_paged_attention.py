@@ -10,11 +10,12 @@ from dataclasses import fields, replace
 import mlx.core as mx
 import numpy as np
 import pytest
+from backends import METAL
 from kernel_checks import assert_same_bits, checked_metal
 from kernel_grid import BLOCK_SIZES, CAPACITIES, GRID, HEAD_DIMS, Case, each_case_of_the_grid
 from numpy_attention import DTYPES, assert_matches_formula, make_problem
 
-from mlx_paged.ops import AttentionMetadata, KVHandle, paged_attention, paged_prefill_attention
+from mlx_paged.ops import AttentionMetadata, AttentionParams, KVHandle
 from mlx_paged.ops.attention_plan import cut_threadgroup
 
 LENGTHS = (1, 15, 16, 17, 255, 256, 257, 511, 512, 513, 1000, 5000)
@@ -34,7 +35,7 @@ def metal(compiler):
 
 
 def attend_and_compare(problem):
-    assert_matches_formula(paged_attention(*problem.args, backend="metal"), problem)
+    assert_matches_formula(METAL.paged_attention(*problem.args), problem)
 
 
 # The grid
@@ -105,7 +106,7 @@ def test_runs_of_any_length_match_the_formula_when_their_blocks_are_gathered(ext
     problem = make_problem(
         [300, 1, 40, 17], [100, 1, 40, 9], group=4, dtype=mx.float16, poison=poison, **extras
     )
-    assert_matches_formula(paged_prefill_attention(*problem.args, backend="metal"), problem)
+    assert_matches_formula(METAL.paged_prefill_attention(*problem.args), problem)
     assert [call.kernel for call in metal] == ["mlx_paged_gather_blocks"] * 4
 
 
@@ -176,7 +177,7 @@ def test_nothing_before_the_window_is_read(case, window, metal):
                 slab[table[position // case.block_size], :, position % case.block_size] = np.nan
     q, _, *rest = problem.args
     hidden = KVHandle(*(mx.array(slab).astype(problem.kv.dtype) for slab in slabs))
-    assert_matches_formula(paged_attention(q, hidden, *rest, backend="metal"), problem)
+    assert_matches_formula(METAL.paged_attention(q, hidden, *rest), problem)
 
 
 def test_unused_slots_of_k_and_v_may_both_hold_nan(metal):
@@ -187,15 +188,15 @@ def test_unused_slots_of_k_and_v_may_both_hold_nan(metal):
     q, _, *rest = problems[0].args
     both = KVHandle(problems[0].kv.k, problems[1].kv.v)
     assert_same_bits(
-        paged_attention(q, both, *rest, backend="metal"),
-        paged_attention(*problems[0].args, backend="metal"),
+        METAL.paged_attention(q, both, *rest),
+        METAL.paged_attention(*problems[0].args),
     )
 
 
 def test_reading_leaves_the_slabs_as_they_were(metal):
     problem = replace(RUNS, seqs=((300, 8), (9, 7))).problem(poison="large")
     before = [mx.array(np.array(slab)) for slab in (problem.kv.k, problem.kv.v)]
-    mx.eval(paged_attention(*problem.args, backend="metal"))
+    mx.eval(METAL.paged_attention(*problem.args))
     for slab, old in zip((problem.kv.k, problem.kv.v), before, strict=True):
         assert_same_bits(slab, old)
 
@@ -216,10 +217,9 @@ def test_sinks_of_any_number_of_heads_match_the_formula(num_heads, context_len, 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_a_sink_takes_all_or_nothing_in_every_dtype(dtype, context_len, metal):
     problem = replace(SMALL, num_kv_heads=3, sinks=False, seqs=((context_len, 1),)).problem()
-    q, kv, metadata, scale, window, _ = problem.args
-    without = paged_attention(q, kv, metadata, scale, window, backend="metal")
+    without = METAL.paged_attention(*problem.args)
     sinks = mx.array([-mx.inf, 1000, -1000], dtype)
-    out = paged_attention(q, kv, metadata, scale, window, sinks, backend="metal")
+    out = METAL.paged_attention(*problem.args[:3], replace(problem.params, sinks=sinks))
     assert_same_bits(out[:, 0], without[:, 0])
     assert_same_bits(mx.abs(out[:, 1]), mx.zeros_like(out[:, 1]))
     assert_same_bits(out[:, 2], without[:, 2])
@@ -237,7 +237,7 @@ def test_long_products_of_f16_do_not_overflow_before_the_scale(metal):
     )
     metadata = AttentionMetadata.build([[0]], [30], [4], 32)
     q = mx.full((4, 6, 128), 30.0, mx.float16)
-    out = paged_attention(q, kv, metadata, 128**-0.5, backend="metal")
+    out = METAL.paged_attention(q, kv, metadata, AttentionParams(128**-0.5))
     assert_same_bits(out, mx.full((4, 6, 128), 2.0, mx.float16))
 
 
@@ -250,12 +250,10 @@ def test_queries_of_another_dtype_are_cast_to_that_of_the_slabs_and_the_result_b
     case, q_dtype, metal
 ):
     problem = replace(case, seqs=((300, case.capacity), (20, case.capacity))).problem()
-    _, kv, metadata, scale, window, sinks = problem.args
+    _, kv, *rest = problem.args
     q = problem.q.astype(q_dtype)
-    out = paged_attention(q, kv, metadata, scale, window, sinks, backend="metal")
-    expected = paged_attention(
-        q.astype(kv.dtype), kv, metadata, scale, window, sinks, backend="metal"
-    )
+    out = METAL.paged_attention(q, kv, *rest)
+    expected = METAL.paged_attention(q.astype(kv.dtype), kv, *rest)
     assert_same_bits(out, expected.astype(q_dtype))
 
 
@@ -264,5 +262,5 @@ def test_queries_that_are_a_transposed_view_give_the_same_bits(metal):
     q, *rest = problem.args
     heads_first = mx.contiguous(q.swapaxes(0, 1))
     mx.eval(heads_first)
-    out = paged_attention(heads_first.swapaxes(0, 1), *rest, backend="metal")
-    assert_same_bits(out, paged_attention(*problem.args, backend="metal"))
+    out = METAL.paged_attention(heads_first.swapaxes(0, 1), *rest)
+    assert_same_bits(out, METAL.paged_attention(*problem.args))

@@ -7,6 +7,7 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
+from backends import METAL, REFERENCE
 from kernel_checks import (
     assert_same_slabs,
     attend_and_compare,
@@ -18,7 +19,7 @@ from kernel_checks import (
 from kernel_grid import Case
 from metal_emulator import Checks, ForbiddenWrite, MemoryFault, OrderDependence
 
-from mlx_paged.ops import copy_blocks, kernels, reshape_and_cache, zero_blocks
+from mlx_paged.ops import SlotMapping, kernels
 from mlx_paged.ops.metal_sources import read_source
 
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
@@ -197,8 +198,8 @@ def test_a_mistake_in_a_write_is_seen(name, text, other, error, plant, compiler)
     with checked_metal():
         plant(f"{name}.metal", text, other)
         with pytest.raises(error):
-            for handle, backend in ((kv, "metal"), (twin, "reference")):
-                reshape_and_cache(k, v, handle, SLOTS, backend=backend)
-                copy_blocks(handle, [(0, 4)], backend=backend)
-                zero_blocks(handle, [5], backend=backend)
+            for handle, backend in ((kv, METAL), (twin, REFERENCE)):
+                backend.reshape_and_cache(k, v, handle, SlotMapping.build(SLOTS, handle.block_size))
+                backend.copy_blocks(handle, [(0, 4)])
+                backend.zero_blocks(handle, [5])
             assert_same_slabs(kv, twin)

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import mlx.core as mx
 import pytest
+from backends import METAL
 from kernel_checks import assert_same_bits, before_the_step, checked_metal
 from kernel_grid import SETTINGS
 from numpy_attention import assert_matches_formula, make_problem
 
-from mlx_paged.ops import AttentionMetadata, attend, kernels, update_and_attend
+from mlx_paged.ops import AttentionMetadata, AttentionParams, kernels
 from mlx_paged.ops.attention_plan import Cut, cut_threadgroup
 
 settings = pytest.mark.parametrize(
@@ -83,7 +84,7 @@ def test_every_kernel_gives_a_sequence_the_same_bits_in_every_batch(
     problem = make_problem(CONTEXT_LENS, QUERY_LENS[capacity], **setting, **extras)
 
     def attention(metadata, rows):
-        return attend(problem.q[rows], problem.kv, metadata, *problem.args[3:], backend="metal")
+        return METAL.attend(problem.q[rows], problem.kv, metadata, *problem.args[3:])
 
     everyone = range(len(CONTEXT_LENS))
     compare_batches(
@@ -107,8 +108,8 @@ def test_every_step_that_writes_gives_a_sequence_the_same_bits_in_every_batch(
 
     def attention(metadata, rows):
         kv, k, v = before_the_step(problem)
-        out = update_and_attend(
-            problem.q[rows], k[rows], v[rows], kv, metadata, *problem.args[3:], backend="metal"
+        out = METAL.update_and_attend(
+            problem.q[rows], k[rows], v[rows], kv, metadata, *problem.args[3:]
         )
         mx.eval(out)
         return out
@@ -124,8 +125,8 @@ def test_writing_and_attending_gives_the_bits_of_attending_to_what_was_written(s
     context_lens, query_lens = zip(*MIXED, strict=True)
     problem = make_problem(context_lens, query_lens, **setting)
     kv, k, v = before_the_step(problem)
-    written = update_and_attend(problem.q, k, v, kv, *problem.args[2:], backend="metal")
-    assert_same_bits(written, attend(*problem.args, backend="metal"))
+    written = METAL.update_and_attend(problem.q, k, v, kv, *problem.args[2:])
+    assert_same_bits(written, METAL.attend(*problem.args))
 
 
 @extras
@@ -138,7 +139,7 @@ def test_other_blocks_of_the_pool_give_the_same_bits(setting, extras, metal):
     ]
     # The order of the blocks is drawn after the keys and values, but before the queries and sinks.
     q, _, _, *rest = problems[0].args
-    outs = [attend(q, problem.kv, problem.metadata, *rest, backend="metal") for problem in problems]
+    outs = [METAL.attend(q, problem.kv, problem.metadata, *rest) for problem in problems]
     assert len({problem.tables for problem in problems}) == 4
     for out in outs[1:]:
         assert_same_bits(out, outs[0])
@@ -147,13 +148,15 @@ def test_other_blocks_of_the_pool_give_the_same_bits(setting, extras, metal):
 def test_the_number_of_kv_heads_does_not_change_the_bits_of_a_head(metal):
     # As on a model cut over machines by heads: each gets some of them.
     problem = make_problem(CONTEXT_LENS, QUERY_LENS[2], **SETTINGS["f16-d64-b16-2x4"])
-    both = attend(*problem.args, backend="metal")
+    both = METAL.attend(*problem.args)
     for head in range(2):
         kv = type(problem.kv)(
             *(mx.contiguous(slab[:, head : head + 1]) for slab in (problem.kv.k, problem.kv.v))
         )
         heads = slice(4 * head, 4 * head + 4)
-        one = attend(problem.q[:, heads], kv, problem.metadata, problem.scale, backend="metal")
+        one = METAL.attend(
+            problem.q[:, heads], kv, problem.metadata, AttentionParams(problem.params.scale)
+        )
         assert_same_bits(one, both[:, heads])
 
 
@@ -161,11 +164,11 @@ def test_another_cut_of_the_sums_would_be_seen(metal, monkeypatch):
     # If streams depended on the batch, results would stay within rounding, and their bits would not
     # stay the same.
     problem = make_problem([200, 100], 1, **SETTINGS["f32-d96-b8-3x1"])
-    out = attend(*problem.args, backend="metal")
+    out = METAL.attend(*problem.args)
     monkeypatch.setattr(
         kernels, "cut_threadgroup", lambda *shape: Cut(cut_threadgroup(*shape).streams // 2, 1)
     )
-    other = attend(*problem.args, backend="metal")
+    other = METAL.attend(*problem.args)
     assert [call.threadgroup[0] for call in metal] == [256, 128]
     assert_matches_formula(other, problem)
     with pytest.raises(AssertionError, match="Arrays are not equal"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
+from backends import METAL, REFERENCE
 from kernel_checks import (
     assert_same_bits,
     assert_same_slabs,
@@ -16,7 +17,7 @@ from kernel_checks import (
 from kernel_grid import SHAPES
 from numpy_attention import DTYPES
 
-from mlx_paged.ops import KVHandle, SlotMapping, reshape_and_cache
+from mlx_paged.ops import KVHandle, SlotMapping
 
 
 @pytest.fixture
@@ -27,8 +28,9 @@ def metal(compiler):
 
 def write_and_compare(kv, k, v, slots):
     twin = copy_of(kv)
-    reshape_and_cache(k, v, kv, slots, backend="metal")
-    reshape_and_cache(k, v, twin, slots, backend="reference")
+    mapping = slots if isinstance(slots, SlotMapping) else SlotMapping.build(slots, kv.block_size)
+    METAL.reshape_and_cache(k, v, kv, mapping)
+    REFERENCE.reshape_and_cache(k, v, twin, mapping)
     assert_same_slabs(kv, twin)
 
 
@@ -146,13 +148,13 @@ def test_a_slot_mapping_is_used_by_every_layer(metal):
 
 
 def test_the_last_write_to_a_slot_wins_even_when_nothing_was_evaluated_between(metal):
-    kv = KVHandle.allocate(2, 1, 16, 64, mx.float16)
+    kv = KVHandle.allocate(2, 1, 16, 64, 64, mx.float16)
     for value in (1.0, 2.0, 3.0):
         row = mx.full((2, 1, 64), value, mx.float16)
-        reshape_and_cache(row[:1], -row[:1], kv, [4], backend="metal")
-        reshape_and_cache(row, -row, kv, [5, 6], backend="metal")
+        METAL.reshape_and_cache(row[:1], -row[:1], kv, SlotMapping.build([4], kv.block_size))
+        METAL.reshape_and_cache(row, -row, kv, SlotMapping.build([5, 6], kv.block_size))
     mx.eval(*kv.arrays)
-    expected = KVHandle.allocate(2, 1, 16, 64, mx.float16)
+    expected = KVHandle.allocate(2, 1, 16, 64, 64, mx.float16)
     expected.k[0, 0, 4:7], expected.v[0, 0, 4:7] = mx.array(3.0), mx.array(-3.0)
     assert_same_bits(kv.k, expected.k)
     assert_same_bits(mx.abs(kv.v), mx.abs(expected.v))

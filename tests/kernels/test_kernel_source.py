@@ -8,11 +8,12 @@ import re
 
 import mlx.core as mx
 import pytest
+from backends import METAL
 from make_kernel_golden import GOLDEN, call_every_kernel, head, mlx_sources
 from metal_emulator.signature import InputType, KernelSource
 
-from mlx_paged.ops import AttentionMetadata, KVHandle, in_place, kernels, metal
-from mlx_paged.ops.metal_sources import metal_folder, read_source
+from mlx_paged.ops import AttentionMetadata, AttentionParams, KVHandle, kernels
+from mlx_paged.ops.metal_sources import METAL_FOLDER, read_source
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +39,6 @@ def recorded(monkeypatch) -> list[tuple[str, dict]]:
         return call
 
     monkeypatch.setattr(kernels, "kernel", record)
-    monkeypatch.setattr(in_place, "writes_in_place", lambda: True)
-    monkeypatch.setattr(metal, "writes_in_place", lambda: True)
     return calls
 
 
@@ -65,7 +64,7 @@ def test_the_emulator_runs_what_the_installed_mlx_would_compile(printed, recorde
 
 
 def test_every_kernel_has_a_file_and_every_file_a_kernel():
-    assert {path.name for path in metal_folder().iterdir()} == {
+    assert {path.name for path in METAL_FOLDER.iterdir()} == {
         "README.md",
         "paged_kv.h",
         *(f"{name}.metal" for name in kernels.KERNELS),
@@ -73,7 +72,7 @@ def test_every_kernel_has_a_file_and_every_file_a_kernel():
 
 
 def test_no_length_is_compiled_into_a_kernel(recorded):
-    kv = KVHandle.allocate(700, 2, 8, 128, mx.float16)
+    kv = KVHandle.allocate(700, 2, 8, 128, 128, mx.float16)
     libraries = []
     for context_lens in ([9], [10, 11, 12], [300], [5000, 3], [4999, 2, 700], [257] * 9):
         tables = [list(range(1, 1 + -(-n // 8))) for n in context_lens]
@@ -81,9 +80,9 @@ def test_no_length_is_compiled_into_a_kernel(recorded):
         rows = mx.zeros((len(context_lens), 2, 128), mx.float16)
         queries = mx.zeros((len(context_lens), 4, 128), mx.float16)
         recorded.clear()
-        metal.update_and_attend(queries, rows, rows, kv, metadata, 0.1)
-        metal.gather_blocks(kv, tables[0], context_lens[0])
-        metal.copy_blocks(kv, [(3, 4)] * len(context_lens))
+        METAL.update_and_attend(queries, rows, rows, kv, metadata, AttentionParams(0.1))
+        METAL.gather_blocks(kv, tables[0], context_lens[0])
+        METAL.copy_blocks(kv, [(3, 4 + n) for n in range(len(context_lens))])
         libraries.append({(name, *call["template"]) for name, call in recorded})
     short, long = libraries[0], libraries[2]
     assert [len(short), len(long)] == [3, 4]
@@ -120,7 +119,7 @@ def test_the_bodies_use_the_words_of_the_vocabulary_and_no_others(name):
 def test_the_vocabulary_lists_nothing_that_no_kernel_uses():
     used = set(
         re.findall(
-            r"\w+(?:::\w+)?", " ".join(code(path.name) for path in metal_folder().glob("*.[mh]*"))
+            r"\w+(?:::\w+)?", " ".join(code(path.name) for path in METAL_FOLDER.glob("*.[mh]*"))
         )
     )
     address_spaces = {"device", "constant", "threadgroup", "thread"}

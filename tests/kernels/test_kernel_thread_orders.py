@@ -7,6 +7,7 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
+from backends import METAL, REFERENCE
 from kernel_checks import (
     assert_same_slabs,
     before_the_step,
@@ -19,13 +20,7 @@ from kernel_grid import GRID
 from metal_emulator import Checks
 from numpy_attention import DTYPES, assert_matches_formula
 
-from mlx_paged.ops import (
-    copy_blocks,
-    gather_blocks,
-    reshape_and_cache,
-    update_and_attend,
-    zero_blocks,
-)
+from mlx_paged.ops import SlotMapping
 from mlx_paged.ops.attention_plan import cut_threadgroup
 
 
@@ -76,7 +71,7 @@ def test_attention_does_not_depend_on_the_order_of_threads(case, metal_in_three_
     seqs = ((300, run), (17, run)) if case.is_merged else ((150, run), (17, run))
     problem = replace(case, seqs=seqs, window=None, num_kv_heads=1, poison="nan_values").problem()
     kv, k, v = before_the_step(problem)
-    out = update_and_attend(problem.q, k, v, kv, *problem.args[2:], backend="metal")
+    out = METAL.update_and_attend(problem.q, k, v, kv, *problem.args[2:])
     assert_matches_formula(out, problem)
     assert_same_slabs(kv, problem.kv)
 
@@ -84,12 +79,12 @@ def test_attention_does_not_depend_on_the_order_of_threads(case, metal_in_three_
 @pytest.mark.parametrize(
     "operation",
     [
-        lambda kv, k, v, backend: reshape_and_cache(
-            k, v, kv, [40, 3, -1, 17, 5, 0, 95], backend=backend
+        lambda kv, k, v, backend: backend.reshape_and_cache(
+            k, v, kv, SlotMapping.build([40, 3, -1, 17, 5, 0, 95], kv.block_size)
         ),
-        lambda kv, k, v, backend: gather_blocks(kv, [4, 0, 5], 41, backend=backend),
-        lambda kv, k, v, backend: copy_blocks(kv, [(0, 4), (1, 5)], backend=backend),
-        lambda kv, k, v, backend: zero_blocks(kv, [5, 0], backend=backend),
+        lambda kv, k, v, backend: backend.gather_blocks(kv, [4, 0, 5], 41),
+        lambda kv, k, v, backend: backend.copy_blocks(kv, [(0, 4), (1, 5)]),
+        lambda kv, k, v, backend: backend.zero_blocks(kv, [5, 0]),
     ],
     ids=["reshape_and_cache", "gather_blocks", "copy_blocks", "zero_blocks"],
 )
@@ -98,7 +93,7 @@ def test_blocks_and_rows_do_not_depend_on_the_order_of_threads(operation, metal_
     kv = random_handle(rng, 6, 2, 16, 64, mx.float16)
     k, v = (random_array(rng, (7, 2, 64), mx.float16) for _ in "kv")
     twin = copy_of(kv)
-    ours, theirs = operation(kv, k, v, "metal"), operation(twin, k, v, "reference")
+    ours, theirs = operation(kv, k, v, METAL), operation(twin, k, v, REFERENCE)
     assert_same_slabs(kv, twin)
     for one, other in zip(ours or (), theirs or (), strict=True):
         assert mx.array_equal(one, other).item()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import mlx.core as mx
 import pytest
+from backends import METAL
 from kernel_checks import assert_same_bits, checked_metal
 from numpy_attention import assert_matches_formula, make_problem
 
-from mlx_paged.ops import BackendError, attend, paged_attention, update_and_attend
+from mlx_paged.ops import choose_backend
 
 SHAPES = {
     "head_dim": (
@@ -36,18 +37,18 @@ def metal(compiler):
 @pytest.mark.parametrize(("shape", "lack"), SHAPES.values(), ids=SHAPES)
 def test_a_shape_without_a_kernel_is_refused_by_name(shape, lack, metal):
     problem = make_problem([33, 5], 2, **shape)
-    with pytest.raises(BackendError) as error:
-        paged_attention(*problem.args, backend="metal")
-    assert str(error.value) == f"[backend] {lack}; use --backend reference (or auto)"
+    with pytest.raises(ValueError) as error:
+        METAL.paged_attention(*problem.args)
+    assert str(error.value) == f"[paged_attention] {lack}"
 
 
 @pytest.mark.filterwarnings("ignore:.*has no Metal kernel")
 @pytest.mark.parametrize(("shape", "lack"), SHAPES.values(), ids=SHAPES)
 def test_auto_runs_the_reference_for_a_shape_without_a_kernel(shape, lack, metal):
     problem = make_problem([33, 5], 2, **shape)
-    out = paged_attention(*problem.args)
-    assert_matches_formula(out, problem)
-    assert_same_bits(out, paged_attention(*problem.args, backend="reference"))
+    kv = problem.kv
+    backend = choose_backend("auto", [(kv.key_dim, kv.value_dim, kv.block_size)])
+    assert_matches_formula(backend.paged_attention(*problem.args), problem)
     assert metal == []
 
 
@@ -67,9 +68,9 @@ def test_a_group_too_large_for_a_kernel_is_gathered_for_attention_of_mlx(
         dtype=mx.float16,
         poison="nan_keys",
     )
-    out = paged_attention(*problem.args, backend="metal")
+    out = METAL.paged_attention(*problem.args)
     assert_matches_formula(out, problem)
-    assert_same_bits(out, attend(*problem.args, backend="metal"))
+    assert_same_bits(out, METAL.attend(*problem.args))
     # By capacity, in the order in which they come: 2, 1 and 8.
     gathered = [(call.kernel, call.grid[1]) for call in metal]
     assert gathered == 2 * [("mlx_paged_gather_blocks", n) for n in (33, 300, 7)]
@@ -82,7 +83,7 @@ def test_a_decode_of_a_group_too_large_for_a_kernel_is_written_before_it_is_gath
     )
     q, kv, *rest = problem.args
     k, v = (mx.concatenate([rows[i][-1:] for rows in problem.dense]) for i in (1, 2))
-    out = update_and_attend(q, k, v, kv, *rest, backend="metal")
+    out = METAL.update_and_attend(q, k, v, kv, *rest)
     assert_matches_formula(out, problem)
     assert [call.kernel.removeprefix("mlx_paged_") for call in metal] == [
         "reshape_and_cache",

@@ -7,6 +7,7 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
+from backends import METAL, REFERENCE
 from kernel_checks import (
     assert_same_bits,
     assert_same_slabs,
@@ -19,14 +20,7 @@ from kernel_checks import (
 from kernel_grid import SETTINGS, Case, each_case_of_the_grid, each_setting
 from numpy_attention import assert_matches_formula, make_problem
 
-from mlx_paged.ops import (
-    AttentionMetadata,
-    KVHandle,
-    attend,
-    paged_attention,
-    reshape_and_cache,
-    update_and_attend,
-)
+from mlx_paged.ops import AttentionMetadata, AttentionParams, KVHandle
 
 STEPS = {
     "decodes": ([1, 16, 17, 300], [1, 1, 1, 1]),
@@ -52,10 +46,10 @@ def kernels_of(trace):
 @each_case_of_the_grid
 def test_new_rows_from_the_inputs_give_the_bits_of_rows_in_the_slabs(case, metal):
     problem = case.problem()
-    expected = paged_attention(*problem.args, backend="metal")
+    expected = METAL.paged_attention(*problem.args)
     kv, k, v = before_the_step(problem)
     slabs = kv.k, kv.v
-    out = update_and_attend(problem.q, k, v, kv, *problem.args[2:], backend="metal")
+    out = METAL.update_and_attend(problem.q, k, v, kv, *problem.args[2:])
     mx.eval(out, *kv.arrays)
     assert_same_bits(out, expected)
     assert_same_slabs(kv, problem.kv)
@@ -80,20 +74,20 @@ def test_every_mix_of_decodes_and_prefills_matches_the_formula(
         context_lens, query_lens, **setting, **extras, poison="nan_values", order="shared"
     )
     kv, k, v = before_the_step(problem)
-    out = update_and_attend(problem.q, k, v, kv, *problem.args[2:], backend="metal")
+    out = METAL.update_and_attend(problem.q, k, v, kv, *problem.args[2:])
     assert_matches_formula(out, problem)
     assert_same_slabs(kv, problem.kv)
     # The same as the two operations one after the other, and as plain MLX with zeros in the unused
     # slots.
     kv, _, _ = before_the_step(problem)
-    reshape_and_cache(k, v, kv, problem.metadata.slot_mapping, backend="metal")
-    assert_same_bits(out, attend(problem.q, kv, *problem.args[2:], backend="metal"))
+    METAL.reshape_and_cache(k, v, kv, problem.metadata.slot_mapping)
+    assert_same_bits(out, METAL.attend(problem.q, kv, *problem.args[2:]))
     assert_same_slabs(kv, problem.kv)
     kv, _, _ = before_the_step(problem)
     finite = KVHandle(
         *(mx.where(mx.isfinite(slab), slab, mx.zeros_like(slab)) for slab in (kv.k, kv.v))
     )
-    plain = update_and_attend(problem.q, k, v, finite, *problem.args[2:], backend="reference")
+    plain = REFERENCE.update_and_attend(problem.q, k, v, finite, *problem.args[2:])
     assert_matches_formula(plain, problem)
     for ours, theirs in zip((problem.kv.k, problem.kv.v), (finite.k, finite.v), strict=True):
         assert_same_bits(mx.where(mx.isfinite(ours), ours, mx.zeros_like(ours)), theirs)
@@ -111,7 +105,7 @@ def test_every_mix_of_decodes_and_prefills_matches_the_formula(
         ("prefills_from_empty", ["reshape_and_cache"]),
         (
             "prefills_with_and_without_history",
-            ["reshape_and_cache", "gather_blocks", "gather_blocks"],
+            ["reshape_and_cache", "gather_blocks"],
         ),
     ],
 )
@@ -120,7 +114,7 @@ def test_a_decode_is_one_dispatch_and_a_prefill_gathers_only_what_lies_before_it
 ):
     problem = make_problem(*STEPS[step], **SETTINGS["f16-d64-b16-2x4"])
     kv, k, v = before_the_step(problem)
-    update_and_attend(problem.q, k, v, kv, *problem.args[2:], backend="metal")
+    METAL.update_and_attend(problem.q, k, v, kv, *problem.args[2:])
     assert kernels_of(metal) == kernels
 
 
@@ -139,16 +133,13 @@ def test_a_sequence_that_is_decoded_over_the_border_of_a_partition_matches_the_f
         metadata = AttentionMetadata.build(problem.tables, [n], [1], 16)
         new = slice(n - 1, n)
         outs.append(
-            update_and_attend(
+            METAL.update_and_attend(
                 q[n - 246 : n - 245],
                 k[new],
                 v[new],
                 kv,
                 metadata,
-                problem.scale,
-                window,
-                None,
-                backend="metal",
+                AttentionParams(problem.params.scale, window, None),
             )
         )
     assert_matches_formula(mx.concatenate(outs), problem)
@@ -162,18 +153,18 @@ def test_a_run_that_is_taken_back_is_overwritten_by_the_next(metal):
     # that is compared.
     metadata = AttentionMetadata.build(problem.tables, [304], [8], 16)
     drafts = mx.full((8, 2, 64), mx.nan, mx.float16)
-    update_and_attend(
-        mx.ones((8, 8, 64), mx.float16), drafts, drafts, kv, metadata, 1.0, backend="metal"
+    METAL.update_and_attend(
+        mx.ones((8, 8, 64), mx.float16), drafts, drafts, kv, metadata, AttentionParams(1.0)
     )
-    out = update_and_attend(problem.q, k, v, kv, *problem.args[2:], backend="metal")
-    assert_same_bits(out, paged_attention(*problem.args, backend="metal"))
+    out = METAL.update_and_attend(problem.q, k, v, kv, *problem.args[2:])
+    assert_same_bits(out, METAL.paged_attention(*problem.args))
 
 
 def test_rows_that_are_views_of_projections_give_the_same_bits(metal):
     # A model cuts q, k and v out of one product, or swaps heads and tokens to apply its rotary
     # embedding.
     problem = make_problem([300, 17], [2, 2], **SETTINGS["f16-d64-b16-2x4"])
-    expected = paged_attention(*problem.args, backend="metal")
+    expected = METAL.paged_attention(*problem.args)
     kv, k, v = before_the_step(problem)
     joined = mx.concatenate([problem.q, k, v], axis=1)
     heads_first = mx.contiguous(joined.swapaxes(0, 1))
@@ -181,9 +172,7 @@ def test_rows_that_are_views_of_projections_give_the_same_bits(metal):
     for whole in (joined, heads_first.swapaxes(0, 1)):
         kv, _, _ = before_the_step(problem)
         q, k, v = whole[:, :8], whole[:, 8:10], whole[:, 10:]
-        assert_same_bits(
-            update_and_attend(q, k, v, kv, *problem.args[2:], backend="metal"), expected
-        )
+        assert_same_bits(METAL.update_and_attend(q, k, v, kv, *problem.args[2:]), expected)
         assert_same_slabs(kv, problem.kv)
 
 
@@ -202,9 +191,7 @@ def test_one_metadata_serves_every_layer_with_its_own_slabs_window_and_sinks(met
         metadata = metadata or problem.metadata
         kv, k, v = before_the_step(problem)
         q, _, _, *rest = problem.args
-        assert_matches_formula(
-            update_and_attend(q, k, v, kv, metadata, *rest, backend="metal"), problem
-        )
+        assert_matches_formula(METAL.update_and_attend(q, k, v, kv, metadata, *rest), problem)
         assert_same_slabs(kv, problem.kv)
 
 
@@ -213,9 +200,9 @@ def test_a_plan_that_reads_slabs_is_not_taken_for_one_that_writes_them(metal):
     # attention again.
     problem = make_problem([300, 17], [2, 2], **SETTINGS["f16-d64-b16-2x4"])
     kv, k, v = before_the_step(problem)
-    assert mx.isnan(paged_attention(problem.q, kv, *problem.args[2:], backend="metal")).all().item()
-    out = update_and_attend(problem.q, k, v, kv, *problem.args[2:], backend="metal")
-    assert_same_bits(paged_attention(problem.q, kv, *problem.args[2:], backend="metal"), out)
+    assert mx.isnan(METAL.paged_attention(problem.q, kv, *problem.args[2:])).all().item()
+    out = METAL.update_and_attend(problem.q, k, v, kv, *problem.args[2:])
+    assert_same_bits(METAL.paged_attention(problem.q, kv, *problem.args[2:]), out)
     assert_matches_formula(out, problem)
 
 
@@ -224,10 +211,10 @@ def test_nan_in_the_new_rows_of_one_sequence_does_not_reach_another(metal):
         "f16", 64, 16, 2, 4, ((300, 1), (17, 1), (40, 1)), None, False, "shuffled", "nan_keys"
     )
     problem = case.problem()
-    expected = paged_attention(*problem.args, backend="metal")
+    expected = METAL.paged_attention(*problem.args)
     kv, k, v = before_the_step(problem)
     bad = mx.array([0, mx.nan, 0], mx.float16)[:, None, None]
-    out = update_and_attend(problem.q, k + bad, v + bad, kv, *problem.args[2:], backend="metal")
+    out = METAL.update_and_attend(problem.q, k + bad, v + bad, kv, *problem.args[2:])
     assert mx.isnan(out[1]).all().item()
     assert_same_bits(out[::2], expected[::2])
 
@@ -238,7 +225,7 @@ def test_slabs_in_a_handle_that_grew_are_written_where_they_are_now(metal):
     kv, k, v = before_the_step(problem)
     num_blocks = kv.num_blocks
     kv.grow(3)
-    out = update_and_attend(problem.q, k, v, kv, *problem.args[2:], backend="metal")
+    out = METAL.update_and_attend(problem.q, k, v, kv, *problem.args[2:])
     mx.eval(out, *kv.arrays)
     assert_matches_formula(out, problem)
     assert_same_slabs(KVHandle(kv.k[:num_blocks], kv.v[:num_blocks]), problem.kv)
@@ -257,8 +244,10 @@ def test_a_sequence_sees_rows_that_another_one_writes_in_the_same_step(query_len
     q, k, v = (random_array(rng, (sum(query_lens), heads, 64), mx.float32) for heads in (4, 2, 2))
     slabs = random_handle(rng, 5, 2, 16, 64)
     expected_slabs = copy_of(slabs)
-    expected = update_and_attend(q, k, v, expected_slabs, metadata, 0.125, backend="reference")
-    out = update_and_attend(q, k, v, slabs, metadata, 0.125, backend="metal")
+    expected = REFERENCE.update_and_attend(
+        q, k, v, expected_slabs, metadata, AttentionParams(0.125)
+    )
+    out = METAL.update_and_attend(q, k, v, slabs, metadata, AttentionParams(0.125))
     np.testing.assert_allclose(np.array(out), np.array(expected), rtol=0, atol=16 * 2.0**-23)
     assert_same_slabs(slabs, expected_slabs)
     assert metal[0].kernel == "mlx_paged_reshape_and_cache"

@@ -4,36 +4,23 @@ takes.
 
 from __future__ import annotations
 
-import inspect
 import warnings
 
 import mlx.core as mx
 import pytest
+from backends import METAL
 from numpy_attention import assert_matches_formula, make_problem
 
 from mlx_paged.cache import KVCacheConfig, PagedKVCache
-from mlx_paged.ops import (
-    BackendError,
-    KVHandle,
-    kernels,
-    paged_attention,
-    reference,
-    resolve_backend,
-)
-from mlx_paged.ops import metal as metal_backend
-from mlx_paged.ops.backends import load_backend
-from mlx_paged.ops.notices import say_once
-
-
-@pytest.fixture(autouse=True)
-def nothing_was_said():
-    say_once.cache_clear()
+from mlx_paged.ops import BackendError, KVHandle, choose, choose_backend, kernels
+from mlx_paged.ops.metal import MetalBackend
 
 
 @pytest.fixture
 def a_mac(monkeypatch):
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
+    monkeypatch.setattr(choose, "writes_in_place", lambda: True)
 
 
 def cache_of(head_dim: int, backend: str = "auto") -> PagedKVCache:
@@ -44,56 +31,70 @@ def cache_of(head_dim: int, backend: str = "auto") -> PagedKVCache:
 
 
 def test_auto_is_metal_on_a_mac(a_mac):
-    assert (
-        resolve_backend(),
-        resolve_backend("auto", 128, 16),
-        resolve_backend("metal", 128, 16),
-    ) == ("metal",) * 3
-    assert load_backend("auto", KVHandle.allocate(1, 1, 8, 32)) is metal_backend
-    assert resolve_backend("reference", 128, 16) == "reference"
-    assert cache_of(64).backend_name == "metal"
+    shapes = [(128, 128, 16), (64, 64, 16)]
+    for backend in (choose_backend("auto", shapes), choose_backend("metal", shapes)):
+        assert isinstance(backend, MetalBackend)
+        assert backend.name == "metal"
+    assert choose_backend("reference", shapes).name == "reference"
+    assert cache_of(64).backend.name == "metal"
 
 
 def test_auto_is_the_reference_where_the_default_device_is_the_cpu(a_mac, monkeypatch):
     monkeypatch.setattr(mx, "default_device", lambda: mx.cpu)
-    assert resolve_backend("auto", 128, 16) == "reference"
+    assert choose_backend("auto", [(128, 128, 16)]).name == "reference"
     with pytest.raises(
         BackendError,
         match=r"^\[backend\] the Metal backend needs mx.gpu as MLX's default device; use",
     ):
-        resolve_backend("metal")
+        choose_backend("metal", [])
 
 
-LACKS = [
-    (72, 16, "head_dim 72 has no Metal kernel; there are kernels for 32, 64, 80, 96, 128, 256"),
-    (128, 4, "block_size 4 has no Metal kernel; there are kernels for 8, 16, 32, 64"),
-]
+LACKS = {
+    "head_dim": (
+        (72, 72, 16),
+        "head_dim 72 has no Metal kernel; there are kernels for 32, 64, 80, 96, 128, 256",
+    ),
+    "block_size": (
+        (128, 128, 4),
+        "block_size 4 has no Metal kernel; there are kernels for 8, 16, 32, 64",
+    ),
+    "two_widths": ((128, 64, 16), "key_dim 128 beside value_dim 64 has no Metal kernel"),
+}
+lacks = pytest.mark.parametrize(("shape", "lack"), LACKS.values(), ids=LACKS)
 
 
-@pytest.mark.parametrize(("head_dim", "block_size", "lack"), LACKS, ids=["head_dim", "block_size"])
-def test_metal_for_a_shape_without_kernels_is_refused_by_name(head_dim, block_size, lack, a_mac):
+@lacks
+def test_metal_for_a_shape_without_kernels_is_refused_by_name(shape, lack, a_mac):
     with pytest.raises(BackendError) as refusal:
-        resolve_backend("metal", head_dim, block_size)
-    assert str(refusal.value) == f"[backend] {lack}; use --backend reference (or auto)"
+        choose_backend("metal", [(64, 64, 16), shape])
+    assert str(refusal.value) == f'[backend] {lack}; use backend="reference" (or "auto")'
 
 
-@pytest.mark.parametrize(("head_dim", "block_size", "lack"), LACKS, ids=["head_dim", "block_size"])
-def test_auto_for_a_shape_without_kernels_is_the_reference_and_says_so_once(
-    head_dim, block_size, lack, a_mac
-):
-    with pytest.warns(UserWarning) as said:
-        assert resolve_backend("auto", head_dim, block_size) == "reference"
+@lacks
+def test_auto_for_a_shape_without_kernels_is_the_reference_and_says_so_once(shape, lack, a_mac):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("default")
+        for _ in range(2):
+            assert choose_backend("auto", [(64, 64, 16), shape, shape]).name == "reference"
     assert [str(warning.message) for warning in said] == [
         f"[backend] {lack}; plain MLX operations run instead"
     ]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert resolve_backend("auto", head_dim, block_size) == "reference"
+
+
+@lacks
+def test_slabs_of_another_shape_than_was_chosen_for_are_refused(shape, lack, metal):
+    key_dim, value_dim, block_size = shape
+    kv = KVHandle.allocate(2, 1, block_size, key_dim, value_dim)
+    for work in (lambda: METAL.zero_blocks(kv, [1]), lambda: METAL.gather_blocks(kv, [1], 1)):
+        with pytest.raises(ValueError) as refusal:
+            work()
+        assert str(refusal.value).endswith(f"_blocks] {lack}")
+    assert metal == []
 
 
 def test_a_cache_keeps_the_backend_that_auto_stood_for(a_mac):
     with pytest.warns(UserWarning, match="head_dim 72 has no Metal kernel"):
-        assert cache_of(72).backend_name == "reference"
+        assert cache_of(72).backend.name == "reference"
     with pytest.raises(BackendError, match="head_dim 72 has no Metal kernel"):
         cache_of(72, "metal")
 
@@ -107,19 +108,22 @@ def test_runs_of_up_to_eight_follow_the_table_and_longer_ones_are_gathered(
     query_len, expected, metal
 ):
     problem = make_problem([40], query_len)
-    assert_matches_formula(paged_attention(*problem.args, backend="metal"), problem)
+    assert_matches_formula(METAL.paged_attention(*problem.args), problem)
     assert [call.kernel.removeprefix("mlx_paged_") for call in metal] == expected
 
 
-def test_a_large_group_is_gathered_and_that_is_said(metal):
+def test_a_large_group_is_gathered_and_that_is_said_once(metal):
     problem = make_problem([40], 1, num_kv_heads=1, group=17)
-    with pytest.warns(
-        UserWarning,
-        match=r"^\[metal\] 17 query heads per KV head are more than .* \(16\); K/V are gathered",
-    ):
-        out = paged_attention(*problem.args, backend="metal")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            out = METAL.paged_attention(*problem.args)
     assert_matches_formula(out, problem)
-    assert [call.kernel for call in metal] == ["mlx_paged_gather_blocks"]
+    assert [call.kernel for call in metal] == ["mlx_paged_gather_blocks"] * 3
+    assert [str(warning.message) for warning in said] == [
+        "[metal] 17 query heads per KV head are more than the decode kernel is made for (16); "
+        "K/V are gathered for MLX's own attention instead"
+    ]
 
 
 def test_a_kernel_is_made_once(metal):
@@ -131,7 +135,7 @@ def test_a_kernel_is_made_once(metal):
     try:
         kernels.kernel.cache_clear()
         for length in (5, 20, 300):
-            paged_attention(*make_problem([length], 1).args, backend="metal")
+            METAL.paged_attention(*make_problem([length], 1).args)
     finally:
         mx.fast.metal_kernel = emulated
     assert made == ["mlx_paged_paged_attention", "mlx_paged_merge_partitions"]
@@ -140,23 +144,7 @@ def test_a_kernel_is_made_once(metal):
 def test_what_a_step_has_in_common_is_packed_once_for_all_layers(metal):
     problem = make_problem([40, 20], 1)
     for _ in range(3):
-        paged_attention(*problem.args, backend="metal")
+        METAL.paged_attention(*problem.args)
     plans = {id(call.inputs["plan"]) for call in metal}
     assert len(metal) == 3
     assert len(plans) == 1
-
-
-def test_both_backends_have_the_same_operations_with_the_same_arguments():
-    names = [
-        "reshape_and_cache",
-        "paged_attention",
-        "paged_prefill_attention",
-        "attend",
-        "update_and_attend",
-    ]
-    for name in [*names, "gather_blocks", "copy_blocks", "zero_blocks"]:
-        ours, theirs = (
-            list(inspect.signature(getattr(module, name)).parameters)
-            for module in (metal_backend, reference)
-        )
-        assert ours == theirs, name

@@ -7,6 +7,7 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
+from backends import METAL, REFERENCE
 from kernel_checks import (
     assert_same_bits,
     assert_same_slabs,
@@ -21,16 +22,7 @@ from test_generation_on_kernels import greedy_in_a_ragged_batch, prompts_of
 
 from mlx_paged import load
 from mlx_paged.loading import demo_model_path
-from mlx_paged.ops import (
-    AttentionMetadata,
-    attend,
-    copy_blocks,
-    gather_blocks,
-    paged_attention,
-    reshape_and_cache,
-    update_and_attend,
-    zero_blocks,
-)
+from mlx_paged.ops import AttentionMetadata, AttentionParams, SlotMapping
 from mlx_paged.ops.in_place import check_writes_in_place
 
 pytestmark = pytest.mark.skipif(
@@ -46,14 +38,14 @@ def test_this_device_writes_in_place():
 @pytest.mark.parametrize("case", GRID, ids=str)
 def test_attention_matches_the_formula(case):
     problem = case.problem()
-    assert_matches_formula(paged_attention(*problem.args, backend="metal"), problem)
+    assert_matches_formula(METAL.paged_attention(*problem.args), problem)
 
 
 @pytest.mark.parametrize("case", GRID[::4], ids=str)
 def test_a_step_that_writes_its_rows_matches_the_formula_and_fills_its_slots(case):
     problem = case.problem()
     kv, k, v = before_the_step(problem)
-    out = update_and_attend(problem.q, k, v, kv, *problem.args[2:], backend="metal")
+    out = METAL.update_and_attend(problem.q, k, v, kv, *problem.args[2:])
     assert_matches_formula(out, problem)
     assert_same_slabs(kv, problem.kv)
 
@@ -61,9 +53,9 @@ def test_a_step_that_writes_its_rows_matches_the_formula_and_fills_its_slots(cas
 @pytest.mark.parametrize("case", GRID[::4], ids=str)
 def test_a_sequence_gets_the_same_bits_alone_and_in_a_batch(case):
     problem = case.problem()
-    together = attend(*problem.args, backend="metal")
+    together = METAL.attend(*problem.args)
     for seq in range(len(problem.context_lens)):
-        assert_same_bits(attend(*problem.alone(seq), backend="metal"), together[problem.rows(seq)])
+        assert_same_bits(METAL.attend(*problem.alone(seq)), together[problem.rows(seq)])
 
 
 def test_a_long_chain_of_writes_and_reads_keeps_its_order_within_one_graph():
@@ -76,11 +68,11 @@ def test_a_long_chain_of_writes_and_reads_keeps_its_order_within_one_graph():
     for turn in range(1, 301):
         rows = mx.full((1, 4, 128), turn, mx.float16)
         if turn % 3:
-            update_and_attend(queries, rows, rows, kv, metadata, 1.0, backend="metal")
+            METAL.update_and_attend(queries, rows, rows, kv, metadata, AttentionParams(1.0))
         else:
-            reshape_and_cache(rows, rows, kv, metadata.slot_mapping, backend="metal")
-        seen.append(attend(queries, kv, metadata, 1.0, backend="metal")[0, 0, 0])
-        keys, _ = gather_blocks(kv, problem.tables[0], 1, backend="metal")
+            METAL.reshape_and_cache(rows, rows, kv, metadata.slot_mapping)
+        seen.append(METAL.attend(queries, kv, metadata, AttentionParams(1.0))[0, 0, 0])
+        keys, _ = METAL.gather_blocks(kv, problem.tables[0], 1)
         seen.append(keys[3, 0, 127])
     assert mx.stack(seen).tolist() == [turn for turn in range(1, 301) for _ in range(2)]
 
@@ -94,10 +86,10 @@ def test_blocks_are_written_copied_and_zeroed_as_by_the_reference(dtype):
     slots = [
         -1 if row % 7 == 0 else slot for row, slot in enumerate(rng.permutation(640)[:50].tolist())
     ]
-    for kv, backend in ((slabs, "metal"), (twin, "reference")):
-        reshape_and_cache(k, v, kv, slots, backend=backend)
-        copy_blocks(kv, [(3, 4), (3, 7), (39, 0)], backend=backend)
-        zero_blocks(kv, [5, 38], backend=backend)
+    for kv, backend in ((slabs, METAL), (twin, REFERENCE)):
+        backend.reshape_and_cache(k, v, kv, SlotMapping.build(slots, kv.block_size))
+        backend.copy_blocks(kv, [(3, 4), (3, 7), (39, 0)])
+        backend.zero_blocks(kv, [5, 38])
     assert_same_slabs(slabs, twin)
 
 

@@ -1,21 +1,9 @@
-"""What the tests of the operations share: the plain-MLX backend on every machine, and a counter of
-memory.
-"""
+"""What the tests of the operations share: a counter of memory."""
 
 from collections.abc import Callable
 
 import mlx.core as mx
 import pytest
-
-from mlx_paged.ops import backends
-
-
-@pytest.fixture(autouse=True)
-def plain_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These tests hold the reference against the formula; tests/kernels holds the kernels against
-    both.
-    """
-    monkeypatch.setattr(backends, "metal_is_there", lambda: False)
 
 
 @pytest.fixture

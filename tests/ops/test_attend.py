@@ -5,9 +5,10 @@ their order.
 import mlx.core as mx
 import numpy as np
 import pytest
+from backends import REFERENCE
 from numpy_attention import DTYPES, ORDERS, assert_matches_formula, make_problem
 
-from mlx_paged.ops import AttentionMetadata, KVHandle, attend, reference
+from mlx_paged.ops import AttentionMetadata, AttentionParams, KVHandle, reference
 
 STEPS = {
     "decodes": ([1, 16, 17, 300], [1, 1, 1, 1]),
@@ -25,7 +26,7 @@ steps = pytest.mark.parametrize(("context_lens", "query_lens"), STEPS.values(), 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_every_mix_of_decodes_and_prefills_matches_the_formula(context_lens, query_lens, dtype):
     problem = make_problem(context_lens, query_lens, dtype=dtype)
-    assert_matches_formula(attend(*problem.args), problem)
+    assert_matches_formula(REFERENCE.attend(*problem.args), problem)
 
 
 @steps
@@ -36,13 +37,13 @@ def test_every_mix_matches_the_formula_in_every_block_order_with_window_and_sink
     problem = make_problem(
         context_lens, query_lens, order=order, window=25, sinks=True, group=3, block_size=8
     )
-    assert_matches_formula(attend(*problem.args), problem)
+    assert_matches_formula(REFERENCE.attend(*problem.args), problem)
 
 
 def test_a_shuffled_batch_gives_the_shuffled_rows():
     context_lens, query_lens = STEPS["alternating"]
     problem = make_problem(context_lens, query_lens)
-    out = attend(*problem.args)
+    out = REFERENCE.attend(*problem.args)
     order = [4, 1, 5, 0, 3, 2]
     metadata = AttentionMetadata.build(
         [problem.tables[s] for s in order],
@@ -51,7 +52,7 @@ def test_a_shuffled_batch_gives_the_shuffled_rows():
         16,
     )
     q = mx.concatenate([problem.dense[s][0] for s in order])
-    shuffled = attend(q, problem.kv, metadata, *problem.args[3:])
+    shuffled = REFERENCE.attend(q, problem.kv, metadata, *problem.args[3:])
     expected = mx.concatenate([out[problem.rows(s)] for s in order])
     np.testing.assert_allclose(
         np.array(shuffled), np.array(expected), rtol=0, atol=8 * 2.0**-23 * 4
@@ -61,15 +62,15 @@ def test_a_shuffled_batch_gives_the_shuffled_rows():
 @pytest.mark.parametrize(
     ("query_lens", "operations"),
     [
-        ([1, 1], [("paged_attention", 2)]),
-        ([2, 30], [("paged_prefill_attention", 32)]),
-        ([9, 1, 30, 1], [("paged_attention", 2), ("paged_prefill_attention", 39)]),
+        ([1, 1], [("_decode", 2)]),
+        ([2, 30], [("_prefill", 32)]),
+        ([9, 1, 30, 1], [("_decode", 2), ("_prefill", 39)]),
     ],
     ids=["decodes", "prefills", "mixed"],
 )
 def test_single_tokens_are_decoded_and_longer_runs_prefilled(query_lens, operations, monkeypatch):
     called = []
-    for name in ("paged_attention", "paged_prefill_attention"):
+    for name in ("_decode", "_prefill"):
         operation = getattr(reference, name)
 
         def spy(q, *args, name=name, operation=operation):
@@ -77,7 +78,7 @@ def test_single_tokens_are_decoded_and_longer_runs_prefilled(query_lens, operati
             return operation(q, *args)
 
         monkeypatch.setattr(reference, name, spy)
-    attend(*make_problem([30] * len(query_lens), query_lens).args)
+    REFERENCE.attend(*make_problem([30] * len(query_lens), query_lens).args)
     assert sorted(called) == operations
 
 
@@ -88,7 +89,7 @@ def test_one_metadata_serves_every_layer(step):
         problem = make_problem(*STEPS[step], seed=seed, order="reversed", **settings)
         metadata = metadata or problem.metadata
         q, kv, _, *rest = problem.args
-        assert_matches_formula(attend(q, kv, metadata, *rest), problem)
+        assert_matches_formula(REFERENCE.attend(q, kv, metadata, *rest), problem)
 
 
 @pytest.mark.parametrize(
@@ -98,8 +99,8 @@ def test_one_metadata_serves_every_layer(step):
 def test_queries_that_are_not_one_per_token_are_refused(query_lens, extra):
     problem = make_problem([20, 20], query_lens)
     num_tokens = sum(query_lens) + extra
-    with pytest.raises(ValueError, match=r"q: expected \[num_tokens, num_heads, head_dim\]"):
-        attend(mx.zeros((num_tokens, 4, 64)), *problem.args[1:])
+    with pytest.raises(ValueError, match=r"q: expected \[num_tokens, num_heads, key_dim\]"):
+        REFERENCE.attend(mx.zeros((num_tokens, 4, 64)), *problem.args[1:])
 
 
 @pytest.mark.parametrize(
@@ -108,23 +109,32 @@ def test_queries_that_are_not_one_per_token_are_refused(query_lens, extra):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"window": 0}, "window: must be at least 1"),
-        ({"sinks": mx.zeros(3)}, r"sinks: expected \[num_heads\] = \[4\], got \[3\]"),
+        ({"params": AttentionParams(1.0, window=0)}, "window: must be at least 1"),
         (
-            {"kv": KVHandle.allocate(1, 2, 16, 64)},
-            "metadata: block 1 is out of range, the slabs have 1 blocks",
+            {"params": AttentionParams(1.0, sinks=mx.zeros(3))},
+            r"sinks: expected \[num_heads\] = \[4\], got \[3\]",
+        ),
+        (
+            {"kv": KVHandle.allocate(1, 2, 16, 64, 64)},
+            "step: block 1 is out of range, the slabs have 1 blocks",
         ),
     ],
     ids=["window", "sinks", "block_range"],
 )
 def test_what_does_not_fit_is_refused_in_every_mix(query_lens, settings, message):
     metadata = AttentionMetadata.build([[0, 1], [1, 0]], [20, 20], query_lens, 16)
-    arguments = {"kv": KVHandle.allocate(2, 2, 16, 64), "metadata": metadata, "scale": 1.0}
+    kv = KVHandle.allocate(2, 2, 16, 64, 64)
+    arguments = {"kv": kv, "step": metadata, "params": AttentionParams(1.0)}
     with pytest.raises(ValueError, match=message):
-        attend(mx.zeros((sum(query_lens), 4, 64)), **arguments | settings)
+        REFERENCE.attend(mx.zeros((sum(query_lens), 4, 64)), **arguments | settings)
 
 
 def test_a_batch_without_sequences_is_refused():
     metadata = AttentionMetadata.build([], [], [], 16)
-    with pytest.raises(ValueError, match="metadata: the batch has no sequence"):
-        attend(mx.zeros((0, 4, 64)), KVHandle.allocate(2, 2, 16, 64), metadata, 1.0)
+    with pytest.raises(ValueError, match="step: the batch has no sequence"):
+        REFERENCE.attend(
+            mx.zeros((0, 4, 64)),
+            KVHandle.allocate(2, 2, 16, 64, 64),
+            metadata,
+            AttentionParams(1.0),
+        )

@@ -3,9 +3,10 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+from backends import REFERENCE
 from numpy_attention import DTYPES
 
-from mlx_paged.ops import KVHandle, copy_blocks, gather_blocks, reshape_and_cache
+from mlx_paged.ops import KVHandle, SlotMapping
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 
@@ -53,7 +54,7 @@ TABLES = {
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
 def test_every_order_of_blocks_is_gathered_as_numpy_does(table, dtype):
     kv = random_handle(dtype=dtype)
-    keys, values = gather_blocks(kv, table)
+    keys, values = REFERENCE.gather_blocks(kv, table, kv.block_size * len(table))
     assert keys.dtype == values.dtype == dtype
     np.testing.assert_array_equal(as_numpy(keys), dense(as_numpy(kv.k), table, 8 * len(table)))
     np.testing.assert_array_equal(as_numpy(values), dense(as_numpy(kv.v), table, 8 * len(table)))
@@ -64,7 +65,7 @@ def test_every_order_of_blocks_is_gathered_as_numpy_does(table, dtype):
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 8])
 def test_every_length_is_gathered_as_numpy_does(num_kv_heads, num_tokens, table):
     kv = random_handle(num_kv_heads=num_kv_heads)
-    keys, values = gather_blocks(kv, table, num_tokens)
+    keys, values = REFERENCE.gather_blocks(kv, table, num_tokens)
     assert keys.shape == values.shape == (num_kv_heads, num_tokens, 32)
     np.testing.assert_array_equal(as_numpy(keys), dense(as_numpy(kv.k), table, num_tokens))
     np.testing.assert_array_equal(as_numpy(values), dense(as_numpy(kv.v), table, num_tokens))
@@ -74,7 +75,7 @@ def test_every_length_is_gathered_as_numpy_does(num_kv_heads, num_tokens, table)
 @pytest.mark.parametrize("head_dim", [32, 80, 256])
 def test_every_block_shape_is_gathered_as_numpy_does(head_dim, block_size):
     kv = random_handle(5, 2, block_size, head_dim)
-    keys, values = gather_blocks(kv, [4, 1, 2], 2 * block_size + 1)
+    keys, values = REFERENCE.gather_blocks(kv, [4, 1, 2], 2 * block_size + 1)
     np.testing.assert_array_equal(
         as_numpy(keys), dense(as_numpy(kv.k), [4, 1, 2], 2 * block_size + 1)
     )
@@ -86,13 +87,13 @@ def test_every_block_shape_is_gathered_as_numpy_does(head_dim, block_size):
 @pytest.mark.parametrize("given", [list, tuple], ids=["list", "tuple"])
 def test_a_table_may_come_in_any_form(given):
     kv = random_handle()
-    keys, _ = gather_blocks(kv, given([9, 0, 11]), 20)
+    keys, _ = REFERENCE.gather_blocks(kv, given([9, 0, 11]), 20)
     np.testing.assert_array_equal(as_numpy(keys), dense(as_numpy(kv.k), [9, 0, 11], 20))
 
 
 def test_blocks_behind_the_tokens_are_not_looked_at():
     kv = random_handle()
-    keys, _ = gather_blocks(kv, [9, 0, 999], 16)
+    keys, _ = REFERENCE.gather_blocks(kv, [9, 0, 999], 16)
     np.testing.assert_array_equal(as_numpy(keys), dense(as_numpy(kv.k), [9, 0], 16))
 
 
@@ -102,10 +103,15 @@ def test_blocks_behind_the_tokens_are_not_looked_at():
 def test_what_was_gathered_survives_a_later_write(table):
     kv = random_handle()
     expected = dense(as_numpy(kv.k), table, 8 * len(table))
-    keys, values = gather_blocks(kv, table)
+    keys, values = REFERENCE.gather_blocks(kv, table, kv.block_size * len(table))
     mx.eval(keys, values)
     for block in range(12):
-        reshape_and_cache(mx.zeros((1, 2, 32)), mx.zeros((1, 2, 32)), kv, [8 * block])
+        REFERENCE.reshape_and_cache(
+            mx.zeros((1, 2, 32)),
+            mx.zeros((1, 2, 32)),
+            kv,
+            SlotMapping.build([8 * block], kv.block_size),
+        )
         mx.eval(*kv.arrays)
     np.testing.assert_array_equal(as_numpy(keys), expected)
 
@@ -113,24 +119,24 @@ def test_what_was_gathered_survives_a_later_write(table):
 @pytest.mark.parametrize(
     ("block_table", "num_tokens", "message"),
     [
-        ([], None, r"\[gather_blocks\] block_table: must name at least one block"),
+        ([], 16, r"\[gather_blocks\] block_table: must name at least one block"),
         (
             [[1, 2]],
-            None,
+            8,
             r"\[gather_blocks\] block_table: block ids must be integers, got \[1, 2\]",
         ),
-        ([1.0, 2.0], None, r"\[gather_blocks\] block_table: block ids must be integers, got 1.0"),
+        ([1.0, 2.0], 16, r"\[gather_blocks\] block_table: block ids must be integers, got 1.0"),
         (
             [1, 12],
-            None,
+            16,
             r"\[gather_blocks\] block_table: block 12 is out of range, the slabs have 12 blocks",
         ),
         (
             [1, -1],
-            None,
+            16,
             r"\[gather_blocks\] block_table: block -1 is out of range, the slabs have 12 blocks",
         ),
-        ([1, 2**32 + 1], None, r"\[gather_blocks\] block_table: block 4294967297 is out of range"),
+        ([1, 2**32 + 1], 16, r"\[gather_blocks\] block_table: block 4294967297 is out of range"),
         (
             [1, 2],
             17,
@@ -157,7 +163,7 @@ def test_what_was_gathered_survives_a_later_write(table):
 )
 def test_gathers_that_do_not_fit_are_refused_by_name(block_table, num_tokens, message):
     with pytest.raises(ValueError, match=message):
-        gather_blocks(random_handle(), block_table, num_tokens)
+        REFERENCE.gather_blocks(random_handle(), block_table, num_tokens)
 
 
 # Copy
@@ -186,7 +192,7 @@ def copied(slab, pairs):
 def test_blocks_are_copied_whole_and_the_others_stay(pairs, dtype):
     kv = random_handle(dtype=dtype)
     expected = [copied(as_numpy(slab), pairs) for slab in kv.arrays]
-    copy_blocks(kv, pairs)
+    REFERENCE.copy_blocks(kv, pairs)
     assert [as_numpy(slab).tolist() for slab in kv.arrays] == [slab.tolist() for slab in expected]
 
 
@@ -196,22 +202,32 @@ def test_blocks_are_copied_whole_and_the_others_stay(pairs, dtype):
 def test_pairs_may_come_in_any_form(given):
     kv = random_handle()
     expected = [copied(as_numpy(slab), [(3, 7), (2, 5)]) for slab in kv.arrays]
-    copy_blocks(kv, given([(3, 7), (2, 5)]))
+    REFERENCE.copy_blocks(kv, given([(3, 7), (2, 5)]))
     assert [as_numpy(slab).tolist() for slab in kv.arrays] == [slab.tolist() for slab in expected]
 
 
 def test_no_pairs_copy_nothing():
     kv = random_handle()
     before = [as_numpy(slab) for slab in kv.arrays]
-    copy_blocks(kv, [])
+    REFERENCE.copy_blocks(kv, [])
     assert [as_numpy(slab).tolist() for slab in kv.arrays] == [slab.tolist() for slab in before]
 
 
 def test_a_copy_sees_the_write_before_it_and_is_seen_by_the_write_after_it():
-    kv = KVHandle.allocate(3, 1, 8, 32)
-    reshape_and_cache(mx.full((1, 1, 32), 1.0), mx.full((1, 1, 32), 1.0), kv, [2])
-    copy_blocks(kv, [(0, 2)])
-    reshape_and_cache(mx.full((1, 1, 32), 5.0), mx.full((1, 1, 32), 5.0), kv, [19])
+    kv = KVHandle.allocate(3, 1, 8, 32, 32)
+    REFERENCE.reshape_and_cache(
+        mx.full((1, 1, 32), 1.0),
+        mx.full((1, 1, 32), 1.0),
+        kv,
+        SlotMapping.build([2], kv.block_size),
+    )
+    REFERENCE.copy_blocks(kv, [(0, 2)])
+    REFERENCE.reshape_and_cache(
+        mx.full((1, 1, 32), 5.0),
+        mx.full((1, 1, 32), 5.0),
+        kv,
+        SlotMapping.build([19], kv.block_size),
+    )
     for slab in kv.arrays:
         assert slab[:, 0, :, 0].tolist() == [
             [0, 0, 1, 0, 0, 0, 0, 0],
@@ -262,7 +278,7 @@ def test_copies_that_do_not_fit_are_refused_and_change_nothing(pairs, message):
     kv = random_handle()
     before = [as_numpy(slab).tolist() for slab in kv.arrays]
     with pytest.raises(ValueError, match=message):
-        copy_blocks(kv, pairs)
+        REFERENCE.copy_blocks(kv, pairs)
     assert [as_numpy(slab).tolist() for slab in kv.arrays] == before
 
 
@@ -273,12 +289,12 @@ def copy_costs(extra_peak_bytes, num_slots, keep_view=False, repeats=1):
     """Extra peak bytes of each of some copies in slabs of ``num_slots`` slots, and the bytes of one
     slab.
     """
-    kv = KVHandle.allocate(num_slots // 8, 2, 8, 32)
+    kv = KVHandle.allocate(num_slots // 8, 2, 8, 32, 32)
     holders = [kv.k[3:5]] if keep_view else []
     mx.eval(*holders)
 
     def copy():
-        copy_blocks(kv, [(0, 9), (1, 7), (5, 100)])
+        REFERENCE.copy_blocks(kv, [(0, 9), (1, 7), (5, 100)])
         mx.eval(*kv.arrays)
 
     return [extra_peak_bytes(copy) for _ in range(repeats)], kv.k.nbytes
@@ -309,11 +325,11 @@ def test_the_counter_sees_the_copy_that_a_second_holder_of_the_slab_causes(extra
     "table", [list(range(20)), list(range(20, 0, -1))], ids=["adjacent", "reversed"]
 )
 def test_a_gather_takes_the_memory_of_its_tokens_and_not_of_the_slab(table, extra_peak_bytes):
-    kv = KVHandle.allocate(12_500, 2, 8, 32)
+    kv = KVHandle.allocate(12_500, 2, 8, 32, 32)
     gathered = []
 
     def gather():
-        gathered.extend(gather_blocks(kv, table))
+        gathered.extend(REFERENCE.gather_blocks(kv, table, kv.block_size * len(table)))
         mx.eval(*gathered)
 
     num_bytes = 2 * 2 * 160 * 32 * 4

@@ -6,41 +6,42 @@ from concurrent.futures import ThreadPoolExecutor
 import mlx.core as mx
 import numpy as np
 import pytest
+from backends import REFERENCE
 from numpy_attention import DTYPES
 
-from mlx_paged.ops import KVHandle, gather_blocks, reshape_and_cache
+from mlx_paged.ops import KVHandle, SlotMapping
 
 
 def state(kv):
     return {
-        "shape": list(kv.k.shape),
-        "same_shape": kv.k.shape == kv.v.shape,
+        "shapes": [list(kv.k.shape), list(kv.v.shape)],
         "num_blocks": kv.num_blocks,
         "num_kv_heads": kv.num_kv_heads,
         "block_size": kv.block_size,
-        "head_dim": kv.head_dim,
+        "key_dim": kv.key_dim,
+        "value_dim": kv.value_dim,
         "num_slots": kv.num_slots,
         "dtype": kv.dtype,
         "nbytes": kv.nbytes,
         "zeros": not (mx.any(kv.k).item() or mx.any(kv.v).item()),
-        "token": kv.token,
+        "fence": kv.fence,
     }
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_new_slabs_hold_zeros_and_their_bytes_are_the_formula(dtype):
-    assert state(KVHandle.allocate(5, 2, 8, 96, dtype)) == {
-        "shape": [5, 2, 8, 96],
-        "same_shape": True,
+    assert state(KVHandle.allocate(5, 2, 8, 96, 64, dtype)) == {
+        "shapes": [[5, 2, 8, 96], [5, 2, 8, 64]],
         "num_blocks": 5,
         "num_kv_heads": 2,
         "block_size": 8,
-        "head_dim": 96,
+        "key_dim": 96,
+        "value_dim": 64,
         "num_slots": 40,
         "dtype": dtype,
-        "nbytes": 2 * 5 * 2 * 8 * 96 * dtype.size,
+        "nbytes": 5 * 2 * 8 * (96 + 64) * dtype.size,
         "zeros": True,
-        "token": None,
+        "fence": None,
     }
 
 
@@ -54,8 +55,8 @@ def test_new_slabs_hold_zeros_and_their_bytes_are_the_formula(dtype):
         ),
         (
             mx.zeros((4, 2, 16, 32)),
-            mx.zeros((4, 2, 16, 64)),
-            r"got \[4, 2, 16, 32\] and \[4, 2, 16, 64\]",
+            mx.zeros((4, 2, 8, 32)),
+            r"got \[4, 2, 16, 32\] and \[4, 2, 8, 32\]",
         ),
         (mx.zeros((4, 16, 32)), mx.zeros((4, 16, 32)), r"got \[4, 16, 32\] and \[4, 16, 32\]"),
         (
@@ -69,7 +70,7 @@ def test_new_slabs_hold_zeros_and_their_bytes_are_the_formula(dtype):
             "slabs must be float32, float16 or bfloat16, got .*float32 and .*float16",
         ),
     ],
-    ids=["num_blocks", "head_dim", "three_dimensions", "integers", "two_dtypes"],
+    ids=["num_blocks", "block_size", "three_dimensions", "integers", "two_dtypes"],
 )
 def test_slabs_that_do_not_fit_one_another_are_refused(k, v, message):
     with pytest.raises(ValueError, match=rf"\[kv_handle\] .*{message}"):
@@ -77,20 +78,20 @@ def test_slabs_that_do_not_fit_one_another_are_refused(k, v, message):
 
 
 def test_growth_adds_zeros_at_the_end_and_keeps_every_row():
-    kv = KVHandle.allocate(2, 1, 8, 32)
+    kv = KVHandle.allocate(2, 1, 8, 32, 32)
     rows = mx.ones((2, 1, 32))
-    reshape_and_cache(rows, 2 * rows, kv, [3, 15])
+    REFERENCE.reshape_and_cache(rows, 2 * rows, kv, SlotMapping.build([3, 15], kv.block_size))
     kv.grow(1)
     written = [[0, 0, 0, 1, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0, 1], [0] * 8]
     assert kv.k[:, 0, :, 0].tolist() == written
     assert kv.v[:, 0, :, 0].tolist() == [[2 * value for value in block] for block in written]
     assert kv.num_slots == 24
-    reshape_and_cache(rows[:1], rows[:1], kv, [23])
+    REFERENCE.reshape_and_cache(rows[:1], rows[:1], kv, SlotMapping.build([23], kv.block_size))
     assert kv.k[2, 0, :, 0].tolist() == [0] * 7 + [1]
 
 
 def test_a_handle_that_can_not_grow_to_its_end_is_as_it_was(monkeypatch):
-    handle = KVHandle.allocate(3, 2, 8, 16)
+    handle = KVHandle.allocate(3, 2, 8, 16, 16)
     handle.k[1] = 1
     handle.v[2] = 2
     k, v = np.array(handle.k), np.array(handle.v)
@@ -114,7 +115,7 @@ LEAVING = {
     "leave_chain": lambda kv: kv.leave_chain(),
     "grow": lambda kv: kv.grow(1),
     "shrink_to": lambda kv: kv.shrink_to(1),
-    "plain_mlx": lambda kv: gather_blocks(kv, [0], backend="reference"),
+    "plain_mlx": lambda kv: REFERENCE.gather_blocks(kv, [0], 1 * kv.block_size),
 }
 leaving = pytest.mark.parametrize("leave", LEAVING.values(), ids=LEAVING)
 
@@ -123,10 +124,10 @@ leaving = pytest.mark.parametrize("leave", LEAVING.values(), ids=LEAVING)
 def test_nobody_leaves_the_chain_before_its_last_kernel_is_done(
     leave: Callable[[KVHandle], object],
 ) -> None:
-    kv = KVHandle.allocate(2, 1, 8, 32)
-    token = kv.token = mx.zeros((8,), mx.int32) + 1  # what a kernel returns that has not run yet
+    kv = KVHandle.allocate(2, 1, 8, 32, 32)
+    token = kv.fence = mx.zeros((8,), mx.int32) + 1  # what a kernel returns that has not run yet
     leave(kv)
-    assert kv.token is None
+    assert kv.fence is None
     with ThreadPoolExecutor(max_workers=1) as thread:
         # A thread can't evaluate what another one left undone.
         assert thread.submit(token.tolist).result() == [1] * 8
@@ -134,9 +135,9 @@ def test_nobody_leaves_the_chain_before_its_last_kernel_is_done(
 
 @leaving
 def test_a_chain_whose_last_kernel_fails_is_not_left(leave: Callable[[KVHandle], object]) -> None:
-    kv = KVHandle.allocate(2, 1, 8, 32)
+    kv = KVHandle.allocate(2, 1, 8, 32, 32)
     with ThreadPoolExecutor(max_workers=1) as thread:
-        token = kv.token = thread.submit(lambda: mx.zeros((8,), mx.int32) + 1).result()
+        token = kv.fence = thread.submit(lambda: mx.zeros((8,), mx.int32) + 1).result()
     with pytest.raises(RuntimeError, match="There is no Stream"):
         leave(kv)
-    assert kv.token is token and kv.num_blocks == 2
+    assert kv.fence is token and kv.num_blocks == 2

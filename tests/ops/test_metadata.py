@@ -232,7 +232,7 @@ def test_lists_that_do_not_fit_one_another_are_refused(arguments, message):
         AttentionMetadata.build(*arguments, block_size=8)
 
 
-def test_a_plan_is_made_once_per_key():
+def test_what_is_derived_from_a_step_is_made_once_per_key():
     metadata = AttentionMetadata.build([[1]], [3], [1], 8)
     made = []
 
@@ -240,51 +240,41 @@ def test_a_plan_is_made_once_per_key():
         return lambda: made.append(name) or name
 
     got = [
-        metadata.plan("a", make("first")),
-        metadata.plan("a", make("second")),
-        metadata.plan("b", make("third")),
+        metadata.derived("a", make("first")),
+        metadata.derived("a", make("second")),
+        metadata.derived("b", make("third")),
     ]
     assert (got, made) == (["first", "first", "third"], ["first", "third"])
 
 
-def test_the_plans_of_two_steps_are_apart():
+def test_what_is_derived_from_two_steps_is_apart():
     steps = [AttentionMetadata.build([[1]], [3], [1], 8) for _ in range(2)]
-    assert [step.plan("a", lambda n=n: n) for n, step in enumerate(steps)] == [0, 1]
+    assert [step.derived("a", lambda n=n: n) for n, step in enumerate(steps)] == [0, 1]
 
 
 # Decodes and prefills
 
 
-def is_decode(query_len):
-    return query_len <= 8
-
-
-def parts(metadata):
-    """The parts of a step by kind, and the rows of the flat query axis that each got."""
-    seen = []
-
-    def operation(part, rows):
-        seen.append((state(part), rows.tolist()))
-        return rows
-
-    rows = metadata.map_parts(is_decode, operation, mx.arange(metadata.num_tokens))
-    assert rows.tolist() == list(range(metadata.num_tokens)), (
+def parts(metadata, capacities=(8,)):
+    """The parts of a step by capacity, and the rows of the flat query axis that each got."""
+    found, row_order = metadata.parts(capacities)
+    rows = [list(range(metadata.num_tokens)) if p.rows is None else p.rows.tolist() for p in found]
+    in_order = mx.array([row for part_rows in rows for row in part_rows])
+    if row_order is not None:
+        in_order = in_order[row_order]
+    assert in_order.tolist() == list(range(metadata.num_tokens)), (
         "results come back in the order of the tokens"
     )
-    return seen
+    assert metadata.parts(capacities)[0] is found, "cut once for all layers"
+    return [(p.capacity, state(p.step), r) for p, r in zip(found, rows, strict=True)]
 
 
-@pytest.mark.parametrize("query_lens", [[1, 8], [9, 12]], ids=["decodes", "prefills"])
-def test_a_step_of_one_kind_is_one_part_with_all_rows_as_they_are(query_lens):
+@pytest.mark.parametrize(
+    ("query_lens", "capacity"), [([1, 8], 8), ([9, 12], 0)], ids=["decodes", "prefills"]
+)
+def test_a_step_of_one_kind_is_one_part_with_all_rows_as_they_are(query_lens, capacity):
     metadata = AttentionMetadata.build([[0, 1], [2, 3]], [12, 14], query_lens, 8)
-    rows = mx.arange(metadata.num_tokens)
-    calls = []
-    metadata.map_parts(
-        is_decode, lambda part, part_rows: calls.append((part, part_rows)) or part_rows, rows
-    )
-    ((part, part_rows),) = calls
-    assert part is metadata
-    assert part_rows is rows
+    assert metadata.parts((8,)) == ([(capacity, metadata, None)], None)
 
 
 def test_a_mixed_step_is_cut_into_decodes_and_prefills_with_the_rows_of_each():
@@ -316,20 +306,74 @@ def test_a_mixed_step_is_cut_into_decodes_and_prefills_with_the_rows_of_each():
         "max_block_id": 7,
     }
     assert parts(metadata) == [
-        (prefills, [*range(9), *range(10, 20)]),
-        (decodes, [9, *range(20, 28)]),
+        (0, prefills, [*range(9), *range(10, 20)]),
+        (8, decodes, [9, *range(20, 28)]),
     ]
 
 
-def test_a_step_is_cut_into_as_many_parts_as_there_are_kinds():
+def test_a_run_belongs_to_the_smallest_capacity_that_holds_it():
     metadata = AttentionMetadata.build([[0, 1]] * 5, [16] * 5, [1, 12, 8, 1, 3], 8)
-    lens = []
-    metadata.map_parts(
-        lambda n: n, lambda part, rows: lens.append(part.query_lens) or rows, mx.zeros(25)
-    )
-    assert lens == [[1, 1], [12], [8], [3]]
+    lens = [(n, part["query_lens"]) for n, part, _ in parts(metadata, (1, 2, 4, 8))]
+    assert lens == [(1, [1, 1]), (0, [12]), (8, [8]), (4, [3])]
 
 
 def test_the_rows_of_the_parts_are_all_rows():
     metadata = AttentionMetadata.build([[0, 1]] * 5, [16] * 5, [1, 12, 8, 9, 3], 8)
-    assert sorted(row for _, rows in parts(metadata) for row in rows) == list(range(33))
+    assert sorted(row for _, _, rows in parts(metadata) for row in rows) == list(range(33))
+
+
+# Positions, and the rows whose logits are wanted
+
+TABLES, CONTEXT_LENS, QUERY_LENS = [[4, 1], [2], [7, 3], [5, 6]], [12, 8, 10, 16], [3, 1, 10, 2]
+
+
+def test_each_new_token_has_its_position():
+    metadata = AttentionMetadata.build(TABLES, CONTEXT_LENS, QUERY_LENS, 8)
+    assert metadata.positions.dtype == mx.int32
+    assert metadata.positions.tolist() == [9, 10, 11, 7, *range(10), 14, 15]
+    assert AttentionMetadata.build([], [], [], 8).positions.tolist() == []
+
+
+@pytest.mark.parametrize(
+    ("num_logit_rows", "rows", "seqs"),
+    [
+        (None, [2, 3, 13, 15], [0, 1, 2, 3]),
+        ([1, 1, 1, 1], [2, 3, 13, 15], [0, 1, 2, 3]),
+        ([2, 1, 0, 2], [1, 2, 3, 14, 15], [0, 1, 3]),
+        ([0, 0, 10, 0], list(range(4, 14)), [2]),
+        ([0, 0, 0, 0], [], []),
+    ],
+    ids=["default", "one_each", "none_one_and_several", "all_of_one", "none"],
+)
+def test_the_rows_of_logits_are_the_last_ones_of_each_sequence(num_logit_rows, rows, seqs):
+    metadata = AttentionMetadata.build(
+        TABLES, CONTEXT_LENS, QUERY_LENS, 8, num_logit_rows=num_logit_rows
+    )
+    assert metadata.logit_rows.dtype == mx.int32
+    assert metadata.logit_rows.tolist() == rows
+    counts = num_logit_rows or [1] * 4
+    queries = metadata.logit_queries
+    assert [list(table) for table in queries.block_tables] == [TABLES[seq] for seq in seqs]
+    assert queries.context_lens == [CONTEXT_LENS[seq] for seq in seqs]
+    assert queries.query_lens == [counts[seq] for seq in seqs]
+    assert queries.positions.tolist() == [metadata.positions.tolist()[row] for row in rows]
+    assert queries.logit_rows is None or queries.max_query_len > 1
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "num_logit_rows"), [([1] * 4, None), ([1] * 4, [1] * 4), ([3, 1, 10, 2],) * 2]
+)
+def test_where_all_rows_are_wanted_nothing_is_selected(query_lens, num_logit_rows):
+    metadata = AttentionMetadata.build(
+        TABLES, CONTEXT_LENS, query_lens, 8, num_logit_rows=num_logit_rows
+    )
+    assert metadata.logit_rows is None
+    assert metadata.logit_queries is metadata
+
+
+@pytest.mark.parametrize("num_logit_rows", [[1, 1, 1], [4, 1, 1, 1], [-1, 1, 1, 1]])
+def test_rows_of_logits_that_do_not_fit_the_query_runs_are_refused(num_logit_rows):
+    with pytest.raises(
+        ValueError, match=r"num_logit_rows .* must be one per sequence, each within"
+    ):
+        AttentionMetadata.build(TABLES, CONTEXT_LENS, QUERY_LENS, 8, num_logit_rows=num_logit_rows)

@@ -5,9 +5,10 @@ them in part.
 import mlx.core as mx
 import numpy as np
 import pytest
+from backends import REFERENCE
 from numpy_attention import DTYPES, assert_matches_formula, make_problem
 
-from mlx_paged.ops import KVHandle, paged_attention, reshape_and_cache, zero_blocks
+from mlx_paged.ops import KVHandle, SlotMapping
 
 
 def random_handle(num_blocks=12, dtype=mx.float32):
@@ -31,7 +32,7 @@ def test_the_named_blocks_are_zero_and_the_others_stay(block_ids, dtype):
     expected = as_numpy(kv)
     for slab in expected:
         slab[block_ids] = 0
-    zero_blocks(kv, block_ids)
+    REFERENCE.zero_blocks(kv, block_ids)
     assert [slab.tolist() for slab in as_numpy(kv)] == [slab.tolist() for slab in expected]
 
 
@@ -43,11 +44,18 @@ def test_attention_sees_nothing_of_a_last_owner_that_left_nan(order):
     for table, context_len, (_, k, v) in zip(
         problem.tables, problem.context_lens, problem.dense, strict=True
     ):
-        zero_blocks(dirty, table)
-        reshape_and_cache(k, v, dirty, [table[t // 16] * 16 + t % 16 for t in range(context_len)])
+        REFERENCE.zero_blocks(dirty, table)
+        REFERENCE.reshape_and_cache(
+            k,
+            v,
+            dirty,
+            SlotMapping.build(
+                [table[t // 16] * 16 + t % 16 for t in range(context_len)], dirty.block_size
+            ),
+        )
         mx.eval(*dirty.arrays)
     q, _, *rest = problem.args
-    assert_matches_formula(paged_attention(q, dirty, *rest), problem)
+    assert_matches_formula(REFERENCE.paged_attention(q, dirty, *rest), problem)
 
 
 @pytest.mark.parametrize(
@@ -63,16 +71,16 @@ def test_blocks_that_are_not_there_are_refused_and_nothing_changes(block_ids, me
     kv = random_handle()
     before = as_numpy(kv)
     with pytest.raises(ValueError, match=message):
-        zero_blocks(kv, block_ids)
+        REFERENCE.zero_blocks(kv, block_ids)
     assert [slab.tolist() for slab in as_numpy(kv)] == [slab.tolist() for slab in before]
 
 
 @pytest.mark.parametrize("num_slots", [1_000, 100_000])
 def test_zeroing_copies_no_slab(num_slots, extra_peak_bytes):
-    kv = KVHandle.allocate(num_slots // 8, 2, 8, 32)
+    kv = KVHandle.allocate(num_slots // 8, 2, 8, 32, 32)
 
     def zero():
-        zero_blocks(kv, [3, 9])
+        REFERENCE.zero_blocks(kv, [3, 9])
         mx.eval(*kv.arrays)
 
     assert extra_peak_bytes(zero) < kv.k.nbytes // 2

@@ -3,10 +3,10 @@ template <typename T, int BLOCK_SIZE, int HEAD_DIM>
   const device bfloat16_t* key_slab [[buffer(0)]],
   const device bfloat16_t* value_slab [[buffer(1)]],
   const device int32_t* block_table [[buffer(2)]],
-  const device int32_t* token_in [[buffer(3)]],
+  const device int32_t* fence_in [[buffer(3)]],
   device bfloat16_t* keys [[buffer(4)]],
   device bfloat16_t* values [[buffer(5)]],
-  device int32_t* token_out [[buffer(6)]],
+  device int32_t* fence_out [[buffer(6)]],
   uint3 thread_position_in_grid [[thread_position_in_grid]],
   uint3 threads_per_grid [[threads_per_grid]]) {
 // the body of the kernel

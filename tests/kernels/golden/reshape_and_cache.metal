@@ -5,8 +5,8 @@ template <typename T, int BLOCK_SIZE, int HEAD_DIM>
   const device bfloat16_t* key_slab [[buffer(2)]],
   const device bfloat16_t* value_slab [[buffer(3)]],
   const device int32_t* slot_mapping [[buffer(4)]],
-  const device int32_t* token_in [[buffer(5)]],
-  device int32_t* token_out [[buffer(6)]],
+  const device int32_t* fence_in [[buffer(5)]],
+  device int32_t* fence_out [[buffer(6)]],
   uint3 thread_position_in_grid [[thread_position_in_grid]],
   uint3 threads_per_grid [[threads_per_grid]]) {
 // the body of the kernel

@@ -3,8 +3,8 @@ template <typename T>
   const device bfloat16_t* key_slab [[buffer(0)]],
   const device bfloat16_t* value_slab [[buffer(1)]],
   const device int32_t* block_ids [[buffer(2)]],
-  const device int32_t* token_in [[buffer(3)]],
-  device int32_t* token_out [[buffer(4)]],
+  const device int32_t* fence_in [[buffer(3)]],
+  device int32_t* fence_out [[buffer(4)]],
   uint3 thread_position_in_grid [[thread_position_in_grid]],
   uint3 threads_per_grid [[threads_per_grid]]) {
 // the body of the kernel

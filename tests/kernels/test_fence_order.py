@@ -1,4 +1,4 @@
-"""The order of kernel calls on one slab: their tokens make a chain, and the checker sees where a
+"""The order of kernel calls on one slab: their fences make a chain, and the checker sees where a
 link is missing.
 """
 
@@ -6,22 +6,15 @@ from __future__ import annotations
 
 import mlx.core as mx
 import pytest
+from backends import METAL, REFERENCE
+from fence_order import disorders
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from metal_emulator.checks import Call
 from numpy_attention import make_problem
-from token_order import disorders
 
 from mlx_paged.cache import KVCacheConfig, PagedKVCache
-from mlx_paged.ops import (
-    KVHandle,
-    copy_blocks,
-    gather_blocks,
-    kernels,
-    paged_attention,
-    reshape_and_cache,
-    zero_blocks,
-)
+from mlx_paged.ops import AttentionParams, KVHandle, SlotMapping, kernels
 
 CONFIG = KVCacheConfig.uniform(
     num_layers=2, num_kv_heads=1, head_dim=32, dtype="float32", block_size=8, num_blocks=24
@@ -35,15 +28,17 @@ def names(trace: list[Call]) -> list[str]:
 
 def use_every_operation(problem) -> None:
     kv = problem.kv
-    rows = mx.ones((1, kv.num_kv_heads, kv.head_dim))
+    rows = mx.ones((1, kv.num_kv_heads, kv.key_dim))
     free = sorted(
         set(range(kv.num_blocks)) - {block for table in problem.tables for block in table}
     )
-    reshape_and_cache(rows, rows, kv, [free[0] * kv.block_size], backend="metal")
-    paged_attention(*problem.args, backend="metal")
-    copy_blocks(kv, [(free[0], free[1])], backend="metal")
-    gather_blocks(kv, [free[1]], backend="metal")
-    zero_blocks(kv, [free[0]], backend="metal")
+    METAL.reshape_and_cache(
+        rows, rows, kv, SlotMapping.build([free[0] * kv.block_size], kv.block_size)
+    )
+    METAL.paged_attention(*problem.args)
+    METAL.copy_blocks(kv, [(free[0], free[1])])
+    METAL.gather_blocks(kv, [free[1]], kv.block_size * len([free[1]]))
+    METAL.zero_blocks(kv, [free[0]])
 
 
 def test_all_operations_on_a_slab_are_one_chain(metal):
@@ -57,8 +52,8 @@ def test_all_operations_on_a_slab_are_one_chain(metal):
         "zero_blocks",
     ]
     assert disorders(metal) == []
-    # Each dispatch counts the token up by one, so the last one says how long the chain is.
-    assert metal[-1].outputs["token_out"].tolist() == [5] * 8
+    # Each dispatch counts the fence up by one, so the last one says how long the chain is.
+    assert metal[-1].outputs["fence_out"].tolist() == [5] * 8
 
 
 def test_two_layers_are_two_chains_that_do_not_wait_for_each_other(metal):
@@ -66,23 +61,23 @@ def test_two_layers_are_two_chains_that_do_not_wait_for_each_other(metal):
     for problem in problems:
         use_every_operation(problem)
     assert disorders(metal) == []
-    assert [problem.kv.token[0].item() for problem in problems] == [5, 5]
+    assert [problem.kv.fence[0].item() for problem in problems] == [5, 5]
 
 
 def lose_a_link(monkeypatch, name: str, link: str) -> None:
-    """Kernel ``name`` no longer binds the token before it, or no longer leaves its own."""
-    chain = kernels._chain
+    """Kernel ``name`` no longer binds the fence before it, or no longer leaves its own."""
+    chained = kernels._chained
 
     def broken(called, kv, *args, **kwargs):
-        token = kv.token
+        fence = kv.fence
         if called == name and link == "binds":
-            kv.token = None
-        results = chain(called, kv, *args, **kwargs)
+            kv.fence = None
+        launch = chained(called, kv, *args, **kwargs)
         if called == name and link == "leaves":
-            kv.token = token
-        return results
+            return lambda: [*launch()[:-1], fence]
+        return launch
 
-    monkeypatch.setattr(kernels, "_chain", broken)
+    monkeypatch.setattr(kernels, "_chained", broken)
 
 
 @pytest.mark.parametrize(
@@ -231,22 +226,18 @@ def test_nothing_but_kernels_touches_a_slab(query_len, metal, monkeypatch):
     monkeypatch.setattr(kernels, "kernel", record_only)
     slabs = [SlabOfKernels(slab) for slab in problem.kv.arrays]
     problem.kv.k, problem.kv.v = slabs
-    from mlx_paged.ops import update_and_attend
 
     use_every_operation(problem)
-    rows = mx.ones((query_len, problem.kv.num_kv_heads, problem.kv.head_dim))
-    out = update_and_attend(
+    rows = mx.ones((query_len, problem.kv.num_kv_heads, problem.kv.key_dim))
+    out = METAL.update_and_attend(
         problem.q,
         rows,
         rows,
         problem.kv,
         problem.metadata,
-        problem.scale,
-        problem.window,
-        problem.sinks,
-        backend="metal",
+        AttentionParams(problem.params.scale, problem.params.window, problem.params.sinks),
     )
-    mx.eval(out, problem.kv.token)
+    mx.eval(out, problem.kv.fence)
     assert [problem.kv.k, problem.kv.v] == slabs
     assert len(calls) >= 6
 
@@ -255,17 +246,17 @@ def test_nothing_but_kernels_touches_a_slab(query_len, metal, monkeypatch):
     "change", [lambda kv: kv.grow(2), lambda kv: kv.shrink_to(2)], ids=["growth", "shrinking"]
 )
 def test_a_change_of_size_waits_for_the_chain_and_begins_a_new_one(change, metal):
-    kv = KVHandle.allocate(3, 1, 8, 32)
-    reshape_and_cache(ROWS[:, :1], ROWS[:, :1], kv, [9], backend="metal")
-    assert kv.token is not None
+    kv = KVHandle.allocate(3, 1, 8, 32, 32)
+    METAL.reshape_and_cache(ROWS[:, :1], ROWS[:, :1], kv, SlotMapping.build([9], kv.block_size))
+    assert kv.fence is not None
     change(kv)
-    assert kv.token is None
+    assert kv.fence is None
     assert kv.k[1, 0, 1].tolist() == [1.0] * 32
 
 
 def test_plain_mlx_operations_wait_for_the_chain(metal):
-    kv = KVHandle.allocate(2, 1, 8, 32)
-    reshape_and_cache(ROWS[:, :1], ROWS[:, :1], kv, [3], backend="metal")
-    keys, _ = gather_blocks(kv, [0], 4, backend="reference")
-    assert kv.token is None
+    kv = KVHandle.allocate(2, 1, 8, 32, 32)
+    METAL.reshape_and_cache(ROWS[:, :1], ROWS[:, :1], kv, SlotMapping.build([3], kv.block_size))
+    keys, _ = REFERENCE.gather_blocks(kv, [0], 4)
+    assert kv.fence is None
     assert keys[0, 3].tolist() == [1.0] * 32

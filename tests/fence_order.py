@@ -1,7 +1,7 @@
-"""Whether the tokens of recorded kernel calls order every pair that must not change places.
+"""Whether the fences of recorded kernel calls order every pair that must not change places.
 
 MLX orders two kernel calls only if one binds what the other made, directly or through calls
-between. The slabs are inputs of all of them, so MLX sees no dependency there: the tokens have to
+between. The slabs are inputs of all of them, so MLX sees no dependency there: the fences have to
 make one for each read after a write, write after a read and write after a write."""
 
 from __future__ import annotations

@@ -1,0 +1,120 @@
+"""What a backend does: the operations on paged K/V slabs.
+
+A slab is ``[num_blocks, num_kv_heads, block_size, key_dim]`` or ``[..., value_dim]``; rows and
+queries of all sequences are packed, ``[num_tokens, heads, dim]``. The method is PagedAttention
+(Kwon et al., 2023), and the names follow vLLM's."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+import mlx.core as mx
+
+from mlx_paged.ops.kv_handle import KVHandle
+from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, SlotMapping
+
+
+class BackendError(ValueError):
+    """The backend is unknown, or can't be had on this machine or for these slabs."""
+
+
+class Backend(ABC):
+    """The operations on the slabs of any layer. A backend keeps nothing of a step.
+
+    Every operation raises ``ValueError`` for shapes, dtypes, slots or block ids that don't fit the
+    slabs; the message names the operation and the argument.
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def reshape_and_cache(
+        self,
+        k: mx.array,  # [num_tokens, num_kv_heads, key_dim]
+        v: mx.array,  # [num_tokens, num_kv_heads, value_dim]
+        kv: KVHandle,
+        slot_mapping: SlotMapping,  # of num_tokens
+    ) -> None:
+        """Write each row into its slot of the slabs, in place; rows whose slot is below 0 are
+        padding and are skipped.
+
+        ``write_slot`` and ``push_row`` elsewhere. Costs O(rows), whatever the size of the slab, as
+        long as nobody but ``kv`` holds the slabs.
+        """
+
+    @abstractmethod
+    def update_and_attend(
+        self,
+        q: mx.array,  # [num_tokens, num_heads, key_dim]
+        k: mx.array,  # [num_tokens, num_kv_heads, key_dim]
+        v: mx.array,  # [num_tokens, num_kv_heads, value_dim]
+        kv: KVHandle,
+        step: AttentionMetadata,
+        params: AttentionParams,
+    ) -> mx.array:
+        """Write the step's rows into the slots of ``step.slot_mapping``, then :meth:`attend`: one
+        layer of one step.
+
+        The result is that of the two operations one after the other; a kernel does both in one
+        dispatch. Where a sequence reads what another one writes in this step, ``step`` has to say
+        so (``shares_new_blocks``).
+        """
+
+    @abstractmethod
+    def attend(
+        self,
+        q: mx.array,  # [num_tokens, num_heads, key_dim]
+        kv: KVHandle,
+        step: AttentionMetadata,
+        params: AttentionParams,
+    ) -> mx.array:
+        """Attention of any step, causal within each query run: runs that are short enough for the
+        backend are decoded, longer ones prefilled.
+
+        Returns:
+            ``[num_tokens, num_heads, value_dim]`` in the dtype of ``q``.
+        """
+
+    @abstractmethod
+    def paged_attention(
+        self, q: mx.array, kv: KVHandle, step: AttentionMetadata, params: AttentionParams
+    ) -> mx.array:
+        """The result of :meth:`attend`, made for decodes and short query runs: straight from the
+        block tables.
+        """
+
+    @abstractmethod
+    def paged_prefill_attention(
+        self, q: mx.array, kv: KVHandle, step: AttentionMetadata, params: AttentionParams
+    ) -> mx.array:
+        """The result of :meth:`attend`, made for long query runs: gather the blocks, then MLX's own
+        SDPA.
+        """
+
+    @abstractmethod
+    def gather_blocks(
+        self, kv: KVHandle, block_table: Sequence[int], num_tokens: int
+    ) -> tuple[mx.array, mx.array]:
+        """The dense K and V of the first ``num_tokens`` tokens of a table, ``[num_kv_heads,
+        num_tokens, key_dim]`` and ``[..., value_dim]``.
+
+        ``materialize`` elsewhere. The result may be a view of the slabs: while it is held, the next
+        write copies them whole.
+        """
+
+    @abstractmethod
+    def copy_blocks(self, kv: KVHandle, src_dst_pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks within the slabs, in place, for copy-on-write.
+
+        No block may be named twice as a destination, or be both source and destination.
+        """
+
+    @abstractmethod
+    def zero_blocks(self, kv: KVHandle, block_ids: Sequence[int]) -> None:
+        """Fill whole blocks with zeros, in place.
+
+        For a block that a sequence will fill only in part: what another sequence left in the other
+        slots is hidden from attention by a weight of 0, but 0 * NaN is NaN.
+        """
