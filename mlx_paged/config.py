@@ -56,23 +56,23 @@ class KVBudget:
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """How many requests run at once, and what a step may hold. Names as in vLLM.
+    """How many requests run at once, and how much a step may hold. The names are vLLM's.
 
     Args:
         max_num_seqs: sequences that run at once.
-        max_num_batched_tokens: new tokens of a step, over all sequences: a chunk of a prompt beside
-            the decodes. Larger ones compute prompts a little faster and make running answers wait
-            for them longer.
-        watermark: the share of the blocks that stays free when a request is admitted beside others,
-            so that these can go on for a while before anybody is preempted.
-        priority_steps: a request whose priority is higher by 1 runs as if it had come so many steps
-            later. So a late urgent request overtakes, and no request is overtaken for ever.
-        enable_prefix_caching: whether requests share the K/V of equal beginnings.
-        max_model_len: the most tokens that a prompt and its answer have together; ``None`` is no
-            limit but the budget.
+        max_num_batched_tokens: new tokens of a step, over all sequences: decodes and chunks of
+            prompts. A larger number computes prompts a little faster, and running answers wait
+            longer for each step.
+        watermark: the share of the blocks that must stay free when a request is admitted beside
+            others, so that these can continue for a while before one is preempted.
+        priority_steps: a request whose priority is higher by 1 runs as if it had arrived this many
+            steps later. So an urgent request overtakes others, but none is overtaken forever.
+        enable_prefix_caching: whether requests with equal beginnings share their K/V.
+        max_model_len: the most tokens that a prompt and its answer may have together; ``None``
+            leaves the budget as the only limit.
 
     Raises:
-        ValueError: a value out of its range, named.
+        ValueError: for a value out of its range; the message names the argument.
     """
 
     max_num_seqs: int = 64
@@ -93,12 +93,14 @@ class SchedulerConfig:
             )
         if not isinstance(self.enable_prefix_caching, bool):
             raise ValueError(
-                f"[scheduler] enable_prefix_caching must be True or False, got {shown(self.enable_prefix_caching)}"
+                f"[scheduler] enable_prefix_caching must be True or False, "
+                f"got {shown(self.enable_prefix_caching)}"
             )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
-                f"[scheduler] max_num_batched_tokens {self.max_num_batched_tokens} must be at least max_num_seqs "
-                f"{self.max_num_seqs}: a step holds a token of each running sequence"
+                f"[scheduler] max_num_batched_tokens {self.max_num_batched_tokens} must be at "
+                f"least max_num_seqs {self.max_num_seqs}: a step holds a token of each running "
+                f"sequence"
             )
 
 

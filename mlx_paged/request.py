@@ -1,4 +1,4 @@
-"""What is asked of the engine and what it answers. Imports no MLX; names as in vLLM."""
+"""Requests to the engine and its answers. Imports no MLX; the names are vLLM's."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ SeqId = Hashable
 @constructor_refuses_unknown_arguments("params")
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request is sampled and when it ends. Names as in vLLM, defaults as in mlx-lm: greedy,
-    256 tokens.
+    """How one request is sampled and when it ends. The names are vLLM's, the defaults mlx-lm's:
+    greedy, 256 tokens.
 
     Args:
-        n: completions of the same prompt, 1 to 16,384; the prompt is computed once, and each has
-            its own draws.
+        n: completions of the prompt, 1 to 16,384; the prompt is computed once, and each completion
+            has its own draws.
         temperature: 0 takes the most likely token and ignores top_p, top_k and min_p.
         top_p: keep the most likely tokens that together reach this probability, above 0; 1 keeps
             all.
-        top_k: keep so many of the most likely tokens; 0 keeps all.
+        top_k: keep this many of the most likely tokens; 0 keeps all.
         min_p: keep tokens at least this likely, relative to the most likely one; 0 keeps all.
-        seed: of this request's draws, which then depend on nothing else that runs; ``None`` takes a
-            fresh one.
+        seed: the seed of this request's draws, which then do not depend on other requests; ``None``
+            takes a fresh one.
         repetition_penalty: above 1, tokens of prompt and answer become less likely (Keskar et al.
             2019); 1 is off.
-        presence_penalty: taken from the logits of tokens that the answer has; 0 is off.
-        frequency_penalty: the same, for each time that the answer has them; 0 is off.
+        presence_penalty: subtracted from the logits of tokens that occur in the answer; 0 is off.
+        frequency_penalty: the same, once for each occurrence; 0 is off.
         logit_bias: added to the logits of these token ids.
         stop: end before the first of these texts.
         stop_token_ids: end at the first of these tokens, whose text is left out.
-        ignore_eos: go on after the model's end-of-sequence tokens.
-        max_tokens: end after so many; -1 goes on until the K/V budget is used up.
-        logprobs: how many of the most likely tokens to report with their log-probabilities, 0 to
-            20, besides the sampled one; of the model's own logits, before penalties and
+        ignore_eos: continue after the model's end-of-sequence tokens.
+        max_tokens: end after this many tokens; -1 continues until the K/V budget is used up.
+        logprobs: report the log-probabilities of the sampled token and of this many of the most
+            likely ones, 0 to 20. They are those of the model's own logits, before penalties and
             temperature. ``None`` reports none.
         logits_processors: as mlx-lm's: each maps (token ids so far ``[num_tokens]``, logits ``[1,
             vocab_size]``) to new logits, after the penalties. One that raises fails its request and
@@ -81,7 +81,7 @@ class SamplingParams:
     logits_processors: Sequence[LogitsProcessor] = ()
 
     def __post_init__(self) -> None:
-        # One string is one stop text, not its letters.
+        # A string is one stop text, not a sequence of letters.
         self._normalise("stop", tuple, (self.stop,) if isinstance(self.stop, str) else self.stop)
         self._normalise("stop_token_ids", tuple, self.stop_token_ids)
         self._normalise("logits_processors", tuple, self.logits_processors)
@@ -150,8 +150,8 @@ class SamplingParams:
 
 
 def _is_whole(value: object) -> TypeGuard[int]:
-    # To a type checker, an integer of numpy is no numbers.Integral and numbers.Integral can't be
-    # compared.
+    # The guard says int: to a type checker, numbers.Integral has no comparison, and a numpy integer
+    # is not one.
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
@@ -170,32 +170,34 @@ def _check(name: str, value: object, is_right: bool, what: str) -> None:
 
 
 def check_request_id(request_id: object) -> str:
-    """Raises ``ValueError`` unless the id is a text; returns it."""
+    """Return the id as a ``str``. Raises ``ValueError`` unless it is a text."""
     if not isinstance(request_id, str):
         raise ValueError(f"[engine] request_id must be a text, got {shown(request_id)}")
     return str.__str__(request_id)
 
 
 def check_priority(priority: object) -> int:
-    """Raises ``ValueError`` unless the priority is a whole number of at most 31 bits; returns it as
-    an ``int``.
+    """Return the priority as an ``int``. Raises ``ValueError`` unless it is a whole number of at
+    most 31 bits.
     """
     if not _is_whole(priority) or abs(int(priority)) > MAX_PRIORITY:
         raise ValueError(
-            f"[engine] priority must be a whole number within -{MAX_PRIORITY}..{MAX_PRIORITY}, got {shown(priority)}"
+            f"[engine] priority must be a whole number within -{MAX_PRIORITY}..{MAX_PRIORITY}, "
+            f"got {shown(priority)}"
         )
     return int(priority)
 
 
 def check_cache_salt(cache_salt: object) -> str | None:
-    """Raises ``ValueError`` unless the salt is ``None`` or a text that is not empty; returns it as
-    a ``str``.
+    """Return the salt as a ``str``. Raises ``ValueError`` unless it is ``None`` or a text that is
+    not empty.
     """
     if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
         raise ValueError(
-            f"[engine] cache_salt must be a text that is not empty, or None, got {shown(cache_salt)}"
+            f"[engine] cache_salt must be a text that is not empty, or None, "
+            f"got {shown(cache_salt)}"
         )
-    # A text of a type of its own would be no key of a hash, or another one than an equal text.
+    # Block hashes take exactly str: a subclass may be refused, or differ from an equal text.
     return None if cache_salt is None else str.__str__(cache_salt)
 
 
@@ -207,22 +209,22 @@ class RequestStatus(Enum):
 
 
 class Request:
-    """One sequence on its way through the engine: a completion of a prompt, its tokens, and how far
-    it is computed.
+    """One sequence on its way through the engine: a completion of a prompt, with its tokens and how
+    many of them are computed.
 
-    There is no prefill phase and no decode phase: the work that is left is ``num_tokens -
+    There is no prefill phase and no decode phase: the remaining work is ``num_tokens -
     num_computed_tokens``. A request for n completions begins as one sequence and is forked when its
     prompt is computed.
 
     Attributes:
-        seq_id: its name in the cache: the request's id and the index of the completion.
+        seq_id: the sequence's name in the cache: the request's id and the index of the completion.
         token_ids: prompt and answer.
-        num_computed_tokens: of these, how many have K/V or will have them after the step under way.
-        block_hashes: of its full blocks, as far as they were hashed.
+        num_computed_tokens: how many of them have K/V, or will have them after the current step.
+        block_hashes: the hashes of the full blocks, as far as they were computed.
         cache_salt: requests with different salts never share K/V.
-        num_cached_tokens: prompt tokens that were found in the prefix cache when it first ran.
-        order: its place in the queue, given when the scheduler takes it; the lowest runs first, the
-            highest is preempted first.
+        num_cached_tokens: prompt tokens that were in the prefix cache when the request first ran.
+        order: the place in the queue, assigned by the scheduler on arrival; the lowest runs first,
+            the highest is preempted first.
         sampling_state: what the sampler keeps between two tokens.
     """
 
@@ -295,7 +297,7 @@ class Request:
 
     @property
     def num_seqs(self) -> int:
-        """Sequences that it is, or becomes when its prompt is computed."""
+        """How many sequences this is, or will be when its prompt is computed."""
         return self.params.n if self.index == 0 and self.num_output_tokens == 0 else 1
 
     @property
@@ -303,7 +305,7 @@ class Request:
         return self.status is RequestStatus.FINISHED
 
     def fork(self, index: int) -> Request:
-        """A further completion of the same tokens, as far as this one is computed."""
+        """Another completion of the same prompt, which begins with the tokens of this one."""
         child = Request(
             self.request_id,
             self.token_ids,
@@ -323,10 +325,9 @@ class Request:
         return child
 
     def restart(self, num_output_tokens: int) -> None:
-        """Keep the first tokens of the answer and forget all else, as if no step had computed
-        anything.
+        """Keep the first tokens of the answer and forget everything else, as if no step had run.
 
-        The tokens that are forgotten come again: a draw depends on the seed and the position alone.
+        The same tokens will be sampled again, since a draw depends only on seed and position.
         """
         del self.token_ids[self.num_prompt_tokens + num_output_tokens :]
         self.num_computed_tokens = 0
@@ -344,9 +345,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Logprob:
-    """One token's log-probability at a position, its rank there (1 is the most likely) and its
-    text.
-    """
+    """A token's log-probability at one position, its rank there (1: the most likely), its text."""
 
     logprob: float
     rank: int
@@ -355,14 +354,16 @@ class Logprob:
 
 @dataclass
 class CompletionOutput:
-    """One completion of a request, as far as it is made.
+    """One completion of a request, as far as it has been generated.
 
     Args:
-        text: whole characters only; what may become a stop text is held back until it is known.
-        cumulative_logprob: sum over the tokens, where ``logprobs`` were asked for.
-        logprobs: for each token, those of the most likely tokens and of itself.
+        text: whole characters only; text that may begin a stop text is held back until that is
+            decided.
+        cumulative_logprob: the sum over the tokens, if ``logprobs`` were requested.
+        logprobs: for each token, those of the most likely tokens and its own.
         finish_reason: ``"stop"`` (end of sequence, stop token or stop text), ``"length"``
-            (``max_tokens``, or the K/V budget), ``"abort"``, ``"error"``, or ``None``: goes on.
+            (``max_tokens``, or the K/V budget), ``"abort"``, ``"error"``, or ``None`` while it
+            continues.
         stop_reason: the stop text or token id that ended it; ``None`` for the end of sequence.
     """
 
@@ -381,14 +382,14 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """A request's answer, as far as it is made.
+    """A request's answer, as far as it has been generated.
 
     Args:
-        prompt: as text, where it was text.
-        outputs: one for each of ``n``, in order.
+        prompt: the text, if the prompt was given as text.
+        outputs: the ``n`` completions, in order.
         num_cached_tokens: prompt tokens whose K/V were found in the prefix cache.
-        error: what failed the request, if anything did.
-        time_to_first_token: seconds from its arrival; ``None`` before.
+        error: the error that failed the request, if any.
+        time_to_first_token: seconds from the request's arrival; ``None`` until there is a token.
     """
 
     request_id: str

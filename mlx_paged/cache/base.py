@@ -294,7 +294,7 @@ class KVCache(ABC):
     @property
     def num_growable_blocks(self) -> int:
         """Blocks that the budget allows beyond those in the pool."""
-        return self._max_num_blocks - (self.pool.num_blocks - 1)
+        return self._max_num_blocks - self.pool.num_usable_blocks
 
     def make_room(self, num_blocks: int) -> None:
         """Grow until ``num_blocks`` can be taken without evicting any, as far as the budget and the
@@ -303,7 +303,7 @@ class KVCache(ABC):
         num_missing = min(num_blocks - self.pool.num_empty_blocks, self.num_growable_blocks)
         if num_missing <= 0:
             return
-        num_usable = self.pool.num_blocks - 1
+        num_usable = self.pool.num_usable_blocks
         # Doubling makes the copies of growth a constant per token. Where that can't be had, what is
         # needed may be.
         doubled = min(max(num_missing, num_usable), self.num_growable_blocks)

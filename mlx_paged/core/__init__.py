@@ -1,16 +1,16 @@
-"""Block bookkeeping: who holds which block, in pure Python. Nothing in here knows MLX, tensors or
-models.
+"""Block bookkeeping in pure Python: which sequence holds which block. Nothing here knows MLX,
+tensors or models.
 
     pool = BlockPool(num_blocks=256, block_size=16)
     table = BlockTable(pool)                 # one per sequence
     copies = table.reserve(40)               # [] here; None when out of blocks
-    slots = table.writable_slots(0, 40)      # where the 40 rows go
+    slots = table.slot_mapping(0, 40)        # where the 40 rows go
     table.advance(40)
     table.cache_full_blocks(hash_token_blocks(token_ids, 16))
     branch = table.fork()
     table.free()
 
-Method and names: PagedAttention (Kwon et al. 2023) and vLLM's v1 core.
+The method is PagedAttention's (Kwon et al. 2023); the names are those of vLLM's v1 core.
 """
 
 from mlx_paged.core.block_hash import (

@@ -1,9 +1,10 @@
 """The hash of a block: H(hash of the block before it, its token ids, extra keys).
 
-Because each hash includes its parent's, one hash names a whole prefix, and looking up a prompt in the prefix index is a
-walk along a list of hashes. Same names as vLLM's v1 core (`hash_block_tokens`, `extra_keys`); other projects say prefix
-hash or page key. SHA-256 over an unambiguous byte string, so that a hash is the same in every process and on every
-platform (Python's own `hash()` is neither) and may be written to disk.
+Because each hash includes its parent's, one hash names a whole prefix, and looking up a prompt in
+the prefix index is a walk along a list of hashes. The names are those of vLLM's v1 core
+(`hash_block_tokens`, `extra_keys`); other projects say prefix hash or page key. The hash is SHA-256
+over an unambiguous byte string, so it is the same in every process and on every platform (Python's
+own `hash()` is neither) and may be written to disk.
 
 The byte string, all integers little-endian:
 
@@ -32,7 +33,7 @@ _length = struct.Struct("<Q").pack
 
 
 def _encode_key(key: ExtraKey) -> bytes:
-    # Exact types: a bool is an int to Python, and a subclass may compare equal to what it is not.
+    # Types are exact: to Python a bool is an int, and a subclass may redefine equality.
     if type(key) is str:
         data = key.encode("utf-8", "surrogatepass")
         return b"s" + _length(len(data)) + data
@@ -45,35 +46,10 @@ def _encode_key(key: ExtraKey) -> bytes:
         return b"n"
     if type(key) is tuple:
         return b"t" + _length(len(key)) + b"".join(map(_encode_key, key))
-    kind = type(key).__name__
-    reason = (
-        f"hash_block_tokens: extra key {key!r} is a {kind}; use str, int, bytes, None or a tuple"
+    raise TypeError(
+        f"hash_block_tokens: extra key {key!r} is a {type(key).__name__}; "
+        f"use str, int, bytes, None or a tuple"
     )
-    raise TypeError(reason)
-
-
-def _encode_extra_keys(extra_keys: tuple[ExtraKey, ...]) -> bytes:
-    if type(extra_keys) is not tuple:
-        raise TypeError(
-            f"hash_block_tokens: extra_keys must be a tuple, got {type(extra_keys).__name__}"
-        )
-    return _encode_key(extra_keys)
-
-
-def _hash(
-    parent_hash: bytes | None, token_ids: Sequence[int], encoded_extra_keys: bytes
-) -> BlockHash:
-    num_tokens = len(token_ids)
-    try:
-        tokens = struct.pack(f"<Q{num_tokens}q", num_tokens, *token_ids)
-    except struct.error as error:
-        raise TypeError(
-            f"hash_block_tokens: token ids must be integers of at most 64 bits ({error})"
-        ) from error
-    parent = (
-        _NO_PARENT if parent_hash is None else _PARENT + _length(len(parent_hash)) + parent_hash
-    )
-    return BlockHash(hashlib.sha256(parent + tokens + encoded_extra_keys).digest())
 
 
 def hash_block_tokens(
@@ -92,14 +68,28 @@ def hash_block_tokens(
         TypeError: for a token that is not an integer or an extra key of another type (bool, float,
             list included).
     """
-    return _hash(parent_hash, token_ids, _encode_extra_keys(extra_keys))
+    if type(extra_keys) is not tuple:
+        raise TypeError(
+            f"hash_block_tokens: extra_keys must be a tuple, got {type(extra_keys).__name__}"
+        )
+    num_tokens = len(token_ids)
+    try:
+        tokens = struct.pack(f"<Q{num_tokens}q", num_tokens, *token_ids)
+    except struct.error as error:
+        raise TypeError(
+            f"hash_block_tokens: token ids must be integers of at most 64 bits ({error})"
+        ) from error
+    parent = (
+        _NO_PARENT if parent_hash is None else _PARENT + _length(len(parent_hash)) + parent_hash
+    )
+    return BlockHash(hashlib.sha256(parent + tokens + _encode_key(extra_keys)).digest())
 
 
 def hash_token_blocks(
     token_ids: Sequence[int], block_size: int, extra_keys: tuple[ExtraKey, ...] = ()
 ) -> list[BlockHash]:
     """The hashes of all full blocks of a sequence, `[len(token_ids) // block_size]`; a partly
-    filled tail has none.
+    filled tail has none. Raises as `extend_block_hashes`.
     """
     block_hashes: list[BlockHash] = []
     extend_block_hashes(block_hashes, token_ids, block_size, extra_keys)
@@ -115,9 +105,9 @@ def extend_block_hashes(
     """Append to `block_hashes` the hashes of the full blocks of `token_ids` that it lacks; return
     how many.
 
-    The incremental form of `hash_token_blocks`: call it with all tokens of the sequence as they
-    come, only new full blocks are hashed. What is in the list already is taken as right: after the
-    sequence was trimmed to `length` tokens, first `del block_hashes[length // block_size:]`.
+    This is the incremental form of `hash_token_blocks`: call it with all tokens of a sequence as
+    they come, and only new full blocks are hashed. The hashes in the list are not checked: after
+    the sequence was trimmed to `length` tokens, first `del block_hashes[length // block_size:]`.
 
     Raises:
         ValueError: if block_size < 1, or the list has more hashes than the sequence has full
@@ -133,9 +123,9 @@ def extend_block_hashes(
             f"extend_block_hashes: {num_hashed_blocks} hashes for {len(token_ids)} tokens, "
             f"which fill {num_full_blocks} blocks of {block_size}"
         )
-    encoded_extra_keys = _encode_extra_keys(extra_keys)
     parent_hash = block_hashes[-1] if block_hashes else None
     for start in range(num_hashed_blocks * block_size, num_full_blocks * block_size, block_size):
-        parent_hash = _hash(parent_hash, token_ids[start : start + block_size], encoded_extra_keys)
+        tokens = token_ids[start : start + block_size]
+        parent_hash = hash_block_tokens(parent_hash, tokens, extra_keys)
         block_hashes.append(parent_hash)
     return num_full_blocks - num_hashed_blocks

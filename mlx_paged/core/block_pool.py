@@ -1,6 +1,4 @@
-"""`BlockPool`: hands out block ids, counts their holders, and finds full blocks again by their
-hash.
-"""
+"""`BlockPool`: hands out blocks, counts their holders and finds full blocks by their hash."""
 
 from __future__ import annotations
 
@@ -14,38 +12,34 @@ from mlx_paged.core.errors import (
     UseAfterFreeError,
 )
 from mlx_paged.core.free_queue import FreeKVCacheBlockQueue
-from mlx_paged.core.integrity import check_pool_integrity
 from mlx_paged.core.kv_cache_block import KVCacheBlock
 from mlx_paged.core.prefix_index import PrefixIndex
 
 
 class BlockPool:
-    """All blocks of one slab: free queue, reference counts, prefix index. Owns no bytes and knows
-    no tokens.
+    """All blocks of one slab: free queue, reference counts, prefix index. It owns no bytes and
+    knows no tokens.
 
     The method is PagedAttention's (Kwon et al. 2023), the names are those of vLLM's v1 core.
     Elsewhere: block allocator, free-list allocator, page allocator (`allocate`, `alloc_n`:
     `get_new_blocks`; `free`: `free_blocks`).
 
-    One free queue, in this order: blocks that hold nothing cached, then cached ones, least recently
-    freed first. So nothing cached is evicted while an empty block is left, and vLLM's eviction
-    order holds among the cached ones.
+    The free queue holds first the blocks without cached content, then the cached ones, least
+    recently freed first. So no cached block is evicted while an empty one is left, and cached
+    blocks are evicted in vLLM's order.
 
-    Block 0 is the null block: a placeholder that is never allocated; `touch`, `free_blocks` and
-        `cache_full_blocks`
-    pass over it. Not thread-safe: one thread at a time.
+    Block 0 is the null block, a placeholder that is never allocated; `touch`, `free_blocks` and
+    `cache_full_blocks` skip it. Not thread-safe: one thread at a time.
 
     Args:
-        num_blocks: blocks in the pool, the null block included.
+        num_blocks: blocks in the pool, the null block included, as in the slab.
         block_size: token slots in a block.
-        enable_caching: False makes `cache_full_blocks` do nothing, so that nothing is ever found
-            again.
 
     Raises:
         ValueError: for less than one block or slot.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, enable_caching: bool = True) -> None:
+    def __init__(self, num_blocks: int, block_size: int) -> None:
         if num_blocks < 1:
             raise ValueError(
                 f"BlockPool: num_blocks must be at least 1 (the null block), got {num_blocks}"
@@ -53,7 +47,6 @@ class BlockPool:
         if block_size < 1:
             raise ValueError(f"BlockPool: block_size must be at least 1, got {block_size}")
         self.block_size = block_size
-        self.enable_caching = enable_caching
         self.blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
         self.null_block = self.blocks[0]
         self.null_block.is_null = True
@@ -61,12 +54,17 @@ class BlockPool:
         self.prefix_index = PrefixIndex()
         self._num_free_cached_blocks = 0
         self.num_evictions = 0
-        """Cached blocks whose content was given up, since the pool was made."""
+        """Cached blocks whose content was given up since the pool was made."""
 
     @property
     def num_blocks(self) -> int:
-        """All blocks, the null block included."""
+        """All blocks, the null block included: those of the slab."""
         return len(self.blocks)
+
+    @property
+    def num_usable_blocks(self) -> int:
+        """The blocks that sequences can hold: all but the null block."""
+        return len(self.blocks) - 1
 
     @property
     def num_free_blocks(self) -> int:
@@ -75,38 +73,33 @@ class BlockPool:
 
     @property
     def num_empty_blocks(self) -> int:
-        """Free blocks that hold nothing cached: those that can be had before anything is evicted."""
-        return self.free_block_queue.num_free_blocks - self._num_free_cached_blocks
+        """Free blocks without cached content: those that can be had before anything is evicted."""
+        return self.num_free_blocks - self._num_free_cached_blocks
 
     @property
     def num_used_blocks(self) -> int:
-        """Blocks that somebody holds; the null block is not counted."""
-        return len(self.blocks) - 1 - self.free_block_queue.num_free_blocks
+        """Blocks that somebody holds."""
+        return self.num_usable_blocks - self.num_free_blocks
 
     @property
     def num_cached_blocks(self) -> int:
         """Blocks in the prefix index, free or in use."""
         return self.prefix_index.num_blocks
 
-    @property
-    def usage(self) -> float:
-        """Share of the blocks in use, 0..1; the null block is not counted."""
-        return self.num_used_blocks / max(1, len(self.blocks) - 1)
-
     def get_block(self, block_id: int) -> KVCacheBlock:
         """The block with this id. Raises ForeignBlockError for an id out of range."""
         if not 0 <= block_id < len(self.blocks):
             raise ForeignBlockError(
-                f"BlockPool.get_block: block {block_id} is not of this pool of {len(self.blocks)} blocks"
+                f"BlockPool.get_block: block {block_id} is not of this pool of "
+                f"{len(self.blocks)} blocks"
             )
         return self.blocks[block_id]
 
     def get_new_blocks(self, n: int, after: int | None = None) -> list[KVCacheBlock] | None:
-        """Take n blocks with `ref_cnt` 1 and no hash: all of them, or None and nothing has changed.
-        O(n).
+        """Take n blocks with `ref_cnt` 1 and no hash, or return None and change nothing. O(n).
 
         Adjacent ids are preferred, because a run of them is read without a gather, but only among
-        blocks that hold nothing cached: first the blocks that follow `after` (the id of the block
+        blocks without cached content: first the blocks that follow `after` (the id of the block
         before, in its table), then the queue's first block and those that follow it, and so on.
         When no empty block is left, cached ones are evicted in queue order.
 
@@ -129,12 +122,11 @@ class BlockPool:
         next_id = num_blocks if after is None else after + 1
         while len(new_blocks) < n:
             block = blocks[next_id] if next_id < num_blocks else None
-            if (
-                block is None or block.ref_cnt or block.block_hash is not None
-            ):  # The run ends: begin another.
+            if block is None or block.ref_cnt or block.block_hash is not None:
+                # The run has ended: begin another one.
                 block = queue.first
-                if block is None or block.block_hash is not None:  # Then so are all behind it.
-                    break
+                if block is None or block.block_hash is not None:
+                    break  # All blocks behind it are cached, too.
             queue.remove(block)
             block.ref_cnt = 1
             new_blocks.append(block)
@@ -146,16 +138,16 @@ class BlockPool:
         return new_blocks
 
     def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Add one holder to each block: a prefix hit, or a fork. A free cached block leaves the
+        """Add one holder to each block, for a prefix hit or a fork. A free cached block leaves the
         queue, O(1) each.
 
         Raises (nothing has changed then):
             ForeignBlockError: for a block of another pool.
-            UseAfterFreeError: for a free block without a hash: its content is lost.
+            UseAfterFreeError: for a free block without a hash, whose content is lost.
         """
         blocks = list(blocks)
         for block in blocks:
-            self._check_own("touch", block)
+            self.check_own("BlockPool.touch", block)
             if block.ref_cnt == 0 and block.block_hash is None and not block.is_null:
                 raise UseAfterFreeError(
                     f"BlockPool.touch: block {block.block_id} is free and holds nothing cached"
@@ -171,21 +163,19 @@ class BlockPool:
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> list[KVCacheBlock]:
         """Take one holder from each block; return those that became free, in the order given.
 
-        Pass the tail of a sequence first, so that a shared prefix is evicted last. Of the blocks
-        that become free, those with a hash go to the end of the queue in the order given; those
-        without go to its front in the reverse order, so that the ids of a run come out ascending
-        again.
+        Pass the tail of a sequence first, so that a shared prefix is evicted last. Blocks with a
+        hash that become free go to the end of the queue in the order given. Those without go to its
+        front in reverse order, so that the ids of a run ascend again.
 
         Raises (nothing has changed then):
             ForeignBlockError: for a block of another pool.
-            DoubleFreeError: for a block that nobody holds, or that is given more often than it is
-                held.
+            DoubleFreeError: for a block that is given more often than it is held.
         """
         released: list[KVCacheBlock] = []
         freed: list[KVCacheBlock] = []
         try:
             for block in ordered_blocks:
-                self._check_own("free_blocks", block)
+                self.check_own("BlockPool.free_blocks", block)
                 if block.is_null:
                     continue
                 if block.ref_cnt == 0:
@@ -196,7 +186,7 @@ class BlockPool:
                 released.append(block)
                 if block.ref_cnt == 0:
                     freed.append(block)
-        except BaseException:  # Also what the caller's iterable raises.
+        except BaseException:  # The caller's iterable may raise anything.
             for block in released:
                 block.ref_cnt += 1
             raise
@@ -209,9 +199,7 @@ class BlockPool:
         return freed
 
     def get_cached_block(self, block_hash: BlockHash) -> KVCacheBlock | None:
-        """The block that holds this content, None on a miss. It may be free: `touch` it before
-        anything else.
-        """
+        """The block that holds this content, None on a miss. It may be free: `touch` it first."""
         return self.prefix_index.get(block_hash)
 
     def cache_full_blocks(
@@ -221,17 +209,17 @@ class BlockPool:
         num_cached_blocks: int,
         num_full_blocks: int,
     ) -> None:
-        """Enter `blocks[num_cached_blocks:num_full_blocks]` into the prefix index and so freeze
+        """Enter `blocks[num_cached_blocks:num_full_blocks]` into the prefix index, which freezes
         them.
+
+        A block that has the same hash already is left alone: two forks may enter a shared block.
 
         Args:
             blocks: all blocks of a sequence, first token first.
-            block_hashes: the hash of each, at least `num_full_blocks` long.
-            num_cached_blocks: how many of them were entered before.
-            num_full_blocks: how many of them are full. The pool can't see that:
-                `BlockTable.cache_full_blocks` can.
-
-        A block that has the same hash already is left alone (two forks enter a shared block).
+            block_hashes: the hash of each, at least `num_full_blocks` of them.
+            num_cached_blocks: how many blocks were entered before.
+            num_full_blocks: how many blocks are full, which the pool can't check: only
+                `BlockTable.cache_full_blocks` knows.
 
         Raises (nothing has changed then):
             ValueError: unless 0 <= num_cached_blocks <= num_full_blocks <= len(blocks),
@@ -245,12 +233,10 @@ class BlockPool:
                 f"BlockPool.cache_full_blocks: blocks {num_cached_blocks} to {num_full_blocks} "
                 f"of {len(blocks)} blocks and {len(block_hashes)} hashes"
             )
-        if not self.enable_caching:
-            return
         entering: dict[int, tuple[KVCacheBlock, BlockHash]] = {}
         for index in range(num_cached_blocks, num_full_blocks):
             block, block_hash = blocks[index], block_hashes[index]
-            self._check_own("cache_full_blocks", block)
+            self.check_own("BlockPool.cache_full_blocks", block)
             if block.is_null:
                 continue
             if block.ref_cnt == 0:
@@ -268,11 +254,12 @@ class BlockPool:
             self.prefix_index.add(block)
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
-        """Take these blocks out of the prefix index, whether free or held; one that is not in it is
-        left alone.
+        """Take these blocks out of the prefix index, whether free or held. A block that is not in
+        it is left alone.
 
-        Held ones stay held, and a sole holder may write into them again: the way out when the
-        copy-on-write of a hashed tail finds no free block. Free ones go to the front of the queue.
+        A held block stays held, and a sole holder may write into it again: this helps when the
+        copy-on-write of a hashed tail finds no free block. A free one goes to the front of the
+        queue.
 
         Raises (nothing has changed then):
             ForeignBlockError: for an id out of range.
@@ -290,11 +277,10 @@ class BlockPool:
         self.free_block_queue.prepend_n(free)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget everything cached; False, and nothing has changed, while any block is in use (as
-        vLLM).
+        """Forget everything cached, or return False and change nothing while any block is in use
+        (as vLLM does).
 
-        The free queue is put into the order of ids again, so that runs are as long as in a new
-        pool."""
+        The free queue is sorted by id again, so that runs are as long as in a new pool."""
         if self.num_used_blocks:
             return False
         self.prefix_index.clear()
@@ -305,24 +291,25 @@ class BlockPool:
         self._num_free_cached_blocks = 0
         return True
 
-    def grow(self, num_new_blocks: int) -> range:
-        """Add blocks at the end; return their ids, which continue the old ones. Grow the slabs
-        first.
+    def grow(self, num_new_blocks: int) -> None:
+        """Add empty blocks, whose ids continue the old ones, at the front of the free queue. Grow
+        the slabs first.
 
-        They hold nothing cached, so they go to the front of the queue. Raises ValueError for a
-        negative number."""
+        Raises:
+            ValueError: for a negative number.
+        """
         if num_new_blocks < 0:
             raise ValueError(
                 f"BlockPool.grow: num_new_blocks must be at least 0, got {num_new_blocks}"
             )
-        new_ids = range(len(self.blocks), len(self.blocks) + num_new_blocks)
-        self.blocks.extend(map(KVCacheBlock, new_ids))
-        self.free_block_queue.prepend_n(self.blocks[new_ids.start :])
-        return new_ids
+        num_blocks = len(self.blocks)
+        new_blocks = [KVCacheBlock(num_blocks + index) for index in range(num_new_blocks)]
+        self.blocks += new_blocks
+        self.free_block_queue.prepend_n(new_blocks)
 
     def shrink_to(self, num_blocks: int) -> bool:
-        """Drop the blocks with id >= num_blocks; False, and nothing has changed, if one of them is
-        in use.
+        """Drop the blocks with id >= num_blocks, or return False and change nothing if one of them
+        is in use.
 
         Cached ones among them are evicted. Shrink the slabs afterwards.
 
@@ -343,26 +330,16 @@ class BlockPool:
         del self.blocks[num_blocks:]
         return True
 
-    def check_integrity(self, holders: Iterable[Iterable[KVCacheBlock]] | None = None) -> None:
-        """Verify every invariant of the pool; O(blocks), for tests and for debugging.
-
-        Args:
-            holders: all block tables (or other lists of blocks) alive. When given, each `ref_cnt`
-                must be the number of times that they hold the block.
-
-        Raises:
-            IntegrityError: with the sum that failed.
-        """
-        check_pool_integrity(self, holders)
+    def check_own(self, operation: str, block: KVCacheBlock) -> None:
+        """Raise ForeignBlockError, in the name of `operation`, for a block of another pool."""
+        if not (0 <= block.block_id < len(self.blocks) and self.blocks[block.block_id] is block):
+            raise ForeignBlockError(
+                f"{operation}: block {block.block_id} is not of this pool of "
+                f"{len(self.blocks)} blocks"
+            )
 
     def _uncache(self, block: KVCacheBlock) -> None:
         self.prefix_index.remove(block)
         block.block_hash = None
         self._num_free_cached_blocks -= block.ref_cnt == 0
         self.num_evictions += 1
-
-    def _check_own(self, operation: str, block: KVCacheBlock) -> None:
-        if not (0 <= block.block_id < len(self.blocks) and self.blocks[block.block_id] is block):
-            raise ForeignBlockError(
-                f"BlockPool.{operation}: block {block.block_id} is not of this pool of {len(self.blocks)} blocks"
-            )

@@ -1,17 +1,17 @@
-"""Errors of the block bookkeeping: every one of them is a mistake in the calling program.
+"""Errors of the block bookkeeping: each of them is a mistake in the calling program.
 
-Running out of blocks is not among them: that is a value (`None`), because it drives preemption.
-Each message opens with the name of the operation and says the numbers."""
+Running out of blocks is not an error but a value, `None`, because it drives preemption. A message
+opens with the name of the operation and gives the numbers."""
 
 from __future__ import annotations
 
 
 class BlockError(Exception):
-    """Base of every error raised by `mlx_paged.core`."""
+    """Base of every error that `mlx_paged.core` raises."""
 
 
 class DoubleFreeError(BlockError):
-    """A block that nobody holds, or a table that was freed before, is freed (again)."""
+    """A block that nobody holds, or a table that was freed before, is freed again."""
 
 
 class ForeignBlockError(BlockError):
@@ -21,7 +21,9 @@ class ForeignBlockError(BlockError):
 
 
 class FrozenBlockError(BlockError):
-    """A write to a block that is full, hashed or shared. Also known as: already finalized."""
+    """A write to a block that is hashed or shared, or a second hash for a block. Also known as:
+    already finalized.
+    """
 
 
 class UseAfterFreeError(BlockError):
@@ -29,12 +31,12 @@ class UseAfterFreeError(BlockError):
 
 
 class BlockTableError(BlockError):
-    """A bad range in a block table: a token beyond its capacity, a trim beyond its length, a
-    negative count.
+    """A request that a block table can't meet: a token beyond its capacity, a trim beyond its
+    length, a negative count, computed blocks that have no place in it.
     """
 
 
 class IntegrityError(BlockError):
-    """`check_integrity` found bookkeeping that contradicts itself: a bug in here. The message
-    prints the failed sum.
+    """The bookkeeping contradicts itself, which is a bug in `mlx_paged.core`. The message prints
+    the sum that failed.
     """

@@ -1,26 +1,31 @@
-"""The invariants of the block bookkeeping, checked one by one. Each failure prints the sum that
-does not add up.
-"""
+"""The invariants of the block bookkeeping, checked one by one for tests and for debugging.
+
+Each failure prints the sum that does not add up. The checks read private state, since that is what
+they verify."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
+from mlx_paged.core.block_pool import BlockPool
+from mlx_paged.core.block_table import BlockTable
 from mlx_paged.core.errors import IntegrityError
 from mlx_paged.core.kv_cache_block import KVCacheBlock
-
-if TYPE_CHECKING:
-    from mlx_paged.core.block_pool import BlockPool
-    from mlx_paged.core.block_table import BlockTable
 
 
 def check_pool_integrity(
     pool: BlockPool, holders: Iterable[Iterable[KVCacheBlock]] | None = None
 ) -> None:
-    """Raise IntegrityError unless every invariant of the pool holds (see
-    `BlockPool.check_integrity`).
+    """Verify every invariant of the pool. O(blocks).
+
+    Args:
+        holders: all block tables (or other lists of blocks) alive. When given, each `ref_cnt` must
+            be the number of times that they hold the block.
+
+    Raises:
+        IntegrityError: with the sum that failed.
     """
     _check_blocks(pool)
     free = _check_free_queue(pool)
@@ -31,8 +36,10 @@ def check_pool_integrity(
 
 
 def check_table_integrity(table: BlockTable) -> None:
-    """Raise IntegrityError unless every invariant of the table holds (see
-    `BlockTable.check_integrity`).
+    """Verify the table against its blocks. O(blocks).
+
+    Raises:
+        IntegrityError: with the sum that failed.
     """
     block_size, num_tokens = table.block_size, table.num_tokens
     ids = [block.block_id for block in table]
@@ -40,30 +47,28 @@ def check_table_integrity(table: BlockTable) -> None:
         _fail(f"block table: block_ids {table.block_ids} != ids of its blocks {ids}")
     if len(set(ids)) != len(ids):
         _fail(f"block table: {len(ids)} blocks, {len(set(ids))} different ones: {ids}")
-    if not 0 <= num_tokens <= len(ids) * block_size:
+    if not 0 <= num_tokens <= table.capacity:
         _fail(
-            f"block table: {num_tokens} tokens in {len(ids)} * {block_size} = {len(ids) * block_size} slots"
+            f"block table: {num_tokens} tokens in {len(ids)} * {block_size} = "
+            f"{table.capacity} slots"
         )
-    if not 0 <= table.num_cached_blocks <= num_tokens // block_size:
+    if not 0 <= table.num_cached_blocks <= table.num_full_blocks:
         _fail(
             f"block table: {table.num_cached_blocks} blocks cached, "
-            f"{num_tokens} // {block_size} = {num_tokens // block_size} are full"
+            f"{num_tokens} // {block_size} = {table.num_full_blocks} are full"
         )
     if table.is_freed and (ids or num_tokens):
         _fail(f"block table: freed, and holds {len(ids)} blocks, {num_tokens} tokens")
     for index, block in enumerate(table):
+        name = f"block {block.block_id}"
         if not _is_own(table.pool, block):
-            _fail(f"block table: block {block.block_id} is the null block or not of this pool")
+            _fail(f"block table: {name} is the null block or not of this pool")
         if block.ref_cnt < 1:
-            _fail(
-                f"block table: block {block.block_id} is in the table, its ref_cnt is {block.ref_cnt}"
-            )
-        is_reserved = index * block_size >= num_tokens  # Nothing in it yet.
+            _fail(f"block table: {name} is in the table, its ref_cnt is {block.ref_cnt}")
+        is_reserved = index * block_size >= num_tokens  # Nothing is in it yet.
         if is_reserved and not block.is_writable:
             hashed = block.block_hash is not None
-            _fail(
-                f"block table: empty block {block.block_id} has ref_cnt {block.ref_cnt}, hashed: {hashed}"
-            )
+            _fail(f"block table: empty {name} has ref_cnt {block.ref_cnt}, hashed: {hashed}")
 
 
 def _fail(message: str) -> NoReturn:
@@ -82,7 +87,8 @@ def _check_blocks(pool: BlockPool) -> None:
             _fail(f"block {index} has ref_cnt {block.ref_cnt} < 0")
         if block.is_null != (index == 0) or (block is pool.null_block) != (index == 0):
             _fail(
-                f"block {index} has is_null {block.is_null}; block 0, and only it, is the null block"
+                f"block {index} has is_null {block.is_null}; "
+                f"block 0, and only it, is the null block"
             )
     null = pool.null_block
     if null.ref_cnt or null.block_hash is not None:
@@ -102,7 +108,8 @@ def _check_free_queue(pool: BlockPool) -> set[int]:
         block = previous.next_free_block
         if block is None:
             _fail(
-                f"free queue: it ends behind block {previous.block_id}, after {len(free)} blocks, before its tail"
+                f"free queue: it ends behind block {previous.block_id}, after {len(free)} blocks, "
+                f"before its tail"
             )
         if block.prev_free_block is not previous:
             back = None if block.prev_free_block is None else block.prev_free_block.block_id
@@ -115,16 +122,13 @@ def _check_free_queue(pool: BlockPool) -> set[int]:
             first_cached = block.block_id if first_cached is None else first_cached
         elif first_cached is not None:
             _fail(
-                f"free queue: uncached block {block.block_id} stands behind cached block {first_cached}"
+                f"free queue: uncached block {block.block_id} stands behind "
+                f"cached block {first_cached}"
             )
-        free.add(
-            block.block_id
-        )  # No block comes twice: each has one way back, and it was the right one.
+        free.add(block.block_id)  # Never twice: a block has one way back, and it was right.
         previous = block
-    if pool.free_block_queue.num_free_blocks != len(free):
-        _fail(
-            f"num_free_blocks {pool.free_block_queue.num_free_blocks} != {len(free)} blocks in the free queue"
-        )
+    if queue.num_free_blocks != len(free):
+        _fail(f"num_free_blocks {queue.num_free_blocks} != {len(free)} blocks in the free queue")
     return free
 
 
@@ -138,22 +142,21 @@ def _check_counts(pool: BlockPool, free: set[int]) -> None:
         is_linked = block.prev_free_block is not None or block.next_free_block is not None
         if is_linked != is_free:
             _fail(
-                f"block {block.block_id} has free-queue links: {is_linked}, in the free queue: {is_free}"
+                f"block {block.block_id} has free-queue links: {is_linked}, "
+                f"in the free queue: {is_free}"
             )
     num_empty = sum(pool.blocks[block_id].block_hash is None for block_id in free)
     if pool.num_empty_blocks != num_empty:
         _fail(
-            f"num_empty_blocks {pool.num_empty_blocks} != {num_empty} free blocks that hold nothing cached"
+            f"num_empty_blocks {pool.num_empty_blocks} != {num_empty} free blocks "
+            f"that hold nothing cached"
         )
     num_used = sum(block.ref_cnt > 0 for block in pool.blocks)
-    if (
-        not len(free) + num_used + 1
-        == pool.num_blocks
-        == pool.num_free_blocks + pool.num_used_blocks + 1
-    ):
+    sums = len(free) + num_used, pool.num_free_blocks + pool.num_used_blocks
+    if not sums[0] == sums[1] == pool.num_usable_blocks:
         _fail(
-            f"free + used + null = {len(free)} + {num_used} + 1 by counting, "
-            f"{pool.num_free_blocks} + {pool.num_used_blocks} + 1 by the pool, num_blocks {pool.num_blocks}"
+            f"free + used = {len(free)} + {num_used} by counting, {pool.num_free_blocks} + "
+            f"{pool.num_used_blocks} by the pool, num_usable_blocks {pool.num_usable_blocks}"
         )
 
 
@@ -165,16 +168,16 @@ def _check_prefix_index(pool: BlockPool) -> None:
         if not _is_own(pool, block):
             _fail(f"{name}, the null block or not of this pool")
         if block.block_hash != block_hash:
-            _fail(
-                f"{name}, whose hash is {None if block.block_hash is None else block.block_hash.hex()[:8]}"
-            )
+            other = None if block.block_hash is None else block.block_hash.hex()[:8]
+            _fail(f"{name}, whose hash is {other}")
         if block.block_id in indexed:
             _fail(f"{name}, twice")
         indexed.add(block.block_id)
     hashed = {block.block_id for block in pool.blocks if block.block_hash is not None}
     if indexed != hashed:
         _fail(
-            f"prefix index: {len(hashed)} blocks have a hash, {len(indexed)} are found; {sorted(hashed - indexed)}"
+            f"prefix index: {len(hashed)} blocks have a hash, {len(indexed)} are found; "
+            f"{sorted(hashed - indexed)}"
         )
     if index.num_blocks != len(indexed):
         _fail(f"num_cached_blocks {index.num_blocks} != {len(indexed)} blocks in the prefix index")
@@ -185,10 +188,9 @@ def _check_prefix_index(pool: BlockPool) -> None:
     ]
     if stray:
         _fail(
-            f"prefix index: {len(stray)} entries for further blocks without any, or without a first: {stray}"
+            f"prefix index: {len(stray)} entries for further blocks without any, "
+            f"or without a first: {stray}"
         )
-    if indexed and not pool.enable_caching:
-        _fail(f"caching is off, and {len(indexed)} blocks are cached")
 
 
 def _check_holders(pool: BlockPool, holders: Iterable[Iterable[KVCacheBlock]]) -> None:
@@ -199,5 +201,6 @@ def _check_holders(pool: BlockPool, holders: Iterable[Iterable[KVCacheBlock]]) -
     for block in pool.blocks[1:]:
         if block.ref_cnt != held[block]:
             _fail(
-                f"block {block.block_id} has ref_cnt {block.ref_cnt}, and is held {held[block]} times"
+                f"block {block.block_id} has ref_cnt {block.ref_cnt}, "
+                f"and is held {held[block]} times"
             )

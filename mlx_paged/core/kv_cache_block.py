@@ -1,6 +1,4 @@
-"""`KVCacheBlock`: what is known about one block. It owns no bytes; those lie in the slabs, at row
-`block_id`.
-"""
+"""`KVCacheBlock`: what is known about one block, whose bytes lie in the slabs."""
 
 from __future__ import annotations
 
@@ -9,15 +7,13 @@ from dataclasses import dataclass, field
 from mlx_paged.core.block_hash import BlockHash
 
 
-@dataclass(
-    slots=True, eq=False
-)  # eq=False: a block is itself; comparing free-list links would walk the whole list.
+# eq=False: a block equals only itself. Comparing fields would follow the links of the free queue.
+@dataclass(slots=True, eq=False)
 class KVCacheBlock:
-    """One fixed-size block of K/V slots (names as in vLLM's v1 core; elsewhere: page, physical
-    block).
+    """One fixed-size block of K/V slots (vLLM's name; elsewhere: page, physical block).
 
-    A block is free if and only if `ref_cnt == 0`. `block_hash` is set while the prefix index knows
-    the block: its content is then full and frozen (elsewhere: finalized), also while it is free.
+    A block is free if and only if `ref_cnt == 0`. Its `block_hash` is set while the prefix index
+    knows it, even when it is free; its content is then full and frozen (elsewhere: finalized).
     """
 
     block_id: int
@@ -33,5 +29,5 @@ class KVCacheBlock:
 
     @property
     def is_writable(self) -> bool:
-        """One holder and no hash: the only state in which new rows may be written into the block."""
+        """One holder and no hash: only then may new rows be written into the block."""
         return self.ref_cnt == 1 and self.block_hash is None

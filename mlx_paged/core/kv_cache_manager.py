@@ -1,5 +1,5 @@
-"""`KVCacheManager`: the block tables of all requests over one pool, and the prefix cache between
-them.
+"""`KVCacheManager`: the block tables of all requests over one pool, and the prefix cache that they
+share.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ from mlx_paged.core.block_hash import BlockHash
 from mlx_paged.core.block_pool import BlockPool
 from mlx_paged.core.block_table import BlockCopy, BlockTable
 from mlx_paged.core.errors import BlockTableError, IntegrityError
+from mlx_paged.core.integrity import check_pool_integrity, check_table_integrity
 from mlx_paged.core.kv_cache_block import KVCacheBlock
 
 RequestId = Hashable
 
 
 class ComputedBlocks(NamedTuple):
-    """A prefix hit: blocks that hold the first `num_tokens` tokens of a request. Held by nobody for
-    it yet.
+    """A prefix hit: the blocks that hold the first `num_tokens` tokens of a request, which does not
+    hold them yet.
     """
 
     blocks: Sequence[KVCacheBlock] = ()
     num_tokens: int = 0
-    num_queried_tokens: int = 0  # that were looked for
+    num_queried_tokens: int = 0  # of the request whose prefix was looked up
 
 
 NOTHING_COMPUTED = ComputedBlocks()
@@ -33,11 +34,11 @@ NOTHING_COMPUTED = ComputedBlocks()
 
 @dataclass(frozen=True)
 class KVCacheManagerStats:
-    """What the manager holds now, and what its prefix cache did since it was made."""
+    """What the manager holds now, and what its prefix cache has done since it was made."""
 
     num_requests: int
     num_tokens: int  # of all requests; those in shared blocks count for each
-    num_blocks: int  # without the null block
+    num_usable_blocks: int
     num_used_blocks: int
     num_cached_blocks: int  # in the prefix index, in use or free
     num_unfilled_slots: int  # allocated and not filled: fragmentation
@@ -48,7 +49,7 @@ class KVCacheManagerStats:
     @property
     def usage(self) -> float:
         """Share of the blocks in use, 0..1."""
-        return self.num_used_blocks / max(1, self.num_blocks)
+        return self.num_used_blocks / max(1, self.num_usable_blocks)
 
     @property
     def hit_rate(self) -> float:
@@ -57,29 +58,32 @@ class KVCacheManagerStats:
 
 
 class KVCacheManager:
-    """Who holds which block, by request; names and meaning as in vLLM's v1 core.
+    """Knows which request holds which blocks; names and meaning as in vLLM's v1 core.
 
-    A new request:
+    The life of a request:
 
-        computed = manager.get_computed_blocks(block_hashes, num_tokens) copies =
-        manager.allocate_slots(request_id, num_new_tokens, computed)   # None: out of blocks,
-        nothing changed manager.cache_blocks(request_id, block_hashes) ...
-        # steps: allocate_slots, cache_blocks manager.free(request_id)
+        computed = manager.get_computed_blocks(block_hashes, num_tokens)
+        copies = manager.allocate_slots(request_id, num_new_tokens, computed)
+        # None: out of blocks, and nothing has changed
+        manager.cache_blocks(request_id, block_hashes)
+        ...  # further steps: allocate_slots, cache_blocks
+        manager.free(request_id)
 
-    Blocks can be hit from `cache_blocks` on, which may be before their rows are written: another
-    request of the same step may share them, if every layer writes the rows of the whole step before
-    it reads any. Where that can't be had, call it after the step. What a step that failed let
-    others hit has to leave the index (`BlockPool.evict_blocks`).
+    Blocks can be hit from `cache_blocks` on, even before their rows are written. Another request of
+    the same step may share them if every layer writes the rows of the whole step before it reads
+    any; otherwise call `cache_blocks` after the step. Blocks of a step that failed have to leave
+    the index (`BlockPool.evict_blocks`).
 
-    Unlike vLLM, a partly filled block that is shared (after `fork`) or hashed is copied before it
-    is written: apply the copies that `allocate_slots` returns, in order, before the step. Not
+    Unlike in vLLM, a partly filled block that is shared (after `fork`) or hashed is copied before
+    it is written: apply the copies that `allocate_slots` returns, in order, before the step. Not
     thread-safe: one thread at a time.
 
     Args:
         pool: the blocks.
-        shares_blocks: False for storage in which a block's rows belong to one sequence: no block is
-            ever held by two requests. A prefix hit then finds only blocks that nobody holds, and
-            `fork` takes new blocks."""
+        shares_blocks: False for storage in which a block's rows belong to one sequence. No block is
+            then ever held by two requests: a prefix hit finds only blocks that nobody holds, and
+            `fork` takes new blocks.
+    """
 
     def __init__(self, pool: BlockPool, shares_blocks: bool = True) -> None:
         self.pool = pool
@@ -90,9 +94,7 @@ class KVCacheManager:
 
     @property
     def tables(self) -> Mapping[RequestId, BlockTable]:
-        """The block table of each request, oldest first. Read them; change them through the
-        manager.
-        """
+        """The block table of each request, oldest first. Change them only through the manager."""
         return MappingProxyType(self._tables)
 
     def num_tokens(self, request_id: RequestId) -> int:
@@ -100,17 +102,15 @@ class KVCacheManager:
         table = self._tables.get(request_id)
         return 0 if table is None else table.num_tokens
 
-    # A request's life
-
     def get_computed_blocks(
         self, block_hashes: Sequence[BlockHash], num_tokens: int
     ) -> ComputedBlocks:
         """The longest cached prefix of a request of `num_tokens` tokens, in whole blocks.
 
-        At most `num_tokens - 1` tokens: the last one must be computed for its logits. Without
-        `shares_blocks` the prefix ends before the first block that a request holds. Nothing is
-        taken: the next `allocate_slots` of any request may take or evict these blocks, so pass them
-        to that of this request first.
+        It has at most `num_tokens - 1` tokens, since the last one must be computed for its logits.
+        Without `shares_blocks` it ends before the first block that a request holds. No block is
+        taken: the next `allocate_slots` of any request may take or evict these, so pass them to
+        that of this request first.
 
         Args:
             block_hashes: of the request's full blocks (`hash_token_blocks`).
@@ -129,7 +129,7 @@ class KVCacheManager:
         num_new_tokens: int,
         computed: ComputedBlocks = NOTHING_COMPUTED,
     ) -> int:
-        """Free blocks that `allocate_slots` would take, computed ones that are free now included."""
+        """Free blocks that `allocate_slots` would take, the free ones of `computed` included."""
         table = self._tables.get(request_id)
         if table is not None:
             return table.num_new_blocks(num_new_tokens)
@@ -142,28 +142,30 @@ class KVCacheManager:
         num_new_tokens: int,
         computed: ComputedBlocks = NOTHING_COMPUTED,
     ) -> list[BlockCopy] | None:
-        """Slots for `num_new_tokens` more tokens of a request, behind `computed` ones if it is new.
+        """Allocate slots for `num_new_tokens` more tokens of a request. A new request begins with
+        the `computed` blocks.
 
         Returns:
             Copy-on-write pairs, `[]` almost always; None when there are not enough blocks, and
-            nothing has changed. (`[]` is false, too: compare with None.)
+            nothing has changed. Compare with None: `[]` is false, too.
 
         Raises:
-            ValueError: fewer than 1 new token.
-            BlockTableError: computed blocks for a request that has a table already, or, without
-                `shares_blocks`, computed blocks that another request has taken since.
+            ValueError: for fewer than 1 new token.
+            BlockTableError: for computed blocks of a request that has a table already, and without
+                `shares_blocks` for computed blocks that another request has taken since.
         """
         if num_new_tokens < 1:
             raise ValueError(
-                f"KVCacheManager.allocate_slots: num_new_tokens must be at least 1, got {num_new_tokens}"
+                f"KVCacheManager.allocate_slots: num_new_tokens must be at least 1, "
+                f"got {num_new_tokens}"
             )
         table = self._tables.get(request_id)
         if table is not None and computed.num_tokens:
             raise BlockTableError(
-                f"KVCacheManager.allocate_slots: request {request_id!r} has {table.num_tokens} tokens already, "
-                f"so its {computed.num_tokens} computed ones have no place"
+                f"KVCacheManager.allocate_slots: request {request_id!r} has {table.num_tokens} "
+                f"tokens already, so its {computed.num_tokens} computed ones have no place"
             )
-        if table is not None and num_new_tokens == 1:  # Most calls by far: a decode.
+        if table is not None and num_new_tokens == 1:  # A decode, which is most calls.
             return table.append_token()
         for block in computed.blocks:
             if self._is_taken(block):
@@ -174,11 +176,11 @@ class KVCacheManager:
         if self.num_needed_blocks(request_id, num_new_tokens, computed) > self.pool.num_free_blocks:
             return None
         if table is None:
-            # Taken before anything is evicted, or the new blocks could be these.
+            # The computed blocks are taken first: new ones may be had by evicting free ones.
             self.pool.touch(computed.blocks)
             table = self._tables[request_id] = BlockTable(self.pool)
             table.adopt(computed.blocks, computed.num_tokens)
-            # Counted here and not at the lookup: a request that is refused looks again.
+            # Counted here and not at the lookup, which a refused request repeats.
             self._num_queried_tokens += computed.num_queried_tokens
             self._num_hit_tokens += computed.num_tokens
         copies = table.reserve(num_new_tokens)
@@ -187,20 +189,21 @@ class KVCacheManager:
         return copies
 
     def cache_blocks(self, request_id: RequestId, block_hashes: Sequence[BlockHash]) -> int:
-        """Let others hit the full blocks of a request; returns how many are new to the index.
+        """Let other requests hit the full blocks of this one; return how many are newly cached.
 
         Args:
-            block_hashes: of its tokens, at least those of its full blocks that shall be found; more
-                are not used.
+            block_hashes: of the request's blocks (`hash_token_blocks`), as many as are to be
+                cached; those beyond its full blocks are not used.
         """
         return self._table(request_id).cache_full_blocks(block_hashes)
 
     def free(self, request_id: RequestId) -> list[KVCacheBlock]:
-        """Give back a request's blocks, tail first; those that are cached can be hit until they are
-        evicted.
+        """Give back the blocks of a finished, aborted or preempted request, tail first; return
+        those that became free. Cached ones can be hit until they are evicted.
 
-        Finished, aborted and preempted requests alike. Returns the blocks that became free.
-        KeyError if not there."""
+        Raises:
+            KeyError: no such request.
+        """
         freed = self._table(request_id).free()
         del self._tables[request_id]
         return freed
@@ -233,8 +236,8 @@ class KVCacheManager:
         return True
 
     def trim(self, request_id: RequestId, num_tokens: int) -> None:
-        """Forget a request's tokens from `num_tokens` on: rejected speculation, or a step that
-        failed.
+        """Forget a request's tokens from `num_tokens` on, after rejected speculation or a failed
+        step.
 
         Raises:
             KeyError: no such request.
@@ -243,28 +246,18 @@ class KVCacheManager:
         self._table(request_id).trim_to(num_tokens)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget everything cached; False, and nothing has changed, while any block is in use."""
+        """Forget everything cached, or return False and change nothing while a block is in use."""
         return self.pool.reset_prefix_cache()
-
-    # Figures
 
     @property
     def num_free_blocks(self) -> int:
         """Blocks that can be allocated, cached ones included."""
         return self.pool.num_free_blocks
 
-    @property
-    def usage(self) -> float:
-        """Share of the blocks in use, 0..1."""
-        return self.pool.usage
-
     def stats(self) -> KVCacheManagerStats:
-        """May be called from another thread, too; figures of a step under way then mix before and
-        after.
-        """
+        """Figures of this moment. Another thread may call it, and may then see a step half done."""
         tables = list(self._tables.values())
-        # A partly filled block that forks share is one block: unfilled is what its fullest holder
-        # leaves.
+        # Forks may share a partly filled block: what its fullest holder leaves is unfilled.
         unfilled: dict[int, int] = {}
         for table in tables:
             num_unfilled_slots = table.num_unfilled_slots
@@ -275,7 +268,7 @@ class KVCacheManager:
         return KVCacheManagerStats(
             num_requests=len(tables),
             num_tokens=sum(table.num_tokens for table in tables),
-            num_blocks=self.pool.num_blocks - 1,
+            num_usable_blocks=self.pool.num_usable_blocks,
             num_used_blocks=self.pool.num_used_blocks,
             num_cached_blocks=self.pool.num_cached_blocks,
             num_unfilled_slots=sum(unfilled.values()),
@@ -285,12 +278,14 @@ class KVCacheManager:
         )
 
     def check_integrity(self) -> None:
-        """Verify every invariant of pool and tables; O(blocks), for tests and for debugging. Raises
-        IntegrityError.
+        """Verify every invariant of pool and tables. O(blocks), for tests and for debugging.
+
+        Raises:
+            IntegrityError: with the sum that failed.
         """
         for table in self._tables.values():
-            table.check_integrity()
-        self.pool.check_integrity(self._tables.values())
+            check_table_integrity(table)
+        check_pool_integrity(self.pool, self._tables.values())
         for block in self.pool.blocks if not self.shares_blocks else ():
             if block.ref_cnt > 1:
                 raise IntegrityError(

@@ -11,19 +11,19 @@ from mlx_paged.core.kv_cache_block import KVCacheBlock
 class PrefixIndex:
     """{block_hash: blocks that hold it}, all operations O(1) (vLLM: `cached_block_hash_to_block`).
 
-    Two blocks may come to hold the same content, computed side by side. Both stay in the index,
-    because ids in a block table never change; a lookup gives the one that entered first, and when
-    it goes, the next."""
+    Two requests that run side by side may compute blocks of the same content. Both blocks stay in
+    the index, because ids in a block table never change. A lookup returns the one that entered
+    first, and when that is gone, the next."""
 
     def __init__(self) -> None:
         self._first: dict[BlockHash, KVCacheBlock] = {}
-        # Only for hashes held more than once, which is rare: {block_hash: {block_id: block}}
-        # without the first.
+        # {block_hash: {block_id: block}}, all blocks but the first; only for the few hashes that
+        # several blocks have.
         self._others: dict[BlockHash, dict[int, KVCacheBlock]] = {}
         self.num_blocks = 0
 
     def __iter__(self) -> Iterator[tuple[BlockHash, KVCacheBlock]]:
-        """Every (hash, block) pair; of one hash, in the order of entering."""
+        """Every (hash, block) pair; blocks of the same hash in the order in which they entered."""
         for block_hash, block in self._first.items():
             yield block_hash, block
             for other in self._others.get(block_hash, {}).values():
@@ -43,7 +43,7 @@ class PrefixIndex:
         self.num_blocks += 1
 
     def remove(self, block: KVCacheBlock) -> None:
-        """Take out this block, and only it: another block with the same hash stays findable."""
+        """Take out this block only: another block with the same hash can still be found."""
         block_hash = block.block_hash
         assert block_hash is not None, "a block keeps its hash until it has left the index"
         others = self._others.get(block_hash)

@@ -97,7 +97,7 @@ class Scheduler:
     def max_num_blocks(self) -> int:
         """Blocks that the budget holds."""
         # In this order: a pool that grows meanwhile, in another thread, must not make it less.
-        return self.supply.num_growable_blocks + self.manager.pool.num_blocks - 1
+        return self.supply.num_growable_blocks + self.manager.pool.num_usable_blocks
 
     # A request comes and goes
 

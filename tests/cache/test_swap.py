@@ -132,8 +132,8 @@ def test_a_sequence_goes_on_where_it_was_and_attends_to_no_nan_of_its_last_block
     last = cache.block_ids("a")[-1]
     assert all(
         not mx.isnan(array[last]).any().item()
-        for handle in [layer.kv for layer in cache.layers]
-        for array in (handle.k, handle.v)
+        for layer in cache.layers
+        for array in (layer.kv.k, layer.kv.v)
     )
 
 
@@ -149,6 +149,11 @@ def test_swapping_in_leaves_other_sequences_alone():
 # A device that gives less than the budget
 
 SMALL = uniform(num_blocks=400)
+
+
+def slab_lengths(cache: PagedKVCache) -> list[int]:
+    """Blocks of the K and V slab of each layer."""
+    return [slab.shape[0] for layer in cache.layers for slab in (layer.kv.k, layer.kv.v)]
 
 
 @pytest.fixture
@@ -184,13 +189,8 @@ def test_what_the_device_gives_is_the_budget_from_then_on(failing_grow, fails_at
             cache.make_room(num_blocks)
     # "a" holds 4 of 4 blocks. The first growth, of both layers, is by the 5 that shall be free.
     num_usable = 4 if fails_at <= 2 else 9
-    assert cache.pool.num_blocks - 1 == num_usable and cache.num_growable_blocks == 0
-    assert [handle.k.shape[0] for handle in [layer.kv for layer in cache.layers]] == [
-        num_usable + 1
-    ] * 2
-    assert [handle.v.shape[0] for handle in [layer.kv for layer in cache.layers]] == [
-        num_usable + 1
-    ] * 2
+    assert cache.pool.num_usable_blocks == num_usable and cache.num_growable_blocks == 0
+    assert slab_lengths(cache) == [num_usable + 1] * 4
     # Where twice as much can't be had, what is needed is asked for, and then nothing any more.
     assert len(calls) == (fails_at if fails_at <= 2 else fails_at + 1)
     cache.manager.check_integrity()
@@ -215,7 +215,7 @@ def test_where_twice_as_much_can_not_be_had_what_is_needed_may_be(monkeypatch):
     monkeypatch.setattr(KVHandle, "grow", limited)
     cache = PagedKVCache(SMALL, initial_blocks=7)
     cache.make_room(10)  # doubling would be 14
-    assert (cache.pool.num_blocks - 1, cache.pool.num_empty_blocks) == (10, 10)
+    assert (cache.pool.num_usable_blocks, cache.pool.num_empty_blocks) == (10, 10)
     assert cache.num_growable_blocks == 390
     cache.manager.check_integrity()
 
@@ -257,4 +257,4 @@ def test_slabs_that_did_not_grow_are_not_copied_where_memory_is_short(failing_gr
     with pytest.warns(UserWarning, match="no memory for more than 6 blocks"):
         cache.make_room(8)
     assert len(shrunk) == 1 and shrunk[0] is cache.layers[0].kv
-    assert [handle.num_blocks for handle in [layer.kv for layer in cache.layers]] == [7, 7, 7]
+    assert slab_lengths(cache) == [7] * 6

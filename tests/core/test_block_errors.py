@@ -29,15 +29,21 @@ def test_every_public_name_exists_and_every_error_is_public():
     )
 
 
-def frozen_table():
+def full_table():
     table = BlockTable(BlockPool(4, 2))
     table.reserve(2)
     table.advance(2)
     return table
 
 
+def half_filled_fork():
+    table = full_table()
+    table.trim_to(1)
+    return table.fork()
+
+
 def freed_table():
-    table = frozen_table()
+    table = full_table()
     table.free()
     return table
 
@@ -58,17 +64,18 @@ MESSAGES = {
     "BlockPool.free_blocks: block 1 is free already (ref_cnt 0)": lambda: (
         pool := BlockPool(4, 2)
     ).free_blocks([pool.blocks[1]]),
-    "BlockTable.trim_to: length 3 of a table of 2 tokens": lambda: frozen_table().trim_to(3),
-    "BlockTable.advance: 1 tokens, but 0 slots are reserved": lambda: frozen_table().advance(1),
-    "BlockTable.slot_for_token: tokens 2 to 3 of a table of 1 blocks of 2 = 2 slots": lambda: (
-        frozen_table().slot_for_token(2)
+    "BlockTable.trim_to: length 3 of a table of 2 tokens": lambda: full_table().trim_to(3),
+    "BlockTable.advance: 1 tokens, but 0 slots are reserved": lambda: full_table().advance(1),
+    "BlockTable.block_for_token: tokens 2 to 3 of a table of 1 blocks of 2 = 2 slots": lambda: (
+        full_table().block_for_token(2)
     ),
-    "BlockTable.writable_slots: tokens 1..1 touch block 1, which is frozen (ref_cnt 1, hashed: False, full: True)": (
-        lambda: frozen_table().writable_slots(1, 1)
-    ),
+    "BlockTable.advance: 1 tokens into block 1, which is frozen (ref_cnt 2, hashed: False); "
+    "reserve first": lambda: half_filled_fork().advance(1),
     "BlockTable.free: the table was freed before": lambda: freed_table().free(),
     "BlockTable.reserve: the table was freed": lambda: freed_table().reserve(1),
-    "FreeKVCacheBlockQueue.popleft: the queue is empty": lambda: FreeKVCacheBlockQueue().popleft(),
+    "FreeKVCacheBlockQueue.popleft_n: 1 blocks wanted, 0 are free": lambda: (
+        FreeKVCacheBlockQueue().popleft_n(1)
+    ),
 }
 
 

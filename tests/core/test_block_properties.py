@@ -22,6 +22,7 @@ from mlx_paged.core import (
     extend_block_hashes,
     hash_token_blocks,
 )
+from mlx_paged.core.integrity import check_pool_integrity, check_table_integrity
 
 seeds = st.integers(0, 2**16)
 
@@ -143,7 +144,8 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(n=st.integers(0, 4))
     def grow(self, n):
         new_ids = list(range(self.num_blocks, self.num_blocks + n))
-        assert list(self.pool.grow(n)) == new_ids
+        self.pool.grow(n)
+        assert [block.block_id for block in self.pool.blocks[-n:] if n] == new_ids
         self.queue = new_ids + self.queue
         self.num_blocks += n
 
@@ -162,8 +164,8 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def the_pool_agrees_with_the_lists(self):
         pool = self.pool
-        pool.check_integrity(
-            [self.blocks(block_id for block_id, n in self.refs.items() for _ in range(n))]
+        check_pool_integrity(
+            pool, [self.blocks(block_id for block_id, n in self.refs.items() for _ in range(n))]
         )
         assert [block.block_id for block in pool.free_block_queue] == self.queue
         assert [block.block_hash for block in pool.blocks] == [
@@ -320,7 +322,7 @@ class TableMachine(RuleBasedStateMachine):
         self.copy_blocks(copies)
         first = len(sequence.token_ids)
         self.write(
-            sequence.table.writable_slots(first, n), sequence, first, sequence.token_ids + token_ids
+            sequence.table.slot_mapping(first, n), sequence, first, sequence.token_ids + token_ids
         )
         num_kept = n if num_kept is None else min(num_kept, n)
         sequence.table.advance(num_kept)
@@ -348,7 +350,7 @@ class TableMachine(RuleBasedStateMachine):
         assert (appended is None) == (needed > num_free)
         assert needed <= 1
         if appended is not None:
-            assert appended.slot == sequence.table.slot_for_token(position)
+            assert [appended.slot] == sequence.table.slot_mapping(position, 1)
             self.copy_blocks(appended.copies)
             sequence.token_ids.append(token)
             self.write([appended.slot], sequence, position, None)
@@ -366,7 +368,7 @@ class TableMachine(RuleBasedStateMachine):
                 )
                 all_copies += copies
                 first = len(sequence.token_ids)
-                writes.append((sequence.table.writable_slots(first, n), sequence, first))
+                writes.append((sequence.table.slot_mapping(first, n), sequence, first))
         self.copy_blocks(all_copies)
         for slots, sequence, first in writes:
             sequence.token_ids += [token] * len(slots)
@@ -421,27 +423,22 @@ class TableMachine(RuleBasedStateMachine):
         self.poison(freed)
 
     @precondition(lambda self: self.sequences)
-    @rule(seed=seeds, offset=seeds, n=st.integers(1, 6))
-    def try_to_write(self, seed, offset, n):
-        """writable_slots refuses exactly the full, the hashed and the shared blocks."""
-        table = pick(self.sequences, seed).table
-        if not table.capacity:
+    @rule(seed=seeds, token_ids=st.lists(st.integers(0, 1), min_size=1, max_size=6))
+    def write_without_reserving(self, seed, token_ids):
+        """Free slots are written at once, unless their block is hashed or shared."""
+        sequence = pick(self.sequences, seed)
+        table, first = sequence.table, len(sequence.token_ids)
+        token_ids = token_ids[: table.num_unfilled_slots]
+        n = len(token_ids)
+        if not n or first % self.block_size == 0:
             return
-        offset %= table.capacity
-        n = min(n, table.capacity - offset)
-        touched = {
-            (t // self.block_size, table.blocks[t // self.block_size])
-            for t in range(offset, offset + n)
-        }
-        is_frozen = any(
-            (index + 1) * self.block_size <= table.num_tokens
-            or block.block_hash is not None
-            or self.holders(block) > 1
-            for index, block in touched
-        )
+        block = table.blocks[first // self.block_size]
+        is_frozen = block.block_hash is not None or self.holders(block) > 1
         try:
-            assert table.writable_slots(offset, n) == table.slot_mapping(offset, n)
+            table.advance(n)
             assert not is_frozen
+            sequence.token_ids += token_ids
+            self.write(table.slot_mapping(first, n), sequence, first, None)
         except FrozenBlockError:
             assert is_frozen
         self.seen[f"a write was {'refused' if is_frozen else 'allowed'}"] += 1
@@ -476,9 +473,9 @@ class TableMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_books_are_sound(self):
-        self.pool.check_integrity([sequence.table for sequence in self.sequences])
+        check_pool_integrity(self.pool, [sequence.table for sequence in self.sequences])
         for sequence in self.sequences:
-            sequence.table.check_integrity()
+            check_table_integrity(sequence.table)
 
     @invariant()
     def every_sequence_reads_back_its_own_rows(self):
@@ -570,7 +567,7 @@ def run_tables(seed, num_operations):
         on_one(on_few(lambda: machine.fork(number()))): 6,
         on_one(lambda: machine.cache(number())): 6,
         on_one(lambda: machine.free(number())): 14,
-        on_one(lambda: machine.try_to_write(number(), number(), rng.randint(1, 6))): 4,
+        on_one(lambda: machine.write_without_reserving(number(), [*tokens(5), 0])): 4,
         lambda: machine.evict(number()): 1,
         lambda: machine.reset(): 1,
         lambda: machine.pool.num_blocks < 28 and machine.grow(rng.randint(0, 3)): 1,

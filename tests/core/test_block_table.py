@@ -13,6 +13,7 @@ from mlx_paged.core import (
     UseAfterFreeError,
     hash_token_blocks,
 )
+from mlx_paged.core.integrity import check_table_integrity
 
 
 def ids(blocks):
@@ -42,7 +43,7 @@ def make_cached(num_tokens, **kwargs):
 
 
 def state(table):
-    table.check_integrity()
+    check_table_integrity(table)
     return table.num_tokens, table.block_ids, free_ids(table.pool), held(table.pool)
 
 
@@ -53,20 +54,19 @@ def test_a_new_table_is_empty():
     table = make()
     assert (
         table.num_tokens,
-        table.num_blocks,
+        len(table),
         len(table),
         table.capacity,
         table.num_unfilled_slots,
     ) == (0, 0, 0, 0, 0)
     assert (table.block_ids, list(table), table.last, table.is_freed) == ([], [], None, False)
-    assert table.slot_mapping(0, 0) == table.writable_slots(0, 0) == []
+    assert table.slot_mapping(0, 0) == []
 
 
 def test_a_table_knows_its_blocks_and_what_is_free_in_them():
     table = make(9)
-    assert (table.num_tokens, table.num_blocks, len(table), table.capacity, table.num_unfilled_slots) == (
-        9, 3, 3, 12, 3,
-    )  # fmt: skip
+    assert (table.num_tokens, len(table)) == (9, 3)
+    assert (table.capacity, table.num_unfilled_slots) == (12, 3)
     assert (table.block_ids, ids(table), ids(table.blocks)) == ([1, 2, 3], [1, 2, 3], [1, 2, 3])
     assert (table.last.block_id, table.num_full_blocks) == (3, 2)
 
@@ -177,31 +177,14 @@ def test_a_token_lives_in_block_t_over_block_size_at_offset_t_mod_block_size():
     table = scattered()
     assert [table.block_for_token(t) for t in range(12)] == [5, 5, 5, 5, 6, 6, 6, 6, 2, 2, 2, 2]
     assert [table.offset_in_block(t) for t in range(12)] == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3]
-    assert [table.slot_for_token(t) for t in range(12)] == [
-        20,
-        21,
-        22,
-        23,
-        24,
-        25,
-        26,
-        27,
-        8,
-        9,
-        10,
-        11,
-    ]
-
-
-def test_a_slot_mapping_is_the_slots_of_its_tokens_for_every_range():
-    table = scattered()
-    slots = [table.slot_for_token(t) for t in range(12)]
+    slots = [20, 21, 22, 23, 24, 25, 26, 27, 8, 9, 10, 11]
+    assert table.slot_mapping(0, 12) == slots
     for offset in range(13):
         for n in range(13 - offset):
             assert table.slot_mapping(offset, n) == slots[offset : offset + n]
 
 
-@pytest.mark.parametrize("verb", ["block_for_token", "offset_in_block", "slot_for_token"])
+@pytest.mark.parametrize("verb", ["block_for_token", "offset_in_block"])
 @pytest.mark.parametrize("token", [-1, 12, 99])
 def test_a_token_beyond_the_capacity_raises(verb, token):
     with pytest.raises(
@@ -211,35 +194,23 @@ def test_a_token_beyond_the_capacity_raises(verb, token):
         getattr(scattered(), verb)(token)
 
 
-@pytest.mark.parametrize("verb", ["slot_mapping", "writable_slots"])
 @pytest.mark.parametrize(("offset", "n"), [(-1, 2), (11, 2), (13, 0), (8, -1)])
-def test_a_range_beyond_the_capacity_raises(verb, offset, n):
+def test_a_range_beyond_the_capacity_raises(offset, n):
     with pytest.raises(
-        BlockTableError, match=f"BlockTable.{verb}: tokens {offset} to {offset + n} of a table"
+        BlockTableError, match=f"BlockTable.slot_mapping: tokens {offset} to {offset + n} of a"
     ):
-        getattr(scattered(), verb)(offset, n)
+        scattered().slot_mapping(offset, n)
 
 
 # Who may write
 
 
-def test_reserved_slots_and_the_partly_filled_block_are_writable():
+def test_reserved_slots_and_the_partly_filled_block_are_written_in_place():
     table = make(6)
-    table.reserve(4)
-    assert table.writable_slots(6, 4) == [10, 11, 12, 13]
-    assert table.writable_slots(4, 2) == [8, 9]
-
-
-@pytest.mark.parametrize(("offset", "n"), [(0, 1), (3, 1), (3, 2), (0, 8)])
-def test_a_block_filled_by_advance_is_frozen(offset, n):
-    table = make(4)
-    table.reserve(4)
-    with pytest.raises(
-        FrozenBlockError,
-        match=r"touch block 1, which is frozen \(ref_cnt 1, hashed: False, full: True",
-    ):
-        table.writable_slots(offset, n)
-    assert table.writable_slots(4, 4) == [8, 9, 10, 11]
+    assert table.reserve(4) == []
+    assert table.slot_mapping(6, 4) == [10, 11, 12, 13]
+    table.advance(4)
+    assert (table.num_tokens, table.block_ids) == (10, [1, 2, 3])
 
 
 def test_a_shared_block_is_frozen_for_both_sides():
@@ -248,11 +219,8 @@ def test_a_shared_block_is_frozen_for_both_sides():
     for side in table, other:
         with pytest.raises(
             FrozenBlockError,
-            match=r"tokens 6..6 touch block 2.*ref_cnt 2, hashed: False, full: False",
-        ):
-            side.writable_slots(6, 1)
-        with pytest.raises(
-            FrozenBlockError, match=r"BlockTable.advance: 1 tokens into block 2, which is frozen"
+            match=r"BlockTable.advance: 1 tokens into block 2, which is frozen "
+            r"\(ref_cnt 2, hashed: False\); reserve first",
         ):
             side.advance(1)
         side.advance(0)
@@ -263,10 +231,8 @@ def test_a_hashed_block_is_frozen_even_when_it_is_used_in_part():
     table.trim_to(6)
     with pytest.raises(
         FrozenBlockError,
-        match=r"touch block 2, which is frozen \(ref_cnt 1, hashed: True, full: False",
+        match=r"2 tokens into block 2, which is frozen \(ref_cnt 1, hashed: True\)",
     ):
-        table.writable_slots(6, 1)
-    with pytest.raises(FrozenBlockError, match=r"BlockTable.advance: 2 tokens into block 2"):
         table.advance(2)
 
 
@@ -316,7 +282,8 @@ def test_after_trimming_into_an_unhashed_full_block_it_is_written_in_place():
     table = make(8)
     table.trim_to(6)
     assert table.reserve(2) == []
-    assert table.writable_slots(6, 2) == [10, 11]
+    assert table.slot_mapping(6, 2) == [10, 11]
+    table.advance(2)
 
 
 def test_after_trimming_into_a_hashed_block_the_next_append_copies_it():
@@ -368,7 +335,7 @@ def test_a_copied_partial_block_keeps_its_place_before_reserved_ones():
     table.fork()
     assert table.reserve(8) == [(2, 4)]
     assert state(table) == (6, [1, 4, 3, 5], [6, 7, 8, 9], {1: 2, 2: 1, 3: 1, 4: 1, 5: 1})
-    assert table.writable_slots(6, 8) == [18, 19, 12, 13, 14, 15, 20, 21]
+    assert table.slot_mapping(6, 8) == [18, 19, 12, 13, 14, 15, 20, 21]
 
 
 def test_a_copy_takes_one_block_however_many_are_reserved():
@@ -495,7 +462,7 @@ def test_a_hit_capped_at_one_token_less_copies_the_last_block_before_writing():
     second = hit(first.pool, range(8), 7)
     assert (second.num_cached_blocks, second.num_new_blocks(1)) == (1, 1)
     assert second.reserve(1) == [(2, 3)]
-    assert second.writable_slots(7, 1) == [15]
+    assert second.slot_mapping(7, 1) == [15]
     second.advance(1)
     # The copy holds the same content: both are in the index, the first is found.
     assert second.cache_full_blocks(hash_token_blocks(range(8), 4)) == 1
@@ -568,7 +535,7 @@ def test_only_as_many_blocks_are_cached_as_are_full_and_have_a_hash():
     assert [block.block_hash for block in table] == [hashes[0], hashes[1], None]
 
 
-def test_a_block_refilled_after_a_trim_is_cached_anew():
+def test_a_block_refilled_after_a_trim_is_cached_again():
     table = make_cached(8)
     table.trim_to(6)
     assert table.num_cached_blocks == 1

@@ -15,7 +15,11 @@ def make(n):
 def state(queue):
     """Ids front to back; the way back must be its mirror and the count must agree."""
     ids = [block.block_id for block in queue]
-    assert [block.block_id for block in reversed(queue)] == ids[::-1]
+    backwards, block = [], queue._tail.prev_free_block
+    while block is not queue._head:
+        backwards.append(block.block_id)
+        block = block.prev_free_block
+    assert backwards == ids[::-1]
     assert queue.num_free_blocks == len(ids)
     return ids
 
@@ -24,14 +28,6 @@ def test_a_new_queue_has_the_blocks_in_the_order_given():
     _, queue = make(4)
     assert state(queue) == [0, 1, 2, 3]
     assert state(FreeKVCacheBlockQueue()) == []
-
-
-def test_popleft_takes_from_the_front_until_nothing_is_left():
-    _, queue = make(3)
-    assert [queue.popleft().block_id for _ in range(3)] == [0, 1, 2]
-    assert (state(queue), queue.first) == ([], None)
-    with pytest.raises(BlockError, match="popleft: the queue is empty"):
-        queue.popleft()
 
 
 def test_popleft_n_takes_all_or_raises():
@@ -43,15 +39,15 @@ def test_popleft_n_takes_all_or_raises():
             queue.popleft_n(n)
     assert state(queue) == [3, 4]
     assert [block.block_id for block in queue.popleft_n(2)] == [3, 4]
-    assert state(queue) == []
+    assert (state(queue), queue.first) == ([], None)
 
 
 def test_append_goes_last_and_prepend_goes_first():
     blocks, queue = make(6)
     queue.popleft_n(6)
-    queue.append(blocks[2])
+    queue.append_n([blocks[2]])
     queue.append_n([blocks[3], blocks[1]])
-    queue.prepend(blocks[5])
+    queue.prepend_n([blocks[5]])
     queue.prepend_n([blocks[0], blocks[4]])
     assert state(queue) == [0, 4, 5, 2, 3, 1]
     assert queue.first is blocks[0]
@@ -73,13 +69,13 @@ def test_a_block_outside_the_queue_cannot_be_removed():
     assert state(queue) == [0, 2]
 
 
-@pytest.mark.parametrize("verb", ["append", "prepend", "append_n", "prepend_n"])
+@pytest.mark.parametrize("verb", ["append_n", "prepend_n"])
 def test_a_block_in_the_queue_cannot_be_put_in_again(verb):
     blocks, queue = make(3)
     with pytest.raises(
         BlockError, match=rf"FreeKVCacheBlockQueue.{verb}: block 1 is in the queue already"
     ):
-        getattr(queue, verb)([blocks[1]] if verb.endswith("_n") else blocks[1])
+        getattr(queue, verb)([blocks[1]])
     assert state(queue) == [0, 1, 2]
 
 
@@ -112,7 +108,7 @@ class CountingBlock(KVCacheBlock):
         super().__setattr__(name, value)
 
 
-@pytest.mark.parametrize("verb", ["remove", "popleft", "append", "prepend"])
+@pytest.mark.parametrize("verb", ["remove", "popleft_n", "append_n", "prepend_n"])
 def test_a_verb_touches_as_many_links_in_a_queue_of_ten_thousand_as_in_one_of_ten(verb):
     counts = []
     for n in 10, 10_000:
@@ -120,10 +116,7 @@ def test_a_verb_touches_as_many_links_in_a_queue_of_ten_thousand_as_in_one_of_te
         queue = FreeKVCacheBlockQueue(blocks)
         spare = CountingBlock(n)
         CountingBlock.touched = 0
-        if verb == "popleft":
-            queue.popleft()
-        else:
-            getattr(queue, verb)(blocks[n // 2] if verb == "remove" else spare)
+        getattr(queue, verb)({"remove": blocks[n // 2], "popleft_n": 1}.get(verb, [spare]))
         counts.append(CountingBlock.touched)
     assert 0 < counts[0] == counts[1] <= 12
 
@@ -131,7 +124,7 @@ def test_a_verb_touches_as_many_links_in_a_queue_of_ten_thousand_as_in_one_of_te
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["popleft", "remove", "append", "prepend", "popleft_n"]),
+            st.sampled_from(["remove", "append_n", "prepend_n", "popleft_n"]),
             st.integers(0, 7),
         )
     )
@@ -140,18 +133,16 @@ def test_any_sequence_of_verbs_agrees_with_a_list(verbs):
     blocks, queue = make(8)
     model = list(range(8))
     for verb, number in verbs:
-        if verb == "popleft" and model:
-            assert queue.popleft().block_id == model.pop(0)
-        elif verb == "popleft_n" and number <= len(model):
+        if verb == "popleft_n" and number <= len(model):
             assert [block.block_id for block in queue.popleft_n(number)] == model[:number]
             del model[:number]
         elif verb == "remove" and number in model:
             queue.remove(blocks[number])
             model.remove(number)
-        elif verb == "append" and number not in model:
-            queue.append(blocks[number])
+        elif verb == "append_n" and number not in model:
+            queue.append_n([blocks[number]])
             model.append(number)
-        elif verb == "prepend" and number not in model:
-            queue.prepend(blocks[number])
+        elif verb == "prepend_n" and number not in model:
+            queue.prepend_n([blocks[number]])
             model.insert(0, number)
         assert state(queue) == model

@@ -1,11 +1,11 @@
-"""Our manager on calls that vLLM's v1 manager was recorded with: the same counts, refusals,
-evictions in order.
+"""Replays recorded calls of vLLM's v1 manager on ours: the counts, the refusals and the order of
+evictions are the same.
 """
 
 from __future__ import annotations
 
 import pytest
-from vllm_traces import (
+from golden.vllm_calls import (
     TRACES,
     AddRequest,
     AllocateSlots,
@@ -21,7 +21,7 @@ from mlx_paged.core import BlockPool, ComputedBlocks, KVCacheManager, extend_blo
 
 
 class Request:
-    """The driver's side of a request: its tokens, and what was hit by its last lookup."""
+    """A request as the driver knows it: its tokens, and the hit of its last lookup."""
 
     def __init__(self, call: AddRequest):
         self.extra_keys = (call.lora, call.cache_salt)
@@ -31,7 +31,7 @@ class Request:
 
 
 class Replay:
-    """A trace's calls on our manager; what it did is compared after each."""
+    """Runs the calls of a trace on our manager."""
 
     def __init__(self, num_blocks: int, block_size: int):
         self.manager = KVCacheManager(BlockPool(num_blocks, block_size))
@@ -73,15 +73,13 @@ class Replay:
             stored = request.block_hashes[num_cached_before : num_cached_before + num_stored]
         return {
             "refused": copies is None,
-            "blocks": manager.tables[call.request].num_blocks
-            if call.request in manager.tables
-            else 0,
+            "blocks": len(manager.tables.get(call.request, ())),
             "evicted": list(self.evicted),
             "stored": [self.names[block_hash] for block_hash in stored],
         }
 
     def run(self, call) -> dict[str, object]:
-        """What our manager did, for each field of the call that is an outcome."""
+        """What our manager did, by the fields of the call that are outcomes."""
         manager = self.manager
         match call:
             case AddRequest():
@@ -114,7 +112,7 @@ def test_every_call_has_the_outcome_that_it_had_in_vllm(path):
         outcome = replay.run(call)
         outcome |= {
             "free": manager.num_free_blocks,
-            "usage": round(manager.usage, 6),
+            "usage": round(manager.stats().usage, 6),
             # vLLM counts contents, we count blocks: two may hold the same.
             "cached": len({block_hash for block_hash, _ in manager.pool.prefix_index}),
         }

@@ -115,7 +115,7 @@ def assert_nothing_held(engine: Engine) -> None:
         and not engine._inbox
         and not engine._news
     )
-    assert engine.cache.manager.num_free_blocks == stats.num_blocks
+    assert engine.cache.manager.num_free_blocks == stats.num_usable_blocks
     assert not engine.has_unfinished_requests()
 
 

@@ -75,15 +75,15 @@ class FakeSupply:
 
     @property
     def num_growable_blocks(self) -> int:
-        return self.budget - (self.manager.pool.num_blocks - 1)
+        return self.budget - self.manager.pool.num_usable_blocks
 
     def make_room(self, num_blocks: int) -> None:
         pool = self.manager.pool
         num_missing = min(num_blocks - pool.num_empty_blocks, self.num_growable_blocks)
         if num_missing <= 0:
             return
-        if pool.num_blocks - 1 + num_missing > self.device_blocks:
-            self.budget = pool.num_blocks - 1
+        if pool.num_usable_blocks + num_missing > self.device_blocks:
+            self.budget = pool.num_usable_blocks
             return
         pool.grow(num_missing)
 
@@ -338,7 +338,7 @@ class FakeEngine:
             and not self.scheduler.requests
         )
         assert not self.manager.tables and self.pool.num_used_blocks == 0
-        assert self.pool.num_free_blocks == self.pool.num_blocks - 1
+        assert self.pool.num_free_blocks == self.pool.num_usable_blocks
         assert self.swap_space.num_used_tokens == 0 and not self.swap_space._contents
 
     def check_answers(self) -> None:

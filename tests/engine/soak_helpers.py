@@ -228,7 +228,7 @@ class Soak:
             and not engine._news
         )
         assert not engine.swap_space._contents and not engine._suspects
-        assert engine.cache.manager.num_free_blocks == stats.num_blocks
+        assert engine.cache.manager.num_free_blocks == stats.num_usable_blocks
         engine.shrink()
         mx.synchronize()
         mx.clear_cache()

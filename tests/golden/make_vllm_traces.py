@@ -1,26 +1,22 @@
-"""Record the golden traces of vLLM's KV cache manager anew, in
-``tests/golden/vllm_traces/<scenario>.json``.
+"""Record the golden traces of vLLM's KV cache manager, `tests/golden/vllm_traces/<scenario>.json`.
 
-Needs vLLM 0.33.0, which no extra brings; the files are committed, and they are all that the
-ordinary tests read (``tests/core/vllm_traces.py`` loads them and says what is in them). Only
-``vllm.v1.core`` is imported, no GPU is used::
+This needs vLLM 0.33.0, which no extra installs. The files are committed, and the ordinary tests
+read only them (`tests/golden/vllm_calls.py` loads and explains them). vLLM's manager needs no GPU:
 
     pip install --no-deps vllm==0.33.0    # and torch for a CPU, and what the imports below ask for
     python tests/golden/make_vllm_traces.py
 
-Every scenario is driven as vLLM's own scheduler drives the manager: running requests first, in
-order of arrival, the newest one preempted when blocks run out, then waiting ones until one is
-refused. Prefix caching is on, there is one group of full attention layers, and no speculation,
-connector or watermark. Same seeds, same files."""
+Every scenario drives the manager as vLLM's own scheduler does: running requests first, in order of
+arrival, the newest one preempted when blocks run out, then waiting ones until one is refused.
+Prefix caching is on, there is one group of full attention layers, and there is no speculation,
+connector or watermark. The same seeds give the same files."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import random
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import vllm
@@ -36,9 +32,7 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
-from vllm_traces import (
+from vllm_calls import (
     TRACE_DIR,
     AddRequest,
     AllocateSlots,
@@ -56,7 +50,7 @@ LORAS = {"sql": 1, "poet": 2}
 
 
 class Recorder:
-    """vLLM's manager; every call to it is written down with what came of it."""
+    """vLLM's manager; every call to it is recorded with its outcome."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
@@ -113,7 +107,7 @@ class Recorder:
     def allocate(
         self, request: Request, num_new_tokens: int, full_sequence_must_fit: bool = False
     ) -> bool:
-        """With the hit of a `get` just before, if there was one."""
+        """Allocate with the hit of the `get` just before, if there was one."""
         blocks, num_computed_tokens = self._hits.pop(request.request_id, (None, 0))
         new_blocks = self.manager.allocate_slots(
             request,
@@ -346,12 +340,12 @@ def contexts_and_reset(recorder: Recorder) -> None:
 
 @dataclasses.dataclass(kw_only=True)
 class Traffic:
-    """What a random scenario is made of; probabilities are per step."""
+    """The properties of a random scenario; probabilities are per step."""
 
     seed: int
     num_calls: int
     prompt_tokens: tuple[int, int]
-    """Own tokens of a prompt, least and most; what it shares comes before them."""
+    """The least and the most tokens of a prompt's own, which follow those that it shares."""
     system_tokens: tuple[int, ...]
     """Lengths of the shared beginnings."""
     outputs: tuple[int, int]
@@ -361,9 +355,9 @@ class Traffic:
     max_running: int = 8
     contexts: tuple[tuple[str | None, str | None], ...] = ((None, None),)
     come_again: float = 0.4
-    """Share of prompts that go on from what was computed before, all of it or a part."""
+    """Share of prompts that continue an earlier request, all of it or its beginning."""
     repeats: float = 0.15
-    """Share of prompts that are those of a request still there, token for token."""
+    """Share of prompts that repeat the one of a request that is not yet finished."""
     aborts: float = 0.02
     preemptions: float = 0.02
     resets: float = 0.0
@@ -371,7 +365,7 @@ class Traffic:
 
 
 class Driver:
-    """A small scheduler: first come first served, the newest request preempted."""
+    """A small scheduler: first come, first served; the newest request is preempted."""
 
     def __init__(self, recorder: Recorder, traffic: Traffic) -> None:
         self.recorder = recorder
@@ -450,7 +444,7 @@ class Driver:
         self.waiting.append(request)
 
     def schedule_running(self) -> bool:
-        """False if somebody had to be preempted: nobody is admitted then."""
+        """False if a request had to be preempted: none is admitted then."""
         index = 0
         has_preempted = False
         while index < len(self.running) and self.budget:

@@ -1,5 +1,5 @@
-"""What vLLM's KV cache manager did, call by call: the golden traces of `tests/golden/vllm_traces/`,
-for a replay.
+"""Recorded calls of vLLM's KV cache manager with their outcomes: the golden traces of
+`tests/golden/vllm_traces/`, to be replayed.
 
     for path in TRACES:
         trace = load_trace(path)
@@ -7,19 +7,19 @@ for a replay.
             match call:
                 case AllocateSlots(): ...
 
-A trace is a JSON file with the fields of `Trace`, one call to a line, `op` naming its class. Fields
-that have their default are left out. `python tests/golden/make_vllm_traces.py` writes them anew;
-that needs vLLM, reading does not.
+A trace is a JSON file with the fields of `Trace`, one call to a line, where `op` names the class of
+the call. Fields that have their default are left out. `python tests/golden/make_vllm_traces.py`
+writes the files; that needs vLLM, reading them does not.
 
-The model. A request is its tokens: the prompt (`AddRequest`), then what was sampled
-    (`AppendTokens`). The driver counts
-`num_computed_tokens`: 0 at first and after every `FreeRequest`; after an `AllocateSlots` that was
-not refused, `num_computed_tokens + num_new_computed_tokens + num_new_tokens`. A request without
-blocks is looked up by `GetComputedBlocks` and at once allocated for, with the hit as
-`num_new_computed_tokens`; a running one has no hit. A lookup takes nothing and may stay without an
-allocation.
+A request is its tokens: the prompt (`AddRequest`), then the sampled ones (`AppendTokens`). The
+driver counts `num_computed_tokens`, which is 0 at first and after every `FreeRequest`; an
+`AllocateSlots` that is not refused adds `num_new_computed_tokens + num_new_tokens`. For a request
+without blocks, `GetComputedBlocks` is called and then at once `AllocateSlots`, with the hit as
+`num_new_computed_tokens`; a running request has no hit. A lookup takes nothing, and an allocation
+need not follow it.
 
-A block's content has a name, because the ids of blocks are nobody's business: see `content_name`.
+Since ids of blocks differ between implementations, a block's content has a name: see
+`content_name`.
 """
 
 from __future__ import annotations
@@ -32,17 +32,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-TRACE_DIR = Path(__file__).parents[1] / "golden" / "vllm_traces"
+TRACE_DIR = Path(__file__).parent / "vllm_traces"
 TRACES = sorted(TRACE_DIR.glob("*.json"))
 
 
 def content_name(
     token_ids: Sequence[int], lora: str | None = None, cache_salt: str | None = None
 ) -> str:
-    """The name of what the last block holds of a sequence that ends with it: 10 hex digits.
+    """The name of a block's content, 10 hex digits: the first of SHA-256 over the JSON of
+    `[lora, cache_salt, token_ids]` without spaces.
 
-    The first 10 of SHA-256 over the JSON of `[lora, cache_salt, token_ids]` without spaces, where
-    `token_ids` are all tokens from the first of the sequence to the last of the block."""
+    Args:
+        token_ids: all tokens from the first of the sequence to the last of the block.
+    """
     text = json.dumps([lora, cache_salt, list(token_ids)], separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:10]
 
@@ -66,7 +68,9 @@ class Call:
     request: str = ""
     """Id of the request; "" for `ResetPrefixCache`."""
     free: int
-    """Free blocks after the call, cached ones included, the null block never: `num_blocks - 1` when nothing is held."""
+    """Free blocks after the call, cached ones included: `num_blocks - 1`, all but the null block,
+    when nothing is held.
+    """
     usage: float
     """Held blocks over `num_blocks - 1`, as vLLM reports it, rounded to 6 digits."""
     cached: int
@@ -75,8 +79,8 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class AddRequest(Call):
-    """A request arrives. The manager is not called; the names of contents are made with `lora` and
-    `cache_salt`.
+    """A request arrives; its contents are named with `lora` and `cache_salt`. The manager is not
+    called.
     """
 
     op: ClassVar[str] = "add"
@@ -104,18 +108,19 @@ class AllocateSlots(Call):
     num_new_computed_tokens: int = 0
     """The hit of the `GetComputedBlocks` just before."""
     full_sequence_must_fit: bool = False
-    """vLLM's admission gate: refuse as well if the blocks of all the request's tokens do not fit."""
+    """vLLM's admission gate: refuse also if the blocks of all the request's tokens do not fit."""
     refused: bool = False
     """vLLM returned None, and nothing has changed."""
     blocks: int = 0
     """Blocks that the request holds after the call."""
     evicted: list[str] = dataclasses.field(default_factory=list)
-    """Contents that blocks gave up for this call, first one first.
-
-    One entry per block: a content that a second block holds too stays findable.
+    """Contents that blocks gave up for this call, in order, one entry for each block. A content
+    that a second block holds, too, can still be found.
     """
     stored: list[str] = dataclasses.field(default_factory=list)
-    """Contents that entered the index with this call, in order: blocks that are full once these tokens are computed."""
+    """Contents that entered the index with this call, in order: those of the blocks that are full
+    once these tokens are computed.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,9 +137,8 @@ class FreeRequest(Call):
 
     op: ClassVar[str] = "free"
     reason: str
-    """"finished", "aborted": the request is gone. "preempted": it waits, with all of its tokens, none of them computed.
-
-    To the manager they are the same.
+    """"finished" and "aborted": the request is gone. "preempted": it waits with all its tokens,
+    none of them computed. The manager makes no difference between them.
     """
 
 
@@ -162,10 +166,11 @@ CALLS: dict[str, type[Call]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """One scenario, from an empty pool on.
+    """One scenario, which begins with an empty pool.
 
-    Each ends with everything freed and one request as large as the pool, which evicts what is left:
-    the whole order of the free queue."""
+    At its end everything is freed, and one request as large as the pool evicts everything cached,
+    which shows the whole order of the free queue.
+    """
 
     name: str
     vllm: str
