@@ -30,9 +30,8 @@ from mlx_lm.models import qwen3 as mlx_lm_qwen3
 from mlx_lm.models.cache import KVCache as MlxLmCache
 from mlx_lm.utils import load_model
 
-from mlx_paged import ModelRunner, demo_model_path, load, make_kv_cache
-from mlx_paged.cache import KVCache, PagedKVCache
-from mlx_paged.config import KVCacheConfig
+from mlx_paged import demo_model_path, load, make_kv_cache
+from mlx_paged.cache import KVCache, KVCacheConfig, PagedKVCache
 from mlx_paged.models import qwen3
 
 QWEN3_0_6B_LAYERS = {
@@ -75,12 +74,18 @@ def load_both(name: str) -> tuple[nn.Module, nn.Module]:
 
 
 def random_rows(cache: KVCache, num_tokens: int) -> mx.array:
-    config = cache.config
-    rows = mx.random.normal(
-        (config.num_layers, num_tokens, config.num_kv_heads, config.head_dim)
-    ).astype(cache.dtype)
+    spec = cache.layers[0].spec
+    shape = (len(cache.layers), num_tokens, spec.num_kv_heads, spec.key_dim)
+    rows = spec.format.encode(mx.random.normal(shape))
     mx.eval(rows)
     return rows
+
+
+def run(model: nn.Module, cache: KVCache, token_ids: list[int]) -> None:
+    """One step of the sequence ``"s"``."""
+    with cache.step({"s": len(token_ids)}) as step:
+        logits = model(mx.array(token_ids), cache.layers, step.logit_rows)
+        mx.eval(logits, cache.arrays)
 
 
 def filled_mlx_lm_caches(rows: mx.array) -> list[MlxLmCache]:
@@ -131,17 +136,12 @@ def measure_decode(
 
     def without_cache() -> None:
         # What a step costs when nothing is kept: the whole context again.
-        runner = ModelRunner(
-            ours, make_kv_cache(ours, "basic", kv_cache_bytes=f"{num_blocks}blocks")
-        )
-        runner.run({"s": [5] * (length + 1)})
+        cache = make_kv_cache(ours, "basic", kv_cache_bytes=f"{num_blocks}blocks")
+        run(ours, cache, [5] * (length + 1))
 
     steps: dict[str, Callable[[], Any]] = {
         "mlx-lm": lambda: mx.eval(theirs(token, cache=mlx_lm_caches)),
-        **{
-            name: partial(ModelRunner(ours, cache).run, {"s": [5]})
-            for name, cache in caches.items()
-        },
+        **{name: partial(run, ours, cache, [5]) for name, cache in caches.items()},
     }
     times = take_turns(steps, args.turns)
     if length <= args.no_cache_up_to:
@@ -201,14 +201,7 @@ def measure_pools(model: nn.Module, args: argparse.Namespace) -> dict[str, Any]:
     runs: dict[str, tuple[PagedKVCache, mx.array]] = {}
     for num_slots in args.pools:
         num_blocks = num_slots // args.block_size
-        pool = KVCacheConfig(
-            config.num_layers,
-            config.num_kv_heads,
-            config.head_dim,
-            config.dtype,
-            args.block_size,
-            num_blocks,
-        )
+        pool = KVCacheConfig(config.layers, args.block_size, num_blocks)
         cache = PagedKVCache(pool, initial_blocks=num_blocks)
         cache.set_prompt("s", *[random_rows(cache, 256)] * 2)
         runs[str(num_slots)] = (cache, random_rows(cache, 1))
@@ -217,10 +210,7 @@ def measure_pools(model: nn.Module, args: argparse.Namespace) -> dict[str, Any]:
         args.turns,
     )
     decodes = take_turns(
-        {
-            name: partial(ModelRunner(model, cache).run, {"s": [5]})
-            for name, (cache, _) in runs.items()
-        },
+        {name: partial(run, model, cache, [5]) for name, (cache, _) in runs.items()},
         args.turns,
     )
     return {

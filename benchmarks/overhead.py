@@ -19,6 +19,7 @@ own calls, text."""
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 from collections import defaultdict
@@ -27,9 +28,8 @@ from pathlib import Path
 import mlx.core as mx
 from card import machine_card, print_card, print_json, print_table
 
-from mlx_paged.cache import PagedKVCache
-from mlx_paged.config import KVCacheConfig, SchedulerConfig
-from mlx_paged.engine.model_runner import PackedInputs
+from mlx_paged.cache import KVCacheConfig, PagedKVCache
+from mlx_paged.config import SchedulerConfig
 from mlx_paged.engine.scheduler import Scheduler
 from mlx_paged.ops.attention_plan import AttentionPlan
 from mlx_paged.request import Request, SamplingParams
@@ -42,7 +42,9 @@ AIM_US, AIM_BATCH = 300, 64
 def measure(batch: int, context: int, num_steps: int) -> dict[str, float]:
     """Median microseconds of each part of a step, and of all."""
     num_blocks = batch * (-(-(context + num_steps) // 16) + 2)
-    cache = PagedKVCache(KVCacheConfig(1, 1, 8, num_blocks=num_blocks), initial_blocks=num_blocks)
+    cache = PagedKVCache(
+        KVCacheConfig.uniform(1, 1, 8, num_blocks=num_blocks), initial_blocks=num_blocks
+    )
     config = SchedulerConfig(
         max_num_seqs=batch, max_num_batched_tokens=batch * (context + 16), watermark=0.0
     )
@@ -63,11 +65,15 @@ def measure(batch: int, context: int, num_steps: int) -> dict[str, float]:
         marks = [time.perf_counter()]
         output = scheduler.schedule()
         marks.append(time.perf_counter())
-        inputs = PackedInputs.build(output)
-        tokens = mx.array(inputs.token_ids)
+        parts = output.scheduled
+        tokens = mx.array(list(itertools.chain.from_iterable([p.token_ids for p in parts])))
         marks.append(time.perf_counter())
-        with cache.scheduled_step(inputs.num_new_tokens, output.shares_new_blocks):
-            metadata = cache.metadata
+        with cache.scheduled_step(
+            [part.request.seq_id for part in parts],
+            [part.num_new_tokens for part in parts],
+            [part.num_logit_rows for part in parts],
+            output.shares_new_blocks,
+        ) as metadata:
             packed = metadata.slot_mapping.packed
             marks.append(time.perf_counter())
             plan = AttentionPlan.pack(metadata, None, True)

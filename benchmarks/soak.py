@@ -30,7 +30,6 @@ from paged_testing.soak import Soak, make_request
 
 from mlx_paged import demo_model_path, load
 from mlx_paged.core.errors import IntegrityError
-from mlx_paged.engine.swap_space import SwapSpace
 from mlx_paged.models import qwen3
 
 TINY = {
@@ -122,10 +121,9 @@ def setup_arg_parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     args = setup_arg_parser().parse_args()
-    if args.swap != "auto":
-        SwapSpace._is_cheaper = lambda self: args.swap == "always"  # type: ignore[method-assign]
     model = make_model(args.model)
-    options = {"kv_cache_bytes": f"{args.blocks}blocks", "swap_bytes": f"{args.blocks}blocks"}
+    swap_bytes = {"auto": None, "always": f"{args.blocks}blocks", "never": 0}[args.swap]
+    options = {"kv_cache_bytes": f"{args.blocks}blocks", "swap_bytes": swap_bytes}
     soak = Soak(model, args.seed, engine_options=options)
     setting = machine_card() | {
         "model": args.model,

@@ -21,8 +21,7 @@ def main() -> None:
     model, tokenizer = load(demo_model_path())
     runner = ModelRunner(model, make_kv_cache(model, "paged", kv_cache_bytes="256blocks"))
 
-    # One step for all prompts, packed behind one another; then one step per token, for whoever
-    # still talks.
+    # One step for all prompts, packed; then one step per token, for the answers that go on.
     batch = {
         question: tokenizer.apply_chat_template(
             [{"role": "user", "content": question}], add_generation_prompt=True
@@ -31,9 +30,9 @@ def main() -> None:
     }
     answers: dict[str, list[int]] = {question: [] for question in QUESTIONS}
     while batch:
-        tokens = runner.run(batch, head=lambda logits: mx.argmax(logits, axis=-1))
+        tokens = map(int, mx.argmax(runner.run(batch), axis=-1))
         next_batch = {}
-        for question, token in zip(batch, map(int, tokens), strict=True):
+        for question, token in zip(batch, tokens, strict=True):
             if token in tokenizer.eos_token_ids or len(answers[question]) == 100:
                 continue
             answers[question].append(token)

@@ -30,23 +30,22 @@ _HOME_OF = {
     "AsyncEngine": "mlx_paged.engine.async_engine",
     "make_sampler": "mlx_lm.sample_utils",
     "ModelRunner": "mlx_paged.engine.model_runner",
-    "make_kv_cache": "mlx_paged.engine.model_runner",
-    "create_kv_cache": "mlx_paged.cache",
-    "KVCacheConfig": "mlx_paged.config",
+    "make_kv_cache": "mlx_paged.models.kv_cache",
+    "KVCacheConfig": "mlx_paged.cache",
 }
 
 
 if TYPE_CHECKING:
     from mlx_lm.sample_utils import make_sampler
 
-    from mlx_paged.cache import create_kv_cache
-    from mlx_paged.config import KVCacheConfig
+    from mlx_paged.cache import KVCacheConfig
     from mlx_paged.engine.async_engine import AsyncEngine
     from mlx_paged.engine.engine import Engine
-    from mlx_paged.engine.model_runner import ModelRunner, make_kv_cache
+    from mlx_paged.engine.model_runner import ModelRunner
     from mlx_paged.generation import GenerationResponse, generate, stream_generate
     from mlx_paged.llm import LLM
     from mlx_paged.loading import demo_model_path, load
+    from mlx_paged.models.kv_cache import make_kv_cache
     from mlx_paged.request import CompletionOutput, RequestOutput, SamplingParams
 
 
@@ -61,7 +60,6 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "__version__",
-    "create_kv_cache",
     "demo_model_path",
     "generate",
     "load",

@@ -1,4 +1,4 @@
-"""The configuration of cache and scheduler: frozen, resolved once, then passed on. Imports no MLX."""
+"""Budget and scheduler settings, and the defaults of a cache. Imports no MLX."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from mlx_paged.errors import ArgumentError, shown
 
 BLOCK_SIZES = (8, 16, 32, 64)
-DEFAULT_KV = "paged"
+KV_CACHES = ("basic", "paged")
+
+# The defaults of whatever makes a cache.
 DEFAULT_BLOCK_SIZE = 16
+DEFAULT_KV = "paged"
+DEFAULT_BACKEND = "auto"
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 512
-ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 _BUDGET = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(blocks?|[kmgt]?i?b?)\s*", re.IGNORECASE)
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
@@ -49,85 +52,6 @@ class KVBudget:
         raise ArgumentError(
             f"[kv cache] {argument} must be {BUDGET_NOTATION}, got {shown(text)}", argument
         )
-
-
-@dataclass(frozen=True)
-class KVCacheConfig:
-    """The shape of a model's K/V and the budget for it.
-
-    ``num_blocks`` is what sequences can hold together; a paged cache's slabs have one block more,
-    the null block."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: str = "float32"  # of the K/V: float32, float16 or bfloat16
-    block_size: int = 16  # tokens per block
-    num_blocks: int = 256
-
-    def __post_init__(self) -> None:
-        for name in ("num_layers", "num_kv_heads", "head_dim", "num_blocks"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"[kv cache] {name} must be a positive integer, got {value!r}")
-        if self.block_size not in BLOCK_SIZES:
-            raise ValueError(
-                f"[kv cache] block_size must be one of {BLOCK_SIZES}, got {self.block_size!r}"
-            )
-        if self.dtype not in ITEM_SIZES:
-            raise ValueError(
-                f"[kv cache] dtype must be one of {tuple(ITEM_SIZES)}, got {self.dtype!r}"
-            )
-
-    @property
-    def nbytes_per_token(self) -> int:
-        """K and V of one token in all layers: ``2 * num_layers * num_kv_heads * head_dim *
-        itemsize`` bytes.
-        """
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * ITEM_SIZES[self.dtype]
-
-    @property
-    def nbytes_per_block(self) -> int:
-        return self.nbytes_per_token * self.block_size
-
-    @property
-    def num_slots(self) -> int:
-        """Tokens that the budget holds."""
-        return self.num_blocks * self.block_size
-
-    @property
-    def nbytes(self) -> int:
-        """The budget in bytes, the paged cache's null block included."""
-        return (self.num_blocks + 1) * self.nbytes_per_block
-
-    @classmethod
-    def within(
-        cls,
-        budget: KVBudget,
-        *,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: str = "float32",
-        block_size: int = 16,
-    ) -> KVCacheConfig:
-        """The largest cache inside ``budget``; raises ``ValueError`` with the sum when not even one
-        block fits.
-        """
-        one = cls(num_layers, num_kv_heads, head_dim, dtype, block_size, num_blocks=1)
-        if budget.num_blocks is not None:
-            num_blocks = budget.num_blocks
-        else:
-            # One block of the bytes is the null block.
-            num_blocks = (budget.nbytes or 0) // one.nbytes_per_block - 1
-        if num_blocks < 1:
-            raise ArgumentError(
-                f"[kv cache] a budget of {budget.nbytes} bytes holds no block: one block of "
-                f"{block_size} tokens and the null block take 2 * {one.nbytes_per_block} = "
-                f"{one.nbytes} bytes; raise kv_cache_bytes",
-                "kv_cache_bytes",
-            )
-        return cls(num_layers, num_kv_heads, head_dim, dtype, block_size, num_blocks)
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from mlx_paged import foreign_arguments
 from mlx_paged.config import SchedulerConfig
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.model_runner import make_kv_cache
 from mlx_paged.foreign_arguments import ADVICE, OTHER_NAMES, argument_names, refusal
 from mlx_paged.generation import GenerationOptions, generate, generate_step, stream_generate
 from mlx_paged.llm import LLM
 from mlx_paged.loading import load
+from mlx_paged.models.kv_cache import make_kv_cache
 from mlx_paged.request import SamplingParams
 
 ENTRIES: dict[str, tuple[foreign_arguments.Kind, Callable[..., Any]]] = {

@@ -97,7 +97,7 @@ from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged import RequestOutput
-from mlx_paged.cache import BasicKVCache, KVCache, PagedKVCache
+from mlx_paged.cache import ContiguousKVCache, KVCache, PagedKVCache
 
 flag, kind = bool(prompt_a), str(prompt_a)
 Loaded = tuple[Module, TokenizerWrapper]
@@ -111,11 +111,8 @@ assert_type(mlx_paged.load("x", return_config=flag), Loaded | LoadedWithConfig)
 cache = mlx_paged.make_kv_cache(model)
 assert_type(cache, PagedKVCache)
 assert_type(mlx_paged.make_kv_cache(model, "paged", block_size=8), PagedKVCache)
-assert_type(mlx_paged.make_kv_cache(model, "basic"), BasicKVCache)
+assert_type(mlx_paged.make_kv_cache(model, "basic"), ContiguousKVCache)
 assert_type(mlx_paged.make_kv_cache(model, kind), KVCache)
-assert_type(mlx_paged.create_kv_cache("paged", cache.config), PagedKVCache)
-assert_type(mlx_paged.create_kv_cache("basic", cache.config), BasicKVCache)
-assert_type(mlx_paged.create_kv_cache(kind, cache.config), KVCache)
 
 runner = mlx_paged.ModelRunner(model, cache)
 assert_type(runner.run({"a": [1]}), mx.array)
@@ -131,7 +128,8 @@ assert_type(mlx_paged.AsyncEngine(model).stream("x"), Generator[RequestOutput, N
 def test_mypy_takes_a_mapping_whose_keys_are_texts_or_numbers(run_mypy):
     """A dict[str, int] is no Mapping[Hashable, int]: Mapping is invariant in its keys."""
     program = """
-cache = mlx_paged.create_kv_cache("paged", mlx_paged.KVCacheConfig(1, 1, 8))
+from mlx_paged.cache import PagedKVCache
+cache = PagedKVCache(mlx_paged.KVCacheConfig.uniform(1, 1, 8))
 by_name: dict[str, int] = {"a": 1}
 by_number: dict[int, int] = {1: 1}
 with cache.step(by_name), cache.step(by_number):
@@ -160,7 +158,7 @@ def test_mypy_finds_what_a_user_does_wrong(run_mypy):
         "mlx_paged.AsyncEngine(model).stream('x', cache_salt=1)": "arg-type",
         "mlx_paged.generate(model, tokenizer, 'x', max_token=1)": "call-arg",
         "mlx_paged.LLM('x').generate('x')[0].outputs[0].txt": "attr-defined",
-        "mlx_paged.KVCacheConfig('2', 1, 1)": "arg-type",
+        "mlx_paged.KVCacheConfig.uniform('2', 1, 1)": "arg-type",
         "mlx_paged.no_such_name": "attr-defined",
     }
     first_line = len(GIVEN.splitlines()) + 1

@@ -1,67 +1,28 @@
-"""KV caches: one protocol, two implementations, one factory."""
+"""KV caches: what a model, its runner and a library user see of them, and the two kinds."""
 
-from __future__ import annotations
-
-from typing import Literal, overload
-
-from mlx_paged.cache.base import (
-    KVCache,
-    KVCacheStats,
-    KVSnapshot,
-    SeqId,
-    Step,
-)
-from mlx_paged.cache.basic import BasicKVCache
-from mlx_paged.cache.paged import PagedKVCache, SwappedKV
-from mlx_paged.config import KVCacheConfig
-from mlx_paged.errors import CacheFullError, PromptTooLongError, shown
+from mlx_paged.cache.base import AnySeqId, KVCache, KVCacheStats, KVSnapshot, SwappedKV
+from mlx_paged.cache.config import KVCacheConfig
+from mlx_paged.cache.contiguous import ContiguousKVCache
+from mlx_paged.cache.formats import DenseFormat, KVFormat
+from mlx_paged.cache.layer import LayerKV, LayerSpec
+from mlx_paged.cache.paged import PagedKVCache
+from mlx_paged.errors import CacheFullError, PromptTooLongError
+from mlx_paged.request import SeqId
 
 __all__ = [
-    "KV_CACHES",
-    "BasicKVCache",
+    "AnySeqId",
     "CacheFullError",
+    "ContiguousKVCache",
+    "DenseFormat",
     "KVCache",
+    "KVCacheConfig",
     "KVCacheStats",
+    "KVFormat",
     "KVSnapshot",
+    "LayerKV",
+    "LayerSpec",
     "PagedKVCache",
     "PromptTooLongError",
     "SeqId",
-    "Step",
     "SwappedKV",
-    "create_kv_cache",
 ]
-
-KV_CACHES: dict[str, type[BasicKVCache] | type[PagedKVCache]] = {
-    "basic": BasicKVCache,
-    "paged": PagedKVCache,
-}
-
-
-@overload
-def create_kv_cache(
-    kind: Literal["paged"], config: KVCacheConfig, backend: str = "auto"
-) -> PagedKVCache: ...
-
-
-@overload
-def create_kv_cache(
-    kind: Literal["basic"], config: KVCacheConfig, backend: str = "auto"
-) -> BasicKVCache: ...
-
-
-@overload
-def create_kv_cache(kind: str, config: KVCacheConfig, backend: str = "auto") -> KVCache: ...
-
-
-def create_kv_cache(kind: str, config: KVCacheConfig, backend: str = "auto") -> KVCache:
-    """An empty KV cache of ``kind``: ``"basic"`` (contiguous) or ``"paged"``.
-
-    Raises:
-        ValueError: the kind is unknown.
-        BackendError: the backend is unknown or can't be had on this machine.
-    """
-    if kind not in KV_CACHES:
-        raise ValueError(
-            f"[kv cache] unknown cache mode {shown(kind)}; supported: {', '.join(KV_CACHES)}"
-        )
-    return KV_CACHES[kind](config, backend=backend)

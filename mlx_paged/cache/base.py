@@ -1,68 +1,68 @@
-"""What every KV cache does, whatever lies behind it: the protocol between a model, its runner and
-its K/V.
-"""
+"""What every KV cache does, whatever stores its rows: steps, sequences, and memory."""
 
 from __future__ import annotations
 
-import itertools
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import mlx.core as mx
+import numpy as np
 
-from mlx_paged.config import KVCacheConfig
+from mlx_paged.cache.config import KVCacheConfig
+from mlx_paged.cache.layer import LayerKV
+from mlx_paged.core import BlockCopy, BlockPool, BlockTable, KVCacheManager
+from mlx_paged.errors import CacheFullError
+from mlx_paged.ops import AttentionMetadata, Backend
+from mlx_paged.request import SeqId
 
-SeqId = Hashable
 # The key of a mapping that a caller hands in. Mapping is invariant in its keys: with SeqId for
 # them, a type checker would refuse a dict[str, int].
 AnySeqId: TypeAlias = Any
+# Rows of every layer: one array per layer, or a single array where all layers are alike.
+LayerRows: TypeAlias = Sequence[mx.array] | mx.array
 
-
-@dataclass(frozen=True, eq=False)
-class Step:
-    """The packed inputs of one step: new tokens of all its sequences behind one another."""
-
-    positions: mx.array  # [num_tokens] int32, of each new token in its sequence
-    last_rows: (
-        mx.array
-    )  # [num_seqs] int32, the row of each sequence's last new token (vLLM: logits_indices)
-    num_tokens: int
-
-    @classmethod
-    def build(cls, starts: Sequence[int], counts: Sequence[int]) -> Step:
-        """Of sequences with so many tokens before the step, and so many new ones."""
-        positions: list[int] = []
-        for start, n in zip(starts, counts, strict=True):
-            positions += range(start, start + n)
-        last_rows = [end - 1 for end in itertools.accumulate(counts)]
-        return cls(mx.array(positions), mx.array(last_rows), len(positions))
+INITIAL_BLOCKS = 64
 
 
 @dataclass(frozen=True, eq=False)
 class KVSnapshot:
-    """One sequence's dense K and V in all layers, independent of the cache it came from."""
+    """One sequence's dense K and V, independent of the cache they came from."""
 
-    keys: mx.array  # [num_layers, num_kv_heads, num_tokens, head_dim]
-    values: mx.array  # the same
+    keys: tuple[mx.array, ...]  # per layer, [num_kv_heads, num_tokens, key_dim]
+    values: tuple[mx.array, ...]  # per layer, [num_kv_heads, num_tokens, value_dim]
 
     @property
     def num_tokens(self) -> int:
-        return self.keys.shape[2]
+        return self.keys[0].shape[1]
+
+
+@dataclass(frozen=True, eq=False)
+class SwappedKV:
+    """One sequence's K/V in host memory."""
+
+    # Per layer K and V, [num_kv_heads, num_tokens, width]
+    rows: list[tuple[np.ndarray, np.ndarray]]
+
+    @property
+    def num_tokens(self) -> int:
+        num_tokens: int = self.rows[0][0].shape[1]
+        return num_tokens
 
 
 @dataclass(frozen=True)
 class KVCacheStats:
-    """What a cache holds now. Blocks are 0 for a cache that has none."""
+    """What a cache holds now."""
 
     num_seqs: int
     num_tokens: int
-    nbytes_used: int  # K/V of the tokens held
-    nbytes_held: int  # K/V memory allocated for them
-    blocks_used: int = 0
-    num_blocks: int = 0  # the budget
+    nbytes_used: int  # of the blocks in use
+    nbytes_held: int  # allocated for K/V
+    blocks_used: int
+    num_blocks: int  # the budget
 
 
 class KVCache(ABC):
@@ -71,33 +71,127 @@ class KVCache(ABC):
     A sequence is any hashable id; it begins with the first step that names it and ends with
     :meth:`free`. A step adds tokens to some sequences::
 
-        with cache.step({"a": 1, "b": 17}) as step:          # one decode and a prompt of 17, packed: 18 rows
-            logits = model(tokens, step.positions, cache)    # each layer calls cache.update_and_attend(...)
-            mx.eval(logits, cache.arrays)                    # evaluate a step before the next one is built
+        with cache.step({"a": 1, "b": 17}) as step:     # a decode and a prompt of 17: 18 rows
+            logits = model(tokens, cache.layers, step.logit_rows)
+            mx.eval(logits, cache.arrays)               # before the next step is built
 
-    If the body raises, the step did not happen.
+    If the body raises, the step did not happen. A scheduler, which allocates through
+    :attr:`manager` and takes back what failed itself, uses :meth:`scheduled_step`.
+
+    Args:
+        config: shape and budget.
+        initial_blocks: blocks to begin with; more are added when they are needed.
+
+    Attributes:
+        layers: one per layer of the model, which sees nothing else of a cache.
+        manager: which blocks each sequence holds.
+        pool: the blocks. It has one more than sequences can hold, the null block.
     """
 
-    kind: str
+    kind: ClassVar[str]
+    can_swap: ClassVar[bool] = False  # whether swap_out and swap_in are there
+    backend: Backend | None = None  # what computes attention; None is MLX's own SDPA
+    layers: Sequence[LayerKV]
+    manager: KVCacheManager
+    pool: BlockPool
 
-    def __init__(self, config: KVCacheConfig):
+    def __init__(self, config: KVCacheConfig, initial_blocks: int = INITIAL_BLOCKS):
         self.config = config
-        self.dtype: mx.Dtype = getattr(mx, config.dtype)
-        self._in_step = False
+        self._step: AttentionMetadata | None = None
+        self._initial_blocks = min(initial_blocks, config.num_blocks)
+        self.layers = ()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything: sequences, the prefix cache, an open step, and storage that an
+        interrupt left uneven.
+        """
+        self.close_step()
+        self._max_num_blocks = self.config.num_blocks
+        self.layers = ()  # the old arrays go before new ones come
+        num_blocks = self._initial_blocks + 1
+        self.layers = self._allocate_layers(num_blocks)
+        self.pool = BlockPool(num_blocks, self.config.block_size)
+        self.manager = KVCacheManager(self.pool, self._shares_blocks)
+
+    # What a kind of storage implements
+
+    _shares_blocks: ClassVar[bool]  # whether several sequences can read the rows of one block
+
+    @abstractmethod
+    def _allocate_layers(self, num_blocks: int) -> Sequence[LayerKV]:
+        """New layers with room for blocks of ids below ``num_blocks``."""
+
+    @abstractmethod
+    def _prepare(self, step: AttentionMetadata) -> None:
+        """Make storage ready for the rows of a step that opens."""
+
+    @abstractmethod
+    def _finish(self) -> None:
+        """The body of a step has returned."""
+
+    @abstractmethod
+    def _grow(self, num_new_blocks: int) -> bool:
+        """Make storage ready for more blocks; False, and nothing has changed, if there is no
+        memory.
+        """
+
+    @abstractmethod
+    def _fit(self) -> None:
+        """Give back storage that no sequence needs, after the pool has shrunk."""
+
+    @abstractmethod
+    def _gather(
+        self, layer: int, block_ids: Sequence[int], num_tokens: int
+    ) -> tuple[mx.array, mx.array]:
+        """The stored K and V of the tokens in these blocks, ``[num_kv_heads, num_tokens, width]``;
+        they may be views.
+        """
+
+    @abstractmethod
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy blocks in all layers: ``(source, destination)`` ids."""
+
+    @property
+    @abstractmethod
+    def arrays(self) -> list[mx.array]:
+        """What has to be evaluated for every write of the last step to have happened."""
+
+    @property
+    @abstractmethod
+    def nbytes_held(self) -> int:
+        """Bytes allocated for K/V."""
+
+    def swap_out(self, block_ids: Sequence[int], num_tokens: int) -> SwappedKV:
+        """Copy the first ``num_tokens`` tokens of a block table to host memory."""
+        raise NotImplementedError(f"[{self.kind} cache] can't swap")
+
+    def swap_in(self, seq: SeqId, swapped: SwappedKV, start: int, end: int) -> None:
+        """Copy the tokens ``start : end`` back into the slots that the manager gave the sequence
+        for them.
+        """
+        raise NotImplementedError(f"[{self.kind} cache] can't swap")
 
     # Steps
 
     @contextmanager
-    def step(self, num_new_tokens: Mapping[AnySeqId, int]) -> Iterator[Step]:
-        """Room for so many new tokens of each sequence, in the mapping's order; their lengths grow
-        when the body is done.
+    def step(
+        self,
+        num_new_tokens: Mapping[AnySeqId, int],
+        num_logit_rows: Sequence[int] | None = None,
+    ) -> Iterator[AttentionMetadata]:
+        """Allocate slots for new tokens of each sequence, in the mapping's order, and open a step.
+
+        Args:
+            num_new_tokens: of each sequence, at least 1.
+            num_logit_rows: as in :meth:`scheduled_step`.
 
         Raises:
             CacheFullError: the budget can't hold them; nothing was changed.
             ValueError: no sequence, or a sequence without a new token.
             RuntimeError: another step of this cache is open.
         """
-        if self._in_step:
+        if self._step is not None:
             raise RuntimeError(
                 f"[{self.kind} cache] a step is open already; finish it before the next one"
             )
@@ -106,66 +200,187 @@ class KVCache(ABC):
         for seq, num_new in num_new_tokens.items():
             if num_new < 1:
                 raise ValueError(
-                    f"[{self.kind} cache] sequence {seq!r}: a step adds at least 1 token, got {num_new}"
+                    f"[{self.kind} cache] sequence {seq!r}: a step adds at least 1 token, "
+                    f"got {num_new}"
                 )
-        counts = list(num_new_tokens.values())
-        starts = [self.seq_len(seq) for seq in num_new_tokens]
-        self._begin_step(num_new_tokens)
-        self._in_step = True
+        tables = self.manager.tables
+        lengths_before = {seq: tables[seq].num_tokens for seq in num_new_tokens if seq in tables}
         try:
-            yield Step.build(starts, counts)
-        except BaseException:
-            self._abort_step()
+            self._allocate_slots(num_new_tokens)
+            seq_ids, counts = list(num_new_tokens), list(num_new_tokens.values())
+            with self.scheduled_step(seq_ids, counts, num_logit_rows) as step:
+                yield step
+        except BaseException:  # Ctrl-C, too.
+            for seq in num_new_tokens:
+                if seq in lengths_before:
+                    self.manager.trim(seq, lengths_before[seq])
+                elif seq in tables:
+                    self.free(seq)
             raise
-        else:
-            self._commit_step()
-        finally:
-            self._in_step = False
 
-    @abstractmethod
-    def _begin_step(self, num_new_tokens: Mapping[SeqId, int]) -> None:
-        """Make room, or raise CacheFullError and change nothing."""
+    def _allocate_slots(self, num_new_tokens: Mapping[SeqId, int]) -> None:
+        num_needed = sum(
+            self.manager.num_needed_blocks(seq, n) for seq, n in num_new_tokens.items()
+        )
+        if num_needed > self.pool.num_free_blocks + self.num_growable_blocks:
+            raise CacheFullError(
+                f"[{self.kind} cache] {sum(num_new_tokens.values())} new tokens need {num_needed} "
+                f"blocks of {self.config.block_size}, the budget holds {self._max_num_blocks} and "
+                f"{self.pool.num_used_blocks} are in use; raise kv_cache_bytes or free a sequence"
+            )
+        self.make_room(num_needed)
+        for seq, num_new in num_new_tokens.items():
+            copies = self.manager.allocate_slots(seq, num_new)
+            if copies is None:
+                raise CacheFullError(
+                    f"[{self.kind} cache] the device has no more memory, though the budget would "
+                    "allow it"
+                )
+            # At once: a source may be handed out again by the next sequence's allocation.
+            self.copy_blocks(copies)
 
-    @abstractmethod
-    def _commit_step(self) -> None:
-        """The open step's tokens are in the cache now."""
-
-    @abstractmethod
-    def _abort_step(self) -> None:
-        """Forget the open step; sequences are as they were before it."""
-
-    @abstractmethod
-    def update(self, layer: int, k: mx.array, v: mx.array) -> None:
-        """Write the open step's rows of one layer, ``[num_tokens, num_kv_heads, head_dim]`` each."""
-
-    @abstractmethod
-    def update_and_attend(
-        self, layer: int, q: mx.array, k: mx.array, v: mx.array, scale: float
-    ) -> mx.array:
-        """Write the open step's K/V rows of ``layer``, then attend: causal within each sequence.
+    @contextmanager
+    def scheduled_step(
+        self,
+        seq_ids: Sequence[SeqId],
+        num_new_tokens: Sequence[int],
+        num_logit_rows: Sequence[int] | None = None,
+        shares_new_blocks: bool = False,
+    ) -> Iterator[AttentionMetadata]:
+        """Open a step whose slots were allocated through :attr:`manager`; it is closed whatever
+        happens.
 
         Args:
-            q: ``[num_tokens, num_heads, head_dim]``, rotated; or ``[num_seqs, ...]``, of each
-                sequence's last new token only.
-            k, v: ``[num_tokens, num_kv_heads, head_dim]``; cast to the cache's dtype.
-            scale: of the scores, usually ``head_dim ** -0.5``.
-
-        Returns:
-            The shape and dtype of ``q``.
+            seq_ids: the sequences, in the order of the packed rows.
+            num_new_tokens: of each sequence, the last ones that it has slots for.
+            num_logit_rows: of how many of its last tokens each sequence wants logits; 1 of each by
+                default. If no sequence wants any, the step has one row of logits all the same: MLX
+                refuses some products of no rows.
+            shares_new_blocks: see :meth:`AttentionMetadata.build`.
         """
+        if num_logit_rows is not None:
+            num_logit_rows = list(num_logit_rows)
+            if not any(num_logit_rows):
+                num_logit_rows[-1] = 1
+        tables = [self.manager.tables[seq] for seq in seq_ids]
+        # Valid by construction: the manager guarantees it. No table changes before the step is
+        # over, so its live arrays will do.
+        step = self._step = AttentionMetadata(
+            [table.packed_block_ids for table in tables],
+            [table.num_tokens for table in tables],
+            list(num_new_tokens),
+            self.config.block_size,
+            shares_new_blocks,
+            num_logit_rows,
+            known_max_block_id=self.pool.num_blocks - 1,
+        )
+        try:
+            self._prepare(step)
+            for layer in self.layers:
+                layer.open(step)
+            yield step
+            self._finish()
+        finally:
+            self.close_step()
+
+    def close_step(self) -> None:
+        """Forget the open step, if there is one, whatever became of its rows."""
+        self._step = None
+        for layer in self.layers:
+            layer.close()
+
+    # Memory
+
+    @property
+    def num_growable_blocks(self) -> int:
+        """Blocks that the budget allows beyond those in the pool."""
+        return self._max_num_blocks - self.pool.num_usable_blocks
+
+    def make_room(self, num_blocks: int) -> None:
+        """Grow until ``num_blocks`` can be taken without evicting any, as far as the budget and the
+        device allow.
+        """
+        num_missing = min(num_blocks - self.pool.num_empty_blocks, self.num_growable_blocks)
+        if num_missing <= 0:
+            return
+        num_usable = self.pool.num_usable_blocks
+        # Doubling makes the copies of growth a constant per token. Where that can't be had, what is
+        # needed may be.
+        doubled = min(max(num_missing, num_usable), self.num_growable_blocks)
+        for num_new_blocks in dict.fromkeys((doubled, num_missing)):
+            if self._grow(num_new_blocks):
+                self.pool.grow(num_new_blocks)
+                return
+        # What there is, is the budget from now on, until memory is given back.
+        self._max_num_blocks = num_usable
+        warnings.warn(
+            f"[{self.kind} cache] no memory for more than {num_usable} blocks, which are the "
+            "budget now",
+            stacklevel=2,
+        )
+
+    def shrink(self) -> int:
+        """Give back memory that no sequence needs; returns how many bytes. What is cached there is
+        forgotten, and what stays is copied.
+
+        Raises:
+            RuntimeError: a step is open.
+        """
+        if self._step is not None:
+            raise RuntimeError(f"[{self.kind} cache] a step is open; shrink after it")
+        self._max_num_blocks = self.config.num_blocks
+        last_used = max(
+            (max(table.packed_block_ids, default=0) for table in self.manager.tables.values()),
+            default=0,
+        )
+        num_blocks = max(last_used, self._initial_blocks) + 1
+        before = self.nbytes_held
+        if num_blocks < self.pool.num_blocks:
+            is_shrunk = self.pool.shrink_to(num_blocks)
+            assert is_shrunk, "no block behind the last used one is in use"
+        self._fit()
+        return before - self.nbytes_held
+
+    def stats(self) -> KVCacheStats:
+        stats = self.manager.stats()
+        return KVCacheStats(
+            num_seqs=stats.num_requests,
+            num_tokens=stats.num_tokens,
+            nbytes_used=stats.num_used_blocks * self.config.nbytes_per_block,
+            nbytes_held=self.nbytes_held,
+            blocks_used=stats.num_used_blocks,
+            num_blocks=self.config.num_blocks,
+        )
 
     # Sequences
 
-    @abstractmethod
-    def seq_len(self, seq: SeqId) -> int:
-        """Tokens held of a sequence; 0 when there is no such sequence."""
-
     @property
-    @abstractmethod
     def seqs(self) -> list[SeqId]:
         """The sequences held, oldest first."""
+        return list(self.manager.tables)
 
-    @abstractmethod
+    def seq_len(self, seq: SeqId) -> int:
+        """Tokens held of a sequence; 0 when there is no such sequence."""
+        return self.manager.num_tokens(seq)
+
+    def max_seq_len(self, seq: SeqId) -> int:
+        """The length to which a sequence, held already or not, could grow if the others stay as
+        they are.
+        """
+        num_free = self._max_num_blocks - self.pool.num_used_blocks
+        if seq not in self.manager.tables:
+            return num_free * self.config.block_size
+        table = self.manager.tables[seq]
+        # A shared tail is copied before it is written, and the copy takes a block.
+        num_copied = int(table.num_unfilled_slots > 0 and table.num_new_blocks(1) > 0)
+        if num_copied > num_free:
+            return table.num_tokens
+        return table.capacity + (num_free - num_copied) * self.config.block_size
+
+    def block_ids(self, seq: SeqId) -> tuple[int, ...]:
+        """The block table of a sequence; ``KeyError`` when there is no such sequence."""
+        return tuple(self._table(seq).block_ids)
+
     def trim(self, seq: SeqId, length: int) -> None:
         """Forget a sequence's tokens from position ``length`` on (``trim_to``, after speculation or
         an edited turn).
@@ -174,77 +389,97 @@ class KVCache(ABC):
             KeyError: no such sequence.
             ValueError: ``length`` is negative or beyond the sequence.
         """
+        num_tokens = self._table(seq).num_tokens
+        if not 0 <= length <= num_tokens:
+            raise ValueError(
+                f"[{self.kind} cache] trim: length {length} must be within 0..{num_tokens}"
+            )
+        self.manager.trim(seq, length)
 
-    @abstractmethod
     def free(self, seq: SeqId) -> None:
         """Forget a sequence; raises ``KeyError`` when there is no such sequence."""
+        self._table(seq)
+        self.manager.free(seq)
 
-    @abstractmethod
     def fork(self, seq: SeqId, new_seq: SeqId) -> None:
         """A second sequence with the same tokens, sharing their K/V until one of the two writes.
 
         Raises:
             KeyError: no such sequence.
             ValueError: ``new_seq`` exists.
-            CacheFullError: a basic cache counts the copy that the first write will make, and it
-                doesn't fit.
+            CacheFullError: a contiguous cache counts the copy that the first write will make, and
+                it doesn't fit.
         """
+        table = self._table(seq)
+        if new_seq in self.manager.tables:
+            raise ValueError(f"[{self.kind} cache] fork: sequence {new_seq!r} exists already")
+        if not self.manager.shares_blocks:
+            self.make_room(len(table.block_ids))
+        if not self.manager.fork(seq, new_seq):
+            raise CacheFullError(
+                f"[{self.kind} cache] a fork of {table.num_tokens} tokens needs "
+                f"{len(table.block_ids)} blocks of {self.config.block_size}, the budget holds "
+                f"{self._max_num_blocks} and {self.pool.num_used_blocks} are in use; raise "
+                "kv_cache_bytes or free a sequence"
+            )
+        if not self.manager.shares_blocks:
+            copies = self.manager.tables[new_seq].block_ids
+            self.copy_blocks(list(zip(table.block_ids, copies, strict=True)))
 
-    @abstractmethod
     def materialize(self, seq: SeqId, layer: int) -> tuple[mx.array, mx.array]:
-        """Dense K and V of one layer, ``[num_kv_heads, num_tokens, head_dim]`` each; ``KeyError``
-        if not there.
+        """Dense K and V of one layer, ``[num_kv_heads, num_tokens, key_dim]`` and ``value_dim``,
+        independent of the cache; ``KeyError`` if not there.
         """
+        table = self._table(seq)
+        if table.num_tokens == 0:
+            keys, values = self.layers[layer].spec.zeros(1, 0)
+            return keys[0], values[0]
+        keys, values = self._gather(layer, table.block_ids, table.num_tokens)
+        # A view that stays alive would make the next write copy the whole array behind it. The
+        # product is exact and, unlike mx.contiguous, never shares the memory of a view that is
+        # contiguous already.
+        keys, values = keys * 1, values * 1
+        mx.eval(keys, values)
+        return keys, values
 
-    @property
-    @abstractmethod
-    def arrays(self) -> list[mx.array]:
-        """What has to be evaluated for every write so far to have happened."""
+    def append(self, seq: SeqId, k: LayerRows, v: LayerRows) -> None:
+        """Append rows of one or more tokens in all layers (``push_row`` elsewhere; a model appends
+        through :meth:`LayerKV.update_and_attend` instead).
 
-    @abstractmethod
-    def stats(self) -> KVCacheStats: ...
-
-    @abstractmethod
-    def max_seq_len(self, seq: SeqId) -> int:
-        """The length to which a sequence, held already or not, could grow if the others stay as
-        they are.
-        """
-
-    def append(self, seq: SeqId, k: mx.array, v: mx.array) -> None:
-        """Append rows of one or more tokens in all layers: ``[num_layers, num_tokens, num_kv_heads,
-        head_dim]`` each.
-
-        ``push_row`` elsewhere. A model appends through :meth:`update_and_attend` instead.
+        Args:
+            k: per layer ``[num_tokens, num_kv_heads, key_dim]``, or one array of all layers.
+            v: the same, with ``value_dim``.
 
         Raises:
             ValueError: a shape that doesn't fit the cache.
             CacheFullError: the budget can't hold them; nothing was changed.
         """
-        config = self.config
-        expected = (
-            config.num_layers,
-            k.shape[1] if k.ndim == 4 else 1,
-            config.num_kv_heads,
-            config.head_dim,
-        )
-        if k.shape != expected or v.shape != expected:
+        if not len(k) == len(v) == len(self.layers):
             raise ValueError(
-                f"[{self.kind} cache] append: expected [num_layers, num_tokens, num_kv_heads, head_dim] = "
-                f"[{config.num_layers}, *, {config.num_kv_heads}, {config.head_dim}], got {list(k.shape)} and "
-                f"{list(v.shape)}"
+                f"[{self.kind} cache] append: expected rows of {len(self.layers)} layers, got "
+                f"{len(k)} of K and {len(v)} of V"
             )
-        with self.step({seq: k.shape[1]}):
-            for layer in range(config.num_layers):
-                self.update(layer, k[layer], v[layer])
+        num_tokens = k[0].shape[0]
+        for index, layer in enumerate(self.layers):
+            spec = layer.spec
+            for name, rows, width in (("k", k, spec.key_dim), ("v", v, spec.value_dim)):
+                expected = (num_tokens, spec.num_kv_heads, width)
+                if rows[index].shape != expected:
+                    raise ValueError(
+                        f"[{self.kind} cache] append: expected {name}[{index}] of shape "
+                        f"[num_tokens, num_kv_heads, width] = {list(expected)}, got "
+                        f"{list(rows[index].shape)}"
+                    )
+        with self.step({seq: num_tokens}):
+            for index, layer in enumerate(self.layers):
+                layer.update(k[index], v[index])
             mx.eval(self.arrays)
 
-    def set_prompt(self, seq: SeqId, k: mx.array, v: mx.array) -> None:
-        """Make these rows the whole sequence, in place of what it held; shapes and errors as
-        :meth:`append`.
-
-        ``set_prefill`` elsewhere.
+    def set_prompt(self, seq: SeqId, k: LayerRows, v: LayerRows) -> None:
+        """Make these rows the whole sequence, in place of what it held (``set_prefill`` elsewhere);
+        shapes and errors as :meth:`append`.
         """
-        if seq in self.seqs:
+        if seq in self.manager.tables:
             self.free(seq)
         self.append(seq, k, v)
 
@@ -252,50 +487,17 @@ class KVCache(ABC):
         """A sequence's K/V, evaluated and independent of this cache; ``KeyError`` when there is no
         such sequence.
         """
-        layers = [self.materialize(seq, layer) for layer in range(self.config.num_layers)]
-        snapshot = KVSnapshot(mx.stack([k for k, _ in layers]), mx.stack([v for _, v in layers]))
-        mx.eval(snapshot.keys, snapshot.values)
-        return snapshot
+        rows = [self.materialize(seq, layer) for layer in range(len(self.layers))]
+        return KVSnapshot(tuple(k for k, _ in rows), tuple(v for _, v in rows))
 
     def restore(self, seq: SeqId, snapshot: KVSnapshot) -> None:
         """Make ``seq`` hold a snapshot, of a cache of either kind; errors as :meth:`append`."""
-        self.set_prompt(seq, snapshot.keys.swapaxes(1, 2), snapshot.values.swapaxes(1, 2))
+        keys, values = (
+            [rows.swapaxes(0, 1) for rows in part] for part in (snapshot.keys, snapshot.values)
+        )
+        self.set_prompt(seq, keys, values)
 
-    @staticmethod
-    def _detach(view: mx.array) -> mx.array:
-        """An evaluated copy: a view that stays alive would make the next write copy the whole array
-        behind it.
-        """
-        # The product is exact and, unlike mx.contiguous, never shares the memory of a view that is
-        # contiguous already.
-        copy = view * 1
-        mx.eval(copy)
-        return copy
-
-    def shrink(self) -> int:
-        """Give back memory that no sequence needs; returns how many bytes. A copy of what stays is
-        the price.
-
-        Raises:
-            RuntimeError: a step is open.
-        """
-        if self._in_step:
-            raise RuntimeError(f"[{self.kind} cache] a step is open; shrink after it")
-        return 0
-
-    def _missing(self, seq: SeqId) -> KeyError:
-        return KeyError(f"[{self.kind} cache] no sequence {seq!r}; it holds {self.seqs}")
-
-    def _check_fork(self, seq: SeqId, new_seq: SeqId) -> None:
-        if seq not in self.seqs:
-            raise self._missing(seq)
-        if new_seq in self.seqs:
-            raise ValueError(f"[{self.kind} cache] fork: sequence {new_seq!r} exists already")
-
-    def _check_trim(self, seq: SeqId, length: int) -> None:
-        if seq not in self.seqs:
-            raise self._missing(seq)
-        if not 0 <= length <= self.seq_len(seq):
-            raise ValueError(
-                f"[{self.kind} cache] trim: length {length} must be within 0..{self.seq_len(seq)}"
-            )
+    def _table(self, seq: SeqId) -> BlockTable:
+        if seq not in self.manager.tables:
+            raise KeyError(f"[{self.kind} cache] no sequence {seq!r}; it holds {self.seqs}")
+        return self.manager.tables[seq]

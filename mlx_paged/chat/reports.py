@@ -103,7 +103,7 @@ class Reports:
         say(
             f"[K/V budget: {config.num_blocks:,} blocks of {config.block_size} tokens = "
             f"{config.num_slots:,} tokens = {config.nbytes / 1e9:.2f} GB "
-            f"({config.nbytes_per_token:,} bytes a token in {config.dtype}); grows into it]"
+            f"({config.nbytes_per_token:,} bytes a token in {config.layers[0].format}); grows into it]"
         )
         say(f"[context: {conversation.engine.max_model_len:,} tokens, prompt and answer together]")
         own = (
@@ -169,7 +169,8 @@ def _device() -> str:
 
 
 def _backend(conversation: Conversation) -> str:
-    return str(getattr(conversation.engine.cache, "backend", "MLX SDPA"))
+    backend = conversation.engine.cache.backend
+    return "MLX SDPA" if backend is None else backend.name
 
 
 def _budget_in_words(conversation: Conversation) -> str:

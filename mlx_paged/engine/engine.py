@@ -19,10 +19,16 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.argument_values import as_integer, check_integer
 from mlx_paged.cache import SwappedKV
-from mlx_paged.config import DEFAULT_BLOCK_SIZE, DEFAULT_KV, KVBudget, SchedulerConfig
+from mlx_paged.config import (
+    DEFAULT_BACKEND,
+    DEFAULT_BLOCK_SIZE,
+    DEFAULT_KV,
+    KVBudget,
+    SchedulerConfig,
+)
 from mlx_paged.core import KVCacheManagerStats, hash_token_blocks
 from mlx_paged.engine.batch import Batch
-from mlx_paged.engine.model_runner import ModelRunner, check_model, make_kv_cache
+from mlx_paged.engine.model_runner import ModelRunner
 from mlx_paged.engine.options import SchedulerOptions
 from mlx_paged.engine.prompts import Prompt, as_tokenizer, read_prompt
 from mlx_paged.engine.request_state import RequestState
@@ -32,7 +38,8 @@ from mlx_paged.engine.swap_space import SwapSpace, is_swapping_cheaper
 from mlx_paged.errors import forget_frames, request_error
 from mlx_paged.foreign_arguments import argument_names, refuses_unknown_arguments
 from mlx_paged.models.context_length import context_limit
-from mlx_paged.models.language_model import as_language_model
+from mlx_paged.models.kv_cache import make_kv_cache
+from mlx_paged.models.language_model import check_model
 from mlx_paged.request import (
     Request,
     RequestOutput,
@@ -112,14 +119,13 @@ class Engine:
         kv: str = DEFAULT_KV,
         block_size: int = DEFAULT_BLOCK_SIZE,
         kv_cache_bytes: str | int | None = None,
-        backend: str = "auto",
+        backend: str = DEFAULT_BACKEND,
         swap_bytes: str | int | None = None,
         seed: int | None = None,
         max_model_len: int | None = None,
         **scheduler_options: Unpack[SchedulerOptions],
     ):
-        check_model(model)
-        self.max_model_len = context_limit(as_language_model(model).args, max_model_len)
+        self.max_model_len = context_limit(check_model(model).args, max_model_len)
         config = SchedulerConfig(max_model_len=self.max_model_len, **scheduler_options)
         if tokenizer is not None:
             tokenizer = as_tokenizer(tokenizer)
@@ -159,10 +165,10 @@ class Engine:
 
     def _num_swap_tokens(self, swap_bytes: str | int | None) -> int:
         config = self.cache.config
-        if not getattr(self.cache, "can_swap", True):
+        if not self.cache.can_swap:
             return 0
         if swap_bytes is None:
-            sizes = [leaf.size for _, leaf in tree_flatten(self.model.parameters())]
+            sizes = [leaf.size for leaf in dict(tree_flatten(self.model.parameters())).values()]
             is_cheaper = is_swapping_cheaper(sum(sizes), config.nbytes_per_token)
             return int(config.num_slots * DEFAULT_SWAP_SHARE) if is_cheaper else 0
         is_zero = isinstance(swap_bytes, str) and swap_bytes.strip() == "0"

@@ -1,55 +1,73 @@
-"""What every model here offers beyond MLX's ``Module``, whose type knows none of its attributes."""
+"""What a model must offer to run here."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol, cast
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
-from mlx_paged.cache import KVCache
+from mlx_paged.argument_values import kind_of
+from mlx_paged.cache import LayerKV, LayerSpec
 
 
 class ModelArgs(Protocol):
     """The fields of a model's configuration that are read outside of the model."""
 
-    num_hidden_layers: int
-    num_key_value_heads: int
-    head_dim: int
     vocab_size: int
     max_position_embeddings: int
     rope_scaling: dict[str, Any] | None
 
 
-class LanguageModel(Module):
-    """A model for packed input.
+class LanguageModel(Module, ABC):
+    """A model for packed input: the tokens of a ragged batch on one axis, nothing padded.
 
-    :class:`mlx_paged.models.qwen3.Model` says what the call takes and returns.
+    To add one, write ``models/<model_type>.py`` with a ``Model`` and a ``ModelArgs`` as
+    :mod:`mlx_paged.models.qwen3` has them.
 
     Attributes:
         args: the model's configuration.
-        dtype: of its activations, and so of K/V.
     """
 
     args: ModelArgs
 
     @property
+    @abstractmethod
     def dtype(self) -> mx.Dtype:
-        raise NotImplementedError
+        """Of the activations."""
 
+    @property
+    @abstractmethod
+    def layer_specs(self) -> list[LayerSpec]:
+        """The K/V of each layer, usually in :attr:`dtype`; layers may differ."""
+
+    @abstractmethod
     def __call__(
         self,
-        tokens: mx.array,
-        positions: mx.array,
-        cache: KVCache,
-        last_rows: mx.array | None = None,
+        tokens: mx.array,  # [num_tokens] int32, packed
+        layers: Sequence[LayerKV],
+        logit_rows: mx.array | None = None,  # [num_rows] int32
     ) -> mx.array:
-        raise NotImplementedError
+        """Run the open step of a cache.
+
+        A layer calls ``kv.update_and_attend`` on its own of ``layers``, with K and V of all tokens;
+        positions are ``layers[0].offset``. The last layer may leave out the queries of rows whose
+        logits are not wanted.
+
+        Args:
+            layers: ``cache.layers``.
+            logit_rows: ``step.logit_rows``, the rows whose logits are wanted; ``None`` is all.
+
+        Returns:
+            Logits ``[num_rows, vocab_size]``.
+        """
 
 
-def as_language_model(model: Module) -> LanguageModel:
-    """``model`` by the type that it has.
-
-    Users give a ``Module``; what it offers is checked elsewhere, by its attributes.
-    """
-    return cast(LanguageModel, model)
+def check_model(model: object) -> LanguageModel:
+    """``model``; raises ``ValueError`` unless it is one that :func:`mlx_paged.load` returns."""
+    if not isinstance(model, LanguageModel):
+        kind = f"{type(model).__module__}.{kind_of(model)}".removeprefix("builtins.")
+        raise ValueError(f"[model] model must be one that mlx_paged.load returns, got {kind}")
+    return model

@@ -1,15 +1,14 @@
-"""Qwen3 for packed input: the tokens of a whole ragged batch behind one another, each with its
-position.
+"""Qwen3 for packed input: the tokens of a whole ragged batch on one axis, each with its position.
 
 The architecture is that of the Qwen3 technical report (Yang et al., 2025): grouped-query attention
 with an RMSNorm on each query and key head, RoPE, SwiGLU, pre-norm. Weight names are those of the
-Hugging Face checkpoints. All that attention needs of other tokens it gets from
-``cache.update_and_attend``; which cache that is, the model never learns."""
+Hugging Face checkpoints. What attention needs of other tokens it gets from its layer's
+``update_and_attend``; the model never learns which cache that is of."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,7 @@ import mlx.nn as nn
 from mlx_lm.models.activations import swiglu
 from mlx_lm.models.rope_utils import initialize_rope
 
-from mlx_paged.cache import KVCache
+from mlx_paged.cache import DenseFormat, LayerKV, LayerSpec
 from mlx_paged.errors import shown
 from mlx_paged.models.language_model import LanguageModel
 
@@ -153,9 +152,8 @@ def _check_number(name: str, value: object) -> None:
 
 
 class Attention(nn.Module):
-    def __init__(self, args: ModelArgs, layer: int):
+    def __init__(self, args: ModelArgs):
         super().__init__()
-        self.layer = layer
         self.num_heads = args.num_attention_heads
         self.num_kv_heads = args.num_key_value_heads
         self.scale = args.head_dim**-0.5
@@ -182,17 +180,21 @@ class Attention(nn.Module):
         mx.eval(self.rope)
 
     def __call__(
-        self, x: mx.array, positions: mx.array, cache: KVCache, last_rows: mx.array | None = None
+        self,
+        x: mx.array,  # [num_tokens, hidden_size]
+        positions: mx.array,  # [num_tokens] int32
+        kv: LayerKV,
+        query_rows: mx.array | None = None,  # [num_rows] int32: no others are computed
     ) -> mx.array:
         num_tokens = x.shape[0]
         k = self.k_norm(self.k_proj(x).reshape(num_tokens, self.num_kv_heads, -1))
         v = self.v_proj(x).reshape(num_tokens, self.num_kv_heads, -1)
         k = self._rotate(k, positions)
-        if last_rows is not None:
-            x, positions = x[last_rows], positions[last_rows]
+        if query_rows is not None:
+            x, positions = x[query_rows], positions[query_rows]
         q = self.q_norm(self.q_proj(x).reshape(x.shape[0], self.num_heads, -1))
         q = self._rotate(q, positions)
-        out = cache.update_and_attend(self.layer, q, k, v, scale=self.scale)
+        out = kv.update_and_attend(q, k, v, scale=self.scale)
         return self.o_proj(out.reshape(x.shape[0], -1))
 
     def _rotate(self, x: mx.array, positions: mx.array) -> mx.array:
@@ -212,57 +214,39 @@ class MLP(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    def __init__(self, args: ModelArgs, layer: int):
+    def __init__(self, args: ModelArgs):
         super().__init__()
-        self.self_attn = Attention(args, layer)
+        self.self_attn = Attention(args)
         self.mlp = MLP(args)
         self.input_layernorm = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
 
     def __call__(
-        self, x: mx.array, positions: mx.array, cache: KVCache, last_rows: mx.array | None = None
+        self,
+        x: mx.array,
+        positions: mx.array,
+        kv: LayerKV,
+        query_rows: mx.array | None = None,
     ) -> mx.array:
-        attended = self.self_attn(self.input_layernorm(x), positions, cache, last_rows)
-        h = attended + (x if last_rows is None else x[last_rows])
+        attended = self.self_attn(self.input_layernorm(x), positions, kv, query_rows)
+        h = attended + (x if query_rows is None else x[query_rows])
         return h + self.mlp(self.post_attention_layernorm(h))
 
 
 class Qwen3Model(nn.Module):
+    """The modules that the checkpoints name ``model.*``; :class:`Model` runs them."""
+
     def __init__(self, args: ModelArgs):
         super().__init__()
         self.embed_tokens = nn.Embedding(args.vocab_size, args.hidden_size)
-        self.layers = [TransformerBlock(args, layer) for layer in range(args.num_hidden_layers)]
+        self.layers = [TransformerBlock(args) for _ in range(args.num_hidden_layers)]
         self.norm = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
-
-    def __call__(
-        self,
-        tokens: mx.array,
-        positions: mx.array,
-        cache: KVCache,
-        last_rows: mx.array | None = None,
-    ) -> mx.array:
-        h = self.embed_tokens(tokens)
-        for layer in self.layers[:-1]:
-            h = layer(h, positions, cache)
-        # Behind the last layer's K and V, nothing needs the rows whose logits nobody asked for.
-        return self.layers[-1](h, positions, cache, last_rows)
 
 
 class Model(LanguageModel):
-    """Qwen3 with its language-model head.
+    """Qwen3 with its language-model head."""
 
-    Call it inside ``with cache.step(...) as step``:
-
-    Args:
-        tokens: ``[num_tokens] int32``, packed.
-        positions: ``[num_tokens] int32``, ``step.positions``.
-        cache: the open cache.
-        last_rows: ``step.last_rows``, ``[num_seqs] int32``: logits of each sequence's last token
-            only; ``None`` is all.
-
-    Returns:
-        Logits ``[num_rows, vocab_size]``.
-    """
+    args: ModelArgs
 
     def __init__(self, args: ModelArgs):
         super().__init__()
@@ -274,15 +258,14 @@ class Model(LanguageModel):
             self.lm_head = nn.Linear(args.hidden_size, args.vocab_size, bias=False)
 
     def __call__(
-        self,
-        tokens: mx.array,
-        positions: mx.array,
-        cache: KVCache,
-        last_rows: mx.array | None = None,
+        self, tokens: mx.array, layers: Sequence[LayerKV], logit_rows: mx.array | None = None
     ) -> mx.array:
-        if last_rows is not None and last_rows.shape[0] == tokens.shape[0]:
-            last_rows = None  # all rows are last ones: a step of decodes
-        h = self.model.norm(self.model(tokens, positions, cache, last_rows))
+        h, positions = self.model.embed_tokens(tokens), layers[0].offset
+        for block, kv in zip(self.layers[:-1], layers[:-1], strict=True):
+            h = block(h, positions, kv)
+        # Once the last layer has its K and V, nothing needs the rows without logits.
+        h = self.layers[-1](h, positions, layers[-1], logit_rows)
+        h = self.model.norm(h)
         return self.model.embed_tokens.as_linear(h) if self.tie_word_embeddings else self.lm_head(h)
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
@@ -297,7 +280,12 @@ class Model(LanguageModel):
 
     @property
     def dtype(self) -> mx.Dtype:
-        """The dtype of activations, and so of K/V: that of the norms, which quantisation leaves
-        alone.
-        """
+        # Quantisation leaves the norms alone.
         return self.model.norm.weight.dtype
+
+    @property
+    def layer_specs(self) -> list[LayerSpec]:
+        dense = DenseFormat(str(self.dtype).removeprefix("mlx.core."))
+        args = self.args
+        spec = LayerSpec(args.num_key_value_heads, args.head_dim, args.head_dim, format=dense)
+        return [spec] * args.num_hidden_layers

@@ -5,10 +5,17 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 
-from mlx_paged.cache import KVCache
-from mlx_paged.config import KVCacheConfig
+from mlx_paged.cache import ContiguousKVCache, KVCache, KVCacheConfig, PagedKVCache
 
-CONFIG = KVCacheConfig(num_layers=2, num_kv_heads=3, head_dim=8, block_size=8, num_blocks=40)
+KINDS = {"basic": ContiguousKVCache, "paged": PagedKVCache}
+
+
+def uniform(**change: object) -> KVCacheConfig:
+    shape = {"num_layers": 2, "num_kv_heads": 3, "head_dim": 8, "block_size": 8, "num_blocks": 40}
+    return KVCacheConfig.uniform(**shape | change)
+
+
+CONFIG = uniform()
 
 
 def rows(
@@ -16,7 +23,8 @@ def rows(
 ) -> tuple[mx.array, mx.array]:
     """Random K and V rows, ``[num_layers, num_tokens, num_kv_heads, head_dim]`` each."""
     rng = np.random.default_rng(seed)
-    shape = (config.num_layers, num_tokens, config.num_kv_heads, config.head_dim)
+    spec = config.layers[0]
+    shape = (len(config.layers), num_tokens, spec.num_kv_heads, spec.key_dim)
     return mx.array(rng.standard_normal(shape, dtype=np.float32)), mx.array(
         rng.standard_normal(shape, dtype=np.float32)
     )
@@ -25,12 +33,7 @@ def rows(
 def assert_holds(cache: KVCache, seq: object, k: mx.array, v: mx.array) -> None:
     """The cache's dense K/V of ``seq`` are exactly these rows, in every layer."""
     assert cache.seq_len(seq) == k.shape[1]
-    for layer in range(cache.config.num_layers):
+    for layer in range(len(cache.layers)):
         keys, values = cache.materialize(seq, layer)
-        assert (
-            keys.shape
-            == values.shape
-            == (cache.config.num_kv_heads, k.shape[1], cache.config.head_dim)
-        )
         np.testing.assert_array_equal(np.array(keys), np.array(k[layer].swapaxes(0, 1)))
         np.testing.assert_array_equal(np.array(values), np.array(v[layer].swapaxes(0, 1)))

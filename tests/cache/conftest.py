@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from cache_helpers import CONFIG
+from cache_helpers import CONFIG, KINDS
 
-from mlx_paged.cache import KVCache, create_kv_cache
+from mlx_paged.cache import KVCache, PagedKVCache
 
 
 @pytest.fixture(params=["basic", "paged"])
 def cache(request: pytest.FixtureRequest) -> KVCache:
-    return create_kv_cache(request.param, CONFIG)
+    return KINDS[request.param](CONFIG)
 
 
 @pytest.fixture
-def paged() -> KVCache:
-    return create_kv_cache("paged", CONFIG)
+def paged() -> PagedKVCache:
+    return PagedKVCache(CONFIG)

@@ -8,13 +8,12 @@ import mlx.core as mx
 import pytest
 from cache_helpers import assert_holds
 
-from mlx_paged.cache import PagedKVCache
-from mlx_paged.config import KVCacheConfig
+from mlx_paged.cache import KVCacheConfig, PagedKVCache
 from mlx_paged.ops import choose
 
 
 def config(num_slots: int) -> KVCacheConfig:
-    return KVCacheConfig(
+    return KVCacheConfig.uniform(
         num_layers=2, num_kv_heads=4, head_dim=64, block_size=16, num_blocks=-(-num_slots // 16)
     )
 
@@ -33,7 +32,7 @@ def extra_bytes(cache: PagedKVCache, new_tokens: dict[str, int]) -> int:
     base = mx.get_active_memory()
     with cache.step(new_tokens):
         outputs = [
-            cache.update_and_attend(layer, k[layer], k[layer], k[layer], scale=0.1)
+            cache.layers[layer].update_and_attend(k[layer], k[layer], k[layer], scale=0.1)
             for layer in range(2)
         ]
         mx.eval(outputs, cache.arrays)
@@ -84,7 +83,9 @@ def test_materialize_leaves_no_view_behind_that_would_make_the_next_write_copy()
 
 
 def test_slabs_start_small_and_double_within_the_budget():
-    full = KVCacheConfig(num_layers=2, num_kv_heads=4, head_dim=64, block_size=16, num_blocks=300)
+    full = KVCacheConfig.uniform(
+        num_layers=2, num_kv_heads=4, head_dim=64, block_size=16, num_blocks=300
+    )
     cache = PagedKVCache(full, initial_blocks=64)
     k, v = rows(300 * 16), rows(300 * 16)
     held = []

@@ -105,7 +105,7 @@ def test_both_sides_of_a_fork_may_grow_in_one_step(cache: KVCache):
     new_k, new_v = rows(3, seed=1)
     with cache.step({"a": 1, "b": 2}):
         for layer in range(2):
-            cache.update(layer, new_k[layer], new_v[layer])
+            cache.layers[layer].update(new_k[layer], new_v[layer])
         mx.eval(cache.arrays)
     assert_holds(cache, "a", cat(k, new_k[:, :1]), cat(v, new_v[:, :1]))
     assert_holds(cache, "b", cat(k, new_k[:, 1:]), cat(v, new_v[:, 1:]))
@@ -148,11 +148,9 @@ def test_stats_tell_tokens_and_bytes(cache: KVCache):
     per_token = 2 * 2 * 3 * 8 * 4  # K and V, layers, heads, head_dim, float32
     assert (stats.num_seqs, stats.num_tokens) == (2, 10)
     assert cache.config.nbytes_per_token == per_token
-    if cache.kind == "paged":
-        assert (stats.blocks_used, stats.num_blocks) == (3, 40)
-        assert stats.nbytes_used == 3 * 8 * per_token
-        assert (
-            stats.nbytes_held == 41 * 8 * per_token
-        )  # all 40 blocks are within the first allocation, and the null block
-    else:
-        assert (stats.nbytes_used, stats.nbytes_held) == (10 * per_token, (256 + 64) * per_token)
+    assert (stats.blocks_used, stats.num_blocks) == (3, 40)
+    assert stats.nbytes_used == 3 * 8 * per_token
+    # Paged: all 40 blocks are within the first allocation, and the null block. Contiguous: 256
+    # tokens for the first sequence, and what the budget has left for the second.
+    num_slots = {"paged": 41 * 8, "basic": 256 + 64}[cache.kind]
+    assert stats.nbytes_held == num_slots * per_token

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import mlx.core as mx
 import pytest
-from cache_helpers import CONFIG, assert_holds
+from cache_helpers import CONFIG, KINDS, assert_holds
 
-from mlx_paged.cache import PagedKVCache, create_kv_cache
-from mlx_paged.config import KVCacheConfig
+from mlx_paged.cache import KVCacheConfig, PagedKVCache
 from mlx_paged.ops import KVHandle
 
-LARGE = KVCacheConfig(num_layers=4, num_kv_heads=4, head_dim=64, block_size=16, num_blocks=2000)
+LARGE = KVCacheConfig.uniform(
+    num_layers=4, num_kv_heads=4, head_dim=64, block_size=16, num_blocks=2000
+)
 
 
 def rows(num_tokens: int, config: KVCacheConfig = LARGE) -> mx.array:
-    return mx.random.normal((config.num_layers, num_tokens, config.num_kv_heads, config.head_dim))
+    return mx.random.normal((len(config.layers), num_tokens, 4, 64))
 
 
 @pytest.mark.slow
@@ -54,7 +55,7 @@ def test_what_shrinking_takes_meanwhile_is_less_than_one_layer():
     mx.reset_peak_memory()
     base = mx.get_active_memory()
     assert cache.shrink() > 0
-    assert mx.get_peak_memory() - base <= LARGE.nbytes // LARGE.num_layers
+    assert mx.get_peak_memory() - base <= LARGE.nbytes // len(LARGE.layers)
 
 
 def test_a_block_in_use_keeps_all_before_it():
@@ -80,7 +81,7 @@ def test_nothing_is_given_back_below_what_a_new_cache_holds():
 
 @pytest.mark.parametrize("kind", ["basic", "paged"])
 def test_shrinking_within_a_step_is_refused(kind):
-    cache = create_kv_cache(kind, CONFIG)
+    cache = KINDS[kind](CONFIG)
     with (
         pytest.raises(RuntimeError, match=rf"\[{kind} cache\] a step is open; shrink after it"),
         cache.step({"a": 1}),

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import mlx.core as mx
 import pytest
-from cache_helpers import CONFIG, assert_holds, rows
+from cache_helpers import CONFIG, KINDS, assert_holds, rows
 
-from mlx_paged.cache import CacheFullError, create_kv_cache
-from mlx_paged.config import KVCacheConfig
+from mlx_paged.cache import CacheFullError, KVCacheConfig, PagedKVCache
 
 
 @pytest.mark.parametrize("source", ["basic", "paged"])
@@ -17,7 +16,7 @@ def test_a_snapshot_of_either_kind_is_restored_into_either_kind(
     source: str, target: str, num_tokens: int
 ):
     k, v = rows(num_tokens)
-    old, new = create_kv_cache(source, CONFIG), create_kv_cache(target, CONFIG)
+    old, new = KINDS[source](CONFIG), KINDS[target](CONFIG)
     old.set_prompt("noise", *rows(5, seed=5))
     old.set_prompt("a", k, v)
     snapshot = old.snapshot("a")
@@ -34,24 +33,26 @@ def test_a_snapshot_of_either_kind_is_restored_into_either_kind(
 
 def test_a_snapshot_fits_a_cache_with_another_block_size():
     k, v = rows(21)
-    old = create_kv_cache("paged", CONFIG)
+    old = PagedKVCache(CONFIG)
     old.set_prompt("a", k, v)
-    new = create_kv_cache("paged", KVCacheConfig(2, 3, 8, block_size=32, num_blocks=4))
+    new = PagedKVCache(KVCacheConfig.uniform(2, 3, 8, block_size=32, num_blocks=4))
     new.restore("a", old.snapshot("a"))
     assert_holds(new, "a", k, v)
 
 
 def test_a_snapshot_larger_than_the_budget_is_refused():
-    old = create_kv_cache("paged", CONFIG)
+    old = PagedKVCache(CONFIG)
     old.set_prompt("a", *rows(65))
-    new = create_kv_cache("paged", KVCacheConfig(2, 3, 8, block_size=8, num_blocks=8))
+    new = PagedKVCache(KVCacheConfig.uniform(2, 3, 8, block_size=8, num_blocks=8))
     with pytest.raises(CacheFullError, match="need 9 blocks of 8, the budget holds 8"):
         new.restore("a", old.snapshot("a"))
 
 
 def test_a_snapshot_of_another_model_is_refused():
-    old = create_kv_cache("paged", CONFIG)
+    old = PagedKVCache(CONFIG)
     old.set_prompt("a", *rows(6))
-    new = create_kv_cache("paged", KVCacheConfig(3, 3, 8, block_size=8, num_blocks=8))
-    with pytest.raises(ValueError, match=r"expected .* = \[3, \*, 3, 8\], got \[2, 6, 3, 8\]"):
+    new = PagedKVCache(KVCacheConfig.uniform(3, 3, 8, block_size=8, num_blocks=8))
+    with pytest.raises(
+        ValueError, match="append: expected rows of 3 layers, got 2 of K and 2 of V"
+    ):
         new.restore("a", old.snapshot("a"))

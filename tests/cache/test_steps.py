@@ -5,17 +5,16 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
-from cache_helpers import CONFIG, assert_holds, rows
+from cache_helpers import KINDS, assert_holds, rows
 
-from mlx_paged.cache import BasicKVCache, CacheFullError, KVCache, PagedKVCache, create_kv_cache
-from mlx_paged.config import KVCacheConfig
+from mlx_paged.cache import CacheFullError, KVCache, KVCacheConfig, PagedKVCache
 
 
 def test_a_step_packs_its_sequences_behind_one_another(cache: KVCache):
     cache.set_prompt("a", *rows(5))
     with cache.step({"a": 1, "b": 3}) as step:
         assert step.positions.tolist() == [5, 0, 1, 2]
-        assert step.last_rows.tolist() == [0, 3]
+        assert step.logit_rows.tolist() == [0, 3]
         assert step.num_tokens == 4
 
 
@@ -25,7 +24,7 @@ def test_a_step_whose_body_raises_did_not_happen(cache: KVCache):
     before = cache.stats()
     for error in (KeyboardInterrupt, RuntimeError):
         with pytest.raises(error), cache.step({"a": 30, "b": 3}):
-            cache.update(0, *(x[0] for x in rows(33, seed=1)))
+            cache.layers[0].update(*(x[0] for x in rows(33, seed=1)))
             raise error
     assert cache.seqs == ["a"]
     assert cache.stats().num_tokens == before.num_tokens
@@ -46,10 +45,8 @@ def test_a_step_beyond_the_budget_is_refused_with_the_sum_and_changes_nothing(ca
         cache.step({"a": 10, "b": 300, "c": 1}),
     ):
         raise AssertionError("the body must not run")
-    assert {
-        "paged": "need 39 blocks of 8, the budget holds 40 and 15 are in use",
-        "basic": "the budget holds 320",
-    }[cache.kind] in str(refusal.value)
+    expected = "need 39 blocks of 8, the budget holds 40 and 15 are in use"
+    assert expected in str(refusal.value)
     assert cache.stats() == before and cache.seqs == ["a", "b"]
     assert_holds(cache, "a", k, v)
 
@@ -78,7 +75,7 @@ def test_bad_steps_are_refused_by_name(cache: KVCache):
     ):
         pass
     with pytest.raises(RuntimeError, match="no step is open"):
-        cache.update(0, *(x[0] for x in rows(1)))
+        cache.layers[0].update(*(x[0] for x in rows(1)))
 
 
 def dense_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float) -> np.ndarray:
@@ -112,8 +109,8 @@ def test_attention_in_a_ragged_step_is_that_of_each_sequence_alone(
     k, v = rows(total, seed=9)
     q = mx.array(np.random.default_rng(7).standard_normal((total, 6, 8), dtype=np.float32))
     with cache.step(new):
-        cache.update(0, k[0], v[0])
-        out = cache.update_and_attend(1, q, k[1], v[1], scale=0.3)
+        cache.layers[0].update(k[0], v[0])
+        out = cache.layers[1].update_and_attend(q, k[1], v[1], scale=0.3)
         mx.eval(out, cache.arrays)
     row = 0
     for seq, n in new.items():
@@ -127,19 +124,12 @@ def test_attention_in_a_ragged_step_is_that_of_each_sequence_alone(
         row += n
 
 
-def test_an_unknown_cache_mode_is_refused_with_the_supported_ones():
-    with pytest.raises(ValueError, match="unknown cache mode 'virtual'; supported: basic, paged"):
-        create_kv_cache("virtual", CONFIG)
-    assert isinstance(create_kv_cache("basic", CONFIG), BasicKVCache)
-    assert isinstance(create_kv_cache("paged", CONFIG), PagedKVCache)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("block_size", [8, 16, 32, 64])
 def test_every_dtype_and_block_size_holds_what_was_written(dtype: str, block_size: int):
-    config = KVCacheConfig(2, 3, 8, dtype, block_size, num_blocks=20)
-    for kind in ("basic", "paged"):
-        cache = create_kv_cache(kind, config)
+    config = KVCacheConfig.uniform(2, 3, 8, dtype, block_size, num_blocks=20)
+    for kind in KINDS.values():
+        cache = kind(config)
         k, v = (x.astype(getattr(mx, dtype)) for x in rows(70))
         cache.append("a", k, v)
         for layer in range(2):
@@ -151,7 +141,7 @@ def test_every_dtype_and_block_size_holds_what_was_written(dtype: str, block_siz
 
 
 def test_the_longest_length_of_a_fork_counts_the_copy_of_its_shared_tail():
-    cache = create_kv_cache("paged", KVCacheConfig(2, 3, 8, block_size=8, num_blocks=3))
+    cache = PagedKVCache(KVCacheConfig.uniform(2, 3, 8, block_size=8, num_blocks=3))
     cache.set_prompt("a", *rows(12))
     cache.fork("a", "b")
     # The third block becomes the copy of the second, half full one.
@@ -169,7 +159,7 @@ def test_the_longest_length_of_a_fork_counts_the_copy_of_its_shared_tail():
 
 
 def test_a_sequence_of_nan_poisons_nobody_who_gets_its_blocks_later():
-    cache = create_kv_cache("paged", KVCacheConfig(2, 3, 8, block_size=8, num_blocks=8))
+    cache = PagedKVCache(KVCacheConfig.uniform(2, 3, 8, block_size=8, num_blocks=8))
     broken = mx.full((2, 64, 3, 8), mx.nan)
     for new_tokens in ({"b": 1}, {"b": 11}, {"b": 3, "c": 12}, {"b": 1, "c": 1}):
         total = sum(new_tokens.values())
@@ -183,12 +173,12 @@ def test_a_sequence_of_nan_poisons_nobody_who_gets_its_blocks_later():
                 cache.set_prompt("a", broken, broken)
                 cache.free("a")
             else:
-                cache = create_kv_cache("paged", cache.config)
+                cache = PagedKVCache(cache.config)
             # Into a new block, and on in it.
             for _ in range(2):
                 with cache.step(new_tokens):
                     out = [
-                        cache.update_and_attend(layer, q, k[layer], v[layer], scale=0.3)
+                        cache.layers[layer].update_and_attend(q, k[layer], v[layer], scale=0.3)
                         for layer in range(2)
                     ]
                     mx.eval(out, cache.arrays)

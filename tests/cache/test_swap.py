@@ -5,26 +5,25 @@ the budget.
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from cache_helpers import CONFIG, assert_holds, rows
+from cache_helpers import CONFIG, assert_holds, rows, uniform
 
 from mlx_paged.cache import PagedKVCache
-from mlx_paged.config import ITEM_SIZES
+from mlx_paged.cache.formats import DENSE_DTYPES
 from mlx_paged.ops import KVHandle
 
 BLOCK_SIZE = CONFIG.block_size
-NAN = mx.full((CONFIG.num_layers, 40, CONFIG.num_kv_heads, CONFIG.head_dim), float("nan"))
+NAN = rows(40)[0] * float("nan")
 
 
 def bits(cache: PagedKVCache, seq: str) -> list[np.ndarray]:
     """K and V of all layers, as unsigned integers."""
-    kind = mx.uint32 if cache.config.dtype == "float32" else mx.uint16
+    kind = mx.uint32 if str(cache.layers[0].spec.format) == "float32" else mx.uint16
     arrays = [
-        array for layer in range(cache.config.num_layers) for array in cache.materialize(seq, layer)
+        array for layer in range(len(cache.layers)) for array in cache.materialize(seq, layer)
     ]
     return [np.array(array.view(kind)) for array in arrays]
 
@@ -53,17 +52,17 @@ def swapped_back(cache: PagedKVCache, seq: str, num_tokens: int, start: int = 0)
     held = cache.pool.get_new_blocks(1)
     assert cache.manager.allocate_slots(seq, num_tokens - start) == []
     assert any(
-        mx.isnan(cache._layers[0].k[block_id]).any().item() for block_id in cache.block_ids(seq)
+        mx.isnan(cache.layers[0].kv.k[block_id]).any().item() for block_id in cache.block_ids(seq)
     )
     cache.pool.free_blocks(held)
     cache.swap_in(seq, swapped, start, num_tokens)
     return list(cache.manager.tables[seq].block_ids)
 
 
-@pytest.mark.parametrize("dtype", ITEM_SIZES)
+@pytest.mark.parametrize("dtype", DENSE_DTYPES)
 @pytest.mark.parametrize("num_tokens", [1, 8, 13, 24])
 def test_swapping_out_and_in_restores_every_bit_in_other_blocks(dtype: str, num_tokens: int):
-    cache = PagedKVCache(replace(CONFIG, dtype=dtype))
+    cache = PagedKVCache(uniform(dtype=dtype))
     cache.append("first", *rows(3))
     k, v = rows(num_tokens, seed=1)
     k[0, 0, 0, :4] = mx.array([float("inf"), -0.0, 1e-30, 65504.0])
@@ -77,10 +76,10 @@ def test_swapping_out_and_in_restores_every_bit_in_other_blocks(dtype: str, num_
     cache.manager.check_integrity()
 
 
-@pytest.mark.parametrize("dtype", ITEM_SIZES)
+@pytest.mark.parametrize("dtype", DENSE_DTYPES)
 @pytest.mark.parametrize("start", [8, 16])
 def test_only_the_rows_behind_a_hit_are_copied_back(dtype: str, start: int):
-    cache = PagedKVCache(replace(CONFIG, dtype=dtype))
+    cache = PagedKVCache(uniform(dtype=dtype))
     cache.append("a", *rows(21))
     before = bits(cache, "a")
     block_ids = list(cache.block_ids("a"))
@@ -112,17 +111,17 @@ def test_a_sequence_goes_on_where_it_was_and_attends_to_no_nan_of_its_last_block
     # step.
     assert cache.manager.allocate_slots("a", 14) == []
     cache.swap_in("a", swapped, 0, 13)
-    q = mx.random.normal((1, CONFIG.num_kv_heads * 2, CONFIG.head_dim))
+    q = mx.random.normal((1, 6, 8))
     outputs = []
-    with cache.scheduled_step({"a": 1}):
+    with cache.scheduled_step(["a"], [1]):
         outputs += [
-            cache.update_and_attend(layer, q, k[layer, 13:], v[layer, 13:], 0.3)
+            cache.layers[layer].update_and_attend(q, k[layer, 13:], v[layer, 13:], scale=0.3)
             for layer in range(2)
         ]
         mx.eval(outputs, cache.arrays)
     with plain.step({"a": 1}):
         expected = [
-            plain.update_and_attend(layer, q, k[layer, 13:], v[layer, 13:], 0.3)
+            plain.layers[layer].update_and_attend(q, k[layer, 13:], v[layer, 13:], scale=0.3)
             for layer in range(2)
         ]
         mx.eval(expected, plain.arrays)
@@ -133,8 +132,8 @@ def test_a_sequence_goes_on_where_it_was_and_attends_to_no_nan_of_its_last_block
     last = cache.block_ids("a")[-1]
     assert all(
         not mx.isnan(array[last]).any().item()
-        for handle in cache._layers
-        for array in (handle.k, handle.v)
+        for layer in cache.layers
+        for array in (layer.kv.k, layer.kv.v)
     )
 
 
@@ -149,7 +148,12 @@ def test_swapping_in_leaves_other_sequences_alone():
 
 # A device that gives less than the budget
 
-SMALL = replace(CONFIG, num_blocks=400)
+SMALL = uniform(num_blocks=400)
+
+
+def slab_lengths(cache: PagedKVCache) -> list[int]:
+    """Blocks of the K and V slab of each layer."""
+    return [slab.shape[0] for layer in cache.layers for slab in (layer.kv.k, layer.kv.v)]
 
 
 @pytest.fixture
@@ -186,8 +190,7 @@ def test_what_the_device_gives_is_the_budget_from_then_on(failing_grow, fails_at
     # "a" holds 4 of 4 blocks. The first growth, of both layers, is by the 5 that shall be free.
     num_usable = 4 if fails_at <= 2 else 9
     assert cache.pool.num_usable_blocks == num_usable and cache.num_growable_blocks == 0
-    assert [handle.k.shape[0] for handle in cache._layers] == [num_usable + 1] * 2
-    assert [handle.v.shape[0] for handle in cache._layers] == [num_usable + 1] * 2
+    assert slab_lengths(cache) == [num_usable + 1] * 4
     # Where twice as much can't be had, what is needed is asked for, and then nothing any more.
     assert len(calls) == (fails_at if fails_at <= 2 else fails_at + 1)
     cache.manager.check_integrity()
@@ -250,8 +253,8 @@ def test_slabs_that_did_not_grow_are_not_copied_where_memory_is_short(failing_gr
 
     monkeypatch.setattr(KVHandle, "shrink_to", recording)
     failing_grow(2)
-    cache = PagedKVCache(replace(SMALL, num_layers=3), initial_blocks=6)
+    cache = PagedKVCache(uniform(num_layers=3, num_blocks=400), initial_blocks=6)
     with pytest.warns(UserWarning, match="no memory for more than 6 blocks"):
         cache.make_room(8)
-    assert len(shrunk) == 1 and shrunk[0] is cache._layers[0]
-    assert [handle.num_blocks for handle in cache._layers] == [7, 7, 7]
+    assert len(shrunk) == 1 and shrunk[0] is cache.layers[0].kv
+    assert slab_lengths(cache) == [7] * 6

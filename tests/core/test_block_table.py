@@ -535,7 +535,7 @@ def test_only_as_many_blocks_are_cached_as_are_full_and_have_a_hash():
     assert [block.block_hash for block in table] == [hashes[0], hashes[1], None]
 
 
-def test_a_block_refilled_after_a_trim_is_cached_anew():
+def test_a_block_refilled_after_a_trim_is_cached_again():
     table = make_cached(8)
     table.trim_to(6)
     assert table.num_cached_blocks == 1

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from metal_emulator.checks import Call
 from numpy_attention import make_problem
 
-from mlx_paged.cache import PagedKVCache
-from mlx_paged.config import KVCacheConfig
+from mlx_paged.cache import KVCacheConfig, PagedKVCache
 from mlx_paged.ops import AttentionParams, KVHandle, SlotMapping, kernels
 
-CONFIG = KVCacheConfig(
+CONFIG = KVCacheConfig.uniform(
     num_layers=2, num_kv_heads=1, head_dim=32, dtype="float32", block_size=8, num_blocks=24
 )
 ROWS = mx.ones((1, 2, 32))
@@ -137,8 +136,8 @@ def step(cache: PagedKVCache, counts: dict[str, int]) -> None:
     with cache.step(counts) as packed:
         rows = mx.ones((packed.num_tokens, 1, 32))
         queries = mx.ones((packed.num_tokens, 2, 32))
-        for layer in range(CONFIG.num_layers):
-            cache.update_and_attend(layer, queries, rows, rows, 1.0)
+        for layer in range(len(CONFIG.layers)):
+            cache.layers[layer].update_and_attend(queries, rows, rows, scale=1.0)
         mx.eval(cache.arrays)
 
 

@@ -11,8 +11,7 @@ import pytest
 from backends import METAL
 from numpy_attention import assert_matches_formula, make_problem
 
-from mlx_paged.cache import PagedKVCache
-from mlx_paged.config import KVCacheConfig
+from mlx_paged.cache import KVCacheConfig, PagedKVCache
 from mlx_paged.ops import BackendError, KVHandle, choose, choose_backend, kernels
 from mlx_paged.ops.metal import MetalBackend
 
@@ -25,7 +24,7 @@ def a_mac(monkeypatch):
 
 
 def cache_of(head_dim: int, backend: str = "auto") -> PagedKVCache:
-    config = KVCacheConfig(
+    config = KVCacheConfig.uniform(
         num_layers=1, num_kv_heads=1, head_dim=head_dim, dtype="float32", block_size=8, num_blocks=4
     )
     return PagedKVCache(config, backend=backend)

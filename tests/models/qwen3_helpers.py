@@ -15,8 +15,8 @@ from mlx_lm.models import qwen3
 from mlx_lm.utils import load_model as load_model_as_mlx_lm
 
 from mlx_paged.cache import KVCache
-from mlx_paged.engine.model_runner import make_kv_cache
 from mlx_paged.loading.loader import model_classes
+from mlx_paged.models.kv_cache import make_kv_cache
 
 CACHES = ("basic", "paged")
 
@@ -39,8 +39,8 @@ def all_logits(
     logits: dict[str, list[np.ndarray]] = {}
     for batch in steps:
         tokens = mx.array([token for new_tokens in batch.values() for token in new_tokens])
-        with cache.step({seq: len(new_tokens) for seq, new_tokens in batch.items()}) as step:
-            rows = model(tokens, step.positions, cache)
+        with cache.step({seq: len(new_tokens) for seq, new_tokens in batch.items()}):
+            rows = model(tokens, cache.layers)
             mx.eval(rows, cache.arrays)
         rows = np.array(rows.astype(mx.float32))
         start = 0

@@ -26,14 +26,12 @@ def run(model, kind: str, only_last: bool) -> tuple[list[mx.array], list[mx.arra
         tokens = mx.array([token for tokens in batch.values() for token in tokens])
         with cache.step({seq: len(tokens) for seq, tokens in batch.items()}) as step:
             if only_last:
-                logits.append(model(tokens, step.positions, cache, step.last_rows))
+                logits.append(model(tokens, cache.layers, step.logit_rows))
             else:
-                logits.append(model(tokens, step.positions, cache)[step.last_rows])
+                logits.append(model(tokens, cache.layers)[step.logit_rows])
             mx.eval(logits, cache.arrays)
     return logits, [
-        cache.materialize(seq, layer)[0]
-        for seq in batch
-        for layer in range(cache.config.num_layers)
+        cache.materialize(seq, layer)[0] for seq in batch for layer in range(len(cache.layers))
     ]
 
 

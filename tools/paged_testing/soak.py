@@ -14,7 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_paged.config import KVCacheConfig
+from mlx_paged.cache import KVCacheConfig
 from mlx_paged.engine.batch import Batch
 from mlx_paged.engine.engine import Engine
 from mlx_paged.request import RequestOutput, SamplingParams
@@ -101,7 +101,7 @@ def slack_at_rest(config: KVCacheConfig) -> int:
     """What may be allocated besides weights and K/V between two steps: larger buffers, for the
     slabs and one other.
     """
-    return BUFFER_SLACK * (2 * config.num_layers + 1)
+    return BUFFER_SLACK * (2 * len(config.layers) + 1)
 
 
 def slack_nbytes(model: Any, config: KVCacheConfig, contexts: list[int], num_tokens: int) -> int:
@@ -125,7 +125,7 @@ def slack_nbytes(model: Any, config: KVCacheConfig, contexts: list[int], num_tok
     scores = 2 * num_tokens * args.num_attention_heads * max(contexts, default=0)
     logits = 8 * len(contexts) * args.vocab_size
     activations: int = rows + gathered + scores + logits
-    return config.nbytes // config.num_layers + 2 * 4 * activations
+    return config.nbytes // len(config.layers) + 2 * 4 * activations
 
 
 @dataclass

@@ -1,0 +1,90 @@
+"""The shape of a cache: its layers, its blocks, and how many of them a budget holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mlx_paged.cache.formats import DenseFormat
+from mlx_paged.cache.layer import LayerSpec, check_positive
+from mlx_paged.config import BLOCK_SIZES, DEFAULT_BLOCK_SIZE, KVBudget
+
+
+@dataclass(frozen=True)
+class KVCacheConfig:
+    """The layers of a model's K/V, which may differ, and the budget for them.
+
+    Raises:
+        ValueError: no layer, or a number that can't be, named.
+    """
+
+    layers: tuple[LayerSpec, ...]
+    block_size: int = DEFAULT_BLOCK_SIZE  # tokens per block
+    num_blocks: int = 256  # that sequences can hold together, without a paged cache's null block
+
+    def __post_init__(self) -> None:
+        check_positive("num_layers", len(self.layers))
+        check_positive("num_blocks", self.num_blocks)
+        if self.block_size not in BLOCK_SIZES:
+            raise ValueError(
+                f"[kv cache] block_size must be one of {BLOCK_SIZES}, got {self.block_size!r}"
+            )
+
+    @classmethod
+    def uniform(
+        cls,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: str = "float32",
+        block_size: int = DEFAULT_BLOCK_SIZE,
+        num_blocks: int = 256,
+    ) -> KVCacheConfig:
+        """A cache whose layers are all alike, K rows as wide as V rows."""
+        check_positive("num_layers", num_layers)
+        check_positive("head_dim", head_dim)
+        spec = LayerSpec(num_kv_heads, head_dim, head_dim, format=DenseFormat(dtype))
+        return cls((spec,) * num_layers, block_size, num_blocks)
+
+    @classmethod
+    def within(
+        cls,
+        budget: KVBudget,
+        layers: Sequence[LayerSpec],
+        block_size: int = DEFAULT_BLOCK_SIZE,
+    ) -> KVCacheConfig:
+        """The largest cache inside ``budget``; raises ``ValueError`` with the sum when not even one
+        block fits.
+        """
+        one = cls(tuple(layers), block_size, num_blocks=1)
+        if budget.num_blocks is not None:
+            num_blocks = budget.num_blocks
+        else:
+            # One block of the bytes is the null block.
+            num_blocks = (budget.nbytes or 0) // one.nbytes_per_block - 1
+        if num_blocks < 1:
+            raise ValueError(
+                f"[kv cache] a budget of {budget.nbytes} bytes holds no block: one block of "
+                f"{block_size} tokens and the null block take 2 * {one.nbytes_per_block} = "
+                f"{one.nbytes} bytes; raise kv_cache_bytes"
+            )
+        return cls(one.layers, block_size, num_blocks)
+
+    @property
+    def nbytes_per_token(self) -> int:
+        """K and V of one token in all layers."""
+        return sum(layer.nbytes_per_token for layer in self.layers)
+
+    @property
+    def nbytes_per_block(self) -> int:
+        return self.nbytes_per_token * self.block_size
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens that the budget holds."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def nbytes(self) -> int:
+        """The budget in bytes, the null block included."""
+        return (self.num_blocks + 1) * self.nbytes_per_block

@@ -1,0 +1,103 @@
+"""One layer of a cache: the shape of its K/V, and all that a model sees of it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlx_paged.cache.formats import DenseFormat, KVFormat
+from mlx_paged.ops import AttentionMetadata
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """The K/V of one layer (vLLM: ``KVCacheSpec``).
+
+    Raises:
+        ValueError: a number below 1, named.
+    """
+
+    num_kv_heads: int
+    key_dim: int  # width of a K row
+    value_dim: int  # width of a V row
+    window: int | None = None  # each query sees its last ``window`` tokens, itself included
+    format: KVFormat = DenseFormat()  # noqa: RUF009 (frozen)
+
+    def __post_init__(self) -> None:
+        names = ["num_kv_heads", "key_dim", "value_dim"]
+        for name in names if self.window is None else [*names, "window"]:
+            check_positive(name, getattr(self, name))
+
+    @property
+    def nbytes_per_token(self) -> int:
+        row_nbytes = self.format.row_nbytes
+        return self.num_kv_heads * (row_nbytes(self.key_dim) + row_nbytes(self.value_dim))
+
+    def zeros(self, num_runs: int, num_tokens: int) -> tuple[mx.array, mx.array]:
+        """K and V storage, ``[num_runs, num_kv_heads, num_tokens, width]`` each: runs are the
+        blocks of a slab, or one sequence.
+        """
+        shape = (num_runs, self.num_kv_heads, num_tokens)
+        zeros = self.format.zeros
+        return zeros((*shape, self.key_dim)), zeros((*shape, self.value_dim))
+
+
+class LayerKV(ABC):
+    """One layer's K/V of all sequences of a cache, as a model sees them within a step."""
+
+    def __init__(self, spec: LayerSpec):
+        self.spec = spec
+        self._step: AttentionMetadata | None = None
+
+    def open(self, step: AttentionMetadata) -> None:
+        """Begin a step, which lasts until :meth:`close`."""
+        self._step = step
+
+    def close(self) -> None:
+        self._step = None
+
+    @property
+    def step(self) -> AttentionMetadata:
+        """The open step; raises ``RuntimeError`` when there is none."""
+        if self._step is None:
+            raise RuntimeError("[kv cache] no step is open; use `with cache.step(...)`")
+        return self._step
+
+    @property
+    def offset(self) -> mx.array:
+        """``[num_tokens] int32``, the position of each new token in its sequence (mlx-lm's name)."""
+        return self.step.positions
+
+    @abstractmethod
+    def update(self, k: mx.array, v: mx.array) -> None:
+        """Write the step's rows, ``[num_tokens, num_kv_heads, key_dim]`` and ``value_dim``."""
+
+    @abstractmethod
+    def update_and_attend(
+        self,
+        q: mx.array,  # [num_tokens, num_heads, key_dim]
+        k: mx.array,  # [num_tokens, num_kv_heads, key_dim]
+        v: mx.array,  # [num_tokens, num_kv_heads, value_dim]
+        *,
+        scale: float,
+        sinks: mx.array | None = None,  # [num_heads]
+    ) -> mx.array:
+        """Write the step's K/V rows, then attend: causal within each sequence and its window.
+
+        Args:
+            q: rotated queries of all rows, or of the rows ``step.logit_rows`` only.
+            k, v: of all rows, in any floating dtype.
+            scale: of the scores, usually ``key_dim ** -0.5``.
+            sinks: learned attention-sink logits, one per query head.
+
+        Returns:
+            ``[len(q), num_heads, value_dim]`` in the dtype of ``q``.
+        """
+
+
+def check_positive(name: str, value: object) -> None:
+    """Raise ``ValueError`` unless ``value`` is an integer of at least 1."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"[kv cache] {name} must be a positive integer, got {value!r}")
