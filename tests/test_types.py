@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 
 import mlx_paged
+from mlx_paged import generation
 from mlx_paged.engine.engine import engine_option_names
 from mlx_paged.engine.options import EngineOptions, RequestOptions
+from mlx_paged.foreign_arguments import argument_names
 from mlx_paged.generation import GenerationOptions
 
 REPOSITORY = Path(__file__).parent.parent
@@ -220,9 +222,10 @@ def test_options_that_are_passed_on_are_those_of_the_function_that_takes_them():
     assert RequestOptions.__annotations__.keys() == names_after(
         "params", mlx_paged.Engine.add_request
     )
-    assert GenerationOptions.__annotations__.keys() == names_after(
-        "prompt", mlx_paged.stream_generate
-    )
+    options = argument_names(generation._stream) | engine_option_names()
+    assert GenerationOptions.__annotations__.keys() <= options
+    mine = argument_names(generation._stream) - {"model", "tokenizer", "prompt"}
+    assert mine <= GenerationOptions.__annotations__.keys()
 
 
 def names_after(name: str, function: Callable[..., object]) -> set[str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from mlx_paged.cache.formats import DenseFormat
 from mlx_paged.cache.layer import LayerSpec, check_positive
 from mlx_paged.config import BLOCK_SIZES, DEFAULT_BLOCK_SIZE, KVBudget
+from mlx_paged.errors import ArgumentError
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,11 @@ class KVCacheConfig:
             # One block of the bytes is the null block.
             num_blocks = (budget.nbytes or 0) // one.nbytes_per_block - 1
         if num_blocks < 1:
-            raise ValueError(
+            raise ArgumentError(
                 f"[kv cache] a budget of {budget.nbytes} bytes holds no block: one block of "
                 f"{block_size} tokens and the null block take 2 * {one.nbytes_per_block} = "
-                f"{one.nbytes} bytes; raise kv_cache_bytes"
+                f"{one.nbytes} bytes; raise kv_cache_bytes",
+                "kv_cache_bytes",
             )
         return cls(one.layers, block_size, num_blocks)
 

@@ -54,11 +54,14 @@ def test_one_line_before_the_first_message_and_one_after_each_answer(talk):
     assert found == [("0", "17", "1"), ("16", "50", "4")]
 
 
-def test_a_basic_cache_says_its_tokens(talk):
+def test_a_basic_cache_counts_blocks_as_a_paged_one_does(talk):
     _, _, err = talk("hello", argv=("--kv", "basic", "--kv-cache-bytes", "64blocks"))
     start, figures = err.splitlines()
-    assert "| CPU, MLX SDPA | basic K/V: 1,024 tokens, 2.1 MB | context: 4,096 tokens |" in start
-    assert re.search(r"prompt tokens reused \| \d+ of 1,024 tokens in use\]$", figures)
+    assert (
+        "| CPU, MLX SDPA | basic K/V: 64 blocks of 16 tokens, 2.1 MB | context: 4,096 tokens |"
+        in start
+    )
+    assert re.search(r"prompt tokens reused \| \d+ of 64 blocks in use\]$", figures)
 
 
 def test_a_budget_larger_than_the_memory_is_questioned_in_one_line(talk):

@@ -93,7 +93,7 @@ def test_a_batch_of_different_lengths_decodes_the_same_words_as_each_alone(model
     batch = dict(PROMPTS)
     words = {length: [] for length in PROMPTS}
     for _ in range(MAX_TOKENS):
-        tokens = runner.run(batch, head=lambda logits: mx.argmax(logits, axis=-1)).tolist()
+        tokens = mx.argmax(runner.run(batch), axis=-1).tolist()
         for length, token in zip(batch, tokens, strict=True):
             words[length].append(token)
         batch = {length: [words[length][-1]] for length in batch}
@@ -117,7 +117,7 @@ def test_sequences_that_come_and_go_do_not_disturb_each_other(model, expected, k
         }
         if not batch:
             continue
-        tokens = runner.run(batch, head=lambda logits: mx.argmax(logits, axis=-1)).tolist()
+        tokens = mx.argmax(runner.run(batch), axis=-1).tolist()
         for length, token in zip(batch, tokens, strict=True):
             words[length].append(token)
             if len(words[length]) == 40:
