@@ -4,11 +4,16 @@ changes.
 
 from __future__ import annotations
 
+import inspect
+from pathlib import Path
+
 import mlx.core as mx
 import pytest
 
+import mlx_paged
 from mlx_paged import demo_model_path, load, make_kv_cache
 
+PACKAGE = Path(mlx_paged.__file__).parent
 PROMPTS = {"long": list(range(1, 41)), "short": [7], "middle": list(range(100, 117))}
 CHUNK = {"long": [5, 6, 7], "short": [8], "middle": [9, 10]}
 
@@ -55,3 +60,19 @@ def test_the_last_layer_computes_no_queries_but_those_of_last_tokens(model, monk
     run(model, "paged", True)
     num_layers = len(model.layers)
     assert num_rows == [58] * (num_layers - 1) + [3] + [6] * (num_layers - 1) + [3]
+
+
+def test_three_frames_of_ours_lie_between_the_call_of_a_model_and_a_layer_of_the_cache(model):
+    cache = make_kv_cache(model, kv_cache_bytes="64blocks")
+    layer = cache.layers[0]
+    stacks = []
+
+    def recording(*args: mx.array, **kwargs: float) -> mx.array:
+        frames = inspect.stack(0)[1:]
+        stacks.append([f.function for f in frames if Path(f.filename).is_relative_to(PACKAGE)])
+        return type(layer).update_and_attend(layer, *args, **kwargs)
+
+    layer.update_and_attend = recording
+    with cache.step({"a": 3}) as step:
+        mx.eval(model(mx.array([1, 2, 3]), cache.layers, step.logit_rows), cache.arrays)
+    assert stacks == [["__call__"] * 3]  # Attention, TransformerBlock, Model
