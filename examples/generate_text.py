@@ -1,7 +1,9 @@
 """Answer one prompt, from Python.
 
-python examples/generate_text.py python examples/generate_text.py --model
-mlx-community/Qwen3-0.6B-4bit --prompt "Why is the sky blue?" """
+    python examples/generate_text.py
+    python examples/generate_text.py --model mlx-community/Qwen3-0.6B-4bit \\
+        --prompt "Why is the sky blue?"
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Many requests at once: a shared beginning that is computed once, an urgent request, one that is
 cut short.
 
-python examples/many_requests.py
+    python examples/many_requests.py
 """
 
 from __future__ import annotations

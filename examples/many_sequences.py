@@ -1,7 +1,7 @@
 """Several conversations in one paged cache: one pool, one ragged step for all, a fork for a second
 answer.
 
-python examples/many_sequences.py
+    python examples/many_sequences.py
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 //
 // template   T (element)
 // inputs     key_slab, value_slab  T [num_blocks, num_kv_heads, block_size, head_dim], written
-//            src_dst_pairs         int [max(num_pairs, 4), 2]; no block is both a source and a destination
+//            src_dst_pairs         int [max(num_pairs, 4), 2]; no block is both a source and a
+//                                  destination
 //            fence_in              int [8]
 // outputs    fence_out             int [8]
 // grid       (elements of a block / 4, num_pairs, 1), a thread for each four elements

@@ -1,4 +1,5 @@
-// Copies the tokens of one block table out of the slabs, heads first, as MLX's own attention reads them.
+// Copies the tokens of one block table out of the slabs, heads first, as MLX's own attention reads
+// them.
 //
 // template   T (element), BLOCK_SIZE, HEAD_DIM
 // inputs     key_slab, value_slab  T [num_blocks, num_kv_heads, BLOCK_SIZE, HEAD_DIM]
@@ -20,7 +21,8 @@ if (position == 0 && kv_head == 0) {
 }
 
 const int block_id = block_table[position / BLOCK_SIZE];
-const size_t from = slab_row<BLOCK_SIZE, HEAD_DIM>(block_id, position % BLOCK_SIZE, kv_head, num_kv_heads);
+const size_t from =
+    slab_row<BLOCK_SIZE, HEAD_DIM>(block_id, position % BLOCK_SIZE, kv_head, num_kv_heads);
 const size_t to = (size_t(kv_head) * num_tokens + position) * HEAD_DIM;
 ((device Vec*)(keys + to))[column] = ((const device Vec*)(key_slab + from))[column];
 ((device Vec*)(values + to))[column] = ((const device Vec*)(value_slab + from))[column];

@@ -1,11 +1,14 @@
-// Merges the partitions of each query row into its attention: the second half of paged_attention for long contexts.
+// Merges the partitions of each query row into its attention: the second half of paged_attention
+// for long contexts.
 //
 // template   T (element of out), HEAD_DIM
-// inputs     partials              float [num_partial_rows, num_heads, HEAD_DIM + 4]: values, highest score, sum, 0, 0
+// inputs     partials              float [num_partial_rows, num_heads, HEAD_DIM + 4]: values, highest
+//                                  score, sum, 0, 0
 //            plan                  int [...], laid out by ops/attention_plan.py
 //            sinks                 float [max(num_heads, 8)], LOWEST for none
 // outputs    out                   T [num_tokens, num_heads, HEAD_DIM]
-// grid       (SIMD_SIZE * MERGE_STREAMS, num_heads, num_tokens), threadgroup (all of the first, 1, 1)
+// grid       (SIMD_SIZE * MERGE_STREAMS, num_heads, num_tokens),
+//            threadgroup (all of the first, 1, 1)
 
 constexpr int VECTORS = (HEAD_DIM + 127) / 128;
 constexpr int WIDTH = HEAD_DIM + 4;
@@ -24,7 +27,8 @@ const int first = row[ROW_FIRST_PARTIAL];
 // Find the highest score.
 float highest = LOWEST;
 for (int p = lane; p < num_partitions; p += SIMD_SIZE) {
-  highest = max(highest, partials[packed_row<WIDTH>(first + p * stride, head, num_heads) + HEAD_DIM]);
+  highest =
+      max(highest, partials[packed_row<WIDTH>(first + p * stride, head, num_heads) + HEAD_DIM]);
 }
 highest = simd_max(highest);
 

@@ -1,33 +1,41 @@
-// Attention of decodes and short query runs over block tables: one threadgroup per (partition of a sequence, KV head).
+// Attention of decodes and short query runs over block tables: one threadgroup per (partition of a
+// sequence, KV head).
 //
-// Each K/V row that a query may see is loaded once, for all query rows of its KV head: the query heads of the group, for
-// each token of the run. The newest rows come from the inputs and are written into their slots on the way, so that no
-// dispatch reads a slot that it writes. Online softmax in float (Milakov and Gimelshein, 2018), cut into partitions as in
-// Flash-Decoding (Dao et al., 2023).
+// Each K/V row that a query may see is loaded once, for all query rows of its KV head: the query
+// heads of the group, for each token of the run. The newest rows come from the inputs and are
+// written into their slots on the way, so that no dispatch reads a slot that it writes. Online
+// softmax in float (Milakov and Gimelshein, 2018), cut into partitions as in Flash-Decoding (Dao et
+// al., 2023).
 //
-// template   T (element), Out (T, or float for partials), HEAD_DIM, BLOCK_SIZE, GROUP (query heads per KV head),
-//            RUN (query tokens per sequence, at most),
-//            STREAMS (chunks of keys in flight), ROW_SPLITS (simdgroups that share the rows of a chunk),
+// template   T (element), Out (T, or float for partials), HEAD_DIM, BLOCK_SIZE,
+//            GROUP (query heads per KV head), RUN (query tokens per sequence, at most),
+//            STREAMS (chunks of keys in flight),
+//            ROW_SPLITS (simdgroups that share the rows of a chunk),
 //            PARTIAL (whether merge_partitions follows)
 // inputs     queries               T [num_tokens, num_heads, HEAD_DIM]
 //            key_slab, value_slab  T [num_blocks, num_kv_heads, BLOCK_SIZE, HEAD_DIM], written
-//            key_rows, value_rows  T [num_tokens, num_kv_heads, HEAD_DIM], or anything if no rows come from inputs
+//            key_rows, value_rows  T [num_tokens, num_kv_heads, HEAD_DIM], or anything if no rows come
+//                                  from inputs
 //            plan                  int [...], laid out by ops/attention_plan.py
 //            sinks                 float [max(num_heads, 8)], LOWEST for none
 //            softmax_scale         float
 //            fence_in              int [8]
 // outputs    out                   T [num_tokens, num_heads, HEAD_DIM], or the partials: float
-//                                  [num_partial_rows, num_heads, HEAD_DIM + 4]: values, highest score, sum, 0, 0
+//                                  [num_partial_rows, num_heads, HEAD_DIM + 4]: values, highest score,
+//                                  sum, 0, 0
 //            fence_out             int [8]
-// grid       (SIMD_SIZE * STREAMS * ROW_SPLITS, num_kv_heads, num_partitions), threadgroup (all of the first, 1, 1)
+// grid       (SIMD_SIZE * STREAMS * ROW_SPLITS, num_kv_heads, num_partitions),
+//            threadgroup (all of the first, 1, 1)
 
 using Vec = vec<T, 4>;
-// A key lies over LANES lanes, VECTORS vectors of four elements in each; a lane holds KEYS keys of a chunk.
+// A key lies over LANES lanes, VECTORS vectors of four elements in each; a lane holds KEYS keys of
+// a chunk.
 constexpr int LANES = HEAD_DIM > 64 ? 32 : HEAD_DIM / 4;
 constexpr int VECTORS = (HEAD_DIM + 127) / 128;
 constexpr int KEYS = LANES / 4;
 constexpr int SUBGROUPS = SIMD_SIZE / LANES;
-// Query rows of each simdgroup: row r is query token r / GROUP of the run, head r % GROUP of the group.
+// Query rows of each simdgroup: row r is query token r / GROUP of the run, head r % GROUP of the
+// group.
 constexpr int ROWS = (RUN * GROUP + ROW_SPLITS - 1) / ROW_SPLITS;
 // Vectors of a chunk that each lane loads.
 constexpr int ROW_VECTORS = LANES * VECTORS;
@@ -63,7 +71,8 @@ const int end = min(partition_begin + PARTITION_SIZE, context_len);
 const int num_rows = query_len * GROUP - split * ROWS;
 
 Source<T, BLOCK_SIZE, HEAD_DIM> keys = {
-    key_slab, key_rows, begin, end, plan[PLAN_HAS_ROWS] ? first_query : context_len, first_row, kv_head, num_kv_heads};
+    key_slab, key_rows, begin, end, plan[PLAN_HAS_ROWS] ? first_query : context_len, first_row,
+    kv_head, num_kv_heads};
 Source<T, BLOCK_SIZE, HEAD_DIM> values = keys;
 values.slab = value_slab;
 values.rows = value_rows;
@@ -95,20 +104,25 @@ constexpr int TILE_VECTORS = SHARED ? STREAMS * CHUNK_SIZE * ROW_VECTORS : 0;
 constexpr int STREAM_ROWS = STREAMS > 1 ? STREAMS * ROW_SPLITS : 0;
 constexpr int TILE_BYTES = 2 * TILE_VECTORS * sizeof(Vec);
 constexpr int STREAM_BYTES = 2 * STREAM_ROWS * ROW_VECTORS * sizeof(float4);
-// Chunks that are shared while the keys are walked, then rows of other streams: never both at a time.
-threadgroup float4 scratch[(TILE_BYTES > STREAM_BYTES ? TILE_BYTES : STREAM_BYTES) / sizeof(float4) + 1];
+// Chunks that are shared while the keys are walked, then rows of other streams: never both at a
+// time.
+constexpr int SCRATCH_BYTES = TILE_BYTES > STREAM_BYTES ? TILE_BYTES : STREAM_BYTES;
+threadgroup float4 scratch[SCRATCH_BYTES / sizeof(float4) + 1];
 threadgroup Vec* key_tile = (threadgroup Vec*)scratch + stream * CHUNK_SIZE * ROW_VECTORS;
 threadgroup Vec* value_tile = key_tile + TILE_VECTORS;
 Vec key_loads[LOADS], value_loads[LOADS];
 int chunk_begin = (begin / CHUNK_SIZE + stream) * CHUNK_SIZE;
-const int num_rounds = ((end + CHUNK_SIZE - 1) / CHUNK_SIZE - begin / CHUNK_SIZE + STREAMS - 1) / STREAMS;
+const int num_rounds =
+    ((end + CHUNK_SIZE - 1) / CHUNK_SIZE - begin / CHUNK_SIZE + STREAMS - 1) / STREAMS;
 int block_id = chunk_begin < end ? block_table[chunk_begin / BLOCK_SIZE] : 0;
 UNROLL
 for (int n = 0; n < LOADS; n++) {
   const int index = lane_in_stream + n * LOADERS;
   const int position = chunk_begin + index / ROW_VECTORS;
-  key_loads[n] = keys.load(block_id, position, index % ROW_VECTORS, index < CHUNK_SIZE * ROW_VECTORS);
-  value_loads[n] = values.load(block_id, position, index % ROW_VECTORS, index < CHUNK_SIZE * ROW_VECTORS);
+  key_loads[n] =
+      keys.load(block_id, position, index % ROW_VECTORS, index < CHUNK_SIZE * ROW_VECTORS);
+  value_loads[n] =
+      values.load(block_id, position, index % ROW_VECTORS, index < CHUNK_SIZE * ROW_VECTORS);
 }
 
 for (int round = 0; round < num_rounds; round++) {
@@ -133,7 +147,8 @@ for (int round = 0; round < num_rounds; round++) {
     UNROLL
     for (int v = 0; v < VECTORS; v++) {
       if (SHARED) {
-        chunk[j * VECTORS + v] = key_tile[(j * SUBGROUPS + subgroup) * ROW_VECTORS + column + v * SIMD_SIZE];
+        chunk[j * VECTORS + v] =
+            key_tile[(j * SUBGROUPS + subgroup) * ROW_VECTORS + column + v * SIMD_SIZE];
       } else {
         chunk[j * VECTORS + v] = key_loads[j * VECTORS + v];
       }
@@ -156,7 +171,8 @@ for (int round = 0; round < num_rounds; round++) {
       }
       const float score = sum_over_lanes<LANES>(scores, lane);
       const int query_position = first_query + (split * ROWS + i) / GROUP;
-      const bool visible = position < end && position <= query_position && position > query_position - window;
+      const bool visible =
+          position < end && position <= query_position && position > query_position - window;
 
       // Update the maximum and the sum; what was accumulated so far shrinks by the factor.
       const float top = max(highest[i], max_over_quads(visible ? score : LOWEST));
@@ -174,7 +190,8 @@ for (int round = 0; round < num_rounds; round++) {
   for (int n = 0; n < LOADS; n++) {
     const int index = lane_in_stream + n * LOADERS;
     const int next = next_begin + index / ROW_VECTORS;
-    key_loads[n] = keys.load(next_block_id, next, index % ROW_VECTORS, index < CHUNK_SIZE * ROW_VECTORS);
+    key_loads[n] =
+        keys.load(next_block_id, next, index % ROW_VECTORS, index < CHUNK_SIZE * ROW_VECTORS);
   }
 
   // Update the accumulators. The values of the chunk take the registers of its keys.
@@ -183,7 +200,8 @@ for (int round = 0; round < num_rounds; round++) {
     UNROLL
     for (int v = 0; v < VECTORS; v++) {
       if (SHARED) {
-        chunk[j * VECTORS + v] = value_tile[(j * SUBGROUPS + subgroup) * ROW_VECTORS + column + v * SIMD_SIZE];
+        chunk[j * VECTORS + v] =
+            value_tile[(j * SUBGROUPS + subgroup) * ROW_VECTORS + column + v * SIMD_SIZE];
       } else {
         chunk[j * VECTORS + v] = value_loads[j * VECTORS + v];
       }
@@ -212,7 +230,8 @@ for (int round = 0; round < num_rounds; round++) {
   for (int n = 0; n < LOADS; n++) {
     const int index = lane_in_stream + n * LOADERS;
     const int next = next_begin + index / ROW_VECTORS;
-    value_loads[n] = values.load(next_block_id, next, index % ROW_VECTORS, index < CHUNK_SIZE * ROW_VECTORS);
+    value_loads[n] =
+        values.load(next_block_id, next, index % ROW_VECTORS, index < CHUNK_SIZE * ROW_VECTORS);
   }
   chunk_begin = next_begin;
 }
@@ -284,7 +303,8 @@ for (int i = 0; i < ROWS; i++) {
     const int head = kv_head * GROUP + row % GROUP;
     const int out_row = work[WORK_FIRST_OUT_ROW] + row / GROUP;
     constexpr int OUT_WIDTH = PARTIAL ? HEAD_DIM + 4 : HEAD_DIM;
-    device vec<Out, 4>* to = (device vec<Out, 4>*)(out + packed_row<OUT_WIDTH>(out_row, head, num_heads));
+    device vec<Out, 4>* to =
+        (device vec<Out, 4>*)(out + packed_row<OUT_WIDTH>(out_row, head, num_heads));
     const float norm = PARTIAL ? 1 : softmax_norm(highest[i], sum[i], sinks[head]);
     UNROLL
     for (int v = 0; v < VECTORS; v++) {

@@ -21,7 +21,9 @@ if (row == 0 && kv_head == 0) {
 const int slot = slot_mapping[row];
 if (slot >= 0) {
   const size_t from = packed_row<HEAD_DIM>(row, kv_head, num_kv_heads);
-  const size_t to = slab_row<BLOCK_SIZE, HEAD_DIM>(slot / BLOCK_SIZE, slot % BLOCK_SIZE, kv_head, num_kv_heads);
+  const size_t to =
+      slab_row<BLOCK_SIZE, HEAD_DIM>(slot / BLOCK_SIZE, slot % BLOCK_SIZE, kv_head, num_kv_heads);
   ((device Vec*)(in_place(key_slab) + to))[column] = ((const device Vec*)(key_rows + from))[column];
-  ((device Vec*)(in_place(value_slab) + to))[column] = ((const device Vec*)(value_rows + from))[column];
+  ((device Vec*)(in_place(value_slab) + to))[column] =
+      ((const device Vec*)(value_rows + from))[column];
 }

@@ -117,38 +117,40 @@ def keyed_fact(
     return f"{lead} {name} of {key} is {value}."
 
 
+def listed_or_made_up(rng: random.Random, names: list[str], share_listed: float) -> str:
+    """One of the names, or, with the rest of the probability, a name that nobody has."""
+    return rng.choice(names) if rng.random() < share_listed else pseudo_word(rng).capitalize()
+
+
+def draw_single_fact(rng: random.Random) -> tuple[str, str, str]:
+    """The shape of a fact without a key, what it is about, and its value."""
+    shape = rng.choice(["thing", "thing", "name", "pet", "pet", "city", "favorite", "age"])
+    what = {
+        "thing": lambda: rng.choice(list(words.THINGS)),
+        "pet": lambda: rng.choice(words.PETS),
+        "favorite": lambda: rng.choice(["color", "number", "city", "word"]),
+    }.get(shape, lambda: "")()
+    kind = {
+        "thing": words.THINGS.get(what, ""),
+        "favorite": {"color": "color", "number": "number", "city": "city", "word": "noun"}.get(
+            what, ""
+        ),
+        "city": "city",
+        "age": "number",
+    }.get(shape, "")
+    if shape == "pet":
+        value = listed_or_made_up(rng, words.PET_NAMES + words.NAMES, 0.8)
+    elif shape == "name":
+        value = listed_or_made_up(rng, words.NAMES, 0.7)
+    else:
+        value = fact_value(rng, kind)
+    return shape, what, value
+
+
 def single_fact(rng: random.Random, memory: Memory, held_out: bool) -> str:
     """State a fact without a key, such as "The secret word is lemon." or "My name is Anna."."""
-
-    def make() -> tuple[str, str]:
-        shape = rng.choice(["thing", "thing", "name", "pet", "pet", "city", "favorite", "age"])
-        what = {
-            "thing": lambda: rng.choice(list(words.THINGS)),
-            "pet": lambda: rng.choice(words.PETS),
-            "favorite": lambda: rng.choice(["color", "number", "city", "word"]),
-        }.get(shape, lambda: "")()
-        kind = {
-            "thing": words.THINGS.get(what, ""),
-            "favorite": {"color": "color", "number": "number", "city": "city", "word": "noun"}.get(
-                what, ""
-            ),
-            "city": "city",
-            "age": "number",
-        }.get(shape, "")
-        if shape == "pet":
-            value = (
-                rng.choice(words.PET_NAMES + words.NAMES)
-                if rng.random() < 0.8
-                else pseudo_word(rng).capitalize()
-            )
-        elif shape == "name":
-            value = rng.choice(words.NAMES) if rng.random() < 0.7 else pseudo_word(rng).capitalize()
-        else:
-            value = fact_value(rng, kind)
-        return shape, what, value
-
     while True:
-        shape, what, value = draw(rng, held_out, make)
+        shape, what, value = draw(rng, held_out, lambda: draw_single_fact(rng))
         if f"{shape} {what}" not in memory.taken:
             break
     memory.taken.add(f"{shape} {what}")

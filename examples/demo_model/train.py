@@ -452,17 +452,31 @@ def load_or_train_tokenizer(work_dir: Path, settings: Settings, init: Path | Non
     return path.read_bytes()
 
 
-def train(args: argparse.Namespace) -> int:
-    """Run from the last checkpoint, or from the start, to the end; returns the exit status."""
-    settings = resolve_settings(args)
-    args.work_dir.mkdir(parents=True, exist_ok=True)
-    checkpoint = args.work_dir / "checkpoint.safetensors"
+def log_step(work_dir: Path, line: dict[str, float], is_printed: bool) -> None:
+    """Add a line to the log of the run, and print it if it is one of those that are printed."""
+    with (work_dir / "log.jsonl").open("a") as log:
+        log.write(json.dumps(line) + "\n")
+    if is_printed:
+        text = "  ".join(f"{name} {value}" for name, value in line.items())
+        print(text, file=sys.stderr, flush=True)
+
+
+def check_folders(args: argparse.Namespace, checkpoint: Path) -> None:
+    """Raise `UserError` if a folder lacks what an option needs of it."""
     if args.init and not (args.init / "training.json").exists():
         raise UserError(
             f"--init {args.init} is not a model made by this script: it holds no training.json"
         )
     if args.export and not checkpoint.exists():
         raise UserError(f"--export needs a checkpoint, but {args.work_dir} holds none; train first")
+
+
+def train(args: argparse.Namespace) -> int:
+    """Run from the last checkpoint, or from the start, to the end; returns the exit status."""
+    settings = resolve_settings(args)
+    args.work_dir.mkdir(parents=True, exist_ok=True)
+    checkpoint = args.work_dir / "checkpoint.safetensors"
+    check_folders(args, checkpoint)
 
     import mlx.core as mx
     import sentencepiece
@@ -507,14 +521,9 @@ def train(args: argparse.Namespace) -> int:
                 "tokens_per_second": round(tokens.size / elapsed),
                 "minutes": round(run.seconds / 60, 1),
             }
-            with (args.work_dir / "log.jsonl").open("a") as log:
-                log.write(json.dumps(line) + "\n")
-            if run.step % 20 == 0 or run.step == settings.steps:
-                print(
-                    "  ".join(f"{name} {value}" for name, value in line.items()),
-                    file=sys.stderr,
-                    flush=True,
-                )
+            log_step(
+                args.work_dir, line, is_printed=run.step % 20 == 0 or run.step == settings.steps
+            )
             if run.step % args.save_every == 0:
                 run.save_checkpoint(checkpoint)
                 last_saved = run.step

@@ -71,8 +71,8 @@ WRONG_RESULTS = {
     "no_end_of_the_partition": (
         WINDOW,
         "paged_attention.metal",
-        "visible = position < end && ",
-        "visible = ",
+        "position < end && position <= query_position",
+        "position <= query_position",
     ),
     "no_causal_mask": (SHARED, "paged_attention.metal", "position <= query_position && ", ""),
     "no_window_mask": (
