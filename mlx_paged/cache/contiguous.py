@@ -25,7 +25,7 @@ class Rows:
     __slots__ = ("block_ids", "capacity", "layers")
 
     def __init__(self, layers: list[list[mx.array]], capacity: int):
-        self.layers = layers  # per layer K and V, [1, num_kv_heads, capacity, width]
+        self.layers = layers  # per layer K and V, [num_kv_heads, capacity, width]
         self.capacity = capacity  # in blocks
         self.block_ids = array("i")  # the block that lies at each index; 0 where none does any more
 
@@ -44,8 +44,8 @@ class ContiguousLayerKV(LayerKV):
         row = 0
         for rows, end, num_new in zip(self.rows, step.context_lens, step.query_lens, strict=True):
             keys, values = rows.layers[self._index]
-            keys[:, :, end - num_new : end] = k[:, row : row + num_new]
-            values[:, :, end - num_new : end] = v[:, row : row + num_new]
+            keys[:, end - num_new : end] = k[:, row : row + num_new]
+            values[:, end - num_new : end] = v[:, row : row + num_new]
             row += num_new
 
     def update_and_attend(
@@ -67,7 +67,7 @@ class ContiguousLayerKV(LayerKV):
         dense = []
         for one, context_len in zip(rows, step.context_lens, strict=True):
             keys, values = one.layers[self._index]
-            dense.append((keys[0, :, :context_len], values[0, :, :context_len]))
+            dense.append((keys[:, :context_len], values[:, :context_len]))
         return attend_densely(q, dense, step, AttentionParams(scale, self.spec.window, sinks))
 
 
@@ -169,7 +169,10 @@ class ContiguousKVCache(KVCache):
         num_new_tokens = (capacity - rows.capacity) * self.config.block_size
         for kv, layer in zip(rows.layers, self.layers, strict=True):
             extra = layer.spec.zeros(1, num_new_tokens)
-            kv[:] = [mx.concatenate(list(pair), axis=2) for pair in zip(kv, extra, strict=True)]
+            kv[:] = [
+                mx.concatenate([held, zeros[0]], axis=1)
+                for held, zeros in zip(kv, extra, strict=True)
+            ]
         rows.capacity = capacity
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
@@ -230,20 +233,20 @@ class ContiguousKVCache(KVCache):
     def _join(self, layer: int, pieces: list[tuple[Rows, int, int]]) -> Iterator[mx.array]:
         block_size = self.config.block_size
         if not pieces:
-            yield from self.layers[layer].spec.zeros(1, 0)
+            yield from (zeros[0] for zeros in self.layers[layer].spec.zeros(1, 0))
             return
         for part in (0, 1):
             slices = [
-                rows.layers[layer][part][:, :, start * block_size : end * block_size]
+                rows.layers[layer][part][:, start * block_size : end * block_size]
                 for rows, start, end in pieces
             ]
-            yield slices[0] if len(slices) == 1 else mx.concatenate(slices, axis=2)
+            yield slices[0] if len(slices) == 1 else mx.concatenate(slices, axis=1)
 
     def _gather(
         self, layer: int, block_ids: Sequence[int], num_tokens: int
     ) -> tuple[mx.array, mx.array]:
         keys, values = self._join(layer, list(self._pieces(block_ids)))
-        return keys[0, :, :num_tokens], values[0, :, :num_tokens]
+        return keys[:, :num_tokens], values[:, :num_tokens]
 
     # Memory
 

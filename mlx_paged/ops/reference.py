@@ -241,9 +241,9 @@ def _gather(kv: KVHandle, block_table: list[int], num_tokens: int) -> Rows:
     return gather(kv.k), gather(kv.v)
 
 
-def _causal_mask(query_len: int, context_len: int, window: int | None) -> mx.array | str:
+def _causal_mask(query_len: int, context_len: int, window: int | None) -> mx.array | str | None:
     if window is None or context_len <= window:
-        return "causal"
+        return None if query_len == 1 else "causal"  # a single query sees all
     query_positions = mx.arange(context_len - query_len, context_len)[:, None]
     key_positions = mx.arange(context_len)[None]
     return (key_positions <= query_positions) & (key_positions > query_positions - window)

@@ -198,7 +198,7 @@ class Machine:
             for spec, kv in zip(LAYERS, rows.layers, strict=True):
                 for held, width in zip(kv, (spec.key_dim, spec.value_dim), strict=True):
                     num_tokens = rows.capacity * BLOCK_SIZE
-                    assert held.shape == (1, spec.num_kv_heads, num_tokens, width)
+                    assert held.shape == (spec.num_kv_heads, num_tokens, width)
             places |= {b: (rows, i) for i, b in enumerate(rows.block_ids) if b}
         assert places == cache._places
         assert set(cache.seqs) == set(self.tokens)
