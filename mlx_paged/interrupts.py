@@ -1,4 +1,4 @@
-"""Ctrl-C between two steps, so that none is cut in the middle. Imports nothing of ours and no MLX."""
+"""Ctrl-C between two steps, so that no step is cut in the middle. Imports no MLX."""
 
 from __future__ import annotations
 

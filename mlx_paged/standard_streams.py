@@ -53,7 +53,7 @@ def read_all() -> str:
 
 
 def read_line() -> str:
-    """The next line of stdin with its end, empty where there is none; raises :class:`InputError`."""
+    """The next line of stdin with its end, "" after the last one; raises :class:`InputError`."""
     return _read(lambda stdin: stdin.readline())
 
 
