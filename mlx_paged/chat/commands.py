@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -40,7 +40,7 @@ class Dialogue:
     reports: Reports
     turns: Turns
     reader: Reader
-    num_messages: int = field(default=0)  # lines that were not empty
+    num_messages: int = 0  # lines that were not empty
 
     @property
     def conversation(self) -> Conversation:
