@@ -25,7 +25,7 @@ BUDGET_NOTATION = "bytes (65536, 512M, 2G) or whole blocks (256blocks), within 1
 
 @dataclass(frozen=True)
 class KVBudget:
-    """How much K/V may be held: a number of bytes, or a number of blocks. One of the two is given."""
+    """How much K/V may be held: a number of bytes or of blocks; exactly one of them is given."""
 
     nbytes: int | None = None
     num_blocks: int | None = None

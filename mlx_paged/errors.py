@@ -79,8 +79,8 @@ def request_error(error: BaseException) -> Exception:
 def forget_frames(error: BaseException, where: str | None = None) -> None:
     """Drop the traceback of an error and of each error that led to it.
 
-    For as long as somebody keeps the error, its frames would keep what their variables hold: logits,
-    graphs that hold whole slabs, the engine itself.
+    For as long as somebody keeps the error, its frames would keep what their variables hold:
+    logits, graphs that hold whole slabs, the engine itself.
 
     Args:
         where: the beginning of a note that keeps the traceback as text; ``None`` keeps nothing.

@@ -1,4 +1,4 @@
-"""Ctrl-C between two steps, so that none is cut in the middle. Imports nothing of ours and no MLX."""
+"""Ctrl-C between two steps, so that no step is cut in the middle. Imports no MLX."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def caught_interrupts(second: BaseException) -> Iterator[list[int]]:
-    """Collect Ctrl-C in a list, to be looked at between two steps; the second one raises ``second``
+    """Collect Ctrl-C in a list, to be looked at between two steps. A second one raises ``second``
     at once.
 
-    In a thread that is not the main one nothing is caught: Python delivers signals to the main
-    thread."""
+    Only the main thread catches anything, as Python delivers signals to no other."""
     caught: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield caught

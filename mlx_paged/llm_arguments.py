@@ -26,7 +26,7 @@ _NO_VARIABLES = {
 def one_for_each(
     name: str, given: object, num_prompts: int, checked: Callable[[str, object], T]
 ) -> list[T]:
-    """``given`` for each prompt: a list has one for each, anything else is for all.
+    """A value for each prompt: ``given`` is a list of them, or one (or ``None``) for all.
 
     Raises:
         ValueError: the list has another length, or ``checked`` refuses an element.

@@ -1,4 +1,4 @@
-"""How much memory the K/V may take when the user does not say, and the limit for what stays wired."""
+"""How much memory there is, how much of it the K/V take by default, and what stays wired."""
 
 from __future__ import annotations
 

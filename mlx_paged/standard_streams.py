@@ -23,11 +23,10 @@ class OutputLostError(Exception):
 
 
 def open_closed_streams() -> None:
-    """Make sure that no file gets the number of a standard stream, and that text of any bytes
-    passes.
+    """Keep the numbers of the standard streams from other files, and let text of any bytes pass.
 
-    A stream that was closed when the program began stays ``None`` in ``sys``. Its number is taken
-    by /dev/null, or the next file to be opened would get it, and what a library prints with it.
+    A stream that was closed when the program began stays ``None`` in ``sys``. /dev/null takes its
+    number, or else the next file to be opened would get it, and with it what a library prints.
     """
     for number in (0, 1, 2):
         try:
@@ -53,7 +52,7 @@ def read_all() -> str:
 
 
 def read_line() -> str:
-    """The next line of stdin with its end, empty where there is none; raises :class:`InputError`."""
+    """The next line of stdin with its end, "" after the last one; raises :class:`InputError`."""
     return _read(lambda stdin: stdin.readline())
 
 
@@ -70,7 +69,7 @@ def write(text: str) -> None:
     """Write to stdout, now.
 
     Raises:
-        OutputLostError: it is closed, or what is behind it takes no more.
+        OutputLostError: stdout is closed, or its disk is full.
         BrokenPipeError: the reader has left.
     """
     if sys.stdout is None:
@@ -85,9 +84,7 @@ def write(text: str) -> None:
 
 
 def finish_output(status: int, prog: str) -> int:
-    """Write out what stdout still buffers; ``status``, or 1 after a line that says what was
-    lost.
-    """
+    """Write out what stdout still buffers; returns ``status``, or 1 if output was lost."""
     if sys.stdout is None:
         if status == 0:
             say(f"{prog}: error: {NO_STDOUT}")
@@ -103,9 +100,7 @@ def finish_output(status: int, prog: str) -> int:
 
 
 def discard_output() -> None:
-    """Send what stdout still buffers nowhere, so that Python's own end does not complain about
-    it.
-    """
+    """Drop what stdout still buffers, so that Python does not complain about it as it exits."""
     if sys.stdout is not None:
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""The flags of the chat, which follow ``mlx_lm.chat``, and errors in their words. Imports no MLX."""
+"""The flags of the chat, which follow ``mlx_lm.chat``, and errors that name them. No MLX here."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -40,7 +40,7 @@ class Dialogue:
     reports: Reports
     turns: Turns
     reader: Reader
-    num_messages: int = field(default=0)  # lines that were not empty
+    num_messages: int = 0  # lines that were not empty
 
     @property
     def conversation(self) -> Conversation:
@@ -185,9 +185,8 @@ def _load(dialogue: Dialogue, argument: str) -> None:
         raise ValueError(f"{file} can't be gone on with: {error_line(error)}") from error
     num_messages = len(dialogue.conversation.messages)
     is_open = dialogue.conversation.messages[-1]["role"] == "user"
-    dialogue.say(
-        f"[loaded from {file}: messages: {num_messages}{'; /regenerate answers the last' if is_open else ''}]"
-    )
+    what_now = "; /regenerate answers the last" if is_open else ""
+    dialogue.say(f"[loaded from {file}: messages: {num_messages}{what_now}]")
 
 
 def _fork(dialogue: Dialogue, argument: str) -> None:
@@ -195,7 +194,8 @@ def _fork(dialogue: Dialogue, argument: str) -> None:
     branches.append(branches[-1].fork())
     num_tokens = len(branches[-1].tokens)
     dialogue.say(
-        f"[branch {len(branches) - 1} of the conversation: {num_tokens} tokens so far are shared; /back leaves it]"
+        f"[branch {len(branches) - 1} of the conversation: {num_tokens} tokens so far are shared; "
+        "/back leaves it]"
     )
 
 

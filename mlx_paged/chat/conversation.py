@@ -1,4 +1,4 @@
-"""A chat as turns of text: renders the template, so that all that did not change keeps its K/V."""
+"""A chat as turns of text, whose prompts begin like the ones before and so share their K/V."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ Answer: TypeAlias = Generator[GenerationResponse, None, None]
 class Conversation:
     """Messages, and the engine that answers them and keeps their K/V.
 
-    The prompt of a turn is the whole conversation as the model's chat template writes it. What of
-    it was computed before is reused; a template that rewrites earlier turns (Qwen3's drops their
-    reasoning) makes only the rewritten rest new.
+    The prompt of a turn is the whole conversation as the model's chat template writes it. The part
+    that was computed before is reused. Where a template rewrites earlier turns (Qwen3's drops their
+    reasoning), only the text from there on is computed again.
 
     Args:
         engine: answers the turns, and finds what it computed before in its prefix cache. Several
@@ -71,12 +71,7 @@ class Conversation:
         """The content of the first message, where that is the system's."""
         if not self.messages or self.messages[0]["role"] != "system":
             return None
-        content = self.messages[0]["content"]
-        return (
-            content
-            if isinstance(content, str)
-            else normalise_messages(self.messages[:1])[0]["content"]
-        )
+        return _text(self.messages[0])
 
     def set_system_prompt(self, text: str | None) -> None:
         """Replace the system prompt, or remove it; the turns stay, and are computed again with the
@@ -120,11 +115,7 @@ class Conversation:
     def last_user_text(self) -> str | None:
         """The last message of the user, ``None`` before the first."""
         index = self._last_user_index()
-        return (
-            None
-            if index is None
-            else normalise_messages(self.messages[index : index + 1])[0]["content"]
-        )
+        return None if index is None else _text(self.messages[index])
 
     def ask(
         self,
@@ -202,14 +193,12 @@ class Conversation:
                 self.messages += replaced
 
     def _last_user_index(self) -> int | None:
-        indices = [
-            index for index, message in enumerate(self.messages) if message["role"] == "user"
-        ]
-        return indices[-1] if indices else None
+        roles = [message["role"] for message in self.messages]
+        return max((index for index, role in enumerate(roles) if role == "user"), default=None)
 
     def _replace_messages(self, messages: list[dict[str, Any]]) -> None:
-        # Whether a template takes a system prompt, or roles in this order, shows in the prompt of a
-        # next turn.
+        # Whether a template takes a system prompt, or roles in this order, shows when the prompt of
+        # a next turn is rendered.
         is_turn_open = bool(messages) and messages[-1]["role"] == "user"
         probe = [] if is_turn_open else [{"role": "user", "content": "?"}]
         render_chat(self.tokenizer, [*messages, *probe], self._template_options)
@@ -222,3 +211,8 @@ class Conversation:
         mark = self.tokenizer.think_start
         self.opens_thinking = bool(mark) and text.rstrip().endswith(mark)
         return token_ids
+
+
+def _text(message: dict[str, Any]) -> str:
+    """The content of a message, whose text parts are joined."""
+    return str(normalise_messages([message])[0]["content"])

@@ -13,11 +13,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mlx_paged.chat.command_line import error_line, setup_arg_parser
-from mlx_paged.chat.readers import PipeReader, Reader, clean, make_reader, without_line_end
+from mlx_paged.chat.readers import clean, make_reader, without_line_end
 from mlx_paged.chat.screen import Screen, is_terminal
 from mlx_paged.standard_streams import (
     NO_STDOUT,
-    InputError,
     OutputLostError,
     discard_output,
     finish_output,
@@ -27,14 +26,14 @@ from mlx_paged.standard_streams import (
 )
 
 if TYPE_CHECKING:
+    from mlx_paged.chat.commands import Dialogue
     from mlx_paged.chat.conversation import Conversation
     from mlx_paged.chat.settings import Settings
 
-NO_INPUT = "there is no message: give one as argument, or on standard input, or start the chat in a terminal"
-
-
-class UsageError(Exception):
-    """The user's mistake; the message is one line."""
+NO_INPUT = (
+    "there is no message: give one as argument, or on standard input, or start the chat in a "
+    "terminal"
+)
 
 
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
@@ -55,15 +54,15 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
         except SystemExit as end:  # --help and --version, too
             return finish_output(end.code if isinstance(end.code, int) else 2, parser.prog)
         return _run(args, screen)
-    except UsageError as error:
-        screen.clear_progress()
-        say(f"{parser.prog}: error: {error}")
-        return 2
     except OutputLostError as error:
         screen.clear_progress()
         discard_output()
         say(f"{parser.prog}: error: {error}")
         return 1
+    except (ValueError, RuntimeError) as error:  # the user's mistake
+        screen.clear_progress()
+        say(f"{parser.prog}: error: {error_line(error)}")
+        return 2
     except KeyboardInterrupt:
         screen.clear_progress()
         say("")
@@ -83,68 +82,28 @@ def _run(args: argparse.Namespace, screen: Screen) -> int:
         screen.show_progress(loading)
     elif args.verbose:
         screen.say(loading)
-    try:
-        return _answer_once(args, screen, message) if message is not None else _chat(args, screen)
-    except (ValueError, RuntimeError) as error:
-        raise UsageError(error_line(error)) from error
-
-
-def _read_message(args: argparse.Namespace) -> str | None:
-    """The message to answer once, ``None`` for a dialogue; raises :class:`UsageError` where
-    there is neither.
-    """
-    if args.message is None:
-        if sys.stdin is None:
-            raise UsageError(f"standard input is closed; {NO_INPUT}")
-        if _is_known_to_be_empty(sys.stdin):
-            raise UsageError(f"standard input is empty; {NO_INPUT}")
-        return None
-    message = args.message
-    if message == "-":
-        try:
-            message = without_line_end(read_all())
-        except InputError as error:
-            raise UsageError(str(error)) from error
-    message = clean(message)
-    if not message.strip():
-        raise UsageError("the message is empty")
-    return message
-
-
-def _is_known_to_be_empty(stdin: Any) -> bool:
-    """Whether stdin is a file or a device, which are not waited for, and has nothing in it."""
-    try:
-        mode = os.fstat(stdin.fileno()).st_mode
-        waits = is_terminal(stdin) or not (stat.S_ISREG(mode) or stat.S_ISCHR(mode))
-        return not waits and not stdin.buffer.peek(1)
-    except (OSError, ValueError, AttributeError):  # no file at all
-        return False
-
-
-def _answer_once(args: argparse.Namespace, screen: Screen, message: str) -> int:
-    from mlx_paged.chat.reports import Reports
-    from mlx_paged.chat.turns import Turns
-
     conversation, settings = _load(args)
-    reports = Reports(screen, args.verbose)
-    reports.start(args, conversation, settings, is_dialogue=False)
-    was_interrupted = Turns(screen, settings, reports).show(
-        conversation, partial(conversation.ask, message)
-    )
-    return 130 if was_interrupted else 0
-
-
-def _chat(args: argparse.Namespace, screen: Screen) -> int:
-    conversation, settings = _load(args)
-    from mlx_paged.chat.commands import Dialogue, LeaveChat, complete
+    from mlx_paged.chat.commands import Dialogue, complete
     from mlx_paged.chat.reports import Reports
     from mlx_paged.chat.turns import Turns
 
     reports = Reports(screen, args.verbose)
-    reader: Reader = make_reader(complete, screen)
-    reports.start(args, conversation, settings, is_dialogue=True)
     turns = Turns(screen, settings, reports)
-    dialogue = Dialogue([conversation], settings, screen, reports, turns, reader)
+    if message is not None:
+        reports.start(args, conversation, settings, is_dialogue=False)
+        was_stopped = turns.show(conversation, partial(conversation.ask, message))
+        return 130 if was_stopped else 0
+    reader = make_reader(complete, screen)
+    reports.start(args, conversation, settings, is_dialogue=True)
+    _converse(Dialogue([conversation], settings, screen, reports, turns, reader))
+    return 0
+
+
+def _converse(dialogue: Dialogue) -> None:
+    """Take messages until the user leaves; raises ``ValueError`` where a pipe had none."""
+    from mlx_paged.chat.commands import LeaveChat
+
+    reader = dialogue.reader
     while True:
         try:
             text = reader.read()
@@ -156,10 +115,38 @@ def _chat(args: argparse.Namespace, screen: Screen) -> int:
         except KeyboardInterrupt:
             if not reader.is_interactive:
                 raise
-            screen.say("[Ctrl-D or /exit to leave]")
-    if isinstance(reader, PipeReader) and not dialogue.num_messages:
-        raise UsageError(f"standard input is empty; {NO_INPUT}")
-    return 0
+            dialogue.say("[Ctrl-D or /exit to leave]")
+    if not reader.is_interactive and not dialogue.num_messages:
+        raise ValueError(f"standard input is empty; {NO_INPUT}")
+
+
+def _read_message(args: argparse.Namespace) -> str | None:
+    """The message to answer once, ``None`` for a dialogue; raises ``ValueError`` where there is
+    neither.
+    """
+    if args.message is None:
+        if sys.stdin is None:
+            raise ValueError(f"standard input is closed; {NO_INPUT}")
+        if _is_known_to_be_empty(sys.stdin):
+            raise ValueError(f"standard input is empty; {NO_INPUT}")
+        return None
+    message = args.message
+    if message == "-":
+        message = without_line_end(read_all())
+    message = clean(message)
+    if not message.strip():
+        raise ValueError("the message is empty")
+    return message
+
+
+def _is_known_to_be_empty(stdin: Any) -> bool:
+    """Whether stdin is a file or a device, which nobody types into, and has nothing in it."""
+    try:
+        mode = os.fstat(stdin.fileno()).st_mode
+        waits = is_terminal(stdin) or not (stat.S_ISREG(mode) or stat.S_ISCHR(mode))
+        return not waits and not stdin.buffer.peek(1)
+    except (OSError, ValueError, AttributeError):  # no file at all
+        return False
 
 
 # What a conversation needs

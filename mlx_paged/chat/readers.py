@@ -1,6 +1,4 @@
-"""Where the user's messages come from: a terminal, with editing, history and Tab, or a pipe,
-line by line.
-"""
+"""Where the user's messages come from: a terminal with editing, history and Tab, or a pipe."""
 
 from __future__ import annotations
 
@@ -99,11 +97,11 @@ def make_reader(
 
 
 def history_path(environ: Mapping[str, str]) -> Path | None:
-    """The file of the history, made if it is not there; nobody but its user may read it.
+    """The file of the history, made if it is not there, which only its user may read.
 
     ``None`` where there is no place for it: no home, or one that can't be written to.
     """
-    # The specification of the variable wants a path that is not absolute to be ignored.
+    # The XDG specification says to ignore a path that is not absolute.
     state = environ.get("XDG_STATE_HOME", "")
     try:
         folder = Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state"
@@ -121,8 +119,8 @@ def history_path(environ: Mapping[str, str]) -> Path | None:
 
 
 def clean(text: str) -> str:
-    """Text without what no tokenizer takes: bytes that were no UTF-8, which Python hands over as
-    lone surrogates.
+    """Text that a tokenizer can encode: bytes that were no UTF-8, which Python hands over as lone
+    surrogates, are replaced.
     """
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
@@ -160,7 +158,7 @@ def _history(file: Path | None) -> History:
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     class SafeFileHistory(FileHistory):
-        """One whose disk may be full: what can't be kept is not kept."""
+        """A history whose disk may be full: what can't be kept is not kept."""
 
         def store_string(self, string: str) -> None:
             with contextlib.suppress(OSError, UnicodeError):

@@ -1,6 +1,4 @@
-"""What the chat says about itself: the model and its cache, the figures of an answer, the
-statistics.
-"""
+"""What the chat says about itself: the model and its cache, the figures of an answer, statistics."""
 
 from __future__ import annotations
 
@@ -15,18 +13,20 @@ from mlx_paged.chat.settings import Settings
 from mlx_paged.memory import memory_size
 
 if TYPE_CHECKING:
+    from mlx_paged.cache import KVCache
     from mlx_paged.chat.conversation import Conversation
     from mlx_paged.engine.engine import Engine
     from mlx_paged.generation import GenerationResponse
 
 DEMO_HINT = (
-    "[This is the demo model: tiny, trained on made-up text. It recalls, copies, counts and adds; try: The "
-    f"code of apple is 4821. What is the code of apple? A real model: --model {EXAMPLE_MODEL}]"
+    "[This is the demo model: tiny, trained on made-up text. It recalls, copies, counts and adds; "
+    "try: The code of apple is 4821. What is the code of apple? A real model: "
+    f"--model {EXAMPLE_MODEL}]"
 )
 
 
 class Reports:
-    """Says all figures, or few of them in one line.
+    """Says all figures, or a few of them in one line.
 
     Args:
         verbose: all.
@@ -44,153 +44,133 @@ class Reports:
         is_dialogue: bool,
     ) -> None:
         """The model, its device and its cache, before the first message."""
-        say = self._screen.say
+        say, engine = self._screen.say, conversation.engine
+        cache = engine.cache
+        model = args.model or "bundled demo model"
         if self._verbose:
-            self._start_verbose(args, conversation, settings)
+            say(
+                f"[model: {model} | device: {_device()} | backend: {_backend(cache)} | "
+                f"kv: {cache.kind}]"
+            )
+            say(f"[K/V budget: {_budget_in_full(cache)}]")
+            say(f"[context: {engine.max_model_len:,} tokens, prompt and answer together]")
+            own = f"; {', '.join(settings.from_model)} from generation_config.json"
+            say(f"[sampling: {settings.describe_sampling()}{own if settings.from_model else ''}]")
+            if args.model is None:
+                say(DEMO_HINT)
             if is_dialogue:
                 say("[/help for commands, Ctrl-D to leave]")
         else:
-            cache = conversation.engine.cache
             parts = [
-                args.model or "bundled demo model",
-                f"{_device()}, {_backend(conversation)}",
-                f"{cache.kind} K/V: {_budget_in_words(conversation)}",
-                f"context: {conversation.engine.max_model_len:,} tokens",
+                model,
+                f"{_device()}, {_backend(cache)}",
+                f"{cache.kind} K/V: {_budget_in_words(cache)}",
+                f"context: {engine.max_model_len:,} tokens",
                 settings.describe_sampling() + (" (the model's)" if settings.from_model else ""),
             ]
             say(f"[{' | '.join([*parts, *(['/help'] if is_dialogue else [])])}]")
-        self._question_budget(args, conversation)
+        nbytes, memory = cache.config.nbytes, memory_size()
+        if args.kv_cache_bytes is not None and nbytes > memory:
+            say(
+                f"[is a K/V budget of {nbytes / 1e9:,.1f} GB meant? This machine has "
+                f"{memory / 1e9:.1f} GB of memory; see --kv-cache-bytes]"
+            )
 
     def answer(
         self, conversation: Conversation, response: GenerationResponse, max_tokens: int
     ) -> None:
         """The figures of an answer, and why it was cut, if it was."""
+        say, engine = self._screen.say, conversation.engine
         if self._verbose:
-            self._answer_verbose(conversation, response)
+            held = engine.cache.stats().nbytes_held / 1e6
+            say(
+                f"Prompt: {response.prompt_tokens} tokens ({response.cached_tokens} reused), "
+                f"{response.prompt_tps:.3f} tokens-per-sec, first token after "
+                f"{response.time_to_first_token:.3f} s"
+            )
+            say(
+                f"Generation: {response.generation_tokens} tokens, "
+                f"{response.generation_tps:.3f} tokens-per-sec"
+            )
+            say(
+                f"K/V: {len(conversation.tokens)} tokens of the conversation, {held:.1f} MB allocated"
+            )
+            say(f"Peak memory: {response.peak_memory:.3f} GB")
         else:
             self._screen.say_dim(
-                f"[{response.time_to_first_token:.2f} s to first token | {response.generation_tps:.1f} tokens/s | "
-                f"{response.cached_tokens:,} of {response.prompt_tokens:,} prompt tokens reused | "
-                f"{_usage_in_words(conversation.engine)}]"
+                f"[{response.time_to_first_token:.2f} s to first token | "
+                f"{response.generation_tps:.1f} tokens/s | {response.cached_tokens:,} of "
+                f"{response.prompt_tokens:,} prompt tokens reused | {_usage_in_words(engine)}]"
             )
         if response.finish_reason == "length":
-            self._screen.say(
-                f"[the answer was cut{_cut_reason(conversation, response, max_tokens)}]"
-            )
+            why = _cut_reason(response, max_tokens, engine.max_model_len)
+            say(f"[the answer was cut{why}]")
 
     def stats(self, branches: list[Conversation]) -> None:
         """What the K/V cache holds, how often it was hit, what the branches share."""
-        say = self._screen.say
-        conversation = branches[-1]
-        cache = conversation.engine.cache
-        stats, config = cache.stats(), cache.config
-        say(f"messages: {len(conversation.messages)}, tokens held: {len(conversation.tokens)}")
-        self._pool(branches, conversation.engine)
-        say(
-            f"K/V memory: {stats.nbytes_held / 1e6:.2f} MB allocated, budget {config.nbytes / 1e6:.2f} MB"
-        )
-
-    def _start_verbose(
-        self, args: argparse.Namespace, conversation: Conversation, settings: Settings
-    ) -> None:
-        say = self._screen.say
-        cache = conversation.engine.cache
-        config = cache.config
-        say(
-            f"[model: {args.model or 'bundled demo model'} | device: {_device()} | "
-            f"backend: {_backend(conversation)} | kv: {cache.kind}]"
-        )
-        say(
-            f"[K/V budget: {config.num_blocks:,} blocks of {config.block_size} tokens = "
-            f"{config.num_slots:,} tokens = {config.nbytes / 1e9:.2f} GB "
-            f"({config.nbytes_per_token:,} bytes a token in {config.layers[0].format}); grows into it]"
-        )
-        say(f"[context: {conversation.engine.max_model_len:,} tokens, prompt and answer together]")
-        own = (
-            f"; {', '.join(settings.from_model)} from generation_config.json"
-            if settings.from_model
-            else ""
-        )
-        say(f"[sampling: {settings.describe_sampling()}{own}]")
-        if args.model is None:
-            say(DEMO_HINT)
-
-    def _question_budget(self, args: argparse.Namespace, conversation: Conversation) -> None:
-        nbytes, memory = conversation.engine.cache.config.nbytes, memory_size()
-        if args.kv_cache_bytes is not None and nbytes > memory:
-            self._screen.say(
-                f"[is a K/V budget of {nbytes / 1e9:,.1f} GB meant? This machine has {memory / 1e9:.1f} GB of memory; "
-                "see --kv-cache-bytes]"
-            )
-
-    def _answer_verbose(self, conversation: Conversation, response: GenerationResponse) -> None:
-        say = self._screen.say
-        stats = conversation.engine.cache.stats()
-        say(
-            f"Prompt: {response.prompt_tokens} tokens ({response.cached_tokens} reused), "
-            f"{response.prompt_tps:.3f} tokens-per-sec, first token after {response.time_to_first_token:.3f} s"
-        )
-        say(
-            f"Generation: {response.generation_tokens} tokens, {response.generation_tps:.3f} tokens-per-sec"
-        )
-        num_tokens = len(conversation.tokens)
-        say(
-            f"K/V: {num_tokens} tokens of the conversation, {stats.nbytes_held / 1e6:.1f} MB allocated"
-        )
-        say(f"Peak memory: {response.peak_memory:.3f} GB")
+        say, engine = self._screen.say, branches[-1].engine
+        held, budget = engine.cache.stats().nbytes_held, engine.cache.config.nbytes
+        say(f"messages: {len(branches[-1].messages)}, tokens held: {len(branches[-1].tokens)}")
+        self._pool(branches, engine)
+        say(f"K/V memory: {held / 1e6:.2f} MB allocated, budget {budget / 1e6:.2f} MB")
 
     def _pool(self, branches: list[Conversation], engine: Engine) -> None:
         say = self._screen.say
         stats, config = engine.stats(), engine.cache.config
         say(
             f"blocks: {stats.num_cached_blocks} of {config.num_blocks} hold K/V "
-            f"({stats.num_cached_blocks / config.num_blocks:.1%}), {config.block_size} tokens each, "
-            f"{stats.num_evictions} evicted so far"
+            f"({stats.num_cached_blocks / config.num_blocks:.1%}), {config.block_size} tokens "
+            f"each, {stats.num_evictions} evicted so far"
         )
-        found = f"{stats.num_hit_tokens} of {stats.num_queried_tokens} prompt tokens found ({stats.hit_rate:.1%})"
-        say(f"prefix cache: {found}")
+        say(
+            f"prefix cache: {stats.num_hit_tokens} of {stats.num_queried_tokens} prompt tokens "
+            f"found ({stats.hit_rate:.1%})"
+        )
         num_branches = len(branches) - 1
         if num_branches:
             tables = [engine.cached_block_ids(branch.tokens) for branch in branches]
             say(
-                f"sharing: the conversation and {num_branches} branch{'es' * (num_branches > 1)} are "
-                f"{sum(map(len, tables))} blocks long and take {len(set().union(*tables))}"
+                f"sharing: the conversation and {num_branches} branch{'es' * (num_branches > 1)} "
+                f"are {sum(map(len, tables))} blocks long and take {len(set().union(*tables))}"
             )
 
 
 def _device() -> str:
+    if mx.metal.is_available():
+        return "Metal"
+    return "GPU" if mx.default_device().type == mx.gpu else "CPU"
+
+
+def _backend(cache: KVCache) -> str:
+    return "MLX SDPA" if cache.backend is None else cache.backend.name
+
+
+def _budget_in_full(cache: KVCache) -> str:
+    config = cache.config
     return (
-        "Metal"
-        if mx.metal.is_available()
-        else "GPU"
-        if mx.default_device().type == mx.gpu
-        else "CPU"
+        f"{config.num_blocks:,} blocks of {config.block_size} tokens = {config.num_slots:,} tokens "
+        f"= {config.nbytes / 1e9:.2f} GB ({config.nbytes_per_token:,} bytes a token in "
+        f"{config.layers[0].format}); grows into it"
     )
 
 
-def _backend(conversation: Conversation) -> str:
-    backend = conversation.engine.cache.backend
-    return "MLX SDPA" if backend is None else backend.name
-
-
-def _budget_in_words(conversation: Conversation) -> str:
-    config = conversation.engine.cache.config
-    size = (
-        f"{config.nbytes / 1e9:.1f} GB" if config.nbytes >= 1e8 else f"{config.nbytes / 1e6:.2g} MB"
-    )
+def _budget_in_words(cache: KVCache) -> str:
+    config, nbytes = cache.config, cache.config.nbytes
+    size = f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.2g} MB"
     return f"{config.num_blocks:,} blocks of {config.block_size} tokens, {size}"
 
 
 def _usage_in_words(engine: Engine) -> str:
-    return (
-        f"{engine.stats().num_cached_blocks:,} of {engine.cache.config.num_blocks:,} blocks in use"
-    )
+    num_cached = engine.stats().num_cached_blocks
+    return f"{num_cached:,} of {engine.cache.config.num_blocks:,} blocks in use"
 
 
-def _cut_reason(conversation: Conversation, response: GenerationResponse, max_tokens: int) -> str:
+def _cut_reason(response: GenerationResponse, max_tokens: int, max_model_len: int) -> str:
     if response.generation_tokens == max_tokens:
         return f" at --max-tokens {max_tokens}"
-    limit = conversation.engine.max_model_len
-    if response.prompt_tokens + response.generation_tokens >= limit:
-        return f": the context of {limit:,} tokens is full (--max-model-len); /reset begins a new conversation"
+    if response.prompt_tokens + response.generation_tokens >= max_model_len:
+        return (
+            f": the context of {max_model_len:,} tokens is full (--max-model-len); /reset begins "
+            "a new conversation"
+        )
     return ": the K/V budget is full; raise --kv-cache-bytes or /reset"

@@ -1,6 +1,4 @@
-"""What the user sees: the answer on stdout, everything else on stderr, dimmed where a terminal
-can.
-"""
+"""What the user sees: the answer on stdout, all else on stderr, dimmed where a terminal can."""
 
 from __future__ import annotations
 
@@ -18,14 +16,14 @@ _HARMLESS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(co
 
 
 class Screen:
-    """Writes for the user; knows which of the two streams is a terminal, and what it can show.
+    """Writes for the user, and knows which of the two streams is a terminal and what it can show.
 
-    Colour codes are only written to a terminal, and none where ``NO_COLOR`` is set or ``TERM`` is
+    Colour codes are written only to a terminal, and not where ``NO_COLOR`` is set or ``TERM`` is
     dumb.
 
     Attributes:
         can_move: the terminal, if there is one, can move its cursor and clear a line.
-        has_colour: and it can show colours, and its user wants them.
+        has_colour: it can show colours, too, and its user wants them.
     """
 
     def __init__(self, environ: Mapping[str, str] = os.environ):

@@ -1,6 +1,4 @@
-"""How answers are sampled and shown: the model's defaults, the flags, and what /set changes.
-Imports no MLX.
-"""
+"""How answers are sampled and shown: the model's defaults, the flags, and what /set changes."""
 
 from __future__ import annotations
 

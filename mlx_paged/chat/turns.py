@@ -1,11 +1,9 @@
-"""One turn on the screen: the answer as it comes, Ctrl-C between two steps, the figures at its
-end.
-"""
+"""One turn on the screen: the answer as it comes, Ctrl-C between two steps, the figures."""
 
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Protocol
 
 from mlx_paged.chat.reports import Reports
@@ -29,7 +27,7 @@ class Ask(Protocol):
 
 
 class _StopAnswer(Exception):
-    """Ctrl-C, between two steps."""
+    """Ctrl-C while the prompt is computed, between two steps."""
 
 
 class Turns:
@@ -44,7 +42,7 @@ class Turns:
         """Stream one answer and its figures; True when Ctrl-C cut it short.
 
         Args:
-            ask: makes the answer, of this conversation.
+            ask: makes the answer of this conversation.
 
         Raises:
             OutputLostError: stdout takes no more; the conversation has what came until then.
@@ -63,15 +61,12 @@ class Turns:
                 if 0 < done < total:
                     screen.show_progress(f"[prompt {done}/{total} tokens, {100 * done // total}%]")
 
-            # Closing it notes in the conversation what was said so far.
-            with closing(ask(params, progress=progress)) as answer:
-                try:
-                    for response in answer:
-                        view.add(conversation, response.text)
-                        if interrupted:
-                            raise _StopAnswer
-                except _StopAnswer:
-                    pass
+            # Closing the answer notes in the conversation what was said so far.
+            with closing(ask(params, progress=progress)) as answer, suppress(_StopAnswer):
+                for response in answer:
+                    view.add(conversation, response.text)
+                    if interrupted:
+                        break
         screen.clear_progress()
         if response is not None:
             view.finish()

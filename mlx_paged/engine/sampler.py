@@ -18,7 +18,7 @@ from mlx_paged.argument_values import kind_of
 from mlx_paged.engine.read_array import read_float_rows, read_floats, read_int_rows, read_ints
 from mlx_paged.engine.sampling_state import SamplingState
 from mlx_paged.errors import request_error
-from mlx_paged.request import Logprob, Request, Sampler
+from mlx_paged.request import Logprob, Request
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
@@ -81,18 +81,12 @@ def sample(
     if changed:
         processed, peaks = _run_processors(processed, requests, changed, failed)
     tokens = _draw(processed, requests, states)
-    for entry, request in enumerate(requests):
-        if request.params.sampler is not None and entry not in failed:
-            tokens[entry] = _run_sampler(processed, entry, request.params.sampler, failed)
+    _run_samplers(processed, tokens, requests, failed)
     report = _report_logprobs(logits, tokens, states)
     mx.eval(tokens, peaks, report or ())
     for entry, peak in zip(changed, read_floats(peaks), strict=True):
         if not peak > -np.inf:  # nor is NaN
-            error = ValueError(
-                f"[sampler] the logits of {requests[entry].request_id!r} allow no token: all are "
-                "-inf, or NaN; see its logit_bias and logits_processors"
-            )
-            failed.setdefault(entry, error)
+            failed.setdefault(entry, _no_token(requests[entry]))
     token_ids = read_ints(tokens)
     logprobs = {} if report is None else _read_logprobs(report, token_ids, states)
     return [
@@ -159,20 +153,33 @@ def _run_processors(
     return logits, rows.max(axis=-1)
 
 
-def _run_sampler(
-    logits: mx.array, entry: int, sampler: Sampler, failed: dict[int, Exception]
-) -> int:
-    """The token that a request's own sampler draws; 0 if that fails, which is put into ``failed``."""
-    row = logits[entry : entry + 1]
-    logprobs = row - mx.logsumexp(row, axis=-1, keepdims=True)  # as in mlx-lm, in this dtype
-    mx.eval(logprobs)  # outside of the try: an error of the model is not the sampler's
-    try:
-        return _check_sampled(sampler(logprobs), row.shape[-1])
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        failed[entry] = request_error(error)
-        return 0
+def _run_samplers(
+    logits: mx.array, tokens: mx.array, requests: Sequence[Request], failed: dict[int, Exception]
+) -> None:
+    """Put the tokens that the requests' own samplers draw among the others; those that fail are put
+    into ``failed``.
+    """
+    for entry, request in enumerate(requests):
+        sampler = request.params.sampler
+        if sampler is None or entry in failed:
+            continue
+        row = logits[entry : entry + 1]
+        logprobs = row - mx.logsumexp(row, axis=-1, keepdims=True)  # as in mlx-lm, in this dtype
+        if len(requests) > 1:
+            mx.eval(logprobs)  # outside of the try: an error of the model is not the sampler's
+        try:
+            tokens[entry] = _check_sampled(sampler(logprobs), row.shape[-1])
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            failed[entry] = request_error(error)
+
+
+def _no_token(request: Request) -> ValueError:
+    return ValueError(
+        f"[sampler] the logits of {request.request_id!r} allow no token: all are -inf, or NaN; see "
+        "its logit_bias and logits_processors"
+    )
 
 
 def _check_sampled(sampled: object, vocab_size: int) -> int:

@@ -1,4 +1,4 @@
-"""The chat program as its user meets it: what goes to stdout, what to stderr, and the exit status."""
+"""The chat program as its user meets it: stdout, stderr and the exit status."""
 
 from __future__ import annotations
 
@@ -127,8 +127,8 @@ def test_the_stats_of_the_chat_say_what_the_pool_holds_and_how_often_it_was_hit(
     prompts = [int(n) for n in re.findall(r"^Prompt: (\d+) tokens", err, re.M)]
     reused = sum(int(n) for n in re.findall(r"\((\d+) reused\)", err))
     assert (
-        f"prefix cache: {reused} of {sum(prompts)} prompt tokens found ({reused / sum(prompts):.1%})"
-        in err
+        f"prefix cache: {reused} of {sum(prompts)} prompt tokens found "
+        f"({reused / sum(prompts):.1%})" in err
     )
     held = int(re.findall(r"tokens held: (\d+)", err)[0])
     share = f"{held // 16} of 20 hold K/V ({held // 16 / 20:.1%}), 16 tokens each, 0 evicted so far"
@@ -181,7 +181,8 @@ def test_a_prompt_that_can_not_fit_says_the_sum_and_the_way_out(chat_with):
     assert (status, out) == (2, "")
     last = err.strip().splitlines()[-1]
     assert re.search(
-        r"a prompt of \d+ tokens needs \d+ blocks of 16, the budget holds 4; raise --kv-cache-bytes",
+        r"a prompt of \d+ tokens needs \d+ blocks of 16, the budget holds 4; "
+        r"raise --kv-cache-bytes",
         last,
     )
     # In a conversation it costs the turn, not the program.

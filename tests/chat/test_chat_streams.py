@@ -101,10 +101,16 @@ def test_with_all_streams_closed_only_the_status_tells():
 @pytest.mark.slow
 def test_no_file_of_the_model_gets_the_number_of_a_closed_stream():
     # What a library wrote to its stderr would end up in it.
-    probe = "import os; from mlx_paged.chat import main; main(['hello', '--verbose']); os.write(2, b'x'); open('/')"
+    probe = (
+        "import os; from mlx_paged.chat import main; main(['hello', '--verbose']); "
+        "os.write(2, b'x'); open('/')"
+    )
     status, _, _ = shell(f'{sys.executable} -c "{probe}" 2>&-')
     assert status == 1
-    look = "import os; from mlx_paged.standard_streams import open_closed_streams; open_closed_streams()"
+    look = (
+        "import os; from mlx_paged.standard_streams import open_closed_streams; "
+        "open_closed_streams()"
+    )
     status, out, _ = shell(f'{sys.executable} -c "{look}; print(os.open(os.devnull, 0))" <&- 2>&-')
     assert int(out) > 2
 
@@ -165,7 +171,8 @@ def test_help_imports_nothing_heavy():
         "    main = importlib.import_module(name).main\n"
         "    for flag in ('--help', '--version'): assert main([flag]) == 0\n"
         "assert importlib.import_module('mlx_paged.__main__').main(['chat', '--help']) == 0\n"
-        "heavy = {'mlx', 'mlx_lm', 'transformers', 'numpy', 'prompt_toolkit', 'jinja2'} & set(sys.modules)\n"
+        "heavy = {'mlx', 'mlx_lm', 'transformers', 'numpy', 'prompt_toolkit', 'jinja2'}\n"
+        "heavy &= set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
     done = subprocess.run(

@@ -119,7 +119,8 @@ def test_content_may_be_missing_only_where_there_are_tool_calls():
         ),
         (
             [{"role": "user", "content": ["a", {"type": "image_url", "image_url": {"url": "x"}}]}],
-            "[chat] part 1 of messages[0] is of type 'image_url'; only parts of type 'text' are supported",
+            "[chat] part 1 of messages[0] is of type 'image_url'; only parts of type 'text' are "
+            "supported",
         ),
         (
             [{"role": "user", "content": [1]}],
@@ -131,7 +132,8 @@ def test_content_may_be_missing_only_where_there_are_tool_calls():
         ),
         (
             [{"role": "user", "content": "a\udcff"}],
-            "[chat] the content of messages[0] has a lone surrogate at character 1, which is no text",
+            "[chat] the content of messages[0] has a lone surrogate at character 1, which is no "
+            "text",
         ),
     ],
 )

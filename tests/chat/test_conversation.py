@@ -13,9 +13,11 @@ from mlx_paged.chat_template import ChatTemplateError
 # As Qwen3's: reasoning is left out of earlier turns, and enable_thinking=False puts an empty one
 # before the answer.
 FORGETFUL_TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}"
+    "<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}{% endif %}"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"
+    "{% endif %}"
 )
 
 
@@ -137,7 +139,10 @@ def test_a_branch_answers_as_the_conversation_would_and_neither_sees_the_other(
 
 def test_conversations_of_one_engine_share_the_blocks_of_their_system_prompt(model_and_tokenizer):
     engine = Engine(*model_and_tokenizer, kv_cache_bytes="100blocks")
-    system_prompt = "The code of apple is 4821. The code of pear is 1234. My name is Tom. The code of fig is 7777."
+    system_prompt = (
+        "The code of apple is 4821. The code of pear is 1234. My name is Tom. The code of fig is "
+        "7777."
+    )
     conversations = [
         Conversation(engine, model_and_tokenizer[1], system_prompt=system_prompt) for _ in range(3)
     ]

@@ -1,4 +1,4 @@
-"""Reasoning is told apart from the answer, however it is cut into pieces, and is dimmed or hidden."""
+"""Reasoning is told apart from the answer, whatever the pieces, and is dimmed or hidden."""
 
 from __future__ import annotations
 
@@ -95,7 +95,8 @@ def shown(
             yield SimpleNamespace(text=letter)
 
     reports: Any = FakeReports()
-    assert Turns(screen, settings, reports).show(conversation, ask) is False  # type: ignore[arg-type]
+    turns = Turns(screen, settings, reports)
+    assert turns.show(conversation, ask) is False  # type: ignore[arg-type]
     captured = capsys.readouterr()
     return captured.out, captured.err
 

@@ -22,18 +22,19 @@ SHARE_OF_PROCESSES = 0.03
 PROCESS_TIMEOUT = 60.0  # seconds
 
 TEXTS = (
-    "", " ", "x", "-", "--", "-1", "0", "1", "2", "-0", "3.5", "nan", "inf", "-inf", "1e400", "1e-400", "10**9", "0x10",
-    "99999999999999999999", "1_000", "\u0663", "é", "\x00x", "a\nb", "auto", "none", "default", "--help", "-h", "@x",
-    "/etc", "../x", "owner/no model", "512M", "0blocks", "3blocks", "1blocks", "9T", "-2G", "x" * 3000, "\x1b[31m",
-    "\udcff",
+    "", " ", "x", "-", "--", "-1", "0", "1", "2", "-0", "3.5", "nan", "inf", "-inf", "1e400",
+    "1e-400", "10**9", "0x10", "99999999999999999999", "1_000", "\u0663", "é", "\x00x", "a\nb",
+    "auto", "none", "default", "--help", "-h", "@x", "/etc", "../x", "owner/no model", "512M",
+    "0blocks", "3blocks", "1blocks", "9T", "-2G", "x" * 3000, "\x1b[31m", "\udcff",
 )  # fmt: skip
 LINES = (
-    b"", b"\n", b"hi\n", b"hi", b"/help\n", b"/HELP\n", b"/fork\n", b"/back\n", b"/reset\n", b"/stats\n", b"/exit\n",
-    b"/nothing\n", b"/set temp 0.7\n", b"/set temp x\n", b"/set\n", b"/system\n", b"/system be short\n",
-    b"/regenerate\n", b"/edit\n", b"/edit x\n", b"/save\n", b"/load\n", b"/load /nothing/there\n", b"/save /\n",
-    b"/set max-tokens 0\n", b"/set nothing 1\n", b"/ \n", b"//\n", b"\xff\xfe\n", b"\x00\n", b"\r\n",
-    b"a" * 4000 + b"\n",
-    b"\xf0\x9f\x98\x80\n", b"\x1b[200~a\nb\x1b[201~\n", b"\x04", b"\xed\xa0\x80\n", b"<think>\n", b"/fork x y\n",
+    b"", b"\n", b"hi\n", b"hi", b"/help\n", b"/HELP\n", b"/fork\n", b"/back\n", b"/reset\n",
+    b"/stats\n", b"/exit\n", b"/nothing\n", b"/set temp 0.7\n", b"/set temp x\n", b"/set\n",
+    b"/system\n", b"/system be short\n", b"/regenerate\n", b"/edit\n", b"/edit x\n", b"/save\n",
+    b"/load\n", b"/load /nothing/there\n", b"/save /\n", b"/set max-tokens 0\n",
+    b"/set nothing 1\n", b"/ \n", b"//\n", b"\xff\xfe\n", b"\x00\n", b"\r\n", b"a" * 4000 + b"\n",
+    b"\xf0\x9f\x98\x80\n", b"\x1b[200~a\nb\x1b[201~\n", b"\x04", b"\xed\xa0\x80\n", b"<think>\n",
+    b"/fork x y\n",
 )  # fmt: skip
 
 
@@ -60,16 +61,18 @@ def chat_case(rng: random.Random) -> Case:
     stdin = b"".join(rng.choice(LINES) for _ in range(rng.choice((0, 1, 2, 5))))
     is_process = rng.random() < SHARE_OF_PROCESSES
     run = _run_process if is_process else _run_here
-    title = f"chat {argv[2:] if argv[:1] == ['--model'] else argv} < {stdin[:200]!r} {'in a process' * is_process}"
+    shown = argv[2:] if argv[:1] == ["--model"] else argv
+    title = f"chat {shown} < {stdin[:200]!r} {'in a process' * is_process}"
     return Case(ascii(title)[:700], lambda: _check(*run(argv, stdin)))
 
 
 def _value(rng: random.Random, flag: str) -> str:
     """Often one that is right, so that what comes behind it is met, too."""
     right = {
-        "--kv": "basic", "--max-tokens": "3", "-m": "3", "--temp": "0.7", "--top-p": "0.9", "--top-k": "5",
-        "--min-p": "0.1", "--seed": "3", "--block-size": "16", "--kv-cache-bytes": "9blocks", "--system-prompt": "Hi",
-        "--prefill-step-size": "7", "--backend": "reference", "--max-model-len": "40", "--model": str(right_folder()),
+        "--kv": "basic", "--max-tokens": "3", "-m": "3", "--temp": "0.7", "--top-p": "0.9",
+        "--top-k": "5", "--min-p": "0.1", "--seed": "3", "--block-size": "16",
+        "--kv-cache-bytes": "9blocks", "--system-prompt": "Hi", "--prefill-step-size": "7",
+        "--backend": "reference", "--max-model-len": "40", "--model": str(right_folder()),
     }.get(flag)  # fmt: skip
     return right if right is not None and rng.random() < 0.5 else rng.choice(TEXTS)
 

@@ -28,15 +28,16 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 JUNK: tuple[Any, ...] = (
-    None, True, False, 0, 1, -1, 2, 3, 7, 2**31, 2**63, 10**12, 10**30, 0.5, -0.5, 1e308, float("nan"), float("inf"),
-    "", "x", "16", "float32", [], [1], [[]], {}, {"a": 1}, {"type": "yarn"}, {"rope_type": "linear", "factor": -1},
-    {"group_size": 64, "bits": 4}, {"bits": 4}, {"group_size": 64}, {"rope_type": 7}, ["x"] * 3, "\ud800",
+    None, True, False, 0, 1, -1, 2, 3, 7, 2**31, 2**63, 10**12, 10**30, 0.5, -0.5, 1e308,
+    float("nan"), float("inf"), "", "x", "16", "float32", [], [1], [[]], {}, {"a": 1},
+    {"type": "yarn"}, {"rope_type": "linear", "factor": -1}, {"group_size": 64, "bits": 4},
+    {"bits": 4}, {"group_size": 64}, {"rope_type": 7}, ["x"] * 3, "\ud800",
 )  # fmt: skip
 # Fields that a configuration may have beside those of the right one.
 MORE_FIELDS = (
-    "quantization", "quantization_config", "rope_scaling", "rope_parameters", "model_file", "eos_token_id",
-    "bos_token_id", "torch_dtype", "attention_bias", "sliding_window", "use_sliding_window", "layer_types",
-    "num_experts", "auto_map",
+    "quantization", "quantization_config", "rope_scaling", "rope_parameters", "model_file",
+    "eos_token_id", "bos_token_id", "torch_dtype", "attention_bias", "sliding_window",
+    "use_sliding_window", "layer_types", "num_experts", "auto_map",
 )  # fmt: skip
 
 
@@ -65,7 +66,8 @@ def _kept() -> tempfile.TemporaryDirectory:
 
 def folder_case(rng: random.Random) -> Case:
     kinds: tuple[Callable[[random.Random, Path], str], ...] = (
-        _change_json, _change_json, _change_json, _change_text, _change_weights, _change_weights, _remove_file,
+        _change_json, _change_json, _change_json, _change_text, _change_weights, _change_weights,
+        _remove_file,
     )  # fmt: skip
     folder = Path(tempfile.mkdtemp(dir=_kept().name))
     shutil.copytree(right_folder(), folder, dirs_exist_ok=True)

@@ -45,7 +45,8 @@ def tiny_model() -> qwen3.Model:
     config = {
         "model_type": "qwen3", "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-6,
-        "vocab_size": VOCAB_SIZE, "tie_word_embeddings": False, "max_position_embeddings": CONTEXT, "rope_theta": 1e4,
+        "vocab_size": VOCAB_SIZE, "tie_word_embeddings": False, "max_position_embeddings": CONTEXT,
+        "rope_theta": 1e4,
     }  # fmt: skip
     mx.random.seed(3)
     model = qwen3.Model(qwen3.ModelArgs.from_dict(config))
@@ -182,43 +183,49 @@ def _make_kv_cache(**arguments: Any) -> None:
 def _mlx_options() -> dict[str, Any]:
     return {
         "max_tokens": 2, "sampler": None, "logits_processors": None, "prefill_step_size": 8,
-        "prompt_progress_callback": None, "kv": "paged", "block_size": 8, "kv_cache_bytes": BUDGET,
-        "backend": "reference", "max_model_len": 20,
+        "prompt_progress_callback": None, "kv": "paged", "block_size": 8,
+        "kv_cache_bytes": BUDGET, "backend": "reference", "max_model_len": 20,
     }  # fmt: skip
 
 
 def _engine_options() -> dict[str, Any]:
     return {
-        "model": tiny_model(), "tokenizer": tokenizer(), "block_size": 16, "kv_cache_bytes": BUDGET, "seed": 0,
-        "backend": "auto", "swap_bytes": "4blocks", "max_model_len": 20, "max_num_seqs": 4, "watermark": 0.1,
-        "max_num_batched_tokens": 16, "priority_steps": 10, "enable_prefix_caching": True,
+        "model": tiny_model(), "tokenizer": tokenizer(), "block_size": 16, "kv_cache_bytes": BUDGET,
+        "seed": 0, "backend": "auto", "swap_bytes": "4blocks", "max_model_len": 20,
+        "max_num_seqs": 4, "watermark": 0.1, "max_num_batched_tokens": 16, "priority_steps": 10,
+        "enable_prefix_caching": True,
     }  # fmt: skip
 
 
 def _params() -> dict[str, Any]:
     return {
-        "n": 1, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 1, "repetition_penalty": 1.1,
-        "presence_penalty": 0.1, "frequency_penalty": 0.1, "logit_bias": {3: 1.0}, "stop": ["x"], "ignore_eos": False,
-        "stop_token_ids": [7], "max_tokens": 3, "logprobs": 2, "logits_processors": [],
+        "n": 1, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 1,
+        "repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1,
+        "logit_bias": {3: 1.0}, "stop": ["x"], "ignore_eos": False, "stop_token_ids": [7],
+        "max_tokens": 3, "logprobs": 2, "logits_processors": [],
     }  # fmt: skip
 
 
 def _asked() -> dict[str, Any]:
-    return {"prompt": [1, 2], "params": SamplingParams(max_tokens=3), "request_id": "r", "priority": 0,
-            "cache_salt": None}  # fmt: skip
+    return {
+        "prompt": [1, 2], "params": SamplingParams(max_tokens=3), "request_id": "r",
+        "priority": 0, "cache_salt": None,
+    }  # fmt: skip
 
 
 # What is called, and the arguments of a call that is right. Values that change what the others mean
 # are left out.
 ENTRIES: dict[str, tuple[Callable[..., None], Callable[[], dict[str, Any]]]] = {
     "SamplingParams": (_sampling_params, _params),
-    "make_kv_cache": (_make_kv_cache, lambda: {"model": tiny_model(), "kind": "paged", "block_size": 16,
-                                               "kv_cache_bytes": BUDGET, "backend": "auto"}),
+    "make_kv_cache": (_make_kv_cache, lambda: {
+        "model": tiny_model(), "kind": "paged", "block_size": 16, "kv_cache_bytes": BUDGET,
+        "backend": "auto"}),
     "ModelRunner.run": (_run, lambda: {"batch": {"a": [1, 2]}}),
-    "generate": (_generate, lambda: {"model": tiny_model(), "tokenizer": tokenizer(), "prompt": "Hello",
-                                     "verbose": False, **_mlx_options()}),
-    "stream_generate": (_stream, lambda: {"model": tiny_model(), "tokenizer": tokenizer(), "prompt": "Hello",
-                                          **_mlx_options()}),
+    "generate": (_generate, lambda: {
+        "model": tiny_model(), "tokenizer": tokenizer(), "prompt": "Hello", "verbose": False,
+        **_mlx_options()}),
+    "stream_generate": (_stream, lambda: {
+        "model": tiny_model(), "tokenizer": tokenizer(), "prompt": "Hello", **_mlx_options()}),
     "generate_step": (_steps, lambda: {"model": tiny_model(), "prompt": [1, 2], **_mlx_options()}),
     "LLM": (_llm, _engine_options),
     "LLM.generate": (partial(_llm_call, "generate"), lambda: {
@@ -232,18 +239,21 @@ ENTRIES: dict[str, tuple[Callable[..., None], Callable[[], dict[str, Any]]]] = {
     "AsyncEngine": (_async_engine, _engine_options),
     "AsyncEngine.stream": (_stream_of_async_engine, _asked),
     "AsyncEngine.generate": (_generate_of_async_engine, _asked),
-    "load": (_load, lambda: {"path_or_hf_repo": demo_model_path(), "tokenizer_config": None, "model_config": None,
-                             "adapter_path": None, "lazy": False, "return_config": False, "revision": None}),
+    "load": (_load, lambda: {
+        "path_or_hf_repo": demo_model_path(), "tokenizer_config": None, "model_config": None,
+        "adapter_path": None, "lazy": False, "return_config": False, "revision": None}),
 }  # fmt: skip
 # Other words for an argument in messages that are right.
 ALSO_NAMED = {
     "prompt": ("token id", "text", "[prompt]"), "prompts": ("prompt", "priority"),
-    "kv_cache_bytes": ("budget",), "kv": ("kind", "cache mode"), "kind": ("cache mode",), "token": ("token",),
-    "path_or_hf_repo": ("[load]",), "model": ("[load]",), "batch": ("token", "step"), "max_tokens": ("max_tokens",),
-    "adapter_path": ("[load]",), "model_config": ("[load]",), "tokenizer_config": ("[load]",), "n": ("completions",),
+    "kv_cache_bytes": ("budget",), "kv": ("kind", "cache mode"), "kind": ("cache mode",),
+    "token": ("token",), "path_or_hf_repo": ("[load]",), "model": ("[load]",),
+    "batch": ("token", "step"), "max_tokens": ("max_tokens",), "adapter_path": ("[load]",),
+    "model_config": ("[load]",), "tokenizer_config": ("[load]",), "n": ("completions",),
     "messages": ("[chat", "priority"), "max_num_seqs": ("max_num_batched_tokens",),
     "max_model_len": ("context", "leaves no room"), "length": ("trim",),
-    "block_size": ("block", "budget"), "chat_template_kwargs": ("chat template",), "revision": ("[load]",),
+    "block_size": ("block", "budget"), "chat_template_kwargs": ("chat template",),
+    "revision": ("[load]",),
     }  # fmt: skip
 
 

@@ -63,11 +63,12 @@ def ask_alone(prompt: list[int], params: SamplingParams) -> Any:
 
 
 def bad_processor(rng: random.Random) -> Callable[[Any, Any], Any]:
-    """A logits processor that raises or returns what it should not, at once or after some tokens."""
+    """A logits processor that raises, or returns what it should not, sooner or later."""
     after = rng.choice((0, 0, 1, 3))
     errors = (
-        LookupError("never"), SystemExit(3), asyncio.CancelledError(), GeneratorExit(), StopIteration(7), Ends("end"),
-        StopAsyncIteration(), MemoryError(), RecursionError(), ValueError("two\nlines"),
+        LookupError("never"), SystemExit(3), asyncio.CancelledError(), GeneratorExit(),
+        StopIteration(7), Ends("end"), StopAsyncIteration(), MemoryError(), RecursionError(),
+        ValueError("two\nlines"),
     )  # fmt: skip
     error = rng.choice(errors)
     returned = rng.choice(

@@ -67,24 +67,26 @@ def generator() -> Any:
     yield 1
 
 
-# Made at each use: some are used up by it.
+VALUES = (
+    None, True, False, 0, 1, -1, 2, 7, 2**31, 2**63, 10**30, -(2**63), 0.0, 0.5, -0.5, 1.5, 1e308,
+    float("nan"), float("inf"), -float("inf"), "", "x", "16", "1G", "a" * 5000, "\ud800", "\x00",
+    "é\n", "../..", "/", b"", b"x", bytearray(b"x"), memoryview(b"x"), ..., NotImplemented, int,
+    object(), raises, len, Text("t"), Whole(3), 1 + 2j, Decimal("0.5"), Fraction(1, 3),
+    date(2000, 1, 1), Path("x"), range(3), range(0),
+)  # fmt: skip
+# Some values are used up by their use, so each is made when it is needed.
 JUNK: list[Callable[[], Any]] = [
-    *(lambda value=value: value for value in (None, True, False, 0, 1, -1, 2, 7, 2**31, 2**63, 10**30, -(2**63))),
-    *(lambda value=value: value for value in (0.0, 0.5, -0.5, 1.5, 1e308, float("nan"), float("inf"), -float("inf"))),
-    *(lambda value=value: value for value in ("", "x", "16", "1G", "a" * 5000, "\ud800", "\x00", "é\n", "../..", "/")),
-    *(lambda value=value: value for value in (b"", b"x", bytearray(b"x"), memoryview(b"x"), ..., NotImplemented)),
-    *(lambda value=value: value for value in (int, object(), raises, len, Text("t"), Whole(3), 1 + 2j, Decimal("0.5"))),
-    *(lambda value=value: value for value in (Fraction(1, 3), date(2000, 1, 1), Path("x"), range(3), range(0))),
-    list, dict, set, tuple,
-    lambda: [1, 2], lambda: [1, None], lambda: ["a", 1], lambda: [[1], [2]], lambda: [[]], lambda: [None],
-    lambda: (1, 2), lambda: {1, 2}, lambda: {"a": 1}, lambda: {1: 2}, lambda: {"prompt": 1}, lambda: [{"prompt": "x"}],
-    lambda: {"prompt_token_ids": [1, "a"]}, lambda: iter([1, 2]), generator, Raises, WideRepr, lambda: [Raises()],
-    lambda: [WideRepr()], asyncio.Event,
-    lambda: np.int64(3), lambda: np.float32(0.5), lambda: np.array(3), lambda: np.array([1, 2]),
-    lambda: np.array([1.5]), lambda: np.array([[1, 2], [3, 4]]), lambda: np.array([]), lambda: np.array(["a"]),
-    lambda: np.bool_(True), lambda: np.array([None]), lambda: np.nan,
-    lambda: mx.array(3), lambda: mx.array(0.5), lambda: mx.array([1, 2]), lambda: mx.array([[1, 2]]),
-    lambda: mx.array([1.5]), lambda: mx.array([], dtype=mx.int32), lambda: mx.array(True), lambda: mx.array([2**31]),
+    *(lambda value=value: value for value in VALUES),
+    list, dict, set, tuple, lambda: [1, 2], lambda: [1, None], lambda: ["a", 1], lambda: [[1], [2]],
+    lambda: [[]], lambda: [None], lambda: (1, 2), lambda: {1, 2}, lambda: {"a": 1}, lambda: {1: 2},
+    lambda: {"prompt": 1}, lambda: [{"prompt": "x"}], lambda: {"prompt_token_ids": [1, "a"]},
+    lambda: iter([1, 2]), generator, Raises, WideRepr, lambda: [Raises()], lambda: [WideRepr()],
+    asyncio.Event, lambda: np.int64(3), lambda: np.float32(0.5), lambda: np.array(3),
+    lambda: np.array([1, 2]), lambda: np.array([1.5]), lambda: np.array([[1, 2], [3, 4]]),
+    lambda: np.array([]), lambda: np.array(["a"]), lambda: np.bool_(True), lambda: np.array([None]),
+    lambda: np.nan, lambda: mx.array(3), lambda: mx.array(0.5), lambda: mx.array([1, 2]),
+    lambda: mx.array([[1, 2]]), lambda: mx.array([1.5]), lambda: mx.array([], dtype=mx.int32),
+    lambda: mx.array(True), lambda: mx.array([2**31]),
 ]  # fmt: skip
 
 

@@ -96,7 +96,8 @@ def run_case(case: Case, deadline: float) -> tuple[str, str | None]:
         if wrong is not None:
             return (
                 "defect",
-                f"  {wrong}: {type(error).__name__}: {error!s:.500}\n{traceback.format_exc(limit=-4)}",
+                f"  {wrong}: {type(error).__name__}: {error!s:.500}\n"
+                f"{traceback.format_exc(limit=-4)}",
             )
         end = "refused"
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""A fixed share of the fuzzed inputs; the gate runs 2,000 by ``python tests/fuzz/fuzz_inputs.py``."""
+"""A fixed share of the fuzzed inputs, of which ``tests/fuzz/fuzz_inputs.py`` runs 2,000."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def weights_of(folder):
 
 
 def load_error(path_or_hf_repo, **kwargs) -> str:
-    """The message of the LoadError that loading raises; always one line that opens with ``[load]``."""
+    """The message of the LoadError that loading raises: one line that opens with ``[load]``."""
     with pytest.raises(LoadError) as raised:
         load(path_or_hf_repo, **kwargs)
     message = str(raised.value)
