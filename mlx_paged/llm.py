@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, NamedTuple, TypeAlias, Unpack
 
 from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -32,11 +32,19 @@ from mlx_paged.loading import load
 from mlx_paged.memory import wired_limit
 from mlx_paged.request import CompletionOutput, RequestOutput, SamplingParams
 
-if TYPE_CHECKING:
-    from tqdm import tqdm
-
 # A list of so many prompts gets a progress bar, where there is a terminal to show it.
 LONG_BATCH = 10
+
+
+# A prompt, or what failed it before, with its parameters and its priority.
+_Asked: TypeAlias = "tuple[Prompt | Exception, SamplingParams | None, int]"
+
+
+class _Batch(NamedTuple):
+    """A call's prompts by the ids of their requests."""
+
+    requests: dict[str, _Asked]
+    shows_progress: bool
 
 
 class LLM:
@@ -125,7 +133,8 @@ class LLM:
             RuntimeError: the call comes from inside another one, such as from a logits processor.
             KeyboardInterrupt: Ctrl-C, between two steps; the requests are aborted.
         """
-        return self._generate(split_prompts(prompts), sampling_params, use_tqdm, priority)
+        batch = self._checked(split_prompts(prompts), sampling_params, priority, use_tqdm)
+        with self._turn: return self._complete(batch)  # noqa: E701  # fmt: skip
 
     @refuses_unknown_arguments("request")
     def chat(
@@ -160,20 +169,21 @@ class LLM:
         prompts = [
             _render(tokenizer, each, template_options) for each in split_conversations(messages)
         ]
-        return self._generate(prompts, sampling_params, use_tqdm, priority)
+        batch = self._checked(prompts, sampling_params, priority, use_tqdm)
+        with self._turn: return self._complete(batch)  # noqa: E701  # fmt: skip
 
     def stats(self) -> EngineStats:
         """What the pool holds, how often the prefix cache was hit, who runs and waits."""
         return self.engine.stats()
 
-    def _generate(
+    def _checked(
         self,
         prompts: Sequence[Prompt | Exception],
         sampling_params: object,
-        use_tqdm: bool | None,
         priority: object,
-    ) -> list[RequestOutput]:
-        """The outputs of prompts; one that is an exception stands for a prompt that failed before."""
+        use_tqdm: object,
+    ) -> _Batch:
+        """The arguments of a call; a prompt that is an exception is one that failed before."""
         params = one_for_each("sampling_params", sampling_params, len(prompts), checked_params)
         priorities = one_for_each("priority", priority, len(prompts), checked_priority)
         if use_tqdm is None:
@@ -184,81 +194,55 @@ class LLM:
             )
         if self._turn.locked() and self._turn_of == threading.get_ident():
             raise RuntimeError(
-                "[generate] it was called from inside a call of the same LLM; make a second LLM for that"
+                "[generate] it was called from inside a call of the same LLM; make a second LLM "
+                "for that"
             )
-        with self._turn: return self._complete(prompts, params, priorities, use_tqdm)  # noqa: E701  # fmt: skip
+        asked = zip(prompts, params, priorities, strict=True)
+        return _Batch(dict(zip(self._request_ids, asked, strict=False)), use_tqdm)
 
-    def _complete(
-        self,
-        prompts: Sequence[Prompt | Exception],
-        params: Sequence[SamplingParams | None],
-        priorities: Sequence[int],
-        use_tqdm: bool,
-    ) -> list[RequestOutput]:
+    def _complete(self, batch: _Batch) -> list[RequestOutput]:
         from tqdm import tqdm
 
         self._turn_of = threading.get_ident()
-        requests = dict(
-            zip(itertools.islice(self._request_ids, len(prompts)), prompts, strict=True)
-        )
+        requests = batch.requests
+        num_tokens = 0
         with (
-            tqdm(total=len(prompts), unit="prompt", disable=not use_tqdm) as bar,
+            tqdm(total=len(requests), unit="prompt", disable=not batch.shows_progress) as bar,
             wired_limit(self.engine.model),
             caught_interrupts(second=KeyboardInterrupt()) as interrupted,
         ):
             try:
-                outputs = self._add(requests, params, priorities)
+                outputs = self._add(requests)
                 bar.update(len(outputs))
-                self._run(requests, outputs, bar, interrupted)
+                while len(outputs) < len(requests) and not interrupted:
+                    for output in self.engine.step():
+                        if output.finished and output.request_id in requests:
+                            outputs[output.request_id] = output
+                            num_tokens += sum(len(each.token_ids) for each in output.outputs)
+                            seconds = max(1e-9, bar.format_dict["elapsed"])
+                            bar.set_postfix_str(f"{num_tokens / seconds:.1f} tok/s")
+                            bar.update()
+                if interrupted:
+                    raise KeyboardInterrupt
             except BaseException:
                 # The next batch is not to go on with these.
                 self._abort(requests)
                 raise
             finally:
                 self._turn_of = None
-        if interrupted:
-            raise KeyboardInterrupt
         return [outputs[request_id] for request_id in requests]
 
-    def _add(
-        self,
-        requests: Mapping[str, Prompt | Exception],
-        params: Sequence[SamplingParams | None],
-        priorities: Sequence[int],
-    ) -> dict[str, RequestOutput]:
+    def _add(self, requests: Mapping[str, _Asked]) -> dict[str, RequestOutput]:
         """Queue the requests; returns the outputs of those that failed at once."""
         outputs = {}
-        for (request_id, prompt), prompt_params, priority in zip(
-            requests.items(), params, priorities, strict=True
-        ):
+        for request_id, (prompt, params, priority) in requests.items():
             try:
                 if isinstance(prompt, Exception):
                     raise prompt
-                self.engine.add_request(request_id, prompt, prompt_params, priority=priority)
+                self.engine.add_request(request_id, prompt, params, priority=priority)
             except (ValueError, TypeError, RuntimeError) as error:
-                outputs[request_id] = _failed(request_id, prompt, prompt_params, error)
+                outputs[request_id] = _failed(request_id, prompt, params, error)
         return outputs
-
-    def _run(
-        self,
-        requests: Mapping[str, object],
-        outputs: dict[str, RequestOutput],
-        bar: tqdm,
-        interrupted: Sequence[int],
-    ) -> None:
-        num_tokens = 0
-        while len(outputs) < len(requests):
-            if interrupted:
-                self._abort(requests)
-                return
-            for output in self.engine.step():
-                if output.finished and output.request_id in requests:
-                    outputs[output.request_id] = output
-                    num_tokens += sum(len(completion.token_ids) for completion in output.outputs)
-                    bar.set_postfix_str(
-                        f"{num_tokens / max(1e-9, bar.format_dict['elapsed']):.1f} tok/s"
-                    )
-                    bar.update()
 
     def _abort(self, requests: Mapping[str, object]) -> None:
         for request_id in requests:

@@ -214,23 +214,14 @@ class MLP(nn.Module):
 
 
 class TransformerBlock(nn.Module):
+    """The modules of one layer; :class:`Model` runs them."""
+
     def __init__(self, args: ModelArgs):
         super().__init__()
         self.self_attn = Attention(args)
         self.mlp = MLP(args)
         self.input_layernorm = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
-
-    def __call__(
-        self,
-        x: mx.array,
-        positions: mx.array,
-        kv: LayerKV,
-        query_rows: mx.array | None = None,
-    ) -> mx.array:
-        attended = self.self_attn(self.input_layernorm(x), positions, kv, query_rows)
-        h = attended + (x if query_rows is None else x[query_rows])
-        return h + self.mlp(self.post_attention_layernorm(h))
 
 
 class Qwen3Model(nn.Module):
@@ -261,10 +252,12 @@ class Model(LanguageModel):
         self, tokens: mx.array, layers: Sequence[LayerKV], logit_rows: mx.array | None = None
     ) -> mx.array:
         h, positions = self.model.embed_tokens(tokens), layers[0].offset
-        for block, kv in zip(self.layers[:-1], layers[:-1], strict=True):
-            h = block(h, positions, kv)
-        # Once the last layer has its K and V, nothing needs the rows without logits.
-        h = self.layers[-1](h, positions, layers[-1], logit_rows)
+        for block, kv in zip(self.layers, layers, strict=True):
+            # Once the last layer has its K and V, nothing needs the rows without logits.
+            rows = logit_rows if kv is layers[-1] else None
+            attended = block.self_attn(block.input_layernorm(h), positions, kv, rows)
+            h = attended + (h if rows is None else h[rows])
+            h = h + block.mlp(block.post_attention_layernorm(h))
         h = self.model.norm(h)
         return self.model.embed_tokens.as_linear(h) if self.tie_word_embeddings else self.lm_head(h)
 
