@@ -183,7 +183,8 @@ def _device() -> str:
 
 
 def _backend(conversation: Conversation) -> str:
-    return str(getattr(conversation.responder.cache, "backend", "MLX SDPA"))
+    backend = getattr(conversation.responder.cache, "backend", None)
+    return "MLX SDPA" if backend is None else str(backend.name)
 
 
 def _budget_in_words(conversation: Conversation) -> str:
