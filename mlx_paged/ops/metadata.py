@@ -292,9 +292,11 @@ class AttentionMetadata:
             The parts, and the order ``[num_tokens] int32`` that puts their rows, one part after
             another, back in place; ``None`` where there is one part.
         """
-        return self.derived(("parts", capacities), lambda: self._cut(capacities))
+        return self.derived(("parts", capacities), lambda: self._cut_into_parts(capacities))
 
-    def _cut(self, capacities: tuple[int, ...]) -> tuple[list[StepPart], mx.array | None]:
+    def _cut_into_parts(
+        self, capacities: tuple[int, ...]
+    ) -> tuple[list[StepPart], mx.array | None]:
         seqs_of: dict[int, list[int]] = {}
         for seq, query_len in enumerate(self.query_lens):
             capacity = next((n for n in capacities if query_len <= n), 0)
