@@ -109,18 +109,18 @@ class KVCache(ABC):
         self.close_step()
         self._max_num_blocks = self.config.num_blocks
         self.layers = ()  # the old arrays go before new ones come
-        num_blocks = self._initial_blocks + 1
-        self.layers = self._allocate_layers(num_blocks)
-        self.pool = BlockPool(num_blocks, self.config.block_size)
-        self.manager = KVCacheManager(self.pool, self._shares_blocks)
+        self.pool = BlockPool(self._initial_blocks + 1, self.config.block_size)
+        self.layers = self._allocate_layers()
+        self.manager = self._new_manager()
 
     # What a kind of storage implements
 
-    _shares_blocks: ClassVar[bool]  # whether several sequences can read the rows of one block
-
     @abstractmethod
-    def _allocate_layers(self, num_blocks: int) -> Sequence[LayerKV]:
-        """New layers with room for blocks of ids below ``num_blocks``."""
+    def _allocate_layers(self) -> Sequence[LayerKV]:
+        """New layers with storage for the blocks of the pool."""
+
+    def _new_manager(self) -> KVCacheManager:
+        return KVCacheManager(self.pool)
 
     @abstractmethod
     def _prepare(self, step: AttentionMetadata) -> None:
@@ -422,9 +422,6 @@ class KVCache(ABC):
                 f"{self._max_num_blocks} and {self.pool.num_used_blocks} are in use; raise "
                 "kv_cache_bytes or free a sequence"
             )
-        if not self.manager.shares_blocks:
-            copies = self.manager.tables[new_seq].block_ids
-            self.copy_blocks(list(zip(table.block_ids, copies, strict=True)))
 
     def materialize(self, seq: SeqId, layer: int) -> tuple[mx.array, mx.array]:
         """Dense K and V of one layer, ``[num_kv_heads, num_tokens, key_dim]`` and ``value_dim``,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 
 import mlx.core as mx
 import numpy as np
@@ -52,7 +53,7 @@ class DenseFormat(KVFormat):
     def __str__(self) -> str:
         return self.dtype
 
-    @property
+    @cached_property
     def _mx_dtype(self) -> mx.Dtype:
         dtype: mx.Dtype = getattr(mx, self.dtype)
         return dtype

@@ -73,7 +73,6 @@ class PagedKVCache(KVCache):
 
     kind = "paged"
     can_swap = True
-    _shares_blocks = True
     layers: Sequence[PagedLayerKV]
     backend: Backend
 
@@ -90,8 +89,8 @@ class PagedKVCache(KVCache):
         self._copy_detector = CopyDetector(NUM_WATCHED_STEPS if self.backend.name == "metal" else 0)
         super().__init__(config, initial_blocks)
 
-    def _allocate_layers(self, num_blocks: int) -> Sequence[PagedLayerKV]:
-        block_size = self.config.block_size
+    def _allocate_layers(self) -> Sequence[PagedLayerKV]:
+        num_blocks, block_size = self.pool.num_blocks, self.config.block_size
         return [
             PagedLayerKV(spec, self.backend, num_blocks, block_size) for spec in self.config.layers
         ]

@@ -185,7 +185,7 @@ class Machine:
 
     def check_capacity(self) -> None:
         """All rows together are within the budget: after a step has opened."""
-        capacity = sum(rows.capacity for rows in self.cache._rows)
+        capacity = sum(rows.capacity for rows in self.cache._store.rows)
         assert capacity <= self.cache.config.num_blocks
         assert self.cache.nbytes_held == capacity * self.cache.config.nbytes_per_block
 
@@ -193,14 +193,14 @@ class Machine:
         cache = self.cache
         cache.manager.check_integrity()
         places = {}
-        for rows in cache._rows:
+        for rows in cache._store.rows:
             assert len(rows.block_ids) <= rows.capacity
             for spec, kv in zip(LAYERS, rows.layers, strict=True):
                 for held, width in zip(kv, (spec.key_dim, spec.value_dim), strict=True):
                     num_tokens = rows.capacity * BLOCK_SIZE
                     assert held.shape == (spec.num_kv_heads, num_tokens, width)
             places |= {b: (rows, i) for i, b in enumerate(rows.block_ids) if b}
-        assert places == cache._places
+        assert places == cache._store.places
         assert set(cache.seqs) == set(self.tokens)
         for seq, tokens in self.tokens.items():
             assert cache.seq_len(seq) == len(tokens)
