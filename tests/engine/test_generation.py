@@ -95,7 +95,7 @@ def test_a_prompt_that_fills_the_budget_exactly_still_gets_one_token(model: qwen
         ({"max_tokens": -2}, "max_tokens must be positive, or -1"),
         ({"kv": "ring"}, "unknown cache mode 'ring'; supported: basic, paged"),
         ({"block_size": 12}, r"block_size must be one of \(8, 16, 32, 64\), got 12"),
-        ({"kv_cache_bytes": "much"}, "can't read 'much'"),
+        ({"kv_cache_bytes": "much"}, "kv_cache_bytes must be bytes .*, got 'much'"),
         ({"kv_cache_bytes": 100}, "a budget of 100 bytes holds no block"),
         ({"backend": "vulkan"}, "unknown backend 'vulkan'; choose one of auto, reference, metal"),
         ({"prefill_step_size": 0}, "prefill_step_size must be at least 1"),
