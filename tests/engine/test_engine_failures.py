@@ -298,10 +298,8 @@ def test_an_error_that_is_kept_keeps_no_arrays(model: qwen3.Model):
         mx.eval(large)
         raise LookupError(large.shape)
 
-    def model_that_raises(
-        tokens: mx.array, positions: mx.array, cache: Any, indices: mx.array
-    ) -> mx.array:
-        logits = model(tokens, positions, cache, indices)
+    def model_that_raises(tokens: mx.array, layers: Any, logit_rows: mx.array | None) -> mx.array:
+        logits = model(tokens, layers, logit_rows)
         # Not evaluated: what it would be computed from, all slabs, hangs on it.
         raise RuntimeError(logits.shape)
 

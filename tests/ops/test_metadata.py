@@ -2,6 +2,9 @@
 prefills.
 """
 
+import gc
+import weakref
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -377,3 +380,15 @@ def test_rows_of_logits_that_do_not_fit_the_query_runs_are_refused(num_logit_row
         ValueError, match=r"num_logit_rows .* must be one per sequence, each within"
     ):
         AttentionMetadata.build(TABLES, CONTEXT_LENS, QUERY_LENS, 8, num_logit_rows=num_logit_rows)
+
+
+def test_a_step_is_freed_when_nobody_holds_it_any_more():
+    step = AttentionMetadata.build([[1], [2]], [3, 4], [3, 4], 16)
+    step.parts((1,)), step.logit_queries, step.positions, step.slot_mapping
+    freed = weakref.ref(step)
+    gc.disable()
+    try:
+        del step
+        assert freed() is None
+    finally:
+        gc.enable()
