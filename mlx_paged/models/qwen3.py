@@ -156,6 +156,7 @@ class Attention(nn.Module):
         super().__init__()
         self.num_heads = args.num_attention_heads
         self.num_kv_heads = args.num_key_value_heads
+        self.head_dim = args.head_dim
         self.scale = args.head_dim**-0.5
 
         self.q_proj = nn.Linear(args.hidden_size, self.num_heads * args.head_dim, bias=False)
@@ -246,8 +247,6 @@ class Qwen3Model(nn.Module):
 class Model(LanguageModel):
     """Qwen3 with its language-model head."""
 
-    args: ModelArgs
-
     def __init__(self, args: ModelArgs):
         super().__init__()
         self.args = args
@@ -286,6 +285,5 @@ class Model(LanguageModel):
     @property
     def layer_specs(self) -> list[LayerSpec]:
         dense = DenseFormat(str(self.dtype).removeprefix("mlx.core."))
-        args = self.args
-        spec = LayerSpec(args.num_key_value_heads, args.head_dim, args.head_dim, format=dense)
-        return [spec] * args.num_hidden_layers
+        shapes = [(a.num_kv_heads, a.head_dim) for a in (b.self_attn for b in self.layers)]
+        return [LayerSpec(heads, dim, dim, format=dense) for heads, dim in shapes]
