@@ -86,6 +86,11 @@ def to_float64(array: mx.array) -> np.ndarray:
     return np.array(array.astype(mx.float32)).astype(np.float64)
 
 
+def raw(array: mx.array) -> np.ndarray:
+    """The bytes of an array as integers, so that equal means equal to the bit."""
+    return np.array(array.view(mx.uint32 if array.itemsize == 4 else mx.uint16))
+
+
 def eps(dtype: mx.Dtype) -> float:
     """The distance from 1 to the next number of ``dtype``."""
     return {mx.float32: 2.0**-23, mx.float16: 2.0**-10, mx.bfloat16: 2.0**-7}[dtype]
@@ -148,6 +153,25 @@ class PagedProblem:
             2 * float(np.abs(lossy - exact).max()) + eps(self.kv.dtype) * float(np.abs(exact).max())
             for lossy, exact in zip(dense, self.exact, strict=True)
         )
+
+
+def before_the_step(problem: PagedProblem) -> tuple[KVHandle, mx.array, mx.array]:
+    """Slabs of their own that hold NaN where the new tokens go, and the K and V of these, packed."""
+    slots = problem.metadata.slot_mapping.slots
+    block_size = problem.kv.block_size
+    slabs = []
+    for slab in (problem.kv.k, problem.kv.v):
+        bits = raw(slab).copy()
+        nan = raw(mx.array([mx.nan], slab.dtype))[0]
+        for slot in slots:
+            bits[slot // block_size, :, slot % block_size] = nan
+        slabs.append(mx.array(bits).view(slab.dtype))
+    runs = list(zip(problem.dense, problem.query_lens, strict=True))
+    k, v = (
+        mx.concatenate([rows[which][-query_len:] for rows, query_len in runs]) for which in (1, 2)
+    )
+    mx.eval(*slabs, k, v)
+    return KVHandle(*slabs), k, v
 
 
 def assert_matches_formula(out: mx.array, problem: PagedProblem) -> None:

@@ -75,37 +75,23 @@ class SlotMapping:
 
     @cached_property
     def only_slot(self) -> tuple[int, int] | None:
-        """Block id and offset when there is one row and it is not padding: the decode step of a
-        single sequence.
-        """
-        return (
-            divmod(self.slots[0], self.block_size)
-            if len(self.slots) == 1 and self.slots[0] >= 0
-            else None
-        )
+        """Block id and offset of the only row, in the decode of a single sequence; else ``None``."""
+        is_one = len(self.slots) == 1 and self.slots[0] >= 0
+        return divmod(self.slots[0], self.block_size) if is_one else None
 
     @cached_property
-    def rows(self) -> mx.array | None:
-        """Indices of the rows that are not padding, ``[num_live] int32``; ``None`` when no row is
-        padding.
-        """
+    def live_rows(self) -> mx.array | None:
+        """``[num_live] int32``, the rows that are not padding; ``None`` when no row is padding."""
         if min(self.slots, default=0) >= 0:
             return None
         return mx.array([row for row, slot in enumerate(self.slots) if slot >= 0], dtype=mx.int32)
 
     @cached_property
-    def block_ids(self) -> mx.array:
-        """``[num_live] int32``"""
-        return mx.array(
-            [slot // self.block_size for slot in self.slots if slot >= 0], dtype=mx.int32
-        )
-
-    @cached_property
-    def offsets(self) -> mx.array:
-        """``[num_live] int32``"""
-        return mx.array(
-            [slot % self.block_size for slot in self.slots if slot >= 0], dtype=mx.int32
-        )
+    def places(self) -> tuple[mx.array, mx.array]:
+        """Block id and offset of each row that is not padding, ``[num_live] int32`` each."""
+        places = [divmod(slot, self.block_size) for slot in self.slots if slot >= 0]
+        block_ids, offsets = zip(*places, strict=True) if places else ((), ())
+        return mx.array(block_ids, dtype=mx.int32), mx.array(offsets, dtype=mx.int32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -286,7 +272,7 @@ class AttentionMetadata:
 
     @cached_property
     def logit_queries(self) -> AttentionMetadata:
-        """The step with the queries of :attr:`logit_rows` only; sequences without any are left out."""
+        """The step with the queries of :attr:`logit_rows` only; other sequences are left out."""
         if self.logit_rows is None:
             return self
         counts = self._logit_counts
@@ -306,9 +292,11 @@ class AttentionMetadata:
             The parts, and the order ``[num_tokens] int32`` that puts their rows, one part after
             another, back in place; ``None`` where there is one part.
         """
-        return self.derived(("parts", capacities), lambda: self._cut(capacities))
+        return self.derived(("parts", capacities), lambda: self._cut_into_parts(capacities))
 
-    def _cut(self, capacities: tuple[int, ...]) -> tuple[list[StepPart], mx.array | None]:
+    def _cut_into_parts(
+        self, capacities: tuple[int, ...]
+    ) -> tuple[list[StepPart], mx.array | None]:
         seqs_of: dict[int, list[int]] = {}
         for seq, query_len in enumerate(self.query_lens):
             capacity = next((n for n in capacities if query_len <= n), 0)

@@ -142,12 +142,12 @@ def _write_rows(k: mx.array, v: mx.array, kv: KVHandle, slot_mapping: SlotMappin
         kv.k[block_id : block_id + 1, :, offset : offset + 1] = k[:, :, None]
         kv.v[block_id : block_id + 1, :, offset : offset + 1] = v[:, :, None]
         return
-    if slot_mapping.rows is not None:
-        k, v = k[slot_mapping.rows], v[slot_mapping.rows]
-    if k.shape[0] == 0:
-        return
-    kv.k[slot_mapping.block_ids, :, slot_mapping.offsets] = k
-    kv.v[slot_mapping.block_ids, :, slot_mapping.offsets] = v
+    if slot_mapping.live_rows is not None:
+        k, v = k[slot_mapping.live_rows], v[slot_mapping.live_rows]
+    if k.shape[0] > 0:
+        block_ids, offsets = slot_mapping.places
+        kv.k[block_ids, :, offsets] = k
+        kv.v[block_ids, :, offsets] = v
 
 
 def _attend(

@@ -11,7 +11,7 @@ from backends import METAL
 from emulated_metal import emulated_metal
 from metal_emulator import Checks
 from metal_emulator.checks import Call
-from numpy_attention import PagedProblem, assert_matches_formula
+from numpy_attention import PagedProblem, assert_matches_formula, before_the_step, raw
 from pytest import MonkeyPatch
 from write_rules import slots_of_the_step
 
@@ -26,25 +26,6 @@ def checked_metal(orders: tuple[str, ...] = ("ascending",)) -> Iterator[list[Cal
         patch.setattr(in_place, "check_writes_in_place", lambda: None)
         with emulated_metal(Checks(orders=orders, writable=slots_of_the_step)) as trace:
             yield trace
-
-
-def before_the_step(problem: PagedProblem) -> tuple[KVHandle, mx.array, mx.array]:
-    """Slabs of their own that hold NaN where the new tokens go, and the K and V of these, packed."""
-    slots = problem.metadata.slot_mapping.slots
-    block_size = problem.kv.block_size
-    slabs = []
-    for slab in (problem.kv.k, problem.kv.v):
-        bits = raw(slab).copy()
-        nan = raw(mx.array([mx.nan], slab.dtype))[0]
-        for slot in slots:
-            bits[slot // block_size, :, slot % block_size] = nan
-        slabs.append(mx.array(bits).view(slab.dtype))
-    runs = list(zip(problem.dense, problem.query_lens, strict=True))
-    k, v = (
-        mx.concatenate([rows[which][-query_len:] for rows, query_len in runs]) for which in (1, 2)
-    )
-    mx.eval(*slabs, k, v)
-    return KVHandle(*slabs), k, v
 
 
 def attend_and_compare(problem: PagedProblem) -> None:
@@ -79,11 +60,6 @@ def copy_of(kv: KVHandle) -> KVHandle:
     twin = KVHandle(*(mx.array(raw(slab)).view(kv.dtype) for slab in (kv.k, kv.v)))
     mx.eval(*twin.arrays)
     return twin
-
-
-def raw(array: mx.array) -> np.ndarray:
-    """The bytes of an array as integers, so that equal means equal to the bit."""
-    return np.array(array.view(mx.uint32 if array.itemsize == 4 else mx.uint16))
 
 
 def assert_same_bits(one: mx.array, other: mx.array) -> None:

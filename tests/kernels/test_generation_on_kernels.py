@@ -68,7 +68,7 @@ def test_a_ragged_batch_gets_the_tokens_of_the_reference_on_metal_kernels(demo, 
     with emulated_metal(Checks.quick(writable=slots_of_the_step)) as trace:
         got, runner = greedy_in_a_ragged_batch(model, prompts, "metal")
     assert got == expected
-    assert runner.cache.backend == "metal"
+    assert runner.cache.backend.name == "metal"
     kernels = Counter(call.kernel.removeprefix("mlx_paged_") for call in trace)
     assert set(kernels) == {
         "reshape_and_cache",

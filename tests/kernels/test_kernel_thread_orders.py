@@ -10,7 +10,6 @@ import pytest
 from backends import METAL, REFERENCE
 from kernel_checks import (
     assert_same_slabs,
-    before_the_step,
     checked_metal,
     copy_of,
     random_array,
@@ -18,7 +17,7 @@ from kernel_checks import (
 )
 from kernel_grid import GRID
 from metal_emulator import Checks
-from numpy_attention import DTYPES, assert_matches_formula
+from numpy_attention import DTYPES, assert_matches_formula, before_the_step
 
 from mlx_paged.ops import SlotMapping
 from mlx_paged.ops.attention_plan import cut_threadgroup

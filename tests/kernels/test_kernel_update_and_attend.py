@@ -11,14 +11,13 @@ from backends import METAL, REFERENCE
 from kernel_checks import (
     assert_same_bits,
     assert_same_slabs,
-    before_the_step,
     checked_metal,
     copy_of,
     random_array,
     random_handle,
 )
 from kernel_grid import SETTINGS, Case, each_case_of_the_grid, each_setting
-from numpy_attention import assert_matches_formula, make_problem
+from numpy_attention import assert_matches_formula, before_the_step, make_problem
 
 from mlx_paged.ops import AttentionMetadata, AttentionParams, KVHandle
 

@@ -4,13 +4,16 @@ takes.
 
 from __future__ import annotations
 
+import traceback
 import warnings
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
 from backends import METAL
-from numpy_attention import assert_matches_formula, make_problem
+from numpy_attention import assert_matches_formula, before_the_step, make_problem
 
+import mlx_paged
 from mlx_paged.cache import KVCacheConfig, PagedKVCache
 from mlx_paged.ops import BackendError, KVHandle, choose, choose_backend, kernels
 from mlx_paged.ops.metal import MetalBackend
@@ -110,6 +113,34 @@ def test_runs_of_up_to_eight_follow_the_table_and_longer_ones_are_gathered(
     problem = make_problem([40], query_len)
     assert_matches_formula(METAL.paged_attention(*problem.args), problem)
     assert [call.kernel.removeprefix("mlx_paged_") for call in metal] == expected
+
+
+DECODES = {"direct": ([40, 7], 1), "merged": ([40, 300], 1), "mixed": ([40, 300, 20], [1, 8, 2])}
+
+
+@pytest.mark.parametrize("kind", DECODES)
+def test_a_decode_has_one_frame_of_ours_below_the_call_of_a_kernel(kind, metal, monkeypatch):
+    ours = str(Path(mlx_paged.__file__).parent)
+    stacks = []
+    made = kernels.kernel
+
+    def watched(name):
+        def call(**arguments):
+            frames = (frame for frame, _ in traceback.walk_stack(None))
+            stacks.append(
+                [f.f_code.co_name for f in frames if f.f_code.co_filename.startswith(ours)]
+            )
+            return made(name)(**arguments)
+
+        return call
+
+    monkeypatch.setattr(kernels, "kernel", watched)
+    problem = make_problem(*DECODES[kind], sinks=True)
+    kv, k, v = before_the_step(problem)
+    out = METAL.update_and_attend(problem.q, k, v, kv, *problem.args[2:])
+    assert_matches_formula(out, problem)
+    assert len(stacks) == {"direct": 1, "merged": 2, "mixed": 4}[kind]
+    assert stacks == [["update_and_attend"]] * len(stacks)
 
 
 def test_a_large_group_is_gathered_and_that_is_said_once(metal):

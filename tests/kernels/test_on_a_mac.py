@@ -11,13 +11,12 @@ from backends import METAL, REFERENCE
 from kernel_checks import (
     assert_same_bits,
     assert_same_slabs,
-    before_the_step,
     copy_of,
     random_array,
     random_handle,
 )
 from kernel_grid import GRID
-from numpy_attention import assert_matches_formula, make_problem
+from numpy_attention import assert_matches_formula, before_the_step, make_problem
 from test_generation_on_kernels import greedy_in_a_ragged_batch, prompts_of
 
 from mlx_paged import load

@@ -6,7 +6,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from backends import REFERENCE
-from numpy_attention import DTYPES, ORDERS, assert_matches_formula, make_problem
+from numpy_attention import (
+    DTYPES,
+    ORDERS,
+    assert_matches_formula,
+    before_the_step,
+    make_problem,
+    to_float64,
+)
 
 from mlx_paged.ops import AttentionMetadata, AttentionParams, KVHandle, reference
 
@@ -138,3 +145,53 @@ def test_a_batch_without_sequences_is_refused():
             metadata,
             AttentionParams(1.0),
         )
+
+
+# K and V of different widths, and the rows whose logits are wanted
+
+
+@steps
+@pytest.mark.parametrize(
+    "extras", [{}, {"window": 25, "sinks": True, "order": "shared"}], ids=["plain", "window_sinks"]
+)
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(64, 32), (64, 96)])
+def test_v_may_be_narrower_or_wider_than_k(context_lens, query_lens, head_dim, value_dim, extras):
+    problem = make_problem(
+        context_lens, query_lens, head_dim=head_dim, value_dim=value_dim, group=3, **extras
+    )
+    q, kv, metadata, params = problem.args
+    for operation in (
+        REFERENCE.attend,
+        REFERENCE.paged_attention,
+        REFERENCE.paged_prefill_attention,
+    ):
+        assert_matches_formula(operation(*problem.args), problem)
+    before, k, v = before_the_step(problem)
+    out = REFERENCE.update_and_attend(q, k, v, before, metadata, params)
+    assert_matches_formula(out, problem)
+    assert mx.array_equal(before.k, kv.k).item() and mx.array_equal(before.v, kv.v).item()
+
+
+@pytest.mark.parametrize("value_dim", [64, 32], ids=["one_width", "two_widths"])
+@pytest.mark.parametrize("extras", [{}, {"window": 25, "sinks": True}], ids=["plain", "window"])
+@pytest.mark.parametrize(
+    "num_logit_rows",
+    [[1, 1, 1, 1], [0, 1, 0, 4], [20, 1, 0, 0], [3, 0, 12, 9]],
+    ids=["one_each", "none_one_and_several", "a_whole_run", "several"],
+)
+def test_the_rows_of_logits_get_what_they_get_among_all_rows(num_logit_rows, extras, value_dim):
+    context_lens, query_lens = [300, 17, 12, 40], [20, 1, 12, 9]
+    problem = make_problem(context_lens, query_lens, value_dim=value_dim, **extras)
+    step = AttentionMetadata.build(
+        problem.tables, context_lens, query_lens, 16, num_logit_rows=num_logit_rows
+    )
+    out = to_float64(
+        REFERENCE.attend(problem.q[step.logit_rows], problem.kv, step.logit_queries, problem.params)
+    )
+    begin = 0
+    for seq, count in enumerate(num_logit_rows):
+        exact = problem.exact[seq][query_lens[seq] - count :]
+        error = np.abs(out[begin : begin + count] - exact).max(initial=0)
+        assert error <= problem.allowed_errors[seq]
+        begin += count
+    assert begin == out.shape[0]

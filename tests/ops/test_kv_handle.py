@@ -90,6 +90,16 @@ def test_growth_adds_zeros_at_the_end_and_keeps_every_row():
     assert kv.k[2, 0, :, 0].tolist() == [0] * 7 + [1]
 
 
+def test_slabs_of_two_widths_keep_them_when_they_grow_and_shrink():
+    kv = KVHandle.allocate(2, 1, 8, 64, 32, mx.float16)
+    kv.k[1], kv.v[1] = mx.array(1, mx.float16), mx.array(2, mx.float16)
+    for resize, num_blocks in ((kv.grow, 3), (kv.shrink_to, 2)):
+        resize(num_blocks)
+        assert kv.k.shape[3] == 64 and kv.v.shape[3] == 32
+        assert mx.all(kv.k[1] == 1).item() and mx.all(kv.v[1] == 2).item()
+    assert kv.num_blocks == 2
+
+
 def test_a_handle_that_can_not_grow_to_its_end_is_as_it_was(monkeypatch):
     handle = KVHandle.allocate(3, 2, 8, 16, 16)
     handle.k[1] = 1
@@ -115,7 +125,7 @@ LEAVING = {
     "leave_chain": lambda kv: kv.leave_chain(),
     "grow": lambda kv: kv.grow(1),
     "shrink_to": lambda kv: kv.shrink_to(1),
-    "plain_mlx": lambda kv: REFERENCE.gather_blocks(kv, [0], 1 * kv.block_size),
+    "plain_mlx": lambda kv: REFERENCE.gather_blocks(kv, [0], kv.block_size),
 }
 leaving = pytest.mark.parametrize("leave", LEAVING.values(), ids=LEAVING)
 

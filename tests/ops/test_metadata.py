@@ -15,9 +15,9 @@ def slot_state(mapping):
         "block_size": mapping.block_size,
         "num_tokens": mapping.num_tokens,
         "max_slot": mapping.max_slot,
-        "rows": None if mapping.rows is None else mapping.rows.tolist(),
-        "block_ids": mapping.block_ids.tolist(),
-        "offsets": mapping.offsets.tolist(),
+        "live_rows": None if mapping.live_rows is None else mapping.live_rows.tolist(),
+        "block_ids": mapping.places[0].tolist(),
+        "offsets": mapping.places[1].tolist(),
     }
 
 
@@ -50,7 +50,7 @@ def test_a_slot_is_its_block_times_the_block_size_plus_its_offset(given):
         "block_size": 16,
         "num_tokens": 4,
         "max_slot": 35,
-        "rows": None,
+        "live_rows": None,
         "block_ids": [2, 1, 0, 0],
         "offsets": [3, 0, 0, 15],
     }
@@ -62,7 +62,7 @@ def test_padding_keeps_its_place_among_the_slots_and_has_no_block():
         "block_size": 8,
         "num_tokens": 4,
         "max_slot": 23,
-        "rows": [1, 3],
+        "live_rows": [1, 3],
         "block_ids": [1, 2],
         "offsets": [1, 7],
     }
@@ -77,7 +77,7 @@ def test_a_mapping_may_hold_no_row(slots, rows):
         "block_size": 8,
         "num_tokens": len(slots),
         "max_slot": -1,
-        "rows": rows,
+        "live_rows": rows,
         "block_ids": [],
         "offsets": [],
     }
