@@ -1,10 +1,9 @@
 """Decode speed of one stream: no cache, basic, paged, and mlx-lm's own KVCache, on the same weights
 in one run.
 
-    python benchmarks/decode.py                          # the layer shape of Qwen3-0.6B, random
-    weights python benchmarks/decode.py --model demo             # the bundled demo model: all
-    overhead, hardly any arithmetic python benchmarks/decode.py --model PATH_OR_REPO     # a real
-    model
+    python benchmarks/decode.py                  # Qwen3-0.6B's layer shape, random weights
+    python benchmarks/decode.py --model demo     # the bundled demo model: all overhead
+    python benchmarks/decode.py --model PATH_OR_REPO
 
 For each context length every cache is filled to it, then the caches take turns, one decode step
 each, so that a machine that speeds up or slows down does so for all. Ratios of time are medians
@@ -253,8 +252,9 @@ def main() -> None:
     shape = ours.args
     setting = machine_card() | {
         "model": args.model,
-        "shape": f"{shape.num_hidden_layers} layers, hidden {shape.hidden_size}, {shape.num_attention_heads} query / "
-        f"{shape.num_key_value_heads} KV heads, head_dim {shape.head_dim}, {ours.dtype}",
+        "shape": f"{shape.num_hidden_layers} layers, hidden {shape.hidden_size}, "
+        f"{shape.num_attention_heads} query / {shape.num_key_value_heads} KV heads, "
+        f"head_dim {shape.head_dim}, {ours.dtype}",
         "block_size": args.block_size,
         "turns": args.turns,
     }

@@ -22,7 +22,7 @@ _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 @dataclass(frozen=True)
 class KVBudget:
-    """How much K/V may be held: so many bytes, or so many blocks. Exactly one of the two is given."""
+    """How much K/V may be held, in bytes or in blocks: exactly one of the two is given."""
 
     nbytes: int | None = None
     num_blocks: int | None = None
@@ -39,7 +39,8 @@ class KVBudget:
         match = _BUDGET.fullmatch(str(text)) if is_integer or isinstance(text, str) else None
         if match is None:
             raise ValueError(
-                f"[kv-cache-bytes] can't read {shown(text)}; write bytes (65536, 512M, 2G) or blocks (256blocks)"
+                f"[kv-cache-bytes] can't read {shown(text)}; write bytes (65536, 512M, 2G) or "
+                "blocks (256blocks)"
             )
         number, unit = float(match[1]), match[2].lower()
         if unit.startswith("block"):

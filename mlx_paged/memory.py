@@ -1,4 +1,4 @@
-"""How much memory the K/V may take when the user does not say, and the limit for what stays wired."""
+"""The default K/V budget, and the limit of wired memory while a model runs."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ MIN_KV_CACHE_BYTES = 64 * 2**20
 
 
 def default_kv_cache_bytes(weight_nbytes: int) -> int:
-    """``DEVICE_SHARE`` of what Metal recommends as working set, else ``HOST_SHARE`` of physical
-    memory, less the weights.
+    """The K/V budget in bytes for a model whose weights take ``weight_nbytes``.
 
-    At least ``MIN_KV_CACHE_BYTES``. It is a limit, not an allocation: a paged cache grows into it.
+    That is ``DEVICE_SHARE`` of the working set that Metal recommends, or else ``HOST_SHARE`` of
+    physical memory, less the weights, and at least ``MIN_KV_CACHE_BYTES``. It is a limit and not an
+    allocation: a cache grows into it.
     """
     recommended = (
         mx.device_info().get("max_recommended_working_set_size")

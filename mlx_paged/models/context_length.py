@@ -45,7 +45,7 @@ def context_limit(args: ModelArgs, max_model_len: int | None) -> int:
     length = as_integer(max_model_len)
     if length is None or not 2 <= length <= limit:
         raise ValueError(
-            f"[context] max_model_len must be a whole number within 2..{limit}, the context that the model was made "
-            f"for, got {shown(max_model_len)}"
+            f"[context] max_model_len must be a whole number within 2..{limit}, the context that "
+            f"the model was made for, got {shown(max_model_len)}"
         )
     return length

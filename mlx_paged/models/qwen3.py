@@ -70,7 +70,8 @@ class ModelArgs:
         self._check_sizes()
         if self.use_sliding_window:
             raise ValueError(
-                "[qwen3] use_sliding_window is not supported; every layer attends to the whole context"
+                "[qwen3] use_sliding_window is not supported; every layer attends to the whole "
+                "context"
             )
         # transformers >= 5 nests rope_theta and the scaling under rope_parameters.
         if self.rope_parameters:
@@ -104,17 +105,19 @@ class ModelArgs:
         for name in ("rope_scaling", "rope_parameters"):
             if not isinstance(getattr(self, name), dict | None):
                 raise ValueError(
-                    f"[qwen3] {name} in config.json must be an object, got {shown(getattr(self, name))}"
+                    f"[qwen3] {name} in config.json must be an object, "
+                    f"got {shown(getattr(self, name))}"
                 )
         for name in ("tie_word_embeddings", "use_sliding_window"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(
-                    f"[qwen3] {name} in config.json must be true or false, got {shown(getattr(self, name))}"
+                    f"[qwen3] {name} in config.json must be true or false, "
+                    f"got {shown(getattr(self, name))}"
                 )
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> ModelArgs:
-        """Take the fields that are known; raises ``ValueError`` that names those that are missing."""
+        """Take the known fields; raises ``ValueError`` that names those that are missing."""
         parameters = inspect.signature(cls).parameters
         missing = [
             n
@@ -176,8 +179,8 @@ class Attention(nn.Module):
             )
         except KeyError as error:
             raise ValueError(f"[qwen3] rope_scaling in config.json lacks {error}") from error
-        # Its frequencies are no parameters, so nobody else evaluates them; and what this thread
-        # leaves lazy, no other thread can run.
+        # Its frequencies are not parameters, so nothing else evaluates them, and no other thread
+        # can run what this one leaves lazy.
         mx.eval(self.rope)
 
     def __call__(

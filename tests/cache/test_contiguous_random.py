@@ -1,4 +1,4 @@
-"""The contiguous cache under random requests and small budgets, against what each token must hold."""
+"""The contiguous cache under random requests and small budgets: each row is checked by its token."""
 
 from __future__ import annotations
 
