@@ -83,15 +83,12 @@ class KVCache(ABC):
         initial_blocks: blocks to begin with; more are added when they are needed.
 
     Attributes:
-        layers: one per layer of the model, which sees nothing else of a cache.
         manager: which blocks each sequence holds.
         pool: the blocks. It has one more than sequences can hold, the null block.
     """
 
     kind: ClassVar[str]
     can_swap: ClassVar[bool] = False  # whether swap_out and swap_in are there
-    backend: Backend | None = None  # what computes attention; None is MLX's own SDPA
-    layers: Sequence[LayerKV]
     manager: KVCacheManager
     pool: BlockPool
 
@@ -99,7 +96,6 @@ class KVCache(ABC):
         self.config = config
         self._step: AttentionMetadata | None = None
         self._initial_blocks = min(initial_blocks, config.num_blocks)
-        self.layers = ()
         self.reset()
 
     def reset(self) -> None:
@@ -108,16 +104,25 @@ class KVCache(ABC):
         """
         self.close_step()
         self._max_num_blocks = self.config.num_blocks
-        self.layers = ()  # the old arrays go before new ones come
         self.pool = BlockPool(self._initial_blocks + 1, self.config.block_size)
-        self.layers = self._allocate_layers()
+        self._allocate_layers()
         self.manager = self._new_manager()
 
     # What a kind of storage implements
 
+    @property
     @abstractmethod
-    def _allocate_layers(self) -> Sequence[LayerKV]:
-        """New layers with storage for the blocks of the pool."""
+    def layers(self) -> Sequence[LayerKV]:
+        """One per layer of the model, which sees nothing else of a cache."""
+
+    @property
+    def backend(self) -> Backend | None:
+        """What computes attention; ``None`` is MLX's own SDPA."""
+        return None
+
+    @abstractmethod
+    def _allocate_layers(self) -> None:
+        """Drop the layers, then make new ones with storage for the blocks of the pool."""
 
     def _new_manager(self) -> KVCacheManager:
         return KVCacheManager(self.pool)

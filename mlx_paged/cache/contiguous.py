@@ -84,13 +84,16 @@ class ContiguousKVCache(KVCache):
     """
 
     kind = "basic"
-    layers: Sequence[ContiguousLayerKV]
-    _store: RowStore
+    _layers: Sequence[ContiguousLayerKV] = ()
 
-    def _allocate_layers(self) -> Sequence[ContiguousLayerKV]:
+    @property
+    def layers(self) -> Sequence[ContiguousLayerKV]:
+        return self._layers
+
+    def _allocate_layers(self) -> None:
         self._store = RowStore(self.config, self.pool)
         self._step_rows: list[Rows] = []
-        return [ContiguousLayerKV(spec, i) for i, spec in enumerate(self.config.layers)]
+        self._layers = [ContiguousLayerKV(spec, i) for i, spec in enumerate(self.config.layers)]
 
     def _new_manager(self) -> KVCacheManager:
         return ContiguousKVCacheManager(self._store)

@@ -67,7 +67,7 @@ class LayerKV(ABC):
 
     @property
     def offset(self) -> mx.array:
-        """``[num_tokens] int32``, the position of each new token in its sequence (mlx-lm's name)."""
+        """``[num_tokens] int32``, where each new token is in its sequence (mlx-lm's name)."""
         return self.step.positions
 
     @abstractmethod

@@ -73,8 +73,7 @@ class PagedKVCache(KVCache):
 
     kind = "paged"
     can_swap = True
-    layers: Sequence[PagedLayerKV]
-    backend: Backend
+    _layers: Sequence[PagedLayerKV] = ()
 
     def __init__(
         self,
@@ -83,17 +82,24 @@ class PagedKVCache(KVCache):
         initial_blocks: int = INITIAL_BLOCKS,
     ):
         shapes = {(spec.key_dim, spec.value_dim, config.block_size) for spec in config.layers}
-        self.backend = choose_backend(backend, shapes)
+        self._backend = choose_backend(backend, shapes)
         # Plain MLX gathers blocks, which may take as much as a slab; kernels allocate next to
         # nothing.
         self._copy_detector = CopyDetector(NUM_WATCHED_STEPS if self.backend.name == "metal" else 0)
         super().__init__(config, initial_blocks)
 
-    def _allocate_layers(self) -> Sequence[PagedLayerKV]:
-        num_blocks, block_size = self.pool.num_blocks, self.config.block_size
-        return [
-            PagedLayerKV(spec, self.backend, num_blocks, block_size) for spec in self.config.layers
-        ]
+    @property
+    def layers(self) -> Sequence[PagedLayerKV]:
+        return self._layers
+
+    @property
+    def backend(self) -> Backend:
+        return self._backend
+
+    def _allocate_layers(self) -> None:
+        self._layers = ()
+        shape = self._backend, self.pool.num_blocks, self.config.block_size
+        self._layers = [PagedLayerKV(spec, *shape) for spec in self.config.layers]
 
     # Steps
 

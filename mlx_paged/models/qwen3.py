@@ -70,7 +70,8 @@ class ModelArgs:
         self._check_sizes()
         if self.use_sliding_window:
             raise ValueError(
-                "[qwen3] use_sliding_window is not supported; every layer attends to the whole context"
+                "[qwen3] use_sliding_window is not supported; every layer attends to the whole "
+                "context"
             )
         # transformers >= 5 nests rope_theta and the scaling under rope_parameters.
         if self.rope_parameters:
@@ -104,17 +105,19 @@ class ModelArgs:
         for name in ("rope_scaling", "rope_parameters"):
             if not isinstance(getattr(self, name), dict | None):
                 raise ValueError(
-                    f"[qwen3] {name} in config.json must be an object, got {shown(getattr(self, name))}"
+                    f"[qwen3] {name} in config.json must be an object, "
+                    f"got {shown(getattr(self, name))}"
                 )
         for name in ("tie_word_embeddings", "use_sliding_window"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(
-                    f"[qwen3] {name} in config.json must be true or false, got {shown(getattr(self, name))}"
+                    f"[qwen3] {name} in config.json must be true or false, "
+                    f"got {shown(getattr(self, name))}"
                 )
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> ModelArgs:
-        """Take the fields that are known; raises ``ValueError`` that names those that are missing."""
+        """Take the known fields; raises ``ValueError`` that names those that are missing."""
         parameters = inspect.signature(cls).parameters
         missing = [
             n
@@ -156,6 +159,7 @@ class Attention(nn.Module):
         super().__init__()
         self.num_heads = args.num_attention_heads
         self.num_kv_heads = args.num_key_value_heads
+        self.head_dim = args.head_dim
         self.scale = args.head_dim**-0.5
 
         self.q_proj = nn.Linear(args.hidden_size, self.num_heads * args.head_dim, bias=False)
@@ -175,8 +179,8 @@ class Attention(nn.Module):
             )
         except KeyError as error:
             raise ValueError(f"[qwen3] rope_scaling in config.json lacks {error}") from error
-        # Its frequencies are no parameters, so nobody else evaluates them; and what this thread
-        # leaves lazy, no other thread can run.
+        # Its frequencies are not parameters, so nothing else evaluates them, and no other thread
+        # can run what this one leaves lazy.
         mx.eval(self.rope)
 
     def __call__(
@@ -237,8 +241,6 @@ class Qwen3Model(nn.Module):
 class Model(LanguageModel):
     """Qwen3 with its language-model head."""
 
-    args: ModelArgs
-
     def __init__(self, args: ModelArgs):
         super().__init__()
         self.args = args
@@ -279,6 +281,5 @@ class Model(LanguageModel):
     @property
     def layer_specs(self) -> list[LayerSpec]:
         dense = DenseFormat(str(self.dtype).removeprefix("mlx.core."))
-        args = self.args
-        spec = LayerSpec(args.num_key_value_heads, args.head_dim, args.head_dim, format=dense)
-        return [spec] * args.num_hidden_layers
+        shapes = [(a.num_kv_heads, a.head_dim) for a in (b.self_attn for b in self.layers)]
+        return [LayerSpec(heads, dim, dim, format=dense) for heads, dim in shapes]

@@ -68,7 +68,7 @@ def test_a_step_costs_memory_for_its_own_tokens_whatever_the_size_of_the_pool(
 def test_the_memory_counter_sees_a_slab_that_is_copied(monkeypatch):
     monkeypatch.setattr(
         choose, "metal_is_there", lambda: False
-    )  # kernels write into the slab whoever holds it
+    )  # kernels write into a slab in any case
     cache = filled_cache(100_000)
     holder = cache.arrays[0][0:1]
     mx.eval(holder)
