@@ -16,7 +16,8 @@ figures:
 The script fails (status 1) when K/V loads are more than 1.02 times the least at a context above
 256. Barriers and threadgroup memory are counted, too. The roofline at the end is an estimate from
 published bandwidths, and says so. The emulator comes with an editable install of a clone:
-pip install -e '.[test]'."""
+pip install -e '.[test]'.
+"""
 
 from __future__ import annotations
 

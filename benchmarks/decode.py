@@ -1,16 +1,16 @@
 """Decode speed of one stream: no cache, basic, paged, and mlx-lm's own KVCache, on the same weights
 in one run.
 
-    python benchmarks/decode.py                          # the layer shape of Qwen3-0.6B, random
-    weights python benchmarks/decode.py --model demo             # the bundled demo model: all
-    overhead, hardly any arithmetic python benchmarks/decode.py --model PATH_OR_REPO     # a real
-    model
+    python benchmarks/decode.py                        # layers as Qwen3-0.6B's, random weights
+    python benchmarks/decode.py --model demo           # the demo model: nearly all overhead
+    python benchmarks/decode.py --model PATH_OR_REPO   # a real model
 
-For each context length every cache is filled to it, then the caches take turns, one decode step
+For each context length every cache is filled to it. Then the caches take turns, one decode step
 each, so that a machine that speeds up or slows down does so for all. Ratios of time are medians
-over these turns; "scattered" is a paged cache in which no two blocks of the sequence are adjacent,
-so that every block has to be gathered. Then the cost of an append alone (K/V rows of one token, all
-layers, evaluated) as the context grows, and as the pool grows."""
+over these turns. "Scattered" is a paged cache in which no two blocks of the sequence are adjacent,
+so that every block has to be gathered. The cost of an append alone follows (K/V rows of one token,
+all layers, evaluated), as the context grows and as the pool grows.
+"""
 
 from __future__ import annotations
 

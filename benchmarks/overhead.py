@@ -3,18 +3,18 @@ without a model.
 
     python benchmarks/overhead.py
 
-Decodes of so many sequences with contexts around ``--context`` tokens, each of which gets a token
-per step, so that every 16th step of a sequence takes a block and caches one. Parts, in the order of
-a step:
+The sequences decode with contexts around ``--context`` tokens. Each gets a token per step, so every
+16th step of a sequence takes a block and caches one. The parts, in the order of a step:
 
     schedule   which requests run, their slots and blocks (scheduler and manager, prefix cache on)
-    pack       token ids and rows of the packed input, as arrays metadata   positions, block tables,
-    lengths and slots, as arrays plan       what the Metal kernels read: tables and lengths in one
-    array (made on a CPU here; it is Python) update     the sampled tokens into their requests, and
-    whether they end
+    pack       token ids of the packed input, as an array
+    metadata   positions, block tables, lengths and slots, as arrays
+    plan       what the Metal kernels read: tables and lengths in one array (Python, on any machine)
+    update     the sampled tokens into their requests, and whether they end
 
-Medians over ``--steps`` steps. What is left out: sampling (one call of MLX for all), the model's
-own calls, text."""
+Figures are medians over ``--steps`` steps. Left out: sampling (one call of MLX for all requests),
+the model's own calls, text.
+"""
 
 from __future__ import annotations
 

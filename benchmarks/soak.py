@@ -12,7 +12,8 @@ memory is compared with the weights, the budget and a stated slack (`tools/paged
 which also runs the short soak of the test suite). The tokens of a sample of requests are compared
 with those of an engine that runs each of them alone. At the end no block is lost, the pool is whole
 and memory is back where it was. The exit status is 1 at the first thing that is wrong, which is
-printed with its request or its sum."""
+printed with its request or its sum.
+"""
 
 from __future__ import annotations
 

@@ -1,27 +1,30 @@
-"""Serving many requests: our engine against mlx-lm's BatchGenerator, on the same weights in one
-run, as ratios.
+"""Serving many requests: our engine against mlx-lm's BatchGenerator, on the same weights in one run,
+as ratios.
 
-    LD_PRELOAD=/usr/lib/x86_64-linux-gnu/libopenblas.so.0 python benchmarks/throughput.py     # some
-    10 minutes python benchmarks/throughput.py --scenario 2 --scenario 4
-    # some of them python benchmarks/throughput.py --model PATH_OR_REPO
-    # a real model python benchmarks/throughput.py --quick
-    # does it run at all
+    python benchmarks/throughput.py                             # some 10 minutes
+    python benchmarks/throughput.py --scenario 2 --scenario 4   # some of them
+    python benchmarks/throughput.py --model PATH_OR_REPO        # a real model
+    python benchmarks/throughput.py --quick                     # does it run at all
 
-Scenarios are in `throughput_scenarios.py`; the sides, and how each counts its K/V, in
+On Linux, MLX computes faster with LD_PRELOAD=/usr/lib/x86_64-linux-gnu/libopenblas.so.0.
+
+Scenarios are in `throughput_scenarios.py`; the sides, and how each counts its K/V, are in
 `throughput_sides.py`. Sampling is greedy and nothing but max_tokens ends an answer. Our engine and
 BatchGenerator take turns, a fresh one each time; figures are medians over these turns, ratios are
 ratios of medians. The other sides are run once.
 
-    tok/s        answer tokens over the seconds from the first arrival to the last token TTFT
-    time to first token, from the arrival, waiting included: median and 95th percentile of the
-    requests TPOT         time per output token after a request's first: median of the requests K/V
-    peak     the most bytes of K/V arrays held between two steps active peak  the most that MLX had
-    allocated between two steps, above the weights: K/V, logits, tokens, and what a
-                 step under way needs (BatchGenerator has one under way, ours none)
+    tok/s        answer tokens over the seconds from the first arrival to the last token
+    TTFT         time to first token, from the arrival, waiting included: median and 95th
+                 percentile of the requests
+    TPOT         time per output token after a request's first: median of the requests
+    K/V peak     the most bytes of K/V arrays held between two steps
+    active peak  the most that MLX had allocated between two steps, above the weights: K/V, logits,
+                 tokens, and the needs of a step under way (BatchGenerator has one, ours none)
     peak memory  the most that MLX had allocated at any time, above the weights: activations and
-    copies, too wasted       slots reserved for sequences that hold no token's K/V, over slots
-    reserved, summed over the steps same tokens  share of the answer tokens that equal those of
-    mlx-lm's BatchGenerator, place by place
+                 copies, too
+    wasted       slots reserved for sequences that hold no token's K/V, over slots reserved, summed
+                 over the steps
+    same tokens  share of the answer tokens that equal those of mlx-lm's BatchGenerator, by place
 """
 
 from __future__ import annotations

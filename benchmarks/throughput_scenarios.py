@@ -7,7 +7,8 @@ than 121, and the mean is 188.
 
 Arrivals are counted in tokens generated in all, not in seconds: every side then meets a request at
 the same point of its work, on any machine. With gaps of the mean answer's length as many requests
-join as leave."""
+join as leave.
+"""
 
 from __future__ import annotations
 

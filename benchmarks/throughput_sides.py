@@ -182,7 +182,8 @@ class MlxLmWithPromptCache(MlxLmBatch):
     """The same with mlx-lm's LRUPromptCache before it, used as mlx_lm.server does.
 
     Each request gets a copy of the longest prefix that was seen. Keeps the first request it serves
-    and no other."""
+    and no other.
+    """
 
     def __init__(self, model: nn.Module, scenario: Scenario):
         super().__init__(model, scenario)

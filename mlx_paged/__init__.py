@@ -7,7 +7,8 @@
         print(output.outputs[0].text)
 
 The names below are imported on first use, so that ``import mlx_paged`` (and ``--help``) costs no
-import of MLX."""
+import of MLX.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 Calls that came from mlx-lm, vLLM, llama-cpp-python or transformers bring their arguments along.
 Such a call is refused with a ``TypeError``, as Python does for unknown keywords, in one line that
-names the argument and the way out."""
+names the argument and the way out.
+"""
 
 from __future__ import annotations
 

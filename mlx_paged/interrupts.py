@@ -13,7 +13,8 @@ def caught_interrupts(second: BaseException) -> Iterator[list[int]]:
     """Collect Ctrl-C in a list, to be looked at between two steps. A second one raises ``second``
     at once.
 
-    Only the main thread catches anything, as Python delivers signals to no other."""
+    Only the main thread catches anything, as Python delivers signals to no other.
+    """
     caught: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield caught

@@ -50,9 +50,10 @@ class _Batch(NamedTuple):
 class LLM:
     """A model and an :class:`Engine` for it.
 
-        llm = LLM("mlx-community/Qwen3-0.6B-4bit", kv_cache_bytes="2G") outputs =
-        llm.generate(["Once upon a time", "The capital of France is"],
-        SamplingParams(max_tokens=50)) print(outputs[0].outputs[0].text)
+        llm = LLM("mlx-community/Qwen3-0.6B-4bit", kv_cache_bytes="2G")
+        prompts = ["Once upon a time", "The capital of France is"]
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=50))
+        print(outputs[0].outputs[0].text)
 
     Several threads may call :meth:`generate` and :meth:`chat`: they take turns, a whole batch each.
     For requests that come and go one by one, :class:`mlx_paged.AsyncEngine` computes those of all

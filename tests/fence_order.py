@@ -2,7 +2,8 @@
 
 MLX orders two kernel calls only if one binds what the other made, directly or through calls
 between. The slabs are inputs of all of them, so MLX sees no dependency there: the fences have to
-make one for each read after a write, write after a read and write after a write."""
+make one for each read after a write, write after a read and write after a write.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@ against.
 
 Nothing here reads a slab the way ``mlx_paged.ops`` does: the dense K and V of each sequence are
 drawn first and scattered into poisoned slabs with numpy, so what the formula sees never went
-through a block table."""
+through a block table.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def attention(
     k^T) v`` per head.
 
     A window of n sees the current token and the n - 1 before it. A sink is one more logit of its
-    query head that enters the denominator of the softmax and brings no value."""
+    query head that enters the denominator of the softmax and brings no value.
+    """
     visible = _visible(q.shape[0], k.shape[0], window)
     group = q.shape[1] // k.shape[1]
     out = np.empty((*q.shape[:2], v.shape[2]))

@@ -139,7 +139,8 @@ def conversation(
     """A conversation of at most `room` tokens: a system prompt or None, and its turns.
 
     Many conversations open with a block of facts that fills much of the room, so that the questions
-    reach far back; the others are short turns of all kinds."""
+    reach far back; the others are short turns of all kinds.
+    """
     system = rng.choice(words.SYSTEM_PROMPTS) if rng.random() < 0.3 else None
     room -= length_of(render_prompt("", system)) if system else 0
     memory, turns = Memory(), []

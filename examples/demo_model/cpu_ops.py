@@ -5,7 +5,8 @@ MLX's CPU backend on Linux takes about 40 ns for one exponential, and a training
 them: the softmax of the attention, SwiGLU, the loss. The forms here need only multiplications and
 additions, which `mx.compile` fuses into one loop (5 ns per exponential), and they skip the
 attention scores above the diagonal. Measured on a 2-core x86 CPU: a step over 4 x 1024 tokens is
-about 3 times faster. The numbers agree to float32 rounding; on a GPU none of this is used."""
+about 3 times faster. The numbers agree to float32 rounding; on a GPU none of this is used.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def fast_exp(x: mx.array) -> mx.array:
     """exp(x) for x <= 0 as (Taylor polynomial of x/64) ** 64.
 
     Below -30 the result stays at exp(-30): smaller values would turn into denormals further on, and
-    those make every multiplication that touches them many times slower."""
+    those make every multiplication that touches them many times slower.
+    """
     r = mx.maximum(x, -30.0) * (1 / 64)
     p = 1 + r * (1 + r * (1 / 2 + r * (1 / 6 + r * (1 / 24 + r * (1 / 120)))))
     for _ in range(6):

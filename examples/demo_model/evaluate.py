@@ -5,7 +5,8 @@
 An answer counts only when every token of it, end mark included, is the one that greedy decoding
 picks. That can be read off a single forward pass over prompt and answer: greedy decoding produces
 the answer exactly when each of its tokens is the most likely one after the tokens before it. A
-sample is also decoded for real, token by token with mlx-lm's KV cache, and must agree."""
+sample is also decoded for real, token by token with mlx-lm's KV cache, and must agree.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def recall_prompt(
     answer.
 
     About half of the sentences are facts. The asked fact is the first one, or stands anywhere; the
-    question comes in the same message or in the next turn."""
+    question comes in the same message or in the next turn.
+    """
     memory = Memory()
     said = [tasks.keyed_fact(rng, memory, held_out=True)]
     fill = rng.uniform(0.3, 0.7)

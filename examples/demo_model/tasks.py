@@ -5,7 +5,8 @@ every position in order (copying, sequences), or both. A task's answer is a func
 conversation, so greedy decoding can be checked by string equality.
 
 Training and evaluation never share a prompt: what makes a prompt specific (the fact, the items, the
-pair of numbers) is hashed, and one in eight is held out."""
+pair of numbers) is hashed, and one in eight is held out.
+"""
 
 from __future__ import annotations
 

@@ -4,7 +4,8 @@ The two give the same ids: SentencePiece BPE with byte fallback corresponds to t
 library's BPE whose merges are ranked by the pieces' scores. Nothing is normalised, no space is
 added or dropped, so that text comes back from its ids unchanged. (One exception, which all
 SentencePiece models share: the character U+2581, which stands for a space inside the pieces, comes
-back as a space.)"""
+back as a space.)
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 The same seed and settings give the same batches in the same order. A run that is stopped (Ctrl-C,
 or a killed process) continues from the last checkpoint in --work-dir when the same command is given
-again."""
+again.
+"""
 
 from __future__ import annotations
 
@@ -228,7 +229,8 @@ def learning_rate_scale(settings: Settings, step: int) -> float:
     """Linear warmup, then constant, then a straight line to nothing over the last steps.
 
     Unlike a cosine it does not depend on --steps before the decay starts, so a run can still be
-    made longer or shorter."""
+    made longer or shorter.
+    """
     remaining = (settings.steps - step) / max(1, DECAY_SHARE[settings.lesson] * settings.steps)
     return min(1.0, (step + 1) / settings.warmup, remaining)
 

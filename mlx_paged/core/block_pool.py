@@ -280,7 +280,8 @@ class BlockPool:
         """Forget everything cached, or return False and change nothing while any block is in use
         (as vLLM does).
 
-        The free queue is sorted by id again, so that runs are as long as in a new pool."""
+        The free queue is sorted by id again, so that runs are as long as in a new pool.
+        """
         if self.num_used_blocks:
             return False
         self.prefix_index.clear()

@@ -1,7 +1,8 @@
 """Errors of the block bookkeeping: each of them is a mistake in the calling program.
 
 Running out of blocks is not an error but a value, `None`, because it drives preemption. A message
-opens with the name of the operation and gives the numbers."""
+opens with the name of the operation and gives the numbers.
+"""
 
 from __future__ import annotations
 

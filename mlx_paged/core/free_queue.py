@@ -17,7 +17,8 @@ class FreeKVCacheBlockQueue:
     to which end a block goes. Two sentinels, never taken, make every real block an inner one.
 
     Every verb raises BlockError for a block that is taken and not in the queue, or put in and
-    already there."""
+    already there.
+    """
 
     def __init__(self, blocks: Iterable[KVCacheBlock] = ()) -> None:
         self._head = KVCacheBlock(block_id=-1)

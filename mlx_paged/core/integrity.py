@@ -1,7 +1,8 @@
 """The invariants of the block bookkeeping, checked one by one for tests and for debugging.
 
 Each failure prints the sum that does not add up. The checks read private state, since that is what
-they verify."""
+they verify.
+"""
 
 from __future__ import annotations
 

@@ -13,7 +13,8 @@ class PrefixIndex:
 
     Two requests that run side by side may compute blocks of the same content. Both blocks stay in
     the index, because ids in a block table never change. A lookup returns the one that entered
-    first, and when that is gone, the next."""
+    first, and when that is gone, the next.
+    """
 
     def __init__(self) -> None:
         self._first: dict[BlockHash, KVCacheBlock] = {}

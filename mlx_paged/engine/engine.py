@@ -229,7 +229,8 @@ class Engine:
         runs is done.
 
         Its output comes with the next step, with finish reason ``"abort"``. One that is unknown or
-        done is left alone."""
+        done is left alone.
+        """
         state = self._states.get(check_request_id(request_id))
         if state is not None:
             self._ask_to_abort(state)

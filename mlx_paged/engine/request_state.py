@@ -91,7 +91,8 @@ class RequestState:
         """Forget what was not reported yet, after an interrupt cut a change of it in the middle.
 
         Tokens that are forgotten come again and are the same. Returns the requests that have to go
-        on: they hold nothing, and wait."""
+        on: they hold nothing, and wait.
+        """
         if self._reported[0] == NOTHING_REPORTED:
             # The first tokens of all completions come in one step. Forks wait for it, too.
             del self.requests[1:]

@@ -3,7 +3,8 @@
 What a request gets depends on its own logits, tokens and parameters, never on what else is in the
 batch: its draws have keys of their own, and what goes wrong in its own settings fails it alone. The
 order is vLLM's: logit bias, repetition, frequency and presence penalty, the request's own
-processors; then mlx-lm's filters and its temperature."""
+processors; then mlx-lm's filters and its temperature.
+"""
 
 from __future__ import annotations
 
@@ -264,7 +265,8 @@ def _filter(
     """As mlx-lm's ``make_sampler``, in its order, with the temperature last.
 
     The settings are arrays: mlx-lm compiles its filters, and a kernel for each new number would
-    halt everybody."""
+    halt everybody.
+    """
     scale, top_p, log_min_p = filters
     if has_top_p:
         logprobs = apply_top_p(logprobs, top_p)  # type: ignore[arg-type]  # it is annotated for one number

@@ -4,7 +4,8 @@ arrays.
 There is no prefill phase and no decode phase. A request has ``num_tokens`` and
 ``num_computed_tokens``, and a step's work is the difference, capped by a token budget: whole
 prompts, chunks of them and decodes are one rule (as in vLLM's v1 scheduler, and Sarathi-Serve,
-Agrawal et al. 2024)."""
+Agrawal et al. 2024).
+"""
 
 from __future__ import annotations
 
@@ -385,7 +386,8 @@ class Scheduler:
         nothing.
 
         Whatever the queues and the tables were before is forgotten; the supply has a manager
-        without tables by now."""
+        without tables by now.
+        """
         self.manager = self.supply.manager
         self.swap_space.clear()
         self.running, self.waiting, self._requests = [], [], {}

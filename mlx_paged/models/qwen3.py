@@ -3,7 +3,8 @@
 The architecture is that of the Qwen3 technical report (Yang et al., 2025): grouped-query attention
 with an RMSNorm on each query and key head, RoPE, SwiGLU, pre-norm. Weight names are those of the
 Hugging Face checkpoints. What attention needs of other tokens it gets from its layer's
-``update_and_attend``; the model never learns which cache that is of."""
+``update_and_attend``; the model never learns which cache that is of.
+"""
 
 from __future__ import annotations
 

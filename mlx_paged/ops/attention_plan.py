@@ -2,7 +2,8 @@
 are cut.
 
 Records and fields are those that ``metal/paged_kv.h`` names ``PLAN_``, ``SEQ_``, ``WORK_`` and
-``ROW_``."""
+``ROW_``.
+"""
 
 from __future__ import annotations
 
@@ -156,7 +157,8 @@ def cut_threadgroup(num_rows: int, head_dim: int, itemsize: int) -> Cut:
     head.
 
     Rows are split until a simdgroup's fit its registers. Beyond ``MAX_SIMDGROUPS`` splits (more
-    than 64 rows, or 32 of head_dim 256) they spill, which costs time and is correct."""
+    than 64 rows, or 32 of head_dim 256) they spill, which costs time and is correct.
+    """
     floats_per_row = 2 * 4 * -(-head_dim // 128)
     row_splits = 1
     while (

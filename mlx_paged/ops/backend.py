@@ -2,7 +2,8 @@
 
 A slab is ``[num_blocks, num_kv_heads, block_size, key_dim]`` or ``[..., value_dim]``; rows and
 queries of all sequences are packed, ``[num_tokens, heads, dim]``. The method is PagedAttention
-(Kwon et al., 2023), and the names follow vLLM's."""
+(Kwon et al., 2023), and the names follow vLLM's.
+"""
 
 from __future__ import annotations
 

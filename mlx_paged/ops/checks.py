@@ -1,6 +1,7 @@
 """The checks of an operation's inputs, the same for every backend.
 
-Errors name the operation and the argument. Nothing is read back from the device."""
+Errors name the operation and the argument. Nothing is read back from the device.
+"""
 
 from __future__ import annotations
 

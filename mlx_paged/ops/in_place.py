@@ -36,7 +36,8 @@ def check_writes_in_place() -> str | None:
 
     Each turn writes another number to every slot and gathers all of them, so a write that is lost,
     that comes before an earlier read or after a later one shows in what was gathered. A slab that
-    was copied shows in the memory counters."""
+    was copied shows in the memory counters.
+    """
     kv = KVHandle.allocate(NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, HEAD_DIM, mx.float16)
     before = kv.k
     slots, block_table = mx.arange(kv.num_slots), mx.arange(NUM_BLOCKS)

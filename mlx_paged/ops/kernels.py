@@ -7,7 +7,8 @@ the handle::
     *results, kv.fence = launch()
 
 The fences make one chain per handle, in the order of the calls. To MLX they are plain data
-dependencies, and so barriers for a read after a write and a write after a read alike."""
+dependencies, and so barriers for a read after a write and a write after a read alike.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 A step is described once, on the host, for all layers. Its lists are plain lists of integers: a step
 has few sequences and most have one new token, where a call into numpy costs more than the loop that
 it replaces. ``build`` checks every range, and the operations compare the rest with a slab in O(1),
-so that nothing has to be read back from the device to be checked."""
+so that nothing has to be read back from the device to be checked.
+"""
 
 from __future__ import annotations
 
@@ -263,7 +264,8 @@ class AttentionMetadata:
     def logit_rows(self) -> mx.array | None:
         """``[num_rows] int32``, the rows of the tokens whose logits are wanted; ``None`` for all.
 
-        vLLM: ``logits_indices``."""
+        vLLM: ``logits_indices``.
+        """
         counts = self._logit_counts
         if counts == self.query_lens:
             return None

@@ -1,6 +1,7 @@
 """Where the Metal sources are: inside the package of a wheel, beside it in a source checkout.
 
-``importlib.resources`` finds only the former, as nothing beside a package belongs to it."""
+``importlib.resources`` finds only the former, as nothing beside a package belongs to it.
+"""
 
 from __future__ import annotations
 

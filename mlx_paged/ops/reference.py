@@ -2,7 +2,8 @@
 
 Slots are written by *donated scatters*: MLX writes a slab in place as long as nobody else holds it,
 at the cost of the rows alone. So evaluate a step before the next one is built, and keep no view of
-a slab across a write."""
+a slab across a write.
+"""
 
 from __future__ import annotations
 
@@ -179,7 +180,8 @@ def _decode(
     segment softmax, one matmul with the values.
 
     What lies behind the end of a sequence in its last block gets a weight of 0, and has to be
-    finite for that."""
+    finite for that.
+    """
     num_tokens, num_heads, key_dim = q.shape
     num_kv_heads = kv.num_kv_heads
     group = num_heads // num_kv_heads
@@ -259,7 +261,8 @@ class _BlockPairs:
     query token.
 
     A pair is in when the block holds at least one key that the query may see. Pairs of one query
-    token are adjacent, in the order of its block table."""
+    token are adjacent, in the order of its block table.
+    """
 
     def __init__(self, step: AttentionMetadata, window: int | None, num_kv_heads: int):
         block_size = step.block_size

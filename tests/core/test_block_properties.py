@@ -6,7 +6,8 @@ prefix it stands for, and each sequence, and each cached block, must read back i
 every operation.
 
 Hypothesis drives both with short sequences, which it can shrink; a seeded generator with long ones,
-which reach the rare events and must show that they did."""
+which reach the rare events and must show that they did.
+"""
 
 import random
 from collections import Counter

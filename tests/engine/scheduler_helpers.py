@@ -3,7 +3,8 @@ they belong to.
 
 A row's value is the hash of all tokens up to its own, so that whatever a request reads can be held
 against what a fresh computation of its tokens would have written. The "model" draws the next token
-from that hash: what a request answers is known beforehand, whatever the schedule."""
+from that hash: what a request answers is known beforehand, whatever the schedule.
+"""
 
 from __future__ import annotations
 

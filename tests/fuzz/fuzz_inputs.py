@@ -2,7 +2,8 @@
 
 Each input must succeed or be refused in one clear line; no traceback, no hang, nothing left behind,
 and the tokens of good requests beside bad ones unchanged. Prints how the cases ended and every
-defect; the exit status is 1 if there is one. ``--only library --index 17`` runs one case again."""
+defect; the exit status is 1 if there is one. ``--only library --index 17`` runs one case again.
+"""
 
 from __future__ import annotations
 

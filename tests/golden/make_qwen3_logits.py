@@ -8,7 +8,8 @@ committed, and they are all that the ordinary tests read::
 A case is a folder: ``config.json``, ``model.safetensors`` (weights under their Hugging Face names)
 and ``golden.safetensors`` (``token_ids [num_tokens]``, ``logits [num_tokens, vocab_size]``:
 transformers' own, float32, eager attention). Same seeds, same files, up to the last bits of torch's
-arithmetic."""
+arithmetic.
+"""
 
 from __future__ import annotations
 

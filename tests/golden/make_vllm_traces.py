@@ -9,7 +9,8 @@ read only them (`tests/golden/vllm_calls.py` loads and explains them). vLLM's ma
 Every scenario drives the manager as vLLM's own scheduler does: running requests first, in order of
 arrival, the newest one preempted when blocks run out, then waiting ones until one is refused.
 Prefix caching is on, there is one group of full attention layers, and there is no speculation,
-connector or watermark. The same seeds give the same files."""
+connector or watermark. The same seeds give the same files.
+"""
 
 from __future__ import annotations
 

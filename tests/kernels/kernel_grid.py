@@ -4,7 +4,8 @@ to compile.
 All 16 group sizes meet all 4 kernel capacities, and every pair of what an instance is made of is
 there but for 47 of head_dim and group size, `test_the_grid_covers_what_it_says` counts them. What
 costs nothing to compile (lengths, windows, sinks, order of the blocks, poison) is spread over the
-list so that each value meets merged partitions and single ones."""
+list so that each value meets merged partitions and single ones.
+"""
 
 from __future__ import annotations
 

@@ -4,7 +4,8 @@
     python tests/kernels/make_kernel_golden.py --print    # the whole sources, as MLX prints them
 
 Calling a Metal kernel needs a Mac. Exporting a function that calls one does not, and prints the
-same source."""
+same source.
+"""
 
 from __future__ import annotations
 

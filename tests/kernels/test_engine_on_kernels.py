@@ -4,14 +4,18 @@ tokens of plain MLX.
 
 from __future__ import annotations
 
+import traceback
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from metal_emulator import Checks
 from paged_testing.emulated_metal import emulated_metal
 from write_rules import slots_of_the_step
 
-from mlx_paged import Engine, SamplingParams, demo_model_path, load
+import mlx_paged
+from mlx_paged import LLM, Engine, SamplingParams, demo_model_path, load
+from mlx_paged.ops import kernels
 
 
 @pytest.fixture(scope="module")
@@ -89,3 +93,31 @@ def test_a_preempted_request_gets_the_tokens_of_the_reference_on_metal_kernels(
         assert serve(engine, prompts, params) == expected
     assert engine.stats().num_preemptions > 0 and roomy.stats().num_preemptions == 0
     assert any(call.kernel == "mlx_paged_gather_blocks" for call in trace)
+
+
+def test_nine_frames_of_ours_lie_between_a_call_of_the_library_and_a_decode_on_metal(
+    demo, compiler
+):
+    ours = str(Path(mlx_paged.__file__).parent)
+    stacks: list[list[str]] = []
+    made = kernels.kernel
+
+    def watched(name):
+        def call(**arguments):
+            frames = (frame.f_code for frame, _ in traceback.walk_stack(None))
+            stacks.append([code.co_name for code in frames if code.co_filename.startswith(ours)])
+            return made(name)(**arguments)
+
+        return call
+
+    with emulated_metal(Checks.quick()), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "kernel", watched)
+        llm = LLM(*demo, backend="metal", kv_cache_bytes="9blocks")
+        stacks.clear()
+        llm.generate([1, 2, 3], SamplingParams(max_tokens=3))
+    # The check of argument names stands before the call.
+    assert stacks[-1][-1] == "checked"
+    assert stacks[-1][-2::-1] == [
+        *("generate", "_complete", "step", "_step", "execute"),
+        *("__call__", "__call__", "update_and_attend", "update_and_attend"),
+    ]

@@ -66,7 +66,8 @@ def float32_tolerance(args, num_tokens: int, logits: np.ndarray) -> float:
     way to a logit lie the sums below, an angle of up to ``num_tokens`` radians, and norms that keep
     sizes near 1; so the bound is the length of all sums, times two passes, times the unit, times
     the size of the logits. Real errors add up like a random walk and lie far below it (1e-5 where
-    this says 4e-4), wrong positions or a missing norm far above."""
+    this says 4e-4), wrong positions or a missing norm far above.
+    """
     attention = (
         args.hidden_size + args.head_dim + num_tokens + args.num_attention_heads * args.head_dim
     )

@@ -3,7 +3,8 @@
 A random model may come to two words that are all but equally likely; which of them wins is then
 rounding's choice, and equal ids would be luck. So each prompt's seed was picked so that the two
 best logits always lie further apart than rounding can push them (``2 * float32_tolerance``), and
-the fixture proves it: then every id has to be the same."""
+the fixture proves it: then every id has to be the same.
+"""
 
 import mlx.core as mx
 import numpy as np

@@ -2,7 +2,8 @@
 
 In float32 on the CPU, "the same" is ``float32_tolerance``. For other dtypes and devices the
 yardstick is mlx-lm itself: from its float32 logits, ours may be at most twice as far as its own,
-plus that tolerance."""
+plus that tolerance.
+"""
 
 import mlx.core as mx
 import numpy as np

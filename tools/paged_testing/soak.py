@@ -2,7 +2,8 @@
 add up.
 
 What a request asks for depends on its number and the seed alone, so that any of them can be run
-again, alone and undisturbed. `benchmarks/soak.py` is the long one."""
+again, alone and undisturbed. `benchmarks/soak.py` is the long one.
+"""
 
 from __future__ import annotations
 
@@ -117,7 +118,8 @@ def slack_nbytes(model: Any, config: KVCacheConfig, contexts: list[int], num_tok
     plain MLX gathers each context's K and V, and the transposed copy of them, and keeps scores and
     probabilities. Per sequence it has a few rows of logits (penalised, sorted, their indices,
     sums). All in float32, and twice over: MLX starts a layer before it has freed what the one
-    before it used."""
+    before it used.
+    """
     args = model.args
     attention = (args.num_attention_heads + args.num_key_value_heads) * args.head_dim
     rows = num_tokens * (4 * args.hidden_size + 4 * attention + 3 * args.intermediate_size)

@@ -2,7 +2,8 @@
 
 A compiler fits if it is clang with ``_Float16``, ``__bf16`` arithmetic and C++23's explicit object
 parameters: version 18 or later. The system's own is preferred, for its speed; else the ``ziglang``
-package from PyPI brings one along."""
+package from PyPI brings one along.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 On a CPU stream NumPy can look at an array's memory without a copy, and write it; bfloat16, which
 NumPy lacks, is looked at through a uint16 view, which MLX makes without a copy, too. (So on Apple
-Silicon, where memory is unified.)"""
+Silicon, where memory is unified.)
+"""
 
 from __future__ import annotations
 

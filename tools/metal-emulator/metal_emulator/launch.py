@@ -106,7 +106,8 @@ class GuardedBuffer:
     """Bytes between two regions that fault.
 
     The data end at a guard, or start at one. Alignment to 16 bytes leaves up to 15 bytes between
-    the end and the guard; these hold poison and are checked after the run."""
+    the end and the guard; these hold poison and are checked after the run.
+    """
 
     def __init__(self, nbytes: int, start_aligned: bool):
         self.nbytes = nbytes

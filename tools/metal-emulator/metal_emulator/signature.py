@@ -2,7 +2,8 @@
 here and pinned by golden files.
 
 The rules are those of ``mx.fast.metal_kernel`` in MLX 0.32. Oddities are kept on purpose, because a
-body that stumbles over one here stumbles over it on a Mac."""
+body that stumbles over one here stumbles over it on a Mac.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 C++ has no storage that the threads of one group share, so ``threadgroup float row[32];`` becomes a
 reference to memory that the runtime hands out. Pointers to threadgroup memory are ordinary C++ and
-stay. Lines keep their numbers."""
+stay. Lines keep their numbers.
+"""
 
 from __future__ import annotations
 

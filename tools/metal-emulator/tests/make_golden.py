@@ -4,7 +4,8 @@
     python tools/metal-emulator/tests/make_golden.py --print NAME
 
 Calling a Metal kernel needs a Mac. Exporting a function that calls one does not, and prints the
-same source."""
+same source.
+"""
 
 from __future__ import annotations
 
