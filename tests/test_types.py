@@ -118,8 +118,7 @@ assert_type(mlx_paged.make_kv_cache(model, kind), KVCache)
 
 runner = mlx_paged.ModelRunner(model, cache)
 assert_type(runner.run({"a": [1]}), mx.array)
-assert_type(runner.run({"a": [1]}, lambda logits: (logits, kind)), tuple[mx.array, str])
-assert_type(mlx_paged.Engine(model).cache, PagedKVCache)
+assert_type(mlx_paged.Engine(model).cache, KVCache)
 assert_type(mlx_paged.AsyncEngine(model).generate("x"), AsyncGenerator[RequestOutput, None])
 assert_type(mlx_paged.AsyncEngine(model).stream("x"), Generator[RequestOutput, None, None])
 """

@@ -40,7 +40,7 @@ def greedy_in_a_ragged_batch(
         if waiting:
             seq, prompt = waiting.pop(0)
             batch[seq] = prompt
-        tokens = runner.run(batch, lambda logits: mx.argmax(logits, axis=-1)).tolist()
+        tokens = mx.argmax(runner.run(batch), axis=-1).tolist()
         for seq, token in zip(batch, tokens, strict=True):
             ids[seq].append(token)
     return ids, runner
