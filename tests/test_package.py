@@ -49,8 +49,8 @@ def test_imports_go_one_way():
     ]
     order += [
         "engine",
-        "memory",
         "models",
+        "memory",
         "cache",
         "ops",
         "core",

@@ -319,13 +319,13 @@ class Soak:
             self._model_error = None
 
     def _model_or_nonsense(
-        self, tokens: mx.array, positions: mx.array, cache: Any, indices: mx.array
+        self, tokens: mx.array, layers: Any, logit_rows: mx.array | None
     ) -> mx.array:
         if self._model_error is not None:
             tokens = (tokens + 7) % self.model.args.vocab_size
-            mx.eval(self.model(tokens, positions, cache, indices), cache.arrays)
+            mx.eval(self.model(tokens, layers, logit_rows), self.engine.cache.arrays)
             raise self._model_error
-        return self.model(tokens, positions, cache, indices)
+        return self.model(tokens, layers, logit_rows)
 
 
 def run_alone(model: nn.Module, request: SoakRequest) -> RequestOutput:

@@ -35,28 +35,26 @@ class FailingModel:
     """
 
     def __init__(
-        self, model: qwen3.Model, is_poisoned: Callable[[list[int]], bool], error: BaseException
+        self, engine: Engine, is_poisoned: Callable[[list[int]], bool], error: BaseException
     ):
-        self.model = model
+        self.model, self.cache = engine.model, engine.cache
         self.is_poisoned = is_poisoned
         self.error = error
         self.num_failures = 0
 
-    def __call__(
-        self, tokens: mx.array, positions: mx.array, cache: Any, indices: mx.array
-    ) -> mx.array:
+    def __call__(self, tokens: mx.array, layers: Any, logit_rows: mx.array | None) -> mx.array:
         if self.is_poisoned(tokens.tolist()):
             self.num_failures += 1
             wrong_tokens = (tokens + 7) % 61
-            mx.eval(self.model(wrong_tokens, positions, cache, indices), cache.arrays)
+            mx.eval(self.model(wrong_tokens, layers, logit_rows), self.cache.arrays)
             raise self.error
-        return self.model(tokens, positions, cache, indices)
+        return self.model(tokens, layers, logit_rows)
 
 
 def break_model(
     engine: Engine, is_poisoned: Callable[[list[int]], bool], error: BaseException
 ) -> FailingModel:
-    engine.runner.model = FailingModel(engine.model, is_poisoned, error)
+    engine.runner.model = FailingModel(engine, is_poisoned, error)
     return engine.runner.model
 
 
@@ -302,10 +300,8 @@ def test_an_error_that_is_kept_keeps_no_arrays(model: qwen3.Model):
         mx.eval(large)
         raise LookupError(large.shape)
 
-    def model_that_raises(
-        tokens: mx.array, positions: mx.array, cache: Any, indices: mx.array
-    ) -> mx.array:
-        logits = model(tokens, positions, cache, indices)
+    def model_that_raises(tokens: mx.array, layers: Any, logit_rows: mx.array | None) -> mx.array:
+        logits = model(tokens, layers, logit_rows)
         # Not evaluated: what it would be computed from, all slabs, hangs on it.
         raise RuntimeError(logits.shape)
 
