@@ -270,13 +270,14 @@ class AttentionMetadata:
         runs = zip(self.cu_seqlens_q[1:], counts, strict=True)
         return mx.array([row for end, n in runs for row in range(end - n, end)], dtype=mx.int32)
 
-    @cached_property
+    @property
     def logit_queries(self) -> AttentionMetadata:
         """The step with the queries of :attr:`logit_rows` only; other sequences are left out."""
         if self.logit_rows is None:
             return self
         counts = self._logit_counts
-        return self._select([seq for seq, count in enumerate(counts) if count], counts)
+        wanted = [seq for seq, count in enumerate(counts) if count]
+        return self.derived("logit_queries", lambda: self._select(wanted, counts))
 
     def parts(self, capacities: tuple[int, ...]) -> tuple[list[StepPart], mx.array | None]:
         """Cut the step by the length of its query runs.
@@ -292,17 +293,18 @@ class AttentionMetadata:
             The parts, and the order ``[num_tokens] int32`` that puts their rows, one part after
             another, back in place; ``None`` where there is one part.
         """
-        return self.derived(("parts", capacities), lambda: self._cut_into_parts(capacities))
+        cut = self.derived(("parts", capacities), lambda: self._cut_into_parts(capacities))
+        # A step that kept itself would keep its arrays until the garbage collector comes.
+        return ([StepPart(cut, self, None)], None) if isinstance(cut, int) else cut
 
-    def _cut_into_parts(
-        self, capacities: tuple[int, ...]
-    ) -> tuple[list[StepPart], mx.array | None]:
+    def _cut_into_parts(self, capacities: tuple[int, ...]) -> int | tuple[list[StepPart], mx.array]:
+        """The parts and the order of their rows, or the capacity of the only part."""
         seqs_of: dict[int, list[int]] = {}
         for seq, query_len in enumerate(self.query_lens):
             capacity = next((n for n in capacities if query_len <= n), 0)
             seqs_of.setdefault(capacity, []).append(seq)
         if len(seqs_of) == 1:
-            return [StepPart(next(iter(seqs_of)), self, None)], None
+            return next(iter(seqs_of))
         starts = self.cu_seqlens_q
         parts, all_rows = [], []
         for capacity, seqs in seqs_of.items():
