@@ -22,7 +22,7 @@ class SampleRequest:
     request_id: str
     prompt_token_ids: list[int]
     max_tokens: int
-    arrival: int = 0  # when so many tokens were generated in all
+    arrival: int = 0  # when this number of tokens was generated in all
 
     @property
     def num_tokens(self) -> int:

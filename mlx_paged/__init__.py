@@ -70,7 +70,7 @@ __all__ = [
 ]
 
 
-# To a type checker, a module with a __getattr__ has every name there is.
+# A type checker takes a module with a __getattr__ to have every name.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:

@@ -32,7 +32,7 @@ from mlx_paged.loading import load
 from mlx_paged.memory import wired_limit
 from mlx_paged.request import CompletionOutput, RequestOutput, SamplingParams
 
-# A list of so many prompts gets a progress bar, where there is a terminal to show it.
+# Batches from this number of prompts on get a progress bar, on a terminal.
 LONG_BATCH = 10
 
 
@@ -147,8 +147,7 @@ class LLM:
         use_tqdm: bool | None = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """As :meth:`generate`, for one conversation or several, written by the model's chat
-        template.
+        """Answer one conversation or several, written by the model's chat template.
 
         A conversation whose messages are wrong, or that the template refuses, fails alone like a
         prompt.

@@ -64,7 +64,7 @@ class ContiguousKVCacheManager(KVCacheManager):
         self._store = store
 
     def fork(self, request_id: SeqId, new_request_id: SeqId) -> bool:
-        """As :meth:`KVCacheManager.fork`, with the rows copied."""
+        """Fork as :meth:`KVCacheManager.fork` does, and copy the rows."""
         if not super().fork(request_id, new_request_id):
             return False
         tables = self.tables[request_id], self.tables[new_request_id]

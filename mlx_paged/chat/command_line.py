@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from mlx_paged import __version__
-from mlx_paged.config import BLOCK_SIZES, BUDGET_NOTATION, KVBudget
+from mlx_paged.config import (
+    BLOCK_SIZES,
+    BUDGET_NOTATION,
+    DEFAULT_BACKEND,
+    DEFAULT_BLOCK_SIZE,
+    DEFAULT_KV,
+    DEFAULT_MAX_NUM_BATCHED_TOKENS,
+    KV_CACHES,
+    KVBudget,
+)
 from mlx_paged.errors import one_line, shown
 from mlx_paged.standard_streams import write
 
@@ -106,16 +115,16 @@ def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--kv",
-        choices=("basic", "paged"),
-        default="paged",
-        help="the KV cache: contiguous or paged (default: paged)",
+        choices=KV_CACHES,
+        default=DEFAULT_KV,
+        help="the KV cache: contiguous or paged (default: %(default)s)",
     )
     add(
         "--block-size",
         type=int,
         choices=BLOCK_SIZES,
-        default=16,
-        help="tokens per K/V block (default: 16)",
+        default=DEFAULT_BLOCK_SIZE,
+        help="tokens per K/V block (default: %(default)s)",
     )
     add(
         "--kv-cache-bytes",
@@ -133,14 +142,14 @@ def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--prefill-step-size",
         type=positive,
-        default=512,
-        help="prompt tokens computed at a time (default: 512)",
+        default=DEFAULT_MAX_NUM_BATCHED_TOKENS,
+        help="prompt tokens computed at a time (default: %(default)s)",
     )
     add(
         "--backend",
         choices=("auto", "reference", "metal"),
-        default="auto",
-        help="operations on the paged cache (default: auto)",
+        default=DEFAULT_BACKEND,
+        help="operations on the paged cache (default: %(default)s)",
     )
 
 

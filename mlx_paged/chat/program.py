@@ -140,7 +140,7 @@ def _read_message(args: argparse.Namespace) -> str | None:
 
 
 def _is_known_to_be_empty(stdin: Any) -> bool:
-    """Whether stdin is a file or a device, which nobody types into, and has nothing in it."""
+    """Whether stdin is a file or a device that is not typed into, and is empty."""
     try:
         mode = os.fstat(stdin.fileno()).st_mode
         waits = is_terminal(stdin) or not (stat.S_ISREG(mode) or stat.S_ISCHR(mode))

@@ -110,7 +110,7 @@ class AsyncEngine:
             try:
                 loop.call_soon_threadsafe(inbox.put_nowait, news)
             except RuntimeError:
-                # The reader's loop is closed: nobody waits.
+                # The reader's loop is closed, so no task waits.
                 self._forget(reader_id, receive)
 
         try:
@@ -135,7 +135,7 @@ class AsyncEngine:
         request_id: str | None = None,
         **options: Unpack[RequestOptions],
     ) -> Generator[RequestOutput, None, None]:
-        """As :meth:`generate`, for threads."""
+        """The same as :meth:`generate`, for threads."""
         request_id = self._new_id() if request_id is None else check_request_id(request_id)
         outputs = self._stream(prompt, params, request_id, options)
         # Into its `try`, so that a stream that nobody reads ends its request, too, when it is
@@ -324,7 +324,7 @@ def _checked(news: News) -> RequestOutput:
     """The output, unless the request failed: what failed it is raised."""
     if isinstance(news, EngineStoppedError):
         raise news
-    # Of several completions, those that did not fail are an answer.
+    # If some completions did not fail, they are an answer.
     if news.error is not None and all(
         completion.finish_reason == "error" for completion in news.outputs
     ):

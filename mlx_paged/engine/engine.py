@@ -51,7 +51,7 @@ from mlx_paged.request import (
 
 T = TypeVar("T")
 
-# Of the K/V budget, on top of it: host memory for requests that are swapped out.
+# The default swap space, as a share of the K/V budget.
 DEFAULT_SWAP_SHARE = 1 / 8
 
 
@@ -203,7 +203,7 @@ class Engine:
         Raises:
             ValueError: an empty prompt, a token id that the model does not have, a request id that
                 is in use, or parameters that can't be met.
-            PromptTooLongError: the budget can't hold the prompt, ever; with the sum.
+            PromptTooLongError: the budget can never hold the prompt; the message has the numbers.
         """
         request_id = check_request_id(request_id)
         priority, cache_salt = check_priority(priority), check_cache_salt(cache_salt)
@@ -265,15 +265,13 @@ class Engine:
         return [block.block_id for block in computed.blocks]
 
     def has_unfinished_requests(self) -> bool:
-        """Whether :meth:`step` has anything to do or to report."""
+        """Whether :meth:`step` has something to do or to report."""
         return bool(self._states)
 
     # The thread that steps
 
     def step(self) -> list[RequestOutput]:
-        """Run one step and report the requests it brought on: each a live object, which grows with
-        further steps.
-        """
+        """Run one step; returns the outputs that changed, live objects that grow with more steps."""
         self._refuse_reentry("step")
         with self._step_lock: outputs = self._step()  # noqa: E701  # fmt: skip
         self._read_inbox_if_idle()

@@ -202,7 +202,7 @@ def _elements(token_ids: object, name: str) -> Sequence[object]:
 
 
 def _is_array(value: object) -> TypeGuard[Array]:
-    # By what it offers, as there are more libraries with arrays than numpy and MLX.
+    # An array is known by what it offers: there are more libraries than numpy and MLX.
     return (
         hasattr(value, "tolist")
         and hasattr(value, "ndim")

@@ -21,7 +21,7 @@ class RequestState:
     Attributes:
         requests: one at first; one per completion when the prompt is computed.
         output: grows with every token.
-        is_aborted: somebody asked for its end.
+        is_aborted: its end was asked for.
     """
 
     def __init__(self, request: Request, prompt: str | None, tokenizer: TokenizerWrapper | None):

@@ -25,18 +25,14 @@ FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 class SampledToken(NamedTuple):
-    """A token, and if asked for the log-probabilities of the most likely tokens, by rank, and of
-    this one.
-    """
+    """A token; if asked for, the log-probabilities of the most likely tokens by rank, and its own."""
 
     token_id: int
     logprobs: dict[int, Logprob] | None = None
 
 
 class LogprobReport(NamedTuple):
-    """What is known of the logits of those requests that want log-probabilities, in the order of
-    the requests.
-    """
+    """Log-probabilities for the requests that want some, in the order of the requests."""
 
     sampled: mx.array  # [num_wanted], of the sampled token
     ranks: mx.array  # [num_wanted], of the sampled token
@@ -99,8 +95,8 @@ def sample(
 def _adjust(
     logits: mx.array, requests: Sequence[Request], states: Sequence[SamplingState]
 ) -> mx.array:
-    """Add the biases and apply the penalties, in float32; the logits themselves if nobody asked for
-    any.
+    """Add the biases and apply the penalties, in float32; logits that need neither are returned as
+    they are.
     """
     if all(state.penalties is None and not state.may_leave_nothing for state in states):
         return logits
@@ -262,7 +258,7 @@ def _filter(
     has_min_p: bool,
     top_k: int,
 ) -> mx.array:
-    """As mlx-lm's ``make_sampler``, in its order, with the temperature last.
+    """Apply the filters as mlx-lm's ``make_sampler`` does, in its order, with the temperature last.
 
     The settings are arrays: mlx-lm compiles its filters, and a kernel for each new number would
     halt everybody.
@@ -308,7 +304,7 @@ def _report_logprobs(
 def _read_logprobs(
     report: LogprobReport, token_ids: Sequence[int], states: Sequence[SamplingState]
 ) -> dict[int, dict[int, Logprob]]:
-    """By entry, in the order of rank; tokens that are equally likely in the order of their ids."""
+    """The log-probabilities of each entry by rank; equally likely tokens are ordered by their ids."""
     wanted = [entry for entry, state in enumerate(states) if state.num_logprobs is not None]
     results: dict[int, dict[int, Logprob]] = {}
     for entry, sampled, sampled_rank, top_ids, top in zip(

@@ -44,7 +44,7 @@ class BlockSupply(Protocol):
         ...
 
     def make_room(self, num_blocks: int) -> None:
-        """Grow until so many blocks can be taken without evicting any, as far as the budget allows."""
+        """Grow until ``num_blocks`` can be taken without evicting any, if the budget allows it."""
 
 
 @dataclass(slots=True)
@@ -84,7 +84,7 @@ class Scheduler:
 
     A request is admitted when all its tokens fit now (and leave the watermark, beside others). When
     a running one finds no block, the last in order is preempted: its blocks are given back and it
-    waits in its old place, to be computed anew or swapped in, as :class:`SwapSpace` finds cheaper.
+    waits in its old place, to be computed again or, if :class:`SwapSpace` has room, swapped in.
 
     Not thread-safe: one thread at a time.
 
@@ -134,7 +134,7 @@ class Scheduler:
 
         Raises:
             PromptTooLongError: its prompt leaves no room for an answer within ``max_model_len``, or
-                the budget can't hold it, ever; with the sum.
+                the budget can never hold it; the message has the numbers.
             ValueError: it has more completions than may run at once.
         """
         limit = self.config.max_model_len
@@ -329,7 +329,7 @@ class Scheduler:
         extend_block_hashes(request.block_hashes, request.token_ids, self._block_size, extra_keys)
 
     def _fail(self, plan: _Plan, request: Request) -> None:
-        """End a request whose tokens have no room, where nobody could make some."""
+        """End a request whose tokens have no room, and no other request could make some."""
         error = prompt_too_long(request.num_tokens, self._block_size, self.max_num_blocks)
         self.finish(request, "error", error=error)
         plan.finished.append(request)

@@ -175,7 +175,7 @@ def _load_tokenizer(
             path, tokenizer_config, eos_token_ids=eos_token_ids
         )
     # transformers would warn of "indexing errors" when a text is long. The context limit says it
-    # with the sum.
+    # with the numbers.
     warned = getattr(tokenizer, "deprecation_warnings", None)
     if isinstance(warned, dict):
         warned["sequence-length-is-longer-than-the-specified-maximum"] = True

@@ -4,6 +4,8 @@ bytes, not in seconds.
 
 from __future__ import annotations
 
+import gc
+
 import mlx.core as mx
 import pytest
 from cache_helpers import assert_holds
@@ -97,3 +99,26 @@ def test_slabs_start_small_and_double_within_the_budget():
     assert held == [65, 129, 257, 301]
     assert cache.stats().nbytes_held == full.nbytes
     assert_holds(cache, "a", k, v)
+
+
+@pytest.mark.parametrize("num_logit_rows", [None, [1, 0], [3, 1]])
+def test_a_step_that_is_over_keeps_no_arrays_until_the_garbage_collector_comes(num_logit_rows):
+    cache = filled_cache(1_000)
+    k = rows(4)
+    mx.eval(k)
+    gc.collect()
+    gc.disable()
+    try:
+        held = []
+        for _ in range(3):
+            with cache.step({"b": 3, "c": 1}, num_logit_rows) as step:
+                for layer, new in zip(cache.layers, k, strict=True):
+                    wanted = new if step.logit_rows is None else new[step.logit_rows]
+                    mx.eval(layer.update_and_attend(wanted, new, new, scale=0.1))
+                mx.eval(cache.arrays)
+            del step, wanted, layer, new
+            mx.synchronize()
+            held.append(mx.get_active_memory())
+        assert held[0] == held[1] == held[2]
+    finally:
+        gc.enable()

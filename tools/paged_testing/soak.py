@@ -33,7 +33,7 @@ class SoakRequest:
 
     Args:
         abort_after: steps after which it is aborted; ``None`` never.
-        breaks_at: it makes the steps fail that compute so many of its tokens; ``None`` none.
+        breaks_at: steps that compute this number of its tokens, or more, fail; ``None`` fails none.
     """
 
     request_id: str
@@ -52,7 +52,7 @@ class Failure(RuntimeError):
 def raises_at(
     num_tokens: int, error: type[Exception] = LookupError
 ) -> Callable[[mx.array, mx.array], mx.array]:
-    """A logits processor that fails when its request has so many tokens."""
+    """A logits processor that fails when its request has ``num_tokens`` tokens."""
 
     def processor(tokens: mx.array, logits: mx.array) -> mx.array:
         if tokens.size == num_tokens:

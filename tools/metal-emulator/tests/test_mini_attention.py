@@ -92,7 +92,7 @@ class Problem:
 
     def run(self, body: str, checks: Checks | None = None) -> mx.array:
         widest = max(map(len, self.tables))
-        # An id that no slab has fills the tables up: whoever follows it is caught.
+        # An id that no slab has fills the tables up, so a kernel that follows it is caught.
         padded = [table + [2**20] * (widest - len(table)) for table in self.tables]
         kernel = metal_kernel(
             "mini_attention",

@@ -87,7 +87,7 @@ METAL_FUNC void check_alignment(uintptr_t address) {
   METAL_FUNC explicit vec(vec<U, N> other) {                                               \
     for (int i = 0; i < N; i++) (*this)[i] = vec_detail::convert<T>(other[i]);             \
   }                                                                                        \
-  /* Scalars and shorter vectors behind one another, as in float4(position.xy, 0, 1). */   \
+  /* Scalars and shorter vectors one after another, as in float4(position.xy, 0, 1). */   \
   template <typename A, typename B, typename... Rest>                                      \
   METAL_FUNC vec(A a, B b, Rest... rest) {                                                 \
     constexpr int total =                                                                  \

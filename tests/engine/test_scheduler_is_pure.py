@@ -1,0 +1,62 @@
+"""The scheduler knows no arrays and no clock: the same calls give the same plan on every machine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+IMPORTS = """
+import sys
+import mlx_paged.engine.batch, mlx_paged.engine.scheduler, mlx_paged.engine.swap_space
+print(sorted({"mlx", "numpy", "transformers"} & {name.partition(".")[0] for name in sys.modules}))
+for name in ("batch", "scheduler", "swap_space"):
+    assert not hasattr(sys.modules["mlx_paged.engine." + name], "time")
+"""
+
+PLANS = """
+import hashlib, random
+from scheduler_helpers import FakeEngine
+
+rng, plans = random.Random(3), hashlib.sha256()
+engine = FakeEngine(24, swap_tokens=20, max_num_batched_tokens=24)
+for step in range(400):
+    if rng.random() < 0.4:
+        prompt = [rng.randrange(3) for _ in range(rng.randrange(1, 30))]
+        engine.add(f"r{step}", prompt, max_tokens=rng.randrange(1, 20), n=rng.choice([1, 1, 2]),
+                   priority=rng.randrange(3))
+    batch = engine.step()
+    plans.update(repr([(p.request.seq_id, *p[1:]) for p in batch.scheduled]).encode())
+    plans.update(repr((batch.transfers, sorted(batch.new_block_ids))).encode())
+assert engine.counts["preempted"] and engine.counts["swap_ins"] and engine.counts["forks"]
+print(plans.hexdigest())
+"""
+
+
+def run(program: str, hash_seed: int) -> str:
+    environment = os.environ | {
+        "PYTHONHASHSEED": str(hash_seed),
+        "PYTHONPATH": str(Path(__file__).parent),
+    }
+    result = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_the_scheduler_imports_no_arrays_and_no_clock():
+    assert run(IMPORTS, 0) == "[]\n"
+
+
+@pytest.mark.slow
+def test_the_same_calls_give_the_same_plan_whatever_the_order_of_sets():
+    # The tokens of the simulated model must not depend on the seed either.
+    tokens = PLANS.replace("import hashlib", "import scheduler_helpers, zlib, hashlib").replace(
+        "rng, plans",
+        "scheduler_helpers.hash = lambda value: zlib.crc32(repr(value).encode())\nrng, plans",
+    )
+    assert run(tokens, 1) == run(tokens, 2)
