@@ -41,13 +41,13 @@ def choose_backend(name: str, shapes: Iterable[tuple[int, int, int]]) -> Backend
         if mx.metal.is_available():
             what = "mx.gpu as MLX's default device"
         raise BackendError(
-            f'[backend] the Metal backend needs {what}; use backend="reference" (or "auto")'
+            f"[backend] the Metal backend needs {what}; choose the backend 'reference' or 'auto'"
         )
     lack = next(filter(None, (why_unsupported(*shape) for shape in shapes)), None)
     if lack is None:
         return MetalBackend(writes_in_place())
     if name == "metal":
-        raise BackendError(f'[backend] {lack}; use backend="reference" (or "auto")')
+        raise BackendError(f"[backend] {lack}; choose the backend 'reference' or 'auto'")
     warnings.warn(f"[backend] {lack}; plain MLX operations run instead", stacklevel=2)
     return ReferenceBackend()
 

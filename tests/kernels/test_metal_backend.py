@@ -70,7 +70,7 @@ lacks = pytest.mark.parametrize(("shape", "lack"), LACKS.values(), ids=LACKS)
 def test_metal_for_a_shape_without_kernels_is_refused_by_name(shape, lack, a_mac):
     with pytest.raises(BackendError) as refusal:
         choose_backend("metal", [(64, 64, 16), shape])
-    assert str(refusal.value) == f'[backend] {lack}; use backend="reference" (or "auto")'
+    assert str(refusal.value) == f"[backend] {lack}; choose the backend 'reference' or 'auto'"
 
 
 @lacks

@@ -38,7 +38,7 @@ def test_metal_without_metal_is_an_error_that_says_what_it_needs_and_what_to_use
             choose_backend("metal", SHAPES)
         assert str(refusal.value) == (
             "[backend] the Metal backend needs a Mac with Apple Silicon; "
-            'use backend="reference" (or "auto")'
+            "choose the backend 'reference' or 'auto'"
         )
 
 
