@@ -1,5 +1,24 @@
-"""The tests that run kernels on the Metal emulator ask for a compiler."""
+"""What most folders of tests use: a tiny random model, both kinds of cache, and a C++ compiler for
+the tests that run kernels on the Metal emulator.
+"""
 
+from __future__ import annotations
+
+import pytest
+from helpers.engine_helpers import tiny_models
 from metal_emulator.fixtures import compiler
 
+from mlx_paged.models import qwen3
+
 __all__ = ["compiler"]
+
+
+@pytest.fixture(scope="session")
+def model() -> qwen3.Model:
+    return tiny_models()[0]
+
+
+@pytest.fixture(params=["basic", "paged"])
+def cache_options(request: pytest.FixtureRequest) -> dict:
+    """Arguments of `generate_step` for each kind of cache."""
+    return {"kv": request.param, "kv_cache_bytes": "40blocks"}

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 import pytest
-from backends import METAL
-from numpy_attention import PagedProblem, make_problem
+from helpers.backends import METAL
+from helpers.numpy_attention import PagedProblem, make_problem
 
 import mlx_paged
 from mlx_paged import generate, load, make_sampler

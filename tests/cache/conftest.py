@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from cache_helpers import CONFIG, KINDS
+from helpers.cache_helpers import CONFIG, KINDS
 
 from mlx_paged.cache import KVCache, PagedKVCache
 

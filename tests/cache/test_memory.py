@@ -8,7 +8,7 @@ import gc
 
 import mlx.core as mx
 import pytest
-from cache_helpers import assert_holds
+from helpers.cache_helpers import assert_holds
 
 from mlx_paged.cache import KVCacheConfig, PagedKVCache
 from mlx_paged.ops import choose

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 import pytest
-from cache_helpers import assert_holds, rows
+from helpers.cache_helpers import assert_holds, rows
 
 from mlx_paged.cache import KVCache
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
-from cache_helpers import KINDS, assert_holds, rows
+from helpers.cache_helpers import KINDS, assert_holds, rows
 
 from mlx_paged.cache import CacheFullError, KVCache, KVCacheConfig, PagedKVCache
 

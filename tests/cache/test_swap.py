@@ -9,7 +9,7 @@ import warnings
 import mlx.core as mx
 import numpy as np
 import pytest
-from cache_helpers import CONFIG, assert_holds, rows, uniform
+from helpers.cache_helpers import CONFIG, assert_holds, rows, uniform
 
 from mlx_paged.cache import PagedKVCache
 from mlx_paged.cache.formats import DENSE_DTYPES

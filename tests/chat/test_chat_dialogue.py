@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from terminal import saved_messages
+from helpers.terminal import saved_messages
 
 TEMPLATE_FOR_TWO = (
     "{% for m in messages %}"

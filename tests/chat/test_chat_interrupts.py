@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from terminal import COMMAND, CTRL_C, DEADLINE, Terminal, dialogue, plain
+from helpers.terminal import COMMAND, CTRL_C, DEADLINE, Terminal, dialogue, plain
 
 
 @pytest.mark.slow

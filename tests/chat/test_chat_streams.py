@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from terminal import DEADLINE
+from helpers.terminal import DEADLINE
 
 from mlx_paged import __version__
 

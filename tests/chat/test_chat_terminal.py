@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 
 import pytest
-from terminal import ESCAPE_ENTER, TAB, UP, Terminal, dialogue, saved_messages
+from helpers.terminal import ESCAPE_ENTER, TAB, UP, Terminal, dialogue, saved_messages
 
 from mlx_paged.chat.readers import history_path
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from engine_helpers import CONFIG
-from engine_runs import ask_alone, assert_nothing_held, greedy, load_demo, prompt, sampled
+from helpers.engine_helpers import CONFIG
+from helpers.engine_runs import ask_alone, assert_nothing_held, greedy, load_demo, prompt, sampled
 
 from mlx_paged.cache import PromptTooLongError
 from mlx_paged.engine.async_engine import AsyncEngine, EngineStoppedError

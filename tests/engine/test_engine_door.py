@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_runs import ask_alone, assert_nothing_held, greedy, make_engine, prompt, run
+from helpers.engine_runs import ask_alone, assert_nothing_held, greedy, make_engine, prompt, run
 
 from mlx_paged import LLM, AsyncEngine
 from mlx_paged.models import qwen3

@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from engine_runs import (
+from helpers.engine_runs import (
     ask_alone,
     assert_nothing_held,
     greedy,

@@ -8,7 +8,7 @@ import itertools
 from typing import Any
 
 import pytest
-from engine_runs import (
+from helpers.engine_runs import (
     ask_alone,
     assert_nothing_held,
     greedy,

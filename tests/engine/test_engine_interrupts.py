@@ -9,8 +9,16 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from engine_runs import ask_alone, assert_nothing_held, greedy, load_demo, make_engine, prompt, run
-from interrupted_lines import (
+from helpers.engine_runs import (
+    ask_alone,
+    assert_nothing_held,
+    greedy,
+    load_demo,
+    make_engine,
+    prompt,
+    run,
+)
+from helpers.interrupted_lines import (
     Answers,
     LineInterrupt,
     check_interrupt,

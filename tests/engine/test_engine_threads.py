@@ -9,7 +9,15 @@ from collections.abc import Callable
 
 import mlx.core as mx
 import pytest
-from engine_runs import ask_alone, assert_nothing_held, greedy, make_engine, prompt, run, sampled
+from helpers.engine_runs import (
+    ask_alone,
+    assert_nothing_held,
+    greedy,
+    make_engine,
+    prompt,
+    run,
+    sampled,
+)
 
 from mlx_paged.cache import PagedKVCache, PromptTooLongError
 from mlx_paged.engine.engine import Engine

@@ -10,7 +10,15 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from engine_runs import ask_alone, assert_nothing_held, greedy, make_engine, prompt, run, sampled
+from helpers.engine_runs import (
+    ask_alone,
+    assert_nothing_held,
+    greedy,
+    make_engine,
+    prompt,
+    run,
+    sampled,
+)
 
 from mlx_paged.engine import engine as engine_module
 from mlx_paged.engine.engine import Engine
@@ -141,7 +149,7 @@ def test_what_comes_back_from_the_swap_space_is_what_went_there(
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
 def test_half_precision_comes_back_bit_by_bit(model: qwen3.Model, dtype: mx.Dtype):
-    from engine_helpers import tiny_models
+    from helpers.engine_helpers import tiny_models
 
     half = tiny_models()[0]
     half.set_dtype(dtype)

@@ -8,8 +8,8 @@ import random
 
 import mlx.core as mx
 import pytest
-from engine_helpers import tiny_models
-from engine_runs import (
+from helpers.engine_helpers import tiny_models
+from helpers.engine_runs import (
     ask,
     ask_alone,
     assert_nothing_held,

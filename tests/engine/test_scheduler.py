@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from scheduler_helpers import FakeEngine, names, of_kind, predicted_tokens, ran, tokens
+from helpers.scheduler_helpers import FakeEngine, names, of_kind, predicted_tokens, ran, tokens
 
 from mlx_paged.engine.batch import Batch, CopyBlocks
 from mlx_paged.request import RequestStatus

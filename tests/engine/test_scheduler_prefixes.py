@@ -5,7 +5,7 @@ takes back.
 from __future__ import annotations
 
 import pytest
-from scheduler_helpers import FakeEngine, names, of_kind, ran, tokens
+from helpers.scheduler_helpers import FakeEngine, names, of_kind, ran, tokens
 
 from mlx_paged.engine.batch import SwapIn, SwapOut
 from mlx_paged.request import RequestStatus

@@ -7,7 +7,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from scheduler_helpers import FakeEngine
+from helpers.scheduler_helpers import FakeEngine
 
 from mlx_paged.cache import PromptTooLongError
 from mlx_paged.request import Request

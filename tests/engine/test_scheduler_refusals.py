@@ -5,7 +5,7 @@ budget. With the sum.
 from __future__ import annotations
 
 import pytest
-from scheduler_helpers import FakeEngine, names, ran, tokens
+from helpers.scheduler_helpers import FakeEngine, names, ran, tokens
 
 from mlx_paged.cache import PromptTooLongError
 

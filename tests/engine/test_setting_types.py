@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_runs import ask_alone, assert_nothing_held, greedy, make_engine, prompt, run
+from helpers.engine_runs import ask_alone, assert_nothing_held, greedy, make_engine, prompt, run
 
 from mlx_paged import demo_model_path, load, make_kv_cache
 from mlx_paged.loading import LoadError

@@ -8,7 +8,7 @@ import random
 
 import mlx.core as mx
 import pytest
-from engine_helpers import CONFIG
+from helpers.engine_helpers import CONFIG
 from mlx.utils import tree_flatten
 from paged_testing.soak import Soak, make_request
 

@@ -9,9 +9,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from helpers.write_rules import slots_of_the_step
 from metal_emulator import Checks
 from paged_testing.emulated_metal import emulated_metal
-from write_rules import slots_of_the_step
 
 import mlx_paged
 from mlx_paged import LLM, Engine, SamplingParams, demo_model_path, load

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import mlx.core as mx
 import pytest
-from backends import METAL, REFERENCE
-from fence_order import disorders
+from helpers.backends import METAL, REFERENCE
+from helpers.fence_order import disorders
+from helpers.numpy_attention import make_problem
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from metal_emulator.checks import Call
-from numpy_attention import make_problem
 
 from mlx_paged.cache import KVCacheConfig, PagedKVCache
 from mlx_paged.ops import AttentionParams, KVHandle, SlotMapping, kernels

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 import pytest
+from helpers.write_rules import slots_of_the_step
 from metal_emulator import Checks
 from paged_testing.emulated_metal import emulated_metal
-from write_rules import slots_of_the_step
 
 from mlx_paged import ModelRunner, load, make_kv_cache
 from mlx_paged.loading import demo_model_path

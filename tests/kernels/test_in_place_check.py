@@ -8,7 +8,7 @@ import warnings
 
 import mlx.core as mx
 import pytest
-from numpy_attention import assert_matches_formula, make_problem
+from helpers.numpy_attention import assert_matches_formula, make_problem
 
 from mlx_paged.ops import KVHandle, SlotMapping, choose_backend, in_place, kernels
 from mlx_paged.ops.in_place import check_writes_in_place, writes_in_place

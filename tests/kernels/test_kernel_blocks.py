@@ -5,8 +5,8 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
-from backends import METAL, REFERENCE
-from kernel_checks import (
+from helpers.backends import METAL, REFERENCE
+from helpers.kernel_checks import (
     assert_same_bits,
     assert_same_slabs,
     checked_metal,
@@ -14,8 +14,8 @@ from kernel_checks import (
     random_array,
     random_handle,
 )
-from kernel_grid import SHAPES
-from numpy_attention import DTYPES
+from helpers.kernel_grid import SHAPES
+from helpers.numpy_attention import DTYPES
 
 from mlx_paged.ops import KVHandle, SlotMapping
 

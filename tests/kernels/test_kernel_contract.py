@@ -10,10 +10,10 @@ from dataclasses import replace
 
 import mlx.core as mx
 import pytest
-from backends import METAL
-from kernel_checks import checked_metal
+from helpers.backends import METAL
+from helpers.kernel_checks import checked_metal
+from helpers.numpy_attention import make_problem
 from metal_emulator.signature import MIN_DEVICE_ELEMENTS, InputType
-from numpy_attention import make_problem
 
 from mlx_paged.ops import AttentionMetadata, attention_plan, kernels
 from mlx_paged.ops.metal_sources import read_source

@@ -11,9 +11,9 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
-from kernel_checks import attend_and_compare, checked_metal
-from kernel_grid import Case
-from numpy_attention import PagedProblem
+from helpers.kernel_checks import attend_and_compare, checked_metal
+from helpers.kernel_grid import Case
+from helpers.numpy_attention import PagedProblem
 
 # One simdgroup for all rows with eight chunks in flight, and several simdgroups that share rows.
 DECODE = Case("f32", 32, 8, 1, 1, ((40, 1), (257, 1)), None, False, "shuffled", "nan_values")

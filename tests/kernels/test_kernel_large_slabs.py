@@ -11,10 +11,10 @@ from contextlib import ExitStack
 import mlx.core as mx
 import numpy as np
 import pytest
-from backends import METAL
-from kernel_checks import assert_same_bits, checked_metal, random_array
+from helpers.backends import METAL
+from helpers.kernel_checks import assert_same_bits, checked_metal, random_array
+from helpers.numpy_attention import raw
 from metal_emulator import LargeArray
-from numpy_attention import raw
 
 from mlx_paged.ops import AttentionMetadata, AttentionParams, KVHandle, SlotMapping
 

@@ -10,10 +10,17 @@ from dataclasses import fields, replace
 import mlx.core as mx
 import numpy as np
 import pytest
-from backends import METAL
-from kernel_checks import assert_same_bits, checked_metal
-from kernel_grid import BLOCK_SIZES, CAPACITIES, GRID, HEAD_DIMS, Case, each_case_of_the_grid
-from numpy_attention import DTYPES, assert_matches_formula, make_problem
+from helpers.backends import METAL
+from helpers.kernel_checks import assert_same_bits, checked_metal
+from helpers.kernel_grid import (
+    BLOCK_SIZES,
+    CAPACITIES,
+    GRID,
+    HEAD_DIMS,
+    Case,
+    each_case_of_the_grid,
+)
+from helpers.numpy_attention import DTYPES, assert_matches_formula, make_problem
 
 from mlx_paged.ops import AttentionMetadata, AttentionParams, KVHandle
 from mlx_paged.ops.attention_plan import cut_threadgroup

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from kernel_grid import BLOCK_SIZES, HEAD_DIMS
+from helpers.kernel_grid import BLOCK_SIZES, HEAD_DIMS
 
 from mlx_paged.ops import AttentionMetadata
 from mlx_paged.ops.attention_plan import (

@@ -7,8 +7,8 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
-from backends import METAL, REFERENCE
-from kernel_checks import (
+from helpers.backends import METAL, REFERENCE
+from helpers.kernel_checks import (
     assert_same_slabs,
     attend_and_compare,
     checked_metal,
@@ -16,7 +16,7 @@ from kernel_checks import (
     random_array,
     random_handle,
 )
-from kernel_grid import Case
+from helpers.kernel_grid import Case
 from metal_emulator import Checks, ForbiddenWrite, MemoryFault, OrderDependence
 
 from mlx_paged.ops import SlotMapping, kernels

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import mlx.core as mx
 import pytest
-from backends import METAL
-from kernel_checks import assert_same_bits, checked_metal
-from kernel_grid import SETTINGS
-from numpy_attention import assert_matches_formula, before_the_step, make_problem
+from helpers.backends import METAL
+from helpers.kernel_checks import assert_same_bits, checked_metal
+from helpers.kernel_grid import SETTINGS
+from helpers.numpy_attention import assert_matches_formula, before_the_step, make_problem
 
 from mlx_paged.ops import AttentionMetadata, AttentionParams, kernels
 from mlx_paged.ops.attention_plan import Cut, cut_threadgroup

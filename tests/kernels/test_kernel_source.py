@@ -8,7 +8,7 @@ import re
 
 import mlx.core as mx
 import pytest
-from backends import METAL
+from helpers.backends import METAL
 from make_kernel_golden import GOLDEN, call_every_kernel, head, mlx_sources
 from metal_emulator.signature import InputType, KernelSource
 

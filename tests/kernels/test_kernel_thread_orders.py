@@ -7,17 +7,17 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
-from backends import METAL, REFERENCE
-from kernel_checks import (
+from helpers.backends import METAL, REFERENCE
+from helpers.kernel_checks import (
     assert_same_slabs,
     checked_metal,
     copy_of,
     random_array,
     random_handle,
 )
-from kernel_grid import GRID
+from helpers.kernel_grid import GRID
+from helpers.numpy_attention import DTYPES, assert_matches_formula, before_the_step
 from metal_emulator import Checks
-from numpy_attention import DTYPES, assert_matches_formula, before_the_step
 
 from mlx_paged.ops import SlotMapping
 from mlx_paged.ops.attention_plan import cut_threadgroup

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import mlx.core as mx
 import pytest
-from backends import METAL
-from kernel_checks import assert_same_bits, checked_metal
-from numpy_attention import assert_matches_formula, make_problem
+from helpers.backends import METAL
+from helpers.kernel_checks import assert_same_bits, checked_metal
+from helpers.numpy_attention import assert_matches_formula, make_problem
 
 from mlx_paged.ops import choose_backend
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
-from backends import METAL, REFERENCE
-from kernel_checks import (
+from helpers.backends import METAL, REFERENCE
+from helpers.kernel_checks import (
     assert_same_bits,
     assert_same_slabs,
     checked_metal,
@@ -16,8 +16,8 @@ from kernel_checks import (
     random_array,
     random_handle,
 )
-from kernel_grid import SETTINGS, Case, each_case_of_the_grid, each_setting
-from numpy_attention import assert_matches_formula, before_the_step, make_problem
+from helpers.kernel_grid import SETTINGS, Case, each_case_of_the_grid, each_setting
+from helpers.numpy_attention import assert_matches_formula, before_the_step, make_problem
 
 from mlx_paged.ops import AttentionMetadata, AttentionParams, KVHandle
 

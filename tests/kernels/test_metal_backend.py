@@ -10,8 +10,8 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from backends import METAL
-from numpy_attention import assert_matches_formula, before_the_step, make_problem
+from helpers.backends import METAL
+from helpers.numpy_attention import assert_matches_formula, before_the_step, make_problem
 
 import mlx_paged
 from mlx_paged.cache import KVCacheConfig, PagedKVCache

@@ -7,16 +7,16 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
-from backends import METAL, REFERENCE
-from kernel_checks import (
+from helpers.backends import METAL, REFERENCE
+from helpers.kernel_checks import (
     assert_same_bits,
     assert_same_slabs,
     copy_of,
     random_array,
     random_handle,
 )
-from kernel_grid import GRID
-from numpy_attention import assert_matches_formula, before_the_step, make_problem
+from helpers.kernel_grid import GRID
+from helpers.numpy_attention import assert_matches_formula, before_the_step, make_problem
 from test_generation_on_kernels import greedy_in_a_ragged_batch, prompts_of
 
 from mlx_paged import load

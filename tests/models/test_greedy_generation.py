@@ -9,9 +9,7 @@ the fixture proves it: then every id has to be the same.
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.generate import generate_step as generate_step_of_mlx_lm
-from mlx_lm.utils import load_model as load_model_as_mlx_lm
-from qwen3_helpers import (
+from helpers.qwen3_helpers import (
     CACHES,
     CONFIG,
     float32_tolerance,
@@ -20,6 +18,8 @@ from qwen3_helpers import (
     random_mlx_lm_model,
     save_folder,
 )
+from mlx_lm.generate import generate_step as generate_step_of_mlx_lm
+from mlx_lm.utils import load_model as load_model_as_mlx_lm
 
 from mlx_paged.engine.model_runner import ModelRunner
 from mlx_paged.generation import generate_step

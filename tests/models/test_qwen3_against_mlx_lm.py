@@ -8,9 +8,7 @@ plus that tolerance.
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.utils import load_model as load_model_as_mlx_lm
-from mlx_lm.utils import quantize_model
-from qwen3_helpers import (
+from helpers.qwen3_helpers import (
     CACHES,
     CONFIG,
     all_logits,
@@ -22,6 +20,8 @@ from qwen3_helpers import (
     random_mlx_lm_model,
     save_folder,
 )
+from mlx_lm.utils import load_model as load_model_as_mlx_lm
+from mlx_lm.utils import quantize_model
 
 from mlx_paged.cache import KVCache
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.utils import load_model as load_model_as_mlx_lm
-from qwen3_helpers import (
+from helpers.qwen3_helpers import (
     CACHES,
     all_logits,
     chunks,
@@ -18,6 +17,7 @@ from qwen3_helpers import (
     make_cache,
     max_error,
 )
+from mlx_lm.utils import load_model as load_model_as_mlx_lm
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "qwen3"
 CASES = sorted(folder.name for folder in GOLDEN.iterdir())

@@ -3,8 +3,8 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from backends import REFERENCE
-from numpy_attention import DTYPES
+from helpers.backends import REFERENCE
+from helpers.numpy_attention import DTYPES
 
 from mlx_paged.ops import AttentionMetadata, AttentionParams, KVHandle, SlotMapping
 

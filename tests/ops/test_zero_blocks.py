@@ -5,8 +5,8 @@ them in part.
 import mlx.core as mx
 import numpy as np
 import pytest
-from backends import REFERENCE
-from numpy_attention import DTYPES, assert_matches_formula, make_problem
+from helpers.backends import REFERENCE
+from helpers.numpy_attention import DTYPES, assert_matches_formula, make_problem
 
 from mlx_paged.ops import KVHandle, SlotMapping
 

@@ -9,10 +9,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 import pytest
+from helpers.qwen3_helpers import CONFIG, random_mlx_lm_model, save_folder
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tuner.utils import linear_to_lora_layers
-from qwen3_helpers import CONFIG, random_mlx_lm_model, save_folder
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 

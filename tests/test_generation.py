@@ -7,8 +7,8 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
-from engine_helpers import tiny_models
-from engine_runs import load_demo
+from helpers.engine_helpers import tiny_models
+from helpers.engine_runs import load_demo
 from mlx_lm.generate import generate_step as mlx_lm_generate_step
 
 from mlx_paged import ModelRunner, make_kv_cache, make_sampler

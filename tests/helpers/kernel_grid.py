@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 import pytest
-from numpy_attention import DTYPES, PagedProblem, make_problem
+
+from helpers.numpy_attention import DTYPES, PagedProblem, make_problem
 
 HEAD_DIMS = (32, 64, 80, 96, 128, 256)
 BLOCK_SIZES = (8, 16, 32, 64)

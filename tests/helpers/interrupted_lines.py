@@ -1,7 +1,7 @@
 """An interrupt at any line of the package: the worst that Ctrl-C, or an exception from another
 thread, can do.
 
-python tests/engine/interrupted_lines.py --count 500 --seed 0
+python tests/helpers/interrupted_lines.py --count 500 --seed 0
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from engine_runs import assert_nothing_held, greedy, load_demo, make_engine, sampled
-
 import mlx_paged
+from helpers.engine_runs import assert_nothing_held, greedy, load_demo, make_engine, sampled
 from mlx_paged.engine.engine import Engine
 from mlx_paged.request import RequestOutput, SamplingParams
 

@@ -7,14 +7,14 @@ from contextlib import contextmanager
 
 import mlx.core as mx
 import numpy as np
-from backends import METAL
 from metal_emulator import Checks
 from metal_emulator.checks import Call
-from numpy_attention import PagedProblem, assert_matches_formula, before_the_step, raw
 from paged_testing.emulated_metal import emulated_metal
 from pytest import MonkeyPatch
-from write_rules import slots_of_the_step
 
+from helpers.backends import METAL
+from helpers.numpy_attention import PagedProblem, assert_matches_formula, before_the_step, raw
+from helpers.write_rules import slots_of_the_step
 from mlx_paged.ops import KVHandle, in_place
 
 

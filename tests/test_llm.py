@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from engine_runs import ask_alone, assert_nothing_held, greedy, load_demo, prompt, sampled
+from helpers.engine_runs import ask_alone, assert_nothing_held, greedy, load_demo, prompt, sampled
 from mlx_lm import generate as mlx_lm_generate
 from mlx_lm.utils import load_model
 
