@@ -1,5 +1,5 @@
-"""Serving many requests: our engine against mlx-lm's BatchGenerator, on the same weights in one run,
-as ratios.
+"""Serving many requests: our engine against mlx-lm's BatchGenerator, on the same weights in one
+run, as ratios.
 
     python benchmarks/throughput.py                             # some 10 minutes
     python benchmarks/throughput.py --scenario 2 --scenario 4   # some of them

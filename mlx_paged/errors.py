@@ -115,15 +115,17 @@ class PromptTooLongError(CacheFullError):
 
 def prompt_too_long(num_tokens: int, block_size: int, num_blocks: int) -> PromptTooLongError:
     return PromptTooLongError(
-        f"[kv cache] a prompt of {num_tokens} tokens needs {-(-num_tokens // block_size)} blocks of "
-        f"{block_size}, the budget holds {num_blocks}; raise kv_cache_bytes or shorten the prompt"
+        f"[kv cache] a prompt of {num_tokens} tokens needs {-(-num_tokens // block_size)} blocks "
+        f"of {block_size}, the budget holds {num_blocks}; raise kv_cache_bytes or shorten the "
+        "prompt"
     )
 
 
 def prompt_beyond_context(num_tokens: int, max_model_len: int) -> PromptTooLongError:
     error = PromptTooLongError(
-        f"[context] a prompt of {num_tokens} tokens leaves no room for an answer: prompt and answer "
-        f"have at most {max_model_len} tokens together; shorten the prompt or raise max_model_len"
+        f"[context] a prompt of {num_tokens} tokens leaves no room for an answer: prompt and "
+        f"answer have at most {max_model_len} tokens together; shorten the prompt or raise "
+        "max_model_len"
     )
     error.argument = "max_model_len"
     return error

@@ -57,8 +57,8 @@ _LOADING = "load the model first, model, tokenizer = mlx_paged.load(...), and gi
 # Foreign name -> the way out, for what is not here at all, or is here in another way.
 ADVICE = _by_name(
     {
-        "an engine finds the K/V of equal beginnings by itself: keep one LLM, and give it the whole "
-        "conversation": "prompt_cache",
+        "an engine finds the K/V of equal beginnings by itself: keep one LLM, and give it "
+        "the whole conversation": "prompt_cache",
         "K/V are kept in the dtype of the model's activations; leave it out": (
             "kv_bits kv_group_size quantized_kv_start kv_cache_dtype calculate_kv_scales type_k "
             "type_v"

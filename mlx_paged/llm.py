@@ -1,4 +1,4 @@
-"""`LLM`: many prompts in, their completions out, in order; the offline interface, as vLLM's."""
+"""``LLM``: many prompts in, their completions out, in order; the offline interface, as vLLM's."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ class LLM:
         outputs = llm.generate(prompts, SamplingParams(max_tokens=50))
         print(outputs[0].outputs[0].text)
 
-    Several threads may call :meth:`generate` and :meth:`chat`: they take turns, a whole batch each.
-    For requests that come and go one by one, :class:`mlx_paged.AsyncEngine` computes those of all
-    threads together.
+    Several threads may call :meth:`generate` and :meth:`chat`: they take turns, a whole batch
+    each. For requests that come and go one by one, :class:`mlx_paged.AsyncEngine` computes those of
+    all threads together.
 
     Args:
         model: a local folder, a Hugging Face repo, or a model that is loaded already.
@@ -81,8 +81,8 @@ class LLM:
     ):
         if isinstance(tokenizer, (str, Path)):
             raise ValueError(
-                f"[llm] tokenizer must be a tokenizer, got {shown(tokenizer)}; that of the model is loaded "
-                "where there is none, and mlx_paged.load gives others"
+                f"[llm] tokenizer must be a tokenizer, got {shown(tokenizer)}; that of the "
+                "model is loaded where there is none, and mlx_paged.load gives others"
             )
         if isinstance(model, Module):
             if adapter_path is not None:
@@ -92,7 +92,8 @@ class LLM:
         else:
             if not isinstance(model, (str, Path)):
                 raise ValueError(
-                    f"[llm] model must be a folder, a hub id or a model that is loaded, got {kind_of(model)}"
+                    "[llm] model must be a folder, a hub id or a model that is loaded, got "
+                    f"{kind_of(model)}"
                 )
             model, loaded_tokenizer = load(model, adapter_path=adapter_path)
             tokenizer = tokenizer or loaded_tokenizer

@@ -1,4 +1,4 @@
-"""The examples run as they stand, each as a program of its own on the bundled model, and end well."""
+"""The examples run as they stand, each as a program on the bundled model, and end well."""
 
 from __future__ import annotations
 

@@ -124,7 +124,8 @@ def test_a_dict_with_text_and_token_ids_answers_the_ids_and_keeps_the_text(model
     [
         (
             {"prompts": None},
-            "prompts must be a prompt .text, token ids or a dict. or a list of prompts, got NoneType",
+            "prompts must be a prompt .text, token ids or a dict. or a list of prompts, got "
+            "NoneType",
         ),
         ({"prompts": b"text"}, "prompts must be .* got bytes"),
         ({"prompts": {1, 2}}, "prompts must be .* got set"),

@@ -71,7 +71,8 @@ def test_the_message_says_what_is_right_and_what_was_given():
         SamplingParams(logit_bias={3: 1.0, 5: NAN})
     assert (
         str(caught.value)
-        == "[sampling_params] logit_bias must be a mapping of token ids to numbers, or -inf, got {5: nan}"
+        == "[sampling_params] logit_bias must be a mapping of token ids to numbers, or -inf, "
+        "got {5: nan}"
     )
 
 

@@ -1,4 +1,4 @@
-"""What the chat says about itself: the model and its cache, the figures of an answer, statistics."""
+"""What the chat says about itself: the model and its cache, an answer's figures, statistics."""
 
 from __future__ import annotations
 
@@ -93,7 +93,8 @@ class Reports:
                 f"{response.generation_tps:.3f} tokens-per-sec"
             )
             say(
-                f"K/V: {len(conversation.tokens)} tokens of the conversation, {held:.1f} MB allocated"
+                f"K/V: {len(conversation.tokens)} tokens of the conversation, "
+                f"{held:.1f} MB allocated"
             )
             say(f"Peak memory: {response.peak_memory:.3f} GB")
         else:

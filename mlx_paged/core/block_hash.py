@@ -2,16 +2,16 @@
 
 Because each hash includes its parent's, one hash names a whole prefix, and looking up a prompt in
 the prefix index is a walk along a list of hashes. The names are those of vLLM's v1 core
-(`hash_block_tokens`, `extra_keys`); other projects say prefix hash or page key. The hash is SHA-256
-over an unambiguous byte string, so it is the same in every process and on every platform (Python's
-own `hash()` is neither) and may be written to disk.
+(``hash_block_tokens``, ``extra_keys``); other projects say prefix hash or page key. The hash is
+SHA-256 over an unambiguous byte string, so it is the same in every process and on every platform
+(Python's own ``hash()`` is neither) and may be written to disk.
 
 The byte string, all integers little-endian:
 
     tag       b"mlx_paged.block.v1\\0"
     parent    0x00 for none, or 0x01, length (8 bytes), bytes
     tokens    count (8 bytes), then 8 signed bytes each
-    extra     the tuple: one type letter per key, lengths before contents (see `_encode_key`)
+    extra     the tuple: one type letter per key, lengths before contents (see ``_encode_key``)
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def hash_block_tokens(
 
     Args:
         parent_hash: the hash of the block before it, None for the first block of a sequence.
-        token_ids: the tokens of the block, `[block_size]`.
+        token_ids: the tokens of the block, ``[block_size]``.
         extra_keys: what else the K/V depend on: adapter, cache salt, media. Two contexts with
             different extra keys never share a block. Keys are str, int, bytes, None and tuples of
             these; 1, "1", b"1", (1,) all differ.
@@ -88,8 +88,8 @@ def hash_block_tokens(
 def hash_token_blocks(
     token_ids: Sequence[int], block_size: int, extra_keys: tuple[ExtraKey, ...] = ()
 ) -> list[BlockHash]:
-    """The hashes of all full blocks of a sequence, `[len(token_ids) // block_size]`; a partly
-    filled tail has none. Raises as `extend_block_hashes`.
+    """The hashes of all full blocks of a sequence, ``[len(token_ids) // block_size]``; a partly
+    filled tail has none. Raises as ``extend_block_hashes``.
     """
     block_hashes: list[BlockHash] = []
     extend_block_hashes(block_hashes, token_ids, block_size, extra_keys)
@@ -102,17 +102,18 @@ def extend_block_hashes(
     block_size: int,
     extra_keys: tuple[ExtraKey, ...] = (),
 ) -> int:
-    """Append to `block_hashes` the hashes of the full blocks of `token_ids` that it lacks; return
-    how many.
+    """Append to ``block_hashes`` the hashes of the full blocks of ``token_ids`` that it lacks;
+    return how many.
 
-    This is the incremental form of `hash_token_blocks`: call it with all tokens of a sequence as
+    This is the incremental form of ``hash_token_blocks``: call it with all tokens of a sequence as
     they come, and only new full blocks are hashed. The hashes in the list are not checked: after
-    the sequence was trimmed to `length` tokens, first `del block_hashes[length // block_size:]`.
+    the sequence was trimmed to ``length`` tokens, first ``del block_hashes[length //
+    block_size:]``.
 
     Raises:
         ValueError: if block_size < 1, or the list has more hashes than the sequence has full
             blocks.
-        TypeError: as `hash_block_tokens`.
+        TypeError: as ``hash_block_tokens``.
     """
     if block_size < 1:
         raise ValueError(f"extend_block_hashes: block_size must be at least 1, got {block_size}")

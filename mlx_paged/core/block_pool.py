@@ -1,4 +1,4 @@
-"""`BlockPool`: hands out blocks, counts their holders and finds full blocks by their hash."""
+"""``BlockPool``: hands out blocks, counts their holders and finds full blocks by their hash."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class BlockPool:
     knows no tokens.
 
     The method is PagedAttention's (Kwon et al. 2023), the names are those of vLLM's v1 core.
-    Elsewhere: block allocator, free-list allocator, page allocator (`allocate`, `alloc_n`:
-    `get_new_blocks`; `free`: `free_blocks`).
+    Elsewhere: block allocator, free-list allocator, page allocator (``allocate``, ``alloc_n``:
+    ``get_new_blocks``; ``free``: ``free_blocks``).
 
     The free queue holds first the blocks without cached content, then the cached ones, least
     recently freed first. So no cached block is evicted while an empty one is left, and cached
     blocks are evicted in vLLM's order.
 
-    Block 0 is the null block, a placeholder that is never allocated; `touch`, `free_blocks` and
-    `cache_full_blocks` skip it. Not thread-safe: one thread at a time.
+    Block 0 is the null block, a placeholder that is never allocated; ``touch``, ``free_blocks`` and
+    ``cache_full_blocks`` skip it. Not thread-safe: one thread at a time.
 
     Args:
         num_blocks: blocks in the pool, the null block included, as in the slab.
@@ -68,7 +68,7 @@ class BlockPool:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that `get_new_blocks` can hand out, cached ones included."""
+        """Blocks that ``get_new_blocks`` can hand out, cached ones included."""
         return self.free_block_queue.num_free_blocks
 
     @property
@@ -96,16 +96,16 @@ class BlockPool:
         return self.blocks[block_id]
 
     def get_new_blocks(self, n: int, after: int | None = None) -> list[KVCacheBlock] | None:
-        """Take n blocks with `ref_cnt` 1 and no hash, or return None and change nothing. O(n).
+        """Take n blocks with ``ref_cnt`` 1 and no hash, or return None and change nothing. O(n).
 
         Adjacent ids are preferred, because a run of them is read without a gather, but only among
-        blocks without cached content: first the blocks that follow `after` (the id of the block
+        blocks without cached content: first the blocks that follow ``after`` (the id of the block
         before, in its table), then the queue's first block and those that follow it, and so on.
         When no empty block is left, cached ones are evicted in queue order.
 
         Raises:
             ValueError: for n < 0.
-            ForeignBlockError: for an `after` out of range.
+            ForeignBlockError: for an ``after`` out of range.
         """
         if n < 0:
             raise ValueError(f"BlockPool.get_new_blocks: n must be at least 0, got {n}")
@@ -199,7 +199,7 @@ class BlockPool:
         return freed
 
     def get_cached_block(self, block_hash: BlockHash) -> KVCacheBlock | None:
-        """The block that holds this content, None on a miss. It may be free: `touch` it first."""
+        """The block that holds this content, None on a miss. It may be free: ``touch`` it first."""
         return self.prefix_index.get(block_hash)
 
     def cache_full_blocks(
@@ -209,17 +209,17 @@ class BlockPool:
         num_cached_blocks: int,
         num_full_blocks: int,
     ) -> None:
-        """Enter `blocks[num_cached_blocks:num_full_blocks]` into the prefix index, which freezes
+        """Enter ``blocks[num_cached_blocks:num_full_blocks]`` into the prefix index, which freezes
         them.
 
         A block that has the same hash already is left alone: two forks may enter a shared block.
 
         Args:
             blocks: all blocks of a sequence, first token first.
-            block_hashes: the hash of each, at least `num_full_blocks` of them.
+            block_hashes: the hash of each, at least ``num_full_blocks`` of them.
             num_cached_blocks: how many blocks were entered before.
             num_full_blocks: how many blocks are full, which the pool can't check: only
-                `BlockTable.cache_full_blocks` knows.
+                ``BlockTable.cache_full_blocks`` knows.
 
         Raises (nothing has changed then):
             ValueError: unless 0 <= num_cached_blocks <= num_full_blocks <= len(blocks),
@@ -332,7 +332,7 @@ class BlockPool:
         return True
 
     def check_own(self, operation: str, block: KVCacheBlock) -> None:
-        """Raise ForeignBlockError, in the name of `operation`, for a block of another pool."""
+        """Raise ForeignBlockError, in the name of ``operation``, for a block of another pool."""
         if not (0 <= block.block_id < len(self.blocks) and self.blocks[block.block_id] is block):
             raise ForeignBlockError(
                 f"{operation}: block {block.block_id} is not of this pool of "

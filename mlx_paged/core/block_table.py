@@ -1,4 +1,4 @@
-"""`BlockTable`: the blocks of one sequence, and how many tokens are in them."""
+"""``BlockTable``: the blocks of one sequence, and how many tokens are in them."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class TokenSlot(NamedTuple):
     slot: int
     """block_id * block_size + offset."""
     copies: list[BlockCopy]
-    """Copy-on-write pairs, as from `BlockTable.reserve`."""
+    """Copy-on-write pairs, as from ``BlockTable.reserve``."""
 
 
 class BlockTable:
-    """The block table of one sequence (elsewhere: page table, sequence, `KVCacheBlocks` of a
+    """The block table of one sequence (elsewhere: page table, sequence, ``KVCacheBlocks`` of a
     request).
 
-    Token t lives in block `block_ids[t // block_size]` at offset `t % block_size`. A step is
+    Token t lives in block ``block_ids[t // block_size]`` at offset ``t % block_size``. A step is
 
         copies = table.reserve(n)       # None: out of blocks, and nothing has changed
         copy_blocks(slabs, copies)
@@ -42,16 +42,16 @@ class BlockTable:
 
     The table only grows at its end and is trimmed from its end. An id never changes in place, with
     one exception: copy-on-write. A partly filled block is writable while this table is its only
-    holder and it has no hash. It stops being writable after a `fork`, and after `adopt` or
-    `trim_to` left a part of a hashed block at the end; the next `reserve` then puts a new block in
-    its place and asks for a copy.
+    holder and it has no hash. It stops being writable after a ``fork``, and after ``adopt`` or
+    ``trim_to`` left a part of a hashed block at the end; the next ``reserve`` then puts a new block
+    in its place and asks for a copy.
 
     The method is PagedAttention's (Kwon et al. 2023). Names are those of vLLM, and where vLLM has
-    none, of other serving engines (`slot_mapping(offset, n)`, `advance(n)`, `trim_to(length)`).
-    Elsewhere, `append_token_slot` is `increment_fill` or `append_token`, `free` is `drain` or
-    `free_all`, and `reserve` is repeated `push`.
+    none, of other serving engines (``slot_mapping(offset, n)``, ``advance(n)``,
+    ``trim_to(length)``). Elsewhere, ``append_token_slot`` is ``increment_fill`` or
+    ``append_token``, ``free`` is ``drain`` or ``free_all``, and ``reserve`` is repeated ``push``.
 
-    `len(table)` counts blocks, so an empty table is false: compare with None where that is meant.
+    ``len(table)`` counts blocks, so an empty table is false: compare with None where that is meant.
     """
 
     __slots__ = (
@@ -70,11 +70,11 @@ class BlockTable:
         self._blocks: list[KVCacheBlock] = []
         self._block_ids = array("i")
         self.num_tokens = 0
-        """Tokens that `advance` has counted. Also known as `seq_len`, context length."""
+        """Tokens that ``advance`` has counted. Also known as ``seq_len``, context length."""
         self.num_cached_blocks = 0
         """Leading full blocks that were entered into the prefix index, or came from it."""
         self.is_freed = False
-        """True after `free`: the table is then empty for good."""
+        """True after ``free``: the table is then empty for good."""
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -124,22 +124,22 @@ class BlockTable:
     # Token -> slot
 
     def block_for_token(self, token: int) -> int:
-        """The id of the block in which token number `token` lives. Raises BlockTableError beyond
+        """The id of the block in which token number ``token`` lives. Raises BlockTableError beyond
         the capacity.
         """
         self._check_range("block_for_token", token, 1)
         return self._block_ids[token // self.block_size]
 
     def offset_in_block(self, token: int) -> int:
-        """The place of token number `token` in its block. Raises BlockTableError beyond the
+        """The place of token number ``token`` in its block. Raises BlockTableError beyond the
         capacity.
         """
         self._check_range("offset_in_block", token, 1)
         return token % self.block_size
 
     def slot_mapping(self, offset: int, n: int) -> list[int]:
-        """The slots of tokens offset .. offset + n - 1, `[n]`, reserved ones beyond `num_tokens`
-        included. Raises BlockTableError beyond the capacity.
+        """The slots of tokens offset .. offset + n - 1, ``[n]``, reserved ones beyond
+        ``num_tokens`` included. Raises BlockTableError beyond the capacity.
         """
         self._check_range("slot_mapping", offset, n)
         ids, block_size = self._block_ids, self.block_size
@@ -150,7 +150,7 @@ class BlockTable:
     # Growing
 
     def num_new_blocks(self, n: int) -> int:
-        """Blocks that `reserve(n)` would take from the pool.
+        """Blocks that ``reserve(n)`` would take from the pool.
 
         Free slots of the partly filled last block and of blocks reserved before are used first. A
         block that must be copied before it is written counts as one.
@@ -166,10 +166,10 @@ class BlockTable:
         """Make room for n more tokens, or return None and change nothing when out of blocks.
 
         Returns:
-            The copy-on-write pairs: `[]` almost always, one pair when the partly filled block is
+            The copy-on-write pairs: ``[]`` almost always, one pair when the partly filled block is
             not writable. Compare with None: an empty list is false, too. Apply the pairs of all
             tables in the order in which they were returned, and before any slot of the step is
-            written: a source may have become free, so that the next `reserve` hands it out.
+            written: a source may have become free, so that the next ``reserve`` hands it out.
 
         Raises:
             BlockTableError: for n < 0.
@@ -200,7 +200,8 @@ class BlockTable:
 
         Raises:
             BlockTableError: for n < 0, or more than were reserved.
-            FrozenBlockError: if the partly filled block is hashed or shared: `reserve` comes first.
+            FrozenBlockError: if the partly filled block is hashed or shared: ``reserve`` comes
+                first.
             UseAfterFreeError: for a freed table.
         """
         _, must_copy = self._shortage("advance", n)
@@ -217,7 +218,7 @@ class BlockTable:
         self.num_tokens += n
 
     def append_token_slot(self) -> TokenSlot | None:
-        """`reserve(1)` and `advance(1)` in one: the slot of the next token, or None when out of
+        """``reserve(1)`` and ``advance(1)`` in one: the slot of the next token, or None when out of
         blocks. O(1).
 
         Takes at most one block. Raises UseAfterFreeError for a freed table.
@@ -228,7 +229,7 @@ class BlockTable:
         return TokenSlot(self.slot_mapping(self.num_tokens - 1, 1)[0], copies)
 
     def append_token(self) -> list[BlockCopy] | None:
-        """As `append_token_slot`, but returns only the copies, or None when out of blocks. O(1)."""
+        """Append a token as ``append_token_slot`` does; return the copies, or None. O(1)."""
         index, offset = divmod(self.num_tokens, self.block_size)
         copies: list[BlockCopy] | None = []
         if not offset or not self._blocks[index].is_writable:
@@ -239,15 +240,15 @@ class BlockTable:
         return copies
 
     def adopt(self, blocks: Sequence[KVCacheBlock], num_tokens: int) -> None:
-        """Begin with blocks that hold the first `num_tokens` tokens: a prefix hit, or blocks read
+        """Begin with blocks that hold the first ``num_tokens`` tokens: a prefix hit, or blocks read
         back from elsewhere.
 
-        The caller has taken them for this table, by `touch` or `get_new_blocks`; `free` gives them
-        back. The last one may be used in part (a hit is capped at one token less than the prompt);
-        the next `reserve` copies it if it is hashed.
+        The caller has taken them for this table, by ``touch`` or ``get_new_blocks``; ``free`` gives
+        them back. The last one may be used in part (a hit is capped at one token less than the
+        prompt); the next ``reserve`` copies it if it is hashed.
 
         Raises (nothing has changed then):
-            BlockTableError: if the table is not empty, or `num_tokens` don't need exactly these
+            BlockTableError: if the table is not empty, or ``num_tokens`` don't need exactly these
                 blocks.
             ForeignBlockError: for a block of another pool.
             UseAfterFreeError: for a freed table, or a block that nobody holds.
@@ -279,11 +280,11 @@ class BlockTable:
     def cache_full_blocks(self, block_hashes: Sequence[BlockHash]) -> int:
         """Enter the full blocks that are not yet in the prefix index; return how many.
 
-        Call it after `advance`: others may read the blocks from then on, so their rows must be
+        Call it after ``advance``: others may read the blocks from then on, so their rows must be
         written before any read of the same step.
 
         Args:
-            block_hashes: of the sequence's blocks (`hash_token_blocks`), as many as are to be
+            block_hashes: of the sequence's blocks (``hash_token_blocks``), as many as are to be
                 cached; those beyond its full blocks are not used.
 
         Raises:
@@ -303,11 +304,11 @@ class BlockTable:
     # Shrinking and sharing
 
     def trim_to(self, length: int) -> list[KVCacheBlock]:
-        """Forget all tokens from `length` on, as after rejected speculation; return the blocks that
-        became free.
+        """Forget all tokens from ``length`` on, as after rejected speculation; return the blocks
+        that became free.
 
         Whole blocks beyond the new end go back to the pool, tail first, reserved ones too; the last
-        block may stay in part. `trim_to(num_tokens)` gives back what was reserved and not used.
+        block may stay in part. ``trim_to(num_tokens)`` gives back what was reserved and not used.
 
         Raises:
             BlockTableError: unless 0 <= length <= num_tokens.

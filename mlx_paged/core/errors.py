@@ -1,6 +1,6 @@
 """Errors of the block bookkeeping: each of them is a mistake in the calling program.
 
-Running out of blocks is not an error but a value, `None`, because it drives preemption. A message
+Running out of blocks is not an error but a value, ``None``, because it drives preemption. A message
 opens with the name of the operation and gives the numbers.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 
 class BlockError(Exception):
-    """Base of every error that `mlx_paged.core` raises."""
+    """Base of every error that ``mlx_paged.core`` raises."""
 
 
 class DoubleFreeError(BlockError):
@@ -38,6 +38,6 @@ class BlockTableError(BlockError):
 
 
 class IntegrityError(BlockError):
-    """The bookkeeping contradicts itself, which is a bug in `mlx_paged.core`. The message prints
+    """The bookkeeping contradicts itself, which is a bug in ``mlx_paged.core``. The message prints
     the sum that failed.
     """

@@ -1,4 +1,4 @@
-"""`FreeKVCacheBlockQueue`: the free blocks, in the order in which they will be taken."""
+"""``FreeKVCacheBlockQueue``: the free blocks, in the order in which they will be taken."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class FreeKVCacheBlockQueue:
     """A doubly linked list through the blocks themselves, so that a block leaves the middle in
     O(1).
 
-    Its name and its links (`prev_free_block`, `next_free_block`) are those of vLLM's v1 core;
-    elsewhere it is a free list or an LRU list. The queue only keeps an order: `BlockPool` decides
+    Its name and its links (``prev_free_block``, ``next_free_block``) are those of vLLM's v1 core;
+    elsewhere it is a free list or an LRU list. The queue only keeps an order: ``BlockPool`` decides
     to which end a block goes. Two sentinels, never taken, make every real block an inner one.
 
     Every verb raises BlockError for a block that is taken and not in the queue, or put in and
@@ -29,7 +29,7 @@ class FreeKVCacheBlockQueue:
         self.append_n(blocks)
 
     def __iter__(self) -> Iterator[KVCacheBlock]:
-        """The free blocks, the first to be taken first (vLLM: `get_all_free_blocks`)."""
+        """The free blocks, the first to be taken first (vLLM: ``get_all_free_blocks``)."""
         block = _linked(self._head.next_free_block)
         while block is not self._tail:
             following = _linked(block.next_free_block)

@@ -22,8 +22,8 @@ def check_pool_integrity(
     """Verify every invariant of the pool. O(blocks).
 
     Args:
-        holders: all block tables (or other lists of blocks) alive. When given, each `ref_cnt` must
-            be the number of times that they hold the block.
+        holders: all block tables (or other lists of blocks) alive. When given, each ``ref_cnt``
+            must be the number of times that they hold the block.
 
     Raises:
         IntegrityError: with the sum that failed.

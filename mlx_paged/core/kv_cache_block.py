@@ -1,4 +1,4 @@
-"""`KVCacheBlock`: what is known about one block, whose bytes lie in the slabs."""
+"""``KVCacheBlock``: what is known about one block, whose bytes lie in the slabs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from mlx_paged.core.block_hash import BlockHash
 class KVCacheBlock:
     """One fixed-size block of K/V slots (vLLM's name; elsewhere: page, physical block).
 
-    A block is free if and only if `ref_cnt == 0`. Its `block_hash` is set while the prefix index
-    knows it, even when it is free; its content is then full and frozen (elsewhere: finalized).
+    A block is free if and only if ``ref_cnt == 0``. Its ``block_hash`` is set while the prefix
+    index knows it, even when it is free; its content is then full and frozen (elsewhere:
+    finalized).
     """
 
     block_id: int
     ref_cnt: int = 0
-    """How many block tables hold the block. Also known as `ref_count`."""
+    """How many block tables hold the block. Also known as ``ref_count``."""
     block_hash: BlockHash | None = None
     is_null: bool = False
     """True for the placeholder block 0, which is never allocated, cached or freed."""

@@ -1,5 +1,5 @@
-"""`KVCacheManager`: the block tables of all requests over one pool, and the prefix cache that they
-share.
+"""``KVCacheManager``: the block tables of all requests over one pool, and the prefix cache that
+they share.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ RequestId = Hashable
 
 
 class ComputedBlocks(NamedTuple):
-    """A prefix hit: the blocks that hold the first `num_tokens` tokens of a request, which does not
-    hold them yet.
+    """A prefix hit: the blocks that hold the first ``num_tokens`` tokens of a request, which does
+    not hold them yet.
     """
 
     blocks: Sequence[KVCacheBlock] = ()
@@ -69,20 +69,20 @@ class KVCacheManager:
         ...  # further steps: allocate_slots, cache_blocks
         manager.free(request_id)
 
-    Blocks can be hit from `cache_blocks` on, even before their rows are written. Another request of
-    the same step may share them if every layer writes the rows of the whole step before it reads
-    any; otherwise call `cache_blocks` after the step. Blocks of a step that failed have to leave
-    the index (`BlockPool.evict_blocks`).
+    Blocks can be hit from ``cache_blocks`` on, even before their rows are written. Another request
+    of the same step may share them if every layer writes the rows of the whole step before it reads
+    any; otherwise call ``cache_blocks`` after the step. Blocks of a step that failed have to leave
+    the index (``BlockPool.evict_blocks``).
 
-    Unlike in vLLM, a partly filled block that is shared (after `fork`) or hashed is copied before
-    it is written: apply the copies that `allocate_slots` returns, in order, before the step. Not
+    Unlike in vLLM, a partly filled block that is shared (after ``fork``) or hashed is copied before
+    it is written: apply the copies that ``allocate_slots`` returns, in order, before the step. Not
     thread-safe: one thread at a time.
 
     Args:
         pool: the blocks.
         shares_blocks: False for storage in which a block's rows belong to one sequence. No block is
             then ever held by two requests: a prefix hit finds only blocks that nobody holds, and
-            `fork` takes new blocks.
+            ``fork`` takes new blocks.
     """
 
     def __init__(self, pool: BlockPool, shares_blocks: bool = True) -> None:
@@ -105,15 +105,16 @@ class KVCacheManager:
     def get_computed_blocks(
         self, block_hashes: Sequence[BlockHash], num_tokens: int
     ) -> ComputedBlocks:
-        """The longest cached prefix of a request of `num_tokens` tokens, in whole blocks.
+        """The longest cached prefix of a request of ``num_tokens`` tokens, in whole blocks.
 
-        It has at most `num_tokens - 1` tokens, since the last one must be computed for its logits.
-        Without `shares_blocks` it ends before the first block that a request holds. No block is
-        taken: the next `allocate_slots` of any request may take or evict these, so pass them to
+        It has at most ``num_tokens - 1`` tokens, since the last one must be computed for its
+        logits. Without ``shares_blocks`` it ends before the first block that a request holds. No
+        block is
+        taken: the next ``allocate_slots`` of any request may take or evict these, so pass them to
         that of this request first.
 
         Args:
-            block_hashes: of the request's full blocks (`hash_token_blocks`).
+            block_hashes: of the request's full blocks (``hash_token_blocks``).
         """
         blocks: list[KVCacheBlock] = []
         for block_hash in block_hashes[: max(0, num_tokens - 1) // self.pool.block_size]:
@@ -129,7 +130,7 @@ class KVCacheManager:
         num_new_tokens: int,
         computed: ComputedBlocks = NOTHING_COMPUTED,
     ) -> int:
-        """Free blocks that `allocate_slots` would take, the free ones of `computed` included."""
+        """Free blocks that ``allocate_slots`` would take, those of ``computed`` included."""
         table = self._tables.get(request_id)
         if table is not None:
             return table.num_new_blocks(num_new_tokens)
@@ -142,17 +143,17 @@ class KVCacheManager:
         num_new_tokens: int,
         computed: ComputedBlocks = NOTHING_COMPUTED,
     ) -> list[BlockCopy] | None:
-        """Allocate slots for `num_new_tokens` more tokens of a request. A new request begins with
-        the `computed` blocks.
+        """Allocate slots for ``num_new_tokens`` more tokens of a request. A new request begins with
+        the ``computed`` blocks.
 
         Returns:
-            Copy-on-write pairs, `[]` almost always; None when there are not enough blocks, and
-            nothing has changed. Compare with None: `[]` is false, too.
+            Copy-on-write pairs, ``[]`` almost always; None when there are not enough blocks, and
+            nothing has changed. Compare with None: ``[]`` is false, too.
 
         Raises:
             ValueError: for fewer than 1 new token.
             BlockTableError: for computed blocks of a request that has a table already, and without
-                `shares_blocks` for computed blocks that another request has taken since.
+                ``shares_blocks`` for computed blocks that another request has taken since.
         """
         if num_new_tokens < 1:
             raise ValueError(
@@ -192,7 +193,7 @@ class KVCacheManager:
         """Let other requests hit the full blocks of this one; return how many are newly cached.
 
         Args:
-            block_hashes: of the request's blocks (`hash_token_blocks`), as many as are to be
+            block_hashes: of the request's blocks (``hash_token_blocks``), as many as are to be
                 cached; those beyond its full blocks are not used.
         """
         return self._table(request_id).cache_full_blocks(block_hashes)
@@ -211,9 +212,9 @@ class KVCacheManager:
     def fork(self, request_id: RequestId, new_request_id: RequestId) -> bool:
         """Add a second request with the same tokens.
 
-        It shares all blocks until one of the two writes. Without `shares_blocks` it gets as many
+        It shares all blocks until one of the two writes. Without ``shares_blocks`` it gets as many
         new blocks instead, and the caller copies the rows: block by block, from
-        `tables[request_id]` to `tables[new_request_id]`.
+        ``tables[request_id]`` to ``tables[new_request_id]``.
 
         Returns:
             False when there are not enough blocks for that, and nothing has changed.
@@ -236,12 +237,12 @@ class KVCacheManager:
         return True
 
     def trim(self, request_id: RequestId, num_tokens: int) -> None:
-        """Forget a request's tokens from `num_tokens` on, after rejected speculation or a failed
+        """Forget a request's tokens from ``num_tokens`` on, after rejected speculation or a failed
         step.
 
         Raises:
             KeyError: no such request.
-            BlockTableError: `num_tokens` is negative or more than it has.
+            BlockTableError: ``num_tokens`` is negative or more than it has.
         """
         self._table(request_id).trim_to(num_tokens)
 

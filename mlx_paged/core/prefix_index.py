@@ -1,4 +1,4 @@
-"""`PrefixIndex`: which blocks hold the content of a given hash."""
+"""``PrefixIndex``: which blocks hold the content of a given hash."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from mlx_paged.core.kv_cache_block import KVCacheBlock
 
 
 class PrefixIndex:
-    """{block_hash: blocks that hold it}, all operations O(1) (vLLM: `cached_block_hash_to_block`).
+    """{block_hash: blocks that hold it}, all operations O(1) (vLLM:
+    ``cached_block_hash_to_block``).
 
     Two requests that run side by side may compute blocks of the same content. Both blocks stay in
     the index, because ids in a block table never change. A lookup returns the one that entered
@@ -35,7 +36,7 @@ class PrefixIndex:
         return self._first.get(block_hash)
 
     def add(self, block: KVCacheBlock) -> None:
-        """Enter a block under its `block_hash`."""
+        """Enter a block under its ``block_hash``."""
         block_hash = block.block_hash
         assert block_hash is not None, "a block enters the index under its hash"
         first = self._first.setdefault(block_hash, block)

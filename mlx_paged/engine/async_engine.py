@@ -1,5 +1,5 @@
-"""`AsyncEngine`: an engine that steps in a thread of its own; requests come and go from any thread
-or event loop.
+"""``AsyncEngine``: an engine that steps in a thread of its own; requests come and go from any
+thread or event loop.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class AsyncEngine:
         """The same as :meth:`generate`, for threads."""
         request_id = self._new_id() if request_id is None else check_request_id(request_id)
         outputs = self._stream(prompt, params, request_id, options)
-        # Into its `try`, so that a stream that nobody reads ends its request, too, when it is
+        # Into its ``try``, so that a stream that nobody reads ends its request, too, when it is
         # dropped.
         next(outputs)
         return outputs

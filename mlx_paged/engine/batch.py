@@ -1,4 +1,4 @@
-"""`Batch`: one step as the scheduler planned it. Pure Python: the same on every machine."""
+"""``Batch``: one step as the scheduler planned it. Pure Python: the same on every machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Engine`: many requests on one model and one KV cache, step by step; everything else wraps it."""
+"""``Engine``: many requests on one model and one KV cache, step by step."""
 
 from __future__ import annotations
 
@@ -154,9 +154,9 @@ class Engine:
         # Requests from a failed step and the length each had reached; each is retried alone up to
         # there.
         self._suspects: deque[tuple[Request, int]] = deque()
-        # Held by the thread that changes anything below the inbox. Wherever it is taken, `with` and
-        # its body stand on one line: so no line of ours begins while the lock is held and nothing
-        # would release it.
+        # Held by the thread that changes anything below the inbox. Wherever it is taken, ``with``
+        # and its body stand on one line: so no line of ours begins while the lock is held and
+        # nothing would release it.
         self._step_lock = threading.Lock()
         self._changing_thread: int | None = None
         # True while the bookkeeping changes. A thread that takes the lock and finds it True knows
@@ -271,7 +271,7 @@ class Engine:
     # The thread that steps
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; returns the outputs that changed, live objects that grow with more steps."""
+        """Run one step; returns the outputs that changed, which grow with further steps."""
         self._refuse_reentry("step")
         with self._step_lock: outputs = self._step()  # noqa: E701  # fmt: skip
         self._read_inbox_if_idle()
@@ -287,7 +287,8 @@ class Engine:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached K/V; False, and nothing has changed, while requests run."""
         self._refuse_reentry("reset_prefix_cache")
-        with self._step_lock: return self._changed(self.cache.manager.reset_prefix_cache)  # noqa: E701  # fmt: skip
+        reset = self.cache.manager.reset_prefix_cache
+        with self._step_lock: return self._changed(reset)  # noqa: E701  # fmt: skip
 
     def stats(self) -> EngineStats:
         """What is held, running and waiting; from any thread."""
@@ -317,7 +318,7 @@ class Engine:
 
     @contextmanager
     def _change(self) -> Iterator[None]:
-        """Change the bookkeeping, with the lock; a change that an interrupt cut is repaired first."""
+        """Change the bookkeeping, with the lock; what an interrupt cut is repaired first."""
         self._changing_thread = threading.get_ident()
         try:
             if self._is_torn:
@@ -400,7 +401,7 @@ class Engine:
                 self._report(state.requests[0])
 
     def _blame(self, batch: Batch, error: Exception) -> None:
-        """Fail the request that ran alone; run several again one by one, to find out which fails."""
+        """Fail a request that ran alone; run several again one by one, to see which fails."""
         suspects = [(request, request.num_computed_tokens) for request in batch.requests]
         self._take_back(batch)
         if len(suspects) > 1:
@@ -504,4 +505,5 @@ class Engine:
         for request_id in finished:
             self._to_report.pop(request_id, None)
         # One call without a line of Python in it, and on the line that returns.
-        deque(map(self._states.pop, finished, itertools.repeat(None)), maxlen=0); return outputs  # noqa: E702  # fmt: skip
+        pops = map(self._states.pop, finished, itertools.repeat(None))
+        deque(pops, maxlen=0); return outputs  # noqa: E702  # fmt: skip

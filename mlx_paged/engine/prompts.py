@@ -72,7 +72,8 @@ def as_tokenizer(tokenizer: object) -> TokenizerWrapper:
         hasattr(tokenizer, name) for name in ("encode", "decode", "eos_token_id")
     ):
         raise ValueError(
-            f"[tokenizer] tokenizer must be one that mlx_paged.load returns, got {kind_of(tokenizer)}"
+            "[tokenizer] tokenizer must be one that mlx_paged.load returns, got "
+            f"{kind_of(tokenizer)}"
         )
     try:
         return TokenizerWrapper(tokenizer)
@@ -145,7 +146,8 @@ def check_token_ids(token_ids: object, vocab_size: int, name: str = "prompt") ->
         index = token if type(token) is int else as_integer(token)
         if index is None:
             raise ValueError(
-                f"[prompt] token ids are integers, got {shown(token)} ({kind_of(token)}) as {name}[{len(checked)}]"
+                f"[prompt] token ids are integers, got {shown(token)} ({kind_of(token)}) as "
+                f"{name}[{len(checked)}]"
             )
         if not 0 <= index < vocab_size:
             raise ValueError(
@@ -190,8 +192,8 @@ def _elements(token_ids: object, name: str) -> Sequence[object]:
     if _is_array(token_ids):
         if token_ids.ndim != 1:
             raise ValueError(
-                f"[prompt] {name} is an array of shape {tuple(token_ids.shape)}; token ids have one "
-                f"dimension, such as {name}[0]"
+                f"[prompt] {name} is an array of shape {tuple(token_ids.shape)}; token ids "
+                f"have one dimension, such as {name}[0]"
             )
         return _to_list(token_ids, name)
     if not _is_sequence(token_ids):

@@ -1,4 +1,4 @@
-"""`RequestState`: what the user gets of a request, as its completions' tokens come."""
+"""``RequestState``: what the user gets of a request, as its completions' tokens come."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class RequestState:
         )
 
     def add_token(self, request: Request, sampled: SampledToken) -> str | None:
-        """Take the newest token of a completion; returns the stop text that it completed, if any."""
+        """Take the newest token of a completion; returns the stop text that it completed."""
         output, completion = self.output, self.output.outputs[request.index]
         if output.time_to_first_token is None:
             output.time_to_first_token = time.perf_counter() - request.arrival_time

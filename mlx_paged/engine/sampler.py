@@ -25,7 +25,7 @@ FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 class SampledToken(NamedTuple):
-    """A token; if asked for, the log-probabilities of the most likely tokens by rank, and its own."""
+    """A token; if asked for, the log-probabilities of the likeliest tokens, and its own."""
 
     token_id: int
     logprobs: dict[int, Logprob] | None = None
@@ -265,7 +265,7 @@ def _filter(
     """
     scale, top_p, log_min_p = filters
     if has_top_p:
-        logprobs = apply_top_p(logprobs, top_p)  # type: ignore[arg-type]  # it is annotated for one number
+        logprobs = apply_top_p(logprobs, top_p)  # type: ignore[arg-type]  # an array
     if has_min_p:  # mlx-lm's apply_min_p takes no array
         logprobs = mx.where(
             logprobs < logprobs.max(axis=-1, keepdims=True) + log_min_p, -mx.inf, logprobs
@@ -304,7 +304,7 @@ def _report_logprobs(
 def _read_logprobs(
     report: LogprobReport, token_ids: Sequence[int], states: Sequence[SamplingState]
 ) -> dict[int, dict[int, Logprob]]:
-    """The log-probabilities of each entry by rank; equally likely tokens are ordered by their ids."""
+    """The log-probabilities of each entry by rank, then by token id."""
     wanted = [entry for entry, state in enumerate(states) if state.num_logprobs is not None]
     results: dict[int, dict[int, Logprob]] = {}
     for entry, sampled, sampled_rank, top_ids, top in zip(

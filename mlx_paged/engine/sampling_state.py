@@ -1,4 +1,4 @@
-"""`SamplingState`: what the sampler keeps of a request between two tokens."""
+"""``SamplingState``: what the sampler keeps of a request between two tokens."""
 
 from __future__ import annotations
 
@@ -48,7 +48,10 @@ class SamplingState:
         if params.logit_bias:
             beyond = [token for token in params.logit_bias if token >= vocab_size]
             if beyond:
-                message = f"[sampler] logit_bias has token id {beyond[0]}, the vocabulary ends at {vocab_size - 1}"
+                message = (
+                    f"[sampler] logit_bias has token id {beyond[0]}, the vocabulary ends at "
+                    f"{vocab_size - 1}"
+                )
                 self.error = ValueError(message)
             else:
                 with np.errstate(over="ignore"):

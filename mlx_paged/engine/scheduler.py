@@ -1,5 +1,5 @@
-"""`Scheduler`: which requests run in the next step, and with how many tokens each. Pure Python, no
-arrays.
+"""``Scheduler``: which requests run in the next step, and with how many tokens each. Pure Python,
+no arrays.
 
 There is no prefill phase and no decode phase. A request has ``num_tokens`` and
 ``num_computed_tokens``, and a step's work is the difference, capped by a token budget: whole
@@ -142,8 +142,8 @@ class Scheduler:
             raise prompt_beyond_context(request.num_tokens, limit)
         if request.num_seqs > self.config.max_num_seqs:
             raise ValueError(
-                f"[scheduler] {request.num_seqs} completions of one request are more than may run at once, "
-                f"{self.config.max_num_seqs}; raise max_num_seqs"
+                f"[scheduler] {request.num_seqs} completions of one request are more than may run "
+                f"at once, {self.config.max_num_seqs}; raise max_num_seqs"
             )
         if -(-request.num_tokens // self._block_size) > self.max_num_blocks:
             raise prompt_too_long(request.num_tokens, self._block_size, self.max_num_blocks)
@@ -237,7 +237,7 @@ class Scheduler:
                 self._schedule(plan, request, num_new_tokens, copies)
                 index += 1
             elif len(running) > 1:
-                # The last in order: none of the requests after `index` is in this step yet.
+                # The last in order: none of the requests after ``index`` is in this step yet.
                 self._preempt(plan, running[-1])
             elif request.num_output_tokens:
                 # It runs alone, and the device did not give the memory that the budget allows.

@@ -43,7 +43,7 @@ class SwapSpace(Generic[T]):
         return self._num_tokens_of.get(seq_id, 0)
 
     def reserve(self, seq_id: SeqId, num_tokens: int) -> bool:
-        """Keep room for a sequence until :meth:`release`; False, and no change, if there is none."""
+        """Keep room for a sequence until :meth:`release`; False if there is none."""
         if num_tokens > self.num_tokens - self.num_used_tokens:
             return False
         self._num_tokens_of[seq_id] = num_tokens

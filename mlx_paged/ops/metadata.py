@@ -76,7 +76,7 @@ class SlotMapping:
 
     @cached_property
     def only_slot(self) -> tuple[int, int] | None:
-        """Block id and offset of the only row, in the decode of a single sequence; else ``None``."""
+        """Block id and offset of the only row, if one sequence decodes; else ``None``."""
         is_one = len(self.slots) == 1 and self.slots[0] >= 0
         return divmod(self.slots[0], self.block_size) if is_one else None
 

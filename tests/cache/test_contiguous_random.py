@@ -1,4 +1,4 @@
-"""The contiguous cache under random requests and small budgets: each row is checked by its token."""
+"""The contiguous cache under random requests and small budgets, row by row."""
 
 from __future__ import annotations
 

@@ -37,7 +37,8 @@ def test_a_hash_is_these_bytes_for_ever():
     ).digest()
     second = hashlib.sha256(
         b"mlx_paged.block.v1\0" + b"\x01" + u64(32) + first + u64(1) + u64(9) + b"t" + u64(4)
-        + b"s" + u64(4) + b"lora" + b"i" + u64(1) + b"\x05" + b"n" + b"t" + u64(1) + b"b" + u64(1) + b"x",
+        + b"s" + u64(4) + b"lora" + b"i" + u64(1) + b"\x05"
+        + b"n" + b"t" + u64(1) + b"b" + u64(1) + b"x",
     ).digest()  # fmt: skip
     assert hash_block_tokens(None, [7, 300]) == first
     assert hash_block_tokens(first, (9,), ("lora", 5, None, (b"x",))) == second
@@ -85,8 +86,9 @@ def test_a_token_changes_its_block_and_all_after_it():
 
 def test_keys_that_look_alike_have_different_hashes():
     lookalikes = [
-        (), (None,), (1,), ("1",), (b"1",), ((1,),), (((1,),),), ("",), (b"",), (0,), (-1,), (255,), (256,), (-256,),
-        (1, 1), (1, (1,)), ((1,), 1), ((1, 1),), ("ab", "c"), ("a", "bc"), ("abc",), ("a", None), (None, "a"), ((),),
+        (), (None,), (1,), ("1",), (b"1",), ((1,),), (((1,),),), ("",), (b"",), (0,), (-1,), (255,),
+        (256,), (-256,), (1, 1), (1, (1,)), ((1,), 1), ((1, 1),), ("ab", "c"), ("a", "bc"),
+        ("abc",), ("a", None), (None, "a"), ((),),
         ((), ()), (((),),), ("n",), ("\ud800",), (2**64,), (2**64 + 1,), (2**200,),
     ]  # fmt: skip
     assert len({hash_block_tokens(None, [1, 2], keys) for keys in lookalikes}) == len(lookalikes)

@@ -155,7 +155,8 @@ POOL_CORRUPTION = {
     r"num_cached_blocks 4 != 3 blocks in the prefix index": (
         set_attribute("num_blocks", 4, lambda pool: pool.prefix_index)
     ),
-    r"prefix index: 1 entries for further blocks without any, or without a first: \['aaaaaaaa'\]": keep_an_empty_entry,
+    r"prefix index: 1 entries for further blocks without any, or without a first: "
+    r"\['aaaaaaaa'\]": keep_an_empty_entry,
     r"prefix index: 3 blocks have a hash, 1 are found; \[2, 3\]": keep_a_headless_entry,
 }
 

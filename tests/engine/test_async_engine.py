@@ -414,7 +414,8 @@ ENDS_OF_PROGRAMS = {
     "shut down": "engine.shutdown()",
     "dropped": "del engine",
     "left as it is": "",
-    "left while it answers": "left = engine.stream([1, 2, 3], SamplingParams(max_tokens=-1, ignore_eos=True))",
+    "left while it answers": "left = engine.stream([1, 2, 3], SamplingParams(max_tokens=-1, "
+    "ignore_eos=True))",
     "left by an error": "sys.exit(0)",
 }
 

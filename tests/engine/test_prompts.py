@@ -204,7 +204,8 @@ def test_one_prompt_and_several_are_told_apart_by_the_first_element(
     [
         (
             None,
-            "prompts must be a prompt (text, token ids or a dict) or a list of prompts, got NoneType",
+            "prompts must be a prompt (text, token ids or a dict) or a list of prompts, got "
+            "NoneType",
         ),
         (7, "got int"),
         (b"AB", "got bytes"),

@@ -734,7 +734,8 @@ def test_the_error_of_a_processor_names_it():
 
     (error,) = sample(make_logits(), make_request(logits_processors=[forgets_to_return]))
     assert str(error) == (
-        "[sampler] logits processor forgets_to_return must return floats of shape (1, 24), got NoneType"
+        "[sampler] logits processor forgets_to_return must return floats of shape (1, 24), "
+        "got NoneType"
     )
 
 

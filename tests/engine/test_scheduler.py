@@ -1,4 +1,4 @@
-"""Who runs in each step, with how many tokens: budgets, chunks, order, priorities, the watermark."""
+"""Who runs in each step, with how many tokens: budgets, chunks, order, priorities, watermark."""
 
 from __future__ import annotations
 

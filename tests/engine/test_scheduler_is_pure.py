@@ -1,4 +1,4 @@
-"""The scheduler knows no arrays and no clock: the same calls give the same plan on every machine."""
+"""No arrays and no clock: a scheduler's same calls give the same plan on every machine."""
 
 from __future__ import annotations
 

@@ -34,7 +34,8 @@ def disorders(trace: Sequence[Call]) -> list[str]:
             conflict = _conflict(trace[earlier], call)
             if conflict and earlier not in ancestors[number]:
                 found.append(
-                    f"call {number} ({_name(call)}) is not behind call {earlier} ({_name(trace[earlier])}): {conflict}"
+                    f"call {number} ({_name(call)}) is not behind call {earlier} "
+                    f"({_name(trace[earlier])}): {conflict}"
                 )
         earlier_calls.append(number)
     return found

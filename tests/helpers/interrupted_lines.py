@@ -124,7 +124,7 @@ def _answer(output: RequestOutput) -> list[tuple]:
 
 
 def tight_engine(demo: tuple[Any, Any], swap: bool = True) -> Engine:
-    """Room for less than all requests, so that they meet growth, preemption, swapping and chunks."""
+    """Too little room for all requests: they meet growth, preemption, swapping and chunks."""
     return make_engine(
         *demo,
         block_size=8,

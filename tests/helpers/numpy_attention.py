@@ -100,7 +100,7 @@ def eps(dtype: mx.Dtype) -> float:
 
 @dataclass(frozen=True)
 class PagedProblem:
-    """A ragged batch in poisoned slabs, and the dense rows of each sequence that it was made from."""
+    """A ragged batch in poisoned slabs, and the dense rows that each sequence was made from."""
 
     q: mx.array  # [num_tokens, num_heads, head_dim]
     kv: KVHandle
@@ -158,7 +158,7 @@ class PagedProblem:
 
 
 def before_the_step(problem: PagedProblem) -> tuple[KVHandle, mx.array, mx.array]:
-    """Slabs of their own that hold NaN where the new tokens go, and the K and V of these, packed."""
+    """Slabs that hold NaN where the new tokens go, and the packed K and V of these."""
     slots = problem.metadata.slot_mapping.slots
     block_size = problem.kv.block_size
     slabs = []

@@ -123,7 +123,7 @@ class SimulatedCache:
                 swap_space.release(seq_id)
 
     def compute(self, batch: Batch) -> None:
-        """Write the new rows and read the context; a step that says that it shares no new block gets
+        """Write the new rows and read the context; a step that says it shares no new block gets
         no help from the order.
         """
         steps = [(part.request, part.num_new_tokens) for part in batch.scheduled]

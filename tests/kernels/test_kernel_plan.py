@@ -18,7 +18,7 @@ from mlx_paged.ops.attention_plan import (
 
 
 def pack(seqs, window=None, has_rows=False, block_size=64):
-    """``seqs``: context length, query length and first block id of each; its blocks are adjacent."""
+    """``seqs``: context length, query length and first block id; blocks are adjacent."""
     context_lens, query_lens, first_blocks = zip(*seqs, strict=True)
     tables = [
         range(first, first - (-n // block_size))

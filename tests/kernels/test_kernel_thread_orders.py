@@ -38,7 +38,8 @@ def one_of_each_cut():
         cut = cut_threadgroup(case.capacity * case.group, case.head_dim, DTYPES[case.dtype].size)
         lanes = min(32, case.head_dim // 4)
         vectors = -(-case.head_dim // 128)
-        key = f"{cut.streams}_streams-{cut.row_splits}_splits-{lanes}x{vectors}-{['direct', 'merged'][case.is_merged]}"
+        end = "merged" if case.is_merged else "direct"
+        key = f"{cut.streams}_streams-{cut.row_splits}_splits-{lanes}x{vectors}-{end}"
         found.setdefault(key, case)
     return found
 

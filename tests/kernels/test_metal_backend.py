@@ -47,7 +47,7 @@ def test_auto_is_the_reference_where_the_default_device_is_the_cpu(a_mac, monkey
     assert choose_backend("auto", [(128, 128, 16)]).name == "reference"
     with pytest.raises(
         BackendError,
-        match=r"^\[backend\] the Metal backend needs mx.gpu as MLX's default device; use",
+        match=r"^\[backend\] the Metal backend needs mx.gpu as MLX's default device; choose",
     ):
         choose_backend("metal", [])
 

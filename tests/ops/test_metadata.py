@@ -97,11 +97,13 @@ def test_a_mapping_may_hold_no_row(slots, rows):
         ([1.5], r"\[slot_mapping\] slots must be integers of shape \[num_tokens\], got \[1.5\]"),
         (
             mx.array([1.0]),
-            r"\[slot_mapping\] slots must be integers of shape \[num_tokens\], got array\(\[1\], dtype=float32\)",
+            r"\[slot_mapping\] slots must be integers of shape \[num_tokens\], got "
+            r"array\(\[1\], dtype=float32\)",
         ),
         (
             mx.array(1),
-            r"\[slot_mapping\] slots must be integers of shape \[num_tokens\], got array\(1, dtype=int32\)",
+            r"\[slot_mapping\] slots must be integers of shape \[num_tokens\], got array\(1, "
+            r"dtype=int32\)",
         ),
         ([True], r"\[slot_mapping\] slots must be integers of shape \[num_tokens\], got \[True\]"),
     ],
@@ -186,11 +188,13 @@ def test_a_step_keeps_its_lists_by_value():
     [
         (
             ([[1], [2]], [3], [1, 1]),
-            r"\[attention_metadata\] 2 block_tables, 1 context_lens and 2 query_lens must be one per sequence",
+            r"\[attention_metadata\] 2 block_tables, 1 context_lens and 2 query_lens must be "
+            r"one per sequence",
         ),
         (
             ([[1]], [3, 4], [1]),
-            r"\[attention_metadata\] 1 block_tables, 2 context_lens and 1 query_lens must be one per sequence",
+            r"\[attention_metadata\] 1 block_tables, 2 context_lens and 1 query_lens must be "
+            r"one per sequence",
         ),
         (
             ([[1], [2]], [3, 4], [1, 0]),
@@ -210,11 +214,13 @@ def test_a_step_keeps_its_lists_by_value():
         ),
         (
             ([[1], [2]], [8, 17], [1, 1]),
-            r"\[attention_metadata\] sequence 1: 17 tokens need 3 blocks of 8, the block table has 1",
+            r"\[attention_metadata\] sequence 1: 17 tokens need 3 blocks of 8, the block "
+            r"table has 1",
         ),
         (
             ([[]], [1], [1]),
-            r"\[attention_metadata\] sequence 0: 1 tokens need 1 blocks of 8, the block table has 0",
+            r"\[attention_metadata\] sequence 0: 1 tokens need 1 blocks of 8, the block table "
+            r"has 0",
         ),
         (([[1], [2, -3]], [8, 16], [1, 1]), r"\[attention_metadata\] .*block id -3 is negative"),
     ],

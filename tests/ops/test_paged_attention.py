@@ -24,7 +24,7 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 
 
 def written(values, num_kv_heads=1, head_dim=32, keys=0.0):
-    """Slabs whose block 0 holds tokens with these values in every channel, all with the same key."""
+    """Slabs whose block 0 holds tokens with these values in every channel, and equal keys."""
     kv = KVHandle(
         mx.full((1, num_kv_heads, 8, head_dim), keys), mx.full((1, num_kv_heads, 8, head_dim), 1e4)
     )
@@ -333,7 +333,8 @@ Q = mx.zeros((3, 4, 32))
     [
         (
             {"q": mx.zeros((2, 4, 32))},
-            r"\[paged_attention\] q: expected \[num_tokens, num_heads, key_dim\] = \[3, \*, 32\], got \[2, 4, 32\]",
+            r"\[paged_attention\] q: expected \[num_tokens, num_heads, key_dim\] = \[3, \*, "
+            r"32\], got \[2, 4, 32\]",
         ),
         (
             {"q": mx.zeros((3, 4, 64))},

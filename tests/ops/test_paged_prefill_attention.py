@@ -1,4 +1,4 @@
-"""Attention for long query runs, held against the float64 formula and against the decode operation."""
+"""Attention for long query runs, against the float64 formula and the decode operation."""
 
 import mlx.core as mx
 import numpy as np

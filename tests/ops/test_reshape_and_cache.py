@@ -12,7 +12,7 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 
 
 def random_array(rng, shape, dtype):
-    """Any bits but those of NaN's payloads that a cast could change: normal numbers of the dtype."""
+    """Normal numbers of the dtype: no payloads of NaN, which a cast could change."""
     return mx.array(rng.standard_normal(shape, dtype=np.float32)).astype(dtype)
 
 
@@ -190,7 +190,8 @@ ROWS = mx.ones((2, 2, 32))
     [
         (
             {"slot_mapping": [0, 64]},
-            r"\[reshape_and_cache\] slot_mapping: slot 64 is out of range, the slabs have 64 slots \(4 blocks of 16\)",
+            r"\[reshape_and_cache\] slot_mapping: slot 64 is out of range, the slabs have 64 "
+            r"slots \(4 blocks of 16\)",
         ),
         ({"slot_mapping": [2**31, 0]}, r"slot 2147483648 is out of range"),
         ({"slot_mapping": [2**32 + 3, 0]}, r"slot 4294967299 is out of range"),
@@ -214,7 +215,8 @@ ROWS = mx.ones((2, 2, 32))
         ),
         (
             {"slot_mapping": [0, 1, 2]},
-            r"\[reshape_and_cache\] k: expected \[num_tokens, .*, dim\] = \[3, 2, 32\], got \[2, 2, 32\]",
+            r"\[reshape_and_cache\] k: expected \[num_tokens, .*, dim\] = \[3, 2, 32\], got "
+            r"\[2, 2, 32\]",
         ),
         (
             {"k": mx.ones((2, 4, 32))},

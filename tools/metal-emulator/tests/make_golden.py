@@ -1,4 +1,4 @@
-"""Write the golden files again: the Metal source that the installed MLX prints for each golden case.
+"""Write the golden files again: the Metal source that the installed MLX prints for each case.
 
     python tools/metal-emulator/tests/make_golden.py            # all of them, into golden/
     python tools/metal-emulator/tests/make_golden.py --print NAME
