@@ -226,7 +226,7 @@ class LLM:
                 if interrupted:
                     raise KeyboardInterrupt
             except BaseException:
-                # The next batch is not to go on with these.
+                # The next batch must not go on with these requests.
                 self._abort(requests)
                 raise
             finally:
@@ -256,7 +256,7 @@ class LLM:
 def _render(
     tokenizer: TokenizerWrapper, conversation: Any, template_options: Mapping[str, Any]
 ) -> Prompt | ChatTemplateError:
-    """The prompt of a conversation, with its text; or what failed it."""
+    """The prompt of a conversation with its text, or the error that it failed with."""
     try:
         text, token_ids = encode_chat(tokenizer, conversation, template_options)
     except ChatTemplateError as error:
@@ -277,7 +277,7 @@ def _failed(
 
 
 def _as_given(prompt: object) -> tuple[str | None, list[int]]:
-    """Text and token ids of a prompt that failed, as far as it has any."""
+    """The text and the token ids of a prompt that failed, if it has them."""
     text = token_ids = prompt
     if isinstance(prompt, Mapping):
         text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")

@@ -30,7 +30,7 @@ class EngineStoppedError(RuntimeError):
     """The engine was shut down, or its thread failed; the message says which."""
 
 
-# What a reader is sent: the answer so far; or, where the engine ends before the answer, why.
+# A reader is sent the answer so far or, if the engine ends before the answer does, the reason.
 News: TypeAlias = RequestOutput | EngineStoppedError
 Receiver: TypeAlias = Callable[[News], None]
 
@@ -60,13 +60,13 @@ class AsyncEngine:
         tokenizer: TokenizerWrapper | None = None,
         **engine_options: Unpack[EngineOptions],
     ):
-        # Made here, so that wrong settings are the caller's to see.
+        # It is made here so that the caller gets the errors of wrong settings.
         self.engine = Engine(model, tokenizer, **engine_options)
         self._request_ids = map(str, itertools.count())
         self._loop = _EngineLoop(self.engine)
         self._receivers = self._loop.receivers
-        # The thread holds the loop and nothing holds this object but its users: when they drop it,
-        # the thread ends.
+        # The thread holds the loop, and only users hold this object: when they drop it, the thread
+        # ends.
         weakref.finalize(self, self._loop.stop).atexit = False
         self._loop.start()
 
@@ -138,8 +138,7 @@ class AsyncEngine:
         """The same as :meth:`generate`, for threads."""
         request_id = self._new_id() if request_id is None else check_request_id(request_id)
         outputs = self._stream(prompt, params, request_id, options)
-        # Into its ``try``, so that a stream that nobody reads ends its request, too, when it is
-        # dropped.
+        # This enters its ``try``, so a stream that is dropped unread ends its request, too.
         next(outputs)
         return outputs
 
@@ -202,7 +201,7 @@ class AsyncEngine:
         await asyncio.get_running_loop().run_in_executor(None, self.shutdown)
 
     def _new_id(self) -> str:
-        # A user may have given such a name to a request of theirs.
+        # A user may have named a request like this.
         return next(
             name for n in self._request_ids if (name := f"request-{n}") not in self._receivers
         )
@@ -218,8 +217,8 @@ class AsyncEngine:
         if self._receivers.setdefault(request_id, receiver) is not receiver:
             raise ValueError(f"[engine] request {request_id!r} exists already")
         try:
-            # In this order: a loop that stops now has either sent its end to this receiver, or is
-            # seen to stop.
+            # The order matters: a loop that stops now either has sent its end to this receiver or
+            # is seen to stop.
             if self._loop.is_stopping:
                 raise self._loop.stopped()
             self.engine.add_request(request_id, prompt, params, **options)
@@ -229,9 +228,9 @@ class AsyncEngine:
         self._loop.wake()
 
     def _forget(self, request_id: str, receiver: Receiver) -> None:
-        """The reader left; a request that is not done is not wanted any more."""
+        """Abort a request whose reader left, unless it is done."""
         if self._receivers.get(request_id) is receiver:
-            # In this order: as long as it has a receiver, no other request gets its id.
+            # The order matters: while it has a receiver, no other request gets its id.
             self.abort(request_id)
             self._receivers.pop(request_id, None)
 
@@ -306,7 +305,7 @@ class _EngineLoop:
 
 
 def _copied(output: RequestOutput) -> RequestOutput:
-    """The output as it is now: the engine's own grows on."""
+    """A copy of the output as it is now, since the engine's own keeps growing."""
     copied = copy.copy(output)
     copied.outputs = [copy.copy(completion) for completion in output.outputs]
     for completion in copied.outputs:
@@ -321,7 +320,7 @@ def _is_last(news: News) -> bool:
 
 
 def _checked(news: News) -> RequestOutput:
-    """The output, unless the request failed: what failed it is raised."""
+    """The output; raises what failed the request, if it failed."""
     if isinstance(news, EngineStoppedError):
         raise news
     # If some completions did not fail, they are an answer.

@@ -35,7 +35,7 @@ from mlx_paged.engine.request_state import RequestState
 from mlx_paged.engine.sampler import SampledToken
 from mlx_paged.engine.scheduler import Scheduler, extra_hash_keys
 from mlx_paged.engine.swap_space import SwapSpace, is_swapping_cheaper
-from mlx_paged.errors import forget_frames, request_error
+from mlx_paged.errors import ArgumentError, forget_frames, request_error, shown
 from mlx_paged.foreign_arguments import argument_names, refuses_unknown_arguments
 from mlx_paged.models.context_length import context_limit
 from mlx_paged.models.kv_cache import make_kv_cache
@@ -151,12 +151,11 @@ class Engine:
         # What other threads ask for goes through the inbox, which is emptied whenever no step runs.
         self._inbox: deque[Callable[[], None]] = deque()
         self._to_report: dict[str, None] = {}  # ids of requests, in order
-        # Requests from a failed step and the length each had reached; each is retried alone up to
-        # there.
+        # Requests from a failed step and the length each had reached; each is retried alone.
         self._suspects: deque[tuple[Request, int]] = deque()
-        # Held by the thread that changes anything below the inbox. Wherever it is taken, ``with``
-        # and its body stand on one line: so no line of ours begins while the lock is held and
-        # nothing would release it.
+        # Held by the thread that changes the scheduler, the cache or a state. Wherever it is taken,
+        # ``with`` and its body stand on one line, so that no interrupt can come between two lines
+        # of ours while the lock is held and nothing would release it.
         self._step_lock = threading.Lock()
         self._changing_thread: int | None = None
         # True while the bookkeeping changes. A thread that takes the lock and finds it True knows
@@ -165,9 +164,9 @@ class Engine:
 
     def _num_swap_tokens(self, swap_bytes: str | int | None) -> int:
         config = self.cache.config
-        if not self.cache.can_swap:
-            return 0
         if swap_bytes is None:
+            if not self.cache.can_swap:
+                return 0
             sizes = [leaf.size for leaf in dict(tree_flatten(self.model.parameters())).values()]
             is_cheaper = is_swapping_cheaper(sum(sizes), config.nbytes_per_token)
             return int(config.num_slots * DEFAULT_SWAP_SHARE) if is_cheaper else 0
@@ -175,6 +174,12 @@ class Engine:
         if is_zero or as_integer(swap_bytes) == 0:
             return 0
         budget = KVBudget.parse(swap_bytes, "swap_bytes")
+        if not self.cache.can_swap:
+            raise ArgumentError(
+                f"[engine] swap_bytes={shown(swap_bytes)} needs kv='paged': preempted requests of "
+                f"a {self.cache.kind} cache are computed again; leave it out",
+                "swap_bytes",
+            )
         if budget.num_blocks is not None:
             return budget.num_blocks * config.block_size
         return (budget.nbytes or 0) // config.nbytes_per_token
@@ -334,7 +339,7 @@ class Engine:
             return change()
 
     def _repair(self) -> None:
-        """Begin again from what no interrupt tears: the requests, and what was reported of each.
+        """Start over from what no interrupt can tear: the requests, and what was reported of each.
 
         Cached K/V are lost, and what runs is computed again.
         """
@@ -418,7 +423,7 @@ class Engine:
             # evaluate them.
             mx.eval(self.cache.arrays)
         except Exception:
-            # Nor can this one: without new slabs, every later step would fail.
+            # This thread can't either: without new slabs, every later step would fail.
             self._repair()
 
     def _next_suspect(self) -> Request | None:

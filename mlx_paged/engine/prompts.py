@@ -65,7 +65,7 @@ def read_prompt(
 
 
 def as_tokenizer(tokenizer: object) -> TokenizerWrapper:
-    """A tokenizer of mlx-lm's; raises ``ValueError`` for what is no tokenizer."""
+    """The tokenizer in mlx-lm's wrapper; raises ``ValueError`` for anything else."""
     if isinstance(tokenizer, TokenizerWrapper):
         return tokenizer
     if isinstance(tokenizer, type) or not all(
@@ -128,8 +128,8 @@ def encode_prompt(tokenizer: TokenizerWrapper | None, text: str, name: str = "pr
     try:
         token_ids: list[int] = tokenizer.encode(text, add_special_tokens=not has_bos)
     except Exception as error:
-        # A tokenizer may be anybody's code. For the caller there is one fact: the text has no
-        # tokens.
+        # A tokenizer may be anybody's code and raise anything. The caller needs one fact: the text
+        # has no tokens.
         raise ValueError(f"[prompt] the tokenizer can't encode {name}: {reason(error)}") from error
     return token_ids
 
@@ -222,7 +222,7 @@ def _to_list(array: Array, name: str) -> list[object]:
     try:
         elements: list[object] = array.tolist()
     except Exception as error:
-        # An array of MLX that is not evaluated yet, whose operation fails or is another thread's.
+        # A lazy array of MLX may fail, or belong to another thread.
         raise ValueError(
             f"[prompt] {name} is an array that can't be read: {reason(error)}"
         ) from error

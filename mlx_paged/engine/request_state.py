@@ -1,4 +1,4 @@
-"""``RequestState``: what the user gets of a request, as its completions' tokens come."""
+"""``RequestState``: the output of a request, which grows with its completions' tokens."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ class RequestState:
             if tokenizer is None
             else [self._new_stream(tokenizer) for _ in range(num_completions)]
         )
-        # What the user has seen of each completion: the number of its tokens, and whether it is
-        # finished.
+        # How many tokens of each completion the user has seen, and whether it was finished.
         self._reported = [NOTHING_REPORTED] * num_completions
         self.output = RequestOutput(
             request.request_id,
@@ -62,7 +61,7 @@ class RequestState:
         return stop_text
 
     def finish(self, request: Request) -> None:
-        """A completion came to its end, or the whole request before it had more than one."""
+        """Note the end of a completion, or of the request before it was forked."""
         output = self.output
         completions = [output.outputs[request.index]] if len(self.requests) > 1 else output.outputs
         for completion in completions:
@@ -81,7 +80,7 @@ class RequestState:
         output.finished = all(completion.finished for completion in output.outputs)
 
     def note_reported(self) -> None:
-        """The output goes to the user as it is now: what it holds stays true from here on."""
+        """Note that the user gets the output as it is now, which must stay true from here on."""
         self._reported = [
             (len(completion.token_ids), completion.finish_reason is not None)
             for completion in self.output.outputs

@@ -10,8 +10,8 @@ import numpy as np
 
 from mlx_paged.request import Request
 
-# Penalties and temperatures end here, and top_p at its inverse, so that no product leaves float32:
-# a scale of 0 would make NaN of the tokens that a filter took out.
+# The limit of penalties and temperatures, and its inverse that of top_p, so that no product leaves
+# float32: a scale of 0 would turn tokens that a filter removed into NaN.
 HUGE = 1e30
 COLDEST = 1e-6  # temperatures end here: a log-probability over a lower one leaves float32
 
@@ -73,8 +73,7 @@ class SamplingState:
             and self.num_logprobs is None
             and not self.may_leave_nothing
         )
-        # The seed takes as many bytes as it needs and the rest has fixed width, so no two triples
-        # read the same.
+        # Only the seed has a variable width, so no two triples have the same bytes.
         seed, index = int(request.seed), request.index
         seed_bytes = seed.to_bytes(seed.bit_length() // 8 + 1, "little", signed=True)
         self.key = blake2b(seed_bytes + index.to_bytes(8, "little"), digest_size=8)

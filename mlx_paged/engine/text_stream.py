@@ -48,7 +48,7 @@ class TextStream:
         begin, stop = find_stop(tail, self._stops)
         unfinished = find_unfinished_stop(tail, self._stops)
         if stop is None or unfinished < begin:
-            # A stop text that may begin earlier than a whole one is waited for.
+            # An earlier stop text may still be completed: wait for it.
             self.text += tail[:unfinished]
             self._held_back = tail[unfinished:]
             return None
@@ -92,8 +92,8 @@ class TextStream:
         try:
             self._detokenizer.finalize()
         except LookupError:
-            # The BPE one, for a token outside its byte alphabet that ends like an incomplete
-            # character.
+            # The BPE detokenizer raises it for a token outside its byte alphabet that ends like an
+            # incomplete character.
             return "\ufffd"
         return self._read()
 

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def load_errors(what: str) -> Iterator[None]:
 
 def demo_model_path() -> Path:
     """The folder of the bundled demo model."""
-    return Path(__file__).parent.parent / "demo_model"
+    return Path(str(files("mlx_paged"))) / "demo_model"
 
 
 def find_model(path_or_hf_repo: str | Path, revision: str | None = None) -> Path:

@@ -20,6 +20,7 @@ from mlx_paged.errors import shown
 from mlx_paged.foreign_arguments import refuses_unknown_arguments
 from mlx_paged.memory import default_kv_cache_bytes
 from mlx_paged.models.language_model import check_model
+from mlx_paged.ops import BACKENDS, BackendError
 
 
 @overload
@@ -86,6 +87,11 @@ def make_kv_cache(
     if kind not in KV_CACHES:
         raise ValueError(
             f"[kv cache] unknown cache mode {shown(kind)}; supported: {', '.join(KV_CACHES)}"
+        )
+    if backend not in BACKENDS:
+        # A basic cache needs none, and would not ask for it.
+        raise BackendError(
+            f"[backend] unknown backend {shown(backend)}; choose one of {', '.join(BACKENDS)}"
         )
     block_size = check_integer("kv cache", "block_size", block_size, 1)
     if kv_cache_bytes is None:

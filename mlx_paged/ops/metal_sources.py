@@ -1,17 +1,14 @@
-"""Where the Metal sources are: inside the package of a wheel, beside it in a source checkout.
-
-``importlib.resources`` finds only the former, as nothing beside a package belongs to it.
-"""
+"""The Metal sources: a resource of the package in a wheel, beside the package in a checkout."""
 
 from __future__ import annotations
 
 from functools import cache
+from importlib.resources import files
 from pathlib import Path
 
-_PACKAGE = Path(__file__).resolve().parent.parent
-METAL_FOLDER = _PACKAGE / "metal"
+METAL_FOLDER = files("mlx_paged") / "metal"
 if not METAL_FOLDER.is_dir():
-    METAL_FOLDER = _PACKAGE.parent / "metal"
+    METAL_FOLDER = Path(str(files("mlx_paged"))).parent / "metal"
 
 
 @cache
