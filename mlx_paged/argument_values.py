@@ -16,7 +16,9 @@ def kind_of(value: object) -> str:
 
 def is_sequence(value: object) -> TypeGuard[Sequence[Any]]:
     """Whether ``value`` is a list or the like, and no text or bytes."""
-    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
+    return isinstance(value, Sequence) and not isinstance(
+        value, (str, bytes, bytearray, memoryview)
+    )
 
 
 def is_plain_integer(value: object, low: int | None = None) -> TypeGuard[int]:
@@ -64,6 +66,12 @@ def check_integer(room: str, name: str, value: object, low: int | None = None) -
         why = ", which is not a whole number" if number is None and low is not None else ""
         raise ArgumentError(f"[{room}] {name} must be {range_}, got {shown(value)}{why}", name)
     return number
+
+
+def check_positive(room: str, name: str, value: object) -> None:
+    """Raise ``ValueError`` unless ``value`` is a Python ``int`` of at least 1."""
+    if not is_plain_integer(value, 1):
+        raise ValueError(f"[{room}] {name} must be a positive integer, got {shown(value)}")
 
 
 def check_callable(room: str, name: str, value: object, what: str) -> None:

@@ -6,6 +6,7 @@ import numbers
 import re
 from dataclasses import dataclass
 
+from mlx_paged.argument_values import check_positive
 from mlx_paged.errors import ArgumentError, shown
 
 BLOCK_SIZES = (8, 16, 32, 64)
@@ -84,9 +85,9 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "priority_steps"):
-            _check_positive(name, getattr(self, name))
+            check_positive("scheduler", name, getattr(self, name))
         if self.max_model_len is not None:
-            _check_positive("max_model_len", self.max_model_len)
+            check_positive("scheduler", "max_model_len", self.max_model_len)
         if not isinstance(self.watermark, int | float) or not 0 <= self.watermark < 1:
             raise ValueError(
                 f"[scheduler] watermark must be within 0..1, below 1, got {shown(self.watermark)}"
@@ -102,8 +103,3 @@ class SchedulerConfig:
                 f"least max_num_seqs {self.max_num_seqs}: a step holds a token of each running "
                 f"sequence"
             )
-
-
-def _check_positive(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"[scheduler] {name} must be a positive integer, got {shown(value)}")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypedDict, Unpack
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
+from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.argument_values import check_callable, check_integer
@@ -236,7 +237,7 @@ def _responses(
                         peak_memory=mx.get_peak_memory() / 1e9,
                         finish_reason=answer.finish_reason,
                         cached_tokens=output.num_cached_tokens,
-                        kv_bytes=engine.cache.stats().nbytes_held,
+                        kv_bytes=engine.cache.nbytes_held,
                         time_to_first_token=first_token - start,
                     )
                     num_shown = len(answer.text)
@@ -252,15 +253,11 @@ class _Recorder:
 
     def __init__(self, sampler: Sampler | None):
         self.logprobs = mx.zeros(0)
-        self._sampler = sampler or _argmax
+        self._sampler = sampler or make_sampler()
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         self.logprobs = logprobs[0]
         return self._sampler(logprobs)
-
-
-def _argmax(logprobs: mx.array) -> mx.array:
-    return mx.argmax(logprobs, axis=-1)
 
 
 def _stream(

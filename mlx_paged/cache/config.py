@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mlx_paged.argument_values import check_positive
 from mlx_paged.cache.formats import DenseFormat
-from mlx_paged.cache.layer import LayerSpec, check_positive
+from mlx_paged.cache.layer import LayerSpec
 from mlx_paged.config import BLOCK_SIZES, DEFAULT_BLOCK_SIZE, KVBudget
 from mlx_paged.errors import ArgumentError
 
@@ -24,8 +25,8 @@ class KVCacheConfig:
     num_blocks: int = 256  # that sequences can hold together, without a paged cache's null block
 
     def __post_init__(self) -> None:
-        check_positive("num_layers", len(self.layers))
-        check_positive("num_blocks", self.num_blocks)
+        check_positive("kv cache", "num_layers", len(self.layers))
+        check_positive("kv cache", "num_blocks", self.num_blocks)
         if self.block_size not in BLOCK_SIZES:
             raise ValueError(
                 f"[kv cache] block_size must be one of {BLOCK_SIZES}, got {self.block_size!r}"
@@ -42,8 +43,8 @@ class KVCacheConfig:
         num_blocks: int = 256,
     ) -> KVCacheConfig:
         """A cache whose layers are all alike, K rows as wide as V rows."""
-        check_positive("num_layers", num_layers)
-        check_positive("head_dim", head_dim)
+        check_positive("kv cache", "num_layers", num_layers)
+        check_positive("kv cache", "head_dim", head_dim)
         spec = LayerSpec(num_kv_heads, head_dim, head_dim, format=DenseFormat(dtype))
         return cls((spec,) * num_layers, block_size, num_blocks)
 

@@ -10,8 +10,7 @@ from mlx_paged.cache.base import KVCache
 from mlx_paged.cache.layer import LayerKV, LayerSpec
 from mlx_paged.cache.rows import Rows, RowStore
 from mlx_paged.core import BlockCopy, KVCacheManager
-from mlx_paged.ops import AttentionMetadata, AttentionParams
-from mlx_paged.ops.reference import attend_densely
+from mlx_paged.ops import AttentionMetadata, AttentionParams, attend_densely
 from mlx_paged.request import SeqId
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from mlx_paged.argument_values import check_positive
 from mlx_paged.cache.formats import DenseFormat, KVFormat
 from mlx_paged.ops import AttentionMetadata
 
@@ -28,7 +29,7 @@ class LayerSpec:
     def __post_init__(self) -> None:
         names = ["num_kv_heads", "key_dim", "value_dim"]
         for name in names if self.window is None else [*names, "window"]:
-            check_positive(name, getattr(self, name))
+            check_positive("kv cache", name, getattr(self, name))
 
     @property
     def nbytes_per_token(self) -> int:
@@ -95,9 +96,3 @@ class LayerKV(ABC):
         Returns:
             ``[len(q), num_heads, value_dim]`` in the dtype of ``q``.
         """
-
-
-def check_positive(name: str, value: object) -> None:
-    """Raise ``ValueError`` unless ``value`` is an integer of at least 1."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"[kv cache] {name} must be a positive integer, got {value!r}")

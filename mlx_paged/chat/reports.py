@@ -82,7 +82,7 @@ class Reports:
         """The figures of an answer, and why it was cut, if it was."""
         say, engine = self._screen.say, conversation.engine
         if self._verbose:
-            held = engine.cache.stats().nbytes_held / 1e6
+            held = engine.cache.nbytes_held / 1e6
             say(
                 f"Prompt: {response.prompt_tokens} tokens ({response.cached_tokens} reused), "
                 f"{response.prompt_tps:.3f} tokens-per-sec, first token after "
@@ -110,7 +110,7 @@ class Reports:
     def stats(self, branches: list[Conversation]) -> None:
         """What the K/V cache holds, how often it was hit, what the branches share."""
         say, engine = self._screen.say, branches[-1].engine
-        held, budget = engine.cache.stats().nbytes_held, engine.cache.config.nbytes
+        held, budget = engine.cache.nbytes_held, engine.cache.config.nbytes
         say(f"messages: {len(branches[-1].messages)}, tokens held: {len(branches[-1].tokens)}")
         self._pool(branches, engine)
         say(f"K/V memory: {held / 1e6:.2f} MB allocated, budget {budget / 1e6:.2f} MB")

@@ -303,7 +303,7 @@ class Engine:
             num_waiting=len(self.scheduler.waiting),
             num_preemptions=self.scheduler.num_preemptions,
             num_swapped_tokens=self.swap_space.num_used_tokens,
-            nbytes_held=self.cache.stats().nbytes_held,
+            nbytes_held=self.cache.nbytes_held,
             nbytes_budget=self.cache.config.nbytes,
         )
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeGuar
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.argument_values import as_integer, kind_of
+from mlx_paged.argument_values import as_integer, is_sequence, kind_of
 from mlx_paged.errors import reason, shown
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def split_prompts(prompts: object) -> list[Any]:
                 "for one prompt, or two for a prompt in each row"
             )
         prompts = _to_list(prompts, "prompts")
-    if not _is_sequence(prompts):
+    if not is_sequence(prompts):
         raise ValueError(
             f"[prompt] prompts must be a prompt (text, token ids or a dict) or a list of prompts, "
             f"got {kind_of(prompts)}"
@@ -196,7 +196,7 @@ def _elements(token_ids: object, name: str) -> Sequence[object]:
                 f"have one dimension, such as {name}[0]"
             )
         return _to_list(token_ids, name)
-    if not _is_sequence(token_ids):
+    if not is_sequence(token_ids):
         raise ValueError(
             f"[prompt] a prompt is text or token ids, got {kind_of(token_ids)} as {name}"
         )
@@ -209,12 +209,6 @@ def _is_array(value: object) -> TypeGuard[Array]:
         hasattr(value, "tolist")
         and hasattr(value, "ndim")
         and not isinstance(value, (type, memoryview))
-    )
-
-
-def _is_sequence(value: object) -> TypeGuard[Sequence[object]]:
-    return isinstance(value, Sequence) and not isinstance(
-        value, (str, bytes, bytearray, memoryview)
     )
 
 

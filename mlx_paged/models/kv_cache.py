@@ -20,7 +20,7 @@ from mlx_paged.errors import shown
 from mlx_paged.foreign_arguments import refuses_unknown_arguments
 from mlx_paged.memory import default_kv_cache_bytes
 from mlx_paged.models.language_model import check_model
-from mlx_paged.ops import BACKENDS, BackendError
+from mlx_paged.ops import check_backend_name
 
 
 @overload
@@ -88,11 +88,7 @@ def make_kv_cache(
         raise ValueError(
             f"[kv cache] unknown cache mode {shown(kind)}; supported: {', '.join(KV_CACHES)}"
         )
-    if backend not in BACKENDS:
-        # A basic cache needs none, and would not ask for it.
-        raise BackendError(
-            f"[backend] unknown backend {shown(backend)}; choose one of {', '.join(BACKENDS)}"
-        )
+    check_backend_name(backend)  # a basic cache has no backend, and would not ask
     block_size = check_integer("kv cache", "block_size", block_size, 1)
     if kv_cache_bytes is None:
         weight_nbytes = sum(leaf.nbytes for leaf in dict(tree_flatten(model.parameters())).values())

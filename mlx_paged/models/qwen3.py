@@ -18,6 +18,7 @@ import mlx.nn as nn
 from mlx_lm.models.activations import swiglu
 from mlx_lm.models.rope_utils import initialize_rope
 
+from mlx_paged.argument_values import check_positive
 from mlx_paged.cache import DenseFormat, LayerKV, LayerSpec
 from mlx_paged.errors import shown
 from mlx_paged.models.language_model import LanguageModel
@@ -95,10 +96,7 @@ class ModelArgs:
         for name in (*SIZES, "max_position_embeddings"):
             limit = MAX_LAYERS if name == "num_hidden_layers" else MAX_SIZE
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(
-                    f"[qwen3] {name} in config.json must be a positive integer, got {shown(value)}"
-                )
+            check_positive("qwen3", f"{name} in config.json", value)
             if value > limit:
                 raise ValueError(
                     f"[qwen3] {name} in config.json must be at most {limit:,}, got {shown(value)}"

@@ -3,10 +3,11 @@ describe each step and layer to it.
 """
 
 from mlx_paged.ops.backend import Backend, BackendError
-from mlx_paged.ops.choose import BACKENDS, choose_backend
+from mlx_paged.ops.choose import BACKENDS, check_backend_name, choose_backend
 from mlx_paged.ops.copy_detector import CopyDetector
 from mlx_paged.ops.kv_handle import KVHandle
 from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, SlotMapping
+from mlx_paged.ops.reference import attend_densely
 
 __all__ = [
     "BACKENDS",
@@ -17,5 +18,7 @@ __all__ = [
     "CopyDetector",
     "KVHandle",
     "SlotMapping",
+    "attend_densely",
+    "check_backend_name",
     "choose_backend",
 ]

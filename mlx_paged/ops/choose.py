@@ -30,10 +30,7 @@ def choose_backend(name: str, shapes: Iterable[tuple[int, int, int]]) -> Backend
     Raises:
         BackendError: the name is unknown, or ``"metal"`` was asked for and can't be had.
     """
-    if name not in BACKENDS:
-        raise BackendError(
-            f"[backend] unknown backend {shown(name)}; choose one of {', '.join(BACKENDS)}"
-        )
+    check_backend_name(name)
     if name == "reference" or (name == "auto" and not metal_is_there()):
         return ReferenceBackend()
     if not metal_is_there():
@@ -50,6 +47,14 @@ def choose_backend(name: str, shapes: Iterable[tuple[int, int, int]]) -> Backend
         raise BackendError(f"[backend] {lack}; choose the backend 'reference' or 'auto'")
     warnings.warn(f"[backend] {lack}; plain MLX operations run instead", stacklevel=2)
     return ReferenceBackend()
+
+
+def check_backend_name(name: str) -> None:
+    """Raise ``BackendError`` unless there is a backend of this name."""
+    if name not in BACKENDS:
+        raise BackendError(
+            f"[backend] unknown backend {shown(name)}; choose one of {', '.join(BACKENDS)}"
+        )
 
 
 def metal_is_there() -> bool:

@@ -14,11 +14,12 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, TypeGuard, TypeVar, cast
+from typing import NamedTuple, TypeAlias, TypeGuard, TypeVar, cast
 
 import mlx.core as mx
 
 T = TypeVar("T")
+Rows: TypeAlias = tuple[mx.array, mx.array]  # K and V
 
 # MLX hands a kernel inputs of fewer elements in another address space: another kernel to compile.
 MIN_ELEMENTS = 8
@@ -110,6 +111,12 @@ class StepPart(NamedTuple):
     capacity: int  # the smallest given length that holds their runs; 0 for runs that none holds
     step: AttentionMetadata
     rows: mx.array | None  # [num_tokens of the part] int32, its rows; None for the whole step
+
+    def take(self, q: mx.array, kv_rows: Rows | None) -> tuple[mx.array, Rows | None]:
+        """The part's rows of the step's packed queries, and of its K and V if there are any."""
+        if self.rows is None:
+            return q, kv_rows
+        return q[self.rows], kv_rows and (kv_rows[0][self.rows], kv_rows[1][self.rows])
 
 
 @dataclass(frozen=True, eq=False)

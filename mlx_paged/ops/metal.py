@@ -11,8 +11,14 @@ from mlx_paged.ops import checks, kernels
 from mlx_paged.ops.attention_plan import AttentionPlan
 from mlx_paged.ops.backend import Backend
 from mlx_paged.ops.kv_handle import KVHandle
-from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, SlotMapping, padded
-from mlx_paged.ops.reference import ReferenceBackend, Rows, attend_densely, new_kv
+from mlx_paged.ops.metadata import (
+    AttentionMetadata,
+    AttentionParams,
+    Rows,
+    SlotMapping,
+    padded,
+)
+from mlx_paged.ops.reference import ReferenceBackend, attend_densely, new_kv
 
 MAX_GROUP_SIZE = 16
 # Query tokens per sequence that the decode kernel is made for: a decode, and speculation.
@@ -68,11 +74,9 @@ class MetalBackend(Backend):
         parts, row_order = step.parts(_decode_runs(num_heads // kv.num_kv_heads))
         sinks = kernels.sink_logits(params.sinks, num_heads)
         outputs = []
-        for run, part, where in parts:
-            part_q, part_rows = q, rows
-            if where is not None:
-                part_q = q[where]
-                part_rows = rows and (rows[0][where], rows[1][where])
+        for step_part in parts:
+            run, part, _ = step_part
+            part_q, part_rows = step_part.take(q, rows)
             if run == 0:
                 outputs.append(_prefill(part_q, part_rows, kv, part, params))
                 continue

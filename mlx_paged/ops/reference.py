@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TypeAlias
 
 import mlx.core as mx
 import numpy as np
@@ -17,9 +16,7 @@ import numpy as np
 from mlx_paged.ops import checks
 from mlx_paged.ops.backend import Backend
 from mlx_paged.ops.kv_handle import KVHandle
-from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, SlotMapping
-
-Rows: TypeAlias = tuple[mx.array, mx.array]  # K and V
+from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, Rows, SlotMapping
 
 # Block-parallel attention reads each block once per query token, gathered K/V are read once per
 # run. Measured on a 2-core CPU (benchmarks/results/attention-cpu.json, attention-runs-cpu.json),
@@ -160,11 +157,9 @@ def _attend(
 ) -> mx.array:
     parts, row_order = step.parts(DECODE_RUNS)
     outputs = []
-    for run, part, where in parts:
-        part_q, part_rows = q, rows
-        if where is not None:
-            part_q = q[where]
-            part_rows = rows and (rows[0][where], rows[1][where])
+    for step_part in parts:
+        run, part, _ = step_part
+        part_q, part_rows = step_part.take(q, rows)
         outputs.append(
             _decode(part_q, kv, part, params)
             if run
