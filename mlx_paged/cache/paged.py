@@ -104,20 +104,24 @@ class PagedKVCache(KVCache):
     # Steps
 
     def _prepare(self, step: AttentionMetadata) -> None:
-        block_size = self.config.block_size
-        # Whatever another sequence left in a new block that is filled in part, a NaN even, must not
-        # reach this one.
+        if self.backend.reads_unused_slots:
+            self._zero_new_blocks(step)
+        self._copy_detector.begin_step(step.num_tokens, self._first_slab_nbytes)
+
+    def _zero_new_blocks(self, step: AttentionMetadata) -> None:
+        """Whatever another sequence left in a new block that is filled in part, a NaN even, must
+        not reach this one.
+        """
         partly_filled = [
             table[-1]
             for table, context_len, query_len in zip(
                 step.block_tables, step.context_lens, step.query_lens, strict=True
             )
-            if 0 < context_len % block_size <= query_len
+            if 0 < context_len % step.block_size <= query_len
         ]
         if partly_filled:
             for layer in self.layers:
                 self.backend.zero_blocks(layer.kv, partly_filled)
-        self._copy_detector.begin_step(step.num_tokens, self._first_slab_nbytes)
 
     def _finish(self) -> None:
         self._copy_detector.end_step(self._first_slab_nbytes)
@@ -171,7 +175,7 @@ class PagedKVCache(KVCache):
         table = self._table(seq)
         slots = SlotMapping.build(table.slot_mapping(start, end - start), self.config.block_size)
         for layer, rows in zip(self.layers, swapped.rows, strict=True):
-            if table.num_unfilled_slots:
+            if table.num_unfilled_slots and self.backend.reads_unused_slots:
                 self.backend.zero_blocks(layer.kv, [table.packed_block_ids[-1]])
             from_host = layer.spec.format.from_host
             k, v = (from_host(array[:, start:end]).swapaxes(0, 1) for array in rows)

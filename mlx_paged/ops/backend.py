@@ -29,6 +29,9 @@ class Backend(ABC):
     """
 
     name: ClassVar[str]
+    # Whether attention reads the slots behind the end of a sequence in its last block. It hides
+    # them by a weight of 0, and 0 * NaN is NaN, so they must hold finite numbers.
+    reads_unused_slots: ClassVar[bool]
 
     @abstractmethod
     def reshape_and_cache(
@@ -114,8 +117,6 @@ class Backend(ABC):
 
     @abstractmethod
     def zero_blocks(self, kv: KVHandle, block_ids: Sequence[int]) -> None:
-        """Fill whole blocks with zeros, in place.
-
-        For a block that a sequence will fill only in part: what another sequence left in the other
-        slots is hidden from attention by a weight of 0, but 0 * NaN is NaN.
+        """Fill whole blocks with zeros, in place: for blocks that a sequence will fill only in
+        part, where the backend :attr:`reads_unused_slots`.
         """

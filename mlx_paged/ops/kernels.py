@@ -38,7 +38,6 @@ KERNELS = {
     "merge_partitions": (("partials", "plan", "sinks"), ("out",)),
     "gather_blocks": ((*SLABS, "block_table", "fence_in"), ("keys", "values", "fence_out")),
     "copy_blocks": ((*SLABS, "src_dst_pairs", "fence_in"), ("fence_out",)),
-    "zero_blocks": ((*SLABS, "block_ids", "fence_in"), ("fence_out",)),
 }
 
 MAX_THREADS = 256
@@ -120,12 +119,14 @@ def gather(
 def copy_blocks(kv: KVHandle, src_dst_pairs: Sequence[tuple[int, int]]) -> Launch:
     """Returns the fence."""
     ids = [block_id for pair in src_dst_pairs for block_id in pair]
-    return _blocks("copy_blocks", kv, ids, len(src_dst_pairs))
-
-
-def zero_blocks(kv: KVHandle, block_ids: Sequence[int]) -> Launch:
-    """Returns the fence."""
-    return _blocks("zero_blocks", kv, block_ids, len(block_ids))
+    return _chained(
+        "copy_blocks",
+        kv,
+        [kv.k, kv.v, padded(ids)],
+        [("T", kv.dtype)],
+        grid=(kv.num_kv_heads * kv.block_size * kv.key_dim // 4, len(src_dst_pairs), 1),
+        threadgroup=(MAX_THREADS, 1, 1),
+    )
 
 
 def attention(
@@ -192,17 +193,6 @@ def sink_logits(sinks: mx.array | None, num_heads: int) -> mx.array:
         return _no_sinks(num_heads)
     sinks = sinks.astype(mx.float32)
     return sinks if num_heads >= MIN_ELEMENTS else mx.pad(sinks, (0, MIN_ELEMENTS - num_heads))
-
-
-def _blocks(name: str, kv: KVHandle, ids: Sequence[int], num_blocks: int) -> Launch:
-    return _chained(
-        name,
-        kv,
-        [kv.k, kv.v, padded(ids)],
-        [("T", kv.dtype)],
-        grid=(kv.num_kv_heads * kv.block_size * kv.key_dim // 4, num_blocks, 1),
-        threadgroup=(MAX_THREADS, 1, 1),
-    )
 
 
 def _chained(

@@ -30,6 +30,7 @@ class ReferenceBackend(Backend):
     """MLX's own operations. Where kernels wrote before, each operation waits for them first."""
 
     name = "reference"
+    reads_unused_slots = True  # decodes multiply whole blocks
 
     def reshape_and_cache(
         self, k: mx.array, v: mx.array, kv: KVHandle, slot_mapping: SlotMapping

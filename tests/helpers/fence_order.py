@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from metal_emulator.checks import Call
 
 READERS = {"paged_attention", "gather_blocks", "copy_blocks"}
-WRITERS = {"reshape_and_cache", "paged_attention", "copy_blocks", "zero_blocks"}
+WRITERS = {"reshape_and_cache", "paged_attention", "copy_blocks"}
 
 
 def disorders(trace: Sequence[Call]) -> list[str]:

@@ -27,8 +27,6 @@ def slots_of_the_step(call: Call) -> dict[str, Ranges]:
         )
     if name == "copy_blocks":
         return _blocks(call, call.inputs["src_dst_pairs"].tolist()[1 : 2 * call.grid[1] : 2])
-    if name == "zero_blocks":
-        return _blocks(call, call.inputs["block_ids"].tolist()[: call.grid[1]])
     return {}
 
 

@@ -34,7 +34,6 @@ def call_every_kernel() -> mx.array:
     out = metal.update_and_attend(queries, rows, rows, kv, metadata, AttentionParams(0.125))
     metal.copy_blocks(kv, [(3, 4)])
     metal.gather_blocks(kv, [4, 5], 20)
-    metal.zero_blocks(kv, [3])
     return out + kv.fence.sum()
 
 

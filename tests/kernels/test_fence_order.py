@@ -38,7 +38,9 @@ def use_every_operation(problem) -> None:
     METAL.paged_attention(*problem.args)
     METAL.copy_blocks(kv, [(free[0], free[1])])
     METAL.gather_blocks(kv, [free[1]], kv.block_size * len([free[1]]))
-    METAL.zero_blocks(kv, [free[0]])
+    METAL.reshape_and_cache(
+        rows, rows, kv, SlotMapping.build([free[1] * kv.block_size], kv.block_size)
+    )
 
 
 def test_all_operations_on_a_slab_are_one_chain(metal):
@@ -49,7 +51,7 @@ def test_all_operations_on_a_slab_are_one_chain(metal):
         "merge_partitions",
         "copy_blocks",
         "gather_blocks",
-        "zero_blocks",
+        "reshape_and_cache",
     ]
     assert disorders(metal) == []
     # Each dispatch counts the fence up by one, so the last one says how long the chain is.
@@ -116,12 +118,12 @@ def lose_a_link(monkeypatch, name: str, link: str) -> None:
         (
             "gather_blocks",
             "leaves",
-            "call 5 (zero_blocks) is not behind call 4 (gather_blocks): write after read",
+            "call 5 (reshape_and_cache) is not behind call 4 (gather_blocks): write after read",
         ),
         (
-            "zero_blocks",
+            "reshape_and_cache",
             "binds",
-            "call 5 (zero_blocks) is not behind call 4 (gather_blocks): write after read",
+            "call 5 (reshape_and_cache) is not behind call 4 (gather_blocks): write after read",
         ),
     ],
     ids=lambda value: value if " " not in value else "",

@@ -146,9 +146,7 @@ def varied_calls():
                 METAL.gather_blocks(kv, problem.tables[0], kv.block_size * len(problem.tables[0]))
                 kv.leave_chain()
                 METAL.copy_blocks(kv, [(0, 1)])
-                METAL.zero_blocks(kv, [0])
         METAL.copy_blocks(kv, [(0, n) for n in range(1, 20)])
-        METAL.zero_blocks(kv, list(range(20)))
 
 
 @pytest.fixture(scope="module")

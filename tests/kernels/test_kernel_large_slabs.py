@@ -88,10 +88,6 @@ def copy(kv: KVHandle, block: Callable[[int], int]) -> None:
     METAL.copy_blocks(kv, [(block(source), block(to)) for source, to in pairs])
 
 
-def zero(kv: KVHandle, block: Callable[[int], int]) -> None:
-    METAL.zero_blocks(kv, [block(FAR + 1), block(3)])
-
-
 def step(block: Callable[[int], int]) -> tuple[mx.array, AttentionMetadata]:
     tables = [list(map(block, table)) for table in ([FAR + 2, 1, FAR], [3, FAR + 3])]
     query = random_array(np.random.default_rng(2), (4, 2 * NUM_KV_HEADS, HEAD_DIM), DTYPE)
@@ -113,7 +109,6 @@ OPERATIONS = {
     "reshape_and_cache": write,
     "gather_blocks": gather,
     "copy_blocks": copy,
-    "zero_blocks": zero,
     "paged_attention": attend,
     "update_and_attend": write_and_attend,
 }
@@ -138,8 +133,6 @@ MISTAKES = {
     "copy_blocks": (copy, "copy_blocks.metal", BLOCK_LENGTH, "const uint block_length"),
     "copy_blocks_from": (copy, "copy_blocks.metal", "const size_t from", "const uint from"),
     "copy_blocks_to": (copy, "copy_blocks.metal", "const size_t to", "const uint to"),
-    "zero_blocks": (zero, "zero_blocks.metal", BLOCK_LENGTH, "const uint block_length"),
-    "zero_blocks_to": (zero, "zero_blocks.metal", "const size_t to", "const uint to"),
 }
 
 

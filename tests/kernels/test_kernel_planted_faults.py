@@ -177,13 +177,6 @@ BLOCK_FAULTS = {
         "[2 * pair + 1] *",
         AssertionError,
     ),
-    "v_is_not_zeroed": (
-        "zero_blocks",
-        "((device Vec*)in_place(value_slab))[to] = Vec(T(0));",
-        "",
-        AssertionError,
-    ),
-    "another_block": ("zero_blocks", "block_ids[row]", "(block_ids[row] ^ 1)", ForbiddenWrite),
 }
 
 
@@ -201,5 +194,4 @@ def test_a_mistake_in_a_write_is_seen(name, text, other, error, plant, compiler)
             for handle, backend in ((kv, METAL), (twin, REFERENCE)):
                 backend.reshape_and_cache(k, v, handle, SlotMapping.build(SLOTS, handle.block_size))
                 backend.copy_blocks(handle, [(0, 4)])
-                backend.zero_blocks(handle, [5])
             assert_same_slabs(kv, twin)

@@ -84,9 +84,8 @@ def test_attention_does_not_depend_on_the_order_of_threads(case, metal_in_three_
         ),
         lambda kv, k, v, backend: backend.gather_blocks(kv, [4, 0, 5], 41),
         lambda kv, k, v, backend: backend.copy_blocks(kv, [(0, 4), (1, 5)]),
-        lambda kv, k, v, backend: backend.zero_blocks(kv, [5, 0]),
     ],
-    ids=["reshape_and_cache", "gather_blocks", "copy_blocks", "zero_blocks"],
+    ids=["reshape_and_cache", "gather_blocks", "copy_blocks"],
 )
 def test_blocks_and_rows_do_not_depend_on_the_order_of_threads(operation, metal_in_three_orders):
     rng = np.random.default_rng(0)

@@ -88,7 +88,7 @@ def test_auto_for_a_shape_without_kernels_is_the_reference_and_says_so_once(shap
 def test_slabs_of_another_shape_than_was_chosen_for_are_refused(shape, lack, metal):
     key_dim, value_dim, block_size = shape
     kv = KVHandle.allocate(2, 1, block_size, key_dim, value_dim)
-    for work in (lambda: METAL.zero_blocks(kv, [1]), lambda: METAL.gather_blocks(kv, [1], 1)):
+    for work in (lambda: METAL.copy_blocks(kv, [(0, 1)]), lambda: METAL.gather_blocks(kv, [1], 1)):
         with pytest.raises(ValueError) as refusal:
             work()
         assert str(refusal.value).endswith(f"_blocks] {lack}")

@@ -59,7 +59,7 @@ def test_a_backend_error_is_a_value_error():
 @pytest.mark.parametrize("backend", [ReferenceBackend, MetalBackend])
 def test_a_backend_has_the_operations_of_the_base_class_and_no_others(backend):
     public = {name for name in vars(backend) if not name.startswith("_")}
-    assert public == Backend.__abstractmethods__ | {"name"}
+    assert public == Backend.__abstractmethods__ | {"name", "reads_unused_slots"}
 
 
 def test_a_class_without_all_operations_is_no_backend():

@@ -1,0 +1,84 @@
+"""NaN in the slots that no token fills: a cache on kernels zeroes nothing, and nothing of it is
+seen.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_paged.cache import KVCacheConfig, PagedKVCache
+from mlx_paged.ops.metal import MetalBackend
+
+CONFIG = KVCacheConfig.uniform(
+    num_layers=2, num_kv_heads=2, head_dim=32, dtype="float32", block_size=8, num_blocks=80
+)
+STEPS = (
+    {"a": 3, "b": 300},  # prompts
+    {"a": 1, "b": 1},  # a decode alone and a merged one
+    {"a": 20, "b": 5},  # a chunk of a prompt with history, a run
+    {"c": 13, "a": 1},
+)
+
+
+def fill_with_nan(cache: PagedKVCache) -> None:
+    for layer in cache.layers:
+        layer.kv.k, layer.kv.v = (
+            mx.full(slab.shape, mx.nan, slab.dtype) for slab in (layer.kv.k, layer.kv.v)
+        )
+        mx.eval(layer.kv.arrays)
+
+
+def run_step(cache: PagedKVCache, counts: dict[str, int], seed: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    results = []
+    with cache.step(counts) as step:
+        for layer in cache.layers:
+            q, k, v = (
+                mx.array(rng.standard_normal((step.num_tokens, heads, 32), dtype=np.float32))
+                for heads in (4, 2, 2)
+            )
+            results.append(layer.update_and_attend(q, k, v, scale=32**-0.5))
+        mx.eval(results, cache.arrays)
+    return [np.array(result) for result in results]
+
+
+def use(cache: PagedKVCache) -> list[np.ndarray]:
+    """Every way in which a block comes to be filled in part."""
+    results = []
+    for number, counts in enumerate(STEPS):
+        results += run_step(cache, counts, number)
+    cache.fork("a", "d")
+    results += run_step(cache, {"a": 1, "d": 2}, 10)  # the shared tail is copied first
+    cache.trim("b", 259)
+    results += run_step(cache, {"b": 1}, 11)
+    num_tokens = cache.seq_len("b")
+    swapped = cache.swap_out(cache.block_ids("b"), num_tokens)
+    cache.free("b")
+    cache.make_room(40)
+    assert cache.manager.allocate_slots("b", num_tokens) == []
+    cache.swap_in("b", swapped, 0, num_tokens)
+    results += run_step(cache, {"b": 1, "c": 9}, 12)
+    results += [np.array(rows) for seq in cache.seqs for rows in cache.materialize(seq, 1)]
+    return results
+
+
+@pytest.mark.parametrize("in_place", [True, False], ids=["in_place", "scatter"])
+def test_a_cache_on_kernels_zeroes_no_block_and_sees_no_nan(in_place, metal, monkeypatch):
+    expected = use(PagedKVCache(CONFIG, backend="reference", initial_blocks=80))
+    cache = PagedKVCache(CONFIG, backend="metal", initial_blocks=80)
+    cache._backend = MetalBackend(writes_in_place=in_place)
+    cache.reset()
+    fill_with_nan(cache)
+    monkeypatch.setattr(MetalBackend, "zero_blocks", None)
+    for ours, theirs in zip(use(cache), expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-6)
+    assert any(mx.isnan(layer.kv.k).any().item() for layer in cache.layers)
+
+
+def test_plain_mlx_reads_unused_slots_and_needs_them_finite():
+    cache = PagedKVCache(CONFIG, backend="reference", initial_blocks=80)
+    fill_with_nan(cache)
+    cache._backend.reads_unused_slots = False  # of this instance
+    assert any(np.isnan(result).any() for result in use(cache))
