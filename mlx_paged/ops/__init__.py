@@ -7,7 +7,7 @@ from mlx_paged.ops.choose import BACKENDS, check_backend_name, choose_backend
 from mlx_paged.ops.copy_detector import CopyDetector
 from mlx_paged.ops.kv_handle import KVHandle
 from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, SlotMapping
-from mlx_paged.ops.reference import attend_densely
+from mlx_paged.ops.prefill import attend_densely
 
 __all__ = [
     "BACKENDS",

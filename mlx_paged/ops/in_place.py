@@ -10,6 +10,7 @@ from functools import cache
 import mlx.core as mx
 
 from mlx_paged.ops import kernels
+from mlx_paged.ops.gather_plan import GatherPlan
 from mlx_paged.ops.kv_handle import KVHandle
 from mlx_paged.ops.metadata import padded
 
@@ -40,7 +41,8 @@ def check_writes_in_place() -> str | None:
     """
     kv = KVHandle.allocate(NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, HEAD_DIM, mx.float16)
     before = kv.k
-    slots, block_table = mx.arange(kv.num_slots), mx.arange(NUM_BLOCKS)
+    slots = mx.arange(kv.num_slots)
+    plan = GatherPlan.pack([range(NUM_BLOCKS)], [kv.num_slots])
     rows = [
         mx.full((kv.num_slots, NUM_KV_HEADS, HEAD_DIM), turn, kv.dtype)
         for turn in range(1, NUM_TURNS + 1)
@@ -49,7 +51,7 @@ def check_writes_in_place() -> str | None:
     gathered = []
     for turn, row in enumerate(rows, 1):
         (kv.fence,) = kernels.write_slots(row, -row, kv, slots)()
-        keys, values, kv.fence = kernels.gather(kv, block_table, kv.num_slots)()
+        keys, values, kv.fence = kernels.gather(kv, plan)()
         gathered.append((turn, keys, values))
     verdicts = [mx.all(keys == turn) & mx.all(values == -turn) for turn, keys, values in gathered]
     del gathered

@@ -19,6 +19,7 @@ from typing import Protocol, TypeAlias, cast
 import mlx.core as mx
 
 from mlx_paged.ops.attention_plan import MERGE_STREAMS, SIMD_SIZE, AttentionPlan, cut_threadgroup
+from mlx_paged.ops.gather_plan import GatherPlan
 from mlx_paged.ops.kv_handle import KVHandle
 from mlx_paged.ops.metadata import MIN_ELEMENTS, padded
 from mlx_paged.ops.metal_sources import read_source
@@ -36,7 +37,7 @@ KERNELS = {
         ("out", "fence_out"),
     ),
     "merge_partitions": (("partials", "plan", "sinks"), ("out",)),
-    "gather_blocks": ((*SLABS, "block_table", "fence_in"), ("keys", "values", "fence_out")),
+    "gather_blocks": ((*SLABS, "plan", "fence_in"), ("keys", "values", "fence_out")),
     "copy_blocks": ((*SLABS, "src_dst_pairs", "fence_in"), ("fence_out",)),
 }
 
@@ -98,19 +99,17 @@ def write_slots(
     )
 
 
-def gather(
-    kv: KVHandle,
-    block_table: mx.array,  # [max(num_blocks, 8)] int32
-    num_tokens: int,
-) -> Launch:
-    """Returns keys and values, ``[num_kv_heads, num_tokens, head_dim]`` each, and the fence."""
-    dense = ((kv.num_kv_heads, num_tokens, kv.key_dim), kv.dtype)
+def gather(kv: KVHandle, plan: GatherPlan) -> Launch:
+    """Returns keys and values, ``[num_tokens * num_kv_heads, head_dim]`` each, for
+    :meth:`GatherPlan.split`; and the fence.
+    """
+    dense = ((sum(plan.num_tokens) * kv.num_kv_heads, kv.key_dim), kv.dtype)
     return _chained(
         "gather_blocks",
         kv,
-        [kv.k, kv.v, block_table],
+        [kv.k, kv.v, plan.array],
         [("T", kv.dtype), ("BLOCK_SIZE", kv.block_size), ("HEAD_DIM", kv.key_dim)],
-        grid=(kv.key_dim // 4, num_tokens, kv.num_kv_heads),
+        grid=(kv.key_dim // 4, plan.num_blocks * kv.block_size, kv.num_kv_heads),
         threadgroup=_rows_per_threadgroup(kv.key_dim // 4),
         outputs=[dense, dense],
     )

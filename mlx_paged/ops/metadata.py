@@ -263,9 +263,14 @@ class AttentionMetadata:
                 position += count
         return SlotMapping(slots, block_size)
 
-    def packed_block_table(self, seq: int) -> mx.array:
-        """``[max(num_blocks, 8)] int32``, filled up with the null block: what a kernel takes."""
-        return self.derived(("block_table", seq), lambda: padded(self.block_tables[seq]))
+    @property
+    def with_history(self) -> AttentionMetadata:
+        """The step of the sequences that had tokens before it."""
+        runs = zip(self.context_lens, self.query_lens, strict=True)
+        seqs = [seq for seq, (context_len, query_len) in enumerate(runs) if context_len > query_len]
+        if len(seqs) == self.num_seqs:
+            return self
+        return self.derived("with_history", lambda: self._select(seqs, self.query_lens))
 
     @cached_property
     def logit_rows(self) -> mx.array | None:

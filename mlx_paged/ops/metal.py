@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from functools import partial
 
 import mlx.core as mx
 
 from mlx_paged.ops import checks, kernels
 from mlx_paged.ops.attention_plan import AttentionPlan
 from mlx_paged.ops.backend import Backend
+from mlx_paged.ops.gather_plan import GatherPlan
 from mlx_paged.ops.kv_handle import KVHandle
 from mlx_paged.ops.metadata import (
     AttentionMetadata,
     AttentionParams,
     Rows,
     SlotMapping,
-    padded,
 )
-from mlx_paged.ops.reference import ReferenceBackend, attend_densely, new_kv
+from mlx_paged.ops.prefill import prefill
+from mlx_paged.ops.reference import ReferenceBackend
 
 MAX_GROUP_SIZE = 16
 # Query tokens per sequence that the decode kernel is made for: a decode, and speculation.
@@ -58,19 +60,18 @@ class MetalBackend(Backend):
         params: AttentionParams,
     ) -> mx.array:
         """A decode writes its rows and attends in one dispatch; a prefill writes them, then gathers
-        what lies before.
+        the sequences that have a history, all in one dispatch.
 
         Without ``k`` and ``v`` the rows are in the slabs already. This one function launches the
         kernels, so that a decode takes as few calls as can be.
         """
-        rows: Rows | None = None
+        rows, is_written = None, True
         if k is not None and v is not None:
             checks.check_slot_write("update_and_attend", k, v, kv, step.slot_mapping)
             checks.check_attention("update_and_attend", q, kv, step, params)
-            if step.shares_new_blocks or self._scatter:
+            rows, is_written = (k, v), step.shares_new_blocks or self._scatter is not None
+            if is_written:
                 self.reshape_and_cache(k, v, kv, step.slot_mapping)
-            else:
-                rows = k, v
         num_heads = q.shape[1]
         parts, row_order = step.parts(_decode_runs(num_heads // kv.num_kv_heads))
         sinks = kernels.sink_logits(params.sinks, num_heads)
@@ -79,12 +80,15 @@ class MetalBackend(Backend):
             run, part, _ = step_part
             part_q, part_rows = step_part.take(q, rows)
             if run == 0:
-                outputs.append(_prefill(part_q, part_rows, kv, part, params))
+                if part_rows is not None and not is_written:
+                    self.reshape_and_cache(*part_rows, kv, part.slot_mapping)
+                outputs.append(prefill(part_q, part_rows, part, params, partial(_gather_all, kv)))
                 continue
             queries = part_q.astype(kv.dtype)
-            plan = AttentionPlan.of(part, params.window, has_rows=part_rows is not None)
+            new_rows = None if is_written else part_rows
+            plan = AttentionPlan.of(part, params.window, has_rows=new_rows is not None)
             out, kv.fence = kernels.attention(
-                queries, part_rows, kv, plan, run, params.scale, sinks
+                queries, new_rows, kv, plan, run, params.scale, sinks
             )()
             if plan.num_partial_rows:
                 (out,) = kernels.merge(out, queries, plan, sinks)()
@@ -104,12 +108,12 @@ class MetalBackend(Backend):
         self, q: mx.array, kv: KVHandle, step: AttentionMetadata, params: AttentionParams
     ) -> mx.array:
         checks.check_attention("paged_prefill_attention", q, kv, step, params)
-        return _prefill(q, None, kv, step, params)
+        return prefill(q, None, step, params, partial(_gather_all, kv))
 
     def gather_blocks(self, kv: KVHandle, block_table: Sequence[int], num_tokens: int) -> Rows:
         table = checks.check_block_table("gather_blocks", block_table, num_tokens, kv)
-        keys, values, kv.fence = kernels.gather(kv, padded(table), num_tokens)()
-        return keys, values
+        (rows,) = _gather(kv, GatherPlan.pack([table], [num_tokens]))
+        return rows
 
     def copy_blocks(self, kv: KVHandle, src_dst_pairs: Sequence[tuple[int, int]]) -> None:
         if self._scatter:
@@ -134,21 +138,10 @@ def _decode_runs(group: int) -> tuple[int, ...]:
     return ()
 
 
-def _prefill(
-    q: mx.array,
-    rows: Rows | None,
-    kv: KVHandle,
-    step: AttentionMetadata,
-    params: AttentionParams,
-) -> mx.array:
-    if rows is not None:
-        (kv.fence,) = kernels.write_slots(*rows, kv, step.slot_mapping.packed)()
-    dense = []
-    for seq, context_len in enumerate(step.context_lens):
-        new = new_kv(rows, step, seq)
-        if new is None:
-            block_table = step.packed_block_table(seq)
-            keys, values, kv.fence = kernels.gather(kv, block_table, context_len)()
-            new = keys, values
-        dense.append(new)
-    return attend_densely(q, dense, step, params)
+def _gather_all(kv: KVHandle, step: AttentionMetadata) -> list[Rows]:
+    return _gather(kv, GatherPlan.of(step))
+
+
+def _gather(kv: KVHandle, plan: GatherPlan) -> list[Rows]:
+    keys, values, kv.fence = kernels.gather(kv, plan)()
+    return plan.split(keys, values, kv.num_kv_heads)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
@@ -17,6 +18,7 @@ from mlx_paged.ops import checks
 from mlx_paged.ops.backend import Backend
 from mlx_paged.ops.kv_handle import KVHandle
 from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, Rows, SlotMapping
+from mlx_paged.ops.prefill import prefill
 
 # Block-parallel attention reads each block once per query token, gathered K/V are read once per
 # run. Measured on a 2-core CPU (benchmarks/results/attention-cpu.json, attention-runs-cpu.json),
@@ -73,7 +75,7 @@ class ReferenceBackend(Backend):
     ) -> mx.array:
         checks.check_attention("paged_prefill_attention", q, kv, step, params)
         kv.leave_chain()
-        return _prefill(q, None, kv, step, params)
+        return prefill(q, None, step, params, partial(_gather_all, kv))
 
     def gather_blocks(self, kv: KVHandle, block_table: Sequence[int], num_tokens: int) -> Rows:
         table = checks.check_block_table("gather_blocks", block_table, num_tokens, kv)
@@ -99,39 +101,6 @@ class ReferenceBackend(Backend):
         ids = mx.array(list(block_ids), dtype=mx.int32)
         kv.k[ids] = 0
         kv.v[ids] = 0
-
-
-def attend_densely(
-    q: mx.array,  # [num_tokens, num_heads, key_dim]
-    dense: Sequence[Rows],  # per sequence, [num_kv_heads, context_len, key_dim or value_dim]
-    step: AttentionMetadata,
-    params: AttentionParams,
-) -> mx.array:
-    """MLX's own SDPA of each sequence, causal within its query run; ``[num_tokens, num_heads,
-    value_dim]``.
-    """
-    outputs = []
-    starts = step.cu_seqlens_q
-    for seq, (keys, values) in enumerate(dense):
-        queries = q[starts[seq] : starts[seq + 1]].swapaxes(0, 1)[None]
-        out = mx.fast.scaled_dot_product_attention(
-            queries.astype(keys.dtype),
-            keys[None],
-            values[None],
-            scale=params.scale,
-            mask=_causal_mask(step.query_lens[seq], step.context_lens[seq], params.window),
-            sinks=None if params.sinks is None else params.sinks.astype(keys.dtype),
-        )
-        outputs.append(out[0].swapaxes(0, 1))
-    return (outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)).astype(q.dtype)
-
-
-def new_kv(rows: Rows | None, step: AttentionMetadata, seq: int) -> Rows | None:
-    """The dense K and V of a sequence whose tokens are all new, from the step's packed rows."""
-    if rows is None or step.context_lens[seq] > step.query_lens[seq]:
-        return None
-    run = slice(step.cu_seqlens_q[seq], step.cu_seqlens_q[seq + 1])
-    return rows[0][run].swapaxes(0, 1), rows[1][run].swapaxes(0, 1)
 
 
 def _write_rows(k: mx.array, v: mx.array, kv: KVHandle, slot_mapping: SlotMapping) -> None:
@@ -164,7 +133,7 @@ def _attend(
         outputs.append(
             _decode(part_q, kv, part, params)
             if run
-            else _prefill(part_q, part_rows, kv, part, params)
+            else prefill(part_q, part_rows, part, params, partial(_gather_all, kv))
         )
     return outputs[0] if row_order is None else mx.concatenate(outputs)[row_order]
 
@@ -208,18 +177,9 @@ def _decode(
     return out.reshape(num_tokens, num_heads, kv.value_dim).astype(q.dtype)
 
 
-def _prefill(
-    q: mx.array,
-    rows: Rows | None,
-    kv: KVHandle,
-    step: AttentionMetadata,
-    params: AttentionParams,
-) -> mx.array:
-    dense = [
-        new_kv(rows, step, seq) or _gather(kv, list(step.block_tables[seq]), context_len)
-        for seq, context_len in enumerate(step.context_lens)
-    ]
-    return attend_densely(q, dense, step, params)
+def _gather_all(kv: KVHandle, step: AttentionMetadata) -> list[Rows]:
+    tables = zip(step.block_tables, step.context_lens, strict=True)
+    return [_gather(kv, list(table), context_len) for table, context_len in tables]
 
 
 def _gather(kv: KVHandle, block_table: list[int], num_tokens: int) -> Rows:
@@ -237,14 +197,6 @@ def _gather(kv: KVHandle, block_table: list[int], num_tokens: int) -> Rows:
         return heads_first.reshape(kv.num_kv_heads, -1, slab.shape[3])[:, :num_tokens]
 
     return gather(kv.k), gather(kv.v)
-
-
-def _causal_mask(query_len: int, context_len: int, window: int | None) -> mx.array | str | None:
-    if window is None or context_len <= window:
-        return None if query_len == 1 else "causal"  # a single query sees all
-    query_positions = mx.arange(context_len - query_len, context_len)[:, None]
-    key_positions = mx.arange(context_len)[None]
-    return (key_positions <= query_positions) & (key_positions > query_positions - window)
 
 
 def _has_gather_mm(slab: mx.array) -> bool:

@@ -49,8 +49,9 @@ def test_a_write_before_an_earlier_read_is_found(metal, monkeypatch):
     # Reads happen one turn late, as if nothing held the next write back.
     late = []
 
-    def read_late(run, kv, block_table, num_tokens):
-        late.append(mx.zeros((in_place.NUM_KV_HEADS, num_tokens, in_place.HEAD_DIM), kv.dtype))
+    def read_late(run, kv, plan):
+        shape = (in_place.NUM_KV_HEADS * plan.num_tokens[0], in_place.HEAD_DIM)
+        late.append(mx.zeros(shape, kv.dtype))
         return late[-1], late[-1], kv.fence
 
     def fill(run, k, v, kv, slots):

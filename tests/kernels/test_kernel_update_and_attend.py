@@ -29,6 +29,7 @@ STEPS = {
     "runs_beside_a_prefill_with_history": ([300, 70], [12, 7]),
     "prefills_from_empty": ([20, 9], [20, 9]),
     "prefills_with_and_without_history": ([300, 33], [9, 33]),
+    "prefills_with_history": ([300, 20, 33], [9, 12, 30]),
 }
 
 
@@ -106,6 +107,7 @@ def test_every_mix_of_decodes_and_prefills_matches_the_formula(
             "prefills_with_and_without_history",
             ["reshape_and_cache", "gather_blocks"],
         ),
+        ("prefills_with_history", ["reshape_and_cache", "gather_blocks"]),
     ],
 )
 def test_a_decode_is_one_dispatch_and_a_prefill_gathers_only_what_lies_before_it(
@@ -115,6 +117,22 @@ def test_a_decode_is_one_dispatch_and_a_prefill_gathers_only_what_lies_before_it
     kv, k, v = before_the_step(problem)
     METAL.update_and_attend(problem.q, k, v, kv, *problem.args[2:])
     assert kernels_of(metal) == kernels
+
+
+def test_a_step_that_shares_new_blocks_gathers_only_what_has_a_history(metal):
+    # The first sequence is prefilled from empty; the second one reads its first block.
+    problem = make_problem([40, 30], [40, 14], block_size=16, order="shared")
+    tables = problem.tables
+    tables = [list(tables[0]), [tables[0][0], *tables[1][1:]]]
+    step = AttentionMetadata.build(tables, [40, 30], [40, 14], 16, shares_new_blocks=True)
+    kv, k, v = before_the_step(problem)
+    out = METAL.update_and_attend(problem.q, k, v, kv, step, problem.params)
+    assert kernels_of(metal) == ["reshape_and_cache", "gather_blocks"]
+    assert metal[1].outputs["keys"].shape == (30 * 2, 64)
+    expected = REFERENCE.update_and_attend(
+        problem.q, k, v, KVHandle(kv.k * 1, kv.v * 1), step, problem.params
+    )
+    assert mx.abs(out - expected).max().item() < 1e-5
 
 
 @pytest.mark.parametrize("window", [None, 5], ids=["no_window", "window_5"])

@@ -70,14 +70,14 @@ def test_a_shuffled_batch_gives_the_shuffled_rows():
     ("query_lens", "operations"),
     [
         ([1, 1], [("_decode", 2)]),
-        ([2, 30], [("_prefill", 32)]),
-        ([9, 1, 30, 1], [("_decode", 2), ("_prefill", 39)]),
+        ([2, 30], [("prefill", 32)]),
+        ([9, 1, 30, 1], [("_decode", 2), ("prefill", 39)]),
     ],
     ids=["decodes", "prefills", "mixed"],
 )
 def test_single_tokens_are_decoded_and_longer_runs_prefilled(query_lens, operations, monkeypatch):
     called = []
-    for name in ("_decode", "_prefill"):
+    for name in ("_decode", "prefill"):
         operation = getattr(reference, name)
 
         def spy(q, *args, name=name, operation=operation):

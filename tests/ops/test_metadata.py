@@ -256,6 +256,16 @@ def test_what_is_derived_from_a_step_is_made_once_per_key():
     assert (got, made) == (["first", "first", "third"], ["first", "third"])
 
 
+def test_the_sequences_with_history_are_those_with_tokens_before_the_step():
+    step = AttentionMetadata.build([[1], [2, 3], [4], [5]], [7, 20, 1, 9], [7, 12, 1, 1], 16)
+    old = step.with_history
+    assert (old.context_lens, old.query_lens) == ([20, 9], [12, 1])
+    assert [table.tolist() for table in old.block_tables] == [[2, 3], [5]]
+    assert step.with_history is old
+    assert old.with_history is old
+    assert AttentionMetadata.build([[1]], [7], [7], 16).with_history.num_seqs == 0
+
+
 def test_what_is_derived_from_two_steps_is_apart():
     steps = [AttentionMetadata.build([[1]], [3], [1], 8) for _ in range(2)]
     assert [step.derived("a", lambda n=n: n) for n, step in enumerate(steps)] == [0, 1]

@@ -2,7 +2,7 @@ template <typename T, int BLOCK_SIZE, int HEAD_DIM>
 [[kernel]] void custom_kernel_mlx_paged_gather_blocks__bfloat16_t_16_64_bfloat16_t_bfloat16_t_int32_t_int32_t_bfloat16_t_bfloat16_t_int32_t(
   const device bfloat16_t* key_slab [[buffer(0)]],
   const device bfloat16_t* value_slab [[buffer(1)]],
-  const device int32_t* block_table [[buffer(2)]],
+  const device int32_t* plan [[buffer(2)]],
   const device int32_t* fence_in [[buffer(3)]],
   device bfloat16_t* keys [[buffer(4)]],
   device bfloat16_t* values [[buffer(5)]],

@@ -1,0 +1,74 @@
+"""Attention of long query runs, by any backend: dense K and V of each sequence, then MLX's own
+SDPA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import mlx.core as mx
+
+from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, Rows
+
+
+def prefill(
+    q: mx.array,  # [num_tokens, num_heads, key_dim]
+    rows: Rows | None,  # [num_tokens, num_kv_heads, key_dim or value_dim] each
+    step: AttentionMetadata,
+    params: AttentionParams,
+    gather: Callable[[AttentionMetadata], list[Rows]],
+) -> mx.array:
+    """``[num_tokens, num_heads, value_dim]``. A sequence whose tokens are all new takes its rows as
+    they are; the others' K and V are gathered.
+
+    Args:
+        rows: K and V of the step's tokens, which are in the slabs, too; ``None`` where the caller
+            has them no more.
+        gather: the dense K and V of each sequence of a step, out of the slabs,
+            ``[num_kv_heads, context_len, key_dim or value_dim]``.
+    """
+    stored = step if rows is None else step.with_history
+    gathered = iter(gather(stored) if stored.num_seqs else ())
+    dense = []
+    for seq, (context_len, query_len) in enumerate(
+        zip(step.context_lens, step.query_lens, strict=True)
+    ):
+        if rows is None or context_len > query_len:
+            dense.append(next(gathered))
+        else:
+            run = slice(step.cu_seqlens_q[seq], step.cu_seqlens_q[seq + 1])
+            dense.append((rows[0][run].swapaxes(0, 1), rows[1][run].swapaxes(0, 1)))
+    return attend_densely(q, dense, step, params)
+
+
+def attend_densely(
+    q: mx.array,  # [num_tokens, num_heads, key_dim]
+    dense: Sequence[Rows],  # per sequence, [num_kv_heads, context_len, key_dim or value_dim]
+    step: AttentionMetadata,
+    params: AttentionParams,
+) -> mx.array:
+    """MLX's own SDPA of each sequence, causal within its query run; ``[num_tokens, num_heads,
+    value_dim]``.
+    """
+    outputs = []
+    starts = step.cu_seqlens_q
+    for seq, (keys, values) in enumerate(dense):
+        queries = q[starts[seq] : starts[seq + 1]].swapaxes(0, 1)[None]
+        out = mx.fast.scaled_dot_product_attention(
+            queries.astype(keys.dtype),
+            keys[None],
+            values[None],
+            scale=params.scale,
+            mask=_causal_mask(step.query_lens[seq], step.context_lens[seq], params.window),
+            sinks=None if params.sinks is None else params.sinks.astype(keys.dtype),
+        )
+        outputs.append(out[0].swapaxes(0, 1))
+    return (outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)).astype(q.dtype)
+
+
+def _causal_mask(query_len: int, context_len: int, window: int | None) -> mx.array | str | None:
+    if window is None or context_len <= window:
+        return None if query_len == 1 else "causal"  # a single query sees all
+    query_positions = mx.arange(context_len - query_len, context_len)[:, None]
+    key_positions = mx.arange(context_len)[None]
+    return (key_positions <= query_positions) & (key_positions > query_positions - window)
