@@ -201,7 +201,11 @@ def measure_shape(shape: Shape, copy_bandwidth: float, args: argparse.Namespace)
 
 
 def backend_for(head_dim: int, args: argparse.Namespace) -> ops.Backend:
-    return ops.choose_backend(args.backend, [(head_dim, head_dim, args.block_size)])
+    shapes = [
+        ops.AttentionShape(args.kv_heads, group, head_dim, head_dim, args.block_size, DTYPES[dtype])
+        for group, dtype in itertools.product(args.groups, args.dtypes)
+    ]
+    return ops.choose_backend(args.backend, shapes)
 
 
 def measure_appends(args: argparse.Namespace) -> list[dict[str, Any]]:

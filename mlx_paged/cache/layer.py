@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from mlx_paged.argument_values import check_positive
 from mlx_paged.cache.formats import DenseFormat, KVFormat
-from mlx_paged.ops import AttentionMetadata
+from mlx_paged.ops import AttentionMetadata, AttentionShape
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,25 @@ class LayerSpec:
     value_dim: int  # width of a V row
     window: int | None = None  # each query sees its last ``window`` tokens, itself included
     format: KVFormat = DenseFormat()  # noqa: RUF009 (frozen)
+    # Query heads: the kernels for them are tried when a cache is made. Unknown is one per KV head.
+    num_heads: int | None = None
 
     def __post_init__(self) -> None:
         names = ["num_kv_heads", "key_dim", "value_dim"]
-        for name in names if self.window is None else [*names, "window"]:
+        names += [name for name in ("window", "num_heads") if getattr(self, name) is not None]
+        for name in names:
             check_positive("kv cache", name, getattr(self, name))
+
+    def attention_shape(self, block_size: int) -> AttentionShape:
+        """What the kernels of this layer are made for, in slabs of such blocks."""
+        return AttentionShape(
+            self.num_kv_heads,
+            (self.num_heads or self.num_kv_heads) // self.num_kv_heads,
+            self.key_dim,
+            self.value_dim,
+            block_size,
+            self.zeros(1, 0)[0].dtype,
+        )
 
     @property
     def nbytes_per_token(self) -> int:

@@ -81,7 +81,7 @@ class PagedKVCache(KVCache):
         backend: str = DEFAULT_BACKEND,
         initial_blocks: int = INITIAL_BLOCKS,
     ):
-        shapes = {(spec.key_dim, spec.value_dim, config.block_size) for spec in config.layers}
+        shapes = [spec.attention_shape(config.block_size) for spec in config.layers]
         self._backend = choose_backend(backend, shapes)
         # Plain MLX gathers blocks, which may take as much as a slab; kernels allocate next to
         # nothing.

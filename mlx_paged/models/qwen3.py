@@ -280,5 +280,7 @@ class Model(LanguageModel):
     @property
     def layer_specs(self) -> list[LayerSpec]:
         dense = DenseFormat(str(self.dtype).removeprefix("mlx.core."))
-        shapes = [(a.num_kv_heads, a.head_dim) for a in (b.self_attn for b in self.layers)]
-        return [LayerSpec(heads, dim, dim, format=dense) for heads, dim in shapes]
+        return [
+            LayerSpec(a.num_kv_heads, a.head_dim, a.head_dim, format=dense, num_heads=a.num_heads)
+            for a in (block.self_attn for block in self.layers)
+        ]

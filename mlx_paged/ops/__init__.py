@@ -8,11 +8,13 @@ from mlx_paged.ops.copy_detector import CopyDetector
 from mlx_paged.ops.kv_handle import KVHandle
 from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, SlotMapping
 from mlx_paged.ops.prefill import attend_densely
+from mlx_paged.ops.self_check import AttentionShape
 
 __all__ = [
     "BACKENDS",
     "AttentionMetadata",
     "AttentionParams",
+    "AttentionShape",
     "Backend",
     "BackendError",
     "CopyDetector",

@@ -9,23 +9,20 @@ import mlx.core as mx
 
 from mlx_paged.errors import shown
 from mlx_paged.ops.backend import Backend, BackendError
-from mlx_paged.ops.in_place import writes_in_place
 from mlx_paged.ops.kernels import why_unsupported
-from mlx_paged.ops.metal import MetalBackend
 from mlx_paged.ops.reference import ReferenceBackend
+from mlx_paged.ops.self_check import AttentionShape, working_backend
 
 BACKENDS = ("auto", "reference", "metal")
 
 
-def choose_backend(name: str, shapes: Iterable[tuple[int, int, int]]) -> Backend:
-    """The backend that ``name`` stands for on this machine, for slabs of these shapes.
+def choose_backend(name: str, shapes: Iterable[AttentionShape]) -> Backend:
+    """The backend that ``name`` stands for on this machine, for layers of these shapes.
 
     ``"metal"`` is the kernels of ``metal/``, ``"reference"`` plain MLX on any device. ``"auto"`` is
     Metal where MLX's default device is one and there are kernels for all shapes; a warning says
-    where a shape has none.
-
-    Args:
-        shapes: ``(key_dim, value_dim, block_size)`` of each layer's slabs.
+    where a shape has none. Each kernel is tried before it is used, and what fails is replaced
+    (``self_check``).
 
     Raises:
         BackendError: the name is unknown, or ``"metal"`` was asked for and can't be had.
@@ -40,9 +37,11 @@ def choose_backend(name: str, shapes: Iterable[tuple[int, int, int]]) -> Backend
         raise BackendError(
             f"[backend] the Metal backend needs {what}; choose the backend 'reference' or 'auto'"
         )
-    lack = next(filter(None, (why_unsupported(*shape) for shape in shapes)), None)
+    shapes = list(dict.fromkeys(shapes))
+    lacks = (why_unsupported(s.key_dim, s.value_dim, s.block_size) for s in shapes)
+    lack = next(filter(None, lacks), None)
     if lack is None:
-        return MetalBackend(writes_in_place())
+        return working_backend(shapes)
     if name == "metal":
         raise BackendError(f"[backend] {lack}; choose the backend 'reference' or 'auto'")
     warnings.warn(f"[backend] {lack}; plain MLX operations run instead", stacklevel=2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import mlx.core as mx
@@ -33,13 +33,20 @@ class MetalBackend(Backend):
     Args:
         writes_in_place: the outcome of the device's check (``in_place``). On a device that failed
             it, rows are written by donated scatter, which MLX sees, and kernels only read.
+        decode_runs: per group size, which of ``DECODE_RUNS`` the decode kernel works for on this
+            device (``self_check``); all of them by default.
     """
 
     name = "metal"
     reads_unused_slots = False  # kernels take what lies behind the end of a sequence for absent
 
-    def __init__(self, writes_in_place: bool = True):
+    def __init__(
+        self,
+        writes_in_place: bool = True,
+        decode_runs: Mapping[int, tuple[int, ...]] | None = None,
+    ):
         self._scatter = None if writes_in_place else ReferenceBackend()
+        self._checked_runs = decode_runs or {}
 
     def reshape_and_cache(
         self, k: mx.array, v: mx.array, kv: KVHandle, slot_mapping: SlotMapping
@@ -73,7 +80,7 @@ class MetalBackend(Backend):
             if is_written:
                 self.reshape_and_cache(k, v, kv, step.slot_mapping)
         num_heads = q.shape[1]
-        parts, row_order = step.parts(_decode_runs(num_heads // kv.num_kv_heads))
+        parts, row_order = step.parts(self._decode_runs(num_heads // kv.num_kv_heads))
         sinks = kernels.sink_logits(params.sinks, num_heads)
         outputs = []
         for step_part in parts:
@@ -126,16 +133,15 @@ class MetalBackend(Backend):
         # No kernel: a cache on this backend has no block that needs it.
         ReferenceBackend().zero_blocks(kv, block_ids)
 
-
-def _decode_runs(group: int) -> tuple[int, ...]:
-    if group <= MAX_GROUP_SIZE:
-        return DECODE_RUNS
-    warnings.warn(
-        f"[metal] {group} query heads per KV head are more than the decode kernel is made for "
-        f"({MAX_GROUP_SIZE}); K/V are gathered for MLX's own attention instead",
-        stacklevel=3,
-    )
-    return ()
+    def _decode_runs(self, group: int) -> tuple[int, ...]:
+        if group <= MAX_GROUP_SIZE:
+            return self._checked_runs.get(group, DECODE_RUNS)
+        warnings.warn(
+            f"[metal] {group} query heads per KV head are more than the decode kernel is made for "
+            f"({MAX_GROUP_SIZE}); K/V are gathered for MLX's own attention instead",
+            stacklevel=3,
+        )
+        return ()
 
 
 def _gather_all(kv: KVHandle, step: AttentionMetadata) -> list[Rows]:

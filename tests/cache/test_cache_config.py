@@ -68,7 +68,9 @@ def test_a_budget_counts_layers_that_differ_each_by_its_own_rows():
     assert (config.num_blocks, config.nbytes) == (9, 10 * 8 * per_token)
 
 
-@pytest.mark.parametrize("change", [{"num_kv_heads": 0}, {"value_dim": -1}, {"window": 0}], ids=str)
+@pytest.mark.parametrize(
+    "change", [{"num_kv_heads": 0}, {"value_dim": -1}, {"window": 0}, {"num_heads": 0}], ids=str
+)
 def test_a_layer_that_can_not_be_is_refused_by_name(change: dict):
     (name,) = change
     with pytest.raises(ValueError, match=f"{name} must be a positive integer"):

@@ -8,7 +8,7 @@ from helpers.backends import METAL
 from helpers.kernel_checks import assert_same_bits, checked_metal
 from helpers.numpy_attention import assert_matches_formula, make_problem
 
-from mlx_paged.ops import choose_backend
+from mlx_paged.ops import AttentionShape, choose_backend
 
 SHAPES = {
     "head_dim": (
@@ -47,7 +47,8 @@ def test_a_shape_without_a_kernel_is_refused_by_name(shape, lack, metal):
 def test_auto_runs_the_reference_for_a_shape_without_a_kernel(shape, lack, metal):
     problem = make_problem([33, 5], 2, **shape)
     kv = problem.kv
-    backend = choose_backend("auto", [(kv.key_dim, kv.value_dim, kv.block_size)])
+    shape = AttentionShape(kv.num_kv_heads, 2, kv.key_dim, kv.value_dim, kv.block_size, kv.dtype)
+    backend = choose_backend("auto", [shape])
     assert_matches_formula(backend.paged_attention(*problem.args), problem)
     assert metal == []
 

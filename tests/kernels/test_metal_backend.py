@@ -15,7 +15,7 @@ from helpers.numpy_attention import assert_matches_formula, before_the_step, mak
 
 import mlx_paged
 from mlx_paged.cache import KVCacheConfig, PagedKVCache
-from mlx_paged.ops import BackendError, KVHandle, choose, choose_backend, kernels
+from mlx_paged.ops import AttentionShape, BackendError, KVHandle, choose, choose_backend, kernels
 from mlx_paged.ops.metal import MetalBackend
 
 
@@ -23,7 +23,11 @@ from mlx_paged.ops.metal import MetalBackend
 def a_mac(monkeypatch):
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
-    monkeypatch.setattr(choose, "writes_in_place", lambda: True)
+    monkeypatch.setattr(choose, "working_backend", lambda shapes: MetalBackend())
+
+
+def shape_of(key_dim: int, value_dim: int, block_size: int) -> AttentionShape:
+    return AttentionShape(1, 2, key_dim, value_dim, block_size, mx.float32)
 
 
 def cache_of(head_dim: int, backend: str = "auto") -> PagedKVCache:
@@ -34,7 +38,7 @@ def cache_of(head_dim: int, backend: str = "auto") -> PagedKVCache:
 
 
 def test_auto_is_metal_on_a_mac(a_mac):
-    shapes = [(128, 128, 16), (64, 64, 16)]
+    shapes = [shape_of(128, 128, 16), shape_of(64, 64, 16)]
     for backend in (choose_backend("auto", shapes), choose_backend("metal", shapes)):
         assert isinstance(backend, MetalBackend)
         assert backend.name == "metal"
@@ -44,7 +48,7 @@ def test_auto_is_metal_on_a_mac(a_mac):
 
 def test_auto_is_the_reference_where_the_default_device_is_the_cpu(a_mac, monkeypatch):
     monkeypatch.setattr(mx, "default_device", lambda: mx.cpu)
-    assert choose_backend("auto", [(128, 128, 16)]).name == "reference"
+    assert choose_backend("auto", [shape_of(128, 128, 16)]).name == "reference"
     with pytest.raises(
         BackendError,
         match=r"^\[backend\] the Metal backend needs mx.gpu as MLX's default device; choose",
@@ -69,7 +73,7 @@ lacks = pytest.mark.parametrize(("shape", "lack"), LACKS.values(), ids=LACKS)
 @lacks
 def test_metal_for_a_shape_without_kernels_is_refused_by_name(shape, lack, a_mac):
     with pytest.raises(BackendError) as refusal:
-        choose_backend("metal", [(64, 64, 16), shape])
+        choose_backend("metal", [shape_of(64, 64, 16), shape_of(*shape)])
     assert str(refusal.value) == f"[backend] {lack}; choose the backend 'reference' or 'auto'"
 
 
@@ -78,7 +82,8 @@ def test_auto_for_a_shape_without_kernels_is_the_reference_and_says_so_once(shap
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("default")
         for _ in range(2):
-            assert choose_backend("auto", [(64, 64, 16), shape, shape]).name == "reference"
+            shapes = [shape_of(64, 64, 16), *[shape_of(*shape)] * 2]
+            assert choose_backend("auto", shapes).name == "reference"
     assert [str(warning.message) for warning in said] == [
         f"[backend] {lack}; plain MLX operations run instead"
     ]

@@ -5,11 +5,12 @@ had.
 import mlx.core as mx
 import pytest
 
-from mlx_paged.ops import BACKENDS, Backend, BackendError, choose_backend
+from mlx_paged.ops import BACKENDS, AttentionShape, Backend, BackendError, choose_backend
 from mlx_paged.ops.metal import MetalBackend
 from mlx_paged.ops.reference import ReferenceBackend
 
-SHAPES = [(128, 128, 16)]
+SHAPES = [AttentionShape(8, 2, 128, 128, 16, mx.bfloat16)]
+UNKNOWN = [AttentionShape(8, 2, 72, 64, 4, mx.bfloat16)]
 
 
 @pytest.fixture
@@ -21,7 +22,7 @@ def test_the_backends_have_three_names():
     assert BACKENDS == ("auto", "reference", "metal")
 
 
-@pytest.mark.parametrize("shapes", [[], SHAPES, [(72, 64, 4)]], ids=["none", "known", "unknown"])
+@pytest.mark.parametrize("shapes", [[], SHAPES, UNKNOWN], ids=["none", "known", "unknown"])
 def test_reference_is_always_there(shapes):
     backend = choose_backend("reference", shapes)
     assert isinstance(backend, ReferenceBackend)

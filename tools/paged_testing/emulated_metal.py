@@ -9,24 +9,40 @@ from metal_emulator import Checks, patched
 from metal_emulator.checks import Call
 from pytest import MonkeyPatch
 
-from mlx_paged.ops import choose, in_place, kernels
+from mlx_paged.ops import choose, in_place, kernels, self_check
+from mlx_paged.ops.metal import MetalBackend
 
 
 @contextmanager
-def emulated_metal(checks: Checks | None = None) -> Iterator[list[Call]]:
-    """Inside, kernels run on the emulator and ``"auto"`` is the Metal backend; yields the trace."""
+def emulated_metal(
+    checks: Checks | None = None, tries_kernels: bool = False
+) -> Iterator[list[Call]]:
+    """Inside, kernels run on the emulator and ``"auto"`` is the Metal backend; yields the trace.
+
+    Args:
+        tries_kernels: whether a new cache tries its kernels first, as on a device; that has tests
+            of its own, and its calls are in the trace.
+    """
     with MonkeyPatch.context() as patch, patched(checks) as trace:
         patch.setattr(choose, "metal_is_there", lambda: True)
         # The check at start-up has a slab of a megabyte and many turns, which take the emulator
         # seconds.
         for name, value in (("NUM_BLOCKS", 4), ("NUM_KV_HEADS", 1), ("NUM_TURNS", 2)):
             patch.setattr(in_place, name, value)
-        kernels.kernel.cache_clear()
-        in_place.writes_in_place.cache_clear()
+        if not tries_kernels:
+            patch.setattr(
+                choose, "working_backend", lambda _: MetalBackend(in_place.writes_in_place())
+            )
+        _forget_verdicts()
         try:
             assert in_place.writes_in_place()
             trace.clear()
             yield trace
         finally:
-            kernels.kernel.cache_clear()
-            in_place.writes_in_place.cache_clear()
+            _forget_verdicts()
+
+
+def _forget_verdicts() -> None:
+    kernels.kernel.cache_clear()
+    in_place.writes_in_place.cache_clear()
+    self_check.try_kernels.cache_clear()
