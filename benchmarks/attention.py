@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -198,6 +198,25 @@ def measure_shape(shape: Shape, copy_bandwidth: float, args: argparse.Namespace)
         "paged_over_gather": round(float(np.median(times["paged"] / times["gather"])), 3),
         "largest_difference": error,
     }
+
+
+def shapes_of(args: argparse.Namespace) -> Iterator[Shape]:
+    dimensions = (
+        args.orders,
+        args.dtypes,
+        args.head_dims,
+        args.groups,
+        args.runs,
+        args.batches,
+        args.contexts,
+    )
+    shapes = itertools.starmap(Shape, itertools.product(*dimensions))
+    return (shape for shape in shapes if shape.run <= shape.context)
+
+
+def is_too_large(shape: Shape, args: argparse.Namespace) -> bool:
+    """Whether slabs and contiguous K/V, of all layers, take more than ``--max-bytes``."""
+    return bool(2 * args.layers * shape.kv_bytes(args.kv_heads) > args.max_bytes)
 
 
 def backend_for(head_dim: int, args: argparse.Namespace) -> ops.Backend:
@@ -396,20 +415,8 @@ def main(argv: list[str] | None = None) -> None:
     print_card("Paged attention, one step per layer", setting)
 
     results, left_out = [], []
-    dimensions = (
-        args.orders,
-        args.dtypes,
-        args.head_dims,
-        args.groups,
-        args.runs,
-        args.batches,
-        args.contexts,
-    )
-    for shape in itertools.starmap(Shape, itertools.product(*dimensions)):
-        if shape.run > shape.context:
-            continue
-        # Slabs and contiguous K/V, of all layers.
-        if 2 * args.layers * shape.kv_bytes(args.kv_heads) > args.max_bytes:
+    for shape in shapes_of(args):
+        if is_too_large(shape, args):
             left_out.append(asdict(shape))
             continue
         results.append(measure_shape(shape, copy_bandwidth, args))

@@ -288,7 +288,7 @@ def count_dispatch(call: Any) -> dict[str, Any]:
         "rows_loaded": loads("key_rows", "value_rows"),
         "rows_stored": stores("key_slab", "value_slab"),
         "queries_loaded": loads("queries"),
-        "plan_loaded": loads("plan", "block_table"),
+        "plan_loaded": loads("plan"),
         "scalars_loaded": loads("sinks", "softmax_scale"),
         "partials_loaded": loads("partials"),
         "partials_stored": stores("out") if is_partial else 0,

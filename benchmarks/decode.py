@@ -52,16 +52,10 @@ QWEN3_0_6B_LAYERS = {
 
 def load_both(name: str) -> tuple[nn.Module, nn.Module]:
     """The same weights in our Qwen3 and in mlx-lm's."""
+    if name == "qwen3-0.6b-layers":
+        return random_weights(QWEN3_0_6B_LAYERS)
     ours: nn.Module
     theirs: nn.Module
-    if name == "qwen3-0.6b-layers":
-        mx.random.seed(0)
-        theirs = mlx_lm_qwen3.Model(mlx_lm_qwen3.ModelArgs.from_dict(QWEN3_0_6B_LAYERS))
-        ours = qwen3.Model(qwen3.ModelArgs.from_dict(QWEN3_0_6B_LAYERS))
-        weights: list[tuple[str, Any]] = list(dict(tree_flatten(theirs.parameters())).items())
-        ours.load_weights(weights)
-        mx.eval(ours.parameters(), theirs.parameters())
-        return ours, theirs
     path = demo_model_path() if name == "demo" else name
     ours, _ = load(path)
     if Path(path).is_dir():
@@ -70,6 +64,20 @@ def load_both(name: str) -> tuple[nn.Module, nn.Module]:
         from mlx_lm import load as mlx_lm_load
 
         theirs = mlx_lm_load(str(path))[0]
+    return ours, theirs
+
+
+def random_weights(
+    shape: dict[str, Any], dtype: mx.Dtype = mx.float32
+) -> tuple[nn.Module, nn.Module]:
+    """A Qwen3 of this shape, ours and mlx-lm's, which share their arrays."""
+    mx.random.seed(0)
+    theirs = mlx_lm_qwen3.Model(mlx_lm_qwen3.ModelArgs.from_dict(shape))
+    theirs.set_dtype(dtype)
+    ours = qwen3.Model(qwen3.ModelArgs.from_dict(shape))
+    weights: list[tuple[str, Any]] = list(dict(tree_flatten(theirs.parameters())).items())
+    ours.load_weights(weights)
+    mx.eval(ours.parameters(), theirs.parameters())
     return ours, theirs
 
 

@@ -42,9 +42,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from card import machine_card, print_card, print_json
-from decode import QWEN3_0_6B_LAYERS, load_both
-from mlx.utils import tree_flatten
-from mlx_lm.models import qwen3 as mlx_lm_qwen3
+from decode import QWEN3_0_6B_LAYERS, load_both, random_weights
 from throughput_report import judge, print_aims, print_scenario
 from throughput_scenarios import QUICK, SampleRequest, Scale, Scenario, make_scenarios
 from throughput_sides import (
@@ -60,8 +58,6 @@ from throughput_sides import (
     kv_nbytes_per_token,
     pool_nbytes,
 )
-
-from mlx_paged.models import qwen3
 
 MAX_IDLE_STEPS = 10_000  # more than any prompts take
 # Half as wide as Qwen3-0.6B with as many bytes of K/V per weight, so that a CPU serves all
@@ -235,18 +231,10 @@ def measure(
 
 def load_models(args: argparse.Namespace) -> dict[str, nn.Module]:
     """The same weights in our Qwen3 and in mlx-lm's."""
-    ours: nn.Module
-    theirs: nn.Module
     if args.model != "random":
         ours, theirs = load_both(args.model)
         return {"ours": ours, "theirs": theirs}
-    shape = QUICK_SHAPE if args.quick else SHAPE
-    mx.random.seed(0)
-    theirs = mlx_lm_qwen3.Model(mlx_lm_qwen3.ModelArgs.from_dict(shape))
-    ours = qwen3.Model(qwen3.ModelArgs.from_dict(shape))
-    weights: list[tuple[str, Any]] = list(dict(tree_flatten(theirs.parameters())).items())
-    ours.load_weights(weights)
-    mx.eval(ours.parameters(), theirs.parameters())
+    ours, theirs = random_weights(QUICK_SHAPE if args.quick else SHAPE)
     return {"ours": ours, "theirs": theirs}
 
 

@@ -70,9 +70,9 @@ def pool_nbytes(scenario: Scenario, model: nn.Module) -> int:
 
 
 class PagedEngine:
-    """Ours, at its defaults."""
+    """Ours, at its defaults but for ``options``."""
 
-    def __init__(self, model: nn.Module, scenario: Scenario):
+    def __init__(self, model: nn.Module, scenario: Scenario, **options: Any):
         from mlx_paged.engine.engine import Engine
 
         self.engine = Engine(
@@ -81,6 +81,7 @@ class PagedEngine:
             kv_cache_bytes=pool_nbytes(scenario, model),
             block_size=BLOCK_SIZE,
             max_num_seqs=COMPLETION_BATCH_SIZE,
+            **options,
         )
         self.num_given: dict[str, int] = {}
 

@@ -1,0 +1,252 @@
+"""`benchmarks/on_a_mac.py`: that it runs, what its card says, and that a section that fails takes
+nothing along.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import mac_sections
+import on_a_mac
+import pytest
+from mac_card import make_card, verdicts_of
+from mac_sections import SECTIONS, SIZES, Section
+from metal_emulator import Checks
+from paged_testing.emulated_metal import emulated_metal
+
+SCRIPT = Path(on_a_mac.__file__)
+QUICK = argparse.Namespace(model="random", quick=True)
+
+
+def result(*rows: dict, ended: str = "complete") -> dict:
+    return {"rows": list(rows), "ended": ended, "seconds": 3.0}
+
+
+# The script
+
+
+@pytest.mark.slow
+def test_the_quick_run_writes_every_section_and_a_card_without_links(tmp_path):
+    out = tmp_path / "mac"
+    command = [sys.executable, str(SCRIPT), "--quick", "--out", str(out)]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    line = json.loads(out.with_suffix(".json").read_text())
+    card = out.with_suffix(".md").read_text()
+    assert line["benchmark"] == "on_a_mac"
+    sections = line["sections"]
+    assert list(sections) == [section.name for section in SECTIONS]
+    assert {section["ended"] for section in sections.values()} == {"complete"}
+    assert sections["device"]["rows"][0]["mlx"] in card
+    assert [row["name"] for row in sections["streams"]["rows"]] == [
+        *("streams: 1", "streams: 2", "long prompt")
+    ]
+    for row in sections["streams"]["rows"]:
+        assert {"ours", "mlx-lm"} <= set(row["sides"])
+        assert all(figures["tokens_per_second"] > 0 for figures in row["sides"].values())
+    assert [row["context"] for row in sections["attention"]["rows"]] == [64, 300]
+    assert printed.strip() == card.strip()
+    assert "http" not in card and "](" not in card
+    for name in ("streams: 1: tokens/s, ours over mlx-lm", "of the copy bandwidth"):
+        assert name in card
+
+
+@pytest.mark.slow
+def test_an_interrupt_leaves_what_there_is(tmp_path):
+    out = tmp_path / "mac"
+    process = subprocess.Popen(
+        [sys.executable, str(SCRIPT), "--quick", "--out", str(out)],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith("bandwidth"):
+            process.send_signal(signal.SIGINT)
+            break
+    rest = process.stderr.read()
+    assert process.wait(60) == 0, rest
+    sections = json.loads(out.with_suffix(".json").read_text())["sections"]
+    assert list(sections) == ["device", "writes", "bandwidth"]
+    assert sections["bandwidth"]["ended"] == "interrupted"
+    assert "Not complete: interrupted." in out.with_suffix(".md").read_text()
+
+
+# A section and its process
+
+
+ONE_ROW = """
+import json, os, pathlib, sys, time
+path = pathlib.Path(sys.argv[1])
+path.write_text(json.dumps({"rows": [{"copy_gb_per_s": 5.0}], "ended": "it crashed"}))
+"""
+CHILDREN = {
+    "crashes": (ONE_ROW + "os.abort()", "ended by signal 6"),
+    "hangs": (ONE_ROW + "time.sleep(60)", "ended after 2 s"),
+    "says_no_more": (ONE_ROW, "it crashed"),
+    "writes_nothing": ("raise SystemExit(1)", "it crashed before its first figure"),
+}
+
+
+@pytest.mark.parametrize(("code", "ended"), CHILDREN.values(), ids=CHILDREN)
+def test_what_a_section_left_before_it_ended_is_kept(code, ended, monkeypatch):
+    monkeypatch.setattr(
+        on_a_mac,
+        "start_section",
+        lambda section, args, rows: subprocess.Popen([sys.executable, "-c", code, str(rows)]),
+    )
+    results: dict = {}
+    section = Section("bandwidth", mac_sections.measure_bandwidth, 1)
+    on_a_mac.watch_section(section, QUICK, 2, results)
+    (left,) = results.values()
+    assert left["ended"] == ended
+    assert left["rows"] == ([{"copy_gb_per_s": 5.0}] if "copy" in code else [])
+    assert verdicts_of("bandwidth", left)[-1] == f"Not complete: {ended}."
+
+
+def run_in_process(section: Section, tmp_path: Path) -> dict:
+    rows = tmp_path / "rows.json"
+    on_a_mac.run_section(section, argparse.Namespace(model="random", quick=True, rows=rows))
+    return on_a_mac.read_rows(rows)
+
+
+def test_a_section_that_raises_keeps_its_rows_and_says_what(tmp_path, capsys):
+    def measure(sizes, model):
+        yield {"first": 1}
+        raise RuntimeError("no more memory")
+
+    left = run_in_process(Section("any", measure, 9), tmp_path)
+    assert left == {"rows": [{"first": 1}], "ended": "RuntimeError: no more memory"}
+    assert "no more memory" in capsys.readouterr().err
+
+
+def test_a_section_begins_no_row_after_its_time(tmp_path):
+    def measure(sizes, model):
+        for number in range(3):
+            yield {"number": number}
+
+    left = run_in_process(Section("any", measure, 0), tmp_path)
+    assert left == {"rows": [{"number": 0}], "ended": "stopped after 0 s"}
+
+
+def test_a_side_that_fails_leaves_the_others(monkeypatch):
+    def refuse():
+        raise ValueError("no such option")
+
+    models = mac_sections.load_models(SIZES["quick"], "random")
+    scenario = mac_sections.scenarios_of(SIZES["quick"], 64)[0]
+    sides = mac_sections.sides_of(*models, scenario) | {"ours, ahead": refuse}
+    figures, tokens = mac_sections.serve_in_turns(sides, scenario, 1)
+    assert figures["ours, ahead"] == {"error": "ValueError: no such option"}
+    assert figures["ours"]["tokens_per_second"] > 0
+    assert "ours" in tokens and "ours, ahead" not in tokens
+
+
+@pytest.mark.slow
+def test_kernels_are_tried_where_there_is_metal(compiler):
+    with emulated_metal(Checks.quick(), tries_kernels=True):
+        (row,) = mac_sections.measure_kernels(SIZES["quick"], "random")
+        (writes,) = mac_sections.measure_writes(SIZES["quick"], "random")
+    assert row["right"] and row["said"] == [] and row["seconds"] > 0
+    assert row["shape"].startswith("bfloat16, head_dim 128, blocks of 16, 2 query heads")
+    assert writes == {"failure": None}
+
+
+# The card
+
+
+ATTENTION = {
+    "order": "shuffled",
+    "dtype": "bf16",
+    "head_dim": 128,
+    "group": 2,
+    "run": 1,
+    "batch": 1,
+    "context": 4096,
+    "microseconds_per_layer": {"paged": 100.0},
+    "paged_over_contiguous": 0.8,
+    "paged_over_gather": 0.4,
+    "of_copy_bandwidth": {"paged": 0.75},
+}
+FIGURES = {"tokens_per_second": 100.0, "ttft_median": 0.2, "tpot_median": 0.01}
+STREAMS = {
+    "name": "streams: 1",
+    "what": "1 x 128 + 96 tokens",
+    "sides": {
+        "ours": FIGURES,
+        "mlx-lm": FIGURES | {"tokens_per_second": 80.0},
+        "ours, ahead": FIGURES,
+        "ours, waiting": FIGURES | {"tokens_per_second": 50.0},
+    },
+    "same_tokens": {"mlx-lm": 0.9, "ours, ahead": 1.0, "ours, waiting": 0.5},
+}
+VERDICTS = {
+    "writes": [
+        (result({"failure": None}), ["Writes: in place, in order, without a copy."]),
+        (result({"failure": "it copies"}), ["Writes: by donated scatter, as it copies."]),
+        (result({"skipped": "needs Metal"}), ["Not measured: needs Metal."]),
+    ],
+    "kernels": [
+        (
+            result(
+                {"shape": "a", "seconds": 1.0, "right": True, "said": []},
+                {"shape": "b", "seconds": 3.0, "right": False, "said": ["b is wrong"]},
+            ),
+            [
+                "Kernels: 1 of 2 shapes right; a shape takes 2.00 s to compile and try (median), "
+                "3.00 s at most.",
+                "WRONG: b is wrong",
+            ],
+        )
+    ],
+    "attention": [
+        (
+            result(ATTENTION, ATTENTION | {"context": 256, "paged_over_contiguous": 1.2}),
+            [
+                "Attention takes 0.80 to 1.20 of the time of SDPA on contiguous K/V (median 1.00, "
+                "2 shapes); slower at bf16 128 x 2, run 1, batch 1, 256.",
+                "Attention takes 0.40 to 0.40 of the time of gather + SDPA (median 0.40, 2 "
+                "shapes); nowhere slower.",
+                "Attention over 4,096 tokens reaches 75% to 75% of the copy bandwidth.",
+            ],
+        ),
+        (result({"wrong": "far off"}), ["WRONG: far off"]),
+    ],
+    "streams": [
+        (
+            result(STREAMS, ended="stopped after 1 s"),
+            [
+                "streams: 1: tokens/s, ours over mlx-lm: 1.25.",
+                "streams: 1: time per token, ours over mlx-lm: 1.00.",
+                "streams: 1: tokens/s, ours, ahead over ours, waiting: 2.00.",
+                "streams: 1: ours, waiting gives other tokens, 50.0% are the same.",
+                "Not complete: stopped after 1 s.",
+            ],
+        ),
+        (
+            result(STREAMS | {"sides": {"ours": {"error": "it broke"}}, "same_tokens": {}}),
+            ["streams: 1: ours FAILED: it broke"],
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "lines"),
+    [(name, *case) for name, cases in VERDICTS.items() for case in cases],
+)
+def test_each_section_has_its_verdicts(name, rows, lines):
+    assert verdicts_of(name, rows) == lines
+
+
+def test_a_card_is_a_table_of_what_was_measured():
+    card = make_card({"attention": result(ATTENTION), "streams": result(STREAMS)})
+    assert "| bf16 128 x 2, run 1, batch 1, 4,096 | 100 | 0.80 | 0.40 | 75% |" in card
+    assert "| 1 x 128 + 96 tokens | ours, waiting | 50.0 | 200.0 | 10.00 |" in card
+    assert re.search(r"^- attention \(3 s\)$", card, re.M)
