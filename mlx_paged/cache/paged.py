@@ -96,6 +96,10 @@ class PagedKVCache(KVCache):
     def backend(self) -> Backend:
         return self._backend
 
+    @property
+    def can_run_ahead(self) -> bool:
+        return self._backend.writes_in_place
+
     def _allocate_layers(self) -> None:
         self._layers = ()
         shape = self._backend, self.pool.num_blocks, self.config.block_size
@@ -124,6 +128,8 @@ class PagedKVCache(KVCache):
                 self.backend.zero_blocks(layer.kv, partly_filled)
 
     def _finish(self) -> None:
+        if self._copy_detector.is_watching:
+            mx.eval(self.arrays)  # What the step takes shows when it has run.
         self._copy_detector.end_step(self._first_slab_nbytes)
 
     @property

@@ -32,6 +32,9 @@ class Backend(ABC):
     # Whether attention reads the slots behind the end of a sequence in its last block. It hides
     # them by a weight of 0, and 0 * NaN is NaN, so they must hold finite numbers.
     reads_unused_slots: ClassVar[bool]
+    # Whether slabs are written behind MLX's back, in the order of the calls. Where MLX sees the
+    # writes, one that finds a reader of its slab in flight copies the slab.
+    writes_in_place: bool = False
 
     @abstractmethod
     def reshape_and_cache(

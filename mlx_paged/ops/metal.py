@@ -45,6 +45,7 @@ class MetalBackend(Backend):
         writes_in_place: bool = True,
         decode_runs: Mapping[int, tuple[int, ...]] | None = None,
     ):
+        self.writes_in_place = writes_in_place
         self._scatter = None if writes_in_place else ReferenceBackend()
         self._checked_runs = decode_runs or {}
 
