@@ -16,7 +16,6 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_paged.ops import kernels
-from mlx_paged.ops.attention_plan import PARTITION_SIZE
 from mlx_paged.ops.backend import Backend
 from mlx_paged.ops.gather_plan import GatherPlan
 from mlx_paged.ops.in_place import writes_in_place
@@ -25,6 +24,9 @@ from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, Rows, Slo
 from mlx_paged.ops.metal import DECODE_RUNS, MAX_GROUP_SIZE, MetalBackend
 from mlx_paged.ops.prefill import attend_densely
 from mlx_paged.ops.reference import ReferenceBackend
+
+# Tokens that no threadgroup attends to alone, so that partitions are merged.
+LONG = 300
 
 
 @dataclass(frozen=True)
@@ -147,10 +149,9 @@ def check_attention(shape: AttentionShape, run: int, writes: bool) -> str | None
     """
     query_lens = [run, run // 2 + 1]
     scale, sinks = shape.key_dim**-0.5, mx.linspace(-1, 2, shape.num_kv_heads * shape.group)
-    long = PARTITION_SIZE + 40
     for context_lens, params in (
         ([run + 1, run], AttentionParams(scale)),
-        ([long, run + 6], AttentionParams(scale, window=long - 20, sinks=sinks)),
+        ([LONG, run + 6], AttentionParams(scale, window=LONG - 20, sinks=sinks)),
     ):
         problem = _Problem(shape, context_lens, query_lens)
         kv = problem.slabs(problem.num_old_tokens)
