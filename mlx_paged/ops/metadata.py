@@ -266,11 +266,14 @@ class AttentionMetadata:
     @property
     def with_history(self) -> AttentionMetadata:
         """The step of the sequences that had tokens before it."""
+        # A step that kept itself would hold its arrays until the next garbage collection.
+        return self.derived("with_history", self._select_with_history) or self
+
+    def _select_with_history(self) -> AttentionMetadata | None:
+        """``None`` for the whole step."""
         runs = zip(self.context_lens, self.query_lens, strict=True)
         seqs = [seq for seq, (context_len, query_len) in enumerate(runs) if context_len > query_len]
-        if len(seqs) == self.num_seqs:
-            return self
-        return self.derived("with_history", lambda: self._select(seqs, self.query_lens))
+        return None if len(seqs) == self.num_seqs else self._select(seqs, self.query_lens)
 
     @cached_property
     def logit_rows(self) -> mx.array | None:

@@ -89,7 +89,7 @@ class MetalBackend(Backend):
             part_q, part_rows = step_part.take(q, rows)
             if run == 0:
                 if part_rows is not None and not is_written:
-                    self.reshape_and_cache(*part_rows, kv, part.slot_mapping)
+                    (kv.fence,) = kernels.write_slots(*part_rows, kv, part.slot_mapping.packed)()
                 outputs.append(prefill(part_q, part_rows, part, params, partial(_gather_all, kv)))
                 continue
             queries = part_q.astype(kv.dtype)
