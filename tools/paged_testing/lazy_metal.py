@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import mlx.core as mx
 from pytest import MonkeyPatch
@@ -52,6 +52,37 @@ def lazy_metal(computes: bool = False, call_seconds: float = 0.0) -> Iterator[No
             yield
         finally:
             kernels.kernel.cache_clear()
+
+
+@contextmanager
+def fused_operations() -> Iterator[None]:
+    """Inside, operations of ``mx.fast`` that are one kernel on Metal and many on a CPU are one
+    primitive each, which returns numbers without a meaning.
+    """
+
+    def rms_norm(x: mx.array, weight: mx.array | None, eps: float) -> mx.array:
+        return _after(x, [] if weight is None else [weight])
+
+    def rope(
+        x: mx.array, dims: int, *, offset: int | mx.array, freqs: mx.array | None = None, **_: Any
+    ) -> mx.array:
+        return _after(x, [array for array in (offset, freqs) if isinstance(array, mx.array)])
+
+    def attention(
+        q: mx.array, k: mx.array, v: mx.array, *, mask: str | mx.array | None = None, **_: Any
+    ) -> mx.array:
+        return _after(q, [k, v, mask] if isinstance(mask, mx.array) else [k, v])
+
+    with MonkeyPatch.context() as patch:
+        patch.setattr(mx.fast, "rms_norm", rms_norm)
+        patch.setattr(mx.fast, "rope", rope)
+        patch.setattr(mx.fast, "scaled_dot_product_attention", attention)
+        yield
+
+
+def _after(x: mx.array, others: list[mx.array]) -> mx.array:
+    result: mx.array = mx.depends([x], others)[0]
+    return result
 
 
 class ChainedReferenceBackend(ReferenceBackend):
