@@ -23,10 +23,8 @@ composes its source each time. Needs Linux and a C compiler.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +34,16 @@ from card import machine_card, print_card, print_json, print_table
 from mlx.utils import tree_flatten
 from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models import qwen3 as mlx_lm_qwen3
+from turns import Step, num_steps_taken, take_turns
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
-from paged_testing.lazy_metal import fused_operations, lazy_metal  # noqa: E402
-from paged_testing.simulated_device import SimulatedDevice  # noqa: E402
+from paged_testing.lazy_metal import fused_operations, lazy_metal
+from paged_testing.simulated_device import SimulatedDevice
 
-from mlx_paged.engine.engine import Engine, engine_option_names  # noqa: E402
-from mlx_paged.models import qwen3  # noqa: E402
-from mlx_paged.request import SamplingParams  # noqa: E402
+from mlx_paged.engine.engine import Engine, engine_option_names
+from mlx_paged.models import qwen3
+from mlx_paged.request import SamplingParams
 
 NARROW: dict[str, Any] = {
     "model_type": "qwen3",
@@ -62,11 +61,9 @@ NARROW: dict[str, Any] = {
 }
 WAITING, AHEAD, THEIRS = "ours, waiting", "ours, ahead", "mlx-lm"
 PROMPT_LEN = 16
-NUM_FIRST_STEPS = 2  # of a turn, not counted
+NUM_SPARE_TOKENS = 32  # prompts may be computed in several steps, in which answers go on
 # Tokens per second beside mlx-lm's that one step ahead is to reach.
 AIMS = {1: 1.0, 8: 1.1, 32: 1.2}
-
-Step = Callable[[], Any]
 
 
 class BusyNorm(nn.RMSNorm):
@@ -77,7 +74,7 @@ class BusyNorm(nn.RMSNorm):
         self._run = device.run
 
     def __call__(self, x: mx.array) -> mx.array:
-        return self._run(super().__call__(x))
+        return self._run(mx.fast.rms_norm(x, self.weight, self.eps))
 
 
 def make_models(device: SimulatedDevice) -> tuple[qwen3.Model, nn.Module]:
@@ -101,7 +98,7 @@ def our_step(model: qwen3.Model, num_streams: int, num_tokens: int, **options: A
     """A step of our engine, in which all streams decode."""
     engine = Engine(
         model,
-        kv_cache_bytes=f"{num_streams * (PROMPT_LEN + num_tokens + 16) // 16 + 1}blocks",
+        kv_cache_bytes=f"{num_streams * (PROMPT_LEN + num_tokens + 16) // 16}blocks",
         backend="metal",
         max_num_seqs=num_streams,
         **options,
@@ -141,29 +138,9 @@ def their_step(model: nn.Module, num_streams: int, num_tokens: int) -> Step:
     return step
 
 
-def take_turns(
-    steps: dict[str, Step], num_turns: int, num_steps: int
-) -> dict[str, dict[str, float]]:
-    """Milliseconds per step of each side: the median turn, and the fastest."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(num_turns):
-        for name, step in steps.items():
-            for _ in range(NUM_FIRST_STEPS):
-                step()
-            start = time.perf_counter()
-            for _ in range(num_steps):
-                step()
-            times[name].append((time.perf_counter() - start) / num_steps * 1e3)
-            mx.synchronize()
-    return {
-        name: {"median": statistics.median(turns), "fastest": min(turns)}
-        for name, turns in times.items()
-    }
-
-
 def measure(device: SimulatedDevice, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     ours, theirs = make_models(device)
-    num_tokens = PROMPT_LEN + args.turns * (args.steps + NUM_FIRST_STEPS) + 16
+    num_tokens = num_steps_taken(args.turns, args.steps) + NUM_SPARE_TOKENS
     can_run_ahead = "run_ahead" in engine_option_names()
     for num_streams in args.streams:
         for device_ms in args.device_ms:

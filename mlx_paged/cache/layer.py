@@ -96,3 +96,13 @@ class LayerKV(ABC):
         Returns:
             ``[len(q), num_heads, value_dim]`` in the dtype of ``q``.
         """
+
+
+def compute_meanwhile(out: mx.array) -> mx.array:
+    """``out``, which the CPU begins to compute while Python builds the rest of the step.
+
+    Not on a GPU: MLX hands it work as the step is built, and would end a command buffer here.
+    """
+    if mx.default_device() == mx.cpu:
+        mx.async_eval(out)
+    return out
