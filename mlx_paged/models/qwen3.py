@@ -189,20 +189,33 @@ class Attention(nn.Module):
         kv: LayerKV,
         query_rows: mx.array | None = None,  # [num_rows] int32: no others are computed
     ) -> mx.array:
-        num_tokens = x.shape[0]
-        k = self.k_norm(self.k_proj(x).reshape(num_tokens, self.num_kv_heads, -1))
-        v = self.v_proj(x).reshape(num_tokens, self.num_kv_heads, -1)
-        k = self._rotate(k, positions)
-        if query_rows is not None:
+        k = self.k_norm(self._heads(self.k_proj(x)))
+        v = self.v_proj(x).reshape(x.shape[0], self.num_kv_heads, -1)
+        if query_rows is None:
+            q = self.q_norm(self._heads(self.q_proj(x)))
+            q, k = self._rotate_both(q, k, positions)
+        else:
+            k = self.rope(k, offset=positions)
             x, positions = x[query_rows], positions[query_rows]
-        q = self.q_norm(self.q_proj(x).reshape(x.shape[0], self.num_heads, -1))
-        q = self._rotate(q, positions)
-        out = kv.update_and_attend(q, k, v, scale=self.scale)
+            q = self.rope(self.q_norm(self._heads(self.q_proj(x))), offset=positions)
+        out = kv.update_and_attend(q.squeeze(2), k.squeeze(2), v, scale=self.scale)
         return self.o_proj(out.reshape(x.shape[0], -1))
 
-    def _rotate(self, x: mx.array, positions: mx.array) -> mx.array:
-        # mx.fast.rope takes one offset per batch entry: here a token is a batch entry of length 1.
-        return self.rope(x[:, :, None], offset=positions)[:, :, 0]
+    def _heads(self, x: mx.array) -> mx.array:
+        """``[num_tokens, heads * head_dim]`` as ``[num_tokens, heads, 1, head_dim]``.
+
+        RoPE takes one offset per batch entry: here a token is a batch entry of length 1.
+        """
+        return x.reshape(x.shape[0], -1, 1, self.head_dim)
+
+    def _rotate_both(
+        self, q: mx.array, k: mx.array, positions: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        if mx.default_device() != mx.cpu:
+            return self.rope(q, offset=positions), self.rope(k, offset=positions)
+        # One kernel on a GPU, and some thirty operations on a CPU, where time goes by their number.
+        both = self.rope(mx.concatenate([q, k], axis=1), offset=positions)
+        return both[:, : self.num_heads], both[:, self.num_heads :]
 
 
 class MLP(nn.Module):
