@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from mlx_paged.argument_values import check_positive
 from mlx_paged.cache.formats import DenseFormat, KVFormat
-from mlx_paged.ops import AttentionMetadata
+from mlx_paged.ops import AttentionMetadata, device
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,6 @@ def compute_meanwhile(out: mx.array) -> mx.array:
 
     Not on a GPU: MLX hands it work as the step is built, and would end a command buffer here.
     """
-    if mx.default_device() == mx.cpu:
+    if device.is_cpu():
         mx.async_eval(out)
     return out

@@ -22,6 +22,7 @@ from mlx_paged.argument_values import check_positive
 from mlx_paged.cache import DenseFormat, LayerKV, LayerSpec
 from mlx_paged.errors import shown
 from mlx_paged.models.language_model import LanguageModel
+from mlx_paged.ops import device
 
 SIZES = (
     "hidden_size",
@@ -211,7 +212,7 @@ class Attention(nn.Module):
     def _rotate_both(
         self, q: mx.array, k: mx.array, positions: mx.array
     ) -> tuple[mx.array, mx.array]:
-        if mx.default_device() != mx.cpu:
+        if not device.is_cpu():
             return self.rope(q, offset=positions), self.rope(k, offset=positions)
         # One kernel on a GPU, and some thirty operations on a CPU, where time goes by their number.
         both = self.rope(mx.concatenate([q, k], axis=1), offset=positions)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from mlx_paged.ops import checks
+from mlx_paged.ops import checks, device
 from mlx_paged.ops.backend import Backend
 from mlx_paged.ops.kv_handle import KVHandle
 from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, Rows, SlotMapping
@@ -248,7 +248,7 @@ def _causal_mask(query_len: int, context_len: int, window: int | None) -> mx.arr
 
 def _has_gather_mm(slab: mx.array) -> bool:
     """On a CPU, MLX's is for float32 only."""
-    return slab.dtype == mx.float32 or mx.default_device() != mx.cpu
+    return slab.dtype == mx.float32 or not device.is_cpu()
 
 
 class _BlockPairs:

@@ -16,7 +16,7 @@ import mlx.core as mx
 from pytest import MonkeyPatch
 
 from mlx_paged.cache import paged
-from mlx_paged.ops import choose, in_place, kernels
+from mlx_paged.ops import choose, device, in_place, kernels
 from mlx_paged.ops.kv_handle import KVHandle
 from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, Rows, SlotMapping
 from mlx_paged.ops.reference import ReferenceBackend
@@ -43,6 +43,8 @@ def lazy_metal(computes: bool = False, call_seconds: float = 0.0) -> Iterator[No
         patch.setattr(paged, "NUM_WATCHED_STEPS", 0)
         if computes:
             patch.setattr(choose, "MetalBackend", lambda *_: ChainedReferenceBackend())
+        else:
+            patch.setattr(device, "is_cpu", lambda: False)
         for room in (choose, in_place):
             patch.setattr(room, "writes_in_place", lambda: True)
         metal_kernel = partial(_stand_in, call_seconds=call_seconds)
