@@ -16,8 +16,8 @@ are not counted. Figures are medians over the turns.
 
 What this can't show: Metal's encoding of commands, which costs more than a CPU's, and how far MLX
 runs ahead. It stops at 10 tasks that are not done, which are 100 primitives on a CPU and up to 400
-on Metal. `--call-us` is what a call of a kernel of ours takes beyond making a primitive: MLX
-composes its source each time. Needs Linux and a C compiler.
+on Metal. `--call-us` is what a call of a kernel of ours takes beyond a stand-in's: MLX composes its
+name and source each time, 4 us in all in 0.32.4 and 11 in 0.32.0. Needs Linux and a C compiler.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
         "--device-ms", type=float, nargs="+", default=[5.0, 0.0], help="of a step, simulated"
     )
     parser.add_argument(
-        "--call-us", type=float, default=14.0, help="of a kernel call of ours, simulated"
+        "--call-us", type=float, default=2.0, help="of a kernel call of ours, simulated"
     )
     parser.add_argument("--turns", type=int, default=9, help="turns of each side")
     parser.add_argument("--steps", type=int, default=20, help="steps of a turn")
