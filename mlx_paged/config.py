@@ -16,7 +16,8 @@ KV_CACHES = ("basic", "paged")
 DEFAULT_BLOCK_SIZE = 16
 DEFAULT_KV = "paged"
 DEFAULT_BACKEND = "auto"
-DEFAULT_MAX_NUM_BATCHED_TOKENS = 512
+DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
+DEFAULT_MAX_NUM_MIXED_TOKENS = 512
 
 _BUDGET = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(blocks?|[kmgt]?i?b?)\s*", re.IGNORECASE)
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
@@ -61,9 +62,10 @@ class SchedulerConfig:
 
     Args:
         max_num_seqs: sequences that run at once.
-        max_num_batched_tokens: new tokens of a step, over all sequences: decodes and chunks of
-            prompts. A larger number computes prompts a little faster, and running answers wait
-            longer for each step.
+        max_num_batched_tokens: new tokens of a step, over all sequences, while no answer runs:
+            prompts and chunks of them.
+        max_num_mixed_tokens: the same beside running answers, which wait for each step; at most
+            ``max_num_batched_tokens``. A larger number computes prompts a little faster.
         watermark: the share of the blocks that must stay free when a request is admitted beside
             others, so that these can continue for a while before one is preempted.
         priority_steps: a request whose priority is higher by 1 runs as if it had arrived this many
@@ -78,13 +80,15 @@ class SchedulerConfig:
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = DEFAULT_MAX_NUM_BATCHED_TOKENS
+    max_num_mixed_tokens: int = DEFAULT_MAX_NUM_MIXED_TOKENS
     watermark: float = 0.05
     priority_steps: int = 1000
     enable_prefix_caching: bool = True
     max_model_len: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "priority_steps"):
+        token_budgets = "max_num_batched_tokens", "max_num_mixed_tokens"
+        for name in ("max_num_seqs", *token_budgets, "priority_steps"):
             check_positive("scheduler", name, getattr(self, name))
         if self.max_model_len is not None:
             check_positive("scheduler", "max_model_len", self.max_model_len)
@@ -97,9 +101,9 @@ class SchedulerConfig:
                 f"[scheduler] enable_prefix_caching must be True or False, "
                 f"got {shown(self.enable_prefix_caching)}"
             )
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError(
-                f"[scheduler] max_num_batched_tokens {self.max_num_batched_tokens} must be at "
-                f"least max_num_seqs {self.max_num_seqs}: a step holds a token of each running "
-                f"sequence"
-            )
+        for name in token_budgets:
+            if getattr(self, name) < self.max_num_seqs:
+                raise ValueError(
+                    f"[scheduler] {name} {getattr(self, name)} must be at least max_num_seqs "
+                    f"{self.max_num_seqs}: a step holds a token of each running sequence"
+                )

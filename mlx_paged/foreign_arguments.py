@@ -43,6 +43,7 @@ OTHER_NAMES = _by_name(
         "prefill_step_size": "prefill_chunk_size n_batch max_prefill_tokens",
         "prompt": "prompt_token_ids input_ids inputs prompt_tokens text texts",
         "repetition_penalty": "repeat_penalty repetition_context_size",
+        "run_ahead": "async_scheduling",
         "sampling_params": "sampling_parameters generation_config",
         "seed": "random_seed",
         "stop": "stop_strings stop_words stop_sequences",
@@ -136,7 +137,8 @@ PARAMS = (
 )  # fmt: skip
 ENGINE_OPTIONS = (
     "kv", "block_size", "kv_cache_bytes", "backend", "swap_bytes", "max_model_len", "max_num_seqs",
-    "priority_steps", "max_num_batched_tokens", "watermark", "enable_prefix_caching",
+    "priority_steps", "max_num_batched_tokens", "max_num_mixed_tokens", "watermark",
+    "enable_prefix_caching", "run_ahead",
 )  # fmt: skip
 # One argument, as different functions call it.
 _ALSO_CALLED = {

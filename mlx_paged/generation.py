@@ -107,7 +107,7 @@ def generate_step(
             the K/V budget is used up.
         sampler: log-probabilities ``[1, vocab_size]`` to a token ``[1]``; greedy by default.
         logits_processors: each maps (tokens so far, logits ``[1, vocab_size]``) to new logits.
-        prefill_step_size: prompt tokens per step (default: 512).
+        prefill_step_size: prompt tokens per step (default: 2048).
         prompt_progress_callback: called with the prompt tokens done so far and their total.
         kv, block_size, kv_cache_bytes, backend, max_model_len: as :class:`Engine` takes them.
 
@@ -249,15 +249,24 @@ def _responses(
 
 
 class _Recorder:
-    """A sampler that keeps the log-probabilities it was given."""
+    """A sampler that keeps the log-probabilities it was given, until they are asked for."""
 
     def __init__(self, sampler: Sampler | None):
-        self.logprobs = mx.zeros(0)
+        self._rows: dict[int, mx.array] = {}  # by the number of the token, from 1
+        self._num_tokens = 0
         self._sampler = sampler or make_sampler()
 
     def __call__(self, logprobs: mx.array) -> mx.array:
-        self.logprobs = logprobs[0]
+        self._num_tokens += 1
+        self._rows[self._num_tokens] = logprobs[0]
         return self._sampler(logprobs)
+
+    def row(self, number: int) -> mx.array:
+        """``[vocab_size]`` of a token, and those before it are forgotten. The next token may be
+        sampled already.
+        """
+        self._rows = {key: row for key, row in self._rows.items() if key >= number}
+        return self._rows[number]
 
 
 def _stream(
@@ -295,4 +304,4 @@ def _stream(
     )
     params = dataclasses.replace(params, sampler=recorder)
     responses = stream_request(engine, prompt, params, progress)
-    return ((response, recorder.logprobs) for response in responses)
+    return ((response, recorder.row(response.generation_tokens)) for response in responses)

@@ -205,6 +205,10 @@ def check_cache_salt(cache_salt: object) -> str | None:
     return None if cache_salt is None else str.__str__(cache_salt)
 
 
+PENDING_TOKEN = -1
+"""Stands in ``token_ids`` for the token that a step samples, while the next step is planned."""
+
+
 class RequestStatus(Enum):
     WAITING = "waiting"
     RUNNING = "running"
@@ -222,7 +226,7 @@ class Request:
 
     Attributes:
         seq_id: the sequence's name in the cache: the request's id and the index of the completion.
-        token_ids: prompt and answer.
+        token_ids: prompt and answer; :data:`PENDING_TOKEN` may be the last one.
         num_computed_tokens: how many of them have K/V, or will have them after the current step.
         block_hashes: the hashes of the full blocks, as far as they were computed.
         cache_salt: requests with different salts never share K/V.
@@ -303,6 +307,11 @@ class Request:
     def num_seqs(self) -> int:
         """How many sequences this is, or will be when its prompt is computed."""
         return self.params.n if self.index == 0 and self.num_output_tokens == 0 else 1
+
+    @property
+    def awaits_token(self) -> bool:
+        """Whether its last token is sampled and not read yet."""
+        return self.token_ids[-1] == PENDING_TOKEN
 
     @property
     def is_finished(self) -> bool:

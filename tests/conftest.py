@@ -8,6 +8,7 @@ import pytest
 from helpers.engine_helpers import tiny_models
 from metal_emulator.fixtures import compiler
 
+from mlx_paged.cache import PagedKVCache
 from mlx_paged.models import qwen3
 
 __all__ = ["compiler"]
@@ -18,7 +19,9 @@ def model() -> qwen3.Model:
     return tiny_models()[0]
 
 
-@pytest.fixture(params=["basic", "paged"])
-def cache_options(request: pytest.FixtureRequest) -> dict:
+@pytest.fixture(params=["basic", "paged", "paged, one step ahead"])
+def cache_options(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict:
     """Arguments of `generate_step` for each kind of cache."""
-    return {"kv": request.param, "kv_cache_bytes": "40blocks"}
+    kind, *ahead = request.param.split(", ")
+    monkeypatch.setattr(PagedKVCache, "can_run_ahead", bool(ahead))
+    return {"kv": kind, "kv_cache_bytes": "40blocks"}

@@ -120,6 +120,11 @@ class KVCache(ABC):
         """What computes attention; ``None`` is MLX's own SDPA."""
         return None
 
+    @property
+    def can_run_ahead(self) -> bool:
+        """Whether the next step may be built while one runs, and nothing is copied for that."""
+        return False
+
     @abstractmethod
     def _allocate_layers(self) -> None:
         """Drop the layers, then make new ones with storage for the blocks of the pool."""

@@ -99,6 +99,10 @@ class PagedKVCache(KVCache):
     def backend(self) -> Backend:
         return self._backend
 
+    @property
+    def can_run_ahead(self) -> bool:
+        return self._backend.writes_in_place
+
     def _allocate_layers(self) -> None:
         self._layers = ()
         shape = self._backend, self.pool.num_blocks, self.config.block_size
@@ -123,6 +127,8 @@ class PagedKVCache(KVCache):
         self._copy_detector.begin_step(step.num_tokens, self._first_slab_nbytes)
 
     def _finish(self) -> None:
+        if self._copy_detector.is_watching:
+            mx.eval(self.arrays)  # What the step takes shows when it has run.
         self._copy_detector.end_step(self._first_slab_nbytes)
 
     @property

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from mlx_paged.core import BlockCopy
-from mlx_paged.request import Request, SeqId
+from mlx_paged.request import PENDING_TOKEN, Request, SeqId
 
 
 class Scheduled(NamedTuple):
@@ -21,6 +21,11 @@ class Scheduled(NamedTuple):
     def token_ids(self) -> list[int]:
         """``[num_new_tokens]``"""
         return self.request.token_ids[self.start : self.start + self.num_new_tokens]
+
+    @property
+    def has_pending_token(self) -> bool:
+        """Whether its last token is one that the step before samples."""
+        return self.request.token_ids[self.start + self.num_new_tokens - 1] == PENDING_TOKEN
 
 
 class SwapOut(NamedTuple):
@@ -56,7 +61,9 @@ class Batch:
     transfers: tuple[Transfer, ...] = ()
     preempted: tuple[Request, ...] = ()
     finished: tuple[Request, ...] = ()  # could not go on
-    new_block_ids: frozenset[int] = frozenset()  # this step fills them, and others may hit them
+    # This step fills them, and others may hit them. One that a token fills which the step before
+    # samples is added when that token is known.
+    new_block_ids: set[int] = field(default_factory=set)
     hit_block_ids: frozenset[int] = frozenset()  # found by the requests that were admitted
 
     @property

@@ -8,7 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TypeVar, Unpack
 
@@ -32,7 +32,7 @@ from mlx_paged.engine.model_runner import ModelRunner
 from mlx_paged.engine.options import SchedulerOptions
 from mlx_paged.engine.prompts import Prompt, as_tokenizer, read_prompt
 from mlx_paged.engine.request_state import RequestState
-from mlx_paged.engine.sampler import SampledToken
+from mlx_paged.engine.sampler import NO_TOKENS, SampledToken, SampledTokens, sample
 from mlx_paged.engine.scheduler import Scheduler, extra_hash_keys
 from mlx_paged.engine.swap_space import SwapSpace, is_swapping_cheaper
 from mlx_paged.errors import ArgumentError, forget_frames, request_error, shown
@@ -53,6 +53,22 @@ T = TypeVar("T")
 
 # The default swap space, as a share of the K/V budget.
 DEFAULT_SWAP_SHARE = 1 / 8
+
+
+@dataclass(eq=False)
+class StepInFlight:
+    """A step that was launched and not read yet.
+
+    Attributes:
+        logits: ``[num_rows, vocab_size]``.
+        sampled: the tokens sampled from it, once their sampler is launched.
+        forks: completions that began with it.
+    """
+
+    batch: Batch
+    logits: mx.array = field(default_factory=lambda: NO_TOKENS.token_ids)
+    sampled: SampledTokens = NO_TOKENS
+    forks: list[Request] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -101,9 +117,12 @@ class Engine:
         max_model_len: the most tokens that a prompt and its answer have together; by default the
             context that the model was made for
             (:func:`mlx_paged.models.context_length.context_length`), which is also the most.
+        run_ahead: whether a step is launched before the tokens of the one before are read, so that
+            the device does not wait for Python (vLLM: ``async_scheduling``). The tokens are the
+            same. By default where the cache allows it without copies: on Metal.
         scheduler_options: fields of :class:`SchedulerConfig`: ``max_num_seqs``,
-            ``max_num_batched_tokens``, ``enable_prefix_caching``, ``watermark``,
-            ``priority_steps``.
+            ``max_num_batched_tokens``, ``max_num_mixed_tokens``, ``enable_prefix_caching``,
+            ``watermark``, ``priority_steps``.
 
     Raises:
         ValueError: a setting out of its range, or a budget that holds no block.
@@ -123,6 +142,7 @@ class Engine:
         swap_bytes: str | int | None = None,
         seed: int | None = None,
         max_model_len: int | None = None,
+        run_ahead: bool | None = None,
         **scheduler_options: Unpack[SchedulerOptions],
     ):
         self.max_model_len = context_limit(check_model(model).args, max_model_len)
@@ -131,6 +151,11 @@ class Engine:
             tokenizer = as_tokenizer(tokenizer)
         if seed is not None:
             seed = check_integer("engine", "seed", seed)
+        if not isinstance(run_ahead, bool | None):
+            raise ArgumentError(
+                f"[engine] run_ahead must be True, False or None, got {shown(run_ahead)}",
+                "run_ahead",
+            )
         # Steps may be another thread's, which can't evaluate what this one left lazy: parameters,
         # and frequencies of RoPE, which are none.
         mx.eval([leaf for leaf in dict(tree_flatten(model)).values() if isinstance(leaf, mx.array)])
@@ -141,6 +166,7 @@ class Engine:
         )
         self.swap_space: SwapSpace[SwappedKV] = SwapSpace(self._num_swap_tokens(swap_bytes))
         self.runner = ModelRunner(model, self.cache, self.swap_space)
+        self.run_ahead = self.cache.can_run_ahead if run_ahead is None else run_ahead
         eos_token_ids: Iterable[int] = () if tokenizer is None else tokenizer.eos_token_ids
         self.scheduler = Scheduler(self.cache, config, frozenset(eos_token_ids), self.swap_space)
         self._seeds = random.Random(seed)
@@ -151,6 +177,8 @@ class Engine:
         # What other threads ask for goes through the inbox, which is emptied whenever no step runs.
         self._inbox: deque[Callable[[], None]] = deque()
         self._to_report: dict[str, None] = {}  # ids of requests, in order
+        # At most one between two steps: launched, sampled, and not read.
+        self._in_flight: deque[StepInFlight] = deque()
         # Requests from a failed step and the length each had reached; each is retried alone.
         self._suspects: deque[tuple[Request, int]] = deque()
         # Held by the thread that changes the scheduler, the cache or a state. Wherever it is taken,
@@ -253,9 +281,14 @@ class Engine:
         if state is None:
             return 0, 0
         request = state.requests[0]
-        return min(
-            request.num_computed_tokens, request.num_prompt_tokens
-        ), request.num_prompt_tokens
+        starts = [
+            part.start
+            for step in list(self._in_flight)
+            for part in step.batch.scheduled
+            if part.request is request
+        ]
+        num_computed = min(request.num_computed_tokens, request.num_prompt_tokens, *starts)
+        return num_computed, request.num_prompt_tokens
 
     def cached_block_ids(
         self, token_ids: Sequence[int], cache_salt: str | None = None
@@ -287,7 +320,7 @@ class Engine:
         there is forgotten.
         """
         self._refuse_reentry("shrink")
-        with self._step_lock: return self._changed(self.cache.shrink)  # noqa: E701  # fmt: skip
+        with self._step_lock: return self._changed(self._shrink)  # noqa: E701  # fmt: skip
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached K/V; False, and nothing has changed, while requests run."""
@@ -344,6 +377,7 @@ class Engine:
         Cached K/V are lost, and what runs is computed again.
         """
         self.cache.reset()
+        self._in_flight.clear()
         self._suspects.clear()
         states = list(self._states.values())
         self.scheduler.restart([request for state in states for request in state.restore()])
@@ -363,6 +397,10 @@ class Engine:
         state.is_aborted = True
         self._inbox.append(partial(self._abort, state))
 
+    def _shrink(self) -> int:
+        self._land()  # It may write to the memory that is given back.
+        return self.cache.shrink()
+
     def _abort(self, state: RequestState) -> None:
         for request in state.requests:
             self._finish(request, "abort")
@@ -370,30 +408,87 @@ class Engine:
     def _step(self) -> list[RequestOutput]:
         with self._change():
             self._read_inbox()
-            batch = self.scheduler.schedule(only=self._next_suspect())
-            for request in batch.finished:
-                self._report(request)
-            if batch.scheduled:
-                rows, requests = self._completions(batch)
-                try:
-                    results = self.runner.execute(batch, rows, requests)
-                except Exception as error:
-                    self._blame(batch, error)
-                except BaseException:
-                    self._take_back(batch)
-                    self._is_torn = False
-                    raise
-                else:
-                    self._append_tokens(requests, results)
-            else:
-                # Nobody will copy what was to be swapped out, and a suspect had no room.
-                self.scheduler.discard(batch)
-                if self._suspects:
-                    self._suspects.popleft()
+            steps = self._in_flight
+            if not steps:
+                self._launch(self.scheduler.schedule(only=self._next_suspect()))
+                self._sample()
+            if steps and self.run_ahead and not self._suspects:
+                self._launch(self.scheduler.schedule_ahead(steps[0].sampled.requests))
+            self._land()
+            self._sample()
+            if steps and all(request.is_finished for request in steps[0].batch.requests):
+                self._land()  # Nobody asks for it any more.
             self._read_inbox()
             if not self.scheduler.requests and not self._to_report:
                 self._pick_up_lost()
             return self._take_reports()
+
+    def _launch(self, batch: Batch | None) -> None:
+        """Begin to compute a step, behind the one in flight if there is one."""
+        if batch is None:
+            return
+        for request in batch.finished:
+            self._report(request)
+        if not batch.scheduled:
+            # Nobody will copy what was to be swapped out, and a suspect had no room.
+            self.scheduler.discard(batch)
+            if self._suspects:
+                self._suspects.popleft()
+            return
+        awaited = self._in_flight[0].sampled if self._in_flight else NO_TOKENS
+        step = StepInFlight(batch)
+        self._in_flight.append(step)
+        with self._device_work():
+            step.logits = self.runner.launch(batch, awaited)
+
+    def _sample(self) -> None:
+        """Begin to sample the tokens of the newest step, from tokens that are known."""
+        if not self._in_flight:
+            return
+        step = self._in_flight[-1]
+        rows, requests = self._completions(step.batch)
+        with self._device_work():
+            step.sampled = sample(step.logits, rows, requests)
+        for request in step.sampled.requests:
+            if request.seq_id not in self.scheduler.requests:
+                state = self._states[request.request_id]
+                self.scheduler.add_fork(state.requests[0], request)
+                state.requests.append(request)
+                step.forks.append(request)
+
+    def _land(self) -> None:
+        """Wait for the oldest step in flight, and append its tokens."""
+        if not self._in_flight:
+            return
+        step = self._in_flight[0]
+        with self._device_work():
+            results = step.sampled.read()
+            # A chunk of a prompt has no tokens to wait for. What no step follows leaves nothing
+            # lazy: another thread could not evaluate it, and a reader in flight would make each
+            # donated write copy a slab.
+            mx.eval(step.logits, self.cache.arrays if len(self._in_flight) == 1 else ())
+        if not self._in_flight:
+            return  # It failed.
+        self._in_flight.popleft()
+        for request, result in zip(step.sampled.requests, results, strict=True):
+            if isinstance(result, SampledToken):
+                self._append(request, result)
+            else:
+                self._finish(request, "error", result)
+
+    @contextmanager
+    def _device_work(self) -> Iterator[None]:
+        """Run a part of a step that changes no bookkeeping. If it raises, no step in flight
+        happened.
+        """
+        try:
+            yield
+        except Exception as error:
+            self._blame(error)
+        except BaseException:
+            self._take_back()
+            self._is_torn = False
+            raise
 
     def _pick_up_lost(self) -> None:
         """Take on requests that an interrupt kept from the inbox, or from being reported."""
@@ -405,18 +500,32 @@ class Engine:
             if state.output.finished:
                 self._report(state.requests[0])
 
-    def _blame(self, batch: Batch, error: Exception) -> None:
+    def _blame(self, error: Exception) -> None:
         """Fail a request that ran alone; run several again one by one, to see which fails."""
-        suspects = [(request, request.num_computed_tokens) for request in batch.requests]
-        self._take_back(batch)
-        if len(suspects) > 1:
-            self._suspects.extend(suspects)
+        steps = list(self._in_flight)
+        suspects = {
+            request: request.num_computed_tokens
+            for step in steps
+            for request in step.batch.requests
+            if not request.is_finished
+        }
+        self._take_back()
+        if len(steps) == len(suspects) == 1:
+            self._finish(steps[0].batch.requests[0], "error", error)
         else:
-            self._finish(batch.requests[0], "error", error)
+            self._suspects.extend(suspects.items())
 
-    def _take_back(self, batch: Batch) -> None:
-        """Undo a step."""
-        self.scheduler.discard(batch)
+    def _take_back(self) -> None:
+        """Undo the steps in flight, the newest first."""
+        while self._in_flight:
+            step = self._in_flight.pop()
+            for request in step.sampled.requests:
+                self.scheduler.forget_token(request)
+            for fork in step.forks:
+                if not fork.is_finished:
+                    self.scheduler.finish(fork, "abort")
+                    self._states[fork.request_id].requests.remove(fork)
+            self.scheduler.discard(step.batch)
         self.cache.close_step()
         try:
             # What it wrote is not needed, but the slabs depend on it, and another thread could not
@@ -443,26 +552,16 @@ class Engine:
         requests: list[Request] = []
         wanted = [part.request for part in batch.scheduled if part.num_logit_rows]
         for row, request in enumerate(wanted):
-            rows += [row] * request.num_seqs
-            requests += [request, *map(request.fork, range(1, request.num_seqs))]
+            if not request.is_finished:
+                rows += [row] * request.num_seqs
+                requests += [request, *map(request.fork, range(1, request.num_seqs))]
         return rows, requests
 
-    def _append_tokens(
-        self, requests: Sequence[Request], results: Sequence[SampledToken | Exception]
-    ) -> None:
-        for request in requests:
-            if request.seq_id not in self.scheduler.requests:
-                state = self._states[request.request_id]
-                self.scheduler.add_fork(state.requests[0], request)
-                state.requests.append(request)
-        for request, result in zip(requests, results, strict=True):
-            if isinstance(result, SampledToken):
-                self._append(request, result)
-            else:
-                self._finish(request, "error", result)
-
     def _append(self, request: Request, sampled: SampledToken) -> None:
-        self.scheduler.append_token(request, sampled.token_id)
+        if request.is_finished:
+            return  # Since it was sampled.
+        ahead = self._in_flight[0].batch if self._in_flight else None
+        self.scheduler.append_token(request, sampled.token_id, ahead)
         stop_text = None
         try:
             stop_text = self._states[request.request_id].add_token(request, sampled)

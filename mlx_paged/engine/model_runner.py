@@ -1,9 +1,9 @@
-"""One model on one cache: packs the tokens of a step, runs it, and leaves nothing lazy."""
+"""One model on one cache: packs the tokens of a step and launches it."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
@@ -12,11 +12,11 @@ from mlx_paged.argument_values import kind_of
 from mlx_paged.cache import AnySeqId, KVCache, SwappedKV
 from mlx_paged.engine.batch import Batch, CopyBlocks, SwapOut, Transfer
 from mlx_paged.engine.prompts import TokenIds, check_token_ids
-from mlx_paged.engine.sampler import SampledToken, sample
+from mlx_paged.engine.sampler import SampledTokens
 from mlx_paged.engine.swap_space import SwapSpace
 from mlx_paged.errors import shown
 from mlx_paged.models.language_model import check_model
-from mlx_paged.request import Request
+from mlx_paged.request import PENDING_TOKEN
 
 # Tokens after which MLX is told to give back the buffers that it keeps for reuse: growing contexts
 # and chunks of prompts ask for new sizes all the time. mlx-lm does so every 256 steps, and after
@@ -72,33 +72,30 @@ class ModelRunner:
         self._end_step(step.num_tokens, len(new_tokens))
         return logits
 
-    def execute(
-        self, batch: Batch, rows: Sequence[int], requests: Sequence[Request]
-    ) -> list[SampledToken | Exception]:
-        """Run a step that a scheduler planned, and sample from its logits.
+    def launch(self, batch: Batch, awaited: SampledTokens) -> mx.array:
+        """Begin to compute a step that a scheduler planned, and don't wait for it.
 
         Args:
-            rows, requests: for each token wanted, its row of logits and its request.
+            awaited: the tokens that stand in the batch as ``PENDING_TOKEN``.
 
         Returns:
-            One result per token; an exception fails its request.
+            The logits ``[num_rows, vocab_size]``, one row at least; when they are there, the step
+            was computed.
         """
         cache = self.cache
         for transfer in batch.transfers:
             self._transfer(transfer)
         scheduled = batch.scheduled
-        token_ids = list(itertools.chain.from_iterable([part.token_ids for part in scheduled]))
         with cache.scheduled_step(
             [part.request.seq_id for part in scheduled],
             [part.num_new_tokens for part in scheduled],
             [part.num_logit_rows for part in scheduled],
             batch.shares_new_blocks,
         ) as step:
-            logits = self.model(mx.array(token_ids), cache.layers, step.logit_rows)
-            results = sample(logits, rows, requests)
-            mx.eval(cache.arrays)
-        self._end_step(len(token_ids), len(scheduled))
-        return results
+            logits = self.model(_tokens_of(batch, awaited), cache.layers, step.logit_rows)
+            mx.async_eval(logits, cache.arrays)
+        self._end_step(step.num_tokens, len(scheduled))
+        return logits
 
     def _transfer(self, transfer: Transfer) -> None:
         if isinstance(transfer, CopyBlocks):
@@ -117,3 +114,24 @@ class ModelRunner:
         if self._num_tokens >= CLEAR_CACHE_INTERVAL:
             mx.clear_cache()
             self._num_tokens = 0
+
+
+def _tokens_of(batch: Batch, awaited: SampledTokens) -> mx.array:
+    """``[num_tokens] int32``, the packed new tokens of a batch."""
+    scheduled = batch.scheduled
+    token_ids = list(itertools.chain.from_iterable([part.token_ids for part in scheduled]))
+    if PENDING_TOKEN not in token_ids:
+        return mx.array(token_ids, dtype=mx.int32)
+    entry_of = {request: entry for entry, request in enumerate(awaited.requests)}
+    ends = itertools.accumulate([part.num_new_tokens for part in scheduled])
+    pairs = zip(ends, scheduled, strict=True)
+    places = [(end - 1, entry_of[part.request]) for end, part in pairs if part.has_pending_token]
+    positions, entries = zip(*places, strict=True)
+    pending = awaited.token_ids
+    if entries != tuple(range(len(entry_of))):
+        pending = pending[mx.array(entries, dtype=mx.int32)]
+    if len(positions) == len(token_ids):
+        return pending
+    tokens = mx.array(token_ids, dtype=mx.int32)
+    tokens[mx.array(positions, dtype=mx.int32)] = pending
+    return tokens

@@ -10,6 +10,7 @@ class SchedulerOptions(TypedDict, total=False):
 
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_num_mixed_tokens: int
     enable_prefix_caching: bool
     watermark: float
     priority_steps: int
@@ -25,6 +26,7 @@ class EngineOptions(SchedulerOptions, total=False):
     swap_bytes: str | int | None
     seed: int | None
     max_model_len: int | None
+    run_ahead: bool | None
 
 
 class RequestOptions(TypedDict, total=False):

@@ -9,6 +9,7 @@ processors; then mlx-lm's filters and its temperature.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -31,6 +32,51 @@ class SampledToken(NamedTuple):
     logprobs: dict[int, Logprob] | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class SampledTokens:
+    """The next token of each request, on its way: launched, and not waited for.
+
+    Attributes:
+        token_ids: ``[num_requests] int32``, within the vocabulary whatever went wrong.
+        failed: what is known already to have failed a request, by its entry.
+        peaks: of each entry in ``may_have_none``, the highest logit ``[len(may_have_none)]``.
+        drawn: what the samplers of requests drew, by entry: ``[1]`` integers, not checked yet.
+    """
+
+    requests: Sequence[Request]
+    states: Sequence[SamplingState]
+    token_ids: mx.array
+    failed: dict[int, Exception] = field(default_factory=dict)
+    may_have_none: Sequence[int] = ()
+    peaks: mx.array | None = None
+    drawn: dict[int, mx.array] = field(default_factory=dict)
+    vocab_size: int = 0
+    report: LogprobReport | None = None
+
+    def read(self) -> list[SampledToken | Exception]:
+        """Wait for the tokens; an exception fails its request."""
+        if not self.requests:
+            return []
+        token_ids, failed = read_ints(self.token_ids), self.failed
+        if self.peaks is not None:
+            for entry, peak in zip(self.may_have_none, read_floats(self.peaks), strict=True):
+                if not peak > -np.inf:  # nor is NaN
+                    failed.setdefault(entry, _no_token(self.requests[entry]))
+        for entry, drawn in self.drawn.items():
+            token = read_ints(drawn)[0]
+            if not 0 <= token < self.vocab_size:
+                failed.setdefault(entry, _no_such_token(token, self.vocab_size))
+        if not failed and self.report is None:
+            return list(map(SampledToken, token_ids))
+        logprobs = {}
+        if self.report is not None:
+            logprobs = _read_logprobs(self.report, token_ids, self.states)
+        return [
+            failed[entry] if entry in failed else SampledToken(token, logprobs.get(entry))
+            for entry, token in enumerate(token_ids)
+        ]
+
+
 class LogprobReport(NamedTuple):
     """Log-probabilities for the requests that want some, in the order of the requests."""
 
@@ -40,18 +86,21 @@ class LogprobReport(NamedTuple):
     top: mx.array  # [num_wanted, num_top], of these
 
 
+NO_TOKENS = SampledTokens((), (), mx.array([], dtype=mx.int32))
+
+
 def sample(
     logits: mx.array,  # [num_rows, vocab_size]
     rows: Sequence[int],  # [num_requests]
     requests: Sequence[Request],
-) -> list[SampledToken | Exception]:
-    """The next token of each request, drawn from its row; an exception fails its request.
+) -> SampledTokens:
+    """Launch the draw of each request's next token from its row of logits.
 
     Several requests may share a row. What is known of a request from one token to the next is its
-    ``sampling_state``.
+    ``sampling_state``. Its own functions are called here; those that look at numbers wait for them.
     """
     if not requests:
-        return []
+        return NO_TOKENS
     states: list[SamplingState] = []
     all_plain = True
     for request in requests:
@@ -62,10 +111,24 @@ def sample(
         states.append(state)
     wanted_rows = list(rows)
     if wanted_rows != list(range(logits.shape[0])):
-        logits = logits[mx.array(wanted_rows)]
-    if all_plain:
-        return list(map(SampledToken, read_ints(mx.argmax(logits, axis=-1))))
+        logits = logits[mx.array(wanted_rows, dtype=mx.int32)]
+    draw = _draw_plainly if all_plain else _draw_with_settings
+    sampled = draw(logits, requests, states)
+    mx.async_eval(sampled.token_ids, sampled.peaks, sampled.report, sampled.drawn)
+    return sampled
 
+
+def _draw_plainly(
+    logits: mx.array, requests: Sequence[Request], states: Sequence[SamplingState]
+) -> SampledTokens:
+    return SampledTokens(requests, states, mx.argmax(logits, axis=-1).astype(mx.int32))
+
+
+def _draw_with_settings(
+    logits: mx.array,  # [num_requests, vocab_size]
+    requests: Sequence[Request],
+    states: Sequence[SamplingState],
+) -> SampledTokens:
     failed: dict[int, Exception] = {
         entry: state.error for entry, state in enumerate(states) if state.error is not None
     }
@@ -74,22 +137,16 @@ def sample(
         for entry, state in enumerate(states)
         if state.may_leave_nothing and entry not in failed
     ]
-    processed, peaks = _adjust(logits, requests, states), mx.zeros(0)
+    processed, peaks = _adjust(logits, requests, states), None
     if changed:
         processed, peaks = _run_processors(processed, requests, changed, failed)
-    tokens = _draw(processed, requests, states)
-    _run_samplers(processed, tokens, requests, failed)
+    tokens = _draw(processed, requests, states).astype(mx.int32)
+    drawn = _run_samplers(processed, tokens, requests, failed)
     report = _report_logprobs(logits, tokens, states)
-    mx.eval(tokens, peaks, report or ())
-    for entry, peak in zip(changed, read_floats(peaks), strict=True):
-        if not peak > -np.inf:  # nor is NaN
-            failed.setdefault(entry, _no_token(requests[entry]))
-    token_ids = read_ints(tokens)
-    logprobs = {} if report is None else _read_logprobs(report, token_ids, states)
-    return [
-        failed[entry] if entry in failed else SampledToken(token, logprobs.get(entry))
-        for entry, token in enumerate(token_ids)
-    ]
+    vocab_size = logits.shape[-1]
+    return SampledTokens(
+        requests, states, tokens, failed, changed, peaks, drawn, vocab_size, report
+    )
 
 
 def _adjust(
@@ -152,10 +209,12 @@ def _run_processors(
 
 def _run_samplers(
     logits: mx.array, tokens: mx.array, requests: Sequence[Request], failed: dict[int, Exception]
-) -> None:
-    """Put the tokens that the requests' own samplers draw among the others; those that fail are put
-    into ``failed``.
+) -> dict[int, mx.array]:
+    """Put the tokens that the requests' own samplers draw among the others, and return them by
+    entry; those that fail are put into ``failed``.
     """
+    drawn: dict[int, mx.array] = {}
+    last_token = logits.shape[-1] - 1
     for entry, request in enumerate(requests):
         sampler = request.params.sampler
         if sampler is None or entry in failed:
@@ -165,11 +224,15 @@ def _run_samplers(
         if len(requests) > 1:
             mx.eval(logprobs)  # outside of the try: an error of the model is not the sampler's
         try:
-            tokens[entry] = _check_sampled(sampler(logprobs), row.shape[-1])
+            drawn[entry] = _check_sampled(sampler(logprobs))
         except KeyboardInterrupt:
             raise
         except BaseException as error:
             failed[entry] = request_error(error)
+        else:
+            # The next step may look it up before anybody has read it.
+            tokens[entry] = mx.clip(drawn[entry], 0, last_token)[0]
+    return drawn
 
 
 def _no_token(request: Request) -> ValueError:
@@ -179,8 +242,15 @@ def _no_token(request: Request) -> ValueError:
     )
 
 
-def _check_sampled(sampled: object, vocab_size: int) -> int:
-    """The token of ``[1]`` integers; raises ``ValueError`` for anything else."""
+def _no_such_token(token: int, vocab_size: int) -> ValueError:
+    # An embedding looks up any number in silence.
+    return ValueError(
+        f"[sampler] the sampler chose token {token}, outside the model's vocabulary of {vocab_size}"
+    )
+
+
+def _check_sampled(sampled: object) -> mx.array:
+    """``[1]`` integers; raises ``ValueError`` for anything else."""
     if not isinstance(sampled, mx.array):
         raise ValueError(f"[sampler] a sampler returns an array, got {kind_of(sampled)}")
     if sampled.shape != (1,) or not mx.issubdtype(sampled.dtype, mx.integer):
@@ -188,14 +258,7 @@ def _check_sampled(sampled: object, vocab_size: int) -> int:
             f"[sampler] a sampler returns integers of shape (1,), got {sampled.dtype} of shape "
             f"{tuple(sampled.shape)}"
         )
-    token = read_ints(sampled)[0]
-    if not 0 <= token < vocab_size:
-        # An embedding looks up any number in silence.
-        raise ValueError(
-            f"[sampler] the sampler chose token {token}, outside the model's vocabulary of "
-            f"{vocab_size}"
-        )
-    return token
+    return sampled.astype(mx.int64)
 
 
 def _process(request: Request, row: mx.array) -> mx.array:

@@ -23,7 +23,7 @@ from mlx_paged.core.kv_cache_manager import NOTHING_COMPUTED
 from mlx_paged.engine.batch import Batch, CopyBlocks, Scheduled, SwapIn, SwapOut
 from mlx_paged.engine.swap_space import SwapSpace
 from mlx_paged.errors import prompt_beyond_context, prompt_too_long
-from mlx_paged.request import Request, RequestStatus, SeqId
+from mlx_paged.request import PENDING_TOKEN, Request, RequestStatus, SeqId
 
 by_order = attrgetter("order")
 
@@ -52,7 +52,8 @@ class _Plan:
     """A step while it is being planned."""
 
     token_budget: int
-    only: Request | None
+    only: Request | None = None
+    is_ahead: bool = False  # the tokens of the step before are not read yet
     scheduled: list[Scheduled] = field(default_factory=list)
     swap_outs: list[SwapOut] = field(default_factory=list)
     copies: list[CopyBlocks] = field(default_factory=list)
@@ -69,7 +70,7 @@ class _Plan:
             (*self.swap_outs, *self.copies, *self.swap_ins),
             tuple(self.preempted),
             tuple(self.finished),
-            frozenset(self.new_block_ids),
+            self.new_block_ids,
             frozenset(self.hit_block_ids),
         )
 
@@ -205,9 +206,47 @@ class Scheduler:
         Args:
             only: schedule this request and no other.
         """
+        return self._plan(_Plan(self._token_budget(), only))
+
+    def schedule_ahead(self, awaited: Iterable[Request]) -> Batch | None:
+        """Plan the step after one whose tokens are not read yet, as if they were.
+
+        No request is preempted or ended for it, since the tokens may end some.
+
+        Args:
+            awaited: the requests that get a token from the step before.
+
+        Returns:
+            ``None``, and nothing has changed, where blocks may be short: read the tokens first.
+        """
+        if not self._has_room_ahead():
+            return None
+        for request in awaited:
+            if not request.is_finished:
+                request.token_ids.append(PENDING_TOKEN)
+                if self._is_full(request):
+                    request.token_ids.pop()  # Whatever the token is, it is the last one.
+        return self._plan(_Plan(self._token_budget(), is_ahead=True))
+
+    def _token_budget(self) -> int:
+        config, budget = self.config, self.config.max_num_batched_tokens
+        is_decoding = any(request.num_output_tokens for request in self.running)
+        return min(budget, config.max_num_mixed_tokens) if is_decoding else budget
+
+    def _has_room_ahead(self) -> bool:
+        num_free = self.manager.num_free_blocks + self.supply.num_growable_blocks
+        budget = self.config.max_num_batched_tokens
+        if len(self.running) + -(-budget // self._block_size) <= num_free:
+            return True
+        num_needed = 0
+        for request in self.running:
+            num_new_tokens = min(request.num_tokens - request.num_computed_tokens + 1, budget)
+            num_needed += self.manager.num_needed_blocks(request.seq_id, num_new_tokens)
+        return num_needed <= num_free
+
+    def _plan(self, plan: _Plan) -> Batch:
         self.num_steps += 1
         self._max_num_tokens = self.max_num_blocks * self._block_size
-        plan = _Plan(self.config.max_num_batched_tokens, only)
         self._schedule_running(plan)
         if not plan.preempted:
             self._admit_waiting(plan)
@@ -225,6 +264,9 @@ class Scheduler:
                 index += 1
                 continue
             num_new_tokens = len(request.token_ids) - request.num_computed_tokens
+            if num_new_tokens == 0:  # The token that it awaits is its last one.
+                index += 1
+                continue
             if num_new_tokens > 1:
                 # A prompt leaves a token of the budget to each request after it, so that no decode
                 # waits for it.
@@ -236,6 +278,8 @@ class Scheduler:
             if copies is not None:
                 self._schedule(plan, request, num_new_tokens, copies)
                 index += 1
+            elif plan.is_ahead:
+                return
             elif len(running) > 1:
                 # The last in order: none of the requests after ``index`` is in this step yet.
                 self._preempt(plan, running[-1])
@@ -306,7 +350,7 @@ class Scheduler:
         if copies:
             plan.copies.append(CopyBlocks(copies))
         if end % self._block_size < num_new_tokens:  # The end of a block was passed.
-            self._cache_blocks(plan, request)
+            plan.new_block_ids.update(self._cache_blocks(request))
 
     def _computed_blocks(self, request: Request) -> ComputedBlocks:
         if not self.config.enable_prefix_caching:
@@ -314,19 +358,26 @@ class Scheduler:
         self._hash_blocks(request)
         return self.manager.get_computed_blocks(request.block_hashes, request.num_tokens)
 
-    def _cache_blocks(self, plan: _Plan, request: Request) -> None:
-        """Let others hit the blocks that are full after this step, from this step on."""
+    def _cache_blocks(self, request: Request) -> list[int]:
+        """Let others hit the blocks that are full after the newest step, as far as their tokens are
+        known; returns the ids of those that are new.
+        """
         if not self.config.enable_prefix_caching:
-            return
+            return []
         self._hash_blocks(request)
         num_new_blocks = self.manager.cache_blocks(request.seq_id, request.block_hashes)
         num_full_blocks = request.num_computed_tokens // self._block_size
-        block_ids = self.manager.tables[request.seq_id].block_ids
-        plan.new_block_ids.update(block_ids[num_full_blocks - num_new_blocks : num_full_blocks])
+        end = min(num_full_blocks, len(request.block_hashes))
+        return self.manager.tables[request.seq_id].block_ids[end - num_new_blocks : end]
 
     def _hash_blocks(self, request: Request) -> None:
+        token_ids = request.token_ids
+        if request.awaits_token:
+            if len(request.block_hashes) == (len(token_ids) - 1) // self._block_size:
+                return
+            token_ids = token_ids[:-1]
         extra_keys = extra_hash_keys(request.cache_salt)
-        extend_block_hashes(request.block_hashes, request.token_ids, self._block_size, extra_keys)
+        extend_block_hashes(request.block_hashes, token_ids, self._block_size, extra_keys)
 
     def _fail(self, plan: _Plan, request: Request) -> None:
         """End a request whose tokens have no room, and no other request could make some."""
@@ -353,30 +404,53 @@ class Scheduler:
 
     # After the step
 
-    def append_token(self, request: Request, token_id: int) -> None:
+    def append_token(self, request: Request, token_id: int, ahead: Batch | None = None) -> None:
         """A token was sampled for a request whose tokens are all computed; finishes it if that was
         the last.
+
+        Args:
+            ahead: the step after the one that sampled the token, if it was planned already.
         """
-        request.token_ids.append(token_id)
+        if request.awaits_token:
+            request.token_ids[-1] = token_id
+        else:
+            request.token_ids.append(token_id)
+        if ahead is not None and self._fills_block(request):
+            ahead.new_block_ids.update(self._cache_blocks(request))
         params = request.params
         if token_id in self.eos_token_ids and not params.ignore_eos:
             self.finish(request, "stop")
         elif token_id in params.stop_token_ids:
             self.finish(request, "stop", token_id)
-        elif (
-            request.num_output_tokens == params.max_tokens
+        elif self._is_full(request):
+            self.finish(request, "length")
+
+    def _fills_block(self, request: Request) -> bool:
+        """Whether its newest token has K/V, in the last slot of a block."""
+        num_computed = request.num_computed_tokens
+        return num_computed == len(request.token_ids) and num_computed % self._block_size == 0
+
+    def _is_full(self, request: Request) -> bool:
+        """Whether its newest token is the last that it may have."""
+        return (
+            request.num_output_tokens == request.params.max_tokens
             or request.num_tokens == self.config.max_model_len
             # No room for the token's own K/V.
             or request.num_tokens > self._max_num_tokens
-        ):
-            self.finish(request, "length")
+        )
+
+    def forget_token(self, request: Request) -> None:
+        """The token that a request awaits does not come."""
+        if request.awaits_token:
+            request.token_ids.pop()
 
     def discard(self, batch: Batch) -> None:
         """Take a step back that failed: its rows may not be written, its requests wait again."""
         # Also the blocks of requests that have ended since.
         self.manager.pool.evict_blocks(batch.new_block_ids)
         for request in batch.requests:
-            if not request.is_finished:
+            # It may wait already, if it was in the step after this one, too.
+            if request.status is RequestStatus.RUNNING:
                 self.manager.free(request.seq_id)
                 self._wait_again(request)
         for transfer in batch.transfers:

@@ -29,6 +29,9 @@ class Backend(ABC):
     """
 
     name: ClassVar[str]
+    # Whether slabs are written behind MLX's back, in the order of the calls. Where MLX sees the
+    # writes, one that finds a reader of its slab in flight copies the slab.
+    writes_in_place: bool = False
 
     @abstractmethod
     def reshape_and_cache(

@@ -24,6 +24,11 @@ class CopyDetector:
         self._num_steps_left = num_steps
         self._base: int | None = None
 
+    @property
+    def is_watching(self) -> bool:
+        """Whether it judges the step that is open."""
+        return self._base is not None
+
     def begin_step(self, num_tokens: int, slab_nbytes: int) -> None:
         """Before the step's graph is built."""
         self._base = None

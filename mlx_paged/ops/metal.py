@@ -36,6 +36,7 @@ class MetalBackend(Backend):
     name = "metal"
 
     def __init__(self, writes_in_place: bool = True):
+        self.writes_in_place = writes_in_place
         self._scatter = None if writes_in_place else ReferenceBackend()
 
     def reshape_and_cache(

@@ -24,6 +24,8 @@ from mlx_paged.cache import PromptTooLongError
 from mlx_paged.engine.async_engine import AsyncEngine, EngineStoppedError
 from mlx_paged.models import qwen3
 
+pytestmark = pytest.mark.usefixtures("run_ahead")
+
 LONG = greedy(100_000, ignore_eos=True)
 
 

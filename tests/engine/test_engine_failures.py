@@ -25,6 +25,8 @@ from mlx_paged.engine.engine import Engine
 from mlx_paged.models import qwen3
 from mlx_paged.request import RequestOutput
 
+pytestmark = pytest.mark.usefixtures("run_ahead")
+
 POISON = 60
 
 
@@ -332,7 +334,7 @@ def test_an_error_that_is_kept_keeps_no_arrays(model: qwen3.Model):
 
 @pytest.mark.parametrize("swap", [True, False])
 def test_an_engine_goes_on_after_ctrl_c_in_any_step(
-    model: qwen3.Model, monkeypatch: pytest.MonkeyPatch, swap: bool
+    model: qwen3.Model, run_ahead: bool, swap: bool
 ):
     engine = make_engine(
         model,
@@ -342,7 +344,9 @@ def test_an_engine_goes_on_after_ctrl_c_in_any_step(
         max_num_seqs=6,
     )
     num_steps = iter(range(10_000))
-    break_model(engine, lambda tokens: next(num_steps) % 9 == 4, KeyboardInterrupt())
+    # An interrupt costs two steps where one is ahead.
+    period = 13 if run_ahead else 9
+    break_model(engine, lambda tokens: next(num_steps) % period == 4, KeyboardInterrupt())
     requests = {
         "greedy": (prompt(60), greedy(40)),
         "sampled": (prompt(30), sampled(seed=2, max_tokens=50)),

@@ -19,9 +19,11 @@ from helpers.engine_runs import (
     sampled,
 )
 
-from mlx_paged.engine import model_runner
+from mlx_paged.engine import engine as engine_module
 from mlx_paged.models import qwen3
 from mlx_paged.request import CompletionOutput, Request, SamplingParams
+
+pytestmark = pytest.mark.usefixtures("run_ahead")
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +44,7 @@ def completion_alone(
 ) -> list[int]:
     """What a request of one completion gets with the draws of this index."""
     engine = make_engine(model, enable_prefix_caching=False)
-    sample = model_runner.sample
+    sample = engine_module.sample
 
     def sample_with_index(logits: Any, rows: Any, requests: list[Request]) -> Any:
         for request in requests:
@@ -56,7 +58,7 @@ def completion_alone(
         temperature=params.temperature, seed=params.seed, max_tokens=params.max_tokens
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_runner, "sample", sample_with_index)
+        patch.setattr(engine_module, "sample", sample_with_index)
         return complete(engine, tokens, one).token_ids
 
 
@@ -77,7 +79,7 @@ def test_each_of_n_completions_is_that_of_a_request_of_its_own(model: qwen3.Mode
 
 
 def test_completions_share_the_blocks_of_their_prompt(model: qwen3.Model):
-    engine = make_engine(model)
+    engine = make_engine(model, run_ahead=False)
     engine.add_request("a", prompt(40), sampled(seed=1, max_tokens=10, n=4))
     engine.step()
     stats = engine.stats()
@@ -93,13 +95,13 @@ def test_completions_share_the_blocks_of_their_prompt(model: qwen3.Model):
 def test_greedy_completions_are_all_alike_and_the_prompt_is_computed_once(model: qwen3.Model):
     engine = make_engine(model, enable_prefix_caching=False)
     num_computed = []
-    execute = engine.runner.execute
+    launch = engine.runner.launch
 
-    def counting_execute(output, *args):
-        num_computed.append(output.num_tokens)
-        return execute(output, *args)
+    def counting_launch(batch, *args):
+        num_computed.append(batch.num_tokens)
+        return launch(batch, *args)
 
-    engine.runner.execute = counting_execute
+    engine.runner.launch = counting_launch
     engine.add_request("a", prompt(40), greedy(5, n=3))
     output = run(engine)["a"]
     assert [completion.token_ids for completion in output.outputs] == [

@@ -30,6 +30,8 @@ from mlx_paged.engine.engine import Engine
 from mlx_paged.models import qwen3
 from mlx_paged.request import RequestOutput
 
+pytestmark = pytest.mark.usefixtures("run_ahead")
+
 ENGINE_ROOMS = ("engine.py", "scheduler.py", "request_state.py", "kv_cache_manager.py")
 
 
@@ -39,8 +41,19 @@ def demo() -> tuple[Any, Any]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(demo: tuple[Any, Any]) -> tuple[LineInterrupt, Answers]:
-    return run_undisturbed(demo)
+def undisturbed_runs() -> dict[bool, tuple[LineInterrupt, Answers]]:
+    return {}
+
+
+@pytest.fixture
+def undisturbed(
+    demo: tuple[Any, Any],
+    run_ahead: bool,
+    undisturbed_runs: dict[bool, tuple[LineInterrupt, Answers]],
+) -> tuple[LineInterrupt, Answers]:
+    if run_ahead not in undisturbed_runs:
+        undisturbed_runs[run_ahead] = run_undisturbed(demo)
+    return undisturbed_runs[run_ahead]
 
 
 @pytest.mark.parametrize("swap", [True, pytest.param(False, marks=pytest.mark.slow)])

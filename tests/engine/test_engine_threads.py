@@ -24,6 +24,8 @@ from mlx_paged.engine.engine import Engine
 from mlx_paged.models import qwen3
 from mlx_paged.request import RequestOutput
 
+pytestmark = pytest.mark.usefixtures("run_ahead")
+
 NUM_PROMPTS = 8
 
 

@@ -24,6 +24,8 @@ from mlx_paged.engine import engine as engine_module
 from mlx_paged.engine.engine import Engine
 from mlx_paged.models import qwen3
 
+pytestmark = pytest.mark.usefixtures("run_ahead")
+
 
 @pytest.fixture(params=[False, True], ids=["recompute", "swap"])
 def swap(request: pytest.FixtureRequest) -> bool:
@@ -116,6 +118,7 @@ def test_what_comes_back_from_the_swap_space_is_what_went_there(
         max_num_seqs=2,
         enable_prefix_caching=False,
         watermark=0,
+        run_ahead=False,  # Its rows are looked at after each step.
     )
     cache, manager = engine.cache, engine.cache.manager
     engine.add_request("first", prompt(40), greedy(60))

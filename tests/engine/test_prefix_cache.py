@@ -23,6 +23,8 @@ from mlx_lm.generate import generate_step as mlx_lm_generate_step
 
 from mlx_paged.models import qwen3
 
+pytestmark = pytest.mark.usefixtures("run_ahead")
+
 MAX_TOKENS = 12
 
 

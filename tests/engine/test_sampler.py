@@ -34,7 +34,8 @@ def make_logits(num_rows=1, vocab=VOCAB, seed=0, scale=2.0) -> mx.array:
 
 
 def sample(logits: mx.array, *requests: Request, rows=None) -> list[SampledToken | Exception]:
-    return sample_rows(logits, range(len(requests)) if rows is None else rows, requests)
+    rows = range(len(requests)) if rows is None else rows
+    return sample_rows(logits, rows, requests).read()
 
 
 def sample_alone(row: mx.array, request: Request) -> SampledToken | Exception:

@@ -34,13 +34,13 @@ def large_kv_model() -> qwen3.Model:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["waiting", "ahead"])
 @pytest.mark.parametrize("swap", [True, False], ids=["swap", "recompute"])
 def test_a_soak_leaves_nothing_behind_and_every_request_gets_its_own_tokens(
-    large_kv_model: qwen3.Model, monkeypatch: pytest.MonkeyPatch, swap: bool
+    large_kv_model: qwen3.Model, monkeypatch: pytest.MonkeyPatch, swap: bool, is_ahead: bool
 ):
-    soak = Soak(
-        large_kv_model, seed=int(swap), engine_options={"swap_bytes": "60blocks" if swap else 0}
-    )
+    options = {"swap_bytes": "60blocks" if swap else 0, "run_ahead": is_ahead}
+    soak = Soak(large_kv_model, seed=int(swap), engine_options=options)
     soak.run(0, 60)
     soak.run(60, 60)
     soak.check_end()

@@ -113,6 +113,7 @@ def assert_nothing_held(engine: Engine) -> None:
         and not engine._states
         and not engine._inbox
         and not engine._to_report
+        and not engine._in_flight
     )
     assert engine.cache.manager.num_free_blocks == stats.num_usable_blocks
     assert not engine.has_unfinished_requests()

@@ -17,6 +17,7 @@ from typing import Any
 
 import mlx_paged
 from helpers.engine_runs import assert_nothing_held, greedy, load_demo, make_engine, sampled
+from mlx_paged.cache import PagedKVCache
 from mlx_paged.engine.engine import Engine
 from mlx_paged.request import RequestOutput, SamplingParams
 
@@ -199,7 +200,10 @@ def main() -> None:
     parser.add_argument(
         "--recompute", action="store_true", help="preempted requests are never swapped"
     )
+    parser.add_argument("--run-ahead", action="store_true", help="one step ahead, as on Metal")
     args = parser.parse_args()
+    if args.run_ahead:
+        PagedKVCache.can_run_ahead = True  # type: ignore[method-assign, assignment]
     demo = load_demo()
     swap = not args.recompute
     lines, expected = run_undisturbed(demo, swap)

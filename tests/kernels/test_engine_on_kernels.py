@@ -95,9 +95,7 @@ def test_a_preempted_request_gets_the_tokens_of_the_reference_on_metal_kernels(
     assert any(call.kernel == "mlx_paged_gather_blocks" for call in trace)
 
 
-def test_nine_frames_of_ours_lie_between_a_call_of_the_library_and_a_decode_on_metal(
-    demo, compiler
-):
+def test_ten_frames_of_ours_lie_between_a_call_of_the_library_and_a_decode_on_metal(demo, compiler):
     ours = str(Path(mlx_paged.__file__).parent)
     stacks: list[list[str]] = []
     made = kernels.kernel
@@ -118,6 +116,6 @@ def test_nine_frames_of_ours_lie_between_a_call_of_the_library_and_a_decode_on_m
     # The check of argument names stands before the call.
     assert stacks[-1][-1] == "checked"
     assert stacks[-1][-2::-1] == [
-        *("generate", "_complete", "step", "_step", "execute"),
+        *("generate", "_complete", "step", "_step", "_launch", "launch"),
         *("__call__", "__call__", "update_and_attend", "update_and_attend"),
     ]

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from metal_emulator.checks import Call
 
+from mlx_paged import Engine, SamplingParams, demo_model_path, load
 from mlx_paged.cache import KVCacheConfig, PagedKVCache
 from mlx_paged.ops import AttentionParams, KVHandle, SlotMapping, kernels
 
@@ -194,6 +195,47 @@ def test_any_use_of_a_cache_is_in_order(metal, actions):
             else:
                 cache.materialize(what, 0)
     assert disorders(metal) == []
+
+
+def test_steps_in_flight_are_in_order_with_all_that_comes_between_them(metal, monkeypatch):
+    """Blocks are reused, requests are aborted and slabs grow while a step is in flight."""
+    model, tokenizer = load(demo_model_path())
+    engine = Engine(model, tokenizer, kv_cache_bytes="24blocks", watermark=0.0, block_size=8)
+    engine.cache._initial_blocks = 6
+    engine._repair()
+    grow, old_slabs, growths = KVHandle.grow, [], []
+
+    def recorded_grow(kv: KVHandle, num_new_blocks: int) -> None:
+        # They stay alive, so that no new slab has the address of an old one.
+        old_slabs.extend([kv.k, kv.v])
+        growths.append(len(engine._in_flight))
+        grow(kv, num_new_blocks)
+
+    monkeypatch.setattr(KVHandle, "grow", recorded_grow)
+    tokens = tokenizer.encode("The code of apple is 4821. The code of pear is 1234.")
+    params = SamplingParams(max_tokens=14, ignore_eos=True)
+    num_in_flight, aborted_blocks, written_later = 0, set(), set()
+    for number in range(5):
+        engine.add_request(str(number), tokens[: 5 + 7 * number], params)
+        for _ in range(4):
+            engine.step()
+            num_in_flight += len(engine._in_flight)
+            tables = engine.cache.manager.tables
+            written_later |= {table.block_ids[-1] for table in tables.values()}
+        if number in (1, 3):
+            assert engine._in_flight
+            aborted_blocks |= set(engine.cache.block_ids((str(number), 0)))
+            written_later.clear()
+            engine.abort(str(number))
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert num_in_flight > 15 and 1 in growths
+    assert aborted_blocks & written_later, "a block of an aborted request is used again"
+    assert disorders(metal) == []
+    # The chain is what makes the order: without the fence of one call, others are not behind it.
+    calls = [call for call in metal if call.kernel == "mlx_paged_paged_attention"]
+    calls[len(calls) // 2].outputs.clear()
+    assert disorders(metal) != []
 
 
 class SlabOfKernels:

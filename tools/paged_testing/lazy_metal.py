@@ -95,6 +95,7 @@ class ChainedReferenceBackend(ReferenceBackend):
     """
 
     name: ClassVar[str] = "metal"
+    writes_in_place = True
 
     def reshape_and_cache(
         self, k: mx.array, v: mx.array, kv: KVHandle, slot_mapping: SlotMapping

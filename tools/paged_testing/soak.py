@@ -173,8 +173,8 @@ class Soak:
         self.slack_at_rest = slack_at_rest(self.engine.cache.config)
         self._model_error: BaseException | None = None
         runner: Any = self.engine.runner
-        self._execute = runner.execute
-        runner.execute = self._execute_or_fail
+        self._launch = runner.launch
+        runner.launch = self._launch_or_fail
         runner.model = self._model_or_nonsense
 
     def run(self, first: int, num_requests: int) -> None:
@@ -239,6 +239,7 @@ class Soak:
             and not engine._states
             and not engine._inbox
             and not engine._to_report
+            and not engine._in_flight
         )
         assert not engine.swap_space._contents and not engine._suspects
         assert engine.cache.manager.num_free_blocks == stats.num_usable_blocks
@@ -302,7 +303,7 @@ class Soak:
 
     # Failures
 
-    def _execute_or_fail(self, output: Batch, *args: Any) -> Any:
+    def _launch_or_fail(self, output: Batch, *args: Any) -> Any:
         breaking = [
             request
             for request in output.requests
@@ -327,7 +328,7 @@ class Soak:
         # The other half fails in the model, after it wrote K/V of other tokens.
         self._model_error = error
         try:
-            return self._execute(output, *args)
+            return self._launch(output, *args)
         finally:
             self._model_error = None
 

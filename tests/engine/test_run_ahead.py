@@ -1,0 +1,462 @@
+"""One step ahead: the next step is launched before the tokens of the one before are read, and
+nothing that a user gets shows it.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from helpers.engine_runs import (
+    VOCAB_SIZE,
+    ask_alone,
+    assert_nothing_held,
+    greedy,
+    load_demo,
+    make_engine,
+    prompt,
+    run,
+    sampled,
+)
+from paged_testing.lazy_metal import lazy_metal
+
+from mlx_paged.engine.engine import Engine
+from mlx_paged.models import qwen3
+from mlx_paged.request import PENDING_TOKEN, RequestOutput, SamplingParams
+
+
+@dataclass
+class Ask:
+    """A request, when it comes, and when it goes."""
+
+    tokens: list[int]
+    params: dict[str, Any]
+    comes_at: int  # step
+    priority: int = 0
+    abort_at: int | None = None  # tokens of its first completion
+
+
+@dataclass
+class Workload:
+    """Requests of every kind on an engine of any size; a seed tells which."""
+
+    seed: int
+    num_requests: int
+    vocab_size: int
+    asks: dict[str, Ask] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        rng = random.Random(self.seed)
+        block_size = rng.choice([8, 16])
+        self.options = {
+            "block_size": block_size,
+            # From a budget in which few have room to one that is never used up.
+            "kv_cache_bytes": f"{rng.choice([192, 256, 400, 2000]) // block_size}blocks",
+            "swap_bytes": rng.choice([0, "20blocks"]),
+            "max_num_seqs": rng.choice([4, 6, 12]),
+            "max_num_batched_tokens": rng.choice([16, 40, 300]),
+            "max_num_mixed_tokens": rng.choice([16, 64]),
+            "watermark": rng.choice([0.0, 0.05]),
+            "enable_prefix_caching": rng.random() < 0.8,
+        }
+        prefixes = [rng.choices(range(self.vocab_size), k=70) for _ in range(3)]
+        for number in range(self.num_requests):
+            self.asks[str(number)] = self._ask(rng, rng.choice(prefixes))
+
+    def _ask(self, rng: random.Random, prefix: list[int]) -> Ask:
+        tail = rng.choices(range(self.vocab_size), k=rng.randint(1, 40))
+        params: dict[str, Any] = {"max_tokens": rng.randint(1, 30), "seed": rng.randrange(2**40)}
+        if rng.random() < 0.5:
+            params["temperature"] = rng.choice([0.7, 1.0])
+            params |= rng.choice([{}, {"top_p": 0.9}, {"top_k": 9}, {"min_p": 0.05}])
+        if rng.random() < 0.25:
+            params |= rng.choice(
+                [{"repetition_penalty": 1.3}, {"frequency_penalty": 0.6, "presence_penalty": 0.2}]
+            )
+        if rng.random() < 0.2:
+            params["n"] = rng.randint(2, 4)
+        if rng.random() < 0.3:
+            params["stop_token_ids"] = rng.sample(range(self.vocab_size), 4)
+        if rng.random() < 0.3:
+            params["logprobs"] = rng.randint(0, 3)
+        kind = rng.random()
+        if kind < 0.1:
+            params["logits_processors"] = [bans_the_last_token]
+        elif kind < 0.15:
+            params["logits_processors"] = [raises_at(len(tail) + rng.randint(60, 90))]
+        elif kind < 0.2:
+            params["sampler"] = takes_the_second
+        elif kind < 0.22:
+            params["logit_bias"] = {self.vocab_size + 1: 1.0}  # Only the sampler sees that.
+        return Ask(
+            prefix[: rng.choice([0, 8, 32, 70])] + tail,
+            params,
+            comes_at=rng.randrange(60),
+            priority=rng.choice([0, 0, 0, -1, 1]),
+            abort_at=rng.randint(0, 12) if rng.random() < 0.1 else None,
+        )
+
+    def run(self, model: Any, tokenizer: Any = None, **options: Any) -> Run:
+        engine = make_engine(model, tokenizer, **self.options, **options)
+        result = Run(engine)
+        coming = sorted(self.asks, key=lambda name: (self.asks[name].comes_at, int(name)))
+        num_steps = 0
+        while coming or engine.has_unfinished_requests():
+            while coming and self.asks[coming[0]].comes_at <= num_steps:
+                name = coming.pop(0)
+                ask = self.asks[name]
+                params = SamplingParams(**ask.params)
+                engine.add_request(name, ask.tokens, params, priority=ask.priority)
+            for output in engine.step():
+                ask, num_tokens = self.asks[output.request_id], len(output.outputs[0].token_ids)
+                if output.finished:
+                    result.outputs[output.request_id] = output
+                elif ask.abort_at is not None and num_tokens >= ask.abort_at:
+                    engine.abort(output.request_id)
+            engine.scheduler.check_integrity()
+            result.num_in_flight += len(engine._in_flight)
+            num_steps += 1
+        assert_nothing_held(engine)
+        assert set(result.outputs) == set(self.asks)
+        return result
+
+
+@dataclass
+class Run:
+    engine: Engine
+    outputs: dict[str, RequestOutput] = field(default_factory=dict)
+    num_in_flight: int = 0  # steps after which another one was in flight
+
+
+def bans_the_last_token(tokens: mx.array, logits: mx.array) -> mx.array:
+    logits[:, tokens[-1]] = -mx.inf
+    return logits
+
+
+def raises_at(num_tokens: int) -> Any:
+    def processor(tokens: mx.array, logits: mx.array) -> mx.array:
+        if tokens.size >= num_tokens:
+            raise LookupError("now")
+        return logits
+
+    return processor
+
+
+def takes_the_second(logprobs: mx.array) -> mx.array:
+    return mx.argsort(logprobs, axis=-1)[:, -2]
+
+
+def assert_same(ours: RequestOutput, theirs: RequestOutput) -> None:
+    for one, other in zip(ours.outputs, theirs.outputs, strict=True):
+        assert (one.token_ids, one.text) == (other.token_ids, other.text), ours.request_id
+        assert (one.finish_reason, one.stop_reason) == (other.finish_reason, other.stop_reason)
+        assert (one.logprobs is None) == (other.logprobs is None)
+        for entries, expected in zip(one.logprobs or (), other.logprobs or (), strict=True):
+            assert {token: e.rank for token, e in entries.items()} == {
+                token: e.rank for token, e in expected.items()
+            }
+            np.testing.assert_allclose(
+                [entry.logprob for entry in entries.values()],
+                [entry.logprob for entry in expected.values()],
+                atol=2e-5,
+            )
+    assert type(ours.error) is type(theirs.error) and str(ours.error) == str(theirs.error)
+
+
+def compare(workload: Workload, model: Any, tokenizer: Any = None) -> tuple[Run, Run]:
+    waiting = workload.run(model, tokenizer, run_ahead=False)
+    ahead = workload.run(model, tokenizer, run_ahead=True)
+    assert waiting.num_in_flight == 0 < ahead.num_in_flight
+    for name in workload.asks:
+        assert_same(ahead.outputs[name], waiting.outputs[name])
+    return waiting, ahead
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_requests_of_every_kind_get_the_same_as_without(model: qwen3.Model, seed: int):
+    compare(Workload(seed, 25, VOCAB_SIZE), model)
+
+
+@pytest.mark.slow
+def test_a_thousand_requests_of_every_kind_get_the_same_as_without(model: qwen3.Model):
+    reasons: set[str | None] = set()
+    preemptions = 0
+    for seed in range(100, 140):
+        _, ahead = compare(Workload(seed, 25, VOCAB_SIZE), model)
+        preemptions += ahead.engine.stats().num_preemptions
+        for output in ahead.outputs.values():
+            reasons |= {completion.finish_reason for completion in output.outputs}
+    assert preemptions > 50 and reasons == {"stop", "length", "abort", "error"}
+
+
+@pytest.mark.slow
+def test_texts_and_stop_texts_are_the_same_as_without():
+    model, tokenizer = load_demo()
+    for seed in range(4):
+        workload = Workload(seed, 20, model.args.vocab_size)
+        rng = random.Random(seed)
+        for ask in workload.asks.values():
+            ask.params["stop"] = rng.sample([" the", "e ", ".", "an", "1"], 2)
+        waiting, _ = compare(workload, model, tokenizer)
+        stops = {c.stop_reason for output in waiting.outputs.values() for c in output.outputs}
+        assert any(isinstance(stop, str) for stop in stops)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_lazy_kernels_behind_fences_get_the_same_as_plain_mlx(seed: int):
+    model, tokenizer = load_demo()
+    workload = Workload(50 + seed, 12, model.args.vocab_size)
+    plain = workload.run(model, tokenizer, run_ahead=False)
+    with lazy_metal(computes=True):
+        ahead = workload.run(model, tokenizer)
+    assert ahead.engine.cache.backend.name == "metal" and ahead.num_in_flight > 0
+    for name in workload.asks:
+        assert_same(ahead.outputs[name], plain.outputs[name])
+
+
+def test_metal_runs_ahead_by_default_and_plain_mlx_waits(model: qwen3.Model):
+    assert not make_engine(model).run_ahead and make_engine(model, run_ahead=True).run_ahead
+    demo, _ = load_demo()
+    with lazy_metal():
+        assert make_engine(demo).run_ahead and not make_engine(demo, run_ahead=False).run_ahead
+    with pytest.raises(ValueError, match="run_ahead must be True, False or None, got 1"):
+        make_engine(model, run_ahead=1)
+
+
+# What may be planned before the tokens are known
+
+
+def ahead_engine(model: qwen3.Model, **options: Any) -> Engine:
+    return make_engine(model, run_ahead=True, **options)
+
+
+def test_a_step_returns_its_tokens_while_the_next_one_is_in_flight(model: qwen3.Model):
+    engine = ahead_engine(model)
+    engine.add_request("a", prompt(20), greedy(5))
+    (output,) = engine.step()
+    (step,) = engine._in_flight
+    request = step.batch.requests[0]
+    assert len(output.outputs[0].token_ids) == 1 and request.num_computed_tokens == 21
+    # Its sampler is launched already, from tokens that are known.
+    assert step.sampled.requests == [request] and PENDING_TOKEN not in request.token_ids
+    assert run(engine)["a"].outputs[0].token_ids == ask_alone(model, prompt(20), greedy(5))
+
+
+def test_an_answer_whose_length_is_known_is_not_computed_further(model: qwen3.Model):
+    computed: list[int] = []
+    for is_ahead in (False, True):
+        engine = make_engine(model, run_ahead=is_ahead)
+        launch = engine.runner.launch
+        engine.runner.launch = lambda batch, awaited, launch=launch: (
+            computed.append(batch.num_tokens),
+            launch(batch, awaited),
+        )[1]
+        engine.add_request("a", prompt(20), greedy(4))
+        engine.add_request("b", prompt(9), greedy(4))
+        run(engine)
+    assert computed == [29, 2, 2, 2] * 2
+
+
+def test_the_last_slot_of_the_budget_is_used(model: qwen3.Model):
+    # 4 blocks of 16 hold 64 tokens; the 65th has no room for its own K/V, and needs none.
+    outputs = {}
+    for is_ahead in (False, True):
+        engine = make_engine(model, run_ahead=is_ahead, kv_cache_bytes="4blocks", watermark=0)
+        engine.add_request("a", prompt(50), greedy(100))
+        outputs[is_ahead] = run(engine)["a"]
+        assert outputs[is_ahead].outputs[0].finish_reason == "length"
+        assert len(outputs[is_ahead].outputs[0].token_ids) == 15
+        assert_nothing_held(engine)
+    assert_same(outputs[True], outputs[False])
+
+
+def test_nobody_is_preempted_before_the_tokens_are_read(model: qwen3.Model):
+    # Both need a block at once, and one is left; the first ends with the token in flight.
+    tokens = ask_alone(model, prompt(31), greedy(20))
+    engine = ahead_engine(model, kv_cache_bytes="5blocks", watermark=0)
+    engine.add_request("ends", prompt(31), greedy(20, stop_token_ids=[tokens[1]]))
+    engine.add_request("goes on", prompt(30), greedy(20))
+    outputs = run(engine)
+    assert outputs["ends"].outputs[0].finish_reason == "stop"
+    assert engine.stats().num_preemptions == 0
+    assert outputs["goes on"].outputs[0].token_ids == ask_alone(model, prompt(30), greedy(20))
+
+
+def test_a_block_that_an_unread_token_fills_is_found_by_the_next_turn(model: qwen3.Model):
+    hits = {}
+    for is_ahead in (False, True):
+        engine = make_engine(model, run_ahead=is_ahead)
+        # 30 + 18 tokens fill the third block with the token before the last.
+        engine.add_request("a", prompt(30), greedy(19))
+        history = prompt(30) + run(engine)["a"].outputs[0].token_ids
+        engine.add_request("b", [*history, 1, 2], greedy(2))
+        hits[is_ahead] = run(engine)["b"].num_cached_tokens
+    assert hits == {False: 48, True: 48}
+
+
+def test_an_unread_token_is_never_hashed(model: qwen3.Model):
+    engine = ahead_engine(model, block_size=8)
+    for number in range(6):
+        engine.add_request(str(number), prompt(5 + number), greedy(40))
+    hashed: list[int] = []
+    hash_blocks = engine.scheduler._hash_blocks
+
+    def watched(request: Any) -> None:
+        hash_blocks(request)
+        num_known = len(request.token_ids) - request.awaits_token
+        hashed.append(num_known // 8 - len(request.block_hashes))
+
+    engine.scheduler._hash_blocks = watched  # type: ignore[method-assign]
+    outputs = run(engine)
+    assert set(hashed) == {0} and len(hashed) > 20
+    for number in range(6):
+        tokens = prompt(5 + number)
+        assert outputs[str(number)].outputs[0].token_ids == ask_alone(model, tokens, greedy(40))
+
+
+def test_memory_is_given_back_while_a_step_is_in_flight(model: qwen3.Model):
+    engine = ahead_engine(model, kv_cache_bytes="400blocks")
+    requests = {"long": (prompt(1500), greedy(2)), "short": (prompt(20), greedy(40))}
+    for name, (tokens, params) in requests.items():
+        engine.add_request(name, tokens, params)
+    outputs: dict[str, RequestOutput] = {}
+    given_back = 0
+    while engine.has_unfinished_requests():
+        outputs |= {output.request_id: output for output in engine.step()}
+        assert engine._in_flight or not engine.has_unfinished_requests()
+        given_back += engine.shrink()
+        assert not engine._in_flight
+    assert given_back > 0
+    for name, (tokens, params) in requests.items():
+        assert outputs[name].outputs[0].token_ids == ask_alone(model, tokens, params)
+
+
+def test_an_abort_gives_back_blocks_that_a_step_in_flight_writes(model: qwen3.Model):
+    engine = ahead_engine(model, kv_cache_bytes="6blocks", watermark=0)
+    engine.add_request("a", prompt(60), greedy(30))
+    engine.step()
+    assert engine._in_flight
+    engine.abort("a")
+    assert engine.stats().num_used_blocks == 0
+    engine.add_request("b", prompt(70), greedy(20))  # It gets the same blocks.
+    outputs = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            outputs[output.outputs[0].finish_reason] = output.outputs[0].token_ids
+    assert len(outputs["abort"]) == 1
+    assert outputs["length"] == ask_alone(model, prompt(70), greedy(20))
+    assert_nothing_held(engine)
+
+
+def test_nothing_is_in_flight_when_nobody_waits_for_an_answer(model: qwen3.Model):
+    tokens = ask_alone(model, prompt(20), greedy(9))
+    engine = ahead_engine(model)
+    engine.add_request("a", prompt(20), greedy(20, stop_token_ids=[tokens[8]]))
+    run(engine)
+    assert_nothing_held(engine)
+
+
+# Failures
+
+
+def fail_at(engine: Engine, num_steps: int, error: BaseException) -> None:
+    """The launch of a step raises, once."""
+    launch, numbers = engine.runner.launch, iter(range(1000))
+
+    def failing(batch: Any, awaited: Any) -> Any:
+        if next(numbers) == num_steps:
+            raise error
+        return launch(batch, awaited)
+
+    engine.runner.launch = failing  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("at", range(6))
+@pytest.mark.parametrize("error", [ValueError("once"), KeyboardInterrupt()], ids=type)
+def test_a_step_that_fails_once_takes_the_one_before_with_it_and_both_come_again(
+    model: qwen3.Model, at: int, error: BaseException
+):
+    engine = ahead_engine(model)
+    requests = {
+        "several": (prompt(20), sampled(5, 8, n=3)),
+        "one": (prompt(33), sampled(6, 8, repetition_penalty=1.2)),
+    }
+    for name, (tokens, params) in requests.items():
+        engine.add_request(name, tokens, params)
+    fail_at(engine, at, error)
+    outputs: dict[str, RequestOutput] = {}
+    while engine.has_unfinished_requests():
+        try:
+            outputs |= {output.request_id: output for output in engine.step()}
+        except KeyboardInterrupt:
+            assert isinstance(error, KeyboardInterrupt)
+        engine.scheduler.check_integrity()
+    assert_nothing_held(engine)
+    for name, (tokens, params) in requests.items():
+        alone = make_engine(model)
+        alone.add_request(name, tokens, params)
+        assert_same(outputs[name], run(alone)[name])
+
+
+def test_an_answer_that_breaks_a_step_has_all_tokens_before_it(model: qwen3.Model):
+    tokens = ask_alone(model, prompt(20), greedy(6))
+    for is_ahead in (False, True):
+        engine = make_engine(model, run_ahead=is_ahead)
+        launch = engine.runner.launch
+
+        def failing(batch: Any, awaited: Any, launch: Any = launch) -> Any:
+            if any(request.num_computed_tokens >= 24 for request in batch.requests):
+                raise ValueError("24 tokens are too many")
+            return launch(batch, awaited)
+
+        engine.runner.launch = failing  # type: ignore[method-assign]
+        engine.add_request("a", prompt(20), greedy(20))
+        output = run(engine)["a"]
+        assert str(output.error) == "24 tokens are too many"
+        assert output.outputs[0].token_ids == tokens[:4]
+
+
+def test_reading_that_fails_takes_back_the_step_behind_it(model: qwen3.Model):
+    engine = ahead_engine(model)
+    engine.add_request("a", prompt(20), greedy(12))
+    engine.add_request("b", prompt(40), greedy(12))
+    engine.step()
+    step = engine._in_flight[0]
+    failed = []
+
+    class Unreadable:
+        requests = step.sampled.requests
+        token_ids = step.sampled.token_ids
+
+        def read(self) -> list[Any]:
+            failed.append(len(engine._in_flight))
+            raise RuntimeError("the device gave up")
+
+    step.sampled = Unreadable()  # type: ignore[assignment]
+    outputs = run(engine)
+    assert failed == [2]
+    for name, size in (("a", 20), ("b", 40)):
+        assert outputs[name].outputs[0].token_ids == ask_alone(model, prompt(size), greedy(12))
+    assert_nothing_held(engine)
+
+
+def test_a_sampler_that_chooses_no_token_of_the_vocabulary_fails_its_request_alone(
+    model: qwen3.Model,
+):
+    calls = iter(range(100))
+
+    def wild(logprobs: mx.array) -> mx.array:
+        return mx.array([10**6 if next(calls) == 3 else 1])
+
+    engine = ahead_engine(model)
+    engine.add_request("wild", prompt(20), greedy(12, sampler=wild))
+    engine.add_request("b", prompt(40), greedy(12))
+    outputs = run(engine)
+    assert "chose token 1000000, outside the model's vocabulary" in str(outputs["wild"].error)
+    assert outputs["wild"].outputs[0].token_ids == [1, 1, 1]
+    assert outputs["b"].outputs[0].token_ids == ask_alone(model, prompt(40), greedy(12))
