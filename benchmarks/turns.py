@@ -14,10 +14,8 @@ Step: TypeAlias = Callable[[], Any]
 NUM_FIRST_STEPS = 2  # of a turn, not counted: a loop that runs ahead has one ready
 
 
-def take_turns(
-    steps: dict[str, Step], num_turns: int, num_steps: int
-) -> dict[str, dict[str, float]]:
-    """Milliseconds per step of each side: the median turn, and the fastest.
+def take_turns(steps: dict[str, Step], num_turns: int, num_steps: int) -> dict[str, list[float]]:
+    """Milliseconds per step of each side, one figure per turn.
 
     A machine that speeds up or slows down does so for all sides.
     """
@@ -31,6 +29,15 @@ def take_turns(
                 step()
             times[name].append((time.perf_counter() - start) / num_steps * 1e3)
             mx.synchronize()
+    return times
+
+
+def median_ratio(times: list[float], others: list[float]) -> float:
+    """The median, over the turns, of one side's time over another's in the same turn."""
+    return statistics.median(a / b for a, b in zip(times, others, strict=True))
+
+
+def median_and_fastest(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     return {
         name: {"median": statistics.median(turns), "fastest": min(turns)}
         for name, turns in times.items()
