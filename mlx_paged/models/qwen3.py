@@ -5,8 +5,8 @@ with an RMSNorm on each query and key head, RoPE, SwiGLU, pre-norm. Weight names
 Hugging Face checkpoints. What attention needs of other tokens it gets from its layer's
 ``update_and_attend``; the model never learns which cache that is of.
 
-On the way through the layers, submodules are looked up as items: as an attribute, which ``nn.Module``
-finds after Python has failed to, each takes half a microsecond more, and a model has hundreds.
+On the way through the layers, submodules are looked up as items. As attributes, which ``nn.Module``
+finds after Python has failed to, each takes half a microsecond more, and a step takes hundreds.
 """
 
 from __future__ import annotations
@@ -203,7 +203,8 @@ class Attention(nn.Module):
             x, positions = x[query_rows], positions[query_rows]
             q = self.rope(self["q_norm"](self._heads(self["q_proj"](x))), offset=positions)
         out = kv.update_and_attend(q.squeeze(2), k.squeeze(2), v, scale=self.scale)
-        return self["o_proj"](out.reshape(x.shape[0], -1))
+        projected: mx.array = self["o_proj"](out.reshape(x.shape[0], -1))
+        return projected
 
     def _heads(self, x: mx.array) -> mx.array:
         """``[num_tokens, heads * head_dim]`` as ``[num_tokens, heads, 1, head_dim]``.
@@ -231,7 +232,8 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(args.intermediate_size, args.hidden_size, bias=False)
 
     def __call__(self, x: mx.array) -> mx.array:
-        return self["down_proj"](swiglu(self["gate_proj"](x), self["up_proj"](x)))
+        projected: mx.array = self["down_proj"](swiglu(self["gate_proj"](x), self["up_proj"](x)))
+        return projected
 
 
 class TransformerBlock(nn.Module):
