@@ -421,28 +421,46 @@ def test_an_answer_that_breaks_a_step_has_all_tokens_before_it(model: qwen3.Mode
         assert output.outputs[0].token_ids == tokens[:4]
 
 
+class Unreadable:
+    """Sampled tokens that the device can't give."""
+
+    def __init__(self, engine: Engine):
+        (step,) = engine._in_flight
+        self.requests, self.token_ids = step.sampled.requests, step.sampled.token_ids
+        self.num_in_flight = 0  # when they were asked for
+        self._engine = engine
+        step.sampled = self  # type: ignore[assignment]
+
+    def read(self) -> list[Any]:
+        self.num_in_flight = len(self._engine._in_flight)
+        raise RuntimeError("the device gave up")
+
+
 def test_reading_that_fails_takes_back_the_step_behind_it(model: qwen3.Model):
     engine = ahead_engine(model)
     engine.add_request("a", prompt(20), greedy(12))
     engine.add_request("b", prompt(40), greedy(12))
     engine.step()
-    step = engine._in_flight[0]
-    failed = []
-
-    class Unreadable:
-        requests = step.sampled.requests
-        token_ids = step.sampled.token_ids
-
-        def read(self) -> list[Any]:
-            failed.append(len(engine._in_flight))
-            raise RuntimeError("the device gave up")
-
-    step.sampled = Unreadable()  # type: ignore[assignment]
+    unreadable = Unreadable(engine)
     outputs = run(engine)
-    assert failed == [2]
+    assert unreadable.num_in_flight == 2
     for name, size in (("a", 20), ("b", 40)):
         assert outputs[name].outputs[0].token_ids == ask_alone(model, prompt(size), greedy(12))
     assert_nothing_held(engine)
+
+
+def test_a_block_that_a_failed_step_was_to_fill_is_not_found(model: qwen3.Model):
+    engine = ahead_engine(model)
+    engine.add_request("a", prompt(30), greedy(12))
+    # The step in flight computes the second token, which ends the second block and is known.
+    (output,) = engine.step()
+    (output,) = engine.step()
+    tokens = prompt(30) + output.outputs[0].token_ids
+    assert len(tokens) == 32 and len(engine.cached_block_ids(tokens)) == 2
+    Unreadable(engine)
+    engine.step()
+    assert len(engine.cached_block_ids(tokens)) == 1
+    assert run(engine)["a"].outputs[0].token_ids == ask_alone(model, prompt(30), greedy(12))
 
 
 def test_a_sampler_that_chooses_no_token_of_the_vocabulary_fails_its_request_alone(
