@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from mlx_paged.cache.base import KVCache
-from mlx_paged.cache.layer import LayerKV, LayerSpec
+from mlx_paged.cache.layer import LayerKV, LayerSpec, compute_meanwhile
 from mlx_paged.cache.rows import Rows, RowStore
 from mlx_paged.core import BlockCopy, KVCacheManager
 from mlx_paged.ops import AttentionMetadata, AttentionParams, attend_densely
@@ -52,7 +52,8 @@ class ContiguousLayerKV(LayerKV):
         for one, context_len in zip(rows, step.context_lens, strict=True):
             keys, values = one.layers[self._index]
             dense.append((keys[:, :context_len], values[:, :context_len]))
-        return attend_densely(q, dense, step, AttentionParams(scale, self.spec.window, sinks))
+        params = AttentionParams(scale, self.spec.window, sinks)
+        return compute_meanwhile(attend_densely(q, dense, step, params))
 
 
 class ContiguousKVCacheManager(KVCacheManager):

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from mlx_paged.argument_values import check_positive
 from mlx_paged.cache.formats import DenseFormat, KVFormat
-from mlx_paged.ops import AttentionMetadata, AttentionShape
+from mlx_paged.ops import AttentionMetadata, AttentionShape, device
 
 
 @dataclass(frozen=True)
@@ -110,3 +110,13 @@ class LayerKV(ABC):
         Returns:
             ``[len(q), num_heads, value_dim]`` in the dtype of ``q``.
         """
+
+
+def compute_meanwhile(out: mx.array) -> mx.array:
+    """``out``, which the CPU begins to compute while Python builds the rest of the step.
+
+    Not on a GPU: MLX hands it work as the step is built, and would end a command buffer here.
+    """
+    if device.is_cpu():
+        mx.async_eval(out)
+    return out

@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from mlx_paged.cache.base import INITIAL_BLOCKS, KVCache, SwappedKV
 from mlx_paged.cache.config import KVCacheConfig
-from mlx_paged.cache.layer import LayerKV, LayerSpec
+from mlx_paged.cache.layer import LayerKV, LayerSpec, compute_meanwhile
 from mlx_paged.config import DEFAULT_BACKEND
 from mlx_paged.core import BlockCopy
 from mlx_paged.ops import (
@@ -52,9 +52,11 @@ class PagedLayerKV(LayerKV):
         step, params = self.step, AttentionParams(scale, self.spec.window, sinks)
         if q.shape[0] < step.num_tokens:
             self.update(k, v)
-            return self._backend.attend(q, self.kv, step.logit_queries, params)
-        encode = self.spec.format.encode
-        return self._backend.update_and_attend(q, encode(k), encode(v), self.kv, step, params)
+            out = self._backend.attend(q, self.kv, step.logit_queries, params)
+        else:
+            k, v = self.spec.format.encode(k), self.spec.format.encode(v)
+            out = self._backend.update_and_attend(q, k, v, self.kv, step, params)
+        return compute_meanwhile(out)
 
 
 class PagedKVCache(KVCache):

@@ -14,7 +14,7 @@ from functools import partial
 import mlx.core as mx
 import numpy as np
 
-from mlx_paged.ops import checks
+from mlx_paged.ops import checks, device
 from mlx_paged.ops.backend import Backend
 from mlx_paged.ops.kv_handle import KVHandle
 from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, Rows, SlotMapping
@@ -201,7 +201,7 @@ def _gather(kv: KVHandle, block_table: list[int], num_tokens: int) -> Rows:
 
 def _has_gather_mm(slab: mx.array) -> bool:
     """On a CPU, MLX's is for float32 only."""
-    return slab.dtype == mx.float32 or mx.default_device() != mx.cpu
+    return slab.dtype == mx.float32 or not device.is_cpu()
 
 
 class _BlockPairs:
@@ -237,16 +237,17 @@ class _BlockPairs:
         self._bias = mx.array(bias)
         self._num_tokens = len(counts)
         self._ends = list(itertools.accumulate(counts))
-        tokens = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+        # Unsigned, as mx.gather_mm would make them in each call.
+        tokens = np.repeat(np.arange(len(counts), dtype=np.uint32), counts)
         self._tokens = mx.array(tokens)  # [num_pairs]
-        self._block_ids = mx.array(block_ids, dtype=mx.int32)  # [num_pairs]
+        self._block_ids = mx.array(block_ids, dtype=mx.uint32)  # [num_pairs]
 
         def by_head(ids: np.ndarray) -> mx.array:
-            return mx.array(ids[:, None] * num_kv_heads + np.arange(num_kv_heads, dtype=np.int32))
+            return mx.array(ids[:, None] * num_kv_heads + np.arange(num_kv_heads, dtype=np.uint32))
 
         self._token_heads = by_head(tokens)  # [num_pairs, num_kv_heads]
-        self._pair_heads = by_head(np.arange(len(tokens), dtype=np.int32))
-        self._block_heads = by_head(np.array(block_ids, dtype=np.int32))
+        self._pair_heads = by_head(np.arange(len(tokens), dtype=np.uint32))
+        self._block_heads = by_head(np.array(block_ids, dtype=np.uint32))
 
     def scores(self, queries: mx.array, slab: mx.array) -> mx.array:
         """``[num_tokens, num_kv_heads, group, key_dim]`` against K, ``[num_pairs, num_kv_heads,
@@ -272,9 +273,8 @@ class _BlockPairs:
 
     def _gather_mm(self, rows: mx.array, row_heads: mx.array, slab: mx.array) -> mx.array:
         """Each pair's row times its block, head by head; the slab is read where it lies."""
-        return mx.gather_mm(
-            rows.flatten(0, 1), slab.flatten(0, 1), row_heads, self._block_heads
-        ).astype(mx.float32)
+        # Indices count all matrices of an operand, whatever its leading axes.
+        return mx.gather_mm(rows, slab, row_heads, self._block_heads).astype(mx.float32)
 
     def segment_max(self, values: mx.array) -> mx.array:
         """``[num_pairs, num_kv_heads, group, n]`` to the largest of each query token,

@@ -16,7 +16,7 @@ import mlx.core as mx
 from pytest import MonkeyPatch
 
 from mlx_paged.cache import paged
-from mlx_paged.ops import choose, kernels
+from mlx_paged.ops import choose, device, kernels
 from mlx_paged.ops.kv_handle import KVHandle
 from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, Rows, SlotMapping
 from mlx_paged.ops.metal import MetalBackend
@@ -45,6 +45,8 @@ def lazy_metal(computes: bool = False, call_seconds: float = 0.0) -> Iterator[No
         backend = ChainedReferenceBackend if computes else MetalBackend
         # Stand-ins would not pass the check at start-up.
         patch.setattr(choose, "working_backend", lambda _: backend())
+        if not computes:
+            patch.setattr(device, "is_cpu", lambda: False)
         metal_kernel = partial(_stand_in, call_seconds=call_seconds)
         patch.setattr(mx.fast, "metal_kernel", metal_kernel)
         kernels.kernel.cache_clear()

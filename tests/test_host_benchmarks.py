@@ -1,0 +1,44 @@
+"""The benchmarks of what a step costs on the host run, with each side.
+
+Each runs in a process of its own: the simulated device stays loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+def results_of(name: str, out: Path, *arguments: str) -> Any:
+    command = [sys.executable, str(BENCHMARKS / name), *arguments, "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == out.read_text().strip()
+    return json.loads(out.read_text())["results"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    sys.platform != "linux" or shutil.which("cc") is None,
+    reason="the simulated device is made on Linux, with a C compiler",
+)
+def test_overlap_runs_each_side_beside_the_simulated_device(tmp_path: Path):
+    short = ["--turns", "1", "--steps", "2", "--device-ms", "2", "--streams", "1", "3"]
+    results = results_of("overlap.py", tmp_path / "overlap.json", *short)
+    assert [result["num_streams"] for result in results] == [1, 3]
+    for result in results:
+        assert set(result["milliseconds"]) == {"ours, waiting", "ours, ahead", "mlx-lm"}
+
+
+@pytest.mark.slow
+def test_one_stream_runs_each_side(tmp_path: Path):
+    results = results_of("one_stream.py", tmp_path / "one.json", "--turns", "1", "--steps", "1")
+    assert set(results["milliseconds"]) == {"mlx-lm", "paged", "basic"}
