@@ -22,18 +22,15 @@ from mlx_paged.ops.metadata import AttentionMetadata
 # The constants of the same names in metal/paged_kv.h.
 SIMD_SIZE = 32
 PARTITION_SIZE = 256
-CHUNK_SIZE = 8
 MERGE_STREAMS = 8
 
 NO_WINDOW = 2**31 - 1
 NUM_HEAD_FIELDS = 8
 
-# Floats of queries and accumulators that a lane should hold: half of its registers on Apple GPUs,
-# where the keys and values on their way take the other half.
-MAX_FLOATS_PER_LANE = 64
-# Threadgroups of more threads are refused there for kernels that use all registers.
-MAX_SIMDGROUPS = 8
-MAX_THREADGROUP_BYTES = 32 * 1024
+# Query rows of a simdgroup: four fill the registers of a lane of an Apple GPU, five would spill.
+MAX_SIMDGROUP_ROWS = 4
+# Of a threadgroup. Several small ones share a core, so that one loads while another one combines.
+SIMDGROUPS = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,46 +126,25 @@ def _interleave(*columns: Iterable[int]) -> array[int]:
 
 @dataclass(frozen=True)
 class Cut:
-    """How the simdgroups of a threadgroup divide the keys and the query rows."""
+    """How simdgroups divide the keys of a partition and the query rows of a KV head."""
 
-    streams: int  # chunks of keys in flight
-    row_splits: int  # simdgroups that share the rows of a chunk, if several, in threadgroup memory
+    streams: int  # simdgroups of a threadgroup that walk different keys
+    row_splits: int  # simdgroups of a threadgroup that walk the same keys for different rows
+    row_parts: int  # threadgroups that do
 
     @property
     def num_threads(self) -> int:
+        """Of a threadgroup."""
         return SIMD_SIZE * self.streams * self.row_splits
-
-    def threadgroup_bytes(self, num_rows: int, head_dim: int, itemsize: int) -> int:
-        """Threadgroup memory of the kernel, but for a few bytes."""
-        row_vectors = 32 * -(-head_dim // 128) if head_dim > 64 else head_dim // 4
-        tiles = (
-            2 * self.streams * CHUNK_SIZE * row_vectors * 4 * itemsize if self.row_splits > 1 else 0
-        )
-        simdgroups = self.streams * self.row_splits if self.streams > 1 else 0
-        return (
-            max(tiles, 2 * simdgroups * row_vectors * 16)
-            + simdgroups * 2 * -(-num_rows // self.row_splits) * 4
-        )
 
 
 @cache
-def cut_threadgroup(num_rows: int, head_dim: int, itemsize: int) -> Cut:
-    """The most streams that fit, for ``num_rows`` query rows (group size times query tokens) per KV
-    head.
-
-    Rows are split until a simdgroup's fit its registers. Beyond ``MAX_SIMDGROUPS`` splits (more
-    than 64 rows, or 32 of head_dim 256) they spill, which costs time and is correct.
+def cut_rows(num_rows: int) -> Cut:
+    """The cut for ``num_rows`` query rows (group size times query tokens) per KV head: no
+    simdgroup has more than ``MAX_SIMDGROUP_ROWS``, and what is left of ``SIMDGROUPS`` walks other
+    keys.
     """
-    floats_per_row = 2 * 4 * -(-head_dim // 128)
-    row_splits = 1
-    while (
-        num_rows * floats_per_row > MAX_FLOATS_PER_LANE * row_splits and row_splits < MAX_SIMDGROUPS
-    ):
-        row_splits *= 2
-    streams = MAX_SIMDGROUPS // row_splits
-    while (
-        Cut(streams, row_splits).threadgroup_bytes(num_rows, head_dim, itemsize)
-        > MAX_THREADGROUP_BYTES - 64
-    ):
-        streams //= 2
-    return Cut(streams, row_splits)
+    splits = -(-num_rows // MAX_SIMDGROUP_ROWS)
+    row_parts = -(-splits // SIMDGROUPS)
+    row_splits = -(-splits // row_parts)
+    return Cut(SIMDGROUPS // row_splits, row_splits, row_parts)

@@ -34,12 +34,11 @@ HEADER = header_constants()
 
 
 def test_the_header_has_the_constants_of_python():
-    names = ["SIMD_SIZE", "PARTITION_SIZE", "CHUNK_SIZE", "MERGE_STREAMS"]
+    names = ["SIMD_SIZE", "PARTITION_SIZE", "MERGE_STREAMS"]
     assert {name: HEADER[name] for name in names} == {
         name: getattr(attention_plan, name) for name in names
     }
-    assert HEADER["CHUNK_SIZE"] == min(kernels.BLOCK_SIZES)
-    assert kernels.MIN_ELEMENTS == MIN_DEVICE_ELEMENTS == HEADER["CHUNK_SIZE"] == 8
+    assert kernels.MIN_ELEMENTS == MIN_DEVICE_ELEMENTS == 8
 
 
 def test_the_header_names_every_number_of_a_plan():

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from helpers.kernel_grid import BLOCK_SIZES, HEAD_DIMS
+from helpers.kernel_grid import BLOCK_SIZES
 
 from mlx_paged.ops import AttentionMetadata
 from mlx_paged.ops.attention_plan import (
-    MAX_FLOATS_PER_LANE,
-    MAX_SIMDGROUPS,
-    MAX_THREADGROUP_BYTES,
+    MAX_SIMDGROUP_ROWS,
     NO_WINDOW,
     PARTITION_SIZE,
+    SIMDGROUPS,
     AttentionPlan,
-    cut_threadgroup,
+    Cut,
+    cut_rows,
 )
 
 
@@ -139,29 +139,31 @@ def test_partitions_begin_with_a_block_of_every_size():
 # Threadgroups
 
 
-@pytest.mark.parametrize("itemsize", [2, 4], ids=["16_bit", "32_bit"])
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_every_cut_fits_a_threadgroup_and_uses_all_simdgroups_that_fit(head_dim, itemsize):
-    floats_per_row = 2 * 4 * -(-head_dim // 128)  # a lane's share of a query and of an accumulator
-    for num_rows in range(1, 129):
-        cut = cut_threadgroup(num_rows, head_dim, itemsize)
-        assert cut.num_threads == 32 * cut.streams * cut.row_splits <= 32 * MAX_SIMDGROUPS <= 512
-        # Arrays that hold nothing still have an element; a kernel's arrays of one element take 64
-        # bytes at most.
-        assert (
-            cut.threadgroup_bytes(num_rows, head_dim, itemsize) + 64
-            <= MAX_THREADGROUP_BYTES
-            == 32 * 1024
-        )
-        rows = -(-num_rows // cut.row_splits)
-        assert rows * floats_per_row <= MAX_FLOATS_PER_LANE or cut.row_splits == MAX_SIMDGROUPS
-        # No more splits than it takes, and no fewer streams than there is room for.
-        assert (
-            cut.row_splits == 1
-            or num_rows * floats_per_row > MAX_FLOATS_PER_LANE * cut.row_splits // 2
-        )
-        twice = type(cut)(2 * cut.streams, cut.row_splits)
-        has_room = (
-            twice.threadgroup_bytes(num_rows, head_dim, itemsize) + 64 <= MAX_THREADGROUP_BYTES
-        )
-        assert not has_room or twice.streams * twice.row_splits > MAX_SIMDGROUPS
+@pytest.mark.parametrize(
+    ("num_rows", "cut"),
+    [
+        (1, Cut(4, 1, 1)),
+        (4, Cut(4, 1, 1)),
+        (5, Cut(2, 2, 1)),
+        (8, Cut(2, 2, 1)),
+        (9, Cut(1, 3, 1)),
+        (16, Cut(1, 4, 1)),
+        (17, Cut(1, 3, 2)),
+        (32, Cut(1, 4, 2)),
+        (128, Cut(1, 4, 8)),
+    ],
+)
+def test_rows_are_cut_over_simdgroups_then_over_threadgroups(num_rows, cut):
+    assert cut_rows(num_rows) == cut
+
+
+@pytest.mark.parametrize("num_rows", range(1, 129))
+def test_no_simdgroup_has_more_rows_than_its_registers_hold(num_rows):
+    cut = cut_rows(num_rows)
+    simdgroups = cut.row_splits * cut.row_parts
+    assert -(-num_rows // simdgroups) <= MAX_SIMDGROUP_ROWS
+    # Every threadgroup has rows, and all simdgroups that have a use.
+    rows = -(-num_rows // simdgroups)
+    assert (cut.row_parts - 1) * cut.row_splits * rows < num_rows
+    assert cut.streams * cut.row_splits <= SIMDGROUPS < (cut.streams + 1) * cut.row_splits
+    assert cut.num_threads == 32 * cut.streams * cut.row_splits

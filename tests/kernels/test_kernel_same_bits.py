@@ -12,7 +12,7 @@ from helpers.kernel_grid import SETTINGS
 from helpers.numpy_attention import assert_matches_formula, before_the_step, make_problem
 
 from mlx_paged.ops import AttentionMetadata, AttentionParams, kernels
-from mlx_paged.ops.attention_plan import Cut, cut_threadgroup
+from mlx_paged.ops.attention_plan import Cut
 
 settings = pytest.mark.parametrize(
     "setting",
@@ -165,11 +165,9 @@ def test_another_cut_of_the_sums_would_be_seen(metal, monkeypatch):
     # stay the same.
     problem = make_problem([200, 100], 1, **SETTINGS["f32-d96-b8-3x1"])
     out = METAL.attend(*problem.args)
-    monkeypatch.setattr(
-        kernels, "cut_threadgroup", lambda *shape: Cut(cut_threadgroup(*shape).streams // 2, 1)
-    )
+    monkeypatch.setattr(kernels, "cut_rows", lambda num_rows: Cut(2, 1, 1))
     other = METAL.attend(*problem.args)
-    assert [call.threadgroup[0] for call in metal] == [256, 128]
+    assert [call.threadgroup[0] for call in metal] == [128, 64]
     assert_matches_formula(other, problem)
     with pytest.raises(AssertionError, match="Arrays are not equal"):
         assert_same_bits(other, out)
