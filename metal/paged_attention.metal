@@ -67,16 +67,14 @@ if (threadgroup_position_in_grid.y == 0 && threadgroup_position_in_grid.z == 0) 
 // Read the plan.
 const int window = plan[PLAN_WINDOW];
 const bool has_rows = plan[PLAN_HAS_ROWS];
-const device int* work = plan + plan[PLAN_WORK] + threadgroup_position_in_grid.z * WORK_FIELDS;
-const device int* seq = plan + plan[PLAN_SEQS] + work[WORK_SEQ] * SEQ_FIELDS;
-const int context_len = seq[SEQ_CONTEXT_LEN];
-const int query_len = RUN == 1 ? 1 : seq[SEQ_QUERY_LEN];
-const int first_token = seq[SEQ_FIRST_ROW];
-const device int* block_table = plan + seq[SEQ_BLOCKS];
+const device int* work = plan + PLAN_WORK + threadgroup_position_in_grid.z * WORK_FIELDS;
+const int context_len = work[WORK_CONTEXT_LEN];
+const int query_len = RUN == 1 ? 1 : work[WORK_QUERY_LEN];
+const int first_token = work[WORK_FIRST_ROW];
+const device int* block_table = plan + work[WORK_BLOCKS];
 const int first_query = context_len - query_len;
-const int partition_begin = work[WORK_PARTITION] * PARTITION_SIZE;
-const int begin = max(partition_begin, first_query - window + 1);
-const int end = min(partition_begin + PARTITION_SIZE, context_len);
+const int begin = max(work[WORK_BEGIN], first_query - window + 1);
+const int end = min(work[WORK_END], context_len);
 // Row r is head r % GROUP of the group for query token r / GROUP of the run.
 const int num_rows = query_len * GROUP;
 const int first_row = (row_part * ROW_SPLITS + split) * SIMDGROUP_ROWS;
@@ -169,10 +167,6 @@ for (int n = 0; n < NEW_TURNS && first_new + n * NEW_KEYS < end; n++) {
 // rows lie behind those of a short run.
 const int old_end = min(end, first_query);
 const int walk_end = begin < old_end && first_row < num_rows ? old_end : 0;
-const uint block_bytes = uint(num_kv_heads) * (BLOCK_SIZE * HEAD_DIM * uint(sizeof(T)));
-const uint first_element = uint(kv_head) * (BLOCK_SIZE * HEAD_DIM);
-const device char* head_keys = (const device char*)(key_slab + first_element);
-const device char* head_values = (const device char*)(value_slab + first_element);
 int chunk_begin = (begin / CHUNK_SIZE + stream) * CHUNK_SIZE;
 uint block_id = block_table[uint(max(min(chunk_begin, old_end - 1), 0)) / BLOCK_SIZE];
 for (; chunk_begin < walk_end; chunk_begin += STREAMS * CHUNK_SIZE) {
@@ -181,9 +175,9 @@ for (; chunk_begin < walk_end; chunk_begin += STREAMS * CHUNK_SIZE) {
   const int lowest_key = in_block + begin - chunk_begin;
   const int highest_key = in_block + old_end - 1 - chunk_begin;
   const int first_key = in_block + turn * SUBGROUPS + subgroup;
-  const size_t block = size_t(block_id) * block_bytes;
-  const device Load* keys_from = (const device Load*)(head_keys + block);
-  const device Load* values_from = (const device Load*)(head_values + block);
+  const size_t block = slab_row<BLOCK_SIZE, HEAD_DIM>(block_id, 0, kv_head, num_kv_heads);
+  const device Load* keys_from = (const device Load*)(key_slab + block);
+  const device Load* values_from = (const device Load*)(value_slab + block);
   Load keys[STEPS][LOADS], values[STEPS][LOADS];
   uint at[STEPS];
   UNROLL

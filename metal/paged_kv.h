@@ -18,9 +18,6 @@
 #define UNROLL _Pragma("clang loop unroll(full)")
 
 constant constexpr int SIMD_SIZE = 32;
-// Positions whose attention one threadgroup computes. Boundaries lie at fixed positions, so that
-// how a sequence is cut does not depend on what else is in the batch.
-constant constexpr int PARTITION_SIZE = 256;
 // Simdgroups that share the partitions of one row when they are merged.
 constant constexpr int MERGE_STREAMS = 8;
 // Below every score, and finite: fast::exp2 need not know infinities.
@@ -29,15 +26,15 @@ constant constexpr float LOWEST = -3.402823466e+38f;
 constant constexpr float NOTHING_SEEN = LOWEST / 2;
 constant constexpr float LOG2_E = 1.44269504089f;
 
-// The plan of a step, as ops/attention_plan.py packs it: a head that says where the records begin,
-// then the records.
-constant constexpr int PLAN_SEQS = 0, PLAN_WORK = 1, PLAN_ROWS = 2, PLAN_WINDOW = 3,
-                       PLAN_HAS_ROWS = 4;
-// One per sequence; the blocks of its table begin at SEQ_BLOCKS of the plan.
-constant constexpr int SEQ_CONTEXT_LEN = 0, SEQ_QUERY_LEN = 1, SEQ_FIRST_ROW = 2, SEQ_BLOCKS = 3,
-                       SEQ_FIELDS = 4;
-// One per partition of a sequence that any of its queries sees.
-constant constexpr int WORK_SEQ = 0, WORK_PARTITION = 1, WORK_FIRST_OUT_ROW = 2, WORK_FIELDS = 3;
+// The plan of a step, as ops/attention_plan.py packs it: a head, records of the work at PLAN_WORK, so
+// that no load has to say where, records of the rows to merge at PLAN_ROWS of the plan, block tables.
+constant constexpr int PLAN_ROWS = 0, PLAN_WINDOW = 1, PLAN_HAS_ROWS = 2, PLAN_WORK = 8;
+// One per partition of a sequence that any of its queries sees: positions WORK_BEGIN to WORK_END - 1, or
+// fewer. The rows of its queries begin at WORK_FIRST_ROW, the blocks of its table at WORK_BLOCKS of the
+// plan.
+constant constexpr int WORK_BEGIN = 0, WORK_END = 1, WORK_CONTEXT_LEN = 2, WORK_QUERY_LEN = 3,
+                       WORK_FIRST_ROW = 4, WORK_FIRST_OUT_ROW = 5, WORK_BLOCKS = 6,
+                       WORK_FIELDS = 7;
 // One per query token: where its partials lie.
 constant constexpr int ROW_FIRST_PARTIAL = 0, ROW_STRIDE = 1, ROW_NUM_PARTITIONS = 2,
                        ROW_FIELDS = 3;
@@ -60,7 +57,9 @@ inline void pass_fence(const device int* fence_in, device int* fence_out, uint i
 // Where the row of one KV head of one slot begins.
 template <int BLOCK_SIZE, int HEAD_DIM>
 size_t slab_row(int block_id, int offset, int kv_head, int num_kv_heads) {
-  return ((size_t(block_id) * num_kv_heads + kv_head) * BLOCK_SIZE + offset) * HEAD_DIM;
+  // A product of 64 bits and one of 32: a block is smaller than 4 GiB.
+  return size_t(block_id) * uint(num_kv_heads * BLOCK_SIZE * HEAD_DIM) +
+         uint((kv_head * BLOCK_SIZE + offset) * HEAD_DIM);
 }
 
 // Where the row of one head of one packed token begins, in [num_tokens, num_heads, head_dim].
