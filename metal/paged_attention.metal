@@ -52,8 +52,8 @@ const int stream = simdgroup_index_in_threadgroup / ROW_SPLITS;
 const int split = simdgroup_index_in_threadgroup % ROW_SPLITS;
 const int column = lane % LANES;
 const int subgroup = lane / LANES;
-// Register s of a lane holds the key of step s ^ turn: only load addresses differ between lanes, and
-// reductions and their way back shuffle fixed registers by fixed distances.
+// Register s of a lane holds the key of step s ^ turn: only load addresses differ between lanes,
+// and reductions and their way back shuffle fixed registers by fixed distances.
 const int turn = column / (LANES / STEPS);
 const int kv_head = threadgroup_position_in_grid.y / ROW_PARTS;
 const int row_part = threadgroup_position_in_grid.y % ROW_PARTS;
@@ -70,8 +70,9 @@ const bool has_rows = plan[PLAN_HAS_ROWS];
 const device int* work = plan + PLAN_WORK + threadgroup_position_in_grid.z * WORK_FIELDS;
 const int context_len = work[WORK_CONTEXT_LEN];
 const int query_len = RUN == 1 ? 1 : work[WORK_QUERY_LEN];
+const int first_out_row = work[WORK_FIRST_OUT_ROW];
 const int first_token = work[WORK_FIRST_ROW];
-const device int* block_table = plan + work[WORK_BLOCKS];
+const int block_table = work[WORK_BLOCKS];
 const int first_query = context_len - query_len;
 const int begin = max(work[WORK_BEGIN], first_query - window + 1);
 const int end = min(work[WORK_END], context_len);
@@ -111,7 +112,7 @@ for (int n = 0; n < NEW_TURNS && first_new + n * NEW_KEYS < end; n++) {
   const int position = first_new + n * NEW_KEYS + subgroup;
   const int readable = min(position, end - 1);
   const size_t slot = slab_row<BLOCK_SIZE, HEAD_DIM>(
-      block_table[readable / BLOCK_SIZE], readable % BLOCK_SIZE, kv_head, num_kv_heads);
+      plan[block_table + readable / BLOCK_SIZE], readable % BLOCK_SIZE, kv_head, num_kv_heads);
   const size_t row =
       packed_row<HEAD_DIM>(first_token + readable - first_query, kv_head, num_kv_heads);
   const device Load* key_from = (const device Load*)(has_rows ? key_rows + row : key_slab + slot);
@@ -163,13 +164,13 @@ for (int n = 0; n < NEW_TURNS && first_new + n * NEW_KEYS < end; n++) {
   }
 }
 
-// Walk the chunks of older keys. There may be none: in a window of new keys, and for simdgroups whose
-// rows lie behind those of a short run.
+// Walk the chunks of older keys. There may be none: in a window of new keys, and for simdgroups
+// whose rows lie behind those of a short run.
 const int old_end = min(end, first_query);
-const int walk_end = begin < old_end && first_row < num_rows ? old_end : 0;
-int chunk_begin = (begin / CHUNK_SIZE + stream) * CHUNK_SIZE;
-uint block_id = block_table[uint(max(min(chunk_begin, old_end - 1), 0)) / BLOCK_SIZE];
-for (; chunk_begin < walk_end; chunk_begin += STREAMS * CHUNK_SIZE) {
+const bool walks = begin < old_end && first_row < num_rows;
+int chunk_begin = walks ? (begin / CHUNK_SIZE + stream) * CHUNK_SIZE : old_end;
+uint block_id = plan[block_table + uint(max(min(chunk_begin, old_end - 1), 0)) / BLOCK_SIZE];
+for (; chunk_begin < old_end; chunk_begin += STREAMS * CHUNK_SIZE) {
   // Keys that may not be read are left to the nearest that may, and masked.
   const int in_block = uint(chunk_begin) % BLOCK_SIZE;
   const int lowest_key = in_block + begin - chunk_begin;
@@ -197,7 +198,8 @@ for (; chunk_begin < walk_end; chunk_begin += STREAMS * CHUNK_SIZE) {
       values[s][n] = values_from[at[s] + c];
     }
   }
-  block_id = block_table[uint(min(chunk_begin + STREAMS * CHUNK_SIZE, old_end - 1)) / BLOCK_SIZE];
+  const int next_begin = min(chunk_begin + STREAMS * CHUNK_SIZE, old_end - 1);
+  block_id = plan[block_table + uint(next_begin) / BLOCK_SIZE];
 
   // Score the keys, each of them in floats once for all rows.
   float weight[SIMDGROUP_ROWS][STEPS];
@@ -308,7 +310,7 @@ for (int n = thread_index_in_threadgroup; n < num_stored * ROW_UNITS; n += NUM_T
   }
   const int kv_row = row_part * THREADGROUP_ROWS + row;
   const int head = kv_head * GROUP + kv_row % GROUP;
-  const int out_row = work[WORK_FIRST_OUT_ROW] + kv_row / GROUP;
+  const int out_row = first_out_row + kv_row / GROUP;
   device vec<Out, 4>* to =
       (device vec<Out, 4>*)(out + packed_row<OUT_WIDTH>(out_row, head, num_heads));
   const float norm = PARTIAL ? 1 : softmax_norm(top, total, sinks[head]);

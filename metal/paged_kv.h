@@ -26,12 +26,13 @@ constant constexpr float LOWEST = -3.402823466e+38f;
 constant constexpr float NOTHING_SEEN = LOWEST / 2;
 constant constexpr float LOG2_E = 1.44269504089f;
 
-// The plan of a step, as ops/attention_plan.py packs it: a head, records of the work at PLAN_WORK, so
-// that no load has to say where, records of the rows to merge at PLAN_ROWS of the plan, block tables.
+// The plan of a step, as ops/attention_plan.py packs it: a head, records of the work at PLAN_WORK,
+// so that no load has to say where, records of the rows to merge at PLAN_ROWS of the plan, block
+// tables.
 constant constexpr int PLAN_ROWS = 0, PLAN_WINDOW = 1, PLAN_HAS_ROWS = 2, PLAN_WORK = 8;
-// One per partition of a sequence that any of its queries sees: positions WORK_BEGIN to WORK_END - 1, or
-// fewer. The rows of its queries begin at WORK_FIRST_ROW, the blocks of its table at WORK_BLOCKS of the
-// plan.
+// One per partition of a sequence that any of its queries sees: positions WORK_BEGIN to WORK_END -
+// 1, or fewer. The rows of its queries begin at WORK_FIRST_ROW, the blocks of its table at
+// WORK_BLOCKS of the plan.
 constant constexpr int WORK_BEGIN = 0, WORK_END = 1, WORK_CONTEXT_LEN = 2, WORK_QUERY_LEN = 3,
                        WORK_FIRST_ROW = 4, WORK_FIRST_OUT_ROW = 5, WORK_BLOCKS = 6,
                        WORK_FIELDS = 7;
@@ -68,8 +69,8 @@ size_t packed_row(int token, int head, int num_heads) {
   return (size_t(token) * num_heads + head) * HEAD_DIM;
 }
 
-// Sums over the lanes whose numbers differ in the bits FROM to TO / 2: over neighbours from 1 on, over
-// what lies LANES apart up to SIMD_SIZE.
+// Sums over the lanes whose numbers differ in the bits FROM to TO / 2: over neighbours from 1 on,
+// over what lies LANES apart up to SIMD_SIZE.
 template <int FROM, int TO>
 float sum_over_lanes(float value) {
   UNROLL
@@ -89,9 +90,9 @@ float max_over_lanes(float value) {
   return value;
 }
 
-// Sums COUNT values over groups of LANES lanes, where value i of a lane belongs to sum i ^ turn, turn =
-// lane % LANES / (LANES / COUNT). Each step sends half of the values away, and thanks to the turn it
-// is the same half in every lane. Returns sum number turn.
+// Sums COUNT values over groups of LANES lanes, where value i of a lane belongs to sum i ^ turn,
+// turn = lane % LANES / (LANES / COUNT). Each step sends half of the values away, and thanks to the
+// turn it is the same half in every lane. Returns sum number turn.
 template <int LANES, int COUNT>
 float sum_turned(thread float (&values)[COUNT]) {
   UNROLL
@@ -109,8 +110,8 @@ inline float multiply_add(float4 a, float4 b, float sum) {
   return fma(a.w, b.w, fma(a.z, b.z, fma(a.y, b.y, fma(a.x, b.x, sum))));
 }
 
-// What the accumulated values are multiplied with in the end, the highest score in base 2. The sink is
-// one more logit, without a value.
+// What the accumulated values are multiplied with in the end, the highest score in base 2. The sink
+// is one more logit, without a value.
 inline float softmax_norm(float highest, float sum, float sink) {
   const float finite_sink = max(sink, LOWEST / 2) * LOG2_E;
   const float top = max(highest, finite_sink);
@@ -118,12 +119,11 @@ inline float softmax_norm(float highest, float sum, float sink) {
   return share / fma(sum, share, fast::exp2(finite_sink - top));
 }
 
-// What a lane loads of a row of queries, keys or values at a time, and its elements as floats: the only
-// place that knows how elements lie in memory.
-//   floats           elements 4 * part to 4 * part + 3 of a load, of keys and values
-//   query_floats     the same of a load of queries, after:
-//   prepare_query    called once, with a row that lies over LANES lanes; returns by what its scores are
-//                    to be multiplied
+// What a lane loads of a row of queries, keys or values at a time, and its elements as floats: the
+// only place that knows how elements lie in memory.
+//   floats           elements 4 * part to 4 * part + 3 of a load of keys or values
+//   query_floats     the same of a load of queries, after prepare_query
+//   prepare_query    for a query row that lies over LANES lanes; returns a factor for its scores
 template <typename T>
 struct Packed;
 
@@ -167,8 +167,8 @@ struct Packed<bfloat> {
                   as_type<float>(bits.y << 16), as_type<float>(bits.y & 0xffff0000u));
   }
   // Queries are used once per key and row, and the multiplier takes a half as it is. So they become
-  // halves, times a power of two that puts the largest of a row between 2^14 and 2^15. Then all down
-  // to 2^-28 of it are exact: a half has more bits than a bfloat.
+  // halves, times a power of two that puts the largest of a row between 2^14 and 2^15. Then all
+  // down to 2^-28 of it are exact: a half has more bits than a bfloat.
   static float4 query_floats(Load load, int part) {
     return Packed<half>::floats(load, part);
   }

@@ -103,8 +103,8 @@ WRONG_RESULTS = {
     "a_block_behind": (
         SHARED,
         ATTENTION,
-        "block_table[uint(min(chunk_begin + STREAMS * CHUNK_SIZE",
-        "block_table[uint(min(chunk_begin",
+        "next_begin = min(chunk_begin + STREAMS * CHUNK_SIZE",
+        "next_begin = min(chunk_begin",
     ),
     "no_shrinking": (SHARED, ATTENTION, "acc[i][u] *= factor;", ""),
     "keys_that_are_not_turned": (STREAMS, ATTENTION, "first_key ^ s", "in_block + subgroup ^ s"),
