@@ -182,7 +182,7 @@ struct Packed<bfloat> {
     }
     const float size =
         max_over_lanes<1, LANES>(max(max(largest.x, largest.y), max(largest.z, largest.w)));
-    const float power = as_type<float>(as_type<uint>(size) & 0x7f800000u) * 0x1p-14f;
+    const float power = as_type<float>(as_type<uint>(size) & 0x7f800000u) * (1.0f / 16384);
     const float inverse = 1 / power;
     UNROLL
     for (int n = 0; n < LOADS; n++) {
