@@ -1,7 +1,7 @@
 """A cost model instead of a stopwatch: the bytes that the attention kernels move, counted on the
 Metal emulator.
 
-    python benchmarks/cost_model.py            # a minute or two, more while kernels are compiled
+    python benchmarks/cost_model.py            # some minutes, more while kernels are compiled
     python benchmarks/cost_model.py --quick
 
 Two things bound a decode: the bytes that it moves and the instructions that it issues. What a
@@ -138,7 +138,7 @@ class Case:
     def labels(self) -> list[str]:
         """Context, run and group as the tables show them."""
         kind = f"{self.dtype}, {self.head_dim}"
-        kind += f", {self.num_kv_heads} KV head" if self.num_kv_heads == 1 else ""
+        kind += f", {self.num_kv_heads} KV heads" if self.num_kv_heads != 8 else ""
         kind += f", blocks of {self.block_size}" if self.block_size != 16 else ""
         kind += f", window {self.window}" if self.window else ""
         kind += ", update" if self.has_rows else ""
@@ -160,7 +160,7 @@ def all_cases(quick: bool) -> list[Case]:
     # Query runs cost the emulator in proportion, so they get fewer contexts.
     cases = [Case.of_one(context, 1, group) for group in GROUPS for context in CONTEXTS]
     cases += [
-        Case.of_one(context, run, group)
+        Case.of_one(context, run, group, num_kv_heads=2)
         for run in (4, 8)
         for group in GROUPS
         for context in (16, 257, 1024)
@@ -172,7 +172,9 @@ def all_cases(quick: bool) -> list[Case]:
     cases += [Case.of_one(1024, run, 2, has_rows=True) for run in (1, 4, 8)]
     cases += [Case.of_one(257, 4, 2, has_rows=True), Case.of_one(4096, 1, 8, has_rows=True)]
     cases += [Case.of_one(4096, 1, 2, window=1000)]
-    ragged = Case((1, 16, 31, 257, 700, 1024, 2048, 3000), (1, 1, 1, 1, 1, 1, 1, 1), 2)
+    ragged = Case(
+        (1, 16, 31, 257, 700, 1024, 2048, 3000), (1, 1, 1, 1, 1, 1, 1, 1), 2, num_kv_heads=2
+    )
     cases += [ragged, replace(ragged, has_rows=True)]
     cases += [replace(ragged, query_lens=(1, 8, 3, 1, 4, 1, 2, 6), has_rows=True)]
     return cases
