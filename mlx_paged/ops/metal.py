@@ -94,7 +94,7 @@ class MetalBackend(Backend):
                 continue
             queries = part_q.astype(kv.dtype)
             new_rows = None if is_written else part_rows
-            plan = AttentionPlan.of(part, params.window, has_rows=new_rows is not None)
+            plan = AttentionPlan.of(part, params.window, new_rows is not None, kv.num_kv_heads)
             out, kv.fence = kernels.attention(
                 queries, new_rows, kv, plan, run, params.scale, sinks
             )()

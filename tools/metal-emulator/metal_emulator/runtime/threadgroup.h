@@ -47,6 +47,9 @@ struct Worker {
   Lanes exchanges[kMaxThreads / kSimdWidth][2];
   Turns simdgroup_order{}, lane_order{};
   ThreadgroupArray arrays[kMaxThreadgroupArrays];
+  // For counting builds: the last threadgroup that loaded each word of a buffer, by its number.
+  uint32_t* last_loads[kMaxBuffers];
+  uint32_t number = 0;
   char* stacks = nullptr;
   int num_stacks = 0;
   void* scheduler_stack = nullptr;
@@ -64,6 +67,8 @@ struct Worker {
   Thread* next_lane();
   void wait(Thread& thread, State state, Site site);
   char* array(int index, const char* name, size_t bytes);
+  void count_distinct(int buffer, const char* address, uint32_t bytes);
+  void forget_loads();
 
   bool fail(Outcome outcome, const Thread* thread);
   void describe_waits(char* text, size_t room) const;
