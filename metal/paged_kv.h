@@ -32,7 +32,8 @@ constant constexpr float LOG2_E = 1.44269504089f;
 constant constexpr int PLAN_ROWS = 0, PLAN_WINDOW = 1, PLAN_HAS_ROWS = 2, PLAN_WORK = 8;
 // One per partition of a sequence that any of its queries sees: positions WORK_BEGIN to WORK_END -
 // 1, or fewer. The rows of its queries begin at WORK_FIRST_ROW, the blocks of its table at
-// WORK_BLOCKS of the plan.
+// WORK_BLOCKS of the plan. A record with a WORK_CONTEXT_LEN of 0 is empty: it sees no key, and its
+// partials belong to no row.
 constant constexpr int WORK_BEGIN = 0, WORK_END = 1, WORK_CONTEXT_LEN = 2, WORK_QUERY_LEN = 3,
                        WORK_FIRST_ROW = 4, WORK_FIRST_OUT_ROW = 5, WORK_BLOCKS = 6,
                        WORK_FIELDS = 7;

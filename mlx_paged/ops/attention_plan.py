@@ -7,6 +7,7 @@ Records and fields are those that ``metal/paged_kv.h`` names ``PLAN_``, ``WORK_`
 from __future__ import annotations
 
 from array import array
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import NamedTuple
@@ -36,6 +37,8 @@ SHORT_CONTEXT = 1024
 MIN_PARTITION_SIZE, MAX_PARTITION_SIZE = 16, 256
 WHOLE_BELOW = 128
 
+MIN_PLAN_SIZE = 64
+
 # Query rows of a simdgroup: four fill the registers of a lane of an Apple GPU, five would spill.
 MAX_SIMDGROUP_ROWS = 4
 # Of a threadgroup. Several small ones share a core, so that one loads while another one combines.
@@ -47,8 +50,13 @@ class AttentionPlan:
     """One step, or the part of it that one dispatch computes."""
 
     array: mx.array  # int32
-    num_partitions: int  # over all sequences: threadgroups per KV head
+    num_partitions: int  # over all sequences, with empty ones: threadgroups per KV head
     num_partial_rows: int  # 0 when each sequence has one partition and nothing has to be merged
+
+    @classmethod
+    def key(cls, window: int | None, has_rows: bool, num_kv_heads: int) -> Hashable:
+        """Under which a step keeps its plan (:meth:`AttentionMetadata.derived`)."""
+        return cls, window, has_rows, num_kv_heads
 
     @classmethod
     def of(
@@ -56,7 +64,7 @@ class AttentionPlan:
     ) -> AttentionPlan:
         """The plan of ``step``, packed for its first layer."""
         return step.derived(
-            (cls, window, has_rows, num_kv_heads),
+            cls.key(window, has_rows, num_kv_heads),
             lambda: cls.pack(step, window, has_rows, num_kv_heads),
         )
 
@@ -66,6 +74,9 @@ class AttentionPlan:
     ) -> AttentionPlan:
         """Cut each sequence at multiples of its partition size; partitions that no query sees are
         left out.
+
+        Sizes are rounded up, so that many steps in a row have the same: in decodes whose partitions
+        are merged, empty records follow the work, and zeros follow all block tables.
 
         Args:
             has_rows: whether K/V of the new tokens come from the inputs rather than from the slabs.
@@ -89,18 +100,34 @@ class AttentionPlan:
         )
 
         work = cut.work.copy()
+        live = work[: cut.num_partitions.sum()]
         rows_begin = PLAN_WORK + work.size
         table_lens = np.array([*map(len, tables)], dtype=np.int32)
         table_begins = rows_begin + cut.rows.size + table_lens.cumsum() - table_lens
         lens = np.array(context_lens, dtype=np.int32)
-        work[:, WORK_CONTEXT_LEN] = lens.repeat(cut.num_partitions)
-        work[:, WORK_BLOCKS] = table_begins.repeat(cut.num_partitions)
+        live[:, WORK_CONTEXT_LEN] = lens.repeat(cut.num_partitions)
+        live[:, WORK_BLOCKS] = table_begins.repeat(cut.num_partitions)
         head = array("i", [rows_begin, window, int(has_rows), 0, 0, 0, 0, 0])
-        records = memoryview(b"".join((head, work.tobytes(), cut.rows.tobytes(), *tables))).cast(
-            "i"
-        )
-        plan = mx.array(records)  # type: ignore[arg-type]  # not in MLX's stub: buffers
+        size = rows_begin + cut.rows.size + int(table_lens.sum())
+        zeros = bytes(4 * (plan_size(size) - size))
+        records = b"".join((head, work.tobytes(), cut.rows.tobytes(), *tables, zeros))
+        plan = mx.array(memoryview(records).cast("i"))  # type: ignore[arg-type]  # buffers
         return cls(plan, len(work), cut.num_partial_rows)
+
+
+def plan_size(num_needed: int) -> int:
+    """Numbers of a plan: a power of two. What fills it up costs next to nothing."""
+    return max(MIN_PLAN_SIZE, 1 << (num_needed - 1).bit_length())
+
+
+def num_records(num_partitions: int) -> int:
+    """Records of work of decodes that are merged: as many up to 8, then in four steps from one
+    power of two to the next, so that less than a quarter is empty.
+
+    A threadgroup of an empty record costs a seventh of one of 256 positions, by Mesa's compiler.
+    """
+    step = max(1, 1 << (num_partitions - 1).bit_length() >> 3)
+    return -(-num_partitions // step) * step
 
 
 def partition_size(num_keys: int, num_kv_heads: int) -> int:
@@ -126,7 +153,8 @@ def _partition_sizes(num_kv_heads: int) -> tuple[int, ...]:
 
 
 class _SequenceCut(NamedTuple):
-    work: NDArray[np.int32]  # [num_partitions, WORK_FIELDS], 0 in what changes with every step
+    # [num_records, WORK_FIELDS], 0 in what changes with every step, empty behind the partitions
+    work: NDArray[np.int32]
     rows: NDArray[np.int32]  # [num_tokens, ROW_FIELDS], or no rows if nothing is merged
     num_partitions: NDArray[np.int32]  # [num_seqs]
     num_partial_rows: int
@@ -165,6 +193,13 @@ def _cut_sequences(
     work[:, WORK_QUERY_LEN] = query_len[seq]
     work[:, WORK_FIRST_ROW] = first_rows[seq]
     work[:, WORK_FIRST_OUT_ROW] = first_out_rows[seq] + number * query_len[seq]
+    num_partial_rows = int(num_out_rows.sum()) if is_merged else 0
+    if is_merged and query_len.max() == 1:
+        # One row of partials each: no record leaves its own unwritten.
+        num_partial_rows = num_records(len(work))
+        work = np.pad(work, ((0, num_partial_rows - len(work)), (0, 0)))
+        work[len(seq) :, WORK_QUERY_LEN] = 1
+        work[len(seq) :, WORK_FIRST_OUT_ROW] = range(len(seq), len(work))
 
     # Per query token: its first partial, the distance to the next one, how many.
     seq = np.arange(len(sizes)).repeat(query_len if is_merged else 0)
@@ -174,7 +209,7 @@ def _cut_sequences(
         work,
         np.ascontiguousarray(rows),
         num_partitions,
-        int(num_out_rows.sum()) if is_merged else 0,
+        num_partial_rows,
     )
 
 

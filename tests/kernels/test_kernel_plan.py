@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mlx.core as mx
 import pytest
 from helpers.kernel_grid import BLOCK_SIZES
 
@@ -13,12 +14,16 @@ from mlx_paged.ops.attention_plan import (
     AttentionPlan,
     Cut,
     cut_rows,
+    num_records,
     partition_size,
+    plan_size,
 )
 
 
 def pack(seqs, window=None, has_rows=False, block_size=64, num_kv_heads=16):
-    """``seqs``: context length, query length and first block id; blocks are adjacent. With 16 KV
+    """The plan without the zeros at its end, and its numbers of records and partial rows.
+
+    ``seqs``: context length, query length and first block id; blocks are adjacent. With 16 KV
     heads all partitions have 256 positions.
     """
     context_lens, query_lens, first_blocks = zip(*seqs, strict=True)
@@ -28,8 +33,11 @@ def pack(seqs, window=None, has_rows=False, block_size=64, num_kv_heads=16):
     ]
     metadata = AttentionMetadata.build(tables, context_lens, query_lens, block_size)
     plan = AttentionPlan.pack(metadata, window, has_rows, num_kv_heads)
-    assert plan.array.size >= 8
-    return plan.array.tolist(), plan.num_partitions, plan.num_partial_rows
+    assert plan.array.dtype == mx.int32 and plan.array.size in (64, 128, 256, 512, 1024, 2048, 8192)
+    used = plan.array.tolist()
+    while used[-1] == 0:
+        used.pop()
+    return used, plan.num_partitions, plan.num_partial_rows
 
 
 def numbers(*parts):
@@ -155,6 +163,58 @@ def test_partitions_are_those_that_some_query_sees(context_len, query_len, windo
     begins = [plan[8 + 7 * i] for i in range(num_partitions)]
     assert begins == [256 * partition for partition in partitions]
     assert num_partial_rows == (query_len * len(partitions) if len(partitions) > 1 else 0)
+
+
+# Empty records and zeros at the end: steps in a row have plans of one size
+
+
+def test_empty_records_follow_the_decodes_whose_partitions_are_merged():
+    # 3 and 6 partitions are 9, rounded up to 10. Each record has a row of partials.
+    plan, num_records, num_partial_rows = pack([(700, 1, 1), (1500, 1, 20)])
+    assert (num_records, num_partial_rows) == (10, 10)
+    records = [plan[8 + 7 * i : 15 + 7 * i] for i in range(num_records)]
+    assert [record[2] for record in records[:9]] == [700] * 3 + [1500] * 6
+    assert records[9] == [0, 0, 0, 1, 0, 9, 0]
+    assert [record[5] for record in records] == list(range(10))
+    assert plan[0] == 8 + 7 * 10
+    assert plan[plan[0] : plan[0] + 6] == [0, 1, 3, 3, 1, 6]
+    assert [record[6] for record in records[:9]] == [84] * 3 + [95] * 6
+    assert plan[84:] == [*range(1, 12), *range(20, 44)]
+
+
+def test_runs_have_no_empty_records():
+    assert pack([(700, 3, 1), (1500, 1, 20)])[1:] == (9, 3 * 3 + 6)
+
+
+def test_no_record_is_empty_where_nothing_is_merged():
+    for num_seqs in (1, 9, 17, 33):
+        plan, num_partitions, num_partial_rows = pack([(100, 1, 1)] * num_seqs)
+        assert (num_partitions, num_partial_rows) == (num_seqs, 0)
+        assert [plan[10 + 7 * i] for i in range(num_seqs)] == [100] * num_seqs
+
+
+def test_records_are_rounded_up_by_less_than_a_quarter_in_few_steps():
+    assert [num_records(n) for n in range(1, 18)] == [
+        *range(1, 9),
+        *(10, 10, 12, 12, 14, 14, 16, 16, 20),
+    ]
+    sizes = [num_records(n) for n in range(1, 4097)]
+    assert all(n <= size < 1.25 * n for n, size in enumerate(sizes, start=1))
+    assert len(set(sizes)) == 8 + 4 * 9
+
+
+def test_a_plan_has_a_power_of_two_of_numbers():
+    assert [plan_size(n) for n in (15, 64, 65, 128, 129, 5000)] == [64, 64, 128, 128, 256, 8192]
+
+
+def test_the_size_of_a_plan_lasts_for_many_steps():
+    def sizes(context_len):
+        tables = [range(-(-context_len // 16))]
+        step = AttentionMetadata.build(tables, [context_len], [1], 16)
+        plan = AttentionPlan.pack(step, None, True, 8)
+        return plan.array.size, plan.num_partitions, plan.num_partial_rows
+
+    assert len({sizes(n) for n in range(1, 4097)}) == 17
 
 
 # Partitions

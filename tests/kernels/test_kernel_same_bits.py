@@ -13,6 +13,7 @@ from helpers.numpy_attention import assert_matches_formula, before_the_step, mak
 
 from mlx_paged.ops import AttentionMetadata, AttentionParams, attention_plan, kernels
 from mlx_paged.ops.attention_plan import Cut
+from mlx_paged.ops.metal import MetalBackend
 
 settings = pytest.mark.parametrize(
     "setting",
@@ -116,6 +117,40 @@ def test_sequences_around_each_change_of_their_partitions_get_the_same_bits_in_e
     everyone = range(len(context_lens))
     compare_batches(problem, attention, [everyone, everyone[::-1], [0, 9], [8, 0, 3], [1, 2]])
     assert_matches_formula(METAL.attend(*problem.args), problem)
+
+
+@extras
+@settings
+@pytest.mark.parametrize("runs", [(1,), (4,)], ids=["run_1", "run_4"])
+def test_empty_records_change_no_bit_and_write_no_slot(runs, setting, extras, metal, monkeypatch):
+    # Where the kernel for single tokens does not work, decodes take one for runs.
+    problem = make_problem(CONTEXT_LENS, 1, **setting, **extras, poison="nan_values")
+    backend = MetalBackend(decode_runs={setting["group"]: runs})
+
+    def decode(seqs):
+        kv, k, v = before_the_step(problem)
+        metadata, rows = part_of(problem, seqs)
+        q = problem.q[rows]
+        out = backend.update_and_attend(q, k[rows], v[rows], kv, metadata, *problem.args[3:])
+        return out, kv.k, kv.v
+
+    def num_empty(call):
+        work = call.inputs["plan"].tolist()[8:]
+        return sum(work[7 * record + 2] == 0 for record in range(call.grid[2]))
+
+    for seqs in (range(len(CONTEXT_LENS)), SHORT, [3]):
+        metal.clear()
+        attention_plan._cut_sequences.cache_clear()
+        monkeypatch.setattr(attention_plan, "num_records", lambda count: count)
+        expected = decode(seqs)
+        attention_plan._cut_sequences.cache_clear()
+        monkeypatch.setattr(attention_plan, "num_records", lambda count: count + 5)
+        actual = decode(seqs)
+        attention_plan._cut_sequences.cache_clear()
+        for one, other in zip(actual, expected, strict=True):
+            assert_same_bits(one, other)
+        calls = [call for call in metal if call.kernel == "mlx_paged_paged_attention"]
+        assert [num_empty(call) for call in calls] == [0, 5]
 
 
 @extras
