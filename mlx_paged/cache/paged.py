@@ -11,16 +11,20 @@ import mlx.core as mx
 from mlx_paged.cache.base import INITIAL_BLOCKS, KVCache, SwappedKV
 from mlx_paged.cache.config import KVCacheConfig
 from mlx_paged.cache.layer import LayerKV, LayerSpec, compute_meanwhile
+from mlx_paged.cache.open_decode import DecodeArrays, DecodeShape, PlanShape
 from mlx_paged.config import DEFAULT_BACKEND
 from mlx_paged.core import BlockCopy
 from mlx_paged.ops import (
     AttentionMetadata,
     AttentionParams,
+    AttentionPlan,
     Backend,
     CopyDetector,
     KVHandle,
+    PlanKey,
     SlotMapping,
     choose_backend,
+    traced_decode,
 )
 from mlx_paged.request import SeqId
 
@@ -30,11 +34,19 @@ NUM_WATCHED_STEPS = 3
 class PagedLayerKV(LayerKV):
     """One layer's slabs ``[num_blocks, num_kv_heads, block_size, width]``."""
 
-    def __init__(self, spec: LayerSpec, backend: Backend, num_blocks: int, block_size: int):
+    def __init__(self, spec: LayerSpec, backend: Backend, kv: KVHandle):
         super().__init__(spec)
-        self.kv = KVHandle(*spec.zeros(num_blocks, block_size))
-        mx.eval(self.kv.arrays)
+        self.kv = kv
         self._backend = backend
+
+    @classmethod
+    def allocate(
+        cls, spec: LayerSpec, backend: Backend, num_blocks: int, block_size: int
+    ) -> PagedLayerKV:
+        """A layer with slabs of zeros, evaluated."""
+        layer = cls(spec, backend, KVHandle(*spec.zeros(num_blocks, block_size)))
+        mx.eval(layer.kv.arrays)
+        return layer
 
     def update(self, k: mx.array, v: mx.array) -> None:
         encode = self.spec.format.encode
@@ -88,6 +100,8 @@ class PagedKVCache(KVCache):
         # Plain MLX gathers blocks, which may take as much as a slab; kernels allocate next to
         # nothing.
         self._copy_detector = CopyDetector(NUM_WATCHED_STEPS if self.backend.name == "metal" else 0)
+        keys = (PlanKey(spec.window, True, spec.num_kv_heads) for spec in config.layers)
+        self._plan_keys = tuple(dict.fromkeys(keys))
         super().__init__(config, initial_blocks)
 
     @property
@@ -105,7 +119,7 @@ class PagedKVCache(KVCache):
     def _allocate_layers(self) -> None:
         self._layers = ()
         shape = self._backend, self.pool.num_blocks, self.config.block_size
-        self._layers = [PagedLayerKV(spec, *shape) for spec in self.config.layers]
+        self._layers = [PagedLayerKV.allocate(spec, *shape) for spec in self.config.layers]
 
     # Steps
 
@@ -137,6 +151,56 @@ class PagedKVCache(KVCache):
     @property
     def _first_slab_nbytes(self) -> int:
         return self.layers[0].kv.k.nbytes
+
+    # Decodes as functions of arrays, for tracing
+
+    def open_decode(self) -> tuple[DecodeShape, DecodeArrays] | None:
+        """The open step, if it is a decode whose graph depends on nothing but its shape: all query
+        runs are single tokens, the logits of all are wanted, and kernels write in place.
+        """
+        step = self._step
+        if step is None or step.max_query_len > 1 or step.logit_rows is not None:
+            return None
+        plans = self._backend.decode_plans(step, self._plan_keys)
+        handles = [layer.kv for layer in self.layers]
+        fences = [kv.fence for kv in handles if kv.fence is not None]
+        if plans is None or len(fences) < len(handles):
+            return None
+        shapes = [
+            PlanShape(key, plan.array.size, plan.num_partitions, plan.num_partial_rows)
+            for key, plan in zip(self._plan_keys, plans, strict=True)
+        ]
+        return DecodeShape(step.num_tokens, handles[0].num_blocks, tuple(shapes)), DecodeArrays(
+            step.positions,
+            [plan.array for plan in plans],
+            [kv.k for kv in handles],
+            [kv.v for kv in handles],
+            fences,
+        )
+
+    def traced_layers(self, shape: DecodeShape, arrays: DecodeArrays) -> list[PagedLayerKV]:
+        """Layers of a decode of this shape on ``arrays``, in the place of :attr:`layers`; these and
+        the open step are not touched. When a model has run, the handles hold the next fences.
+        """
+        plans = {
+            plan.key: AttentionPlan(array, plan.num_partitions, plan.num_partial_rows)
+            for plan, array in zip(shape.plans, arrays.plans, strict=True)
+        }
+        step = traced_decode(self.config.block_size, arrays.positions, plans)
+        layers = []
+        for spec, *kv in zip(
+            self.config.layers, arrays.keys, arrays.values, arrays.fences, strict=True
+        ):
+            layers.append(PagedLayerKV(spec, self._backend, KVHandle(*kv)))
+            layers[-1].open(step)
+        return layers
+
+    def set_fences(self, fences: Sequence[mx.array]) -> None:
+        """What a decode left, in the order of the layers: an interrupt in the middle leaves the
+        chains of the first ones longer, as in a step that is built layer by layer.
+        """
+        for layer, fence in zip(self.layers, fences, strict=True):
+            layer.kv.fence = fence
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         if copies:

@@ -9,8 +9,9 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 
 from mlx_paged.argument_values import kind_of
-from mlx_paged.cache import AnySeqId, KVCache, SwappedKV
+from mlx_paged.cache import AnySeqId, KVCache, PagedKVCache, SwappedKV
 from mlx_paged.engine.batch import Batch, CopyBlocks, SwapOut, Transfer
+from mlx_paged.engine.compiled_decode import CompiledDecode
 from mlx_paged.engine.prompts import TokenIds, check_token_ids
 from mlx_paged.engine.sampler import SampledTokens
 from mlx_paged.engine.swap_space import SwapSpace
@@ -29,6 +30,9 @@ class ModelRunner:
 
     Args:
         swap_space: holds the K/V of preempted requests.
+
+    Attributes:
+        compiled_decode: replays decodes; ``None`` builds each of them.
     """
 
     def __init__(
@@ -36,6 +40,9 @@ class ModelRunner:
     ):
         self.model = check_model(model)
         self.cache = cache
+        self.compiled_decode: CompiledDecode | None = None
+        if isinstance(cache, PagedKVCache):
+            self.compiled_decode = CompiledDecode(self.model, cache)
         self.vocab_size = self.model.args.vocab_size
         self._swap_space = swap_space or SwapSpace(0)
         self._num_tokens = 0  # since MLX was told to give back buffers
@@ -92,7 +99,11 @@ class ModelRunner:
             [part.num_logit_rows for part in scheduled],
             batch.shares_new_blocks,
         ) as step:
-            logits = self.model(_tokens_of(batch, awaited), cache.layers, step.logit_rows)
+            tokens = _tokens_of(batch, awaited)
+            decode = self.compiled_decode
+            logits = None if decode is None else decode.replay(tokens)
+            if logits is None:
+                logits = self.model(tokens, cache.layers, step.logit_rows)
             mx.async_eval(logits, cache.arrays)
         self._end_step(step.num_tokens, len(scheduled))
         return logits

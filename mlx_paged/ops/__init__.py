@@ -2,6 +2,7 @@
 describe each step and layer to it.
 """
 
+from mlx_paged.ops.attention_plan import AttentionPlan, PlanKey
 from mlx_paged.ops.backend import Backend, BackendError
 from mlx_paged.ops.choose import BACKENDS, check_backend_name, choose_backend
 from mlx_paged.ops.copy_detector import CopyDetector
@@ -9,18 +10,22 @@ from mlx_paged.ops.kv_handle import KVHandle
 from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, SlotMapping
 from mlx_paged.ops.prefill import attend_densely
 from mlx_paged.ops.self_check import AttentionShape
+from mlx_paged.ops.traced_step import traced_decode
 
 __all__ = [
     "BACKENDS",
     "AttentionMetadata",
     "AttentionParams",
+    "AttentionPlan",
     "AttentionShape",
     "Backend",
     "BackendError",
     "CopyDetector",
     "KVHandle",
+    "PlanKey",
     "SlotMapping",
     "attend_densely",
     "check_backend_name",
     "choose_backend",
+    "traced_decode",
 ]

@@ -7,7 +7,6 @@ Records and fields are those that ``metal/paged_kv.h`` names ``PLAN_``, ``WORK_`
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import NamedTuple
@@ -45,6 +44,14 @@ MAX_SIMDGROUP_ROWS = 4
 SIMDGROUPS = 4
 
 
+class PlanKey(NamedTuple):
+    """Layers with equal keys share the plan of a step."""
+
+    window: int | None
+    has_rows: bool  # whether K/V of the new tokens come from the inputs
+    num_kv_heads: int
+
+
 @dataclass(frozen=True, eq=False)
 class AttentionPlan:
     """One step, or the part of it that one dispatch computes."""
@@ -54,19 +61,12 @@ class AttentionPlan:
     num_partial_rows: int  # 0 when each sequence has one partition and nothing has to be merged
 
     @classmethod
-    def key(cls, window: int | None, has_rows: bool, num_kv_heads: int) -> Hashable:
-        """Under which a step keeps its plan (:meth:`AttentionMetadata.derived`)."""
-        return cls, window, has_rows, num_kv_heads
-
-    @classmethod
     def of(
         cls, step: AttentionMetadata, window: int | None, has_rows: bool, num_kv_heads: int
     ) -> AttentionPlan:
         """The plan of ``step``, packed for its first layer."""
-        return step.derived(
-            cls.key(window, has_rows, num_kv_heads),
-            lambda: cls.pack(step, window, has_rows, num_kv_heads),
-        )
+        key = PlanKey(window, has_rows, num_kv_heads)
+        return step.derived(key, lambda: cls.pack(step, *key))
 
     @classmethod
     def pack(

@@ -8,11 +8,12 @@ queries of all sequences are packed, ``[num_tokens, heads, dim]``. The method is
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import ClassVar
 
 import mlx.core as mx
 
+from mlx_paged.ops.attention_plan import AttentionPlan, PlanKey
 from mlx_paged.ops.kv_handle import KVHandle
 from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, SlotMapping
 
@@ -122,4 +123,14 @@ class Backend(ABC):
     def zero_blocks(self, kv: KVHandle, block_ids: Sequence[int]) -> None:
         """Fill whole blocks with zeros, in place: for blocks that a sequence will fill only in
         part, where the backend :attr:`reads_unused_slots`.
+        """
+
+    @abstractmethod
+    def decode_plans(
+        self, step: AttentionMetadata, keys: Collection[PlanKey]
+    ) -> list[AttentionPlan] | None:
+        """The plans of a step of single tokens, one per key, if they are all that attention reads
+        of the step; then one trace computes all steps whose plans have the same sizes.
+
+        ``None`` otherwise, as in plain MLX, where the graph is made from the host's numbers.
         """

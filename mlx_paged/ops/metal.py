@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
 import mlx.core as mx
 
 from mlx_paged.ops import checks, kernels
-from mlx_paged.ops.attention_plan import AttentionPlan
+from mlx_paged.ops.attention_plan import AttentionPlan, PlanKey
 from mlx_paged.ops.backend import Backend
 from mlx_paged.ops.gather_plan import GatherPlan
 from mlx_paged.ops.kv_handle import KVHandle
@@ -133,6 +133,13 @@ class MetalBackend(Backend):
     def zero_blocks(self, kv: KVHandle, block_ids: Sequence[int]) -> None:
         # No kernel: a cache on this backend has no block that needs it.
         ReferenceBackend().zero_blocks(kv, block_ids)
+
+    def decode_plans(
+        self, step: AttentionMetadata, keys: Collection[PlanKey]
+    ) -> list[AttentionPlan] | None:
+        if step.max_query_len > 1 or step.shares_new_blocks or not self.writes_in_place:
+            return None
+        return [AttentionPlan.of(step, *key) for key in keys]
 
     def _decode_runs(self, group: int) -> tuple[int, ...]:
         if group <= MAX_GROUP_SIZE:

@@ -8,13 +8,14 @@ a slab across a write.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_paged.ops import checks, device
+from mlx_paged.ops.attention_plan import PlanKey
 from mlx_paged.ops.backend import Backend
 from mlx_paged.ops.kv_handle import KVHandle
 from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, Rows, SlotMapping
@@ -101,6 +102,9 @@ class ReferenceBackend(Backend):
         ids = mx.array(list(block_ids), dtype=mx.int32)
         kv.k[ids] = 0
         kv.v[ids] = 0
+
+    def decode_plans(self, step: AttentionMetadata, keys: Collection[PlanKey]) -> None:
+        return None
 
 
 def _write_rows(k: mx.array, v: mx.array, kv: KVHandle, slot_mapping: SlotMapping) -> None:

@@ -9,12 +9,17 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from helpers.fence_order import disorders
 from helpers.write_rules import slots_of_the_step
 from metal_emulator import Checks
 from paged_testing.emulated_metal import emulated_metal
 
 import mlx_paged
 from mlx_paged import LLM, Engine, SamplingParams, demo_model_path, load
+from mlx_paged.cache import PagedKVCache
+from mlx_paged.cache.open_decode import DecodeShape
+from mlx_paged.engine import compiled_decode
+from mlx_paged.engine.compiled_decode import CompiledDecode
 from mlx_paged.ops import kernels
 
 
@@ -93,6 +98,99 @@ def test_a_preempted_request_gets_the_tokens_of_the_reference_on_metal_kernels(
         assert serve(engine, prompts, params) == expected
     assert engine.stats().num_preemptions > 0 and roomy.stats().num_preemptions == 0
     assert any(call.kernel == "mlx_paged_gather_blocks" for call in trace)
+
+
+@pytest.fixture
+def replays(monkeypatch) -> Counter[DecodeShape]:
+    """How often each shape of a decode is replayed, from the first step of it on."""
+    counts: Counter[DecodeShape] = Counter()
+    new_trace = CompiledDecode._new_trace
+
+    def counted(compiled, shape):
+        trace = new_trace(compiled, shape)
+
+        def call(*arguments):
+            counts[shape] += 1
+            return trace(*arguments)
+
+        return call
+
+    monkeypatch.setattr(compiled_decode, "NUM_BUILT_FIRST", 0)
+    monkeypatch.setattr(CompiledDecode, "_new_trace", counted)
+    return counts
+
+
+def test_replayed_decodes_get_the_tokens_of_the_reference_on_metal_kernels(demo, compiler, replays):
+    model, tokenizer = demo
+    # 3 and 140 tokens: partitions are merged, or not, by who is in the batch.
+    tokens = tokenizer.encode("The code of apple is 4821. The code of pear is 1234. " * 6)
+    requests = {"long": (tokens[:140], 7), "short": (tokens[:3], 18), "same": (tokens[:100], 12)}
+    outputs = []
+    for backend in ("reference", "metal"):
+        with emulated_metal(Checks.quick()) as trace:
+            engine = Engine(model, tokenizer, backend=backend, kv_cache_bytes="60blocks")
+            engine.cache._initial_blocks = 12  # It grows.
+            engine._repair()
+            for name, (prompt, max_tokens) in requests.items():
+                params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+                engine.add_request(name, prompt, params)
+                engine.step()
+            outputs.append(serve(engine, [], None))
+    assert outputs[0] == outputs[1] and set(outputs[0]) == set(requests)
+    assert replays.total() > 12 and max(replays.values()) > 3
+    assert {any(plan.num_partial_rows for plan in shape.plans) for shape in replays} == {
+        True,
+        False,
+    }
+    assert len({shape.num_blocks for shape in replays}) > 1
+    assert disorders(trace) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("swaps", [False, True], ids=["recompute", "swap"])
+def test_replayed_decodes_between_forks_hits_and_preemptions_get_the_tokens_of_the_reference(
+    demo, compiler, replays, swaps: bool
+):
+    model, tokenizer = demo
+    prompts = prompts_of(tokenizer)
+    params = SamplingParams(max_tokens=24, ignore_eos=True, temperature=1.0, seed=5, n=2)
+    roomy = Engine(model, tokenizer, backend="reference", kv_cache_bytes="60blocks")
+    expected = serve(roomy, prompts, params)
+    assert not replays
+    with emulated_metal(Checks.quick()):
+        engine = Engine(
+            model,
+            tokenizer,
+            backend="metal",
+            kv_cache_bytes="13blocks",
+            watermark=0.0,
+            swap_bytes="13blocks" if swaps else 0,
+        )
+        assert serve(engine, prompts, params) == expected
+    assert engine.stats().num_preemptions > 0 and engine.stats().num_hit_tokens > 0
+    assert replays.total() > 20
+
+
+def test_what_a_replayed_decode_keeps_of_another_step_is_seen(demo, compiler, replays, monkeypatch):
+    model, tokenizer = demo
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    prompts = prompts_of(tokenizer)[:1]
+    engine = Engine(model, tokenizer, backend="reference", kv_cache_bytes="60blocks")
+    expected = serve(engine, prompts, params)
+    traced_layers, first = PagedKVCache.traced_layers, {}
+    for field in ("positions", "plans", "keys", "values"):
+        first.clear()
+
+        def faulty(cache, shape, arrays, field=field):
+            kept = first.setdefault(shape, getattr(arrays, field))
+            return traced_layers(cache, shape, arrays._replace(**{field: kept}))
+
+        monkeypatch.setattr(PagedKVCache, "traced_layers", faulty)
+        with emulated_metal(Checks.quick()):
+            engine = Engine(model, tokenizer, backend="metal", kv_cache_bytes="60blocks")
+            same = serve(engine, prompts, params) == expected
+        # Slabs are the same arrays in all steps, until they grow.
+        assert same == (field in ("keys", "values"))
 
 
 def test_ten_frames_of_ours_lie_between_a_call_of_the_library_and_a_decode_on_metal(demo, compiler):

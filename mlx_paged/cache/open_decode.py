@@ -1,0 +1,37 @@
+"""A decode of a paged cache as a function of arrays: what stays the same from step to step, and
+what does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import NamedTuple
+
+import mlx.core as mx
+
+
+class PlanShape(NamedTuple):
+    """What a kernel call takes of an ``AttentionPlan`` beside its array."""
+
+    key: Hashable  # under which a step keeps the plan
+    size: int  # of its array
+    num_partitions: int
+    num_partial_rows: int
+
+
+class DecodeShape(NamedTuple):
+    """What the graph of a decode depends on: steps of equal shapes differ in their arrays only."""
+
+    num_tokens: int
+    num_blocks: int  # of the slabs
+    plans: tuple[PlanShape, ...]
+
+
+class DecodeArrays(NamedTuple):
+    """The arrays that a decode reads, beside its tokens and the model's weights."""
+
+    positions: mx.array  # [num_tokens] int32
+    plans: list[mx.array]  # in the order of ``DecodeShape.plans``
+    keys: list[mx.array]  # the K slab of each layer
+    values: list[mx.array]  # the V slab of each layer
+    fences: list[mx.array]  # of each layer

@@ -1,0 +1,51 @@
+"""A decode without numbers of the host, for tracing."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NoReturn, cast
+
+import mlx.core as mx
+
+from mlx_paged.ops.metadata import AttentionMetadata, SlotMapping
+
+
+def traced_decode(
+    block_size: int,
+    positions: mx.array,  # [num_tokens] int32
+    derived: Mapping[Hashable, object],
+) -> AttentionMetadata:
+    """A step of single tokens of which only arrays are known.
+
+    A trace is run again with the arrays of other steps, so whatever it reads of the host would stay
+    that of one step. Here lengths, block ids and slots are not there: to read one raises
+    ``RuntimeError``.
+
+    Args:
+        derived: what :meth:`AttentionMetadata.derived` has of the step.
+    """
+    num_tokens = positions.shape[0]
+    unknown: list[Any] = cast(Any, _Unknown(num_tokens))
+    query_lens = [1] * num_tokens
+    step = AttentionMetadata(unknown, unknown, query_lens, block_size, known_max_block_id=0)
+    slot_mapping = SlotMapping(unknown, block_size)
+    # Known before they are asked for. Their numbers were checked against the slabs when the step
+    # was planned.
+    vars(slot_mapping)["max_slot"] = -1
+    vars(step).update(positions=positions, slot_mapping=slot_mapping)
+    for key, value in derived.items():
+        step.derived(key, lambda value=value: value)  # type: ignore[misc]
+    return step
+
+
+class _Unknown(Sequence[int]):
+    """A length, and no numbers."""
+
+    def __init__(self, length: int):
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: object) -> NoReturn:
+        raise RuntimeError("[traced step] a trace can't read numbers that differ from step to step")

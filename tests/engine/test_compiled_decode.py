@@ -1,0 +1,397 @@
+"""Decodes that are replayed from a trace: the same bits as decodes that are built, traces used for
+as long as they fit, and nothing left behind by one that fails.
+
+Kernels are functions of MLX operations here, so that ``mx.compile`` itself traces and computes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from helpers.engine_runs import greedy, load_demo, make_engine, prompt, run
+from helpers.engine_workload import Workload, assert_same
+from mlx.utils import tree_map
+from paged_testing.pure_metal import pure_metal
+
+from mlx_paged.cache.open_decode import DecodeArrays
+from mlx_paged.cache.paged import PagedKVCache, PagedLayerKV
+from mlx_paged.engine import compiled_decode
+from mlx_paged.engine.compiled_decode import CompiledDecode
+from mlx_paged.engine.engine import Engine
+from mlx_paged.ops import SlotMapping, traced_decode
+
+NUM_BUILT_FIRST = compiled_decode.NUM_BUILT_FIRST
+
+
+@pytest.fixture(autouse=True)
+def pure() -> Iterator[None]:
+    with pure_metal(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first decode of a shape is traced."""
+    monkeypatch.setattr(compiled_decode, "NUM_BUILT_FIRST", 0)
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The tokens of each decode that Python builds in a trace."""
+    found: list[int] = []
+    traced_layers = PagedKVCache.traced_layers
+
+    def watched(cache: PagedKVCache, shape: Any, arrays: DecodeArrays) -> list[PagedLayerKV]:
+        found.append(shape.num_tokens)
+        return traced_layers(cache, shape, arrays)
+
+    monkeypatch.setattr(PagedKVCache, "traced_layers", watched)
+    return found
+
+
+@pytest.fixture(scope="module")
+def demo() -> nn.Module:
+    return load_demo()[0]
+
+
+def replays_of(engine: Engine) -> list[bool]:
+    """For each decode from now on, whether it is replayed."""
+    compiled = engine.runner.compiled_decode
+    assert compiled is not None
+    replay, found = compiled.replay, []
+
+    def watched(tokens: mx.array) -> mx.array | None:
+        logits = replay(tokens)
+        found.append(logits is not None)
+        return logits
+
+    compiled.replay = watched  # type: ignore[method-assign]
+    return found
+
+
+def plain_tokens(model: nn.Module, requests: dict[str, tuple[list[int], Any]]) -> dict[str, Any]:
+    engine = make_engine(model, backend="reference")
+    return tokens_of(engine, requests)
+
+
+def tokens_of(engine: Engine, requests: dict[str, tuple[list[int], Any]]) -> dict[str, Any]:
+    for name, (tokens, params) in requests.items():
+        engine.add_request(name, tokens, params)
+    outputs = run(engine)
+    assert all(output.error is None for output in outputs.values())
+    return {
+        name: [completion.token_ids for completion in output.outputs]
+        for name, output in outputs.items()
+    }
+
+
+# The same numbers
+
+
+def test_the_logits_are_those_of_a_built_decode_bit_for_bit(
+    demo: nn.Module, at_once: None, monkeypatch: pytest.MonkeyPatch
+):
+    replay, differences = CompiledDecode.replay, []
+
+    def compared(compiled: CompiledDecode, tokens: mx.array) -> mx.array | None:
+        # The function of a trace changes nothing, so both may run.
+        shape, arrays = compiled._cache.open_decode() or (None, None)
+        logits = replay(compiled, tokens)
+        if logits is not None:
+            layers = compiled._cache.traced_layers(shape, arrays)
+            built = demo(tokens, layers)
+            differences.append(mx.array_equal(built, logits).item())
+            fences = zip(layers, compiled._cache.layers, strict=True)
+            assert all(mx.array_equal(a.kv.fence, b.kv.fence).item() for a, b in fences)
+        return logits
+
+    monkeypatch.setattr(CompiledDecode, "replay", compared)
+    engine = make_engine(demo)
+    for size in (3, 40, 150):
+        engine.add_request(str(size), prompt(size), greedy(12, ignore_eos=True))
+    run(engine)
+    assert len(differences) > 9 and all(differences)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_requests_of_every_kind_get_the_same_as_in_plain_mlx(
+    demo: nn.Module, at_once: None, traced: list[int], seed: int
+):
+    workload = Workload(70 + seed, 8, demo.args.vocab_size)
+    ahead = workload.run(demo)
+    assert ahead.engine.runner.compiled_decode is not None and len(traced) > 2
+    plain = workload.run(demo, backend="reference")
+    for name in workload.asks:
+        assert_same(ahead.outputs[name], plain.outputs[name])
+
+
+@pytest.mark.slow
+def test_many_requests_of_every_kind_get_the_same_as_from_built_decodes(
+    demo: nn.Module, traced: list[int], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(compiled_decode, "NUM_BUILT_FIRST", 2)
+    monkeypatch.setattr(compiled_decode, "MAX_TRACES", 5)
+    preemptions = 0
+    for seed in (103, 105, 108):
+        workload = Workload(seed, 20, demo.args.vocab_size)
+        replayed = workload.run(demo)
+        with monkeypatch.context() as patch:
+            patch.setattr(CompiledDecode, "replay", lambda *_: None)
+            built = workload.run(demo)
+        preemptions += replayed.engine.stats().num_preemptions
+        for name in workload.asks:
+            assert_same(replayed.outputs[name], built.outputs[name])
+    assert preemptions > 0 and len(traced) > 15
+
+
+# When a decode is traced, and when it is replayed
+
+
+def test_a_shape_is_built_some_times_then_traced_once_and_replayed(
+    demo: nn.Module, traced: list[int]
+):
+    engine = make_engine(demo)
+    replays = replays_of(engine)
+    requests = {"a": (prompt(20), greedy(40, ignore_eos=True))}
+    assert tokens_of(engine, requests) == plain_tokens(demo, requests)
+    # The first call is the prompt's; behind it no slab has changed its size, nor has the plan.
+    assert replays == [False] * (1 + NUM_BUILT_FIRST) + [True] * (39 - NUM_BUILT_FIRST)
+    assert traced == [1]
+
+
+def test_built_and_replayed_decodes_and_prompts_in_between_are_one_chain(demo: nn.Module):
+    # A link that were lost would lose what was written before it.
+    engine = make_engine(demo, max_num_mixed_tokens=24, max_num_seqs=8)
+    replays = replays_of(engine)
+    requests = {
+        "a": (prompt(20), greedy(44, ignore_eos=True)),
+        "b": (prompt(60), greedy(30, ignore_eos=True, n=2)),
+    }
+    engine.add_request("a", *requests["a"])
+    for _ in range(20):
+        engine.step()
+    tokens = {}
+    engine.add_request("b", *requests["b"])
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            tokens[output.request_id] = [c.token_ids for c in output.outputs]
+    assert tokens == plain_tokens(demo, requests)
+    changes = sum(before != after for before, after in itertools.pairwise(replays))
+    assert changes >= 3 and replays.count(True) > 20
+
+
+def test_growth_makes_another_shape(
+    demo: nn.Module, at_once: None, traced: list[int], monkeypatch: pytest.MonkeyPatch
+):
+    engine = make_engine(demo, kv_cache_bytes="64blocks")
+    engine.cache._initial_blocks = 2
+    engine._repair()
+    requests = {"a": (prompt(20), greedy(60, ignore_eos=True))}
+    assert tokens_of(engine, requests) == plain_tokens(demo, requests)
+    compiled = engine.runner.compiled_decode
+    assert compiled is not None
+    sizes = [shape.num_blocks for shape, _, _ in compiled._traces]
+    assert len(traced) == len(sizes) == len(set(sizes)) > 1 and sizes == sorted(sizes)
+
+
+def test_the_shapes_that_came_up_last_are_remembered(
+    demo: nn.Module, at_once: None, traced: list[int], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(compiled_decode, "MAX_TRACES", 2)
+    engine = make_engine(demo)
+    compiled = engine.runner.compiled_decode
+    assert compiled is not None
+    for num_seqs in (1, 2, 1, 3, 1, 2):
+        engine.reset_prefix_cache()
+        requests = {str(i): (prompt(20, i), greedy(3, ignore_eos=True)) for i in range(num_seqs)}
+        assert tokens_of(engine, requests) == plain_tokens(demo, requests)
+        assert len(compiled._traces) <= 2
+    assert [shape.num_tokens for shape, _, _ in compiled._traces] == [1, 2]
+    assert traced == [1, 2, 3, 2]
+
+
+def test_a_thread_has_traces_of_its_own(demo: nn.Module, at_once: None, traced: list[int]):
+    engine = make_engine(demo)
+    requests = {"a": (prompt(20), greedy(6, ignore_eos=True))}
+    expected, outputs = plain_tokens(demo, requests), []
+
+    def ask() -> None:
+        outputs.append(tokens_of(engine, requests))
+        if threading.current_thread() is not threading.main_thread():
+            mx.clear_streams()
+
+    for _ in range(3):
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join()
+    ask()
+    assert outputs == [expected] * 4 and traced == [1] * 4
+
+
+def test_what_is_no_decode_of_single_tokens_is_built(demo: nn.Module):
+    cache = make_engine(demo).cache
+    assert isinstance(cache, PagedKVCache)
+    assert cache.open_decode() is None  # No step is open.
+
+    def is_decode(counts: dict[str, int], **options: Any) -> bool:
+        with cache.step(counts, **options) as step:
+            layers = [make_step_of(layer) for layer in cache.layers]
+            decode = cache.open_decode()
+            for use in layers:
+                use(step.num_tokens)
+            mx.eval(cache.arrays)
+        return decode is not None
+
+    assert not is_decode({"a": 5})
+    assert is_decode({"a": 1})
+    assert not is_decode({"a": 1, "b": 2})
+    assert is_decode({"a": 1, "b": 1})
+    assert not is_decode({"a": 1, "b": 1}, num_logit_rows=[1, 0])
+    with cache.scheduled_step(["a"], [1], shares_new_blocks=True):
+        assert cache.open_decode() is None
+    cache.layers[1].kv.leave_chain()
+    assert not is_decode({"a": 1})  # The chain of a layer begins.
+    assert is_decode({"a": 1})
+
+
+def make_step_of(layer: PagedLayerKV) -> Any:
+    spec = layer.spec
+
+    def use(num_tokens: int) -> None:
+        rows = mx.ones((num_tokens, spec.num_kv_heads, spec.key_dim))
+        queries = mx.ones((num_tokens, spec.num_heads, spec.key_dim))
+        if layer.step.logit_rows is not None:
+            queries = queries[layer.step.logit_rows]
+        layer.update_and_attend(queries, rows, rows, scale=1.0)
+
+    return use
+
+
+def test_plain_mlx_builds_its_decodes(demo: nn.Module):
+    engine = make_engine(demo, backend="reference")
+    replays = replays_of(engine)
+    engine.add_request("a", prompt(20), greedy(20, ignore_eos=True))
+    run(engine)
+    assert not any(replays)
+    assert make_engine(demo, kv="basic").runner.compiled_decode is None
+
+
+# Weights
+
+
+REQUESTS = {"a": (prompt(20), greedy(24, ignore_eos=True))}
+
+
+def change_weights(model: nn.Module) -> None:
+    model.update(tree_map(lambda array: array * 0.7, model.parameters()))
+
+
+def change_a_weight_in_place(model: nn.Module) -> None:
+    weight = model.layers[0].mlp.up_proj.weight
+    weight[:] = weight * -1
+
+
+def quantise(model: nn.Module) -> None:
+    nn.quantize(model, group_size=32, bits=4)
+
+
+def add_biases(model: nn.Module) -> None:
+    for layer in model.layers:
+        layer.mlp.down_proj.bias = mx.linspace(-9, 9, layer.mlp.down_proj.weight.shape[0])
+
+
+@pytest.mark.parametrize("change", [change_weights, change_a_weight_in_place, quantise, add_biases])
+def test_another_model_in_the_place_of_the_first_is_seen(
+    demo: nn.Module, at_once: None, traced: list[int], change: Any
+):
+    model = load_demo()[0]
+    engine = make_engine(model)
+    assert tokens_of(engine, REQUESTS) == plain_tokens(demo, REQUESTS)
+    change(model)
+    mx.eval(model.parameters())
+    engine.reset_prefix_cache()
+    changed = tokens_of(engine, REQUESTS)
+    assert changed == plain_tokens(model, REQUESTS) != plain_tokens(demo, REQUESTS)
+    assert traced == ([1] if change in (change_weights, change_a_weight_in_place) else [1, 1])
+
+
+# Failures
+
+
+def test_a_trace_that_fails_leaves_decodes_to_python_and_says_so_once(
+    demo: nn.Module, at_once: None, monkeypatch: pytest.MonkeyPatch
+):
+    attend, num_calls, expected = PagedLayerKV.update_and_attend, [], plain_tokens(demo, REQUESTS)
+
+    def failing(layer: PagedLayerKV, *arguments: Any, **options: Any) -> mx.array:
+        if layer not in engine.cache.layers and len(num_calls) == 1:
+            raise LookupError("not in a trace")
+        num_calls.extend([1] * (layer not in engine.cache.layers))
+        return attend(layer, *arguments, **options)
+
+    monkeypatch.setattr(PagedLayerKV, "update_and_attend", failing)
+    engine = make_engine(demo)
+    replays = replays_of(engine)
+    with pytest.warns(UserWarning, match=r"can't be compiled \(LookupError: not in a trace\)") as w:
+        tokens = tokens_of(engine, REQUESTS)
+    assert len(w) == 1 and len(num_calls) == 1 and not any(replays)
+    assert tokens == expected
+
+
+def test_an_interrupt_while_tracing_leaves_the_model_and_the_slabs_as_they_were(
+    demo: nn.Module, at_once: None, monkeypatch: pytest.MonkeyPatch
+):
+    expected = plain_tokens(demo, REQUESTS)["a"]
+    attend, interrupts = PagedLayerKV.update_and_attend, [KeyboardInterrupt("now")]
+
+    def interrupted(layer: PagedLayerKV, *arguments: Any, **options: Any) -> mx.array:
+        if layer not in engine.cache.layers:
+            seen.append(layer)
+            if len(seen) == 2 and interrupts:
+                raise interrupts.pop()
+        return attend(layer, *arguments, **options)
+
+    seen: list[PagedLayerKV] = []
+    engine = make_engine(demo)
+    monkeypatch.setattr(PagedLayerKV, "update_and_attend", interrupted)
+    engine.add_request("a", *REQUESTS["a"])
+    slabs = [(layer.kv.k, layer.kv.v) for layer in engine.cache.layers]
+    with pytest.raises(KeyboardInterrupt):
+        for _ in range(5):
+            engine.step()
+    assert not interrupts and len(seen) == 2
+    for layer, (k, v) in zip(engine.cache.layers, slabs, strict=True):
+        assert layer.kv.k is k and layer.kv.v is v
+    mx.eval(engine.cache.arrays, demo.parameters())  # They are no tracers.
+    (tokens,) = (output.outputs[0].token_ids for output in run(engine).values())
+    assert [tokens] == expected
+
+
+# What a trace may read
+
+
+def test_a_traced_step_has_arrays_and_counts_and_no_numbers_of_the_host():
+    positions = mx.array([4, 9])
+    step = traced_decode(16, positions, {"plan": "packed"})
+    assert (step.num_seqs, step.num_tokens, step.max_query_len, step.block_size) == (2, 2, 1, 16)
+    assert step.positions is positions and step.logit_rows is None
+    assert step.derived("plan", lambda: "other") == "packed"
+    assert step.parts((1, 2))[0][0].capacity == 1
+    assert isinstance(step.slot_mapping, SlotMapping) and step.slot_mapping.num_tokens == 2
+    for read in (
+        lambda: step.context_lens[0],
+        lambda: list(step.block_tables),
+        lambda: step.slot_mapping.packed,
+        lambda: step.slot_mapping.places,
+        lambda: step.with_history,
+    ):
+        with pytest.raises(RuntimeError, match="can't read numbers that differ from step to step"):
+            read()
