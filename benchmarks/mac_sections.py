@@ -198,21 +198,32 @@ def scenarios_of(sizes: Sizes, vocab_size: int) -> list[Scenario]:
 
 LONG_PROMPT = "long prompt"
 OURS, AHEAD, WAITING, MLX_LM = "ours", "ours, ahead", "ours, waiting", "mlx-lm"
+BUILT = "ours, decodes built in Python"
 
 
 def sides_of(
     ours: nn.Module, theirs: nn.Module, scenario: Scenario
 ) -> dict[str, Callable[[], Side]]:
-    """Who serves a scenario; ours with both values of ``run_ahead``, too, if it is an option."""
+    """Who serves a scenario; ours also with both values of ``run_ahead``, if it is an option, and
+    without replaying decodes.
+    """
     alone = len(scenario.requests) == 1
     sides: dict[str, Callable[[], Side]] = {
         OURS: partial(PagedEngine, ours, scenario),
         MLX_LM: partial(MlxLmOneByOne if alone else MlxLmBatch, theirs, scenario),
+        BUILT: partial(built_decodes, ours, scenario),
     }
     if "run_ahead" in engine_option_names():
         sides[AHEAD] = partial(PagedEngine, ours, scenario, run_ahead=True)
         sides[WAITING] = partial(PagedEngine, ours, scenario, run_ahead=False)
     return sides
+
+
+def built_decodes(model: nn.Module, scenario: Scenario) -> PagedEngine:
+    """Ours, each decode built in Python."""
+    side = PagedEngine(model, scenario)
+    side.engine.runner.compiled_decode = None
+    return side
 
 
 def serve_in_turns(

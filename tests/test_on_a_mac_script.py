@@ -183,6 +183,7 @@ STREAMS = {
         "mlx-lm": FIGURES | {"tokens_per_second": 80.0},
         "ours, ahead": FIGURES,
         "ours, waiting": FIGURES | {"tokens_per_second": 50.0},
+        "ours, decodes built in Python": FIGURES,
     },
     "same_tokens": {"mlx-lm": 0.9, "ours, ahead": 1.0, "ours, waiting": 0.5},
 }
@@ -225,6 +226,7 @@ VERDICTS = {
                 "streams: 1: tokens/s, ours over mlx-lm: 1.25.",
                 "streams: 1: time per token, ours over mlx-lm: 1.00.",
                 "streams: 1: tokens/s, ours, ahead over ours, waiting: 2.00.",
+                "streams: 1: tokens/s, ours over ours, decodes built in Python: 1.00.",
                 "streams: 1: ours, waiting gives other tokens, 50.0% are the same.",
                 "Not complete: stopped after 1 s.",
             ],

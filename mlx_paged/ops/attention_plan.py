@@ -124,7 +124,8 @@ def num_records(num_partitions: int) -> int:
     """Records of work of decodes that are merged: as many up to 8, then in four steps from one
     power of two to the next, so that less than a quarter is empty.
 
-    A threadgroup of an empty record costs a seventh of one of 256 positions, by Mesa's compiler.
+    A threadgroup of an empty record issues about a sixth of the slots of one of 256 positions, by
+    Mesa's compiler.
     """
     step = max(1, 1 << (num_partitions - 1).bit_length() >> 3)
     return -(-num_partitions // step) * step

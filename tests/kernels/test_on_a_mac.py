@@ -19,7 +19,7 @@ from helpers.kernel_grid import GRID
 from helpers.numpy_attention import assert_matches_formula, before_the_step, make_problem
 from test_generation_on_kernels import greedy_in_a_ragged_batch, prompts_of
 
-from mlx_paged import load
+from mlx_paged import Engine, SamplingParams, load
 from mlx_paged.loading import demo_model_path
 from mlx_paged.ops import AttentionMetadata, AttentionParams, SlotMapping
 from mlx_paged.ops.in_place import check_writes_in_place
@@ -98,3 +98,24 @@ def test_the_bundled_model_writes_the_text_of_the_reference():
         for name in ("metal", "reference")
     ]
     assert texts[0] == texts[1]
+
+
+def test_replayed_decodes_of_the_bundled_model_give_the_tokens_of_built_ones():
+    model, tokenizer = load(demo_model_path())
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    answers = []
+    for is_built in (False, True):
+        engine = Engine(model, tokenizer, backend="metal", kv_cache_bytes="60blocks")
+        compiled = engine.runner.compiled_decode
+        assert compiled is not None
+        if is_built:
+            engine.runner.compiled_decode = None
+        for number, prompt in enumerate(prompts_of(tokenizer)):
+            engine.add_request(str(number), prompt, params)
+        tokens = {}
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                tokens[output.request_id] = output.outputs[0].token_ids
+        answers.append(tokens)
+        assert any(callable(trace) for trace in compiled._traces.values()) != is_built
+    assert answers[0] == answers[1]
