@@ -7,6 +7,7 @@ Kernels are functions of MLX operations here, so that ``mx.compile`` itself trac
 from __future__ import annotations
 
 import itertools
+import random
 import threading
 import warnings
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from helpers import interrupted_lines
 from helpers.engine_runs import greedy, load_demo, make_engine, prompt, run
 from helpers.engine_workload import Workload, assert_same
 from mlx.utils import tree_map
@@ -373,6 +375,20 @@ def test_an_interrupt_while_tracing_leaves_the_model_and_the_slabs_as_they_were(
     mx.eval(engine.cache.arrays, demo.parameters())  # They are no tracers.
     (tokens,) = (output.outputs[0].token_ids for output in run(engine).values())
     assert [tokens] == expected
+
+
+@pytest.mark.slow
+def test_an_interrupt_at_any_line_of_a_trace_or_a_replay_changes_no_token(at_once: None):
+    model_and_tokenizer = load_demo()
+    lines, expected = interrupted_lines.run_undisturbed(model_and_tokenizer, swap=True)
+    rooms = ("compiled_decode.py", "model_arrays.py", "traced_step.py", "cache/paged.py")
+    turns = [turns for (file, _), turns in lines.turns.items() if file.endswith(rooms)]
+    assert len(turns) > 50
+    rng = random.Random(0)
+    for at in map(rng.choice, turns):
+        interrupted_lines.check_interrupt(
+            model_and_tokenizer, at, rng.random() < 0.5, expected, swap=True
+        )
 
 
 # What a trace may read
