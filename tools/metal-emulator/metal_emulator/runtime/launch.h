@@ -4,7 +4,18 @@
 
 namespace emulator {
 
-enum Outcome : int32_t { kDone, kFault, kDivergence, kTooMuchMemory, kTimeLimit, kNoMemory };
+enum Outcome : int32_t {
+  kDone,
+  kFault, // by a signal
+  kDivergence,
+  kTooMuchMemory,
+  kTimeLimit,
+  kNoMemory,
+  kMemoryFault, // by a check
+  kRace,
+  kUnwrittenRead,
+  kUndefined
+};
 enum Order : int32_t { kAscending, kDescending, kRandom };
 
 constexpr int kMaxBuffers = 31; // what a Mac has, too
@@ -17,6 +28,11 @@ struct Traffic {
 struct Range {
   const char* begin;
   const char* end;
+  const char* mapping_begin; // with the guards around it
+  const char* mapping_end;
+  const char* name;
+  int32_t element_bytes;
+  int32_t is_writable;
 };
 
 struct Launch {
@@ -30,6 +46,7 @@ struct Launch {
   uint32_t poison; // fills threadgroup memory
   int32_t num_workers;
   int32_t start_aligned; // threadgroup arrays begin, rather than end, at a guard page
+  int32_t counts_accesses, watches_accesses; // only builds that report accesses can do so
   double time_limit_s;
 };
 
@@ -41,6 +58,9 @@ struct Report {
   uint64_t address;
   Size3 threadgroup, thread; // positions in the grid and in the threadgroup
   int32_t last_line; // of the last barrier or simdgroup operation that the thread passed; 0: none
+  // Where in the library, relative to the kernel's entry, and the other access of a race.
+  int64_t code, other_code;
+  int32_t has_code;
   uint64_t barriers, exchanges,
       threadgroup_bytes; // summed over the launch; the last is the largest
   Traffic traffic;
