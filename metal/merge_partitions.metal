@@ -3,7 +3,7 @@
 //
 // template   T (element of out), HEAD_DIM
 // inputs     partials              float [num_partial_rows, num_heads, HEAD_DIM + 4]: values, highest
-//                                  score, sum, 0, 0
+//                                  score in base 2, sum, 0, 0
 //            plan                  int [...], laid out by ops/attention_plan.py
 //            sinks                 float [max(num_heads, 8)], LOWEST for none
 // outputs    out                   T [num_tokens, num_heads, HEAD_DIM]
@@ -41,7 +41,7 @@ for (int v = 0; v < VECTORS; v++) {
 }
 for (int p = stream; p < num_partitions; p += MERGE_STREAMS) {
   const device float* partial = partials + packed_row<WIDTH>(first + p * stride, head, num_heads);
-  const float share = fast::exp(partial[HEAD_DIM] - highest);
+  const float share = fast::exp2(partial[HEAD_DIM] - highest);
   sum = fma(partial[HEAD_DIM + 1], share, sum);
   UNROLL
   for (int v = 0; v < VECTORS; v++) {

@@ -4,9 +4,10 @@
 // Vocabulary. The bodies use these names of Metal and no others, so that one header can map them to
 // another language:
 //   device constant threadgroup thread       address spaces
-//   half bfloat float4 vec<T, 4>             element types (T comes in as a template parameter)
-//   fma dot max min fast::exp                arithmetic
-//   simd_shuffle simd_shuffle_xor simd_max   32 lanes of a simdgroup
+//   half half4 bfloat float4 vec<T, 4>       element types (T comes in as a template parameter)
+//   uint2 uint4 as_type                      their bits
+//   fma max min fast::exp2                   arithmetic
+//   simd_shuffle_xor simd_max                32 lanes of a simdgroup
 //   threadgroup_barrier(mem_flags::mem_threadgroup)
 //   thread_position_in_grid threads_per_grid threadgroup_position_in_grid threadgroups_per_grid
 //   thread_index_in_threadgroup thread_index_in_simdgroup simdgroup_index_in_threadgroup
@@ -17,25 +18,24 @@
 #define UNROLL _Pragma("clang loop unroll(full)")
 
 constant constexpr int SIMD_SIZE = 32;
-// Positions whose attention one threadgroup computes. Boundaries lie at fixed positions, so that
-// how a sequence is cut does not depend on what else is in the batch.
-constant constexpr int PARTITION_SIZE = 256;
-// Keys that a simdgroup scores at a time: the smallest block size, so a chunk lies in one block.
-constant constexpr int CHUNK_SIZE = 8;
 // Simdgroups that share the partitions of one row when they are merged.
 constant constexpr int MERGE_STREAMS = 8;
-// Below every score, and finite: fast::exp need not know infinities.
+// Below every score, and finite: fast::exp2 need not know infinities.
 constant constexpr float LOWEST = -3.402823466e+38f;
+// The highest score where none was seen: so far above LOWEST that masked keys weigh nothing.
+constant constexpr float NOTHING_SEEN = LOWEST / 2;
+constant constexpr float LOG2_E = 1.44269504089f;
 
-// The plan of a step, as ops/attention_plan.py packs it: a head that says where the records begin,
-// then the records.
-constant constexpr int PLAN_SEQS = 0, PLAN_WORK = 1, PLAN_ROWS = 2, PLAN_WINDOW = 3,
-                       PLAN_HAS_ROWS = 4;
-// One per sequence; the blocks of its table begin at SEQ_BLOCKS of the plan.
-constant constexpr int SEQ_CONTEXT_LEN = 0, SEQ_QUERY_LEN = 1, SEQ_FIRST_ROW = 2, SEQ_BLOCKS = 3,
-                       SEQ_FIELDS = 4;
-// One per partition of a sequence that any of its queries sees.
-constant constexpr int WORK_SEQ = 0, WORK_PARTITION = 1, WORK_FIRST_OUT_ROW = 2, WORK_FIELDS = 3;
+// The plan of a step, as ops/attention_plan.py packs it: a head, records of the work at PLAN_WORK,
+// so that no load has to say where, records of the rows to merge at PLAN_ROWS of the plan, block
+// tables.
+constant constexpr int PLAN_ROWS = 0, PLAN_WINDOW = 1, PLAN_HAS_ROWS = 2, PLAN_WORK = 8;
+// One per partition of a sequence that any of its queries sees: positions WORK_BEGIN to WORK_END -
+// 1, or fewer. The rows of its queries begin at WORK_FIRST_ROW, the blocks of its table at
+// WORK_BLOCKS of the plan.
+constant constexpr int WORK_BEGIN = 0, WORK_END = 1, WORK_CONTEXT_LEN = 2, WORK_QUERY_LEN = 3,
+                       WORK_FIRST_ROW = 4, WORK_FIRST_OUT_ROW = 5, WORK_BLOCKS = 6,
+                       WORK_FIELDS = 7;
 // One per query token: where its partials lie.
 constant constexpr int ROW_FIRST_PARTIAL = 0, ROW_STRIDE = 1, ROW_NUM_PARTITIONS = 2,
                        ROW_FIELDS = 3;
@@ -58,7 +58,9 @@ inline void pass_fence(const device int* fence_in, device int* fence_out, uint i
 // Where the row of one KV head of one slot begins.
 template <int BLOCK_SIZE, int HEAD_DIM>
 size_t slab_row(int block_id, int offset, int kv_head, int num_kv_heads) {
-  return ((size_t(block_id) * num_kv_heads + kv_head) * BLOCK_SIZE + offset) * HEAD_DIM;
+  // A product of 64 bits and one of 32: a block is smaller than 4 GiB.
+  return size_t(block_id) * uint(num_kv_heads * BLOCK_SIZE * HEAD_DIM) +
+         uint((kv_head * BLOCK_SIZE + offset) * HEAD_DIM);
 }
 
 // Where the row of one head of one packed token begins, in [num_tokens, num_heads, head_dim].
@@ -67,74 +69,126 @@ size_t packed_row(int token, int head, int num_heads) {
   return (size_t(token) * num_heads + head) * HEAD_DIM;
 }
 
-// Sums N values of each lane over a group of LANES lanes, N = LANES / 4. Each step sends half of
-// the values away and adds what comes in to the other half, so that N sums cost N + 1 shuffles and
-// not 5 N. Returns sum number (lane % LANES) / 4, the same in all four lanes of a quad.
-template <int LANES>
-float sum_over_lanes(thread float (&values)[LANES / 4], int lane) {
+// Sums over the lanes whose numbers differ in the bits FROM to TO / 2: over neighbours from 1 on,
+// over what lies LANES apart up to SIMD_SIZE.
+template <int FROM, int TO>
+float sum_over_lanes(float value) {
   UNROLL
-  for (int distance = LANES / 2, half_count = LANES / 8; half_count > 0;
-       distance /= 2, half_count /= 2) {
-    const bool upper = lane & distance;
+  for (int distance = FROM; distance < TO; distance *= 2) {
+    value += simd_shuffle_xor(value, distance);
+  }
+  return value;
+}
+
+// The largest over the same lanes.
+template <int FROM, int TO>
+float max_over_lanes(float value) {
+  UNROLL
+  for (int distance = FROM; distance < TO; distance *= 2) {
+    value = max(value, simd_shuffle_xor(value, distance));
+  }
+  return value;
+}
+
+// Sums COUNT values over groups of LANES lanes, where value i of a lane belongs to sum i ^ turn,
+// turn = lane % LANES / (LANES / COUNT). Each step sends half of the values away, and thanks to the
+// turn it is the same half in every lane. Returns sum number turn.
+template <int LANES, int COUNT>
+float sum_turned(thread float (&values)[COUNT]) {
+  UNROLL
+  for (int kept = COUNT / 2, distance = LANES / 2; kept > 0; kept /= 2, distance /= 2) {
     UNROLL
-    for (int i = 0; i < half_count; i++) {
-      const float sent = upper ? values[i] : values[i + half_count];
-      const float kept = upper ? values[i + half_count] : values[i];
-      values[i] = kept + simd_shuffle_xor(sent, distance);
+    for (int i = 0; i < kept; i++) {
+      values[i] += simd_shuffle_xor(values[i + kept], distance);
     }
   }
-  const float pair = values[0] + simd_shuffle_xor(values[0], 2);
-  return pair + simd_shuffle_xor(pair, 1);
+  return sum_over_lanes<1, LANES / COUNT>(values[0]);
 }
 
-// The largest of eight values that lie one to a quad.
-inline float max_over_quads(float value) {
-  value = max(value, simd_shuffle_xor(value, 4));
-  value = max(value, simd_shuffle_xor(value, 8));
-  return max(value, simd_shuffle_xor(value, 16));
+// Four products more, in the order of the elements.
+inline float multiply_add(float4 a, float4 b, float sum) {
+  return fma(a.w, b.w, fma(a.z, b.z, fma(a.y, b.y, fma(a.x, b.x, sum))));
 }
 
-inline float sum_over_quads(float value) {
-  value += simd_shuffle_xor(value, 4);
-  value += simd_shuffle_xor(value, 8);
-  return value + simd_shuffle_xor(value, 16);
-}
-
-// What the accumulated values are multiplied with in the end. The sink is one more logit, without a
-// value.
+// What the accumulated values are multiplied with in the end, the highest score in base 2. The sink
+// is one more logit, without a value.
 inline float softmax_norm(float highest, float sum, float sink) {
-  const float finite_sink = max(sink, LOWEST);
+  const float finite_sink = max(sink, LOWEST / 2) * LOG2_E;
   const float top = max(highest, finite_sink);
-  const float share = fast::exp(highest - top);
-  return share / fma(sum, share, fast::exp(finite_sink - top));
+  const float share = fast::exp2(highest - top);
+  return share / fma(sum, share, fast::exp2(finite_sink - top));
 }
 
-// The K or the V of one sequence: from its blocks, or from the step's own rows where they are newer
-// than the slab.
-template <typename T, int BLOCK_SIZE, int HEAD_DIM>
-struct Source {
-  const device T* slab;
-  const device T* rows;
-  int begin, end;  // positions that a query may see
-  int first_new;   // position from which K/V come from the rows
-  int first_row;   // where its rows begin
-  int kv_head, num_kv_heads;
+// What a lane loads of a row of queries, keys or values at a time, and its elements as floats: the
+// only place that knows how elements lie in memory.
+//   floats           elements 4 * part to 4 * part + 3 of a load of keys or values
+//   query_floats     the same of a load of queries, after prepare_query
+//   prepare_query    for a query row that lies over LANES lanes; returns a factor for its scores
+template <typename T>
+struct Packed;
 
-  // Four elements of a position, zeros where nothing may be read. A new row goes into its slot on
-  // the way.
-  vec<T, 4> load(int block_id, int position, int column, bool wanted) const {
-    if (!wanted || position < begin || position >= end || column >= HEAD_DIM / 4) {
-      return vec<T, 4>(T(0));
+template <>
+struct Packed<float> {
+  using Load = uint4;
+  static float4 floats(Load load, int) {
+    return as_type<float4>(load);
+  }
+  static float4 query_floats(Load load, int) {
+    return as_type<float4>(load);
+  }
+  template <int LANES, int LOADS>
+  static float prepare_query(thread Load (&)[LOADS]) {
+    return 1;
+  }
+};
+
+template <>
+struct Packed<half> {
+  using Load = uint4;
+  static float4 floats(Load load, int part) {
+    return float4(as_type<half4>(part == 0 ? load.xy : load.zw));
+  }
+  static float4 query_floats(Load load, int part) {
+    return floats(load, part);
+  }
+  template <int LANES, int LOADS>
+  static float prepare_query(thread Load (&)[LOADS]) {
+    return 1;
+  }
+};
+
+template <>
+struct Packed<bfloat> {
+  using Load = uint4;
+  // A bfloat is the upper half of a float: a shift for even elements, a mask for odd ones.
+  static float4 floats(Load load, int part) {
+    const uint2 bits = part == 0 ? load.xy : load.zw;
+    return float4(as_type<float>(bits.x << 16), as_type<float>(bits.x & 0xffff0000u),
+                  as_type<float>(bits.y << 16), as_type<float>(bits.y & 0xffff0000u));
+  }
+  // Queries are used once per key and row, and the multiplier takes a half as it is. So they become
+  // halves, times a power of two that puts the largest of a row between 2^14 and 2^15. Then all
+  // down to 2^-28 of it are exact: a half has more bits than a bfloat.
+  static float4 query_floats(Load load, int part) {
+    return Packed<half>::floats(load, part);
+  }
+  template <int LANES, int LOADS>
+  static float prepare_query(thread Load (&query)[LOADS]) {
+    float4 largest = float4(1e-30f);
+    UNROLL
+    for (int n = 0; n < LOADS; n++) {
+      const float4 low = floats(query[n], 0), high = floats(query[n], 1);
+      largest = max(largest, max(max(low, -low), max(high, -high)));
     }
-    const size_t slot =
-        slab_row<BLOCK_SIZE, HEAD_DIM>(block_id, position % BLOCK_SIZE, kv_head, num_kv_heads);
-    if (position < first_new) {
-      return ((const device vec<T, 4>*)(slab + slot))[column];
+    const float size =
+        max_over_lanes<1, LANES>(max(max(largest.x, largest.y), max(largest.z, largest.w)));
+    const float power = as_type<float>(as_type<uint>(size) & 0x7f800000u) * (1.0f / 16384);
+    const float inverse = 1 / power;
+    UNROLL
+    for (int n = 0; n < LOADS; n++) {
+      query[n] = uint4(as_type<uint2>(half4(floats(query[n], 0) * inverse)),
+                       as_type<uint2>(half4(floats(query[n], 1) * inverse)));
     }
-    const size_t row =
-        packed_row<HEAD_DIM>(first_row + position - first_new, kv_head, num_kv_heads);
-    const vec<T, 4> newest = ((const device vec<T, 4>*)(rows + row))[column];
-    ((device vec<T, 4>*)(in_place(slab) + slot))[column] = newest;
-    return newest;
+    return power;
   }
 };

@@ -1,39 +1,45 @@
-"""What the attention kernels must know of a step, in one int32 array, and how their threadgroups
-are cut.
+"""What the attention kernels must know of a step, in one int32 array, and how sequences and query
+rows are cut into threadgroups.
 
-Records and fields are those that ``metal/paged_kv.h`` names ``PLAN_``, ``SEQ_``, ``WORK_`` and
-``ROW_``.
+Records and fields are those that ``metal/paged_kv.h`` names ``PLAN_``, ``WORK_`` and ``ROW_``.
 """
 
 from __future__ import annotations
 
-import itertools
 from array import array
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from itertools import repeat
-from operator import add, mul
+from typing import NamedTuple
 
 import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
 
 from mlx_paged.ops.metadata import AttentionMetadata
 
 # The constants of the same names in metal/paged_kv.h.
 SIMD_SIZE = 32
-PARTITION_SIZE = 256
-CHUNK_SIZE = 8
 MERGE_STREAMS = 8
+PLAN_WORK = 8
+WORK_BEGIN, WORK_END, WORK_CONTEXT_LEN, WORK_QUERY_LEN = 0, 1, 2, 3
+WORK_FIRST_ROW, WORK_FIRST_OUT_ROW, WORK_BLOCKS = 4, 5, 6
+WORK_FIELDS = 7
 
 NO_WINDOW = 2**31 - 1
-NUM_HEAD_FIELDS = 8
 
-# Floats of queries and accumulators that a lane should hold: half of its registers on Apple GPUs,
-# where the keys and values on their way take the other half.
-MAX_FLOATS_PER_LANE = 64
-# Threadgroups of more threads are refused there for kernels that use all registers.
-MAX_SIMDGROUPS = 8
-MAX_THREADGROUP_BYTES = 32 * 1024
+# A sequence of SHORT_CONTEXT tokens is cut into MIN_THREADGROUPS at least, so that it alone reaches
+# all cores. A partition leaves head_dim + 4 floats per query row, which the largest keeps at a
+# percent of its K/V per row. Fewer than WHOLE_BELOW keys are a few rounds of one threadgroup, which
+# should cost less than to merge (not measured on a Mac).
+MIN_THREADGROUPS = 64
+SHORT_CONTEXT = 1024
+MIN_PARTITION_SIZE, MAX_PARTITION_SIZE = 16, 256
+WHOLE_BELOW = 128
+
+# Query rows of a simdgroup: four fill the registers of a lane of an Apple GPU, five would spill.
+MAX_SIMDGROUP_ROWS = 4
+# Of a threadgroup. Several small ones share a core, so that one loads while another one combines.
+SIMDGROUPS = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,13 +51,20 @@ class AttentionPlan:
     num_partial_rows: int  # 0 when each sequence has one partition and nothing has to be merged
 
     @classmethod
-    def of(cls, step: AttentionMetadata, window: int | None, has_rows: bool) -> AttentionPlan:
+    def of(
+        cls, step: AttentionMetadata, window: int | None, has_rows: bool, num_kv_heads: int
+    ) -> AttentionPlan:
         """The plan of ``step``, packed for its first layer."""
-        return step.derived((cls, window, has_rows), lambda: cls.pack(step, window, has_rows))
+        return step.derived(
+            (cls, window, has_rows, num_kv_heads),
+            lambda: cls.pack(step, window, has_rows, num_kv_heads),
+        )
 
     @classmethod
-    def pack(cls, step: AttentionMetadata, window: int | None, has_rows: bool) -> AttentionPlan:
-        """Cut each sequence at multiples of ``PARTITION_SIZE``; partitions that no query sees are
+    def pack(
+        cls, step: AttentionMetadata, window: int | None, has_rows: bool, num_kv_heads: int
+    ) -> AttentionPlan:
+        """Cut each sequence at multiples of its partition size; partitions that no query sees are
         left out.
 
         Args:
@@ -59,116 +72,133 @@ class AttentionPlan:
         """
         window = NO_WINDOW if window is None else min(window, NO_WINDOW)
         context_lens, query_lens, tables = step.context_lens, step.query_lens, step.block_tables
-        last = [(context_len - 1) // PARTITION_SIZE for context_len in context_lens]
-        first = [0] * step.num_seqs
+        num_keys, begins = context_lens, [0] * step.num_seqs  # that some query sees
         if window < NO_WINDOW:
-            first = [
-                max(0, context_len - query_len - window + 1) // PARTITION_SIZE
+            begins = [
+                max(0, context_len - query_len - window + 1)
                 for context_len, query_len in zip(context_lens, query_lens, strict=True)
             ]
-
-        work_records, row_records, num_partial_rows = _pack_partitions(
-            tuple(first), tuple(last), tuple(query_lens)
+            num_keys = [end - begin for begin, end in zip(begins, context_lens, strict=True)]
+        size_of = _partition_sizes(num_kv_heads)
+        sizes = [size_of[count.bit_length()] for count in num_keys]
+        cut = _cut_sequences(
+            tuple(sizes),
+            tuple([begin // size for begin, size in zip(begins, sizes, strict=True)]),
+            tuple([-(-end // size) for end, size in zip(context_lens, sizes, strict=True)]),
+            tuple(query_lens),
         )
 
-        # The records follow the head: 4 numbers per sequence, 3 per partition, 3 per merged row.
-        work_begin = NUM_HEAD_FIELDS + 4 * step.num_seqs
-        rows_begin = work_begin + len(work_records)
-        table_begins = list(
-            itertools.accumulate(map(len, tables), initial=rows_begin + len(row_records))
-        )[:-1]
-        seq_records = _interleave(context_lens, query_lens, step.cu_seqlens_q[:-1], table_begins)
-        head = array("i", [NUM_HEAD_FIELDS, work_begin, rows_begin, window, int(has_rows), 0, 0, 0])
-        packed = b"".join((head, seq_records, work_records, row_records, *tables))
-        records = memoryview(packed).cast("i")
+        work = cut.work.copy()
+        rows_begin = PLAN_WORK + work.size
+        table_lens = np.array([*map(len, tables)], dtype=np.int32)
+        table_begins = rows_begin + cut.rows.size + table_lens.cumsum() - table_lens
+        lens = np.array(context_lens, dtype=np.int32)
+        work[:, WORK_CONTEXT_LEN] = lens.repeat(cut.num_partitions)
+        work[:, WORK_BLOCKS] = table_begins.repeat(cut.num_partitions)
+        head = array("i", [rows_begin, window, int(has_rows), 0, 0, 0, 0, 0])
+        records = memoryview(b"".join((head, work.tobytes(), cut.rows.tobytes(), *tables))).cast(
+            "i"
+        )
         plan = mx.array(records)  # type: ignore[arg-type]  # not in MLX's stub: buffers
-        return cls(plan, len(work_records) // 3, num_partial_rows)
+        return cls(plan, len(work), cut.num_partial_rows)
+
+
+def partition_size(num_keys: int, num_kv_heads: int) -> int:
+    """Positions of one threadgroup's partition, in a sequence of which queries see ``num_keys``.
+
+    A power of two that depends on nothing else: a sequence alone and in any batch is cut alike, and
+    so has the same bits.
+    """
+    return _partition_sizes(num_kv_heads)[num_keys.bit_length()]
+
+
+@cache
+def _partition_sizes(num_kv_heads: int) -> tuple[int, ...]:
+    """By the bit length of the number of keys."""
+    heads = 1 << num_kv_heads.bit_length() - 1
+    sizes = []
+    for bits in range(33):
+        num_keys = max(SHORT_CONTEXT, 1 << bits >> 1)
+        size = max(MIN_PARTITION_SIZE, num_keys * heads // MIN_THREADGROUPS)
+        sizes.append(min(size, MAX_PARTITION_SIZE))
+    whole = WHOLE_BELOW.bit_length()
+    return (*[MAX_PARTITION_SIZE] * whole, *sizes[whole:])
+
+
+class _SequenceCut(NamedTuple):
+    work: NDArray[np.int32]  # [num_partitions, WORK_FIELDS], 0 in what changes with every step
+    rows: NDArray[np.int32]  # [num_tokens, ROW_FIELDS], or no rows if nothing is merged
+    num_partitions: NDArray[np.int32]  # [num_seqs]
+    num_partial_rows: int
 
 
 @lru_cache(maxsize=16)
-def _pack_partitions(
-    first: tuple[int, ...], last: tuple[int, ...], query_lens: tuple[int, ...]
-) -> tuple[array[int], array[int], int]:
-    """Records of the partitions and of the rows to merge, and the number of partial rows.
+def _cut_sequences(
+    sizes: tuple[int, ...],
+    first: tuple[int, ...],
+    last: tuple[int, ...],
+    query_lens: tuple[int, ...],
+) -> _SequenceCut:
+    """The partitions and the rows to merge.
 
-    Kept, as many decode steps share them: a sequence takes another partition only after
-    ``PARTITION_SIZE`` tokens.
+    Kept, as many decode steps share them: a sequence takes another partition only after as many
+    tokens as one has.
 
     Args:
-        first, last: partition of each sequence.
+        sizes: positions of a partition of each sequence.
+        first, last: partitions of each sequence, the last one not included.
     """
-    # One column per field, of chained ranges and without a loop.
-    chained = itertools.chain.from_iterable
-    if first == last:
-        first_rows = itertools.accumulate(query_lens[:-1], initial=0)
-        return _interleave(range(len(first)), first, first_rows), array("i"), 0
-    num_partitions = [end + 1 - begin for begin, end in zip(first, last, strict=True)]
-    out_begins = list(itertools.accumulate(map(mul, num_partitions, query_lens), initial=0))
-    num_partial_rows = out_begins.pop()
-    work = _interleave(
-        chained(map(repeat, range(len(first)), num_partitions)),
-        chained(map(range, first, [end + 1 for end in last])),
-        chained(map(range, out_begins, [*out_begins[1:], num_partial_rows], query_lens)),
-    )
-    rows = _interleave(
-        chained(map(range, out_begins, map(add, out_begins, query_lens))),
-        chained(map(repeat, query_lens, query_lens)),
-        chained(map(repeat, num_partitions, query_lens)),
-    )
-    return work, rows, num_partial_rows
+    columns = np.array((sizes, first, last, query_lens), dtype=np.int32)
+    size, begin, end, query_len = columns
+    num_partitions = end - begin
+    first_rows = query_len.cumsum() - query_len
+    is_merged = num_partitions.max() > 1
+    num_out_rows = query_len * num_partitions if is_merged else query_len
+    first_out_rows = num_out_rows.cumsum() - num_out_rows
 
+    # Per partition: its sequence, and its number in it.
+    seq = np.arange(len(sizes)).repeat(num_partitions)
+    number = np.arange(len(seq)) - (num_partitions.cumsum() - num_partitions)[seq]
+    work = np.zeros((len(seq), WORK_FIELDS), dtype=np.int32)
+    work[:, WORK_BEGIN] = (begin[seq] + number) * size[seq]
+    work[:, WORK_END] = work[:, WORK_BEGIN] + size[seq]
+    work[:, WORK_QUERY_LEN] = query_len[seq]
+    work[:, WORK_FIRST_ROW] = first_rows[seq]
+    work[:, WORK_FIRST_OUT_ROW] = first_out_rows[seq] + number * query_len[seq]
 
-def _interleave(*columns: Iterable[int]) -> array[int]:
-    """Records one after another, each with one field of every column."""
-    fields = [array("i", list(column)) for column in columns]
-    records = array("i", bytes(4 * len(fields) * len(fields[0])))
-    for index, field in enumerate(fields):
-        records[index :: len(fields)] = field
-    return records
+    # Per query token: its first partial, the distance to the next one, how many.
+    seq = np.arange(len(sizes)).repeat(query_len if is_merged else 0)
+    first_partial = first_out_rows[seq] + np.arange(len(seq)) - first_rows[seq]
+    rows = np.array((first_partial, query_len[seq], num_partitions[seq]), dtype=np.int32).T
+    return _SequenceCut(
+        work,
+        np.ascontiguousarray(rows),
+        num_partitions,
+        int(num_out_rows.sum()) if is_merged else 0,
+    )
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How the simdgroups of a threadgroup divide the keys and the query rows."""
+    """How simdgroups divide the keys of a partition and the query rows of a KV head."""
 
-    streams: int  # chunks of keys in flight
-    row_splits: int  # simdgroups that share the rows of a chunk, if several, in threadgroup memory
+    streams: int  # simdgroups of a threadgroup that walk different keys
+    row_splits: int  # simdgroups of a threadgroup that walk the same keys for different rows
+    row_parts: int  # threadgroups that do
 
     @property
     def num_threads(self) -> int:
+        """Of a threadgroup."""
         return SIMD_SIZE * self.streams * self.row_splits
-
-    def threadgroup_bytes(self, num_rows: int, head_dim: int, itemsize: int) -> int:
-        """Threadgroup memory of the kernel, but for a few bytes."""
-        row_vectors = 32 * -(-head_dim // 128) if head_dim > 64 else head_dim // 4
-        tiles = (
-            2 * self.streams * CHUNK_SIZE * row_vectors * 4 * itemsize if self.row_splits > 1 else 0
-        )
-        simdgroups = self.streams * self.row_splits if self.streams > 1 else 0
-        return (
-            max(tiles, 2 * simdgroups * row_vectors * 16)
-            + simdgroups * 2 * -(-num_rows // self.row_splits) * 4
-        )
 
 
 @cache
-def cut_threadgroup(num_rows: int, head_dim: int, itemsize: int) -> Cut:
-    """The most streams that fit, for ``num_rows`` query rows (group size times query tokens) per KV
-    head.
-
-    Rows are split until a simdgroup's fit its registers. Beyond ``MAX_SIMDGROUPS`` splits (more
-    than 64 rows, or 32 of head_dim 256) they spill, which costs time and is correct.
+def cut_rows(num_rows: int) -> Cut:
+    """The cut for ``num_rows`` query rows (group size times query tokens) per KV head: no
+    simdgroup has more than ``MAX_SIMDGROUP_ROWS``, and what is left of ``SIMDGROUPS`` walks other
+    keys.
     """
-    floats_per_row = 2 * 4 * -(-head_dim // 128)
-    row_splits = 1
-    while (
-        num_rows * floats_per_row > MAX_FLOATS_PER_LANE * row_splits and row_splits < MAX_SIMDGROUPS
-    ):
-        row_splits *= 2
-    streams = MAX_SIMDGROUPS // row_splits
-    while (
-        Cut(streams, row_splits).threadgroup_bytes(num_rows, head_dim, itemsize)
-        > MAX_THREADGROUP_BYTES - 64
-    ):
-        streams //= 2
-    return Cut(streams, row_splits)
+    splits = -(-num_rows // MAX_SIMDGROUP_ROWS)
+    row_parts = -(-splits // SIMDGROUPS)
+    row_splits = -(-splits // row_parts)
+    return Cut(SIMDGROUPS // row_splits, row_splits, row_parts)

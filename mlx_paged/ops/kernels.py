@@ -18,7 +18,7 @@ from typing import Protocol, TypeAlias, cast
 
 import mlx.core as mx
 
-from mlx_paged.ops.attention_plan import MERGE_STREAMS, SIMD_SIZE, AttentionPlan, cut_threadgroup
+from mlx_paged.ops.attention_plan import MERGE_STREAMS, SIMD_SIZE, AttentionPlan, cut_rows
 from mlx_paged.ops.kv_handle import KVHandle
 from mlx_paged.ops.metadata import MIN_ELEMENTS, padded
 from mlx_paged.ops.metal_sources import read_source
@@ -145,7 +145,7 @@ def attention(
     """
     head_dim = kv.key_dim
     group = queries.shape[1] // kv.num_kv_heads
-    cut = cut_threadgroup(run * group, head_dim, kv.dtype.size)
+    cut = cut_rows(run * group)
     is_partial = plan.num_partial_rows > 0
     out = (queries.shape, kv.dtype)
     if is_partial:
@@ -165,9 +165,10 @@ def attention(
             ("RUN", run),
             ("STREAMS", cut.streams),
             ("ROW_SPLITS", cut.row_splits),
+            ("ROW_PARTS", cut.row_parts),
             ("PARTIAL", is_partial),
         ],
-        grid=(cut.num_threads, kv.num_kv_heads, plan.num_partitions),
+        grid=(cut.num_threads, kv.num_kv_heads * cut.row_parts, plan.num_partitions),
         threadgroup=(cut.num_threads, 1, 1),
         outputs=[out],
     )

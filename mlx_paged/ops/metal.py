@@ -81,7 +81,7 @@ class MetalBackend(Backend):
                 outputs.append(_prefill(part_q, part_rows, kv, part, params))
                 continue
             queries = part_q.astype(kv.dtype)
-            plan = AttentionPlan.of(part, params.window, has_rows=part_rows is not None)
+            plan = AttentionPlan.of(part, params.window, part_rows is not None, kv.num_kv_heads)
             out, kv.fence = kernels.attention(
                 queries, part_rows, kv, plan, run, params.scale, sinks
             )()

@@ -54,7 +54,7 @@ def _conflict(earlier: Call, later: Call) -> str | None:
 def _writes(call: Call) -> bool:
     # Attention writes only where its plan says that it gets the rows of new tokens.
     return _name(call) in WRITERS and (
-        "plan" not in call.inputs or call.inputs["plan"][4].item() == 1
+        "plan" not in call.inputs or call.inputs["plan"][2].item() == 1
     )
 
 

@@ -39,6 +39,21 @@ def attend_and_compare(problem: PagedProblem) -> None:
     assert_same_slabs(kv, problem.kv)
 
 
+def nan_before_the_window(problem: PagedProblem) -> KVHandle:
+    """The slabs of a problem with NaN in all slots that its window hides from every query."""
+    window = problem.params.window
+    assert window is not None
+    slabs = [np.array(slab.astype(mx.float32)) for slab in (problem.kv.k, problem.kv.v)]
+    for table, context_len, query_len in zip(
+        problem.tables, problem.context_lens, problem.query_lens, strict=True
+    ):
+        for position in range(max(0, context_len - query_len - window + 1)):
+            index, offset = divmod(position, problem.kv.block_size)
+            for slab in slabs:
+                slab[table[index], :, offset] = np.nan
+    return KVHandle(*(mx.array(slab).astype(problem.kv.dtype) for slab in slabs))
+
+
 def random_handle(
     rng: np.random.Generator,
     num_blocks: int,

@@ -15,11 +15,11 @@ import mlx.core as mx
 import pytest
 
 from helpers.numpy_attention import DTYPES, PagedProblem, make_problem
+from mlx_paged.ops.attention_plan import partition_size
 
 HEAD_DIMS = (32, 64, 80, 96, 128, 256)
 BLOCK_SIZES = (8, 16, 32, 64)
 CAPACITIES = (1, 2, 4, 8)
-PARTITION_SIZE = 256
 
 # For the kernels without a group: each head_dim meets each block size, and each dtype all of both.
 SHAPES = [
@@ -53,12 +53,13 @@ class Case:
     @property
     def is_merged(self) -> bool:
         """Whether some sequence sees keys of several partitions."""
-        return any(
-            max(0, 0 if self.window is None else context_len - query_len - self.window + 1)
-            // PARTITION_SIZE
-            != (context_len - 1) // PARTITION_SIZE
-            for context_len, query_len in self.seqs
-        )
+        for context_len, query_len in self.seqs:
+            window = context_len if self.window is None else self.window
+            first = max(0, context_len - query_len - window + 1)
+            size = partition_size(context_len - first, self.num_kv_heads)
+            if first // size != (context_len - 1) // size:
+                return True
+        return False
 
     def problem(self, **changes: object) -> PagedProblem:
         settings = dict(
@@ -179,7 +180,7 @@ GRID = (
         "nan_values",
     ),
     Case("bf16", 32, 16, 3, 14, ((1, 1), (17, 1), (15, 1)), 257, True, "shuffled", "nan_values"),
-    Case("f32", 256, 8, 3, 15, ((256, 1), (1, 1)), None, True, "adjacent", "nan_values"),
+    Case("f32", 256, 8, 3, 15, ((100, 1), (1, 1)), None, True, "adjacent", "nan_values"),
     Case(
         "bf16",
         80,
@@ -232,7 +233,7 @@ GRID = (
         "nan_keys",
     ),
     Case("f16", 64, 64, 1, 14, ((255, 2), (512, 2), (513, 2)), 1, False, "adjacent", "nan_values"),
-    Case("f32", 32, 64, 2, 15, ((16, 2), (255, 2)), 256, False, "reversed", "nan_values"),
+    Case("f32", 32, 64, 2, 15, ((16, 2), (100, 2)), 256, False, "reversed", "nan_values"),
     Case(
         "f16",
         128,
@@ -316,14 +317,14 @@ GRID = (
         64,
         2,
         11,
-        ((15, 4), (16, 3), (256, 4), (255, 3)),
+        ((15, 4), (16, 3), (100, 4), (99, 3)),
         None,
         False,
         "reversed",
         "nan_values",
     ),
     Case("bf16", 32, 64, 1, 12, ((513, 3), (16, 3)), None, True, "shared", "nan_keys"),
-    Case("bf16", 64, 64, 2, 13, ((255, 3), (512, 4)), 5000, False, "adjacent", "nan_keys"),
+    Case("bf16", 64, 64, 2, 13, ((100, 3), (60, 4)), 5000, False, "adjacent", "nan_keys"),
     Case(
         "bf16", 128, 8, 2, 14, ((255, 3), (17, 4), (256, 3)), 255, False, "reversed", "nan_values"
     ),
@@ -373,7 +374,7 @@ GRID = (
     ),
     Case("f16", 32, 16, 2, 8, ((512, 7), (7, 7), (15, 7)), 256, True, "adjacent", "nan_keys"),
     Case("f16", 80, 16, 2, 9, ((257, 6),), 255, True, "shuffled", "nan_keys"),
-    Case("f16", 80, 32, 2, 10, ((255, 8), (16, 5)), None, True, "shuffled", "nan_keys"),
+    Case("f16", 80, 32, 2, 10, ((127, 8), (16, 5)), None, True, "shuffled", "nan_keys"),
     Case("f32", 96, 32, 1, 11, ((511, 6),), 300, False, "adjacent", "nan_values"),
     Case("f16", 256, 16, 2, 12, ((255, 7),), 2, False, "reversed", "nan_keys"),
     Case("f16", 128, 16, 2, 13, ((255, 5), (257, 5)), None, False, "shuffled", "nan_keys"),

@@ -33,13 +33,13 @@ def slots_of_the_step(call: Call) -> dict[str, Ranges]:
 
 
 def _new_slots(plan: list[int], block_size: int) -> list[int]:
-    seqs_begin, work_begin, _, _, has_rows = plan[:5]
+    work_end, _, has_rows = plan[:3]
     if not has_rows:
         return []
     slots = []
-    for record in range(seqs_begin, work_begin, 4):
-        context_len, query_len, _, blocks = plan[record : record + 4]
-        for position in range(context_len - query_len, context_len):
+    for record in range(8, work_end, 7):
+        begin, end, context_len, query_len, _, _, blocks = plan[record : record + 7]
+        for position in range(max(begin, context_len - query_len), min(end, context_len)):
             slots.append(plan[blocks + position // block_size] * block_size + position % block_size)
     return slots
 

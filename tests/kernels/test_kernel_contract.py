@@ -34,28 +34,28 @@ HEADER = header_constants()
 
 
 def test_the_header_has_the_constants_of_python():
-    names = ["SIMD_SIZE", "PARTITION_SIZE", "CHUNK_SIZE", "MERGE_STREAMS"]
+    names = [
+        *("SIMD_SIZE", "MERGE_STREAMS"),
+        *(name for name in HEADER if name.startswith("WORK_") or name == "PLAN_WORK"),
+    ]
     assert {name: HEADER[name] for name in names} == {
         name: getattr(attention_plan, name) for name in names
     }
-    assert HEADER["CHUNK_SIZE"] == min(kernels.BLOCK_SIZES)
-    assert kernels.MIN_ELEMENTS == MIN_DEVICE_ELEMENTS == HEADER["CHUNK_SIZE"] == 8
+    assert kernels.MIN_ELEMENTS == MIN_DEVICE_ELEMENTS == 8
 
 
 def test_the_header_names_every_number_of_a_plan():
-    assert {
-        name for name in HEADER if name.partition("_")[0] in ("PLAN", "SEQ", "WORK", "ROW")
-    } == {
-        *("PLAN_SEQS", "PLAN_WORK", "PLAN_ROWS", "PLAN_WINDOW", "PLAN_HAS_ROWS"),
-        *("SEQ_CONTEXT_LEN", "SEQ_QUERY_LEN", "SEQ_FIRST_ROW", "SEQ_BLOCKS", "SEQ_FIELDS"),
-        *("WORK_SEQ", "WORK_PARTITION", "WORK_FIRST_OUT_ROW", "WORK_FIELDS"),
+    assert {name for name in HEADER if name.partition("_")[0] in ("PLAN", "WORK", "ROW")} == {
+        *("PLAN_ROWS", "PLAN_WINDOW", "PLAN_HAS_ROWS", "PLAN_WORK"),
+        *("WORK_BEGIN", "WORK_END", "WORK_CONTEXT_LEN", "WORK_QUERY_LEN", "WORK_FIRST_ROW"),
+        *("WORK_FIRST_OUT_ROW", "WORK_BLOCKS", "WORK_FIELDS"),
         *("ROW_FIRST_PARTIAL", "ROW_STRIDE", "ROW_NUM_PARTITIONS", "ROW_FIELDS"),
     }
 
 
 def test_a_plan_read_by_the_header_says_what_was_packed():
     metadata = AttentionMetadata.build([[3], [9, 1, 7, 4, 5]], [3, 257], [2, 1], 64)
-    packed = attention_plan.AttentionPlan.pack(metadata, window=300, has_rows=True)
+    packed = attention_plan.AttentionPlan.pack(metadata, 300, has_rows=True, num_kv_heads=16)
     plan = packed.array.tolist()
 
     def records(kind, count, begin):
@@ -70,18 +70,14 @@ def test_a_plan_read_by_the_header_says_what_was_packed():
             for i in range(count)
         ]
 
-    seqs = records("SEQ", 2, plan[HEADER["PLAN_SEQS"]])
-    for seq, table in zip(seqs, metadata.block_tables, strict=True):
-        begin = seq.pop("SEQ_BLOCKS")
-        assert plan[begin : begin + len(table)] == table.tolist()
-    assert seqs == [
-        {"SEQ_CONTEXT_LEN": 3, "SEQ_QUERY_LEN": 2, "SEQ_FIRST_ROW": 0},
-        {"SEQ_CONTEXT_LEN": 257, "SEQ_QUERY_LEN": 1, "SEQ_FIRST_ROW": 2},
-    ]
-    assert records("WORK", packed.num_partitions, plan[HEADER["PLAN_WORK"]]) == [
-        {"WORK_SEQ": 0, "WORK_PARTITION": 0, "WORK_FIRST_OUT_ROW": 0},
-        {"WORK_SEQ": 1, "WORK_PARTITION": 0, "WORK_FIRST_OUT_ROW": 2},
-        {"WORK_SEQ": 1, "WORK_PARTITION": 1, "WORK_FIRST_OUT_ROW": 3},
+    work = records("WORK", packed.num_partitions, HEADER["PLAN_WORK"])
+    for partition, seq in zip(work, (0, 1, 1), strict=True):
+        begin, table = partition.pop("WORK_BLOCKS"), metadata.block_tables[seq].tolist()
+        assert plan[begin : begin + len(table)] == table
+    names = ["BEGIN", "END", "CONTEXT_LEN", "QUERY_LEN", "FIRST_ROW", "FIRST_OUT_ROW"]
+    assert work == [
+        dict(zip([f"WORK_{name}" for name in names], numbers, strict=True))
+        for numbers in ((0, 256, 3, 2, 0, 0), (0, 256, 257, 1, 2, 2), (256, 512, 257, 1, 2, 3))
     ]
     assert records("ROW", 3, plan[HEADER["PLAN_ROWS"]]) == [
         {"ROW_FIRST_PARTIAL": 0, "ROW_STRIDE": 2, "ROW_NUM_PARTITIONS": 1},
@@ -90,8 +86,8 @@ def test_a_plan_read_by_the_header_says_what_was_packed():
     ]
     assert (plan[HEADER["PLAN_WINDOW"]], plan[HEADER["PLAN_HAS_ROWS"]]) == (300, 1)
     assert (
-        max(HEADER[name] for name in HEADER if name.startswith("PLAN_"))
-        < attention_plan.NUM_HEAD_FIELDS
+        max(HEADER[name] for name in HEADER if name.startswith("PLAN_") and name != "PLAN_WORK")
+        < HEADER["PLAN_WORK"]
     )
 
 

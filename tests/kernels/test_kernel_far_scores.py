@@ -15,7 +15,7 @@ from helpers.kernel_checks import attend_and_compare, checked_metal
 from helpers.kernel_grid import Case
 from helpers.numpy_attention import PagedProblem
 
-# One simdgroup for all rows with eight chunks in flight, and several simdgroups that share rows.
+# Four streams of keys, and rows cut over simdgroups and threadgroups.
 DECODE = Case("f32", 32, 8, 1, 1, ((40, 1), (257, 1)), None, False, "shuffled", "nan_values")
 RUNS = Case("f32", 32, 8, 1, 10, ((300, 2), (16, 2)), None, False, "shuffled", "nan_values")
 HALF = replace(DECODE, dtype="bf16")
@@ -94,19 +94,19 @@ MISTAKES = {
     "a_maximum_that_begins_at_0": (
         "low_scores",
         ATTENTION,
-        "highest[i] = LOWEST;",
+        "highest[i] = NOTHING_SEEN;",
         "highest[i] = 0;",
     ),
     "the_same_for_runs": (
         "low_scores_of_runs",
         ATTENTION,
-        "highest[i] = LOWEST;",
+        "highest[i] = NOTHING_SEEN;",
         "highest[i] = 0;",
     ),
     "the_same_in_half_precision": (
         "low_scores_in_half_precision",
         ATTENTION,
-        "highest[i] = LOWEST;",
+        "highest[i] = NOTHING_SEEN;",
         "highest[i] = 0;",
     ),
     "the_same_where_partitions_are_merged": (
@@ -118,14 +118,14 @@ MISTAKES = {
     "no_sink_taken_for_a_sink_of_0": (
         "low_scores",
         HEADER,
-        "finite_sink = max(sink, LOWEST)",
-        "finite_sink = max(sink, 0.0f)",
+        "max(sink, LOWEST / 2) * LOG2_E",
+        "max(sink, 0.0f)",
     ),
     "a_low_sink_taken_for_one_of_0": (
         "low_scores_and_low_sinks",
         HEADER,
-        "finite_sink = max(sink, LOWEST)",
-        "finite_sink = max(sink, 0.0f)",
+        "max(sink, LOWEST / 2) * LOG2_E",
+        "max(sink, 0.0f)",
     ),
     "a_masked_score_counts_as_0": (
         "low_scores_of_runs",
@@ -136,14 +136,14 @@ MISTAKES = {
     "a_maximum_over_hidden_later_scores": (
         "a_hidden_later_token",
         ATTENTION,
-        "visible ? score : LOWEST",
-        "score",
+        "seen = visible ? score : LOWEST;\n    const float top = max(highest[i], seen)",
+        "seen = visible ? score : LOWEST;\n    const float top = max(highest[i], score)",
     ),
     "a_maximum_over_hidden_earlier_scores": (
         "a_hidden_earlier_token",
         ATTENTION,
-        "visible ? score : LOWEST",
-        "score",
+        "max_over_lanes<LANES / STEPS, LANES>(seen)",
+        "max_over_lanes<LANES / STEPS, LANES>(score)",
     ),
     "a_maximum_of_the_first_32_partitions": (
         "a_late_maximum",
@@ -155,20 +155,32 @@ MISTAKES = {
     "partitions_that_are_not_rescaled": (
         "a_late_maximum",
         MERGE,
-        "fast::exp(partial[HEAD_DIM] - highest)",
+        "fast::exp2(partial[HEAD_DIM] - highest)",
         "1",
     ),
     "no_shrinking_of_the_sum": (
         "a_late_maximum",
         ATTENTION,
-        "fma(sum[i], factor[i], weight[i])",
-        "sum[i] + weight[i]",
+        "fma(sum[i], factor, mine)",
+        "sum[i] + mine",
     ),
     "streams_that_are_not_rescaled": (
         "a_late_maximum",
         ATTENTION,
-        "fast::exp(stream_highest[other * ROWS + i] - highest[i])",
+        "fast::exp2(stream_highest[other] - top)",
         "1",
+    ),
+    "lanes_that_are_not_rescaled": (
+        "a_late_maximum",
+        ATTENTION,
+        "share = fast::exp2(highest[i] - top);",
+        "share = 1;",
+    ),
+    "an_accumulator_that_is_not_rescaled": (
+        "a_late_maximum",
+        ATTENTION,
+        "acc[i][u] *= factor;",
+        "",
     ),
 }
 

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from helpers.backends import METAL
-from helpers.kernel_checks import assert_same_bits, checked_metal
+from helpers.kernel_checks import assert_same_bits, checked_metal, nan_before_the_window
 from helpers.kernel_grid import (
     BLOCK_SIZES,
     CAPACITIES,
@@ -23,7 +23,7 @@ from helpers.kernel_grid import (
 from helpers.numpy_attention import DTYPES, assert_matches_formula, make_problem
 
 from mlx_paged.ops import AttentionMetadata, AttentionParams, KVHandle
-from mlx_paged.ops.attention_plan import cut_threadgroup
+from mlx_paged.ops.attention_plan import cut_rows
 
 LENGTHS = (1, 15, 16, 17, 255, 256, 257, 511, 512, 513, 1000, 5000)
 WINDOWS = (None, 1, 2, 16, 100, 255, 256, 257, 300, 5000)
@@ -86,14 +86,13 @@ def test_every_instance_matches_the_formula(case, metal):
     call = metal[0]
     assert [c.kernel for c in metal[1:]] == ["mlx_paged_merge_partitions"] * case.is_merged
     assert (call.template["RUN"], call.template["PARTIAL"]) == (case.capacity, case.is_merged)
-    # Threadgroup memory is what the cut was chosen by, but for arrays that have an element more.
-    num_rows, itemsize = case.capacity * case.group, DTYPES[case.dtype].size
-    cut = cut_threadgroup(num_rows, case.head_dim, itemsize)
-    extra = call.counts["threadgroup_bytes"] - cut.threadgroup_bytes(
-        num_rows, case.head_dim, itemsize
-    )
-    assert 0 <= extra <= 64
+    cut = cut_rows(case.capacity * case.group)
     assert call.threadgroup == (cut.num_threads, 1, 1)
+    assert call.grid[:2] == (cut.num_threads, case.num_kv_heads * cut.row_parts)
+    # In threadgroup memory each stream leaves its rows, and two floats for each.
+    simdgroup_rows = -(-case.capacity * case.group // (cut.row_splits * cut.row_parts))
+    rows = cut.streams * cut.row_splits * simdgroup_rows
+    assert call.counts["threadgroup_bytes"] == rows * 4 * (case.head_dim + 2) <= 32 * 1024
 
 
 # Lengths and windows
@@ -148,7 +147,7 @@ def test_a_run_whose_border_is_that_of_a_partition_matches_the_formula(query_len
 
 def test_runs_of_every_length_share_a_batch(metal):
     problem = make_problem(
-        [300, 1, 40, 257, 8, 33, 70, 256, 5, 600],
+        [300, 1, 40, 257, 8, 33, 70, 100, 5, 600],
         [5, 1, 3, 2, 8, 6, 7, 4, 1, 1],
         group=4,
         dtype=mx.float16,
@@ -175,15 +174,8 @@ def test_nothing_before_the_window_is_read(case, window, metal):
     problem = replace(
         case, seqs=((1000, case.capacity), (17, case.capacity)), window=window, num_kv_heads=1
     ).problem()
-    slabs = [np.array(slab.astype(mx.float32)) for slab in (problem.kv.k, problem.kv.v)]
-    for table, context_len, query_len in zip(
-        problem.tables, problem.context_lens, problem.query_lens, strict=True
-    ):
-        for position in range(max(0, context_len - query_len - window + 1)):
-            for slab in slabs:
-                slab[table[position // case.block_size], :, position % case.block_size] = np.nan
     q, _, *rest = problem.args
-    hidden = KVHandle(*(mx.array(slab).astype(problem.kv.dtype) for slab in slabs))
+    hidden = nan_before_the_window(problem)
     assert_matches_formula(METAL.paged_attention(q, hidden, *rest), problem)
 
 
@@ -249,6 +241,33 @@ def test_long_products_of_f16_do_not_overflow_before_the_scale(metal):
 
 
 # Dtypes of the queries
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_queries_of_any_size_give_the_same_bits_when_the_scale_makes_up_for_it(dtype, metal):
+    # The kernel keeps bfloat16 queries as float16, which has less range.
+    problem = replace(DECODE, seqs=((40, 1), (300, 1))).problem(dtype=dtype)
+    _, kv, metadata, params = problem.args
+    out = METAL.paged_attention(*problem.args)
+    for exponent in (-12, 10) if dtype == mx.float16 else (-80, -20, 20, 80):
+        q = problem.q.astype(mx.float32) * 2.0**exponent
+        scaled = replace(params, scale=params.scale * 2.0**-exponent)
+        same = METAL.paged_attention(q.astype(dtype), kv, metadata, scaled)
+        if dtype != mx.float16:  # which rounds the small ones
+            assert_same_bits(same, out)
+        assert_matches_formula(same, problem)
+
+
+def test_heads_of_very_different_size_and_none_keep_their_precision(metal):
+    problem = replace(DECODE, seqs=((40, 1), (300, 1))).problem()
+    sizes = np.array([2.0**n for n in range(-60, 4, 4)])[:, None]
+    # One large element hides none of the others, and a row of zeros sees all keys alike.
+    q = np.array(problem.q.astype(mx.float32)).reshape(2, 2, 16, 80) * sizes
+    q[:, 0, 3, 5] = 2.0**8
+    q[:, 1, 5] = 0
+    queries = mx.array(q.reshape(2, 32, 80)).astype(mx.bfloat16)
+    dense = tuple((queries[seq : seq + 1], *kv) for seq, (_, *kv) in enumerate(problem.dense))
+    attend_and_compare(replace(problem, q=queries, dense=dense))
 
 
 @pytest.mark.parametrize("q_dtype", DTYPES.values(), ids=[f"q_{name}" for name in DTYPES])

@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import pytest
-from helpers.kernel_grid import BLOCK_SIZES, HEAD_DIMS
+from helpers.kernel_grid import BLOCK_SIZES
 
 from mlx_paged.ops import AttentionMetadata
 from mlx_paged.ops.attention_plan import (
-    MAX_FLOATS_PER_LANE,
-    MAX_SIMDGROUPS,
-    MAX_THREADGROUP_BYTES,
+    MAX_SIMDGROUP_ROWS,
     NO_WINDOW,
-    PARTITION_SIZE,
+    SIMDGROUPS,
     AttentionPlan,
-    cut_threadgroup,
+    Cut,
+    cut_rows,
+    partition_size,
 )
 
 
-def pack(seqs, window=None, has_rows=False, block_size=64):
-    """``seqs``: context length, query length and first block id; blocks are adjacent."""
+def pack(seqs, window=None, has_rows=False, block_size=64, num_kv_heads=16):
+    """``seqs``: context length, query length and first block id; blocks are adjacent. With 16 KV
+    heads all partitions have 256 positions.
+    """
     context_lens, query_lens, first_blocks = zip(*seqs, strict=True)
     tables = [
         range(first, first - (-n // block_size))
         for n, first in zip(context_lens, first_blocks, strict=True)
     ]
     metadata = AttentionMetadata.build(tables, context_lens, query_lens, block_size)
-    plan = AttentionPlan.pack(metadata, window, has_rows)
+    plan = AttentionPlan.pack(metadata, window, has_rows, num_kv_heads)
     assert plan.array.size >= 8
     return plan.array.tolist(), plan.num_partitions, plan.num_partial_rows
 
@@ -39,70 +41,92 @@ def numbers(*parts):
     ]
 
 
+# A head begins with where the rows to merge begin, the window, and whether rows are inputs. Work is
+# first and last position, context, query length, first row, first row of the result, first block.
+
+
 def test_a_sequence_of_one_partition():
-    head = [8, 12, 15, NO_WINDOW, 0, 0, 0, 0]
-    seq = [100, 1, 0, 15]
-    work = [0, 0, 0]
-    assert pack([(100, 1, 5)]) == (numbers(head, seq, work, 5, 6), 1, 0)
+    head = [15, NO_WINDOW, 0, 0, 0, 0, 0, 0]
+    work = [0, 256, 100, 1, 0, 0, 15]
+    assert pack([(100, 1, 5)]) == (numbers(head, work, 5, 6), 1, 0)
 
 
 def test_rows_from_the_inputs_are_one_number_of_the_head():
-    head = [8, 12, 15, NO_WINDOW, 1, 0, 0, 0]
-    assert pack([(100, 1, 5)], has_rows=True) == (numbers(head, 100, 1, 0, 15, 0, 0, 0, 5, 6), 1, 0)
+    head = [15, NO_WINDOW, 1, 0, 0, 0, 0, 0]
+    work = [0, 256, 100, 1, 0, 0, 15]
+    assert pack([(100, 1, 5)], has_rows=True) == (numbers(head, work, 5, 6), 1, 0)
 
 
 def test_sequences_of_one_partition_each_write_their_own_rows_of_the_result():
-    head = [8, 20, 29, NO_WINDOW, 0, 0, 0, 0]
-    seqs = [[100, 1, 0, 29], [256, 3, 1, 31], [2, 2, 4, 35]]
-    work = [[0, 0, 0], [1, 0, 1], [2, 0, 4]]
+    head = [29, NO_WINDOW, 0, 0, 0, 0, 0, 0]
+    work = [[0, 256, 100, 1, 0, 0, 29], [0, 256, 256, 3, 1, 1, 31], [0, 256, 2, 2, 4, 4, 35]]
     blocks = [[5, 6], [10, 11, 12, 13], [7]]
-    assert pack([(100, 1, 5), (256, 3, 10), (2, 2, 7)]) == (numbers(head, seqs, work, blocks), 3, 0)
+    assert pack([(100, 1, 5), (256, 3, 10), (2, 2, 7)]) == (numbers(head, work, blocks), 3, 0)
 
 
 def test_a_sequence_of_several_partitions_has_partials_of_each_one_partition_after_the_other():
-    head = [8, 12, 21, NO_WINDOW, 0, 0, 0, 0]
-    seq = [513, 2, 0, 27]
-    work = [[0, 0, 0], [0, 1, 2], [0, 2, 4]]
+    head = [29, NO_WINDOW, 0, 0, 0, 0, 0, 0]
+    work = [
+        [0, 256, 513, 2, 0, 0, 35],
+        [256, 512, 513, 2, 0, 2, 35],
+        [512, 768, 513, 2, 0, 4, 35],
+    ]
     rows = [[0, 2, 3], [1, 2, 3]]  # first partial, distance of the next, how many
     blocks = [1, 2, 3, 4, 5, 6, 7, 8, 9]
-    assert pack([(513, 2, 1)]) == (numbers(head, seq, work, rows, blocks), 3, 6)
+    assert pack([(513, 2, 1)]) == (numbers(head, work, rows, blocks), 3, 6)
 
 
 def test_one_long_sequence_makes_the_short_ones_write_partials_too():
-    head = [8, 16, 25, NO_WINDOW, 1, 0, 0, 0]
-    seqs = [[3, 2, 0, 34], [257, 1, 2, 35]]
-    work = [[0, 0, 0], [1, 0, 2], [1, 1, 3]]
+    head = [29, NO_WINDOW, 1, 0, 0, 0, 0, 0]
+    work = [[0, 256, 3, 2, 0, 0, 38], [0, 256, 257, 1, 2, 2, 39], [256, 512, 257, 1, 2, 3, 39]]
     rows = [[0, 2, 1], [1, 2, 1], [2, 1, 2]]
     blocks = [[9], [1, 2, 3, 4, 5]]
     assert pack([(3, 2, 9), (257, 1, 1)], has_rows=True) == (
-        numbers(head, seqs, work, rows, blocks),
+        numbers(head, work, rows, blocks),
         3,
         4,
     )
 
 
+def test_sequences_of_one_step_are_cut_by_partitions_of_their_own_size():
+    # With 8 KV heads, 128 positions below a context of 2,048, and 256 from there on.
+    plan, num_partitions, num_partial_rows = pack([(2047, 1, 1), (2048, 1, 40)], num_kv_heads=8)
+    ranges = [plan[8 + 7 * i : 10 + 7 * i] for i in range(num_partitions)]
+    assert ranges == [
+        *([begin, begin + 128] for begin in range(0, 2048, 128)),
+        *([begin, begin + 256] for begin in range(0, 2048, 256)),
+    ]
+    assert num_partial_rows == 16 + 8
+    assert plan[plan[0] : plan[0] + 6] == [0, 1, 16, 16, 1, 8]
+
+
 def test_partitions_before_the_window_are_left_out():
     # The first query, at position 997, sees 698 to 997: partitions 2 and 3.
-    head = [8, 12, 18, 300, 0, 0, 0, 0]
-    seq = [1000, 3, 0, 27]
-    work = [[0, 2, 0], [0, 3, 3]]
+    head = [22, 300, 0, 0, 0, 0, 0, 0]
+    work = [[512, 768, 1000, 3, 0, 0, 31], [768, 1024, 1000, 3, 0, 3, 31]]
     rows = [[0, 3, 2], [1, 3, 2], [2, 3, 2]]
     assert pack([(1000, 3, 1)], window=300) == (
-        numbers(head, seq, work, rows, list(range(1, 17))),
+        numbers(head, work, rows, list(range(1, 17))),
         2,
         6,
     )
 
 
 def test_a_window_within_one_partition_needs_no_merge():
-    head = [8, 16, 22, 16, 0, 0, 0, 0]
-    seqs = [[1000, 1, 0, 22], [10, 1, 1, 38]]
-    work = [[0, 3, 0], [1, 0, 1]]
+    head = [22, 16, 0, 0, 0, 0, 0, 0]
+    work = [[768, 1024, 1000, 1, 0, 0, 22], [0, 256, 10, 1, 1, 1, 38]]
     assert pack([(1000, 1, 1), (10, 1, 20)], window=16) == (
-        numbers(head, seqs, work, list(range(1, 17)), 20),
+        numbers(head, work, list(range(1, 17)), 20),
         2,
         0,
     )
+
+
+def test_a_window_is_cut_by_the_keys_that_it_shows():
+    # 100,000 tokens of one KV head are cut into 256, a window of 500 of them into 16.
+    plan, num_partitions, _ = pack([(100_000, 1, 1)], window=500, num_kv_heads=1)
+    ranges = [plan[8 + 7 * i : 10 + 7 * i] for i in range(num_partitions)]
+    assert ranges == [[begin, begin + 16] for begin in range(99_488, 100_000, 16)]
 
 
 @pytest.mark.parametrize(
@@ -127,41 +151,86 @@ def test_a_window_within_one_partition_needs_no_merge():
 )
 def test_partitions_are_those_that_some_query_sees(context_len, query_len, window, partitions):
     plan, num_partitions, num_partial_rows = pack([(context_len, query_len, 0)], window)
-    assert plan[3] == (NO_WINDOW if window is None else min(window, 2**31 - 1))
-    assert [plan[plan[1] + 3 * i + 1] for i in range(num_partitions)] == partitions
+    assert plan[1] == (NO_WINDOW if window is None else min(window, 2**31 - 1))
+    begins = [plan[8 + 7 * i] for i in range(num_partitions)]
+    assert begins == [256 * partition for partition in partitions]
     assert num_partial_rows == (query_len * len(partitions) if len(partitions) > 1 else 0)
 
 
-def test_partitions_begin_with_a_block_of_every_size():
-    assert all(PARTITION_SIZE % block_size == 0 for block_size in BLOCK_SIZES)
+# Partitions
+
+
+@pytest.mark.parametrize(
+    ("num_kv_heads", "sizes"),
+    [
+        (
+            1,
+            {
+                1: 256,
+                127: 256,
+                128: 16,
+                1024: 16,
+                2047: 16,
+                2048: 32,
+                16_383: 128,
+                16_384: 256,
+                10**6: 256,
+            },
+        ),
+        (2, {1024: 32, 2048: 64, 8192: 256}),
+        (3, {1024: 32}),
+        (8, {127: 256, 128: 128, 1024: 128, 2047: 128, 2048: 256, 2**31 - 1: 256}),
+        (10, {1024: 128}),
+        (16, {1: 256, 1024: 256, 10**6: 256}),
+        (128, {1: 256, 1024: 256}),
+    ],
+)
+def test_partitions_grow_with_the_keys_that_are_seen_and_the_kv_heads(num_kv_heads, sizes):
+    assert {n: partition_size(n, num_kv_heads) for n in sizes} == sizes
+
+
+@pytest.mark.parametrize("num_kv_heads", range(1, 33))
+def test_one_sequence_of_1024_tokens_is_work_for_64_threadgroups(num_kv_heads):
+    for context_len in (1024, 1025, 2047, 2048, 5000, 16_384, 100_000):
+        _, num_partitions, _ = pack([(context_len, 1, 1)], num_kv_heads=num_kv_heads)
+        assert num_partitions * num_kv_heads >= 64
+
+
+def test_partitions_begin_with_a_chunk_of_every_kernel_or_in_it():
+    # A chunk lies in one block, and is not walked by two partitions unless blocks are larger.
+    sizes = {partition_size(1 << n, heads) for n in range(31) for heads in range(1, 65)}
+    assert sizes == {16, 32, 64, 128, 256}
+    assert all(size % block == 0 or block % size == 0 for size in sizes for block in BLOCK_SIZES)
 
 
 # Threadgroups
 
 
-@pytest.mark.parametrize("itemsize", [2, 4], ids=["16_bit", "32_bit"])
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_every_cut_fits_a_threadgroup_and_uses_all_simdgroups_that_fit(head_dim, itemsize):
-    floats_per_row = 2 * 4 * -(-head_dim // 128)  # a lane's share of a query and of an accumulator
-    for num_rows in range(1, 129):
-        cut = cut_threadgroup(num_rows, head_dim, itemsize)
-        assert cut.num_threads == 32 * cut.streams * cut.row_splits <= 32 * MAX_SIMDGROUPS <= 512
-        # Arrays that hold nothing still have an element; a kernel's arrays of one element take 64
-        # bytes at most.
-        assert (
-            cut.threadgroup_bytes(num_rows, head_dim, itemsize) + 64
-            <= MAX_THREADGROUP_BYTES
-            == 32 * 1024
-        )
-        rows = -(-num_rows // cut.row_splits)
-        assert rows * floats_per_row <= MAX_FLOATS_PER_LANE or cut.row_splits == MAX_SIMDGROUPS
-        # No more splits than it takes, and no fewer streams than there is room for.
-        assert (
-            cut.row_splits == 1
-            or num_rows * floats_per_row > MAX_FLOATS_PER_LANE * cut.row_splits // 2
-        )
-        twice = type(cut)(2 * cut.streams, cut.row_splits)
-        has_room = (
-            twice.threadgroup_bytes(num_rows, head_dim, itemsize) + 64 <= MAX_THREADGROUP_BYTES
-        )
-        assert not has_room or twice.streams * twice.row_splits > MAX_SIMDGROUPS
+@pytest.mark.parametrize(
+    ("num_rows", "cut"),
+    [
+        (1, Cut(4, 1, 1)),
+        (4, Cut(4, 1, 1)),
+        (5, Cut(2, 2, 1)),
+        (8, Cut(2, 2, 1)),
+        (9, Cut(1, 3, 1)),
+        (16, Cut(1, 4, 1)),
+        (17, Cut(1, 3, 2)),
+        (32, Cut(1, 4, 2)),
+        (128, Cut(1, 4, 8)),
+    ],
+)
+def test_rows_are_cut_over_simdgroups_then_over_threadgroups(num_rows, cut):
+    assert cut_rows(num_rows) == cut
+
+
+@pytest.mark.parametrize("num_rows", range(1, 129))
+def test_no_simdgroup_has_more_rows_than_its_registers_hold(num_rows):
+    cut = cut_rows(num_rows)
+    simdgroups = cut.row_splits * cut.row_parts
+    assert -(-num_rows // simdgroups) <= MAX_SIMDGROUP_ROWS
+    # Every threadgroup has rows, and all simdgroups that have a use.
+    rows = -(-num_rows // simdgroups)
+    assert (cut.row_parts - 1) * cut.row_splits * rows < num_rows
+    assert cut.streams * cut.row_splits <= SIMDGROUPS < (cut.streams + 1) * cut.row_splits
+    assert cut.num_threads == 32 * cut.streams * cut.row_splits

@@ -13,26 +13,29 @@ from helpers.kernel_checks import (
     attend_and_compare,
     checked_metal,
     copy_of,
+    nan_before_the_window,
     random_array,
     random_handle,
 )
 from helpers.kernel_grid import Case
+from helpers.numpy_attention import assert_matches_formula, before_the_step
 from metal_emulator import Checks, ForbiddenWrite, MemoryFault, OrderDependence
 
 from mlx_paged.ops import SlotMapping, kernels
 from mlx_paged.ops.metal_sources import read_source
 
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
-# Several streams and several simdgroups to each; runs that reach over the border of a partition.
+# Several simdgroups and threadgroups for the rows; runs that reach over the border of a partition.
 SHARED = Case(
     "f32", 32, 8, 1, 10, ((300, 2), (257, 2), (16, 2)), None, True, "shuffled", "nan_values"
 )
-# A window that begins within a partition, so that some streams have no chunk of it in the last
-# round.
+# Several streams, some of which have no chunk in the last round.
+STREAMS = Case("f16", 128, 16, 2, 3, ((300, 1), (21, 1)), None, True, "shuffled", "nan_values")
+# A window that begins within a partition.
 WINDOW = Case("f32", 32, 8, 1, 10, ((1000, 2), (21, 2)), 300, True, "shuffled", "nan_values")
 
 
-@pytest.mark.parametrize("case", [SHARED, WINDOW], ids=["shared", "window"])
+@pytest.mark.parametrize("case", [SHARED, STREAMS, WINDOW], ids=["shared", "streams", "window"])
 def test_without_a_fault_there_is_nothing_to_see(case, compiler):
     with checked_metal(Checks().orders):
         attend_and_compare(case.problem())
@@ -41,7 +44,7 @@ def test_without_a_fault_there_is_nothing_to_see(case, compiler):
 def test_every_barrier_is_counted():
     counts = {name: read_source(f"{name}.metal").count(BARRIER) for name in kernels.KERNELS}
     assert {name: count for name, count in counts.items() if count} == {
-        "paged_attention": 4,
+        "paged_attention": 1,
         "merge_partitions": 1,
     }
 
@@ -49,14 +52,8 @@ def test_every_barrier_is_counted():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "occurrence"),
-    [*(("paged_attention", number) for number in range(4)), ("merge_partitions", 0)],
-    ids=[
-        "before_a_chunk_is_shared",
-        "after_it",
-        "before_streams_are_combined",
-        "while_they_are",
-        "merge",
-    ],
+    [("paged_attention", 0), ("merge_partitions", 0)],
+    ids=["attention", "merge"],
 )
 def test_a_missing_barrier_shows_as_dependence_on_the_order_of_threads(
     name, occurrence, plant, compiler
@@ -67,29 +64,63 @@ def test_a_missing_barrier_shows_as_dependence_on_the_order_of_threads(
             attend_and_compare(SHARED.problem())
 
 
+ATTENTION = "paged_attention.metal"
 WRONG_RESULTS = {
-    "no_end_of_the_partition": (
-        WINDOW,
-        "paged_attention.metal",
-        "position < end && position <= query_position",
-        "position <= query_position",
+    "no_end_of_the_older_keys": (
+        SHARED,
+        ATTENTION,
+        "first_key >= lowest_key && first_key <= highest_key",
+        "first_key >= lowest_key",
     ),
-    "no_causal_mask": (SHARED, "paged_attention.metal", "position <= query_position && ", ""),
+    "no_begin_of_the_window": (
+        replace(STREAMS, window=99),
+        ATTENTION,
+        "first_key >= lowest_key && first_key <= highest_key",
+        "first_key <= highest_key",
+    ),
+    "no_end_of_the_new_keys": (SHARED, ATTENTION, "visible = position < end", "visible = true"),
+    "no_causal_mask": (SHARED, ATTENTION, "position <= query_position && ", ""),
     "no_window_mask": (
         WINDOW,
-        "paged_attention.metal",
+        ATTENTION,
+        "visible && chunk_begin - in_block + first_key > query_position - window",
+        "visible",
+    ),
+    "no_window_mask_of_new_keys": (
+        replace(WINDOW, window=1),
+        ATTENTION,
         " && position > query_position - window",
         "",
     ),
-    "no_scale": (SHARED, "paged_attention.metal", " * softmax_scale", ""),
-    "a_query_head_off": (SHARED, "paged_attention.metal", "row % GROUP", "(row + 1) % GROUP"),
+    "no_scale": (SHARED, ATTENTION, "(softmax_scale * LOG2_E)", "LOG2_E"),
+    "no_scale_of_the_queries": (
+        replace(SHARED, dtype="bf16"),
+        "paged_kv.h",
+        "return power;",
+        "return 1;",
+    ),
+    "a_query_head_off": (SHARED, ATTENTION, "row % GROUP", "(row + 1) % GROUP"),
     "a_block_behind": (
         SHARED,
-        "paged_attention.metal",
-        "block_table[next_begin",
-        "block_table[chunk_begin",
+        ATTENTION,
+        "next_begin = min(chunk_begin + STREAMS * CHUNK_SIZE",
+        "next_begin = min(chunk_begin",
     ),
-    "no_shrinking": (SHARED, "paged_attention.metal", "acc[i][v] *= factor[i];", ""),
+    "no_shrinking": (SHARED, ATTENTION, "acc[i][u] *= factor;", ""),
+    "keys_that_are_not_turned": (STREAMS, ATTENTION, "first_key ^ s", "in_block + subgroup ^ s"),
+    "weights_that_are_not_turned": (
+        STREAMS,
+        ATTENTION,
+        "simd_shuffle_xor(mine, s * (LANES / STEPS))",
+        "mine",
+    ),
+    "a_new_key_counted_by_all_its_lanes": (STREAMS, ATTENTION, "turn == 0 ? weight : 0", "weight"),
+    "a_stream_left_out": (
+        STREAMS,
+        ATTENTION,
+        "total = fma(stream_sum[other], share, total);",
+        "total = fma(stream_sum[other], s == 1 ? 0 : share, total);",
+    ),
     "no_sink": (SHARED, "merge_partitions.metal", "sinks[head]", "-INFINITY"),
     "partials_of_another_query": (
         SHARED,
@@ -105,14 +136,14 @@ WRONG_RESULTS = {
     ),
     "reading_new_rows_from_the_slab": (
         SHARED,
-        "paged_kv.h",
-        "if (position < first_new)",
-        "if (true)",
+        ATTENTION,
+        "has_rows ? key_rows + row : key_slab + slot",
+        "key_slab + slot",
     ),
     "not_writing_new_rows": (
         SHARED,
-        "paged_kv.h",
-        "((device vec<T, 4>*)(in_place(slab) + slot))[column] = newest;",
+        ATTENTION,
+        "((device Load*)(in_place(value_slab) + slot))[c] = value[n];",
         "",
     ),
 }
@@ -135,19 +166,47 @@ def test_a_mistake_in_the_arithmetic_shows_in_the_result_or_in_the_slabs(
 @pytest.mark.parametrize(
     ("text", "other"),
     [
-        # What lies behind the end is taken for a new row, read from where there is none and written
-        # into its slot.
-        (" || position >= end", ""),
-        ("(in_place(slab) + slot)", "(in_place(slab) + slot + HEAD_DIM)"),
+        ("(in_place(key_slab) + slot)", "(in_place(key_slab) + slot + HEAD_DIM)"),
+        ("(in_place(value_slab) + slot)", "(in_place(value_slab) + slot - HEAD_DIM)"),
     ],
-    ids=["behind_the_end", "next_to_it"],
+    ids=["behind_it", "before_it"],
 )
 def test_a_new_row_in_the_slot_of_another_is_a_forbidden_write(text, other, plant, compiler):
     case = replace(SHARED, num_kv_heads=2)
     with checked_metal():
-        plant("paged_kv.h", text, other)
+        plant(ATTENTION, text, other)
         with pytest.raises(ForbiddenWrite, match="mlx_paged_paged_attention"):
             attend_and_compare(case.problem())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "other"),
+    [
+        ("min(THREADGROUP_ROWS, num_rows - row_part * THREADGROUP_ROWS)", "THREADGROUP_ROWS"),
+        ("const int readable = min(position, end - 1);", "const int readable = position;"),
+    ],
+    ids=["rows", "new_keys"],
+)
+def test_what_lies_behind_the_end_of_a_run_is_out_of_bounds(text, other, plant, compiler):
+    problem = replace(SHARED, seqs=((300, 2),)).problem()
+    kv, k, v = before_the_step(problem)
+    with checked_metal():
+        plant(ATTENTION, text, other)
+        with pytest.raises(MemoryFault):
+            mx.eval(METAL.update_and_attend(problem.q, k, v, kv, *problem.args[2:]))
+
+
+@pytest.mark.slow
+def test_a_walk_over_keys_that_no_query_sees_lets_a_nan_out(plant, compiler):
+    problem = replace(STREAMS, window=1).problem()
+    hidden = nan_before_the_window(problem)
+    with checked_metal():
+        plant(ATTENTION, "begin < old_end && ", "")
+        with pytest.raises(AssertionError, match=r"sequence \d"):
+            assert_matches_formula(
+                METAL.paged_attention(problem.q, hidden, *problem.args[2:]), problem
+            )
 
 
 SLOTS = [40, 3, -1, 17]

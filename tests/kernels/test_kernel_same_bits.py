@@ -11,8 +11,8 @@ from helpers.kernel_checks import assert_same_bits, checked_metal
 from helpers.kernel_grid import SETTINGS
 from helpers.numpy_attention import assert_matches_formula, before_the_step, make_problem
 
-from mlx_paged.ops import AttentionMetadata, AttentionParams, kernels
-from mlx_paged.ops.attention_plan import Cut, cut_threadgroup
+from mlx_paged.ops import AttentionMetadata, AttentionParams, attention_plan, kernels
+from mlx_paged.ops.attention_plan import Cut
 
 settings = pytest.mark.parametrize(
     "setting",
@@ -98,6 +98,26 @@ def test_every_kernel_gives_a_sequence_the_same_bits_in_every_batch(
     assert partial == {False, True}
 
 
+@pytest.mark.parametrize("num_kv_heads", [1, 2])
+def test_sequences_around_each_change_of_their_partitions_get_the_same_bits_in_every_batch(
+    num_kv_heads, metal
+):
+    # With one KV head: whole up to 127, then partitions of 16, of 32 from 2,048 on; with two, twice
+    # that.
+    context_lens = (127, 128, 129, 143, 144, 145, 160, 161, 2047, 2048, 2049, 2081)
+    setting = SETTINGS["f16-d64-b16-2x4"] | {"num_kv_heads": num_kv_heads}
+    problem = make_problem(context_lens, 1, **setting, poison="nan_values")
+
+    def attention(metadata, rows):
+        out = METAL.attend(problem.q[rows], problem.kv, metadata, problem.params)
+        mx.eval(out)
+        return out
+
+    everyone = range(len(context_lens))
+    compare_batches(problem, attention, [everyone, everyone[::-1], [0, 9], [8, 0, 3], [1, 2]])
+    assert_matches_formula(METAL.attend(*problem.args), problem)
+
+
 @extras
 @settings
 def test_every_step_that_writes_gives_a_sequence_the_same_bits_in_every_batch(
@@ -145,8 +165,11 @@ def test_other_blocks_of_the_pool_give_the_same_bits(setting, extras, metal):
         assert_same_bits(out, outs[0])
 
 
-def test_the_number_of_kv_heads_does_not_change_the_bits_of_a_head(metal):
+def test_other_kv_heads_change_the_bits_of_a_head_only_by_the_size_of_partitions(
+    metal, monkeypatch
+):
     # As on a model cut over machines by heads: each gets some of them.
+    monkeypatch.setattr(attention_plan, "_partition_sizes", lambda num_kv_heads: [64] * 33)
     problem = make_problem(CONTEXT_LENS, QUERY_LENS[2], **SETTINGS["f16-d64-b16-2x4"])
     both = METAL.attend(*problem.args)
     for head in range(2):
@@ -165,11 +188,10 @@ def test_another_cut_of_the_sums_would_be_seen(metal, monkeypatch):
     # stay the same.
     problem = make_problem([200, 100], 1, **SETTINGS["f32-d96-b8-3x1"])
     out = METAL.attend(*problem.args)
-    monkeypatch.setattr(
-        kernels, "cut_threadgroup", lambda *shape: Cut(cut_threadgroup(*shape).streams // 2, 1)
-    )
+    monkeypatch.setattr(kernels, "cut_rows", lambda num_rows: Cut(2, 1, 1))
     other = METAL.attend(*problem.args)
-    assert [call.threadgroup[0] for call in metal] == [256, 128]
+    attention = [call for call in metal if call.kernel == "mlx_paged_paged_attention"]
+    assert [call.threadgroup[0] for call in attention] == [128, 64]
     assert_matches_formula(other, problem)
     with pytest.raises(AssertionError, match="Arrays are not equal"):
         assert_same_bits(other, out)

@@ -20,7 +20,7 @@ from helpers.numpy_attention import DTYPES, assert_matches_formula, before_the_s
 from metal_emulator import Checks
 
 from mlx_paged.ops import SlotMapping
-from mlx_paged.ops.attention_plan import cut_threadgroup
+from mlx_paged.ops.attention_plan import cut_rows
 
 
 @pytest.fixture
@@ -35,11 +35,10 @@ def one_of_each_cut():
     """
     found = {}
     for case in GRID:
-        cut = cut_threadgroup(case.capacity * case.group, case.head_dim, DTYPES[case.dtype].size)
-        lanes = min(32, case.head_dim // 4)
-        vectors = -(-case.head_dim // 128)
+        cut = cut_rows(case.capacity * case.group)
+        loads = case.head_dim * DTYPES[case.dtype].size // 16
         end = "merged" if case.is_merged else "direct"
-        key = f"{cut.streams}_streams-{cut.row_splits}_splits-{lanes}x{vectors}-{end}"
+        key = f"{cut.streams}x{cut.row_splits}_of_{cut.row_parts}-{loads}_loads-{end}"
         found.setdefault(key, case)
     return found
 
@@ -48,14 +47,12 @@ CUTS = one_of_each_cut()
 
 
 def test_the_cases_cover_streams_and_splits_and_both_of_them():
-    shapes = {
-        (cut_threadgroup(c.capacity * c.group, c.head_dim, DTYPES[c.dtype].size), c.is_merged)
-        for c in GRID
+    shapes = {(cut_rows(case.capacity * case.group), case.is_merged) for case in GRID}
+    kinds = {
+        (cut.streams, cut.row_splits, cut.row_parts > 1, is_merged) for cut, is_merged in shapes
     }
-    kinds = {(cut.streams > 1, cut.row_splits > 1, is_merged) for cut, is_merged in shapes}
-    assert kinds == {(True, False, m) for m in (False, True)} | {
-        (s, True, m) for s in (False, True) for m in (False, True)
-    }
+    ways = {(4, 1, False), (2, 2, False), (1, 3, False), (1, 4, False), (1, 3, True), (1, 4, True)}
+    assert kinds == {(*way, is_merged) for way in ways for is_merged in (False, True)}
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,8 @@ class Call:
     # Bytes by buffer, and those of "threadgroup" memory; only with Checks(count_accesses=True).
     loaded_bytes: dict[str, int] = field(default_factory=dict)
     stored_bytes: dict[str, int] = field(default_factory=dict)
+    # Those that are loaded, each word of four bytes once per threadgroup: what caches can't spare.
+    distinct_bytes: dict[str, int] = field(default_factory=dict)
 
 
 WriteRule = Callable[[Call], dict[str, Ranges]]

@@ -232,6 +232,7 @@ class _Launches:
             },
             loaded_bytes=self._bytes_by_buffer(buffers, report.loaded),
             stored_bytes=self._bytes_by_buffer(buffers, report.stored),
+            distinct_bytes=self._bytes_by_buffer(buffers, report.distinct),
         )
         return result, margin_faults
 

@@ -87,6 +87,7 @@ class Report(Structure):
         ("threadgroup_bytes", c_uint64),
         ("loaded", c_uint64 * (MAX_BUFFERS + 1)),
         ("stored", c_uint64 * (MAX_BUFFERS + 1)),
+        ("distinct", c_uint64 * (MAX_BUFFERS + 1)),
         ("message", c_char * 1024),
     ]
 

@@ -132,3 +132,21 @@ def test_a_reduction_of_a_simdgroup_loads_nothing(reduction):
     assert out.tolist() == [32.0 if reduction == "simd_sum" else 1.0] * 64
     assert trace[0].loaded_bytes == {"row": 256, "out": 0, "threadgroup": 0}
     assert trace[0].stored_bytes == {"row": 0, "out": 256, "threadgroup": 0}
+
+
+def test_what_threads_of_a_threadgroup_load_twice_is_distinct_once():
+    body = """
+        uint i = thread_position_in_grid.x;
+        out[i] = row[i / 2] + row[0];"""
+    with patched(Checks.quick(count_accesses=True)) as trace:
+        kernel = mx.fast.metal_kernel("pairs", ["row"], ["out"], body)
+        kernel(
+            inputs=[mx.ones(64)],
+            grid=(128, 1, 1),
+            threadgroup=(64, 1, 1),
+            output_shapes=[(128,)],
+            output_dtypes=[mx.float32],
+        )
+    # The second threadgroup loads words 32 to 63, and word 0 once more.
+    assert trace[0].loaded_bytes["row"] == 128 * 2 * 4
+    assert trace[0].distinct_bytes["row"] == (32 + 33) * 4

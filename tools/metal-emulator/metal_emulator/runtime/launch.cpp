@@ -249,7 +249,9 @@ void run_crew(Crew& crew, Report& report) {
     const Report& one = jobs[i].worker->report;
     barriers += one.barriers, exchanges += one.exchanges;
     for (int b = 0; b <= kMaxBuffers; b++)
-      traffic.loaded[b] += one.traffic.loaded[b], traffic.stored[b] += one.traffic.stored[b];
+      traffic.loaded[b] += one.traffic.loaded[b], traffic.stored[b] += one.traffic.stored[b],
+          traffic.distinct[b] += one.traffic.distinct[b];
+    jobs[i].worker->forget_loads();
     if (one.threadgroup_bytes > threadgroup_bytes) threadgroup_bytes = one.threadgroup_bytes;
     if (one.outcome != kDone && (report.outcome == kDone || report.outcome == kTimeLimit))
       report = one;

@@ -1,5 +1,7 @@
 #include "threadgroup.h"
 
+#include <sys/mman.h>
+
 #include "fiber.h"
 
 namespace emulator {
@@ -87,6 +89,7 @@ void Worker::count_access(const Access& access) {
   for (int i = 0; i < launch->num_buffers; i++)
     if (access.address >= launch->ranges[i].begin && access.address < launch->ranges[i].end) {
       counts[i] += access.bytes;
+      if (!access.is_store) count_distinct(i, access.address, access.bytes);
       return;
     }
   for (const auto& array : arrays)
@@ -133,6 +136,7 @@ void Worker::begin(Size3 at) {
                 clipped(l.threadgroup.z, l.grid.z, at.z)};
   num_threads = size.x * size.y * size.z;
   num_simdgroups = ceil_div(num_threads, kSimdWidth);
+  number++;
   for (auto& array : arrays) array.bytes = 0;
   num_regions = num_buffer_regions;
   last_region = 0;
@@ -170,6 +174,32 @@ void Worker::begin(Size3 at) {
         this,    &context, prepare_stack(stack_top, first_entry), State::kRunnable, {nullptr, 0, 0},
         nullptr, 0};
   }
+}
+
+// Memory comes from the system: a kernel's stack may be left while an allocator would hold a lock.
+void Worker::count_distinct(int buffer, const char* address, uint32_t bytes) {
+  const Range& range = launch->ranges[buffer];
+  uint32_t*& loads = last_loads[buffer];
+  if (!loads) {
+    void* room = mmap(nullptr, range.end - range.begin + 4, PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANON, -1, 0);
+    if (room == MAP_FAILED) return;
+    loads = static_cast<uint32_t*>(room);
+  }
+  size_t first = (address - range.begin) / 4, last = (address + bytes - 1 - range.begin) / 4;
+  for (size_t word = first; word <= last; word++)
+    if (loads[word] != number) {
+      loads[word] = number;
+      report.traffic.distinct[buffer] += 4;
+    }
+}
+
+void Worker::forget_loads() {
+  for (int i = 0; i < kMaxBuffers; i++) {
+    if (last_loads[i]) munmap(last_loads[i], launch->ranges[i].end - launch->ranges[i].begin + 4);
+    last_loads[i] = nullptr;
+  }
+  number = 0;
 }
 
 // Runs the lanes until each of them has returned, waits at a threadgroup barrier, or can't go on.

@@ -53,6 +53,9 @@ struct Worker {
   Lanes exchanges[kMaxThreads / kSimdWidth][2];
   Turns simdgroup_order{}, lane_order{};
   ThreadgroupArray arrays[kMaxThreadgroupArrays];
+  // For counting builds: the last threadgroup that loaded each word of a buffer, by its number.
+  uint32_t* last_loads[kMaxBuffers];
+  uint32_t number = 0;
   char* stacks = nullptr;
   int num_stacks = 0;
   void* scheduler_stack = nullptr;
@@ -81,6 +84,8 @@ struct Worker {
   char* array(int index, const char* name, size_t bytes, size_t element_bytes);
 
   void count_access(const Access& access);
+  void count_distinct(int buffer, const char* address, uint32_t bytes);
+  void forget_loads();
   void begin_watching();
   void watch_array(const ThreadgroupArray& array, int index, size_t element_bytes);
   void watch_access(Thread& thread, const Access& access);
