@@ -102,53 +102,75 @@ def _all_rows(section: bytes) -> Iterator[Row]:
         unit = _Reader(section[reader.at : reader.at + nbytes])
         reader.at += nbytes
         if unit.number("H") == 4:
-            yield from _unit_rows(unit)
+            yield from _LineProgram(unit).rows()
 
 
-def _unit_rows(unit: _Reader) -> Iterator[Row]:
-    program = unit.number("I") + unit.at
-    min_instruction = unit.number("B")
-    unit.at += 2  # operations per instruction, whether rows are statements
-    line_base, line_range, opcode_base = unit.number("b"), unit.number("B"), unit.number("B")
-    operand_counts = [unit.number("B") for _ in range(opcode_base - 1)]
-    while unit.text():
-        pass  # folders
-    files = [""]
-    while name := unit.text():
-        files.append(name)
-        for _ in range(3):
-            unit.leb()
-    unit.at = program
-    address, file, line = 0, 1, 1
-    while unit.at < len(unit.data):
-        opcode = unit.number("B")
-        if opcode >= opcode_base:
-            adjusted = opcode - opcode_base
-            address += adjusted // line_range * min_instruction
-            line += line_base + adjusted % line_range
-            yield Row(address, files[file], line)
-        elif opcode == 0:
-            nbytes = unit.leb()
-            start = unit.at
-            extended = unit.number("B")
-            if extended == END_SEQUENCE:
-                yield Row(address, "", 0)
-                address, file, line = 0, 1, 1
-            elif extended == SET_ADDRESS:
-                address = unit.number("Q")
-            unit.at = start + nbytes
-        elif opcode == COPY:
-            yield Row(address, files[file], line)
-        elif opcode == ADVANCE_PC:
-            address += unit.leb() * min_instruction
-        elif opcode == ADVANCE_LINE:
-            line += unit.leb(is_signed=True)
-        elif opcode == SET_FILE:
-            file = unit.leb()
-        elif opcode == CONST_ADD_PC:
-            address += (255 - opcode_base) // line_range * min_instruction
-        elif opcode == FIXED_ADVANCE_PC:
-            address += unit.number("H")
-        else:
-            for _ in range(operand_counts[opcode - 1]):
+class _LineProgram:
+    """The program of one unit, which is a row's registers and what changes them."""
+
+    def __init__(self, unit: _Reader):
+        self.unit = unit
+        program = unit.number("I") + unit.at
+        self.min_instruction = unit.number("B")
+        unit.at += 2  # operations per instruction, whether rows are statements
+        self.line_base, self.line_range = unit.number("b"), unit.number("B")
+        self.opcode_base = unit.number("B")
+        self.operand_counts = [unit.number("B") for _ in range(self.opcode_base - 1)]
+        while unit.text():
+            pass  # folders
+        self.files = [""]
+        while name := unit.text():
+            self.files.append(name)
+            for _ in range(3):
                 unit.leb()
+        unit.at = program
+        self.address, self.file, self.line = 0, 1, 1
+
+    def rows(self) -> Iterator[Row]:
+        while self.unit.at < len(self.unit.data):
+            opcode = self.unit.number("B")
+            if opcode >= self.opcode_base:
+                self._special(opcode)
+                yield self._row()
+            elif opcode == 0:
+                yield from self._extended()
+            elif opcode == COPY:
+                yield self._row()
+            else:
+                self._standard(opcode)
+
+    def _row(self) -> Row:
+        return Row(self.address, self.files[self.file], self.line)
+
+    def _special(self, opcode: int) -> None:
+        self._advance(opcode)
+        self.line += self.line_base + (opcode - self.opcode_base) % self.line_range
+
+    def _advance(self, opcode: int) -> None:
+        self.address += (opcode - self.opcode_base) // self.line_range * self.min_instruction
+
+    def _extended(self) -> Iterator[Row]:
+        nbytes = self.unit.leb()
+        start = self.unit.at
+        opcode = self.unit.number("B")
+        if opcode == END_SEQUENCE:
+            yield Row(self.address, "", 0)
+            self.address, self.file, self.line = 0, 1, 1
+        elif opcode == SET_ADDRESS:
+            self.address = self.unit.number("Q")
+        self.unit.at = start + nbytes
+
+    def _standard(self, opcode: int) -> None:
+        if opcode == ADVANCE_PC:
+            self.address += self.unit.leb() * self.min_instruction
+        elif opcode == ADVANCE_LINE:
+            self.line += self.unit.leb(is_signed=True)
+        elif opcode == SET_FILE:
+            self.file = self.unit.leb()
+        elif opcode == CONST_ADD_PC:
+            self._advance(255)
+        elif opcode == FIXED_ADVANCE_PC:
+            self.address += self.unit.number("H")
+        else:
+            for _ in range(self.operand_counts[opcode - 1]):
+                self.unit.leb()

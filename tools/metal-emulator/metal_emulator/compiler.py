@@ -169,8 +169,12 @@ def build_kernel(source: str, extra_flags: tuple[str, ...] = ()) -> Path:
 def build_runtime() -> Path:
     """The library with the runtime; its source files are included into one."""
     command = find_compiler()
-    source = "".join(f'#include "{name}.cpp"\n' for name in ("memory", "shadow", "threadgroup", "launch"))
-    return _build(command, [*COMMON_FLAGS, "-w"], source, includes=HERE / "runtime", libraries=["-lpthread"])
+    source = "".join(
+        f'#include "{name}.cpp"\n' for name in ("memory", "shadow", "threadgroup", "launch")
+    )
+    return _build(
+        command, [*COMMON_FLAGS, "-w"], source, includes=HERE / "runtime", libraries=["-lpthread"]
+    )
 
 
 def _target_flags(command: tuple[str, ...]) -> list[str]:
@@ -193,9 +197,7 @@ def _tool_hash() -> str:
     built: whatever is built depends on them.
     """
     digest = hashlib.sha256()
-    for path in sorted(
-        [*HERE.glob("shim/**/*"), *HERE.glob("runtime/*"), HERE / "metal_rules.py"]
-    ):
+    for path in sorted([*HERE.glob("shim/**/*"), *HERE.glob("runtime/*"), HERE / "metal_rules.py"]):
         if path.is_file():
             digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()

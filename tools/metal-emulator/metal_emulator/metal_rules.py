@@ -74,16 +74,20 @@ def find_violations(dump: str, file: str) -> Iterator[Violation]:
 def _broken_rule(node: _Node, above: list[_Node]) -> str | None:
     if "<AddressSpaceConversion>" in node.text:
         return "a pointer can't be cast from one address space to another"
-    if node.kind == "ImplicitCastExpr" and "<FloatingCast>" in node.text:
-        is_constructed = bool(above) and "ConstructExpr" in above[-1].kind
-        is_explicit = "part_of_explicit_cast" in node.text
-        if "__bf16" in node.type() and not is_explicit and not is_constructed:
-            return "a float does not become a bfloat by itself; write bfloat(...)"
-    if node.kind == "CompoundAssignOperator" and "__bf16" in node.type():
-        if "ComputeResultTy='float'" in node.text:
-            return "a float does not become a bfloat by itself; write bfloat(...)"
+    if "__bf16" in node.type() and _makes_a_bfloat(node, above):
+        return "a float does not become a bfloat by itself; write bfloat(...)"
     if node.kind == "VarDecl" and not CONSTANT.search(node.text):
         is_static = re.search(r"' static\b", node.text)
         if is_static or not any(FUNCTION.search(parent.kind) for parent in above):
             return "a variable of the program must be in the constant address space"
     return None
+
+
+def _makes_a_bfloat(node: _Node, above: list[_Node]) -> bool:
+    if node.kind == "CompoundAssignOperator":
+        return "ComputeResultTy='float'" in node.text
+    if node.kind != "ImplicitCastExpr" or "<FloatingCast>" not in node.text:
+        return False
+    # A vector that is made of a float says so, as bfloat(...) does.
+    is_constructed = bool(above) and "ConstructExpr" in above[-1].kind
+    return "part_of_explicit_cast" not in node.text and not is_constructed

@@ -82,9 +82,7 @@ def check_report(
     if report.outcome in CHECKED:
         other = compiled.line_of(report.other_code) if report.outcome == RACE else None
         message = message.replace("@", f" in line {other}" if other else "")
-        raise CHECKED[report.outcome](
-            f"[{call.kernel}] {who} {message}{where} ({order} order)"
-        )
+        raise CHECKED[report.outcome](f"[{call.kernel}] {who} {message}{where} ({order} order)")
     raise EmulatorError(f"[{call.kernel}] the runtime failed: outcome {report.outcome} {message}")
 
 

@@ -94,11 +94,12 @@ void on_signal(int number, siginfo_t* info, void* machine_context) {
     auto* address = static_cast<char*>(info->si_addr);
     if (array.bytes && address >= mapping.base && address < mapping.base + mapping.total)
       snprintf(report.message, sizeof(report.message),
-               "byte %td of threadgroup array %s, which has %zu bytes", address - mapping.data, array.name,
-               array.bytes);
+               "byte %td of threadgroup array %s, which has %zu bytes", address - mapping.data,
+               array.name, array.bytes);
   }
   if (address_in_stack_guard(*worker, info->si_addr))
-    snprintf(report.message, sizeof(report.message), "outside of the thread's stack (%zu bytes)", kStackBytes);
+    snprintf(report.message, sizeof(report.message), "outside of the thread's stack (%zu bytes)",
+             kStackBytes);
   siglongjmp(worker->escape, 1);
 }
 

@@ -20,8 +20,8 @@ enum Order : int32_t { kAscending, kDescending, kRandom };
 
 constexpr int kMaxBuffers = 31; // what a Mac has, too
 
-// Bytes that threads loaded and stored, by buffer; threadgroup memory comes last. Distinct are those
-// of the words of four bytes that a threadgroup loaded, each once per threadgroup.
+// Bytes that threads loaded and stored, by buffer; threadgroup memory comes last. Distinct are
+// those of the words of four bytes that a threadgroup loaded, each once per threadgroup.
 struct Traffic {
   uint64_t loaded[kMaxBuffers + 1], stored[kMaxBuffers + 1], distinct[kMaxBuffers + 1];
 };

@@ -167,7 +167,8 @@ void Worker::check_cell(Thread& thread, const Access& access, const Region& regi
     note(cell.write, trace, kind);
     return;
   }
-  if (kind == kThreadgroupMemory && is_old(cell.write, kind)) fail_unwritten(thread, access, region);
+  if (kind == kThreadgroupMemory && is_old(cell.write, kind))
+    fail_unwritten(thread, access, region);
   note(cell.read, trace, kind);
 }
 
