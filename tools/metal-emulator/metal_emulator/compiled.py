@@ -102,15 +102,18 @@ class CompiledKernel:
 
     def _hold_against_metal_rules(self, unit: str) -> None:
         name = self.instance.kernel.name
+        tree, errors = syntax_tree(unit)
         for violation in (
             *find_doubles(self.instance.definition),
-            *find_violations(syntax_tree(unit), f"{name}.metal"),
+            *find_violations(tree, f"{name}.metal"),
         ):
             text = self.lines[violation.line - 1].strip()
             raise CompileError(
                 f"[{name}] does not compile on a Mac: line {violation.line}: {violation.rule}: "
                 f"{text}"
             )
+        if errors:
+            raise CompileError(f"[{name}] does not compile:\n{errors}")
 
 
 @cache

@@ -127,8 +127,8 @@ def has_compiler() -> bool:
     return True
 
 
-def syntax_tree(source: str) -> str:
-    """Clang's dump of it, without any code. ``source`` includes the shim by itself."""
+def syntax_tree(source: str) -> tuple[str, str]:
+    """Clang's dump of it, without any code, and its errors."""
     command = find_compiler()
     flags = [*COMMON_FLAGS, *_target_flags(command), "-Xclang", "-cl-single-precision-constant"]
     includes = ["-I", str(HERE / "shim")]
@@ -143,7 +143,7 @@ def syntax_tree(source: str) -> str:
     done = subprocess.run(
         [*command, *flags, *includes, "-"], input=source, capture_output=True, text=True
     )
-    return done.stdout
+    return done.stdout, done.stderr.strip() if done.returncode else ""
 
 
 def is_built(source: str, extra_flags: tuple[str, ...] = ()) -> bool:

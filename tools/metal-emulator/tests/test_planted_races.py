@@ -104,7 +104,8 @@ def test_many_readers_before_one_writer():
         ("out[0] = 5;", "wrote byte 0 of out, which thread"),
         ("if (i < 2) out[0] = 5;", "wrote byte 0 of out, which thread 1 wrote in line 5"),
         (
-            f"{SHARE} {BARRIERS['both']} if (i == 3) shared[3] = 3; if (i > 9) shared[i] = shared[3];",
+            f"{SHARE} {BARRIERS['both']} if (i == 3) shared[3] = 3; "
+            "if (i > 9) shared[i] = shared[3];",
             "byte 12 of threadgroup array shared",
         ),
     ],
