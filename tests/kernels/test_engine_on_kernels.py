@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from helpers.workloads import Workload, assert_all_same
 from helpers.write_rules import slots_of_the_step
 from metal_emulator import Checks
 from paged_testing.emulated_metal import emulated_metal
@@ -93,6 +94,19 @@ def test_a_preempted_request_gets_the_tokens_of_the_reference_on_metal_kernels(
         assert serve(engine, prompts, params) == expected
     assert engine.stats().num_preemptions > 0 and roomy.stats().num_preemptions == 0
     assert any(call.kernel == "mlx_paged_gather_blocks" for call in trace)
+
+
+@pytest.mark.slow
+def test_requests_of_every_kind_get_the_tokens_of_plain_mlx_one_step_ahead_on_kernels(
+    demo, compiler
+):
+    model, tokenizer = demo
+    for seed in (1, 3):
+        workload = Workload(seed, 8, model.args.vocab_size)
+        waiting = workload.run(model, tokenizer, backend="reference")
+        with emulated_metal(Checks.quick(writable=slots_of_the_step)):
+            ahead = workload.run(model, tokenizer, backend="metal")
+        assert_all_same(ahead, waiting)
 
 
 def test_ten_frames_of_ours_lie_between_a_call_of_the_library_and_a_decode_on_metal(demo, compiler):
