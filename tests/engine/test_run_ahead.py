@@ -5,6 +5,7 @@ nothing that a user gets shows it.
 from __future__ import annotations
 
 import random
+import threading
 from typing import Any
 
 import mlx.core as mx
@@ -229,6 +230,24 @@ def test_nothing_is_in_flight_when_nobody_waits_for_an_answer(model: qwen3.Model
     engine.add_request("a", prompt(20), greedy(20, stop_token_ids=[tokens[8]]))
     run(engine)
     assert_nothing_held(engine)
+
+
+def test_a_step_in_flight_is_read_by_another_thread_when_its_own_has_ended(model: qwen3.Model):
+    engine = ahead_engine(model)
+    engine.add_request("a", prompt(20), greedy(30))
+    outputs: dict[str, RequestOutput] = {}
+
+    def some_steps() -> None:
+        for _ in range(3):
+            outputs.update({output.request_id: output for output in engine.step()})
+
+    for _ in range(5):
+        thread = threading.Thread(target=some_steps)
+        thread.start()
+        thread.join()
+        assert engine._in_flight
+    outputs |= run(engine)
+    assert outputs["a"].outputs[0].token_ids == ask_alone(model, prompt(20), greedy(30))
 
 
 # Failures
