@@ -8,7 +8,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
-from mac_sections import AHEAD, BUILT, LONG_PROMPT, MLX_LM, OURS, WAITING, Row
+from mac_sections import (
+    AHEAD,
+    BASIC,
+    BASIC_AHEAD,
+    BUILT,
+    LONG_PROMPT,
+    MLX_LM,
+    OURS,
+    WAITING,
+    Row,
+)
 
 # Of a section: its rows, its seconds, and how it ended ("complete", or what cut it off).
 Result: TypeAlias = dict[str, Any]
@@ -73,6 +83,7 @@ def _lines_of_streams(row: Row) -> list[str]:
         ("tpot_median", "time per token", OURS, MLX_LM),
         ("tokens_per_second", "tokens/s", AHEAD, WAITING),
         ("tokens_per_second", "tokens/s", OURS, BUILT),
+        ("tokens_per_second", "tokens/s", BASIC_AHEAD, BASIC),
     ]
     if name == LONG_PROMPT:
         comparisons = [("ttft_median", "time to first token", OURS, MLX_LM)]
@@ -84,7 +95,7 @@ def _lines_of_streams(row: Row) -> list[str]:
     return lines + [
         f"{name}: {side} gives other tokens, {share:.1%} are the same."
         for side, share in row["same_tokens"].items()
-        if side in (AHEAD, WAITING, BUILT) and share < 1
+        if side != MLX_LM and share < 1
     ]
 
 

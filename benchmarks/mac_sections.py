@@ -23,7 +23,6 @@ from decode import QWEN3_0_6B_LAYERS, load_both, random_weights
 from throughput_scenarios import SampleRequest, Scenario
 from throughput_sides import MlxLmBatch, MlxLmOneByOne, PagedEngine, Side
 
-from mlx_paged.engine.engine import engine_option_names
 from mlx_paged.ops import AttentionShape, choose
 from mlx_paged.ops.in_place import check_writes_in_place
 from mlx_paged.ops.metal import DECODE_RUNS
@@ -199,24 +198,25 @@ def scenarios_of(sizes: Sizes, vocab_size: int) -> list[Scenario]:
 LONG_PROMPT = "long prompt"
 OURS, AHEAD, WAITING, MLX_LM = "ours", "ours, ahead", "ours, waiting", "mlx-lm"
 BUILT = "ours, decodes built in Python"
+BASIC, BASIC_AHEAD = "basic", "basic, ahead"
 
 
 def sides_of(
     ours: nn.Module, theirs: nn.Module, scenario: Scenario
 ) -> dict[str, Callable[[], Side]]:
-    """Who serves a scenario; ours also with both values of ``run_ahead``, if it is an option, and
-    without replaying decodes.
+    """Who serves a scenario; ours also with either cache, waiting and one step ahead, and without
+    replaying decodes.
     """
     alone = len(scenario.requests) == 1
-    sides: dict[str, Callable[[], Side]] = {
+    return {
         OURS: partial(PagedEngine, ours, scenario),
         MLX_LM: partial(MlxLmOneByOne if alone else MlxLmBatch, theirs, scenario),
         BUILT: partial(built_decodes, ours, scenario),
+        AHEAD: partial(PagedEngine, ours, scenario, run_ahead=True),
+        WAITING: partial(PagedEngine, ours, scenario, run_ahead=False),
+        BASIC: partial(PagedEngine, ours, scenario, kv="basic", run_ahead=False),
+        BASIC_AHEAD: partial(PagedEngine, ours, scenario, kv="basic", run_ahead=True),
     }
-    if "run_ahead" in engine_option_names():
-        sides[AHEAD] = partial(PagedEngine, ours, scenario, run_ahead=True)
-        sides[WAITING] = partial(PagedEngine, ours, scenario, run_ahead=False)
-    return sides
 
 
 def built_decodes(model: nn.Module, scenario: Scenario) -> PagedEngine:

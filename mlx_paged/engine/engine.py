@@ -8,7 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TypeVar, Unpack
 
@@ -17,24 +17,23 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.argument_values import as_integer, check_integer
+from mlx_paged.argument_values import check_integer
 from mlx_paged.cache import SwappedKV
 from mlx_paged.config import (
     DEFAULT_BACKEND,
     DEFAULT_BLOCK_SIZE,
     DEFAULT_KV,
-    KVBudget,
     SchedulerConfig,
 )
 from mlx_paged.core import KVCacheManagerStats, hash_token_blocks
 from mlx_paged.engine.batch import Batch
-from mlx_paged.engine.model_runner import ModelRunner
+from mlx_paged.engine.model_runner import ModelRunner, StepInFlight
 from mlx_paged.engine.options import SchedulerOptions
 from mlx_paged.engine.prompts import Prompt, as_tokenizer, read_prompt
 from mlx_paged.engine.request_state import RequestState
-from mlx_paged.engine.sampler import NO_TOKENS, SampledToken, SampledTokens, sample
+from mlx_paged.engine.sampler import NO_TOKENS, SampledToken, sample
 from mlx_paged.engine.scheduler import Scheduler, extra_hash_keys
-from mlx_paged.engine.swap_space import SwapSpace, is_swapping_cheaper
+from mlx_paged.engine.swap_space import SwapSpace, num_swap_tokens
 from mlx_paged.errors import ArgumentError, forget_frames, request_error, shown
 from mlx_paged.foreign_arguments import argument_names, refuses_unknown_arguments
 from mlx_paged.models.context_length import context_limit
@@ -50,25 +49,6 @@ from mlx_paged.request import (
 )
 
 T = TypeVar("T")
-
-# The default swap space, as a share of the K/V budget.
-DEFAULT_SWAP_SHARE = 1 / 8
-
-
-@dataclass(eq=False)
-class StepInFlight:
-    """A step that was launched and not read yet.
-
-    Attributes:
-        logits: ``[num_rows, vocab_size]``.
-        sampled: the tokens sampled from it, once their sampler is launched.
-        forks: completions that began with it.
-    """
-
-    batch: Batch
-    logits: mx.array = field(default_factory=lambda: NO_TOKENS.token_ids)
-    sampled: SampledTokens = NO_TOKENS
-    forks: list[Request] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -164,7 +144,10 @@ class Engine:
         self.cache = make_kv_cache(
             model, kv, block_size=block_size, kv_cache_bytes=kv_cache_bytes, backend=backend
         )
-        self.swap_space: SwapSpace[SwappedKV] = SwapSpace(self._num_swap_tokens(swap_bytes))
+        sizes = [leaf.size for leaf in dict(tree_flatten(model.parameters())).values()]
+        self.swap_space: SwapSpace[SwappedKV] = SwapSpace(
+            num_swap_tokens(swap_bytes, self.cache, sum(sizes))
+        )
         self.runner = ModelRunner(model, self.cache, self.swap_space)
         self.run_ahead = self.cache.can_run_ahead if run_ahead is None else run_ahead
         eos_token_ids: Iterable[int] = () if tokenizer is None else tokenizer.eos_token_ids
@@ -189,28 +172,6 @@ class Engine:
         # True while the bookkeeping changes. A thread that takes the lock and finds it True knows
         # that an interrupt cut a change in the middle.
         self._is_torn = False
-
-    def _num_swap_tokens(self, swap_bytes: str | int | None) -> int:
-        config = self.cache.config
-        if swap_bytes is None:
-            if not self.cache.can_swap:
-                return 0
-            sizes = [leaf.size for leaf in dict(tree_flatten(self.model.parameters())).values()]
-            is_cheaper = is_swapping_cheaper(sum(sizes), config.nbytes_per_token)
-            return int(config.num_slots * DEFAULT_SWAP_SHARE) if is_cheaper else 0
-        is_zero = isinstance(swap_bytes, str) and swap_bytes.strip() == "0"
-        if is_zero or as_integer(swap_bytes) == 0:
-            return 0
-        budget = KVBudget.parse(swap_bytes, "swap_bytes")
-        if not self.cache.can_swap:
-            raise ArgumentError(
-                f"[engine] swap_bytes={shown(swap_bytes)} needs kv='paged': preempted requests of "
-                f"a {self.cache.kind} cache are computed again; leave it out",
-                "swap_bytes",
-            )
-        if budget.num_blocks is not None:
-            return budget.num_blocks * config.block_size
-        return (budget.nbytes or 0) // config.nbytes_per_token
 
     # From any thread
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
@@ -13,16 +14,32 @@ from mlx_paged.cache import AnySeqId, KVCache, PagedKVCache, SwappedKV
 from mlx_paged.engine.batch import Batch, CopyBlocks, SwapOut, Transfer
 from mlx_paged.engine.compiled_decode import CompiledDecode
 from mlx_paged.engine.prompts import TokenIds, check_token_ids
-from mlx_paged.engine.sampler import SampledTokens
+from mlx_paged.engine.sampler import NO_TOKENS, SampledTokens
 from mlx_paged.engine.swap_space import SwapSpace
 from mlx_paged.errors import shown
 from mlx_paged.models.language_model import check_model
-from mlx_paged.request import PENDING_TOKEN
+from mlx_paged.request import PENDING_TOKEN, Request
 
 # Tokens after which MLX is told to give back the buffers that it keeps for reuse: growing contexts
 # and chunks of prompts ask for new sizes all the time. mlx-lm does so every 256 steps, and after
 # each chunk.
 CLEAR_CACHE_INTERVAL = 256
+
+
+@dataclass(eq=False)
+class StepInFlight:
+    """A step that was launched and not read yet.
+
+    Attributes:
+        logits: ``[num_rows, vocab_size]``.
+        sampled: the tokens sampled from it, once their sampler is launched.
+        forks: completions that began with it.
+    """
+
+    batch: Batch
+    logits: mx.array = field(default_factory=lambda: NO_TOKENS.token_ids)
+    sampled: SampledTokens = NO_TOKENS
+    forks: list[Request] = field(default_factory=list)
 
 
 class ModelRunner:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
+from mlx_paged.argument_values import as_integer
+from mlx_paged.config import KVBudget
+from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.request import SeqId
+
+if TYPE_CHECKING:  # the scheduler, which uses this room, imports no arrays
+    from mlx_paged.cache import KVCache
 
 T = TypeVar("T")
 
 # Floating-point operations that a chip does in the time in which it moves one byte: an M1 does
 # 2.6 TFLOPS at 68 GB/s, and its successors are close to that.
 OPERATIONS_PER_BYTE = 38
+# The default swap space, as a share of the K/V budget.
+DEFAULT_SWAP_SHARE = 1 / 8
 
 
 def is_swapping_cheaper(num_parameters: int, kv_nbytes_per_token: int) -> bool:
@@ -20,6 +28,32 @@ def is_swapping_cheaper(num_parameters: int, kv_nbytes_per_token: int) -> bool:
     machine decides alike.
     """
     return 2 * kv_nbytes_per_token * OPERATIONS_PER_BYTE < 2 * num_parameters
+
+
+def num_swap_tokens(swap_bytes: str | int | None, cache: KVCache, num_parameters: int) -> int:
+    """The tokens that a swap space of ``swap_bytes`` holds, by default ``DEFAULT_SWAP_SHARE`` of
+    the budget if swapping is cheaper than computing.
+
+    Raises:
+        ArgumentError: it is no budget and not 0, or the cache can't swap.
+    """
+    config = cache.config
+    if swap_bytes is None:
+        is_cheaper = is_swapping_cheaper(num_parameters, config.nbytes_per_token)
+        return int(config.num_slots * DEFAULT_SWAP_SHARE) if cache.can_swap and is_cheaper else 0
+    is_zero = isinstance(swap_bytes, str) and swap_bytes.strip() == "0"
+    if is_zero or as_integer(swap_bytes) == 0:
+        return 0
+    budget = KVBudget.parse(swap_bytes, "swap_bytes")
+    if not cache.can_swap:
+        raise ArgumentError(
+            f"[engine] swap_bytes={shown(swap_bytes)} needs kv='paged': preempted requests of "
+            f"a {cache.kind} cache are computed again; leave it out",
+            "swap_bytes",
+        )
+    if budget.num_blocks is not None:
+        return budget.num_blocks * config.block_size
+    return (budget.nbytes or 0) // config.nbytes_per_token
 
 
 class SwapSpace(Generic[T]):

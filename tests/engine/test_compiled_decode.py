@@ -18,7 +18,7 @@ import mlx.nn as nn
 import pytest
 from helpers import interrupted_lines
 from helpers.engine_runs import greedy, load_demo, make_engine, prompt, run
-from helpers.engine_workload import Workload, assert_same
+from helpers.workloads import Workload, assert_same
 from mlx.utils import tree_map
 from paged_testing.pure_metal import pure_metal
 

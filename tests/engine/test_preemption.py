@@ -20,7 +20,7 @@ from helpers.engine_runs import (
     sampled,
 )
 
-from mlx_paged.engine import engine as engine_module
+from mlx_paged.engine import swap_space
 from mlx_paged.engine.engine import Engine
 from mlx_paged.models import qwen3
 
@@ -224,7 +224,7 @@ def test_by_default_sizes_decide_whether_requests_are_swapped(
     model: qwen3.Model, monkeypatch: pytest.MonkeyPatch
 ):
     for is_cheaper, num_tokens in ((True, 10 * 16), (False, 0)):
-        monkeypatch.setattr(engine_module, "is_swapping_cheaper", lambda n, m: is_cheaper)  # noqa: B023
+        monkeypatch.setattr(swap_space, "is_swapping_cheaper", lambda n, m: is_cheaper)  # noqa: B023
         engine = make_engine(model, kv_cache_bytes="80blocks")
         assert engine.swap_space.num_tokens == num_tokens
 

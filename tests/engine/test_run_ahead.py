@@ -5,10 +5,12 @@ nothing that a user gets shows it.
 from __future__ import annotations
 
 import random
+import threading
 from typing import Any
 
 import mlx.core as mx
 import pytest
+from helpers.engine_helpers import CONFIG
 from helpers.engine_runs import (
     VOCAB_SIZE,
     ask_alone,
@@ -20,7 +22,7 @@ from helpers.engine_runs import (
     run,
     sampled,
 )
-from helpers.engine_workload import Run, Workload, assert_same
+from helpers.workloads import Workload, assert_all_same, assert_same
 from paged_testing.lazy_metal import lazy_metal
 
 from mlx_paged.engine.engine import Engine
@@ -28,26 +30,35 @@ from mlx_paged.models import qwen3
 from mlx_paged.request import PENDING_TOKEN, RequestOutput
 
 
-def compare(workload: Workload, model: Any, tokenizer: Any = None) -> tuple[Run, Run]:
-    waiting = workload.run(model, tokenizer, run_ahead=False)
-    ahead = workload.run(model, tokenizer, run_ahead=True)
-    assert waiting.num_in_flight == 0 < ahead.num_in_flight
-    for name in workload.asks:
-        assert_same(ahead.outputs[name], waiting.outputs[name])
-    return waiting, ahead
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_requests_of_every_kind_get_the_same_as_without(model: qwen3.Model, seed: int):
-    compare(Workload(seed, 25, VOCAB_SIZE), model)
+    workload = Workload(seed, 25, VOCAB_SIZE)
+    ahead, waiting = (workload.run(model, run_ahead=is_ahead) for is_ahead in (True, False))
+    assert_all_same(ahead, waiting)
+
+
+@pytest.fixture(scope="module")
+def kernel_model() -> qwen3.Model:
+    """A random model of a head_dim that kernels are made for."""
+    mx.random.seed(7)
+    model = qwen3.Model(qwen3.ModelArgs.from_dict(CONFIG | {"head_dim": 32}))
+    mx.eval(model.parameters())
+    return model
 
 
 @pytest.mark.slow
-def test_a_thousand_requests_of_every_kind_get_the_same_as_without(model: qwen3.Model):
+def test_a_thousand_requests_on_lazy_kernels_get_the_same_as_on_plain_mlx(
+    kernel_model: qwen3.Model,
+):
     reasons: set[str | None] = set()
     preemptions = 0
     for seed in range(100, 140):
-        _, ahead = compare(Workload(seed, 25, VOCAB_SIZE), model)
+        workload = Workload(seed, 25, VOCAB_SIZE)
+        waiting = workload.run(kernel_model, run_ahead=False)
+        with lazy_metal(computes=True):
+            ahead = workload.run(kernel_model)
+        assert ahead.engine.cache.backend.name == "metal"
+        assert_all_same(ahead, waiting)
         preemptions += ahead.engine.stats().num_preemptions
         for output in ahead.outputs.values():
             reasons |= {completion.finish_reason for completion in output.outputs}
@@ -62,28 +73,28 @@ def test_texts_and_stop_texts_are_the_same_as_without():
         rng = random.Random(seed)
         for ask in workload.asks.values():
             ask.params["stop"] = rng.sample([" the", "e ", ".", "an", "1"], 2)
-        waiting, _ = compare(workload, model, tokenizer)
+        waiting = workload.run(model, tokenizer, run_ahead=False)
+        assert_all_same(workload.run(model, tokenizer, run_ahead=True), waiting)
         stops = {c.stop_reason for output in waiting.outputs.values() for c in output.outputs}
         assert any(isinstance(stop, str) for stop in stops)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_lazy_kernels_behind_fences_get_the_same_as_plain_mlx(seed: int):
-    model, tokenizer = load_demo()
-    workload = Workload(50 + seed, 12, model.args.vocab_size)
-    plain = workload.run(model, tokenizer, run_ahead=False)
+def test_lazy_kernels_behind_fences_get_the_same_as_plain_mlx(kernel_model: qwen3.Model):
+    workload = Workload(50, 25, VOCAB_SIZE)
+    plain = workload.run(kernel_model, run_ahead=False)
     with lazy_metal(computes=True):
-        ahead = workload.run(model, tokenizer)
-    assert ahead.engine.cache.backend.name == "metal" and ahead.num_in_flight > 0
-    for name in workload.asks:
-        assert_same(ahead.outputs[name], plain.outputs[name])
+        assert_all_same(workload.run(kernel_model), plain)
 
 
-def test_metal_runs_ahead_by_default_and_plain_mlx_waits(model: qwen3.Model):
+def test_metal_runs_ahead_by_default_and_plain_mlx_waits(
+    model: qwen3.Model, kernel_model: qwen3.Model
+):
     assert not make_engine(model).run_ahead and make_engine(model, run_ahead=True).run_ahead
-    demo, _ = load_demo()
     with lazy_metal():
-        assert make_engine(demo).run_ahead and not make_engine(demo, run_ahead=False).run_ahead
+        assert (
+            make_engine(kernel_model).run_ahead
+            and not make_engine(kernel_model, run_ahead=False).run_ahead
+        )
     with pytest.raises(ValueError, match="run_ahead must be True, False or None, got 1"):
         make_engine(model, run_ahead=1)
 
@@ -219,6 +230,24 @@ def test_nothing_is_in_flight_when_nobody_waits_for_an_answer(model: qwen3.Model
     engine.add_request("a", prompt(20), greedy(20, stop_token_ids=[tokens[8]]))
     run(engine)
     assert_nothing_held(engine)
+
+
+def test_a_step_in_flight_is_read_by_another_thread_when_its_own_has_ended(model: qwen3.Model):
+    engine = ahead_engine(model)
+    engine.add_request("a", prompt(20), greedy(30))
+    outputs: dict[str, RequestOutput] = {}
+
+    def some_steps() -> None:
+        for _ in range(3):
+            outputs.update({output.request_id: output for output in engine.step()})
+
+    for _ in range(5):
+        thread = threading.Thread(target=some_steps)
+        thread.start()
+        thread.join()
+        assert engine._in_flight
+    outputs |= run(engine)
+    assert outputs["a"].outputs[0].token_ids == ask_alone(model, prompt(20), greedy(30))
 
 
 # Failures

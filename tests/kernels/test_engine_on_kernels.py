@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from helpers.fence_order import disorders
+from helpers.workloads import Workload, assert_all_same
 from helpers.write_rules import slots_of_the_step
 from metal_emulator import Checks
 from paged_testing.emulated_metal import emulated_metal
@@ -191,6 +192,20 @@ def test_what_a_replayed_decode_keeps_of_another_step_is_seen(demo, compiler, re
             same = serve(engine, prompts, params) == expected
         # Slabs are the same arrays in all steps, until they grow.
         assert same == (field in ("keys", "values"))
+
+
+@pytest.mark.slow
+def test_requests_of_every_kind_get_the_tokens_of_plain_mlx_one_step_ahead_on_kernels(
+    demo, compiler, replays
+):
+    model, tokenizer = demo
+    for seed in (1, 3):
+        workload = Workload(seed, 8, model.args.vocab_size)
+        waiting = workload.run(model, tokenizer, backend="reference")
+        with emulated_metal(Checks.quick(writable=slots_of_the_step)):
+            ahead = workload.run(model, tokenizer, backend="metal")
+        assert_all_same(ahead, waiting)
+    assert replays.total() > 20
 
 
 def test_ten_frames_of_ours_lie_between_a_call_of_the_library_and_a_decode_on_metal(demo, compiler):

@@ -19,7 +19,14 @@ from helpers.kernel_checks import (
 )
 from helpers.kernel_grid import Case
 from helpers.numpy_attention import assert_matches_formula, before_the_step
-from metal_emulator import Checks, ForbiddenWrite, MemoryFault, OrderDependence
+from metal_emulator import (
+    Checks,
+    DataRace,
+    ForbiddenWrite,
+    MemoryFault,
+    OrderDependence,
+    UnwrittenRead,
+)
 
 from mlx_paged.ops import SlotMapping, kernels
 from mlx_paged.ops.metal_sources import read_source
@@ -62,6 +69,25 @@ def test_a_missing_barrier_shows_as_dependence_on_the_order_of_threads(
         plant(f"{name}.metal", BARRIER, ";", occurrence)
         with pytest.raises(OrderDependence, match=f"mlx_paged_{name}"):
             attend_and_compare(SHARED.problem())
+
+
+@pytest.mark.parametrize("name", ["paged_attention", "merge_partitions"])
+@pytest.mark.parametrize(
+    "weaker",
+    [
+        "threadgroup_barrier(mem_flags::mem_device);",
+        "threadgroup_barrier(mem_flags::mem_none);",
+        "simdgroup_barrier(mem_flags::mem_threadgroup);",
+    ],
+    ids=["mem_device", "mem_none", "simdgroup_barrier"],
+)
+def test_a_barrier_that_orders_other_memory_or_fewer_threads_is_a_race(
+    name, weaker, plant, compiler
+):
+    with checked_metal(Checks().orders):
+        plant(f"{name}.metal", BARRIER, weaker)
+        with pytest.raises((DataRace, UnwrittenRead), match=f"mlx_paged_{name}.* in line "):
+            attend_and_compare(STREAMS.problem())
 
 
 ATTENTION = "paged_attention.metal"

@@ -8,13 +8,16 @@ from metal_emulator.emulator import MetalKernel, metal_kernel, patched
 from metal_emulator.errors import (
     BarrierError,
     CompileError,
+    DataRace,
     EmulatorError,
     ForbiddenWrite,
     LaunchError,
     MemoryFault,
     OrderDependence,
     TimeLimit,
+    UndefinedResult,
     UnwrittenOutput,
+    UnwrittenRead,
 )
 from metal_emulator.large_array import LargeArray
 
@@ -23,6 +26,7 @@ __all__ = [
     "Call",
     "Checks",
     "CompileError",
+    "DataRace",
     "EmulatorError",
     "ForbiddenWrite",
     "LargeArray",
@@ -32,7 +36,9 @@ __all__ = [
     "NoCompiler",
     "OrderDependence",
     "TimeLimit",
+    "UndefinedResult",
     "UnwrittenOutput",
+    "UnwrittenRead",
     "has_compiler",
     "metal_kernel",
     "patched",

@@ -58,6 +58,9 @@ class Checks:
             be written. ``None`` lets a kernel write all of its inputs.
         num_workers: CPU threads; ``None`` is one per core.
         time_limit_s: of one run.
+        watch_accesses: each load and store is held against the bounds of what it lies in, against
+            what other threads did there since the last barrier, and against what was never
+            written; slow, and in one thread of the CPU.
         count_accesses: the trace gets the bytes that threads load and store, by buffer; slow.
     """
 
@@ -67,9 +70,10 @@ class Checks:
     num_workers: int | None = None
     time_limit_s: float = 120.0
     seed: int = 0
+    watch_accesses: bool = True
     count_accesses: bool = False
 
     @classmethod
     def quick(cls, **changes: Any) -> Checks:
         """One run per call, with guard pages and poison, for long computations."""
-        return replace(cls(orders=("ascending",)), **changes)
+        return replace(cls(orders=("ascending",), watch_accesses=False), **changes)

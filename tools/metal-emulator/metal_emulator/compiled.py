@@ -8,8 +8,11 @@ import ctypes
 from functools import cache
 
 from metal_emulator.bare_pointers import find_bare_pointers
-from metal_emulator.compiler import COUNTING_FLAGS, build_kernel
+from metal_emulator.code_lines import CodeLines
+from metal_emulator.compiler import WATCHING_FLAGS, build_kernel, is_built, syntax_tree
 from metal_emulator.errors import CompileError
+from metal_emulator.launch import load_address
+from metal_emulator.metal_rules import find_doubles, find_violations
 from metal_emulator.signature import THREAD_ATTRIBUTES, Instance
 from metal_emulator.threadgroup_variables import share_threadgroup_variables
 
@@ -58,7 +61,7 @@ def translation_unit(instance: Instance) -> str:
         '#include "emulator/metal.h"\n'
         f'#line 1 "{kernel.name}.metal"\n'
         f"{kernel.header}{instance.opening}{body}\n}}\n"
-        '#line 1 "the call of the kernel"\n'
+        '#line 1 "call_of_the_kernel"\n'
         'extern "C" __attribute__((visibility("default")))\n'
         "void emulator_kernel(const emulator::Context& c) {\n"
         f"  {instance.function_name}{instance.template_arguments}({', '.join(arguments)});\n"
@@ -69,7 +72,8 @@ def translation_unit(instance: Instance) -> str:
 class CompiledKernel:
     """The loaded library of one instance."""
 
-    def __init__(self, instance: Instance, counts_accesses: bool):
+    def __init__(self, instance: Instance, watches_accesses: bool):
+        self.instance = instance
         self.lines = instance.source.splitlines()
         for line in find_bare_pointers(instance.definition):
             raise CompileError(
@@ -77,16 +81,41 @@ class CompiledKernel:
                 "reference without "
                 f"an address space: {self.lines[line - 1].strip()}"
             )
+        flags = WATCHING_FLAGS if watches_accesses else ()
+        unit = translation_unit(instance)
+        if not is_built(unit, flags):
+            self._hold_against_metal_rules(unit)
         try:
-            path = build_kernel(
-                translation_unit(instance), COUNTING_FLAGS if counts_accesses else ()
-            )
+            path = build_kernel(unit, flags)
         except CompileError as error:
             raise CompileError(f"[{instance.kernel.name}] does not compile:\n{error}") from None
         self.library = ctypes.CDLL(str(path))
         self.entry = ctypes.cast(self.library.emulator_kernel, ctypes.c_void_p).value or 0
+        self._code_lines = CodeLines(path)
+
+    def line_of(self, code: int) -> int | None:
+        """The line of the source that the instruction just before ``code`` comes from; ``code`` is
+        relative to the entry.
+        """
+        address = self.entry + code - 1 - load_address(self.entry)
+        return self._code_lines.line_of(address, f"{self.instance.kernel.name}.metal")
+
+    def _hold_against_metal_rules(self, unit: str) -> None:
+        name = self.instance.kernel.name
+        tree, errors = syntax_tree(unit)
+        for violation in (
+            *find_doubles(self.instance.definition),
+            *find_violations(tree, f"{name}.metal"),
+        ):
+            text = self.lines[violation.line - 1].strip()
+            raise CompileError(
+                f"[{name}] does not compile on a Mac: line {violation.line}: {violation.rule}: "
+                f"{text}"
+            )
+        if errors:
+            raise CompileError(f"[{name}] does not compile:\n{errors}")
 
 
 @cache
-def compile_instance(instance: Instance, counts_accesses: bool = False) -> CompiledKernel:
-    return CompiledKernel(instance, counts_accesses)
+def compile_instance(instance: Instance, watches_accesses: bool = False) -> CompiledKernel:
+    return CompiledKernel(instance, watches_accesses)

@@ -27,9 +27,10 @@ COMMON_FLAGS = [
     *("-x", "c++", "-std=c++23", "-O2", "-fPIC", "-shared", "-fvisibility=hidden"),
     # No C++ library: zig would have to build its own first, for minutes.
     *("-fno-exceptions", "-fno-rtti", "-fno-threadsafe-statics", "-nostdinc++"),
-    *("-fno-sanitize=all", "-fno-stack-protector", "-w"),
+    *("-fno-sanitize=all", "-fno-stack-protector"),
 ]
 KERNEL_FLAGS = [
+    *("-Wno-everything", "-Werror=uninitialized"),
     *("-fdeclspec", "-fsigned-char", "-fno-strict-aliasing"),
     # Half and bfloat are rounded after every operation and no products are fused: the same bits on
     # every machine.
@@ -37,14 +38,31 @@ KERNEL_FLAGS = [
     *("-Xclang", "-fbfloat16-excess-precision=none"),
     # Local variables that nobody set are NaN.
     "-ftrivial-auto-var-init=pattern",
+    # A literal such as 0.5 is a float in Metal.
+    *("-Xclang", "-cl-single-precision-constant"),
+    # What undefined.h reports.
+    *("-fsanitize=array-bounds,float-cast-overflow", "-fno-sanitize-recover=all"),
+    # What code_lines.py reads.
+    *("-gline-tables-only", "-gdwarf-4"),
     # A frame larger than the stack touches the guard page below it, rather than the next thread's
     # stack.
     *(["-fstack-clash-protection"] if sys.platform == "linux" else []),
 ]
-# For counting builds. (Loads of more than 16 bytes at once would not be counted.)
-COUNTING_FLAGS = (
-    *("-DEMULATOR_COUNTS_ACCESSES", "-fsanitize-coverage=func,trace-loads,trace-stores"),
-    *(["-mprefer-vector-width=128"] if platform.machine() in ("x86_64", "AMD64") else []),
+# For builds that report their loads and stores.
+WATCHING_FLAGS = (
+    *("-DEMULATOR_WATCHES_ACCESSES", "-fsanitize-coverage=func,trace-loads,trace-stores"),
+    # No access may be wider than in the source, nor hidden in a copy.
+    *("-fno-vectorize", "-fno-slp-vectorize", "-fno-builtin-memcpy", "-fno-builtin-memset"),
+    # The mark of ThreadSanitizer keeps the compiler from reading where the source might not. What
+    # it would add to the code is left out.
+    *("-Xclang", "-fsanitize=thread"),
+    *(
+        word
+        for part in ("memory-accesses", "func-entry-exit", "memintrinsics", "atomics")
+        for word in ("-mllvm", f"-tsan-instrument-{part}=0")
+    ),
+    # Thread arrays that are reached through pointers; traps.
+    "-fsanitize=local-bounds",
 )
 PROBE = """
 struct V {
@@ -109,19 +127,54 @@ def has_compiler() -> bool:
     return True
 
 
+def syntax_tree(source: str) -> tuple[str, str]:
+    """Clang's dump of it, without any code, and its errors."""
+    command = find_compiler()
+    flags = [*COMMON_FLAGS, *_target_flags(command), "-Xclang", "-cl-single-precision-constant"]
+    includes = ["-I", str(HERE / "shim")]
+    if "ziglang" in command:
+        # As itself: what builds for zig expects a file.
+        package = find_spec("ziglang")
+        assert package and package.origin
+        includes += ["-isystem", str(Path(package.origin).parent / "lib" / "include")]
+        command = (sys.executable, "-m", "ziglang", "clang")
+        flags = [flag.replace("x86_64_v3", "x86-64-v3") for flag in flags]
+    flags += ["-w", "-fdeclspec", "-fsyntax-only", "-Xclang", "-ast-dump", "-ffreestanding"]
+    done = subprocess.run(
+        [*command, *flags, *includes, "-"], input=source, capture_output=True, text=True
+    )
+    return done.stdout, done.stderr.strip() if done.returncode else ""
+
+
+def is_built(source: str, extra_flags: tuple[str, ...] = ()) -> bool:
+    return _library(find_compiler(), _kernel_flags(extra_flags), source).exists()
+
+
+def _kernel_flags(extra_flags: tuple[str, ...]) -> list[str]:
+    return [*COMMON_FLAGS, *_target_flags(find_compiler()), *KERNEL_FLAGS, *extra_flags]
+
+
 def build_kernel(source: str, extra_flags: tuple[str, ...] = ()) -> Path:
     """The library with the compiled kernel. ``source`` includes the shim by itself."""
-    command = find_compiler()
-    flags = [*COMMON_FLAGS, *_target_flags(command), *KERNEL_FLAGS, *extra_flags]
-    return _build(command, flags, source, includes=HERE / "shim", libraries=["-lm"])
+    return _build(
+        find_compiler(),
+        _kernel_flags(extra_flags),
+        source,
+        includes=HERE / "shim",
+        libraries=["-lm"],
+    )
 
 
 @cache
 def build_runtime() -> Path:
     """The library with the runtime; its source files are included into one."""
     command = find_compiler()
-    source = "".join(f'#include "{name}.cpp"\n' for name in ("memory", "threadgroup", "launch"))
-    return _build(command, COMMON_FLAGS, source, includes=HERE / "runtime", libraries=["-lpthread"])
+    source = "".join(
+        f'#include "{name}.cpp"\n' for name in ("memory", "shadow", "threadgroup", "launch")
+    )
+    return _build(
+        command, [*COMMON_FLAGS, "-w"], source, includes=HERE / "runtime", libraries=["-lpthread"]
+    )
 
 
 def _target_flags(command: tuple[str, ...]) -> list[str]:
@@ -140,12 +193,22 @@ def _version(command: tuple[str, ...]) -> str:
 
 @cache
 def _tool_hash() -> str:
-    """Of all C++ files of this tool: whatever is built depends on them."""
+    """Of all C++ files of this tool, and of the rules that are held against a kernel before it is
+    built: whatever is built depends on them.
+    """
     digest = hashlib.sha256()
-    for path in sorted([*HERE.glob("shim/**/*"), *HERE.glob("runtime/*")]):
+    for path in sorted([*HERE.glob("shim/**/*"), *HERE.glob("runtime/*"), HERE / "metal_rules.py"]):
         if path.is_file():
             digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
+
+
+def _library(command: tuple[str, ...], flags: list[str], source: str) -> Path:
+    """Where it lies once it is built."""
+    key = hashlib.sha256(
+        "\0".join([_version(command), *flags, _tool_hash(), source]).encode()
+    ).hexdigest()[:32]
+    return cache_folder() / f"{key}.so"
 
 
 def _build(
@@ -155,10 +218,7 @@ def _build(
     includes: Path | None = None,
     libraries: Sequence[str] = (),
 ) -> Path:
-    key = hashlib.sha256(
-        "\0".join([_version(command), *flags, _tool_hash(), source]).encode()
-    ).hexdigest()[:32]
-    built = cache_folder() / f"{key}.so"
+    built = _library(command, flags, source)
     if built.exists():
         return built
     with tempfile.TemporaryDirectory(dir=cache_folder()) as scratch:

@@ -18,7 +18,7 @@ from metal_emulator.errors import LaunchError, MemoryFault
 from metal_emulator.host_memory import HostView, array_from_bytes, contiguous_bytes
 from metal_emulator.large_array import LargeArray
 from metal_emulator.launch import MAX_BUFFERS, GuardedBuffer, Run, launch, usable_cores
-from metal_emulator.signature import InputType, Instance, KernelSource
+from metal_emulator.signature import InputType, Instance, KernelSource, Parameter
 
 MAX_THREADS_PER_THREADGROUP = 1024
 
@@ -114,7 +114,9 @@ class _Launches:
         self.checks = kernel.checks
         self.instance = instance
         self.call = call
-        self.compiled = compile_instance(instance, kernel.checks.count_accesses)
+        self.compiled = compile_instance(
+            instance, kernel.checks.count_accesses or kernel.checks.watch_accesses
+        )
         self.init_value = init_value
         self.output_shapes = [tuple(shape) for shape in output_shapes]
         self.large = {
@@ -146,6 +148,8 @@ class _Launches:
                 OUTPUT_POISONS[number % len(OUTPUT_POISONS)],
                 SHARED_POISONS[number % len(SHARED_POISONS)],
                 start_aligned=number % 2 == 1,
+                counts_accesses=checks.count_accesses,
+                watches_accesses=checks.watch_accesses,
             )
             for number, order in enumerate(checks.orders)
         ]
@@ -197,14 +201,15 @@ class _Launches:
             report = launch(
                 self.compiled.entry,
                 addresses,
-                [(buffer.address, buffer.address + buffer.nbytes) for buffer in buffers.values()],
+                buffers,
+                [self._element_bytes(parameter) for parameter in self.instance.parameters],
                 self.call.grid,
                 self.call.threadgroup,
                 run,
                 self.checks.num_workers or usable_cores(),
                 self.checks.time_limit_s,
             )
-            verdicts.check_report(self.call, report, buffers, self.compiled.lines, run.order)
+            verdicts.check_report(self.call, report, buffers, self.compiled, run.order)
             margin_faults = verdicts.margin_faults(self.call, buffers, run.shared_poison)
             result = (
                 {name: buffers[name].data.copy() for name in self.instance.kernel.output_names},
@@ -236,7 +241,7 @@ class _Launches:
             return {}
         return dict(zip(names, counted, strict=False)) | {"threadgroup": counted[MAX_BUFFERS]}
 
-    def _prepare(self, buffers: dict[str, GuardedBuffer], parameter: Any, run: Run) -> int:
+    def _prepare(self, buffers: dict[str, GuardedBuffer], parameter: Parameter, run: Run) -> int:
         """Fills the buffer of one parameter and says which address the kernel gets."""
         name = parameter.array
         if name in self.large and parameter.part == "data":
@@ -261,6 +266,15 @@ class _Launches:
             buffer.protect()
         return buffer.address + offset
 
+    def _element_bytes(self, parameter: Parameter) -> int:
+        kernel = self.instance.kernel
+        if parameter.is_output:
+            index = kernel.output_names.index(parameter.array)
+            return self.instance.output_dtypes[index].size
+        if parameter.part == "data":
+            return self.instance.inputs[kernel.input_names.index(parameter.array)].dtype.size
+        return 8 if parameter.part == "strides" else 4
+
     def _is_read_only(self, name: str) -> bool:
         return self.allowed is not None and name not in self.allowed
 
@@ -271,7 +285,7 @@ class _Launches:
         nbytes = math.prod(shape) * dtype.size
         return verdicts.poison_bytes(poison, nbytes)
 
-    def _shape_part(self, parameter: Any) -> np.ndarray:
+    def _shape_part(self, parameter: Parameter) -> np.ndarray:
         array = self.call.inputs[parameter.array]
         if parameter.part == "shape":
             values = np.array(array.shape, np.int32)

@@ -39,6 +39,24 @@ class OrderDependence(EmulatorError):
     """
 
 
+class DataRace(OrderDependence):
+    """Two threads used one place, one of them to write it, and no barrier that orders this memory
+    lies between. Whether the values differ does not matter.
+    """
+
+
+class UnwrittenRead(OrderDependence):
+    """A thread read threadgroup memory that no thread of its threadgroup had written: not at all,
+    or not yet, for want of a barrier.
+    """
+
+
+class UndefinedResult(EmulatorError):
+    """A value that neither C++ nor a GPU defines: a float out of an integer's range, a shuffle from
+    a lane that is not there.
+    """
+
+
 class ForbiddenWrite(EmulatorError):
     """A write to an input outside the ranges that may be written, or one that would be lost on a
     device.

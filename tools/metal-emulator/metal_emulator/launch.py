@@ -10,8 +10,10 @@ from ctypes import (
     Structure,
     byref,
     c_char,
+    c_char_p,
     c_double,
     c_int32,
+    c_int64,
     c_size_t,
     c_uint32,
     c_uint64,
@@ -25,6 +27,7 @@ import numpy as np
 from metal_emulator.compiler import build_runtime
 
 DONE, FAULT, DIVERGENCE, TOO_MUCH_MEMORY, TIME_LIMIT, NO_MEMORY = range(6)
+MEMORY_FAULT, RACE, UNWRITTEN_READ, UNDEFINED = range(6, 10)
 MAX_BUFFERS = 31
 ORDERS = {"ascending": 0, "descending": 1, "random": 2}
 
@@ -37,7 +40,15 @@ class Size3(Structure):
 
 
 class _Range(Structure):
-    _fields_ = [("begin", c_void_p), ("end", c_void_p)]
+    _fields_ = [
+        ("begin", c_void_p),
+        ("end", c_void_p),
+        ("mapping_begin", c_void_p),
+        ("mapping_end", c_void_p),
+        ("name", c_char_p),
+        ("element_bytes", c_int32),
+        ("is_writable", c_int32),
+    ]
 
 
 class _Launch(Structure):
@@ -53,6 +64,8 @@ class _Launch(Structure):
         ("poison", c_uint32),
         ("num_workers", c_int32),
         ("start_aligned", c_int32),
+        ("counts_accesses", c_int32),
+        ("watches_accesses", c_int32),
         ("time_limit_s", c_double),
     ]
 
@@ -66,6 +79,9 @@ class Report(Structure):
         ("threadgroup", Size3),
         ("thread", Size3),
         ("last_line", c_int32),
+        ("code", c_int64),
+        ("other_code", c_int64),
+        ("has_code", c_int32),
         ("barriers", c_uint64),
         ("exchanges", c_uint64),
         ("threadgroup_bytes", c_uint64),
@@ -161,6 +177,18 @@ class GuardedBuffer:
         _runtime().emulator_protect(byref(self._mapping), 0)
         self._is_protected = True
 
+    def range(self, name: str, element_bytes: int) -> _Range:
+        base: int = self._mapping.base
+        return _Range(
+            begin=self.address,
+            end=self.address + self.nbytes,
+            mapping_begin=base,
+            mapping_end=base + self._mapping.total,
+            name=name.encode(),
+            element_bytes=element_bytes,
+            is_writable=not self._is_protected,
+        )
+
     def owns(self, address: int) -> bool:
         base: int = self._mapping.base
         total: int = self._mapping.total
@@ -168,6 +196,23 @@ class GuardedBuffer:
 
     def holds(self, content: np.ndarray) -> bool:
         return bool(_runtime().emulator_same(self.address, content.ctypes.data, self.nbytes))
+
+
+class _SymbolInfo(Structure):
+    _fields_ = [
+        ("file", c_char_p),
+        ("base", c_void_p),
+        ("name", c_char_p),
+        ("address", c_void_p),
+    ]
+
+
+def load_address(address: int) -> int:
+    """Of the library that holds it."""
+    info = _SymbolInfo()
+    if not ctypes.CDLL(None).dladdr(c_void_p(address), byref(info)):
+        return 0
+    return int(info.base or 0)
 
 
 def bytes_at(address: int, nbytes: int) -> np.ndarray:
@@ -186,31 +231,41 @@ class Run:
     poison: int = 0  # what outputs hold before the run
     shared_poison: int = 0  # what threadgroup memory holds, and the bytes around buffers
     start_aligned: bool = False
+    counts_accesses: bool = False
+    watches_accesses: bool = False
 
 
 def launch(
     entry: int,
     addresses: Sequence[int],
-    ranges: Sequence[tuple[int, int]],
+    buffers: dict[str, GuardedBuffer],
+    element_bytes: Sequence[int],
     grid: tuple[int, int, int],
     threadgroup: tuple[int, int, int],
     run: Run,
     num_workers: int,
     time_limit_s: float,
 ) -> Report:
+    ranges = [
+        buffer.range(name, nbytes)
+        for (name, buffer), nbytes in zip(buffers.items(), element_bytes, strict=True)
+    ]
     report = Report()
     description = _Launch(
         kernel=entry,
         buffers=(c_void_p * max(1, len(addresses)))(*addresses),
-        ranges=(_Range * max(1, len(ranges)))(*(_Range(*bounds) for bounds in ranges)),
+        ranges=(_Range * max(1, len(ranges)))(*ranges),
         num_buffers=len(ranges),
         grid=Size3(*grid),
         threadgroup=Size3(*threadgroup),
         order=ORDERS[run.order],
         seed=run.seed,
         poison=run.shared_poison,
-        num_workers=num_workers,
+        # What memory has seen is kept for one worker.
+        num_workers=1 if run.watches_accesses else num_workers,
         start_aligned=run.start_aligned,
+        counts_accesses=run.counts_accesses,
+        watches_accesses=run.watches_accesses,
         time_limit_s=time_limit_s,
     )
     _runtime().emulator_launch(byref(description), byref(report))

@@ -110,7 +110,7 @@ def _share(
         )
         number = count + len(declarations)
         declarations.append(
-            f"auto& {name} = emulator::threadgroup_variable<{element}{dimensions}>"
+            f"auto& {name} = *emulator::threadgroup_variable<{element}{dimensions}>"
             f'({number}, "{name}");'
         )
         index += 1  # the comma

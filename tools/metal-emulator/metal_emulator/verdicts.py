@@ -11,22 +11,30 @@ import mlx.core as mx
 import numpy as np
 
 from metal_emulator.checks import Call, Ranges
+from metal_emulator.compiled import CompiledKernel
 from metal_emulator.errors import (
     BarrierError,
+    DataRace,
     EmulatorError,
     ForbiddenWrite,
     LaunchError,
     MemoryFault,
     OrderDependence,
     TimeLimit,
+    UndefinedResult,
     UnwrittenOutput,
+    UnwrittenRead,
 )
 from metal_emulator.launch import (
     DIVERGENCE,
     DONE,
     FAULT,
+    MEMORY_FAULT,
+    RACE,
     TIME_LIMIT,
     TOO_MUCH_MEMORY,
+    UNDEFINED,
+    UNWRITTEN_READ,
     GuardedBuffer,
     Report,
     Run,
@@ -37,8 +45,21 @@ from metal_emulator.signature import Instance
 Result = tuple[dict[str, np.ndarray], dict[str, np.ndarray]]
 
 
+# What a check in the running kernel found.
+CHECKED: dict[int, type[EmulatorError]] = {
+    MEMORY_FAULT: MemoryFault,
+    RACE: DataRace,
+    UNWRITTEN_READ: UnwrittenRead,
+    UNDEFINED: UndefinedResult,
+}
+
+
 def check_report(
-    call: Call, report: Report, buffers: dict[str, GuardedBuffer], lines: list[str], order: str
+    call: Call,
+    report: Report,
+    buffers: dict[str, GuardedBuffer],
+    compiled: CompiledKernel,
+    order: str,
 ) -> None:
     if report.outcome == DONE:
         return
@@ -51,17 +72,30 @@ def check_report(
         )
     if report.outcome == TOO_MUCH_MEMORY:
         raise LaunchError(f"[{call.kernel}] {message}")
-    after = ""
-    if report.last_line:
-        text = lines[report.last_line - 1].strip() if report.last_line <= len(lines) else ""
-        after = f", after line {report.last_line}: {text}"
+    where = _where(report, compiled)
     if report.outcome == TIME_LIMIT:
-        raise TimeLimit(f"[{call.kernel}] did not end in time; {who} was running{after}")
+        raise TimeLimit(f"[{call.kernel}] did not end in time; {who} was running{where}")
     if report.outcome == FAULT:
         raise MemoryFault(
-            f"[{call.kernel}] {who} {_fault(report, buffers, message)}{after} ({order} order)"
+            f"[{call.kernel}] {who} {_fault(report, buffers, message)}{where} ({order} order)"
         )
+    if report.outcome in CHECKED:
+        other = compiled.line_of(report.other_code) if report.outcome == RACE else None
+        message = message.replace("@", f" in line {other}" if other else "")
+        raise CHECKED[report.outcome](f"[{call.kernel}] {who} {message}{where} ({order} order)")
     raise EmulatorError(f"[{call.kernel}] the runtime failed: outcome {report.outcome} {message}")
+
+
+def _where(report: Report, compiled: CompiledKernel) -> str:
+    line = compiled.line_of(report.code) if report.has_code else None
+    said = "in"
+    if line is None:
+        # A shuffle is its own place; of others the last one is known that they passed.
+        line = report.last_line
+        said = "in" if report.outcome == UNDEFINED and not report.has_code else "after"
+    if not 0 < line <= len(compiled.lines):
+        return ""
+    return f", {said} line {line}: {compiled.lines[line - 1].strip()}"
 
 
 def _fault(report: Report, buffers: dict[str, GuardedBuffer], message: str) -> str:
@@ -71,7 +105,7 @@ def _fault(report: Report, buffers: dict[str, GuardedBuffer], message: str) -> s
         return "divided an integer by zero"
     verb = {0: "read", 1: "wrote"}.get(report.is_write, "accessed")
     if message:
-        return f"{verb} outside: {message}"
+        return f"{verb} {message}"
     for name, buffer in buffers.items():
         if not buffer.owns(report.address):
             continue

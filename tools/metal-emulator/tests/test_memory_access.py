@@ -161,7 +161,8 @@ def test_strided_inputs_are_copied_or_passed_with_their_strides(ensure_row_conti
         body = f"""{INDEX}
             long location = (i / rows_shape[1]) * rows_strides[0];
             location += (i % rows_shape[1]) * rows_strides[1];
-            out[i] = rows[location]; strides[0] = rows_strides[0];"""
+            out[i] = rows[location];
+            if (i == 0) strides[0] = rows_strides[0];"""
         outputs = {"out": (rows.shape, dtype), "strides": ((1,), mx.int64)}
         out, strides = run(
             body, {"rows": rows}, outputs, ensure_row_contiguous=ensure_row_contiguous

@@ -114,11 +114,11 @@ def test_reading_vectors_from_threadgroup_and_constant_memory():
     [
         (
             "threadgroup float a[4];",
-            'auto& a = emulator::threadgroup_variable<float[ 4 ]>(0, "a");',
+            'auto& a = *emulator::threadgroup_variable<float[ 4 ]>(0, "a");',
         ),
         (
             "f(x); threadgroup int n;",
-            'f(x); auto& n = emulator::threadgroup_variable<int>(0, "n");',
+            'f(x); auto& n = *emulator::threadgroup_variable<int>(0, "n");',
         ),
         ("threadgroup float* p = a;", None),
         ("g((threadgroup float*)a);", None),

@@ -51,26 +51,39 @@ def test_an_access_outside_a_buffer(body, message):
         run_row(body)
 
 
+# Without the watching of each access, guard pages and poison are what finds these.
+UNWATCHED = Checks(watch_accesses=False)
+
+
 def test_a_write_between_a_buffer_and_its_guard_page():
     # 5 floats end 12 bytes before a multiple of 16, so there is room between the end and the guard
     # page.
+    body = f"{INDEX} out[i] = 1; if (i == 4) out[5] = 1;"
     with pytest.raises(MemoryFault, match="a thread wrote right behind out"):
-        run(f"{INDEX} out[i] = 1; if (i == 4) out[5] = 1;", outputs={"out": ((5,), mx.float32)})
+        run(body, outputs={"out": ((5,), mx.float32)}, checks=UNWATCHED)
 
 
 def test_a_read_between_a_buffer_and_its_guard_page_that_matters():
-    with pytest.raises(OrderDependence):
-        run(f"{INDEX} out[i] = row[i + 1];", {"row": mx.ones(9)}, {"out": ((9,), mx.float32)})
+    with pytest.raises(OrderDependence, match="output out differs"):
+        run(
+            f"{INDEX} out[i] = row[i + 1];",
+            {"row": mx.ones(9)},
+            {"out": ((9,), mx.float32)},
+            checks=UNWATCHED,
+        )
 
 
-def test_an_access_outside_threadgroup_memory():
+@pytest.mark.parametrize("checks", [Checks(), UNWATCHED], ids=["watched", "unwatched"])
+def test_an_access_outside_threadgroup_memory(checks):
     for index, byte in (("i + 1", 400), ("int(i) - 1", -4)):
-        body = f"threadgroup float shared[100]; shared[{index}] = row[i]; out[i] = shared[i];"
+        # Through a pointer: an index of the array itself is held against its size.
+        body = f"""threadgroup float shared[100]; threadgroup float* p = shared;
+            p[{index}] = row[i]; out[i] = p[{index}];"""
         with pytest.raises(
             MemoryFault,
-            match=rf"wrote outside: byte {byte} of threadgroup array shared \(400 bytes\)",
+            match=rf"wrote byte {byte} of threadgroup array shared, which has 400 bytes, in line 6",
         ):
-            run_row(body)
+            run_row(body, checks=checks)
 
 
 def test_a_misaligned_vector():
@@ -93,7 +106,11 @@ def test_an_output_element_that_nobody_writes(dtype):
     with pytest.raises(
         UnwrittenOutput, match=r"1 of 100 elements of out were not written, the first at \(8, 5\)"
     ):
-        run_row("if (i != 85) out[i] = row[i];", outputs={"out": ((10, 10), dtype)})
+        run_row(
+            "if (i != 85) out[i] = T(row[i]);",
+            outputs={"out": ((10, 10), dtype)},
+            template=[("T", dtype)],
+        )
 
 
 def test_one_run_is_enough_for_an_unwritten_float():
@@ -137,7 +154,7 @@ def test_a_missing_threadgroup_barrier():
     with pytest.raises(
         OrderDependence, match=r"output out differs .* ascending and in descending order"
     ):
-        run_row(body.format(""))
+        run_row(body.format(""), checks=UNWATCHED)
 
 
 def test_a_missing_second_barrier_in_a_loop():
@@ -150,36 +167,41 @@ def test_a_missing_second_barrier_in_a_loop():
         }}
         out[i] = x;"""
     run_row(body.format("threadgroup_barrier(mem_flags::mem_threadgroup);"))
-    with pytest.raises(OrderDependence):
-        run_row(body.format(""))
+    with pytest.raises(OrderDependence, match="output out differs"):
+        run_row(body.format(""), checks=UNWATCHED)
 
 
 def test_a_missing_simdgroup_barrier():
     body = "threadgroup float shared[100]; shared[i] = row[i]; {} out[i] = shared[i ^ 1];"
     run_row(body.format("simdgroup_barrier(mem_flags::mem_threadgroup);"))
-    with pytest.raises(OrderDependence):
-        run_row(body.format(""))
+    with pytest.raises(OrderDependence, match="output out differs"):
+        run_row(body.format(""), checks=UNWATCHED)
 
 
 def test_two_threadgroups_that_write_the_same_place():
-    with pytest.raises(OrderDependence):
-        run(f"{INDEX} out[i % 32] = i;", grid=(64,), checks=Checks(num_workers=1))
+    with pytest.raises(OrderDependence, match="output out differs"):
+        run(
+            f"{INDEX} out[i % 32] = i;",
+            grid=(64,),
+            checks=Checks(num_workers=1, watch_accesses=False),
+        )
 
 
 def test_an_order_that_only_chance_finds():
     # The middle lane comes last or first in neither of the two plain orders.
     body = "threadgroup int turn; if (i == 0 || i == 50 || i == 99) turn = i; "
     body += "threadgroup_barrier(mem_flags::mem_threadgroup); out[i] = turn == 50;"
-    run_row(body, checks=Checks(orders=("ascending", "descending")))
+    run_row(body, checks=Checks(("ascending", "descending"), watch_accesses=False))
     with pytest.raises(OrderDependence, match="random"):
-        run_row(body, checks=Checks(orders=("ascending", *["random"] * 20)))
+        run_row(body, checks=Checks(("ascending", *["random"] * 20), watch_accesses=False))
 
 
 def test_a_variable_that_nobody_set():
-    (out,) = run_row(
-        "float total; for (int j = 0; j < int(i); j++) total += row[j]; out[i] = total;"
-    )
-    assert mx.isnan(out).all()
+    with pytest.raises(CompileError, match="variable 'total' is uninitialized when used here"):
+        run_row("float total; for (int j = 0; j < int(i); j++) total += row[j]; out[i] = total;")
+    # What the compiler can't tell is NaN.
+    (out,) = run_row("float last[2]; if (row[i] > 50) last[0] = row[i]; out[i] = last[0];")
+    assert mx.isnan(out).sum() == 51
 
 
 @pytest.mark.parametrize(

@@ -37,14 +37,30 @@ struct Lanes {
 
 using Reduction = void (*)(Lanes&);
 
+// Memory that threads share. The bit of a barrier's flags that stands for it, too.
+enum MemoryKind : uint8_t { kDeviceMemory, kThreadgroupMemory, kNumMemoryKinds };
+
+// One load or store of a thread.
+struct Access {
+  const char* address;
+  uint32_t bytes;
+  bool is_store, is_atomic;
+  bool is_whole; // a vector, whose elements come one by one besides: only its bounds matter
+  const char* code; // of the instruction behind it
+};
+
 struct Context;
 
 struct Calls {
-  void (*threadgroup_barrier)(Context&, Site);
-  void (*simdgroup_operation)(Context&, Site, Reduction);
-  char* (*threadgroup_memory)(Context&, int index, const char* name, size_t bytes);
-  void (*count_access)(Context&, const void* address, uint32_t bytes,
-                       bool is_store); // in counting builds only
+  void (*threadgroup_barrier)(Context&, Site, uint32_t flags);
+  void (*simdgroup_operation)(Context&, Site, Reduction, uint32_t flags);
+  char* (*threadgroup_memory)(Context&, int index, const char* name, size_t bytes,
+                              size_t element_bytes);
+  void (*access)(Context&, const Access&); // in watched builds only
+  // The thread did what has no defined result; these don't return.
+  void (*missing_lane)(Context&, Site, int lane);
+  void (*outside_array)(Context&, const char* code, const char* type, int64_t index);
+  void (*outside_integer)(Context&, const char* code, const char* type, double value);
 };
 
 // One GPU thread, as the kernel sees it.

@@ -23,6 +23,33 @@ constexpr int kStopSignal = SIGUSR1;
 
 thread_local Worker* this_worker = nullptr;
 
+// Where the instruction that faulted lies; nullptr: not known.
+const char* code_of(void* machine_context) {
+#if defined(__linux__) && defined(__x86_64__)
+  return reinterpret_cast<const char*>(
+      static_cast<ucontext_t*>(machine_context)->uc_mcontext.gregs[REG_RIP]);
+#elif defined(__linux__) && defined(__aarch64__)
+  return reinterpret_cast<const char*>(
+      static_cast<ucontext_t*>(machine_context)->uc_mcontext.pc);
+#else
+  (void)machine_context;
+  return nullptr;
+#endif
+}
+
+// Traps of the compiler's own bounds checks hold a number; ours, for misaligned pointers, don't.
+#if defined(__x86_64__)
+constexpr int kArrayTrap = SIGILL;
+bool is_array_trap(const char* code) { return code && memcmp(code, "\x67\x0f\xb9", 3) == 0; }
+#else
+constexpr int kArrayTrap = SIGTRAP;
+bool is_array_trap(const char* code) {
+  uint32_t instruction = 0;
+  if (code) memcpy(&instruction, code, sizeof(instruction));
+  return (instruction & 0xffffe01f) == 0xd42aa000; // brk #0x55..
+}
+#endif
+
 int is_write(void* machine_context) {
 #if defined(__linux__) && defined(__x86_64__)
   return static_cast<ucontext_t*>(machine_context)->uc_mcontext.gregs[REG_ERR] >> 1 & 1;
@@ -53,16 +80,26 @@ void on_signal(int number, siginfo_t* info, void* machine_context) {
   report.signal = number;
   report.address = reinterpret_cast<uint64_t>(info->si_addr);
   report.is_write = number == SIGSEGV || number == SIGBUS ? is_write(machine_context) : -1;
+  if (const char* code = code_of(machine_context)) {
+    // Addresses of code are those behind an instruction, as those of calls are.
+    report.code = code + 1 - reinterpret_cast<const char*>(worker->launch->kernel);
+    report.has_code = 1;
+  }
+  if (number == kArrayTrap && is_array_trap(code_of(machine_context))) {
+    worker->report.outcome = kMemoryFault;
+    snprintf(report.message, sizeof(report.message), "used memory outside of a thread array");
+  }
   for (auto& array : worker->arrays) {
     const Mapping& mapping = array.mapping;
     auto* address = static_cast<char*>(info->si_addr);
     if (array.bytes && address >= mapping.base && address < mapping.base + mapping.total)
       snprintf(report.message, sizeof(report.message),
-               "byte %td of threadgroup array %s (%zu bytes)", address - mapping.data, array.name,
-               array.bytes);
+               "byte %td of threadgroup array %s, which has %zu bytes", address - mapping.data,
+               array.name, array.bytes);
   }
   if (address_in_stack_guard(*worker, info->si_addr))
-    snprintf(report.message, sizeof(report.message), "the thread's stack (%zu bytes)", kStackBytes);
+    snprintf(report.message, sizeof(report.message), "outside of the thread's stack (%zu bytes)",
+             kStackBytes);
   siglongjmp(worker->escape, 1);
 }
 
@@ -172,6 +209,7 @@ Worker* prepare_worker(int index, const Crew& crew) {
   worker->report = {};
   worker->stop = &crew.stop;
   worker->lane_order.count = worker->simdgroup_order.count = 0;
+  if (launch.watches_accesses) worker->begin_watching();
   return grow_stacks(*worker, launch.threadgroup.x * launch.threadgroup.y * launch.threadgroup.z)
              ? worker
              : nullptr;

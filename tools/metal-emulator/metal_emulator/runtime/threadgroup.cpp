@@ -23,35 +23,56 @@ void first_entry() {
   thread.worker->wait(thread, State::kReturned, thread.site);
 }
 
-void threadgroup_barrier(Context& context, Site site) {
+void threadgroup_barrier(Context& context, Site site, uint32_t flags) {
   auto& thread = *static_cast<Thread*>(context.fiber);
+  thread.flags = flags;
   thread.worker->wait(thread, State::kAtBarrier, site);
 }
 
-void simdgroup_operation(Context& context, Site site, Reduction reduction) {
+void simdgroup_operation(Context& context, Site site, Reduction reduction, uint32_t flags) {
   auto& thread = *static_cast<Thread*>(context.fiber);
   thread.reduction = reduction;
+  thread.flags = flags;
   thread.worker->wait(thread, State::kAtExchange, site);
 }
 
-char* threadgroup_memory(Context& context, int index, const char* name, size_t bytes) {
-  return static_cast<Thread*>(context.fiber)->worker->array(index, name, bytes);
+char* threadgroup_memory(Context& context, int index, const char* name, size_t bytes,
+                         size_t element_bytes) {
+  return static_cast<Thread*>(context.fiber)->worker->array(index, name, bytes, element_bytes);
 }
 
-void count_access(Context& context, const void* at, uint32_t bytes, bool is_store) {
-  Worker& worker = *static_cast<Thread*>(context.fiber)->worker;
-  auto* address = static_cast<const char*>(at);
-  uint64_t* counts = is_store ? worker.report.traffic.stored : worker.report.traffic.loaded;
-  const Launch& launch = *worker.launch;
-  for (int i = 0; i < launch.num_buffers; i++)
-    if (address >= launch.ranges[i].begin && address < launch.ranges[i].end) {
-      counts[i] += bytes;
-      if (!is_store) worker.count_distinct(i, address, bytes);
-      return;
-    }
-  for (const auto& array : worker.arrays)
-    if (array.bytes && address >= array.mapping.data && address < array.mapping.data + array.bytes)
-      counts[kMaxBuffers] += bytes;
+void access(Context& context, const Access& access) {
+  auto& thread = *static_cast<Thread*>(context.fiber);
+  Worker& worker = *thread.worker;
+  if (worker.launch->counts_accesses && !access.is_whole) worker.count_access(access);
+  if (worker.launch->watches_accesses) worker.watch_access(thread, access);
+}
+
+void missing_lane(Context& context, Site site, int lane) {
+  auto& thread = *static_cast<Thread*>(context.fiber);
+  Worker& worker = *thread.worker;
+  thread.site = site;
+  bool has_lane = lane >= 0 && uint32_t(lane) < worker.lanes_of(trace_index(thread) / kSimdWidth);
+  snprintf(worker.report.message, sizeof(worker.report.message),
+           "took a value by %.40s from lane %d, which %s", site.operation, lane,
+           has_lane ? "has returned" : "its simdgroup does not have");
+  worker.fail_at(kUndefined, thread, nullptr);
+}
+
+void outside_array(Context& context, const char* code, const char* type, int64_t index) {
+  auto& thread = *static_cast<Thread*>(context.fiber);
+  Report& report = thread.worker->report;
+  snprintf(report.message, sizeof(report.message), "used element %lld of %.200s",
+           static_cast<long long>(index), type);
+  thread.worker->fail_at(kMemoryFault, thread, code);
+}
+
+void outside_integer(Context& context, const char* code, const char* type, double value) {
+  auto& thread = *static_cast<Thread*>(context.fiber);
+  Report& report = thread.worker->report;
+  snprintf(report.message, sizeof(report.message), "converted %.9g to %.200s, which can't hold it",
+           value, type);
+  thread.worker->fail_at(kUndefined, thread, code);
 }
 
 bool same_site(const Site& a, const Site& b) {
@@ -60,7 +81,22 @@ bool same_site(const Site& a, const Site& b) {
 
 } // namespace
 
-const Calls kCalls = {threadgroup_barrier, simdgroup_operation, threadgroup_memory, count_access};
+const Calls kCalls = {threadgroup_barrier, simdgroup_operation, threadgroup_memory, access,
+                      missing_lane,        outside_array,       outside_integer};
+
+void Worker::count_access(const Access& access) {
+  uint64_t* counts = access.is_store ? report.traffic.stored : report.traffic.loaded;
+  for (int i = 0; i < launch->num_buffers; i++)
+    if (access.address >= launch->ranges[i].begin && access.address < launch->ranges[i].end) {
+      counts[i] += access.bytes;
+      if (!access.is_store) count_distinct(i, access.address, access.bytes);
+      return;
+    }
+  for (const auto& array : arrays)
+    if (array.bytes && access.address >= array.mapping.data &&
+        access.address < array.mapping.data + array.bytes)
+      counts[kMaxBuffers] += access.bytes;
+}
 
 // The next lane of the running simdgroup whose turn it is.
 Thread* Worker::next_lane() {
@@ -102,6 +138,9 @@ void Worker::begin(Size3 at) {
   num_simdgroups = ceil_div(num_threads, kSimdWidth);
   number++;
   for (auto& array : arrays) array.bytes = 0;
+  num_regions = num_buffer_regions;
+  last_region = 0;
+  threadgroup_begin = ++time;
 
   uint32_t full = l.threadgroup.x * l.threadgroup.y * l.threadgroup.z;
   for (uint32_t i = 0; i < num_threads; i++) {
@@ -132,8 +171,8 @@ void Worker::begin(Size3 at) {
     };
     void** stack_top = reinterpret_cast<void**>(&context);
     threads[i] = {
-        this,   &context, prepare_stack(stack_top, first_entry), State::kRunnable, {nullptr, 0, 0},
-        nullptr};
+        this,    &context, prepare_stack(stack_top, first_entry), State::kRunnable, {nullptr, 0, 0},
+        nullptr, 0};
   }
 }
 
@@ -179,7 +218,7 @@ bool Worker::release_exchange(uint32_t index) {
   uint32_t first = index * kSimdWidth;
   uint32_t count = lanes_of(index);
   Thread* one = nullptr;
-  uint32_t active = 0;
+  uint32_t active = 0, flags = ~0u;
   for (uint32_t lane = 0; lane < count; lane++) {
     Thread& thread = threads[first + lane];
     if (thread.state == State::kReturned) continue;
@@ -187,22 +226,28 @@ bool Worker::release_exchange(uint32_t index) {
       return false;
     one = &thread;
     active |= 1u << lane;
+    flags &= thread.flags;
   }
   if (!one) return false;
   Lanes& lanes = exchanges[index][one->context->next_exchange];
   lanes.active = active;
   if (one->reduction) one->reduction(lanes);
   report.exchanges++;
+  if (flags) pass_simdgroup_barrier(index, flags);
   for (uint32_t lane = 0; lane < count; lane++)
     if (active >> lane & 1) threads[first + lane].state = State::kRunnable;
   return true;
 }
 
 bool Worker::release_barrier() {
-  for (uint32_t i = 0; i < num_threads; i++)
+  uint32_t flags = ~0u;
+  for (uint32_t i = 0; i < num_threads; i++) {
     if (threads[i].state != State::kAtBarrier || !same_site(threads[i].site, threads[0].site))
       return false;
+    flags &= threads[i].flags;
+  }
   report.barriers++;
+  pass_barrier(flags);
   for (uint32_t i = 0; i < num_threads; i++) threads[i].state = State::kRunnable;
   return true;
 }
@@ -224,7 +269,7 @@ bool Worker::run(Size3 at) {
   return false;
 }
 
-char* Worker::array(int index, const char* name, size_t bytes) {
+char* Worker::array(int index, const char* name, size_t bytes, size_t element_bytes) {
   ThreadgroupArray& array = arrays[index];
   if (array.bytes) return array.mapping.data;
   if (array.mapping.pages_bytes < bytes) unmap(array.mapping);
@@ -239,6 +284,8 @@ char* Worker::array(int index, const char* name, size_t bytes) {
   array.bytes = bytes;
   for (size_t i = 0; i < mapping.pages_bytes / sizeof(uint32_t); i++)
     reinterpret_cast<uint32_t*>(mapping.pages)[i] = launch->poison;
+
+  if (launch->watches_accesses) watch_array(array, index, element_bytes);
 
   uint64_t total = 0;
   for (auto& other : arrays) total += other.bytes;

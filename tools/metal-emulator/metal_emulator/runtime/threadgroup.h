@@ -7,6 +7,7 @@
 
 #include "launch.h"
 #include "memory.h"
+#include "shadow.h"
 
 namespace emulator {
 
@@ -21,7 +22,12 @@ struct Thread {
   State state;
   Site site; // where it waits, or waited last
   Reduction reduction;
+  uint32_t flags; // of the barrier
 };
+
+inline uint32_t trace_index(const Thread& thread) {
+  return thread.context->thread_index_in_threadgroup;
+}
 
 struct ThreadgroupArray {
   const char* name = nullptr;
@@ -59,6 +65,15 @@ struct Worker {
   uint64_t random = 0;
   Size3 position{};
 
+  // Of watched launches.
+  uint32_t time = 0; // goes on at each barrier and each threadgroup
+  uint32_t launch_begin = 0, threadgroup_begin = 0;
+  uint32_t barrier_time[kNumMemoryKinds];
+  uint32_t simdgroup_barrier_time[kMaxThreads / kSimdWidth][kNumMemoryKinds];
+  Region regions[kMaxBuffers + kMaxThreadgroupArrays];
+  int num_regions = 0, num_buffer_regions = 0, last_region = 0;
+  Shadow buffer_shadows[kMaxBuffers], array_shadows[kMaxThreadgroupArrays];
+
   bool run(Size3 threadgroup_position); // false: the launch has failed, see report
   void begin(Size3 threadgroup_position);
   void run_simdgroup(uint32_t index);
@@ -66,11 +81,30 @@ struct Worker {
   bool release_barrier();
   Thread* next_lane();
   void wait(Thread& thread, State state, Site site);
-  char* array(int index, const char* name, size_t bytes);
+  char* array(int index, const char* name, size_t bytes, size_t element_bytes);
+
+  void count_access(const Access& access);
   void count_distinct(int buffer, const char* address, uint32_t bytes);
   void forget_loads();
+  void begin_watching();
+  void watch_array(const ThreadgroupArray& array, int index, size_t element_bytes);
+  void watch_access(Thread& thread, const Access& access);
+  void check_cell(Thread& thread, const Access& access, const Region& region, Cell& cell,
+                  const Trace& trace);
+  void pass_barrier(uint32_t flags);
+  void pass_simdgroup_barrier(uint32_t simdgroup, uint32_t flags);
+  Region* region_of(const char* address);
+  bool is_old(const Trace& trace, MemoryKind kind) const;
+  bool is_ordered(const Trace& trace, uint32_t thread, MemoryKind kind) const;
+  void note(Trace& trace, const Trace& access, MemoryKind kind) const;
 
   bool fail(Outcome outcome, const Thread* thread);
+  // These leave the thread for good.
+  void fail_at(Outcome outcome, Thread& thread, const char* code);
+  void fail_outside(Thread& thread, const Access& access, const Region& region);
+  void fail_race(Thread& thread, const Access& access, const Region& region, const Trace& other,
+                 const char* other_did);
+  void fail_unwritten(Thread& thread, const Access& access, const Region& region);
   void describe_waits(char* text, size_t room) const;
   void order(Turns& turns, uint32_t count);
   uint32_t lanes_of(uint32_t simdgroup) const {

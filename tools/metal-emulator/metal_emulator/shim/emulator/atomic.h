@@ -1,7 +1,22 @@
 // Atomics, with relaxed order as on a Mac. What order they come in depends on the order of the
 // threads.
 #pragma once
+#include "../../runtime/interface.h"
 #include "base.h"
+
+// Atomics are ordered with each other, so a watched build says that they are some.
+#if defined(EMULATOR_WATCHES_ACCESSES)
+#define ATOMIC_FUNC inline __attribute__((noinline, nodebug, no_sanitize("coverage")))
+#define WATCH_ATOMIC(IS_STORE)                                                                     \
+  {                                                                                                \
+    auto& context = emulator::current();                                                           \
+    context.calls->access(context, {(const char*)&object->value, sizeof(T), IS_STORE, true, false, \
+                                    (const char*)__builtin_return_address(0)});                    \
+  }
+#else
+#define ATOMIC_FUNC METAL_FUNC
+#define WATCH_ATOMIC(IS_STORE)
+#endif
 
 namespace metal {
 
@@ -18,18 +33,21 @@ using atomic_bool = atomic<bool>;
 
 #define ATOMICS(SPACE)                                                                            \
   template <typename T>                                                                           \
-  METAL_FUNC T atomic_load_explicit(const volatile SPACE atomic<T>* object, memory_order) {       \
+  ATOMIC_FUNC T atomic_load_explicit(const volatile SPACE atomic<T>* object, memory_order) {      \
+    WATCH_ATOMIC(false)                                                                           \
     T value;                                                                                      \
     __atomic_load((volatile T*)&object->value, &value, __ATOMIC_RELAXED);                         \
     return value;                                                                                 \
   }                                                                                               \
   template <typename T>                                                                           \
-  METAL_FUNC void atomic_store_explicit(volatile SPACE atomic<T>* object, same_as<T> value,       \
-                                        memory_order) {                                           \
+  ATOMIC_FUNC void atomic_store_explicit(volatile SPACE atomic<T>* object, same_as<T> value,      \
+                                         memory_order) {                                          \
+    WATCH_ATOMIC(true)                                                                            \
     __atomic_store((volatile T*)&object->value, &value, __ATOMIC_RELAXED);                        \
   }                                                                                               \
   template <typename T, typename Change>                                                          \
-  METAL_FUNC T atomic_change(volatile SPACE atomic<T>* object, Change change) {                   \
+  ATOMIC_FUNC T atomic_change(volatile SPACE atomic<T>* object, Change change) {                  \
+    WATCH_ATOMIC(true)                                                                            \
     T old, next;                                                                                  \
     auto* memory = (volatile T*)&object->value; /* the builtins know of one address space only */ \
     __atomic_load(memory, &old, __ATOMIC_RELAXED);                                                \
@@ -58,5 +76,7 @@ ATOMICS(threadgroup)
 
 #undef ATOMICS
 #undef ATOMIC_CHANGE
+#undef ATOMIC_FUNC
+#undef WATCH_ATOMIC
 
 } // namespace metal

@@ -11,7 +11,8 @@
 #define threadgroup __attribute__((address_space(3)))
 #define thread
 
-#define METAL_FUNC inline __attribute__((always_inline))
+// Without lines of its own, so that what it does is at the caller's line.
+#define METAL_FUNC inline __attribute__((always_inline, nodebug))
 #define METAL_EMULATOR 1
 
 // The compiler calls this to round a float to bfloat, to the nearest, ties to even; few systems'

@@ -18,14 +18,18 @@ enum class mem_flags : uint {
 };
 constexpr mem_flags operator|(mem_flags a, mem_flags b) { return mem_flags(uint(a) | uint(b)); }
 
-METAL_FUNC void threadgroup_barrier(mem_flags, EMULATOR_SITE) {
+static_assert(1u << emulator::kDeviceMemory == uint(mem_flags::mem_device));
+static_assert(1u << emulator::kThreadgroupMemory == uint(mem_flags::mem_threadgroup));
+
+METAL_FUNC void threadgroup_barrier(mem_flags flags, EMULATOR_SITE) {
   auto& context = emulator::current();
-  context.calls->threadgroup_barrier(context, {"threadgroup_barrier", line, column});
+  context.calls->threadgroup_barrier(context, {"threadgroup_barrier", line, column}, uint(flags));
 }
 
-METAL_FUNC void simdgroup_barrier(mem_flags, EMULATOR_SITE) {
+METAL_FUNC void simdgroup_barrier(mem_flags flags, EMULATOR_SITE) {
   auto& context = emulator::current();
-  context.calls->simdgroup_operation(context, {"simdgroup_barrier", line, column}, nullptr);
+  context.calls->simdgroup_operation(context, {"simdgroup_barrier", line, column}, nullptr,
+                                     uint(flags));
   context.next_exchange ^= 1;
 }
 
@@ -39,24 +43,19 @@ METAL_FUNC const emulator::Lanes& exchange(const char* name, T value, int line, 
   auto& context = emulator::current();
   auto& lanes = context.exchanges[context.next_exchange];
   __builtin_memcpy(lanes.values[context.thread_index_in_simdgroup], &value, sizeof(T));
-  context.calls->simdgroup_operation(context, {name, line, column}, reduction);
+  context.calls->simdgroup_operation(context, {name, line, column}, reduction, 0);
   context.next_exchange ^= 1;
   return lanes;
 }
 
-// What a device gives for a lane that isn't there is undefined: a NaN, or a large number, shows up
-// in the results.
+// What a device gives for a lane that isn't there is undefined.
 template <typename T>
-METAL_FUNC T undefined() {
-  T value;
-  __builtin_memset(&value, 0xff, sizeof(T));
-  return value;
-}
-
-template <typename T>
-METAL_FUNC T from_lane(const emulator::Lanes& lanes, uint lane) {
-  return lane < uint(emulator::kSimdWidth) && lanes.active >> lane & 1 ? lanes.value<T>(int(lane))
-                                                                       : undefined<T>();
+METAL_FUNC T from_lane(const emulator::Lanes& lanes, int source, emulator::Site site) {
+  if (uint(source) >= uint(emulator::kSimdWidth) || !(lanes.active >> source & 1)) {
+    auto& context = emulator::current();
+    context.calls->missing_lane(context, site, source);
+  }
+  return lanes.value<T>(source);
 }
 
 // Halves of the simdgroup are combined, then halves of these: the order that shuffles by 16, 8, 4,
@@ -149,8 +148,8 @@ METAL_FUNC bool simd_any(bool value, EMULATOR_SITE) {
   return simd_detail::reduced<simd_detail::Or>("simd_any", value, line, column);
 }
 
-// SOURCE is the lane to read from, given `lane`, the own one. Where it lies outside the simdgroup
-// and KEEPS is true, a lane keeps its value.
+// SOURCE is the lane to read from, given `lane`, the own one. Where it lies behind either end of
+// the simdgroup and KEEPS is true, a lane keeps its value, as Metal says.
 #define SIMD_SHUFFLE(NAME, ARGUMENT, SOURCE, KEEPS)                                       \
   template <typename T>                                                                   \
   METAL_FUNC T NAME(T value, ARGUMENT, EMULATOR_SITE) {                                   \
@@ -159,7 +158,7 @@ METAL_FUNC bool simd_any(bool value, EMULATOR_SITE) {
     [[maybe_unused]] const int lane = int(emulator::current().thread_index_in_simdgroup); \
     const int source = SOURCE;                                                            \
     if (KEEPS && (source < 0 || source >= width)) return value;                           \
-    return simd_detail::from_lane<T>(lanes, uint(source));                                \
+    return simd_detail::from_lane<T>(lanes, source, {#NAME, line, column});               \
   }
 SIMD_SHUFFLE(simd_shuffle, ushort from, int(from), false)
 SIMD_SHUFFLE(simd_broadcast, ushort from, int(from), false)
@@ -216,12 +215,23 @@ METAL_FUNC simd_vote simd_ballot(bool value, EMULATOR_SITE) {
 
 namespace emulator {
 
+template <typename T>
+struct innermost {
+  using type = T;
+};
+template <typename T, size_t N>
+struct innermost<T[N]> : innermost<T> {};
+template <typename T, int N>
+struct innermost<metal::vec<T, N>> : innermost<T> {};
+
 // A variable that all threads of a threadgroup share. The tool puts this in the place of a
 // declaration such as `threadgroup float row[32];`, because C++ has no such storage.
 template <typename T>
-METAL_FUNC threadgroup T& threadgroup_variable(int index, const char* name) {
+METAL_FUNC threadgroup T* threadgroup_variable(int index, const char* name) {
+  // A pointer, since the compiler takes for granted that it may read what a reference refers to.
   Context& context = current();
-  return *(threadgroup T*)context.calls->threadgroup_memory(context, index, name, sizeof(T));
+  return (threadgroup T*)context.calls->threadgroup_memory(
+      context, index, name, sizeof(T), sizeof(typename innermost<T>::type));
 }
 
 METAL_FUNC metal::uint3 to_uint3(Size3 size) { return {size.x, size.y, size.z}; }

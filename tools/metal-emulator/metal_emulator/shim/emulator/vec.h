@@ -29,11 +29,22 @@ METAL_FUNC T convert(U value) {
 }
 
 // A vector in memory lies at a multiple of its size. (The detour keeps the compiler from taking
-// that for granted.)
-template <int Alignment>
-METAL_FUNC void check_alignment(uintptr_t address) {
+// that for granted.) A device touches all of it, whichever elements are used.
+inline void watch_vector(uintptr_t address, int bytes, bool is_store);
+template <int Alignment, int Bytes>
+METAL_FUNC void check_vector(uintptr_t address, bool is_store) {
   asm("" : "+r"(address));
   if (address % Alignment) __builtin_trap();
+#if defined(EMULATOR_WATCHES_ACCESSES)
+  watch_vector(address, Bytes, is_store);
+#endif
+}
+
+// The index of an element; undefined.h has what happens to others.
+inline void outside_vector(int index, int count);
+METAL_FUNC int checked(int index, int count) {
+  if (uint(index) >= uint(count)) outside_vector(index, count);
+  return index;
 }
 
 } // namespace vec_detail
@@ -43,12 +54,12 @@ METAL_FUNC void check_alignment(uintptr_t address) {
 // another address space.
 #define VEC_LOAD(SPACE)                                           \
   METAL_FUNC vec(const SPACE vec& other) {                        \
-    vec_detail::check_alignment<alignof(vec)>((uintptr_t)&other); \
+    vec_detail::check_vector<alignof(vec), N * sizeof(T)>((uintptr_t)&other, false); \
     for (int i = 0; i < N; i++) (*this)[i] = other[i];            \
   }
 #define VEC_STORE(SPACE)                                             \
   METAL_FUNC SPACE vec& operator=(this SPACE vec& self, vec other) { \
-    vec_detail::check_alignment<alignof(vec)>((uintptr_t)&self);     \
+    vec_detail::check_vector<alignof(vec), N * sizeof(T)>((uintptr_t)&self, true);     \
     for (int i = 0; i < N; i++) self[i] = other[i];                  \
     return self;                                                     \
   }
@@ -108,8 +119,12 @@ METAL_FUNC void check_alignment(uintptr_t address) {
   VEC_LOAD(threadgroup)                                                                    \
   VEC_STORE(device)                                                                        \
   VEC_STORE(threadgroup)                                                                   \
-  METAL_FUNC auto& operator[](this auto& self, int i) { return (&self.x)[i]; }             \
-  METAL_FUNC T operator[](this vec&& self, int i) { return (&self.x)[i]; }                 \
+  METAL_FUNC auto& operator[](this auto& self, int i) {                                    \
+    return (&self.x)[vec_detail::checked(i, N)];                                           \
+  }                                                                                        \
+  METAL_FUNC T operator[](this vec&& self, int i) {                                        \
+    return (&self.x)[vec_detail::checked(i, N)];                                           \
+  }                                                                                        \
                                                                                            \
  private:                                                                                  \
   template <typename A>                                                                    \

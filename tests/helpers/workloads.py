@@ -1,4 +1,4 @@
-"""Random requests of every kind on an engine of any size, and what becomes of them."""
+"""Requests of every kind at random, to which all engines are to give the same answers."""
 
 from __future__ import annotations
 
@@ -151,3 +151,9 @@ def assert_same(ours: RequestOutput, theirs: RequestOutput) -> None:
                 atol=2e-5,
             )
     assert type(ours.error) is type(theirs.error) and str(ours.error) == str(theirs.error)
+
+
+def assert_all_same(ahead: Run, waiting: Run) -> None:
+    assert waiting.num_in_flight == 0 < ahead.num_in_flight
+    for name, output in waiting.outputs.items():
+        assert_same(ahead.outputs[name], output)
