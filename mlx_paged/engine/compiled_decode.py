@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -12,6 +12,7 @@ import mlx.core as mx
 
 from mlx_paged.cache import PagedKVCache
 from mlx_paged.cache.open_decode import DecodeArrays, DecodeShape
+from mlx_paged.cache.paged import PagedLayerKV
 from mlx_paged.engine.model_arrays import ModelArrays
 from mlx_paged.models.language_model import LanguageModel
 
@@ -34,8 +35,8 @@ class CompiledDecode:
     interrupted in the middle leaves nothing behind. Weights that change are seen by the next step.
 
     A shape is traced when it has come up ``NUM_BUILT_FIRST`` times; the ``MAX_TRACES`` shapes that
-    came up last are remembered. If tracing raises, decodes are built from then on, and a warning
-    says so.
+    came up last are remembered. The first replay is held against a decode that is built. If that
+    differs, or tracing raises, decodes are built from then on, and a warning says so.
     """
 
     def __init__(self, model: LanguageModel, cache: PagedKVCache):
@@ -60,11 +61,14 @@ class CompiledDecode:
         if weights is None:  # Other modules make another graph.
             self._traces.clear()
             weights = self._model.read()
-        trace = self._trace_of(shape, tokens.dtype)
+        trace, is_new = self._trace_of(shape, tokens.dtype)
         if trace is None:
             return None
         try:
             logits, fences = trace(weights, tokens, *arrays)
+            if is_new:
+                layers = self._cache.traced_layers(shape, arrays._replace(fences=fences))
+                fences = self._check(weights, tokens, layers, logits)
         except Exception as error:
             self._has_failed = True
             self._traces.clear()
@@ -77,19 +81,41 @@ class CompiledDecode:
         self._cache.set_fences(fences)
         return logits
 
-    def _trace_of(self, shape: DecodeShape, dtype: mx.Dtype) -> Trace | None:
+    def _check(
+        self,
+        weights: list[mx.array],
+        tokens: mx.array,
+        layers: Sequence[PagedLayerKV],
+        logits: mx.array,
+    ) -> list[mx.array]:
+        """Build the decode that was replayed once more, on layers behind it: it writes the same
+        rows into the same slots, and its logits have to be the same, bit for bit.
+
+        Returns:
+            The fences that it leaves.
+
+        Raises:
+            RuntimeError: the logits differ.
+        """
+        built = self._model.copy_on(weights)(tokens, layers)
+        if not mx.array_equal(built, logits, equal_nan=True).item():
+            raise RuntimeError("a replay gives other logits than the decode that was traced")
+        return _fences_of(layers)
+
+    def _trace_of(self, shape: DecodeShape, dtype: mx.Dtype) -> tuple[Trace | None, bool]:
+        """The trace of a shape, if there is one by now, and whether it is new."""
         # A trace belongs to the stream it was made on, and streams belong to threads. They have no
         # hash of their own.
         key = (shape, dtype, str(mx.default_stream(mx.default_device())))
-        trace = self._traces.pop(key, 0)
+        trace, is_new = self._traces.pop(key, 0), False
         if isinstance(trace, int):
-            trace += 1
-            if trace > NUM_BUILT_FIRST:
+            trace, is_new = trace + 1, trace >= NUM_BUILT_FIRST
+            if is_new:
                 trace = self._new_trace(shape)
         self._traces[key] = trace
         if len(self._traces) > MAX_TRACES:
             del self._traces[next(iter(self._traces))]
-        return None if isinstance(trace, int) else trace
+        return (None if isinstance(trace, int) else trace), is_new
 
     def _new_trace(self, shape: DecodeShape) -> Trace:
         cache, model = self._cache, self._model
@@ -99,7 +125,7 @@ class CompiledDecode:
         ) -> tuple[mx.array, list[mx.array]]:
             layers = cache.traced_layers(shape, DecodeArrays(*arrays))
             logits = model.copy_on(weights)(tokens, layers)
-            return logits, [layer.kv.fence for layer in layers if layer.kv.fence is not None]
+            return logits, _fences_of(layers)
 
         # MLX knows a traced function by its address, which a later one may get, and by arguments
         # that are no arrays. No two of ours have the same number.
@@ -107,3 +133,7 @@ class CompiledDecode:
 
 
 _numbers = itertools.count()
+
+
+def _fences_of(layers: Sequence[PagedLayerKV]) -> list[mx.array]:
+    return [layer.kv.fence for layer in layers if layer.kv.fence is not None]

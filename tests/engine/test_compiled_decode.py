@@ -47,15 +47,20 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The tokens of each decode that Python builds in a trace."""
+    """The tokens of each decode that Python builds in a trace; that of the check does not count."""
     found: list[int] = []
-    traced_layers = PagedKVCache.traced_layers
+    traced_layers, check = PagedKVCache.traced_layers, CompiledDecode._check
 
     def watched(cache: PagedKVCache, shape: Any, arrays: DecodeArrays) -> list[PagedLayerKV]:
         found.append(shape.num_tokens)
         return traced_layers(cache, shape, arrays)
 
+    def unwatched(*arguments: Any) -> list[mx.array]:
+        found.pop()
+        return check(*arguments)
+
     monkeypatch.setattr(PagedKVCache, "traced_layers", watched)
+    monkeypatch.setattr(CompiledDecode, "_check", unwatched)
     return found
 
 
@@ -346,6 +351,25 @@ def test_a_trace_that_fails_leaves_decodes_to_python_and_says_so_once(
         tokens = tokens_of(engine, REQUESTS)
     assert len(w) == 1 and len(num_calls) == 1 and not any(replays)
     assert tokens == expected
+
+
+def test_a_replay_that_gives_other_logits_leaves_decodes_to_python_and_says_so_once(
+    demo: nn.Module, at_once: None, monkeypatch: pytest.MonkeyPatch
+):
+    def wrong(function: Any) -> Any:
+        def replay(*arguments: Any) -> Any:
+            logits, fences = function(*arguments)
+            return logits[:, ::-1], fences
+
+        return replay
+
+    expected = plain_tokens(demo, REQUESTS)
+    monkeypatch.setattr(mx, "compile", wrong)
+    engine = make_engine(demo)
+    replays = replays_of(engine)
+    with pytest.warns(UserWarning, match="a replay gives other logits than the decode") as w:
+        assert tokens_of(engine, REQUESTS) == expected
+    assert len(w) == 1 and not any(replays)
 
 
 def test_an_interrupt_while_tracing_leaves_the_model_and_the_slabs_as_they_were(
