@@ -89,7 +89,8 @@ class CompiledDecode:
         logits: mx.array,
     ) -> list[mx.array]:
         """Build the decode that was replayed once more, on layers behind it: it writes the same
-        rows into the same slots, and its logits have to be the same, bit for bit.
+        rows into the same slots, and its logits have to agree to half of the digits of their dtype.
+        ``mx.compile`` may join operations, and then rounds less often.
 
         Returns:
             The fences that it leaves.
@@ -98,7 +99,10 @@ class CompiledDecode:
             RuntimeError: the logits differ.
         """
         built = self._model.copy_on(weights)(tokens, layers)
-        if not mx.array_equal(built, logits, equal_nan=True).item():
+        is_same = (built == logits) | (mx.isnan(built) & mx.isnan(logits))
+        difference = mx.where(is_same, 0, mx.abs(built - logits)).max()
+        tolerance = mx.finfo(built.dtype).eps ** 0.5 * mx.abs(built).max()
+        if not (mx.all(is_same) | (difference <= tolerance)).item():
             raise RuntimeError("a replay gives other logits than the decode that was traced")
         return _fences_of(layers)
 

@@ -100,12 +100,16 @@ def test_an_index_outside_of_a_vector(checks):
         run_one(body.format(1), checks=checks)
 
 
+# An older clang finds another thing wrong with the same access.
+OUTSIDE = r"used (memory outside of a thread array|a misaligned pointer), in line 6"
+
+
 def test_a_thread_array_through_a_pointer():
     body = """float a[4] = {{0, 1, 2, 3}}; thread float* p = a;
         for (uint j = 0; j < 4; j++) p[(i + j) % 4 + {}] += 1;
         out[i] = p[i % 4];"""
     run_one(body.format(0))
-    with pytest.raises(MemoryFault, match="used memory outside of a thread array, in line 6"):
+    with pytest.raises(MemoryFault, match=OUTSIDE):
         run_one(body.format(1))
 
 
