@@ -137,7 +137,7 @@ class MetalBackend(Backend):
     def decode_plans(
         self, step: AttentionMetadata, keys: Collection[PlanKey]
     ) -> list[AttentionPlan] | None:
-        if step.max_query_len > 1 or step.shares_new_blocks or not self.writes_in_place:
+        if step.shares_new_blocks or not self.writes_in_place:
             return None
         return [AttentionPlan.of(step, *key) for key in keys]
 

@@ -17,6 +17,7 @@ from pytest import MonkeyPatch
 
 from mlx_paged.cache import paged
 from mlx_paged.ops import choose, device, kernels
+from mlx_paged.ops.backend import Backend
 from mlx_paged.ops.kv_handle import KVHandle
 from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, Rows, SlotMapping
 from mlx_paged.ops.metal import MetalBackend
@@ -38,16 +39,27 @@ def lazy_metal(computes: bool = False, call_seconds: float = 0.0) -> Iterator[No
         call_seconds: what a kernel call keeps the calling thread busy for, beyond making the
             primitive; only without ``computes``.
     """
+    metal_kernel = partial(_stand_in, call_seconds=call_seconds)
+    backend = ChainedReferenceBackend if computes else MetalBackend
+    with stand_in_metal(backend, metal_kernel), MonkeyPatch.context() as patch:
+        if not computes:
+            patch.setattr(device, "is_cpu", lambda: False)
+        yield
+
+
+@contextmanager
+def stand_in_metal(
+    backend: type[Backend], metal_kernel: Callable[..., kernels.MetalKernel]
+) -> Iterator[None]:
+    """Inside, ``"auto"`` and ``"metal"`` are ``backend``, and ``mx.fast.metal_kernel`` is
+    ``metal_kernel``.
+    """
     with MonkeyPatch.context() as patch:
         patch.setattr(choose, "metal_is_there", lambda: True)
         # Slabs that MLX's own operations write are copied while a reader is in flight.
         patch.setattr(paged, "NUM_WATCHED_STEPS", 0)
-        backend = ChainedReferenceBackend if computes else MetalBackend
         # Stand-ins would not pass the check at start-up.
         patch.setattr(choose, "working_backend", lambda _: backend())
-        if not computes:
-            patch.setattr(device, "is_cpu", lambda: False)
-        metal_kernel = partial(_stand_in, call_seconds=call_seconds)
         patch.setattr(mx.fast, "metal_kernel", metal_kernel)
         kernels.kernel.cache_clear()
         try:

@@ -17,28 +17,20 @@ from typing import Any
 import mlx.core as mx
 from pytest import MonkeyPatch
 
-from mlx_paged.cache import paged
 from mlx_paged.ops import attention_plan as plans
-from mlx_paged.ops import choose, device, kernels
+from mlx_paged.ops import device
 from mlx_paged.ops.kv_handle import KVHandle
 from mlx_paged.ops.metal import MetalBackend
+from paged_testing.lazy_metal import stand_in_metal
 
 
 @contextmanager
 def pure_metal() -> Iterator[None]:
     """Inside, ``"auto"`` and ``"metal"`` are the Metal backend on such kernels."""
-    with MonkeyPatch.context() as patch:
-        patch.setattr(choose, "metal_is_there", lambda: True)
-        patch.setattr(choose, "working_backend", lambda _: MetalBackend())
-        patch.setattr(paged, "NUM_WATCHED_STEPS", 0)
+    with stand_in_metal(MetalBackend, _metal_kernel), MonkeyPatch.context() as patch:
         patch.setattr(device, "is_cpu", lambda: False)  # A step is not computed while it is built.
         patch.setattr(KVHandle, "leave_chain", _leave_chain)
-        patch.setattr(mx.fast, "metal_kernel", _metal_kernel)
-        kernels.kernel.cache_clear()
-        try:
-            yield
-        finally:
-            kernels.kernel.cache_clear()
+        yield
 
 
 def _metal_kernel(name: str, input_names: list[str], **_: object) -> Callable[..., list[mx.array]]:
