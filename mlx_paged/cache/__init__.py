@@ -5,6 +5,7 @@ from mlx_paged.cache.config import KVCacheConfig
 from mlx_paged.cache.contiguous import ContiguousKVCache
 from mlx_paged.cache.formats import DenseFormat, KVFormat
 from mlx_paged.cache.layer import LayerKV, LayerSpec
+from mlx_paged.cache.layer_groups import LayerGroup, group_layers
 from mlx_paged.cache.paged import PagedKVCache
 from mlx_paged.errors import CacheFullError, PromptTooLongError
 from mlx_paged.request import SeqId
@@ -19,10 +20,12 @@ __all__ = [
     "KVCacheStats",
     "KVFormat",
     "KVSnapshot",
+    "LayerGroup",
     "LayerKV",
     "LayerSpec",
     "PagedKVCache",
     "PromptTooLongError",
     "SeqId",
     "SwappedKV",
+    "group_layers",
 ]

@@ -282,6 +282,13 @@ class Model(LanguageModel):
         h = self.model.norm(h)
         return self.model.embed_tokens.as_linear(h) if self.tie_word_embeddings else self.lm_head(h)
 
+    def rotate_keys(self, layer: int, keys: mx.array, distance: int) -> mx.array:
+        rope = self.layers[layer].self_attn.rope
+        # Some kinds of scaling make keys longer, too, which these are already.
+        length = rope(mx.ones((1, 1, 1, keys.shape[-1])), offset=0)
+        rotated = rope(keys.astype(mx.float32)[:, :, None] / length, offset=distance)
+        return rotated.squeeze(2).astype(keys.dtype)
+
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         """Drop the head of a checkpoint that also ties it to the embeddings."""
         if self.tie_word_embeddings:
