@@ -22,7 +22,7 @@ from mlx_lm.models.activations import swiglu
 from mlx_lm.models.rope_utils import initialize_rope
 
 from mlx_paged.argument_values import check_positive
-from mlx_paged.cache import DenseFormat, LayerKV, LayerSpec
+from mlx_paged.cache import KVFormat, LayerKV, LayerSpec
 from mlx_paged.errors import shown
 from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.ops import device
@@ -299,7 +299,7 @@ class Model(LanguageModel):
 
     @property
     def layer_specs(self) -> list[LayerSpec]:
-        dense = DenseFormat(str(self.dtype).removeprefix("mlx.core."))
+        dense = KVFormat.dense(self.dtype)
         return [
             LayerSpec(a.num_kv_heads, a.head_dim, a.head_dim, format=dense, num_heads=a.num_heads)
             for a in (block.self_attn for block in self.layers)
