@@ -205,7 +205,7 @@ def count_case(case: Case, trace: list[Any]) -> dict[str, Any]:
     backend, params = MetalBackend(), ops.AttentionParams(case.head_dim**-0.5, case.window)
     trace.clear()
     if case.has_rows:
-        out = backend.update_and_attend(q, k, v, kv, metadata, params)
+        out = backend.update_and_attend(q, (k,), (v,), kv, metadata, params)
     else:
         out = backend.paged_attention(q, kv, metadata, params)
     mx.eval(out)
@@ -265,7 +265,7 @@ def make_slabs(case: Case) -> tuple[ops.KVHandle, ops.AttentionMetadata]:
         case.block_size,
         case.head_dim,
         case.head_dim,
-        DTYPES[case.dtype],
+        ops.KVFormat.dense(DTYPES[case.dtype]),
     )
     return kv, ops.AttentionMetadata.build(
         tables, case.context_lens, case.query_lens, case.block_size

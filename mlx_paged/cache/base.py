@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
 import mlx.core as mx
-import numpy as np
 
 from mlx_paged.cache.config import KVCacheConfig
 from mlx_paged.cache.layer import LayerKV
 from mlx_paged.core import BlockCopy, BlockPool, BlockTable, KeyShift, KVCacheManager
 from mlx_paged.errors import CacheFullError
-from mlx_paged.ops import AttentionMetadata, Backend
+from mlx_paged.ops import AttentionMetadata, Backend, HostParts
 from mlx_paged.request import SeqId
 
 # The key of a mapping that a caller hands in. Mapping is invariant in its keys: with SeqId for
@@ -45,12 +44,12 @@ class KVSnapshot:
 class SwappedKV:
     """One sequence's K/V in host memory."""
 
-    # Per layer K and V, [num_kv_heads, num_tokens, width]
-    rows: list[tuple[np.ndarray, np.ndarray]]
+    # Per layer the parts of K and V, [num_kv_heads, num_tokens, width] each
+    rows: list[tuple[HostParts, HostParts]]
 
     @property
     def num_tokens(self) -> int:
-        num_tokens: int = self.rows[0][0].shape[1]
+        num_tokens: int = self.rows[0][0][0].shape[1]
         return num_tokens
 
 
@@ -480,8 +479,8 @@ class KVCache(ABC):
         self._table(seq)
         table = self.manager.groups[seq][self._group_of(layer)]
         if table.num_held_tokens == 0:
-            keys, values = self.layers[layer].spec.zeros(1, 0)
-            return keys[0], values[0]
+            spec = self.layers[layer].spec
+            return spec.format.decode(*spec.zeros(0))
         keys, values = self._gather(layer, table.block_ids, table.num_held_tokens)
         # A view that stays alive would make the next write copy the whole array behind it. The
         # product is exact and, unlike mx.contiguous, never shares the memory of a view that is

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from mlx_paged.argument_values import check_positive
-from mlx_paged.cache.formats import DenseFormat
 from mlx_paged.cache.layer import LayerSpec
 from mlx_paged.cache.layer_groups import LayerGroup
 from mlx_paged.config import BLOCK_SIZES, DEFAULT_BLOCK_SIZE, KVBudget
 from mlx_paged.core import KEEP_ALL
 from mlx_paged.errors import ArgumentError
+from mlx_paged.ops import KVFormat
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class KVCacheConfig:
         """A cache whose layers are all alike, K rows as wide as V rows."""
         check_positive("kv cache", "num_layers", num_layers)
         check_positive("kv cache", "head_dim", head_dim)
-        spec = LayerSpec(num_kv_heads, head_dim, head_dim, format=DenseFormat(dtype))
+        spec = LayerSpec(num_kv_heads, head_dim, head_dim, format=KVFormat.dense(dtype))
         return cls((spec,) * num_layers, block_size, num_blocks)
 
     @classmethod

@@ -10,7 +10,7 @@ from mlx_paged.cache.base import KVCache
 from mlx_paged.cache.layer import LayerKV, LayerSpec, compute_meanwhile
 from mlx_paged.cache.rows import Rows, RowStore
 from mlx_paged.core import BlockCopy, KVCacheManager
-from mlx_paged.ops import AttentionMetadata, AttentionParams, attend_densely
+from mlx_paged.ops import AttentionMetadata, AttentionParams, Parts, attend_densely
 from mlx_paged.request import SeqId
 
 
@@ -22,14 +22,14 @@ class ContiguousLayerKV(LayerKV):
         self._index = index
         self.rows: Sequence[Rows] = ()  # of the open step's sequences
 
-    def update(self, k: mx.array, v: mx.array) -> None:
-        step, encode = self.step, self.spec.format.encode
-        k, v = encode(k).swapaxes(0, 1), encode(v).swapaxes(0, 1)
+    def write(self, k: Parts, v: Parts) -> None:
+        step = self.step
+        new_keys, new_values = k[0].swapaxes(0, 1), v[0].swapaxes(0, 1)
         row = 0
         for rows, end, num_new in zip(self.rows, step.context_lens, step.query_lens, strict=True):
             keys, values = rows.layers[self._index]
-            keys[:, end - num_new : end] = k[:, row : row + num_new]
-            values[:, end - num_new : end] = v[:, row : row + num_new]
+            keys[:, end - num_new : end] = new_keys[:, row : row + num_new]
+            values[:, end - num_new : end] = new_values[:, row : row + num_new]
             row += num_new
 
     def update_and_attend(

@@ -21,7 +21,9 @@ from mlx_paged.ops import (
     AttentionPlan,
     Backend,
     CopyDetector,
+    HostParts,
     KVHandle,
+    Parts,
     PlanKey,
     SlotMapping,
     choose_backend,
@@ -39,6 +41,8 @@ RotateKeys: TypeAlias = Callable[[int, mx.array, int], mx.array]
 class PagedLayerKV(LayerKV):
     """One layer on its slabs ``[num_blocks, num_kv_heads, block_size, width]``, which it may share
     with layers of other groups.
+
+    This is where queries and keys are rotated, if the format does so: ``encode`` rotates keys.
     """
 
     def __init__(self, spec: LayerSpec, backend: Backend, kv: KVHandle):
@@ -46,9 +50,8 @@ class PagedLayerKV(LayerKV):
         self.kv = kv
         self._backend = backend
 
-    def update(self, k: mx.array, v: mx.array) -> None:
-        encode = self.spec.format.encode
-        self._backend.reshape_and_cache(encode(k), encode(v), self.kv, self.step.slot_mapping)
+    def write(self, k: Parts, v: Parts) -> None:
+        self._backend.reshape_and_cache(k, v, self.kv, self.step.slot_mapping)
 
     def update_and_attend(
         self,
@@ -60,12 +63,13 @@ class PagedLayerKV(LayerKV):
         sinks: mx.array | None = None,
     ) -> mx.array:
         step, params = self.step, AttentionParams(scale, self.spec.window, sinks)
+        q = self.spec.format.rotated(q)
+        key_parts, value_parts = self.spec.format.encode(k, v)
         if q.shape[0] < step.num_tokens:
-            self.update(k, v)
+            self.write(key_parts, value_parts)
             out = self._backend.attend(q, self.kv, step.logit_queries, params)
         else:
-            k, v = self.spec.format.encode(k), self.spec.format.encode(v)
-            out = self._backend.update_and_attend(q, k, v, self.kv, step, params)
+            out = self._backend.update_and_attend(q, key_parts, value_parts, self.kv, step, params)
         return compute_meanwhile(out)
 
 
@@ -131,9 +135,11 @@ class PagedKVCache(KVCache):
         config = self.config
         slabs, slab_of = [], {}
         for users in config.slabs:
-            zeros = config.layers[users[0]].zeros(self.pool.num_blocks, config.block_size)
-            slabs.append(KVHandle(*zeros))
-            mx.eval(slabs[-1].arrays)
+            spec = config.layers[users[0]]
+            shape = config.block_size, spec.key_dim, spec.value_dim
+            slabs.append(
+                KVHandle.allocate(self.pool.num_blocks, spec.num_kv_heads, *shape, spec.format)
+            )
             slab_of.update(dict.fromkeys(users, slabs[-1]))
         self._slabs = slabs
         self._layers = [
@@ -171,7 +177,7 @@ class PagedKVCache(KVCache):
 
     @property
     def _first_slab_nbytes(self) -> int:
-        return self._slabs[0].k.nbytes
+        return self._slabs[0].k[0].nbytes
 
     # Decodes as functions of arrays, for tracing
 
@@ -211,10 +217,10 @@ class PagedKVCache(KVCache):
         }
         step = traced_decode(self.config.block_size, arrays.positions, plans)
         layers = []
-        for spec, *kv in zip(
+        for spec, k, v, fence in zip(
             self.config.layers, arrays.keys, arrays.values, arrays.fences, strict=True
         ):
-            layers.append(PagedLayerKV(spec, self._backend, KVHandle(*kv)))
+            layers.append(PagedLayerKV(spec, self._backend, KVHandle(k, v, spec.format, fence)))
             layers[-1].open(step)
         return layers
 
@@ -241,14 +247,16 @@ class PagedKVCache(KVCache):
         ]
         slot_mapping = SlotMapping.build(slots, block_size)
         for index in self.config.groups[group].layers:
-            layer = self.layers[index]
-            k, v = self.backend.gather_blocks(layer.kv, shift.sources, num_tokens)
+            kv = self.layers[index].kv
+            keys, _ = self._gather(index, shift.sources, num_tokens)
+            _, v = self.backend.gather_parts(kv, shift.sources, num_tokens)
+            rotated = rotate_keys(index, keys.swapaxes(0, 1), shift.distance)
+            k = kv.format.key.encode(kv.format.rotated(rotated))
             # A view that stays alive would make the write copy the slab.
-            k, v = k.swapaxes(0, 1) * 1, v.swapaxes(0, 1) * 1
-            k = layer.spec.format.encode(rotate_keys(index, k, shift.distance))
+            v = tuple(part.swapaxes(0, 1) * 1 for part in v)
             if not self.backend.writes_in_place:
                 mx.eval(k, v)
-            self.backend.reshape_and_cache(k, v, layer.kv, slot_mapping)
+            self.backend.reshape_and_cache(k, v, kv, slot_mapping)
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -280,10 +288,10 @@ class PagedKVCache(KVCache):
 
     def swap_out(self, block_ids: Sequence[int], num_tokens: int) -> SwappedKV:
         rows = []
-        for index, layer in enumerate(self.layers):
-            k, v = self._gather(index, block_ids, num_tokens)
-            to_host = layer.spec.format.to_host
-            rows.append((to_host(k), to_host(v)))
+        for layer in self.layers:
+            k, v = self.backend.gather_parts(layer.kv, block_ids, num_tokens)
+            form = layer.spec.format
+            rows.append((form.key.to_host(k), form.value.to_host(v)))
         return SwappedKV(rows)
 
     def swap_in(self, seq: SeqId, swapped: SwappedKV, start: int, end: int) -> None:
@@ -292,12 +300,21 @@ class PagedKVCache(KVCache):
         for layer, rows in zip(self.layers, swapped.rows, strict=True):
             if table.num_unfilled_slots and self.backend.reads_unused_slots:
                 self.backend.zero_blocks(layer.kv, [table.packed_block_ids[-1]])
-            from_host = layer.spec.format.from_host
-            k, v = (from_host(array[:, start:end]).swapaxes(0, 1) for array in rows)
+            form = layer.spec.format
+            k, v = (
+                tuple(part.swapaxes(0, 1) for part in row_format.from_host(_cut(parts, start, end)))
+                for row_format, parts in zip((form.key, form.value), rows, strict=True)
+            )
             self.backend.reshape_and_cache(k, v, layer.kv, slots)
         mx.eval(self.arrays)
 
     def _gather(
         self, layer: int, block_ids: Sequence[int], num_tokens: int
     ) -> tuple[mx.array, mx.array]:
-        return self.backend.gather_blocks(self.layers[layer].kv, block_ids, num_tokens)
+        kv = self.layers[layer].kv
+        keys, values = self.backend.gather_blocks(kv, block_ids, num_tokens)
+        return kv.format.unrotated(keys), values
+
+
+def _cut(parts: HostParts, start: int, end: int) -> HostParts:
+    return tuple(part[:, start:end] for part in parts)

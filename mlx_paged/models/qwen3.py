@@ -22,7 +22,7 @@ from mlx_lm.models.activations import swiglu
 from mlx_lm.models.rope_utils import initialize_rope
 
 from mlx_paged.argument_values import check_positive
-from mlx_paged.cache import DenseFormat, LayerKV, LayerSpec
+from mlx_paged.cache import KVFormat, LayerKV, LayerSpec
 from mlx_paged.errors import shown
 from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.ops import device
@@ -345,8 +345,7 @@ class Model(LanguageModel):
 
     @property
     def layer_specs(self) -> list[LayerSpec]:
-        dense = DenseFormat(str(self.dtype).removeprefix("mlx.core."))
-        args = self.args
+        args, dense = self.args, KVFormat.dense(self.dtype)
         shape = args.num_key_value_heads, args.head_dim, args.head_dim
         return [
             LayerSpec(*shape, window, dense, args.num_attention_heads) for window in args.windows

@@ -19,9 +19,10 @@ from typing import Protocol, TypeAlias, cast
 import mlx.core as mx
 
 from mlx_paged.ops.attention_plan import MERGE_STREAMS, SIMD_SIZE, AttentionPlan, cut_rows
+from mlx_paged.ops.formats import KVFormat, Parts
 from mlx_paged.ops.gather_plan import GatherPlan
 from mlx_paged.ops.kv_handle import KVHandle
-from mlx_paged.ops.metadata import MIN_ELEMENTS, padded
+from mlx_paged.ops.metadata import MIN_ELEMENTS, StoredRows, padded
 from mlx_paged.ops.metal_sources import read_source
 
 HEAD_DIMS = (32, 64, 80, 96, 128, 256)
@@ -66,8 +67,10 @@ class MetalKernel(Protocol):
 
 
 @cache
-def why_unsupported(key_dim: int, value_dim: int, block_size: int) -> str | None:
-    """What of a slab's shape no kernel is made for, or ``None``."""
+def why_unsupported(key_dim: int, value_dim: int, block_size: int, format: KVFormat) -> str | None:
+    """What of a slab's shape or format no kernel is made for, or ``None``."""
+    if not format.is_dense:
+        return f"K/V of {format} have no Metal kernel"
     if key_dim != value_dim:
         return f"key_dim {key_dim} beside value_dim {value_dim} has no Metal kernel"
     for name, value, known in (
@@ -83,8 +86,8 @@ def why_unsupported(key_dim: int, value_dim: int, block_size: int) -> str | None
 
 
 def write_slots(
-    k: mx.array,  # [num_tokens, num_kv_heads, head_dim]
-    v: mx.array,  # the same
+    k: Parts,  # [num_tokens, num_kv_heads, head_dim]
+    v: Parts,  # the same
     kv: KVHandle,
     slots: mx.array,  # [max(num_tokens, 8)] int32, below 0 for padding
 ) -> Launch:
@@ -92,9 +95,9 @@ def write_slots(
     return _chained(
         "reshape_and_cache",
         kv,
-        [k, v, kv.k, kv.v, slots],
+        [*k, *v, *kv.slabs, slots],
         [("T", kv.dtype), ("BLOCK_SIZE", kv.block_size), ("HEAD_DIM", kv.key_dim)],
-        grid=(kv.key_dim // 4, k.shape[0], kv.num_kv_heads),
+        grid=(kv.key_dim // 4, k[0].shape[0], kv.num_kv_heads),
         threadgroup=_rows_per_threadgroup(kv.key_dim // 4),
     )
 
@@ -107,7 +110,7 @@ def gather(kv: KVHandle, plan: GatherPlan) -> Launch:
     return _chained(
         "gather_blocks",
         kv,
-        [kv.k, kv.v, plan.array],
+        [*kv.slabs, plan.array],
         [("T", kv.dtype), ("BLOCK_SIZE", kv.block_size), ("HEAD_DIM", kv.key_dim)],
         grid=(kv.key_dim // 4, plan.num_blocks * kv.block_size, kv.num_kv_heads),
         threadgroup=_rows_per_threadgroup(kv.key_dim // 4),
@@ -121,7 +124,7 @@ def copy_blocks(kv: KVHandle, src_dst_pairs: Sequence[tuple[int, int]]) -> Launc
     return _chained(
         "copy_blocks",
         kv,
-        [kv.k, kv.v, padded(ids)],
+        [*kv.slabs, padded(ids)],
         [("T", kv.dtype)],
         grid=(kv.num_kv_heads * kv.block_size * kv.key_dim // 4, len(src_dst_pairs), 1),
         threadgroup=(MAX_THREADS, 1, 1),
@@ -130,7 +133,7 @@ def copy_blocks(kv: KVHandle, src_dst_pairs: Sequence[tuple[int, int]]) -> Launc
 
 def attention(
     queries: mx.array,  # [num_tokens, num_heads, head_dim]
-    rows: tuple[mx.array, mx.array] | None,  # [num_tokens, num_kv_heads, head_dim] each
+    rows: StoredRows | None,  # [num_tokens, num_kv_heads, head_dim] each
     kv: KVHandle,
     plan: AttentionPlan,
     run: int,  # query tokens per sequence, at most
@@ -151,11 +154,11 @@ def attention(
     if is_partial:
         out = ((plan.num_partial_rows, queries.shape[1], head_dim + 4), mx.float32)
     # Where no row comes from the inputs, the queries stand in for arrays that no thread reads.
-    key_rows, value_rows = rows or (queries, queries)
+    key_rows, value_rows = rows or ((queries,), (queries,))
     return _chained(
         "paged_attention",
         kv,
-        [queries, kv.k, kv.v, key_rows, value_rows, plan.array, sinks, _scalar(scale)],
+        [queries, *kv.slabs, *key_rows, *value_rows, plan.array, sinks, _scalar(scale)],
         [
             ("T", kv.dtype),
             ("Out", out[1]),
@@ -209,7 +212,7 @@ def _chained(
     Raises:
         ValueError: no kernel is made for the shape of the slabs.
     """
-    lack = why_unsupported(kv.key_dim, kv.value_dim, kv.block_size)
+    lack = why_unsupported(kv.key_dim, kv.value_dim, kv.block_size, kv.format)
     if lack is not None:
         raise ValueError(f"[{name}] {lack}")
     fence = _first_fence() if kv.fence is None else kv.fence

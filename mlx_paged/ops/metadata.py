@@ -19,8 +19,11 @@ from typing import NamedTuple, TypeAlias, TypeGuard, TypeVar, cast
 
 import mlx.core as mx
 
+from mlx_paged.ops.formats import Parts
+
 T = TypeVar("T")
 Rows: TypeAlias = tuple[mx.array, mx.array]  # K and V
+StoredRows: TypeAlias = tuple[Parts, Parts]  # K and V, as slabs hold them
 
 # MLX hands a kernel inputs of fewer elements in another address space: another kernel to compile.
 MIN_ELEMENTS = 8
@@ -113,11 +116,15 @@ class StepPart(NamedTuple):
     step: AttentionMetadata
     rows: mx.array | None  # [num_tokens of the part] int32, its rows; None for the whole step
 
-    def take(self, q: mx.array, kv_rows: Rows | None) -> tuple[mx.array, Rows | None]:
+    def take(self, q: mx.array, kv_rows: StoredRows | None) -> tuple[mx.array, StoredRows | None]:
         """The part's rows of the step's packed queries, and of its K and V if there are any."""
-        if self.rows is None:
+        rows = self.rows
+        if rows is None:
             return q, kv_rows
-        return q[self.rows], kv_rows and (kv_rows[0][self.rows], kv_rows[1][self.rows])
+        if kv_rows is None:
+            return q[rows], None
+        k, v = kv_rows
+        return q[rows], (tuple(part[rows] for part in k), tuple(part[rows] for part in v))
 
 
 @dataclass(frozen=True, eq=False)

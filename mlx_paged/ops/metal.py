@@ -11,6 +11,7 @@ import mlx.core as mx
 from mlx_paged.ops import checks, kernels
 from mlx_paged.ops.attention_plan import AttentionPlan, PlanKey
 from mlx_paged.ops.backend import Backend
+from mlx_paged.ops.formats import Parts
 from mlx_paged.ops.gather_plan import GatherPlan
 from mlx_paged.ops.kv_handle import KVHandle
 from mlx_paged.ops.metadata import (
@@ -18,6 +19,7 @@ from mlx_paged.ops.metadata import (
     AttentionParams,
     Rows,
     SlotMapping,
+    StoredRows,
 )
 from mlx_paged.ops.prefill import prefill
 from mlx_paged.ops.reference import ReferenceBackend
@@ -50,19 +52,19 @@ class MetalBackend(Backend):
         self._checked_runs = decode_runs or {}
 
     def reshape_and_cache(
-        self, k: mx.array, v: mx.array, kv: KVHandle, slot_mapping: SlotMapping
+        self, k: Parts, v: Parts, kv: KVHandle, slot_mapping: SlotMapping
     ) -> None:
         if self._scatter:
             return self._scatter.reshape_and_cache(k, v, kv, slot_mapping)
         checks.check_slot_write("reshape_and_cache", k, v, kv, slot_mapping)
-        if k.shape[0] > 0:
+        if k[0].shape[0] > 0:
             (kv.fence,) = kernels.write_slots(k, v, kv, slot_mapping.packed)()
 
     def update_and_attend(
         self,
         q: mx.array,
-        k: mx.array | None,
-        v: mx.array | None,
+        k: Parts | None,
+        v: Parts | None,
         kv: KVHandle,
         step: AttentionMetadata,
         params: AttentionParams,
@@ -90,7 +92,8 @@ class MetalBackend(Backend):
             if run == 0:
                 if part_rows is not None and not is_written:
                     (kv.fence,) = kernels.write_slots(*part_rows, kv, part.slot_mapping.packed)()
-                outputs.append(prefill(part_q, part_rows, part, params, partial(_gather_all, kv)))
+                dense = part_rows and kv.format.decode(*part_rows)
+                outputs.append(prefill(part_q, dense, part, params, partial(_gather_all, kv)))
                 continue
             queries = part_q.astype(kv.dtype)
             new_rows = None if is_written else part_rows
@@ -122,6 +125,10 @@ class MetalBackend(Backend):
         table = checks.check_block_table("gather_blocks", block_table, num_tokens, kv)
         (rows,) = _gather(kv, GatherPlan.pack([table], [num_tokens]))
         return rows
+
+    def gather_parts(self, kv: KVHandle, block_table: Sequence[int], num_tokens: int) -> StoredRows:
+        k, v = self.gather_blocks(kv, block_table, num_tokens)
+        return (k,), (v,)
 
     def copy_blocks(self, kv: KVHandle, src_dst_pairs: Sequence[tuple[int, int]]) -> None:
         if self._scatter:

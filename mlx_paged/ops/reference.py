@@ -17,8 +17,9 @@ import numpy as np
 from mlx_paged.ops import checks, device
 from mlx_paged.ops.attention_plan import PlanKey
 from mlx_paged.ops.backend import Backend
+from mlx_paged.ops.formats import Parts
 from mlx_paged.ops.kv_handle import KVHandle
-from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, Rows, SlotMapping
+from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, Rows, SlotMapping, StoredRows
 from mlx_paged.ops.prefill import prefill
 
 # Block-parallel attention reads each block once per query token, gathered K/V are read once per
@@ -36,7 +37,7 @@ class ReferenceBackend(Backend):
     reads_unused_slots = True  # decodes multiply whole blocks
 
     def reshape_and_cache(
-        self, k: mx.array, v: mx.array, kv: KVHandle, slot_mapping: SlotMapping
+        self, k: Parts, v: Parts, kv: KVHandle, slot_mapping: SlotMapping
     ) -> None:
         checks.check_slot_write("reshape_and_cache", k, v, kv, slot_mapping)
         kv.leave_chain()
@@ -45,8 +46,8 @@ class ReferenceBackend(Backend):
     def update_and_attend(
         self,
         q: mx.array,
-        k: mx.array,
-        v: mx.array,
+        k: Parts,
+        v: Parts,
         kv: KVHandle,
         step: AttentionMetadata,
         params: AttentionParams,
@@ -81,6 +82,11 @@ class ReferenceBackend(Backend):
     def gather_blocks(self, kv: KVHandle, block_table: Sequence[int], num_tokens: int) -> Rows:
         table = checks.check_block_table("gather_blocks", block_table, num_tokens, kv)
         kv.leave_chain()
+        return kv.format.decode(*_gather(kv, table, num_tokens))
+
+    def gather_parts(self, kv: KVHandle, block_table: Sequence[int], num_tokens: int) -> StoredRows:
+        table = checks.check_block_table("gather_parts", block_table, num_tokens, kv)
+        kv.leave_chain()
         return _gather(kv, table, num_tokens)
 
     def copy_blocks(self, kv: KVHandle, src_dst_pairs: Sequence[tuple[int, int]]) -> None:
@@ -89,42 +95,40 @@ class ReferenceBackend(Backend):
             return
         kv.leave_chain()
         sources, destinations = mx.array(list(zip(*src_dst_pairs, strict=True)), dtype=mx.int32)
-        k_rows, v_rows = kv.k[sources], kv.v[sources]
+        blocks = [slab[sources] for slab in kv.slabs]
         # The gather must be done before the scatter is built: while it holds the slab, the scatter
         # would copy it whole.
-        mx.eval(k_rows, v_rows)
-        kv.k[destinations] = k_rows
-        kv.v[destinations] = v_rows
+        mx.eval(blocks)
+        for slab, copied in zip(kv.slabs, blocks, strict=True):
+            slab[destinations] = copied
 
     def zero_blocks(self, kv: KVHandle, block_ids: Sequence[int]) -> None:
         checks.check_block_ids("zero_blocks", "block_ids", block_ids, kv)
         kv.leave_chain()
         ids = mx.array(list(block_ids), dtype=mx.int32)
-        kv.k[ids] = 0
-        kv.v[ids] = 0
+        for slab in kv.slabs:
+            slab[ids] = 0
 
     def decode_plans(self, step: AttentionMetadata, keys: Collection[PlanKey]) -> None:
         return None
 
 
-def _write_rows(k: mx.array, v: mx.array, kv: KVHandle, slot_mapping: SlotMapping) -> None:
+def _write_rows(k: Parts, v: Parts, kv: KVHandle, slot_mapping: SlotMapping) -> None:
     if slot_mapping.only_slot is not None:
         # A slice update costs a third of a scatter of one row.
         block_id, offset = slot_mapping.only_slot
-        kv.k[block_id : block_id + 1, :, offset : offset + 1] = k[:, :, None]
-        kv.v[block_id : block_id + 1, :, offset : offset + 1] = v[:, :, None]
+        for slab, rows in zip(kv.slabs, k + v, strict=True):
+            slab[block_id : block_id + 1, :, offset : offset + 1] = rows[:, :, None]
         return
-    if slot_mapping.live_rows is not None:
-        k, v = k[slot_mapping.live_rows], v[slot_mapping.live_rows]
-    if k.shape[0] > 0:
-        block_ids, offsets = slot_mapping.places
-        kv.k[block_ids, :, offsets] = k
-        kv.v[block_ids, :, offsets] = v
+    live_rows, (block_ids, offsets) = slot_mapping.live_rows, slot_mapping.places
+    if block_ids.size > 0:
+        for slab, rows in zip(kv.slabs, k + v, strict=True):
+            slab[block_ids, :, offsets] = rows if live_rows is None else rows[live_rows]
 
 
 def _attend(
     q: mx.array,
-    rows: Rows | None,  # of the step's tokens, which are in the slabs, too
+    rows: StoredRows | None,  # of the step's tokens, which are in the slabs, too
     kv: KVHandle,
     step: AttentionMetadata,
     params: AttentionParams,
@@ -134,11 +138,11 @@ def _attend(
     for step_part in parts:
         run, part, _ = step_part
         part_q, part_rows = step_part.take(q, rows)
-        outputs.append(
-            _decode(part_q, kv, part, params)
-            if run
-            else prefill(part_q, part_rows, part, params, partial(_gather_all, kv))
-        )
+        if run:
+            outputs.append(_decode(part_q, kv, part, params))
+        else:
+            dense = part_rows and kv.format.decode(*part_rows)
+            outputs.append(prefill(part_q, dense, part, params, partial(_gather_all, kv)))
     return outputs[0] if row_order is None else mx.concatenate(outputs)[row_order]
 
 
@@ -162,7 +166,7 @@ def _decode(
     # Scores [num_pairs, num_kv_heads, group, block_size]: each block against the query that reads
     # it.
     queries = (q * params.scale).astype(kv.dtype).reshape(num_tokens, num_kv_heads, group, key_dim)
-    scores = pairs.scores(queries, kv.k)
+    scores = pairs.scores(queries, kv.k[0])
 
     # Softmax of each query token over all of its blocks, unnormalised until the values are summed,
     # too.
@@ -176,17 +180,18 @@ def _decode(
     if sink_logits is not None:
         denominator = denominator + mx.exp(sink_logits - highest)
 
-    values = pairs.values(weights.astype(kv.dtype), kv.v)
+    values = pairs.values(weights.astype(kv.dtype), kv.v[0])
     out = pairs.segment_sum(values) / denominator
     return out.reshape(num_tokens, num_heads, kv.value_dim).astype(q.dtype)
 
 
 def _gather_all(kv: KVHandle, step: AttentionMetadata) -> list[Rows]:
     tables = zip(step.block_tables, step.context_lens, strict=True)
-    return [_gather(kv, list(table), context_len) for table, context_len in tables]
+    decode = kv.format.decode
+    return [decode(*_gather(kv, list(table), context_len)) for table, context_len in tables]
 
 
-def _gather(kv: KVHandle, block_table: list[int], num_tokens: int) -> Rows:
+def _gather(kv: KVHandle, block_table: list[int], num_tokens: int) -> StoredRows:
     first, num_blocks = block_table[0], len(block_table)
     # The pieces of one head adjacent, [num_kv_heads, num_blocks]: a gather of whole blocks would be
     # copied once more, to put heads first.
@@ -200,7 +205,7 @@ def _gather(kv: KVHandle, block_table: list[int], num_tokens: int) -> Rows:
         heads_first = run if ids is None else slab.flatten(0, 1)[ids]
         return heads_first.reshape(kv.num_kv_heads, -1, slab.shape[3])[:, :num_tokens]
 
-    return gather(kv.k), gather(kv.v)
+    return tuple(map(gather, kv.k)), tuple(map(gather, kv.v))
 
 
 def _has_gather_mm(slab: mx.array) -> bool:

@@ -17,10 +17,11 @@ import numpy as np
 
 from mlx_paged.ops import kernels
 from mlx_paged.ops.backend import Backend
+from mlx_paged.ops.formats import KVFormat
 from mlx_paged.ops.gather_plan import GatherPlan
 from mlx_paged.ops.in_place import writes_in_place
 from mlx_paged.ops.kv_handle import KVHandle
-from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, Rows, SlotMapping
+from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, Rows, SlotMapping, StoredRows
 from mlx_paged.ops.metal import DECODE_RUNS, MAX_GROUP_SIZE, MetalBackend
 from mlx_paged.ops.prefill import attend_densely
 from mlx_paged.ops.reference import ReferenceBackend
@@ -38,11 +39,16 @@ class AttentionShape:
     key_dim: int
     value_dim: int
     block_size: int
-    dtype: mx.Dtype  # of the slabs
+    format: KVFormat
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """Of queries and of dense rows."""
+        return self.format.dtype
 
     def __str__(self) -> str:
         return (
-            f"{str(self.dtype).removeprefix('mlx.core.')}, head_dim {self.key_dim}, blocks of "
+            f"{self.format}, head_dim {self.key_dim}, blocks of "
             f"{self.block_size}, {self.group} query heads for each of {self.num_kv_heads} KV heads"
         )
 
@@ -130,12 +136,13 @@ def check_writes(shape: AttentionShape) -> str | None:
     problem = _Problem(shape, [shape.block_size + 3, 5], [9, 5])
     kv, backend = problem.slabs(problem.num_old_tokens), MetalBackend()
     slots = problem.step.slot_mapping.slots
-    k, v = (mx.concatenate([rows[:1], rows]) for rows in problem.rows)
-    backend.reshape_and_cache(k, v, kv, SlotMapping([-1, *slots], shape.block_size))
+    (k,), (v,) = problem.rows
+    k, v = (mx.concatenate([rows[:1], rows]) for rows in (k, v))
+    backend.reshape_and_cache((k,), (v,), kv, SlotMapping([-1, *slots], shape.block_size))
     source = problem.step.block_tables[0][0]
     backend.copy_blocks(kv, [(source, problem.spare_block)])
     expected = problem.slabs(problem.step.context_lens)
-    for slab in (expected.k, expected.v):
+    for slab in expected.slabs:
         slab[problem.spare_block] = slab[source]
     return None if _same_slabs(kv, expected) else "leave other slabs than they should"
 
@@ -201,7 +208,7 @@ class _Problem:
         ]
         runs = list(zip(self.dense, self.num_old_tokens, strict=True))
         new_k, new_v = ([rows[which][:, old:] for rows, old in runs] for which in (0, 1))
-        self.rows: Rows = (_packed(new_k), _packed(new_v))
+        self.rows: StoredRows = (_packed(new_k),), (_packed(new_v),)
 
     def slabs(self, num_tokens: list[int]) -> KVHandle:
         """The first tokens of each sequence; all other slots hold NaN."""
@@ -218,7 +225,7 @@ class _Problem:
                 slab[np.array(table)[blocks], :, offsets] = heads_first.swapaxes(0, 1)
             slabs.append(mx.array(slab).astype(dense.dtype))
         mx.eval(slabs)
-        return KVHandle(*slabs)
+        return KVHandle.dense(*slabs)
 
     def error(self, out: mx.array, params: AttentionParams) -> float:
         """The largest error of attention, as a multiple of what is allowed there.
@@ -244,5 +251,6 @@ def _packed(heads_first: list[mx.array]) -> mx.array:
 def _same_slabs(one: KVHandle, other: KVHandle) -> bool:
     mx.eval(one.arrays)
     return all(
-        mx.array_equal(a, b, equal_nan=True).item() for a, b in ((one.k, other.k), (one.v, other.v))
+        mx.array_equal(a, b, equal_nan=True).item()
+        for a, b in zip(one.slabs, other.slabs, strict=True)
     )

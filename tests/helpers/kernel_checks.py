@@ -43,7 +43,7 @@ def nan_before_the_window(problem: PagedProblem) -> KVHandle:
     """The slabs of a problem with NaN in all slots that its window hides from every query."""
     window = problem.params.window
     assert window is not None
-    slabs = [np.array(slab.astype(mx.float32)) for slab in (problem.kv.k, problem.kv.v)]
+    slabs = [np.array(slab.astype(mx.float32)) for slab in problem.kv.slabs]
     for table, context_len, query_len in zip(
         problem.tables, problem.context_lens, problem.query_lens, strict=True
     ):
@@ -51,7 +51,7 @@ def nan_before_the_window(problem: PagedProblem) -> KVHandle:
             index, offset = divmod(position, problem.kv.block_size)
             for slab in slabs:
                 slab[table[index], :, offset] = np.nan
-    return KVHandle(*(mx.array(slab).astype(problem.kv.dtype) for slab in slabs))
+    return KVHandle.dense(*(mx.array(slab).astype(problem.kv.dtype) for slab in slabs))
 
 
 def random_handle(
@@ -63,7 +63,7 @@ def random_handle(
     dtype: mx.Dtype = mx.float32,
 ) -> KVHandle:
     shape = (num_blocks, num_kv_heads, block_size, head_dim)
-    kv = KVHandle(random_array(rng, shape, dtype), random_array(rng, shape, dtype))
+    kv = KVHandle.dense(random_array(rng, shape, dtype), random_array(rng, shape, dtype))
     mx.eval(*kv.arrays)
     return kv
 
@@ -74,7 +74,7 @@ def random_array(rng: np.random.Generator, shape: tuple[int, ...], dtype: mx.Dty
 
 def copy_of(kv: KVHandle) -> KVHandle:
     """The same content in memory of its own."""
-    twin = KVHandle(*(mx.array(raw(slab)).view(kv.dtype) for slab in (kv.k, kv.v)))
+    twin = KVHandle.dense(*(mx.array(raw(slab)).view(kv.dtype) for slab in kv.slabs))
     mx.eval(*twin.arrays)
     return twin
 
@@ -86,5 +86,5 @@ def assert_same_bits(one: mx.array, other: mx.array) -> None:
 
 def assert_same_slabs(one: KVHandle, other: KVHandle) -> None:
     mx.eval(*one.arrays, *other.arrays)
-    assert_same_bits(one.k, other.k)
-    assert_same_bits(one.v, other.v)
+    assert_same_bits(one.k[0], other.k[0])
+    assert_same_bits(one.v[0], other.v[0])

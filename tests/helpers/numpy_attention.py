@@ -15,7 +15,7 @@ from functools import cached_property
 import mlx.core as mx
 import numpy as np
 
-from mlx_paged.ops import AttentionMetadata, AttentionParams, KVHandle
+from mlx_paged.ops import AttentionMetadata, AttentionParams, KVHandle, Parts
 
 DTYPES = {"f32": mx.float32, "f16": mx.float16, "bf16": mx.bfloat16}
 ORDERS = ("adjacent", "long_runs", "reversed", "shuffled", "shared")
@@ -157,12 +157,12 @@ class PagedProblem:
         )
 
 
-def before_the_step(problem: PagedProblem) -> tuple[KVHandle, mx.array, mx.array]:
+def before_the_step(problem: PagedProblem) -> tuple[KVHandle, Parts, Parts]:
     """Slabs that hold NaN where the new tokens go, and the packed K and V of these."""
     slots = problem.metadata.slot_mapping.slots
     block_size = problem.kv.block_size
     slabs = []
-    for slab in (problem.kv.k, problem.kv.v):
+    for slab in problem.kv.slabs:
         bits = raw(slab).copy()
         nan = raw(mx.array([mx.nan], slab.dtype))[0]
         for slot in slots:
@@ -173,7 +173,7 @@ def before_the_step(problem: PagedProblem) -> tuple[KVHandle, mx.array, mx.array
         mx.concatenate([rows[which][-query_len:] for rows, query_len in runs]) for which in (1, 2)
     )
     mx.eval(*slabs, k, v)
-    return KVHandle(*slabs), k, v
+    return KVHandle.dense(*slabs), (k,), (v,)
 
 
 def assert_matches_formula(out: mx.array, problem: PagedProblem) -> None:
@@ -277,7 +277,7 @@ def make_problem(
             rows[:, :, 0] = 16
     problem = PagedProblem(
         q=mx.concatenate(queries),
-        kv=KVHandle(*slabs),
+        kv=KVHandle.dense(*slabs),
         metadata=AttentionMetadata.build(tables, context_lens, query_lens, block_size),
         params=AttentionParams(scale, window, draw(num_kv_heads * group) * 2 if sinks else None),
         dense=tuple(zip(queries, keys, values, strict=True)),

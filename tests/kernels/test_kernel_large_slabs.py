@@ -16,7 +16,7 @@ from helpers.kernel_checks import assert_same_bits, checked_metal, random_array
 from helpers.numpy_attention import raw
 from metal_emulator import LargeArray
 
-from mlx_paged.ops import AttentionMetadata, AttentionParams, KVHandle, SlotMapping
+from mlx_paged.ops import AttentionMetadata, AttentionParams, KVHandle, Parts, SlotMapping
 
 NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, DTYPE = 2, 8, 32, mx.float16
 # The block whose first vector is number 2^32. In 32 bits it is block 0, and the next one block 1.
@@ -38,13 +38,13 @@ class Slabs:
     def random(cls, stack: ExitStack) -> Slabs:
         rng = np.random.default_rng(0)
         shape = (NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
-        small = KVHandle(*(random_array(rng, (len(BLOCKS), *shape), DTYPE) for _ in "kv"))
-        mx.eval(small.k, small.v)
+        small = KVHandle.dense(*(random_array(rng, (len(BLOCKS), *shape), DTYPE) for _ in "kv"))
+        mx.eval(small.slabs)
         slabs = [stack.enter_context(LargeArray.zeros((FAR + 4, *shape), DTYPE)) for _ in "kv"]
-        for slab, content in zip(slabs, (small.k, small.v), strict=True):
+        for slab, content in zip(slabs, small.slabs, strict=True):
             for index, block in enumerate(BLOCKS):
                 slab[block][:] = np.array(content[index])
-        return cls(KVHandle(*slabs), small)
+        return cls(KVHandle.dense(*slabs), small)
 
     def both(self, operation: Operation) -> None:
         """The operation comes to the same results and slabs on both handles."""
@@ -52,7 +52,7 @@ class Slabs:
         small = operation(self.small, BLOCKS.index)
         for one, other in zip(large or (), small or (), strict=True):
             assert_same_bits(one, other)
-        for slab, expected in ((self.large.k, self.small.k), (self.large.v, self.small.v)):
+        for slab, expected in zip(self.large.slabs, self.small.slabs, strict=True):
             blocks = np.stack([slab[block] for block in BLOCKS]).view(np.uint16)
             np.testing.assert_array_equal(blocks, raw(expected))
 
@@ -68,10 +68,10 @@ def slabs(compiler: None) -> Iterator[Slabs]:
             yield large_and_small
 
 
-def rows(num_tokens: int, seed: int) -> tuple[mx.array, mx.array]:
+def rows(num_tokens: int, seed: int) -> tuple[Parts, Parts]:
     rng = np.random.default_rng(seed)
     shape = (num_tokens, NUM_KV_HEADS, HEAD_DIM)
-    return random_array(rng, shape, DTYPE), random_array(rng, shape, DTYPE)
+    return (random_array(rng, shape, DTYPE),), (random_array(rng, shape, DTYPE),)
 
 
 def write(kv: KVHandle, block: Callable[[int], int]) -> None:

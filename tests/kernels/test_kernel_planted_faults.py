@@ -271,7 +271,7 @@ BLOCK_FAULTS = {
 def test_a_mistake_in_a_write_is_seen(name, text, other, error, plant, compiler):
     rng = np.random.default_rng(0)
     kv = random_handle(rng, 6, 2, 16, 64, mx.float16)
-    k, v = (random_array(rng, (4, 2, 64), mx.float16) for _ in "kv")
+    k, v = ((random_array(rng, (4, 2, 64), mx.float16),) for _ in "kv")
     twin = copy_of(kv)
     with checked_metal():
         plant(f"{name}.metal", text, other)

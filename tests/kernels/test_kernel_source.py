@@ -12,7 +12,7 @@ from helpers.backends import METAL
 from make_kernel_golden import GOLDEN, call_every_kernel, head, mlx_sources
 from metal_emulator.signature import InputType, KernelSource
 
-from mlx_paged.ops import AttentionMetadata, AttentionParams, KVHandle, kernels
+from mlx_paged.ops import AttentionMetadata, AttentionParams, KVFormat, KVHandle, kernels
 from mlx_paged.ops.metal_sources import METAL_FOLDER, read_source
 
 
@@ -72,7 +72,7 @@ def test_every_kernel_has_a_file_and_every_file_a_kernel():
 
 
 def test_no_length_is_compiled_into_a_kernel(recorded):
-    kv = KVHandle.allocate(700, 2, 8, 128, 128, mx.float16)
+    kv = KVHandle.allocate(700, 2, 8, 128, 128, KVFormat.dense("float16"))
     libraries = []
     for context_lens in ([9], [10, 11, 12], [300], [5000, 3], [4999, 2, 700], [257] * 9):
         tables = [list(range(1, 1 + -(-n // 8))) for n in context_lens]
@@ -80,7 +80,7 @@ def test_no_length_is_compiled_into_a_kernel(recorded):
         rows = mx.zeros((len(context_lens), 2, 128), mx.float16)
         queries = mx.zeros((len(context_lens), 4, 128), mx.float16)
         recorded.clear()
-        METAL.update_and_attend(queries, rows, rows, kv, metadata, AttentionParams(0.1))
+        METAL.update_and_attend(queries, (rows,), (rows,), kv, metadata, AttentionParams(0.1))
         METAL.gather_blocks(kv, tables[0], context_lens[0])
         METAL.copy_blocks(kv, [(3, 4 + n) for n in range(len(context_lens))])
         libraries.append({(name, *call["template"]) for name, call in recorded})

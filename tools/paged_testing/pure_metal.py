@@ -64,10 +64,10 @@ def _leave_chain(kv: KVHandle) -> None:
         shape = (kv.num_blocks, kv.block_size, kv.num_kv_heads, kv.key_dim)
         k, v = (
             rows[: -kv.block_size].reshape(shape).swapaxes(1, 2)
-            for rows in _rows_of(kv.fence, kv.k, kv.v)
+            for rows in _rows_of(kv.fence, kv.k[0], kv.v[0])
         )
-        kv.k, kv.v, kv.fence = mx.contiguous(k), mx.contiguous(v), None
-        mx.eval(kv.k, kv.v)
+        kv.k, kv.v, kv.fence = (mx.contiguous(k),), (mx.contiguous(v),), None
+        mx.eval(kv.arrays)
 
 
 def _reshape_and_cache(call: SimpleNamespace) -> list[mx.array]:
