@@ -230,8 +230,6 @@ class KVCache(ABC):
         except BaseException:  # Ctrl-C, too.
             for seq in num_new_tokens:
                 if seq in lengths_before:
-                    for table in self.manager.groups[seq]:
-                        table.forget_key_shift()
                     self.manager.trim(seq, lengths_before[seq])
                 elif seq in tables:
                     self.free(seq)
@@ -313,7 +311,7 @@ class KVCache(ABC):
                 shares_new_blocks,
                 num_logit_rows,
                 self.pool.num_blocks - 1,
-                None if keeps_all else [table.num_evicted_tokens for table in tables],
+                None if keeps_all else [table.num_evicted_tokens - table.base for table in tables],
             )
             steps.append(step)
         self._step = steps[0]

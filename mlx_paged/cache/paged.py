@@ -84,11 +84,11 @@ class PagedKVCache(KVCache):
         config: shape and budget.
         backend: ``"auto"``, ``"reference"`` or ``"metal"``.
         initial_blocks: blocks to allocate at once; the rest of the budget when it is needed.
-        rotate_keys: :meth:`LanguageModel.rotate_keys` of the model, for sinks that follow a window.
+        rotate_keys: :meth:`LanguageModel.rotate_keys` of the model, for sequences without end.
 
     Raises:
         BackendError: the backend can't be had.
-        ValueError: there are sinks, and no ``rotate_keys``.
+        ValueError: sequences shall have no end, and there is no ``rotate_keys``.
     """
 
     kind = "paged"
@@ -102,8 +102,8 @@ class PagedKVCache(KVCache):
         initial_blocks: int = INITIAL_BLOCKS,
         rotate_keys: RotateKeys | None = None,
     ):
-        if rotate_keys is None and any(group.retention.num_sink_tokens for group in config.groups):
-            raise ValueError("[paged cache] sinks need rotate_keys, of the model")
+        if rotate_keys is None and any(group.retention.cuts_runs for group in config.groups):
+            raise ValueError("[paged cache] a streaming window needs rotate_keys, of the model")
         self._rotate_keys = rotate_keys
         shapes = [spec.attention_shape(config.block_size) for spec in config.layers]
         self._backend = choose_backend(backend, shapes)

@@ -89,7 +89,7 @@ def test_preempted_requests_go_on_with_the_same_tokens(windowed):
     asked = requests(2, num_shared=16)
     expected = alone(windowed, asked)
     keeps_all = "window" not in options and model.args.windows[0] is None
-    num_blocks = 14 if model.args.windows == [None, None] else 60 if keeps_all else 22
+    num_blocks = 11 if model.args.windows == [None, None] else 60 if keeps_all else 22
     for caching in (False, True):
         engine = make_engine(
             model,
