@@ -5,6 +5,7 @@ are given back at once.
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -12,6 +13,7 @@ from helpers.engine_helpers import CONFIG
 from helpers.engine_runs import ask, assert_nothing_held, greedy, make_engine, prompt, run, sampled
 from helpers.streaming_reference import streamed_logits, streaming
 from helpers.workloads import Workload, assert_same
+from paged_testing.lazy_metal import lazy_metal
 
 from mlx_paged.errors import ArgumentError, PromptTooLongError
 from mlx_paged.models import qwen3
@@ -31,21 +33,25 @@ KINDS = {
 }
 
 
-@pytest.fixture(params=KINDS)
-def windowed(request: pytest.FixtureRequest) -> tuple[qwen3.Model, dict]:
+def model_and_options(kind: str, **more: Any) -> tuple[qwen3.Model, dict]:
     """A model, and options of an engine."""
-    changes, options = KINDS[request.param]
+    changes, options = KINDS[kind]
     if changes:
         changes = {**changes, "use_sliding_window": True, "sliding_window": 20}
     mx.random.seed(3)
-    model = qwen3.Model(qwen3.ModelArgs.from_dict(CONFIG | changes))
+    model = qwen3.Model(qwen3.ModelArgs.from_dict(CONFIG | changes | more))
     mx.eval(model.parameters())
     return model, {"block_size": 8, "kv_cache_bytes": "100blocks", **options}
 
 
-def requests(seed: int, count: int = 9, num_shared: int = 150) -> dict:
+@pytest.fixture(params=KINDS)
+def windowed(request: pytest.FixtureRequest) -> tuple[qwen3.Model, dict]:
+    return model_and_options(request.param)
+
+
+def requests(seed: int, count: int = 9) -> dict:
     rng = random.Random(seed)
-    shared = prompt(num_shared, seed=seed)
+    shared = prompt(150, seed=seed)
     return {
         str(number): (
             shared[: rng.choice([0, 16, 57, 96, 150])] + prompt(rng.randint(1, 60), seed=number),
@@ -86,10 +92,13 @@ def test_tokens_do_not_depend_on_the_batch_its_chunks_or_what_is_cached(windowed
 
 def test_preempted_requests_go_on_with_the_same_tokens(windowed):
     model, options = windowed
-    asked = requests(2, num_shared=16)
+    # Short prompts, which are admitted together, and answers that grow.
+    params = (greedy(70), sampled(1, 60), sampled(2, 80))
+    asked = {str(i): (prompt(3 + 2 * i, seed=i), params[i % 3]) for i in range(8)}
     expected = alone(windowed, asked)
-    keeps_all = "window" not in options and model.args.windows[0] is None
-    num_blocks = 11 if model.args.windows == [None, None] else 60 if keeps_all else 22
+    roomy = make_engine(model, max_num_batched_tokens=16, max_num_seqs=6, **options)
+    longest = max(len(tokens) + params.max_tokens for tokens, params in asked.values())
+    num_blocks = roomy.cache.manager.max_num_held_blocks(longest) + 2
     for caching in (False, True):
         engine = make_engine(
             model,
@@ -140,6 +149,20 @@ def test_random_requests_are_answered_as_on_a_large_engine_without_a_cache(windo
     tight, expected = workload.run(model, **own), roomy.run(model, **own)
     for name, output in expected.outputs.items():
         assert_same(tight.outputs[name], output)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lazy_kernels_one_step_ahead_get_the_same_as_plain_mlx(kind):
+    model, options = model_and_options(kind, head_dim=32)
+    workload = Workload(400, 14, model.args.vocab_size)
+    workload.options |= {"swap_bytes": 0}
+    own = {name: value for name, value in options.items() if name not in workload.options}
+    plain = workload.run(model, run_ahead=False, **own)
+    with lazy_metal(computes=True):
+        ahead = workload.run(model, run_ahead=True, **own)
+    assert ahead.engine.cache.backend.name == "metal"
+    for name, output in plain.outputs.items():
+        assert_same(ahead.outputs[name], output)
 
 
 def test_a_sequence_without_end_takes_a_constant_number_of_blocks():
