@@ -5,43 +5,19 @@ are given back at once.
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import mlx.core as mx
 import pytest
 from helpers.engine_helpers import CONFIG
 from helpers.engine_runs import ask, assert_nothing_held, greedy, make_engine, prompt, run, sampled
 from helpers.streaming_reference import streamed_logits, streaming
+from helpers.windowed_models import KINDS, model_and_options
 from helpers.workloads import Workload, assert_same
-from paged_testing.lazy_metal import lazy_metal
 
 from mlx_paged.errors import ArgumentError, PromptTooLongError
 from mlx_paged.models import qwen3
 
 pytestmark = pytest.mark.usefixtures("run_ahead")
-
-# A window with sinks for a model that sees all, one without, layers with windows, and both.
-KINDS = {
-    "streaming": ({}, {"window": 48, "num_sink_tokens": 8}),
-    "no sinks": ({}, {"window": 32, "num_sink_tokens": 0}),
-    "layers": ({"num_hidden_layers": 4, "max_window_layers": 2}, {}),
-    "all layers": ({"num_hidden_layers": 2, "max_window_layers": 0}, {}),
-    "both": (
-        {"num_hidden_layers": 3, "max_window_layers": 2},
-        {"window": 40, "num_sink_tokens": 3},
-    ),
-}
-
-
-def model_and_options(kind: str, **more: Any) -> tuple[qwen3.Model, dict]:
-    """A model, and options of an engine."""
-    changes, options = KINDS[kind]
-    if changes:
-        changes = {**changes, "use_sliding_window": True, "sliding_window": 20}
-    mx.random.seed(3)
-    model = qwen3.Model(qwen3.ModelArgs.from_dict(CONFIG | changes | more))
-    mx.eval(model.parameters())
-    return model, {"block_size": 8, "kv_cache_bytes": "100blocks", **options}
 
 
 @pytest.fixture(params=KINDS)
@@ -149,20 +125,6 @@ def test_random_requests_are_answered_as_on_a_large_engine_without_a_cache(windo
     tight, expected = workload.run(model, **own), roomy.run(model, **own)
     for name, output in expected.outputs.items():
         assert_same(tight.outputs[name], output)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_lazy_kernels_one_step_ahead_get_the_same_as_plain_mlx(kind):
-    model, options = model_and_options(kind, head_dim=32)
-    workload = Workload(400, 14, model.args.vocab_size)
-    workload.options |= {"swap_bytes": 0}
-    own = {name: value for name, value in options.items() if name not in workload.options}
-    plain = workload.run(model, run_ahead=False, **own)
-    with lazy_metal(computes=True):
-        ahead = workload.run(model, run_ahead=True, **own)
-    assert ahead.engine.cache.backend.name == "metal"
-    for name, output in plain.outputs.items():
-        assert_same(ahead.outputs[name], output)
 
 
 def test_a_sequence_without_end_takes_a_constant_number_of_blocks():
