@@ -73,6 +73,7 @@ class _CacheOptions(TypedDict, total=False):
     kv: str
     block_size: int
     kv_cache_bytes: str | int | None
+    kv_format: str | int | None
     backend: str
     max_model_len: int | None
 
@@ -109,7 +110,8 @@ def generate_step(
         logits_processors: each maps (tokens so far, logits ``[1, vocab_size]``) to new logits.
         prefill_step_size: prompt tokens per step (default: 2048).
         prompt_progress_callback: called with the prompt tokens done so far and their total.
-        kv, block_size, kv_cache_bytes, backend, max_model_len: as :class:`Engine` takes them.
+        kv, block_size, kv_cache_bytes, kv_format, backend, max_model_len: as :class:`Engine` takes
+            them.
 
     Raises:
         ValueError: an argument of the wrong type or out of its range, an empty prompt, or a token

@@ -241,8 +241,8 @@ class PagedKVCache(KVCache):
 
     def swap_out(self, block_ids: Sequence[int], num_tokens: int) -> SwappedKV:
         rows = []
-        for layer in self.layers:
-            k, v = self.backend.gather_parts(layer.kv, block_ids, num_tokens)
+        for index, layer in enumerate(self.layers):
+            k, v = self._gather_parts(index, block_ids, num_tokens)
             form = layer.spec.format
             rows.append((form.key.to_host(k), form.value.to_host(v)))
         return SwappedKV(rows)
@@ -261,12 +261,10 @@ class PagedKVCache(KVCache):
             self.backend.reshape_and_cache(k, v, layer.kv, slots)
         mx.eval(self.arrays)
 
-    def _gather(
+    def _gather_parts(
         self, layer: int, block_ids: Sequence[int], num_tokens: int
-    ) -> tuple[mx.array, mx.array]:
-        kv = self.layers[layer].kv
-        keys, values = self.backend.gather_blocks(kv, block_ids, num_tokens)
-        return kv.format.unrotated(keys), values
+    ) -> tuple[Parts, Parts]:
+        return self.backend.gather_parts(self.layers[layer].kv, block_ids, num_tokens)
 
 
 def _cut(parts: HostParts, start: int, end: int) -> HostParts:

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal, overload
 
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
 from mlx_paged.argument_values import check_integer
-from mlx_paged.cache import ContiguousKVCache, KVCache, KVCacheConfig, PagedKVCache
+from mlx_paged.cache import (
+    ContiguousKVCache,
+    KVCache,
+    KVCacheConfig,
+    KVFormat,
+    LayerSpec,
+    PagedKVCache,
+)
 from mlx_paged.config import (
     DEFAULT_BACKEND,
     DEFAULT_BLOCK_SIZE,
     DEFAULT_KV,
     KV_CACHES,
+    KVBits,
     KVBudget,
 )
 from mlx_paged.errors import shown
@@ -30,6 +40,7 @@ def make_kv_cache(
     *,
     block_size: int = DEFAULT_BLOCK_SIZE,
     kv_cache_bytes: str | int | None = None,
+    kv_format: str | int | None = None,
     backend: str = DEFAULT_BACKEND,
 ) -> PagedKVCache: ...
 
@@ -41,6 +52,7 @@ def make_kv_cache(
     *,
     block_size: int = DEFAULT_BLOCK_SIZE,
     kv_cache_bytes: str | int | None = None,
+    kv_format: str | int | None = None,
     backend: str = DEFAULT_BACKEND,
 ) -> ContiguousKVCache: ...
 
@@ -52,6 +64,7 @@ def make_kv_cache(
     *,
     block_size: int = DEFAULT_BLOCK_SIZE,
     kv_cache_bytes: str | int | None = None,
+    kv_format: str | int | None = None,
     backend: str = DEFAULT_BACKEND,
 ) -> KVCache: ...
 
@@ -63,22 +76,27 @@ def make_kv_cache(
     *,
     block_size: int = DEFAULT_BLOCK_SIZE,
     kv_cache_bytes: str | int | None = None,
+    kv_format: str | int | None = None,
     backend: str = DEFAULT_BACKEND,
 ) -> KVCache:
-    """An empty cache for ``model``, in the dtype of its activations (mlx-lm:
-    ``make_prompt_cache``).
+    """An empty cache for ``model``, in the dtype of its activations unless ``kv_format`` says
+    otherwise (mlx-lm: ``make_prompt_cache``).
 
     Args:
         kind: ``"paged"`` or ``"basic"`` (contiguous).
         block_size: tokens per block: 8, 16, 32 or 64.
         kv_cache_bytes: the budget, as :meth:`KVBudget.parse` reads it; by default a share of the
             machine's memory.
+        kv_format: the bits that K and V are quantised to as they are written: ``8``, ``4``, or for
+            each ``"K:8,V:4"``; a paged cache only. By default they are stored as they are. Numbers
+            share a scale and a bias in groups of 64, of 32 where that does not divide a row.
         backend: ``"auto"``, ``"reference"`` or ``"metal"``; a basic cache attends with MLX's own
             SDPA whatever it is.
 
     Raises:
-        ValueError: no model of :func:`mlx_paged.load`, an unknown kind, block size or backend, or a
-            budget that can't be read or holds no block.
+        ValueError: no model of :func:`mlx_paged.load`, an unknown kind, block size or backend, a
+            budget that can't be read or holds no block, or a format that can't be read or had for
+            this model, this kind or this backend.
     """
     checked = check_model(model)
     for name, value in (("kind", kind), ("backend", backend)):
@@ -95,5 +113,19 @@ def make_kv_cache(
         budget = KVBudget(nbytes=default_kv_cache_bytes(weight_nbytes))
     else:
         budget = KVBudget.parse(kv_cache_bytes)
-    config = KVCacheConfig.within(budget, checked.layer_specs, block_size)
+    layers = _stored_as(KVBits.parse(kv_format), checked.layer_specs)
+    config = KVCacheConfig.within(budget, layers, block_size)
     return PagedKVCache(config, backend) if kind == "paged" else ContiguousKVCache(config)
+
+
+def _stored_as(bits: KVBits | None, layers: Sequence[LayerSpec]) -> Sequence[LayerSpec]:
+    """The layers with K and V in these bits; as they are for ``None``."""
+    if bits is None:
+        return layers
+    return [
+        replace(
+            spec,
+            format=KVFormat.quantised(bits, spec.key_dim, spec.value_dim, spec.format.key.dtype),
+        )
+        for spec in layers
+    ]
