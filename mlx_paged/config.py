@@ -19,6 +19,8 @@ DEFAULT_KV = "paged"
 DEFAULT_BACKEND = "auto"
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 DEFAULT_MAX_NUM_MIXED_TOKENS = 512
+DEFAULT_NUM_SINK_TOKENS = 4
+MAX_WINDOW = 2**31
 
 _KV_BITS = re.compile(r"\s*k\s*:?\s*(\d+)\s*,?\s*v\s*:?\s*(\d+)\s*", re.IGNORECASE)
 KV_BITS_NOTATION = "8, 4 or one for each, such as K:8,V:4"
@@ -88,6 +90,32 @@ class KVBits:
         raise ArgumentError(
             f"[kv cache] {argument} must be {KV_BITS_NOTATION}, got {shown(given)}", argument
         )
+
+
+@dataclass(frozen=True)
+class StreamingWindow:
+    """Keep the first ``num_sink_tokens`` and the last ``window`` tokens of each sequence, so that
+    it may go on without end in bounded memory (StreamingLLM, Xiao et al. 2023).
+
+    Both are rounded up to whole blocks, and tokens leave several blocks at a time.
+
+    Raises:
+        ArgumentError: a number out of its range, named.
+    """
+
+    window: int
+    num_sink_tokens: int = DEFAULT_NUM_SINK_TOKENS
+
+    def __post_init__(self) -> None:
+        for name, least in (("window", 1), ("num_sink_tokens", 0)):
+            value = as_integer(getattr(self, name))
+            if value is None or not least <= value < MAX_WINDOW:
+                raise ArgumentError(
+                    f"[kv cache] {name} must be a whole number, at least {least}, "
+                    f"got {shown(getattr(self, name))}",
+                    name,
+                )
+            object.__setattr__(self, name, value)
 
 
 @dataclass(frozen=True)

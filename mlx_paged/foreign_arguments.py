@@ -34,7 +34,7 @@ OTHER_NAMES = _by_name(
         "kv_format": "kv_bits kv_cache_dtype type_k type_v",
         "kv_cache_bytes": "gpu_memory_utilization kv_cache_memory_bytes num_gpu_blocks_override",
         "max_model_len": (
-            "max_kv_size max_seq_len max_seq_length max_length n_ctx max_context_len "
+            "max_seq_len max_seq_length max_length n_ctx max_context_len "
             "context_length context_window"
         ),
         "max_num_seqs": "max_batch_size completion_batch_size n_parallel",
@@ -51,6 +51,8 @@ OTHER_NAMES = _by_name(
         "stop_token_ids": "eos_token_id eos_token_ids",
         "swap_bytes": "swap_space cpu_offload_gb kv_offloading_size",
         "temperature": "temp",
+        "window": "max_kv_size sliding_window attention_window",
+        "num_sink_tokens": "keep num_attention_sinks attention_sink_size n_keep",
     }
 )
 
@@ -137,7 +139,7 @@ PARAMS = (
 ENGINE_OPTIONS = (
     "kv", "block_size", "kv_cache_bytes", "kv_format", "backend", "swap_bytes", "max_model_len",
     "max_num_seqs", "priority_steps", "max_num_batched_tokens", "max_num_mixed_tokens", "watermark",
-    "enable_prefix_caching", "run_ahead",
+    "enable_prefix_caching", "run_ahead", "window", "num_sink_tokens",
 )  # fmt: skip
 # One argument, as different functions call it.
 _ALSO_CALLED = {
@@ -161,6 +163,7 @@ _NOTATION = {
     "kv_cache_bytes": ", such as '2G' or '256blocks'",
     "kv_format": ": 8, 4 or 'K:8,V:4'",
     "swap_bytes": ", such as '4G'",
+    "window": ", the tokens that are kept",
     "max_model_len": " for tokens, or kv_cache_bytes for memory",
     "sampling_params": ", a SamplingParams",
     "adapter_path": ", the folder of the adapters",

@@ -115,7 +115,8 @@ class ContiguousKVCache(KVCache):
 
     # Steps
 
-    def _prepare(self, step: AttentionMetadata) -> None:
+    def _prepare(self, steps: Sequence[AttentionMetadata]) -> None:
+        (step,) = steps
         mx.eval(self.arrays)  # what the last step left; most often nothing
         store, block_size = self._store, self.config.block_size
         tables = []  # of each sequence: blocks that hold tokens already, and new ones

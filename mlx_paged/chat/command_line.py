@@ -18,6 +18,7 @@ from mlx_paged.config import (
     DEFAULT_BLOCK_SIZE,
     DEFAULT_KV,
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
+    DEFAULT_NUM_SINK_TOKENS,
     KV_BITS_NOTATION,
     KV_CACHES,
     KVBits,
@@ -33,9 +34,11 @@ _FLAGS = {
     "adapter_path": "--adapter-path",
     "kv_cache_bytes": "--kv-cache-bytes",
     "kv_format": "--kv-bits",
+    "num_sink_tokens": "--num-sink-tokens",
     "max_model_len": "--max-model-len",
     "max_num_batched_tokens": "--prefill-step-size",
     "path_or_hf_repo": "--model",
+    "window": "--window",
 }
 _MAX_ERROR = 2000  # characters
 _DASHES_AS_VALUE = re.compile(r"(--[^=]+)=--|(-[a-zA-Z])=?--")
@@ -147,6 +150,19 @@ def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
         type=positive,
         metavar="N",
         help="context limit: tokens of the conversation and its answer (default: the model's own)",
+    )
+    add(
+        "--window",
+        type=positive,
+        metavar="N",
+        help="keep the last N tokens, and the first ones, so that the conversation has no end "
+        "(default: keep all)",
+    )
+    add(
+        "--num-sink-tokens",
+        type=whole,
+        metavar="M",
+        help=f"first tokens to keep beside a window (default: {DEFAULT_NUM_SINK_TOKENS})",
     )
     add(
         "--prefill-step-size",
