@@ -94,7 +94,7 @@ def test_the_tables_of_our_own_names_are_those_of_the_signatures():
         ("generate", "max_new_tokens", "use max_tokens"),
         ("generate", "max_kv_size", "use window, the tokens that are kept"),
         ("generate", "prompt_cache", "an engine finds the K/V of equal beginnings by itself"),
-        ("generate", "kv_bits", "K/V are kept in the dtype of the model's activations"),
+        ("generate", "kv_bits", "use kv_format: 8, 4 or 'K:8,V:4'"),
         ("generate", "draft_model", "there is no speculative decoding"),
         (
             "generate",

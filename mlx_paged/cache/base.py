@@ -16,7 +16,7 @@ from mlx_paged.cache.config import KVCacheConfig
 from mlx_paged.cache.layer import LayerKV
 from mlx_paged.core import BlockCopy, BlockPool, BlockTable, KeyShift, KVCacheManager
 from mlx_paged.errors import CacheFullError
-from mlx_paged.ops import AttentionMetadata, Backend, HostParts
+from mlx_paged.ops import AttentionMetadata, Backend, HostParts, KVFormat, Parts
 from mlx_paged.request import SeqId
 
 # The key of a mapping that a caller hands in. Mapping is invariant in its keys: with SeqId for
@@ -30,14 +30,27 @@ INITIAL_BLOCKS = 64
 
 @dataclass(frozen=True, eq=False)
 class KVSnapshot:
-    """One sequence's dense K and V, independent of the cache they came from."""
+    """One sequence's K and V as they were stored, independent of the cache they came from."""
 
-    keys: tuple[mx.array, ...]  # per layer, [num_kv_heads, num_tokens, key_dim]
-    values: tuple[mx.array, ...]  # per layer, [num_kv_heads, num_tokens, value_dim]
+    formats: tuple[KVFormat, ...]  # of each layer
+    # Per layer the parts of K and V, [num_kv_heads, num_tokens, width] each
+    rows: tuple[tuple[Parts, Parts], ...]
 
     @property
     def num_tokens(self) -> int:
-        return self.keys[0].shape[1]
+        return self.rows[0][0][0].shape[1]
+
+    @property
+    def keys(self) -> tuple[mx.array, ...]:
+        """Dense, per layer ``[num_kv_heads, num_tokens, key_dim]``."""
+        layers = zip(self.formats, self.rows, strict=True)
+        return tuple(form.unrotated(form.key.decode(k)) for form, (k, _) in layers)
+
+    @property
+    def values(self) -> tuple[mx.array, ...]:
+        """Dense, per layer ``[num_kv_heads, num_tokens, value_dim]``."""
+        layers = zip(self.formats, self.rows, strict=True)
+        return tuple(form.value.decode(v) for form, (_, v) in layers)
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,11 +171,11 @@ class KVCache(ABC):
         """Give back storage that no sequence needs, after the pool has shrunk."""
 
     @abstractmethod
-    def _gather(
+    def _gather_parts(
         self, layer: int, block_ids: Sequence[int], num_tokens: int
-    ) -> tuple[mx.array, mx.array]:
-        """The stored K and V of the tokens in these blocks, ``[num_kv_heads, num_tokens, width]``;
-        they may be views.
+    ) -> tuple[Parts, Parts]:
+        """What is stored of the tokens in these blocks: the parts of K and V,
+        ``[num_kv_heads, num_tokens, width]`` each; they may be views.
         """
 
     @abstractmethod
@@ -474,18 +487,27 @@ class KVCache(ABC):
         independent of the cache; ``KeyError`` if not there. They are those of the tokens that the
         layer keeps.
         """
+        form = self.layers[layer].spec.format
+        keys, values = form.decode(*self._copy_of_parts(seq, layer))
+        keys = form.unrotated(keys)
+        mx.eval(keys, values)
+        return keys, values
+
+    def _copy_of_parts(self, seq: SeqId, layer: int) -> tuple[Parts, Parts]:
+        """What is stored of a sequence, ``[num_kv_heads, num_tokens, width]`` each part, evaluated
+        and independent of the cache.
+        """
         self._table(seq)
         table = self.manager.groups[seq][self._group_of(layer)]
         if table.num_held_tokens == 0:
-            spec = self.layers[layer].spec
-            return spec.format.decode(*spec.zeros(0))
-        keys, values = self._gather(layer, table.block_ids, table.num_held_tokens)
+            return self.layers[layer].spec.zeros(0)
+        k, v = self._gather_parts(layer, table.block_ids, table.num_held_tokens)
         # A view that stays alive would make the next write copy the whole array behind it. The
         # product is exact and, unlike mx.contiguous, never shares the memory of a view that is
         # contiguous already.
-        keys, values = keys * 1, values * 1
-        mx.eval(keys, values)
-        return keys, values
+        k, v = tuple(part * 1 for part in k), tuple(part * 1 for part in v)
+        mx.eval(k, v)
+        return k, v
 
     def append(self, seq: SeqId, k: LayerRows, v: LayerRows) -> None:
         """Append rows of one or more tokens in all layers (``push_row`` elsewhere; a model appends
@@ -499,6 +521,16 @@ class KVCache(ABC):
             ValueError: a shape that doesn't fit the cache.
             CacheFullError: the budget can't hold them; nothing was changed.
         """
+        self._check_rows(k, v)
+        self._append(
+            seq,
+            [
+                layer.spec.format.encode(k[index], v[index])
+                for index, layer in enumerate(self.layers)
+            ],
+        )
+
+    def _check_rows(self, k: LayerRows, v: LayerRows) -> None:
         if not len(k) == len(v) == len(self.layers):
             raise ValueError(
                 f"[{self.kind} cache] append: expected rows of {len(self.layers)} layers, got "
@@ -515,9 +547,12 @@ class KVCache(ABC):
                         f"[num_tokens, num_kv_heads, width] = {list(expected)}, got "
                         f"{list(rows[index].shape)}"
                     )
-        with self.step({seq: num_tokens}):
-            for index, layer in enumerate(self.layers):
-                layer.update(k[index], v[index])
+
+    def _append(self, seq: SeqId, rows: Sequence[tuple[Parts, Parts]]) -> None:
+        """Append rows as the layers store them, ``[num_tokens, num_kv_heads, width]`` each part."""
+        with self.step({seq: rows[0][0][0].shape[0]}):
+            for layer, (k, v) in zip(self.layers, rows, strict=True):
+                layer.write(k, v)
             mx.eval(self.arrays)
 
     def set_prompt(self, seq: SeqId, k: LayerRows, v: LayerRows) -> None:
@@ -529,7 +564,7 @@ class KVCache(ABC):
         self.append(seq, k, v)
 
     def snapshot(self, seq: SeqId) -> KVSnapshot:
-        """A sequence's K/V, evaluated and independent of this cache.
+        """A sequence's K/V as they are stored, evaluated and independent of this cache.
 
         Raises:
             KeyError: no such sequence.
@@ -540,15 +575,29 @@ class KVCache(ABC):
             raise ValueError(
                 f"[{self.kind} cache] snapshot: tokens of sequence {seq!r} have left the window"
             )
-        rows = [self.materialize(seq, layer) for layer in range(len(self.layers))]
-        return KVSnapshot(tuple(k for k, _ in rows), tuple(v for _, v in rows))
+        formats = tuple(layer.spec.format for layer in self.layers)
+        rows = tuple(self._copy_of_parts(seq, layer) for layer in range(len(self.layers)))
+        return KVSnapshot(formats, rows)
 
     def restore(self, seq: SeqId, snapshot: KVSnapshot) -> None:
-        """Make ``seq`` hold a snapshot, of a cache of either kind; errors as :meth:`append`."""
+        """Make ``seq`` hold a snapshot, of a cache of either kind; errors as :meth:`append`.
+
+        A layer of the same format holds the same bits as before; another format stores what the
+        rows of the snapshot stand for.
+        """
         keys, values = (
             [rows.swapaxes(0, 1) for rows in part] for part in (snapshot.keys, snapshot.values)
         )
-        self.set_prompt(seq, keys, values)
+        self._check_rows(keys, values)
+        rows = [
+            _tokens_first(stored) if form == layer.spec.format else layer.spec.format.encode(k, v)
+            for layer, form, stored, k, v in zip(
+                self.layers, snapshot.formats, snapshot.rows, keys, values, strict=True
+            )
+        ]
+        if seq in self.manager.tables:
+            self.free(seq)
+        self._append(seq, rows)
 
     def _group_of(self, layer: int) -> int:
         groups = enumerate(self.config.groups)
@@ -558,3 +607,8 @@ class KVCache(ABC):
         if seq not in self.manager.tables:
             raise KeyError(f"[{self.kind} cache] no sequence {seq!r}; it holds {self.seqs}")
         return self.manager.tables[seq]
+
+
+def _tokens_first(rows: tuple[Parts, Parts]) -> tuple[Parts, Parts]:
+    k, v = rows
+    return tuple(part.swapaxes(0, 1) for part in k), tuple(part.swapaxes(0, 1) for part in v)

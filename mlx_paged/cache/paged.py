@@ -261,10 +261,10 @@ class PagedKVCache(KVCache):
         slot_mapping = SlotMapping.build(slots, block_size)
         for index in self.config.groups[group].layers:
             kv = self.layers[index].kv
-            keys, _ = self._gather(index, shift.sources, num_tokens)
-            _, v = self.backend.gather_parts(kv, shift.sources, num_tokens)
-            rotated = rotate_keys(index, keys.swapaxes(0, 1), shift.distance)
-            k = kv.format.key.encode(kv.format.rotated(rotated))
+            form = kv.format
+            k, v = self._gather_parts(index, shift.sources, num_tokens)
+            keys = form.unrotated(form.key.decode(k)).swapaxes(0, 1)
+            k = form.key.encode(form.rotated(rotate_keys(index, keys, shift.distance)))
             # A view that stays alive would make the write copy the slab.
             v = tuple(part.swapaxes(0, 1) * 1 for part in v)
             if not self.backend.writes_in_place:
@@ -301,8 +301,8 @@ class PagedKVCache(KVCache):
 
     def swap_out(self, block_ids: Sequence[int], num_tokens: int) -> SwappedKV:
         rows = []
-        for layer in self.layers:
-            k, v = self.backend.gather_parts(layer.kv, block_ids, num_tokens)
+        for index, layer in enumerate(self.layers):
+            k, v = self._gather_parts(index, block_ids, num_tokens)
             form = layer.spec.format
             rows.append((form.key.to_host(k), form.value.to_host(v)))
         return SwappedKV(rows)
@@ -321,12 +321,10 @@ class PagedKVCache(KVCache):
             self.backend.reshape_and_cache(k, v, layer.kv, slots)
         mx.eval(self.arrays)
 
-    def _gather(
+    def _gather_parts(
         self, layer: int, block_ids: Sequence[int], num_tokens: int
-    ) -> tuple[mx.array, mx.array]:
-        kv = self.layers[layer].kv
-        keys, values = self.backend.gather_blocks(kv, block_ids, num_tokens)
-        return kv.format.unrotated(keys), values
+    ) -> tuple[Parts, Parts]:
+        return self.backend.gather_parts(self.layers[layer].kv, block_ids, num_tokens)
 
 
 def _cut(parts: HostParts, start: int, end: int) -> HostParts:

@@ -19,7 +19,9 @@ from mlx_paged.config import (
     DEFAULT_KV,
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
     DEFAULT_NUM_SINK_TOKENS,
+    KV_BITS_NOTATION,
     KV_CACHES,
+    KVBits,
     KVBudget,
 )
 from mlx_paged.errors import one_line, shown
@@ -31,6 +33,7 @@ _FROM_MODEL = "default: as the model's generation_config.json says, else"
 _FLAGS = {
     "adapter_path": "--adapter-path",
     "kv_cache_bytes": "--kv-cache-bytes",
+    "kv_format": "--kv-bits",
     "num_sink_tokens": "--num-sink-tokens",
     "max_model_len": "--max-model-len",
     "max_num_batched_tokens": "--prefill-step-size",
@@ -137,6 +140,12 @@ def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
         "(default: a share of the memory)",
     )
     add(
+        "--kv-bits",
+        type=kv_bits,
+        metavar="N",
+        help="quantise the K/V of a paged cache: 8, 4, or K:8,V:4 (default: the model's dtype)",
+    )
+    add(
         "--max-model-len",
         type=positive,
         metavar="N",
@@ -205,6 +214,16 @@ def budget(text: str) -> str:
         KVBudget.parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"must be {BUDGET_NOTATION}, got {shown(text)}") from error
+    return text
+
+
+def kv_bits(text: str) -> str:
+    try:
+        KVBits.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"must be {KV_BITS_NOTATION}, got {shown(text)}"
+        ) from error
     return text
 
 

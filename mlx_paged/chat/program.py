@@ -174,6 +174,7 @@ def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
         kv=args.kv,
         block_size=args.block_size,
         kv_cache_bytes=args.kv_cache_bytes,
+        kv_format=args.kv_bits,
         backend=args.backend,
         max_model_len=args.max_model_len,
         window=args.window,

@@ -106,6 +106,8 @@ class Engine:
             - ``block_size``: tokens per K/V block: 8, 16, 32 or 64.
             - ``kv_cache_bytes``: the K/V budget, as :meth:`KVBudget.parse` reads it; by default a
               share of the machine's memory. A limit, no allocation.
+            - ``kv_format``: the bits that K and V are quantised to as they are written: ``8``,
+              ``4``, or ``"K:8,V:4"``; ``"paged"`` only. By default they are stored as they are.
             - ``backend``: ``"auto"``, ``"reference"`` or ``"metal"``.
             - ``window``: keep the last ``window`` tokens of each sequence and its first ones, so
               that it goes on without end in bounded memory (:class:`StreamingWindow`). There is

@@ -21,6 +21,7 @@ class CacheOptions(TypedDict, total=False):
 
     block_size: int
     kv_cache_bytes: str | int | None
+    kv_format: str | int | None
     backend: str
     window: int | None
     num_sink_tokens: int | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal, overload
 
 import mlx.core as mx
@@ -14,7 +15,9 @@ from mlx_paged.cache import (
     ContiguousKVCache,
     KVCache,
     KVCacheConfig,
+    KVFormat,
     LayerGroup,
+    LayerSpec,
     PagedKVCache,
     group_layers,
 )
@@ -24,6 +27,7 @@ from mlx_paged.config import (
     DEFAULT_KV,
     KV_CACHES,
     MAX_WINDOW,
+    KVBits,
     KVBudget,
     StreamingWindow,
 )
@@ -42,6 +46,7 @@ def make_kv_cache(
     *,
     block_size: int = DEFAULT_BLOCK_SIZE,
     kv_cache_bytes: str | int | None = None,
+    kv_format: str | int | None = None,
     backend: str = DEFAULT_BACKEND,
     window: int | None = None,
     num_sink_tokens: int | None = None,
@@ -55,6 +60,7 @@ def make_kv_cache(
     *,
     block_size: int = DEFAULT_BLOCK_SIZE,
     kv_cache_bytes: str | int | None = None,
+    kv_format: str | int | None = None,
     backend: str = DEFAULT_BACKEND,
     window: int | None = None,
     num_sink_tokens: int | None = None,
@@ -68,6 +74,7 @@ def make_kv_cache(
     *,
     block_size: int = DEFAULT_BLOCK_SIZE,
     kv_cache_bytes: str | int | None = None,
+    kv_format: str | int | None = None,
     backend: str = DEFAULT_BACKEND,
     window: int | None = None,
     num_sink_tokens: int | None = None,
@@ -81,18 +88,22 @@ def make_kv_cache(
     *,
     block_size: int = DEFAULT_BLOCK_SIZE,
     kv_cache_bytes: str | int | None = None,
+    kv_format: str | int | None = None,
     backend: str = DEFAULT_BACKEND,
     window: int | None = None,
     num_sink_tokens: int | None = None,
 ) -> KVCache:
-    """An empty cache for ``model``, in the dtype of its activations (mlx-lm:
-    ``make_prompt_cache``).
+    """An empty cache for ``model``, in the dtype of its activations unless ``kv_format`` says
+    otherwise (mlx-lm: ``make_prompt_cache``).
 
     Args:
         kind: ``"paged"`` or ``"basic"`` (contiguous).
         block_size: tokens per block: 8, 16, 32 or 64.
         kv_cache_bytes: the budget, as :meth:`KVBudget.parse` reads it; by default a share of the
             machine's memory.
+        kv_format: the bits that K and V are quantised to as they are written: ``8``, ``4``, or for
+            each ``"K:8,V:4"``; a paged cache only. By default they are stored as they are. Numbers
+            share a scale and a bias in groups of 64, of 32 where that does not divide a row.
         backend: ``"auto"``, ``"reference"`` or ``"metal"``; a basic cache attends with MLX's own
             SDPA whatever it is.
         window, num_sink_tokens: keep the first ``num_sink_tokens`` (default: 4) and the last
@@ -101,8 +112,8 @@ def make_kv_cache(
 
     Raises:
         ValueError: no model of :func:`mlx_paged.load`, an unknown kind, block size or backend, a
-            budget that can't be read or holds no block, or a window that the cache or the model
-            can't have.
+            budget that can't be read or holds no block, or a format or a window that can't be read
+            or had for this model, this kind or this backend.
     """
     checked = check_model(model)
     for name, value in (("kind", kind), ("backend", backend)):
@@ -120,7 +131,7 @@ def make_kv_cache(
     else:
         budget = KVBudget.parse(kv_cache_bytes)
     streaming = _streaming_window(checked, kind, window, num_sink_tokens)
-    specs = checked.layer_specs
+    specs = _stored_as(KVBits.parse(kv_format), checked.layer_specs)
     if kind == "basic":
         return ContiguousKVCache(KVCacheConfig.within(budget, specs, block_size))
     groups = group_layers(specs, block_size, streaming)
@@ -168,3 +179,16 @@ def _check_streaming(model: LanguageModel, groups: Sequence[LayerGroup]) -> None
         raise ArgumentError(
             f"[kv cache] window needs keys that can be moved to other positions: {error}", "window"
         ) from error
+
+
+def _stored_as(bits: KVBits | None, layers: Sequence[LayerSpec]) -> Sequence[LayerSpec]:
+    """The layers with K and V in these bits; as they are for ``None``."""
+    if bits is None:
+        return layers
+    return [
+        replace(
+            spec,
+            format=KVFormat.quantised(bits, spec.key_dim, spec.value_dim, spec.format.key.dtype),
+        )
+        for spec in layers
+    ]
