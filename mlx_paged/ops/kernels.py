@@ -87,13 +87,13 @@ def why_unsupported(key_dim: int, value_dim: int, block_size: int, format: KVFor
     """What of a slab's shape or format no kernel is made for, or ``None``."""
     if key_dim != value_dim:
         return f"key_dim {key_dim} beside value_dim {value_dim} has no Metal kernel"
-    for name, value, known in (
+    for name, size, known in (
         ("head_dim", key_dim, HEAD_DIMS),
         ("block_size", block_size, BLOCK_SIZES),
     ):
-        if value not in known:
+        if size not in known:
             return (
-                f"{name} {value} has no Metal kernel; "
+                f"{name} {size} has no Metal kernel; "
                 f"there are kernels for {', '.join(map(str, known))}"
             )
     key, value = format.key, format.value
