@@ -4,6 +4,7 @@ from mlx_paged.cache.base import AnySeqId, KVCache, KVCacheStats, KVSnapshot, Sw
 from mlx_paged.cache.config import KVCacheConfig
 from mlx_paged.cache.contiguous import ContiguousKVCache
 from mlx_paged.cache.layer import LayerKV, LayerSpec
+from mlx_paged.cache.layer_groups import LayerGroup, group_layers
 from mlx_paged.cache.paged import PagedKVCache
 from mlx_paged.errors import CacheFullError, PromptTooLongError
 from mlx_paged.ops import AffineFormat, DenseFormat, KVFormat, RowFormat
@@ -20,6 +21,7 @@ __all__ = [
     "KVCacheStats",
     "KVFormat",
     "KVSnapshot",
+    "LayerGroup",
     "LayerKV",
     "LayerSpec",
     "PagedKVCache",
@@ -27,4 +29,5 @@ __all__ = [
     "RowFormat",
     "SeqId",
     "SwappedKV",
+    "group_layers",
 ]

@@ -4,7 +4,8 @@ slab per layer (PagedAttention, Kwon et al. 2023).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import mlx.core as mx
 
@@ -13,7 +14,7 @@ from mlx_paged.cache.config import KVCacheConfig
 from mlx_paged.cache.layer import LayerKV, LayerSpec, compute_meanwhile
 from mlx_paged.cache.open_decode import DecodeArrays, DecodeShape, PlanShape
 from mlx_paged.config import DEFAULT_BACKEND
-from mlx_paged.core import BlockCopy
+from mlx_paged.core import BlockCopy, KeyShift
 from mlx_paged.ops import (
     AttentionMetadata,
     AttentionParams,
@@ -32,9 +33,14 @@ from mlx_paged.request import SeqId
 
 NUM_WATCHED_STEPS = 3
 
+# Index of a layer, its keys ``[num_tokens, num_kv_heads, key_dim]`` and a distance, to the keys
+# rotated on by so many positions.
+RotateKeys: TypeAlias = Callable[[int, mx.array, int], mx.array]
+
 
 class PagedLayerKV(LayerKV):
-    """One layer's slabs ``[num_blocks, num_kv_heads, block_size, width]``.
+    """One layer on its slabs ``[num_blocks, num_kv_heads, block_size, width]``, which it may share
+    with layers of other groups.
 
     This is where queries and keys are rotated, if the format does so: ``encode`` rotates keys.
     """
@@ -43,14 +49,6 @@ class PagedLayerKV(LayerKV):
         super().__init__(spec)
         self.kv = kv
         self._backend = backend
-
-    @classmethod
-    def allocate(
-        cls, spec: LayerSpec, backend: Backend, num_blocks: int, block_size: int
-    ) -> PagedLayerKV:
-        """A layer with slabs of zeros, evaluated."""
-        shape = num_blocks, spec.num_kv_heads, block_size, spec.key_dim, spec.value_dim
-        return cls(spec, backend, KVHandle.allocate(*shape, spec.format))
 
     def write(self, k: Parts, v: Parts) -> None:
         self._backend.reshape_and_cache(k, v, self.kv, self.step.slot_mapping)
@@ -84,21 +82,29 @@ class PagedKVCache(KVCache):
 
     Args:
         config: shape and budget.
-        backend: ``"auto"``, ``"reference"`` or ``"metal"``; raises ``BackendError`` if it can't be
-            had.
+        backend: ``"auto"``, ``"reference"`` or ``"metal"``.
         initial_blocks: blocks to allocate at once; the rest of the budget when it is needed.
+        rotate_keys: :meth:`LanguageModel.rotate_keys` of the model, for sinks that follow a window.
+
+    Raises:
+        BackendError: the backend can't be had.
+        ValueError: there are sinks, and no ``rotate_keys``.
     """
 
     kind = "paged"
-    can_swap = True
     _layers: Sequence[PagedLayerKV] = ()
+    _slabs: Sequence[KVHandle] = ()
 
     def __init__(
         self,
         config: KVCacheConfig,
         backend: str = DEFAULT_BACKEND,
         initial_blocks: int = INITIAL_BLOCKS,
+        rotate_keys: RotateKeys | None = None,
     ):
+        if rotate_keys is None and any(group.retention.num_sink_tokens for group in config.groups):
+            raise ValueError("[paged cache] sinks need rotate_keys, of the model")
+        self._rotate_keys = rotate_keys
         shapes = [spec.attention_shape(config.block_size) for spec in config.layers]
         self._backend = choose_backend(backend, shapes)
         # Plain MLX gathers blocks, which may take as much as a slab; kernels allocate next to
@@ -120,17 +126,34 @@ class PagedKVCache(KVCache):
     def can_run_ahead(self) -> bool:
         return self._backend.writes_in_place
 
+    @property
+    def can_swap(self) -> bool:
+        return self.manager.keeps_all
+
     def _allocate_layers(self) -> None:
-        self._layers = ()
-        shape = self._backend, self.pool.num_blocks, self.config.block_size
-        self._layers = [PagedLayerKV.allocate(spec, *shape) for spec in self.config.layers]
+        self._layers = self._slabs = ()
+        config = self.config
+        slabs, slab_of = [], {}
+        for users in config.slabs:
+            spec = config.layers[users[0]]
+            shape = config.block_size, spec.key_dim, spec.value_dim
+            slabs.append(
+                KVHandle.allocate(self.pool.num_blocks, spec.num_kv_heads, *shape, spec.format)
+            )
+            slab_of.update(dict.fromkeys(users, slabs[-1]))
+        self._slabs = slabs
+        self._layers = [
+            PagedLayerKV(spec, self._backend, slab_of[index])
+            for index, spec in enumerate(config.layers)
+        ]
 
     # Steps
 
-    def _prepare(self, step: AttentionMetadata) -> None:
+    def _prepare(self, steps: Sequence[AttentionMetadata]) -> None:
         if self.backend.reads_unused_slots:
-            self._zero_new_blocks(step)
-        self._copy_detector.begin_step(step.num_tokens, self._first_slab_nbytes)
+            for step in steps:
+                self._zero_new_blocks(step)
+        self._copy_detector.begin_step(steps[0].num_tokens, self._first_slab_nbytes)
 
     def _zero_new_blocks(self, step: AttentionMetadata) -> None:
         """Whatever another sequence left in a new block that is filled in part, a NaN even, must
@@ -144,8 +167,8 @@ class PagedKVCache(KVCache):
             if 0 < context_len % step.block_size <= query_len
         ]
         if partly_filled:
-            for layer in self.layers:
-                self.backend.zero_blocks(layer.kv, partly_filled)
+            for kv in self._slabs:
+                self.backend.zero_blocks(kv, partly_filled)
 
     def _finish(self) -> None:
         if self._copy_detector.is_watching:
@@ -154,7 +177,7 @@ class PagedKVCache(KVCache):
 
     @property
     def _first_slab_nbytes(self) -> int:
-        return self.layers[0].kv.k[0].nbytes
+        return self._slabs[0].k[0].nbytes
 
     # Decodes as functions of arrays, for tracing
 
@@ -165,8 +188,10 @@ class PagedKVCache(KVCache):
         step = self._step
         if step is None or step.max_query_len > 1 or step.logit_rows is not None:
             return None
+        if len(self.config.groups) > 1:
+            return None
         plans = self._backend.decode_plans(step, self._plan_keys)
-        handles = [layer.kv for layer in self.layers]
+        handles = self._slabs
         fences = [kv.fence for kv in handles if kv.fence is not None]
         if plans is None or len(fences) < len(handles):
             return None
@@ -203,28 +228,50 @@ class PagedKVCache(KVCache):
         """What a decode left, in the order of the layers: an interrupt in the middle leaves the
         chains of the first ones longer, as in a step that is built layer by layer.
         """
-        for layer, fence in zip(self.layers, fences, strict=True):
-            layer.kv.fence = fence
+        for kv, fence in zip(self._slabs, fences, strict=True):
+            kv.fence = fence
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         if copies:
-            for layer in self.layers:
-                self.backend.copy_blocks(layer.kv, copies)
+            for kv in self._slabs:
+                self.backend.copy_blocks(kv, copies)
+
+    def shift_keys(self, group: int, shift: KeyShift) -> None:
+        block_size, rotate_keys = self.config.block_size, self._rotate_keys
+        assert rotate_keys is not None, "checked when the cache was made"
+        num_tokens = len(shift.sources) * block_size
+        slots = [
+            block_id * block_size + offset
+            for block_id in shift.destinations
+            for offset in range(block_size)
+        ]
+        slot_mapping = SlotMapping.build(slots, block_size)
+        for index in self.config.groups[group].layers:
+            kv = self.layers[index].kv
+            form = kv.format
+            k, v = self._gather_parts(index, shift.sources, num_tokens)
+            keys = form.unrotated(form.key.decode(k)).swapaxes(0, 1)
+            k = form.key.encode(form.rotated(rotate_keys(index, keys, shift.distance)))
+            # A view that stays alive would make the write copy the slab.
+            v = tuple(part.swapaxes(0, 1) * 1 for part in v)
+            if not self.backend.writes_in_place:
+                mx.eval(k, v)
+            self.backend.reshape_and_cache(k, v, kv, slot_mapping)
 
     @property
     def arrays(self) -> list[mx.array]:
-        return [array for layer in self.layers for array in layer.kv.arrays]
+        return [array for kv in self._slabs for array in kv.arrays]
 
     # Memory
 
     @property
     def nbytes_held(self) -> int:
-        return sum(layer.kv.nbytes for layer in self.layers)
+        return sum(kv.nbytes for kv in self._slabs)
 
     def _grow(self, num_new_blocks: int) -> bool:
         try:
-            for layer in self.layers:
-                layer.kv.grow(num_new_blocks)
+            for kv in self._slabs:
+                kv.grow(num_new_blocks)
                 # MLX would keep the old slab for reuse, and never find one.
                 mx.clear_cache()
         except RuntimeError:
@@ -234,15 +281,15 @@ class PagedKVCache(KVCache):
 
     def _fit(self) -> None:
         # Layer by layer, so that what is copied meanwhile is one slab and not a second pool.
-        for layer in self.layers:
-            if layer.kv.num_blocks > self.pool.num_blocks:
-                layer.kv.shrink_to(self.pool.num_blocks)
+        for kv in self._slabs:
+            if kv.num_blocks > self.pool.num_blocks:
+                kv.shrink_to(self.pool.num_blocks)
                 mx.clear_cache()
 
     def swap_out(self, block_ids: Sequence[int], num_tokens: int) -> SwappedKV:
         rows = []
-        for layer in self.layers:
-            k, v = self.backend.gather_parts(layer.kv, block_ids, num_tokens)
+        for index, layer in enumerate(self.layers):
+            k, v = self._gather_parts(index, block_ids, num_tokens)
             form = layer.spec.format
             rows.append((form.key.to_host(k), form.value.to_host(v)))
         return SwappedKV(rows)
@@ -261,12 +308,10 @@ class PagedKVCache(KVCache):
             self.backend.reshape_and_cache(k, v, layer.kv, slots)
         mx.eval(self.arrays)
 
-    def _gather(
+    def _gather_parts(
         self, layer: int, block_ids: Sequence[int], num_tokens: int
-    ) -> tuple[mx.array, mx.array]:
-        kv = self.layers[layer].kv
-        keys, values = self.backend.gather_blocks(kv, block_ids, num_tokens)
-        return kv.format.unrotated(keys), values
+    ) -> tuple[Parts, Parts]:
+        return self.backend.gather_parts(self.layers[layer].kv, block_ids, num_tokens)
 
 
 def _cut(parts: HostParts, start: int, end: int) -> HostParts:

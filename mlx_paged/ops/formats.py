@@ -10,17 +10,33 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, NamedTuple, TypeAlias
 
 import mlx.core as mx
 import numpy as np
 
+from mlx_paged.config import KV_BITS, KVBits
+from mlx_paged.errors import ArgumentError
+from mlx_paged.ops import device
+
 DENSE_DTYPES = ("float32", "float16", "bfloat16")
-BITS = (8, 4)
 GROUP_SIZES = (64, 32)  # the first one that divides a width is taken
 
 Parts: TypeAlias = tuple[mx.array, ...]
 HostParts: TypeAlias = tuple[np.ndarray, ...]
+
+
+class BlockPairs(NamedTuple):
+    """Which matrices of packed rows to multiply with which blocks, ``num_pairs`` of them, each for
+    all heads.
+    """
+
+    # Of the leading axis of the rows, [num_pairs]; None where that is num_pairs long, or 1 for all.
+    row_ids: mx.array | None
+    block_ids: mx.array  # [num_pairs]
+    # The same, counting the matrices of all heads, [num_pairs, num_kv_heads]
+    row_matrices: mx.array
+    block_matrices: mx.array
 
 
 @dataclass(frozen=True)
@@ -83,6 +99,23 @@ class RowFormat(ABC):
     def decode(self, parts: Parts) -> mx.array:
         """What stored rows stand for, ``[..., width]`` in :attr:`dtype`."""
 
+    @abstractmethod
+    def multiply_blocks(
+        self, rows: mx.array, slabs: Parts, pairs: BlockPairs, transpose: bool
+    ) -> mx.array:
+        """Rows times blocks, which are read where they lie if MLX can do that.
+
+        Args:
+            rows: ``[n, num_kv_heads, group, width]``, or ``block_size`` in the place of ``width``.
+            slabs: the parts, ``[num_blocks, num_kv_heads, block_size, width of the part]`` each.
+            pairs: which of the ``n`` meets which block.
+            transpose: whether each block is transposed: True for scores, False for values.
+
+        Returns:
+            ``[num_pairs, num_kv_heads, group, block_size]``, or ``width`` in the place of
+            ``block_size``, in float32.
+        """
+
     def to_host(self, parts: Parts) -> HostParts:
         """A copy of stored rows in host memory, bit for bit."""
         # numpy has no bfloat16.
@@ -115,6 +148,20 @@ class DenseFormat(RowFormat):
     def decode(self, parts: Parts) -> mx.array:
         return parts[0]
 
+    def multiply_blocks(
+        self, rows: mx.array, slabs: Parts, pairs: BlockPairs, transpose: bool
+    ) -> mx.array:
+        (slab,), rows = slabs, rows.astype(self.mx_dtype)
+        # On a CPU, MLX's gather_mm is for float32 only.
+        if self.dtype == "float32" or not device.is_cpu():
+            matrices = slab.swapaxes(-1, -2) if transpose else slab
+            out = mx.gather_mm(rows, matrices, pairs.row_matrices, pairs.block_matrices)
+        else:
+            blocks = slab[pairs.block_ids]
+            rows = rows if pairs.row_ids is None else rows[pairs.row_ids]
+            out = rows @ (blocks.swapaxes(-1, -2) if transpose else blocks)
+        return out.astype(mx.float32)
+
 
 @dataclass(frozen=True)
 class AffineFormat(RowFormat):
@@ -135,7 +182,7 @@ class AffineFormat(RowFormat):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, known in (("bits", BITS), ("group_size", GROUP_SIZES)):
+        for name, known in (("bits", KV_BITS), ("group_size", GROUP_SIZES)):
             if getattr(self, name) not in known:
                 raise ValueError(
                     f"[kv cache] {name} of K/V must be one of {known}, got {getattr(self, name)!r}"
@@ -146,14 +193,16 @@ class AffineFormat(RowFormat):
         """With the largest groups that divide a row of ``width``.
 
         Raises:
-            ValueError: no group does.
+            ArgumentError: no group does.
         """
         for group_size in GROUP_SIZES:
             if width % group_size == 0:
                 return cls(dtype, bits, group_size)
-        raise ValueError(
-            f"[kv cache] rows of {width} numbers can't be quantised: groups are of "
-            f"{' or '.join(map(str, GROUP_SIZES))}, and neither divides {width}"
+        raise ArgumentError(
+            f"[kv cache] kv_format can't be {bits} bits for this model, whose rows of K/V have "
+            f"{width} numbers: groups are of {' or '.join(map(str, GROUP_SIZES))}, and neither "
+            f"divides {width}; leave it out",
+            "kv_format",
         )
 
     def __str__(self) -> str:
@@ -179,6 +228,37 @@ class AffineFormat(RowFormat):
         values, scales, biases = parts
         return mx.dequantize(values, scales, biases, group_size=self.group_size, bits=self.bits)
 
+    def multiply_blocks(
+        self, rows: mx.array, slabs: Parts, pairs: BlockPairs, transpose: bool
+    ) -> mx.array:
+        values, scales, biases = slabs
+        if self.dtype == "float32" or not device.is_cpu():
+            out = mx.gather_qmm(
+                rows.astype(self.mx_dtype),
+                values,
+                scales,
+                biases,
+                pairs.row_matrices,
+                pairs.block_matrices,
+                transpose=transpose,
+                group_size=self.group_size,
+                bits=self.bits,
+            )
+            return out.astype(mx.float32)
+        # On a CPU, MLX adds up in the dtype of the scales, and to convert those of a whole slab
+        # would cost as much as the pool is large: of 16-bit scales take those that are needed.
+        values, scales, biases = (part[pairs.block_ids] for part in slabs)
+        rows = rows if pairs.row_ids is None else rows[pairs.row_ids]
+        return mx.quantized_matmul(
+            rows.astype(mx.float32),
+            values,
+            scales.astype(mx.float32),
+            biases.astype(mx.float32),
+            transpose=transpose,
+            group_size=self.group_size,
+            bits=self.bits,
+        )
+
 
 @dataclass(frozen=True)
 class KVFormat:
@@ -196,6 +276,23 @@ class KVFormat:
         """K and V as they are; raises ``ValueError`` for a dtype that is not floating."""
         rows = DenseFormat(str(dtype).removeprefix("mlx.core."))
         return cls(rows, rows)
+
+    @classmethod
+    def quantised(cls, bits: KVBits, key_dim: int, value_dim: int, dtype: str) -> KVFormat:
+        """For rows of these widths and activations of this dtype.
+
+        Raises:
+            ArgumentError: there are no such groups, or no rotation, for a width.
+        """
+        key = AffineFormat.for_width(key_dim, bits.key, dtype)
+        made = cls(key, AffineFormat.for_width(value_dim, bits.value, dtype))
+        if made.rotates_keys and not _has_hadamard_matrix(key_dim):
+            raise ArgumentError(
+                f"[kv cache] kv_format can't be 4 bits of K for this model: there is no Hadamard "
+                f"matrix for rows of {key_dim} numbers; use 8 bits of K",
+                "kv_format",
+            )
+        return made
 
     def __post_init__(self) -> None:
         if self.key.dtype != self.value.dtype:
@@ -246,3 +343,9 @@ class KVFormat:
         # The inverse of an orthogonal matrix. Not all of MLX's Hadamard matrices are symmetric.
         inverse = mx.hadamard_transform(identity, scale=keys.shape[-1] ** -0.5).T
         return (keys.astype(mx.float32) @ inverse).astype(keys.dtype)
+
+
+def _has_hadamard_matrix(width: int) -> bool:
+    """Whether MLX has one: of 1, 12, 20 or 28 times a power of two."""
+    odd = width // (width & -width)
+    return odd == 1 or (odd in (3, 5, 7) and width % 4 == 0)

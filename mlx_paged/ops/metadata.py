@@ -9,9 +9,10 @@ so that nothing has to be read back from the device to be checked.
 from __future__ import annotations
 
 import itertools
+import operator
 from array import array
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, TypeAlias, TypeGuard, TypeVar, cast
@@ -137,7 +138,7 @@ class AttentionMetadata:
     """
 
     block_tables: list[array[int]]  # per sequence, the blocks of its context, int32
-    context_lens: list[int]  # tokens in the cache after this step's writes
+    context_lens: list[int]  # tokens in the block table after this step's writes
     query_lens: list[int]
     block_size: int
     # Whether a block table names a block that another sequence writes in this step.
@@ -145,6 +146,9 @@ class AttentionMetadata:
     # Per sequence, of how many of its last tokens the logits are wanted; None for one of each.
     num_logit_rows: list[int] | None = None
     known_max_block_id: int | None = None  # saves looking at each
+    # Per sequence, how many tokens of it are not in its context, so that the positions of its new
+    # tokens are that much higher; None for none of any.
+    num_evicted_tokens: list[int] | None = None
     _derived: dict[Hashable, object] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
@@ -244,7 +248,10 @@ class AttentionMetadata:
     @cached_property
     def positions(self) -> mx.array:
         """``[num_tokens] int32``, of each new token in its sequence."""
-        runs = zip(self.context_lens, self.query_lens, strict=True)
+        ends: Iterable[int] = self.context_lens
+        if self.num_evicted_tokens is not None:
+            ends = map(operator.add, ends, self.num_evicted_tokens)
+        runs = zip(ends, self.query_lens, strict=True)
         return mx.array([p for end, n in runs for p in range(end - n, end)], dtype=mx.int32)
 
     @cached_property
@@ -354,4 +361,6 @@ class AttentionMetadata:
             [query_lens[seq] for seq in seqs],
             self.block_size,
             known_max_block_id=self.known_max_block_id,
+            num_evicted_tokens=self.num_evicted_tokens
+            and [self.num_evicted_tokens[seq] for seq in seqs],
         )

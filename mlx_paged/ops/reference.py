@@ -14,10 +14,10 @@ from functools import partial
 import mlx.core as mx
 import numpy as np
 
-from mlx_paged.ops import checks, device
+from mlx_paged.ops import checks
 from mlx_paged.ops.attention_plan import PlanKey
 from mlx_paged.ops.backend import Backend
-from mlx_paged.ops.formats import Parts
+from mlx_paged.ops.formats import BlockPairs, Parts
 from mlx_paged.ops.kv_handle import KVHandle
 from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, Rows, SlotMapping, StoredRows
 from mlx_paged.ops.prefill import prefill
@@ -159,14 +159,15 @@ def _decode(
     num_kv_heads = kv.num_kv_heads
     group = num_heads // num_kv_heads
     pairs = step.derived(
-        (_BlockPairs, params.window, num_kv_heads),
-        lambda: _BlockPairs(step, params.window, num_kv_heads),
+        (_PairsOfStep, params.window, num_kv_heads),
+        lambda: _PairsOfStep(step, params.window, num_kv_heads),
     )
 
     # Scores [num_pairs, num_kv_heads, group, block_size]: each block against the query that reads
     # it.
-    queries = (q * params.scale).astype(kv.dtype).reshape(num_tokens, num_kv_heads, group, key_dim)
-    scores = pairs.scores(queries, kv.k[0])
+    queries = (q * params.scale).reshape(num_tokens, num_kv_heads, group, key_dim)
+    # -inf where a query must not see a key.
+    scores = kv.format.key.multiply_blocks(queries, kv.k, pairs.of_tokens, True) + pairs.bias
 
     # Softmax of each query token over all of its blocks, unnormalised until the values are summed,
     # too.
@@ -180,7 +181,7 @@ def _decode(
     if sink_logits is not None:
         denominator = denominator + mx.exp(sink_logits - highest)
 
-    values = pairs.values(weights.astype(kv.dtype), kv.v[0])
+    values = kv.format.value.multiply_blocks(weights, kv.v, pairs.of_pairs, False)
     out = pairs.segment_sum(values) / denominator
     return out.reshape(num_tokens, num_heads, kv.value_dim).astype(q.dtype)
 
@@ -208,12 +209,7 @@ def _gather(kv: KVHandle, block_table: list[int], num_tokens: int) -> StoredRows
     return tuple(map(gather, kv.k)), tuple(map(gather, kv.v))
 
 
-def _has_gather_mm(slab: mx.array) -> bool:
-    """On a CPU, MLX's is for float32 only."""
-    return slab.dtype == mx.float32 or not device.is_cpu()
-
-
-class _BlockPairs:
+class _PairsOfStep:
     """All (query token, block) pairs of a step, and the segment operations that reduce them per
     query token.
 
@@ -243,47 +239,24 @@ class _BlockPairs:
         bias = np.zeros((len(block_ids), 1, 1, block_size), dtype=np.float32)
         for pair, slots in hidden:
             bias[pair, 0, 0, slots] = -np.inf
-        self._bias = mx.array(bias)
+        self.bias = mx.array(bias)
         self._num_tokens = len(counts)
         self._ends = list(itertools.accumulate(counts))
         # Unsigned, as mx.gather_mm would make them in each call.
         tokens = np.repeat(np.arange(len(counts), dtype=np.uint32), counts)
         self._tokens = mx.array(tokens)  # [num_pairs]
-        self._block_ids = mx.array(block_ids, dtype=mx.uint32)  # [num_pairs]
+        num_pairs = len(block_ids)
 
         def by_head(ids: np.ndarray) -> mx.array:
             return mx.array(ids[:, None] * num_kv_heads + np.arange(num_kv_heads, dtype=np.uint32))
 
-        self._token_heads = by_head(tokens)  # [num_pairs, num_kv_heads]
-        self._pair_heads = by_head(np.arange(len(tokens), dtype=np.uint32))
-        self._block_heads = by_head(np.array(block_ids, dtype=np.uint32))
-
-    def scores(self, queries: mx.array, slab: mx.array) -> mx.array:
-        """``[num_tokens, num_kv_heads, group, key_dim]`` against K, ``[num_pairs, num_kv_heads,
-        group, block_size]``.
-
-        -inf where a query must not see a key.
-        """
-        if _has_gather_mm(slab):
-            scores = self._gather_mm(queries, self._token_heads, slab.swapaxes(-1, -2))
-        else:
-            scores = (self.spread(queries) @ slab[self._block_ids].swapaxes(-1, -2)).astype(
-                mx.float32
-            )
-        return scores + self._bias
-
-    def values(self, weights: mx.array, slab: mx.array) -> mx.array:
-        """``[num_pairs, num_kv_heads, group, block_size]`` times V, ``[num_pairs, num_kv_heads,
-        group, value_dim]``.
-        """
-        if _has_gather_mm(slab):
-            return self._gather_mm(weights, self._pair_heads, slab)
-        return (weights @ slab[self._block_ids]).astype(mx.float32)
-
-    def _gather_mm(self, rows: mx.array, row_heads: mx.array, slab: mx.array) -> mx.array:
-        """Each pair's row times its block, head by head; the slab is read where it lies."""
-        # Indices count all matrices of an operand, whatever its leading axes.
-        return mx.gather_mm(rows, slab, row_heads, self._block_heads).astype(mx.float32)
+        row_ids = None if self._num_tokens == 1 else self._tokens
+        blocks = np.array(block_ids, dtype=np.uint32)
+        block_matrices = by_head(blocks)
+        # For what each query token has, and for what each pair has.
+        self.of_tokens = BlockPairs(row_ids, mx.array(blocks), by_head(tokens), block_matrices)
+        each = by_head(np.arange(num_pairs, dtype=np.uint32))
+        self.of_pairs = BlockPairs(None, self.of_tokens.block_ids, each, block_matrices)
 
     def segment_max(self, values: mx.array) -> mx.array:
         """``[num_pairs, num_kv_heads, group, n]`` to the largest of each query token,
