@@ -24,7 +24,7 @@ _HOME_OF = {
     "stream_generate": "mlx_paged.generation",
     "GenerationResponse": "mlx_paged.generation",
     "LLM": "mlx_paged.llm",
-    "SamplingParams": "mlx_paged.request",
+    "SamplingParams": "mlx_paged.sampling_params",
     "RequestOutput": "mlx_paged.request",
     "CompletionOutput": "mlx_paged.request",
     "Engine": "mlx_paged.engine.engine",
@@ -47,7 +47,8 @@ if TYPE_CHECKING:
     from mlx_paged.llm import LLM
     from mlx_paged.loading import demo_model_path, load
     from mlx_paged.models.kv_cache import make_kv_cache
-    from mlx_paged.request import CompletionOutput, RequestOutput, SamplingParams
+    from mlx_paged.request import CompletionOutput, RequestOutput
+    from mlx_paged.sampling_params import SamplingParams
 
 
 __all__ = [

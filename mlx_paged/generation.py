@@ -23,7 +23,7 @@ from mlx_paged.engine.prompts import Prompt, TokenIds, as_tokenizer
 from mlx_paged.errors import shown
 from mlx_paged.foreign_arguments import refuses_unknown_arguments
 from mlx_paged.memory import wired_limit
-from mlx_paged.request import LogitsProcessor, Sampler, SamplingParams
+from mlx_paged.sampling_params import LogitsProcessor, Sampler, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -291,6 +291,7 @@ def _stream(
         sampler=sampler,
         logits_processors=logits_processors or (),
         ignore_eos=tokenizer is None,
+        skip_special_tokens=False,  # as in mlx-lm
     )
     recorder = _Recorder(sampler)
     # One request, once: nothing could hit its prefix.

@@ -30,7 +30,8 @@ from mlx_paged.llm_arguments import (
 )
 from mlx_paged.loading import load
 from mlx_paged.memory import wired_limit
-from mlx_paged.request import CompletionOutput, RequestOutput, SamplingParams
+from mlx_paged.request import CompletionOutput, RequestOutput
+from mlx_paged.sampling_params import SamplingParams
 
 # Batches from this number of prompts on get a progress bar, on a terminal.
 LONG_BATCH = 10

@@ -18,7 +18,7 @@ from mlx_paged.chat_template import (
 )
 from mlx_paged.engine.engine import Engine
 from mlx_paged.generation import GenerationResponse, Progress, stream_request
-from mlx_paged.request import SamplingParams
+from mlx_paged.sampling_params import SamplingParams
 
 Answer: TypeAlias = Generator[GenerationResponse, None, None]
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mlx_paged.chat import command_line
-from mlx_paged.request import SamplingParams
+from mlx_paged.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from mlx_paged.loading import SamplingDefaults

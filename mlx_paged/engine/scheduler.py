@@ -10,6 +10,7 @@ Agrawal et al. 2024).
 from __future__ import annotations
 
 import itertools
+import sys
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -23,9 +24,13 @@ from mlx_paged.core.kv_cache_manager import NOTHING_COMPUTED
 from mlx_paged.engine.batch import Batch, CopyBlocks, Scheduled, SwapIn, SwapOut
 from mlx_paged.engine.swap_space import SwapSpace
 from mlx_paged.errors import prompt_beyond_context, prompt_too_long
-from mlx_paged.request import PENDING_TOKEN, Request, RequestStatus, SeqId
+from mlx_paged.request import PENDING_TOKEN, Request, RequestStatus, SeqId, StopReason
 
 by_order = attrgetter("order")
+
+# Of a step, for the log-probabilities of prompts: rows of logits are large. 256 rows of 152,000
+# logits are 156 MB in float32, and some copies of it.
+MAX_SCORED_ROWS = 256
 
 
 def extra_hash_keys(cache_salt: str | None) -> tuple[str, ...]:
@@ -52,6 +57,7 @@ class _Plan:
     """A step while it is being planned."""
 
     token_budget: int
+    scored_rows_budget: int = MAX_SCORED_ROWS
     only: Request | None = None
     is_ahead: bool = False  # the tokens of the step before are not read yet
     scheduled: list[Scheduled] = field(default_factory=list)
@@ -177,7 +183,7 @@ class Scheduler:
         self,
         request: Request,
         reason: str,
-        stop_reason: int | str | None = None,
+        stop_reason: StopReason = None,
         error: Exception | None = None,
     ) -> None:
         """Take a request out, wherever it is, and give back all its blocks at once: finished,
@@ -206,7 +212,7 @@ class Scheduler:
         Args:
             only: schedule this request and no other.
         """
-        return self._plan(_Plan(self._token_budget(), only))
+        return self._plan(_Plan(self._token_budget(), only=only))
 
     def schedule_ahead(self, awaited: Iterable[Request]) -> Batch | None:
         """Plan the step after one whose tokens are not read yet, as if they were.
@@ -272,6 +278,7 @@ class Scheduler:
                 # waits for it.
                 num_left = 0 if only is not None else len(running) - index - 1
                 num_new_tokens = min(num_new_tokens, plan.token_budget - num_left)
+                num_new_tokens = min(num_new_tokens, _max_chunk(plan, request))
                 num_needed = self.manager.num_needed_blocks(request.seq_id, num_new_tokens)
                 self.supply.make_room(num_needed + num_left)
             copies = self.manager.allocate_slots(request.seq_id, num_new_tokens)
@@ -317,6 +324,7 @@ class Scheduler:
         if num_spare < (self.config.watermark * self.max_num_blocks if self.running else 0):
             return False
         num_new_tokens = min(request.num_tokens - num_held, plan.token_budget)
+        num_new_tokens = min(num_new_tokens, _max_chunk(plan, request))
         num_slots = num_held - computed.num_tokens + num_new_tokens
         # Blocks that were found need no room: taking them evicts nothing.
         self.supply.make_room(-(-num_slots // self._block_size))
@@ -343,8 +351,14 @@ class Scheduler:
         start = request.num_computed_tokens
         request.num_computed_tokens = end = start + num_new_tokens
         num_logit_rows = 1 if end == len(request.token_ids) else 0
+        num_scored_rows = 0
+        if request.num_unscored_tokens:
+            num_scored_rows = _num_scored_rows(request, start, end)
+            num_logit_rows += num_scored_rows
+            plan.scored_rows_budget -= num_scored_rows
         # A third of the time that the constructor of a NamedTuple takes.
-        part = tuple.__new__(Scheduled, (request, start, num_new_tokens, num_logit_rows))
+        fields = (request, start, num_new_tokens, num_logit_rows, num_scored_rows)
+        part = tuple.__new__(Scheduled, fields)
         plan.scheduled.append(part)
         plan.token_budget -= num_new_tokens
         if copies:
@@ -356,7 +370,11 @@ class Scheduler:
         if not self.config.enable_prefix_caching:
             return NOTHING_COMPUTED
         self._hash_blocks(request)
-        return self.manager.get_computed_blocks(request.block_hashes, request.num_tokens)
+        # A row whose logits are wanted is computed, even on a hit.
+        num_tokens = request.num_tokens
+        if request.num_unscored_tokens:
+            num_tokens = request.num_prompt_tokens - request.num_unscored_tokens
+        return self.manager.get_computed_blocks(request.block_hashes, num_tokens)
 
     def _cache_blocks(self, request: Request) -> list[int]:
         """Let others hit the blocks that are full after the newest step, as far as their tokens are
@@ -418,11 +436,14 @@ class Scheduler:
         if ahead is not None and self._fills_block(request):
             ahead.new_block_ids.update(self._cache_blocks(request))
         params = request.params
-        if token_id in self.eos_token_ids and not params.ignore_eos:
-            self.finish(request, "stop")
-        elif token_id in params.stop_token_ids:
-            self.finish(request, "stop", token_id)
-        elif self._is_full(request):
+        if request.num_output_tokens > params.min_tokens:
+            if token_id in self.eos_token_ids and not params.ignore_eos:
+                return self.finish(request, "stop")
+            if token_id in params.stop_token_ids:
+                return self.finish(request, "stop", token_id)
+            if params.stop_sequences and (sequence := _ending_sequence(request)) is not None:
+                return self.finish(request, "stop", sequence)
+        if self._is_full(request):
             self.finish(request, "length")
 
     def _fills_block(self, request: Request) -> bool:
@@ -494,6 +515,28 @@ class Scheduler:
         for request in self.running:
             assert self.manager.num_tokens(request.seq_id) == request.num_computed_tokens
             assert request.num_computed_tokens <= request.num_tokens
+
+
+def _max_chunk(plan: _Plan, request: Request) -> int:
+    """The most tokens of a request in a step, so that few rows of logits are there at a time."""
+    return max(1, plan.scored_rows_budget) if request.num_unscored_tokens else sys.maxsize
+
+
+def _num_scored_rows(request: Request, start: int, end: int) -> int:
+    """Of how many of the tokens ``start : end`` the logits are those of a prompt token that is not
+    scored yet. A row's logits are of the token after it.
+    """
+    num_scored = request.num_prompt_tokens - 1 - request.num_unscored_tokens
+    return max(0, min(end, request.num_prompt_tokens - 1) - max(start, num_scored))
+
+
+def _ending_sequence(request: Request) -> tuple[int, ...] | None:
+    """The stop sequence that the answer ends with; the longest, if there are several."""
+    for sequence in request.params.stop_sequences:
+        length = len(sequence)
+        if length <= request.num_output_tokens and sequence == tuple(request.token_ids[-length:]):
+            return sequence
+    return None
 
 
 def _remove(queue: list[Request], request: Request) -> None:
