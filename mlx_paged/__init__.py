@@ -21,6 +21,7 @@ _HOME_OF = {
     "load": "mlx_paged.loading",
     "demo_model_path": "mlx_paged.loading",
     "generate": "mlx_paged.generation",
+    "batch_generate": "mlx_paged.batch_generation",
     "stream_generate": "mlx_paged.generation",
     "GenerationResponse": "mlx_paged.generation",
     "LLM": "mlx_paged.llm",
@@ -39,6 +40,7 @@ _HOME_OF = {
 if TYPE_CHECKING:
     from mlx_lm.sample_utils import make_sampler
 
+    from mlx_paged.batch_generation import batch_generate
     from mlx_paged.cache import KVCacheConfig
     from mlx_paged.engine.async_engine import AsyncEngine
     from mlx_paged.engine.engine import Engine
@@ -62,6 +64,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "__version__",
+    "batch_generate",
     "demo_model_path",
     "generate",
     "load",

@@ -69,7 +69,9 @@ class GenerationResponse:
     time_to_first_token: float = 0.0
 
 
-class _CacheOptions(TypedDict, total=False):
+class CacheOptions(TypedDict, total=False):
+    """The keyword arguments of :class:`Engine` about its cache."""
+
     kv: str
     block_size: int
     kv_cache_bytes: str | int | None
@@ -77,7 +79,7 @@ class _CacheOptions(TypedDict, total=False):
     max_model_len: int | None
 
 
-class _Options(_CacheOptions, total=False):
+class _Options(CacheOptions, total=False):
     sampler: Sampler | None
     logits_processors: Sequence[LogitsProcessor] | None
     prefill_step_size: int
@@ -279,7 +281,7 @@ def _stream(
     logits_processors: Sequence[LogitsProcessor] | None = None,
     prefill_step_size: int = DEFAULT_MAX_NUM_BATCHED_TOKENS,
     prompt_progress_callback: Progress | None = None,
-    **engine_options: Unpack[_CacheOptions],
+    **engine_options: Unpack[CacheOptions],
 ) -> Generator[tuple[GenerationResponse, mx.array], None, None]:
     """The responses, each with the log-probabilities that its token was drawn from."""
     step_size = check_integer("generate", "prefill_step_size", prefill_step_size, 1)

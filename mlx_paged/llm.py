@@ -107,6 +107,16 @@ class LLM:
     def tokenizer(self) -> TokenizerWrapper | None:
         return self.engine.tokenizer
 
+    def get_tokenizer(self) -> TokenizerWrapper:
+        """The tokenizer, in mlx-lm's wrapper, which has all that transformers' own has.
+
+        Raises:
+            ValueError: the model was given without one.
+        """
+        if self.tokenizer is None:
+            raise ValueError("[llm] there is no tokenizer; give one to LLM(model, tokenizer)")
+        return self.tokenizer
+
     @refuses_unknown_arguments("request")
     def generate(
         self,

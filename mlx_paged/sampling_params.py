@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
@@ -204,13 +204,10 @@ def _is_stop(value: object) -> bool:
     return len(tokens) > 0 and all(map(_is_token, tokens))
 
 
-def _as_stop(stop: int | Iterable[int]) -> int | tuple[int, ...]:
+def _as_stop(stop: Any) -> int | tuple[int, ...]:
     """A stop token, or a sequence of two tokens and more."""
-    if _is_token(stop):
-        return stop
-    assert not isinstance(stop, int)
-    tokens = tuple(int(token) for token in stop)
-    return tokens if len(tokens) > 1 else tokens[0]
+    tokens = [int(token) for token in (stop if is_sequence(stop) else [stop])]
+    return tuple(tokens) if len(tokens) > 1 else tokens[0]
 
 
 def _is_text(value: object) -> bool:

@@ -10,6 +10,7 @@ import pytest
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_paged import foreign_arguments
+from mlx_paged.batch_generation import BatchOptions, batch_generate
 from mlx_paged.config import SchedulerConfig
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.engine.engine import Engine
@@ -33,6 +34,7 @@ ENTRIES: dict[str, tuple[foreign_arguments.Kind, Callable[..., Any]]] = {
     "generate": ("generate", generate),
     "stream_generate": ("generate", stream_generate),
     "generate_step": ("generate", generate_step),
+    "batch_generate": ("generate", batch_generate),
     "make_kv_cache": ("cache", make_kv_cache),
     "load": ("load", load),
 }
@@ -43,6 +45,7 @@ ALSO = {
     "AsyncEngine": argument_names(Engine) | argument_names(SchedulerConfig),
     "AsyncEngine.generate": argument_names(Engine.add_request),
     "AsyncEngine.stream": argument_names(Engine.add_request),
+    "batch_generate": frozenset(BatchOptions.__annotations__),
     **dict.fromkeys(
         ("generate", "stream_generate", "generate_step"),
         frozenset(GenerationOptions.__annotations__),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -84,8 +84,8 @@ def _encode(tokenizer: TokenizerWrapper, text: str) -> tuple[int, ...]:
         ) from error
 
 
-def _flat(stops: Iterable[int | Iterable[int]]) -> list[int]:
-    return [token for stop in stops for token in (stop if isinstance(stop, tuple) else (stop,))]
+def _flat(stops: Iterable[int | Sequence[int]]) -> list[int]:
+    return [token for stop in stops for token in ([stop] if isinstance(stop, int) else stop)]
 
 
 def _check_in_vocabulary(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
