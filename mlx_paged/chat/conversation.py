@@ -147,7 +147,9 @@ class Conversation:
         answer: list[str] = []
         try:
             prompt = self._prompt_tokens()
-            responses = stream_request(self.engine, prompt, params or SamplingParams(), progress)
+            # The history keeps what was said, and marks of reasoning may be special tokens.
+            params = params or SamplingParams(skip_special_tokens=False)
+            responses = stream_request(self.engine, prompt, params, progress)
             with closing(responses):
                 token = None
                 for response in responses:
