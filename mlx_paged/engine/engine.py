@@ -26,12 +26,13 @@ from mlx_paged.config import (
     SchedulerConfig,
 )
 from mlx_paged.core import KVCacheManagerStats, hash_token_blocks
-from mlx_paged.engine.batch import Batch
+from mlx_paged.engine.batch import Batch, Scheduled
+from mlx_paged.engine.draft_options import num_parameters_of, speculation_of
 from mlx_paged.engine.model_runner import ModelRunner, StepInFlight
 from mlx_paged.engine.options import SchedulerOptions
 from mlx_paged.engine.prompts import Prompt, as_tokenizer, read_prompt
 from mlx_paged.engine.request_state import RequestState
-from mlx_paged.engine.sampler import NO_TOKENS, SampledToken, sample
+from mlx_paged.engine.sampler import NO_TOKENS, SampledToken, sample, state_of
 from mlx_paged.engine.scheduler import Scheduler, extra_hash_keys
 from mlx_paged.engine.swap_space import SwapSpace, num_swap_tokens
 from mlx_paged.errors import ArgumentError, forget_frames, request_error, shown
@@ -58,6 +59,8 @@ class EngineStats(KVCacheManagerStats):
     num_running: int
     num_waiting: int
     num_preemptions: int
+    num_drafted_tokens: int  # drafts that were verified
+    num_accepted_tokens: int  # of these
     num_swapped_tokens: int  # in host memory now
     nbytes_held: int  # allocated for K/V now
     nbytes_budget: int
@@ -100,6 +103,9 @@ class Engine:
         run_ahead: whether a step is launched before the tokens of the one before are read, so that
             the device does not wait for Python (vLLM: ``async_scheduling``). The tokens are the
             same. By default where the cache allows it without copies: on Metal.
+        num_draft_tokens: the most drafts per step that a request verifies, 0 to 7: what followed
+            when its last tokens came before. The tokens are the same with any number; see
+            ``docs/engine.md``, "Speculation", for when drafts are made. 0 makes none.
         scheduler_options: fields of :class:`SchedulerConfig`: ``max_num_seqs``,
             ``max_num_batched_tokens``, ``max_num_mixed_tokens``, ``enable_prefix_caching``,
             ``watermark``, ``priority_steps``.
@@ -123,9 +129,11 @@ class Engine:
         seed: int | None = None,
         max_model_len: int | None = None,
         run_ahead: bool | None = None,
+        num_draft_tokens: int = 0,
         **scheduler_options: Unpack[SchedulerOptions],
     ):
-        self.max_model_len = context_limit(check_model(model).args, max_model_len)
+        checked = check_model(model)
+        self.max_model_len = context_limit(checked.args, max_model_len)
         config = SchedulerConfig(max_model_len=self.max_model_len, **scheduler_options)
         if tokenizer is not None:
             tokenizer = as_tokenizer(tokenizer)
@@ -144,14 +152,17 @@ class Engine:
         self.cache = make_kv_cache(
             model, kv, block_size=block_size, kv_cache_bytes=kv_cache_bytes, backend=backend
         )
-        sizes = [leaf.size for leaf in dict(tree_flatten(model.parameters())).values()]
+        num_parameters = num_parameters_of(model)
         self.swap_space: SwapSpace[SwappedKV] = SwapSpace(
-            num_swap_tokens(swap_bytes, self.cache, sum(sizes))
+            num_swap_tokens(swap_bytes, self.cache, num_parameters)
         )
         self.runner = ModelRunner(model, self.cache, self.swap_space)
         self.run_ahead = self.cache.can_run_ahead if run_ahead is None else run_ahead
         eos_token_ids: Iterable[int] = () if tokenizer is None else tokenizer.eos_token_ids
-        self.scheduler = Scheduler(self.cache, config, frozenset(eos_token_ids), self.swap_space)
+        speculation = speculation_of(num_draft_tokens, checked, self.run_ahead)
+        self.scheduler = Scheduler(
+            self.cache, config, frozenset(eos_token_ids), self.swap_space, speculation
+        )
         self._seeds = random.Random(seed)
         # The requests that are not reported as finished yet. Threads share this table, the inbox
         # and the flags of a state without a lock: each of their changes is a single operation, and
@@ -296,6 +307,8 @@ class Engine:
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting),
             num_preemptions=self.scheduler.num_preemptions,
+            num_drafted_tokens=self.scheduler.num_drafted_tokens,
+            num_accepted_tokens=self.scheduler.num_accepted_tokens,
             num_swapped_tokens=self.swap_space.num_used_tokens,
             nbytes_held=self.cache.nbytes_held,
             nbytes_budget=self.cache.config.nbytes,
@@ -373,7 +386,7 @@ class Engine:
             if not steps:
                 self._launch(self.scheduler.schedule(only=self._next_suspect()))
                 self._sample()
-            if steps and self.run_ahead and not self._suspects:
+            if steps and self._may_launch_ahead(steps[0]):
                 self._launch(self.scheduler.schedule_ahead(steps[0].sampled.requests))
             self._land()
             self._sample()
@@ -383,6 +396,15 @@ class Engine:
             if not self.scheduler.requests and not self._to_report:
                 self._pick_up_lost()
             return self._take_reports()
+
+    def _may_launch_ahead(self, step: StepInFlight) -> bool:
+        """Whether the next step is planned before this one is read."""
+        return (
+            self.run_ahead
+            and not self._suspects
+            and not step.batch.drafted
+            and not self.scheduler.expects_drafts()
+        )
 
     def _launch(self, batch: Batch | None) -> None:
         """Begin to compute a step, behind the one in flight if there is one."""
@@ -407,9 +429,9 @@ class Engine:
         if not self._in_flight:
             return
         step = self._in_flight[-1]
-        rows, requests = self._completions(step.batch)
+        rows, requests, num_before = self._completions(step.batch)
         with self._device_work():
-            step.sampled = sample(step.logits, rows, requests)
+            step.sampled = sample(step.logits, rows, requests, num_before)
         for request in step.sampled.requests:
             if request.seq_id not in self.scheduler.requests:
                 state = self._states[request.request_id]
@@ -430,12 +452,63 @@ class Engine:
             mx.eval(step.logits, self.cache.arrays if len(self._in_flight) == 1 else ())
         if not self._in_flight:
             return  # It failed.
+        drafted = step.batch.drafted
+        if drafted and not self._verify(step, drafted, results):
+            return
         self._in_flight.popleft()
+        verified = {part.request for part in drafted}
         for request, result in zip(step.sampled.requests, results, strict=True):
-            if isinstance(result, SampledToken):
-                self._append(request, result)
-            else:
-                self._finish(request, "error", result)
+            if request not in verified:
+                self._take(request, result)
+
+    def _verify(
+        self,
+        step: StepInFlight,
+        drafted: Sequence[Scheduled],
+        results: Sequence[SampledToken | Exception],
+    ) -> bool:
+        """Append the tokens of requests with drafts, as far as they go on with them; False if the
+        step failed meanwhile.
+
+        What reads the tokens before it (penalties, processors, samplers of the request's own) is
+        drawn token by token, when these are known.
+        """
+        known: dict[Request, list[SampledToken | Exception]] = {}
+        for request, result in zip(step.sampled.requests, results, strict=True):
+            known.setdefault(request, []).append(result)
+        for part in drafted:
+            request, num_accepted = part.request, 0
+            if request.is_finished:
+                continue  # Since it was launched.
+            drawn = known[request]
+            self.scheduler.begin_verification(part)
+            for number in range(part.num_logit_rows):
+                if number == len(drawn):
+                    row = step.first_row_of(part) + number
+                    with self._device_work():
+                        drawn += sample(step.logits, [row], [request]).read()
+                    if not self._in_flight:
+                        return False
+                result = drawn[number]
+                is_accepted = (
+                    number < len(part.draft_token_ids)
+                    and isinstance(result, SampledToken)
+                    and result.token_id == part.draft_token_ids[number]
+                )
+                if is_accepted:
+                    self.scheduler.accept_draft(request)
+                    num_accepted += 1
+                self._take(request, result)
+                if not is_accepted or request.is_finished:
+                    break
+            self.scheduler.end_verification(part, num_accepted)
+        return True
+
+    def _take(self, request: Request, result: SampledToken | Exception) -> None:
+        if isinstance(result, SampledToken):
+            self._append(request, result)
+        else:
+            self._finish(request, "error", result)
 
     @contextmanager
     def _device_work(self) -> Iterator[None]:
@@ -462,7 +535,9 @@ class Engine:
                 self._report(state.requests[0])
 
     def _blame(self, error: Exception) -> None:
-        """Fail a request that ran alone; run several again one by one, to see which fails."""
+        """Fail a request that ran alone; run several again one by one, to see which fails. One that
+        ran with drafts, which it did not ask for, runs again without.
+        """
         steps = list(self._in_flight)
         suspects = {
             request: request.num_computed_tokens
@@ -471,7 +546,7 @@ class Engine:
             if not request.is_finished
         }
         self._take_back()
-        if len(steps) == len(suspects) == 1:
+        if len(steps) == len(suspects) == 1 and not steps[0].batch.drafted:
             self._finish(steps[0].batch.requests[0], "error", error)
         else:
             self._suspects.extend(suspects.items())
@@ -504,19 +579,29 @@ class Engine:
             self._suspects.popleft()
         return None
 
-    def _completions(self, batch: Batch) -> tuple[list[int], list[Request]]:
-        """The row of logits and the request of each token that this step samples.
+    def _completions(self, batch: Batch) -> tuple[list[int], list[Request], list[int]]:
+        """The row of logits and the request of each token that this step samples, and how many
+        drafts stand before it.
 
         A request for several completions is forked when its prompt is computed; they share a row.
         """
         rows: list[int] = []
         requests: list[Request] = []
-        wanted = [part.request for part in batch.scheduled if part.num_logit_rows]
-        for row, request in enumerate(wanted):
-            if not request.is_finished:
-                rows += [row] * request.num_seqs
-                requests += [request, *map(request.fork, range(1, request.num_seqs))]
-        return rows, requests
+        num_before: list[int] = []
+        first_row = 0
+        for part in batch.scheduled:
+            request, num_rows = part.request, part.num_logit_rows
+            if num_rows and not request.is_finished:
+                if num_rows > 1 and state_of(request, self.runner.vocab_size).draws_rows_together:
+                    rows += range(first_row, first_row + num_rows)
+                    requests += [request] * num_rows
+                    num_before += range(num_rows)
+                else:
+                    rows += [first_row] * request.num_seqs
+                    requests += [request, *map(request.fork, range(1, request.num_seqs))]
+                    num_before += [0] * request.num_seqs
+            first_row += num_rows
+        return rows, requests, num_before
 
     def _append(self, request: Request, sampled: SampledToken) -> None:
         if request.is_finished:

@@ -11,7 +11,7 @@ from mlx.nn.layers.base import Module
 
 from mlx_paged.argument_values import kind_of
 from mlx_paged.cache import AnySeqId, KVCache, PagedKVCache, SwappedKV
-from mlx_paged.engine.batch import Batch, CopyBlocks, SwapOut, Transfer
+from mlx_paged.engine.batch import Batch, CopyBlocks, Scheduled, SwapOut, Transfer
 from mlx_paged.engine.compiled_decode import CompiledDecode
 from mlx_paged.engine.prompts import TokenIds, check_token_ids
 from mlx_paged.engine.sampler import NO_TOKENS, SampledTokens
@@ -40,6 +40,11 @@ class StepInFlight:
     logits: mx.array = field(default_factory=lambda: NO_TOKENS.token_ids)
     sampled: SampledTokens = NO_TOKENS
     forks: list[Request] = field(default_factory=list)
+
+    def first_row_of(self, part: Scheduled) -> int:
+        """The row of ``logits`` from which the first token of a part is drawn."""
+        parts = itertools.takewhile(lambda each: each is not part, self.batch.scheduled)
+        return sum(each.num_logit_rows for each in parts)
 
 
 class ModelRunner:

@@ -27,6 +27,7 @@ class EngineOptions(SchedulerOptions, total=False):
     seed: int | None
     max_model_len: int | None
     run_ahead: bool | None
+    num_draft_tokens: int
 
 
 class RequestOptions(TypedDict, total=False):

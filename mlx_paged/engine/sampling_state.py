@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import math
 from array import array
+from dataclasses import fields
 from hashlib import blake2b
 
 import numpy as np
 
-from mlx_paged.request import Request
+from mlx_paged.request import Request, SamplingParams
 
 # The limit of penalties and temperatures, and its inverse that of top_p, so that no product leaves
 # float32: a scale of 0 would turn tokens that a filter removed into NaN.
 HUGE = 1e30
+# Under these settings alone, a row's draw depends on nothing but its logits and its position.
+ROW_SETTINGS = frozenset(
+    {
+        "n", "temperature", "top_p", "top_k", "min_p", "seed", "logit_bias", "stop",
+        "stop_token_ids", "ignore_eos", "max_tokens", "logprobs",
+    }
+)  # fmt: skip
+_DEFAULTS = SamplingParams()
 COLDEST = 1e-6  # temperatures end here: a log-probability over a lower one leaves float32
 
 
@@ -27,6 +36,7 @@ class SamplingState:
         group: of the requests that are drawn in one call, as (has top_p, has min_p, top_k); None is
             greedy.
         filters: 1 / temperature, top_p, log(min_p).
+        draws_rows_together: whether a token may be drawn before those in front of it are known.
     """
 
     def __init__(self, request: Request, vocab_size: int):
@@ -72,6 +82,11 @@ class SamplingState:
             and self.penalties is None
             and self.num_logprobs is None
             and not self.may_leave_nothing
+        )
+        self.draws_rows_together = all(
+            getattr(params, each.name) == getattr(_DEFAULTS, each.name)
+            for each in fields(params)
+            if each.name not in ROW_SETTINGS
         )
         # Only the seed has a variable width, so no two triples have the same bytes.
         seed, index = int(request.seed), request.index

@@ -11,7 +11,8 @@ import numpy as np
 
 from helpers.engine_runs import assert_nothing_held, make_engine
 from mlx_paged.engine.engine import Engine
-from mlx_paged.request import RequestOutput, SamplingParams
+from mlx_paged.engine.speculation import NO_SPECULATION
+from mlx_paged.request import RequestOutput, SamplingParams, SeqId
 
 
 @dataclass
@@ -87,7 +88,13 @@ class Workload:
         )
 
     def run(self, model: Any, tokenizer: Any = None, **options: Any) -> Run:
+        """
+        Args:
+            options: of the engine; ``speculation`` is put into its scheduler.
+        """
+        speculation = options.pop("speculation", NO_SPECULATION)
         engine = make_engine(model, tokenizer, **self.options, **options)
+        engine.scheduler.speculation = speculation
         result = Run(engine)
         coming = sorted(self.asks, key=lambda name: (self.asks[name].comes_at, int(name)))
         num_steps = 0
@@ -116,6 +123,14 @@ class Run:
     engine: Engine
     outputs: dict[str, RequestOutput] = field(default_factory=dict)
     num_in_flight: int = 0  # steps after which another one was in flight
+
+    @property
+    def answers(self) -> dict[SeqId, list[int]]:
+        return {
+            (name, completion.index): completion.token_ids
+            for name, output in self.outputs.items()
+            for completion in output.outputs
+        }
 
 
 def bans_the_last_token(tokens: mx.array, logits: mx.array) -> mx.array:
