@@ -10,9 +10,9 @@ import pytest
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_paged import foreign_arguments
-from mlx_paged.config import SchedulerConfig
 from mlx_paged.engine.async_engine import AsyncEngine
-from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.engine import Engine, engine_option_names
+from mlx_paged.engine.options import FURTHER_OPTIONS
 from mlx_paged.foreign_arguments import ADVICE, OTHER_NAMES, argument_names, refusal
 from mlx_paged.generation import GenerationOptions, generate, generate_step, stream_generate
 from mlx_paged.llm import LLM
@@ -38,9 +38,9 @@ ENTRIES: dict[str, tuple[foreign_arguments.Kind, Callable[..., Any]]] = {
 }
 # What has a **options of its own takes these, too.
 ALSO = {
-    "LLM": argument_names(Engine) | argument_names(SchedulerConfig),
-    "Engine": argument_names(SchedulerConfig),
-    "AsyncEngine": argument_names(Engine) | argument_names(SchedulerConfig),
+    "LLM": engine_option_names(),
+    "Engine": FURTHER_OPTIONS,
+    "AsyncEngine": engine_option_names(),
     "AsyncEngine.generate": argument_names(Engine.add_request),
     "AsyncEngine.stream": argument_names(Engine.add_request),
     **dict.fromkeys(
@@ -81,11 +81,7 @@ def test_no_foreign_argument_is_one_of_ours():
 
 def test_the_tables_of_our_own_names_are_those_of_the_signatures():
     assert set(foreign_arguments.PARAMS) == argument_names(SamplingParams)
-    made = (argument_names(Engine) | argument_names(SchedulerConfig)) - {
-        "model",
-        "tokenizer",
-        "seed",
-    }
+    made = engine_option_names() - {"model", "tokenizer", "seed"}
     assert set(foreign_arguments.ENGINE_OPTIONS) == made
     assert set(foreign_arguments.SAMPLER_OPTIONS) < argument_names(make_sampler)
 
@@ -100,7 +96,8 @@ def test_the_tables_of_our_own_names_are_those_of_the_signatures():
         ("generate", "max_kv_size", "use max_model_len for tokens, or kv_cache_bytes for memory"),
         ("generate", "prompt_cache", "an engine finds the K/V of equal beginnings by itself"),
         ("generate", "kv_bits", "K/V are kept in the dtype of the model's activations"),
-        ("generate", "draft_model", "there is no speculative decoding"),
+        ("generate", "num_speculative_tokens", "use num_draft_tokens"),
+        ("LLM", "speculative_config", "give draft_model and num_draft_tokens instead"),
         (
             "generate",
             "repetition_penalty",

@@ -26,6 +26,7 @@ AnySeqId: TypeAlias = Any
 LayerRows: TypeAlias = Sequence[mx.array] | mx.array
 
 INITIAL_BLOCKS = 64
+ALL_LAYERS = slice(None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,6 +96,7 @@ class KVCache(ABC):
     def __init__(self, config: KVCacheConfig, initial_blocks: int = INITIAL_BLOCKS):
         self.config = config
         self._step: AttentionMetadata | None = None
+        self._open_layers = ALL_LAYERS
         self._initial_blocks = min(initial_blocks, config.num_blocks)
         self.reset()
 
@@ -256,6 +258,8 @@ class KVCache(ABC):
         num_new_tokens: Sequence[int],
         num_logit_rows: Sequence[int] | None = None,
         shares_new_blocks: bool = False,
+        layers: slice = ALL_LAYERS,
+        context_lens: Sequence[int] | None = None,
     ) -> Iterator[AttentionMetadata]:
         """Open a step whose slots were allocated through :attr:`manager`; it is closed whatever
         happens.
@@ -267,26 +271,37 @@ class KVCache(ABC):
                 default. If no sequence wants any, the step has one row of logits all the same: MLX
                 refuses some products of no rows.
             shares_new_blocks: see :meth:`AttentionMetadata.build`.
+            layers: those that the step runs; of two models on one cache, each runs its own.
+            context_lens: of each sequence, where its new tokens end; by default all that it has
+                slots for.
         """
         if num_logit_rows is not None:
             num_logit_rows = list(num_logit_rows)
             if not any(num_logit_rows):
                 num_logit_rows[-1] = 1
         tables = [self.manager.tables[seq] for seq in seq_ids]
+        block_tables = [table.packed_block_ids for table in tables]
+        if context_lens is None:
+            context_lens = [table.num_tokens for table in tables]
+        else:
+            # A table ends with the block of the last token.
+            lens = zip(block_tables, context_lens, strict=True)
+            block_tables = [table[: -(-end // self.config.block_size)] for table, end in lens]
         # Valid by construction: the manager guarantees it. No table changes before the step is
         # over, so its live arrays will do.
         step = self._step = AttentionMetadata(
-            [table.packed_block_ids for table in tables],
-            [table.num_tokens for table in tables],
+            block_tables,
+            list(context_lens),
             list(num_new_tokens),
             self.config.block_size,
             shares_new_blocks,
             num_logit_rows,
             known_max_block_id=self.pool.num_blocks - 1,
         )
+        self._open_layers = layers
         try:
             self._prepare(step)
-            for layer in self.layers:
+            for layer in self.layers[layers]:
                 layer.open(step)
             yield step
             self._finish()

@@ -140,7 +140,7 @@ class PagedKVCache(KVCache):
             if 0 < context_len % step.block_size <= query_len
         ]
         if partly_filled:
-            for layer in self.layers:
+            for layer in self.layers[self._open_layers]:
                 self.backend.zero_blocks(layer.kv, partly_filled)
 
     def _finish(self) -> None:
@@ -162,7 +162,7 @@ class PagedKVCache(KVCache):
         if step is None or step.max_query_len > 1 or step.logit_rows is not None:
             return None
         plans = self._backend.decode_plans(step, self._plan_keys)
-        handles = [layer.kv for layer in self.layers]
+        handles = [layer.kv for layer in self.layers[self._open_layers]]
         fences = [kv.fence for kv in handles if kv.fence is not None]
         if plans is None or len(fences) < len(handles):
             return None
@@ -179,7 +179,8 @@ class PagedKVCache(KVCache):
         )
 
     def traced_layers(self, shape: DecodeShape, arrays: DecodeArrays) -> list[PagedLayerKV]:
-        """Layers of a decode of this shape on ``arrays``, in the place of :attr:`layers`; these and
+        """Layers of a decode of this shape on ``arrays``, in the place of the first of
+        :attr:`layers`; these and
         the open step are not touched. When a model has run, the handles hold the next fences.
         """
         plans = {
@@ -188,9 +189,8 @@ class PagedKVCache(KVCache):
         }
         step = traced_decode(self.config.block_size, arrays.positions, plans)
         layers = []
-        for spec, *kv in zip(
-            self.config.layers, arrays.keys, arrays.values, arrays.fences, strict=True
-        ):
+        specs = self.config.layers[: len(arrays.keys)]
+        for spec, *kv in zip(specs, arrays.keys, arrays.values, arrays.fences, strict=True):
             layers.append(PagedLayerKV(spec, self._backend, KVHandle(*kv)))
             layers[-1].open(step)
         return layers
@@ -199,7 +199,7 @@ class PagedKVCache(KVCache):
         """What a decode left, in the order of the layers: an interrupt in the middle leaves the
         chains of the first ones longer, as in a step that is built layer by layer.
         """
-        for layer, fence in zip(self.layers, fences, strict=True):
+        for layer, fence in zip(self.layers[: len(fences)], fences, strict=True):
             layer.kv.fence = fence
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:

@@ -13,14 +13,14 @@ from mlx_paged.engine.swap_space import OPERATIONS_PER_BYTE
 # row, in weights that it multiplies meanwhile. Measured on 2 cores of x86 with the BLAS of MLX's
 # wheel, which multiplies a weight once for each row: `benchmarks/speculation.py` has the fit.
 CPU_WEIGHTS_PER_LAYER = 3e6
-CPU_WEIGHTS_PER_LAYER_AND_ROW = 0.6e6
+CPU_WEIGHTS_PER_LAYER_AND_ROW = 0.9e6
 
 # The share by which a step takes longer if it is not launched ahead of the tokens before it:
 # vLLM-metal gains 10 to 50% by doing so on an M1 Ultra.
 WAITING_SHARE = 0.3
 
 # Drafts have to promise this much more, as the promise is an estimate.
-MIN_GAIN = 1.05
+MIN_GAIN = 1.1
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,10 @@ class DraftGate:
             if rate > best_rate:
                 best, best_rate = longest, rate
         return [min(each, best) for each in worth]
+
+
+ALWAYS = DraftGate(StepCost(1, 0))
+"""Steps cost the same, whatever their rows: all drafts are tried."""
 
 
 def _num_powers_above(base: float, least: float, most: int) -> int:

@@ -1,4 +1,4 @@
-"""What an engine's arguments say about drafts: who makes them, and what steps cost on this device."""
+"""Who makes an engine's drafts, and what its steps cost on this device."""
 
 from __future__ import annotations
 
@@ -6,33 +6,70 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 from mlx_lm.utils import get_total_parameters
 
-from mlx_paged.argument_values import check_integer
-from mlx_paged.engine.draft_gate import WAITING_SHARE, DraftGate, StepCost
-from mlx_paged.engine.drafts import MAX_DRAFT_TOKENS, PromptLookup
+from mlx_paged.argument_values import kind_of
+from mlx_paged.engine.draft_gate import NO_COST, WAITING_SHARE, DraftGate, StepCost
+from mlx_paged.engine.draft_model import DraftModel
+from mlx_paged.engine.drafts import PromptLookup
 from mlx_paged.engine.speculation import NO_SPECULATION, Speculation
-from mlx_paged.errors import ArgumentError, shown
+from mlx_paged.errors import ArgumentError
 from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.ops import device
 
 
-def speculation_of(num_draft_tokens: int, model: LanguageModel, run_ahead: bool) -> Speculation:
+def speculation_of(
+    num_draft_tokens: int, model: LanguageModel, drafter: DraftModel | None, run_ahead: bool
+) -> Speculation:
     """How an engine speculates.
 
+    Args:
+        drafter: makes the drafts; ``None`` looks them up in a request's own tokens.
+
     Raises:
-        ArgumentError: ``num_draft_tokens`` is not within 0..7.
+        ArgumentError: there is a draft model, and no draft for it to make.
     """
-    num_draft_tokens = check_integer("engine", "num_draft_tokens", num_draft_tokens, 0)
-    if num_draft_tokens > MAX_DRAFT_TOKENS:
-        raise ArgumentError(
-            f"[engine] num_draft_tokens must be within 0..{MAX_DRAFT_TOKENS}, got "
-            f"{shown(num_draft_tokens)}: attention has kernels for runs of up to "
-            f"{MAX_DRAFT_TOKENS + 1} tokens",
-            "num_draft_tokens",
-        )
     if num_draft_tokens == 0:
+        if drafter is not None:
+            raise ArgumentError(
+                "[engine] num_draft_tokens must be at least 1 with a draft model, got 0; leave "
+                "draft_model out for none",
+                "num_draft_tokens",
+            )
         return NO_SPECULATION
-    gate = DraftGate(cost_of(model), waiting_share=WAITING_SHARE if run_ahead else 0.0)
-    return Speculation(PromptLookup(), num_draft_tokens, gate)
+    gate = DraftGate(
+        cost_of(model),
+        NO_COST if drafter is None else cost_of(drafter.model),
+        WAITING_SHARE if run_ahead else 0.0,
+    )
+    return Speculation(drafter or PromptLookup(), int(num_draft_tokens), gate)
+
+
+def check_draft_model(draft_model: object, model: LanguageModel, kv: str) -> LanguageModel | None:
+    """``draft_model``, if there is one and it can make drafts for ``model``.
+
+    Raises:
+        ArgumentError: it is no model, it has another vocabulary, or the K/V are basic ones.
+    """
+    if draft_model is None:
+        return None
+    if not isinstance(draft_model, LanguageModel):
+        raise ArgumentError(
+            f"[engine] draft_model must be one that mlx_paged.load returns, got "
+            f"{kind_of(draft_model)}",
+            "draft_model",
+        )
+    if draft_model.args.vocab_size != model.args.vocab_size:
+        raise ArgumentError(
+            f"[engine] draft_model has a vocabulary of {draft_model.args.vocab_size} tokens, the "
+            f"model one of {model.args.vocab_size}; they must be the same",
+            "draft_model",
+        )
+    if kv == "basic":
+        raise ArgumentError(
+            "[engine] draft_model needs kv='paged'; with kv='basic' drafts are looked up in a "
+            "request's own tokens: leave draft_model out",
+            "draft_model",
+        )
+    return draft_model
 
 
 def cost_of(model: LanguageModel) -> StepCost:

@@ -7,12 +7,12 @@ rejection sampling).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
+from mlx_paged.engine.batch import Scheduled
 from mlx_paged.request import Request
 
-# The query run of a request with drafts: kernels attend to runs of up to 8 tokens.
-MAX_DRAFT_TOKENS = 7
 # Tokens that have to come again for the look-up to find what followed them. Of two, too many are
 # chance; after a draft that was wrong, it takes this many tokens to find the place again.
 NGRAM_SIZE = 3
@@ -33,7 +33,13 @@ class Drafter(Protocol):
         ...
 
     def propose(self, request: Request, num_drafts: int) -> list[int]:
-        """``[num_drafts]`` token ids, to follow the tokens that the request has."""
+        """``[num_drafts]`` token ids, to follow the tokens that the request has; ``PENDING_TOKEN``
+        for those that the step itself makes.
+        """
+        ...
+
+    def made(self, part: Scheduled) -> Sequence[int]:
+        """``[num_drafts]`` token ids, the drafts of a part whose step was computed."""
         ...
 
     def note(self, request: Request, num_drafts: int, num_accepted: int) -> None:
@@ -64,6 +70,9 @@ class PromptLookup:
         while len(drafts) < num_drafts:
             drafts.append(drafts[-period])
         return drafts
+
+    def made(self, part: Scheduled) -> Sequence[int]:
+        return part.draft_token_ids
 
     def note(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """The tokens themselves say it when they are read."""

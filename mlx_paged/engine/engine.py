@@ -23,13 +23,17 @@ from mlx_paged.config import (
     DEFAULT_BACKEND,
     DEFAULT_BLOCK_SIZE,
     DEFAULT_KV,
-    SchedulerConfig,
 )
 from mlx_paged.core import KVCacheManagerStats, hash_token_blocks
 from mlx_paged.engine.batch import Batch, Scheduled
-from mlx_paged.engine.draft_options import num_parameters_of, speculation_of
+from mlx_paged.engine.draft_model import DraftModel
+from mlx_paged.engine.draft_options import (
+    check_draft_model,
+    num_parameters_of,
+    speculation_of,
+)
 from mlx_paged.engine.model_runner import ModelRunner, StepInFlight
-from mlx_paged.engine.options import SchedulerOptions
+from mlx_paged.engine.options import FURTHER_OPTIONS, FurtherOptions, scheduler_config
 from mlx_paged.engine.prompts import Prompt, as_tokenizer, read_prompt
 from mlx_paged.engine.request_state import RequestState
 from mlx_paged.engine.sampler import NO_TOKENS, SampledToken, sample, state_of
@@ -68,7 +72,7 @@ class EngineStats(KVCacheManagerStats):
 
 def engine_option_names() -> frozenset[str]:
     """The names of all settings that an :class:`Engine` takes."""
-    return argument_names(Engine) | argument_names(SchedulerConfig)
+    return argument_names(Engine) | FURTHER_OPTIONS
 
 
 class Engine:
@@ -103,19 +107,18 @@ class Engine:
         run_ahead: whether a step is launched before the tokens of the one before are read, so that
             the device does not wait for Python (vLLM: ``async_scheduling``). The tokens are the
             same. By default where the cache allows it without copies: on Metal.
-        num_draft_tokens: the most drafts per step that a request verifies, 0 to 7: what followed
-            when its last tokens came before. The tokens are the same with any number; see
-            ``docs/engine.md``, "Speculation", for when drafts are made. 0 makes none.
-        scheduler_options: fields of :class:`SchedulerConfig`: ``max_num_seqs``,
+        options: ``draft_model``, a small model of the same vocabulary that makes the drafts, in the
+            place of what followed when a request's last tokens came before; its K/V count in the
+            budget. And fields of :class:`SchedulerConfig`: ``max_num_seqs``,
             ``max_num_batched_tokens``, ``max_num_mixed_tokens``, ``enable_prefix_caching``,
-            ``watermark``, ``priority_steps``.
+            ``watermark``, ``priority_steps``, ``num_draft_tokens``.
 
     Raises:
         ValueError: a setting out of its range, or a budget that holds no block.
         TypeError: an argument that there is not; the message says what to use.
     """
 
-    @refuses_unknown_arguments("engine", also=lambda: argument_names(SchedulerConfig))
+    @refuses_unknown_arguments("engine", also=lambda: FURTHER_OPTIONS)
     def __init__(
         self,
         model: Module,
@@ -129,12 +132,12 @@ class Engine:
         seed: int | None = None,
         max_model_len: int | None = None,
         run_ahead: bool | None = None,
-        num_draft_tokens: int = 0,
-        **scheduler_options: Unpack[SchedulerOptions],
+        **options: Unpack[FurtherOptions],
     ):
         checked = check_model(model)
         self.max_model_len = context_limit(checked.args, max_model_len)
-        config = SchedulerConfig(max_model_len=self.max_model_len, **scheduler_options)
+        draft_model = check_draft_model(options.get("draft_model"), checked, kv)
+        config = scheduler_config(options, self.max_model_len)
         if tokenizer is not None:
             tokenizer = as_tokenizer(tokenizer)
         if seed is not None:
@@ -146,20 +149,28 @@ class Engine:
             )
         # Steps may be another thread's, which can't evaluate what this one left lazy: parameters,
         # and frequencies of RoPE, which are none.
-        mx.eval([leaf for leaf in dict(tree_flatten(model)).values() if isinstance(leaf, mx.array)])
+        for each in (model, draft_model or ()):
+            leaves = dict(tree_flatten(each)).values()
+            mx.eval([leaf for leaf in leaves if isinstance(leaf, mx.array)])
         self.model = model
         self.tokenizer = tokenizer
         self.cache = make_kv_cache(
-            model, kv, block_size=block_size, kv_cache_bytes=kv_cache_bytes, backend=backend
+            model,
+            kv,
+            block_size=block_size,
+            kv_cache_bytes=kv_cache_bytes,
+            backend=backend,
+            draft_model=draft_model,
         )
         num_parameters = num_parameters_of(model)
         self.swap_space: SwapSpace[SwappedKV] = SwapSpace(
             num_swap_tokens(swap_bytes, self.cache, num_parameters)
         )
-        self.runner = ModelRunner(model, self.cache, self.swap_space)
+        drafter = None if draft_model is None else DraftModel(draft_model, self.cache)
+        self.runner = ModelRunner(model, self.cache, self.swap_space, drafter)
         self.run_ahead = self.cache.can_run_ahead if run_ahead is None else run_ahead
         eos_token_ids: Iterable[int] = () if tokenizer is None else tokenizer.eos_token_ids
-        speculation = speculation_of(num_draft_tokens, checked, self.run_ahead)
+        speculation = speculation_of(config.num_draft_tokens, checked, drafter, self.run_ahead)
         self.scheduler = Scheduler(
             self.cache, config, frozenset(eos_token_ids), self.swap_space, speculation
         )
@@ -480,7 +491,7 @@ class Engine:
             request, num_accepted = part.request, 0
             if request.is_finished:
                 continue  # Since it was launched.
-            drawn = known[request]
+            drawn, drafts = known[request], self.scheduler.speculation.made(part)
             self.scheduler.begin_verification(part)
             for number in range(part.num_logit_rows):
                 if number == len(drawn):
@@ -491,9 +502,9 @@ class Engine:
                         return False
                 result = drawn[number]
                 is_accepted = (
-                    number < len(part.draft_token_ids)
+                    number < len(drafts)
                     and isinstance(result, SampledToken)
-                    and result.token_id == part.draft_token_ids[number]
+                    and result.token_id == drafts[number]
                 )
                 if is_accepted:
                     self.scheduler.accept_draft(request)

@@ -125,6 +125,19 @@ def sample(
     return sampled
 
 
+def draw_drafts(
+    logits: mx.array,  # [num_requests, vocab_size], of a draft model
+    requests: Sequence[Request],
+    num_before: int,
+) -> mx.array:
+    """``[num_requests] int32``, each drawn as the request's token behind so many drafts will be:
+    with its key, temperature and filters.
+    """
+    states = [state_of(request, logits.shape[-1]) for request in requests]
+    positions = [request.num_output_tokens + num_before for request in requests]
+    return _draw(logits, states, positions).astype(mx.int32)
+
+
 def state_of(request: Request, vocab_size: int) -> SamplingState:
     """What the sampler keeps of a request; new if there is nothing yet."""
     state: SamplingState | None = request.sampling_state

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mlx_paged.engine.draft_gate import NO_COST, DraftGate
+from mlx_paged.engine.batch import Scheduled
+from mlx_paged.engine.draft_gate import ALWAYS, DraftGate
 from mlx_paged.engine.drafts import Drafter
 from mlx_paged.request import Request
 
@@ -21,7 +22,7 @@ class Speculation:
 
     drafter: Drafter | None = None
     num_draft_tokens: int = 0
-    gate: DraftGate = DraftGate(NO_COST)
+    gate: DraftGate = ALWAYS
 
     @property
     def is_on(self) -> bool:
@@ -46,6 +47,11 @@ class Speculation:
     def propose(self, request: Request, num_drafts: int) -> list[int]:
         assert self.drafter is not None, "speculation is on"
         return self.drafter.propose(request, num_drafts)
+
+    def made(self, part: Scheduled) -> Sequence[int]:
+        """The drafts of a part whose step was computed."""
+        assert self.drafter is not None, "speculation is on"
+        return self.drafter.made(part)
 
     def note(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """So many drafts of a request were verified, and so many of them accepted."""

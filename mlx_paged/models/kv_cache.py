@@ -31,6 +31,7 @@ def make_kv_cache(
     block_size: int = DEFAULT_BLOCK_SIZE,
     kv_cache_bytes: str | int | None = None,
     backend: str = DEFAULT_BACKEND,
+    draft_model: Module | None = None,
 ) -> PagedKVCache: ...
 
 
@@ -42,6 +43,7 @@ def make_kv_cache(
     block_size: int = DEFAULT_BLOCK_SIZE,
     kv_cache_bytes: str | int | None = None,
     backend: str = DEFAULT_BACKEND,
+    draft_model: Module | None = None,
 ) -> ContiguousKVCache: ...
 
 
@@ -53,6 +55,7 @@ def make_kv_cache(
     block_size: int = DEFAULT_BLOCK_SIZE,
     kv_cache_bytes: str | int | None = None,
     backend: str = DEFAULT_BACKEND,
+    draft_model: Module | None = None,
 ) -> KVCache: ...
 
 
@@ -64,6 +67,7 @@ def make_kv_cache(
     block_size: int = DEFAULT_BLOCK_SIZE,
     kv_cache_bytes: str | int | None = None,
     backend: str = DEFAULT_BACKEND,
+    draft_model: Module | None = None,
 ) -> KVCache:
     """An empty cache for ``model``, in the dtype of its activations (mlx-lm:
     ``make_prompt_cache``).
@@ -75,6 +79,7 @@ def make_kv_cache(
             machine's memory.
         backend: ``"auto"``, ``"reference"`` or ``"metal"``; a basic cache attends with MLX's own
             SDPA whatever it is.
+        draft_model: its layers are put behind those of the model.
 
     Raises:
         ValueError: no model of :func:`mlx_paged.load`, an unknown kind, block size or backend, or a
@@ -91,9 +96,15 @@ def make_kv_cache(
     check_backend_name(backend)  # a basic cache has no backend, and would not ask
     block_size = check_integer("kv cache", "block_size", block_size, 1)
     if kv_cache_bytes is None:
-        weight_nbytes = sum(leaf.nbytes for leaf in dict(tree_flatten(model.parameters())).values())
+        weights = [
+            dict(tree_flatten(m.parameters())) for m in (model, draft_model) if m is not None
+        ]
+        weight_nbytes = sum(leaf.nbytes for each in weights for leaf in each.values())
         budget = KVBudget(nbytes=default_kv_cache_bytes(weight_nbytes))
     else:
         budget = KVBudget.parse(kv_cache_bytes)
-    config = KVCacheConfig.within(budget, checked.layer_specs, block_size)
+    specs = checked.layer_specs
+    if draft_model is not None:
+        specs = [*specs, *check_model(draft_model).layer_specs]
+    config = KVCacheConfig.within(budget, specs, block_size)
     return PagedKVCache(config, backend) if kind == "paged" else ContiguousKVCache(config)

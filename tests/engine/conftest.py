@@ -20,7 +20,7 @@ def run_ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(PagedKVCache, "can_run_ahead", is_ahead)
     if request.param == "drafting":
 
-        def eager(num_draft_tokens: int, model: Any, run_ahead: bool) -> Any:
+        def eager(num_draft_tokens: int, model: Any, *args: Any) -> Any:
             is_tiny = model.args.vocab_size < 100
             return eager_speculation(model.args.vocab_size, Oracle(model) if is_tiny else looks_up)
 

@@ -21,7 +21,7 @@ from helpers.engine_runs import (
     run,
     sampled,
 )
-from helpers.workloads import Run, Workload, assert_same
+from helpers.workloads import Workload, assert_all_same_but_aborts, assert_same
 from paged_testing.lazy_metal import lazy_metal
 
 from mlx_paged.engine.engine import Engine
@@ -29,16 +29,6 @@ from mlx_paged.models import qwen3
 from mlx_paged.request import RequestOutput, SamplingParams
 
 FACTS = "The code of apple is 4821. " * 6
-
-
-def assert_all_same_but_aborts(drafting: Run, plain: Run) -> None:
-    """An abort comes between two steps, of which one with drafts gives more tokens."""
-    for name, output in plain.outputs.items():
-        if all(each.finish_reason != "abort" for each in output.outputs):
-            assert_same(drafting.outputs[name], output)
-            continue
-        for one, other in zip(drafting.outputs[name].outputs, output.outputs, strict=True):
-            assert all(a == b for a, b in zip(one.token_ids, other.token_ids, strict=False))
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -51,6 +51,10 @@ def looks_up(request: Request) -> Sequence[int]:
     return [*request.output_token_ids, *PromptLookup().propose(request, 7)]
 
 
+def nothing(request: Request) -> Sequence[int]:
+    return ()
+
+
 class RandomDrafter:
     """Drafts that are right up to a random token, as far as the answer is known; else random ones.
 
@@ -58,7 +62,7 @@ class RandomDrafter:
         answer: what is known.
     """
 
-    def __init__(self, vocab_size: int, answer: Knows = knows({}), seed: int = 0):
+    def __init__(self, vocab_size: int, answer: Knows = nothing, seed: int = 0):
         self.vocab_size = vocab_size
         self.answer = answer
         self.seed = seed
@@ -97,7 +101,5 @@ class EagerSpeculation(Speculation):
         return counts
 
 
-def eager_speculation(
-    vocab_size: int, answer: Knows = knows({}), seed: int = 0
-) -> EagerSpeculation:
+def eager_speculation(vocab_size: int, answer: Knows = nothing, seed: int = 0) -> EagerSpeculation:
     return EagerSpeculation(RandomDrafter(vocab_size, answer, seed), seed=seed)

@@ -90,11 +90,12 @@ class Workload:
     def run(self, model: Any, tokenizer: Any = None, **options: Any) -> Run:
         """
         Args:
-            options: of the engine; ``speculation`` is put into its scheduler.
+            options: of the engine; ``speculation``, or what it makes of the engine, is put into
+                the scheduler.
         """
         speculation = options.pop("speculation", NO_SPECULATION)
         engine = make_engine(model, tokenizer, **self.options, **options)
-        engine.scheduler.speculation = speculation
+        engine.scheduler.speculation = speculation(engine) if callable(speculation) else speculation
         result = Run(engine)
         coming = sorted(self.asks, key=lambda name: (self.asks[name].comes_at, int(name)))
         num_steps = 0
@@ -172,3 +173,13 @@ def assert_all_same(ahead: Run, waiting: Run) -> None:
     assert waiting.num_in_flight == 0 < ahead.num_in_flight
     for name, output in waiting.outputs.items():
         assert_same(ahead.outputs[name], output)
+
+
+def assert_all_same_but_aborts(drafting: Run, plain: Run) -> None:
+    """An abort comes between two steps, of which one with drafts gives more tokens."""
+    for name, output in plain.outputs.items():
+        if all(each.finish_reason != "abort" for each in output.outputs):
+            assert_same(drafting.outputs[name], output)
+            continue
+        for one, other in zip(drafting.outputs[name].outputs, output.outputs, strict=True):
+            assert all(a == b for a, b in zip(one.token_ids, other.token_ids, strict=False))
