@@ -30,6 +30,7 @@ def _by_name(names_of: Mapping[str, str]) -> dict[str, str]:
 OTHER_NAMES = _by_name(
     {
         "adapter_path": "lora_request enable_lora lora_path adapter max_loras",
+        "draft_model": "speculative_model assistant_model",
         "enable_prefix_caching": "enable_prefix_cache",
         "kv_format": "kv_bits kv_cache_dtype type_k type_v",
         "kv_cache_bytes": "gpu_memory_utilization kv_cache_memory_bytes num_gpu_blocks_override",
@@ -44,6 +45,7 @@ OTHER_NAMES = _by_name(
         "min_tokens": "min_new_tokens min_length",
         "model": "model_path model_name repo_id model_id pretrained_model_name_or_path",
         "n": "num_return_sequences best_of",
+        "num_draft_tokens": "num_speculative_tokens prompt_lookup_num_tokens",
         "prefill_step_size": "prefill_chunk_size n_batch max_prefill_tokens",
         "prompt": "prompt_token_ids input_ids inputs prompt_tokens text texts",
         "repetition_penalty": "repeat_penalty repetition_context_size",
@@ -68,10 +70,7 @@ ADVICE = _by_name(
         "the whole conversation": "prompt_cache",
         "K/V are quantised as they are written, in groups of 64, or 32 where a width needs it; "
         "give kv_format alone": "kv_group_size quantized_kv_start calculate_kv_scales",
-        "there is no speculative decoding; leave it out": (
-            "draft_model num_draft_tokens speculative_config speculative_model "
-            "num_speculative_tokens assistant_model"
-        ),
+        "give draft_model and num_draft_tokens instead": "speculative_config",
         "a model runs on the GPU of one machine; leave it out": (
             "tensor_parallel_size pipeline_parallel_size data_parallel_size "
             "distributed_executor_backend device device_map n_gpu_layers n_threads stream_device "
@@ -146,7 +145,8 @@ PARAMS = (
 ENGINE_OPTIONS = (
     "kv", "block_size", "kv_cache_bytes", "kv_format", "backend", "swap_bytes", "max_model_len",
     "max_num_seqs", "priority_steps", "max_num_batched_tokens", "max_num_mixed_tokens", "watermark",
-    "enable_prefix_caching", "run_ahead", "window", "num_sink_tokens",
+    "enable_prefix_caching", "run_ahead", "window", "num_sink_tokens", "num_draft_tokens",
+    "draft_model",
 )  # fmt: skip
 # One argument, as different functions call it.
 _ALSO_CALLED = {

@@ -42,7 +42,7 @@ class GenerationResponse:
         token: the token it came from.
         logprobs: ``[vocab_size]``, log-probabilities that the token was sampled from; ``None`` in a
             chat.
-        from_draft: always False; there is no draft model here.
+        from_draft: whether the token was a draft that was accepted.
         prompt_tokens: tokens in the prompt.
         prompt_tps: prompt tokens computed (reused ones not counted) per second.
         generation_tokens: tokens generated so far.
@@ -53,6 +53,8 @@ class GenerationResponse:
         cached_tokens: prompt tokens whose K/V were reused.
         kv_bytes: bytes of memory that the cache holds for K/V now.
         time_to_first_token: seconds from the call to the first token.
+        drafted_tokens: drafts that were verified so far, and of these accepted:
+            ``accepted_tokens``.
     """
 
     text: str
@@ -68,6 +70,8 @@ class GenerationResponse:
     cached_tokens: int = 0
     kv_bytes: int = 0
     time_to_first_token: float = 0.0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class OneShotOptions(CacheOptions, total=False):
@@ -75,6 +79,7 @@ class OneShotOptions(CacheOptions, total=False):
 
     kv: str
     max_model_len: int | None
+    num_draft_tokens: int
 
 
 class _Options(OneShotOptions, total=False):
@@ -109,7 +114,9 @@ def generate_step(
         logits_processors: each maps (tokens so far, logits ``[1, vocab_size]``) to new logits.
         prefill_step_size: prompt tokens per step (default: 2048).
         prompt_progress_callback: called with the prompt tokens done so far and their total.
-        options: further ones of :class:`Engine`: those of its K/V cache, and ``max_model_len``.
+        options: further ones of :class:`Engine`: those of its K/V cache, ``max_model_len``, and
+            ``draft_model`` and ``num_draft_tokens``. Whatever the sampler, the tokens are the same
+            with drafts.
 
     Raises:
         ValueError: an argument of the wrong type or out of its range, an empty prompt, or a token
@@ -207,7 +214,7 @@ def _responses(
     engine: Engine, request_id: str, start: float, progress: Progress | None
 ) -> Generator[GenerationResponse, None, None]:
     first_token = 0.0
-    num_shown = 0
+    num_shown = num_tokens = num_accepted = 0
     try:
         with wired_limit(engine.model):
             while engine.has_unfinished_requests():
@@ -225,11 +232,12 @@ def _responses(
                             progress(num_prompt_tokens, num_prompt_tokens)
                     num_computed = num_prompt_tokens - output.num_cached_tokens
                     decode_time = now - first_token
-                    yield GenerationResponse(
+                    newest = GenerationResponse(
                         text=answer.text[num_shown:],
                         token=answer.token_ids[-1],
                         logprobs=None,
-                        from_draft=False,
+                        from_draft=num_generated - num_tokens
+                        == answer.num_accepted_tokens - num_accepted,
                         prompt_tokens=num_prompt_tokens,
                         prompt_tps=num_computed / (first_token - start),
                         generation_tokens=num_generated,
@@ -239,8 +247,23 @@ def _responses(
                         cached_tokens=output.num_cached_tokens,
                         kv_bytes=engine.cache.nbytes_held,
                         time_to_first_token=first_token - start,
+                        drafted_tokens=answer.num_drafted_tokens,
+                        accepted_tokens=answer.num_accepted_tokens,
                     )
-                    num_shown = len(answer.text)
+                    # Drafts that were accepted came before it in the same step. The text of all of
+                    # them is the newest one's.
+                    for number in range(num_tokens + 1, num_generated):
+                        yield dataclasses.replace(
+                            newest,
+                            text="",
+                            token=answer.token_ids[number - 1],
+                            from_draft=True,
+                            generation_tokens=number,
+                            finish_reason=None,
+                        )
+                    yield newest
+                    num_shown, num_tokens = len(answer.text), num_generated
+                    num_accepted = answer.num_accepted_tokens
     finally:
         engine.abort(request_id)
         # Nobody asks for the last output of a request that was cut short.

@@ -92,20 +92,26 @@ class Request:
         num_cached_tokens: prompt tokens that were in the prefix cache when the request first ran.
         order: the place in the queue, assigned by the scheduler on arrival; the lowest runs first,
             the highest is preempted first.
+        num_drafted_tokens: drafts that were verified, and of these accepted:
+            ``num_accepted_tokens``.
         num_unscored_tokens: prompt tokens whose log-probabilities are wanted and not read yet; they
             are the last ones.
         sampling_state: what the sampler keeps between two tokens.
+        draft_state: what the drafter keeps between two steps.
     """
 
     __slots__ = (
         "arrival_time",
         "block_hashes",
         "cache_salt",
+        "draft_state",
         "error",
         "finish_reason",
         "index",
+        "num_accepted_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_drafted_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "num_unscored_tokens",
@@ -155,7 +161,10 @@ class Request:
         self.finish_reason: str | None = None
         self.stop_reason: StopReason = None
         self.error: Exception | None = None
+        self.num_drafted_tokens = 0
+        self.num_accepted_tokens = 0
         self.sampling_state: Any = None  # the sampler knows its type
+        self.draft_state: Any = None  # the drafter knows its type
 
     @property
     def num_tokens(self) -> int:
@@ -220,7 +229,7 @@ class Request:
         # They are read with the first token at the latest.
         self.num_unscored_tokens = 0 if num_output_tokens else self._num_scored_tokens
         self.block_hashes = []
-        self.sampling_state = None
+        self.sampling_state = self.draft_state = None
         self.status = RequestStatus.PREEMPTED if num_output_tokens else RequestStatus.WAITING
         self.finish_reason = self.stop_reason = self.error = None
 
@@ -277,6 +286,8 @@ class CompletionOutput:
             decided.
         cumulative_logprob: the sum over the tokens, if ``logprobs`` were requested.
         logprobs: for each token, those of the most likely tokens and its own.
+        num_drafted_tokens: drafts of its tokens that were verified, and of these accepted:
+            ``num_accepted_tokens``.
         finish_reason: ``"stop"`` (end of sequence, stop token or stop text), ``"length"``
             (``max_tokens``, or the K/V budget), ``"abort"``, ``"error"``, or ``None`` while it
             continues.
@@ -291,6 +302,8 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: StopReason = None
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
 
     @property
     def finished(self) -> Truth:

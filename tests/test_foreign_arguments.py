@@ -12,7 +12,8 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_paged import foreign_arguments
 from mlx_paged.batch_generation import BatchOptions, batch_generate
 from mlx_paged.engine.async_engine import AsyncEngine
-from mlx_paged.engine.engine import Engine, engine_option_names, passed_on_names
+from mlx_paged.engine.engine import Engine, engine_option_names
+from mlx_paged.engine.options import passed_on_names
 from mlx_paged.foreign_arguments import ADVICE, OTHER_NAMES, argument_names, refusal
 from mlx_paged.generation import GenerationOptions, generate, generate_step, stream_generate
 from mlx_paged.llm import LLM
@@ -103,7 +104,8 @@ def test_the_tables_of_our_own_names_are_those_of_the_signatures():
         ("generate", "max_kv_size", "use window, the tokens that are kept"),
         ("generate", "prompt_cache", "an engine finds the K/V of equal beginnings by itself"),
         ("generate", "kv_bits", "use kv_format: 8, 4 or 'K:8,V:4'"),
-        ("generate", "draft_model", "there is no speculative decoding"),
+        ("generate", "num_speculative_tokens", "use num_draft_tokens"),
+        ("LLM", "speculative_config", "give draft_model and num_draft_tokens instead"),
         (
             "generate",
             "repetition_penalty",

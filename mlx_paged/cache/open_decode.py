@@ -27,6 +27,7 @@ class DecodeShape(NamedTuple):
 
     num_tokens: int
     num_blocks: int  # of the slabs
+    layers: range  # that run
     plans: tuple[PlanShape, ...]
 
 

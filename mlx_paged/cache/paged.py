@@ -5,7 +5,7 @@ slab per layer (PagedAttention, Kwon et al. 2023).
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import mlx.core as mx
 
@@ -73,6 +73,14 @@ class PagedLayerKV(LayerKV):
         return compute_meanwhile(out)
 
 
+class _OpenPart(NamedTuple):
+    """What a step runs: of two models on one cache, one."""
+
+    layers: range
+    slabs: list[KVHandle]  # that these layers use
+    plan_keys: list[list[PlanKey]]  # of each group, those of its layers
+
+
 class PagedKVCache(KVCache):
     """Sequences as block tables over slabs.
 
@@ -110,16 +118,6 @@ class PagedKVCache(KVCache):
         # Plain MLX gathers blocks, which may take as much as a slab; kernels allocate next to
         # nothing.
         self._copy_detector = CopyDetector(NUM_WATCHED_STEPS if self.backend.name == "metal" else 0)
-        # Of each group, those of its layers.
-        self._plan_keys = [
-            list(
-                dict.fromkeys(
-                    PlanKey(config.layers[index].window, True, config.layers[index].num_kv_heads)
-                    for index in group.layers
-                )
-            )
-            for group in config.groups
-        ]
         super().__init__(config, initial_blocks)
 
     @property
@@ -140,6 +138,7 @@ class PagedKVCache(KVCache):
 
     def _allocate_layers(self) -> None:
         self._layers = self._slabs = ()
+        self._parts: dict[range, _OpenPart] = {}
         slabs = []
         for users in self.config.slabs:
             spec = self.config.layers[users[0]]
@@ -147,15 +146,14 @@ class PagedKVCache(KVCache):
             slabs.append(
                 KVHandle.allocate(self.pool.num_blocks, spec.num_kv_heads, *shape, spec.format)
             )
-        self._slabs = slabs
-        self._layers = self._layers_on(slabs)
-
-    def _layers_on(self, slabs: Sequence[KVHandle]) -> list[PagedLayerKV]:
         slab_of = {
             index: kv for users, kv in zip(self.config.slabs, slabs, strict=True) for index in users
         }
-        specs = enumerate(self.config.layers)
-        return [PagedLayerKV(spec, self._backend, slab_of[index]) for index, spec in specs]
+        self._slabs = slabs
+        self._layers = [
+            PagedLayerKV(spec, self._backend, slab_of[index])
+            for index, spec in enumerate(self.config.layers)
+        ]
 
     # Steps
 
@@ -177,7 +175,7 @@ class PagedKVCache(KVCache):
             if 0 < context_len % step.block_size <= query_len
         ]
         if partly_filled:
-            for kv in self._slabs:
+            for kv in self._open_part.slabs:
                 self.backend.zero_blocks(kv, partly_filled)
 
     def _finish(self) -> None:
@@ -197,14 +195,14 @@ class PagedKVCache(KVCache):
         """
         if not self._steps:
             return None
-        step, slabs = self._steps[0], self._slabs
+        step, (opened, slabs, keys_of_group) = self._steps[0], self._open_part
         if step.max_query_len > 1 or step.logit_rows is not None:
             return None
         fences = [kv.fence for kv in slabs if kv.fence is not None]
         if len(fences) < len(slabs):
             return None
         shapes, arrays = [], []
-        for group, (group_step, keys) in enumerate(zip(self._steps, self._plan_keys, strict=True)):
+        for group, (group_step, keys) in enumerate(zip(self._steps, keys_of_group, strict=True)):
             plans = self._backend.decode_plans(group_step, keys)
             if plans is None:
                 return None
@@ -212,36 +210,49 @@ class PagedKVCache(KVCache):
                 sizes = plan.array.size, plan.num_partitions, plan.num_partial_rows
                 shapes.append(PlanShape(group, key, *sizes))
                 arrays.append(plan.array)
-        return DecodeShape(step.num_tokens, slabs[0].num_blocks, tuple(shapes)), DecodeArrays(
+        shape = DecodeShape(step.num_tokens, slabs[0].num_blocks, opened, tuple(shapes))
+        return shape, DecodeArrays(
             step.positions, arrays, [kv.k for kv in slabs], [kv.v for kv in slabs], fences
         )
 
+    @property
+    def _open_part(self) -> _OpenPart:
+        opened = range(len(self._layers))[self._open_layers]
+        if opened not in self._parts:
+            slabs = list(dict.fromkeys(self._layers[index].kv for index in opened))
+            keys: list[dict[PlanKey, None]] = [{} for _ in self.config.groups]
+            for index in opened:
+                spec = self.config.layers[index]
+                keys[self._group_of(index)][PlanKey(spec.window, True, spec.num_kv_heads)] = None
+            self._parts[opened] = _OpenPart(opened, slabs, list(map(list, keys)))
+        return self._parts[opened]
+
     def traced_layers(self, shape: DecodeShape, arrays: DecodeArrays) -> list[PagedLayerKV]:
-        """Layers of a decode of this shape on ``arrays``, in the place of :attr:`layers`; these and
-        the open step are not touched. When a model has run, the handles hold the next fences.
+        """The layers of a decode of this shape, on ``arrays``: :attr:`layers` and the open step are
+        not touched. When a model has run, the handles hold the next fences.
         """
         plans: list[dict[Hashable, object]] = [{} for _ in self.config.groups]
         for plan, array in zip(shape.plans, arrays.plans, strict=True):
             made = AttentionPlan(array, plan.num_partitions, plan.num_partial_rows)
             plans[plan.group][plan.key] = made
-        slabs = [
-            KVHandle(k, v, self.config.layers[users[0]].format, fence)
-            for users, k, v, fence in zip(
-                self.config.slabs, arrays.keys, arrays.values, arrays.fences, strict=True
-            )
-        ]
-        layers = self._layers_on(slabs)
-        for group, derived in zip(self.config.groups, plans, strict=True):
-            step = traced_decode(self.config.block_size, arrays.positions, derived)
-            for index in group.layers:
-                layers[index].open(step)
+        steps = [traced_decode(self.config.block_size, arrays.positions, each) for each in plans]
+        kept = [self._layers[index].kv for index in shape.layers]
+        parts = zip(arrays.keys, arrays.values, arrays.fences, strict=True)
+        traced = {
+            kv: KVHandle(k, v, kv.format, fence)
+            for kv, (k, v, fence) in zip(dict.fromkeys(kept), parts, strict=True)
+        }
+        layers = []
+        for index, kv in zip(shape.layers, kept, strict=True):
+            layers.append(PagedLayerKV(self.config.layers[index], self._backend, traced[kv]))
+            layers[-1].open(steps[self._group_of(index)])
         return layers
 
     def set_fences(self, fences: Sequence[mx.array]) -> None:
         """What a decode left, in the order of the slabs: an interrupt in the middle leaves the
         chains of the first ones longer, as in a step that is built layer by layer.
         """
-        for kv, fence in zip(self._slabs, fences, strict=True):
+        for kv, fence in zip(self._open_part.slabs, fences, strict=True):
             kv.fence = fence
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:

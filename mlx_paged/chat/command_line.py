@@ -18,9 +18,11 @@ from mlx_paged.config import (
     DEFAULT_BLOCK_SIZE,
     DEFAULT_KV,
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
+    DEFAULT_NUM_DRAFT_TOKENS,
     DEFAULT_NUM_SINK_TOKENS,
     KV_BITS_NOTATION,
     KV_CACHES,
+    MAX_DRAFT_TOKENS,
     KVBits,
     KVBudget,
 )
@@ -32,11 +34,13 @@ _FROM_MODEL = "default: as the model's generation_config.json says, else"
 # Arguments of the library that flags are handed on as.
 _FLAGS = {
     "adapter_path": "--adapter-path",
+    "draft_model": "--draft-model",
     "kv_cache_bytes": "--kv-cache-bytes",
     "kv_format": "--kv-bits",
     "num_sink_tokens": "--num-sink-tokens",
     "max_model_len": "--max-model-len",
     "max_num_batched_tokens": "--prefill-step-size",
+    "num_draft_tokens": "--num-draft-tokens",
     "path_or_hf_repo": "--model",
     "window": "--window",
 }
@@ -181,6 +185,18 @@ def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
         help="prompt tokens computed at a time (default: %(default)s)",
     )
     add(
+        "--draft-model",
+        help="a small model of the same tokenizer, folder or repo, that drafts the next tokens; "
+        "without one they are looked up in the conversation",
+    )
+    add(
+        "--num-draft-tokens",
+        type=drafts,
+        metavar="K",
+        help=f"verify up to K drafts per step, 0 to {MAX_DRAFT_TOKENS}; the answers are the same "
+        f"(default: {DEFAULT_NUM_DRAFT_TOKENS} with a draft model, else 0)",
+    )
+    add(
         "--backend",
         choices=("auto", "reference", "metal"),
         default=DEFAULT_BACKEND,
@@ -204,6 +220,10 @@ def whole(text: str) -> int:
 
 def positive(text: str) -> int:
     return _number(text, int, 1, 2**63, "a whole number, at least 1")
+
+
+def drafts(text: str) -> int:
+    return _number(text, int, 0, MAX_DRAFT_TOKENS, f"a whole number within 0..{MAX_DRAFT_TOKENS}")
 
 
 def max_tokens(text: str) -> int:

@@ -161,6 +161,7 @@ def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
         demo_model_path,
         find_model,
         load,
+        load_draft_model,
         read_sampling_defaults,
     )
 
@@ -185,6 +186,8 @@ def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
         # One answer at a time; the branches wait in the prefix cache.
         max_num_seqs=1,
         max_num_batched_tokens=args.prefill_step_size,
+        draft_model=load_draft_model(args.draft_model, tokenizer),
+        **({} if args.num_draft_tokens is None else {"num_draft_tokens": args.num_draft_tokens}),
     )
     conversation = Conversation(
         engine,

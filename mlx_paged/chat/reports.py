@@ -97,12 +97,17 @@ class Reports:
                 f"{held:.1f} MB allocated"
             )
             say(f"Peak memory: {response.peak_memory:.3f} GB")
+            if response.drafted_tokens:
+                say(f"Drafts: {_drafts_in_words(response)}")
         else:
-            self._screen.say_dim(
-                f"[{response.time_to_first_token:.2f} s to first token | "
-                f"{response.generation_tps:.1f} tokens/s | {response.cached_tokens:,} of "
-                f"{response.prompt_tokens:,} prompt tokens reused | {_usage_in_words(engine)}]"
-            )
+            parts = [
+                f"{response.time_to_first_token:.2f} s to first token",
+                f"{response.generation_tps:.1f} tokens/s",
+                f"{response.cached_tokens:,} of {response.prompt_tokens:,} prompt tokens reused",
+                *([_drafts_in_words(response)] if response.drafted_tokens else []),
+                _usage_in_words(engine),
+            ]
+            self._screen.say_dim(f"[{' | '.join(parts)}]")
         if response.finish_reason == "length":
             why = _cut_reason(response, max_tokens, engine.max_model_len)
             say(f"[the answer was cut{why}]")
@@ -127,6 +132,11 @@ class Reports:
             f"prefix cache: {stats.num_hit_tokens} of {stats.num_queried_tokens} prompt tokens "
             f"found ({stats.hit_rate:.1%})"
         )
+        if stats.num_drafted_tokens:
+            say(
+                f"drafts: {stats.num_accepted_tokens} of {stats.num_drafted_tokens} accepted "
+                f"({stats.num_accepted_tokens / stats.num_drafted_tokens:.1%})"
+            )
         num_branches = len(branches) - 1
         if num_branches:
             tables = [engine.cached_block_ids(branch.tokens) for branch in branches]
@@ -159,6 +169,10 @@ def _budget_in_words(cache: KVCache) -> str:
     config, nbytes = cache.config, cache.config.nbytes
     size = f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.2g} MB"
     return f"{config.num_blocks:,} blocks of {config.block_size} tokens, {size}"
+
+
+def _drafts_in_words(response: GenerationResponse) -> str:
+    return f"{response.accepted_tokens:,} of {response.drafted_tokens:,} drafts accepted"
 
 
 def _usage_in_words(engine: Engine) -> str:

@@ -208,6 +208,17 @@ class KVCacheManager:
         runs = [retention.max_run(num_tokens) for retention in self.retentions]
         return min([run for run in runs if run is not None], default=sys.maxsize)
 
+    def max_more(self, request_id: RequestId) -> int:
+        """How many tokens may follow those that were allocated last, in the same step: none where
+        others would leave the window before.
+        """
+        if self.keeps_all:
+            return sys.maxsize
+        for table in self._groups[request_id]:
+            if table.retention.num_evicted(table.num_tokens) > table.num_evicted_tokens:
+                return 0
+        return self.max_run(request_id)
+
     def allocate_slots(
         self,
         request_id: RequestId,

@@ -60,6 +60,8 @@ class RequestState:
             output.time_to_first_token = time.perf_counter() - request.arrival_time
             output.num_cached_tokens = request.num_cached_tokens
         completion.token_ids.append(sampled.token_id)
+        completion.num_drafted_tokens = request.num_drafted_tokens
+        completion.num_accepted_tokens = request.num_accepted_tokens
         if sampled.logprobs is not None:
             self._add_logprobs(completion, sampled.token_id, sampled.logprobs)
         if not self._streams:
@@ -135,7 +137,12 @@ class RequestState:
 
     def _restore_completion(self, index: int, num_tokens: int) -> None:
         cut = self.output.outputs[index]
-        whole = CompletionOutput(index, token_ids=cut.token_ids[:num_tokens])
+        whole = CompletionOutput(
+            index,
+            token_ids=cut.token_ids[:num_tokens],
+            num_drafted_tokens=cut.num_drafted_tokens,
+            num_accepted_tokens=cut.num_accepted_tokens,
+        )
         if num_tokens and cut.logprobs is not None:
             whole.logprobs = cut.logprobs[:num_tokens]
             entries = zip(whole.logprobs, whole.token_ids, strict=True)

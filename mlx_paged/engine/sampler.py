@@ -9,6 +9,7 @@ bias, however large, brings back a token that is banned.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -95,10 +96,13 @@ def sample(
     logits: mx.array,  # [num_rows, vocab_size]
     rows: Sequence[int],  # [num_requests]
     requests: Sequence[Request],
+    num_before: Sequence[int] | None = None,  # [num_requests]
 ) -> SampledTokens:
     """Launch the draw of each request's next token from its row of logits.
 
-    Several requests may share a row. What is known of a request from one token to the next is its
+    Several requests may share a row. A request may have several entries, to verify its drafts:
+    ``num_before`` is then how many drafts stand before the token that is drawn; none by default.
+    What is known of a request from one token to the next is its
     ``sampling_state``. Its own functions are called here; those that look at numbers wait for them.
     """
     if not requests:
@@ -106,18 +110,42 @@ def sample(
     states: list[SamplingState] = []
     all_plain = True
     for request in requests:
-        state: SamplingState | None = request.sampling_state
-        if state is None:
-            state = request.sampling_state = SamplingState(request, logits.shape[-1])
+        state = state_of(request, logits.shape[-1])
         all_plain = all_plain and state.is_plain
         states.append(state)
     wanted_rows = list(rows)
     if wanted_rows != list(range(logits.shape[0])):
         logits = logits[mx.array(wanted_rows, dtype=mx.int32)]
-    draw = _draw_plainly if all_plain else _draw_with_settings
-    sampled = draw(logits, requests, states)
+    if all_plain:
+        sampled = _draw_plainly(logits, requests, states)
+    else:
+        positions = [request.num_output_tokens for request in requests]
+        if num_before is not None:
+            positions = list(map(operator.add, positions, num_before))
+        sampled = _draw_with_settings(logits, requests, states, positions)
     mx.async_eval(sampled.token_ids, sampled.peaks, sampled.report, sampled.drawn)
     return sampled
+
+
+def draw_drafts(
+    logits: mx.array,  # [num_requests, vocab_size], of a draft model
+    requests: Sequence[Request],
+    num_before: int,
+) -> mx.array:
+    """``[num_requests] int32``, each drawn as the request's token behind so many drafts will be:
+    with its key, temperature and filters.
+    """
+    states = [state_of(request, logits.shape[-1]) for request in requests]
+    positions = [request.num_output_tokens + num_before for request in requests]
+    return _draw(logits, states, positions).astype(mx.int32)
+
+
+def state_of(request: Request, vocab_size: int) -> SamplingState:
+    """What the sampler keeps of a request; new if there is nothing yet."""
+    state: SamplingState | None = request.sampling_state
+    if state is None:
+        state = request.sampling_state = SamplingState(request, vocab_size)
+    return state
 
 
 def _draw_plainly(
@@ -130,13 +158,14 @@ def _draw_with_settings(
     logits: mx.array,  # [num_requests, vocab_size]
     requests: Sequence[Request],
     states: Sequence[SamplingState],
+    positions: Sequence[int],  # [num_requests], of the tokens in the answers
 ) -> SampledTokens:
     failed: dict[int, Exception] = {}
     changed = [entry for entry, state in enumerate(states) if state.may_leave_nothing]
     processed, peaks = _adjust(logits, requests, states), None
     if changed:
         processed, peaks = _run_processors(processed, requests, changed, failed)
-    tokens = _draw(processed, requests, states).astype(mx.int32)
+    tokens = _draw(processed, states, positions).astype(mx.int32)
     drawn = _run_samplers(processed, tokens, requests, failed)
     report = _report_logprobs(logits, tokens, states)
     vocab_size = logits.shape[-1]
@@ -292,8 +321,8 @@ def _process(request: Request, row: mx.array) -> mx.array:
 
 def _draw(
     logits: mx.array,  # [num_requests, vocab_size]
-    requests: Sequence[Request],
     states: Sequence[SamplingState],
+    positions: Sequence[int],  # [num_requests]
 ) -> mx.array:
     """Token ids ``[num_requests]``: one draw for all requests of a group."""
     groups: dict[Filters | None, list[int]] = {}
@@ -305,7 +334,7 @@ def _draw(
         if group is None:
             parts.append(mx.argmax(rows, axis=-1))
             continue
-        members = [(states[entry], requests[entry].num_output_tokens) for entry in entries]
+        members = [(states[entry], positions[entry]) for entry in entries]
         keys = b"".join([state.draw_key(position) for state, position in members])
         values = np.array([state.filters(position) for state, position in members], np.float32)
         special = [state.xtc_special_tokens for state, _ in members] if group.has_xtc else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from dataclasses import fields
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -11,10 +12,21 @@ import numpy as np
 
 from mlx_paged.engine.token_mask import TokenMask, needs_mask
 from mlx_paged.request import Request
+from mlx_paged.sampling_params import SamplingParams
 
 # The limit of penalties and temperatures, and its inverse that of top_p, so that no product leaves
 # float32: a scale of 0 would turn tokens that a filter removed into NaN.
 HUGE = 1e30
+# Under these settings alone, a row's draw depends on nothing but its logits and its position.
+ROW_SETTINGS = frozenset(
+    {
+        "n", "temperature", "top_p", "top_k", "min_p", "xtc_probability", "xtc_threshold",
+        "xtc_special_tokens", "seed", "logit_bias", "stop", "stop_token_ids",
+        "include_stop_str_in_output", "ignore_eos", "max_tokens", "logprobs", "prompt_logprobs",
+        "detokenize", "skip_special_tokens",
+    }
+)  # fmt: skip
+_DEFAULTS = SamplingParams()
 COLDEST = 1e-6  # temperatures end here: a log-probability over a lower one leaves float32
 NO_XTC = 2.0  # a threshold that no probability reaches
 
@@ -37,6 +49,7 @@ class SamplingState:
     Attributes:
         group: the requests of a group are drawn in one call; None is greedy.
         mask: the tokens that can't be drawn, if there are such.
+        draws_rows_together: whether a token may be drawn before those in front of it are known.
     """
 
     def __init__(self, request: Request, vocab_size: int):
@@ -77,6 +90,11 @@ class SamplingState:
             and self.penalties is None
             and self.num_logprobs is None
             and not self.may_leave_nothing
+        )
+        self.draws_rows_together = all(
+            getattr(params, each.name) == getattr(_DEFAULTS, each.name)
+            for each in fields(params)
+            if each.name not in ROW_SETTINGS
         )
         # Only the seed has a variable width, so no two triples have the same bytes.
         seed, index = int(request.seed), request.index

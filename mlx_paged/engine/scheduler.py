@@ -21,6 +21,7 @@ from mlx_paged.config import SchedulerConfig
 from mlx_paged.core import BlockCopy, ComputedBlocks, KVCacheManager, extend_block_hashes
 from mlx_paged.core.kv_cache_manager import NOTHING_COMPUTED
 from mlx_paged.engine.batch import Batch, CopyBlocks, Scheduled, ShiftKeys, SwapIn, SwapOut
+from mlx_paged.engine.speculation import NO_SPECULATION, Speculation
 from mlx_paged.engine.swap_space import SwapSpace
 from mlx_paged.errors import PromptTooLongError, prompt_beyond_context, prompt_too_long
 from mlx_paged.request import PENDING_TOKEN, Request, RequestStatus, SeqId, StopReason
@@ -99,6 +100,7 @@ class Scheduler:
             requests in it.
         eos_token_ids: tokens that end a completion.
         swap_space: where preempted requests may go; none by default.
+        speculation: who makes drafts, and how many; nobody by default.
     """
 
     def __init__(
@@ -107,16 +109,20 @@ class Scheduler:
         config: SchedulerConfig,
         eos_token_ids: frozenset[int] = frozenset(),
         swap_space: SwapSpace[Any] | None = None,
+        speculation: Speculation = NO_SPECULATION,
     ):
         self.supply = supply
         self.manager = supply.manager
         self.config = config
         self.eos_token_ids = eos_token_ids
         self.swap_space = swap_space or SwapSpace(0)
+        self.speculation = speculation
         self.running: list[Request] = []  # by order
         self.waiting: list[Request] = []  # by order
         self.num_steps = 0
         self.num_preemptions = 0
+        self.num_drafted_tokens = 0
+        self.num_accepted_tokens = 0
         self._requests: dict[SeqId, Request] = {}
         self._arrivals = itertools.count()
         self._block_size = self.manager.pool.block_size
@@ -270,6 +276,8 @@ class Scheduler:
         self._schedule_running(plan)
         if not plan.preempted:
             self._admit_waiting(plan)
+            if self.speculation.is_on and not plan.is_ahead and plan.only is None:
+                self._add_drafts(plan)
         return plan.batch()
 
     def _schedule_running(self, plan: _Plan) -> None:
@@ -383,7 +391,7 @@ class Scheduler:
             num_logit_rows += num_scored_rows
             plan.scored_rows_budget -= num_scored_rows
         # A third of the time that the constructor of a NamedTuple takes.
-        fields = (request, start, num_new_tokens, num_logit_rows, num_scored_rows)
+        fields = (request, start, num_new_tokens, num_logit_rows, num_scored_rows, ())
         part = tuple.__new__(Scheduled, fields)
         plan.scheduled.append(part)
         plan.token_budget -= num_new_tokens
@@ -394,6 +402,56 @@ class Scheduler:
             plan.copies += [ShiftKeys(group, shift) for group, shift in shifts]
         if end % self._block_size < num_new_tokens:  # The end of a block was passed.
             plan.new_block_ids.update(self._cache_blocks(request))
+
+    def expects_drafts(self) -> bool:
+        """Whether requests that run are likely to have drafts that pay when the tokens of the step
+        in flight are known. Then these are read before the next step is planned.
+        """
+        if not self.speculation.is_on:
+            return False
+        decoding = [request for request in self.running if request.num_output_tokens]
+        return any(self.speculation.num_drafts(decoding, len(self.running), len(self.running)))
+
+    def _add_drafts(self, plan: _Plan) -> None:
+        """Let requests try drafts, with what the step leaves when everybody else has got theirs."""
+        decodes = [
+            (index, part.request)
+            for index, part in enumerate(plan.scheduled)
+            if part.num_new_tokens == 1 and part.num_logit_rows and part.request.num_output_tokens
+        ]
+        if not decodes:
+            return
+        num_rows = sum(part.num_new_tokens for part in plan.scheduled)
+        num_tokens = sum(part.num_logit_rows for part in plan.scheduled)
+        requests = [request for _, request in decodes]
+        counts = self.speculation.num_drafts(requests, num_rows, num_tokens)
+        for (index, request), wanted in zip(decodes, counts, strict=True):
+            num_drafts = min(wanted, self._max_num_drafts(plan, request)) if wanted else 0
+            if num_drafts > 0:
+                drafts = self.speculation.propose(request, num_drafts)
+                copies = self.manager.allocate_slots(request.seq_id, num_drafts)
+                assert copies == [], "the slots are those of its own or of empty blocks"
+                request.num_computed_tokens += num_drafts
+                plan.token_budget -= num_drafts
+                num_run = 1 + num_drafts
+                start = request.num_computed_tokens - num_run
+                plan.scheduled[index] = Scheduled(request, start, num_run, num_run, 0, drafts)
+
+    def _max_num_drafts(self, plan: _Plan, request: Request) -> int:
+        """How many drafts a request may have in this step: within the step's budget and the end of
+        the answer, in slots for which nothing is evicted and nobody has to make room.
+        """
+        tables = self.manager.groups[request.seq_id]
+        num_new_blocks = self.manager.pool.num_empty_blocks // len(tables)
+        num_slots = min(table.num_unfilled_slots for table in tables)
+        num_slots += num_new_blocks * self._block_size
+        most = min(plan.token_budget, num_slots, self.manager.max_more(request.seq_id))
+        limit = request.params.max_tokens
+        if limit is not None and limit >= 0:
+            most = min(most, limit - request.num_output_tokens - 1)
+        if self.config.max_model_len is not None:
+            most = min(most, self.config.max_model_len - request.num_tokens - 1)
+        return most
 
     def _computed_blocks(self, request: Request) -> ComputedBlocks:
         if not self.config.enable_prefix_caching:
@@ -466,8 +524,10 @@ class Scheduler:
             request.token_ids[-1] = token_id
         else:
             request.token_ids.append(token_id)
-        if ahead is not None and self._fills_block(request):
-            ahead.new_block_ids.update(self._cache_blocks(request))
+        if self._fills_block(request):
+            new_block_ids = self._cache_blocks(request)
+            if ahead is not None:
+                ahead.new_block_ids.update(new_block_ids)
         params = request.params
         if request.num_output_tokens > params.min_tokens:
             if token_id in self.eos_token_ids and not params.ignore_eos:
@@ -480,9 +540,11 @@ class Scheduler:
             self.finish(request, "length")
 
     def _fills_block(self, request: Request) -> bool:
-        """Whether its newest token has K/V, in the last slot of a block."""
-        num_computed = request.num_computed_tokens
-        return num_computed == len(request.token_ids) and num_computed % self._block_size == 0
+        """Whether its newest token has K/V, in the last slot of a block: a step ahead computes it,
+        or it was a draft.
+        """
+        num_tokens = len(request.token_ids)
+        return num_tokens <= request.num_computed_tokens and not num_tokens % self._block_size
 
     def _is_full(self, request: Request) -> bool:
         """Whether its newest token is the last that it may have."""
@@ -492,6 +554,26 @@ class Scheduler:
             # No room for the token's own K/V.
             or request.num_tokens > self._limit[1]
         )
+
+    def begin_verification(self, part: Scheduled) -> None:
+        """The tokens that follow a request's drafts are known: none of them is accepted yet."""
+        num_drafts = len(part.draft_token_ids)
+        part.request.num_computed_tokens = part.start + part.num_new_tokens - num_drafts
+        part.request.num_drafted_tokens += num_drafts
+        self.num_drafted_tokens += num_drafts
+
+    def accept_draft(self, request: Request) -> None:
+        """The next draft is the token that is appended next: its K/V stay."""
+        request.num_computed_tokens += 1
+        request.num_accepted_tokens += 1
+        self.num_accepted_tokens += 1
+
+    def end_verification(self, part: Scheduled, num_accepted: int) -> None:
+        """Give back the slots of the drafts that were not accepted."""
+        request = part.request
+        self.speculation.note(request, len(part.draft_token_ids), num_accepted)
+        if not request.is_finished:
+            self.manager.trim(request.seq_id, request.num_computed_tokens)
 
     def forget_token(self, request: Request) -> None:
         """The token that a request awaits does not come."""

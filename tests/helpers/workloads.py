@@ -11,7 +11,8 @@ import numpy as np
 
 from helpers.engine_runs import assert_nothing_held, make_engine
 from mlx_paged.engine.engine import Engine
-from mlx_paged.request import RequestOutput, SamplingParams
+from mlx_paged.engine.speculation import NO_SPECULATION
+from mlx_paged.request import RequestOutput, SamplingParams, SeqId
 
 
 @dataclass
@@ -107,7 +108,14 @@ class Workload:
         return params
 
     def run(self, model: Any, tokenizer: Any = None, **options: Any) -> Run:
+        """
+        Args:
+            options: of the engine; ``speculation``, or what it makes of the engine, is put into
+                the scheduler.
+        """
+        speculation = options.pop("speculation", NO_SPECULATION)
         engine = make_engine(model, tokenizer, **self.options, **options)
+        engine.scheduler.speculation = speculation(engine) if callable(speculation) else speculation
         result = Run(engine)
         coming = sorted(self.asks, key=lambda name: (self.asks[name].comes_at, int(name)))
         num_steps = 0
@@ -136,6 +144,14 @@ class Run:
     engine: Engine
     outputs: dict[str, RequestOutput] = field(default_factory=dict)
     num_in_flight: int = 0  # steps after which another one was in flight
+
+    @property
+    def answers(self) -> dict[SeqId, list[int]]:
+        return {
+            (name, completion.index): completion.token_ids
+            for name, output in self.outputs.items()
+            for completion in output.outputs
+        }
 
 
 def bans_the_last_token(tokens: mx.array, logits: mx.array) -> mx.array:
@@ -187,3 +203,13 @@ def assert_all_same(ahead: Run, waiting: Run) -> None:
     assert waiting.num_in_flight == 0 < ahead.num_in_flight
     for name, output in waiting.outputs.items():
         assert_same(ahead.outputs[name], output)
+
+
+def assert_all_same_but_aborts(drafting: Run, plain: Run) -> None:
+    """An abort comes between two steps, of which one with drafts gives more tokens."""
+    for name, output in plain.outputs.items():
+        if all(each.finish_reason != "abort" for each in output.outputs):
+            assert_same(drafting.outputs[name], output)
+            continue
+        for one, other in zip(drafting.outputs[name].outputs, output.outputs, strict=True):
+            assert all(a == b for a, b in zip(one.token_ids, other.token_ids, strict=False))
