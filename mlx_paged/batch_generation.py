@@ -18,7 +18,7 @@ from mlx_paged.engine.prompts import Prompt, as_tokenizer, split_prompts
 from mlx_paged.engine.read_array import read_floats
 from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.foreign_arguments import refuses_unknown_arguments
-from mlx_paged.generation import CacheOptions, Tokenizer
+from mlx_paged.generation import OneShotOptions, Tokenizer
 from mlx_paged.memory import wired_limit
 from mlx_paged.request import RequestOutput
 from mlx_paged.sampling_params import LogitsProcessor, Sampler, SamplingParams
@@ -26,7 +26,7 @@ from mlx_paged.sampling_params import LogitsProcessor, Sampler, SamplingParams
 _OWN_CACHE = "an engine finds the K/V of equal beginnings by itself; leave it out"
 
 
-class BatchOptions(CacheOptions, total=False):
+class BatchOptions(OneShotOptions, total=False):
     """The keyword arguments of :func:`batch_generate` that mlx-lm's ``BatchGenerator`` has, and
     those of a cache.
     """

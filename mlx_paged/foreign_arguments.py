@@ -31,9 +31,10 @@ OTHER_NAMES = _by_name(
     {
         "adapter_path": "lora_request enable_lora lora_path adapter max_loras",
         "enable_prefix_caching": "enable_prefix_cache",
+        "kv_format": "kv_bits kv_cache_dtype type_k type_v",
         "kv_cache_bytes": "gpu_memory_utilization kv_cache_memory_bytes num_gpu_blocks_override",
         "max_model_len": (
-            "max_kv_size max_seq_len max_seq_length max_length n_ctx max_context_len "
+            "max_seq_len max_seq_length max_length n_ctx max_context_len "
             "context_length context_window"
         ),
         "max_num_seqs": "max_batch_size completion_batch_size n_parallel",
@@ -53,6 +54,8 @@ OTHER_NAMES = _by_name(
         "stop_token_ids": "eos_token_id eos_token_ids stop_tokens",
         "swap_bytes": "swap_space cpu_offload_gb kv_offloading_size",
         "temperature": "temp",
+        "window": "max_kv_size sliding_window attention_window",
+        "num_sink_tokens": "keep num_attention_sinks attention_sink_size n_keep",
     }
 )
 
@@ -63,10 +66,8 @@ ADVICE = _by_name(
     {
         "an engine finds the K/V of equal beginnings by itself: keep one LLM, and give it "
         "the whole conversation": "prompt_cache",
-        "K/V are kept in the dtype of the model's activations; leave it out": (
-            "kv_bits kv_group_size quantized_kv_start kv_cache_dtype calculate_kv_scales type_k "
-            "type_v"
-        ),
+        "K/V are quantised as they are written, in groups of 64, or 32 where a width needs it; "
+        "give kv_format alone": "kv_group_size quantized_kv_start calculate_kv_scales",
         "there is no speculative decoding; leave it out": (
             "draft_model num_draft_tokens speculative_config speculative_model "
             "num_speculative_tokens assistant_model"
@@ -143,9 +144,9 @@ PARAMS = (
     "sampler",
 )  # fmt: skip
 ENGINE_OPTIONS = (
-    "kv", "block_size", "kv_cache_bytes", "backend", "swap_bytes", "max_model_len", "max_num_seqs",
-    "priority_steps", "max_num_batched_tokens", "max_num_mixed_tokens", "watermark",
-    "enable_prefix_caching", "run_ahead",
+    "kv", "block_size", "kv_cache_bytes", "kv_format", "backend", "swap_bytes", "max_model_len",
+    "max_num_seqs", "priority_steps", "max_num_batched_tokens", "max_num_mixed_tokens", "watermark",
+    "enable_prefix_caching", "run_ahead", "window", "num_sink_tokens",
 )  # fmt: skip
 # One argument, as different functions call it.
 _ALSO_CALLED = {
@@ -167,7 +168,9 @@ _ELSEWHERE = {
 # How the value of an argument is written, after its name.
 _NOTATION = {
     "kv_cache_bytes": ", such as '2G' or '256blocks'",
+    "kv_format": ": 8, 4 or 'K:8,V:4'",
     "swap_bytes": ", such as '4G'",
+    "window": ", the tokens that are kept",
     "max_model_len": " for tokens, or kv_cache_bytes for memory",
     "sampling_params": ", a SamplingParams",
     "adapter_path": ", the folder of the adapters",

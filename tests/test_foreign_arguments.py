@@ -11,9 +11,8 @@ from mlx_lm.sample_utils import make_sampler
 
 from mlx_paged import foreign_arguments
 from mlx_paged.batch_generation import BatchOptions, batch_generate
-from mlx_paged.config import SchedulerConfig
 from mlx_paged.engine.async_engine import AsyncEngine
-from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.engine import Engine, engine_option_names, passed_on_names
 from mlx_paged.foreign_arguments import ADVICE, OTHER_NAMES, argument_names, refusal
 from mlx_paged.generation import GenerationOptions, generate, generate_step, stream_generate
 from mlx_paged.llm import LLM
@@ -40,9 +39,9 @@ ENTRIES: dict[str, tuple[foreign_arguments.Kind, Callable[..., Any]]] = {
 }
 # What has a **options of its own takes these, too.
 ALSO = {
-    "LLM": argument_names(Engine) | argument_names(SchedulerConfig),
-    "Engine": argument_names(SchedulerConfig),
-    "AsyncEngine": argument_names(Engine) | argument_names(SchedulerConfig),
+    "LLM": engine_option_names(),
+    "Engine": passed_on_names(),
+    "AsyncEngine": engine_option_names(),
     "AsyncEngine.generate": argument_names(Engine.add_request),
     "AsyncEngine.stream": argument_names(Engine.add_request),
     "batch_generate": frozenset(BatchOptions.__annotations__),
@@ -84,11 +83,7 @@ def test_no_foreign_argument_is_one_of_ours():
 
 def test_the_tables_of_our_own_names_are_those_of_the_signatures():
     assert set(foreign_arguments.PARAMS) == argument_names(SamplingParams)
-    made = (argument_names(Engine) | argument_names(SchedulerConfig)) - {
-        "model",
-        "tokenizer",
-        "seed",
-    }
+    made = engine_option_names() - {"model", "tokenizer", "seed"}
     assert set(foreign_arguments.ENGINE_OPTIONS) == made
     assert set(foreign_arguments.SAMPLER_OPTIONS) < argument_names(make_sampler)
 
@@ -105,9 +100,9 @@ def test_the_tables_of_our_own_names_are_those_of_the_signatures():
         ("SamplingParams", "min_new_tokens", "use min_tokens"),
         ("SamplingParams", "bad_words_ids", "use bad_words"),
         ("generate", "max_new_tokens", "use max_tokens"),
-        ("generate", "max_kv_size", "use max_model_len for tokens, or kv_cache_bytes for memory"),
+        ("generate", "max_kv_size", "use window, the tokens that are kept"),
         ("generate", "prompt_cache", "an engine finds the K/V of equal beginnings by itself"),
-        ("generate", "kv_bits", "K/V are kept in the dtype of the model's activations"),
+        ("generate", "kv_bits", "use kv_format: 8, 4 or 'K:8,V:4'"),
         ("generate", "draft_model", "there is no speculative decoding"),
         (
             "generate",
@@ -142,7 +137,8 @@ def test_the_tables_of_our_own_names_are_those_of_the_signatures():
         ("SamplingParams", "temp", "use temperature"),
         ("SamplingParams", "best_of", "use n"),
         ("SamplingParams", "max_token", "did you mean max_tokens?"),
-        ("make_kv_cache", "max_kv_size", "use kv_cache_bytes"),
+        ("make_kv_cache", "max_kv_size", "use window, the tokens that are kept"),
+        ("make_kv_cache", "max_seq_len", "use kv_cache_bytes"),
         ("load", "model_path", "use path_or_hf_repo"),
         (
             "load",

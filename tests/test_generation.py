@@ -389,7 +389,6 @@ def test_batch_generate_samples_and_says_its_figures(demo: tuple, capsys):
         ({"sampler": 1}, "sampler must be a function"),
         ({"sampler": lambda row: row}, "a sampler returns integers of shape"),
     ],
-    ids=str,
 )
 def test_bad_arguments_of_a_batch_are_refused_by_name(demo: tuple, arguments: dict, message: str):
     model, tokenizer = demo

@@ -18,7 +18,10 @@ from mlx_paged.config import (
     DEFAULT_BLOCK_SIZE,
     DEFAULT_KV,
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
+    DEFAULT_NUM_SINK_TOKENS,
+    KV_BITS_NOTATION,
     KV_CACHES,
+    KVBits,
     KVBudget,
 )
 from mlx_paged.errors import one_line, shown
@@ -30,9 +33,12 @@ _FROM_MODEL = "default: as the model's generation_config.json says, else"
 _FLAGS = {
     "adapter_path": "--adapter-path",
     "kv_cache_bytes": "--kv-cache-bytes",
+    "kv_format": "--kv-bits",
+    "num_sink_tokens": "--num-sink-tokens",
     "max_model_len": "--max-model-len",
     "max_num_batched_tokens": "--prefill-step-size",
     "path_or_hf_repo": "--model",
+    "window": "--window",
 }
 _MAX_ERROR = 2000  # characters
 _DASHES_AS_VALUE = re.compile(r"(--[^=]+)=--|(-[a-zA-Z])=?--")
@@ -144,10 +150,29 @@ def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
         "(default: a share of the memory)",
     )
     add(
+        "--kv-bits",
+        type=kv_bits,
+        metavar="N",
+        help="quantise the K/V of a paged cache: 8, 4, or K:8,V:4 (default: the model's dtype)",
+    )
+    add(
         "--max-model-len",
         type=positive,
         metavar="N",
         help="context limit: tokens of the conversation and its answer (default: the model's own)",
+    )
+    add(
+        "--window",
+        type=positive,
+        metavar="N",
+        help="keep the last N tokens, and the first ones, so that the conversation has no end "
+        "(default: keep all)",
+    )
+    add(
+        "--num-sink-tokens",
+        type=whole,
+        metavar="M",
+        help=f"first tokens to keep beside a window (default: {DEFAULT_NUM_SINK_TOKENS})",
     )
     add(
         "--prefill-step-size",
@@ -203,6 +228,16 @@ def budget(text: str) -> str:
         KVBudget.parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"must be {BUDGET_NOTATION}, got {shown(text)}") from error
+    return text
+
+
+def kv_bits(text: str) -> str:
+    try:
+        KVBits.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"must be {KV_BITS_NOTATION}, got {shown(text)}"
+        ) from error
     return text
 
 

@@ -177,8 +177,11 @@ def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
         kv=args.kv,
         block_size=args.block_size,
         kv_cache_bytes=args.kv_cache_bytes,
+        kv_format=args.kv_bits,
         backend=args.backend,
         max_model_len=args.max_model_len,
+        window=args.window,
+        num_sink_tokens=args.num_sink_tokens,
         # One answer at a time; the branches wait in the prefix cache.
         max_num_seqs=1,
         max_num_batched_tokens=args.prefill_step_size,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-from mlx_paged.core import BlockCopy
+from mlx_paged.core import BlockCopy, KeyShift
 from mlx_paged.request import PENDING_TOKEN, Request, SeqId
 
 
@@ -44,6 +44,13 @@ class CopyBlocks(NamedTuple):
     copies: list[BlockCopy]
 
 
+class ShiftKeys(NamedTuple):
+    """Copy blocks of a group of layers, with K rotated: sinks follow their window."""
+
+    group: int
+    shift: KeyShift
+
+
 class SwapIn(NamedTuple):
     """Copy the tokens ``start : end`` back, into the blocks that the sequence has now."""
 
@@ -52,7 +59,7 @@ class SwapIn(NamedTuple):
     end: int
 
 
-Transfer: TypeAlias = SwapOut | CopyBlocks | SwapIn
+Transfer: TypeAlias = SwapOut | CopyBlocks | ShiftKeys | SwapIn
 
 
 @dataclass(frozen=True)

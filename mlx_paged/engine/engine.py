@@ -19,16 +19,11 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.argument_values import check_integer
 from mlx_paged.cache import SwappedKV
-from mlx_paged.config import (
-    DEFAULT_BACKEND,
-    DEFAULT_BLOCK_SIZE,
-    DEFAULT_KV,
-    SchedulerConfig,
-)
+from mlx_paged.config import DEFAULT_KV, SchedulerConfig
 from mlx_paged.core import KVCacheManagerStats, hash_token_blocks
 from mlx_paged.engine.batch import Batch
 from mlx_paged.engine.model_runner import ModelRunner, StepInFlight
-from mlx_paged.engine.options import SchedulerOptions
+from mlx_paged.engine.options import PassedOnOptions, split_options
 from mlx_paged.engine.prompt_logprobs import score_prompts
 from mlx_paged.engine.prompts import Prompt, as_tokenizer, read_prompt
 from mlx_paged.engine.request_state import RequestState
@@ -67,7 +62,12 @@ class EngineStats(KVCacheManagerStats):
 
 def engine_option_names() -> frozenset[str]:
     """The names of all settings that an :class:`Engine` takes."""
-    return argument_names(Engine) | argument_names(SchedulerConfig)
+    return argument_names(Engine) | passed_on_names()
+
+
+def passed_on_names() -> frozenset[str]:
+    """The names of those that it hands on to its cache and its scheduler."""
+    return frozenset(PassedOnOptions.__annotations__) | argument_names(SchedulerConfig)
 
 
 class Engine:
@@ -87,11 +87,6 @@ class Engine:
         model: Qwen3 as :func:`mlx_paged.load` returns it.
         tokenizer: for text prompts, text out, stop texts and the end of sequence; ``None`` is token
             ids only.
-        kv: ``"paged"``, or ``"basic"`` for contiguous K/V per sequence.
-        block_size: tokens per K/V block: 8, 16, 32 or 64.
-        kv_cache_bytes: the K/V budget, as :meth:`KVBudget.parse` reads it; by default a share of
-            the machine's memory. A limit, no allocation.
-        backend: ``"auto"``, ``"reference"`` or ``"metal"``.
         swap_bytes: host memory for the K/V of preempted requests, on top of the budget, in the same
             notation; 0 never swaps. By default an eighth of the budget, if copying a token's K/V
             takes less than computing them (:func:`is_swapping_cheaper`).
@@ -102,32 +97,43 @@ class Engine:
         run_ahead: whether a step is launched before the tokens of the one before are read, so that
             the device does not wait for Python (vLLM: ``async_scheduling``). The tokens are the
             same. By default where the cache allows it without copies: on Metal.
-        scheduler_options: fields of :class:`SchedulerConfig`: ``max_num_seqs``,
+        options: of the K/V cache, and fields of :class:`SchedulerConfig` (``max_num_seqs``,
             ``max_num_batched_tokens``, ``max_num_mixed_tokens``, ``enable_prefix_caching``,
-            ``watermark``, ``priority_steps``.
+            ``watermark``, ``priority_steps``). Those of the cache are
+
+            - ``kv``: ``"paged"``, or ``"basic"`` for contiguous K/V per sequence.
+            - ``block_size``: tokens per K/V block: 8, 16, 32 or 64.
+            - ``kv_cache_bytes``: the K/V budget, as :meth:`KVBudget.parse` reads it; by default a
+              share of the machine's memory. A limit, no allocation.
+            - ``kv_format``: the bits that K and V are quantised to as they are written: ``8``,
+              ``4``, or ``"K:8,V:4"``; ``"paged"`` only. By default they are stored as they are.
+            - ``backend``: ``"auto"``, ``"reference"`` or ``"metal"``.
+            - ``window``: keep the last ``window`` tokens of each sequence and its first ones, so
+              that it goes on without end in bounded memory (:class:`StreamingWindow`). There is
+              then no context limit but ``max_model_len``. All tokens by default.
+            - ``num_sink_tokens``: how many of the first tokens stay beside a window; 4 by default.
 
     Raises:
         ValueError: a setting out of its range, or a budget that holds no block.
         TypeError: an argument that there is not; the message says what to use.
     """
 
-    @refuses_unknown_arguments("engine", also=lambda: argument_names(SchedulerConfig))
+    @refuses_unknown_arguments("engine", also=passed_on_names)
     def __init__(
         self,
         model: Module,
         tokenizer: TokenizerWrapper | None = None,
         *,
-        kv: str = DEFAULT_KV,
-        block_size: int = DEFAULT_BLOCK_SIZE,
-        kv_cache_bytes: str | int | None = None,
-        backend: str = DEFAULT_BACKEND,
         swap_bytes: str | int | None = None,
         seed: int | None = None,
         max_model_len: int | None = None,
         run_ahead: bool | None = None,
-        **scheduler_options: Unpack[SchedulerOptions],
+        **options: Unpack[PassedOnOptions],
     ):
-        self.max_model_len = context_limit(check_model(model).args, max_model_len)
+        self.max_model_len = context_limit(
+            check_model(model).args, max_model_len, options.get("window")
+        )
+        cache_options, scheduler_options = split_options(options)
         config = SchedulerConfig(max_model_len=self.max_model_len, **scheduler_options)
         if tokenizer is not None:
             tokenizer = as_tokenizer(tokenizer)
@@ -143,9 +149,7 @@ class Engine:
         mx.eval([leaf for leaf in dict(tree_flatten(model)).values() if isinstance(leaf, mx.array)])
         self.model = model
         self.tokenizer = tokenizer
-        self.cache = make_kv_cache(
-            model, kv, block_size=block_size, kv_cache_bytes=kv_cache_bytes, backend=backend
-        )
+        self.cache = make_kv_cache(model, options.get("kv", DEFAULT_KV), **cache_options)
         sizes = [leaf.size for leaf in dict(tree_flatten(model.parameters())).values()]
         self.swap_space: SwapSpace[SwappedKV] = SwapSpace(
             num_swap_tokens(swap_bytes, self.cache, sum(sizes))

@@ -11,7 +11,7 @@ from mlx.nn.layers.base import Module
 
 from mlx_paged.argument_values import kind_of
 from mlx_paged.cache import AnySeqId, KVCache, PagedKVCache, SwappedKV
-from mlx_paged.engine.batch import Batch, CopyBlocks, SwapOut, Transfer
+from mlx_paged.engine.batch import Batch, CopyBlocks, ShiftKeys, SwapOut, Transfer
 from mlx_paged.engine.compiled_decode import CompiledDecode
 from mlx_paged.engine.prompt_logprobs import ScoredPrompt
 from mlx_paged.engine.prompts import TokenIds, check_token_ids
@@ -131,6 +131,8 @@ class ModelRunner:
     def _transfer(self, transfer: Transfer) -> None:
         if isinstance(transfer, CopyBlocks):
             self.cache.copy_blocks(transfer.copies)
+        elif isinstance(transfer, ShiftKeys):
+            self.cache.shift_keys(transfer.group, transfer.shift)
         elif isinstance(transfer, SwapOut):
             swapped = self.cache.swap_out(transfer.block_ids, transfer.num_tokens)
             self._swap_space.put(transfer.seq_id, swapped)
