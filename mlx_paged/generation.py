@@ -24,7 +24,7 @@ from mlx_paged.engine.prompts import Prompt, TokenIds, as_tokenizer
 from mlx_paged.errors import shown
 from mlx_paged.foreign_arguments import refuses_unknown_arguments
 from mlx_paged.memory import wired_limit
-from mlx_paged.request import LogitsProcessor, Sampler, SamplingParams
+from mlx_paged.sampling_params import LogitsProcessor, Sampler, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -70,12 +70,14 @@ class GenerationResponse:
     time_to_first_token: float = 0.0
 
 
-class _EngineOptions(CacheOptions, total=False):
+class OneShotOptions(CacheOptions, total=False):
+    """The keyword arguments of :class:`Engine` for an engine that answers one call."""
+
     kv: str
     max_model_len: int | None
 
 
-class _Options(_EngineOptions, total=False):
+class _Options(OneShotOptions, total=False):
     sampler: Sampler | None
     logits_processors: Sequence[LogitsProcessor] | None
     prefill_step_size: int
@@ -277,7 +279,7 @@ def _stream(
     logits_processors: Sequence[LogitsProcessor] | None = None,
     prefill_step_size: int = DEFAULT_MAX_NUM_BATCHED_TOKENS,
     prompt_progress_callback: Progress | None = None,
-    **engine_options: Unpack[_EngineOptions],
+    **engine_options: Unpack[OneShotOptions],
 ) -> Generator[tuple[GenerationResponse, mx.array], None, None]:
     """The responses, each with the log-probabilities that its token was drawn from."""
     step_size = check_integer("generate", "prefill_step_size", prefill_step_size, 1)
@@ -289,6 +291,7 @@ def _stream(
         sampler=sampler,
         logits_processors=logits_processors or (),
         ignore_eos=tokenizer is None,
+        skip_special_tokens=False,  # as in mlx-lm
     )
     recorder = _Recorder(sampler)
     # One request, once: nothing could hit its prefix.

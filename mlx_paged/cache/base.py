@@ -106,7 +106,7 @@ class KVCache(ABC):
 
     def __init__(self, config: KVCacheConfig, initial_blocks: int = INITIAL_BLOCKS):
         self.config = config
-        self._step: AttentionMetadata | None = None
+        self._steps: Sequence[AttentionMetadata] = ()  # the open one, for each group of layers
         self._initial_blocks = min(initial_blocks, config.num_blocks)
         self.reset()
 
@@ -228,7 +228,7 @@ class KVCache(ABC):
                 at once (:meth:`KVCacheManager.max_run`).
             RuntimeError: another step of this cache is open.
         """
-        if self._step is not None:
+        if self._steps:
             raise RuntimeError(
                 f"[{self.kind} cache] a step is open already; finish it before the next one"
             )
@@ -243,8 +243,6 @@ class KVCache(ABC):
         except BaseException:  # Ctrl-C, too.
             for seq in num_new_tokens:
                 if seq in lengths_before:
-                    for table in self.manager.groups[seq]:
-                        table.forget_key_shift()
                     self.manager.trim(seq, lengths_before[seq])
                 elif seq in tables:
                     self.free(seq)
@@ -326,10 +324,10 @@ class KVCache(ABC):
                 shares_new_blocks,
                 num_logit_rows,
                 self.pool.num_blocks - 1,
-                None if keeps_all else [table.num_evicted_tokens for table in tables],
+                None if keeps_all else [table.num_evicted_tokens - table.base for table in tables],
             )
             steps.append(step)
-        self._step = steps[0]
+        self._steps = steps
         try:
             self._prepare(steps)
             for layer_group, group_step in zip(self.config.groups, steps, strict=True):
@@ -342,7 +340,7 @@ class KVCache(ABC):
 
     def close_step(self) -> None:
         """Forget the open step, if there is one, whatever became of its rows."""
-        self._step = None
+        self._steps = ()
         for layer in self.layers:
             layer.close()
 
@@ -383,7 +381,7 @@ class KVCache(ABC):
         Raises:
             RuntimeError: a step is open.
         """
-        if self._step is not None:
+        if self._steps:
             raise RuntimeError(f"[{self.kind} cache] a step is open; shrink after it")
         self._max_num_blocks = self.config.num_blocks
         tables = itertools.chain.from_iterable(self.manager.groups.values())

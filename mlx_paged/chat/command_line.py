@@ -99,6 +99,16 @@ def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     add("--top-k", type=whole, help=f"sampling top-k, 0 is off ({_FROM_MODEL} 0)")
     add("--min-p", type=probability, help=f"sampling min-p, 0 is off ({_FROM_MODEL} 0)")
     add(
+        "--xtc-probability",
+        type=probability,
+        help="how often XTC removes the most likely tokens (default: 0, never)",
+    )
+    add(
+        "--xtc-threshold",
+        type=up_to_a_half,
+        help="tokens above this probability are removed but the least likely one (default: 0.1)",
+    )
+    add(
         "--no-generation-config",
         action="store_true",
         help="leave the model's generation_config.json out: greedy, unless flags say otherwise",
@@ -207,6 +217,10 @@ def at_least_0(text: str) -> float:
 
 def probability(text: str) -> float:
     return _number(text, float, 0, 1, "within 0..1")
+
+
+def up_to_a_half(text: str) -> float:
+    return _number(text, float, 0, 0.5, "within 0..0.5")
 
 
 def budget(text: str) -> str:

@@ -168,6 +168,9 @@ def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
     defaults = SamplingDefaults() if args.no_generation_config else read_sampling_defaults(folder)
     settings = Settings(args, defaults)
     model, tokenizer = load(folder, adapter_path=args.adapter_path)
+    # As in mlx_lm.chat: XTC leaves an answer its lines and its end.
+    newline = tokenizer.encode("\n", add_special_tokens=False)
+    settings.spare_from_xtc([*newline, *tokenizer.eos_token_ids])
     engine = Engine(
         model,
         tokenizer,

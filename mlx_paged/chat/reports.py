@@ -77,7 +77,7 @@ class Reports:
             )
 
     def answer(
-        self, conversation: Conversation, response: GenerationResponse, max_tokens: int
+        self, conversation: Conversation, response: GenerationResponse, max_tokens: int | None
     ) -> None:
         """The figures of an answer, and why it was cut, if it was."""
         say, engine = self._screen.say, conversation.engine
@@ -182,7 +182,9 @@ def _context_in_words(engine: Engine) -> str:
     )
 
 
-def _cut_reason(response: GenerationResponse, max_tokens: int, max_model_len: int | None) -> str:
+def _cut_reason(
+    response: GenerationResponse, max_tokens: int | None, max_model_len: int | None
+) -> str:
     if response.generation_tokens == max_tokens:
         return f" at --max-tokens {max_tokens}"
     num_tokens = response.prompt_tokens + response.generation_tokens

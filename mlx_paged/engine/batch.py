@@ -16,6 +16,8 @@ class Scheduled(NamedTuple):
     start: int
     num_new_tokens: int
     num_logit_rows: int  # logits wanted, of its last tokens; 0 while more of its prompt is left
+    # Of these, the first ones, which are for the log-probabilities of the prompt.
+    num_scored_rows: int = 0
 
     @property
     def token_ids(self) -> list[int]:

@@ -23,15 +23,14 @@ from mlx_paged.config import DEFAULT_KV, SchedulerConfig
 from mlx_paged.core import KVCacheManagerStats, hash_token_blocks
 from mlx_paged.engine.batch import Batch
 from mlx_paged.engine.model_runner import ModelRunner, StepInFlight
-from mlx_paged.engine.options import (
-    PassedOnOptions,
-    split_options,
-)
+from mlx_paged.engine.options import PassedOnOptions, split_options
+from mlx_paged.engine.prompt_logprobs import score_prompts
 from mlx_paged.engine.prompts import Prompt, as_tokenizer, read_prompt
 from mlx_paged.engine.request_state import RequestState
 from mlx_paged.engine.sampler import NO_TOKENS, SampledToken, sample
 from mlx_paged.engine.scheduler import Scheduler, extra_hash_keys
 from mlx_paged.engine.swap_space import SwapSpace, num_swap_tokens
+from mlx_paged.engine.token_rules import read_token_rules, special_token_ids
 from mlx_paged.errors import ArgumentError, forget_frames, request_error, shown
 from mlx_paged.foreign_arguments import argument_names, refuses_unknown_arguments
 from mlx_paged.models.context_length import context_limit
@@ -40,11 +39,11 @@ from mlx_paged.models.language_model import check_model
 from mlx_paged.request import (
     Request,
     RequestOutput,
-    SamplingParams,
     check_cache_salt,
     check_priority,
     check_request_id,
 )
+from mlx_paged.sampling_params import SamplingParams
 
 T = TypeVar("T")
 
@@ -159,6 +158,7 @@ class Engine:
         self.run_ahead = self.cache.can_run_ahead if run_ahead is None else run_ahead
         eos_token_ids: Iterable[int] = () if tokenizer is None else tokenizer.eos_token_ids
         self.scheduler = Scheduler(self.cache, config, frozenset(eos_token_ids), self.swap_space)
+        self._special_token_ids = special_token_ids(tokenizer)
         self._seeds = random.Random(seed)
         # The requests that are not reported as finished yet. Threads share this table, the inbox
         # and the flags of a state without a lock: each of their changes is a single operation, and
@@ -211,15 +211,20 @@ class Engine:
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"[engine] params must be SamplingParams, got {type(params).__name__}")
-        if params.stop and self.tokenizer is None:
-            raise ValueError("[engine] stop texts need a tokenizer; use stop_token_ids")
+        token_rules = read_token_rules(params, self.tokenizer, self.runner.vocab_size)
         text, token_ids = read_prompt(prompt, self.tokenizer, self.runner.vocab_size)
         seed = self._seeds.getrandbits(63) if params.seed is None else int(params.seed)
         request = Request(
-            request_id, token_ids, params, seed=seed, priority=priority, cache_salt=cache_salt
+            request_id,
+            token_ids,
+            params,
+            seed=seed,
+            priority=priority,
+            cache_salt=cache_salt,
+            token_rules=token_rules,
         )
         self.scheduler.check(request)
-        state = RequestState(request, text, self.tokenizer)
+        state = RequestState(request, text, self.tokenizer, self._special_token_ids)
         if self._states.setdefault(request_id, state) is not state:
             raise ValueError(f"[engine] request {request_id!r} exists already")
         self._inbox.append(partial(self.scheduler.add, request))
@@ -417,6 +422,7 @@ class Engine:
         rows, requests = self._completions(step.batch)
         with self._device_work():
             step.sampled = sample(step.logits, rows, requests)
+            step.scored = score_prompts(step.logits, step.batch.scheduled)
         for request in step.sampled.requests:
             if request.seq_id not in self.scheduler.requests:
                 state = self._states[request.request_id]
@@ -431,6 +437,7 @@ class Engine:
         step = self._in_flight[0]
         with self._device_work():
             results = step.sampled.read()
+            scores = [(prompt.request, prompt.read()) for prompt in step.scored]
             # A chunk of a prompt has no tokens to wait for. What no step follows leaves nothing
             # lazy: another thread could not evaluate it, and a reader in flight would make each
             # donated write copy a slab.
@@ -438,6 +445,9 @@ class Engine:
         if not self._in_flight:
             return  # It failed.
         self._in_flight.popleft()
+        for request, entries in scores:
+            if not request.is_finished:
+                self._states[request.request_id].add_prompt_logprobs(request, entries)
         for request, result in zip(step.sampled.requests, results, strict=True):
             if isinstance(result, SampledToken):
                 self._append(request, result)
@@ -518,10 +528,12 @@ class Engine:
         """
         rows: list[int] = []
         requests: list[Request] = []
-        wanted = [part.request for part in batch.scheduled if part.num_logit_rows]
-        for row, request in enumerate(wanted):
-            if not request.is_finished:
-                rows += [row] * request.num_seqs
+        num_rows = 0
+        for part in batch.scheduled:
+            request = part.request
+            num_rows += part.num_logit_rows
+            if part.num_logit_rows > part.num_scored_rows and not request.is_finished:
+                rows += [num_rows - 1] * request.num_seqs
                 requests += [request, *map(request.fork, range(1, request.num_seqs))]
         return rows, requests
 

@@ -13,6 +13,7 @@ from mlx_paged.argument_values import kind_of
 from mlx_paged.cache import AnySeqId, KVCache, PagedKVCache, SwappedKV
 from mlx_paged.engine.batch import Batch, CopyBlocks, ShiftKeys, SwapOut, Transfer
 from mlx_paged.engine.compiled_decode import CompiledDecode
+from mlx_paged.engine.prompt_logprobs import ScoredPrompt
 from mlx_paged.engine.prompts import TokenIds, check_token_ids
 from mlx_paged.engine.sampler import NO_TOKENS, SampledTokens
 from mlx_paged.engine.swap_space import SwapSpace
@@ -33,12 +34,14 @@ class StepInFlight:
     Attributes:
         logits: ``[num_rows, vocab_size]``.
         sampled: the tokens sampled from it, once their sampler is launched.
+        scored: the log-probabilities of prompts that it gives, launched together with that.
         forks: completions that began with it.
     """
 
     batch: Batch
     logits: mx.array = field(default_factory=lambda: NO_TOKENS.token_ids)
     sampled: SampledTokens = NO_TOKENS
+    scored: list[ScoredPrompt] = field(default_factory=list)
     forks: list[Request] = field(default_factory=list)
 
 

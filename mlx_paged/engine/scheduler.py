@@ -23,9 +23,13 @@ from mlx_paged.core.kv_cache_manager import NOTHING_COMPUTED
 from mlx_paged.engine.batch import Batch, CopyBlocks, Scheduled, ShiftKeys, SwapIn, SwapOut
 from mlx_paged.engine.swap_space import SwapSpace
 from mlx_paged.errors import PromptTooLongError, prompt_beyond_context, prompt_too_long
-from mlx_paged.request import PENDING_TOKEN, Request, RequestStatus, SeqId
+from mlx_paged.request import PENDING_TOKEN, Request, RequestStatus, SeqId, StopReason
 
 by_order = attrgetter("order")
+
+# Of a step, for the log-probabilities of prompts: rows of logits are large. 256 rows of 152,000
+# logits are 156 MB in float32, and some copies of it.
+MAX_SCORED_ROWS = 256
 
 
 def extra_hash_keys(cache_salt: str | None) -> tuple[str, ...]:
@@ -52,6 +56,7 @@ class _Plan:
     """A step while it is being planned."""
 
     token_budget: int
+    scored_rows_budget: int = MAX_SCORED_ROWS
     only: Request | None = None
     is_ahead: bool = False  # the tokens of the step before are not read yet
     scheduled: list[Scheduled] = field(default_factory=list)
@@ -188,7 +193,7 @@ class Scheduler:
         self,
         request: Request,
         reason: str,
-        stop_reason: int | str | None = None,
+        stop_reason: StopReason = None,
         error: Exception | None = None,
     ) -> None:
         """Take a request out, wherever it is, and give back all its blocks at once: finished,
@@ -217,7 +222,7 @@ class Scheduler:
         Args:
             only: schedule this request and no other.
         """
-        return self._plan(_Plan(self._token_budget(), only))
+        return self._plan(_Plan(self._token_budget(), only=only))
 
     def schedule_ahead(self, awaited: Iterable[Request]) -> Batch | None:
         """Plan the step after one whose tokens are not read yet, as if they were.
@@ -286,11 +291,8 @@ class Scheduler:
                 # A prompt leaves a token of the budget to each request after it, so that no decode
                 # waits for it.
                 num_left = 0 if only is not None else len(running) - index - 1
-                num_new_tokens = min(
-                    num_new_tokens,
-                    plan.token_budget - num_left,
-                    self.manager.max_run(request.seq_id),
-                )
+                num_new_tokens = min(num_new_tokens, plan.token_budget - num_left)
+                num_new_tokens = min(num_new_tokens, self._max_chunk(plan, request))
                 num_needed = self.manager.num_needed_blocks(request.seq_id, num_new_tokens)
                 self.supply.make_room(num_needed + num_left)
             copies = self.manager.allocate_slots(request.seq_id, num_new_tokens)
@@ -335,11 +337,8 @@ class Scheduler:
         num_spare = self.manager.num_free_blocks + self.supply.num_growable_blocks - num_needed
         if num_spare < (self.config.watermark * self.max_num_blocks if self.running else 0):
             return False
-        num_new_tokens = min(
-            request.num_tokens - num_held,
-            plan.token_budget,
-            self.manager.max_run(request.seq_id, computed),
-        )
+        num_new_tokens = min(request.num_tokens - num_held, plan.token_budget)
+        num_new_tokens = min(num_new_tokens, self._max_chunk(plan, request, computed))
         num_slots = num_held - computed.num_tokens + num_new_tokens
         # Blocks that were found need no room: taking them evicts nothing.
         num_groups = len(self.manager.retentions)
@@ -361,14 +360,31 @@ class Scheduler:
         self._schedule(plan, request, num_new_tokens, copies)
         return True
 
+    def _max_chunk(
+        self, plan: _Plan, request: Request, computed: ComputedBlocks = NOTHING_COMPUTED
+    ) -> int:
+        """The most tokens of a request in a step: all of them see the same ones before it, and few
+        rows of logits are there at a time.
+        """
+        max_run = self.manager.max_run(request.seq_id, computed)
+        if request.num_unscored_tokens:
+            max_run = min(max_run, max(1, plan.scored_rows_budget))
+        return max_run
+
     def _schedule(
         self, plan: _Plan, request: Request, num_new_tokens: int, copies: list[BlockCopy]
     ) -> None:
         start = request.num_computed_tokens
         request.num_computed_tokens = end = start + num_new_tokens
         num_logit_rows = 1 if end == len(request.token_ids) else 0
+        num_scored_rows = 0
+        if request.num_unscored_tokens:
+            num_scored_rows = _num_scored_rows(request, start, end)
+            num_logit_rows += num_scored_rows
+            plan.scored_rows_budget -= num_scored_rows
         # A third of the time that the constructor of a NamedTuple takes.
-        part = tuple.__new__(Scheduled, (request, start, num_new_tokens, num_logit_rows))
+        fields = (request, start, num_new_tokens, num_logit_rows, num_scored_rows)
+        part = tuple.__new__(Scheduled, fields)
         plan.scheduled.append(part)
         plan.token_budget -= num_new_tokens
         if copies:
@@ -383,7 +399,11 @@ class Scheduler:
         if not self.config.enable_prefix_caching:
             return NOTHING_COMPUTED
         self._hash_blocks(request)
-        return self.manager.get_computed_blocks(request.block_hashes, request.num_tokens)
+        # A row whose logits are wanted is computed, even on a hit.
+        num_tokens = request.num_tokens
+        if request.num_unscored_tokens:
+            num_tokens = request.num_prompt_tokens - request.num_unscored_tokens
+        return self.manager.get_computed_blocks(request.block_hashes, num_tokens)
 
     def _cache_blocks(self, request: Request) -> list[int]:
         """Let others hit the blocks that are full after the newest step, as far as their tokens are
@@ -449,11 +469,14 @@ class Scheduler:
         if ahead is not None and self._fills_block(request):
             ahead.new_block_ids.update(self._cache_blocks(request))
         params = request.params
-        if token_id in self.eos_token_ids and not params.ignore_eos:
-            self.finish(request, "stop")
-        elif token_id in params.stop_token_ids:
-            self.finish(request, "stop", token_id)
-        elif self._is_full(request):
+        if request.num_output_tokens > params.min_tokens:
+            if token_id in self.eos_token_ids and not params.ignore_eos:
+                return self.finish(request, "stop")
+            if token_id in params.stop_token_ids:
+                return self.finish(request, "stop", token_id)
+            if params.stop_sequences and (sequence := _ending_sequence(request)) is not None:
+                return self.finish(request, "stop", sequence)
+        if self._is_full(request):
             self.finish(request, "length")
 
     def _fills_block(self, request: Request) -> bool:
@@ -525,6 +548,23 @@ class Scheduler:
         for request in self.running:
             assert self.manager.num_tokens(request.seq_id) == request.num_computed_tokens
             assert request.num_computed_tokens <= request.num_tokens
+
+
+def _num_scored_rows(request: Request, start: int, end: int) -> int:
+    """Of how many of the tokens ``start : end`` the logits are those of a prompt token that is not
+    scored yet. A row's logits are of the token after it.
+    """
+    num_scored = request.num_prompt_tokens - 1 - request.num_unscored_tokens
+    return max(0, min(end, request.num_prompt_tokens - 1) - max(start, num_scored))
+
+
+def _ending_sequence(request: Request) -> tuple[int, ...] | None:
+    """The stop sequence that the answer ends with; the longest, if there are several."""
+    for sequence in request.params.stop_sequences:
+        length = len(sequence)
+        if length <= request.num_output_tokens and sequence == tuple(request.token_ids[-length:]):
+            return sequence
+    return None
 
 
 def _remove(queue: list[Request], request: Request) -> None:

@@ -172,15 +172,13 @@ def _check_streaming(model: LanguageModel, groups: Sequence[LayerGroup]) -> None
             f"included, and the model was made for {limit}; make it smaller",
             "window",
         )
-    if retention.num_sink_tokens:
-        spec = model.layer_specs[groups[0].layers[0]]
-        try:
-            model.rotate_keys(0, mx.zeros((1, spec.num_kv_heads, spec.key_dim)), 1)
-        except NotImplementedError as error:
-            raise ArgumentError(
-                f"[kv cache] num_sink_tokens: {error}; 0 keeps the window alone",
-                "num_sink_tokens",
-            ) from error
+    spec = model.layer_specs[0]
+    try:
+        model.rotate_keys(0, mx.zeros((1, spec.num_kv_heads, spec.key_dim)), 1)
+    except NotImplementedError as error:
+        raise ArgumentError(
+            f"[kv cache] window needs keys that can be moved to other positions: {error}", "window"
+        ) from error
 
 
 def _stored_as(bits: KVBits | None, layers: Sequence[LayerSpec]) -> Sequence[LayerSpec]:

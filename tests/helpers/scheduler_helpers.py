@@ -156,7 +156,7 @@ class SimulatedCache:
         slots: list[int] = []
         for seq_id, start, end in of_kind(batch, SwapIn):
             slots += self.slots(tables[seq_id].block_ids, start, end)
-        for request, start, count, _ in batch.scheduled:
+        for request, start, count, *_ in batch.scheduled:
             slots += self.slots(tables[request.seq_id].block_ids, start, start + count)
         for _, destination in all_copies(batch):
             slots += range(destination * self.block_size, (destination + 1) * self.block_size)
@@ -260,9 +260,10 @@ class FakeEngine:
     def check_output(self, output: Batch, only: Request | None) -> None:
         scheduler, counts = self.scheduler, self.counts
         assert output.num_tokens <= self.config.max_num_batched_tokens
-        for request, start, count, num_logit_rows in output.scheduled:
+        for request, start, count, num_logit_rows, num_scored_rows in output.scheduled:
             assert count >= 1 and start + count == request.num_computed_tokens
             assert num_logit_rows == (request.num_computed_tokens == request.num_tokens)
+            assert num_scored_rows == 0  # Nobody here wants log-probabilities of a prompt.
         swap_outs, swap_ins = of_kind(output, SwapOut), of_kind(output, SwapIn)
         assert sum(request.num_seqs for request in scheduler.running) <= self.config.max_num_seqs
         scheduled = {request.seq_id for request in output.requests}

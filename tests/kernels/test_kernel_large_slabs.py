@@ -1,4 +1,4 @@
-"""Slabs whose offsets fit no integer of 32 bits, neither in elements nor in vectors of four.
+"""Slabs whose offsets fit no integer of 32 bits, neither in elements nor in pieces of 16 bytes.
 
 Only the pages that are touched take memory.
 """
@@ -19,8 +19,9 @@ from metal_emulator import LargeArray
 from mlx_paged.ops import AttentionMetadata, AttentionParams, KVHandle, Parts, SlotMapping
 
 NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, DTYPE = 2, 8, 32, mx.float16
-# The block whose first vector is number 2^32. In 32 bits it is block 0, and the next one block 1.
-FAR = 4 * 2**32 // (NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM)
+# The block whose first piece of 16 bytes is number 2^32. In 32 bits it is block 0, and the next one
+# block 1.
+FAR = 8 * 2**32 // (NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM)
 BLOCKS = (0, 1, 2, 3, FAR, FAR + 1, FAR + 2, FAR + 3)
 
 
@@ -116,23 +117,28 @@ operations = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERA
 
 
 @operations
-def test_blocks_behind_the_first_4_billion_vectors_are_like_any_others(
+def test_blocks_behind_the_first_4_billion_pieces_are_like_any_others(
     operation: Operation,
     slabs: Slabs,
 ) -> None:
     slabs.both(operation)
 
 
-BLOCK_LENGTH = "const size_t block_length"
 MISTAKES = {
     **{
         f"{name}_{kind}": (OPERATIONS[name], "paged_kv.h", "size_t(block_id)", f"{kind}(block_id)")
         for name in ("reshape_and_cache", "gather_blocks", "paged_attention", "update_and_attend")
         for kind in ("int", "uint")
     },
-    "copy_blocks": (copy, "copy_blocks.metal", BLOCK_LENGTH, "const uint block_length"),
-    "copy_blocks_from": (copy, "copy_blocks.metal", "const size_t from", "const uint from"),
-    "copy_blocks_to": (copy, "copy_blocks.metal", "const size_t to", "const uint to"),
+    **{
+        f"copy_blocks_{end}": (
+            copy,
+            "copy_blocks.metal",
+            f"const size_t {end}",
+            f"const uint {end}",
+        )
+        for end in ("source", "destination")
+    },
 }
 
 

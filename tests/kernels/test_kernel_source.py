@@ -15,6 +15,11 @@ from metal_emulator.signature import InputType, KernelSource
 from mlx_paged.ops import AttentionMetadata, AttentionParams, KVFormat, KVHandle, kernels
 from mlx_paged.ops.metal_sources import METAL_FOLDER, read_source
 
+FILES = [
+    *kernels.HEADERS,
+    *sorted({f"{part}.metal" for name in kernels.KERNELS for part in kernels.parts_of(name)}),
+]
+
 
 @pytest.fixture(scope="module")
 def printed() -> dict[str, str]:
@@ -54,8 +59,8 @@ def test_the_emulator_runs_what_the_installed_mlx_would_compile(printed, recorde
         source = KernelSource(
             f"mlx_paged_{name}",
             *kernels.KERNELS[name],
-            read_source(f"{name}.metal"),
-            read_source("paged_kv.h"),
+            kernels.body(name),
+            kernels.header(),
         )
         inputs = [InputType.of(array) for array in call["inputs"]]
         sources[name] = source.instantiate(inputs, call["output_dtypes"], call["template"]).source
@@ -64,11 +69,7 @@ def test_the_emulator_runs_what_the_installed_mlx_would_compile(printed, recorde
 
 
 def test_every_kernel_has_a_file_and_every_file_a_kernel():
-    assert {path.name for path in METAL_FOLDER.iterdir()} == {
-        "README.md",
-        "paged_kv.h",
-        *(f"{name}.metal" for name in kernels.KERNELS),
-    }
+    assert {path.name for path in METAL_FOLDER.iterdir()} == {"README.md", *FILES}
 
 
 def test_no_length_is_compiled_into_a_kernel(recorded):
@@ -110,7 +111,7 @@ BUILT_IN = re.compile(
 )
 
 
-@pytest.mark.parametrize("name", ["paged_kv.h", *(f"{name}.metal" for name in kernels.KERNELS)])
+@pytest.mark.parametrize("name", FILES)
 def test_the_bodies_use_the_words_of_the_vocabulary_and_no_others(name):
     used = set(BUILT_IN.findall(code(name)))
     assert used <= vocabulary() | {"mem_flags::mem_threadgroup", "fast::exp"}, used - vocabulary()
