@@ -99,8 +99,8 @@ def measure_text(
         for name, cache in caches.items():
             found = log_probabilities(model, cache, ids, chunk)[:-1]
             dense = found if dense is None else dense
-            losses[name] -= found[mx.arange(len(ids) - 1), mx.array(ids[1:])].sum().item()
-            divergences[name] += (mx.exp(dense) * (dense - found)).sum().item()
+            losses[name] -= float(found[mx.arange(len(ids) - 1), mx.array(ids[1:])].sum())
+            divergences[name] += float((mx.exp(dense) * (dense - found)).sum())
     return {
         name: {
             "perplexity": math.exp(losses[name] / num_predicted),
