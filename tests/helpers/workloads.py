@@ -136,7 +136,8 @@ def takes_the_second(logprobs: mx.array) -> mx.array:
     return mx.argsort(logprobs, axis=-1)[:, -2]
 
 
-def assert_same(ours: RequestOutput, theirs: RequestOutput) -> None:
+def assert_same(ours: RequestOutput, theirs: RequestOutput, atol: float = 2e-5) -> None:
+    """``atol`` is of log-probabilities."""
     for one, other in zip(ours.outputs, theirs.outputs, strict=True):
         assert (one.token_ids, one.text) == (other.token_ids, other.text), ours.request_id
         assert (one.finish_reason, one.stop_reason) == (other.finish_reason, other.stop_reason)
@@ -148,12 +149,12 @@ def assert_same(ours: RequestOutput, theirs: RequestOutput) -> None:
             np.testing.assert_allclose(
                 [entry.logprob for entry in entries.values()],
                 [entry.logprob for entry in expected.values()],
-                atol=2e-5,
+                atol=atol,
             )
     assert type(ours.error) is type(theirs.error) and str(ours.error) == str(theirs.error)
 
 
-def assert_all_same(ahead: Run, waiting: Run) -> None:
+def assert_all_same(ahead: Run, waiting: Run, atol: float = 2e-5) -> None:
     assert waiting.num_in_flight == 0 < ahead.num_in_flight
     for name, output in waiting.outputs.items():
-        assert_same(ahead.outputs[name], output)
+        assert_same(ahead.outputs[name], output, atol)
