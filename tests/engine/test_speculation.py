@@ -127,6 +127,9 @@ def drafting_engine(model: qwen3.Model, **options: Any) -> Engine:
             right = list(self.oracle(request))[begin : begin + num_drafts]
             return right + [0] * (num_drafts - len(right))
 
+        def made(self, part: Any) -> Any:
+            return part.draft_token_ids
+
         def note(self, request: Any, num_drafts: int, num_accepted: int) -> None:
             self.counts.append((num_drafts, num_accepted))
 
