@@ -24,7 +24,9 @@ from helpers.engine_runs import (
 from helpers.workloads import Workload, assert_all_same_but_aborts, assert_same
 from paged_testing.lazy_metal import lazy_metal
 
+from mlx_paged.engine.drafts import PromptLookup
 from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.speculation import Speculation
 from mlx_paged.models import qwen3
 from mlx_paged.request import RequestOutput, SamplingParams
 
@@ -83,7 +85,8 @@ def test_texts_and_stop_texts_are_the_same_as_without():
     model, tokenizer = load_demo()
     outputs: dict[int, dict[str, RequestOutput]] = {}
     for num_draft_tokens in (0, 3, 7):
-        engine = make_engine(model, tokenizer, num_draft_tokens=num_draft_tokens)
+        engine = make_engine(model, tokenizer)
+        engine.scheduler.speculation = Speculation(PromptLookup(), num_draft_tokens)
         asks = {
             "greedy": greedy(60, ignore_eos=True, logprobs=1),
             "stop": greedy(60, stop=["6. The c"], ignore_eos=True),
@@ -101,6 +104,29 @@ def test_texts_and_stop_texts_are_the_same_as_without():
         assert_same(outputs[3][name], output)
         assert_same(outputs[7][name], output)
     assert outputs[7]["stop"].outputs[0].stop_reason == "6. The c"
+
+
+def test_repetitive_text_takes_less_than_half_of_the_steps():
+    model, tokenizer = load_demo()
+    num_steps = {}
+    for num_draft_tokens in (0, 7):
+        engine = make_engine(model, tokenizer, num_draft_tokens=num_draft_tokens)
+        engine.add_request("a", FACTS, greedy(80, ignore_eos=True))
+        run(engine)
+        num_steps[num_draft_tokens] = engine.scheduler.num_steps
+    assert num_steps[7] < num_steps[0] / 2 == 40
+
+
+def test_nothing_is_drafted_where_steps_are_launched_ahead_and_nothing_repeats(
+    model: qwen3.Model,
+):
+    engine = make_engine(model, num_draft_tokens=3, run_ahead=True)
+    engine.add_request("a", prompt(20), sampled(1, 40))
+    num_ahead = 0
+    while engine.has_unfinished_requests():
+        engine.step()
+        num_ahead += bool(engine._in_flight)
+    assert num_ahead == 39 and engine.stats().num_drafted_tokens == 0
 
 
 # What a drafted step leaves
