@@ -310,7 +310,7 @@ def test_a_ragged_batch_decodes_the_tokens_of_each_sequence_alone(model: qwen3.M
         assert together[n] == alone[n][: len(together[n])] and len(together[n]) > 20
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [0.0, 0.3])
 def test_drafts_change_no_token_whatever_the_sampler(demo: tuple, temperature: float):
     model, tokenizer = demo
     text = "The code of apple is 4821. " * 5

@@ -453,7 +453,7 @@ def test_drafts_change_no_answer_and_are_counted(run_chat: Callable[..., Any], d
     assert (status, answer) == (0, plain)
     if not drafter:  # A model of the same size does not pay as a draft model.
         figures = re.search(r"\| (\d+) of (\d+) drafts accepted \|", errors)
-        assert figures is not None and 10 < int(figures[1]) <= int(figures[2])
+        assert figures is not None and 0 < int(figures[1]) <= int(figures[2])
 
 
 @pytest.mark.parametrize(
