@@ -124,7 +124,7 @@ def make_ways(
             dense.append(mx.contiguous(heads_first[:, :, : shape.context]))
             slabs.append(slab)
             mx.eval(slab, dense[-1])
-        handles.append(ops.KVHandle(*slabs))
+        handles.append(ops.KVHandle.dense(*slabs))
         contiguous.append(dense)
     mx.eval(queries)
 
@@ -221,8 +221,9 @@ def is_too_large(shape: Shape, args: argparse.Namespace) -> bool:
 
 def backend_for(head_dim: int, args: argparse.Namespace) -> ops.Backend:
     shapes = [
-        ops.AttentionShape(args.kv_heads, group, head_dim, head_dim, args.block_size, DTYPES[dtype])
-        for group, dtype in itertools.product(args.groups, args.dtypes)
+        ops.AttentionShape(args.kv_heads, group, head_dim, head_dim, args.block_size, form)
+        for group in args.groups
+        for form in (ops.KVFormat.dense(DTYPES[dtype]) for dtype in args.dtypes)
     ]
     return ops.choose_backend(args.backend, shapes)
 
@@ -237,10 +238,9 @@ def measure_appends(args: argparse.Namespace) -> list[dict[str, Any]]:
     steps: dict[str, Callable[[], Any]] = {}
     for num_slots in args.pools:
         num_blocks = num_slots // args.block_size
+        shape = num_blocks, args.kv_heads, args.block_size, head_dim, head_dim
         handles = [
-            ops.KVHandle.allocate(
-                num_blocks, args.kv_heads, args.block_size, head_dim, head_dim, dtype
-            )
+            ops.KVHandle.allocate(*shape, ops.KVFormat.dense(dtype))
             for _ in range(args.append_layers)
         ]
         # The same slots in each, or the caches of the device would favour the small ones.
@@ -253,7 +253,7 @@ def measure_appends(args: argparse.Namespace) -> list[dict[str, Any]]:
         ) -> None:
             mapping = ops.SlotMapping.build([next(slots)], args.block_size)
             for kv in handles:
-                backend.reshape_and_cache(k, v, kv, mapping)
+                backend.reshape_and_cache((k,), (v,), kv, mapping)
             mx.eval([kv.arrays for kv in handles])
 
         steps[str(num_slots)] = append

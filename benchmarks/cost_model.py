@@ -205,7 +205,7 @@ def count_case(case: Case, trace: list[Any]) -> dict[str, Any]:
     backend, params = MetalBackend(), ops.AttentionParams(case.head_dim**-0.5, case.window)
     trace.clear()
     if case.has_rows:
-        out = backend.update_and_attend(q, k, v, kv, metadata, params)
+        out = backend.update_and_attend(q, (k,), (v,), kv, metadata, params)
     else:
         out = backend.paged_attention(q, kv, metadata, params)
     mx.eval(out)
@@ -265,7 +265,7 @@ def make_slabs(case: Case) -> tuple[ops.KVHandle, ops.AttentionMetadata]:
         case.block_size,
         case.head_dim,
         case.head_dim,
-        DTYPES[case.dtype],
+        ops.KVFormat.dense(DTYPES[case.dtype]),
     )
     return kv, ops.AttentionMetadata.build(
         tables, case.context_lens, case.query_lens, case.block_size
@@ -479,7 +479,12 @@ def print_roofline(rows: list[dict[str, Any]]) -> None:
 def source_hash() -> str:
     """Of the code of the decode kernels, comments and white space left out."""
     digest = hashlib.sha256()
-    for name in ("paged_kv.h", "paged_attention.metal", "merge_partitions.metal"):
+    parts = {
+        f"{part}.metal": None
+        for name in ("paged_attention", "paged_attention_affine", "merge_partitions")
+        for part in kernels.parts_of(name)
+    }
+    for name in (*kernels.HEADERS, *parts):
         digest.update("".join(re.sub(r"//.*", "", read_source(name)).split()).encode())
     return digest.hexdigest()[:12]
 
@@ -529,13 +534,9 @@ def setup_arg_parser() -> argparse.ArgumentParser:
 def fingerprint() -> str:
     """Of the kernels and of how they are launched, so that figures of other ones are recognised."""
     digest = hashlib.sha256()
-    for name in (
-        "paged_kv.h",
-        "paged_attention.metal",
-        "merge_partitions.metal",
-        "gather_blocks.metal",
-    ):
-        digest.update(read_source(name).encode())
+    digest.update(kernels.header().encode())
+    for name in kernels.KERNELS:
+        digest.update(kernels.body(name).encode())
     for module in (kernels, attention_plan):
         digest.update(Path(str(module.__file__)).read_bytes())
     return digest.hexdigest()[:12]

@@ -84,7 +84,7 @@ def random_weights(
 def random_rows(cache: KVCache, num_tokens: int) -> mx.array:
     spec = cache.layers[0].spec
     shape = (len(cache.layers), num_tokens, spec.num_kv_heads, spec.key_dim)
-    rows = spec.format.encode(mx.random.normal(shape))
+    rows = mx.random.normal(shape).astype(spec.format.dtype)
     mx.eval(rows)
     return rows
 

@@ -23,7 +23,7 @@ from decode import QWEN3_0_6B_LAYERS, load_both, random_weights
 from throughput_scenarios import SampleRequest, Scenario
 from throughput_sides import MlxLmBatch, MlxLmOneByOne, PagedEngine, Side
 
-from mlx_paged.ops import AttentionShape, choose
+from mlx_paged.ops import AttentionShape, KVFormat, choose
 from mlx_paged.ops.in_place import check_writes_in_place
 from mlx_paged.ops.metal import DECODE_RUNS
 from mlx_paged.ops.self_check import WorkingKernels, try_kernels
@@ -135,7 +135,7 @@ def measure_kernels(sizes: Sizes, model: str) -> Iterator[Row]:
         yield NEEDS_METAL
         return
     for head_dim, group, block_size, dtype in KERNEL_SHAPES[: sizes.num_kernel_shapes]:
-        shape = AttentionShape(2, group, head_dim, head_dim, block_size, dtype)
+        shape = AttentionShape(2, group, head_dim, head_dim, block_size, KVFormat.dense(dtype))
         start = time.perf_counter()
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")

@@ -1,23 +1,32 @@
-// Copies whole blocks within the slabs, in place: copy-on-write.
+// Copies whole blocks within the slabs, in place and bit for bit: copy-on-write. One part of them,
+// where a format stores rows in several.
 //
-// template   T (element)
-// inputs     key_slab, value_slab  T [num_blocks, num_kv_heads, block_size, head_dim], written
+// template   PIECE (bytes that a thread copies), KEY_PIECES, VALUE_PIECES (of a row)
+// inputs     key_slab, value_slab  [num_blocks, num_kv_heads, block_size, KEY_PIECES or VALUE_PIECES
+//                                  pieces], written
 //            src_dst_pairs         int [max(num_pairs, 4), 2]; no block is both a source and a
 //                                  destination
 //            fence_in              int [8]
 // outputs    fence_out             int [8]
-// grid       (elements of a block / 4, num_pairs, 1), a thread for each four elements
+// grid       (rows of a block * max(KEY_PIECES, VALUE_PIECES), num_pairs, 1), a thread for each piece
 
-const uint column = thread_position_in_grid.x;
+const uint piece = thread_position_in_grid.x;
 const int pair = thread_position_in_grid.y;
-const size_t block_length = threads_per_grid.x;
-using Vec = vec<T, 4>;
+const uint num_rows = threads_per_grid.x / uint(max(KEY_PIECES, VALUE_PIECES));
 
 if (pair == 0) {
-  pass_fence(fence_in, fence_out, column);
+  pass_fence(fence_in, fence_out, piece);
 }
 
-const size_t from = src_dst_pairs[2 * pair] * block_length + column;
-const size_t to = src_dst_pairs[2 * pair + 1] * block_length + column;
-((device Vec*)in_place(key_slab))[to] = ((const device Vec*)key_slab)[from];
-((device Vec*)in_place(value_slab))[to] = ((const device Vec*)value_slab)[from];
+const size_t source = src_dst_pairs[2 * pair];
+const size_t destination = src_dst_pairs[2 * pair + 1];
+const uint num_key_pieces = num_rows * KEY_PIECES;
+const uint num_value_pieces = num_rows * VALUE_PIECES;
+if (piece < num_key_pieces) {
+  copy_piece<PIECE>(key_slab, source * num_key_pieces + piece, in_place(key_slab),
+                    destination * num_key_pieces + piece);
+}
+if (piece < num_value_pieces) {
+  copy_piece<PIECE>(value_slab, source * num_value_pieces + piece, in_place(value_slab),
+                    destination * num_value_pieces + piece);
+}

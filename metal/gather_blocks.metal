@@ -1,39 +1,41 @@
-// Copies the tokens of several block tables out of the slabs, each sequence's by itself and heads
-// first, as MLX's own attention reads them.
+// Copies the tokens of several block tables out of the slabs bit for bit, each sequence's by itself
+// and heads first, as MLX's own attention reads them. One part of them, where a format stores rows
+// in several.
 //
-// template   T (element), BLOCK_SIZE, HEAD_DIM
-// inputs     key_slab, value_slab  T [num_blocks, num_kv_heads, BLOCK_SIZE, HEAD_DIM]
+// template   PIECE (bytes that a thread copies), KEY_PIECES, VALUE_PIECES (of a row), BLOCK_SIZE
+// inputs     key_slab, value_slab  [num_blocks, num_kv_heads, BLOCK_SIZE, KEY_PIECES or VALUE_PIECES
+//                                  pieces]
 //            plan                  int [...], laid out by ops/gather_plan.py
 //            fence_in              int [8]
-// outputs    keys, values          T [num_tokens * num_kv_heads, HEAD_DIM]: of one sequence after
-//                                  another, [num_kv_heads, its tokens, HEAD_DIM] each
+// outputs    keys, values          [num_tokens * num_kv_heads, KEY_PIECES or VALUE_PIECES pieces]: of
+//                                  one sequence after another, [num_kv_heads, its tokens, ...] each
 //            fence_out             int [8]
-// grid       (HEAD_DIM / 4, BLOCK_SIZE * number of blocks in the tables, num_kv_heads), a thread
-//            for each four elements of a slot
+// grid       (max(KEY_PIECES, VALUE_PIECES, 8), BLOCK_SIZE * number of blocks in the tables,
+//            num_kv_heads), a thread for each piece of a slot
 
-const uint column = thread_position_in_grid.x;
+const int piece = thread_position_in_grid.x;
 const int slot = thread_position_in_grid.y;
 const int kv_head = thread_position_in_grid.z;
-const int num_gathered_blocks = threads_per_grid.y / BLOCK_SIZE;
 const int num_kv_heads = threads_per_grid.z;
-using Vec = vec<T, 4>;
 
 if (slot == 0 && kv_head == 0) {
-  pass_fence(fence_in, fence_out, column);
+  pass_fence(fence_in, fence_out, piece);
 }
 
-// Read the plan: a block's id and its sequence; the sequence's first block, first token and length.
-const int index = slot / BLOCK_SIZE;
-const device int* block = plan + 2 * index;
-const device int* seq = plan + 2 * num_gathered_blocks + 3 * block[1];
-const int position = (index - seq[0]) * BLOCK_SIZE + slot % BLOCK_SIZE;
-const int num_tokens = seq[2];
-
-if (position < num_tokens) {
-  const size_t from =
-      slab_row<BLOCK_SIZE, HEAD_DIM>(block[0], slot % BLOCK_SIZE, kv_head, num_kv_heads);
-  const size_t to =
-      (size_t(seq[1]) * num_kv_heads + size_t(kv_head) * num_tokens + position) * HEAD_DIM;
-  ((device Vec*)(keys + to))[column] = ((const device Vec*)(key_slab + from))[column];
-  ((device Vec*)(values + to))[column] = ((const device Vec*)(value_slab + from))[column];
+const GatheredToken token = gathered_token<BLOCK_SIZE>(plan, slot, threads_per_grid.y / BLOCK_SIZE,
+                                                       kv_head, num_kv_heads);
+if (token.is_there) {
+  const int offset = slot % BLOCK_SIZE;
+  if (piece < KEY_PIECES) {
+    copy_piece<PIECE>(
+        key_slab,
+        slab_row<BLOCK_SIZE, KEY_PIECES>(token.block_id, offset, kv_head, num_kv_heads) + piece,
+        keys, token.row * KEY_PIECES + piece);
+  }
+  if (piece < VALUE_PIECES) {
+    copy_piece<PIECE>(
+        value_slab,
+        slab_row<BLOCK_SIZE, VALUE_PIECES>(token.block_id, offset, kv_head, num_kv_heads) + piece,
+        values, token.row * VALUE_PIECES + piece);
+  }
 }

@@ -8,16 +8,17 @@
 // it writes. Online softmax in float and base 2 (Milakov and Gimelshein, 2018), cut into partitions
 // as in Flash-Decoding (Dao et al., 2023).
 //
-// template   T (element), Out (T, or float for partials), HEAD_DIM, BLOCK_SIZE,
+// What K and V look like is said in front of this body: T, HEAD_DIM, the formats Keys and Values of
+// row_formats.h, stored_keys and stored_values (slabs, written), and new_keys and new_values (rows
+// of num_tokens, or anything if no rows come from inputs).
+//
+// template   Out (T, or float for partials), BLOCK_SIZE,
 //            GROUP (query heads per KV head), RUN (query tokens per sequence, at most),
 //            STREAMS (simdgroups that walk different chunks),
 //            ROW_SPLITS (simdgroups that walk the same chunks for different rows),
 //            ROW_PARTS (threadgroups that do),
 //            PARTIAL (whether merge_partitions follows)
 // inputs     queries               T [num_tokens, num_heads, HEAD_DIM]
-//            key_slab, value_slab  T [num_blocks, num_kv_heads, BLOCK_SIZE, HEAD_DIM], written
-//            key_rows, value_rows  T [num_tokens, num_kv_heads, HEAD_DIM], or anything if no rows come
-//                                  from inputs
 //            plan                  int [...], laid out by ops/attention_plan.py
 //            sinks                 float [max(num_heads, 8)], LOWEST for none
 //            softmax_scale         float
@@ -29,16 +30,21 @@
 // grid       (SIMD_SIZE * STREAMS * ROW_SPLITS, num_kv_heads * ROW_PARTS, num_partitions),
 //            threadgroup (all of the first, 1, 1)
 
-using Elements = Packed<T>;
-using Load = typename Elements::Load;
+using KeyLoad = typename Keys::Load;
+using ValueLoad = typename Values::Load;
 // A row lies over LANES lanes, LOADS loads in each; the last lanes have none of it where it is not
 // EVEN.
-constexpr int PARTS = 4 / sizeof(T);  // float4s of a load
-constexpr int ROW_LOADS = HEAD_DIM / (4 * PARTS);
+constexpr int PARTS = Keys::LOAD_SIZE / 4;  // float4s of a load
+constexpr int ROW_LOADS = HEAD_DIM / Keys::LOAD_SIZE;
 constexpr int LANES = ROW_LOADS > 16 ? 32 : ROW_LOADS > 8 ? 16 : ROW_LOADS > 4 ? 8 : 4;
 constexpr int LOADS = (ROW_LOADS + LANES - 1) / LANES;
 constexpr bool EVEN = LOADS * LANES == ROW_LOADS;
 constexpr int UNITS = LOADS * PARTS;  // float4s of a row in each lane
+// A load of queries is sixteen bytes, one of keys or values may stand for more.
+constexpr int QUERY_PARTS = 4 / sizeof(T);
+constexpr int QUERY_LOADS = PARTS / QUERY_PARTS;
+// Neighbours that hold what shares a scaling.
+constexpr int SHARERS = Keys::SCALE_LOADS > LANES ? LANES : Keys::SCALE_LOADS;
 // A chunk is a step or several of one key per subgroup of LANES lanes, and lies in one block.
 constexpr int SUBGROUPS = SIMD_SIZE / LANES;
 constexpr int STEPS = BLOCK_SIZE / SUBGROUPS > 4 ? 4 : BLOCK_SIZE / SUBGROUPS;
@@ -54,7 +60,8 @@ const int column = lane % LANES;
 const int subgroup = lane / LANES;
 // Register s of a lane holds the key of step s ^ turn: only load addresses differ between lanes,
 // and reductions and their way back shuffle fixed registers by fixed distances.
-const int turn = column / (LANES / STEPS);
+const int turn = column % SHARERS / (SHARERS / STEPS);
+const int scale_group = (EVEN ? column : min(column, ROW_LOADS - 1)) / SHARERS;
 const int kv_head = threadgroup_position_in_grid.y / ROW_PARTS;
 const int row_part = threadgroup_position_in_grid.y % ROW_PARTS;
 const int num_kv_heads = threadgroups_per_grid.y / ROW_PARTS;
@@ -81,27 +88,32 @@ const int num_rows = query_len * GROUP;
 const int first_row = (row_part * ROW_SPLITS + split) * SIMDGROUP_ROWS;
 
 // Load the queries. Rows that are not there repeat the last one, and are not stored.
-Load query[SIMDGROUP_ROWS][LOADS];
+uint4 query[SIMDGROUP_ROWS][LOADS * QUERY_LOADS];
 float4 acc[SIMDGROUP_ROWS][UNITS];
 float scale[SIMDGROUP_ROWS], highest[SIMDGROUP_ROWS], sum[SIMDGROUP_ROWS];
+float query_sum[SIMDGROUP_ROWS], bias_sum[SIMDGROUP_ROWS];  // where there is a bias
 UNROLL
 for (int i = 0; i < SIMDGROUP_ROWS; i++) {
   const int row = min(first_row + i, num_rows - 1);
   const size_t from =
       packed_row<HEAD_DIM>(first_token + row / GROUP, kv_head * GROUP + row % GROUP, num_heads);
   UNROLL
-  for (int n = 0; n < LOADS; n++) {
-    const int c = column + n * LANES;
-    const Load loaded = ((const device Load*)(queries + from))[EVEN ? c : min(c, ROW_LOADS - 1)];
-    query[i][n] = EVEN || c < ROW_LOADS ? loaded : Load(0);
+  for (int n = 0; n < LOADS * QUERY_LOADS; n++) {
+    const int c = column + n / QUERY_LOADS * LANES;
+    const int at = (EVEN ? c : min(c, ROW_LOADS - 1)) * QUERY_LOADS + n % QUERY_LOADS;
+    const uint4 loaded = ((const device uint4*)(queries + from))[at];
+    query[i][n] = EVEN || c < ROW_LOADS ? loaded : uint4(0);
   }
-  scale[i] = Elements::template prepare_query<LANES>(query[i]) * (softmax_scale * LOG2_E);
+  query_sum[i] = 0;
+  scale[i] =
+      Keys::template prepare_query<LANES>(query[i], query_sum[i]) * (softmax_scale * LOG2_E);
   UNROLL
   for (int u = 0; u < UNITS; u++) {
     acc[i][u] = float4(0);
   }
   highest[i] = NOTHING_SEEN;
   sum[i] = 0;
+  bias_sum[i] = 0;
 }
 
 // The newest keys, those of the queries: one for each subgroup at a time.
@@ -111,28 +123,39 @@ const int first_new = max(begin, first_query) + stream * SUBGROUPS;
 for (int n = 0; n < NEW_TURNS && first_new + n * NEW_KEYS < end; n++) {
   const int position = first_new + n * NEW_KEYS + subgroup;
   const int readable = min(position, end - 1);
-  const size_t slot = slab_row<BLOCK_SIZE, HEAD_DIM>(
-      plan[block_table + readable / BLOCK_SIZE], readable % BLOCK_SIZE, kv_head, num_kv_heads);
-  const size_t row =
-      packed_row<HEAD_DIM>(first_token + readable - first_query, kv_head, num_kv_heads);
-  const device Load* key_from = (const device Load*)(has_rows ? key_rows + row : key_slab + slot);
-  const device Load* value_from =
-      (const device Load*)(has_rows ? value_rows + row : value_slab + slot);
-  Load key[LOADS], value[LOADS];
+  const int block_id = plan[block_table + readable / BLOCK_SIZE];
+  const int offset = readable % BLOCK_SIZE;
+  const int token = first_token + readable - first_query;
+  const typename Keys::Rows key_slot =
+      Keys::template block_rows<BLOCK_SIZE>(stored_keys, block_id, offset, kv_head, num_kv_heads);
+  const typename Values::Rows value_slot = Values::template block_rows<BLOCK_SIZE>(
+      stored_values, block_id, offset, kv_head, num_kv_heads);
+  const typename Keys::Rows key_from = Keys::choose(
+      has_rows, Keys::packed_rows(new_keys, token, kv_head, num_kv_heads), key_slot);
+  const typename Values::Rows value_from = Values::choose(
+      has_rows, Values::packed_rows(new_values, token, kv_head, num_kv_heads), value_slot);
+  KeyLoad key[LOADS];
+  ValueLoad value[LOADS];
   UNROLL
   for (int n = 0; n < LOADS; n++) {
     const int c = EVEN ? column + n * LANES : min(column + n * LANES, ROW_LOADS - 1);
-    key[n] = key_from[c];
-    value[n] = value_from[c];
+    key[n] = Keys::load(key_from, c);
+    value[n] = Values::load(value_from, c);
   }
+  const typename Keys::Scaling key_scaling = Keys::scaling(key_from, 0, scale_group);
+  const typename Values::Scaling value_scaling = Values::scaling(value_from, 0, scale_group);
   if (has_rows && row_part == 0 && split == 0 && position < end) {
     UNROLL
     for (int n = 0; n < LOADS; n++) {
       const int c = column + n * LANES;
       if (EVEN || c < ROW_LOADS) {
-        ((device Load*)(in_place(key_slab) + slot))[c] = key[n];
-        ((device Load*)(in_place(value_slab) + slot))[c] = value[n];
+        Keys::store(key_slot, c, key[n]);
+        Values::store(value_slot, c, value[n]);
       }
+    }
+    if (column % SHARERS == 0 && column < ROW_LOADS) {
+      Keys::copy_scaling(key_slot, key_from, scale_group);
+      Values::copy_scaling(value_slot, value_from, scale_group);
     }
   }
   UNROLL
@@ -140,10 +163,11 @@ for (int n = 0; n < NEW_TURNS && first_new + n * NEW_KEYS < end; n++) {
     float score = 0;
     UNROLL
     for (int u = 0; u < UNITS; u++) {
-      score = multiply_add(Elements::query_floats(query[i][u / PARTS], u % PARTS),
-                           Elements::floats(key[u / PARTS], u % PARTS), score);
+      score = multiply_add(Packed<T>::query_floats(query[i][u / QUERY_PARTS], u % QUERY_PARTS),
+                           Keys::floats(key[u / PARTS], u % PARTS), score);
     }
-    score = sum_over_lanes<1, LANES>(score) * scale[i];
+    score = Keys::scaled(sum_over_lanes<1, SHARERS>(score), key_scaling, query_sum[i]);
+    score = sum_over_lanes<SHARERS, LANES>(score) * scale[i];
     bool visible = position < end;
     if (RUN > 1) {
       const int query_position = first_query + (first_row + i) / GROUP;
@@ -154,11 +178,14 @@ for (int n = 0; n < NEW_TURNS && first_new + n * NEW_KEYS < end; n++) {
     const float factor = fast::exp2(highest[i] - top);
     const float weight = fast::exp2(seen - top);
     // The lanes of a turn hold one sum; here all of them have the same key.
-    sum[i] = fma(sum[i], factor, turn == 0 ? weight : 0);
+    const float counted = turn == 0 ? weight : 0;
+    sum[i] = fma(sum[i], factor, counted);
+    bias_sum[i] = Values::add_bias(bias_sum[i], factor, counted, value_scaling);
     highest[i] = top;
+    const float weighed = Values::weighed(weight, value_scaling);
     UNROLL
     for (int u = 0; u < UNITS; u++) {
-      acc[i][u] = fma(float4(weight), Elements::floats(value[u / PARTS], u % PARTS),
+      acc[i][u] = fma(float4(weighed), Values::floats(value[u / PARTS], u % PARTS),
                       acc[i][u] * factor);
     }
   }
@@ -176,10 +203,12 @@ for (; chunk_begin < old_end; chunk_begin += STREAMS * CHUNK_SIZE) {
   const int lowest_key = in_block + begin - chunk_begin;
   const int highest_key = in_block + old_end - 1 - chunk_begin;
   const int first_key = in_block + turn * SUBGROUPS + subgroup;
-  const size_t block = slab_row<BLOCK_SIZE, HEAD_DIM>(block_id, 0, kv_head, num_kv_heads);
-  const device Load* keys_from = (const device Load*)(key_slab + block);
-  const device Load* values_from = (const device Load*)(value_slab + block);
-  Load keys[STEPS][LOADS], values[STEPS][LOADS];
+  const typename Keys::Rows keys_from =
+      Keys::template block_rows<BLOCK_SIZE>(stored_keys, block_id, 0, kv_head, num_kv_heads);
+  const typename Values::Rows values_from =
+      Values::template block_rows<BLOCK_SIZE>(stored_values, block_id, 0, kv_head, num_kv_heads);
+  KeyLoad keys[STEPS][LOADS];
+  ValueLoad values[STEPS][LOADS];
   uint at[STEPS];
   UNROLL
   for (int s = 0; s < STEPS; s++) {
@@ -187,7 +216,7 @@ for (; chunk_begin < old_end; chunk_begin += STREAMS * CHUNK_SIZE) {
     UNROLL
     for (int n = 0; n < LOADS; n++) {
       const int c = EVEN ? column + n * LANES : min(column + n * LANES, ROW_LOADS - 1);
-      keys[s][n] = keys_from[at[s] + c];
+      keys[s][n] = Keys::load(keys_from, at[s] + c);
     }
   }
   UNROLL
@@ -195,9 +224,14 @@ for (; chunk_begin < old_end; chunk_begin += STREAMS * CHUNK_SIZE) {
     UNROLL
     for (int n = 0; n < LOADS; n++) {
       const int c = EVEN ? column + n * LANES : min(column + n * LANES, ROW_LOADS - 1);
-      values[s][n] = values_from[at[s] + c];
+      values[s][n] = Values::load(values_from, at[s] + c);
     }
   }
+  // Of the key that this lane will have the score of.
+  const uint scored_key = min(max(first_key, lowest_key), highest_key);
+  const typename Keys::Scaling key_scaling = Keys::scaling(keys_from, scored_key, scale_group);
+  const typename Values::Scaling value_scaling =
+      Values::scaling(values_from, scored_key, scale_group);
   const int next_begin = min(chunk_begin + STREAMS * CHUNK_SIZE, old_end - 1);
   block_id = plan[block_table + uint(next_begin) / BLOCK_SIZE];
 
@@ -207,18 +241,20 @@ for (; chunk_begin < old_end; chunk_begin += STREAMS * CHUNK_SIZE) {
   for (int s = 0; s < STEPS; s++) {
     UNROLL
     for (int u = 0; u < UNITS; u++) {
-      const float4 key = Elements::floats(keys[s][u / PARTS], u % PARTS);
+      const float4 key = Keys::floats(keys[s][u / PARTS], u % PARTS);
       UNROLL
       for (int i = 0; i < SIMDGROUP_ROWS; i++) {
-        weight[i][s] = multiply_add(Elements::query_floats(query[i][u / PARTS], u % PARTS), key,
-                                    u == 0 ? 0 : weight[i][s]);
+        const float4 four = Packed<T>::query_floats(query[i][u / QUERY_PARTS], u % QUERY_PARTS);
+        weight[i][s] = multiply_add(four, key, u == 0 ? 0 : weight[i][s]);
       }
     }
   }
   const bool readable = first_key >= lowest_key && first_key <= highest_key;
   UNROLL
   for (int i = 0; i < SIMDGROUP_ROWS; i++) {
-    const float score = sum_turned<LANES, STEPS>(weight[i]) * scale[i];
+    const float product = sum_turned<SHARERS, STEPS>(weight[i]);
+    const float score =
+        sum_over_lanes<SHARERS, LANES>(Keys::scaled(product, key_scaling, query_sum[i])) * scale[i];
     bool visible = readable;
     if (RUN > 1) {
       const int query_position = first_query + (first_row + i) / GROUP;
@@ -227,19 +263,20 @@ for (; chunk_begin < old_end; chunk_begin += STREAMS * CHUNK_SIZE) {
 
     // Update the maximum and the sum; what was accumulated so far shrinks by the factor.
     const float seen = visible ? score : LOWEST;
-    const float top = max(highest[i], max_over_lanes<LANES / STEPS, LANES>(seen));
+    const float top = max(highest[i], max_over_lanes<SHARERS / STEPS, SHARERS>(seen));
     const float factor = fast::exp2(highest[i] - top);
     const float mine = fast::exp2(seen - top);
     sum[i] = fma(sum[i], factor, mine);
+    bias_sum[i] = Values::add_bias(bias_sum[i], factor, mine, value_scaling);
     highest[i] = top;
     UNROLL
     for (int u = 0; u < UNITS; u++) {
       acc[i][u] *= factor;
     }
-    weight[i][0] = mine;
+    weight[i][0] = Values::weighed(mine, value_scaling);
     UNROLL
     for (int s = 1; s < STEPS; s++) {
-      weight[i][s] = simd_shuffle_xor(mine, s * (LANES / STEPS));
+      weight[i][s] = simd_shuffle_xor(weight[i][0], s * (SHARERS / STEPS));
     }
   }
 
@@ -248,7 +285,7 @@ for (; chunk_begin < old_end; chunk_begin += STREAMS * CHUNK_SIZE) {
   for (int s = 0; s < STEPS; s++) {
     UNROLL
     for (int u = 0; u < UNITS; u++) {
-      const float4 value = Elements::floats(values[s][u / PARTS], u % PARTS);
+      const float4 value = Values::floats(values[s][u / PARTS], u % PARTS);
       UNROLL
       for (int i = 0; i < SIMDGROUP_ROWS; i++) {
         acc[i][u] = fma(float4(weight[i][s]), value, acc[i][u]);
@@ -266,7 +303,11 @@ UNROLL
 for (int i = 0; i < SIMDGROUP_ROWS; i++) {
   const float top = max_over_lanes<LANES, SIMD_SIZE>(highest[i]);
   const float share = fast::exp2(highest[i] - top);
-  const float total = sum_over_lanes<LANES / STEPS, SIMD_SIZE>(sum[i] * share);
+  // The lanes of a turn, and those of other scalings, hold the same.
+  const float total = sum_over_lanes<LANES, SIMD_SIZE>(
+      sum_over_lanes<SHARERS / STEPS, SHARERS>(sum[i] * share));
+  const float bias = sum_over_lanes<LANES, SIMD_SIZE>(
+      sum_over_lanes<SHARERS / STEPS, SHARERS>(bias_sum[i] * share));
   const int row = (stream * ROW_SPLITS + split) * SIMDGROUP_ROWS + i;
   if (lane == 0) {
     stream_highest[row] = top;
@@ -281,7 +322,7 @@ for (int i = 0; i < SIMDGROUP_ROWS; i++) {
     }
     const int c = (column + u / PARTS * LANES) * PARTS + u % PARTS;
     if (subgroup == 0 && (EVEN || c < ROW_UNITS)) {
-      stream_acc[row * ROW_UNITS + c] = value;
+      stream_acc[row * ROW_UNITS + c] = Values::finished(value, bias);
     }
   }
 }

@@ -4,7 +4,7 @@
 // Vocabulary. The bodies use these names of Metal and no others, so that one header can map them to
 // another language:
 //   device constant threadgroup thread       address spaces
-//   half half4 bfloat float4 vec<T, 4>       element types (T comes in as a template parameter)
+//   half half2 half4 bfloat float4 vec<T, 4> element types (T comes in as a template parameter)
 //   uint2 uint4 as_type                      their bits
 //   fma max min fast::exp2                   arithmetic
 //   simd_shuffle_xor simd_max                32 lanes of a simdgroup
@@ -12,7 +12,7 @@
 //   thread_position_in_grid threads_per_grid threadgroup_position_in_grid threadgroups_per_grid
 //   thread_index_in_threadgroup thread_index_in_simdgroup simdgroup_index_in_threadgroup
 //
-// A slab is [num_blocks, num_kv_heads, block_size, head_dim], row-contiguous; a slot is block_id *
+// A slab is [num_blocks, num_kv_heads, block_size, width], row-contiguous; a slot is block_id *
 // block_size + offset. Accumulators are float, offsets into slabs size_t.
 
 #define UNROLL _Pragma("clang loop unroll(full)")
@@ -57,17 +57,64 @@ inline void pass_fence(const device int* fence_in, device int* fence_out, uint i
 }
 
 // Where the row of one KV head of one slot begins.
-template <int BLOCK_SIZE, int HEAD_DIM>
+template <int BLOCK_SIZE, int WIDTH>
 size_t slab_row(int block_id, int offset, int kv_head, int num_kv_heads) {
   // A product of 64 bits and one of 32: a block is smaller than 4 GiB.
-  return size_t(block_id) * uint(num_kv_heads * BLOCK_SIZE * HEAD_DIM) +
-         uint((kv_head * BLOCK_SIZE + offset) * HEAD_DIM);
+  return size_t(block_id) * uint(num_kv_heads * BLOCK_SIZE * WIDTH) +
+         uint((kv_head * BLOCK_SIZE + offset) * WIDTH);
 }
 
-// Where the row of one head of one packed token begins, in [num_tokens, num_heads, head_dim].
-template <int HEAD_DIM>
+// Where the row of one head of one packed token begins, in [num_tokens, num_heads, width].
+template <int WIDTH>
 size_t packed_row(int token, int head, int num_heads) {
-  return (size_t(token) * num_heads + head) * HEAD_DIM;
+  return (size_t(token) * num_heads + head) * WIDTH;
+}
+
+// The token of one slot of the blocks that are gathered, by a plan that ops/gather_plan.py packs: 2
+// numbers per block (its id, its sequence), then 3 per sequence (its first block, first token, and
+// length). It goes to dense K and V of one sequence after another, heads first.
+struct GatheredToken {
+  int block_id;
+  bool is_there;  // Slots behind the end of a sequence hold none.
+  size_t row;     // of one head, in the dense arrays
+};
+template <int BLOCK_SIZE>
+GatheredToken gathered_token(const device int* plan, int slot, int num_blocks, int kv_head,
+                             int num_kv_heads) {
+  const int index = slot / BLOCK_SIZE;
+  const device int* block = plan + 2 * index;
+  const device int* seq = plan + 2 * num_blocks + 3 * block[1];
+  const int position = (index - seq[0]) * BLOCK_SIZE + slot % BLOCK_SIZE;
+  const int num_tokens = seq[2];
+  return {block[0], position < num_tokens,
+          size_t(seq[1]) * num_kv_heads + size_t(kv_head) * num_tokens + position};
+}
+
+// What a thread copies at a time, whatever it stands for: so many bytes, in an integer type.
+template <int BYTES>
+struct PieceOf;
+template <>
+struct PieceOf<2> {
+  using type = ushort;
+};
+template <>
+struct PieceOf<4> {
+  using type = uint;
+};
+template <>
+struct PieceOf<8> {
+  using type = uint2;
+};
+template <>
+struct PieceOf<16> {
+  using type = uint4;
+};
+
+// Copies one piece between arrays of pieces, whatever their elements.
+template <int BYTES, typename T>
+void copy_piece(const device T* source, size_t from, device T* destination, size_t to) {
+  using Piece = typename PieceOf<BYTES>::type;
+  ((device Piece*)destination)[to] = ((const device Piece*)source)[from];
 }
 
 // Sums over the lanes whose numbers differ in the bits FROM to TO / 2: over neighbours from 1 on,
@@ -119,77 +166,3 @@ inline float softmax_norm(float highest, float sum, float sink) {
   const float share = fast::exp2(highest - top);
   return share / fma(sum, share, fast::exp2(finite_sink - top));
 }
-
-// What a lane loads of a row of queries, keys or values at a time, and its elements as floats: the
-// only place that knows how elements lie in memory.
-//   floats           elements 4 * part to 4 * part + 3 of a load of keys or values
-//   query_floats     the same of a load of queries, after prepare_query
-//   prepare_query    for a query row that lies over LANES lanes; returns a factor for its scores
-template <typename T>
-struct Packed;
-
-template <>
-struct Packed<float> {
-  using Load = uint4;
-  static float4 floats(Load load, int) {
-    return as_type<float4>(load);
-  }
-  static float4 query_floats(Load load, int) {
-    return as_type<float4>(load);
-  }
-  template <int LANES, int LOADS>
-  static float prepare_query(thread Load (&)[LOADS]) {
-    return 1;
-  }
-};
-
-template <>
-struct Packed<half> {
-  using Load = uint4;
-  static float4 floats(Load load, int part) {
-    return float4(as_type<half4>(part == 0 ? load.xy : load.zw));
-  }
-  static float4 query_floats(Load load, int part) {
-    return floats(load, part);
-  }
-  template <int LANES, int LOADS>
-  static float prepare_query(thread Load (&)[LOADS]) {
-    return 1;
-  }
-};
-
-template <>
-struct Packed<bfloat> {
-  using Load = uint4;
-  // A bfloat is the upper half of a float: a shift for even elements, a mask for odd ones.
-  static float4 floats(Load load, int part) {
-    const uint2 bits = part == 0 ? load.xy : load.zw;
-    return float4(as_type<float>(bits.x << 16), as_type<float>(bits.x & 0xffff0000u),
-                  as_type<float>(bits.y << 16), as_type<float>(bits.y & 0xffff0000u));
-  }
-  // Queries are used once per key and row, and the multiplier takes a half as it is. So they become
-  // halves, times a power of two that puts the largest of a row between 2^14 and 2^15. Then all
-  // down to 2^-28 of it are exact: a half has more bits than a bfloat.
-  static float4 query_floats(Load load, int part) {
-    return Packed<half>::floats(load, part);
-  }
-  template <int LANES, int LOADS>
-  static float prepare_query(thread Load (&query)[LOADS]) {
-    float4 largest = float4(1e-30f);
-    UNROLL
-    for (int n = 0; n < LOADS; n++) {
-      const float4 low = floats(query[n], 0), high = floats(query[n], 1);
-      largest = max(largest, max(max(low, -low), max(high, -high)));
-    }
-    const float size =
-        max_over_lanes<1, LANES>(max(max(largest.x, largest.y), max(largest.z, largest.w)));
-    const float power = as_type<float>(as_type<uint>(size) & 0x7f800000u) * (1.0f / 16384);
-    const float inverse = 1 / power;
-    UNROLL
-    for (int n = 0; n < LOADS; n++) {
-      query[n] = uint4(as_type<uint2>(half4(floats(query[n], 0) * inverse)),
-                       as_type<uint2>(half4(floats(query[n], 1) * inverse)));
-    }
-    return power;
-  }
-};

@@ -6,11 +6,12 @@ import numbers
 import re
 from dataclasses import dataclass
 
-from mlx_paged.argument_values import check_integer, check_positive
+from mlx_paged.argument_values import as_integer, check_integer, check_positive
 from mlx_paged.errors import ArgumentError, shown
 
 BLOCK_SIZES = (8, 16, 32, 64)
 KV_CACHES = ("basic", "paged")
+KV_BITS = (8, 4)
 
 # The defaults of whatever makes a cache.
 DEFAULT_BLOCK_SIZE = 16
@@ -18,9 +19,14 @@ DEFAULT_KV = "paged"
 DEFAULT_BACKEND = "auto"
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 DEFAULT_MAX_NUM_MIXED_TOKENS = 512
+DEFAULT_NUM_SINK_TOKENS = 4
+MAX_WINDOW = 2**31
 # The query run of a request with drafts: kernels attend to runs of up to 8 tokens.
 MAX_DRAFT_TOKENS = 7
 DEFAULT_NUM_DRAFT_TOKENS = 3  # of a draft model, as in mlx-lm
+
+_KV_BITS = re.compile(r"\s*k\s*:?\s*(\d+)\s*,?\s*v\s*:?\s*(\d+)\s*", re.IGNORECASE)
+KV_BITS_NOTATION = "8, 4 or one for each, such as K:8,V:4"
 
 _BUDGET = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(blocks?|[kmgt]?i?b?)\s*", re.IGNORECASE)
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
@@ -57,6 +63,62 @@ class KVBudget:
         raise ArgumentError(
             f"[kv cache] {argument} must be {BUDGET_NOTATION}, got {shown(text)}", argument
         )
+
+
+@dataclass(frozen=True)
+class KVBits:
+    """The bits of each number of K and of V in a cache that is quantised."""
+
+    key: int
+    value: int
+
+    @classmethod
+    def parse(cls, given: str | int | None, argument: str = "kv_format") -> KVBits | None:
+        """``8``, ``"4"`` or ``"K:8,V:4"``; ``None`` is ``None``: K/V in the model's dtype.
+
+        Args:
+            argument: the name of the argument that has it, for the error.
+
+        Raises:
+            ArgumentError: it is none of these, or there are no such bits.
+        """
+        if given is None:
+            return None
+        number = as_integer(given)
+        text = given.strip() if isinstance(given, str) else str(number)
+        match = _KV_BITS.fullmatch(text)
+        bits = match.groups() if match else (text, text)
+        if all(one in map(str, KV_BITS) for one in bits):
+            return cls(int(bits[0]), int(bits[1]))
+        raise ArgumentError(
+            f"[kv cache] {argument} must be {KV_BITS_NOTATION}, got {shown(given)}", argument
+        )
+
+
+@dataclass(frozen=True)
+class StreamingWindow:
+    """Keep the first ``num_sink_tokens`` and the last ``window`` tokens of each sequence, so that
+    it may go on without end in bounded memory (StreamingLLM, Xiao et al. 2023).
+
+    Both are rounded up to whole blocks, and tokens leave several blocks at a time.
+
+    Raises:
+        ArgumentError: a number out of its range, named.
+    """
+
+    window: int
+    num_sink_tokens: int = DEFAULT_NUM_SINK_TOKENS
+
+    def __post_init__(self) -> None:
+        for name, least in (("window", 1), ("num_sink_tokens", 0)):
+            value = as_integer(getattr(self, name))
+            if value is None or not least <= value < MAX_WINDOW:
+                raise ArgumentError(
+                    f"[kv cache] {name} must be a whole number, at least {least}, "
+                    f"got {shown(getattr(self, name))}",
+                    name,
+                )
+            object.__setattr__(self, name, value)
 
 
 @dataclass(frozen=True)

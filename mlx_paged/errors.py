@@ -113,11 +113,12 @@ class PromptTooLongError(CacheFullError):
     """The budget or the context can't hold a prompt, and nothing was changed."""
 
 
-def prompt_too_long(num_tokens: int, block_size: int, num_blocks: int) -> PromptTooLongError:
+def prompt_too_long(
+    num_tokens: int, num_needed: int, block_size: int, num_blocks: int
+) -> PromptTooLongError:
     return PromptTooLongError(
-        f"[kv cache] a prompt of {num_tokens} tokens needs {-(-num_tokens // block_size)} blocks "
-        f"of {block_size}, the budget holds {num_blocks}; raise kv_cache_bytes or shorten the "
-        "prompt"
+        f"[kv cache] a prompt of {num_tokens} tokens needs {num_needed} blocks of {block_size}, "
+        f"the budget holds {num_blocks}; raise kv_cache_bytes or shorten the prompt"
     )
 
 

@@ -9,7 +9,7 @@ import itertools
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias, TypedDict, Unpack
+from typing import TYPE_CHECKING, TypeAlias, Unpack
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
@@ -19,11 +19,12 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_paged.argument_values import check_callable, check_integer
 from mlx_paged.config import DEFAULT_MAX_NUM_BATCHED_TOKENS
 from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.options import CacheOptions
 from mlx_paged.engine.prompts import Prompt, TokenIds, as_tokenizer
 from mlx_paged.errors import shown
 from mlx_paged.foreign_arguments import refuses_unknown_arguments
 from mlx_paged.memory import wired_limit
-from mlx_paged.request import LogitsProcessor, Sampler, SamplingParams
+from mlx_paged.sampling_params import LogitsProcessor, Sampler, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -73,17 +74,15 @@ class GenerationResponse:
     accepted_tokens: int = 0
 
 
-class _CacheOptions(TypedDict, total=False):
+class OneShotOptions(CacheOptions, total=False):
+    """The keyword arguments of :class:`Engine` for an engine that answers one call."""
+
     kv: str
-    block_size: int
-    kv_cache_bytes: str | int | None
-    backend: str
     max_model_len: int | None
     num_draft_tokens: int
-    draft_model: Module | None
 
 
-class _Options(_CacheOptions, total=False):
+class _Options(OneShotOptions, total=False):
     sampler: Sampler | None
     logits_processors: Sequence[LogitsProcessor] | None
     prefill_step_size: int
@@ -115,8 +114,9 @@ def generate_step(
         logits_processors: each maps (tokens so far, logits ``[1, vocab_size]``) to new logits.
         prefill_step_size: prompt tokens per step (default: 2048).
         prompt_progress_callback: called with the prompt tokens done so far and their total.
-        kv, block_size, kv_cache_bytes, backend, max_model_len, draft_model, num_draft_tokens: as
-            :class:`Engine` takes them. Whatever the sampler, the tokens are the same with drafts.
+        options: further ones of :class:`Engine`: those of its K/V cache, ``max_model_len``, and
+            ``draft_model`` and ``num_draft_tokens``. Whatever the sampler, the tokens are the same
+            with drafts.
 
     Raises:
         ValueError: an argument of the wrong type or out of its range, an empty prompt, or a token
@@ -302,7 +302,7 @@ def _stream(
     logits_processors: Sequence[LogitsProcessor] | None = None,
     prefill_step_size: int = DEFAULT_MAX_NUM_BATCHED_TOKENS,
     prompt_progress_callback: Progress | None = None,
-    **engine_options: Unpack[_CacheOptions],
+    **engine_options: Unpack[OneShotOptions],
 ) -> Generator[tuple[GenerationResponse, mx.array], None, None]:
     """The responses, each with the log-probabilities that its token was drawn from."""
     step_size = check_integer("generate", "prefill_step_size", prefill_step_size, 1)
@@ -314,6 +314,7 @@ def _stream(
         sampler=sampler,
         logits_processors=logits_processors or (),
         ignore_eos=tokenizer is None,
+        skip_special_tokens=False,  # as in mlx-lm
     )
     recorder = _Recorder(sampler)
     # One request, once: nothing could hit its prefix.

@@ -30,7 +30,8 @@ from mlx_paged.llm_arguments import (
 )
 from mlx_paged.loading import load, load_draft_model
 from mlx_paged.memory import wired_limit
-from mlx_paged.request import CompletionOutput, RequestOutput, SamplingParams
+from mlx_paged.request import CompletionOutput, RequestOutput
+from mlx_paged.sampling_params import SamplingParams
 
 # Batches from this number of prompts on get a progress bar, on a terminal.
 LONG_BATCH = 10
@@ -109,6 +110,16 @@ class LLM:
     @property
     def tokenizer(self) -> TokenizerWrapper | None:
         return self.engine.tokenizer
+
+    def get_tokenizer(self) -> TokenizerWrapper:
+        """The tokenizer, in mlx-lm's wrapper, which has all that transformers' own has.
+
+        Raises:
+            ValueError: the model was given without one.
+        """
+        if self.tokenizer is None:
+            raise ValueError("[llm] there is no tokenizer; give one to LLM(model, tokenizer)")
+        return self.tokenizer
 
     @refuses_unknown_arguments("request")
     def generate(

@@ -3,13 +3,15 @@
 from mlx_paged.cache.base import AnySeqId, KVCache, KVCacheStats, KVSnapshot, SwappedKV
 from mlx_paged.cache.config import KVCacheConfig
 from mlx_paged.cache.contiguous import ContiguousKVCache
-from mlx_paged.cache.formats import DenseFormat, KVFormat
 from mlx_paged.cache.layer import LayerKV, LayerSpec
+from mlx_paged.cache.layer_groups import LayerGroup, group_layers
 from mlx_paged.cache.paged import PagedKVCache
 from mlx_paged.errors import CacheFullError, PromptTooLongError
+from mlx_paged.ops import AffineFormat, DenseFormat, KVFormat, RowFormat
 from mlx_paged.request import SeqId
 
 __all__ = [
+    "AffineFormat",
     "AnySeqId",
     "CacheFullError",
     "ContiguousKVCache",
@@ -19,10 +21,13 @@ __all__ = [
     "KVCacheStats",
     "KVFormat",
     "KVSnapshot",
+    "LayerGroup",
     "LayerKV",
     "LayerSpec",
     "PagedKVCache",
     "PromptTooLongError",
+    "RowFormat",
     "SeqId",
     "SwappedKV",
+    "group_layers",
 ]

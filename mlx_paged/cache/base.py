@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,13 +11,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
 import mlx.core as mx
-import numpy as np
 
 from mlx_paged.cache.config import KVCacheConfig
 from mlx_paged.cache.layer import LayerKV
-from mlx_paged.core import BlockCopy, BlockPool, BlockTable, KVCacheManager
+from mlx_paged.core import BlockCopy, BlockPool, BlockTable, KeyShift, KVCacheManager
 from mlx_paged.errors import CacheFullError
-from mlx_paged.ops import AttentionMetadata, Backend
+from mlx_paged.ops import AttentionMetadata, Backend, HostParts, KVFormat, Parts
 from mlx_paged.request import SeqId
 
 # The key of a mapping that a caller hands in. Mapping is invariant in its keys: with SeqId for
@@ -31,26 +31,39 @@ ALL_LAYERS = slice(None)
 
 @dataclass(frozen=True, eq=False)
 class KVSnapshot:
-    """One sequence's dense K and V, independent of the cache they came from."""
+    """One sequence's K and V as they were stored, independent of the cache they came from."""
 
-    keys: tuple[mx.array, ...]  # per layer, [num_kv_heads, num_tokens, key_dim]
-    values: tuple[mx.array, ...]  # per layer, [num_kv_heads, num_tokens, value_dim]
+    formats: tuple[KVFormat, ...]  # of each layer
+    # Per layer the parts of K and V, [num_kv_heads, num_tokens, width] each
+    rows: tuple[tuple[Parts, Parts], ...]
 
     @property
     def num_tokens(self) -> int:
-        return self.keys[0].shape[1]
+        return self.rows[0][0][0].shape[1]
+
+    @property
+    def keys(self) -> tuple[mx.array, ...]:
+        """Dense, per layer ``[num_kv_heads, num_tokens, key_dim]``."""
+        layers = zip(self.formats, self.rows, strict=True)
+        return tuple(form.unrotated(form.key.decode(k)) for form, (k, _) in layers)
+
+    @property
+    def values(self) -> tuple[mx.array, ...]:
+        """Dense, per layer ``[num_kv_heads, num_tokens, value_dim]``."""
+        layers = zip(self.formats, self.rows, strict=True)
+        return tuple(form.value.decode(v) for form, (_, v) in layers)
 
 
 @dataclass(frozen=True, eq=False)
 class SwappedKV:
     """One sequence's K/V in host memory."""
 
-    # Per layer K and V, [num_kv_heads, num_tokens, width]
-    rows: list[tuple[np.ndarray, np.ndarray]]
+    # Per layer the parts of K and V, [num_kv_heads, num_tokens, width] each
+    rows: list[tuple[HostParts, HostParts]]
 
     @property
     def num_tokens(self) -> int:
-        num_tokens: int = self.rows[0][0].shape[1]
+        num_tokens: int = self.rows[0][0][0].shape[1]
         return num_tokens
 
 
@@ -89,13 +102,13 @@ class KVCache(ABC):
     """
 
     kind: ClassVar[str]
-    can_swap: ClassVar[bool] = False  # whether swap_out and swap_in are there
     manager: KVCacheManager
     pool: BlockPool
 
     def __init__(self, config: KVCacheConfig, initial_blocks: int = INITIAL_BLOCKS):
         self.config = config
-        self._step: AttentionMetadata | None = None
+        # The open one, for each group of layers, and which layers it runs.
+        self._steps: Sequence[AttentionMetadata] = ()
         self._open_layers = ALL_LAYERS
         self._initial_blocks = min(initial_blocks, config.num_blocks)
         self.reset()
@@ -127,16 +140,24 @@ class KVCache(ABC):
         """Whether the next step may be built while one runs, and nothing is copied for that."""
         return False
 
+    @property
+    def can_swap(self) -> bool:
+        """Whether ``swap_out`` and ``swap_in`` are there."""
+        return False
+
     @abstractmethod
     def _allocate_layers(self) -> None:
         """Drop the layers, then make new ones with storage for the blocks of the pool."""
 
     def _new_manager(self) -> KVCacheManager:
-        return KVCacheManager(self.pool)
+        retentions = [group.retention for group in self.config.groups]
+        return KVCacheManager(self.pool, retentions=retentions)
 
     @abstractmethod
-    def _prepare(self, step: AttentionMetadata) -> None:
-        """Make storage ready for the rows of a step that opens."""
+    def _prepare(self, steps: Sequence[AttentionMetadata]) -> None:
+        """Make storage ready for the rows of a step that opens, described for each group of
+        layers.
+        """
 
     @abstractmethod
     def _finish(self) -> None:
@@ -153,16 +174,22 @@ class KVCache(ABC):
         """Give back storage that no sequence needs, after the pool has shrunk."""
 
     @abstractmethod
-    def _gather(
+    def _gather_parts(
         self, layer: int, block_ids: Sequence[int], num_tokens: int
-    ) -> tuple[mx.array, mx.array]:
-        """The stored K and V of the tokens in these blocks, ``[num_kv_heads, num_tokens, width]``;
-        they may be views.
+    ) -> tuple[Parts, Parts]:
+        """What is stored of the tokens in these blocks: the parts of K and V,
+        ``[num_kv_heads, num_tokens, width]`` each; they may be views.
         """
 
     @abstractmethod
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Copy blocks in all layers: ``(source, destination)`` ids."""
+
+    def shift_keys(self, group: int, shift: KeyShift) -> None:
+        """Copy blocks in the layers of a group, with K rotated on by ``shift.distance``
+        positions.
+        """
+        raise NotImplementedError(f"[{self.kind} cache] keeps all tokens where they are")
 
     @property
     @abstractmethod
@@ -200,21 +227,15 @@ class KVCache(ABC):
 
         Raises:
             CacheFullError: the budget can't hold them; nothing was changed.
-            ValueError: no sequence, or a sequence without a new token.
+            ValueError: no sequence, a sequence without a new token, or with more than may be added
+                at once (:meth:`KVCacheManager.max_run`).
             RuntimeError: another step of this cache is open.
         """
-        if self._step is not None:
+        if self._steps:
             raise RuntimeError(
                 f"[{self.kind} cache] a step is open already; finish it before the next one"
             )
-        if not num_new_tokens:
-            raise ValueError(f"[{self.kind} cache] a step needs at least one sequence")
-        for seq, num_new in num_new_tokens.items():
-            if num_new < 1:
-                raise ValueError(
-                    f"[{self.kind} cache] sequence {seq!r}: a step adds at least 1 token, "
-                    f"got {num_new}"
-                )
+        self._check_counts(num_new_tokens)
         tables = self.manager.tables
         lengths_before = {seq: tables[seq].num_tokens for seq in num_new_tokens if seq in tables}
         try:
@@ -229,6 +250,22 @@ class KVCache(ABC):
                 elif seq in tables:
                     self.free(seq)
             raise
+
+    def _check_counts(self, num_new_tokens: Mapping[SeqId, int]) -> None:
+        if not num_new_tokens:
+            raise ValueError(f"[{self.kind} cache] a step needs at least one sequence")
+        for seq, num_new in num_new_tokens.items():
+            if num_new < 1:
+                raise ValueError(
+                    f"[{self.kind} cache] sequence {seq!r}: a step adds at least 1 token, "
+                    f"got {num_new}"
+                )
+            max_run = self.manager.max_run(seq)
+            if num_new > max_run:
+                raise ValueError(
+                    f"[{self.kind} cache] sequence {seq!r}: a step adds at most {max_run} tokens "
+                    f"here, since others leave the window then; got {num_new}"
+                )
 
     def _allocate_slots(self, num_new_tokens: Mapping[SeqId, int]) -> None:
         num_needed = sum(
@@ -250,6 +287,8 @@ class KVCache(ABC):
                 )
             # At once: a source may be handed out again by the next sequence's allocation.
             self.copy_blocks(copies)
+            for group, shift in self.manager.take_key_shifts(seq):
+                self.shift_keys(group, shift)
 
     @contextmanager
     def scheduled_step(
@@ -279,38 +318,65 @@ class KVCache(ABC):
             num_logit_rows = list(num_logit_rows)
             if not any(num_logit_rows):
                 num_logit_rows[-1] = 1
-        tables = [self.manager.tables[seq] for seq in seq_ids]
+        steps = [
+            self._step_of(
+                [self.manager.groups[seq][group] for seq in seq_ids],
+                num_new_tokens,
+                num_logit_rows,
+                shares_new_blocks,
+                context_lens,
+            )
+            for group in range(len(self.config.groups))
+        ]
+        self._steps, self._open_layers = steps, layers
+        try:
+            self._prepare(steps)
+            opened = range(len(self.layers))[layers]
+            for layer_group, group_step in zip(self.config.groups, steps, strict=True):
+                for index in layer_group.layers:
+                    if index in opened:
+                        self.layers[index].open(group_step)
+            yield steps[0]
+            self._finish()
+        finally:
+            self.close_step()
+
+    def _step_of(
+        self,
+        tables: Sequence[BlockTable],
+        num_new_tokens: Sequence[int],
+        num_logit_rows: list[int] | None,
+        shares_new_blocks: bool,
+        ends: Sequence[int] | None,
+    ) -> AttentionMetadata:
+        """A step of one group of layers, whose new tokens end at ``ends``."""
+        # Valid by construction: the manager guarantees it. No table changes before the step is
+        # over, so its live arrays will do.
         block_tables = [table.packed_block_ids for table in tables]
-        if context_lens is None:
-            context_lens = [table.num_tokens for table in tables]
-        else:
+        context_lens = [table.num_held_tokens for table in tables]
+        offsets = None
+        if not self.manager.keeps_all:
+            offsets = [table.num_evicted_tokens - table.base for table in tables]
+        if ends is not None:
+            pairs = zip(tables, ends, strict=True)
+            context_lens = [end - table.num_evicted_tokens for table, end in pairs]
             # A table ends with the block of the last token.
             lens = zip(block_tables, context_lens, strict=True)
             block_tables = [table[: -(-end // self.config.block_size)] for table, end in lens]
-        # Valid by construction: the manager guarantees it. No table changes before the step is
-        # over, so its live arrays will do.
-        step = self._step = AttentionMetadata(
+        return AttentionMetadata(
             block_tables,
-            list(context_lens),
+            context_lens,
             list(num_new_tokens),
             self.config.block_size,
             shares_new_blocks,
             num_logit_rows,
             known_max_block_id=self.pool.num_blocks - 1,
+            position_offsets=offsets,
         )
-        self._open_layers = layers
-        try:
-            self._prepare(step)
-            for layer in self.layers[layers]:
-                layer.open(step)
-            yield step
-            self._finish()
-        finally:
-            self.close_step()
 
     def close_step(self) -> None:
         """Forget the open step, if there is one, whatever became of its rows."""
-        self._step = None
+        self._steps = ()
         for layer in self.layers:
             layer.close()
 
@@ -351,13 +417,11 @@ class KVCache(ABC):
         Raises:
             RuntimeError: a step is open.
         """
-        if self._step is not None:
+        if self._steps:
             raise RuntimeError(f"[{self.kind} cache] a step is open; shrink after it")
         self._max_num_blocks = self.config.num_blocks
-        last_used = max(
-            (max(table.packed_block_ids, default=0) for table in self.manager.tables.values()),
-            default=0,
-        )
+        tables = itertools.chain.from_iterable(self.manager.groups.values())
+        last_used = max((block.block_id for table in tables for block in table), default=0)
         num_blocks = max(last_used, self._initial_blocks) + 1
         before = self.nbytes_held
         if num_blocks < self.pool.num_blocks:
@@ -393,6 +457,9 @@ class KVCache(ABC):
         they are.
         """
         num_free = self._max_num_blocks - self.pool.num_used_blocks
+        if not self.manager.keeps_all:
+            num_held = sum(map(len, self.manager.groups.get(seq, ())))
+            return self.manager.max_num_tokens(num_free + num_held)
         if seq not in self.manager.tables:
             return num_free * self.config.block_size
         table = self.manager.tables[seq]
@@ -403,7 +470,9 @@ class KVCache(ABC):
         return table.capacity + (num_free - num_copied) * self.config.block_size
 
     def block_ids(self, seq: SeqId) -> tuple[int, ...]:
-        """The block table of a sequence; ``KeyError`` when there is no such sequence."""
+        """The block table of a sequence, that of the first group of layers; ``KeyError`` when there
+        is no such sequence.
+        """
         return tuple(self._table(seq).block_ids)
 
     def trim(self, seq: SeqId, length: int) -> None:
@@ -413,6 +482,7 @@ class KVCache(ABC):
         Raises:
             KeyError: no such sequence.
             ValueError: ``length`` is negative or beyond the sequence.
+            BlockTableError: tokens that have left the window would be needed again.
         """
         num_tokens = self._table(seq).num_tokens
         if not 0 <= length <= num_tokens:
@@ -450,19 +520,30 @@ class KVCache(ABC):
 
     def materialize(self, seq: SeqId, layer: int) -> tuple[mx.array, mx.array]:
         """Dense K and V of one layer, ``[num_kv_heads, num_tokens, key_dim]`` and ``value_dim``,
-        independent of the cache; ``KeyError`` if not there.
+        independent of the cache; ``KeyError`` if not there. They are those of the tokens that the
+        layer keeps.
         """
-        table = self._table(seq)
-        if table.num_tokens == 0:
-            keys, values = self.layers[layer].spec.zeros(1, 0)
-            return keys[0], values[0]
-        keys, values = self._gather(layer, table.block_ids, table.num_tokens)
+        form = self.layers[layer].spec.format
+        keys, values = form.decode(*self._copy_of_parts(seq, layer))
+        keys = form.unrotated(keys)
+        mx.eval(keys, values)
+        return keys, values
+
+    def _copy_of_parts(self, seq: SeqId, layer: int) -> tuple[Parts, Parts]:
+        """What is stored of a sequence, ``[num_kv_heads, num_tokens, width]`` each part, evaluated
+        and independent of the cache.
+        """
+        self._table(seq)
+        table = self.manager.groups[seq][self._group_of(layer)]
+        if table.num_held_tokens == 0:
+            return self.layers[layer].spec.zeros(0)
+        k, v = self._gather_parts(layer, table.block_ids, table.num_held_tokens)
         # A view that stays alive would make the next write copy the whole array behind it. The
         # product is exact and, unlike mx.contiguous, never shares the memory of a view that is
         # contiguous already.
-        keys, values = keys * 1, values * 1
-        mx.eval(keys, values)
-        return keys, values
+        k, v = tuple(part * 1 for part in k), tuple(part * 1 for part in v)
+        mx.eval(k, v)
+        return k, v
 
     def append(self, seq: SeqId, k: LayerRows, v: LayerRows) -> None:
         """Append rows of one or more tokens in all layers (``push_row`` elsewhere; a model appends
@@ -476,6 +557,16 @@ class KVCache(ABC):
             ValueError: a shape that doesn't fit the cache.
             CacheFullError: the budget can't hold them; nothing was changed.
         """
+        self._check_rows(k, v)
+        self._append(
+            seq,
+            [
+                layer.spec.format.encode(k[index], v[index])
+                for index, layer in enumerate(self.layers)
+            ],
+        )
+
+    def _check_rows(self, k: LayerRows, v: LayerRows) -> None:
         if not len(k) == len(v) == len(self.layers):
             raise ValueError(
                 f"[{self.kind} cache] append: expected rows of {len(self.layers)} layers, got "
@@ -492,9 +583,12 @@ class KVCache(ABC):
                         f"[num_tokens, num_kv_heads, width] = {list(expected)}, got "
                         f"{list(rows[index].shape)}"
                     )
-        with self.step({seq: num_tokens}):
-            for index, layer in enumerate(self.layers):
-                layer.update(k[index], v[index])
+
+    def _append(self, seq: SeqId, rows: Sequence[tuple[Parts, Parts]]) -> None:
+        """Append rows as the layers store them, ``[num_tokens, num_kv_heads, width]`` each part."""
+        with self.step({seq: rows[0][0][0].shape[0]}):
+            for layer, (k, v) in zip(self.layers, rows, strict=True):
+                layer.write(k, v)
             mx.eval(self.arrays)
 
     def set_prompt(self, seq: SeqId, k: LayerRows, v: LayerRows) -> None:
@@ -506,20 +600,51 @@ class KVCache(ABC):
         self.append(seq, k, v)
 
     def snapshot(self, seq: SeqId) -> KVSnapshot:
-        """A sequence's K/V, evaluated and independent of this cache; ``KeyError`` when there is no
-        such sequence.
+        """A sequence's K/V as they are stored, evaluated and independent of this cache.
+
+        Raises:
+            KeyError: no such sequence.
+            ValueError: some of its tokens have left the window.
         """
-        rows = [self.materialize(seq, layer) for layer in range(len(self.layers))]
-        return KVSnapshot(tuple(k for k, _ in rows), tuple(v for _, v in rows))
+        self._table(seq)
+        if any(table.num_evicted_tokens for table in self.manager.groups[seq]):
+            raise ValueError(
+                f"[{self.kind} cache] snapshot: tokens of sequence {seq!r} have left the window"
+            )
+        formats = tuple(layer.spec.format for layer in self.layers)
+        rows = tuple(self._copy_of_parts(seq, layer) for layer in range(len(self.layers)))
+        return KVSnapshot(formats, rows)
 
     def restore(self, seq: SeqId, snapshot: KVSnapshot) -> None:
-        """Make ``seq`` hold a snapshot, of a cache of either kind; errors as :meth:`append`."""
+        """Make ``seq`` hold a snapshot, of a cache of either kind; errors as :meth:`append`.
+
+        A layer of the same format holds the same bits as before; another format stores what the
+        rows of the snapshot stand for.
+        """
         keys, values = (
             [rows.swapaxes(0, 1) for rows in part] for part in (snapshot.keys, snapshot.values)
         )
-        self.set_prompt(seq, keys, values)
+        self._check_rows(keys, values)
+        rows = [
+            _tokens_first(stored) if form == layer.spec.format else layer.spec.format.encode(k, v)
+            for layer, form, stored, k, v in zip(
+                self.layers, snapshot.formats, snapshot.rows, keys, values, strict=True
+            )
+        ]
+        if seq in self.manager.tables:
+            self.free(seq)
+        self._append(seq, rows)
+
+    def _group_of(self, layer: int) -> int:
+        groups = enumerate(self.config.groups)
+        return next(index for index, group in groups if layer in group.layers)
 
     def _table(self, seq: SeqId) -> BlockTable:
         if seq not in self.manager.tables:
             raise KeyError(f"[{self.kind} cache] no sequence {seq!r}; it holds {self.seqs}")
         return self.manager.tables[seq]
+
+
+def _tokens_first(rows: tuple[Parts, Parts]) -> tuple[Parts, Parts]:
+    k, v = rows
+    return tuple(part.swapaxes(0, 1) for part in k), tuple(part.swapaxes(0, 1) for part in v)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from mlx_paged.argument_values import check_positive
-from mlx_paged.cache.formats import DenseFormat
 from mlx_paged.cache.layer import LayerSpec
+from mlx_paged.cache.layer_groups import LayerGroup
 from mlx_paged.config import BLOCK_SIZES, DEFAULT_BLOCK_SIZE, KVBudget
+from mlx_paged.core import KEEP_ALL
 from mlx_paged.errors import ArgumentError
+from mlx_paged.ops import KVFormat
 
 
 @dataclass(frozen=True)
@@ -23,8 +26,13 @@ class KVCacheConfig:
     layers: tuple[LayerSpec, ...]
     block_size: int = DEFAULT_BLOCK_SIZE  # tokens per block
     num_blocks: int = 256  # that sequences can hold together, without a paged cache's null block
+    # Which layers share a block table; all of them by default, and all tokens are kept.
+    groups: tuple[LayerGroup, ...] = ()
 
     def __post_init__(self) -> None:
+        if not self.groups:
+            everything = LayerGroup(KEEP_ALL, tuple(range(len(self.layers))))
+            object.__setattr__(self, "groups", (everything,))
         check_positive("kv cache", "num_layers", len(self.layers))
         check_positive("kv cache", "num_blocks", self.num_blocks)
         if self.block_size not in BLOCK_SIZES:
@@ -45,7 +53,7 @@ class KVCacheConfig:
         """A cache whose layers are all alike, K rows as wide as V rows."""
         check_positive("kv cache", "num_layers", num_layers)
         check_positive("kv cache", "head_dim", head_dim)
-        spec = LayerSpec(num_kv_heads, head_dim, head_dim, format=DenseFormat(dtype))
+        spec = LayerSpec(num_kv_heads, head_dim, head_dim, format=KVFormat.dense(dtype))
         return cls((spec,) * num_layers, block_size, num_blocks)
 
     @classmethod
@@ -54,11 +62,12 @@ class KVCacheConfig:
         budget: KVBudget,
         layers: Sequence[LayerSpec],
         block_size: int = DEFAULT_BLOCK_SIZE,
+        groups: tuple[LayerGroup, ...] = (),
     ) -> KVCacheConfig:
         """The largest cache inside ``budget``; raises ``ValueError`` with the sum when not even one
         block fits.
         """
-        one = cls(tuple(layers), block_size, num_blocks=1)
+        one = cls(tuple(layers), block_size, 1, groups)
         if budget.num_blocks is not None:
             num_blocks = budget.num_blocks
         else:
@@ -71,21 +80,32 @@ class KVCacheConfig:
                 f"{one.nbytes} bytes; raise kv_cache_bytes",
                 "kv_cache_bytes",
             )
-        return cls(one.layers, block_size, num_blocks)
+        return cls(one.layers, block_size, num_blocks, one.groups)
+
+    @cached_property
+    def slabs(self) -> tuple[tuple[int, ...], ...]:
+        """The layers that use each slab: one of each group, as far as it has so many."""
+        indices = [group.layers for group in self.groups]
+        return tuple(
+            tuple(layers[slab] for layers in indices if slab < len(layers))
+            for slab in range(max(map(len, indices)))
+        )
 
     @property
     def nbytes_per_token(self) -> int:
-        """K and V of one token in all layers."""
+        """K and V of one token in all layers, as long as all of them keep it."""
         return sum(layer.nbytes_per_token for layer in self.layers)
 
     @property
     def nbytes_per_block(self) -> int:
-        return self.nbytes_per_token * self.block_size
+        """Of all slabs: a block is one group's."""
+        nbytes = sum(self.layers[users[0]].nbytes_per_token for users in self.slabs)
+        return nbytes * self.block_size
 
     @property
     def num_slots(self) -> int:
-        """Tokens that the budget holds."""
-        return self.num_blocks * self.block_size
+        """Tokens that the budget holds, as long as all layers keep them."""
+        return self.num_blocks // len(self.groups) * self.block_size
 
     @property
     def nbytes(self) -> int:

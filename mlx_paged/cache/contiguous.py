@@ -6,11 +6,13 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from mlx_paged.cache.base import KVCache
+from mlx_paged.cache.base import INITIAL_BLOCKS, KVCache
+from mlx_paged.cache.config import KVCacheConfig
 from mlx_paged.cache.layer import LayerKV, LayerSpec, compute_meanwhile
 from mlx_paged.cache.rows import Rows, RowStore
 from mlx_paged.core import BlockCopy, KVCacheManager
-from mlx_paged.ops import AttentionMetadata, AttentionParams, attend_densely
+from mlx_paged.errors import ArgumentError
+from mlx_paged.ops import AttentionMetadata, AttentionParams, Parts, attend_densely
 from mlx_paged.request import SeqId
 
 
@@ -22,14 +24,14 @@ class ContiguousLayerKV(LayerKV):
         self._index = index
         self.rows: Sequence[Rows] = ()  # of the open step's sequences
 
-    def update(self, k: mx.array, v: mx.array) -> None:
-        step, encode = self.step, self.spec.format.encode
-        k, v = encode(k).swapaxes(0, 1), encode(v).swapaxes(0, 1)
+    def write(self, k: Parts, v: Parts) -> None:
+        step = self.step
+        new_keys, new_values = k[0].swapaxes(0, 1), v[0].swapaxes(0, 1)
         row = 0
         for rows, end, num_new in zip(self.rows, step.context_lens, step.query_lens, strict=True):
             keys, values = rows.layers[self._index]
-            keys[:, end - num_new : end] = k[:, row : row + num_new]
-            values[:, end - num_new : end] = v[:, row : row + num_new]
+            keys[:, end - num_new : end] = new_keys[:, row : row + num_new]
+            values[:, end - num_new : end] = new_values[:, row : row + num_new]
             row += num_new
 
     def update_and_attend(
@@ -81,10 +83,23 @@ class ContiguousKVCache(KVCache):
     them is needed; otherwise its blocks are copied together into new rows. Rows of sequences that
     ended stay until their blocks are taken or room is needed. Once a step is open, all rows
     together are no longer than the budget.
+
+    Raises:
+        ArgumentError: a layer's format is not dense.
     """
 
     kind = "basic"
     _layers: Sequence[ContiguousLayerKV] = ()
+
+    def __init__(self, config: KVCacheConfig, initial_blocks: int = INITIAL_BLOCKS):
+        for spec in config.layers:
+            if not spec.format.is_dense:
+                raise ArgumentError(
+                    f"[kv cache] kv_format: a basic cache stores K/V in the model's dtype and not "
+                    f"as {spec.format}; use kv='paged' or leave kv_format out",
+                    "kv_format",
+                )
+        super().__init__(config, initial_blocks)
 
     @property
     def layers(self) -> Sequence[ContiguousLayerKV]:
@@ -100,7 +115,8 @@ class ContiguousKVCache(KVCache):
 
     # Steps
 
-    def _prepare(self, step: AttentionMetadata) -> None:
+    def _prepare(self, steps: Sequence[AttentionMetadata]) -> None:
+        (step,) = steps
         mx.eval(self.arrays)  # what the last step left; most often nothing
         store, block_size = self._store, self.config.block_size
         tables = []  # of each sequence: blocks that hold tokens already, and new ones
@@ -135,11 +151,11 @@ class ContiguousKVCache(KVCache):
     def arrays(self) -> list[mx.array]:
         return [held for rows in self._step_rows for kv in rows.layers for held in kv]
 
-    def _gather(
+    def _gather_parts(
         self, layer: int, block_ids: Sequence[int], num_tokens: int
-    ) -> tuple[mx.array, mx.array]:
+    ) -> tuple[Parts, Parts]:
         keys, values = self._store.join(layer, list(self._store.pieces_of(block_ids)))
-        return keys[:, :num_tokens], values[:, :num_tokens]
+        return (keys[:, :num_tokens],), (values[:, :num_tokens],)
 
     # Memory
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlx_paged.argument_values import check_positive
-from mlx_paged.cache.formats import DenseFormat, KVFormat
-from mlx_paged.ops import AttentionMetadata, AttentionShape, device
+from mlx_paged.ops import AttentionMetadata, AttentionShape, KVFormat, Parts, device
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class LayerSpec:
     key_dim: int  # width of a K row
     value_dim: int  # width of a V row
     window: int | None = None  # each query sees its last ``window`` tokens, itself included
-    format: KVFormat = DenseFormat()  # noqa: RUF009 (frozen)
+    format: KVFormat = KVFormat.dense()  # noqa: RUF009 (frozen)
     # Query heads: the kernels for them are tried when a cache is made. Unknown is one per KV head.
     num_heads: int | None = None
 
@@ -42,21 +41,19 @@ class LayerSpec:
             self.key_dim,
             self.value_dim,
             block_size,
-            self.zeros(1, 0)[0].dtype,
+            self.format,
         )
 
     @property
     def nbytes_per_token(self) -> int:
-        row_nbytes = self.format.row_nbytes
-        return self.num_kv_heads * (row_nbytes(self.key_dim) + row_nbytes(self.value_dim))
+        key, value = self.format.key, self.format.value
+        return self.num_kv_heads * (key.row_nbytes(self.key_dim) + value.row_nbytes(self.value_dim))
 
-    def zeros(self, num_runs: int, num_tokens: int) -> tuple[mx.array, mx.array]:
-        """K and V storage, ``[num_runs, num_kv_heads, num_tokens, width]`` each: runs are the
-        blocks of a slab, or one sequence.
-        """
-        shape = (num_runs, self.num_kv_heads, num_tokens)
-        zeros = self.format.zeros
-        return zeros((*shape, self.key_dim)), zeros((*shape, self.value_dim))
+    def zeros(self, num_tokens: int) -> tuple[Parts, Parts]:
+        """Storage for K and V of one sequence, ``[num_kv_heads, num_tokens, width]`` each part."""
+        shape = (self.num_kv_heads, num_tokens)
+        key, value = self.format.key, self.format.value
+        return key.zeros((*shape, self.key_dim)), value.zeros((*shape, self.value_dim))
 
 
 class LayerKV(ABC):
@@ -85,9 +82,15 @@ class LayerKV(ABC):
         """``[num_tokens] int32``, where each new token is in its sequence (mlx-lm's name)."""
         return self.step.positions
 
-    @abstractmethod
     def update(self, k: mx.array, v: mx.array) -> None:
         """Write the step's rows, ``[num_tokens, num_kv_heads, key_dim]`` and ``value_dim``."""
+        self.write(*self.spec.format.encode(k, v))
+
+    @abstractmethod
+    def write(self, k: Parts, v: Parts) -> None:
+        """Write the step's rows as the format stores them, ``[num_tokens, num_kv_heads, width]``
+        each part.
+        """
 
     @abstractmethod
     def update_and_attend(

@@ -4,7 +4,8 @@ slab per layer (PagedAttention, Kwon et al. 2023).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple, TypeAlias
 
 import mlx.core as mx
 
@@ -13,14 +14,16 @@ from mlx_paged.cache.config import KVCacheConfig
 from mlx_paged.cache.layer import LayerKV, LayerSpec, compute_meanwhile
 from mlx_paged.cache.open_decode import DecodeArrays, DecodeShape, PlanShape
 from mlx_paged.config import DEFAULT_BACKEND
-from mlx_paged.core import BlockCopy
+from mlx_paged.core import BlockCopy, KeyShift
 from mlx_paged.ops import (
     AttentionMetadata,
     AttentionParams,
     AttentionPlan,
     Backend,
     CopyDetector,
+    HostParts,
     KVHandle,
+    Parts,
     PlanKey,
     SlotMapping,
     choose_backend,
@@ -30,27 +33,25 @@ from mlx_paged.request import SeqId
 
 NUM_WATCHED_STEPS = 3
 
+# Index of a layer, its keys ``[num_tokens, num_kv_heads, key_dim]`` and a distance, to the keys
+# rotated on by so many positions.
+RotateKeys: TypeAlias = Callable[[int, mx.array, int], mx.array]
+
 
 class PagedLayerKV(LayerKV):
-    """One layer's slabs ``[num_blocks, num_kv_heads, block_size, width]``."""
+    """One layer on its slabs ``[num_blocks, num_kv_heads, block_size, width]``, which it may share
+    with layers of other groups.
+
+    This is where queries and keys are rotated, if the format does so: ``encode`` rotates keys.
+    """
 
     def __init__(self, spec: LayerSpec, backend: Backend, kv: KVHandle):
         super().__init__(spec)
         self.kv = kv
         self._backend = backend
 
-    @classmethod
-    def allocate(
-        cls, spec: LayerSpec, backend: Backend, num_blocks: int, block_size: int
-    ) -> PagedLayerKV:
-        """A layer with slabs of zeros, evaluated."""
-        layer = cls(spec, backend, KVHandle(*spec.zeros(num_blocks, block_size)))
-        mx.eval(layer.kv.arrays)
-        return layer
-
-    def update(self, k: mx.array, v: mx.array) -> None:
-        encode = self.spec.format.encode
-        self._backend.reshape_and_cache(encode(k), encode(v), self.kv, self.step.slot_mapping)
+    def write(self, k: Parts, v: Parts) -> None:
+        self._backend.reshape_and_cache(k, v, self.kv, self.step.slot_mapping)
 
     def update_and_attend(
         self,
@@ -62,13 +63,22 @@ class PagedLayerKV(LayerKV):
         sinks: mx.array | None = None,
     ) -> mx.array:
         step, params = self.step, AttentionParams(scale, self.spec.window, sinks)
+        q = self.spec.format.rotated(q)
+        key_parts, value_parts = self.spec.format.encode(k, v)
         if q.shape[0] < step.num_tokens:
-            self.update(k, v)
+            self.write(key_parts, value_parts)
             out = self._backend.attend(q, self.kv, step.logit_queries, params)
         else:
-            k, v = self.spec.format.encode(k), self.spec.format.encode(v)
-            out = self._backend.update_and_attend(q, k, v, self.kv, step, params)
+            out = self._backend.update_and_attend(q, key_parts, value_parts, self.kv, step, params)
         return compute_meanwhile(out)
+
+
+class _OpenPart(NamedTuple):
+    """What a step runs: of two models on one cache, one."""
+
+    layers: range
+    slabs: list[KVHandle]  # that these layers use
+    plan_keys: list[list[PlanKey]]  # of each group, those of its layers
 
 
 class PagedKVCache(KVCache):
@@ -80,28 +90,34 @@ class PagedKVCache(KVCache):
 
     Args:
         config: shape and budget.
-        backend: ``"auto"``, ``"reference"`` or ``"metal"``; raises ``BackendError`` if it can't be
-            had.
+        backend: ``"auto"``, ``"reference"`` or ``"metal"``.
         initial_blocks: blocks to allocate at once; the rest of the budget when it is needed.
+        rotate_keys: :meth:`LanguageModel.rotate_keys` of the model, for sequences without end.
+
+    Raises:
+        BackendError: the backend can't be had.
+        ValueError: sequences shall have no end, and there is no ``rotate_keys``.
     """
 
     kind = "paged"
-    can_swap = True
     _layers: Sequence[PagedLayerKV] = ()
+    _slabs: Sequence[KVHandle] = ()
 
     def __init__(
         self,
         config: KVCacheConfig,
         backend: str = DEFAULT_BACKEND,
         initial_blocks: int = INITIAL_BLOCKS,
+        rotate_keys: RotateKeys | None = None,
     ):
+        if rotate_keys is None and any(group.retention.cuts_runs for group in config.groups):
+            raise ValueError("[paged cache] a streaming window needs rotate_keys, of the model")
+        self._rotate_keys = rotate_keys
         shapes = [spec.attention_shape(config.block_size) for spec in config.layers]
         self._backend = choose_backend(backend, shapes)
         # Plain MLX gathers blocks, which may take as much as a slab; kernels allocate next to
         # nothing.
         self._copy_detector = CopyDetector(NUM_WATCHED_STEPS if self.backend.name == "metal" else 0)
-        keys = (PlanKey(spec.window, True, spec.num_kv_heads) for spec in config.layers)
-        self._plan_keys = tuple(dict.fromkeys(keys))
         super().__init__(config, initial_blocks)
 
     @property
@@ -116,17 +132,36 @@ class PagedKVCache(KVCache):
     def can_run_ahead(self) -> bool:
         return self._backend.writes_in_place
 
+    @property
+    def can_swap(self) -> bool:
+        return self.manager.keeps_all
+
     def _allocate_layers(self) -> None:
-        self._layers = ()
-        shape = self._backend, self.pool.num_blocks, self.config.block_size
-        self._layers = [PagedLayerKV.allocate(spec, *shape) for spec in self.config.layers]
+        self._layers = self._slabs = ()
+        self._parts: dict[range, _OpenPart] = {}
+        slabs = []
+        for users in self.config.slabs:
+            spec = self.config.layers[users[0]]
+            shape = self.config.block_size, spec.key_dim, spec.value_dim
+            slabs.append(
+                KVHandle.allocate(self.pool.num_blocks, spec.num_kv_heads, *shape, spec.format)
+            )
+        slab_of = {
+            index: kv for users, kv in zip(self.config.slabs, slabs, strict=True) for index in users
+        }
+        self._slabs = slabs
+        self._layers = [
+            PagedLayerKV(spec, self._backend, slab_of[index])
+            for index, spec in enumerate(self.config.layers)
+        ]
 
     # Steps
 
-    def _prepare(self, step: AttentionMetadata) -> None:
+    def _prepare(self, steps: Sequence[AttentionMetadata]) -> None:
         if self.backend.reads_unused_slots:
-            self._zero_new_blocks(step)
-        self._copy_detector.begin_step(step.num_tokens, self._first_slab_nbytes)
+            for step in steps:
+                self._zero_new_blocks(step)
+        self._copy_detector.begin_step(steps[0].num_tokens, self._first_slab_nbytes)
 
     def _zero_new_blocks(self, step: AttentionMetadata) -> None:
         """Whatever another sequence left in a new block that is filled in part, a NaN even, must
@@ -140,8 +175,8 @@ class PagedKVCache(KVCache):
             if 0 < context_len % step.block_size <= query_len
         ]
         if partly_filled:
-            for layer in self.layers[self._open_layers]:
-                self.backend.zero_blocks(layer.kv, partly_filled)
+            for kv in self._open_part.slabs:
+                self.backend.zero_blocks(kv, partly_filled)
 
     def _finish(self) -> None:
         if self._copy_detector.is_watching:
@@ -150,7 +185,7 @@ class PagedKVCache(KVCache):
 
     @property
     def _first_slab_nbytes(self) -> int:
-        return self.layers[0].kv.k.nbytes
+        return self._slabs[0].k[0].nbytes
 
     # Decodes as functions of arrays, for tracing
 
@@ -158,69 +193,109 @@ class PagedKVCache(KVCache):
         """The open step, if it is a decode whose graph depends on nothing but its shape: all query
         runs are single tokens, the logits of all are wanted, and kernels write in place.
         """
-        step = self._step
-        if step is None or step.max_query_len > 1 or step.logit_rows is not None:
+        if not self._steps:
             return None
-        plans = self._backend.decode_plans(step, self._plan_keys)
-        handles = [layer.kv for layer in self.layers[self._open_layers]]
-        fences = [kv.fence for kv in handles if kv.fence is not None]
-        if plans is None or len(fences) < len(handles):
+        step, (opened, slabs, keys_of_group) = self._steps[0], self._open_part
+        if step.max_query_len > 1 or step.logit_rows is not None:
             return None
-        shapes = [
-            PlanShape(key, plan.array.size, plan.num_partitions, plan.num_partial_rows)
-            for key, plan in zip(self._plan_keys, plans, strict=True)
-        ]
-        return DecodeShape(step.num_tokens, handles[0].num_blocks, tuple(shapes)), DecodeArrays(
-            step.positions,
-            [plan.array for plan in plans],
-            [kv.k for kv in handles],
-            [kv.v for kv in handles],
-            fences,
+        fences = [kv.fence for kv in slabs if kv.fence is not None]
+        if len(fences) < len(slabs):
+            return None
+        shapes, arrays = [], []
+        for group, (group_step, keys) in enumerate(zip(self._steps, keys_of_group, strict=True)):
+            plans = self._backend.decode_plans(group_step, keys)
+            if plans is None:
+                return None
+            for key, plan in zip(keys, plans, strict=True):
+                sizes = plan.array.size, plan.num_partitions, plan.num_partial_rows
+                shapes.append(PlanShape(group, key, *sizes))
+                arrays.append(plan.array)
+        shape = DecodeShape(step.num_tokens, slabs[0].num_blocks, opened, tuple(shapes))
+        return shape, DecodeArrays(
+            step.positions, arrays, [kv.k for kv in slabs], [kv.v for kv in slabs], fences
         )
 
+    @property
+    def _open_part(self) -> _OpenPart:
+        opened = range(len(self._layers))[self._open_layers]
+        if opened not in self._parts:
+            slabs = list(dict.fromkeys(self._layers[index].kv for index in opened))
+            keys: list[dict[PlanKey, None]] = [{} for _ in self.config.groups]
+            for index in opened:
+                spec = self.config.layers[index]
+                keys[self._group_of(index)][PlanKey(spec.window, True, spec.num_kv_heads)] = None
+            self._parts[opened] = _OpenPart(opened, slabs, list(map(list, keys)))
+        return self._parts[opened]
+
     def traced_layers(self, shape: DecodeShape, arrays: DecodeArrays) -> list[PagedLayerKV]:
-        """Layers of a decode of this shape on ``arrays``, in the place of the first of
-        :attr:`layers`; these and
-        the open step are not touched. When a model has run, the handles hold the next fences.
+        """The layers of a decode of this shape, on ``arrays``: :attr:`layers` and the open step are
+        not touched. When a model has run, the handles hold the next fences.
         """
-        plans = {
-            plan.key: AttentionPlan(array, plan.num_partitions, plan.num_partial_rows)
-            for plan, array in zip(shape.plans, arrays.plans, strict=True)
+        plans: list[dict[Hashable, object]] = [{} for _ in self.config.groups]
+        for plan, array in zip(shape.plans, arrays.plans, strict=True):
+            made = AttentionPlan(array, plan.num_partitions, plan.num_partial_rows)
+            plans[plan.group][plan.key] = made
+        steps = [traced_decode(self.config.block_size, arrays.positions, each) for each in plans]
+        kept = [self._layers[index].kv for index in shape.layers]
+        parts = zip(arrays.keys, arrays.values, arrays.fences, strict=True)
+        traced = {
+            kv: KVHandle(k, v, kv.format, fence)
+            for kv, (k, v, fence) in zip(dict.fromkeys(kept), parts, strict=True)
         }
-        step = traced_decode(self.config.block_size, arrays.positions, plans)
         layers = []
-        specs = self.config.layers[: len(arrays.keys)]
-        for spec, *kv in zip(specs, arrays.keys, arrays.values, arrays.fences, strict=True):
-            layers.append(PagedLayerKV(spec, self._backend, KVHandle(*kv)))
-            layers[-1].open(step)
+        for index, kv in zip(shape.layers, kept, strict=True):
+            layers.append(PagedLayerKV(self.config.layers[index], self._backend, traced[kv]))
+            layers[-1].open(steps[self._group_of(index)])
         return layers
 
     def set_fences(self, fences: Sequence[mx.array]) -> None:
-        """What a decode left, in the order of the layers: an interrupt in the middle leaves the
+        """What a decode left, in the order of the slabs: an interrupt in the middle leaves the
         chains of the first ones longer, as in a step that is built layer by layer.
         """
-        for layer, fence in zip(self.layers[: len(fences)], fences, strict=True):
-            layer.kv.fence = fence
+        for kv, fence in zip(self._open_part.slabs, fences, strict=True):
+            kv.fence = fence
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         if copies:
-            for layer in self.layers:
-                self.backend.copy_blocks(layer.kv, copies)
+            for kv in self._slabs:
+                self.backend.copy_blocks(kv, copies)
+
+    def shift_keys(self, group: int, shift: KeyShift) -> None:
+        block_size, rotate_keys = self.config.block_size, self._rotate_keys
+        assert rotate_keys is not None, "checked when the cache was made"
+        num_tokens = len(shift.sources) * block_size
+        slots = [
+            block_id * block_size + offset
+            for block_id in shift.destinations
+            for offset in range(block_size)
+        ]
+        slot_mapping = SlotMapping.build(slots, block_size)
+        for index in self.config.groups[group].layers:
+            kv = self.layers[index].kv
+            form = kv.format
+            k, v = self._gather_parts(index, shift.sources, num_tokens)
+            keys = form.unrotated(form.key.decode(k)).swapaxes(0, 1)
+            k = form.key.encode(form.rotated(rotate_keys(index, keys, shift.distance)))
+            # A view that stays alive would make the write copy the slab.
+            v = tuple(part.swapaxes(0, 1) * 1 for part in v)
+            if not self.backend.writes_in_place:
+                mx.eval(k, v)
+            self.backend.reshape_and_cache(k, v, kv, slot_mapping)
 
     @property
     def arrays(self) -> list[mx.array]:
-        return [array for layer in self.layers for array in layer.kv.arrays]
+        return [array for kv in self._slabs for array in kv.arrays]
 
     # Memory
 
     @property
     def nbytes_held(self) -> int:
-        return sum(layer.kv.nbytes for layer in self.layers)
+        return sum(kv.nbytes for kv in self._slabs)
 
     def _grow(self, num_new_blocks: int) -> bool:
         try:
-            for layer in self.layers:
-                layer.kv.grow(num_new_blocks)
+            for kv in self._slabs:
+                kv.grow(num_new_blocks)
                 # MLX would keep the old slab for reuse, and never find one.
                 mx.clear_cache()
         except RuntimeError:
@@ -230,17 +305,17 @@ class PagedKVCache(KVCache):
 
     def _fit(self) -> None:
         # Layer by layer, so that what is copied meanwhile is one slab and not a second pool.
-        for layer in self.layers:
-            if layer.kv.num_blocks > self.pool.num_blocks:
-                layer.kv.shrink_to(self.pool.num_blocks)
+        for kv in self._slabs:
+            if kv.num_blocks > self.pool.num_blocks:
+                kv.shrink_to(self.pool.num_blocks)
                 mx.clear_cache()
 
     def swap_out(self, block_ids: Sequence[int], num_tokens: int) -> SwappedKV:
         rows = []
         for index, layer in enumerate(self.layers):
-            k, v = self._gather(index, block_ids, num_tokens)
-            to_host = layer.spec.format.to_host
-            rows.append((to_host(k), to_host(v)))
+            k, v = self._gather_parts(index, block_ids, num_tokens)
+            form = layer.spec.format
+            rows.append((form.key.to_host(k), form.value.to_host(v)))
         return SwappedKV(rows)
 
     def swap_in(self, seq: SeqId, swapped: SwappedKV, start: int, end: int) -> None:
@@ -249,12 +324,19 @@ class PagedKVCache(KVCache):
         for layer, rows in zip(self.layers, swapped.rows, strict=True):
             if table.num_unfilled_slots and self.backend.reads_unused_slots:
                 self.backend.zero_blocks(layer.kv, [table.packed_block_ids[-1]])
-            from_host = layer.spec.format.from_host
-            k, v = (from_host(array[:, start:end]).swapaxes(0, 1) for array in rows)
+            form = layer.spec.format
+            k, v = (
+                tuple(part.swapaxes(0, 1) for part in row_format.from_host(_cut(parts, start, end)))
+                for row_format, parts in zip((form.key, form.value), rows, strict=True)
+            )
             self.backend.reshape_and_cache(k, v, layer.kv, slots)
         mx.eval(self.arrays)
 
-    def _gather(
+    def _gather_parts(
         self, layer: int, block_ids: Sequence[int], num_tokens: int
-    ) -> tuple[mx.array, mx.array]:
-        return self.backend.gather_blocks(self.layers[layer].kv, block_ids, num_tokens)
+    ) -> tuple[Parts, Parts]:
+        return self.backend.gather_parts(self.layers[layer].kv, block_ids, num_tokens)
+
+
+def _cut(parts: HostParts, start: int, end: int) -> HostParts:
+    return tuple(part[:, start:end] for part in parts)

@@ -113,7 +113,7 @@ class RowStore:
     def _extend(self, rows: Rows, capacity: int) -> None:
         num_new_tokens = (capacity - rows.capacity) * self.block_size
         for kv, spec in zip(rows.layers, self.specs, strict=True):
-            extra = spec.zeros(1, num_new_tokens)
+            extra = spec.zeros(num_new_tokens)
             kv[:] = [
                 mx.concatenate([held, zeros[0]], axis=1)
                 for held, zeros in zip(kv, extra, strict=True)
@@ -183,7 +183,7 @@ class RowStore:
         """
         block_size = self.block_size
         if not pieces:
-            yield from (zeros[0] for zeros in self.specs[layer].zeros(1, 0))
+            yield from (zeros[0] for zeros in self.specs[layer].zeros(0))
             return
         for part in (0, 1):
             slices = [

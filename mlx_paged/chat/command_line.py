@@ -19,8 +19,11 @@ from mlx_paged.config import (
     DEFAULT_KV,
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
     DEFAULT_NUM_DRAFT_TOKENS,
+    DEFAULT_NUM_SINK_TOKENS,
+    KV_BITS_NOTATION,
     KV_CACHES,
     MAX_DRAFT_TOKENS,
+    KVBits,
     KVBudget,
 )
 from mlx_paged.errors import one_line, shown
@@ -33,10 +36,13 @@ _FLAGS = {
     "adapter_path": "--adapter-path",
     "draft_model": "--draft-model",
     "kv_cache_bytes": "--kv-cache-bytes",
+    "kv_format": "--kv-bits",
+    "num_sink_tokens": "--num-sink-tokens",
     "max_model_len": "--max-model-len",
     "max_num_batched_tokens": "--prefill-step-size",
     "num_draft_tokens": "--num-draft-tokens",
     "path_or_hf_repo": "--model",
+    "window": "--window",
 }
 _MAX_ERROR = 2000  # characters
 _DASHES_AS_VALUE = re.compile(r"(--[^=]+)=--|(-[a-zA-Z])=?--")
@@ -97,6 +103,16 @@ def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     add("--top-k", type=whole, help=f"sampling top-k, 0 is off ({_FROM_MODEL} 0)")
     add("--min-p", type=probability, help=f"sampling min-p, 0 is off ({_FROM_MODEL} 0)")
     add(
+        "--xtc-probability",
+        type=probability,
+        help="how often XTC removes the most likely tokens (default: 0, never)",
+    )
+    add(
+        "--xtc-threshold",
+        type=up_to_a_half,
+        help="tokens above this probability are removed but the least likely one (default: 0.1)",
+    )
+    add(
         "--no-generation-config",
         action="store_true",
         help="leave the model's generation_config.json out: greedy, unless flags say otherwise",
@@ -138,10 +154,29 @@ def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
         "(default: a share of the memory)",
     )
     add(
+        "--kv-bits",
+        type=kv_bits,
+        metavar="N",
+        help="quantise the K/V of a paged cache: 8, 4, or K:8,V:4 (default: the model's dtype)",
+    )
+    add(
         "--max-model-len",
         type=positive,
         metavar="N",
         help="context limit: tokens of the conversation and its answer (default: the model's own)",
+    )
+    add(
+        "--window",
+        type=positive,
+        metavar="N",
+        help="keep the last N tokens, and the first ones, so that the conversation has no end "
+        "(default: keep all)",
+    )
+    add(
+        "--num-sink-tokens",
+        type=whole,
+        metavar="M",
+        help=f"first tokens to keep beside a window (default: {DEFAULT_NUM_SINK_TOKENS})",
     )
     add(
         "--prefill-step-size",
@@ -204,11 +239,25 @@ def probability(text: str) -> float:
     return _number(text, float, 0, 1, "within 0..1")
 
 
+def up_to_a_half(text: str) -> float:
+    return _number(text, float, 0, 0.5, "within 0..0.5")
+
+
 def budget(text: str) -> str:
     try:
         KVBudget.parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"must be {BUDGET_NOTATION}, got {shown(text)}") from error
+    return text
+
+
+def kv_bits(text: str) -> str:
+    try:
+        KVBits.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"must be {KV_BITS_NOTATION}, got {shown(text)}"
+        ) from error
     return text
 
 

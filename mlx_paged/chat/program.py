@@ -169,14 +169,20 @@ def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
     defaults = SamplingDefaults() if args.no_generation_config else read_sampling_defaults(folder)
     settings = Settings(args, defaults)
     model, tokenizer = load(folder, adapter_path=args.adapter_path)
+    # As in mlx_lm.chat: XTC leaves an answer its lines and its end.
+    newline = tokenizer.encode("\n", add_special_tokens=False)
+    settings.spare_from_xtc([*newline, *tokenizer.eos_token_ids])
     engine = Engine(
         model,
         tokenizer,
         kv=args.kv,
         block_size=args.block_size,
         kv_cache_bytes=args.kv_cache_bytes,
+        kv_format=args.kv_bits,
         backend=args.backend,
         max_model_len=args.max_model_len,
+        window=args.window,
+        num_sink_tokens=args.num_sink_tokens,
         # One answer at a time; the branches wait in the prefix cache.
         max_num_seqs=1,
         max_num_batched_tokens=args.prefill_step_size,

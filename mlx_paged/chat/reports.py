@@ -53,7 +53,7 @@ class Reports:
                 f"kv: {cache.kind}]"
             )
             say(f"[K/V budget: {_budget_in_full(cache)}]")
-            say(f"[context: {engine.max_model_len:,} tokens, prompt and answer together]")
+            say(f"[context: {_context_in_words(engine)}, prompt and answer together]")
             own = f"; {', '.join(settings.from_model)} from generation_config.json"
             say(f"[sampling: {settings.describe_sampling()}{own if settings.from_model else ''}]")
             if args.model is None:
@@ -65,7 +65,7 @@ class Reports:
                 model,
                 f"{_device()}, {_backend(cache)}",
                 f"{cache.kind} K/V: {_budget_in_words(cache)}",
-                f"context: {engine.max_model_len:,} tokens",
+                f"context: {_context_in_words(engine)}",
                 settings.describe_sampling() + (" (the model's)" if settings.from_model else ""),
             ]
             say(f"[{' | '.join([*parts, *(['/help'] if is_dialogue else [])])}]")
@@ -77,7 +77,7 @@ class Reports:
             )
 
     def answer(
-        self, conversation: Conversation, response: GenerationResponse, max_tokens: int
+        self, conversation: Conversation, response: GenerationResponse, max_tokens: int | None
     ) -> None:
         """The figures of an answer, and why it was cut, if it was."""
         say, engine = self._screen.say, conversation.engine
@@ -180,10 +180,24 @@ def _usage_in_words(engine: Engine) -> str:
     return f"{num_cached:,} of {engine.cache.config.num_blocks:,} blocks in use"
 
 
-def _cut_reason(response: GenerationResponse, max_tokens: int, max_model_len: int) -> str:
+def _context_in_words(engine: Engine) -> str:
+    limit, retention = engine.max_model_len, engine.cache.config.groups[0].retention
+    length = "without end" if limit is None else f"{limit:,} tokens"
+    if not retention.cuts_runs:
+        return length
+    return (
+        f"{length}; the first {retention.num_sink_tokens:,} and the last "
+        f"{retention.num_recent_tokens:,} are seen"
+    )
+
+
+def _cut_reason(
+    response: GenerationResponse, max_tokens: int | None, max_model_len: int | None
+) -> str:
     if response.generation_tokens == max_tokens:
         return f" at --max-tokens {max_tokens}"
-    if response.prompt_tokens + response.generation_tokens >= max_model_len:
+    num_tokens = response.prompt_tokens + response.generation_tokens
+    if max_model_len is not None and num_tokens >= max_model_len:
         return (
             f": the context of {max_model_len:,} tokens is full (--max-model-len); /reset begins "
             "a new conversation"

@@ -21,7 +21,7 @@ from mlx_paged.core.block_hash import (
     hash_token_blocks,
 )
 from mlx_paged.core.block_pool import BlockPool
-from mlx_paged.core.block_table import BlockCopy, BlockTable, TokenSlot
+from mlx_paged.core.block_table import BlockCopy, BlockTable, KeyShift, TokenSlot
 from mlx_paged.core.errors import (
     BlockError,
     BlockTableError,
@@ -35,8 +35,11 @@ from mlx_paged.core.free_queue import FreeKVCacheBlockQueue
 from mlx_paged.core.kv_cache_block import KVCacheBlock
 from mlx_paged.core.kv_cache_manager import ComputedBlocks, KVCacheManager, KVCacheManagerStats
 from mlx_paged.core.prefix_index import PrefixIndex
+from mlx_paged.core.retention import KEEP_ALL, POSITION_PERIOD, Retention
 
 __all__ = [
+    "KEEP_ALL",
+    "POSITION_PERIOD",
     "BlockCopy",
     "BlockError",
     "BlockHash",
@@ -53,7 +56,9 @@ __all__ = [
     "KVCacheBlock",
     "KVCacheManager",
     "KVCacheManagerStats",
+    "KeyShift",
     "PrefixIndex",
+    "Retention",
     "TokenSlot",
     "UseAfterFreeError",
     "extend_block_hashes",

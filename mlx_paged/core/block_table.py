@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -15,9 +16,20 @@ from mlx_paged.core.errors import (
     UseAfterFreeError,
 )
 from mlx_paged.core.kv_cache_block import KVCacheBlock
+from mlx_paged.core.retention import KEEP_ALL, Retention
 
 BlockCopy = tuple[int, int]
 """(src block id, dst block id): copy the whole block in every slab."""
+
+
+class KeyShift(NamedTuple):
+    """Blocks whose K a sequence needs at other positions: copy each source block to its
+    destination, which may be the same, with K rotated on by ``distance`` positions.
+    """
+
+    sources: list[int]
+    destinations: list[int]
+    distance: int
 
 
 class TokenSlot(NamedTuple):
@@ -33,18 +45,24 @@ class BlockTable:
     """The block table of one sequence (elsewhere: page table, sequence, ``KVCacheBlocks`` of a
     request).
 
-    Token t lives in block ``block_ids[t // block_size]`` at offset ``t % block_size``. A step is
+    Token t lives in block ``block_ids[t // block_size]`` at offset ``t % block_size``, as long as
+    all tokens are kept. A step is
 
         copies = table.reserve(n)       # None: out of blocks, and nothing has changed
         copy_blocks(slabs, copies)
         slots = table.slot_mapping(table.num_tokens, n)     # write the n new rows there
         table.advance(n)
 
-    The table only grows at its end and is trimmed from its end. An id never changes in place, with
-    one exception: copy-on-write. A partly filled block is writable while this table is its only
-    holder and it has no hash. It stops being writable after a ``fork``, and after ``adopt`` or
-    ``trim_to`` left a part of a hashed block at the end; the next ``reserve`` then puts a new block
-    in its place and asks for a copy.
+    The table grows at its end and is trimmed from its end. Where its ``retention`` does not keep
+    all tokens, ``evict`` takes whole blocks out of its middle, behind the sinks: what follows them
+    moves up, so that ``block_ids`` are the blocks that attention reads, without a gap. Sinks are
+    then held twice: as they were computed, which others may share, and in the table with their K
+    shifted, as if they stood right before the window (``take_key_shifts``).
+
+    An id never changes in place, with one exception besides the sinks: copy-on-write. A partly
+    filled block is writable while this table is its only holder and it has no hash. It stops being
+    writable after a ``fork``, and after ``adopt`` or ``trim_to`` left a part of a hashed block at
+    the end; the next ``reserve`` then puts a new block in its place and asks for a copy.
 
     The method is PagedAttention's (Kwon et al. 2023). Names are those of vLLM, and where vLLM has
     none, of other serving engines (``slot_mapping(offset, n)``, ``advance(n)``,
@@ -52,27 +70,46 @@ class BlockTable:
     ``append_token``, ``free`` is ``drain`` or ``free_all``, and ``reserve`` is repeated ``push``.
 
     ``len(table)`` counts blocks, so an empty table is false: compare with None where that is meant.
+
+    Args:
+        pool: the blocks.
+        retention: which tokens are kept; all of them by default.
     """
 
     __slots__ = (
         "_block_ids",
         "_blocks",
+        "_key_shifts",
+        "_shift",
+        "_sinks",
+        "base",
         "block_size",
         "is_freed",
         "num_cached_blocks",
-        "num_tokens",
+        "num_evicted_tokens",
+        "num_held_tokens",
         "pool",
+        "retention",
     )
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: BlockPool, retention: Retention = KEEP_ALL) -> None:
         self.pool = pool
+        self.retention = retention
         self.block_size = pool.block_size
         self._blocks: list[KVCacheBlock] = []
         self._block_ids = array("i")
-        self.num_tokens = 0
-        """Tokens that ``advance`` has counted. Also known as ``seq_len``, context length."""
+        self._sinks: list[KVCacheBlock] = []  # as computed; shifted copies stand in the table
+        self._shift = 0  # by how many positions
+        self._key_shifts: list[KeyShift] = []
+        self.base = 0
+        """The token whose position is 0."""
+        self.num_held_tokens = 0
+        """Tokens that ``advance`` has counted and ``evict`` has not taken: the table's context."""
+        self.num_evicted_tokens = 0
+        """Tokens behind the sinks that have left, whole blocks of them."""
         self.num_cached_blocks = 0
-        """Leading full blocks that were entered into the prefix index, or came from it."""
+        """Leading full blocks that were entered into the prefix index, or came from it; evicted
+        ones count."""
         self.is_freed = False
         """True after ``free``: the table is then empty for good."""
 
@@ -80,24 +117,32 @@ class BlockTable:
         return len(self._blocks)
 
     def __iter__(self) -> Iterator[KVCacheBlock]:
-        return iter(self._blocks)
+        """All blocks that it holds: those of its tokens, then the sinks as they were computed."""
+        return itertools.chain(self._blocks, self._sinks)
 
     # What is in it
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of the sequence, evicted ones included. Also known as ``seq_len``."""
+        return self.num_held_tokens + self.num_evicted_tokens
+
+    @property
     def num_full_blocks(self) -> int:
-        """Blocks filled to the last slot: the frozen ones, which may be cached."""
+        """Blocks filled to the last slot: the frozen ones, which may be cached. Evicted ones
+        count.
+        """
         return self.num_tokens // self.block_size
 
     @property
     def capacity(self) -> int:
-        """Token slots in the table, filled or not."""
+        """Token slots in the table, filled or not; those of evicted tokens are not in it."""
         return len(self._blocks) * self.block_size
 
     @property
     def num_unfilled_slots(self) -> int:
         """Slots held and not filled: the internal fragmentation of this sequence."""
-        return len(self._blocks) * self.block_size - self.num_tokens
+        return len(self._blocks) * self.block_size - self.num_held_tokens
 
     @property
     def blocks(self) -> Sequence[KVCacheBlock]:
@@ -125,27 +170,23 @@ class BlockTable:
 
     def block_for_token(self, token: int) -> int:
         """The id of the block in which token number ``token`` lives. Raises BlockTableError beyond
-        the capacity.
+        the capacity, and for an evicted one.
         """
-        self._check_range("block_for_token", token, 1)
-        return self._block_ids[token // self.block_size]
+        return self._block_ids[self._place("block_for_token", token, 1) // self.block_size]
 
     def offset_in_block(self, token: int) -> int:
         """The place of token number ``token`` in its block. Raises BlockTableError beyond the
         capacity.
         """
-        self._check_range("offset_in_block", token, 1)
-        return token % self.block_size
+        return self._place("offset_in_block", token, 1) % self.block_size
 
     def slot_mapping(self, offset: int, n: int) -> list[int]:
         """The slots of tokens offset .. offset + n - 1, ``[n]``, reserved ones beyond
-        ``num_tokens`` included. Raises BlockTableError beyond the capacity.
+        ``num_tokens`` included. Raises BlockTableError beyond the capacity, and for evicted ones.
         """
-        self._check_range("slot_mapping", offset, n)
+        start = self._place("slot_mapping", offset, n)
         ids, block_size = self._block_ids, self.block_size
-        return [
-            ids[t // block_size] * block_size + t % block_size for t in range(offset, offset + n)
-        ]
+        return [ids[t // block_size] * block_size + t % block_size for t in range(start, start + n)]
 
     # Growing
 
@@ -153,14 +194,15 @@ class BlockTable:
         """Blocks that ``reserve(n)`` would take from the pool.
 
         Free slots of the partly filled last block and of blocks reserved before are used first. A
-        block that must be copied before it is written counts as one.
+        block that must be copied before it is written counts as one, and so does each block whose
+        keys have to be shifted, unless that can be done in place.
 
         Raises:
             BlockTableError: for n < 0.
             UseAfterFreeError: for a freed table.
         """
         num_missing, must_copy = self._shortage("num_new_blocks", n)
-        return num_missing + must_copy
+        return num_missing + must_copy + len(self._stale_sinks) + len(self._stale_shared_blocks)
 
     def reserve(self, n: int) -> list[BlockCopy] | None:
         """Make room for n more tokens, or return None and change nothing when out of blocks.
@@ -176,10 +218,12 @@ class BlockTable:
             UseAfterFreeError: for a freed table.
         """
         num_missing, must_copy = self._shortage("reserve", n)
+        if self.num_evicted_tokens and not self._shift_keys(num_missing + must_copy):
+            return None
         if not must_copy and not num_missing:
             return []
         blocks = self._blocks
-        tail = self.num_tokens // self.block_size if must_copy else len(blocks)
+        tail = self.num_held_tokens // self.block_size if must_copy else len(blocks)
         before = self._block_ids[tail - 1] if tail else None
         new_blocks = self.pool.get_new_blocks(num_missing + must_copy, after=before)
         if new_blocks is None:
@@ -210,12 +254,12 @@ class BlockTable:
                 f"BlockTable.advance: {n} tokens, but {self.num_unfilled_slots} slots are reserved"
             )
         if must_copy:
-            block = self._blocks[self.num_tokens // self.block_size]
+            block = self._blocks[self.num_held_tokens // self.block_size]
             raise FrozenBlockError(
                 f"BlockTable.advance: {n} tokens into block {block.block_id}, which is frozen "
                 f"(ref_cnt {block.ref_cnt}, hashed: {block.block_hash is not None}); reserve first"
             )
-        self.num_tokens += n
+        self.num_held_tokens += n
 
     def append_token_slot(self) -> TokenSlot | None:
         """``reserve(1)`` and ``advance(1)`` in one: the slot of the next token, or None when out of
@@ -230,18 +274,18 @@ class BlockTable:
 
     def append_token(self) -> list[BlockCopy] | None:
         """Append a token as ``append_token_slot`` does; return the copies, or None. O(1)."""
-        index, offset = divmod(self.num_tokens, self.block_size)
+        index, offset = divmod(self.num_held_tokens, self.block_size)
         copies: list[BlockCopy] | None = []
         if not offset or not self._blocks[index].is_writable:
             copies = self.reserve(1)
             if copies is None:
                 return None
-        self.num_tokens += 1
+        self.num_held_tokens += 1
         return copies
 
     def adopt(self, blocks: Sequence[KVCacheBlock], num_tokens: int) -> None:
-        """Begin with blocks that hold the first ``num_tokens`` tokens: a prefix hit, or blocks read
-        back from elsewhere.
+        """Begin with blocks that hold the first ``num_tokens`` tokens, or those of them that the
+        retention keeps: a prefix hit, or blocks read back from elsewhere.
 
         The caller has taken them for this table, by ``touch`` or ``get_new_blocks``; ``free`` gives
         them back. The last one may be used in part (a hit is capped at one token less than the
@@ -258,10 +302,12 @@ class BlockTable:
             raise BlockTableError(
                 f"BlockTable.adopt: the table already has {len(self._blocks)} blocks"
             )
-        if len(blocks) != -(-num_tokens // self.block_size):
+        num_evicted = self.retention.num_evicted(num_tokens)
+        num_needed = -(-(num_tokens - num_evicted) // self.block_size)
+        if len(blocks) != num_needed:
             raise BlockTableError(
                 f"BlockTable.adopt: {len(blocks)} blocks for {num_tokens} tokens, "
-                f"which need {-(-num_tokens // self.block_size)} blocks of {self.block_size}"
+                f"which need {num_needed} blocks of {self.block_size}"
             )
         for block in blocks:
             self.pool.check_own("BlockTable.adopt", block)
@@ -271,11 +317,14 @@ class BlockTable:
                 )
         self._blocks = list(blocks)
         self._block_ids = array("i", [block.block_id for block in blocks])
-        self.num_tokens = num_tokens
-        for block in self._blocks[: self.num_full_blocks]:
+        self.num_held_tokens, self.num_evicted_tokens = num_tokens - num_evicted, num_evicted
+        self.base = self.retention.base(num_tokens)
+        for block in self._blocks[: self.num_held_tokens // self.block_size]:
             if block.block_hash is None:
                 break
             self.num_cached_blocks += 1
+        if self.num_cached_blocks * self.block_size >= self.retention.num_sink_tokens:
+            self.num_cached_blocks += num_evicted // self.block_size
 
     def cache_full_blocks(self, block_hashes: Sequence[BlockHash]) -> int:
         """Enter the full blocks that are not yet in the prefix index; return how many.
@@ -293,15 +342,114 @@ class BlockTable:
                 sequence.
         """
         self._check_usable("cache_full_blocks", 0)
-        num_cached_blocks = self.num_cached_blocks
-        num_full_blocks = min(self.num_full_blocks, len(block_hashes))
-        if num_full_blocks <= num_cached_blocks:
+        num_evicted = self.num_evicted_tokens // self.block_size
+        begin, end = self.num_cached_blocks, min(self.num_full_blocks, len(block_hashes))
+        if num_evicted:
+            # Those that have left before they were cached are gone, and so are the sinks: what
+            # stands in the table has shifted keys.
+            num_sinks = self.retention.num_sink_tokens // self.block_size
+            begin = max(begin, num_sinks + num_evicted)
+        if end <= begin:
             return 0
-        self.pool.cache_full_blocks(self._blocks, block_hashes, num_cached_blocks, num_full_blocks)
-        self.num_cached_blocks = num_full_blocks
-        return num_full_blocks - num_cached_blocks
+        blocks = self._blocks[begin - num_evicted : end - num_evicted]
+        self.pool.cache_full_blocks(blocks, block_hashes[begin:end], 0, end - begin)
+        self.num_cached_blocks = end
+        return end - begin
 
     # Shrinking and sharing
+
+    def evict(self) -> list[KVCacheBlock]:
+        """Give back the blocks that the next token does not see; return those that became free.
+
+        They go first token first, so that among those that are cached the oldest is evicted first.
+        The sinks are shifted by the next ``reserve``.
+        """
+        num_tokens = self.retention.num_evicted(self.num_tokens) - self.num_evicted_tokens
+        if num_tokens <= 0:
+            return []
+        begin = self.retention.num_sink_tokens // self.block_size
+        end = begin + num_tokens // self.block_size
+        freed = self.pool.free_blocks(self._blocks[begin:end])
+        del self._blocks[begin:end]
+        del self._block_ids[begin:end]
+        self.num_held_tokens -= num_tokens
+        self.num_evicted_tokens += num_tokens
+        return freed
+
+    @property
+    def _stale_sinks(self) -> list[KVCacheBlock]:
+        """The sinks as they were computed, if those in the table don't stand right before the
+        window.
+        """
+        num_sinks = self.retention.num_sink_tokens // self.block_size
+        if self._shift == self.num_evicted_tokens - self.retention.base(self.num_tokens):
+            return []
+        return self._sinks or self._blocks[:num_sinks]
+
+    @property
+    def _stale_blocks(self) -> list[KVCacheBlock]:
+        """Those behind the sinks, if positions start over."""
+        if self.base == self.retention.base(self.num_tokens):
+            return []
+        return self._blocks[self.retention.num_sink_tokens // self.block_size :]
+
+    @property
+    def _stale_shared_blocks(self) -> list[KVCacheBlock]:
+        return [block for block in self._stale_blocks if block.ref_cnt > 1]
+
+    def _shift_keys(self, num_others: int) -> bool:
+        """Let the keys of all blocks have the positions of the next step; False, and nothing has
+        changed, unless there are blocks for that and ``num_others`` more.
+        """
+        sinks, stale = self._stale_sinks, self._stale_blocks
+        if not sinks and not stale:
+            return True
+        num_copies = len(sinks) + len(self._stale_shared_blocks)
+        if num_copies + num_others > self.pool.num_free_blocks:
+            return False
+        copies = self.pool.get_new_blocks(num_copies)
+        assert copies is not None, "the blocks were counted"
+        base = self.retention.base(self.num_tokens)
+        if sinks:
+            num_sinks = len(sinks)
+            self.pool.free_blocks(self._blocks[:num_sinks] if self._sinks else ())
+            self._sinks = sinks
+            self._shift = self.num_evicted_tokens - base
+            self._replace(0, sinks, copies[:num_sinks], self._shift)
+            del copies[:num_sinks]
+        if stale:
+            # Found by their hash, they would have positions that others don't expect.
+            self.pool.evict_blocks([block.block_id for block in stale if block.ref_cnt == 1])
+            moved = [block if block.ref_cnt == 1 else copies.pop(0) for block in stale]
+            begin = len(self._blocks) - len(stale)
+            self._replace(begin, stale, moved, self.base - base)
+            self.pool.free_blocks(
+                [old for old, new in zip(stale, moved, strict=True) if old is not new]
+            )
+            self.base = base
+        return True
+
+    def _replace(
+        self,
+        begin: int,
+        sources: list[KVCacheBlock],
+        destinations: list[KVCacheBlock],
+        distance: int,
+    ) -> None:
+        end = begin + len(destinations)
+        source_ids, new_ids = (
+            [block.block_id for block in blocks] for blocks in (sources, destinations)
+        )
+        self._blocks[begin:end] = destinations
+        self._block_ids[begin:end] = array("i", new_ids)
+        self._key_shifts.append(KeyShift(source_ids, new_ids, distance))
+
+    def take_key_shifts(self) -> list[KeyShift]:
+        """What has to be copied, with K rotated, before a step reads the table. It is told once."""
+        if not self._key_shifts:
+            return []
+        shifts, self._key_shifts = self._key_shifts, []
+        return shifts
 
     def trim_to(self, length: int) -> list[KVCacheBlock]:
         """Forget all tokens from ``length`` on, as after rejected speculation; return the blocks
@@ -311,7 +459,7 @@ class BlockTable:
         block may stay in part. ``trim_to(num_tokens)`` gives back what was reserved and not used.
 
         Raises:
-            BlockTableError: unless 0 <= length <= num_tokens.
+            BlockTableError: unless 0 <= length <= num_tokens, or evicted tokens would be needed.
             UseAfterFreeError: for a freed table.
         """
         self._check_usable("trim_to", length)
@@ -319,12 +467,18 @@ class BlockTable:
             raise BlockTableError(
                 f"BlockTable.trim_to: length {length} of a table of {self.num_tokens} tokens"
             )
-        num_kept = -(-length // self.block_size)
+        if self.num_evicted_tokens:
+            self.retention.check_evicted(length, self.num_evicted_tokens)
+        freed = self._cut(length - self.num_evicted_tokens)
+        self.num_cached_blocks = min(self.num_cached_blocks, length // self.block_size)
+        return freed
+
+    def _cut(self, num_held_tokens: int) -> list[KVCacheBlock]:
+        num_kept = -(-num_held_tokens // self.block_size)
         freed = self.pool.free_blocks(reversed(self._blocks[num_kept:]))
         del self._blocks[num_kept:]
         del self._block_ids[num_kept:]
-        self.num_tokens = length
-        self.num_cached_blocks = min(self.num_cached_blocks, length // self.block_size)
+        self.num_held_tokens = num_held_tokens
         return freed
 
     def fork(self) -> BlockTable:
@@ -336,13 +490,15 @@ class BlockTable:
         UseAfterFreeError for a freed table.
         """
         self._check_usable("fork", 0)
-        num_shared = -(-self.num_tokens // self.block_size)
-        other = BlockTable(self.pool)
+        num_shared = -(-self.num_held_tokens // self.block_size)
+        other = BlockTable(self.pool, self.retention)
         other._blocks = self._blocks[:num_shared]
         other._block_ids = self._block_ids[:num_shared]
-        other.num_tokens = self.num_tokens
+        other._sinks, other._shift, other.base = self._sinks.copy(), self._shift, self.base
+        other.num_held_tokens = self.num_held_tokens
+        other.num_evicted_tokens = self.num_evicted_tokens
         other.num_cached_blocks = self.num_cached_blocks
-        self.pool.touch(other._blocks)
+        self.pool.touch(other)
         return other
 
     def free(self) -> list[KVCacheBlock]:
@@ -354,7 +510,9 @@ class BlockTable:
         """
         if self.is_freed:
             raise DoubleFreeError("BlockTable.free: the table was freed before")
-        freed = self.trim_to(0)
+        freed = self._cut(0) + self.pool.free_blocks(reversed(self._sinks))
+        self._sinks, self._key_shifts = [], []
+        self.num_evicted_tokens = self.num_cached_blocks = 0
         self.is_freed = True
         return freed
 
@@ -363,7 +521,7 @@ class BlockTable:
         before they are written.
         """
         self._check_usable(operation, n)
-        index, offset = divmod(self.num_tokens, self.block_size)
+        index, offset = divmod(self.num_held_tokens, self.block_size)
         must_copy = n > 0 and offset > 0 and not self._blocks[index].is_writable
         num_missing = index + -(-(offset + n) // self.block_size) - len(self._blocks)
         return max(0, num_missing), must_copy
@@ -374,9 +532,20 @@ class BlockTable:
         if n < 0:
             raise BlockTableError(f"BlockTable.{operation}: a count must be at least 0, got {n}")
 
-    def _check_range(self, operation: str, offset: int, n: int) -> None:
-        if offset < 0 or n < 0 or offset + n > self.capacity:
+    def _place(self, operation: str, offset: int, n: int) -> int:
+        """Where in the table token number ``offset`` and the ``n - 1`` behind it are."""
+        num_evicted = self.num_evicted_tokens
+        if offset < 0 or n < 0 or offset + n > self.capacity + num_evicted:
             raise BlockTableError(
                 f"BlockTable.{operation}: tokens {offset} to {offset + n} of a table of "
                 f"{len(self._blocks)} blocks of {self.block_size} = {self.capacity} slots"
             )
+        num_sinks = self.retention.num_sink_tokens
+        if not num_evicted or offset + n <= num_sinks:
+            return offset
+        if offset < num_sinks + num_evicted:
+            raise BlockTableError(
+                f"BlockTable.{operation}: tokens {offset} to {offset + n}, of which {num_sinks} to "
+                f"{num_sinks + num_evicted} have left the window"
+            )
+        return offset - num_evicted

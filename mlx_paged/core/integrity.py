@@ -43,15 +43,23 @@ def check_table_integrity(table: BlockTable) -> None:
         IntegrityError: with the sum that failed.
     """
     block_size, num_tokens = table.block_size, table.num_tokens
-    ids = [block.block_id for block in table]
+    num_held_tokens = table.num_held_tokens
+    ids = [block.block_id for block in table.blocks]
     if table.block_ids != ids:
         _fail(f"block table: block_ids {table.block_ids} != ids of its blocks {ids}")
-    if len(set(ids)) != len(ids):
-        _fail(f"block table: {len(ids)} blocks, {len(set(ids))} different ones: {ids}")
-    if not 0 <= num_tokens <= table.capacity:
+    all_ids = [block.block_id for block in table]
+    if len(set(all_ids)) != len(all_ids):
+        _fail(f"block table: {len(all_ids)} blocks, {len(set(all_ids))} different ones: {all_ids}")
+    if not 0 <= num_held_tokens <= table.capacity:
         _fail(
-            f"block table: {num_tokens} tokens in {len(ids)} * {block_size} = "
+            f"block table: {num_held_tokens} tokens in {len(ids)} * {block_size} = "
             f"{table.capacity} slots"
+        )
+    num_evictable = table.retention.num_evicted(num_tokens)
+    if table.num_evicted_tokens > num_evictable or table.num_evicted_tokens % block_size:
+        _fail(
+            f"block table: {table.num_evicted_tokens} of {num_tokens} tokens are evicted, "
+            f"{num_evictable} in whole blocks may be"
         )
     if not 0 <= table.num_cached_blocks <= table.num_full_blocks:
         _fail(
@@ -60,13 +68,18 @@ def check_table_integrity(table: BlockTable) -> None:
         )
     if table.is_freed and (ids or num_tokens):
         _fail(f"block table: freed, and holds {len(ids)} blocks, {num_tokens} tokens")
-    for index, block in enumerate(table):
+    _check_blocks_of(table)
+
+
+def _check_blocks_of(table: BlockTable) -> None:
+    for index, block in enumerate(table.blocks):
         name = f"block {block.block_id}"
         if not _is_own(table.pool, block):
             _fail(f"block table: {name} is the null block or not of this pool")
         if block.ref_cnt < 1:
             _fail(f"block table: {name} is in the table, its ref_cnt is {block.ref_cnt}")
-        is_reserved = index * block_size >= num_tokens  # Nothing is in it yet.
+        # Nothing is in it yet.
+        is_reserved = index * table.block_size >= table.num_held_tokens
         if is_reserved and not block.is_writable:
             hashed = block.block_hash is not None
             _fail(f"block table: empty {name} has ref_cnt {block.ref_cnt}, hashed: {hashed}")

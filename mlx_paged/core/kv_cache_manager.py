@@ -4,6 +4,9 @@ they share.
 
 from __future__ import annotations
 
+import itertools
+import sys
+from bisect import bisect_right
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -11,22 +14,28 @@ from typing import NamedTuple
 
 from mlx_paged.core.block_hash import BlockHash
 from mlx_paged.core.block_pool import BlockPool
-from mlx_paged.core.block_table import BlockCopy, BlockTable
+from mlx_paged.core.block_table import BlockCopy, BlockTable, KeyShift
 from mlx_paged.core.errors import BlockTableError, IntegrityError
 from mlx_paged.core.integrity import check_pool_integrity, check_table_integrity
 from mlx_paged.core.kv_cache_block import KVCacheBlock
+from mlx_paged.core.retention import KEEP_ALL, Retention
 
 RequestId = Hashable
 
 
 class ComputedBlocks(NamedTuple):
     """A prefix hit: the blocks that hold the first ``num_tokens`` tokens of a request, which does
-    not hold them yet.
+    not hold them yet. Of each group of layers they are those that it keeps.
     """
 
-    blocks: Sequence[KVCacheBlock] = ()
+    groups: Sequence[Sequence[KVCacheBlock]] = ((),)
     num_tokens: int = 0
     num_queried_tokens: int = 0  # of the request whose prefix was looked up
+
+    @property
+    def blocks(self) -> list[KVCacheBlock]:
+        """Those of all groups."""
+        return list(itertools.chain.from_iterable(self.groups))
 
 
 NOTHING_COMPUTED = ComputedBlocks()
@@ -78,24 +87,48 @@ class KVCacheManager:
     it is written: apply the copies that ``allocate_slots`` returns, in order, before the step. Not
     thread-safe: one thread at a time.
 
+    Layers that keep different tokens have tables of their own, a *group* each, over the same pool:
+    a block is a group's, and holds the rows of its layers. Most models are one group that keeps
+    all. What left the window of a group goes back to the pool in ``allocate_slots``, and a prefix
+    hit needs of each group only what the next token sees.
+
     Args:
         pool: the blocks.
         shares_blocks: False for storage in which a block's rows belong to one sequence. No block is
             then ever held by two requests: a prefix hit finds only blocks that nobody holds, and
             ``fork`` takes new blocks.
+        retentions: what each group of layers keeps.
     """
 
-    def __init__(self, pool: BlockPool, shares_blocks: bool = True) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        shares_blocks: bool = True,
+        retentions: Sequence[Retention] = (KEEP_ALL,),
+    ) -> None:
         self.pool = pool
+        self.retentions = tuple(retentions)
+        self.keeps_all = self.retentions == (KEEP_ALL,)
         self.shares_blocks = shares_blocks
+        self.max_num_new_tokens = sys.maxsize
+        """The most tokens that ``allocate_slots`` will be asked for at once."""
+        # Of the first group, and all groups of each request: lists, the first of which is the same.
         self._tables: dict[RequestId, BlockTable] = {}
+        self._groups: dict[RequestId, list[BlockTable]] = {}
         self._num_queried_tokens = 0
         self._num_hit_tokens = 0
 
     @property
     def tables(self) -> Mapping[RequestId, BlockTable]:
-        """The block table of each request, oldest first. Change them only through the manager."""
+        """The block table of each request, oldest first: that of its first group of layers. Change
+        them only through the manager.
+        """
         return MappingProxyType(self._tables)
+
+    @property
+    def groups(self) -> Mapping[RequestId, Sequence[BlockTable]]:
+        """The block tables of each request, one per group of layers."""
+        return MappingProxyType(self._groups)
 
     def num_tokens(self, request_id: RequestId) -> int:
         """Tokens with slots; 0 when there is no such request."""
@@ -116,13 +149,21 @@ class KVCacheManager:
         Args:
             block_hashes: of the request's full blocks (``hash_token_blocks``).
         """
-        blocks: list[KVCacheBlock] = []
-        for block_hash in block_hashes[: max(0, num_tokens - 1) // self.pool.block_size]:
-            block = self.pool.get_cached_block(block_hash)
-            if block is None or self._is_taken(block):
+        num_blocks = min(len(block_hashes), max(0, num_tokens - 1) // self.pool.block_size)
+        lookups = [
+            _PrefixLookup(self, retention, block_hashes, group)
+            for group, retention in enumerate(self.retentions)
+        ]
+        # Each group may hold less than the one before; one alone is asked once.
+        remaining = len(lookups)
+        for lookup in itertools.cycle(lookups):
+            longest = lookup.longest(num_blocks)
+            remaining = len(lookups) if longest < num_blocks else remaining
+            num_blocks, remaining = longest, remaining - 1
+            if not remaining:
                 break
-            blocks.append(block)
-        return ComputedBlocks(blocks, len(blocks) * self.pool.block_size, num_tokens)
+        found = [lookup.blocks(num_blocks) for lookup in lookups]
+        return ComputedBlocks(found, num_blocks * self.pool.block_size, num_tokens)
 
     def num_needed_blocks(
         self,
@@ -130,12 +171,53 @@ class KVCacheManager:
         num_new_tokens: int,
         computed: ComputedBlocks = NOTHING_COMPUTED,
     ) -> int:
-        """Free blocks that ``allocate_slots`` would take, those of ``computed`` included."""
-        table = self._tables.get(request_id)
-        if table is not None:
-            return table.num_new_blocks(num_new_tokens)
+        """Free blocks that ``allocate_slots`` would take, those of ``computed`` included, or that a
+        new request takes at most until it has these tokens, where not all of them stay.
+        """
+        tables = self._groups.get(request_id)
+        if tables is not None:
+            return sum(table.num_new_blocks(num_new_tokens) for table in tables)
         num_free_hits = sum(block.ref_cnt == 0 for block in computed.blocks)
-        return num_free_hits + -(-num_new_tokens // self.pool.block_size)
+        if self.keeps_all:
+            return num_free_hits + -(-num_new_tokens // self.pool.block_size)
+        num_most = self.max_num_held_blocks(computed.num_tokens + num_new_tokens)
+        return num_free_hits + max(0, num_most - len(computed.blocks))
+
+    def max_num_held_blocks(self, num_tokens: int) -> int:
+        """The most blocks that a request holds at a time until it has ``num_tokens`` tokens."""
+        block_size, max_run = self.pool.block_size, self.max_num_new_tokens
+        return sum(
+            -(-retention.max_num_held(num_tokens, max_run) // block_size)
+            for retention in self.retentions
+        )
+
+    def max_num_tokens(self, num_blocks: int) -> int:
+        """The most tokens that a request can have in ``num_blocks`` blocks; ``sys.maxsize`` where
+        it never needs more.
+        """
+        if self.keeps_all:
+            return num_blocks * self.pool.block_size
+        if self.max_num_held_blocks(sys.maxsize) <= num_blocks:
+            return sys.maxsize
+        candidates = range(1, num_blocks * self.pool.block_size + 1)
+        return bisect_right(candidates, num_blocks, key=self.max_num_held_blocks)
+
+    def max_run(self, request_id: RequestId, computed: ComputedBlocks = NOTHING_COMPUTED) -> int:
+        """How many tokens may be allocated at once: as many as see the same tokens before them."""
+        num_tokens = self.num_tokens(request_id) + computed.num_tokens
+        runs = [retention.max_run(num_tokens) for retention in self.retentions]
+        return min([run for run in runs if run is not None], default=sys.maxsize)
+
+    def max_more(self, request_id: RequestId) -> int:
+        """How many tokens may follow those that were allocated last, in the same step: none where
+        others would leave the window before.
+        """
+        if self.keeps_all:
+            return sys.maxsize
+        for table in self._groups[request_id]:
+            if table.retention.num_evicted(table.num_tokens) > table.num_evicted_tokens:
+                return 0
+        return self.max_run(request_id)
 
     def allocate_slots(
         self,
@@ -166,28 +248,68 @@ class KVCacheManager:
                 f"KVCacheManager.allocate_slots: request {request_id!r} has {table.num_tokens} "
                 f"tokens already, so its {computed.num_tokens} computed ones have no place"
             )
-        if table is not None and num_new_tokens == 1:  # A decode, which is most calls.
-            return table.append_token()
+        if table is not None and num_new_tokens == 1 and self.keeps_all:
+            return table.append_token()  # A decode, which is most calls.
+        tables = self._groups.get(request_id)
+        if tables is None:
+            tables = self._begin(request_id, num_new_tokens, computed)
+            if tables is None:
+                return None
+        for table in tables if not self.keeps_all else ():
+            table.evict()
+        num_needed = sum(table.num_new_blocks(num_new_tokens) for table in tables)
+        if num_needed > self.pool.num_free_blocks:
+            return None
+        copies: list[BlockCopy] = []
+        for table in tables:
+            more = table.reserve(num_new_tokens)
+            assert more is not None, "the blocks were counted"
+            copies += more
+            table.advance(num_new_tokens)
+        return copies
+
+    def _begin(
+        self, request_id: RequestId, num_new_tokens: int, computed: ComputedBlocks
+    ) -> list[BlockTable] | None:
+        """The tables of a new request; ``None``, and nothing has changed, if there are not enough
+        blocks for it.
+        """
         for block in computed.blocks:
-            if self._is_taken(block):
+            if self.is_taken(block):
                 raise BlockTableError(
                     f"KVCacheManager.allocate_slots: request {request_id!r} can't share computed "
                     f"block {block.block_id}, which another request holds (shares_blocks is False)"
                 )
-        if self.num_needed_blocks(request_id, num_new_tokens, computed) > self.pool.num_free_blocks:
+        num_needed = sum(block.ref_cnt == 0 for block in computed.blocks) - len(computed.blocks)
+        for retention in self.retentions:
+            num_evicted = retention.num_evicted(computed.num_tokens)
+            num_slots = computed.num_tokens - num_evicted + num_new_tokens
+            # Sinks are copied once there is something between them and the window.
+            if num_evicted > retention.base(computed.num_tokens):
+                num_slots += retention.num_sink_tokens
+            num_needed += -(-num_slots // self.pool.block_size)
+        if num_needed > self.pool.num_free_blocks:
             return None
-        if table is None:
-            # The computed blocks are taken first: new ones may be had by evicting free ones.
-            self.pool.touch(computed.blocks)
-            table = self._tables[request_id] = BlockTable(self.pool)
-            table.adopt(computed.blocks, computed.num_tokens)
-            # Counted here and not at the lookup, which a refused request repeats.
-            self._num_queried_tokens += computed.num_queried_tokens
-            self._num_hit_tokens += computed.num_tokens
-        copies = table.reserve(num_new_tokens)
-        assert copies is not None, "the blocks were counted"
-        table.advance(num_new_tokens)
-        return copies
+        tables = [BlockTable(self.pool, retention) for retention in self.retentions]
+        # The computed blocks are taken first: new ones may be had by evicting free ones.
+        self.pool.touch(computed.blocks)
+        for table, blocks in zip(tables, computed.groups, strict=False):
+            table.adopt(blocks, computed.num_tokens)
+        self._tables[request_id], self._groups[request_id] = tables[0], tables
+        # Counted here and not at the lookup, which a refused request repeats.
+        self._num_queried_tokens += computed.num_queried_tokens
+        self._num_hit_tokens += computed.num_tokens
+        return tables
+
+    def take_key_shifts(self, request_id: RequestId) -> list[tuple[int, KeyShift]]:
+        """What the slots allocated last make necessary before they are written, in order, by group
+        of layers: sinks have to follow their window, or positions start over. Each is told once.
+        """
+        return [
+            (group, shift)
+            for group, table in enumerate(self._groups[request_id])
+            for shift in table.take_key_shifts()
+        ]
 
     def cache_blocks(self, request_id: RequestId, block_hashes: Sequence[BlockHash]) -> int:
         """Let other requests hit the full blocks of this one; return how many are newly cached.
@@ -196,7 +318,11 @@ class KVCacheManager:
             block_hashes: of the request's blocks (``hash_token_blocks``), as many as are to be
                 cached; those beyond its full blocks are not used.
         """
-        return self._table(request_id).cache_full_blocks(block_hashes)
+        self._table(request_id)
+        tables = enumerate(self._groups[request_id])
+        return max(
+            table.cache_full_blocks(group_hashes(block_hashes, group)) for group, table in tables
+        )
 
     def free(self, request_id: RequestId) -> list[KVCacheBlock]:
         """Give back the blocks of a finished, aborted or preempted request, tail first; return
@@ -205,9 +331,10 @@ class KVCacheManager:
         Raises:
             KeyError: no such request.
         """
-        freed = self._table(request_id).free()
+        self._table(request_id)
         del self._tables[request_id]
-        return freed
+        freed = [table.free() for table in self._groups.pop(request_id)]
+        return list(itertools.chain.from_iterable(freed))
 
     def fork(self, request_id: RequestId, new_request_id: RequestId) -> bool:
         """Add a second request with the same tokens.
@@ -227,13 +354,13 @@ class KVCacheManager:
         if new_request_id in self._tables:
             raise ValueError(f"KVCacheManager.fork: request {new_request_id!r} exists already")
         if self.shares_blocks:
-            child = table.fork()
+            children = [parent.fork() for parent in self._groups[request_id]]
         else:
-            child = BlockTable(self.pool)
-            if child.reserve(table.num_tokens) is None:
+            children = [BlockTable(self.pool)]
+            if children[0].reserve(table.num_tokens) is None:
                 return False
-            child.advance(table.num_tokens)
-        self._tables[new_request_id] = child
+            children[0].advance(table.num_tokens)
+        self._tables[new_request_id], self._groups[new_request_id] = children[0], children
         return True
 
     def trim(self, request_id: RequestId, num_tokens: int) -> None:
@@ -242,9 +369,15 @@ class KVCacheManager:
 
         Raises:
             KeyError: no such request.
-            BlockTableError: ``num_tokens`` is negative or more than it has.
+            BlockTableError: ``num_tokens`` is negative or more than it has, or tokens that have
+                left the window would be needed again; nothing has changed.
         """
-        self._table(request_id).trim_to(num_tokens)
+        self._table(request_id)
+        tables = self._groups[request_id]
+        for table in tables if not self.keeps_all else ():
+            table.retention.check_evicted(num_tokens, table.num_evicted_tokens)
+        for table in tables:
+            table.trim_to(num_tokens)
 
     def reset_prefix_cache(self) -> bool:
         """Forget everything cached, or return False and change nothing while a block is in use."""
@@ -257,7 +390,7 @@ class KVCacheManager:
 
     def stats(self) -> KVCacheManagerStats:
         """Figures of this moment. Another thread may call it, and may then see a step half done."""
-        tables = list(self._tables.values())
+        tables = list(itertools.chain.from_iterable(list(self._groups.values())))
         # Forks may share a partly filled block: what its fullest holder leaves is unfilled.
         unfilled: dict[int, int] = {}
         for table in tables:
@@ -267,8 +400,8 @@ class KVCacheManager:
                     unfilled.get(last.block_id, self.pool.block_size), num_unfilled_slots
                 )
         return KVCacheManagerStats(
-            num_requests=len(tables),
-            num_tokens=sum(table.num_tokens for table in tables),
+            num_requests=len(self._tables),
+            num_tokens=sum(table.num_tokens for table in list(self._tables.values())),
             num_usable_blocks=self.pool.num_usable_blocks,
             num_used_blocks=self.pool.num_used_blocks,
             num_cached_blocks=self.pool.num_cached_blocks,
@@ -284,9 +417,16 @@ class KVCacheManager:
         Raises:
             IntegrityError: with the sum that failed.
         """
-        for table in self._tables.values():
+        tables = list(itertools.chain.from_iterable(self._groups.values()))
+        for table in tables:
             check_table_integrity(table)
-        check_pool_integrity(self.pool, self._tables.values())
+        check_pool_integrity(self.pool, tables)
+        for request_id, groups in self._groups.items():
+            lengths = [table.num_tokens for table in groups]
+            if self._tables.get(request_id) is not groups[0] or len(set(lengths)) > 1:
+                raise IntegrityError(
+                    f"check_integrity: request {request_id!r} has tables of {lengths} tokens"
+                )
         for block in self.pool.blocks if not self.shares_blocks else ():
             if block.ref_cnt > 1:
                 raise IntegrityError(
@@ -294,7 +434,7 @@ class KVCacheManager:
                     f"and shares_blocks is False"
                 )
 
-    def _is_taken(self, block: KVCacheBlock) -> bool:
+    def is_taken(self, block: KVCacheBlock) -> bool:
         """Whether no further request may hold this block."""
         return not self.shares_blocks and block.ref_cnt > 0
 
@@ -304,3 +444,84 @@ class KVCacheManager:
                 f"KVCacheManager: no request {request_id!r}; there are {list(self._tables)}"
             )
         return self._tables[request_id]
+
+
+def group_hashes(block_hashes: Sequence[BlockHash], group: int) -> Sequence[BlockHash]:
+    """The hashes under which the blocks of a group of layers are found: blocks of different groups
+    hold the same tokens, and the rows of different layers.
+    """
+    if group == 0:
+        return block_hashes
+    return [BlockHash(block_hash + group.to_bytes(2, "little")) for block_hash in block_hashes]
+
+
+class _PrefixLookup:
+    """What is cached of a prefix for one group of layers."""
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        retention: Retention,
+        block_hashes: Sequence[BlockHash],
+        group: int,
+    ) -> None:
+        self._manager = manager
+        self._retention = retention
+        self._block_hashes = block_hashes
+        self._group = group
+        self._found: dict[int, KVCacheBlock | None] = {}
+
+    def longest(self, num_blocks: int) -> int:
+        """The longest prefix of at most ``num_blocks`` blocks of which all is cached that the token
+        behind it sees.
+        """
+        num_sinks = self._num_blocks(self._retention.num_sink_tokens)
+        for index in range(min(num_blocks, num_sinks)):
+            if self._get(index) is None:
+                return index
+        if self._retention.num_recent_tokens is None:
+            index = num_sinks
+            while index < num_blocks and self._get(index) is not None:
+                index += 1
+            return index
+        # From the end: a block that is missing ends every prefix that needs it.
+        index = num_blocks = self._findable(num_blocks)
+        while index > self._first_recent(num_blocks):
+            index -= 1
+            if self._get(index) is None:
+                num_blocks = self._findable(index)
+                index = min(index, num_blocks)
+        return num_blocks
+
+    def _findable(self, num_blocks: int) -> int:
+        """The most blocks up to ``num_blocks`` of which all that is kept may be found."""
+        block_size = self._manager.pool.block_size
+        while not self._retention.is_findable(num_blocks * block_size):
+            num_blocks -= 1
+        return num_blocks
+
+    def blocks(self, num_blocks: int) -> list[KVCacheBlock]:
+        """The blocks that a table of the first ``num_blocks`` blocks holds, all of them cached."""
+        num_sinks = min(num_blocks, self._num_blocks(self._retention.num_sink_tokens))
+        wanted = itertools.chain(
+            range(num_sinks), range(self._first_recent(num_blocks), num_blocks)
+        )
+        found = [self._get(index) for index in wanted]
+        return [block for block in found if block is not None]
+
+    def _first_recent(self, num_blocks: int) -> int:
+        """The first block behind the sinks and what is evicted."""
+        retention, block_size = self._retention, self._manager.pool.block_size
+        num_evicted = retention.num_evicted(num_blocks * block_size)
+        return min(num_blocks, self._num_blocks(retention.num_sink_tokens + num_evicted))
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return num_tokens // self._manager.pool.block_size
+
+    def _get(self, index: int) -> KVCacheBlock | None:
+        if index not in self._found:
+            (block_hash,) = group_hashes(self._block_hashes[index : index + 1], self._group)
+            block = self._manager.pool.get_cached_block(block_hash)
+            is_taken = block is not None and self._manager.is_taken(block)
+            self._found[index] = None if is_taken else block
+        return self._found[index]

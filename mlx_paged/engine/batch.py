@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-from mlx_paged.core import BlockCopy
+from mlx_paged.core import BlockCopy, KeyShift
 from mlx_paged.request import PENDING_TOKEN, Request, SeqId
 
 
@@ -19,6 +19,8 @@ class Scheduled(NamedTuple):
     start: int
     num_new_tokens: int
     num_logit_rows: int  # logits wanted, of its last tokens; 0 while more of its prompt is left
+    # Of these, the first ones, which are for the log-probabilities of the prompt.
+    num_scored_rows: int = 0
     draft_token_ids: Sequence[int] = ()
 
     @property
@@ -47,6 +49,13 @@ class CopyBlocks(NamedTuple):
     copies: list[BlockCopy]
 
 
+class ShiftKeys(NamedTuple):
+    """Copy blocks of a group of layers, with K rotated: sinks follow their window."""
+
+    group: int
+    shift: KeyShift
+
+
 class SwapIn(NamedTuple):
     """Copy the tokens ``start : end`` back, into the blocks that the sequence has now."""
 
@@ -55,7 +64,7 @@ class SwapIn(NamedTuple):
     end: int
 
 
-Transfer: TypeAlias = SwapOut | CopyBlocks | SwapIn
+Transfer: TypeAlias = SwapOut | CopyBlocks | ShiftKeys | SwapIn
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.argument_values import check_integer
 from mlx_paged.cache import SwappedKV
-from mlx_paged.config import (
-    DEFAULT_BACKEND,
-    DEFAULT_BLOCK_SIZE,
-    DEFAULT_KV,
-)
+from mlx_paged.config import DEFAULT_KV
 from mlx_paged.core import KVCacheManagerStats, hash_token_blocks
 from mlx_paged.engine.batch import Batch, Scheduled
 from mlx_paged.engine.draft_model import DraftModel
@@ -33,12 +29,14 @@ from mlx_paged.engine.draft_options import (
     speculation_of,
 )
 from mlx_paged.engine.model_runner import ModelRunner, StepInFlight
-from mlx_paged.engine.options import FURTHER_OPTIONS, FurtherOptions, scheduler_config
+from mlx_paged.engine.options import PassedOnOptions, passed_on_names, split_options
+from mlx_paged.engine.prompt_logprobs import score_prompts
 from mlx_paged.engine.prompts import Prompt, as_tokenizer, read_prompt
 from mlx_paged.engine.request_state import RequestState
 from mlx_paged.engine.sampler import NO_TOKENS, SampledToken, sample, state_of
 from mlx_paged.engine.scheduler import Scheduler, extra_hash_keys
 from mlx_paged.engine.swap_space import SwapSpace, num_swap_tokens
+from mlx_paged.engine.token_rules import read_token_rules, special_token_ids
 from mlx_paged.errors import ArgumentError, forget_frames, request_error, shown
 from mlx_paged.foreign_arguments import argument_names, refuses_unknown_arguments
 from mlx_paged.models.context_length import context_limit
@@ -47,11 +45,11 @@ from mlx_paged.models.language_model import check_model
 from mlx_paged.request import (
     Request,
     RequestOutput,
-    SamplingParams,
     check_cache_salt,
     check_priority,
     check_request_id,
 )
+from mlx_paged.sampling_params import SamplingParams
 
 T = TypeVar("T")
 
@@ -72,7 +70,7 @@ class EngineStats(KVCacheManagerStats):
 
 def engine_option_names() -> frozenset[str]:
     """The names of all settings that an :class:`Engine` takes."""
-    return argument_names(Engine) | FURTHER_OPTIONS
+    return argument_names(Engine) | passed_on_names()
 
 
 class Engine:
@@ -92,11 +90,6 @@ class Engine:
         model: Qwen3 as :func:`mlx_paged.load` returns it.
         tokenizer: for text prompts, text out, stop texts and the end of sequence; ``None`` is token
             ids only.
-        kv: ``"paged"``, or ``"basic"`` for contiguous K/V per sequence.
-        block_size: tokens per K/V block: 8, 16, 32 or 64.
-        kv_cache_bytes: the K/V budget, as :meth:`KVBudget.parse` reads it; by default a share of
-            the machine's memory. A limit, no allocation.
-        backend: ``"auto"``, ``"reference"`` or ``"metal"``.
         swap_bytes: host memory for the K/V of preempted requests, on top of the budget, in the same
             notation; 0 never swaps. By default an eighth of the budget, if copying a token's K/V
             takes less than computing them (:func:`is_swapping_cheaper`).
@@ -107,37 +100,46 @@ class Engine:
         run_ahead: whether a step is launched before the tokens of the one before are read, so that
             the device does not wait for Python (vLLM: ``async_scheduling``). The tokens are the
             same. By default where the cache allows it without copies: on Metal.
-        options: ``draft_model``, a small model of the same vocabulary that makes the drafts, in the
-            place of what followed when a request's last tokens came before; its K/V count in the
-            budget. And fields of :class:`SchedulerConfig`: ``max_num_seqs``,
+        options: of the K/V cache, and fields of :class:`SchedulerConfig` (``max_num_seqs``,
             ``max_num_batched_tokens``, ``max_num_mixed_tokens``, ``enable_prefix_caching``,
-            ``watermark``, ``priority_steps``, ``num_draft_tokens``.
+            ``watermark``, ``priority_steps``, ``num_draft_tokens``). Those of the cache are
+
+            - ``kv``: ``"paged"``, or ``"basic"`` for contiguous K/V per sequence.
+            - ``block_size``: tokens per K/V block: 8, 16, 32 or 64.
+            - ``kv_cache_bytes``: the K/V budget, as :meth:`KVBudget.parse` reads it; by default a
+              share of the machine's memory. A limit, no allocation.
+            - ``kv_format``: the bits that K and V are quantised to as they are written: ``8``,
+              ``4``, or ``"K:8,V:4"``; ``"paged"`` only. By default they are stored as they are.
+            - ``backend``: ``"auto"``, ``"reference"`` or ``"metal"``.
+            - ``window``: keep the last ``window`` tokens of each sequence and its first ones, so
+              that it goes on without end in bounded memory (:class:`StreamingWindow`). There is
+              then no context limit but ``max_model_len``. All tokens by default.
+            - ``num_sink_tokens``: how many of the first tokens stay beside a window; 4 by default.
+            - ``draft_model``: a small model of the same vocabulary that makes the drafts, in the
+              place of what followed when a request's last tokens came before. Its K/V count in the
+              budget.
 
     Raises:
         ValueError: a setting out of its range, or a budget that holds no block.
         TypeError: an argument that there is not; the message says what to use.
     """
 
-    @refuses_unknown_arguments("engine", also=lambda: FURTHER_OPTIONS)
+    @refuses_unknown_arguments("engine", also=passed_on_names)
     def __init__(
         self,
         model: Module,
         tokenizer: TokenizerWrapper | None = None,
         *,
-        kv: str = DEFAULT_KV,
-        block_size: int = DEFAULT_BLOCK_SIZE,
-        kv_cache_bytes: str | int | None = None,
-        backend: str = DEFAULT_BACKEND,
         swap_bytes: str | int | None = None,
         seed: int | None = None,
         max_model_len: int | None = None,
         run_ahead: bool | None = None,
-        **options: Unpack[FurtherOptions],
+        **options: Unpack[PassedOnOptions],
     ):
-        checked = check_model(model)
-        self.max_model_len = context_limit(checked.args, max_model_len)
+        checked, kv = check_model(model), options.get("kv", DEFAULT_KV)
+        self.max_model_len = context_limit(checked.args, max_model_len, options.get("window"))
         draft_model = check_draft_model(options.get("draft_model"), checked, kv)
-        config = scheduler_config(options, self.max_model_len)
+        cache_options, config = split_options(options, self.max_model_len)
         if tokenizer is not None:
             tokenizer = as_tokenizer(tokenizer)
         if seed is not None:
@@ -154,14 +156,7 @@ class Engine:
             mx.eval([leaf for leaf in leaves if isinstance(leaf, mx.array)])
         self.model = model
         self.tokenizer = tokenizer
-        self.cache = make_kv_cache(
-            model,
-            kv,
-            block_size=block_size,
-            kv_cache_bytes=kv_cache_bytes,
-            backend=backend,
-            draft_model=draft_model,
-        )
+        self.cache = make_kv_cache(model, kv, **cache_options)
         num_parameters = num_parameters_of(model)
         self.swap_space: SwapSpace[SwappedKV] = SwapSpace(
             num_swap_tokens(swap_bytes, self.cache, num_parameters)
@@ -174,6 +169,7 @@ class Engine:
         self.scheduler = Scheduler(
             self.cache, config, frozenset(eos_token_ids), self.swap_space, speculation
         )
+        self._special_token_ids = special_token_ids(tokenizer)
         self._seeds = random.Random(seed)
         # The requests that are not reported as finished yet. Threads share this table, the inbox
         # and the flags of a state without a lock: each of their changes is a single operation, and
@@ -226,15 +222,20 @@ class Engine:
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"[engine] params must be SamplingParams, got {type(params).__name__}")
-        if params.stop and self.tokenizer is None:
-            raise ValueError("[engine] stop texts need a tokenizer; use stop_token_ids")
+        token_rules = read_token_rules(params, self.tokenizer, self.runner.vocab_size)
         text, token_ids = read_prompt(prompt, self.tokenizer, self.runner.vocab_size)
         seed = self._seeds.getrandbits(63) if params.seed is None else int(params.seed)
         request = Request(
-            request_id, token_ids, params, seed=seed, priority=priority, cache_salt=cache_salt
+            request_id,
+            token_ids,
+            params,
+            seed=seed,
+            priority=priority,
+            cache_salt=cache_salt,
+            token_rules=token_rules,
         )
         self.scheduler.check(request)
-        state = RequestState(request, text, self.tokenizer)
+        state = RequestState(request, text, self.tokenizer, self._special_token_ids)
         if self._states.setdefault(request_id, state) is not state:
             raise ValueError(f"[engine] request {request_id!r} exists already")
         self._inbox.append(partial(self.scheduler.add, request))
@@ -443,6 +444,7 @@ class Engine:
         rows, requests, num_before = self._completions(step.batch)
         with self._device_work():
             step.sampled = sample(step.logits, rows, requests, num_before)
+            step.scored = score_prompts(step.logits, step.batch.scheduled)
         for request in step.sampled.requests:
             if request.seq_id not in self.scheduler.requests:
                 state = self._states[request.request_id]
@@ -457,6 +459,7 @@ class Engine:
         step = self._in_flight[0]
         with self._device_work():
             results = step.sampled.read()
+            scores = [(prompt.request, prompt.read()) for prompt in step.scored]
             # A chunk of a prompt has no tokens to wait for. What no step follows leaves nothing
             # lazy: another thread could not evaluate it, and a reader in flight would make each
             # donated write copy a slab.
@@ -467,6 +470,9 @@ class Engine:
         if drafted and not self._verify(step, drafted, results):
             return
         self._in_flight.popleft()
+        for request, entries in scores:
+            if not request.is_finished:
+                self._states[request.request_id].add_prompt_logprobs(request, entries)
         verified = {part.request for part in drafted}
         for request, result in zip(step.sampled.requests, results, strict=True):
             if request not in verified:
@@ -601,7 +607,8 @@ class Engine:
         num_before: list[int] = []
         first_row = 0
         for part in batch.scheduled:
-            request, num_rows = part.request, part.num_logit_rows
+            request, num_rows = part.request, part.num_logit_rows - part.num_scored_rows
+            first_row += part.num_scored_rows
             if num_rows and not request.is_finished:
                 if num_rows > 1 and state_of(request, self.runner.vocab_size).draws_rows_together:
                     rows += range(first_row, first_row + num_rows)

@@ -11,9 +11,10 @@ from mlx.nn.layers.base import Module
 
 from mlx_paged.argument_values import kind_of
 from mlx_paged.cache import AnySeqId, KVCache, PagedKVCache, SwappedKV
-from mlx_paged.engine.batch import Batch, CopyBlocks, Scheduled, SwapOut, Transfer
+from mlx_paged.engine.batch import Batch, CopyBlocks, Scheduled, ShiftKeys, SwapOut, Transfer
 from mlx_paged.engine.compiled_decode import CompiledDecode
 from mlx_paged.engine.draft_model import DraftModel
+from mlx_paged.engine.prompt_logprobs import ScoredPrompt
 from mlx_paged.engine.prompts import TokenIds, check_token_ids
 from mlx_paged.engine.sampler import NO_TOKENS, SampledTokens
 from mlx_paged.engine.swap_space import SwapSpace
@@ -34,12 +35,14 @@ class StepInFlight:
     Attributes:
         logits: ``[num_rows, vocab_size]``.
         sampled: the tokens sampled from it, once their sampler is launched.
+        scored: the log-probabilities of prompts that it gives, launched together with that.
         forks: completions that began with it.
     """
 
     batch: Batch
     logits: mx.array = field(default_factory=lambda: NO_TOKENS.token_ids)
     sampled: SampledTokens = NO_TOKENS
+    scored: list[ScoredPrompt] = field(default_factory=list)
     forks: list[Request] = field(default_factory=list)
 
     def first_row_of(self, part: Scheduled) -> int:
@@ -153,6 +156,8 @@ class ModelRunner:
     def _transfer(self, transfer: Transfer) -> None:
         if isinstance(transfer, CopyBlocks):
             self.cache.copy_blocks(transfer.copies)
+        elif isinstance(transfer, ShiftKeys):
+            self.cache.shift_keys(transfer.group, transfer.shift)
         elif isinstance(transfer, SwapOut):
             swapped = self.cache.swap_out(transfer.block_ids, transfer.num_tokens)
             self._swap_space.put(transfer.seq_id, swapped)

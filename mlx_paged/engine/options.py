@@ -22,30 +22,33 @@ class SchedulerOptions(TypedDict, total=False):
     num_draft_tokens: int
 
 
-class FurtherOptions(SchedulerOptions, total=False):
-    """What :class:`Engine` takes besides the arguments in its signature."""
+class LoadedCacheOptions(TypedDict, total=False):
+    """The keyword arguments of :func:`make_kv_cache` that are no models."""
+
+    block_size: int
+    kv_cache_bytes: str | int | None
+    kv_format: str | int | None
+    backend: str
+    window: int | None
+    num_sink_tokens: int | None
+
+
+class CacheOptions(LoadedCacheOptions, total=False):
+    """The keyword arguments of :func:`make_kv_cache`."""
 
     draft_model: Module | None
 
 
-FURTHER_OPTIONS = argument_names(SchedulerConfig) | {"draft_model"}
+class PassedOnOptions(CacheOptions, SchedulerOptions, total=False):
+    """What :class:`Engine` hands on to its cache and its scheduler."""
+
+    kv: str  # the kind of the cache
 
 
-def scheduler_config(options: FurtherOptions, max_model_len: int) -> SchedulerConfig:
-    """The scheduler's part of the options. A draft model makes drafts by default."""
-    given = cast(SchedulerOptions, {k: v for k, v in options.items() if k != "draft_model"})
-    if options.get("draft_model") is not None:
-        given.setdefault("num_draft_tokens", DEFAULT_NUM_DRAFT_TOKENS)
-    return SchedulerConfig(max_model_len=max_model_len, **given)
-
-
-class LoadedEngineOptions(SchedulerOptions, total=False):
-    """The keyword arguments of :class:`Engine` that name no model."""
+class LoadedEngineOptions(LoadedCacheOptions, SchedulerOptions, total=False):
+    """The keyword arguments of :class:`Engine` that are no models."""
 
     kv: str
-    block_size: int
-    kv_cache_bytes: str | int | None
-    backend: str
     swap_bytes: str | int | None
     seed: int | None
     max_model_len: int | None
@@ -63,3 +66,25 @@ class RequestOptions(TypedDict, total=False):
 
     priority: int
     cache_salt: str | None
+
+
+def passed_on_names() -> frozenset[str]:
+    """The names of what :class:`Engine` hands on."""
+    return frozenset(PassedOnOptions.__annotations__) | argument_names(SchedulerConfig)
+
+
+def split_options(
+    options: PassedOnOptions, max_model_len: int | None
+) -> tuple[CacheOptions, SchedulerConfig]:
+    """Those of the cache, but for its kind, and those of the scheduler.
+
+    A draft model makes ``DEFAULT_NUM_DRAFT_TOKENS`` drafts unless the options say otherwise.
+    """
+    cache, scheduler = (
+        {name: value for name, value in options.items() if name in kind.__annotations__}
+        for kind in (CacheOptions, SchedulerOptions)
+    )
+    if options.get("draft_model") is not None:
+        scheduler.setdefault("num_draft_tokens", DEFAULT_NUM_DRAFT_TOKENS)
+    config = SchedulerConfig(max_model_len=max_model_len, **cast(SchedulerOptions, scheduler))
+    return cast(CacheOptions, cache), config

@@ -20,13 +20,17 @@ from typing import Any, Protocol
 from mlx_paged.config import SchedulerConfig
 from mlx_paged.core import BlockCopy, ComputedBlocks, KVCacheManager, extend_block_hashes
 from mlx_paged.core.kv_cache_manager import NOTHING_COMPUTED
-from mlx_paged.engine.batch import Batch, CopyBlocks, Scheduled, SwapIn, SwapOut
+from mlx_paged.engine.batch import Batch, CopyBlocks, Scheduled, ShiftKeys, SwapIn, SwapOut
 from mlx_paged.engine.speculation import NO_SPECULATION, Speculation
 from mlx_paged.engine.swap_space import SwapSpace
-from mlx_paged.errors import prompt_beyond_context, prompt_too_long
-from mlx_paged.request import PENDING_TOKEN, Request, RequestStatus, SeqId
+from mlx_paged.errors import PromptTooLongError, prompt_beyond_context, prompt_too_long
+from mlx_paged.request import PENDING_TOKEN, Request, RequestStatus, SeqId, StopReason
 
 by_order = attrgetter("order")
+
+# Of a step, for the log-probabilities of prompts: rows of logits are large. 256 rows of 152,000
+# logits are 156 MB in float32, and some copies of it.
+MAX_SCORED_ROWS = 256
 
 
 def extra_hash_keys(cache_salt: str | None) -> tuple[str, ...]:
@@ -53,11 +57,12 @@ class _Plan:
     """A step while it is being planned."""
 
     token_budget: int
+    scored_rows_budget: int = MAX_SCORED_ROWS
     only: Request | None = None
     is_ahead: bool = False  # the tokens of the step before are not read yet
     scheduled: list[Scheduled] = field(default_factory=list)
     swap_outs: list[SwapOut] = field(default_factory=list)
-    copies: list[CopyBlocks] = field(default_factory=list)
+    copies: list[CopyBlocks | ShiftKeys] = field(default_factory=list)  # in this order
     swap_ins: list[SwapIn] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     finished: list[Request] = field(default_factory=list)
@@ -121,7 +126,12 @@ class Scheduler:
         self._requests: dict[SeqId, Request] = {}
         self._arrivals = itertools.count()
         self._block_size = self.manager.pool.block_size
-        self._max_num_tokens = 0  # that the budget holds, as of this step
+        self._use_manager()
+        self._limit = 0, 0  # blocks that the budget holds, and tokens of one request in them
+
+    def _use_manager(self) -> None:
+        self.manager = self.supply.manager
+        self.manager.max_num_new_tokens = self.config.max_num_batched_tokens
 
     @property
     def requests(self) -> Mapping[SeqId, Request]:
@@ -152,8 +162,14 @@ class Scheduler:
                 f"[scheduler] {request.num_seqs} completions of one request are more than may run "
                 f"at once, {self.config.max_num_seqs}; raise max_num_seqs"
             )
-        if -(-request.num_tokens // self._block_size) > self.max_num_blocks:
-            raise prompt_too_long(request.num_tokens, self._block_size, self.max_num_blocks)
+        if self.manager.max_num_held_blocks(request.num_tokens) > self.max_num_blocks:
+            raise self._prompt_too_long(request)
+
+    def _prompt_too_long(self, request: Request) -> PromptTooLongError:
+        num_needed = self.manager.max_num_held_blocks(request.num_tokens)
+        return prompt_too_long(
+            request.num_tokens, num_needed, self._block_size, self.max_num_blocks
+        )
 
     def add(self, request: Request) -> None:
         """Let a request wait for its turn; one that is there already, or finished meanwhile, is
@@ -183,7 +199,7 @@ class Scheduler:
         self,
         request: Request,
         reason: str,
-        stop_reason: int | str | None = None,
+        stop_reason: StopReason = None,
         error: Exception | None = None,
     ) -> None:
         """Take a request out, wherever it is, and give back all its blocks at once: finished,
@@ -212,7 +228,7 @@ class Scheduler:
         Args:
             only: schedule this request and no other.
         """
-        return self._plan(_Plan(self._token_budget(), only))
+        return self._plan(_Plan(self._token_budget(), only=only))
 
     def schedule_ahead(self, awaited: Iterable[Request]) -> Batch | None:
         """Plan the step after one whose tokens are not read yet, as if they were.
@@ -240,19 +256,23 @@ class Scheduler:
         return min(budget, config.max_num_mixed_tokens) if is_decoding else budget
 
     def _has_room_ahead(self) -> bool:
-        num_free = self.manager.num_free_blocks + self.supply.num_growable_blocks
+        manager = self.manager
+        num_free = manager.num_free_blocks + self.supply.num_growable_blocks
         budget = self.config.max_num_batched_tokens
-        if len(self.running) + -(-budget // self._block_size) <= num_free:
+        num_most = len(self.running) + -(-budget // self._block_size)
+        if num_most * len(manager.retentions) <= num_free and manager.keeps_all:
             return True
         num_needed = 0
         for request in self.running:
             num_new_tokens = min(request.num_tokens - request.num_computed_tokens + 1, budget)
-            num_needed += self.manager.num_needed_blocks(request.seq_id, num_new_tokens)
+            num_needed += manager.num_needed_blocks(request.seq_id, num_new_tokens)
         return num_needed <= num_free
 
     def _plan(self, plan: _Plan) -> Batch:
         self.num_steps += 1
-        self._max_num_tokens = self.max_num_blocks * self._block_size
+        num_blocks = self.max_num_blocks
+        if num_blocks != self._limit[0]:
+            self._limit = num_blocks, self.manager.max_num_tokens(num_blocks)
         self._schedule_running(plan)
         if not plan.preempted:
             self._admit_waiting(plan)
@@ -264,7 +284,7 @@ class Scheduler:
         running, only = self.running, plan.only
         # A decode takes one block at most. Asked for once, before any of them evicts what is
         # cached.
-        self.supply.make_room(len(running))
+        self.supply.make_room(len(running) * len(self.manager.retentions))
         index = 0
         while index < len(running):
             request = running[index]
@@ -280,6 +300,7 @@ class Scheduler:
                 # waits for it.
                 num_left = 0 if only is not None else len(running) - index - 1
                 num_new_tokens = min(num_new_tokens, plan.token_budget - num_left)
+                num_new_tokens = min(num_new_tokens, self._max_chunk(plan, request))
                 num_needed = self.manager.num_needed_blocks(request.seq_id, num_new_tokens)
                 self.supply.make_room(num_needed + num_left)
             copies = self.manager.allocate_slots(request.seq_id, num_new_tokens)
@@ -325,9 +346,11 @@ class Scheduler:
         if num_spare < (self.config.watermark * self.max_num_blocks if self.running else 0):
             return False
         num_new_tokens = min(request.num_tokens - num_held, plan.token_budget)
+        num_new_tokens = min(num_new_tokens, self._max_chunk(plan, request, computed))
         num_slots = num_held - computed.num_tokens + num_new_tokens
         # Blocks that were found need no room: taking them evicts nothing.
-        self.supply.make_room(-(-num_slots // self._block_size))
+        num_groups = len(self.manager.retentions)
+        self.supply.make_room(-(-num_slots // self._block_size) * num_groups)
         copies = self.manager.allocate_slots(request.seq_id, num_slots, computed)
         if copies is None:
             return False
@@ -345,18 +368,38 @@ class Scheduler:
         self._schedule(plan, request, num_new_tokens, copies)
         return True
 
+    def _max_chunk(
+        self, plan: _Plan, request: Request, computed: ComputedBlocks = NOTHING_COMPUTED
+    ) -> int:
+        """The most tokens of a request in a step: all of them see the same ones before it, and few
+        rows of logits are there at a time.
+        """
+        max_run = self.manager.max_run(request.seq_id, computed)
+        if request.num_unscored_tokens:
+            max_run = min(max_run, max(1, plan.scored_rows_budget))
+        return max_run
+
     def _schedule(
         self, plan: _Plan, request: Request, num_new_tokens: int, copies: list[BlockCopy]
     ) -> None:
         start = request.num_computed_tokens
         request.num_computed_tokens = end = start + num_new_tokens
         num_logit_rows = 1 if end == len(request.token_ids) else 0
+        num_scored_rows = 0
+        if request.num_unscored_tokens:
+            num_scored_rows = _num_scored_rows(request, start, end)
+            num_logit_rows += num_scored_rows
+            plan.scored_rows_budget -= num_scored_rows
         # A third of the time that the constructor of a NamedTuple takes.
-        part = tuple.__new__(Scheduled, (request, start, num_new_tokens, num_logit_rows, ()))
+        fields = (request, start, num_new_tokens, num_logit_rows, num_scored_rows, ())
+        part = tuple.__new__(Scheduled, fields)
         plan.scheduled.append(part)
         plan.token_budget -= num_new_tokens
         if copies:
             plan.copies.append(CopyBlocks(copies))
+        if not self.manager.keeps_all:
+            shifts = self.manager.take_key_shifts(request.seq_id)
+            plan.copies += [ShiftKeys(group, shift) for group, shift in shifts]
         if end % self._block_size < num_new_tokens:  # The end of a block was passed.
             plan.new_block_ids.update(self._cache_blocks(request))
 
@@ -392,17 +435,20 @@ class Scheduler:
                 plan.token_budget -= num_drafts
                 num_run = 1 + num_drafts
                 start = request.num_computed_tokens - num_run
-                plan.scheduled[index] = Scheduled(request, start, num_run, num_run, drafts)
+                plan.scheduled[index] = Scheduled(request, start, num_run, num_run, 0, drafts)
 
     def _max_num_drafts(self, plan: _Plan, request: Request) -> int:
         """How many drafts a request may have in this step: within the step's budget and the end of
         the answer, in slots for which nothing is evicted and nobody has to make room.
         """
-        table, pool = self.manager.tables[request.seq_id], self.manager.pool
-        num_slots = table.num_unfilled_slots + pool.num_empty_blocks * self._block_size
-        most = min(plan.token_budget, num_slots)
-        if request.params.max_tokens >= 0:
-            most = min(most, request.params.max_tokens - request.num_output_tokens - 1)
+        tables = self.manager.groups[request.seq_id]
+        num_new_blocks = self.manager.pool.num_empty_blocks // len(tables)
+        num_slots = min(table.num_unfilled_slots for table in tables)
+        num_slots += num_new_blocks * self._block_size
+        most = min(plan.token_budget, num_slots, self.manager.max_more(request.seq_id))
+        limit = request.params.max_tokens
+        if limit is not None and limit >= 0:
+            most = min(most, limit - request.num_output_tokens - 1)
         if self.config.max_model_len is not None:
             most = min(most, self.config.max_model_len - request.num_tokens - 1)
         return most
@@ -411,7 +457,11 @@ class Scheduler:
         if not self.config.enable_prefix_caching:
             return NOTHING_COMPUTED
         self._hash_blocks(request)
-        return self.manager.get_computed_blocks(request.block_hashes, request.num_tokens)
+        # A row whose logits are wanted is computed, even on a hit.
+        num_tokens = request.num_tokens
+        if request.num_unscored_tokens:
+            num_tokens = request.num_prompt_tokens - request.num_unscored_tokens
+        return self.manager.get_computed_blocks(request.block_hashes, num_tokens)
 
     def _cache_blocks(self, request: Request) -> list[int]:
         """Let others hit the blocks that are full after the newest step, as far as their tokens are
@@ -423,7 +473,12 @@ class Scheduler:
         num_new_blocks = self.manager.cache_blocks(request.seq_id, request.block_hashes)
         num_full_blocks = request.num_computed_tokens // self._block_size
         end = min(num_full_blocks, len(request.block_hashes))
-        return self.manager.tables[request.seq_id].block_ids[end - num_new_blocks : end]
+        block_ids: list[int] = []
+        for table in self.manager.groups[request.seq_id]:
+            num_evicted = table.num_evicted_tokens // self._block_size
+            begin = max(0, end - num_new_blocks - num_evicted)
+            block_ids += table.packed_block_ids[begin : end - num_evicted]
+        return block_ids
 
     def _hash_blocks(self, request: Request) -> None:
         token_ids = request.token_ids
@@ -436,8 +491,7 @@ class Scheduler:
 
     def _fail(self, plan: _Plan, request: Request) -> None:
         """End a request whose tokens have no room, and no other request could make some."""
-        error = prompt_too_long(request.num_tokens, self._block_size, self.max_num_blocks)
-        self.finish(request, "error", error=error)
+        self.finish(request, "error", error=self._prompt_too_long(request))
         plan.finished.append(request)
 
     def _preempt(self, plan: _Plan, request: Request) -> None:
@@ -475,11 +529,14 @@ class Scheduler:
             if ahead is not None:
                 ahead.new_block_ids.update(new_block_ids)
         params = request.params
-        if token_id in self.eos_token_ids and not params.ignore_eos:
-            self.finish(request, "stop")
-        elif token_id in params.stop_token_ids:
-            self.finish(request, "stop", token_id)
-        elif self._is_full(request):
+        if request.num_output_tokens > params.min_tokens:
+            if token_id in self.eos_token_ids and not params.ignore_eos:
+                return self.finish(request, "stop")
+            if token_id in params.stop_token_ids:
+                return self.finish(request, "stop", token_id)
+            if params.stop_sequences and (sequence := _ending_sequence(request)) is not None:
+                return self.finish(request, "stop", sequence)
+        if self._is_full(request):
             self.finish(request, "length")
 
     def _fills_block(self, request: Request) -> bool:
@@ -495,7 +552,7 @@ class Scheduler:
             request.num_output_tokens == request.params.max_tokens
             or request.num_tokens == self.config.max_model_len
             # No room for the token's own K/V.
-            or request.num_tokens > self._max_num_tokens
+            or request.num_tokens > self._limit[1]
         )
 
     def begin_verification(self, part: Scheduled) -> None:
@@ -533,7 +590,7 @@ class Scheduler:
                 self.manager.free(request.seq_id)
                 self._wait_again(request)
         for transfer in batch.transfers:
-            if not isinstance(transfer, CopyBlocks):
+            if isinstance(transfer, SwapIn | SwapOut):
                 self.swap_space.release(transfer.seq_id)
 
     def restart(self, requests: Iterable[Request]) -> None:
@@ -543,7 +600,7 @@ class Scheduler:
         Whatever the queues and the tables were before is forgotten; the supply has a manager
         without tables by now.
         """
-        self.manager = self.supply.manager
+        self._use_manager()
         self.swap_space.clear()
         self.running, self.waiting, self._requests = [], [], {}
         for request in requests:
@@ -573,6 +630,23 @@ class Scheduler:
         for request in self.running:
             assert self.manager.num_tokens(request.seq_id) == request.num_computed_tokens
             assert request.num_computed_tokens <= request.num_tokens
+
+
+def _num_scored_rows(request: Request, start: int, end: int) -> int:
+    """Of how many of the tokens ``start : end`` the logits are those of a prompt token that is not
+    scored yet. A row's logits are of the token after it.
+    """
+    num_scored = request.num_prompt_tokens - 1 - request.num_unscored_tokens
+    return max(0, min(end, request.num_prompt_tokens - 1) - max(start, num_scored))
+
+
+def _ending_sequence(request: Request) -> tuple[int, ...] | None:
+    """The stop sequence that the answer ends with; the longest, if there are several."""
+    for sequence in request.params.stop_sequences:
+        length = len(sequence)
+        if length <= request.num_output_tokens and sequence == tuple(request.token_ids[-length:]):
+            return sequence
+    return None
 
 
 def _remove(queue: list[Request], request: Request) -> None:

@@ -46,9 +46,10 @@ def num_swap_tokens(swap_bytes: str | int | None, cache: KVCache, num_parameters
         return 0
     budget = KVBudget.parse(swap_bytes, "swap_bytes")
     if not cache.can_swap:
+        kind = f"a {cache.kind} cache" if cache.manager.keeps_all else "a cache with windows"
         raise ArgumentError(
-            f"[engine] swap_bytes={shown(swap_bytes)} needs kv='paged': preempted requests of "
-            f"a {cache.kind} cache are computed again; leave it out",
+            f"[engine] swap_bytes={shown(swap_bytes)} needs kv='paged' and layers that keep all "
+            f"tokens: preempted requests of {kind} are computed again; leave it out",
             "swap_bytes",
         )
     if budget.num_blocks is not None:

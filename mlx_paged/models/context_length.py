@@ -32,17 +32,21 @@ def context_length(args: ModelArgs) -> int:
     return int(limit * scaling.get("factor", 1.0))
 
 
-def context_limit(args: ModelArgs, max_model_len: int | None) -> int:
+def context_limit(
+    args: ModelArgs, max_model_len: int | None, window: int | None = None
+) -> int | None:
     """The most tokens that a prompt and its answer have together: ``max_model_len``, or what the
-    model was made for.
+    model was made for; ``None`` where only a window of them is seen at a time.
 
     Raises:
         ArgumentError: it is no whole number, below 2, or more than the model was made for.
     """
     limit = context_length(args)
     if max_model_len is None:
-        return limit
+        return None if window is not None else limit
     length = as_integer(max_model_len)
+    if window is not None and length is not None and length >= 2:
+        return length
     if length is None or not 2 <= length <= limit:
         raise ArgumentError(
             f"[context] max_model_len must be a whole number within 2..{limit}, the context that "

@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal, overload
 
+import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
 from mlx_paged.argument_values import check_integer
-from mlx_paged.cache import ContiguousKVCache, KVCache, KVCacheConfig, PagedKVCache
+from mlx_paged.cache import (
+    ContiguousKVCache,
+    KVCache,
+    KVCacheConfig,
+    KVFormat,
+    LayerGroup,
+    LayerSpec,
+    PagedKVCache,
+    group_layers,
+)
 from mlx_paged.config import (
     DEFAULT_BACKEND,
     DEFAULT_BLOCK_SIZE,
     DEFAULT_KV,
     KV_CACHES,
+    MAX_WINDOW,
+    KVBits,
     KVBudget,
+    StreamingWindow,
 )
-from mlx_paged.errors import shown
+from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.foreign_arguments import refuses_unknown_arguments
 from mlx_paged.memory import default_kv_cache_bytes
-from mlx_paged.models.language_model import check_model
+from mlx_paged.models.context_length import context_length
+from mlx_paged.models.language_model import LanguageModel, check_model
 from mlx_paged.ops import check_backend_name
 
 
@@ -30,7 +46,10 @@ def make_kv_cache(
     *,
     block_size: int = DEFAULT_BLOCK_SIZE,
     kv_cache_bytes: str | int | None = None,
+    kv_format: str | int | None = None,
     backend: str = DEFAULT_BACKEND,
+    window: int | None = None,
+    num_sink_tokens: int | None = None,
     draft_model: Module | None = None,
 ) -> PagedKVCache: ...
 
@@ -42,7 +61,10 @@ def make_kv_cache(
     *,
     block_size: int = DEFAULT_BLOCK_SIZE,
     kv_cache_bytes: str | int | None = None,
+    kv_format: str | int | None = None,
     backend: str = DEFAULT_BACKEND,
+    window: int | None = None,
+    num_sink_tokens: int | None = None,
     draft_model: Module | None = None,
 ) -> ContiguousKVCache: ...
 
@@ -54,7 +76,10 @@ def make_kv_cache(
     *,
     block_size: int = DEFAULT_BLOCK_SIZE,
     kv_cache_bytes: str | int | None = None,
+    kv_format: str | int | None = None,
     backend: str = DEFAULT_BACKEND,
+    window: int | None = None,
+    num_sink_tokens: int | None = None,
     draft_model: Module | None = None,
 ) -> KVCache: ...
 
@@ -66,24 +91,34 @@ def make_kv_cache(
     *,
     block_size: int = DEFAULT_BLOCK_SIZE,
     kv_cache_bytes: str | int | None = None,
+    kv_format: str | int | None = None,
     backend: str = DEFAULT_BACKEND,
+    window: int | None = None,
+    num_sink_tokens: int | None = None,
     draft_model: Module | None = None,
 ) -> KVCache:
-    """An empty cache for ``model``, in the dtype of its activations (mlx-lm:
-    ``make_prompt_cache``).
+    """An empty cache for ``model``, in the dtype of its activations unless ``kv_format`` says
+    otherwise (mlx-lm: ``make_prompt_cache``).
 
     Args:
         kind: ``"paged"`` or ``"basic"`` (contiguous).
         block_size: tokens per block: 8, 16, 32 or 64.
         kv_cache_bytes: the budget, as :meth:`KVBudget.parse` reads it; by default a share of the
             machine's memory.
+        kv_format: the bits that K and V are quantised to as they are written: ``8``, ``4``, or for
+            each ``"K:8,V:4"``; a paged cache only. By default they are stored as they are. Numbers
+            share a scale and a bias in groups of 64, of 32 where that does not divide a row.
         backend: ``"auto"``, ``"reference"`` or ``"metal"``; a basic cache attends with MLX's own
             SDPA whatever it is.
+        window, num_sink_tokens: keep the first ``num_sink_tokens`` (default: 4) and the last
+            ``window`` tokens of each sequence (:class:`StreamingWindow`); all by default. Paged
+            only.
         draft_model: its layers are put behind those of the model.
 
     Raises:
-        ValueError: no model of :func:`mlx_paged.load`, an unknown kind, block size or backend, or a
-            budget that can't be read or holds no block.
+        ValueError: no model of :func:`mlx_paged.load`, an unknown kind, block size or backend, a
+            budget that can't be read or holds no block, or a format or a window that can't be read
+            or had for this model, this kind or this backend.
     """
     checked = check_model(model)
     for name, value in (("kind", kind), ("backend", backend)):
@@ -103,8 +138,88 @@ def make_kv_cache(
         budget = KVBudget(nbytes=default_kv_cache_bytes(weight_nbytes))
     else:
         budget = KVBudget.parse(kv_cache_bytes)
+    streaming = _streaming_window(kind, window, num_sink_tokens)
     specs = checked.layer_specs
     if draft_model is not None:
         specs = [*specs, *check_model(draft_model).layer_specs]
-    config = KVCacheConfig.within(budget, specs, block_size)
-    return PagedKVCache(config, backend) if kind == "paged" else ContiguousKVCache(config)
+    stored = _stored_as(KVBits.parse(kv_format), specs)
+    if kind == "basic":
+        return ContiguousKVCache(KVCacheConfig.within(budget, stored, block_size))
+    if draft_model is not None:
+        return PagedKVCache(_drafted(budget, stored, block_size, streaming), backend)
+    groups = group_layers(stored, block_size, streaming)
+    if streaming is not None:
+        _check_streaming(checked, groups)
+    config = KVCacheConfig.within(budget, stored, block_size, groups)
+    return PagedKVCache(config, backend, rotate_keys=checked.rotate_keys)
+
+
+def _drafted(
+    budget: KVBudget,
+    layers: Sequence[LayerSpec],
+    block_size: int,
+    streaming: StreamingWindow | None,
+) -> KVCacheConfig:
+    """One group of layers, which keeps all: a draft model may be behind by tokens that the model
+    does not see any more.
+    """
+    if streaming is not None:
+        raise ArgumentError(
+            "[kv cache] window can't be combined with draft_model, which needs all tokens; "
+            "num_draft_tokens alone looks drafts up in a request's own tokens",
+            "window",
+        )
+    return KVCacheConfig.within(budget, layers, block_size)
+
+
+def _streaming_window(
+    kind: str, window: int | None, num_sink_tokens: int | None
+) -> StreamingWindow | None:
+    if window is None:
+        if num_sink_tokens is not None:
+            raise ArgumentError(
+                "[kv cache] num_sink_tokens are kept beside a window; give a window, too",
+                "num_sink_tokens",
+            )
+        return None
+    if kind != "paged":
+        raise ArgumentError(
+            f"[kv cache] window={shown(window)} needs the paged cache: a {kind} one keeps all "
+            "tokens; leave it out",
+            "window",
+        )
+    if num_sink_tokens is None:
+        return StreamingWindow(window)
+    return StreamingWindow(window, num_sink_tokens)
+
+
+def _check_streaming(model: LanguageModel, groups: Sequence[LayerGroup]) -> None:
+    retention = groups[0].retention
+    num_seen = retention.max_num_held(MAX_WINDOW, 0) - retention.num_sink_tokens
+    limit = context_length(model.args)
+    if num_seen > limit:
+        raise ArgumentError(
+            f"[kv cache] window: {num_seen} tokens would be seen at a time, sinks and whole blocks "
+            f"included, and the model was made for {limit}; make it smaller",
+            "window",
+        )
+    spec = model.layer_specs[0]
+    try:
+        model.rotate_keys(0, mx.zeros((1, spec.num_kv_heads, spec.key_dim)), 1)
+    except NotImplementedError as error:
+        raise ArgumentError(
+            f"[kv cache] window needs keys that can be moved to other positions: {error}", "window"
+        ) from error
+
+
+def _stored_as(bits: KVBits | None, layers: Sequence[LayerSpec]) -> Sequence[LayerSpec]:
+    """The layers with K and V in these bits; as they are for ``None``."""
+    if bits is None:
+        return layers
+    return [
+        replace(
+            spec,
+            format=KVFormat.quantised(bits, spec.key_dim, spec.value_dim, spec.format.key.dtype),
+        )
+        for spec in layers
+    ]

@@ -43,6 +43,19 @@ class LanguageModel(Module, ABC):
     def layer_specs(self) -> list[LayerSpec]:
         """The K/V of each layer, usually in :attr:`dtype`; layers may differ."""
 
+    def rotate_keys(self, layer: int, keys: mx.array, distance: int) -> mx.array:
+        """Keys as a layer would have computed them ``distance`` positions further on.
+
+        Rotary positions add up, so this rotates what is rotated already.
+
+        Args:
+            keys: ``[num_tokens, num_kv_heads, key_dim]``, in any floating dtype.
+
+        Raises:
+            NotImplementedError: positions are not in the keys as a rotation.
+        """
+        raise NotImplementedError(f"[{type(self).__module__}] can't rotate keys")
+
     @abstractmethod
     def __call__(
         self,

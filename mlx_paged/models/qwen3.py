@@ -22,7 +22,7 @@ from mlx_lm.models.activations import swiglu
 from mlx_lm.models.rope_utils import initialize_rope
 
 from mlx_paged.argument_values import check_positive
-from mlx_paged.cache import DenseFormat, LayerKV, LayerSpec
+from mlx_paged.cache import KVFormat, LayerKV, LayerSpec
 from mlx_paged.errors import shown
 from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.ops import device
@@ -40,6 +40,8 @@ SIZES = (
 MAX_LAYERS = 1000
 MAX_SIZE = 2**31 - 1  # of a dimension in MLX
 MAX_NUMBER = 3.4e38  # of float32
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
 
 # What kinds of RoPE scaling read, where they read it.
 SCALING_NUMBERS = (
@@ -71,14 +73,13 @@ class ModelArgs:
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
     use_sliding_window: bool = False
+    sliding_window: int | None = None
+    max_window_layers: int = 28
+    layer_types: list[str] | None = None
 
     def __post_init__(self) -> None:
         self._check_sizes()
-        if self.use_sliding_window:
-            raise ValueError(
-                "[qwen3] use_sliding_window is not supported; every layer attends to the whole "
-                "context"
-            )
+        self._check_windows()
         # transformers >= 5 nests rope_theta and the scaling under rope_parameters.
         if self.rope_parameters:
             if self.rope_theta is None:
@@ -117,6 +118,44 @@ class ModelArgs:
                     f"[qwen3] {name} in config.json must be true or false, "
                     f"got {shown(getattr(self, name))}"
                 )
+
+    def _check_windows(self) -> None:
+        if self.use_sliding_window:
+            check_positive("qwen3", "sliding_window in config.json", self.sliding_window)
+        number = self.max_window_layers
+        if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+            raise ValueError(
+                "[qwen3] max_window_layers in config.json must be a whole number, at least 0, got "
+                f"{shown(number)}"
+            )
+        types = self.layer_types
+        if types is None:
+            return
+        if not isinstance(types, list) or len(types) != self.num_hidden_layers:
+            raise ValueError(
+                "[qwen3] layer_types in config.json must have an entry for each of "
+                f"{self.num_hidden_layers} layers, got {shown(types)}"
+            )
+        for kind in types:
+            if kind not in LAYER_TYPES:
+                raise ValueError(
+                    f"[qwen3] layer_types in config.json must be of {', '.join(LAYER_TYPES)}, "
+                    f"got {shown(kind)}"
+                )
+        if "sliding_attention" in types and not self.use_sliding_window:
+            raise ValueError(
+                "[qwen3] layer_types in config.json has sliding_attention, and use_sliding_window "
+                "is not set"
+            )
+
+    @property
+    def windows(self) -> list[int | None]:
+        """Of each layer, the tokens that a query sees, itself included; ``None`` for all."""
+        types = self.layer_types
+        if types is None:
+            num_full = self.max_window_layers if self.use_sliding_window else self.num_hidden_layers
+            types = [LAYER_TYPES[index >= num_full] for index in range(self.num_hidden_layers)]
+        return [self.sliding_window if kind == LAYER_TYPES[1] else None for kind in types]
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> ModelArgs:
@@ -262,7 +301,7 @@ class Model(LanguageModel):
 
     def __init__(self, args: ModelArgs):
         super().__init__()
-        self.args = args
+        self.args: ModelArgs = args
         self.model_type = args.model_type
         self.tie_word_embeddings = args.tie_word_embeddings
         self.model = Qwen3Model(args)
@@ -282,6 +321,13 @@ class Model(LanguageModel):
         h = self.model.norm(h)
         return self.model.embed_tokens.as_linear(h) if self.tie_word_embeddings else self.lm_head(h)
 
+    def rotate_keys(self, layer: int, keys: mx.array, distance: int) -> mx.array:
+        rope = self.layers[layer].self_attn.rope
+        # Some kinds of scaling make keys longer, too, which these are already.
+        length = rope(mx.ones((1, 1, 1, keys.shape[-1])), offset=0)
+        rotated = rope(keys.astype(mx.float32)[:, :, None] / length, offset=distance)
+        return rotated.squeeze(2).astype(keys.dtype)
+
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         """Drop the head of a checkpoint that also ties it to the embeddings."""
         if self.tie_word_embeddings:
@@ -299,8 +345,8 @@ class Model(LanguageModel):
 
     @property
     def layer_specs(self) -> list[LayerSpec]:
-        dense = DenseFormat(str(self.dtype).removeprefix("mlx.core."))
+        args, dense = self.args, KVFormat.dense(self.dtype)
+        shape = args.num_key_value_heads, args.head_dim, args.head_dim
         return [
-            LayerSpec(a.num_kv_heads, a.head_dim, a.head_dim, format=dense, num_heads=a.num_heads)
-            for a in (block.self_attn for block in self.layers)
+            LayerSpec(*shape, window, dense, args.num_attention_heads) for window in args.windows
         ]

@@ -6,6 +6,7 @@ from mlx_paged.ops.attention_plan import AttentionPlan, PlanKey
 from mlx_paged.ops.backend import Backend, BackendError
 from mlx_paged.ops.choose import BACKENDS, check_backend_name, choose_backend
 from mlx_paged.ops.copy_detector import CopyDetector
+from mlx_paged.ops.formats import AffineFormat, DenseFormat, HostParts, KVFormat, Parts, RowFormat
 from mlx_paged.ops.kv_handle import KVHandle
 from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, SlotMapping
 from mlx_paged.ops.prefill import attend_densely
@@ -14,6 +15,7 @@ from mlx_paged.ops.traced_step import traced_decode
 
 __all__ = [
     "BACKENDS",
+    "AffineFormat",
     "AttentionMetadata",
     "AttentionParams",
     "AttentionPlan",
@@ -21,8 +23,13 @@ __all__ = [
     "Backend",
     "BackendError",
     "CopyDetector",
+    "DenseFormat",
+    "HostParts",
+    "KVFormat",
     "KVHandle",
+    "Parts",
     "PlanKey",
+    "RowFormat",
     "SlotMapping",
     "attend_densely",
     "check_backend_name",

@@ -1,8 +1,9 @@
 """What a backend does: the operations on paged K/V slabs.
 
-A slab is ``[num_blocks, num_kv_heads, block_size, key_dim]`` or ``[..., value_dim]``; rows and
-queries of all sequences are packed, ``[num_tokens, heads, dim]``. The method is PagedAttention
-(Kwon et al., 2023), and the names follow vLLM's.
+K and V are stored as their format's parts (``formats``), slabs of
+``[num_blocks, num_kv_heads, block_size, width]`` each; rows come in encoded. Rows and queries of
+all sequences are packed, ``[num_tokens, heads, width]``. The method is PagedAttention (Kwon et al.,
+2023), and the names follow vLLM's.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import ClassVar
 import mlx.core as mx
 
 from mlx_paged.ops.attention_plan import AttentionPlan, PlanKey
+from mlx_paged.ops.formats import Parts
 from mlx_paged.ops.kv_handle import KVHandle
 from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, SlotMapping
 
@@ -40,8 +42,8 @@ class Backend(ABC):
     @abstractmethod
     def reshape_and_cache(
         self,
-        k: mx.array,  # [num_tokens, num_kv_heads, key_dim]
-        v: mx.array,  # [num_tokens, num_kv_heads, value_dim]
+        k: Parts,  # [num_tokens, num_kv_heads, width of the part] each
+        v: Parts,  # the same
         kv: KVHandle,
         slot_mapping: SlotMapping,  # of num_tokens
     ) -> None:
@@ -56,8 +58,8 @@ class Backend(ABC):
     def update_and_attend(
         self,
         q: mx.array,  # [num_tokens, num_heads, key_dim]
-        k: mx.array,  # [num_tokens, num_kv_heads, key_dim]
-        v: mx.array,  # [num_tokens, num_kv_heads, value_dim]
+        k: Parts,  # [num_tokens, num_kv_heads, width of the part] each
+        v: Parts,  # the same
         kv: KVHandle,
         step: AttentionMetadata,
         params: AttentionParams,
@@ -105,11 +107,19 @@ class Backend(ABC):
     def gather_blocks(
         self, kv: KVHandle, block_table: Sequence[int], num_tokens: int
     ) -> tuple[mx.array, mx.array]:
-        """The dense K and V of the first ``num_tokens`` tokens of a table, ``[num_kv_heads,
-        num_tokens, key_dim]`` and ``[..., value_dim]``.
+        """The decoded K and V of the first ``num_tokens`` tokens of a table, ``[num_kv_heads,
+        num_tokens, key_dim]`` and ``[..., value_dim]``, in the dtype of the activations.
 
         ``materialize`` elsewhere. The result may be a view of the slabs: while it is held, the next
         write copies them whole.
+        """
+
+    @abstractmethod
+    def gather_parts(
+        self, kv: KVHandle, block_table: Sequence[int], num_tokens: int
+    ) -> tuple[Parts, Parts]:
+        """What the slabs hold of these tokens, bit for bit: the parts of K and of V,
+        ``[num_kv_heads, num_tokens, width]`` each. They may be views, as above.
         """
 
     @abstractmethod

@@ -9,23 +9,27 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
+from mlx_paged.ops.formats import Parts
 from mlx_paged.ops.kv_handle import KVHandle
 from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, SlotMapping
 
 
-def check_slot_write(
-    op: str, k: mx.array, v: mx.array, kv: KVHandle, slot_mapping: SlotMapping
-) -> None:
-    num_blocks, num_kv_heads, block_size, key_dim = kv.k.shape
-    for name, rows, dim in (("k", k, key_dim), ("v", v, kv.value_dim)):
-        expected = (slot_mapping.num_tokens, num_kv_heads, dim)
-        if rows.shape != expected:
+def check_slot_write(op: str, k: Parts, v: Parts, kv: KVHandle, slot_mapping: SlotMapping) -> None:
+    num_blocks, num_kv_heads, block_size, _ = kv.k[0].shape
+    for name, parts, slabs in (("k", k, kv.k), ("v", v, kv.v)):
+        if len(parts) != len(slabs):
             raise ValueError(
-                f"[{op}] {name}: expected [num_tokens, num_kv_heads, dim] = {list(expected)}, "
-                f"got {list(rows.shape)}"
+                f"[{op}] {name}: expected the {len(slabs)} parts of {kv.format}, got {len(parts)}"
             )
-        if rows.dtype != kv.dtype:
-            raise ValueError(f"[{op}] {name}: {rows.dtype} rows don't fit {kv.dtype} slabs")
+        for part, slab in zip(parts, slabs, strict=True):
+            expected = (slot_mapping.num_tokens, num_kv_heads, slab.shape[3])
+            if part.shape != expected:
+                raise ValueError(
+                    f"[{op}] {name}: expected [num_tokens, num_kv_heads, dim] = {list(expected)}, "
+                    f"got {list(part.shape)}"
+                )
+            if part.dtype != slab.dtype:
+                raise ValueError(f"[{op}] {name}: {part.dtype} rows don't fit {slab.dtype} slabs")
     if slot_mapping.block_size != block_size:
         raise ValueError(
             f"[{op}] slot_mapping: built for blocks of {slot_mapping.block_size}, "
@@ -41,7 +45,8 @@ def check_slot_write(
 def check_attention(
     op: str, q: mx.array, kv: KVHandle, step: AttentionMetadata, params: AttentionParams
 ) -> None:
-    num_blocks, num_kv_heads, block_size, key_dim = kv.k.shape
+    num_blocks, num_kv_heads, block_size, _ = kv.k[0].shape
+    key_dim = kv.key_dim
     if q.ndim != 3 or q.shape[0] != step.num_tokens or q.shape[2] != key_dim:
         raise ValueError(
             f"[{op}] q: expected [num_tokens, num_heads, key_dim] = [{step.num_tokens}, *, "

@@ -38,7 +38,7 @@ def choose_backend(name: str, shapes: Iterable[AttentionShape]) -> Backend:
             f"[backend] the Metal backend needs {what}; choose the backend 'reference' or 'auto'"
         )
     shapes = list(dict.fromkeys(shapes))
-    lacks = (why_unsupported(s.key_dim, s.value_dim, s.block_size) for s in shapes)
+    lacks = (why_unsupported(s.key_dim, s.value_dim, s.block_size, s.format) for s in shapes)
     lack = next(filter(None, lacks), None)
     if lack is None:
         return working_backend(shapes)

@@ -44,12 +44,14 @@ class GatherPlan:
         return cls(padded(records), num_blocks, num_tokens)
 
     def split(self, keys: mx.array, values: mx.array, num_kv_heads: int) -> list[Rows]:
-        """Each sequence's K and V, ``[num_kv_heads, num_tokens, head_dim]``, of what the kernel
-        wrote, ``[num_tokens * num_kv_heads, head_dim]``.
+        """Each sequence's K and V, ``[num_kv_heads, num_tokens, width]``, of what the kernel wrote,
+        ``[num_tokens * num_kv_heads, width]``.
         """
         ends = [num_kv_heads * end for end in itertools.accumulate(self.num_tokens)]
-        shape = (num_kv_heads, -1, keys.shape[1])
         pieces = (
-            [rows] if len(ends) == 1 else mx.split(rows, ends[:-1]) for rows in (keys, values)
+            [piece.reshape(num_kv_heads, -1, rows.shape[1]) for piece in mx.split(rows, ends[:-1])]
+            if len(ends) > 1
+            else [rows.reshape(num_kv_heads, -1, rows.shape[1])]
+            for rows in (keys, values)
         )
-        return [(k.reshape(shape), v.reshape(shape)) for k, v in zip(*pieces, strict=True)]
+        return [*zip(*pieces, strict=True)]

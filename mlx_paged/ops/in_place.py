@@ -10,12 +10,14 @@ from functools import cache
 import mlx.core as mx
 
 from mlx_paged.ops import kernels
+from mlx_paged.ops.formats import KVFormat
 from mlx_paged.ops.gather_plan import GatherPlan
 from mlx_paged.ops.kv_handle import KVHandle
 from mlx_paged.ops.metadata import padded
 
 NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM = 64, 4, 16, 128
 NUM_TURNS = 8
+FORMAT = KVFormat.dense("float16")
 
 
 @cache
@@ -42,8 +44,8 @@ def check_writes_in_place() -> str | None:
     that comes before an earlier read or after a later one shows in what was gathered. A slab that
     was copied shows in the memory counters.
     """
-    kv = KVHandle.allocate(NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, HEAD_DIM, mx.float16)
-    before = kv.k
+    kv = KVHandle.allocate(NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, HEAD_DIM, FORMAT)
+    before = kv.k[0]
     slots = mx.arange(kv.num_slots)
     plan = GatherPlan.pack([range(NUM_BLOCKS)], [kv.num_slots])
     rows = [
@@ -53,7 +55,7 @@ def check_writes_in_place() -> str | None:
     mx.eval(rows)
     gathered = []
     for turn, row in enumerate(rows, 1):
-        (kv.fence,) = kernels.write_slots(row, -row, kv, slots)()
+        (kv.fence,) = kernels.write_slots((row,), (-row,), kv, slots)()
         keys, values, kv.fence = kernels.gather(kv, plan)()
         gathered.append((turn, keys, values))
     verdicts = [mx.all(keys == turn) & mx.all(values == -turn) for turn, keys, values in gathered]
@@ -63,7 +65,7 @@ def check_writes_in_place() -> str | None:
     if wrong:
         turns = f"(turns {wrong} of {NUM_TURNS})"
         return f"writes in place are lost or out of order on this device {turns}"
-    if kv.k is not before or not mx.all(before == NUM_TURNS).item():
+    if kv.k[0] is not before or not mx.all(before == NUM_TURNS).item():
         return "the last write in place is not seen by MLX on this device"
     return _check_no_copy(kv)
 
@@ -75,13 +77,13 @@ def _check_no_copy(kv: KVHandle) -> str | None:
     mx.clear_cache()
     mx.reset_peak_memory()
     base = mx.get_active_memory()
-    (kv.fence,) = kernels.write_slots(row, row, kv, padded([0]))()
+    (kv.fence,) = kernels.write_slots((row,), (row,), kv, padded([0]))()
     mx.eval(kv.fence)
     mx.synchronize()
     copied = mx.get_peak_memory() - base
-    if copied >= kv.k.nbytes // 2:
+    if copied >= kv.k[0].nbytes // 2:
         return (
             f"a write of one row in place takes {copied} bytes, "
-            f"so MLX copies the slab of {kv.k.nbytes}"
+            f"so MLX copies the slab of {kv.k[0].nbytes}"
         )
     return None

@@ -12,6 +12,7 @@ dependencies, and so barriers for a read after a write and a write after a read 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Protocol, TypeAlias, cast
@@ -19,29 +20,45 @@ from typing import Protocol, TypeAlias, cast
 import mlx.core as mx
 
 from mlx_paged.ops.attention_plan import MERGE_STREAMS, SIMD_SIZE, AttentionPlan, cut_rows
+from mlx_paged.ops.formats import AffineFormat, DenseFormat, KVFormat, Parts
 from mlx_paged.ops.gather_plan import GatherPlan
 from mlx_paged.ops.kv_handle import KVHandle
-from mlx_paged.ops.metadata import MIN_ELEMENTS, padded
+from mlx_paged.ops.metadata import MIN_ELEMENTS, StoredRows, padded
 from mlx_paged.ops.metal_sources import read_source
 
 HEAD_DIMS = (32, 64, 80, 96, 128, 256)
 BLOCK_SIZES = (8, 16, 32, 64)
 
+# Inputs and outputs of each kernel, in the order of the contracts at the top of its sources.
 SLABS = ("key_slab", "value_slab")
 ROWS = ("key_rows", "value_rows")
-# Inputs and outputs of each kernel, in the order of the contract at the top of its source.
+AFFINE_SLABS = tuple(
+    f"{which}_{part}" for which in ("key", "value") for part in ("slab", "scales", "biases")
+)
+AFFINE_ROWS = tuple(
+    f"{which}_{part}" for which in ("key", "value") for part in ("rows", "row_scales", "row_biases")
+)
+_ATTENTION = ("queries", "plan", "sinks", "softmax_scale", "fence_in")
 KERNELS = {
     "reshape_and_cache": ((*ROWS, *SLABS, "slot_mapping", "fence_in"), ("fence_out",)),
-    "paged_attention": (
-        ("queries", *SLABS, *ROWS, "plan", "sinks", "softmax_scale", "fence_in"),
-        ("out", "fence_out"),
-    ),
+    "paged_attention": ((*SLABS, *ROWS, *_ATTENTION), ("out", "fence_out")),
+    "paged_attention_affine": ((*AFFINE_SLABS, *AFFINE_ROWS, *_ATTENTION), ("out", "fence_out")),
     "merge_partitions": (("partials", "plan", "sinks"), ("out",)),
     "gather_blocks": ((*SLABS, "plan", "fence_in"), ("keys", "values", "fence_out")),
+    "dequantize_blocks": ((*AFFINE_SLABS, "plan", "fence_in"), ("keys", "values", "fence_out")),
     "copy_blocks": ((*SLABS, "src_dst_pairs", "fence_in"), ("fence_out",)),
 }
+# The files that a body is made of, where they are not one of its name: what K and V look like comes
+# first.
+BODIES = {
+    "paged_attention": ("dense_rows", "paged_attention"),
+    "paged_attention_affine": ("affine_slabs", "affine_rows", "paged_attention"),
+    "dequantize_blocks": ("affine_slabs", "dequantize_blocks"),
+}
+HEADERS = ("paged_kv.h", "row_formats.h")
 
 MAX_THREADS = 256
+MAX_PIECE = 16  # bytes that a thread copies at a time
 
 Launch: TypeAlias = Callable[[], list[mx.array]]
 Output: TypeAlias = tuple[tuple[int, ...], mx.Dtype]
@@ -66,71 +83,103 @@ class MetalKernel(Protocol):
 
 
 @cache
-def why_unsupported(key_dim: int, value_dim: int, block_size: int) -> str | None:
-    """What of a slab's shape no kernel is made for, or ``None``."""
+def why_unsupported(key_dim: int, value_dim: int, block_size: int, format: KVFormat) -> str | None:
+    """What of a slab's shape or format no kernel is made for, or ``None``."""
     if key_dim != value_dim:
         return f"key_dim {key_dim} beside value_dim {value_dim} has no Metal kernel"
-    for name, value, known in (
+    for name, size, known in (
         ("head_dim", key_dim, HEAD_DIMS),
         ("block_size", block_size, BLOCK_SIZES),
     ):
-        if value not in known:
+        if size not in known:
             return (
-                f"{name} {value} has no Metal kernel; "
+                f"{name} {size} has no Metal kernel; "
                 f"there are kernels for {', '.join(map(str, known))}"
             )
+    key, value = format.key, format.value
+    if isinstance(key, DenseFormat) and isinstance(value, DenseFormat):
+        return None
+    if not isinstance(key, AffineFormat) or not isinstance(value, AffineFormat):
+        return f"{format} has no Metal kernel: K and V are both dense there, or both quantised"
+    if key.group_size != value.group_size:
+        return f"{format} has no Metal kernel: K and V have groups of one size there"
     return None
 
 
 def write_slots(
-    k: mx.array,  # [num_tokens, num_kv_heads, head_dim]
-    v: mx.array,  # the same
+    k: Parts,  # [num_tokens, num_kv_heads, width] each
+    v: Parts,
     kv: KVHandle,
     slots: mx.array,  # [max(num_tokens, 8)] int32, below 0 for padding
+    part: int = 0,
 ) -> Launch:
-    """Returns the fence."""
+    """Of one part of the rows. Returns the fence."""
+    _, key_pieces, value_pieces = pieces = _pieces(kv, part)
+    width = max(key_pieces, value_pieces, MIN_ELEMENTS)
     return _chained(
         "reshape_and_cache",
         kv,
-        [k, v, kv.k, kv.v, slots],
-        [("T", kv.dtype), ("BLOCK_SIZE", kv.block_size), ("HEAD_DIM", kv.key_dim)],
-        grid=(kv.key_dim // 4, k.shape[0], kv.num_kv_heads),
-        threadgroup=_rows_per_threadgroup(kv.key_dim // 4),
+        [_in_device_memory(k[part]), _in_device_memory(v[part]), kv.k[part], kv.v[part], slots],
+        [*_named(pieces), ("BLOCK_SIZE", kv.block_size)],
+        grid=(width, k[part].shape[0], kv.num_kv_heads),
+        threadgroup=_rows_per_threadgroup(width),
     )
 
 
-def gather(kv: KVHandle, plan: GatherPlan) -> Launch:
-    """Returns keys and values, ``[num_tokens * num_kv_heads, head_dim]`` each, for
-    :meth:`GatherPlan.split`; and the fence.
+def gather(kv: KVHandle, plan: GatherPlan, part: int = 0) -> Launch:
+    """Of one part of the slabs. Returns keys and values, ``[num_tokens * num_kv_heads, width]``
+    each, for :meth:`GatherPlan.split`; and the fence.
     """
-    dense = ((sum(plan.num_tokens) * kv.num_kv_heads, kv.key_dim), kv.dtype)
+    _, key_pieces, value_pieces = pieces = _pieces(kv, part)
+    width = max(key_pieces, value_pieces, MIN_ELEMENTS)
+    num_rows = sum(plan.num_tokens) * kv.num_kv_heads
+    slabs = kv.k[part], kv.v[part]
     return _chained(
         "gather_blocks",
         kv,
-        [kv.k, kv.v, plan.array],
-        [("T", kv.dtype), ("BLOCK_SIZE", kv.block_size), ("HEAD_DIM", kv.key_dim)],
-        grid=(kv.key_dim // 4, plan.num_blocks * kv.block_size, kv.num_kv_heads),
-        threadgroup=_rows_per_threadgroup(kv.key_dim // 4),
+        [*slabs, plan.array],
+        [*_named(pieces), ("BLOCK_SIZE", kv.block_size)],
+        grid=(width, plan.num_blocks * kv.block_size, kv.num_kv_heads),
+        threadgroup=_rows_per_threadgroup(width),
+        outputs=[((num_rows, slab.shape[3]), slab.dtype) for slab in slabs],
+    )
+
+
+def dequantize(kv: KVHandle, plan: GatherPlan) -> Launch:
+    """What :func:`gather` does, of affine slabs and dequantised: ``[num_tokens * num_kv_heads,
+    head_dim]`` each, in the dtype of ``kv``.
+    """
+    width = max(kv.key_dim // 8, MIN_ELEMENTS)
+    dense = ((sum(plan.num_tokens) * kv.num_kv_heads, kv.key_dim), kv.dtype)
+    return _chained(
+        "dequantize_blocks",
+        kv,
+        [*kv.slabs, plan.array],
+        [*_format(kv), ("BLOCK_SIZE", kv.block_size)],
+        grid=(width, plan.num_blocks * kv.block_size, kv.num_kv_heads),
+        threadgroup=_rows_per_threadgroup(width),
         outputs=[dense, dense],
     )
 
 
-def copy_blocks(kv: KVHandle, src_dst_pairs: Sequence[tuple[int, int]]) -> Launch:
-    """Returns the fence."""
+def copy_blocks(kv: KVHandle, src_dst_pairs: Sequence[tuple[int, int]], part: int = 0) -> Launch:
+    """Of one part of the slabs. Returns the fence."""
     ids = [block_id for pair in src_dst_pairs for block_id in pair]
+    _, key_pieces, value_pieces = pieces = _pieces(kv, part)
+    num_pieces = kv.num_kv_heads * kv.block_size * max(key_pieces, value_pieces)
     return _chained(
         "copy_blocks",
         kv,
-        [kv.k, kv.v, padded(ids)],
-        [("T", kv.dtype)],
-        grid=(kv.num_kv_heads * kv.block_size * kv.key_dim // 4, len(src_dst_pairs), 1),
+        [kv.k[part], kv.v[part], padded(ids)],
+        _named(pieces),
+        grid=(num_pieces, len(src_dst_pairs), 1),
         threadgroup=(MAX_THREADS, 1, 1),
     )
 
 
 def attention(
     queries: mx.array,  # [num_tokens, num_heads, head_dim]
-    rows: tuple[mx.array, mx.array] | None,  # [num_tokens, num_kv_heads, head_dim] each
+    rows: StoredRows | None,  # [num_tokens, num_kv_heads, width] each part
     kv: KVHandle,
     plan: AttentionPlan,
     run: int,  # query tokens per sequence, at most
@@ -140,8 +189,7 @@ def attention(
     """Returns the result, ``[num_tokens, num_heads, head_dim]``, or the partials that
     :func:`merge` takes where the plan has any; and the fence.
 
-    All in the dtype of the slabs, but partials in float32. ``rows`` are written where they are
-    given.
+    All in the dtype of ``kv``, but partials in float32. ``rows`` are written where they are given.
     """
     head_dim = kv.key_dim
     group = queries.shape[1] // kv.num_kv_heads
@@ -150,16 +198,15 @@ def attention(
     out = (queries.shape, kv.dtype)
     if is_partial:
         out = ((plan.num_partial_rows, queries.shape[1], head_dim + 4), mx.float32)
-    # Where no row comes from the inputs, the queries stand in for arrays that no thread reads.
-    key_rows, value_rows = rows or (queries, queries)
+    # Where no row comes from the inputs, the slabs stand in for arrays that no thread reads.
+    new_rows = kv.slabs if rows is None else map(_in_device_memory, (*rows[0], *rows[1]))
     return _chained(
-        "paged_attention",
+        "paged_attention" if kv.format.is_dense else "paged_attention_affine",
         kv,
-        [queries, kv.k, kv.v, key_rows, value_rows, plan.array, sinks, _scalar(scale)],
+        [*kv.slabs, *new_rows, queries, plan.array, sinks, _scalar(scale)],
         [
-            ("T", kv.dtype),
+            *_format(kv),
             ("Out", out[1]),
-            ("HEAD_DIM", head_dim),
             ("BLOCK_SIZE", kv.block_size),
             ("GROUP", group),
             ("RUN", run),
@@ -209,7 +256,7 @@ def _chained(
     Raises:
         ValueError: no kernel is made for the shape of the slabs.
     """
-    lack = why_unsupported(kv.key_dim, kv.value_dim, kv.block_size)
+    lack = why_unsupported(kv.key_dim, kv.value_dim, kv.block_size, kv.format)
     if lack is not None:
         raise ValueError(f"[{name}] {lack}")
     fence = _first_fence() if kv.fence is None else kv.fence
@@ -235,22 +282,65 @@ def _launch(
     )
 
 
+def _format(kv: KVHandle) -> Template:
+    """What dense_rows.metal or affine_slabs.metal has to know."""
+    template: Template = [("T", kv.dtype), ("HEAD_DIM", kv.key_dim)]
+    key, value = kv.format.key, kv.format.value
+    if isinstance(key, AffineFormat) and isinstance(value, AffineFormat):
+        template += [("KEY_BITS", key.bits), ("VALUE_BITS", value.bits)]
+        template += [("SCALE_GROUP", key.group_size)]
+    return template
+
+
+def _pieces(kv: KVHandle, part: int) -> tuple[int, int, int]:
+    """The most bytes that a thread can copy at a time, and how many times that a row of this part
+    of K and of V has.
+    """
+    key_bytes, value_bytes = (slab.shape[3] * slab.dtype.size for slab in (kv.k[part], kv.v[part]))
+    piece = math.gcd(key_bytes, value_bytes, MAX_PIECE)
+    return piece, key_bytes // piece, value_bytes // piece
+
+
+def _named(pieces: tuple[int, int, int]) -> Template:
+    return [*zip(("PIECE", "KEY_PIECES", "VALUE_PIECES"), pieces, strict=True)]
+
+
+def _in_device_memory(array: mx.array) -> mx.array:
+    """An array of at least as many elements as MLX passes in device memory, the others zeros."""
+    if array.size >= MIN_ELEMENTS:
+        return array
+    return mx.pad(array.reshape(-1), (0, MIN_ELEMENTS - array.size))
+
+
 def _rows_per_threadgroup(width: int) -> Size:
     return (width, max(1, MAX_THREADS // width), 1)
 
 
 @cache
 def kernel(name: str) -> MetalKernel:
-    """What ``mx.fast.metal_kernel`` makes of ``metal/<name>.metal``."""
+    """What ``mx.fast.metal_kernel`` makes of the sources of a kernel."""
     input_names, output_names = KERNELS[name]
     made = mx.fast.metal_kernel(
         name=f"mlx_paged_{name}",
         input_names=list(input_names),
         output_names=list(output_names),
-        source=read_source(f"{name}.metal"),
-        header=read_source("paged_kv.h"),
+        source=body(name),
+        header=header(),
     )
     return cast(MetalKernel, made)  # MLX's stub says object
+
+
+def body(name: str) -> str:
+    return "\n".join(read_source(f"{part}.metal") for part in parts_of(name))
+
+
+def parts_of(name: str) -> tuple[str, ...]:
+    """The files of ``metal/`` that a kernel's body is made of, in order."""
+    return BODIES.get(name, (name,))
+
+
+def header() -> str:
+    return "\n".join(map(read_source, HEADERS))
 
 
 # What follows is kept for the whole process and used by every thread. MLX's streams belong to

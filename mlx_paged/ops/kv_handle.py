@@ -2,45 +2,62 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 
-KV_DTYPES = (mx.float32, mx.float16, mx.bfloat16)
+from mlx_paged.ops.formats import KVFormat, Parts
+
+DENSE = KVFormat.dense()
 
 
 @dataclass(slots=True, eq=False)
 class KVHandle:
-    """One layer's K slab ``[num_blocks, num_kv_heads, block_size, key_dim]`` and its V slab, which
-    may have another width, ``value_dim``.
+    """One layer's K, rows of ``key_dim``, and its V, which may have another width, ``value_dim``.
 
-    Operations that write replace ``k`` and ``v`` of the handle in place. A slab is written without
-    a copy only while nobody else holds it, so read it through a handle and do not keep ``handle.k``
-    across a write.
+    Each is stored as the parts of its ``format``, slabs
+    ``[num_blocks, num_kv_heads, block_size, width of the part]``.
+
+    Operations that write change the arrays of ``k`` and ``v`` in place. A slab is written without a
+    copy only while nobody else holds it, so read it through a handle and do not keep
+    ``handle.k[0]`` across a write.
 
     Kernels write slabs behind MLX's back. ``fence`` is the last link of the chain of kernel calls
     that touch these slabs: each call binds it and leaves its own. It is ``None`` where MLX sees all
     writes.
 
     Raises:
-        ValueError: slabs that don't fit each other, or of another shape or dtype.
+        ValueError: slabs that don't fit each other or the format.
     """
 
-    k: mx.array
-    v: mx.array
+    k: Parts
+    v: Parts
+    format: KVFormat
     fence: mx.array | None = None
+    key_dim: int = field(init=False)
+    value_dim: int = field(init=False)
 
     def __post_init__(self) -> None:
-        if self.k.ndim != 4 or self.k.shape[:3] != self.v.shape[:3] or self.v.ndim != 4:
-            raise ValueError(
-                "[kv_handle] K and V slabs must be [num_blocks, num_kv_heads, block_size, key_dim] "
-                f"and [..., value_dim], got {list(self.k.shape)} and {list(self.v.shape)}"
-            )
-        if self.k.dtype not in KV_DTYPES or self.v.dtype != self.k.dtype:
-            raise ValueError(
-                "[kv_handle] slabs must be float32, float16 or bfloat16, "
-                f"got {self.k.dtype} and {self.v.dtype}"
-            )
+        leading = self.k[0].shape[:3]
+        for parts, rows in ((self.k, self.format.key), (self.v, self.format.value)):
+            found = [(part.shape, part.dtype) for part in parts]
+            width = rows.width(parts)
+            expected = [((*leading, n), dtype) for n, dtype in rows.part_shapes(width)]
+            if parts[0].ndim != 4 or found != expected:
+                raise ValueError(
+                    f"[kv_handle] slabs of {self.format} must be [num_blocks, num_kv_heads, "
+                    f"block_size, width] = {_shown(expected)}, got {_shown(found)}"
+                )
+        self.key_dim = self.format.key.width(self.k)
+        self.value_dim = self.format.value.width(self.v)
+
+    @classmethod
+    def dense(cls, k: mx.array, v: mx.array, fence: mx.array | None = None) -> KVHandle:
+        """Of dense slabs, ``[num_blocks, num_kv_heads, block_size, key_dim]`` and
+        ``[..., value_dim]``.
+        """
+        return cls((k,), (v,), KVFormat.dense(k.dtype), fence)
 
     @classmethod
     def allocate(
@@ -50,35 +67,28 @@ class KVHandle:
         block_size: int,
         key_dim: int,
         value_dim: int,
-        dtype: mx.Dtype = mx.float32,
+        format: KVFormat = DENSE,
     ) -> KVHandle:
-        """Two evaluated slabs of zeros, ``num_blocks * num_kv_heads * block_size * (key_dim +
-        value_dim) * itemsize`` bytes.
+        """Evaluated slabs of zeros, ``num_blocks * num_kv_heads * block_size`` rows of K and of
+        V.
         """
         rows = (num_blocks, num_kv_heads, block_size)
-        handle = cls(mx.zeros((*rows, key_dim), dtype), mx.zeros((*rows, value_dim), dtype))
-        mx.eval(handle.k, handle.v)
+        k = format.key.zeros((*rows, key_dim))
+        handle = cls(k, format.value.zeros((*rows, value_dim)), format)
+        mx.eval(handle.arrays)
         return handle
 
     @property
     def num_blocks(self) -> int:
-        return self.k.shape[0]
+        return self.k[0].shape[0]
 
     @property
     def num_kv_heads(self) -> int:
-        return self.k.shape[1]
+        return self.k[0].shape[1]
 
     @property
     def block_size(self) -> int:
-        return self.k.shape[2]
-
-    @property
-    def key_dim(self) -> int:
-        return self.k.shape[3]
-
-    @property
-    def value_dim(self) -> int:
-        return self.v.shape[3]
+        return self.k[0].shape[2]
 
     @property
     def num_slots(self) -> int:
@@ -86,16 +96,22 @@ class KVHandle:
 
     @property
     def dtype(self) -> mx.Dtype:
-        return self.k.dtype
+        """Of dense rows and of queries."""
+        return self.format.dtype
 
     @property
     def nbytes(self) -> int:
-        return self.k.nbytes + self.v.nbytes
+        return sum(slab.nbytes for slab in self.slabs)
+
+    @property
+    def slabs(self) -> Parts:
+        """All parts of K, then those of V."""
+        return self.k + self.v
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:
         """What has to be evaluated for every write so far to have happened."""
-        return (self.k, self.v) if self.fence is None else (self.k, self.v, self.fence)
+        return self.slabs if self.fence is None else (*self.slabs, self.fence)
 
     def grow(self, num_new_blocks: int) -> None:
         """Add ``num_new_blocks`` blocks of zeros at the end. Copies the slabs once; block ids keep
@@ -106,12 +122,11 @@ class KVHandle:
         """
         self.leave_chain()
         num_blocks = self.num_blocks
-        # One slab after the other: the transient is one slab, not two.
-        self.k = _grown(self.k, num_new_blocks)
+        # One slab after the other: the transient is one slab, not all.
         try:
-            self.v = _grown(self.v, num_new_blocks)
+            self._replace_each(lambda slab: _grown(slab, num_new_blocks))
         except RuntimeError:
-            self.k = _evaluated(self.k[:num_blocks] * 1)
+            self._replace_each(lambda slab: _cut(slab, num_blocks))
             raise
 
     def shrink_to(self, num_blocks: int) -> None:
@@ -126,10 +141,14 @@ class KVHandle:
                 f"got {num_blocks}"
             )
         self.leave_chain()
-        # A slice alone would be a view, and keep the whole slab. The product is exact and never
-        # shares memory.
-        self.k = _evaluated(self.k[:num_blocks] * 1)
-        self.v = _evaluated(self.v[:num_blocks] * 1)
+        self._replace_each(lambda slab: _cut(slab, num_blocks))
+
+    def _replace_each(self, change: Callable[[mx.array], mx.array]) -> None:
+        """Put ``change`` of each slab in its place, one after the other, evaluated."""
+        for i in range(len(self.k)):
+            self.k = (*self.k[:i], _evaluated(change(self.k[i])), *self.k[i + 1 :])
+        for i in range(len(self.v)):
+            self.v = (*self.v[:i], _evaluated(change(self.v[i])), *self.v[i + 1 :])
 
     def leave_chain(self) -> None:
         """Wait for the kernels called so far: no fence orders MLX's own operations behind them."""
@@ -140,7 +159,18 @@ class KVHandle:
 
 def _grown(slab: mx.array, num_new_blocks: int) -> mx.array:
     extra = mx.zeros((num_new_blocks, *slab.shape[1:]), slab.dtype)
-    return _evaluated(mx.concatenate([slab, extra]))
+    return mx.concatenate([slab, extra])
+
+
+def _cut(slab: mx.array, num_blocks: int) -> mx.array:
+    """The first blocks; the slab itself where it has no more."""
+    # A slice alone would be a view, and keep the whole slab. The product is exact and never shares
+    # memory.
+    return slab if slab.shape[0] == num_blocks else slab[:num_blocks] * 1
+
+
+def _shown(slabs: Sequence[tuple[tuple[int, ...], mx.Dtype]]) -> str:
+    return " and ".join(f"{list(shape)} {str(d).removeprefix('mlx.core.')}" for shape, d in slabs)
 
 
 def _evaluated(array: mx.array) -> mx.array:

@@ -9,17 +9,21 @@ so that nothing has to be read back from the device to be checked.
 from __future__ import annotations
 
 import itertools
+import operator
 from array import array
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, TypeAlias, TypeGuard, TypeVar, cast
 
 import mlx.core as mx
 
+from mlx_paged.ops.formats import Parts
+
 T = TypeVar("T")
 Rows: TypeAlias = tuple[mx.array, mx.array]  # K and V
+StoredRows: TypeAlias = tuple[Parts, Parts]  # K and V, as slabs hold them
 
 # MLX hands a kernel inputs of fewer elements in another address space: another kernel to compile.
 MIN_ELEMENTS = 8
@@ -112,11 +116,15 @@ class StepPart(NamedTuple):
     step: AttentionMetadata
     rows: mx.array | None  # [num_tokens of the part] int32, its rows; None for the whole step
 
-    def take(self, q: mx.array, kv_rows: Rows | None) -> tuple[mx.array, Rows | None]:
+    def take(self, q: mx.array, kv_rows: StoredRows | None) -> tuple[mx.array, StoredRows | None]:
         """The part's rows of the step's packed queries, and of its K and V if there are any."""
-        if self.rows is None:
+        rows = self.rows
+        if rows is None:
             return q, kv_rows
-        return q[self.rows], kv_rows and (kv_rows[0][self.rows], kv_rows[1][self.rows])
+        if kv_rows is None:
+            return q[rows], None
+        k, v = kv_rows
+        return q[rows], (tuple(part[rows] for part in k), tuple(part[rows] for part in v))
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +138,7 @@ class AttentionMetadata:
     """
 
     block_tables: list[array[int]]  # per sequence, the blocks of its context, int32
-    context_lens: list[int]  # tokens in the cache after this step's writes
+    context_lens: list[int]  # tokens in the block table after this step's writes
     query_lens: list[int]
     block_size: int
     # Whether a block table names a block that another sequence writes in this step.
@@ -138,6 +146,9 @@ class AttentionMetadata:
     # Per sequence, of how many of its last tokens the logits are wanted; None for one of each.
     num_logit_rows: list[int] | None = None
     known_max_block_id: int | None = None  # saves looking at each
+    # Per sequence, by how much the positions of its tokens are higher than their places in its
+    # context, since others have left it; None for 0 everywhere.
+    position_offsets: list[int] | None = None
     _derived: dict[Hashable, object] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
@@ -237,7 +248,10 @@ class AttentionMetadata:
     @cached_property
     def positions(self) -> mx.array:
         """``[num_tokens] int32``, of each new token in its sequence."""
-        runs = zip(self.context_lens, self.query_lens, strict=True)
+        ends: Iterable[int] = self.context_lens
+        if self.position_offsets is not None:
+            ends = map(operator.add, ends, self.position_offsets)
+        runs = zip(ends, self.query_lens, strict=True)
         return mx.array([p for end, n in runs for p in range(end - n, end)], dtype=mx.int32)
 
     @cached_property
@@ -347,4 +361,5 @@ class AttentionMetadata:
             [query_lens[seq] for seq in seqs],
             self.block_size,
             known_max_block_id=self.known_max_block_id,
+            position_offsets=self.position_offsets and [self.position_offsets[seq] for seq in seqs],
         )

@@ -11,6 +11,7 @@ import mlx.core as mx
 from mlx_paged.ops import checks, kernels
 from mlx_paged.ops.attention_plan import AttentionPlan, PlanKey
 from mlx_paged.ops.backend import Backend
+from mlx_paged.ops.formats import Parts
 from mlx_paged.ops.gather_plan import GatherPlan
 from mlx_paged.ops.kv_handle import KVHandle
 from mlx_paged.ops.metadata import (
@@ -18,6 +19,7 @@ from mlx_paged.ops.metadata import (
     AttentionParams,
     Rows,
     SlotMapping,
+    StoredRows,
 )
 from mlx_paged.ops.prefill import prefill
 from mlx_paged.ops.reference import ReferenceBackend
@@ -50,19 +52,19 @@ class MetalBackend(Backend):
         self._checked_runs = decode_runs or {}
 
     def reshape_and_cache(
-        self, k: mx.array, v: mx.array, kv: KVHandle, slot_mapping: SlotMapping
+        self, k: Parts, v: Parts, kv: KVHandle, slot_mapping: SlotMapping
     ) -> None:
         if self._scatter:
             return self._scatter.reshape_and_cache(k, v, kv, slot_mapping)
         checks.check_slot_write("reshape_and_cache", k, v, kv, slot_mapping)
-        if k.shape[0] > 0:
-            (kv.fence,) = kernels.write_slots(k, v, kv, slot_mapping.packed)()
+        if k[0].shape[0] > 0:
+            _write(k, v, kv, slot_mapping)
 
     def update_and_attend(
         self,
         q: mx.array,
-        k: mx.array | None,
-        v: mx.array | None,
+        k: Parts | None,
+        v: Parts | None,
         kv: KVHandle,
         step: AttentionMetadata,
         params: AttentionParams,
@@ -89,8 +91,9 @@ class MetalBackend(Backend):
             part_q, part_rows = step_part.take(q, rows)
             if run == 0:
                 if part_rows is not None and not is_written:
-                    (kv.fence,) = kernels.write_slots(*part_rows, kv, part.slot_mapping.packed)()
-                outputs.append(prefill(part_q, part_rows, part, params, partial(_gather_all, kv)))
+                    _write(*part_rows, kv, part.slot_mapping)
+                dense = _as_they_are(part_rows, kv)
+                outputs.append(prefill(part_q, dense, part, params, partial(_gather_all, kv)))
                 continue
             queries = part_q.astype(kv.dtype)
             new_rows = None if is_written else part_rows
@@ -123,12 +126,23 @@ class MetalBackend(Backend):
         (rows,) = _gather(kv, GatherPlan.pack([table], [num_tokens]))
         return rows
 
+    def gather_parts(self, kv: KVHandle, block_table: Sequence[int], num_tokens: int) -> StoredRows:
+        table = checks.check_block_table("gather_parts", block_table, num_tokens, kv)
+        plan = GatherPlan.pack([table], [num_tokens])
+        parts = []
+        for part in range(kv.format.key.num_parts):
+            keys, values, kv.fence = kernels.gather(kv, plan, part)()
+            parts += plan.split(keys, values, kv.num_kv_heads)
+        k, v = zip(*parts, strict=True)
+        return k, v
+
     def copy_blocks(self, kv: KVHandle, src_dst_pairs: Sequence[tuple[int, int]]) -> None:
         if self._scatter:
             return self._scatter.copy_blocks(kv, src_dst_pairs)
         checks.check_copy_pairs("copy_blocks", src_dst_pairs, kv)
         if src_dst_pairs:
-            (kv.fence,) = kernels.copy_blocks(kv, src_dst_pairs)()
+            for part in range(kv.format.key.num_parts):
+                (kv.fence,) = kernels.copy_blocks(kv, src_dst_pairs, part)()
 
     def zero_blocks(self, kv: KVHandle, block_ids: Sequence[int]) -> None:
         # No kernel: a cache on this backend has no block that needs it.
@@ -152,10 +166,28 @@ class MetalBackend(Backend):
         return ()
 
 
+def _write(k: Parts, v: Parts, kv: KVHandle, slot_mapping: SlotMapping) -> None:
+    for part in range(len(k)):
+        (kv.fence,) = kernels.write_slots(k, v, kv, slot_mapping.packed, part)()
+
+
+def _as_they_are(rows: StoredRows | None, kv: KVHandle) -> Rows | None:
+    """New rows for a prefill, which needs no slabs for them; ``None`` if they are quantised.
+
+    Then they are gathered with the rest. One dispatch dequantises all, and a row has the same bits
+    in whatever chunks its prompt comes.
+    """
+    if rows is None or not kv.format.is_dense:
+        return None
+    (k,), (v,) = rows
+    return k, v
+
+
 def _gather_all(kv: KVHandle, step: AttentionMetadata) -> list[Rows]:
     return _gather(kv, GatherPlan.of(step))
 
 
 def _gather(kv: KVHandle, plan: GatherPlan) -> list[Rows]:
-    keys, values, kv.fence = kernels.gather(kv, plan)()
+    launch = kernels.gather if kv.format.is_dense else kernels.dequantize
+    keys, values, kv.fence = launch(kv, plan)()
     return plan.split(keys, values, kv.num_kv_heads)

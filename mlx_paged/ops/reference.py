@@ -14,11 +14,12 @@ from functools import partial
 import mlx.core as mx
 import numpy as np
 
-from mlx_paged.ops import checks, device
+from mlx_paged.ops import checks
 from mlx_paged.ops.attention_plan import PlanKey
 from mlx_paged.ops.backend import Backend
+from mlx_paged.ops.formats import BlockPairs, Parts
 from mlx_paged.ops.kv_handle import KVHandle
-from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, Rows, SlotMapping
+from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, Rows, SlotMapping, StoredRows
 from mlx_paged.ops.prefill import prefill
 
 # Block-parallel attention reads each block once per query token, gathered K/V are read once per
@@ -36,7 +37,7 @@ class ReferenceBackend(Backend):
     reads_unused_slots = True  # decodes multiply whole blocks
 
     def reshape_and_cache(
-        self, k: mx.array, v: mx.array, kv: KVHandle, slot_mapping: SlotMapping
+        self, k: Parts, v: Parts, kv: KVHandle, slot_mapping: SlotMapping
     ) -> None:
         checks.check_slot_write("reshape_and_cache", k, v, kv, slot_mapping)
         kv.leave_chain()
@@ -45,8 +46,8 @@ class ReferenceBackend(Backend):
     def update_and_attend(
         self,
         q: mx.array,
-        k: mx.array,
-        v: mx.array,
+        k: Parts,
+        v: Parts,
         kv: KVHandle,
         step: AttentionMetadata,
         params: AttentionParams,
@@ -81,6 +82,11 @@ class ReferenceBackend(Backend):
     def gather_blocks(self, kv: KVHandle, block_table: Sequence[int], num_tokens: int) -> Rows:
         table = checks.check_block_table("gather_blocks", block_table, num_tokens, kv)
         kv.leave_chain()
+        return kv.format.decode(*_gather(kv, table, num_tokens))
+
+    def gather_parts(self, kv: KVHandle, block_table: Sequence[int], num_tokens: int) -> StoredRows:
+        table = checks.check_block_table("gather_parts", block_table, num_tokens, kv)
+        kv.leave_chain()
         return _gather(kv, table, num_tokens)
 
     def copy_blocks(self, kv: KVHandle, src_dst_pairs: Sequence[tuple[int, int]]) -> None:
@@ -89,42 +95,40 @@ class ReferenceBackend(Backend):
             return
         kv.leave_chain()
         sources, destinations = mx.array(list(zip(*src_dst_pairs, strict=True)), dtype=mx.int32)
-        k_rows, v_rows = kv.k[sources], kv.v[sources]
+        blocks = [slab[sources] for slab in kv.slabs]
         # The gather must be done before the scatter is built: while it holds the slab, the scatter
         # would copy it whole.
-        mx.eval(k_rows, v_rows)
-        kv.k[destinations] = k_rows
-        kv.v[destinations] = v_rows
+        mx.eval(blocks)
+        for slab, copied in zip(kv.slabs, blocks, strict=True):
+            slab[destinations] = copied
 
     def zero_blocks(self, kv: KVHandle, block_ids: Sequence[int]) -> None:
         checks.check_block_ids("zero_blocks", "block_ids", block_ids, kv)
         kv.leave_chain()
         ids = mx.array(list(block_ids), dtype=mx.int32)
-        kv.k[ids] = 0
-        kv.v[ids] = 0
+        for slab in kv.slabs:
+            slab[ids] = 0
 
     def decode_plans(self, step: AttentionMetadata, keys: Collection[PlanKey]) -> None:
         return None
 
 
-def _write_rows(k: mx.array, v: mx.array, kv: KVHandle, slot_mapping: SlotMapping) -> None:
+def _write_rows(k: Parts, v: Parts, kv: KVHandle, slot_mapping: SlotMapping) -> None:
     if slot_mapping.only_slot is not None:
         # A slice update costs a third of a scatter of one row.
         block_id, offset = slot_mapping.only_slot
-        kv.k[block_id : block_id + 1, :, offset : offset + 1] = k[:, :, None]
-        kv.v[block_id : block_id + 1, :, offset : offset + 1] = v[:, :, None]
+        for slab, rows in zip(kv.slabs, k + v, strict=True):
+            slab[block_id : block_id + 1, :, offset : offset + 1] = rows[:, :, None]
         return
-    if slot_mapping.live_rows is not None:
-        k, v = k[slot_mapping.live_rows], v[slot_mapping.live_rows]
-    if k.shape[0] > 0:
-        block_ids, offsets = slot_mapping.places
-        kv.k[block_ids, :, offsets] = k
-        kv.v[block_ids, :, offsets] = v
+    live_rows, (block_ids, offsets) = slot_mapping.live_rows, slot_mapping.places
+    if block_ids.size > 0:
+        for slab, rows in zip(kv.slabs, k + v, strict=True):
+            slab[block_ids, :, offsets] = rows if live_rows is None else rows[live_rows]
 
 
 def _attend(
     q: mx.array,
-    rows: Rows | None,  # of the step's tokens, which are in the slabs, too
+    rows: StoredRows | None,  # of the step's tokens, which are in the slabs, too
     kv: KVHandle,
     step: AttentionMetadata,
     params: AttentionParams,
@@ -134,11 +138,11 @@ def _attend(
     for step_part in parts:
         run, part, _ = step_part
         part_q, part_rows = step_part.take(q, rows)
-        outputs.append(
-            _decode(part_q, kv, part, params)
-            if run
-            else prefill(part_q, part_rows, part, params, partial(_gather_all, kv))
-        )
+        if run:
+            outputs.append(_decode(part_q, kv, part, params))
+        else:
+            dense = part_rows and kv.format.decode(*part_rows)
+            outputs.append(prefill(part_q, dense, part, params, partial(_gather_all, kv)))
     return outputs[0] if row_order is None else mx.concatenate(outputs)[row_order]
 
 
@@ -155,14 +159,15 @@ def _decode(
     num_kv_heads = kv.num_kv_heads
     group = num_heads // num_kv_heads
     pairs = step.derived(
-        (_BlockPairs, params.window, num_kv_heads),
-        lambda: _BlockPairs(step, params.window, num_kv_heads),
+        (_PairsOfStep, params.window, num_kv_heads),
+        lambda: _PairsOfStep(step, params.window, num_kv_heads),
     )
 
     # Scores [num_pairs, num_kv_heads, group, block_size]: each block against the query that reads
     # it.
-    queries = (q * params.scale).astype(kv.dtype).reshape(num_tokens, num_kv_heads, group, key_dim)
-    scores = pairs.scores(queries, kv.k)
+    queries = (q * params.scale).reshape(num_tokens, num_kv_heads, group, key_dim)
+    # -inf where a query must not see a key.
+    scores = kv.format.key.multiply_blocks(queries, kv.k, pairs.of_tokens, True) + pairs.bias
 
     # Softmax of each query token over all of its blocks, unnormalised until the values are summed,
     # too.
@@ -176,17 +181,18 @@ def _decode(
     if sink_logits is not None:
         denominator = denominator + mx.exp(sink_logits - highest)
 
-    values = pairs.values(weights.astype(kv.dtype), kv.v)
+    values = kv.format.value.multiply_blocks(weights, kv.v, pairs.of_pairs, False)
     out = pairs.segment_sum(values) / denominator
     return out.reshape(num_tokens, num_heads, kv.value_dim).astype(q.dtype)
 
 
 def _gather_all(kv: KVHandle, step: AttentionMetadata) -> list[Rows]:
     tables = zip(step.block_tables, step.context_lens, strict=True)
-    return [_gather(kv, list(table), context_len) for table, context_len in tables]
+    decode = kv.format.decode
+    return [decode(*_gather(kv, list(table), context_len)) for table, context_len in tables]
 
 
-def _gather(kv: KVHandle, block_table: list[int], num_tokens: int) -> Rows:
+def _gather(kv: KVHandle, block_table: list[int], num_tokens: int) -> StoredRows:
     first, num_blocks = block_table[0], len(block_table)
     # The pieces of one head adjacent, [num_kv_heads, num_blocks]: a gather of whole blocks would be
     # copied once more, to put heads first.
@@ -200,15 +206,10 @@ def _gather(kv: KVHandle, block_table: list[int], num_tokens: int) -> Rows:
         heads_first = run if ids is None else slab.flatten(0, 1)[ids]
         return heads_first.reshape(kv.num_kv_heads, -1, slab.shape[3])[:, :num_tokens]
 
-    return gather(kv.k), gather(kv.v)
+    return tuple(map(gather, kv.k)), tuple(map(gather, kv.v))
 
 
-def _has_gather_mm(slab: mx.array) -> bool:
-    """On a CPU, MLX's is for float32 only."""
-    return slab.dtype == mx.float32 or not device.is_cpu()
-
-
-class _BlockPairs:
+class _PairsOfStep:
     """All (query token, block) pairs of a step, and the segment operations that reduce them per
     query token.
 
@@ -238,47 +239,24 @@ class _BlockPairs:
         bias = np.zeros((len(block_ids), 1, 1, block_size), dtype=np.float32)
         for pair, slots in hidden:
             bias[pair, 0, 0, slots] = -np.inf
-        self._bias = mx.array(bias)
+        self.bias = mx.array(bias)
         self._num_tokens = len(counts)
         self._ends = list(itertools.accumulate(counts))
         # Unsigned, as mx.gather_mm would make them in each call.
         tokens = np.repeat(np.arange(len(counts), dtype=np.uint32), counts)
         self._tokens = mx.array(tokens)  # [num_pairs]
-        self._block_ids = mx.array(block_ids, dtype=mx.uint32)  # [num_pairs]
+        num_pairs = len(block_ids)
 
         def by_head(ids: np.ndarray) -> mx.array:
             return mx.array(ids[:, None] * num_kv_heads + np.arange(num_kv_heads, dtype=np.uint32))
 
-        self._token_heads = by_head(tokens)  # [num_pairs, num_kv_heads]
-        self._pair_heads = by_head(np.arange(len(tokens), dtype=np.uint32))
-        self._block_heads = by_head(np.array(block_ids, dtype=np.uint32))
-
-    def scores(self, queries: mx.array, slab: mx.array) -> mx.array:
-        """``[num_tokens, num_kv_heads, group, key_dim]`` against K, ``[num_pairs, num_kv_heads,
-        group, block_size]``.
-
-        -inf where a query must not see a key.
-        """
-        if _has_gather_mm(slab):
-            scores = self._gather_mm(queries, self._token_heads, slab.swapaxes(-1, -2))
-        else:
-            scores = (self.spread(queries) @ slab[self._block_ids].swapaxes(-1, -2)).astype(
-                mx.float32
-            )
-        return scores + self._bias
-
-    def values(self, weights: mx.array, slab: mx.array) -> mx.array:
-        """``[num_pairs, num_kv_heads, group, block_size]`` times V, ``[num_pairs, num_kv_heads,
-        group, value_dim]``.
-        """
-        if _has_gather_mm(slab):
-            return self._gather_mm(weights, self._pair_heads, slab)
-        return (weights @ slab[self._block_ids]).astype(mx.float32)
-
-    def _gather_mm(self, rows: mx.array, row_heads: mx.array, slab: mx.array) -> mx.array:
-        """Each pair's row times its block, head by head; the slab is read where it lies."""
-        # Indices count all matrices of an operand, whatever its leading axes.
-        return mx.gather_mm(rows, slab, row_heads, self._block_heads).astype(mx.float32)
+        row_ids = None if self._num_tokens == 1 else self._tokens
+        blocks = np.array(block_ids, dtype=np.uint32)
+        block_matrices = by_head(blocks)
+        # For what each query token has, and for what each pair has.
+        self.of_tokens = BlockPairs(row_ids, mx.array(blocks), by_head(tokens), block_matrices)
+        each = by_head(np.arange(num_pairs, dtype=np.uint32))
+        self.of_pairs = BlockPairs(None, self.of_tokens.block_ids, each, block_matrices)
 
     def segment_max(self, values: mx.array) -> mx.array:
         """``[num_pairs, num_kv_heads, group, n]`` to the largest of each query token,

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_paged.ops import kernels
 from mlx_paged.ops.backend import Backend
-from mlx_paged.ops.gather_plan import GatherPlan
+from mlx_paged.ops.formats import HostParts, KVFormat, Parts, RowFormat
 from mlx_paged.ops.in_place import writes_in_place
 from mlx_paged.ops.kv_handle import KVHandle
-from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, Rows, SlotMapping
+from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, Rows, SlotMapping, StoredRows
 from mlx_paged.ops.metal import DECODE_RUNS, MAX_GROUP_SIZE, MetalBackend
 from mlx_paged.ops.prefill import attend_densely
 from mlx_paged.ops.reference import ReferenceBackend
@@ -38,11 +37,16 @@ class AttentionShape:
     key_dim: int
     value_dim: int
     block_size: int
-    dtype: mx.Dtype  # of the slabs
+    format: KVFormat
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """Of queries and of dense rows."""
+        return self.format.dtype
 
     def __str__(self) -> str:
         return (
-            f"{str(self.dtype).removeprefix('mlx.core.')}, head_dim {self.key_dim}, blocks of "
+            f"{self.format}, head_dim {self.key_dim}, blocks of "
             f"{self.block_size}, {self.group} query heads for each of {self.num_kv_heads} KV heads"
         )
 
@@ -112,16 +116,24 @@ def _warn(name: str, shape: AttentionShape, failure: str, instead: str) -> None:
 
 
 def check_gather(shape: AttentionShape) -> str | None:
-    """Gather two sequences; what went wrong, or ``None``."""
+    """Gather two sequences, as they are stored and as numbers; what went wrong, or ``None``."""
     problem = _Problem(shape, [shape.block_size + 3, 5], [1, 1])
-    kv = problem.slabs(problem.step.context_lens)
-    plan = GatherPlan.of(problem.step)
-    keys, values, kv.fence = kernels.gather(kv, plan)()
-    for gathered, dense in zip(
-        plan.split(keys, values, shape.num_kv_heads), problem.dense, strict=True
+    kv, backend, step = problem.slabs(problem.step.context_lens), MetalBackend(), problem.step
+    eps = float(mx.finfo(shape.dtype).eps)
+    for seq, (table, num_tokens) in enumerate(
+        zip(step.block_tables, step.context_lens, strict=True)
     ):
-        if not all(mx.array_equal(*pair).item() for pair in zip(gathered, dense, strict=True)):
-            return "gives other rows than the slabs hold"
+        for ours, theirs in zip(
+            backend.gather_parts(kv, table, num_tokens), problem.stored[seq], strict=True
+        ):
+            if not all(mx.array_equal(*pair).item() for pair in zip(ours, theirs, strict=True)):
+                return "gives other rows than the slabs hold"
+        for rows, exact in zip(
+            backend.gather_blocks(kv, table, num_tokens), problem.exact[seq], strict=True
+        ):
+            # Numbers within -1..1, rounded to float and then to the dtype of the queries.
+            if not mx.all(mx.abs(rows - exact) <= eps).item():
+                return "gives other numbers than the slabs hold"
     return None
 
 
@@ -130,12 +142,12 @@ def check_writes(shape: AttentionShape) -> str | None:
     problem = _Problem(shape, [shape.block_size + 3, 5], [9, 5])
     kv, backend = problem.slabs(problem.num_old_tokens), MetalBackend()
     slots = problem.step.slot_mapping.slots
-    k, v = (mx.concatenate([rows[:1], rows]) for rows in problem.rows)
+    k, v = (tuple(mx.concatenate([part[:1], part]) for part in parts) for parts in problem.rows)
     backend.reshape_and_cache(k, v, kv, SlotMapping([-1, *slots], shape.block_size))
     source = problem.step.block_tables[0][0]
     backend.copy_blocks(kv, [(source, problem.spare_block)])
     expected = problem.slabs(problem.step.context_lens)
-    for slab in (expected.k, expected.v):
+    for slab in expected.slabs:
         slab[problem.spare_block] = slab[source]
     return None if _same_slabs(kv, expected) else "leave other slabs than they should"
 
@@ -171,8 +183,11 @@ class _Problem:
 
     Attributes:
         q: ``[num_tokens, num_heads, head_dim]``.
-        rows: K and V of the step's tokens, ``[num_tokens, num_kv_heads, head_dim]`` each.
-        dense: K and V of each sequence, ``[num_kv_heads, context_len, head_dim]`` each.
+        stored: K and V of each sequence as slabs hold them, ``[num_kv_heads, context_len, width]``
+            each part.
+        exact: what these stand for, ``[num_kv_heads, context_len, head_dim]`` each, float32.
+        rows: K and V of the step's tokens as slabs hold them, ``[num_tokens, num_kv_heads, width]``
+            each part.
         spare_block: a block that no sequence has.
     """
 
@@ -182,6 +197,7 @@ class _Problem:
         def draw(*size: int) -> mx.array:
             return mx.array(rng.uniform(-1, 1, size).astype(np.float32)).astype(shape.dtype)
 
+        self.shape = shape
         heads, dim = shape.num_kv_heads, shape.key_dim
         num_blocks = [-(-length // shape.block_size) for length in context_lens]
         self.num_blocks = sum(num_blocks) + 1
@@ -196,53 +212,79 @@ class _Problem:
             for context_len, query_len in zip(context_lens, query_lens, strict=True)
         ]
         self.q = draw(sum(query_lens), heads * shape.group, dim)
-        self.dense: list[Rows] = [
-            (draw(heads, length, dim), draw(heads, length, dim)) for length in context_lens
-        ]
-        runs = list(zip(self.dense, self.num_old_tokens, strict=True))
-        new_k, new_v = ([rows[which][:, old:] for rows, old in runs] for which in (0, 1))
-        self.rows: Rows = (_packed(new_k), _packed(new_v))
+        formats = shape.format.key, shape.format.value
+        self.stored: list[StoredRows] = []
+        self.exact: list[Rows] = []
+        for length in context_lens:
+            k, v = (rows.encode(draw(heads, length, dim)) for rows in formats)
+            self.stored.append((k, v))
+            self.exact.append((_exact(formats[0], k), _exact(formats[1], v)))
+        self.rows: StoredRows = (self._new_rows(0), self._new_rows(1))
+
+    def _new_rows(self, which: int) -> Parts:
+        """Of K or V."""
+        parts_of_sequences = zip(*(stored[which] for stored in self.stored), strict=True)
+        return tuple(
+            mx.concatenate(
+                [rows[:, old:] for rows, old in zip(part, self.num_old_tokens, strict=True)], axis=1
+            ).swapaxes(0, 1)
+            for part in parts_of_sequences
+        )
 
     def slabs(self, num_tokens: list[int]) -> KVHandle:
-        """The first tokens of each sequence; all other slots hold NaN."""
+        """The first tokens of each sequence; in all other slots every bit is set, so that floats
+        are NaN.
+        """
+        format = self.shape.format
+        k, v = (
+            rows.from_host(
+                self._host_slabs([rows.to_host(s[which]) for s in self.stored], num_tokens)
+            )
+            for which, rows in enumerate((format.key, format.value))
+        )
+        kv = KVHandle(k, v, format)
+        mx.eval(kv.arrays)
+        return kv
+
+    def _host_slabs(self, stored: list[HostParts], num_tokens: list[int]) -> HostParts:
         slabs = []
-        for which in (0, 1):
-            dense = self.dense[0][which]
-            shape = (self.num_blocks, dense.shape[0], self.step.block_size, dense.shape[2])
-            slab = np.full(shape, np.nan, dtype=np.float32)
-            for table, rows, length in zip(
-                self.step.block_tables, self.dense, num_tokens, strict=True
-            ):
+        for part in zip(*stored, strict=True):
+            num_kv_heads, _, width = part[0].shape
+            shape = (self.num_blocks, num_kv_heads, self.step.block_size, width * part[0].itemsize)
+            slab = np.full(shape, 0xFF, dtype=np.uint8).view(part[0].dtype)
+            for table, rows, length in zip(self.step.block_tables, part, num_tokens, strict=True):
                 blocks, offsets = np.divmod(np.arange(length), self.step.block_size)
-                heads_first = np.array(rows[which][:, :length].astype(mx.float32))
-                slab[np.array(table)[blocks], :, offsets] = heads_first.swapaxes(0, 1)
-            slabs.append(mx.array(slab).astype(dense.dtype))
-        mx.eval(slabs)
-        return KVHandle(*slabs)
+                slab[np.array(table)[blocks], :, offsets] = rows[:, :length].swapaxes(0, 1)
+            slabs.append(slab)
+        return tuple(slabs)
 
     def error(self, out: mx.array, params: AttentionParams) -> float:
         """The largest error of attention, as a multiple of what is allowed there.
 
         With numbers within -1..1 the terms of a score add up to sqrt(head_dim) at most, so a float
         sum of them is wrong by head_dim^1.5 roundings at most, and a sum over the context by one
-        per token. Then the result is rounded to its dtype.
+        per token. Where a number is scale * n + bias, its two terms are 3 at most together. Then
+        the result is rounded to its dtype.
         """
         num_roundings = out.shape[2] ** 1.5 + max(self.step.context_lens)
+        num_roundings *= 1 if self.shape.format.is_dense else 3
         float_eps, eps = (float(mx.finfo(dtype).eps) for dtype in (mx.float32, out.dtype))
         with mx.stream(mx.cpu):  # plain MLX, in float32 throughout
-            dense = [(k.astype(mx.float32), v.astype(mx.float32)) for k, v in self.dense]
-            exact = attend_densely(self.q.astype(mx.float32), dense, self.step, params)
+            exact = attend_densely(self.q.astype(mx.float32), self.exact, self.step, params)
             allowed = num_roundings * float_eps + mx.abs(exact) * eps
             return float((mx.abs(out.astype(mx.float32) - exact) / allowed).max())
 
 
-def _packed(heads_first: list[mx.array]) -> mx.array:
-    """``[num_tokens, num_kv_heads, head_dim]`` of several sequences."""
-    return mx.concatenate(heads_first, axis=1).swapaxes(0, 1)
+def _exact(rows: RowFormat, parts: Parts) -> mx.array:
+    """What stored rows stand for, in float32."""
+    wide = (part.astype(mx.float32) if part.dtype == rows.mx_dtype else part for part in parts)
+    with mx.stream(mx.cpu):
+        return replace(rows, dtype="float32").decode(tuple(wide))
 
 
 def _same_slabs(one: KVHandle, other: KVHandle) -> bool:
     mx.eval(one.arrays)
     return all(
-        mx.array_equal(a, b, equal_nan=True).item() for a, b in ((one.k, other.k), (one.v, other.v))
+        mx.array_equal(a, b, equal_nan=True).item()
+        for a, b in zip(one.slabs, other.slabs, strict=True)
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlx_paged.cache import DenseFormat, KVCacheConfig, LayerSpec
+from mlx_paged.cache import KVCacheConfig, KVFormat, LayerSpec
 from mlx_paged.config import KVBudget
 
 SHAPE = {
@@ -58,7 +58,7 @@ def test_a_shape_that_can_not_be_is_refused_by_name(change: dict, message: str):
 
 def test_a_budget_counts_layers_that_differ_each_by_its_own_rows():
     layers = [
-        LayerSpec(2, 64, 32, format=DenseFormat("float16")),
+        LayerSpec(2, 64, 32, format=KVFormat.dense("float16")),
         LayerSpec(1, 16, 16, window=7),
     ]
     per_token = 2 * (64 + 32) * 2 + 1 * (16 + 16) * 4

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from helpers.cache_helpers import CONFIG, assert_holds, rows, uniform
 
-from mlx_paged.cache import PagedKVCache
-from mlx_paged.cache.formats import DENSE_DTYPES
+from mlx_paged.cache import PagedKVCache, SwappedKV
 from mlx_paged.ops import KVHandle
+from mlx_paged.ops.formats import DENSE_DTYPES
 
 BLOCK_SIZE = CONFIG.block_size
 NAN = rows(40)[0] * float("nan")
@@ -28,6 +28,10 @@ def bits(cache: PagedKVCache, seq: str) -> list[np.ndarray]:
     return [np.array(array.view(kind)) for array in arrays]
 
 
+def host_arrays(swapped: SwappedKV) -> list[np.ndarray]:
+    return [array for layer in swapped.rows for parts in layer for array in parts]
+
+
 def assert_same(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(one, other)
@@ -40,7 +44,7 @@ def swapped_back(cache: PagedKVCache, seq: str, num_tokens: int, start: int = 0)
     table = cache.manager.tables[seq]
     swapped = cache.swap_out(list(table.block_ids), num_tokens)
     assert swapped.num_tokens == num_tokens
-    assert all(isinstance(array, np.ndarray) for pair in swapped.rows for array in pair)
+    assert all(isinstance(array, np.ndarray) for array in host_arrays(swapped))
     if start == 0:
         cache.free(seq)
     else:
@@ -52,7 +56,8 @@ def swapped_back(cache: PagedKVCache, seq: str, num_tokens: int, start: int = 0)
     held = cache.pool.get_new_blocks(1)
     assert cache.manager.allocate_slots(seq, num_tokens - start) == []
     assert any(
-        mx.isnan(cache.layers[0].kv.k[block_id]).any().item() for block_id in cache.block_ids(seq)
+        mx.isnan(cache.layers[0].kv.k[0][block_id]).any().item()
+        for block_id in cache.block_ids(seq)
     )
     cache.pool.free_blocks(held)
     cache.swap_in(seq, swapped, start, num_tokens)
@@ -92,10 +97,10 @@ def test_what_is_swapped_out_does_not_change_with_the_blocks_it_came_from():
     cache = PagedKVCache(CONFIG)
     cache.append("a", *rows(13))
     swapped = cache.swap_out(list(cache.block_ids("a")), 13)
-    before = [array.copy() for pair in swapped.rows for array in pair]
+    before = [array.copy() for array in host_arrays(swapped)]
     cache.free("a")
     cache.append("b", NAN, NAN)
-    assert_same([array for pair in swapped.rows for array in pair], before)
+    assert_same(host_arrays(swapped), before)
 
 
 def test_a_sequence_goes_on_where_it_was_and_attends_to_no_nan_of_its_last_block():
@@ -131,9 +136,7 @@ def test_a_sequence_goes_on_where_it_was_and_attends_to_no_nan_of_its_last_block
     # The rows behind the last one are read by whole blocks, too.
     last = cache.block_ids("a")[-1]
     assert all(
-        not mx.isnan(array[last]).any().item()
-        for layer in cache.layers
-        for array in (layer.kv.k, layer.kv.v)
+        not mx.isnan(array[last]).any().item() for layer in cache.layers for array in layer.kv.slabs
     )
 
 
@@ -153,7 +156,7 @@ SMALL = uniform(num_blocks=400)
 
 def slab_lengths(cache: PagedKVCache) -> list[int]:
     """Blocks of the K and V slab of each layer."""
-    return [slab.shape[0] for layer in cache.layers for slab in (layer.kv.k, layer.kv.v)]
+    return [slab.shape[0] for layer in cache.layers for slab in layer.kv.slabs]
 
 
 @pytest.fixture

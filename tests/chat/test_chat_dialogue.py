@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 from helpers.terminal import saved_messages
 
-from mlx_paged import demo_model_path
+from mlx_paged import demo_model_path, load
+from mlx_paged.chat import program
+from mlx_paged.chat.command_line import setup_arg_parser
 
 TEMPLATE_FOR_TWO = (
     "{% for m in messages %}"
@@ -216,14 +218,15 @@ def test_settings_are_listed_and_changed_and_a_wrong_one_is_one_line(talk):
         argv=("--seed", "7"),
     )
     assert (
-        "temp         0\ntop-p        1\ntop-k        0\nmin-p        0\n"
-        "max-tokens   -1\nseed         7\n" in err
+        "temp              0\ntop-p             1\ntop-k             0\nmin-p             0\n"
+        "xtc-probability   0\nxtc-threshold     0.1\nmax-tokens        -1\n"
+        "seed              7\n" in err
     )
     assert "[temp 0]\n[temp 0.7]\n[top-p 0.5]\n[top-k 3]\n" in err
-    assert "temp         0.7\ntop-p        0.5\ntop-k        3\n" in err
+    assert "temp              0.7\ntop-p             0.5\ntop-k             3\n" in err
     no_mood = (
-        "[no setting is called 'mood'; there are temp, top-p, top-k, min-p, max-tokens, seed, "
-        "thinking]"
+        "[no setting is called 'mood'; there are temp, top-p, top-k, min-p, xtc-probability, "
+        "xtc-threshold, max-tokens, seed, thinking]"
     )
     for line, said in {
         "/set temp hot": "[temp must be a number, at least 0, got 'hot']",
@@ -379,7 +382,26 @@ def test_the_models_generation_config_gives_the_sampling_and_flags_win(
     assert (
         "[sampling: temp 1, top-p 0.95, top-k 20; top-p, top-k from generation_config.json]" in err
     )
-    assert "temp         1\ntop-p        0.95\ntop-k        20\n" in err
+    assert "temp              1\ntop-p             0.95\ntop-k             20\n" in err
+
+
+def test_xtc_is_asked_for_by_flags_and_changed_like_any_setting(
+    talk, model_folder: Callable[..., Path]
+):
+    flags = ("--temp", "1", "--xtc-probability", "0.5", "--xtc-threshold", "0.2")
+    assert sampling(talk, model_folder(), *flags) == "temp 1, xtc 0.5 above 0.2"
+    _, _, err = talk("/set xtc-threshold 0.6", "/set xtc_probability 1", argv=("--temp", "1"))
+    assert "[xtc-threshold must be within 0..0.5, got '0.6']" in err
+    assert "[xtc-probability 1]" in err
+
+
+def test_xtc_spares_the_line_ends_and_the_end_of_an_answer():
+    args = setup_arg_parser().parse_args(["--xtc-probability", "0.5"])
+    _, settings = program._load(args)
+    _, tokenizer = load(demo_model_path())
+    spared = [*tokenizer.encode("\n", add_special_tokens=False), *tokenizer.eos_token_ids]
+    assert list(settings.next_params().xtc_special_tokens) == spared and len(spared) > 1
+    assert not settings.next_params().skip_special_tokens
 
 
 @pytest.mark.parametrize(

@@ -214,8 +214,8 @@ TABLE_CORRUPTION = {
         table._blocks.__setitem__(1, table._blocks[0]),
         table._block_ids.__setitem__(1, 1),
     ),
-    r"block table: 9 tokens in 2 \* 4 = 8 slots": set_attribute("num_tokens", 9),
-    r"block table: -1 tokens in 2 \* 4 = 8 slots": set_attribute("num_tokens", -1),
+    r"block table: 9 tokens in 2 \* 4 = 8 slots": set_attribute("num_held_tokens", 9),
+    r"block table: -1 tokens in 2 \* 4 = 8 slots": set_attribute("num_held_tokens", -1),
     r"block table: 2 blocks cached, 4 // 4 = 1 are full": set_attribute("num_cached_blocks", 2),
     r"block table: freed, and holds 2 blocks, 4 tokens": set_attribute("is_freed", True),
     r"block table: block 4 is in the table, its ref_cnt is 0": lambda table: table.pool.free_blocks(

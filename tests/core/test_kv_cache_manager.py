@@ -75,7 +75,7 @@ def test_a_hit_leaves_the_last_token_to_be_computed():
     start(manager, "a", [*range(8)])
     block_hashes = hashes([*range(8)])
     assert [manager.get_computed_blocks(block_hashes, n).num_tokens for n in (8, 9)] == [4, 8]
-    assert manager.get_computed_blocks(hashes([]), 0) == ComputedBlocks([], 0, 0)
+    assert manager.get_computed_blocks(hashes([]), 0) == ComputedBlocks([[]], 0, 0)
 
 
 def test_a_hit_ends_at_the_first_block_that_is_not_there():
@@ -229,6 +229,7 @@ def test_without_sharing_a_block_with_two_holders_is_found():
     manager = manager_of(5, shares_blocks=False)
     start(manager, "a", [*range(6)])
     manager._tables["b"] = manager.tables["a"].fork()
+    manager._groups["b"] = [manager.tables["b"]]
     with pytest.raises(IntegrityError, match="block 1 has ref_cnt 2 > 1, and shares_blocks is F"):
         manager.check_integrity()
 

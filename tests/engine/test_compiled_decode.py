@@ -390,13 +390,13 @@ def test_an_interrupt_while_tracing_leaves_the_model_and_the_slabs_as_they_were(
     engine = make_engine(demo)
     monkeypatch.setattr(PagedLayerKV, "update_and_attend", interrupted)
     engine.add_request("a", *REQUESTS["a"])
-    slabs = [(layer.kv.k, layer.kv.v) for layer in engine.cache.layers]
+    slabs = [(layer.kv.k[0], layer.kv.v[0]) for layer in engine.cache.layers]
     with pytest.raises(KeyboardInterrupt):
         for _ in range(5):
             engine.step()
     assert not interrupts and len(seen) == 2
     for layer, (k, v) in zip(engine.cache.layers, slabs, strict=True):
-        assert layer.kv.k is k and layer.kv.v is v
+        assert layer.kv.k[0] is k and layer.kv.v[0] is v
     mx.eval(engine.cache.arrays, demo.parameters())  # They are no tracers.
     (tokens,) = (output.outputs[0].token_ids for output in run(engine).values())
     assert [tokens] == expected

@@ -187,7 +187,8 @@ def test_slabs_that_can_not_be_evaluated_any_more_are_made_again(model: qwen3.Mo
         # MLX has this product in float32 only, and says so when it is evaluated.
         half = mx.zeros((2, 4, 4), mx.float16)
         handle = layers[0].kv
-        handle.k = handle.k + mx.gather_mm(half, half, mx.array([0]), mx.array([0])).sum()
+        broken = mx.gather_mm(half, half, mx.array([0]), mx.array([0])).sum()
+        handle.k = (handle.k[0] + broken,)
         return logits
 
     engine.runner.model = leaves_a_broken_slab

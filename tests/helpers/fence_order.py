@@ -11,8 +11,12 @@ from collections.abc import Sequence
 
 from metal_emulator.checks import Call
 
-READERS = {"paged_attention", "gather_blocks", "copy_blocks"}
-WRITERS = {"reshape_and_cache", "paged_attention", "copy_blocks"}
+KEY_SLABS = ("key_slab", "key_scales", "key_biases")
+READERS = {
+    *("paged_attention", "paged_attention_affine"),
+    *("gather_blocks", "dequantize_blocks", "copy_blocks"),
+}
+WRITERS = {"reshape_and_cache", "paged_attention", "paged_attention_affine", "copy_blocks"}
 
 
 def disorders(trace: Sequence[Call]) -> list[str]:
@@ -21,23 +25,22 @@ def disorders(trace: Sequence[Call]) -> list[str]:
     made_by: dict[
         int, int
     ] = {}  # id of an output array: the call; the trace keeps the arrays alive
-    calls_on: dict[int, list[int]] = {}  # address of a key slab: the calls so far
+    calls_on: dict[int, list[int]] = {}  # address of a part of the key slabs: the calls so far
     found = []
     for number, call in enumerate(trace):
         parents = {made_by[id(array)] for array in call.inputs.values() if id(array) in made_by}
         ancestors.append(parents.union(*(ancestors[parent] for parent in parents)))
         made_by.update((id(array), number) for array in call.outputs.values())
-        if "key_slab" not in call.addresses:
-            continue
-        earlier_calls = calls_on.setdefault(call.addresses["key_slab"], [])
-        for earlier in earlier_calls:
+        slabs = [call.addresses[name] for name in KEY_SLABS if name in call.addresses]
+        for earlier in sorted({earlier for slab in slabs for earlier in calls_on.get(slab, ())}):
             conflict = _conflict(trace[earlier], call)
             if conflict and earlier not in ancestors[number]:
                 found.append(
                     f"call {number} ({_name(call)}) is not behind call {earlier} "
                     f"({_name(trace[earlier])}): {conflict}"
                 )
-        earlier_calls.append(number)
+        for slab in slabs:
+            calls_on.setdefault(slab, []).append(number)
     return found
 
 

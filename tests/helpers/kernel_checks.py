@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import mlx.core as mx
@@ -40,18 +40,29 @@ def attend_and_compare(problem: PagedProblem) -> None:
 
 
 def nan_before_the_window(problem: PagedProblem) -> KVHandle:
-    """The slabs of a problem with NaN in all slots that its window hides from every query."""
+    """The slabs of a problem with every bit set (a float is NaN) in all slots that its window hides
+    from every query.
+    """
     window = problem.params.window
     assert window is not None
-    slabs = [np.array(slab.astype(mx.float32)) for slab in (problem.kv.k, problem.kv.v)]
+    kv = problem.kv
+    slabs = [raw(slab).copy() for slab in kv.slabs]
     for table, context_len, query_len in zip(
         problem.tables, problem.context_lens, problem.query_lens, strict=True
     ):
         for position in range(max(0, context_len - query_len - window + 1)):
-            index, offset = divmod(position, problem.kv.block_size)
+            index, offset = divmod(position, kv.block_size)
             for slab in slabs:
-                slab[table[index], :, offset] = np.nan
-    return KVHandle(*(mx.array(slab).astype(problem.kv.dtype) for slab in slabs))
+                slab[table[index], :, offset] = np.iinfo(slab.dtype).max
+    return with_slabs(kv, slabs)
+
+
+def with_slabs(kv: KVHandle, bits: Sequence[np.ndarray]) -> KVHandle:
+    """A handle like ``kv``, with slabs of these bits in memory of their own."""
+    slabs = [mx.array(b).view(slab.dtype) for b, slab in zip(bits, kv.slabs, strict=True)]
+    twin = KVHandle(tuple(slabs[: len(kv.k)]), tuple(slabs[len(kv.k) :]), kv.format)
+    mx.eval(*twin.arrays)
+    return twin
 
 
 def random_handle(
@@ -63,7 +74,7 @@ def random_handle(
     dtype: mx.Dtype = mx.float32,
 ) -> KVHandle:
     shape = (num_blocks, num_kv_heads, block_size, head_dim)
-    kv = KVHandle(random_array(rng, shape, dtype), random_array(rng, shape, dtype))
+    kv = KVHandle.dense(random_array(rng, shape, dtype), random_array(rng, shape, dtype))
     mx.eval(*kv.arrays)
     return kv
 
@@ -74,9 +85,7 @@ def random_array(rng: np.random.Generator, shape: tuple[int, ...], dtype: mx.Dty
 
 def copy_of(kv: KVHandle) -> KVHandle:
     """The same content in memory of its own."""
-    twin = KVHandle(*(mx.array(raw(slab)).view(kv.dtype) for slab in (kv.k, kv.v)))
-    mx.eval(*twin.arrays)
-    return twin
+    return with_slabs(kv, [raw(slab) for slab in kv.slabs])
 
 
 def assert_same_bits(one: mx.array, other: mx.array) -> None:
@@ -86,5 +95,5 @@ def assert_same_bits(one: mx.array, other: mx.array) -> None:
 
 def assert_same_slabs(one: KVHandle, other: KVHandle) -> None:
     mx.eval(*one.arrays, *other.arrays)
-    assert_same_bits(one.k, other.k)
-    assert_same_bits(one.v, other.v)
+    for ours, theirs in zip(one.slabs, other.slabs, strict=True):
+        assert_same_bits(ours, theirs)

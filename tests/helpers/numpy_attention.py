@@ -15,7 +15,7 @@ from functools import cached_property
 import mlx.core as mx
 import numpy as np
 
-from mlx_paged.ops import AttentionMetadata, AttentionParams, KVHandle
+from mlx_paged.ops import AttentionMetadata, AttentionParams, KVHandle, Parts
 
 DTYPES = {"f32": mx.float32, "f16": mx.float16, "bf16": mx.bfloat16}
 ORDERS = ("adjacent", "long_runs", "reversed", "shuffled", "shared")
@@ -148,7 +148,14 @@ class PagedProblem:
         """
         params = self.params
         dense = [
-            to_float64(attention_in_mlx(*rows, params.scale, params.window, params.sinks))
+            to_float64(
+                attention_in_mlx(
+                    *(array.astype(self.kv.dtype) for array in rows),
+                    params.scale,
+                    params.window,
+                    params.sinks,
+                )
+            )
             for rows in self.dense
         ]
         return tuple(
@@ -157,23 +164,22 @@ class PagedProblem:
         )
 
 
-def before_the_step(problem: PagedProblem) -> tuple[KVHandle, mx.array, mx.array]:
-    """Slabs that hold NaN where the new tokens go, and the packed K and V of these."""
-    slots = problem.metadata.slot_mapping.slots
-    block_size = problem.kv.block_size
-    slabs = []
-    for slab in (problem.kv.k, problem.kv.v):
+def before_the_step(problem: PagedProblem) -> tuple[KVHandle, Parts, Parts]:
+    """Slabs in which every bit is set where the new tokens go (a float is NaN), and the packed K
+    and V of these.
+    """
+    kv = problem.kv
+    blocks, offsets = np.divmod(problem.metadata.slot_mapping.slots, kv.block_size)
+    slabs, rows = [], []
+    for slab in kv.slabs:
         bits = raw(slab).copy()
-        nan = raw(mx.array([mx.nan], slab.dtype))[0]
-        for slot in slots:
-            bits[slot // block_size, :, slot % block_size] = nan
+        rows.append(mx.array(bits[blocks, :, offsets]).view(slab.dtype))
+        bits[blocks, :, offsets] = np.iinfo(bits.dtype).max
         slabs.append(mx.array(bits).view(slab.dtype))
-    runs = list(zip(problem.dense, problem.query_lens, strict=True))
-    k, v = (
-        mx.concatenate([rows[which][-query_len:] for rows, query_len in runs]) for which in (1, 2)
-    )
-    mx.eval(*slabs, k, v)
-    return KVHandle(*slabs), k, v
+    mx.eval(*slabs, *rows)
+    num_parts = len(kv.k)
+    k, v = (tuple(rows[:num_parts]), tuple(rows[num_parts:]))
+    return KVHandle(tuple(slabs[:num_parts]), tuple(slabs[num_parts:]), kv.format), k, v
 
 
 def assert_matches_formula(out: mx.array, problem: PagedProblem) -> None:
@@ -277,7 +283,7 @@ def make_problem(
             rows[:, :, 0] = 16
     problem = PagedProblem(
         q=mx.concatenate(queries),
-        kv=KVHandle(*slabs),
+        kv=KVHandle.dense(*slabs),
         metadata=AttentionMetadata.build(tables, context_lens, query_lens, block_size),
         params=AttentionParams(scale, window, draw(num_kv_heads * group) * 2 if sinks else None),
         dense=tuple(zip(queries, keys, values, strict=True)),

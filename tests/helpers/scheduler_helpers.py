@@ -283,10 +283,11 @@ class FakeEngine:
     def check_output(self, output: Batch, only: Request | None) -> None:
         scheduler, counts = self.scheduler, self.counts
         assert output.num_tokens <= self.config.max_num_batched_tokens
-        for request, start, count, num_logit_rows, drafts in output.scheduled:
+        for request, start, count, num_logit_rows, num_scored_rows, drafts in output.scheduled:
             assert count >= 1 and start + count == request.num_computed_tokens
             num_left = request.num_tokens + len(drafts) - request.num_computed_tokens
             assert num_logit_rows == (1 + len(drafts) if num_left == 0 else 0)
+            assert num_scored_rows == 0  # Nobody here wants log-probabilities of a prompt.
             assert not drafts or (num_left == 0 and count == 1 + len(drafts) and only is None)
         assert not (output.preempted and output.drafted), "drafts preempt nobody"
         swap_outs, swap_ins = of_kind(output, SwapOut), of_kind(output, SwapIn)

@@ -78,7 +78,9 @@ class Workload:
         elif kind < 0.2:
             params["sampler"] = takes_the_second
         elif kind < 0.22:
-            params["logit_bias"] = {self.vocab_size + 1: 1.0}  # Only the sampler sees that.
+            # Only the sampler sees that no token is left.
+            params["logit_bias"] = dict.fromkeys(range(self.vocab_size), -np.inf)
+        params |= self._newer_params(len(self.asks))
         return Ask(
             prefix[: rng.choice([0, 8, 32, 70])] + tail,
             params,
@@ -86,6 +88,24 @@ class Workload:
             priority=rng.choice([0, 0, 0, -1, 1]),
             abort_at=rng.randint(0, 12) if rng.random() < 0.1 else None,
         )
+
+    def _newer_params(self, number: int) -> dict[str, Any]:
+        """Masks, stop sequences, XTC and log-probabilities of prompts, from draws of their own."""
+        rng = random.Random(self.seed * 1000 + number)
+        params: dict[str, Any] = {}
+        if rng.random() < 0.2:
+            params["prompt_logprobs"] = rng.randint(0, 3)
+        if rng.random() < 0.15:
+            params["allowed_token_ids"] = rng.sample(range(self.vocab_size), self.vocab_size // 2)
+        if rng.random() < 0.2:
+            params["min_tokens"] = rng.randint(0, 12)
+            params["max_tokens"] = rng.randint(12, 30)
+        if rng.random() < 0.2:
+            pairs = [rng.choices(range(self.vocab_size), k=2) for _ in range(400)]
+            params["stop_token_ids"] = [*pairs, rng.randrange(self.vocab_size)]
+        if rng.random() < 0.15:
+            params |= {"xtc_probability": 0.5, "xtc_threshold": 0.01, "xtc_special_tokens": [3]}
+        return params
 
     def run(self, model: Any, tokenizer: Any = None, **options: Any) -> Run:
         """
@@ -153,20 +173,30 @@ def takes_the_second(logprobs: mx.array) -> mx.array:
 
 
 def assert_same(ours: RequestOutput, theirs: RequestOutput) -> None:
+    # How much of a prompt was scored before an abort depends on when it came.
+    if ours.error is None and ours.outputs[0].token_ids:
+        assert_same_logprobs(ours.prompt_logprobs, theirs.prompt_logprobs)
     for one, other in zip(ours.outputs, theirs.outputs, strict=True):
         assert (one.token_ids, one.text) == (other.token_ids, other.text), ours.request_id
         assert (one.finish_reason, one.stop_reason) == (other.finish_reason, other.stop_reason)
-        assert (one.logprobs is None) == (other.logprobs is None)
-        for entries, expected in zip(one.logprobs or (), other.logprobs or (), strict=True):
-            assert {token: e.rank for token, e in entries.items()} == {
-                token: e.rank for token, e in expected.items()
-            }
-            np.testing.assert_allclose(
-                [entry.logprob for entry in entries.values()],
-                [entry.logprob for entry in expected.values()],
-                atol=2e-5,
-            )
+        assert_same_logprobs(one.logprobs, other.logprobs)
     assert type(ours.error) is type(theirs.error) and str(ours.error) == str(theirs.error)
+
+
+def assert_same_logprobs(ours: Any, theirs: Any) -> None:
+    assert (ours is None) == (theirs is None)
+    for entries, expected in zip(ours or (), theirs or (), strict=True):
+        assert (entries is None) == (expected is None)
+        if entries is None:
+            continue
+        assert {token: e.rank for token, e in entries.items()} == {
+            token: e.rank for token, e in expected.items()
+        }
+        np.testing.assert_allclose(
+            [entry.logprob for entry in entries.values()],
+            [entry.logprob for entry in expected.values()],
+            atol=2e-5,
+        )
 
 
 def assert_all_same(ahead: Run, waiting: Run) -> None:

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import itertools
 
+import mlx.core as mx
 from metal_emulator.checks import Call, Ranges
 
-SLABS = ("key_slab", "value_slab")
+from mlx_paged.ops import kernels
 
 
 def slots_of_the_step(call: Call) -> dict[str, Ranges]:
@@ -21,7 +22,7 @@ def slots_of_the_step(call: Call) -> dict[str, Ranges]:
             call,
             [slot for slot in call.inputs["slot_mapping"].tolist()[: call.grid[1]] if slot >= 0],
         )
-    if name == "paged_attention":
+    if name.startswith("paged_attention"):
         return _slots(
             call, _new_slots(call.inputs["plan"].tolist(), call.inputs["key_slab"].shape[2])
         )
@@ -43,19 +44,26 @@ def _new_slots(plan: list[int], block_size: int) -> list[int]:
 
 
 def _slots(call: Call, slots: list[int]) -> dict[str, Ranges]:
-    slab = call.inputs["key_slab"]
-    _, num_kv_heads, block_size, head_dim = slab.shape
-    row = head_dim * slab.itemsize
-    starts = [
-        ((slot // block_size * num_kv_heads + head) * block_size + slot % block_size) * row
-        for slot, head in itertools.product(slots, range(num_kv_heads))
-    ]
-    return dict.fromkeys(SLABS, sorted((start, start + row) for start in starts))
+    ranges = {}
+    for name, slab in _slabs(call).items():
+        _, num_kv_heads, block_size, width = slab.shape
+        row = width * slab.itemsize
+        starts = [
+            ((slot // block_size * num_kv_heads + head) * block_size + slot % block_size) * row
+            for slot, head in itertools.product(slots, range(num_kv_heads))
+        ]
+        ranges[name] = sorted((start, start + row) for start in starts)
+    return ranges
 
 
 def _blocks(call: Call, block_ids: list[int]) -> dict[str, Ranges]:
-    slab = call.inputs["key_slab"]
-    nbytes = slab.nbytes // slab.shape[0]
-    return dict.fromkeys(
-        SLABS, sorted((block * nbytes, (block + 1) * nbytes) for block in set(block_ids))
-    )
+    ranges = {}
+    for name, slab in _slabs(call).items():
+        nbytes = slab.nbytes // slab.shape[0]
+        ranges[name] = sorted((block * nbytes, (block + 1) * nbytes) for block in set(block_ids))
+    return ranges
+
+
+def _slabs(call: Call) -> dict[str, mx.array]:
+    """Every part of them."""
+    return {name: array for name, array in call.inputs.items() if name in kernels.AFFINE_SLABS}

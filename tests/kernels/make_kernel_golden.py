@@ -18,23 +18,36 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from mlx_paged.ops import AttentionMetadata, AttentionParams, KVHandle, SlotMapping, kernels
+from mlx_paged.ops import (
+    AffineFormat,
+    AttentionMetadata,
+    AttentionParams,
+    KVFormat,
+    KVHandle,
+    SlotMapping,
+    kernels,
+)
 from mlx_paged.ops.metal import MetalBackend
 
 GOLDEN = Path(__file__).parent / "golden"
 
 
 def call_every_kernel() -> mx.array:
-    """Each kernel once: a decode whose partitions are merged, and the operations on blocks."""
+    """Each kernel: decodes whose partitions are merged, and the operations on blocks."""
     metal = MetalBackend()
-    kv = KVHandle.allocate(20, 2, 16, 64, 64, mx.bfloat16)
+    kv = KVHandle.allocate(20, 2, 16, 64, 64, KVFormat.dense("bfloat16"))
     rows, queries = mx.zeros((1, 2, 64), mx.bfloat16), mx.zeros((1, 8, 64), mx.bfloat16)
     metadata = AttentionMetadata.build([list(range(1, 20))], [300], [1], 16)
-    metal.reshape_and_cache(rows, rows, kv, SlotMapping.build([5], 16))
-    out = metal.update_and_attend(queries, rows, rows, kv, metadata, AttentionParams(0.125))
+    metal.reshape_and_cache((rows,), (rows,), kv, SlotMapping.build([5], 16))
+    out = metal.update_and_attend(queries, (rows,), (rows,), kv, metadata, AttentionParams(0.125))
     metal.copy_blocks(kv, [(3, 4)])
     metal.gather_blocks(kv, [4, 5], 20)
-    return out + kv.fence.sum()
+    rows = AffineFormat("bfloat16", 8), AffineFormat("bfloat16", 4)
+    quantised = KVHandle.allocate(20, 2, 16, 64, 64, KVFormat(*rows))
+    k, v = (row.zeros((1, 2, 64)) for row in rows)
+    out += metal.update_and_attend(queries, k, v, quantised, metadata, AttentionParams(0.125))
+    metal.gather_blocks(quantised, [4, 5], 20)
+    return out + kv.fence.sum() + quantised.fence.sum()
 
 
 def print_sources() -> None:

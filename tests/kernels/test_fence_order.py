@@ -34,13 +34,13 @@ def use_every_operation(problem) -> None:
         set(range(kv.num_blocks)) - {block for table in problem.tables for block in table}
     )
     METAL.reshape_and_cache(
-        rows, rows, kv, SlotMapping.build([free[0] * kv.block_size], kv.block_size)
+        (rows,), (rows,), kv, SlotMapping.build([free[0] * kv.block_size], kv.block_size)
     )
     METAL.paged_attention(*problem.args)
     METAL.copy_blocks(kv, [(free[0], free[1])])
     METAL.gather_blocks(kv, [free[1]], kv.block_size * len([free[1]]))
     METAL.reshape_and_cache(
-        rows, rows, kv, SlotMapping.build([free[1] * kv.block_size], kv.block_size)
+        (rows,), (rows,), kv, SlotMapping.build([free[1] * kv.block_size], kv.block_size)
     )
 
 
@@ -209,7 +209,7 @@ def test_steps_in_flight_are_in_order_with_all_that_comes_between_them(metal, mo
 
     def recorded_grow(kv: KVHandle, num_new_blocks: int) -> None:
         # They stay alive, so that no new slab has the address of an old one.
-        old_slabs.extend([kv.k, kv.v])
+        old_slabs.extend(kv.slabs)
         growths.append(len(engine._in_flight))
         grow(kv, num_new_blocks)
 
@@ -269,20 +269,20 @@ def test_nothing_but_kernels_touches_a_slab(query_len, metal, monkeypatch):
 
     monkeypatch.setattr(kernels, "kernel", record_only)
     slabs = [SlabOfKernels(slab) for slab in problem.kv.arrays]
-    problem.kv.k, problem.kv.v = slabs
+    problem.kv.k, problem.kv.v = ((slab,) for slab in slabs)
 
     use_every_operation(problem)
     rows = mx.ones((query_len, problem.kv.num_kv_heads, problem.kv.key_dim))
     out = METAL.update_and_attend(
         problem.q,
-        rows,
-        rows,
+        (rows,),
+        (rows,),
         problem.kv,
         problem.metadata,
         AttentionParams(problem.params.scale, problem.params.window, problem.params.sinks),
     )
     mx.eval(out, problem.kv.fence)
-    assert [problem.kv.k, problem.kv.v] == slabs
+    assert list(problem.kv.slabs) == slabs
     assert len(calls) >= 6
 
 
@@ -291,16 +291,20 @@ def test_nothing_but_kernels_touches_a_slab(query_len, metal, monkeypatch):
 )
 def test_a_change_of_size_waits_for_the_chain_and_begins_a_new_one(change, metal):
     kv = KVHandle.allocate(3, 1, 8, 32, 32)
-    METAL.reshape_and_cache(ROWS[:, :1], ROWS[:, :1], kv, SlotMapping.build([9], kv.block_size))
+    METAL.reshape_and_cache(
+        (ROWS[:, :1],), (ROWS[:, :1],), kv, SlotMapping.build([9], kv.block_size)
+    )
     assert kv.fence is not None
     change(kv)
     assert kv.fence is None
-    assert kv.k[1, 0, 1].tolist() == [1.0] * 32
+    assert kv.k[0][1, 0, 1].tolist() == [1.0] * 32
 
 
 def test_plain_mlx_operations_wait_for_the_chain(metal):
     kv = KVHandle.allocate(2, 1, 8, 32, 32)
-    METAL.reshape_and_cache(ROWS[:, :1], ROWS[:, :1], kv, SlotMapping.build([3], kv.block_size))
+    METAL.reshape_and_cache(
+        (ROWS[:, :1],), (ROWS[:, :1],), kv, SlotMapping.build([3], kv.block_size)
+    )
     keys, _ = REFERENCE.gather_blocks(kv, [0], 4)
     assert kv.fence is None
     assert keys[0, 3].tolist() == [1.0] * 32

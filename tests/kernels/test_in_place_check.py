@@ -38,7 +38,7 @@ def test_a_device_that_writes_in_place_passes(metal):
 
 def test_a_lost_write_is_found(metal, monkeypatch):
     def lose_the_third(run, k, v, kv, slots):
-        return [kv.fence] if k[0, 0, 0].item() == 3 else run(k, v, kv, slots)
+        return [kv.fence] if k[0][0, 0, 0].item() == 3 else run(k, v, kv, slots)
 
     broken(monkeypatch, "write_slots", lose_the_third)
     expected = "writes in place are lost or out of order on this device (turns [3] of 8)"
@@ -57,7 +57,7 @@ def test_a_write_before_an_earlier_read_is_found(metal, monkeypatch):
     def fill(run, k, v, kv, slots):
         fence = run(k, v, kv, slots)
         if late:
-            late[-1][:] = k[0, 0, 0]
+            late[-1][:] = k[0][0, 0, 0]
         return fence
 
     broken(monkeypatch, "gather", read_late)
@@ -67,7 +67,7 @@ def test_a_write_before_an_earlier_read_is_found(metal, monkeypatch):
 
 def test_a_slab_that_is_written_in_a_copy_is_found(metal, monkeypatch):
     def write_a_copy(run, k, v, kv, slots):
-        copy = KVHandle(mx.array(kv.k) * 1, kv.v * 1)
+        copy = KVHandle.dense(mx.array(kv.k[0]) * 1, kv.v[0] * 1)
         mx.eval(copy.arrays)
         return run(k, v, copy, slots)
 
@@ -78,13 +78,15 @@ def test_a_slab_that_is_written_in_a_copy_is_found(metal, monkeypatch):
 def test_a_write_that_costs_a_slab_is_found(metal, monkeypatch):
     def write_and_copy(run, k, v, kv, slots):
         fence = run(k, v, kv, slots)
-        mx.eval(kv.k * 1)
+        mx.eval(kv.k[0] * 1)
         return fence
 
     broken(monkeypatch, "write_slots", write_and_copy)
-    slab = KVHandle.allocate(
-        in_place.NUM_BLOCKS, in_place.NUM_KV_HEADS, 16, 128, 128, mx.float16
-    ).k.nbytes
+    slab = (
+        KVHandle.allocate(in_place.NUM_BLOCKS, in_place.NUM_KV_HEADS, 16, 128, 128, in_place.FORMAT)
+        .k[0]
+        .nbytes
+    )
     assert check_writes_in_place().endswith(f"so MLX copies the slab of {slab}")
 
 
@@ -116,15 +118,17 @@ def test_without_writes_in_place_no_kernel_writes_and_attention_is_the_same(
     trace, backend = without_writes_in_place, MetalBackend(writes_in_place=False)
     problem = make_problem([5, 300, 40], [1, 8, 20])
     rows = [
-        mx.concatenate(
-            [dense[part][-n:] for dense, n in zip(problem.dense, [1, 8, 20], strict=True)]
+        (
+            mx.concatenate(
+                [dense[part][-n:] for dense, n in zip(problem.dense, [1, 8, 20], strict=True)]
+            ),
         )
         for part in (1, 2)
     ]
     slots = [slot for table, n, q in zip(problem.tables, [5, 300, 40], [1, 8, 20], strict=True)
              for slot in (table[p // 16] * 16 + p % 16 for p in range(n - q, n))]  # fmt: skip
     for slot in slots:
-        problem.kv.k[slot // 16, :, slot % 16] = 77.0
+        problem.kv.k[0][slot // 16, :, slot % 16] = 77.0
     q, kv, *rest = problem.args
     assert_matches_formula(backend.update_and_attend(q, *rows, kv, *rest), problem)
     assert_matches_formula(backend.paged_attention(*problem.args), problem)
@@ -132,12 +136,12 @@ def test_without_writes_in_place_no_kernel_writes_and_attention_is_the_same(
         set(range(kv.num_blocks)) - {block for table in problem.tables for block in table}
     )
     backend.reshape_and_cache(
-        rows[0][:1], rows[1][:1], kv, SlotMapping.build([free[0] * 16], kv.block_size)
+        (rows[0][0][:1],), (rows[1][0][:1],), kv, SlotMapping.build([free[0] * 16], kv.block_size)
     )
     backend.copy_blocks(kv, [(free[0], free[1])])
     backend.zero_blocks(kv, [free[0]])
-    assert mx.array_equal(kv.k[free[1], :, 0], rows[0][0])
-    assert not kv.k[free[0]].any().item()
+    assert mx.array_equal(kv.k[0][free[1], :, 0], rows[0][0][0])
+    assert not kv.k[0][free[0]].any().item()
     assert {call.kernel.removeprefix("mlx_paged_") for call in trace} == {
         "paged_attention",
         "merge_partitions",

@@ -12,7 +12,8 @@ import mlx.core as mx
 import pytest
 from helpers.backends import METAL
 from helpers.kernel_checks import checked_metal
-from helpers.numpy_attention import make_problem
+from helpers.numpy_attention import before_the_step, make_problem
+from helpers.quantised_problems import quantised
 from metal_emulator.signature import MIN_DEVICE_ELEMENTS, InputType
 
 from mlx_paged.ops import AttentionMetadata, attention_plan, kernels
@@ -95,17 +96,24 @@ def test_a_plan_read_by_the_header_says_what_was_packed():
 
 
 def contract(name):
-    """The names in the comment at the top of a kernel, which has columns: section, names, what they
-    are.
-    """
-    comment = re.match(r"(?://.*\n)+", read_source(f"{name}.metal"))[0]
+    """The names in the comments at the top of the files of a kernel, one after the other."""
+    names = {"template": [], "inputs": [], "outputs": []}
+    for part in kernels.parts_of(name):
+        for section, found in contract_of_file(f"{part}.metal").items():
+            names[section] += found
+    return names
+
+
+def contract_of_file(name):
+    """The names in the comment at the top, which has columns: section, names, what they are."""
+    comment = re.match(r"(?://.*\n)+", read_source(name))[0]
     sections = dict(
         re.findall(r"^// (template|inputs|outputs|grid)   *((?:.*\n//    )*.*)", comment, re.M)
     )
     # Without remarks in parentheses, the template is a list of names over one line or more.
-    template = re.sub(r"\([^)]*\)|\n//", "", sections["template"])
-    names = {"template": [word.strip() for word in template.split(",")]}
-    for section in ("inputs", "outputs"):
+    template = re.sub(r"\([^)]*\)|\n//", "", sections.get("template", ""))
+    names = {"template": [word.strip() for word in template.split(",") if word]}
+    for section in {"inputs", "outputs"} & sections.keys():
         # A line that begins further to the right goes on with what stands above it.
         first, *others = sections[section].splitlines()
         lines = [first, *(line.removeprefix("//            ") for line in others)]
@@ -133,16 +141,31 @@ def varied_calls():
                 rows = mx.ones((q.shape[0], num_kv_heads, 64), mx.float16)
                 if params.sinks is not None:
                     params = replace(params, sinks=params.sinks.astype(mx.bfloat16))
-                METAL.update_and_attend(q, rows, rows, kv, metadata, params)
+                METAL.update_and_attend(q, (rows,), (rows,), kv, metadata, params)
                 METAL.attend(q.astype(mx.float32), kv, metadata, replace(params, scale=1))
                 other = replace(params, scale=0.5)
                 METAL.paged_attention(q.swapaxes(0, 1).swapaxes(0, 1), kv, metadata, other)
-                METAL.reshape_and_cache(rows, rows, kv, metadata.slot_mapping)
+                METAL.reshape_and_cache((rows,), (rows,), kv, metadata.slot_mapping)
                 METAL.gather_blocks(kv, problem.tables[0], 1)
                 METAL.gather_blocks(kv, problem.tables[0], kv.block_size * len(problem.tables[0]))
                 kv.leave_chain()
                 METAL.copy_blocks(kv, [(0, 1)])
         METAL.copy_blocks(kv, [(0, n) for n in range(1, 20)])
+    quantised_calls()
+
+
+def quantised_calls():
+    """With so few heads that the scales of a row are fewer than eight."""
+    steps = ([300], [17], [600], [17] * 9, [40, 300], [40, 5])
+    for num_kv_heads, lens in zip((1, 3) * 3, steps, strict=True):
+        problem = make_problem(
+            lens, 1, num_kv_heads=num_kv_heads, group=4, head_dim=64, dtype=mx.float16
+        )
+        kv, k, v = before_the_step(quantised(problem, 8, 4))
+        METAL.update_and_attend(problem.q, k, v, kv, problem.metadata, problem.params)
+        METAL.attend(problem.q, kv, problem.metadata, problem.params)
+        METAL.gather_blocks(kv, problem.tables[0], 1)
+        METAL.gather_blocks(kv, problem.tables[0], kv.block_size * len(problem.tables[0]))
 
 
 @pytest.fixture(scope="module")
@@ -180,9 +203,10 @@ def test_each_kernel_and_template_is_one_library(varied_trace):
     assert {library: len(set(found)) for library, found in signatures.items()} == dict.fromkeys(
         signatures, 1
     )
-    # Four of attention, for one and two queries, merged or not, and one of each other kernel.
+    # Four of attention, for one and two queries, merged or not, two of quantised decodes, and one
+    # of each other kernel.
     assert sorted(library[0].removeprefix("mlx_paged_") for library in signatures) == sorted(
-        [*kernels.KERNELS, *["paged_attention"] * 3]
+        [*kernels.KERNELS, *["paged_attention"] * 3, "paged_attention_affine"]
     )
     assert min(map(len, signatures.values())) >= 6
     small = [

@@ -142,8 +142,8 @@ MISTAKES = {
     "a_maximum_over_hidden_earlier_scores": (
         "a_hidden_earlier_token",
         ATTENTION,
-        "max_over_lanes<LANES / STEPS, LANES>(seen)",
-        "max_over_lanes<LANES / STEPS, LANES>(score)",
+        "max_over_lanes<SHARERS / STEPS, SHARERS>(seen)",
+        "max_over_lanes<SHARERS / STEPS, SHARERS>(score)",
     ),
     "a_maximum_of_the_first_32_partitions": (
         "a_late_maximum",

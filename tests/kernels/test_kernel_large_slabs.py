@@ -1,4 +1,4 @@
-"""Slabs whose offsets fit no integer of 32 bits, neither in elements nor in vectors of four.
+"""Slabs whose offsets fit no integer of 32 bits, neither in elements nor in pieces of 16 bytes.
 
 Only the pages that are touched take memory.
 """
@@ -16,11 +16,12 @@ from helpers.kernel_checks import assert_same_bits, checked_metal, random_array
 from helpers.numpy_attention import raw
 from metal_emulator import LargeArray
 
-from mlx_paged.ops import AttentionMetadata, AttentionParams, KVHandle, SlotMapping
+from mlx_paged.ops import AttentionMetadata, AttentionParams, KVHandle, Parts, SlotMapping
 
 NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, DTYPE = 2, 8, 32, mx.float16
-# The block whose first vector is number 2^32. In 32 bits it is block 0, and the next one block 1.
-FAR = 4 * 2**32 // (NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM)
+# The block whose first piece of 16 bytes is number 2^32. In 32 bits it is block 0, and the next one
+# block 1.
+FAR = 8 * 2**32 // (NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM)
 BLOCKS = (0, 1, 2, 3, FAR, FAR + 1, FAR + 2, FAR + 3)
 
 
@@ -38,13 +39,13 @@ class Slabs:
     def random(cls, stack: ExitStack) -> Slabs:
         rng = np.random.default_rng(0)
         shape = (NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
-        small = KVHandle(*(random_array(rng, (len(BLOCKS), *shape), DTYPE) for _ in "kv"))
-        mx.eval(small.k, small.v)
+        small = KVHandle.dense(*(random_array(rng, (len(BLOCKS), *shape), DTYPE) for _ in "kv"))
+        mx.eval(small.slabs)
         slabs = [stack.enter_context(LargeArray.zeros((FAR + 4, *shape), DTYPE)) for _ in "kv"]
-        for slab, content in zip(slabs, (small.k, small.v), strict=True):
+        for slab, content in zip(slabs, small.slabs, strict=True):
             for index, block in enumerate(BLOCKS):
                 slab[block][:] = np.array(content[index])
-        return cls(KVHandle(*slabs), small)
+        return cls(KVHandle.dense(*slabs), small)
 
     def both(self, operation: Operation) -> None:
         """The operation comes to the same results and slabs on both handles."""
@@ -52,7 +53,7 @@ class Slabs:
         small = operation(self.small, BLOCKS.index)
         for one, other in zip(large or (), small or (), strict=True):
             assert_same_bits(one, other)
-        for slab, expected in ((self.large.k, self.small.k), (self.large.v, self.small.v)):
+        for slab, expected in zip(self.large.slabs, self.small.slabs, strict=True):
             blocks = np.stack([slab[block] for block in BLOCKS]).view(np.uint16)
             np.testing.assert_array_equal(blocks, raw(expected))
 
@@ -68,10 +69,10 @@ def slabs(compiler: None) -> Iterator[Slabs]:
             yield large_and_small
 
 
-def rows(num_tokens: int, seed: int) -> tuple[mx.array, mx.array]:
+def rows(num_tokens: int, seed: int) -> tuple[Parts, Parts]:
     rng = np.random.default_rng(seed)
     shape = (num_tokens, NUM_KV_HEADS, HEAD_DIM)
-    return random_array(rng, shape, DTYPE), random_array(rng, shape, DTYPE)
+    return (random_array(rng, shape, DTYPE),), (random_array(rng, shape, DTYPE),)
 
 
 def write(kv: KVHandle, block: Callable[[int], int]) -> None:
@@ -116,23 +117,28 @@ operations = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERA
 
 
 @operations
-def test_blocks_behind_the_first_4_billion_vectors_are_like_any_others(
+def test_blocks_behind_the_first_4_billion_pieces_are_like_any_others(
     operation: Operation,
     slabs: Slabs,
 ) -> None:
     slabs.both(operation)
 
 
-BLOCK_LENGTH = "const size_t block_length"
 MISTAKES = {
     **{
         f"{name}_{kind}": (OPERATIONS[name], "paged_kv.h", "size_t(block_id)", f"{kind}(block_id)")
         for name in ("reshape_and_cache", "gather_blocks", "paged_attention", "update_and_attend")
         for kind in ("int", "uint")
     },
-    "copy_blocks": (copy, "copy_blocks.metal", BLOCK_LENGTH, "const uint block_length"),
-    "copy_blocks_from": (copy, "copy_blocks.metal", "const size_t from", "const uint from"),
-    "copy_blocks_to": (copy, "copy_blocks.metal", "const size_t to", "const uint to"),
+    **{
+        f"copy_blocks_{end}": (
+            copy,
+            "copy_blocks.metal",
+            f"const size_t {end}",
+            f"const uint {end}",
+        )
+        for end in ("source", "destination")
+    },
 }
 
 

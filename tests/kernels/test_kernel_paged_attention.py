@@ -185,7 +185,7 @@ def test_unused_slots_of_k_and_v_may_both_hold_nan(metal):
         for name in ("keys", "values")
     ]
     q, _, *rest = problems[0].args
-    both = KVHandle(problems[0].kv.k, problems[1].kv.v)
+    both = KVHandle.dense(problems[0].kv.k[0], problems[1].kv.v[0])
     assert_same_bits(
         METAL.paged_attention(q, both, *rest),
         METAL.paged_attention(*problems[0].args),
@@ -194,9 +194,9 @@ def test_unused_slots_of_k_and_v_may_both_hold_nan(metal):
 
 def test_reading_leaves_the_slabs_as_they_were(metal):
     problem = replace(RUNS, seqs=((300, 8), (9, 7))).problem(poison="large")
-    before = [mx.array(np.array(slab)) for slab in (problem.kv.k, problem.kv.v)]
+    before = [mx.array(np.array(slab)) for slab in problem.kv.slabs]
     mx.eval(METAL.paged_attention(*problem.args))
-    for slab, old in zip((problem.kv.k, problem.kv.v), before, strict=True):
+    for slab, old in zip(problem.kv.slabs, before, strict=True):
         assert_same_bits(slab, old)
 
 
@@ -231,7 +231,7 @@ def test_any_scale_matches_the_formula(scale, metal):
 
 def test_long_products_of_f16_do_not_overflow_before_the_scale(metal):
     # q @ k is 115,200, above the 65,504 of f16; scaled it is 10,182.
-    kv = KVHandle(
+    kv = KVHandle.dense(
         mx.full((1, 1, 32, 128), 30.0, mx.float16), mx.full((1, 1, 32, 128), 2.0, mx.float16)
     )
     metadata = AttentionMetadata.build([[0]], [30], [4], 32)

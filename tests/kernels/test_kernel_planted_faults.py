@@ -29,7 +29,6 @@ from metal_emulator import (
 )
 
 from mlx_paged.ops import SlotMapping, kernels
-from mlx_paged.ops.metal_sources import read_source
 
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 # Several simdgroups and threadgroups for the rows; runs that reach over the border of a partition.
@@ -49,9 +48,10 @@ def test_without_a_fault_there_is_nothing_to_see(case, compiler):
 
 
 def test_every_barrier_is_counted():
-    counts = {name: read_source(f"{name}.metal").count(BARRIER) for name in kernels.KERNELS}
+    counts = {name: kernels.body(name).count(BARRIER) for name in kernels.KERNELS}
     assert {name: count for name, count in counts.items() if count} == {
         "paged_attention": 1,
+        "paged_attention_affine": 1,
         "merge_partitions": 1,
     }
 
@@ -121,7 +121,7 @@ WRONG_RESULTS = {
     "no_scale": (SHARED, ATTENTION, "(softmax_scale * LOG2_E)", "LOG2_E"),
     "no_scale_of_the_queries": (
         replace(SHARED, dtype="bf16"),
-        "paged_kv.h",
+        "row_formats.h",
         "return power;",
         "return 1;",
     ),
@@ -137,8 +137,8 @@ WRONG_RESULTS = {
     "weights_that_are_not_turned": (
         STREAMS,
         ATTENTION,
-        "simd_shuffle_xor(mine, s * (LANES / STEPS))",
-        "mine",
+        "simd_shuffle_xor(weight[i][0], s * (SHARERS / STEPS))",
+        "weight[i][0]",
     ),
     "a_new_key_counted_by_all_its_lanes": (STREAMS, ATTENTION, "turn == 0 ? weight : 0", "weight"),
     "a_stream_left_out": (
@@ -163,13 +163,13 @@ WRONG_RESULTS = {
     "reading_new_rows_from_the_slab": (
         SHARED,
         ATTENTION,
-        "has_rows ? key_rows + row : key_slab + slot",
-        "key_slab + slot",
+        "has_rows, Keys::packed_rows",
+        "false, Keys::packed_rows",
     ),
     "not_writing_new_rows": (
         SHARED,
         ATTENTION,
-        "((device Load*)(in_place(value_slab) + slot))[c] = value[n];",
+        "Values::store(value_slot, c, value[n]);",
         "",
     ),
 }
@@ -192,8 +192,8 @@ def test_a_mistake_in_the_arithmetic_shows_in_the_result_or_in_the_slabs(
 @pytest.mark.parametrize(
     ("text", "other"),
     [
-        ("(in_place(key_slab) + slot)", "(in_place(key_slab) + slot + HEAD_DIM)"),
-        ("(in_place(value_slab) + slot)", "(in_place(value_slab) + slot - HEAD_DIM)"),
+        ("Keys::store(key_slot, c, ", "Keys::store(key_slot, c + ROW_LOADS, "),
+        ("Values::store(value_slot, c, ", "Values::store(value_slot, c - ROW_LOADS, "),
     ],
     ids=["behind_it", "before_it"],
 )
@@ -251,17 +251,12 @@ BLOCK_FAULTS = {
     ),
     "k_for_v": (
         "reshape_and_cache",
-        "const device Vec*)(value_rows",
-        "const device Vec*)(key_rows",
+        "value_rows, packed_row",
+        "key_rows, packed_row",
         AssertionError,
     ),
     "the_source_is_written": ("copy_blocks", "2 * pair + 1]", "2 * pair]", AssertionError),
-    "source_and_destination_swapped": (
-        "copy_blocks",
-        "[2 * pair] *",
-        "[2 * pair + 1] *",
-        AssertionError,
-    ),
+    "the_destination_is_read": ("copy_blocks", "[2 * pair];", "[2 * pair + 1];", AssertionError),
 }
 
 
@@ -271,7 +266,7 @@ BLOCK_FAULTS = {
 def test_a_mistake_in_a_write_is_seen(name, text, other, error, plant, compiler):
     rng = np.random.default_rng(0)
     kv = random_handle(rng, 6, 2, 16, 64, mx.float16)
-    k, v = (random_array(rng, (4, 2, 64), mx.float16) for _ in "kv")
+    k, v = ((random_array(rng, (4, 2, 64), mx.float16),) for _ in "kv")
     twin = copy_of(kv)
     with checked_metal():
         plant(f"{name}.metal", text, other)

@@ -11,7 +11,7 @@ from helpers.kernel_checks import assert_same_bits, checked_metal
 from helpers.kernel_grid import SETTINGS
 from helpers.numpy_attention import assert_matches_formula, before_the_step, make_problem
 
-from mlx_paged.ops import AttentionMetadata, AttentionParams, attention_plan, kernels
+from mlx_paged.ops import AttentionMetadata, AttentionParams, KVHandle, attention_plan, kernels
 from mlx_paged.ops.attention_plan import Cut
 from mlx_paged.ops.metal import MetalBackend
 
@@ -131,8 +131,10 @@ def test_empty_records_change_no_bit_and_write_no_slot(runs, setting, extras, me
         kv, k, v = before_the_step(problem)
         metadata, rows = part_of(problem, seqs)
         q = problem.q[rows]
-        out = backend.update_and_attend(q, k[rows], v[rows], kv, metadata, *problem.args[3:])
-        return out, kv.k, kv.v
+        out = backend.update_and_attend(
+            q, (k[0][rows],), (v[0][rows],), kv, metadata, *problem.args[3:]
+        )
+        return out, kv.k[0], kv.v[0]
 
     def num_empty(call):
         work = call.inputs["plan"].tolist()[8:]
@@ -164,7 +166,7 @@ def test_every_step_that_writes_gives_a_sequence_the_same_bits_in_every_batch(
     def attention(metadata, rows):
         kv, k, v = before_the_step(problem)
         out = METAL.update_and_attend(
-            problem.q[rows], k[rows], v[rows], kv, metadata, *problem.args[3:]
+            problem.q[rows], (k[0][rows],), (v[0][rows],), kv, metadata, *problem.args[3:]
         )
         mx.eval(out)
         return out
@@ -208,9 +210,7 @@ def test_other_kv_heads_change_the_bits_of_a_head_only_by_the_size_of_partitions
     problem = make_problem(CONTEXT_LENS, QUERY_LENS[2], **SETTINGS["f16-d64-b16-2x4"])
     both = METAL.attend(*problem.args)
     for head in range(2):
-        kv = type(problem.kv)(
-            *(mx.contiguous(slab[:, head : head + 1]) for slab in (problem.kv.k, problem.kv.v))
-        )
+        kv = KVHandle.dense(*(mx.contiguous(slab[:, head : head + 1]) for slab in problem.kv.slabs))
         heads = slice(4 * head, 4 * head + 4)
         one = METAL.attend(
             problem.q[:, heads], kv, problem.metadata, AttentionParams(problem.params.scale)

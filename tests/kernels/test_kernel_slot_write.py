@@ -17,7 +17,7 @@ from helpers.kernel_checks import (
 from helpers.kernel_grid import SHAPES
 from helpers.numpy_attention import DTYPES
 
-from mlx_paged.ops import KVHandle, SlotMapping
+from mlx_paged.ops import KVFormat, KVHandle, SlotMapping
 
 
 @pytest.fixture
@@ -29,8 +29,8 @@ def metal(compiler):
 def write_and_compare(kv, k, v, slots):
     twin = copy_of(kv)
     mapping = slots if isinstance(slots, SlotMapping) else SlotMapping.build(slots, kv.block_size)
-    METAL.reshape_and_cache(k, v, kv, mapping)
-    REFERENCE.reshape_and_cache(k, v, twin, mapping)
+    METAL.reshape_and_cache((k,), (v,), kv, mapping)
+    REFERENCE.reshape_and_cache((k,), (v,), twin, mapping)
     assert_same_slabs(kv, twin)
 
 
@@ -134,7 +134,7 @@ def test_one_row_for_all_tokens_may_be_broadcast(metal):
 
 
 def test_nan_and_infinity_are_written_and_kept_like_any_number(metal):
-    kv = KVHandle(mx.full((2, 1, 16, 64), mx.nan), mx.full((2, 1, 16, 64), -mx.inf))
+    kv = KVHandle.dense(mx.full((2, 1, 16, 64), mx.nan), mx.full((2, 1, 16, 64), -mx.inf))
     mx.eval(*kv.arrays)
     write_and_compare(kv, mx.full((1, 1, 64), mx.inf), mx.full((1, 1, 64), mx.nan), [17])
 
@@ -148,14 +148,14 @@ def test_a_slot_mapping_is_used_by_every_layer(metal):
 
 
 def test_the_last_write_to_a_slot_wins_even_when_nothing_was_evaluated_between(metal):
-    kv = KVHandle.allocate(2, 1, 16, 64, 64, mx.float16)
+    kv = KVHandle.allocate(2, 1, 16, 64, 64, KVFormat.dense("float16"))
     for value in (1.0, 2.0, 3.0):
         row = mx.full((2, 1, 64), value, mx.float16)
-        METAL.reshape_and_cache(row[:1], -row[:1], kv, SlotMapping.build([4], kv.block_size))
-        METAL.reshape_and_cache(row, -row, kv, SlotMapping.build([5, 6], kv.block_size))
+        METAL.reshape_and_cache((row[:1],), (-row[:1],), kv, SlotMapping.build([4], kv.block_size))
+        METAL.reshape_and_cache((row,), (-row,), kv, SlotMapping.build([5, 6], kv.block_size))
     mx.eval(*kv.arrays)
-    expected = KVHandle.allocate(2, 1, 16, 64, 64, mx.float16)
-    expected.k[0, 0, 4:7], expected.v[0, 0, 4:7] = mx.array(3.0), mx.array(-3.0)
-    assert_same_bits(kv.k, expected.k)
-    assert_same_bits(mx.abs(kv.v), mx.abs(expected.v))
-    assert kv.v[0, 0, :, 0].tolist() == [0] * 4 + [-3] * 3 + [0] * 9
+    expected = KVHandle.allocate(2, 1, 16, 64, 64, KVFormat.dense("float16"))
+    expected.k[0][0, 0, 4:7], expected.v[0][0, 0, 4:7] = mx.array(3.0), mx.array(-3.0)
+    assert_same_bits(kv.k[0], expected.k[0])
+    assert_same_bits(mx.abs(kv.v[0]), mx.abs(expected.v[0]))
+    assert kv.v[0][0, 0, :, 0].tolist() == [0] * 4 + [-3] * 3 + [0] * 9

@@ -12,8 +12,13 @@ from helpers.backends import METAL
 from make_kernel_golden import GOLDEN, call_every_kernel, head, mlx_sources
 from metal_emulator.signature import InputType, KernelSource
 
-from mlx_paged.ops import AttentionMetadata, AttentionParams, KVHandle, kernels
+from mlx_paged.ops import AttentionMetadata, AttentionParams, KVFormat, KVHandle, kernels
 from mlx_paged.ops.metal_sources import METAL_FOLDER, read_source
+
+FILES = [
+    *kernels.HEADERS,
+    *sorted({f"{part}.metal" for name in kernels.KERNELS for part in kernels.parts_of(name)}),
+]
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +59,8 @@ def test_the_emulator_runs_what_the_installed_mlx_would_compile(printed, recorde
         source = KernelSource(
             f"mlx_paged_{name}",
             *kernels.KERNELS[name],
-            read_source(f"{name}.metal"),
-            read_source("paged_kv.h"),
+            kernels.body(name),
+            kernels.header(),
         )
         inputs = [InputType.of(array) for array in call["inputs"]]
         sources[name] = source.instantiate(inputs, call["output_dtypes"], call["template"]).source
@@ -64,15 +69,11 @@ def test_the_emulator_runs_what_the_installed_mlx_would_compile(printed, recorde
 
 
 def test_every_kernel_has_a_file_and_every_file_a_kernel():
-    assert {path.name for path in METAL_FOLDER.iterdir()} == {
-        "README.md",
-        "paged_kv.h",
-        *(f"{name}.metal" for name in kernels.KERNELS),
-    }
+    assert {path.name for path in METAL_FOLDER.iterdir()} == {"README.md", *FILES}
 
 
 def test_no_length_is_compiled_into_a_kernel(recorded):
-    kv = KVHandle.allocate(700, 2, 8, 128, 128, mx.float16)
+    kv = KVHandle.allocate(700, 2, 8, 128, 128, KVFormat.dense("float16"))
     libraries = []
     for context_lens in ([9], [10, 11, 12], [300], [5000, 3], [4999, 2, 700], [257] * 9):
         tables = [list(range(1, 1 + -(-n // 8))) for n in context_lens]
@@ -80,7 +81,7 @@ def test_no_length_is_compiled_into_a_kernel(recorded):
         rows = mx.zeros((len(context_lens), 2, 128), mx.float16)
         queries = mx.zeros((len(context_lens), 4, 128), mx.float16)
         recorded.clear()
-        METAL.update_and_attend(queries, rows, rows, kv, metadata, AttentionParams(0.1))
+        METAL.update_and_attend(queries, (rows,), (rows,), kv, metadata, AttentionParams(0.1))
         METAL.gather_blocks(kv, tables[0], context_lens[0])
         METAL.copy_blocks(kv, [(3, 4 + n) for n in range(len(context_lens))])
         libraries.append({(name, *call["template"]) for name, call in recorded})
@@ -110,7 +111,7 @@ BUILT_IN = re.compile(
 )
 
 
-@pytest.mark.parametrize("name", ["paged_kv.h", *(f"{name}.metal" for name in kernels.KERNELS)])
+@pytest.mark.parametrize("name", FILES)
 def test_the_bodies_use_the_words_of_the_vocabulary_and_no_others(name):
     used = set(BUILT_IN.findall(code(name)))
     assert used <= vocabulary() | {"mem_flags::mem_threadgroup", "fast::exp"}, used - vocabulary()

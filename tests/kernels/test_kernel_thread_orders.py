@@ -87,7 +87,7 @@ def test_attention_does_not_depend_on_the_order_of_threads(case, metal_in_three_
 def test_blocks_and_rows_do_not_depend_on_the_order_of_threads(operation, metal_in_three_orders):
     rng = np.random.default_rng(0)
     kv = random_handle(rng, 6, 2, 16, 64, mx.float16)
-    k, v = (random_array(rng, (7, 2, 64), mx.float16) for _ in "kv")
+    k, v = ((random_array(rng, (7, 2, 64), mx.float16),) for _ in "kv")
     twin = copy_of(kv)
     ours, theirs = operation(kv, k, v, METAL), operation(twin, k, v, REFERENCE)
     assert_same_slabs(kv, twin)

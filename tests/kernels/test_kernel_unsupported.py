@@ -47,7 +47,7 @@ def test_a_shape_without_a_kernel_is_refused_by_name(shape, lack, metal):
 def test_auto_runs_the_reference_for_a_shape_without_a_kernel(shape, lack, metal):
     problem = make_problem([33, 5], 2, **shape)
     kv = problem.kv
-    shape = AttentionShape(kv.num_kv_heads, 2, kv.key_dim, kv.value_dim, kv.block_size, kv.dtype)
+    shape = AttentionShape(kv.num_kv_heads, 2, kv.key_dim, kv.value_dim, kv.block_size, kv.format)
     backend = choose_backend("auto", [shape])
     assert_matches_formula(backend.paged_attention(*problem.args), problem)
     assert metal == []
@@ -83,7 +83,7 @@ def test_a_decode_of_a_group_too_large_for_a_kernel_is_written_before_it_is_gath
         [33, 12], 1, num_kv_heads=1, group=17, dtype=mx.float16, poison="nan_values"
     )
     q, kv, *rest = problem.args
-    k, v = (mx.concatenate([rows[i][-1:] for rows in problem.dense]) for i in (1, 2))
+    k, v = ((mx.concatenate([rows[i][-1:] for rows in problem.dense]),) for i in (1, 2))
     out = METAL.update_and_attend(q, k, v, kv, *rest)
     assert_matches_formula(out, problem)
     assert [call.kernel.removeprefix("mlx_paged_") for call in metal] == [

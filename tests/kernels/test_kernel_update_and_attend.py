@@ -48,12 +48,12 @@ def test_new_rows_from_the_inputs_give_the_bits_of_rows_in_the_slabs(case, metal
     problem = case.problem()
     expected = METAL.paged_attention(*problem.args)
     kv, k, v = before_the_step(problem)
-    slabs = kv.k, kv.v
+    slabs = kv.k[0], kv.v[0]
     out = METAL.update_and_attend(problem.q, k, v, kv, *problem.args[2:])
     mx.eval(out, *kv.arrays)
     assert_same_bits(out, expected)
     assert_same_slabs(kv, problem.kv)
-    assert kv.k is slabs[0] and kv.v is slabs[1]
+    assert kv.k[0] is slabs[0] and kv.v[0] is slabs[1]
     # one instance, compiled once, does both
     assert metal[0].template == metal[len(metal) // 2].template
 
@@ -84,12 +84,12 @@ def test_every_mix_of_decodes_and_prefills_matches_the_formula(
     assert_same_bits(out, METAL.attend(problem.q, kv, *problem.args[2:]))
     assert_same_slabs(kv, problem.kv)
     kv, _, _ = before_the_step(problem)
-    finite = KVHandle(
-        *(mx.where(mx.isfinite(slab), slab, mx.zeros_like(slab)) for slab in (kv.k, kv.v))
+    finite = KVHandle.dense(
+        *(mx.where(mx.isfinite(slab), slab, mx.zeros_like(slab)) for slab in kv.slabs)
     )
     plain = REFERENCE.update_and_attend(problem.q, k, v, finite, *problem.args[2:])
     assert_matches_formula(plain, problem)
-    for ours, theirs in zip((problem.kv.k, problem.kv.v), (finite.k, finite.v), strict=True):
+    for ours, theirs in zip(problem.kv.slabs, finite.slabs, strict=True):
         assert_same_bits(mx.where(mx.isfinite(ours), ours, mx.zeros_like(ours)), theirs)
 
 
@@ -130,7 +130,7 @@ def test_a_step_that_shares_new_blocks_gathers_only_what_has_a_history(metal):
     assert kernels_of(metal) == ["reshape_and_cache", "gather_blocks"]
     assert metal[1].outputs["keys"].shape == (30 * 2, 64)
     expected = REFERENCE.update_and_attend(
-        problem.q, k, v, KVHandle(kv.k * 1, kv.v * 1), step, problem.params
+        problem.q, k, v, KVHandle.dense(kv.k[0] * 1, kv.v[0] * 1), step, problem.params
     )
     assert mx.abs(out - expected).max().item() < 1e-5
 
@@ -152,8 +152,8 @@ def test_a_sequence_that_is_decoded_over_the_border_of_a_partition_matches_the_f
         outs.append(
             METAL.update_and_attend(
                 q[n - 246 : n - 245],
-                k[new],
-                v[new],
+                (k[new],),
+                (v[new],),
                 kv,
                 metadata,
                 AttentionParams(problem.params.scale, window, None),
@@ -171,7 +171,7 @@ def test_a_run_that_is_taken_back_is_overwritten_by_the_next(metal):
     metadata = AttentionMetadata.build(problem.tables, [304], [8], 16)
     drafts = mx.full((8, 2, 64), mx.nan, mx.float16)
     METAL.update_and_attend(
-        mx.ones((8, 8, 64), mx.float16), drafts, drafts, kv, metadata, AttentionParams(1.0)
+        mx.ones((8, 8, 64), mx.float16), (drafts,), (drafts,), kv, metadata, AttentionParams(1.0)
     )
     out = METAL.update_and_attend(problem.q, k, v, kv, *problem.args[2:])
     assert_same_bits(out, METAL.paged_attention(*problem.args))
@@ -183,12 +183,12 @@ def test_rows_that_are_views_of_projections_give_the_same_bits(metal):
     problem = make_problem([300, 17], [2, 2], **SETTINGS["f16-d64-b16-2x4"])
     expected = METAL.paged_attention(*problem.args)
     kv, k, v = before_the_step(problem)
-    joined = mx.concatenate([problem.q, k, v], axis=1)
+    joined = mx.concatenate([problem.q, *k, *v], axis=1)
     heads_first = mx.contiguous(joined.swapaxes(0, 1))
     mx.eval(joined, heads_first)
     for whole in (joined, heads_first.swapaxes(0, 1)):
         kv, _, _ = before_the_step(problem)
-        q, k, v = whole[:, :8], whole[:, 8:10], whole[:, 10:]
+        q, k, v = whole[:, :8], (whole[:, 8:10],), (whole[:, 10:],)
         assert_same_bits(METAL.update_and_attend(q, k, v, kv, *problem.args[2:]), expected)
         assert_same_slabs(kv, problem.kv)
 
@@ -231,7 +231,7 @@ def test_nan_in_the_new_rows_of_one_sequence_does_not_reach_another(metal):
     expected = METAL.paged_attention(*problem.args)
     kv, k, v = before_the_step(problem)
     bad = mx.array([0, mx.nan, 0], mx.float16)[:, None, None]
-    out = METAL.update_and_attend(problem.q, k + bad, v + bad, kv, *problem.args[2:])
+    out = METAL.update_and_attend(problem.q, (k[0] + bad,), (v[0] + bad,), kv, *problem.args[2:])
     assert mx.isnan(out[1]).all().item()
     assert_same_bits(out[::2], expected[::2])
 
@@ -245,8 +245,8 @@ def test_slabs_in_a_handle_that_grew_are_written_where_they_are_now(metal):
     out = METAL.update_and_attend(problem.q, k, v, kv, *problem.args[2:])
     mx.eval(out, *kv.arrays)
     assert_matches_formula(out, problem)
-    assert_same_slabs(KVHandle(kv.k[:num_blocks], kv.v[:num_blocks]), problem.kv)
-    assert mx.all(kv.k[num_blocks:] == 0).item() and mx.all(kv.v[num_blocks:] == 0).item()
+    assert_same_slabs(KVHandle.dense(kv.k[0][:num_blocks], kv.v[0][:num_blocks]), problem.kv)
+    assert mx.all(kv.k[0][num_blocks:] == 0).item() and mx.all(kv.v[0][num_blocks:] == 0).item()
 
 
 @pytest.mark.parametrize(
@@ -262,9 +262,9 @@ def test_a_sequence_sees_rows_that_another_one_writes_in_the_same_step(query_len
     slabs = random_handle(rng, 5, 2, 16, 64)
     expected_slabs = copy_of(slabs)
     expected = REFERENCE.update_and_attend(
-        q, k, v, expected_slabs, metadata, AttentionParams(0.125)
+        q, (k,), (v,), expected_slabs, metadata, AttentionParams(0.125)
     )
-    out = METAL.update_and_attend(q, k, v, slabs, metadata, AttentionParams(0.125))
+    out = METAL.update_and_attend(q, (k,), (v,), slabs, metadata, AttentionParams(0.125))
     np.testing.assert_allclose(np.array(out), np.array(expected), rtol=0, atol=16 * 2.0**-23)
     assert_same_slabs(slabs, expected_slabs)
     assert metal[0].kernel == "mlx_paged_reshape_and_cache"

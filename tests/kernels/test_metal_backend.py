@@ -15,7 +15,15 @@ from helpers.numpy_attention import assert_matches_formula, before_the_step, mak
 
 import mlx_paged
 from mlx_paged.cache import KVCacheConfig, PagedKVCache
-from mlx_paged.ops import AttentionShape, BackendError, KVHandle, choose, choose_backend, kernels
+from mlx_paged.ops import (
+    AttentionShape,
+    BackendError,
+    KVFormat,
+    KVHandle,
+    choose,
+    choose_backend,
+    kernels,
+)
 from mlx_paged.ops.metal import MetalBackend
 
 
@@ -27,7 +35,7 @@ def a_mac(monkeypatch):
 
 
 def shape_of(key_dim: int, value_dim: int, block_size: int) -> AttentionShape:
-    return AttentionShape(1, 2, key_dim, value_dim, block_size, mx.float32)
+    return AttentionShape(1, 2, key_dim, value_dim, block_size, KVFormat.dense("float32"))
 
 
 def cache_of(head_dim: int, backend: str = "auto") -> PagedKVCache:

@@ -67,9 +67,9 @@ def test_a_long_chain_of_writes_and_reads_keeps_its_order_within_one_graph():
     for turn in range(1, 301):
         rows = mx.full((1, 4, 128), turn, mx.float16)
         if turn % 3:
-            METAL.update_and_attend(queries, rows, rows, kv, metadata, AttentionParams(1.0))
+            METAL.update_and_attend(queries, (rows,), (rows,), kv, metadata, AttentionParams(1.0))
         else:
-            METAL.reshape_and_cache(rows, rows, kv, metadata.slot_mapping)
+            METAL.reshape_and_cache((rows,), (rows,), kv, metadata.slot_mapping)
         seen.append(METAL.attend(queries, kv, metadata, AttentionParams(1.0))[0, 0, 0])
         keys, _ = METAL.gather_blocks(kv, problem.tables[0], 1)
         seen.append(keys[3, 0, 127])
@@ -81,7 +81,7 @@ def test_rows_are_written_and_blocks_copied_as_by_the_reference(dtype):
     rng = np.random.default_rng(0)
     slabs = random_handle(rng, 40, 2, 16, 64, dtype)
     twin = copy_of(slabs)
-    k, v = (random_array(rng, (50, 2, 64), dtype) for _ in "kv")
+    k, v = ((random_array(rng, (50, 2, 64), dtype),) for _ in "kv")
     slots = [
         -1 if row % 7 == 0 else slot for row, slot in enumerate(rng.permutation(640)[:50].tolist())
     ]

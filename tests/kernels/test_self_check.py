@@ -17,11 +17,11 @@ from metal_emulator.checks import Call
 from paged_testing.emulated_metal import emulated_metal
 
 from mlx_paged import LLM, SamplingParams, demo_model_path, load, make_kv_cache
-from mlx_paged.ops import AttentionShape, choose_backend, kernels, self_check
+from mlx_paged.ops import AttentionShape, KVFormat, choose_backend, kernels, self_check
 from mlx_paged.ops.metal import DECODE_RUNS, MetalBackend
 from mlx_paged.ops.self_check import WorkingKernels, try_kernels
 
-SHAPE = AttentionShape(2, 2, 64, 64, 16, mx.float16)
+SHAPE = AttentionShape(2, 2, 64, 64, 16, KVFormat.dense("float16"))
 ALL = WorkingKernels(writes=True, gathers=True, decode_runs=DECODE_RUNS)
 OF_SHAPE = r" \(float16, head_dim 64, blocks of 16, 2 query heads for each of 2 KV heads\) "
 
@@ -97,7 +97,7 @@ def test_working_kernels_pass_and_nothing_is_said(metal):
     "group", [1, *(pytest.param(group, marks=pytest.mark.slow) for group in (5, 16))]
 )
 def test_every_library_that_a_layer_can_need_was_tried(group, metal):
-    shape = AttentionShape(1, group, 32, 32, 8, mx.float32)
+    shape = AttentionShape(1, group, 32, 32, 8, KVFormat.dense("float32"))
     choose_backend("metal", [shape])
     tried = libraries(metal)
     metal.clear()
@@ -125,11 +125,11 @@ def test_a_shape_is_tried_once_per_process(metal, demo):
 def test_the_shape_of_a_model_says_how_many_query_heads_there_are(demo):
     (spec,) = set(demo[0].layer_specs)
     assert (spec.num_heads, spec.num_kv_heads) == (4, 2)
-    assert spec.attention_shape(16) == AttentionShape(2, 2, 32, 32, 16, mx.float32)
+    assert spec.attention_shape(16) == AttentionShape(2, 2, 32, 32, 16, KVFormat.dense("float32"))
 
 
 def test_a_group_without_a_decode_kernel_is_not_tried(metal):
-    found = try_kernels(AttentionShape(1, 17, 32, 32, 8, mx.float32))
+    found = try_kernels(AttentionShape(1, 17, 32, 32, 8, KVFormat.dense("float32")))
     assert found == WorkingKernels(writes=True, gathers=True, decode_runs=())
     assert "mlx_paged_paged_attention" not in {call.kernel for call in metal}
 
@@ -219,7 +219,7 @@ def test_attention_that_writes_another_slot_is_found(metal, break_kernel):
         return handle
 
     def write(results, template):
-        problems[-1].k[0, 0, 0, 0] = 3.0
+        problems[-1].k[0][0, 0, 0, 0] = 3.0
         return results
 
     break_kernel("paged_attention", write)

@@ -5,12 +5,12 @@ had.
 import mlx.core as mx
 import pytest
 
-from mlx_paged.ops import BACKENDS, AttentionShape, Backend, BackendError, choose_backend
+from mlx_paged.ops import BACKENDS, AttentionShape, Backend, BackendError, KVFormat, choose_backend
 from mlx_paged.ops.metal import MetalBackend
 from mlx_paged.ops.reference import ReferenceBackend
 
-SHAPES = [AttentionShape(8, 2, 128, 128, 16, mx.bfloat16)]
-UNKNOWN = [AttentionShape(8, 2, 72, 64, 4, mx.bfloat16)]
+SHAPES = [AttentionShape(8, 2, 128, 128, 16, KVFormat.dense("bfloat16"))]
+UNKNOWN = [AttentionShape(8, 2, 72, 64, 4, KVFormat.dense("bfloat16"))]
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def random_handle(num_blocks=12, num_kv_heads=2, block_size=8, head_dim=32, dtype=mx.float32):
     rng = np.random.default_rng(num_blocks)
     shape = (num_blocks, num_kv_heads, block_size, head_dim)
-    kv = KVHandle(
+    kv = KVHandle.dense(
         *(mx.array(rng.standard_normal(shape, dtype=np.float32)).astype(dtype) for _ in "kv")
     )
     mx.eval(*kv.arrays)
@@ -56,8 +56,8 @@ def test_every_order_of_blocks_is_gathered_as_numpy_does(table, dtype):
     kv = random_handle(dtype=dtype)
     keys, values = REFERENCE.gather_blocks(kv, table, kv.block_size * len(table))
     assert keys.dtype == values.dtype == dtype
-    np.testing.assert_array_equal(as_numpy(keys), dense(as_numpy(kv.k), table, 8 * len(table)))
-    np.testing.assert_array_equal(as_numpy(values), dense(as_numpy(kv.v), table, 8 * len(table)))
+    np.testing.assert_array_equal(as_numpy(keys), dense(as_numpy(kv.k[0]), table, 8 * len(table)))
+    np.testing.assert_array_equal(as_numpy(values), dense(as_numpy(kv.v[0]), table, 8 * len(table)))
 
 
 @pytest.mark.parametrize("table", [[3, 4, 5, 6], [9, 0, 11, 4]], ids=["adjacent", "shuffled"])
@@ -67,8 +67,8 @@ def test_every_length_is_gathered_as_numpy_does(num_kv_heads, num_tokens, table)
     kv = random_handle(num_kv_heads=num_kv_heads)
     keys, values = REFERENCE.gather_blocks(kv, table, num_tokens)
     assert keys.shape == values.shape == (num_kv_heads, num_tokens, 32)
-    np.testing.assert_array_equal(as_numpy(keys), dense(as_numpy(kv.k), table, num_tokens))
-    np.testing.assert_array_equal(as_numpy(values), dense(as_numpy(kv.v), table, num_tokens))
+    np.testing.assert_array_equal(as_numpy(keys), dense(as_numpy(kv.k[0]), table, num_tokens))
+    np.testing.assert_array_equal(as_numpy(values), dense(as_numpy(kv.v[0]), table, num_tokens))
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 32, 64])
@@ -77,10 +77,10 @@ def test_every_block_shape_is_gathered_as_numpy_does(head_dim, block_size):
     kv = random_handle(5, 2, block_size, head_dim)
     keys, values = REFERENCE.gather_blocks(kv, [4, 1, 2], 2 * block_size + 1)
     np.testing.assert_array_equal(
-        as_numpy(keys), dense(as_numpy(kv.k), [4, 1, 2], 2 * block_size + 1)
+        as_numpy(keys), dense(as_numpy(kv.k[0]), [4, 1, 2], 2 * block_size + 1)
     )
     np.testing.assert_array_equal(
-        as_numpy(values), dense(as_numpy(kv.v), [4, 1, 2], 2 * block_size + 1)
+        as_numpy(values), dense(as_numpy(kv.v[0]), [4, 1, 2], 2 * block_size + 1)
     )
 
 
@@ -88,13 +88,13 @@ def test_every_block_shape_is_gathered_as_numpy_does(head_dim, block_size):
 def test_a_table_may_come_in_any_form(given):
     kv = random_handle()
     keys, _ = REFERENCE.gather_blocks(kv, given([9, 0, 11]), 20)
-    np.testing.assert_array_equal(as_numpy(keys), dense(as_numpy(kv.k), [9, 0, 11], 20))
+    np.testing.assert_array_equal(as_numpy(keys), dense(as_numpy(kv.k[0]), [9, 0, 11], 20))
 
 
 def test_blocks_behind_the_tokens_are_not_looked_at():
     kv = random_handle()
     keys, _ = REFERENCE.gather_blocks(kv, [9, 0, 999], 16)
-    np.testing.assert_array_equal(as_numpy(keys), dense(as_numpy(kv.k), [9, 0], 16))
+    np.testing.assert_array_equal(as_numpy(keys), dense(as_numpy(kv.k[0]), [9, 0], 16))
 
 
 @pytest.mark.parametrize(
@@ -102,13 +102,13 @@ def test_blocks_behind_the_tokens_are_not_looked_at():
 )
 def test_what_was_gathered_survives_a_later_write(table):
     kv = random_handle()
-    expected = dense(as_numpy(kv.k), table, 8 * len(table))
+    expected = dense(as_numpy(kv.k[0]), table, 8 * len(table))
     keys, values = REFERENCE.gather_blocks(kv, table, kv.block_size * len(table))
     mx.eval(keys, values)
     for block in range(12):
         REFERENCE.reshape_and_cache(
-            mx.zeros((1, 2, 32)),
-            mx.zeros((1, 2, 32)),
+            (mx.zeros((1, 2, 32)),),
+            (mx.zeros((1, 2, 32)),),
             kv,
             SlotMapping.build([8 * block], kv.block_size),
         )
@@ -216,15 +216,15 @@ def test_no_pairs_copy_nothing():
 def test_a_copy_sees_the_write_before_it_and_is_seen_by_the_write_after_it():
     kv = KVHandle.allocate(3, 1, 8, 32, 32)
     REFERENCE.reshape_and_cache(
-        mx.full((1, 1, 32), 1.0),
-        mx.full((1, 1, 32), 1.0),
+        (mx.full((1, 1, 32), 1.0),),
+        (mx.full((1, 1, 32), 1.0),),
         kv,
         SlotMapping.build([2], kv.block_size),
     )
     REFERENCE.copy_blocks(kv, [(0, 2)])
     REFERENCE.reshape_and_cache(
-        mx.full((1, 1, 32), 5.0),
-        mx.full((1, 1, 32), 5.0),
+        (mx.full((1, 1, 32), 5.0),),
+        (mx.full((1, 1, 32), 5.0),),
         kv,
         SlotMapping.build([19], kv.block_size),
     )
@@ -290,14 +290,14 @@ def copy_costs(extra_peak_bytes, num_slots, keep_view=False, repeats=1):
     slab.
     """
     kv = KVHandle.allocate(num_slots // 8, 2, 8, 32, 32)
-    holders = [kv.k[3:5]] if keep_view else []
+    holders = [kv.k[0][3:5]] if keep_view else []
     mx.eval(*holders)
 
     def copy():
         REFERENCE.copy_blocks(kv, [(0, 9), (1, 7), (5, 100)])
         mx.eval(*kv.arrays)
 
-    return [extra_peak_bytes(copy) for _ in range(repeats)], kv.k.nbytes
+    return [extra_peak_bytes(copy) for _ in range(repeats)], kv.k[0].nbytes
 
 
 @pytest.mark.parametrize("num_slots", [1_000, 100_000])

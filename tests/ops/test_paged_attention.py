@@ -25,14 +25,14 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 
 def written(values, num_kv_heads=1, head_dim=32, keys=0.0):
     """Slabs whose block 0 holds tokens with these values in every channel, and equal keys."""
-    kv = KVHandle(
+    kv = KVHandle.dense(
         mx.full((1, num_kv_heads, 8, head_dim), keys), mx.full((1, num_kv_heads, 8, head_dim), 1e4)
     )
     for offset, value in enumerate(values):
-        kv.v[0, :, offset] = mx.broadcast_to(
+        kv.v[0][0, :, offset] = mx.broadcast_to(
             mx.array(value).reshape(-1, 1), (num_kv_heads, head_dim)
         )
-    mx.eval(kv.k, kv.v)
+    mx.eval(kv.k[0], kv.v[0])
     return kv
 
 
@@ -77,7 +77,7 @@ def test_adjacent_query_heads_share_a_kv_head():
 
 def test_the_scale_multiplies_the_scores():
     kv = written([0.0, 1.0], head_dim=32)
-    kv.k[0, :, 1] = mx.full((1, 32), 1 / 32)  # q @ k is 0 and 1
+    kv.k[0][0, :, 1] = mx.full((1, 32), 1 / 32)  # q @ k is 0 and 1
     metadata = AttentionMetadata.build([[0]], [2], [1], 8)
     out = REFERENCE.paged_attention(mx.ones((1, 1, 32)), kv, metadata, AttentionParams(scale=3.0))
     assert out[0, 0, 0].item() == pytest.approx(1 / (1 + np.exp(-3.0)), rel=1e-6)
@@ -223,7 +223,7 @@ def test_random_settings_match_the_formula(setting):
 def test_long_products_of_f16_do_not_overflow_before_the_scale():
     # q @ k is 115,200, above the 65,504 of f16; scaled it is 10,182, and MLX's own attention scales
     # first.
-    kv = KVHandle(
+    kv = KVHandle.dense(
         mx.full((1, 1, 8, 128), 30.0, mx.float16), mx.full((1, 1, 8, 128), 2.0, mx.float16)
     )
     metadata = AttentionMetadata.build([[0]], [5], [1], 8)
@@ -246,13 +246,13 @@ def test_blocks_in_any_order_match_the_formula(window, order, dtype):
 
 def test_a_decode_reads_blocks_of_float32_where_they_lie():
     problem = make_problem([4000], 1, order="shuffled")
-    mx.eval(problem.args[0], problem.kv.k, problem.kv.v)
+    mx.eval(problem.args[0], problem.kv.k[0], problem.kv.v[0])
     mx.synchronize()
     mx.clear_cache()
     mx.reset_peak_memory()
     before = mx.get_active_memory()
     mx.eval(REFERENCE.paged_attention(*problem.args))
-    assert mx.get_peak_memory() - before < problem.kv.k.nbytes // 2
+    assert mx.get_peak_memory() - before < problem.kv.k[0].nbytes // 2
 
 
 # Alone and in a batch
@@ -275,7 +275,7 @@ def test_what_else_is_in_the_batch_does_not_leak_into_a_sequence():
     before = REFERENCE.paged_attention(*problem.args)
     mx.eval(before)
     for block in problem.tables[1]:
-        problem.kv.k[block], problem.kv.v[block] = mx.array(9.0), mx.array(9.0)
+        problem.kv.k[0][block], problem.kv.v[0][block] = mx.array(9.0), mx.array(9.0)
     after = REFERENCE.paged_attention(*problem.args)
     same = [
         mx.array_equal(before[problem.rows(seq)], after[problem.rows(seq)]).item()

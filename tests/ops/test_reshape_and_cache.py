@@ -6,7 +6,7 @@ import pytest
 from helpers.backends import REFERENCE
 from helpers.numpy_attention import DTYPES
 
-from mlx_paged.ops import AttentionMetadata, AttentionParams, KVHandle, SlotMapping
+from mlx_paged.ops import AttentionMetadata, AttentionParams, KVFormat, KVHandle, SlotMapping
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 
@@ -23,14 +23,14 @@ def raw(array):
 
 def random_handle(rng, num_blocks, num_kv_heads, block_size, head_dim, dtype=mx.float32):
     shape = (num_blocks, num_kv_heads, block_size, head_dim)
-    kv = KVHandle(random_array(rng, shape, dtype), random_array(rng, shape, dtype))
+    kv = KVHandle.dense(random_array(rng, shape, dtype), random_array(rng, shape, dtype))
     mx.eval(*kv.arrays)
     return kv
 
 
 def expected_slabs(kv, k, v, slots):
     """What the slabs must hold after the write, by a loop over the rows in numpy."""
-    slabs = [raw(kv.k), raw(kv.v)]
+    slabs = [raw(kv.k[0]), raw(kv.v[0])]
     for slab, rows in zip(slabs, (raw(k), raw(v)), strict=True):
         for row, slot in zip(rows, slots, strict=True):
             if slot >= 0:
@@ -41,8 +41,8 @@ def expected_slabs(kv, k, v, slots):
 def assert_write_is_exact(kv, slots, rng):
     k, v = (random_array(rng, (len(slots), kv.num_kv_heads, kv.key_dim), kv.dtype) for _ in "kv")
     expected = expected_slabs(kv, k, v, slots)
-    REFERENCE.reshape_and_cache(k, v, kv, SlotMapping.build(slots, kv.block_size))
-    assert [raw(kv.k).tolist(), raw(kv.v).tolist()] == [slab.tolist() for slab in expected]
+    REFERENCE.reshape_and_cache((k,), (v,), kv, SlotMapping.build(slots, kv.block_size))
+    assert [raw(kv.k[0]).tolist(), raw(kv.v[0]).tolist()] == [slab.tolist() for slab in expected]
 
 
 @dtypes
@@ -123,8 +123,8 @@ def test_slots_may_come_in_any_form(given, slots):
     kv = random_handle(rng, 3, 2, 8, 32)
     k, v = (random_array(rng, (len(slots), 2, 32), mx.float32) for _ in "kv")
     expected = expected_slabs(kv, k, v, slots)
-    REFERENCE.reshape_and_cache(k, v, kv, SlotMapping.build(given(slots), kv.block_size))
-    assert [raw(kv.k).tolist(), raw(kv.v).tolist()] == [slab.tolist() for slab in expected]
+    REFERENCE.reshape_and_cache((k,), (v,), kv, SlotMapping.build(given(slots), kv.block_size))
+    assert [raw(kv.k[0]).tolist(), raw(kv.v[0]).tolist()] == [slab.tolist() for slab in expected]
 
 
 def test_a_slot_mapping_is_used_by_every_layer():
@@ -134,50 +134,55 @@ def test_a_slot_mapping_is_used_by_every_layer():
         kv = random_handle(rng, 3, 2, 8, 32)
         k, v = (random_array(rng, (3, 2, 32), mx.float32) for _ in "kv")
         expected = expected_slabs(kv, k, v, [3, -1, 17])
-        REFERENCE.reshape_and_cache(k, v, kv, mapping)
-        assert [raw(kv.k).tolist(), raw(kv.v).tolist()] == [slab.tolist() for slab in expected]
+        REFERENCE.reshape_and_cache((k,), (v,), kv, mapping)
+        assert [raw(kv.k[0]).tolist(), raw(kv.v[0]).tolist()] == [
+            slab.tolist() for slab in expected
+        ]
 
 
 def test_nan_and_infinity_are_written_and_kept_like_any_number():
-    kv = KVHandle(mx.full((2, 1, 8, 32), mx.nan), mx.full((2, 1, 8, 32), -mx.inf))
+    kv = KVHandle.dense(mx.full((2, 1, 8, 32), mx.nan), mx.full((2, 1, 8, 32), -mx.inf))
     REFERENCE.reshape_and_cache(
-        mx.full((1, 1, 32), mx.inf), mx.zeros((1, 1, 32)), kv, SlotMapping.build([9], kv.block_size)
+        (mx.full((1, 1, 32), mx.inf),),
+        (mx.zeros((1, 1, 32)),),
+        kv,
+        SlotMapping.build([9], kv.block_size),
     )
     k, v = np.full((2, 1, 8, 32), np.nan), np.full((2, 1, 8, 32), -np.inf)
     k[1, 0, 1], v[1, 0, 1] = np.inf, 0
-    np.testing.assert_array_equal(np.array(kv.k), k)
-    np.testing.assert_array_equal(np.array(kv.v), v)
+    np.testing.assert_array_equal(np.array(kv.k[0]), k)
+    np.testing.assert_array_equal(np.array(kv.v[0]), v)
 
 
 def test_the_last_write_to_a_slot_wins_even_when_nothing_was_evaluated_between():
     kv = KVHandle.allocate(2, 1, 8, 32, 32)
     for value in (1.0, 2.0, 3.0):
         REFERENCE.reshape_and_cache(
-            mx.full((1, 1, 32), value),
-            mx.full((1, 1, 32), -value),
+            (mx.full((1, 1, 32), value),),
+            (mx.full((1, 1, 32), -value),),
             kv,
             SlotMapping.build([4], kv.block_size),
         )
         REFERENCE.reshape_and_cache(
-            mx.full((2, 1, 32), value),
-            mx.full((2, 1, 32), -value),
+            (mx.full((2, 1, 32), value),),
+            (mx.full((2, 1, 32), -value),),
             kv,
             SlotMapping.build([5, 6], kv.block_size),
         )
-    assert kv.k[0, 0, :, 0].tolist() == [0, 0, 0, 0, 3, 3, 3, 0]
-    assert kv.v[0, 0, :, 0].tolist() == [0, 0, 0, 0, -3, -3, -3, 0]
+    assert kv.k[0][0, 0, :, 0].tolist() == [0, 0, 0, 0, 3, 3, 3, 0]
+    assert kv.v[0][0, 0, :, 0].tolist() == [0, 0, 0, 0, -3, -3, -3, 0]
 
 
 def test_an_array_read_before_a_write_keeps_what_it_held():
     kv = KVHandle.allocate(2, 1, 8, 32, 32)
-    evaluated, lazy = kv.k[0, 0, :, 0], kv.v[0, 0, :, 0]
+    evaluated, lazy = kv.k[0][0, 0, :, 0], kv.v[0][0, 0, :, 0]
     mx.eval(evaluated)
     REFERENCE.reshape_and_cache(
-        mx.ones((1, 1, 32)), mx.ones((1, 1, 32)), kv, SlotMapping.build([4], kv.block_size)
+        (mx.ones((1, 1, 32)),), (mx.ones((1, 1, 32)),), kv, SlotMapping.build([4], kv.block_size)
     )
     mx.eval(*kv.arrays)
     assert evaluated.tolist() == lazy.tolist() == [0] * 8
-    assert kv.k[0, 0, :, 0].tolist() == [0, 0, 0, 0, 1, 0, 0, 0]
+    assert kv.k[0][0, 0, :, 0].tolist() == [0, 0, 0, 0, 1, 0, 0, 0]
 
 
 # Refusals
@@ -219,27 +224,27 @@ ROWS = mx.ones((2, 2, 32))
             r"\[2, 2, 32\]",
         ),
         (
-            {"k": mx.ones((2, 4, 32))},
+            {"k": (mx.ones((2, 4, 32)),)},
             r"\[reshape_and_cache\] k: expected .* = \[2, 2, 32\], got \[2, 4, 32\]",
         ),
         (
-            {"v": mx.ones((2, 2, 64))},
+            {"v": (mx.ones((2, 2, 64)),)},
             r"\[reshape_and_cache\] v: expected .* = \[2, 2, 32\], got \[2, 2, 64\]",
         ),
         (
-            {"v": mx.ones((2, 64))},
+            {"v": (mx.ones((2, 64)),)},
             r"\[reshape_and_cache\] v: expected .* = \[2, 2, 32\], got \[2, 64\]",
         ),
         (
-            {"v": mx.ones((1, 2, 32))},
+            {"v": (mx.ones((1, 2, 32)),)},
             r"\[reshape_and_cache\] v: expected .* = \[2, 2, 32\], got \[1, 2, 32\]",
         ),
         (
-            {"k": mx.ones((2, 2, 32), mx.float16)},
+            {"k": (mx.ones((2, 2, 32), mx.float16),)},
             r"\[reshape_and_cache\] k: .*float16 rows don't fit .*float32 slabs",
         ),
         (
-            {"v": mx.ones((2, 2, 32), mx.bfloat16)},
+            {"v": (mx.ones((2, 2, 32), mx.bfloat16),)},
             r"\[reshape_and_cache\] v: .*bfloat16 rows don't fit .*float32 slabs",
         ),
     ],
@@ -264,8 +269,8 @@ ROWS = mx.ones((2, 2, 32))
 )
 def test_arguments_that_do_not_fit_are_refused_by_name(change, message):
     arguments = {
-        "k": ROWS,
-        "v": ROWS,
+        "k": (ROWS,),
+        "v": (ROWS,),
         "kv": KVHandle.allocate(4, 2, 16, 32, 32),
         "slot_mapping": [0, 1],
     } | change
@@ -281,10 +286,12 @@ def test_arguments_that_do_not_fit_are_refused_by_name(change, message):
 def test_the_same_padding_may_come_many_times_but_a_slot_only_once():
     kv = KVHandle.allocate(4, 2, 16, 32, 32)
     rows = mx.ones((4, 2, 32))
-    REFERENCE.reshape_and_cache(rows, rows, kv, SlotMapping.build([-1, 3, -1, -1], kv.block_size))
+    REFERENCE.reshape_and_cache(
+        (rows,), (rows,), kv, SlotMapping.build([-1, 3, -1, -1], kv.block_size)
+    )
     with pytest.raises(ValueError, match="slot 3 is named 2 times"):
         REFERENCE.reshape_and_cache(
-            rows, rows, kv, SlotMapping.build([-1, 3, -1, 3], kv.block_size)
+            (rows,), (rows,), kv, SlotMapping.build([-1, 3, -1, 3], kv.block_size)
         )
 
 
@@ -301,22 +308,22 @@ def append_costs(
     one slab.
     """
     kv = KVHandle.allocate(
-        num_slots // BLOCK_SIZE, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, HEAD_DIM, dtype
+        num_slots // BLOCK_SIZE, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, HEAD_DIM, KVFormat.dense(dtype)
     )
     rows = mx.ones((num_rows, NUM_KV_HEADS, HEAD_DIM), dtype)
     slots = [7 * row for row in range(num_rows)]
-    holders = (kv.k[3:5], kv.v[3:5]) if keep_view else ()
+    holders = (kv.k[0][3:5], kv.v[0][3:5]) if keep_view else ()
     mx.eval(rows, *holders)
 
     def append():
-        REFERENCE.reshape_and_cache(rows, rows, kv, SlotMapping.build(slots, kv.block_size))
+        REFERENCE.reshape_and_cache((rows,), (rows,), kv, SlotMapping.build(slots, kv.block_size))
         mx.eval(*kv.arrays)
 
     extra = [extra_peak_bytes(append) for _ in range(repeats)]
-    assert kv.k[slots[-1] // BLOCK_SIZE, 0, slots[-1] % BLOCK_SIZE, 0].item() == 1, (
+    assert kv.k[0][slots[-1] // BLOCK_SIZE, 0, slots[-1] % BLOCK_SIZE, 0].item() == 1, (
         "the row was not written"
     )
-    return extra, kv.k.nbytes
+    return extra, kv.k[0].nbytes
 
 
 @dtypes
@@ -371,10 +378,10 @@ def test_a_step_that_writes_and_reads_copies_no_slab_and_neither_does_the_next(
                 tables, [context_len] * len(tables), query_lens, BLOCK_SIZE
             )
             rows = mx.ones((metadata.num_tokens, NUM_KV_HEADS, HEAD_DIM))
-            REFERENCE.reshape_and_cache(rows, rows, kv, metadata.slot_mapping)
+            REFERENCE.reshape_and_cache((rows,), (rows,), kv, metadata.slot_mapping)
             mx.eval(REFERENCE.attend(rows, kv, metadata, AttentionParams(1.0)), *kv.arrays)
 
-    assert extra_peak_bytes(decode) < kv.k.nbytes // 2
+    assert extra_peak_bytes(decode) < kv.k[0].nbytes // 2
 
 
 def test_many_appends_leave_memory_where_it_was():
@@ -383,9 +390,9 @@ def test_many_appends_leave_memory_where_it_was():
     mx.eval(rows)
     held = []
     for slot in range(50):
-        REFERENCE.reshape_and_cache(rows, rows, kv, SlotMapping.build([slot], kv.block_size))
+        REFERENCE.reshape_and_cache((rows,), (rows,), kv, SlotMapping.build([slot], kv.block_size))
         mx.eval(*kv.arrays)
         mx.synchronize()
         held.append(mx.get_active_memory())
     assert set(held[1:]) == {held[1]}
-    assert mx.sum(kv.k).item() == 50 * NUM_KV_HEADS * HEAD_DIM
+    assert mx.sum(kv.k[0]).item() == 50 * NUM_KV_HEADS * HEAD_DIM

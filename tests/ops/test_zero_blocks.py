@@ -12,7 +12,7 @@ from mlx_paged.ops import KVHandle, SlotMapping
 
 
 def random_handle(num_blocks=12, dtype=mx.float32):
-    kv = KVHandle(*(mx.random.normal((num_blocks, 2, 8, 32)).astype(dtype) for _ in "kv"))
+    kv = KVHandle.dense(*(mx.random.normal((num_blocks, 2, 8, 32)).astype(dtype) for _ in "kv"))
     mx.eval(*kv.arrays)
     return kv
 
@@ -39,15 +39,17 @@ def test_the_named_blocks_are_zero_and_the_others_stay(block_ids, dtype):
 @pytest.mark.parametrize("order", ["adjacent", "shuffled"])
 def test_attention_sees_nothing_of_a_last_owner_that_left_nan(order):
     problem = make_problem([1, 17, 300], 1, order=order)
-    dirty = KVHandle(mx.full(problem.kv.k.shape, mx.nan), mx.full(problem.kv.v.shape, mx.inf))
+    dirty = KVHandle.dense(
+        mx.full(problem.kv.k[0].shape, mx.nan), mx.full(problem.kv.v[0].shape, mx.inf)
+    )
     mx.eval(*dirty.arrays)
     for table, context_len, (_, k, v) in zip(
         problem.tables, problem.context_lens, problem.dense, strict=True
     ):
         REFERENCE.zero_blocks(dirty, table)
         REFERENCE.reshape_and_cache(
-            k,
-            v,
+            (k,),
+            (v,),
             dirty,
             SlotMapping.build(
                 [table[t // 16] * 16 + t % 16 for t in range(context_len)], dirty.block_size
@@ -83,4 +85,4 @@ def test_zeroing_copies_no_slab(num_slots, extra_peak_bytes):
         REFERENCE.zero_blocks(kv, [3, 9])
         mx.eval(*kv.arrays)
 
-    assert extra_peak_bytes(zero) < kv.k.nbytes // 2
+    assert extra_peak_bytes(zero) < kv.k[0].nbytes // 2

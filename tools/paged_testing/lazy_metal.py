@@ -13,13 +13,15 @@ from functools import cache, partial
 from typing import Any, ClassVar, TypeVar
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 from pytest import MonkeyPatch
 
 from mlx_paged.cache import paged
 from mlx_paged.ops import choose, device, kernels
 from mlx_paged.ops.backend import Backend
+from mlx_paged.ops.formats import Parts
 from mlx_paged.ops.kv_handle import KVHandle
-from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, Rows, SlotMapping
+from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, Rows, SlotMapping, StoredRows
 from mlx_paged.ops.metal import MetalBackend
 from mlx_paged.ops.reference import ReferenceBackend
 
@@ -110,7 +112,7 @@ class ChainedReferenceBackend(ReferenceBackend):
     writes_in_place = True
 
     def reshape_and_cache(
-        self, k: mx.array, v: mx.array, kv: KVHandle, slot_mapping: SlotMapping
+        self, k: Parts, v: Parts, kv: KVHandle, slot_mapping: SlotMapping
     ) -> None:
         write = super().reshape_and_cache
         _chained(kv, lambda: write(k, v, kv, slot_mapping))
@@ -118,8 +120,8 @@ class ChainedReferenceBackend(ReferenceBackend):
     def update_and_attend(
         self,
         q: mx.array,
-        k: mx.array,
-        v: mx.array,
+        k: Parts,
+        v: Parts,
         kv: KVHandle,
         step: AttentionMetadata,
         params: AttentionParams,
@@ -149,6 +151,10 @@ class ChainedReferenceBackend(ReferenceBackend):
         run = super().gather_blocks
         return _chained(kv, lambda: run(kv, block_table, num_tokens))
 
+    def gather_parts(self, kv: KVHandle, block_table: Sequence[int], num_tokens: int) -> StoredRows:
+        run = super().gather_parts
+        return _chained(kv, lambda: run(kv, block_table, num_tokens))
+
     def copy_blocks(self, kv: KVHandle, src_dst_pairs: Sequence[tuple[int, int]]) -> None:
         copy = super().copy_blocks
         _chained(kv, lambda: copy(kv, src_dst_pairs))
@@ -162,11 +168,11 @@ def _chained(kv: KVHandle, run: Callable[[], T]) -> T:
     # Without a fence, plain MLX finds no kernels to wait for.
     fence, kv.fence = kv.fence, None
     result = run()
-    before: list[mx.array] = [kv.k, kv.v]
+    before = list(kv.slabs)
     if isinstance(result, mx.array):
         before.append(result)
     elif isinstance(result, tuple):
-        before += result
+        before += dict(tree_flatten(result)).values()
     if fence is not None:
         before.append(fence)
     (kv.fence,) = mx.depends([_zeros(*kernels.FENCE)], before)

@@ -64,10 +64,10 @@ def _leave_chain(kv: KVHandle) -> None:
         shape = (kv.num_blocks, kv.block_size, kv.num_kv_heads, kv.key_dim)
         k, v = (
             rows[: -kv.block_size].reshape(shape).swapaxes(1, 2)
-            for rows in _rows_of(kv.fence, kv.k, kv.v)
+            for rows in _rows_of(kv.fence, kv.k[0], kv.v[0])
         )
-        kv.k, kv.v, kv.fence = mx.contiguous(k), mx.contiguous(v), None
-        mx.eval(kv.k, kv.v)
+        kv.k, kv.v, kv.fence = (mx.contiguous(k),), (mx.contiguous(v),), None
+        mx.eval(kv.arrays)
 
 
 def _reshape_and_cache(call: SimpleNamespace) -> list[mx.array]:
@@ -127,7 +127,7 @@ def _paged_attention(call: SimpleNamespace) -> list[mx.array]:
 
     k, v = _rows_of(call.fence_in, call.key_slab, call.value_slab)
     trash = k.shape[0] - 1
-    if call.key_rows is not queries:  # These stand for rows that don't come from the inputs.
+    if call.key_rows is not call.key_slab:  # Slabs stand for rows that don't come from inputs.
         is_new = is_there & (query_position >= begin) & (query_position < end)
         new = mx.where(is_new, slot_of(query_position, table), trash).reshape(-1)
         k[new], v[new] = (rows[token.reshape(-1)] for rows in (call.key_rows, call.value_rows))

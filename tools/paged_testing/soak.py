@@ -20,7 +20,8 @@ from mlx_paged.engine.batch import Batch
 from mlx_paged.engine.drafts import PromptLookup
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.speculation import Speculation
-from mlx_paged.request import RequestOutput, SamplingParams
+from mlx_paged.request import RequestOutput
+from mlx_paged.sampling_params import SamplingParams
 
 NUM_PREFIXES = 6
 MAX_PREFIX_LEN, MAX_TAIL_LEN, MAX_NEW_TOKENS = 150, 60, 50

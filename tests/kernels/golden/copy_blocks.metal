@@ -1,5 +1,5 @@
-template <typename T>
-[[kernel]] void custom_kernel_mlx_paged_copy_blocks__bfloat16_t_bfloat16_t_bfloat16_t_int32_t_int32_t_int32_t(
+template <int PIECE, int KEY_PIECES, int VALUE_PIECES>
+[[kernel]] void custom_kernel_mlx_paged_copy_blocks__16_8_8_bfloat16_t_bfloat16_t_int32_t_int32_t_int32_t(
   const device bfloat16_t* key_slab [[buffer(0)]],
   const device bfloat16_t* value_slab [[buffer(1)]],
   const device int32_t* src_dst_pairs [[buffer(2)]],
@@ -10,4 +10,4 @@ template <typename T>
 // the body of the kernel
 }
 
-template [[host_name("custom_kernel_mlx_paged_copy_blocks__bfloat16_t_bfloat16_t_bfloat16_t_int32_t_int32_t_int32_t")]] [[kernel]] decltype(custom_kernel_mlx_paged_copy_blocks__bfloat16_t_bfloat16_t_bfloat16_t_int32_t_int32_t_int32_t<bfloat16_t>) custom_kernel_mlx_paged_copy_blocks__bfloat16_t_bfloat16_t_bfloat16_t_int32_t_int32_t_int32_t<bfloat16_t>;
+template [[host_name("custom_kernel_mlx_paged_copy_blocks__16_8_8_bfloat16_t_bfloat16_t_int32_t_int32_t_int32_t")]] [[kernel]] decltype(custom_kernel_mlx_paged_copy_blocks__16_8_8_bfloat16_t_bfloat16_t_int32_t_int32_t_int32_t<16, 8, 8>) custom_kernel_mlx_paged_copy_blocks__16_8_8_bfloat16_t_bfloat16_t_int32_t_int32_t_int32_t<16, 8, 8>;

@@ -1,5 +1,5 @@
-template <typename T, int BLOCK_SIZE, int HEAD_DIM>
-[[kernel]] void custom_kernel_mlx_paged_reshape_and_cache__bfloat16_t_16_64_bfloat16_t_bfloat16_t_bfloat16_t_bfloat16_t_int32_t_int32_t_int32_t(
+template <int PIECE, int KEY_PIECES, int VALUE_PIECES, int BLOCK_SIZE>
+[[kernel]] void custom_kernel_mlx_paged_reshape_and_cache__16_8_8_16_bfloat16_t_bfloat16_t_bfloat16_t_bfloat16_t_int32_t_int32_t_int32_t(
   const device bfloat16_t* key_rows [[buffer(0)]],
   const device bfloat16_t* value_rows [[buffer(1)]],
   const device bfloat16_t* key_slab [[buffer(2)]],
@@ -12,4 +12,4 @@ template <typename T, int BLOCK_SIZE, int HEAD_DIM>
 // the body of the kernel
 }
 
-template [[host_name("custom_kernel_mlx_paged_reshape_and_cache__bfloat16_t_16_64_bfloat16_t_bfloat16_t_bfloat16_t_bfloat16_t_int32_t_int32_t_int32_t")]] [[kernel]] decltype(custom_kernel_mlx_paged_reshape_and_cache__bfloat16_t_16_64_bfloat16_t_bfloat16_t_bfloat16_t_bfloat16_t_int32_t_int32_t_int32_t<bfloat16_t, 16, 64>) custom_kernel_mlx_paged_reshape_and_cache__bfloat16_t_16_64_bfloat16_t_bfloat16_t_bfloat16_t_bfloat16_t_int32_t_int32_t_int32_t<bfloat16_t, 16, 64>;
+template [[host_name("custom_kernel_mlx_paged_reshape_and_cache__16_8_8_16_bfloat16_t_bfloat16_t_bfloat16_t_bfloat16_t_int32_t_int32_t_int32_t")]] [[kernel]] decltype(custom_kernel_mlx_paged_reshape_and_cache__16_8_8_16_bfloat16_t_bfloat16_t_bfloat16_t_bfloat16_t_int32_t_int32_t_int32_t<16, 8, 8, 16>) custom_kernel_mlx_paged_reshape_and_cache__16_8_8_16_bfloat16_t_bfloat16_t_bfloat16_t_bfloat16_t_int32_t_int32_t_int32_t<16, 8, 8, 16>;

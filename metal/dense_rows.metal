@@ -1,0 +1,12 @@
+// In front of a body that reads dense K and V, takes new rows and writes them.
+//
+// template   T (element), HEAD_DIM
+// inputs     key_slab, value_slab  T [num_blocks, num_kv_heads, BLOCK_SIZE, HEAD_DIM], written
+//            key_rows, value_rows  T [num_tokens, num_kv_heads, HEAD_DIM]
+
+using Keys = Dense<T, HEAD_DIM>;
+using Values = Dense<T, HEAD_DIM>;
+const typename Keys::Rows stored_keys = {key_slab};
+const typename Values::Rows stored_values = {value_slab};
+const typename Keys::Rows new_keys = {key_rows};
+const typename Values::Rows new_values = {value_rows};

@@ -1,0 +1,294 @@
+// How rows of queries, keys and values lie in memory, and what lanes make of them: the only place
+// that knows. A format is a struct; paged_attention.metal is written once for all of them.
+//
+// Dense    elements of T, sixteen bytes to a load
+// Affine   unsigned numbers of BITS bits, packed into words from the lowest bit on, with a scale
+//          and a bias of T for each SCALE_GROUP of them, as mx.quantize leaves them: an element is
+//          scale * number + bias. Eight numbers are a load.
+//
+// Nothing is dequantised in the inner loop. Numbers become floats by a mask alone: a half whose
+// lower bits are n is the denormal n * 2^-24, which a float holds exactly. (A device that flushes
+// denormal halves fails the check at start-up.) Scale and bias are folded into sums over the lanes
+// that share them: q . k = scale * (q . numbers) + bias * sum(q), and over keys the weighted values
+// are sum((weight * scale) * numbers) + sum(weight * bias).
+//
+// What a format has:
+//   Rows                   where rows lie, from one on
+//   Load, LOAD_SIZE        what a lane loads at a time, and how many elements that is
+//   SCALE_LOADS            loads of a row that share a scaling
+//   Scaling                what makes elements of numbers
+//   block_rows, packed_rows, choose, load, store, scaling, copy_scaling   memory
+//   floats                 elements 4 * part to 4 * part + 3 of a load: numbers without scaling
+//   prepare_query          what queries become before they meet floats of keys
+//   scaled                 a product of queries and floats of keys, scaled
+//   weighed, add_bias      what a key's weight becomes before it meets floats of values
+//   finished               a sum of weighed floats of values, made elements
+
+// Sixteen bytes of a row of T, and its elements as floats.
+//   floats           elements 4 * part to 4 * part + 3 of a load of keys or values
+//   query_floats     the same of a load of queries, after prepare_query
+//   query_times      a load of prepared queries, each four of them times a factor
+//   prepare_query    for a query row that lies over LANES lanes; returns a factor for its scores
+template <typename T>
+struct Packed;
+
+template <>
+struct Packed<float> {
+  static float4 floats(uint4 load, int) {
+    return as_type<float4>(load);
+  }
+  static float4 query_floats(uint4 load, int) {
+    return as_type<float4>(load);
+  }
+  static uint4 query_times(uint4 load, float4 factor) {
+    return as_type<uint4>(as_type<float4>(load) * factor);
+  }
+  template <int LANES, int LOADS>
+  static float prepare_query(thread uint4 (&)[LOADS]) {
+    return 1;
+  }
+};
+
+template <>
+struct Packed<half> {
+  static float4 floats(uint4 load, int part) {
+    return float4(as_type<half4>(part == 0 ? load.xy : load.zw));
+  }
+  static float4 query_floats(uint4 load, int part) {
+    return floats(load, part);
+  }
+  static uint4 query_times(uint4 load, float4 factor) {
+    return uint4(as_type<uint2>(half4(floats(load, 0) * factor)),
+                 as_type<uint2>(half4(floats(load, 1) * factor)));
+  }
+  template <int LANES, int LOADS>
+  static float prepare_query(thread uint4 (&)[LOADS]) {
+    return 1;
+  }
+};
+
+template <>
+struct Packed<bfloat> {
+  // A bfloat is the upper half of a float: a shift for even elements, a mask for odd ones.
+  static float4 floats(uint4 load, int part) {
+    const uint2 bits = part == 0 ? load.xy : load.zw;
+    return float4(as_type<float>(bits.x << 16), as_type<float>(bits.x & 0xffff0000u),
+                  as_type<float>(bits.y << 16), as_type<float>(bits.y & 0xffff0000u));
+  }
+  static float4 query_floats(uint4 load, int part) {
+    return Packed<half>::floats(load, part);
+  }
+  static uint4 query_times(uint4 load, float4 factor) {
+    return Packed<half>::query_times(load, factor);
+  }
+  template <int LANES, int LOADS>
+  static float prepare_query(thread uint4 (&query)[LOADS]);
+};
+
+// Queries are used once per key and row, and the multiplier takes a half as it is. So they become
+// halves, times a power of two that puts the largest of a row between 2^14 and 2^15. Then all down
+// to 2^-28 of it are exact: a half has more bits than a bfloat. Returns the inverse of the power.
+template <typename T, int LANES, int LOADS>
+float queries_to_halves(thread uint4 (&query)[LOADS]) {
+  float4 largest = float4(1e-30f);
+  UNROLL
+  for (int n = 0; n < LOADS; n++) {
+    const float4 low = Packed<T>::floats(query[n], 0), high = Packed<T>::floats(query[n], 1);
+    largest = max(largest, max(max(low, -low), max(high, -high)));
+  }
+  const float size =
+      max_over_lanes<1, LANES>(max(max(largest.x, largest.y), max(largest.z, largest.w)));
+  const float power = as_type<float>(as_type<uint>(size) & 0x7f800000u) * (1.0f / 16384);
+  const float inverse = 1 / power;
+  UNROLL
+  for (int n = 0; n < LOADS; n++) {
+    query[n] = uint4(as_type<uint2>(half4(Packed<T>::floats(query[n], 0) * inverse)),
+                     as_type<uint2>(half4(Packed<T>::floats(query[n], 1) * inverse)));
+  }
+  return power;
+}
+
+template <int LANES, int LOADS>
+float Packed<bfloat>::prepare_query(thread uint4 (&query)[LOADS]) {
+  return queries_to_halves<bfloat, LANES>(query);
+}
+
+template <typename T, int WIDTH>
+struct Dense {
+  struct Rows {
+    const device T* elements;
+  };
+  using Load = uint4;
+  static constant constexpr int LOAD_SIZE = 16 / sizeof(T);
+  static constant constexpr int SCALE_LOADS = SIMD_SIZE;
+  struct Scaling {};
+
+  template <int BLOCK_SIZE>
+  static Rows block_rows(Rows slab, int block_id, int offset, int kv_head, int num_kv_heads) {
+    return {slab.elements + slab_row<BLOCK_SIZE, WIDTH>(block_id, offset, kv_head, num_kv_heads)};
+  }
+  static Rows packed_rows(Rows rows, int token, int kv_head, int num_kv_heads) {
+    return {rows.elements + packed_row<WIDTH>(token, kv_head, num_kv_heads)};
+  }
+  static Rows choose(bool first, Rows one, Rows other) {
+    return {first ? one.elements : other.elements};
+  }
+  static Load load(Rows rows, uint at) {
+    return ((const device Load*)rows.elements)[at];
+  }
+  static void store(Rows rows, uint at, Load value) {
+    ((device Load*)in_place(rows.elements))[at] = value;
+  }
+  static Scaling scaling(Rows, uint, int) {
+    return {};
+  }
+  static void copy_scaling(Rows, Rows, int) {}
+
+  static float4 floats(Load load, int part) {
+    return Packed<T>::floats(load, part);
+  }
+  template <int LANES, int LOADS>
+  static float prepare_query(thread uint4 (&query)[LOADS], thread float&) {
+    return Packed<T>::template prepare_query<LANES>(query);
+  }
+  static float scaled(float product, Scaling, float) {
+    return product;
+  }
+  static float weighed(float weight, Scaling) {
+    return weight;
+  }
+  static float add_bias(float, float, float, Scaling) {
+    return 0;
+  }
+  static float4 finished(float4 sum, float) {
+    return sum;
+  }
+};
+
+// The least half: a half whose lower bits are n is n times as large.
+constant constexpr float LEAST_HALF = 1.0f / 16777216;
+
+// Eight numbers of BITS bits as floats, times LEAST_HALF; those in odd places are ODD times as large
+// again.
+template <int BITS>
+struct Numbers;
+
+template <>
+struct Numbers<8> {
+  using Load = uint2;
+  static constant constexpr int ODD = 1;
+  static float4 floats(Load load, int part) {
+    const uint word = part == 0 ? load.x : load.y;
+    const half2 even = as_type<half2>(word & 0x00ff00ffu);
+    const half2 odd = as_type<half2>(word >> 8 & 0x00ff00ffu);
+    return float4(float(even.x), float(odd.x), float(even.y), float(odd.y));
+  }
+};
+
+template <>
+struct Numbers<4> {
+  using Load = uint;
+  static constant constexpr int ODD = 16;
+  static float4 floats(Load load, int part) {
+    const half2 a = as_type<half2>(load & 0x000f000fu);
+    const half2 b = as_type<half2>(load & 0x00f000f0u);
+    const half2 c = as_type<half2>(load >> 8 & 0x000f000fu);
+    const half2 d = as_type<half2>(load >> 8 & 0x00f000f0u);
+    return part == 0 ? float4(float(a.x), float(b.x), float(c.x), float(d.x))
+                     : float4(float(a.y), float(b.y), float(c.y), float(d.y));
+  }
+};
+
+template <typename T, int WIDTH, int BITS, int SCALE_GROUP>
+struct Affine {
+  // A slab has fewer than 2^32 scales, so one number says where those of a row are.
+  struct Rows {
+    const device uint* numbers;
+    const device T* scales;
+    const device T* biases;
+    uint first_scale;
+  };
+  using Load = typename Numbers<BITS>::Load;
+  static constant constexpr int LOAD_SIZE = 8;
+  static constant constexpr int SCALE_LOADS = SCALE_GROUP / LOAD_SIZE;
+  static constant constexpr int ROW_BYTES = WIDTH * BITS / 8;
+  static constant constexpr int ROW_SCALES = WIDTH / SCALE_GROUP;
+  static constant constexpr int ODD = Numbers<BITS>::ODD;
+  struct Scaling {
+    float scale;  // of floats
+    float bias;
+  };
+
+  template <int BLOCK_SIZE>
+  static Rows block_rows(Rows slab, int block_id, int offset, int kv_head, int num_kv_heads) {
+    const size_t at = slab_row<BLOCK_SIZE, ROW_BYTES>(block_id, offset, kv_head, num_kv_heads);
+    const uint row = (uint(block_id) * uint(num_kv_heads) + kv_head) * BLOCK_SIZE + offset;
+    return {(const device uint*)((const device uchar*)slab.numbers + at), slab.scales,
+            slab.biases, row * ROW_SCALES};
+  }
+  static Rows packed_rows(Rows rows, int token, int kv_head, int num_kv_heads) {
+    const uint row = uint(token) * uint(num_kv_heads) + kv_head;
+    return {rows.numbers + packed_row<ROW_BYTES / 4>(token, kv_head, num_kv_heads), rows.scales,
+            rows.biases, row * ROW_SCALES};
+  }
+  static Rows choose(bool first, Rows one, Rows other) {
+    return {first ? one.numbers : other.numbers, first ? one.scales : other.scales,
+            first ? one.biases : other.biases, first ? one.first_scale : other.first_scale};
+  }
+  static Load load(Rows rows, uint at) {
+    return ((const device Load*)rows.numbers)[at];
+  }
+  static void store(Rows rows, uint at, Load value) {
+    ((device Load*)in_place(rows.numbers))[at] = value;
+  }
+  static Scaling scaling(Rows rows, uint row, int group) {
+    const uint at = rows.first_scale + row * ROW_SCALES + group;
+    return {float(rows.scales[at]) * (1 / LEAST_HALF), float(rows.biases[at])};
+  }
+  static void copy_scaling(Rows to, Rows from, int group) {
+    in_place(to.scales)[to.first_scale + group] = from.scales[from.first_scale + group];
+    in_place(to.biases)[to.first_scale + group] = from.biases[from.first_scale + group];
+  }
+
+  static float4 floats(Load load, int part) {
+    return Numbers<BITS>::floats(load, part);
+  }
+  static float4 elements(Load load, int part, Scaling scaling) {
+    const float4 numbers = finished(floats(load, part), 0);
+    return fma(numbers, float4(scaling.scale), float4(scaling.bias));
+  }
+  // Queries in odd places make up for keys in odd places that are too large. As halves they need
+  // room for that.
+  template <int LANES, int LOADS>
+  static float prepare_query(thread uint4 (&query)[LOADS], thread float& sum) {
+    constexpr bool IS_HALF = sizeof(T) == 2;
+    const float factor = IS_HALF && ODD > 1
+                             ? queries_to_halves<T, LANES>(query)
+                             : Packed<T>::template prepare_query<LANES>(query);
+    float4 sums = float4(0);
+    UNROLL
+    for (int n = 0; n < LOADS; n++) {
+      sums += Packed<T>::query_floats(query[n], 0);
+      if (IS_HALF) {
+        sums += Packed<T>::query_floats(query[n], 1);
+      }
+      if (ODD > 1) {
+        query[n] = Packed<T>::query_times(query[n], float4(1, 1.0f / ODD, 1, 1.0f / ODD));
+      }
+    }
+    sum = sum_over_lanes<1, SCALE_LOADS>(sums.x + sums.y + (sums.z + sums.w));
+    return factor;
+  }
+  static float scaled(float product, Scaling scaling, float query_sum) {
+    return fma(product, scaling.scale, scaling.bias * query_sum);
+  }
+  static float weighed(float weight, Scaling scaling) {
+    return weight * scaling.scale;
+  }
+  static float add_bias(float sum, float factor, float weight, Scaling scaling) {
+    return fma(sum, factor, weight * scaling.bias);
+  }
+  static float4 finished(float4 sum, float bias) {
+    return fma(sum, float4(1, 1.0f / ODD, 1, 1.0f / ODD), float4(bias));
+  }
+};

@@ -1,0 +1,130 @@
+"""``Retention``: which tokens of a sequence a group of layers keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mlx_paged.core.errors import BlockTableError
+
+# Positions of a sequence without end start over after so many: an angle of RoPE is a float32
+# product of position and frequency, which is exact to 0.004 here, and to 0.06 at a million.
+POSITION_PERIOD = 2**16
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which tokens a group of layers keeps: all of them, or the first and the most recent ones.
+
+    Tokens leave in whole blocks, so counts of tokens are those of blocks rounded up. What is kept
+    depends on nothing but how many tokens a sequence has.
+
+    Make one with :data:`KEEP_ALL`, :meth:`sliding_window` or :meth:`streaming`.
+
+    Attributes:
+        num_recent_tokens: how many tokens before the next one stay, at least; ``None`` keeps all.
+        num_sink_tokens: how many of the first tokens stay, in whole blocks.
+        stride: tokens that leave at a time, in whole blocks.
+        cuts_runs: whether tokens of a step have to see the same ones as its first token, so that a
+            step has to end where tokens leave. Otherwise attention masks what has left the window
+            of each query.
+        period: tokens that leave before positions start over; ``None`` for never.
+        leader: the retention whose tokens are counted for that, if it is that of other layers.
+    """
+
+    num_recent_tokens: int | None = None
+    num_sink_tokens: int = 0
+    stride: int = 1
+    cuts_runs: bool = False
+    period: int | None = None
+    leader: Retention | None = None
+
+    @classmethod
+    def sliding_window(
+        cls, window: int, block_size: int, leader: Retention | None = None
+    ) -> Retention:
+        """For layers in which each query sees its last ``window`` tokens, itself included.
+
+        Args:
+            leader: of the layers beside them that stream.
+        """
+        return cls(window - 1, 0, block_size, leader=leader)
+
+    @classmethod
+    def streaming(
+        cls,
+        window: int,
+        num_sink_tokens: int,
+        block_size: int,
+        max_stride: int,
+        period: int = POSITION_PERIOD,
+    ) -> Retention:
+        """For a model that was made to see all tokens, and shall see the first ``num_sink_tokens``
+        and the last ``window`` ones (StreamingLLM, Xiao et al. 2023).
+
+        Tokens leave up to ``max_stride`` at a time, so that prompts are computed in runs of that
+        length: until then, up to a quarter more than ``window`` tokens are seen.
+        """
+        window, sinks = (-(-n // block_size) * block_size for n in (window, num_sink_tokens))
+        stride = max(min(window // 4, max_stride) // block_size, 1) * block_size
+        period = max(1, period // stride) * stride
+        return cls(window, sinks, stride, cuts_runs=True, period=period)
+
+    def num_evicted(self, num_tokens: int) -> int:
+        """How many tokens of a sequence of ``num_tokens`` the next one does not see: those behind
+        the first ``num_sink_tokens``.
+        """
+        if self.num_recent_tokens is None:
+            return 0
+        num_beyond = num_tokens - self.num_sink_tokens - self.num_recent_tokens
+        return max(0, num_beyond // self.stride * self.stride)
+
+    def base(self, num_tokens: int) -> int:
+        """The token of a sequence of ``num_tokens`` whose position is 0, as if those before it had
+        never been: what is kept of them has moved on with the others.
+        """
+        counted = self.leader or self
+        if counted.period is None:
+            return 0
+        return counted.num_evicted(num_tokens) // counted.period * counted.period
+
+    def is_findable(self, num_tokens: int) -> bool:
+        """Whether all that is kept of so many tokens has the positions that it was computed at, so
+        that it may be found in the prefix cache.
+        """
+        first = self.num_sink_tokens + self.num_evicted(num_tokens)
+        return self.base(first) == self.base(num_tokens)
+
+    def max_run(self, num_tokens: int) -> int | None:
+        """How many tokens may be added to ``num_tokens`` in one step; ``None`` for any number."""
+        if not self.cuts_runs or self.num_recent_tokens is None:
+            return None
+        num_kept = self.num_sink_tokens + self.num_recent_tokens
+        return num_kept + self.num_evicted(num_tokens) + self.stride - num_tokens
+
+    def max_num_held(self, num_tokens: int, max_run: int) -> int:
+        """The most tokens that are held at a time, until a sequence has ``num_tokens``.
+
+        Args:
+            max_run: the most tokens of a step.
+        """
+        if self.num_recent_tokens is None:
+            return num_tokens
+        num_new = self.stride if self.cuts_runs else max_run + self.stride - 1
+        num_kept = self.num_sink_tokens + self.num_recent_tokens + num_new
+        if self.num_evicted(num_tokens):
+            num_kept += self.num_sink_tokens  # once as they were computed, and once shifted
+        return min(num_tokens, num_kept)
+
+    def check_evicted(self, num_tokens: int, num_evicted_tokens: int) -> None:
+        """Raise ``BlockTableError`` if a sequence cut to ``num_tokens`` would need tokens that are
+        evicted.
+        """
+        if num_evicted_tokens > self.num_evicted(num_tokens):
+            raise BlockTableError(
+                f"BlockTable.trim_to: tokens {self.num_sink_tokens} to "
+                f"{self.num_sink_tokens + num_evicted_tokens} have left the window, and a sequence "
+                f"of {num_tokens} tokens needs some of them"
+            )
+
+
+KEEP_ALL = Retention()

@@ -1,0 +1,351 @@
+"""What rows of K and V look like in memory: the only room that knows.
+
+A row is one head of one token, ``[..., width]``. A format stores rows as *parts*: arrays that are
+alike in all axes but the last one. Dense rows have one part. Affine rows have three, as
+``mx.quantize`` makes them: packed integers, and a scale and a bias per group of numbers.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar, NamedTuple, TypeAlias
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_paged.config import KV_BITS, KVBits
+from mlx_paged.errors import ArgumentError
+from mlx_paged.ops import device
+
+DENSE_DTYPES = ("float32", "float16", "bfloat16")
+GROUP_SIZES = (64, 32)  # the first one that divides a width is taken
+
+Parts: TypeAlias = tuple[mx.array, ...]
+HostParts: TypeAlias = tuple[np.ndarray, ...]
+
+
+class BlockPairs(NamedTuple):
+    """Which matrices of packed rows to multiply with which blocks, ``num_pairs`` of them, each for
+    all heads.
+    """
+
+    # Of the leading axis of the rows, [num_pairs]; None where that is num_pairs long, or 1 for all.
+    row_ids: mx.array | None
+    block_ids: mx.array  # [num_pairs]
+    # The same, counting the matrices of all heads, [num_pairs, num_kv_heads]
+    row_matrices: mx.array
+    block_matrices: mx.array
+
+
+@dataclass(frozen=True)
+class RowFormat(ABC):
+    """How rows of K, or of V, are stored.
+
+    Args:
+        dtype: of dense rows, ``"float32"``, ``"float16"`` or ``"bfloat16"``: what :meth:`encode`
+            expects numbers to be exact in, what :meth:`decode` gives, and the dtype of scales.
+
+    Raises:
+        ValueError: another dtype.
+    """
+
+    dtype: str = "float32"
+
+    part_names: ClassVar[tuple[str, ...]]
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DENSE_DTYPES:
+            raise ValueError(f"[kv cache] dtype must be one of {DENSE_DTYPES}, got {self.dtype!r}")
+
+    @property
+    def num_parts(self) -> int:
+        return len(self.part_names)
+
+    @cached_property
+    def mx_dtype(self) -> mx.Dtype:
+        dtype: mx.Dtype = getattr(mx, self.dtype)
+        return dtype
+
+    @abstractmethod
+    def part_shapes(self, width: int) -> tuple[tuple[int, mx.Dtype], ...]:
+        """Of a row of ``width`` numbers, the width and the dtype of each part.
+
+        Raises:
+            ValueError: rows of this width can't be stored.
+        """
+
+    def row_nbytes(self, width: int) -> int:
+        """Bytes that a row of ``width`` numbers takes."""
+        return sum(part_width * dtype.size for part_width, dtype in self.part_shapes(width))
+
+    def zeros(self, shape: tuple[int, ...]) -> Parts:
+        """Storage for rows, ``[..., width]`` each, that hold zeros."""
+        *leading, width = shape
+        return tuple(
+            mx.zeros((*leading, part_width), dtype) for part_width, dtype in self.part_shapes(width)
+        )
+
+    @abstractmethod
+    def width(self, parts: Parts) -> int:
+        """The width of the rows that are stored."""
+
+    @abstractmethod
+    def encode(self, rows: mx.array) -> Parts:
+        """Rows of any floating dtype, ``[..., width]``, as the storage holds them."""
+
+    @abstractmethod
+    def decode(self, parts: Parts) -> mx.array:
+        """What stored rows stand for, ``[..., width]`` in :attr:`dtype`."""
+
+    @abstractmethod
+    def multiply_blocks(
+        self, rows: mx.array, slabs: Parts, pairs: BlockPairs, transpose: bool
+    ) -> mx.array:
+        """Rows times blocks, which are read where they lie if MLX can do that.
+
+        Args:
+            rows: ``[n, num_kv_heads, group, width]``, or ``block_size`` in the place of ``width``.
+            slabs: the parts, ``[num_blocks, num_kv_heads, block_size, width of the part]`` each.
+            pairs: which of the ``n`` meets which block.
+            transpose: whether each block is transposed: True for scores, False for values.
+
+        Returns:
+            ``[num_pairs, num_kv_heads, group, block_size]``, or ``width`` in the place of
+            ``block_size``, in float32.
+        """
+
+    def to_host(self, parts: Parts) -> HostParts:
+        """A copy of stored rows in host memory, bit for bit."""
+        # numpy has no bfloat16.
+        return tuple(np.array(p.view(mx.uint16) if p.itemsize == 2 else p) for p in parts)
+
+    def from_host(self, copy: HostParts) -> Parts:
+        """What :meth:`to_host` copied, as the storage holds it."""
+        parts = map(mx.array, copy)
+        return tuple(p.view(self.mx_dtype) if p.itemsize == 2 else p for p in parts)
+
+
+@dataclass(frozen=True)
+class DenseFormat(RowFormat):
+    """One number per element, in :attr:`dtype`."""
+
+    part_names = ("rows",)
+
+    def __str__(self) -> str:
+        return self.dtype
+
+    def part_shapes(self, width: int) -> tuple[tuple[int, mx.Dtype], ...]:
+        return ((width, self.mx_dtype),)
+
+    def width(self, parts: Parts) -> int:
+        return parts[0].shape[-1]
+
+    def encode(self, rows: mx.array) -> Parts:
+        return (rows.astype(self.mx_dtype),)
+
+    def decode(self, parts: Parts) -> mx.array:
+        return parts[0]
+
+    def multiply_blocks(
+        self, rows: mx.array, slabs: Parts, pairs: BlockPairs, transpose: bool
+    ) -> mx.array:
+        (slab,), rows = slabs, rows.astype(self.mx_dtype)
+        # On a CPU, MLX's gather_mm is for float32 only.
+        if self.dtype == "float32" or not device.is_cpu():
+            matrices = slab.swapaxes(-1, -2) if transpose else slab
+            out = mx.gather_mm(rows, matrices, pairs.row_matrices, pairs.block_matrices)
+        else:
+            blocks = slab[pairs.block_ids]
+            rows = rows if pairs.row_ids is None else rows[pairs.row_ids]
+            out = rows @ (blocks.swapaxes(-1, -2) if transpose else blocks)
+        return out.astype(mx.float32)
+
+
+@dataclass(frozen=True)
+class AffineFormat(RowFormat):
+    """``scale * n + bias``, with ``bits`` bits per ``n`` and a scale and a bias for each group of
+    ``group_size`` numbers, as ``mx.quantize`` makes them.
+
+    Parts, for rows of ``width``: integers packed in uint32, ``[..., width * bits / 32]``; scales
+    and biases, ``[..., width / group_size]`` in :attr:`dtype`.
+
+    Raises:
+        ValueError: bits or a group size that there are not, or another dtype.
+    """
+
+    bits: int = 8
+    group_size: int = GROUP_SIZES[0]
+
+    part_names = ("values", "scales", "biases")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, known in (("bits", KV_BITS), ("group_size", GROUP_SIZES)):
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"[kv cache] {name} of K/V must be one of {known}, got {getattr(self, name)!r}"
+                )
+
+    @classmethod
+    def for_width(cls, width: int, bits: int, dtype: str) -> AffineFormat:
+        """With the largest groups that divide a row of ``width``.
+
+        Raises:
+            ArgumentError: no group does.
+        """
+        for group_size in GROUP_SIZES:
+            if width % group_size == 0:
+                return cls(dtype, bits, group_size)
+        raise ArgumentError(
+            f"[kv cache] kv_format can't be {bits} bits for this model, whose rows of K/V have "
+            f"{width} numbers: groups are of {' or '.join(map(str, GROUP_SIZES))}, and neither "
+            f"divides {width}; leave it out",
+            "kv_format",
+        )
+
+    def __str__(self) -> str:
+        return f"{self.bits} bits in groups of {self.group_size}"
+
+    def part_shapes(self, width: int) -> tuple[tuple[int, mx.Dtype], ...]:
+        if width % self.group_size:
+            raise ValueError(
+                f"[kv cache] rows of {width} numbers have no whole groups of {self.group_size}"
+            )
+        groups = (width // self.group_size, self.mx_dtype)
+        return ((width * self.bits // 32, mx.uint32), groups, groups)
+
+    def width(self, parts: Parts) -> int:
+        return parts[0].shape[-1] * 32 // self.bits
+
+    def encode(self, rows: mx.array) -> Parts:
+        return tuple(
+            mx.quantize(rows.astype(self.mx_dtype), group_size=self.group_size, bits=self.bits)
+        )
+
+    def decode(self, parts: Parts) -> mx.array:
+        values, scales, biases = parts
+        return mx.dequantize(values, scales, biases, group_size=self.group_size, bits=self.bits)
+
+    def multiply_blocks(
+        self, rows: mx.array, slabs: Parts, pairs: BlockPairs, transpose: bool
+    ) -> mx.array:
+        values, scales, biases = slabs
+        if self.dtype == "float32" or not device.is_cpu():
+            out = mx.gather_qmm(
+                rows.astype(self.mx_dtype),
+                values,
+                scales,
+                biases,
+                pairs.row_matrices,
+                pairs.block_matrices,
+                transpose=transpose,
+                group_size=self.group_size,
+                bits=self.bits,
+            )
+            return out.astype(mx.float32)
+        # On a CPU, MLX adds up in the dtype of the scales, and to convert those of a whole slab
+        # would cost as much as the pool is large: of 16-bit scales take those that are needed.
+        values, scales, biases = (part[pairs.block_ids] for part in slabs)
+        rows = rows if pairs.row_ids is None else rows[pairs.row_ids]
+        return mx.quantized_matmul(
+            rows.astype(mx.float32),
+            values,
+            scales.astype(mx.float32),
+            biases.astype(mx.float32),
+            transpose=transpose,
+            group_size=self.group_size,
+            bits=self.bits,
+        )
+
+
+@dataclass(frozen=True)
+class KVFormat:
+    """How a layer stores K and V.
+
+    Where K has 4 bits, queries and keys are rotated by the same orthogonal matrix, which changes no
+    score and spreads outliers over all channels (QuaRot, Ashkboos et al. 2024).
+    """
+
+    key: RowFormat
+    value: RowFormat
+
+    @classmethod
+    def dense(cls, dtype: str | mx.Dtype = "float32") -> KVFormat:
+        """K and V as they are; raises ``ValueError`` for a dtype that is not floating."""
+        rows = DenseFormat(str(dtype).removeprefix("mlx.core."))
+        return cls(rows, rows)
+
+    @classmethod
+    def quantised(cls, bits: KVBits, key_dim: int, value_dim: int, dtype: str) -> KVFormat:
+        """For rows of these widths and activations of this dtype.
+
+        Raises:
+            ArgumentError: there are no such groups, or no rotation, for a width.
+        """
+        key = AffineFormat.for_width(key_dim, bits.key, dtype)
+        made = cls(key, AffineFormat.for_width(value_dim, bits.value, dtype))
+        if made.rotates_keys and not _has_hadamard_matrix(key_dim):
+            raise ArgumentError(
+                f"[kv cache] kv_format can't be 4 bits of K for this model: there is no Hadamard "
+                f"matrix for rows of {key_dim} numbers; use 8 bits of K",
+                "kv_format",
+            )
+        return made
+
+    def __post_init__(self) -> None:
+        if self.key.dtype != self.value.dtype:
+            raise ValueError(
+                f"[kv cache] K of {self.key.dtype} beside V of {self.value.dtype}: both must have "
+                "the dtype of the activations"
+            )
+
+    def __str__(self) -> str:
+        if self.is_dense:
+            return str(self.key)
+        return str(self.key) if self.key == self.value else f"K {self.key}, V {self.value}"
+
+    @cached_property
+    def is_dense(self) -> bool:
+        return isinstance(self.key, DenseFormat) and isinstance(self.value, DenseFormat)
+
+    @cached_property
+    def rotates_keys(self) -> bool:
+        return isinstance(self.key, AffineFormat) and self.key.bits == 4
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """Of what is encoded and decoded, the activations."""
+        return self.key.mx_dtype
+
+    def encode(self, k: mx.array, v: mx.array) -> tuple[Parts, Parts]:
+        """Rows of K, ``[..., key_dim]``, and V, in any floating dtype, as slabs hold them."""
+        return self.key.encode(self.rotated(k)), self.value.encode(v)
+
+    def decode(self, k: Parts, v: Parts) -> tuple[mx.array, mx.array]:
+        """What stored rows stand for, in :attr:`dtype`; K is rotated where :attr:`rotates_keys`."""
+        return self.key.decode(k), self.value.decode(v)
+
+    def rotated(self, rows: mx.array) -> mx.array:
+        """Queries or keys, ``[..., key_dim]``, times the normalised Hadamard matrix; as they are
+        where K is not rotated.
+        """
+        if not self.rotates_keys:
+            return rows
+        return mx.hadamard_transform(rows, scale=rows.shape[-1] ** -0.5)
+
+    def unrotated(self, keys: mx.array) -> mx.array:
+        """Keys before :meth:`rotated`."""
+        if not self.rotates_keys:
+            return keys
+        identity = mx.eye(keys.shape[-1])
+        # The inverse of an orthogonal matrix. Not all of MLX's Hadamard matrices are symmetric.
+        inverse = mx.hadamard_transform(identity, scale=keys.shape[-1] ** -0.5).T
+        return (keys.astype(mx.float32) @ inverse).astype(keys.dtype)
+
+
+def _has_hadamard_matrix(width: int) -> bool:
+    """Whether MLX has one: of 1, 12, 20 or 28 times a power of two."""
+    odd = width // (width & -width)
+    return odd == 1 or (odd in (3, 5, 7) and width % 4 == 0)

@@ -1,0 +1,67 @@
+"""Paged problems whose K and V are quantised."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+
+from helpers.numpy_attention import PagedProblem
+from mlx_paged.ops import AffineFormat, KVFormat, KVHandle, Parts, RowFormat
+
+BITS_OF_K_AND_V = ((8, 8), (8, 4), (4, 4), (4, 8))
+
+
+def affine(width: int, key_bits: int, value_bits: int, dtype: mx.Dtype | str) -> KVFormat:
+    """In the largest groups that there are for this width."""
+    name = str(dtype).removeprefix("mlx.core.")
+    return KVFormat(
+        AffineFormat.for_width(width, key_bits, name),
+        AffineFormat.for_width(width, value_bits, name),
+    )
+
+
+def quantised(problem: PagedProblem, key_bits: int, value_bits: int) -> PagedProblem:
+    """``problem`` with its K and V quantised: what the slabs stand for is now the dense rows that
+    the formula sees. In unused slots all bits are set, so scales and biases are NaN.
+    """
+    kv = problem.kv
+    format = affine(kv.key_dim, key_bits, value_bits, kv.dtype)
+    k = [format.key.encode(k) for _, k, _ in problem.dense]
+    v = [format.value.encode(v) for *_, v in problem.dense]
+    dense = tuple(
+        (q, numbers(format.key, k_parts), numbers(format.value, v_parts))
+        for (q, *_), k_parts, v_parts in zip(problem.dense, k, v, strict=True)
+    )
+    handle = KVHandle(_slabs(problem, format.key, k), _slabs(problem, format.value, v), format)
+    mx.eval(handle.arrays)
+    return replace(problem, kv=handle, dense=dense)
+
+
+def numbers(rows: AffineFormat, parts: Parts) -> mx.array:
+    """What quantised rows stand for, computed in float64 by the definition; float32."""
+    packed, scales, biases = (
+        np.array(part if part.dtype == mx.uint32 else part.astype(mx.float32)) for part in parts
+    )
+    shifts = np.arange(0, 32, rows.bits, dtype=np.uint32)
+    integers = (packed[..., None] >> shifts & (2**rows.bits - 1)).astype(np.float64)
+    scales, biases = (
+        np.repeat(array.astype(np.float64), rows.group_size, -1) for array in (scales, biases)
+    )
+    return mx.array((integers.reshape(scales.shape) * scales + biases).astype(np.float32))
+
+
+def _slabs(problem: PagedProblem, rows: RowFormat, sequences: Sequence[Parts]) -> Parts:
+    kv = problem.kv
+    shape = kv.num_blocks, kv.num_kv_heads, kv.block_size
+    slabs = []
+    for part in zip(*map(rows.to_host, sequences), strict=True):
+        width = part[0].shape[-1]
+        slab = np.full((*shape, width * part[0].itemsize), 0xFF, np.uint8).view(part[0].dtype)
+        for table, row in zip(problem.tables, part, strict=True):
+            blocks, offsets = np.divmod(np.arange(len(row)), kv.block_size)
+            slab[np.array(table)[blocks], :, offsets] = row
+        slabs.append(slab)
+    return rows.from_host(tuple(slabs))
