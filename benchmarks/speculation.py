@@ -68,9 +68,9 @@ def cut_model(model: nn.Module) -> nn.Module:
     for layer in model.layers[1:]:
         layer.self_attn.o_proj.weight *= 0.05
         layer.mlp.down_proj.weight *= 0.05
-    names = {name for name, _ in tree_flatten(cut.parameters())}
-    weights = tree_flatten(model.parameters())
-    cut.load_weights([(name, value) for name, value in weights if name in names])
+    names = dict(tree_flatten(cut.parameters()))
+    weights = dict(tree_flatten(model.parameters()))
+    cut.load_weights([(name, weights[name]) for name in names])
     mx.eval(model.parameters(), cut.parameters())
     return cut
 

@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from helpers.drafting import EagerSpeculation, Oracle, eager_speculation, knows
+from helpers.engine_helpers import CONFIG
 from helpers.engine_runs import (
     VOCAB_SIZE,
     ask_alone,
@@ -65,17 +66,45 @@ def test_a_thousand_requests_get_the_same_as_without(model: qwen3.Model):
     assert preemptions > 20 and reasons == {"stop", "length", "abort", "error"}
 
 
-def test_kernels_verify_runs_behind_replayed_decodes():
+@pytest.fixture(scope="module")
+def kernel_model() -> qwen3.Model:
+    """A random model of a head_dim that kernels and groups of 32 are made for."""
     mx.random.seed(7)
-    from helpers.engine_helpers import CONFIG
-
     model = qwen3.Model(qwen3.ModelArgs.from_dict(CONFIG | {"head_dim": 32}))
     mx.eval(model.parameters())
+    return model
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kv_format": "8"},
+        {"kv_format": "K:8,V:4"},
+        {"window": 48, "num_sink_tokens": 4},
+        {"window": 32, "num_sink_tokens": 4, "kv_format": "8"},
+    ],
+    ids=str,
+)
+def test_quantised_kv_and_windows_get_the_same_as_without(
+    kernel_model: qwen3.Model, options: dict[str, Any]
+):
+    for is_ahead in (False, True):
+        workload = Workload(300 + len(str(options)), 15, VOCAB_SIZE)
+        plain = workload.run(kernel_model, run_ahead=False, **options)
+        speculation = eager_speculation(VOCAB_SIZE, knows(plain.answers))
+        drafting = workload.run(
+            kernel_model, run_ahead=is_ahead, speculation=speculation, **options
+        )
+        assert_all_same_but_aborts(drafting, plain)
+        assert drafting.engine.stats().num_accepted_tokens > 20
+
+
+def test_kernels_verify_runs_behind_replayed_decodes(kernel_model: qwen3.Model):
     workload = Workload(50, 25, VOCAB_SIZE)
-    plain = workload.run(model, run_ahead=False)
+    plain = workload.run(kernel_model, run_ahead=False)
     with lazy_metal(computes=True):
         drafting = workload.run(
-            model, speculation=eager_speculation(VOCAB_SIZE, knows(plain.answers))
+            kernel_model, speculation=eager_speculation(VOCAB_SIZE, knows(plain.answers))
         )
     assert drafting.engine.cache.backend.name == "metal"
     assert_all_same_but_aborts(drafting, plain)
