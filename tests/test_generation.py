@@ -313,6 +313,37 @@ def test_a_ragged_batch_decodes_the_tokens_of_each_sequence_alone(model: qwen3.M
         assert together[n] == alone[n][: len(together[n])] and len(together[n]) > 20
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.3])
+def test_drafts_change_no_token_whatever_the_sampler(demo: tuple, temperature: float):
+    model, tokenizer = demo
+    text = "The code of apple is 4821. " * 5
+    responses = {}
+    for num_draft_tokens in (0, 7):
+        mx.random.seed(4)  # of the sampler, which is asked as often as there are tokens
+        sampler = make_sampler(temp=temperature)
+        responses[num_draft_tokens] = list(
+            stream_generate(
+                model,
+                tokenizer,
+                text,
+                max_tokens=60,
+                sampler=sampler,
+                num_draft_tokens=num_draft_tokens,
+            )
+        )
+    plain, drafted = responses[0], responses[7]
+    assert [each.token for each in drafted] == [each.token for each in plain]
+    assert "".join(each.text for each in drafted) == "".join(each.text for each in plain)
+    assert [each.generation_tokens for each in drafted] == [n + 1 for n in range(len(drafted))]
+    for one, other in zip(drafted, plain, strict=True):
+        assert mx.allclose(one.logprobs, other.logprobs, atol=1e-4)
+        assert one.finish_reason == other.finish_reason
+    assert not any(each.from_draft for each in plain)
+    last = drafted[-1]
+    assert sum(each.from_draft for each in drafted) == last.accepted_tokens <= last.drafted_tokens
+    assert last.drafted_tokens > 0 and (temperature or last.accepted_tokens > 10)
+
+
 # batch_generate
 
 

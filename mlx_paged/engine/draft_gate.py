@@ -20,7 +20,7 @@ CPU_WEIGHTS_PER_LAYER_AND_ROW = 0.9e6
 WAITING_SHARE = 0.3
 
 # Drafts have to promise this much more, as the promise is an estimate.
-MIN_GAIN = 1.1
+MIN_GAIN = 1.3
 
 
 @dataclass(frozen=True)

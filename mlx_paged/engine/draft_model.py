@@ -11,14 +11,17 @@ import mlx.core as mx
 
 from mlx_paged.cache import KVCache
 from mlx_paged.engine.batch import Batch, Scheduled
-from mlx_paged.engine.drafts import ACCEPTANCE_RATE, FIRST_ACCEPTANCE
+from mlx_paged.engine.drafts import ACCEPTANCE_RATE
 from mlx_paged.engine.read_array import read_ints
 from mlx_paged.engine.sampler import draw_drafts
 from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.request import PENDING_TOKEN, Request
 
-# What is not tried is forgotten, so that a request whose drafts did not pay tries again some time.
-FORGETTING_RATE = 1 / 64
+# Nobody knows how good a model's drafts are before it made some, and who brings one expects them to
+# be good. What is not tried is forgotten, so that a request whose drafts did not pay tries again
+# some time.
+FIRST_ACCEPTANCE = 0.8
+FORGETTING_RATE = 1 / 256
 # Tokens that the model may lack when it makes drafts, as nobody asked it for a while: they are
 # computed in the first pass, which all others wait for.
 MAX_CATCH_UP = 512

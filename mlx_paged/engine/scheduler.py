@@ -422,7 +422,7 @@ class Scheduler:
         if not decodes:
             return
         num_rows = sum(part.num_new_tokens for part in plan.scheduled)
-        num_tokens = sum(part.num_logit_rows for part in plan.scheduled)
+        num_tokens = sum(part.num_logit_rows - part.num_scored_rows for part in plan.scheduled)
         requests = [request for _, request in decodes]
         counts = self.speculation.num_drafts(requests, num_rows, num_tokens)
         for (index, request), wanted in zip(decodes, counts, strict=True):

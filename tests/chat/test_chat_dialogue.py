@@ -475,3 +475,34 @@ def test_a_bad_generation_config_is_one_clear_line(
 def test_a_broken_generation_config_can_be_left_out(talk, model_folder: Callable[..., Path]):
     folder = model_folder(texts={"generation_config.json": '{"temperature": "hot"}'})
     assert sampling(talk, folder, "--no-generation-config") == "greedy"
+
+
+@pytest.mark.parametrize("drafter", [[], ["--draft-model", str(demo_model_path())]], ids=str)
+def test_drafts_change_no_answer_and_are_counted(run_chat: Callable[..., Any], drafter: list[str]):
+    message = "repeat: one two three four. one two three four. one two three four. one two"
+    status, plain, errors = run_chat(message, "-m", "40")
+    assert status == 0 and "drafts" not in errors
+    status, answer, errors = run_chat(message, "-m", "40", "--num-draft-tokens", "7", *drafter)
+    assert (status, answer) == (0, plain)
+    if not drafter:  # A model of the same size does not pay as a draft model.
+        figures = re.search(r"\| (\d+) of (\d+) drafts accepted \|", errors)
+        assert figures is not None and 0 < int(figures[1]) <= int(figures[2])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--num-draft-tokens", "8"], "must be a whole number within 0..7, got '8'"),
+        (["--draft-model", "nowhere"], "--draft-model: "),
+        (["--draft-model", str(demo_model_path()), "--kv", "basic"], "--draft-model needs kv="),
+        (
+            ["--draft-model", str(demo_model_path()), "--num-draft-tokens", "0"],
+            "--num-draft-tokens must be at least 1 with a draft model",
+        ),
+    ],
+)
+def test_drafts_that_can_not_be_made_are_refused(
+    run_chat: Callable[..., Any], arguments: list[str], reason: str
+):
+    status, _, errors = run_chat("hi", *arguments)
+    assert status == 2 and reason in errors and errors.count("\n") == 1

@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from helpers.drafting import EagerSpeculation, Oracle, eager_speculation, knows
+from helpers.engine_helpers import CONFIG
 from helpers.engine_runs import (
     VOCAB_SIZE,
     ask_alone,
@@ -24,7 +25,9 @@ from helpers.engine_runs import (
 from helpers.workloads import Workload, assert_all_same_but_aborts, assert_same
 from paged_testing.lazy_metal import lazy_metal
 
+from mlx_paged.engine.drafts import PromptLookup
 from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.speculation import Speculation
 from mlx_paged.models import qwen3
 from mlx_paged.request import RequestOutput, SamplingParams
 
@@ -63,17 +66,45 @@ def test_a_thousand_requests_get_the_same_as_without(model: qwen3.Model):
     assert preemptions > 20 and reasons == {"stop", "length", "abort", "error"}
 
 
-def test_kernels_verify_runs_behind_replayed_decodes():
+@pytest.fixture(scope="module")
+def kernel_model() -> qwen3.Model:
+    """A random model of a head_dim that kernels and groups of 32 are made for."""
     mx.random.seed(7)
-    from helpers.engine_helpers import CONFIG
-
     model = qwen3.Model(qwen3.ModelArgs.from_dict(CONFIG | {"head_dim": 32}))
     mx.eval(model.parameters())
+    return model
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kv_format": "8"},
+        {"kv_format": "K:8,V:4"},
+        {"window": 48, "num_sink_tokens": 4},
+        {"window": 32, "num_sink_tokens": 4, "kv_format": "8"},
+    ],
+    ids=str,
+)
+def test_quantised_kv_and_windows_get_the_same_as_without(
+    kernel_model: qwen3.Model, options: dict[str, Any]
+):
+    for is_ahead in (False, True):
+        workload = Workload(300 + len(str(options)), 15, VOCAB_SIZE)
+        plain = workload.run(kernel_model, run_ahead=False, **options)
+        speculation = eager_speculation(VOCAB_SIZE, knows(plain.answers))
+        drafting = workload.run(
+            kernel_model, run_ahead=is_ahead, speculation=speculation, **options
+        )
+        assert_all_same_but_aborts(drafting, plain)
+        assert drafting.engine.stats().num_accepted_tokens > 20
+
+
+def test_kernels_verify_runs_behind_replayed_decodes(kernel_model: qwen3.Model):
     workload = Workload(50, 25, VOCAB_SIZE)
-    plain = workload.run(model, run_ahead=False)
+    plain = workload.run(kernel_model, run_ahead=False)
     with lazy_metal(computes=True):
         drafting = workload.run(
-            model, speculation=eager_speculation(VOCAB_SIZE, knows(plain.answers))
+            kernel_model, speculation=eager_speculation(VOCAB_SIZE, knows(plain.answers))
         )
     assert drafting.engine.cache.backend.name == "metal"
     assert_all_same_but_aborts(drafting, plain)
@@ -83,7 +114,8 @@ def test_texts_and_stop_texts_are_the_same_as_without():
     model, tokenizer = load_demo()
     outputs: dict[int, dict[str, RequestOutput]] = {}
     for num_draft_tokens in (0, 3, 7):
-        engine = make_engine(model, tokenizer, num_draft_tokens=num_draft_tokens)
+        engine = make_engine(model, tokenizer)
+        engine.scheduler.speculation = Speculation(PromptLookup(), num_draft_tokens)
         asks = {
             "greedy": greedy(60, ignore_eos=True, logprobs=1),
             "stop": greedy(60, stop=["6. The c"], ignore_eos=True),
@@ -101,6 +133,29 @@ def test_texts_and_stop_texts_are_the_same_as_without():
         assert_same(outputs[3][name], output)
         assert_same(outputs[7][name], output)
     assert outputs[7]["stop"].outputs[0].stop_reason == "6. The c"
+
+
+def test_repetitive_text_takes_less_than_half_of_the_steps():
+    model, tokenizer = load_demo()
+    num_steps = {}
+    for num_draft_tokens in (0, 7):
+        engine = make_engine(model, tokenizer, num_draft_tokens=num_draft_tokens)
+        engine.add_request("a", FACTS, greedy(80, ignore_eos=True))
+        run(engine)
+        num_steps[num_draft_tokens] = engine.scheduler.num_steps
+    assert num_steps[7] < num_steps[0] / 2 == 40
+
+
+def test_nothing_is_drafted_where_steps_are_launched_ahead_and_nothing_repeats(
+    model: qwen3.Model,
+):
+    engine = make_engine(model, num_draft_tokens=3, run_ahead=True)
+    engine.add_request("a", prompt(20), sampled(1, 40))
+    num_ahead = 0
+    while engine.has_unfinished_requests():
+        engine.step()
+        num_ahead += bool(engine._in_flight)
+    assert num_ahead == 39 and engine.stats().num_drafted_tokens == 0
 
 
 # What a drafted step leaves
@@ -126,6 +181,9 @@ def drafting_engine(model: qwen3.Model, **options: Any) -> Engine:
             begin = request.num_output_tokens
             right = list(self.oracle(request))[begin : begin + num_drafts]
             return right + [0] * (num_drafts - len(right))
+
+        def made(self, part: Any) -> Any:
+            return part.draft_token_ids
 
         def note(self, request: Any, num_drafts: int, num_accepted: int) -> None:
             self.counts.append((num_drafts, num_accepted))

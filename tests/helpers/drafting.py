@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from mlx_paged.engine.batch import Scheduled
 from mlx_paged.engine.drafts import PromptLookup
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.speculation import Speculation
@@ -79,6 +80,9 @@ class RandomDrafter:
             right = right[: rng.randrange(num_drafts)]
         wrong = rng.choices(range(self.vocab_size), k=num_drafts)
         return right + wrong[len(right) :]
+
+    def made(self, part: Scheduled) -> Sequence[int]:
+        return part.draft_token_ids
 
     def note(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         assert 0 <= num_accepted <= num_drafts
