@@ -21,7 +21,7 @@ from card import machine_card, print_card, print_json, print_table
 from held_out import documents
 
 from mlx_paged import demo_model_path, load, make_kv_cache
-from mlx_paged.models.language_model import LanguageModel
+from mlx_paged.models.language_model import LanguageModel, check_model
 
 TRAINED_LENGTH = 1280
 
@@ -89,7 +89,7 @@ def measure(model: LanguageModel, texts: list[list[int]], args: argparse.Namespa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num-tokens", type=int, default=20_000)
     parser.add_argument("--window", type=int, default=1024)
     parser.add_argument("--num-sink-tokens", type=int, default=4)
@@ -97,7 +97,8 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512, help="tokens of a conversation")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    model, tokenizer = load(demo_model_path())
+    loaded, tokenizer = load(demo_model_path())
+    model = check_model(loaded)
     texts = documents(tokenizer, args.num_tokens, args.length)
     setting = {
         **machine_card(),

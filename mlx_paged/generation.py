@@ -79,7 +79,7 @@ class OneShotOptions(CacheOptions, total=False):
 
     kv: str
     max_model_len: int | None
-    num_draft_tokens: int
+    num_draft_tokens: int | None
 
 
 class _Options(OneShotOptions, total=False):

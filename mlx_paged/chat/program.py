@@ -187,7 +187,7 @@ def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
         max_num_seqs=1,
         max_num_batched_tokens=args.prefill_step_size,
         draft_model=load_draft_model(args.draft_model, tokenizer),
-        **({} if args.num_draft_tokens is None else {"num_draft_tokens": args.num_draft_tokens}),
+        num_draft_tokens=args.num_draft_tokens,
     )
     conversation = Conversation(
         engine,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypedDict, cast
+from typing import Any, TypedDict, cast
 
 from mlx.nn.layers.base import Module
 
@@ -19,7 +19,7 @@ class SchedulerOptions(TypedDict, total=False):
     enable_prefix_caching: bool
     watermark: float
     priority_steps: int
-    num_draft_tokens: int
+    num_draft_tokens: int | None
 
 
 class LoadedCacheOptions(TypedDict, total=False):
@@ -78,13 +78,15 @@ def split_options(
 ) -> tuple[CacheOptions, SchedulerConfig]:
     """Those of the cache, but for its kind, and those of the scheduler.
 
-    A draft model makes ``DEFAULT_NUM_DRAFT_TOKENS`` drafts unless the options say otherwise.
+    A ``num_draft_tokens`` of ``None`` is ``DEFAULT_NUM_DRAFT_TOKENS`` with a draft model, and 0
+    without one.
     """
     cache, scheduler = (
         {name: value for name, value in options.items() if name in kind.__annotations__}
         for kind in (CacheOptions, SchedulerOptions)
     )
-    if options.get("draft_model") is not None:
-        scheduler.setdefault("num_draft_tokens", DEFAULT_NUM_DRAFT_TOKENS)
-    config = SchedulerConfig(max_model_len=max_model_len, **cast(SchedulerOptions, scheduler))
+    if scheduler.get("num_draft_tokens") is None:
+        has_model = options.get("draft_model") is not None
+        scheduler["num_draft_tokens"] = DEFAULT_NUM_DRAFT_TOKENS if has_model else 0
+    config = SchedulerConfig(max_model_len=max_model_len, **cast(Any, scheduler))
     return cast(CacheOptions, cache), config

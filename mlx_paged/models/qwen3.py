@@ -197,8 +197,9 @@ def _check_number(name: str, value: object) -> None:
 
 
 class Attention(nn.Module):
-    def __init__(self, args: ModelArgs):
+    def __init__(self, args: ModelArgs, window: int | None):
         super().__init__()
+        self.window = window
         self.num_heads = args.num_attention_heads
         self.num_kv_heads = args.num_key_value_heads
         self.head_dim = args.head_dim
@@ -278,9 +279,9 @@ class MLP(nn.Module):
 class TransformerBlock(nn.Module):
     """The modules of one layer; :class:`Model` runs them."""
 
-    def __init__(self, args: ModelArgs):
+    def __init__(self, args: ModelArgs, window: int | None):
         super().__init__()
-        self.self_attn = Attention(args)
+        self.self_attn = Attention(args, window)
         self.mlp = MLP(args)
         self.input_layernorm = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
@@ -292,7 +293,7 @@ class Qwen3Model(nn.Module):
     def __init__(self, args: ModelArgs):
         super().__init__()
         self.embed_tokens = nn.Embedding(args.vocab_size, args.hidden_size)
-        self.layers = [TransformerBlock(args) for _ in range(args.num_hidden_layers)]
+        self.layers = [TransformerBlock(args, window) for window in args.windows]
         self.norm = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
 
 
@@ -301,7 +302,7 @@ class Model(LanguageModel):
 
     def __init__(self, args: ModelArgs):
         super().__init__()
-        self.args: ModelArgs = args
+        self.args = args
         self.model_type = args.model_type
         self.tie_word_embeddings = args.tie_word_embeddings
         self.model = Qwen3Model(args)
@@ -345,8 +346,8 @@ class Model(LanguageModel):
 
     @property
     def layer_specs(self) -> list[LayerSpec]:
-        args, dense = self.args, KVFormat.dense(self.dtype)
-        shape = args.num_key_value_heads, args.head_dim, args.head_dim
+        dense = KVFormat.dense(self.dtype)
         return [
-            LayerSpec(*shape, window, dense, args.num_attention_heads) for window in args.windows
+            LayerSpec(a.num_kv_heads, a.head_dim, a.head_dim, a.window, dense, a.num_heads)
+            for a in (block.self_attn for block in self.layers)
         ]
