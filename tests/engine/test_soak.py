@@ -72,6 +72,30 @@ def test_a_soak_leaves_nothing_behind_and_every_request_gets_its_own_tokens(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_formats_windows_and_drafts_go_together(large_kv_model: qwen3.Model, seed: int):
+    rng = random.Random(seed)
+    window = rng.choice([24, 40, 64])
+    options = {
+        "kv_format": rng.choice(["8", "4", "K:8,V:4", "K:4,V:8"]),
+        "window": window,
+        "num_sink_tokens": rng.choice([0, 4, 16]),
+        "kv_cache_bytes": f"{16 + window // 2}blocks",
+        "run_ahead": rng.random() < 0.5,
+    }
+    soak = Soak(large_kv_model, 10 + seed, num_drafts=5, engine_options=options)
+    soak.run(0, 80)
+    soak.check_end()
+    counts, stats = soak.counts, soak.engine.stats()
+    for kind in ("length", "abort", "error", "forked", "interruptions", "failed steps"):
+        assert counts[kind] > 0, kind
+    assert stats.num_accepted_tokens > 0
+    assert stats.num_preemptions > 0 and stats.num_hit_tokens > 200
+    for number in random.Random(0).sample(range(80), 30):
+        soak.check_tokens(make_request(soak.seed, number, 61))
+
+
+@pytest.mark.slow
 def test_the_budget_is_grown_into_and_given_back(large_kv_model: qwen3.Model):
     soak = Soak(large_kv_model, seed=2, engine_options={"kv_cache_bytes": "1000blocks"})
     config = soak.engine.cache.config

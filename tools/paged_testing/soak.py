@@ -23,6 +23,13 @@ from mlx_paged.engine.speculation import Speculation
 from mlx_paged.request import RequestOutput
 from mlx_paged.sampling_params import SamplingParams
 
+# More blocks than a cache begins with, and fewer than those who run would like.
+DEFAULT_OPTIONS: dict[str, Any] = {
+    "block_size": 8,
+    "kv_cache_bytes": "100blocks",
+    "max_num_seqs": 12,
+    "max_num_batched_tokens": 64,
+}
 NUM_PREFIXES = 6
 MAX_PREFIX_LEN, MAX_TAIL_LEN, MAX_NEW_TOKENS = 150, 60, 50
 
@@ -166,14 +173,7 @@ class Soak:
         mx.clear_cache()
         # The weights, and whatever else was there before.
         self.base_nbytes = mx.get_active_memory()
-        # More blocks than a cache begins with, and fewer than those who run would like.
-        options: dict[str, Any] = {
-            "block_size": 8,
-            "kv_cache_bytes": "100blocks",
-            "max_num_seqs": 12,
-            "max_num_batched_tokens": 64,
-        }
-        self.engine = Engine(self.model, None, **(options | self.engine_options))
+        self.engine = Engine(self.model, None, **(DEFAULT_OPTIONS | self.engine_options))
         if self.num_drafts:
             drafter = self.engine.runner.draft_model or PromptLookup()
             self.engine.scheduler.speculation = Speculation(drafter, self.num_drafts)
@@ -191,7 +191,10 @@ class Soak:
         runner.model = self._model_or_nonsense
 
     def _run_alone(self, request: SoakRequest) -> RequestOutput:
-        return run_alone(self.model, request, self.engine_options.get("kv_format"))
+        # What a request sees depends on these.
+        names = ("block_size", "kv_format", "window", "num_sink_tokens")
+        options = DEFAULT_OPTIONS | self.engine_options
+        return run_alone(self.model, request, {n: options[n] for n in names if n in options})
 
     def run(self, first: int, num_requests: int) -> None:
         """Until these requests are done; raises AssertionError or IntegrityError at the first thing
@@ -363,15 +366,15 @@ class Soak:
         return logits
 
 
-def run_alone(model: Any, request: SoakRequest, kv_format: str | None = None) -> RequestOutput:
-    """The output of a request on an engine of its own, whose K/V have the same format."""
+def run_alone(model: Any, request: SoakRequest, options: dict[str, Any]) -> RequestOutput:
+    """The output of a request on an engine of its own, which caches nothing."""
     engine = Engine(
         model,
         None,
-        kv_cache_bytes="200blocks",
-        kv_format=kv_format,
+        kv_cache_bytes="400blocks",
         enable_prefix_caching=False,
         max_num_batched_tokens=512,
+        **options,
     )
     engine.add_request(request.request_id, request.prompt, request.params)
     while engine.has_unfinished_requests():
