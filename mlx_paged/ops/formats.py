@@ -320,6 +320,13 @@ class KVFormat:
             return str(self.key)
         return str(self.key) if self.key == self.value else f"K {self.key}, V {self.value}"
 
+    def __hash__(self) -> int:
+        return self._hash  # Each layer of each step asks for it.
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.key, self.value))
+
     @cached_property
     def is_dense(self) -> bool:
         return isinstance(self.key, DenseFormat) and isinstance(self.value, DenseFormat)
