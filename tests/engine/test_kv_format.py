@@ -177,6 +177,19 @@ def test_a_basic_cache_refuses_bits_by_name(model: qwen3.Model):
         make_engine(model, kv="basic", kv_format=8)
 
 
+def test_sinks_that_move_with_a_window_refuse_bits_by_name_and_a_window_alone_takes_them(
+    model: qwen3.Model,
+):
+    with pytest.raises(
+        ArgumentError, match=r"kv_format: sinks .* num_sink_tokens=0 keeps"
+    ) as error:
+        make_engine(model, kv_format=8, window=32)
+    assert error.value.argument == "kv_format"
+    engine = make_engine(model, kv_format=8, window=32, num_sink_tokens=0)
+    engine.add_request("long", prompt(20), greedy(150))
+    assert len(run(engine)["long"].outputs[0].token_ids) == 150
+
+
 def test_a_model_whose_rows_have_no_groups_is_refused_by_name():
     with pytest.raises(ArgumentError, match=r"kv_format can't be 8 bits .* rows of K/V have 16"):
         make_engine(random_model(head_dim=16), kv_format=8)
