@@ -177,6 +177,35 @@ def test_a_basic_cache_refuses_bits_by_name(model: qwen3.Model):
         make_engine(model, kv="basic", kv_format=8)
 
 
+@pytest.mark.parametrize("kv_format", [8, 4])
+def test_sinks_that_move_with_a_window_are_quantised_from_the_original_each_time(
+    model: qwen3.Model, kv_format: int
+):
+    """Or errors would add up: after 100 moves 4-bit keys are off by as much as they are large."""
+    engine = make_engine(
+        model, kv_format=kv_format, block_size=8, window=32, num_sink_tokens=8, run_ahead=False
+    )
+    engine.add_request("long", prompt(20), greedy(1500, ignore_eos=True))
+    for _ in range(1450):
+        engine.step()
+    cache = engine.cache
+    (seq,) = cache.seqs
+    table = cache.manager.tables[seq]
+    originals = [block.block_id for block in list(table)[len(table) :]]
+    assert len(originals) == 1 and table.num_evicted_tokens > 1300
+    form = cache.layers[0].spec.format
+
+    def keys_in(index: int, block_ids: list[int]) -> mx.array:
+        return form.unrotated(form.key.decode(cache._gather_parts(index, block_ids, 8)[0]))
+
+    for index in range(len(cache.layers)):
+        computed = keys_in(index, originals).swapaxes(0, 1)
+        once = model.rotate_keys(index, computed, table.num_evicted_tokens)
+        once = form.unrotated(form.key.decode(form.key.encode(form.rotated(once))))
+        moved = keys_in(index, table.block_ids[:1]).swapaxes(0, 1)
+        np.testing.assert_allclose(np.array(moved), np.array(once), atol=1e-5)
+
+
 def test_a_model_whose_rows_have_no_groups_is_refused_by_name():
     with pytest.raises(ArgumentError, match=r"kv_format can't be 8 bits .* rows of K/V have 16"):
         make_engine(random_model(head_dim=16), kv_format=8)
