@@ -204,6 +204,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     parser.add_argument("--temperature", type=float, default=0.6, help="of the mixed text")
     parser.add_argument("--kv", default="paged", choices=["paged", "basic"])
     parser.add_argument("--turns", type=int, default=9, help="timed turns of each side")
+    parser.add_argument("--streams", type=int, nargs="+", default=STREAMS)
     parser.add_argument("--rows", action="store_true", help="only what a step costs, by rows")
     parser.add_argument("--out", type=Path, help="also write the JSON line to this file")
     return parser
@@ -249,7 +250,7 @@ def main() -> None:
                 model, draft_model=draft_model, num_draft_tokens=args.num_draft_tokens, **options
             ),
         }
-        figures = [measure(engines, text, n, args) for n in STREAMS for text in TEXTS]
+        figures = [measure(engines, text, n, args) for n in args.streams for text in TEXTS]
         print_table(
             [
                 "text",
