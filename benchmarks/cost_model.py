@@ -48,7 +48,7 @@ from mlx_paged.ops import attention_plan, kernels
 from mlx_paged.ops.metal import MetalBackend
 from mlx_paged.ops.metal_sources import read_source
 
-KV_BUFFERS = ("key_slab", "value_slab", "key_rows", "value_rows")
+SLABS, ROWS = kernels.AFFINE_SLABS, kernels.AFFINE_ROWS  # dense ones have names of theirs
 KV_BOUND = 1.02
 KV_BOUND_ABOVE = 256  # tokens of context
 DTYPES = {"bf16": mx.bfloat16, "f16": mx.float16, "f32": mx.float32}
@@ -82,6 +82,8 @@ BANDWIDTHS = {
     "M5 Pro": 307,
     "M5 Max (40-core GPU)": 614,
 }
+# GPU cores and GHz, as measured by others (philipturner/metal-benchmarks).
+CORES = {"M1": (8, 1.278), "M1 Max": (32, 1.296), "M2 Max": (38, 1.398)}
 QWEN3_0_6B = {"num_layers": 28, "num_kv_heads": 8, "head_dim": 128, "itemsize": 2}
 ROOFLINE_CONTEXTS = (4096, 32768)
 
@@ -102,6 +104,7 @@ class Case:
     window: int | None = None
     # update_and_attend: K/V of the new tokens come from inputs and are written into their slots
     has_rows: bool = False
+    bits: tuple[int, int] | None = None  # of K and V, where they are quantised
 
     @classmethod
     def of_one(cls, context: int, run: int, group: int, **changes: Any) -> Case:
@@ -109,8 +112,23 @@ class Case:
 
     @property
     def row_bytes(self) -> int:
-        """Of K or V of one token in one head."""
+        """Of a query."""
         return self.head_dim * DTYPES[self.dtype].size
+
+    @cached_property
+    def format(self) -> ops.KVFormat:
+        dtype = str(DTYPES[self.dtype]).removeprefix("mlx.core.")
+        if self.bits is None:
+            return ops.KVFormat.dense(dtype)
+        return ops.KVFormat(
+            *(ops.AffineFormat.for_width(self.head_dim, bits, dtype) for bits in self.bits)
+        )
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of K and V of one token in one head."""
+        rows = self.format.key, self.format.value
+        return sum(row.row_nbytes(self.head_dim) for row in rows)
 
     @property
     def num_tokens(self) -> int:
@@ -126,8 +144,8 @@ class Case:
         )
         heads = self.group * self.num_kv_heads
         return {
-            "kv_loaded": 2 * seen * self.num_kv_heads * self.row_bytes,
-            "rows_stored": 2 * self.num_tokens * self.num_kv_heads * self.row_bytes
+            "kv_loaded": seen * self.num_kv_heads * self.kv_bytes,
+            "rows_stored": self.num_tokens * self.num_kv_heads * self.kv_bytes
             if self.has_rows
             else 0,
             "queries_loaded": self.num_tokens * heads * self.row_bytes,
@@ -142,6 +160,7 @@ class Case:
         kind += f", blocks of {self.block_size}" if self.block_size != 16 else ""
         kind += f", window {self.window}" if self.window else ""
         kind += ", update" if self.has_rows else ""
+        kind += ", K{}V{}".format(*self.bits) if self.bits else ""
         contexts, runs = (
             f"{min(n):,}..{max(n):,} x{len(n)}" if len(n) > 1 else f"{n[0]:,}"
             for n in (self.context_lens, self.query_lens)
@@ -156,6 +175,7 @@ def all_cases(quick: bool) -> list[Case]:
             Case.of_one(1024, 1, 2, has_rows=True),
             Case.of_one(300, 1, 16),
             Case.of_one(300, 4, 5, num_kv_heads=1),
+            Case.of_one(300, 1, 4, bits=(8, 4), has_rows=True),
         ]
     # Query runs cost the emulator in proportion, so they get fewer contexts.
     cases = [Case.of_one(context, 1, group) for group in GROUPS for context in CONTEXTS]
@@ -177,6 +197,11 @@ def all_cases(quick: bool) -> list[Case]:
     )
     cases += [ragged, replace(ragged, has_rows=True)]
     cases += [replace(ragged, query_lens=(1, 8, 3, 1, 4, 1, 2, 6), has_rows=True)]
+    cases += [
+        Case.of_one(1024, 1, group, bits=bits)
+        for group in (2, 8)
+        for bits in ((8, 8), (8, 4), (4, 4))
+    ]
     return cases
 
 
@@ -199,13 +224,13 @@ def count_case(case: Case, trace: list[Any]) -> dict[str, Any]:
     heads = case.group * case.num_kv_heads
     q = mx.random.normal((case.num_tokens, heads, case.head_dim)).astype(kv.dtype)
     k, v = (
-        mx.random.normal((case.num_tokens, case.num_kv_heads, case.head_dim)).astype(kv.dtype)
-        for _ in "kv"
+        rows.encode(mx.random.normal((case.num_tokens, case.num_kv_heads, case.head_dim)))
+        for rows in (kv.format.key, kv.format.value)
     )
     backend, params = MetalBackend(), ops.AttentionParams(case.head_dim**-0.5, case.window)
     trace.clear()
     if case.has_rows:
-        out = backend.update_and_attend(q, (k,), (v,), kv, metadata, params)
+        out = backend.update_and_attend(q, k, v, kv, metadata, params)
     else:
         out = backend.paged_attention(q, kv, metadata, params)
     mx.eval(out)
@@ -224,7 +249,10 @@ def count_case(case: Case, trace: list[Any]) -> dict[str, Any]:
     # outputs once.
     traffic = kv_loaded + total("rows_stored") + 2 * total("partials_stored")
     traffic += least["queries_loaded"] + least["output_stored"]
-    gather_and_sdpa = 3 * least["kv_loaded"] + least["queries_loaded"] + least["output_stored"]
+    # Read as they are stored, then written and read again as dense rows.
+    dense = least["kv_loaded"] * 2 * case.row_bytes // case.kv_bytes
+    gather_and_sdpa = least["kv_loaded"] + 2 * dense
+    gather_and_sdpa += least["queries_loaded"] + least["output_stored"]
     # Rows have to come into the slabs there, too: by a dispatch of their own, which reads and
     # writes them.
     gather_and_sdpa += 2 * least["rows_stored"]
@@ -237,6 +265,7 @@ def count_case(case: Case, trace: list[Any]) -> dict[str, Any]:
         "block_size": case.block_size,
         "dtype": case.dtype,
         "window": case.window,
+        "bits": case.bits,
         "operation": "update_and_attend" if case.has_rows else "paged_attention",
         "least": least,
         "kv_loaded": kv_loaded,
@@ -265,7 +294,7 @@ def make_slabs(case: Case) -> tuple[ops.KVHandle, ops.AttentionMetadata]:
         case.block_size,
         case.head_dim,
         case.head_dim,
-        ops.KVFormat.dense(DTYPES[case.dtype]),
+        case.format,
     )
     return kv, ops.AttentionMetadata.build(
         tables, case.context_lens, case.query_lens, case.block_size
@@ -276,8 +305,7 @@ def count_dispatch(call: Any) -> dict[str, Any]:
     """Bytes of one kernel call, as its threads load and store them, and what its threadgroups
     share.
 
-    Where no rows are given the queries array stands in for ``key_rows`` and ``value_rows``; the
-    emulator counts by the name of the argument, so loads of those two are K/V loads in any case.
+    Where no rows are given the slabs stand in for them, and no thread reads them there.
     """
     loaded, stored = call.loaded_bytes, call.stored_bytes
 
@@ -300,10 +328,10 @@ def count_dispatch(call: Any) -> dict[str, Any]:
         "threadgroup_loaded": loads("threadgroup"),
         "threadgroup_stored": stores("threadgroup"),
         "row_parts": call.template.get("ROW_PARTS", 1),
-        "kv_distinct": sum(call.distinct_bytes.get(name, 0) for name in KV_BUFFERS),
-        "kv_slab_loaded": loads("key_slab", "value_slab"),
-        "rows_loaded": loads("key_rows", "value_rows"),
-        "rows_stored": stores("key_slab", "value_slab"),
+        "kv_distinct": sum(call.distinct_bytes.get(name, 0) for name in SLABS + ROWS),
+        "kv_slab_loaded": loads(*SLABS),
+        "rows_loaded": loads(*ROWS),
+        "rows_stored": stores(*SLABS),
         "queries_loaded": loads("queries"),
         "plan_loaded": loads("plan"),
         "scalars_loaded": loads("sinks", "softmax_scale"),
@@ -375,11 +403,8 @@ def print_counts(cases: list[Case], counts: list[dict[str, Any]]) -> None:
     )
     rows, merge_rows = [], []
     for case, count in zip(cases, counts, strict=True):
-        parts = {
-            name: [d for d in count["dispatches"] if d["kernel"] == name]
-            for name in kernels.KERNELS
-        }
-        attention, merges = parts["paged_attention"], parts["merge_partitions"]
+        merges = [d for d in count["dispatches"] if d["kernel"] == "merge_partitions"]
+        attention = [d for d in count["dispatches"] if d not in merges]
         queries_loaded = sum(dispatch["queries_loaded"] for dispatch in attention)
         plan_loaded = sum(dispatch["plan_loaded"] for dispatch in attention)
         rows.append(
@@ -522,6 +547,71 @@ def print_registers(measured: dict[str, Any]) -> None:
     )
 
 
+def estimate_formats(measured: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What bounds a decode on K/V of each format, by chip: the bytes of a key in memory or its
+    issue slots, prologue and merge of a partition of 256 included. A chip issues ``4 * cores *
+    GHz`` slots in a nanosecond.
+
+    Args:
+        measured: ``formats`` of the JSON of ``REGISTERS``.
+    """
+    rows = []
+    for row in measured:
+        dense_bytes = 2 * row["head_dim"] * (4 if row["dtype"] == "float" else 2)
+        slots = row["slots_per_kib_whole"] * dense_bytes / 1024
+        chips = {
+            chip: max(row["bytes_per_key"] / BANDWIDTHS[chip], slots / (4 * cores * gigahertz))
+            for chip, (cores, gigahertz) in CORES.items()
+        }
+        rows.append(row | {"nanoseconds": chips})
+    shape = ("dtype", "head_dim", "group", "run")
+    dense = {tuple(r[s] for s in shape): r["nanoseconds"] for r in rows if r["format"] == "dense"}
+    return [
+        {name: row[name] for name in (*shape, "format")}
+        | {
+            "chips": {
+                chip: {
+                    "nanoseconds_per_key": nanoseconds,
+                    "faster_than_dense": dense[tuple(row[s] for s in shape)][chip] / nanoseconds,
+                }
+                for chip, nanoseconds in row["nanoseconds"].items()
+            }
+        }
+        for row in rows
+    ]
+
+
+def print_formats(measured: list[dict[str, Any]], estimates: list[dict[str, Any]]) -> None:
+    print(
+        "Decodes on quantised K/V: registers and issue slots by the same compiler; per key of one "
+        "KV head with all of its\nquery heads. ESTIMATE, not measured on a Mac: a key takes the "
+        "longer of bytes / published bandwidth and slots /\n(4 * cores * GHz), with all of a "
+        "partition of 256; beside it how many times as fast as dense K/V that is.\n"
+    )
+    table = []
+    for row, estimate in zip(measured, estimates, strict=True):
+        table.append(
+            [
+                *(str(row[name]) for name in ("dtype", "head_dim", "group", "run", "format")),
+                *(str(row[name]) for name in ("registers", "spills", "bytes_per_key")),
+                f"{row['slots_per_key']:.0f}",
+                f"{row['slots_per_kib']:.0f} ({row['slots_per_kib_whole']:.0f})",
+                *(
+                    f"{at['nanoseconds_per_key']:.2f} ({at['faster_than_dense']:.2f}x)"
+                    for at in estimate["chips"].values()
+                ),
+            ]
+        )
+    print_table(
+        [
+            *("dtype", "head_dim", "group", "run", "format", "registers", "spills"),
+            *("bytes per key", "slots per key", "slots/KiB of dense"),
+            *(f"{chip}: ns per key" for chip in CORES),
+        ],
+        table,
+    )
+
+
 def setup_arg_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -589,7 +679,10 @@ def main(argv: list[str] | None = None) -> int:
             for g in gathers
         ],
     )
-    print_registers(json.loads(REGISTERS.read_text()))
+    measured = json.loads(REGISTERS.read_text())
+    print_registers(measured)
+    formats = estimate_formats(measured["formats"])
+    print_formats(measured["formats"], formats)
     roofline = estimate_roofline()
     print_roofline(roofline)
     worst = max(c["kv_ratio"] for c in counts)
@@ -605,6 +698,7 @@ def main(argv: list[str] | None = None) -> int:
             "attention": counts,
             "gather": gathers,
             "roofline_estimate": roofline,
+            "formats_estimate": formats,
             "over_bound": len(failed),
         },
         args.out,

@@ -72,6 +72,27 @@ def test_no_decode_in_half_precision_spills_by_the_figures_that_are_kept():
             assert figure <= (1.4 if group > 1 else 1.45) * slots["half", head_dim, group]
 
 
+def test_a_decode_on_quantised_rows_is_estimated_by_what_bounds_it():
+    measured = json.loads(cost_model.REGISTERS.read_text())["formats"]
+    kept = [row for row in measured if row["dtype"] != "float" and row["run"] == 1]
+    assert {row["spills"] for row in kept} == {0}
+    assert {row["format"] for row in kept} == {"dense", "K8V8", "K8V4", "K4V4", "K4V8"}
+    estimates = {
+        (row["dtype"], row["head_dim"], row["group"], row["run"], row["format"]): row["chips"]
+        for row in cost_model.estimate_formats(measured)
+    }
+    # Bound by memory both: 512 bytes against 256 and 16 of scales and biases.
+    few_rows = estimates["half", 128, 4, 1, "K8V8"]["M1 Max"]
+    assert few_rows["nanoseconds_per_key"] == pytest.approx(272 / 400)
+    assert few_rows["faster_than_dense"] == pytest.approx(512 / 272)
+    # Bound by instructions: 649 slots for each KiB of dense K/V, four in a cycle of each core.
+    many_rows = estimates["half", 128, 16, 1, "K8V8"]["M1 Max"]
+    slots = next(row for row in kept if (row["group"], row["format"]) == (16, "K8V8"))
+    nanoseconds = slots["slots_per_kib_whole"] / 2 / (4 * 32 * 1.296)
+    assert many_rows["nanoseconds_per_key"] == pytest.approx(nanoseconds)
+    assert many_rows["faster_than_dense"] < 1
+
+
 def test_comments_do_not_make_other_kernels(monkeypatch):
     before = cost_model.source_hash()
     source = cost_model.read_source

@@ -160,15 +160,20 @@ def _budget_in_full(cache: KVCache) -> str:
     config = cache.config
     return (
         f"{config.num_blocks:,} blocks of {config.block_size} tokens = {config.num_slots:,} tokens "
-        f"= {config.nbytes / 1e9:.2f} GB ({config.nbytes_per_token:,} bytes a token in "
-        f"{config.layers[0].format}); grows into it"
+        f"= {config.nbytes / 1e9:.2f} GB ({_token_in_words(cache)}); grows into it"
     )
+
+
+def _token_in_words(cache: KVCache) -> str:
+    formats = dict.fromkeys(str(layer.format) for layer in cache.config.layers)
+    return f"{cache.config.nbytes_per_token:,} bytes a token in {' or '.join(formats)}"
 
 
 def _budget_in_words(cache: KVCache) -> str:
     config, nbytes = cache.config, cache.config.nbytes
     size = f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.2g} MB"
-    return f"{config.num_blocks:,} blocks of {config.block_size} tokens, {size}"
+    token = "" if config.layers[0].format.is_dense else f", {_token_in_words(cache)}"
+    return f"{config.num_blocks:,} blocks of {config.block_size} tokens, {size}{token}"
 
 
 def _drafts_in_words(response: GenerationResponse) -> str:

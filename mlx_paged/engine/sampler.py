@@ -334,11 +334,10 @@ def _draw(
         if group is None:
             parts.append(mx.argmax(rows, axis=-1))
             continue
-        members = [(states[entry], positions[entry]) for entry in entries]
-        keys = b"".join([state.draw_key(position) for state, position in members])
-        values = np.array([state.filters(position) for state, position in members], np.float32)
-        special = [state.xtc_special_tokens for state, _ in members] if group.has_xtc else []
-        rows = _filter(_log_softmax(rows), mx.array(values.T[:, :, None]), group, special)
+        keys = b"".join([states[entry].draw_key(positions[entry]) for entry in entries])
+        values = np.array([states[entry].filters for entry in entries], np.float32)
+        xtc = _xtc(states, positions, entries) if group.has_xtc else None
+        rows = _filter(_log_softmax(rows), mx.array(values.T[:, :, None]), group, xtc)
         parts.append(_categorical(mx.array(np.frombuffer(keys, "<u4").reshape(-1, 2)), rows))
     if len(parts) == 1:
         return parts[0]
@@ -355,44 +354,56 @@ def _log_softmax(logits: mx.array) -> mx.array:
 
 def _filter(
     logprobs: mx.array,  # [num_requests, vocab_size]
-    values: mx.array,  # [4, num_requests, 1]
+    values: mx.array,  # [3, num_requests, 1]
     group: Filters,
-    xtc_special_tokens: Sequence[Sequence[int]],  # of each request
+    xtc: Xtc | None,
 ) -> mx.array:
     """Apply the filters as mlx-lm's ``make_sampler`` does, in its order, with the temperature last.
 
     The settings are arrays: mlx-lm compiles its filters, and a kernel for each new number would
     halt everybody.
     """
-    scale, top_p, log_min_p, xtc_threshold = values
+    scale, top_p, log_min_p = values
     if group.has_top_p:
         logprobs = apply_top_p(logprobs, top_p)  # type: ignore[arg-type]  # an array
     if group.has_min_p:  # mlx-lm's apply_min_p takes no array
         logprobs = mx.where(
             logprobs < logprobs.max(axis=-1, keepdims=True) + log_min_p, -mx.inf, logprobs
         )
-    if group.has_xtc:
-        logprobs = _exclude_top_choices(logprobs, xtc_threshold, xtc_special_tokens)
+    if xtc is not None:
+        logprobs = _exclude_top_choices(logprobs, xtc)
     if group.top_k > 0:
         logprobs = apply_top_k(logprobs, group.top_k)
     return logprobs * scale
 
 
-def _exclude_top_choices(
-    logprobs: mx.array,  # [num_requests, vocab_size]
-    threshold: mx.array,  # [num_requests, 1]; above 1, a row stays as it is
-    special_tokens: Sequence[Sequence[int]],
-) -> mx.array:
+class Xtc(NamedTuple):
+    """What XTC does to each request of a group."""
+
+    thresholds: mx.array  # [num_requests, 1] float32; infinite leaves a row as it is
+    spared: tuple[mx.array, mx.array] | None  # rows and token ids that it never removes
+
+
+def _xtc(states: Sequence[SamplingState], positions: Sequence[int], entries: Sequence[int]) -> Xtc:
+    thresholds = [[states[entry].xtc_threshold(positions[entry])] for entry in entries]
+    spared = [
+        (row, token)
+        for row, entry in enumerate(entries)
+        for token in states[entry].xtc_special_tokens
+    ]
+    rows, tokens = zip(*spared, strict=True) if spared else ((), ())
+    return Xtc(mx.array(thresholds), (mx.array(rows), mx.array(tokens)) if spared else None)
+
+
+def _exclude_top_choices(logprobs: mx.array, xtc: Xtc) -> mx.array:
     """mlx-lm's ``apply_xtc``, with the coin of each row flipped already: remove the tokens above
     the threshold but the least likely of them, and the special ones.
     """
     probabilities = mx.softmax(logprobs, axis=-1)
-    above = mx.where(probabilities > threshold, probabilities, mx.inf)
+    above = mx.where(probabilities > xtc.thresholds, probabilities, mx.inf)
     is_removed = probabilities > above.min(axis=-1, keepdims=True)
-    columns = [token for tokens in special_tokens for token in tokens]
-    if columns:
-        rows = np.repeat(np.arange(len(special_tokens)), [len(each) for each in special_tokens])
-        is_removed[mx.array(rows), mx.array(columns)] = False
+    if xtc.spared is not None:
+        is_removed[xtc.spared] = False
     return mx.where(is_removed, -mx.inf, logprobs)
 
 

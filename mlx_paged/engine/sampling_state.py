@@ -28,7 +28,6 @@ ROW_SETTINGS = frozenset(
 )  # fmt: skip
 _DEFAULTS = SamplingParams()
 COLDEST = 1e-6  # temperatures end here: a log-probability over a lower one leaves float32
-NO_XTC = 2.0  # a threshold that no probability reaches
 
 
 class Filters(NamedTuple):
@@ -48,6 +47,7 @@ class SamplingState:
 
     Attributes:
         group: the requests of a group are drawn in one call; None is greedy.
+        filters: 1 / temperature, top_p, log(min_p).
         mask: the tokens that can't be drawn, if there are such.
         draws_rows_together: whether a token may be drawn before those in front of it are known.
     """
@@ -56,7 +56,7 @@ class SamplingState:
         params = request.params
         self.num_logprobs = params.logprobs
         self.group: Filters | None = None
-        self._filters = 0.0, 0.0, 0.0  # 1 / temperature, top_p, log(min_p)
+        self.filters = 0.0, 0.0, 0.0
         self._xtc_probability, self._xtc_threshold = params.xtc_probability, params.xtc_threshold
         self.xtc_special_tokens = [int(token) for token in params.xtc_special_tokens]
         if not params.is_greedy:
@@ -64,7 +64,7 @@ class SamplingState:
             has_xtc = params.xtc_probability > 0
             self.group = Filters(params.top_p < 1, params.min_p > 0, has_xtc, top_k)
             log_min_p = math.log(params.min_p) if params.min_p > 0 else 0.0
-            self._filters = (
+            self.filters = (
                 1 / min(max(float(params.temperature), COLDEST), HUGE),
                 max(params.top_p, 1 / HUGE),
                 log_min_p,
@@ -116,18 +116,15 @@ class SamplingState:
             self.counts[index] += position >= request.num_prompt_tokens
         self.num_read = request.num_tokens
 
-    def filters(self, position: int) -> tuple[float, float, float, float]:
-        """1 / temperature, top_p, log(min_p) and the threshold of XTC, for the token at a position
-        of the answer.
+    def xtc_threshold(self, position: int) -> float:
+        """The threshold of XTC for the token at a position of the answer, infinite where the coin
+        of that position leaves XTC out.
         """
-        if self._xtc_probability == 0:
-            return (*self._filters, NO_XTC)
         # mlx-lm flips this coin on the device; its bits are as good, and cost no operation.
         key = self.key.copy()
         key.update(position.to_bytes(8, "little") + b"xtc")
         coin = int.from_bytes(key.digest(), "little") / 2**64
-        is_applied = coin < self._xtc_probability
-        return (*self._filters, float(self._xtc_threshold) if is_applied else NO_XTC)
+        return float(self._xtc_threshold) if coin < self._xtc_probability else math.inf
 
     def draw_key(self, position: int) -> bytes:
         """8 bytes that depend on the request's seed, its index and the position in its answer, and

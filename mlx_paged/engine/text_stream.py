@@ -70,7 +70,7 @@ class TextStream:
         else:
             self._add_token(token_id)
             found = self._add_text(self._read())
-        self._show()
+        self.text = self._shown() if self._last_tokens else self._decided
         return found
 
     def finish(self, num_left_out: int = 0) -> str | None:
@@ -132,16 +132,16 @@ class TextStream:
         self._held_back = ""
         self._found = stop
         self._last_tokens.clear()
-        self._show()
+        self.text = self._decided
         return stop
 
-    def _show(self) -> None:
-        self.text = self._decided
-        if self._last_tokens:
-            tokens = [token for token, _ in self._last_tokens]
-            num_held_back = num_unfinished_tokens(tokens, self._stop_sequences)
-            if num_held_back:
-                self.text = self._decided[: self._last_tokens[-num_held_back][1]]
+    def _shown(self) -> str:
+        """The text that is decided, without that of tokens which may begin a stop sequence."""
+        tokens = [token for token, _ in self._last_tokens]
+        num_held_back = num_unfinished_tokens(tokens, self._stop_sequences)
+        if not num_held_back:
+            return self._decided
+        return self._decided[: self._last_tokens[-num_held_back][1]]
 
     def _add_token(self, token_id: int) -> None:
         # For a token that it does not have, mlx-lm's BPE detokenizer writes "!" and the SPM one
@@ -178,7 +178,7 @@ def find_stop(text: str, stops: Sequence[str], num_ignored: int = 0) -> tuple[in
     found = [
         (begin, len(stop), stop)
         for stop in stops
-        if (begin := text.find(stop, max(0, num_ignored - len(stop) + 1))) >= 0
+        if (begin := text.find(stop, num_ignored and max(0, num_ignored - len(stop) + 1))) >= 0
     ]
     if not found:
         return len(text), None

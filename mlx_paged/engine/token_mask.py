@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import mlx.core as mx
-import numpy as np
 
 from mlx_paged.request import Request
 
@@ -28,9 +27,8 @@ class TokenMask:
         params, rules = request.params, request.token_rules
         self.disallowed: mx.array | None = None
         if params.allowed_token_ids is not None:
-            disallowed = np.ones(vocab_size, np.bool_)
-            disallowed[list(params.allowed_token_ids)] = False
-            self.disallowed = mx.array(disallowed)
+            self.disallowed = mx.ones(vocab_size, dtype=mx.bool_)
+            self.disallowed[mx.array([int(token) for token in params.allowed_token_ids])] = False
             mx.eval(self.disallowed)  # Nothing lazy is kept.
         self._min_tokens = params.min_tokens
         self._bad, self._bad_ends = _split(rules.bad_words)

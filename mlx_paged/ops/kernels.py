@@ -155,7 +155,7 @@ def dequantize(kv: KVHandle, plan: GatherPlan) -> Launch:
         "dequantize_blocks",
         kv,
         [*kv.slabs, plan.array],
-        [*_format(kv), ("BLOCK_SIZE", kv.block_size)],
+        [*_format(kv.format, kv.key_dim), ("BLOCK_SIZE", kv.block_size)],
         grid=(width, plan.num_blocks * kv.block_size, kv.num_kv_heads),
         threadgroup=_rows_per_threadgroup(width),
         outputs=[dense, dense],
@@ -191,21 +191,24 @@ def attention(
 
     All in the dtype of ``kv``, but partials in float32. ``rows`` are written where they are given.
     """
-    head_dim = kv.key_dim
-    group = queries.shape[1] // kv.num_kv_heads
+    num_tokens, num_heads, head_dim = out_shape = queries.shape
+    num_kv_heads, slabs = kv.num_kv_heads, kv.slabs
+    group = num_heads // num_kv_heads
     cut = cut_rows(run * group)
     is_partial = plan.num_partial_rows > 0
-    out = (queries.shape, kv.dtype)
+    out = (out_shape, queries.dtype)
     if is_partial:
-        out = ((plan.num_partial_rows, queries.shape[1], head_dim + 4), mx.float32)
+        out = ((plan.num_partial_rows, num_heads, head_dim + 4), mx.float32)
     # Where no row comes from the inputs, the slabs stand in for arrays that no thread reads.
-    new_rows = kv.slabs if rows is None else map(_in_device_memory, (*rows[0], *rows[1]))
+    new_rows = slabs if rows is None else rows[0] + rows[1]
+    if num_tokens * num_kv_heads < MIN_ELEMENTS:
+        new_rows = tuple(map(_in_device_memory, new_rows))
     return _chained(
         "paged_attention" if kv.format.is_dense else "paged_attention_affine",
         kv,
-        [*kv.slabs, *new_rows, queries, plan.array, sinks, _scalar(scale)],
+        [*slabs, *new_rows, queries, plan.array, sinks, _scalar(scale)],
         [
-            *_format(kv),
+            *_format(kv.format, head_dim),
             ("Out", out[1]),
             ("BLOCK_SIZE", kv.block_size),
             ("GROUP", group),
@@ -215,7 +218,7 @@ def attention(
             ("ROW_PARTS", cut.row_parts),
             ("PARTIAL", is_partial),
         ],
-        grid=(cut.num_threads, kv.num_kv_heads * cut.row_parts, plan.num_partitions),
+        grid=(cut.num_threads, num_kv_heads * cut.row_parts, plan.num_partitions),
         threadgroup=(cut.num_threads, 1, 1),
         outputs=[out],
     )
@@ -282,10 +285,11 @@ def _launch(
     )
 
 
-def _format(kv: KVHandle) -> Template:
+@cache
+def _format(format: KVFormat, head_dim: int) -> Template:
     """What dense_rows.metal or affine_slabs.metal has to know."""
-    template: Template = [("T", kv.dtype), ("HEAD_DIM", kv.key_dim)]
-    key, value = kv.format.key, kv.format.value
+    template: Template = [("T", format.dtype), ("HEAD_DIM", head_dim)]
+    key, value = format.key, format.value
     if isinstance(key, AffineFormat) and isinstance(value, AffineFormat):
         template += [("KEY_BITS", key.bits), ("VALUE_BITS", value.bits)]
         template += [("SCALE_GROUP", key.group_size)]

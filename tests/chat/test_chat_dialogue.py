@@ -58,6 +58,17 @@ def test_one_line_before_the_first_message_and_one_after_each_answer(talk):
     assert found == [("0", "17", "1"), ("16", "50", "4")]
 
 
+def test_quantised_kv_says_its_format_and_the_bytes_of_a_token(talk):
+    argv = ("--kv-bits", "K:8,V:4", "--kv-cache-bytes", "64blocks")
+    status, out, err = talk("The code of apple is 4821. What is the code of apple?", argv=argv)
+    # Per layer 2 heads: 32 + 16 bytes, and a scale and a bias of 4 bytes for K and for V.
+    token = "512 bytes a token in K 8 bits in groups of 32, V 4 bits in groups of 32"
+    assert f"| paged K/V: 64 blocks of 16 tokens, 0.53 MB, {token} | context:" in err
+    assert status == 0 and "4821" in out[0]
+    _, _, err = talk("hello", argv=(*argv, "--verbose"))
+    assert f"= 1,024 tokens = 0.00 GB ({token}); grows into it]" in err
+
+
 def test_a_basic_cache_counts_blocks_as_a_paged_one_does(talk):
     _, _, err = talk("hello", argv=("--kv", "basic", "--kv-cache-bytes", "64blocks"))
     start, figures = err.splitlines()

@@ -237,7 +237,7 @@ def test_a_draw_is_mlx_lms_with_the_key_of_the_request(name: str, monkeypatch):
 def xtc_coins(request: Request, num_positions: int) -> list[bool]:
     """At which positions of its answer XTC is applied to a request."""
     state = SamplingState(request, VOCAB)
-    return [state.filters(position)[-1] < 1 for position in range(num_positions)]
+    return [state.xtc_threshold(position) < INF for position in range(num_positions)]
 
 
 @pytest.mark.parametrize("probability", [0.2, 0.7])

@@ -230,7 +230,7 @@ ENTRIES: dict[str, tuple[Callable[..., None], Callable[[], dict[str, Any]]]] = {
     "SamplingParams": (_sampling_params, _params),
     "make_kv_cache": (_make_kv_cache, lambda: {
         "model": tiny_model(), "kind": "paged", "block_size": 16, "kv_cache_bytes": BUDGET,
-        "backend": "auto"}),
+        "kv_format": None, "backend": "auto"}),
     "ModelRunner.run": (_run, lambda: {"batch": {"a": [1, 2]}}),
     "generate": (_generate, lambda: {
         "model": tiny_model(), "tokenizer": tokenizer(), "prompt": "Hello", "verbose": False,

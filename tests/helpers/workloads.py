@@ -172,18 +172,19 @@ def takes_the_second(logprobs: mx.array) -> mx.array:
     return mx.argsort(logprobs, axis=-1)[:, -2]
 
 
-def assert_same(ours: RequestOutput, theirs: RequestOutput) -> None:
+def assert_same(ours: RequestOutput, theirs: RequestOutput, atol: float = 2e-5) -> None:
+    """``atol`` is of log-probabilities."""
     # How much of a prompt was scored before an abort depends on when it came.
     if ours.error is None and ours.outputs[0].token_ids:
-        assert_same_logprobs(ours.prompt_logprobs, theirs.prompt_logprobs)
+        assert_same_logprobs(ours.prompt_logprobs, theirs.prompt_logprobs, atol)
     for one, other in zip(ours.outputs, theirs.outputs, strict=True):
         assert (one.token_ids, one.text) == (other.token_ids, other.text), ours.request_id
         assert (one.finish_reason, one.stop_reason) == (other.finish_reason, other.stop_reason)
-        assert_same_logprobs(one.logprobs, other.logprobs)
+        assert_same_logprobs(one.logprobs, other.logprobs, atol)
     assert type(ours.error) is type(theirs.error) and str(ours.error) == str(theirs.error)
 
 
-def assert_same_logprobs(ours: Any, theirs: Any) -> None:
+def assert_same_logprobs(ours: Any, theirs: Any, atol: float) -> None:
     assert (ours is None) == (theirs is None)
     for entries, expected in zip(ours or (), theirs or (), strict=True):
         assert (entries is None) == (expected is None)
@@ -195,14 +196,14 @@ def assert_same_logprobs(ours: Any, theirs: Any) -> None:
         np.testing.assert_allclose(
             [entry.logprob for entry in entries.values()],
             [entry.logprob for entry in expected.values()],
-            atol=2e-5,
+            atol=atol,
         )
 
 
-def assert_all_same(ahead: Run, waiting: Run) -> None:
+def assert_all_same(ahead: Run, waiting: Run, atol: float = 2e-5) -> None:
     assert waiting.num_in_flight == 0 < ahead.num_in_flight
     for name, output in waiting.outputs.items():
-        assert_same(ahead.outputs[name], output)
+        assert_same(ahead.outputs[name], output, atol)
 
 
 def assert_all_same_but_aborts(drafting: Run, plain: Run) -> None:

@@ -59,14 +59,26 @@ def prompts_of(tokenizer) -> list[list[int]]:
     return [facts + tokenizer.encode(question) for question in questions]
 
 
+FORMATS = [None, "K:8,V:4", 4]
+each_format = pytest.mark.parametrize("kv_format", FORMATS, ids=["dense", "K8V4", "K4V4"])
+# The first format in the fast lane.
+each_format_slowly = pytest.mark.parametrize(
+    "kv_format",
+    [None, *(pytest.param(bits, marks=pytest.mark.slow) for bits in FORMATS[1:])],
+    ids=["dense", "K8V4", "K4V4"],
+)
+
+
 @pytest.mark.slow
+@each_format
 def test_shared_beginnings_and_forks_get_the_tokens_of_the_reference_on_metal_kernels(
-    demo, compiler
+    demo, compiler, kv_format
 ):
     model, tokenizer = demo
     prompts = prompts_of(tokenizer)
     params = SamplingParams(max_tokens=12, n=2, temperature=0.8, seed=3, ignore_eos=True)
     options = {"kv_cache_bytes": "60blocks", "max_num_batched_tokens": 70, "max_num_seqs": 8}
+    options["kv_format"] = kv_format
     expected = serve(Engine(model, tokenizer, backend="reference", **options), prompts, params)
     with emulated_metal(Checks.quick(writable=slots_of_the_step)) as trace:
         engine = Engine(model, tokenizer, backend="metal", **options)
@@ -74,18 +86,21 @@ def test_shared_beginnings_and_forks_get_the_tokens_of_the_reference_on_metal_ke
     kernels = Counter(call.kernel.removeprefix("mlx_paged_") for call in trace)
     # A step in which the second request reads what the first one writes; a fork whose sides both
     # write.
-    assert kernels["reshape_and_cache"] and kernels["copy_blocks"] and kernels["gather_blocks"]
+    gather = "gather_blocks" if kv_format is None else "dequantize_blocks"
+    assert kernels["reshape_and_cache"] and kernels["copy_blocks"] and kernels[gather]
     assert engine.stats().num_hit_tokens >= 3 * 16
 
 
+@each_format_slowly
 @pytest.mark.parametrize("swaps", [False, True], ids=["recompute", "swap"])
 def test_a_preempted_request_gets_the_tokens_of_the_reference_on_metal_kernels(
-    demo, compiler, monkeypatch, swaps: bool
+    demo, compiler, swaps: bool, kv_format
 ):
     model, tokenizer = demo
     prompts = prompts_of(tokenizer)
     params = SamplingParams(max_tokens=24, ignore_eos=True)
-    roomy = Engine(model, tokenizer, backend="reference", kv_cache_bytes="60blocks")
+    options = {"kv_cache_bytes": "60blocks", "kv_format": kv_format}
+    roomy = Engine(model, tokenizer, backend="reference", **options)
     expected = serve(roomy, prompts, params)
     with emulated_metal(Checks.quick()) as trace:
         engine = Engine(
@@ -93,12 +108,13 @@ def test_a_preempted_request_gets_the_tokens_of_the_reference_on_metal_kernels(
             tokenizer,
             backend="metal",
             kv_cache_bytes="9blocks",
+            kv_format=kv_format,
             watermark=0.0,
             swap_bytes="9blocks" if swaps else 0,
         )
         assert serve(engine, prompts, params) == expected
     assert engine.stats().num_preemptions > 0 and roomy.stats().num_preemptions == 0
-    assert any(call.kernel == "mlx_paged_gather_blocks" for call in trace)
+    assert swaps <= any(call.kernel == "mlx_paged_gather_blocks" for call in trace)
 
 
 @pytest.fixture
@@ -121,7 +137,10 @@ def replays(monkeypatch) -> Counter[DecodeShape]:
     return counts
 
 
-def test_replayed_decodes_get_the_tokens_of_the_reference_on_metal_kernels(demo, compiler, replays):
+@pytest.mark.parametrize("kv_format", [None, "K:8,V:4"], ids=["dense", "K8V4"])
+def test_replayed_decodes_get_the_tokens_of_the_reference_on_metal_kernels(
+    demo, compiler, replays, kv_format
+):
     model, tokenizer = demo
     # 3 and 140 tokens: partitions are merged, or not, by who is in the batch.
     tokens = tokenizer.encode("The code of apple is 4821. The code of pear is 1234. " * 6)
@@ -129,7 +148,8 @@ def test_replayed_decodes_get_the_tokens_of_the_reference_on_metal_kernels(demo,
     outputs = []
     for backend in ("reference", "metal"):
         with emulated_metal(Checks.quick()) as trace:
-            engine = Engine(model, tokenizer, backend=backend, kv_cache_bytes="60blocks")
+            options = {"kv_cache_bytes": "60blocks", "kv_format": kv_format}
+            engine = Engine(model, tokenizer, backend=backend, **options)
             engine.cache._initial_blocks = 12  # It grows.
             engine._repair()
             for name, (prompt, max_tokens) in requests.items():
@@ -199,12 +219,14 @@ def test_requests_of_every_kind_get_the_tokens_of_plain_mlx_one_step_ahead_on_ke
     demo, compiler, replays
 ):
     model, tokenizer = demo
-    for seed in (1, 3):
+    # A number of K or V may lie between two of 8 bits, 1/255 of the range of its group apart. Then
+    # it is the rounding of what came before that decides.
+    for seed, kv_format, atol in ((1, None, 2e-5), (3, 8, 1 / 255)):
         workload = Workload(seed, 8, model.args.vocab_size)
-        waiting = workload.run(model, tokenizer, backend="reference")
+        waiting = workload.run(model, tokenizer, backend="reference", kv_format=kv_format)
         with emulated_metal(Checks.quick(writable=slots_of_the_step)):
-            ahead = workload.run(model, tokenizer, backend="metal")
-        assert_all_same(ahead, waiting)
+            ahead = workload.run(model, tokenizer, backend="metal", kv_format=kv_format)
+        assert_all_same(ahead, waiting, atol)
     assert replays.total() > 20
 
 

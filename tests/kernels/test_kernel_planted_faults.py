@@ -193,9 +193,9 @@ def test_a_mistake_in_the_arithmetic_shows_in_the_result_or_in_the_slabs(
     ("text", "other"),
     [
         ("Keys::store(key_slot, c, ", "Keys::store(key_slot, c + ROW_LOADS, "),
-        ("Values::store(value_slot, c, ", "Values::store(value_slot, c - ROW_LOADS, "),
+        ("Values::store(value_slot, c, ", "Values::store(value_slot, c + 2 * ROW_LOADS, "),
     ],
-    ids=["behind_it", "before_it"],
+    ids=["next_key", "next_but_one_value"],
 )
 def test_a_new_row_in_the_slot_of_another_is_a_forbidden_write(text, other, plant, compiler):
     case = replace(SHARED, num_kv_heads=2)

@@ -11,13 +11,16 @@ from helpers.backends import METAL, REFERENCE
 from helpers.kernel_checks import (
     assert_same_bits,
     assert_same_slabs,
+    attend_and_compare,
     copy_of,
     random_array,
     random_handle,
 )
 from helpers.kernel_grid import GRID
 from helpers.numpy_attention import assert_matches_formula, before_the_step, make_problem
+from helpers.quantised_problems import quantised
 from test_generation_on_kernels import greedy_in_a_ragged_batch, prompts_of
+from test_kernel_formats import GRID as QUANTISED_GRID
 
 from mlx_paged import Engine, SamplingParams, load
 from mlx_paged.loading import demo_model_path
@@ -38,6 +41,11 @@ def test_this_device_writes_in_place():
 def test_attention_matches_the_formula(case):
     problem = case.problem()
     assert_matches_formula(METAL.paged_attention(*problem.args), problem)
+
+
+@pytest.mark.parametrize(("case", "bits"), QUANTISED_GRID, ids=str)
+def test_attention_on_quantised_rows_matches_the_formula(case, bits):
+    attend_and_compare(quantised(case.problem(), *bits))
 
 
 @pytest.mark.parametrize("case", GRID[::4], ids=str)

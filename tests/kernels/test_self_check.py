@@ -12,6 +12,7 @@ from dataclasses import replace
 import mlx.core as mx
 import pytest
 from helpers.numpy_attention import assert_matches_formula, before_the_step, make_problem
+from helpers.quantised_problems import affine, quantised
 from metal_emulator import Checks
 from metal_emulator.checks import Call
 from paged_testing.emulated_metal import emulated_metal
@@ -94,10 +95,18 @@ def test_working_kernels_pass_and_nothing_is_said(metal):
 
 
 @pytest.mark.parametrize(
-    "group", [1, *(pytest.param(group, marks=pytest.mark.slow) for group in (5, 16))]
+    ("group", "bits"),
+    [
+        (1, None),
+        *(
+            pytest.param(group, bits, marks=pytest.mark.slow)
+            for group, bits in ((5, None), (16, None), (2, (8, 4)))
+        ),
+    ],
 )
-def test_every_library_that_a_layer_can_need_was_tried(group, metal):
-    shape = AttentionShape(1, group, 32, 32, 8, KVFormat.dense("float32"))
+def test_every_library_that_a_layer_can_need_was_tried(group, bits, metal):
+    format = affine(32, *bits, "float32") if bits else KVFormat.dense("float32")
+    shape = AttentionShape(1, group, 32, 32, 8, format)
     choose_backend("metal", [shape])
     tried = libraries(metal)
     metal.clear()
@@ -109,10 +118,29 @@ def test_every_library_that_a_layer_can_need_was_tried(group, metal):
         problem = make_problem(
             context_lens, query_lens, num_kv_heads=1, group=group, head_dim=32, block_size=8
         )
+        problem = quantised(problem, *bits) if bits else problem
         kv, k, v = before_the_step(problem)
         backend.update_and_attend(problem.q, k, v, kv, *problem.args[2:])
     backend.copy_blocks(kv, [(0, 1)])
+    backend.gather_parts(kv, problem.tables[0], 5)
     assert libraries(metal) == tried
+
+
+QUANTISED = replace(SHAPE, format=affine(64, 8, 4, "float16"))
+
+
+def test_working_kernels_of_quantised_rows_pass(metal):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert try_kernels(QUANTISED) == ALL
+
+
+def test_a_device_that_flushes_denormal_halves_has_plain_mlx_for_quantised_rows(plant, metal):
+    # Numbers are read as denormal halves.
+    plant("row_formats.h", "as_type<half2>(load & 0x000f000fu)", "half2(0)")
+    with pytest.warns(UserWarning, match=r"gather_blocks.*gives other numbers.*plain MLX"):
+        backend = choose_backend("metal", [QUANTISED])
+    assert backend.name == "reference"
 
 
 def test_a_shape_is_tried_once_per_process(metal, demo):

@@ -105,7 +105,9 @@ def slack_at_rest(config: KVCacheConfig) -> int:
     """What may be allocated besides weights and K/V between two steps: larger buffers, for the
     slabs and one other.
     """
-    return BUFFER_SLACK * (2 * len(config.layers) + 1)
+    formats = [spec.format for spec in config.layers]
+    num_slabs = sum(form.key.num_parts + form.value.num_parts for form in formats)
+    return BUFFER_SLACK * (num_slabs + 1)
 
 
 def slack_nbytes(model: Any, config: KVCacheConfig, contexts: list[int], num_tokens: int) -> int:
@@ -159,7 +161,7 @@ class Soak:
     def __post_init__(self) -> None:
         # Kernels and constants of every way to sample are made at their first use.
         for number in range(20):
-            run_alone(self.model, make_request(self.seed, number, self.model.args.vocab_size))
+            self._run_alone(make_request(self.seed, number, self.model.args.vocab_size))
         mx.synchronize()
         mx.clear_cache()
         # The weights, and whatever else was there before.
@@ -187,6 +189,9 @@ class Soak:
         self._launch = runner.launch
         runner.launch = self._launch_or_fail
         runner.model = self._model_or_nonsense
+
+    def _run_alone(self, request: SoakRequest) -> RequestOutput:
+        return run_alone(self.model, request, self.engine_options.get("kv_format"))
 
     def run(self, first: int, num_requests: int) -> None:
         """Until these requests are done; raises AssertionError or IntegrityError at the first thing
@@ -264,7 +269,7 @@ class Soak:
     def check_tokens(self, request: SoakRequest) -> None:
         """Compare a request's tokens with those of an engine on which it is alone."""
         output = self.outputs[request.request_id]
-        expected = run_alone(self.model, request)
+        expected = self._run_alone(request)
         for completion, right in zip(output.outputs, expected.outputs, strict=True):
             got = completion.token_ids
             is_cut = completion.finish_reason in ("abort", "error")
@@ -358,11 +363,13 @@ class Soak:
         return logits
 
 
-def run_alone(model: Any, request: SoakRequest) -> RequestOutput:
+def run_alone(model: Any, request: SoakRequest, kv_format: str | None = None) -> RequestOutput:
+    """The output of a request on an engine of its own, whose K/V have the same format."""
     engine = Engine(
         model,
         None,
         kv_cache_bytes="200blocks",
+        kv_format=kv_format,
         enable_prefix_caching=False,
         max_num_batched_tokens=512,
     )

@@ -1,0 +1,239 @@
+"""A paged cache of quantised K/V: what it holds, what it gives back, and what it takes."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from helpers.cache_helpers import CONFIG, rows
+from helpers.quantised_problems import BITS_OF_K_AND_V
+
+from mlx_paged.cache import (
+    ContiguousKVCache,
+    KVCache,
+    KVCacheConfig,
+    KVFormat,
+    KVSnapshot,
+    LayerSpec,
+    PagedKVCache,
+)
+from mlx_paged.config import KVBits, KVBudget
+from mlx_paged.errors import ArgumentError
+
+both_bits = pytest.mark.parametrize("bits", BITS_OF_K_AND_V, ids=lambda b: f"K{b[0]}V{b[1]}")
+
+
+def config(bits: tuple[int, int] | None, dtype: str = "float32", **change: int) -> KVCacheConfig:
+    key_dim, value_dim = 64, 96
+    form = KVFormat.dense(dtype)
+    if bits is not None:
+        form = KVFormat.quantised(KVBits(*bits), key_dim, value_dim, dtype)
+    spec = LayerSpec(2, key_dim, value_dim, format=form)
+    return KVCacheConfig((spec, spec), **{"block_size": 8, "num_blocks": 40} | change)
+
+
+def random_rows(num_tokens: int, seed: int = 0) -> tuple[list[mx.array], list[mx.array]]:
+    rng = np.random.default_rng(seed)
+    return tuple(
+        [mx.array(rng.standard_normal((num_tokens, 2, n), dtype=np.float32)) for _ in range(2)]
+        for n in (64, 96)
+    )
+
+
+def parts_of(snapshot: KVSnapshot) -> list[np.ndarray]:
+    """What is stored, as bytes."""
+    return [
+        np.array(part.view(mx.uint8))
+        for layer in snapshot.rows
+        for parts in layer
+        for part in parts
+    ]
+
+
+def assert_same_parts(one: KVCache, seq: str, other: KVSnapshot) -> None:
+    for ours, theirs in zip(parts_of(one.snapshot(seq)), parts_of(other), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@both_bits
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_budget_counts_the_bytes_that_are_held(bits, dtype):
+    one = config(bits, dtype)
+    cache = PagedKVCache(one, initial_blocks=40)
+    held = sum(slab.nbytes for layer in cache.layers for slab in layer.kv.slabs)
+    assert cache.nbytes_held == held == one.nbytes == 41 * 8 * one.nbytes_per_token
+    budget = KVBudget(nbytes=held)
+    assert KVCacheConfig.within(budget, one.layers, 8).num_blocks == 40
+    cache.append("a", *random_rows(17))
+    assert cache.stats().nbytes_used == 3 * 8 * one.nbytes_per_token
+
+
+def test_the_device_holds_what_the_cache_says_it_holds():
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    cache = PagedKVCache(config((8, 4), num_blocks=400), initial_blocks=400)
+    held = mx.get_active_memory() - before
+    # MLX serves an array from a buffer that may be up to two pages larger.
+    assert 0 <= held - cache.nbytes_held <= 12 * 2 * 16384
+
+
+@both_bits
+def test_what_is_materialised_is_near_what_was_appended(bits):
+    cache = PagedKVCache(config(bits))
+    k, v = random_rows(21)
+    cache.append("a", k, v)
+    for layer in range(2):
+        keys, values = cache.materialize("a", layer)
+        assert keys.shape == (2, 21, 64) and values.shape == (2, 21, 96)
+        for found, given, num_bits in ((keys, k, bits[0]), (values, v, bits[1])):
+            error = mx.abs(found.swapaxes(0, 1) - given[layer])
+            # Numbers within some -3..3 in steps of a 15th or a 255th of that.
+            assert error.max().item() < (0.03 if num_bits == 8 else 0.5)
+            assert error.mean().item() < (0.01 if num_bits == 8 else 0.12)
+
+
+@both_bits
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_snapshot_restored_into_the_same_format_has_the_same_bits(bits, dtype):
+    old, new = PagedKVCache(config(bits, dtype)), PagedKVCache(config(bits, dtype, block_size=32))
+    old.append("noise", *random_rows(5, seed=5))
+    old.append("a", *random_rows(21))
+    snapshot = old.snapshot("a")
+    old.free("a")
+    new.restore("b", snapshot)
+    assert new.seq_len("b") == snapshot.num_tokens == 21
+    assert_same_parts(new, "b", snapshot)
+
+
+@both_bits
+@pytest.mark.parametrize("kind", [PagedKVCache, ContiguousKVCache])
+def test_a_snapshot_goes_into_a_dense_cache_as_what_it_stands_for(bits, kind):
+    old, new = PagedKVCache(config(bits)), kind(config(None))
+    old.append("a", *random_rows(13))
+    new.restore("b", old.snapshot("a"))
+    for layer in range(2):
+        for one, other in zip(
+            new.materialize("b", layer), old.materialize("a", layer), strict=True
+        ):
+            np.testing.assert_array_equal(np.array(one), np.array(other))
+
+
+@both_bits
+def test_a_dense_snapshot_is_quantised_as_it_is_restored(bits):
+    old, new, appended = PagedKVCache(config(None)), *(PagedKVCache(config(bits)) for _ in "ab")
+    k, v = random_rows(13)
+    old.append("a", k, v)
+    new.restore("b", old.snapshot("a"))
+    appended.append("b", k, v)
+    assert_same_parts(new, "b", appended.snapshot("b"))
+
+
+@both_bits
+def test_forks_trims_and_appends_in_pieces_hold_the_bits_of_one_append(bits):
+    k, v = random_rows(29)
+    whole, cache = PagedKVCache(config(bits)), PagedKVCache(config(bits))
+    whole.append("a", k, v)
+    for start, end in ((0, 9), (9, 10), (10, 24)):
+        cache.append("a", [x[start:end] for x in k], [x[start:end] for x in v])
+    cache.fork("a", "b")
+    cache.append("b", *random_rows(6, seed=3))  # copies the block that both write
+    cache.trim("b", 20)
+    cache.append("b", [x[20:] for x in k], [x[20:] for x in v])
+    cache.append("a", [x[24:] for x in k], [x[24:] for x in v])
+    for seq in "ab":
+        assert_same_parts(cache, seq, whole.snapshot("a"))
+
+
+@both_bits
+@pytest.mark.parametrize("start", [0, 16])
+def test_a_swapped_sequence_comes_back_bit_for_bit(bits, start):
+    cache = PagedKVCache(config(bits, "float16"))
+    cache.append("a", *random_rows(21))
+    before = cache.snapshot("a")
+    swapped = cache.swap_out(list(cache.block_ids("a")), 21)
+    assert swapped.num_tokens == 21
+    nbytes = sum(array.nbytes for layer in swapped.rows for parts in layer for array in parts)
+    assert nbytes == 21 * cache.config.nbytes_per_token
+    if start:
+        cache.trim("a", start)
+    else:
+        cache.free("a")
+    nan = [rows * mx.nan for rows in random_rows(40)[0]], [r * mx.nan for r in random_rows(40)[1]]
+    cache.append("other", *nan)
+    cache.free("other")
+    assert cache.manager.allocate_slots("a", 21 - start) == []
+    cache.swap_in("a", swapped, start, 21)
+    assert_same_parts(cache, "a", before)
+
+
+@both_bits
+def test_growth_and_shrinking_change_no_bit(bits):
+    k, v = random_rows(30)
+    one = PagedKVCache(config(bits), initial_blocks=4)
+    one.append("a", k, v)
+    before = one.snapshot("a")
+    one.append("b", *random_rows(120, seed=2))
+    assert one.pool.num_usable_blocks > 4
+    assert_same_parts(one, "a", before)
+    one.free("b")
+    held = one.nbytes_held
+    assert one.shrink() == held - one.nbytes_held > 0
+    assert_same_parts(one, "a", before)
+
+
+@both_bits
+def test_what_another_sequence_left_in_a_block_does_not_reach_its_next_owner(bits):
+    clean, dirty = PagedKVCache(config(bits)), PagedKVCache(config(bits))
+    nan = [rows * mx.nan for rows in random_rows(40)[0]], [r * mx.nan for r in random_rows(40)[1]]
+    dirty.append("last", *nan)
+    dirty.free("last")
+    k, v = random_rows(11)
+    outs = []
+    for cache in (clean, dirty):
+        cache.append("a", [x[:10] for x in k], [x[:10] for x in v])
+        q = mx.array(np.random.default_rng(1).standard_normal((1, 4, 64), dtype=np.float32))
+        with cache.step({"a": 1}):
+            out = [
+                layer.update_and_attend(q, k[i][10:], v[i][10:], scale=0.1)
+                for i, layer in enumerate(cache.layers)
+            ]
+            mx.eval(out, cache.arrays)
+        outs.append(out)
+    for one, other in zip(*outs, strict=True):
+        assert mx.array_equal(one, other).item()
+
+
+@both_bits
+def test_a_token_decoded_or_computed_in_a_prompt_attends_to_the_same_rows(bits):
+    """To those that are stored, its own among them: whatever the chunks, results agree to the
+    rounding of a float sum, which is far below a step of the format.
+    """
+    k, v = random_rows(40)
+    q = mx.array(np.random.default_rng(1).standard_normal((40, 4, 64), dtype=np.float32))
+    results = []
+    for chunks in ([40], [1] * 40, [13, 1, 26]):
+        cache, found, done = PagedKVCache(config(bits)), [], 0
+        for chunk in chunks:
+            new = slice(done, done + chunk)
+            with cache.step({"a": chunk}, [chunk]):
+                out = cache.layers[1].update_and_attend(q[new], k[1][new], v[1][new], scale=0.125)
+                cache.layers[0].update(k[0][new], v[0][new])
+                mx.eval(out, cache.arrays)
+            found.append(np.array(out))
+            done += chunk
+        results.append(np.concatenate(found))
+    for other in results[1:]:
+        np.testing.assert_allclose(other, results[0], rtol=0, atol=2e-5)
+
+
+def test_a_basic_cache_refuses_quantised_layers_by_name():
+    with pytest.raises(ArgumentError, match=r"kv_format: a basic cache .* use kv='paged'") as error:
+        ContiguousKVCache(config((8, 8)))
+    assert error.value.argument == "kv_format"
+
+
+def test_dense_caches_hold_what_they_held():
+    assert CONFIG.nbytes_per_token == 2 * 3 * 2 * 8 * 4
+    cache = PagedKVCache(CONFIG)
+    cache.append("a", *rows(5))
+    assert len(cache.snapshot("a").rows[0][0]) == 1
