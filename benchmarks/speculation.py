@@ -162,7 +162,7 @@ def measure(
 
 
 def measure_rows(model: nn.Module, num_turns: int) -> list[dict[str, Any]]:
-    """What a step costs by sequences and rows of each, beside what the gate takes it to be."""
+    """CPU time of a step by sequences and rows of each, beside what the gate takes it to cost."""
     cache = make_kv_cache(model, kv_cache_bytes="400blocks")
     cost, results = cost_of(model), []  # type: ignore[arg-type]
     for num_seqs in STREAMS:
@@ -172,19 +172,19 @@ def measure_rows(model: nn.Module, num_turns: int) -> list[dict[str, Any]]:
         times: dict[int, list[float]] = {}
         for _ in range(num_turns):
             for rows in (1, 2, 4, 8):
-                start = time.perf_counter()
+                start = time.process_time()
                 tokens = mx.arange(rows * num_seqs)
                 with cache.step(dict.fromkeys(range(num_seqs), rows), [rows] * num_seqs) as step:
                     mx.eval(model(tokens, cache.layers, step.logit_rows), cache.arrays)
-                times.setdefault(rows, []).append(time.perf_counter() - start)
+                times.setdefault(rows, []).append(time.process_time() - start)
                 for seq in range(num_seqs):
                     cache.trim(seq, 200)
         results += [
             {
                 "sequences": num_seqs,
                 "rows": rows,
-                "milliseconds": min(values) * 1e3,
-                "measured": min(values) / min(times[1]),
+                "milliseconds": statistics.median(values) * 1e3,
+                "measured": statistics.median(values) / statistics.median(times[1]),
                 "rule": cost.of(num_seqs * rows) / cost.of(num_seqs),
             }
             for rows, values in times.items()
@@ -204,6 +204,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     parser.add_argument("--temperature", type=float, default=0.6, help="of the mixed text")
     parser.add_argument("--kv", default="paged", choices=["paged", "basic"])
     parser.add_argument("--turns", type=int, default=9, help="timed turns of each side")
+    parser.add_argument("--streams", type=int, nargs="+", default=STREAMS)
     parser.add_argument("--rows", action="store_true", help="only what a step costs, by rows")
     parser.add_argument("--out", type=Path, help="also write the JSON line to this file")
     return parser
@@ -249,7 +250,7 @@ def main() -> None:
                 model, draft_model=draft_model, num_draft_tokens=args.num_draft_tokens, **options
             ),
         }
-        figures = [measure(engines, text, n, args) for n in STREAMS for text in TEXTS]
+        figures = [measure(engines, text, n, args) for n in args.streams for text in TEXTS]
         print_table(
             [
                 "text",
