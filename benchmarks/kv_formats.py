@@ -29,7 +29,7 @@ from turns import Step, median_ratio, take_turns
 from mlx_paged import demo_model_path, load
 from mlx_paged.cache import KVCacheConfig, KVFormat, LayerSpec, PagedKVCache
 from mlx_paged.config import KVBits
-from mlx_paged.models.language_model import LanguageModel
+from mlx_paged.models.language_model import LanguageModel, check_model
 
 NAMES = ("K8V8", "K8V4", "K4V8", "K4V4")
 RECALL = ("recall at 1000, any fact", "recall at 512, oldest fact", "copy, 11-40 items")
@@ -99,8 +99,8 @@ def measure_text(
         for name, cache in caches.items():
             found = log_probabilities(model, cache, ids, chunk)[:-1]
             dense = found if dense is None else dense
-            losses[name] -= found[mx.arange(len(ids) - 1), mx.array(ids[1:])].sum().item()
-            divergences[name] += (mx.exp(dense) * (dense - found)).sum().item()
+            losses[name] -= float(found[mx.arange(len(ids) - 1), mx.array(ids[1:])].sum())
+            divergences[name] += float((mx.exp(dense) * (dense - found)).sum())
     return {
         name: {
             "perplexity": math.exp(losses[name] / num_predicted),
@@ -204,7 +204,8 @@ def setup_arg_parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     args = setup_arg_parser().parse_args()
-    model, tokenizer = load(demo_model_path())
+    loaded, tokenizer = load(demo_model_path())
+    model = check_model(loaded)
     texts = documents(tokenizer, args.tokens, args.length)
     longest = max(2048, *map(len, texts))
     forms = formats(model.layer_specs[0])

@@ -23,7 +23,7 @@ from mlx_lm.generate import generate_step
 from turns import Step, median_and_fastest, median_ratio, num_steps_taken, take_turns
 
 from mlx_paged.engine.engine import Engine
-from mlx_paged.request import SamplingParams
+from mlx_paged.sampling_params import SamplingParams
 
 THEIRS = "mlx-lm"
 

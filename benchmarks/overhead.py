@@ -32,7 +32,8 @@ from mlx_paged.cache import KVCacheConfig, PagedKVCache
 from mlx_paged.config import SchedulerConfig
 from mlx_paged.engine.scheduler import Scheduler
 from mlx_paged.ops.attention_plan import AttentionPlan
-from mlx_paged.request import Request, SamplingParams
+from mlx_paged.request import Request
+from mlx_paged.sampling_params import SamplingParams
 
 BATCHES = (1, 16, 64, 256)
 PARTS = ("schedule", "pack", "metadata", "plan", "update")

@@ -46,7 +46,7 @@ from paged_testing.simulated_device import SimulatedDevice
 
 from mlx_paged.engine.engine import Engine
 from mlx_paged.models import qwen3
-from mlx_paged.request import SamplingParams
+from mlx_paged.sampling_params import SamplingParams
 
 NARROW: dict[str, Any] = {
     "model_type": "qwen3",

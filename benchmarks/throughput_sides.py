@@ -86,7 +86,7 @@ class PagedEngine:
         self.num_given: dict[str, int] = {}
 
     def add(self, request: SampleRequest) -> None:
-        from mlx_paged.request import SamplingParams
+        from mlx_paged.sampling_params import SamplingParams
 
         params = SamplingParams(max_tokens=request.max_tokens, ignore_eos=True)
         self.engine.add_request(request.request_id, request.prompt_token_ids, params)

@@ -21,10 +21,11 @@ _HOME_OF = {
     "load": "mlx_paged.loading",
     "demo_model_path": "mlx_paged.loading",
     "generate": "mlx_paged.generation",
+    "batch_generate": "mlx_paged.batch_generation",
     "stream_generate": "mlx_paged.generation",
     "GenerationResponse": "mlx_paged.generation",
     "LLM": "mlx_paged.llm",
-    "SamplingParams": "mlx_paged.request",
+    "SamplingParams": "mlx_paged.sampling_params",
     "RequestOutput": "mlx_paged.request",
     "CompletionOutput": "mlx_paged.request",
     "Engine": "mlx_paged.engine.engine",
@@ -39,6 +40,7 @@ _HOME_OF = {
 if TYPE_CHECKING:
     from mlx_lm.sample_utils import make_sampler
 
+    from mlx_paged.batch_generation import batch_generate
     from mlx_paged.cache import KVCacheConfig
     from mlx_paged.engine.async_engine import AsyncEngine
     from mlx_paged.engine.engine import Engine
@@ -47,7 +49,8 @@ if TYPE_CHECKING:
     from mlx_paged.llm import LLM
     from mlx_paged.loading import demo_model_path, load
     from mlx_paged.models.kv_cache import make_kv_cache
-    from mlx_paged.request import CompletionOutput, RequestOutput, SamplingParams
+    from mlx_paged.request import CompletionOutput, RequestOutput
+    from mlx_paged.sampling_params import SamplingParams
 
 
 __all__ = [
@@ -61,6 +64,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "__version__",
+    "batch_generate",
     "demo_model_path",
     "generate",
     "load",

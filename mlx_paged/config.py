@@ -6,7 +6,7 @@ import numbers
 import re
 from dataclasses import dataclass
 
-from mlx_paged.argument_values import as_integer, check_positive
+from mlx_paged.argument_values import as_integer, check_integer, check_positive
 from mlx_paged.errors import ArgumentError, shown
 
 BLOCK_SIZES = (8, 16, 32, 64)
@@ -21,6 +21,9 @@ DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 DEFAULT_MAX_NUM_MIXED_TOKENS = 512
 DEFAULT_NUM_SINK_TOKENS = 4
 MAX_WINDOW = 2**31
+# The query run of a request with drafts: kernels attend to runs of up to 8 tokens.
+MAX_DRAFT_TOKENS = 7
+DEFAULT_NUM_DRAFT_TOKENS = 3  # of a draft model, as in mlx-lm
 
 _KV_BITS = re.compile(r"\s*k\s*:?\s*(\d+)\s*,?\s*v\s*:?\s*(\d+)\s*", re.IGNORECASE)
 KV_BITS_NOTATION = "8, 4 or one for each, such as K:8,V:4"
@@ -135,6 +138,8 @@ class SchedulerConfig:
         enable_prefix_caching: whether requests with equal beginnings share their K/V.
         max_model_len: the most tokens that a prompt and its answer may have together; ``None``
             leaves the budget as the only limit.
+        num_draft_tokens: the most drafts per step that a request verifies, 0 to 7. The tokens are
+            the same with any number; `docs/engine.md`, "Speculation", says when drafts are made.
 
     Raises:
         ValueError: for a value out of its range; the message names the argument.
@@ -147,6 +152,7 @@ class SchedulerConfig:
     priority_steps: int = 1000
     enable_prefix_caching: bool = True
     max_model_len: int | None = None
+    num_draft_tokens: int = 0
 
     def __post_init__(self) -> None:
         token_budgets = "max_num_batched_tokens", "max_num_mixed_tokens"
@@ -154,6 +160,14 @@ class SchedulerConfig:
             check_positive("scheduler", name, getattr(self, name))
         if self.max_model_len is not None:
             check_positive("scheduler", "max_model_len", self.max_model_len)
+        num_drafts = self.num_draft_tokens
+        if check_integer("scheduler", "num_draft_tokens", num_drafts, 0) > MAX_DRAFT_TOKENS:
+            raise ArgumentError(
+                f"[scheduler] num_draft_tokens must be within 0..{MAX_DRAFT_TOKENS}, got "
+                f"{shown(num_drafts)}: attention has kernels for runs of {MAX_DRAFT_TOKENS + 1} "
+                "tokens",
+                "num_draft_tokens",
+            )
         if not isinstance(self.watermark, int | float) or not 0 <= self.watermark < 1:
             raise ValueError(
                 f"[scheduler] watermark must be within 0..1, below 1, got {shown(self.watermark)}"

@@ -30,6 +30,7 @@ def _by_name(names_of: Mapping[str, str]) -> dict[str, str]:
 OTHER_NAMES = _by_name(
     {
         "adapter_path": "lora_request enable_lora lora_path adapter max_loras",
+        "draft_model": "speculative_model assistant_model",
         "enable_prefix_caching": "enable_prefix_cache",
         "kv_format": "kv_bits kv_cache_dtype type_k type_v",
         "kv_cache_bytes": "gpu_memory_utilization kv_cache_memory_bytes num_gpu_blocks_override",
@@ -38,9 +39,13 @@ OTHER_NAMES = _by_name(
             "context_length context_window"
         ),
         "max_num_seqs": "max_batch_size completion_batch_size n_parallel",
+        "bad_words": "bad_words_ids no_bad_words",
+        "include_stop_str_in_output": "no_stop_trim",
         "max_tokens": "max_new_tokens max_gen_tokens max_completion_tokens n_predict",
+        "min_tokens": "min_new_tokens min_length",
         "model": "model_path model_name repo_id model_id pretrained_model_name_or_path",
         "n": "num_return_sequences best_of",
+        "num_draft_tokens": "num_speculative_tokens prompt_lookup_num_tokens",
         "prefill_step_size": "prefill_chunk_size n_batch max_prefill_tokens",
         "prompt": "prompt_token_ids input_ids inputs prompt_tokens text texts",
         "repetition_penalty": "repeat_penalty repetition_context_size",
@@ -48,7 +53,7 @@ OTHER_NAMES = _by_name(
         "sampling_params": "sampling_parameters generation_config",
         "seed": "random_seed",
         "stop": "stop_strings stop_words stop_sequences",
-        "stop_token_ids": "eos_token_id eos_token_ids",
+        "stop_token_ids": "eos_token_id eos_token_ids stop_tokens",
         "swap_bytes": "swap_space cpu_offload_gb kv_offloading_size",
         "temperature": "temp",
         "window": "max_kv_size sliding_window attention_window",
@@ -65,10 +70,7 @@ ADVICE = _by_name(
         "the whole conversation": "prompt_cache",
         "K/V are quantised as they are written, in groups of 64, or 32 where a width needs it; "
         "give kv_format alone": "kv_group_size quantized_kv_start calculate_kv_scales",
-        "there is no speculative decoding; leave it out": (
-            "draft_model num_draft_tokens speculative_config speculative_model "
-            "num_speculative_tokens assistant_model"
-        ),
+        "give draft_model and num_draft_tokens instead": "speculative_config",
         "a model runs on the GPU of one machine; leave it out": (
             "tensor_parallel_size pipeline_parallel_size data_parallel_size "
             "distributed_executor_backend device device_map n_gpu_layers n_threads stream_device "
@@ -84,13 +86,11 @@ ADVICE = _by_name(
         "there is no beam search; leave it out": (
             "num_beams use_beam_search beam_width length_penalty early_stopping num_beam_groups"
         ),
-        "the filters are top_k, top_p and min_p; leave it out": (
-            "typical_p tfs_z mirostat_mode mirostat_tau mirostat_eta xtc_probability "
-            "xtc_threshold xtc_special_tokens top_a"
+        "the filters are top_k, top_p, min_p and xtc_probability; leave it out": (
+            "typical_p tfs_z mirostat_mode mirostat_tau mirostat_eta top_a"
         ),
         "constrained output needs a logits processor of your own; give logits_processors": (
-            "guided_decoding structured_outputs grammar response_format bad_words "
-            "allowed_token_ids min_tokens bad_words_ids"
+            "guided_decoding structured_outputs grammar response_format"
         ),
         "only text and token ids are supported; leave it out": (
             "prompt_embeds input_embeddings inputs_embeds multi_modal_data mm_processor_kwargs "
@@ -123,23 +123,30 @@ ADVICE = _by_name(
         "give logits_processors, a list of functions": "logits_processor",
         "the output has the prompt, too; leave it out": "echo",
         "nothing is logged; leave it out": "disable_log_stats disable_log_requests",
-        "log-probabilities of the prompt are not computed; leave it out": "prompt_logprobs",
         "a prompt is never cut; shorten it before": "truncate_prompt_tokens",
-        "the output has token_ids beside the text; leave it out": "detokenize skip_special_tokens",
+        "special tokens stand in the text as the tokenizer decodes them; leave it out": (
+            "spaces_between_special_tokens"
+        ),
         "weights must always fit the model; leave it out": "strict",
     }
 )
 
-SAMPLER_OPTIONS = ("temp", "top_p", "top_k", "min_p")
+SAMPLER_OPTIONS = (
+    "temp", "top_p", "top_k", "min_p", "xtc_probability", "xtc_threshold", "xtc_special_tokens",
+)  # fmt: skip
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
 PARAMS = (
-    "n", "temperature", "top_p", "top_k", "min_p", "seed", *PENALTIES, "stop", "stop_token_ids",
-    "ignore_eos", "max_tokens", "logprobs", "logits_processors", "sampler",
+    "n", "temperature", "top_p", "top_k", "min_p", "xtc_probability", "xtc_threshold",
+    "xtc_special_tokens", "seed", *PENALTIES, "allowed_token_ids", "bad_words", "stop",
+    "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens", "max_tokens",
+    "logprobs", "prompt_logprobs", "detokenize", "skip_special_tokens", "logits_processors",
+    "sampler",
 )  # fmt: skip
 ENGINE_OPTIONS = (
     "kv", "block_size", "kv_cache_bytes", "kv_format", "backend", "swap_bytes", "max_model_len",
     "max_num_seqs", "priority_steps", "max_num_batched_tokens", "max_num_mixed_tokens", "watermark",
-    "enable_prefix_caching", "run_ahead", "window", "num_sink_tokens",
+    "enable_prefix_caching", "run_ahead", "window", "num_sink_tokens", "num_draft_tokens",
+    "draft_model",
 )  # fmt: skip
 # One argument, as different functions call it.
 _ALSO_CALLED = {

@@ -24,7 +24,7 @@ from mlx_paged.engine.prompts import Prompt, TokenIds, as_tokenizer
 from mlx_paged.errors import shown
 from mlx_paged.foreign_arguments import refuses_unknown_arguments
 from mlx_paged.memory import wired_limit
-from mlx_paged.request import LogitsProcessor, Sampler, SamplingParams
+from mlx_paged.sampling_params import LogitsProcessor, Sampler, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,7 +42,7 @@ class GenerationResponse:
         token: the token it came from.
         logprobs: ``[vocab_size]``, log-probabilities that the token was sampled from; ``None`` in a
             chat.
-        from_draft: always False; there is no draft model here.
+        from_draft: whether the token was a draft that was accepted.
         prompt_tokens: tokens in the prompt.
         prompt_tps: prompt tokens computed (reused ones not counted) per second.
         generation_tokens: tokens generated so far.
@@ -53,6 +53,8 @@ class GenerationResponse:
         cached_tokens: prompt tokens whose K/V were reused.
         kv_bytes: bytes of memory that the cache holds for K/V now.
         time_to_first_token: seconds from the call to the first token.
+        drafted_tokens: drafts that were verified so far, and of these accepted:
+            ``accepted_tokens``.
     """
 
     text: str
@@ -68,14 +70,19 @@ class GenerationResponse:
     cached_tokens: int = 0
     kv_bytes: int = 0
     time_to_first_token: float = 0.0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
-class _EngineOptions(CacheOptions, total=False):
+class OneShotOptions(CacheOptions, total=False):
+    """The keyword arguments of :class:`Engine` for an engine that answers one call."""
+
     kv: str
     max_model_len: int | None
+    num_draft_tokens: int
 
 
-class _Options(_EngineOptions, total=False):
+class _Options(OneShotOptions, total=False):
     sampler: Sampler | None
     logits_processors: Sequence[LogitsProcessor] | None
     prefill_step_size: int
@@ -107,7 +114,9 @@ def generate_step(
         logits_processors: each maps (tokens so far, logits ``[1, vocab_size]``) to new logits.
         prefill_step_size: prompt tokens per step (default: 2048).
         prompt_progress_callback: called with the prompt tokens done so far and their total.
-        options: further ones of :class:`Engine`: those of its K/V cache, and ``max_model_len``.
+        options: further ones of :class:`Engine`: those of its K/V cache, ``max_model_len``, and
+            ``draft_model`` and ``num_draft_tokens``. Whatever the sampler, the tokens are the same
+            with drafts.
 
     Raises:
         ValueError: an argument of the wrong type or out of its range, an empty prompt, or a token
@@ -205,7 +214,7 @@ def _responses(
     engine: Engine, request_id: str, start: float, progress: Progress | None
 ) -> Generator[GenerationResponse, None, None]:
     first_token = 0.0
-    num_shown = 0
+    num_shown = num_tokens = num_accepted = 0
     try:
         with wired_limit(engine.model):
             while engine.has_unfinished_requests():
@@ -223,11 +232,12 @@ def _responses(
                             progress(num_prompt_tokens, num_prompt_tokens)
                     num_computed = num_prompt_tokens - output.num_cached_tokens
                     decode_time = now - first_token
-                    yield GenerationResponse(
+                    newest = GenerationResponse(
                         text=answer.text[num_shown:],
                         token=answer.token_ids[-1],
                         logprobs=None,
-                        from_draft=False,
+                        from_draft=num_generated - num_tokens
+                        == answer.num_accepted_tokens - num_accepted,
                         prompt_tokens=num_prompt_tokens,
                         prompt_tps=num_computed / (first_token - start),
                         generation_tokens=num_generated,
@@ -237,8 +247,23 @@ def _responses(
                         cached_tokens=output.num_cached_tokens,
                         kv_bytes=engine.cache.nbytes_held,
                         time_to_first_token=first_token - start,
+                        drafted_tokens=answer.num_drafted_tokens,
+                        accepted_tokens=answer.num_accepted_tokens,
                     )
-                    num_shown = len(answer.text)
+                    # Drafts that were accepted came before it in the same step. The text of all of
+                    # them is the newest one's.
+                    for number in range(num_tokens + 1, num_generated):
+                        yield dataclasses.replace(
+                            newest,
+                            text="",
+                            token=answer.token_ids[number - 1],
+                            from_draft=True,
+                            generation_tokens=number,
+                            finish_reason=None,
+                        )
+                    yield newest
+                    num_shown, num_tokens = len(answer.text), num_generated
+                    num_accepted = answer.num_accepted_tokens
     finally:
         engine.abort(request_id)
         # Nobody asks for the last output of a request that was cut short.
@@ -277,7 +302,7 @@ def _stream(
     logits_processors: Sequence[LogitsProcessor] | None = None,
     prefill_step_size: int = DEFAULT_MAX_NUM_BATCHED_TOKENS,
     prompt_progress_callback: Progress | None = None,
-    **engine_options: Unpack[_EngineOptions],
+    **engine_options: Unpack[OneShotOptions],
 ) -> Generator[tuple[GenerationResponse, mx.array], None, None]:
     """The responses, each with the log-probabilities that its token was drawn from."""
     step_size = check_integer("generate", "prefill_step_size", prefill_step_size, 1)
@@ -289,6 +314,7 @@ def _stream(
         sampler=sampler,
         logits_processors=logits_processors or (),
         ignore_eos=tokenizer is None,
+        skip_special_tokens=False,  # as in mlx-lm
     )
     recorder = _Recorder(sampler)
     # One request, once: nothing could hit its prefix.

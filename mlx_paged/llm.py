@@ -15,7 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_paged.argument_values import kind_of
 from mlx_paged.chat_template import NO_TEMPLATE, ChatTemplateError, encode_chat
 from mlx_paged.engine.engine import Engine, EngineStats, engine_option_names
-from mlx_paged.engine.options import EngineOptions
+from mlx_paged.engine.options import LoadedEngineOptions
 from mlx_paged.engine.prompts import Prompt, split_prompts
 from mlx_paged.errors import forget_frames, shown
 from mlx_paged.foreign_arguments import refuses_unknown_arguments
@@ -28,9 +28,10 @@ from mlx_paged.llm_arguments import (
     one_for_each,
     split_conversations,
 )
-from mlx_paged.loading import load
+from mlx_paged.loading import load, load_draft_model
 from mlx_paged.memory import wired_limit
-from mlx_paged.request import CompletionOutput, RequestOutput, SamplingParams
+from mlx_paged.request import CompletionOutput, RequestOutput
+from mlx_paged.sampling_params import SamplingParams
 
 # Batches from this number of prompts on get a progress bar, on a terminal.
 LONG_BATCH = 10
@@ -63,6 +64,8 @@ class LLM:
         model: a local folder, a Hugging Face repo, or a model that is loaded already.
         tokenizer: that of a loaded model.
         adapter_path: LoRA adapters for a model that is loaded here.
+        draft_model: a small model of the same tokenizer that makes drafts: a folder, a hub id, or
+            one that is loaded already; see :class:`Engine`.
         engine_options: ``kv_cache_bytes``, ``max_num_seqs`` and others of :class:`Engine`.
 
     Raises:
@@ -77,7 +80,8 @@ class LLM:
         tokenizer: TokenizerWrapper | None = None,
         *,
         adapter_path: str | Path | None = None,
-        **engine_options: Unpack[EngineOptions],
+        draft_model: str | Path | Module | None = None,
+        **engine_options: Unpack[LoadedEngineOptions],
     ):
         if isinstance(tokenizer, (str, Path)):
             raise ValueError(
@@ -97,7 +101,8 @@ class LLM:
                 )
             model, loaded_tokenizer = load(model, adapter_path=adapter_path)
             tokenizer = tokenizer or loaded_tokenizer
-        self.engine = Engine(model, tokenizer, **engine_options)
+        loaded = load_draft_model(draft_model, tokenizer)
+        self.engine = Engine(model, tokenizer, draft_model=loaded, **engine_options)
         self._request_ids = map(str, itertools.count())
         self._turn = threading.Lock()
         self._turn_of: int | None = None  # the thread
@@ -105,6 +110,16 @@ class LLM:
     @property
     def tokenizer(self) -> TokenizerWrapper | None:
         return self.engine.tokenizer
+
+    def get_tokenizer(self) -> TokenizerWrapper:
+        """The tokenizer, in mlx-lm's wrapper, which has all that transformers' own has.
+
+        Raises:
+            ValueError: the model was given without one.
+        """
+        if self.tokenizer is None:
+            raise ValueError("[llm] there is no tokenizer; give one to LLM(model, tokenizer)")
+        return self.tokenizer
 
     @refuses_unknown_arguments("request")
     def generate(

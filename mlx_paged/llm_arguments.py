@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from mlx_paged.argument_values import as_integer, is_sequence, kind_of
 from mlx_paged.errors import shown
-from mlx_paged.request import SamplingParams
+from mlx_paged.sampling_params import SamplingParams
 
 T = TypeVar("T")
 Message = Mapping[str, Any]

@@ -10,8 +10,10 @@ import pytest
 from mlx_lm.sample_utils import make_sampler
 
 from mlx_paged import foreign_arguments
+from mlx_paged.batch_generation import BatchOptions, batch_generate
 from mlx_paged.engine.async_engine import AsyncEngine
-from mlx_paged.engine.engine import Engine, engine_option_names, passed_on_names
+from mlx_paged.engine.engine import Engine, engine_option_names
+from mlx_paged.engine.options import passed_on_names
 from mlx_paged.foreign_arguments import ADVICE, OTHER_NAMES, argument_names, refusal
 from mlx_paged.generation import GenerationOptions, generate, generate_step, stream_generate
 from mlx_paged.llm import LLM
@@ -32,6 +34,7 @@ ENTRIES: dict[str, tuple[foreign_arguments.Kind, Callable[..., Any]]] = {
     "generate": ("generate", generate),
     "stream_generate": ("generate", stream_generate),
     "generate_step": ("generate", generate_step),
+    "batch_generate": ("generate", batch_generate),
     "make_kv_cache": ("cache", make_kv_cache),
     "load": ("load", load),
 }
@@ -42,6 +45,7 @@ ALSO = {
     "AsyncEngine": engine_option_names(),
     "AsyncEngine.generate": argument_names(Engine.add_request),
     "AsyncEngine.stream": argument_names(Engine.add_request),
+    "batch_generate": frozenset(BatchOptions.__annotations__),
     **dict.fromkeys(
         ("generate", "stream_generate", "generate_step"),
         frozenset(GenerationOptions.__annotations__),
@@ -69,7 +73,7 @@ def test_every_public_entry_refuses_every_foreign_argument_in_one_line_that_says
             entry(*required_arguments(entry), **{foreign: 1})
         message = str(refused.value)
         assert message.startswith(f"{name}() has no argument {foreign!r}: ") and "\n" not in message
-        assert len(message) < 400
+        assert len(message) < 600
 
 
 def test_no_foreign_argument_is_one_of_ours():
@@ -91,11 +95,17 @@ def test_the_tables_of_our_own_names_are_those_of_the_signatures():
         ("generate", "temperature", "give sampler=make_sampler(temp=...)"),
         ("generate", "temp", "give sampler=make_sampler(temp=...)"),
         ("generate", "top_p", "give sampler=make_sampler(top_p=...)"),
+        ("generate", "xtc_probability", "give sampler=make_sampler(xtc_probability=...)"),
+        ("generate", "bad_words", "give SamplingParams(bad_words=...) to LLM.generate"),
+        ("generate", "min_new_tokens", "give SamplingParams(min_tokens=...) to LLM.generate"),
+        ("SamplingParams", "min_new_tokens", "use min_tokens"),
+        ("SamplingParams", "bad_words_ids", "use bad_words"),
         ("generate", "max_new_tokens", "use max_tokens"),
         ("generate", "max_kv_size", "use window, the tokens that are kept"),
         ("generate", "prompt_cache", "an engine finds the K/V of equal beginnings by itself"),
         ("generate", "kv_bits", "use kv_format: 8, 4 or 'K:8,V:4'"),
-        ("generate", "draft_model", "there is no speculative decoding"),
+        ("generate", "num_speculative_tokens", "use num_draft_tokens"),
+        ("LLM", "speculative_config", "give draft_model and num_draft_tokens instead"),
         (
             "generate",
             "repetition_penalty",

@@ -9,9 +9,13 @@ import numpy as np
 import pytest
 from helpers.engine_helpers import tiny_models
 from helpers.engine_runs import load_demo
+from mlx_lm.generate import BatchResponse
+from mlx_lm.generate import batch_generate as mlx_lm_batch_generate
 from mlx_lm.generate import generate_step as mlx_lm_generate_step
+from mlx_lm.generate_utils import BatchStats
 
 from mlx_paged import ModelRunner, make_kv_cache, make_sampler
+from mlx_paged.batch_generation import batch_generate
 from mlx_paged.errors import PromptTooLongError
 from mlx_paged.generation import generate, generate_step, stream_generate
 from mlx_paged.models import qwen3
@@ -123,7 +127,6 @@ def test_bad_arguments_are_refused_by_name(model: qwen3.Model, arguments: dict, 
         ),
         ({"max_tokens": "9"}, "max_tokens must be at least 1, or -1 for no limit, got '9'"),
         ({"max_tokens": 2.0}, "max_tokens must be at least 1, or -1 for no limit, got 2.0"),
-        ({"max_tokens": None}, "max_tokens must be at least 1, or -1 for no limit, got None"),
         ({"max_tokens": True}, "max_tokens must be at least 1, or -1 for no limit, got True"),
         ({"prefill_step_size": 0}, "prefill_step_size must be at least 1, got 0"),
         (
@@ -308,3 +311,118 @@ def test_a_ragged_batch_decodes_the_tokens_of_each_sequence_alone(model: qwen3.M
             batch[17] = prompt(17) + together[17]
     for n in lengths:
         assert together[n] == alone[n][: len(together[n])] and len(together[n]) > 20
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.3])
+def test_drafts_change_no_token_whatever_the_sampler(demo: tuple, temperature: float):
+    model, tokenizer = demo
+    text = "The code of apple is 4821. " * 5
+    responses = {}
+    for num_draft_tokens in (0, 7):
+        mx.random.seed(4)  # of the sampler, which is asked as often as there are tokens
+        sampler = make_sampler(temp=temperature)
+        responses[num_draft_tokens] = list(
+            stream_generate(
+                model,
+                tokenizer,
+                text,
+                max_tokens=60,
+                sampler=sampler,
+                num_draft_tokens=num_draft_tokens,
+            )
+        )
+    plain, drafted = responses[0], responses[7]
+    assert [each.token for each in drafted] == [each.token for each in plain]
+    assert "".join(each.text for each in drafted) == "".join(each.text for each in plain)
+    assert [each.generation_tokens for each in drafted] == [n + 1 for n in range(len(drafted))]
+    for one, other in zip(drafted, plain, strict=True):
+        assert mx.allclose(one.logprobs, other.logprobs, atol=1e-4)
+        assert one.finish_reason == other.finish_reason
+    assert not any(each.from_draft for each in plain)
+    last = drafted[-1]
+    assert sum(each.from_draft for each in drafted) == last.accepted_tokens <= last.drafted_tokens
+    assert last.drafted_tokens > 0 and (temperature or last.accepted_tokens > 10)
+
+
+# batch_generate
+
+
+def mlx_lm_responses(demo: tuple, prompts: list[list[int]], **options):
+    from mlx_lm import load as mlx_lm_load
+
+    from mlx_paged.loading import demo_model_path
+
+    theirs, tokenizer = mlx_lm_load(str(demo_model_path()))
+    return mlx_lm_batch_generate(theirs, tokenizer, prompts, **options)
+
+
+def encoded(tokenizer, *texts: str) -> list[list[int]]:
+    return [tokenizer.encode(text) for text in texts]
+
+
+def test_batch_generate_gives_the_response_of_mlx_lm(demo: tuple, cache_options: dict):
+    prompts = encoded(demo[1], "Hello, who are you?", "One two three", "The sky is")
+    options = {"max_tokens": [30, 7, 12], "return_token_ids": True, "return_logprobs": True}
+    expected = mlx_lm_responses(demo, prompts, **options)
+    got = batch_generate(*demo, prompts, **options, **cache_options)
+    assert isinstance(got, BatchResponse) and isinstance(got.stats, BatchStats)
+    assert (got.texts, got.token_ids, got.caches) == (expected.texts, expected.token_ids, None)
+    for mine, other in zip(got.logprobs, expected.logprobs, strict=True):
+        np.testing.assert_allclose(mine, other, rtol=0, atol=0.02)  # both sides are half precision
+    stats = got.stats
+    assert stats.prompt_tokens == sum(map(len, prompts))
+    assert stats.generation_tokens == expected.stats.generation_tokens
+    assert 0 < stats.prompt_time <= stats.wall_time and stats.generation_steps <= 30
+    plain = batch_generate(*demo, prompts, max_tokens=5)
+    assert (plain.token_ids, plain.logprobs) == (None, None) and len(plain.texts) == 3
+
+
+def test_the_logprobs_of_a_batch_are_those_after_the_processors(demo: tuple):
+    prompts = encoded(demo[1], "Hello, who are you?", "One two three")
+
+    def colder(tokens: mx.array, logits: mx.array) -> mx.array:
+        return logits * 0.5
+
+    options = {"max_tokens": 12, "return_logprobs": True, "logits_processors": [colder]}
+    expected = mlx_lm_responses(demo, prompts, **options)
+    got = batch_generate(*demo, prompts, **options, completion_batch_size=1)
+    for mine, other in zip(got.logprobs, expected.logprobs, strict=True):
+        np.testing.assert_allclose(mine, other, rtol=0, atol=0.02)
+    assert (
+        got.logprobs != batch_generate(*demo, prompts, max_tokens=12, return_logprobs=True).logprobs
+    )
+
+
+def test_batch_generate_samples_and_says_its_figures(demo: tuple, capsys):
+    prompts = ["Hello", "One two three"]
+    mx.random.seed(1)
+    got = batch_generate(
+        *demo, prompts, max_tokens=8, verbose=True, sampler=make_sampler(temp=1.0, top_p=0.9)
+    )
+    assert len(got.texts) == 2 and got.stats.generation_tokens <= 16
+    shown = capsys.readouterr().out
+    assert "Finished 2/2" in shown and "Prompt: " in shown and "Peak memory" in shown
+    assert batch_generate(*demo, []).texts == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompt_caches": [[]]}, "prompt_caches is not supported: an engine finds"),
+        ({"return_prompt_caches": True}, "return_prompt_caches is not supported"),
+        ({"max_tokens": [1, 2, 3]}, "3 max_tokens for 1 prompts; give one for each"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1"),
+        ({"verbose": 1}, "verbose must be True or False, got 1"),
+        ({"return_logprobs": None}, "return_logprobs must be True or False, got None"),
+        ({"completion_batch_size": 0}, "completion_batch_size must be at least 1, got 0"),
+        ({"prefill_step_size": "8"}, "prefill_step_size must be at least 1, got '8'"),
+        ({"prompts": [[]]}, "the prompt is empty"),
+        ({"sampler": 1}, "sampler must be a function"),
+        ({"sampler": lambda row: row}, "a sampler returns integers of shape"),
+    ],
+)
+def test_bad_arguments_of_a_batch_are_refused_by_name(demo: tuple, arguments: dict, message: str):
+    model, tokenizer = demo
+    call = {"model": model, "tokenizer": tokenizer, "prompts": ["Hello"]} | arguments
+    with pytest.raises(ValueError, match=message):
+        batch_generate(**call)

@@ -40,6 +40,7 @@ def test_imports_go_one_way():
     order = [
         "__main__",
         "chat",
+        "batch_generation",
         "generation",
         "llm",
         "llm_arguments",
@@ -57,7 +58,7 @@ def test_imports_go_one_way():
         "standard_streams",
     ]
     order += ["sampling", "config"]
-    order += ["request", "foreign_arguments", "argument_values", "errors"]
+    order += ["request", "sampling_params", "foreign_arguments", "argument_values", "errors"]
     package = REPOSITORY / "mlx_paged"
     wrong = []
     for path in package.rglob("*.py"):

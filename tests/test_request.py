@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
+import pickle
 
+import numpy as np
 import pytest
 
+from mlx_paged.errors import ArgumentError
 from mlx_paged.request import (
-    MAX_LOGPROBS,
     CompletionOutput,
     Request,
     RequestOutput,
     RequestStatus,
-    SamplingParams,
+    TokenRules,
 )
+from mlx_paged.sampling_params import MAX_LOGPROBS, SamplingParams
 
 NAN, INF = math.nan, math.inf
 
@@ -25,7 +29,7 @@ NAN, INF = math.nan, math.inf
         ("n", [0, -1, 1.0, True, "1", None]),
         ("temperature", [-0.1, NAN, INF, "0", None, True, 10**400]),
         ("top_p", [0, -0.1, 1.1, NAN, "1", None]),
-        ("top_k", [-1, 1.5, True, None]),
+        ("top_k", [-2, 1.5, True, None]),
         ("min_p", [-0.1, 1.1, NAN, None]),
         ("seed", [1.5, "1", True]),
         ("repetition_penalty", [0, -1.0, NAN, INF, None]),
@@ -48,9 +52,19 @@ NAN, INF = math.nan, math.inf
             ],
         ),
         ("stop", ["", [""], ["end", ""], [1], ["end", None], b"end", 5]),
-        ("stop_token_ids", [[1.0], ["1"], [None], [True], "12", [-1], 5]),
-        ("max_tokens", [0, -2, 1.0, True, None]),
+        ("stop_token_ids", [[1.0], ["1"], [None], [True], "12", [-1], 5, [[]], [[1, -1]], [[[1]]]]),
+        ("max_tokens", [0, -2, 1.0, True, "1"]),
+        ("min_tokens", [-1, 1.0, True, None, 257]),
         ("logprobs", [-1, MAX_LOGPROBS + 1, 1.0, True]),
+        ("prompt_logprobs", [-1, MAX_LOGPROBS + 1, 1.0, True]),
+        ("allowed_token_ids", [[], [1.0], ["1"], [True], [-1], 5, "12"]),
+        ("bad_words", ["", [""], ["end", ""], [1], ["end", None], b"end", 5]),
+        ("xtc_probability", [-0.1, 1.1, NAN, None, True]),
+        ("xtc_threshold", [-0.1, 0.6, NAN, None, True]),
+        ("xtc_special_tokens", [[1.0], ["1"], [-1], 5]),
+        ("detokenize", [0, 1, None, "no"]),
+        ("skip_special_tokens", [0, 1, None]),
+        ("include_stop_str_in_output", [0, 1, None]),
         ("logits_processors", [[None], ["name"], [len, 1], len]),
     ],
 )
@@ -91,6 +105,37 @@ def test_values_at_the_ends_of_their_ranges_are_taken():
         assert {name: getattr(params, name) for name in values} == values
 
 
+def test_what_can_not_be_together_is_refused_by_name():
+    with pytest.raises(ArgumentError) as caught:
+        SamplingParams(max_tokens=5, min_tokens=6)
+    assert str(caught.value) == ("[sampling_params] min_tokens must be at most max_tokens=5, got 6")
+    assert caught.value.argument == "min_tokens"
+    for max_tokens in (None, -1):
+        assert SamplingParams(max_tokens=max_tokens, min_tokens=10**6).min_tokens == 10**6
+    with pytest.raises(ArgumentError, match=r"stop is looked for in the text, .*stop_token_ids"):
+        SamplingParams(stop="end", detokenize=False)
+
+
+def test_stop_sequences_are_the_entries_with_several_tokens_the_longest_first():
+    params = SamplingParams(stop_token_ids=[3, [4, 5], (6,), np.int64(7), [8, 9, np.int64(10)]])
+    assert params.stop_token_ids == (3, (4, 5), 6, 7, (8, 9, 10))
+    assert params.stop_sequences == ((8, 9, 10), (4, 5))
+    assert SamplingParams().stop_sequences == ()
+
+
+def test_a_clone_is_equal_and_shares_nothing_that_could_change():
+    params = SamplingParams(logit_bias={3: 1.0}, stop=["a"], sampler=len, max_tokens=None)
+    clone = params.clone()
+    assert clone == params and clone is not params
+    assert clone.logit_bias is not params.logit_bias and clone.sampler is len
+    changed = params.clone(max_tokens=5, temperature=1)
+    assert (changed.max_tokens, changed.temperature, changed.stop) == (5, 1, ("a",))
+    with pytest.raises(ArgumentError, match="top_p"):
+        params.clone(top_p=3)
+    with pytest.raises(TypeError, match="use max_tokens"):
+        params.clone(max_new_tokens=3)
+
+
 def test_one_text_is_one_stop_text_and_lists_become_tuples():
     def processor(tokens, logits):
         return logits
@@ -105,7 +150,12 @@ def test_one_text_is_one_stop_text_and_lists_become_tuples():
 
 def test_none_and_empty_stand_for_the_default():
     given_none = SamplingParams(
-        stop=None, stop_token_ids=None, logits_processors=None, logit_bias=None
+        stop=None,
+        stop_token_ids=None,
+        logits_processors=None,
+        logit_bias=None,
+        bad_words=None,
+        xtc_special_tokens=None,
     )
     assert given_none == SamplingParams(
         stop=[], stop_token_ids=[], logits_processors=[], logit_bias={}
@@ -245,4 +295,35 @@ def test_outputs_share_no_lists():
     first, second = CompletionOutput(0), CompletionOutput(1)
     first.token_ids.append(1)
     assert second.token_ids == []
-    assert RequestOutput("a", None, [1], [first, second]).finished is False
+    assert not RequestOutput("a", None, [1], [first, second]).finished
+
+
+def test_finished_is_an_attribute_and_a_method_of_outputs_and_completions():
+    completion = CompletionOutput(0)
+    output = RequestOutput("a", None, [1], [completion])
+    for is_finished in (False, True):
+        output.finished = is_finished
+        completion.finish_reason = "stop" if is_finished else None
+        for finished in (output.finished, completion.finished):
+            assert bool(finished) is finished() is is_finished and finished == is_finished
+            assert (repr(finished), str(finished)) == (str(is_finished), str(is_finished))
+    done = RequestOutput("a", None, [1], [completion], finished=True)
+    assert done == output == dataclasses.replace(output) == copy.deepcopy(output)
+    assert pickle.loads(pickle.dumps(output)).finished()
+    assert dataclasses.asdict(output)["finished"] == True  # noqa: E712
+    assert "finished=True" in repr(output)
+
+
+def test_a_fork_has_the_rules_of_its_parent_and_nothing_of_the_prompt_to_score():
+    rules = TokenRules(frozenset({7}), ((1, 2),))
+    params = SamplingParams(n=2, prompt_logprobs=0)
+    request = Request("a", [1, 2, 3], params, token_rules=rules)
+    assert request.num_unscored_tokens == 2
+    child = request.fork(1)
+    assert (child.token_rules, child.num_unscored_tokens) == (rules, 0)
+    request.num_unscored_tokens = 0
+    request.token_ids.append(4)
+    request.restart(1)
+    assert request.num_unscored_tokens == 0
+    request.restart(0)
+    assert request.num_unscored_tokens == 2

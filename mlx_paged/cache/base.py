@@ -26,6 +26,7 @@ AnySeqId: TypeAlias = Any
 LayerRows: TypeAlias = Sequence[mx.array] | mx.array
 
 INITIAL_BLOCKS = 64
+ALL_LAYERS = slice(None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +107,9 @@ class KVCache(ABC):
 
     def __init__(self, config: KVCacheConfig, initial_blocks: int = INITIAL_BLOCKS):
         self.config = config
-        self._step: AttentionMetadata | None = None
+        # The open one, for each group of layers, and which layers it runs.
+        self._steps: Sequence[AttentionMetadata] = ()
+        self._open_layers = ALL_LAYERS
         self._initial_blocks = min(initial_blocks, config.num_blocks)
         self.reset()
 
@@ -228,7 +231,7 @@ class KVCache(ABC):
                 at once (:meth:`KVCacheManager.max_run`).
             RuntimeError: another step of this cache is open.
         """
-        if self._step is not None:
+        if self._steps:
             raise RuntimeError(
                 f"[{self.kind} cache] a step is open already; finish it before the next one"
             )
@@ -243,8 +246,6 @@ class KVCache(ABC):
         except BaseException:  # Ctrl-C, too.
             for seq in num_new_tokens:
                 if seq in lengths_before:
-                    for table in self.manager.groups[seq]:
-                        table.forget_key_shift()
                     self.manager.trim(seq, lengths_before[seq])
                 elif seq in tables:
                     self.free(seq)
@@ -296,6 +297,8 @@ class KVCache(ABC):
         num_new_tokens: Sequence[int],
         num_logit_rows: Sequence[int] | None = None,
         shares_new_blocks: bool = False,
+        layers: slice = ALL_LAYERS,
+        context_lens: Sequence[int] | None = None,
     ) -> Iterator[AttentionMetadata]:
         """Open a step whose slots were allocated through :attr:`manager`; it is closed whatever
         happens.
@@ -307,42 +310,73 @@ class KVCache(ABC):
                 default. If no sequence wants any, the step has one row of logits all the same: MLX
                 refuses some products of no rows.
             shares_new_blocks: see :meth:`AttentionMetadata.build`.
+            layers: those that the step runs; of two models on one cache, each runs its own.
+            context_lens: of each sequence, where its new tokens end; by default all that it has
+                slots for.
         """
         if num_logit_rows is not None:
             num_logit_rows = list(num_logit_rows)
             if not any(num_logit_rows):
                 num_logit_rows[-1] = 1
-        of_seq, keeps_all = self.manager.groups, self.manager.keeps_all
-        steps = []
-        for group in range(len(self.config.groups)):
-            tables = [of_seq[seq][group] for seq in seq_ids]
-            # Valid by construction: the manager guarantees it. No table changes before the step is
-            # over, so its live arrays will do.
-            step = AttentionMetadata(
-                [table.packed_block_ids for table in tables],
-                [table.num_held_tokens for table in tables],
-                list(num_new_tokens),
-                self.config.block_size,
-                shares_new_blocks,
+        steps = [
+            self._step_of(
+                [self.manager.groups[seq][group] for seq in seq_ids],
+                num_new_tokens,
                 num_logit_rows,
-                self.pool.num_blocks - 1,
-                None if keeps_all else [table.num_evicted_tokens for table in tables],
+                shares_new_blocks,
+                context_lens,
             )
-            steps.append(step)
-        self._step = steps[0]
+            for group in range(len(self.config.groups))
+        ]
+        self._steps, self._open_layers = steps, layers
         try:
             self._prepare(steps)
+            opened = range(len(self.layers))[layers]
             for layer_group, group_step in zip(self.config.groups, steps, strict=True):
                 for index in layer_group.layers:
-                    self.layers[index].open(group_step)
+                    if index in opened:
+                        self.layers[index].open(group_step)
             yield steps[0]
             self._finish()
         finally:
             self.close_step()
 
+    def _step_of(
+        self,
+        tables: Sequence[BlockTable],
+        num_new_tokens: Sequence[int],
+        num_logit_rows: list[int] | None,
+        shares_new_blocks: bool,
+        ends: Sequence[int] | None,
+    ) -> AttentionMetadata:
+        """A step of one group of layers, whose new tokens end at ``ends``."""
+        # Valid by construction: the manager guarantees it. No table changes before the step is
+        # over, so its live arrays will do.
+        block_tables = [table.packed_block_ids for table in tables]
+        context_lens = [table.num_held_tokens for table in tables]
+        offsets = None
+        if not self.manager.keeps_all:
+            offsets = [table.num_evicted_tokens - table.base for table in tables]
+        if ends is not None:
+            pairs = zip(tables, ends, strict=True)
+            context_lens = [end - table.num_evicted_tokens for table, end in pairs]
+            # A table ends with the block of the last token.
+            lens = zip(block_tables, context_lens, strict=True)
+            block_tables = [table[: -(-end // self.config.block_size)] for table, end in lens]
+        return AttentionMetadata(
+            block_tables,
+            context_lens,
+            list(num_new_tokens),
+            self.config.block_size,
+            shares_new_blocks,
+            num_logit_rows,
+            known_max_block_id=self.pool.num_blocks - 1,
+            position_offsets=offsets,
+        )
+
     def close_step(self) -> None:
         """Forget the open step, if there is one, whatever became of its rows."""
-        self._step = None
+        self._steps = ()
         for layer in self.layers:
             layer.close()
 
@@ -383,7 +417,7 @@ class KVCache(ABC):
         Raises:
             RuntimeError: a step is open.
         """
-        if self._step is not None:
+        if self._steps:
             raise RuntimeError(f"[{self.kind} cache] a step is open; shrink after it")
         self._max_num_blocks = self.config.num_blocks
         tables = itertools.chain.from_iterable(self.manager.groups.values())

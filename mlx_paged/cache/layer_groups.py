@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mlx_paged.cache.layer import LayerSpec
 from mlx_paged.config import StreamingWindow
-from mlx_paged.core import KEEP_ALL, Retention
+from mlx_paged.core import KEEP_ALL, POSITION_PERIOD, Retention
 
 # Tokens that leave a streaming window at a time, at most: a prompt is computed in such runs.
 MAX_STRIDE = 256
@@ -59,9 +59,12 @@ def _retention(spec: LayerSpec, block_size: int, streaming: StreamingWindow | No
     if streaming is None:
         window = spec.window
         return KEEP_ALL if window is None else Retention.sliding_window(window, block_size)
+    stream = Retention.streaming(
+        streaming.window, streaming.num_sink_tokens, block_size, MAX_STRIDE, POSITION_PERIOD
+    )
     if spec.window is not None and spec.window <= streaming.window:
-        return Retention.sliding_window(spec.window, block_size)
-    return Retention.streaming(streaming.window, streaming.num_sink_tokens, block_size, MAX_STRIDE)
+        return Retention.sliding_window(spec.window, block_size, leader=stream)
+    return stream
 
 
 def _width(retention: Retention) -> float:

@@ -15,7 +15,8 @@ from mlx_paged.ops import Parts
 class PlanShape(NamedTuple):
     """What a kernel call takes of an ``AttentionPlan`` beside its array."""
 
-    key: Hashable  # under which a step keeps the plan
+    group: int  # of layers
+    key: Hashable  # under which the step of the group keeps the plan
     size: int  # of its array
     num_partitions: int
     num_partial_rows: int
@@ -26,6 +27,7 @@ class DecodeShape(NamedTuple):
 
     num_tokens: int
     num_blocks: int  # of the slabs
+    layers: range  # that run
     plans: tuple[PlanShape, ...]
 
 
@@ -36,4 +38,4 @@ class DecodeArrays(NamedTuple):
     plans: list[mx.array]  # in the order of ``DecodeShape.plans``
     keys: list[Parts]  # the K slabs of each layer
     values: list[Parts]  # the V slabs of each layer
-    fences: list[mx.array]  # of each layer
+    fences: list[mx.array]  # of each slab

@@ -4,8 +4,8 @@ slab per layer (PagedAttention, Kwon et al. 2023).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple, TypeAlias
 
 import mlx.core as mx
 
@@ -73,6 +73,14 @@ class PagedLayerKV(LayerKV):
         return compute_meanwhile(out)
 
 
+class _OpenPart(NamedTuple):
+    """What a step runs: of two models on one cache, one."""
+
+    layers: range
+    slabs: list[KVHandle]  # that these layers use
+    plan_keys: list[list[PlanKey]]  # of each group, those of its layers
+
+
 class PagedKVCache(KVCache):
     """Sequences as block tables over slabs.
 
@@ -84,11 +92,11 @@ class PagedKVCache(KVCache):
         config: shape and budget.
         backend: ``"auto"``, ``"reference"`` or ``"metal"``.
         initial_blocks: blocks to allocate at once; the rest of the budget when it is needed.
-        rotate_keys: :meth:`LanguageModel.rotate_keys` of the model, for sinks that follow a window.
+        rotate_keys: :meth:`LanguageModel.rotate_keys` of the model, for sequences without end.
 
     Raises:
         BackendError: the backend can't be had.
-        ValueError: there are sinks, and no ``rotate_keys``.
+        ValueError: sequences shall have no end, and there is no ``rotate_keys``.
     """
 
     kind = "paged"
@@ -102,16 +110,14 @@ class PagedKVCache(KVCache):
         initial_blocks: int = INITIAL_BLOCKS,
         rotate_keys: RotateKeys | None = None,
     ):
-        if rotate_keys is None and any(group.retention.num_sink_tokens for group in config.groups):
-            raise ValueError("[paged cache] sinks need rotate_keys, of the model")
+        if rotate_keys is None and any(group.retention.cuts_runs for group in config.groups):
+            raise ValueError("[paged cache] a streaming window needs rotate_keys, of the model")
         self._rotate_keys = rotate_keys
         shapes = [spec.attention_shape(config.block_size) for spec in config.layers]
         self._backend = choose_backend(backend, shapes)
         # Plain MLX gathers blocks, which may take as much as a slab; kernels allocate next to
         # nothing.
         self._copy_detector = CopyDetector(NUM_WATCHED_STEPS if self.backend.name == "metal" else 0)
-        keys = (PlanKey(spec.window, True, spec.num_kv_heads) for spec in config.layers)
-        self._plan_keys = tuple(dict.fromkeys(keys))
         super().__init__(config, initial_blocks)
 
     @property
@@ -132,19 +138,21 @@ class PagedKVCache(KVCache):
 
     def _allocate_layers(self) -> None:
         self._layers = self._slabs = ()
-        config = self.config
-        slabs, slab_of = [], {}
-        for users in config.slabs:
-            spec = config.layers[users[0]]
-            shape = config.block_size, spec.key_dim, spec.value_dim
+        self._parts: dict[range, _OpenPart] = {}
+        slabs = []
+        for users in self.config.slabs:
+            spec = self.config.layers[users[0]]
+            shape = self.config.block_size, spec.key_dim, spec.value_dim
             slabs.append(
                 KVHandle.allocate(self.pool.num_blocks, spec.num_kv_heads, *shape, spec.format)
             )
-            slab_of.update(dict.fromkeys(users, slabs[-1]))
+        slab_of = {
+            index: kv for users, kv in zip(self.config.slabs, slabs, strict=True) for index in users
+        }
         self._slabs = slabs
         self._layers = [
             PagedLayerKV(spec, self._backend, slab_of[index])
-            for index, spec in enumerate(config.layers)
+            for index, spec in enumerate(self.config.layers)
         ]
 
     # Steps
@@ -167,7 +175,7 @@ class PagedKVCache(KVCache):
             if 0 < context_len % step.block_size <= query_len
         ]
         if partly_filled:
-            for kv in self._slabs:
+            for kv in self._open_part.slabs:
                 self.backend.zero_blocks(kv, partly_filled)
 
     def _finish(self) -> None:
@@ -185,50 +193,66 @@ class PagedKVCache(KVCache):
         """The open step, if it is a decode whose graph depends on nothing but its shape: all query
         runs are single tokens, the logits of all are wanted, and kernels write in place.
         """
-        step = self._step
-        if step is None or step.max_query_len > 1 or step.logit_rows is not None:
+        if not self._steps:
             return None
-        if len(self.config.groups) > 1:
+        step, (opened, slabs, keys_of_group) = self._steps[0], self._open_part
+        if step.max_query_len > 1 or step.logit_rows is not None:
             return None
-        plans = self._backend.decode_plans(step, self._plan_keys)
-        handles = self._slabs
-        fences = [kv.fence for kv in handles if kv.fence is not None]
-        if plans is None or len(fences) < len(handles):
+        fences = [kv.fence for kv in slabs if kv.fence is not None]
+        if len(fences) < len(slabs):
             return None
-        shapes = [
-            PlanShape(key, plan.array.size, plan.num_partitions, plan.num_partial_rows)
-            for key, plan in zip(self._plan_keys, plans, strict=True)
-        ]
-        return DecodeShape(step.num_tokens, handles[0].num_blocks, tuple(shapes)), DecodeArrays(
-            step.positions,
-            [plan.array for plan in plans],
-            [kv.k for kv in handles],
-            [kv.v for kv in handles],
-            fences,
+        shapes, arrays = [], []
+        for group, (group_step, keys) in enumerate(zip(self._steps, keys_of_group, strict=True)):
+            plans = self._backend.decode_plans(group_step, keys)
+            if plans is None:
+                return None
+            for key, plan in zip(keys, plans, strict=True):
+                sizes = plan.array.size, plan.num_partitions, plan.num_partial_rows
+                shapes.append(PlanShape(group, key, *sizes))
+                arrays.append(plan.array)
+        shape = DecodeShape(step.num_tokens, slabs[0].num_blocks, opened, tuple(shapes))
+        return shape, DecodeArrays(
+            step.positions, arrays, [kv.k for kv in slabs], [kv.v for kv in slabs], fences
         )
 
+    @property
+    def _open_part(self) -> _OpenPart:
+        opened = range(len(self._layers))[self._open_layers]
+        if opened not in self._parts:
+            slabs = list(dict.fromkeys(self._layers[index].kv for index in opened))
+            keys: list[dict[PlanKey, None]] = [{} for _ in self.config.groups]
+            for index in opened:
+                spec = self.config.layers[index]
+                keys[self._group_of(index)][PlanKey(spec.window, True, spec.num_kv_heads)] = None
+            self._parts[opened] = _OpenPart(opened, slabs, list(map(list, keys)))
+        return self._parts[opened]
+
     def traced_layers(self, shape: DecodeShape, arrays: DecodeArrays) -> list[PagedLayerKV]:
-        """Layers of a decode of this shape on ``arrays``, in the place of :attr:`layers`; these and
-        the open step are not touched. When a model has run, the handles hold the next fences.
+        """The layers of a decode of this shape, on ``arrays``: :attr:`layers` and the open step are
+        not touched. When a model has run, the handles hold the next fences.
         """
-        plans = {
-            plan.key: AttentionPlan(array, plan.num_partitions, plan.num_partial_rows)
-            for plan, array in zip(shape.plans, arrays.plans, strict=True)
+        plans: list[dict[Hashable, object]] = [{} for _ in self.config.groups]
+        for plan, array in zip(shape.plans, arrays.plans, strict=True):
+            made = AttentionPlan(array, plan.num_partitions, plan.num_partial_rows)
+            plans[plan.group][plan.key] = made
+        steps = [traced_decode(self.config.block_size, arrays.positions, each) for each in plans]
+        kept = [self._layers[index].kv for index in shape.layers]
+        parts = zip(arrays.keys, arrays.values, arrays.fences, strict=True)
+        traced = {
+            kv: KVHandle(k, v, kv.format, fence)
+            for kv, (k, v, fence) in zip(dict.fromkeys(kept), parts, strict=True)
         }
-        step = traced_decode(self.config.block_size, arrays.positions, plans)
         layers = []
-        for spec, k, v, fence in zip(
-            self.config.layers, arrays.keys, arrays.values, arrays.fences, strict=True
-        ):
-            layers.append(PagedLayerKV(spec, self._backend, KVHandle(k, v, spec.format, fence)))
-            layers[-1].open(step)
+        for index, kv in zip(shape.layers, kept, strict=True):
+            layers.append(PagedLayerKV(self.config.layers[index], self._backend, traced[kv]))
+            layers[-1].open(steps[self._group_of(index)])
         return layers
 
     def set_fences(self, fences: Sequence[mx.array]) -> None:
-        """What a decode left, in the order of the layers: an interrupt in the middle leaves the
+        """What a decode left, in the order of the slabs: an interrupt in the middle leaves the
         chains of the first ones longer, as in a step that is built layer by layer.
         """
-        for kv, fence in zip(self._slabs, fences, strict=True):
+        for kv, fence in zip(self._open_part.slabs, fences, strict=True):
             kv.fence = fence
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:

@@ -18,9 +18,11 @@ from mlx_paged.config import (
     DEFAULT_BLOCK_SIZE,
     DEFAULT_KV,
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
+    DEFAULT_NUM_DRAFT_TOKENS,
     DEFAULT_NUM_SINK_TOKENS,
     KV_BITS_NOTATION,
     KV_CACHES,
+    MAX_DRAFT_TOKENS,
     KVBits,
     KVBudget,
 )
@@ -32,11 +34,13 @@ _FROM_MODEL = "default: as the model's generation_config.json says, else"
 # Arguments of the library that flags are handed on as.
 _FLAGS = {
     "adapter_path": "--adapter-path",
+    "draft_model": "--draft-model",
     "kv_cache_bytes": "--kv-cache-bytes",
     "kv_format": "--kv-bits",
     "num_sink_tokens": "--num-sink-tokens",
     "max_model_len": "--max-model-len",
     "max_num_batched_tokens": "--prefill-step-size",
+    "num_draft_tokens": "--num-draft-tokens",
     "path_or_hf_repo": "--model",
     "window": "--window",
 }
@@ -98,6 +102,16 @@ def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     add("--top-p", type=probability, help=f"sampling top-p, 1 is off ({_FROM_MODEL} 1)")
     add("--top-k", type=whole, help=f"sampling top-k, 0 is off ({_FROM_MODEL} 0)")
     add("--min-p", type=probability, help=f"sampling min-p, 0 is off ({_FROM_MODEL} 0)")
+    add(
+        "--xtc-probability",
+        type=probability,
+        help="how often XTC removes the most likely tokens (default: 0, never)",
+    )
+    add(
+        "--xtc-threshold",
+        type=up_to_a_half,
+        help="tokens above this probability are removed but the least likely one (default: 0.1)",
+    )
     add(
         "--no-generation-config",
         action="store_true",
@@ -171,6 +185,18 @@ def _add_cache_flags(parser: argparse.ArgumentParser) -> None:
         help="prompt tokens computed at a time (default: %(default)s)",
     )
     add(
+        "--draft-model",
+        help="a small model of the same tokenizer, folder or repo, that drafts the next tokens; "
+        "without one they are looked up in the conversation",
+    )
+    add(
+        "--num-draft-tokens",
+        type=drafts,
+        metavar="K",
+        help=f"verify up to K drafts per step, 0 to {MAX_DRAFT_TOKENS}; the answers are the same "
+        f"(default: {DEFAULT_NUM_DRAFT_TOKENS} with a draft model, else 0)",
+    )
+    add(
         "--backend",
         choices=("auto", "reference", "metal"),
         default=DEFAULT_BACKEND,
@@ -196,6 +222,10 @@ def positive(text: str) -> int:
     return _number(text, int, 1, 2**63, "a whole number, at least 1")
 
 
+def drafts(text: str) -> int:
+    return _number(text, int, 0, MAX_DRAFT_TOKENS, f"a whole number within 0..{MAX_DRAFT_TOKENS}")
+
+
 def max_tokens(text: str) -> int:
     what = "a whole number, at least 1, or -1"
     return -1 if text.strip() == "-1" else _number(text, int, 1, 2**63, what)
@@ -207,6 +237,10 @@ def at_least_0(text: str) -> float:
 
 def probability(text: str) -> float:
     return _number(text, float, 0, 1, "within 0..1")
+
+
+def up_to_a_half(text: str) -> float:
+    return _number(text, float, 0, 0.5, "within 0..0.5")
 
 
 def budget(text: str) -> str:

@@ -18,7 +18,7 @@ from mlx_paged.chat_template import (
 )
 from mlx_paged.engine.engine import Engine
 from mlx_paged.generation import GenerationResponse, Progress, stream_request
-from mlx_paged.request import SamplingParams
+from mlx_paged.sampling_params import SamplingParams
 
 Answer: TypeAlias = Generator[GenerationResponse, None, None]
 
@@ -147,7 +147,9 @@ class Conversation:
         answer: list[str] = []
         try:
             prompt = self._prompt_tokens()
-            responses = stream_request(self.engine, prompt, params or SamplingParams(), progress)
+            # The history keeps what was said, and marks of reasoning may be special tokens.
+            params = params or SamplingParams(skip_special_tokens=False)
+            responses = stream_request(self.engine, prompt, params, progress)
             with closing(responses):
                 token = None
                 for response in responses:

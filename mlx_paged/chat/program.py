@@ -161,6 +161,7 @@ def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
         demo_model_path,
         find_model,
         load,
+        load_draft_model,
         read_sampling_defaults,
     )
 
@@ -168,6 +169,9 @@ def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
     defaults = SamplingDefaults() if args.no_generation_config else read_sampling_defaults(folder)
     settings = Settings(args, defaults)
     model, tokenizer = load(folder, adapter_path=args.adapter_path)
+    # As in mlx_lm.chat: XTC leaves an answer its lines and its end.
+    newline = tokenizer.encode("\n", add_special_tokens=False)
+    settings.spare_from_xtc([*newline, *tokenizer.eos_token_ids])
     engine = Engine(
         model,
         tokenizer,
@@ -182,6 +186,8 @@ def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
         # One answer at a time; the branches wait in the prefix cache.
         max_num_seqs=1,
         max_num_batched_tokens=args.prefill_step_size,
+        draft_model=load_draft_model(args.draft_model, tokenizer),
+        **({} if args.num_draft_tokens is None else {"num_draft_tokens": args.num_draft_tokens}),
     )
     conversation = Conversation(
         engine,

@@ -77,7 +77,7 @@ class Reports:
             )
 
     def answer(
-        self, conversation: Conversation, response: GenerationResponse, max_tokens: int
+        self, conversation: Conversation, response: GenerationResponse, max_tokens: int | None
     ) -> None:
         """The figures of an answer, and why it was cut, if it was."""
         say, engine = self._screen.say, conversation.engine
@@ -97,12 +97,17 @@ class Reports:
                 f"{held:.1f} MB allocated"
             )
             say(f"Peak memory: {response.peak_memory:.3f} GB")
+            if response.drafted_tokens:
+                say(f"Drafts: {_drafts_in_words(response)}")
         else:
-            self._screen.say_dim(
-                f"[{response.time_to_first_token:.2f} s to first token | "
-                f"{response.generation_tps:.1f} tokens/s | {response.cached_tokens:,} of "
-                f"{response.prompt_tokens:,} prompt tokens reused | {_usage_in_words(engine)}]"
-            )
+            parts = [
+                f"{response.time_to_first_token:.2f} s to first token",
+                f"{response.generation_tps:.1f} tokens/s",
+                f"{response.cached_tokens:,} of {response.prompt_tokens:,} prompt tokens reused",
+                *([_drafts_in_words(response)] if response.drafted_tokens else []),
+                _usage_in_words(engine),
+            ]
+            self._screen.say_dim(f"[{' | '.join(parts)}]")
         if response.finish_reason == "length":
             why = _cut_reason(response, max_tokens, engine.max_model_len)
             say(f"[the answer was cut{why}]")
@@ -127,6 +132,11 @@ class Reports:
             f"prefix cache: {stats.num_hit_tokens} of {stats.num_queried_tokens} prompt tokens "
             f"found ({stats.hit_rate:.1%})"
         )
+        if stats.num_drafted_tokens:
+            say(
+                f"drafts: {stats.num_accepted_tokens} of {stats.num_drafted_tokens} accepted "
+                f"({stats.num_accepted_tokens / stats.num_drafted_tokens:.1%})"
+            )
         num_branches = len(branches) - 1
         if num_branches:
             tables = [engine.cached_block_ids(branch.tokens) for branch in branches]
@@ -150,15 +160,24 @@ def _budget_in_full(cache: KVCache) -> str:
     config = cache.config
     return (
         f"{config.num_blocks:,} blocks of {config.block_size} tokens = {config.num_slots:,} tokens "
-        f"= {config.nbytes / 1e9:.2f} GB ({config.nbytes_per_token:,} bytes a token in "
-        f"{config.layers[0].format}); grows into it"
+        f"= {config.nbytes / 1e9:.2f} GB ({_token_in_words(cache)}); grows into it"
     )
+
+
+def _token_in_words(cache: KVCache) -> str:
+    formats = dict.fromkeys(str(layer.format) for layer in cache.config.layers)
+    return f"{cache.config.nbytes_per_token:,} bytes a token in {' or '.join(formats)}"
 
 
 def _budget_in_words(cache: KVCache) -> str:
     config, nbytes = cache.config, cache.config.nbytes
     size = f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.2g} MB"
-    return f"{config.num_blocks:,} blocks of {config.block_size} tokens, {size}"
+    token = "" if config.layers[0].format.is_dense else f", {_token_in_words(cache)}"
+    return f"{config.num_blocks:,} blocks of {config.block_size} tokens, {size}{token}"
+
+
+def _drafts_in_words(response: GenerationResponse) -> str:
+    return f"{response.accepted_tokens:,} of {response.drafted_tokens:,} drafts accepted"
 
 
 def _usage_in_words(engine: Engine) -> str:
@@ -177,7 +196,9 @@ def _context_in_words(engine: Engine) -> str:
     )
 
 
-def _cut_reason(response: GenerationResponse, max_tokens: int, max_model_len: int | None) -> str:
+def _cut_reason(
+    response: GenerationResponse, max_tokens: int | None, max_model_len: int | None
+) -> str:
     if response.generation_tokens == max_tokens:
         return f" at --max-tokens {max_tokens}"
     num_tokens = response.prompt_tokens + response.generation_tokens

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mlx_paged.chat import command_line
-from mlx_paged.request import SamplingParams
+from mlx_paged.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from mlx_paged.loading import SamplingDefaults
@@ -34,12 +34,17 @@ class Settings:
             "top_p": args.top_p,
             "top_k": args.top_k,
             "min_p": args.min_p,
+            "xtc_probability": args.xtc_probability,
+            "xtc_threshold": args.xtc_threshold,
         }
         own = {name: value for name, value in asdict(defaults).items() if value is not None}
         chosen = own | {name: value for name, value in given.items() if value is not None}
         if chosen.get("top_p") == 0:
             chosen["top_p"] = 1.0  # As in mlx-lm, 0 is off.
-        self.sampling = SamplingParams(max_tokens=args.max_tokens, **chosen)
+        # Marks of reasoning may be special tokens, and are looked for in the text.
+        self.sampling = SamplingParams(
+            max_tokens=args.max_tokens, skip_special_tokens=False, **chosen
+        )
         self.show_thinking = not args.hide_thinking
         self.from_model = [canonical_name(name) for name in own if given[name] is None]
         self.set_seed(args.seed)
@@ -47,6 +52,10 @@ class Settings:
     def set_seed(self, seed: int) -> None:
         self.seed = seed
         self._seeds = random.Random(seed)
+
+    def spare_from_xtc(self, token_ids: Sequence[int]) -> None:
+        """Let XTC remove none of these tokens."""
+        self.sampling = replace(self.sampling, xtc_special_tokens=token_ids)
 
     def next_params(self) -> SamplingParams:
         """The parameters of the next answer, whose draws are its own."""
@@ -61,6 +70,8 @@ class Settings:
         shown += [f"top-p {sampling.top_p:g}"] * (sampling.top_p < 1)
         shown += [f"top-k {sampling.top_k}"] * (sampling.top_k > 0)
         shown += [f"min-p {sampling.min_p:g}"] * (sampling.min_p > 0)
+        if sampling.xtc_probability:
+            shown.append(f"xtc {sampling.xtc_probability:g} above {sampling.xtc_threshold:g}")
         return ", ".join(shown)
 
     def get(self, name: str) -> str:
@@ -123,6 +134,8 @@ VARIABLES = {
     "top-p": _sampling_variable("top_p", _top_p),
     "top-k": _sampling_variable("top_k", command_line.whole),
     "min-p": _sampling_variable("min_p", command_line.probability),
+    "xtc-probability": _sampling_variable("xtc_probability", command_line.probability),
+    "xtc-threshold": _sampling_variable("xtc_threshold", command_line.up_to_a_half),
     "max-tokens": _sampling_variable("max_tokens", command_line.max_tokens),
     "seed": Variable(
         lambda settings: str(settings.seed),

@@ -15,7 +15,7 @@ from mlx_paged.interrupts import caught_interrupts
 if TYPE_CHECKING:
     from mlx_paged.chat.conversation import Conversation
     from mlx_paged.generation import GenerationResponse, Progress
-    from mlx_paged.request import SamplingParams
+    from mlx_paged.sampling_params import SamplingParams
 
 
 class Ask(Protocol):

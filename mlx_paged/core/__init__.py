@@ -35,10 +35,11 @@ from mlx_paged.core.free_queue import FreeKVCacheBlockQueue
 from mlx_paged.core.kv_cache_block import KVCacheBlock
 from mlx_paged.core.kv_cache_manager import ComputedBlocks, KVCacheManager, KVCacheManagerStats
 from mlx_paged.core.prefix_index import PrefixIndex
-from mlx_paged.core.retention import KEEP_ALL, Retention
+from mlx_paged.core.retention import KEEP_ALL, POSITION_PERIOD, Retention
 
 __all__ = [
     "KEEP_ALL",
+    "POSITION_PERIOD",
     "BlockCopy",
     "BlockError",
     "BlockHash",

@@ -23,8 +23,8 @@ BlockCopy = tuple[int, int]
 
 
 class KeyShift(NamedTuple):
-    """Blocks whose K a sequence needs at later positions: copy each source block to its
-    destination, with K rotated on by ``distance`` positions.
+    """Blocks whose K a sequence needs at other positions: copy each source block to its
+    destination, which may be the same, with K rotated on by ``distance`` positions.
     """
 
     sources: list[int]
@@ -57,7 +57,7 @@ class BlockTable:
     all tokens, ``evict`` takes whole blocks out of its middle, behind the sinks: what follows them
     moves up, so that ``block_ids`` are the blocks that attention reads, without a gap. Sinks are
     then held twice: as they were computed, which others may share, and in the table with their K
-    shifted, as if they stood right before the window (``take_key_shift``).
+    shifted, as if they stood right before the window (``take_key_shifts``).
 
     An id never changes in place, with one exception besides the sinks: copy-on-write. A partly
     filled block is writable while this table is its only holder and it has no hash. It stops being
@@ -79,9 +79,10 @@ class BlockTable:
     __slots__ = (
         "_block_ids",
         "_blocks",
-        "_key_shift",
+        "_key_shifts",
         "_shift",
         "_sinks",
+        "base",
         "block_size",
         "is_freed",
         "num_cached_blocks",
@@ -99,7 +100,9 @@ class BlockTable:
         self._block_ids = array("i")
         self._sinks: list[KVCacheBlock] = []  # as computed; shifted copies stand in the table
         self._shift = 0  # by how many positions
-        self._key_shift: KeyShift | None = None
+        self._key_shifts: list[KeyShift] = []
+        self.base = 0
+        """The token whose position is 0."""
         self.num_held_tokens = 0
         """Tokens that ``advance`` has counted and ``evict`` has not taken: the table's context."""
         self.num_evicted_tokens = 0
@@ -191,15 +194,15 @@ class BlockTable:
         """Blocks that ``reserve(n)`` would take from the pool.
 
         Free slots of the partly filled last block and of blocks reserved before are used first. A
-        block that must be copied before it is written counts as one, and so does each sink that has
-        to be shifted.
+        block that must be copied before it is written counts as one, and so does each block whose
+        keys have to be shifted, unless that can be done in place.
 
         Raises:
             BlockTableError: for n < 0.
             UseAfterFreeError: for a freed table.
         """
         num_missing, must_copy = self._shortage("num_new_blocks", n)
-        return num_missing + must_copy + self._num_stale_sinks
+        return num_missing + must_copy + len(self._stale_sinks) + len(self._stale_shared_blocks)
 
     def reserve(self, n: int) -> list[BlockCopy] | None:
         """Make room for n more tokens, or return None and change nothing when out of blocks.
@@ -215,19 +218,16 @@ class BlockTable:
             UseAfterFreeError: for a freed table.
         """
         num_missing, must_copy = self._shortage("reserve", n)
-        num_sinks = self._num_stale_sinks
-        if not must_copy and not num_missing and not num_sinks:
+        if self.num_evicted_tokens and not self._shift_keys(num_missing + must_copy):
+            return None
+        if not must_copy and not num_missing:
             return []
         blocks = self._blocks
         tail = self.num_held_tokens // self.block_size if must_copy else len(blocks)
         before = self._block_ids[tail - 1] if tail else None
-        new_blocks = self.pool.get_new_blocks(num_missing + must_copy + num_sinks, after=before)
+        new_blocks = self.pool.get_new_blocks(num_missing + must_copy, after=before)
         if new_blocks is None:
             return None
-        if num_sinks:
-            num_others = len(new_blocks) - num_sinks
-            self._shift_sinks(new_blocks[num_others:])
-            del new_blocks[num_others:]
         copies: list[BlockCopy] = []
         if must_copy:
             source, copy = blocks[tail], new_blocks.pop(0)
@@ -318,6 +318,7 @@ class BlockTable:
         self._blocks = list(blocks)
         self._block_ids = array("i", [block.block_id for block in blocks])
         self.num_held_tokens, self.num_evicted_tokens = num_tokens - num_evicted, num_evicted
+        self.base = self.retention.base(num_tokens)
         for block in self._blocks[: self.num_held_tokens // self.block_size]:
             if block.block_hash is None:
                 break
@@ -376,38 +377,79 @@ class BlockTable:
         return freed
 
     @property
-    def _num_stale_sinks(self) -> int:
-        """Blocks of sinks whose keys don't stand right before the window."""
-        if self._shift == self.num_evicted_tokens:
-            return 0
-        return self.retention.num_sink_tokens // self.block_size
-
-    def _shift_sinks(self, copies: list[KVCacheBlock]) -> None:
-        """Let these blocks hold the sinks from now on."""
-        num_sinks = len(copies)
-        if self._sinks:
-            self.pool.free_blocks(self._blocks[:num_sinks])
-        else:
-            self._sinks = self._blocks[:num_sinks]
-        self._blocks[:num_sinks] = copies
-        self._block_ids[:num_sinks] = array("i", [block.block_id for block in copies])
-        self._shift = self.num_evicted_tokens
-        sources = [block.block_id for block in self._sinks]
-        self._key_shift = KeyShift(sources, [block.block_id for block in copies], self._shift)
-
-    def take_key_shift(self) -> KeyShift | None:
-        """What has to be copied, with K rotated, before a step reads the sinks; ``None`` if they
-        are in place. It is told once.
+    def _stale_sinks(self) -> list[KVCacheBlock]:
+        """The sinks as they were computed, if those in the table don't stand right before the
+        window.
         """
-        shift, self._key_shift = self._key_shift, None
-        return shift
+        num_sinks = self.retention.num_sink_tokens // self.block_size
+        if self._shift == self.num_evicted_tokens - self.retention.base(self.num_tokens):
+            return []
+        return self._sinks or self._blocks[:num_sinks]
 
-    def forget_key_shift(self) -> None:
-        """A step failed: whether the sinks were shifted is unknown, so the next ``reserve`` shifts
-        them again.
+    @property
+    def _stale_blocks(self) -> list[KVCacheBlock]:
+        """Those behind the sinks, if positions start over."""
+        if self.base == self.retention.base(self.num_tokens):
+            return []
+        return self._blocks[self.retention.num_sink_tokens // self.block_size :]
+
+    @property
+    def _stale_shared_blocks(self) -> list[KVCacheBlock]:
+        return [block for block in self._stale_blocks if block.ref_cnt > 1]
+
+    def _shift_keys(self, num_others: int) -> bool:
+        """Let the keys of all blocks have the positions of the next step; False, and nothing has
+        changed, unless there are blocks for that and ``num_others`` more.
         """
-        if self._sinks:
-            self._shift, self._key_shift = -1, None
+        sinks, stale = self._stale_sinks, self._stale_blocks
+        if not sinks and not stale:
+            return True
+        num_copies = len(sinks) + len(self._stale_shared_blocks)
+        if num_copies + num_others > self.pool.num_free_blocks:
+            return False
+        copies = self.pool.get_new_blocks(num_copies)
+        assert copies is not None, "the blocks were counted"
+        base = self.retention.base(self.num_tokens)
+        if sinks:
+            num_sinks = len(sinks)
+            self.pool.free_blocks(self._blocks[:num_sinks] if self._sinks else ())
+            self._sinks = sinks
+            self._shift = self.num_evicted_tokens - base
+            self._replace(0, sinks, copies[:num_sinks], self._shift)
+            del copies[:num_sinks]
+        if stale:
+            # Found by their hash, they would have positions that others don't expect.
+            self.pool.evict_blocks([block.block_id for block in stale if block.ref_cnt == 1])
+            moved = [block if block.ref_cnt == 1 else copies.pop(0) for block in stale]
+            begin = len(self._blocks) - len(stale)
+            self._replace(begin, stale, moved, self.base - base)
+            self.pool.free_blocks(
+                [old for old, new in zip(stale, moved, strict=True) if old is not new]
+            )
+            self.base = base
+        return True
+
+    def _replace(
+        self,
+        begin: int,
+        sources: list[KVCacheBlock],
+        destinations: list[KVCacheBlock],
+        distance: int,
+    ) -> None:
+        end = begin + len(destinations)
+        source_ids, new_ids = (
+            [block.block_id for block in blocks] for blocks in (sources, destinations)
+        )
+        self._blocks[begin:end] = destinations
+        self._block_ids[begin:end] = array("i", new_ids)
+        self._key_shifts.append(KeyShift(source_ids, new_ids, distance))
+
+    def take_key_shifts(self) -> list[KeyShift]:
+        """What has to be copied, with K rotated, before a step reads the table. It is told once."""
+        if not self._key_shifts:
+            return []
+        shifts, self._key_shifts = self._key_shifts, []
+        return shifts
 
     def trim_to(self, length: int) -> list[KVCacheBlock]:
         """Forget all tokens from ``length`` on, as after rejected speculation; return the blocks
@@ -452,7 +494,7 @@ class BlockTable:
         other = BlockTable(self.pool, self.retention)
         other._blocks = self._blocks[:num_shared]
         other._block_ids = self._block_ids[:num_shared]
-        other._sinks, other._shift = self._sinks.copy(), self._shift
+        other._sinks, other._shift, other.base = self._sinks.copy(), self._shift, self.base
         other.num_held_tokens = self.num_held_tokens
         other.num_evicted_tokens = self.num_evicted_tokens
         other.num_cached_blocks = self.num_cached_blocks
@@ -469,7 +511,7 @@ class BlockTable:
         if self.is_freed:
             raise DoubleFreeError("BlockTable.free: the table was freed before")
         freed = self._cut(0) + self.pool.free_blocks(reversed(self._sinks))
-        self._sinks, self._key_shift = [], None
+        self._sinks, self._key_shifts = [], []
         self.num_evicted_tokens = self.num_cached_blocks = 0
         self.is_freed = True
         return freed

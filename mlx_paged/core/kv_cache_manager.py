@@ -208,6 +208,17 @@ class KVCacheManager:
         runs = [retention.max_run(num_tokens) for retention in self.retentions]
         return min([run for run in runs if run is not None], default=sys.maxsize)
 
+    def max_more(self, request_id: RequestId) -> int:
+        """How many tokens may follow those that were allocated last, in the same step: none where
+        others would leave the window before.
+        """
+        if self.keeps_all:
+            return sys.maxsize
+        for table in self._groups[request_id]:
+            if table.retention.num_evicted(table.num_tokens) > table.num_evicted_tokens:
+                return 0
+        return self.max_run(request_id)
+
     def allocate_slots(
         self,
         request_id: RequestId,
@@ -274,7 +285,8 @@ class KVCacheManager:
             num_evicted = retention.num_evicted(computed.num_tokens)
             num_slots = computed.num_tokens - num_evicted + num_new_tokens
             # Sinks are copied once there is something between them and the window.
-            num_slots += retention.num_sink_tokens if num_evicted else 0
+            if num_evicted > retention.base(computed.num_tokens):
+                num_slots += retention.num_sink_tokens
             num_needed += -(-num_slots // self.pool.block_size)
         if num_needed > self.pool.num_free_blocks:
             return None
@@ -290,11 +302,14 @@ class KVCacheManager:
         return tables
 
     def take_key_shifts(self, request_id: RequestId) -> list[tuple[int, KeyShift]]:
-        """What the slots allocated last make necessary before they are written, by group of layers:
-        sinks that have to follow their window. Each is told once.
+        """What the slots allocated last make necessary before they are written, in order, by group
+        of layers: sinks have to follow their window, or positions start over. Each is told once.
         """
-        shifts = enumerate(table.take_key_shift() for table in self._groups[request_id])
-        return [(group, shift) for group, shift in shifts if shift is not None]
+        return [
+            (group, shift)
+            for group, table in enumerate(self._groups[request_id])
+            for shift in table.take_key_shifts()
+        ]
 
     def cache_blocks(self, request_id: RequestId, block_hashes: Sequence[BlockHash]) -> int:
         """Let other requests hit the full blocks of this one; return how many are newly cached.
@@ -470,11 +485,19 @@ class _PrefixLookup:
                 index += 1
             return index
         # From the end: a block that is missing ends every prefix that needs it.
-        index = num_blocks
+        index = num_blocks = self._findable(num_blocks)
         while index > self._first_recent(num_blocks):
             index -= 1
             if self._get(index) is None:
-                num_blocks = index
+                num_blocks = self._findable(index)
+                index = min(index, num_blocks)
+        return num_blocks
+
+    def _findable(self, num_blocks: int) -> int:
+        """The most blocks up to ``num_blocks`` of which all that is kept may be found."""
+        block_size = self._manager.pool.block_size
+        while not self._retention.is_findable(num_blocks * block_size):
+            num_blocks -= 1
         return num_blocks
 
     def blocks(self, num_blocks: int) -> list[KVCacheBlock]:

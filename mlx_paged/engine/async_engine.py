@@ -23,7 +23,8 @@ from mlx_paged.engine.options import EngineOptions, RequestOptions
 from mlx_paged.engine.prompts import Prompt
 from mlx_paged.foreign_arguments import argument_names, refuses_unknown_arguments
 from mlx_paged.memory import wired_limit
-from mlx_paged.request import RequestOutput, SamplingParams, check_request_id
+from mlx_paged.request import RequestOutput, check_request_id
+from mlx_paged.sampling_params import SamplingParams
 
 
 class EngineStoppedError(RuntimeError):
@@ -316,7 +317,7 @@ def _copied(output: RequestOutput) -> RequestOutput:
 
 
 def _is_last(news: News) -> bool:
-    return isinstance(news, EngineStoppedError) or news.finished
+    return isinstance(news, EngineStoppedError) or bool(news.finished)
 
 
 def _checked(news: News) -> RequestOutput:

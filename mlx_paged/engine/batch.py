@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -10,17 +11,23 @@ from mlx_paged.request import PENDING_TOKEN, Request, SeqId
 
 
 class Scheduled(NamedTuple):
-    """A request's part of a step: the tokens ``start : start + num_new_tokens`` are computed."""
+    """A request's part of a step: the tokens ``start : start + num_new_tokens`` are computed, the
+    last of which may be drafts.
+    """
 
     request: Request
     start: int
     num_new_tokens: int
     num_logit_rows: int  # logits wanted, of its last tokens; 0 while more of its prompt is left
+    # Of these, the first ones, which are for the log-probabilities of the prompt.
+    num_scored_rows: int = 0
+    draft_token_ids: Sequence[int] = ()
 
     @property
     def token_ids(self) -> list[int]:
         """``[num_new_tokens]``"""
-        return self.request.token_ids[self.start : self.start + self.num_new_tokens]
+        token_ids = self.request.token_ids[self.start : self.start + self.num_new_tokens]
+        return [*token_ids, *self.draft_token_ids] if self.draft_token_ids else token_ids
 
     @property
     def has_pending_token(self) -> bool:
@@ -80,6 +87,13 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         return sum(part.num_new_tokens for part in self.scheduled)
+
+    @property
+    def drafted(self) -> list[Scheduled]:
+        """The parts with drafts, of which nobody knows yet what they will be followed by: the step
+        has to be read before the next one is planned.
+        """
+        return [part for part in self.scheduled if part.draft_token_ids]
 
     @property
     def shares_new_blocks(self) -> bool:

@@ -140,4 +140,6 @@ _numbers = itertools.count()
 
 
 def _fences_of(layers: Sequence[PagedLayerKV]) -> list[mx.array]:
-    return [layer.kv.fence for layer in layers if layer.kv.fence is not None]
+    """Of each slab, in the order of the slabs: layers of several groups may share one."""
+    slabs = dict.fromkeys(layer.kv for layer in layers)
+    return [kv.fence for kv in slabs if kv.fence is not None]

@@ -19,19 +19,24 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.argument_values import check_integer
 from mlx_paged.cache import SwappedKV
-from mlx_paged.config import DEFAULT_KV, SchedulerConfig
+from mlx_paged.config import DEFAULT_KV
 from mlx_paged.core import KVCacheManagerStats, hash_token_blocks
-from mlx_paged.engine.batch import Batch
-from mlx_paged.engine.model_runner import ModelRunner, StepInFlight
-from mlx_paged.engine.options import (
-    PassedOnOptions,
-    split_options,
+from mlx_paged.engine.batch import Batch, Scheduled
+from mlx_paged.engine.draft_model import DraftModel
+from mlx_paged.engine.draft_options import (
+    check_draft_model,
+    num_parameters_of,
+    speculation_of,
 )
+from mlx_paged.engine.model_runner import ModelRunner, StepInFlight
+from mlx_paged.engine.options import PassedOnOptions, passed_on_names, split_options
+from mlx_paged.engine.prompt_logprobs import score_prompts
 from mlx_paged.engine.prompts import Prompt, as_tokenizer, read_prompt
 from mlx_paged.engine.request_state import RequestState
-from mlx_paged.engine.sampler import NO_TOKENS, SampledToken, sample
+from mlx_paged.engine.sampler import NO_TOKENS, SampledToken, sample, state_of
 from mlx_paged.engine.scheduler import Scheduler, extra_hash_keys
 from mlx_paged.engine.swap_space import SwapSpace, num_swap_tokens
+from mlx_paged.engine.token_rules import read_token_rules, special_token_ids
 from mlx_paged.errors import ArgumentError, forget_frames, request_error, shown
 from mlx_paged.foreign_arguments import argument_names, refuses_unknown_arguments
 from mlx_paged.models.context_length import context_limit
@@ -40,11 +45,11 @@ from mlx_paged.models.language_model import check_model
 from mlx_paged.request import (
     Request,
     RequestOutput,
-    SamplingParams,
     check_cache_salt,
     check_priority,
     check_request_id,
 )
+from mlx_paged.sampling_params import SamplingParams
 
 T = TypeVar("T")
 
@@ -56,6 +61,8 @@ class EngineStats(KVCacheManagerStats):
     num_running: int
     num_waiting: int
     num_preemptions: int
+    num_drafted_tokens: int  # drafts that were verified
+    num_accepted_tokens: int  # of these
     num_swapped_tokens: int  # in host memory now
     nbytes_held: int  # allocated for K/V now
     nbytes_budget: int
@@ -64,11 +71,6 @@ class EngineStats(KVCacheManagerStats):
 def engine_option_names() -> frozenset[str]:
     """The names of all settings that an :class:`Engine` takes."""
     return argument_names(Engine) | passed_on_names()
-
-
-def passed_on_names() -> frozenset[str]:
-    """The names of those that it hands on to its cache and its scheduler."""
-    return frozenset(PassedOnOptions.__annotations__) | argument_names(SchedulerConfig)
 
 
 class Engine:
@@ -100,7 +102,7 @@ class Engine:
             same. By default where the cache allows it without copies: on Metal.
         options: of the K/V cache, and fields of :class:`SchedulerConfig` (``max_num_seqs``,
             ``max_num_batched_tokens``, ``max_num_mixed_tokens``, ``enable_prefix_caching``,
-            ``watermark``, ``priority_steps``). Those of the cache are
+            ``watermark``, ``priority_steps``, ``num_draft_tokens``). Those of the cache are
 
             - ``kv``: ``"paged"``, or ``"basic"`` for contiguous K/V per sequence.
             - ``block_size``: tokens per K/V block: 8, 16, 32 or 64.
@@ -113,6 +115,9 @@ class Engine:
               that it goes on without end in bounded memory (:class:`StreamingWindow`). There is
               then no context limit but ``max_model_len``. All tokens by default.
             - ``num_sink_tokens``: how many of the first tokens stay beside a window; 4 by default.
+            - ``draft_model``: a small model of the same vocabulary that makes the drafts, in the
+              place of what followed when a request's last tokens came before. Its K/V count in the
+              budget.
 
     Raises:
         ValueError: a setting out of its range, or a budget that holds no block.
@@ -131,11 +136,10 @@ class Engine:
         run_ahead: bool | None = None,
         **options: Unpack[PassedOnOptions],
     ):
-        self.max_model_len = context_limit(
-            check_model(model).args, max_model_len, options.get("window")
-        )
-        cache_options, scheduler_options = split_options(options)
-        config = SchedulerConfig(max_model_len=self.max_model_len, **scheduler_options)
+        checked, kv = check_model(model), options.get("kv", DEFAULT_KV)
+        self.max_model_len = context_limit(checked.args, max_model_len, options.get("window"))
+        draft_model = check_draft_model(options.get("draft_model"), checked, kv)
+        cache_options, config = split_options(options, self.max_model_len)
         if tokenizer is not None:
             tokenizer = as_tokenizer(tokenizer)
         if seed is not None:
@@ -147,18 +151,25 @@ class Engine:
             )
         # Steps may be another thread's, which can't evaluate what this one left lazy: parameters,
         # and frequencies of RoPE, which are none.
-        mx.eval([leaf for leaf in dict(tree_flatten(model)).values() if isinstance(leaf, mx.array)])
+        for each in (model, draft_model or ()):
+            leaves = dict(tree_flatten(each)).values()
+            mx.eval([leaf for leaf in leaves if isinstance(leaf, mx.array)])
         self.model = model
         self.tokenizer = tokenizer
-        self.cache = make_kv_cache(model, options.get("kv", DEFAULT_KV), **cache_options)
-        sizes = [leaf.size for leaf in dict(tree_flatten(model.parameters())).values()]
+        self.cache = make_kv_cache(model, kv, **cache_options)
+        num_parameters = num_parameters_of(model)
         self.swap_space: SwapSpace[SwappedKV] = SwapSpace(
-            num_swap_tokens(swap_bytes, self.cache, sum(sizes))
+            num_swap_tokens(swap_bytes, self.cache, num_parameters)
         )
-        self.runner = ModelRunner(model, self.cache, self.swap_space)
+        drafter = None if draft_model is None else DraftModel(draft_model, self.cache)
+        self.runner = ModelRunner(model, self.cache, self.swap_space, drafter)
         self.run_ahead = self.cache.can_run_ahead if run_ahead is None else run_ahead
         eos_token_ids: Iterable[int] = () if tokenizer is None else tokenizer.eos_token_ids
-        self.scheduler = Scheduler(self.cache, config, frozenset(eos_token_ids), self.swap_space)
+        speculation = speculation_of(config.num_draft_tokens, checked, drafter, self.run_ahead)
+        self.scheduler = Scheduler(
+            self.cache, config, frozenset(eos_token_ids), self.swap_space, speculation
+        )
+        self._special_token_ids = special_token_ids(tokenizer)
         self._seeds = random.Random(seed)
         # The requests that are not reported as finished yet. Threads share this table, the inbox
         # and the flags of a state without a lock: each of their changes is a single operation, and
@@ -211,15 +222,20 @@ class Engine:
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"[engine] params must be SamplingParams, got {type(params).__name__}")
-        if params.stop and self.tokenizer is None:
-            raise ValueError("[engine] stop texts need a tokenizer; use stop_token_ids")
+        token_rules = read_token_rules(params, self.tokenizer, self.runner.vocab_size)
         text, token_ids = read_prompt(prompt, self.tokenizer, self.runner.vocab_size)
         seed = self._seeds.getrandbits(63) if params.seed is None else int(params.seed)
         request = Request(
-            request_id, token_ids, params, seed=seed, priority=priority, cache_salt=cache_salt
+            request_id,
+            token_ids,
+            params,
+            seed=seed,
+            priority=priority,
+            cache_salt=cache_salt,
+            token_rules=token_rules,
         )
         self.scheduler.check(request)
-        state = RequestState(request, text, self.tokenizer)
+        state = RequestState(request, text, self.tokenizer, self._special_token_ids)
         if self._states.setdefault(request_id, state) is not state:
             raise ValueError(f"[engine] request {request_id!r} exists already")
         self._inbox.append(partial(self.scheduler.add, request))
@@ -303,6 +319,8 @@ class Engine:
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting),
             num_preemptions=self.scheduler.num_preemptions,
+            num_drafted_tokens=self.scheduler.num_drafted_tokens,
+            num_accepted_tokens=self.scheduler.num_accepted_tokens,
             num_swapped_tokens=self.swap_space.num_used_tokens,
             nbytes_held=self.cache.nbytes_held,
             nbytes_budget=self.cache.config.nbytes,
@@ -380,7 +398,7 @@ class Engine:
             if not steps:
                 self._launch(self.scheduler.schedule(only=self._next_suspect()))
                 self._sample()
-            if steps and self.run_ahead and not self._suspects:
+            if steps and self._may_launch_ahead(steps[0]):
                 self._launch(self.scheduler.schedule_ahead(steps[0].sampled.requests))
             self._land()
             self._sample()
@@ -390,6 +408,15 @@ class Engine:
             if not self.scheduler.requests and not self._to_report:
                 self._pick_up_lost()
             return self._take_reports()
+
+    def _may_launch_ahead(self, step: StepInFlight) -> bool:
+        """Whether the next step is planned before this one is read."""
+        return (
+            self.run_ahead
+            and not self._suspects
+            and not step.batch.drafted
+            and not self.scheduler.expects_drafts()
+        )
 
     def _launch(self, batch: Batch | None) -> None:
         """Begin to compute a step, behind the one in flight if there is one."""
@@ -414,9 +441,10 @@ class Engine:
         if not self._in_flight:
             return
         step = self._in_flight[-1]
-        rows, requests = self._completions(step.batch)
+        rows, requests, num_before = self._completions(step.batch)
         with self._device_work():
-            step.sampled = sample(step.logits, rows, requests)
+            step.sampled = sample(step.logits, rows, requests, num_before)
+            step.scored = score_prompts(step.logits, step.batch.scheduled)
         for request in step.sampled.requests:
             if request.seq_id not in self.scheduler.requests:
                 state = self._states[request.request_id]
@@ -431,18 +459,73 @@ class Engine:
         step = self._in_flight[0]
         with self._device_work():
             results = step.sampled.read()
+            scores = [(prompt.request, prompt.read()) for prompt in step.scored]
             # A chunk of a prompt has no tokens to wait for. What no step follows leaves nothing
             # lazy: another thread could not evaluate it, and a reader in flight would make each
             # donated write copy a slab.
             mx.eval(step.logits, self.cache.arrays if len(self._in_flight) == 1 else ())
         if not self._in_flight:
             return  # It failed.
+        drafted = step.batch.drafted
+        if drafted and not self._verify(step, drafted, results):
+            return
         self._in_flight.popleft()
+        for request, entries in scores:
+            if not request.is_finished:
+                self._states[request.request_id].add_prompt_logprobs(request, entries)
+        verified = {part.request for part in drafted}
         for request, result in zip(step.sampled.requests, results, strict=True):
-            if isinstance(result, SampledToken):
-                self._append(request, result)
-            else:
-                self._finish(request, "error", result)
+            if request not in verified:
+                self._take(request, result)
+
+    def _verify(
+        self,
+        step: StepInFlight,
+        drafted: Sequence[Scheduled],
+        results: Sequence[SampledToken | Exception],
+    ) -> bool:
+        """Append the tokens of requests with drafts, as far as they go on with them; False if the
+        step failed meanwhile.
+
+        What reads the tokens before it (penalties, processors, samplers of the request's own) is
+        drawn token by token, when these are known.
+        """
+        known: dict[Request, list[SampledToken | Exception]] = {}
+        for request, result in zip(step.sampled.requests, results, strict=True):
+            known.setdefault(request, []).append(result)
+        for part in drafted:
+            request, num_accepted = part.request, 0
+            if request.is_finished:
+                continue  # Since it was launched.
+            drawn, drafts = known[request], self.scheduler.speculation.made(part)
+            self.scheduler.begin_verification(part)
+            for number in range(part.num_logit_rows):
+                if number == len(drawn):
+                    row = step.first_row_of(part) + number
+                    with self._device_work():
+                        drawn += sample(step.logits, [row], [request]).read()
+                    if not self._in_flight:
+                        return False
+                result = drawn[number]
+                is_accepted = (
+                    number < len(drafts)
+                    and isinstance(result, SampledToken)
+                    and result.token_id == drafts[number]
+                )
+                if is_accepted:
+                    self.scheduler.accept_draft(request)
+                    num_accepted += 1
+                self._take(request, result)
+                if not is_accepted or request.is_finished:
+                    break
+            self.scheduler.end_verification(part, num_accepted)
+        return True
+
+    def _take(self, request: Request, result: SampledToken | Exception) -> None:
+        if isinstance(result, SampledToken):
+            self._append(request, result)
+        else:
+            self._finish(request, "error", result)
 
     @contextmanager
     def _device_work(self) -> Iterator[None]:
@@ -469,7 +552,9 @@ class Engine:
                 self._report(state.requests[0])
 
     def _blame(self, error: Exception) -> None:
-        """Fail a request that ran alone; run several again one by one, to see which fails."""
+        """Fail a request that ran alone; run several again one by one, to see which fails. One that
+        ran with drafts, which it did not ask for, runs again without.
+        """
         steps = list(self._in_flight)
         suspects = {
             request: request.num_computed_tokens
@@ -478,7 +563,7 @@ class Engine:
             if not request.is_finished
         }
         self._take_back()
-        if len(steps) == len(suspects) == 1:
+        if len(steps) == len(suspects) == 1 and not steps[0].batch.drafted:
             self._finish(steps[0].batch.requests[0], "error", error)
         else:
             self._suspects.extend(suspects.items())
@@ -511,19 +596,30 @@ class Engine:
             self._suspects.popleft()
         return None
 
-    def _completions(self, batch: Batch) -> tuple[list[int], list[Request]]:
-        """The row of logits and the request of each token that this step samples.
+    def _completions(self, batch: Batch) -> tuple[list[int], list[Request], list[int]]:
+        """The row of logits and the request of each token that this step samples, and how many
+        drafts stand before it.
 
         A request for several completions is forked when its prompt is computed; they share a row.
         """
         rows: list[int] = []
         requests: list[Request] = []
-        wanted = [part.request for part in batch.scheduled if part.num_logit_rows]
-        for row, request in enumerate(wanted):
-            if not request.is_finished:
-                rows += [row] * request.num_seqs
-                requests += [request, *map(request.fork, range(1, request.num_seqs))]
-        return rows, requests
+        num_before: list[int] = []
+        first_row = 0
+        for part in batch.scheduled:
+            request, num_rows = part.request, part.num_logit_rows - part.num_scored_rows
+            first_row += part.num_scored_rows
+            if num_rows and not request.is_finished:
+                if num_rows > 1 and state_of(request, self.runner.vocab_size).draws_rows_together:
+                    rows += range(first_row, first_row + num_rows)
+                    requests += [request] * num_rows
+                    num_before += range(num_rows)
+                else:
+                    rows += [first_row] * request.num_seqs
+                    requests += [request, *map(request.fork, range(1, request.num_seqs))]
+                    num_before += [0] * request.num_seqs
+            first_row += num_rows
+        return rows, requests, num_before
 
     def _append(self, request: Request, sampled: SampledToken) -> None:
         if request.is_finished:

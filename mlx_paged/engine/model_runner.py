@@ -11,8 +11,10 @@ from mlx.nn.layers.base import Module
 
 from mlx_paged.argument_values import kind_of
 from mlx_paged.cache import AnySeqId, KVCache, PagedKVCache, SwappedKV
-from mlx_paged.engine.batch import Batch, CopyBlocks, ShiftKeys, SwapOut, Transfer
+from mlx_paged.engine.batch import Batch, CopyBlocks, Scheduled, ShiftKeys, SwapOut, Transfer
 from mlx_paged.engine.compiled_decode import CompiledDecode
+from mlx_paged.engine.draft_model import DraftModel
+from mlx_paged.engine.prompt_logprobs import ScoredPrompt
 from mlx_paged.engine.prompts import TokenIds, check_token_ids
 from mlx_paged.engine.sampler import NO_TOKENS, SampledTokens
 from mlx_paged.engine.swap_space import SwapSpace
@@ -33,13 +35,20 @@ class StepInFlight:
     Attributes:
         logits: ``[num_rows, vocab_size]``.
         sampled: the tokens sampled from it, once their sampler is launched.
+        scored: the log-probabilities of prompts that it gives, launched together with that.
         forks: completions that began with it.
     """
 
     batch: Batch
     logits: mx.array = field(default_factory=lambda: NO_TOKENS.token_ids)
     sampled: SampledTokens = NO_TOKENS
+    scored: list[ScoredPrompt] = field(default_factory=list)
     forks: list[Request] = field(default_factory=list)
+
+    def first_row_of(self, part: Scheduled) -> int:
+        """The row of ``logits`` from which the first token of a part is drawn."""
+        parts = itertools.takewhile(lambda each: each is not part, self.batch.scheduled)
+        return sum(each.num_logit_rows for each in parts)
 
 
 class ModelRunner:
@@ -47,19 +56,27 @@ class ModelRunner:
 
     Args:
         swap_space: holds the K/V of preempted requests.
+        draft_model: makes the drafts of a step, if any.
 
     Attributes:
         compiled_decode: replays decodes; ``None`` builds each of them.
     """
 
     def __init__(
-        self, model: Module, cache: KVCache, swap_space: SwapSpace[SwappedKV] | None = None
+        self,
+        model: Module,
+        cache: KVCache,
+        swap_space: SwapSpace[SwappedKV] | None = None,
+        draft_model: DraftModel | None = None,
     ):
         self.model = check_model(model)
         self.cache = cache
         self.compiled_decode: CompiledDecode | None = None
         if isinstance(cache, PagedKVCache):
             self.compiled_decode = CompiledDecode(self.model, cache)
+        self.draft_model = draft_model
+        # Behind them are those of the draft model.
+        self._layers = slice(len(self.model.layer_specs))
         self.vocab_size = self.model.args.vocab_size
         self._swap_space = swap_space or SwapSpace(0)
         self._num_tokens = 0  # since MLX was told to give back buffers
@@ -109,21 +126,32 @@ class ModelRunner:
         cache = self.cache
         for transfer in batch.transfers:
             self._transfer(transfer)
+        if self.draft_model is not None:
+            self.draft_model.run(batch)
         scheduled = batch.scheduled
         with cache.scheduled_step(
             [part.request.seq_id for part in scheduled],
             [part.num_new_tokens for part in scheduled],
             [part.num_logit_rows for part in scheduled],
             batch.shares_new_blocks,
+            self._layers,
         ) as step:
-            tokens = _tokens_of(batch, awaited)
+            tokens = self._tokens_of(batch, awaited)
             decode = self.compiled_decode
             logits = None if decode is None else decode.replay(tokens)
             if logits is None:
-                logits = self.model(tokens, cache.layers, step.logit_rows)
+                logits = self.model(tokens, cache.layers[self._layers], step.logit_rows)
             mx.async_eval(logits, cache.arrays)
         self._end_step(step.num_tokens, len(scheduled))
         return logits
+
+    def _tokens_of(self, batch: Batch, awaited: SampledTokens) -> mx.array:
+        """``[num_tokens] int32``, the packed new tokens of a batch."""
+        if self.draft_model is None or not batch.drafted:
+            return _tokens_of(batch, awaited)
+        # A step with drafts was planned when all tokens before it were known.
+        token_ids = itertools.chain.from_iterable([part.token_ids for part in batch.scheduled])
+        return self.draft_model.put_drafts(batch, mx.array(list(token_ids), dtype=mx.int32))
 
     def _transfer(self, transfer: Transfer) -> None:
         if isinstance(transfer, CopyBlocks):

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from typing import TypedDict, cast
 
+from mlx.nn.layers.base import Module
+
+from mlx_paged.config import DEFAULT_NUM_DRAFT_TOKENS, SchedulerConfig
+from mlx_paged.foreign_arguments import argument_names
+
 
 class SchedulerOptions(TypedDict, total=False):
     """Fields of :class:`SchedulerConfig` that a user may set."""
@@ -14,10 +19,11 @@ class SchedulerOptions(TypedDict, total=False):
     enable_prefix_caching: bool
     watermark: float
     priority_steps: int
+    num_draft_tokens: int
 
 
-class CacheOptions(TypedDict, total=False):
-    """The keyword arguments of :func:`make_kv_cache`."""
+class LoadedCacheOptions(TypedDict, total=False):
+    """The keyword arguments of :func:`make_kv_cache` that are no models."""
 
     block_size: int
     kv_cache_bytes: str | int | None
@@ -27,19 +33,32 @@ class CacheOptions(TypedDict, total=False):
     num_sink_tokens: int | None
 
 
+class CacheOptions(LoadedCacheOptions, total=False):
+    """The keyword arguments of :func:`make_kv_cache`."""
+
+    draft_model: Module | None
+
+
 class PassedOnOptions(CacheOptions, SchedulerOptions, total=False):
     """What :class:`Engine` hands on to its cache and its scheduler."""
 
     kv: str  # the kind of the cache
 
 
-class EngineOptions(PassedOnOptions, total=False):
-    """The keyword arguments of :class:`Engine`."""
+class LoadedEngineOptions(LoadedCacheOptions, SchedulerOptions, total=False):
+    """The keyword arguments of :class:`Engine` that are no models."""
 
+    kv: str
     swap_bytes: str | int | None
     seed: int | None
     max_model_len: int | None
     run_ahead: bool | None
+
+
+class EngineOptions(LoadedEngineOptions, total=False):
+    """The keyword arguments of :class:`Engine`."""
+
+    draft_model: Module | None
 
 
 class RequestOptions(TypedDict, total=False):
@@ -49,10 +68,23 @@ class RequestOptions(TypedDict, total=False):
     cache_salt: str | None
 
 
-def split_options(options: PassedOnOptions) -> tuple[CacheOptions, SchedulerOptions]:
-    """Those of the cache, but for its kind, and those of the scheduler."""
+def passed_on_names() -> frozenset[str]:
+    """The names of what :class:`Engine` hands on."""
+    return frozenset(PassedOnOptions.__annotations__) | argument_names(SchedulerConfig)
+
+
+def split_options(
+    options: PassedOnOptions, max_model_len: int | None
+) -> tuple[CacheOptions, SchedulerConfig]:
+    """Those of the cache, but for its kind, and those of the scheduler.
+
+    A draft model makes ``DEFAULT_NUM_DRAFT_TOKENS`` drafts unless the options say otherwise.
+    """
     cache, scheduler = (
         {name: value for name, value in options.items() if name in kind.__annotations__}
         for kind in (CacheOptions, SchedulerOptions)
     )
-    return cast(CacheOptions, cache), cast(SchedulerOptions, scheduler)
+    if options.get("draft_model") is not None:
+        scheduler.setdefault("num_draft_tokens", DEFAULT_NUM_DRAFT_TOKENS)
+    config = SchedulerConfig(max_model_len=max_model_len, **cast(SchedulerOptions, scheduler))
+    return cast(CacheOptions, cache), config

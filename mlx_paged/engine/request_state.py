@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -24,11 +24,20 @@ class RequestState:
         is_aborted: its end was asked for.
     """
 
-    def __init__(self, request: Request, prompt: str | None, tokenizer: TokenizerWrapper | None):
+    def __init__(
+        self,
+        request: Request,
+        prompt: str | None,
+        tokenizer: TokenizerWrapper | None,
+        special_token_ids: Collection[int] = (),
+    ):
         num_completions = request.params.n
         self.requests = [request]
         self.is_aborted = False
+        if not request.params.detokenize:
+            tokenizer = None
         self._tokenizer = tokenizer
+        self._skipped = special_token_ids if request.params.skip_special_tokens else ()
         self._streams = (
             []
             if tokenizer is None
@@ -41,6 +50,7 @@ class RequestState:
             prompt,
             list(request.token_ids),
             [CompletionOutput(index) for index in range(num_completions)],
+            prompt_logprobs=_first_prompt_logprobs(request),
         )
 
     def add_token(self, request: Request, sampled: SampledToken) -> str | None:
@@ -50,15 +60,29 @@ class RequestState:
             output.time_to_first_token = time.perf_counter() - request.arrival_time
             output.num_cached_tokens = request.num_cached_tokens
         completion.token_ids.append(sampled.token_id)
+        completion.num_drafted_tokens = request.num_drafted_tokens
+        completion.num_accepted_tokens = request.num_accepted_tokens
         if sampled.logprobs is not None:
             self._add_logprobs(completion, sampled.token_id, sampled.logprobs)
-        # The token that ended it has no text.
-        if not self._streams or (request.is_finished and request.finish_reason == "stop"):
+        if not self._streams:
+            return None
+        is_stop = request.is_finished and request.finish_reason == "stop"
+        # The token that ended it has no text, unless the user wants to see it.
+        if is_stop and not request.params.include_stop_str_in_output:
             return None
         stream = self._streams[request.index]
         stop_text = stream.add(sampled.token_id)
         completion.text = stream.text
         return stop_text
+
+    def add_prompt_logprobs(
+        self, request: Request, entries: Sequence[Mapping[int, Logprob]]
+    ) -> None:
+        """Take the log-probabilities of the next tokens of the prompt."""
+        known = self.output.prompt_logprobs or ()
+        # A new list, since outputs that were handed out must not grow.
+        self.output.prompt_logprobs = [*known, *map(self._with_texts, entries)]
+        request.num_unscored_tokens -= len(entries)
 
     def finish(self, request: Request) -> None:
         """Note the end of a completion, or of the request before it was forked."""
@@ -67,7 +91,7 @@ class RequestState:
         for completion in completions:
             stop_text = None
             if self._streams:
-                stop_text = self._streams[completion.index].finish()
+                stop_text = self._streams[completion.index].finish(_num_left_out(request))
                 completion.text = self._streams[completion.index].text
             if stop_text is None:
                 completion.finish_reason, completion.stop_reason = (
@@ -95,6 +119,7 @@ class RequestState:
         if self._reported[0] == NOTHING_REPORTED:
             # The first tokens of all completions come in one step. Forks wait for it, too.
             del self.requests[1:]
+            self.output.prompt_logprobs = _first_prompt_logprobs(self.requests[0])
         unfinished = []
         for index, (num_tokens, is_finished) in enumerate(self._reported):
             if is_finished:
@@ -112,7 +137,12 @@ class RequestState:
 
     def _restore_completion(self, index: int, num_tokens: int) -> None:
         cut = self.output.outputs[index]
-        whole = CompletionOutput(index, token_ids=cut.token_ids[:num_tokens])
+        whole = CompletionOutput(
+            index,
+            token_ids=cut.token_ids[:num_tokens],
+            num_drafted_tokens=cut.num_drafted_tokens,
+            num_accepted_tokens=cut.num_accepted_tokens,
+        )
         if num_tokens and cut.logprobs is not None:
             whole.logprobs = cut.logprobs[:num_tokens]
             entries = zip(whole.logprobs, whole.token_ids, strict=True)
@@ -125,25 +155,49 @@ class RequestState:
         self.output.outputs[index] = whole
 
     def _new_stream(self, tokenizer: TokenizerWrapper) -> TextStream:
-        return TextStream(tokenizer, self.requests[0].params.stop)
+        params = self.requests[0].params
+        includes_stop = params.include_stop_str_in_output
+        return TextStream(
+            tokenizer,
+            params.stop,
+            stop_sequences=() if includes_stop else params.stop_sequences,
+            min_tokens=params.min_tokens,
+            includes_stop=includes_stop,
+            skipped_token_ids=self._skipped,
+        )
 
     def _add_logprobs(
         self, completion: CompletionOutput, token_id: int, entries: Mapping[int, Logprob]
     ) -> None:
         if completion.logprobs is None:
             completion.logprobs = []
-        completion.logprobs.append(
-            {
-                token: Logprob(entry.logprob, entry.rank, self._text_of(token))
-                for token, entry in entries.items()
-            }
-        )
+        completion.logprobs.append(self._with_texts(entries))
         completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + entries[
             token_id
         ].logprob
+
+    def _with_texts(self, entries: Mapping[int, Logprob]) -> dict[int, Logprob]:
+        return {
+            token: Logprob(entry.logprob, entry.rank, self._text_of(token))
+            for token, entry in entries.items()
+        }
 
     def _text_of(self, token_id: int) -> str | None:
         if self._tokenizer is None:
             return None
         text: str = self._tokenizer.decode([token_id])
         return text
+
+
+def _first_prompt_logprobs(request: Request) -> list[dict[int, Logprob] | None] | None:
+    return None if request.params.prompt_logprobs is None else [None]
+
+
+def _num_left_out(request: Request) -> int:
+    """How many tokens of an answer's text belong to the stop sequence that ended it: all of its
+    tokens but the last, which never came into the text.
+    """
+    reason = request.stop_reason
+    if not isinstance(reason, tuple) or request.params.include_stop_str_in_output:
+        return 0
+    return len(reason) - 1

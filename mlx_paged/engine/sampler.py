@@ -3,11 +3,13 @@
 What a request gets depends on its own logits, tokens and parameters, never on what else is in the
 batch: its draws have keys of their own, and what goes wrong in its own settings fails it alone. The
 order is vLLM's: logit bias, repetition, frequency and presence penalty, the request's own
-processors; then mlx-lm's filters and its temperature.
+processors; then mlx-lm's filters and its temperature. Masks come after the penalties, so that no
+bias, however large, brings back a token that is banned.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -18,7 +20,8 @@ from mlx_lm.sample_utils import apply_top_k, apply_top_p
 
 from mlx_paged.argument_values import kind_of
 from mlx_paged.engine.read_array import read_float_rows, read_floats, read_int_rows, read_ints
-from mlx_paged.engine.sampling_state import SamplingState
+from mlx_paged.engine.sampling_state import Filters, SamplingState
+from mlx_paged.engine.token_mask import mask_tokens
 from mlx_paged.errors import request_error
 from mlx_paged.request import Logprob, Request
 
@@ -80,8 +83,8 @@ class SampledTokens:
 class LogprobReport(NamedTuple):
     """Log-probabilities for the requests that want some, in the order of the requests."""
 
-    sampled: mx.array  # [num_wanted], of the sampled token
-    ranks: mx.array  # [num_wanted], of the sampled token
+    chosen: mx.array  # [num_wanted], of the sampled token, or of that of the prompt
+    ranks: mx.array  # [num_wanted], of the same token
     top_ids: mx.array  # [num_wanted, num_top], the most likely tokens in any order
     top: mx.array  # [num_wanted, num_top], of these
 
@@ -93,10 +96,13 @@ def sample(
     logits: mx.array,  # [num_rows, vocab_size]
     rows: Sequence[int],  # [num_requests]
     requests: Sequence[Request],
+    num_before: Sequence[int] | None = None,  # [num_requests]
 ) -> SampledTokens:
     """Launch the draw of each request's next token from its row of logits.
 
-    Several requests may share a row. What is known of a request from one token to the next is its
+    Several requests may share a row. A request may have several entries, to verify its drafts:
+    ``num_before`` is then how many drafts stand before the token that is drawn; none by default.
+    What is known of a request from one token to the next is its
     ``sampling_state``. Its own functions are called here; those that look at numbers wait for them.
     """
     if not requests:
@@ -104,18 +110,42 @@ def sample(
     states: list[SamplingState] = []
     all_plain = True
     for request in requests:
-        state: SamplingState | None = request.sampling_state
-        if state is None:
-            state = request.sampling_state = SamplingState(request, logits.shape[-1])
+        state = state_of(request, logits.shape[-1])
         all_plain = all_plain and state.is_plain
         states.append(state)
     wanted_rows = list(rows)
     if wanted_rows != list(range(logits.shape[0])):
         logits = logits[mx.array(wanted_rows, dtype=mx.int32)]
-    draw = _draw_plainly if all_plain else _draw_with_settings
-    sampled = draw(logits, requests, states)
+    if all_plain:
+        sampled = _draw_plainly(logits, requests, states)
+    else:
+        positions = [request.num_output_tokens for request in requests]
+        if num_before is not None:
+            positions = list(map(operator.add, positions, num_before))
+        sampled = _draw_with_settings(logits, requests, states, positions)
     mx.async_eval(sampled.token_ids, sampled.peaks, sampled.report, sampled.drawn)
     return sampled
+
+
+def draw_drafts(
+    logits: mx.array,  # [num_requests, vocab_size], of a draft model
+    requests: Sequence[Request],
+    num_before: int,
+) -> mx.array:
+    """``[num_requests] int32``, each drawn as the request's token behind so many drafts will be:
+    with its key, temperature and filters.
+    """
+    states = [state_of(request, logits.shape[-1]) for request in requests]
+    positions = [request.num_output_tokens + num_before for request in requests]
+    return _draw(logits, states, positions).astype(mx.int32)
+
+
+def state_of(request: Request, vocab_size: int) -> SamplingState:
+    """What the sampler keeps of a request; new if there is nothing yet."""
+    state: SamplingState | None = request.sampling_state
+    if state is None:
+        state = request.sampling_state = SamplingState(request, vocab_size)
+    return state
 
 
 def _draw_plainly(
@@ -128,19 +158,14 @@ def _draw_with_settings(
     logits: mx.array,  # [num_requests, vocab_size]
     requests: Sequence[Request],
     states: Sequence[SamplingState],
+    positions: Sequence[int],  # [num_requests], of the tokens in the answers
 ) -> SampledTokens:
-    failed: dict[int, Exception] = {
-        entry: state.error for entry, state in enumerate(states) if state.error is not None
-    }
-    changed = [
-        entry
-        for entry, state in enumerate(states)
-        if state.may_leave_nothing and entry not in failed
-    ]
+    failed: dict[int, Exception] = {}
+    changed = [entry for entry, state in enumerate(states) if state.may_leave_nothing]
     processed, peaks = _adjust(logits, requests, states), None
     if changed:
         processed, peaks = _run_processors(processed, requests, changed, failed)
-    tokens = _draw(processed, requests, states).astype(mx.int32)
+    tokens = _draw(processed, states, positions).astype(mx.int32)
     drawn = _run_samplers(processed, tokens, requests, failed)
     report = _report_logprobs(logits, tokens, states)
     vocab_size = logits.shape[-1]
@@ -152,8 +177,8 @@ def _draw_with_settings(
 def _adjust(
     logits: mx.array, requests: Sequence[Request], states: Sequence[SamplingState]
 ) -> mx.array:
-    """Add the biases and apply the penalties, in float32; logits that need neither are returned as
-    they are.
+    """Add the biases, apply the penalties and the masks, in float32; logits that need none of it
+    are returned as they are.
     """
     if all(state.penalties is None and not state.may_leave_nothing for state in states):
         return logits
@@ -166,6 +191,16 @@ def _adjust(
             mx.array(np.concatenate(biases))
         )
 
+    logits = _penalise(logits, requests, states)
+    masks = [state.mask for state in states]
+    if any(mask is not None for mask in masks):
+        logits = mask_tokens(logits, requests, masks)
+    return logits
+
+
+def _penalise(
+    logits: mx.array, requests: Sequence[Request], states: Sequence[SamplingState]
+) -> mx.array:
     penalised = [entry for entry, state in enumerate(states) if state.penalties is not None]
     for entry in penalised:
         states[entry].read_new_tokens(requests[entry])
@@ -189,21 +224,25 @@ def _run_processors(
     """The logits after these requests' own functions, and the peak of each; those that fail are put
     into ``failed``.
     """
-    new_rows = []
+    processed: dict[int, mx.array] = {}
     for entry in entries:
-        row = logits[entry : entry + 1]
         if requests[entry].params.logits_processors:
             mx.eval(logits)  # outside of the try: an error of the model is not theirs
             try:
-                row = _process(requests[entry], logits[entry : entry + 1])
+                processed[entry] = _process(requests[entry], logits[entry : entry + 1])
             except KeyboardInterrupt:
                 raise  # Ctrl-C is the program's, wherever it arrives
             except BaseException as error:
                 failed[entry] = request_error(error)
-        new_rows.append(row)
+    if processed:
+        logits[mx.array(list(processed))] = mx.concatenate(list(processed.values()))
     # An infinite logit takes all of the probability; left as it is, the probabilities would be NaN.
-    rows = mx.minimum(mx.concatenate(new_rows), FLOAT32_MAX)
-    logits[mx.array(entries)] = rows
+    if len(entries) == len(requests):
+        logits = mx.minimum(logits, FLOAT32_MAX)
+        return logits, logits.max(axis=-1)
+    chosen = mx.array(entries)
+    rows = mx.minimum(logits[chosen], FLOAT32_MAX)
+    logits[chosen] = rows
     return logits, rows.max(axis=-1)
 
 
@@ -238,7 +277,7 @@ def _run_samplers(
 def _no_token(request: Request) -> ValueError:
     return ValueError(
         f"[sampler] the logits of {request.request_id!r} allow no token: all are -inf, or NaN; see "
-        "its logit_bias and logits_processors"
+        "its logit_bias, logits_processors, allowed_token_ids and bad_words"
     )
 
 
@@ -282,11 +321,11 @@ def _process(request: Request, row: mx.array) -> mx.array:
 
 def _draw(
     logits: mx.array,  # [num_requests, vocab_size]
-    requests: Sequence[Request],
     states: Sequence[SamplingState],
+    positions: Sequence[int],  # [num_requests]
 ) -> mx.array:
     """Token ids ``[num_requests]``: one draw for all requests of a group."""
-    groups: dict[tuple[bool, bool, int] | None, list[int]] = {}
+    groups: dict[Filters | None, list[int]] = {}
     for entry, state in enumerate(states):
         groups.setdefault(state.group, []).append(entry)
     parts = []
@@ -295,11 +334,10 @@ def _draw(
         if group is None:
             parts.append(mx.argmax(rows, axis=-1))
             continue
-        keys = b"".join(
-            [states[entry].draw_key(requests[entry].num_output_tokens) for entry in entries]
-        )
-        filters = np.array([states[entry].filters for entry in entries], np.float32)
-        rows = _filter(_log_softmax(rows), mx.array(filters.T[:, :, None]), *group)
+        keys = b"".join([states[entry].draw_key(positions[entry]) for entry in entries])
+        values = np.array([states[entry].filters for entry in entries], np.float32)
+        xtc = _xtc(states, positions, entries) if group.has_xtc else None
+        rows = _filter(_log_softmax(rows), mx.array(values.T[:, :, None]), group, xtc)
         parts.append(_categorical(mx.array(np.frombuffer(keys, "<u4").reshape(-1, 2)), rows))
     if len(parts) == 1:
         return parts[0]
@@ -316,26 +354,57 @@ def _log_softmax(logits: mx.array) -> mx.array:
 
 def _filter(
     logprobs: mx.array,  # [num_requests, vocab_size]
-    filters: mx.array,  # [3, num_requests, 1]
-    has_top_p: bool,
-    has_min_p: bool,
-    top_k: int,
+    values: mx.array,  # [3, num_requests, 1]
+    group: Filters,
+    xtc: Xtc | None,
 ) -> mx.array:
     """Apply the filters as mlx-lm's ``make_sampler`` does, in its order, with the temperature last.
 
     The settings are arrays: mlx-lm compiles its filters, and a kernel for each new number would
     halt everybody.
     """
-    scale, top_p, log_min_p = filters
-    if has_top_p:
+    scale, top_p, log_min_p = values
+    if group.has_top_p:
         logprobs = apply_top_p(logprobs, top_p)  # type: ignore[arg-type]  # an array
-    if has_min_p:  # mlx-lm's apply_min_p takes no array
+    if group.has_min_p:  # mlx-lm's apply_min_p takes no array
         logprobs = mx.where(
             logprobs < logprobs.max(axis=-1, keepdims=True) + log_min_p, -mx.inf, logprobs
         )
-    if top_k > 0:
-        logprobs = apply_top_k(logprobs, top_k)
+    if xtc is not None:
+        logprobs = _exclude_top_choices(logprobs, xtc)
+    if group.top_k > 0:
+        logprobs = apply_top_k(logprobs, group.top_k)
     return logprobs * scale
+
+
+class Xtc(NamedTuple):
+    """What XTC does to each request of a group."""
+
+    thresholds: mx.array  # [num_requests, 1] float32; infinite leaves a row as it is
+    spared: tuple[mx.array, mx.array] | None  # rows and token ids that it never removes
+
+
+def _xtc(states: Sequence[SamplingState], positions: Sequence[int], entries: Sequence[int]) -> Xtc:
+    thresholds = [[states[entry].xtc_threshold(positions[entry])] for entry in entries]
+    spared = [
+        (row, token)
+        for row, entry in enumerate(entries)
+        for token in states[entry].xtc_special_tokens
+    ]
+    rows, tokens = zip(*spared, strict=True) if spared else ((), ())
+    return Xtc(mx.array(thresholds), (mx.array(rows), mx.array(tokens)) if spared else None)
+
+
+def _exclude_top_choices(logprobs: mx.array, xtc: Xtc) -> mx.array:
+    """mlx-lm's ``apply_xtc``, with the coin of each row flipped already: remove the tokens above
+    the threshold but the least likely of them, and the special ones.
+    """
+    probabilities = mx.softmax(logprobs, axis=-1)
+    above = mx.where(probabilities > xtc.thresholds, probabilities, mx.inf)
+    is_removed = probabilities > above.min(axis=-1, keepdims=True)
+    if xtc.spared is not None:
+        is_removed[xtc.spared] = False
+    return mx.where(is_removed, -mx.inf, logprobs)
 
 
 def _report_logprobs(
@@ -354,13 +423,22 @@ def _report_logprobs(
     wanted = list(num_logprobs)
     if len(wanted) < len(states):
         logits, tokens = logits[mx.array(wanted)], tokens[mx.array(wanted)]
+    return report_logprobs(logits, tokens, max(num_logprobs.values()))
+
+
+def report_logprobs(
+    logits: mx.array,  # [num_rows, vocab_size]
+    tokens: mx.array,  # [num_rows]
+    num_top: int,
+) -> LogprobReport:
+    """The log-probabilities of a token in each row, and of the ``num_top`` most likely ones."""
     logprobs = _log_softmax(logits)
-    sampled = mx.take_along_axis(logprobs, tokens[:, None], axis=-1)
-    ranks = 1 + (logprobs > sampled).sum(axis=-1)
-    most = min(max(num_logprobs.values()), logprobs.shape[-1])
+    chosen = mx.take_along_axis(logprobs, tokens[:, None], axis=-1)
+    ranks = 1 + (logprobs > chosen).sum(axis=-1)
+    most = min(num_top, logprobs.shape[-1])
     top_ids = mx.argpartition(-logprobs, kth=max(most - 1, 0), axis=-1)[:, :most]
     return LogprobReport(
-        sampled[:, 0], ranks, top_ids, mx.take_along_axis(logprobs, top_ids, axis=-1)
+        chosen[:, 0], ranks, top_ids, mx.take_along_axis(logprobs, top_ids, axis=-1)
     )
 
 
@@ -368,20 +446,38 @@ def _read_logprobs(
     report: LogprobReport, token_ids: Sequence[int], states: Sequence[SamplingState]
 ) -> dict[int, dict[int, Logprob]]:
     """The log-probabilities of each entry by rank, then by token id."""
-    wanted = [entry for entry, state in enumerate(states) if state.num_logprobs is not None]
-    results: dict[int, dict[int, Logprob]] = {}
-    for entry, sampled, sampled_rank, top_ids, top in zip(
-        wanted,
-        read_floats(report.sampled),
+    wanted = [
+        (entry, state.num_logprobs)
+        for entry, state in enumerate(states)
+        if state.num_logprobs is not None
+    ]
+    rows = read_report(
+        report, [token_ids[entry] for entry, _ in wanted], [count for _, count in wanted]
+    )
+    return {entry: row for (entry, _), row in zip(wanted, rows, strict=True)}
+
+
+def read_report(
+    report: LogprobReport, token_ids: Sequence[int], num_top: Sequence[int]
+) -> list[dict[int, Logprob]]:
+    """For each row of a report, the log-probabilities by rank, then by token id; that of the row's
+    own token last, unless it is among the most likely ones.
+    """
+    results: list[dict[int, Logprob]] = []
+    for token, count, own, own_rank, top_ids, top in zip(
+        token_ids,
+        num_top,
+        read_floats(report.chosen),
         read_ints(report.ranks),
         read_int_rows(report.top_ids),
         read_float_rows(report.top),
         strict=True,
     ):
         best = sorted(zip(top, top_ids, strict=True), key=lambda pair: (-pair[0], pair[1]))
-        best = best[: states[entry].num_logprobs]
-        results[entry] = {
-            token: Logprob(logprob, rank) for rank, (logprob, token) in enumerate(best, 1)
+        row = {
+            top_token: Logprob(logprob, rank)
+            for rank, (logprob, top_token) in enumerate(best[:count], 1)
         }
-        results[entry].setdefault(token_ids[entry], Logprob(sampled, sampled_rank))
+        row.setdefault(token, Logprob(own, own_rank))
+        results.append(row)
     return results

@@ -4,16 +4,39 @@ from __future__ import annotations
 
 import math
 from array import array
+from dataclasses import fields
 from hashlib import blake2b
+from typing import NamedTuple
 
 import numpy as np
 
+from mlx_paged.engine.token_mask import TokenMask, needs_mask
 from mlx_paged.request import Request
+from mlx_paged.sampling_params import SamplingParams
 
 # The limit of penalties and temperatures, and its inverse that of top_p, so that no product leaves
 # float32: a scale of 0 would turn tokens that a filter removed into NaN.
 HUGE = 1e30
+# Under these settings alone, a row's draw depends on nothing but its logits and its position.
+ROW_SETTINGS = frozenset(
+    {
+        "n", "temperature", "top_p", "top_k", "min_p", "xtc_probability", "xtc_threshold",
+        "xtc_special_tokens", "seed", "logit_bias", "stop", "stop_token_ids",
+        "include_stop_str_in_output", "ignore_eos", "max_tokens", "logprobs", "prompt_logprobs",
+        "detokenize", "skip_special_tokens",
+    }
+)  # fmt: skip
+_DEFAULTS = SamplingParams()
 COLDEST = 1e-6  # temperatures end here: a log-probability over a lower one leaves float32
+
+
+class Filters(NamedTuple):
+    """What the filters of a group of requests have in common: those that are drawn in one call."""
+
+    has_top_p: bool
+    has_min_p: bool
+    has_xtc: bool
+    top_k: int  # 0 is off
 
 
 class SamplingState:
@@ -23,21 +46,23 @@ class SamplingState:
     request's tokens only grow, so each is read once, and no step goes through the context.
 
     Attributes:
-        error: a mistake in the parameters that only the size of the vocabulary shows.
-        group: of the requests that are drawn in one call, as (has top_p, has min_p, top_k); None is
-            greedy.
+        group: the requests of a group are drawn in one call; None is greedy.
         filters: 1 / temperature, top_p, log(min_p).
+        mask: the tokens that can't be drawn, if there are such.
+        draws_rows_together: whether a token may be drawn before those in front of it are known.
     """
 
     def __init__(self, request: Request, vocab_size: int):
         params = request.params
-        self.error: ValueError | None = None
         self.num_logprobs = params.logprobs
-        self.group: tuple[bool, bool, int] | None = None
+        self.group: Filters | None = None
         self.filters = 0.0, 0.0, 0.0
+        self._xtc_probability, self._xtc_threshold = params.xtc_probability, params.xtc_threshold
+        self.xtc_special_tokens = [int(token) for token in params.xtc_special_tokens]
         if not params.is_greedy:
-            top_k = int(params.top_k) if params.top_k < vocab_size else 0
-            self.group = params.top_p < 1, params.min_p > 0, top_k
+            top_k = int(params.top_k) if 0 < params.top_k < vocab_size else 0
+            has_xtc = params.xtc_probability > 0
+            self.group = Filters(params.top_p < 1, params.min_p > 0, has_xtc, top_k)
             log_min_p = math.log(params.min_p) if params.min_p > 0 else 0.0
             self.filters = (
                 1 / min(max(float(params.temperature), COLDEST), HUGE),
@@ -46,20 +71,13 @@ class SamplingState:
             )
         self.bias: tuple[np.ndarray, np.ndarray] | None = None  # token ids, biases
         if params.logit_bias:
-            beyond = [token for token in params.logit_bias if token >= vocab_size]
-            if beyond:
-                message = (
-                    f"[sampler] logit_bias has token id {beyond[0]}, the vocabulary ends at "
-                    f"{vocab_size - 1}"
-                )
-                self.error = ValueError(message)
-            else:
-                with np.errstate(over="ignore"):
-                    biases = np.array(list(params.logit_bias.values()), np.float64).astype(
-                        np.float32
-                    )
-                self.bias = np.array(list(params.logit_bias), np.int32), biases
-        self.may_leave_nothing = bool(params.logit_bias or params.logits_processors)
+            with np.errstate(over="ignore"):
+                biases = np.array(list(params.logit_bias.values()), np.float64).astype(np.float32)
+            self.bias = np.array(list(params.logit_bias), np.int32), biases
+        self.mask = TokenMask(request, vocab_size) if needs_mask(request) else None
+        self.may_leave_nothing = bool(
+            params.logit_bias or params.logits_processors or self.mask is not None
+        )
         self.penalties: tuple[float, float, float] | None = None
         penalties = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
         if penalties != (1, 0, 0):
@@ -72,6 +90,11 @@ class SamplingState:
             and self.penalties is None
             and self.num_logprobs is None
             and not self.may_leave_nothing
+        )
+        self.draws_rows_together = all(
+            getattr(params, each.name) == getattr(_DEFAULTS, each.name)
+            for each in fields(params)
+            if each.name not in ROW_SETTINGS
         )
         # Only the seed has a variable width, so no two triples have the same bytes.
         seed, index = int(request.seed), request.index
@@ -92,6 +115,16 @@ class SamplingState:
                 self.counts.append(0)
             self.counts[index] += position >= request.num_prompt_tokens
         self.num_read = request.num_tokens
+
+    def xtc_threshold(self, position: int) -> float:
+        """The threshold of XTC for the token at a position of the answer, infinite where the coin
+        of that position leaves XTC out.
+        """
+        # mlx-lm flips this coin on the device; its bits are as good, and cost no operation.
+        key = self.key.copy()
+        key.update(position.to_bytes(8, "little") + b"xtc")
+        coin = int.from_bytes(key.digest(), "little") / 2**64
+        return float(self._xtc_threshold) if coin < self._xtc_probability else math.inf
 
     def draw_key(self, position: int) -> bytes:
         """8 bytes that depend on the request's seed, its index and the position in its answer, and

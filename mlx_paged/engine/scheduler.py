@@ -21,11 +21,16 @@ from mlx_paged.config import SchedulerConfig
 from mlx_paged.core import BlockCopy, ComputedBlocks, KVCacheManager, extend_block_hashes
 from mlx_paged.core.kv_cache_manager import NOTHING_COMPUTED
 from mlx_paged.engine.batch import Batch, CopyBlocks, Scheduled, ShiftKeys, SwapIn, SwapOut
+from mlx_paged.engine.speculation import NO_SPECULATION, Speculation
 from mlx_paged.engine.swap_space import SwapSpace
 from mlx_paged.errors import PromptTooLongError, prompt_beyond_context, prompt_too_long
-from mlx_paged.request import PENDING_TOKEN, Request, RequestStatus, SeqId
+from mlx_paged.request import PENDING_TOKEN, Request, RequestStatus, SeqId, StopReason
 
 by_order = attrgetter("order")
+
+# Of a step, for the log-probabilities of prompts: rows of logits are large. 256 rows of 152,000
+# logits are 156 MB in float32, and some copies of it.
+MAX_SCORED_ROWS = 256
 
 
 def extra_hash_keys(cache_salt: str | None) -> tuple[str, ...]:
@@ -52,6 +57,7 @@ class _Plan:
     """A step while it is being planned."""
 
     token_budget: int
+    scored_rows_budget: int = MAX_SCORED_ROWS
     only: Request | None = None
     is_ahead: bool = False  # the tokens of the step before are not read yet
     scheduled: list[Scheduled] = field(default_factory=list)
@@ -94,6 +100,7 @@ class Scheduler:
             requests in it.
         eos_token_ids: tokens that end a completion.
         swap_space: where preempted requests may go; none by default.
+        speculation: who makes drafts, and how many; nobody by default.
     """
 
     def __init__(
@@ -102,16 +109,20 @@ class Scheduler:
         config: SchedulerConfig,
         eos_token_ids: frozenset[int] = frozenset(),
         swap_space: SwapSpace[Any] | None = None,
+        speculation: Speculation = NO_SPECULATION,
     ):
         self.supply = supply
         self.manager = supply.manager
         self.config = config
         self.eos_token_ids = eos_token_ids
         self.swap_space = swap_space or SwapSpace(0)
+        self.speculation = speculation
         self.running: list[Request] = []  # by order
         self.waiting: list[Request] = []  # by order
         self.num_steps = 0
         self.num_preemptions = 0
+        self.num_drafted_tokens = 0
+        self.num_accepted_tokens = 0
         self._requests: dict[SeqId, Request] = {}
         self._arrivals = itertools.count()
         self._block_size = self.manager.pool.block_size
@@ -188,7 +199,7 @@ class Scheduler:
         self,
         request: Request,
         reason: str,
-        stop_reason: int | str | None = None,
+        stop_reason: StopReason = None,
         error: Exception | None = None,
     ) -> None:
         """Take a request out, wherever it is, and give back all its blocks at once: finished,
@@ -217,7 +228,7 @@ class Scheduler:
         Args:
             only: schedule this request and no other.
         """
-        return self._plan(_Plan(self._token_budget(), only))
+        return self._plan(_Plan(self._token_budget(), only=only))
 
     def schedule_ahead(self, awaited: Iterable[Request]) -> Batch | None:
         """Plan the step after one whose tokens are not read yet, as if they were.
@@ -265,6 +276,8 @@ class Scheduler:
         self._schedule_running(plan)
         if not plan.preempted:
             self._admit_waiting(plan)
+            if self.speculation.is_on and not plan.is_ahead and plan.only is None:
+                self._add_drafts(plan)
         return plan.batch()
 
     def _schedule_running(self, plan: _Plan) -> None:
@@ -286,11 +299,8 @@ class Scheduler:
                 # A prompt leaves a token of the budget to each request after it, so that no decode
                 # waits for it.
                 num_left = 0 if only is not None else len(running) - index - 1
-                num_new_tokens = min(
-                    num_new_tokens,
-                    plan.token_budget - num_left,
-                    self.manager.max_run(request.seq_id),
-                )
+                num_new_tokens = min(num_new_tokens, plan.token_budget - num_left)
+                num_new_tokens = min(num_new_tokens, self._max_chunk(plan, request))
                 num_needed = self.manager.num_needed_blocks(request.seq_id, num_new_tokens)
                 self.supply.make_room(num_needed + num_left)
             copies = self.manager.allocate_slots(request.seq_id, num_new_tokens)
@@ -335,11 +345,8 @@ class Scheduler:
         num_spare = self.manager.num_free_blocks + self.supply.num_growable_blocks - num_needed
         if num_spare < (self.config.watermark * self.max_num_blocks if self.running else 0):
             return False
-        num_new_tokens = min(
-            request.num_tokens - num_held,
-            plan.token_budget,
-            self.manager.max_run(request.seq_id, computed),
-        )
+        num_new_tokens = min(request.num_tokens - num_held, plan.token_budget)
+        num_new_tokens = min(num_new_tokens, self._max_chunk(plan, request, computed))
         num_slots = num_held - computed.num_tokens + num_new_tokens
         # Blocks that were found need no room: taking them evicts nothing.
         num_groups = len(self.manager.retentions)
@@ -361,14 +368,31 @@ class Scheduler:
         self._schedule(plan, request, num_new_tokens, copies)
         return True
 
+    def _max_chunk(
+        self, plan: _Plan, request: Request, computed: ComputedBlocks = NOTHING_COMPUTED
+    ) -> int:
+        """The most tokens of a request in a step: all of them see the same ones before it, and few
+        rows of logits are there at a time.
+        """
+        max_run = self.manager.max_run(request.seq_id, computed)
+        if request.num_unscored_tokens:
+            max_run = min(max_run, max(1, plan.scored_rows_budget))
+        return max_run
+
     def _schedule(
         self, plan: _Plan, request: Request, num_new_tokens: int, copies: list[BlockCopy]
     ) -> None:
         start = request.num_computed_tokens
         request.num_computed_tokens = end = start + num_new_tokens
         num_logit_rows = 1 if end == len(request.token_ids) else 0
+        num_scored_rows = 0
+        if request.num_unscored_tokens:
+            num_scored_rows = _num_scored_rows(request, start, end)
+            num_logit_rows += num_scored_rows
+            plan.scored_rows_budget -= num_scored_rows
         # A third of the time that the constructor of a NamedTuple takes.
-        part = tuple.__new__(Scheduled, (request, start, num_new_tokens, num_logit_rows))
+        fields = (request, start, num_new_tokens, num_logit_rows, num_scored_rows, ())
+        part = tuple.__new__(Scheduled, fields)
         plan.scheduled.append(part)
         plan.token_budget -= num_new_tokens
         if copies:
@@ -379,11 +403,65 @@ class Scheduler:
         if end % self._block_size < num_new_tokens:  # The end of a block was passed.
             plan.new_block_ids.update(self._cache_blocks(request))
 
+    def expects_drafts(self) -> bool:
+        """Whether requests that run are likely to have drafts that pay when the tokens of the step
+        in flight are known. Then these are read before the next step is planned.
+        """
+        if not self.speculation.is_on:
+            return False
+        decoding = [request for request in self.running if request.num_output_tokens]
+        return any(self.speculation.num_drafts(decoding, len(self.running), len(self.running)))
+
+    def _add_drafts(self, plan: _Plan) -> None:
+        """Let requests try drafts, with what the step leaves when everybody else has got theirs."""
+        decodes = [
+            (index, part.request)
+            for index, part in enumerate(plan.scheduled)
+            if part.num_new_tokens == 1 and part.num_logit_rows and part.request.num_output_tokens
+        ]
+        if not decodes:
+            return
+        num_rows = sum(part.num_new_tokens for part in plan.scheduled)
+        num_tokens = sum(part.num_logit_rows - part.num_scored_rows for part in plan.scheduled)
+        requests = [request for _, request in decodes]
+        counts = self.speculation.num_drafts(requests, num_rows, num_tokens)
+        for (index, request), wanted in zip(decodes, counts, strict=True):
+            num_drafts = min(wanted, self._max_num_drafts(plan, request)) if wanted else 0
+            if num_drafts > 0:
+                drafts = self.speculation.propose(request, num_drafts)
+                copies = self.manager.allocate_slots(request.seq_id, num_drafts)
+                assert copies == [], "the slots are those of its own or of empty blocks"
+                request.num_computed_tokens += num_drafts
+                plan.token_budget -= num_drafts
+                num_run = 1 + num_drafts
+                start = request.num_computed_tokens - num_run
+                plan.scheduled[index] = Scheduled(request, start, num_run, num_run, 0, drafts)
+
+    def _max_num_drafts(self, plan: _Plan, request: Request) -> int:
+        """How many drafts a request may have in this step: within the step's budget and the end of
+        the answer, in slots for which nothing is evicted and nobody has to make room.
+        """
+        tables = self.manager.groups[request.seq_id]
+        num_new_blocks = self.manager.pool.num_empty_blocks // len(tables)
+        num_slots = min(table.num_unfilled_slots for table in tables)
+        num_slots += num_new_blocks * self._block_size
+        most = min(plan.token_budget, num_slots, self.manager.max_more(request.seq_id))
+        limit = request.params.max_tokens
+        if limit is not None and limit >= 0:
+            most = min(most, limit - request.num_output_tokens - 1)
+        if self.config.max_model_len is not None:
+            most = min(most, self.config.max_model_len - request.num_tokens - 1)
+        return most
+
     def _computed_blocks(self, request: Request) -> ComputedBlocks:
         if not self.config.enable_prefix_caching:
             return NOTHING_COMPUTED
         self._hash_blocks(request)
-        return self.manager.get_computed_blocks(request.block_hashes, request.num_tokens)
+        # A row whose logits are wanted is computed, even on a hit.
+        num_tokens = request.num_tokens
+        if request.num_unscored_tokens:
+            num_tokens = request.num_prompt_tokens - request.num_unscored_tokens
+        return self.manager.get_computed_blocks(request.block_hashes, num_tokens)
 
     def _cache_blocks(self, request: Request) -> list[int]:
         """Let others hit the blocks that are full after the newest step, as far as their tokens are
@@ -446,20 +524,27 @@ class Scheduler:
             request.token_ids[-1] = token_id
         else:
             request.token_ids.append(token_id)
-        if ahead is not None and self._fills_block(request):
-            ahead.new_block_ids.update(self._cache_blocks(request))
+        if self._fills_block(request):
+            new_block_ids = self._cache_blocks(request)
+            if ahead is not None:
+                ahead.new_block_ids.update(new_block_ids)
         params = request.params
-        if token_id in self.eos_token_ids and not params.ignore_eos:
-            self.finish(request, "stop")
-        elif token_id in params.stop_token_ids:
-            self.finish(request, "stop", token_id)
-        elif self._is_full(request):
+        if request.num_output_tokens > params.min_tokens:
+            if token_id in self.eos_token_ids and not params.ignore_eos:
+                return self.finish(request, "stop")
+            if token_id in params.stop_token_ids:
+                return self.finish(request, "stop", token_id)
+            if params.stop_sequences and (sequence := _ending_sequence(request)) is not None:
+                return self.finish(request, "stop", sequence)
+        if self._is_full(request):
             self.finish(request, "length")
 
     def _fills_block(self, request: Request) -> bool:
-        """Whether its newest token has K/V, in the last slot of a block."""
-        num_computed = request.num_computed_tokens
-        return num_computed == len(request.token_ids) and num_computed % self._block_size == 0
+        """Whether its newest token has K/V, in the last slot of a block: a step ahead computes it,
+        or it was a draft.
+        """
+        num_tokens = len(request.token_ids)
+        return num_tokens <= request.num_computed_tokens and not num_tokens % self._block_size
 
     def _is_full(self, request: Request) -> bool:
         """Whether its newest token is the last that it may have."""
@@ -469,6 +554,26 @@ class Scheduler:
             # No room for the token's own K/V.
             or request.num_tokens > self._limit[1]
         )
+
+    def begin_verification(self, part: Scheduled) -> None:
+        """The tokens that follow a request's drafts are known: none of them is accepted yet."""
+        num_drafts = len(part.draft_token_ids)
+        part.request.num_computed_tokens = part.start + part.num_new_tokens - num_drafts
+        part.request.num_drafted_tokens += num_drafts
+        self.num_drafted_tokens += num_drafts
+
+    def accept_draft(self, request: Request) -> None:
+        """The next draft is the token that is appended next: its K/V stay."""
+        request.num_computed_tokens += 1
+        request.num_accepted_tokens += 1
+        self.num_accepted_tokens += 1
+
+    def end_verification(self, part: Scheduled, num_accepted: int) -> None:
+        """Give back the slots of the drafts that were not accepted."""
+        request = part.request
+        self.speculation.note(request, len(part.draft_token_ids), num_accepted)
+        if not request.is_finished:
+            self.manager.trim(request.seq_id, request.num_computed_tokens)
 
     def forget_token(self, request: Request) -> None:
         """The token that a request awaits does not come."""
@@ -525,6 +630,23 @@ class Scheduler:
         for request in self.running:
             assert self.manager.num_tokens(request.seq_id) == request.num_computed_tokens
             assert request.num_computed_tokens <= request.num_tokens
+
+
+def _num_scored_rows(request: Request, start: int, end: int) -> int:
+    """Of how many of the tokens ``start : end`` the logits are those of a prompt token that is not
+    scored yet. A row's logits are of the token after it.
+    """
+    num_scored = request.num_prompt_tokens - 1 - request.num_unscored_tokens
+    return max(0, min(end, request.num_prompt_tokens - 1) - max(start, num_scored))
+
+
+def _ending_sequence(request: Request) -> tuple[int, ...] | None:
+    """The stop sequence that the answer ends with; the longest, if there are several."""
+    for sequence in request.params.stop_sequences:
+        length = len(sequence)
+        if length <= request.num_output_tokens and sequence == tuple(request.token_ids[-length:]):
+            return sequence
+    return None
 
 
 def _remove(queue: list[Request], request: Request) -> None:

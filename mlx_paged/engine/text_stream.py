@@ -2,73 +2,146 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Collection, Sequence
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 
 class TextStream:
     """Tokens in, text out: whole characters only, and nothing that may still turn out to be part of
-    a stop text.
+    a stop text or of a stop sequence.
 
     Of several stop texts, the one that begins first in the whole text counts, however the text is
     cut into tokens; where several begin at the same place, the shortest, which is complete first.
-    ``finish`` ends a text that no stop text ended.
+    ``finish`` ends a text that no stop text ended. Stop sequences are looked for by whoever gives
+    the tokens, and named to ``finish``.
 
     A token that the tokenizer does not have (a model's vocabulary is often padded) adds no text.
 
     Args:
         tokenizer: its streaming detokenizer turns tokens into text.
         stop: the stop texts, none of them empty.
+        stop_sequences: of token ids; a text that one of them may end stays held back.
+        min_tokens: stop texts that are complete within this many tokens don't count.
+        includes_stop: whether the text keeps the stop text that ended it.
+        skipped_token_ids: special tokens, which add no text. One that is a stop text ends the text.
 
     Attributes:
-        text: what can be shown by now. It only ever grows at its end, and the stop text is left
-            out.
+        text: what can be shown by now. It only ever grows at its end.
     """
 
-    def __init__(self, tokenizer: TokenizerWrapper, stop: Sequence[str] = ()):
+    def __init__(
+        self,
+        tokenizer: TokenizerWrapper,
+        stop: Sequence[str] = (),
+        *,
+        stop_sequences: Sequence[Sequence[int]] = (),
+        min_tokens: int = 0,
+        includes_stop: bool = False,
+        skipped_token_ids: Collection[int] = (),
+    ):
         self.text = ""
         self._tokenizer = tokenizer
         self._detokenizer = tokenizer.detokenizer
         self._num_read = 0  # characters of the detokenizer's text
         self._stops = tuple(stop)
-        self._held_back = ""
+        self._includes_stop = includes_stop
+        self._skipped = skipped_token_ids
+        self._num_tokens_left = min_tokens  # until stop texts count
+        self._held_back = ""  # may be the beginning of a stop text
+        self._num_ignored = 0  # characters of it in which no stop text may end
         self._found: str | None = None
+        self._stop_sequences = tuple(map(tuple, stop_sequences))
+        # The last tokens, as many as a stop sequence may have, each with the number of characters
+        # before it.
+        longest = max(map(len, self._stop_sequences), default=0)
+        self._last_tokens: deque[tuple[int, int]] = deque(maxlen=longest)
+        self._decided = ""  # text that no stop text ends; ``text`` is the same or less
 
     def add(self, token_id: int) -> str | None:
         """Take the next token; returns the stop text that was found, or ``None``."""
         if self._found is not None:
             return self._found
-        self._add_token(token_id)
-        new_text = self._read()
-        if not self._stops:
-            self.text += new_text
-            return None
-        tail = self._held_back + new_text
-        begin, stop = find_stop(tail, self._stops)
-        unfinished = find_unfinished_stop(tail, self._stops)
-        if stop is None or unfinished < begin:
-            # An earlier stop text may still be completed: wait for it.
-            self.text += tail[:unfinished]
-            self._held_back = tail[unfinished:]
-            return None
-        return self._end(tail[:begin], stop)
+        if self._stop_sequences:
+            self._last_tokens.append((token_id, len(self._decided) + len(self._held_back)))
+        if token_id in self._skipped:
+            found = self._add_special(token_id)
+        else:
+            self._add_token(token_id)
+            found = self._add_text(self._read())
+        self.text = self._shown() if self._last_tokens else self._decided
+        return found
 
-    def finish(self) -> str | None:
+    def finish(self, num_left_out: int = 0) -> str | None:
         """No more tokens come: show what was held back; returns the stop text that was found, or
         ``None``.
+
+        Args:
+            num_left_out: how many of the last tokens belong to a stop sequence, whose text is not
+                shown.
         """
         if self._found is not None:
             return self._found
         tail = self._held_back + self._read_last()
-        begin, stop = find_stop(tail, self._stops)
-        return self._end(tail[:begin], stop)
+        if num_left_out:
+            _, end = self._last_tokens[-num_left_out]
+            tail = tail[: max(0, end - len(self._decided))]
+            self._decided = self._decided[:end]
+        self._last_tokens.clear()
+        return self._end(tail)
 
-    def _end(self, last_text: str, stop: str | None) -> str | None:
-        self.text += last_text
+    def _add_text(self, new_text: str) -> str | None:
+        if not self._stops:
+            self._decided += new_text
+            return None
+        tail = self._held_back + new_text
+        if self._num_tokens_left > 0:
+            self._num_tokens_left -= 1
+            self._num_ignored = len(tail)
+        begin, stop = find_stop(tail, self._stops, self._num_ignored)
+        unfinished = find_unfinished_stop(tail, self._stops)
+        if stop is not None and begin <= unfinished:
+            return self._end(tail)
+        # Where there is a stop text, one that begins before it may still be completed: wait.
+        self._decided += tail[:unfinished]
+        self._held_back = tail[unfinished:]
+        self._num_ignored = max(0, self._num_ignored - unfinished)
+        return None
+
+    def _add_special(self, token_id: int) -> str | None:
+        """A token that has no text here, but may be a stop text."""
+        counts = self._num_tokens_left <= 0
+        found = self._add_text("")
+        if not self._stops or not counts or found is not None:
+            return found
+        name = self._tokenizer.convert_ids_to_tokens(token_id)
+        if name not in self._stops:
+            return None
+        # What was held back is before it.
+        found = self._end(self._held_back + self._read_last())
+        self._found = found or name
+        return self._found
+
+    def _end(self, tail: str) -> str | None:
+        """Decide on what is left of the text, up to the stop text that it may have."""
+        begin, stop = find_stop(tail, self._stops, self._num_ignored)
+        if stop is not None and self._includes_stop:
+            begin += len(stop)
+        self._decided += tail[:begin]
         self._held_back = ""
         self._found = stop
+        self._last_tokens.clear()
+        self.text = self._decided
         return stop
+
+    def _shown(self) -> str:
+        """The text that is decided, without that of tokens which may begin a stop sequence."""
+        tokens = [token for token, _ in self._last_tokens]
+        num_held_back = num_unfinished_tokens(tokens, self._stop_sequences)
+        if not num_held_back:
+            return self._decided
+        return self._decided[: self._last_tokens[-num_held_back][1]]
 
     def _add_token(self, token_id: int) -> None:
         # For a token that it does not have, mlx-lm's BPE detokenizer writes "!" and the SPM one
@@ -98,11 +171,15 @@ class TextStream:
         return self._read()
 
 
-def find_stop(text: str, stops: Sequence[str]) -> tuple[int, str | None]:
+def find_stop(text: str, stops: Sequence[str], num_ignored: int = 0) -> tuple[int, str | None]:
     """Where the first stop text begins in ``text``, and which; the end of ``text`` and ``None`` if
-    there is none.
+    there is none. Those that end within the first ``num_ignored`` characters don't count.
     """
-    found = [(begin, len(stop), stop) for stop in stops if (begin := text.find(stop)) >= 0]
+    found = [
+        (begin, len(stop), stop)
+        for stop in stops
+        if (begin := text.find(stop, num_ignored and max(0, num_ignored - len(stop) + 1))) >= 0
+    ]
     if not found:
         return len(text), None
     begin, _, stop = min(found)
@@ -113,6 +190,20 @@ def find_unfinished_stop(text: str, stops: Sequence[str]) -> int:
     """Where a stop text may begin that ``text`` breaks off in; the end of ``text`` if nowhere."""
     longest = max(map(len, stops))
     for begin in range(max(0, len(text) - longest + 1), len(text)):
-        if any(stop.startswith(text[begin:]) for stop in stops):
+        end = text[begin:]
+        if any(stop.startswith(end) and stop != end for stop in stops):
             return begin
     return len(text)
+
+
+def num_unfinished_tokens(token_ids: Sequence[int], sequences: Sequence[tuple[int, ...]]) -> int:
+    """How many of the last tokens may be the beginning of a stop sequence; 0 if none."""
+    return max(
+        (
+            length
+            for sequence in sequences
+            for length in range(1, len(sequence))
+            if tuple(token_ids[-length:]) == sequence[:length]
+        ),
+        default=0,
+    )

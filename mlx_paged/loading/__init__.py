@@ -1,5 +1,6 @@
 """Models from a local folder or the Hugging Face hub, and how their authors want them sampled."""
 
+from mlx_paged.loading.draft_model import load_draft_model
 from mlx_paged.loading.folder import LoadError, demo_model_path, find_model
 from mlx_paged.loading.generation_config import SamplingDefaults, read_sampling_defaults
 from mlx_paged.loading.loader import load
@@ -10,5 +11,6 @@ __all__ = [
     "demo_model_path",
     "find_model",
     "load",
+    "load_draft_model",
     "read_sampling_defaults",
 ]

@@ -50,6 +50,7 @@ def make_kv_cache(
     backend: str = DEFAULT_BACKEND,
     window: int | None = None,
     num_sink_tokens: int | None = None,
+    draft_model: Module | None = None,
 ) -> PagedKVCache: ...
 
 
@@ -64,6 +65,7 @@ def make_kv_cache(
     backend: str = DEFAULT_BACKEND,
     window: int | None = None,
     num_sink_tokens: int | None = None,
+    draft_model: Module | None = None,
 ) -> ContiguousKVCache: ...
 
 
@@ -78,6 +80,7 @@ def make_kv_cache(
     backend: str = DEFAULT_BACKEND,
     window: int | None = None,
     num_sink_tokens: int | None = None,
+    draft_model: Module | None = None,
 ) -> KVCache: ...
 
 
@@ -92,6 +95,7 @@ def make_kv_cache(
     backend: str = DEFAULT_BACKEND,
     window: int | None = None,
     num_sink_tokens: int | None = None,
+    draft_model: Module | None = None,
 ) -> KVCache:
     """An empty cache for ``model``, in the dtype of its activations unless ``kv_format`` says
     otherwise (mlx-lm: ``make_prompt_cache``).
@@ -109,6 +113,7 @@ def make_kv_cache(
         window, num_sink_tokens: keep the first ``num_sink_tokens`` (default: 4) and the last
             ``window`` tokens of each sequence (:class:`StreamingWindow`); all by default. Paged
             only.
+        draft_model: its layers are put behind those of the model.
 
     Raises:
         ValueError: no model of :func:`mlx_paged.load`, an unknown kind, block size or backend, a
@@ -126,23 +131,49 @@ def make_kv_cache(
     check_backend_name(backend)  # a basic cache has no backend, and would not ask
     block_size = check_integer("kv cache", "block_size", block_size, 1)
     if kv_cache_bytes is None:
-        weight_nbytes = sum(leaf.nbytes for leaf in dict(tree_flatten(model.parameters())).values())
+        weights = [
+            dict(tree_flatten(m.parameters())) for m in (model, draft_model) if m is not None
+        ]
+        weight_nbytes = sum(leaf.nbytes for each in weights for leaf in each.values())
         budget = KVBudget(nbytes=default_kv_cache_bytes(weight_nbytes))
     else:
         budget = KVBudget.parse(kv_cache_bytes)
-    streaming = _streaming_window(checked, kind, window, num_sink_tokens)
-    specs = _stored_as(KVBits.parse(kv_format), checked.layer_specs)
+    streaming = _streaming_window(kind, window, num_sink_tokens)
+    specs = checked.layer_specs
+    if draft_model is not None:
+        specs = [*specs, *check_model(draft_model).layer_specs]
+    stored = _stored_as(KVBits.parse(kv_format), specs)
     if kind == "basic":
-        return ContiguousKVCache(KVCacheConfig.within(budget, specs, block_size))
-    groups = group_layers(specs, block_size, streaming)
+        return ContiguousKVCache(KVCacheConfig.within(budget, stored, block_size))
+    if draft_model is not None:
+        return PagedKVCache(_drafted(budget, stored, block_size, streaming), backend)
+    groups = group_layers(stored, block_size, streaming)
     if streaming is not None:
         _check_streaming(checked, groups)
-    config = KVCacheConfig.within(budget, specs, block_size, groups)
+    config = KVCacheConfig.within(budget, stored, block_size, groups)
     return PagedKVCache(config, backend, rotate_keys=checked.rotate_keys)
 
 
+def _drafted(
+    budget: KVBudget,
+    layers: Sequence[LayerSpec],
+    block_size: int,
+    streaming: StreamingWindow | None,
+) -> KVCacheConfig:
+    """One group of layers, which keeps all: a draft model may be behind by tokens that the model
+    does not see any more.
+    """
+    if streaming is not None:
+        raise ArgumentError(
+            "[kv cache] window can't be combined with draft_model, which needs all tokens; "
+            "num_draft_tokens alone looks drafts up in a request's own tokens",
+            "window",
+        )
+    return KVCacheConfig.within(budget, layers, block_size)
+
+
 def _streaming_window(
-    model: LanguageModel, kind: str, window: int | None, num_sink_tokens: int | None
+    kind: str, window: int | None, num_sink_tokens: int | None
 ) -> StreamingWindow | None:
     if window is None:
         if num_sink_tokens is not None:
@@ -172,15 +203,13 @@ def _check_streaming(model: LanguageModel, groups: Sequence[LayerGroup]) -> None
             f"included, and the model was made for {limit}; make it smaller",
             "window",
         )
-    if retention.num_sink_tokens:
-        spec = model.layer_specs[groups[0].layers[0]]
-        try:
-            model.rotate_keys(0, mx.zeros((1, spec.num_kv_heads, spec.key_dim)), 1)
-        except NotImplementedError as error:
-            raise ArgumentError(
-                f"[kv cache] num_sink_tokens: {error}; 0 keeps the window alone",
-                "num_sink_tokens",
-            ) from error
+    spec = model.layer_specs[0]
+    try:
+        model.rotate_keys(0, mx.zeros((1, spec.num_kv_heads, spec.key_dim)), 1)
+    except NotImplementedError as error:
+        raise ArgumentError(
+            f"[kv cache] window needs keys that can be moved to other positions: {error}", "window"
+        ) from error
 
 
 def _stored_as(bits: KVBits | None, layers: Sequence[LayerSpec]) -> Sequence[LayerSpec]:

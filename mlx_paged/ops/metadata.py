@@ -146,9 +146,9 @@ class AttentionMetadata:
     # Per sequence, of how many of its last tokens the logits are wanted; None for one of each.
     num_logit_rows: list[int] | None = None
     known_max_block_id: int | None = None  # saves looking at each
-    # Per sequence, how many tokens of it are not in its context, so that the positions of its new
-    # tokens are that much higher; None for none of any.
-    num_evicted_tokens: list[int] | None = None
+    # Per sequence, by how much the positions of its tokens are higher than their places in its
+    # context, since others have left it; None for 0 everywhere.
+    position_offsets: list[int] | None = None
     _derived: dict[Hashable, object] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
@@ -249,8 +249,8 @@ class AttentionMetadata:
     def positions(self) -> mx.array:
         """``[num_tokens] int32``, of each new token in its sequence."""
         ends: Iterable[int] = self.context_lens
-        if self.num_evicted_tokens is not None:
-            ends = map(operator.add, ends, self.num_evicted_tokens)
+        if self.position_offsets is not None:
+            ends = map(operator.add, ends, self.position_offsets)
         runs = zip(ends, self.query_lens, strict=True)
         return mx.array([p for end, n in runs for p in range(end - n, end)], dtype=mx.int32)
 
@@ -361,6 +361,5 @@ class AttentionMetadata:
             [query_lens[seq] for seq in seqs],
             self.block_size,
             known_max_block_id=self.known_max_block_id,
-            num_evicted_tokens=self.num_evicted_tokens
-            and [self.num_evicted_tokens[seq] for seq in seqs],
+            position_offsets=self.position_offsets and [self.position_offsets[seq] for seq in seqs],
         )

@@ -212,6 +212,8 @@ def test_a_prompt_that_can_not_fit_says_the_sum_and_the_way_out(chat_with):
         ),
         (["--kv-cache-bytes", "1"], "holds no block: "),
         (["--kv-cache-bytes", "2"], "bytes; raise --kv-cache-bytes"),
+        (["--kv-bits", "3"], "argument --kv-bits: must be 8, 4 or one for each, such as K:8,V:4"),
+        (["--kv-bits", "8", "--kv", "basic"], "--kv-bits: a basic cache stores K/V in the model's"),
         (["--max-model-len", "99999"], "[context] --max-model-len must be a whole number within 2"),
         (["--backend", "metal"], "the Metal backend"),
         (

@@ -12,6 +12,10 @@ from typing import Any
 import pytest
 from helpers.terminal import saved_messages
 
+from mlx_paged import demo_model_path, load
+from mlx_paged.chat import program
+from mlx_paged.chat.command_line import setup_arg_parser
+
 TEMPLATE_FOR_TWO = (
     "{% for m in messages %}"
     "{% if m.role not in ('user', 'assistant') %}{{ raise_exception('no ' + m.role) }}{% endif %}"
@@ -52,6 +56,17 @@ def test_one_line_before_the_first_message_and_one_after_each_answer(talk):
     )
     found = [re.match(numbers + r"blocks in use\]$", line).groups() for line in figures]
     assert found == [("0", "17", "1"), ("16", "50", "4")]
+
+
+def test_quantised_kv_says_its_format_and_the_bytes_of_a_token(talk):
+    argv = ("--kv-bits", "K:8,V:4", "--kv-cache-bytes", "64blocks")
+    status, out, err = talk("The code of apple is 4821. What is the code of apple?", argv=argv)
+    # Per layer 2 heads: 32 + 16 bytes, and a scale and a bias of 4 bytes for K and for V.
+    token = "512 bytes a token in K 8 bits in groups of 32, V 4 bits in groups of 32"
+    assert f"| paged K/V: 64 blocks of 16 tokens, 0.53 MB, {token} | context:" in err
+    assert status == 0 and "4821" in out[0]
+    _, _, err = talk("hello", argv=(*argv, "--verbose"))
+    assert f"= 1,024 tokens = 0.00 GB ({token}); grows into it]" in err
 
 
 def test_a_basic_cache_counts_blocks_as_a_paged_one_does(talk):
@@ -214,14 +229,15 @@ def test_settings_are_listed_and_changed_and_a_wrong_one_is_one_line(talk):
         argv=("--seed", "7"),
     )
     assert (
-        "temp         0\ntop-p        1\ntop-k        0\nmin-p        0\n"
-        "max-tokens   -1\nseed         7\n" in err
+        "temp              0\ntop-p             1\ntop-k             0\nmin-p             0\n"
+        "xtc-probability   0\nxtc-threshold     0.1\nmax-tokens        -1\n"
+        "seed              7\n" in err
     )
     assert "[temp 0]\n[temp 0.7]\n[top-p 0.5]\n[top-k 3]\n" in err
-    assert "temp         0.7\ntop-p        0.5\ntop-k        3\n" in err
+    assert "temp              0.7\ntop-p             0.5\ntop-k             3\n" in err
     no_mood = (
-        "[no setting is called 'mood'; there are temp, top-p, top-k, min-p, max-tokens, seed, "
-        "thinking]"
+        "[no setting is called 'mood'; there are temp, top-p, top-k, min-p, xtc-probability, "
+        "xtc-threshold, max-tokens, seed, thinking]"
     )
     for line, said in {
         "/set temp hot": "[temp must be a number, at least 0, got 'hot']",
@@ -377,7 +393,26 @@ def test_the_models_generation_config_gives_the_sampling_and_flags_win(
     assert (
         "[sampling: temp 1, top-p 0.95, top-k 20; top-p, top-k from generation_config.json]" in err
     )
-    assert "temp         1\ntop-p        0.95\ntop-k        20\n" in err
+    assert "temp              1\ntop-p             0.95\ntop-k             20\n" in err
+
+
+def test_xtc_is_asked_for_by_flags_and_changed_like_any_setting(
+    talk, model_folder: Callable[..., Path]
+):
+    flags = ("--temp", "1", "--xtc-probability", "0.5", "--xtc-threshold", "0.2")
+    assert sampling(talk, model_folder(), *flags) == "temp 1, xtc 0.5 above 0.2"
+    _, _, err = talk("/set xtc-threshold 0.6", "/set xtc_probability 1", argv=("--temp", "1"))
+    assert "[xtc-threshold must be within 0..0.5, got '0.6']" in err
+    assert "[xtc-probability 1]" in err
+
+
+def test_xtc_spares_the_line_ends_and_the_end_of_an_answer():
+    args = setup_arg_parser().parse_args(["--xtc-probability", "0.5"])
+    _, settings = program._load(args)
+    _, tokenizer = load(demo_model_path())
+    spared = [*tokenizer.encode("\n", add_special_tokens=False), *tokenizer.eos_token_ids]
+    assert list(settings.next_params().xtc_special_tokens) == spared and len(spared) > 1
+    assert not settings.next_params().skip_special_tokens
 
 
 @pytest.mark.parametrize(
@@ -440,3 +475,34 @@ def test_a_bad_generation_config_is_one_clear_line(
 def test_a_broken_generation_config_can_be_left_out(talk, model_folder: Callable[..., Path]):
     folder = model_folder(texts={"generation_config.json": '{"temperature": "hot"}'})
     assert sampling(talk, folder, "--no-generation-config") == "greedy"
+
+
+@pytest.mark.parametrize("drafter", [[], ["--draft-model", str(demo_model_path())]], ids=str)
+def test_drafts_change_no_answer_and_are_counted(run_chat: Callable[..., Any], drafter: list[str]):
+    message = "repeat: one two three four. one two three four. one two three four. one two"
+    status, plain, errors = run_chat(message, "-m", "40")
+    assert status == 0 and "drafts" not in errors
+    status, answer, errors = run_chat(message, "-m", "40", "--num-draft-tokens", "7", *drafter)
+    assert (status, answer) == (0, plain)
+    if not drafter:  # A model of the same size does not pay as a draft model.
+        figures = re.search(r"\| (\d+) of (\d+) drafts accepted \|", errors)
+        assert figures is not None and 0 < int(figures[1]) <= int(figures[2])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--num-draft-tokens", "8"], "must be a whole number within 0..7, got '8'"),
+        (["--draft-model", "nowhere"], "--draft-model: "),
+        (["--draft-model", str(demo_model_path()), "--kv", "basic"], "--draft-model needs kv="),
+        (
+            ["--draft-model", str(demo_model_path()), "--num-draft-tokens", "0"],
+            "--num-draft-tokens must be at least 1 with a draft model",
+        ),
+    ],
+)
+def test_drafts_that_can_not_be_made_are_refused(
+    run_chat: Callable[..., Any], arguments: list[str], reason: str
+):
+    status, _, errors = run_chat("hi", *arguments)
+    assert status == 2 and reason in errors and errors.count("\n") == 1

@@ -8,12 +8,20 @@ which must reach the rare events.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_paged.core import BlockPool, KVCacheManager
+from mlx_paged.core import (
+    KEEP_ALL,
+    BlockPool,
+    BlockTable,
+    BlockTableError,
+    KVCacheManager,
+    Retention,
+)
 from mlx_paged.core.block_hash import hash_token_blocks
 
 # Prompts begin with one of these, so that prefixes are shared in whole and in part.
@@ -21,46 +29,54 @@ STEMS = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [1, 2, 3, 4, 5, 6, 40, 41], [5
 
 
 class Slabs:
-    """What each slot holds: the salt and the tokens, up to and including its own."""
+    """What each slot holds: the group of layers, the salt, the tokens up to and including its own,
+    and the position at which its key was rotated.
+    """
 
     def __init__(self, block_size: int):
         self.block_size = block_size
         self.slots: dict[int, tuple] = {}
 
-    def copy(self, source: int, destination: int) -> None:
+    def copy(self, source: int, destination: int, distance: int = 0) -> None:
         for offset in range(self.block_size):
-            self.slots[destination * self.block_size + offset] = self.slots.get(
-                source * self.block_size + offset, ()
-            )
+            held = self.slots.get(source * self.block_size + offset, ((), 0))
+            content, position = held
+            slot = destination * self.block_size + offset
+            self.slots[slot] = content, position + distance
 
-    def write(self, block_ids: list[int], start: int, tokens: list[int], salt: str) -> None:
-        for position in range(start, len(tokens)):
-            slot = (
-                block_ids[position // self.block_size] * self.block_size
-                + position % self.block_size
-            )
-            self.slots[slot] = (salt, *tokens[: position + 1])
+    def write(self, tables: Sequence[BlockTable], start: int, tokens: list[int], salt: str) -> None:
+        for group, table in enumerate(tables):
+            for token in range(start, len(tokens)):
+                (slot,) = table.slot_mapping(token, 1)
+                self.slots[slot] = (group, salt, *tokens[: token + 1]), token - table.base
 
-    def read(self, block_ids: list[int], num_tokens: int) -> list[tuple]:
-        slots = (
-            block_ids[p // self.block_size] * self.block_size + p % self.block_size
-            for p in range(num_tokens)
-        )
-        return [self.slots[slot] for slot in slots]
+    def read(self, table: BlockTable) -> list[tuple]:
+        ids, size = table.block_ids, self.block_size
+        return [self.slots[ids[i // size] * size + i % size] for i in range(table.num_held_tokens)]
 
 
 class Driver:
     """Requests that come, grow, fork, are trimmed, fail and go, as under a scheduler."""
 
     def __init__(
-        self, generator: random.Random, num_blocks: int, block_size: int, shares_blocks: bool
+        self,
+        generator: random.Random,
+        num_blocks: int,
+        block_size: int,
+        shares_blocks: bool,
+        retentions: Sequence[Retention] = (KEEP_ALL,),
     ):
         self.random = generator
-        self.manager = KVCacheManager(BlockPool(num_blocks + 1, block_size), shares_blocks)
+        pool = BlockPool(num_blocks + 1, block_size)
+        self.manager = KVCacheManager(pool, shares_blocks, retentions)
         self.slabs = Slabs(block_size)
         self.requests: dict[int, tuple[str, list[int]]] = {}  # salt, tokens with slots
+        # Blocks have left their windows, and what stayed was not shifted, for want of blocks.
+        self.behind: set[int] = set()
         self.next_id = 0
-        self.counts = dict.fromkeys(["hits", "refusals", "copies", "discards", "forks"], 0)
+        self.counts = dict.fromkeys(
+            ["hits", "refusals", "copies", "discards", "forks", "shifts", "untrimmable"], 0
+        )
 
     def hashes(self, salt: str, tokens: list[int]) -> list:
         return hash_token_blocks(tokens, self.slabs.block_size, (salt,))
@@ -75,24 +91,35 @@ class Driver:
 
     def extend(self, request_id: int, new_tokens: list[int]) -> None:
         salt, tokens = self.requests[request_id]
+        new_tokens = new_tokens[: self.manager.max_run(request_id)]
         copies = self.manager.allocate_slots(request_id, len(new_tokens))
         if copies is None:
+            self.behind.add(request_id)
             self.refuse()
             return
+        self.behind.discard(request_id)
         for source, destination in copies:
             self.counts["copies"] += 1
             self.slabs.copy(source, destination)
+        self.shift_keys(request_id)
         if self.random.random() < 0.1:  # The step fails, and nothing is written.
             self.manager.cache_blocks(request_id, self.hashes(salt, tokens + new_tokens))
-            table = self.manager.tables[request_id]
-            self.manager.pool.evict_blocks(table.block_ids[len(tokens) // table.block_size :])
+            for table in self.manager.groups[request_id]:
+                num_held = len(tokens) - table.num_evicted_tokens
+                self.manager.pool.evict_blocks(table.block_ids[num_held // table.block_size :])
             self.manager.trim(request_id, len(tokens))
             self.counts["discards"] += 1
             return
         start = len(tokens)
         tokens += new_tokens
-        self.slabs.write(self.manager.tables[request_id].block_ids, start, tokens, salt)
+        self.slabs.write(self.manager.groups[request_id], start, tokens, salt)
         self.manager.cache_blocks(request_id, self.hashes(salt, tokens))
+
+    def shift_keys(self, request_id: int) -> None:
+        for _, shift in self.manager.take_key_shifts(request_id):
+            self.counts["shifts"] += 1
+            for source, destination in zip(shift.sources, shift.destinations, strict=True):
+                self.slabs.copy(source, destination, shift.distance)
 
     def come(self) -> None:
         salt = self.random.choice(["", "", "salt"])
@@ -102,6 +129,7 @@ class Driver:
         ] * self.random.randint(0, 6)
         computed = self.manager.get_computed_blocks(self.hashes(salt, tokens), len(tokens))
         self.counts["hits"] += computed.num_tokens
+        del tokens[computed.num_tokens + self.manager.max_run(self.next_id, computed) :]
         copies = self.manager.allocate_slots(
             self.next_id, len(tokens) - computed.num_tokens, computed
         )
@@ -109,8 +137,8 @@ class Driver:
             self.refuse()
             return
         assert copies == []
-        block_ids = self.manager.tables[self.next_id].block_ids
-        self.slabs.write(block_ids, computed.num_tokens, tokens, salt)
+        self.shift_keys(self.next_id)
+        self.slabs.write(self.manager.groups[self.next_id], computed.num_tokens, tokens, salt)
         self.manager.cache_blocks(self.next_id, self.hashes(salt, tokens))
         self.requests[self.next_id] = (salt, tokens)
         self.next_id += 1
@@ -132,6 +160,7 @@ class Driver:
         for source, destination in zip(parent, child, strict=True):
             self.slabs.copy(source, destination)
         self.requests[self.next_id] = (salt, list(tokens))
+        self.behind |= {self.next_id} if request_id in self.behind else set()
         self.next_id += 1
         self.counts["forks"] += 1
 
@@ -150,8 +179,11 @@ class Driver:
             self.fork(request_id)
         elif action < 0.85 and len(tokens) > 1:
             length = self.random.randint(1, len(tokens))
-            self.manager.trim(request_id, length)
-            del tokens[length:]
+            try:
+                self.manager.trim(request_id, length)
+                del tokens[length:]
+            except BlockTableError:
+                self.counts["untrimmable"] += 1
         else:
             self.manager.free(request_id)
             del self.requests[request_id]
@@ -161,10 +193,22 @@ class Driver:
         self.manager.check_integrity()
         assert set(self.manager.tables) == set(self.requests)
         for request_id, (salt, tokens) in self.requests.items():
-            table = self.manager.tables[request_id]
-            assert table.num_tokens == len(tokens)
-            expected = [(salt, *tokens[: position + 1]) for position in range(len(tokens))]
-            assert self.slabs.read(table.block_ids, len(tokens)) == expected
+            tables = self.manager.groups[request_id]
+            for group, (table, retention) in enumerate(
+                zip(tables, self.manager.retentions, strict=True)
+            ):
+                assert table.num_tokens == len(tokens)
+                num_sinks, num_evicted = retention.num_sink_tokens, table.num_evicted_tokens
+                kept = [*range(len(tokens))]
+                del kept[num_sinks : num_sinks + num_evicted]
+                expected = [
+                    ((group, salt, *tokens[: token + 1]), place + num_evicted - table.base)
+                    for place, token in enumerate(kept)
+                ]
+                held = self.slabs.read(table)
+                if request_id in self.behind:
+                    held, expected = ([content for content, _ in each] for each in (held, expected))
+                assert held == expected
 
 
 @settings(deadline=None, max_examples=60)
@@ -192,5 +236,69 @@ def test_every_request_reads_its_own_tokens_after_thousands_of_calls(
         driver.manager.free(request_id)
     driver.manager.check_integrity()
     assert driver.manager.num_free_blocks == num_blocks
+    del driver.counts["shifts"], driver.counts["untrimmable"]
     assert min(driver.counts.values()) > 10, driver.counts
     assert driver.manager.stats().num_evictions > 10
+
+
+STREAM = Retention.streaming(8, 2, 2, 4, period=8)
+SHORT_STREAM = Retention.streaming(3, 3, 4, 4, period=10**6)
+WINDOWS = {
+    "stream": [STREAM],
+    "stream without sinks": [Retention.streaming(6, 0, 2, 2, period=8)],
+    "short stream": [SHORT_STREAM],
+    "window": [Retention.sliding_window(5, 4)],
+    "window of one": [Retention.sliding_window(1, 2)],
+    "all beside windows": [
+        KEEP_ALL,
+        Retention.sliding_window(3, 2),
+        Retention.sliding_window(6, 2),
+    ],
+    "stream beside a window": [STREAM, Retention.sliding_window(5, 2, leader=STREAM)],
+}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", WINDOWS)
+def test_every_request_reads_what_its_window_keeps_after_thousands_of_calls(seed, name):
+    retentions = WINDOWS[name]
+    block_size = 4 if name in ("short stream", "window") else 2
+    num_blocks = 24 * len(retentions)
+    driver = Driver(random.Random(seed), num_blocks, block_size, True, retentions)
+    for _ in range(1500):
+        driver.act()
+        driver.check()
+    for request_id in list(driver.requests):
+        driver.manager.free(request_id)
+    driver.manager.check_integrity()
+    assert driver.manager.num_free_blocks == num_blocks
+    if not any(retention.num_sink_tokens for retention in retentions):
+        driver.counts["shifts"] += 100 * (retentions[0].period is None)
+    assert min(driver.counts.values()) > 10, driver.counts
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.randoms(), st.integers(1, 40), st.sampled_from(sorted(WINDOWS)))
+def test_every_request_reads_what_its_window_keeps_after_any_calls(generator, num_blocks, name):
+    block_size = 4 if name in ("short stream", "window") else 2
+    driver = Driver(generator, num_blocks, block_size, True, WINDOWS[name])
+    for _ in range(30):
+        driver.act()
+        driver.check()
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from(sorted(WINDOWS)), st.integers(0, 300), st.integers(1, 64), st.integers(0, 300)
+)
+def test_a_retention_holds_what_it_says(name, num_tokens, run, extra):
+    for retention in WINDOWS[name]:
+        most = length = 0
+        evicted = retention.num_evicted(0)
+        while length < num_tokens:
+            evicted = retention.num_evicted(length)
+            length += min(run, retention.max_run(length) or run, num_tokens - length)
+            sinks = retention.num_sink_tokens if evicted > retention.base(length) else 0
+            most = max(most, length - evicted + sinks)
+        assert most <= retention.max_num_held(num_tokens, run)
+        assert retention.num_evicted(num_tokens) <= retention.num_evicted(num_tokens + extra)

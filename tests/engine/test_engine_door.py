@@ -13,7 +13,8 @@ from helpers.engine_runs import ask_alone, assert_nothing_held, greedy, make_eng
 
 from mlx_paged import LLM, AsyncEngine
 from mlx_paged.models import qwen3
-from mlx_paged.request import MAX_COMPLETIONS, Request, SamplingParams
+from mlx_paged.request import Request
+from mlx_paged.sampling_params import MAX_COMPLETIONS, SamplingParams
 
 
 class Unprintable:

@@ -252,7 +252,7 @@ def test_what_a_failed_step_wrote_is_never_read(model: qwen3.Model):
 
 @pytest.mark.parametrize("swap", [True, False])
 def test_steps_may_fail_at_any_time_and_the_tokens_stay_the_same(
-    model: qwen3.Model, monkeypatch: pytest.MonkeyPatch, swap: bool
+    model: qwen3.Model, monkeypatch: pytest.MonkeyPatch, is_drafting: bool, swap: bool
 ):
     # Little room, so that failures meet preemptions; and forks.
     engine = make_engine(
@@ -280,14 +280,14 @@ def test_steps_may_fail_at_any_time_and_the_tokens_stay_the_same(
     for request_id, (tokens, request_params) in params.items():
         calm.add_request(request_id, tokens, request_params)
     expected = run(calm)
-    assert broken.num_failures > 5 and engine.stats().num_preemptions > 0
+    assert broken.num_failures > 5 and (is_drafting or engine.stats().num_preemptions > 0)
     num_whole = 0
     for request_id, output in outputs.items():
         for completion, right in zip(output.outputs, expected[request_id].outputs, strict=True):
             assert completion.token_ids == right.token_ids[: len(completion.token_ids)], request_id
             assert completion.finish_reason == "error" or completion.token_ids == right.token_ids
             num_whole += completion.finish_reason == "length"
-    assert num_whole >= 2
+    assert num_whole >= (1 if is_drafting else 2)
     assert_nothing_held(engine)
 
 
@@ -334,7 +334,7 @@ def test_an_error_that_is_kept_keeps_no_arrays(model: qwen3.Model):
 
 @pytest.mark.parametrize("swap", [True, False])
 def test_an_engine_goes_on_after_ctrl_c_in_any_step(
-    model: qwen3.Model, run_ahead: bool, swap: bool
+    model: qwen3.Model, run_ahead: bool, is_drafting: bool, swap: bool
 ):
     engine = make_engine(
         model,
@@ -356,7 +356,8 @@ def test_an_engine_goes_on_after_ctrl_c_in_any_step(
     for request_id, (tokens, params) in requests.items():
         engine.add_request(request_id, tokens, params)
     outputs, num_raised = run_interrupted(engine, KeyboardInterrupt)
-    assert num_raised > 5 and engine.stats().num_preemptions > 0
+    assert num_raised > (1 if is_drafting else 5)
+    assert is_drafting or engine.stats().num_preemptions > 0
     assert reasons(outputs) == dict.fromkeys(requests, "length")
     for request_id, (tokens, params) in requests.items():
         assert outputs[request_id].outputs[0].token_ids == ask_alone(model, tokens, params), (

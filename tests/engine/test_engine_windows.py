@@ -11,6 +11,7 @@ import pytest
 from helpers.engine_helpers import CONFIG
 from helpers.engine_runs import ask, assert_nothing_held, greedy, make_engine, prompt, run, sampled
 from helpers.streaming_reference import streamed_logits, streaming
+from helpers.windowed_models import KINDS, model_and_options
 from helpers.workloads import Workload, assert_same
 
 from mlx_paged.errors import ArgumentError, PromptTooLongError
@@ -18,34 +19,15 @@ from mlx_paged.models import qwen3
 
 pytestmark = pytest.mark.usefixtures("run_ahead")
 
-# A window with sinks for a model that sees all, one without, layers with windows, and both.
-KINDS = {
-    "streaming": ({}, {"window": 48, "num_sink_tokens": 8}),
-    "no sinks": ({}, {"window": 32, "num_sink_tokens": 0}),
-    "layers": ({"num_hidden_layers": 4, "max_window_layers": 2}, {}),
-    "all layers": ({"num_hidden_layers": 2, "max_window_layers": 0}, {}),
-    "both": (
-        {"num_hidden_layers": 3, "max_window_layers": 2},
-        {"window": 40, "num_sink_tokens": 3},
-    ),
-}
-
 
 @pytest.fixture(params=KINDS)
 def windowed(request: pytest.FixtureRequest) -> tuple[qwen3.Model, dict]:
-    """A model, and options of an engine."""
-    changes, options = KINDS[request.param]
-    if changes:
-        changes = {**changes, "use_sliding_window": True, "sliding_window": 20}
-    mx.random.seed(3)
-    model = qwen3.Model(qwen3.ModelArgs.from_dict(CONFIG | changes))
-    mx.eval(model.parameters())
-    return model, {"block_size": 8, "kv_cache_bytes": "100blocks", **options}
+    return model_and_options(request.param)
 
 
-def requests(seed: int, count: int = 9, num_shared: int = 150) -> dict:
+def requests(seed: int, count: int = 9) -> dict:
     rng = random.Random(seed)
-    shared = prompt(num_shared, seed=seed)
+    shared = prompt(150, seed=seed)
     return {
         str(number): (
             shared[: rng.choice([0, 16, 57, 96, 150])] + prompt(rng.randint(1, 60), seed=number),
@@ -86,10 +68,13 @@ def test_tokens_do_not_depend_on_the_batch_its_chunks_or_what_is_cached(windowed
 
 def test_preempted_requests_go_on_with_the_same_tokens(windowed):
     model, options = windowed
-    asked = requests(2, num_shared=16)
+    # Short prompts, which are admitted together, and answers that grow.
+    params = (greedy(70), sampled(1, 60), sampled(2, 80))
+    asked = {str(i): (prompt(3 + 2 * i, seed=i), params[i % 3]) for i in range(8)}
     expected = alone(windowed, asked)
-    keeps_all = "window" not in options and model.args.windows[0] is None
-    num_blocks = 14 if model.args.windows == [None, None] else 60 if keeps_all else 22
+    roomy = make_engine(model, max_num_batched_tokens=16, max_num_seqs=6, **options)
+    longest = max(len(tokens) + params.max_tokens for tokens, params in asked.values())
+    num_blocks = roomy.cache.manager.max_num_held_blocks(longest) + 2
     for caching in (False, True):
         engine = make_engine(
             model,

@@ -15,6 +15,7 @@ from helpers.engine_runs import (
     assert_nothing_held,
     greedy,
     make_engine,
+    make_engine_without_drafts,
     prompt,
     run,
     sampled,
@@ -111,7 +112,7 @@ def test_forks_that_are_preempted_get_the_tokens_of_undisturbed_ones(
 def test_what_comes_back_from_the_swap_space_is_what_went_there(
     model: qwen3.Model, monkeypatch: pytest.MonkeyPatch
 ):
-    engine = make_engine(
+    engine = make_engine_without_drafts(
         model,
         kv_cache_bytes="8blocks",
         swap_bytes="8blocks",

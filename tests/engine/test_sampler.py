@@ -119,14 +119,16 @@ def test_a_temperature_next_to_zero_takes_the_most_likely_token():
 
 
 def mlx_lm_logprobs(
-    row: mx.array, monkeypatch, temperature, top_p=0.0, min_p=0.0, top_k=0
+    row: mx.array, monkeypatch, temperature, top_p=0.0, min_p=0.0, top_k=0, **xtc
 ) -> mx.array:
     """What mlx-lm's own sampler would draw from."""
     drawn_from = []
     with monkeypatch.context() as patch:
         draw = lambda logprobs, temp: drawn_from.append(logprobs * (1 / temp))  # noqa: E731
         patch.setattr(sample_utils, "categorical_sampling", draw)
-        sampler = sample_utils.make_sampler(temperature, top_p=top_p, min_p=min_p, top_k=top_k)
+        sampler = sample_utils.make_sampler(
+            temperature, top_p=top_p, min_p=min_p, top_k=top_k, **xtc
+        )
         sampler(row[None] - mx.logsumexp(row))
     return drawn_from[0][0]
 
@@ -149,6 +151,17 @@ FILTERS = {
     "top_p and top_k": {"top_p": 0.8, "top_k": 4},
     "top_p and min_p": {"top_p": 0.8, "min_p": 0.1},
     "min_p and top_k": {"min_p": 0.1, "top_k": 4},
+    "xtc": {"xtc_probability": 1.0, "xtc_threshold": 0.05},
+    "xtc, low": {"xtc_probability": 1.0, "xtc_threshold": 0.0},
+    "xtc, high": {"xtc_probability": 1.0, "xtc_threshold": 0.5},
+    "xtc and top_k": {"xtc_probability": 1.0, "xtc_threshold": 0.05, "top_k": 4},
+    "xtc, special tokens": {
+        "xtc_probability": 1.0,
+        "xtc_threshold": 0.02,
+        "xtc_special_tokens": [3, 17, 20],
+        "top_p": 0.9,
+        "min_p": 0.02,
+    },
     "all": {"top_p": 0.8, "min_p": 0.1, "top_k": 6, "temperature": 0.8},
     "all, and hot": {"top_p": 0.8, "min_p": 0.1, "top_k": 3, "temperature": 4.0},
 }
@@ -219,6 +232,61 @@ def test_a_draw_is_mlx_lms_with_the_key_of_the_request(name: str, monkeypatch):
         assert (
             sample(logits, request)[0].token_id == mx.random.categorical(drawn_from, key=key).item()
         )
+
+
+def xtc_coins(request: Request, num_positions: int) -> list[bool]:
+    """At which positions of its answer XTC is applied to a request."""
+    state = SamplingState(request, VOCAB)
+    return [state.xtc_threshold(position) < INF for position in range(num_positions)]
+
+
+@pytest.mark.parametrize("probability", [0.2, 0.7])
+def test_xtc_is_mlx_lms_where_the_coin_of_the_position_says_so(probability: float, monkeypatch):
+    logits = filtered_logits()
+    xtc = {"xtc_threshold": 0.03, "xtc_special_tokens": [5]}
+    params = {"temperature": 1.0, "xtc_probability": probability, **xtc}
+    with_xtc = mlx_lm_logprobs(logits[0], monkeypatch, 1.0, xtc_probability=1.0, **xtc)
+    without = mlx_lm_logprobs(logits[0], monkeypatch, 1.0)
+    assert not mx.array_equal(with_xtc, without)
+    requests = [make_request(output=[5] * place, seed=7, **params) for place in range(30)]
+    coins = xtc_coins(requests[0], 30)
+    assert {True, False} == set(coins)
+    tokens = [result.token_id for result in sample(logits, *requests, rows=[0] * 30)]
+    for place, (coin, request) in enumerate(zip(coins, requests, strict=True)):
+        key = mx.array(np.frombuffer(SamplingState(request, VOCAB).draw_key(place), "<u4"))
+        drawn_from = with_xtc if coin else without
+        assert tokens[place] == mx.random.categorical(drawn_from, key=key).item()
+
+
+def test_the_coins_of_xtc_fall_as_often_as_asked_and_belong_to_request_and_position():
+    for probability in (0.05, 0.5, 0.9):
+        params = {"temperature": 1.0, "xtc_probability": probability}
+        coins = [
+            coin for seed in range(20) for coin in xtc_coins(make_request(seed=seed, **params), 200)
+        ]
+        deviation = (probability * (1 - probability) / len(coins)) ** 0.5
+        assert abs(np.mean(coins) - probability) < 4 * deviation
+    half = {"temperature": 1.0, "xtc_probability": 0.5}
+    rows = [
+        xtc_coins(make_request(seed=s, index=i, **half), 64) for s in range(4) for i in range(4)
+    ]
+    assert len(set(map(tuple, rows))) == 16 and xtc_coins(make_request(**half), 64) in rows
+    assert all(xtc_coins(make_request(temperature=1.0, xtc_probability=1), 100))
+
+
+def test_xtc_against_its_formula_in_float64():
+    logits = make_logits(6, seed=3)
+    for row in range(6):
+        params = {"temperature": 1.0, "xtc_probability": 1, "xtc_threshold": 0.05}
+        requests = [make_request(seed=seed, **params) for seed in range(400)]
+        drawn = {result.token_id for result in sample(logits, *requests, rows=[row] * 400)}
+        exact = np.exp(np.array(logits[row], np.float64))
+        exact /= exact.sum()
+        above = np.flatnonzero(exact > 0.05)
+        removed = set(above.tolist()) - {int(above[np.argmin(exact[above])])}
+        left = {token for token in range(VOCAB) if token not in removed}
+        likely = {token for token in left if exact[token] > 0.05 / 2}
+        assert removed and likely <= drawn <= left
 
 
 def test_settings_from_numpy_are_those_of_python():
@@ -300,6 +368,13 @@ def some_request(rng: random.Random, seed: int) -> Request:
         ]
     if rng.random() < 0.4:
         params["logprobs"] = rng.randrange(6)
+    if rng.random() < 0.3:
+        params["allowed_token_ids"] = rng.sample(range(VOCAB), 16)
+    if rng.random() < 0.3:
+        params |= {"min_tokens": 4, "stop_token_ids": [rng.randrange(VOCAB), [1, 2]]}
+    if rng.random() < 0.3:
+        params |= {"xtc_probability": 0.5, "xtc_threshold": rng.choice([0.02, 0.1])}
+        params["xtc_special_tokens"] = rng.sample(range(VOCAB), rng.randrange(3))
     prompt = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 9))]
     output = [rng.randrange(VOCAB) for _ in range(rng.randrange(9))]
     return make_request(prompt, output, seed, rng.randrange(3), **params)
@@ -751,27 +826,6 @@ def test_an_interrupt_in_a_processor_is_not_its_failure():
 
     with pytest.raises(KeyboardInterrupt):
         sample(make_logits(), make_request(logits_processors=[interrupted]))
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_bias_outside_the_vocabulary_fails_its_request_every_time_and_no_other(
-    temperature: float,
-):
-    logits = make_logits(3)
-    fine = [make_request(logit_bias={VOCAB - 1: 99.0}), make_request(seed=3, temperature=1.0)]
-    params = {
-        "temperature": temperature,
-        "logprobs": 2,
-        "presence_penalty": 1.0,
-        "logits_processors": [raises],
-    }
-    wrong = make_request(logit_bias={2: 50.0, VOCAB: 1.0}, **params)
-    expected = sample_alone(logits[2], fine[1])
-    for _ in range(2):
-        first, error, last = sample(logits, fine[0], wrong, fine[1])
-        assert (first, last) == (SampledToken(VOCAB - 1), expected)
-        assert isinstance(error, ValueError)
-        assert str(error) == "[sampler] logit_bias has token id 24, the vocabulary ends at 23"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

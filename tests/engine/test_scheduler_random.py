@@ -7,7 +7,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from helpers.scheduler_helpers import FakeEngine
+from helpers.drafting import eager_speculation
+from helpers.scheduler_helpers import VOCAB_SIZE, FakeEngine, predicted_tokens
 
 from mlx_paged.cache import PromptTooLongError
 from mlx_paged.request import Request
@@ -85,6 +86,14 @@ class Driver:
         self.engine.check_answers()
 
 
+def answer_of(request: Request) -> list[int]:
+    prompt = request.token_ids[: request.num_prompt_tokens]
+    num_tokens = request.num_output_tokens + 7
+    return predicted_tokens(prompt, num_tokens, request.index, request.cache_salt)
+
+
+DRAFTS = eager_speculation(VOCAB_SIZE, answer_of)
+
 TINY = {
     "a pool that is always too small": {"num_blocks": 9},
     "a swap space": {"num_blocks": 9, "swap_tokens": 40},
@@ -107,6 +116,19 @@ TINY = {
     },
     "blocks of one token": {"num_blocks": 40, "block_size": 1, "swap_tokens": 30},
     "no prefix cache": {"num_blocks": 12, "swap_tokens": 30, "enable_prefix_caching": False},
+    "drafts, little room": {"num_blocks": 9, "swap_tokens": 40, "speculation": DRAFTS},
+    "drafts, few tokens": {
+        "num_blocks": 30,
+        "block_size": 2,
+        "max_num_batched_tokens": 9,
+        "speculation": DRAFTS,
+    },
+    "drafts, room for all": {
+        "num_blocks": 200,
+        "max_num_batched_tokens": 64,
+        "supply": {"initial_blocks": 4},
+        "speculation": DRAFTS,
+    },
     "room for all": {
         "num_blocks": 200,
         "max_num_batched_tokens": 64,
@@ -126,7 +148,9 @@ def test_every_answer_is_as_predicted_and_everything_is_given_back(seed: int, na
     expected = {"steps", "failed", "forks"}
     if name != "blocks of one token":
         expected |= {"copies"}
-    if name != "room for all":
+    if "speculation" in TINY[name]:
+        assert 20 < counts["accepted"] < counts["drafted"]
+    if "room for all" not in name:
         expected |= {"preempted"}
     if name != "no prefix cache":
         expected |= {"hit_tokens"}

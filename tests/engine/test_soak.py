@@ -34,13 +34,16 @@ def large_kv_model() -> qwen3.Model:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_ahead", [False, True], ids=["waiting", "ahead"])
+@pytest.mark.parametrize("kind", ["waiting", "ahead", "look-up", "draft model"])
 @pytest.mark.parametrize("swap", [True, False], ids=["swap", "recompute"])
 def test_a_soak_leaves_nothing_behind_and_every_request_gets_its_own_tokens(
-    large_kv_model: qwen3.Model, monkeypatch: pytest.MonkeyPatch, swap: bool, is_ahead: bool
+    large_kv_model: qwen3.Model, monkeypatch: pytest.MonkeyPatch, swap: bool, kind: str
 ):
-    options = {"swap_bytes": "60blocks" if swap else 0, "run_ahead": is_ahead}
-    soak = Soak(large_kv_model, seed=int(swap), engine_options=options)
+    options = {"swap_bytes": "60blocks" if swap else 0, "run_ahead": kind != "waiting"}
+    if kind == "draft model":
+        options["draft_model"] = large_kv_model
+    num_drafts = 5 if kind in ("look-up", "draft model") else 0
+    soak = Soak(large_kv_model, int(swap), num_drafts=num_drafts, engine_options=options)
     soak.run(0, 60)
     soak.run(60, 60)
     soak.check_end()
@@ -58,7 +61,12 @@ def test_a_soak_leaves_nothing_behind_and_every_request_gets_its_own_tokens(
         "shrunk bytes",
     ):
         assert counts[kind] > 0, kind
-    assert stats.num_preemptions > 5 and stats.num_evictions > 10 and stats.num_hit_tokens > 1000
+    assert (stats.num_accepted_tokens > 20) == (num_drafts > 0)
+    assert (
+        stats.num_preemptions > (1 if num_drafts else 5)
+        and stats.num_evictions > 10
+        and stats.num_hit_tokens > 1000
+    )
     for number in random.Random(0).sample(range(120), 30):
         soak.check_tokens(make_request(soak.seed, number, 61))
 

@@ -22,6 +22,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from mlx_paged.engine import text_stream
 from mlx_paged.engine.text_stream import TextStream
+from mlx_paged.engine.token_rules import special_token_ids
 from mlx_paged.loading import demo_model_path
 
 PIECES = ("ab", "ba", "aab", " a", "b ", "  ", "\n\n", "é", "😀a", "你好", "a\n")
@@ -201,6 +202,82 @@ def test_no_more_is_held_back_than_what_may_become_a_stop_text(
 
 
 @of_each_tokenizer
+@many
+@given(text_and_tokens=texts_as_tokens(), stop=stop_texts, min_tokens=st.integers(0, 8))
+def test_a_stop_text_counts_if_it_ends_in_the_text_after_the_first_tokens(
+    tokenizer: TokenizerWrapper,
+    text_and_tokens: tuple[str, list[int]],
+    stop: list[str],
+    min_tokens: int,
+):
+    _, tokens = text_and_tokens
+    detokenizer, num_ignored = tokenizer.detokenizer, 0
+    for token in tokens[:min_tokens]:
+        detokenizer.add_token(token)
+        num_ignored = max(num_ignored, len(detokenizer.text))  # The naive one's may shrink.
+    text = whole_text(tokenizer, tokens)
+    ends = [
+        (begin, len(each), each)
+        for each in stop
+        for begin in range(len(text))
+        if text.startswith(each, begin) and begin + len(each) > num_ignored
+    ]
+    begin, length, expected_stop = min(ends, default=(len(text), 0, None))
+    for includes_stop in (False, True):
+        stream = TextStream(tokenizer, stop, min_tokens=min_tokens, includes_stop=includes_stop)
+        texts = [""]
+        for token in tokens:
+            found = stream.add(token)
+            texts.append(stream.text)
+            if found is not None:
+                break
+        assert stream.finish() == expected_stop
+        assert stream.text == text[: begin + length * includes_stop]
+        assert_grows([*texts, stream.text])
+
+
+@of_each_tokenizer
+@many
+@given(
+    tokens=st.lists(st.sampled_from([97, 98, 256, 257, 258]), max_size=12),
+    sequences=st.lists(
+        st.lists(st.sampled_from([97, 98, 256]), min_size=2, max_size=4).map(tuple), max_size=3
+    ),
+)
+def test_the_text_of_a_stop_sequence_is_never_shown(
+    tokenizer: TokenizerWrapper, tokens: list[int], sequences: list[tuple[int, ...]]
+):
+    sequences.sort(key=len, reverse=True)
+    stream, texts, left_out = TextStream(tokenizer, stop_sequences=sequences), [""], 0
+    detokenizer, before = tokenizer.detokenizer, []  # characters before each token
+    for number, token in enumerate(tokens, 1):
+        seen = tuple(tokens[:number])
+        ended = next((each for each in sequences if seen[-len(each) :] == each), None)
+        if ended is not None:
+            # As the engine does it: the last token never comes into the text.
+            left_out = len(ended) - 1
+            break
+        before.append(len(detokenizer.text))
+        detokenizer.add_token(token)
+        stream.add(token)
+        texts.append(stream.text)
+        # Nothing is held back but what may begin a sequence.
+        begins = [
+            length
+            for each in sequences
+            for length in range(1, len(each))
+            if seen[-length:] == each[:length]
+        ]
+        shown = before[number - max(begins)] if begins else len(detokenizer.text)
+        assert stream.text == detokenizer.text[:shown]
+    assert stream.finish(left_out) is None
+    detokenizer.finalize()
+    expected = detokenizer.text[: before[-left_out]] if left_out else detokenizer.text
+    assert stream.text == expected
+    assert_grows([*texts, stream.text])
+
+
+@of_each_tokenizer
 @pytest.mark.parametrize(
     ("text", "stop", "expected"),
     [
@@ -360,10 +437,48 @@ def test_stops_are_looked_for_in_new_text_and_what_was_held_back_only(
     monkeypatch.setattr(
         text_stream,
         "find_stop",
-        lambda text, stops: searched.append(len(text)) or find_stop(text, stops),
+        lambda text, *args: searched.append(len(text)) or find_stop(text, *args),
     )
     stream_of(TOKENIZERS[kind], byte_tokens("ab abc abx 😀 " * 100), ["abcd", "abxy", "😁"])
     assert max(searched) <= 2 + 3  # the BPE detokenizer keeps a space for the next token
+
+
+def with_special_tokens(*names: str) -> TokenizerWrapper:
+    tokenizer = byte_level_bpe()
+    tokenizer.add_special_tokens({"additional_special_tokens": list(names)})
+    return TokenizerWrapper(tokenizer, BPEStreamingDetokenizer)
+
+
+@given(tokens=st.lists(st.sampled_from([97, 98, 0xC3, 0xA9, 268, 269]), max_size=12))
+def test_skipped_special_tokens_are_those_that_the_tokenizer_skips(tokens: list[int]):
+    tokenizer = with_special_tokens("<end>", "<turn>")
+    special = special_token_ids(tokenizer)
+    assert special == {268, 269} and special_token_ids(None) == frozenset()
+    for skipped in (special, frozenset()):
+        stream = TextStream(tokenizer, skipped_token_ids=skipped)
+        for token in tokens:
+            stream.add(token)
+        stream.finish()
+        assert stream.text == tokenizer.decode(tokens, skip_special_tokens=bool(skipped))
+
+
+def test_a_special_token_that_is_a_stop_text_ends_the_text_though_it_is_not_shown():
+    tokenizer = with_special_tokens("<end>", "<turn>")
+    tokens = [*byte_tokens("ab "), 269, *byte_tokens("cd"), 268, 97]
+
+    def ended(stop: list[str], **options) -> tuple[str, str | None]:
+        stream = TextStream(tokenizer, stop, skipped_token_ids={268, 269}, **options)
+        found = next(filter(None, map(stream.add, tokens)), None) or stream.finish()
+        return stream.text, found
+
+    assert ended([]) == ("ab cda", None)
+    assert ended(["<end>"]) == ("ab cd", "<end>")
+    assert ended(["<end>"], includes_stop=True) == ("ab cd", "<end>")
+    assert ended(["<turn>", "<end>"]) == ("ab ", "<turn>")
+    assert ended(["<turn>", "<end>"], min_tokens=4) == ("ab cd", "<end>")
+    assert ended(["<end>"], min_tokens=7) == ("ab cda", None)
+    assert ended(["b c"]) == ("a", "b c")  # across a token that has no text
+    assert ended(["cdx", "<end>"]) == ("ab cd", "<end>")  # what was held back comes, too
 
 
 @pytest.fixture(scope="module")

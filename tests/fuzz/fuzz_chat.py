@@ -70,7 +70,8 @@ def _value(rng: random.Random, flag: str) -> str:
     """Often one that is right, so that what comes behind it is met, too."""
     right = {
         "--kv": "basic", "--max-tokens": "3", "-m": "3", "--temp": "0.7", "--top-p": "0.9",
-        "--top-k": "5", "--min-p": "0.1", "--seed": "3", "--block-size": "16",
+        "--top-k": "5", "--min-p": "0.1", "--xtc-probability": "0.5", "--xtc-threshold": "0.1",
+        "--seed": "3", "--block-size": "16",
         "--kv-cache-bytes": "9blocks", "--system-prompt": "Hi", "--prefill-step-size": "7",
         "--backend": "reference", "--max-model-len": "40", "--model": str(right_folder()),
     }.get(flag)  # fmt: skip

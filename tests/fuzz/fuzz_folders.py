@@ -37,7 +37,7 @@ JUNK: tuple[Any, ...] = (
 MORE_FIELDS = (
     "quantization", "quantization_config", "rope_scaling", "rope_parameters", "model_file",
     "eos_token_id", "bos_token_id", "torch_dtype", "attention_bias", "sliding_window",
-    "use_sliding_window", "layer_types", "num_experts", "auto_map",
+    "use_sliding_window", "layer_types", "max_window_layers", "num_experts", "auto_map",
 )  # fmt: skip
 
 

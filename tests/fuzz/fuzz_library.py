@@ -27,6 +27,7 @@ from mlx_paged import (
     make_kv_cache,
     stream_generate,
 )
+from mlx_paged.batch_generation import batch_generate
 from mlx_paged.foreign_arguments import ADVICE, OTHER_NAMES, PARAMS
 from mlx_paged.generation import generate_step
 from mlx_paged.models import qwen3
@@ -170,6 +171,13 @@ def _generate(**arguments: Any) -> None:
         raise Defect("generate returned no text")
 
 
+def _batch_generate(**arguments: Any) -> None:
+    arguments.pop("verbose", None) if arguments.get("verbose") is True else None
+    response = batch_generate(**arguments)
+    if not all(isinstance(text, str) for text in response.texts):
+        raise Defect("batch_generate returned something else than texts")
+
+
 def _load(**arguments: Any) -> None:
     load(**arguments)
 
@@ -202,7 +210,10 @@ def _params() -> dict[str, Any]:
         "n": 1, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 1,
         "repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1,
         "logit_bias": {3: 1.0}, "stop": ["x"], "ignore_eos": False, "stop_token_ids": [7],
-        "max_tokens": 3, "logprobs": 2, "logits_processors": [],
+        "max_tokens": 3, "logprobs": 2, "logits_processors": [], "xtc_probability": 0.5,
+        "xtc_threshold": 0.1, "xtc_special_tokens": [3], "allowed_token_ids": [1, 2, 7],
+        "bad_words": ["y"], "min_tokens": 2, "prompt_logprobs": 1, "skip_special_tokens": False,
+        "include_stop_str_in_output": True,
     }  # fmt: skip
 
 
@@ -219,13 +230,18 @@ ENTRIES: dict[str, tuple[Callable[..., None], Callable[[], dict[str, Any]]]] = {
     "SamplingParams": (_sampling_params, _params),
     "make_kv_cache": (_make_kv_cache, lambda: {
         "model": tiny_model(), "kind": "paged", "block_size": 16, "kv_cache_bytes": BUDGET,
-        "backend": "auto"}),
+        "kv_format": None, "backend": "auto"}),
     "ModelRunner.run": (_run, lambda: {"batch": {"a": [1, 2]}}),
     "generate": (_generate, lambda: {
         "model": tiny_model(), "tokenizer": tokenizer(), "prompt": "Hello", "verbose": False,
         **_mlx_options()}),
     "stream_generate": (_stream, lambda: {
         "model": tiny_model(), "tokenizer": tokenizer(), "prompt": "Hello", **_mlx_options()}),
+    "batch_generate": (_batch_generate, lambda: {
+        "model": tiny_model(), "tokenizer": tokenizer(), "prompts": ["Hello", [1, 2]],
+        "max_tokens": [2, 3], "verbose": False, "return_token_ids": True,
+        "return_logprobs": True, "sampler": None, "logits_processors": None,
+        "prefill_step_size": 8, "completion_batch_size": 2, "kv_cache_bytes": BUDGET}),
     "generate_step": (_steps, lambda: {"model": tiny_model(), "prompt": [1, 2], **_mlx_options()}),
     "LLM": (_llm, _engine_options),
     "LLM.generate": (partial(_llm_call, "generate"), lambda: {

@@ -18,6 +18,7 @@ import numpy as np
 
 from mlx_paged import load
 from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.speculation import NO_SPECULATION
 from mlx_paged.loading import demo_model_path
 from mlx_paged.request import CompletionOutput, RequestOutput, SamplingParams
 
@@ -41,6 +42,13 @@ def sampled(seed: int, max_tokens: int = 20, **options: Any) -> SamplingParams:
 
 def make_engine(model: nn.Module, tokenizer: Any = None, **options: Any) -> Engine:
     return Engine(model, tokenizer, **{"kv_cache_bytes": "100blocks", "seed": 0, **options})
+
+
+def make_engine_without_drafts(*args: Any, **options: Any) -> Engine:
+    """One whose steps are looked at one by one: each gives a token."""
+    engine = make_engine(*args, **options)
+    engine.scheduler.speculation = NO_SPECULATION
+    return engine
 
 
 def load_demo() -> tuple[nn.Module, Any]:

@@ -15,8 +15,9 @@ from typing import TypeVar
 
 from mlx_paged.config import SchedulerConfig
 from mlx_paged.core import BlockPool, KVCacheManager
-from mlx_paged.engine.batch import Batch, CopyBlocks, SwapIn, SwapOut
+from mlx_paged.engine.batch import Batch, CopyBlocks, Scheduled, SwapIn, SwapOut
 from mlx_paged.engine.scheduler import Scheduler
+from mlx_paged.engine.speculation import NO_SPECULATION, Speculation
 from mlx_paged.engine.swap_space import SwapSpace
 from mlx_paged.request import Request, SamplingParams
 
@@ -126,28 +127,28 @@ class SimulatedCache:
         """Write the new rows and read the context; a step that says it shares no new block gets
         no help from the order.
         """
-        steps = [(part.request, part.num_new_tokens) for part in batch.scheduled]
+        parts = batch.scheduled
         if batch.shares_new_blocks:
-            for request, num_new_tokens in steps:
-                self.write(request, num_new_tokens)
-            for request, _ in steps:
-                self.check_context(request)
+            for part in parts:
+                self.write(part)
+            for part in parts:
+                self.check_context(part.request, part.draft_token_ids)
         else:
-            for request, num_new_tokens in reversed(steps):
-                self.write(request, num_new_tokens)
-                self.check_context(request)
+            for part in reversed(parts):
+                self.write(part)
+                self.check_context(part.request, part.draft_token_ids)
 
-    def write(self, request: Request, num_new_tokens: int) -> None:
-        end = request.num_computed_tokens
-        rows = context_rows(request.token_ids, request.cache_salt)
-        slots = self.slots(self.manager.tables[request.seq_id].block_ids, end - num_new_tokens, end)
-        self.rows.update(zip(slots, rows[end - num_new_tokens : end], strict=True))
+    def write(self, part: Scheduled) -> None:
+        request, begin, end = part.request, part.start, part.start + part.num_new_tokens
+        rows = context_rows([*request.token_ids, *part.draft_token_ids], request.cache_salt)
+        slots = self.slots(self.manager.tables[request.seq_id].block_ids, begin, end)
+        self.rows.update(zip(slots, rows[begin:end], strict=True))
 
-    def check_context(self, request: Request) -> None:
+    def check_context(self, request: Request, drafts: Sequence[int] = ()) -> None:
         num_tokens = request.num_computed_tokens
         block_ids = self.manager.tables[request.seq_id].block_ids
         found = [self.rows.get(slot) for slot in self.slots(block_ids, 0, num_tokens)]
-        expected = context_rows(request.token_ids[:num_tokens], request.cache_salt)
+        expected = context_rows([*request.token_ids, *drafts][:num_tokens], request.cache_salt)
         assert found == expected, f"{request} reads what is not its own, blocks {block_ids}"
 
     def written_slots(self, batch: Batch) -> list[int]:
@@ -156,7 +157,7 @@ class SimulatedCache:
         slots: list[int] = []
         for seq_id, start, end in of_kind(batch, SwapIn):
             slots += self.slots(tables[seq_id].block_ids, start, end)
-        for request, start, count, _ in batch.scheduled:
+        for request, start, count, *_ in batch.scheduled:
             slots += self.slots(tables[request.seq_id].block_ids, start, start + count)
         for _, destination in all_copies(batch):
             slots += range(destination * self.block_size, (destination + 1) * self.block_size)
@@ -170,6 +171,7 @@ class FakeEngine:
         num_blocks: the budget.
         swap_tokens: room in host memory; 0 never swaps.
         supply: `initial_blocks`, `device_blocks` of :class:`FakeSupply`.
+        speculation: who makes drafts.
         config: fields of `SchedulerConfig`; no watermark unless it is given.
     """
 
@@ -181,6 +183,7 @@ class FakeEngine:
         swap_tokens: int = 0,
         supply: dict | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
+        speculation: Speculation = NO_SPECULATION,
         **config,
     ):
         self.supply = FakeSupply(num_blocks, block_size, **supply or {})
@@ -189,7 +192,9 @@ class FakeEngine:
         self.swap_space: SwapSpace = SwapSpace(swap_tokens)
         defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 16, "watermark": 0.0}
         self.config = SchedulerConfig(**defaults | config)
-        self.scheduler = Scheduler(self.supply, self.config, eos_token_ids, self.swap_space)
+        self.scheduler = Scheduler(
+            self.supply, self.config, eos_token_ids, self.swap_space, speculation
+        )
         self.cache = SimulatedCache(self.manager)
         self.completions: dict[str, list[Request]] = {}
         self.suspects: deque[Request] = deque()
@@ -245,7 +250,9 @@ class FakeEngine:
     def sample(self, batch: Batch) -> None:
         sampled: list[Request] = []
         for part in batch.scheduled:
-            if part.num_logit_rows:
+            if part.draft_token_ids:
+                self.verify(part)
+            elif part.num_logit_rows:
                 request = part.request
                 sampled += [request, *map(request.fork, range(1, request.num_seqs))]
         for request in sampled:
@@ -257,12 +264,32 @@ class FakeEngine:
             row = context_rows(request.token_ids, request.cache_salt)[-1]
             self.scheduler.append_token(request, next_token(row, request.index))
 
+    def verify(self, part: Scheduled) -> None:
+        request, num_accepted = part.request, 0
+        self.scheduler.begin_verification(part)
+        for draft in (*part.draft_token_ids, None):
+            row = context_rows(request.token_ids, request.cache_salt)[-1]
+            token = next_token(row, request.index)
+            if token == draft:
+                self.scheduler.accept_draft(request)
+                num_accepted += 1
+            self.scheduler.append_token(request, token)
+            if token != draft or request.is_finished:
+                break
+        self.scheduler.end_verification(part, num_accepted)
+        self.counts["drafted"] += len(part.draft_token_ids)
+        self.counts["accepted"] += num_accepted
+
     def check_output(self, output: Batch, only: Request | None) -> None:
         scheduler, counts = self.scheduler, self.counts
         assert output.num_tokens <= self.config.max_num_batched_tokens
-        for request, start, count, num_logit_rows in output.scheduled:
+        for request, start, count, num_logit_rows, num_scored_rows, drafts in output.scheduled:
             assert count >= 1 and start + count == request.num_computed_tokens
-            assert num_logit_rows == (request.num_computed_tokens == request.num_tokens)
+            num_left = request.num_tokens + len(drafts) - request.num_computed_tokens
+            assert num_logit_rows == (1 + len(drafts) if num_left == 0 else 0)
+            assert num_scored_rows == 0  # Nobody here wants log-probabilities of a prompt.
+            assert not drafts or (num_left == 0 and count == 1 + len(drafts) and only is None)
+        assert not (output.preempted and output.drafted), "drafts preempt nobody"
         swap_outs, swap_ins = of_kind(output, SwapOut), of_kind(output, SwapIn)
         assert sum(request.num_seqs for request in scheduler.running) <= self.config.max_num_seqs
         scheduled = {request.seq_id for request in output.requests}

@@ -11,7 +11,8 @@ import numpy as np
 
 from helpers.engine_runs import assert_nothing_held, make_engine
 from mlx_paged.engine.engine import Engine
-from mlx_paged.request import RequestOutput, SamplingParams
+from mlx_paged.engine.speculation import NO_SPECULATION
+from mlx_paged.request import RequestOutput, SamplingParams, SeqId
 
 
 @dataclass
@@ -77,7 +78,9 @@ class Workload:
         elif kind < 0.2:
             params["sampler"] = takes_the_second
         elif kind < 0.22:
-            params["logit_bias"] = {self.vocab_size + 1: 1.0}  # Only the sampler sees that.
+            # Only the sampler sees that no token is left.
+            params["logit_bias"] = dict.fromkeys(range(self.vocab_size), -np.inf)
+        params |= self._newer_params(len(self.asks))
         return Ask(
             prefix[: rng.choice([0, 8, 32, 70])] + tail,
             params,
@@ -86,8 +89,33 @@ class Workload:
             abort_at=rng.randint(0, 12) if rng.random() < 0.1 else None,
         )
 
+    def _newer_params(self, number: int) -> dict[str, Any]:
+        """Masks, stop sequences, XTC and log-probabilities of prompts, from draws of their own."""
+        rng = random.Random(self.seed * 1000 + number)
+        params: dict[str, Any] = {}
+        if rng.random() < 0.2:
+            params["prompt_logprobs"] = rng.randint(0, 3)
+        if rng.random() < 0.15:
+            params["allowed_token_ids"] = rng.sample(range(self.vocab_size), self.vocab_size // 2)
+        if rng.random() < 0.2:
+            params["min_tokens"] = rng.randint(0, 12)
+            params["max_tokens"] = rng.randint(12, 30)
+        if rng.random() < 0.2:
+            pairs = [rng.choices(range(self.vocab_size), k=2) for _ in range(400)]
+            params["stop_token_ids"] = [*pairs, rng.randrange(self.vocab_size)]
+        if rng.random() < 0.15:
+            params |= {"xtc_probability": 0.5, "xtc_threshold": 0.01, "xtc_special_tokens": [3]}
+        return params
+
     def run(self, model: Any, tokenizer: Any = None, **options: Any) -> Run:
+        """
+        Args:
+            options: of the engine; ``speculation``, or what it makes of the engine, is put into
+                the scheduler.
+        """
+        speculation = options.pop("speculation", NO_SPECULATION)
         engine = make_engine(model, tokenizer, **self.options, **options)
+        engine.scheduler.speculation = speculation(engine) if callable(speculation) else speculation
         result = Run(engine)
         coming = sorted(self.asks, key=lambda name: (self.asks[name].comes_at, int(name)))
         num_steps = 0
@@ -117,6 +145,14 @@ class Run:
     outputs: dict[str, RequestOutput] = field(default_factory=dict)
     num_in_flight: int = 0  # steps after which another one was in flight
 
+    @property
+    def answers(self) -> dict[SeqId, list[int]]:
+        return {
+            (name, completion.index): completion.token_ids
+            for name, output in self.outputs.items()
+            for completion in output.outputs
+        }
+
 
 def bans_the_last_token(tokens: mx.array, logits: mx.array) -> mx.array:
     logits[:, tokens[-1]] = -mx.inf
@@ -138,23 +174,43 @@ def takes_the_second(logprobs: mx.array) -> mx.array:
 
 def assert_same(ours: RequestOutput, theirs: RequestOutput, atol: float = 2e-5) -> None:
     """``atol`` is of log-probabilities."""
+    # How much of a prompt was scored before an abort depends on when it came.
+    if ours.error is None and ours.outputs[0].token_ids:
+        assert_same_logprobs(ours.prompt_logprobs, theirs.prompt_logprobs, atol)
     for one, other in zip(ours.outputs, theirs.outputs, strict=True):
         assert (one.token_ids, one.text) == (other.token_ids, other.text), ours.request_id
         assert (one.finish_reason, one.stop_reason) == (other.finish_reason, other.stop_reason)
-        assert (one.logprobs is None) == (other.logprobs is None)
-        for entries, expected in zip(one.logprobs or (), other.logprobs or (), strict=True):
-            assert {token: e.rank for token, e in entries.items()} == {
-                token: e.rank for token, e in expected.items()
-            }
-            np.testing.assert_allclose(
-                [entry.logprob for entry in entries.values()],
-                [entry.logprob for entry in expected.values()],
-                atol=atol,
-            )
+        assert_same_logprobs(one.logprobs, other.logprobs, atol)
     assert type(ours.error) is type(theirs.error) and str(ours.error) == str(theirs.error)
+
+
+def assert_same_logprobs(ours: Any, theirs: Any, atol: float) -> None:
+    assert (ours is None) == (theirs is None)
+    for entries, expected in zip(ours or (), theirs or (), strict=True):
+        assert (entries is None) == (expected is None)
+        if entries is None:
+            continue
+        assert {token: e.rank for token, e in entries.items()} == {
+            token: e.rank for token, e in expected.items()
+        }
+        np.testing.assert_allclose(
+            [entry.logprob for entry in entries.values()],
+            [entry.logprob for entry in expected.values()],
+            atol=atol,
+        )
 
 
 def assert_all_same(ahead: Run, waiting: Run, atol: float = 2e-5) -> None:
     assert waiting.num_in_flight == 0 < ahead.num_in_flight
     for name, output in waiting.outputs.items():
         assert_same(ahead.outputs[name], output, atol)
+
+
+def assert_all_same_but_aborts(drafting: Run, plain: Run) -> None:
+    """An abort comes between two steps, of which one with drafts gives more tokens."""
+    for name, output in plain.outputs.items():
+        if all(each.finish_reason != "abort" for each in output.outputs):
+            assert_same(drafting.outputs[name], output)
+            continue
+        for one, other in zip(drafting.outputs[name].outputs, output.outputs, strict=True):
+            assert all(a == b for a, b in zip(one.token_ids, other.token_ids, strict=False))

@@ -375,12 +375,14 @@ def test_no_adapters_are_looked_for_in_a_folder_without_a_name(folder, monkeypat
     assert "no folder ''" in load_error(folder, adapter_path="")
 
 
-def test_sliding_windows_are_refused_rather_than_ignored(folder):
+def test_sliding_windows_are_those_of_the_config(folder):
     # As Qwen3 is published: a window is given, but not used.
     write_config(folder, use_sliding_window=False, sliding_window=4096, max_window_layers=0)
-    load(folder)
-    write_config(folder, use_sliding_window=True)
-    assert "use_sliding_window" in load_error(folder)
+    assert {spec.window for spec in load(folder)[0].layer_specs} == {None}
+    write_config(folder, use_sliding_window=True, sliding_window=4096, max_window_layers=0)
+    assert {spec.window for spec in load(folder)[0].layer_specs} == {4096}
+    write_config(folder, use_sliding_window=True, sliding_window=None)
+    assert "sliding_window in config.json" in load_error(folder)
 
 
 def test_code_from_the_folder_is_not_run(folder):

@@ -11,11 +11,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from helpers.engine_helpers import CONFIG
+from helpers.engine_runs import ask, greedy, make_engine
 from helpers.qwen3_helpers import all_logits, chunks, float32_tolerance, max_error
 from helpers.streaming_reference import everything, sliding, streamed_logits, streaming
 from mlx.utils import tree_map
 
 from mlx_paged import make_kv_cache
+from mlx_paged.cache import layer_groups
+from mlx_paged.engine.engine import Engine
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models import qwen3
 
@@ -213,3 +216,51 @@ def test_layer_types_say_which_layers_have_windows():
     assert args.windows == [9, None]
     assert replace(args, layer_types=None, max_window_layers=1).windows == [None, 9]
     assert replace(args, layer_types=None).windows == [None, None]
+
+
+@pytest.mark.parametrize("num_full", [2, 1])
+def test_positions_start_over_and_nobody_notices(monkeypatch, num_full):
+    monkeypatch.setattr(layer_groups, "POSITION_PERIOD", 24)
+    model = windowed_layers(2, num_full, 12)
+    cache = make_kv_cache(
+        model, block_size=8, kv_cache_bytes="60blocks", window=32, num_sink_tokens=8
+    )
+    seen, parts, done = [], [], 0
+    for length in itertools.cycle([1, 7, 100]):
+        num_new = min(length, cache.manager.max_run("a"), len(TOKENS) - done)
+        if not num_new:
+            break
+        with cache.step({"a": num_new}) as step:
+            rows = model(mx.array(TOKENS[done : done + num_new]), cache.layers)
+            mx.eval(rows, cache.arrays)
+            seen += step.positions.tolist()
+        parts.append(np.array(rows))
+        done += num_new
+        cache.manager.check_integrity()
+    sees = [streaming(32, 8, 8)] * num_full + [sliding(12)] * (2 - num_full)
+    assert_as_defined(model, np.concatenate(parts), streamed_logits(model, TOKENS, sees))
+    assert max(seen) < 32 + 8 + 8 + 24 < len(TOKENS)
+
+
+def test_what_was_computed_before_positions_started_over_is_not_found_behind_it(monkeypatch):
+    monkeypatch.setattr(layer_groups, "POSITION_PERIOD", 64)
+    model = model_with()
+
+    def engine() -> Engine:
+        return make_engine(
+            model, block_size=8, window=32, num_sink_tokens=8, kv_cache_bytes="400blocks"
+        )
+
+    hits = {}
+    for end in range(64, 200, 8):
+        request = {"a": (TOKENS[: end + 25], greedy(30))}
+        warm = engine()
+        # It ends before its own positions would start over.
+        ask(warm, {"first": (TOKENS[:end], greedy(1))})
+        assert ask(warm, request) == ask(engine(), request)
+        hits[end] = warm.stats().num_hit_tokens
+    # Positions start over at 104 and at 168 tokens. What was computed before is found before, and
+    # what a sequence rotates in place is lost.
+    expected = {end: end for end in hits} | {104: 96, 168: 160}
+    expected |= dict.fromkeys((112, 120, 128), 72) | dict.fromkeys((176, 184, 192), 136)
+    assert hits == expected

@@ -17,8 +17,11 @@ import mlx.core as mx
 
 from mlx_paged.cache import KVCacheConfig
 from mlx_paged.engine.batch import Batch
+from mlx_paged.engine.drafts import PromptLookup
 from mlx_paged.engine.engine import Engine
-from mlx_paged.request import RequestOutput, SamplingParams
+from mlx_paged.engine.speculation import Speculation
+from mlx_paged.request import RequestOutput
+from mlx_paged.sampling_params import SamplingParams
 
 NUM_PREFIXES = 6
 MAX_PREFIX_LEN, MAX_TAIL_LEN, MAX_NEW_TOKENS = 150, 60, 50
@@ -136,6 +139,10 @@ def slack_nbytes(model: Any, config: KVCacheConfig, contexts: list[int], num_tok
 class Soak:
     """Feeds an engine with requests and looks after every step.
 
+    Args:
+        num_drafts: that each request tries in each step, whether they pay or not: of the draft
+            model in ``engine_options``, else looked up.
+
     Attributes:
         outputs: the last output of each request that is done.
         counts: of steps, failures, interruptions, finish reasons and so on.
@@ -148,6 +155,7 @@ class Soak:
     seed: int
     max_in_flight: int = 24
     keep_outputs: bool = True
+    num_drafts: int = 0
     engine_options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -166,6 +174,9 @@ class Soak:
             "max_num_batched_tokens": 64,
         }
         self.engine = Engine(self.model, None, **(options | self.engine_options))
+        if self.num_drafts:
+            drafter = self.engine.runner.draft_model or PromptLookup()
+            self.engine.scheduler.speculation = Speculation(drafter, self.num_drafts)
         self.rng = random.Random(self.seed)
         self.outputs: dict[str, RequestOutput] = {}
         self.counts: Counter[str] = Counter()
@@ -319,7 +330,11 @@ class Soak:
             self.model,
             self.engine.cache.config,
             # Completions that are forked in this step have rows of logits, too.
-            [seq.num_computed_tokens for seq in output.requests for _ in range(seq.num_seqs)],
+            [
+                part.request.num_computed_tokens
+                for part in output.scheduled
+                for _ in range(part.request.num_seqs + len(part.draft_token_ids))
+            ],
             output.num_tokens,
         )
         error: BaseException | None = None

@@ -1,0 +1,258 @@
+"""``batch_generate`` with mlx-lm's signature: many prompts on one engine, a response for all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, Unpack
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx_lm.generate import BatchResponse
+from mlx_lm.generate_utils import BatchStats
+
+from mlx_paged.argument_values import check_integer, is_sequence
+from mlx_paged.config import DEFAULT_MAX_NUM_BATCHED_TOKENS
+from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.prompts import Prompt, as_tokenizer, split_prompts
+from mlx_paged.engine.read_array import read_floats
+from mlx_paged.errors import ArgumentError, shown
+from mlx_paged.foreign_arguments import refuses_unknown_arguments
+from mlx_paged.generation import OneShotOptions, Tokenizer
+from mlx_paged.memory import wired_limit
+from mlx_paged.request import RequestOutput
+from mlx_paged.sampling_params import LogitsProcessor, Sampler, SamplingParams
+
+_OWN_CACHE = "an engine finds the K/V of equal beginnings by itself; leave it out"
+
+
+class BatchOptions(OneShotOptions, total=False):
+    """The keyword arguments of :func:`batch_generate` that mlx-lm's ``BatchGenerator`` has, and
+    those of a cache.
+    """
+
+    sampler: Sampler | None
+    logits_processors: Sequence[LogitsProcessor] | None
+    completion_batch_size: int
+    prefill_step_size: int
+
+
+@refuses_unknown_arguments("generate", also=lambda: frozenset(BatchOptions.__annotations__))
+def batch_generate(
+    model: Module,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Prompt],
+    prompt_caches: None = None,
+    max_tokens: int | Sequence[int] = 128,
+    verbose: bool = False,
+    return_prompt_caches: bool = False,
+    return_token_ids: bool = False,
+    return_logprobs: bool = False,
+    **options: Unpack[BatchOptions],
+) -> BatchResponse:
+    """Complete prompts, together; as ``mlx_lm.batch_generate``, with its response.
+
+    Args:
+        prompts: as :meth:`LLM.generate` takes them; mlx-lm takes token ids only.
+        prompt_caches, return_prompt_caches: refused. Equal beginnings are found by themselves.
+        max_tokens: of each answer, or one number for each prompt; -1 has no limit.
+        verbose: print how many are done, and the figures.
+        return_token_ids: whether the response has the tokens of each answer, without the one of the
+            end of sequence.
+        return_logprobs: whether it has, for each of these, the log-probability that it was drawn
+            with: after the processors, before the sampler.
+        sampler: log-probabilities ``[1, vocab_size]`` to a token ``[1]``; greedy by default.
+        logits_processors: each maps (tokens so far, logits ``[1, vocab_size]``) to new logits.
+        completion_batch_size: how many answers run at once at most (default: 32).
+        prefill_step_size: prompt tokens per step (default: 2048).
+        kv, block_size, kv_cache_bytes, backend, max_model_len: as :class:`Engine` takes them.
+
+    Returns:
+        mlx-lm's response. In its ``stats``, ``prompt_tokens`` counts those that were computed, and
+        ``prompt_time`` the steps up to the last prompt's first token, in seconds.
+
+    Raises:
+        ValueError: an argument of the wrong type or out of its range.
+        TypeError: an argument that does not exist; the message says what to use.
+        PromptTooLongError: a prompt leaves no room for an answer.
+        Exception: what failed a request, such as its logits processor.
+    """
+    for name, is_given in (
+        ("prompt_caches", prompt_caches is not None),
+        ("return_prompt_caches", return_prompt_caches is not False),
+    ):
+        if is_given:
+            raise ArgumentError(f"[batch_generate] {name} is not supported: {_OWN_CACHE}", name)
+    for name, value in (
+        ("verbose", verbose),
+        ("return_token_ids", return_token_ids),
+        ("return_logprobs", return_logprobs),
+    ):
+        if not isinstance(value, bool):
+            message = f"[batch_generate] {name} must be True or False, got {shown(value)}"
+            raise ArgumentError(message, name)
+    batch = _Batch(
+        model, tokenizer, split_prompts(prompts), max_tokens, return_logprobs, {**options}
+    )
+    stats = batch.run(verbose)
+    answers = batch.answers()
+    return BatchResponse(
+        [batch.tokenizer.decode(token_ids) for token_ids in answers],
+        stats,
+        None,
+        answers if return_token_ids else None,
+        batch.logprobs(answers) if return_logprobs else None,
+    )
+
+
+class _Batch:
+    """The requests of a call, on an engine of their own."""
+
+    def __init__(
+        self,
+        model: Module,
+        tokenizer: Tokenizer,
+        prompts: Sequence[Prompt],
+        max_tokens: object,
+        wants_logprobs: bool,
+        options: dict[str, Any],
+    ):
+        self.tokenizer = as_tokenizer(tokenizer)
+        limits = _one_for_each(max_tokens, len(prompts))
+        sampler, processors = options.pop("sampler", None), options.pop("logits_processors", None)
+        step_size = options.pop("prefill_step_size", DEFAULT_MAX_NUM_BATCHED_TOKENS)
+        batch_size = options.pop("completion_batch_size", 32)
+        params = [
+            SamplingParams(
+                max_tokens=limit,
+                sampler=sampler,
+                logits_processors=processors or (),
+                logprobs=0 if wants_logprobs else None,
+                detokenize=False,
+            )
+            for limit in limits
+        ]
+        self._engine = Engine(
+            model,
+            self.tokenizer,
+            max_num_seqs=check_integer("batch_generate", "completion_batch_size", batch_size, 1),
+            max_num_batched_tokens=check_integer(
+                "batch_generate", "prefill_step_size", step_size, 1
+            ),
+            **options,
+        )
+        self._num_requests = len(prompts)
+        self._outputs: dict[str, RequestOutput] = {}
+        # The engine's own log-probabilities are those before the processors.
+        self._recorders: dict[str, _Recorder] = {}
+        for index, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
+            if wants_logprobs and each.logits_processors:
+                recorder = self._recorders[str(index)] = _Recorder()
+                each = each.clone(logits_processors=(*each.logits_processors, recorder))
+            self._engine.add_request(str(index), prompt, each)
+
+    def run(self, is_verbose: bool) -> BatchStats:
+        num_requests = self._num_requests
+        stats = BatchStats()
+        started: set[str] = set()
+        num_finished = 0
+        begin = time.perf_counter()
+        with wired_limit(self._engine.model):
+            while self._engine.has_unfinished_requests():
+                has_prompts = len(started) < num_requests
+                step_begin = time.perf_counter()
+                outputs = self._engine.step()
+                for output in outputs:
+                    self._take(output)
+                    started.add(output.request_id)
+                    num_finished += output.finished
+                seconds = time.perf_counter() - step_begin
+                stats.generation_steps += bool(outputs)
+                if has_prompts:
+                    stats.prompt_time += seconds
+                else:
+                    stats.decode_time += seconds
+                if is_verbose and outputs:
+                    done = f"[batch_generate] Finished {num_finished}/{num_requests}"
+                    print(done, end="\r", flush=True)
+        stats.wall_time = time.perf_counter() - begin
+        stats.peak_memory = mx.get_peak_memory() / 1e9
+        for output in self._outputs.values():
+            stats.prompt_tokens += len(output.prompt_token_ids) - output.num_cached_tokens
+            stats.generation_tokens += len(output.outputs[0].token_ids)
+        if is_verbose:
+            print(
+                f"\n[batch_generate] Prompt: {stats.prompt_tokens} tokens, "
+                f"{stats.prompt_tps:.3f} tokens-per-sec\n"
+                f"[batch_generate] Generation: {stats.generation_tokens} tokens, "
+                f"{stats.generation_tps:.3f} tokens-per-sec\n"
+                f"[batch_generate] Peak memory: {stats.peak_memory:.3f} GB"
+            )
+        return stats
+
+    def answers(self) -> list[list[int]]:
+        """The tokens of each answer, without the one that ended it."""
+        completions = [self._outputs[str(index)].outputs[0] for index in range(self._num_requests)]
+        return [
+            completion.token_ids[:-1]
+            if completion.finish_reason == "stop"
+            else completion.token_ids
+            for completion in completions
+        ]
+
+    def logprobs(self, answers: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Of each token of the answers, what it was drawn with."""
+        results: list[list[float]] = []
+        for index, answer in enumerate(answers):
+            recorder = self._recorders.get(str(index))
+            if recorder is not None:
+                results.append(recorder.logprobs[: len(answer)])
+                continue
+            entries = self._outputs[str(index)].outputs[0].logprobs or ()
+            pairs = zip(answer, entries, strict=False)  # The token that ended it is left out.
+            results.append([entry[token].logprob for token, entry in pairs])
+        return results
+
+    def _take(self, output: RequestOutput) -> None:
+        if output.error is not None:
+            raise output.error
+        self._outputs[output.request_id] = output
+        if output.request_id in self._recorders:
+            self._recorders[output.request_id].read(output)
+
+
+class _Recorder:
+    """A logits processor that stands last, changes nothing, and keeps what it was given until its
+    token is read.
+
+    Attributes:
+        logprobs: of the tokens that were read.
+    """
+
+    def __init__(self) -> None:
+        self.logprobs: list[float] = []
+        self._rows: dict[int, mx.array] = {}  # by the number of tokens before
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        self._rows[tokens.size] = logits[0]
+        return logits
+
+    def read(self, output: RequestOutput) -> None:
+        """Take the tokens that are new in an output."""
+        token_ids = output.outputs[0].token_ids
+        for place in range(len(self.logprobs), len(token_ids)):
+            row = self._rows.pop(len(output.prompt_token_ids) + place).astype(mx.float32)
+            logprob = row[token_ids[place] : token_ids[place] + 1] - mx.logsumexp(row)
+            self.logprobs += read_floats(logprob)
+
+
+def _one_for_each(max_tokens: object, num_prompts: int) -> list[Any]:
+    if not is_sequence(max_tokens):
+        return [max_tokens] * num_prompts
+    if len(max_tokens) != num_prompts:
+        raise ArgumentError(
+            f"[batch_generate] {len(max_tokens)} max_tokens for {num_prompts} prompts; give one "
+            "for each",
+            "max_tokens",
+        )
+    return list(max_tokens)

@@ -1,0 +1,192 @@
+"""``DraftModel``: a small model of the same vocabulary that says how answers may go on."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from mlx_paged.cache import KVCache
+from mlx_paged.engine.batch import Batch, Scheduled
+from mlx_paged.engine.drafts import ACCEPTANCE_RATE
+from mlx_paged.engine.read_array import read_ints
+from mlx_paged.engine.sampler import draw_drafts
+from mlx_paged.models.language_model import LanguageModel
+from mlx_paged.request import PENDING_TOKEN, Request
+
+# Nobody knows how good a model's drafts are before it made some, and who brings one expects them to
+# be good. What is not tried is forgotten, so that a request whose drafts did not pay tries again
+# some time.
+FIRST_ACCEPTANCE = 0.8
+FORGETTING_RATE = 1 / 256
+# Tokens that the model may lack when it makes drafts, as nobody asked it for a while: they are
+# computed in the first pass, which all others wait for.
+MAX_CATCH_UP = 512
+
+
+class DraftModel:
+    """Makes drafts by a model whose K/V live in the same blocks as the target's, in further layers
+    of the same cache (speculative decoding, Leviathan et al. 2023).
+
+    So prefix hits, forks, copies, swapping and trimming hold for both. The model computes prompts
+    along with the target. Of an answer it computes what it needs when it makes drafts: up to
+    ``MAX_CATCH_UP`` tokens in the first pass, then one token per pass. Blocks that are found in the
+    prefix cache are taken to hold its K/V; where they don't, drafts are worse and tokens the same.
+
+    Each draft is drawn with the key and the settings with which the target's token will be drawn,
+    so that both tend to choose the same where their probabilities are alike.
+
+    Args:
+        model: of the vocabulary of the target.
+        cache: with ``model``'s layers behind those of the target.
+    """
+
+    def __init__(self, model: LanguageModel, cache: KVCache):
+        self.model = model
+        self.cache = cache
+        self._layers = slice(len(cache.layers) - len(model.layer_specs), None)
+
+    # As a drafter
+
+    def acceptance(self, request: Request) -> float:
+        state = self._state_of(request, request.num_computed_tokens)
+        state.forget(request.num_tokens)
+        lacks = request.num_tokens - min(state.num_computed, request.num_tokens)
+        return state.acceptance if lacks <= MAX_CATCH_UP else 0.0
+
+    def propose(self, request: Request, num_drafts: int) -> list[int]:
+        """Places for drafts, which :meth:`run` makes when the step is launched."""
+        return [PENDING_TOKEN] * num_drafts
+
+    def made(self, part: Scheduled) -> list[int]:
+        state = self._state_of(part.request, part.start)
+        return [read_ints(tokens)[entry] for tokens, entry in state.drafts]
+
+    def note(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        state = self._state_of(request, request.num_computed_tokens)
+        state.num_computed = min(state.num_computed, request.num_computed_tokens)
+        state.num_seen = request.num_tokens
+        for _ in range(num_accepted):
+            state.acceptance += (1 - state.acceptance) * ACCEPTANCE_RATE
+        # A token that ended the answer says nothing about the drafts behind it.
+        if num_accepted < num_drafts and not request.is_finished:
+            state.acceptance -= state.acceptance * ACCEPTANCE_RATE
+
+    # In a step
+
+    def run(self, batch: Batch) -> None:
+        """Compute the prompts of a step, and begin to make its drafts; nothing waits for them."""
+        runs, drafted = [], []
+        for part in batch.scheduled:
+            state = self._state_of(part.request, part.start)
+            # Whatever was computed behind it is gone: preempted, or taken back.
+            begin = state.num_computed = min(state.num_computed, part.start)
+            num_drafts = len(part.draft_token_ids)
+            end = part.start + part.num_new_tokens - num_drafts
+            state.drafts = []
+            if num_drafts:
+                drafted.append((part.request, state, num_drafts))
+            if num_drafts or (end - begin > 1 and begin == part.start):
+                runs.append(_Run(part.request, begin, end, int(num_drafts > 0)))
+                state.num_computed = end
+        if not runs:
+            return
+        token_ids = [run.request.token_ids[run.begin : run.end] for run in runs]
+        tokens = mx.array(list(itertools.chain.from_iterable(token_ids)), dtype=mx.int32)
+        logits = self._pass(runs, tokens, batch.shares_new_blocks)
+        number = 0
+        while drafted:
+            requests = [request for request, _, _ in drafted]
+            tokens = draw_drafts(logits, requests, number)
+            mx.async_eval(tokens)
+            number += 1
+            for entry, (_, state, _) in enumerate(drafted):
+                state.drafts.append((tokens, entry))
+            entries = [
+                entry for entry, (_, _, num_drafts) in enumerate(drafted) if num_drafts > number
+            ]
+            if not entries:
+                return
+            if len(entries) < len(drafted):
+                tokens = tokens[mx.array(entries)]
+            drafted = [drafted[entry] for entry in entries]
+            runs = []
+            for request, state, _ in drafted:
+                state.num_computed = end = request.num_tokens + number
+                runs.append(_Run(request, end - 1, end, 1))
+            logits = self._pass(runs, tokens)
+
+    def put_drafts(self, batch: Batch, tokens: mx.array) -> mx.array:
+        """``[num_tokens]``, the tokens of a step with its drafts in their places."""
+        places: list[int] = []
+        drafts: list[mx.array] = []
+        end = 0
+        for part in batch.scheduled:
+            end += part.num_new_tokens
+            made = self._state_of(part.request, part.start).drafts
+            places += range(end - len(made), end)
+            drafts += [array[entry : entry + 1] for array, entry in made]
+        if places:
+            tokens[mx.array(places)] = mx.concatenate(drafts)
+        return tokens
+
+    def _pass(
+        self, runs: Sequence[_Run], tokens: mx.array, shares_new_blocks: bool = False
+    ) -> mx.array:
+        """The logits of the runs that want some, ``[num_drafted, vocab_size]``."""
+        cache = self.cache
+        with cache.scheduled_step(
+            [run.request.seq_id for run in runs],
+            [run.end - run.begin for run in runs],
+            [run.num_logit_rows for run in runs],
+            shares_new_blocks,
+            layers=self._layers,
+            context_lens=[run.end for run in runs],
+        ) as step:
+            logits = self.model(tokens, cache.layers[self._layers], step.logit_rows)
+            if cache.can_run_ahead:
+                mx.async_eval(logits, cache.arrays)
+            else:
+                # A reader in flight would make each write of the next pass copy a slab.
+                mx.eval(logits, cache.arrays)
+        return logits
+
+    def _state_of(self, request: Request, num_computed: int) -> _DraftState:
+        state: _DraftState | None = request.draft_state
+        if state is None:
+            state = _DraftState(num_computed=num_computed, num_seen=request.num_tokens)
+            request.draft_state = state
+        return state
+
+
+class _Run(NamedTuple):
+    """The tokens ``begin : end`` of a request in a pass."""
+
+    request: Request
+    begin: int
+    end: int
+    num_logit_rows: int
+
+
+@dataclass(slots=True)
+class _DraftState:
+    """What is known of a request's drafts.
+
+    Attributes:
+        num_computed: tokens with K/V of the draft model, or that were found in the prefix cache.
+        num_seen: tokens of the request when its acceptance was estimated.
+        drafts: those of the newest step: an array of tokens, and the entry in it.
+    """
+
+    num_computed: int
+    num_seen: int
+    acceptance: float = FIRST_ACCEPTANCE
+    drafts: list[tuple[mx.array, int]] = field(default_factory=list)
+
+    def forget(self, num_tokens: int) -> None:
+        for _ in range(min(num_tokens - self.num_seen, 1000)):
+            self.acceptance += (FIRST_ACCEPTANCE - self.acceptance) * FORGETTING_RATE
+        self.num_seen = num_tokens

@@ -1,0 +1,104 @@
+"""``TokenMask``: the tokens that a request can't draw; those of a whole batch in one operation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import mlx.core as mx
+
+from mlx_paged.request import Request
+
+# The last token of a sequence that must not be completed, by all tokens before it.
+_Ends = dict[tuple[int, ...], list[int]]
+
+
+class TokenMask:
+    """Which tokens a request can't draw next.
+
+    What does not change is an array that is made once. What depends on the answer (bad words of
+    several tokens, and ends before ``min_tokens``) is asked for each token.
+
+    Attributes:
+        disallowed: ``[vocab_size] bool``, what ``allowed_token_ids`` leaves out, evaluated; or
+            ``None``.
+    """
+
+    def __init__(self, request: Request, vocab_size: int):
+        params, rules = request.params, request.token_rules
+        self.disallowed: mx.array | None = None
+        if params.allowed_token_ids is not None:
+            self.disallowed = mx.ones(vocab_size, dtype=mx.bool_)
+            self.disallowed[mx.array([int(token) for token in params.allowed_token_ids])] = False
+            mx.eval(self.disallowed)  # Nothing lazy is kept.
+        self._min_tokens = params.min_tokens
+        self._bad, self._bad_ends = _split(rules.bad_words)
+        stops = [stop for stop in params.stop_token_ids if not isinstance(stop, tuple)]
+        self._stops = [int(stop) for stop in {*stops, *rules.eos_token_ids}]  # type: ignore[arg-type]
+        self._stop_ends = _split(params.stop_sequences)[1]
+
+    def banned(self, request: Request) -> list[int]:
+        """The tokens that can't come next, apart from those that are not allowed anywhere."""
+        answer, num_tokens = request.token_ids, request.num_output_tokens
+        banned = self._bad
+        if self._bad_ends:
+            banned = banned + _ends_of(self._bad_ends, answer, num_tokens)
+        if num_tokens < self._min_tokens:
+            banned = banned + self._stops + _ends_of(self._stop_ends, answer, num_tokens)
+        return banned
+
+
+def needs_mask(request: Request) -> bool:
+    params = request.params
+    return params.allowed_token_ids is not None or params.min_tokens > 0 or bool(params.bad_words)
+
+
+def mask_tokens(
+    logits: mx.array,  # [num_requests, vocab_size], floats that the caller does not need again
+    requests: Sequence[Request],
+    masks: Sequence[TokenMask | None],
+) -> mx.array:
+    """The logits with -inf for the tokens that a request's mask bans."""
+    allowing: list[int] = []
+    disallowed: list[mx.array] = []
+    rows: list[int] = []
+    columns: list[int] = []
+    for entry, mask in enumerate(masks):
+        if mask is None:
+            continue
+        if mask.disallowed is not None:
+            allowing.append(entry)
+            disallowed.append(mask.disallowed)
+        banned = mask.banned(requests[entry])
+        rows += [entry] * len(banned)
+        columns += banned
+    if allowing:
+        stacked = mx.stack(disallowed)
+        if len(allowing) == len(masks):
+            logits = mx.where(stacked, -mx.inf, logits)
+        else:
+            chosen = mx.array(allowing)
+            logits[chosen] = mx.where(stacked, -mx.inf, logits[chosen])
+    if columns:
+        logits[mx.array(rows), mx.array(columns)] = -mx.inf
+    return logits
+
+
+def _split(sequences: Iterable[Sequence[int]]) -> tuple[list[int], _Ends]:
+    """Those of one token, and the others by all tokens but the last."""
+    single: list[int] = []
+    ends: _Ends = {}
+    for *begin, last in sequences:
+        if begin:
+            ends.setdefault(tuple(begin), []).append(last)
+        else:
+            single.append(last)
+    return single, ends
+
+
+def _ends_of(ends: _Ends, token_ids: Sequence[int], num_output_tokens: int) -> list[int]:
+    """The tokens that would complete a sequence at the end of the answer."""
+    found: list[int] = []
+    for length in sorted({len(begin) for begin in ends}):
+        if length <= num_output_tokens:
+            found += ends.get(tuple(token_ids[-length:]), ())
+    return found

@@ -1,0 +1,48 @@
+"""A draft model, which has to speak of the same tokens as the model that it makes drafts for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mlx.nn.layers.base import Module
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from mlx_paged.errors import shown
+from mlx_paged.loading.folder import LoadError
+from mlx_paged.loading.loader import load
+
+
+def load_draft_model(
+    draft_model: str | Path | Module | None, tokenizer: TokenizerWrapper | None
+) -> Module | None:
+    """The draft model, loaded if it is not.
+
+    Args:
+        draft_model: a folder, a hub id, or a model that is loaded already.
+        tokenizer: of the model that it makes drafts for.
+
+    Raises:
+        LoadError: nothing is there, it is broken, or it has another vocabulary.
+    """
+    if draft_model is None or isinstance(draft_model, Module):
+        return draft_model
+    if not isinstance(draft_model, str | Path):
+        raise LoadError(
+            "[load] draft_model must be a folder, a hub id or a model that is loaded, got "
+            f"{shown(draft_model)}",
+            "draft_model",
+        )
+    try:
+        loaded, draft_tokenizer = load(draft_model)
+    except LoadError as error:
+        reason = str(error).removeprefix("[load] ")
+        raise LoadError(f"[load] draft_model: {reason}", "draft_model") from error
+    if tokenizer is not None:
+        differing = tokenizer.get_vocab().items() ^ draft_tokenizer.get_vocab().items()
+        if differing:
+            raise LoadError(
+                f"[load] draft_model {shown(str(draft_model))} has another tokenizer than the "
+                f"model: {len(differing):,} entries of their vocabularies differ",
+                "draft_model",
+            )
+    return loaded

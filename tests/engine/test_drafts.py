@@ -1,0 +1,134 @@
+"""Who proposes drafts, and how many a step tries: the look-up and the gate."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from mlx_paged.engine.draft_gate import ALWAYS, DraftGate, StepCost
+from mlx_paged.engine.drafts import FIRST_ACCEPTANCE, PromptLookup
+from mlx_paged.request import Request, SamplingParams
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz_"
+
+
+def request_of(prompt: str, answer: str = "") -> Request:
+    request = Request("r", list(map(LETTERS.index, prompt)), SamplingParams())
+    request.token_ids += map(LETTERS.index, answer)
+    return request
+
+
+def proposed(request: Request, num_drafts: int = 7) -> str:
+    return "".join(LETTERS[token] for token in PromptLookup().propose(request, num_drafts))
+
+
+def test_what_followed_the_last_three_tokens_is_proposed():
+    assert proposed(request_of("hello_world_hel"), 5) == "lo_wo"
+    assert proposed(request_of("hello_world_he")) == "", "two tokens are too few"
+
+
+def test_of_several_places_the_last_one_counts():
+    assert proposed(request_of("abcx_abcy_abc"), 2) == "y_"
+
+
+def test_a_match_that_was_right_goes_on_where_it_began():
+    # "_abc" came in the first word only; a later "abc" was followed by y.
+    request = request_of("p_abcx_q_rabcy_")
+    lookup = PromptLookup()
+    request.token_ids += map(LETTERS.index, "p_a")
+    assert lookup.propose(request, 2) == [LETTERS.index("b"), LETTERS.index("c")]
+    request.token_ids += map(LETTERS.index, "bc")
+    assert lookup.propose(request, 1) == [LETTERS.index("x")]
+
+
+def test_a_period_shorter_than_the_drafts_goes_on():
+    assert proposed(request_of("ababab")) == "abababa"
+    assert proposed(request_of("xaaaa"), 4) == "aaaa"
+
+
+def test_the_index_is_kept_up_with_tokens_one_by_one():
+    rng = random.Random(0)
+    for _ in range(50):
+        text = "".join(rng.choices("abc", k=60))
+        request, lookup = request_of(text[:10]), PromptLookup()
+        for length in range(10, 60):
+            request.token_ids = list(map(LETTERS.index, text[:length]))
+            drafts = lookup.propose(request, 3)
+            assert bool(drafts) == (text[length - 3 : length] in text[: length - 1])
+            if drafts:
+                begin = lookup._read(request).next
+                assert begin is not None
+                # What stands before the place is what the request ends with.
+                assert text[begin - 3 : begin] == text[length - 3 : length]
+
+
+def test_the_acceptance_is_known_without_any_drafts():
+    lookup = PromptLookup()
+    request = request_of("abcdefgh_" * 3)
+    assert lookup.acceptance(request) == FIRST_ACCEPTANCE, "a prompt says nothing"
+    for letter in "abcdefgh_" * 3:
+        request.token_ids.append(LETTERS.index(letter))
+        lookup.acceptance(request)
+    assert lookup.acceptance(request) > 0.95
+    for letter in "abcx" * 2 + "abcyabcz" * 2:
+        request.token_ids.append(LETTERS.index(letter))
+    request.token_ids += map(LETTERS.index, "abc")
+    assert 0 < lookup.acceptance(request) < 0.9
+    request.token_ids.append(LETTERS.index("q"))
+    assert lookup.acceptance(request) == 0, "there is nothing to propose"
+
+
+# The gate
+
+BOUND_BY_MEMORY = StepCost(10, 0.1)
+BOUND_BY_ROWS = StepCost(0.1, 1)
+
+
+def counts(gate: DraftGate, *acceptances: float, most: int = 7) -> list[int]:
+    return gate.num_drafts(acceptances, len(acceptances), len(acceptances), most)
+
+
+def test_rows_that_cost_little_are_filled_with_drafts():
+    gate = DraftGate(BOUND_BY_MEMORY)
+    assert counts(gate, 0.9) == [7] and counts(gate, 0.9, most=3) == [3]
+    assert counts(gate, 0.5) == [5] and counts(gate, 0.0) == [0]
+
+
+def test_rows_that_cost_as_much_as_a_step_are_not():
+    assert counts(DraftGate(BOUND_BY_ROWS), 0.9) == [0]
+    assert counts(DraftGate(BOUND_BY_ROWS), *[0.95] * 8) == [0] * 8
+
+
+def test_each_request_gets_what_its_own_drafts_are_worth():
+    found = counts(DraftGate(StepCost(5, 1)), 0.95, 0.6, 0.1)
+    assert found[0] > found[1] > found[2] == 0
+
+
+def test_the_more_requests_run_the_more_a_draft_has_to_promise():
+    gate = DraftGate(StepCost(4, 1))
+    per_request = [counts(gate, *[0.8] * n)[0] for n in (1, 2, 4, 8, 16)]
+    assert per_request == sorted(per_request, reverse=True)
+    assert per_request[0] > 0 == per_request[-1]
+
+
+def test_a_step_that_has_to_be_read_first_must_gain_more_than_the_waiting():
+    assert counts(DraftGate(BOUND_BY_MEMORY), 0.4) == [4]
+    assert counts(DraftGate(BOUND_BY_MEMORY, waiting_share=0.3), 0.4) == [0]
+    assert counts(DraftGate(BOUND_BY_MEMORY, waiting_share=0.3), 0.8) != [0]
+
+
+def test_the_passes_of_a_draft_model_count():
+    gate = DraftGate(BOUND_BY_MEMORY, draft_pass=StepCost(1, 0.01))
+    assert 1 <= counts(gate, 0.7)[0] < counts(DraftGate(BOUND_BY_MEMORY), 0.7)[0]
+    assert counts(DraftGate(BOUND_BY_MEMORY, draft_pass=StepCost(9, 0.1)), 0.7) == [0]
+
+
+def test_where_rows_cost_nothing_all_are_tried():
+    assert counts(ALWAYS, 0.99, 0.3) == [7, 7]
+
+
+@pytest.mark.parametrize("num_bits", [4, 16])
+def test_an_estimate_for_a_gpu_tries_more_the_more_bytes_a_weight_has(num_bits: int):
+    gate = DraftGate(StepCost.on_gpu(10**9, 10**9 * num_bits // 8))
+    assert counts(gate, *[0.7] * 8)[0] == {4: 0, 16: 3}[num_bits]

@@ -1,0 +1,109 @@
+"""Drafts whether they pay or not, right and wrong ones, in requests and steps of every kind."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from mlx_paged.engine.batch import Scheduled
+from mlx_paged.engine.drafts import PromptLookup
+from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.speculation import Speculation
+from mlx_paged.request import Request, SeqId
+
+# The tokens of an answer, as far as somebody knows them.
+Knows: TypeAlias = Callable[[Request], Sequence[int]]
+
+
+def knows(answers: Mapping[SeqId, Sequence[int]]) -> Knows:
+    return lambda request: answers.get(request.seq_id, ())
+
+
+class Oracle:
+    """Asks an engine of its own how a request will be answered, as far as its settings tell."""
+
+    def __init__(self, model: Any):
+        self._model = model
+        self._answers: dict[Any, Any] = {}
+
+    def __call__(self, request: Request) -> Sequence[int]:
+        max_tokens = min(request.params.max_tokens, 60) if request.params.max_tokens > 0 else 60
+        params = dataclasses.replace(
+            request.params, logits_processors=(), sampler=None, stop=(), max_tokens=max_tokens
+        )
+        prompt = request.token_ids[: request.num_prompt_tokens]
+        key = (tuple(prompt), repr(params), request.seed)
+        if key not in self._answers:
+            engine = Engine(self._model, kv_cache_bytes="400blocks", seed=0, run_ahead=False)
+            engine.scheduler.speculation = Speculation()
+            engine.add_request("a", prompt, dataclasses.replace(params, seed=request.seed))
+            while engine.has_unfinished_requests():
+                for output in engine.step():
+                    self._answers[key] = [each.token_ids for each in output.outputs]
+        answers: Sequence[Sequence[int]] = self._answers[key]
+        return answers[request.index] if request.index < len(answers) else ()
+
+
+def looks_up(request: Request) -> Sequence[int]:
+    """The answer so far, as the look-up goes on with it."""
+    return [*request.output_token_ids, *PromptLookup().propose(request, 7)]
+
+
+def nothing(request: Request) -> Sequence[int]:
+    return ()
+
+
+class RandomDrafter:
+    """Drafts that are right up to a random token, as far as the answer is known; else random ones.
+
+    Args:
+        answer: what is known.
+    """
+
+    def __init__(self, vocab_size: int, answer: Knows = nothing, seed: int = 0):
+        self.vocab_size = vocab_size
+        self.answer = answer
+        self.seed = seed
+
+    def acceptance(self, request: Request) -> float:
+        return 0.5
+
+    def propose(self, request: Request, num_drafts: int) -> list[int]:
+        # No state: a request that comes again gets the same ones.
+        rng = random.Random(f"{self.seed} {request.seq_id} {request.num_tokens}")
+        begin = request.num_output_tokens
+        right = list(self.answer(request))[begin : begin + num_drafts]
+        if rng.random() < 0.4:
+            right = right[: rng.randrange(num_drafts)]
+        wrong = rng.choices(range(self.vocab_size), k=num_drafts)
+        return right + wrong[len(right) :]
+
+    def made(self, part: Scheduled) -> Sequence[int]:
+        return part.draft_token_ids
+
+    def note(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        assert 0 <= num_accepted <= num_drafts
+
+
+@dataclass(frozen=True)
+class EagerSpeculation(Speculation):
+    """Any number of drafts, in three of four steps of a request."""
+
+    num_draft_tokens: int = 7
+    seed: int = 0
+
+    def num_drafts(
+        self, requests: Sequence[Request], num_rows: int, num_tokens: int
+    ) -> Sequence[int]:
+        counts = []
+        for request in requests:
+            rng = random.Random(f"{self.seed} {request.seq_id} {request.num_tokens}")
+            counts.append(rng.randint(1, self.num_draft_tokens) * (rng.random() < 0.75))
+        return counts
+
+
+def eager_speculation(vocab_size: int, answer: Knows = nothing, seed: int = 0) -> EagerSpeculation:
+    return EagerSpeculation(RandomDrafter(vocab_size, answer, seed), seed=seed)

@@ -1,0 +1,33 @@
+"""Models and engines whose tokens leave a window."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+
+from helpers.engine_helpers import CONFIG
+from mlx_paged.models import qwen3
+
+# A window with sinks for a model that sees all, one without, layers with windows, and both.
+KINDS = {
+    "streaming": ({}, {"window": 48, "num_sink_tokens": 8}),
+    "no sinks": ({}, {"window": 32, "num_sink_tokens": 0}),
+    "layers": ({"num_hidden_layers": 4, "max_window_layers": 2}, {}),
+    "all layers": ({"num_hidden_layers": 2, "max_window_layers": 0}, {}),
+    "both": (
+        {"num_hidden_layers": 3, "max_window_layers": 2},
+        {"window": 40, "num_sink_tokens": 3},
+    ),
+}
+
+
+def model_and_options(kind: str, **more: Any) -> tuple[qwen3.Model, dict]:
+    """A model, and options of an engine."""
+    changes, options = KINDS[kind]
+    if changes:
+        changes = {**changes, "use_sliding_window": True, "sliding_window": 20}
+    mx.random.seed(3)
+    model = qwen3.Model(qwen3.ModelArgs.from_dict(CONFIG | changes | more))
+    mx.eval(model.parameters())
+    return model, {"block_size": 8, "kv_cache_bytes": "100blocks", **options}
