@@ -162,7 +162,7 @@ class Case:
         kind += ", update" if self.has_rows else ""
         kind += ", K{}V{}".format(*self.bits) if self.bits else ""
         contexts, runs = (
-            f"{min(n):,}..{max(n):,} x{len(n)}" if len(n) > 1 else f"{n[0]:,}"
+            f"{min(n):,}..{max(n):,} x{len(n)}" if len(n) > 1 else f"{max(n):,}"
             for n in (self.context_lens, self.query_lens)
         )
         return [contexts, runs, str(self.group), kind]

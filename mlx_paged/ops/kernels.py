@@ -201,7 +201,7 @@ def attention(
         out = ((plan.num_partial_rows, num_heads, head_dim + 4), mx.float32)
     # Where no row comes from the inputs, the slabs stand in for arrays that no thread reads.
     new_rows = slabs if rows is None else rows[0] + rows[1]
-    if num_tokens * num_kv_heads < MIN_ELEMENTS:
+    if rows is not None and num_tokens * num_kv_heads < MIN_ELEMENTS:
         new_rows = tuple(map(_in_device_memory, new_rows))
     return _chained(
         "paged_attention" if kv.format.is_dense else "paged_attention_affine",

@@ -219,14 +219,24 @@ def test_requests_of_every_kind_get_the_tokens_of_plain_mlx_one_step_ahead_on_ke
     demo, compiler, replays
 ):
     model, tokenizer = demo
-    # A number of K or V may lie between two of 8 bits, 1/255 of the range of its group apart. Then
-    # it is the rounding of what came before that decides.
-    for seed, kv_format, atol in ((1, None, 2e-5), (3, 8, 1 / 255)):
+    for seed, kv_format in ((1, None), (3, 8)):
         workload = Workload(seed, 8, model.args.vocab_size)
         waiting = workload.run(model, tokenizer, backend="reference", kv_format=kv_format)
         with emulated_metal(Checks.quick(writable=slots_of_the_step)):
             ahead = workload.run(model, tokenizer, backend="metal", kv_format=kv_format)
-        assert_all_same(ahead, waiting, atol)
+        if kv_format is None:
+            assert_all_same(ahead, waiting)
+            continue
+        # A number of K or V may lie between two of 8 bits, 1/255 of the range of its group apart.
+        # Then the rounding of what came before decides, and log-probabilities differ visibly.
+        tokens_ahead, tokens_waiting = (
+            {
+                name: [completion.token_ids for completion in output.outputs]
+                for name, output in run.outputs.items()
+            }
+            for run in (ahead, waiting)
+        )
+        assert tokens_ahead == tokens_waiting
     assert replays.total() > 20
 
 
