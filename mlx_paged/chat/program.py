@@ -156,6 +156,7 @@ def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
     from mlx_paged.chat.conversation import Conversation
     from mlx_paged.chat.settings import Settings
     from mlx_paged.engine.engine import Engine
+    from mlx_paged.engine.options import DraftOptions
     from mlx_paged.loading import (
         SamplingDefaults,
         demo_model_path,
@@ -172,6 +173,9 @@ def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
     # As in mlx_lm.chat: XTC leaves an answer its lines and its end.
     newline = tokenizer.encode("\n", add_special_tokens=False)
     settings.spare_from_xtc([*newline, *tokenizer.eos_token_ids])
+    drafts: DraftOptions = {"draft_model": load_draft_model(args.draft_model, tokenizer)}
+    if args.num_draft_tokens is not None:
+        drafts["num_draft_tokens"] = args.num_draft_tokens
     engine = Engine(
         model,
         tokenizer,
@@ -186,8 +190,7 @@ def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
         # One answer at a time; the branches wait in the prefix cache.
         max_num_seqs=1,
         max_num_batched_tokens=args.prefill_step_size,
-        draft_model=load_draft_model(args.draft_model, tokenizer),
-        **({} if args.num_draft_tokens is None else {"num_draft_tokens": args.num_draft_tokens}),
+        **drafts,
     )
     conversation = Conversation(
         engine,

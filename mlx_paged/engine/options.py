@@ -61,6 +61,13 @@ class EngineOptions(LoadedEngineOptions, total=False):
     draft_model: Module | None
 
 
+class DraftOptions(TypedDict, total=False):
+    """Who makes an engine's drafts, and how many."""
+
+    draft_model: Module | None
+    num_draft_tokens: int
+
+
 class RequestOptions(TypedDict, total=False):
     """The keyword arguments of :meth:`Engine.add_request`."""
 
