@@ -30,7 +30,8 @@ class Oracle:
         self._answers: dict[Any, Any] = {}
 
     def __call__(self, request: Request) -> Sequence[int]:
-        max_tokens = min(request.params.max_tokens, 60) if request.params.max_tokens > 0 else 60
+        limit = request.params.max_tokens
+        max_tokens = 60 if limit is None or limit < 0 else min(limit, 60)
         params = dataclasses.replace(
             request.params, logits_processors=(), sampler=None, stop=(), max_tokens=max_tokens
         )
