@@ -20,12 +20,12 @@ from mlx_paged.models import qwen3
 pytestmark = pytest.mark.usefixtures("run_ahead")
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=KINDS, scope="module")
 def windowed(request: pytest.FixtureRequest) -> tuple[qwen3.Model, dict]:
     return model_and_options(request.param)
 
 
-def requests(seed: int, count: int = 9) -> dict:
+def requests(seed: int, count: int = 7) -> dict:
     rng = random.Random(seed)
     shared = prompt(150, seed=seed)
     return {
@@ -37,8 +37,19 @@ def requests(seed: int, count: int = 9) -> dict:
     }
 
 
+EXPECTED: dict[str, dict] = {}  # by the model, its engine and what it was asked
+
+
 def alone(windowed, asked: dict) -> dict:
+    """The tokens of each request on an engine of its own, the same in all ways to step."""
     model, options = windowed
+    key = repr((model.args, options, asked))
+    if key not in EXPECTED:
+        EXPECTED[key] = _alone(model, options, asked)
+    return EXPECTED[key]
+
+
+def _alone(model: qwen3.Model, options: dict, asked: dict) -> dict:
     return {
         name: ask(make_engine(model, enable_prefix_caching=False, **options), {name: question})[
             name
@@ -51,7 +62,7 @@ def test_tokens_do_not_depend_on_the_batch_its_chunks_or_what_is_cached(windowed
     model, options = windowed
     asked = requests(1)
     expected = alone(windowed, asked)
-    for chunk, num_seqs in ((16, 3), (7, 7), (300, 9)):
+    for chunk, num_seqs in ((16, 3), (300, 9)):
         engine = make_engine(
             model,
             max_num_batched_tokens=chunk,
@@ -69,7 +80,7 @@ def test_tokens_do_not_depend_on_the_batch_its_chunks_or_what_is_cached(windowed
 def test_preempted_requests_go_on_with_the_same_tokens(windowed):
     model, options = windowed
     # Short prompts, which are admitted together, and answers that grow.
-    params = (greedy(70), sampled(1, 60), sampled(2, 80))
+    params = (greedy(50), sampled(1, 45), sampled(2, 60))
     asked = {str(i): (prompt(3 + 2 * i, seed=i), params[i % 3]) for i in range(8)}
     expected = alone(windowed, asked)
     roomy = make_engine(model, max_num_batched_tokens=16, max_num_seqs=6, **options)
@@ -109,7 +120,7 @@ def test_completions_of_one_prompt_are_those_of_requests_alone(windowed):
     assert_nothing_held(engine)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_random_requests_are_answered_as_on_a_large_engine_without_a_cache(windowed, seed):
     model, options = windowed
     workload = Workload(seed + 300, 12, model.args.vocab_size)

@@ -127,7 +127,7 @@ def test_an_engine_holds_the_bytes_of_its_format(model: qwen3.Model, kv_format: 
 def test_a_soak_of_random_formats_leaves_nothing_behind():
     model = random_model(num_hidden_layers=4, num_key_value_heads=4)
     num_preemptions = 0
-    for seed in range(3):
+    for seed in range(2):
         rng = random.Random(seed)
         options = {
             "kv_format": rng.choice(["8", "K:8,V:4", "K:4,V:8", "4"]),

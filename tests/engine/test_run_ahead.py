@@ -47,12 +47,12 @@ def kernel_model() -> qwen3.Model:
 
 
 @pytest.mark.slow
-def test_a_thousand_requests_on_lazy_kernels_get_the_same_as_on_plain_mlx(
+def test_hundreds_of_requests_on_lazy_kernels_get_the_same_as_on_plain_mlx(
     kernel_model: qwen3.Model,
 ):
     reasons: set[str | None] = set()
     preemptions = 0
-    for seed in range(100, 140):
+    for seed in range(100, 120):
         workload = Workload(seed, 25, VOCAB_SIZE)
         waiting = workload.run(kernel_model, run_ahead=False)
         with lazy_metal(computes=True):
@@ -62,7 +62,7 @@ def test_a_thousand_requests_on_lazy_kernels_get_the_same_as_on_plain_mlx(
         preemptions += ahead.engine.stats().num_preemptions
         for output in ahead.outputs.values():
             reasons |= {completion.finish_reason for completion in output.outputs}
-    assert preemptions > 50 and reasons == {"stop", "length", "abort", "error"}
+    assert preemptions > 25 and reasons == {"stop", "length", "abort", "error"}
 
 
 @pytest.mark.slow

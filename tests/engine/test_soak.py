@@ -72,7 +72,7 @@ def test_a_soak_leaves_nothing_behind_and_every_request_gets_its_own_tokens(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_formats_windows_and_drafts_go_together(large_kv_model: qwen3.Model, seed: int):
     rng = random.Random(seed)
     window = rng.choice([24, 40, 64])
@@ -91,7 +91,7 @@ def test_formats_windows_and_drafts_go_together(large_kv_model: qwen3.Model, see
         assert counts[kind] > 0, kind
     assert stats.num_accepted_tokens > 0
     assert stats.num_preemptions > 0 and stats.num_hit_tokens > 200
-    for number in random.Random(0).sample(range(80), 30):
+    for number in random.Random(0).sample(range(80), 12):
         soak.check_tokens(make_request(soak.seed, number, 61))
 
 
