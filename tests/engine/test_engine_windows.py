@@ -11,7 +11,7 @@ import pytest
 from helpers.engine_helpers import CONFIG
 from helpers.engine_runs import ask, assert_nothing_held, greedy, make_engine, prompt, run, sampled
 from helpers.streaming_reference import streamed_logits, streaming
-from helpers.windowed_models import KINDS, model_and_options
+from helpers.windowed_models import model_and_options
 from helpers.workloads import Workload, assert_same
 
 from mlx_paged.errors import ArgumentError, PromptTooLongError
@@ -20,9 +20,26 @@ from mlx_paged.models import qwen3
 pytestmark = pytest.mark.usefixtures("run_ahead")
 
 
-@pytest.fixture(params=KINDS, scope="module")
+@pytest.fixture
 def windowed(request: pytest.FixtureRequest) -> tuple[qwen3.Model, dict]:
     return model_and_options(request.param)
+
+
+# Each kind, and each way to step with a window with sinks and with several groups of layers.
+in_many_ways = pytest.mark.parametrize(
+    ("windowed", "run_ahead"),
+    [
+        ("streaming", "waiting"),
+        ("streaming", "drafting"),
+        ("no sinks", "ahead"),
+        ("layers", "ahead"),
+        ("layers", "drafting"),
+        ("all layers", "drafting"),
+        ("both", "waiting"),
+        ("both", "drafting"),
+    ],
+    indirect=True,
+)
 
 
 def requests(seed: int, count: int = 7) -> dict:
@@ -58,6 +75,7 @@ def _alone(model: qwen3.Model, options: dict, asked: dict) -> dict:
     }
 
 
+@in_many_ways
 def test_tokens_do_not_depend_on_the_batch_its_chunks_or_what_is_cached(windowed):
     model, options = windowed
     asked = requests(1)
@@ -77,6 +95,7 @@ def test_tokens_do_not_depend_on_the_batch_its_chunks_or_what_is_cached(windowed
         assert_nothing_held(engine)
 
 
+@in_many_ways
 def test_preempted_requests_go_on_with_the_same_tokens(windowed):
     model, options = windowed
     # Short prompts, which are admitted together, and answers that grow.
@@ -100,6 +119,7 @@ def test_preempted_requests_go_on_with_the_same_tokens(windowed):
         assert_nothing_held(engine)
 
 
+@in_many_ways
 def test_completions_of_one_prompt_are_those_of_requests_alone(windowed):
     model, options = windowed
     tokens = prompt(77)
@@ -120,6 +140,7 @@ def test_completions_of_one_prompt_are_those_of_requests_alone(windowed):
     assert_nothing_held(engine)
 
 
+@in_many_ways
 @pytest.mark.parametrize("seed", range(3))
 def test_random_requests_are_answered_as_on_a_large_engine_without_a_cache(windowed, seed):
     model, options = windowed
@@ -158,6 +179,7 @@ def test_a_sequence_without_end_takes_a_constant_number_of_blocks():
     assert logits.argmax(axis=-1)[299:-1].tolist() == answer.token_ids[:200]
 
 
+@in_many_ways
 def test_a_prompt_is_measured_by_what_it_holds_at_a_time(windowed):
     model, options = windowed
     streams = "window" in options
@@ -171,6 +193,7 @@ def test_a_prompt_is_measured_by_what_it_holds_at_a_time(windowed):
         assert len(ask(engine, {"a": (tokens, greedy(5))})["a"]) == 5
 
 
+@in_many_ways
 def test_what_can_not_go_with_windows_is_refused_by_name(windowed):
     model, options = windowed
     with pytest.raises(ArgumentError, match="swap_bytes='1M' needs kv='paged' and layers that"):
