@@ -142,9 +142,8 @@ class KVCacheManager:
 
         It has at most ``num_tokens - 1`` tokens, since the last one must be computed for its
         logits. Without ``shares_blocks`` it ends before the first block that a request holds. No
-        block is
-        taken: the next ``allocate_slots`` of any request may take or evict these, so pass them to
-        that of this request first.
+        block is taken: the next ``allocate_slots`` of any request may take or evict these, so pass
+        them to that of this request first.
 
         Args:
             block_hashes: of the request's full blocks (``hash_token_blocks``).
@@ -230,7 +229,8 @@ class KVCacheManager:
 
         Returns:
             Copy-on-write pairs, ``[]`` almost always; None when there are not enough blocks, and
-            nothing has changed. Compare with None: ``[]`` is false, too.
+            nothing has changed but that blocks which left their window went back to the pool.
+            Compare with None: ``[]`` is false, too.
 
         Raises:
             ValueError: for fewer than 1 new token.
@@ -318,11 +318,14 @@ class KVCacheManager:
             block_hashes: of the request's blocks (``hash_token_blocks``), as many as are to be
                 cached; those beyond its full blocks are not used.
         """
-        self._table(request_id)
-        tables = enumerate(self._groups[request_id])
-        return max(
-            table.cache_full_blocks(group_hashes(block_hashes, group)) for group, table in tables
-        )
+        num_cached = self._table(request_id).cache_full_blocks(block_hashes)
+        for group, table in enumerate(self._groups[request_id][1:], 1):
+            # Those that are cached already are not named again, however many they are.
+            begin = table.num_cached_blocks
+            new_hashes = group_hashes(block_hashes[begin:], group)
+            num_new = table.cache_full_blocks([*block_hashes[:begin], *new_hashes])
+            num_cached = max(num_cached, num_new)
+        return num_cached
 
     def free(self, request_id: RequestId) -> list[KVCacheBlock]:
         """Give back the blocks of a finished, aborted or preempted request, tail first; return

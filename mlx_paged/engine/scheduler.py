@@ -260,7 +260,7 @@ class Scheduler:
         num_free = manager.num_free_blocks + self.supply.num_growable_blocks
         budget = self.config.max_num_batched_tokens
         num_most = len(self.running) + -(-budget // self._block_size)
-        if num_most * len(manager.retentions) <= num_free and manager.keeps_all:
+        if manager.keeps_all and num_most <= num_free:
             return True
         num_needed = 0
         for request in self.running:
