@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
-from mlx_paged.chat.command_line import EXAMPLE_MODEL
 from mlx_paged.chat.screen import Screen
 from mlx_paged.chat.settings import Settings
+from mlx_paged.command_line.flags import EXAMPLE_MODEL
 from mlx_paged.memory import memory_size
 
 if TYPE_CHECKING:
