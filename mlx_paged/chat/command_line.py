@@ -26,6 +26,8 @@ def setup_arg_parser(prog: str | None = None) -> argparse.ArgumentParser:
     )
     flags.add_model_flags(chat)
     flags.add_sampling_flags(chat)
+    flags.add_xtc_flags(chat)
+    flags.add_generation_config_flag(chat)
     chat.add_argument(
         "--seed", type=values.whole, default=0, help="seed of the sampling (default: 0)"
     )

@@ -73,6 +73,10 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     add("--top-p", type=values.probability, help=f"sampling top-p, 1 is off ({_FROM_MODEL} 1)")
     add("--top-k", type=values.whole, help=f"sampling top-k, 0 is off ({_FROM_MODEL} 0)")
     add("--min-p", type=values.probability, help=f"sampling min-p, 0 is off ({_FROM_MODEL} 0)")
+
+
+def add_xtc_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add(
         "--xtc-probability",
         type=values.probability,
@@ -83,7 +87,10 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
         type=values.up_to_a_half,
         help="tokens above this probability are removed but the least likely one (default: 0.1)",
     )
-    add(
+
+
+def add_generation_config_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "--no-generation-config",
         action="store_true",
         help="leave the model's generation_config.json out: greedy, unless flags say otherwise",
@@ -91,12 +98,12 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen_sampling(args: argparse.Namespace, own: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of ``SamplingParams``: what :func:`add_sampling_flags` read wins over the model's own.
+    """Fields of ``SamplingParams``: what the flags of sampling say wins over the model's own.
 
     Args:
         own: what the model's ``generation_config.json`` recommends, by field.
     """
-    given = {field: getattr(args, name) for field, name in SAMPLING_FLAGS.items()}
+    given = {field: getattr(args, name, None) for field, name in SAMPLING_FLAGS.items()}
     chosen = {**own, **{field: value for field, value in given.items() if value is not None}}
     if chosen.get("top_p") == 0:
         chosen["top_p"] = 1.0  # As in mlx-lm, 0 is off.

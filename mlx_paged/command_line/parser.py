@@ -70,11 +70,16 @@ class _VersionAction(argparse.Action):
 
 
 def error_line(error: BaseException, flags: Mapping[str, str]) -> str:
-    """What an error says, on one line, with the flag in place of the argument it is about.
+    """What an error says, on one line, with flags in the place of arguments, if it is about one.
 
     Args:
         flags: arguments of the library, and the flags that are handed on as them.
     """
     text = one_line(error, _MAX_ERROR)
-    argument = str(getattr(error, "argument", None))
-    return text.replace(argument, flags[argument]) if argument in flags else text
+    argument = getattr(error, "argument", None)
+    if argument not in flags:
+        return text
+    # A name without "_" may be an ordinary word, so it stays where it is not what the error is
+    # about.
+    names = [name for name in flags if name == argument or "_" in name]
+    return re.sub(rf"\b({'|'.join(names)})\b", lambda match: flags[match[1]], text)

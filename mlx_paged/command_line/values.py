@@ -64,6 +64,15 @@ def budget_or_0(text: str) -> str:
     return "0" if text.strip() == "0" else budget(text)
 
 
+def num_bytes(text: str) -> int:
+    """A number of bytes in the notation of budgets."""
+    with contextlib.suppress(ValueError):
+        nbytes = KVBudget.parse(text).nbytes
+        if nbytes is not None:
+            return nbytes
+    raise argparse.ArgumentTypeError(f"must be bytes (65536, 512K, 16M), got {shown(text)}")
+
+
 def kv_bits(text: str) -> str:
     try:
         KVBits.parse(text)
