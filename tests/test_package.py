@@ -40,6 +40,7 @@ def test_imports_go_one_way():
     order = [
         "__main__",
         "chat",
+        "server",
         "command_line",
         "batch_generation",
         "generation",
