@@ -64,23 +64,20 @@ class Access:
             await self._app(scope, receive, send)
             return
         state = scope.setdefault("state", {})
-        principal: Principal | None = NOBODY
-        if self._principals:
-            headers = dict(scope["headers"])
-            principal = self._principal_with(_key_in(headers))
-            is_open = scope["path"] in OPEN_PATHS and scope["method"] in _SAFE_METHODS
-            if principal is None and is_open:
-                principal = NOBODY
+        key = _key_in(dict(scope["headers"]))
+        principal = self._principal_with(key)
+        if principal is None and scope["path"] in OPEN_PATHS and scope["method"] in _SAFE_METHODS:
+            principal = NOBODY
         if principal is None:
-            error = _no_key(headers)
-            await error_response(error, scope["path"], state.get("request_id"))(
-                scope, receive, send
-            )
+            error = error_response(_refusal(key), scope["path"], state.get("request_id"))
+            await error(scope, receive, send)
             return
         state["principal"] = principal
         await self._app(scope, receive, send)
 
     def _principal_with(self, key: bytes | None) -> Principal | None:
+        if not self._principals:
+            return NOBODY
         if key is None:
             return None
         digest = _digest(key)
@@ -99,8 +96,8 @@ def _key_in(headers: Mapping[bytes, bytes]) -> bytes | None:
     return headers.get(b"x-api-key", b"").strip() or None
 
 
-def _no_key(headers: Mapping[bytes, bytes]) -> ApiError:
-    if _key_in(headers) is None:
+def _refusal(key: bytes | None) -> ApiError:
+    if key is None:
         what = "no API key was given; send it as Authorization: Bearer KEY or as x-api-key: KEY"
     else:
         what = "the API key is wrong"
