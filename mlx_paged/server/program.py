@@ -31,6 +31,7 @@ from mlx_paged.standard_streams import OutputLostError, finish_output, open_clos
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
+    from mlx_paged.engine.async_engine import AsyncEngine
     from mlx_paged.server.http_server import Gate
     from mlx_paged.server.service import Service
 
@@ -164,7 +165,7 @@ def _model_name(model: str | None) -> str:
     return Path(model).resolve().name if Path(model).exists() else model
 
 
-def guarded(app: ASGIApp, service: Service, settings: ServerSettings, is_loopback: bool) -> Gate:
+def guarded(app: ASGIApp, engine: AsyncEngine, settings: ServerSettings, is_loopback: bool) -> Gate:
     """The application behind all that keeps others out of it, but for ids and the log."""
     from starlette.middleware.cors import CORSMiddleware
 
@@ -183,7 +184,7 @@ def guarded(app: ASGIApp, service: Service, settings: ServerSettings, is_loopbac
             expose_headers=["x-request-id", "request-id", "retry-after"],
             max_age=600,
         )
-    return Gate(OriginGuard(app, settings, is_loopback), service.engine)
+    return Gate(OriginGuard(app, settings, is_loopback), engine)
 
 
 def serve(
@@ -202,7 +203,7 @@ def serve(
     from mlx_paged.server.http_server import HttpServer, ended_by_signals, is_loopback
     from mlx_paged.server.logs import RequestLog
 
-    gate = guarded(make_app(service), service, settings, is_loopback(sockets))
+    gate = guarded(make_app(service), service.engine, settings, is_loopback(sockets))
     server = HttpServer(
         RequestLog(gate), gate, service.engine, settings, _max_connections(), announce
     )
