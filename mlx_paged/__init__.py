@@ -26,6 +26,7 @@ _HOME_OF = {
     "GenerationResponse": "mlx_paged.generation",
     "LLM": "mlx_paged.llm",
     "SamplingParams": "mlx_paged.sampling_params",
+    "RequestOutputKind": "mlx_paged.sampling_params",
     "RequestOutput": "mlx_paged.request",
     "CompletionOutput": "mlx_paged.request",
     "Engine": "mlx_paged.engine.engine",
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
     from mlx_paged.loading import demo_model_path, load
     from mlx_paged.models.kv_cache import make_kv_cache
     from mlx_paged.request import CompletionOutput, RequestOutput
-    from mlx_paged.sampling_params import SamplingParams
+    from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
 
 
 __all__ = [
@@ -62,6 +63,7 @@ __all__ = [
     "KVCacheConfig",
     "ModelRunner",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "__version__",
     "batch_generate",

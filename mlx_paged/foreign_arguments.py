@@ -140,7 +140,7 @@ PARAMS = (
     "xtc_special_tokens", "seed", *PENALTIES, "allowed_token_ids", "bad_words", "stop",
     "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens", "max_tokens",
     "logprobs", "prompt_logprobs", "detokenize", "skip_special_tokens", "logits_processors",
-    "sampler",
+    "sampler", "output_kind",
 )  # fmt: skip
 ENGINE_OPTIONS = (
     "kv", "block_size", "kv_cache_bytes", "kv_format", "backend", "swap_bytes", "max_model_len",

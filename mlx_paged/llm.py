@@ -31,7 +31,7 @@ from mlx_paged.llm_arguments import (
 from mlx_paged.loading import load, load_draft_model
 from mlx_paged.memory import wired_limit
 from mlx_paged.request import CompletionOutput, RequestOutput
-from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
 
 # Batches from this number of prompts on get a progress bar, on a terminal.
 LONG_BATCH = 10
@@ -255,6 +255,8 @@ class LLM:
             try:
                 if isinstance(prompt, Exception):
                     raise prompt
+                if params is not None and params.output_kind is RequestOutputKind.DELTA:
+                    params = params.clone(output_kind=RequestOutputKind.FINAL_ONLY)
                 self.engine.add_request(request_id, prompt, params, priority=priority)
             except (ValueError, TypeError, RuntimeError) as error:
                 outputs[request_id] = _failed(request_id, prompt, params, error)

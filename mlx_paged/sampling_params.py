@@ -9,6 +9,7 @@ import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
@@ -26,6 +27,14 @@ MAX_COMPLETIONS = 16384  # of one request, as in vLLM
 LogitsProcessor: TypeAlias = "Callable[[mx.array, mx.array], mx.array]"
 # Log-probabilities [1, vocab_size] to a token id [1]; as in mlx-lm.
 Sampler: TypeAlias = "Callable[[mx.array], mx.array]"
+
+
+class RequestOutputKind(Enum):
+    """What each output of a request holds; as in vLLM."""
+
+    CUMULATIVE = 0  # the answer so far
+    DELTA = 1  # what is new since the output before
+    FINAL_ONLY = 2  # the whole answer, once, when it is finished
 
 
 @constructor_refuses_unknown_arguments("params")
@@ -80,6 +89,9 @@ class SamplingParams:
             no other.
         sampler: a function as mlx-lm's, which takes log-probabilities ``[1, vocab_size]`` after the
             processors and returns a token ``[1]``. It replaces temperature, filters and seed.
+        output_kind: whether each output has the answer so far, only what is new, or whether there
+            is but one. An output with what is new has the completions that go on, and the last one
+            has all of them. What it costs does not grow with the answer.
 
     Raises:
         ArgumentError: a value out of its range, named.
@@ -112,6 +124,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     logits_processors: Sequence[LogitsProcessor] = ()
     sampler: Sampler | None = None
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
         for name in ("stop", "bad_words"):
@@ -278,6 +291,11 @@ _VALUES: tuple[_Rule, ...] = (
         "sampler",
         lambda value: value is None or callable(value),
         "a function, such as make_sampler(...), or None",
+    ),
+    (
+        "output_kind",
+        lambda value: isinstance(value, RequestOutputKind),
+        "a RequestOutputKind: CUMULATIVE, DELTA or FINAL_ONLY",
     ),
 )
 _ELEMENTS: tuple[_Rule, ...] = (

@@ -18,13 +18,14 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_paged.engine.deltas import merge_parts
 from mlx_paged.engine.engine import Engine, EngineStats, engine_option_names
 from mlx_paged.engine.options import EngineOptions, RequestOptions
 from mlx_paged.engine.prompts import Prompt
 from mlx_paged.foreign_arguments import argument_names, refuses_unknown_arguments
 from mlx_paged.memory import wired_limit
 from mlx_paged.request import RequestOutput, check_request_id
-from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
 
 
 class EngineStoppedError(RuntimeError):
@@ -47,8 +48,9 @@ class AsyncEngine:
             for output in engine.stream("Once upon a time"):
                 ...
 
-    Each output is a value of its own: the whole answer so far. A slow reader misses no text, only
-    intermediate outputs. Leaving the loop, or cancelling its task, aborts the request.
+    Each output is a value of its own: the whole answer so far, or what ``output_kind`` of the
+    parameters says. A slow reader misses no text, only intermediate outputs. Leaving the loop, or
+    cancelling its task, aborts the request.
 
     Args:
         model, tokenizer, engine_options: as :class:`Engine`.
@@ -119,7 +121,7 @@ class AsyncEngine:
             while True:
                 news = await inbox.get()
                 while not _is_last(news) and not inbox.empty():
-                    news = inbox.get_nowait()
+                    news = _followed(news, inbox.get_nowait(), params)
                 output = _checked(news)
                 yield output
                 if output.finished:
@@ -161,7 +163,7 @@ class AsyncEngine:
             while True:
                 news = inbox.get()
                 while not _is_last(news) and not inbox.empty():
-                    news = inbox.get()
+                    news = _followed(news, inbox.get(), params)
                 output = _checked(news)
                 yield output
                 if output.finished:
@@ -279,6 +281,7 @@ class _EngineLoop:
 
     def _run(self) -> None:
         try:
+            self._engine.stepping_thread = threading.get_ident()
             with wired_limit(self._engine.model):
                 while not self.is_stopping:
                     if self._engine.has_unfinished_requests():
@@ -306,7 +309,9 @@ class _EngineLoop:
 
 
 def _copied(output: RequestOutput) -> RequestOutput:
-    """A copy of the output as it is now, since the engine's own keeps growing."""
+    """A copy of the output as it is now, since the engine's own keeps growing until it is
+    finished.
+    """
     copied = copy.copy(output)
     copied.outputs = [copy.copy(completion) for completion in output.outputs]
     for completion in copied.outputs:
@@ -314,6 +319,15 @@ def _copied(output: RequestOutput) -> RequestOutput:
         if completion.logprobs is not None:
             completion.logprobs = list(completion.logprobs)
     return copied
+
+
+def _followed(news: News, later: News, params: SamplingParams | None) -> News:
+    """What a reader is told who was not there for the first of two news."""
+    if params is None or params.output_kind is not RequestOutputKind.DELTA:
+        return later
+    if isinstance(news, RequestOutput) and isinstance(later, RequestOutput):
+        return merge_parts(news, later)
+    return later
 
 
 def _is_last(news: News) -> bool:

@@ -23,6 +23,7 @@ from mlx_paged.cache import SwappedKV
 from mlx_paged.config import DEFAULT_KV
 from mlx_paged.core import KVCacheManagerStats, hash_token_blocks
 from mlx_paged.engine.batch import Batch, Scheduled
+from mlx_paged.engine.deltas import Told, new_part, nothing_told
 from mlx_paged.engine.draft_model import DraftModel
 from mlx_paged.engine.draft_options import (
     check_draft_model,
@@ -51,7 +52,7 @@ from mlx_paged.request import (
     check_priority,
     check_request_id,
 )
-from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
 
 T = TypeVar("T")
 
@@ -184,6 +185,8 @@ class Engine:
         # and the flags of a state without a lock: each of their changes is a single operation, and
         # their order does not matter.
         self._states: dict[str, RequestState] = {}
+        # What the reader knows of a request that hands over only what is new.
+        self._told: dict[str, list[Told]] = {}
         # What other threads ask for goes through the inbox, which is emptied whenever no step runs.
         self._inbox: deque[Callable[[], None]] = deque()
         self._to_report: dict[str, None] = {}  # ids of requests, in order
@@ -196,6 +199,10 @@ class Engine:
         # of ours while the lock is held and nothing would release it.
         self._step_lock = threading.Lock()
         self._changing_thread: int | None = None
+        self.stepping_thread: int | None = None
+        """The thread that alone empties the inbox, where it steps whenever there is something to
+        do, so that no other one ever waits for a step; ``None`` lets any thread.
+        """
         # True while the bookkeeping changes. A thread that takes the lock and finds it True knows
         # that an interrupt cut a change in the middle.
         self._is_torn = False
@@ -302,7 +309,9 @@ class Engine:
     # The thread that steps
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; returns the outputs that changed, which grow with further steps."""
+        """Run one step; returns the outputs that changed. Those that have the answer so far grow
+        with further steps.
+        """
         self._refuse_reentry("step")
         with self._step_lock: outputs = self._step()  # noqa: E701  # fmt: skip
         self._read_inbox_if_idle()
@@ -353,6 +362,8 @@ class Engine:
     def _read_inbox_if_idle(self) -> None:
         # A thread that steps reads the inbox once more when it is done, so nothing stays in it. If
         # another thread begins to step just now, this one waits for that step.
+        if self.stepping_thread not in (None, threading.get_ident()):
+            return
         while (self._inbox or self._is_torn) and not self._step_lock.locked():
             with self._step_lock: self._changed(self._read_inbox)  # noqa: E701  # fmt: skip
 
@@ -694,6 +705,31 @@ class Engine:
         finished = [output.request_id for output in outputs if output.finished]
         for request_id in finished:
             self._to_report.pop(request_id, None)
-        # One call without a line of Python in it, and on the line that returns.
-        pops = map(self._states.pop, finished, itertools.repeat(None))
-        deque(pops, maxlen=0); return outputs  # noqa: E702  # fmt: skip
+        handed_over, told = self._by_kind(outputs)
+        # Calls without a line of Python in them, and on the line that returns.
+        changes = itertools.chain(
+            map(self._told.__setitem__, told, told.values()),
+            map(self._told.pop, finished, itertools.repeat(None)),
+            map(self._states.pop, finished, itertools.repeat(None)),
+        )
+        deque(changes, maxlen=0); return handed_over  # noqa: E702  # fmt: skip
+
+    def _by_kind(
+        self, outputs: list[RequestOutput]
+    ) -> tuple[list[RequestOutput], dict[str, list[Told]]]:
+        """The outputs as each request wants them, and what the readers of those that want only
+        what is new know then. Changes nothing.
+        """
+        told: dict[str, list[Told]] = {}
+        wanted: list[RequestOutput] = []
+        for output in outputs:
+            kind = self._states[output.request_id].output_kind
+            if kind is RequestOutputKind.CUMULATIVE:
+                wanted.append(output)
+            elif kind is RequestOutputKind.DELTA:
+                name = output.request_id
+                part, told[name] = new_part(output, self._told.get(name) or nothing_told(output))
+                wanted.append(part)
+            elif output.finished:
+                wanted.append(output)
+        return wanted, told

@@ -22,6 +22,7 @@ class RequestState:
     Attributes:
         requests: one at first; one per completion when the prompt is computed.
         output: grows with every token.
+        output_kind: what its reader gets of it.
         is_aborted: its end was asked for.
     """
 
@@ -34,6 +35,7 @@ class RequestState:
     ):
         num_completions = request.params.n
         self.requests = [request]
+        self.output_kind = request.params.output_kind
         self.is_aborted = False
         if not request.params.detokenize:
             tokenizer = None

@@ -23,7 +23,7 @@ ROW_SETTINGS = frozenset(
         "n", "temperature", "top_p", "top_k", "min_p", "xtc_probability", "xtc_threshold",
         "xtc_special_tokens", "seed", "logit_bias", "stop", "stop_token_ids",
         "include_stop_str_in_output", "ignore_eos", "max_tokens", "logprobs", "prompt_logprobs",
-        "detokenize", "skip_special_tokens",
+        "detokenize", "skip_special_tokens", "output_kind",
     }
 )  # fmt: skip
 _DEFAULTS = SamplingParams()
