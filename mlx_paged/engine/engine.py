@@ -40,6 +40,7 @@ from mlx_paged.engine.sampler import NO_TOKENS, SampledToken, sample, state_of
 from mlx_paged.engine.scheduler import Scheduler, extra_hash_keys
 from mlx_paged.engine.swap_space import SwapSpace, num_swap_tokens
 from mlx_paged.engine.token_rules import read_token_rules, special_token_ids
+from mlx_paged.engine.view import EngineView, view_of
 from mlx_paged.errors import ArgumentError, forget_frames, request_error, shown
 from mlx_paged.foreign_arguments import argument_names, refuses_unknown_arguments
 from mlx_paged.models.context_length import context_limit
@@ -350,6 +351,12 @@ class Engine:
             nbytes_held=self.cache.nbytes_held,
             nbytes_budget=self.cache.config.nbytes,
         )
+
+    def view(self) -> EngineView:
+        """The pool, block by block, and the requests; from any thread. It takes a millisecond for
+        some 15,000 blocks.
+        """
+        return view_of(self.cache.manager, self._states)
 
     # Inside
 

@@ -66,9 +66,7 @@ class EngineView:
 def view_of(manager: KVCacheManager, states: Mapping[str, RequestState]) -> EngineView:
     """The engine's view now, from any thread; some 60 ns per block."""
     now = time.perf_counter()
-    requests = [
-        request_view(state, manager.groups, now) for state in list(states.values())
-    ]
+    requests = [request_view(state, manager.groups, now) for state in list(states.values())]
     return EngineView(manager.pool.block_size, block_bytes(manager), requests)
 
 
