@@ -1,4 +1,4 @@
-"""``Latencies``: how long requests take and how many tokens they have, as histograms that the engine
+"""``Latencies``: how long requests take and how many tokens they have, as histograms that an engine
 fills while it runs. Pure Python.
 
 What is observed, and the bounds of the buckets, are those of vLLM's v1 metrics.
@@ -98,6 +98,7 @@ class Latencies:
             are those of the next two.
         e2e_latency: from the request's arrival to the end of a completion.
         generation_tokens: per completion.
+        max_generation_tokens: of a request's completions, when all of them have ended.
         prompt_tokens: per request, those that were cached included.
         iteration_tokens: computed in a step.
         num_generation_tokens: of all completions, those that run included.
@@ -116,6 +117,7 @@ class Latencies:
         self.e2e_latency = Histogram(REQUEST_BOUNDS)
         self.prompt_tokens = Histogram(num_tokens_bounds)
         self.generation_tokens = Histogram(num_tokens_bounds)
+        self.max_generation_tokens = Histogram(num_tokens_bounds)
         self.iteration_tokens = Histogram(STEP_BOUNDS)
         self.num_generation_tokens = 0
         self.num_cached_prompt_tokens = 0
@@ -164,6 +166,8 @@ class Latencies:
             last_token_time = times.last_token_times[completion.index]
             self.decode_time.observe(last_token_time - first_token_time)
             self.generation_tokens.observe(len(completion.token_ids))
+        if first_token_time is not None and all(times.is_finished):
+            self.max_generation_tokens.observe(max(times.num_tokens))
 
 
 def one_two_five(most: int) -> Iterator[int]:
