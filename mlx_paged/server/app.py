@@ -9,16 +9,19 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from mlx_paged.server.errors import ApiError, error_response
+from mlx_paged.server.metrics import add_metrics
+from mlx_paged.server.pool_page import page_routes
 from mlx_paged.server.service import Service
 
 
 def make_app(service: Service) -> Starlette:
     """The application for a service, which endpoints find as ``request.app.state.service``."""
     app = Starlette(
-        routes=[Route("/health", health)],
+        routes=[Route("/health", health), *page_routes()],
         exception_handlers={ApiError: _api_error, HTTPException: _http_error, Exception: _failure},
     )
     app.state.service = service
+    add_metrics(app, service)
     return app
 
 
