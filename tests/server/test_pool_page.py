@@ -131,4 +131,3 @@ def test_the_page_names_no_other_host_and_inserts_text_as_text(client: TestClien
 def test_a_page_without_its_script_has_no_policy():
     with pytest.raises(ValueError):
         security_policy("<style></style>")
-
