@@ -14,6 +14,7 @@ from mlx_paged.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from mlx_paged.core import BlockHash
+    from mlx_paged.engine.prefix_history import PrefixReport
 
 MAX_PRIORITY = 2**31 - 1
 
@@ -92,6 +93,7 @@ class Request:
         num_cached_tokens: prompt tokens that were in the prefix cache when the request first ran.
         first_scheduled_time: when a step took it on for the first time; before that, its
             ``arrival_time``.
+        prefix_report: why these were not more, where the scheduler remembers past sequences.
         order: the place in the queue, assigned by the scheduler on arrival; the lowest runs first,
             the highest is preempted first.
         num_drafted_tokens: drafts that were verified, and of these accepted:
@@ -120,6 +122,7 @@ class Request:
         "num_unscored_tokens",
         "order",
         "params",
+        "prefix_report",
         "priority",
         "request_id",
         "sampling_state",
@@ -158,6 +161,7 @@ class Request:
         self.order: tuple[int, ...] = ()
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
+        self.prefix_report: PrefixReport | None = None
         self.num_preemptions = 0
         self.block_hashes: list[BlockHash] = []
         self.status = RequestStatus.WAITING
@@ -322,6 +326,7 @@ class RequestOutput:
         prompt: the text, if the prompt was given as text.
         outputs: the ``n`` completions, in order.
         num_cached_tokens: prompt tokens whose K/V were found in the prefix cache.
+        prefix_report: why these were not more; only with the engine's ``num_history_tokens``.
         finished: whether all completions have ended; as an attribute and as a method.
         error: the error that failed the request, if any.
         time_to_first_token: seconds from the request's arrival; ``None`` until there is a token.
@@ -339,3 +344,4 @@ class RequestOutput:
     error: Exception | None = None
     time_to_first_token: float | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prefix_report: PrefixReport | None = None

@@ -121,7 +121,7 @@ class Latencies:
         self.iteration_tokens = Histogram(STEP_BOUNDS)
         self.num_generation_tokens = 0
         self.num_cached_prompt_tokens = 0
-        self.num_finished = dict.fromkeys(FINISH_REASONS, 0)
+        self.num_finished: dict[str, int] = dict.fromkeys(FINISH_REASONS, 0)
         self.busy_seconds = 0.0
 
     def observe(

@@ -193,6 +193,12 @@ class EngineCollector(Collector):
         yield counter(
             "vllm:prefix_cache_hits", "Tokens that were found there.", stats.num_hit_tokens
         )
+        yield counter(
+            "mlx_paged:prompt_tokens_missed",
+            "Prompt tokens that were not cached, by why; empty where no history is kept.",
+            dict(engine.scheduler.prefix_history.num_missed_tokens),
+            "reason",
+        )
         yield self._cache_config()
         yield gauge(
             "mlx_paged:kv_cache_blocks",
