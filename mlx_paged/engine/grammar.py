@@ -252,10 +252,15 @@ def _grammar_text(params: StructuredOutputsParams) -> str:
     if params.kind in ("json", "json_object"):
         schema = {"type": "object"} if params.json is None else str(params.json)
         options = _FLEXIBLE if params.whitespace_flexible else _ONE_LINE
-        text: str = LLMatcher.grammar_from_json_schema(
-            "{}" if schema == "true" else schema,
-            overrides=options,  # type: ignore[arg-type]
-        )
+        try:
+            text: str = LLMatcher.grammar_from_json_schema(
+                "{}" if schema == "true" else schema,
+                overrides=options,  # type: ignore[arg-type]
+            )
+        except ValueError as error:  # Rust's JSON has no halves of characters.
+            raise ArgumentError(
+                f"[structured_outputs] json can't be compiled: {one_line(error)}", "json"
+            ) from error
         return text
     if params.choice is not None:
         return "start: " + " | ".join(map(_quoted, params.choice))

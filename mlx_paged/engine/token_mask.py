@@ -86,7 +86,7 @@ def mask_tokens(
 
 def allow_tokens(
     logits: mx.array,  # [num_requests, vocab_size]
-    entries: Sequence[int],  # [num_masked]
+    entries: list[int],  # [num_masked]
     allowed: np.ndarray,  # [num_masked, vocab_size] bool
 ) -> mx.array:
     """The logits with -inf for the tokens that these entries don't allow; the array that was given
