@@ -152,7 +152,7 @@ ENGINE_OPTIONS = (
     "kv", "block_size", "kv_cache_bytes", "kv_format", "backend", "swap_bytes", "max_model_len",
     "max_num_seqs", "priority_steps", "max_num_batched_tokens", "max_num_mixed_tokens", "watermark",
     "enable_prefix_caching", "run_ahead", "window", "num_sink_tokens", "num_draft_tokens",
-    "draft_model",
+    "draft_model", "num_history_tokens",
 )  # fmt: skip
 # One argument, as different functions call it.
 _ALSO_CALLED = {

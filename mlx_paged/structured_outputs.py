@@ -39,8 +39,10 @@ class StructuredOutputsParams:
             line, with at most a space after each comma and colon, so that no answer is lost in
             endless white space.
         begin_after: token ids. The answer is free until it has had them in this order, such as the
-            end of a model's thoughts, and can't end before; what follows them is structured. Empty:
-            from the first token on.
+            end of a model's reasoning, and can't end before; what follows them is structured.
+            Empty: from the first token on.
+        reasoning_start: token ids that open what is free. An answer that does not begin with them
+            is structured from its first token on. Empty: it is free in any case.
 
     Raises:
         ArgumentError: none of the five or several, or a value that can't be one.
@@ -53,6 +55,7 @@ class StructuredOutputsParams:
     json_object: bool = False
     whitespace_flexible: bool = False
     begin_after: Sequence[int] = ()
+    reasoning_start: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         if self.json_object is None:  # vLLM's default
@@ -76,7 +79,13 @@ class StructuredOutputsParams:
             object.__setattr__(self, "json", schema_text(self.json))
         if self.choice is not None:
             object.__setattr__(self, "choice", tuple(self.choice))
-        object.__setattr__(self, "begin_after", tuple(map(int, self.begin_after)))
+        for name in ("begin_after", "reasoning_start"):
+            object.__setattr__(self, name, tuple(map(int, getattr(self, name))))
+        if self.reasoning_start and not self.begin_after:
+            raise ArgumentError(
+                "[structured_outputs] reasoning_start needs begin_after, which ends what it opens",
+                "reasoning_start",
+            )
         self._check_length(given[0])
 
     @property
@@ -168,4 +177,5 @@ _VALUES: tuple[_Rule, ...] = (
     ("json_object", _is_bool, "True or False"),
     ("whitespace_flexible", _is_bool, "True or False"),
     ("begin_after", _are_tokens, "token ids"),
+    ("reasoning_start", _are_tokens, "token ids"),
 )

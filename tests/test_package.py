@@ -40,6 +40,7 @@ def test_imports_go_one_way():
     order = [
         "__main__",
         "chat",
+        "server",
         "batch_generation",
         "generation",
         "llm",

@@ -32,6 +32,7 @@ from mlx_paged.engine.draft_options import (
 from mlx_paged.engine.grammar import GrammarCompiler
 from mlx_paged.engine.model_runner import ModelRunner, StepInFlight
 from mlx_paged.engine.options import PassedOnOptions, passed_on_names, split_options
+from mlx_paged.engine.prefix_history import PrefixHistory
 from mlx_paged.engine.prompt_logprobs import score_prompts
 from mlx_paged.engine.prompts import Prompt, as_tokenizer, read_prompt
 from mlx_paged.engine.request_state import RequestState
@@ -104,7 +105,8 @@ class Engine:
             same. By default where the cache allows it without copies: on Metal.
         options: of the K/V cache, and fields of :class:`SchedulerConfig` (``max_num_seqs``,
             ``max_num_batched_tokens``, ``max_num_mixed_tokens``, ``enable_prefix_caching``,
-            ``watermark``, ``priority_steps``, ``num_draft_tokens``). Those of the cache are
+            ``watermark``, ``priority_steps``, ``num_draft_tokens``, ``num_history_tokens``). Those
+            of the cache are
 
             - ``kv``: ``"paged"``, or ``"basic"`` for contiguous K/V per sequence.
             - ``block_size``: tokens per K/V block: 8, 16, 32 or 64.
@@ -322,6 +324,11 @@ class Engine:
         with self._step_lock: outputs = self._step()  # noqa: E701  # fmt: skip
         self._read_inbox_if_idle()
         return self._handed_over(outputs)
+
+    @property
+    def prefix_history(self) -> PrefixHistory:
+        """Why the prefix cache did not hold more of the last prompts."""
+        return self.scheduler.prefix_history
 
     def shrink(self) -> int:
         """Give back K/V memory that no running request needs; returns the bytes. What is cached

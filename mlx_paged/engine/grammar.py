@@ -105,11 +105,13 @@ class CompiledGrammar:
     Attributes:
         matcher: at the beginning of an answer; it is copied, and never changes.
         begin_after: the token ids that the structure follows.
+        reasoning_start: those without which it follows nothing.
     """
 
     vocabulary: Vocabulary
     matcher: LLMatcher
     begin_after: tuple[int, ...] = ()
+    reasoning_start: tuple[int, ...] = ()
 
 
 class GrammarCompiler:
@@ -139,12 +141,13 @@ class GrammarCompiler:
                 compiled, or one that no answer is in; the message names the argument.
         """
         vocabulary = self._read_vocabulary()
-        for token in params.begin_after:
+        for name in ("begin_after", "reasoning_start"):
+            token = max(getattr(params, name), default=0)
             if token >= vocabulary.vocab_size:
                 raise ArgumentError(
-                    f"[structured_outputs] begin_after has token id {token}, the vocabulary ends "
-                    f"at {vocabulary.vocab_size - 1}",
-                    "begin_after",
+                    f"[structured_outputs] {name} has token id {token}, the vocabulary ends at "
+                    f"{vocabulary.vocab_size - 1}",
+                    name,
                 )
         text = _grammar_text(params)
         with self._remembering:
@@ -157,7 +160,8 @@ class GrammarCompiler:
                 self._matchers[text] = matcher
                 while len(self._matchers) > NUM_REMEMBERED:
                     self._matchers.popitem(last=False)
-        return CompiledGrammar(vocabulary, matcher, tuple(params.begin_after))
+        reasoning = tuple(params.begin_after), tuple(params.reasoning_start)
+        return CompiledGrammar(vocabulary, matcher, *reasoning)
 
     def _read_vocabulary(self) -> Vocabulary:
         if self._tokenizer is None:
@@ -174,9 +178,10 @@ class GrammarState:
     def __init__(self, grammar: CompiledGrammar):
         self.vocabulary = grammar.vocabulary
         self._begin_after = grammar.begin_after
+        self._reasoning_start = grammar.reasoning_start
         self._matcher = grammar.matcher.deep_copy()
         self._num_read: int | None = 0  # of the answer; None while it changes
-        self._begin = 0 if not grammar.begin_after else None  # where the structure begins
+        self._is_structured = not grammar.begin_after
 
     def fill_mask(self, request: Request, mask: np.ndarray) -> None:
         """Write the tokens that may come next.
@@ -188,32 +193,41 @@ class GrammarState:
             StructuredOutputError: the answer left its grammar, or the grammar is too complex here.
         """
         self._read_new_tokens(request)
-        if self._begin is None:
-            mask[:] = self.vocabulary.unstructured
-            return
-        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        self._check("can't go on")
+        num_tokens, start = request.num_output_tokens, self._reasoning_start
+        is_opening = not self._is_structured and num_tokens < len(start)
+        if self._is_structured or (is_opening and num_tokens == 0):
+            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            self._check("can't go on")
+        else:
+            mask[:] = 0 if is_opening else self.vocabulary.unstructured
+        if is_opening:
+            word, bit = divmod(start[num_tokens], 32)
+            mask[word] |= np.uint32(1 << bit)
 
     def _read_new_tokens(self, request: Request) -> None:
         num_read = self._num_read
         if num_read is None:  # An interrupt cut the reading short.
             self._matcher.reset()
-            num_read, self._begin = 0, None if self._begin_after else 0
+            num_read, self._is_structured = 0, not self._begin_after
         self._num_read = None
-        answer = request.token_ids[request.num_prompt_tokens + num_read :]
-        if self._begin is None:
-            answer = self._find_beginning(request, num_read)
-        if answer and not self._matcher.consume_tokens(answer):
+        if self._is_structured:
+            tokens = request.token_ids[request.num_prompt_tokens + num_read :]
+        else:
+            tokens = self._find_structure(request.output_token_ids, num_read)
+        if tokens and not self._matcher.consume_tokens(tokens):
             self._check("left its grammar")
         self._num_read = request.num_output_tokens
 
-    def _find_beginning(self, request: Request, num_read: int) -> list[int]:
-        """The tokens behind ``begin_after``, which may be none."""
-        answer, length = request.output_token_ids, len(self._begin_after)
-        for end in range(max(num_read + 1, length), len(answer) + 1):
-            if tuple(answer[end - length : end]) == self._begin_after:
-                self._begin = end
-                return answer[end:]
+    def _find_structure(self, answer: list[int], num_read: int) -> list[int]:
+        """The tokens of the structure, once it begins."""
+        start, end = self._reasoning_start, self._begin_after
+        if tuple(answer[: len(start)]) != start[: len(answer)]:
+            self._is_structured = True
+            return answer
+        for place in range(max(num_read + 1, len(start) + len(end)), len(answer) + 1):
+            if tuple(answer[place - len(end) : place]) == end:
+                self._is_structured = True
+                return answer[place:]
         return []
 
     def _check(self, what: str) -> None:

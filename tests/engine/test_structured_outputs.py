@@ -333,6 +333,21 @@ def test_reasoning_is_free_and_has_no_end_until_the_structure_begins(compiler: G
     assert seen == [free, free, free, {0, 3}, {1, 2}, {END, OTHER_END}]
 
 
+def test_an_answer_that_does_not_open_its_reasoning_is_structured_at_once(
+    compiler: GrammarCompiler,
+):
+    options = {"begin_after": [2, 1], "reasoning_start": [7, 5]}
+    grammar = compiler.compile(structured(regex="a(b|c)", **options))
+    free = set(range(len(TOKENS)))
+    assert allowed_after(grammar, []) == {0, 3, 7}
+    assert allowed_after(grammar, [0]) == {1, 2}
+    assert allowed_after(grammar, [0, 1]) == {END, OTHER_END}
+    assert allowed_after(grammar, [7]) == {5}
+    assert allowed_after(grammar, [7, 5]) == allowed_after(grammar, [7, 5, 0, 2]) == free
+    assert allowed_after(grammar, [7, 5, 2, 1]) == {0, 3}
+    assert allowed_after(grammar, [7, 5, 0, 2, 1, 3]) == {END, OTHER_END}
+
+
 def test_an_answer_is_read_again_after_an_interrupt(compiler: GrammarCompiler):
     grammar = compiler.compile(structured(regex="(ab|c){1,5}", begin_after=[1]))
     counter, at = LineInterrupt(), 0

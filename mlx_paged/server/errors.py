@@ -1,0 +1,78 @@
+"""``ApiError``: what is wrong with a request, and how each protocol says so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+
+# What a status is called: by OpenAI, and by Anthropic.
+_NAMES = {
+    400: ("invalid_request_error", "invalid_request_error"),
+    401: ("authentication_error", "authentication_error"),
+    403: ("permission_error", "permission_error"),
+    404: ("not_found_error", "not_found_error"),
+    405: ("invalid_request_error", "invalid_request_error"),
+    408: ("timeout_error", "timeout_error"),
+    413: ("invalid_request_error", "request_too_large"),
+    415: ("invalid_request_error", "invalid_request_error"),
+    429: ("rate_limit_error", "rate_limit_error"),
+    503: ("overloaded_error", "overloaded_error"),
+}
+_SERVER_ERROR = ("server_error", "api_error")
+
+ANTHROPIC_PATHS = ("/v1/messages",)
+
+
+class ApiError(Exception):
+    """A request that is answered with an error.
+
+    Args:
+        status: of HTTP.
+        message: one line for the user, with the way out where there is one.
+        param: the field that it is about, such as ``"messages[2].content"``.
+        code: a word for programs, such as ``"context_length_exceeded"``.
+        headers: of the response, such as ``Retry-After``.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+
+def error_body(error: ApiError, path: str, request_id: str | None = None) -> dict[str, Any]:
+    """The error in the shape of the protocol that a path belongs to."""
+    openai_name, anthropic_name = _NAMES.get(error.status, _SERVER_ERROR)
+    if path.startswith(ANTHROPIC_PATHS):
+        return {
+            "type": "error",
+            "error": {"type": anthropic_name, "message": error.message},
+            "request_id": request_id,
+        }
+    return {
+        "error": {
+            "message": error.message,
+            "type": openai_name,
+            "param": error.param,
+            "code": error.code,
+        }
+    }
+
+
+def error_response(error: ApiError, path: str, request_id: str | None = None) -> Response:
+    """The whole answer."""
+    body = error_body(error, path, request_id)
+    return JSONResponse(body, status_code=error.status, headers=error.headers)

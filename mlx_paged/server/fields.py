@@ -1,0 +1,168 @@
+"""``Fields``: a JSON object that is read field by field; what nobody read is refused by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar, overload
+
+from mlx_paged.argument_values import kind_of
+from mlx_paged.errors import shown
+from mlx_paged.server.errors import ApiError
+
+T = TypeVar("T")
+REQUIRED: Any = object()
+"""The default of a field that has to be there."""
+
+
+class Fields:
+    """A JSON object of a request, and which of its fields were read.
+
+        fields = Fields(body)
+        prompt = fields.text("prompt")
+        top_k = fields.integer("top_k", default=0)
+        fields.refuse_rest()
+
+    A field that is ``null`` is as if it were not there. Every method that reads one raises an
+    :class:`ApiError` with status 400 that names the field where its value has another type.
+
+    Args:
+        value: the object.
+        path: where it stands in the body, such as ``"messages[2]"``; ``""`` for the body itself.
+    """
+
+    def __init__(self, value: object, path: str = ""):
+        if not isinstance(value, Mapping):
+            what = path or "the body"
+            raise ApiError(
+                400, f"{what} must be an object, got {kind_of(value)}", param=path or None
+            )
+        self._values = value
+        self._unread = {name for name, each in value.items() if each is not None}
+        self.path = path
+
+    def name_of(self, name: str) -> str:
+        """The field's name from the body on."""
+        return f"{self.path}.{name}" if self.path else name
+
+    def error(self, name: str, what: str) -> ApiError:
+        """``name`` must be something else."""
+        full = self.name_of(name)
+        return ApiError(400, f"{full} {what}", param=full)
+
+    def has(self, name: str) -> bool:
+        """Whether the field is there and not ``null``. Does not read it."""
+        return self._values.get(name) is not None
+
+    def raw(self, name: str) -> Any:
+        """The value as it is; ``None`` where there is none."""
+        self._unread.discard(name)
+        return self._values.get(name)
+
+    @overload
+    def text(self, name: str) -> str: ...
+    @overload
+    def text(self, name: str, default: T) -> str | T: ...
+    def text(self, name: str, default: Any = REQUIRED) -> Any:
+        return self._read(name, default, lambda value: isinstance(value, str), "a text")
+
+    @overload
+    def boolean(self, name: str) -> bool: ...
+    @overload
+    def boolean(self, name: str, default: T) -> bool | T: ...
+    def boolean(self, name: str, default: Any = REQUIRED) -> Any:
+        return self._read(name, default, lambda value: isinstance(value, bool), "true or false")
+
+    @overload
+    def integer(self, name: str) -> int: ...
+    @overload
+    def integer(self, name: str, default: T) -> int | T: ...
+    def integer(self, name: str, default: Any = REQUIRED) -> Any:
+        return self._read(name, default, _is_integer, "a whole number")
+
+    @overload
+    def number(self, name: str) -> float: ...
+    @overload
+    def number(self, name: str, default: T) -> float | T: ...
+    def number(self, name: str, default: Any = REQUIRED) -> Any:
+        return self._read(name, default, _is_number, "a number")
+
+    @overload
+    def items(self, name: str) -> list[Any]: ...
+    @overload
+    def items(self, name: str, default: T) -> list[Any] | T: ...
+    def items(self, name: str, default: Any = REQUIRED) -> Any:
+        return self._read(name, default, lambda value: isinstance(value, list), "a list")
+
+    def choice(self, name: str, choices: Sequence[T], default: T = REQUIRED) -> T:
+        """One of some values."""
+        what = " or ".join(map(shown, choices))
+        is_right: Callable[[object], bool] = lambda value: any(  # noqa: E731
+            type(value) is type(each) and value == each for each in choices
+        )
+        value: T = self._read(name, default, is_right, what)
+        return value
+
+    @overload
+    def child(self, name: str) -> Fields: ...
+    @overload
+    def child(self, name: str, default: T) -> Fields | T: ...
+    def child(self, name: str, default: Any = REQUIRED) -> Any:
+        if not self.has(name):
+            return self._default(name, default)
+        return Fields(self.raw(name), self.name_of(name))
+
+    def children(self, name: str, default: Sequence[Fields] | None = None) -> Iterator[Fields]:
+        """The objects of a list, each with its place."""
+        if not self.has(name) and default is not None:
+            yield from default
+            return
+        for index, value in enumerate(self.items(name)):
+            yield Fields(value, f"{self.name_of(name)}[{index}]")
+
+    def accept(self, *names: str) -> None:
+        """Read fields that change nothing here, whatever they say."""
+        self._unread.difference_update(names)
+
+    def only(self, name: str, *values: object) -> None:
+        """Refuse a field by name, unless it says what happens in any case."""
+        value = self.raw(name)
+        if value is None or any(type(value) is type(each) and value == each for each in values):
+            return
+        raise self.error(name, f"is not supported, got {shown(value)}; leave it out")
+
+    def refuse_rest(self, advice: Mapping[str, str] | None = None) -> None:
+        """Raise for the first field, by name, that nobody read.
+
+        Args:
+            advice: what to do instead, by the field's name.
+        """
+        for name in sorted(self._unread, key=str):
+            way_out = (advice or {}).get(name, "leave it out")
+            raise self.error(str(name), f"is not supported; {way_out}")
+
+    def _read(self, name: str, default: Any, is_right: Callable[[Any], bool], what: str) -> Any:
+        if not self.has(name):
+            return self._default(name, default)
+        value = self.raw(name)
+        if not is_right(value):
+            raise self.error(name, f"must be {what}, got {shown(value)}")
+        return value
+
+    def _default(self, name: str, default: Any) -> Any:
+        if default is REQUIRED:
+            raise self.error(name, "is missing")
+        return default
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
