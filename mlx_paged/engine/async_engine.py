@@ -117,6 +117,9 @@ class AsyncEngine:
                 # The reader's loop is closed, so no task waits.
                 self._forget(reader_id, receive)
 
+        if isinstance(params, SamplingParams) and params.structured_outputs is not None:
+            # Here, others would wait for the compiler.
+            await asyncio.to_thread(self.engine.prepare, params)
         try:
             self._add(prompt, params, reader_id, options, receive)
             while True:

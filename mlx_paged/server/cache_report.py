@@ -148,4 +148,3 @@ def _truth(text: str) -> bool:
     if text not in ("true", "false", "1", "0"):
         raise ApiError(400, "text must be true or false", param="text")
     return text in ("true", "1")
-
