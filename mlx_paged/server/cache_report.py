@@ -1,0 +1,77 @@
+"""``/v1/cache``: what the prefix cache held of the last prompts, and why not more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from mlx_paged.engine.prefix_history import PrefixReport
+from mlx_paged.server.errors import ApiError
+from mlx_paged.server.prefix_reports import report_body
+from mlx_paged.server.service import Service
+
+DEFAULT_LIMIT = 20
+
+
+async def cache(request: Request) -> Response:
+    """``GET /v1/cache?limit=20&request_id=...&text=true``."""
+    service: Service = request.app.state.service
+    query = dict(request.query_params)
+    limit = _limit(query.pop("limit", str(DEFAULT_LIMIT)))
+    request_id = query.pop("request_id", None)
+    wants_text = _truth(query.pop("text", "false"))
+    for name in query:
+        raise ApiError(400, f"{name} is not supported; limit, request_id and text are", param=name)
+    is_own = _owner(request)
+    history = service.engine.engine.prefix_history
+    reports = [
+        report
+        for report in reversed(list(history.reports))
+        if is_own(report) and request_id in (None, report.request_id)
+    ]
+    stats = service.engine.stats()
+    body = {
+        "object": "cache",
+        "block_size": service.engine.engine.cache.config.block_size,
+        "num_blocks": stats.num_usable_blocks,
+        "num_used_blocks": stats.num_used_blocks,
+        "num_cached_blocks": stats.num_cached_blocks,
+        "num_evictions": stats.num_evictions,
+        "bytes_held": stats.nbytes_held,
+        "bytes_budget": stats.nbytes_budget,
+        "num_queried_tokens": stats.num_queried_tokens,
+        "num_cached_tokens": stats.num_hit_tokens,
+        "hit_rate": stats.hit_rate,
+        "num_missed_tokens": dict(history.num_missed_tokens),
+        "reports": [
+            report_body(report, service.tokenizer if wants_text else None)
+            for report in reports[:limit]
+        ],
+    }
+    return JSONResponse(body)
+
+
+def _owner(request: Request) -> Callable[[PrefixReport], bool]:
+    """Which reports the user of this request may see: those of prompts under the user's salt."""
+    principal = getattr(request.state, "principal", None)
+    if principal is None:
+        return lambda report: True
+    return lambda report: bool(principal.owns(report.cache_salt))
+
+
+def _limit(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = -1
+    if number < 0:
+        raise ApiError(400, "limit must be a whole number, at least 0", param="limit")
+    return number
+
+
+def _truth(text: str) -> bool:
+    if text not in ("true", "false", "1", "0"):
+        raise ApiError(400, "text must be true or false", param="text")
+    return text in ("true", "1")
