@@ -93,6 +93,8 @@ class Request:
         block_hashes: the hashes of the full blocks, as far as they were computed.
         cache_salt: requests with different salts never share K/V.
         num_cached_tokens: prompt tokens that were in the prefix cache when the request first ran.
+        first_scheduled_time: when a step took it on for the first time; before that, its
+            ``arrival_time``.
         prefix_report: why these were not more, where the scheduler remembers past sequences.
         order: the place in the queue, assigned by the scheduler on arrival; the lowest runs first,
             the highest is preempted first.
@@ -111,6 +113,7 @@ class Request:
         "draft_state",
         "error",
         "finish_reason",
+        "first_scheduled_time",
         "index",
         "num_accepted_tokens",
         "num_cached_tokens",
@@ -156,7 +159,7 @@ class Request:
         self.seed = seed
         self.priority = priority
         self.cache_salt = cache_salt
-        self.arrival_time = time.perf_counter()
+        self.arrival_time = self.first_scheduled_time = time.perf_counter()
         self.order: tuple[int, ...] = ()
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0

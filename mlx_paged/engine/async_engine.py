@@ -22,6 +22,7 @@ from mlx_paged.engine.deltas import merge_parts
 from mlx_paged.engine.engine import Engine, EngineStats, engine_option_names
 from mlx_paged.engine.options import EngineOptions, RequestOptions
 from mlx_paged.engine.prompts import Prompt
+from mlx_paged.engine.view import EngineView
 from mlx_paged.foreign_arguments import argument_names, refuses_unknown_arguments
 from mlx_paged.memory import wired_limit
 from mlx_paged.request import RequestOutput, check_request_id
@@ -179,8 +180,23 @@ class AsyncEngine:
         self.engine.abort(request_id)
         self._loop.wake()
 
+    def abort_all(self) -> None:
+        """End every request that is there, as :meth:`abort` does."""
+        self.engine.abort_all()
+        self._loop.wake()
+
+    def stopped(self) -> EngineStoppedError | None:
+        """Why requests are not taken any more: it was shut down, or its thread failed, which is
+        then the ``__cause__``; ``None`` while they are.
+        """
+        return self._loop.stopped() if self._loop.is_stopping else None
+
     def stats(self) -> EngineStats:
         return self.engine.stats()
+
+    def view(self) -> EngineView:
+        """The pool and the requests at this moment; see :meth:`Engine.view`."""
+        return self.engine.view()
 
     def shrink(self) -> int:
         """Give back K/V memory that no running request needs, between two steps; see

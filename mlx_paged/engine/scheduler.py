@@ -67,6 +67,7 @@ class _Plan:
     swap_ins: list[SwapIn] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     finished: list[Request] = field(default_factory=list)
+    begun: list[Request] = field(default_factory=list)
     new_block_ids: set[int] = field(default_factory=set)
     hit_block_ids: set[int] = field(default_factory=set)
 
@@ -77,6 +78,7 @@ class _Plan:
             (*self.swap_outs, *self.copies, *self.swap_ins),
             tuple(self.preempted),
             tuple(self.finished),
+            tuple(self.begun),
             self.new_block_ids,
             frozenset(self.hit_block_ids),
         )
@@ -364,6 +366,7 @@ class Scheduler:
         insort(self.running, request, key=by_order)
         if request.status is RequestStatus.WAITING:
             request.num_cached_tokens = computed.num_tokens
+            plan.begun.append(request)
             if request.prefix_report is None:
                 is_held = self._is_held(request, computed.num_tokens)
                 request.prefix_report = self.prefix_history.admit(
