@@ -1,8 +1,9 @@
-"""Answers told apart: reasoning, text and calls, in all of mlx-lm's formats, however they are cut."""
+"""Answers are told apart, in all of mlx-lm's formats and however they are cut."""
 
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import pkgutil
 from dataclasses import replace
@@ -147,7 +148,7 @@ def events_of(form: AnswerFormat, pieces: list[str], finish_reason: str = "stop"
 
 def cut(text: str, places: set[int]) -> list[str]:
     edges = [0, *sorted(place for place in places if place < len(text)), len(text)]
-    return [text[begin:end] for begin, end in zip(edges, edges[1:], strict=False)]
+    return [text[begin:end] for begin, end in itertools.pairwise(edges)]
 
 
 def calls_of(reading: Reading) -> list[tuple[str, dict]]:
@@ -301,8 +302,10 @@ def test_an_answer_may_be_a_list_of_calls():
     assert events_of(form, list(calls)) == whole[1:]
 
 
-MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<|end|>", "\n", " ", "<", "\\", '"',
-         '{"name": "read", "arguments": ', '{"a": ', "1", "true", "[", "]", "{", "}", ",", "é"]  # fmt: skip
+MARKS = [
+    "<think>", "</think>", "<tool_call>", "</tool_call>", "<|end|>", "\n", " ", "<", "\\", '"',
+    '{"name": "read", "arguments": ', '{"a": ', "1", "true", "[", "]", "{", "}", ",", "é",
+]  # fmt: skip
 
 
 @settings(deadline=None, max_examples=300)
