@@ -176,6 +176,17 @@ class AsyncEngine:
         self.engine.abort(request_id)
         self._loop.wake()
 
+    def abort_all(self) -> None:
+        """End every request that is there, as :meth:`abort` does."""
+        self.engine.abort_all()
+        self._loop.wake()
+
+    def stopped(self) -> EngineStoppedError | None:
+        """Why requests are not taken any more: it was shut down, or its thread failed, which is
+        then the ``__cause__``; ``None`` while they are.
+        """
+        return self._loop.stopped() if self._loop.is_stopping else None
+
     def stats(self) -> EngineStats:
         return self.engine.stats()
 

@@ -23,6 +23,7 @@ _NAMES = {
 _SERVER_ERROR = ("server_error", "api_error")
 
 ANTHROPIC_PATHS = ("/v1/messages",)
+FAILED = "the server failed; its log says how"
 
 
 class ApiError(Exception):
