@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.engine.token_rules import special_token_ids
+from mlx_paged.request import CompletionOutput
 from mlx_paged.server.answer_events import (
     Event,
     Reasoning,
@@ -169,17 +170,21 @@ class AnswerReader:
         self._pending += text
         return merged(self._read(is_over=False))
 
-    def finish(self, finish_reason: str | None = "stop") -> list[Event]:
+    def finish(self, completion: CompletionOutput | None = None) -> list[Event]:
         """The answer is over: what was held back.
 
         Args:
-            finish_reason: of the completion. A call whose end mark is missing counts where the
-                model ended the answer (``"stop"``), and is text where something broke it off.
+            completion: says why it is over. A call whose end mark is missing counts where the
+                model ended the answer, which is the default, and is text where ``max_tokens``, a
+                stop text or something else broke it off.
         """
+        is_broken_off = completion is not None and (
+            completion.finish_reason != "stop" or isinstance(completion.stop_reason, str)
+        )
         events = self._read(is_over=True)
         if self._calls is not None:
             calls, self._calls = self._calls, None
-            events += self._of_calls(calls, calls.finish(finish_reason != "stop"))
+            events += self._of_calls(calls, calls.finish(is_broken_off))
         elif self._state in (SAYING, OPENING) and not self._is_after_mark:
             events.append(Text(self._space))
         self._space = ""
@@ -270,12 +275,14 @@ class Reading(NamedTuple):
     calls: tuple[tuple[str, str], ...]
 
 
-def read_answer(answer_format: AnswerFormat, text: str, finish_reason: str = "stop") -> Reading:
-    """Read an answer that is there as a whole."""
+def read_answer(
+    answer_format: AnswerFormat, text: str, completion: CompletionOutput | None = None
+) -> Reading:
+    """Read an answer that is there as a whole; ``completion`` as in :meth:`AnswerReader.finish`."""
     reader = answer_format.reader()
     reasoning, said = "", ""
     calls: list[tuple[str, str]] = []
-    for event in reader.add(text) + reader.finish(finish_reason):
+    for event in reader.add(text) + reader.finish(completion):
         if isinstance(event, Reasoning):
             reasoning += event.text
         elif isinstance(event, Text):

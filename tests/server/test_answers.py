@@ -13,6 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from mlx_paged.request import CompletionOutput
 from mlx_paged.server.answer_events import (
     Event,
     Reasoning,
@@ -134,10 +135,14 @@ def answer_format(name: str = "json_tools", **changes) -> AnswerFormat:
     return replace(whole, **changes)
 
 
+def ended(finish_reason: str) -> CompletionOutput:
+    return CompletionOutput(0, finish_reason=finish_reason)
+
+
 def events_of(form: AnswerFormat, pieces: list[str], finish_reason: str = "stop") -> list[Event]:
     reader = form.reader()
     events = [event for piece in pieces for event in reader.add(piece)]
-    events = merged(events + reader.finish(finish_reason))
+    events = merged(events + reader.finish(ended(finish_reason)))
     assert reader.num_tool_calls == sum(isinstance(event, ToolCallStart) for event in events)
     # Ids are drawn.
     return [
@@ -181,7 +186,7 @@ def test_a_call_that_is_broken_off_is_never_a_call_of_something_else(name):
     sample, calls = SAMPLES[name]
     form = answer_format(name)
     for length in range(len(form.tool_format.start), len(sample)):
-        reading = read_answer(form, sample[:length], "length")
+        reading = read_answer(form, sample[:length], ended("length"))
         whole = []
         for called, arguments in reading.calls:
             try:
