@@ -11,10 +11,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from mlx_paged.server.bodies import Handler, json_endpoint
+from mlx_paged.server.cache_report import cache
 from mlx_paged.server.errors import FAILED, ApiError, error_response
+from mlx_paged.server.metrics import add_metrics
 from mlx_paged.server.openai_chat import chat_completions
 from mlx_paged.server.openai_completions import completions
 from mlx_paged.server.openai_models import health, model, models, version
+from mlx_paged.server.pool_page import page_routes
 from mlx_paged.server.service import Service
 from mlx_paged.server.tokenize import detokenize, tokenize
 
@@ -27,6 +30,8 @@ def make_app(service: Service) -> Starlette:
             Route("/version", version),
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", model),
+            Route("/v1/cache", cache),
+            *page_routes(),
             *_posts(
                 {
                     "/v1/chat/completions": chat_completions,
@@ -39,6 +44,7 @@ def make_app(service: Service) -> Starlette:
         exception_handlers={ApiError: _api_error, HTTPException: _http_error, Exception: _failure},
     )
     app.state.service = service
+    add_metrics(app, service)
     return app
 
 

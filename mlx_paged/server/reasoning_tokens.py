@@ -31,11 +31,10 @@ class ReasoningTokens:
     @classmethod
     def of(cls, tokenizer: TokenizerWrapper, answer_format: AnswerFormat) -> ReasoningTokens:
         """A counter for an answer."""
-        if answer_format.think_marks is None or not tokenizer.has_thinking:
+        start, end = tokenizer.think_start_tokens, tokenizer.think_end_tokens
+        if answer_format.think_marks is None or not start or not end:
             return cls((), ())
-        return cls(
-            tokenizer.think_start_tokens, tokenizer.think_end_tokens, answer_format.is_thinking
-        )
+        return cls(start, end, answer_format.is_thinking)
 
     def add(self, token_ids: Iterable[int]) -> None:
         """The next tokens."""

@@ -36,7 +36,7 @@ class TokenTexts:
         kind = type(detokenizer)
         self._is_sentence_piece = issubclass(kind, SPMStreamingDetokenizer)
         self.trims_first_space = issubclass(kind, BPEStreamingDetokenizer) or (
-            self._is_sentence_piece and detokenizer.trim_space
+            self._is_sentence_piece and getattr(detokenizer, "trim_space", True)
         )
         self._alphabet = _byte_alphabet() if issubclass(kind, BPEStreamingDetokenizer) else {}
         # Written with their own characters, whatever the alphabet of the others.
