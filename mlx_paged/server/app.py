@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from mlx_paged.server.anthropic_endpoints import count_tokens, messages
 from mlx_paged.server.bodies import Handler, json_endpoint
 from mlx_paged.server.cache_report import cache
 from mlx_paged.server.errors import FAILED, ApiError, error_response
@@ -36,6 +37,8 @@ def make_app(service: Service) -> Starlette:
                 {
                     "/v1/chat/completions": chat_completions,
                     "/v1/completions": completions,
+                    "/v1/messages": messages,
+                    "/v1/messages/count_tokens": count_tokens,
                     "/tokenize": tokenize,
                     "/detokenize": detokenize,
                 }
