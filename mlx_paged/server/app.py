@@ -19,6 +19,7 @@ from mlx_paged.server.openai_chat import chat_completions
 from mlx_paged.server.openai_completions import completions
 from mlx_paged.server.openai_models import health, model, models, version
 from mlx_paged.server.pool_page import page_routes
+from mlx_paged.server.responses import responses, stored_response
 from mlx_paged.server.service import Service
 from mlx_paged.server.tokenize import detokenize, tokenize
 
@@ -32,6 +33,7 @@ def make_app(service: Service) -> Starlette:
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", model),
             Route("/v1/cache", cache),
+            Route("/v1/responses/{path:path}", stored_response, methods=["GET", "POST", "DELETE"]),
             *page_routes(),
             *_posts(
                 {
@@ -39,6 +41,7 @@ def make_app(service: Service) -> Starlette:
                     "/v1/completions": completions,
                     "/v1/messages": messages,
                     "/v1/messages/count_tokens": count_tokens,
+                    "/v1/responses": responses,
                     "/tokenize": tokenize,
                     "/detokenize": detokenize,
                 }
