@@ -117,7 +117,7 @@ class ChatChoice:
         events = self._reader.add(completion.text)
         if completion.finish_reason is not None:
             self.is_finished = True
-            events = [*events, *self._reader.finish()]
+            events = [*events, *self._reader.finish(completion)]
         return [each for each in events if self._is_wanted(each)]
 
     def _is_wanted(self, each: Event) -> bool:
