@@ -9,9 +9,11 @@ from typing import Any
 from mlx_paged.chat_template import ChatTemplateError
 from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
 from mlx_paged.server.answers import AnswerFormat, ToolChoice
+from mlx_paged.server.constraints import constraint_of
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.generations import Generation
 from mlx_paged.server.service import Service
+from mlx_paged.server.tools import ToolFormat
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ def prepare(service: Service, job: ChatJob) -> tuple[Generation, AnswerFormat]:
     with the other turns of the conversation.
 
     Raises:
-        ApiError: the template refuses the messages.
+        ApiError: the template refuses the messages, or an answer can't be kept to what is wanted.
     """
     tokenizer, kept = service.tokenizer, service.kept_answers
     options = {**service.template_options, **job.template_options}
@@ -64,7 +66,18 @@ def prepare(service: Service, job: ChatJob) -> tuple[Generation, AnswerFormat]:
     )
     if not job.params.skip_special_tokens:
         answer_format = replace(answer_format, hidden=())
+    constraint = constraint_of(
+        tokenizer,
+        prompt.token_ids,
+        job.params.structured_outputs,
+        job.tools,
+        job.tool_choice,
+        job.parallel_tool_calls,
+    )
+    if constraint is not None and constraint.is_json_calls:
+        answer_format = replace(answer_format, tool_format=ToolFormat.json_list(), is_calls=True)
     params = job.params.clone(
+        structured_outputs=None if constraint is None else constraint.structured_outputs,
         output_kind=RequestOutputKind.DELTA,
         skip_special_tokens=job.params.skip_special_tokens and not answer_format.hidden,
     )

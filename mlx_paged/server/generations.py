@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from mlx_paged.engine.async_engine import EngineStoppedError
+from mlx_paged.engine.grammar import StructuredOutputError
 from mlx_paged.errors import PromptTooLongError, one_line
 from mlx_paged.request import CompletionOutput, RequestOutput
 from mlx_paged.sampling_params import SamplingParams
@@ -193,7 +194,7 @@ def api_error(error: BaseException) -> ApiError:
         return ApiError(400, text, code="context_length_exceeded")
     if isinstance(error, EngineStoppedError):
         return ApiError(503, _words_of(error), headers={"Retry-After": "5"})
-    if isinstance(error, ValueError):
+    if isinstance(error, ValueError) and not isinstance(error, StructuredOutputError):
         return ApiError(400, _words_of(error), param=getattr(error, "argument", None))
     return ApiError(500, f"the request failed: {_words_of(error)}")
 

@@ -6,10 +6,9 @@ import asyncio
 from contextlib import contextmanager
 from dataclasses import replace
 
-import httpx2 as httpx
 import openai
 import pytest
-from helpers.servers import is_idle, make_service, running_service, serving, wait_until
+from helpers.servers import ask, is_idle, make_service, running_service, serving, wait_until
 
 from mlx_paged import SamplingParams
 from mlx_paged.engine.async_engine import EngineStoppedError
@@ -139,9 +138,9 @@ def test_an_answer_that_begins_late_begins_all_the_same():
 def test_a_full_queue_is_503_with_a_time_to_come_back():
     service = replace(make_service(), admission=Places(limit=0))
     with service.engine, serving(make_app(service)) as url:
-        response = httpx.post(f"{url}/v1/completions", json={"prompt": "a"})
-        assert (response.status_code, response.headers["retry-after"]) == (503, "7")
-        assert response.json()["error"]["type"] == "overloaded_error"
+        answer = ask(url, "/v1/completions", {"prompt": "a"})
+        assert (answer.status, answer.headers["retry-after"]) == (503, "7")
+        assert answer.body["error"]["type"] == "overloaded_error"
 
 
 def test_an_answer_that_the_server_ends_is_an_error_and_no_short_answer():
@@ -184,22 +183,12 @@ def test_a_request_that_fails_fails_alone():
             return generate(prompt, params, **options)
 
         service.engine.generate = spoilt
-        with httpx.Client(base_url=url, timeout=60) as client:
-            body = {"prompt": "a", "max_tokens": 3}
-            good = client.post("/v1/completions", json=body)
-            bad = client.post("/v1/completions", json={**body, "seed": 13})
-            streamed = client.post("/v1/completions", json={**body, "seed": 13, "stream": True})
-            several = client.post(
-                "/v1/completions", json={**body, "prompt": ["a", "b"], "seed": 13}
-            )
-            assert [each.status_code for each in (good, bad, streamed, several)] == [
-                200, 500, 500, 500,
-            ]  # fmt: skip
-            assert "the processor broke" in bad.json()["error"]["message"]
-            assert (
-                client.post("/v1/completions", json=body).json()["choices"]
-                == (good.json()["choices"])
-            )
+        body = {"prompt": "a", "max_tokens": 3}
+        odd = [{"seed": 13}, {"seed": 13, "stream": True}, {"seed": 13, "prompt": ["a", "b"]}]
+        good, *bad = (ask(url, "/v1/completions", {**body, **each}) for each in ({}, *odd))
+        assert [each.status for each in (good, *bad)] == [200, 500, 500, 500]
+        assert "the processor broke" in bad[0].body["error"]["message"]
+        assert ask(url, "/v1/completions", body).body["choices"] == good.body["choices"]
         wait_until(lambda: is_idle(service))
 
 

@@ -224,7 +224,7 @@ def test_no_field_of_openais_client_is_forgotten():
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
         ({"chat_template_kwargs": {"chat_template": "a"}}, "chat_template_kwargs.chat_template"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
-        ({"response_format": {"type": "sound"}}, "response_format"),
+        ({"response_format": {"type": "sound"}}, "response_format.type"),
         ({"response_format": "json"}, "response_format"),
         ({"tools": {}}, "tools"),
         ({"tools": [5]}, "tools[0]"),

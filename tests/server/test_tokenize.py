@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import httpx2 as httpx
 import openai
 import pytest
-from helpers.servers import running_service
+from helpers.servers import ask, running_service
 
 import mlx_paged
 from mlx_paged.chat_template import encode_chat
@@ -14,8 +13,8 @@ TEXT = "Hello é, how are you?"
 
 
 def post(server_url, path, **body):
-    response = httpx.post(f"{server_url}{path}", json=body)
-    return response.status_code, response.json()
+    answer = ask(server_url, path, body)
+    return answer.status, answer.body
 
 
 def test_a_text_becomes_tokens_and_a_text_again(server_url, service):
@@ -84,15 +83,15 @@ def test_a_model_of_a_hub_has_a_slash_in_its_name():
 
 
 def test_the_server_says_its_version_and_that_it_lives(server_url):
-    assert httpx.get(f"{server_url}/version").json() == {"version": mlx_paged.__version__}
-    assert httpx.get(f"{server_url}/health").status_code == 200
+    assert ask(server_url, "/version").body == {"version": mlx_paged.__version__}
+    assert ask(server_url, "/health").status == 200
 
 
 def test_the_server_is_ill_once_its_engine_has_stopped():
     with running_service() as (service, url):
         service.engine.shutdown()
-        assert httpx.get(f"{url}/health").status_code == 503
-        response = httpx.post(f"{url}/v1/completions", json={"prompt": "a"})
-        assert response.status_code == 503
-        assert int(response.headers["retry-after"]) > 0
-        assert "it was shut down" in response.json()["error"]["message"]
+        assert ask(url, "/health").status == 503
+        answer = ask(url, "/v1/completions", {"prompt": "a"})
+        assert answer.status == 503
+        assert int(answer.headers["retry-after"]) > 0
+        assert "it was shut down" in answer.body["error"]["message"]
