@@ -49,18 +49,18 @@ class Answer:
     Args:
         parts: of the engine.
         places: in the queue, which are given back at its end.
-        when_finished: as in :class:`Generation`.
+        note: told of each part as it comes, and whether it is the first.
     """
 
     def __init__(
         self,
         parts: AsyncGenerator[RequestOutput, None],
         places: ExitStack,
-        when_finished: Callable[[CompletionOutput], None] | None = None,
+        note: Callable[[RequestOutput, bool], None],
     ):
         self._rest = parts
         self._places = places
-        self._ends = None if when_finished is None else _Ends(when_finished)
+        self._note = note
         self._first: asyncio.Task[RequestOutput] | None = asyncio.create_task(_first_of(parts))
 
     def __aiter__(self) -> Answer:
@@ -71,10 +71,10 @@ class Answer:
             if self._first is not None:
                 output = await self._first
                 self._first = None
-            else:
-                output = await anext(self._rest)
-            if self._ends is not None:
-                self._ends.add(output)
+                self._note(output, True)
+                return output
+            output = await anext(self._rest)
+            self._note(output, False)
             return output
         except StopAsyncIteration:
             self._places.close()
@@ -99,7 +99,7 @@ class Answer:
             await self._rest.aclose()
 
 
-class _Ends:
+class Ends:
     """Puts the tokens of completions together, and says when one has ended."""
 
     def __init__(self, when_finished: Callable[[CompletionOutput], None]):

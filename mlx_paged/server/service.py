@@ -17,8 +17,10 @@ from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.loading import SamplingDefaults
 from mlx_paged.request import RequestOutput
 from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
-from mlx_paged.server.generations import Answer, Generation, check_end
+from mlx_paged.server.generations import Answer, Ends, Generation, check_end
 from mlx_paged.server.kept_answers import KeptAnswers
+from mlx_paged.server.logs import count_tokens, logger
+from mlx_paged.server.prefix_reports import explanation
 from mlx_paged.server.token_texts import TokenTexts
 
 T = TypeVar("T")
@@ -58,6 +60,7 @@ class Service:
         created: when the server started, in seconds since the epoch.
         kept_answers: the last answers, so that conversations that come back hit the cache.
         admission: the queue limit.
+        logs_cache: whether a line says for each prompt why no more of it was cached.
         first_part_seconds: how long a stream waits for its first part, so that an error is one of
             HTTP. After that it begins, and says now and then that it lives.
     """
@@ -71,6 +74,7 @@ class Service:
     created: int = 0
     kept_answers: KeptAnswers = field(default_factory=KeptAnswers)
     admission: Admission = field(default_factory=NoLimit)
+    logs_cache: bool = False
     first_part_seconds: float = 10.0
     _threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(MAX_PREPARING, "mlx_paged prompts"),
@@ -127,13 +131,35 @@ class Service:
                 priority=generation.priority,
                 cache_salt=generation.cache_salt,
             )
-            answer = Answer(outputs, places.pop_all(), generation.when_finished)
+            answer = Answer(outputs, places.pop_all(), self._note_of(generation))
         try:
             await answer.wait(self.first_part_seconds)
         except BaseException:
             await answer.aclose()
             raise
         return answer
+
+    def _note_of(self, generation: Generation) -> Callable[[RequestOutput, bool], None]:
+        """What is done with each part of an answer besides answering."""
+        if generation.when_finished is None:
+            return self._note
+        ends = Ends(generation.when_finished)
+
+        def note(output: RequestOutput, is_first: bool) -> None:
+            self._note(output, is_first)
+            ends.add(output)
+
+        return note
+
+    def _note(self, output: RequestOutput, is_first: bool) -> None:
+        """Say of a part what the log says of its request."""
+        num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
+        if not is_first:
+            count_tokens(answer=num_tokens)
+            return
+        count_tokens(len(output.prompt_token_ids), output.num_cached_tokens, num_tokens)
+        if self.logs_cache and output.prefix_report is not None:
+            logger.info("cache: %s", explanation(output.prefix_report))
 
     async def start_all(
         self, generations: Sequence[Generation], request_id: str | None = None
