@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import pytest
 from helpers.servers import is_idle, wait_until
 
-from mlx_paged.server import chat_jobs
+from mlx_paged.server import kept_answers
 from mlx_paged.server.disconnects import ClientLeftError, until_disconnect
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.sse import EventStream, event
@@ -85,14 +85,14 @@ def test_a_client_that_leaves_while_its_prompt_is_encoded_starts_nothing(
     server_url, service, monkeypatch
 ):
     begun, go_on = threading.Event(), threading.Event()
-    encode = chat_jobs.encode_chat
+    encode = kept_answers.encode_text
 
     def slow(*arguments):
         begun.set()
         assert go_on.wait(20)
         return encode(*arguments)
 
-    monkeypatch.setattr(chat_jobs, "encode_chat", slow)
+    monkeypatch.setattr(kept_answers, "encode_text", slow)
     started = []
     monkeypatch.setattr(
         service.engine, "generate", lambda *arguments, **options: started.append(arguments)
