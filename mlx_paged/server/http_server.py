@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import math
 import os
 import signal
 import socket
@@ -164,7 +165,7 @@ class HttpServer(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
-                timeout_keep_alive=int(Connection.head_seconds),
+                timeout_keep_alive=math.ceil(Connection.head_seconds),
                 timeout_graceful_shutdown=1,
                 backlog=BACKLOG,
             )
