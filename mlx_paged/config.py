@@ -140,6 +140,8 @@ class SchedulerConfig:
             leaves the budget as the only limit.
         num_draft_tokens: the most drafts per step that a request verifies, 0 to 7. The tokens are
             the same with any number; `docs/engine.md`, "Speculation", says when drafts are made.
+        num_history_tokens: token ids of past sequences that are remembered, so that each prompt
+            can be told why no more of it was cached; some 10 bytes per token. 0 remembers none.
 
     Raises:
         ValueError: for a value out of its range; the message names the argument.
@@ -153,6 +155,7 @@ class SchedulerConfig:
     enable_prefix_caching: bool = True
     max_model_len: int | None = None
     num_draft_tokens: int = 0
+    num_history_tokens: int = 0
 
     def __post_init__(self) -> None:
         token_budgets = "max_num_batched_tokens", "max_num_mixed_tokens"
@@ -160,6 +163,7 @@ class SchedulerConfig:
             check_positive("scheduler", name, getattr(self, name))
         if self.max_model_len is not None:
             check_positive("scheduler", "max_model_len", self.max_model_len)
+        check_integer("scheduler", "num_history_tokens", self.num_history_tokens, 0)
         num_drafts = self.num_draft_tokens
         if check_integer("scheduler", "num_draft_tokens", num_drafts, 0) > MAX_DRAFT_TOKENS:
             raise ArgumentError(

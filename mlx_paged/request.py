@@ -14,6 +14,8 @@ from mlx_paged.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from mlx_paged.core import BlockHash
+    from mlx_paged.engine.grammar import CompiledGrammar
+    from mlx_paged.engine.prefix_history import PrefixReport
 
 MAX_PRIORITY = 2**31 - 1
 
@@ -63,6 +65,7 @@ class TokenRules(NamedTuple):
 
     eos_token_ids: frozenset[int] = frozenset()  # of those that the model has
     bad_words: tuple[tuple[int, ...], ...] = ()  # each at least one token
+    grammar: CompiledGrammar | None = None  # what the answer has to be
 
 
 NO_RULES = TokenRules()
@@ -90,6 +93,9 @@ class Request:
         block_hashes: the hashes of the full blocks, as far as they were computed.
         cache_salt: requests with different salts never share K/V.
         num_cached_tokens: prompt tokens that were in the prefix cache when the request first ran.
+        first_scheduled_time: when a step took it on for the first time; before that, its
+            ``arrival_time``.
+        prefix_report: why these were not more, where the scheduler remembers past sequences.
         order: the place in the queue, assigned by the scheduler on arrival; the lowest runs first,
             the highest is preempted first.
         num_drafted_tokens: drafts that were verified, and of these accepted:
@@ -107,6 +113,7 @@ class Request:
         "draft_state",
         "error",
         "finish_reason",
+        "first_scheduled_time",
         "index",
         "num_accepted_tokens",
         "num_cached_tokens",
@@ -117,6 +124,7 @@ class Request:
         "num_unscored_tokens",
         "order",
         "params",
+        "prefix_report",
         "priority",
         "request_id",
         "sampling_state",
@@ -151,10 +159,11 @@ class Request:
         self.seed = seed
         self.priority = priority
         self.cache_salt = cache_salt
-        self.arrival_time = time.perf_counter()
+        self.arrival_time = self.first_scheduled_time = time.perf_counter()
         self.order: tuple[int, ...] = ()
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
+        self.prefix_report: PrefixReport | None = None
         self.num_preemptions = 0
         self.block_hashes: list[BlockHash] = []
         self.status = RequestStatus.WAITING
@@ -319,6 +328,7 @@ class RequestOutput:
         prompt: the text, if the prompt was given as text.
         outputs: the ``n`` completions, in order.
         num_cached_tokens: prompt tokens whose K/V were found in the prefix cache.
+        prefix_report: why these were not more; only with the engine's ``num_history_tokens``.
         finished: whether all completions have ended; as an attribute and as a method.
         error: the error that failed the request, if any.
         time_to_first_token: seconds from the request's arrival; ``None`` until there is a token.
@@ -336,3 +346,4 @@ class RequestOutput:
     error: Exception | None = None
     time_to_first_token: float | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prefix_report: PrefixReport | None = None

@@ -50,6 +50,7 @@ class KVCacheManagerStats:
     num_usable_blocks: int
     num_used_blocks: int
     num_cached_blocks: int  # in the prefix index, in use or free
+    num_empty_blocks: int  # free, and not in the prefix index
     num_unfilled_slots: int  # allocated and not filled: fragmentation
     num_evictions: int
     num_queried_tokens: int
@@ -408,6 +409,7 @@ class KVCacheManager:
             num_usable_blocks=self.pool.num_usable_blocks,
             num_used_blocks=self.pool.num_used_blocks,
             num_cached_blocks=self.pool.num_cached_blocks,
+            num_empty_blocks=self.pool.num_empty_blocks,
             num_unfilled_slots=sum(unfilled.values()),
             num_evictions=self.pool.num_evictions,
             num_queried_tokens=self._num_queried_tokens,

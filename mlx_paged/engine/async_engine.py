@@ -22,6 +22,7 @@ from mlx_paged.engine.deltas import merge_parts
 from mlx_paged.engine.engine import Engine, EngineStats, engine_option_names
 from mlx_paged.engine.options import EngineOptions, RequestOptions
 from mlx_paged.engine.prompts import Prompt
+from mlx_paged.engine.view import EngineView
 from mlx_paged.foreign_arguments import argument_names, refuses_unknown_arguments
 from mlx_paged.memory import wired_limit
 from mlx_paged.request import RequestOutput, check_request_id
@@ -116,6 +117,9 @@ class AsyncEngine:
                 # The reader's loop is closed, so no task waits.
                 self._forget(reader_id, receive)
 
+        if isinstance(params, SamplingParams) and params.structured_outputs is not None:
+            # Here, others would wait for the compiler.
+            await asyncio.to_thread(self.engine.prepare, params)
         try:
             self._add(prompt, params, reader_id, options, receive)
             while True:
@@ -189,6 +193,10 @@ class AsyncEngine:
 
     def stats(self) -> EngineStats:
         return self.engine.stats()
+
+    def view(self) -> EngineView:
+        """The pool and the requests at this moment; see :meth:`Engine.view`."""
+        return self.engine.view()
 
     def shrink(self) -> int:
         """Give back K/V memory that no running request needs, between two steps; see

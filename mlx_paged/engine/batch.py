@@ -75,6 +75,7 @@ class Batch:
     transfers: tuple[Transfer, ...] = ()
     preempted: tuple[Request, ...] = ()
     finished: tuple[Request, ...] = ()  # could not go on
+    begun: tuple[Request, ...] = ()  # of ``scheduled``, those that never ran before
     # This step fills them, and others may hit them. One that a token fills which the step before
     # samples is added when that token is known.
     new_block_ids: set[int] = field(default_factory=set)

@@ -19,6 +19,7 @@ class SchedulerOptions(TypedDict, total=False):
     enable_prefix_caching: bool
     watermark: float
     priority_steps: int
+    num_history_tokens: int
     num_draft_tokens: int | None
 
 

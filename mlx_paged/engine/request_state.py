@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_paged.engine.latencies import Latencies, RequestTimes
 from mlx_paged.engine.sampler import SampledToken
 from mlx_paged.engine.text_stream import TextStream
 from mlx_paged.request import CompletionOutput, Logprob, Request, RequestOutput
@@ -47,6 +48,7 @@ class RequestState:
         )
         # How many tokens of each completion the user has seen, and whether it was finished.
         self._reported = [NOTHING_REPORTED] * num_completions
+        self._times = RequestTimes(num_completions)
         self.output = RequestOutput(
             request.request_id,
             prompt,
@@ -61,6 +63,7 @@ class RequestState:
         if output.time_to_first_token is None:
             output.time_to_first_token = time.perf_counter() - request.arrival_time
             output.num_cached_tokens = request.num_cached_tokens
+            output.prefix_report = request.prefix_report
         completion.token_ids.append(sampled.token_id)
         completion.num_drafted_tokens = request.num_drafted_tokens
         completion.num_accepted_tokens = request.num_accepted_tokens
@@ -105,12 +108,14 @@ class RequestState:
         output.error = output.error or request.error
         output.finished = all(completion.finished for completion in output.outputs)
 
-    def note_reported(self) -> None:
+    def note_reported(self, latencies: Latencies, now: float) -> None:
         """Note that the user gets the output as it is now, which must stay true from here on."""
         self._reported = [
             (len(completion.token_ids), completion.finish_reason is not None)
             for completion in self.output.outputs
         ]
+        for completion in self.output.outputs:
+            latencies.observe(self.requests[0], completion, self._times, now)
 
     def restore(self) -> list[Request]:
         """Forget what was not reported yet, after an interrupt cut a change of it in the middle.

@@ -21,6 +21,7 @@ from mlx_paged.config import SchedulerConfig
 from mlx_paged.core import BlockCopy, ComputedBlocks, KVCacheManager, extend_block_hashes
 from mlx_paged.core.kv_cache_manager import NOTHING_COMPUTED
 from mlx_paged.engine.batch import Batch, CopyBlocks, Scheduled, ShiftKeys, SwapIn, SwapOut
+from mlx_paged.engine.prefix_history import PrefixHistory
 from mlx_paged.engine.speculation import NO_SPECULATION, Speculation
 from mlx_paged.engine.swap_space import SwapSpace
 from mlx_paged.errors import PromptTooLongError, prompt_beyond_context, prompt_too_long
@@ -66,6 +67,7 @@ class _Plan:
     swap_ins: list[SwapIn] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     finished: list[Request] = field(default_factory=list)
+    begun: list[Request] = field(default_factory=list)
     new_block_ids: set[int] = field(default_factory=set)
     hit_block_ids: set[int] = field(default_factory=set)
 
@@ -76,6 +78,7 @@ class _Plan:
             (*self.swap_outs, *self.copies, *self.swap_ins),
             tuple(self.preempted),
             tuple(self.finished),
+            tuple(self.begun),
             self.new_block_ids,
             frozenset(self.hit_block_ids),
         )
@@ -123,6 +126,10 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_drafted_tokens = 0
         self.num_accepted_tokens = 0
+        self.prefix_history = PrefixHistory(
+            config.num_history_tokens if config.enable_prefix_caching else 0,
+            self.manager.pool.block_size,
+        )
         self._requests: dict[SeqId, Request] = {}
         self._arrivals = itertools.count()
         self._block_size = self.manager.pool.block_size
@@ -217,6 +224,7 @@ class Scheduler:
                 self.manager.free(request.seq_id)
             self.swap_space.release(request.seq_id)
             del self._requests[request.seq_id]
+            self.prefix_history.finish(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason, request.stop_reason, request.error = reason, stop_reason, error
 
@@ -358,6 +366,12 @@ class Scheduler:
         insort(self.running, request, key=by_order)
         if request.status is RequestStatus.WAITING:
             request.num_cached_tokens = computed.num_tokens
+            plan.begun.append(request)
+            if request.prefix_report is None:
+                is_held = self._is_held(request, computed.num_tokens)
+                request.prefix_report = self.prefix_history.admit(
+                    request, computed.num_tokens, is_held
+                )
         request.status = RequestStatus.RUNNING
         if num_held > computed.num_tokens:
             plan.swap_ins.append(SwapIn(request.seq_id, computed.num_tokens, num_held))
@@ -367,6 +381,14 @@ class Scheduler:
         request.num_computed_tokens = num_held
         self._schedule(plan, request, num_new_tokens, copies)
         return True
+
+    def _is_held(self, request: Request, num_cached_tokens: int) -> bool:
+        """Whether the next block is cached, and another request's that can't share it."""
+        if self.manager.shares_blocks:
+            return False
+        index = num_cached_tokens // self._block_size
+        pool = self.manager.pool
+        return any(map(pool.get_cached_block, request.block_hashes[index : index + 1]))
 
     def _max_chunk(
         self, plan: _Plan, request: Request, computed: ComputedBlocks = NOTHING_COMPUTED
@@ -602,6 +624,7 @@ class Scheduler:
         """
         self._use_manager()
         self.swap_space.clear()
+        self.prefix_history.clear()
         self.running, self.waiting, self._requests = [], [], {}
         for request in requests:
             if request.order:

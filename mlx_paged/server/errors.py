@@ -24,6 +24,7 @@ _OTHER_MISTAKE = ("invalid_request_error", "invalid_request_error")
 _SERVER_ERROR = ("server_error", "api_error")
 
 ANTHROPIC_PATHS = ("/v1/messages",)
+FAILED = "the server failed; its log says how"
 
 
 class ApiError(Exception):

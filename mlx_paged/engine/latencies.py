@@ -1,0 +1,178 @@
+"""``Latencies``: how long requests take and how many tokens they have, as histograms that an engine
+fills while it runs. Pure Python.
+
+What is observed, and the bounds of the buckets, are those of vLLM's v1 metrics.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+
+from mlx_paged.request import CompletionOutput, Request
+
+FIRST_TOKEN_BOUNDS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
+    *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+INTER_TOKEN_BOUNDS = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
+    *(10.0, 20.0, 40.0, 80.0),
+)
+REQUEST_BOUNDS = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+STEP_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+UNLIMITED_MODEL_LEN = 1_000_000  # the last bucket where requests have no limit
+FINISH_REASONS = ("stop", "length", "abort", "error")
+ANSWERED = ("stop", "length")
+
+
+class Histogram:
+    """How many observations fell into each bucket, and their sum. One thread observes, and any
+    thread may read.
+
+    Args:
+        bounds: the largest value of each bucket, ascending; larger values have a bucket of their
+            own behind them.
+
+    Attributes:
+        counts: observations by bucket, one more than there are bounds.
+        sum: of all observations.
+    """
+
+    __slots__ = ("bounds", "counts", "sum")
+
+    def __init__(self, bounds: Sequence[float]):
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(self.bounds) + 1)
+        self.sum = 0.0
+
+    @property
+    def count(self) -> int:
+        """The number of observations."""
+        return sum(self.counts)
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Count a value that was seen once, or ``times`` times."""
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+
+class RequestTimes:
+    """What was observed of a request so far, so that nothing is observed twice.
+
+    Attributes:
+        first_token_time: when its first token came; ``None`` before that.
+        num_tokens, last_token_times, is_finished: by completion.
+    """
+
+    __slots__ = ("first_token_time", "is_finished", "last_token_times", "num_tokens")
+
+    def __init__(self, num_completions: int):
+        self.first_token_time: float | None = None
+        self.num_tokens = [0] * num_completions
+        self.last_token_times = [0.0] * num_completions
+        self.is_finished = [False] * num_completions
+
+
+class Latencies:
+    """Histograms and counters over all requests of an engine; seconds of ``time.perf_counter``.
+
+    A request is observed when its tokens are reported, at one reading of the clock per step. What
+    an interrupt or a failed step takes back was not reported, and is not observed. What concerns
+    the prompt counts once per request, what concerns an answer once per completion.
+
+    Args:
+        max_model_len: the most tokens of a request, if there is a limit; ends the buckets of
+            numbers of tokens.
+
+    Attributes:
+        time_to_first_token: from a request's arrival.
+        queue_time: from its arrival until a step takes it on for the first time.
+        prefill_time: from then until its first token. Preemptions count here and below.
+        inter_token_latency: one observation per token after the first of a completion. Tokens that
+            came in one step, by drafts, share its time.
+        decode_time: from the first token to the last, of completions that ended by themselves, as
+            are those of the next two.
+        e2e_latency: from the request's arrival to the end of a completion.
+        generation_tokens: per completion.
+        max_generation_tokens: of a request's completions, when all of them have ended.
+        prompt_tokens: per request, those that were cached included.
+        iteration_tokens: computed in a step.
+        num_generation_tokens: of all completions, those that run included.
+        num_cached_prompt_tokens: of all requests that got a first token.
+        num_finished: completions by finish reason.
+        busy_seconds: spent in steps.
+    """
+
+    def __init__(self, max_model_len: int | None):
+        num_tokens_bounds = tuple(one_two_five(max_model_len or UNLIMITED_MODEL_LEN))
+        self.time_to_first_token = Histogram(FIRST_TOKEN_BOUNDS)
+        self.queue_time = Histogram(REQUEST_BOUNDS)
+        self.prefill_time = Histogram(REQUEST_BOUNDS)
+        self.inter_token_latency = Histogram(INTER_TOKEN_BOUNDS)
+        self.decode_time = Histogram(REQUEST_BOUNDS)
+        self.e2e_latency = Histogram(REQUEST_BOUNDS)
+        self.prompt_tokens = Histogram(num_tokens_bounds)
+        self.generation_tokens = Histogram(num_tokens_bounds)
+        self.max_generation_tokens = Histogram(num_tokens_bounds)
+        self.iteration_tokens = Histogram(STEP_BOUNDS)
+        self.num_generation_tokens = 0
+        self.num_cached_prompt_tokens = 0
+        self.num_finished: dict[str, int] = dict.fromkeys(FINISH_REASONS, 0)
+        self.busy_seconds = 0.0
+
+    def observe(
+        self, request: Request, completion: CompletionOutput, times: RequestTimes, now: float
+    ) -> None:
+        """A completion was reported as it is now."""
+        index = completion.index
+        num_tokens = len(completion.token_ids)
+        num_new_tokens = num_tokens - times.num_tokens[index]
+        if num_new_tokens > 0:
+            # Noted first: an interrupt may lose an observation, but none is made twice.
+            times.num_tokens[index] = num_tokens
+            last_token_time = times.last_token_times[index]
+            times.last_token_times[index] = now
+            self.num_generation_tokens += num_new_tokens
+            if num_new_tokens < num_tokens:
+                each = (now - last_token_time) / num_new_tokens
+                self.inter_token_latency.observe(each, num_new_tokens)
+            elif times.first_token_time is None:
+                times.first_token_time = now
+                self._observe_prompt(request, now)
+        if completion.finish_reason is not None and not times.is_finished[index]:
+            times.is_finished[index] = True
+            self._observe_end(request, completion, times, now)
+
+    def _observe_prompt(self, request: Request, now: float) -> None:
+        begin = request.first_scheduled_time
+        self.time_to_first_token.observe(now - request.arrival_time)
+        self.queue_time.observe(begin - request.arrival_time)
+        self.prefill_time.observe(now - begin)
+        self.prompt_tokens.observe(request.num_prompt_tokens)
+        self.num_cached_prompt_tokens += request.num_cached_tokens
+
+    def _observe_end(
+        self, request: Request, completion: CompletionOutput, times: RequestTimes, now: float
+    ) -> None:
+        reason = completion.finish_reason or ""
+        self.num_finished[reason] = self.num_finished.get(reason, 0) + 1
+        first_token_time = times.first_token_time
+        if reason in ANSWERED and first_token_time is not None:
+            self.e2e_latency.observe(now - request.arrival_time)
+            last_token_time = times.last_token_times[completion.index]
+            self.decode_time.observe(last_token_time - first_token_time)
+            self.generation_tokens.observe(len(completion.token_ids))
+        if first_token_time is not None and all(times.is_finished):
+            self.max_generation_tokens.observe(max(times.num_tokens))
+
+
+def one_two_five(most: int) -> Iterator[int]:
+    """1, 2, 5, 10, 20, 50 and so on, as far as they are at most ``most``."""
+    scale = 1
+    while scale <= most:
+        yield from (digit * scale for digit in (1, 2, 5) if digit * scale <= most)
+        scale *= 10

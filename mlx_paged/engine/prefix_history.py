@@ -1,0 +1,271 @@
+"""``PrefixHistory``: why the prefix cache did not hold more of a prompt.
+
+The cache knows hashes, and a hash that is not there says nothing. So the token ids of the last
+sequences are remembered for a while, and the prompt of a new request is compared with them: was its
+beginning computed before and evicted since, or where, and how, does it differ from all that was
+computed?
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter, deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from itertools import islice, pairwise
+from typing import Literal, NamedTuple, TypeAlias
+
+from mlx_paged.core import BlockHash
+from mlx_paged.request import Request
+
+MAX_REPORTS = 256
+# Of sequences that go on from the same block, as many are compared with a prompt.
+MAX_BRANCHES = 64
+# A report keeps as many tokens of both sides, to say how they differ ...
+MAX_DIFFERING_TOKENS = 256
+# ... and as many before them, to show where.
+NUM_TOKENS_BEFORE = 16
+
+Reason: TypeAlias = Literal["hit", "new", "continued", "changed", "evicted", "pending", "held"]
+REASONS: dict[Reason, str] = {
+    "hit": "all blocks of the prompt were cached",
+    "new": "nothing that was computed begins like it",
+    "continued": "it goes on where the longest sequence of the same beginning ended",
+    "changed": "it differs from the longest sequence of the same beginning",
+    "evicted": "its beginning was computed before, and evicted since",
+    "pending": "its beginning is being computed for another request",
+    "held": "its beginning is held by another request, and this cache can't share it",
+}
+
+
+@dataclass(frozen=True)
+class PrefixReport:
+    """What the prefix cache held of one prompt, and why not more.
+
+    Args:
+        reason: one of :data:`REASONS`.
+        position: the first token of the prompt where it left what was cached (``"evicted"``,
+            ``"pending"``, ``"held"``) or computed at all; the length of the cached prefix where all
+            of it was there.
+        other_request_id: the request whose sequence it is compared with, if there is one.
+        before: the last tokens in front of ``position``.
+        expected: the tokens of the other sequence from ``position`` on.
+        found: those of the prompt.
+    """
+
+    request_id: str
+    cache_salt: str | None
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    reason: Reason
+    position: int
+    other_request_id: str | None = None
+    before: Sequence[int] = ()
+    expected: Sequence[int] = ()
+    found: Sequence[int] = ()
+
+    def change(self) -> Change | None:
+        """How the prompt differs from the other sequence, where it does; a millisecond or so."""
+        return change_between(self.expected, self.found) if self.reason == "changed" else None
+
+
+class Change(NamedTuple):
+    """How two sequences of tokens differ first: so many tokens of one stand where the other has so
+    many. What is reordered has the same tokens on both sides.
+    """
+
+    kind: Literal["inserted", "removed", "replaced", "reordered"]
+    num_expected: int
+    num_found: int
+
+
+def change_between(expected: Sequence[int], found: Sequence[int]) -> Change:
+    """The difference between two sequences whose first tokens differ."""
+    reordered = _reordered(expected, found)
+    if reordered is not None:
+        return reordered
+    matcher = SequenceMatcher(None, expected, found, autojunk=False)
+    # Where a few tokens are the same by chance, the difference goes on behind them.
+    same = next(each for each in matcher.get_matching_blocks() if each.size >= 4 or not each.size)
+    if not same.a:
+        return Change("inserted", same.a, same.b)
+    return Change("replaced" if same.b else "removed", same.a, same.b)
+
+
+def _reordered(expected: Sequence[int], found: Sequence[int]) -> Change | None:
+    """The shortest beginning of both, of one length and with the same tokens, if there is one."""
+    surplus: Counter[int] = Counter()
+    num_unequal = 0
+    for number, (left, right) in enumerate(zip(expected, found, strict=False), 1):
+        for token, step in ((left, 1), (right, -1)):
+            before = surplus[token]
+            surplus[token] = after = before + step
+            num_unequal += (after != 0) - (before != 0)
+        if not num_unequal:
+            return Change("reordered", number, number)
+    return None
+
+
+class _Sequence:
+    """The tokens of a request, as far as they are remembered."""
+
+    __slots__ = ("block_hashes", "is_running", "request_id", "root", "token_ids")
+
+    def __init__(self, request: Request):
+        self.request_id = request.request_id
+        self.root: Hashable = ("root", request.cache_salt)
+        self.token_ids: array[int] = array("i")
+        self.block_hashes: list[BlockHash] = []
+        self.is_running = True
+
+    def path(self) -> list[tuple[Hashable, Hashable]]:
+        """Each block's parent and name, and those of the tail behind the last full block."""
+        names: list[Hashable] = [self.root, *self.block_hashes, self]
+        return list(pairwise(names))
+
+
+class PrefixHistory:
+    """The token ids of the last sequences, and what the prefix cache held of the last prompts.
+
+    Sequences with different salts are never compared. Not thread-safe, but for ``reports`` and
+    ``num_missed_tokens``, which any thread may copy.
+
+    Args:
+        max_num_tokens: of all sequences together; 0 remembers and reports nothing.
+        block_size: tokens per block.
+
+    Attributes:
+        reports: the last ones, oldest first.
+        num_missed_tokens: prompt tokens that were not cached, by reason.
+    """
+
+    def __init__(self, max_num_tokens: int, block_size: int):
+        self.max_num_tokens = max_num_tokens
+        self.num_tokens = 0
+        self.reports: deque[PrefixReport] = deque(maxlen=MAX_REPORTS)
+        self.num_missed_tokens: dict[Reason, int] = dict.fromkeys(REASONS, 0)
+        self._block_size = block_size
+        # Oldest first. A sequence is entered with its prompt, and again when it is finished.
+        self._sequences: dict[Hashable, _Sequence] = {}
+        # {parent: {name: newest sequence}}, the newest last.
+        self._children: dict[Hashable, dict[Hashable, _Sequence]] = {}
+
+    def admit(
+        self, request: Request, num_cached_tokens: int, is_held: bool = False
+    ) -> PrefixReport | None:
+        """Report on a prompt that begins to run, and remember it. Its blocks are hashed.
+
+        Args:
+            is_held: the block behind the cached ones is cached, and another request's.
+        """
+        if not self.max_num_tokens or request.num_unscored_tokens:
+            return None  # Prompts that are scored are computed, whatever is cached.
+        report = self._explain(request, num_cached_tokens, is_held)
+        self.reports.append(report)
+        num_missed = report.num_prompt_tokens - report.num_cached_tokens
+        self.num_missed_tokens[report.reason] += num_missed
+        self._remember(request)
+        return report
+
+    def finish(self, request: Request) -> None:
+        """Remember a request's answer, too."""
+        if self.max_num_tokens:
+            self._remember(request)
+            sequence = self._sequences.get(request.seq_id)
+            if sequence is not None:
+                sequence.is_running = False
+
+    def clear(self) -> None:
+        """Forget all sequences, whose K/V are gone."""
+        self._sequences.clear()
+        self._children.clear()
+        self.num_tokens = 0
+
+    def _explain(self, request: Request, num_cached_tokens: int, is_held: bool) -> PrefixReport:
+        num_tokens = request.num_prompt_tokens
+        # The last token is computed in any case.
+        num_usable_blocks = min(len(request.block_hashes), (num_tokens - 1) // self._block_size)
+        depth, other, position = self._longest_match(request, num_usable_blocks)
+        reason: Reason
+        if num_cached_tokens >= num_usable_blocks * self._block_size:
+            reason, other, position = "hit", None, num_cached_tokens
+        elif num_cached_tokens < depth * self._block_size:
+            reason, position = "evicted", num_cached_tokens
+            if is_held:
+                reason = "held"
+            elif other is not None and other.is_running:
+                reason = "pending"
+        elif other is None or not position:
+            reason, other = "new", None
+        elif position == len(other.token_ids):
+            reason = "continued"
+        else:
+            reason = "changed"
+        end = position + MAX_DIFFERING_TOKENS
+        is_changed = other is not None and reason == "changed"
+        return PrefixReport(
+            request.request_id,
+            request.cache_salt,
+            num_tokens,
+            num_cached_tokens,
+            reason,
+            position,
+            None if other is None else other.request_id,
+            before=request.token_ids[max(0, position - NUM_TOKENS_BEFORE) : position],
+            expected=list(other.token_ids[position:end]) if other and is_changed else (),
+            found=request.token_ids[position : min(end, num_tokens)],
+        )
+
+    def _longest_match(
+        self, request: Request, num_blocks: int
+    ) -> tuple[int, _Sequence | None, int]:
+        """How many of a prompt's blocks any sequence has, the sequence that has the most of its
+        tokens, and how many these are.
+        """
+        parent: Hashable = ("root", request.cache_salt)
+        depth, best = 0, None
+        for block_hash in request.block_hashes[:num_blocks]:
+            found = self._children.get(parent, {}).get(block_hash)
+            if found is None:
+                break
+            parent, depth, best = block_hash, depth + 1, found
+        start = longest = depth * self._block_size
+        newest = reversed(list(self._children.get(parent, {}).values()))
+        for sequence in islice(newest, MAX_BRANCHES):
+            length = start
+            end = min(len(sequence.token_ids), request.num_prompt_tokens)
+            while length < end and sequence.token_ids[length] == request.token_ids[length]:
+                length += 1
+            if best is None or length > longest:
+                best, longest = sequence, length
+        return depth, best, longest
+
+    def _remember(self, request: Request) -> None:
+        num_tokens = request.num_tokens - request.awaits_token
+        if num_tokens > self.max_num_tokens:
+            return
+        self._forget(request.seq_id)
+        sequence = _Sequence(request)
+        sequence.token_ids.extend(islice(request.token_ids, num_tokens))
+        sequence.block_hashes = request.block_hashes[: num_tokens // self._block_size]
+        self._sequences[request.seq_id] = sequence
+        for parent, name in sequence.path():
+            children = self._children.setdefault(parent, {})
+            children.pop(name, None)  # The newest stands last.
+            children[name] = sequence
+        self.num_tokens += num_tokens
+        while self.num_tokens > self.max_num_tokens:
+            self._forget(next(iter(self._sequences)))
+
+    def _forget(self, seq_id: Hashable) -> None:
+        sequence = self._sequences.pop(seq_id, None)
+        if sequence is None:
+            return
+        self.num_tokens -= len(sequence.token_ids)
+        for parent, name in sequence.path():
+            children = self._children.get(parent, {})
+            if children.get(name) is sequence:
+                del children[name]
+                if not children:
+                    del self._children[parent]

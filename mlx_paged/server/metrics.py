@@ -1,0 +1,355 @@
+"""``/metrics``: what the engine and the server did, for Prometheus.
+
+Names are those of vLLM's v1 metrics where it has one, so that dashboards for it work, and begin
+with ``mlx_paged:`` where it has none. Everything is read when it is asked for: a scrape holds no
+lock, and a step does nothing for it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
+
+import mlx.core as mx
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.openmetrics import exposition as openmetrics
+from prometheus_client.registry import Collector
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mlx_paged.engine.engine import Engine, EngineStats
+from mlx_paged.engine.latencies import Histogram, Latencies
+from mlx_paged.server.service import Service
+
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+_OTHER = "other"
+_OPENMETRICS = "application/openmetrics-text"
+CLIENT_CLOSED = 499
+"""The status that is counted where a client left before there was one; nginx's number."""
+
+
+class HttpCounts:
+    """Middleware: counts HTTP requests, when they end, by method, path and status.
+
+    A path is that of the route, so that clients can't make new ones up; any other is ``"other"``.
+
+    Args:
+        counts: where they are counted.
+        routes: of the application inside.
+    """
+
+    def __init__(
+        self, app: ASGIApp, counts: Counter[tuple[str, str, int]], routes: Sequence[BaseRoute]
+    ):
+        self._app = app
+        self._counts = counts
+        self._routes = routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status = CLIENT_CLOSED
+
+        async def send_noting_status(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_noting_status)
+        except Exception:
+            status = 500
+            raise
+        finally:
+            method = scope["method"] if scope["method"] in _METHODS else _OTHER
+            self._counts[method, self._path_of(scope), status] += 1
+
+    def _path_of(self, scope: Scope) -> str:
+        """The path of the route that took a request, with the names of its parameters, or would
+        have taken it, had it not been refused before.
+        """
+        routes = [route for route in self._routes if isinstance(route, Route)]
+        path: str = scope["path"]
+        if any(route.path == path for route in routes):
+            return path
+        # Left there by the router.
+        endpoint = scope.get("endpoint")
+        return next((route.path for route in routes if route.endpoint is endpoint), _OTHER)
+
+
+class EngineCollector(Collector):
+    """Reads an engine, and the counts of HTTP requests, whenever it is asked.
+
+    Args:
+        model_name: the label of all metrics.
+        http_counts: by method, path and status.
+    """
+
+    def __init__(
+        self, engine: Engine, model_name: str, http_counts: Mapping[tuple[str, str, int], int]
+    ):
+        self._engine = engine
+        self._http_counts = http_counts
+        # vLLM numbers its engines; there is one here.
+        self._labels = {"model_name": model_name, "engine": "0"}
+
+    def describe(self) -> list[Metric]:
+        # Otherwise the registry would collect once to learn the names.
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._engine.stats()
+        yield from self._states(stats)
+        yield from self._tokens(stats)
+        yield from self._cache(stats)
+        yield from self._latencies(self._engine.latencies)
+        yield self._gauge(
+            "mlx_paged:device_memory_bytes",
+            "Memory that MLX holds: active, kept for reuse (cache), and the most that was active.",
+            {
+                "active": mx.get_active_memory(),
+                "cache": mx.get_cache_memory(),
+                "peak": mx.get_peak_memory(),
+            },
+            "kind",
+        )
+        yield self._http()
+
+    def _states(self, stats: EngineStats) -> Iterator[Metric]:
+        gauge, counter = self._gauge, self._counter
+        yield gauge("vllm:num_requests_running", "Sequences that run.", stats.num_running)
+        yield gauge("vllm:num_requests_waiting", "Sequences that wait.", stats.num_waiting)
+        yield counter(
+            "vllm:num_preemptions",
+            "Sequences that lost their blocks to others, and waited again.",
+            stats.num_preemptions,
+        )
+        yield counter(
+            "vllm:request_success",
+            "Completions that ended, by finish reason.",
+            stats.num_finished,
+            "finished_reason",
+        )
+        yield counter(
+            "mlx_paged:engine_busy_seconds",
+            "Seconds that the engine spent in steps.",
+            stats.busy_seconds,
+        )
+
+    def _tokens(self, stats: EngineStats) -> Iterator[Metric]:
+        counter, num_cached = self._counter, stats.num_cached_prompt_tokens
+        yield counter(
+            "vllm:prompt_tokens",
+            "Prompt tokens of requests that got a first token, cached ones included.",
+            stats.num_prompt_tokens,
+        )
+        yield counter(
+            "vllm:prompt_tokens_by_source",
+            "The same by where their K/V came from.",
+            {"local_compute": stats.num_prompt_tokens - num_cached, "local_cache_hit": num_cached},
+            "source",
+        )
+        yield counter("vllm:prompt_tokens_cached", "Of these, those that were cached.", num_cached)
+        yield counter(
+            "vllm:generation_tokens", "Tokens that were generated.", stats.num_generation_tokens
+        )
+        if self._engine.scheduler.speculation.is_on:
+            yield counter(
+                "vllm:spec_decode_num_draft_tokens",
+                "Drafted tokens that were verified.",
+                stats.num_drafted_tokens,
+            )
+            yield counter(
+                "vllm:spec_decode_num_accepted_tokens",
+                "Drafted tokens that were accepted.",
+                stats.num_accepted_tokens,
+            )
+
+    def _cache(self, stats: EngineStats) -> Iterator[Metric]:
+        gauge, counter, engine = self._gauge, self._counter, self._engine
+        num_free = stats.num_usable_blocks - stats.num_used_blocks
+        yield gauge(
+            "vllm:kv_cache_usage_perc",
+            "Share of the K/V budget in blocks that requests hold: 1 is all of it.",
+            stats.num_used_blocks / max(1, engine.scheduler.max_num_blocks),
+        )
+        yield counter(
+            "vllm:prefix_cache_queries",
+            "Tokens that were looked up in the prefix cache.",
+            stats.num_queried_tokens,
+        )
+        yield counter(
+            "vllm:prefix_cache_hits", "Tokens that were found there.", stats.num_hit_tokens
+        )
+        yield counter(
+            "mlx_paged:prompt_tokens_missed",
+            "Prompt tokens that were not cached, by why; empty where no history is kept.",
+            dict(engine.scheduler.prefix_history.num_missed_tokens),
+            "reason",
+        )
+        yield self._cache_config()
+        yield gauge(
+            "mlx_paged:kv_cache_blocks",
+            "Allocated blocks: held by requests, free but cached, and empty.",
+            {
+                "held": stats.num_used_blocks,
+                "cached": num_free - stats.num_empty_blocks,
+                "empty": stats.num_empty_blocks,
+            },
+            "state",
+        )
+        yield counter(
+            "mlx_paged:kv_cache_evictions",
+            "Cached blocks whose content was given up.",
+            stats.num_evictions,
+        )
+        yield gauge("mlx_paged:kv_cache_bytes", "Bytes allocated for K/V.", stats.nbytes_held)
+        yield gauge(
+            "mlx_paged:kv_cache_budget_bytes", "The most bytes of K/V.", stats.nbytes_budget
+        )
+        yield gauge(
+            "mlx_paged:swapped_tokens",
+            "Tokens of preempted requests whose K/V are in host memory.",
+            stats.num_swapped_tokens,
+        )
+
+    def _cache_config(self) -> Metric:
+        config = self._engine.cache.config
+        labels = {
+            "block_size": str(config.block_size),
+            "num_gpu_blocks": str(config.num_blocks),
+            "cache_dtype": str(config.layers[0].format),
+            "enable_prefix_caching": str(self._engine.scheduler.config.enable_prefix_caching),
+        }
+        info = "What the K/V cache was made with; the value is always 1."
+        metric = GaugeMetricFamily("vllm:cache_config_info", info, labels=[*self._labels, *labels])
+        metric.add_metric([*self._labels.values(), *labels.values()], 1)
+        return metric
+
+    def _latencies(self, latencies: Latencies) -> Iterator[Metric]:
+        named = {
+            "vllm:time_to_first_token_seconds": (
+                "From a request's arrival to its first token.",
+                latencies.time_to_first_token,
+            ),
+            "vllm:inter_token_latency_seconds": (
+                "From a token to the next one of the same completion.",
+                latencies.inter_token_latency,
+            ),
+            "vllm:e2e_request_latency_seconds": (
+                "From a request's arrival to the end of a completion.",
+                latencies.e2e_latency,
+            ),
+            "vllm:request_queue_time_seconds": (
+                "From a request's arrival to its first step.",
+                latencies.queue_time,
+            ),
+            "vllm:request_prefill_time_seconds": (
+                "From a request's first step to its first token.",
+                latencies.prefill_time,
+            ),
+            "vllm:request_decode_time_seconds": (
+                "From a completion's first token to its last.",
+                latencies.decode_time,
+            ),
+            "vllm:request_prompt_tokens": ("Prompt tokens of a request.", latencies.prompt_tokens),
+            "vllm:request_generation_tokens": (
+                "Generated tokens of a completion.",
+                latencies.generation_tokens,
+            ),
+            "vllm:request_max_num_generation_tokens": (
+                "Generated tokens of a request's longest completion.",
+                latencies.max_generation_tokens,
+            ),
+            "vllm:iteration_tokens_total": (
+                "Tokens that a step computed.",
+                latencies.iteration_tokens,
+            ),
+        }
+        for name, (documentation, histogram) in named.items():
+            yield self._histogram(name, documentation, histogram)
+
+    def _http(self) -> Metric:
+        labels = ("method", "path", "status")
+        metric = CounterMetricFamily(
+            "mlx_paged:http_requests", "HTTP requests that ended.", labels=labels
+        )
+        for (method, path, status), count in sorted(dict(self._http_counts).items()):
+            metric.add_metric([method, path, str(status)], count)
+        return metric
+
+    def _gauge(
+        self, name: str, documentation: str, values: float | Mapping[str, float], label: str = ""
+    ) -> Metric:
+        return self._add(GaugeMetricFamily(name, documentation, labels=self._names(label)), values)
+
+    def _counter(
+        self, name: str, documentation: str, values: float | Mapping[str, float], label: str = ""
+    ) -> Metric:
+        metric = CounterMetricFamily(name, documentation, labels=self._names(label))
+        return self._add(metric, values)
+
+    def _add(
+        self,
+        metric: GaugeMetricFamily | CounterMetricFamily,
+        values: float | Mapping[str, float],
+    ) -> Metric:
+        """A metric with one value, or one for each value of a further label."""
+        if isinstance(values, Mapping):
+            for value_of_label, value in values.items():
+                metric.add_metric([*self._labels.values(), value_of_label], value)
+        else:
+            metric.add_metric(list(self._labels.values()), values)
+        return metric
+
+    def _names(self, label: str) -> list[str]:
+        return [*self._labels, label] if label else list(self._labels)
+
+    def _histogram(self, name: str, documentation: str, histogram: Histogram) -> Metric:
+        # Counts of buckets that belong together; the sum may be an observation ahead of them.
+        totals = accumulate(list(histogram.counts))
+        bounds = [*(str(float(bound)) for bound in histogram.bounds), "+Inf"]
+        metric = HistogramMetricFamily(name, documentation, labels=self._names(""))
+        buckets = list(zip(bounds, totals, strict=True))
+        metric.add_metric(list(self._labels.values()), buckets, histogram.sum)
+        return metric
+
+
+def add_metrics(app: Starlette, service: Service) -> None:
+    """Count the HTTP requests of an application, and let it answer ``GET /metrics``."""
+    counts: Counter[tuple[str, str, int]] = Counter()
+    registry = CollectorRegistry()  # of its own, so that several servers fit in a process
+    registry.register(EngineCollector(service.engine.engine, service.model_names[0], counts))
+
+    async def metrics(request: Request) -> Response:
+        body, content_type = exposition(registry, request.headers.get("accept", ""))
+        headers = {"Content-Type": content_type, "Cache-Control": "no-store"}
+        return Response(body, headers=headers)
+
+    app.router.routes.append(Route("/metrics", metrics))
+    app.add_middleware(HttpCounts, counts=counts, routes=app.routes)
+
+
+def exposition(registry: Collector, accept: str) -> tuple[bytes, str]:
+    """The metrics and their content type: OpenMetrics where ``Accept`` has it, or Prometheus's text
+    format.
+    """
+    if _OPENMETRICS in [kind.partition(";")[0].strip() for kind in accept.split(",")]:
+        # prometheus_client's own choice, UNDERSCORES, replaces the colons of vLLM's names in
+        # samples, though they need no escaping (its issue 1177).
+        generate: Callable[..., bytes] = openmetrics.generate_latest
+        body = generate(registry, escaping=openmetrics.ALLOWUTF8)
+        return body, f"{_OPENMETRICS}; version=1.0.0; charset=utf-8"
+    return generate_latest(registry), "text/plain; version=0.0.4; charset=utf-8"

@@ -1,0 +1,154 @@
+"""``/`` is a page that shows the pool, and ``/v1/pool`` what it shows."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+import time
+from dataclasses import asdict
+from importlib import resources
+from typing import Any
+
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+
+from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.latencies import Histogram
+from mlx_paged.engine.view import CACHED, MAX_HOLDERS, EngineView
+from mlx_paged.errors import shown
+from mlx_paged.server.errors import ApiError
+from mlx_paged.server.service import Service
+
+MAX_CELLS = 16384
+DEFAULT_CELLS = 4096
+MAX_ROWS = 200
+_STATE_ORDER = {"running": 0, "preempted": 1, "waiting": 2}
+
+
+def page_routes() -> list[Route]:
+    """``GET /`` and ``GET /v1/pool``."""
+    html = resources.files("mlx_paged.server").joinpath("page.html").read_text("utf-8")
+    page_headers = {
+        "Content-Security-Policy": security_policy(html),
+        "Referrer-Policy": "no-referrer",
+        "X-Content-Type-Options": "nosniff",
+        "Cache-Control": "no-cache",
+    }
+
+    async def page(request: Request) -> Response:
+        return HTMLResponse(html, headers=page_headers)
+
+    return [Route("/", page), Route("/v1/pool", pool)]
+
+
+async def pool(request: Request) -> Response:
+    """What is in the pool, who is there, and what was done so far.
+
+    ``?cells=N`` asks for at most N cells, each of which stands for one block or several.
+    """
+    num_cells = _num_cells(request.query_params.get("cells", str(DEFAULT_CELLS)))
+    body = pool_report(request.app.state.service, num_cells)
+    return JSONResponse(body, headers={"Cache-Control": "no-store"})
+
+
+def pool_report(service: Service, num_cells: int) -> dict[str, Any]:
+    """The body of ``/v1/pool``: nothing of it is a text of a user."""
+    engine = service.engine.engine
+    view = service.engine.view()
+    rows = sorted(view.requests, key=lambda row: (_STATE_ORDER[row.state], -row.age))
+    return {
+        "object": "pool",
+        "model": service.model_names[0],
+        "created": service.created,
+        "seconds": time.perf_counter(),
+        "block_size": view.block_size,
+        "num_blocks": len(view.blocks),
+        "max_num_blocks": engine.scheduler.max_num_blocks,
+        "cells": cells_of(view, num_cells),
+        "requests": [asdict(row) for row in rows[:MAX_ROWS]],
+        "num_requests": len(rows),
+        "stats": asdict(service.engine.stats()),
+        "latencies": _latencies(engine),
+    }
+
+
+def cells_of(view: EngineView, num_cells: int) -> dict[str, Any]:
+    """The blocks in at most ``num_cells`` cells of equally many neighbours, the last of which may
+    have fewer.
+
+    Returns:
+        ``blocks_per_cell``, and one byte per cell, in base64, of each of ``held`` and ``cached``
+        (the share of its blocks that somebody holds, and that are free but cached; 255 is all) and
+        ``holders`` (of the block with the most).
+    """
+    blocks = np.frombuffer(view.blocks, np.uint8)
+    blocks_per_cell = max(1, -(-len(blocks) // num_cells))
+    holders = blocks & MAX_HOLDERS
+    is_cached = (holders == 0) & (blocks & CACHED != 0)
+    begins = np.arange(0, len(blocks), blocks_per_cell)
+    sizes = np.diff(np.append(begins, len(blocks)))
+
+    def share(is_so: np.ndarray[Any, np.dtype[np.bool_]]) -> str:
+        counts = np.add.reduceat(is_so, begins, dtype=np.int64)
+        # Not one block of a large cell is lost in rounding.
+        return _base64(np.ceil(255 * counts / sizes).astype(np.uint8).tobytes())
+
+    return {
+        "blocks_per_cell": blocks_per_cell,
+        "held": share(holders > 0),
+        "cached": share(is_cached),
+        "holders": _base64(np.maximum.reduceat(holders, begins).tobytes()),
+    }
+
+
+def security_policy(html: str) -> str:
+    """A policy that lets a page run its own script and style, ask its own server, and nothing else.
+
+    Raises:
+        ValueError: it has not one script and one style.
+    """
+    (script,) = re.findall(r"<script>(.*?)</script>", html, re.S)
+    (style,) = re.findall(r"<style>(.*?)</style>", html, re.S)
+    return (
+        f"default-src 'none'; script-src {_source(script)}; style-src {_source(style)}; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    )
+
+
+def _source(text: str) -> str:
+    return f"'sha256-{_base64(hashlib.sha256(text.encode()).digest())}'"
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _num_cells(text: str) -> int:
+    number = int(text) if re.fullmatch("[0-9]{1,6}", text) else 0
+    if not 1 <= number <= MAX_CELLS:
+        raise ApiError(
+            400,
+            f"cells must be a whole number within 1..{MAX_CELLS}, got {shown(text)}",
+            param="cells",
+        )
+    return number
+
+
+def _latencies(engine: Engine) -> dict[str, Any]:
+    latencies = engine.latencies
+    return {
+        "time_to_first_token": _histogram(latencies.time_to_first_token),
+        "inter_token_latency": _histogram(latencies.inter_token_latency),
+    }
+
+
+def _histogram(histogram: Histogram) -> dict[str, Any]:
+    return {
+        "bounds": histogram.bounds,
+        "counts": list(histogram.counts),
+        "sum": histogram.sum,
+    }

@@ -1,0 +1,125 @@
+"""A running server for tests: real engine steps, and answers that a test may dictate."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import uvicorn
+from starlette.types import ASGIApp
+
+from mlx_paged import AsyncEngine, SamplingParams, demo_model_path, load
+from mlx_paged.loading import read_sampling_defaults
+from mlx_paged.server.app import make_app
+from mlx_paged.server.service import Service
+
+
+class ScriptedEngine(AsyncEngine):
+    """An engine whose next answers may be dictated. The model runs all the same, so steps, caching,
+    stop texts and the end of sequence are real.
+
+    Attributes:
+        scripts: the tokens of the answers to the next requests, one entry each, the oldest first.
+            Requests that come when it is empty are answered by the model. All completions of a
+            request (``n``) are the same.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
+        self.scripts: deque[list[int]] = deque()
+
+    def generate(self, prompt: Any, params: SamplingParams | None = None, **options: Any) -> Any:
+        if self.scripts:
+            params = params or SamplingParams()
+            dictate = dictation(self.scripts.popleft(), len(prompt["prompt_token_ids"]))
+            params = params.clone(logits_processors=(*params.logits_processors, dictate))
+        return super().generate(prompt, params, **options)
+
+
+def dictation(
+    script: Sequence[int], num_prompt_tokens: int
+) -> Callable[[mx.array, mx.array], mx.array]:
+    """A logits processor that lets only the script's token through, by its place alone, so that
+    preempted requests and drafts see the same. After the script, the model goes on.
+    """
+
+    def dictate(tokens: mx.array, logits: mx.array) -> mx.array:
+        place = tokens.size - num_prompt_tokens
+        if place >= len(script):
+            return logits
+        return mx.where(mx.arange(logits.shape[-1]) == script[place], 0.0, -mx.inf)[None]
+
+    return dictate
+
+
+def make_service(
+    folder: Path | None = None, *, model_names: Sequence[str] = ("demo",), **options: Any
+) -> Service:
+    """A service with a :class:`ScriptedEngine` on a model folder, by default the demo model.
+
+    Args:
+        options: of the engine.
+    """
+    folder = folder or demo_model_path()
+    model, tokenizer = load(folder)
+    engine = ScriptedEngine(model, tokenizer, **{"kv_cache_bytes": "1000blocks", **options})
+    return Service(
+        engine,
+        tokenizer,
+        model_names=tuple(model_names),
+        defaults=read_sampling_defaults(folder),
+        created=int(time.time()),
+    )
+
+
+@contextmanager
+def serving(app: ASGIApp, **settings: Any) -> Iterator[str]:
+    """Serve an application from a thread, on a free port; gives its address.
+
+    Args:
+        settings: of uvicorn.
+    """
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        config = uvicorn.Config(
+            app, **{"log_level": "warning", "lifespan": "off", "timeout_graceful_shutdown": 5}
+            | settings,
+        )  # fmt: skip
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+        thread.start()
+        try:
+            wait_until(lambda: server.started or not thread.is_alive())
+            yield "http://{}:{}".format(*listener.getsockname())
+        finally:
+            server.should_exit = True
+            thread.join(30)
+            assert not thread.is_alive()
+
+
+@contextmanager
+def running_service(folder: Path | None = None, **options: Any) -> Iterator[tuple[Service, str]]:
+    """A service of its own and its address, for what needs other settings than the shared one."""
+    service = make_service(folder, **options)
+    with service.engine, serving(make_app(service)) as url:
+        yield service, url
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it does not happen"
+        time.sleep(0.002)
+
+
+def is_idle(service: Service) -> bool:
+    """Nothing runs or waits, and nobody holds a block."""
+    stats = service.engine.stats()
+    return (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
