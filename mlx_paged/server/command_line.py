@@ -24,6 +24,7 @@ from mlx_paged.server.settings import (
     DEFAULT_HOST,
     DEFAULT_MAX_BODY_BYTES,
     DEFAULT_MAX_QUEUE_LEN,
+    DEFAULT_NUM_HISTORY_TOKENS,
     DEFAULT_PORT,
     ServerSettings,
 )
@@ -41,6 +42,7 @@ ENGINE_FLAGS = {
     "max_num_mixed_tokens": "--max-num-mixed-tokens",
     "max_num_seqs": "--max-num-seqs",
     "num_draft_tokens": "--num-draft-tokens",
+    "num_history_tokens": "--num-history-tokens",
     "num_sink_tokens": "--num-sink-tokens",
     "priority_steps": "--priority-steps",
     "run_ahead": "--run-ahead",
@@ -274,6 +276,14 @@ def _add_scheduler_flags(server: argparse.ArgumentParser) -> None:
         dest="enable_prefix_caching",
         action="store_false",
         help="do not share the K/V of equal beginnings",
+    )
+    add(
+        "--num-history-tokens",
+        type=values.whole,
+        default=DEFAULT_NUM_HISTORY_TOKENS,
+        metavar="N",
+        help="tokens of past requests that are remembered, to say why no more of a prompt was "
+        "cached; 0 says nothing (default: %(default)s)",
     )
     add(
         "--run-ahead",

@@ -12,6 +12,7 @@ from mlx_paged.errors import PromptTooLongError, one_line
 from mlx_paged.request import RequestOutput
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.server.errors import ApiError
+from mlx_paged.server.logs import count_tokens
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,11 @@ class Answer:
             if self._first is not None:
                 output = await self._first
                 self._first = None
-                return output
-            return await anext(self._rest)
+                count_tokens(len(output.prompt_token_ids), output.num_cached_tokens)
+            else:
+                output = await anext(self._rest)
+            count_tokens(answer=sum(len(each.token_ids) for each in output.outputs))
+            return output
         except StopAsyncIteration:
             self._places.close()
             raise

@@ -11,7 +11,7 @@ import re
 import secrets
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,11 +21,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mlx_paged.standard_streams import say
 
 logger = logging.getLogger("mlx_paged.server")
+_prompts = logging.getLogger("mlx_paged.prompts")
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 # Asked for again and again by those who watch the server.
 _WATCHING_PATHS = ("/health", "/metrics", "/v1/pool")
-_MAX_LINE = 4000  # characters
+_MAX_LINE = 2**16  # characters
 _NO_TEXT = "(its message may hold a text of a user's; --log-prompts shows it)"
 
 
@@ -76,6 +77,16 @@ def count_tokens(prompt: int = 0, cached: int = 0, answer: int = 0) -> None:
         line.prompt_tokens += prompt
         line.cached_tokens += cached
         line.answer_tokens += answer
+
+
+def log_prompt(text: Callable[[], str]) -> None:
+    """Write a line with a prompt, if --log-prompts asks for it.
+
+    Args:
+        text: makes it.
+    """
+    if _prompts.isEnabledFor(logging.INFO):
+        _prompts.info("prompt: %s", text())
 
 
 class RequestLog:
@@ -207,6 +218,7 @@ def setup_logging(log_level: str, log_prompts: bool) -> None:
     level: Any = log_level.upper()
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     logging.getLogger("mlx_paged").setLevel(level)
+    _prompts.setLevel(logging.INFO if log_prompts else logging.CRITICAL)
     for name in ("uvicorn", "uvicorn.error"):
         each = logging.getLogger(name)
         each.handlers, each.propagate = [], True

@@ -18,6 +18,7 @@ from mlx_paged.loading import SamplingDefaults
 from mlx_paged.request import RequestOutput
 from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
 from mlx_paged.server.generations import Answer, Generation, check_end
+from mlx_paged.server.logs import log_prompt
 from mlx_paged.server.token_texts import TokenTexts
 
 T = TypeVar("T")
@@ -124,6 +125,7 @@ class Service:
                 priority=generation.priority,
                 cache_salt=generation.cache_salt,
             )
+            log_prompt(lambda: self.tokenizer.decode(generation.prompt_token_ids))
             answer = Answer(outputs, places.pop_all())
         try:
             await answer.wait(self.first_part_seconds)

@@ -58,6 +58,7 @@ def test_without_flags_options_are_the_engines_own_defaults():
         "max_num_batched_tokens": SchedulerConfig.max_num_batched_tokens,
         "max_num_mixed_tokens": SchedulerConfig.max_num_mixed_tokens,
         "max_num_seqs": SchedulerConfig.max_num_seqs,
+        "num_history_tokens": 2**20,  # so that /v1/cache has something to say
         "priority_steps": SchedulerConfig.priority_steps,
         "watermark": SchedulerConfig.watermark,
     }
@@ -75,6 +76,7 @@ def test_every_flag_of_the_engine_reaches_its_option():
         "max_num_mixed_tokens": ("200", 200),
         "max_num_seqs": ("7", 7),
         "num_draft_tokens": ("3", 3),
+        "num_history_tokens": ("0", 0),
         "num_sink_tokens": ("5", 5),
         "priority_steps": ("9", 9),
         "run_ahead": (None, True),
@@ -274,6 +276,16 @@ def test_only_a_key_or_a_word_by_name_opens_the_server_to_others(
     else:
         with pytest.raises(BoundError):
             program.main(["--port", "0", *argv])
+
+
+def test_an_interrupt_while_the_model_is_loaded_ends_quietly(monkeypatch, capsys):
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(program, "make_service", interrupted)
+    monkeypatch.setattr(logs, "setup_logging", lambda *_: None)
+    assert program.main(["--port", "0"]) == 130
+    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_clients_call_a_model_by_the_last_part_of_its_path(tmp_path: Path):
