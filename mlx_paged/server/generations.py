@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -12,7 +12,6 @@ from mlx_paged.errors import PromptTooLongError, one_line
 from mlx_paged.request import RequestOutput
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.server.errors import ApiError
-from mlx_paged.server.logs import count_tokens
 
 
 @dataclass(frozen=True)
@@ -45,11 +44,18 @@ class Answer:
     Args:
         parts: of the engine.
         places: in the queue, which are given back at its end.
+        note: told of each part as it comes, and whether it is the first.
     """
 
-    def __init__(self, parts: AsyncGenerator[RequestOutput, None], places: ExitStack):
+    def __init__(
+        self,
+        parts: AsyncGenerator[RequestOutput, None],
+        places: ExitStack,
+        note: Callable[[RequestOutput, bool], None],
+    ):
         self._rest = parts
         self._places = places
+        self._note = note
         self._first: asyncio.Task[RequestOutput] | None = asyncio.create_task(_first_of(parts))
 
     def __aiter__(self) -> Answer:
@@ -60,10 +66,10 @@ class Answer:
             if self._first is not None:
                 output = await self._first
                 self._first = None
-                count_tokens(len(output.prompt_token_ids), output.num_cached_tokens)
-            else:
-                output = await anext(self._rest)
-            count_tokens(answer=sum(len(each.token_ids) for each in output.outputs))
+                self._note(output, True)
+                return output
+            output = await anext(self._rest)
+            self._note(output, False)
             return output
         except StopAsyncIteration:
             self._places.close()

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mlx_paged.standard_streams import say
 
 logger = logging.getLogger("mlx_paged.server")
-_prompts = logging.getLogger("mlx_paged.prompts")
+_texts = logging.getLogger("mlx_paged.texts")
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 # Asked for again and again by those who watch the server.
@@ -79,14 +79,14 @@ def count_tokens(prompt: int = 0, cached: int = 0, answer: int = 0) -> None:
         line.answer_tokens += answer
 
 
-def log_prompt(text: Callable[[], str]) -> None:
-    """Write a line with a prompt, if --log-prompts asks for it.
+def log_text(what: str, text: Callable[[], object]) -> None:
+    """Write a line with a text of a user's, if --log-prompts asks for it.
 
     Args:
         text: makes it.
     """
-    if _prompts.isEnabledFor(logging.INFO):
-        _prompts.info("prompt: %s", text())
+    if _texts.isEnabledFor(logging.INFO):
+        _texts.info("%s: %s", what, text())
 
 
 class RequestLog:
@@ -108,7 +108,8 @@ class RequestLog:
         line = RequestLine(self._id_of(dict(scope["headers"])))
         state = scope.setdefault("state", {})
         state["request_id"] = line.request_id
-        token = _current.set(line)
+        # It is this task's alone, and stays: uvicorn logs what fails here.
+        _current.set(line)
         self._ids_in_use.add(line.request_id)
         id_bytes = line.request_id.encode()
         id_headers = [(b"x-request-id", id_bytes), (b"request-id", id_bytes)]
@@ -135,7 +136,6 @@ class RequestLog:
             path = raw_path.decode("latin-1").partition("?")[0]
             logger.log(level, "%s", line.text(scope["method"], path))
             self._ids_in_use.discard(line.request_id)
-            _current.reset(token)
 
     def _id_of(self, headers: Mapping[bytes, bytes]) -> str:
         given = headers.get(b"x-request-id", b"").decode("latin-1")
@@ -218,7 +218,7 @@ def setup_logging(log_level: str, log_prompts: bool) -> None:
     level: Any = log_level.upper()
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     logging.getLogger("mlx_paged").setLevel(level)
-    _prompts.setLevel(logging.INFO if log_prompts else logging.CRITICAL)
+    _texts.setLevel(logging.INFO if log_prompts else logging.CRITICAL)
     for name in ("uvicorn", "uvicorn.error"):
         each = logging.getLogger(name)
         each.handlers, each.propagate = [], True

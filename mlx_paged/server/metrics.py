@@ -196,7 +196,7 @@ class EngineCollector(Collector):
         yield counter(
             "mlx_paged:prompt_tokens_missed",
             "Prompt tokens that were not cached, by why; empty where no history is kept.",
-            dict(engine.scheduler.prefix_history.num_missed_tokens),
+            {**engine.prefix_history.num_missed_tokens},
             "reason",
         )
         yield self._cache_config()

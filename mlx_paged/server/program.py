@@ -159,6 +159,7 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
         admission=Admission(
             settings.max_queue_len, args.max_num_seqs, lambda: len(engine.engine.scheduler.waiting)
         ),
+        logs_cache=settings.log_cache,
     )
 
 

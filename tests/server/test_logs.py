@@ -117,6 +117,20 @@ def test_a_client_that_left_and_a_failure_have_lines_too(lines: list[str]):
     assert " - POST /failing - disconnected 0." in lines[2]
 
 
+def test_what_uvicorn_says_of_a_request_that_failed_has_its_id(lines: list[str]):
+    async def failing(scope, receive, send):
+        raise KeyError
+
+    async def run() -> None:
+        try:
+            await asked(RequestLog(failing), headers={"x-request-id": "id9"})
+        except KeyError:
+            logging.getLogger("uvicorn.error").error("Exception in ASGI application\n")
+
+    asyncio.run(run())
+    assert lines[-1].endswith("ERROR id9 Exception in ASGI application")
+
+
 def test_what_watches_the_server_is_logged_only_to_debug_it(lines: list[str]):
     ask(RequestLog(echo), "GET", "/health")
     ask(RequestLog(echo), "GET", "/metrics")

@@ -109,7 +109,7 @@ def events_of(response: httpx.Response) -> Iterator[object]:
 
 
 def test_a_server_says_what_it_serves_and_logs_what_it_was_asked():
-    with running("--api-key", "alice=sesame") as program:
+    with running("--api-key", "alice=sesame", "--log-cache") as program:
         assert "[loading the bundled demo model ...]" in program.said[0]
         assert re.search(r"500 blocks of 16 tokens, .* \| 1 key\]", program.said[1])
         assert "Authorization: Bearer KEY" in program.wait_for(r"try: curl .*")
@@ -121,6 +121,7 @@ def test_a_server_says_what_it_serves_and_logs_what_it_was_asked():
         usage = answer.json()["usage"]
         assert answer.headers["x-request-id"] == "mine"
         assert usage["completion_tokens"] == 5
+        assert "mine cache: 0 of " in program.wait_for(r"INFO mine cache: .*")
         line = program.wait_for(r"mine alice POST .*")
         assert line.startswith(
             f"mine alice POST /v1/completions 200 prompt={usage['prompt_tokens']} cached=0 "
@@ -135,7 +136,7 @@ def test_a_server_says_what_it_serves_and_logs_what_it_was_asked():
 
 def test_sigterm_lets_answers_end_and_takes_no_others():
     with (
-        running("--log-prompts", patch=SLOW) as program,
+        running("--log-prompts", "--log-cache", patch=SLOW) as program,
         httpx.stream("POST", f"{program.url}/v1/completions", json=LONG | {"max_tokens": 60}) as it,
     ):
         events = events_of(it)
