@@ -122,6 +122,7 @@ def nested(depth: int) -> bytes:
         (b'{"a":' * 100_000, "nested deeper than 64"),
         (b'{"a": "' + b"\\" * 6 + b'" , "b": ' + nested(65), "nested deeper than 64"),
         (b"[" + b"1," * limits.MAX_JSON_VALUES + b"1]", "more than 1,048,576 values"),
+        (b'"' * (2**22 + 1), "more than 1,048,576 values"),
         (b"[" + b"1" * 65 + b"]", "a number of more than 64 characters"),
         (b'{"a": "\xff"}', "no UTF-8 at byte 7"),
         ('{"a": 1}'.encode("utf-16"), "no UTF-8 at byte 0"),
