@@ -107,8 +107,8 @@ def _check_access(settings: ServerSettings, sockets: list[socket.socket]) -> Non
     if settings.api_keys or settings.allow_unauthenticated or is_loopback(sockets):
         return
     raise ValueError(
-        f"others can reach {settings.host}, and there is no key; give --api-key-file or --api-key, "
-        "or --allow-unauthenticated to let everybody in"
+        f"others can reach {settings.host or 'every address'}, and there is no key; give "
+        "--api-key-file or --api-key, or --allow-unauthenticated to let everybody in"
     )
 
 
