@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
-from mlx_paged.chat_template import ChatTemplateError, encode_chat
+from mlx_paged.chat_template import ChatTemplateError
 from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
 from mlx_paged.server.answers import AnswerFormat, ToolChoice
+from mlx_paged.server.constraints import constraint_of
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.generations import Generation
 from mlx_paged.server.service import Service
+from mlx_paged.server.tools import ToolFormat
 
 
 @dataclass(frozen=True)
@@ -41,16 +44,49 @@ def prepare(service: Service, job: ChatJob) -> tuple[Generation, AnswerFormat]:
     """The prompt as tokens, and how its answers are read. It takes long for long conversations, so
     call it in a thread.
 
+    The tools are in the prompt whatever ``tool_choice`` says: without them it would share no prefix
+    with the other turns of the conversation.
+
     Raises:
-        ApiError: the template refuses the messages.
+        ApiError: the template refuses the messages, or an answer can't be kept to what is wanted.
     """
+    tokenizer, kept = service.tokenizer, service.kept_answers
     options = {**service.template_options, **job.template_options}
-    if job.tools and job.tool_choice != "none":
+    if job.tools:
         options["tools"] = list(job.tools)
     try:
-        text, token_ids = encode_chat(service.tokenizer, job.messages, options)
+        prompt = kept.encode(tokenizer, job.messages, options, job.cache_salt)
     except ChatTemplateError as error:
         raise ApiError(400, str(error), param="messages") from error
-    del text
-    params = replace(job.params, output_kind=RequestOutputKind.DELTA)
-    return Generation(token_ids, params, job.priority, job.cache_salt), AnswerFormat()
+    answer_format = AnswerFormat.of(
+        tokenizer,
+        prompt.text,
+        job.tools if job.tool_choice != "none" else (),
+        None if job.parallel_tool_calls else 1,
+    )
+    if not job.params.skip_special_tokens:
+        answer_format = replace(answer_format, hidden=())
+    constraint = constraint_of(
+        tokenizer,
+        prompt.token_ids,
+        job.params.structured_outputs,
+        job.tools,
+        job.tool_choice,
+        job.parallel_tool_calls,
+    )
+    if constraint is not None and constraint.is_json_calls:
+        answer_format = replace(answer_format, tool_format=ToolFormat.json_list(), is_calls=True)
+    params = job.params.clone(
+        structured_outputs=None if constraint is None else constraint.structured_outputs,
+        output_kind=RequestOutputKind.DELTA,
+        skip_special_tokens=job.params.skip_special_tokens and not answer_format.hidden,
+    )
+    goes_on = options.get("continue_final_message", False)
+    return Generation(
+        prompt.token_ids,
+        params,
+        job.priority,
+        job.cache_salt,
+        # A message that goes on comes back as one with its beginning.
+        None if goes_on else partial(kept.keep, tokenizer, prompt, answer_format),
+    ), answer_format
