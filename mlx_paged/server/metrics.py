@@ -179,6 +179,7 @@ class EngineCollector(Collector):
 
     def _cache(self, stats: EngineStats) -> Iterator[Metric]:
         gauge, counter, engine = self._gauge, self._counter, self._engine
+        missed = dict(engine.prefix_history.num_missed_tokens)
         num_free = stats.num_usable_blocks - stats.num_used_blocks
         yield gauge(
             "vllm:kv_cache_usage_perc",
@@ -196,7 +197,7 @@ class EngineCollector(Collector):
         yield counter(
             "mlx_paged:prompt_tokens_missed",
             "Prompt tokens that were not cached, by why; empty where no history is kept.",
-            dict(engine.scheduler.prefix_history.num_missed_tokens),
+            {str(reason): count for reason, count in missed.items()},
             "reason",
         )
         yield self._cache_config()
