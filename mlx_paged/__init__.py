@@ -27,6 +27,7 @@ _HOME_OF = {
     "LLM": "mlx_paged.llm",
     "SamplingParams": "mlx_paged.sampling_params",
     "RequestOutputKind": "mlx_paged.sampling_params",
+    "StructuredOutputsParams": "mlx_paged.structured_outputs",
     "RequestOutput": "mlx_paged.request",
     "CompletionOutput": "mlx_paged.request",
     "Engine": "mlx_paged.engine.engine",
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from mlx_paged.models.kv_cache import make_kv_cache
     from mlx_paged.request import CompletionOutput, RequestOutput
     from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
+    from mlx_paged.structured_outputs import StructuredOutputsParams
 
 
 __all__ = [
@@ -65,6 +67,7 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
     "__version__",
     "batch_generate",
     "demo_model_path",

@@ -22,6 +22,7 @@ Run language models with a paged K/V cache.
 
 commands:
   chat        chat with a model in the terminal; {prog} chat --help lists its flags
+  serve       serve a model to clients of the APIs of OpenAI and Anthropic
 
   --help, -h  this text
   --version   the version of mlx_paged"""
@@ -49,7 +50,13 @@ def _chat(argv: list[str], prog: str) -> int:
     return chat(argv, prog)
 
 
-COMMANDS: dict[str, Callable[[list[str], str], int]] = {"chat": _chat}
+def _serve(argv: list[str], prog: str) -> int:
+    from mlx_paged.server import main as serve
+
+    return serve(argv, prog)
+
+
+COMMANDS: dict[str, Callable[[list[str], str], int]] = {"chat": _chat, "serve": _serve}
 
 
 def _print(text: str, prog: str) -> int:

@@ -183,7 +183,8 @@ class SchedulerConfig:
             )
         for name in token_budgets:
             if getattr(self, name) < self.max_num_seqs:
-                raise ValueError(
+                raise ArgumentError(
                     f"[scheduler] {name} {getattr(self, name)} must be at least max_num_seqs "
-                    f"{self.max_num_seqs}: a step holds a token of each running sequence"
+                    f"{self.max_num_seqs}: a step holds a token of each running sequence",
+                    name,
                 )

@@ -54,6 +54,10 @@ OTHER_NAMES = _by_name(
         "seed": "random_seed",
         "stop": "stop_strings stop_words stop_sequences",
         "stop_token_ids": "eos_token_id eos_token_ids stop_tokens",
+        "structured_outputs": (
+            "guided_decoding response_format grammar guided_json guided_regex guided_choice "
+            "guided_grammar json_schema"
+        ),
         "swap_bytes": "swap_space cpu_offload_gb kv_offloading_size",
         "temperature": "temp",
         "window": "max_kv_size sliding_window attention_window",
@@ -89,9 +93,11 @@ ADVICE = _by_name(
         "the filters are top_k, top_p, min_p and xtc_probability; leave it out": (
             "typical_p tfs_z mirostat_mode mirostat_tau mirostat_eta top_a"
         ),
-        "constrained output needs a logits processor of your own; give logits_processors": (
-            "guided_decoding structured_outputs grammar response_format"
-        ),
+        "JSON has no white space but a space after a comma or a colon, or any with "
+        "whitespace_flexible; leave it out": "disable_any_whitespace whitespace_pattern",
+        "a JSON schema says it: additionalProperties": "disable_additional_properties",
+        "grammar, in llguidance's Lark, can say the same": "structural_tag",
+        "there is one grammar engine; leave it out": "disable_fallback guided_decoding_backend",
         "only text and token ids are supported; leave it out": (
             "prompt_embeds input_embeddings inputs_embeds multi_modal_data mm_processor_kwargs "
             "limit_mm_per_prompt images"
@@ -140,7 +146,7 @@ PARAMS = (
     "xtc_special_tokens", "seed", *PENALTIES, "allowed_token_ids", "bad_words", "stop",
     "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens", "max_tokens",
     "logprobs", "prompt_logprobs", "detokenize", "skip_special_tokens", "logits_processors",
-    "sampler", "output_kind",
+    "sampler", "structured_outputs", "output_kind",
 )  # fmt: skip
 ENGINE_OPTIONS = (
     "kv", "block_size", "kv_cache_bytes", "kv_format", "backend", "swap_bytes", "max_model_len",
@@ -173,6 +179,7 @@ _NOTATION = {
     "window": ", the tokens that are kept",
     "max_model_len": " for tokens, or kv_cache_bytes for memory",
     "sampling_params": ", a SamplingParams",
+    "structured_outputs": ", a StructuredOutputsParams",
     "adapter_path": ", the folder of the adapters",
 }
 

@@ -14,6 +14,7 @@ from mlx_paged.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from mlx_paged.core import BlockHash
+    from mlx_paged.engine.grammar import CompiledGrammar
     from mlx_paged.engine.prefix_history import PrefixReport
 
 MAX_PRIORITY = 2**31 - 1
@@ -64,6 +65,7 @@ class TokenRules(NamedTuple):
 
     eos_token_ids: frozenset[int] = frozenset()  # of those that the model has
     bad_words: tuple[tuple[int, ...], ...] = ()  # each at least one token
+    grammar: CompiledGrammar | None = None  # what the answer has to be
 
 
 NO_RULES = TokenRules()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 from mlx_paged.argument_values import is_sequence
 from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.foreign_arguments import constructor_refuses_unknown_arguments
+from mlx_paged.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -89,6 +90,8 @@ class SamplingParams:
             no other.
         sampler: a function as mlx-lm's, which takes log-probabilities ``[1, vocab_size]`` after the
             processors and returns a token ``[1]``. It replaces temperature, filters and seed.
+        structured_outputs: what the answer has to be, such as JSON of a schema; ``None`` is free
+            text. It needs the end of sequence, so ``ignore_eos`` does not go with it.
         output_kind: whether each output has the answer so far, only what is new, or whether there
             is but one. An output with what is new has the completions that go on, and the last one
             has all of them. What it costs does not grow with the answer.
@@ -124,6 +127,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     logits_processors: Sequence[LogitsProcessor] = ()
     sampler: Sampler | None = None
+    structured_outputs: StructuredOutputsParams | None = None
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
@@ -163,6 +167,12 @@ class SamplingParams:
                 "[sampling_params] stop is looked for in the text, and detokenize=False has none; "
                 "give stop_token_ids",
                 "stop",
+            )
+        if self.structured_outputs is not None and self.ignore_eos:
+            raise ArgumentError(
+                "[sampling_params] ignore_eos does not go with structured_outputs: what has the "
+                "structure ends with the end of sequence",
+                "ignore_eos",
             )
 
     def _normalise(self, name: str, kind: type, value: object) -> None:
@@ -291,6 +301,11 @@ _VALUES: tuple[_Rule, ...] = (
         "sampler",
         lambda value: value is None or callable(value),
         "a function, such as make_sampler(...), or None",
+    ),
+    (
+        "structured_outputs",
+        lambda value: value is None or isinstance(value, StructuredOutputsParams),
+        "StructuredOutputsParams or None",
     ),
     (
         "output_kind",

@@ -5,15 +5,19 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-import mlx.core as mx
-
-from mlx_paged.chat.command_line import EXAMPLE_MODEL
 from mlx_paged.chat.screen import Screen
 from mlx_paged.chat.settings import Settings
+from mlx_paged.command_line.flags import EXAMPLE_MODEL
+from mlx_paged.command_line.words import (
+    backend_in_words,
+    budget_in_full,
+    budget_in_words,
+    context_in_words,
+    device_in_words,
+)
 from mlx_paged.memory import memory_size
 
 if TYPE_CHECKING:
-    from mlx_paged.cache import KVCache
     from mlx_paged.chat.conversation import Conversation
     from mlx_paged.engine.engine import Engine
     from mlx_paged.generation import GenerationResponse
@@ -49,11 +53,11 @@ class Reports:
         model = args.model or "bundled demo model"
         if self._verbose:
             say(
-                f"[model: {model} | device: {_device()} | backend: {_backend(cache)} | "
-                f"kv: {cache.kind}]"
+                f"[model: {model} | device: {device_in_words()} | "
+                f"backend: {backend_in_words(cache)} | kv: {cache.kind}]"
             )
-            say(f"[K/V budget: {_budget_in_full(cache)}]")
-            say(f"[context: {_context_in_words(engine)}, prompt and answer together]")
+            say(f"[K/V budget: {budget_in_full(cache)}]")
+            say(f"[context: {context_in_words(engine)}, prompt and answer together]")
             own = f"; {', '.join(settings.from_model)} from generation_config.json"
             say(f"[sampling: {settings.describe_sampling()}{own if settings.from_model else ''}]")
             if args.model is None:
@@ -63,9 +67,9 @@ class Reports:
         else:
             parts = [
                 model,
-                f"{_device()}, {_backend(cache)}",
-                f"{cache.kind} K/V: {_budget_in_words(cache)}",
-                f"context: {_context_in_words(engine)}",
+                f"{device_in_words()}, {backend_in_words(cache)}",
+                f"{cache.kind} K/V: {budget_in_words(cache)}",
+                f"context: {context_in_words(engine)}",
                 settings.describe_sampling() + (" (the model's)" if settings.from_model else ""),
             ]
             say(f"[{' | '.join([*parts, *(['/help'] if is_dialogue else [])])}]")
@@ -146,36 +150,6 @@ class Reports:
             )
 
 
-def _device() -> str:
-    if mx.metal.is_available():
-        return "Metal"
-    return "GPU" if mx.default_device().type == mx.gpu else "CPU"
-
-
-def _backend(cache: KVCache) -> str:
-    return "MLX SDPA" if cache.backend is None else cache.backend.name
-
-
-def _budget_in_full(cache: KVCache) -> str:
-    config = cache.config
-    return (
-        f"{config.num_blocks:,} blocks of {config.block_size} tokens = {config.num_slots:,} tokens "
-        f"= {config.nbytes / 1e9:.2f} GB ({_token_in_words(cache)}); grows into it"
-    )
-
-
-def _token_in_words(cache: KVCache) -> str:
-    formats = dict.fromkeys(str(layer.format) for layer in cache.config.layers)
-    return f"{cache.config.nbytes_per_token:,} bytes a token in {' or '.join(formats)}"
-
-
-def _budget_in_words(cache: KVCache) -> str:
-    config, nbytes = cache.config, cache.config.nbytes
-    size = f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.2g} MB"
-    token = "" if config.layers[0].format.is_dense else f", {_token_in_words(cache)}"
-    return f"{config.num_blocks:,} blocks of {config.block_size} tokens, {size}{token}"
-
-
 def _drafts_in_words(response: GenerationResponse) -> str:
     return f"{response.accepted_tokens:,} of {response.drafted_tokens:,} drafts accepted"
 
@@ -183,17 +157,6 @@ def _drafts_in_words(response: GenerationResponse) -> str:
 def _usage_in_words(engine: Engine) -> str:
     num_cached = engine.stats().num_cached_blocks
     return f"{num_cached:,} of {engine.cache.config.num_blocks:,} blocks in use"
-
-
-def _context_in_words(engine: Engine) -> str:
-    limit, retention = engine.max_model_len, engine.cache.config.groups[0].retention
-    length = "without end" if limit is None else f"{limit:,} tokens"
-    if not retention.cuts_runs:
-        return length
-    return (
-        f"{length}; the first {retention.num_sink_tokens:,} and the last "
-        f"{retention.num_recent_tokens:,} are seen"
-    )
 
 
 def _cut_reason(

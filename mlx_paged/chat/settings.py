@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mlx_paged.chat import command_line
+from mlx_paged.command_line import values
+from mlx_paged.command_line.flags import SAMPLING_FLAGS, chosen_sampling
 from mlx_paged.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -29,24 +30,16 @@ class Settings:
     """
 
     def __init__(self, args: argparse.Namespace, defaults: SamplingDefaults):
-        given = {
-            "temperature": args.temp,
-            "top_p": args.top_p,
-            "top_k": args.top_k,
-            "min_p": args.min_p,
-            "xtc_probability": args.xtc_probability,
-            "xtc_threshold": args.xtc_threshold,
-        }
         own = {name: value for name, value in asdict(defaults).items() if value is not None}
-        chosen = own | {name: value for name, value in given.items() if value is not None}
-        if chosen.get("top_p") == 0:
-            chosen["top_p"] = 1.0  # As in mlx-lm, 0 is off.
+        chosen = chosen_sampling(args, own)
         # Marks of reasoning may be special tokens, and are looked for in the text.
         self.sampling = SamplingParams(
             max_tokens=args.max_tokens, skip_special_tokens=False, **chosen
         )
         self.show_thinking = not args.hide_thinking
-        self.from_model = [canonical_name(name) for name in own if given[name] is None]
+        self.from_model = [
+            canonical_name(name) for name in own if getattr(args, SAMPLING_FLAGS[name]) is None
+        ]
         self.set_seed(args.seed)
 
     def set_seed(self, seed: int) -> None:
@@ -120,7 +113,7 @@ def _sampling_variable(field: str, parse: Callable[[str], Any]) -> Variable:
 
 
 def _top_p(text: str) -> float:
-    return command_line.probability(text) or 1.0
+    return values.probability(text) or 1.0
 
 
 def _set_thinking(settings: Settings, text: str) -> None:
@@ -130,16 +123,16 @@ def _set_thinking(settings: Settings, text: str) -> None:
 
 
 VARIABLES = {
-    "temp": _sampling_variable("temperature", command_line.at_least_0),
+    "temp": _sampling_variable("temperature", values.at_least_0),
     "top-p": _sampling_variable("top_p", _top_p),
-    "top-k": _sampling_variable("top_k", command_line.whole),
-    "min-p": _sampling_variable("min_p", command_line.probability),
-    "xtc-probability": _sampling_variable("xtc_probability", command_line.probability),
-    "xtc-threshold": _sampling_variable("xtc_threshold", command_line.up_to_a_half),
-    "max-tokens": _sampling_variable("max_tokens", command_line.max_tokens),
+    "top-k": _sampling_variable("top_k", values.whole),
+    "min-p": _sampling_variable("min_p", values.probability),
+    "xtc-probability": _sampling_variable("xtc_probability", values.probability),
+    "xtc-threshold": _sampling_variable("xtc_threshold", values.up_to_a_half),
+    "max-tokens": _sampling_variable("max_tokens", values.max_tokens),
     "seed": Variable(
         lambda settings: str(settings.seed),
-        lambda settings, text: settings.set_seed(command_line.whole(text)),
+        lambda settings, text: settings.set_seed(values.whole(text)),
     ),
     "thinking": Variable(
         lambda settings: "show" if settings.show_thinking else "hide",

@@ -117,6 +117,9 @@ class AsyncEngine:
                 # The reader's loop is closed, so no task waits.
                 self._forget(reader_id, receive)
 
+        if isinstance(params, SamplingParams) and params.structured_outputs is not None:
+            # Here, others would wait for the compiler.
+            await asyncio.to_thread(self.engine.prepare, params)
         try:
             self._add(prompt, params, reader_id, options, receive)
             while True:
@@ -176,6 +179,17 @@ class AsyncEngine:
         """End a request; its reader gets a last output with finish reason ``"abort"``."""
         self.engine.abort(request_id)
         self._loop.wake()
+
+    def abort_all(self) -> None:
+        """End every request that is there, as :meth:`abort` does."""
+        self.engine.abort_all()
+        self._loop.wake()
+
+    def stopped(self) -> EngineStoppedError | None:
+        """Why requests are not taken any more: it was shut down, or its thread failed, which is
+        then the ``__cause__``; ``None`` while they are.
+        """
+        return self._loop.stopped() if self._loop.is_stopping else None
 
     def stats(self) -> EngineStats:
         return self.engine.stats()

@@ -30,6 +30,7 @@ from mlx_paged.engine.draft_options import (
     num_parameters_of,
     speculation_of,
 )
+from mlx_paged.engine.grammar import GrammarCompiler
 from mlx_paged.engine.latencies import Latencies
 from mlx_paged.engine.model_runner import ModelRunner, StepInFlight
 from mlx_paged.engine.options import PassedOnOptions, passed_on_names, split_options
@@ -183,6 +184,7 @@ class Engine:
         )
         self.latencies = Latencies(self.max_model_len)
         self._special_token_ids = special_token_ids(tokenizer)
+        self._grammars = GrammarCompiler(tokenizer, self.runner.vocab_size)
         self._seeds = random.Random(seed)
         # The requests that are not reported as finished yet. Threads share this table, the inbox
         # and the flags of a state without a lock: each of their changes is a single operation, and
@@ -243,6 +245,9 @@ class Engine:
             raise ValueError(f"[engine] params must be SamplingParams, got {type(params).__name__}")
         token_rules = read_token_rules(params, self.tokenizer, self.runner.vocab_size)
         text, token_ids = read_prompt(prompt, self.tokenizer, self.runner.vocab_size)
+        if params.structured_outputs is not None:
+            grammar = self._grammars.compile(params.structured_outputs)
+            token_rules = token_rules._replace(grammar=grammar)
         seed = self._seeds.getrandbits(63) if params.seed is None else int(params.seed)
         request = Request(
             request_id,
@@ -259,6 +264,16 @@ class Engine:
             raise ValueError(f"[engine] request {request_id!r} exists already")
         self._inbox.append(partial(self.scheduler.add, request))
         self._read_inbox_if_idle()
+
+    def prepare(self, params: SamplingParams) -> None:
+        """Do what takes long of ``add_request`` with these parameters, so that it is fast when it
+        is called: compile their ``structured_outputs``.
+
+        Raises:
+            ArgumentError: as :meth:`add_request`.
+        """
+        if params.structured_outputs is not None:
+            self._grammars.compile(params.structured_outputs)
 
     def abort(self, request_id: str) -> None:
         """End a request, wherever it is, and give its blocks back: at once, or when the step that

@@ -3,8 +3,8 @@
 What a request gets depends on its own logits, tokens and parameters, never on what else is in the
 batch: its draws have keys of their own, and what goes wrong in its own settings fails it alone. The
 order is vLLM's: logit bias, repetition, frequency and presence penalty, the request's own
-processors; then mlx-lm's filters and its temperature. Masks come after the penalties, so that no
-bias, however large, brings back a token that is banned.
+processors; then mlx-lm's filters and its temperature. Masks and grammars come after the penalties,
+so that no bias, however large, brings back a token that is banned.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ import numpy as np
 from mlx_lm.sample_utils import apply_top_k, apply_top_p
 
 from mlx_paged.argument_values import kind_of
+from mlx_paged.engine.grammar import fill_masks
 from mlx_paged.engine.read_array import read_float_rows, read_floats, read_int_rows, read_ints
 from mlx_paged.engine.sampling_state import Filters, SamplingState
-from mlx_paged.engine.token_mask import mask_tokens
+from mlx_paged.engine.token_mask import allow_tokens, mask_tokens
 from mlx_paged.errors import request_error
 from mlx_paged.request import Logprob, Request
 
@@ -163,6 +164,7 @@ def _draw_with_settings(
     failed: dict[int, Exception] = {}
     changed = [entry for entry, state in enumerate(states) if state.may_leave_nothing]
     processed, peaks = _adjust(logits, requests, states), None
+    processed = _keep_to_grammars(processed, requests, states, failed)
     if changed:
         processed, peaks = _run_processors(processed, requests, changed, failed)
     tokens = _draw(processed, states, positions).astype(mx.int32)
@@ -198,6 +200,24 @@ def _adjust(
     return logits
 
 
+def _keep_to_grammars(
+    logits: mx.array,
+    requests: Sequence[Request],
+    states: Sequence[SamplingState],
+    failed: dict[int, Exception],
+) -> mx.array:
+    """The logits with -inf for tokens that would leave a request's grammar; those that can't go on
+    in theirs are put into ``failed``.
+    """
+    entries = [entry for entry, state in enumerate(states) if state.grammar is not None]
+    if not entries:
+        return logits
+    grammars = [state.grammar for state in states if state.grammar is not None]
+    allowed, errors = fill_masks(grammars, [requests[entry] for entry in entries])
+    failed.update({entries[index]: error for index, error in errors.items()})
+    return allow_tokens(logits, entries, allowed)
+
+
 def _penalise(
     logits: mx.array, requests: Sequence[Request], states: Sequence[SamplingState]
 ) -> mx.array:
@@ -226,7 +246,7 @@ def _run_processors(
     """
     processed: dict[int, mx.array] = {}
     for entry in entries:
-        if requests[entry].params.logits_processors:
+        if requests[entry].params.logits_processors and entry not in failed:
             mx.eval(logits)  # outside of the try: an error of the model is not theirs
             try:
                 processed[entry] = _process(requests[entry], logits[entry : entry + 1])
@@ -277,7 +297,8 @@ def _run_samplers(
 def _no_token(request: Request) -> ValueError:
     return ValueError(
         f"[sampler] the logits of {request.request_id!r} allow no token: all are -inf, or NaN; see "
-        "its logit_bias, logits_processors, allowed_token_ids and bad_words"
+        "its structured_outputs, min_tokens, logit_bias, logits_processors, allowed_token_ids and "
+        "bad_words"
     )
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mlx_paged.engine.grammar import GrammarState
 from mlx_paged.engine.token_mask import TokenMask, needs_mask
 from mlx_paged.request import Request
 from mlx_paged.sampling_params import SamplingParams
@@ -49,6 +50,7 @@ class SamplingState:
         group: the requests of a group are drawn in one call; None is greedy.
         filters: 1 / temperature, top_p, log(min_p).
         mask: the tokens that can't be drawn, if there are such.
+        grammar: where the answer is in its grammar, if it has one.
         draws_rows_together: whether a token may be drawn before those in front of it are known.
     """
 
@@ -75,6 +77,8 @@ class SamplingState:
                 biases = np.array(list(params.logit_bias.values()), np.float64).astype(np.float32)
             self.bias = np.array(list(params.logit_bias), np.int32), biases
         self.mask = TokenMask(request, vocab_size) if needs_mask(request) else None
+        compiled = request.token_rules.grammar
+        self.grammar = None if compiled is None else GrammarState(compiled)
         self.may_leave_nothing = bool(
             params.logit_bias or params.logits_processors or self.mask is not None
         )
@@ -89,6 +93,7 @@ class SamplingState:
             and self.group is None
             and self.penalties is None
             and self.num_logprobs is None
+            and self.grammar is None
             and not self.may_leave_nothing
         )
         self.draws_rows_together = all(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_paged.request import Request
 
@@ -80,6 +81,23 @@ def mask_tokens(
             logits[chosen] = mx.where(stacked, -mx.inf, logits[chosen])
     if columns:
         logits[mx.array(rows), mx.array(columns)] = -mx.inf
+    return logits
+
+
+def allow_tokens(
+    logits: mx.array,  # [num_requests, vocab_size]
+    entries: list[int],  # [num_masked]
+    allowed: np.ndarray,  # [num_masked, vocab_size] bool
+) -> mx.array:
+    """The logits with -inf for the tokens that these entries don't allow; the array that was given
+    stays as it is.
+    """
+    if len(entries) == logits.shape[0]:
+        return mx.where(mx.array(allowed), logits, -mx.inf)
+    chosen = mx.array(entries)
+    rows = mx.where(mx.array(allowed), logits[chosen], -mx.inf)
+    logits = mx.array(logits)
+    logits[chosen] = rows
     return logits
 
 

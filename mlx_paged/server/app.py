@@ -2,22 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
-from mlx_paged.server.errors import ApiError, error_response
+from mlx_paged.server.bodies import Handler, json_endpoint
+from mlx_paged.server.cache_report import cache
+from mlx_paged.server.errors import FAILED, ApiError, error_response
 from mlx_paged.server.metrics import add_metrics
+from mlx_paged.server.openai_chat import chat_completions
+from mlx_paged.server.openai_completions import completions
+from mlx_paged.server.openai_models import health, model, models, version
 from mlx_paged.server.pool_page import page_routes
 from mlx_paged.server.service import Service
+from mlx_paged.server.tokenize import detokenize, tokenize
 
 
 def make_app(service: Service) -> Starlette:
     """The application for a service, which endpoints find as ``request.app.state.service``."""
     app = Starlette(
-        routes=[Route("/health", health), *page_routes()],
+        routes=[
+            Route("/health", health),
+            Route("/version", version),
+            Route("/v1/models", models),
+            Route("/v1/models/{name:path}", model),
+            Route("/v1/cache", cache),
+            *page_routes(),
+            *_posts(
+                {
+                    "/v1/chat/completions": chat_completions,
+                    "/v1/completions": completions,
+                    "/tokenize": tokenize,
+                    "/detokenize": detokenize,
+                }
+            ),
+        ],
         exception_handlers={ApiError: _api_error, HTTPException: _http_error, Exception: _failure},
     )
     app.state.service = service
@@ -25,8 +48,11 @@ def make_app(service: Service) -> Starlette:
     return app
 
 
-async def health(request: Request) -> Response:
-    return JSONResponse({"status": "ok"})
+def _posts(handlers: Mapping[str, Handler]) -> list[Route]:
+    """Routes that are sent a JSON object."""
+    return [
+        Route(path, json_endpoint(handler), methods=["POST"]) for path, handler in handlers.items()
+    ]
 
 
 async def _api_error(request: Request, error: Exception) -> Response:
@@ -41,7 +67,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _failure(request: Request, error: Exception) -> Response:
-    return await _api_error(request, ApiError(500, "the server failed; its log says how"))
+    return await _api_error(request, ApiError(500, FAILED))
 
 
 def _request_id(request: Request) -> str | None:

@@ -8,7 +8,6 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from mlx_paged.engine.prefix_history import REASONS, Change, PrefixReport
 from mlx_paged.server.errors import ApiError
@@ -149,6 +148,3 @@ def _truth(text: str) -> bool:
     if text not in ("true", "false", "1", "0"):
         raise ApiError(400, "text must be true or false", param="text")
     return text in ("true", "1")
-
-
-ROUTES = [Route("/v1/cache", cache)]

@@ -9,7 +9,8 @@ from mlx_paged.chat_template import ChatTemplateError, encode_chat
 from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
 from mlx_paged.server.answers import AnswerFormat, ToolChoice
 from mlx_paged.server.errors import ApiError
-from mlx_paged.server.service import Generation, Service
+from mlx_paged.server.generations import Generation
+from mlx_paged.server.service import Service
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,11 @@ _NAMES = {
     429: ("rate_limit_error", "rate_limit_error"),
     503: ("overloaded_error", "overloaded_error"),
 }
+_OTHER_MISTAKE = ("invalid_request_error", "invalid_request_error")
 _SERVER_ERROR = ("server_error", "api_error")
 
 ANTHROPIC_PATHS = ("/v1/messages",)
+FAILED = "the server failed; its log says how"
 
 
 class ApiError(Exception):
@@ -55,7 +57,8 @@ class ApiError(Exception):
 
 def error_body(error: ApiError, path: str, request_id: str | None = None) -> dict[str, Any]:
     """The error in the shape of the protocol that a path belongs to."""
-    openai_name, anthropic_name = _NAMES.get(error.status, _SERVER_ERROR)
+    other = _OTHER_MISTAKE if error.status < 500 else _SERVER_ERROR
+    openai_name, anthropic_name = _NAMES.get(error.status, other)
     if path.startswith(ANTHROPIC_PATHS):
         return {
             "type": "error",

@@ -94,6 +94,17 @@ class Fields:
     def items(self, name: str, default: Any = REQUIRED) -> Any:
         return self._read(name, default, lambda value: isinstance(value, list), "a list")
 
+    def texts(self, name: str, max_items: int) -> tuple[str, ...]:
+        """Texts that are not empty, in a list, or one that stands alone; none by default."""
+        if isinstance(self._values.get(name), str):
+            return (self.text(name),)
+        is_right: Callable[[object], bool] = lambda value: isinstance(value, str) and value != ""  # noqa: E731
+        return self._elements(name, max_items, is_right, "texts that are not empty")
+
+    def integers(self, name: str, max_items: int) -> tuple[int, ...]:
+        """Whole numbers in a list; none by default."""
+        return self._elements(name, max_items, _is_integer, "whole numbers")
+
     def choice(self, name: str, choices: Sequence[T], default: T = REQUIRED) -> T:
         """One of some values."""
         what = " or ".join(map(shown, choices))
@@ -140,6 +151,17 @@ class Fields:
         for name in sorted(self._unread, key=str):
             way_out = (advice or {}).get(name, "leave it out")
             raise self.error(str(name), f"is not supported; {way_out}")
+
+    def _elements(
+        self, name: str, max_items: int, is_right: Callable[[Any], bool], what: str
+    ) -> tuple[Any, ...]:
+        values = self.items(name, ())
+        if len(values) > max_items:
+            raise self.error(name, f"has {len(values):,} entries, and {max_items:,} are the most")
+        for index, value in enumerate(values):
+            if not is_right(value):
+                raise self.error(f"{name}[{index}]", f"must be one of {what}, got {shown(value)}")
+        return tuple(values)
 
     def _read(self, name: str, default: Any, is_right: Callable[[Any], bool], what: str) -> Any:
         if not self.has(name):

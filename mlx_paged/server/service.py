@@ -3,62 +3,43 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import ParamSpec, Protocol, TypeVar
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.engine.async_engine import AsyncEngine, EngineStoppedError
-from mlx_paged.errors import PromptTooLongError, one_line
+from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.loading import SamplingDefaults
 from mlx_paged.request import RequestOutput
-from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.server.errors import ApiError
+from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
+from mlx_paged.server.generations import Answer, Generation, check_end
+from mlx_paged.server.token_texts import TokenTexts
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+MAX_PREPARING = 4  # prompts that are written and encoded at once
+DEFAULT_TEMPERATURE = 1.0  # of OpenAI's and Anthropic's interfaces
 
 
-@dataclass(frozen=True)
-class Generation:
-    """What the engine is asked for.
+class Admission(Protocol):
+    """The queue limit."""
 
-    Args:
-        prompt_token_ids: the prompt. Encoded before, in a thread of its own: a long text takes a
-            tokenizer longer than a step.
-        params: with ``output_kind`` DELTA.
-        cache_salt: requests with different salts share no K/V. The salt of the user's key is in it.
-    """
-
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    priority: int = 0
-    cache_salt: str | None = None
+    def admit(self, num_seqs: int = 1) -> AbstractContextManager[None]:
+        """Hold places until a request ends; raises an :class:`ApiError` if there are none."""
+        ...
 
 
-class Answer:
-    """The parts of a generation as they come, the first of which is there already, so that an error
-    can still be an answer of HTTP.
+class NoLimit:
+    """Admits everybody."""
 
-        answer = await service.start(generation, request_id)
-        try:
-            async for part in answer: ...
-        finally:
-            await answer.aclose()       # aborts what is not finished
-    """
-
-    def __init__(self, first: RequestOutput, rest: AsyncGenerator[RequestOutput, None]):
-        self._first: RequestOutput | None = first
-        self._rest = rest
-
-    def __aiter__(self) -> Answer:
-        return self
-
-    async def __anext__(self) -> RequestOutput:
-        if self._first is not None:
-            first, self._first = self._first, None
-            return first
-        return await anext(self._rest)
-
-    async def aclose(self) -> None:
-        await self._rest.aclose()
+    def admit(self, num_seqs: int = 1) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 @dataclass(frozen=True)
@@ -70,9 +51,13 @@ class Service:
         tokenizer: of its model, with or without a chat template.
         model_names: that clients may use, the first of which is said in answers.
         defaults: of the model's ``generation_config.json``, or of flags.
-        max_tokens: of an answer, where a request does not say; ``None``: what the context leaves.
+        max_tokens: of an answer, where a request does not say; ``None``: what the protocol says,
+            or what the context leaves.
         template_options: variables of the chat template, where a request does not say.
         created: when the server started, in seconds since the epoch.
+        admission: the queue limit.
+        first_part_seconds: how long a stream waits for its first part, so that an error is one of
+            HTTP. After that it begins, and says now and then that it lives.
     """
 
     engine: AsyncEngine
@@ -82,35 +67,101 @@ class Service:
     max_tokens: int | None = None
     template_options: dict[str, object] = field(default_factory=dict)
     created: int = 0
+    admission: Admission = field(default_factory=NoLimit)
+    first_part_seconds: float = 10.0
+    _threads: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(MAX_PREPARING, "mlx_paged prompts"),
+        init=False,
+        repr=False,
+    )
+    _numbers: Iterator[int] = field(default_factory=itertools.count, init=False, repr=False)
+
+    @cached_property
+    def token_texts(self) -> TokenTexts:
+        """The bytes of the tokenizer's tokens."""
+        return TokenTexts(self.tokenizer)
+
+    @property
+    def max_model_len(self) -> int | None:
+        """The most tokens that a prompt and its answer have together; ``None``: no limit."""
+        return self.engine.engine.max_model_len
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """What is sampled with where a request does not say: the model's own recommendation, and
+        else what the interfaces of OpenAI and Anthropic promise. Answers end with the context.
+        """
+        wanted = {name: value for name, value in vars(self.defaults).items() if value is not None}
+        return SamplingParams(
+            **{"temperature": DEFAULT_TEMPERATURE, **wanted},
+            max_tokens=self.max_tokens,
+            output_kind=RequestOutputKind.DELTA,
+        )
+
+    async def prepare(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What ``work`` returns, which writes or encodes a prompt, from one of few threads: a long
+        prompt takes a tokenizer longer than a step.
+        """
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, partial(work, *args, **kwargs))
 
     async def start(self, generation: Generation, request_id: str | None = None) -> Answer:
         """Ask the engine, and wait for the first part.
 
+        Args:
+            request_id: of the client's request; may stand for several generations.
+
         Raises:
-            ApiError: what the engine refuses is 400, with its words; an engine that stopped is 503.
+            ApiError: what the engine refuses is 400, with its words; no place in the queue and an
+                engine that stopped are 503.
         """
-        outputs = self.engine.generate(
-            {"prompt_token_ids": generation.prompt_token_ids},
-            generation.params,
-            request_id=request_id,
-            priority=generation.priority,
-            cache_salt=generation.cache_salt,
-        )
+        with ExitStack() as places:
+            places.enter_context(self.admission.admit(generation.params.n))
+            outputs = self.engine.generate(
+                {"prompt_token_ids": generation.prompt_token_ids},
+                generation.params,
+                request_id=f"{request_id or 'request'}-{next(self._numbers)}",
+                priority=generation.priority,
+                cache_salt=generation.cache_salt,
+            )
+            answer = Answer(outputs, places.pop_all())
         try:
-            return Answer(await anext(outputs), outputs)
-        except BaseException as error:
-            await outputs.aclose()
-            raise api_error(error) from error
+            await answer.wait(self.first_part_seconds)
+        except BaseException:
+            await answer.aclose()
+            raise
+        return answer
 
+    async def start_all(
+        self, generations: Sequence[Generation], request_id: str | None = None
+    ) -> list[Answer]:
+        """Start several generations at once; all or none."""
+        tasks = [asyncio.create_task(self.start(each, request_id)) for each in generations]
+        try:
+            return list(await asyncio.gather(*tasks))
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            for result in await asyncio.gather(*tasks, return_exceptions=True):
+                if isinstance(result, Answer):
+                    await result.aclose()
+            raise
 
-def api_error(error: BaseException) -> BaseException:
-    """What is said of an error that ended a generation before its first part."""
-    if isinstance(error, ApiError | asyncio.CancelledError) or not isinstance(error, Exception):
-        return error
-    if isinstance(error, PromptTooLongError):
-        return ApiError(400, one_line(error, 500), code="context_length_exceeded")
-    if isinstance(error, EngineStoppedError):
-        return ApiError(503, one_line(error, 500), headers={"Retry-After": "5"})
-    if isinstance(error, ValueError):
-        return ApiError(400, one_line(error, 500), param=getattr(error, "argument", None))
-    return ApiError(500, f"the request failed: {one_line(error, 500)}")
+    async def whole(
+        self, generations: Sequence[Generation], request_id: str | None = None
+    ) -> list[RequestOutput]:
+        """The whole answers, for clients that want no stream. Nothing is done here meanwhile.
+
+        Raises:
+            ApiError: as :meth:`start`, or why an answer ended before its end.
+        """
+        final = [
+            replace(each, params=each.params.clone(output_kind=RequestOutputKind.FINAL_ONLY))
+            for each in generations
+        ]
+        answers = await self.start_all(final, request_id)
+        try:
+            return [check_end(await anext(answer)) for answer in answers]
+        finally:
+            for answer in answers:
+                await answer.aclose()

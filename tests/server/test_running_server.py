@@ -6,7 +6,7 @@ import asyncio
 import urllib.request
 
 from mlx_paged import SamplingParams
-from mlx_paged.server.service import Generation
+from mlx_paged.server.generations import Generation
 
 
 def test_the_server_answers(server_url):

@@ -1,0 +1,192 @@
+"""Flags that programs share, named as those of ``mlx_lm``, and the arguments that they become."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+from mlx_paged.command_line import values
+from mlx_paged.config import (
+    BLOCK_SIZES,
+    DEFAULT_BACKEND,
+    DEFAULT_BLOCK_SIZE,
+    DEFAULT_KV,
+    DEFAULT_NUM_DRAFT_TOKENS,
+    DEFAULT_NUM_SINK_TOKENS,
+    KV_CACHES,
+    MAX_DRAFT_TOKENS,
+)
+
+EXAMPLE_MODEL = "mlx-community/Qwen3-0.6B-4bit"
+# Arguments of the library that the flags below are handed on as.
+FLAGS = {
+    "adapter_path": "--adapter-path",
+    "draft_model": "--draft-model",
+    "kv_cache_bytes": "--kv-cache-bytes",
+    "kv_format": "--kv-bits",
+    "num_sink_tokens": "--num-sink-tokens",
+    "max_model_len": "--max-model-len",
+    "num_draft_tokens": "--num-draft-tokens",
+    "path_or_hf_repo": "--model",
+    "window": "--window",
+}
+# Fields of ``SamplingParams``, and the names of their flags' values.
+SAMPLING_FLAGS = {
+    "temperature": "temp",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "xtc_probability": "xtc_probability",
+    "xtc_threshold": "xtc_threshold",
+}
+_FROM_MODEL = "default: as the model's generation_config.json says, else"
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--model",
+        help=f"local folder or Hugging Face repo, e.g. {EXAMPLE_MODEL} "
+        "(default: the bundled demo model)",
+    )
+    add(
+        "--adapter-path",
+        help="folder with LoRA or DoRA adapters for the model, as mlx-lm trains them",
+    )
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--max-tokens",
+        "-m",
+        type=values.max_tokens,
+        default=-1,
+        help="tokens per answer (default: -1, as many as the context holds)",
+    )
+    add(
+        "--temp",
+        type=values.at_least_0,
+        help=f"sampling temperature, 0 is greedy ({_FROM_MODEL} 0)",
+    )
+    add("--top-p", type=values.probability, help=f"sampling top-p, 1 is off ({_FROM_MODEL} 1)")
+    add("--top-k", type=values.whole, help=f"sampling top-k, 0 is off ({_FROM_MODEL} 0)")
+    add("--min-p", type=values.probability, help=f"sampling min-p, 0 is off ({_FROM_MODEL} 0)")
+
+
+def add_xtc_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--xtc-probability",
+        type=values.probability,
+        help="how often XTC removes the most likely tokens (default: 0, never)",
+    )
+    add(
+        "--xtc-threshold",
+        type=values.up_to_a_half,
+        help="tokens above this probability are removed but the least likely one (default: 0.1)",
+    )
+
+
+def add_generation_config_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--no-generation-config",
+        action="store_true",
+        help="leave the model's generation_config.json out: greedy, unless flags say otherwise",
+    )
+
+
+def chosen_sampling(args: argparse.Namespace, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of ``SamplingParams``: what the flags of sampling say wins over the model's own.
+
+    Args:
+        own: what the model's ``generation_config.json`` recommends, by field.
+    """
+    given = {field: getattr(args, name, None) for field, name in SAMPLING_FLAGS.items()}
+    chosen = {**own, **{field: value for field, value in given.items() if value is not None}}
+    if chosen.get("top_p") == 0:
+        chosen["top_p"] = 1.0  # As in mlx-lm, 0 is off.
+    return chosen
+
+
+def add_no_thinking_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--no-thinking",
+        action="store_true",
+        help="ask the model's chat template for an answer without reasoning",
+    )
+
+
+def add_cache_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--kv",
+        choices=KV_CACHES,
+        default=DEFAULT_KV,
+        help="the KV cache: contiguous or paged (default: %(default)s)",
+    )
+    add(
+        "--block-size",
+        type=int,
+        choices=BLOCK_SIZES,
+        default=DEFAULT_BLOCK_SIZE,
+        help="tokens per K/V block (default: %(default)s)",
+    )
+    add(
+        "--kv-cache-bytes",
+        type=values.budget,
+        metavar="N",
+        help="K/V budget: bytes (65536, 512M, 2G) or blocks (256blocks) "
+        "(default: a share of the memory)",
+    )
+    add(
+        "--kv-bits",
+        type=values.kv_bits,
+        metavar="N",
+        help="quantise the K/V of a paged cache: 8, 4, or K:8,V:4 (default: the model's dtype)",
+    )
+    add(
+        "--max-model-len",
+        type=values.positive,
+        metavar="N",
+        help="context limit: tokens of the conversation and its answer (default: the model's own)",
+    )
+    add(
+        "--window",
+        type=values.positive,
+        metavar="N",
+        help="keep the last N tokens, and the first ones, so that the conversation has no end "
+        "(default: keep all)",
+    )
+    add(
+        "--num-sink-tokens",
+        type=values.whole,
+        metavar="M",
+        help=f"first tokens to keep beside a window (default: {DEFAULT_NUM_SINK_TOKENS})",
+    )
+
+
+def add_draft_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--draft-model",
+        help="a small model of the same tokenizer, folder or repo, that drafts the next tokens; "
+        "without one they are looked up in the conversation",
+    )
+    add(
+        "--num-draft-tokens",
+        type=values.drafts,
+        metavar="K",
+        help=f"verify up to K drafts per step, 0 to {MAX_DRAFT_TOKENS}; the answers are the same "
+        f"(default: {DEFAULT_NUM_DRAFT_TOKENS} with a draft model, else 0)",
+    )
+
+
+def add_backend_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--backend",
+        choices=("auto", "reference", "metal"),
+        default=DEFAULT_BACKEND,
+        help="operations on the paged cache (default: %(default)s)",
+    )

@@ -1,0 +1,343 @@
+"""Structured outputs: which tokens keep an answer within its grammar.
+
+The grammar engine is llguidance: an Earley parser over a lexer of derivatives, which walks the trie
+of the vocabulary (https://github.com/guidance-ai/llguidance). It fills a mask of one bit per token
+on the host, in microseconds, while the device computes the logits.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from json import dumps
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+from mlx_lm.tokenizer_utils import NewlineTokenizer, TokenizerWrapper
+
+from mlx_paged.argument_values import kind_of
+from mlx_paged.errors import ArgumentError, one_line, reason, request_error
+from mlx_paged.request import Request
+from mlx_paged.structured_outputs import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+T = TypeVar("T")
+
+# Compiling recurses as deep as rules and schemas refer to each other, and a stack that overflows
+# ends the process. This is some five times what the deepest of the longest grammars took; what is
+# not used costs no memory.
+STACK_NBYTES = 2**29
+NUM_REMEMBERED = 32  # compiled grammars
+
+# Of the separators of JSON, each with a space or without, as models write them.
+_ONE_LINE = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
+_FLEXIBLE = {"whitespace_flexible": True}
+
+
+class StructuredOutputError(ValueError):
+    """An answer can't go on within its grammar."""
+
+
+@dataclass(frozen=True, eq=False)
+class Vocabulary:
+    """The tokens of a model, as grammars see them.
+
+    Attributes:
+        ll_tokenizer: llguidance's.
+        vocab_size: of the model: logits in a row.
+        num_words: of 32 bits in a mask; at least ``vocab_size`` bits.
+        unstructured: ``[num_words] uint32``, the mask of all tokens but those that end an answer.
+    """
+
+    ll_tokenizer: LLTokenizer
+    vocab_size: int
+    num_words: int
+    unstructured: np.ndarray
+
+    @classmethod
+    def read(cls, tokenizer: TokenizerWrapper, vocab_size: int) -> Vocabulary:
+        """That of a tokenizer; takes about a second with 150,000 tokens.
+
+        Args:
+            vocab_size: of the model, which may have more tokens or fewer than the tokenizer. Those
+                that the tokenizer does not have are never drawn.
+
+        Raises:
+            ArgumentError: llguidance is not installed, the tokenizer is none that it can read, or
+                the model has no end of sequence.
+        """
+        try:
+            from llguidance import hf
+        except ImportError as error:
+            raise _refusal(
+                "structured outputs need llguidance; pip install 'mlx-paged[server]'"
+            ) from error
+        inner = tokenizer._tokenizer
+        if isinstance(inner, NewlineTokenizer) or not hasattr(inner, "backend_tokenizer"):
+            raise _refusal(
+                f"structured outputs need a fast tokenizer of Hugging Face, got {kind_of(inner)}"
+            )
+        eos_token_ids = [each for each in sorted(tokenizer.eos_token_ids) if each < vocab_size]
+        if not eos_token_ids:
+            raise _refusal("structured outputs need a tokenizer with an end of sequence")
+        token_ids = np.array(sorted(inner.get_vocab().values()))
+        num_tokens = max(vocab_size, int(token_ids.max()) + 1)
+        try:
+            ll_tokenizer = hf.from_tokenizer(inner, n_vocab=num_tokens, eos_token=eos_token_ids)
+        except Exception as error:
+            raise _refusal(f"llguidance can't use the tokenizer: {reason(error)}") from error
+        num_words = (ll_tokenizer.vocab_size + 31) // 32
+        bits = np.zeros(num_words * 32, np.bool_)
+        bits[token_ids] = True
+        bits[eos_token_ids] = False
+        unstructured = np.packbits(bits, bitorder="little").view(np.uint32)
+        return cls(ll_tokenizer, vocab_size, num_words, unstructured)
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledGrammar:
+    """What the answers of a request have to be.
+
+    Attributes:
+        matcher: at the beginning of an answer; it is copied, and never changes.
+        begin_after: the token ids that the structure follows.
+        reasoning_start: those without which it follows nothing.
+    """
+
+    vocabulary: Vocabulary
+    matcher: LLMatcher
+    begin_after: tuple[int, ...] = ()
+    reasoning_start: tuple[int, ...] = ()
+
+
+class GrammarCompiler:
+    """Compiles grammars for one model and tokenizer, and remembers the last ones. From any thread.
+
+    Args:
+        tokenizer: ``None`` compiles none.
+        vocab_size: of the model.
+    """
+
+    def __init__(self, tokenizer: TokenizerWrapper | None, vocab_size: int):
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._vocabulary: Vocabulary | None = None
+        self._reading = threading.Lock()
+        self._remembering = threading.Lock()
+        self._matchers: OrderedDict[str, LLMatcher] = OrderedDict()
+
+    def compile(self, params: StructuredOutputsParams) -> CompiledGrammar:
+        """The grammar of a request.
+
+        The first one takes about a second with a vocabulary of 150,000 tokens; the others take
+        milliseconds, hundreds of them where they are large, and nothing where they are remembered.
+
+        Raises:
+            ArgumentError: no tokenizer or one that llguidance can't read, a grammar that can't be
+                compiled, or one that no answer is in; the message names the argument.
+        """
+        vocabulary = self._read_vocabulary()
+        for name in ("begin_after", "reasoning_start"):
+            token = max(getattr(params, name), default=0)
+            if token >= vocabulary.vocab_size:
+                raise ArgumentError(
+                    f"[structured_outputs] {name} has token id {token}, the vocabulary ends at "
+                    f"{vocabulary.vocab_size - 1}",
+                    name,
+                )
+        text = _grammar_text(params)
+        with self._remembering:
+            matcher = self._matchers.get(text)
+            if matcher is not None:
+                self._matchers.move_to_end(text)
+        if matcher is None:
+            matcher = _on_large_stack(lambda: _compile(vocabulary, text, params.kind))
+            with self._remembering:
+                self._matchers[text] = matcher
+                while len(self._matchers) > NUM_REMEMBERED:
+                    self._matchers.popitem(last=False)
+        reasoning = tuple(params.begin_after), tuple(params.reasoning_start)
+        return CompiledGrammar(vocabulary, matcher, *reasoning)
+
+    def _read_vocabulary(self) -> Vocabulary:
+        if self._tokenizer is None:
+            raise _refusal("structured outputs need a tokenizer")
+        with self._reading:
+            if self._vocabulary is None:
+                self._vocabulary = Vocabulary.read(self._tokenizer, self._vocab_size)
+            return self._vocabulary
+
+
+class GrammarState:
+    """Where an answer is in its grammar. Tokens of an answer only grow; each is read once."""
+
+    def __init__(self, grammar: CompiledGrammar):
+        self.vocabulary = grammar.vocabulary
+        self._begin_after = grammar.begin_after
+        self._reasoning_start = grammar.reasoning_start
+        self._matcher = grammar.matcher.deep_copy()
+        self._num_read: int | None = 0  # of the answer; None while it changes
+        self._is_structured = not grammar.begin_after
+
+    def fill_mask(self, request: Request, mask: np.ndarray) -> None:
+        """Write the tokens that may come next.
+
+        Args:
+            mask: ``[num_words] uint32``, a bit per token, the lowest first.
+
+        Raises:
+            StructuredOutputError: the answer left its grammar, or the grammar is too complex here.
+        """
+        self._read_new_tokens(request)
+        num_tokens, start = request.num_output_tokens, self._reasoning_start
+        is_opening = not self._is_structured and num_tokens < len(start)
+        if self._is_structured or (is_opening and num_tokens == 0):
+            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            self._check("can't go on")
+        else:
+            mask[:] = 0 if is_opening else self.vocabulary.unstructured
+        if is_opening:
+            word, bit = divmod(start[num_tokens], 32)
+            mask[word] |= np.uint32(1 << bit)
+
+    def _read_new_tokens(self, request: Request) -> None:
+        num_read = self._num_read
+        if num_read is None:  # An interrupt cut the reading short.
+            self._matcher.reset()
+            num_read, self._is_structured = 0, not self._begin_after
+        self._num_read = None
+        if self._is_structured:
+            tokens = request.token_ids[request.num_prompt_tokens + num_read :]
+        else:
+            tokens = self._find_structure(request.output_token_ids, num_read)
+        if tokens and not self._matcher.consume_tokens(tokens):
+            self._check("left its grammar")
+        self._num_read = request.num_output_tokens
+
+    def _find_structure(self, answer: list[int], num_read: int) -> list[int]:
+        """The tokens of the structure, once it begins."""
+        start, end = self._reasoning_start, self._begin_after
+        if tuple(answer[: len(start)]) != start[: len(answer)]:
+            self._is_structured = True
+            return answer
+        for place in range(max(num_read + 1, len(start) + len(end)), len(answer) + 1):
+            if tuple(answer[place - len(end) : place]) == end:
+                self._is_structured = True
+                return answer[place:]
+        return []
+
+    def _check(self, what: str) -> None:
+        if self._matcher.is_error():
+            raise StructuredOutputError(
+                f"[structured_outputs] the answer {what}: {_message(self._matcher)}"
+            )
+
+
+def fill_masks(
+    states: Sequence[GrammarState], requests: Sequence[Request]
+) -> tuple[np.ndarray, dict[int, Exception]]:
+    """The tokens that may come next, ``[num_requests, vocab_size] bool``, and what failed a
+    request, by its entry. One that failed may have any.
+    """
+    vocabulary = states[0].vocabulary
+    words = np.empty((len(states), vocabulary.num_words), np.uint32)
+    failed: dict[int, Exception] = {}
+    for entry, (state, request) in enumerate(zip(states, requests, strict=True)):
+        try:
+            state.fill_mask(request, words[entry])
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # The panics of Rust are no Exception.
+            failed[entry] = request_error(error)
+            words[entry] = vocabulary.unstructured
+    # Unpacking 150,000 bits takes 8 us here, and each operation on the device takes as much.
+    bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")
+    return bits[:, : vocabulary.vocab_size].view(np.bool_), failed
+
+
+def _grammar_text(params: StructuredOutputsParams) -> str:
+    """A grammar in llguidance's notation."""
+    from llguidance import LLMatcher
+
+    if params.kind in ("json", "json_object"):
+        schema = {"type": "object"} if params.json is None else str(params.json)
+        options = _FLEXIBLE if params.whitespace_flexible else _ONE_LINE
+        try:
+            text: str = LLMatcher.grammar_from_json_schema(
+                "{}" if schema == "true" else schema,
+                overrides=options,  # type: ignore[arg-type]
+            )
+        except ValueError as error:  # Rust's JSON has no halves of characters.
+            raise ArgumentError(
+                f"[structured_outputs] json can't be compiled: {one_line(error)}", "json"
+            ) from error
+        return text
+    if params.choice is not None:
+        return "start: " + " | ".join(map(_quoted, params.choice))
+    if params.regex is not None:
+        return str(LLMatcher.grammar_from_regex(params.regex))
+    return str(LLMatcher.grammar_from_lark(params.grammar or ""))
+
+
+def _quoted(text: str) -> str:
+    """A text as a terminal of Lark, which has JSON's escapes."""
+    return dumps(text)
+
+
+def _compile(vocabulary: Vocabulary, text: str, kind: str) -> LLMatcher:
+    from llguidance import LLMatcher, LLParserLimits
+
+    limits = LLParserLimits(verbose_errors=False)
+    matcher = LLMatcher(vocabulary.ll_tokenizer, text, log_level=0, limits=limits)
+    if matcher.is_error():
+        raise ArgumentError(
+            f"[structured_outputs] {kind} can't be compiled: {_message(matcher)}", kind
+        )
+    # The first mask shows whether there is an answer at all, and fills caches that copies share.
+    mask = np.frombuffer(matcher.compute_bitmask(), np.uint32)
+    if matcher.is_error() or not mask.any():
+        raise ArgumentError(
+            f"[structured_outputs] no answer of this vocabulary is in {kind}: {_message(matcher)}",
+            kind,
+        )
+    return matcher
+
+
+def _message(matcher: LLMatcher) -> str:
+    text = matcher.get_error().replace("<non-verbose/>", "")
+    return one_line(text or matcher.stop_reason())
+
+
+def _refusal(message: str) -> ArgumentError:
+    return ArgumentError(f"[structured_outputs] {message}", "structured_outputs")
+
+
+_starting = threading.Lock()
+
+
+def _on_large_stack(work: Callable[[], T]) -> T:
+    """Do some work in a thread with a stack that deep grammars don't overflow."""
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="mlx_paged grammar", daemon=True)
+    with _starting:
+        before = threading.stack_size(STACK_NBYTES)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    thread.join()
+    if errors:
+        raise request_error(errors[0])
+    return results[0]

@@ -1,0 +1,7 @@
+"""``python -m mlx_paged.server``."""
+
+import sys
+
+from mlx_paged.server.program import main
+
+sys.exit(main())

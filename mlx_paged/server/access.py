@@ -1,0 +1,191 @@
+"""Who may use the server: keys, names in ``Host``, and origins of web pages."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from mlx_paged.errors import shown
+from mlx_paged.server.errors import ApiError, error_response
+from mlx_paged.server.settings import ApiKey, ServerSettings
+
+# The state of the server in a word, and the page, which is the same for everybody: what it shows
+# comes from paths that need a key.
+OPEN_PATHS = frozenset({"/", "/health"})
+_SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+
+
+@dataclass(frozen=True)
+class Principal:
+    """Whose request it is.
+
+    Args:
+        name: of the key, for logs; ``"-"`` where no key is needed.
+        cache_salt: of the user's cached K/V; ``None`` where users share them.
+    """
+
+    name: str = "-"
+    cache_salt: str | None = None
+
+    def salted(self, cache_salt: str | None) -> str | None:
+        """The salt of a request, which says one itself or not: different for each pair of user
+        and salt.
+        """
+        if self.cache_salt is None or cache_salt is None:
+            return self.cache_salt or cache_salt
+        return json.dumps([self.cache_salt, cache_salt])
+
+
+NOBODY = Principal()
+
+
+class Access:
+    """Middleware: a request needs a key, if there are any, and leaves its user in
+    ``scope["state"]["principal"]``.
+    """
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings):
+        self._app = app
+        # Digests have one length, so comparing them tells nothing about a key.
+        self._principals = [
+            (_digest(key.key.encode()), _principal_of(key, settings.share_cache))
+            for key in settings.api_keys
+        ]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        state = scope.setdefault("state", {})
+        key = _key_in(dict(scope["headers"]))
+        principal = self._principal_with(key)
+        if principal is None and scope["path"] in OPEN_PATHS and scope["method"] in _SAFE_METHODS:
+            principal = NOBODY
+        if principal is None:
+            error = error_response(_refusal(key), scope["path"], state.get("request_id"))
+            await error(scope, receive, send)
+            return
+        state["principal"] = principal
+        await self._app(scope, receive, send)
+
+    def _principal_with(self, key: bytes | None) -> Principal | None:
+        if not self._principals:
+            return NOBODY
+        if key is None:
+            return None
+        digest = _digest(key)
+        found = None
+        for expected, principal in self._principals:  # all of them, wherever it is
+            if hmac.compare_digest(expected, digest):
+                found = principal
+        return found
+
+
+def _key_in(headers: Mapping[bytes, bytes]) -> bytes | None:
+    """The key of ``Authorization: Bearer``, or of ``x-api-key``, which Anthropic's clients send."""
+    scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+    if scheme.lower() == b"bearer" and key.strip():
+        return key.strip()
+    return headers.get(b"x-api-key", b"").strip() or None
+
+
+def _refusal(key: bytes | None) -> ApiError:
+    if key is None:
+        what = "no API key was given; send it as Authorization: Bearer KEY or as x-api-key: KEY"
+    else:
+        what = "the API key is wrong"
+    return ApiError(401, what, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+
+def _principal_of(key: ApiKey, share_cache: bool) -> Principal:
+    if share_cache:
+        return Principal(key.name)
+    # A key without a name may be given in another order at the next start.
+    own = key.name if key.is_named else key.key
+    text = f"mlx_paged user {'name' if key.is_named else 'key'} {own}"
+    return Principal(key.name, hashlib.sha256(text.encode()).hexdigest()[:32])
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+class OriginGuard:
+    """Middleware: a web page may use the server only if its origin is allowed.
+
+    A page of any site can send requests to 127.0.0.1, and a site whose name is made to point there
+    (DNS rebinding) can read the answers. So ``Host`` must be a name of this machine, as long as the
+    server listens on it alone, and a request that changes something or computes must come from the
+    server's own page, from ``--cors-origin``, or from no page.
+
+    Args:
+        is_loopback: whether only this machine can reach the server.
+    """
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings, is_loopback: bool):
+        self._app = app
+        self._origins = frozenset(settings.cors_origins)
+        self._hosts = frozenset(settings.allowed_hosts)
+        self._is_any_host = not is_loopback and not self._hosts
+        self._own_host = settings.host.lower()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            error = self._refusal(scope["method"], dict(scope["headers"]))
+            if error is not None:
+                request_id = scope.get("state", {}).get("request_id")
+                await error_response(error, scope["path"], request_id)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _refusal(self, method: str, headers: Mapping[bytes, bytes]) -> ApiError | None:
+        host = headers.get(b"host", b"").decode("latin-1").lower()
+        if not self._is_allowed_host(host):
+            return ApiError(
+                421,
+                f"the Host header {shown(host)} is no name of this server; --allowed-host allows "
+                "others",
+                code="host_not_allowed",
+            )
+        origin = headers.get(b"origin")
+        if origin is None or method in _SAFE_METHODS or "*" in self._origins:
+            return None
+        text = origin.decode("latin-1").lower()
+        if text in self._origins or _host_of(text) == host:
+            return None
+        return ApiError(
+            403,
+            f"pages of the origin {shown(text)} may not use this server; --cors-origin allows them",
+            code="origin_not_allowed",
+        )
+
+    def _is_allowed_host(self, host: str) -> bool:
+        if self._is_any_host:
+            return True
+        name = host if host.endswith("]") else host.rpartition(":")[0] or host
+        return name in self._hosts or name == self._own_host or is_loopback_name(name)
+
+
+def is_loopback_name(name: str) -> bool:
+    """Whether a name or an address can only be this machine: localhost, 127.0.0.1, [::1]."""
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(name.removeprefix("[").removesuffix("]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _host_of(origin: str) -> str | None:
+    """Host and port of a page's origin, as its requests to its own server have them."""
+    try:
+        return urlsplit(origin).netloc or None
+    except ValueError:
+        return None

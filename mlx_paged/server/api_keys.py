@@ -1,0 +1,86 @@
+"""API keys as operators give them: flags and files. Imports no MLX."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Sequence
+
+from mlx_paged.errors import ArgumentError, shown, system_reason
+from mlx_paged.server.settings import ApiKey
+
+_NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
+_KEY = re.compile(r"[!-~]{1,512}")  # what a header can hold: ASCII without blanks
+_MAX_FILE = 2**20  # bytes
+
+
+def read_api_keys(texts: Sequence[str], file: str | None = None) -> tuple[ApiKey, ...]:
+    """The keys of ``--api-key`` and of the lines of ``--api-key-file``.
+
+    Each is a key, or ``name=key``. A text whose only ``=`` end it is a key, as base64 ends so.
+    Keys without a name are called ``key1``, ``key2`` and so on, in their order.
+
+    Raises:
+        ArgumentError: a key that can't stand in a header, one that is given twice, or a file that
+            can't be read, has none, or can be read by others. No message holds a key.
+    """
+    given = [("api_key", text) for text in texts]
+    if file is not None:
+        lines = _lines(file)
+        if not lines:
+            raise ArgumentError(f"[server] api_key_file {shown(file)} has no key", "api_key_file")
+        given += [("api_key_file", line) for line in lines]
+    keys: list[ApiKey] = []
+    for index, (argument, text) in enumerate(given, start=1):
+        key = _parsed(text, argument, index)
+        if any(key.key == other.key for other in keys):
+            raise ArgumentError(f"[server] {argument}: key {index} is given twice", argument)
+        keys.append(key)
+    return tuple(keys)
+
+
+def _parsed(text: str, argument: str, index: int) -> ApiKey:
+    name, equals, key = text.partition("=")
+    is_named = bool(equals and key.strip("="))
+    if not is_named:
+        name, key = f"key{index}", text
+    if not _NAME.fullmatch(name):
+        raise ArgumentError(
+            f"[server] {argument}: the name of key {index} must be 1 to 64 letters, digits, "
+            "or any of . _ @ -",
+            argument,
+        )
+    if not _KEY.fullmatch(key):
+        raise ArgumentError(
+            f"[server] {argument}: key {index} must be 1 to 512 characters of ASCII, without "
+            "blanks",
+            argument,
+        )
+    return ApiKey(name, key, is_named)
+
+
+def _lines(file: str) -> list[str]:
+    """The lines of a file that only its owner can read; blank ones and comments are left out."""
+    try:
+        with open(file, encoding="utf-8") as opened:
+            mode = os.fstat(opened.fileno()).st_mode
+            if stat.S_IMODE(mode) & (stat.S_IRWXG | stat.S_IRWXO):
+                raise ArgumentError(
+                    f"[server] api_key_file {shown(file)} can be read or written by others (mode "
+                    f"{stat.S_IMODE(mode):o}); run chmod 600 on it",
+                    "api_key_file",
+                )
+            text = opened.read(_MAX_FILE + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArgumentError(
+            f"[server] api_key_file {shown(file)} can't be read: {system_reason(error)}",
+            "api_key_file",
+        ) from error
+    if len(text) > _MAX_FILE:
+        raise ArgumentError(
+            f"[server] api_key_file {shown(file)} has more than {_MAX_FILE:,} characters",
+            "api_key_file",
+        )
+    lines = [line.strip() for line in text.splitlines()]
+    return [line for line in lines if line and not line.startswith("#")]

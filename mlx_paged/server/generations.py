@@ -1,0 +1,162 @@
+"""``Generation`` and ``Answer``: what the engine is asked for, and what comes back in parts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from mlx_paged.engine.async_engine import EngineStoppedError
+from mlx_paged.errors import PromptTooLongError, one_line
+from mlx_paged.request import RequestOutput
+from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.server.errors import ApiError
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What the engine is asked for.
+
+    Args:
+        prompt_token_ids: the prompt. Encoded before, in a thread of its own: a long text takes a
+            tokenizer longer than a step.
+        params: with ``output_kind`` DELTA for :meth:`Service.start`.
+        cache_salt: requests with different salts share no K/V. The salt of the user's key is in it.
+    """
+
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    priority: int = 0
+    cache_salt: str | None = None
+
+
+class Answer:
+    """The parts of a generation as they come, the first of which is there already, so that an error
+    can still be an answer of HTTP, unless it takes long.
+
+        answer = await service.start(generation, request_id)
+        try:
+            async for part in answer: ...
+        finally:
+            await answer.aclose()       # aborts what is not finished
+
+    Args:
+        parts: of the engine.
+        places: in the queue, which are given back at its end.
+    """
+
+    def __init__(self, parts: AsyncGenerator[RequestOutput, None], places: ExitStack):
+        self._rest = parts
+        self._places = places
+        self._first: asyncio.Task[RequestOutput] | None = asyncio.create_task(_first_of(parts))
+
+    def __aiter__(self) -> Answer:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        try:
+            if self._first is not None:
+                output = await self._first
+                self._first = None
+                return output
+            return await anext(self._rest)
+        except StopAsyncIteration:
+            self._places.close()
+            raise
+        except Exception as error:
+            await self.aclose()
+            raise api_error(error) from error
+
+    async def wait(self, seconds: float) -> None:
+        """Wait for the first part, for some time; raises what kept it from coming."""
+        if self._first is not None:
+            await asyncio.wait({self._first}, timeout=seconds)
+            if self._first.done() and (error := self._first.exception()) is not None:
+                raise api_error(error) from error
+
+    async def aclose(self) -> None:
+        """Abort what is not finished. More than once is harmless."""
+        with self._places:
+            if self._first is not None:
+                self._first.cancel()
+                await asyncio.gather(self._first, return_exceptions=True)
+            await self._rest.aclose()
+
+
+async def parts_of(answers: Sequence[Answer]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """The parts of several answers as they come, each with its answer's index.
+
+    Raises:
+        ApiError: why an answer ended before its end.
+    """
+    if len(answers) == 1:
+        async for output in answers[0]:
+            yield 0, check_end(output)
+        return
+    # With a bound, so that parts nobody waits for are merged where they come from.
+    inbox: asyncio.Queue[tuple[int, RequestOutput | ApiError | None]] = asyncio.Queue(len(answers))
+    readers = [asyncio.create_task(_read(*each, inbox)) for each in enumerate(answers)]
+    try:
+        num_open = len(answers)
+        while num_open:
+            index, part = await inbox.get()
+            if isinstance(part, ApiError):
+                raise part
+            if part is None:
+                num_open -= 1
+            else:
+                yield index, part
+    finally:
+        for reader in readers:
+            reader.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
+
+
+async def _read(
+    index: int, answer: Answer, inbox: asyncio.Queue[tuple[int, RequestOutput | ApiError | None]]
+) -> None:
+    """Put the parts of an answer into an inbox, and then ``None``, or why there are no more."""
+    try:
+        async for part in answer:
+            await inbox.put((index, check_end(part)))
+    except ApiError as error:
+        await inbox.put((index, error))
+    else:
+        await inbox.put((index, None))
+
+
+def check_end(output: RequestOutput) -> RequestOutput:
+    """The output; raises an :class:`ApiError` where one of its completions ended before its end:
+    no protocol has a word for that.
+    """
+    for completion in output.outputs:
+        if completion.finish_reason == "abort":
+            raise ApiError(503, "the server ended this answer before its end", code="aborted")
+        if completion.finish_reason == "error":
+            raise api_error(output.error or RuntimeError("nobody knows why"))
+    return output
+
+
+async def _first_of(outputs: AsyncGenerator[RequestOutput, None]) -> RequestOutput:
+    return await anext(outputs)
+
+
+def api_error(error: BaseException) -> ApiError:
+    """What is said of an error that ended a generation."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, PromptTooLongError):
+        text = f"prompt is too long: {_words_of(error)}"
+        return ApiError(400, text, code="context_length_exceeded")
+    if isinstance(error, EngineStoppedError):
+        return ApiError(503, _words_of(error), headers={"Retry-After": "5"})
+    if isinstance(error, ValueError):
+        return ApiError(400, _words_of(error), param=getattr(error, "argument", None))
+    return ApiError(500, f"the request failed: {_words_of(error)}")
+
+
+def _words_of(error: BaseException) -> str:
+    """The text of an error on one line, without the room that it comes from."""
+    text = one_line(error, 500)
+    return text.partition("] ")[2] if text.startswith("[") and "] " in text else text

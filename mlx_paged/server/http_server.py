@@ -1,0 +1,233 @@
+"""``HttpServer``: uvicorn with sockets that are bound early, and an end that lets answers end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from mlx_paged.engine.async_engine import AsyncEngine
+from mlx_paged.errors import ArgumentError, shown, system_reason
+from mlx_paged.server.access import is_loopback_name
+from mlx_paged.server.connections import Connection, connection_class
+from mlx_paged.server.errors import ApiError, error_response
+from mlx_paged.server.settings import ServerSettings
+from mlx_paged.standard_streams import say
+
+logger = logging.getLogger("mlx_paged.server")
+
+BACKLOG = 2048
+LAST_WORDS_SECONDS = 5.0  # for answers that were aborted to say so
+_RETRY_AFTER = "10"  # seconds in which a server is there again
+
+
+def bind(host: str, port: int) -> list[socket.socket]:
+    """Sockets that listen on every address of ``host``.
+
+    They listen before the model is loaded, so a port that is in use is known at once, and a client
+    that comes early waits.
+
+    Raises:
+        ArgumentError: the host is not known, or the system refuses the address.
+    """
+    try:
+        infos = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except (OSError, UnicodeError) as error:
+        raise ArgumentError(
+            f"[server] host {shown(host)} is not known: {system_reason(error)}", "host"
+        ) from error
+    sockets: list[socket.socket] = []
+    refusal: OSError | None = None
+    for family, _, _, _, address in dict.fromkeys(infos):
+        if port == 0 and sockets:
+            break  # a free port of one address may be in use on another
+        try:
+            sockets.append(_listening(family, address))
+        except OSError as error:
+            refusal = error
+            # "localhost" may have an address of IPv6 on a machine that does not.
+            if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                break
+    if not sockets or (refusal and refusal.errno in (errno.EADDRINUSE, errno.EACCES)):
+        close_all(sockets)
+        raise _bind_error(host, port, refusal)
+    return sockets
+
+
+def close_all(sockets: list[socket.socket]) -> None:
+    for each in sockets:
+        each.close()
+
+
+def _listening(family: int, address: tuple[object, ...]) -> socket.socket:
+    made = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        made.bind(address)
+        made.listen(BACKLOG)
+        made.setblocking(False)
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
+def _bind_error(host: str, port: int, error: OSError | None) -> ArgumentError:
+    number = error.errno if error else None
+    if number == errno.EADDRINUSE:
+        what = f"port {port} is in use on {host}; --port takes another, and 0 a free one"
+    elif number == errno.EACCES:
+        what = f"there is no permission to listen on port {port}; --port takes another"
+    else:
+        why = system_reason(error) if error else "it has no address"
+        return ArgumentError(f"[server] host {shown(host)} can't be listened on: {why}", "host")
+    return ArgumentError(f"[server] {what}", "port")
+
+
+def is_loopback(sockets: list[socket.socket]) -> bool:
+    """Whether only this machine can reach the sockets."""
+    return all(is_loopback_name(each.getsockname()[0]) for each in sockets)
+
+
+def url_of(host: str, sockets: list[socket.socket]) -> str:
+    """Where the server is reached from this machine."""
+    port = sockets[0].getsockname()[1]
+    name = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}.get(host, host)
+    return f"http://{f'[{name}]' if ':' in name and name[0] != '[' else name}:{port}"
+
+
+class Gate:
+    """Middleware: answers 503 while the server ends, and when its engine has failed."""
+
+    def __init__(self, app: ASGIApp, engine: AsyncEngine):
+        self._app = app
+        self._engine = engine
+        self.is_closed = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (self.is_closed or self._engine.stopped()):
+            what = "the server is shutting down" if self.is_closed else "the engine stopped"
+            headers = {"Retry-After": _RETRY_AFTER, "Connection": "close"}
+            error = ApiError(503, f"{what}; come back later", headers=headers)
+            request_id = scope.get("state", {}).get("request_id")
+            await error_response(error, scope["path"], request_id)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+class HttpServer(uvicorn.Server):
+    """Serves until it is told to end, or the engine fails.
+
+    When it ends, it stops to listen, answers 503 to what comes on open connections, and lets
+    answers go on for ``drain_seconds``. Then it aborts them, and each says so to its client.
+
+    Args:
+        app: with ``gate`` in it.
+        announce: called when requests are served.
+
+    Attributes:
+        has_failed: the engine stopped by itself.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        gate: Gate,
+        engine: AsyncEngine,
+        settings: ServerSettings,
+        max_connections: int = Connection.max_connections,
+        announce: Callable[[], None] = lambda: None,
+    ):
+        super().__init__(
+            uvicorn.Config(
+                app,
+                # The one whose limits are known here.
+                http=connection_class(max_connections),
+                ws="none",
+                lifespan="off",
+                loop="asyncio",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                timeout_keep_alive=int(Connection.head_seconds),
+                timeout_graceful_shutdown=1,
+                backlog=BACKLOG,
+            )
+        )
+        self.has_failed = False
+        self._gate = gate
+        self._engine = engine
+        self._drain_seconds = settings.drain_seconds
+        self._announce = announce
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals to :func:`ended_by_signals`, which stays for longer."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._announce()
+
+    async def on_tick(self, counter: int) -> bool:
+        if self._engine.stopped() is not None:
+            self.has_failed = True
+            return True
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._gate.is_closed = True
+        for server in self.servers:
+            server.close()
+        if not self.has_failed:
+            await self._answers_to_end(self._drain_seconds)
+        await self._answers_to_end(LAST_WORDS_SECONDS, self._engine.abort_all)
+        await super().shutdown(sockets)
+
+    async def _answers_to_end(
+        self, seconds: float, before_each_look: Callable[[], None] = lambda: None
+    ) -> None:
+        """Wait until no request is worked on, or the time is over."""
+        tasks, end = self.server_state.tasks, time.monotonic() + seconds
+        while tasks and time.monotonic() < end:
+            before_each_look()
+            await asyncio.sleep(0.05)
+
+
+@contextlib.contextmanager
+def ended_by_signals(end: Callable[[], None]) -> Iterator[None]:
+    """SIGTERM and SIGINT (Ctrl-C) call ``end``, and a second SIGINT ends the process at once."""
+    interrupts: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and interrupts:
+            say("")
+            # The engine's thread may be in the middle of a step, and to wait for it could take
+            # long. Nothing of Python's or MLX's is taken down, so nothing can fail at it.
+            os._exit(130)
+        if number == signal.SIGINT:
+            interrupts.append(number)
+            say("[running answers may end; Ctrl-C again to end at once]")
+        end()
+
+    before = {each: signal.signal(each, handle) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)

@@ -1,0 +1,213 @@
+"""Lines of the log, each with the id of the request that it is about.
+
+No line holds a text of a user's unless ``--log-prompts`` was given, and no value can make a line of
+its own: line ends and control characters are escaped.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import time
+import traceback
+from collections.abc import Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mlx_paged.standard_streams import say
+
+logger = logging.getLogger("mlx_paged.server")
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+# Asked for again and again by those who watch the server.
+_WATCHING_PATHS = ("/health", "/metrics", "/v1/pool")
+_MAX_LINE = 4000  # characters
+_NO_TEXT = "(its message may hold a text of a user's; --log-prompts shows it)"
+
+
+@dataclass
+class RequestLine:
+    """What is known about a request when its line is written.
+
+    Attributes:
+        request_id: of the header ``x-request-id``, or made here.
+        user: the name of the key that it came with.
+        status: of HTTP; 0 while there is no response.
+        is_complete: whether the client was sent the whole response.
+    """
+
+    request_id: str
+    user: str = "-"
+    status: int = 0
+    is_complete: bool = False
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    answer_tokens: int = 0
+    start: float = field(default_factory=time.perf_counter)
+
+    def text(self, method: str, path: str) -> str:
+        tokens = ""
+        if self.prompt_tokens:
+            tokens = (
+                f" prompt={self.prompt_tokens} cached={self.cached_tokens} "
+                f"answer={self.answer_tokens}"
+            )
+        end = "" if self.is_complete else " disconnected"
+        seconds = time.perf_counter() - self.start
+        return f"{self.user} {method} {path} {self.status or '-'}{end}{tokens} {seconds:.3f}s"
+
+
+_current: ContextVar[RequestLine | None] = ContextVar("mlx_paged_request", default=None)
+
+
+def current_request() -> RequestLine | None:
+    """The request that this task works for."""
+    return _current.get()
+
+
+def count_tokens(prompt: int = 0, cached: int = 0, answer: int = 0) -> None:
+    """Add to what the line of this task's request says."""
+    line = _current.get()
+    if line is not None:
+        line.prompt_tokens += prompt
+        line.cached_tokens += cached
+        line.answer_tokens += answer
+
+
+class RequestLog:
+    """Middleware: gives each request an id, and writes a line when it is over.
+
+    The id is in ``scope["state"]["request_id"]``, in the headers ``x-request-id`` and
+    ``request-id`` of the response, where the clients of OpenAI and Anthropic look for it, and in
+    each line that is logged on the way.
+    """
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+        self._ids_in_use: set[str] = set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        line = RequestLine(self._id_of(dict(scope["headers"])))
+        state = scope.setdefault("state", {})
+        state["request_id"] = line.request_id
+        token = _current.set(line)
+        self._ids_in_use.add(line.request_id)
+        id_bytes = line.request_id.encode()
+        id_headers = [(b"x-request-id", id_bytes), (b"request-id", id_bytes)]
+
+        async def send_noting(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                line.status = message["status"]
+                message = {**message, "headers": [*message.get("headers", ()), *id_headers]}
+            await send(message)
+            if message["type"] == "http.response.body" and not message.get("more_body"):
+                line.is_complete = True
+
+        try:
+            await self._app(scope, receive, send_noting)
+        finally:
+            principal = state.get("principal")
+            if principal is not None:
+                line.user = principal.name
+            level = logging.INFO
+            if line.status == 200 and scope["path"] in _WATCHING_PATHS:
+                level = logging.DEBUG
+            raw_path = scope.get("raw_path") or scope["path"].encode("utf-8", "replace")
+            # Without its query, which may hold anything.
+            path = raw_path.decode("latin-1").partition("?")[0]
+            logger.log(level, "%s", line.text(scope["method"], path))
+            self._ids_in_use.discard(line.request_id)
+            _current.reset(token)
+
+    def _id_of(self, headers: Mapping[bytes, bytes]) -> str:
+        given = headers.get(b"x-request-id", b"").decode("latin-1")
+        if _REQUEST_ID.fullmatch(given) and given not in self._ids_in_use:
+            return given
+        return f"req_{secrets.token_hex(12)}"
+
+
+class LineFormatter(logging.Formatter):
+    """One line for each record, and the frames of an error indented below it.
+
+    Args:
+        log_prompts: whether the message of an error that nobody foresaw is shown: it may hold
+            anything.
+    """
+
+    def __init__(self, log_prompts: bool):
+        super().__init__()
+        self._log_prompts = log_prompts
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = _current.get()
+        moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
+        head = f"{moment}.{int(record.msecs):03d} {record.levelname}"
+        request_id = "-" if line is None else line.request_id
+        text = f"{head} {request_id} {printable(record.getMessage().rstrip())}"
+        if record.exc_info and record.exc_info[1] is not None:
+            text += "".join(f"\n    {each}" for each in self._frames(record.exc_info[1]))
+        return text
+
+    def _frames(self, error: BaseException) -> list[str]:
+        lines = []
+        for each in reversed(_causes(error)):
+            for frame in traceback.extract_tb(each.__traceback__):
+                lines.append(printable(f"{frame.filename}:{frame.lineno} {frame.name}"))
+            what = str(each) if self._log_prompts else _NO_TEXT
+            lines.append(printable(f"{type(each).__name__}: {what}"))
+        return lines
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    """The error, what it came from, and so on."""
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in chain:
+        chain.append(link)
+        link = link.__cause__ or link.__context__
+    return chain
+
+
+def printable(text: str) -> str:
+    """The text on one line, without anything that moves a terminal's cursor."""
+    if len(text) > _MAX_LINE:
+        text = text[: _MAX_LINE - 3] + "..."
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+
+
+class _Stderr(logging.Handler):
+    """Writes to stderr; where that is closed or full, there is nobody left to tell."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            text = self.format(record)
+        except Exception:
+            self.handleError(record)
+        else:
+            say(text)
+
+
+def setup_logging(log_level: str, log_prompts: bool) -> None:
+    """Send the lines of this program, of uvicorn and of other libraries to stderr.
+
+    Args:
+        log_level: the least of this program's lines. Other libraries' are shown from warnings on.
+    """
+    handler = _Stderr()
+    handler.setFormatter(LineFormatter(log_prompts))
+    level: Any = log_level.upper()
+    logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
+    logging.getLogger("mlx_paged").setLevel(level)
+    for name in ("uvicorn", "uvicorn.error"):
+        each = logging.getLogger(name)
+        each.handlers, each.propagate = [], True
+        each.setLevel(max(logging.getLevelName(level), logging.WARNING))

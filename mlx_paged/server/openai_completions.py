@@ -1,0 +1,293 @@
+"""``POST /v1/completions``: texts that go on."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from mlx_paged.engine.prompts import encode_prompt
+from mlx_paged.errors import shown
+from mlx_paged.request import CompletionOutput, RequestOutput
+from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.server.callers import cache_salt_of
+from mlx_paged.server.fields import Fields
+from mlx_paged.server.generations import Answer, Generation, api_error, parts_of
+from mlx_paged.server.openai_chat import read_cache_salt
+from mlx_paged.server.openai_logprobs import CompletionLogprobs, TokenNames, prompt_logprobs
+from mlx_paged.server.openai_options import (
+    ADVICE,
+    Head,
+    Options,
+    read_max_tokens,
+    read_options,
+    usage,
+)
+from mlx_paged.server.sampling_fields import MAX_TOKEN_IDS, read_sampling
+from mlx_paged.server.service import Service
+from mlx_paged.server.sse import DONE, EventStream, event
+
+MAX_PROMPTS = 1024
+MAX_CHOICES = 1024  # prompts times completions
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
+Prompt = str | tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CompletionBody:
+    """A body of completions, read.
+
+    Args:
+        prompts: texts or token ids.
+        params: of each prompt.
+        adds_special_tokens: to texts, unless they begin with them.
+        echoes: whether an answer begins with its prompt.
+        has_answer: whether more than the prompt is wanted.
+    """
+
+    prompts: list[Prompt]
+    params: SamplingParams
+    options: Options
+    adds_special_tokens: bool = True
+    echoes: bool = False
+    has_answer: bool = True
+    priority: int = 0
+    cache_salt: str | None = None
+
+
+async def completions(request: Request, fields: Fields) -> Response:
+    """How the prompts go on, whole or in parts."""
+    service: Service = request.app.state.service
+    body = read_completions(fields, service)
+    encoded = await service.prepare(encode_all, service, body)
+    salt = cache_salt_of(request, body.cache_salt)
+    generations = [Generation(token_ids, body.params, body.priority, salt) for token_ids in encoded]
+    head = Head.of(request, body.options, "cmpl", "text_completion")
+    texts = Continuations(service, body, encoded)
+    if not body.options.is_streamed:
+        outputs = await service.whole(generations, head.request_id)
+        return JSONResponse(whole_completions(head.values, texts, outputs))
+    answers = await service.start_all(generations, head.request_id)
+    return EventStream(completion_events(head.values, texts, answers), *answers)
+
+
+def read_completions(fields: Fields, service: Service) -> CompletionBody:
+    """Everything that the body says.
+
+    Raises:
+        ApiError: the first thing that is wrong, and every field that can't be honoured, by name.
+    """
+    options = read_options(fields, service)
+    prompts = read_prompts(fields)
+    echoes = fields.boolean("echo", False)
+    num_logprobs = fields.integer("logprobs", None)
+    default = DEFAULT_MAX_TOKENS if service.max_tokens is None else service.max_tokens
+    max_tokens = read_max_tokens(fields, "max_tokens", default=default)
+    fields.only("suffix", "")
+    fields.only("response_format", {"type": "text"})
+    values: dict[str, Any] = {"logprobs": num_logprobs}
+    if echoes and num_logprobs is not None:
+        values["prompt_logprobs"] = num_logprobs
+    # The engine makes a token in any case.
+    values["max_tokens"] = 1 if echoes and max_tokens == 0 else max_tokens
+    params = read_sampling(fields, service.default_params, **values)
+    if len(prompts) * params.n > MAX_CHOICES:
+        raise fields.error("n", f"times {len(prompts)} prompts is more than {MAX_CHOICES:,}")
+    if options.is_streamed and params.prompt_logprobs is not None and not echoes:
+        raise fields.error("prompt_logprobs", "can't be streamed")
+    body = CompletionBody(
+        prompts,
+        params,
+        options,
+        adds_special_tokens=fields.boolean("add_special_tokens", True),
+        echoes=echoes,
+        has_answer=max_tokens != 0,
+        priority=fields.integer("priority", 0),
+        cache_salt=read_cache_salt(fields),
+    )
+    fields.refuse_rest(ADVICE)
+    return body
+
+
+def read_prompts(fields: Fields) -> list[Prompt]:
+    """The prompts: a text, token ids, or a list of either."""
+    prompt = fields.raw("prompt")
+    if isinstance(prompt, str):
+        return [prompt]
+    values = fields.items("prompt")
+    if values and all(isinstance(value, int) for value in values):
+        return [fields.integers("prompt", MAX_TOKEN_IDS)]
+    if not 0 < len(values) <= MAX_PROMPTS:
+        raise fields.error(
+            "prompt", f"has {len(values):,} entries, and may have 1 to {MAX_PROMPTS:,}"
+        )
+    prompts: list[Prompt] = []
+    for index, value in enumerate(values):
+        name = f"prompt[{index}]"
+        if isinstance(value, list):
+            prompts.append(Fields({name: value}).integers(name, MAX_TOKEN_IDS))
+        elif isinstance(value, str):
+            prompts.append(value)
+        else:
+            raise fields.error(name, f"must be a text or token ids, got {shown(value)}")
+    return prompts
+
+
+def encode_all(service: Service, body: CompletionBody) -> list[list[int]]:
+    """The tokens of the prompts. It takes long for long prompts, so call it in a thread.
+
+    Raises:
+        ApiError: a prompt that can't be encoded; 400.
+    """
+    try:
+        return [_encoded(service, body, prompt) for prompt in body.prompts]
+    except ValueError as error:
+        raise api_error(error) from error
+
+
+def _encoded(service: Service, body: CompletionBody, prompt: Prompt) -> list[int]:
+    if not isinstance(prompt, str):
+        return list(prompt)
+    if body.adds_special_tokens:
+        return encode_prompt(service.tokenizer, prompt)
+    return list(service.tokenizer.encode(prompt, add_special_tokens=False))
+
+
+class Continuations:
+    """The completions of all prompts, as far as they have come. Those of the first prompt come
+    first in the order of choices.
+    """
+
+    def __init__(self, service: Service, body: CompletionBody, prompts: list[list[int]]):
+        self.body = body
+        self.names = TokenNames(service.token_texts, body.options.has_tokens_as_ids)
+        self.prompts = prompts
+        self.choices: dict[int, Continuation] = {}
+        self._tokenizer = service.tokenizer
+        self._num_cached_tokens = [0] * len(prompts)
+
+    def choice(self, prompt_index: int, completion: CompletionOutput) -> Continuation:
+        """The state of a completion."""
+        index = prompt_index * self.body.params.n + completion.index
+        if index not in self.choices:
+            self.choices[index] = Continuation(self, index, prompt_index)
+        return self.choices[index]
+
+    def note_prompt(self, prompt_index: int, output: RequestOutput) -> None:
+        """Take the numbers of the prompt's tokens."""
+        self._num_cached_tokens[prompt_index] = output.num_cached_tokens
+
+    def prompt_text(self, prompt_index: int) -> str:
+        """The prompt as text."""
+        prompt = self.body.prompts[prompt_index]
+        if isinstance(prompt, str):
+            return prompt
+        text: str = self._tokenizer.decode(list(prompt))
+        return text
+
+    def usage(self) -> dict[str, Any]:
+        """The tokens so far."""
+        num_tokens = sum(choice.num_tokens for choice in self.choices.values())
+        return usage(sum(map(len, self.prompts)), sum(self._num_cached_tokens), num_tokens)
+
+
+class Continuation:
+    """One completion.
+
+    Attributes:
+        num_tokens: that were generated and wanted.
+        is_finished: its end was seen.
+    """
+
+    def __init__(self, texts: Continuations, index: int, prompt_index: int):
+        self.num_tokens = 0
+        self.is_finished = False
+        self._is_begun = False
+        self._texts = texts
+        self._index = index
+        self._prompt_index = prompt_index
+        num_top = texts.body.params.logprobs
+        self._logprobs = None if num_top is None else CompletionLogprobs(texts.names, num_top)
+        self._begins_with_space = False
+        self._has_text = False
+
+    def piece(self, completion: CompletionOutput, output: RequestOutput) -> dict[str, Any]:
+        """The choice that a part of the completion makes; the first one has what is echoed."""
+        body = self._texts.body
+        text, token_ids, entries = "", [], []
+        is_first, self._is_begun = not self._is_begun, True
+        if is_first and body.echoes:
+            text = self._texts.prompt_text(self._prompt_index)
+            token_ids = list(output.prompt_token_ids)
+            entries = list(output.prompt_logprobs or [])
+        if body.has_answer:
+            text += self._continued(completion)
+            token_ids += completion.token_ids
+            entries += completion.logprobs or []
+            self.num_tokens += len(completion.token_ids)
+        self.is_finished = completion.finish_reason is not None
+        piece: dict[str, Any] = {
+            "index": self._index,
+            "text": text,
+            "logprobs": None,
+            "finish_reason": completion.finish_reason,
+            "stop_reason": completion.stop_reason if self.is_finished else None,
+        }
+        if self._logprobs is not None:
+            piece["logprobs"] = self._logprobs.of(token_ids, entries)
+        if body.options.has_token_ids:
+            piece["token_ids"] = completion.token_ids if body.has_answer else []
+            piece["prompt_token_ids"] = output.prompt_token_ids if is_first else None
+        return piece
+
+    def _continued(self, completion: CompletionOutput) -> str:
+        """The text of a part. A detokenizer leaves out the space that an answer begins with, which
+        stands between a prompt and how it goes on.
+        """
+        text, texts = completion.text, self._texts.names.texts
+        if self.num_tokens == 0 and completion.token_ids and texts.trims_first_space:
+            self._begins_with_space = texts.bytes_of(completion.token_ids[0]).startswith(b" ")
+        if text and not self._has_text:
+            self._has_text = True
+            if self._begins_with_space:
+                return f" {text}"
+        return text
+
+
+async def completion_events(
+    head: Mapping[str, Any], texts: Continuations, answers: list[Answer]
+) -> AsyncGenerator[bytes, None]:
+    """The events of a stream."""
+    options = texts.body.options
+    async for prompt_index, part in parts_of(answers):
+        texts.note_prompt(prompt_index, part)
+        for completion in part.outputs:
+            choice = texts.choice(prompt_index, completion)
+            if choice.is_finished:
+                continue  # The last part of a request has all completions.
+            chunk = {**head, "choices": [choice.piece(completion, part)]}
+            if options.has_usage:
+                chunk["usage"] = texts.usage() if options.has_usage_always else None
+            yield event(chunk)
+    if options.has_usage:
+        yield event({**head, "choices": [], "usage": texts.usage()})
+    yield DONE
+
+
+def whole_completions(
+    head: Mapping[str, Any], texts: Continuations, outputs: list[RequestOutput]
+) -> dict[str, Any]:
+    """All completions as one object."""
+    choices = []
+    for prompt_index, output in enumerate(outputs):
+        texts.note_prompt(prompt_index, output)
+        for completion in output.outputs:
+            piece = texts.choice(prompt_index, completion).piece(completion, output)
+            if output.prompt_logprobs is not None:
+                piece["prompt_logprobs"] = prompt_logprobs(texts.names, output.prompt_logprobs)
+            choices.append(piece)
+    return {**head, "choices": choices, "usage": texts.usage()}

@@ -1,0 +1,123 @@
+"""Log-probabilities in the shapes of chat, of completions, and of vLLM's ``prompt_logprobs``."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mlx_paged.request import Logprob
+from mlx_paged.server.token_texts import TokenTexts
+
+LEAST = -9999.0  # in the place of minus infinity, which JSON has not
+
+
+class TokenNames:
+    """How logprobs call tokens.
+
+    Args:
+        as_ids: ``"token_id:17"`` rather than their texts.
+    """
+
+    def __init__(self, texts: TokenTexts, as_ids: bool = False):
+        self.texts = texts
+        self._as_ids = as_ids
+
+    def __getitem__(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self._as_ids else self.texts.text_of(token_id)
+
+
+def chat_logprobs(
+    names: TokenNames,
+    token_ids: Sequence[int],
+    entries: Sequence[Mapping[int, Logprob]],
+    num_top: int,
+) -> dict[str, Any]:
+    """``logprobs`` of a choice of chat: an entry for each token of the answer, marks of reasoning
+    and tool calls included.
+    """
+    return {
+        "content": [
+            {
+                **_chat_token(names, token, entry[token]),
+                "top_logprobs": [_chat_token(names, *each) for each in most_likely(entry, num_top)],
+            }
+            for token, entry in zip(token_ids, entries, strict=True)
+        ],
+        "refusal": None,
+    }
+
+
+def _chat_token(names: TokenNames, token_id: int, entry: Logprob) -> dict[str, Any]:
+    return {
+        "token": names[token_id],
+        "logprob": max(entry.logprob, LEAST),
+        "bytes": list(names.texts.bytes_of(token_id)),
+    }
+
+
+def most_likely(entry: Mapping[int, Logprob], num_top: int) -> list[tuple[int, Logprob]]:
+    """The most likely tokens of a place, without the one that is there for being drawn."""
+    ranked = sorted(entry.items(), key=lambda item: item[1].rank)
+    return [item for item in ranked if item[1].rank <= num_top][:num_top]
+
+
+class CompletionLogprobs:
+    """``logprobs`` of a choice of completions, in which each token knows where its text begins.
+
+    Args:
+        num_top: most likely tokens of each place.
+    """
+
+    def __init__(self, names: TokenNames, num_top: int):
+        self._names = names
+        self._num_top = num_top
+        self._num_characters = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def of(
+        self, token_ids: Sequence[int], entries: Sequence[Mapping[int, Logprob] | None]
+    ) -> dict[str, Any]:
+        """Those of the next tokens. The first token of a prompt has none."""
+        offsets = []
+        for token in token_ids:
+            offsets.append(self._num_characters)
+            self._num_characters += len(self._decoder.decode(self._names.texts.bytes_of(token)))
+        pairs = list(zip(token_ids, entries, strict=True))
+        return {
+            "tokens": [self._names[token] for token in token_ids],
+            "token_logprobs": [
+                None if entry is None else max(entry[token].logprob, LEAST)
+                for token, entry in pairs
+            ],
+            "top_logprobs": [self._top(token, entry) for token, entry in pairs],
+            "text_offset": offsets,
+        }
+
+    def _top(self, token: int, entry: Mapping[int, Logprob] | None) -> dict[str, float] | None:
+        if entry is None:
+            return None
+        # The token itself is always there, as with OpenAI.
+        likely = dict(most_likely(entry, self._num_top)) | {token: entry[token]}
+        return {self._names[each]: max(likely[each].logprob, LEAST) for each in likely}
+
+
+def prompt_logprobs(
+    names: TokenNames, entries: Sequence[Mapping[int, Logprob] | None] | None
+) -> list[dict[str, Any] | None] | None:
+    """vLLM's: for each token of the prompt, by token id."""
+    if entries is None:
+        return None
+    return [
+        None
+        if entry is None
+        else {
+            str(token): {
+                "logprob": max(each.logprob, LEAST),
+                "rank": each.rank,
+                "decoded_token": names.texts.text_of(token),
+            }
+            for token, each in entry.items()
+        }
+        for entry in entries
+    ]

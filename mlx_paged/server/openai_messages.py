@@ -1,0 +1,179 @@
+"""Messages and tools of a chat body, as chat templates take them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from mlx_paged.errors import shown
+from mlx_paged.server.answers import ToolChoice
+from mlx_paged.server.fields import Fields
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+# What clients send back of an answer that they got, and what is a hint for other servers' caches.
+_WITHOUT_EFFECT = ("annotations", "id", "cache_control", "index")
+_OTHER_PARTS = {
+    "image_url": "images",
+    "input_image": "images",
+    "video_url": "videos",
+    "input_audio": "audio",
+    "audio_url": "audio",
+    "file": "files",
+}
+_REASONING = ("reasoning_content", "reasoning")
+
+
+def read_messages(fields: Fields) -> list[dict[str, Any]]:
+    """The conversation: each message has a role and a content that is text; ``tool_calls`` of an
+    assistant have arguments that are objects. ``developer`` becomes ``system``.
+
+    Raises:
+        ApiError: something else, by its place; 400.
+    """
+    messages = [_read_message(each) for each in fields.children("messages")]
+    if not messages:
+        raise fields.error("messages", "is empty; give at least one message")
+    return messages
+
+
+def _read_message(fields: Fields) -> dict[str, Any]:
+    role = fields.choice("role", _ROLES)
+    message: dict[str, Any] = {"role": "system" if role == "developer" else role}
+    if role == "assistant":
+        message |= _read_answer(fields)
+    else:
+        message["content"] = _read_content(fields)
+    if role == "tool" and fields.has("tool_call_id"):
+        message["tool_call_id"] = fields.text("tool_call_id")
+    if fields.has("name"):
+        message["name"] = fields.text("name")
+    fields.accept(*_WITHOUT_EFFECT)
+    fields.refuse_rest({"function_call": "send tool_calls", "audio": "only text can be read"})
+    return message
+
+
+def _read_answer(fields: Fields) -> dict[str, Any]:
+    """What a message of an assistant has. Without a content and calls it is an empty text, which
+    clients send after an answer that was broken off.
+    """
+    answer: dict[str, Any] = {"content": _read_content(fields) if fields.has("content") else ""}
+    if fields.has("refusal"):
+        answer["content"] += fields.text("refusal")
+    reasoning = [fields.text(name) for name in _REASONING if fields.has(name)]
+    if reasoning:
+        answer["reasoning_content"] = reasoning[0]
+    calls = [_read_tool_call(each) for each in fields.children("tool_calls", ())]
+    if calls:
+        answer["tool_calls"] = calls
+    return answer
+
+
+def _read_content(fields: Fields) -> str:
+    """The text of a message, whose parts are joined without anything between them."""
+    if not isinstance(fields.raw("content"), list):
+        return fields.text("content")
+    return "".join(
+        part if isinstance(part, str) else _read_part(Fields(part, f"{fields.path}.content[{i}]"))
+        for i, part in enumerate(fields.items("content"))
+    )
+
+
+def _read_part(fields: Fields) -> str:
+    kind = fields.text("type")
+    if kind in _OTHER_PARTS:
+        raise fields.error("type", f"is {kind!r}, and this server reads no {_OTHER_PARTS[kind]}")
+    if kind not in ("text", "refusal"):
+        raise fields.error("type", f"must be 'text', got {shown(kind)}")
+    text = fields.text(kind)
+    fields.accept(*_WITHOUT_EFFECT)
+    fields.refuse_rest()
+    return text
+
+
+def _read_tool_call(fields: Fields) -> dict[str, Any]:
+    fields.choice("type", ("function",), "function")
+    function = fields.child("function")
+    call = {
+        "type": "function",
+        "function": {"name": function.text("name"), "arguments": _read_arguments(function)},
+    }
+    function.refuse_rest()
+    if fields.has("id"):
+        call["id"] = fields.text("id")
+    fields.accept(*_WITHOUT_EFFECT)
+    fields.refuse_rest()
+    return call
+
+
+def _read_arguments(function: Fields) -> dict[str, Any]:
+    """The arguments of a call as an object: templates write them in their own way."""
+    text = function.text("arguments", "")
+    try:
+        # Clients say nothing for a function without parameters.
+        value = json.loads(text) if text.strip() else {}
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise function.error("arguments", "must be the JSON text of an object")
+    return value
+
+
+def read_tools(fields: Fields) -> tuple[dict[str, Any], ...]:
+    """The functions that may be called, as they are in the body, which is what templates take.
+
+    Raises:
+        ApiError: something else, by its place; 400.
+    """
+    tools, names = [], set()
+    for fields_of_tool, tool in zip(
+        fields.children("tools", ()), fields.raw("tools") or (), strict=True
+    ):
+        name = _check_tool(fields_of_tool)
+        if name in names:
+            raise fields_of_tool.error("function.name", f"is {name!r}, as that of another tool")
+        names.add(name)
+        tools.append(tool)
+    return tuple(tools)
+
+
+def _check_tool(fields: Fields) -> str:
+    kind = fields.text("type")
+    if kind != "function":
+        raise fields.error("type", f"must be 'function', got {shown(kind)}")
+    function = fields.child("function")
+    name = function.text("name")
+    if not name:
+        raise function.error("name", "is empty")
+    function.text("description", None)
+    function.child("parameters", None)
+    function.boolean("strict", None)
+    function.refuse_rest()
+    fields.accept(*_WITHOUT_EFFECT)
+    fields.refuse_rest()
+    return name
+
+
+def read_tool_choice(fields: Fields, tools: tuple[dict[str, Any], ...]) -> ToolChoice:
+    """Which of the tools may or must be called.
+
+    Raises:
+        ApiError: there is no such tool, or another kind of choice; 400.
+    """
+    names = [tool["function"]["name"] for tool in tools]
+    choice: ToolChoice = "auto"
+    if isinstance(fields.raw("tool_choice"), dict):
+        wanted = fields.child("tool_choice")
+        wanted.choice("type", ("function",))
+        function = wanted.child("function")
+        choice = function.text("name")
+        if choice not in names:
+            raise function.error("name", f"is {shown(choice)}, and no tool has that name")
+        if choice in ("none", "auto", "required"):
+            raise function.error("name", f"is {choice!r}, which is no name for a tool here")
+        function.refuse_rest()
+        wanted.refuse_rest()
+    else:
+        choice = fields.choice("tool_choice", ("none", "auto", "required"), "auto")
+    if choice == "required" and not tools:
+        raise fields.error("tool_choice", "is 'required', and there are no tools; send some")
+    return choice

@@ -1,0 +1,53 @@
+"""``GET /v1/models``, and what says whether the server lives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+import mlx_paged
+from mlx_paged.server.generations import api_error
+from mlx_paged.server.openai_options import check_model_name
+from mlx_paged.server.service import Service
+
+
+async def models(request: Request) -> Response:
+    """The names that clients may use."""
+    service: Service = request.app.state.service
+    data = [_model(name, service) for name in service.model_names]
+    return JSONResponse({"object": "list", "data": data})
+
+
+async def model(request: Request) -> Response:
+    """One of them."""
+    service: Service = request.app.state.service
+    name = request.path_params["name"]
+    check_model_name(name, service)
+    return JSONResponse(_model(name, service))
+
+
+def _model(name: str, service: Service) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "mlx_paged",
+        "root": service.model_names[0],
+        "parent": None,
+        "max_model_len": service.max_model_len,
+    }
+
+
+async def health(request: Request) -> Response:
+    """Whether requests are answered: 503 once the engine has stopped."""
+    service: Service = request.app.state.service
+    reason = service.engine.stopped()
+    if reason is not None:
+        raise api_error(reason)
+    return JSONResponse({"status": "ok"})
+
+
+async def version(request: Request) -> Response:
+    return JSONResponse({"version": mlx_paged.__version__})

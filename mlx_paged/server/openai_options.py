@@ -1,0 +1,161 @@
+"""The fields that chat and completions share, but for sampling."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.requests import Request
+
+import mlx_paged
+from mlx_paged.errors import shown
+from mlx_paged.server.callers import request_id_of
+from mlx_paged.server.errors import ApiError
+from mlx_paged.server.fields import Fields
+from mlx_paged.server.service import Service
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+# They say nothing about the answer: whose request it is, where a cache of other servers may look
+# for it, and for how long it may be kept, which nothing is here.
+_WITHOUT_EFFECT = (
+    "user",
+    "metadata",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+)
+ADVICE = {
+    "functions": "send tools",
+    "function_call": "send tool_choice",
+    "max_output_tokens": "send max_tokens",
+    "adapters": "start a server with --adapter-path",
+    "draft_model": "start a server with a draft model",
+    "chat_template": "start the server with --chat-template",
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the client wants to hear.
+
+    Args:
+        model: the name by which it asks.
+        request_id: its own, if it gives one.
+        is_streamed: by events.
+        has_usage: a stream ends with the numbers of tokens.
+        has_usage_always: and has those so far in each event.
+        has_token_ids: the answer comes as token ids, too.
+        has_tokens_as_ids: logprobs name tokens ``"token_id:17"``, which is never ambiguous.
+    """
+
+    model: str
+    request_id: str | None = None
+    is_streamed: bool = False
+    has_usage: bool = False
+    has_usage_always: bool = False
+    has_token_ids: bool = False
+    has_tokens_as_ids: bool = False
+
+
+def read_options(fields: Fields, service: Service) -> Options:
+    """Raises:
+    ApiError: 404 for a model that there is not, and else 400.
+    """
+    is_streamed = fields.boolean("stream", False)
+    has_usage = has_usage_always = False
+    if fields.has("stream_options"):
+        if not is_streamed:
+            raise fields.error("stream_options", "is given, and stream is not true")
+        stream_options = fields.child("stream_options")
+        has_usage = stream_options.boolean("include_usage", False)
+        has_usage_always = stream_options.boolean("continuous_usage_stats", False) and has_usage
+        stream_options.accept("include_obfuscation")
+        stream_options.refuse_rest()
+    request_id = fields.text("request_id", None)
+    if request_id is not None and not _REQUEST_ID.fullmatch(request_id):
+        raise fields.error("request_id", "must be 1 to 128 letters, digits and ._:-")
+    fields.accept(*_WITHOUT_EFFECT)
+    fields.only("store", False)
+    fields.only("service_tier", "auto", "default")
+    return Options(
+        read_model(fields, service),
+        request_id,
+        is_streamed,
+        has_usage,
+        has_usage_always,
+        fields.boolean("return_token_ids", False),
+        fields.boolean("return_tokens_as_token_ids", False),
+    )
+
+
+def read_model(fields: Fields, service: Service) -> str:
+    """The name of the model that is asked for.
+
+    Raises:
+        ApiError: there is no such model; 404.
+    """
+    name = fields.text("model", service.model_names[0])
+    check_model_name(name, service)
+    return name
+
+
+def check_model_name(name: str, service: Service) -> None:
+    """Raises:
+    ApiError: there is no such model; 404.
+    """
+    if name not in service.model_names:
+        names = ", ".join(map(shown, service.model_names))
+        text = f"there is no model {shown(name)}; this server has {names}"
+        raise ApiError(404, text, param="model", code="model_not_found")
+
+
+def read_max_tokens(fields: Fields, *names: str, default: int | None) -> int | None:
+    """The most tokens of an answer: the first of these fields that says it."""
+    values = [fields.integer(name) for name in names if fields.has(name)]
+    return values[0] if values else default
+
+
+@dataclass(frozen=True)
+class Head:
+    """What each object of an answer begins with."""
+
+    request_id: str
+    values: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, request: Request, options: Options, prefix: str, kind: str) -> Head:
+        """
+        Args:
+            prefix: of the answer's id.
+            kind: of object.
+        """
+        request_id = request_id_of(request, options.request_id)
+        values = {
+            "id": f"{prefix}-{request_id}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": options.model,
+            "system_fingerprint": f"mlx_paged-{mlx_paged.__version__}",
+        }
+        return cls(request_id, values)
+
+
+def usage(
+    num_prompt_tokens: int,
+    num_cached_tokens: int,
+    num_completion_tokens: int,
+    num_reasoning_tokens: int | None = None,
+) -> dict[str, Any]:
+    """How many tokens were read and written."""
+    counts: dict[str, Any] = {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_completion_tokens,
+        "total_tokens": num_prompt_tokens + num_completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
+    }
+    if num_reasoning_tokens is not None:
+        counts["completion_tokens_details"] = {"reasoning_tokens": num_reasoning_tokens}
+    return counts

@@ -1,0 +1,267 @@
+"""The server as a program: from flags to an exit status.
+
+Nothing heavy is imported until the arguments are known to be right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import logging
+import resource
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mlx_paged.errors import one_line
+from mlx_paged.server.command_line import (
+    engine_options,
+    error_line,
+    read_chat_template,
+    read_settings,
+    setup_arg_parser,
+    template_options,
+)
+from mlx_paged.server.settings import ServerSettings
+from mlx_paged.standard_streams import OutputLostError, finish_output, open_closed_streams, say
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+    from mlx_paged.engine.async_engine import AsyncEngine
+    from mlx_paged.server.http_server import Gate
+    from mlx_paged.server.service import Service
+
+logger = logging.getLogger("mlx_paged.server")
+
+DEMO_NAME = "demo"
+_EXTRA = ("starlette", "uvicorn", "h11", "llguidance", "prometheus_client")
+_MAX_FILES = 8192  # that are open, which macOS lets a process ask for
+_OTHER_FILES = 128
+
+
+def main(argv: list[str] | None = None, prog: str | None = None) -> int:
+    """Run the server and return its exit status.
+
+    That is 0 when a signal ended it and its answers were through, 1 when the engine failed, 2 for
+    the user's mistakes, or 130 when Ctrl-C ended it at once.
+
+    Args:
+        argv: the arguments, without the program's name; those of this process by default.
+        prog: the program's name in help and errors.
+    """
+    open_closed_streams()
+    parser = setup_arg_parser(prog)
+    try:
+        try:
+            args = parser.parse_args(argv)
+        except SystemExit as end:  # --help and --version, too
+            return finish_output(end.code if isinstance(end.code, int) else 2, parser.prog)
+        return _run(args)
+    except OutputLostError as error:
+        say(f"{parser.prog}: error: {error}")
+        return 1
+    except (ValueError, RuntimeError) as error:  # the user's mistake
+        say(f"{parser.prog}: error: {error_line(error)}")
+        return 2
+    except KeyboardInterrupt:
+        say("")
+        return 130
+
+
+def _run(args: argparse.Namespace) -> int:
+    missing = [name for name in _EXTRA if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(
+            f"the server needs {', '.join(missing)}; install it with pip install "
+            "'mlx-paged[server]'"
+        )
+    settings = read_settings(args)
+    from mlx_paged.server.http_server import bind, close_all
+    from mlx_paged.server.logs import setup_logging
+
+    sockets = bind(settings.host, settings.port)
+    try:
+        _check_access(settings, sockets)
+        setup_logging(settings.log_level, settings.log_prompts)
+        say(f"[loading {args.model or 'the bundled demo model'} ...]")
+        service = make_service(args, settings)
+        with service.engine:
+            return serve(
+                service, settings, sockets, lambda: _announce(args, settings, service, sockets)
+            )
+    finally:
+        close_all(sockets)
+
+
+def _check_access(settings: ServerSettings, sockets: list[socket.socket]) -> None:
+    from mlx_paged.server.http_server import is_loopback
+
+    if settings.api_keys and settings.allow_unauthenticated:
+        raise ValueError(
+            "--allow-unauthenticated is for a server without keys; leave it or the keys out"
+        )
+    if settings.api_keys or settings.allow_unauthenticated or is_loopback(sockets):
+        return
+    raise ValueError(
+        f"others can reach {settings.host}, and there is no key; give --api-key-file or --api-key, "
+        "or --allow-unauthenticated to let everybody in"
+    )
+
+
+def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
+    """Load what the flags name, and start its engine.
+
+    Raises:
+        ValueError, RuntimeError: it can't be loaded, or an option is wrong.
+    """
+    from dataclasses import asdict
+
+    from mlx_paged.command_line.flags import chosen_sampling
+    from mlx_paged.engine.async_engine import AsyncEngine
+    from mlx_paged.loading import (
+        SamplingDefaults,
+        demo_model_path,
+        find_model,
+        load,
+        load_draft_model,
+        read_sampling_defaults,
+    )
+    from mlx_paged.server.service import Service
+
+    options, template = template_options(args), read_chat_template(args.chat_template)
+    folder = demo_model_path() if args.model is None else find_model(args.model)
+    own = SamplingDefaults() if args.no_generation_config else read_sampling_defaults(folder)
+    said = {name: value for name, value in asdict(own).items() if value is not None}
+    model, tokenizer = load(
+        folder,
+        adapter_path=args.adapter_path,
+        tokenizer_config=None if template is None else {"chat_template": template},
+    )
+    engine = AsyncEngine(
+        model,
+        tokenizer,
+        draft_model=load_draft_model(args.draft_model, tokenizer),
+        **engine_options(args),
+    )
+    return Service(
+        engine,
+        tokenizer,
+        model_names=tuple(args.served_model_name or [_model_name(args.model)]),
+        defaults=SamplingDefaults(**chosen_sampling(args, said)),
+        max_tokens=None if args.max_tokens == -1 else args.max_tokens,
+        template_options=options,
+        created=int(time.time()),
+    )
+
+
+def _model_name(model: str | None) -> str:
+    """What clients call the model: a hub id as it is, and the last part of a folder's path."""
+    if model is None:
+        return DEMO_NAME
+    return Path(model).resolve().name if Path(model).exists() else model
+
+
+def guarded(app: ASGIApp, engine: AsyncEngine, settings: ServerSettings, is_loopback: bool) -> Gate:
+    """The application behind all that keeps others out of it, but for ids and the log."""
+    from starlette.middleware.cors import CORSMiddleware
+
+    from mlx_paged.server.access import Access, OriginGuard
+    from mlx_paged.server.http_server import Gate
+    from mlx_paged.server.limits import Limits
+
+    app = Access(Limits(app, settings.max_body_bytes), settings)
+    if settings.cors_origins:
+        # It answers preflights, which have no key, and lets pages read that there was none.
+        app = CORSMiddleware(
+            app,
+            allow_origins=settings.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "request-id", "retry-after"],
+            max_age=600,
+        )
+    return Gate(OriginGuard(app, settings, is_loopback), engine)
+
+
+def serve(
+    service: Service,
+    settings: ServerSettings,
+    sockets: list[socket.socket],
+    announce: Callable[[], None] = lambda: None,
+) -> int:
+    """Serve until a signal comes or the engine fails; returns the exit status.
+
+    Args:
+        sockets: that listen.
+        announce: called when requests are served.
+    """
+    from mlx_paged.server.app import make_app
+    from mlx_paged.server.http_server import HttpServer, ended_by_signals, is_loopback
+    from mlx_paged.server.logs import RequestLog
+
+    gate = guarded(make_app(service), service.engine, settings, is_loopback(sockets))
+    server = HttpServer(
+        RequestLog(gate), gate, service.engine, settings, _max_connections(), announce
+    )
+
+    def end() -> None:
+        server.should_exit = True
+
+    with ended_by_signals(end):
+        server.run(sockets)
+        if server.has_failed:
+            logger.error("the engine failed: %s", one_line(service.engine.stopped()))
+            return 1
+        logger.info("ended")
+        service.engine.shutdown()
+    return 0
+
+
+def _max_connections() -> int:
+    """As many as files may be open, of which macOS allows 256 unless a program asks for more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MAX_FILES if soft == resource.RLIM_INFINITY else max(soft - _OTHER_FILES, 16)
+
+
+def _announce(
+    args: argparse.Namespace,
+    settings: ServerSettings,
+    service: Service,
+    sockets: list[socket.socket],
+) -> None:
+    """Say what is served, how, and where."""
+    from mlx_paged.command_line.words import (
+        backend_in_words,
+        budget_in_words,
+        context_in_words,
+        device_in_words,
+    )
+    from mlx_paged.server.http_server import url_of
+
+    engine, url = service.engine.engine, url_of(settings.host, sockets)
+    cache = engine.cache
+    num_keys = len(settings.api_keys)
+    parts = [
+        args.model or "bundled demo model",
+        f"{device_in_words()}, {backend_in_words(cache)}",
+        f"{cache.kind} K/V: {budget_in_words(cache)}",
+        f"context: {context_in_words(engine)}",
+        f"{num_keys} key{'s' * (num_keys > 1)}" if num_keys else "no key needed",
+    ]
+    say(f"[{' | '.join(parts)}]")
+    say(f"[listening on {url}; Ctrl-C to end]")
+    authorization = " -H 'Authorization: Bearer KEY'" if num_keys else ""
+    say(
+        f"[try: curl {url}/v1/chat/completions{authorization} "
+        "-H 'Content-Type: application/json' "
+        """-d '{"messages": [{"role": "user", "content": "Hello"}]}']"""
+    )

@@ -1,0 +1,96 @@
+"""The fields that say how an answer is sampled, as vLLM and the OpenAI interface name them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mlx_paged.argument_values import kind_of
+from mlx_paged.errors import ArgumentError, shown
+from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.server.errors import ApiError
+from mlx_paged.server.fields import Fields
+from mlx_paged.server.generations import api_error
+
+MAX_COMPLETIONS = 128  # of one prompt, as with OpenAI
+MAX_STOPS = 64  # each is looked for in each new piece of text
+MAX_WORDS = 1000
+MAX_TOKEN_IDS = 2**18  # the largest vocabularies have about as many
+
+_NUMBERS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "xtc_probability",
+    "xtc_threshold",
+)
+_INTEGERS = ("top_k", "seed", "n", "min_tokens", "prompt_logprobs")
+_BOOLEANS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
+_TOKEN_IDS = ("stop_token_ids", "allowed_token_ids", "xtc_special_tokens")
+# What vLLM can do beside, and the only values that say what happens here.
+_FIXED: dict[str, tuple[object, ...]] = {
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "spaces_between_special_tokens": (True,),
+}
+
+
+def read_sampling(fields: Fields, defaults: SamplingParams, **values: Any) -> SamplingParams:
+    """How the answers to a body are sampled.
+
+    Args:
+        fields: those that are not about sampling stay unread.
+        defaults: where nothing is said.
+        values: parameters that the protocol writes in its own way, such as ``max_tokens``.
+
+    Raises:
+        ApiError: a value that can't be, named; 400.
+    """
+    for names, read in (
+        (_NUMBERS, fields.number),
+        (_INTEGERS, fields.integer),
+        (_BOOLEANS, fields.boolean),
+    ):
+        values |= {name: read(name) for name in names if fields.has(name)}
+    for name in _TOKEN_IDS:
+        if fields.has(name):
+            values[name] = fields.integers(name, MAX_TOKEN_IDS)
+    if fields.has("stop"):
+        values["stop"] = fields.texts("stop", MAX_STOPS)
+    if fields.has("bad_words"):
+        values["bad_words"] = fields.texts("bad_words", MAX_WORDS)
+    if fields.has("logit_bias"):
+        values["logit_bias"] = _read_logit_bias(fields)
+    for name, allowed in _FIXED.items():
+        fields.only(name, *allowed)
+    num_completions = values.get("n", 1)
+    if num_completions > MAX_COMPLETIONS:
+        raise fields.error("n", f"must be at most {MAX_COMPLETIONS}, got {num_completions}")
+    fields.only("best_of", num_completions)
+    try:
+        return defaults.clone(**values)
+    except ArgumentError as error:
+        raise api_error(error) from error
+
+
+def _read_logit_bias(fields: Fields) -> dict[int, float]:
+    """Biases by token id. JSON writes the ids as texts."""
+    value = fields.raw("logit_bias")
+    if not isinstance(value, dict):
+        raise fields.error("logit_bias", f"must be an object, got {kind_of(value)}")
+    if len(value) > MAX_TOKEN_IDS:
+        raise fields.error("logit_bias", f"must have at most {MAX_TOKEN_IDS:,} entries")
+    biases = Fields(value, fields.name_of("logit_bias"))
+    return {_token_id(name, biases): biases.number(name) for name in value if biases.has(name)}
+
+
+def _token_id(name: str, biases: Fields) -> int:
+    if not (name.isascii() and name.isdigit() and len(name) < 10):
+        raise ApiError(
+            400,
+            f"{biases.path} must map token ids to numbers, got {shown(name)}",
+            param=biases.path,
+        )
+    return int(name)

@@ -1,0 +1,65 @@
+"""``POST /tokenize`` and ``POST /detokenize``, as vLLM has them."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from mlx_paged.engine.prompts import check_token_ids
+from mlx_paged.server.chat_jobs import ChatJob, prepare
+from mlx_paged.server.fields import Fields
+from mlx_paged.server.generations import api_error
+from mlx_paged.server.openai_chat import read_template_options
+from mlx_paged.server.openai_messages import read_messages, read_tools
+from mlx_paged.server.openai_options import read_model
+from mlx_paged.server.sampling_fields import MAX_TOKEN_IDS
+from mlx_paged.server.service import Service
+
+
+async def tokenize(request: Request, fields: Fields) -> Response:
+    """The tokens of a text, or of a conversation as the chat template writes it."""
+    service: Service = request.app.state.service
+    read_model(fields, service)
+    has_names = fields.boolean("return_token_strs", False)
+    if fields.has("messages"):
+        token_ids = await _conversation(fields, service)
+    else:
+        text = fields.text("prompt")
+        adds = fields.boolean("add_special_tokens", True)
+        fields.refuse_rest()
+        token_ids = await service.prepare(service.tokenizer.encode, text, add_special_tokens=adds)
+    return JSONResponse(
+        {
+            "count": len(token_ids),
+            "max_model_len": service.max_model_len,
+            "tokens": token_ids,
+            "token_strs": service.tokenizer.convert_ids_to_tokens(token_ids) if has_names else None,
+        }
+    )
+
+
+async def _conversation(fields: Fields, service: Service) -> list[int]:
+    job = ChatJob(
+        messages=read_messages(fields),
+        params=service.default_params,
+        tools=read_tools(fields),
+        template_options=read_template_options(fields),
+    )
+    fields.only("add_special_tokens", False)
+    fields.refuse_rest()
+    generation, _ = await service.prepare(prepare, service, job)
+    return generation.prompt_token_ids
+
+
+async def detokenize(request: Request, fields: Fields) -> Response:
+    """The text of tokens."""
+    service: Service = request.app.state.service
+    read_model(fields, service)
+    fields.items("tokens")
+    token_ids = fields.integers("tokens", MAX_TOKEN_IDS)
+    fields.refuse_rest()
+    try:
+        checked = check_token_ids(token_ids, len(service.tokenizer), "tokens")
+    except ValueError as error:
+        raise api_error(error) from error
+    return JSONResponse({"prompt": await service.prepare(service.tokenizer.decode, checked)})

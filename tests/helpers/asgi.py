@@ -1,0 +1,109 @@
+"""One request to an ASGI application, without a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+
+class Answered(NamedTuple):
+    """What an application answered; status 0 is nothing."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+    state: dict[str, Any]
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+def ask(
+    app: Any,
+    method: str = "GET",
+    path: str = "/",
+    headers: dict[str, str] | None = None,
+    body: Iterable[bytes] = (b"",),
+    leaves: bool = False,
+) -> Answered:
+    """Send a request in chunks; without ``leaves``, its client waits for the answer."""
+    return asyncio.run(asked(app, method, path, headers, body, leaves))
+
+
+async def asked(
+    app: Any,
+    method: str = "GET",
+    path: str = "/",
+    headers: dict[str, str] | None = None,
+    body: Iterable[bytes] = (b"",),
+    leaves: bool = False,
+) -> Answered:
+    chunks = list(body)
+    scope: dict[str, Any] = {
+        "type": "http",
+        "http_version": "1.1",
+        "method": method,
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 8000),
+        "headers": [
+            (name.lower().encode(), value.encode("latin-1"))
+            for name, value in {"host": "127.0.0.1:8000", **(headers or {})}.items()
+        ],
+        "state": {},
+    }
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        if chunks:
+            chunk = chunks.pop(0)
+            return {"type": "http.request", "body": chunk, "more_body": bool(chunks) or leaves}
+        if not leaves:
+            await asyncio.Event().wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    await app(scope, receive, send)
+    if not sent:
+        return Answered(0, {}, b"", scope["state"])
+    return Answered(
+        sent[0]["status"],
+        {name.decode().lower(): value.decode() for name, value in sent[0]["headers"]},
+        b"".join(message.get("body", b"") for message in sent[1:]),
+        scope["state"],
+    )
+
+
+async def echo(scope: Any, receive: Any, send: Any) -> None:
+    """An application that answers with the body that it got."""
+    body = b""
+    while True:
+        message = await receive()
+        body += message.get("body", b"")
+        if not message.get("more_body"):
+            break
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": body})
+
+
+class IdleEngine:
+    """Stands for an engine that runs."""
+
+    def __init__(self) -> None:
+        self.num_aborts = 0
+        self.failure: Exception | None = None
+
+    def stopped(self) -> Exception | None:
+        return self.failure
+
+    def abort_all(self) -> None:
+        self.num_aborts += 1

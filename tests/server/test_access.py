@@ -1,0 +1,277 @@
+"""Keys, hosts, origins and preflights, in front of an application that answers everybody."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.asgi import IdleEngine, ask, echo
+
+from mlx_paged.errors import ArgumentError
+from mlx_paged.server.access import Access, OriginGuard, Principal, is_loopback_name
+from mlx_paged.server.api_keys import read_api_keys
+from mlx_paged.server.program import guarded as shielded
+from mlx_paged.server.settings import ApiKey, ServerSettings
+
+KEYS = read_api_keys(["alice=sesame", "bob=abracadabra", "plain"])
+
+
+def guarded(**settings: object) -> Access:
+    return Access(echo, ServerSettings(**settings))  # type: ignore[arg-type]
+
+
+# Keys
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Authorization": "Bearer sesame"},
+        {"authorization": "bearer  sesame "},
+        {"x-api-key": "sesame"},
+        {"Authorization": "Basic abc", "X-Api-Key": "sesame"},
+    ],
+)
+def test_a_key_opens_as_bearer_and_as_x_api_key(headers: dict[str, str]):
+    answered = ask(guarded(api_keys=KEYS), "POST", "/v1/chat/completions", headers)
+    assert answered.status == 200
+    assert answered.state["principal"].name == "alice"
+
+
+@pytest.mark.parametrize(
+    ("headers", "message"),
+    [
+        ({}, "no API key was given"),
+        ({"Authorization": "Bearer "}, "no API key was given"),
+        ({"Authorization": "sesame"}, "no API key was given"),
+        ({"Authorization": "Bearer Sesame"}, "the API key is wrong"),
+        ({"x-api-key": "alice=sesame"}, "the API key is wrong"),
+        ({"x-api-key": "sesam\u00e9"}, "the API key is wrong"),
+    ],
+)
+def test_without_a_right_key_there_is_401_in_the_shape_of_the_protocol(
+    headers: dict[str, str], message: str
+):
+    app = guarded(api_keys=KEYS)
+    openai = ask(app, "POST", "/v1/chat/completions", headers)
+    anthropic = ask(app, "POST", "/v1/messages", headers)
+    assert openai.status == anthropic.status == 401
+    assert message in openai.json["error"]["message"]
+    assert openai.json["error"]["code"] == "invalid_api_key"
+    assert openai.headers["www-authenticate"] == "Bearer"
+    assert anthropic.json["type"] == "error"
+    assert anthropic.json["error"]["type"] == "authentication_error"
+
+
+def test_only_health_and_the_page_are_open_and_only_to_look_at():
+    app = guarded(api_keys=KEYS)
+    asked = [
+        ask(app, method, path).status
+        for method, path in [
+            ("GET", "/health"),
+            ("HEAD", "/health"),
+            ("GET", "/"),
+            ("POST", "/"),
+            ("GET", "/metrics"),
+            ("GET", "/v1/models"),
+            ("GET", "/v1/pool"),
+            ("GET", "/health/"),
+        ]
+    ]
+    assert asked == [200, 200, 200, 401, 401, 401, 401, 401]
+
+
+def test_without_keys_everybody_is_nobody_and_shares_the_cache():
+    assert ask(guarded()).state["principal"] == Principal("-", None)
+
+
+def test_users_have_salts_of_their_own_which_outlive_a_change_of_key_or_order():
+    def salts(*texts: str, share_cache: bool = False) -> dict[str, str | None]:
+        keys = read_api_keys(texts)
+        app = guarded(api_keys=keys, share_cache=share_cache)
+        return {
+            key.key: ask(app, headers={"x-api-key": key.key}).state["principal"].cache_salt
+            for key in keys
+        }
+
+    before = salts("alice=old", "first", "second")
+    after = salts("second", "alice=old", "alice=new")
+    assert len(set(before.values())) == 3
+    assert after == {
+        "second": before["second"],
+        "old": before["old"],
+        "new": before["old"],
+    }
+    assert "first" not in str(before["first"])
+    assert salts("a=x", "y", share_cache=True) == {"x": None, "y": None}
+
+
+def test_the_salts_of_user_and_request_join_without_collisions():
+    ones = [
+        Principal("a", user).salted(own) for user in (None, "x", "y") for own in (None, "x", "y")
+    ]
+    assert ones[0] is None
+    # Without users there are the request's own salts, which no user can bring about by another.
+    assert len({*ones[3:]}) == 6
+    assert not {*ones[1:3]} & {*ones[4:6], *ones[7:]}
+
+
+# Keys as operators give them
+
+
+def test_keys_have_names_or_get_numbers():
+    assert read_api_keys(["alice=a=b", "plain", "Zm9vYg=="]) == (
+        ApiKey("alice", "a=b"),
+        ApiKey("key2", "plain", False),
+        ApiKey("key3", "Zm9vYg==", False),
+    )
+    assert "sesame" not in repr(KEYS)
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        ([""], "key 1 must be 1 to 512 characters"),
+        (["a", "b c"], "key 2 must be 1 to 512 characters"),
+        (["sch\u00f6n"], "key 1 must be"),
+        (["al ice=x"], "the name of key 1 must be"),
+        (["=x"], "the name of key 1 must be"),
+        (["a=x", "b=x"], "key 2 is given twice"),
+    ],
+)
+def test_keys_that_no_header_can_have_are_refused_without_being_said(
+    texts: list[str], message: str
+):
+    with pytest.raises(ArgumentError, match=message) as raised:
+        read_api_keys(texts)
+    assert raised.value.argument == "api_key"
+    assert all(text not in str(raised.value) for text in texts if len(text) > 3)
+
+
+def test_a_file_of_keys_is_read_if_only_its_owner_can(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("# ours\nalice=sesame\n\n  plain  \n")
+    file.chmod(0o600)
+    assert read_api_keys(["zero"], str(file)) == (
+        ApiKey("key1", "zero", False),
+        ApiKey("alice", "sesame"),
+        ApiKey("key3", "plain", False),
+    )
+    for mode in (0o640, 0o604, 0o660):
+        file.chmod(mode)
+        with pytest.raises(ArgumentError, match=f"by others .mode {mode:o}.; run chmod 600"):
+            read_api_keys([], str(file))
+    file.chmod(0o600)
+    for text, message in [
+        ("", "has no key"),
+        ("\n# none\n", "has no key"),
+        ("x" * (2**20 + 1), "more"),
+    ]:
+        file.write_text(text)
+        with pytest.raises(ArgumentError, match=message):
+            read_api_keys([], str(file))
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(ArgumentError, match="can't be read"):
+        read_api_keys([], str(file))
+    with pytest.raises(ArgumentError, match="can't be read: No such file"):
+        read_api_keys([], str(tmp_path / "nothing"))
+
+
+# Hosts and origins
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1:8000", 200),
+        ("localhost:8000", 200),
+        ("LOCALHOST", 200),
+        ("app.localhost:1", 200),
+        ("[::1]:8000", 200),
+        ("[::1]", 200),
+        ("127.1.2.3", 200),
+        ("mac.example:8000", 200),
+        ("evil.example:8000", 421),
+        ("127.0.0.1.evil.example", 421),
+        ("localhost.evil.example:8000", 421),
+        ("evil.example:127.0.0.1", 421),
+        ("", 421),
+        ("0.0.0.0:8000", 421),
+        ("192.168.1.5:8000", 421),
+    ],
+)
+def test_a_server_for_this_machine_answers_to_its_own_names_only(host: str, status: int):
+    settings = ServerSettings(allowed_hosts=("mac.example",))
+    for method in ("GET", "POST", "OPTIONS"):
+        answered = ask(
+            OriginGuard(echo, settings, is_loopback=True), method, headers={"host": host}
+        )
+        assert answered.status == status
+    assert status == 200 or "--allowed-host" in answered.json["error"]["message"]
+
+
+def test_a_server_for_others_answers_to_any_name_unless_some_are_allowed():
+    app = OriginGuard(echo, ServerSettings(host="0.0.0.0"), is_loopback=False)
+    assert ask(app, headers={"host": "whatever"}).status == 200
+    settings = ServerSettings(host="0.0.0.0", allowed_hosts=("mac.example",))
+    app = OriginGuard(echo, settings, is_loopback=False)
+    asked = {
+        host: ask(app, headers={"host": host}).status for host in ("whatever", "mac.example:1")
+    }
+    assert asked == {"whatever": 421, "mac.example:1": 200}
+
+
+@pytest.mark.parametrize(
+    ("origin", "status"),
+    [
+        (None, 200),
+        ("http://127.0.0.1:8000", 200),  # the server's own page
+        ("https://127.0.0.1:8000", 200),  # the same, behind a proxy
+        ("http://mine.example", 200),
+        ("app://obsidian.md", 200),
+        ("http://127.0.0.1:3000", 403),
+        ("http://localhost:8000", 403),
+        ("https://mine.example", 403),
+        ("http://mine.example.evil", 403),
+        ("null", 403),
+        ("", 403),
+        ("http://[", 403),
+    ],
+)
+def test_pages_of_other_origins_can_ask_for_nothing_that_computes(origin: str | None, status: int):
+    settings = ServerSettings(cors_origins=("http://mine.example", "app://obsidian.md"))
+    app = OriginGuard(echo, settings, is_loopback=True)
+    headers = {} if origin is None else {"origin": origin}
+    assert ask(app, "POST", "/v1/messages", headers).status == status
+    assert ask(app, "DELETE", "/v1/cache", headers).status == status
+    # What it reads, a browser keeps from the page unless CORS allows it.
+    assert ask(app, "GET", "/v1/models", headers).status == 200
+
+
+def test_every_origin_may_be_allowed_by_name():
+    app = OriginGuard(echo, ServerSettings(cors_origins=("*",)), is_loopback=True)
+    assert ask(app, "POST", headers={"origin": "null"}).status == 200
+
+
+def test_a_preflight_needs_no_key_and_an_answer_without_a_key_can_be_read():
+    settings = ServerSettings(api_keys=KEYS, cors_origins=("http://mine.example",))
+    app = shielded(echo, IdleEngine(), settings, is_loopback=True)
+    asks = {
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization, content-type, x-stainless-lang",
+    }
+    allowed = ask(app, "OPTIONS", "/v1/messages", {"origin": "http://mine.example", **asks})
+    assert allowed.status == 200
+    assert allowed.headers["access-control-allow-origin"] == "http://mine.example"
+    assert "x-stainless-lang" in allowed.headers["access-control-allow-headers"]
+    assert ask(app, "OPTIONS", "/v1/messages", {"origin": "http://other", **asks}).status == 400
+    refused = ask(app, "POST", "/v1/messages", {"origin": "http://mine.example"})
+    assert refused.status == 401
+    assert refused.headers["access-control-allow-origin"] == "http://mine.example"
+    assert "x-request-id" in refused.headers["access-control-expose-headers"]
+    headers = {"origin": "http://mine.example", "x-api-key": "sesame"}
+    answered = ask(app, "POST", "/v1/messages", headers, [b"{}"])
+    assert (answered.status, answered.body) == (200, b"{}")
+
+
+def test_loopback_is_told_by_name_and_by_address():
+    assert all(map(is_loopback_name, ("localhost", "127.0.0.1", "::1", "[::1]", "127.9.9.9")))
+    assert not any(map(is_loopback_name, ("0.0.0.0", "::", "10.0.0.1", "example.com", "", "1")))
