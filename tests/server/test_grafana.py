@@ -18,6 +18,7 @@ from starlette.testclient import TestClient
 
 from mlx_paged import SamplingParams
 from mlx_paged.server.app import make_app
+from mlx_paged.server.metrics import counted
 
 GRAFANA = Path(__file__).parents[2] / "grafana"
 DASHBOARD = json.loads((GRAFANA / "dashboards" / "mlx_paged.json").read_text())
@@ -48,7 +49,8 @@ def samples() -> dict[str, set[str]]:
     """The names of all samples, and the labels of each."""
     service = make_service(kv_cache_bytes="100blocks", num_draft_tokens=4)
     with service.engine:
-        client = TestClient(make_app(service))
+        app = make_app(service)
+        client = TestClient(counted(app, app))
         client.get("/health")
         for _ in service.engine.stream("Hello", SamplingParams(max_tokens=20, ignore_eos=True)):
             pass
