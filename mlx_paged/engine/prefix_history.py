@@ -144,7 +144,7 @@ class PrefixHistory:
         self.max_num_tokens = max_num_tokens
         self.num_tokens = 0
         self.reports: deque[PrefixReport] = deque(maxlen=MAX_REPORTS)
-        self.num_missed_tokens: dict[Reason, int] = dict.fromkeys(REASONS, 0)
+        self.num_missed_tokens: dict[str, int] = dict.fromkeys(REASONS, 0)
         self._block_size = block_size
         # Oldest first. A sequence is entered with its prompt, and again when it is finished.
         self._sequences: dict[Hashable, _Sequence] = {}

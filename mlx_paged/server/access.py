@@ -42,6 +42,14 @@ class Principal:
             return self.cache_salt or cache_salt
         return json.dumps([self.cache_salt, cache_salt])
 
+    def owns(self, cache_salt: str | None) -> bool:
+        """Whether a request with this salt was this user's, or that of one who shares with it."""
+        if self.cache_salt is None:
+            return True
+        if cache_salt is None or not cache_salt.startswith("["):
+            return cache_salt == self.cache_salt
+        return bool(json.loads(cache_salt)[0] == self.cache_salt)
+
 
 NOBODY = Principal()
 

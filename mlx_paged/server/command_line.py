@@ -41,6 +41,7 @@ ENGINE_FLAGS = {
     "max_num_mixed_tokens": "--max-num-mixed-tokens",
     "max_num_seqs": "--max-num-seqs",
     "num_draft_tokens": "--num-draft-tokens",
+    "num_history_tokens": "--num-history-tokens",
     "num_sink_tokens": "--num-sink-tokens",
     "priority_steps": "--priority-steps",
     "run_ahead": "--run-ahead",
@@ -68,6 +69,8 @@ _OTHER_FLAGS = {
     "default_chat_template_kwargs": "--chat-template-args",
 }
 _HOST_NAME = re.compile(r"[A-Za-z0-9._-]{1,253}|\[[0-9a-fA-F:.]+\]")
+# Some 20 MB of memory.
+DEFAULT_NUM_HISTORY_TOKENS = 2**20
 DEFAULT_MAX_NUM_SEQS = SchedulerConfig.max_num_seqs
 DEFAULT_WATERMARK = SchedulerConfig.watermark
 DEFAULT_PRIORITY_STEPS = SchedulerConfig.priority_steps
@@ -208,6 +211,14 @@ def _add_log_flags(server: argparse.ArgumentParser) -> None:
         "--log-cache",
         action="store_true",
         help="log for each prompt where it left what was cached, and why",
+    )
+    add(
+        "--num-history-tokens",
+        type=values.whole,
+        default=DEFAULT_NUM_HISTORY_TOKENS,
+        metavar="N",
+        help="token ids of past requests to remember, so that a prompt can be told why no more of "
+        "it was cached (default: %(default)s)",
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -44,11 +44,18 @@ class Answer:
     Args:
         parts: of the engine.
         places: in the queue, which are given back at its end.
+        note: told of each part as it comes, and whether it is the first.
     """
 
-    def __init__(self, parts: AsyncGenerator[RequestOutput, None], places: ExitStack):
+    def __init__(
+        self,
+        parts: AsyncGenerator[RequestOutput, None],
+        places: ExitStack,
+        note: Callable[[RequestOutput, bool], None],
+    ):
         self._rest = parts
         self._places = places
+        self._note = note
         self._first: asyncio.Task[RequestOutput] | None = asyncio.create_task(_first_of(parts))
 
     def __aiter__(self) -> Answer:
@@ -59,8 +66,11 @@ class Answer:
             if self._first is not None:
                 output = await self._first
                 self._first = None
+                self._note(output, True)
                 return output
-            return await anext(self._rest)
+            output = await anext(self._rest)
+            self._note(output, False)
+            return output
         except StopAsyncIteration:
             self._places.close()
             raise

@@ -27,8 +27,9 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mlx_paged.engine.engine import Engine, EngineStats
+from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.latencies import Histogram, Latencies
+from mlx_paged.engine.stats import EngineStats
 from mlx_paged.server.service import Service
 
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
@@ -179,7 +180,6 @@ class EngineCollector(Collector):
 
     def _cache(self, stats: EngineStats) -> Iterator[Metric]:
         gauge, counter, engine = self._gauge, self._counter, self._engine
-        missed = dict(engine.prefix_history.num_missed_tokens)
         num_free = stats.num_usable_blocks - stats.num_used_blocks
         yield gauge(
             "vllm:kv_cache_usage_perc",
@@ -197,7 +197,7 @@ class EngineCollector(Collector):
         yield counter(
             "mlx_paged:prompt_tokens_missed",
             "Prompt tokens that were not cached, by why; empty where no history is kept.",
-            {str(reason): count for reason, count in missed.items()},
+            {**engine.prefix_history.num_missed_tokens},
             "reason",
         )
         yield self._cache_config()

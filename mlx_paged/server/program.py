@@ -130,6 +130,7 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
         load_draft_model,
         read_sampling_defaults,
     )
+    from mlx_paged.server.admission import Admission
     from mlx_paged.server.service import Service
 
     options, template = template_options(args), read_chat_template(args.chat_template)
@@ -155,6 +156,10 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
         max_tokens=None if args.max_tokens == -1 else args.max_tokens,
         template_options=options,
         created=int(time.time()),
+        admission=Admission(
+            settings.max_queue_len, args.max_num_seqs, lambda: len(engine.engine.scheduler.waiting)
+        ),
+        logs_cache=settings.log_cache,
     )
 
 

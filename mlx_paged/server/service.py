@@ -18,6 +18,8 @@ from mlx_paged.loading import SamplingDefaults
 from mlx_paged.request import RequestOutput
 from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
 from mlx_paged.server.generations import Answer, Generation, check_end
+from mlx_paged.server.logs import count_tokens, logger
+from mlx_paged.server.prefix_reports import explanation
 from mlx_paged.server.token_texts import TokenTexts
 
 T = TypeVar("T")
@@ -56,6 +58,7 @@ class Service:
         template_options: variables of the chat template, where a request does not say.
         created: when the server started, in seconds since the epoch.
         admission: the queue limit.
+        logs_cache: whether a line says for each prompt why no more of it was cached.
         first_part_seconds: how long a stream waits for its first part, so that an error is one of
             HTTP. After that it begins, and says now and then that it lives.
     """
@@ -68,6 +71,7 @@ class Service:
     template_options: dict[str, object] = field(default_factory=dict)
     created: int = 0
     admission: Admission = field(default_factory=NoLimit)
+    logs_cache: bool = False
     first_part_seconds: float = 10.0
     _threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(MAX_PREPARING, "mlx_paged prompts"),
@@ -124,13 +128,23 @@ class Service:
                 priority=generation.priority,
                 cache_salt=generation.cache_salt,
             )
-            answer = Answer(outputs, places.pop_all())
+            answer = Answer(outputs, places.pop_all(), self._note)
         try:
             await answer.wait(self.first_part_seconds)
         except BaseException:
             await answer.aclose()
             raise
         return answer
+
+    def _note(self, output: RequestOutput, is_first: bool) -> None:
+        """Say of a part what the log says of its request."""
+        num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
+        if not is_first:
+            count_tokens(answer=num_tokens)
+            return
+        count_tokens(len(output.prompt_token_ids), output.num_cached_tokens, num_tokens)
+        if self.logs_cache and output.prefix_report is not None:
+            logger.info("cache: %s", explanation(output.prefix_report))
 
     async def start_all(
         self, generations: Sequence[Generation], request_id: str | None = None

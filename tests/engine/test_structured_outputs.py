@@ -457,7 +457,7 @@ def test_a_restart_goes_on_with_the_same_answers(demo: tuple[Any, Any]):
     outputs: dict[str, RequestOutput] = {}
     for step in range(1000):
         if step % 7 == 3:
-            engine._is_torn = True  # As an interrupt leaves it.
+            engine._steps.is_torn = True  # As an interrupt leaves it.
         outputs |= {each.request_id: each for each in engine.step() if each.finished}
         if not engine.has_unfinished_requests():
             break

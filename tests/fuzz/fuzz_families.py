@@ -6,6 +6,7 @@ from fuzz_chat import chat_case
 from fuzz_folders import folder_case
 from fuzz_library import library_case
 from fuzz_requests import request_case
+from fuzz_server import server_case
 from fuzzing import Family
 
 FAMILIES: dict[str, Family] = {
@@ -13,7 +14,9 @@ FAMILIES: dict[str, Family] = {
     "requests": request_case,
     "folders": folder_case,
     "chat": chat_case,
+    "server": server_case,
 }
-SHARES = {"library": 0.5, "requests": 0.15, "folders": 0.2, "chat": 0.15}
+# The server's cases are quick, and are counted by themselves.
+SHARES = {"library": 0.5, "requests": 0.15, "folders": 0.2, "chat": 0.15, "server": 1.0}
 # Seconds; far beyond what any case takes on a busy machine, as only a hang is to be found.
-DEADLINES = {"library": 60.0, "requests": 90.0, "folders": 60.0, "chat": 120.0}
+DEADLINES = {"library": 60.0, "requests": 90.0, "folders": 60.0, "chat": 120.0, "server": 60.0}

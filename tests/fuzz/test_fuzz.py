@@ -10,7 +10,7 @@ from fuzzing import Case, Defect, run_case, run_family
 
 from mlx_paged.request import SamplingParams
 
-COUNTS = {"library": 500, "requests": 20, "folders": 60, "chat": 20}
+COUNTS = {"library": 500, "requests": 20, "folders": 60, "chat": 20, "server": 300}
 
 
 def assert_no_defects(name: str, indices: range) -> None:

@@ -170,7 +170,7 @@ def test_logprobs_of_tokens_without_text_come_in_the_stream_all_the_same(client,
 def test_several_completions_are_told_apart_in_the_stream(client):
     fields = {"n": 4, "temperature": 1.3, "seed": 11, "max_tokens": 20}
     whole = ask(client, LIST, **fields)
-    texts, ends, _ = streamed(ask(client, LIST, stream=True, **fields))
+    texts, _, _ = streamed(ask(client, LIST, stream=True, **fields))
     assert [choice.index for choice in whole.choices] == [0, 1, 2, 3]
     assert [texts[index] for index in range(4)] == [
         choice.message.content for choice in whole.choices
@@ -270,10 +270,12 @@ def test_many_clients_are_answered_at_once_as_each_alone(server_url, service):
 
 
 def test_a_model_may_have_several_names():
-    with running_service(model_names=("one", "two")) as (_, url):
-        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-            assert [model.id for model in client.models.list()] == ["one", "two"]
-            answers = [
-                client.chat.completions.create(model=name, messages=SUM) for name in ("one", "two")
-            ]
-            assert [answer.model for answer in answers] == ["one", "two"]
+    with (
+        running_service(model_names=("one", "two")) as (_, url),
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        assert [model.id for model in client.models.list()] == ["one", "two"]
+        answers = [
+            client.chat.completions.create(model=name, messages=SUM) for name in ("one", "two")
+        ]
+        assert [answer.model for answer in answers] == ["one", "two"]
