@@ -19,8 +19,8 @@ from mlx_paged.request import RequestOutput
 from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
 from mlx_paged.server.generations import Answer, Ends, Generation, check_end
 from mlx_paged.server.kept_answers import KeptAnswers
-from mlx_paged.server.logs import count_tokens, logger
-from mlx_paged.server.prefix_reports import explanation
+from mlx_paged.server.logs import count_tokens, log_text, logger
+from mlx_paged.server.prefix_reports import explanation, report_texts
 from mlx_paged.server.token_texts import TokenTexts
 
 T = TypeVar("T")
@@ -131,6 +131,7 @@ class Service:
                 priority=generation.priority,
                 cache_salt=generation.cache_salt,
             )
+            log_text("prompt", lambda: self.tokenizer.decode(generation.prompt_token_ids))
             answer = Answer(outputs, places.pop_all(), self._note_of(generation))
         try:
             await answer.wait(self.first_part_seconds)
@@ -158,8 +159,10 @@ class Service:
             count_tokens(answer=num_tokens)
             return
         count_tokens(len(output.prompt_token_ids), output.num_cached_tokens, num_tokens)
-        if self.logs_cache and output.prefix_report is not None:
-            logger.info("cache: %s", explanation(output.prefix_report))
+        report = output.prefix_report
+        if self.logs_cache and report is not None:
+            logger.info("cache: %s", explanation(report))
+            log_text("cache", lambda: report_texts(report, self.tokenizer))
 
     async def start_all(
         self, generations: Sequence[Generation], request_id: str | None = None

@@ -83,14 +83,16 @@ def make_service(
 
 
 @contextmanager
-def serving(app: ASGIApp, **settings: Any) -> Iterator[str]:
-    """Serve an application from a thread, on a free port; gives its address.
+def serving(app: ASGIApp, port: int = 0, **settings: Any) -> Iterator[str]:
+    """Serve an application from a thread; gives its address.
 
     Args:
+        port: 0 is a free one.
         settings: of uvicorn.
     """
     with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
         config = uvicorn.Config(
             app, **{"log_level": "warning", "lifespan": "off", "timeout_graceful_shutdown": 5}
             | settings,
