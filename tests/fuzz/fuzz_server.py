@@ -184,6 +184,8 @@ def good_body(rng: random.Random, path: str) -> dict[str, Any]:
     if {"guided_json", "guided_regex", "guided_choice", "response_format"} & body.keys():
         body.pop("allowed_token_ids", None)  # They leave nothing together.
         body.pop("ignore_eos", None)
+    if body.get("stream"):
+        body.pop("prompt_logprobs", None)
     for name, needed in NEEDS.items():
         if not body.get(needed):
             body.pop(name, None)
