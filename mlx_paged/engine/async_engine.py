@@ -19,9 +19,10 @@ from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.engine.deltas import merge_parts
-from mlx_paged.engine.engine import Engine, EngineStats, engine_option_names
+from mlx_paged.engine.engine import Engine, engine_option_names
 from mlx_paged.engine.options import EngineOptions, RequestOptions
 from mlx_paged.engine.prompts import Prompt
+from mlx_paged.engine.stats import EngineStats
 from mlx_paged.engine.view import EngineView
 from mlx_paged.foreign_arguments import argument_names, refuses_unknown_arguments
 from mlx_paged.memory import wired_limit

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import TypeVar, Unpack
 
@@ -21,9 +20,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_paged.argument_values import check_integer
 from mlx_paged.cache import SwappedKV
 from mlx_paged.config import DEFAULT_KV
-from mlx_paged.core import KVCacheManagerStats, hash_token_blocks
-from mlx_paged.engine.batch import Batch, Scheduled
-from mlx_paged.engine.deltas import Told, new_part, nothing_told
+from mlx_paged.core import hash_token_blocks
 from mlx_paged.engine.draft_model import DraftModel
 from mlx_paged.engine.draft_options import (
     check_draft_model,
@@ -32,18 +29,19 @@ from mlx_paged.engine.draft_options import (
 )
 from mlx_paged.engine.grammar import GrammarCompiler
 from mlx_paged.engine.latencies import Latencies
-from mlx_paged.engine.model_runner import ModelRunner, StepInFlight
+from mlx_paged.engine.model_runner import ModelRunner
 from mlx_paged.engine.options import PassedOnOptions, passed_on_names, split_options
 from mlx_paged.engine.prefix_history import PrefixHistory
-from mlx_paged.engine.prompt_logprobs import score_prompts
 from mlx_paged.engine.prompts import Prompt, as_tokenizer, read_prompt
+from mlx_paged.engine.reports import Reports
 from mlx_paged.engine.request_state import RequestState
-from mlx_paged.engine.sampler import NO_TOKENS, SampledToken, sample, state_of
 from mlx_paged.engine.scheduler import Scheduler, extra_hash_keys
+from mlx_paged.engine.stats import EngineStats
+from mlx_paged.engine.steps import Steps
 from mlx_paged.engine.swap_space import SwapSpace, num_swap_tokens
 from mlx_paged.engine.token_rules import read_token_rules, special_token_ids
 from mlx_paged.engine.view import EngineView, view_of
-from mlx_paged.errors import ArgumentError, forget_frames, request_error, shown
+from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.foreign_arguments import argument_names, refuses_unknown_arguments
 from mlx_paged.models.context_length import context_limit
 from mlx_paged.models.kv_cache import make_kv_cache
@@ -55,29 +53,9 @@ from mlx_paged.request import (
     check_priority,
     check_request_id,
 )
-from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
+from mlx_paged.sampling_params import SamplingParams
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class EngineStats(KVCacheManagerStats):
-    """What the engine holds, and did since it was made; memory in bytes."""
-
-    num_running: int
-    num_waiting: int
-    num_preemptions: int
-    num_drafted_tokens: int  # drafts that were verified
-    num_accepted_tokens: int  # of these
-    num_prompt_tokens: int  # of requests that got a first token
-    num_cached_prompt_tokens: int  # of these
-    num_generation_tokens: int
-    num_finished: Mapping[str, int]  # completions, by finish reason
-    num_steps: int
-    busy_seconds: float  # spent in steps
-    num_swapped_tokens: int  # in host memory now
-    nbytes_held: int  # allocated for K/V now
-    nbytes_budget: int
 
 
 def engine_option_names() -> frozenset[str]:
@@ -186,19 +164,12 @@ class Engine:
         self._special_token_ids = special_token_ids(tokenizer)
         self._grammars = GrammarCompiler(tokenizer, self.runner.vocab_size)
         self._seeds = random.Random(seed)
-        # The requests that are not reported as finished yet. Threads share this table, the inbox
-        # and the flags of a state without a lock: each of their changes is a single operation, and
-        # their order does not matter.
-        self._states: dict[str, RequestState] = {}
-        # What the reader knows of a request that hands over only what is new.
-        self._told: dict[str, list[Told]] = {}
+        self._reports = Reports(self.latencies)
+        self._steps = Steps(
+            self.runner, self.scheduler, self._reports, self.latencies, self.run_ahead
+        )
         # What other threads ask for goes through the inbox, which is emptied whenever no step runs.
         self._inbox: deque[Callable[[], None]] = deque()
-        self._to_report: dict[str, None] = {}  # ids of requests, in order
-        # At most one between two steps: launched, sampled, and not read.
-        self._in_flight: deque[StepInFlight] = deque()
-        # Requests from a failed step and the length each had reached; each is retried alone.
-        self._suspects: deque[tuple[Request, int]] = deque()
         # Held by the thread that changes the scheduler, the cache or a state. Wherever it is taken,
         # ``with`` and its body stand on one line, so that no interrupt can come between two lines
         # of ours while the lock is held and nothing would release it.
@@ -208,9 +179,6 @@ class Engine:
         """The thread that alone empties the inbox, where it steps whenever there is something to
         do, so that no other one ever waits for a step; ``None`` lets any thread.
         """
-        # True while the bookkeeping changes. A thread that takes the lock and finds it True knows
-        # that an interrupt cut a change in the middle.
-        self._is_torn = False
 
     # From any thread
 
@@ -260,7 +228,7 @@ class Engine:
         )
         self.scheduler.check(request)
         state = RequestState(request, text, self.tokenizer, self._special_token_ids)
-        if self._states.setdefault(request_id, state) is not state:
+        if self._reports.states.setdefault(request_id, state) is not state:
             raise ValueError(f"[engine] request {request_id!r} exists already")
         self._inbox.append(partial(self.scheduler.add, request))
         self._read_inbox_if_idle()
@@ -282,26 +250,26 @@ class Engine:
         Its output comes with the next step, with finish reason ``"abort"``. One that is unknown or
         done is left alone.
         """
-        state = self._states.get(check_request_id(request_id))
+        state = self._reports.states.get(check_request_id(request_id))
         if state is not None:
             self._ask_to_abort(state)
             self._read_inbox_if_idle()
 
     def abort_all(self) -> None:
         """Abort every request that is there."""
-        for state in list(self._states.values()):
+        for state in list(self._reports.states.values()):
             self._ask_to_abort(state)
         self._read_inbox_if_idle()
 
     def prompt_progress(self, request_id: str) -> tuple[int, int]:
         """How many tokens of a request's prompt have K/V, and how many it has; 0 while it waits."""
-        state = self._states.get(check_request_id(request_id))
+        state = self._reports.states.get(check_request_id(request_id))
         if state is None:
             return 0, 0
         request = state.requests[0]
         starts = [
             part.start
-            for step in list(self._in_flight)
+            for step in list(self._steps.in_flight)
             for part in step.batch.scheduled
             if part.request is request
         ]
@@ -322,7 +290,7 @@ class Engine:
 
     def has_unfinished_requests(self) -> bool:
         """Whether :meth:`step` has something to do or to report."""
-        return bool(self._states)
+        return bool(self._reports.states)
 
     # The thread that steps
 
@@ -333,7 +301,7 @@ class Engine:
         self._refuse_reentry("step")
         with self._step_lock: outputs = self._step()  # noqa: E701  # fmt: skip
         self._read_inbox_if_idle()
-        return self._handed_over(outputs)
+        return self._reports.hand_over(outputs)
 
     @property
     def prefix_history(self) -> PrefixHistory:
@@ -378,7 +346,7 @@ class Engine:
         """The pool, block by block, and the requests; from any thread. It takes a millisecond for
         some 15,000 blocks.
         """
-        return view_of(self.cache.manager, self._states)
+        return view_of(self.cache.manager, self._reports.states)
 
     # Inside
 
@@ -393,42 +361,22 @@ class Engine:
         # another thread begins to step just now, this one waits for that step.
         if self.stepping_thread not in (None, threading.get_ident()):
             return
-        while (self._inbox or self._is_torn) and not self._step_lock.locked():
+        while (self._inbox or self._steps.is_torn) and not self._step_lock.locked():
             with self._step_lock: self._changed(self._read_inbox)  # noqa: E701  # fmt: skip
 
     @contextmanager
     def _change(self) -> Iterator[None]:
-        """Change the bookkeeping, with the lock; what an interrupt cut is repaired first."""
+        """Change the bookkeeping, with the lock."""
         self._changing_thread = threading.get_ident()
         try:
-            if self._is_torn:
-                self._repair()
-            self._is_torn = True
-            yield
-            self._is_torn = False
+            with self._steps.change():
+                yield
         finally:
             self._changing_thread = None
 
     def _changed(self, change: Callable[[], T]) -> T:
         with self._change():
             return change()
-
-    def _repair(self) -> None:
-        """Start over from what no interrupt can tear: the requests, and what was reported of each.
-
-        Cached K/V are lost, and what runs is computed again.
-        """
-        self.cache.reset()
-        self._in_flight.clear()
-        self._suspects.clear()
-        states = list(self._states.values())
-        self.scheduler.restart([request for state in states for request in state.restore()])
-        for state in states:
-            if state.is_aborted:
-                self._abort(state)
-        self._to_report = {
-            state.output.request_id: None for state in states if state.output.finished
-        }
 
     def _read_inbox(self) -> None:
         while self._inbox:
@@ -437,328 +385,20 @@ class Engine:
     def _ask_to_abort(self, state: RequestState) -> None:
         # The state and not its id: a later request may have the same id.
         state.is_aborted = True
-        self._inbox.append(partial(self._abort, state))
+        self._inbox.append(partial(self._steps.abort, state))
 
     def _shrink(self) -> int:
-        self._land()  # It may write to the memory that is given back.
+        self._steps.land()  # It may write to the memory that is given back.
         return self.cache.shrink()
-
-    def _abort(self, state: RequestState) -> None:
-        for request in state.requests:
-            self._finish(request, "abort")
 
     def _step(self) -> list[RequestOutput]:
         begin = time.perf_counter()
         with self._change():
             self._read_inbox()
-            steps = self._in_flight
-            if not steps:
-                self._launch(self.scheduler.schedule(only=self._next_suspect()))
-                self._sample()
-            if steps and self._may_launch_ahead(steps[0]):
-                self._launch(self.scheduler.schedule_ahead(steps[0].sampled.requests))
-            self._land()
-            self._sample()
-            if steps and all(request.is_finished for request in steps[0].batch.requests):
-                self._land()  # Nobody asks for it any more.
+            self._steps.run()
             self._read_inbox()
-            if not self.scheduler.requests and not self._to_report:
-                self._pick_up_lost()
-            return self._take_reports(begin)
-
-    def _may_launch_ahead(self, step: StepInFlight) -> bool:
-        """Whether the next step is planned before this one is read."""
-        return (
-            self.run_ahead
-            and not self._suspects
-            and not step.batch.drafted
-            and not self.scheduler.expects_drafts()
-        )
-
-    def _launch(self, batch: Batch | None) -> None:
-        """Begin to compute a step, behind the one in flight if there is one."""
-        if batch is None:
-            return
-        for request in batch.finished:
-            self._report(request)
-        for request in batch.begun:
-            request.first_scheduled_time = time.perf_counter()
-        if not batch.scheduled:
-            # Nobody will copy what was to be swapped out, and a suspect had no room.
-            self.scheduler.discard(batch)
-            if self._suspects:
-                self._suspects.popleft()
-            return
-        awaited = self._in_flight[0].sampled if self._in_flight else NO_TOKENS
-        step = StepInFlight(batch)
-        self._in_flight.append(step)
-        with self._device_work():
-            step.logits = self.runner.launch(batch, awaited)
-
-    def _sample(self) -> None:
-        """Begin to sample the tokens of the newest step, from tokens that are known."""
-        if not self._in_flight:
-            return
-        step = self._in_flight[-1]
-        rows, requests, num_before = self._completions(step.batch)
-        with self._device_work():
-            step.sampled = sample(step.logits, rows, requests, num_before)
-            step.scored = score_prompts(step.logits, step.batch.scheduled)
-        for request in step.sampled.requests:
-            if request.seq_id not in self.scheduler.requests:
-                state = self._states[request.request_id]
-                self.scheduler.add_fork(state.requests[0], request)
-                state.requests.append(request)
-                step.forks.append(request)
-
-    def _land(self) -> None:
-        """Wait for the oldest step in flight, and append its tokens."""
-        if not self._in_flight:
-            return
-        step = self._in_flight[0]
-        with self._device_work():
-            results = step.sampled.read()
-            scores = [(prompt.request, prompt.read()) for prompt in step.scored]
-            # A chunk of a prompt has no tokens to wait for. What no step follows leaves nothing
-            # lazy: another thread could not evaluate it, and a reader in flight would make each
-            # donated write copy a slab.
-            mx.eval(step.logits, self.cache.arrays if len(self._in_flight) == 1 else ())
-        if not self._in_flight:
-            return  # It failed.
-        drafted = step.batch.drafted
-        if drafted and not self._verify(step, drafted, results):
-            return
-        self._in_flight.popleft()
-        self.latencies.iteration_tokens.observe(step.batch.num_tokens)
-        for request, entries in scores:
-            if not request.is_finished:
-                self._states[request.request_id].add_prompt_logprobs(request, entries)
-        verified = {part.request for part in drafted}
-        for request, result in zip(step.sampled.requests, results, strict=True):
-            if request not in verified:
-                self._take(request, result)
-
-    def _verify(
-        self,
-        step: StepInFlight,
-        drafted: Sequence[Scheduled],
-        results: Sequence[SampledToken | Exception],
-    ) -> bool:
-        """Append the tokens of requests with drafts, as far as they go on with them; False if the
-        step failed meanwhile.
-
-        What reads the tokens before it (penalties, processors, samplers of the request's own) is
-        drawn token by token, when these are known.
-        """
-        known: dict[Request, list[SampledToken | Exception]] = {}
-        for request, result in zip(step.sampled.requests, results, strict=True):
-            known.setdefault(request, []).append(result)
-        for part in drafted:
-            request, num_accepted = part.request, 0
-            if request.is_finished:
-                continue  # Since it was launched.
-            drawn, drafts = known[request], self.scheduler.speculation.made(part)
-            self.scheduler.begin_verification(part)
-            for number in range(part.num_logit_rows):
-                if number == len(drawn):
-                    row = step.first_row_of(part) + number
-                    with self._device_work():
-                        drawn += sample(step.logits, [row], [request]).read()
-                    if not self._in_flight:
-                        return False
-                result = drawn[number]
-                is_accepted = (
-                    number < len(drafts)
-                    and isinstance(result, SampledToken)
-                    and result.token_id == drafts[number]
-                )
-                if is_accepted:
-                    self.scheduler.accept_draft(request)
-                    num_accepted += 1
-                self._take(request, result)
-                if not is_accepted or request.is_finished:
-                    break
-            self.scheduler.end_verification(part, num_accepted)
-        return True
-
-    def _take(self, request: Request, result: SampledToken | Exception) -> None:
-        if isinstance(result, SampledToken):
-            self._append(request, result)
-        else:
-            self._finish(request, "error", result)
-
-    @contextmanager
-    def _device_work(self) -> Iterator[None]:
-        """Run a part of a step that changes no bookkeeping. If it raises, no step in flight
-        happened.
-        """
-        try:
-            yield
-        except Exception as error:
-            self._blame(error)
-        except BaseException:
-            self._take_back()
-            self._is_torn = False
-            raise
-
-    def _pick_up_lost(self) -> None:
-        """Take on requests that an interrupt kept from the inbox, or from being reported."""
-        for state in list(self._states.values()):
-            for request in state.requests:
-                self.scheduler.add(request)
-            if state.is_aborted:
-                self._abort(state)
-            if state.output.finished:
-                self._report(state.requests[0])
-
-    def _blame(self, error: Exception) -> None:
-        """Fail a request that ran alone; run several again one by one, to see which fails. One that
-        ran with drafts, which it did not ask for, runs again without.
-        """
-        steps = list(self._in_flight)
-        suspects = {
-            request: request.num_computed_tokens
-            for step in steps
-            for request in step.batch.requests
-            if not request.is_finished
-        }
-        self._take_back()
-        if len(steps) == len(suspects) == 1 and not steps[0].batch.drafted:
-            self._finish(steps[0].batch.requests[0], "error", error)
-        else:
-            self._suspects.extend(suspects.items())
-
-    def _take_back(self) -> None:
-        """Undo the steps in flight, the newest first."""
-        while self._in_flight:
-            step = self._in_flight.pop()
-            for request in step.sampled.requests:
-                self.scheduler.forget_token(request)
-            for fork in step.forks:
-                if not fork.is_finished:
-                    self.scheduler.finish(fork, "abort")
-                    self._states[fork.request_id].requests.remove(fork)
-            self.scheduler.discard(step.batch)
-        self.cache.close_step()
-        try:
-            # What it wrote is not needed, but the slabs depend on it, and another thread could not
-            # evaluate them.
-            mx.eval(self.cache.arrays)
-        except Exception:
-            # This thread can't either: without new slabs, every later step would fail.
-            self._repair()
-
-    def _next_suspect(self) -> Request | None:
-        while self._suspects:
-            request, num_tokens = self._suspects[0]
-            if not request.is_finished and request.num_computed_tokens < num_tokens:
-                return request
-            self._suspects.popleft()
-        return None
-
-    def _completions(self, batch: Batch) -> tuple[list[int], list[Request], list[int]]:
-        """The row of logits and the request of each token that this step samples, and how many
-        drafts stand before it.
-
-        A request for several completions is forked when its prompt is computed; they share a row.
-        """
-        rows: list[int] = []
-        requests: list[Request] = []
-        num_before: list[int] = []
-        first_row = 0
-        for part in batch.scheduled:
-            request, num_rows = part.request, part.num_logit_rows - part.num_scored_rows
-            first_row += part.num_scored_rows
-            if num_rows and not request.is_finished:
-                if num_rows > 1 and state_of(request, self.runner.vocab_size).draws_rows_together:
-                    rows += range(first_row, first_row + num_rows)
-                    requests += [request] * num_rows
-                    num_before += range(num_rows)
-                else:
-                    rows += [first_row] * request.num_seqs
-                    requests += [request, *map(request.fork, range(1, request.num_seqs))]
-                    num_before += [0] * request.num_seqs
-            first_row += num_rows
-        return rows, requests, num_before
-
-    def _append(self, request: Request, sampled: SampledToken) -> None:
-        if request.is_finished:
-            return  # Since it was sampled.
-        ahead = self._in_flight[0].batch if self._in_flight else None
-        self.scheduler.append_token(request, sampled.token_id, ahead)
-        stop_text = None
-        try:
-            stop_text = self._states[request.request_id].add_token(request, sampled)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # the panics of tokenizers in Rust are no Exception
-            # It fails its own request, even where this token was the last one.
-            forget_frames(error, "In a step of the engine")
-            self.scheduler.finish(request, "error")
-            request.finish_reason, request.stop_reason = "error", None
-            request.error = request_error(error)
-        if stop_text is not None:
-            self.scheduler.finish(request, "stop")
-            # Where this token was the last one, too, the text counts.
-            request.finish_reason, request.stop_reason = "stop", stop_text
-        self._report(request)
-
-    def _finish(self, request: Request, reason: str, error: Exception | None = None) -> None:
-        if not request.is_finished:
-            if error is not None:
-                forget_frames(error, "In a step of the engine")
-            self.scheduler.finish(request, reason, error=error)
-            self._report(request)
-
-    def _report(self, request: Request) -> None:
-        if request.is_finished:
-            self._states[request.request_id].finish(request)
-        self._to_report[request.request_id] = None
-
-    def _take_reports(self, begin: float) -> list[RequestOutput]:
-        states = [self._states[name] for name in self._to_report if name in self._states]
-        now = time.perf_counter()
-        self.latencies.busy_seconds += now - begin
-        for state in states:
-            state.note_reported(self.latencies, now)
-        # Finished requests are reported again if an interrupt comes before they are handed over.
-        self._to_report = {
-            state.output.request_id: None for state in states if state.output.finished
-        }
-        return [state.output for state in states]
-
-    def _handed_over(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
-        """Forget the finished requests and return the outputs: an interrupt comes before both or
-        after.
-        """
-        finished = [output.request_id for output in outputs if output.finished]
-        for request_id in finished:
-            self._to_report.pop(request_id, None)
-        handed_over, told = self._by_kind(outputs)
-        # Calls without a line of Python in them, and on the line that returns.
-        changes = itertools.chain(
-            map(self._told.__setitem__, told, told.values()),
-            map(self._told.pop, finished, itertools.repeat(None)),
-            map(self._states.pop, finished, itertools.repeat(None)),
-        )
-        deque(changes, maxlen=0); return handed_over  # noqa: E702  # fmt: skip
-
-    def _by_kind(
-        self, outputs: list[RequestOutput]
-    ) -> tuple[list[RequestOutput], dict[str, list[Told]]]:
-        """The outputs as each request wants them, and what the readers of those that want only
-        what is new know then. Changes nothing.
-        """
-        told: dict[str, list[Told]] = {}
-        wanted: list[RequestOutput] = []
-        for output in outputs:
-            kind = self._states[output.request_id].output_kind
-            if kind is RequestOutputKind.CUMULATIVE:
-                wanted.append(output)
-            elif kind is RequestOutputKind.DELTA:
-                name = output.request_id
-                part, told[name] = new_part(output, self._told.get(name) or nothing_told(output))
-                wanted.append(part)
-            elif output.finished:
-                wanted.append(output)
-        return wanted, told
+            if not self.scheduler.requests and not self._reports:
+                self._steps.pick_up_lost()
+            outputs = self._reports.take()
+            self.latencies.busy_seconds += time.perf_counter() - begin
+            return outputs

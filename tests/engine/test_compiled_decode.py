@@ -201,7 +201,7 @@ def test_growth_makes_another_shape(
 ):
     engine = make_engine(demo, kv_cache_bytes="64blocks")
     engine.cache._initial_blocks = 2
-    engine._repair()
+    engine._steps.repair()
     requests = {"a": (prompt(20), greedy(60, ignore_eos=True))}
     assert tokens_of(engine, requests) == plain_tokens(demo, requests)
     compiled = engine.runner.compiled_decode

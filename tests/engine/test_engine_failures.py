@@ -155,7 +155,7 @@ def test_a_tokenizer_that_raises_fails_the_request_that_asked_for_text(max_token
     model, tokenizer = load_demo()
     engine = make_engine(model, tokenizer)
     engine.add_request("fails", "Hello", greedy(max_tokens, logprobs=1))
-    engine._states["fails"]._tokenizer = BrokenTokenizer(tokenizer)
+    engine._reports.states["fails"]._tokenizer = BrokenTokenizer(tokenizer)
     engine.add_request("good", "Hello", greedy(5, ignore_eos=True))
     outputs = run(engine)
     assert reasons(outputs) == {"fails": "error", "good": "length"}
@@ -392,14 +392,14 @@ def test_ctrl_c_while_completions_are_forked_loses_none_of_them(
     params = sampled(seed=4, max_tokens=5, n=3)
     engine.add_request("expected", prompt(20), params)
     expected = [completion.token_ids for completion in run(engine)["expected"].outputs]
-    append, calls = engine._append, iter(range(100))
+    append, calls = engine._steps._append, iter(range(100))
 
     def interrupted(request: Any, token: Any) -> None:
         if next(calls) == num_before:
             raise KeyboardInterrupt
         append(request, token)
 
-    monkeypatch.setattr(engine, "_append", interrupted)
+    monkeypatch.setattr(engine._steps, "_append", interrupted)
     engine.add_request("other", prompt(10), greedy(5))
     engine.add_request("forked", prompt(20), params)
     outputs, num_raised = run_interrupted(engine, KeyboardInterrupt)

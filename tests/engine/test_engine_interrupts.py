@@ -32,7 +32,14 @@ from mlx_paged.request import RequestOutput
 
 pytestmark = pytest.mark.usefixtures("run_ahead")
 
-ENGINE_ROOMS = ("engine.py", "scheduler.py", "request_state.py", "kv_cache_manager.py")
+ENGINE_ROOMS = (
+    "engine.py",
+    "steps.py",
+    "reports.py",
+    "scheduler.py",
+    "request_state.py",
+    "kv_cache_manager.py",
+)
 
 
 @pytest.fixture(scope="module")

@@ -54,13 +54,13 @@ def sums(latencies: Latencies) -> dict[str, float]:
 
 def step(engine: Engine, clock: Clock, seconds: float) -> list[RequestOutput]:
     """A step at whose end the clock is ``seconds`` further."""
-    land = engine._land
+    land = engine._steps.land
 
     def late_land() -> None:
-        clock.now, engine._land = clock.now + seconds, land
+        clock.now, engine._steps.land = clock.now + seconds, land
         land()
 
-    engine._land = late_land
+    engine._steps.land = late_land
     return engine.step()
 
 
@@ -209,7 +209,7 @@ def test_an_interrupt_at_any_line_of_a_step_observes_nothing_twice(model: nn.Mod
 
     lines, whole = observed(None)
     expected = counts(whole) | {"tokens": 8}
-    rooms = ("latencies.py", "request_state.py", "engine.py")
+    rooms = ("latencies.py", "request_state.py", "engine.py", "steps.py", "reports.py")
     near = {at for place, turns in lines.turns.items() if place[0] in rooms for at in turns}
     for at in sorted(near | set(range(0, lines.num_lines, 50))):
         interrupt, latencies = observed(at)

@@ -101,14 +101,14 @@ def test_an_interrupt_between_two_parts_loses_and_repeats_nothing(demo):
     expected = joined(run(Engine(model, tokenizer), [("a", "Count from 5 to 30.", params)])["a"])
     engine.add_request("a", "Count from 5 to 30.", params)
     parts, calls = [], itertools.count()
-    hand_over = engine._handed_over
+    hand_over = engine._reports.hand_over
 
     def interrupted(outputs):
         if next(calls) % 2:
             raise KeyboardInterrupt
         return hand_over(outputs)
 
-    engine._handed_over = interrupted
+    engine._reports.hand_over = interrupted
     while engine.has_unfinished_requests():
         try:
             parts += engine.step()

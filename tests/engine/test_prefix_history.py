@@ -203,7 +203,7 @@ def test_an_interrupted_request_is_reported_once(run_ahead):
     engine = Engine(tiny_models()[0], kv_cache_bytes="24blocks", num_history_tokens=4096)
     engine.add_request("a", list(range(30)), SamplingParams(max_tokens=4))
     engine.step()
-    engine._is_torn = True  # as an interrupt leaves it
+    engine._steps.is_torn = True  # as an interrupt leaves it
     while engine.has_unfinished_requests():
         engine.step()
     assert len(engine.prefix_history.reports) == 1

@@ -118,10 +118,10 @@ def assert_nothing_held(engine: Engine) -> None:
     assert stats.num_swapped_tokens == 0
     assert (
         not engine.scheduler.requests
-        and not engine._states
+        and not engine._reports.states
         and not engine._inbox
-        and not engine._to_report
-        and not engine._in_flight
+        and not engine._reports._news
+        and not engine._steps.in_flight
     )
     assert engine.cache.manager.num_free_blocks == stats.num_usable_blocks
     assert not engine.has_unfinished_requests()

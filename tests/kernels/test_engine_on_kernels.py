@@ -151,7 +151,7 @@ def test_replayed_decodes_get_the_tokens_of_the_reference_on_metal_kernels(
             options = {"kv_cache_bytes": "60blocks", "kv_format": kv_format}
             engine = Engine(model, tokenizer, backend=backend, **options)
             engine.cache._initial_blocks = 12  # It grows.
-            engine._repair()
+            engine._steps.repair()
             for name, (prompt, max_tokens) in requests.items():
                 params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
                 engine.add_request(name, prompt, params)
@@ -261,6 +261,6 @@ def test_ten_frames_of_ours_lie_between_a_call_of_the_library_and_a_decode_on_me
     # The check of argument names stands before the call.
     assert stacks[-1][-1] == "checked"
     assert stacks[-1][-2::-1] == [
-        *("generate", "_complete", "step", "_step", "_launch", "launch"),
+        *("generate", "_complete", "step", "_step", "run", "_launch", "launch"),
         *("__call__", "__call__", "update_and_attend", "update_and_attend"),
     ]

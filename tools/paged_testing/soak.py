@@ -255,12 +255,12 @@ class Soak:
         assert left == (0, 0, 0, 0) and stats.num_swapped_tokens == 0, left
         assert (
             not engine.scheduler.requests
-            and not engine._states
+            and not engine._reports.states
             and not engine._inbox
-            and not engine._to_report
-            and not engine._in_flight
+            and not engine._reports._news
+            and not engine._steps.in_flight
         )
-        assert not engine.swap_space._contents and not engine._suspects
+        assert not engine.swap_space._contents and not engine._steps._suspects
         assert engine.cache.manager.num_free_blocks == stats.num_usable_blocks
         engine.shrink()
         mx.synchronize()

@@ -1,0 +1,343 @@
+"""``Steps``: launches an engine's steps, reads what they give, and takes back those that fail."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import mlx.core as mx
+
+from mlx_paged.engine.batch import Batch, Scheduled
+from mlx_paged.engine.latencies import Latencies
+from mlx_paged.engine.model_runner import ModelRunner, StepInFlight
+from mlx_paged.engine.prompt_logprobs import score_prompts
+from mlx_paged.engine.reports import Reports
+from mlx_paged.engine.request_state import RequestState
+from mlx_paged.engine.sampler import NO_TOKENS, SampledToken, sample, state_of
+from mlx_paged.engine.scheduler import Scheduler
+from mlx_paged.errors import forget_frames, request_error
+from mlx_paged.request import Request
+
+
+class Steps:
+    """The steps of an engine, of which at most one is in flight between two calls: launched,
+    sampled, and not read.
+
+    A step that fails did not happen: its requests run again, one by one, to see which of them fails
+    alone. Changes of the bookkeeping stand in :meth:`change`, so that an interrupt may come at any
+    line. One thread at a time.
+
+    Args:
+        run_ahead: whether a step is launched before the tokens of the one before are read.
+
+    Attributes:
+        is_torn: True while the bookkeeping changes. Who finds it True at the beginning of a change
+            knows that an interrupt cut the one before in the middle.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        scheduler: Scheduler,
+        reports: Reports,
+        latencies: Latencies,
+        run_ahead: bool,
+    ):
+        self.is_torn = False
+        self.in_flight: deque[StepInFlight] = deque()
+        self._runner = runner
+        self._scheduler = scheduler
+        self._reports = reports
+        self._latencies = latencies
+        self._run_ahead = run_ahead
+        # Requests from a failed step and the length each had reached; each is retried alone.
+        self._suspects: deque[tuple[Request, int]] = deque()
+
+    @contextmanager
+    def change(self) -> Iterator[None]:
+        """Change the bookkeeping; what an interrupt cut is repaired first."""
+        if self.is_torn:
+            self.repair()
+        self.is_torn = True
+        yield
+        self.is_torn = False
+
+    def run(self) -> None:
+        """Run one step: read the oldest one that is in flight, and launch the next before that
+        where it may.
+        """
+        steps = self.in_flight
+        if not steps:
+            self._launch(self._scheduler.schedule(only=self._next_suspect()))
+            self._sample()
+        if steps and self._may_launch_ahead(steps[0]):
+            self._launch(self._scheduler.schedule_ahead(steps[0].sampled.requests))
+        self.land()
+        self._sample()
+        if steps and all(request.is_finished for request in steps[0].batch.requests):
+            self.land()  # Nobody asks for it any more.
+
+    def abort(self, state: RequestState) -> None:
+        for request in state.requests:
+            self._finish(request, "abort")
+
+    def repair(self) -> None:
+        """Start over from what no interrupt can tear: the requests, and what was reported of each.
+
+        Cached K/V are lost, and what runs is computed again.
+        """
+        self._runner.cache.reset()
+        self.in_flight.clear()
+        self._suspects.clear()
+        states = list(self._reports.states.values())
+        self._scheduler.restart([request for state in states for request in state.restore()])
+        for state in states:
+            if state.is_aborted:
+                self.abort(state)
+        self._reports.begin_again()
+
+    def _may_launch_ahead(self, step: StepInFlight) -> bool:
+        """Whether the next step is planned before this one is read."""
+        return (
+            self._run_ahead
+            and not self._suspects
+            and not step.batch.drafted
+            and not self._scheduler.expects_drafts()
+        )
+
+    def _launch(self, batch: Batch | None) -> None:
+        """Begin to compute a step, behind the one in flight if there is one."""
+        if batch is None:
+            return
+        for request in batch.finished:
+            self._reports.note(request)
+        for request in batch.begun:
+            request.first_scheduled_time = time.perf_counter()
+        if not batch.scheduled:
+            # Nobody will copy what was to be swapped out, and a suspect had no room.
+            self._scheduler.discard(batch)
+            if self._suspects:
+                self._suspects.popleft()
+            return
+        awaited = self.in_flight[0].sampled if self.in_flight else NO_TOKENS
+        step = StepInFlight(batch)
+        self.in_flight.append(step)
+        with self._device_work():
+            step.logits = self._runner.launch(batch, awaited)
+
+    def _sample(self) -> None:
+        """Begin to sample the tokens of the newest step, from tokens that are known."""
+        if not self.in_flight:
+            return
+        step = self.in_flight[-1]
+        rows, requests, num_before = self._completions(step.batch)
+        with self._device_work():
+            step.sampled = sample(step.logits, rows, requests, num_before)
+            step.scored = score_prompts(step.logits, step.batch.scheduled)
+        for request in step.sampled.requests:
+            if request.seq_id not in self._scheduler.requests:
+                state = self._reports.states[request.request_id]
+                self._scheduler.add_fork(state.requests[0], request)
+                state.requests.append(request)
+                step.forks.append(request)
+
+    def land(self) -> None:
+        """Wait for the oldest step in flight, and append its tokens."""
+        if not self.in_flight:
+            return
+        step = self.in_flight[0]
+        with self._device_work():
+            results = step.sampled.read()
+            scores = [(prompt.request, prompt.read()) for prompt in step.scored]
+            # A chunk of a prompt has no tokens to wait for. What no step follows leaves nothing
+            # lazy: another thread could not evaluate it, and a reader in flight would make each
+            # donated write copy a slab.
+            mx.eval(step.logits, self._runner.cache.arrays if len(self.in_flight) == 1 else ())
+        if not self.in_flight:
+            return  # It failed.
+        drafted = step.batch.drafted
+        if drafted and not self._verify(step, drafted, results):
+            return
+        self.in_flight.popleft()
+        self._latencies.iteration_tokens.observe(step.batch.num_tokens)
+        for request, entries in scores:
+            if not request.is_finished:
+                self._reports.states[request.request_id].add_prompt_logprobs(request, entries)
+        verified = {part.request for part in drafted}
+        for request, result in zip(step.sampled.requests, results, strict=True):
+            if request not in verified:
+                self._take(request, result)
+
+    def _verify(
+        self,
+        step: StepInFlight,
+        drafted: Sequence[Scheduled],
+        results: Sequence[SampledToken | Exception],
+    ) -> bool:
+        """Append the tokens of requests with drafts, as far as they go on with them; False if the
+        step failed meanwhile.
+
+        What reads the tokens before it (penalties, processors, samplers of the request's own) is
+        drawn token by token, when these are known.
+        """
+        known: dict[Request, list[SampledToken | Exception]] = {}
+        for request, result in zip(step.sampled.requests, results, strict=True):
+            known.setdefault(request, []).append(result)
+        for part in drafted:
+            request, num_accepted = part.request, 0
+            if request.is_finished:
+                continue  # Since it was launched.
+            drawn, drafts = known[request], self._scheduler.speculation.made(part)
+            self._scheduler.begin_verification(part)
+            for number in range(part.num_logit_rows):
+                if number == len(drawn):
+                    row = step.first_row_of(part) + number
+                    with self._device_work():
+                        drawn += sample(step.logits, [row], [request]).read()
+                    if not self.in_flight:
+                        return False
+                result = drawn[number]
+                is_accepted = (
+                    number < len(drafts)
+                    and isinstance(result, SampledToken)
+                    and result.token_id == drafts[number]
+                )
+                if is_accepted:
+                    self._scheduler.accept_draft(request)
+                    num_accepted += 1
+                self._take(request, result)
+                if not is_accepted or request.is_finished:
+                    break
+            self._scheduler.end_verification(part, num_accepted)
+        return True
+
+    def _take(self, request: Request, result: SampledToken | Exception) -> None:
+        if isinstance(result, SampledToken):
+            self._append(request, result)
+        else:
+            self._finish(request, "error", result)
+
+    @contextmanager
+    def _device_work(self) -> Iterator[None]:
+        """Run a part of a step that changes no bookkeeping. If it raises, no step in flight
+        happened.
+        """
+        try:
+            yield
+        except Exception as error:
+            self._blame(error)
+        except BaseException:
+            self._take_back()
+            self.is_torn = False
+            raise
+
+    def pick_up_lost(self) -> None:
+        """Take on requests that an interrupt kept from the inbox, or from being reported."""
+        for state in list(self._reports.states.values()):
+            for request in state.requests:
+                self._scheduler.add(request)
+            if state.is_aborted:
+                self.abort(state)
+            if state.output.finished:
+                self._reports.note(state.requests[0])
+
+    def _blame(self, error: Exception) -> None:
+        """Fail a request that ran alone; run several again one by one, to see which fails. One that
+        ran with drafts, which it did not ask for, runs again without.
+        """
+        steps = list(self.in_flight)
+        suspects = {
+            request: request.num_computed_tokens
+            for step in steps
+            for request in step.batch.requests
+            if not request.is_finished
+        }
+        self._take_back()
+        if len(steps) == len(suspects) == 1 and not steps[0].batch.drafted:
+            self._finish(steps[0].batch.requests[0], "error", error)
+        else:
+            self._suspects.extend(suspects.items())
+
+    def _take_back(self) -> None:
+        """Undo the steps in flight, the newest first."""
+        while self.in_flight:
+            step = self.in_flight.pop()
+            for request in step.sampled.requests:
+                self._scheduler.forget_token(request)
+            for fork in step.forks:
+                if not fork.is_finished:
+                    self._scheduler.finish(fork, "abort")
+                    self._reports.states[fork.request_id].requests.remove(fork)
+            self._scheduler.discard(step.batch)
+        self._runner.cache.close_step()
+        try:
+            # What it wrote is not needed, but the slabs depend on it, and another thread could not
+            # evaluate them.
+            mx.eval(self._runner.cache.arrays)
+        except Exception:
+            # This thread can't either: without new slabs, every later step would fail.
+            self.repair()
+
+    def _next_suspect(self) -> Request | None:
+        while self._suspects:
+            request, num_tokens = self._suspects[0]
+            if not request.is_finished and request.num_computed_tokens < num_tokens:
+                return request
+            self._suspects.popleft()
+        return None
+
+    def _completions(self, batch: Batch) -> tuple[list[int], list[Request], list[int]]:
+        """The row of logits and the request of each token that this step samples, and how many
+        drafts stand before it.
+
+        A request for several completions is forked when its prompt is computed; they share a row.
+        """
+        rows: list[int] = []
+        requests: list[Request] = []
+        num_before: list[int] = []
+        first_row = 0
+        for part in batch.scheduled:
+            request, num_rows = part.request, part.num_logit_rows - part.num_scored_rows
+            first_row += part.num_scored_rows
+            if num_rows and not request.is_finished:
+                if num_rows > 1 and state_of(request, self._runner.vocab_size).draws_rows_together:
+                    rows += range(first_row, first_row + num_rows)
+                    requests += [request] * num_rows
+                    num_before += range(num_rows)
+                else:
+                    rows += [first_row] * request.num_seqs
+                    requests += [request, *map(request.fork, range(1, request.num_seqs))]
+                    num_before += [0] * request.num_seqs
+            first_row += num_rows
+        return rows, requests, num_before
+
+    def _append(self, request: Request, sampled: SampledToken) -> None:
+        if request.is_finished:
+            return  # Since it was sampled.
+        ahead = self.in_flight[0].batch if self.in_flight else None
+        self._scheduler.append_token(request, sampled.token_id, ahead)
+        stop_text = None
+        try:
+            stop_text = self._reports.states[request.request_id].add_token(request, sampled)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # the panics of tokenizers in Rust are no Exception
+            # It fails its own request, even where this token was the last one.
+            forget_frames(error, "In a step of the engine")
+            self._scheduler.finish(request, "error")
+            request.finish_reason, request.stop_reason = "error", None
+            request.error = request_error(error)
+        if stop_text is not None:
+            self._scheduler.finish(request, "stop")
+            # Where this token was the last one, too, the text counts.
+            request.finish_reason, request.stop_reason = "stop", stop_text
+        self._reports.note(request)
+
+    def _finish(self, request: Request, reason: str, error: Exception | None = None) -> None:
+        if not request.is_finished:
+            if error is not None:
+                forget_frames(error, "In a step of the engine")
+            self._scheduler.finish(request, reason, error=error)
+            self._reports.note(request)
