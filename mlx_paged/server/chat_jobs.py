@@ -6,10 +6,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
 from mlx_paged.chat_template import ChatTemplateError
 from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
 from mlx_paged.server.answers import AnswerFormat, ToolChoice
-from mlx_paged.server.constraints import constraint_of
+from mlx_paged.server.chat_grammar import chat_grammar
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.generations import Generation
 from mlx_paged.server.service import Service
@@ -48,7 +50,7 @@ def prepare(service: Service, job: ChatJob) -> tuple[Generation, AnswerFormat]:
     with the other turns of the conversation.
 
     Raises:
-        ApiError: the template refuses the messages, or an answer can't be kept to what is wanted.
+        ApiError: the template refuses the messages.
     """
     tokenizer, kept = service.tokenizer, service.kept_answers
     options = {**service.template_options, **job.template_options}
@@ -58,28 +60,21 @@ def prepare(service: Service, job: ChatJob) -> tuple[Generation, AnswerFormat]:
         prompt = kept.encode(tokenizer, job.messages, options, job.cache_salt)
     except ChatTemplateError as error:
         raise ApiError(400, str(error), param="messages") from error
-    answer_format = AnswerFormat.of(
-        tokenizer,
-        prompt.text,
-        job.tools if job.tool_choice != "none" else (),
-        None if job.parallel_tool_calls else 1,
-    )
-    if not job.params.skip_special_tokens:
-        answer_format = replace(answer_format, hidden=())
-    constraint = constraint_of(
+    structured, is_calls = chat_grammar(
         tokenizer,
         prompt.token_ids,
-        job.params.structured_outputs,
         job.tools,
         job.tool_choice,
         job.parallel_tool_calls,
+        job.params.structured_outputs,
     )
-    if constraint is not None and constraint.is_json_calls:
+    answer_format = _format_of(tokenizer, job, prompt.text)
+    if is_calls:
         answer_format = replace(answer_format, tool_format=ToolFormat.json_list(), is_calls=True)
     params = job.params.clone(
-        structured_outputs=None if constraint is None else constraint.structured_outputs,
         output_kind=RequestOutputKind.DELTA,
         skip_special_tokens=job.params.skip_special_tokens and not answer_format.hidden,
+        structured_outputs=structured,
     )
     goes_on = options.get("continue_final_message", False)
     return Generation(
@@ -90,3 +85,19 @@ def prepare(service: Service, job: ChatJob) -> tuple[Generation, AnswerFormat]:
         # A message that goes on comes back as one with its beginning.
         None if goes_on else partial(kept.keep, tokenizer, prompt, answer_format),
     ), answer_format
+
+
+def _format_of(tokenizer: TokenizerWrapper, job: ChatJob, prompt: str) -> AnswerFormat:
+    tools = job.tools if job.tool_choice != "none" else ()
+    if tools and job.tool_choice == "auto" and not tokenizer.has_tool_calling:
+        raise ApiError(
+            400,
+            "tools can't be called by this model: nothing says how it writes calls; leave them "
+            "out, or send tool_choice 'required'",
+            param="tools",
+        )
+    max_calls = None if job.parallel_tool_calls else 1
+    answer_format = AnswerFormat.of(tokenizer, prompt, tools, max_calls)
+    if not job.params.skip_special_tokens:
+        return replace(answer_format, hidden=())  # The client wants to see them.
+    return answer_format

@@ -51,7 +51,6 @@ class Answer:
         parts: of the engine.
         places: in the queue, which are given back at its end.
         note: told of each part as it comes, and whether it is the first.
-        when_finished: as in :class:`Generation`.
     """
 
     def __init__(
@@ -59,12 +58,10 @@ class Answer:
         parts: AsyncGenerator[RequestOutput, None],
         places: ExitStack,
         note: Callable[[RequestOutput, bool], None],
-        when_finished: Callable[[CompletionOutput], None] | None = None,
     ):
         self._rest = parts
         self._places = places
         self._note = note
-        self._ends = None if when_finished is None else _Ends(when_finished)
         self._first: asyncio.Task[RequestOutput] | None = asyncio.create_task(_first_of(parts))
 
     def __aiter__(self) -> Answer:
@@ -76,11 +73,9 @@ class Answer:
                 output = await self._first
                 self._first = None
                 self._note(output, True)
-            else:
-                output = await anext(self._rest)
-                self._note(output, False)
-            if self._ends is not None:
-                self._ends.add(output)
+                return output
+            output = await anext(self._rest)
+            self._note(output, False)
             return output
         except StopAsyncIteration:
             self._places.close()
@@ -105,7 +100,7 @@ class Answer:
             await self._rest.aclose()
 
 
-class _Ends:
+class Ends:
     """Puts the tokens of completions together, and says when one has ended."""
 
     def __init__(self, when_finished: Callable[[CompletionOutput], None]):

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlx_paged.errors import ArgumentError, shown
+from mlx_paged.errors import shown
 from mlx_paged.server.answers import ToolChoice
 from mlx_paged.server.chat_jobs import ChatJob
 from mlx_paged.server.fields import Fields
-from mlx_paged.server.generations import api_error
 from mlx_paged.server.openai_options import read_model
+from mlx_paged.server.response_format import read_format
 from mlx_paged.server.sampling_fields import read_sampling
 from mlx_paged.server.service import Service
 from mlx_paged.structured_outputs import StructuredOutputsParams
@@ -175,23 +175,7 @@ def _read_text(fields: Fields, options: dict[str, Any]) -> StructuredOutputsPara
         options["verbosity"] = verbosity  # There may be templates that know it.
     answer_format = fields.child("format", None)
     fields.refuse_rest()
-    if answer_format is None:
-        return None
-    kind = answer_format.choice("type", ("text", "json_object", "json_schema"))
-    structured = None
-    if kind == "json_object":
-        structured = StructuredOutputsParams(json_object=True)
-    elif kind == "json_schema":
-        answer_format.text("name", None)
-        answer_format.text("description", None)
-        answer_format.boolean("strict", None)
-        answer_format.child("schema")
-        try:
-            structured = StructuredOutputsParams(json=answer_format.raw("schema"))
-        except ArgumentError as error:
-            raise api_error(error) from error
-    answer_format.refuse_rest()
-    return structured
+    return None if answer_format is None else read_format(answer_format)
 
 
 # Tools

@@ -17,7 +17,7 @@ from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.loading import SamplingDefaults
 from mlx_paged.request import RequestOutput
 from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
-from mlx_paged.server.generations import Answer, Generation, check_end
+from mlx_paged.server.generations import Answer, Ends, Generation, check_end
 from mlx_paged.server.kept_answers import KeptAnswers
 from mlx_paged.server.logs import count_tokens, log_text, logger
 from mlx_paged.server.prefix_reports import explanation, report_texts
@@ -132,13 +132,25 @@ class Service:
                 cache_salt=generation.cache_salt,
             )
             log_text("prompt", lambda: self.tokenizer.decode(generation.prompt_token_ids))
-            answer = Answer(outputs, places.pop_all(), self._note, generation.when_finished)
+            answer = Answer(outputs, places.pop_all(), self._note_of(generation))
         try:
             await answer.wait(self.first_part_seconds)
         except BaseException:
             await answer.aclose()
             raise
         return answer
+
+    def _note_of(self, generation: Generation) -> Callable[[RequestOutput, bool], None]:
+        """What is done with each part of an answer besides answering."""
+        if generation.when_finished is None:
+            return self._note
+        ends = Ends(generation.when_finished)
+
+        def note(output: RequestOutput, is_first: bool) -> None:
+            self._note(output, is_first)
+            ends.add(output)
+
+        return note
 
     def _note(self, output: RequestOutput, is_first: bool) -> None:
         """Say of a part what the log says of its request."""

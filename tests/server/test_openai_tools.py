@@ -9,11 +9,6 @@ import pytest
 from helpers.agent_models import make_agent_model
 from helpers.servers import is_idle, running_service, wait_until
 
-from mlx_paged.server.constraints import either
-from mlx_paged.server.errors import ApiError
-from mlx_paged.server.tool_grammar import ToolGrammar
-from mlx_paged.structured_outputs import StructuredOutputsParams
-
 WEATHER = {
     "type": "function",
     "function": {
@@ -283,7 +278,7 @@ def test_an_answer_may_be_a_call_or_have_the_format(agent, dictate):
         ),
         ({"extra_body": {"guided_regex": "("}}, None),
         ({"extra_body": {"guided_json": NUMBER, "guided_regex": "a"}}, "guided_regex"),
-        ({"extra_body": {"guided_regex": "a"}, "tools": [ADD]}, "tool_choice"),
+        ({"extra_body": {"guided_regex": "a"}, "tools": [ADD]}, "tools"),
         ({"response_format": FORMAT, "extra_body": {"ignore_eos": True}}, None),
         (
             {
@@ -301,7 +296,12 @@ def test_formats_that_cannot_be_kept_are_refused_by_name(agent, fields, param):
     assert param is None or caught.value.param == param
 
 
-def test_calls_that_are_json_do_not_go_with_json():
-    calls = ToolGrammar(StructuredOutputsParams(grammar="start: x"), is_json=True)
-    with pytest.raises(ApiError, match="tool_choice 'none' or 'required'"):
-        either(calls, StructuredOutputsParams(json_object=True))
+def test_a_model_without_a_format_for_calls_says_so_unless_one_must_be_made(client):
+    fields = {"model": "demo", "messages": ASK, "tools": [ADD], "max_tokens": 200}
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(**fields)
+    assert caught.value.param == "tools"
+    fields |= {"tool_choice": "required", "parallel_tool_calls": False}
+    [choice] = client.chat.completions.create(**fields).choices
+    assert choice.finish_reason == "tool_calls" and choice.message.content is None
+    assert {each.function.name for each in choice.message.tool_calls} == {"add"}
