@@ -160,30 +160,32 @@ def test_users_never_share_what_was_kept(agent):
         model="demo", messages=messages, extra_body={"cache_salt": "a"}
     )
     messages += [{"role": "assistant", "content": "Good day."}]
-    tools = [{"type": "function", "function": READ}]
-    result = {"role": "tool", "tool_call_id": "1", "content": RESULT}
+    messages += [{"role": "user", "content": "Why?"}]
     prompts = []
     for salt in ("a", "b"):
-        answer = agent.openai.chat.completions.create(
-            model="demo",
-            messages=[*messages, result],
-            tools=tools,
-            max_tokens=1,
-            extra_body={"cache_salt": salt},
+        keys = agent.service.kept_answers.encode(
+            agent.service.tokenizer, messages, {}, cache_salt=salt
         )
-        prompts.append(answer.usage.prompt_tokens)
-    # Other tools make another conversation, which nothing was kept of.
-    assert prompts[0] == prompts[1]
-    prompts = []
-    for salt in ("a", "b"):
-        answer = agent.openai.chat.completions.create(
-            model="demo",
-            messages=[*messages, result],
-            max_tokens=1,
-            extra_body={"cache_salt": salt},
-        )
-        prompts.append(answer.usage.prompt_tokens)
-    assert prompts[0] > prompts[1]
+        prompts.append(keys.before)
+    assert prompts[1] is None
+    assert prompts[0] is None or prompts[0].reading.text == "Good day."
+
+
+def test_an_answer_has_one_call_where_there_may_be_one(agent):
+    agent.script(call(0) + "\n" + call(1).partition("</think>\n\n")[2])
+    answer = agent.openai.chat.completions.create(
+        model="demo",
+        messages=[{"role": "user", "content": "a"}],
+        tools=[{"type": "function", "function": READ}],
+        parallel_tool_calls=False,
+    )
+    [tool_call] = answer.choices[0].message.tool_calls
+    assert json.loads(tool_call.function.arguments) == {"path": "src/0.py", "limit": 0}
+    # It was over with the call.
+    tokenizer = agent.service.tokenizer
+    assert answer.usage.completion_tokens == len(
+        tokenizer.encode(call(0), add_special_tokens=False)
+    )
 
 
 # What must be called is called, whatever the model would say. It would never end a text by itself.
