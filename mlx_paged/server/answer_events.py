@@ -33,11 +33,16 @@ class ToolCallStart:
 @dataclass(frozen=True)
 class ToolCallArguments:
     """A piece of the JSON text of a call's arguments. Together they are one JSON object, unless
-    the answer was broken off within them, or the model wrote something that is no JSON.
+    the answer was broken off within them.
+
+    Args:
+        is_json: false where the model wrote something else, from this piece on: it is given as it
+            is, since the call has begun.
     """
 
     index: int
     text: str
+    is_json: bool = True
 
 
 Event: TypeAlias = Reasoning | Text | ToolCallStart | ToolCallArguments
@@ -53,7 +58,7 @@ def merged(events: Iterable[Event]) -> list[Event]:
             result[-1] = type(event)(last.text + event.text)
         elif isinstance(event, ToolCallArguments) and isinstance(last, ToolCallArguments):
             # The start of a call stands between the arguments of two.
-            result[-1] = ToolCallArguments(last.index, last.text + event.text)
+            result[-1] = ToolCallArguments(last.index, last.text + event.text, event.is_json)
         else:
             result.append(event)
     return result

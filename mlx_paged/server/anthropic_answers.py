@@ -14,6 +14,7 @@ from mlx_paged.server.answers import (
     Event,
     Reasoning,
     Text,
+    ToolCallArguments,
     ToolCallStart,
 )
 from mlx_paged.server.errors import ApiError
@@ -106,11 +107,6 @@ class MessageAnswer:
         }
 
     @property
-    def is_broken_off(self) -> bool:
-        """Whether the model was not done."""
-        return self._last is not None and self._last.finish_reason == "length"
-
-    @property
     def shows_thinking(self) -> bool:
         return self._options.shows_thinking
 
@@ -146,7 +142,7 @@ async def message_events(answer: MessageAnswer, parts: Answer) -> AsyncGenerator
             yield _named({"type": "ping"})
         for each in blocks.add(new):
             yield _named(each)
-    for each in blocks.finish(answer.is_broken_off):
+    for each in blocks.finish():
         yield _named(each)
     end = {"type": "message_delta", "delta": answer.end(blocks.num_calls > 0)}
     yield _named({**end, "usage": answer.usage()})
@@ -173,17 +169,17 @@ class _BlockEvents:
             if is_call or block is None or _KINDS[block["type"]] != _delta_kind(each):
                 yield from self.finish()
                 yield self._start(each)
+            if isinstance(each, ToolCallArguments) and not each.is_json:
+                # Clients that read along would fail with less clear words.
+                raise ApiError(500, "the model called a tool with arguments that are no JSON")
             if not isinstance(each, ToolCallStart) and each.text:
                 yield from self._delta(_delta_kind(each), each.text)
 
-    def finish(self, is_broken_off: bool = False) -> Iterator[dict[str, Any]]:
-        """End the open block; ``max_tokens`` may have broken it off."""
+    def finish(self) -> Iterator[dict[str, Any]]:
+        """End the open block."""
         block, self._block = self._block, None
         if block is None:
             return
-        if block["type"] == "tool_use" and not is_broken_off and not _is_object(block["input"]):
-            # Clients would fail with less clear words.
-            raise ApiError(500, "the model called a tool with arguments that are no JSON")
         if block["type"] == "thinking":
             delta = {"type": "signature_delta", "signature": signature_of(block["thinking"])}
             yield {"type": "content_block_delta", "index": self._index, "delta": delta}

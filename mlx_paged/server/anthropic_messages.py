@@ -156,7 +156,8 @@ def _read_output_config(fields: Fields) -> tuple[str | None, dict[str, Any] | No
         schema = _read_format(config, "format")
         config.accept("task_budget")
         config.refuse_rest()
-    return effort, schema or _read_format(fields, "output_format")
+    other = _read_format(fields, "output_format")
+    return effort, other if schema is None else schema
 
 
 def _read_format(fields: Fields, name: str) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -75,6 +76,7 @@ def prepare(service: Service, job: ChatJob) -> tuple[Generation, AnswerFormat]:
         output_kind=RequestOutputKind.DELTA,
         skip_special_tokens=job.params.skip_special_tokens and not answer_format.hidden,
         structured_outputs=structured,
+        **({} if structured else _limits_of_calls(tokenizer, job)),
     )
     goes_on = options.get("continue_final_message", False)
     return Generation(
@@ -85,6 +87,20 @@ def prepare(service: Service, job: ChatJob) -> tuple[Generation, AnswerFormat]:
         # A message that goes on comes back as one with its beginning.
         None if goes_on else partial(kept.keep, tokenizer, prompt, answer_format),
     ), answer_format
+
+
+def _limits_of_calls(tokenizer: TokenizerWrapper, job: ChatJob) -> dict[str, Any]:
+    """Parameters that keep a model from calls that nobody wants, where its marks are tokens."""
+    if not job.tools or not tokenizer.has_tool_calling:
+        return {}
+    start, end = tokenizer.tool_call_start_tokens, tokenizer.tool_call_end_tokens
+    if job.tool_choice == "none":
+        none = {start[0]: -math.inf} if len(start) == 1 else {}
+        return {"logit_bias": {**job.params.logit_bias, **none}}
+    if not job.parallel_tool_calls and len(end) == 1:
+        # The answer is over with its first call.
+        return {"stop_token_ids": (*job.params.stop_token_ids, end[0])}
+    return {}
 
 
 def _format_of(tokenizer: TokenizerWrapper, job: ChatJob, prompt: str) -> AnswerFormat:

@@ -17,7 +17,7 @@ import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -83,12 +83,15 @@ class KeptAnswers:
 
     Args:
         max_tokens: that are kept; the answers that nobody came back to for longest go first.
+
+    Attributes:
+        num_tokens: that are kept. Those of a conversation count once.
     """
 
     def __init__(self, max_tokens: int = MAX_KEPT_TOKENS):
         self.max_tokens = max_tokens
         self._answers: OrderedDict[bytes, KeptAnswer] = OrderedDict()
-        self._num_tokens = 0
+        self.num_tokens = 0
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -112,7 +115,7 @@ class KeptAnswers:
             ChatTemplateError: as :func:`encode_chat`.
         """
         normal = normalise_messages(messages)
-        keys = _keys(normal, template_options, cache_salt)
+        keys = _keys(normal, cache_salt)
         kept = [
             (message, answer)
             for message, key in zip(normal, keys, strict=True)
@@ -152,7 +155,8 @@ class KeptAnswers:
         if token_ids and token_ids[-1] in tokenizer.eos_token_ids:
             token_ids.pop()
         text = _decoded(tokenizer, prompt.token_ids[-_NUM_CONTEXT_TOKENS:], token_ids)
-        reading = read_answer(answer_format, text, completion)
+        # With calls that were left out, too: what was told does not say all of these tokens then.
+        reading = read_answer(replace(answer_format, max_calls=None), text, completion)
         message = _message_of(reading)
         if message is None:
             return
@@ -177,25 +181,20 @@ class KeptAnswers:
     def _put(self, key: bytes, answer: KeptAnswer) -> None:
         with self._lock:
             replaced = self._answers.pop(key, None)
+            if replaced is not None:
+                self.num_tokens -= len(replaced.token_ids)
             self._answers[key] = answer
-            self._num_tokens += len(answer.token_ids)
-            while replaced is not None or self._num_tokens > self.max_tokens:
-                self._num_tokens -= len(
-                    (replaced or self._answers.popitem(last=False)[1]).token_ids
-                )
-                replaced = None
+            self.num_tokens += len(answer.token_ids)
+            while self.num_tokens > self.max_tokens:
+                _, oldest = self._answers.popitem(last=False)
+                self.num_tokens -= len(oldest.token_ids)
 
 
-def _keys(
-    messages: Sequence[Mapping[str, Any]],
-    template_options: Mapping[str, Any],
-    cache_salt: str | None,
-) -> list[bytes]:
-    """For each message, what names the conversation up to it: what everybody said, and what could
-    be called, but no reasoning.
+def _keys(messages: Sequence[Mapping[str, Any]], cache_salt: str | None) -> list[bytes]:
+    """For each message, what names the conversation up to it: what everybody said, but no
+    reasoning.
     """
-    context = {name: template_options[name] for name in sorted(template_options)}
-    key = hashlib.blake2b(_json([cache_salt, context])).digest()
+    key = hashlib.blake2b(_json(cache_salt)).digest()
     keys = []
     for message in messages:
         key = _next_key(key, message)

@@ -216,10 +216,10 @@ class _Items:
         delta = {"type": f"response.{_NAMES[kind]}.delta", **self._place(self._item), "delta": text}
         if kind != "function_call":
             delta["content_index"] = 0
+        found, self._pending = _found_in(self._pending, text)
         if kind == "message":
-            delta["logprobs"] = _last_of(self._pending, text)
-            self._logprobs += delta["logprobs"]
-        self._pending = []
+            delta["logprobs"] = found
+            self._logprobs += found
         return delta
 
     def _place(self, item: dict[str, Any]) -> dict[str, Any]:
@@ -245,11 +245,20 @@ def _kind_of(each: Event) -> str:
     return "message" if isinstance(each, Text) else "function_call"
 
 
-def _last_of(logprobs: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
-    """The last entries, whose tokens make up a text: those before are a mark's."""
-    num_left = len(text)
-    for place in range(len(logprobs) - 1, -1, -1):
-        if num_left <= 0:
-            return logprobs[place + 1 :]
-        num_left -= len(logprobs[place]["token"])
-    return logprobs
+def _found_in(
+    logprobs: list[dict[str, Any]], text: str
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The entries whose tokens make up a text, and those that follow. Before them may be tokens of
+    marks. A text that the tokens do not have (arguments that were put right) has no entries.
+    """
+    if not logprobs:
+        return [], []
+    sizes = [len(each["bytes"] or ()) for each in logprobs]
+    wanted = text.encode(errors="replace")
+    begin = b"".join(bytes(each["bytes"] or ()) for each in logprobs).find(wanted)
+    if begin < 0:
+        return [], logprobs
+    ends = list(itertools.accumulate(sizes))
+    first = next(index for index, end in enumerate(ends) if end > begin)
+    last = next(index for index, end in enumerate(ends) if end >= begin + len(wanted))
+    return logprobs[first : last + 1], logprobs[last + 1 :]

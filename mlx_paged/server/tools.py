@@ -267,7 +267,7 @@ class JsonCallReader(CallReader):
 
     def _tell(self, text: str, events: list[Event]) -> None:
         if text and self._index is not None:
-            events.append(ToolCallArguments(self._index, text))
+            events.append(ToolCallArguments(self._index, text, not self._is_raw))
 
 
 def overlap(text: str, mark: str) -> int:

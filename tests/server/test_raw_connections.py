@@ -49,6 +49,10 @@ class Served:
         self.server = server
         self.address = address
 
+    @property
+    def connections(self) -> list[Connection]:
+        return list(self.server.server_state.connections)  # type: ignore[arg-type]
+
     def connect(self) -> socket.socket:
         return socket.create_connection(self.address, timeout=10)
 
@@ -223,6 +227,24 @@ def test_a_client_that_reads_nothing_is_cut(served: Served):
         client.sendall(b"GET /long HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert wait_until(lambda: served.server.server_state.tasks)
         assert wait_until(lambda: not served.server.server_state.tasks)
+
+
+def test_a_client_that_reads_little_and_often_is_not_cut(served: Served):
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**12)
+        client.settimeout(10)
+        client.connect(served.address)
+        assert wait_until(lambda: served.connections)
+        # Without room in between, what is read here is seen there.
+        sender = served.connections[0].transport.get_extra_info("socket")
+        sender.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**12)
+        client.sendall(b"GET /long HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert wait_until(lambda: any(each.flow.write_paused for each in served.connections))
+        end = time.monotonic() + 3 * Connection.stall_seconds
+        while time.monotonic() < end:
+            assert client.recv(2**10)
+            time.sleep(0.02)
+        assert served.server.server_state.tasks
 
 
 def test_more_connections_than_there_may_be_are_told_to_come_back():
