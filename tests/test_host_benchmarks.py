@@ -40,6 +40,20 @@ def test_overlap_runs_each_side_beside_the_simulated_device(tmp_path: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    sys.platform != "linux" or shutil.which("cc") is None,
+    reason="the simulated device is made on Linux, with a C compiler",
+)
+def test_structured_outputs_are_measured_by_themselves_and_in_a_step(tmp_path: Path):
+    short = ["--turns", "1", "--steps", "2", "--device-ms", "0", "--tokens", "5", "--batch", "2"]
+    out = tmp_path / "structured.json"
+    (result,) = results_of("structured_outputs.py", out, *short, "--vocab", "600")
+    assert result["vocab_size"] == 600 and result["batch"] == 2
+    assert {"set_up", "compile", "host", "device"} < set(result["masks_us"])
+    assert [step["device_ms"] for step in result["steps"]] == [0.0]
+
+
+@pytest.mark.slow
 def test_one_stream_runs_each_side(tmp_path: Path):
     results = results_of("one_stream.py", tmp_path / "one.json", "--turns", "1", "--steps", "1")
     assert set(results["milliseconds"]) == {"mlx-lm", "paged", "basic"}

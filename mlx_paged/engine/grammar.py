@@ -12,12 +12,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from json import dumps
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from mlx_lm.tokenizer_utils import NewlineTokenizer, TokenizerWrapper
 
 from mlx_paged.argument_values import kind_of
+from mlx_paged.engine.grammar_trial import STACK_NBYTES, TrialProcess, light_vocabulary
 from mlx_paged.errors import ArgumentError, one_line, reason, request_error
 from mlx_paged.request import Request
 from mlx_paged.structured_outputs import StructuredOutputsParams
@@ -27,10 +28,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Compiling recurses as deep as rules and schemas refer to each other, and a stack that overflows
-# ends the process. This is some five times what the deepest of the longest grammars took; what is
-# not used costs no memory.
-STACK_NBYTES = 2**29
 NUM_REMEMBERED = 32  # compiled grammars
 
 # Of the separators of JSON, each with a space or without, as models write them.
@@ -51,12 +48,14 @@ class Vocabulary:
         vocab_size: of the model: logits in a row.
         num_words: of 32 bits in a mask; at least ``vocab_size`` bits.
         unstructured: ``[num_words] uint32``, the mask of all tokens but those that end an answer.
+        light: what trials need of it.
     """
 
     ll_tokenizer: LLTokenizer
     vocab_size: int
     num_words: int
     unstructured: np.ndarray
+    light: dict[str, Any]
 
     @classmethod
     def read(cls, tokenizer: TokenizerWrapper, vocab_size: int) -> Vocabulary:
@@ -95,7 +94,9 @@ class Vocabulary:
         bits[token_ids] = True
         bits[eos_token_ids] = False
         unstructured = np.packbits(bits, bitorder="little").view(np.uint32)
-        return cls(ll_tokenizer, vocab_size, num_words, unstructured)
+        special = {str(added): token for token, added in inner.added_tokens_decoder.items()}
+        light = light_vocabulary(num_tokens, special, eos_token_ids)
+        return cls(ll_tokenizer, vocab_size, num_words, unstructured, light)
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,6 +156,7 @@ class GrammarCompiler:
             if matcher is not None:
                 self._matchers.move_to_end(text)
         if matcher is None:
+            _try(vocabulary, text, params.kind)
             matcher = _on_large_stack(lambda: _compile(vocabulary, text, params.kind))
             with self._remembering:
                 self._matchers[text] = matcher
@@ -286,6 +288,22 @@ def _grammar_text(params: StructuredOutputsParams) -> str:
 def _quoted(text: str) -> str:
     """A text as a terminal of Lark, which has JSON's escapes."""
     return dumps(text)
+
+
+_trials = TrialProcess()
+
+
+def _try(vocabulary: Vocabulary, text: str, kind: str) -> None:
+    """Refuse a grammar whose compilation would end this process, or not end."""
+    try:
+        what = _trials.survives(text, vocabulary.light)
+    except OSError as error:
+        raise _refusal(
+            f"grammars are compiled first in a process of their own, which can't be started: "
+            f"{reason(error)}"
+        ) from error
+    if what is not None:
+        raise ArgumentError(f"[structured_outputs] {kind} can't be compiled: it {what}", kind)
 
 
 def _compile(vocabulary: Vocabulary, text: str, kind: str) -> LLMatcher:

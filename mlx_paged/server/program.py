@@ -107,8 +107,8 @@ def _check_access(settings: ServerSettings, sockets: list[socket.socket]) -> Non
     if settings.api_keys or settings.allow_unauthenticated or is_loopback(sockets):
         return
     raise ValueError(
-        f"others can reach {settings.host}, and there is no key; give --api-key-file or --api-key, "
-        "or --allow-unauthenticated to let everybody in"
+        f"others can reach {settings.host or 'every address'}, and there is no key; give "
+        "--api-key-file or --api-key, or --allow-unauthenticated to let everybody in"
     )
 
 
@@ -235,7 +235,8 @@ def _max_connections() -> int:
         with suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return _MAX_FILES if soft == resource.RLIM_INFINITY else max(soft - _OTHER_FILES, 16)
+    num_files = _MAX_FILES if soft == resource.RLIM_INFINITY else min(soft, _MAX_FILES)
+    return max(num_files - _OTHER_FILES, 16)
 
 
 def _announce(

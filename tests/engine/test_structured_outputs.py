@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import copy
 import dataclasses
+import gc
 import itertools
 import json
 import random
@@ -29,6 +30,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mlx_paged import AsyncEngine, SamplingParams, StructuredOutputsParams
+from mlx_paged.engine import grammar_trial
 from mlx_paged.engine.grammar import (
     CompiledGrammar,
     GrammarCompiler,
@@ -466,6 +468,26 @@ def test_a_restart_goes_on_with_the_same_answers(demo: tuple[Any, Any]):
 
 
 @in_all_ways
+def test_a_step_that_fails_is_taken_back_and_changes_no_answer(demo: tuple[Any, Any]):
+    requests = {name: request for name, request in random_requests(7, 9).items() if request[0]}
+    expected = answers_of(run_all(demo, requests))
+    engine = make_engine(*demo)
+    for number, (name, (_, params)) in enumerate(requests.items()):
+        engine.add_request(name, PROMPTS[number % 3], params)
+    calls = itertools.count()
+
+    def fails_now_and_then(*args: Any) -> mx.array:
+        logits: mx.array = demo[0](*args)
+        if next(calls) in (2, 20):
+            raise LookupError("the step fails")
+        return logits
+
+    engine.runner.model = fails_now_and_then
+    assert answers_of(run(engine)) == expected and next(calls) > 40
+    assert_nothing_held(engine)
+
+
+@in_all_ways
 def test_an_interrupt_at_any_line_of_a_step_changes_no_answer(demo: tuple[Any, Any]):
     engine = make_engine(*demo)
     params = sampled(3, 9, n=2, structured_outputs=structured(regex="[a-z ]{4,8}!", begin_after=()))
@@ -524,6 +546,7 @@ def test_grammars_that_can_not_be_met_are_refused_before_anything_remembers_the_
     assert_nothing_held(engine)
 
 
+@pytest.mark.slow
 def test_a_grammar_that_refers_as_deeply_as_its_length_allows_ends_no_process():
     # Where it did, this process would have to tell.
     script = """
@@ -548,6 +571,45 @@ print("alive")
 """
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert ran.stdout.endswith("alive\n"), ran.stderr[-500:]
+
+
+def test_a_grammar_that_ends_the_compiler_or_takes_for_ever_is_refused(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+):
+    # Its negation has no place in 64 bits.
+    ends_it = structured(json={"const": -(2**63) + 1})
+    with pytest.raises(ArgumentError, match="it is more than the compiler survives") as refused:
+        compiler.compile(ends_it)
+    assert refused.value.argument == "json"
+    monkeypatch.setattr(grammar_trial, "TIMEOUT", 0.5)
+    takes_long = structured(json={"type": "integer", "multipleOf": 1000003})
+    with pytest.raises(ArgumentError, match=r"it takes more than 0\.5 seconds"):
+        compiler.compile(takes_long)
+    monkeypatch.setattr(grammar_trial, "TIMEOUT", 60.0)
+    compiler.compile(structured(regex="abc?"))
+
+
+def test_an_interrupt_of_a_trial_leaves_the_next_one_its_own_answer(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+):
+    trials = grammar_trial.TrialProcess()
+    light = compiler.compile(structured(regex="a")).vocabulary.light
+    assert trials.survives('start: "a"', light) is None
+    process = trials._process
+    with monkeypatch.context() as patch:
+        patch.setattr(grammar_trial, "_ask", raises_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            trials.survives('start: "a"', light)
+    assert process is not None and process.wait(10) != 0
+    assert trials.survives('start: "b"', light) is None and trials._process is not process
+    last = trials._process
+    del trials
+    gc.collect()
+    assert last is not None and last.poll() is not None, "it goes with who started it"
+
+
+def raises_interrupt(*args: object) -> None:
+    raise KeyboardInterrupt
 
 
 def test_what_structured_outputs_need_is_named(

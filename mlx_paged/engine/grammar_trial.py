@@ -1,0 +1,156 @@
+"""A process in which each grammar is compiled first.
+
+llguidance is careful with grammars, but some overflow the stack (the JSON schema
+``{"const": -9223372036854775807}``, in 1.9), and some take for ever (``{"multipleOf": 1000003}``).
+Neither can be caught in a thread. So a grammar is tried in a process of its own, and compiled in
+the engine's when that has survived it. The process begins with the first grammar, serves all
+engines, and ends with this one. It imports llguidance and nothing of this package.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+TIMEOUT = 10.0  # seconds; what is compiled here takes milliseconds, large schemas hundreds of them
+# Compiling recurses as deep as rules and schemas refer to each other. This is some five times what
+# the deepest of the longest grammars took; what is not used costs no memory.
+STACK_NBYTES = 2**29
+
+
+class TrialProcess:
+    """Tries grammars, one at a time; from any thread. Its process is started when it is needed."""
+
+    def __init__(self) -> None:
+        self._one_at_a_time = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+
+    def survives(self, text: str, vocabulary: Mapping[str, Any]) -> str | None:
+        """Compile a grammar in the other process: ``None`` if that is still there, else what became
+        of it.
+
+        Args:
+            vocabulary: of :func:`light_vocabulary`.
+
+        Raises:
+            OSError: there can be no other process.
+        """
+        with self._one_at_a_time:
+            process, is_late = self._started(), threading.Event()
+
+            def end() -> None:
+                is_late.set()
+                process.kill()
+
+            timer = threading.Timer(TIMEOUT, end)
+            try:
+                timer.start()
+                answer = _ask(process, {"text": text, "vocabulary": vocabulary})
+            except BaseException:
+                # What it would answer is not for the next one.
+                process.kill()
+                raise
+            finally:
+                timer.cancel()
+            if answer:
+                return None
+            process.wait()
+            if is_late.is_set():
+                return f"takes more than {TIMEOUT:g} seconds"
+            return "is more than the compiler survives"
+
+    def _started(self) -> subprocess.Popen[str]:
+        if self._process is None or self._process.poll() is not None:
+            self._process = subprocess.Popen(
+                # Without this folder on the path: its modules are no top-level ones.
+                [sys.executable or "python", "-P", __file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                start_new_session=True,  # Ctrl-C is not for it
+            )
+            weakref.finalize(self, _end, self._process)
+        return self._process
+
+
+def light_vocabulary(
+    num_tokens: int, special: Mapping[str, int], eos_token_ids: Sequence[int]
+) -> dict[str, Any]:
+    """What a trial needs of a vocabulary: its size, and its special tokens by name."""
+    return {"num_tokens": num_tokens, "special": dict(special), "eos": list(eos_token_ids)}
+
+
+def _ask(process: subprocess.Popen[str], question: Mapping[str, Any]) -> str:
+    """The line that a process answers with; empty if it is gone."""
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        process.stdin.write(json.dumps(question) + "\n")
+        process.stdin.flush()
+        return process.stdout.readline()
+    except BrokenPipeError:
+        return ""
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()
+
+
+# What follows runs in the other process.
+
+
+class _Vocabulary:
+    """Bytes and special tokens; all others are empty. What llguidance wants of a tokenizer."""
+
+    def __init__(self, vocabulary: Mapping[str, Any]):
+        special: dict[str, int] = vocabulary["special"]
+        names = {token: name.encode() for name, token in special.items()}
+        others = iter([bytes([byte]) for byte in range(256)])
+        num_tokens = max(vocabulary["num_tokens"], 256 + len(names))
+        self.tokens = [names.get(token) or next(others, b"") for token in range(num_tokens)]
+        self._token_of = {token: index for index, token in enumerate(self.tokens)}
+        self.special_token_ids = sorted(names)
+        self.eos_token_id: int = vocabulary["eos"][0]
+        self.bos_token_id = None
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        data = text.encode() if isinstance(text, str) else text
+        return [self._token_of[bytes([byte])] for byte in data]
+
+
+def main() -> None:
+    """Try one grammar for each line of the input."""
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+    tokenizers: dict[str, LLTokenizer] = {}
+    threading.stack_size(STACK_NBYTES)
+    for line in sys.stdin:
+        question = json.loads(line)
+        key = json.dumps(question["vocabulary"])
+        if key not in tokenizers:
+            wrapper = TokenizerWrapper(_Vocabulary(question["vocabulary"]))
+            tokenizers[key] = LLTokenizer(wrapper, eos_token=question["vocabulary"]["eos"])
+
+        def attempt(text: str = question["text"], tokenizer: LLTokenizer = tokenizers[key]) -> None:
+            limits = LLParserLimits(verbose_errors=False)
+            matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
+            if not matcher.is_error():
+                matcher.compute_bitmask()
+
+        thread = threading.Thread(target=attempt)
+        thread.start()
+        thread.join()
+        print("done", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,218 @@
+"""How models write calls of tools, as rules of llguidance's Lark. Pure functions.
+
+Each writer makes two rules for a model's format: ``call``, and ``rest_of_call``, which is what
+follows the mark before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from json import dumps
+from typing import Any, TypeAlias
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+# JSON on one line, with or without a space after a comma and a colon.
+_ONE_LINE = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function that a model may call.
+
+    Args:
+        path: where it stands in the request.
+        parameters: the JSON schema of its arguments, an object.
+        is_strict: its schema is kept to whole, or refused. Of others, keywords that no grammar can
+            keep to are left out.
+    """
+
+    path: str
+    name: str
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    is_strict: bool = False
+
+    @property
+    def arguments(self) -> str:
+        """The arguments in Lark: a JSON object in any case."""
+        return self.json({"type": "object", **self.parameters})
+
+    def json(self, schema: Mapping[str, Any]) -> str:
+        """JSON of a schema in Lark."""
+        options = {**_ONE_LINE, "lenient": not self.is_strict}
+        return "%json " + dumps({**schema, "x-guidance": options})
+
+
+@dataclass(frozen=True)
+class ToolCallFormat:
+    """How a model writes calls.
+
+    Args:
+        name: of mlx-lm's parser, such as ``"json_tools"``.
+        start: the mark before a call, and ``end`` the one behind it, which may be empty.
+        arguments: the mark between the name and the arguments; empty where there is none.
+        token_ids: of each mark that is a special token. Others are text.
+    """
+
+    name: str
+    start: str
+    end: str
+    arguments: str = ""
+    token_ids: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, tokenizer: TokenizerWrapper) -> ToolCallFormat | None:
+        """That of a model, as mlx-lm inferred it; ``None`` if it has none."""
+        if not tokenizer.has_tool_calling:
+            return None
+        name = tokenizer.tool_parser.__module__.rpartition(".")[2]
+        start, end = str(tokenizer.tool_call_start), str(tokenizer.tool_call_end)
+        vocabulary = tokenizer.get_vocab()
+        arguments = "[ARGS]" if "[ARGS]" in vocabulary else ""
+        added = tokenizer.added_tokens_decoder
+        # Tokens in angle brackets are special to llguidance, whatever the tokenizer says.
+        token_ids = {
+            mark: vocabulary[mark]
+            for mark in (start, end, arguments)
+            if (token := added.get(vocabulary.get(mark)))
+            and (token.special or (mark[0], mark[-1]) == ("<", ">"))
+        }
+        return cls(name, start, end, arguments, token_ids)
+
+    @property
+    def start_is_token(self) -> bool:
+        return self.start in self.token_ids
+
+    def mark(self, text: str) -> str:
+        """A mark in Lark."""
+        token = self.token_ids.get(text)
+        return dumps(text) if token is None else f"<[{token}]>"
+
+    def rules(self, functions: Sequence[Function], may_be_several: bool) -> str | None:
+        """The rules ``call``, ``rest_of_call`` and ``separator``, which stands between two calls;
+        ``None`` for a format, or for parameters, that nobody wrote a grammar for.
+        """
+        write = _WRITERS.get(self.name)
+        return None if write is None else write(self, functions, may_be_several)
+
+
+_Writer: TypeAlias = Callable[[ToolCallFormat, Sequence[Function], bool], str | None]
+
+
+def json_objects(functions: Sequence[Function]) -> str:
+    """The rule ``object``: the name and the arguments of a call as JSON, as Python writes it."""
+    rules = [_alternatives("object", len(functions))]
+    for index, function in enumerate(functions):
+        begin = dumps(f'{{"name": {dumps(function.name)}, "arguments": ')
+        rules.append(f'object_{index}: {begin} {function.arguments} "}}"')
+    return "\n".join(rules) + "\n"
+
+
+def _alternatives(rule: str, count: int) -> str:
+    return f"{rule}: {' | '.join(f'{rule}_{index}' for index in range(count))}"
+
+
+def _write_json_tools(
+    call_format: ToolCallFormat, functions: Sequence[Function], may_be_several: bool
+) -> str:
+    """Qwen 2.5 and 3, Hermes."""
+    return (
+        f"call: {call_format.mark(call_format.start)} rest_of_call\n"
+        f'rest_of_call: "\\n" object "\\n" {call_format.mark(call_format.end)}\n'
+        'separator: "\\n"\n' + json_objects(functions)
+    )
+
+
+def _write_mistral(
+    call_format: ToolCallFormat, functions: Sequence[Function], may_be_several: bool
+) -> str:
+    """Mistral's: a name and its arguments where there is a mark for these; before, a list."""
+    call = f"call: {call_format.mark(call_format.start)} rest_of_call\n"
+    if not call_format.arguments:
+        more = ' (", " object)*' if may_be_several else ""
+        rest = f'rest_of_call: "[" object{more} "]"\n'
+        return call + rest + 'separator: ""\n' + json_objects(functions)
+    mark = call_format.mark(call_format.arguments)
+    rules = [_alternatives("rest_of_call", len(functions)), 'separator: ""']
+    for index, function in enumerate(functions):
+        rules.append(f"rest_of_call_{index}: {dumps(function.name)} {mark} {function.arguments}")
+    return call + "\n".join(rules) + "\n"
+
+
+def _write_qwen3_coder(
+    call_format: ToolCallFormat, functions: Sequence[Function], may_be_several: bool
+) -> str | None:
+    """Qwen3 Coder: a tag for each parameter, around text as it is or around JSON."""
+    rules = [_alternatives("function", len(functions))]
+    for index, function in enumerate(functions):
+        parameters = _tagged_parameters(function)
+        if parameters is None or not _is_tag_name(function.name):
+            return None
+        begin = dumps(f"<function={function.name}>\n")
+        rules.append(f'function_{index}: {begin} {parameters} "</function>"')
+    return (
+        f"call: {call_format.mark(call_format.start)} rest_of_call\n"
+        f'rest_of_call: "\\n" function "\\n" {call_format.mark(call_format.end)}\n'
+        'separator: "\\n"\n'
+        "text_value[lazy]: /(.|\\n)*<\\/parameter>/\n" + "\n".join(rules) + "\n"
+    )
+
+
+def _tagged_parameters(function: Function) -> str | None:
+    schema, parts = function.parameters, []
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(properties, Mapping) or not isinstance(required, list):
+        return None
+    for name, each in properties.items():
+        value = _tagged_value(function, each, schema.get("$defs", {}))
+        if value is None or not _is_tag_name(name):
+            return None
+        part = f"{dumps(f'<parameter={name}>' + chr(10))} {value} {dumps(chr(10))}"
+        parts.append(part if name in required else f"({part})?")
+    return " ".join(parts)
+
+
+def _is_tag_name(name: str) -> bool:
+    return not any(letter.isspace() or letter in "<>" for letter in name)
+
+
+# What a schema may say besides its type without a rule for it.
+_NOTES = {"type", "description", "title", "default", "examples"}
+# As many digits as a float holds: mlx-lm's parser reads numbers as floats.
+_PLAIN = {
+    "string": None,
+    "integer": "/-?(0|[1-9][0-9]{0,14})/",
+    "number": "/-?(0|[1-9][0-9]{0,14})(\\.[0-9]{1,15})?/",
+    "boolean": '("true" | "false")',
+}
+
+
+def _tagged_value(function: Function, schema: Any, definitions: Any) -> str | None:
+    """A value and the tag behind it, as mlx-lm's parser of the format reads it back: by its type,
+    which has to be one.
+    """
+    kind = schema.get("type") if isinstance(schema, Mapping) else None
+    end = dumps("\n</parameter>")
+    if not isinstance(kind, str):
+        return None
+    if kind in ("object", "array"):
+        return f"{function.json({**schema, '$defs': definitions})} {end}"
+    if kind not in _PLAIN:
+        return None
+    if schema.keys() <= _NOTES:
+        return "text_value" if kind == "string" else f"{_PLAIN[kind]} {end}"
+    if kind != "string":
+        return f"{function.json(schema)} {end}"
+    words = schema.get("enum")
+    if not isinstance(words, list) or not schema.keys() <= _NOTES | {"enum"}:
+        return None
+    is_plain = all(isinstance(word, str) and word.strip() and word != "null" for word in words)
+    return f"({' | '.join(map(dumps, words))}) {end}" if words and is_plain else None
+
+
+_WRITERS: dict[str, _Writer] = {
+    "json_tools": _write_json_tools,
+    "mistral": _write_mistral,
+    "qwen3_coder": _write_qwen3_coder,
+}

@@ -1,0 +1,158 @@
+"""Grammars for answers that call tools: calls are written as the model writes them, and their
+arguments are valid for the tools' schemas. Pure functions.
+
+The contract with who reads the answers: what follows the reasoning is
+
+- with ``ToolGrammar.is_json`` False: text with calls between the model's own marks, as mlx-lm's
+  parser for the model reads them. Where a tool must be called, there is no text before the first
+  call, and at most a line break between two.
+- with ``ToolGrammar.is_json`` True: one JSON array, ``[{"name": "f", "arguments": {...}}, ...]``,
+  of one call or more, and nothing else. It stands for formats that no grammar is written for, as
+  in vLLM.
+
+Only ``max_tokens``, the context or a stop text cut a call that has begun.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from mlx_paged.errors import ArgumentError, shown
+from mlx_paged.server.tool_call_grammars import Function, ToolCallFormat, json_objects
+from mlx_paged.structured_outputs import StructuredOutputsParams
+
+
+@dataclass(frozen=True)
+class ToolGrammar:
+    """What an answer that calls tools has to be; the module says how it is read."""
+
+    structured_outputs: StructuredOutputsParams
+    is_json: bool
+
+
+def required_calls(
+    tools: Sequence[Mapping[str, Any]],
+    call_format: ToolCallFormat | None,
+    *,
+    name: str | None = None,
+    parallel_tool_calls: bool = True,
+) -> ToolGrammar:
+    """The answer is one call or more: of any tool (OpenAI's ``tool_choice: "required"``), or of the
+    one that is named.
+
+    Args:
+        tools: as OpenAI has them, at least one: ``{"type": "function", "function": {"name",
+            "parameters", "strict"}}``.
+        call_format: of the model; JSON stands for ``None`` and for what has no grammar here.
+        name: of the tool that has to be called; ``None`` is any of them.
+        parallel_tool_calls: whether there may be several calls.
+
+    Raises:
+        ArgumentError: no tool, none of that name, or parameters that are no schema of an object;
+            its ``argument`` is the field's name.
+    """
+    functions = _functions(tools)
+    if name is not None:
+        functions = [each for each in functions if each.name == name]
+        if not functions:
+            raise ArgumentError(
+                f"tool_choice names {shown(name)}, which is none of tools", "tool_choice"
+            )
+    if not functions:
+        raise ArgumentError("tool_choice wants a call, and there are no tools", "tools")
+    rules = None if call_format is None else call_format.rules(functions, parallel_tool_calls)
+    if rules is None:
+        more = ' (", " object)*' if parallel_tool_calls else ""
+        return _grammar(f'start: "[" object{more} "]"\n' + json_objects(functions), is_json=True)
+    more = " (separator call)*" if parallel_tool_calls else ""
+    return _grammar(f"start: call{more}\n{rules}", is_json=False)
+
+
+def strict_calls(
+    tools: Sequence[Mapping[str, Any]],
+    call_format: ToolCallFormat | None,
+    *,
+    parallel_tool_calls: bool = True,
+) -> ToolGrammar | None:
+    """The answer is text that may have calls, and a call that has begun is valid: for
+    ``tool_choice: "auto"``. ``None`` where no tool is ``strict``.
+
+    Args:
+        tools, call_format, parallel_tool_calls: as for :func:`required_calls`.
+
+    Raises:
+        ArgumentError: parameters that are no schema of an object, or a strict tool where no grammar
+            is written for the model's format; its ``argument`` is the field's name.
+    """
+    functions = _functions(tools)
+    strict = next((each for each in functions if each.is_strict), None)
+    if strict is None:
+        return None
+    rules = None if call_format is None else call_format.rules(functions, parallel_tool_calls)
+    if call_format is None or rules is None:
+        how = "that calls no tools" if call_format is None else f"that writes {call_format.name}"
+        raise ArgumentError(
+            f"{strict.path}.strict can't be kept to with tool_choice 'auto', these parameters and "
+            f"a model {how}; give tool_choice 'required', or leave strict out",
+            f"{strict.path}.strict",
+        )
+    times = "*" if parallel_tool_calls else "?"
+    if call_format.start_is_token:
+        # Text has no special tokens, so where the mark comes, a call does.
+        calls = f"(call TEXT){times}" if call_format.end else f"call{times}"
+        return _grammar(f"start: TEXT {calls}\nTEXT: /(.|\\n)*/\n{rules}", is_json=False)
+    mark = re.escape(call_format.start).replace("/", "\\/")
+    calls = f"(text_and_mark rest_of_call){times}"
+    return _grammar(
+        f"start: {calls} text\ntext_and_mark[lazy]: /(.|\\n)*{mark}/\ntext: /(.|\\n)*/\n{rules}",
+        is_json=False,
+    )
+
+
+def reasoning_marks(
+    tokenizer: TokenizerWrapper, prompt_token_ids: Sequence[int]
+) -> dict[str, tuple[int, ...]]:
+    """``reasoning_start`` and ``begin_after`` of :class:`StructuredOutputsParams` for the answer to
+    a prompt: what opens the model's reasoning, unless the prompt has opened it, and what closes it.
+    Both are empty for a model without marks, and where the prompt has closed it.
+    """
+    nothing: tuple[int, ...] = ()
+    if not tokenizer.has_thinking:
+        return {"reasoning_start": nothing, "begin_after": nothing}
+    prompt = list(prompt_token_ids)
+    start, end = tuple(tokenizer.think_start_tokens or ()), tuple(tokenizer.think_end_tokens or ())
+    if _is_last(tokenizer, prompt, tokenizer.rfind_think_end(prompt), len(end)):
+        return {"reasoning_start": nothing, "begin_after": nothing}
+    if _is_last(tokenizer, prompt, tokenizer.rfind_think_start(prompt), len(start)):
+        return {"reasoning_start": nothing, "begin_after": end}
+    return {"reasoning_start": start, "begin_after": end}
+
+
+def _is_last(tokenizer: TokenizerWrapper, prompt: list[int], place: int, length: int) -> bool:
+    """Whether a mark stands at the end of a prompt, but for white space."""
+    return place >= 0 and not str(tokenizer.decode(prompt[place + length :])).strip()
+
+
+def _grammar(lark: str, is_json: bool) -> ToolGrammar:
+    return ToolGrammar(StructuredOutputsParams(grammar=lark), is_json)
+
+
+def _functions(tools: Sequence[Mapping[str, Any]]) -> list[Function]:
+    functions = []
+    for index, tool in enumerate(tools):
+        path, function = f"tools[{index}].function", tool["function"]
+        parameters = function.get("parameters")
+        parameters = {} if parameters is None else parameters
+        if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
+            raise ArgumentError(
+                f"{path}.parameters must be a JSON schema of an object, got {shown(parameters)}",
+                f"{path}.parameters",
+            )
+        is_strict = function.get("strict") is True
+        functions.append(Function(path, str(function["name"]), parameters, is_strict))
+    return functions

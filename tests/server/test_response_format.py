@@ -1,0 +1,118 @@
+"""``response_format`` and vLLM's fields, read into StructuredOutputsParams, or refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mlx_paged import StructuredOutputsParams
+from mlx_paged.server.errors import ApiError
+from mlx_paged.server.fields import Fields
+from mlx_paged.server.response_format import read_format, read_structured_outputs
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+JSON = StructuredOutputsParams(json=SCHEMA)
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({}, None),
+        ({"response_format": None, "guided_json": None}, None),
+        ({"response_format": {"type": "text"}}, None),
+        (
+            {"response_format": {"type": "json_object"}},
+            StructuredOutputsParams(json_object=True),
+        ),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "n", "schema": SCHEMA, "strict": True},
+                }
+            },
+            JSON,
+        ),
+        ({"guided_json": SCHEMA}, JSON),
+        ({"guided_json": '{"type": "object"}'}, StructuredOutputsParams(json={"type": "object"})),
+        ({"guided_regex": "a+"}, StructuredOutputsParams(regex="a+")),
+        ({"guided_choice": ["a", "b"]}, StructuredOutputsParams(choice=["a", "b"])),
+        ({"guided_grammar": 'start: "a"'}, StructuredOutputsParams(grammar='start: "a"')),
+        (
+            {"structured_outputs": {"json_object": True, "whitespace_flexible": True}},
+            StructuredOutputsParams(json_object=True, whitespace_flexible=True),
+        ),
+        (
+            {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}},
+            JSON,
+        ),
+        ({"response_format": {"type": "text"}, "guided_json": SCHEMA}, JSON),
+    ],
+)
+def test_what_clients_send_is_read(body: dict[str, Any], expected: StructuredOutputsParams | None):
+    fields = Fields(body)
+    assert read_structured_outputs(fields) == expected
+    fields.refuse_rest()
+
+
+def test_the_format_of_responses_has_its_schema_beside_the_type():
+    text = {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}
+    assert read_format(Fields(text, "text.format")) == JSON
+    assert read_format(Fields({"type": "text"}, "text.format")) is None
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"response_format": "json"}, "response_format", "must be an object"),
+        ({"response_format": {}}, "response_format.type", "is missing"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "must be 'text' or "),
+        (
+            {"response_format": {"type": "json_schema"}},
+            "response_format.json_schema",
+            "is missing",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}},
+            "response_format.json_schema.schema",
+            "is missing",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": [1]}}},
+            "response_format.json_schema.schema",
+            "must be a JSON schema",
+        ),
+        (
+            {"response_format": {"type": "json_object", "schema": {}}},
+            "response_format.schema",
+            "is not supported",
+        ),
+        ({"guided_json": "{"}, "guided_json", "is no JSON schema"),
+        ({"guided_regex": 3}, "guided_regex", "must be a text"),
+        ({"guided_choice": []}, "guided_choice", "must be texts"),
+        ({"guided_choice": "yes"}, "guided_choice", "must be texts"),
+        ({"guided_json": {}, "guided_regex": "a"}, "guided_regex", "does not go with guided_json"),
+        ({"structured_outputs": {}}, "structured_outputs", "exactly one of"),
+        (
+            {"structured_outputs": {"regex": "a", "choice": ["a"]}},
+            "structured_outputs.choice",
+            "exactly one of",
+        ),
+        (
+            {"structured_outputs": {"regex": "a", "structural_tag": "x"}},
+            "structured_outputs.structural_tag",
+            "is not supported",
+        ),
+        (
+            {"structured_outputs": {"regex": "a", "disable_any_whitespace": False}},
+            "structured_outputs.disable_any_whitespace",
+            "is not supported",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named(body: dict[str, Any], param: str, message: str):
+    with pytest.raises(ApiError) as refused:
+        read_structured_outputs(Fields(body))
+    assert refused.value.status == 400 and refused.value.param == param
+    assert message in refused.value.message and "\n" not in refused.value.message
