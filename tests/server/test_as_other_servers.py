@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
-from helpers.servers import ask, wait_until
+from helpers.servers import ask, running_service, wait_until
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 USER = [{"role": "user", "content": "Hello!"}]
@@ -223,13 +223,13 @@ def test_llama_cpp_a_prompt_beyond_the_context_is_an_error_with_the_sum(client):
     assert "at most 4096 tokens" in str(caught.value)
 
 
-def test_llama_cpp_answers_end_where_the_context_does(client):
-    prompt = [5] * 4090
-    answer = client.completions.create(
-        model="demo", prompt=prompt, max_tokens=100, extra_body={"ignore_eos": True}
-    )
-    assert answer.choices[0].finish_reason == "length"
-    assert answer.usage.total_tokens == 4096
+def test_llama_cpp_answers_end_where_the_context_does():
+    with running_service(max_model_len=64) as (_, url):
+        body = {"prompt": [5] * 50, "max_tokens": 100, "ignore_eos": True}
+        answer = ask(url, TEXT, body).body
+        assert answer["choices"][0]["finish_reason"] == "length"
+        assert answer["usage"]["total_tokens"] == 64
+        assert ask(url, "/v1/models").body["data"][0]["max_model_len"] == 64
 
 
 def test_llama_cpp_more_requests_than_slots_are_all_answered(server_url, service):
