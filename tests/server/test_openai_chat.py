@@ -255,7 +255,7 @@ def test_many_clients_are_answered_at_once_as_each_alone(server_url, service):
             async def one(number):
                 messages = [{"role": "user", "content": prompts[number]}]
                 if number % 2:
-                    answer = await ask(client, messages, max_tokens=30)
+                    answer = await ask(client, messages, max_tokens=16)
                     return answer.choices[0].message.content
                 stream = await ask(client, messages, max_tokens=16, stream=True)
                 return streamed([chunk async for chunk in stream])[0][0]
