@@ -29,10 +29,12 @@ class Principal:
     Args:
         name: of the key, for logs; ``"-"`` where no key is needed.
         cache_salt: of the user's cached K/V; ``None`` where users share them.
+        is_alone: whether there is no other user.
     """
 
     name: str = "-"
     cache_salt: str | None = None
+    is_alone: bool = True
 
     def salted(self, cache_salt: str | None) -> str | None:
         """The salt of a request, which says one itself or not: different for each pair of user
@@ -43,12 +45,12 @@ class Principal:
         return json.dumps([self.cache_salt, cache_salt])
 
     def owns(self, cache_salt: str | None) -> bool:
-        """Whether a request with this salt was this user's, or that of one who shares with it."""
-        if self.cache_salt is None:
+        """Whether the prompts under a salt of :meth:`salted` can only be this user's."""
+        if self.is_alone:
             return True
-        if cache_salt is None or not cache_salt.startswith("["):
-            return cache_salt == self.cache_salt
-        return bool(json.loads(cache_salt)[0] == self.cache_salt)
+        if self.cache_salt is None or cache_salt is None:
+            return False
+        return cache_salt == self.cache_salt or cache_salt.startswith(f'["{self.cache_salt}", ')
 
 
 NOBODY = Principal()
@@ -62,8 +64,9 @@ class Access:
     def __init__(self, app: ASGIApp, settings: ServerSettings):
         self._app = app
         # Digests have one length, so comparing them tells nothing about a key.
+        is_alone = len({key.name for key in settings.api_keys}) == 1
         self._principals = [
-            (_digest(key.key.encode()), _principal_of(key, settings.share_cache))
+            (_digest(key.key.encode()), _principal_of(key, settings.share_cache, is_alone))
             for key in settings.api_keys
         ]
 
@@ -112,13 +115,13 @@ def _refusal(key: bytes | None) -> ApiError:
     return ApiError(401, what, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
-def _principal_of(key: ApiKey, share_cache: bool) -> Principal:
+def _principal_of(key: ApiKey, share_cache: bool, is_alone: bool) -> Principal:
     if share_cache:
-        return Principal(key.name)
+        return Principal(key.name, is_alone=is_alone)
     # A key without a name may be given in another order at the next start.
     own = key.name if key.is_named else key.key
     text = f"mlx_paged user {'name' if key.is_named else 'key'} {own}"
-    return Principal(key.name, hashlib.sha256(text.encode()).hexdigest()[:32])
+    return Principal(key.name, hashlib.sha256(text.encode()).hexdigest()[:32], is_alone)
 
 
 def _digest(key: bytes) -> bytes:

@@ -24,6 +24,7 @@ from mlx_paged.server.settings import (
     DEFAULT_HOST,
     DEFAULT_MAX_BODY_BYTES,
     DEFAULT_MAX_QUEUE_LEN,
+    DEFAULT_NUM_HISTORY_TOKENS,
     DEFAULT_PORT,
     ServerSettings,
 )
@@ -69,8 +70,6 @@ _OTHER_FLAGS = {
     "default_chat_template_kwargs": "--chat-template-args",
 }
 _HOST_NAME = re.compile(r"[A-Za-z0-9._-]{1,253}|\[[0-9a-fA-F:.]+\]")
-# Some 20 MB of memory.
-DEFAULT_NUM_HISTORY_TOKENS = 2**20
 DEFAULT_MAX_NUM_SEQS = SchedulerConfig.max_num_seqs
 DEFAULT_WATERMARK = SchedulerConfig.watermark
 DEFAULT_PRIORITY_STEPS = SchedulerConfig.priority_steps
@@ -212,14 +211,6 @@ def _add_log_flags(server: argparse.ArgumentParser) -> None:
         action="store_true",
         help="log for each prompt where it left what was cached, and why",
     )
-    add(
-        "--num-history-tokens",
-        type=values.whole,
-        default=DEFAULT_NUM_HISTORY_TOKENS,
-        metavar="N",
-        help="token ids of past requests to remember, so that a prompt can be told why no more of "
-        "it was cached (default: %(default)s)",
-    )
 
 
 def _add_template_flags(server: argparse.ArgumentParser) -> None:
@@ -285,6 +276,14 @@ def _add_scheduler_flags(server: argparse.ArgumentParser) -> None:
         dest="enable_prefix_caching",
         action="store_false",
         help="do not share the K/V of equal beginnings",
+    )
+    add(
+        "--num-history-tokens",
+        type=values.whole,
+        default=DEFAULT_NUM_HISTORY_TOKENS,
+        metavar="N",
+        help="tokens of past requests that are remembered, to say why no more of a prompt was "
+        "cached; 0 says nothing (default: %(default)s)",
     )
     add(
         "--run-ahead",

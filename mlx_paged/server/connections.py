@@ -32,7 +32,7 @@ class Connection(H11Protocol):
 
     max_connections = 1024
     head_seconds = 30.0
-    stall_seconds = 300.0
+    stall_seconds = 60.0
 
     _is_refused = False
     _deadline: asyncio.TimerHandle | None = None
@@ -63,7 +63,7 @@ class Connection(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stall = self.loop.call_later(self.stall_seconds, self._give_up, "reads nothing")
+        self._watch_reader()
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -91,6 +91,14 @@ class Connection(H11Protocol):
             self._deadline = None
         elif waits and self._deadline is None:
             self._deadline = self.loop.call_later(self.head_seconds, self._give_up, "says nothing")
+
+    def _watch_reader(self, num_unread: int | None = None) -> None:
+        """Give the client up if it read nothing since there were ``num_unread`` bytes for it."""
+        now = self.transport.get_write_buffer_size()
+        if num_unread is not None and now >= num_unread:
+            self._give_up("reads nothing")
+        else:
+            self._stall = self.loop.call_later(self.stall_seconds, self._watch_reader, now)
 
     def _refuse(self, transport: asyncio.Transport) -> None:
         self._is_refused = True

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import math
 import os
 import signal
 import socket
@@ -164,7 +165,7 @@ class HttpServer(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
-                timeout_keep_alive=int(Connection.head_seconds),
+                timeout_keep_alive=math.ceil(Connection.head_seconds),
                 timeout_graceful_shutdown=1,
                 backlog=BACKLOG,
             )
@@ -195,7 +196,11 @@ class HttpServer(uvicorn.Server):
         for server in self.servers:
             server.close()
         if not self.has_failed:
-            await self._answers_to_end(self._drain_seconds)
+            num_running, seconds = len(self.server_state.tasks), self._drain_seconds
+            logger.info("shutting down; %d requests have %g s to end", num_running, seconds)
+            await self._answers_to_end(seconds)
+        if self.server_state.tasks:
+            logger.warning("%d requests are aborted", len(self.server_state.tasks))
         await self._answers_to_end(LAST_WORDS_SECONDS, self._engine.abort_all)
         await super().shutdown(sockets)
 

@@ -11,7 +11,7 @@ import re
 import secrets
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,11 +21,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mlx_paged.standard_streams import say
 
 logger = logging.getLogger("mlx_paged.server")
+_texts = logging.getLogger("mlx_paged.texts")
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 # Asked for again and again by those who watch the server.
 _WATCHING_PATHS = ("/health", "/metrics", "/v1/pool")
-_MAX_LINE = 4000  # characters
+_MAX_LINE = 2**16  # characters
 _NO_TEXT = "(its message may hold a text of a user's; --log-prompts shows it)"
 
 
@@ -78,6 +79,16 @@ def count_tokens(prompt: int = 0, cached: int = 0, answer: int = 0) -> None:
         line.answer_tokens += answer
 
 
+def log_text(what: str, text: Callable[[], object]) -> None:
+    """Write a line with a text of a user's, if --log-prompts asks for it.
+
+    Args:
+        text: makes it.
+    """
+    if _texts.isEnabledFor(logging.INFO):
+        _texts.info("%s: %s", what, text())
+
+
 class RequestLog:
     """Middleware: gives each request an id, and writes a line when it is over.
 
@@ -97,7 +108,8 @@ class RequestLog:
         line = RequestLine(self._id_of(dict(scope["headers"])))
         state = scope.setdefault("state", {})
         state["request_id"] = line.request_id
-        token = _current.set(line)
+        # It is this task's alone, and stays: uvicorn logs what fails here.
+        _current.set(line)
         self._ids_in_use.add(line.request_id)
         id_bytes = line.request_id.encode()
         id_headers = [(b"x-request-id", id_bytes), (b"request-id", id_bytes)]
@@ -124,7 +136,6 @@ class RequestLog:
             path = raw_path.decode("latin-1").partition("?")[0]
             logger.log(level, "%s", line.text(scope["method"], path))
             self._ids_in_use.discard(line.request_id)
-            _current.reset(token)
 
     def _id_of(self, headers: Mapping[bytes, bytes]) -> str:
         given = headers.get(b"x-request-id", b"").decode("latin-1")
@@ -207,6 +218,7 @@ def setup_logging(log_level: str, log_prompts: bool) -> None:
     level: Any = log_level.upper()
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     logging.getLogger("mlx_paged").setLevel(level)
+    _texts.setLevel(logging.INFO if log_prompts else logging.CRITICAL)
     for name in ("uvicorn", "uvicorn.error"):
         each = logging.getLogger(name)
         each.handlers, each.propagate = [], True

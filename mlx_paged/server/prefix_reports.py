@@ -70,12 +70,17 @@ def report_body(report: PrefixReport, tokenizer: TokenizerWrapper | None = None)
         "explanation": explanation(report),
     }
     if tokenizer is not None:
-        body["text"] = {
-            "before": _text(tokenizer, report.before),
-            "cached": _text(tokenizer, report.expected[:NUM_TEXT_TOKENS]),
-            "prompt": _text(tokenizer, report.found[:NUM_TEXT_TOKENS]),
-        }
+        body["text"] = report_texts(report, tokenizer)
     return body
+
+
+def report_texts(report: PrefixReport, tokenizer: TokenizerWrapper) -> dict[str, str]:
+    """The texts around the place where a prompt left what was cached."""
+    return {
+        "before": _text(tokenizer, report.before),
+        "cached": _text(tokenizer, report.expected[:NUM_TEXT_TOKENS]),
+        "prompt": _text(tokenizer, report.found[:NUM_TEXT_TOKENS]),
+    }
 
 
 def _text(tokenizer: TokenizerWrapper, token_ids: Sequence[int]) -> str:

@@ -107,8 +107,8 @@ def _check_access(settings: ServerSettings, sockets: list[socket.socket]) -> Non
     if settings.api_keys or settings.allow_unauthenticated or is_loopback(sockets):
         return
     raise ValueError(
-        f"others can reach {settings.host}, and there is no key; give --api-key-file or --api-key, "
-        "or --allow-unauthenticated to let everybody in"
+        f"others can reach {settings.host or 'every address'}, and there is no key; give "
+        "--api-key-file or --api-key, or --allow-unauthenticated to let everybody in"
     )
 
 
@@ -207,11 +207,12 @@ def serve(
     from mlx_paged.server.app import make_app
     from mlx_paged.server.http_server import HttpServer, ended_by_signals, is_loopback
     from mlx_paged.server.logs import RequestLog
+    from mlx_paged.server.metrics import counted
 
-    gate = guarded(make_app(service), service.engine, settings, is_loopback(sockets))
-    server = HttpServer(
-        RequestLog(gate), gate, service.engine, settings, _max_connections(), announce
-    )
+    app = make_app(service)
+    gate = guarded(app, service.engine, settings, is_loopback(sockets))
+    logged = RequestLog(counted(gate, app))
+    server = HttpServer(logged, gate, service.engine, settings, _max_connections(), announce)
 
     def end() -> None:
         server.should_exit = True
@@ -234,7 +235,8 @@ def _max_connections() -> int:
         with suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return _MAX_FILES if soft == resource.RLIM_INFINITY else max(soft - _OTHER_FILES, 16)
+    num_files = _MAX_FILES if soft == resource.RLIM_INFINITY else min(soft, _MAX_FILES)
+    return max(num_files - _OTHER_FILES, 16)
 
 
 def _announce(

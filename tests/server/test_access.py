@@ -114,6 +114,22 @@ def test_the_salts_of_user_and_request_join_without_collisions():
     assert not {*ones[1:3]} & {*ones[4:6], *ones[7:]}
 
 
+def test_users_own_what_is_under_their_salts_and_nothing_else():
+    def principals(*texts: str, **settings: bool) -> list[Principal]:
+        app = guarded(api_keys=read_api_keys(texts), **settings)
+        keys = [text.rpartition("=")[2] for text in texts]
+        return [ask(app, headers={"x-api-key": key}).state["principal"] for key in keys]
+
+    alice, bob = principals("alice=x", "bob=y")
+    for own in (None, "conversation", alice.cache_salt):
+        assert alice.owns(alice.salted(own)) and not bob.owns(alice.salted(own))
+    assert not alice.owns(None)
+    # Where the cache is shared, a prompt of another user's has the same salt.
+    assert not any(each.owns(None) for each in principals("alice=x", "bob=y", share_cache=True))
+    assert principals("alice=x", "alice=y", share_cache=True)[0].owns(None)
+    assert Principal().owns(None)
+
+
 # Keys as operators give them
 
 

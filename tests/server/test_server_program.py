@@ -1,0 +1,199 @@
+"""The server as a process: what it says, what it logs, and how signals and failures end it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from mlx_paged.__main__ import main as run_command
+
+LONG = {
+    "prompt": "The code of apple is 4821.",
+    "stream": True,
+    "ignore_eos": True,
+    "temperature": 0,
+    "max_tokens": 3500,
+}
+# Steps are slowed down, so that an answer takes as long as a test needs.
+SLOW = """
+import sys, time
+from mlx_paged.engine.engine import Engine
+step = Engine.step
+def slow_step(self):
+    time.sleep(0.02)
+    return step(self)
+Engine.step = slow_step
+"""
+FAILING = """
+import sys
+from mlx_paged.engine.engine import Engine
+def step(self):
+    raise MemoryError("the GPU is gone")
+Engine.step = step
+"""
+RUN = "from mlx_paged.server import main; sys.exit(main(sys.argv[1:]))"
+
+
+class Program:
+    """A server process, and what it has said on stderr."""
+
+    def __init__(self, process: subprocess.Popen[str]):
+        self.process = process
+        self.said: list[str] = []
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+        self.url = self.wait_for(r"listening on (http://\S+);")
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self._lines.put(line)
+        self._lines.put(None)
+
+    def wait_for(self, pattern: str) -> str:
+        """The first group of the next line that has the pattern."""
+        while True:
+            line = self._lines.get(timeout=60)
+            assert line is not None, f"no line has {pattern}: {self.said}"
+            self.said.append(line)
+            if match := re.search(pattern, line):
+                return match[1] if match.groups() else match[0]
+
+    def end(self) -> int:
+        """Wait for the end, and return the exit status."""
+        status = self.process.wait(60)
+        self._reader.join()
+        while (line := self._lines.get()) is not None:
+            self.said.append(line)
+        assert "Traceback" not in "".join(self.said)
+        return status
+
+    def signal(self, number: int) -> None:
+        os.kill(self.process.pid, number)
+
+
+@contextlib.contextmanager
+def running(*flags: str, patch: str | None = None) -> Iterator[Program]:
+    start = ["-m", "mlx_paged.server"] if patch is None else ["-c", patch + RUN]
+    process = subprocess.Popen(
+        [sys.executable, *start, "--port", "0", "--kv-cache-bytes", "500blocks", *flags],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield Program(process)
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stderr is not None
+        process.stderr.close()
+
+
+def events_of(response: httpx.Response) -> Iterator[object]:
+    for line in response.iter_lines():
+        if line.startswith("data: "):
+            text = line.removeprefix("data: ")
+            yield text if text == "[DONE]" else json.loads(text)
+
+
+def test_a_server_says_what_it_serves_and_logs_what_it_was_asked():
+    with running("--api-key", "alice=sesame", "--log-cache") as program:
+        assert "[loading the bundled demo model ...]" in program.said[0]
+        assert re.search(r"500 blocks of 16 tokens, .* \| 1 key\]", program.said[1])
+        assert "Authorization: Bearer KEY" in program.wait_for(r"try: curl .*")
+        answer = httpx.post(
+            f"{program.url}/v1/completions",
+            headers={"x-api-key": "sesame", "x-request-id": "mine"},
+            json={"prompt": "A secret prompt", "max_tokens": 5, "ignore_eos": True},
+        )
+        usage = answer.json()["usage"]
+        assert answer.headers["x-request-id"] == "mine"
+        assert usage["completion_tokens"] == 5
+        assert "mine cache: 0 of " in program.wait_for(r"INFO mine cache: .*")
+        line = program.wait_for(r"mine alice POST .*")
+        assert line.startswith(
+            f"mine alice POST /v1/completions 200 prompt={usage['prompt_tokens']} cached=0 "
+            "answer=5 "
+        )
+        assert httpx.get(f"{program.url}/v1/models").status_code == 401
+        assert httpx.get(f"{program.url}/health").status_code == 200
+        program.signal(signal.SIGTERM)
+        assert program.end() == 0
+    assert "secret" not in "".join(program.said)
+
+
+def test_sigterm_lets_answers_end_and_takes_no_others():
+    with (
+        running("--log-prompts", "--log-cache", patch=SLOW) as program,
+        httpx.stream("POST", f"{program.url}/v1/completions", json=LONG | {"max_tokens": 60}) as it,
+    ):
+        events = events_of(it)
+        first = next(events)
+        program.signal(signal.SIGTERM)
+        program.wait_for("shutting down")
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{program.url}/health")
+        *_, last_choice, done = [first, *events]
+        assert done == "[DONE]"
+        assert last_choice["choices"][0]["finish_reason"] == "length"  # type: ignore[index]
+        assert program.end() == 0
+    assert "prompt: The code of apple is 4821." in "".join(program.said)
+    assert re.search(r"prompt=\d+ cached=0 answer=60 ", "".join(program.said))
+
+
+def test_what_still_runs_after_the_drain_is_told_that_it_was_aborted():
+    with (
+        running("--drain-seconds", "0.3", patch=SLOW) as program,
+        httpx.stream("POST", f"{program.url}/v1/completions", json=LONG) as it,
+    ):
+        events = events_of(it)
+        next(events)
+        program.signal(signal.SIGTERM)
+        error = [event for event in events if isinstance(event, dict) and "error" in event]
+        assert [each["error"]["code"] for each in error] == ["aborted"]
+        assert program.end() == 0
+
+
+def test_the_second_interrupt_ends_at_once():
+    with (
+        running(patch=SLOW) as program,
+        httpx.stream("POST", f"{program.url}/v1/completions", json=LONG) as it,
+    ):
+        events = events_of(it)
+        next(events)
+        program.signal(signal.SIGINT)
+        program.wait_for("Ctrl-C again to end at once")
+        next(events)
+        program.signal(signal.SIGINT)
+        with pytest.raises(httpx.TransportError):
+            list(events)
+        assert program.end() == 130
+
+
+def test_an_engine_that_fails_ends_the_server_after_it_said_why():
+    with running(patch=FAILING) as program:
+        answer = httpx.post(f"{program.url}/v1/completions", json={"prompt": "a"}, timeout=30)
+        assert answer.status_code == 503
+        assert "the GPU is gone" in answer.json()["error"]["message"]
+        assert program.end() == 1
+    assert re.search(r"ERROR - the engine failed: .*the GPU is gone", "".join(program.said))
+
+
+def test_serve_is_a_command_and_the_help_names_it(capsys: pytest.CaptureFixture):
+    assert run_command(["serve", "--version"]) == 0
+    assert run_command(["--help"]) == 0
+    assert "  serve  " in capsys.readouterr().out
+    assert run_command(["serve", "--port", "x"]) == 2
+    assert " serve: error: argument --port" in capsys.readouterr().err
