@@ -478,7 +478,7 @@ def test_a_step_that_fails_is_taken_back_and_changes_no_answer(demo: tuple[Any, 
 
     def fails_now_and_then(*args: Any) -> mx.array:
         logits: mx.array = demo[0](*args)
-        if next(calls) in (2, 20):
+        if next(calls) in (2, 9):  # Several requests run then, so none of them is to blame.
             raise LookupError("the step fails")
         return logits
 
