@@ -130,6 +130,12 @@ PANELS: dict[str, list[list[Panel]]] = {
             ),
             Panel("Prefix cache hits", {"share of tokens": HIT_RATE}, "percentunit", most=1),
             Panel(
+                "Why prompt tokens were missed",
+                {"{{reason}}": total(rate("mlx_paged:prompt_tokens_missed_total"), "reason")},
+                description="Tokens per second; /v1/cache has each prompt.",
+                is_stacked=True,
+            ),
+            Panel(
                 "Pressure",
                 {
                     "evicted blocks": total(rate("mlx_paged:kv_cache_evictions_total")),

@@ -75,20 +75,39 @@ def encode_chat(
     """
     text = rest = render_chat(tokenizer, messages, template_options)
     kept: list[int] = []
+    if held:
+        held_text = _decode(tokenizer, held)
+        if text.startswith(held_text):
+            kept, rest = list(held), text[len(held_text) :]
+    return text, kept + encode_text(tokenizer, rest)
+
+
+def encode_text(tokenizer: TokenizerWrapper, text: str) -> list[int]:
+    """The token ids of a text that a chat template wrote, or of a piece of one.
+
+    Raises:
+        ChatTemplateError: the tokenizer can't encode it.
+    """
     try:
-        if held:
-            held_text = tokenizer.decode(
-                held, skip_special_tokens=False, clean_up_tokenization_spaces=False
-            )
-            if text.startswith(held_text):
-                kept, rest = list(held), text[len(held_text) :]
         # The template writes the special tokens, so the tokenizer adds none.
-        return text, kept + list(tokenizer.encode(rest, add_special_tokens=False))
+        return list(tokenizer.encode(text, add_special_tokens=False))
     except Exception as error:
-        # A tokenizer may be anybody's code.
-        raise ChatTemplateError(
-            f"[chat] the tokenizer can't encode the conversation: {reason(error)}"
-        ) from error
+        raise _encoding_error(error) from error
+
+
+def _decode(tokenizer: TokenizerWrapper, token_ids: Sequence[int]) -> str:
+    try:
+        text = tokenizer.decode(
+            token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+    except Exception as error:
+        raise _encoding_error(error) from error
+    return str(text)
+
+
+def _encoding_error(error: Exception) -> ChatTemplateError:
+    # A tokenizer may be anybody's code.
+    return ChatTemplateError(f"[chat] the tokenizer can't encode the conversation: {reason(error)}")
 
 
 def normalise_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

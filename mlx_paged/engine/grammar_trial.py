@@ -68,7 +68,7 @@ class TrialProcess:
         if self._process is None or self._process.poll() is not None:
             self._process = subprocess.Popen(
                 # Without this folder on the path: its modules are no top-level ones.
-                [sys.executable, "-P", __file__],
+                [sys.executable or "python", "-P", __file__],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

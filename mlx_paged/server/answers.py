@@ -2,43 +2,50 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple, TypeAlias
 
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-@dataclass(frozen=True)
-class Reasoning:
-    """A piece of the model's reasoning, without its marks."""
+from mlx_paged.engine.token_rules import special_token_ids
+from mlx_paged.request import CompletionOutput
+from mlx_paged.server.answer_events import (
+    Event,
+    Reasoning,
+    Text,
+    ToolCallArguments,
+    ToolCallStart,
+    merged,
+)
+from mlx_paged.server.tools import CallReader, ToolFormat
 
-    text: str
+__all__ = [
+    "AnswerFormat",
+    "AnswerReader",
+    "Event",
+    "Reading",
+    "Reasoning",
+    "Text",
+    "ToolCallArguments",
+    "ToolCallStart",
+    "ToolChoice",
+    "read_answer",
+]
 
-
-@dataclass(frozen=True)
-class Text:
-    """A piece of what is said."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class ToolCallStart:
-    """The model calls a tool; the arguments follow. ``index`` counts the calls of an answer."""
-
-    index: int
-    call_id: str
-    name: str
-
-
-@dataclass(frozen=True)
-class ToolCallArguments:
-    """A piece of the JSON text of a call's arguments. Together they are one JSON object."""
-
-    index: int
-    text: str
-
-
-Event: TypeAlias = Reasoning | Text | ToolCallStart | ToolCallArguments
 ToolChoice: TypeAlias = "Literal['none', 'auto', 'required'] | str"
+
+# What the text is at some place. Other states are those of a tokenizer's own response format, whose
+# text nobody sees.
+OPENING = "opening"  # nothing was said yet, so reasoning may begin
+SAYING = "normal"
+REASONING = "reasoning"
+CALLING = "tool"
+
+# For each state, the marks that end it, and the states that they begin.
+Marks: TypeAlias = "tuple[tuple[str, tuple[tuple[str, str], ...]], ...]"
 
 
 @dataclass(frozen=True)
@@ -50,19 +57,96 @@ class AnswerFormat:
         is_thinking: the prompt has opened it already.
         tools: the functions that may be called, as OpenAI's ``tools`` has them; none: what looks
             like a call is text.
+        tool_format: how the model writes calls; ``None``: what looks like a call is text.
+        is_calls: what follows the reasoning is calls and nothing else, without a mark before them.
+        max_calls: the calls after these are left out; ``None`` has no limit.
+        hidden: special tokens that the text has, and nobody is to see. None where no mark is a
+            special token, so that the text can do without them.
+        marks: of a response format of the tokenizer's own, beside those above.
+        initial_state: of such a format.
     """
 
     think_marks: tuple[str, str] | None = None
     is_thinking: bool = False
     tools: tuple[dict[str, Any], ...] = field(default_factory=tuple)
+    tool_format: ToolFormat | None = None
+    is_calls: bool = False
+    max_calls: int | None = None
+    hidden: tuple[str, ...] = ()
+    marks: Marks = ()
+    initial_state: str | None = None
+
+    @classmethod
+    def of(
+        cls,
+        tokenizer: TokenizerWrapper,
+        prompt: str = "",
+        tools: Sequence[dict[str, Any]] = (),
+        max_calls: int | None = None,
+    ) -> AnswerFormat:
+        """The format of the answers to a prompt.
+
+        Args:
+            prompt: as the chat template wrote it; it may end with the mark that opens reasoning.
+        """
+        think_marks = None
+        if tokenizer.think_start and tokenizer.think_end:
+            think_marks = (tokenizer.think_start, tokenizer.think_end)
+        marks = tuple(
+            (state, tuple((mark, then) for mark, then in edges))
+            for state, edges in tokenizer.response_transitions.items()
+        )
+        tool_format = ToolFormat.of(tokenizer) if tools else None
+        texts = [mark for _, edges in marks for mark, _ in edges] + list(think_marks or ())
+        if tool_format is not None:
+            texts += [tool_format.start, tool_format.end]
+        special = _special_tokens(tokenizer)
+        has_special = any(token in text for token in special for text in texts)
+        return cls(
+            think_marks,
+            bool(think_marks) and prompt.rstrip().endswith(tokenizer.think_start),
+            tuple(tools),
+            tool_format,
+            False,
+            max_calls,
+            (*tokenizer.structural_markers, *special) if has_special else (),
+            marks,
+            tokenizer.response_initial_state,
+        )
 
     def reader(self) -> AnswerReader:
         """A reader for one completion."""
         return AnswerReader(self)
 
+    def edges(self) -> dict[str, dict[str, str]]:
+        """For each state, the marks that may come in it, and the states that they begin."""
+        states: dict[str, dict[str, str]] = {OPENING: {}, SAYING: {}, REASONING: {}}
+        for state in states:
+            states[state].update((mark, state) for mark in self.hidden)
+        if self.think_marks:
+            states[OPENING][self.think_marks[0]] = REASONING
+            states[REASONING][self.think_marks[1]] = SAYING
+        own = {state: dict(edges) for state, edges in self.marks}
+        if self.tool_format is not None and self.tool_format.start:
+            start = self.tool_format.start
+            is_own = any(CALLING in edges.values() for edges in own.values())
+            for state in (REASONING,) if is_own else (OPENING, SAYING, REASONING):
+                states[state][start] = CALLING
+        for state, edges in own.items():
+            for name in (OPENING, SAYING) if state == SAYING else (state,):
+                states.setdefault(name, {}).update(edges)
+        if self.tool_format is None:
+            for edges in states.values():
+                for mark in [mark for mark, state in edges.items() if state == CALLING]:
+                    del edges[mark]
+        return states
+
 
 class AnswerReader:
-    """Reads the text of one completion, piece by piece.
+    """Reads the text of one completion, piece by piece. However it is cut, the events together are
+    the same.
+
+    Space beside a mark belongs to the mark: it is neither reasoning nor text.
 
     Attributes:
         num_tool_calls: calls that were begun.
@@ -71,11 +155,195 @@ class AnswerReader:
     def __init__(self, answer_format: AnswerFormat):
         self.num_tool_calls = 0
         self._format = answer_format
+        self._finders = _finders(
+            tuple((state, tuple(edges.items())) for state, edges in answer_format.edges().items())
+        )
+        is_thinking = answer_format.is_thinking
+        self._state = answer_format.initial_state or (REASONING if is_thinking else OPENING)
+        self._calls: CallReader | None = None
+        self._pending = ""  # may be the beginning of a mark
+        self._space = ""  # is shown when something follows that is no mark
+        self._is_after_mark = is_thinking
 
     def add(self, text: str) -> list[Event]:
         """What can be told apart by now."""
-        return [Text(text)] if text else []
+        self._pending += text
+        return merged(self._read(is_over=False))
 
-    def finish(self) -> list[Event]:
-        """The answer is over: what was held back."""
-        return []
+    def finish(self, completion: CompletionOutput | None = None) -> list[Event]:
+        """The answer is over: what was held back.
+
+        Args:
+            completion: says why it is over. A call whose end mark is missing counts where the
+                model ended the answer, which is the default, and is text where ``max_tokens``, a
+                stop text or something else broke it off.
+        """
+        is_broken_off = completion is not None and (
+            completion.finish_reason != "stop" or isinstance(completion.stop_reason, str)
+        )
+        events = self._read(is_over=True)
+        if self._calls is not None:
+            calls, self._calls = self._calls, None
+            events += self._of_calls(calls, calls.finish(is_broken_off))
+        elif self._state in (SAYING, OPENING) and not self._is_after_mark:
+            events.append(Text(self._space))
+        self._space = ""
+        return merged(event for event in events if not isinstance(event, Text) or event.text)
+
+    def _read(self, is_over: bool) -> list[Event]:
+        events: list[Event] = []
+        while self._pending:
+            if self._calls is not None:
+                self._read_calls(self._calls, events)
+                continue
+            finder = self._finders[self._state]
+            place, mark = finder.find(self._pending, is_over)
+            if self._pending[:place].strip():
+                if self._format.is_calls and self._state in (OPENING, SAYING):
+                    self._begin_calls()
+                    continue
+                if self._state == OPENING:
+                    self._state = SAYING
+                    continue
+            self._show(self._pending[:place], events)
+            self._pending = self._pending[place + len(mark) :]
+            if not mark:
+                break
+            self._take(mark, finder.edges[mark])
+        return events
+
+    def _read_calls(self, calls: CallReader, events: list[Event]) -> None:
+        events += self._of_calls(calls, calls.add(self._pending))
+        self._pending = calls.rest or ""
+        if calls.rest is not None:
+            self._calls = None
+            self._is_after_mark = True
+
+    def _of_calls(self, calls: CallReader, events: list[Event]) -> list[Event]:
+        """The events of calls; a call that is given as text may be one within reasoning."""
+        self.num_tool_calls += sum(isinstance(event, ToolCallStart) for event in events)
+        if self._state != REASONING:
+            return events
+        return [Reasoning(each.text) if isinstance(each, Text) else each for each in events]
+
+    def _take(self, mark: str, state: str) -> None:
+        if state == self._state:
+            return  # a special token that says nothing
+        self._space = ""
+        self._is_after_mark = True
+        if state == CALLING:
+            self._begin_calls()
+        else:
+            self._state = state
+
+    def _begin_calls(self) -> None:
+        assert self._format.tool_format is not None
+        self._calls = self._format.tool_format.reader(
+            self._format.tools, self.num_tool_calls, self._format.max_calls
+        )
+        if self._state == OPENING:
+            self._state = SAYING
+
+    def _show(self, text: str, events: list[Event]) -> None:
+        """Tell a text without marks, and hold back the space at its end."""
+        text, self._space = self._space + text, ""
+        body = text.lstrip()
+        if not body:
+            self._space = text
+            return
+        if self._is_after_mark:
+            text = _without_margin(text[: len(text) - len(body)]) + body
+            self._is_after_mark = False
+        if self._finders[self._state].can_leave or self._state == REASONING:
+            self._space = text[len(text.rstrip()) :]
+            text = text.rstrip()
+        if self._state == REASONING:
+            events.append(Reasoning(text))
+        elif self._state in (OPENING, SAYING):
+            events.append(Text(text))
+
+
+class Reading(NamedTuple):
+    """A whole answer, told apart.
+
+    Args:
+        calls: of tools: name and the JSON text of the arguments of each.
+    """
+
+    reasoning: str
+    text: str
+    calls: tuple[tuple[str, str], ...]
+
+
+def read_answer(
+    answer_format: AnswerFormat, text: str, completion: CompletionOutput | None = None
+) -> Reading:
+    """Read an answer that is there as a whole; ``completion`` as in :meth:`AnswerReader.finish`."""
+    reader = answer_format.reader()
+    reasoning, said = "", ""
+    calls: list[tuple[str, str]] = []
+    for event in reader.add(text) + reader.finish(completion):
+        if isinstance(event, Reasoning):
+            reasoning += event.text
+        elif isinstance(event, Text):
+            said += event.text
+        elif isinstance(event, ToolCallStart):
+            calls.append((event.name, ""))
+        else:
+            calls[-1] = (calls[-1][0], calls[-1][1] + event.text)
+    return Reading(reasoning, said, tuple(calls))
+
+
+class _MarkFinder:
+    """Finds the first of some marks in a text that goes on.
+
+    Args:
+        edges: the marks, and the states that they begin.
+
+    Attributes:
+        can_leave: a mark begins another state.
+    """
+
+    def __init__(self, state: str, edges: Mapping[str, str]):
+        self.edges = edges
+        self.can_leave = any(next_state != state for next_state in edges.values())
+        # Of two marks at one place, the longer one counts.
+        marks = sorted(edges, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, marks))) if marks else None
+        self._beginnings = frozenset(mark[:length] for mark in marks for length in range(len(mark)))
+        self._longest = max(map(len, marks), default=0)
+
+    def find(self, text: str, is_over: bool) -> tuple[int, str]:
+        """Where the first mark begins, and the mark; or where the text begins that may still
+        become one, and ``""``.
+        """
+        if self._pattern is None:
+            return len(text), ""
+        found = self._pattern.search(text)
+        if not is_over:
+            limit = len(text) if found is None else found.start() + 1
+            for place in range(max(0, len(text) - self._longest + 1), limit):
+                if text[place:] in self._beginnings:
+                    return place, ""
+        if found is None:
+            return len(text), ""
+        return found.start(), found[0]
+
+
+@lru_cache(maxsize=32)
+def _finders(states: Marks) -> dict[str, _MarkFinder]:
+    return {state: _MarkFinder(state, dict(edges)) for state, edges in states}
+
+
+@lru_cache(maxsize=8)
+def _special_tokens(tokenizer: TokenizerWrapper) -> tuple[str, ...]:
+    """The texts of the special tokens."""
+    names = tokenizer.convert_ids_to_tokens(sorted(special_token_ids(tokenizer)))
+    return tuple(name for name in names if isinstance(name, str) and name)
+
+
+def _without_margin(space: str) -> str:
+    """The space before a text that follows a mark: the indentation of its first line, if it has a
+    line of its own.
+    """
+    return space[space.rfind("\n") + 1 :] if "\n" in space else ""

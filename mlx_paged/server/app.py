@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from mlx_paged.server.anthropic_endpoints import count_tokens, messages
 from mlx_paged.server.bodies import Handler, json_endpoint
 from mlx_paged.server.cache_report import cache
 from mlx_paged.server.errors import FAILED, ApiError, error_response
@@ -18,6 +19,7 @@ from mlx_paged.server.openai_chat import chat_completions
 from mlx_paged.server.openai_completions import completions
 from mlx_paged.server.openai_models import health, model, models, version
 from mlx_paged.server.pool_page import page_routes
+from mlx_paged.server.responses import responses, stored_response
 from mlx_paged.server.service import Service
 from mlx_paged.server.tokenize import detokenize, tokenize
 
@@ -31,11 +33,15 @@ def make_app(service: Service) -> Starlette:
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", model),
             Route("/v1/cache", cache),
+            Route("/v1/responses/{path:path}", stored_response, methods=["GET", "POST", "DELETE"]),
             *page_routes(),
             *_posts(
                 {
                     "/v1/chat/completions": chat_completions,
                     "/v1/completions": completions,
+                    "/v1/messages": messages,
+                    "/v1/messages/count_tokens": count_tokens,
+                    "/v1/responses": responses,
                     "/tokenize": tokenize,
                     "/detokenize": detokenize,
                 }

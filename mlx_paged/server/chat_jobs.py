@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
-from mlx_paged.chat_template import ChatTemplateError, encode_chat
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from mlx_paged.chat_template import ChatTemplateError
 from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
 from mlx_paged.server.answers import AnswerFormat, ToolChoice
+from mlx_paged.server.chat_grammar import chat_grammar
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.generations import Generation
 from mlx_paged.server.service import Service
+from mlx_paged.server.tools import ToolFormat
 
 
 @dataclass(frozen=True)
@@ -41,16 +47,73 @@ def prepare(service: Service, job: ChatJob) -> tuple[Generation, AnswerFormat]:
     """The prompt as tokens, and how its answers are read. It takes long for long conversations, so
     call it in a thread.
 
+    The tools are in the prompt whatever ``tool_choice`` says: without them it would share no prefix
+    with the other turns of the conversation.
+
     Raises:
         ApiError: the template refuses the messages.
     """
+    tokenizer, kept = service.tokenizer, service.kept_answers
     options = {**service.template_options, **job.template_options}
-    if job.tools and job.tool_choice != "none":
+    if job.tools:
         options["tools"] = list(job.tools)
     try:
-        text, token_ids = encode_chat(service.tokenizer, job.messages, options)
+        prompt = kept.encode(tokenizer, job.messages, options, job.cache_salt)
     except ChatTemplateError as error:
         raise ApiError(400, str(error), param="messages") from error
-    del text
-    params = replace(job.params, output_kind=RequestOutputKind.DELTA)
-    return Generation(token_ids, params, job.priority, job.cache_salt), AnswerFormat()
+    structured, is_calls = chat_grammar(
+        tokenizer,
+        prompt.token_ids,
+        job.tools,
+        job.tool_choice,
+        job.parallel_tool_calls,
+        job.params.structured_outputs,
+    )
+    answer_format = _format_of(tokenizer, job, prompt.text)
+    if is_calls:
+        answer_format = replace(answer_format, tool_format=ToolFormat.json_list(), is_calls=True)
+    params = job.params.clone(
+        output_kind=RequestOutputKind.DELTA,
+        skip_special_tokens=job.params.skip_special_tokens and not answer_format.hidden,
+        structured_outputs=structured,
+        **({} if structured else _limits_of_calls(tokenizer, job)),
+    )
+    goes_on = options.get("continue_final_message", False)
+    return Generation(
+        prompt.token_ids,
+        params,
+        job.priority,
+        job.cache_salt,
+        # A message that goes on comes back as one with its beginning.
+        None if goes_on else partial(kept.keep, tokenizer, prompt, answer_format),
+    ), answer_format
+
+
+def _limits_of_calls(tokenizer: TokenizerWrapper, job: ChatJob) -> dict[str, Any]:
+    """Parameters that keep a model from calls that nobody wants, where its marks are tokens."""
+    if not job.tools or not tokenizer.has_tool_calling:
+        return {}
+    start, end = tokenizer.tool_call_start_tokens, tokenizer.tool_call_end_tokens
+    if job.tool_choice == "none":
+        none = {start[0]: -math.inf} if len(start) == 1 else {}
+        return {"logit_bias": {**job.params.logit_bias, **none}}
+    if not job.parallel_tool_calls and len(end) == 1:
+        # The answer is over with its first call.
+        return {"stop_token_ids": (*job.params.stop_token_ids, end[0])}
+    return {}
+
+
+def _format_of(tokenizer: TokenizerWrapper, job: ChatJob, prompt: str) -> AnswerFormat:
+    tools = job.tools if job.tool_choice != "none" else ()
+    if tools and job.tool_choice == "auto" and not tokenizer.has_tool_calling:
+        raise ApiError(
+            400,
+            "tools can't be called by this model: nothing says how it writes calls; leave them "
+            "out, or send tool_choice 'required'",
+            param="tools",
+        )
+    max_calls = None if job.parallel_tool_calls else 1
+    answer_format = AnswerFormat.of(tokenizer, prompt, tools, max_calls)
+    if not job.params.skip_special_tokens:
+        return replace(answer_format, hidden=())  # The client wants to see them.
+    return answer_format

@@ -142,6 +142,10 @@ class Fields:
             return
         raise self.error(name, f"is not supported, got {shown(value)}; leave it out")
 
+    def unread(self) -> frozenset[str]:
+        """The fields that nobody read."""
+        return frozenset(self._unread)
+
     def refuse_rest(self, advice: Mapping[str, str] | None = None) -> None:
         """Raise for the first field, by name, that nobody read.
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mlx_paged.engine.async_engine import EngineStoppedError
+from mlx_paged.engine.grammar import StructuredOutputError
 from mlx_paged.errors import PromptTooLongError, one_line
-from mlx_paged.request import RequestOutput
+from mlx_paged.request import CompletionOutput, RequestOutput
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.server.errors import ApiError
+
+logger = logging.getLogger("mlx_paged.server")
 
 
 @dataclass(frozen=True)
@@ -23,12 +27,14 @@ class Generation:
             tokenizer longer than a step.
         params: with ``output_kind`` DELTA for :meth:`Service.start`.
         cache_salt: requests with different salts share no K/V. The salt of the user's key is in it.
+        when_finished: is told of each completion that ended, with all of its tokens.
     """
 
     prompt_token_ids: list[int]
     params: SamplingParams
     priority: int = 0
     cache_salt: str | None = None
+    when_finished: Callable[[CompletionOutput], None] | None = None
 
 
 class Answer:
@@ -92,6 +98,28 @@ class Answer:
                 self._first.cancel()
                 await asyncio.gather(self._first, return_exceptions=True)
             await self._rest.aclose()
+
+
+class Ends:
+    """Puts the tokens of completions together, and says when one has ended."""
+
+    def __init__(self, when_finished: Callable[[CompletionOutput], None]):
+        self._when_finished = when_finished
+        self._token_ids: dict[int, list[int]] = {}
+        self._ended: set[int] = set()
+
+    def add(self, output: RequestOutput) -> None:
+        for completion in output.outputs:
+            token_ids = self._token_ids.setdefault(completion.index, [])
+            token_ids += completion.token_ids
+            # The last part of a request has all completions.
+            if completion.finish_reason is not None and completion.index not in self._ended:
+                self._ended.add(completion.index)
+                try:
+                    self._when_finished(replace(completion, token_ids=token_ids))
+                except Exception:
+                    # The answer is there all the same.
+                    logger.exception("what follows an answer failed")
 
 
 async def parts_of(answers: Sequence[Answer]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
@@ -161,7 +189,7 @@ def api_error(error: BaseException) -> ApiError:
         return ApiError(400, text, code="context_length_exceeded")
     if isinstance(error, EngineStoppedError):
         return ApiError(503, _words_of(error), headers={"Retry-After": "5"})
-    if isinstance(error, ValueError):
+    if isinstance(error, ValueError) and not isinstance(error, StructuredOutputError):
         return ApiError(400, _words_of(error), param=getattr(error, "argument", None))
     return ApiError(500, f"the request failed: {_words_of(error)}")
 

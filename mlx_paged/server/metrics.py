@@ -329,8 +329,8 @@ class EngineCollector(Collector):
 
 
 def add_metrics(app: Starlette, service: Service) -> None:
-    """Count the HTTP requests of an application, and let it answer ``GET /metrics``."""
-    counts: Counter[tuple[str, str, int]] = Counter()
+    """Let an application answer ``GET /metrics``."""
+    counts = app.state.http_counts = Counter[tuple[str, str, int]]()
     registry = CollectorRegistry()  # of its own, so that several servers fit in a process
     registry.register(EngineCollector(service.engine.engine, service.model_names[0], counts))
 
@@ -340,7 +340,13 @@ def add_metrics(app: Starlette, service: Service) -> None:
         return Response(body, headers=headers)
 
     app.router.routes.append(Route("/metrics", metrics))
-    app.add_middleware(HttpCounts, counts=counts, routes=app.routes)
+
+
+def counted(app: ASGIApp, inner: Starlette) -> HttpCounts:
+    """Count the HTTP requests of ``app``, which is the application ``inner`` and what is around it:
+    also those that don't come that far.
+    """
+    return HttpCounts(app, inner.state.http_counts, inner.routes)
 
 
 def exposition(registry: Collector, accept: str) -> tuple[bytes, str]:

@@ -22,6 +22,7 @@ from mlx_paged.server.openai_options import (
     read_max_tokens,
     read_options,
 )
+from mlx_paged.server.response_format import read_structured_outputs
 from mlx_paged.server.sampling_fields import read_sampling
 from mlx_paged.server.service import Service
 from mlx_paged.server.sse import EventStream
@@ -81,7 +82,6 @@ async def chat_completions(request: Request, fields: Fields) -> Response:
         answer_format,
         num_top_logprobs=body.num_top_logprobs,
         has_reasoning=body.has_reasoning,
-        has_many_calls=job.parallel_tool_calls,
     )
     if not body.options.is_streamed:
         [output] = await service.whole([generation], head.request_id)
@@ -129,12 +129,12 @@ def _read_num_top_logprobs(fields: Fields) -> int | None:
 
 def _read_params(fields: Fields, service: Service, num_top_logprobs: int | None) -> SamplingParams:
     names = ("max_completion_tokens", "max_tokens")
-    fields.only("response_format", {"type": "text"})
     return read_sampling(
         fields,
         service.default_params,
         max_tokens=read_max_tokens(fields, *names, default=service.max_tokens),
         logprobs=num_top_logprobs,
+        structured_outputs=read_structured_outputs(fields),
     )
 
 

@@ -11,7 +11,6 @@ from mlx_paged.server.answers import (
     Event,
     Reasoning,
     Text,
-    ToolCallArguments,
     ToolCallStart,
 )
 from mlx_paged.server.generations import Answer, check_end
@@ -30,7 +29,6 @@ class ChatAnswers:
         answer_format: how the text is read.
         num_top_logprobs: for each token; ``None``: no logprobs.
         has_reasoning: whether reasoning is shown.
-        has_many_calls: whether a completion may call several tools; else its first call is all.
 
     Attributes:
         choices: by their index.
@@ -45,14 +43,12 @@ class ChatAnswers:
         *,
         num_top_logprobs: int | None = None,
         has_reasoning: bool = True,
-        has_many_calls: bool = True,
     ):
         self.head = head
         self.options = options
         self.names = TokenNames(service.token_texts, options.has_tokens_as_ids)
         self.num_top_logprobs = num_top_logprobs
         self.has_reasoning = has_reasoning
-        self.has_many_calls = has_many_calls
         self.choices: dict[int, ChatChoice] = {}
         self._tokenizer = service.tokenizer
         self._format = answer_format
@@ -117,15 +113,10 @@ class ChatChoice:
         events = self._reader.add(completion.text)
         if completion.finish_reason is not None:
             self.is_finished = True
-            events = [*events, *self._reader.finish()]
-        return [each for each in events if self._is_wanted(each)]
-
-    def _is_wanted(self, each: Event) -> bool:
-        if isinstance(each, Reasoning):
-            return self._answers.has_reasoning
-        if isinstance(each, ToolCallStart | ToolCallArguments):
-            return each.index == 0 or self._answers.has_many_calls
-        return True
+            events = [*events, *self._reader.finish(completion)]
+        if self._answers.has_reasoning:
+            return events
+        return [each for each in events if not isinstance(each, Reasoning)]
 
     def end(self, completion: CompletionOutput) -> dict[str, Any]:
         """Why it ended."""

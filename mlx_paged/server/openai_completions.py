@@ -26,6 +26,7 @@ from mlx_paged.server.openai_options import (
     read_options,
     usage,
 )
+from mlx_paged.server.response_format import read_structured_outputs
 from mlx_paged.server.sampling_fields import MAX_TOKEN_IDS, read_sampling
 from mlx_paged.server.service import Service
 from mlx_paged.server.sse import DONE, EventStream, event
@@ -88,8 +89,10 @@ def read_completions(fields: Fields, service: Service) -> CompletionBody:
     default = DEFAULT_MAX_TOKENS if service.max_tokens is None else service.max_tokens
     max_tokens = read_max_tokens(fields, "max_tokens", default=default)
     fields.only("suffix", "")
-    fields.only("response_format", {"type": "text"})
-    values: dict[str, Any] = {"logprobs": num_logprobs}
+    values: dict[str, Any] = {
+        "logprobs": num_logprobs,
+        "structured_outputs": read_structured_outputs(fields),
+    }
     if echoes and num_logprobs is not None:
         values["prompt_logprobs"] = num_logprobs
     # The engine makes a token in any case.

@@ -210,11 +210,12 @@ def serve(
     from mlx_paged.server.app import make_app
     from mlx_paged.server.http_server import HttpServer, ended_by_signals, is_loopback
     from mlx_paged.server.logs import RequestLog
+    from mlx_paged.server.metrics import counted
 
-    gate = guarded(make_app(service), service.engine, settings, is_loopback(sockets))
-    server = HttpServer(
-        RequestLog(gate), gate, service.engine, settings, _max_connections(), announce
-    )
+    app = make_app(service)
+    gate = guarded(app, service.engine, settings, is_loopback(sockets))
+    logged = RequestLog(counted(gate, app))
+    server = HttpServer(logged, gate, service.engine, settings, _max_connections(), announce)
 
     def end() -> None:
         server.should_exit = True

@@ -17,7 +17,8 @@ from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.loading import SamplingDefaults
 from mlx_paged.request import RequestOutput
 from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
-from mlx_paged.server.generations import Answer, Generation, check_end
+from mlx_paged.server.generations import Answer, Ends, Generation, check_end
+from mlx_paged.server.kept_answers import KeptAnswers
 from mlx_paged.server.logs import count_tokens, log_text, logger
 from mlx_paged.server.prefix_reports import explanation, report_texts
 from mlx_paged.server.token_texts import TokenTexts
@@ -57,6 +58,7 @@ class Service:
             or what the context leaves.
         template_options: variables of the chat template, where a request does not say.
         created: when the server started, in seconds since the epoch.
+        kept_answers: the last answers, so that conversations that come back hit the cache.
         admission: the queue limit.
         logs_cache: whether a line says for each prompt why no more of it was cached.
         first_part_seconds: how long a stream waits for its first part, so that an error is one of
@@ -70,6 +72,7 @@ class Service:
     max_tokens: int | None = None
     template_options: dict[str, object] = field(default_factory=dict)
     created: int = 0
+    kept_answers: KeptAnswers = field(default_factory=KeptAnswers)
     admission: Admission = field(default_factory=NoLimit)
     logs_cache: bool = False
     first_part_seconds: float = 10.0
@@ -129,13 +132,25 @@ class Service:
                 cache_salt=generation.cache_salt,
             )
             log_text("prompt", lambda: self.tokenizer.decode(generation.prompt_token_ids))
-            answer = Answer(outputs, places.pop_all(), self._note)
+            answer = Answer(outputs, places.pop_all(), self._note_of(generation))
         try:
             await answer.wait(self.first_part_seconds)
         except BaseException:
             await answer.aclose()
             raise
         return answer
+
+    def _note_of(self, generation: Generation) -> Callable[[RequestOutput, bool], None]:
+        """What is done with each part of an answer besides answering."""
+        if generation.when_finished is None:
+            return self._note
+        ends = Ends(generation.when_finished)
+
+        def note(output: RequestOutput, is_first: bool) -> None:
+            self._note(output, is_first)
+            ends.add(output)
+
+        return note
 
     def _note(self, output: RequestOutput, is_first: bool) -> None:
         """Say of a part what the log says of its request."""

@@ -209,7 +209,7 @@ def test_an_interrupt_at_any_line_of_a_step_observes_nothing_twice(model: nn.Mod
 
     lines, whole = observed(None)
     expected = counts(whole) | {"tokens": 8}
-    rooms = ("latencies.py", "request_state.py", "engine.py", "steps.py", "reports.py")
+    rooms = ("latencies.py", "request_state.py", "reports.py")
     near = {at for place, turns in lines.turns.items() if place[0] in rooms for at in turns}
     for at in sorted(near | set(range(0, lines.num_lines, 50))):
         interrupt, latencies = observed(at)

@@ -468,6 +468,26 @@ def test_a_restart_goes_on_with_the_same_answers(demo: tuple[Any, Any]):
 
 
 @in_all_ways
+def test_a_step_that_fails_is_taken_back_and_changes_no_answer(demo: tuple[Any, Any]):
+    requests = {name: request for name, request in random_requests(7, 9).items() if request[0]}
+    expected = answers_of(run_all(demo, requests))
+    engine = make_engine(*demo)
+    for number, (name, (_, params)) in enumerate(requests.items()):
+        engine.add_request(name, PROMPTS[number % 3], params)
+    calls = itertools.count()
+
+    def fails_now_and_then(*args: Any) -> mx.array:
+        logits: mx.array = demo[0](*args)
+        if next(calls) in (2, 20):
+            raise LookupError("the step fails")
+        return logits
+
+    engine.runner.model = fails_now_and_then
+    assert answers_of(run(engine)) == expected and next(calls) > 40
+    assert_nothing_held(engine)
+
+
+@in_all_ways
 def test_an_interrupt_at_any_line_of_a_step_changes_no_answer(demo: tuple[Any, Any]):
     engine = make_engine(*demo)
     params = sampled(3, 9, n=2, structured_outputs=structured(regex="[a-z ]{4,8}!", begin_after=()))

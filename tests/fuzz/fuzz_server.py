@@ -53,18 +53,32 @@ CHAT = {
     "chat_template_kwargs": {}, "reasoning_effort": "low", "metadata": {}, "store": False,
     "guided_json": SCHEMA, "guided_regex": "a+", "guided_choice": ["a", "b"], "echo": False,
     "allowed_token_ids": [5, 6], "prompt_logprobs": 1, "add_generation_prompt": True,
-    "continue_final_message": False, "functions": [TOOL["function"]], "function_call": "auto",
+    "continue_final_message": False,
 }  # fmt: skip
+# Of completions; they have no conversation.
+CHAT_ALONE = (
+    "messages", "top_logprobs", "tools", "tool_choice", "parallel_tool_calls", "reasoning_effort",
+    "max_completion_tokens", "chat_template_kwargs", "add_generation_prompt",
+    "continue_final_message",
+)  # fmt: skip
+# One alone of these keeps an answer to a form.
+FORMS = ("response_format", "guided_json", "guided_regex", "guided_choice", "tools", "text")
+# A field, and what it needs beside it.
+NEEDS = {
+    "top_logprobs": "logprobs", "stream_options": "stream", "tool_choice": "tools",
+    "parallel_tool_calls": "tools",
+}  # fmt: skip
+# What is refused by name, whatever it says.
+REFUSED = {"functions": [{"name": "f"}], "suffix": "x", "previous_response_id": "resp_1", "junk": 1}
 # For each path: a body of which required fields are always there, and others are drawn.
 BODIES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "/v1/chat/completions": (CHAT, ("model", "messages", "max_tokens")),
     "/v1/completions": (
         {
-            **{name: value for name, value in CHAT.items() if name != "messages"},
+            **{name: value for name, value in CHAT.items() if name not in CHAT_ALONE},
             "prompt": "1 2 3",
             "logprobs": 2,
             "best_of": 1,
-            "suffix": "",
         },
         ("model", "prompt", "max_tokens"),
     ),
@@ -109,13 +123,12 @@ BODIES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
             "reasoning": {"effort": "low"},
             "truncation": "disabled",
             "include": [],
-            "previous_response_id": "resp_1",
         },
         ("model", "input", "max_output_tokens"),
     ),
     "/tokenize": (
-        {"model": "demo", "prompt": "1 2", "messages": MESSAGES, "add_special_tokens": True},
-        (),
+        {"model": "demo", "prompt": "1 2", "add_special_tokens": True},
+        ("prompt",),
     ),
     "/detokenize": ({"model": "demo", "tokens": [5, 6]}, ("tokens",)),
 }
@@ -143,22 +156,40 @@ JUNK: tuple[Callable[[random.Random], Any], ...] = (
 
 
 def server_case(rng: random.Random) -> Case:
-    """A request in which some values are odd."""
+    """A request in which some values are odd; one in ten is as it should be."""
     server()  # Its threads are not the case's.
     path = rng.choice(list(BODIES))
+    body: Any = good_body(rng, path)
+    is_good = rng.random() < 0.1
+    names = [*BODIES[path][0], *REFUSED]
+    for _ in range(0 if is_good else rng.choice([1, 1, 2, 3])):
+        body = mutated(rng, body, names)
+    content = json.dumps(body).encode() if is_good else as_bytes(rng, body)
+    must_refuse = isinstance(body, dict) and any(body.get(name) is not None for name in REFUSED)
+    expected = "good" if is_good else "refused" if must_refuse else "any"
+    return Case(f"POST {path} {content[:300]!r}", lambda: check(path, content, expected))
+
+
+def good_body(rng: random.Random, path: str) -> dict[str, Any]:
+    """A body that is taken: all that is required, and some of what may be there."""
     fields, required = BODIES[path]
-    body: Any = {
-        name: copy.deepcopy(value)
-        for name, value in fields.items()
-        if name in required or rng.random() < 0.15
-    }
-    for _ in range(rng.choice([1, 1, 2, 3])):
-        body = mutated(rng, body, [*fields, "junk"])
-    if isinstance(body, dict) and rng.random() < 0.3:
-        body["stream"] = True
-    content = as_bytes(rng, body)
-    has_junk = isinstance(body, dict) and body.get("junk") is not None
-    return Case(f"POST {path} {content[:300]!r}", lambda: check(path, content, has_junk))
+    drawn = [name for name in fields if name in required or rng.random() < 0.15]
+    forms = [name for name in drawn if name in FORMS]
+    for name in forms[1:]:
+        drawn.remove(name)
+    drawn += [name for name in ("stream",) if name in fields and rng.random() < 0.3]
+    body = {name: copy.deepcopy(fields[name]) for name in drawn}
+    if "stream" in fields:
+        body["stream"] = rng.random() < 0.3
+    if {"guided_json", "guided_regex", "guided_choice", "response_format"} & body.keys():
+        body.pop("allowed_token_ids", None)  # They leave nothing together.
+        body.pop("ignore_eos", None)
+    if body.get("stream"):
+        body.pop("prompt_logprobs", None)
+    for name, needed in NEEDS.items():
+        if not body.get(needed):
+            body.pop(name, None)
+    return body
 
 
 def mutated(rng: random.Random, body: Any, names: list[str]) -> Any:
@@ -177,6 +208,8 @@ def mutated(rng: random.Random, body: Any, names: list[str]) -> Any:
             break
     if isinstance(place, dict) and rng.random() < 0.2:
         place.pop(key, None)
+    elif key in REFUSED:
+        place[key] = REFUSED[key]
     else:
         place[key] = rng.choice(JUNK)(rng)
     return body
@@ -197,12 +230,12 @@ def as_bytes(rng: random.Random, body: Any) -> bytes:
     return content
 
 
-def check(path: str, content: bytes, has_junk: bool) -> None:
+def check(path: str, content: bytes, expected: str) -> None:
     """Raises ``Defect`` unless the answer is one that a client can use, and ``ValueError`` with its
     words if that is a refusal.
 
     Args:
-        has_junk: there is a field that no protocol has, so it must be refused.
+        expected: ``"good"`` must be answered, ``"refused"`` must not, ``"any"`` may be.
     """
     _, client = server()
     headers = {"content-type": "application/json"}
@@ -212,9 +245,9 @@ def check(path: str, content: bytes, has_junk: bool) -> None:
     status, kind = response.status_code, response.headers.get("content-type", "")
     if status == 200:
         check_answer(text, kind)
-        if has_junk:
-            raise Defect("a field that nobody knows was ignored")
-    elif not 400 <= status < 500:
+        if expected == "refused":
+            raise Defect("a field that can't be honoured was ignored")
+    elif not 400 <= status < 500 or expected == "good":
         raise Defect(f"status {status}: {text[:500]}")
     else:
         message = json.loads(text)["error"]["message"]
@@ -242,7 +275,9 @@ def server() -> tuple[Service, httpx.Client]:
     )
     client = stack.enter_context(httpx.Client(base_url=url, timeout=SECONDS))
     # Its threads are there from now on.
-    client.post("/tokenize", json={"prompt": "1"}).raise_for_status()
+    for form in ({}, {"guided_choice": ["a", "b"]}):
+        body = {name: CHAT[name] for name in ("model", "messages", "max_tokens")} | form
+        client.post("/v1/chat/completions", json=body).raise_for_status()
     atexit.register(stack.close)
     return service, client
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from http.client import HTTPConnection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import mlx.core as mx
 import uvicorn
@@ -80,14 +83,16 @@ def make_service(
 
 
 @contextmanager
-def serving(app: ASGIApp, **settings: Any) -> Iterator[str]:
-    """Serve an application from a thread, on a free port; gives its address.
+def serving(app: ASGIApp, port: int = 0, **settings: Any) -> Iterator[str]:
+    """Serve an application from a thread; gives its address.
 
     Args:
+        port: 0 is a free one.
         settings: of uvicorn.
     """
     with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
         config = uvicorn.Config(
             app, **{"log_level": "warning", "lifespan": "off", "timeout_graceful_shutdown": 5}
             | settings,
@@ -110,6 +115,36 @@ def running_service(folder: Path | None = None, **options: Any) -> Iterator[tupl
     service = make_service(folder, **options)
     with service.engine, serving(make_app(service)) as url:
         yield service, url
+
+
+class HttpAnswer(NamedTuple):
+    status: int
+    headers: Mapping[str, str]  # of small letters
+    text: str
+
+    @property
+    def body(self) -> Any:
+        return json.loads(self.text)
+
+
+def ask(url: str, path: str, body: Any = None, method: str | None = None) -> HttpAnswer:
+    """One request, without a client that interprets anything.
+
+    Args:
+        body: bytes as they are, or what is sent as JSON.
+        method: ``POST`` by default where there is a body.
+    """
+    address = urlsplit(url)
+    connection = HTTPConnection(str(address.hostname), address.port, timeout=60)
+    try:
+        data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        method = method or ("GET" if body is None else "POST")
+        connection.request(method, path, data, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        headers = {name.lower(): value for name, value in response.getheaders()}
+        return HttpAnswer(response.status, headers, response.read().decode())
+    finally:
+        connection.close()
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 20) -> None:

@@ -22,8 +22,10 @@ from starlette.types import Receive, Scope, Send
 
 from mlx_paged import SamplingParams
 from mlx_paged.server.app import make_app
-from mlx_paged.server.metrics import HttpCounts
+from mlx_paged.server.metrics import HttpCounts, counted
+from mlx_paged.server.program import guarded
 from mlx_paged.server.service import Service
+from mlx_paged.server.settings import ApiKey, ServerSettings
 
 OPENMETRICS = "application/openmetrics-text;version=1.0.0"
 LABELS = {"model_name": 'de"mo', "engine": "0"}
@@ -41,6 +43,11 @@ def service() -> Iterator[Service]:
 @pytest.fixture
 def client(service: Service) -> TestClient:
     return TestClient(make_app(service), raise_server_exceptions=False)
+
+
+def counted_app(service: Service) -> HttpCounts:
+    app = make_app(service)
+    return counted(app, app)
 
 
 def values(text: str) -> dict[str, float]:
@@ -149,9 +156,11 @@ def test_prometheus_own_checker_finds_the_metrics_readable(client: TestClient, s
     assert checked.returncode in (0, 3), checked.stderr
 
 
-def test_http_requests_are_counted_by_route_method_and_status(client: TestClient):
+def test_http_requests_are_counted_by_route_method_and_status(service: Service):
+    client = TestClient(counted_app(service))
     for path in ("/health", "/health", "/v1/pool?cells=0", "/nothing/here", "/nothing/there"):
         client.get(path)
+    client.get("/v1/models/nobody")
     client.post("/health")
     client.request("BREW", "/health")
     got = values(client.get("/metrics").text)
@@ -161,6 +170,7 @@ def test_http_requests_are_counted_by_route_method_and_status(client: TestClient
         name % ("GET", "/health", 200): 2,
         name % ("GET", "/v1/pool", 400): 1,
         name % ("GET", "other", 404): 2,
+        name % ("GET", "/v1/models/{name:path}", 404): 1,
         name % ("POST", "/health", 405): 1,
         name % ("other", "/health", 405): 1,
     }
@@ -182,8 +192,17 @@ def test_what_ends_without_an_answer_is_counted_too():
     assert counts == {("GET", "other", 499): 1, ("GET", "other", 500): 1}
 
 
-def test_servers_in_one_process_have_registries_of_their_own(client: TestClient, service: Service):
-    other = TestClient(make_app(service))
+def test_requests_that_are_refused_at_the_door_are_counted(service: Service):
+    app = make_app(service)
+    settings = ServerSettings(api_keys=(ApiKey("me", "secret"),))
+    client = TestClient(counted(guarded(app, service.engine, settings, True), app))
+    client.get("/v1/pool", headers={"Host": "localhost"})
+    got = values(client.get("/metrics", headers={"Host": "localhost", "x-api-key": "secret"}).text)
+    assert got["mlx_paged:http_requests_total{method=GET,path=/v1/pool,status=401}"] == 1
+
+
+def test_servers_in_one_process_have_registries_of_their_own(service: Service):
+    client, other = (TestClient(counted_app(service)) for _ in range(2))
     client.get("/health")
     assert "/health" not in other.get("/metrics").text
     assert "/health" in client.get("/metrics").text

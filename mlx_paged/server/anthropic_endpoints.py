@@ -1,0 +1,72 @@
+"""``POST /v1/messages`` and ``/v1/messages/count_tokens``, which Anthropic's clients speak."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from mlx_paged.server.anthropic_answers import (
+    MessageAnswer,
+    MessageOptions,
+    message_events,
+    whole_message,
+)
+from mlx_paged.server.anthropic_messages import MessagesBody, read_messages_body
+from mlx_paged.server.callers import cache_salt_of, request_id_of
+from mlx_paged.server.chat_jobs import ChatJob, prepare
+from mlx_paged.server.fields import Fields
+from mlx_paged.server.service import Service
+from mlx_paged.server.sse import EventStream
+
+LOG = logging.getLogger("mlx_paged.server")
+
+
+async def messages(request: Request, fields: Fields) -> Response:
+    """An answer to a conversation, whole or as events."""
+    service: Service = request.app.state.service
+    has_context_management = fields.has("context_management")
+    body = _read(request, fields, is_count=False)
+    job = _of_caller(request, body.job)
+    generation, answer_format = await service.prepare(prepare, service, job)
+    request_id = request_id_of(request)
+    options = MessageOptions(
+        f"msg_{request_id}",
+        body.model,
+        job.params.max_tokens,
+        tuple(job.params.stop),
+        body.shows_thinking,
+        has_context_management,
+    )
+    answer = MessageAnswer(service, answer_format, options)
+    if not body.is_streamed:
+        [output] = await service.whole([generation], request_id)
+        return JSONResponse(whole_message(answer, output))
+    parts = await service.start(generation, request_id)
+    return EventStream(message_events(answer, parts), parts)
+
+
+async def count_tokens(request: Request, fields: Fields) -> Response:
+    """How many tokens the prompt of a conversation has."""
+    service: Service = request.app.state.service
+    body = _read(request, fields, is_count=True)
+    generation, _ = await service.prepare(prepare, service, _of_caller(request, body.job))
+    return JSONResponse({"input_tokens": len(generation.prompt_token_ids)})
+
+
+def _read(request: Request, fields: Fields, is_count: bool) -> MessagesBody:
+    has_betas = "anthropic-beta" in request.headers
+    body = read_messages_body(
+        fields, request.app.state.service, has_betas=has_betas, is_count=is_count
+    )
+    if body.left_out:
+        # Names that clients make up are shown as they are only if they are short words.
+        names = ", ".join(name[:40] for name in body.left_out if name.isidentifier())
+        LOG.warning("fields of betas are left out: %s", names)
+    return body
+
+
+def _of_caller(request: Request, job: ChatJob) -> ChatJob:
+    return replace(job, cache_salt=cache_salt_of(request, job.cache_salt))

@@ -1,0 +1,43 @@
+"""``/v1/responses``, which OpenAI's newer clients speak. Nothing is stored."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NoReturn
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from mlx_paged.server.callers import cache_salt_of, request_id_of
+from mlx_paged.server.chat_jobs import prepare
+from mlx_paged.server.errors import ApiError
+from mlx_paged.server.fields import Fields
+from mlx_paged.server.responses_answers import ResponseAnswer, response_events, whole_response
+from mlx_paged.server.responses_body import read_responses_body
+from mlx_paged.server.service import Service
+from mlx_paged.server.sse import EventStream
+
+
+async def responses(request: Request, fields: Fields) -> Response:
+    """An answer to a conversation, whole or as events."""
+    service: Service = request.app.state.service
+    body = read_responses_body(fields, service)
+    job = replace(body.job, cache_salt=cache_salt_of(request, body.job.cache_salt))
+    generation, answer_format = await service.prepare(prepare, service, job)
+    request_id = request_id_of(request)
+    answer = ResponseAnswer(service, body, answer_format, request_id)
+    if not body.is_streamed:
+        [output] = await service.whole([generation], request_id)
+        return JSONResponse(whole_response(answer, output))
+    parts = await service.start(generation, request_id)
+    return EventStream(response_events(answer, parts), parts)
+
+
+async def stored_response(request: Request) -> NoReturn:
+    """There is none."""
+    raise ApiError(
+        404,
+        "nothing is stored here, so no response can be looked up; send the whole conversation",
+        param="response_id",
+        code="response_not_found",
+    )

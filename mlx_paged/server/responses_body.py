@@ -1,0 +1,377 @@
+"""The body of OpenAI's ``/v1/responses`` as a :class:`ChatJob`."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlx_paged.errors import shown
+from mlx_paged.server.answers import ToolChoice
+from mlx_paged.server.chat_jobs import ChatJob
+from mlx_paged.server.fields import Fields
+from mlx_paged.server.openai_options import read_model
+from mlx_paged.server.response_format import read_format
+from mlx_paged.server.sampling_fields import read_sampling
+from mlx_paged.server.service import Service
+from mlx_paged.structured_outputs import StructuredOutputsParams
+
+_WITHOUT_EFFECT = (
+    "user",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_options",
+    "prompt_cache_retention",
+    "client_metadata",
+    "max_tool_calls",  # of tools that run on the server
+    # Nothing is stored, and the answer says so.
+    "store",
+)
+_ADVICE = {
+    "previous_response_id": "nothing is stored here; send the whole conversation as input",
+    "conversation": "nothing is stored here; send the whole conversation as input",
+    "prompt": "nothing is stored here; send instructions and input",
+    "messages": "send input",
+    "max_tokens": "send max_output_tokens",
+    "max_completion_tokens": "send max_output_tokens",
+    "response_format": "send text.format",
+    "reasoning_effort": "send reasoning.effort",
+}
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+_INCLUDES = ("reasoning.encrypted_content", "message.output_text.logprobs")
+_OTHER_PARTS = {
+    "input_image": "images",
+    "input_file": "files",
+    "input_audio": "audio",
+}
+_WITHOUT_EFFECT_IN_ITEMS = ("id", "status", "phase", "caller", "namespace", "name")
+_WITHOUT_EFFECT_IN_PARTS = ("annotations", "logprobs", "prompt_cache_breakpoint")
+# Before the reasoning in ``encrypted_content``, so that what other servers made is told apart. The
+# server keeps nothing, and clients bring it back.
+_SEAL = "mlx_paged."
+
+
+@dataclass(frozen=True)
+class ResponsesBody:
+    """A body, read.
+
+    Args:
+        echo: what the response repeats of the request.
+        has_sealed_reasoning: whether reasoning comes as ``encrypted_content``, too.
+    """
+
+    job: ChatJob
+    model: str
+    is_streamed: bool = False
+    num_top_logprobs: int | None = None
+    has_sealed_reasoning: bool = False
+    echo: dict[str, Any] = field(default_factory=dict)
+
+
+def read_responses_body(fields: Fields, service: Service) -> ResponsesBody:
+    """Everything that the body says.
+
+    Raises:
+        ApiError: the first thing that is wrong, and every field that can't be honoured, by name.
+    """
+    model = read_model(fields, service)
+    tools = tuple(_read_tool(each) for each in fields.children("tools", ()))
+    choice = _read_tool_choice(fields, tools)
+    includes = _read_includes(fields)
+    num_top_logprobs = _read_num_top_logprobs(fields, includes)
+    options = _read_reasoning(fields)
+    text = fields.child("text", None)
+    schema = None if text is None else _read_text(text, options)
+    fields.only("n", 1)
+    fields.only("prompt_logprobs")
+    params = read_sampling(
+        fields,
+        service.default_params,
+        max_tokens=fields.integer("max_output_tokens", service.max_tokens),
+        logprobs=num_top_logprobs,
+        structured_outputs=schema,
+    )
+    is_parallel = fields.boolean("parallel_tool_calls", True)
+    job = ChatJob(
+        _read_conversation(fields),
+        params,
+        tools,
+        choice,
+        is_parallel,
+        options,
+        fields.integer("priority", 0),
+        fields.text("cache_salt", None) or None,
+    )
+    is_streamed = fields.boolean("stream", False)
+    _check_rest(fields, is_streamed)
+    echo = {
+        "instructions": fields.raw("instructions"),
+        "max_output_tokens": params.max_tokens,
+        "metadata": fields.raw("metadata") or {},
+        "parallel_tool_calls": is_parallel,
+        "reasoning": {"effort": options.get("reasoning_effort"), "summary": None},
+        "temperature": params.temperature,
+        "text": fields.raw("text") or {"format": {"type": "text"}},
+        "tool_choice": fields.raw("tool_choice") or "auto",
+        "tools": fields.raw("tools") or [],
+        "top_logprobs": num_top_logprobs or 0,
+        "top_p": params.top_p,
+    }
+    return ResponsesBody(job, model, is_streamed, num_top_logprobs, _INCLUDES[0] in includes, echo)
+
+
+def _check_rest(fields: Fields, is_streamed: bool) -> None:
+    stream_options = fields.child("stream_options", None)
+    if stream_options is not None:
+        if not is_streamed:
+            raise fields.error("stream_options", "is given, and stream is not true")
+        stream_options.accept("include_obfuscation")
+        stream_options.refuse_rest()
+    fields.boolean("store", None)
+    fields.child("metadata", None)
+    fields.only("background", False)
+    fields.only("truncation", "disabled")
+    fields.only("service_tier", "auto", "default")
+    fields.accept(*_WITHOUT_EFFECT)
+    fields.refuse_rest(_ADVICE)
+
+
+def _read_includes(fields: Fields) -> tuple[str, ...]:
+    includes = fields.texts("include", 100)
+    for index, name in enumerate(includes):
+        if name not in _INCLUDES:
+            raise fields.error(f"include[{index}]", f"is {shown(name)}, which there is not here")
+    return includes
+
+
+def _read_num_top_logprobs(fields: Fields, includes: tuple[str, ...]) -> int | None:
+    has_logprobs = _INCLUDES[1] in includes
+    number = fields.integer("top_logprobs", 0)
+    if number and not has_logprobs:
+        raise fields.error("top_logprobs", f"is given, and include has no {_INCLUDES[1]!r}")
+    return number if has_logprobs else None
+
+
+def _read_reasoning(fields: Fields) -> dict[str, Any]:
+    """Variables of the template."""
+    reasoning = fields.child("reasoning", None)
+    if reasoning is None:
+        return {}
+    effort = reasoning.choice("effort", _EFFORTS, None)
+    # Reasoning is shown as it is, and not summed up.
+    reasoning.accept("summary", "generate_summary", "context")
+    reasoning.refuse_rest()
+    if effort is None:
+        return {}
+    return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+
+
+def _read_text(fields: Fields, options: dict[str, Any]) -> StructuredOutputsParams | None:
+    verbosity = fields.choice("verbosity", ("low", "medium", "high"), None)
+    if verbosity is not None:
+        options["verbosity"] = verbosity  # There may be templates that know it.
+    answer_format = fields.child("format", None)
+    fields.refuse_rest()
+    return None if answer_format is None else read_format(answer_format)
+
+
+# Tools
+
+
+def _read_tool(fields: Fields) -> dict[str, Any]:
+    """A tool as templates take it, which is that of chat completions."""
+    kind = fields.text("type")
+    if kind != "function":
+        raise fields.error(
+            "type",
+            f"is {shown(kind)}, and this server has function tools only; turn the tool off in the "
+            "client, or describe it as a function",
+        )
+    name = fields.text("name")
+    if not name:
+        raise fields.error("name", "is empty")
+    function: dict[str, Any] = {"name": name}
+    description = fields.text("description", None)
+    if description is not None:
+        function["description"] = description
+    fields.child("parameters", None)
+    function["parameters"] = fields.raw("parameters") or {"type": "object", "properties": {}}
+    if fields.boolean("strict", None):
+        function["strict"] = True
+    fields.accept("defer_loading", "allowed_callers", "output_schema")
+    fields.refuse_rest()
+    return {"type": "function", "function": function}
+
+
+def _read_tool_choice(fields: Fields, tools: tuple[dict[str, Any], ...]) -> ToolChoice:
+    names = [tool["function"]["name"] for tool in tools]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise fields.error(f"tools[{index}].name", f"is {name!r}, as that of another tool")
+    if not isinstance(fields.raw("tool_choice"), Mapping):
+        choice: ToolChoice = fields.choice("tool_choice", ("none", "auto", "required"), "auto")
+        if choice == "required" and not tools:
+            raise fields.error("tool_choice", "is 'required', and there are no tools; send some")
+        return choice
+    wanted = fields.child("tool_choice")
+    wanted.choice("type", ("function",))
+    choice = wanted.text("name")
+    if choice not in names:
+        raise wanted.error("name", f"is {shown(choice)}, and no tool has that name")
+    if choice in ("none", "auto", "required"):
+        raise wanted.error("name", f"is {choice!r}, which is no name for a tool here")
+    wanted.refuse_rest()
+    return choice
+
+
+# Input
+
+
+def _read_conversation(fields: Fields) -> list[dict[str, Any]]:
+    """Instructions and input as messages; what one side says in several items becomes one."""
+    messages: list[dict[str, Any]] = []
+    instructions = fields.text("instructions", None)
+    if instructions:
+        messages.append({"role": "system", "content": instructions})
+    if isinstance(fields.raw("input"), str):
+        messages.append({"role": "user", "content": fields.text("input")})
+        return messages
+    reader = _ItemReader(messages)
+    for each in fields.children("input"):
+        reader.add(each)
+    reader.end_turn()
+    if len(messages) == (1 if instructions else 0):
+        raise fields.error("input", "is empty; give a text, or at least one item")
+    return messages
+
+
+class _ItemReader:
+    """Items of the input, one after another, to messages."""
+
+    def __init__(self, messages: list[dict[str, Any]]):
+        self._messages = messages
+        self._turn: dict[str, Any] | None = None  # what the model says, which may be many items
+        self._names: dict[str, str] = {}  # of the tools, by the ids of their calls
+
+    def add(self, item: Fields) -> None:
+        """Take the next item."""
+        kind = item.text("type", "message")
+        readers = {
+            "message": self._add_message,
+            "function_call": self._add_call,
+            "function_call_output": self._add_output,
+            "reasoning": self._add_reasoning,
+        }
+        if kind not in readers:
+            raise item.error("type", f"is {shown(kind)}; this server knows {', '.join(readers)}")
+        readers[kind](item)
+        item.accept(*_WITHOUT_EFFECT_IN_ITEMS)
+        item.refuse_rest()
+
+    def end_turn(self) -> None:
+        """What the model said is over."""
+        if self._turn is not None:
+            self._messages.append(self._turn)
+            self._turn = None
+
+    def _open_turn(self) -> dict[str, Any]:
+        if self._turn is None:
+            self._turn = {"role": "assistant", "content": ""}
+        return self._turn
+
+    def _add_message(self, item: Fields) -> None:
+        role = item.choice("role", ("user", "assistant", "system", "developer"))
+        text = _read_content(item, "content")
+        if role == "assistant":
+            self._open_turn()["content"] += text
+            return
+        self.end_turn()
+        last = self._messages[-1] if self._messages else None
+        if role == "user":
+            self._messages.append({"role": "user", "content": text})
+        elif last is None:
+            self._messages.append({"role": "system", "content": text})
+        elif last["role"] == "system":
+            last["content"] += f"\n\n{text}"
+        else:
+            # Few templates know a system's message in the middle.
+            content = f"<system-reminder>\n{text}\n</system-reminder>"
+            self._messages.append({"role": "user", "content": content})
+
+    def _add_call(self, item: Fields) -> None:
+        text, name, call_id = item.text("arguments"), item.text("name"), item.text("call_id")
+        try:
+            arguments = json.loads(text) if text.strip() else {}
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            # The model wrote it, and sees it again.
+            arguments = {"arguments": text}
+        self._names[call_id] = name
+        turn = self._open_turn()
+        function = {"name": name, "arguments": arguments}
+        call = {"id": call_id, "type": "function", "function": function}
+        turn["tool_calls"] = [*turn.get("tool_calls", ()), call]
+
+    def _add_output(self, item: Fields) -> None:
+        call_id = item.text("call_id")
+        if call_id not in self._names:
+            raise item.error("call_id", f"is {shown(call_id)}, and no function_call has that id")
+        self.end_turn()
+        self._messages.append(
+            {
+                "role": "tool",
+                "tool_call_id": call_id,
+                "name": self._names[call_id],
+                "content": _read_content(item, "output"),
+            }
+        )
+
+    def _add_reasoning(self, item: Fields) -> None:
+        turn = self._turn
+        if turn is not None and (turn["content"] or "tool_calls" in turn):
+            self.end_turn()  # Reasoning comes first.
+        texts = [each.text("text") for each in item.children("content", ())]
+        if not texts:
+            texts = [_opened(item.text("encrypted_content", "") or "")]
+        item.accept("summary", "encrypted_content")
+        text = "\n".join(filter(None, texts))
+        if text:
+            self._open_turn()["reasoning_content"] = text
+
+
+def _read_content(fields: Fields, name: str) -> str:
+    """A text, or a list of parts whose texts are joined."""
+    if isinstance(fields.raw(name), str):
+        return fields.text(name)
+    return "".join(map(_read_part, fields.children(name)))
+
+
+def _read_part(fields: Fields) -> str:
+    kind = fields.text("type")
+    if kind in _OTHER_PARTS:
+        raise fields.error("type", f"is {kind!r}, and this server reads no {_OTHER_PARTS[kind]}")
+    if kind not in ("input_text", "output_text", "text", "refusal"):
+        raise fields.error("type", f"must be 'input_text' or 'output_text', got {shown(kind)}")
+    text = fields.text("refusal" if kind == "refusal" else "text")
+    fields.accept(*_WITHOUT_EFFECT_IN_PARTS)
+    fields.refuse_rest()
+    return text
+
+
+def sealed(reasoning: str) -> str:
+    """Reasoning as ``encrypted_content``. It is no secret: the client sees it in any case."""
+    return _SEAL + base64.b64encode(reasoning.encode(errors="replace")).decode()
+
+
+def _opened(text: str) -> str:
+    """The reasoning in an ``encrypted_content``; nothing if it is another server's."""
+    if not text.startswith(_SEAL):
+        return ""
+    try:
+        return base64.b64decode(text[len(_SEAL) :], validate=True).decode()
+    except (binascii.Error, UnicodeDecodeError):
+        return ""

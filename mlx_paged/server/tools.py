@@ -1,0 +1,304 @@
+"""Calls of tools as models write them, in the formats of mlx-lm's tool parsers, to events."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import secrets
+import string
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from mlx_paged.server.answer_events import Event, Text, ToolCallArguments, ToolCallStart
+from mlx_paged.server.tool_arguments import ArgumentsScanner
+
+LOG = logging.getLogger("mlx_paged.server")
+
+_ID_CHARACTERS = string.ascii_letters + string.digits
+_JSON_STRING = r'"(?:[^"\\]|\\.)*"'
+# What may stand around calls: several may be a list.
+_AROUND_JSON = " \t\r\n[],"
+# `{"name": "...", "arguments": ` and then an object.
+_JSON_HEAD = re.compile(
+    rf'[\s,\[\]]*\{{\s*"name"\s*:\s*({_JSON_STRING})\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)'
+)
+# What may follow the arguments: `}`, or other fields and `}`.
+_JSON_FOOT = re.compile(rf'\s*(?:,\s*"\w+"\s*:\s*(?:{_JSON_STRING}|[-+.\w]+)\s*)*\}}')
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """How a model writes its calls.
+
+    Args:
+        name: of mlx-lm's parser, such as ``"json_tools"`` or ``"qwen3_coder"``.
+        start, end: the marks around a call, or around several. An ``end`` that is empty is the end
+            of the answer.
+        parse: (text between the marks, tools) to a mapping with ``name`` and ``arguments``, or to
+            a list of them. It may raise anything.
+    """
+
+    name: str
+    start: str
+    end: str
+    parse: Callable[[str, list[dict[str, Any]]], Any]
+
+    @classmethod
+    def of(cls, tokenizer: TokenizerWrapper) -> ToolFormat | None:
+        """The format that mlx-lm found out from the tokenizer and its template."""
+        if not tokenizer.tool_call_start or tokenizer.tool_parser is None:
+            return None
+        name = str(tokenizer.tool_parser.__module__).rpartition(".")[2]
+        return cls(
+            name, tokenizer.tool_call_start, tokenizer.tool_call_end or "", tokenizer.tool_parser
+        )
+
+    @classmethod
+    def json_list(cls) -> ToolFormat:
+        """Calls that are the whole answer, ``[{"name": ..., "arguments": {...}}, ...]``: what
+        grammars make of a format for which there is none.
+        """
+        return cls("json_tools", "", "", _parse_json)
+
+    def reader(
+        self,
+        tools: Sequence[Mapping[str, Any]],
+        first_index: int = 0,
+        max_calls: int | None = None,
+    ) -> CallReader:
+        """A reader for what follows a start mark.
+
+        Args:
+            tools: that may be called, as OpenAI's ``tools`` has them.
+            first_index: of the first call.
+            max_calls: of the answer; further ones are left out. ``None`` has no limit.
+        """
+        kind = JsonCallReader if self.name == "json_tools" else CallReader
+        return kind(self, tools, first_index, max_calls)
+
+    def new_id(self) -> str:
+        """An id for a call. Templates of Mistral's older models want nine letters and digits."""
+        length, prefix = (9, "") if self.name == "mistral" else (24, "call_")
+        return prefix + "".join(secrets.choice(_ID_CHARACTERS) for _ in range(length))
+
+
+class CallReader:
+    """Reads what stands between two marks, which may be several calls. They come when the end mark
+    does; made by :meth:`ToolFormat.reader`.
+
+    Attributes:
+        num_calls: that were found, those left out too.
+        rest: the text behind the end mark, once it was found.
+    """
+
+    def __init__(
+        self,
+        tool_format: ToolFormat,
+        tools: Sequence[Mapping[str, Any]],
+        first_index: int,
+        max_calls: int | None,
+    ):
+        self.num_calls = 0
+        self.rest: str | None = None
+        self._format = tool_format
+        self._tools = [dict(tool) for tool in tools]
+        self._names = {tool.get("function", {}).get("name") for tool in tools}
+        self._first_index = first_index
+        self._max_calls = max_calls
+        self._body: list[str] = []
+        self._tail = ""  # may be the beginning of the end mark
+
+    def add(self, text: str) -> list[Event]:
+        """What can be told by now."""
+        body, self.rest = self._cut(text)
+        self._body.append(body)
+        return [] if self.rest is None else self._parsed("".join(self._body))
+
+    def finish(self, is_broken_off: bool) -> list[Event]:
+        """The answer ends here. A call whose end mark is missing counts, unless the answer was
+        broken off: its arguments might be shorter than the model meant them.
+        """
+        body = "".join([*self._body, self._tail])
+        if is_broken_off and self._format.end:
+            return self._as_text(body, "was broken off")
+        return self._parsed(body)
+
+    def _cut(self, text: str) -> tuple[str, str | None]:
+        """The text up to the end mark, and what is behind it, if it is there."""
+        text, end = self._tail + text, self._format.end
+        self._tail = ""
+        place = text.find(end) if end else -1
+        if place >= 0:
+            return text[:place], text[place + len(end) :]
+        kept = overlap(text, end)
+        self._tail = text[len(text) - kept :]
+        return text[: len(text) - kept], None
+
+    def _parsed(self, body: str) -> list[Event]:
+        try:
+            found = self._format.parse(body, self._tools)
+            calls = [_as_call(each) for each in (found if isinstance(found, list) else [found])]
+        except Exception as error:
+            # A parser is mlx-lm's, the text is the model's, and each error is possible.
+            return self._as_text(body, f"can't be parsed ({type(error).__name__})")
+        if not calls:
+            return self._as_text(body, "is empty")
+        events: list[Event] = []
+        for name, arguments, call_id in calls:
+            index = self._begin(name, events, call_id)
+            if index is not None:
+                events.append(ToolCallArguments(index, arguments))
+        return events
+
+    def _begin(self, name: str, events: list[Event], call_id: str | None = None) -> int | None:
+        """Begin a call; returns its index, or ``None`` where it is one too many."""
+        index = self._first_index + self.num_calls
+        self.num_calls += 1
+        if self._max_calls is not None and index >= self._max_calls:
+            return None
+        if name not in self._names:
+            # Agents answer that there is no such tool, and models then choose another one.
+            LOG.warning("the model called a tool that the request does not have")
+        events.append(ToolCallStart(index, call_id or self._format.new_id(), name))
+        return index
+
+    def _as_text(self, body: str, why: str) -> list[Event]:
+        LOG.warning("a call in the format %s %s; it is given as text", self._format.name, why)
+        end = "" if self.rest is None else self._format.end
+        return [Text(self._format.start + body + end)]
+
+
+class JsonCallReader(CallReader):
+    """Reads ``{"name": ..., "arguments": {...}}``, and gives the arguments on as they are written.
+
+    Calls that are JSON but begin in another way come when the end mark does. An end mark within a
+    string belongs to the string.
+    """
+
+    def __init__(
+        self,
+        tool_format: ToolFormat,
+        tools: Sequence[Mapping[str, Any]],
+        first_index: int,
+        max_calls: int | None,
+    ):
+        super().__init__(tool_format, tools, first_index, max_calls)
+        self._pending = ""
+        self._arguments: ArgumentsScanner | None = None
+        self._index: int | None = None  # of the call whose arguments are read
+        self._needs_foot = False  # the arguments are over, their call is not
+        self._is_raw = False  # what comes up to the end mark is no JSON
+
+    def add(self, text: str) -> list[Event]:
+        self._pending += text
+        events: list[Event] = []
+        while self.rest is None and self._step(events):
+            pass
+        return events
+
+    def finish(self, is_broken_off: bool) -> list[Event]:
+        events: list[Event] = []
+        if self._is_raw:
+            self._tell(self._tail, events)
+        elif self._arguments is not None:
+            self._end_arguments(None if is_broken_off else self._arguments.close(), events)
+        elif self._pending.strip(_AROUND_JSON) or not self.num_calls:
+            if is_broken_off:
+                return self._as_text(self._pending, "was broken off")
+            return self._parsed(self._pending)
+        return events
+
+    def _step(self, events: list[Event]) -> bool:
+        """Read on; returns whether there may be more to read."""
+        if self._is_raw:
+            text, self.rest = self._cut(self._pending)
+            self._pending = ""
+            self._tell(text, events)
+            return False
+        if self._arguments is not None:
+            return self._read_arguments(self._arguments, events)
+        return self._read_head(events)
+
+    def _read_arguments(self, arguments: ArgumentsScanner, events: list[Event]) -> bool:
+        self._tell(arguments.add(self._pending), events)
+        self._pending = arguments.rest
+        if arguments.is_done:
+            self._arguments, self._needs_foot = None, True
+            return True
+        end = self._format.end
+        if not arguments.is_broken or (
+            len(self._pending) < len(end) and end.startswith(self._pending)
+        ):
+            return False
+        if end and self._pending.startswith(end):
+            self._end_arguments(arguments.close(), events)
+            self.rest = self._pending[len(end) :]
+            return False
+        LOG.warning("the arguments of a call are no JSON; they are given as they are")
+        self._is_raw = True
+        return True
+
+    def _end_arguments(self, closing: str | None, events: list[Event]) -> None:
+        """The call is over before its arguments were."""
+        if closing is None:
+            LOG.warning("the arguments of a call were broken off")
+        self._tell(closing or "", events)
+        self._arguments = None
+
+    def _read_head(self, events: list[Event]) -> bool:
+        if self._needs_foot and (foot := _JSON_FOOT.match(self._pending)):
+            self._pending, self._needs_foot = self._pending[foot.end() :], False
+        head = None if self._needs_foot else _JSON_HEAD.match(self._pending)
+        if head is not None and (name := _as_name(head[1])):
+            self._pending = self._pending[head.end() :]
+            self._index = self._begin(name, events)
+            self._arguments = ArgumentsScanner()
+            return True
+        end = self._format.end
+        if end and end in self._pending:
+            body, _, self.rest = self._pending.partition(end)
+            if body.strip(_AROUND_JSON) or not self.num_calls:
+                events += self._parsed(body)
+        return False
+
+    def _tell(self, text: str, events: list[Event]) -> None:
+        if text and self._index is not None:
+            events.append(ToolCallArguments(self._index, text, not self._is_raw))
+
+
+def overlap(text: str, mark: str) -> int:
+    """How many characters at the end of ``text`` may be the beginning of ``mark``."""
+    for length in range(min(len(text), len(mark) - 1), 0, -1):
+        if text.endswith(mark[:length]):
+            return length
+    return 0
+
+
+def _parse_json(text: str, tools: object = None) -> Any:
+    return json.loads(text)
+
+
+def _as_call(found: Any) -> tuple[str, str, str | None]:
+    """Name, arguments as JSON and id of what a parser returned; raises ``ValueError``."""
+    name, call_id = found["name"], found.get("id")
+    arguments = found.get("arguments", found.get("parameters"))
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    arguments = {} if arguments is None else arguments
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+        raise ValueError("no call")
+    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    return name, text, call_id if isinstance(call_id, str) and call_id else None
+
+
+def _as_name(text: str) -> str | None:
+    """The name that a JSON string says, if it is one."""
+    try:
+        name = json.loads(text, strict=False)
+    except ValueError:
+        return None
+    return name if isinstance(name, str) and name else None
