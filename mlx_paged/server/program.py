@@ -148,6 +148,11 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
         draft_model=load_draft_model(args.draft_model, tokenizer),
         **engine_options(args),
     )
+
+    def counts() -> tuple[int, int]:
+        scheduler = engine.engine.scheduler
+        return len(scheduler.running), len(scheduler.waiting)
+
     return Service(
         engine,
         tokenizer,
@@ -156,9 +161,7 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
         max_tokens=None if args.max_tokens == -1 else args.max_tokens,
         template_options=options,
         created=int(time.time()),
-        admission=Admission(
-            settings.max_queue_len, args.max_num_seqs, lambda: len(engine.engine.scheduler.waiting)
-        ),
+        admission=Admission(settings.max_queue_len, args.max_num_seqs, counts),
         logs_cache=settings.log_cache,
     )
 
