@@ -9,6 +9,8 @@ from typing import Any
 
 import openai
 import pytest
+from helpers.agent_models import HIDDEN, make_agent_model
+from helpers.servers import running_service
 
 BLOCK = 16
 PARAMETERS = {
@@ -277,3 +279,36 @@ def test_what_can_not_be_kept_to_is_refused_by_name(agent, client):
         with pytest.raises(openai.BadRequestError) as error:
             asked.responses.create(**{**fields, **more})
         assert error.value.param.startswith(param)
+
+
+def test_marks_that_are_special_tokens_are_read_and_others_never_show(tmp_path):
+    folder = make_agent_model(tmp_path / "agent", are_marks_special=True)
+    clients = {"api_key": "none", "max_retries": 0}
+    with (
+        running_service(folder) as (service, url),
+        openai.OpenAI(base_url=f"{url}/v1", **clients) as client,
+    ):
+        text = call(0).replace("I look", f"I{HIDDEN} look") + HIDDEN
+        ask = {"model": "demo", "messages": [{"role": "user", "content": "a"}]}
+        tools = [{"type": "function", "function": READ}]
+        tokens = service.tokenizer.encode(text, add_special_tokens=False)
+        service.engine.scripts.append([*tokens, service.tokenizer.eos_token_id])
+        message = client.chat.completions.create(**ask, tools=tools).choices[0].message
+        assert message.content == "I look into it."
+        assert message.reasoning_content == "File 0 may say more."
+        assert len(message.tool_calls) == 1
+        # Without tools, a call is text; its marks are special tokens, which no text shows.
+        service.engine.scripts.append([*tokens, service.tokenizer.eos_token_id])
+        message = client.chat.completions.create(**ask).choices[0].message
+        assert message.tool_calls is None
+        assert "read" in message.content and "<" not in message.content
+        # A client that wants to see special tokens sees them.
+        service.engine.scripts.append([*tokens, service.tokenizer.eos_token_id])
+        message = (
+            client.chat.completions.create(
+                **ask, tools=tools, extra_body={"skip_special_tokens": False}
+            )
+            .choices[0]
+            .message
+        )
+        assert HIDDEN in message.content

@@ -12,6 +12,7 @@ import mlx_lm.tool_parsers
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from mlx_lm.chat_templates.muse_spark import RESPONSE_FORMAT
 
 from mlx_paged.request import CompletionOutput
 from mlx_paged.server.answer_events import (
@@ -305,6 +306,27 @@ def test_an_answer_may_be_a_list_of_calls():
     ]  # fmt: skip
     assert events_of(form, list(text)) == whole
     assert events_of(form, list(calls)) == whole[1:]
+
+
+def test_a_response_format_of_the_tokenizers_own_is_read():
+    # Muse Spark's messages have headers, which say for whom they are.
+    transitions = RESPONSE_FORMAT["transitions"]
+    form = AnswerFormat(
+        tools=TOOLS,
+        tool_format=tool_format("muse_spark"),
+        hidden=("<|eot|>",),
+        marks=tuple((state, tuple(edges)) for state, edges in transitions.items()),
+        initial_state=RESPONSE_FORMAT["initial_state"],
+    )
+    sample, calls = SAMPLES["muse_spark"]
+    text = (
+        "to=self<|message|>It is there.<|eom|><|header|>to=user<|message|>I look.<|eom|>"
+        f"<|header|>to=tools{sample}<|eot|>"
+    )
+    whole = events_of(form, [text])
+    assert whole[:2] == [Reasoning("It is there."), Text("I look.")]
+    assert calls_of(read_answer(form, text)) == calls
+    assert events_of(form, list(text)) == whole
 
 
 MARKS = [
