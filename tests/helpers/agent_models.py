@@ -14,7 +14,7 @@ from transformers import AddedToken, AutoTokenizer
 
 from mlx_paged import demo_model_path
 
-# The marks are tokens, as in Qwen3's tokenizer. There they are no special tokens; elsewhere they are.
+# The marks are tokens, as in Qwen3's tokenizer, and special tokens only if that is asked for.
 MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 # A special token that no answer shows.
 HIDDEN = "<|hidden|>"
