@@ -11,6 +11,7 @@ The sequences decode with contexts around ``--context`` tokens. Each gets a toke
     metadata   positions, block tables, lengths and slots, as arrays
     plan       what the Metal kernels read: tables and lengths in one array (Python, on any machine)
     update     the sampled tokens into their requests, and whether they end
+    observe    what was reported of each request, into histograms (not in "all")
 
 Figures are medians over ``--steps`` steps. Left out: sampling (one call of MLX for all requests),
 the model's own calls, text.
@@ -30,6 +31,8 @@ from card import machine_card, print_card, print_json, print_table
 
 from mlx_paged.cache import KVCacheConfig, PagedKVCache
 from mlx_paged.config import SchedulerConfig
+from mlx_paged.engine.latencies import Latencies
+from mlx_paged.engine.request_state import RequestState
 from mlx_paged.engine.scheduler import Scheduler
 from mlx_paged.ops.attention_plan import AttentionPlan
 from mlx_paged.request import Request
@@ -37,6 +40,7 @@ from mlx_paged.sampling_params import SamplingParams
 
 BATCHES = (1, 16, 64, 256)
 PARTS = ("schedule", "pack", "metadata", "plan", "update")
+APART = ("observe",)
 AIM_US, AIM_BATCH = 300, 64
 
 
@@ -57,10 +61,12 @@ def measure(batch: int, context: int, num_steps: int) -> dict[str, float]:
         scheduler.add(
             Request(str(index), [index * 7919 % 1000 + t for t in range(num_tokens)], params)
         )
+    latencies = Latencies(None)
     output = scheduler.schedule()
     assert len(output.requests) == batch
     for request in output.requests:
         scheduler.append_token(request, 1)
+    states = [RequestState(request, None, None) for request in output.requests]
     times: dict[str, list[float]] = defaultdict(list)
     for step in range(num_steps):
         marks = [time.perf_counter()]
@@ -84,6 +90,12 @@ def measure(batch: int, context: int, num_steps: int) -> dict[str, float]:
         for request in output.requests:
             scheduler.append_token(request, step % 100)
         marks_update = time.perf_counter() - begin
+        for state in states:
+            state.output.outputs[0].token_ids.append(step % 100)
+        now = time.perf_counter()
+        for state in states:
+            state.note_reported(latencies, now)
+        times["observe"].append(time.perf_counter() - now)
         for part, start, end in zip(PARTS, marks, marks[1:], strict=False):
             times[part].append(end - start)
         times["update"].append(marks_update)
@@ -114,10 +126,12 @@ def main() -> None:
             *(f"{parts[part]:.0f}" for part in PARTS),
             f"{parts['all']:.0f}",
             f"{parts['all'] / batch:.1f}",
+            *(f"{parts[part]:.0f}" for part in APART),
         ]
         for batch, parts in figures.items()
     ]
-    print_table(["batch", *(f"{part}, us" for part in PARTS), "all, us", "us per sequence"], rows)
+    heads = [*(f"{part}, us" for part in PARTS), "all, us", "us per sequence"]
+    print_table(["batch", *heads, *(f"{part}, us" for part in APART)], rows)
     total = figures[AIM_BATCH]["all"]
     print(
         f"\nBatch {AIM_BATCH}: {total:.0f} us, aim: under {AIM_US} us: "

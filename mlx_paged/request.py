@@ -221,6 +221,7 @@ class Request:
         child.num_prompt_tokens = self.num_prompt_tokens
         child.num_unscored_tokens = 0  # The prompt is the parent's.
         child.arrival_time = self.arrival_time
+        child.first_scheduled_time = self.first_scheduled_time
         child.order = (*self.order[:2], index)
         child.num_computed_tokens = self.num_computed_tokens
         child.num_cached_tokens = self.num_cached_tokens

@@ -9,12 +9,13 @@ engines, and ends with this one. It imports llguidance and nothing of this packa
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 TIMEOUT = 10.0  # seconds; what is compiled here takes milliseconds, large schemas hundreds of them
@@ -29,6 +30,7 @@ class TrialProcess:
     def __init__(self) -> None:
         self._one_at_a_time = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
+        self._end: Callable[[], Any] = lambda: None  # of the process
 
     def survives(self, text: str, vocabulary: Mapping[str, Any]) -> str | None:
         """Compile a grammar in the other process: ``None`` if that is still there, else what became
@@ -66,6 +68,7 @@ class TrialProcess:
 
     def _started(self) -> subprocess.Popen[str]:
         if self._process is None or self._process.poll() is not None:
+            self._end()
             self._process = subprocess.Popen(
                 # Without this folder on the path: its modules are no top-level ones.
                 [sys.executable or "python", "-P", __file__],
@@ -75,7 +78,7 @@ class TrialProcess:
                 text=True,
                 start_new_session=True,  # Ctrl-C is not for it
             )
-            weakref.finalize(self, _end, self._process)
+            self._end = weakref.finalize(self, _end, self._process)
         return self._process
 
 
@@ -102,7 +105,8 @@ def _end(process: subprocess.Popen[str]) -> None:
     process.wait()
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
-            pipe.close()
+            with contextlib.suppress(OSError):  # What was written reaches nobody.
+                pipe.close()
 
 
 # What follows runs in the other process.

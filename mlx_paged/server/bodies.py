@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, NoReturn, TypeAlias
@@ -14,6 +15,7 @@ from mlx_paged.server.errors import ApiError
 from mlx_paged.server.fields import Fields
 
 Handler: TypeAlias = Callable[[Request, Fields], Coroutine[Any, Any, Response]]
+_LARGE_BODY = 2**18  # bytes; to parse it in the loop's thread would hold up all streams
 CLIENT_LEFT = 499  # nginx's word for it; nobody reads it but the log
 
 
@@ -24,7 +26,10 @@ def json_endpoint(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
 
     async def endpoint(request: Request) -> Response:
         try:
-            fields = Fields(parse_json(await request.body()))
+            body = await request.body()
+            is_large = len(body) > _LARGE_BODY
+            value = await asyncio.to_thread(parse_json, body) if is_large else parse_json(body)
+            fields = Fields(value)
             return await until_disconnect(request.receive, handler(request, fields))
         except (ClientDisconnect, ClientLeftError):
             return Response(status_code=CLIENT_LEFT)

@@ -49,7 +49,7 @@ class Answer:
 
     Args:
         parts: of the engine.
-        places: in the queue, which are given back at its end.
+        places: in the queue, which are given back when it begins.
         note: told of each part as it comes, and whether it is the first.
     """
 
@@ -72,13 +72,13 @@ class Answer:
             if self._first is not None:
                 output = await self._first
                 self._first = None
+                self._places.close()
                 self._note(output, True)
                 return output
             output = await anext(self._rest)
             self._note(output, False)
             return output
         except StopAsyncIteration:
-            self._places.close()
             raise
         except Exception as error:
             await self.aclose()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -159,7 +158,7 @@ def read_template_options(fields: Fields) -> dict[str, Any]:
     given = fields.raw("chat_template_kwargs")
     if given is not None:
         child = Fields(given, fields.name_of("chat_template_kwargs"))
-        for name in _NO_TEMPLATE_VARIABLES.keys() & _texts(given):
+        for name in sorted(_NO_TEMPLATE_VARIABLES.keys() & given.keys()):
             raise child.error(name, f"can't be set; {_NO_TEMPLATE_VARIABLES[name]}")
         options |= given
     if fields.has("enable_thinking"):
@@ -171,7 +170,3 @@ def read_template_options(fields: Fields) -> dict[str, Any]:
     elif not fields.boolean("add_generation_prompt", True):
         options["add_generation_prompt"] = False
     return options
-
-
-def _texts(given: Mapping[str, Any]) -> set[str]:
-    return set(given)

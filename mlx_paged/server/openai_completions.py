@@ -9,11 +9,12 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from mlx_paged.engine.prompts import encode_prompt
+from mlx_paged.engine.prompts import check_token_ids, encode_prompt
 from mlx_paged.errors import shown
 from mlx_paged.request import CompletionOutput, RequestOutput
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.server.callers import cache_salt_of
+from mlx_paged.server.errors import ApiError
 from mlx_paged.server.fields import Fields
 from mlx_paged.server.generations import Answer, Generation, api_error, parts_of
 from mlx_paged.server.openai_chat import read_cache_salt
@@ -146,18 +147,22 @@ def encode_all(service: Service, body: CompletionBody) -> list[list[int]]:
     Raises:
         ApiError: a prompt that can't be encoded; 400.
     """
+    is_one = len(body.prompts) == 1
+    return [
+        _encoded(service, body, prompt, "prompt" if is_one else f"prompt[{index}]")
+        for index, prompt in enumerate(body.prompts)
+    ]
+
+
+def _encoded(service: Service, body: CompletionBody, prompt: Prompt, name: str) -> list[int]:
     try:
-        return [_encoded(service, body, prompt) for prompt in body.prompts]
+        if not isinstance(prompt, str):
+            return check_token_ids(prompt, service.engine.engine.runner.vocab_size, name)
+        if body.adds_special_tokens:
+            return encode_prompt(service.tokenizer, prompt, name)
+        return list(service.tokenizer.encode(prompt, add_special_tokens=False))
     except ValueError as error:
-        raise api_error(error) from error
-
-
-def _encoded(service: Service, body: CompletionBody, prompt: Prompt) -> list[int]:
-    if not isinstance(prompt, str):
-        return list(prompt)
-    if body.adds_special_tokens:
-        return encode_prompt(service.tokenizer, prompt)
-    return list(service.tokenizer.encode(prompt, add_special_tokens=False))
+        raise ApiError(400, api_error(error).message, param=name) from error
 
 
 class Continuations:

@@ -61,8 +61,10 @@ class Options:
 
 
 def read_options(fields: Fields, service: Service) -> Options:
-    """Raises:
-    ApiError: 404 for a model that there is not, and else 400.
+    """What the body says beside its prompt and sampling.
+
+    Raises:
+        ApiError: 404 for a model that there is not, and else 400.
     """
     is_streamed = fields.boolean("stream", False)
     has_usage = has_usage_always = False
@@ -103,8 +105,10 @@ def read_model(fields: Fields, service: Service) -> str:
 
 
 def check_model_name(name: str, service: Service) -> None:
-    """Raises:
-    ApiError: there is no such model; 404.
+    """Raise unless the server has a model of this name.
+
+    Raises:
+        ApiError: there is no such model; 404.
     """
     if name not in service.model_names:
         names = ", ".join(map(shown, service.model_names))
@@ -127,7 +131,8 @@ class Head:
 
     @classmethod
     def of(cls, request: Request, options: Options, prefix: str, kind: str) -> Head:
-        """
+        """The head of the answer to a request.
+
         Args:
             prefix: of the answer's id.
             kind: of object.

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mlx_paged.errors import one_line
+from mlx_paged.errors import ArgumentError, one_line
 from mlx_paged.server.command_line import (
     engine_options,
     error_line,
@@ -148,6 +148,12 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
         draft_model=load_draft_model(args.draft_model, tokenizer),
         **engine_options(args),
     )
+
+    def counts() -> tuple[int, int]:
+        scheduler = engine.engine.scheduler
+        return len(scheduler.running), len(scheduler.waiting)
+
+    _prepare_grammars(engine)
     return Service(
         engine,
         tokenizer,
@@ -156,11 +162,19 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
         max_tokens=None if args.max_tokens == -1 else args.max_tokens,
         template_options=options,
         created=int(time.time()),
-        admission=Admission(
-            settings.max_queue_len, args.max_num_seqs, lambda: len(engine.engine.scheduler.waiting)
-        ),
+        admission=Admission(settings.max_queue_len, args.max_num_seqs, counts),
         logs_cache=settings.log_cache,
     )
+
+
+def _prepare_grammars(engine: AsyncEngine) -> None:
+    """Read the vocabulary for grammars now: it takes seconds, in which nothing else would run."""
+    from mlx_paged import SamplingParams, StructuredOutputsParams
+
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True))
+    # Requests that want a grammar of a tokenizer without one are refused; others are not.
+    with suppress(ArgumentError):
+        engine.engine.prepare(params)
 
 
 def _model_name(model: str | None) -> str:

@@ -34,7 +34,7 @@ class Admission(Protocol):
     """The queue limit."""
 
     def admit(self, num_seqs: int = 1) -> AbstractContextManager[None]:
-        """Hold places until a request ends; raises an :class:`ApiError` if there are none."""
+        """Hold places until a request begins; raises an :class:`ApiError` if there are none."""
         ...
 
 

@@ -256,7 +256,7 @@ def test_the_cache_is_reset_only_while_no_block_is_in_use():
 
 def test_statistics_count_each_block_and_each_unfilled_slot_once():
     manager = manager_of(10)
-    assert manager.stats() == KVCacheManagerStats(0, 0, 10, 0, 0, 0, 0, 0, 0)
+    assert manager.stats() == KVCacheManagerStats(0, 0, 10, 0, 0, 10, 0, 0, 0, 0)
     assert (manager.stats().usage, manager.stats().hit_rate) == (0.0, 0.0)
     start(manager, "a", [*range(10)])
     start(manager, "b", [*range(9)])
@@ -267,6 +267,7 @@ def test_statistics_count_each_block_and_each_unfilled_slot_once():
         num_usable_blocks=10,
         num_used_blocks=4,
         num_cached_blocks=2,
+        num_empty_blocks=6,
         num_unfilled_slots=2 + 3,
         num_evictions=0,
         num_queried_tokens=19,

@@ -245,6 +245,17 @@ def test_an_abort_by_id_gives_the_reader_a_last_output(model: qwen3.Model):
         engine.abort("unknown")
 
 
+def test_all_requests_are_aborted_together_and_others_may_come(model: qwen3.Model):
+    with running(model) as engine:
+        both = [engine.stream(prompt(20), LONG) for _ in range(2)]
+        for outputs in both:
+            next(outputs)
+        engine.abort_all()
+        assert [list(outputs)[-1].outputs[0].finish_reason for outputs in both] == ["abort"] * 2
+        assert engine.stopped() is None
+        assert list(engine.stream(prompt(5), greedy(3)))[-1].finished
+
+
 # Failures
 
 
@@ -304,6 +315,8 @@ def test_the_failure_of_the_engines_thread_reaches_readers_and_whoever_comes_lat
         with pytest.raises(EngineStoppedError, match="the bookkeeping is broken") as caught:
             list(engine.stream(prompt(5)))
         assert isinstance(caught.value.__cause__, SystemError)
+        stopped = engine.stopped()
+        assert stopped is not None and isinstance(stopped.__cause__, SystemError)
         # And ending it does not hang.
 
 

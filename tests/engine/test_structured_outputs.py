@@ -47,7 +47,7 @@ in_all_ways = pytest.mark.usefixtures("run_ahead")
 PROMPTS = ["Hello, who are you? ", "The code of apple is 4821. What", "Once upon a time "]
 TIGHT = {"block_size": 8, "kv_cache_bytes": "14blocks", "swap_bytes": 0, "max_num_seqs": 6}
 # Grammars of some thousand alternatives at each point.
-TOO_COMPLEX = {"properties": {f"p{number}": {"type": "integer"} for number in range(2000)}}
+TOO_COMPLEX = {"properties": {f"p{number}": {"type": "integer"} for number in range(700)}}
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +154,7 @@ def test_the_validator_of_these_tests_can_say_no():
     [
         ({"regex": r"\d{3}-[a-z]{1,5} (x|yz)"}, r"\d{3}-[a-z]{1,5} (x|yz)"),
         ({"choice": ["yes", "no", 'may"be', "ü\n"]}, 'yes|no|may"be|ü\n'),
-        ({"grammar": 'start: "x" "y"~1..3 | "(" start ")"'}, r"\(*xy{1,3}\)*"),
+        ({"grammar": 'start: "x" "y"{1,3} | "(" start ")"'}, r"\(*xy{1,3}\)*"),
         ({"json": True}, None),
         ({"json_object": True}, None),
         ({"json_object": True, "whitespace_flexible": True}, None),
@@ -451,7 +451,7 @@ def test_a_grammar_that_gets_too_complex_fails_its_request_alone(demo: tuple[Any
 
 @in_all_ways
 def test_a_restart_goes_on_with_the_same_answers(demo: tuple[Any, Any]):
-    requests = {name: request for name, request in random_requests(7, 9).items() if request[0]}
+    requests = {name: request for name, request in random_requests(7, 5).items() if request[0]}
     expected = answers_of(run_all(demo, requests))
     engine = make_engine(*demo)
     for number, (name, (_, params)) in enumerate(requests.items()):
@@ -469,7 +469,7 @@ def test_a_restart_goes_on_with_the_same_answers(demo: tuple[Any, Any]):
 
 @in_all_ways
 def test_a_step_that_fails_is_taken_back_and_changes_no_answer(demo: tuple[Any, Any]):
-    requests = {name: request for name, request in random_requests(7, 9).items() if request[0]}
+    requests = {name: request for name, request in random_requests(7, 5).items() if request[0]}
     expected = answers_of(run_all(demo, requests))
     engine = make_engine(*demo)
     for number, (name, (_, params)) in enumerate(requests.items()):
@@ -478,12 +478,12 @@ def test_a_step_that_fails_is_taken_back_and_changes_no_answer(demo: tuple[Any, 
 
     def fails_now_and_then(*args: Any) -> mx.array:
         logits: mx.array = demo[0](*args)
-        if next(calls) in (2, 20):
+        if next(calls) in (2, 9):  # Several requests run then, so none of them is to blame.
             raise LookupError("the step fails")
         return logits
 
     engine.runner.model = fails_now_and_then
-    assert answers_of(run(engine)) == expected and next(calls) > 40
+    assert answers_of(run(engine)) == expected and next(calls) > 20
     assert_nothing_held(engine)
 
 
@@ -573,20 +573,35 @@ print("alive")
     assert ran.stdout.endswith("alive\n"), ran.stderr[-500:]
 
 
+@pytest.mark.parametrize(
+    ("does", "timeout", "message"),
+    [
+        ("dies", 60.0, "it is more than the compiler survives"),
+        ("waits", 0.01, "it takes more than"),
+    ],
+)
 def test_a_grammar_that_ends_the_compiler_or_takes_for_ever_is_refused(
-    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+    compiler: GrammarCompiler,
+    monkeypatch: pytest.MonkeyPatch,
+    does: str,
+    timeout: float,
+    message: str,
 ):
-    # Its negation has no place in 64 bits.
-    ends_it = structured(json={"const": -(2**63) + 1})
-    with pytest.raises(ArgumentError, match="it is more than the compiler survives") as refused:
-        compiler.compile(ends_it)
-    assert refused.value.argument == "json"
-    monkeypatch.setattr(grammar_trial, "TIMEOUT", 0.5)
-    takes_long = structured(json={"type": "integer", "multipleOf": 1000003})
-    with pytest.raises(ArgumentError, match=r"it takes more than 0\.5 seconds"):
-        compiler.compile(takes_long)
-    monkeypatch.setattr(grammar_trial, "TIMEOUT", 60.0)
-    compiler.compile(structured(regex="abc?"))
+    ask, wanted = grammar_trial._ask, structured(regex={"dies": "a{3}", "waits": "b{3}"}[does])
+
+    def goes_wrong(process: subprocess.Popen[str], question: Any) -> str:
+        if does == "dies":
+            process.kill()
+        process.wait(30)  # for the timer, where it is alive
+        return ask(process, question)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(grammar_trial, "_ask", goes_wrong)
+        patch.setattr(grammar_trial, "TIMEOUT", timeout)
+        with pytest.raises(ArgumentError, match=message) as refused:
+            compiler.compile(wanted)
+        assert refused.value.argument == "regex"
+    compiler.compile(wanted)
 
 
 def test_an_interrupt_of_a_trial_leaves_the_next_one_its_own_answer(

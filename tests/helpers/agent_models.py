@@ -14,12 +14,12 @@ from transformers import AddedToken, AutoTokenizer
 
 from mlx_paged import demo_model_path
 
-# The marks are tokens, as in Qwen3's tokenizer, and special tokens only if that is asked for.
+# The marks are tokens, as in Qwen3's tokenizer, where they are no special tokens.
 MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 # A special token that no answer shows.
 HIDDEN = "<|hidden|>"
 
-# Reasoning is written behind the last question only. Calls are written with the keys in their order.
+# Reasoning is written behind the last question only, and calls with the keys in their order.
 TEMPLATE = """\
 {%- set last = namespace(question=-1) %}
 {%- for message in messages %}

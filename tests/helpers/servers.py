@@ -93,10 +93,9 @@ def serving(app: ASGIApp, port: int = 0, **settings: Any) -> Iterator[str]:
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", port))
-        config = uvicorn.Config(
-            app, **{"log_level": "warning", "lifespan": "off", "timeout_graceful_shutdown": 5}
-            | settings,
-        )  # fmt: skip
+        defaults = {"log_level": "warning", "lifespan": "off", "timeout_graceful_shutdown": 5}
+        # Without a log_config: the loggers of the process stay as they are.
+        config = uvicorn.Config(app, **{"log_config": None, **defaults, **settings})
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
         thread.start()

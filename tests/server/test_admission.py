@@ -1,4 +1,4 @@
-"""The queue limit, with an engine whose queue is a number and a clock that stands."""
+"""The queue limit, with an engine that is two numbers and a clock that stands."""
 
 from __future__ import annotations
 
@@ -11,16 +11,14 @@ from mlx_paged.server.errors import ApiError
 
 
 class Engine:
-    """An engine that says how many wait, and what the time is."""
+    """An engine that says how many run and wait, and what the time is."""
 
     def __init__(self) -> None:
-        self.num_waiting = 0
+        self.counts = (0, 0)
         self.seconds = 100.0
 
     def admission(self, max_queue_len: int, max_num_seqs: int) -> Admission:
-        return Admission(
-            max_queue_len, max_num_seqs, lambda: self.num_waiting, lambda: self.seconds
-        )
+        return Admission(max_queue_len, max_num_seqs, lambda: self.counts, lambda: self.seconds)
 
 
 def refusal(admission: Admission, num_seqs: int = 1) -> ApiError:
@@ -40,51 +38,76 @@ def test_places_and_the_queue_are_filled_before_the_engine_has_seen_anything():
             "queue_full",
             "2 sequences wait already, and at most 2 may; come back later",
         )
-        assert (admission.num_open, admission.num_refused) == (6, 1)
-    assert admission.num_open == 0
+        assert (admission.num_pending, admission.num_refused) == (6, 1)
+    assert admission.num_pending == 0
     with admission.admit():
-        assert admission.num_open == 1
+        assert admission.num_pending == 1
 
 
-def test_what_waits_for_memory_fills_the_queue_too():
+def test_it_is_the_same_when_the_engine_has_seen_some_or_all():
+    engine = Engine()
+    admission = engine.admission(max_queue_len=2, max_num_seqs=4)
+    with ExitStack() as stack:
+        for counts in [(0, 0), (1, 0), (2, 0), (3, 0), (4, 0), (4, 1)]:
+            engine.counts = counts
+            stack.enter_context(admission.admit())
+        for engine.counts in [(4, 0), (4, 1), (4, 2)]:
+            assert refusal(admission).message.startswith("2 sequences wait already")
+
+
+def test_what_has_begun_is_the_engines_to_count():
+    engine = Engine()
+    admission = engine.admission(max_queue_len=0, max_num_seqs=2)
+    engine.counts = (1, 0)
+    with admission.admit():
+        pass
+    engine.counts = (2, 0)
+    assert refusal(admission).status == 503
+    engine.counts = (1, 0)  # it ended; whether its client has read that does not matter
+    with admission.admit():
+        pass
+
+
+def test_what_waits_for_memory_fills_the_queue_though_there_are_places():
     engine = Engine()
     admission = engine.admission(max_queue_len=2, max_num_seqs=64)
-    with admission.admit(), admission.admit():
-        engine.num_waiting = 1
-        with admission.admit():
-            engine.num_waiting = 2
-            assert refusal(admission).status == 503
+    engine.counts = (5, 1)
+    with admission.admit():
+        engine.counts = (5, 2)
+        error = refusal(admission)
+        assert str(error).startswith("2 sequences wait already, and at most 2 may")
 
 
 def test_a_request_of_many_sequences_needs_as_many_places_unless_nobody_is_there():
-    admission = Engine().admission(max_queue_len=0, max_num_seqs=4)
+    engine = Engine()
+    admission = engine.admission(max_queue_len=0, max_num_seqs=4)
     with admission.admit(8):
         assert refusal(admission).message.startswith("4 sequences wait already, and at most 0 may")
-    with admission.admit(3):
-        assert refusal(admission, 2).status == 503
-        with admission.admit(1):
-            pass
+    engine.counts = (3, 0)
+    assert refusal(admission, 2).status == 503
+    with admission.admit(1):
+        pass
 
 
 def test_places_are_given_back_by_what_fails():
     admission = Engine().admission(max_queue_len=0, max_num_seqs=1)
     with pytest.raises(KeyError), admission.admit():
         raise KeyError
-    assert admission.num_open == 0
+    assert admission.num_pending == 0
 
 
 def test_retry_after_is_how_long_the_queue_lasts_at_the_rate_of_the_last_minute():
     engine = Engine()
     admission = engine.admission(max_queue_len=8, max_num_seqs=2)
-    assert admission.retry_after(5) == 60  # nothing ended yet
+    assert admission.retry_after(5) == 60  # nothing began yet
     engine.seconds += 600
     for _ in range(30):
         with admission.admit():
             pass
     # 30 in a minute are one in two seconds.
     assert [admission.retry_after(n) for n in (0, 1, 5, 1000)] == [1, 2, 10, 60]
-    with admission.admit(2), admission.admit(8):
-        assert refusal(admission).headers == {"Retry-After": "16"}
+    engine.counts = (2, 8)
+    assert refusal(admission).headers == {"Retry-After": "16"}
     engine.seconds += 61
     assert admission.retry_after(1) == 60
 

@@ -7,12 +7,14 @@ import json
 import socket
 import threading
 import time
+from dataclasses import replace
 from urllib.parse import urlsplit
 
 import pytest
-from helpers.servers import is_idle, wait_until
+from helpers.servers import is_idle, make_service, serving, wait_until
 
 from mlx_paged.server import openai_chat
+from mlx_paged.server.app import make_app
 from mlx_paged.server.disconnects import ClientLeftError, until_disconnect
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.sse import EventStream, event
@@ -123,6 +125,26 @@ def test_a_client_that_leaves_before_the_first_token_aborts(server_url, service,
     wait_until(lambda: is_idle(service) and not service.engine._receivers)
 
 
+def test_a_stream_begins_without_a_first_token_that_takes_long(monkeypatch):
+    monkeypatch.setattr(EventStream, "max_pause", 0.02)
+    service = replace(make_service(), first_part_seconds=0.02)
+    going_on = threading.Event()
+    step = service.engine.engine._step
+
+    def held():
+        assert going_on.wait(20)
+        return step()
+
+    monkeypatch.setattr(service.engine.engine, "_step", held)
+    with service.engine, serving(make_app(service)) as url:
+        client = RawClient(url, "/v1/completions", {"prompt": "a", "stream": True})
+        begin = client.read_until(b": the answer is on its way")
+        assert begin.startswith(b"HTTP/1.1 200") and b"data:" not in begin
+        going_on.set()
+        client.read_until(b"data: [DONE]")
+        client.leave()
+
+
 def test_clients_that_come_and_vanish_leave_nothing(server_url, service):
     num_threads = threading.active_count()
     for round_ in range(3):
@@ -211,11 +233,15 @@ class Source:
         self.is_closed = True
 
 
-def send_stream(stream, path="/v1/completions", leaves_at=None):
-    """The bodies that a stream sends, to a client that leaves at a number of them."""
+def send_stream(stream, path="/v1/completions", leaves_at=None, told=None):
+    """The bodies that a stream sends, to a client that leaves at a number of them.
+
+    Args:
+        told: a list that gets each of them at once.
+    """
 
     async def main():
-        left, bodies = asyncio.Event(), []
+        left, bodies = asyncio.Event(), [] if told is None else told
 
         async def receive():
             await left.wait()
@@ -268,11 +294,14 @@ def test_an_error_in_the_middle_of_a_stream_is_its_last_event(path, first_line):
 def test_a_stream_without_events_says_that_it_lives(monkeypatch):
     monkeypatch.setattr(EventStream, "max_pause", 0.02)
 
+    bodies = []
+
     async def events():
-        await asyncio.sleep(0.1)
+        while len(bodies) < 3:
+            await asyncio.sleep(0.01)
         yield event({"number": 1})
 
-    _, *comments, last, end = send_stream(EventStream(events()))
+    _, *comments, last, end = send_stream(EventStream(events()), told=bodies)
     assert len(comments) >= 2 and all(each.startswith(b": ") for each in comments)
     assert last == b'data: {"number":1}\n\n' and end == b""
 

@@ -125,7 +125,7 @@ def test_what_uvicorn_says_of_a_request_that_failed_has_its_id(lines: list[str])
         try:
             await asked(RequestLog(failing), headers={"x-request-id": "id9"})
         except KeyError:
-            logging.getLogger("uvicorn.error").error("Exception in ASGI application\n")
+            logging.getLogger("another.library").error("Exception in ASGI application\n")
 
     asyncio.run(run())
     assert lines[-1].endswith("ERROR id9 Exception in ASGI application")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import openai
 import pytest
 
 from mlx_paged import SamplingParams
@@ -170,3 +171,19 @@ def test_a_stream_ends_with_its_usage(client):
     assert all(chunk.usage is None for chunk in chunks)
     assert last.choices == [] and last.usage.completion_tokens == 32
     assert last.usage.prompt_tokens == complete(client, [TEXT, OTHER]).usage.prompt_tokens
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param"),
+    [([5, 10**6], "prompt"), ([[5], [6, 7, 10**6]], "prompt[1]"), ([[-5], "a"], "prompt[0]")],
+)
+def test_tokens_that_the_model_does_not_have_are_refused_by_their_place(client, prompt, param):
+    with pytest.raises(openai.BadRequestError, match="outside the model's vocabulary") as caught:
+        complete(client, prompt)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize("prompt", ["", [[5], []]])
+def test_an_empty_prompt_is_refused(client, prompt):
+    with pytest.raises(openai.BadRequestError, match="the prompt is empty"):
+        complete(client, prompt)

@@ -60,7 +60,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WebDriver]:
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[Service]:
-    service = make_service(kv_cache_bytes="300blocks", max_num_seqs=8)
+    service = make_service(kv_cache_bytes="300blocks", max_num_seqs=8, num_history_tokens=10_000)
     with service.engine:
         yield service
 
@@ -288,6 +288,9 @@ def test_an_answer_streams_in_and_says_what_was_cached(page: Page, service: Serv
         assert re.match(r"\d+ of \d+ prompt tokens from the cache · \d+ tokens", figures)
     assert int(figures.split()[0]) > 0, "the second turn found the first"
     assert len(page.text(".turn.assistant .text")) > 10
+    page.waits_for(
+        "#prompts li:nth-child(1)", lambda text: re.match(r"\d+ of \d+ tokens cached", text)
+    )
     assert page.errors() == []
 
 

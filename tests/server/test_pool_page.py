@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from helpers.servers import make_service
+from helpers.servers import is_idle, make_service, wait_until
 from starlette.testclient import TestClient
 
 from mlx_paged import SamplingParams
@@ -85,6 +85,7 @@ def test_the_pool_is_reported_with_requests_and_figures(client: TestClient, serv
 
 
 def test_many_requests_are_counted_and_the_first_ones_listed(client: TestClient, service: Service):
+    wait_until(lambda: is_idle(service))
     params = SamplingParams(max_tokens=500, ignore_eos=True)
     streams = [service.engine.stream("Hello", params) for _ in range(230)]
     report = client.get("/v1/pool").json()

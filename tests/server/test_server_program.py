@@ -197,3 +197,47 @@ def test_serve_is_a_command_and_the_help_names_it(capsys: pytest.CaptureFixture)
     assert "  serve  " in capsys.readouterr().out
     assert run_command(["serve", "--port", "x"]) == 2
     assert " serve: error: argument --port" in capsys.readouterr().err
+
+
+def test_users_share_no_cached_prompt_on_any_path_and_see_no_reports_of_others():
+    with running("--api-key", "alice=a", "--api-key", "bob=b") as program:
+
+        def ask(key: str, path: str, field: str, text: str, **fields: object) -> dict[str, object]:
+            messages = [{"role": "user", "content": text}]
+            prompt: object = messages if field in ("messages", "input") else text
+            answer = httpx.post(
+                f"{program.url}{path}",
+                headers={"x-api-key": key},
+                json={"model": "demo", field: prompt, **fields},
+                timeout=60,
+            )
+            assert answer.status_code == 200, answer.text
+            usage: dict[str, object] = answer.json()["usage"]
+            return usage
+
+        def num_cached(usage: dict[str, object]) -> object:
+            for details in ("prompt_tokens_details", "input_tokens_details"):
+                if details in usage:
+                    return usage[details]["cached_tokens"]  # type: ignore[index]
+            return usage["cache_read_input_tokens"]
+
+        for path, field, limit in [
+            ("/v1/completions", "prompt", "max_tokens"),
+            ("/v1/chat/completions", "messages", "max_tokens"),
+            ("/v1/messages", "messages", "max_tokens"),
+            ("/v1/responses", "input", "max_output_tokens"),
+        ]:
+            # They differ from the first token on, as a user's own prompts are shared.
+            text = f"{path.rpartition('/')[2]}: the code of apple is 4821. " * 6
+            found = [
+                num_cached(ask(key, path, field, text, **{limit: 2})) for key in ("a", "a", "b")
+            ]
+            assert found[0] == found[2] == 0 < found[1], path  # type: ignore[operator]
+
+        def reports(key: str) -> list[dict[str, object]]:
+            answer = httpx.get(f"{program.url}/v1/cache?limit=100", headers={"x-api-key": key})
+            return list(answer.json()["reports"])
+
+        assert (len(reports("a")), len(reports("b"))) == (8, 4)
+        program.signal(signal.SIGTERM)
+        assert program.end() == 0
