@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from mlx_paged.engine.text_stream import find_unfinished_stop
+
 
 class Piece(NamedTuple):
     text: str
@@ -43,20 +45,12 @@ class ThinkingSplitter:
                 pieces.append(Piece(mark, True))
                 text = text[begin + len(mark) :]
             self._is_thinking = not self._is_thinking
-        kept = _overlap(text, mark)
-        pieces.append(Piece(text[: len(text) - kept], self._is_thinking))
-        self._held_back = text[len(text) - kept :]
+        place = find_unfinished_stop(text, (mark,))
+        pieces.append(Piece(text[:place], self._is_thinking))
+        self._held_back = text[place:]
         return [piece for piece in pieces if piece.text]
 
     def finish(self) -> list[Piece]:
         """The answer is over: what was held back was no mark."""
         text, self._held_back = self._held_back, ""
         return [Piece(text, self._is_thinking)] if text else []
-
-
-def _overlap(text: str, mark: str) -> int:
-    """How many characters at the end of ``text`` may be the beginning of ``mark``."""
-    for length in range(min(len(text), len(mark) - 1), 0, -1):
-        if text.endswith(mark[:length]):
-            return length
-    return 0

@@ -89,9 +89,8 @@ class AnswerFormat:
         Args:
             prompt: as the chat template wrote it; it may end with the mark that opens reasoning.
         """
-        think_marks = None
-        if tokenizer.think_start and tokenizer.think_end:
-            think_marks = (tokenizer.think_start, tokenizer.think_end)
+        start, end = tokenizer.think_start, tokenizer.think_end
+        think_marks = (start, end) if start and end else None
         marks = tuple(
             (state, tuple((mark, then) for mark, then in edges))
             for state, edges in tokenizer.response_transitions.items()
@@ -104,7 +103,7 @@ class AnswerFormat:
         has_special = any(token in text for token in special for text in texts)
         return cls(
             think_marks,
-            bool(think_marks) and prompt.rstrip().endswith(tokenizer.think_start),
+            bool(start and end) and prompt.rstrip().endswith(str(start)),
             tuple(tools),
             tool_format,
             False,

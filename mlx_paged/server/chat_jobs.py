@@ -93,7 +93,8 @@ def _limits_of_calls(tokenizer: TokenizerWrapper, job: ChatJob) -> dict[str, Any
     """Parameters that keep a model from calls that nobody wants, where its marks are tokens."""
     if not job.tools or not tokenizer.has_tool_calling:
         return {}
-    start, end = tokenizer.tool_call_start_tokens, tokenizer.tool_call_end_tokens
+    start = tuple(tokenizer.tool_call_start_tokens or ())
+    end = tuple(tokenizer.tool_call_end_tokens or ())
     if job.tool_choice == "none":
         none = {start[0]: -math.inf} if len(start) == 1 else {}
         return {"logit_bias": {**job.params.logit_bias, **none}}

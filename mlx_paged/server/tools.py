@@ -13,6 +13,7 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_paged.engine.text_stream import find_unfinished_stop
 from mlx_paged.server.answer_events import Event, Text, ToolCallArguments, ToolCallStart
 from mlx_paged.server.tool_arguments import ArgumentsScanner
 
@@ -134,9 +135,9 @@ class CallReader:
         place = text.find(end) if end else -1
         if place >= 0:
             return text[:place], text[place + len(end) :]
-        kept = overlap(text, end)
-        self._tail = text[len(text) - kept :]
-        return text[: len(text) - kept], None
+        place = find_unfinished_stop(text, (end,))
+        self._tail = text[place:]
+        return text[:place], None
 
     def _parsed(self, body: str) -> list[Event]:
         try:
@@ -268,14 +269,6 @@ class JsonCallReader(CallReader):
     def _tell(self, text: str, events: list[Event]) -> None:
         if text and self._index is not None:
             events.append(ToolCallArguments(self._index, text, not self._is_raw))
-
-
-def overlap(text: str, mark: str) -> int:
-    """How many characters at the end of ``text`` may be the beginning of ``mark``."""
-    for length in range(min(len(text), len(mark) - 1), 0, -1):
-        if text.endswith(mark[:length]):
-            return length
-    return 0
 
 
 def _parse_json(text: str, tools: object = None) -> Any:

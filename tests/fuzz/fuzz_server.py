@@ -45,7 +45,7 @@ CHAT = {
     "model": "demo", "messages": MESSAGES, "max_tokens": 4, "temperature": 0.5, "top_p": 0.9,
     "n": 1, "stop": ["x"], "seed": 1, "presence_penalty": 0.1, "frequency_penalty": 0.1,
     "logit_bias": {"5": 1}, "logprobs": True, "top_logprobs": 2, "stream": False,
-    "stream_options": {"include_usage": True}, "tools": [TOOL], "tool_choice": "auto",
+    "stream_options": {"include_usage": True}, "tools": [TOOL], "tool_choice": "none",
     "parallel_tool_calls": True, "response_format": {"type": "text"}, "user": "u",
     "max_completion_tokens": 4, "top_k": 5, "min_p": 0.1, "cache_salt": "s", "priority": 0,
     "repetition_penalty": 1.1, "min_tokens": 1, "stop_token_ids": [7], "ignore_eos": False,
@@ -67,6 +67,8 @@ FORMS = ("response_format", "guided_json", "guided_regex", "guided_choice", "too
 NEEDS = {
     "top_logprobs": "logprobs", "stream_options": "stream", "tool_choice": "tools",
     "parallel_tool_calls": "tools",
+    # Nothing says how the demo model would write a call.
+    "tools": "tool_choice",
 }  # fmt: skip
 # What is refused by name, whatever it says.
 REFUSED = {"functions": [{"name": "f"}], "suffix": "x", "previous_response_id": "resp_1", "junk": 1}
@@ -96,7 +98,7 @@ BODIES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
             "metadata": {"user_id": "u"},
             "thinking": {"type": "disabled"},
             "tools": [{"name": "look_up", "input_schema": TOOL["function"]["parameters"]}],
-            "tool_choice": {"type": "auto"},
+            "tool_choice": {"type": "none"},
             "service_tier": "auto",
         },
         ("model", "messages", "max_tokens"),
@@ -116,7 +118,7 @@ BODIES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
             "stream": False,
             "store": False,
             "tools": [{"type": "function", **TOOL["function"]}],
-            "tool_choice": "auto",
+            "tool_choice": "none",
             "parallel_tool_calls": True,
             "metadata": {},
             "text": {"format": {"type": "text"}},
