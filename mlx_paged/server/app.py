@@ -10,18 +10,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from mlx_paged.server.anthropic_endpoints import count_tokens, messages
-from mlx_paged.server.bodies import Handler, json_endpoint
-from mlx_paged.server.cache_report import cache
+from mlx_paged.server.anthropic.endpoints import count_tokens, messages
 from mlx_paged.server.errors import FAILED, ApiError, error_response
-from mlx_paged.server.metrics import add_metrics
-from mlx_paged.server.openai_chat import chat_completions
-from mlx_paged.server.openai_completions import completions
-from mlx_paged.server.openai_models import health, model, models, version
-from mlx_paged.server.pool_page import page_routes
-from mlx_paged.server.responses import responses, stored_response
+from mlx_paged.server.http.bodies import Handler, json_endpoint
+from mlx_paged.server.openai.chat import chat_completions
+from mlx_paged.server.openai.completions import completions
+from mlx_paged.server.openai.models import health, model, models, version
+from mlx_paged.server.openai.tokenize import detokenize, tokenize
+from mlx_paged.server.responses.endpoint import responses, stored_response
 from mlx_paged.server.service import Service
-from mlx_paged.server.tokenize import detokenize, tokenize
+from mlx_paged.server.watching.cache_report import cache
+from mlx_paged.server.watching.metrics import add_metrics
+from mlx_paged.server.watching.pool_page import page_routes
 
 
 def make_app(service: Service) -> Starlette:

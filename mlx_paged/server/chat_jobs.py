@@ -11,12 +11,12 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.chat_template import ChatTemplateError
 from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
-from mlx_paged.server.answers import AnswerFormat, ToolChoice
-from mlx_paged.server.chat_grammar import chat_grammar
+from mlx_paged.server.answers.reader import AnswerFormat, ToolChoice
+from mlx_paged.server.answers.tools import ToolFormat
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.generations import Generation
+from mlx_paged.server.grammars.chat_grammar import chat_grammar
 from mlx_paged.server.service import Service
-from mlx_paged.server.tools import ToolFormat
 
 
 @dataclass(frozen=True)

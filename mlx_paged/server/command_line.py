@@ -18,7 +18,7 @@ from mlx_paged.config import (
 )
 from mlx_paged.errors import ArgumentError, shown, system_reason
 from mlx_paged.foreign_arguments import ADVICE, OTHER_NAMES
-from mlx_paged.server.api_keys import read_api_keys
+from mlx_paged.server.http.api_keys import read_api_keys
 from mlx_paged.server.settings import (
     DEFAULT_DRAIN_SECONDS,
     DEFAULT_HOST,

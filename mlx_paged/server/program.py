@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from mlx_paged.engine.async_engine import AsyncEngine
-    from mlx_paged.server.http_server import Gate
+    from mlx_paged.server.http.http_server import Gate
     from mlx_paged.server.service import Service
 
 logger = logging.getLogger("mlx_paged.server")
@@ -80,8 +80,8 @@ def _run(args: argparse.Namespace) -> int:
             "'mlx-paged[server]'"
         )
     settings = read_settings(args)
-    from mlx_paged.server.http_server import bind, close_all
-    from mlx_paged.server.logs import setup_logging
+    from mlx_paged.server.http.http_server import bind, close_all
+    from mlx_paged.server.http.logs import setup_logging
 
     sockets = bind(settings.host, settings.port)
     try:
@@ -98,7 +98,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _check_access(settings: ServerSettings, sockets: list[socket.socket]) -> None:
-    from mlx_paged.server.http_server import is_loopback
+    from mlx_paged.server.http.http_server import is_loopback
 
     if settings.api_keys and settings.allow_unauthenticated:
         raise ValueError(
@@ -188,9 +188,9 @@ def guarded(app: ASGIApp, engine: AsyncEngine, settings: ServerSettings, is_loop
     """The application behind all that keeps others out of it, but for ids and the log."""
     from starlette.middleware.cors import CORSMiddleware
 
-    from mlx_paged.server.access import Access, OriginGuard
-    from mlx_paged.server.http_server import Gate
-    from mlx_paged.server.limits import Limits
+    from mlx_paged.server.http.access import Access, OriginGuard
+    from mlx_paged.server.http.http_server import Gate
+    from mlx_paged.server.http.limits import Limits
 
     app = Access(Limits(app, settings.max_body_bytes), settings)
     if settings.cors_origins:
@@ -219,9 +219,9 @@ def serve(
         announce: called when requests are served.
     """
     from mlx_paged.server.app import make_app
-    from mlx_paged.server.http_server import HttpServer, ended_by_signals, is_loopback
-    from mlx_paged.server.logs import RequestLog
-    from mlx_paged.server.metrics import counted
+    from mlx_paged.server.http.http_server import HttpServer, ended_by_signals, is_loopback
+    from mlx_paged.server.http.logs import RequestLog
+    from mlx_paged.server.watching.metrics import counted
 
     app = make_app(service)
     gate = guarded(app, service.engine, settings, is_loopback(sockets))
@@ -266,7 +266,7 @@ def _announce(
         context_in_words,
         device_in_words,
     )
-    from mlx_paged.server.http_server import url_of
+    from mlx_paged.server.http.http_server import url_of
 
     engine, url = service.engine.engine, url_of(settings.host, sockets)
     cache = engine.cache

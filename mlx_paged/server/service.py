@@ -17,11 +17,11 @@ from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.loading import SamplingDefaults
 from mlx_paged.request import RequestOutput
 from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
+from mlx_paged.server.answers.kept_answers import KeptAnswers
+from mlx_paged.server.answers.token_texts import TokenTexts
 from mlx_paged.server.generations import Answer, Ends, Generation, check_end
-from mlx_paged.server.kept_answers import KeptAnswers
-from mlx_paged.server.logs import count_tokens, log_text, logger
-from mlx_paged.server.prefix_reports import explanation, report_texts
-from mlx_paged.server.token_texts import TokenTexts
+from mlx_paged.server.http.logs import count_tokens, log_text, logger
+from mlx_paged.server.watching.prefix_reports import explanation, report_texts
 
 T = TypeVar("T")
 P = ParamSpec("P")

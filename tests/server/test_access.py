@@ -6,8 +6,8 @@ import pytest
 from helpers.asgi import IdleEngine, ask, echo
 
 from mlx_paged.errors import ArgumentError
-from mlx_paged.server.access import Access, OriginGuard, Principal, is_loopback_name
-from mlx_paged.server.api_keys import read_api_keys
+from mlx_paged.server.http.access import Access, OriginGuard, Principal, is_loopback_name
+from mlx_paged.server.http.api_keys import read_api_keys
 from mlx_paged.server.program import guarded as shielded
 from mlx_paged.server.settings import ApiKey, ServerSettings
 

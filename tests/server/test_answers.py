@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mlx_lm.chat_templates.muse_spark import RESPONSE_FORMAT
 
 from mlx_paged.request import CompletionOutput
-from mlx_paged.server.answer_events import (
+from mlx_paged.server.answers.events import (
     Event,
     Reasoning,
     Text,
@@ -23,9 +23,9 @@ from mlx_paged.server.answer_events import (
     ToolCallStart,
     merged,
 )
-from mlx_paged.server.answers import AnswerFormat, Reading, read_answer
-from mlx_paged.server.tool_arguments import ArgumentsScanner
-from mlx_paged.server.tools import ToolFormat
+from mlx_paged.server.answers.reader import AnswerFormat, Reading, read_answer
+from mlx_paged.server.answers.tool_arguments import ArgumentsScanner
+from mlx_paged.server.answers.tools import ToolFormat
 
 TOOLS = (
     {

@@ -9,7 +9,7 @@ from typing import Any
 import anthropic
 import pytest
 
-from mlx_paged.server.anthropic_messages import read_messages_body
+from mlx_paged.server.anthropic.messages import read_messages_body
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.fields import Fields
 

@@ -13,11 +13,11 @@ from urllib.parse import urlsplit
 import pytest
 from helpers.servers import is_idle, make_service, serving, wait_until
 
-from mlx_paged.server import openai_chat
 from mlx_paged.server.app import make_app
-from mlx_paged.server.disconnects import ClientLeftError, until_disconnect
 from mlx_paged.server.errors import ApiError
-from mlx_paged.server.sse import EventStream, event
+from mlx_paged.server.http.disconnects import ClientLeftError, until_disconnect
+from mlx_paged.server.http.sse import EventStream, event
+from mlx_paged.server.openai import chat as openai_chat
 
 LONG = {"prompt": "One two three", "max_tokens": 4000, "ignore_eos": True}
 LONG_CHAT = {

@@ -18,7 +18,7 @@ from starlette.testclient import TestClient
 
 from mlx_paged import SamplingParams
 from mlx_paged.server.app import make_app
-from mlx_paged.server.metrics import counted
+from mlx_paged.server.watching.metrics import counted
 
 GRAFANA = Path(__file__).parents[2] / "grafana"
 DASHBOARD = json.loads((GRAFANA / "dashboards" / "mlx_paged.json").read_text())

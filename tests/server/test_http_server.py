@@ -12,8 +12,9 @@ from helpers.asgi import IdleEngine, ask, echo
 
 from mlx_paged.engine.async_engine import EngineStoppedError
 from mlx_paged.errors import ArgumentError
-from mlx_paged.server import http_server, program
-from mlx_paged.server.http_server import Gate, bind, close_all, is_loopback, url_of
+from mlx_paged.server import program
+from mlx_paged.server.http import http_server
+from mlx_paged.server.http.http_server import Gate, bind, close_all, is_loopback, url_of
 
 
 @contextmanager

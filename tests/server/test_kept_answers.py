@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from mlx_paged.request import CompletionOutput
-from mlx_paged.server.answers import AnswerFormat
-from mlx_paged.server.kept_answers import KeptAnswers
+from mlx_paged.server.answers.kept_answers import KeptAnswers
+from mlx_paged.server.answers.reader import AnswerFormat
 
 QUESTION = {"role": "user", "content": "What is there?"}
 AGAIN = {"role": "user", "content": "And else?"}

@@ -10,9 +10,9 @@ import random
 import pytest
 from helpers.asgi import ask, asked, echo
 
-from mlx_paged.server import limits
 from mlx_paged.server.errors import ApiError
-from mlx_paged.server.limits import Limits, check_json
+from mlx_paged.server.http import limits
+from mlx_paged.server.http.limits import Limits, check_json
 
 
 def test_a_body_passes_as_it_came_in_any_chunks():

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import pytest
 from helpers.asgi import ask, asked, echo
 
-from mlx_paged.server.access import Access
-from mlx_paged.server.api_keys import read_api_keys
-from mlx_paged.server.logs import (
+from mlx_paged.server.http.access import Access
+from mlx_paged.server.http.api_keys import read_api_keys
+from mlx_paged.server.http.logs import (
     LineFormatter,
     RequestLog,
     count_tokens,

@@ -22,10 +22,10 @@ from starlette.types import Receive, Scope, Send
 
 from mlx_paged import SamplingParams
 from mlx_paged.server.app import make_app
-from mlx_paged.server.metrics import HttpCounts, counted
 from mlx_paged.server.program import guarded
 from mlx_paged.server.service import Service
 from mlx_paged.server.settings import ApiKey, ServerSettings
+from mlx_paged.server.watching.metrics import HttpCounts, counted
 
 OPENMETRICS = "application/openmetrics-text;version=1.0.0"
 LABELS = {"model_name": 'de"mo', "engine": "0"}

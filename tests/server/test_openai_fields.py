@@ -11,8 +11,8 @@ from openai.types.chat import completion_create_params as chat_create_params
 
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.fields import Fields
-from mlx_paged.server.openai_chat import read_chat
-from mlx_paged.server.openai_completions import read_completions
+from mlx_paged.server.openai.chat import read_chat
+from mlx_paged.server.openai.completions import read_completions
 
 USER = {"role": "user", "content": "Hello!"}
 TOOL = {

@@ -15,8 +15,8 @@ from starlette.testclient import TestClient
 from mlx_paged import SamplingParams
 from mlx_paged.engine.view import CACHED, EngineView
 from mlx_paged.server.app import make_app
-from mlx_paged.server.pool_page import MAX_CELLS, cells_of, security_policy
 from mlx_paged.server.service import Service
+from mlx_paged.server.watching.pool_page import MAX_CELLS, cells_of, security_policy
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator
 import pytest
 from helpers.asgi import IdleEngine, echo
 
-from mlx_paged.server.connections import Connection
-from mlx_paged.server.http_server import Gate, HttpServer, bind
-from mlx_paged.server.limits import Limits
-from mlx_paged.server.logs import RequestLog
+from mlx_paged.server.http.connections import Connection
+from mlx_paged.server.http.http_server import Gate, HttpServer, bind
+from mlx_paged.server.http.limits import Limits
+from mlx_paged.server.http.logs import RequestLog
 from mlx_paged.server.settings import ServerSettings
 
 POST = b"POST / HTTP/1.1\r\nHost: localhost\r\n"
@@ -106,7 +106,7 @@ def serving(max_connections: int = 50, drain_seconds: float = 0.0) -> Iterator[S
 
 @pytest.fixture(autouse=True)
 def ends_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_paged.server.http_server.LAST_WORDS_SECONDS", 0.1)
+    monkeypatch.setattr("mlx_paged.server.http.http_server.LAST_WORDS_SECONDS", 0.1)
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlx_paged.server.reasoning_tokens import ReasoningTokens
+from mlx_paged.server.answers.reasoning_tokens import ReasoningTokens
 
 START, END = (7, 8), (9,)  # a mark of two tokens, as some models have
 

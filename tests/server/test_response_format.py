@@ -9,7 +9,7 @@ import pytest
 from mlx_paged import StructuredOutputsParams
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.fields import Fields
-from mlx_paged.server.response_format import read_format, read_structured_outputs
+from mlx_paged.server.grammars.response_format import read_format, read_structured_outputs
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 JSON = StructuredOutputsParams(json=SCHEMA)

@@ -9,7 +9,7 @@ import pytest
 
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.fields import Fields
-from mlx_paged.server.responses_body import read_responses_body, sealed
+from mlx_paged.server.responses.body import read_responses_body, sealed
 
 TOOL = {
     "type": "function",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mlx_paged.engine.options import LoadedEngineOptions
-from mlx_paged.server import command_line, logs, program
+from mlx_paged.server import command_line, program
 from mlx_paged.server.command_line import (
     ENGINE_FLAGS,
     engine_options,
@@ -17,6 +17,7 @@ from mlx_paged.server.command_line import (
     setup_arg_parser,
     template_options,
 )
+from mlx_paged.server.http import logs
 from mlx_paged.server.settings import ApiKey, ServerSettings
 
 
@@ -236,7 +237,7 @@ def test_a_port_without_permission_is_named(fails, monkeypatch):
     def bind(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("mlx_paged.server.http_server._listening", bind)
+    monkeypatch.setattr("mlx_paged.server.http.http_server._listening", bind)
     assert fails("--port", "80") == (
         "[server] there is no permission to listen on port 80; --port takes another"
     )

@@ -15,9 +15,9 @@ from mlx_paged import demo_model_path, load
 from mlx_paged.engine.text_stream import TextStream
 from mlx_paged.request import CompletionOutput, RequestOutput
 from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.server.openai_completions import CompletionBody, Continuations
-from mlx_paged.server.openai_options import Options
-from mlx_paged.server.token_texts import TokenTexts
+from mlx_paged.server.answers.token_texts import TokenTexts
+from mlx_paged.server.openai.completions import CompletionBody, Continuations
+from mlx_paged.server.openai.options import Options
 
 TEXT = " Once upon\ta tíme, 東京 — 🙂 <b>\n\x7f"
 

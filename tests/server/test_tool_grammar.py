@@ -17,8 +17,8 @@ from helpers.json_schemas import is_valid, random_schema
 from mlx_paged import demo_model_path, load
 from mlx_paged.engine.grammar import GrammarCompiler
 from mlx_paged.errors import ArgumentError
-from mlx_paged.server.tool_call_grammars import ToolCallFormat
-from mlx_paged.server.tool_grammar import reasoning_marks, required_calls, strict_calls
+from mlx_paged.server.grammars.tool_call_grammars import ToolCallFormat
+from mlx_paged.server.grammars.tool_grammar import reasoning_marks, required_calls, strict_calls
 
 MARKS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>"]
 FORMATS = {

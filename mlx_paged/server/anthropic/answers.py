@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_paged.request import CompletionOutput, RequestOutput
-from mlx_paged.server.answers import (
+from mlx_paged.server.answers.reader import (
     AnswerFormat,
     Event,
     Reasoning,
@@ -17,11 +17,11 @@ from mlx_paged.server.answers import (
     ToolCallArguments,
     ToolCallStart,
 )
+from mlx_paged.server.answers.reasoning_tokens import ReasoningTokens
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.generations import Answer, check_end
-from mlx_paged.server.reasoning_tokens import ReasoningTokens
+from mlx_paged.server.http.sse import event
 from mlx_paged.server.service import Service
-from mlx_paged.server.sse import event
 
 
 @dataclass(frozen=True)

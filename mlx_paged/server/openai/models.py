@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse, Response
 
 import mlx_paged
 from mlx_paged.server.generations import api_error
-from mlx_paged.server.openai_options import check_model_name
+from mlx_paged.server.openai.options import check_model_name
 from mlx_paged.server.service import Service
 
 

@@ -8,14 +8,14 @@ from collections.abc import AsyncGenerator, Iterable, Iterator
 from typing import Any
 
 from mlx_paged.request import CompletionOutput, RequestOutput
-from mlx_paged.server.answers import AnswerFormat, Event, Reasoning, Text, ToolCallStart
+from mlx_paged.server.answers.reader import AnswerFormat, Event, Reasoning, Text, ToolCallStart
+from mlx_paged.server.answers.reasoning_tokens import ReasoningTokens
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.generations import Answer, check_end
-from mlx_paged.server.openai_logprobs import TokenNames, chat_logprobs
-from mlx_paged.server.reasoning_tokens import ReasoningTokens
-from mlx_paged.server.responses_body import ResponsesBody, sealed
+from mlx_paged.server.http.sse import event
+from mlx_paged.server.openai.logprobs import TokenNames, chat_logprobs
+from mlx_paged.server.responses.body import ResponsesBody, sealed
 from mlx_paged.server.service import Service
-from mlx_paged.server.sse import event
 
 
 class ResponseAnswer:

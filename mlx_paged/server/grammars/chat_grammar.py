@@ -10,10 +10,10 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.errors import ArgumentError
-from mlx_paged.server.answers import ToolChoice
+from mlx_paged.server.answers.reader import ToolChoice
 from mlx_paged.server.errors import ApiError
-from mlx_paged.server.tool_call_grammars import ToolCallFormat
-from mlx_paged.server.tool_grammar import (
+from mlx_paged.server.grammars.tool_call_grammars import ToolCallFormat
+from mlx_paged.server.grammars.tool_grammar import (
     ToolGrammar,
     reasoning_marks,
     required_calls,
@@ -33,7 +33,7 @@ def chat_grammar(
     wanted: StructuredOutputsParams | None,
 ) -> tuple[StructuredOutputsParams | None, bool]:
     """What an answer has to be, behind its reasoning, and whether it is a list of calls in JSON, as
-    :mod:`mlx_paged.server.tool_grammar` describes it.
+    :mod:`mlx_paged.server.grammars.tool_grammar` describes it.
 
     Args:
         wanted: the format that the request asks for. With tools that may be called, the answer is

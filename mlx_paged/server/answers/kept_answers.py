@@ -24,7 +24,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.chat_template import encode_text, normalise_messages, render_chat
 from mlx_paged.request import CompletionOutput
-from mlx_paged.server.answers import AnswerFormat, Reading, read_answer
+from mlx_paged.server.answers.reader import AnswerFormat, Reading, read_answer
 
 # Of answers and of what stands between them; about 40 MB with the text of the reasoning.
 MAX_KEPT_TOKENS = 4_000_000

@@ -9,8 +9,8 @@ from starlette.responses import JSONResponse, Response
 
 from mlx_paged.engine.prefix_history import PrefixReport
 from mlx_paged.server.errors import ApiError
-from mlx_paged.server.prefix_reports import report_body
 from mlx_paged.server.service import Service
+from mlx_paged.server.watching.prefix_reports import report_body
 
 DEFAULT_LIMIT = 20
 

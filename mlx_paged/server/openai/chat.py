@@ -12,19 +12,19 @@ from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.server.callers import cache_salt_of
 from mlx_paged.server.chat_jobs import ChatJob, prepare
 from mlx_paged.server.fields import Fields
-from mlx_paged.server.openai_chat_answers import ChatAnswers, chat_events, whole_chat
-from mlx_paged.server.openai_messages import read_messages, read_tool_choice, read_tools
-from mlx_paged.server.openai_options import (
+from mlx_paged.server.grammars.response_format import read_structured_outputs
+from mlx_paged.server.http.sse import EventStream
+from mlx_paged.server.openai.chat_answers import ChatAnswers, chat_events, whole_chat
+from mlx_paged.server.openai.messages import read_messages, read_tool_choice, read_tools
+from mlx_paged.server.openai.options import (
     ADVICE,
     Head,
     Options,
     read_max_tokens,
     read_options,
 )
-from mlx_paged.server.response_format import read_structured_outputs
 from mlx_paged.server.sampling_fields import read_sampling
 from mlx_paged.server.service import Service
-from mlx_paged.server.sse import EventStream
 
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 # What would be taken for a parameter of the function that applies a template, or has a field.

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from mlx_paged.errors import shown
-from mlx_paged.server.answers import ToolChoice
+from mlx_paged.server.answers.reader import ToolChoice
 from mlx_paged.server.fields import Fields
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")

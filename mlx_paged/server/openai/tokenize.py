@@ -9,9 +9,9 @@ from mlx_paged.engine.prompts import check_token_ids
 from mlx_paged.server.chat_jobs import ChatJob, prepare
 from mlx_paged.server.fields import Fields
 from mlx_paged.server.generations import api_error
-from mlx_paged.server.openai_chat import read_template_options
-from mlx_paged.server.openai_messages import read_messages, read_tools
-from mlx_paged.server.openai_options import read_model
+from mlx_paged.server.openai.chat import read_template_options
+from mlx_paged.server.openai.messages import read_messages, read_tools
+from mlx_paged.server.openai.options import read_model
 from mlx_paged.server.sampling_fields import MAX_TOKEN_IDS
 from mlx_paged.server.service import Service
 

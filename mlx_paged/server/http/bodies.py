@@ -10,9 +10,9 @@ from typing import Any, NoReturn, TypeAlias
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from mlx_paged.server.disconnects import ClientLeftError, until_disconnect
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.fields import Fields
+from mlx_paged.server.http.disconnects import ClientLeftError, until_disconnect
 
 Handler: TypeAlias = Callable[[Request, Fields], Coroutine[Any, Any, Response]]
 _LARGE_BODY = 2**18  # bytes; to parse it in the loop's thread would hold up all streams

@@ -12,7 +12,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.engine.token_rules import special_token_ids
 from mlx_paged.request import CompletionOutput
-from mlx_paged.server.answer_events import (
+from mlx_paged.server.answers.events import (
     Event,
     Reasoning,
     Text,
@@ -20,7 +20,7 @@ from mlx_paged.server.answer_events import (
     ToolCallStart,
     merged,
 )
-from mlx_paged.server.tools import CallReader, ToolFormat
+from mlx_paged.server.answers.tools import CallReader, ToolFormat
 
 __all__ = [
     "AnswerFormat",

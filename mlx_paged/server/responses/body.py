@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_paged.errors import shown
-from mlx_paged.server.answers import ToolChoice
+from mlx_paged.server.answers.reader import ToolChoice
 from mlx_paged.server.chat_jobs import ChatJob
 from mlx_paged.server.fields import Fields
-from mlx_paged.server.openai_options import read_model
-from mlx_paged.server.response_format import read_format
+from mlx_paged.server.grammars.response_format import read_format
+from mlx_paged.server.openai.options import read_model
 from mlx_paged.server.sampling_fields import read_sampling
 from mlx_paged.server.service import Service
 from mlx_paged.structured_outputs import StructuredOutputsParams

@@ -14,8 +14,8 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.engine.text_stream import find_unfinished_stop
-from mlx_paged.server.answer_events import Event, Text, ToolCallArguments, ToolCallStart
-from mlx_paged.server.tool_arguments import ArgumentsScanner
+from mlx_paged.server.answers.events import Event, Text, ToolCallArguments, ToolCallStart
+from mlx_paged.server.answers.tool_arguments import ArgumentsScanner
 
 LOG = logging.getLogger("mlx_paged.server")
 

@@ -8,18 +8,18 @@ from dataclasses import replace
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from mlx_paged.server.anthropic_answers import (
+from mlx_paged.server.anthropic.answers import (
     MessageAnswer,
     MessageOptions,
     message_events,
     whole_message,
 )
-from mlx_paged.server.anthropic_messages import MessagesBody, read_messages_body
+from mlx_paged.server.anthropic.messages import MessagesBody, read_messages_body
 from mlx_paged.server.callers import cache_salt_of, request_id_of
 from mlx_paged.server.chat_jobs import ChatJob, prepare
 from mlx_paged.server.fields import Fields
+from mlx_paged.server.http.sse import EventStream
 from mlx_paged.server.service import Service
-from mlx_paged.server.sse import EventStream
 
 LOG = logging.getLogger("mlx_paged.server")
 

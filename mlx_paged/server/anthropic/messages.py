@@ -7,11 +7,11 @@ from typing import Any
 
 from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.server.answers import ToolChoice
+from mlx_paged.server.answers.reader import ToolChoice
 from mlx_paged.server.chat_jobs import ChatJob
 from mlx_paged.server.fields import Fields
 from mlx_paged.server.generations import api_error
-from mlx_paged.server.openai_options import read_model
+from mlx_paged.server.openai.options import read_model
 from mlx_paged.server.sampling_fields import MAX_STOPS
 from mlx_paged.server.service import Service
 from mlx_paged.structured_outputs import StructuredOutputsParams

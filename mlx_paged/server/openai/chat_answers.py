@@ -6,19 +6,19 @@ from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
 from typing import Any
 
 from mlx_paged.request import CompletionOutput, RequestOutput
-from mlx_paged.server.answers import (
+from mlx_paged.server.answers.reader import (
     AnswerFormat,
     Event,
     Reasoning,
     Text,
     ToolCallStart,
 )
+from mlx_paged.server.answers.reasoning_tokens import ReasoningTokens
 from mlx_paged.server.generations import Answer, check_end
-from mlx_paged.server.openai_logprobs import TokenNames, chat_logprobs, prompt_logprobs
-from mlx_paged.server.openai_options import Options, usage
-from mlx_paged.server.reasoning_tokens import ReasoningTokens
+from mlx_paged.server.http.sse import DONE, event
+from mlx_paged.server.openai.logprobs import TokenNames, chat_logprobs, prompt_logprobs
+from mlx_paged.server.openai.options import Options, usage
 from mlx_paged.server.service import Service
-from mlx_paged.server.sse import DONE, event
 
 
 class ChatAnswers:

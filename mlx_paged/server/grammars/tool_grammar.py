@@ -23,7 +23,7 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.errors import ArgumentError, shown
-from mlx_paged.server.tool_call_grammars import Function, ToolCallFormat, json_objects
+from mlx_paged.server.grammars.tool_call_grammars import Function, ToolCallFormat, json_objects
 from mlx_paged.structured_outputs import StructuredOutputsParams
 
 

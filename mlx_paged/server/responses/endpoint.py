@@ -12,10 +12,10 @@ from mlx_paged.server.callers import cache_salt_of, request_id_of
 from mlx_paged.server.chat_jobs import prepare
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.fields import Fields
-from mlx_paged.server.responses_answers import ResponseAnswer, response_events, whole_response
-from mlx_paged.server.responses_body import read_responses_body
+from mlx_paged.server.http.sse import EventStream
+from mlx_paged.server.responses.answers import ResponseAnswer, response_events, whole_response
+from mlx_paged.server.responses.body import read_responses_body
 from mlx_paged.server.service import Service
-from mlx_paged.server.sse import EventStream
 
 
 async def responses(request: Request, fields: Fields) -> Response:

@@ -19,9 +19,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.errors import ArgumentError, shown, system_reason
-from mlx_paged.server.access import is_loopback_name
-from mlx_paged.server.connections import Connection, connection_class
 from mlx_paged.server.errors import ApiError, error_response
+from mlx_paged.server.http.access import is_loopback_name
+from mlx_paged.server.http.connections import Connection, connection_class
 from mlx_paged.server.settings import ServerSettings
 from mlx_paged.standard_streams import say
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.server.answers import AnswerFormat
+from mlx_paged.server.answers.reader import AnswerFormat
 
 
 class ReasoningTokens:

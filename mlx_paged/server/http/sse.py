@@ -11,8 +11,8 @@ from typing import Any, Protocol
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from mlx_paged.server.disconnects import ClientLeftError, until_disconnect
 from mlx_paged.server.errors import ANTHROPIC_PATHS, FAILED, ApiError, error_body
+from mlx_paged.server.http.disconnects import ClientLeftError, until_disconnect
 
 logger = logging.getLogger("mlx_paged.server")
 

@@ -17,9 +17,11 @@ from mlx_paged.server.callers import cache_salt_of
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.fields import Fields
 from mlx_paged.server.generations import Answer, Generation, api_error, parts_of
-from mlx_paged.server.openai_chat import read_cache_salt
-from mlx_paged.server.openai_logprobs import CompletionLogprobs, TokenNames, prompt_logprobs
-from mlx_paged.server.openai_options import (
+from mlx_paged.server.grammars.response_format import read_structured_outputs
+from mlx_paged.server.http.sse import DONE, EventStream, event
+from mlx_paged.server.openai.chat import read_cache_salt
+from mlx_paged.server.openai.logprobs import CompletionLogprobs, TokenNames, prompt_logprobs
+from mlx_paged.server.openai.options import (
     ADVICE,
     Head,
     Options,
@@ -27,10 +29,8 @@ from mlx_paged.server.openai_options import (
     read_options,
     usage,
 )
-from mlx_paged.server.response_format import read_structured_outputs
 from mlx_paged.server.sampling_fields import MAX_TOKEN_IDS, read_sampling
 from mlx_paged.server.service import Service
-from mlx_paged.server.sse import DONE, EventStream, event
 
 MAX_PROMPTS = 1024
 MAX_CHOICES = 1024  # prompts times completions

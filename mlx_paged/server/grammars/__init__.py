@@ -1,0 +1,1 @@
+"""What keeps answers to a format, and calls to their tools."""

@@ -1,0 +1,1 @@
+"""Everything between a connection and an endpoint: keys, limits, logs, bodies, events."""

@@ -1,0 +1,1 @@
+"""OpenAI's endpoints for chat, completions and models, and vLLM's for tokens."""

@@ -1,0 +1,1 @@
+"""What shows how the server is doing: metrics, the page, why a prompt was not cached."""
