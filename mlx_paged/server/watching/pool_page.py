@@ -30,7 +30,7 @@ _STATE_ORDER = {"running": 0, "preempted": 1, "waiting": 2}
 
 def page_routes() -> list[Route]:
     """``GET /`` and ``GET /v1/pool``."""
-    html = resources.files("mlx_paged.server").joinpath("page.html").read_text("utf-8")
+    html = resources.files("mlx_paged.server.watching").joinpath("page.html").read_text("utf-8")
     page_headers = {
         "Content-Security-Policy": security_policy(html),
         "Referrer-Policy": "no-referrer",
