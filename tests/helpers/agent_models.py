@@ -66,6 +66,7 @@ def make_agent_model(folder: Path, *, are_marks_special: bool = False) -> Path:
     weights = mx.load(str(folder / "model.safetensors"))
     name = "model.embed_tokens.weight"
     weights[name] = mx.concatenate([weights[name], mx.zeros((num_new, weights[name].shape[1]))])
+    mx.eval(weights)  # The file is written over.
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
     config = json.loads((folder / "config.json").read_text())
     config["vocab_size"] += num_new

@@ -91,9 +91,11 @@ class AnswerFormat:
         """
         start, end = tokenizer.think_start, tokenizer.think_end
         think_marks = (start, end) if start and end else None
+        # mlx-lm has response formats from 0.32.1 on.
+        transitions = getattr(tokenizer, "response_transitions", {})
         marks = tuple(
             (state, tuple((mark, then) for mark, then in edges))
-            for state, edges in tokenizer.response_transitions.items()
+            for state, edges in transitions.items()
         )
         tool_format = ToolFormat.of(tokenizer) if tools else None
         texts = [mark for _, edges in marks for mark, _ in edges] + list(think_marks or ())
@@ -108,9 +110,9 @@ class AnswerFormat:
             tool_format,
             False,
             max_calls,
-            (*tokenizer.structural_markers, *special) if has_special else (),
+            (*getattr(tokenizer, "structural_markers", ()), *special) if has_special else (),
             marks,
-            tokenizer.response_initial_state,
+            getattr(tokenizer, "response_initial_state", None),
         )
 
     def reader(self) -> AnswerReader:
