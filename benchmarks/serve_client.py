@@ -145,7 +145,7 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, default=4)
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--prefix-words", type=int, default=550)
-    parser.add_argument("--turn-words", type=int, default=6)
+    parser.add_argument("--turn-words", type=int, default=2)
     parser.add_argument("--max-tokens", type=int, default=24)
     parser.add_argument("--banned", type=int, nargs="*", default=[])
     parser.add_argument("--timeout", type=float, default=300)
