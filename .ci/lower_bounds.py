@@ -1,7 +1,7 @@
 """The lower bounds that pyproject.toml states, as pins for pip: ``numpy>=1.26`` becomes
 ``numpy==1.26``.
 
-python .ci/lower_bounds.py           the pins of the dependencies and of the test and server extras, one a line
+python .ci/lower_bounds.py           the pins of the dependencies and of both extras, one a line
 python .ci/lower_bounds.py --python  the lowest Python, as 3.11
 python .ci/lower_bounds.py --requirement ruff
                                      what the dev or the test extra asks for, as ruff>=0.8

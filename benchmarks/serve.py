@@ -6,10 +6,10 @@
 
 A client in a process of its own (``serve_client.py``) runs 1, 4 and 16 sessions at once: a system
 prompt of 2,500 tokens that all share, and ten turns that each add a little. The two servers take
-turns, each in a fresh process for each number of sessions, as they come. Reported are tokens per second, the time
-to the first token of the first turn and of those behind it, errors, and the memory of the server's
-process at its highest. What HTTP costs is the time per token of the same requests at 16 streams,
-less that of an ``AsyncEngine`` that is asked without HTTP.
+turns, each in a fresh process for each number of sessions, as they come. Reported are tokens per
+second, the time to the first token of the first turn and of those behind it, errors, and the memory
+of the server's process at its highest. What HTTP costs is the time per token of the same requests
+at 16 streams, less that of an ``AsyncEngine`` that is asked without HTTP.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import resource
 import socket
@@ -114,3 +115,22 @@ def test_as_many_may_connect_as_files_may_be_open(
     monkeypatch.setattr(program.resource, "setrlimit", lambda _, each: now.append(each))
     assert program._max_connections() == num_connections
     assert now[1:] == ([] if wanted is None else [wanted])
+
+
+def test_no_part_of_an_answer_waits_for_the_client_to_acknowledge_the_one_before():
+    async def accepted() -> int:
+        found: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+        def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            connection = writer.get_extra_info("socket")
+            found.set_result(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        [listener] = bind("127.0.0.1", 0)
+        async with await asyncio.start_server(connected, sock=listener):
+            _, writer = await asyncio.open_connection(*listener.getsockname())
+            value = await found
+            writer.close()
+        return value
+
+    assert asyncio.run(accepted()) != 0

@@ -73,7 +73,9 @@ def close_all(sockets: list[socket.socket]) -> None:
 
 
 def _listening(family: int, address: tuple[object, ...]) -> socket.socket:
-    made = socket.socket(family, socket.SOCK_STREAM)
+    # Of sockets that don't name TCP, asyncio leaves Nagle's algorithm on: each answer's second part
+    # would wait for the client's delayed acknowledgement, 40 ms.
+    made = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
