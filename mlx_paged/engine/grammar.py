@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 NUM_REMEMBERED = 32  # compiled grammars
+# Behind its reasoning a model breaks the line before it goes on; as many of these tokens are free.
+MAX_LINE_BREAKS = 2
 
 # Of the separators of JSON, each with a space or without, as models write them.
 _ONE_LINE = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
@@ -49,6 +51,7 @@ class Vocabulary:
         num_words: of 32 bits in a mask; at least ``vocab_size`` bits.
         unstructured: ``[num_words] uint32``, the mask of all tokens but those that end an answer.
         light: what trials need of it.
+        line_breaks: the tokens that are one line break or two, and nothing else.
     """
 
     ll_tokenizer: LLTokenizer
@@ -56,6 +59,7 @@ class Vocabulary:
     num_words: int
     unstructured: np.ndarray
     light: dict[str, Any]
+    line_breaks: frozenset[int]
 
     @classmethod
     def read(cls, tokenizer: TokenizerWrapper, vocab_size: int) -> Vocabulary:
@@ -96,7 +100,11 @@ class Vocabulary:
         unstructured = np.packbits(bits, bitorder="little").view(np.uint32)
         special = {str(added): token for token, added in inner.added_tokens_decoder.items()}
         light = light_vocabulary(num_tokens, special, eos_token_ids)
-        return cls(ll_tokenizer, vocab_size, num_words, unstructured, light)
+        encoded = (tokenizer.encode(text, add_special_tokens=False) for text in ("\n", "\n\n"))
+        line_breaks = frozenset(
+            tokens[0] for tokens in encoded if len(tokens) == 1 and tokens[0] < vocab_size
+        )
+        return cls(ll_tokenizer, vocab_size, num_words, unstructured, light, line_breaks)
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,6 +192,7 @@ class GrammarState:
         self._matcher = grammar.matcher.deep_copy()
         self._num_read: int | None = 0  # of the answer; None while it changes
         self._is_structured = not grammar.begin_after
+        self._num_free_breaks = 0  # that may still come before the structure
 
     def fill_mask(self, request: Request, mask: np.ndarray) -> None:
         """Write the tokens that may come next.
@@ -202,8 +211,11 @@ class GrammarState:
             self._check("can't go on")
         else:
             mask[:] = 0 if is_opening else self.vocabulary.unstructured
-        if is_opening:
-            word, bit = divmod(start[num_tokens], 32)
+        more = [start[num_tokens]] if is_opening else []
+        if self._num_free_breaks:
+            more += self.vocabulary.line_breaks
+        for token in more:
+            word, bit = divmod(token, 32)
             mask[word] |= np.uint32(1 << bit)
 
     def _read_new_tokens(self, request: Request) -> None:
@@ -211,11 +223,14 @@ class GrammarState:
         if num_read is None:  # An interrupt cut the reading short.
             self._matcher.reset()
             num_read, self._is_structured = 0, not self._begin_after
+            self._num_free_breaks = 0
         self._num_read = None
         if self._is_structured:
             tokens = request.token_ids[request.num_prompt_tokens + num_read :]
         else:
             tokens = self._find_structure(request.output_token_ids, num_read)
+        if self._num_free_breaks:
+            tokens = self._without_breaks(tokens)
         if tokens and not self._matcher.consume_tokens(tokens):
             self._check("left its grammar")
         self._num_read = request.num_output_tokens
@@ -229,7 +244,17 @@ class GrammarState:
         for place in range(max(num_read + 1, len(start) + len(end)), len(answer) + 1):
             if tuple(answer[place - len(end) : place]) == end:
                 self._is_structured = True
+                self._num_free_breaks = MAX_LINE_BREAKS
                 return answer[place:]
+        return []
+
+    def _without_breaks(self, tokens: list[int]) -> list[int]:
+        """The tokens of the structure behind those that only break the line."""
+        for number, token in enumerate(tokens):
+            if not self._num_free_breaks or token not in self.vocabulary.line_breaks:
+                self._num_free_breaks = 0
+                return tokens[number:]
+            self._num_free_breaks -= 1
         return []
 
     def _check(self, what: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -118,3 +119,18 @@ def _format_of(tokenizer: TokenizerWrapper, job: ChatJob, prompt: str) -> Answer
     if not job.params.skip_special_tokens:
         return replace(answer_format, hidden=())  # The client wants to see them.
     return answer_format
+
+
+def arguments_of(text: str) -> dict[str, Any]:
+    """The arguments of a call that a client sends back, as an object: templates write them in their
+    own way.
+
+    What is no JSON object, because the answer was broken off, say, is what the model wrote, and it
+    sees that again.
+    """
+    try:
+        # Clients say nothing for a function without parameters.
+        value = json.loads(text) if text.strip() else {}
+    except (ValueError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {"arguments": text}

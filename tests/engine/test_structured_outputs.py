@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -333,6 +334,19 @@ def test_reasoning_is_free_and_has_no_end_until_the_structure_begins(compiler: G
         allowed, _ = fill_masks([state], [request])
         seen.append(set(np.flatnonzero(allowed[0]).tolist()))
     assert seen == [free, free, free, {0, 3}, {1, 2}, {END, OTHER_END}]
+
+
+def test_a_line_may_be_broken_behind_the_reasoning_and_nowhere_else(compiler: GrammarCompiler):
+    compiled = compiler.compile(structured(regex="a(b|c)", begin_after=[2]))
+    vocabulary = replace(compiled.vocabulary, line_breaks=frozenset({5}))
+    grammar = replace(compiled, vocabulary=vocabulary)
+    assert allowed_after(grammar, [2]) == {0, 3, 5}
+    assert allowed_after(grammar, [2, 5]) == {0, 3, 5}
+    assert allowed_after(grammar, [2, 5, 5]) == {0, 3}
+    assert allowed_after(grammar, [2, 0]) == allowed_after(grammar, [2, 5, 0]) == {1, 2}
+    assert allowed_after(grammar, [2, 5, 5, 3]) == {END, OTHER_END}
+    at_once = replace(grammar, begin_after=())
+    assert allowed_after(at_once, []) == {0, 3}
 
 
 def test_an_answer_that_does_not_open_its_reasoning_is_structured_at_once(

@@ -9,6 +9,7 @@ import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
+from mlx_paged.server.chat_jobs import arguments_of
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.fields import Fields
 from mlx_paged.server.openai.chat import read_chat
@@ -286,14 +287,6 @@ def test_chat_refuses_by_name(shared_service, body, param):
             [{"role": "assistant", "tool_calls": [{"function": {}}]}],
             "messages[0].tool_calls[0].function.name",
         ),
-        (
-            [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "["}}]}],
-            "messages[0].tool_calls[0].function.arguments",
-        ),
-        (
-            [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "[]"}}]}],
-            "messages[0].tool_calls[0].function.arguments",
-        ),
         ([{"role": "assistant", "content": "", "function_call": {}}], "messages[0].function_call"),
         ([{"role": "tool", "content": "a", "tool_call_id": 5}], "messages[0].tool_call_id"),
     ],
@@ -381,6 +374,21 @@ def test_messages_become_what_templates_take(shared_service):
         {"role": "tool", "content": "1", "tool_call_id": "call_1"},
         {"role": "assistant", "content": "No."},
     ]
+
+
+@pytest.mark.parametrize(
+    "text, arguments",
+    [
+        ("", {}),
+        (" ", {}),
+        ('{"a": 1}', {"a": 1}),
+        ('{"a": ', {"arguments": '{"a": '}),
+        ("[]", {"arguments": "[]"}),
+        ("[" * 5000, {"arguments": "[" * 5000}),
+    ],
+)
+def test_a_call_that_was_broken_off_comes_back_as_the_model_wrote_it(text, arguments):
+    assert arguments_of(text) == arguments
 
 
 def test_arguments_keep_their_order(shared_service):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from mlx_paged.errors import shown
 from mlx_paged.server.answers.reader import ToolChoice
+from mlx_paged.server.chat_jobs import arguments_of
 from mlx_paged.server.fields import Fields
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -95,7 +95,10 @@ def _read_tool_call(fields: Fields) -> dict[str, Any]:
     function = fields.child("function")
     call = {
         "type": "function",
-        "function": {"name": function.text("name"), "arguments": _read_arguments(function)},
+        "function": {
+            "name": function.text("name"),
+            "arguments": arguments_of(function.text("arguments", "")),
+        },
     }
     function.refuse_rest()
     if fields.has("id"):
@@ -103,19 +106,6 @@ def _read_tool_call(fields: Fields) -> dict[str, Any]:
     fields.accept(*_WITHOUT_EFFECT)
     fields.refuse_rest()
     return call
-
-
-def _read_arguments(function: Fields) -> dict[str, Any]:
-    """The arguments of a call as an object: templates write them in their own way."""
-    text = function.text("arguments", "")
-    try:
-        # Clients say nothing for a function without parameters.
-        value = json.loads(text) if text.strip() else {}
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise function.error("arguments", "must be the JSON text of an object")
-    return value
 
 
 def read_tools(fields: Fields) -> tuple[dict[str, Any], ...]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_paged.errors import shown
 from mlx_paged.server.answers.reader import ToolChoice
-from mlx_paged.server.chat_jobs import ChatJob
+from mlx_paged.server.chat_jobs import ChatJob, arguments_of
 from mlx_paged.server.fields import Fields
 from mlx_paged.server.grammars.response_format import read_format
 from mlx_paged.server.openai.options import read_model
@@ -303,16 +302,9 @@ class _ItemReader:
 
     def _add_call(self, item: Fields) -> None:
         text, name, call_id = item.text("arguments"), item.text("name"), item.text("call_id")
-        try:
-            arguments = json.loads(text) if text.strip() else {}
-        except (ValueError, RecursionError):
-            arguments = None
-        if not isinstance(arguments, dict):
-            # The model wrote it, and sees it again.
-            arguments = {"arguments": text}
         self._names[call_id] = name
         turn = self._open_turn()
-        function = {"name": name, "arguments": arguments}
+        function = {"name": name, "arguments": arguments_of(text)}
         call = {"id": call_id, "type": "function", "function": function}
         turn["tool_calls"] = [*turn.get("tool_calls", ()), call]
 
