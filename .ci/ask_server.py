@@ -12,7 +12,8 @@ import urllib.request
 
 def main(url: str, question: str, expected: str) -> None:
     wait_for(url)
-    body = {"model": "demo", "messages": [{"role": "user", "content": question}]}
+    messages = [{"role": "user", "content": question}]
+    body = {"model": "demo", "messages": messages, "temperature": 0}
     request = urllib.request.Request(
         f"{url}/v1/chat/completions",
         json.dumps(body).encode(),
