@@ -161,7 +161,9 @@ def test_the_package_says_what_there_is(command: str, name: str):
     for wrong, kind in (("serve-me", "command"), ("--wat", "option")):
         status, out, err = shell(f"{command} {wrong}")
         assert (status, out) == (2, "")
-        assert err == f"{name}: error: unknown {kind} {wrong!r}; commands: chat, serve (see --help)\n"
+        assert (
+            err == f"{name}: error: unknown {kind} {wrong!r}; commands: chat, serve (see --help)\n"
+        )
 
 
 def test_help_imports_nothing_heavy():

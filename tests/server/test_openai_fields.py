@@ -14,6 +14,7 @@ from mlx_paged.server.errors import ApiError
 from mlx_paged.server.fields import Fields
 from mlx_paged.server.openai.chat import read_chat
 from mlx_paged.server.openai.completions import read_completions
+from mlx_paged.server.openai.messages import read_tools
 
 USER = {"role": "user", "content": "Hello!"}
 TOOL = {
@@ -374,6 +375,12 @@ def test_messages_become_what_templates_take(shared_service):
         {"role": "tool", "content": "1", "tool_call_id": "call_1"},
         {"role": "assistant", "content": "No."},
     ]
+
+
+@pytest.mark.parametrize("tools", [True, 3, "x", {}, {"type": "function"}])
+def test_tools_that_are_no_list_are_refused_by_name(tools):
+    with pytest.raises(ApiError, match="tools must be a list"):
+        read_tools(Fields({"tools": tools}))
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ def read_tools(fields: Fields) -> tuple[dict[str, Any], ...]:
     """
     tools, names = [], set()
     for fields_of_tool, tool in zip(
-        fields.children("tools", ()), fields.raw("tools") or (), strict=True
+        fields.children("tools", ()), fields.items("tools", []), strict=True
     ):
         name = _check_tool(fields_of_tool)
         if name in names:
