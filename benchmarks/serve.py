@@ -142,7 +142,7 @@ def run_client(url: str, sessions: int, args: argparse.Namespace, banned: list[i
         sys.executable, str(HERE / "serve_client.py"), "--url", url,
         "--sessions", str(sessions), "--turns", str(args.turns),
         "--prefix-words", str(args.prefix_words), "--max-tokens", str(args.max_tokens),
-        "--banned", *map(str, banned),
+        *(["--own-prefix"] if args.own_prefix else []), "--banned", *map(str, banned),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=args.timeout)
     if done.returncode:
@@ -268,6 +268,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--sessions", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--prefix-words", type=int, default=550, help="some 2,500 tokens")
+    parser.add_argument("--own-prefix", action="store_true", help="of each session, not shared")
     parser.add_argument("--max-tokens", type=int, default=24)
     parser.add_argument("--http-streams", type=int, default=16)
     parser.add_argument("--http-tokens", type=int, default=200)
@@ -288,6 +289,7 @@ def main() -> None:
             "model": args.model,
             "turns": args.turns,
             "prefix_words": args.prefix_words,
+            "prefix": "of each session" if args.own_prefix else "shared",
             "max_tokens": args.max_tokens,
         }
         print_card("Agent sessions over HTTP", setting)

@@ -4,8 +4,8 @@ its own. Prints one JSON line.
     python benchmarks/serve_client.py --url http://127.0.0.1:8000 --sessions 4
 
 Each session is a conversation of some turns. All sessions begin with the same long system prompt,
-as agents with the same tools do; each turn sends the whole history and adds a little. Sessions run
-at once, the turns of one follow one another.
+as agents with the same tools do, or each with its own (``--own-prefix``); each turn sends the whole
+history and adds a little. Sessions run at once, the turns of one follow one another.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class Session:
     turns: list[Turn] = field(default_factory=list)
 
 
-def system_prompt(num_words: int) -> str:
-    """Made-up tools: the same for all sessions."""
-    draws = random.Random(0)
+def system_prompt(num_words: int, seed: int = 0) -> str:
+    """Made-up tools."""
+    draws = random.Random(seed)
     return "Tools: " + " ".join(
         f"{draws.choice(WORDS)}{draws.randint(10, 99)}" for _ in range(num_words)
     )
@@ -109,8 +109,14 @@ def read_chunk(chunk: dict[str, Any], turn: Turn, start: float) -> None:
 
 
 async def run(args: argparse.Namespace) -> dict[str, Any]:
-    system = {"role": "system", "content": system_prompt(args.prefix_words)}
-    sessions = [Session(number, [system]) for number in range(args.sessions)]
+    prompts = [
+        system_prompt(args.prefix_words, number if args.own_prefix else 0)
+        for number in range(args.sessions)
+    ]
+    sessions = [
+        Session(number, [{"role": "system", "content": prompt}])
+        for number, prompt in enumerate(prompts)
+    ]
     # The end of sequence is banned, so that answers have one length whoever serves.
     body = {
         "model": args.served_model,
@@ -145,6 +151,7 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, default=4)
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--prefix-words", type=int, default=550)
+    parser.add_argument("--own-prefix", action="store_true", help="another one in each session")
     parser.add_argument("--turn-words", type=int, default=2)
     parser.add_argument("--max-tokens", type=int, default=24)
     parser.add_argument("--banned", type=int, nargs="*", default=[])
