@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from mlx_paged.request import CompletionOutput, RequestOutput
+
+T = TypeVar("T")
 
 
 class Told(NamedTuple):
@@ -28,13 +30,13 @@ def new_part(output: RequestOutput, told: Sequence[Told]) -> tuple[RequestOutput
     The last output has all completions, so that how each of them ended stands in one place.
     """
     part = copy.copy(output)
-    pairs = list(zip(output.outputs, told, strict=True))
+    known = [_all_of(completion) for completion in output.outputs]
     part.outputs = [
-        _new_part_of(completion, known)
-        for completion, known in pairs
-        if output.finished or _has_news(completion, known)
+        _new_part_of(completion, before)
+        for completion, before, now in zip(output.outputs, told, known, strict=True)
+        if output.finished or before != now
     ]
-    return part, [_all_of(completion) for completion in output.outputs]
+    return part, known
 
 
 def merge_parts(first: RequestOutput, second: RequestOutput) -> RequestOutput:
@@ -54,13 +56,9 @@ def merge_parts(first: RequestOutput, second: RequestOutput) -> RequestOutput:
     return result
 
 
-def _joined(first: list, second: list) -> list:  # type: ignore[type-arg]
+def _joined(first: list[T], second: list[T]) -> list[T]:
     first += second  # The earlier part is nobody's else, so that a long wait stays linear.
     return first
-
-
-def _has_news(completion: CompletionOutput, told: Told) -> bool:
-    return told != _all_of(completion)
 
 
 def _all_of(completion: CompletionOutput) -> Told:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
+from collections.abc import Iterable
 
 from mlx_paged.engine.deltas import Told, new_part, nothing_told
 from mlx_paged.engine.latencies import Latencies
@@ -42,11 +43,7 @@ class Reports:
 
     def begin_again(self) -> None:
         """All requests were restored to what was reported of them."""
-        self._news = {
-            state.output.request_id: None
-            for state in list(self.states.values())
-            if state.output.finished
-        }
+        self._news = _finished(list(self.states.values()))
 
     def take(self) -> list[RequestOutput]:
         """The outputs with news."""
@@ -55,7 +52,7 @@ class Reports:
         for state in states:
             state.note_reported(self._latencies, now)
         # Finished requests are reported again if an interrupt comes before they are handed over.
-        self._news = {state.output.request_id: None for state in states if state.output.finished}
+        self._news = _finished(states)
         return [state.output for state in states]
 
     def hand_over(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
@@ -93,3 +90,8 @@ class Reports:
             elif output.finished:
                 wanted.append(output)
         return wanted, told
+
+
+def _finished(states: Iterable[RequestState]) -> dict[str, None]:
+    """The ids of the requests that are finished, in order."""
+    return {state.output.request_id: None for state in states if state.output.finished}

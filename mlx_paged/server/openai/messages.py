@@ -143,8 +143,13 @@ def _check_tool(fields: Fields) -> str:
     return name
 
 
-def read_tool_choice(fields: Fields, tools: tuple[dict[str, Any], ...]) -> ToolChoice:
+def read_tool_choice(
+    fields: Fields, tools: tuple[dict[str, Any], ...], holder: str | None = "function"
+) -> ToolChoice:
     """Which of the tools may or must be called.
+
+    Args:
+        holder: the object of a choice that has the tool's name; ``None``: the choice itself.
 
     Raises:
         ApiError: there is no such tool, or another kind of choice; 400.
@@ -154,13 +159,13 @@ def read_tool_choice(fields: Fields, tools: tuple[dict[str, Any], ...]) -> ToolC
     if isinstance(fields.raw("tool_choice"), dict):
         wanted = fields.child("tool_choice")
         wanted.choice("type", ("function",))
-        function = wanted.child("function")
-        choice = function.text("name")
+        named = wanted if holder is None else wanted.child(holder)
+        choice = named.text("name")
         if choice not in names:
-            raise function.error("name", f"is {shown(choice)}, and no tool has that name")
+            raise named.error("name", f"is {shown(choice)}, and no tool has that name")
         if choice in ("none", "auto", "required"):
-            raise function.error("name", f"is {choice!r}, which is no name for a tool here")
-        function.refuse_rest()
+            raise named.error("name", f"is {choice!r}, which is no name for a tool here")
+        named.refuse_rest()
         wanted.refuse_rest()
     else:
         choice = fields.choice("tool_choice", ("none", "auto", "required"), "auto")

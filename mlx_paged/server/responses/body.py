@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +12,7 @@ from mlx_paged.server.answers.reader import ToolChoice
 from mlx_paged.server.chat_jobs import ChatJob, arguments_of
 from mlx_paged.server.fields import Fields
 from mlx_paged.server.grammars.response_format import read_format
+from mlx_paged.server.openai.messages import read_tool_choice
 from mlx_paged.server.openai.options import read_model
 from mlx_paged.server.sampling_fields import read_sampling
 from mlx_paged.server.service import Service
@@ -210,20 +210,7 @@ def _read_tool_choice(fields: Fields, tools: tuple[dict[str, Any], ...]) -> Tool
     for index, name in enumerate(names):
         if name in names[:index]:
             raise fields.error(f"tools[{index}].name", f"is {name!r}, as that of another tool")
-    if not isinstance(fields.raw("tool_choice"), Mapping):
-        choice: ToolChoice = fields.choice("tool_choice", ("none", "auto", "required"), "auto")
-        if choice == "required" and not tools:
-            raise fields.error("tool_choice", "is 'required', and there are no tools; send some")
-        return choice
-    wanted = fields.child("tool_choice")
-    wanted.choice("type", ("function",))
-    choice = wanted.text("name")
-    if choice not in names:
-        raise wanted.error("name", f"is {shown(choice)}, and no tool has that name")
-    if choice in ("none", "auto", "required"):
-        raise wanted.error("name", f"is {choice!r}, which is no name for a tool here")
-    wanted.refuse_rest()
-    return choice
+    return read_tool_choice(fields, tools, None)
 
 
 # Input
