@@ -66,6 +66,13 @@ class Fields:
     def text(self, name: str, default: Any = REQUIRED) -> Any:
         return self._read(name, default, lambda value: isinstance(value, str), "a text")
 
+    def filled_text(self, name: str) -> str:
+        """A text that is not empty."""
+        text = self.text(name)
+        if not text:
+            raise self.error(name, "is empty")
+        return text
+
     @overload
     def boolean(self, name: str) -> bool: ...
     @overload

@@ -199,9 +199,7 @@ def _read_tool(fields: Fields) -> dict[str, Any]:
             f"is {shown(kind)}, which is Anthropic's own tool; describe it as a custom tool with "
             "an input_schema",
         )
-    name = fields.text("name")
-    if not name:
-        raise fields.error("name", "is empty")
+    name = fields.filled_text("name")
     fields.child("input_schema")
     function: dict[str, Any] = {"name": name, "parameters": fields.raw("input_schema")}
     description = fields.text("description", None)

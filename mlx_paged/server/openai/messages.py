@@ -131,9 +131,7 @@ def _check_tool(fields: Fields) -> str:
     if kind != "function":
         raise fields.error("type", f"must be 'function', got {shown(kind)}")
     function = fields.child("function")
-    name = function.text("name")
-    if not name:
-        raise function.error("name", "is empty")
+    name = function.filled_text("name")
     function.text("description", None)
     function.child("parameters", None)
     function.boolean("strict", None)

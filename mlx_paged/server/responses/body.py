@@ -189,9 +189,7 @@ def _read_tool(fields: Fields) -> dict[str, Any]:
             f"is {shown(kind)}, and this server has function tools only; turn the tool off in the "
             "client, or describe it as a function",
         )
-    name = fields.text("name")
-    if not name:
-        raise fields.error("name", "is empty")
+    name = fields.filled_text("name")
     function: dict[str, Any] = {"name": name}
     description = fields.text("description", None)
     if description is not None:
