@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -57,12 +57,20 @@ def status(pid: int) -> tuple[int, int, int]:
     return threads, resident, len(os.listdir(f"/proc/{pid}/fd"))
 
 
-def wait_until_idle(url: str) -> None:
+def wait_until(holds: Callable[[], bool], otherwise: str) -> None:
+    """Asks again for a while: a server sees a moment later than its clients that they have gone."""
     for _ in range(400):
-        if httpx.get(f"{url}/v1/cache?limit=0").json()["num_used_blocks"] == 0:
+        if holds():
             return
         time.sleep(0.05)
-    raise AssertionError("blocks are held, and nobody asks for them")
+    raise AssertionError(otherwise)
+
+
+def wait_until_idle(url: str) -> None:
+    def is_idle() -> bool:
+        return httpx.get(f"{url}/v1/cache?limit=0").json()["num_used_blocks"] == 0
+
+    wait_until(is_idle, "blocks are held, and nobody asks for them")
 
 
 @pytest.mark.slow
@@ -75,6 +83,7 @@ def test_a_thousand_clients_leave_no_block_no_thread_no_file_and_no_memory():
         before = status(pid)
         ends += asyncio.run(run_clients(url, NUM_CLIENTS // 2, AT_ONCE, seed=1))
         wait_until_idle(url)
+        wait_until(lambda: status(pid)[2] <= before[2], "sockets are left")
         after = status(pid)
         assert httpx.get(f"{url}/health").status_code == 200
     assert ends.total() == NUM_CLIENTS
@@ -84,6 +93,5 @@ def test_a_thousand_clients_leave_no_block_no_thread_no_file_and_no_memory():
     assert {end.split(": ")[1] for end in answers} <= allowed, ends
     assert ends["stream: 200, whole"] > NUM_CLIENTS // 20, ends
     assert after[0] <= before[0], "threads are left"
-    assert after[2] <= before[2], "sockets are left"
     # The second half made as many requests as the first, and needs no more memory than it.
     assert after[1] - before[1] < 16 * 1024, "memory is not given back"
