@@ -14,6 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.argument_values import kind_of
 from mlx_paged.chat_template import NO_TEMPLATE, ChatTemplateError, encode_chat
+from mlx_paged.distributed import launched_ranks
 from mlx_paged.engine.engine import Engine, engine_option_names
 from mlx_paged.engine.options import LoadedEngineOptions
 from mlx_paged.engine.prompts import Prompt, split_prompts
@@ -29,7 +30,7 @@ from mlx_paged.llm_arguments import (
     one_for_each,
     split_conversations,
 )
-from mlx_paged.loading import load, load_draft_model
+from mlx_paged.loading import load_draft_model, load_for
 from mlx_paged.memory import wired_limit
 from mlx_paged.request import CompletionOutput, RequestOutput
 from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
@@ -60,6 +61,10 @@ class LLM:
     Several threads may call :meth:`generate` and :meth:`chat`: they take turns, a whole batch
     each. For requests that come and go one by one, :class:`mlx_paged.AsyncEngine` computes those of
     all threads together.
+
+    In a script that ``mlx.launch`` runs on several ranks, a model that is loaded here is split over
+    them. All ranks have to make the same calls in the same order, from one thread; rank 0's
+    arguments count, and all get its outputs.
 
     Args:
         model: a local folder, a Hugging Face repo, or a model that is loaded already.
@@ -100,7 +105,8 @@ class LLM:
                     "[llm] model must be a folder, a hub id or a model that is loaded, got "
                     f"{kind_of(model)}"
                 )
-            model, loaded_tokenizer = load(model, adapter_path=adapter_path)
+            ranks = launched_ranks()
+            model, loaded_tokenizer = load_for(ranks, model, adapter_path=adapter_path)
             tokenizer = tokenizer or loaded_tokenizer
         loaded = load_draft_model(draft_model, tokenizer)
         self.engine = Engine(model, tokenizer, draft_model=loaded, **engine_options)
@@ -151,8 +157,12 @@ class LLM:
             RuntimeError: the call comes from inside another one, such as from a logits processor.
             KeyboardInterrupt: Ctrl-C, between two steps; the requests are aborted.
         """
-        batch = self._checked(split_prompts(prompts), sampling_params, priority, use_tqdm)
-        with self._turn: return self._complete(batch)  # noqa: E701  # fmt: skip
+
+        def complete() -> list[RequestOutput]:
+            batch = self._checked(split_prompts(prompts), sampling_params, priority, use_tqdm)
+            with self._turn: return self._complete(batch)  # noqa: E701  # fmt: skip
+
+        return self.engine.share(complete)
 
     @refuses_unknown_arguments("request")
     def chat(
@@ -179,19 +189,27 @@ class LLM:
         Raises:
             ValueError: the tokenizer has no chat template.
         """
-        tokenizer = self.tokenizer
-        if tokenizer is None or not tokenizer.has_chat_template:
-            raise ChatTemplateError(NO_TEMPLATE)
-        template_options = checked_template_options(chat_template_kwargs)
-        prompts = [
-            _render(tokenizer, each, template_options) for each in split_conversations(messages)
-        ]
-        batch = self._checked(prompts, sampling_params, priority, use_tqdm)
-        with self._turn: return self._complete(batch)  # noqa: E701  # fmt: skip
+
+        def complete() -> list[RequestOutput]:
+            prompts = self._rendered(messages, checked_template_options(chat_template_kwargs))
+            batch = self._checked(prompts, sampling_params, priority, use_tqdm)
+            with self._turn: return self._complete(batch)  # noqa: E701  # fmt: skip
+
+        return self.engine.share(complete)
 
     def stats(self) -> EngineStats:
         """What the pool holds, how often the prefix cache was hit, who runs and waits."""
         return self.engine.stats()
+
+    def _rendered(
+        self, messages: object, template_options: Mapping[str, Any]
+    ) -> list[Prompt | Exception]:
+        tokenizer = self.tokenizer
+        if tokenizer is None or not tokenizer.has_chat_template:
+            raise ChatTemplateError(NO_TEMPLATE)
+        return [
+            _render(tokenizer, each, template_options) for each in split_conversations(messages)
+        ]
 
     def _checked(
         self,

@@ -53,10 +53,12 @@ def test_imports_go_one_way():
         "engine",
         "models",
         "memory",
+        "distributed",
         "cache",
         "ops",
         "core",
         "interrupts",
+        "launch",
         "standard_streams",
     ]
     order += ["sampling", "config"]

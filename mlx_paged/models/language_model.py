@@ -29,9 +29,11 @@ class LanguageModel(Module, ABC):
 
     Attributes:
         args: the model's configuration.
+        group: the ranks that its heads are split over; ``None`` while this process has all of them.
     """
 
     args: ModelArgs
+    group: mx.distributed.Group | None = None
 
     @property
     @abstractmethod
@@ -42,6 +44,17 @@ class LanguageModel(Module, ABC):
     @abstractmethod
     def layer_specs(self) -> list[LayerSpec]:
         """The K/V of each layer, usually in :attr:`dtype`; layers may differ."""
+
+    def shard(self, group: mx.distributed.Group) -> None:
+        """Keep this rank's share of the weights, and sum what the ranks compute where a layer needs
+        it whole. The logits are then the same on all ranks, and :attr:`layer_specs` says the heads
+        of this rank.
+
+        Raises:
+            ArgumentError: a size that does not divide, named; nothing was changed.
+            NotImplementedError: the model can't be split.
+        """
+        raise NotImplementedError(f"[{type(self).__module__}] can't be split over ranks")
 
     def rotate_keys(self, layer: int, keys: mx.array, distance: int) -> mx.array:
         """Keys as a layer would have computed them ``distance`` positions further on.

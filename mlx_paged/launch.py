@@ -1,0 +1,15 @@
+"""What ``mlx.launch`` tells this process. Imports no MLX."""
+
+from __future__ import annotations
+
+import os
+
+
+def is_launched() -> bool:
+    """Whether a launcher started this process, perhaps beside others."""
+    return "MLX_RANK" in os.environ
+
+
+def is_follower() -> bool:
+    """Whether another process, rank 0, hears the user: this one prints nothing but errors."""
+    return os.environ.get("MLX_RANK", "0") != "0"
