@@ -92,10 +92,10 @@ class Link:
 
     def _read(self) -> None:
         reason = self._read_frames()
-        self.has_left = True
-        self._messages.put(None)
         if reason is not None and not self._is_closed:
             self._gone(self.peer, reason)
+        self.has_left = True
+        self._messages.put(None)
 
     def _read_frames(self) -> str | None:
         """Read until the peer ends; returns why it did, ``None`` if it said goodbye."""

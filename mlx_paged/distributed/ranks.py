@@ -6,8 +6,12 @@ import atexit
 import functools
 import os
 import pickle
+import subprocess
+import sys
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import mlx.core as mx
@@ -20,6 +24,9 @@ from mlx_paged.standard_streams import say
 
 # Ranks are started together, but one of them may be slow to import, or wait for a disk.
 START_SECONDS = 120.0
+# What MLX's ring raises where a peer is gone, and how long our own sockets may take to notice.
+_PEER_LOST = "connection to a peer was lost"
+_LOST_SECONDS = 3.0
 
 
 class RanksError(RuntimeError):
@@ -44,6 +51,7 @@ class Ranks:
         self.rank = group.rank()
         self.size = group.size()
         self._links = dict(links)
+        self._ending = threading.Lock()
 
     @property
     def is_leader(self) -> bool:
@@ -122,16 +130,16 @@ class Ranks:
 
     # The end
 
-    def fail(self, text: str, says_it: bool = True) -> NoReturn:
+    def fail(self, text: str) -> NoReturn:
         """End this process, and tell the others why: the bookkeeping of the ranks is not the same
         any more, or others wait in a collective.
 
         Args:
             text: what happened, on one line.
-            says_it: whether it has to be said here, too.
         """
-        if says_it:
-            say(f"[ranks] rank {self.rank} {text}")
+        if _PEER_LOST in text:
+            # The thread that reads from that peer is about to say which of them it was.
+            time.sleep(_LOST_SECONDS)
         self._end(text)
 
     def close(self) -> None:
@@ -144,11 +152,11 @@ class Ranks:
 
     def link_lost(self, peer: int, reason: str) -> NoReturn:
         """Another rank is gone; from the thread that noticed."""
-        text = f"ends, since rank {peer} {reason}"
-        say(f"[ranks] rank {self.rank} {text}")
-        self._end(text)
+        self._end(f"ends, since rank {peer} {reason}")
 
     def _end(self, text: str) -> NoReturn:
+        self._ending.acquire()  # One line is enough.
+        say(f"[ranks] rank {self.rank} {text}")
         for link in self._links.values():
             link.close(Kind.FAILED, text)
         # The main thread may wait in a collective, where no exception reaches it.
@@ -207,22 +215,39 @@ def launched_ranks() -> Ranks | None:
     """
     if not is_launched():
         return None
-    alarm = threading.Timer(START_SECONDS, _give_up)
-    alarm.daemon = True
-    alarm.start()
     try:
-        group = mx.distributed.init(strict=True, backend="any")
+        with _given_up_after(START_SECONDS):
+            group = mx.distributed.init(strict=True, backend="any")
     except (RuntimeError, ValueError) as error:
         raise RanksError(f"[ranks] MLX can't form the group: {one_line(error)}") from error
-    finally:
-        alarm.cancel()
     return None if group.size() == 1 else connect(group)
 
 
-def _give_up() -> NoReturn:
-    # MLX waits for the others without end, and can't be interrupted.
-    say(
-        f"[ranks] rank {os.environ.get('MLX_RANK')} ends, since MLX did not form the group within "
-        f"{START_SECONDS:.0f} seconds: a rank is missing, or can't be reached"
+_GIVE_UP = """
+import os, select, sys
+seconds, process, line = float(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+if not select.select([0], [], [], seconds)[0]:
+    print(line, file=sys.stderr)
+    os.kill(process, 9)
+"""
+
+
+@contextmanager
+def _given_up_after(seconds: float) -> Iterator[None]:
+    """End this process unless the body ends before that.
+
+    MLX waits for other ranks without end, and holds Python's lock meanwhile: no thread of this
+    process could look at a clock.
+    """
+    line = (
+        f"[ranks] rank {os.environ['MLX_RANK']} ends, since MLX did not form the group within "
+        f"{seconds:.0f} seconds: a rank is missing, or can't be reached"
     )
-    os._exit(1)
+    watch = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _GIVE_UP, str(seconds), str(os.getpid()), line],
+        stdin=subprocess.PIPE,
+    )
+    try:
+        yield
+    finally:
+        watch.communicate()

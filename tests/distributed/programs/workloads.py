@@ -1,0 +1,9 @@
+"""Runs the workloads that its arguments name; each rank prints what became of each."""
+
+import json
+import sys
+
+from helpers.rank_workloads import WORKLOADS, run_workload
+
+for name in sys.argv[1:]:
+    print(json.dumps({name: run_workload(WORKLOADS[name])}), flush=True)
