@@ -29,10 +29,12 @@ class LanguageModel(Module, ABC):
 
     Attributes:
         args: the model's configuration.
+        description: its type and the way in which it runs, for the line that a program begins with.
         group: the ranks that its heads are split over; ``None`` while this process has all of them.
     """
 
     args: ModelArgs
+    description: str
     group: mx.distributed.Group | None = None
 
     @property
