@@ -8,11 +8,7 @@ which show at once that a rank is gone.
 
 from mlx_paged.distributed.facts import folder_facts, package_facts
 from mlx_paged.distributed.ranks import Ranks, RanksError, connect, launched_ranks
-from mlx_paged.distributed.sharding import (
-    check_divisible,
-    check_linear_sizes,
-    num_sent_bytes_per_token,
-)
+from mlx_paged.distributed.sharding import check_divisible, check_linear_sizes
 
 __all__ = [
     "Ranks",
@@ -22,6 +18,5 @@ __all__ = [
     "connect",
     "folder_facts",
     "launched_ranks",
-    "num_sent_bytes_per_token",
     "package_facts",
 ]

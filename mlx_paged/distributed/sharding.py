@@ -1,9 +1,8 @@
-"""Which sizes of a model can be split over ranks, and what the split costs on the wire."""
+"""Which sizes of a model can be split over ranks."""
 
 from __future__ import annotations
 
 from mlx.nn.layers.base import Module
-from mlx.nn.layers.distributed import QuantizedShardedToAllLinear, ShardedToAllLinear
 
 from mlx_paged.errors import ArgumentError
 
@@ -53,22 +52,3 @@ def check_linear_sizes(model: Module, names: set[str], num_ranks: int) -> None:
                 f"which {num_ranks} ranks can't share evenly; quantise it with smaller groups",
                 name,
             )
-
-
-def num_sent_bytes_per_token(model: Module, num_ranks: int, itemsize: int) -> int:
-    """Bytes of activations that each rank sends for one token, in all layers.
-
-    Each layer whose inputs are split ends with the sum of all ranks' vectors. A ring passes ``2 (n
-    - 1) / n`` of a vector on from each rank: parts of it are summed on the way round, and then the
-    sums go round.
-
-    Args:
-        model: after its ``shard``.
-        itemsize: bytes of a number of the activations.
-    """
-    num_summed = sum(
-        module.weight.shape[0]
-        for _, module in model.named_modules()
-        if isinstance(module, ShardedToAllLinear | QuantizedShardedToAllLinear)
-    )
-    return num_summed * itemsize * 2 * (num_ranks - 1) // num_ranks

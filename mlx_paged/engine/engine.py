@@ -52,6 +52,7 @@ from mlx_paged.memory import wired_limit
 from mlx_paged.models.context_length import context_limit
 from mlx_paged.models.kv_cache import make_kv_cache
 from mlx_paged.models.language_model import check_model
+from mlx_paged.models.traffic import sent_bytes_per_token
 from mlx_paged.request import (
     Request,
     RequestOutput,
@@ -156,6 +157,7 @@ class Engine:
         for each in (model, draft_model or ()):
             leaves = dict(tree_flatten(each)).values()
             mx.eval([leaf for leaf in leaves if isinstance(leaf, mx.array)])
+        self._sent_bytes_per_token = sent_bytes_per_token(checked)
         self.model = model
         self.tokenizer = tokenizer
         self.cache = make_kv_cache(model, kv, **cache_options)
@@ -378,6 +380,7 @@ class Engine:
             num_swapped_tokens=self.swap_space.num_used_tokens,
             nbytes_held=self.cache.nbytes_held,
             nbytes_budget=self.cache.config.nbytes,
+            nbytes_sent=self._nbytes_sent(),
         )
 
     def view(self) -> EngineView:
@@ -423,6 +426,12 @@ class Engine:
         if self.ranks is not None and self.ranks.is_leader:
             self.ranks.tell(Call(name))
         return call()
+
+    def _nbytes_sent(self) -> int:
+        if self.ranks is None:
+            return 0
+        num_tokens = int(self.latencies.iteration_tokens.sum)
+        return self.ranks.num_sent_bytes + num_tokens * self._sent_bytes_per_token
 
     # Inside
 

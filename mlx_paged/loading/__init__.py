@@ -3,8 +3,8 @@
 from mlx_paged.loading.draft_model import load_draft_model
 from mlx_paged.loading.folder import LoadError, demo_model_path, find_model
 from mlx_paged.loading.generation_config import SamplingDefaults, read_sampling_defaults
+from mlx_paged.loading.launched import load_for
 from mlx_paged.loading.loader import load
-from mlx_paged.loading.split import load_for
 
 __all__ = [
     "LoadError",

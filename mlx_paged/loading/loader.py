@@ -22,6 +22,7 @@ from mlx_paged.argument_values import is_plain_integer
 from mlx_paged.errors import one_line, shown
 from mlx_paged.foreign_arguments import refuses_unknown_arguments
 from mlx_paged.loading.folder import LoadError, find_model, load_errors, read_json_object
+from mlx_paged.loading.split import split
 from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.models.mlx_lm import UnsuitableModelError, adapt
 
@@ -131,18 +132,39 @@ def load(
             what = "a dict with texts as keys, or None"
             raise LoadError(f"[load] {name} must be {what}, got {shown(config)}", name)
     path = find_model(path_or_hf_repo, revision)
-    model, config = _load_model(path, lazy, model_config)
+    if adapter_path is not None and not str(adapter_path):
+        raise LoadError(
+            "[load] no folder ''; adapter_path must be one with adapters in it", "adapter_path"
+        )
+    model, tokenizer, config = load_folder(path, tokenizer_config, model_config, adapter_path, lazy)
+    return (model, tokenizer, config) if return_config else (model, tokenizer)
+
+
+def load_folder(
+    path: Path,
+    tokenizer_config: dict[str, Any] | None = None,
+    model_config: dict[str, Any] | None = None,
+    adapter_path: str | Path | None = None,
+    lazy: bool = False,
+    group: mx.distributed.Group | None = None,
+) -> tuple[LanguageModel, TokenizerWrapper, dict[str, Any]]:
+    """As :func:`load`, of a folder.
+
+    Args:
+        group: the ranks that the model is split over, each of which calls this; the weights of
+            others are not read.
+    """
+    model, config = _load_model(path, lazy or group is not None, model_config)
+    if group is not None:
+        split(model, config, group)
     tokenizer = _load_tokenizer(path, tokenizer_config, config.get("eos_token_id"))
     if adapter_path is not None:
-        if not str(adapter_path):
-            raise LoadError(
-                "[load] no folder ''; adapter_path must be one with adapters in it", "adapter_path"
-            )
         with load_errors(f"the adapters in {adapter_path} can't be used"):
             model = load_adapters(model, str(adapter_path))
             model.eval()
-    model = _on_our_caches(model, config, path)
-    return (model, tokenizer, config) if return_config else (model, tokenizer)
+    ours = _on_our_caches(model, config, path)
+    ours.group = group
+    return ours, tokenizer, config
 
 
 def _load_model(

@@ -1,53 +1,61 @@
-"""A model that is split over the ranks of ``mlx.launch``."""
+"""The share of a model's weights that one of several ranks has."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 from mlx.nn.layers.base import Module
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.distributed import Ranks, folder_facts, package_facts
-from mlx_paged.errors import ArgumentError
-from mlx_paged.loading.folder import LoadError, find_model
-from mlx_paged.loading.loader import load
-from mlx_paged.models.language_model import check_model
+from mlx_paged.argument_values import is_plain_integer
+from mlx_paged.distributed import check_divisible
+from mlx_paged.errors import ArgumentError, reason, shown
+from mlx_paged.loading.folder import LoadError
+
+# What layers are split by, under the names that configurations have for it.
+_SPLIT_SIZES = (
+    "num_key_value_heads",
+    "num_attention_heads",
+    "intermediate_size",
+    "moe_intermediate_size",
+)
 
 
-def load_for(
-    ranks: Ranks | None,
-    path_or_hf_repo: str | Path,
-    tokenizer_config: dict[str, Any] | None = None,
-    adapter_path: str | Path | None = None,
-) -> tuple[Module, TokenizerWrapper]:
-    """A model and its tokenizer; split, where there are several ranks.
-
-    Each rank reads its own copy of the files, and keeps its share of the weights only. All ranks
-    have to call it.
+def split(model: Module, config: dict[str, Any], group: mx.distributed.Group) -> None:
+    """Let a model keep the share of this rank, by its own ``shard``; mlx-lm's models that have one
+    follow the same convention as ours.
 
     Args:
-        ranks: as :func:`mlx_paged.distributed.launched_ranks` returns them; ``None`` is as
-            :func:`load`.
-        Others, and errors raised: see :func:`load`.
+        model: with lazy weights, so that those of other ranks are never read.
+        config: its ``config.json``.
 
     Raises:
-        RanksError: the ranks have other packages or other files.
-        LoadError: the model can't be split over so many ranks; or it has adapters.
+        LoadError: it has no ``shard``, or can't be split over so many ranks.
     """
-    if ranks is None:
-        return load(path_or_hf_repo, tokenizer_config, adapter_path=adapter_path)
-    if adapter_path is not None:
+    model_type = shown(config.get("model_type"))
+    shard = getattr(model, "shard", None)
+    if not callable(shard):
         raise LoadError(
-            "[load] adapter_path: adapters can't be split over ranks; fuse them with the model "
-            "(mlx_lm.fuse), and load that",
-            "adapter_path",
+            f"[load] model type {model_type} can't be split over {group.size()} ranks: mlx-lm has "
+            "no way to split it (shard); run it in one process"
         )
-    folder = find_model(path_or_hf_repo)
-    ranks.compare({**package_facts(), **folder_facts(folder)})
-    model, tokenizer = load(folder, tokenizer_config, lazy=True)
+    text = config.get("text_config")
+    described = {**config, **text} if isinstance(text, dict) else config
     try:
-        check_model(model).shard(ranks.group)
-    except (ArgumentError, NotImplementedError) as error:
-        raise LoadError(f"[load] {folder} can't be split: {error}") from error
-    return model, tokenizer
+        check_divisible(
+            {
+                name: described[name]
+                for name in _SPLIT_SIZES
+                if is_plain_integer(described.get(name), 1)
+            },
+            group.size(),
+        )
+        shard(group)
+    except ArgumentError as error:
+        raise LoadError(f"[load] model type {model_type} can't be split: {error}") from error
+    except Exception as error:
+        # mlx-lm's own code, on sizes that nobody has tried.
+        raise LoadError(
+            f"[load] model type {model_type} can't be split over {group.size()} ranks "
+            f"({reason(error)})"
+        ) from error

@@ -12,11 +12,12 @@ import pytest
 from helpers.rank_workloads import CONFIG
 from helpers.ranks import FakeGroup, run_program
 
-from mlx_paged.distributed import folder_facts, num_sent_bytes_per_token
+from mlx_paged.distributed import folder_facts
 from mlx_paged.engine.engine import Engine
 from mlx_paged.errors import ArgumentError
 from mlx_paged.loading import demo_model_path
 from mlx_paged.models import qwen3
+from mlx_paged.models.traffic import sent_bytes_per_token
 
 
 def model_of(**changes: Any) -> qwen3.Model:
@@ -84,29 +85,15 @@ def test_the_ranks_shares_of_a_layer_add_up_to_the_whole(bits: int | None):
     assert error <= 128 * 2**-24 * mx.abs(mlp(x)).max().item() + 1e-6
 
 
-def test_what_a_rank_sends_for_a_token_is_the_sum_of_what_its_layers_add_up(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(("num_ranks", "share"), [(2, 1), (4, 1.5)])
+def test_a_rank_sends_its_share_of_two_vectors_for_each_layer_and_token(
+    num_ranks: int, share: float
 ):
-    """Held against a step whose graph is built, and never evaluated."""
-    from mlx_paged.models.kv_cache import make_kv_cache
-
     model = model_of()
-    model.shard(FakeGroup(2))
-    summed: list[int] = []
-
-    def count(x: mx.array, *, group: Any) -> mx.array:
-        summed.append(x.nbytes)
-        return x
-
-    monkeypatch.setattr(mx.distributed, "all_sum", count)
-    cache = make_kv_cache(model, kv_cache_bytes="8blocks")
-    with cache.step({"a": 5}) as step:
-        model(mx.arange(5), cache.layers)
-        assert step.num_tokens == 5
-    # Two sums of 64 floats in each of 2 layers, of which a ring of 2 passes on half, twice.
-    assert sum(summed) == 5 * 2 * 2 * 64 * 4
-    assert num_sent_bytes_per_token(model, 2, 4) == sum(summed) // 5
-    assert num_sent_bytes_per_token(model, 4, 4) == sum(summed) // 5 * 3 // 2
+    assert sent_bytes_per_token(model) == 0
+    model.shard(FakeGroup(num_ranks))
+    hidden_size, num_layers = CONFIG["hidden_size"], CONFIG["num_hidden_layers"]
+    assert sent_bytes_per_token(model) == 2 * num_layers * hidden_size * 4 * share
 
 
 def test_a_model_that_can_not_be_split_says_so():

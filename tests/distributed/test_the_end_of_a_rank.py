@@ -122,6 +122,6 @@ def test_a_group_that_never_forms_is_given_up(tmp_path: Path):
             pytest.fail("it waits without end")
     assert ended.status != 0
     assert said(ended) == [
-        "[ranks] rank 0 ends, since MLX did not form the group within 1 seconds: a rank is missing, "
-        "or can't be reached"
+        "[ranks] rank 0 ends, since MLX did not form the group within 1 seconds: a rank is "
+        "missing, or can't be reached"
     ]
