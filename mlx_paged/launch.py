@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 
 
 def is_launched() -> bool:
@@ -13,3 +14,8 @@ def is_launched() -> bool:
 def is_follower() -> bool:
     """Whether another process, rank 0, hears the user: this one prints nothing but errors."""
     return os.environ.get("MLX_RANK", "0") != "0"
+
+
+def say_errors_only() -> None:
+    """Leave notices to rank 0, which has the same ones."""
+    warnings.simplefilter("ignore")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from mlx_paged.chat.command_line import error_line, setup_arg_parser
 from mlx_paged.chat.readers import clean, make_reader, without_line_end
 from mlx_paged.chat.screen import Screen, is_terminal
-from mlx_paged.launch import is_follower
+from mlx_paged.launch import is_follower, say_errors_only
 from mlx_paged.standard_streams import (
     NO_STDOUT,
     OutputLostError,
@@ -76,6 +76,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
 
 def _run(args: argparse.Namespace, screen: Screen) -> int:
     if is_follower():
+        say_errors_only()
         _load(args)[0].engine.follow()
         return 0
     if sys.stdout is None:

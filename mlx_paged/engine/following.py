@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.distributed import Ranks, RanksError
+from mlx_paged.distributed import Ranks
 from mlx_paged.engine.replicas import (
     Abort,
     Call,
@@ -69,8 +69,6 @@ class FollowingLoop:
                     return message
                 try:
                     self._do(message)
-                except RanksError:
-                    raise
                 except BaseException as error:
                     # The leader may wait for this rank in a collective.
                     self._ranks.fail(f"failed: {reason(error)}")

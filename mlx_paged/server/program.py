@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_paged.errors import ArgumentError, one_line
-from mlx_paged.launch import is_follower
+from mlx_paged.launch import is_follower, say_errors_only
 from mlx_paged.server.command_line import (
     engine_options,
     error_line,
@@ -126,6 +126,7 @@ def follow(args: argparse.Namespace) -> None:
     """
     from mlx_paged.engine.engine import Engine
 
+    say_errors_only()
     model, tokenizer, options = _load(args, _folder_of(args))
     Engine(model, tokenizer, **options).follow()
 

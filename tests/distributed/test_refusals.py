@@ -126,6 +126,7 @@ def test_files_that_differ_in_one_byte_have_other_facts(tmp_path: Path):
     assert "the file tokenizer.json of the model" in folder_facts(demo_model_path())
 
 
+@pytest.mark.slow
 def test_ranks_that_differ_are_refused_with_both_values_and_the_least_budget_is_everybodys(
     tmp_path: Path,
 ):

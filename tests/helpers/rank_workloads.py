@@ -35,8 +35,8 @@ CONFIG = {
 
 @dataclass(frozen=True)
 class Workload:
-    """Options of an engine, the seed of its requests, the drafts that each of them tries, and how
-    many requests and layers there are.
+    """Options of an engine, the seed of its requests, the drafts that each of them tries, how many
+    requests and layers there are, and whether the pool of the last rank has no memory to grow.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
@@ -44,6 +44,7 @@ class Workload:
     num_drafts: int = 0
     num_requests: int = 20
     num_layers: int = 2
+    fails_to_grow: bool = False
 
 
 WORKLOADS = {
@@ -53,6 +54,7 @@ WORKLOADS = {
     "basic": Workload({"kv": "basic"}, 4),
     "eight bits": Workload({"kv_format": 8, "swap_bytes": "40blocks"}, 5),
     "a window": Workload({"window": 48, "num_sink_tokens": 4, "kv_cache_bytes": "120blocks"}, 6),
+    "no memory": Workload({"kv_cache_bytes": "300blocks", "swap_bytes": 0}, 8, fails_to_grow=True),
     # Of more ranks than a machine has cores, each sum takes tens of milliseconds.
     "few": Workload({"kv_cache_bytes": "44blocks", "run_ahead": True}, 14, 0, 5, 1),
 }
@@ -89,6 +91,8 @@ def run_workload(workload: Workload) -> dict[str, Any]:
         **workload.options,
     }
     engine = Engine(model, **options)
+    if workload.fails_to_grow and (ranks is None or ranks.rank == ranks.size - 1):
+        vars(engine.cache)["_grow"] = lambda num_new_blocks: False
     if workload.num_drafts:
         engine.scheduler.speculation = Speculation(PromptLookup(), workload.num_drafts)
     outputs = engine.share(lambda: _run(engine, workload))
@@ -100,6 +104,7 @@ def run_workload(workload: Workload) -> dict[str, Any]:
         "preemptions": stats.num_preemptions,
         "accepted drafts": stats.num_accepted_tokens,
         "steps": engine.scheduler.num_steps,
+        "blocks": engine.scheduler.max_num_blocks,
         "blocks left in use": stats.num_used_blocks,
         "requests left": len(engine._reports.states),
     }
