@@ -1,0 +1,63 @@
+"""Models with random weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import mlx.core as mx
+from metal_emulator import Checks, patched
+from mlx.nn import Module
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.utils import _get_classes
+
+from helpers.model_zoo.common import Config
+from helpers.model_zoo.configs import config_of
+
+# Matrices, over the square root of their fan-in: with less, a token hardly feels the ones before.
+GAIN = 1.3
+NOISE = 0.1
+# A state decays slowly enough that a token is still felt after a few dozen others.
+SLOW = {
+    "dt_bias": -3.0,
+    "dt_proj.bias": -3.0,
+    "recurrent_param": -4.0,
+    "w_lora.lora.2.bias": -3.0,
+}
+
+
+def make(architecture: str, seed: int = 0) -> Module:
+    """A tiny model; see :func:`make_from_config`."""
+    return make_from_config(config_of(architecture), seed)
+
+
+def make_from_config(config: Config, seed: int = 0) -> Module:
+    """mlx-lm's model of a configuration, with random float32 weights."""
+    with patched(Checks.quick()):
+        # Two architectures are made of Metal kernels; here the emulator runs those.
+        model_class, args_class = _get_classes(config)
+    model: Module = model_class(args_class.from_dict(copy.deepcopy(config)))
+    model.eval()
+    model.update(tree_unflatten(list(_random_weights(model, seed))))
+    mx.eval(model.parameters())
+    return model
+
+
+def _random_weights(model: Module, seed: int) -> Iterator[tuple[str, mx.array]]:
+    weights = tree_flatten(model.parameters())
+    keys = mx.random.split(mx.random.key(seed), len(weights))
+    for (name, old), key in zip(weights, keys, strict=True):
+        yield name, _random_weight(name, old, key)
+
+
+def _random_weight(name: str, old: mx.array, key: mx.array) -> mx.array:
+    if not mx.issubdtype(old.dtype, mx.floating):
+        return mx.random.randint(0, 2**8, old.shape, key=key).astype(old.dtype)
+    noise = mx.random.normal(old.shape, key=key)
+    slow = next((value for end, value in SLOW.items() if name.endswith(end)), None)
+    if slow is not None:
+        return slow + NOISE * noise
+    if old.ndim >= 2 and min(old.shape[-2:]) > 1:
+        return noise * (GAIN / old.shape[-1] ** 0.5)
+    # Weights of norms stay near 1, biases near 0.
+    return old.astype(mx.float32) + NOISE * noise
