@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Iterator
+from functools import cache
 
 import mlx.core as mx
 from metal_emulator import Checks, patched
@@ -13,6 +15,22 @@ from mlx_lm.utils import _get_classes
 
 from helpers.model_zoo.common import Config
 from helpers.model_zoo.configs import config_of
+
+# Architectures that are made of Metal kernels, and the modules that hold these.
+METAL_KERNELS = {
+    "bitnet": ("mlx_lm.models.bitlinear_layers",),
+    "muse_spark": tuple(
+        f"mlx_lm.kernels.{name}"
+        for name in (
+            "expert_routing",
+            "norm_add_norm",
+            "post_expert_norm_combine",
+            "qk_norm",
+            "qk_norm_rope",
+            "rms_norm_sigmoid_gate",
+        )
+    ),
+}
 
 # Matrices, over the square root of their fan-in: with less, a token hardly feels the ones before.
 GAIN = 1.3
@@ -28,19 +46,30 @@ SLOW = {
 
 def make(architecture: str, seed: int = 0) -> Module:
     """A tiny model; see :func:`make_from_config`."""
+    for name in METAL_KERNELS.get(architecture, ()):
+        _emulate_kernels(name)
     return make_from_config(config_of(architecture), seed)
 
 
 def make_from_config(config: Config, seed: int = 0) -> Module:
     """mlx-lm's model of a configuration, with random float32 weights."""
-    with patched(Checks.quick()):
-        # Two architectures are made of Metal kernels; here the emulator runs those.
-        model_class, args_class = _get_classes(config)
+    model_class, args_class = _get_classes(config)
     model: Module = model_class(args_class.from_dict(copy.deepcopy(config)))
     model.eval()
     model.update(tree_unflatten(list(_random_weights(model, seed))))
     mx.eval(model.parameters())
     return model
+
+
+@cache
+def _emulate_kernels(module_name: str) -> None:
+    """Let the emulator run the kernels of a module, where there is no Metal."""
+    module = importlib.import_module(module_name)
+    if not mx.metal.is_available():
+        with patched(Checks.quick()):
+            # Functions that others have imported from it find the new kernels: they look them up
+            # in this very module.
+            importlib.reload(module)
 
 
 def _random_weights(model: Module, seed: int) -> Iterator[tuple[str, mx.array]]:

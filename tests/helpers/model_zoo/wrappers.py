@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from helpers.model_zoo.attention import ATTENTION
-from helpers.model_zoo.common import COMMON, SLIDING, FULL, Config
-from helpers.model_zoo.experts import EXPERTS
+from helpers.model_zoo.common import COMMON, FULL, SLIDING, Config
 from helpers.model_zoo.latents import DEEPSEEK_TEXT
 from helpers.model_zoo.recurrent import RECURRENT
 
