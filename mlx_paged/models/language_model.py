@@ -29,9 +29,11 @@ class LanguageModel(Module, ABC):
 
     Attributes:
         args: the model's configuration.
+        description: its type and the way in which it runs, for the line that a program begins with.
     """
 
     args: ModelArgs
+    description: str
 
     @property
     @abstractmethod
@@ -55,11 +57,6 @@ class LanguageModel(Module, ABC):
             NotImplementedError: positions are not in the keys as a rotation.
         """
         raise NotImplementedError(f"[{type(self).__module__}] can't rotate keys")
-
-    @property
-    def description(self) -> str:
-        """Which model this is and how it runs, for the line that a program begins with."""
-        return f"{type(self).__module__.rpartition('.')[2]}, native"
 
     @abstractmethod
     def __call__(

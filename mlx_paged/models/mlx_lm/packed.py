@@ -17,7 +17,7 @@ from mlx.nn.layers.base import Module
 from mlx_paged.cache import LayerKV, LayerSpec
 from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.models.mlx_lm.final_norm import rows_wanted
-from mlx_paged.models.mlx_lm.model_args import MlxLmArgs
+from mlx_paged.models.mlx_lm.model_args import MlxLmArgs, describe
 from mlx_paged.models.mlx_lm.packed_kv import PackedKV
 from mlx_paged.models.mlx_lm.recording import record_packed
 
@@ -37,7 +37,7 @@ class PackedModel(LanguageModel):
         super().__init__()
         self._recording = record_packed(model)
         self.args = MlxLmArgs.read(config, self._recording.vocab_size)
-        self.model_type = str(config.get("model_type"))
+        self.description = describe(config, "packed")
         self.inner = model
 
     def __call__(
@@ -61,7 +61,3 @@ class PackedModel(LanguageModel):
     @property
     def layer_specs(self) -> list[LayerSpec]:
         return list(self._recording.layers)
-
-    @property
-    def description(self) -> str:
-        return f"{self.model_type} of mlx-lm, packed"
