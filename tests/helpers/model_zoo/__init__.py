@@ -6,12 +6,11 @@ can be, and windows are of 8 tokens.
 """
 
 from helpers.model_zoo.answers import PROMPTS, StockAnswers, answers_of, stock_answers
-from helpers.model_zoo.configs import ARCHITECTURES, BROKEN, config_of
+from helpers.model_zoo.configs import ARCHITECTURES, config_of
 from helpers.model_zoo.models import make, make_from_config
 
 __all__ = [
     "ARCHITECTURES",
-    "BROKEN",
     "PROMPTS",
     "StockAnswers",
     "answers_of",

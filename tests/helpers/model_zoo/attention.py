@@ -108,6 +108,13 @@ ATTENTION: dict[str, Config] = {
             {"attention": {"n_heads_in_group": 4}, "ffn": {"no_op": True}},
         ],
     },
+    "olmo": {
+        "d_model": 64,
+        "n_layers": 2,
+        "mlp_hidden_size": 96,
+        "n_heads": 4,
+        "embedding_size": VOCAB_SIZE,
+    },
     "olmo2": {},
     "olmo3": {},
     "openelm": {

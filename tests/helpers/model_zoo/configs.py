@@ -17,9 +17,6 @@ from helpers.model_zoo.wrappers import WRAPPERS
 CONFIGS: dict[str, Config] = ATTENTION | EXPERTS | LATENTS | RECURRENT | WRAPPERS
 ARCHITECTURES = sorted(CONFIGS, key=str.lower)
 
-# What mlx-lm 0.32.2 itself can't run on its own cache, and why.
-BROKEN = {"olmo": "mlx-lm's olmo raises on prompts of more than one token"}
-
 
 def config_of(architecture: str) -> Config:
     """What its ``config.json`` would say."""

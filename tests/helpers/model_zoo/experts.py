@@ -125,6 +125,7 @@ EXPERTS: dict[str, Config] = {
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
             "moe_hidden_size": 32,
+            "qk_scale_factor": 1.5,
             "moe_intermediate_size": 16,
         }
     },

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import importlib
+import sys
 from collections.abc import Iterator
 from functools import cache
+from types import ModuleType
 
 import mlx.core as mx
 from metal_emulator import Checks, patched
@@ -35,12 +37,14 @@ METAL_KERNELS = {
 # Matrices, over the square root of their fan-in: with less, a token hardly feels the ones before.
 GAIN = 1.3
 NOISE = 0.1
-# A state decays slowly enough that a token is still felt after a few dozen others.
-SLOW = {
+# By the ends of their names. A state decays slowly enough that a token is still felt after a few
+# dozen others, and ternary weights of 64 inputs are as large as other matrices.
+CENTRES = {
+    "weight_scale": 0.15,
     "dt_bias": -3.0,
     "dt_proj.bias": -3.0,
     "recurrent_param": -4.0,
-    "w_lora.lora.2.bias": -3.0,
+    "w_lora.lora.2.bias": -5.0,
 }
 
 
@@ -53,6 +57,8 @@ def make(architecture: str, seed: int = 0) -> Module:
 
 def make_from_config(config: Config, seed: int = 0) -> Module:
     """mlx-lm's model of a configuration, with random float32 weights."""
+    # mlx-lm's olmo only asks whether this package is there, and ends the program if it is not.
+    sys.modules.setdefault("hf_olmo", ModuleType("hf_olmo"))
     model_class, args_class = _get_classes(config)
     model: Module = model_class(args_class.from_dict(copy.deepcopy(config)))
     model.eval()
@@ -83,9 +89,9 @@ def _random_weight(name: str, old: mx.array, key: mx.array) -> mx.array:
     if not mx.issubdtype(old.dtype, mx.floating):
         return mx.random.randint(0, 2**8, old.shape, key=key).astype(old.dtype)
     noise = mx.random.normal(old.shape, key=key)
-    slow = next((value for end, value in SLOW.items() if name.endswith(end)), None)
-    if slow is not None:
-        return slow + NOISE * noise
+    centre = next((value for end, value in CENTRES.items() if name.endswith(end)), None)
+    if centre is not None:
+        return centre * (1 + NOISE * noise)
     if old.ndim >= 2 and min(old.shape[-2:]) > 1:
         return noise * (GAIN / old.shape[-1] ** 0.5)
     # Weights of norms stay near 1, biases near 0.

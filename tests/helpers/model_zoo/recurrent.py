@@ -151,6 +151,7 @@ RECURRENT: dict[str, Config] = {
         "n_groups": 2,
         "use_conv_bias": True,
         "layers_block_type": ["mamba", "attention", "mlp", "moe"],
+        "layer_types": None,
         "moe_shared_expert_intermediate_size": 16,
     },
     "olmo_hybrid": {"linear_allow_neg_eigval": True, "layer_types": [LINEAR, FULL]},
