@@ -14,9 +14,16 @@ import mlx.core as mx
 
 from mlx_paged.cache.config import KVCacheConfig
 from mlx_paged.cache.layer import LayerKV
-from mlx_paged.core import BlockCopy, BlockPool, BlockTable, KeyShift, KVCacheManager
+from mlx_paged.core import (
+    BlockCopy,
+    BlockPool,
+    BlockTable,
+    KeyShift,
+    KVCacheManager,
+    SequenceState,
+)
 from mlx_paged.errors import CacheFullError
-from mlx_paged.ops import AttentionMetadata, Backend, HostParts, KVFormat, Parts
+from mlx_paged.ops import AttentionMetadata, Backend, HostParts, KVFormat, Parts, StepState
 from mlx_paged.request import SeqId
 
 # The key of a mapping that a caller hands in. Mapping is invariant in its keys: with SeqId for
@@ -236,7 +243,8 @@ class KVCache(ABC):
                 f"[{self.kind} cache] a step is open already; finish it before the next one"
             )
         self._check_counts(num_new_tokens)
-        tables = self.manager.tables
+        tables, states = self.manager.tables, self.manager.states
+        states_before = states.snapshot()
         lengths_before = {seq: tables[seq].num_tokens for seq in num_new_tokens if seq in tables}
         try:
             self._allocate_slots(num_new_tokens)
@@ -245,6 +253,7 @@ class KVCache(ABC):
                 yield step
         except BaseException:  # Ctrl-C, too.
             for seq in num_new_tokens:
+                states.restore(seq, states_before)
                 if seq in lengths_before:
                     self.manager.trim(seq, lengths_before[seq])
                 elif seq in tables:
@@ -318,6 +327,9 @@ class KVCache(ABC):
             num_logit_rows = list(num_logit_rows)
             if not any(num_logit_rows):
                 num_logit_rows[-1] = 1
+        states = None
+        if self.config.state_nbytes:
+            states = self._states_before(seq_ids, num_new_tokens)
         steps = [
             self._step_of(
                 [self.manager.groups[seq][group] for seq in seq_ids],
@@ -325,6 +337,7 @@ class KVCache(ABC):
                 num_logit_rows,
                 shares_new_blocks,
                 context_lens,
+                states,
             )
             for group in range(len(self.config.groups))
         ]
@@ -338,6 +351,8 @@ class KVCache(ABC):
                         self.layers[index].open(group_step)
             yield steps[0]
             self._finish()
+            if states is not None:
+                self._put_states(seq_ids, states)
         finally:
             self.close_step()
 
@@ -348,6 +363,7 @@ class KVCache(ABC):
         num_logit_rows: list[int] | None,
         shares_new_blocks: bool,
         ends: Sequence[int] | None,
+        states: list[StepState] | None,
     ) -> AttentionMetadata:
         """A step of one group of layers, whose new tokens end at ``ends``."""
         # Valid by construction: the manager guarantees it. No table changes before the step is
@@ -372,6 +388,30 @@ class KVCache(ABC):
             num_logit_rows,
             known_max_block_id=self.pool.num_blocks - 1,
             position_offsets=offsets,
+            states=states,
+        )
+
+    def _states_before(
+        self, seq_ids: Sequence[SeqId], num_new_tokens: Sequence[int]
+    ) -> list[StepState]:
+        manager = self.manager
+        return [
+            StepState(manager.states.get(seq, manager.num_tokens(seq) - num_new))
+            for seq, num_new in zip(seq_ids, num_new_tokens, strict=True)
+        ]
+
+    def _put_states(self, seq_ids: Sequence[SeqId], states: Sequence[StepState]) -> None:
+        if any(state.after is None for state in states):
+            raise ValueError(
+                f"[{self.kind} cache] this model keeps a recurrent state beside K/V, which nothing "
+                "but the model can make: rows of K/V can't be appended or restored alone"
+            )
+        num_tokens = self.manager.num_tokens
+        self.manager.states.put(
+            {
+                seq: SequenceState(num_tokens(seq), state.after)
+                for seq, state in zip(seq_ids, states, strict=True)
+            }
         )
 
     def close_step(self) -> None:
@@ -604,9 +644,15 @@ class KVCache(ABC):
 
         Raises:
             KeyError: no such sequence.
-            ValueError: some of its tokens have left the window.
+            ValueError: some of its tokens have left the window, or the model keeps more of it than
+                K/V.
         """
         self._table(seq)
+        if self.config.state_nbytes:
+            raise ValueError(
+                f"[{self.kind} cache] snapshot: the model keeps a recurrent state beside K/V, and "
+                "a snapshot holds K/V alone"
+            )
         if any(table.num_evicted_tokens for table in self.manager.groups[seq]):
             raise ValueError(
                 f"[{self.kind} cache] snapshot: tokens of sequence {seq!r} have left the window"

@@ -19,6 +19,7 @@ from mlx_paged.core.errors import BlockTableError, IntegrityError
 from mlx_paged.core.integrity import check_pool_integrity, check_table_integrity
 from mlx_paged.core.kv_cache_block import KVCacheBlock
 from mlx_paged.core.retention import KEEP_ALL, Retention
+from mlx_paged.core.sequence_states import SequenceStates
 
 RequestId = Hashable
 
@@ -99,6 +100,9 @@ class KVCacheManager:
             then ever held by two requests: a prefix hit finds only blocks that nobody holds, and
             ``fork`` takes new blocks.
         retentions: what each group of layers keeps.
+
+    Attributes:
+        states: what a model with recurrent layers keeps of each request.
     """
 
     def __init__(
@@ -111,6 +115,7 @@ class KVCacheManager:
         self.retentions = tuple(retentions)
         self.keeps_all = self.retentions == (KEEP_ALL,)
         self.shares_blocks = shares_blocks
+        self.states = SequenceStates()
         self.max_num_new_tokens = sys.maxsize
         """The most tokens that ``allocate_slots`` will be asked for at once."""
         # Of the first group, and all groups of each request: lists, the first of which is the same.
@@ -337,6 +342,7 @@ class KVCacheManager:
         """
         self._table(request_id)
         del self._tables[request_id]
+        self.states.free(request_id)
         freed = [table.free() for table in self._groups.pop(request_id)]
         return list(itertools.chain.from_iterable(freed))
 
@@ -365,6 +371,7 @@ class KVCacheManager:
                 return False
             children[0].advance(table.num_tokens)
         self._tables[new_request_id], self._groups[new_request_id] = children[0], children
+        self.states.fork(request_id, new_request_id)
         return True
 
     def trim(self, request_id: RequestId, num_tokens: int) -> None:
@@ -373,13 +380,14 @@ class KVCacheManager:
 
         Raises:
             KeyError: no such request.
-            BlockTableError: ``num_tokens`` is negative or more than it has, or tokens that have
-                left the window would be needed again; nothing has changed.
+            BlockTableError: ``num_tokens`` is negative or more than it has, tokens that have left
+                the window would be needed again, or a state can't be cut; nothing has changed.
         """
         self._table(request_id)
         tables = self._groups[request_id]
         for table in tables if not self.keeps_all else ():
             table.retention.check_evicted(num_tokens, table.num_evicted_tokens)
+        self.states.trim(request_id, num_tokens)
         for table in tables:
             table.trim_to(num_tokens)
 

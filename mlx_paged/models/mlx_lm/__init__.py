@@ -1,0 +1,1 @@
+"""mlx-lm's models, unmodified, on the caches of this package."""
