@@ -125,8 +125,8 @@ class LayerKV(ABC):
         """Write K/V rows of one sequence, and read them back together with those before them, as
         they are stored (mlx-lm's name).
 
-        For a model that attends by itself, one sequence at a time. Where slabs are not written in
-        place, evaluate what was read before the next rows are written (:attr:`arrays`).
+        For a model that attends by itself, one sequence at a time. Unless :attr:`writes_in_place`,
+        evaluate what is made of it and :attr:`arrays` before the next rows are written.
 
         Args:
             run: ``step.run_of`` the sequence.
@@ -139,10 +139,13 @@ class LayerKV(ABC):
 
     @property
     def arrays(self) -> Sequence[mx.array]:
-        """What has to be evaluated for the writes so far to have happened; empty where writes
-        happen in the order of the calls, whatever is evaluated.
-        """
+        """What has to be evaluated for the writes so far to have happened."""
         return ()
+
+    @property
+    def writes_in_place(self) -> bool:
+        """Whether writes happen in the order of the calls, whatever is evaluated when."""
+        return False
 
 
 def compute_meanwhile(out: mx.array) -> mx.array:

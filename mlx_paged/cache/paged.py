@@ -88,8 +88,11 @@ class PagedLayerKV(LayerKV):
 
     @property
     def arrays(self) -> Sequence[mx.array]:
-        return () if self._backend.writes_in_place else self.kv.arrays
+        return self.kv.arrays
 
+    @property
+    def writes_in_place(self) -> bool:
+        return self._backend.writes_in_place
 
 
 class _OpenPart(NamedTuple):

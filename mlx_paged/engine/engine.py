@@ -133,12 +133,6 @@ class Engine:
         draft_model = check_draft_model(options.get("draft_model"), checked, kv)
         cache_options, config = split_options(options, self.max_model_len)
         check_speculation(checked, draft_model, config.num_draft_tokens)
-        if checked.state_nbytes:
-            # A hit would need the state behind it.
-            config = replace(config, enable_prefix_caching=False)
-            budget = kv_budget(cache_options.get("kv_cache_bytes"), model)
-            config, budget = room_for_states(checked, config, budget)
-            cache_options["kv_cache_bytes"] = budget.nbytes or f"{budget.num_blocks}blocks"
         if tokenizer is not None:
             tokenizer = as_tokenizer(tokenizer)
         if seed is not None:
@@ -155,7 +149,14 @@ class Engine:
             mx.eval([leaf for leaf in leaves if isinstance(leaf, mx.array)])
         self.model = model
         self.tokenizer = tokenizer
+        room = None
+        if checked.state_nbytes:
+            room = room_for_states(checked, config, kv_budget(options.get("kv_cache_bytes"), model))
+            config = replace(config, max_num_seqs=room.max_num_seqs)
+            cache_options["kv_cache_bytes"] = room.kv_cache_bytes
         self.cache = make_kv_cache(model, kv, **cache_options)
+        if room is not None:
+            self.cache.keep_checkpoints(room.num_checkpoints)
         num_parameters = num_parameters_of(model)
         self.swap_space: SwapSpace[SwappedKV] = SwapSpace(
             num_swap_tokens(swap_bytes, self.cache, num_parameters)

@@ -1,11 +1,9 @@
-"""What an engine does differently for a model with recurrent layers, whose state of a sequence can't
-be cut.
-"""
+"""What an engine does differently for a model with recurrent layers, whose state can't be cut."""
 
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
+from typing import NamedTuple
 
 from mlx_paged.config import KVBudget, SchedulerConfig
 from mlx_paged.errors import ArgumentError
@@ -34,26 +32,35 @@ def check_speculation(
         )
 
 
-def room_for_states(
-    model: LanguageModel, config: SchedulerConfig, budget: KVBudget
-) -> tuple[SchedulerConfig, KVBudget]:
-    """Take the states of ``max_num_seqs`` sequences, and one more that a step makes, from a budget
-    in bytes; fewer sequences run, and a warning says so, where that would be more than half of it.
+class StateRoom(NamedTuple):
+    """What the states of a model take of a budget, and what they leave."""
+
+    max_num_seqs: int
+    num_checkpoints: int
+    kv_cache_bytes: str | int
+
+
+def room_for_states(model: LanguageModel, config: SchedulerConfig, budget: KVBudget) -> StateRoom:
+    """Take the states of ``max_num_seqs`` sequences from a budget in bytes, one that a step makes,
+    and as many checkpoints as sequences where prefixes are shared; fewer sequences run, and a
+    warning says so, where that would be more than half of it.
 
     A budget in blocks is one of K/V alone, and left as it is.
 
     Raises:
-        ArgumentError: half of the budget does not hold the state of a sequence.
+        ArgumentError: half of the budget does not hold what one sequence needs.
     """
-    nbytes = model.state_nbytes
-    if not nbytes or budget.nbytes is None:
-        return config, budget
-    num_seqs = min(config.max_num_seqs, budget.nbytes // 2 // nbytes - 1)
+    nbytes, num_seqs = model.state_nbytes, config.max_num_seqs
+    per_seq = 1 + config.enable_prefix_caching
+    if budget.nbytes is None:
+        num_checkpoints = num_seqs * config.enable_prefix_caching
+        return StateRoom(num_seqs, num_checkpoints, f"{budget.num_blocks}blocks")
+    num_seqs = min(num_seqs, (budget.nbytes // 2 // nbytes - 1) // per_seq)
     if num_seqs < 1:
         raise ArgumentError(
-            f"[engine] a budget of {budget.nbytes} bytes is too small: a {model_type_of(model)} "
-            f"keeps a state of {nbytes} bytes per sequence, and half of the budget holds fewer than "
-            f"two; raise kv_cache_bytes to {4 * nbytes}",
+            f"[engine] kv_cache_bytes of {budget.nbytes} is too small: a {model_type_of(model)} "
+            f"keeps a state of {nbytes} bytes per sequence, and half of the budget holds fewer "
+            f"than {per_seq + 1}; raise it to {2 * (per_seq + 1) * nbytes}",
             "kv_cache_bytes",
         )
     if num_seqs < config.max_num_seqs:
@@ -62,7 +69,6 @@ def room_for_states(
             f"{config.max_num_seqs}: their states of {nbytes} bytes each take half of the budget",
             stacklevel=3,
         )
-    return (
-        replace(config, max_num_seqs=num_seqs),
-        KVBudget(nbytes=budget.nbytes - (num_seqs + 1) * nbytes),
-    )
+    num_checkpoints = num_seqs * config.enable_prefix_caching
+    left = budget.nbytes - (num_seqs + num_checkpoints + 1) * nbytes
+    return StateRoom(num_seqs, num_checkpoints, left)

@@ -114,12 +114,17 @@ class StepState:
     """What a model with recurrent layers keeps of a sequence, before a step and after it.
 
     Attributes:
-        before: what the model left there in the last step of the sequence; ``None`` where the
-            sequence begins.
-        after: to be set by the model.
+        before: what the model left in :attr:`after` in the last step of the sequence; ``None``
+            where the sequence begins.
+        num_first: of the new tokens, how many are to be followed by a state of their own, which
+            others may begin with; 0 for none.
+        behind_first: the state behind these, to be set by the model.
+        after: the state behind all, to be set by the model.
     """
 
     before: Any
+    num_first: int = 0
+    behind_first: Any = None
     after: Any = None
 
 
@@ -159,6 +164,8 @@ class AttentionMetadata:
     shares_new_blocks: bool = False
     # Per sequence, of how many of its last tokens the logits are wanted; None for one of each.
     num_logit_rows: list[int] | None = None
+    # False where no sequence wants logits, and the one row that num_logit_rows asks for is not read.
+    wants_logits: bool = True
     known_max_block_id: int | None = None  # saves looking at each
     # Per sequence, by how much the positions of its tokens are higher than their places in its
     # context, since others have left it; None for 0 everywhere.
@@ -274,7 +281,9 @@ class AttentionMetadata:
     def first_position(self) -> int:
         """Of the first new token of the first sequence, in that sequence."""
         num_before = self.context_lens[0] - self.query_lens[0]
-        return num_before if self.position_offsets is None else num_before + self.position_offsets[0]
+        return (
+            num_before if self.position_offsets is None else num_before + self.position_offsets[0]
+        )
 
     @cached_property
     def slot_mapping(self) -> SlotMapping:

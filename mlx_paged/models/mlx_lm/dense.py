@@ -90,20 +90,24 @@ class DenseModel(LanguageModel):
         return self._traced.state_nbytes
 
     def rotate_keys(self, layer: int, keys: mx.array, distance: int) -> mx.array:
-        raise NotImplementedError(f"{self.model_type} runs a sequence at a time, as it is in mlx-lm")
+        raise NotImplementedError(f"{self.model_type} runs one sequence at a time")
 
     def __call__(
         self, tokens: mx.array, layers: Sequence[LayerKV], logit_rows: mx.array | None = None
     ) -> mx.array:
         step = layers[0].step
         counts = step.query_lens if logit_rows is None else step.logit_counts
+        if not step.wants_logits:
+            counts = [0] * step.num_seqs
         starts = step.cu_seqlens_q
-        logits = []
+        logits: list[mx.array] = []
         for seq, num_logits in enumerate(counts):
             new_tokens = tokens[starts[seq] : starts[seq + 1]]
-            state = None if step.states is None else step.states[seq]
-            rows = self._run_sequence(new_tokens, layers, seq, num_logits, state)
-            logits += [rows] if num_logits else []
+            state = StepState(None) if step.states is None else step.states[seq]
+            logits += self._run_sequence(new_tokens, layers, seq, num_logits, state)
+        if not logits:
+            row = mx.zeros((1, self._traced.vocab_size), self.dtype)
+            return mx.depends(row, [array for layer in layers for array in layer.arrays])
         return logits[0] if len(logits) == 1 else mx.concatenate(logits)
 
     def _run_sequence(
@@ -112,19 +116,26 @@ class DenseModel(LanguageModel):
         layers: Sequence[LayerKV],
         seq: int,
         num_logits: int,
-        step_state: StepState | None,
-    ) -> mx.array:
-        """The logits of the last ``num_logits`` tokens, ``[num_logits, vocab_size]``."""
-        num_tokens, state = tokens.size, None if step_state is None else step_state.before
-        begin, num_unwanted = 0, tokens.size - num_logits
-        if num_logits and num_unwanted > MAX_UNWANTED_ROWS:
-            part = _Part(tokens[:num_unwanted], layers, seq, 0)
-            _, state = self._run(part, state, 0)
-            begin = num_unwanted
-        part = _Part(tokens[begin:], layers, seq, begin)
-        logits, state = self._run(part, state, min(num_logits, num_tokens - begin))
-        if step_state is not None:
-            step_state.after = state
+        step_state: StepState,
+    ) -> list[mx.array]:
+        """The logits of the last ``num_logits`` tokens: pieces ``[n, vocab_size]``."""
+        first_wanted = tokens.size - num_logits
+        num_first = step_state.num_first
+        cuts = {num_first, tokens.size}
+        begin_of_last = num_first if num_first <= first_wanted else 0
+        if num_logits and first_wanted - begin_of_last > MAX_UNWANTED_ROWS:
+            cuts.add(first_wanted)
+        begin, state = 0, step_state.before
+        logits: list[mx.array] = []
+        for end in sorted(cuts - {0}):
+            part = _Part(tokens[begin:end], layers, seq, begin)
+            wanted = max(0, end - max(begin, first_wanted))
+            rows, state = self._run(part, state, wanted)
+            logits += [rows] if wanted else []
+            if end == num_first:
+                step_state.behind_first = state
+            begin = end
+        step_state.after = state
         return logits
 
     def _run(
@@ -132,18 +143,17 @@ class DenseModel(LanguageModel):
     ) -> tuple[mx.array, StateArrays]:
         """One call of the model: logits of the last tokens, and the state behind them."""
         caches = self._plan.open(*part.exchanges(self._plan, self._traced.specs), state)
-        logits = self.model(part.tokens[None], cache=caches)[0]
-        logits = logits[logits.shape[0] - num_logits :]
+        logits: mx.array = self.model(part.tokens[None], cache=caches)
+        logits = logits[0, logits.shape[1] - num_logits :]
         state = self._plan.state_of(caches)
         del caches  # They hold what was gathered, which may be views of slabs.
-        wanted = [logits] if num_logits else []
-        arrays = [array for layer in part.layers for array in layer.arrays]
-        if arrays:
+        if part.layers[0].writes_in_place:
+            mx.async_eval(state)
+        else:
             # Before the next rows are written: while what was gathered is not used, a write would
             # copy the slab.
-            mx.eval(wanted, state, arrays)
-        else:
-            mx.async_eval(state)
+            wanted = logits if num_logits else []
+            mx.eval(wanted, state, [array for layer in part.layers for array in layer.arrays])
         return logits, state
 
 

@@ -61,9 +61,7 @@ class WindowRows(RotatingKVCache):  # type: ignore[misc]
         self._idx = self.keys.shape[2]
         return self.keys, self.values
 
-    def make_mask(
-        self, N: int, window_size: int | None = None, return_array: bool = False
-    ) -> mx.array | str | None:
+    def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Any:
         if N > 1:
             mask: mx.array | str | None = super().make_mask(N, window_size, return_array)
             return mask
@@ -158,7 +156,7 @@ class CachePlan:
                 )
             ]
         )
-        arrays = None if state is None else iter(state)
+        arrays = iter(state or ())
 
         def make(cache: Any) -> Any:
             if isinstance(cache, CacheList):
@@ -166,7 +164,7 @@ class CachePlan:
             if not isinstance(cache, ArraysCache):
                 return next(opened)
             made = copy.copy(cache)
-            made.cache = [None] * len(cache.cache) if arrays is None else list(next(arrays))
+            made.cache = list(next(arrays, [None] * len(cache.cache)))
             return made
 
         return [make(cache) for cache in self._caches]
