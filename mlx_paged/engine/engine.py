@@ -78,7 +78,7 @@ class Engine:
     Steps themselves are one thread's: MLX keeps its streams by thread.
 
     Args:
-        model: Qwen3 as :func:`mlx_paged.load` returns it.
+        model: as :func:`mlx_paged.load` returns it.
         tokenizer: for text prompts, text out, stop texts and the end of sequence; ``None`` is token
             ids only.
         swap_bytes: host memory for the K/V of preempted requests, on top of the budget, in the same

@@ -29,9 +29,11 @@ class LanguageModel(Module, ABC):
 
     Attributes:
         args: the model's configuration.
+        description: its type and the way in which it runs, for the line that a program begins with.
     """
 
     args: ModelArgs
+    description: str
 
     @property
     @abstractmethod

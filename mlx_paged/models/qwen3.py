@@ -300,6 +300,8 @@ class Qwen3Model(nn.Module):
 class Model(LanguageModel):
     """Qwen3 with its language-model head."""
 
+    description = "qwen3, native"
+
     def __init__(self, args: ModelArgs):
         super().__init__()
         self.args = args

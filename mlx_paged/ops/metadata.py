@@ -164,7 +164,7 @@ class AttentionMetadata:
     shares_new_blocks: bool = False
     # Per sequence, of how many of its last tokens the logits are wanted; None for one of each.
     num_logit_rows: list[int] | None = None
-    # False where no sequence wants logits, and the one row that num_logit_rows asks for is not read.
+    # False where nobody reads the one row that num_logit_rows asks for.
     wants_logits: bool = True
     known_max_block_id: int | None = None  # saves looking at each
     # Per sequence, by how much the positions of its tokens are higher than their places in its

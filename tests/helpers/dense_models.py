@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -120,19 +119,15 @@ CONFIGS = {**ATTENTION, **RECURRENT}
 DECAYS = {"dt_bias": -3.0, "recurrent_param": -4.0}
 
 
-@dataclass
-class Args:
-    vocab_size: int = VOCAB_SIZE
-    max_position_embeddings: int = 4096
-    rope_scaling: dict[str, Any] | None = None
+def config_of(name: str) -> dict[str, Any]:
+    return {"model_type": name, **CONFIGS[name]}
 
 
 @cache
 def mlx_lm_model(name: str) -> Module:
     """One with weights at which every part shows."""
     module = importlib.import_module(f"mlx_lm.models.{name}")
-    config = {"model_type": name, **CONFIGS[name]}
-    model = module.Model(module.ModelArgs.from_dict(config))
+    model = module.Model(module.ModelArgs.from_dict(config_of(name)))
     rng = np.random.default_rng(7)
     weights = []
     for path, weight in tree_flatten(model.parameters()):
@@ -152,7 +147,7 @@ def mlx_lm_model(name: str) -> Module:
 
 
 def dense_model(name: str) -> DenseModel:
-    return DenseModel(mlx_lm_model(name), Args())
+    return DenseModel(mlx_lm_model(name), config_of(name))
 
 
 @cache

@@ -8,7 +8,7 @@ them. The K/V are written to blocks and gathered from them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,58 +18,43 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_paged.cache import KVFormat, LayerKV, LayerSpec
-from mlx_paged.models.language_model import LanguageModel, ModelArgs
+from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.models.mlx_lm.dense_caches import CachePlan, Exchange, Rows, StateArrays
+from mlx_paged.models.mlx_lm.dense_trace import trace
+from mlx_paged.models.mlx_lm.final_norm import rows_wanted
+from mlx_paged.models.mlx_lm.model_args import MlxLmArgs, describe
 from mlx_paged.ops import AttentionMetadata, StepState
 
 # Of a run of more tokens whose logits nobody wants, these are computed in a pass of their own, as
 # mlx-lm does: logits of 64 tokens and 150,000 tokens of vocabulary are 40 MB in float32.
 MAX_UNWANTED_ROWS = 64
-# Long enough for a recurrent layer to have all of its state: convolutions see up to 4 tokens.
-NUM_TRACED_TOKENS = 16
 # Blocks count tokens, also where a model keeps no K/V: the narrowest rows that kernels take.
 TOKENS_ALONE = 32
-
-
-@dataclass(frozen=True)
-class Traced:
-    """What one call of a model shows of it.
-
-    Attributes:
-        specs: of the K/V entries; ``None`` for one that the model left alone.
-        state_nbytes: of all recurrent layers, for one sequence.
-        vocab_size: of its logits.
-        dtype: of its logits.
-    """
-
-    specs: tuple[LayerSpec | None, ...]
-    state_nbytes: int
-    vocab_size: int
-    dtype: mx.Dtype
 
 
 class DenseModel(LanguageModel):
     """An unmodified model of mlx-lm, whose sequences run one after the other.
 
     Args:
-        model: as ``mlx_lm.load`` returns it.
-        args: what the engine reads of its configuration.
+        model: as mlx-lm loads it; its modules and weights stay as they are.
+        config: its ``config.json``.
 
     Raises:
-        ValueError: it asks for caches that are not known here, or uses them in a way that blocks
-            can't serve; the message says which, and begins with the model's type.
+        UnsuitableModelError: it asks for caches that are not known here, or uses them in a way that
+            blocks can't serve.
     """
 
-    def __init__(self, model: Module, args: ModelArgs):
+    def __init__(self, model: Module, config: dict[str, Any]):
         super().__init__()
-        self.args = args
-        self.model = model
-        self.model_type = str(getattr(model, "model_type", type(model).__module__))
-        try:
-            self._plan = CachePlan(make_prompt_cache(model))
-            self._traced = _trace(model, self._plan)
-        except ValueError as error:
-            raise ValueError(f"[{self.model_type}] {error}") from error
+        self._plan = CachePlan(make_prompt_cache(model))
+        self._traced = trace(model, self._plan)
+        self.args = MlxLmArgs.read(config, self._traced.vocab_size)
+        way = "one sequence at a time"
+        if self.state_nbytes:
+            way += f" with a state of {self.state_nbytes / 2**20:.1f} MiB each"
+        self.description = describe(config, way)
+        self.model_type = str(config.get("model_type"))
+        self.inner = model
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -107,7 +92,9 @@ class DenseModel(LanguageModel):
             logits += self._run_sequence(new_tokens, layers, seq, num_logits, state)
         if not logits:
             row = mx.zeros((1, self._traced.vocab_size), self.dtype)
-            return mx.depends(row, [array for layer in layers for array in layer.arrays])
+            written = [array for layer in layers for array in layer.arrays]
+            done: mx.array = mx.depends(row, written)
+            return done
         return logits[0] if len(logits) == 1 else mx.concatenate(logits)
 
     def _run_sequence(
@@ -119,11 +106,11 @@ class DenseModel(LanguageModel):
         step_state: StepState,
     ) -> list[mx.array]:
         """The logits of the last ``num_logits`` tokens: pieces ``[n, vocab_size]``."""
-        first_wanted = tokens.size - num_logits
-        num_first = step_state.num_first
+        first_wanted, num_first = tokens.size - num_logits, step_state.num_first
         cuts = {num_first, tokens.size}
         begin_of_last = num_first if num_first <= first_wanted else 0
-        if num_logits and first_wanted - begin_of_last > MAX_UNWANTED_ROWS:
+        num_unwanted = first_wanted - begin_of_last if num_logits else 0
+        if num_unwanted > MAX_UNWANTED_ROWS and not self._traced.keeps_wanted_rows:
             cuts.add(first_wanted)
         begin, state = 0, step_state.before
         logits: list[mx.array] = []
@@ -143,7 +130,9 @@ class DenseModel(LanguageModel):
     ) -> tuple[mx.array, StateArrays]:
         """One call of the model: logits of the last tokens, and the state behind them."""
         caches = self._plan.open(*part.exchanges(self._plan, self._traced.specs), state)
-        logits: mx.array = self.model(part.tokens[None], cache=caches)
+        rows = mx.arange(part.tokens.size - num_logits, part.tokens.size)
+        with rows_wanted(rows if self._traced.keeps_wanted_rows and num_logits else None, 1):
+            logits: mx.array = self["inner"](part.tokens[None], cache=caches)
         logits = logits[0, logits.shape[1] - num_logits :]
         state = self._plan.state_of(caches)
         del caches  # They hold what was gathered, which may be views of slabs.
@@ -152,8 +141,11 @@ class DenseModel(LanguageModel):
         else:
             # Before the next rows are written: while what was gathered is not used, a write would
             # copy the slab.
-            wanted = logits if num_logits else []
-            mx.eval(wanted, state, [array for layer in part.layers for array in layer.arrays])
+            mx.eval(
+                logits if num_logits else (),
+                state,
+                [array for layer in part.layers for array in layer.arrays],
+            )
         return logits, state
 
 
@@ -211,41 +203,3 @@ def _exchange(
 
 def _refuse(keys: mx.array, values: mx.array) -> Rows:
     raise RuntimeError("[dense] a layer writes K/V that wrote none when the model was loaded")
-
-
-def _trace(model: Module, plan: CachePlan) -> Traced:
-    """Build the graph of one call, which is never evaluated, and look at its shapes."""
-    shapes: list[list[Rows]] = [[] for _ in plan.entries]
-
-    def note(entry: int, keys: mx.array, values: mx.array) -> Rows:
-        shapes[entry].append((keys, values))
-        return keys, values
-
-    exchanges = [partial(note, entry) for entry in range(len(shapes))]
-    caches = plan.open(exchanges, [0] * len(shapes), None)
-    logits = model(mx.zeros((1, NUM_TRACED_TOKENS), dtype=mx.int32), cache=caches)
-    specs = []
-    for entry, noted in zip(plan.entries, shapes, strict=True):
-        if len(noted) > 1:
-            raise ValueError("a layer writes its K/V more than once in a call")
-        specs.append(_spec(*noted[0], entry.window) if noted else None)
-    return Traced(
-        tuple(specs),
-        sum(array.nbytes for array in _arrays(plan.state_of(caches))),
-        logits.shape[-1],
-        logits.dtype,
-    )
-
-
-def _spec(keys: mx.array, values: mx.array, window: int | None) -> LayerSpec:
-    if keys.ndim != 4 or values.shape[:3] != keys.shape[:3]:
-        raise ValueError(f"a layer has K of shape {keys.shape} and V of shape {values.shape}")
-    # Where they differ, the one that holds both.
-    dtype = (mx.zeros(1, keys.dtype) + mx.zeros(1, values.dtype)).dtype
-    # An indexer may keep keys alone; a slab has rows of V all the same.
-    value_dim = values.shape[3] or keys.shape[3]
-    return LayerSpec(keys.shape[1], keys.shape[3], value_dim, window, KVFormat.dense(dtype))
-
-
-def _arrays(state: Any) -> Iterator[mx.array]:
-    return (array for layer in state for array in layer if array is not None)

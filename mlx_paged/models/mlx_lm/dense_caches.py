@@ -22,6 +22,8 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
+from mlx_paged.models.mlx_lm.errors import UnsuitableModelError
+
 Rows: TypeAlias = tuple[mx.array, mx.array]
 # Takes the new rows of K and V, [1, num_kv_heads, num_tokens, width] each, and gives them together
 # with those before them.
@@ -30,7 +32,7 @@ Exchange: TypeAlias = Callable[[mx.array, mx.array], Rows]
 StateArrays: TypeAlias = tuple[tuple[mx.array | None, ...], ...]
 
 
-class AllRows(KVCache):  # type: ignore[misc]  # mlx-lm has no types
+class AllRows(KVCache):
     """Of a layer that sees all tokens before."""
 
     def __init__(self, exchange: Exchange, position: int):
@@ -47,7 +49,7 @@ class AllRows(KVCache):  # type: ignore[misc]  # mlx-lm has no types
         return bool(self.offset == 0)
 
 
-class WindowRows(RotatingKVCache):  # type: ignore[misc]
+class WindowRows(RotatingKVCache):
     """Of a layer that sees the last ``max_size`` tokens, in the order of their positions."""
 
     def __init__(self, exchange: Exchange, position: int, max_size: int):
@@ -75,7 +77,7 @@ class WindowRows(RotatingKVCache):  # type: ignore[misc]
         return bool(self.offset == 0)
 
 
-class ChunkRows(ChunkedKVCache):  # type: ignore[misc]
+class ChunkRows(ChunkedKVCache):
     """Of a layer that sees the tokens of its own chunk of ``chunk_size``."""
 
     def __init__(self, exchange: Exchange, position: int, chunk_size: int):
@@ -128,7 +130,7 @@ class CachePlan:
         caches: as ``mlx_lm.models.cache.make_prompt_cache`` makes them.
 
     Raises:
-        ValueError: one of a kind that is not known here, named.
+        UnsuitableModelError: one of a kind that is not known here, named.
     """
 
     def __init__(self, caches: Sequence[Any]):
@@ -156,7 +158,7 @@ class CachePlan:
                 )
             ]
         )
-        arrays = iter(state or ())
+        arrays: Iterator[Sequence[mx.array | None]] = iter(state or ())
 
         def make(cache: Any) -> Any:
             if isinstance(cache, CacheList):
@@ -164,7 +166,10 @@ class CachePlan:
             if not isinstance(cache, ArraysCache):
                 return next(opened)
             made = copy.copy(cache)
-            made.cache = list(next(arrays, [None] * len(cache.cache)))
+            before: Sequence[mx.array | None] = [None] * len(cache.cache)
+            if state is not None:
+                before = next(arrays)
+            made.cache = list(before)
             return made
 
         return [make(cache) for cache in self._caches]
@@ -200,4 +205,4 @@ def _kv_entry(cache: Any) -> KVEntry | None:
         return KVEntry(cache.max_size)
     if type(cache) is ChunkedKVCache:
         return KVEntry(cache.chunk_size, is_chunked=True)
-    raise ValueError(f"its layers keep a {type(cache).__module__}.{type(cache).__name__}")
+    raise UnsuitableModelError(f"it keeps a {type(cache).__name__} in its caches")

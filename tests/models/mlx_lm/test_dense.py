@@ -4,6 +4,7 @@ mlx-lm's own ``generate_step``.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -13,8 +14,7 @@ import pytest
 from helpers.dense_models import (
     ATTENTION,
     CONFIGS,
-    RECURRENT,
-    Args,
+    config_of,
     dense_model,
     greedy_answer,
     mlx_lm_model,
@@ -22,11 +22,13 @@ from helpers.dense_models import (
 from helpers.engine_runs import assert_nothing_held, greedy, make_engine, prompt, run
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
+from mlx_paged.cache.paged import PagedLayerKV
 from mlx_paged.core import BlockTableError
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.model_runner import ModelRunner
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models.kv_cache import make_kv_cache
+from mlx_paged.models.mlx_lm import UnsuitableModelError, adapt
 from mlx_paged.models.mlx_lm.dense import MAX_UNWANTED_ROWS, DenseModel
 
 
@@ -64,29 +66,39 @@ def test_requests_side_by_side_get_the_tokens_of_mlx_lm(name: str, ahead: bool):
     assert not engine.cache.manager.states
 
 
+@pytest.mark.parametrize("keeps_wanted_rows", [True, False])
 @pytest.mark.parametrize("name", ["gemma2", "falcon_h1"])
-def test_a_long_chunk_computes_the_logits_that_are_wanted_and_no_others(
-    name: str, monkeypatch: pytest.MonkeyPatch
+def test_a_long_chunk_computes_the_logits_that_are_wanted_and_few_others(
+    name: str, keeps_wanted_rows: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    num_rows = []
-    model = mlx_lm_model(name)
-    call = type(model).__call__
+    """Where the last norm can't leave rows out, the last token is a pass of its own, as in
+    mlx-lm.
+    """
+    passes = []
+    model, tokens = dense_model(name), prompt(MAX_UNWANTED_ROWS + 10)
+    assert model._traced.keeps_wanted_rows
+    model._traced = replace(model._traced, keeps_wanted_rows=keeps_wanted_rows)
+    expected = greedy_answer(name, tokens, 3)
+    kind = type(model.inner)
+    call = kind.__call__
 
     def noting(self: nn.Module, inputs: mx.array, cache: Any = None) -> mx.array:
-        num_rows.append(inputs.shape[1])
-        return call(self, inputs, cache=cache)
+        logits = call(self, inputs, cache=cache)
+        passes.append((inputs.shape[1], logits.shape[1]))
+        return logits
 
-    monkeypatch.setattr(type(model), "__call__", noting)
-    tokens = prompt(MAX_UNWANTED_ROWS + 10)
-    expected = greedy_answer(name, tokens, 3)
-    for budget, sizes in ((200, {"gemma2": [73, 1], "falcon_h1": [72, 2]}), (50, {})):
-        engine = ragged(name, max_num_batched_tokens=budget)
-        num_rows.clear()
+    monkeypatch.setattr(kind, "__call__", noting)
+    # A model with a state runs up to the end of a block first.
+    sizes = {"falcon_h1": [(72, 72), (2, 1)], "gemma2": [(74, 1)]}
+    if not keeps_wanted_rows:
+        sizes = {"falcon_h1": [(72, 72), (2, 2)], "gemma2": [(73, 73), (1, 1)]}
+    for budget in (200, 50):
+        engine = make_engine(model, block_size=8, max_num_seqs=8, max_num_batched_tokens=budget)
+        passes.clear()
         engine.add_request("a", tokens, greedy(3))
         assert answers(engine) == {"a": [expected]}
-        # Of the last chunk of 24 tokens, a model with a state computes all but 2 first.
-        in_chunks = [50, 22, 2] if name == "falcon_h1" else [50, 24]
-        assert num_rows[:-2] == sizes.get(name, in_chunks)
+        assert budget == 50 or passes[:-2] == sizes[name]
+        assert sum(num_tokens for num_tokens, _ in passes) == len(tokens) + 2
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -290,7 +302,7 @@ def big_heads() -> DenseModel:
         partial_rotary_factor=0.5,
         layer_norm_eps=1e-5,
     )
-    return DenseModel(stablelm.Model(args), Args())
+    return DenseModel(stablelm.Model(args), {"model_type": "stablelm"})
 
 
 # States, directly in a cache
@@ -352,8 +364,12 @@ def test_a_state_keeps_no_more_memory_than_its_size():
     ("name", "options", "match"),
     [
         ("gemma2", {"kv": "basic"}, r"kv='basic' can't hold a model that runs one sequence"),
-        ("gemma2", {"window": 64}, r"window needs keys .* gemma2 runs a sequence at a time"),
-        ("falcon_h1", {"window": 64}, r"window needs keys .* falcon_h1 runs a sequence at a time"),
+        ("gemma2", {"window": 64}, r"window needs keys .* gemma2 runs one sequence at a time"),
+        (
+            "falcon_h1",
+            {"window": 64},
+            r"window needs .* falcon_h1 runs one sequence at a time",
+        ),
         ("falcon_h1", {"num_draft_tokens": 2}, r"num_draft_tokens must be 0 with a falcon_h1"),
         ("falcon_h1", {"swap_bytes": "1M"}, r"swap_bytes=.* a recurrent state"),
         (
@@ -371,7 +387,7 @@ def test_what_cannot_be_right_is_refused_by_name(name: str, options: Any, match:
 
 def test_a_draft_model_with_a_state_is_refused_and_so_is_one_for_such_a_model():
     for name, draft in (("gemma2", "mamba2"), ("mamba2", "gemma2")):
-        with pytest.raises(ArgumentError, match="mamba2.* can't take back drafts"):
+        with pytest.raises(ArgumentError, match=r"mamba2.* can't take back drafts"):
             make_engine(dense_model(name), draft_model=dense_model(draft))
 
 
@@ -389,17 +405,45 @@ def test_states_are_part_of_the_budget():
     assert make_engine(model, **options).cache.config.nbytes <= 5 * nbytes
 
 
-class OddCache:
-    def make_cache(self) -> list[Any]:
-        return self.caches
-
+class Odd(nn.Module):
     def __init__(self, *caches: Any):
-        self.caches = list(caches)
+        super().__init__()
+        self.make_cache = lambda: list(caches)
 
 
-@pytest.mark.parametrize("caches", [[dict()], [CacheList(RotatingKVCache(8, keep=4), KVCache())]])
-def test_caches_that_are_not_known_are_refused_by_name(caches: list[Any]):
-    model: Any = OddCache(*caches)
-    model.model_type = "odd"
-    with pytest.raises(ValueError, match=r"\[odd\] its layers keep a .*(dict|RotatingKVCache)"):
-        DenseModel(model, Args())
+@pytest.mark.parametrize(
+    ("cache", "kind"),
+    [({}, "dict"), (CacheList(RotatingKVCache(8, keep=4), KVCache()), "RotatingKVCache")],
+)
+def test_caches_that_are_not_known_are_refused_by_name(cache: Any, kind: str):
+    with pytest.raises(UnsuitableModelError, match=f"it keeps a {kind} in its caches"):
+        DenseModel(Odd(cache), {})
+
+
+# The way in which a model runs
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_model_that_does_not_run_packed_is_tried_one_sequence_at_a_time(name: str):
+    adapted = adapt(mlx_lm_model(name), config_of(name))
+    assert isinstance(adapted, DenseModel)
+    state = rf" with a state of {adapted.state_nbytes / 2**20:.1f} MiB each"
+    way = "one sequence at a time" + (state if adapted.state_nbytes else "")
+    assert adapted.description == f"{name} of mlx-lm, {way}"
+
+
+def test_a_model_that_is_wrong_in_both_ways_is_refused_with_both_reasons(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """As one that takes its positions from something else than the cache would be."""
+    exchange = PagedLayerKV.update_and_fetch
+
+    def shifted(self: Any, run: Any, k: mx.array, v: mx.array, *args: Any) -> Any:
+        return exchange(self, run, mx.roll(k, 1, axis=0), v, *args)
+
+    monkeypatch.setattr(PagedLayerKV, "update_and_fetch", shifted)
+    with pytest.raises(UnsuitableModelError) as refused:
+        adapt(mlx_lm_model("gemma2"), config_of("gemma2"))
+    packed, dense = str(refused.value).split("; ")
+    assert packed.startswith("packed, it ")
+    assert dense.startswith("one sequence at a time, its logits of its first tokens differ")
