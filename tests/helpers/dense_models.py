@@ -21,7 +21,7 @@ COMMON = {
     "intermediate_size": 48,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 16,
+    "head_dim": 32,
     "rms_norm_eps": 1e-5,
     "rope_theta": 1e4,
     "vocab_size": VOCAB_SIZE,

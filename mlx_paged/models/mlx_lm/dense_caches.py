@@ -165,11 +165,8 @@ class CachePlan:
                 return CacheList(*map(make, cache.caches))
             if not isinstance(cache, ArraysCache):
                 return next(opened)
-            made = copy.copy(cache)
-            before: Sequence[mx.array | None] = [None] * len(cache.cache)
-            if state is not None:
-                before = next(arrays)
-            made.cache = list(before)
+            made: Any = copy.copy(cache)
+            made.cache = [None] * len(cache.cache) if state is None else list(next(arrays))
             return made
 
         return [make(cache) for cache in self._caches]
