@@ -12,7 +12,8 @@ from mlx_paged.cache import KVFormat, LayerSpec
 from mlx_paged.errors import one_line
 from mlx_paged.models.mlx_lm.dense_caches import CachePlan, Rows
 from mlx_paged.models.mlx_lm.errors import UnsuitableModelError
-from mlx_paged.models.mlx_lm.final_norm import keep_wanted_rows, norm_calls, rows_wanted
+from mlx_paged.models.mlx_lm.final_norm import keep_wanted_rows, rows_wanted
+from mlx_paged.models.mlx_lm.module_calls import last_called_once, noted_calls
 
 # Long enough for a recurrent layer to have all of its state: convolutions see up to 4 tokens.
 NUM_TOKENS = 16
@@ -43,17 +44,17 @@ def trace(model: Module, plan: CachePlan) -> Trace:
     Raises:
         UnsuitableModelError: the model can't run so.
     """
-    with norm_calls(model) as calls:
+    with noted_calls(model, "norm") as norms:
         noted, state_nbytes, logits = _call(model, plan)
     specs = []
     for entry, shapes in zip(plan.entries, noted, strict=True):
         if len(shapes) > 1:
             raise UnsuitableModelError("it writes the K/V of a layer twice in one pass")
         specs.append(_spec(*shapes[0], entry.window) if shapes else None)
+    norm = last_called_once([module for module, _ in norms])
     is_prepared = False
-    # By identity: modules compare as the dictionaries that they are.
-    if calls and sum(norm is calls[-1] for norm in calls) == 1:
-        keep_wanted_rows(calls[-1])
+    if norm is not None:
+        keep_wanted_rows(norm)
         is_prepared = _leaves_rows_out(model, plan)
     return Trace(tuple(specs), state_nbytes, logits.shape[-1], logits.dtype, is_prepared)
 
