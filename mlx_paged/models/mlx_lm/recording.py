@@ -153,6 +153,10 @@ class _Entry(PackedKV):
         if isinstance(mask, WindowMask):
             if self.spec is not None and self.window != mask.window:
                 raise UnsuitableModelError("layers that share K/V have different windows")
+            if self.window is not None and self.window < mask.window:
+                raise UnsuitableModelError(
+                    f"a layer sees {mask.window} tokens of a cache that keeps {self.window}"
+                )
             self.window = mask.window
         elif isinstance(mask, mx.array):
             raise UnsuitableModelError("it adds a mask of its own to the scores")
