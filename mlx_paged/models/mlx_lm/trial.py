@@ -7,6 +7,7 @@ that of the sequence.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
@@ -67,6 +68,7 @@ def check_against_stock(model: LanguageModel, stock: Module) -> None:
 
     groups = group_layers(model.layer_specs, BLOCK_SIZE)
     config = KVCacheConfig.within(BUDGET, model.layer_specs, BLOCK_SIZE, groups)
+    config = replace(config, state_nbytes=model.state_nbytes)
     cache = PagedKVCache(config, "reference")
     first, last = CHUNKS[0], CHUNKS[1] // 2
     parts = {
