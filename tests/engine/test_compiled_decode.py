@@ -148,7 +148,7 @@ def test_many_requests_of_every_kind_get_the_same_as_from_built_decodes(
     monkeypatch.setattr(compiled_decode, "NUM_BUILT_FIRST", 2)
     monkeypatch.setattr(compiled_decode, "MAX_TRACES", 5)
     preemptions = 0
-    for seed in (103, 105, 108):
+    for seed in (103, 108):
         workload = Workload(seed, 20, demo.args.vocab_size)
         replayed = workload.run(demo)
         with monkeypatch.context() as patch:
