@@ -34,8 +34,10 @@ from mlx_paged.request import RequestOutput, SamplingParams
 FACTS = "The code of apple is 4821. " * 6
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("kind", ["waiting", "ahead", "basic"])
+@pytest.mark.parametrize(
+    ("seed", "kind"),
+    [(0, "waiting"), (1, "ahead"), (2, "basic"), (3, "ahead"), (4, "waiting"), (5, "basic")],
+)
 def test_requests_of_every_kind_get_the_same_as_without(model: qwen3.Model, kind: str, seed: int):
     workload = Workload(seed + 20, 25, VOCAB_SIZE)
     if kind == "basic":
