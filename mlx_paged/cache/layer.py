@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -112,6 +113,70 @@ class LayerKV(ABC):
 
         Returns:
             ``[len(q), num_heads, value_dim]`` in the dtype of ``q``.
+        """
+
+    def update_and_fetch(
+        self,
+        run: AttentionMetadata,
+        k: mx.array,  # [num_tokens, num_kv_heads, key_dim]
+        v: mx.array,  # [num_tokens, num_kv_heads, value_dim]
+        num_before: int | None = None,
+    ) -> tuple[mx.array, mx.array]:
+        """Write K/V rows of one sequence, and read them back together with those before them, as
+        they are stored (mlx-lm's name).
+
+        For a model that attends by itself, one sequence at a time. Unless :attr:`writes_in_place`,
+        evaluate what is made of it and :attr:`arrays` before the next rows are written.
+
+        Args:
+            run: ``step.run_of`` the sequence.
+            num_before: how many rows before the new ones to read, at most; all by default.
+
+        Returns:
+            ``[num_kv_heads, num_rows, key_dim]`` and ``value_dim``, in the format's dtype.
+        """
+        raise NotImplementedError(f"[{type(self).__name__}] can't be read a sequence at a time")
+
+    @property
+    def arrays(self) -> Sequence[mx.array]:
+        """What has to be evaluated for the writes so far to have happened."""
+        return ()
+
+    @property
+    def writes_in_place(self) -> bool:
+        """Whether writes happen in the order of the calls, whatever is evaluated when."""
+        return False
+
+    @abstractmethod
+    def attend(
+        self,
+        q: mx.array,  # [num_tokens, num_heads, key_dim]
+        *,
+        scale: float,
+        sinks: mx.array | None = None,  # [num_heads]
+    ) -> mx.array:
+        """Attend to the rows that another layer of the model has written in this step: layers may
+        share K/V. Arguments and result are those of :meth:`update_and_attend`.
+        """
+
+    @abstractmethod
+    def update_and_attend_latents(
+        self,
+        q: mx.array,  # [num_tokens, num_heads, key_dim + value_dim], scaled
+        latents: mx.array,  # [num_tokens, 1, key_dim]
+        rope_keys: mx.array,  # [num_tokens, 1, value_dim]
+    ) -> mx.array:
+        """Write a step's latents and their rotated keys, then attend (multi-head latent attention,
+        DeepSeek-V2, 2024).
+
+        The latents lie where K does and the rotated keys where V does. Each query has a part for
+        either, and the values are the latents again.
+
+        Args:
+            q: queries as the latents have them, then rotated ones, both scaled; of all rows.
+
+        Returns:
+            ``[num_tokens, num_heads, key_dim]`` in the dtype of ``q``.
         """
 
 
