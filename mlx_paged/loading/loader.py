@@ -13,17 +13,16 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import load_adapters, load_model, load_tokenizer
+from mlx_lm.utils import load_adapters, load_model
 
 from mlx_paged.argument_values import is_plain_integer
 from mlx_paged.errors import shown
 from mlx_paged.foreign_arguments import refuses_unknown_arguments
 from mlx_paged.loading.folder import LoadError, find_model, load_errors, read_json_object
+from mlx_paged.loading.tokenizer import read_tokenizer
 
 # model_type -> the module that has its Model and ModelArgs
 MODELS = {"qwen3": "mlx_paged.models.qwen3"}
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 @overload
@@ -121,7 +120,7 @@ def load(
             raise LoadError(f"[load] {name} must be {what}, got {shown(config)}", name)
     path = find_model(path_or_hf_repo, revision)
     model, config = _load_model(path, lazy, model_config)
-    tokenizer = _load_tokenizer(path, tokenizer_config, config.get("eos_token_id"))
+    tokenizer = read_tokenizer(path, tokenizer_config, config.get("eos_token_id"))
     if adapter_path is not None:
         if not str(adapter_path):
             raise LoadError(
@@ -162,24 +161,6 @@ def _load_model(
                 f"{weight.dtype}"
             )
     return model, config
-
-
-def _load_tokenizer(
-    path: Path, tokenizer_config: dict[str, Any] | None, eos_token_ids: Any
-) -> TokenizerWrapper:
-    with load_errors(f"the tokenizer in {path} is missing or broken"):
-        if not any((path / name).is_file() for name in _TOKENIZER_FILES):
-            # transformers would make up a tokenizer of one word.
-            raise ValueError(f"none of {', '.join(_TOKENIZER_FILES)}")
-        tokenizer: TokenizerWrapper = load_tokenizer(
-            path, tokenizer_config, eos_token_ids=eos_token_ids
-        )
-    # transformers would warn of "indexing errors" when a text is long. The context limit says it
-    # with the numbers.
-    warned = getattr(tokenizer, "deprecation_warnings", None)
-    if isinstance(warned, dict):
-        warned["sequence-length-is-longer-than-the-specified-maximum"] = True
-    return tokenizer
 
 
 def _check_config(config: dict[str, Any], file: Path) -> None:
