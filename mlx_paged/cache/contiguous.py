@@ -44,18 +44,38 @@ class ContiguousLayerKV(LayerKV):
         sinks: mx.array | None = None,
     ) -> mx.array:
         self.update(k, v)
+        return self.attend(q, scale=scale, sinks=sinks)
+
+    def attend(self, q: mx.array, *, scale: float, sinks: mx.array | None = None) -> mx.array:
         step, rows = self.step, self.rows
         if q.shape[0] < step.num_tokens:
             if step.num_logit_rows is not None:
                 counts = zip(rows, step.num_logit_rows, strict=True)
                 rows = [one for one, count in counts if count]
             step = step.logit_queries
-        dense = []
-        for one, context_len in zip(rows, step.context_lens, strict=True):
-            keys, values = one.layers[self._index]
-            dense.append((keys[:, :context_len], values[:, :context_len]))
         params = AttentionParams(scale, self.spec.window, sinks)
-        return compute_meanwhile(attend_densely(q, dense, step, params))
+        return compute_meanwhile(attend_densely(q, self._dense(rows, step), step, params))
+
+    def update_and_attend_latents(
+        self, q: mx.array, latents: mx.array, rope_keys: mx.array
+    ) -> mx.array:
+        self.update(latents, rope_keys)
+        dense = [
+            (mx.concatenate([stored, keys], axis=-1), stored)
+            for stored, keys in self._dense(self.rows, self.step)
+        ]
+        params = AttentionParams(1.0, self.spec.window)
+        return compute_meanwhile(attend_densely(q, dense, self.step, params))
+
+    def _dense(
+        self, rows: Sequence[Rows], step: AttentionMetadata
+    ) -> list[tuple[mx.array, mx.array]]:
+        """K and V of each sequence, ``[num_kv_heads, context_len, width]``."""
+        layers = [one.layers[self._index] for one in rows]
+        return [
+            (keys[:, :context_len], values[:, :context_len])
+            for (keys, values), context_len in zip(layers, step.context_lens, strict=True)
+        ]
 
 
 class ContiguousKVCacheManager(KVCacheManager):

@@ -114,6 +114,38 @@ class LayerKV(ABC):
             ``[len(q), num_heads, value_dim]`` in the dtype of ``q``.
         """
 
+    @abstractmethod
+    def attend(
+        self,
+        q: mx.array,  # [num_tokens, num_heads, key_dim]
+        *,
+        scale: float,
+        sinks: mx.array | None = None,  # [num_heads]
+    ) -> mx.array:
+        """Attend to the rows that another layer of the model has written in this step: layers may
+        share K/V. Arguments and result are those of :meth:`update_and_attend`.
+        """
+
+    @abstractmethod
+    def update_and_attend_latents(
+        self,
+        q: mx.array,  # [num_tokens, num_heads, key_dim + value_dim], scaled
+        latents: mx.array,  # [num_tokens, 1, key_dim]
+        rope_keys: mx.array,  # [num_tokens, 1, value_dim]
+    ) -> mx.array:
+        """Write a step's latents and their rotated keys, then attend (multi-head latent attention,
+        DeepSeek-V2, 2024).
+
+        The latents lie where K does and the rotated keys where V does. Each query has a part for
+        either, and the values are the latents again.
+
+        Args:
+            q: queries as the latents have them, then rotated ones, both scaled; of all rows.
+
+        Returns:
+            ``[num_tokens, num_heads, key_dim]`` in the dtype of ``q``.
+        """
+
 
 def compute_meanwhile(out: mx.array) -> mx.array:
     """``out``, which the CPU begins to compute while Python builds the rest of the step.

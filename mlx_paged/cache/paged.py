@@ -26,6 +26,7 @@ from mlx_paged.ops import (
     Parts,
     PlanKey,
     SlotMapping,
+    attend_densely,
     choose_backend,
     traced_decode,
 )
@@ -62,15 +63,35 @@ class PagedLayerKV(LayerKV):
         scale: float,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        step, params = self.step, AttentionParams(scale, self.spec.window, sinks)
+        if q.shape[0] < self.step.num_tokens:
+            self.update(k, v)
+            return self.attend(q, scale=scale, sinks=sinks)
+        params = AttentionParams(scale, self.spec.window, sinks)
         q = self.spec.format.rotated(q)
         key_parts, value_parts = self.spec.format.encode(k, v)
-        if q.shape[0] < step.num_tokens:
-            self.write(key_parts, value_parts)
-            out = self._backend.attend(q, self.kv, step.logit_queries, params)
-        else:
-            out = self._backend.update_and_attend(q, key_parts, value_parts, self.kv, step, params)
-        return compute_meanwhile(out)
+        return compute_meanwhile(
+            self._backend.update_and_attend(q, key_parts, value_parts, self.kv, self.step, params)
+        )
+
+    def attend(self, q: mx.array, *, scale: float, sinks: mx.array | None = None) -> mx.array:
+        params = AttentionParams(scale, self.spec.window, sinks)
+        step = self.step if q.shape[0] == self.step.num_tokens else self.step.logit_queries
+        q = self.spec.format.rotated(q)
+        return compute_meanwhile(self._backend.attend(q, self.kv, step, params))
+
+    def update_and_attend_latents(
+        self, q: mx.array, latents: mx.array, rope_keys: mx.array
+    ) -> mx.array:
+        self.update(latents, rope_keys)
+        # What K and V hold is known here, and no product of a rotated format with itself is needed.
+        form, step = self.spec.format, self.step
+        dense = []
+        for table, context_len in zip(step.block_tables, step.context_lens, strict=True):
+            stored, keys = self._backend.gather_blocks(self.kv, table, context_len)
+            stored = form.unrotated(stored)
+            dense.append((mx.concatenate([stored, keys], axis=-1), stored))
+        params = AttentionParams(1.0, self.spec.window)
+        return compute_meanwhile(attend_densely(q, dense, step, params))
 
 
 class _OpenPart(NamedTuple):

@@ -4,25 +4,40 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from pathlib import Path
 from typing import Any, Literal, overload
 
 import mlx.core as mx
+import mlx_lm
 
 # mlx.nn does not re-export Module: to a user's mypy, nn.Module is Any.
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import _get_classes as mlx_lm_model_classes
 from mlx_lm.utils import load_adapters, load_model
 
 from mlx_paged.argument_values import is_plain_integer
-from mlx_paged.errors import shown
+from mlx_paged.errors import one_line, shown
 from mlx_paged.foreign_arguments import refuses_unknown_arguments
-from mlx_paged.loading.folder import LoadError, find_model, load_errors, read_json_object
+from mlx_paged.loading.folder import (
+    LoadError,
+    find_model,
+    find_tokenizer,
+    load_errors,
+    read_json_object,
+)
+from mlx_paged.loading.gguf import is_gguf, load_gguf
 from mlx_paged.loading.tokenizer import read_tokenizer
+from mlx_paged.models.language_model import LanguageModel
+from mlx_paged.models.mlx_lm import UnsuitableModelError, adapt
 
-# model_type -> the module that has its Model and ModelArgs
-MODELS = {"qwen3": "mlx_paged.models.qwen3"}
+# model_type -> the module that has its Model and ModelArgs. All others are mlx-lm's.
+NATIVE_MODELS = {"qwen3": "mlx_paged.models.qwen3"}
+
+# Of a module of mlx-lm's: no path, and no package of another.
+_MODULE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
 
 @overload
@@ -34,6 +49,7 @@ def load(
     lazy: bool = False,
     return_config: Literal[False] = False,
     revision: str | None = None,
+    tokenizer_path: str | Path | None = None,
 ) -> tuple[Module, TokenizerWrapper]: ...
 
 
@@ -47,6 +63,7 @@ def load(
     *,
     return_config: Literal[True],
     revision: str | None = None,
+    tokenizer_path: str | Path | None = None,
 ) -> tuple[Module, TokenizerWrapper, dict[str, Any]]: ...
 
 
@@ -59,6 +76,7 @@ def load(
     lazy: bool,
     return_config: Literal[True],
     revision: str | None = None,
+    tokenizer_path: str | Path | None = None,
 ) -> tuple[Module, TokenizerWrapper, dict[str, Any]]: ...
 
 
@@ -71,6 +89,7 @@ def load(
     lazy: bool = False,
     return_config: bool = False,
     revision: str | None = None,
+    tokenizer_path: str | Path | None = None,
 ) -> tuple[Module, TokenizerWrapper] | tuple[Module, TokenizerWrapper, dict[str, Any]]: ...
 
 
@@ -83,30 +102,37 @@ def load(
     lazy: bool = False,
     return_config: bool = False,
     revision: str | None = None,
+    tokenizer_path: str | Path | None = None,
 ) -> tuple[Module, TokenizerWrapper] | tuple[Module, TokenizerWrapper, dict[str, Any]]:
     """A model and its tokenizer, ready for :func:`mlx_paged.generate`; the signature follows
     ``mlx_lm.load``.
 
-    Reads what mlx-lm reads for Qwen3: float32, float16 and bfloat16, one or several safetensors
-    files, weights quantised by MLX, tied and untied embeddings.
+    Qwen3 is this package's own; every other architecture is mlx-lm's, whose modules run on the
+    caches of this package (:mod:`mlx_paged.models.mlx_lm`). Weights may be whatever mlx-lm reads:
+    float32, float16 and bfloat16, one or several safetensors files, quantised by MLX.
 
     Args:
-        path_or_hf_repo: a local folder, or the id of a repository on the Hugging Face hub, which is
-            downloaded once.
+        path_or_hf_repo: a local folder, the id of a repository on the Hugging Face hub, which is
+            downloaded once, or a GGUF file (:mod:`mlx_paged.loading.gguf`).
         tokenizer_config: passed on to the tokenizer.
         model_config: replaces fields of ``config.json``.
         adapter_path: a folder with LoRA or DoRA adapters, as mlx-lm trains them.
-        lazy: leave the weights unevaluated until they are used.
+        lazy: leave the weights unevaluated until they are used. Models of mlx-lm are tried as they
+            are loaded, which uses them, and those of a GGUF file are repacked.
         return_config: return the configuration as a third value.
         revision: branch, tag or commit of the repository.
+        tokenizer_path: a folder or the id of a repository with the tokenizer, instead of that in
+            the model's folder or file.
 
     Raises:
-        LoadError: nothing is there, it is broken, or the model type is not supported.
+        LoadError: nothing is there, it is broken, or mlx-lm does not have the model type, or has
+            one that does not run here.
     """
     for name, value, kinds, what in (
-        ("path_or_hf_repo", path_or_hf_repo, str | Path, "a folder or a hub id"),
+        ("path_or_hf_repo", path_or_hf_repo, str | Path, "a folder, a hub id or a file"),
         ("adapter_path", adapter_path, str | Path | None, "a text, or None"),
         ("revision", revision, str | Path | None, "a text, or None"),
+        ("tokenizer_path", tokenizer_path, str | Path | None, "a folder, a hub id, or None"),
         ("lazy", lazy, bool, "True or False"),
         ("return_config", return_config, bool, "True or False"),
     ):
@@ -119,8 +145,19 @@ def load(
             what = "a dict with texts as keys, or None"
             raise LoadError(f"[load] {name} must be {what}, got {shown(config)}", name)
     path = find_model(path_or_hf_repo, revision)
-    model, config = _load_model(path, lazy, model_config)
-    tokenizer = read_tokenizer(path, tokenizer_config, config.get("eos_token_id"))
+    tokenizer_folder = None if tokenizer_path is None else find_tokenizer(tokenizer_path)
+    if is_gguf(path):
+        model, tokenizer, config = load_gguf(
+            path,
+            tokenizer_path=tokenizer_folder,
+            tokenizer_config=tokenizer_config,
+            model_config=model_config,
+        )
+    else:
+        model, config = _load_model(path, lazy, model_config)
+        tokenizer = read_tokenizer(
+            tokenizer_folder or path, tokenizer_config, config.get("eos_token_id")
+        )
     if adapter_path is not None:
         if not str(adapter_path):
             raise LoadError(
@@ -129,6 +166,7 @@ def load(
         with load_errors(f"the adapters in {adapter_path} can't be used"):
             model = load_adapters(model, str(adapter_path))
             model.eval()
+    model = _on_our_caches(model, config, path)
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 
@@ -149,18 +187,35 @@ def _load_model(
         model, config = load_model(
             path, lazy, model_config=model_config, get_model_classes=model_classes
         )
+    _check_weights(model, path)
+    return model, config
+
+
+def _check_weights(model: Module, path: Path) -> None:
+    """Refuse integers in the place of numbers, which would be computed with in silence."""
     weights = dict(tree_flatten(model.parameters()))
     for name, weight in weights.items():
-        # MLX packs quantised weights into uint32. All other integers would be computed with in
-        # silence.
-        scales = f"{name.removesuffix('.weight')}.scales"
-        is_packed = weight.dtype == mx.uint32 and scales in weights
+        module = name.rpartition(".")[0]
+        # Quantised weights are packed into unsigned integers; so are the scales of some formats.
+        has_scales = any(f"{module}.{scale}" in weights for scale in ("scales", "weight_scale"))
+        is_packed = has_scales and weight.dtype in (mx.uint8, mx.uint32)
         if not is_packed and not mx.issubdtype(weight.dtype, mx.floating):
             raise LoadError(
                 f"[load] the model in {path} is broken: the weights {name} are of type "
                 f"{weight.dtype}"
             )
-    return model, config
+
+
+def _on_our_caches(model: Module, config: dict[str, Any], path: Path) -> LanguageModel:
+    if isinstance(model, LanguageModel):
+        return model
+    model_type = shown(config.get("model_type"))
+    try:
+        return adapt(model, config)
+    except UnsuitableModelError as error:
+        raise LoadError(
+            f"[load] model type {model_type} can't run on a paged cache: {one_line(error)}"
+        ) from error
 
 
 def _check_config(config: dict[str, Any], file: Path) -> None:
@@ -216,9 +271,19 @@ def _check_end_tokens(config: dict[str, Any], file: Path) -> None:
 def model_classes(config: dict[str, Any]) -> tuple[type[Module], type]:
     """The classes of a model and of its arguments, by the configuration's ``model_type``."""
     model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in MODELS:
+    if not isinstance(model_type, str) or not _MODULE_NAME.fullmatch(model_type):
         raise LoadError(
-            f"[load] model type {model_type!r} is not supported; supported: {', '.join(MODELS)}"
+            f"[load] model_type in config.json must be the name of an architecture, got "
+            f"{shown(model_type)}"
         )
-    module = importlib.import_module(MODELS[model_type])
-    return module.Model, module.ModelArgs
+    if model_type in NATIVE_MODELS:
+        module = importlib.import_module(NATIVE_MODELS[model_type])
+        return module.Model, module.ModelArgs
+    try:
+        classes: tuple[type[Module], type] = mlx_lm_model_classes(config)
+    except Exception as error:
+        raise LoadError(
+            f"[load] model type {model_type!r} is not supported: mlx-lm {mlx_lm.__version__} does "
+            "not have it"
+        ) from error
+    return classes

@@ -56,6 +56,11 @@ class LanguageModel(Module, ABC):
         """
         raise NotImplementedError(f"[{type(self).__module__}] can't rotate keys")
 
+    @property
+    def description(self) -> str:
+        """Which model this is and how it runs, for the line that a program begins with."""
+        return f"{type(self).__module__.rpartition('.')[2]}, native"
+
     @abstractmethod
     def __call__(
         self,

@@ -168,8 +168,7 @@ def _tensors_by_parameter(
     infos: dict[str, TensorInfo] = {}
     left = dict(file.tensors)
     left.pop(FACTORS, None)
-    parameters: list[tuple[str, mx.array]] = tree_flatten(model.parameters())
-    for name, parameter in parameters:
+    for name, parameter in dict(tree_flatten(model.parameters())).items():
         tensor = names.get_name(name, try_suffixes=(".weight", ".bias"))
         info = left.pop(tensor, None)
         if info is None:

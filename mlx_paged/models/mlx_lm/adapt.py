@@ -1,0 +1,30 @@
+"""The way in which a model of mlx-lm runs on the caches of this package."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+
+from mlx_paged.models.language_model import LanguageModel
+from mlx_paged.models.mlx_lm.packed import PackedModel
+from mlx_paged.models.mlx_lm.trial import check_against_stock
+
+
+def adapt(model: Module, config: dict[str, Any]) -> LanguageModel:
+    """A model of mlx-lm, as one that runs here: packed, or else a sequence at a time.
+
+    Args:
+        model: with its weights, adapters among them.
+        config: its ``config.json``.
+
+    Raises:
+        UnsuitableModelError: it runs in neither way, with both reasons.
+    """
+    # Arrays that are no parameters, as frequencies of RoPE, are made lazily, and no other thread
+    # can run what this one leaves lazy.
+    mx.eval([value for module in model.modules() for value in module.values()])
+    adapted = PackedModel(model, config)
+    check_against_stock(adapted, model)
+    return adapted

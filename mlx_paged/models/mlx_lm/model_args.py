@@ -1,0 +1,56 @@
+"""What is read of the configuration of any model of mlx-lm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_paged.argument_values import is_plain_integer
+
+# Names that configurations have for it.
+_CONTEXT_LENGTHS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "max_sequence_length",
+    "max_context_length",
+    "n_ctx",
+    "seq_length",
+    "model_max_length",
+)
+# Where a configuration names none, as recurrent models' do.
+UNKNOWN_CONTEXT_LENGTH = 2**20
+
+
+@dataclass
+class MlxLmArgs:
+    """The fields of a configuration that are read outside of the model."""
+
+    vocab_size: int
+    max_position_embeddings: int
+    rope_scaling: dict[str, Any] | None
+
+    @classmethod
+    def read(cls, config: dict[str, Any], vocab_size: int) -> MlxLmArgs:
+        """Of ``config.json``; where it describes several parts, of the one for text."""
+        text = config.get("text_config")
+        sources = [config, text] if isinstance(text, dict) else [config]
+        found = [source.get(name) for name in _CONTEXT_LENGTHS for source in sources]
+        lengths = [length for length in found if is_plain_integer(length, 1)]
+        scaling = next(filter(None, map(_rope_scaling, sources)), None)
+        # What Gemma 3 names is scaled already (as vLLM has it).
+        if str(config.get("model_type")).startswith("gemma3"):
+            scaling = None
+        length = lengths[0] if lengths else UNKNOWN_CONTEXT_LENGTH
+        return cls(vocab_size, length, scaling)
+
+
+def _rope_scaling(config: dict[str, Any]) -> dict[str, Any] | None:
+    """A rule for all layers; some models have one for each kind of layer."""
+    for name in ("rope_scaling", "rope_parameters"):
+        scaling = config.get(name)
+        if isinstance(scaling, dict) and isinstance(
+            scaling.get("rope_type") or scaling.get("type"), str
+        ):
+            return scaling
+    return None
