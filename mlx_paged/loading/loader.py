@@ -175,9 +175,10 @@ def _load_model(
 ) -> tuple[Module, dict[str, Any]]:
     config_file = path / "config.json"
     if not config_file.is_file():
+        ggufs = sorted(path.glob("*.gguf"))
         raise LoadError(
             f"[load] {path} has no config.json; a model folder holds config.json and "
-            "model*.safetensors"
+            "model*.safetensors" + (f"; it holds GGUF files: give {ggufs[0]}" if ggufs else "")
         )
     _check_config({**read_json_object(config_file), **(model_config or {})}, config_file)
     _check_generation_config(path / "generation_config.json")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import tempfile
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from mlx_paged.loading.folder import LoadError, load_errors
 from mlx_paged.loading.gguf.configuration import read_configuration
 from mlx_paged.loading.gguf.files import GGUFFile
 from mlx_paged.loading.gguf.tokenizer import named_end_ids, write_tokenizer
-from mlx_paged.loading.gguf.vocabulary import TOKENS, WAY_OUT, TokenType, Vocabulary
+from mlx_paged.loading.gguf.vocabulary import TOKENS, TokenType, Vocabulary
 from mlx_paged.loading.gguf.weights import DTYPES, Weights, default_dtype
 from mlx_paged.loading.tokenizer import read_tokenizer
 
@@ -91,22 +93,32 @@ def _load_tokenizer(
         tokenizer = read_tokenizer(folder, tokenizer_config, ends)
         _check_tokenizer(tokenizer, folder, file)
     else:
-        with tempfile.TemporaryDirectory() as name:
+        with tempfile.TemporaryDirectory() as name, _way_out(file.path):
             written = Path(name)
             ends = config.setdefault("eos_token_id", write_tokenizer(file.metadata, written))
-            try:
-                tokenizer = read_tokenizer(written, tokenizer_config, ends)
-            except LoadError as error:
-                raise LoadError(
-                    f"[load] the tokenizer in {file.path} is broken: "
-                    f"{one_line(error.__cause__ or error)}; {WAY_OUT}"
-                ) from error
+            tokenizer = read_tokenizer(written, tokenizer_config, ends)
     if len(tokenizer) > config["vocab_size"]:
         raise LoadError(
             f"[load] the tokenizer of {file.path} has {len(tokenizer):,} tokens, and the model "
             f"{config['vocab_size']:,}"
         )
     return tokenizer
+
+
+@contextmanager
+def _way_out(path: Path) -> Iterator[None]:
+    """Say after what is wrong with a file's tokenizer that another one can be given."""
+    try:
+        yield
+    except LoadError as error:
+        reason = str(error).removeprefix("[load] ")
+        if isinstance(error.__cause__, Exception):
+            # The message speaks of a temporary folder.
+            reason = f"the tokenizer in {path} is broken: {one_line(error.__cause__)}"
+        raise LoadError(
+            f"[load] {reason}; give a folder with the model's tokenizer as tokenizer_path",
+            "tokenizer_path",
+        ) from error
 
 
 def _check_tokenizer(tokenizer: TokenizerWrapper, folder: Path, file: GGUFFile) -> None:

@@ -15,7 +15,7 @@ from mlx_paged.errors import shown
 from mlx_paged.loading.folder import LoadError
 from mlx_paged.loading.gguf.metadata import Metadata
 from mlx_paged.loading.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
-from mlx_paged.loading.gguf.vocabulary import END_NAMES, WAY_OUT, TokenType, Vocabulary
+from mlx_paged.loading.gguf.vocabulary import END_NAMES, TokenType, Vocabulary
 
 _SPACE = "▁"  # SentencePiece's
 
@@ -27,11 +27,11 @@ def write_tokenizer(metadata: Metadata, folder: Path) -> list[int]:
         LoadError: it is of a kind that is not known, or damaged.
     """
     vocabulary = Vocabulary.read(metadata)
-    kind = metadata.text("tokenizer.ggml.model", "none")
+    kind = metadata.text("tokenizer.ggml.model")
     if kind not in _KINDS:
         raise LoadError(
             f"[load] {metadata.file}: a tokenizer of the kind {shown(kind)} (tokenizer.ggml.model) "
-            f"is not read from a GGUF file; {', '.join(_KINDS)} are; {WAY_OUT}"
+            f"is not read from a GGUF file; {', '.join(_KINDS)} are"
         )
     content = _KINDS[kind](vocabulary)
     content = {
@@ -115,7 +115,7 @@ def _post_processor(vocabulary: Vocabulary, adds_bos: bool) -> dict[str, Any] | 
         pieces: list[dict[str, Any]] = []
         for sequence, type_id in sequences:
             bos, eos = (
-                [{"SpecialToken": {"id": texts[name], "type_id": type_id}}] * (name in texts)
+                [{"SpecialToken": {"id": texts[name], "type_id": type_id}}] if name in texts else []
                 for name in ("bos", "eos")
             )
             pieces += [*bos, {"Sequence": {"id": sequence, "type_id": type_id}}, *eos]
@@ -163,11 +163,11 @@ def _byte_level_bpe(vocabulary: Vocabulary) -> dict[str, Any]:
 
 
 def _known_pre_tokenizer(metadata: Metadata) -> PreTokenizer:
-    name = metadata.text("tokenizer.ggml.pre", "none")
+    name = metadata.text("tokenizer.ggml.pre")
     if name not in PRE_TOKENIZERS:
         raise LoadError(
             f"[load] {metadata.file}: how its tokenizer cuts words (tokenizer.ggml.pre is "
-            f"{shown(name)}) is not known here; {WAY_OUT}"
+            f"{shown(name)}) is not known here"
         )
     return PRE_TOKENIZERS[name]
 

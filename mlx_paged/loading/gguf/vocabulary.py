@@ -11,7 +11,6 @@ from mlx_paged.errors import shown
 from mlx_paged.loading.folder import LoadError
 from mlx_paged.loading.gguf.metadata import Metadata
 
-WAY_OUT = "give a folder with the model's tokenizer as tokenizer_path"
 # Texts that end an answer, where they are control tokens: files often name one end token of two.
 _END_TEXTS = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<end_of_turn>", "<|endoftext|>",
@@ -59,7 +58,7 @@ class Vocabulary:
         vocabulary = cls(metadata, tokens[:size], types[:size])
         if len(vocabulary.ids) < size:
             twice = next(t for i, t in enumerate(tokens[:size]) if vocabulary.ids[t] != i)
-            raise LoadError(f"[load] {metadata.file} has the token {shown(twice)} twice; {WAY_OUT}")
+            raise LoadError(f"[load] {metadata.file} has the token {shown(twice)} twice")
         return vocabulary
 
     @cached_property
