@@ -196,7 +196,7 @@ def test_tensors_that_lack_or_that_nobody_knows(tmp_path, demo_parts):
     assert refused(path) == f"{path} has the tensor 'blk.0.ssm_a', which a qwen3 has not"
 
 
-@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "IQ4_NL", "MXFP4", "I32", "F64"])
+@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "IQ4_NL", "TQ1_0", "I32", "F64"])
 def test_types_that_are_not_supported(kind, tmp_path, demo_parts):
     keys, tensors = demo_parts
     block_size, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
