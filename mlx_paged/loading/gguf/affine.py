@@ -22,6 +22,7 @@ from mlx_paged.loading.gguf.package import gguf
 
 GROUP_SIZE = 32
 _PIECE_BYTES = 2**18
+_LOW, _FOUR = np.uint8(0x0F), np.uint8(4)
 
 Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float32]]"
@@ -82,8 +83,8 @@ def _adjacent_nibbles(blocks: Bytes) -> Bytes:
         blocks: ``[..., n]``; low nibbles are the first n weights, high nibbles the second n.
     """
     even, odd = blocks[..., 0::2], blocks[..., 1::2]
-    low = (even & 0x0F) | (odd << 4)
-    high = (even >> 4) | (odd & 0xF0)
+    low = (even & _LOW) | (odd << _FOUR)
+    high = (even >> _FOUR) | (odd & ~_LOW)
     return np.concatenate([low, high], axis=-1)
 
 
@@ -103,7 +104,7 @@ def _pack_5_bits(low: Bytes, high: Bytes) -> Bytes:
 
 def _nibbles(blocks: Bytes) -> Bytes:
     """The low nibbles of a block's bytes, and then the high ones."""
-    return np.concatenate([blocks & 0x0F, blocks >> 4], axis=-1)
+    return np.concatenate([blocks & _LOW, blocks >> _FOUR], axis=-1)
 
 
 def _fifth_bits(blocks: Bytes) -> Bytes:
