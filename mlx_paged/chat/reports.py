@@ -14,6 +14,7 @@ from mlx_paged.command_line.words import (
     budget_in_words,
     context_in_words,
     device_in_words,
+    model_in_words,
 )
 from mlx_paged.memory import memory_size
 
@@ -50,7 +51,7 @@ class Reports:
         """The model, its device and its cache, before the first message."""
         say, engine = self._screen.say, conversation.engine
         cache = engine.cache
-        model = args.model or "bundled demo model"
+        model = model_in_words(args.model, engine)
         if self._verbose:
             say(
                 f"[model: {model} | device: {device_in_words()} | "

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
+from mlx_paged.models.language_model import check_model
+
 if TYPE_CHECKING:
     from mlx_paged.cache import KVCache
     from mlx_paged.engine.engine import Engine
@@ -19,6 +21,12 @@ def device_in_words() -> str:
 
 def backend_in_words(cache: KVCache) -> str:
     return "MLX SDPA" if cache.backend is None else cache.backend.name
+
+
+def model_in_words(name: str | None, engine: Engine) -> str:
+    """What was asked for, and the way in which it runs."""
+    description = check_model(engine.model).description
+    return f"{name or 'bundled demo model'} ({description})"
 
 
 def budget_in_full(cache: KVCache) -> str:

@@ -268,6 +268,7 @@ def _announce(
         budget_in_words,
         context_in_words,
         device_in_words,
+        model_in_words,
     )
     from mlx_paged.server.http.http_server import url_of
 
@@ -275,7 +276,7 @@ def _announce(
     cache = engine.cache
     num_keys = len(settings.api_keys)
     parts = [
-        args.model or "bundled demo model",
+        model_in_words(args.model, engine),
         f"{device_in_words()}, {backend_in_words(cache)}",
         f"{cache.kind} K/V: {budget_in_words(cache)}",
         f"context: {context_in_words(engine)}",

@@ -21,7 +21,10 @@ def test_one_message_is_answered_on_stdout_and_the_figures_are_on_stderr(chat_wi
     status, out, err = chat_with(RECALL, "--max-tokens", "40")
     assert status == 0
     assert out.endswith("\n") and len(out.strip().splitlines()) == 1
-    assert "[model: bundled demo model | device: CPU | backend: reference | kv: paged]" in err
+    assert (
+        "[model: bundled demo model (qwen3, native) | device: CPU | backend: reference | kv: paged]"
+        in err
+    )
     assert "This is the demo model" in err and "--model mlx-community/" in err
     assert re.search(
         r"^Prompt: \d+ tokens \(0 reused\), [\d.]+ tokens-per-sec, first token after [\d.]+ s$",

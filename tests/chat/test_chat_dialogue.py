@@ -47,7 +47,8 @@ def test_one_line_before_the_first_message_and_one_after_each_answer(talk):
     start, *figures = err.splitlines()
     assert status == 0 and len(out) == len(figures) == 2
     assert start == (
-        "[bundled demo model | CPU, reference | paged K/V: 64 blocks of 16 tokens, 2.1 MB | "
+        "[bundled demo model (qwen3, native) | CPU, reference | "
+        "paged K/V: 64 blocks of 16 tokens, 2.1 MB | "
         "context: 4,096 tokens | greedy (the model's) | /help]"
     )
     numbers = (
@@ -73,8 +74,8 @@ def test_a_basic_cache_counts_blocks_as_a_paged_one_does(talk):
     _, _, err = talk("hello", argv=("--kv", "basic", "--kv-cache-bytes", "64blocks"))
     start, figures = err.splitlines()
     assert (
-        "| CPU, MLX SDPA | basic K/V: 64 blocks of 16 tokens, 2.1 MB | context: 4,096 tokens |"
-        in start
+        "| CPU, MLX SDPA | basic K/V: 64 blocks of 16 tokens, 2.1 MB | "
+        "context: 4,096 tokens |" in start
     )
     assert re.search(r"prompt tokens reused \| \d+ of 64 blocks in use\]$", figures)
 

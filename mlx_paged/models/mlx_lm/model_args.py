@@ -22,6 +22,16 @@ _CONTEXT_LENGTHS = (
 UNKNOWN_CONTEXT_LENGTH = 2**20
 
 
+# Parts of a configuration that describe what is not run here.
+_OTHER_PARTS = ("vision_config", "audio_config")
+
+
+def describe(config: dict[str, Any], way: str) -> str:
+    """A model's type, and the way in which it runs."""
+    is_part = any(config.get(name) for name in _OTHER_PARTS)
+    return f"{config.get('model_type')} of mlx-lm, {way}{', its text part only' if is_part else ''}"
+
+
 @dataclass
 class MlxLmArgs:
     """The fields of a configuration that are read outside of the model."""

@@ -17,9 +17,10 @@ from mlx.nn.layers.base import Module
 from mlx_paged.cache import LayerKV, LayerSpec
 from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.models.mlx_lm.final_norm import rows_wanted
-from mlx_paged.models.mlx_lm.model_args import MlxLmArgs
+from mlx_paged.models.mlx_lm.model_args import MlxLmArgs, describe
 from mlx_paged.models.mlx_lm.packed_kv import PackedKV
 from mlx_paged.models.mlx_lm.recording import record_packed
+from mlx_paged.models.rotation import rotate_on
 
 
 class PackedModel(LanguageModel):
@@ -37,7 +38,7 @@ class PackedModel(LanguageModel):
         super().__init__()
         self._recording = record_packed(model)
         self.args = MlxLmArgs.read(config, self._recording.vocab_size)
-        self.model_type = str(config.get("model_type"))
+        self.description = describe(config, "packed")
         self.inner = model
 
     def __call__(
@@ -54,6 +55,12 @@ class PackedModel(LanguageModel):
         logits = logits.squeeze(1)
         return logits if wanted is logit_rows else logits[logit_rows]
 
+    def rotate_keys(self, layer: int, keys: mx.array, distance: int) -> mx.array:
+        rope = self._recording.ropes[layer]
+        if rope is None:
+            raise NotImplementedError(f"{self.description}, does not end keys with a rotation")
+        return rotate_on(rope, keys, distance)
+
     @property
     def dtype(self) -> mx.Dtype:
         return self._recording.layers[0].format.dtype
@@ -61,7 +68,3 @@ class PackedModel(LanguageModel):
     @property
     def layer_specs(self) -> list[LayerSpec]:
         return list(self._recording.layers)
-
-    @property
-    def description(self) -> str:
-        return f"{self.model_type} of mlx-lm, packed"

@@ -267,7 +267,9 @@ def _read_texts(fields: Fields, name: str) -> list[str]:
 def _check_kind(block: Fields, kinds: tuple[str, ...]) -> str:
     kind = block.text("type")
     if kind in _OTHER_BLOCKS:
-        raise block.error("type", f"is {kind!r}, and this server reads no {_OTHER_BLOCKS[kind]}")
+        raise block.error(
+            "type", f"is {kind!r}, and models are text-only here: no {_OTHER_BLOCKS[kind]}"
+        )
     if kind not in kinds:
         raise block.error("type", f"must be {' or '.join(map(repr, kinds))}, got {shown(kind)}")
     return kind

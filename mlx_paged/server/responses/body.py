@@ -330,7 +330,9 @@ def _read_content(fields: Fields, name: str) -> str:
 def _read_part(fields: Fields) -> str:
     kind = fields.text("type")
     if kind in _OTHER_PARTS:
-        raise fields.error("type", f"is {kind!r}, and this server reads no {_OTHER_PARTS[kind]}")
+        raise fields.error(
+            "type", f"is {kind!r}, and models are text-only here: no {_OTHER_PARTS[kind]}"
+        )
     if kind not in ("input_text", "output_text", "text", "refusal"):
         raise fields.error("type", f"must be 'input_text' or 'output_text', got {shown(kind)}")
     text = fields.text("refusal" if kind == "refusal" else "text")

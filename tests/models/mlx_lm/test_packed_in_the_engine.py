@@ -1,0 +1,123 @@
+"""What the engine does with a packed model of mlx-lm, beyond its tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from helpers.engine_helpers import CONFIG, tiny_models
+from helpers.mlx_lm_models import DEEPSEEK_V3, GPT_OSS, LLAMA, random_model, stock_tokens
+from mlx.utils import tree_flatten
+from paged_testing.pure_metal import pure_metal
+
+from mlx_paged import Engine, SamplingParams, demo_model_path, load
+from mlx_paged.engine import compiled_decode
+from mlx_paged.loading import LoadError
+from mlx_paged.models.mlx_lm import adapt
+
+PROMPT = [7, 3, 3, 8] * 6
+GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+
+
+def answer(engine: Engine, params: SamplingParams = GREEDY) -> list[int]:
+    engine.add_request("a", PROMPT, params)
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            tokens = list(output.outputs[0].token_ids)
+    return tokens
+
+
+@pytest.mark.parametrize("config", [LLAMA, GPT_OSS], ids=lambda c: c["model_type"])
+def test_decodes_are_replayed_from_a_trace(config, monkeypatch):
+    monkeypatch.setattr(compiled_decode, "NUM_BUILT_FIRST", 0)
+    model = random_model(config)
+    expected = stock_tokens(model, PROMPT, 12)
+    with pure_metal():
+        engine = Engine(adapt(model, config), block_size=8, backend="metal")
+        assert answer(engine) == expected
+        assert engine.runner.compiled_decode._traces, "no decode was replayed"
+        assert not engine.runner.compiled_decode._has_failed
+
+
+@pytest.mark.parametrize("config", [LLAMA, DEEPSEEK_V3], ids=lambda c: c["model_type"])
+def test_drafts_change_no_token(config):
+    model = random_model(config)
+    expected = stock_tokens(model, PROMPT, 12)
+    looked_up = Engine(adapt(model, config), block_size=8, num_draft_tokens=3)
+    assert answer(looked_up) == expected
+    assert looked_up.stats().num_drafted_tokens > 0
+    small = adapt(random_model(LLAMA, seed=1), LLAMA)
+    assert answer(Engine(adapt(model, config), block_size=8, draft_model=small)) == expected
+
+
+def save_folder(folder: Path, config: dict, model: nn.Module) -> Path:
+    """With the demo model's tokenizer."""
+    for file in demo_model_path().glob("tokenizer*"):
+        (folder / file.name).write_bytes(file.read_bytes())
+    (folder / "config.json").write_text(json.dumps(config))
+    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    return folder
+
+
+@pytest.fixture
+def config():
+    return {**LLAMA, "vocab_size": 1024, "max_position_embeddings": 512}
+
+
+def test_a_folder_of_quantised_weights_loads(tmp_path, config):
+    model = random_model(config)
+    nn.quantize(model, group_size=32, bits=4)
+    quantised = {**config, "quantization": {"group_size": 32, "bits": 4}}
+    loaded, tokenizer = load(save_folder(tmp_path, quantised, model))
+    assert loaded.description == "llama of mlx-lm, packed"
+    expected = stock_tokens(model, PROMPT, 12)
+    assert answer(Engine(loaded, tokenizer, block_size=8)) == expected
+    assert Engine(loaded, tokenizer).max_model_len == 512
+
+
+def test_adapters_are_applied(tmp_path, config):
+    model = random_model(config)
+    folder, adapters = tmp_path / "model", tmp_path / "adapters"
+    folder.mkdir(), adapters.mkdir()
+    save_folder(folder, config, model)
+    name = "model.layers.0.self_attn.q_proj"
+    weights = {
+        f"{name}.lora_a": mx.random.normal((64, 4)),
+        f"{name}.lora_b": mx.random.normal((4, 128)),
+    }
+    mx.save_safetensors(str(adapters / "adapters.safetensors"), weights)
+    settings = {"rank": 4, "scale": 2.0, "dropout": 0.0, "keys": ["self_attn.q_proj"]}
+    described = {"fine_tune_type": "lora", "num_layers": 2, "lora_parameters": settings}
+    (adapters / "adapter_config.json").write_text(json.dumps(described))
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    lora_a, lora_b = weights.values()
+    model.model.layers[0].self_attn.q_proj.weight = weight + 2.0 * (lora_a @ lora_b).T
+    loaded, tokenizer = load(folder, adapter_path=adapters)
+    assert answer(Engine(loaded, tokenizer)) == stock_tokens(model, PROMPT, 12)
+
+
+def test_a_configuration_that_lacks_a_field_is_one_line(tmp_path, config):
+    folder = save_folder(tmp_path, config, random_model(config))
+    del config["hidden_size"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(LoadError, match="hidden_size") as error:
+        load(folder)
+    assert "\n" not in str(error.value)
+
+
+def test_a_window_keeps_what_the_native_model_keeps():
+    native, theirs = tiny_models()
+    packed = adapt(theirs, CONFIG)
+    long = SamplingParams(max_tokens=90, temperature=0, ignore_eos=True)
+    expected = answer(Engine(native, block_size=8, window=24), long)
+    assert answer(Engine(packed, block_size=8, window=24), long) == expected
+    assert answer(Engine(packed, block_size=8), long) != expected
+
+
+def test_a_window_is_refused_where_keys_can_not_be_moved():
+    latents = adapt(random_model(DEEPSEEK_V3), DEEPSEEK_V3)
+    with pytest.raises(ValueError, match=r"window needs keys that can be moved .* deepseek_v3"):
+        Engine(latents, window=64)
