@@ -54,17 +54,10 @@ def load_gguf(
         LoadError: the file is damaged, or something in it is not supported.
     """
     file = GGUFFile.open(path)
-    config = read_configuration(file)
-    config["dtype"] = default_dtype(file)
-    config.update(model_config or {})
-    if config["dtype"] not in DTYPES:
-        raise LoadError(
-            f"[load] dtype must be one of {', '.join(DTYPES)}, got {shown(config['dtype'])}",
-            "model_config",
-        )
-    # First, since it is done soon: a tokenizer that is not known is said before all is read.
-    tokenizer = _load_tokenizer(file, tokenizer_path, tokenizer_config, config)
+    config = _configuration(file, model_config or {})
     with load_errors(f"the model in {file.path} is broken"):
+        # First, since it is done soon: a tokenizer that is not known is said before all is read.
+        tokenizer = _load_tokenizer(file, tokenizer_path, tokenizer_config, config)
         model = _build(config)
         weights = Weights(file, model, config)
         weights.load()
@@ -74,6 +67,22 @@ def load_gguf(
     if losses:
         warnings.warn(f"[load] {file.path.name}: {'; '.join(losses)}", stacklevel=2)
     return model, tokenizer, config
+
+
+def _configuration(file: GGUFFile, changes: dict[str, Any]) -> dict[str, Any]:
+    config = {**read_configuration(file), "dtype": default_dtype(file), **changes}
+    if config["dtype"] not in list(DTYPES):
+        raise LoadError(
+            f"[load] dtype must be one of {', '.join(DTYPES)}, got {shown(config['dtype'])}",
+            "model_config",
+        )
+    for name in ("quantization", "quantization_config", "model_type"):
+        if name in changes:
+            raise LoadError(
+                f"[load] model_config can't have {name}: that of a GGUF file is its own",
+                "model_config",
+            )
+    return config
 
 
 def _build(config: dict[str, Any]) -> Module:
@@ -97,10 +106,11 @@ def _load_tokenizer(
             written = Path(name)
             ends = config.setdefault("eos_token_id", write_tokenizer(file.metadata, written))
             tokenizer = read_tokenizer(written, tokenizer_config, ends)
-    if len(tokenizer) > config["vocab_size"]:
+    num_rows = file.tensors["token_embd.weight"].num_rows
+    if len(tokenizer) > num_rows:
         raise LoadError(
             f"[load] the tokenizer of {file.path} has {len(tokenizer):,} tokens, and the model "
-            f"{config['vocab_size']:,}"
+            f"{num_rows:,}"
         )
     return tokenizer
 

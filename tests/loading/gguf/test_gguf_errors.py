@@ -177,9 +177,28 @@ def test_metadata_that_does_not_fit(changes, message, tmp_path, demo_parts):
     assert message in refused(path)
 
 
-def test_a_dtype_that_is_none(demo):
-    message = refused(demo, model_config={"dtype": "int8"})
-    assert message == "dtype must be one of float32, float16, bfloat16, got 'int8'"
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"dtype": "int8"}, "dtype must be one of float32, float16, bfloat16, got 'int8'"),
+        ({"dtype": []}, "dtype must be one of float32, float16, bfloat16, got []"),
+        ({"quantization": {"bits": 4}}, "model_config can't have quantization: that of a GGUF fi"),
+        ({"model_type": "llama"}, "model_config can't have model_type: that of a GGUF file is it"),
+        ({"num_hidden_layers": "many"}, "num_hidden_layers in config.json must be a positive int"),
+        ({"hidden_size": 64}, "'token_embd.weight' has the shape [1024, 128], and the metadata a"),
+        ({"vocab_size": None}, "vocab_size in config.json must be a positive integer, got None"),
+        ({"eos_token_id": 1.5}, "the tokenizer in "),
+    ],
+)
+def test_changes_that_do_not_fit(config, message, demo):
+    assert message in refused(demo, model_config=config)
+
+
+def test_changes_that_fit(demo):
+    changes = {"eos_token_id": 7, "max_position_embeddings": 100}
+    model, tokenizer = load(demo, model_config=changes)
+    assert model.args.max_position_embeddings == 100
+    assert tokenizer.eos_token_ids == {2, 7}
 
 
 # Tensors
