@@ -165,7 +165,10 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
         max_tokens=None if args.max_tokens == -1 else args.max_tokens,
         template_options=options,
         created=int(time.time()),
-        admission=Admission(settings.max_queue_len, args.max_num_seqs, counts),
+        # Fewer than were asked for, where a model's states would take too much of the budget.
+        admission=Admission(
+            settings.max_queue_len, engine.engine.scheduler.config.max_num_seqs, counts
+        ),
         logs_cache=settings.log_cache,
     )
 
