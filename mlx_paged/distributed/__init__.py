@@ -6,7 +6,7 @@ others over sockets of ours (:class:`Ranks`), which cost nothing while nobody as
 which show at once that a rank is gone.
 """
 
-from mlx_paged.distributed.facts import folder_facts, package_facts
+from mlx_paged.distributed.facts import files_facts, package_facts
 from mlx_paged.distributed.ranks import Ranks, RanksError, connect, launched_ranks
 from mlx_paged.distributed.sharding import check_divisible, check_linear_sizes
 
@@ -16,7 +16,7 @@ __all__ = [
     "check_divisible",
     "check_linear_sizes",
     "connect",
-    "folder_facts",
+    "files_facts",
     "launched_ranks",
     "package_facts",
 ]

@@ -29,15 +29,18 @@ def package_facts() -> dict[str, str]:
     return facts
 
 
-def folder_facts(folder: Path) -> dict[str, str]:
-    """What identifies the files of a model's folder, or of a single file.
+def files_facts(path: Path, whose: str) -> dict[str, str]:
+    """What identifies a file, or the files of a folder.
 
     Of files of weights it reads a sample only, a megabyte of each: other weights under the same
     names differ in many places.
+
+    Args:
+        whose: for the names of the facts, such as "the model".
     """
     return {
-        f"the file {file.name} of the model": f"{file.stat().st_size} bytes ({_digest(file)})"
-        for file in _files_of(folder)
+        f"the file {file.name} of {whose}": f"{file.stat().st_size} bytes ({_digest(file)})"
+        for file in _files_of(path)
     }
 
 

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TypeVar, Unpack
 
@@ -31,12 +31,13 @@ from mlx_paged.engine.draft_options import (
 )
 from mlx_paged.engine.following import FollowingLoop, share
 from mlx_paged.engine.grammar import GrammarCompiler
-from mlx_paged.engine.joining import agreed_num_blocks, join_ranks, replicas_of
+from mlx_paged.engine.joining import check_steps_are_alike, join_ranks, least_budget, replicas_of
 from mlx_paged.engine.latencies import Latencies
 from mlx_paged.engine.model_runner import ModelRunner
 from mlx_paged.engine.options import PassedOnOptions, passed_on_names, split_options
 from mlx_paged.engine.prefix_history import PrefixHistory
 from mlx_paged.engine.prompts import Prompt, as_tokenizer, read_prompt
+from mlx_paged.engine.recurrent_state import check_speculation, room_for_states
 from mlx_paged.engine.replicas import Call
 from mlx_paged.engine.reports import Reports
 from mlx_paged.engine.request_state import RequestState
@@ -50,7 +51,7 @@ from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.foreign_arguments import argument_names, refuses_unknown_arguments
 from mlx_paged.memory import wired_limit
 from mlx_paged.models.context_length import context_limit
-from mlx_paged.models.kv_cache import make_kv_cache
+from mlx_paged.models.kv_cache import kv_budget, make_kv_cache
 from mlx_paged.models.language_model import check_model
 from mlx_paged.models.traffic import sent_bytes_per_token
 from mlx_paged.request import (
@@ -138,6 +139,7 @@ class Engine:
         self.max_model_len = context_limit(checked.args, max_model_len, options.get("window"))
         draft_model = check_draft_model(options.get("draft_model"), checked, kv)
         cache_options, config = split_options(options, self.max_model_len)
+        check_speculation(checked, draft_model, config.num_draft_tokens)
         if tokenizer is not None:
             tokenizer = as_tokenizer(tokenizer)
         if seed is not None:
@@ -152,6 +154,10 @@ class Engine:
             tokenizer,
             {**options, "max_model_len": self.max_model_len, "swap_bytes": swap_bytes},
         )
+        if self.ranks is not None:
+            cache_options["kv_cache_bytes"] = least_budget(
+                self.ranks, cache_options.get("kv_cache_bytes"), checked
+            )
         # Steps may be another thread's, which can't evaluate what this one left lazy: parameters,
         # and frequencies of RoPE, which are none.
         for each in (model, draft_model or ()):
@@ -160,13 +166,16 @@ class Engine:
         self._sent_bytes_per_token = sent_bytes_per_token(checked)
         self.model = model
         self.tokenizer = tokenizer
+        room = None
+        if checked.state_nbytes:
+            budget = kv_budget(cache_options.get("kv_cache_bytes"), model)
+            room = room_for_states(checked, config, budget)
+            config = replace(config, max_num_seqs=room.max_num_seqs)
+            cache_options["kv_cache_bytes"] = room.kv_cache_bytes
         self.cache = make_kv_cache(model, kv, **cache_options)
+        if room is not None:
+            self.cache.keep_checkpoints(room.num_checkpoints)
         self.run_ahead = self.cache.can_run_ahead if run_ahead is None else run_ahead
-        if self.ranks is not None:
-            num_blocks = agreed_num_blocks(self.ranks, self.cache, self.run_ahead)
-            cache_options["kv_cache_bytes"] = f"{num_blocks}blocks"
-            self.cache = make_kv_cache(model, kv, **cache_options)
-            self.cache.all_can = self.ranks.all_can
         num_parameters = num_parameters_of(model)
         self.swap_space: SwapSpace[SwappedKV] = SwapSpace(
             num_swap_tokens(swap_bytes, self.cache, num_parameters)
@@ -174,6 +183,8 @@ class Engine:
         drafter = None if draft_model is None else DraftModel(draft_model, self.cache)
         self.runner = ModelRunner(model, self.cache, self.swap_space, drafter)
         if self.ranks is not None:
+            check_steps_are_alike(self.ranks, self.cache, self.run_ahead)
+            self.cache.all_can = self.ranks.all_can
             # The first replay of a trace is held against a decode that is built. A rank where that
             # differs would compute other sums from then on than those where it does not.
             self.runner.compiled_decode = None
@@ -195,16 +206,6 @@ class Engine:
             self.run_ahead,
             replicas_of(self.ranks, self.run_ahead),
         )
-        if self.ranks is not None:
-            self._following = FollowingLoop(
-                self.ranks,
-                self._steps,
-                self.scheduler,
-                self._reports,
-                tokenizer,
-                self._special_token_ids,
-                {"shrink": self._shrink, "reset_prefix_cache": self._reset_prefix_cache},
-            )
         # What other threads ask for goes through the inbox, which is emptied whenever no step runs.
         self._inbox: deque[Callable[[], None]] = deque()
         # Held by the thread that changes the scheduler, the cache or a state. Wherever it is taken,
@@ -402,8 +403,17 @@ class Engine:
             return call()
         if self.ranks.is_leader:
             return share(self.ranks, call)
+        following = FollowingLoop(
+            self.ranks,
+            self._steps,
+            self.scheduler,
+            self._reports,
+            self.tokenizer,
+            self._special_token_ids,
+            {"shrink": self._shrink, "reset_prefix_cache": self._reset_prefix_cache},
+        )
         with wired_limit(self.model):
-            shared = self._following.run()
+            shared = following.run()
         if shared.error is not None:
             raise shared.error
         value: T = shared.value

@@ -13,6 +13,7 @@ from mlx_paged.cache import KVCache
 from mlx_paged.distributed import Ranks, connect, package_facts
 from mlx_paged.engine.replicas import Follower, Leader, OneProcess, Replicas
 from mlx_paged.errors import ArgumentError, shown
+from mlx_paged.models.kv_cache import kv_budget
 from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.ops import device
 
@@ -49,20 +50,26 @@ def join_ranks(
     return ranks
 
 
-def agreed_num_blocks(ranks: Ranks, cache: KVCache, run_ahead: bool) -> int:
-    """The blocks that every rank has room for.
-
-    Raises:
-        RanksError: the ranks would not run the same steps.
+def least_budget(ranks: Ranks, kv_cache_bytes: str | int | None, model: LanguageModel) -> str | int:
+    """The K/V budget that every rank has room for. What a rank keeps of a token is as large on all
+    of them, so the same bytes are the same blocks.
     """
+    budget = kv_budget(kv_cache_bytes, model)
+    if budget.nbytes is None:
+        return f"{budget.num_blocks}blocks"
+    return ranks.minimum(budget.nbytes)
+
+
+def check_steps_are_alike(ranks: Ranks, cache: KVCache, run_ahead: bool) -> None:
+    """Raises :class:`RanksError` if the ranks would not run the same steps."""
     backend = cache.backend
     ranks.compare(
         {
             "the backend": "MLX's own" if backend is None else type(backend).__name__,
             "run_ahead": str(run_ahead),
+            "the number of blocks": str(cache.config.num_blocks),
         }
     )
-    return ranks.minimum(cache.config.num_blocks)
 
 
 def replicas_of(ranks: Ranks | None, run_ahead: bool) -> Replicas:

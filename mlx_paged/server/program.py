@@ -142,14 +142,16 @@ def _load(
 ) -> tuple[Module, TokenizerWrapper, dict[str, Any]]:
     """The model in a folder and its tokenizer, and the options of their engine as the flags say."""
     from mlx_paged.distributed import launched_ranks
-    from mlx_paged.loading import load_draft_model, load_for
+    from mlx_paged.loading import dtype_config, load_draft_model, load_for
 
     template = read_chat_template(args.chat_template)
     model, tokenizer = load_for(
         launched_ranks(),
         folder,
         tokenizer_config=None if template is None else {"chat_template": template},
+        model_config=dtype_config(folder, args.dtype),
         adapter_path=args.adapter_path,
+        tokenizer_path=args.tokenizer,
     )
     draft_model = load_draft_model(args.draft_model, tokenizer)
     return model, tokenizer, {**engine_options(args), "draft_model": draft_model}
@@ -188,7 +190,10 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
         max_tokens=None if args.max_tokens == -1 else args.max_tokens,
         template_options=options,
         created=int(time.time()),
-        admission=Admission(settings.max_queue_len, args.max_num_seqs, counts),
+        # Fewer than were asked for, where a model's states would take too much of the budget.
+        admission=Admission(
+            settings.max_queue_len, engine.engine.scheduler.config.max_num_seqs, counts
+        ),
         logs_cache=settings.log_cache,
     )
 

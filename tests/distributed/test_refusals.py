@@ -12,7 +12,7 @@ import pytest
 from helpers.rank_workloads import CONFIG
 from helpers.ranks import FakeGroup, run_program
 
-from mlx_paged.distributed import folder_facts
+from mlx_paged.distributed import files_facts
 from mlx_paged.engine.engine import Engine
 from mlx_paged.errors import ArgumentError
 from mlx_paged.loading import demo_model_path
@@ -117,13 +117,15 @@ def test_files_that_differ_in_one_byte_have_other_facts(tmp_path: Path):
         (tmp_path / name / "config.json").write_text("{}")
         (tmp_path / name / "model.safetensors").write_bytes(bytes(3_000_000))
     one, other = tmp_path / "one", tmp_path / "other"
-    assert folder_facts(one) == folder_facts(other)
+    assert files_facts(one, "the model") == files_facts(other, "the model")
     with (other / "model.safetensors").open("r+b") as file:
         file.seek(10)
         file.write(b"1")
-    differing = dict(folder_facts(one).items() ^ folder_facts(other).items())
+    differing = dict(
+        files_facts(one, "the model").items() ^ files_facts(other, "the model").items()
+    )
     assert list(differing) == ["the file model.safetensors of the model"]
-    assert "the file tokenizer.json of the model" in folder_facts(demo_model_path())
+    assert "the file tokenizer.json of the model" in files_facts(demo_model_path(), "the model")
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import sys
 import time
 
 import huggingface_hub
@@ -85,9 +86,11 @@ def test_load_takes_the_arguments_of_mlx_lm_by_their_names():
     ours, theirs = inspect.signature(load).parameters, inspect.signature(mlx_lm.load).parameters
     # No code from the folder is ever run.
     assert set(theirs) - set(ours) <= {"trust_remote_code"}
-    assert {name: p.default for name, p in ours.items()} == {
-        name: theirs[name].default for name in ours
+    assert {name: p.default for name, p in ours.items() if name in theirs} == {
+        name: theirs[name].default for name in ours if name in theirs
     }
+    # Its own: the last, so that places are mlx-lm's.
+    assert [name for name in ours if name not in theirs] == list(ours)[-1:] == ["tokenizer_path"]
 
 
 def test_the_config_is_returned_when_asked_for(folder):
@@ -298,6 +301,14 @@ def test_a_config_without_rope_theta_says_so(folder):
 def test_a_model_type_that_mlx_lm_does_not_have_is_refused(folder):
     write_config(folder, model_type="qwen99")
     assert "model type 'qwen99' is not supported: mlx-lm" in load_error(folder)
+
+
+def test_a_module_of_mlx_lm_that_ends_the_program_on_import_does_not(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "hf_olmo", None)
+    monkeypatch.delitem(sys.modules, "mlx_lm.models.olmo", raising=False)
+    write_config(folder, model_type="olmo")
+    message = load_error(folder)
+    assert "mlx-lm can't load model type 'olmo': To run olmo install ai2-olmo" in message
 
 
 @pytest.mark.parametrize("model_type", ["", None, ["qwen3"], "../qwen3", "os.path"])
