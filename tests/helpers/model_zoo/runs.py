@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,4 +97,6 @@ def check_answers(model: LanguageModel, expected: StockAnswers) -> None:
     num_blocks = engine.cache.manager.max_num_held_blocks(longest) + 2
     engine = Engine(model, kv_cache_bytes=f"{num_blocks}blocks", **OPTIONS)
     assert answers_of(engine) == expected.tokens, "with a preemption"
-    assert engine.stats().num_preemptions > 0
+    # Where all layers have windows, a request is admitted with the most that it will ever hold.
+    is_bounded = engine.cache.manager.max_num_tokens(num_blocks) == sys.maxsize
+    assert engine.stats().num_preemptions > 0 or is_bounded
