@@ -83,11 +83,9 @@ class PagedLayerKV(LayerKV):
         self, q: mx.array, latents: mx.array, rope_keys: mx.array
     ) -> mx.array:
         self.update(latents, rope_keys)
-        # What K and V hold is known here, and no product of a rotated format with itself is needed.
         form, step = self.spec.format, self.step
         dense = []
-        for table, context_len in zip(step.block_tables, step.context_lens, strict=True):
-            stored, keys = self._backend.gather_blocks(self.kv, table, context_len)
+        for stored, keys in self._backend.gather_step(self.kv, step):
             stored = form.unrotated(stored)
             dense.append((mx.concatenate([stored, keys], axis=-1), stored))
         params = AttentionParams(1.0, self.spec.window)
@@ -136,6 +134,7 @@ class PagedKVCache(KVCache):
         self._rotate_keys = rotate_keys
         shapes = [spec.attention_shape(config.block_size) for spec in config.layers]
         self._backend = choose_backend(backend, shapes)
+        self._can_trace = not any(shape.why_no_attention for shape in shapes)
         # Plain MLX gathers blocks, which may take as much as a slab; kernels allocate next to
         # nothing.
         self._copy_detector = CopyDetector(NUM_WATCHED_STEPS if self.backend.name == "metal" else 0)
@@ -214,7 +213,7 @@ class PagedKVCache(KVCache):
         """The open step, if it is a decode whose graph depends on nothing but its shape: all query
         runs are single tokens, the logits of all are wanted, and kernels write in place.
         """
-        if not self._steps:
+        if not self._steps or not self._can_trace:
             return None
         step, (opened, slabs, keys_of_group) = self._steps[0], self._open_part
         if step.max_query_len > 1 or step.logit_rows is not None:

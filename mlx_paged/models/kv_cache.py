@@ -203,9 +203,9 @@ def _check_streaming(model: LanguageModel, groups: Sequence[LayerGroup]) -> None
             f"included, and the model was made for {limit}; make it smaller",
             "window",
         )
-    spec = model.layer_specs[0]
     try:
-        model.rotate_keys(0, mx.zeros((1, spec.num_kv_heads, spec.key_dim)), 1)
+        for layer, spec in enumerate(model.layer_specs):
+            model.rotate_keys(layer, mx.zeros((1, spec.num_kv_heads, spec.key_dim)), 1)
     except NotImplementedError as error:
         raise ArgumentError(
             f"[kv cache] window needs keys that can be moved to other positions: {error}", "window"

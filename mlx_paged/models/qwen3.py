@@ -25,6 +25,7 @@ from mlx_paged.argument_values import check_positive
 from mlx_paged.cache import KVFormat, LayerKV, LayerSpec
 from mlx_paged.errors import shown
 from mlx_paged.models.language_model import LanguageModel
+from mlx_paged.models.rotation import rotate_on
 from mlx_paged.ops import device
 
 SIZES = (
@@ -325,11 +326,7 @@ class Model(LanguageModel):
         return self.model.embed_tokens.as_linear(h) if self.tie_word_embeddings else self.lm_head(h)
 
     def rotate_keys(self, layer: int, keys: mx.array, distance: int) -> mx.array:
-        rope = self.layers[layer].self_attn.rope
-        # Some kinds of scaling make keys longer, too, which these are already.
-        length = rope(mx.ones((1, 1, 1, keys.shape[-1])), offset=0)
-        rotated = rope(keys.astype(mx.float32)[:, :, None] / length, offset=distance)
-        return rotated.squeeze(2).astype(keys.dtype)
+        return rotate_on(self.layers[layer].self_attn.rope, keys, distance)
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         """Drop the head of a checkpoint that also ties it to the embeddings."""

@@ -115,6 +115,10 @@ class Backend(ABC):
         """
 
     @abstractmethod
+    def gather_step(self, kv: KVHandle, step: AttentionMetadata) -> list[tuple[mx.array, mx.array]]:
+        """What :meth:`gather_blocks` returns, of each sequence of a step."""
+
+    @abstractmethod
     def gather_parts(
         self, kv: KVHandle, block_table: Sequence[int], num_tokens: int
     ) -> tuple[Parts, Parts]:

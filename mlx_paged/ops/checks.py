@@ -45,8 +45,7 @@ def check_slot_write(op: str, k: Parts, v: Parts, kv: KVHandle, slot_mapping: Sl
 def check_attention(
     op: str, q: mx.array, kv: KVHandle, step: AttentionMetadata, params: AttentionParams
 ) -> None:
-    num_blocks, num_kv_heads, block_size, _ = kv.k[0].shape
-    key_dim = kv.key_dim
+    num_kv_heads, key_dim = kv.num_kv_heads, kv.key_dim
     if q.ndim != 3 or q.shape[0] != step.num_tokens or q.shape[2] != key_dim:
         raise ValueError(
             f"[{op}] q: expected [num_tokens, num_heads, key_dim] = [{step.num_tokens}, *, "
@@ -59,6 +58,20 @@ def check_attention(
         )
     if not mx.issubdtype(q.dtype, mx.floating):
         raise ValueError(f"[{op}] q: must be floating, got {q.dtype}")
+    check_step(op, kv, step)
+    if params.window is not None and params.window < 1:
+        raise ValueError(
+            f"[{op}] window: must be at least 1 (it includes the current token), "
+            f"got {params.window}"
+        )
+    if params.sinks is not None and params.sinks.shape != (num_heads,):
+        raise ValueError(
+            f"[{op}] sinks: expected [num_heads] = [{num_heads}], got {list(params.sinks.shape)}"
+        )
+
+
+def check_step(op: str, kv: KVHandle, step: AttentionMetadata) -> None:
+    num_blocks, _, block_size, _ = kv.k[0].shape
     if step.num_seqs == 0:
         raise ValueError(f"[{op}] step: the batch has no sequence")
     if step.block_size != block_size:
@@ -69,15 +82,6 @@ def check_attention(
         raise ValueError(
             f"[{op}] step: block {step.max_block_id} is out of range, "
             f"the slabs have {num_blocks} blocks"
-        )
-    if params.window is not None and params.window < 1:
-        raise ValueError(
-            f"[{op}] window: must be at least 1 (it includes the current token), "
-            f"got {params.window}"
-        )
-    if params.sinks is not None and params.sinks.shape != (num_heads,):
-        raise ValueError(
-            f"[{op}] sinks: expected [num_heads] = [{num_heads}], got {list(params.sinks.shape)}"
         )
 
 

@@ -20,9 +20,9 @@ def choose_backend(name: str, shapes: Iterable[AttentionShape]) -> Backend:
     """The backend that ``name`` stands for on this machine, for layers of these shapes.
 
     ``"metal"`` is the kernels of ``metal/``, ``"reference"`` plain MLX on any device. ``"auto"`` is
-    Metal where MLX's default device is one and there are kernels for all shapes; a warning says
-    where a shape has none. Each kernel is tried before it is used, and what fails is replaced
-    (``self_check``).
+    Metal where MLX's default device is one and there are kernels that write and read all shapes; a
+    warning says where a shape has none, or none for attention, which is MLX's own then. Each kernel
+    is tried before it is used, and what fails is replaced (``self_check``).
 
     Raises:
         BackendError: the name is unknown, or ``"metal"`` was asked for and can't be had.
@@ -41,6 +41,11 @@ def choose_backend(name: str, shapes: Iterable[AttentionShape]) -> Backend:
     lacks = (why_unsupported(s.key_dim, s.value_dim, s.block_size, s.format) for s in shapes)
     lack = next(filter(None, lacks), None)
     if lack is None:
+        for reason in dict.fromkeys(filter(None, (s.why_no_attention for s in shapes))):
+            warnings.warn(
+                f"[backend] {reason}; K/V are gathered for MLX's own attention instead",
+                stacklevel=2,
+            )
         return working_backend(shapes)
     if name == "metal":
         raise BackendError(f"[backend] {lack}; choose the backend 'reference' or 'auto'")

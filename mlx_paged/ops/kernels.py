@@ -28,6 +28,7 @@ from mlx_paged.ops.metal_sources import read_source
 
 HEAD_DIMS = (32, 64, 80, 96, 128, 256)
 BLOCK_SIZES = (8, 16, 32, 64)
+MAX_GROUP_SIZE = 16
 
 # Inputs and outputs of each kernel, in the order of the contracts at the top of its sources.
 SLABS = ("key_slab", "value_slab")
@@ -84,26 +85,47 @@ class MetalKernel(Protocol):
 
 @cache
 def why_unsupported(key_dim: int, value_dim: int, block_size: int, format: KVFormat) -> str | None:
-    """What of a slab's shape or format no kernel is made for, or ``None``."""
-    if key_dim != value_dim:
-        return f"key_dim {key_dim} beside value_dim {value_dim} has no Metal kernel"
-    for name, size, known in (
-        ("head_dim", key_dim, HEAD_DIMS),
-        ("block_size", block_size, BLOCK_SIZES),
-    ):
-        if size not in known:
-            return (
-                f"{name} {size} has no Metal kernel; "
-                f"there are kernels for {', '.join(map(str, known))}"
-            )
+    """What of a slab's shape or format no kernel can write and read, or ``None``. Dense rows are
+    copied whatever their widths.
+    """
+    if block_size not in BLOCK_SIZES:
+        return _no_kernel("block_size", block_size, BLOCK_SIZES)
     key, value = format.key, format.value
     if isinstance(key, DenseFormat) and isinstance(value, DenseFormat):
         return None
+    if key_dim != value_dim:
+        return f"key_dim {key_dim} beside value_dim {value_dim} has no Metal kernel in {format}"
+    if key_dim not in HEAD_DIMS:
+        return _no_kernel("head_dim", key_dim, HEAD_DIMS)
     if not isinstance(key, AffineFormat) or not isinstance(value, AffineFormat):
         return f"{format} has no Metal kernel: K and V are both dense there, or both quantised"
     if key.group_size != value.group_size:
         return f"{format} has no Metal kernel: K and V have groups of one size there"
     return None
+
+
+@cache
+def why_no_attention(key_dim: int, value_dim: int, group: int) -> str | None:
+    """What the attention kernel is not made for, or ``None``: K and V are gathered for MLX's own
+    attention then.
+
+    Args:
+        group: query heads per KV head.
+    """
+    if key_dim != value_dim:
+        return f"key_dim {key_dim} beside value_dim {value_dim} has no Metal kernel for attention"
+    if key_dim not in HEAD_DIMS:
+        return _no_kernel("head_dim", key_dim, HEAD_DIMS)
+    if group > MAX_GROUP_SIZE:
+        return (
+            f"{group} query heads per KV head are more than the attention kernel is made for "
+            f"({MAX_GROUP_SIZE})"
+        )
+    return None
+
+
+def _no_kernel(name: str, size: int, known: tuple[int, ...]) -> str:
+    return f"{name} {size} has no Metal kernel; there are kernels for {', '.join(map(str, known))}"
 
 
 def write_slots(

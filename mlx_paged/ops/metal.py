@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
@@ -24,7 +23,6 @@ from mlx_paged.ops.metadata import (
 from mlx_paged.ops.prefill import prefill
 from mlx_paged.ops.reference import ReferenceBackend
 
-MAX_GROUP_SIZE = 16
 # Query tokens per sequence that the decode kernel is made for: a decode, and speculation.
 DECODE_RUNS = (1, 2, 4, 8)
 
@@ -83,7 +81,7 @@ class MetalBackend(Backend):
             if is_written:
                 self.reshape_and_cache(k, v, kv, step.slot_mapping)
         num_heads = q.shape[1]
-        parts, row_order = step.parts(self._decode_runs(num_heads // kv.num_kv_heads))
+        parts, row_order = step.parts(self._decode_runs(kv, num_heads // kv.num_kv_heads))
         sinks = kernels.sink_logits(params.sinks, num_heads)
         outputs = []
         for step_part in parts:
@@ -126,6 +124,10 @@ class MetalBackend(Backend):
         (rows,) = _gather(kv, GatherPlan.pack([table], [num_tokens]))
         return rows
 
+    def gather_step(self, kv: KVHandle, step: AttentionMetadata) -> list[Rows]:
+        checks.check_step("gather_step", kv, step)
+        return _gather_all(kv, step)
+
     def gather_parts(self, kv: KVHandle, block_table: Sequence[int], num_tokens: int) -> StoredRows:
         table = checks.check_block_table("gather_parts", block_table, num_tokens, kv)
         plan = GatherPlan.pack([table], [num_tokens])
@@ -155,15 +157,10 @@ class MetalBackend(Backend):
             return None
         return [AttentionPlan.of(step, *key) for key in keys]
 
-    def _decode_runs(self, group: int) -> tuple[int, ...]:
-        if group <= MAX_GROUP_SIZE:
-            return self._checked_runs.get(group, DECODE_RUNS)
-        warnings.warn(
-            f"[metal] {group} query heads per KV head are more than the decode kernel is made for "
-            f"({MAX_GROUP_SIZE}); K/V are gathered for MLX's own attention instead",
-            stacklevel=3,
-        )
-        return ()
+    def _decode_runs(self, kv: KVHandle, group: int) -> tuple[int, ...]:
+        if kernels.why_no_attention(kv.key_dim, kv.value_dim, group) is not None:
+            return ()
+        return self._checked_runs.get(group, DECODE_RUNS)
 
 
 def _write(k: Parts, v: Parts, kv: KVHandle, slot_mapping: SlotMapping) -> None:

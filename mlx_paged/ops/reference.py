@@ -84,6 +84,11 @@ class ReferenceBackend(Backend):
         kv.leave_chain()
         return kv.format.decode(*_gather(kv, table, num_tokens))
 
+    def gather_step(self, kv: KVHandle, step: AttentionMetadata) -> list[Rows]:
+        checks.check_step("gather_step", kv, step)
+        kv.leave_chain()
+        return _gather_all(kv, step)
+
     def gather_parts(self, kv: KVHandle, block_table: Sequence[int], num_tokens: int) -> StoredRows:
         table = checks.check_block_table("gather_parts", block_table, num_tokens, kv)
         kv.leave_chain()

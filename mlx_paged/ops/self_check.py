@@ -18,9 +18,10 @@ import numpy as np
 from mlx_paged.ops.backend import Backend
 from mlx_paged.ops.formats import HostParts, KVFormat, Parts, RowFormat
 from mlx_paged.ops.in_place import writes_in_place
+from mlx_paged.ops.kernels import why_no_attention
 from mlx_paged.ops.kv_handle import KVHandle
 from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, Rows, SlotMapping, StoredRows
-from mlx_paged.ops.metal import DECODE_RUNS, MAX_GROUP_SIZE, MetalBackend
+from mlx_paged.ops.metal import DECODE_RUNS, MetalBackend
 from mlx_paged.ops.prefill import attend_densely
 from mlx_paged.ops.reference import ReferenceBackend
 
@@ -44,9 +45,17 @@ class AttentionShape:
         """Of queries and of dense rows."""
         return self.format.dtype
 
+    @property
+    def why_no_attention(self) -> str | None:
+        """What of it the attention kernel is not made for, or ``None``."""
+        return why_no_attention(self.key_dim, self.value_dim, self.group)
+
     def __str__(self) -> str:
+        width = f"head_dim {self.key_dim}"
+        if self.key_dim != self.value_dim:
+            width = f"key_dim {self.key_dim} beside value_dim {self.value_dim}"
         return (
-            f"{self.format}, head_dim {self.key_dim}, blocks of "
+            f"{self.format}, {width}, blocks of "
             f"{self.block_size}, {self.group} query heads for each of {self.num_kv_heads} KV heads"
         )
 
@@ -74,6 +83,8 @@ def working_backend(shapes: Iterable[AttentionShape]) -> Backend:
         if not found.gathers:
             return ReferenceBackend()
         writes = writes and found.writes
+        if shape.why_no_attention is not None:
+            continue
         runs = decode_runs.get(shape.group, DECODE_RUNS)
         decode_runs[shape.group] = tuple(run for run in runs if run in found.decode_runs)
     return MetalBackend(writes, decode_runs)
@@ -94,7 +105,7 @@ def try_kernels(shape: AttentionShape) -> WorkingKernels:
         instead = "slots are written by donated scatter instead, which is slower"
         _warn("reshape_and_cache or copy_blocks", shape, failure, instead)
 
-    runs = () if shape.group > MAX_GROUP_SIZE else DECODE_RUNS
+    runs = DECODE_RUNS if shape.why_no_attention is None else ()
     failures = {run: _failure_of(check_attention, shape, run, writes) for run in runs}
     failed = {run: failure for run, failure in failures.items() if failure is not None}
     if failed:
@@ -198,7 +209,7 @@ class _Problem:
             return mx.array(rng.uniform(-1, 1, size).astype(np.float32)).astype(shape.dtype)
 
         self.shape = shape
-        heads, dim = shape.num_kv_heads, shape.key_dim
+        heads, dims = shape.num_kv_heads, (shape.key_dim, shape.value_dim)
         num_blocks = [-(-length // shape.block_size) for length in context_lens]
         self.num_blocks = sum(num_blocks) + 1
         ids = rng.permutation(self.num_blocks)
@@ -211,12 +222,15 @@ class _Problem:
             context_len - query_len
             for context_len, query_len in zip(context_lens, query_lens, strict=True)
         ]
-        self.q = draw(sum(query_lens), heads * shape.group, dim)
+        self.q = draw(sum(query_lens), heads * shape.group, shape.key_dim)
         formats = shape.format.key, shape.format.value
         self.stored: list[StoredRows] = []
         self.exact: list[Rows] = []
         for length in context_lens:
-            k, v = (rows.encode(draw(heads, length, dim)) for rows in formats)
+            k, v = (
+                rows.encode(draw(heads, length, dim))
+                for rows, dim in zip(formats, dims, strict=True)
+            )
             self.stored.append((k, v))
             self.exact.append((_exact(formats[0], k), _exact(formats[1], v)))
         self.rows: StoredRows = (self._new_rows(0), self._new_rows(1))

@@ -5,16 +5,12 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 from helpers.backends import METAL
-from helpers.kernel_checks import assert_same_bits, checked_metal
-from helpers.numpy_attention import assert_matches_formula, make_problem
+from helpers.kernel_checks import assert_same_bits, assert_same_slabs, checked_metal
+from helpers.numpy_attention import assert_matches_formula, before_the_step, make_problem
 
 from mlx_paged.ops import AttentionShape, choose_backend
 
 SHAPES = {
-    "head_dim": (
-        {"head_dim": 72},
-        "head_dim 72 has no Metal kernel; there are kernels for 32, 64, 80, 96, 128, 256",
-    ),
     "block_size": (
         {"block_size": 128},
         "block_size 128 has no Metal kernel; there are kernels for 8, 16, 32, 64",
@@ -24,8 +20,6 @@ SHAPES = {
         "block_size 4 has no Metal kernel; there are kernels for 8, 16, 32, 64",
     ),
 }
-
-large_groups_are_known = pytest.mark.filterwarnings("ignore:.*query heads per KV head are more")
 
 
 @pytest.fixture
@@ -53,7 +47,22 @@ def test_auto_runs_the_reference_for_a_shape_without_a_kernel(shape, lack, metal
     assert metal == []
 
 
-@large_groups_are_known
+@pytest.mark.parametrize("widths", [(72, 72), (96, 64), (64, 96)], ids=str)
+def test_rows_of_widths_without_a_kernel_for_attention_are_gathered(widths, metal):
+    head_dim, value_dim = widths
+    problem = make_problem(
+        [33, 300, 7], [1, 2, 7], head_dim=head_dim, value_dim=value_dim, sinks=True
+    )
+    kv, k, v = before_the_step(problem)
+    out = METAL.update_and_attend(problem.q, k, v, kv, *problem.args[2:])
+    assert_matches_formula(out, problem)
+    assert_same_slabs(kv, problem.kv)
+    assert [call.kernel.removeprefix("mlx_paged_") for call in metal] == [
+        "reshape_and_cache",
+        "gather_blocks",
+    ]
+
+
 @pytest.mark.parametrize(
     ("num_kv_heads", "group"), [(1, 17), (2, 17), (1, 64)], ids=["1x17", "2x17", "1x64"]
 )
@@ -77,7 +86,6 @@ def test_a_group_too_large_for_a_kernel_is_gathered_for_attention_of_mlx(
     assert gathered == 2 * [("mlx_paged_gather_blocks", 23 * 16)]
 
 
-@large_groups_are_known
 def test_a_decode_of_a_group_too_large_for_a_kernel_is_written_before_it_is_gathered(metal):
     problem = make_problem(
         [33, 12], 1, num_kv_heads=1, group=17, dtype=mx.float16, poison="nan_values"

@@ -15,6 +15,7 @@ from helpers.numpy_attention import assert_matches_formula, before_the_step, mak
 
 import mlx_paged
 from mlx_paged.cache import KVCacheConfig, PagedKVCache
+from mlx_paged.config import KVBits
 from mlx_paged.ops import (
     AttentionShape,
     BackendError,
@@ -65,15 +66,10 @@ def test_auto_is_the_reference_where_the_default_device_is_the_cpu(a_mac, monkey
 
 
 LACKS = {
-    "head_dim": (
-        (72, 72, 16),
-        "head_dim 72 has no Metal kernel; there are kernels for 32, 64, 80, 96, 128, 256",
-    ),
     "block_size": (
         (128, 128, 4),
         "block_size 4 has no Metal kernel; there are kernels for 8, 16, 32, 64",
     ),
-    "two_widths": ((128, 64, 16), "key_dim 128 beside value_dim 64 has no Metal kernel"),
 }
 lacks = pytest.mark.parametrize(("shape", "lack"), LACKS.values(), ids=LACKS)
 
@@ -108,11 +104,57 @@ def test_slabs_of_another_shape_than_was_chosen_for_are_refused(shape, lack, met
     assert metal == []
 
 
+QUANTISED = KVFormat.quantised(KVBits(8, 8), 64, 64, "float32")
+
+
+@pytest.mark.parametrize(
+    ("shape", "lack"),
+    [
+        (
+            AttentionShape(1, 2, 64, 32, 16, QUANTISED),
+            "key_dim 64 beside value_dim 32 has no Metal kernel in 8 bits",
+        ),
+        (AttentionShape(1, 2, 192, 192, 16, QUANTISED), "head_dim 192 has no Metal kernel"),
+    ],
+    ids=["two_widths", "head_dim"],
+)
+def test_quantised_rows_of_other_widths_run_in_plain_mlx(shape, lack, a_mac):
+    with pytest.warns(UserWarning, match=lack):
+        assert choose_backend("auto", [shape]).name == "reference"
+
+
 def test_a_cache_keeps_the_backend_that_auto_stood_for(a_mac):
-    with pytest.warns(UserWarning, match="head_dim 72 has no Metal kernel"):
-        assert cache_of(72).backend.name == "reference"
-    with pytest.raises(BackendError, match="head_dim 72 has no Metal kernel"):
-        cache_of(72, "metal")
+    with pytest.warns(UserWarning, match=NO_ATTENTION["head_dim"][1]):
+        assert cache_of(72).backend.name == "metal"
+
+
+NO_ATTENTION = {
+    "head_dim": (
+        AttentionShape(1, 2, 72, 72, 16, KVFormat.dense("float32")),
+        "head_dim 72 has no Metal kernel; there are kernels for 32, 64, 80, 96, 128, 256",
+    ),
+    "two_widths": (
+        AttentionShape(1, 2, 128, 64, 16, KVFormat.dense("float32")),
+        "key_dim 128 beside value_dim 64 has no Metal kernel for attention",
+    ),
+    "large_group": (
+        AttentionShape(1, 17, 64, 64, 16, KVFormat.dense("float32")),
+        "17 query heads per KV head are more than the attention kernel is made for (16)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("shape", "lack"), NO_ATTENTION.values(), ids=NO_ATTENTION)
+def test_a_shape_without_a_kernel_for_attention_is_gathered_and_that_is_said_once(
+    shape, lack, a_mac
+):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("default")
+        for _ in range(2):
+            assert choose_backend("auto", [shape, shape]).name == "metal"
+    assert [str(warning.message) for warning in said] == [
+        f"[backend] {lack}; K/V are gathered for MLX's own attention instead"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -154,20 +196,6 @@ def test_a_decode_has_one_frame_of_ours_below_the_call_of_a_kernel(kind, metal, 
     assert_matches_formula(out, problem)
     assert len(stacks) == {"direct": 1, "merged": 2, "mixed": 4}[kind]
     assert stacks == [["update_and_attend"]] * len(stacks)
-
-
-def test_a_large_group_is_gathered_and_that_is_said_once(metal):
-    problem = make_problem([40], 1, num_kv_heads=1, group=17)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("default")
-        for _ in range(3):
-            out = METAL.paged_attention(*problem.args)
-    assert_matches_formula(out, problem)
-    assert [call.kernel for call in metal] == ["mlx_paged_gather_blocks"] * 3
-    assert [str(warning.message) for warning in said] == [
-        "[metal] 17 query heads per KV head are more than the decode kernel is made for (16); "
-        "K/V are gathered for MLX's own attention instead"
-    ]
 
 
 def test_a_kernel_is_made_once(metal):

@@ -237,6 +237,12 @@ def test_a_write_into_another_slot_is_found(metal, plant):
         assert not self_check.try_kernels(SHAPE).writes
 
 
+@pytest.mark.parametrize("widths", [(512, 64), (192, 128), (72, 72)], ids=str)
+def test_rows_of_any_width_are_written_and_gathered(widths, metal):
+    shape = replace(SHAPE, key_dim=widths[0], value_dim=widths[1])
+    assert try_kernels(shape) == replace(ALL, decode_runs=())
+
+
 def test_attention_that_writes_another_slot_is_found(metal, break_kernel):
     problems = []
     slabs = self_check._Problem.slabs

@@ -50,26 +50,3 @@ def _of_wanted_rows(kind: type[Module]) -> type[Module]:
         return kind.__call__(self, x, *args, **kwargs)
 
     return type(kind.__name__, (kind,), {"__call__": call, "keeps_wanted_rows": True})
-
-
-@contextmanager
-def norm_calls(model: Module) -> Iterator[list[Module]]:
-    """Note the norms of a model as they are called, while the context lasts."""
-    calls: list[Module] = []
-
-    def noting(kind: type[Module]) -> type[Module]:
-        def call(self: Module, *args: Any, **kwargs: Any) -> Any:
-            calls.append(self)
-            return kind.__call__(self, *args, **kwargs)
-
-        return type(kind.__name__, (kind,), {"__call__": call})
-
-    norms = [module for module in model.modules() if "norm" in type(module).__name__.lower()]
-    kinds = [type(norm) for norm in norms]
-    try:
-        for norm in norms:
-            norm.__class__ = noting(type(norm))
-        yield calls
-    finally:
-        for norm, kind in zip(norms, kinds, strict=True):
-            norm.__class__ = kind

@@ -20,6 +20,7 @@ from mlx_paged.models.mlx_lm.final_norm import rows_wanted
 from mlx_paged.models.mlx_lm.model_args import MlxLmArgs, describe
 from mlx_paged.models.mlx_lm.packed_kv import PackedKV
 from mlx_paged.models.mlx_lm.recording import record_packed
+from mlx_paged.models.rotation import rotate_on
 
 
 class PackedModel(LanguageModel):
@@ -53,6 +54,12 @@ class PackedModel(LanguageModel):
             logits: mx.array = self["inner"](tokens[:, None], cache=entries)
         logits = logits.squeeze(1)
         return logits if wanted is logit_rows else logits[logit_rows]
+
+    def rotate_keys(self, layer: int, keys: mx.array, distance: int) -> mx.array:
+        rope = self._recording.ropes[layer]
+        if rope is None:
+            raise NotImplementedError(f"{self.description}, does not end keys with a rotation")
+        return rotate_on(rope, keys, distance)
 
     @property
     def dtype(self) -> mx.Dtype:

@@ -18,11 +18,13 @@ from mlx_paged.cache import KVFormat, LayerSpec
 from mlx_paged.errors import one_line
 from mlx_paged.models.mlx_lm.attention import (
     FetchedKeys,
+    FetchedValues,
     WindowMask,
     attend_on_our_caches,
 )
 from mlx_paged.models.mlx_lm.errors import UnsuitableModelError
-from mlx_paged.models.mlx_lm.final_norm import keep_wanted_rows, norm_calls, rows_wanted
+from mlx_paged.models.mlx_lm.final_norm import keep_wanted_rows, rows_wanted
+from mlx_paged.models.mlx_lm.module_calls import noted_calls
 from mlx_paged.models.mlx_lm.packed_kv import PackedKV
 
 NUM_TOKENS = 3
@@ -38,12 +40,14 @@ class Recording:
             without K/V.
         vocab_size: the width of the logits.
         keeps_wanted_rows: whether the model's last norm was prepared to leave rows out.
+        ropes: of each layer what rotated its keys, if nothing came after it.
     """
 
     layers: tuple[LayerSpec, ...]
     entries: tuple[int | None, ...]
     vocab_size: int
     keeps_wanted_rows: bool
+    ropes: tuple[Module | None, ...]
 
 
 def record_packed(model: Module) -> Recording:
@@ -54,19 +58,24 @@ def record_packed(model: Module) -> Recording:
     """
     attend_on_our_caches()
     windows = [_window_of(cache) for cache in make_prompt_cache(model)]
-    with norm_calls(model) as calls:
+    with noted_calls(model, "norm") as norms, noted_calls(model, "rope") as rotations:
         recorded, logits = _record(model, windows)
     is_prepared = False
     # By identity: modules compare as the dictionaries that they are.
-    if sum(norm is calls[-1] for norm in calls) == 1:
-        keep_wanted_rows(calls[-1])
+    if norms and sum(norm is norms[-1][0] for norm, _ in norms) == 1:
+        keep_wanted_rows(norms[-1][0])
         is_prepared = _leaves_rows_out(model, windows)
     layers = tuple(entry.spec for entry in recorded if entry.spec is not None)
     places = itertools.count()
     entries = tuple(None if entry.spec is None else next(places) for entry in recorded)
     if not layers:
         raise UnsuitableModelError("none of its layers attends to K/V of a cache")
-    return Recording(layers, entries, logits.shape[-1], is_prepared)
+    ropes = tuple(
+        next((rope for rope, result in rotations if result is entry.new_keys), None)
+        for entry in recorded
+        if entry.spec is not None
+    )
+    return Recording(layers, entries, logits.shape[-1], is_prepared, ropes)
 
 
 def _window_of(cache: Any) -> int | None:
@@ -123,6 +132,13 @@ class _Entry(PackedKV):
         super().__init__(_ShapesOnly(self), offset)
         self.window = window
         self.spec: LayerSpec | None = None
+        self.new_keys: mx.array | None = None
+
+    def update_and_fetch(
+        self, keys: mx.array, values: mx.array
+    ) -> tuple[FetchedKeys, FetchedValues]:
+        self.new_keys = keys
+        return super().update_and_fetch(keys, values)
 
     def attend(
         self,

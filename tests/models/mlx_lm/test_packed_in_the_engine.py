@@ -8,6 +8,7 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from helpers.engine_helpers import CONFIG, tiny_models
 from helpers.mlx_lm_models import DEEPSEEK_V3, GPT_OSS, LLAMA, random_model, stock_tokens
 from mlx.utils import tree_flatten
 from paged_testing.pure_metal import pure_metal
@@ -107,6 +108,16 @@ def test_a_configuration_that_lacks_a_field_is_one_line(tmp_path, config):
     assert "\n" not in str(error.value)
 
 
-def test_a_window_is_refused_since_keys_cannot_be_moved(config):
-    with pytest.raises(ValueError, match="window needs keys that can be moved"):
-        Engine(adapt(random_model(config), config), window=64)
+def test_a_window_keeps_what_the_native_model_keeps():
+    native, theirs = tiny_models()
+    packed = adapt(theirs, CONFIG)
+    long = SamplingParams(max_tokens=90, temperature=0, ignore_eos=True)
+    expected = answer(Engine(native, block_size=8, window=24), long)
+    assert answer(Engine(packed, block_size=8, window=24), long) == expected
+    assert answer(Engine(packed, block_size=8), long) != expected
+
+
+def test_a_window_is_refused_where_keys_can_not_be_moved():
+    latents = adapt(random_model(DEEPSEEK_V3), DEEPSEEK_V3)
+    with pytest.raises(ValueError, match=r"window needs keys that can be moved .* deepseek_v3"):
+        Engine(latents, window=64)
