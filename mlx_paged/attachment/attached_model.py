@@ -148,7 +148,8 @@ class Attachment:
             runs = prompt.runs(batch_size, length)
             if not runs:
                 prompt.advance(length)
-                return mx.zeros((batch_size, length, self._packed.args.vocab_size))
+                shape = batch_size, length, self._packed.args.vocab_size
+                return mx.zeros(shape, self._packed.dtype)
             self._sequences.num_calls += 1
             kept = {run.sequence for run in runs}
             for run in runs:

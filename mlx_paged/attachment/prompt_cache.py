@@ -200,8 +200,8 @@ class PromptCache(_Cache):
         return [NotSaved()]
 
     def is_trimmable(self) -> bool:
-        """False for models with windows: what has left a window can't come back."""
-        return self.sequences.cache.manager.keeps_all
+        """Always, behind a full window, too: what has left it is computed again."""
+        return True
 
     def trim(self, n: int) -> int:
         num_trimmed = min(n, self.size())

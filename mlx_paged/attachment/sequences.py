@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from mlx_paged.attachment.token_history import TokenHistory
 from mlx_paged.cache import PagedKVCache
-from mlx_paged.core import BlockHash, extend_block_hashes
+from mlx_paged.core import BlockHash, BlockTableError, extend_block_hashes
 
 
 @dataclass(slots=True)
@@ -49,7 +49,9 @@ class Sequence:
         return self.sequences.fork(self)
 
     def trim(self, num_tokens: int) -> None:
-        """Forget the tokens from ``num_tokens`` on."""
+        """Forget the tokens from ``num_tokens`` on. Where that needs tokens that have left a
+        window, the sequence is computed again when it is called.
+        """
         self.sequences.trim(self, num_tokens)
 
 
@@ -111,22 +113,15 @@ class Sequences:
             state, manager = sequence.state, self.cache.manager
             if num_tokens >= len(state.tokens):
                 return
-            if not manager.keeps_all and self.has_blocks(state):
-                # Before anything is changed: it raises for tokens that have left a window.
-                manager.trim(state.seq_id, num_tokens)
+            if self.has_blocks(state):
+                try:
+                    manager.trim(state.seq_id, num_tokens)
+                except BlockTableError:  # It needs tokens that have left a window.
+                    self.free(state)
+            if num_tokens == 0:
+                self.free(state)
             state.tokens.trim(num_tokens)
             del state.block_hashes[num_tokens // self.cache.config.block_size :]
-            self.cut(state)
-
-    def cut(self, state: SequenceState) -> None:
-        """Give back what the block table has beyond the tokens: after a trim, or a Ctrl-C that came
-        when a step was over and its tokens were not noted yet.
-        """
-        manager, num_tokens = self.cache.manager, len(state.tokens)
-        if manager.num_tokens(state.seq_id) > num_tokens > 0:
-            manager.trim(state.seq_id, num_tokens)
-        elif num_tokens == 0 and self.has_blocks(state):
-            manager.free(state.seq_id)
 
     def free_released(self) -> None:
         """Give back the blocks of sequences that nobody holds."""
@@ -138,9 +133,7 @@ class Sequences:
         evicted.
         """
         if self.has_blocks(state):
-            self.cut(state)
             self.enter_full_blocks(state)
-        if self.has_blocks(state):
             self.cache.manager.free(state.seq_id)
 
     def give_up_one(self, kept: Container[Sequence]) -> bool:

@@ -1,5 +1,8 @@
 """One call of an attached model as one step of its cache: which tokens are found, which are
 computed, and where they go. All of it happens, or nothing.
+
+What can't be undone is forgotten: a sequence whose blocks are gone is computed again from its
+tokens when it is called.
 """
 
 from __future__ import annotations
@@ -7,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+
+import mlx.core as mx
 
 from mlx_paged.attachment.sequences import Sequence as CachedSequence
 from mlx_paged.attachment.sequences import Sequences
@@ -90,15 +95,18 @@ class StepOfCall:
                 self._shares_new_blocks,
             ) as step:
                 yield step
-        except BaseException:  # Ctrl-C, too.
+            for run in runs:
+                self._keep(run)
+        except Exception:
             self._take_back()
             raise
-        for run in runs:
-            self._keep(run)
+        except BaseException:
+            # Ctrl-C may have torn anything but the lists of tokens, which are all that it takes.
+            self._cache.reset()
+            raise
 
     def _reserve(self, run: Run) -> None:
         cache, manager, state = self._cache, self._manager, run.sequence.state
-        self._sequences.cut(state)
         self._sequences.enter_full_blocks(state)
         computed = self._find(run)
         run.seq_id = state.seq_id
@@ -112,7 +120,6 @@ class StepOfCall:
             computed = ComputedBlocks()
         num_needed = manager.num_needed_blocks(run.seq_id, run.num_computed, computed)
         cache.make_room(num_needed)
-        # Noted first: an interrupt may come behind the allocation.
         self._reserved.append(run)
         while True:
             copies = manager.allocate_slots(run.seq_id, run.num_computed, computed)
@@ -158,6 +165,12 @@ class StepOfCall:
 
     def _take_back(self) -> None:
         manager = self._manager
+        try:
+            # What the failed step has written so far; another thread could not do it later.
+            mx.eval(self._cache.arrays)
+        except Exception:
+            self._cache.reset()
+            return
         for run in reversed(self._reserved):
             if run.seq_id not in manager.tables:
                 continue

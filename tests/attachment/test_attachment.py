@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import mlx.core as mx
@@ -15,6 +16,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 import mlx_paged
 from mlx_paged import attach
+from mlx_paged.cache import PagedKVCache
 from mlx_paged.errors import ArgumentError
 from mlx_paged.loading import demo_model_path
 from mlx_paged.models.mlx_lm.packed import PackedModel
@@ -146,28 +148,71 @@ def test_a_call_that_does_not_fit_changes_nothing_and_says_the_sum(any_model):
     assert mx.allclose(logits, expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("failure", [RuntimeError("no memory"), KeyboardInterrupt()])
-def test_a_call_that_fails_leaves_nothing(llama, monkeypatch, failure):
+def failing_calls(model, monkeypatch, caches, failure) -> None:
+    run = PackedModel.__call__
+
+    def failing(*args, **kwargs):
+        run(*args, **kwargs)
+        raise failure
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PackedModel, "__call__", failing)
+        for cache, ids in caches:
+            with pytest.raises(type(failure)):
+                model(mx.array([ids]), cache=cache)
+
+
+def test_a_call_that_fails_leaves_nothing(llama, monkeypatch):
     prompt = tokens(41)
     expected = llama(mx.array([prompt]))[0, -1]
     with attached(llama) as paged:
-        kept = make_prompt_cache(llama)
+        kept, new = make_prompt_cache(llama), make_prompt_cache(llama)
         llama(mx.array([prompt[:19]]), cache=kept)
         before = paged.stats()
-        run = PackedModel.__call__
-
-        def failing(*args, **kwargs):
-            run(*args, **kwargs)
-            raise failure
-
-        monkeypatch.setattr(PackedModel, "__call__", failing)
-        new = make_prompt_cache(llama)
-        for cache, ids in ((kept, prompt[19:]), (new, prompt), (new, prompt[:3])):
-            with pytest.raises(type(failure)):
-                llama(mx.array([ids]), cache=cache)
-        monkeypatch.undo()
+        calls = [(kept, prompt[19:]), (new, prompt), (new, prompt[:3])]
+        failing_calls(llama, monkeypatch, calls, RuntimeError("no memory"))
         after = paged.stats()
         assert replace(after, num_evictions=before.num_evictions) == before
         paged.cache.manager.check_integrity()
-        for cache, ids in ((kept, prompt[19:]), (new, prompt)):
+        for cache, ids in calls[:2]:
             assert mx.allclose(llama(mx.array([ids]), cache=cache)[0, -1], expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_after_an_interrupt_or_a_lost_slab_all_is_computed_again(llama, monkeypatch, is_broken):
+    prompt = tokens(41)
+    expected = llama(mx.array([prompt]))[0, -1]
+    with attached(llama) as paged:
+        kept, other = make_prompt_cache(llama), make_prompt_cache(llama)
+        for cache in (kept, other):
+            llama(mx.array([prompt[:19]]), cache=cache)
+        failure: BaseException = KeyboardInterrupt()
+        with monkeypatch.context() as patch:
+            if is_broken:
+                failure = RuntimeError("no memory")
+                patch.setattr(PagedKVCache, "arrays", property(lambda self: 1 // 0))
+            failing_calls(llama, monkeypatch, [(kept, prompt[19:])], failure)
+        assert paged.stats().num_used_blocks == 0
+        assert kept[0].offset == other[0].offset == 19
+        for cache in (kept, other):
+            logits = llama(mx.array([prompt[19:]]), cache=cache)[0, -1]
+            assert mx.allclose(logits, expected, atol=1e-4)
+        stats = paged.stats()
+        assert (stats.num_recomputed_tokens, stats.num_seqs) == (19 + 3, 2)
+
+
+def test_threads_may_take_turns(llama):
+    prompt = tokens(30)
+    expected = generated(llama, prompt)
+    with attached(llama) as paged, ThreadPoolExecutor(2) as threads:
+        caches = [make_prompt_cache(llama) for _ in range(2)]
+        for _ in range(2):
+            answers = threads.map(
+                lambda cache: generated(llama, prompt, prompt_cache=cache), caches
+            )
+            assert list(answers) == [expected] * 2
+            assert generated(llama, prompt) == expected
+            for cache in caches:
+                cache[0].trim(100)
+        del caches, cache
+        assert paged.stats().num_used_blocks == 0

@@ -154,6 +154,20 @@ def test_drafts_of_another_model_are_taken_back(llama):
         assert paged.stats().num_used_blocks == 0
 
 
+def test_drafts_behind_a_full_window_are_taken_back():
+    """mlx-lm's own caches keep the rejected ones there."""
+    model, draft = cached_model("gemma3"), cached_model("llama")
+    expected = generated(model, PROMPTS[0], 20)
+    with attached(model) as paged:
+        steps = speculative_generate_step(
+            mx.array(PROMPTS[0]), model, draft, num_draft_tokens=3, max_tokens=20
+        )
+        assert [token for token, _, _ in steps] == expected
+        del steps
+        stats = paged.stats()
+        assert stats.num_used_blocks == stats.num_recomputed_tokens == 0
+
+
 def test_quantised_blocks_are_near(llama):
     prompt = mx.array(PROMPTS[0])[None]
     expected = llama(prompt)[:, -1]

@@ -73,11 +73,20 @@ def test_a_trimmed_cache_goes_on_from_there(llama):
     assert mx.allclose(again, expected, atol=1e-4)
 
 
-def test_caches_of_models_with_windows_can_not_be_trimmed():
-    """mlx-lm leaves out a trim that can't be, in silence, once a window is full."""
-    model = cached_model("gemma3")
-    with attached(model):
-        assert not can_trim_prompt_cache(make_prompt_cache(model))
+def test_a_cut_behind_a_full_window_is_right(any_model):
+    """mlx-lm's own caches can't be cut there, and what is cut there in vain is wrong in silence."""
+    prompt = tokens(50)
+    expected = any_model(mx.array([[*prompt[:21], 5]]))[0, -1]
+    with attached(any_model) as paged:
+        cache = make_prompt_cache(any_model)
+        for begin in range(0, 50, 10):
+            feed(any_model, cache, prompt[begin : begin + 10])
+        assert can_trim_prompt_cache(cache) and trim_prompt_cache(cache, 29) == 29
+        assert cache[0].offset == 21
+        assert mx.allclose(feed(any_model, cache, [5]), expected, atol=1e-4)
+        assert cache[0].offset == 22
+        del cache
+        assert paged.stats().num_used_blocks == 0
 
 
 def test_mlx_lms_store_of_prompt_caches_works(any_model):
