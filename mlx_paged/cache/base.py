@@ -7,16 +7,24 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeAlias
 
 import mlx.core as mx
 
 from mlx_paged.cache.config import KVCacheConfig
 from mlx_paged.cache.layer import LayerKV
-from mlx_paged.core import BlockCopy, BlockPool, BlockTable, KeyShift, KVCacheManager
+from mlx_paged.core import (
+    BlockCopy,
+    BlockPool,
+    BlockTable,
+    KeyShift,
+    KVCacheManager,
+    SequenceState,
+    SequenceStates,
+)
 from mlx_paged.errors import CacheFullError
-from mlx_paged.ops import AttentionMetadata, Backend, HostParts, KVFormat, Parts
+from mlx_paged.ops import AttentionMetadata, Backend, HostParts, KVFormat, Parts, StepState
 from mlx_paged.request import SeqId
 
 # The key of a mapping that a caller hands in. Mapping is invariant in its keys: with SeqId for
@@ -123,6 +131,13 @@ class KVCache(ABC):
         self._allocate_layers()
         self.manager = self._new_manager()
 
+    def keep_checkpoints(self, num_checkpoints: int) -> None:
+        """Keep so many states at the ends of blocks for prefix hits, of a model with recurrent
+        layers. What the cache holds is forgotten.
+        """
+        self.config = replace(self.config, num_checkpoints=num_checkpoints)
+        self.reset()
+
     # What a kind of storage implements
 
     @property
@@ -151,7 +166,8 @@ class KVCache(ABC):
 
     def _new_manager(self) -> KVCacheManager:
         retentions = [group.retention for group in self.config.groups]
-        return KVCacheManager(self.pool, retentions=retentions)
+        states = SequenceStates(self.config.num_checkpoints) if self.config.state_nbytes else None
+        return KVCacheManager(self.pool, retentions=retentions, states=states)
 
     @abstractmethod
     def _prepare(self, steps: Sequence[AttentionMetadata]) -> None:
@@ -236,7 +252,8 @@ class KVCache(ABC):
                 f"[{self.kind} cache] a step is open already; finish it before the next one"
             )
         self._check_counts(num_new_tokens)
-        tables = self.manager.tables
+        tables, states = self.manager.tables, self.manager.states
+        states_before = None if states is None else states.snapshot()
         lengths_before = {seq: tables[seq].num_tokens for seq in num_new_tokens if seq in tables}
         try:
             self._allocate_slots(num_new_tokens)
@@ -245,6 +262,8 @@ class KVCache(ABC):
                 yield step
         except BaseException:  # Ctrl-C, too.
             for seq in num_new_tokens:
+                if states is not None and states_before is not None:
+                    states.restore(seq, states_before)
                 if seq in lengths_before:
                     self.manager.trim(seq, lengths_before[seq])
                 elif seq in tables:
@@ -314,9 +333,12 @@ class KVCache(ABC):
             context_lens: of each sequence, where its new tokens end; by default all that it has
                 slots for.
         """
+        states = self._states_before(seq_ids, num_new_tokens, num_logit_rows)
+        wants_logits = True
         if num_logit_rows is not None:
             num_logit_rows = list(num_logit_rows)
-            if not any(num_logit_rows):
+            wants_logits = any(num_logit_rows)
+            if not wants_logits:
                 num_logit_rows[-1] = 1
         steps = [
             self._step_of(
@@ -325,6 +347,8 @@ class KVCache(ABC):
                 num_logit_rows,
                 shares_new_blocks,
                 context_lens,
+                wants_logits,
+                states,
             )
             for group in range(len(self.config.groups))
         ]
@@ -338,6 +362,8 @@ class KVCache(ABC):
                         self.layers[index].open(group_step)
             yield steps[0]
             self._finish()
+            if states is not None:
+                self._put_states(seq_ids, states)
         finally:
             self.close_step()
 
@@ -348,6 +374,8 @@ class KVCache(ABC):
         num_logit_rows: list[int] | None,
         shares_new_blocks: bool,
         ends: Sequence[int] | None,
+        wants_logits: bool,
+        states: list[StepState] | None,
     ) -> AttentionMetadata:
         """A step of one group of layers, whose new tokens end at ``ends``."""
         # Valid by construction: the manager guarantees it. No table changes before the step is
@@ -370,9 +398,55 @@ class KVCache(ABC):
             self.config.block_size,
             shares_new_blocks,
             num_logit_rows,
+            wants_logits,
             known_max_block_id=self.pool.num_blocks - 1,
             position_offsets=offsets,
+            states=states,
         )
+
+    def _states_before(
+        self,
+        seq_ids: Sequence[SeqId],
+        num_new_tokens: Sequence[int],
+        num_logit_rows: Sequence[int] | None,
+    ) -> list[StepState] | None:
+        """The states of a step's sequences, for a model with recurrent layers."""
+        manager, states = self.manager, self.manager.states
+        if states is None:
+            return None
+        counts = num_logit_rows or [1] * len(seq_ids)
+        made = []
+        for seq, num_new, num_logits in zip(seq_ids, num_new_tokens, counts, strict=True):
+            num_tokens = manager.num_tokens(seq)
+            num_behind = num_tokens % self.config.block_size
+            num_first = 0
+            # A prompt is cut once, where it ends: each cut is a pass of its own.
+            if states.num_checkpoints and num_new > num_behind and (num_logits or not num_behind):
+                num_first = num_new - num_behind
+            made.append(StepState(states.get(seq, num_tokens - num_new), num_first))
+        return made
+
+    def _put_states(self, seq_ids: Sequence[SeqId], made: Sequence[StepState]) -> None:
+        states, num_tokens = self.manager.states, self.manager.num_tokens
+        if states is None:
+            return
+        if any(state.after is None for state in made):
+            raise ValueError(
+                f"[{self.kind} cache] this model keeps a recurrent state beside K/V, which nothing "
+                "but the model can make: rows of K/V can't be appended or restored alone"
+            )
+        of_seqs = list(zip(seq_ids, made, strict=True))
+        newest = {seq: SequenceState(num_tokens(seq), state.after) for seq, state in of_seqs}
+        size = self.config.block_size
+        at_block_ends = {
+            seq: (
+                SequenceState(num_tokens(seq) // size * size, state.behind_first),
+                state.num_first == 1,
+            )
+            for seq, state in of_seqs
+            if state.num_first
+        }
+        self.manager.put_states(states, newest, at_block_ends)
 
     def close_step(self) -> None:
         """Forget the open step, if there is one, whatever became of its rows."""
@@ -604,9 +678,15 @@ class KVCache(ABC):
 
         Raises:
             KeyError: no such sequence.
-            ValueError: some of its tokens have left the window.
+            ValueError: some of its tokens have left the window, or the model keeps more of it than
+                K/V.
         """
         self._table(seq)
+        if self.config.state_nbytes:
+            raise ValueError(
+                f"[{self.kind} cache] snapshot: the model keeps a recurrent state beside K/V, and "
+                "a snapshot holds K/V alone"
+            )
         if any(table.num_evicted_tokens for table in self.manager.groups[seq]):
             raise ValueError(
                 f"[{self.kind} cache] snapshot: tokens of sequence {seq!r} have left the window"

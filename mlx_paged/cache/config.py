@@ -28,6 +28,10 @@ class KVCacheConfig:
     num_blocks: int = 256  # that sequences can hold together, without a paged cache's null block
     # Which layers share a block table; all of them by default, and all tokens are kept.
     groups: tuple[LayerGroup, ...] = ()
+    # What the recurrent layers of the model keep of a sequence, however long it is; and how many
+    # of such states are kept for others with the same beginning. Neither counts in the budget.
+    state_nbytes: int = 0
+    num_checkpoints: int = 0
 
     def __post_init__(self) -> None:
         if not self.groups:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -113,6 +114,38 @@ class LayerKV(ABC):
         Returns:
             ``[len(q), num_heads, value_dim]`` in the dtype of ``q``.
         """
+
+    def update_and_fetch(
+        self,
+        run: AttentionMetadata,
+        k: mx.array,  # [num_tokens, num_kv_heads, key_dim]
+        v: mx.array,  # [num_tokens, num_kv_heads, value_dim]
+        num_before: int | None = None,
+    ) -> tuple[mx.array, mx.array]:
+        """Write K/V rows of one sequence, and read them back together with those before them, as
+        they are stored (mlx-lm's name).
+
+        For a model that attends by itself, one sequence at a time. Unless :attr:`writes_in_place`,
+        evaluate what is made of it and :attr:`arrays` before the next rows are written.
+
+        Args:
+            run: ``step.run_of`` the sequence.
+            num_before: how many rows before the new ones to read, at most; all by default.
+
+        Returns:
+            ``[num_kv_heads, num_rows, key_dim]`` and ``value_dim``, in the format's dtype.
+        """
+        raise NotImplementedError(f"[{type(self).__name__}] can't be read a sequence at a time")
+
+    @property
+    def arrays(self) -> Sequence[mx.array]:
+        """What has to be evaluated for the writes so far to have happened."""
+        return ()
+
+    @property
+    def writes_in_place(self) -> bool:
+        """Whether writes happen in the order of the calls, whatever is evaluated when."""
+        return False
 
     @abstractmethod
     def attend(

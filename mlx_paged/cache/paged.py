@@ -91,6 +91,28 @@ class PagedLayerKV(LayerKV):
         params = AttentionParams(1.0, self.spec.window)
         return compute_meanwhile(attend_densely(q, dense, step, params))
 
+    def update_and_fetch(
+        self, run: AttentionMetadata, k: mx.array, v: mx.array, num_before: int | None = None
+    ) -> tuple[mx.array, mx.array]:
+        form, (table,), (context_len,) = self.spec.format, run.block_tables, run.context_lens
+        self._backend.reshape_and_cache(*form.encode(k, v), self.kv, run.slot_mapping)
+        first = 0
+        if num_before is not None:
+            first = max(0, context_len - run.num_tokens - num_before)
+        first_block, num_skipped = divmod(first, run.block_size)
+        num_rows = context_len - first_block * run.block_size
+        parts = self._backend.gather_parts(self.kv, table[first_block:], num_rows)
+        keys, values = form.decode(*parts)
+        return form.unrotated(keys)[:, num_skipped:], values[:, num_skipped:]
+
+    @property
+    def arrays(self) -> Sequence[mx.array]:
+        return self.kv.arrays
+
+    @property
+    def writes_in_place(self) -> bool:
+        return self._backend.writes_in_place
+
 
 class _OpenPart(NamedTuple):
     """What a step runs: of two models on one cache, one."""
@@ -154,7 +176,7 @@ class PagedKVCache(KVCache):
 
     @property
     def can_swap(self) -> bool:
-        return self.manager.keeps_all
+        return self.manager.keeps_all and not self.config.state_nbytes
 
     def _allocate_layers(self) -> None:
         self._layers = self._slabs = ()

@@ -36,6 +36,7 @@ from mlx_paged.core.kv_cache_block import KVCacheBlock
 from mlx_paged.core.kv_cache_manager import ComputedBlocks, KVCacheManager, KVCacheManagerStats
 from mlx_paged.core.prefix_index import PrefixIndex
 from mlx_paged.core.retention import KEEP_ALL, POSITION_PERIOD, Retention
+from mlx_paged.core.sequence_states import Checkpoint, SequenceState, SequenceStates
 
 __all__ = [
     "KEEP_ALL",
@@ -46,6 +47,7 @@ __all__ = [
     "BlockPool",
     "BlockTable",
     "BlockTableError",
+    "Checkpoint",
     "ComputedBlocks",
     "DoubleFreeError",
     "ExtraKey",
@@ -59,6 +61,8 @@ __all__ = [
     "KeyShift",
     "PrefixIndex",
     "Retention",
+    "SequenceState",
+    "SequenceStates",
     "TokenSlot",
     "UseAfterFreeError",
     "extend_block_hashes",

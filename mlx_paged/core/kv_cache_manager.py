@@ -7,8 +7,9 @@ from __future__ import annotations
 import itertools
 import sys
 from bisect import bisect_right
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from mlx_paged.core.errors import BlockTableError, IntegrityError
 from mlx_paged.core.integrity import check_pool_integrity, check_table_integrity
 from mlx_paged.core.kv_cache_block import KVCacheBlock
 from mlx_paged.core.retention import KEEP_ALL, Retention
+from mlx_paged.core.sequence_states import Checkpoint, SequenceState, SequenceStates
 
 RequestId = Hashable
 
@@ -31,6 +33,7 @@ class ComputedBlocks(NamedTuple):
     groups: Sequence[Sequence[KVCacheBlock]] = ((),)
     num_tokens: int = 0
     num_queried_tokens: int = 0  # of the request whose prefix was looked up
+    checkpoint: Checkpoint | None = None  # of a model with recurrent layers, behind the last block
 
     @property
     def blocks(self) -> list[KVCacheBlock]:
@@ -99,6 +102,7 @@ class KVCacheManager:
             then ever held by two requests: a prefix hit finds only blocks that nobody holds, and
             ``fork`` takes new blocks.
         retentions: what each group of layers keeps.
+        states: for what a model with recurrent layers keeps of each request; ``None`` for others.
     """
 
     def __init__(
@@ -106,11 +110,13 @@ class KVCacheManager:
         pool: BlockPool,
         shares_blocks: bool = True,
         retentions: Sequence[Retention] = (KEEP_ALL,),
+        states: SequenceStates | None = None,
     ) -> None:
         self.pool = pool
         self.retentions = tuple(retentions)
         self.keeps_all = self.retentions == (KEEP_ALL,)
         self.shares_blocks = shares_blocks
+        self.states = states
         self.max_num_new_tokens = sys.maxsize
         """The most tokens that ``allocate_slots`` will be asked for at once."""
         # Of the first group, and all groups of each request: lists, the first of which is the same.
@@ -142,9 +148,10 @@ class KVCacheManager:
         """The longest cached prefix of a request of ``num_tokens`` tokens, in whole blocks.
 
         It has at most ``num_tokens - 1`` tokens, since the last one must be computed for its
-        logits. Without ``shares_blocks`` it ends before the first block that a request holds. No
-        block is taken: the next ``allocate_slots`` of any request may take or evict these, so pass
-        them to that of this request first.
+        logits. Without ``shares_blocks`` it ends before the first block that a request holds, and
+        of a model with recurrent layers where there is a checkpoint. No block is taken: the next
+        ``allocate_slots`` of any request may take or evict these, so pass them to that of this
+        request first.
 
         Args:
             block_hashes: of the request's full blocks (``hash_token_blocks``).
@@ -154,16 +161,22 @@ class KVCacheManager:
             _PrefixLookup(self, retention, block_hashes, group)
             for group, retention in enumerate(self.retentions)
         ]
-        # Each group may hold less than the one before; one alone is asked once.
-        remaining = len(lookups)
-        for lookup in itertools.cycle(lookups):
-            longest = lookup.longest(num_blocks)
-            remaining = len(lookups) if longest < num_blocks else remaining
+        limits = [lookup.longest for lookup in lookups]
+        if self.states is not None:
+            limits.append(partial(self.states.longest, block_hashes))
+        # Each may allow less than the one before; one alone is asked once.
+        remaining = len(limits)
+        for longest_of in itertools.cycle(limits):
+            longest = longest_of(num_blocks)
+            remaining = len(limits) if longest < num_blocks else remaining
             num_blocks, remaining = longest, remaining - 1
             if not remaining:
                 break
         found = [lookup.blocks(num_blocks) for lookup in lookups]
-        return ComputedBlocks(found, num_blocks * self.pool.block_size, num_tokens)
+        checkpoint = None
+        if self.states is not None and num_blocks:
+            checkpoint = self.states.checkpoint(block_hashes[num_blocks - 1])
+        return ComputedBlocks(found, num_blocks * self.pool.block_size, num_tokens, checkpoint)
 
     def num_needed_blocks(
         self,
@@ -297,6 +310,8 @@ class KVCacheManager:
         for table, blocks in zip(tables, computed.groups, strict=False):
             table.adopt(blocks, computed.num_tokens)
         self._tables[request_id], self._groups[request_id] = tables[0], tables
+        if self.states is not None and computed.checkpoint is not None:
+            self.states.begin(request_id, computed.num_tokens, computed.checkpoint)
         # Counted here and not at the lookup, which a refused request repeats.
         self._num_queried_tokens += computed.num_queried_tokens
         self._num_hit_tokens += computed.num_tokens
@@ -336,6 +351,9 @@ class KVCacheManager:
             KeyError: no such request.
         """
         self._table(request_id)
+        if self.states is not None:
+            self._name_checkpoint(request_id, self.states)
+            self.states.free(request_id)
         del self._tables[request_id]
         freed = [table.free() for table in self._groups.pop(request_id)]
         return list(itertools.chain.from_iterable(freed))
@@ -365,6 +383,8 @@ class KVCacheManager:
                 return False
             children[0].advance(table.num_tokens)
         self._tables[new_request_id], self._groups[new_request_id] = children[0], children
+        if self.states is not None:
+            self.states.fork(request_id, new_request_id)
         return True
 
     def trim(self, request_id: RequestId, num_tokens: int) -> None:
@@ -373,19 +393,63 @@ class KVCacheManager:
 
         Raises:
             KeyError: no such request.
-            BlockTableError: ``num_tokens`` is negative or more than it has, or tokens that have
-                left the window would be needed again; nothing has changed.
+            BlockTableError: ``num_tokens`` is negative or more than it has, tokens that have left
+                the window would be needed again, or a state can't be cut; nothing has changed.
         """
         self._table(request_id)
         tables = self._groups[request_id]
         for table in tables if not self.keeps_all else ():
             table.retention.check_evicted(num_tokens, table.num_evicted_tokens)
+        if self.states is not None:
+            self.states.trim(request_id, num_tokens)
         for table in tables:
             table.trim_to(num_tokens)
 
+    def put_states(
+        self,
+        states: SequenceStates,
+        newest: Mapping[RequestId, SequenceState],
+        at_block_ends: Mapping[RequestId, tuple[SequenceState, bool]],
+    ) -> None:
+        """A step has made these states.
+
+        Args:
+            states: of this manager.
+            newest: of each request of the step.
+            at_block_ends: of those that passed the end of a block, the state there, and whether a
+                decode made it; others may hit it from now on, or as soon as its tokens are known.
+        """
+        states.put(newest)
+        for request_id, (state, is_decoded) in at_block_ends.items():
+            self._name_checkpoint(request_id, states)
+            states.offer(request_id, state, is_decoded)
+            self._name_checkpoint(request_id, states)
+
+    def _name_checkpoint(self, request_id: RequestId, states: SequenceStates) -> None:
+        num_tokens, table = states.pending(request_id), self._tables[request_id]
+        index = (num_tokens - table.num_evicted_tokens) // self.pool.block_size - 1
+        if num_tokens and 0 <= index < len(table.blocks):
+            block_hash = table.blocks[index].block_hash
+            if block_hash is not None:
+                states.name(request_id, block_hash)
+
+    def evict_blocks(self, block_ids: Iterable[int]) -> None:
+        """Take blocks out of the prefix cache, whether free or held: a step that failed did not
+        fill them.
+        """
+        if self.states is not None:
+            block_ids = list(block_ids)
+            hashes = (self.pool.get_block(block_id).block_hash for block_id in block_ids)
+            self.states.forget_checkpoints(filter(None, hashes))
+        self.pool.evict_blocks(block_ids)
+
     def reset_prefix_cache(self) -> bool:
         """Forget everything cached, or return False and change nothing while a block is in use."""
-        return self.pool.reset_prefix_cache()
+        if not self.pool.reset_prefix_cache():
+            return False
+        if self.states is not None:
+            self.states.clear_checkpoints()
+        return True
 
     @property
     def num_free_blocks(self) -> int:

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TypeVar, Unpack
 
@@ -33,6 +33,7 @@ from mlx_paged.engine.model_runner import ModelRunner
 from mlx_paged.engine.options import PassedOnOptions, passed_on_names, split_options
 from mlx_paged.engine.prefix_history import PrefixHistory
 from mlx_paged.engine.prompts import Prompt, as_tokenizer, read_prompt
+from mlx_paged.engine.recurrent_state import check_speculation, room_for_states
 from mlx_paged.engine.reports import Reports
 from mlx_paged.engine.request_state import RequestState
 from mlx_paged.engine.scheduler import Scheduler, extra_hash_keys
@@ -44,7 +45,7 @@ from mlx_paged.engine.view import EngineView, view_of
 from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.foreign_arguments import argument_names, refuses_unknown_arguments
 from mlx_paged.models.context_length import context_limit
-from mlx_paged.models.kv_cache import make_kv_cache
+from mlx_paged.models.kv_cache import kv_budget, make_kv_cache
 from mlx_paged.models.language_model import check_model
 from mlx_paged.request import (
     Request,
@@ -131,6 +132,7 @@ class Engine:
         self.max_model_len = context_limit(checked.args, max_model_len, options.get("window"))
         draft_model = check_draft_model(options.get("draft_model"), checked, kv)
         cache_options, config = split_options(options, self.max_model_len)
+        check_speculation(checked, draft_model, config.num_draft_tokens)
         if tokenizer is not None:
             tokenizer = as_tokenizer(tokenizer)
         if seed is not None:
@@ -147,7 +149,14 @@ class Engine:
             mx.eval([leaf for leaf in leaves if isinstance(leaf, mx.array)])
         self.model = model
         self.tokenizer = tokenizer
+        room = None
+        if checked.state_nbytes:
+            room = room_for_states(checked, config, kv_budget(options.get("kv_cache_bytes"), model))
+            config = replace(config, max_num_seqs=room.max_num_seqs)
+            cache_options["kv_cache_bytes"] = room.kv_cache_bytes
         self.cache = make_kv_cache(model, kv, **cache_options)
+        if room is not None:
+            self.cache.keep_checkpoints(room.num_checkpoints)
         num_parameters = num_parameters_of(model)
         self.swap_space: SwapSpace[SwappedKV] = SwapSpace(
             num_swap_tokens(swap_bytes, self.cache, num_parameters)

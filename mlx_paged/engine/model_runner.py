@@ -72,7 +72,7 @@ class ModelRunner:
         self.model = check_model(model)
         self.cache = cache
         self.compiled_decode: CompiledDecode | None = None
-        if isinstance(cache, PagedKVCache):
+        if isinstance(cache, PagedKVCache) and self.model.runs_packed:
             self.compiled_decode = CompiledDecode(self.model, cache)
         self.draft_model = draft_model
         # Behind them are those of the draft model.

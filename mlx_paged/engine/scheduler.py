@@ -605,7 +605,7 @@ class Scheduler:
     def discard(self, batch: Batch) -> None:
         """Take a step back that failed: its rows may not be written, its requests wait again."""
         # Also the blocks of requests that have ended since.
-        self.manager.pool.evict_blocks(batch.new_block_ids)
+        self.manager.evict_blocks(batch.new_block_ids)
         for request in batch.requests:
             # It may wait already, if it was in the step after this one, too.
             if request.status is RequestStatus.RUNNING:

@@ -47,6 +47,8 @@ def num_swap_tokens(swap_bytes: str | int | None, cache: KVCache, num_parameters
     budget = KVBudget.parse(swap_bytes, "swap_bytes")
     if not cache.can_swap:
         kind = f"a {cache.kind} cache" if cache.manager.keeps_all else "a cache with windows"
+        if config.state_nbytes:
+            kind = "a model with a recurrent state"
         raise ArgumentError(
             f"[engine] swap_bytes={shown(swap_bytes)} needs kv='paged' and layers that keep all "
             f"tokens: preempted requests of {kind} are computed again; leave it out",

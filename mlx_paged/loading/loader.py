@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import re
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -272,8 +274,15 @@ def model_classes(config: dict[str, Any]) -> tuple[type[Module], type]:
     if model_type in NATIVE_MODELS:
         module = importlib.import_module(NATIVE_MODELS[model_type])
         return module.Model, module.ModelArgs
+    said = io.StringIO()
     try:
-        classes: tuple[type[Module], type] = mlx_lm_model_classes(config)
+        with redirect_stdout(said):
+            classes: tuple[type[Module], type] = mlx_lm_model_classes(config)
+    except SystemExit as error:
+        # A module of mlx-lm's may say on import what it lacks, and end the program.
+        raise LoadError(
+            f"[load] mlx-lm can't load model type {model_type!r}: {said.getvalue().strip()}"
+        ) from error
     except Exception as error:
         raise LoadError(
             f"[load] model type {model_type!r} is not supported: mlx-lm {mlx_lm.__version__} does "

@@ -35,7 +35,7 @@ from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.foreign_arguments import refuses_unknown_arguments
 from mlx_paged.memory import default_kv_cache_bytes
 from mlx_paged.models.context_length import context_length
-from mlx_paged.models.language_model import LanguageModel, check_model
+from mlx_paged.models.language_model import LanguageModel, check_model, model_type_of
 from mlx_paged.ops import check_backend_name
 
 
@@ -130,14 +130,13 @@ def make_kv_cache(
         )
     check_backend_name(backend)  # a basic cache has no backend, and would not ask
     block_size = check_integer("kv cache", "block_size", block_size, 1)
-    if kv_cache_bytes is None:
-        weights = [
-            dict(tree_flatten(m.parameters())) for m in (model, draft_model) if m is not None
-        ]
-        weight_nbytes = sum(leaf.nbytes for each in weights for leaf in each.values())
-        budget = KVBudget(nbytes=default_kv_cache_bytes(weight_nbytes))
-    else:
-        budget = KVBudget.parse(kv_cache_bytes)
+    budget = kv_budget(kv_cache_bytes, model, draft_model)
+    if kind == "basic" and not checked.runs_packed:
+        raise ArgumentError(
+            f"[kv cache] kv='basic' can't hold a model that runs one sequence at a time, as "
+            f"{model_type_of(checked)} does; use kv='paged'",
+            "kv",
+        )
     streaming = _streaming_window(kind, window, num_sink_tokens)
     specs = checked.layer_specs
     if draft_model is not None:
@@ -151,7 +150,21 @@ def make_kv_cache(
     if streaming is not None:
         _check_streaming(checked, groups)
     config = KVCacheConfig.within(budget, stored, block_size, groups)
+    config = replace(config, state_nbytes=checked.state_nbytes)
     return PagedKVCache(config, backend, rotate_keys=checked.rotate_keys)
+
+
+def kv_budget(
+    kv_cache_bytes: str | int | None, model: Module, draft_model: Module | None = None
+) -> KVBudget:
+    """The budget that ``kv_cache_bytes`` says, or by default what the models leave of the machine's
+    memory.
+    """
+    if kv_cache_bytes is not None:
+        return KVBudget.parse(kv_cache_bytes)
+    weights = [dict(tree_flatten(m.parameters())) for m in (model, draft_model) if m is not None]
+    weight_nbytes = sum(leaf.nbytes for each in weights for leaf in each.values())
+    return KVBudget(nbytes=default_kv_cache_bytes(weight_nbytes))
 
 
 def _drafted(

@@ -45,6 +45,19 @@ class LanguageModel(Module, ABC):
     def layer_specs(self) -> list[LayerSpec]:
         """The K/V of each layer, usually in :attr:`dtype`; layers may differ."""
 
+    @property
+    def runs_packed(self) -> bool:
+        """Whether all new tokens of a step run together; otherwise one sequence at a time."""
+        return True
+
+    @property
+    def state_nbytes(self) -> int:
+        """Bytes that recurrent layers keep of a sequence beside K/V; 0 where there are none.
+
+        Such a model reads and sets ``step.states``.
+        """
+        return 0
+
     def rotate_keys(self, layer: int, keys: mx.array, distance: int) -> mx.array:
         """Keys as a layer would have computed them ``distance`` positions further on.
 
@@ -86,3 +99,8 @@ def check_model(model: object) -> LanguageModel:
         kind = f"{type(model).__module__}.{kind_of(model)}".removeprefix("builtins.")
         raise ValueError(f"[model] model must be one that mlx_paged.load returns, got {kind}")
     return model
+
+
+def model_type_of(model: LanguageModel) -> str:
+    """The model's ``model_type``, for messages."""
+    return str(getattr(model, "model_type", type(model).__name__))

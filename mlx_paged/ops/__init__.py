@@ -8,7 +8,7 @@ from mlx_paged.ops.choose import BACKENDS, check_backend_name, choose_backend
 from mlx_paged.ops.copy_detector import CopyDetector
 from mlx_paged.ops.formats import AffineFormat, DenseFormat, HostParts, KVFormat, Parts, RowFormat
 from mlx_paged.ops.kv_handle import KVHandle
-from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, SlotMapping
+from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, SlotMapping, StepState
 from mlx_paged.ops.prefill import attend_densely
 from mlx_paged.ops.self_check import AttentionShape
 from mlx_paged.ops.traced_step import traced_decode
@@ -31,6 +31,7 @@ __all__ = [
     "PlanKey",
     "RowFormat",
     "SlotMapping",
+    "StepState",
     "attend_densely",
     "check_backend_name",
     "choose_backend",

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, TypeAlias, TypeGuard, TypeVar, cast
+from typing import Any, NamedTuple, TypeAlias, TypeGuard, TypeVar, cast
 
 import mlx.core as mx
 
@@ -109,6 +109,25 @@ class AttentionParams:
     sinks: mx.array | None = None  # [num_heads], learned attention-sink logits (MLX's argument)
 
 
+@dataclass(slots=True, eq=False)
+class StepState:
+    """What a model with recurrent layers keeps of a sequence, before a step and after it.
+
+    Attributes:
+        before: what the model left in :attr:`after` in the last step of the sequence; ``None``
+            where the sequence begins.
+        num_first: of the new tokens, how many are to be followed by a state of their own, which
+            others may begin with; 0 for none.
+        behind_first: the state behind these, to be set by the model.
+        after: the state behind all, to be set by the model.
+    """
+
+    before: Any
+    num_first: int = 0
+    behind_first: Any = None
+    after: Any = None
+
+
 class StepPart(NamedTuple):
     """The sequences of a step whose query runs have a length in common."""
 
@@ -145,10 +164,14 @@ class AttentionMetadata:
     shares_new_blocks: bool = False
     # Per sequence, of how many of its last tokens the logits are wanted; None for one of each.
     num_logit_rows: list[int] | None = None
+    # False where nobody reads the one row that num_logit_rows asks for.
+    wants_logits: bool = True
     known_max_block_id: int | None = None  # saves looking at each
     # Per sequence, by how much the positions of its tokens are higher than their places in its
     # context, since others have left it; None for 0 everywhere.
     position_offsets: list[int] | None = None
+    # Per sequence, for models with recurrent layers only.
+    states: list[StepState] | None = None
     _derived: dict[Hashable, object] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
@@ -254,6 +277,14 @@ class AttentionMetadata:
         runs = zip(ends, self.query_lens, strict=True)
         return mx.array([p for end, n in runs for p in range(end - n, end)], dtype=mx.int32)
 
+    @property
+    def first_position(self) -> int:
+        """Of the first new token of the first sequence, in that sequence."""
+        num_before = self.context_lens[0] - self.query_lens[0]
+        return (
+            num_before if self.position_offsets is None else num_before + self.position_offsets[0]
+        )
+
     @cached_property
     def slot_mapping(self) -> SlotMapping:
         """Where the new tokens go: the last ``query_lens[s]`` positions of each sequence."""
@@ -295,7 +326,7 @@ class AttentionMetadata:
 
         vLLM: ``logits_indices``.
         """
-        counts = self._logit_counts
+        counts = self.logit_counts
         if counts == self.query_lens:
             return None
         runs = zip(self.cu_seqlens_q[1:], counts, strict=True)
@@ -308,7 +339,7 @@ class AttentionMetadata:
 
     @cached_property
     def _logit_queries(self) -> AttentionMetadata:
-        counts = self._logit_counts
+        counts = self.logit_counts
         return self._select([seq for seq, count in enumerate(counts) if count], counts)
 
     def parts(self, capacities: tuple[int, ...]) -> tuple[list[StepPart], mx.array | None]:
@@ -349,8 +380,21 @@ class AttentionMetadata:
         row_order = sorted(range(len(all_rows)), key=all_rows.__getitem__)
         return parts, mx.array(row_order, dtype=mx.int32)
 
+    def run_of(self, seq: int, begin: int, end: int) -> AttentionMetadata:
+        """The step of one sequence, with only the new tokens ``begin : end`` of its own."""
+        context_len = self.context_lens[seq] - self.query_lens[seq] + end
+        return AttentionMetadata(
+            [self.block_tables[seq][: -(-context_len // self.block_size)]],
+            [context_len],
+            [end - begin],
+            self.block_size,
+            known_max_block_id=self.known_max_block_id,
+            position_offsets=self.position_offsets and [self.position_offsets[seq]],
+        )
+
     @property
-    def _logit_counts(self) -> list[int]:
+    def logit_counts(self) -> list[int]:
+        """Of each sequence, of how many of its last tokens the logits are wanted."""
         return [1] * self.num_seqs if self.num_logit_rows is None else self.num_logit_rows
 
     def _select(self, seqs: list[int], query_lens: list[int]) -> AttentionMetadata:

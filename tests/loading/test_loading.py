@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import sys
 import time
 
 import huggingface_hub
@@ -298,6 +299,14 @@ def test_a_config_without_rope_theta_says_so(folder):
 def test_a_model_type_that_mlx_lm_does_not_have_is_refused(folder):
     write_config(folder, model_type="qwen99")
     assert "model type 'qwen99' is not supported: mlx-lm" in load_error(folder)
+
+
+def test_a_module_of_mlx_lm_that_ends_the_program_on_import_does_not(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "hf_olmo", None)
+    monkeypatch.delitem(sys.modules, "mlx_lm.models.olmo", raising=False)
+    write_config(folder, model_type="olmo")
+    message = load_error(folder)
+    assert "mlx-lm can't load model type 'olmo': To run olmo install ai2-olmo" in message
 
 
 @pytest.mark.parametrize("model_type", ["", None, ["qwen3"], "../qwen3", "os.path"])

@@ -8,12 +8,14 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 
 from mlx_paged.models.language_model import LanguageModel
+from mlx_paged.models.mlx_lm.dense import DenseModel
+from mlx_paged.models.mlx_lm.errors import UnsuitableModelError
 from mlx_paged.models.mlx_lm.packed import PackedModel
 from mlx_paged.models.mlx_lm.trial import check_against_stock
 
 
 def adapt(model: Module, config: dict[str, Any]) -> LanguageModel:
-    """A model of mlx-lm, as one that runs here: packed, or else a sequence at a time.
+    """A model of mlx-lm, as one that runs here: packed, or else one sequence at a time.
 
     Args:
         model: with its weights, adapters among them.
@@ -25,6 +27,12 @@ def adapt(model: Module, config: dict[str, Any]) -> LanguageModel:
     # Arrays that are no parameters, as frequencies of RoPE, are made lazily, and no other thread
     # can run what this one leaves lazy.
     mx.eval([value for module in model.modules() for value in module.values()])
-    adapted = PackedModel(model, config)
-    check_against_stock(adapted, model)
-    return adapted
+    reasons = []
+    for kind, way in ((PackedModel, "packed"), (DenseModel, "one sequence at a time")):
+        try:
+            adapted = kind(model, config)
+            check_against_stock(adapted, model)
+            return adapted
+        except UnsuitableModelError as error:
+            reasons.append(f"{way}, {error}")
+    raise UnsuitableModelError("; ".join(reasons))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,3 +35,11 @@ def noted_calls(model: Module, kind: str) -> Iterator[list[tuple[Module, Any]]]:
     finally:
         for module, module_class in zip(modules, classes, strict=True):
             module.__class__ = module_class
+
+
+def last_called_once(called: Sequence[Module]) -> Module | None:
+    """The module that was called last, if it was called once."""
+    # By identity: modules compare as the dictionaries that they are.
+    if not called or sum(module is called[-1] for module in called) != 1:
+        return None
+    return called[-1]

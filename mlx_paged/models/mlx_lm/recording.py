@@ -24,7 +24,7 @@ from mlx_paged.models.mlx_lm.attention import (
 )
 from mlx_paged.models.mlx_lm.errors import UnsuitableModelError
 from mlx_paged.models.mlx_lm.final_norm import keep_wanted_rows, rows_wanted
-from mlx_paged.models.mlx_lm.module_calls import noted_calls
+from mlx_paged.models.mlx_lm.module_calls import last_called_once, noted_calls
 from mlx_paged.models.mlx_lm.packed_kv import PackedKV
 
 NUM_TOKENS = 3
@@ -60,10 +60,10 @@ def record_packed(model: Module) -> Recording:
     windows = [_window_of(cache) for cache in make_prompt_cache(model)]
     with noted_calls(model, "norm") as norms, noted_calls(model, "rope") as rotations:
         recorded, logits = _record(model, windows)
+    norm = last_called_once([module for module, _ in norms])
     is_prepared = False
-    # By identity: modules compare as the dictionaries that they are.
-    if norms and sum(norm is norms[-1][0] for norm, _ in norms) == 1:
-        keep_wanted_rows(norms[-1][0])
+    if norm is not None:
+        keep_wanted_rows(norm)
         is_prepared = _leaves_rows_out(model, windows)
     layers = tuple(entry.spec for entry in recorded if entry.spec is not None)
     places = itertools.count()
@@ -153,6 +153,10 @@ class _Entry(PackedKV):
         if isinstance(mask, WindowMask):
             if self.spec is not None and self.window != mask.window:
                 raise UnsuitableModelError("layers that share K/V have different windows")
+            if self.window is not None and self.window < mask.window:
+                raise UnsuitableModelError(
+                    f"a layer sees {mask.window} tokens of a cache that keeps {self.window}"
+                )
             self.window = mask.window
         elif isinstance(mask, mx.array):
             raise UnsuitableModelError("it adds a mask of its own to the scores")

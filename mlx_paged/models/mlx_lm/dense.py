@@ -1,0 +1,205 @@
+"""``DenseModel``: a model of mlx-lm that runs one sequence at a time, with its own attention.
+
+Some models can't run packed: their attention adds a bias of its own, reads the length of its keys,
+or has recurrent layers, whose state is that of one sequence. Here such a model sees what it sees in
+mlx-lm: the tokens of one sequence, ``[1, num_tokens]``, and caches that hand out all K/V before
+them. The K/V are written to blocks and gathered from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_paged.cache import KVFormat, LayerKV, LayerSpec
+from mlx_paged.models.language_model import LanguageModel
+from mlx_paged.models.mlx_lm.dense_caches import CachePlan, Exchange, Rows, StateArrays
+from mlx_paged.models.mlx_lm.dense_trace import trace
+from mlx_paged.models.mlx_lm.final_norm import rows_wanted
+from mlx_paged.models.mlx_lm.model_args import MlxLmArgs, describe
+from mlx_paged.ops import AttentionMetadata, StepState
+
+# Of a run of more tokens whose logits nobody wants, these are computed in a pass of their own, as
+# mlx-lm does: logits of 64 tokens and 150,000 tokens of vocabulary are 40 MB in float32.
+MAX_UNWANTED_ROWS = 64
+# Blocks count tokens, also where a model keeps no K/V: the narrowest rows that kernels take.
+TOKENS_ALONE = 32
+
+
+class DenseModel(LanguageModel):
+    """An unmodified model of mlx-lm, whose sequences run one after the other.
+
+    Args:
+        model: as mlx-lm loads it; its modules and weights stay as they are.
+        config: its ``config.json``.
+
+    Raises:
+        UnsuitableModelError: it asks for caches that are not known here, or uses them in a way that
+            blocks can't serve.
+    """
+
+    def __init__(self, model: Module, config: dict[str, Any]):
+        super().__init__()
+        self._plan = CachePlan(make_prompt_cache(model))
+        self._traced = trace(model, self._plan)
+        self.args = MlxLmArgs.read(config, self._traced.vocab_size)
+        way = "one sequence at a time"
+        if self.state_nbytes:
+            way += f" with a state of {self.state_nbytes / 2**20:.1f} MiB each"
+        self.description = describe(config, way)
+        self.model_type = str(config.get("model_type"))
+        self.inner = model
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        return self._traced.dtype
+
+    @property
+    def layer_specs(self) -> list[LayerSpec]:
+        specs = [spec for spec in self._traced.specs if spec is not None]
+        narrow = LayerSpec(1, TOKENS_ALONE, TOKENS_ALONE, format=KVFormat.dense(self.dtype))
+        return specs or [narrow]
+
+    @property
+    def runs_packed(self) -> bool:
+        return False
+
+    @property
+    def state_nbytes(self) -> int:
+        return self._traced.state_nbytes
+
+    def rotate_keys(self, layer: int, keys: mx.array, distance: int) -> mx.array:
+        raise NotImplementedError(f"{self.model_type} runs one sequence at a time")
+
+    def __call__(
+        self, tokens: mx.array, layers: Sequence[LayerKV], logit_rows: mx.array | None = None
+    ) -> mx.array:
+        step = layers[0].step
+        counts = step.query_lens if logit_rows is None else step.logit_counts
+        if not step.wants_logits:
+            counts = [0] * step.num_seqs
+        starts = step.cu_seqlens_q
+        logits: list[mx.array] = []
+        for seq, num_logits in enumerate(counts):
+            new_tokens = tokens[starts[seq] : starts[seq + 1]]
+            state = StepState(None) if step.states is None else step.states[seq]
+            logits += self._run_sequence(new_tokens, layers, seq, num_logits, state)
+        if not logits:
+            row = mx.zeros((1, self._traced.vocab_size), self.dtype)
+            written = [array for layer in layers for array in layer.arrays]
+            done: mx.array = mx.depends(row, written)
+            return done
+        return logits[0] if len(logits) == 1 else mx.concatenate(logits)
+
+    def _run_sequence(
+        self,
+        tokens: mx.array,  # [num_tokens]
+        layers: Sequence[LayerKV],
+        seq: int,
+        num_logits: int,
+        step_state: StepState,
+    ) -> list[mx.array]:
+        """The logits of the last ``num_logits`` tokens: pieces ``[n, vocab_size]``."""
+        first_wanted, num_first = tokens.size - num_logits, step_state.num_first
+        cuts = {num_first, tokens.size}
+        begin_of_last = num_first if num_first <= first_wanted else 0
+        num_unwanted = first_wanted - begin_of_last if num_logits else 0
+        if num_unwanted > MAX_UNWANTED_ROWS and not self._traced.keeps_wanted_rows:
+            cuts.add(first_wanted)
+        begin, state = 0, step_state.before
+        logits: list[mx.array] = []
+        for end in sorted(cuts - {0}):
+            part = _Part(tokens[begin:end], layers, seq, begin)
+            wanted = max(0, end - max(begin, first_wanted))
+            rows, state = self._run(part, state, wanted)
+            logits += [rows] if wanted else []
+            if end == num_first:
+                step_state.behind_first = state
+            begin = end
+        step_state.after = state
+        return logits
+
+    def _run(
+        self, part: _Part, state: StateArrays | None, num_logits: int
+    ) -> tuple[mx.array, StateArrays]:
+        """One call of the model: logits of the last tokens, and the state behind them."""
+        caches = self._plan.open(*part.exchanges(self._plan, self._traced.specs), state)
+        rows = mx.arange(part.tokens.size - num_logits, part.tokens.size)
+        with rows_wanted(rows if self._traced.keeps_wanted_rows and num_logits else None, 1):
+            logits: mx.array = self["inner"](part.tokens[None], cache=caches)
+        logits = logits[0, logits.shape[1] - num_logits :]
+        state = self._plan.state_of(caches)
+        del caches  # They hold what was gathered, which may be views of slabs.
+        if part.layers[0].writes_in_place:
+            mx.async_eval(state)
+        else:
+            # Before the next rows are written: while what was gathered is not used, a write would
+            # copy the slab.
+            mx.eval(
+                logits if num_logits else (),
+                state,
+                [array for layer in part.layers for array in layer.arrays],
+            )
+        return logits, state
+
+
+@dataclass(frozen=True)
+class _Part:
+    """New tokens of a sequence of the open step, from its ``begin``-th new token on."""
+
+    tokens: mx.array
+    layers: Sequence[LayerKV]
+    seq: int
+    begin: int
+
+    def exchanges(
+        self, plan: CachePlan, specs: Sequence[LayerSpec | None]
+    ) -> tuple[list[Exchange], list[int]]:
+        """What the K/V entries read and write, and their positions."""
+        layers = iter(self.layers)
+        runs: dict[AttentionMetadata, AttentionMetadata] = {}
+        exchanges: list[Exchange] = []
+        positions = []
+        for entry, spec in zip(plan.entries, specs, strict=True):
+            if spec is None:
+                exchanges.append(_refuse)
+                positions.append(self._run_in(runs, self.layers[0]).first_position)
+                continue
+            layer = next(layers)
+            run = self._run_in(runs, layer)
+            exchanges.append(partial(_exchange, layer, run, entry.num_before))
+            positions.append(run.first_position)
+        return exchanges, positions
+
+    def _run_in(
+        self, runs: dict[AttentionMetadata, AttentionMetadata], layer: LayerKV
+    ) -> AttentionMetadata:
+        """The run in the step of a layer, which is the same for all layers of its group."""
+        if layer.step not in runs:
+            end = self.begin + self.tokens.size
+            runs[layer.step] = layer.step.run_of(self.seq, self.begin, end)
+        return runs[layer.step]
+
+
+def _exchange(
+    layer: LayerKV,
+    run: AttentionMetadata,
+    num_before: int | None,
+    keys: mx.array,
+    values: mx.array,
+) -> Rows:
+    width = values.shape[3]
+    stored = values if width else mx.zeros((*values.shape[:3], layer.spec.value_dim), values.dtype)
+    rows = keys[0].swapaxes(0, 1), stored[0].swapaxes(0, 1)
+    k, v = layer.update_and_fetch(run, *rows, num_before)
+    return k[None].astype(keys.dtype), v[None, ..., :width].astype(values.dtype)
+
+
+def _refuse(keys: mx.array, values: mx.array) -> Rows:
+    raise RuntimeError("[dense] a layer writes K/V that wrote none when the model was loaded")

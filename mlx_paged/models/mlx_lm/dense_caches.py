@@ -1,0 +1,205 @@
+"""The caches that a model of mlx-lm sees where it runs one sequence at a time.
+
+They are mlx-lm's own classes, so that a model finds whatever it asks a cache for. What they hold is
+different: K/V lie in blocks, of which a run of tokens reads what it needs, and the arrays of a
+recurrent layer are a value that is put in before the run and taken out after it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import mlx.core as mx
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    ChunkedKVCache,
+    ConcatenateKVCache,
+    KVCache,
+    RotatingKVCache,
+)
+
+from mlx_paged.models.mlx_lm.errors import UnsuitableModelError
+
+Rows: TypeAlias = tuple[mx.array, mx.array]
+# Takes the new rows of K and V, [1, num_kv_heads, num_tokens, width] each, and gives them together
+# with those before them.
+Exchange: TypeAlias = Callable[[mx.array, mx.array], Rows]
+# Of each recurrent layer, its arrays; None for one that it did not set.
+StateArrays: TypeAlias = tuple[tuple[mx.array | None, ...], ...]
+
+
+class AllRows(KVCache):
+    """Of a layer that sees all tokens before."""
+
+    def __init__(self, exchange: Exchange, position: int):
+        super().__init__()
+        self._exchange = exchange
+        self.offset = position
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Rows:
+        self.offset += keys.shape[2]
+        self.keys, self.values = self._exchange(keys, values)
+        return self.keys, self.values
+
+    def empty(self) -> bool:
+        return bool(self.offset == 0)
+
+
+class WindowRows(RotatingKVCache):
+    """Of a layer that sees the last ``max_size`` tokens, in the order of their positions."""
+
+    def __init__(self, exchange: Exchange, position: int, max_size: int):
+        super().__init__(max_size)
+        self._exchange = exchange
+        self.offset = position
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Rows:
+        self.offset += keys.shape[2]
+        self.keys, self.values = self._exchange(keys, values)
+        self._idx = self.keys.shape[2]
+        return self.keys, self.values
+
+    def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Any:
+        if N > 1:
+            mask: mx.array | str | None = super().make_mask(N, window_size, return_array)
+            return mask
+        # mlx-lm's own holds a ring, and turns the mask with it.
+        if window_size is None or window_size >= min(self.max_size, self.offset + 1):
+            return None
+        num_rows = min(self.offset + 1, self.max_size)
+        return mx.arange(num_rows) >= num_rows - window_size
+
+    def empty(self) -> bool:
+        return bool(self.offset == 0)
+
+
+class ChunkRows(ChunkedKVCache):
+    """Of a layer that sees the tokens of its own chunk of ``chunk_size``."""
+
+    def __init__(self, exchange: Exchange, position: int, chunk_size: int):
+        super().__init__(chunk_size)
+        self._exchange = exchange
+        self.offset = position
+        self.start_position = max(0, position - (chunk_size - 1))
+
+    def maybe_trim_front(self) -> None:
+        """Only rows that may be seen are read."""
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Rows:
+        self.offset += keys.shape[2]
+        self.keys, self.values = self._exchange(keys, values)
+        return self.keys, self.values
+
+    def empty(self) -> bool:
+        return bool(self.offset == 0)
+
+
+@dataclass(frozen=True)
+class KVEntry:
+    """A cache with K/V among those that a model asks for.
+
+    Attributes:
+        window: the tokens that a query sees, itself included, at most; ``None`` for all.
+        is_chunked: whether it sees only those of its own chunk of ``window`` tokens.
+    """
+
+    window: int | None = None
+    is_chunked: bool = False
+
+    @property
+    def num_before(self) -> int | None:
+        """The rows before the new ones that a run of tokens needs, at most."""
+        return None if self.window is None else self.window - 1
+
+    def open(self, exchange: Exchange, position: int) -> AllRows | WindowRows | ChunkRows:
+        """The cache for a run of tokens that begins at ``position``."""
+        if self.window is None:
+            return AllRows(exchange, position)
+        kind = ChunkRows if self.is_chunked else WindowRows
+        return kind(exchange, position, self.window)
+
+
+class CachePlan:
+    """What a model's ``make_cache`` asks for: K/V entries and recurrent layers, in their order.
+
+    Args:
+        caches: as ``mlx_lm.models.cache.make_prompt_cache`` makes them.
+
+    Raises:
+        UnsuitableModelError: one of a kind that is not known here, named.
+    """
+
+    def __init__(self, caches: Sequence[Any]):
+        self._caches = list(caches)
+        self.entries = [entry for entry in map(_kv_entry, _leaves(caches)) if entry is not None]
+        self.num_recurrent = len(list(_leaves(caches))) - len(self.entries)
+
+    def open(
+        self,
+        exchanges: Sequence[Exchange],
+        positions: Sequence[int],
+        state: StateArrays | None,
+    ) -> list[Any]:
+        """The caches for a run of tokens of one sequence, to be used for one call of the model.
+
+        Args:
+            exchanges, positions: of each K/V entry.
+            state: of the recurrent layers; ``None`` where the sequence begins.
+        """
+        opened = iter(
+            [
+                entry.open(exchange, position)
+                for entry, exchange, position in zip(
+                    self.entries, exchanges, positions, strict=True
+                )
+            ]
+        )
+        arrays: Iterator[Sequence[mx.array | None]] = iter(state or ())
+
+        def make(cache: Any) -> Any:
+            if isinstance(cache, CacheList):
+                return CacheList(*map(make, cache.caches))
+            if not isinstance(cache, ArraysCache):
+                return next(opened)
+            made: Any = copy.copy(cache)
+            made.cache = [None] * len(cache.cache) if state is None else list(next(arrays))
+            return made
+
+        return [make(cache) for cache in self._caches]
+
+    def state_of(self, caches: Sequence[Any]) -> StateArrays:
+        """What the recurrent layers left in their caches.
+
+        Arrays that are views of larger ones, as the end of a convolution's input, are copied: a
+        view would keep the whole of it in memory.
+        """
+        return tuple(
+            tuple(None if array is None else mx.contiguous(array) for array in cache.cache)
+            for cache in _leaves(caches)
+            if isinstance(cache, ArraysCache)
+        )
+
+
+def _leaves(caches: Sequence[Any]) -> Iterator[Any]:
+    for cache in caches:
+        if isinstance(cache, CacheList):
+            yield from _leaves(cache.caches)
+        else:
+            yield cache
+
+
+def _kv_entry(cache: Any) -> KVEntry | None:
+    """``None`` for a recurrent layer."""
+    if isinstance(cache, ArraysCache):
+        return None
+    if type(cache) in (KVCache, ConcatenateKVCache):
+        return KVEntry()
+    if type(cache) is RotatingKVCache and not cache.keep:
+        return KVEntry(cache.max_size)
+    if type(cache) is ChunkedKVCache:
+        return KVEntry(cache.chunk_size, is_chunked=True)
+    raise UnsuitableModelError(f"it keeps a {type(cache).__name__} in its caches")

@@ -1,0 +1,429 @@
+"""Models of mlx-lm that run one sequence at a time, in the engine: their tokens are those of
+mlx-lm's own ``generate_step``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from helpers.dense_models import (
+    ATTENTION,
+    CONFIGS,
+    config_of,
+    dense_model,
+    greedy_answer,
+    mlx_lm_model,
+)
+from helpers.engine_runs import assert_nothing_held, greedy, make_engine, prompt, run
+from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt_cache
+
+from mlx_paged.cache.paged import PagedLayerKV
+from mlx_paged.core import BlockTableError
+from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.model_runner import ModelRunner
+from mlx_paged.errors import ArgumentError
+from mlx_paged.models.kv_cache import make_kv_cache
+from mlx_paged.models.mlx_lm import UnsuitableModelError, adapt
+from mlx_paged.models.mlx_lm.dense import MAX_UNWANTED_ROWS, DenseModel
+
+
+def ragged(name: str, **options: Any) -> Engine:
+    """An engine whose prompts come in chunks that end anywhere, beside running answers."""
+    sizes = {"block_size": 8, "max_num_seqs": 8}
+    budgets = {"max_num_batched_tokens": 23, "max_num_mixed_tokens": 11}
+    return make_engine(dense_model(name), **(sizes | budgets | options))
+
+
+def budget_of(name: str, num_tokens: int, share: float) -> dict[str, Any]:
+    """The blocks of so many sequences of ``num_tokens`` tokens."""
+    manager = ragged(name).scheduler.manager
+    return {"kv_cache_bytes": f"{int(share * manager.max_num_held_blocks(num_tokens))}blocks"}
+
+
+def answers(engine: Engine) -> dict[str, list[list[int]]]:
+    """The tokens of all completions of all requests that are there."""
+    return {
+        request_id: [completion.token_ids for completion in output.outputs]
+        for request_id, output in run(engine).items()
+    }
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["waiting", "ahead"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_requests_side_by_side_get_the_tokens_of_mlx_lm(name: str, ahead: bool):
+    engine = ragged(name, run_ahead=ahead)
+    prompts = {str(n): prompt(n, 1) for n in (1, 9, 40, 83)}
+    for request_id, tokens in prompts.items():
+        engine.add_request(request_id, tokens, greedy(10))
+    expected = {n: [greedy_answer(name, tokens, 10)] for n, tokens in prompts.items()}
+    assert answers(engine) == expected
+    assert_nothing_held(engine)
+    assert not engine.cache.manager.states
+
+
+@pytest.mark.parametrize("keeps_wanted_rows", [True, False])
+@pytest.mark.parametrize("name", ["gemma2", "falcon_h1"])
+def test_a_long_chunk_computes_the_logits_that_are_wanted_and_few_others(
+    name: str, keeps_wanted_rows: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Where the last norm can't leave rows out, the last token is a pass of its own, as in
+    mlx-lm.
+    """
+    passes = []
+    model, tokens = dense_model(name), prompt(MAX_UNWANTED_ROWS + 10)
+    assert model._traced.keeps_wanted_rows
+    model._traced = replace(model._traced, keeps_wanted_rows=keeps_wanted_rows)
+    expected = greedy_answer(name, tokens, 3)
+    kind = type(model.inner)
+    call = kind.__call__
+
+    def noting(self: nn.Module, inputs: mx.array, cache: Any = None) -> mx.array:
+        logits = call(self, inputs, cache=cache)
+        passes.append((inputs.shape[1], logits.shape[1]))
+        return logits
+
+    monkeypatch.setattr(kind, "__call__", noting)
+    # A model with a state runs up to the end of a block first.
+    sizes = {"falcon_h1": [(72, 72), (2, 1)], "gemma2": [(74, 1)]}
+    if not keeps_wanted_rows:
+        sizes = {"falcon_h1": [(72, 72), (2, 2)], "gemma2": [(73, 73), (1, 1)]}
+    for budget in (200, 50):
+        engine = make_engine(model, block_size=8, max_num_seqs=8, max_num_batched_tokens=budget)
+        passes.clear()
+        engine.add_request("a", tokens, greedy(3))
+        assert answers(engine) == {"a": [expected]}
+        assert budget == 50 or passes[:-2] == sizes[name]
+        assert sum(num_tokens for num_tokens, _ in passes) == len(tokens) + 2
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_of_all_tokens_are_those_of_mlx_lm(name: str):
+    model = mlx_lm_model(name)
+    tokens = prompt(70)
+    stock = make_prompt_cache(model)
+    expected, found = [], []
+    cache = make_kv_cache(dense_model(name), block_size=8, kv_cache_bytes="40blocks")
+    for begin, end in ((0, 1), (1, 30), (30, 31), (31, 70)):
+        part = mx.array(tokens[begin:end])
+        expected.append(model(part[None], cache=stock)[0])
+        with cache.step({"a": end - begin}):
+            found.append(dense_model(name)(part, cache.layers))
+            mx.eval(found[-1], cache.arrays)
+    error = mx.abs(mx.concatenate(found) - mx.concatenate(expected)).max().item()
+    assert error <= 1e-4 * mx.abs(mx.concatenate(expected)).max().item()
+
+
+@pytest.mark.parametrize("name", ["falcon_h1", "mamba2"])
+def test_completions_of_one_prompt_begin_with_one_state(name: str):
+    """Greedily, each is the answer of mlx-lm; sampled, the same as alone with its own key."""
+    engine = ragged(name)
+    tokens = prompt(30)
+    engine.add_request("greedy", tokens, greedy(8, n=3))
+    assert answers(engine) == {"greedy": [greedy_answer(name, tokens, 8)] * 3}
+    found = []
+    for share in (9, 2.5):
+        engine = ragged(name, **budget_of(name, 54, share))
+        engine.add_request("sampled", tokens, greedy(24, n=3, temperature=1.0, seed=5))
+        engine.add_request("other", prompt(20, 1), greedy(20))
+        found.append(answers(engine))
+    assert found[0] == found[1]
+    assert len({tuple(ids) for ids in found[0]["sampled"]}) == 3
+    assert engine.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize("name", ["llama4", "qwen3_next", "mamba2", "recurrent_gemma"])
+def test_preempted_requests_get_the_tokens_of_undisturbed_ones(name: str):
+    engine = ragged(name, watermark=0.0, **budget_of(name, 47, 1.7))
+    prompts = {str(n): prompt(20 + n, n) for n in range(4)}
+    for request_id, tokens in prompts.items():
+        engine.add_request(request_id, tokens, greedy(24))
+    expected = {n: [greedy_answer(name, tokens, 24)] for n, tokens in prompts.items()}
+    assert answers(engine) == expected
+    assert engine.stats().num_preemptions > 0
+    assert_nothing_held(engine)
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["waiting", "ahead"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_prefix_hit_changes_no_token(name: str, ahead: bool):
+    """Of a prompt, and of a prompt with its answer: the next turn of a conversation."""
+    engine = ragged(name, run_ahead=ahead)
+    shared = prompt(50, 1)
+    engine.add_request("first", shared, greedy(16))
+    ((answer,),) = answers(engine).values()
+    asked = {
+        "other": ([*shared, *prompt(3, 3)], 48),
+        "next turn": ([*shared, *answer, *prompt(9, 9)], 64),
+        "unlike": ([*shared[:30], *prompt(9, 5)], 24 if name in ATTENTION else 0),
+    }
+    for request_id, (tokens, _) in asked.items():
+        engine.add_request(request_id, tokens, greedy(8))
+    outputs = run(engine)
+    for request_id, (tokens, num_cached) in asked.items():
+        assert outputs[request_id].num_cached_tokens == num_cached, request_id
+        assert outputs[request_id].outputs[0].token_ids == greedy_answer(name, tokens, 8)
+    assert_nothing_held(engine)
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_requests_of_one_step_share_a_prompt_that_one_of_them_computes(name: str):
+    engine = ragged(name, max_num_batched_tokens=200)
+    tokens = prompt(50)
+    for number in range(3):
+        engine.add_request(str(number), tokens, greedy(6))
+    outputs = run(engine)
+    assert [output.num_cached_tokens for output in outputs.values()] == [0, 48, 48]
+    for output in outputs.values():
+        assert output.outputs[0].token_ids == greedy_answer(name, tokens, 6)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "qwen3_next"])
+def test_an_aborted_request_leaves_the_others_alone(name: str):
+    engine = ragged(name)
+    prompts = {str(n): prompt(25, n) for n in range(3)}
+    for request_id, tokens in prompts.items():
+        engine.add_request(request_id, tokens, greedy(12))
+    for _ in range(6):
+        engine.step()
+    engine.abort("1")
+    # An id is free again at once, for another prompt.
+    while "1" in engine._reports.states:
+        engine.step()
+    again = prompt(31, 9)
+    engine.add_request("1", again, greedy(12))
+    found = answers(engine)
+    assert found.pop("1") == [greedy_answer(name, again, 12)]
+    assert found == {n: [greedy_answer(name, prompts[n], 12)] for n in ("0", "2")}
+    assert_nothing_held(engine)
+
+
+class Failing:
+    """A model that raises in the middle of a step, once, behind the rows of a sequence."""
+
+    def __init__(self, engine: Engine, at_call: int, error: BaseException):
+        self.model, self.at_call, self.error = engine.runner.model, at_call, error
+        self.num_calls = 0
+
+    def __call__(self, *args: Any) -> mx.array:
+        logits = self.model(*args)
+        self.num_calls += 1
+        if self.num_calls == self.at_call:
+            raise self.error
+        return logits
+
+
+@pytest.mark.parametrize("error", [ValueError("broken"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("at_call", [3, 9])
+@pytest.mark.parametrize("name", ["llama4", "falcon_h1"])
+def test_a_step_that_fails_is_run_again_from_the_right_state(
+    name: str, at_call: int, error: BaseException
+):
+    engine = ragged(name)
+    prompts = {str(n): prompt(25, n) for n in range(3)}
+    for request_id, tokens in prompts.items():
+        engine.add_request(request_id, tokens, greedy(12))
+    engine.runner.model = Failing(engine, at_call, error)
+    found: dict[str, list[list[int]]] = {}
+    try:
+        found = answers(engine)
+    except KeyboardInterrupt:
+        found = answers(engine)
+    assert found == {n: [greedy_answer(name, tokens, 12)] for n, tokens in prompts.items()}
+    assert_nothing_held(engine)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "falcon_h1"])
+def test_log_probabilities_of_a_prompt_are_those_of_mlx_lm(name: str):
+    engine, tokens = ragged(name), prompt(30)
+    engine.add_request("a", tokens, greedy(2, prompt_logprobs=0))
+    (output,) = run(engine).values()
+    logits = mlx_lm_model(name)(mx.array(tokens)[None])[0]
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    for position in range(1, len(tokens)):
+        entry = output.prompt_logprobs[position][tokens[position]]
+        assert abs(entry.logprob - logprobs[position - 1, tokens[position]].item()) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["llama4", "recurrent_gemma"])
+def test_blocks_behind_a_window_go_back_to_the_pool(name: str):
+    engine = ragged(name)
+    tokens = prompt(90)
+    engine.add_request("a", tokens, greedy(20))
+    held = []
+    while engine.has_unfinished_requests():
+        (output,) = engine.step() or [None]
+        tables = engine.cache.manager.groups.get(("a", 0))
+        held.append(0 if tables is None else min(map(len, tables)))
+    assert output.outputs[0].token_ids == greedy_answer(name, tokens, 20)
+    # 24 tokens of a window, a chunk of 23 and what is left of two blocks.
+    assert 0 < max(held) <= 8
+
+
+@pytest.mark.parametrize("name", ["gemma2", "falcon_h1"])
+def test_kv_in_few_bits_run_and_a_run_reads_what_was_stored(name: str):
+    """So a prompt in chunks has the logits of the whole, and those in 8 bits stay near the exact
+    ones.
+    """
+    model, tokens = dense_model(name), prompt(60)
+    logits = {}
+    for kv_format in (None, 8, 4):
+        cache = make_kv_cache(model, kv_cache_bytes="40blocks", kv_format=kv_format)
+        runner = ModelRunner(model, cache)
+        whole = runner.run({"whole": tokens})
+        runner.run({"cut": tokens[:33]})
+        assert relative_error(runner.run({"cut": tokens[33:]}), whole) < 1e-4
+        logits[kv_format] = whole
+    assert 0 < 4 * relative_error(logits[8], logits[None]) < relative_error(logits[4], logits[None])
+
+
+def relative_error(logits: mx.array, expected: mx.array) -> float:
+    return mx.abs(logits - expected).max().item() / mx.abs(expected).max().item()
+
+
+# States, directly in a cache
+
+
+def test_a_body_that_raises_leaves_the_state_before_the_step():
+    model = dense_model("falcon_h1")
+    cache = make_kv_cache(model, block_size=8, kv_cache_bytes="40blocks")
+    runner = ModelRunner(model, cache)
+    tokens = prompt(30)
+    runner.run({"a": tokens[:20]})
+    with pytest.raises(ZeroDivisionError), cache.step({"a": 5, "b": 3}) as step:
+        mx.eval(model(mx.array(tokens[20:28]), cache.layers, step.logit_rows))
+        raise ZeroDivisionError
+    assert cache.seq_len("a") == 20 and cache.seqs == ["a"]
+    cache.fork("a", "b")
+    found = [runner.run({"a": tokens[20:]}), runner.run({"b": tokens[20:]})]
+    expected = ModelRunner(model, make_kv_cache(model, kv_cache_bytes="40blocks"))
+    for logits in found:
+        assert mx.allclose(logits, expected.run({"a": tokens}), atol=1e-4)
+        expected.cache.free("a")
+
+
+def test_a_state_cannot_be_cut_nor_made_from_rows():
+    model = dense_model("falcon_h1")
+    cache = make_kv_cache(model, block_size=8, kv_cache_bytes="40blocks")
+    ModelRunner(model, cache).run({"a": prompt(20)})
+    with pytest.raises(BlockTableError, match="a recurrent state of 20 tokens, which can't be cut"):
+        cache.trim("a", 12)
+    assert cache.seq_len("a") == 20
+    with pytest.raises(ValueError, match="a snapshot holds K/V alone"):
+        cache.snapshot("a")
+    rows = np.zeros((1, 2, 32), np.float32)
+    with pytest.raises(ValueError, match="rows of K/V can't be appended or restored alone"):
+        cache.append("a", [mx.array(rows)] * 2, [mx.array(rows)] * 2)
+    assert cache.seq_len("a") == 20
+    cache.trim("a", 0)
+    cache.free("a")
+    assert len(cache.manager.states) == 0
+
+
+def test_a_state_keeps_no_more_memory_than_its_size():
+    """The end of a convolution's input is a view of all of it."""
+    model = dense_model("mamba2")
+    cache = make_kv_cache(model, block_size=64, kv_cache_bytes="100blocks")
+    runner = ModelRunner(model, cache)
+    runner.run({"warm": prompt(2000)})
+    before = mx.get_active_memory()
+    runner.run({"a": prompt(2000)})
+    grown = mx.get_active_memory() - before
+    # Arrays share a buffer that is up to 16 KB larger; the input is 1 MB for each layer.
+    assert grown < model.state_nbytes + 4 * 2**14 + 2**14
+
+
+# Refused by name
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "match"),
+    [
+        ("gemma2", {"kv": "basic"}, r"kv='basic' can't hold a model that runs one sequence"),
+        ("gemma2", {"window": 64}, r"window needs keys .* gemma2 runs one sequence at a time"),
+        (
+            "falcon_h1",
+            {"window": 64},
+            r"window needs .* falcon_h1 runs one sequence at a time",
+        ),
+        ("falcon_h1", {"num_draft_tokens": 2}, r"num_draft_tokens must be 0 with a falcon_h1"),
+        ("falcon_h1", {"swap_bytes": "1M"}, r"swap_bytes=.* a recurrent state"),
+        (
+            "falcon_h1",
+            {"kv_cache_bytes": 40000},
+            r"keeps a state of 20992 bytes .* raise it to 125952",
+        ),
+    ],
+)
+def test_what_cannot_be_right_is_refused_by_name(name: str, options: Any, match: str):
+    with pytest.raises(ArgumentError, match=match) as refused:
+        make_engine(dense_model(name), **options)
+    assert refused.value.argument == next(iter(options))
+
+
+def test_a_draft_model_with_a_state_is_refused_and_so_is_one_for_such_a_model():
+    for name, draft in (("gemma2", "mamba2"), ("mamba2", "gemma2")):
+        with pytest.raises(ArgumentError, match=r"mamba2.* can't take back drafts"):
+            make_engine(dense_model(name), draft_model=dense_model(draft))
+
+
+def test_states_are_part_of_the_budget():
+    model = dense_model("falcon_h1")
+    nbytes = model.state_nbytes
+    engine = make_engine(model, kv_cache_bytes=100 * nbytes, max_num_seqs=9)
+    # Nine that run, nine checkpoints, and the one that a step makes.
+    assert 80 * nbytes < engine.cache.config.nbytes <= 81 * nbytes
+    with pytest.warns(UserWarning, match="2 sequences run at once instead of max_num_seqs 9"):
+        engine = make_engine(model, kv_cache_bytes=10 * nbytes, max_num_seqs=9)
+    assert engine.scheduler.config.max_num_seqs == 2
+    assert 4 * nbytes < engine.cache.config.nbytes <= 5 * nbytes
+    options = {"kv_cache_bytes": 10 * nbytes, "max_num_seqs": 4, "enable_prefix_caching": False}
+    assert make_engine(model, **options).cache.config.nbytes <= 5 * nbytes
+
+
+class Odd(nn.Module):
+    def __init__(self, *caches: Any):
+        super().__init__()
+        self.make_cache = lambda: list(caches)
+
+
+@pytest.mark.parametrize(
+    ("cache", "kind"),
+    [({}, "dict"), (CacheList(RotatingKVCache(8, keep=4), KVCache()), "RotatingKVCache")],
+)
+def test_caches_that_are_not_known_are_refused_by_name(cache: Any, kind: str):
+    with pytest.raises(UnsuitableModelError, match=f"it keeps a {kind} in its caches"):
+        DenseModel(Odd(cache), {})
+
+
+# The way in which a model runs
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_model_that_does_not_run_packed_is_tried_one_sequence_at_a_time(name: str):
+    adapted = adapt(mlx_lm_model(name), config_of(name))
+    assert isinstance(adapted, DenseModel)
+    state = rf" with a state of {adapted.state_nbytes / 2**20:.1f} MiB each"
+    way = "one sequence at a time" + (state if adapted.state_nbytes else "")
+    assert adapted.description == f"{name} of mlx-lm, {way}"
+
+
+def test_a_model_that_is_wrong_in_both_ways_is_refused_with_both_reasons(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """As one that takes its positions from something else than the cache would be."""
+    exchange = PagedLayerKV.update_and_fetch
+
+    def shifted(self: Any, run: Any, k: mx.array, v: mx.array, *args: Any) -> Any:
+        return exchange(self, run, mx.roll(k, 1, axis=0), v, *args)
+
+    monkeypatch.setattr(PagedLayerKV, "update_and_fetch", shifted)
+    with pytest.raises(UnsuitableModelError) as refused:
+        adapt(mlx_lm_model("gemma2"), config_of("gemma2"))
+    packed, dense = str(refused.value).split("; ")
+    assert packed.startswith("packed, it ")
+    assert dense.startswith("one sequence at a time, its logits of its first tokens differ")

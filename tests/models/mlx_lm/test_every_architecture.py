@@ -1,0 +1,95 @@
+"""Every architecture of mlx-lm's, tiny and random, in an engine: its tokens are those of mlx-lm,
+and it runs in the way that ``docs/models.md`` says.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import mlx.core as mx
+import mlx_lm.models
+import pytest
+from helpers.model_zoo import ARCHITECTURES, make
+from helpers.model_zoo.page import rows_on_page, version_on_page
+from helpers.model_zoo.runs import Row, run
+from mlx_lm.models.cache import make_prompt_cache
+
+ROWS = rows_on_page()
+
+# Of all kinds.
+IN_THE_FAST_LANE = {
+    "afm7",
+    "cohere2",
+    "deepseek_v3",
+    "gemma2",
+    "gemma4",
+    "gpt_oss",
+    "mamba2",
+    "mimo_v2_flash",
+    "phi3",
+    "plamo3",
+    "qwen3_next",
+}
+
+every_architecture = pytest.mark.parametrize(
+    "architecture",
+    [
+        pytest.param(name, marks=() if name in IN_THE_FAST_LANE else pytest.mark.slow)
+        for name in ARCHITECTURES
+    ],
+)
+
+# Of these, mlx-lm's own logits depend on where a prompt is cut.
+CUTS_MATTER = {"phi3small", "plamo3"}
+# mlx-lm 0.32.2 can't run these on more than one token and a cache.
+BROKEN = {"olmo"}
+
+
+@every_architecture
+def test_tokens_are_those_of_mlx_lm_and_the_page_says_how_it_runs(architecture: str):
+    assert _without_numbers(run(architecture)) == _without_numbers(ROWS[architecture])
+
+
+def _without_numbers(row: Row) -> str:
+    """Errors differ in their last digits from machine to machine."""
+    return re.sub(r"\d+(\.\d+)?", "N", str(row))
+
+
+@every_architecture
+def test_a_tiny_model_is_the_same_in_chunks_and_feels_its_first_token(architecture: str):
+    model = make(architecture)
+    tokens = mx.random.randint(0, 256, (1, 30), key=mx.random.key(1))
+    others = mx.concatenate([(tokens[:, :1] + 1) % 256, tokens[:, 1:]], axis=1)
+    if architecture in BROKEN:
+        with pytest.raises(ValueError, match="inplace addition"):
+            _logits(model, tokens, [30])
+        return
+    expected, of_others = (_logits(model, ids, [30]) for ids in (tokens, others))
+    spread = mx.std(expected)
+    in_chunks = mx.abs(_logits(model, tokens, [11, 1, 1, 11, 6]) - expected).max() / spread
+    assert (in_chunks.item() < 1e-4) == (architecture not in CUTS_MATTER)
+    assert mx.abs(of_others - expected)[-1].max() > 0.01 * spread
+
+
+def _logits(model, tokens: mx.array, chunks: list[int]) -> mx.array:
+    """``[num_tokens, vocab_size]``; 0 for tokens that the model never allows."""
+    cache, parts, start = make_prompt_cache(model), [], 0
+    for size in chunks:
+        parts.append(model(tokens[:, start : start + size], cache=cache)[0].astype(mx.float32))
+        start += size
+    logits = mx.concatenate(parts)
+    return mx.where(mx.isneginf(logits), 0, logits)
+
+
+def test_the_page_has_every_architecture():
+    assert list(ROWS) == ARCHITECTURES
+
+
+def test_every_architecture_of_mlx_lm_is_tried():
+    if mlx_lm.__version__ != version_on_page():
+        pytest.skip(f"the page is about mlx-lm {version_on_page()}, this is {mlx_lm.__version__}")
+    folder = Path(mlx_lm.models.__path__[0])
+    has_model = re.compile(r"^class Model\(|import Model\b", re.MULTILINE)
+    modules = {path.stem for path in folder.glob("*.py") if has_model.search(path.read_text())}
+    assert modules == set(ARCHITECTURES)
