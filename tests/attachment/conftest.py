@@ -48,6 +48,11 @@ def any_model(request):
     return cached_model(request.param)
 
 
+@pytest.fixture(params=["llama", "gemma3"])
+def with_and_without_windows(request):
+    return cached_model(request.param)
+
+
 @pytest.fixture
 def llama():
     return cached_model("llama")

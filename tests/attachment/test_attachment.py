@@ -12,6 +12,7 @@ import mlx.nn as nn
 import pytest
 from conftest import attached, cached_model, generated, tokens
 from helpers.mlx_lm_models import LLAMA, random_model
+from helpers.model_zoo import make
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 import mlx_paged
@@ -31,12 +32,14 @@ def bits(model, cache=None) -> list[bytes]:
 
 def test_a_detached_model_is_as_before(any_model):
     kind, names, expected = type(any_model), sorted(any_model), bits(any_model)
+    kinds = [type(module) for module in any_model.modules()]
     stock_caches = [type(cache) for cache in make_prompt_cache(any_model)]
     paged = attach(any_model, kv_cache_bytes="100blocks", block_size=8)
     assert isinstance(any_model, kind) and type(any_model) is not kind
     bits(any_model)
     paged.close()
-    assert type(any_model) is kind and sorted(any_model) == names
+    assert [type(module) for module in any_model.modules()] == kinds
+    assert sorted(any_model) == names
     assert [type(cache) for cache in make_prompt_cache(any_model)] == stock_caches
     assert bits(any_model) == expected
     paged.close()  # changes nothing
@@ -73,6 +76,17 @@ def test_what_is_no_model_of_mlx_lm_is_refused():
     for model in (ours, nn.Linear(2, 2), "llama", None):
         with pytest.raises(ArgumentError, match=r"\[attach\] model"):
             attach(model)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "why"), [("gemma2", "attention in a way of its own"), ("mamba2", "recurrent")]
+)
+def test_models_that_do_not_run_packed_are_refused_and_left_alone(architecture, why):
+    model = make(architecture)
+    kinds = [type(module) for module in model.modules()]
+    with pytest.raises(ArgumentError, match=f"model {architecture} can't run on packed.*{why}"):
+        attach(model)
+    assert [type(module) for module in model.modules()] == kinds
 
 
 def test_arguments_are_refused_by_name(llama):

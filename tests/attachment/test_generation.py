@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import mlx.core as mx
 import mlx_lm
+import pytest
 from conftest import attached, cached_model, generated, tokens
+from helpers.model_zoo import make
 from mlx_lm.generate import BatchGenerator, batch_generate, generate_step, speculative_generate_step
 
 PROMPTS = [tokens(45, 0), tokens(3, 1), tokens(31, 2)]
@@ -70,6 +72,21 @@ def test_a_batch_generator_gives_the_same_tokens_while_prompts_come_and_go(any_m
         stats = paged.stats()
     assert stats.num_hit_tokens >= 24  # the prompt that begins like another one
     assert stats.num_used_blocks == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "architecture",
+    ["cohere2", "gemma3n", "gemma4", "glm4_moe_lite", "gpt2", "mimo_v2_flash", "phi3", "step3p5"],
+)
+def test_other_architectures_give_the_same_tokens(architecture):
+    """Windows beside full layers, shared K/V, latents, absolute positions, K and V of two
+    widths.
+    """
+    model = make(architecture)
+    expected = [generated(model, PROMPTS[0]), run_batch(model)]
+    with attached(model):
+        assert [generated(model, PROMPTS[0]), run_batch(model)] == expected
 
 
 def test_prompts_of_one_batch_share_what_they_begin_with(llama, computed):

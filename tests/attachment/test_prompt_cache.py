@@ -25,17 +25,18 @@ def feed(model, cache, ids) -> mx.array:
     return model(mx.array(ids)[None], cache=cache)[0, -1]
 
 
-def test_a_copy_goes_its_own_way_and_shares_the_blocks(any_model):
+def test_a_copy_goes_its_own_way_and_shares_the_blocks(with_and_without_windows):
+    model = with_and_without_windows
     prompt, more = tokens(40), [tokens(6, 1), tokens(9, 2)]
-    expected = [any_model(mx.array(prompt + each)[None])[0, -1] for each in more]
-    with attached(any_model) as paged:
-        cache = make_prompt_cache(any_model)
-        feed(any_model, cache, prompt)
+    expected = [model(mx.array(prompt + each)[None])[0, -1] for each in more]
+    with attached(model) as paged:
+        cache = make_prompt_cache(model)
+        feed(model, cache, prompt)
         before = paged.stats().num_used_blocks
         copied = copy.deepcopy(cache)
         assert paged.stats().num_used_blocks == before
         for held, ids, logits in zip((copied, cache), more, expected, strict=True):
-            assert mx.allclose(feed(any_model, held, ids), logits, atol=1e-4)
+            assert mx.allclose(feed(model, held, ids), logits, atol=1e-4)
         assert (cache[0].offset, copied[0].offset, copied[-1].offset) == (49, 46, 46)
         del cache, held
         assert paged.stats().num_seqs == 1
@@ -73,35 +74,37 @@ def test_a_trimmed_cache_goes_on_from_there(llama):
     assert mx.allclose(again, expected, atol=1e-4)
 
 
-def test_a_cut_behind_a_full_window_is_right(any_model):
+def test_a_cut_behind_a_full_window_is_right(with_and_without_windows):
     """mlx-lm's own caches can't be cut there, and what is cut there in vain is wrong in silence."""
+    model = with_and_without_windows
     prompt = tokens(50)
-    expected = any_model(mx.array([[*prompt[:21], 5]]))[0, -1]
-    with attached(any_model) as paged:
-        cache = make_prompt_cache(any_model)
+    expected = model(mx.array([[*prompt[:21], 5]]))[0, -1]
+    with attached(model) as paged:
+        cache = make_prompt_cache(model)
         for begin in range(0, 50, 10):
-            feed(any_model, cache, prompt[begin : begin + 10])
+            feed(model, cache, prompt[begin : begin + 10])
         assert can_trim_prompt_cache(cache) and trim_prompt_cache(cache, 29) == 29
         assert cache[0].offset == 21
-        assert mx.allclose(feed(any_model, cache, [5]), expected, atol=1e-4)
+        assert mx.allclose(feed(model, cache, [5]), expected, atol=1e-4)
         assert cache[0].offset == 22
         del cache
         assert paged.stats().num_used_blocks == 0
 
 
-def test_mlx_lms_store_of_prompt_caches_works(any_model):
+def test_mlx_lms_store_of_prompt_caches_works(with_and_without_windows):
+    model = with_and_without_windows
     prompt, other = tokens(40), [*tokens(30), 7, 7, 7]
-    expected = any_model(mx.array(other)[None])[0, -1]
-    with attached(any_model) as paged:
+    expected = model(mx.array(other)[None])[0, -1]
+    with attached(model) as paged:
         store = LRUPromptCache()
-        cache = make_prompt_cache(any_model)
-        feed(any_model, cache, prompt)
+        cache = make_prompt_cache(model)
+        feed(model, cache, prompt)
         store.insert_cache("model", prompt, cache)
         assert store.nbytes == paged.stats().nbytes_used > 0
         del cache
         for _ in range(2):
             cache, rest = store.fetch_nearest_cache("model", other)
-            logits = feed(any_model, cache or make_prompt_cache(any_model), rest)
+            logits = feed(model, cache or make_prompt_cache(model), rest)
             assert mx.allclose(logits, expected, atol=1e-4)
         exact, rest = store.fetch_nearest_cache("model", prompt)
         assert exact[0].offset == 40 and rest == []
@@ -184,20 +187,21 @@ def run_as_batch(model, rng, held) -> None:
         assert mx.allclose(logits[row, -1], expected, atol=1e-4)
 
 
-def test_what_nobody_calls_is_given_up_when_the_budget_is_full(any_model, computed):
+def test_what_nobody_calls_is_given_up_when_the_budget_is_full(with_and_without_windows, computed):
+    model = with_and_without_windows
     prompts = [tokens(40, seed) for seed in range(3)]
-    expected = [generated(any_model, [*prompt, 1]) for prompt in prompts]
+    expected = [generated(model, [*prompt, 1]) for prompt in prompts]
     # One sequence has at most 53 tokens: 7 blocks for each group of layers.
-    probe = attached(any_model)
+    probe = attached(model)
     with probe as paged:
         num_groups = len(paged.cache.config.groups)
-    with attached(any_model, blocks=8 * num_groups) as paged:
-        caches = [make_prompt_cache(any_model) for _ in prompts]
+    with attached(model, blocks=8 * num_groups) as paged:
+        caches = [make_prompt_cache(model) for _ in prompts]
         for cache, prompt in zip(caches, prompts, strict=True):
-            any_model(mx.array(prompt)[None], cache=cache)
+            model(mx.array(prompt)[None], cache=cache)
         assert paged.stats().num_seqs == 1
         for cache, answer in zip(caches, expected, strict=True):
-            assert generated(any_model, [1], prompt_cache=cache) == answer
+            assert generated(model, [1], prompt_cache=cache) == answer
         assert paged.stats().num_recomputed_tokens > 0
         assert [cache[0].offset for cache in caches] == [53, 53, 53]
 
