@@ -94,15 +94,19 @@ def batch_generate(
     batch = _Batch(
         model, tokenizer, split_prompts(prompts), max_tokens, return_logprobs, {**options}
     )
-    stats = batch.run(verbose)
-    answers = batch.answers()
-    return BatchResponse(
-        [batch.tokenizer.decode(token_ids) for token_ids in answers],
-        stats,
-        None,
-        answers if return_token_ids else None,
-        batch.logprobs(answers) if return_logprobs else None,
-    )
+
+    def respond() -> BatchResponse:
+        stats = batch.run(verbose)
+        answers = batch.answers()
+        return BatchResponse(
+            [batch.tokenizer.decode(token_ids) for token_ids in answers],
+            stats,
+            None,
+            answers if return_token_ids else None,
+            batch.logprobs(answers) if return_logprobs else None,
+        )
+
+    return batch.engine.share(respond)
 
 
 class _Batch:
@@ -132,7 +136,7 @@ class _Batch:
             )
             for limit in limits
         ]
-        self._engine = Engine(
+        self.engine = Engine(
             model,
             self.tokenizer,
             max_num_seqs=check_integer("batch_generate", "completion_batch_size", batch_size, 1),
@@ -142,26 +146,31 @@ class _Batch:
             **options,
         )
         self._num_requests = len(prompts)
+        self._asked = list(zip(prompts, params, strict=True))
+        self._wants_logprobs = wants_logprobs
         self._outputs: dict[str, RequestOutput] = {}
         # The engine's own log-probabilities are those before the processors.
         self._recorders: dict[str, _Recorder] = {}
-        for index, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
-            if wants_logprobs and each.logits_processors:
+
+    def _add_requests(self) -> None:
+        for index, (prompt, each) in enumerate(self._asked):
+            if self._wants_logprobs and each.logits_processors:
                 recorder = self._recorders[str(index)] = _Recorder()
                 each = each.clone(logits_processors=(*each.logits_processors, recorder))
-            self._engine.add_request(str(index), prompt, each)
+            self.engine.add_request(str(index), prompt, each)
 
     def run(self, is_verbose: bool) -> BatchStats:
+        self._add_requests()
         num_requests = self._num_requests
         stats = BatchStats()
         started: set[str] = set()
         num_finished = 0
         begin = time.perf_counter()
-        with wired_limit(self._engine.model):
-            while self._engine.has_unfinished_requests():
+        with wired_limit(self.engine.model):
+            while self.engine.has_unfinished_requests():
                 has_prompts = len(started) < num_requests
                 step_begin = time.perf_counter()
-                outputs = self._engine.step()
+                outputs = self.engine.step()
                 for output in outputs:
                     self._take(output)
                     started.add(output.request_id)

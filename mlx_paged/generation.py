@@ -9,7 +9,8 @@ import itertools
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias, Unpack
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
@@ -327,5 +328,38 @@ def _stream(
         **engine_options,
     )
     params = dataclasses.replace(params, sampler=recorder)
-    responses = stream_request(engine, prompt, params, progress)
-    return ((response, recorder.row(response.generation_tokens)) for response in responses)
+    if engine.ranks is None:
+        responses = stream_request(engine, prompt, params, progress)
+        return ((response, recorder.row(response.generation_tokens)) for response in responses)
+    return _shared(engine, partial(stream_request, engine, prompt, params, progress), recorder)
+
+
+def _shared(
+    engine: Engine,
+    start: Callable[[], Generator[GenerationResponse, None, None]],
+    recorder: _Recorder,
+) -> Generator[tuple[GenerationResponse, mx.array], None, None]:
+    """The responses of rank 0 on every rank. Their log-probabilities stay on rank 0, and are
+    ``None`` elsewhere.
+    """
+    started: list[Generator[GenerationResponse, None, None]] = []
+    # What it raises, all ranks raise now.
+    engine.share(lambda: started.append(start()))
+    return _responses_of_all(engine, started, recorder)
+
+
+def _responses_of_all(
+    engine: Engine,
+    started: list[Generator[GenerationResponse, None, None]],  # empty, but for rank 0
+    recorder: _Recorder,
+) -> Generator[tuple[GenerationResponse, mx.array], None, None]:
+    def next_one() -> GenerationResponse | None:
+        return next(started[0], None)
+
+    try:
+        while (response := engine.share(next_one)) is not None:
+            row: Any = recorder.row(response.generation_tokens) if started else None
+            yield response, row
+    finally:
+        # Ranks run the same script: whoever leaves the loop early does so on all of them.
+        engine.share(lambda: started[0].close())

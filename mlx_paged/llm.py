@@ -14,6 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.argument_values import kind_of
 from mlx_paged.chat_template import NO_TEMPLATE, ChatTemplateError, encode_chat
+from mlx_paged.distributed import launched_ranks
 from mlx_paged.engine.engine import Engine, engine_option_names
 from mlx_paged.engine.options import LoadedEngineOptions
 from mlx_paged.engine.prompts import Prompt, split_prompts
@@ -29,7 +30,7 @@ from mlx_paged.llm_arguments import (
     one_for_each,
     split_conversations,
 )
-from mlx_paged.loading import load, load_draft_model
+from mlx_paged.loading import load_draft_model, load_for
 from mlx_paged.memory import wired_limit
 from mlx_paged.request import CompletionOutput, RequestOutput
 from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
@@ -61,10 +62,16 @@ class LLM:
     each. For requests that come and go one by one, :class:`mlx_paged.AsyncEngine` computes those of
     all threads together.
 
+    In a script that ``mlx.launch`` runs on several ranks, a model that is loaded here is split over
+    them. All ranks have to make the same calls in the same order, from one thread; rank 0's
+    arguments count, and all get its outputs.
+
     Args:
-        model: a local folder, a Hugging Face repo, or a model that is loaded already.
+        model: a local folder, a Hugging Face repo, a GGUF file, or a model that is loaded already.
         tokenizer: that of a loaded model.
         adapter_path: LoRA adapters for a model that is loaded here.
+        tokenizer_path: a folder or a repo with the tokenizer for a model that is loaded here,
+            instead of the model's own.
         draft_model: a small model of the same tokenizer that makes drafts: a folder, a hub id, or
             one that is loaded already; see :class:`Engine`.
         engine_options: ``kv_cache_bytes``, ``max_num_seqs`` and others of :class:`Engine`.
@@ -81,26 +88,30 @@ class LLM:
         tokenizer: TokenizerWrapper | None = None,
         *,
         adapter_path: str | Path | None = None,
+        tokenizer_path: str | Path | None = None,
         draft_model: str | Path | Module | None = None,
         **engine_options: Unpack[LoadedEngineOptions],
     ):
         if isinstance(tokenizer, (str, Path)):
             raise ValueError(
                 f"[llm] tokenizer must be a tokenizer, got {shown(tokenizer)}; that of the "
-                "model is loaded where there is none, and mlx_paged.load gives others"
+                "model is loaded where there is none, and tokenizer_path names another one"
             )
         if isinstance(model, Module):
-            if adapter_path is not None:
-                raise ValueError(
-                    "[llm] adapter_path is for a model that is loaded here; give it to load"
-                )
+            for name, value in (("adapter_path", adapter_path), ("tokenizer_path", tokenizer_path)):
+                if value is not None:
+                    raise ValueError(
+                        f"[llm] {name} is for a model that is loaded here; give it to load"
+                    )
         else:
             if not isinstance(model, (str, Path)):
                 raise ValueError(
                     "[llm] model must be a folder, a hub id or a model that is loaded, got "
                     f"{kind_of(model)}"
                 )
-            model, loaded_tokenizer = load(model, adapter_path=adapter_path)
+            model, loaded_tokenizer = load_for(
+                launched_ranks(), model, adapter_path=adapter_path, tokenizer_path=tokenizer_path
+            )
             tokenizer = tokenizer or loaded_tokenizer
         loaded = load_draft_model(draft_model, tokenizer)
         self.engine = Engine(model, tokenizer, draft_model=loaded, **engine_options)
@@ -151,8 +162,12 @@ class LLM:
             RuntimeError: the call comes from inside another one, such as from a logits processor.
             KeyboardInterrupt: Ctrl-C, between two steps; the requests are aborted.
         """
-        batch = self._checked(split_prompts(prompts), sampling_params, priority, use_tqdm)
-        with self._turn: return self._complete(batch)  # noqa: E701  # fmt: skip
+
+        def complete() -> list[RequestOutput]:
+            batch = self._checked(split_prompts(prompts), sampling_params, priority, use_tqdm)
+            with self._turn: return self._complete(batch)  # noqa: E701  # fmt: skip
+
+        return self.engine.share(complete)
 
     @refuses_unknown_arguments("request")
     def chat(
@@ -179,19 +194,27 @@ class LLM:
         Raises:
             ValueError: the tokenizer has no chat template.
         """
-        tokenizer = self.tokenizer
-        if tokenizer is None or not tokenizer.has_chat_template:
-            raise ChatTemplateError(NO_TEMPLATE)
-        template_options = checked_template_options(chat_template_kwargs)
-        prompts = [
-            _render(tokenizer, each, template_options) for each in split_conversations(messages)
-        ]
-        batch = self._checked(prompts, sampling_params, priority, use_tqdm)
-        with self._turn: return self._complete(batch)  # noqa: E701  # fmt: skip
+
+        def complete() -> list[RequestOutput]:
+            prompts = self._rendered(messages, checked_template_options(chat_template_kwargs))
+            batch = self._checked(prompts, sampling_params, priority, use_tqdm)
+            with self._turn: return self._complete(batch)  # noqa: E701  # fmt: skip
+
+        return self.engine.share(complete)
 
     def stats(self) -> EngineStats:
         """What the pool holds, how often the prefix cache was hit, who runs and waits."""
         return self.engine.stats()
+
+    def _rendered(
+        self, messages: object, template_options: Mapping[str, Any]
+    ) -> list[Prompt | Exception]:
+        tokenizer = self.tokenizer
+        if tokenizer is None or not tokenizer.has_chat_template:
+            raise ChatTemplateError(NO_TEMPLATE)
+        return [
+            _render(tokenizer, each, template_options) for each in split_conversations(messages)
+        ]
 
     def _checked(
         self,

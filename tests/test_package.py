@@ -54,10 +54,12 @@ def test_imports_go_one_way():
         "attachment",
         "models",
         "memory",
+        "distributed",
         "cache",
         "ops",
         "core",
         "interrupts",
+        "launch",
         "standard_streams",
     ]
     order += ["sampling", "config"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeAlias
@@ -107,6 +107,8 @@ class KVCache(ABC):
     Attributes:
         manager: which blocks each sequence holds.
         pool: the blocks. It has one more than sequences can hold, the null block.
+        all_can: whether all who hold a part of these K/V can do what this cache can; asked before
+            the pool changes. A cache of its own asks nobody.
     """
 
     kind: ClassVar[str]
@@ -115,6 +117,7 @@ class KVCache(ABC):
 
     def __init__(self, config: KVCacheConfig, initial_blocks: int = INITIAL_BLOCKS):
         self.config = config
+        self.all_can: Callable[[bool], bool] = bool
         # The open one, for each group of layers, and which layers it runs.
         self._steps: Sequence[AttentionMetadata] = ()
         self._open_layers = ALL_LAYERS
@@ -473,9 +476,12 @@ class KVCache(ABC):
         # needed may be.
         doubled = min(max(num_missing, num_usable), self.num_growable_blocks)
         for num_new_blocks in dict.fromkeys((doubled, num_missing)):
-            if self._grow(num_new_blocks):
+            has_grown = self._grow(num_new_blocks)
+            if self.all_can(has_grown):
                 self.pool.grow(num_new_blocks)
                 return
+            if has_grown:
+                self._fit()
         # What there is, is the budget from now on, until memory is given back.
         self._max_num_blocks = num_usable
         warnings.warn(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from mlx_paged.chat.command_line import error_line, setup_arg_parser
 from mlx_paged.chat.readers import clean, make_reader, without_line_end
 from mlx_paged.chat.screen import Screen, is_terminal
+from mlx_paged.launch import is_follower, say_errors_only
 from mlx_paged.standard_streams import (
     NO_STDOUT,
     OutputLostError,
@@ -74,6 +75,10 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, screen: Screen) -> int:
+    if is_follower():
+        say_errors_only()
+        _load(args)[0].engine.follow()
+        return 0
     if sys.stdout is None:
         raise OutputLostError(NO_STDOUT)
     message = _read_message(args)
@@ -155,20 +160,28 @@ def _is_known_to_be_empty(stdin: Any) -> bool:
 def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
     from mlx_paged.chat.conversation import Conversation
     from mlx_paged.chat.settings import Settings
+    from mlx_paged.distributed import launched_ranks
     from mlx_paged.engine.engine import Engine
     from mlx_paged.loading import (
         SamplingDefaults,
         demo_model_path,
+        dtype_config,
         find_model,
-        load,
         load_draft_model,
+        load_for,
         read_sampling_defaults,
     )
 
     folder = demo_model_path() if args.model is None else find_model(args.model)
     defaults = SamplingDefaults() if args.no_generation_config else read_sampling_defaults(folder)
     settings = Settings(args, defaults)
-    model, tokenizer = load(folder, adapter_path=args.adapter_path)
+    model, tokenizer = load_for(
+        launched_ranks(),
+        folder,
+        model_config=dtype_config(folder, args.dtype),
+        adapter_path=args.adapter_path,
+        tokenizer_path=args.tokenizer,
+    )
     # As in mlx_lm.chat: XTC leaves an answer its lines and its end.
     newline = tokenizer.encode("\n", add_special_tokens=False)
     settings.spare_from_xtc([*newline, *tokenizer.eos_token_ids])

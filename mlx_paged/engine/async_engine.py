@@ -26,6 +26,7 @@ from mlx_paged.engine.stats import EngineStats
 from mlx_paged.engine.view import EngineView
 from mlx_paged.foreign_arguments import argument_names, refuses_unknown_arguments
 from mlx_paged.memory import wired_limit
+from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.request import RequestOutput, check_request_id
 from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
 
@@ -54,6 +55,9 @@ class AsyncEngine:
     parameters says. A slow reader misses no text, only intermediate outputs. Leaving the loop, or
     cancelling its task, aborts the request.
 
+    Of several ranks, rank 0 has one; the others make an :class:`Engine` of the same options and
+    call :meth:`Engine.follow`.
+
     Args:
         model, tokenizer, engine_options: as :class:`Engine`.
     """
@@ -65,6 +69,12 @@ class AsyncEngine:
         tokenizer: TokenizerWrapper | None = None,
         **engine_options: Unpack[EngineOptions],
     ):
+        group = model.group if isinstance(model, LanguageModel) else None
+        if group is not None and group.rank() > 0:
+            raise RuntimeError(
+                f"[engine] AsyncEngine is for rank 0, and this is rank {group.rank()}: make an "
+                "Engine of the same options here, and call its follow()"
+            )
         # It is made here so that the caller gets the errors of wrong settings.
         self.engine = Engine(model, tokenizer, **engine_options)
         self._request_ids = map(str, itertools.count())

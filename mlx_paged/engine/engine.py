@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import time
@@ -21,19 +22,23 @@ from mlx_paged.argument_values import check_integer
 from mlx_paged.cache import SwappedKV
 from mlx_paged.config import DEFAULT_KV
 from mlx_paged.core import hash_token_blocks
+from mlx_paged.distributed import RanksError
 from mlx_paged.engine.draft_model import DraftModel
 from mlx_paged.engine.draft_options import (
     check_draft_model,
     num_parameters_of,
     speculation_of,
 )
+from mlx_paged.engine.following import FollowingLoop, share
 from mlx_paged.engine.grammar import GrammarCompiler
+from mlx_paged.engine.joining import check_steps_are_alike, join_ranks, least_budget, replicas_of
 from mlx_paged.engine.latencies import Latencies
 from mlx_paged.engine.model_runner import ModelRunner
 from mlx_paged.engine.options import PassedOnOptions, passed_on_names, split_options
 from mlx_paged.engine.prefix_history import PrefixHistory
 from mlx_paged.engine.prompts import Prompt, as_tokenizer, read_prompt
 from mlx_paged.engine.recurrent_state import check_speculation, room_for_states
+from mlx_paged.engine.replicas import Call
 from mlx_paged.engine.reports import Reports
 from mlx_paged.engine.request_state import RequestState
 from mlx_paged.engine.scheduler import Scheduler, extra_hash_keys
@@ -44,9 +49,11 @@ from mlx_paged.engine.token_rules import read_token_rules, special_token_ids
 from mlx_paged.engine.view import EngineView, view_of
 from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.foreign_arguments import argument_names, refuses_unknown_arguments
+from mlx_paged.memory import wired_limit
 from mlx_paged.models.context_length import context_limit
 from mlx_paged.models.kv_cache import kv_budget, make_kv_cache
 from mlx_paged.models.language_model import check_model
+from mlx_paged.models.traffic import sent_bytes_per_token
 from mlx_paged.request import (
     Request,
     RequestOutput,
@@ -142,28 +149,45 @@ class Engine:
                 f"[engine] run_ahead must be True, False or None, got {shown(run_ahead)}",
                 "run_ahead",
             )
+        self.ranks = join_ranks(
+            checked,
+            tokenizer,
+            {**options, "max_model_len": self.max_model_len, "swap_bytes": swap_bytes},
+        )
+        if self.ranks is not None:
+            cache_options["kv_cache_bytes"] = least_budget(
+                self.ranks, cache_options.get("kv_cache_bytes"), checked
+            )
         # Steps may be another thread's, which can't evaluate what this one left lazy: parameters,
         # and frequencies of RoPE, which are none.
         for each in (model, draft_model or ()):
             leaves = dict(tree_flatten(each)).values()
             mx.eval([leaf for leaf in leaves if isinstance(leaf, mx.array)])
+        self._sent_bytes_per_token = sent_bytes_per_token(checked)
         self.model = model
         self.tokenizer = tokenizer
         room = None
         if checked.state_nbytes:
-            room = room_for_states(checked, config, kv_budget(options.get("kv_cache_bytes"), model))
+            budget = kv_budget(cache_options.get("kv_cache_bytes"), model)
+            room = room_for_states(checked, config, budget)
             config = replace(config, max_num_seqs=room.max_num_seqs)
             cache_options["kv_cache_bytes"] = room.kv_cache_bytes
         self.cache = make_kv_cache(model, kv, **cache_options)
         if room is not None:
             self.cache.keep_checkpoints(room.num_checkpoints)
+        self.run_ahead = self.cache.can_run_ahead if run_ahead is None else run_ahead
         num_parameters = num_parameters_of(model)
         self.swap_space: SwapSpace[SwappedKV] = SwapSpace(
             num_swap_tokens(swap_bytes, self.cache, num_parameters)
         )
         drafter = None if draft_model is None else DraftModel(draft_model, self.cache)
         self.runner = ModelRunner(model, self.cache, self.swap_space, drafter)
-        self.run_ahead = self.cache.can_run_ahead if run_ahead is None else run_ahead
+        if self.ranks is not None:
+            check_steps_are_alike(self.ranks, self.cache, self.run_ahead)
+            self.cache.all_can = self.ranks.all_can
+            # The first replay of a trace is held against a decode that is built. A rank where that
+            # differs would compute other sums from then on than those where it does not.
+            self.runner.compiled_decode = None
         eos_token_ids: Iterable[int] = () if tokenizer is None else tokenizer.eos_token_ids
         speculation = speculation_of(config.num_draft_tokens, checked, drafter, self.run_ahead)
         self.scheduler = Scheduler(
@@ -175,7 +199,12 @@ class Engine:
         self._seeds = random.Random(seed)
         self._reports = Reports(self.latencies)
         self._steps = Steps(
-            self.runner, self.scheduler, self._reports, self.latencies, self.run_ahead
+            self.runner,
+            self.scheduler,
+            self._reports,
+            self.latencies,
+            self.run_ahead,
+            replicas_of(self.ranks, self.run_ahead),
         )
         # What other threads ask for goes through the inbox, which is emptied whenever no step runs.
         self._inbox: deque[Callable[[], None]] = deque()
@@ -215,6 +244,7 @@ class Engine:
                 is in use, or parameters that can't be met.
             PromptTooLongError: the budget can never hold the prompt; the message has the numbers.
         """
+        self._refuse_on_followers("add_request")
         request_id = check_request_id(request_id)
         priority, cache_salt = check_priority(priority), check_cache_salt(cache_salt)
         params = SamplingParams() if params is None else params
@@ -239,7 +269,7 @@ class Engine:
         state = RequestState(request, text, self.tokenizer, self._special_token_ids)
         if self._reports.states.setdefault(request_id, state) is not state:
             raise ValueError(f"[engine] request {request_id!r} exists already")
-        self._inbox.append(partial(self.scheduler.add, request))
+        self._inbox.append(partial(self._steps.add, state))
         self._read_inbox_if_idle()
 
     def prepare(self, params: SamplingParams) -> None:
@@ -307,6 +337,7 @@ class Engine:
         """Run one step; returns the outputs that changed. Those that have the answer so far grow
         with further steps.
         """
+        self._refuse_on_followers("step")
         self._refuse_reentry("step")
         with self._step_lock: outputs = self._step()  # noqa: E701  # fmt: skip
         self._read_inbox_if_idle()
@@ -322,12 +353,13 @@ class Engine:
         there is forgotten.
         """
         self._refuse_reentry("shrink")
-        with self._step_lock: return self._changed(self._shrink)  # noqa: E701  # fmt: skip
+        shrink = partial(self._on_all_ranks, "shrink", self._shrink)
+        with self._step_lock: return self._changed(shrink)  # noqa: E701  # fmt: skip
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached K/V; False, and nothing has changed, while requests run."""
         self._refuse_reentry("reset_prefix_cache")
-        reset = self.cache.manager.reset_prefix_cache
+        reset = partial(self._on_all_ranks, "reset_prefix_cache", self._reset_prefix_cache)
         with self._step_lock: return self._changed(reset)  # noqa: E701  # fmt: skip
 
     def stats(self) -> EngineStats:
@@ -349,6 +381,7 @@ class Engine:
             num_swapped_tokens=self.swap_space.num_used_tokens,
             nbytes_held=self.cache.nbytes_held,
             nbytes_budget=self.cache.config.nbytes,
+            nbytes_sent=self._nbytes_sent(),
         )
 
     def view(self) -> EngineView:
@@ -356,6 +389,59 @@ class Engine:
         some 15,000 blocks.
         """
         return view_of(self.cache.manager, self._reports.states)
+
+    # Several ranks
+
+    def share(self, call: Callable[[], T]) -> T:
+        """What ``call`` returns on rank 0, on every rank. It is called there alone; the other ranks
+        take part in the steps that it runs, and raise what it raises.
+
+        Raises:
+            RanksError: on the other ranks, if rank 0 ends before it returns.
+        """
+        if self.ranks is None:
+            return call()
+        if self.ranks.is_leader:
+            return share(self.ranks, call)
+        following = FollowingLoop(
+            self.ranks,
+            self._steps,
+            self.scheduler,
+            self._reports,
+            self.tokenizer,
+            self._special_token_ids,
+            {"shrink": self._shrink, "reset_prefix_cache": self._reset_prefix_cache},
+        )
+        with wired_limit(self.model):
+            shared = following.run()
+        if shared.error is not None:
+            raise shared.error
+        value: T = shared.value
+        return value
+
+    def follow(self) -> None:
+        """On a rank other than 0: take part in the steps of rank 0 until that ends."""
+        with contextlib.suppress(RanksError):
+            while True:
+                self.share(lambda: None)
+
+    def _refuse_on_followers(self, name: str) -> None:
+        if self.ranks is not None and not self.ranks.is_leader:
+            raise RuntimeError(
+                f"[engine] {name} is for rank 0, and this is rank {self.ranks.rank}, which follows "
+                "it: call follow or share here"
+            )
+
+    def _on_all_ranks(self, name: str, call: Callable[[], T]) -> T:
+        if self.ranks is not None and self.ranks.is_leader:
+            self.ranks.tell(Call(name))
+        return call()
+
+    def _nbytes_sent(self) -> int:
+        if self.ranks is None:
+            return 0
+        num_tokens = int(self.latencies.iteration_tokens.sum)
+        return self.ranks.num_sent_bytes + num_tokens * self._sent_bytes_per_token
 
     # Inside
 
@@ -395,6 +481,9 @@ class Engine:
         # The state and not its id: a later request may have the same id.
         state.is_aborted = True
         self._inbox.append(partial(self._steps.abort, state))
+
+    def _reset_prefix_cache(self) -> bool:
+        return self.cache.manager.reset_prefix_cache()
 
     def _shrink(self) -> int:
         self._steps.land()  # It may write to the memory that is given back.

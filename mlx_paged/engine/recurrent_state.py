@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from typing import NamedTuple
 
@@ -32,6 +33,9 @@ def check_speculation(
         )
 
 
+MIN_CHECKPOINTS = 8
+
+
 class StateRoom(NamedTuple):
     """What the states of a model take of a budget, and what they leave."""
 
@@ -41,34 +45,38 @@ class StateRoom(NamedTuple):
 
 
 def room_for_states(model: LanguageModel, config: SchedulerConfig, budget: KVBudget) -> StateRoom:
-    """Take the states of ``max_num_seqs`` sequences from a budget in bytes, one that a step makes,
-    and as many checkpoints as sequences where prefixes are shared; fewer sequences run, and a
-    warning says so, where that would be more than half of it.
+    """Take states from a budget in bytes: those of ``max_num_seqs`` sequences and one that a step
+    makes, a quarter of it at most, and checkpoints, another quarter at most. A warning says so
+    where fewer sequences can run for that.
+
+    Each sequence leaves two checkpoints, behind its prompt and behind its answer, and there are
+    ``MIN_CHECKPOINTS`` for the branches of a single conversation.
 
     A budget in blocks is one of K/V alone, and left as it is.
 
     Raises:
-        ArgumentError: half of the budget does not hold what one sequence needs.
+        ArgumentError: a quarter of the budget holds fewer than two states.
     """
     nbytes, num_seqs = model.state_nbytes, config.max_num_seqs
-    per_seq = 1 + config.enable_prefix_caching
-    if budget.nbytes is None:
-        num_checkpoints = num_seqs * config.enable_prefix_caching
-        return StateRoom(num_seqs, num_checkpoints, f"{budget.num_blocks}blocks")
-    num_seqs = min(num_seqs, (budget.nbytes // 2 // nbytes - 1) // per_seq)
-    if num_seqs < 1:
+    most = sys.maxsize if budget.nbytes is None else budget.nbytes // 4 // nbytes
+    if most < 2:
         raise ArgumentError(
             f"[engine] kv_cache_bytes of {budget.nbytes} is too small: a {model_type_of(model)} "
-            f"keeps a state of {nbytes} bytes per sequence, and half of the budget holds fewer "
-            f"than {per_seq + 1}; raise it to {2 * (per_seq + 1) * nbytes}",
+            f"keeps a state of {nbytes} bytes per sequence, and a quarter of the budget holds "
+            f"fewer than two; raise it to {8 * nbytes}",
             "kv_cache_bytes",
         )
-    if num_seqs < config.max_num_seqs:
+    if num_seqs > most - 1:
         warnings.warn(
-            f"[engine] {num_seqs} sequences run at once instead of max_num_seqs "
-            f"{config.max_num_seqs}: their states of {nbytes} bytes each take half of the budget",
+            f"[engine] {most - 1} sequences run at once instead of max_num_seqs {num_seqs}: their "
+            f"states of {nbytes} bytes each may take a quarter of kv_cache_bytes",
             stacklevel=3,
         )
-    num_checkpoints = num_seqs * config.enable_prefix_caching
-    left = budget.nbytes - (num_seqs + num_checkpoints + 1) * nbytes
+        num_seqs = most - 1
+    num_checkpoints = 0
+    if config.enable_prefix_caching:
+        num_checkpoints = min(max(2 * num_seqs, MIN_CHECKPOINTS), most)
+    if budget.nbytes is None:
+        return StateRoom(num_seqs, num_checkpoints, f"{budget.num_blocks}blocks")
+    left = budget.nbytes - (num_seqs + 1 + num_checkpoints) * nbytes
     return StateRoom(num_seqs, num_checkpoints, left)

@@ -12,10 +12,10 @@ import mlx.core as mx
 from mlx_paged.engine.batch import Batch, Scheduled
 from mlx_paged.engine.latencies import Latencies
 from mlx_paged.engine.model_runner import ModelRunner, StepInFlight
-from mlx_paged.engine.prompt_logprobs import score_prompts
+from mlx_paged.engine.replicas import Replicas
 from mlx_paged.engine.reports import Reports
 from mlx_paged.engine.request_state import RequestState
-from mlx_paged.engine.sampler import NO_TOKENS, SampledToken, sample, state_of
+from mlx_paged.engine.sampler import NO_TOKENS, SampledToken, state_of
 from mlx_paged.engine.scheduler import Scheduler
 from mlx_paged.errors import forget_frames, request_error
 from mlx_paged.request import Request
@@ -31,6 +31,7 @@ class Steps:
 
     Args:
         run_ahead: whether a step is launched before the tokens of the one before are read.
+        replicas: the other ranks that have a part of the model, if there are any.
 
     Attributes:
         is_torn: True while the bookkeeping changes. Who finds it True at the beginning of a change
@@ -44,6 +45,7 @@ class Steps:
         reports: Reports,
         latencies: Latencies,
         run_ahead: bool,
+        replicas: Replicas,
     ):
         self.is_torn = False
         self.in_flight: deque[StepInFlight] = deque()
@@ -52,6 +54,7 @@ class Steps:
         self._reports = reports
         self._latencies = latencies
         self._run_ahead = run_ahead
+        self._replicas = replicas
         # Requests from a failed step and the length each had reached; each is retried alone.
         self._suspects: deque[tuple[Request, int]] = deque()
 
@@ -59,6 +62,7 @@ class Steps:
     def change(self) -> Iterator[None]:
         """Change the bookkeeping; what an interrupt cut is repaired first."""
         if self.is_torn:
+            self._replicas.failed(KeyboardInterrupt())
             self.repair()
         self.is_torn = True
         yield
@@ -68,6 +72,7 @@ class Steps:
         """Run one step: read the oldest one that is in flight, and launch the next before that
         where it may.
         """
+        self._replicas.begin_step(self._scheduler)
         steps = self.in_flight
         if not steps:
             self._launch(self._scheduler.schedule(only=self._next_suspect()))
@@ -79,7 +84,15 @@ class Steps:
         if steps and all(request.is_finished for request in steps[0].batch.requests):
             self.land()  # Nobody asks for it any more.
 
+    def add(self, state: RequestState) -> None:
+        """Take on a request; one that is there already is left as it is."""
+        request = state.requests[0]
+        if not request.is_finished and request.seq_id not in self._scheduler.requests:
+            self._replicas.add(state)
+            self._scheduler.add(request)
+
     def abort(self, state: RequestState) -> None:
+        self._replicas.abort(state)
         for request in state.requests:
             self._finish(request, "abort")
 
@@ -134,8 +147,8 @@ class Steps:
         step = self.in_flight[-1]
         rows, requests, num_before = self._completions(step.batch)
         with self._device_work():
-            step.sampled = sample(step.logits, rows, requests, num_before)
-            step.scored = score_prompts(step.logits, step.batch.scheduled)
+            step.sampled = self._replicas.sample(step.logits, rows, requests, num_before)
+            self._replicas.score(step)
         for request in step.sampled.requests:
             if request.seq_id not in self._scheduler.requests:
                 state = self._reports.states[request.request_id]
@@ -149,8 +162,7 @@ class Steps:
             return
         step = self.in_flight[0]
         with self._device_work():
-            results = step.sampled.read()
-            scores = [(prompt.request, prompt.read()) for prompt in step.scored]
+            results, scores = self._replicas.read(step)
             # A chunk of a prompt has no tokens to wait for. What no step follows leaves nothing
             # lazy: another thread could not evaluate it, and a reader in flight would make each
             # donated write copy a slab.
@@ -195,7 +207,8 @@ class Steps:
                 if number == len(drawn):
                     row = step.first_row_of(part) + number
                     with self._device_work():
-                        drawn += sample(step.logits, [row], [request]).read()
+                        more = self._replicas.sample(step.logits, [row], [request])
+                        drawn += self._replicas.read_more(more)
                     if not self.in_flight:
                         return False
                 result = drawn[number]
@@ -227,8 +240,10 @@ class Steps:
         try:
             yield
         except Exception as error:
+            self._replicas.failed(error)
             self._blame(error)
-        except BaseException:
+        except BaseException as error:
+            self._replicas.failed(error)
             self._take_back()
             self.is_torn = False
             raise
@@ -236,6 +251,7 @@ class Steps:
     def pick_up_lost(self) -> None:
         """Take on requests that an interrupt kept from the inbox, or from being reported."""
         for state in list(self._reports.states.values()):
+            self.add(state)
             for request in state.requests:
                 self._scheduler.add(request)
             if state.is_aborted:

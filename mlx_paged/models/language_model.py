@@ -30,10 +30,12 @@ class LanguageModel(Module, ABC):
     Attributes:
         args: the model's configuration.
         description: its type and the way in which it runs, for the line that a program begins with.
+        group: the ranks that its heads are split over; ``None`` while this process has all of them.
     """
 
     args: ModelArgs
     description: str
+    group: mx.distributed.Group | None = None
 
     @property
     @abstractmethod
@@ -57,6 +59,17 @@ class LanguageModel(Module, ABC):
         Such a model reads and sets ``step.states``.
         """
         return 0
+
+    def shard(self, group: mx.distributed.Group) -> None:
+        """Keep this rank's share of the weights, and sum what the ranks compute where a layer needs
+        it whole. The logits are then the same on all ranks, and :attr:`layer_specs` says the heads
+        of this rank.
+
+        Raises:
+            ArgumentError: a size that does not divide, named; nothing was changed.
+            NotImplementedError: the model can't be split.
+        """
+        raise NotImplementedError(f"[{type(self).__module__}] can't be split over ranks")
 
     def rotate_keys(self, layer: int, keys: mx.array, distance: int) -> mx.array:
         """Keys as a layer would have computed them ``distance`` positions further on.

@@ -18,11 +18,13 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.nn.layers.distributed import shard_linear
 from mlx_lm.models.activations import swiglu
 from mlx_lm.models.rope_utils import initialize_rope
 
 from mlx_paged.argument_values import check_positive
 from mlx_paged.cache import KVFormat, LayerKV, LayerSpec
+from mlx_paged.distributed import check_divisible, check_linear_sizes
 from mlx_paged.errors import shown
 from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.models.rotation import rotate_on
@@ -43,6 +45,23 @@ MAX_SIZE = 2**31 - 1  # of a dimension in MLX
 MAX_NUMBER = 3.4e38  # of float32
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
+
+# How the projections are split over ranks: by what they give, or by what they take, which is then
+# summed.
+SHARDING = {
+    "self_attn": {
+        "q_proj": "all-to-sharded",
+        "k_proj": "all-to-sharded",
+        "v_proj": "all-to-sharded",
+        "o_proj": "sharded-to-all",
+    },
+    "mlp": {
+        "gate_proj": "all-to-sharded",
+        "up_proj": "all-to-sharded",
+        "down_proj": "sharded-to-all",
+    },
+}
+SPLIT_SIZES = ("num_key_value_heads", "num_attention_heads", "intermediate_size")
 
 # What kinds of RoPE scaling read, where they read it.
 SCALING_NUMBERS = (
@@ -324,6 +343,24 @@ class Model(LanguageModel):
             h = h + block["mlp"](block["post_attention_layernorm"](h))
         h = self.model.norm(h)
         return self.model.embed_tokens.as_linear(h) if self.tie_word_embeddings else self.lm_head(h)
+
+    def shard(self, group: mx.distributed.Group | None = None) -> None:
+        """mlx-lm's convention: heads and the inner rows of the MLP are split, embeddings, norms and
+        the head are on every rank.
+        """
+        group = group or mx.distributed.init()
+        num_ranks = group.size()
+        check_divisible({name: getattr(self.args, name) for name in SPLIT_SIZES}, num_ranks)
+        summed = {"o_proj", "down_proj"}
+        check_linear_sizes(self, summed, num_ranks)
+        for block in self.layers:
+            for part, projections in SHARDING.items():
+                for name, sharding in projections.items():
+                    linear = block[part][name]
+                    block[part][name] = shard_linear(linear, sharding, group=group)
+            block.self_attn.num_heads //= num_ranks
+            block.self_attn.num_kv_heads //= num_ranks
+        self.group = group
 
     def rotate_keys(self, layer: int, keys: mx.array, distance: int) -> mx.array:
         return rotate_on(self.layers[layer].self_attn.rope, keys, distance)

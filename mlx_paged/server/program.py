@@ -14,9 +14,10 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mlx_paged.errors import ArgumentError, one_line
+from mlx_paged.launch import is_follower, say_errors_only
 from mlx_paged.server.command_line import (
     engine_options,
     error_line,
@@ -29,6 +30,8 @@ from mlx_paged.server.settings import ServerSettings
 from mlx_paged.standard_streams import OutputLostError, finish_output, open_closed_streams, say
 
 if TYPE_CHECKING:
+    from mlx.nn.layers.base import Module
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
     from starlette.types import ASGIApp
 
     from mlx_paged.engine.async_engine import AsyncEngine
@@ -80,6 +83,9 @@ def _run(args: argparse.Namespace) -> int:
             "'mlx-paged[server]'"
         )
     settings = read_settings(args)
+    if is_follower():
+        follow(args)
+        return 0
     from mlx_paged.server.http.http_server import bind, close_all
     from mlx_paged.server.http.logs import setup_logging
 
@@ -112,6 +118,45 @@ def _check_access(settings: ServerSettings, sockets: list[socket.socket]) -> Non
     )
 
 
+def follow(args: argparse.Namespace) -> None:
+    """Take part in the steps of rank 0, which serves, until that ends.
+
+    Raises:
+        ValueError, RuntimeError: the model can't be loaded, or an option is wrong.
+    """
+    from mlx_paged.engine.engine import Engine
+
+    say_errors_only()
+    model, tokenizer, options = _load(args, _folder_of(args))
+    Engine(model, tokenizer, **options).follow()
+
+
+def _folder_of(args: argparse.Namespace) -> Path:
+    from mlx_paged.loading import demo_model_path, find_model
+
+    return demo_model_path() if args.model is None else find_model(args.model)
+
+
+def _load(
+    args: argparse.Namespace, folder: Path
+) -> tuple[Module, TokenizerWrapper, dict[str, Any]]:
+    """The model in a folder and its tokenizer, and the options of their engine as the flags say."""
+    from mlx_paged.distributed import launched_ranks
+    from mlx_paged.loading import dtype_config, load_draft_model, load_for
+
+    template = read_chat_template(args.chat_template)
+    model, tokenizer = load_for(
+        launched_ranks(),
+        folder,
+        tokenizer_config=None if template is None else {"chat_template": template},
+        model_config=dtype_config(folder, args.dtype),
+        adapter_path=args.adapter_path,
+        tokenizer_path=args.tokenizer,
+    )
+    draft_model = load_draft_model(args.draft_model, tokenizer)
+    return model, tokenizer, {**engine_options(args), "draft_model": draft_model}
+
+
 def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
     """Load what the flags name, and start its engine.
 
@@ -122,32 +167,15 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
 
     from mlx_paged.command_line.flags import chosen_sampling
     from mlx_paged.engine.async_engine import AsyncEngine
-    from mlx_paged.loading import (
-        SamplingDefaults,
-        demo_model_path,
-        find_model,
-        load,
-        load_draft_model,
-        read_sampling_defaults,
-    )
+    from mlx_paged.loading import SamplingDefaults, read_sampling_defaults
     from mlx_paged.server.admission import Admission
     from mlx_paged.server.service import Service
 
-    options, template = template_options(args), read_chat_template(args.chat_template)
-    folder = demo_model_path() if args.model is None else find_model(args.model)
+    options, folder = template_options(args), _folder_of(args)
     own = SamplingDefaults() if args.no_generation_config else read_sampling_defaults(folder)
     said = {name: value for name, value in asdict(own).items() if value is not None}
-    model, tokenizer = load(
-        folder,
-        adapter_path=args.adapter_path,
-        tokenizer_config=None if template is None else {"chat_template": template},
-    )
-    engine = AsyncEngine(
-        model,
-        tokenizer,
-        draft_model=load_draft_model(args.draft_model, tokenizer),
-        **engine_options(args),
-    )
+    model, tokenizer, chosen = _load(args, folder)
+    engine = AsyncEngine(model, tokenizer, **chosen)
 
     def counts() -> tuple[int, int]:
         scheduler = engine.engine.scheduler
@@ -162,7 +190,10 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
         max_tokens=None if args.max_tokens == -1 else args.max_tokens,
         template_options=options,
         created=int(time.time()),
-        admission=Admission(settings.max_queue_len, args.max_num_seqs, counts),
+        # Fewer than were asked for, where a model's states would take too much of the budget.
+        admission=Admission(
+            settings.max_queue_len, engine.engine.scheduler.config.max_num_seqs, counts
+        ),
         logs_cache=settings.log_cache,
     )
 

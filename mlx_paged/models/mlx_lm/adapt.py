@@ -28,7 +28,7 @@ def adapt(model: Module, config: dict[str, Any]) -> LanguageModel:
     # can run what this one leaves lazy.
     mx.eval([value for module in model.modules() for value in module.values()])
     reasons = []
-    for kind, way in ((PackedModel, "packed"), (DenseModel, "one sequence at a time")):
+    for kind, way in ((PackedModel, "packed"), (DenseModel, "dense")):
         try:
             adapted = kind(model, config)
             check_against_stock(adapted, model)

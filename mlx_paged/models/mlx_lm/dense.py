@@ -49,10 +49,7 @@ class DenseModel(LanguageModel):
         self._plan = CachePlan(make_prompt_cache(model))
         self._traced = trace(model, self._plan)
         self.args = MlxLmArgs.read(config, self._traced.vocab_size)
-        way = "one sequence at a time"
-        if self.state_nbytes:
-            way += f" with a state of {self.state_nbytes / 2**20:.1f} MiB each"
-        self.description = describe(config, way)
+        self.description = describe(config, "dense, with state" if self.state_nbytes else "dense")
         self.model_type = str(config.get("model_type"))
         self.inner = model
 

@@ -31,8 +31,8 @@ LIMITS = {mx.float32: 1e-3}
 LIMIT = 0.05
 # A model's own error is that on mlx-lm's caches, with its chunks cut elsewhere.
 NUM_TIMES_OWN_ERROR = 4
-# Beyond so many limits, the model means something else by each cut, and there is nothing to be equal
-# to: plamo3 prefills with a window that is longer by one than that of its cache.
+# Beyond so many limits, the model means something else by each cut, and there is nothing to be
+# equal to: plamo3 prefills with a window that is longer by one than that of its cache.
 MAX_OWN_LIMITS = 10
 
 
@@ -78,11 +78,11 @@ def check_against_stock(model: LanguageModel, stock: Module) -> None:
     parts["later tokens"] = both[:last], expected[-last:]
     parts["tokens of a second sequence"] = both[last:], expected_other
     for what, (logits, rows) in parts.items():
-        error = _median_error(logits, rows)
+        found = _median_error(logits, rows)
         # A NaN is no agreement, unless mlx-lm's are NaN, too.
-        if not error <= limit and not mx.isnan(rows).any():
+        if not found <= limit and not mx.isnan(rows).any():
             raise UnsuitableModelError(
-                f"its logits of {what} differ from those on mlx-lm's caches by {error:.2g} "
+                f"its logits of {what} differ from those on mlx-lm's caches by {found:.2g} "
                 f"(rounding explains {limit:.2g})"
             )
 

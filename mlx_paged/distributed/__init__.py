@@ -1,0 +1,22 @@
+"""Several machines, one model: the ranks of ``mlx.launch``, and what they say to each other.
+
+Every rank holds its share of each layer's heads and runs the same scheduler. Activations travel
+through MLX's own collectives. Everything else that ranks have to agree on goes from rank 0 to the
+others over sockets of ours (:class:`Ranks`), which cost nothing while nobody asks for anything, and
+which show at once that a rank is gone.
+"""
+
+from mlx_paged.distributed.facts import files_facts, package_facts
+from mlx_paged.distributed.ranks import Ranks, RanksError, connect, launched_ranks
+from mlx_paged.distributed.sharding import check_divisible, check_linear_sizes
+
+__all__ = [
+    "Ranks",
+    "RanksError",
+    "check_divisible",
+    "check_linear_sizes",
+    "connect",
+    "files_facts",
+    "launched_ranks",
+    "package_facts",
+]

@@ -1,0 +1,54 @@
+"""Which sizes of a model can be split over ranks."""
+
+from __future__ import annotations
+
+from mlx.nn.layers.base import Module
+
+from mlx_paged.errors import ArgumentError
+
+
+def check_divisible(sizes: dict[str, int], num_ranks: int) -> None:
+    """Refuse sizes that the ranks can't have equal parts of.
+
+    Args:
+        sizes: by their names in ``config.json``.
+
+    Raises:
+        ArgumentError: one that does not divide, named.
+    """
+    kv_heads = sizes.get("num_key_value_heads")
+    if kv_heads is not None and kv_heads < num_ranks:
+        raise ArgumentError(
+            f"[ranks] the model has {kv_heads} KV heads, fewer than the {num_ranks} ranks: each "
+            f"needs one of its own; start at most {kv_heads}",
+            "num_key_value_heads",
+        )
+    for name, size in sizes.items():
+        if size % num_ranks:
+            raise ArgumentError(
+                f"[ranks] {name}={size} of the model does not divide by {num_ranks} ranks; start "
+                "another number of them",
+                name,
+            )
+
+
+def check_linear_sizes(model: Module, names: set[str], num_ranks: int) -> None:
+    """Refuse quantised weights whose inputs can't be cut between two groups of a scale.
+
+    Args:
+        names: of the layers whose inputs are split, such as ``o_proj``.
+
+    Raises:
+        ArgumentError: one that can't be cut, named.
+    """
+    for path, module in model.named_modules():
+        name, group_size = path.rpartition(".")[2], getattr(module, "group_size", None)
+        if name not in names or group_size is None:
+            continue
+        num_inputs = module.scales.shape[-1] * group_size
+        if num_inputs % (group_size * num_ranks):
+            raise ArgumentError(
+                f"[ranks] {path} has {num_inputs} inputs in groups of {group_size} for each scale, "
+                f"which {num_ranks} ranks can't share evenly; quantise it with smaller groups",
+                name,
+            )

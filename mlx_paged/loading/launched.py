@@ -1,0 +1,66 @@
+"""A model that is split over the ranks of ``mlx.launch``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mlx.nn.layers.base import Module
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from mlx_paged.distributed import Ranks, files_facts, package_facts
+from mlx_paged.loading.folder import LoadError, find_model, find_tokenizer
+from mlx_paged.loading.loader import load, load_from
+
+
+def load_for(
+    ranks: Ranks | None,
+    path_or_hf_repo: str | Path,
+    *,
+    tokenizer_config: dict[str, Any] | None = None,
+    model_config: dict[str, Any] | None = None,
+    adapter_path: str | Path | None = None,
+    tokenizer_path: str | Path | None = None,
+) -> tuple[Module, TokenizerWrapper]:
+    """A model and its tokenizer; split, where there are several ranks.
+
+    Each rank reads its own copy of the files, and keeps its share of the weights only. All ranks
+    have to call it.
+
+    Args:
+        ranks: as :func:`mlx_paged.distributed.launched_ranks` returns them; ``None`` is as
+            :func:`load`.
+        Others, and errors raised: see :func:`load`.
+
+    Raises:
+        RanksError: the ranks have other packages or other files.
+        LoadError: the model can't be split over so many ranks; or it has adapters.
+    """
+    if ranks is None:
+        return load(
+            path_or_hf_repo,
+            tokenizer_config,
+            model_config,
+            adapter_path,
+            tokenizer_path=tokenizer_path,
+        )
+    if adapter_path is not None:
+        raise LoadError(
+            "[load] adapter_path: adapters can't be split over ranks; fuse them with the model "
+            "(mlx_lm.fuse), and load that",
+            "adapter_path",
+        )
+    path = find_model(path_or_hf_repo)
+    folder = None if tokenizer_path is None else find_tokenizer(tokenizer_path)
+    facts = {**package_facts(), **files_facts(path, "the model")}
+    if folder is not None:
+        facts |= files_facts(folder, "the tokenizer")
+    ranks.compare(facts)
+    model, tokenizer, _ = load_from(
+        path,
+        tokenizer_path=folder,
+        tokenizer_config=tokenizer_config,
+        model_config=model_config,
+        group=ranks.group,
+    )
+    return model, tokenizer

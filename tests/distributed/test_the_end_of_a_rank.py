@@ -1,0 +1,124 @@
+"""A rank that dies, raises, falls silent or goes astray ends the others: soon, with one line."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from helpers.ranks import PROGRAMS, Ended, ends, started
+
+SECONDS = 10.0  # in which the others have to end; machines that run tests are slow
+
+
+def ends_after(fault: str, bad_rank: int, folder: Path, num_ranks: int = 2) -> list[Ended]:
+    """How the ranks end when one of them is in the middle of an answer, and something happens."""
+    arguments = [str(PROGRAMS / "endless.py"), fault, str(bad_rank)]
+    with started(num_ranks, arguments, folder) as processes:
+        bad = processes[bad_rank]
+        if fault in ("killed", "idle", "silence"):
+            # Of the other faults, another rank may hear before it is as far.
+            for process in processes:
+                assert process.stdout is not None
+                assert process.stdout.readline() == "in the middle\n"
+        begin = time.monotonic()
+        if fault in ("killed", "idle"):
+            bad.kill()
+        elif fault == "silence":
+            os.kill(bad.pid, signal.SIGSTOP)
+        others = [process for process in processes if process is not bad]
+        ended = ends(others, 60)
+        if fault in ("killed", "idle", "silence"):
+            assert time.monotonic() - begin < SECONDS
+        if fault == "silence":
+            os.kill(bad.pid, signal.SIGCONT)
+        [last] = ends([bad], SECONDS)
+        ended.insert(bad_rank, last)
+        return ended
+
+
+def said(ended: Ended) -> list[str]:
+    """The lines on stderr, but for those that MLX's ring writes when it loses a connection: it does
+    so piece by piece, and others may come in between.
+    """
+    assert "Traceback" not in ended.err
+    return re.findall(r"\[ranks\] [^\[\n]*", ended.err)
+
+
+@pytest.mark.parametrize("bad_rank", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_rank_that_is_killed_in_the_middle_of_an_answer_ends_the_other(
+    tmp_path: Path, bad_rank: int
+):
+    ended = ends_after("killed", bad_rank, tmp_path)
+    assert ended[bad_rank].status == -signal.SIGKILL
+    other = ended[1 - bad_rank]
+    assert (other.status, said(other)) == (
+        1,
+        [f"[ranks] rank {1 - bad_rank} ends, since rank {bad_rank} died"],
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bad_rank", [0, 1])
+def test_an_exception_in_a_step_of_one_rank_ends_all(tmp_path: Path, bad_rank: int):
+    ended = ends_after("raises", bad_rank, tmp_path)
+    words = "failed in a step: MemoryError: no memory left"
+    assert [(each.status, said(each)) for each in (ended[bad_rank], ended[1 - bad_rank])] == [
+        (1, [f"[ranks] rank {bad_rank} {words}"]),
+        (1, [f"[ranks] rank {1 - bad_rank} ends, since rank {bad_rank} {words}"]),
+    ]
+
+
+@pytest.mark.slow
+def test_a_rank_that_falls_silent_ends_the_other(tmp_path: Path):
+    other = ends_after("silence", 1, tmp_path)[0]
+    assert (other.status, said(other)) == (
+        1,
+        ["[ranks] rank 0 ends, since rank 1 has said nothing for 2 seconds"],
+    )
+
+
+@pytest.mark.slow
+def test_a_rank_whose_scheduler_goes_astray_is_noticed_before_it_computes_wrong_tokens(
+    tmp_path: Path,
+):
+    ended = ends_after("other tokens", 1, tmp_path)
+    assert [each.status for each in ended] == [1, 1]
+    assert re.match(
+        r"\[ranks\] rank 1 failed: RuntimeError: its scheduler differs from that of rank 0 before "
+        r"step \d+: \(.*\), not \(.*\)",
+        ended[1].err,
+    ), ended
+
+
+@pytest.mark.slow
+def test_one_of_four_ranks_that_dies_ends_the_three_others(tmp_path: Path):
+    # No answer runs: sums of more ranks than a machine has cores take long.
+    ended = ends_after("idle", 2, tmp_path, num_ranks=4)
+    assert [each.status for each in ended] == [1, 1, -signal.SIGKILL, 1]
+    first = "ends, since rank 2 died"
+    assert said(ended[0]) == [f"[ranks] rank 0 {first}"]
+    for rank in (1, 3):
+        assert said(ended[rank]) == [f"[ranks] rank {rank} ends, since rank 0 {first}"]
+
+
+@pytest.mark.slow
+def test_a_group_that_never_forms_is_given_up(tmp_path: Path):
+    program = (
+        "from mlx_paged.distributed import ranks; ranks.START_SECONDS = 1; ranks.launched_ranks()"
+    )
+    with started(2, ["-c", program], tmp_path, {}) as (first, second):
+        second.kill()
+        try:
+            [ended] = ends([first], SECONDS)
+        except subprocess.TimeoutExpired:
+            pytest.fail("it waits without end")
+    assert ended.status != 0
+    assert said(ended) == [
+        "[ranks] rank 0 ends, since MLX did not form the group within 1 seconds: a rank is "
+        "missing, or can't be reached"
+    ]
