@@ -21,6 +21,8 @@ PromptCaches = Sequence[PromptCache | FollowingCache]
 class Runner(Protocol):
     """What an attached model asks."""
 
+    model: Module
+
     def make_cache(self) -> list[PromptCache | FollowingCache]: ...
 
     def run(self, tokens: mx.array, caches: PromptCaches) -> mx.array: ...
@@ -50,6 +52,7 @@ def attached_class(stock_class: Any, attachment: Runner) -> type[Module]:
         caches: Any = args[cache_index] if len(args) > cache_index else kwargs.get("cache")
         if not _are_ours(caches):
             return stock_call(self, *args, **kwargs)
+        _check_same(self, attachment.model)
         given = dict(zip(names, args, strict=False)) | kwargs
         for name, value in given.items():
             if name not in (names[0], "cache") and value is not None:
@@ -61,6 +64,7 @@ def attached_class(stock_class: Any, attachment: Runner) -> type[Module]:
 
     def make_cache(self: Module) -> list[PromptCache | FollowingCache]:
         _refuse_max_kv_size()
+        _check_same(self, attachment.model)
         return attachment.make_cache()
 
     members = {
@@ -70,6 +74,13 @@ def attached_class(stock_class: Any, attachment: Runner) -> type[Module]:
         "_mlx_paged_attachment": attachment,
     }
     return type(stock_class.__name__, (stock_class,), members)
+
+
+def _check_same(model: Module, attached: Module) -> None:
+    if model is not attached:
+        raise ArgumentError(
+            "[attach] model is a copy of an attached one; copy it before it is attached", "model"
+        )
 
 
 def _are_ours(caches: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -60,6 +61,14 @@ def test_a_model_is_attached_once(llama):
         attach(llama)
     with attached(llama):
         pass
+
+
+def test_a_copy_of_an_attached_model_is_refused(llama):
+    with attached(llama):
+        cache, copied = make_prompt_cache(llama), copy.deepcopy(llama)
+        for use in (lambda: copied(mx.array([[1]]), cache=cache), copied.make_cache):
+            with pytest.raises(ArgumentError, match="copy of an attached one"):
+                use()
 
 
 def test_a_model_that_nobody_holds_is_forgotten_with_its_blocks():

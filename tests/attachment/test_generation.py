@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import mlx.core as mx
+import mlx.nn as nn
 import mlx_lm
 import pytest
 from conftest import attached, cached_model, generated, tokens
+from helpers.mlx_lm_models import LLAMA, random_model
 from helpers.model_zoo import make
+from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.generate import BatchGenerator, batch_generate, generate_step, speculative_generate_step
+from mlx_lm.tuner.utils import linear_to_lora_layers
+
+from mlx_paged.cache import PagedKVCache
 
 PROMPTS = [tokens(45, 0), tokens(3, 1), tokens(31, 2)]
 
@@ -72,6 +78,27 @@ def test_a_batch_generator_gives_the_same_tokens_while_prompts_come_and_go(any_m
         stats = paged.stats()
     assert stats.num_hit_tokens >= 24  # the prompt that begins like another one
     assert stats.num_used_blocks == 0
+
+
+def test_calls_may_be_built_while_others_run(llama, monkeypatch):
+    """As on Metal: nothing waits for a step before the next one is built."""
+    expected = [generated(llama, PROMPTS[0]), run_batch(llama)]
+    with attached(llama):
+        monkeypatch.setattr(PagedKVCache, "can_run_ahead", True)
+        assert [generated(llama, PROMPTS[0]), run_batch(llama)] == expected
+
+
+def test_quantised_weights_and_adapters_give_the_same_tokens():
+    model = random_model(LLAMA)
+    nn.quantize(model, group_size=32, bits=4)
+    linear_to_lora_layers(model, 2, {"rank": 4, "scale": 10.0, "dropout": 0.0})
+    for name, weight in tree_flatten(model.trainable_parameters()):
+        model.update(tree_unflatten([(name, mx.random.normal(weight.shape) * 0.1)]))
+    model.eval()
+    expected = generated(model, PROMPTS[0], 20)
+    with attached(model):
+        for _ in range(2):
+            assert generated(model, PROMPTS[0], 20) == expected
 
 
 @pytest.mark.slow
