@@ -3,6 +3,7 @@ in one run.
 
     python benchmarks/decode.py                        # layers as Qwen3-0.6B's, random weights
     python benchmarks/decode.py --model demo           # the demo model: nearly all overhead
+    python benchmarks/decode.py --model gemma3-layers  # mlx-lm's model; or llama-, qwen3-moe-layers
     python benchmarks/decode.py --model PATH_OR_REPO   # a real model
 
 For each context length every cache is filled to it. Then the caches take turns, one decode step
@@ -16,23 +17,29 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from card import machine_card, print_card, print_json, print_table
+from decode_shapes import SHAPES, random_model
 from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3 as mlx_lm_qwen3
-from mlx_lm.models.cache import KVCache as MlxLmCache
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
 from mlx_paged import demo_model_path, load, make_kv_cache
-from mlx_paged.cache import KVCache, KVCacheConfig, PagedKVCache
+from mlx_paged.cache import KVCache, LayerSpec, PagedKVCache, group_layers
 from mlx_paged.models import qwen3
+
+# K and V of each layer, [num_tokens, num_kv_heads, width].
+LayersRows: TypeAlias = tuple[list[mx.array], list[mx.array]]
 
 QWEN3_0_6B_LAYERS = {
     "model_type": "qwen3",
@@ -51,9 +58,11 @@ QWEN3_0_6B_LAYERS = {
 
 
 def load_both(name: str) -> tuple[nn.Module, nn.Module]:
-    """The same weights in our Qwen3 and in mlx-lm's."""
+    """The same weights here and in mlx-lm; ours is the native Qwen3, or a model of mlx-lm's."""
     if name == "qwen3-0.6b-layers":
         return random_weights(QWEN3_0_6B_LAYERS)
+    if name in SHAPES:
+        return random_model(SHAPES[name])
     ours: nn.Module
     theirs: nn.Module
     path = demo_model_path() if name == "demo" else name
@@ -81,12 +90,15 @@ def random_weights(
     return ours, theirs
 
 
-def random_rows(cache: KVCache, num_tokens: int) -> mx.array:
-    spec = cache.layers[0].spec
-    shape = (len(cache.layers), num_tokens, spec.num_kv_heads, spec.key_dim)
-    rows = mx.random.normal(shape).astype(spec.format.dtype)
-    mx.eval(rows)
-    return rows
+def random_rows(cache: KVCache, num_tokens: int) -> LayersRows:
+    def rows(spec: LayerSpec, width: int) -> mx.array:
+        return mx.random.normal((num_tokens, spec.num_kv_heads, width)).astype(spec.format.dtype)
+
+    specs = [layer.spec for layer in cache.layers]
+    keys = [rows(spec, spec.key_dim) for spec in specs]
+    values = [rows(spec, spec.value_dim) for spec in specs]
+    mx.eval(keys, values)
+    return keys, values
 
 
 def run(model: nn.Module, cache: KVCache, token_ids: list[int]) -> None:
@@ -96,12 +108,17 @@ def run(model: nn.Module, cache: KVCache, token_ids: list[int]) -> None:
         mx.eval(logits, cache.arrays)
 
 
-def filled_mlx_lm_caches(rows: mx.array) -> list[MlxLmCache]:
-    caches = [MlxLmCache() for _ in range(rows.shape[0])]
-    for cache, layer in zip(caches, rows, strict=True):
-        cache.update_and_fetch(layer.swapaxes(0, 1)[None], layer.swapaxes(0, 1)[None])
-    mx.eval([c.state for c in caches])
+def filled_mlx_lm_caches(model: nn.Module, rows: LayersRows) -> list[Any]:
+    """The caches that mlx-lm makes for a model, one for each layer."""
+    caches = make_prompt_cache(model)
+    append_to_mlx_lm(caches, rows)
+    mx.eval([cache.state for cache in caches])
     return caches
+
+
+def append_to_mlx_lm(caches: list[Any], rows: LayersRows) -> None:
+    for cache, keys, values in zip(caches, *rows, strict=True):
+        cache.update_and_fetch(keys.swapaxes(0, 1)[None], values.swapaxes(0, 1)[None])
 
 
 def timed(step: Callable[[], Any]) -> float:
@@ -124,7 +141,8 @@ def take_turns(steps: dict[str, Callable[[], Any]], num_turns: int) -> dict[str,
 def measure_decode(
     ours: nn.Module, theirs: nn.Module, length: int, args: argparse.Namespace
 ) -> dict[str, Any]:
-    num_blocks = -(-(length + args.turns + 2) // args.block_size)
+    num_groups = len(group_layers(ours.layer_specs, args.block_size))
+    num_blocks = -(-(length + args.turns + 2) // args.block_size) * num_groups
     caches = {
         name: make_kv_cache(
             ours, kind, block_size=args.block_size, kv_cache_bytes=f"{2 * num_blocks}blocks"
@@ -133,13 +151,13 @@ def measure_decode(
     }
     rows = random_rows(caches["basic"], length)
     for name in ("basic", "paged"):
-        caches[name].set_prompt("s", rows, rows)
+        caches[name].set_prompt("s", *rows)
     # Block by block in turn with a second sequence: no two blocks of one sequence lie side by side.
     for start in range(0, length, args.block_size):
-        chunk = rows[:, start : start + args.block_size]
+        chunk = [[each[start : start + args.block_size] for each in part] for part in rows]
         for seq in ("s", "other"):
-            caches["scattered"].append(seq, chunk, chunk)
-    mlx_lm_caches = filled_mlx_lm_caches(rows)
+            caches["scattered"].append(seq, *chunk)
+    mlx_lm_caches = filled_mlx_lm_caches(theirs, rows)
     token = mx.array([[5]])
 
     def without_cache() -> None:
@@ -161,6 +179,7 @@ def measure_decode(
         "paged_over_basic": float(np.median(times["paged"] / times["basic"])),
         "scattered_over_basic": float(np.median(times["scattered"] / times["basic"])),
         "basic_over_mlx_lm": float(np.median(times["basic"] / times["mlx-lm"])),
+        "paged_over_mlx_lm": float(np.median(times["paged"] / times["mlx-lm"])),
         "kv_bytes": {
             "no cache": 0,
             "mlx-lm": sum(c.nbytes for c in mlx_lm_caches),
@@ -170,28 +189,30 @@ def measure_decode(
     }
 
 
-def measure_append(model: nn.Module, length: int, args: argparse.Namespace) -> dict[str, Any]:
+def measure_append(
+    ours: nn.Module, theirs: nn.Module, length: int, args: argparse.Namespace
+) -> dict[str, Any]:
     """Microseconds to write one token's rows in all layers, at a context of ``length``."""
-    budget = f"{-(-(length + args.turns + 2) // args.block_size)}blocks"
+    num_groups = len(group_layers(ours.layer_specs, args.block_size))
+    budget = f"{-(-(length + args.turns + 2) // args.block_size) * num_groups}blocks"
     caches = {
-        kind: make_kv_cache(model, kind, block_size=args.block_size, kv_cache_bytes=budget)
+        kind: make_kv_cache(ours, kind, block_size=args.block_size, kv_cache_bytes=budget)
         for kind in ("basic", "paged")
     }
     rows, row = random_rows(caches["basic"], length), random_rows(caches["basic"], 1)
     for cache in caches.values():
-        cache.set_prompt("s", rows, rows)
-    mlx_lm_caches = filled_mlx_lm_caches(rows)
+        cache.set_prompt("s", *rows)
+    mlx_lm_caches = filled_mlx_lm_caches(theirs, rows)
 
     def mlx_lm_append() -> None:
-        for cache, layer in zip(mlx_lm_caches, row, strict=True):
-            cache.update_and_fetch(layer.swapaxes(0, 1)[None], layer.swapaxes(0, 1)[None])
+        append_to_mlx_lm(mlx_lm_caches, row)
         mx.eval([cache.keys for cache in mlx_lm_caches], [cache.values for cache in mlx_lm_caches])
 
     times = take_turns(
         {
             "mlx-lm": mlx_lm_append,
-            "basic": lambda: caches["basic"].append("s", row, row),
-            "paged": lambda: caches["paged"].append("s", row, row),
+            "basic": lambda: caches["basic"].append("s", *row),
+            "paged": lambda: caches["paged"].append("s", *row),
         },
         args.turns,
     )
@@ -206,15 +227,15 @@ def measure_pools(model: nn.Module, args: argparse.Namespace) -> dict[str, Any]:
     taking turns.
     """
     config = make_kv_cache(model, kv_cache_bytes="1block").config
-    runs: dict[str, tuple[PagedKVCache, mx.array]] = {}
+    runs: dict[str, tuple[PagedKVCache, Any]] = {}
     for num_slots in args.pools:
-        num_blocks = num_slots // args.block_size
-        pool = KVCacheConfig(config.layers, args.block_size, num_blocks)
+        num_blocks = num_slots // args.block_size * len(config.groups)
+        pool = replace(config, block_size=args.block_size, num_blocks=num_blocks)
         cache = PagedKVCache(pool, initial_blocks=num_blocks)
-        cache.set_prompt("s", *[random_rows(cache, 256)] * 2)
+        cache.set_prompt("s", *random_rows(cache, 256))
         runs[str(num_slots)] = (cache, random_rows(cache, 1))
     appends = take_turns(
-        {name: partial(cache.append, "s", row, row) for name, (cache, row) in runs.items()},
+        {name: partial(cache.append, "s", *row) for name, (cache, row) in runs.items()},
         args.turns,
     )
     decodes = take_turns(
@@ -235,7 +256,9 @@ def setup_arg_parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--model", default="qwen3-0.6b-layers", help="qwen3-0.6b-layers, demo, a folder or a hub id"
+        "--model",
+        default="qwen3-0.6b-layers",
+        help=f"qwen3-0.6b-layers, {', '.join(SHAPES)}, demo, a folder or a hub id",
     )
     parser.add_argument(
         "--lengths", type=int, nargs="+", default=[64, 256, 1024, 4096], help="context lengths"
@@ -255,15 +278,24 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def shape_of(model: nn.Module) -> str:
+    """The layers of a model, those alike together."""
+    specs = model.layer_specs
+    counts = Counter((s.num_heads, s.num_kv_heads, s.key_dim, s.value_dim, s.window) for s in specs)
+    kinds = [
+        f"{count} layers of {heads} query / {kv_heads} KV heads, widths {key_dim} and {value_dim}"
+        + (f", window {window}" if window else "")
+        for (heads, kv_heads, key_dim, value_dim, window), count in counts.items()
+    ]
+    return f"{'; '.join(kinds)}; {model.dtype}"
+
+
 def main() -> None:
     args = setup_arg_parser().parse_args()
     ours, theirs = load_both(args.model)
-    shape = ours.args
     setting = machine_card() | {
         "model": args.model,
-        "shape": f"{shape.num_hidden_layers} layers, hidden {shape.hidden_size}, "
-        f"{shape.num_attention_heads} query / "
-        f"{shape.num_key_value_heads} KV heads, head_dim {shape.head_dim}, {ours.dtype}",
+        "shape": shape_of(ours),
         "block_size": args.block_size,
         "turns": args.turns,
     }
@@ -277,6 +309,7 @@ def main() -> None:
             "paged / basic",
             "scattered / basic",
             "basic / mlx-lm",
+            "paged / mlx-lm",
         ],
         [
             [
@@ -286,7 +319,7 @@ def main() -> None:
                     for n in names
                 ),
                 *(f"{row[f'{name}_over_basic']:.3f}" for name in ("paged", "scattered")),
-                f"{row['basic_over_mlx_lm']:.3f}",
+                *(f"{row[f'{name}_over_mlx_lm']:.3f}" for name in ("basic", "paged")),
             ]
             for row in decode
         ],
@@ -295,7 +328,7 @@ def main() -> None:
         ["context", *(f"{n} K/V MB" for n in names)],
         [[row["length"], *(f"{row['kv_bytes'][n] / 1e6:.2f}" for n in names)] for row in decode],
     )
-    appends = [measure_append(ours, length, args) for length in args.lengths]
+    appends = [measure_append(ours, theirs, length, args) for length in args.lengths]
     print_table(
         ["context", *(f"{n} append us" for n in names[1:])],
         [[row["length"], *(f"{row['microseconds'][n]:.0f}" for n in names[1:])] for row in appends],

@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple, TypeAlias
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 from mlx_paged.cache.base import INITIAL_BLOCKS, KVCache, SwappedKV
 from mlx_paged.cache.config import KVCacheConfig
@@ -326,7 +327,11 @@ class PagedKVCache(KVCache):
 
     @property
     def arrays(self) -> list[mx.array]:
-        return [array for kv in self._slabs for array in kv.arrays]
+        arrays = [array for kv in self._slabs for array in kv.arrays]
+        if self.manager.states is not None:
+            leaves = tree_flatten(self.manager.states.contents)
+            arrays += [leaf for _, leaf in leaves if isinstance(leaf, mx.array)]
+        return arrays
 
     # Memory
 

@@ -61,8 +61,8 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--dtype",
         choices=DTYPES,
-        help="dtype of a GGUF file's scales, activations and K/V (default: the one in which "
-        "nothing of the file is lost; float32 for quantised ones)",
+        help="dtype of a GGUF file's scales, activations and K/V (default: that of its "
+        "matrices, and float32 where they are quantised, so that nothing is lost)",
     )
     add(
         "--adapter-path",

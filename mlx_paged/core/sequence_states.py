@@ -55,6 +55,11 @@ class SequenceStates:
     def num_kept_checkpoints(self) -> int:
         return len(self._checkpoints)
 
+    @property
+    def contents(self) -> list[Any]:
+        """Those of the newest state of each sequence."""
+        return [state.content for state in self._states.values()]
+
     # The newest state of each sequence
 
     def get(self, seq: Hashable, num_tokens: int) -> Any:

@@ -32,7 +32,7 @@ class GGUFFile:
 
     @classmethod
     def open(cls, path: Path) -> GGUFFile:
-        """Read the head of a file, and those of its other parts; any part may be named.
+        """Read the header of a file, and those of its other parts; any part may be named.
 
         Raises:
             LoadError: a part is missing, or not what it should be.

@@ -1,9 +1,9 @@
-"""The head of a GGUF file: its metadata, and where its tensors are.
+"""The header of a GGUF file: its metadata, and where its tensors are.
 
 The format is that of ggml's ``docs/gguf.md``, versions 2 and 3. The ``gguf`` package has a reader,
-too. It makes numpy arrays of every text, which takes seconds and half a gigabyte for a vocabulary
-of 150,000 tokens, and it trusts the lengths that a damaged file names; names and sizes of types are
-the package's here.
+too, but it makes several numpy arrays of each text, which takes seconds and half a gigabyte for a
+vocabulary of 150,000 tokens, and it trusts the lengths in a damaged file. What the package supplies
+here are the names and block sizes of types.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Header:
 
 
 def read_header(file: Path) -> Header:
-    """Read the head of one file.
+    """Read the header of one file.
 
     Raises:
         LoadError: it is not a GGUF file, of a version that is not read, damaged or cut off.

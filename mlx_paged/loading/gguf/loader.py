@@ -44,11 +44,11 @@ def load_gguf(
         tokenizer_config: passed on to the tokenizer.
         model_config: replaces fields of the configuration. ``dtype`` (``float32``, ``float16`` or
             ``bfloat16``) is that of scales, norms and activations, and so of K/V; by default the
-            one in which nothing is lost.
+            one in which the file's matrices lose nothing.
 
     Returns:
-        An unmodified model of mlx-lm, or one of :mod:`mlx_paged.models`, in the second case ready
-        to run here.
+        A model of this package (qwen3) or an unmodified one of mlx-lm, the tokenizer, and what
+        would be in ``config.json``.
 
     Raises:
         LoadError: the file is damaged, or something in it is not supported.
@@ -56,7 +56,7 @@ def load_gguf(
     file = GGUFFile.open(path)
     config = _configuration(file, model_config or {})
     with load_errors(f"the model in {file.path} is broken"):
-        # First, since it is done soon: a tokenizer that is not known is said before all is read.
+        # The tokenizer comes first: where it is refused, nobody waits for the weights.
         tokenizer = _load_tokenizer(file, tokenizer_path, tokenizer_config, config)
         model = _build(config)
         weights = Weights(file, model, config)

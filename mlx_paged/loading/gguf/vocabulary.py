@@ -51,7 +51,7 @@ class Vocabulary:
         types = [int(TokenType.NORMAL)] * len(tokens)
         if "tokenizer.ggml.token_type" in metadata:
             types = metadata.integers("tokenizer.ggml.token_type", len(tokens))
-        # Converters fill up the vocabulary to the rows of the embeddings, and nobody says these.
+        # Converters pad the vocabulary to the number of embeddings; no text has these tokens.
         size = len(tokens)
         while size and types[size - 1] == TokenType.UNUSED:
             size -= 1

@@ -26,8 +26,8 @@ PLAIN_TYPES = {
     "BF16": (np.uint16, mx.bfloat16),
 }
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
-# llama.cpp rotates neighbouring pairs of a head, and its files of llama have the rows of these
-# reordered for it.
+# llama.cpp rotates neighbouring pairs of a head's numbers, and files of llama have the rows of
+# these matrices in an order made for it.
 _PERMUTED = re.compile(r"model\.layers\.\d+\.self_attn\.(q|k)_proj\.(weight|bias)")
 _QUANTISED_MODULES = (nn.Linear, nn.Embedding)
 
@@ -132,7 +132,7 @@ class Weights:
         return cast
 
     def _row_order(self, name: str, info: TensorInfo) -> np.ndarray[Any, Any] | None:
-        """Of the model's rows, the file's; ``None`` where they are the same."""
+        """The file's row for each row of the model; ``None`` where they are the same."""
         match = _PERMUTED.fullmatch(name)
         if self.config["model_type"] != "llama" or match is None:
             return None
@@ -147,8 +147,8 @@ def _are_equal(one: mx.array, other: mx.array) -> bool:
 
 
 def default_dtype(file: GGUFFile) -> str:
-    """The dtype in which no weight of the file loses anything: that of its matrices if they are all
-    of one plain type, else float32, in which the scales of all quantised types are exact.
+    """The dtype in which the file's matrices lose nothing: their own where all are of one plain
+    type, else float32, in which the scales of all quantised types are exact.
     """
     kinds = {info.type_name for info in file.tensors.values() if len(info.shape) > 1}
     plain = {"F16": "float16", "BF16": "bfloat16"}
@@ -178,8 +178,8 @@ def _tensors_by_parameter(
     if left:
         more = f" and {len(left) - 1} more" if len(left) > 1 else ""
         raise LoadError(
-            f"[load] {file.path} has the tensor {shown(min(left))}{more}, which a {architecture} "
-            "has not"
+            f"[load] {file.path} has the tensor {shown(min(left))}{more}, which {architecture} "
+            "does not have"
         )
     return infos
 

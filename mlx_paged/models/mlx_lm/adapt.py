@@ -27,12 +27,14 @@ def adapt(model: Module, config: dict[str, Any]) -> LanguageModel:
     # Arrays that are no parameters, as frequencies of RoPE, are made lazily, and no other thread
     # can run what this one leaves lazy.
     mx.eval([value for module in model.modules() for value in module.values()])
-    reasons = []
+    reasons: dict[str, str] = {}
     for kind, way in ((PackedModel, "packed"), (DenseModel, "dense")):
         try:
             adapted = kind(model, config)
             check_against_stock(adapted, model)
             return adapted
         except UnsuitableModelError as error:
-            reasons.append(f"{way}, {error}")
-    raise UnsuitableModelError("; ".join(reasons))
+            reasons[way] = str(error)
+    if len(set(reasons.values())) == 1:
+        raise UnsuitableModelError(reasons["packed"])
+    raise UnsuitableModelError("; ".join(f"{way}, {text}" for way, text in reasons.items()))

@@ -212,7 +212,7 @@ def test_tensors_that_lack_or_that_nobody_knows(tmp_path, demo_parts):
     assert refused(path) == f"{path} {expected}"
     more = {**tensors, "blk.0.ssm_a": tensors["output_norm.weight"]}
     path = write(tmp_path / "b.gguf", "qwen3", keys, more)
-    assert refused(path) == f"{path} has the tensor 'blk.0.ssm_a', which a qwen3 has not"
+    assert refused(path) == f"{path} has the tensor 'blk.0.ssm_a', which qwen3 does not have"
 
 
 @pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "IQ4_NL", "TQ1_0", "I32", "F64"])

@@ -25,8 +25,11 @@ from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt
 
 from mlx_paged.cache.paged import PagedLayerKV
 from mlx_paged.core import BlockTableError
+from mlx_paged.engine import engine as engine_room
+from mlx_paged.engine.drafts import PromptLookup
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.model_runner import ModelRunner
+from mlx_paged.engine.speculation import Speculation
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models.kv_cache import make_kv_cache
 from mlx_paged.models.mlx_lm import UnsuitableModelError, adapt
@@ -236,6 +239,27 @@ def test_a_step_that_fails_is_run_again_from_the_right_state(
         found = answers(engine)
     assert found == {n: [greedy_answer(name, tokens, 12)] for n, tokens in prompts.items()}
     assert_nothing_held(engine)
+
+
+@pytest.mark.parametrize("drafter", ["look-up", "model"])
+def test_drafts_change_no_token_of_a_model_without_state(
+    drafter: str, monkeypatch: pytest.MonkeyPatch
+):
+    draft_model = dense_model("gemma2") if drafter == "model" else None
+
+    def eager(num_draft_tokens: int, model: Any, drafts: Any, run_ahead: bool) -> Speculation:
+        return Speculation(drafts or PromptLookup(), num_draft_tokens)
+
+    monkeypatch.setattr(engine_room, "speculation_of", eager)
+    engine = ragged("gemma2", num_draft_tokens=3, draft_model=draft_model)
+    prompts = {str(n): prompt(8 + n, n) * 3 for n in range(3)}
+    for request_id, tokens in prompts.items():
+        engine.add_request(request_id, tokens, greedy(16))
+    expected = {n: [greedy_answer("gemma2", ids, 16)] for n, ids in prompts.items()}
+    assert answers(engine) == expected
+    assert engine.stats().num_drafted_tokens > 0
+    if drafter == "model":
+        assert engine.stats().num_accepted_tokens == engine.stats().num_drafted_tokens
 
 
 @pytest.mark.parametrize("name", ["gemma2", "falcon_h1"])
