@@ -62,9 +62,11 @@ class LLM:
     all threads together.
 
     Args:
-        model: a local folder, a Hugging Face repo, or a model that is loaded already.
+        model: a local folder, a Hugging Face repo, a GGUF file, or a model that is loaded already.
         tokenizer: that of a loaded model.
         adapter_path: LoRA adapters for a model that is loaded here.
+        tokenizer_path: a folder or a repo with the tokenizer for a model that is loaded here,
+            instead of the model's own.
         draft_model: a small model of the same tokenizer that makes drafts: a folder, a hub id, or
             one that is loaded already; see :class:`Engine`.
         engine_options: ``kv_cache_bytes``, ``max_num_seqs`` and others of :class:`Engine`.
@@ -81,26 +83,30 @@ class LLM:
         tokenizer: TokenizerWrapper | None = None,
         *,
         adapter_path: str | Path | None = None,
+        tokenizer_path: str | Path | None = None,
         draft_model: str | Path | Module | None = None,
         **engine_options: Unpack[LoadedEngineOptions],
     ):
         if isinstance(tokenizer, (str, Path)):
             raise ValueError(
                 f"[llm] tokenizer must be a tokenizer, got {shown(tokenizer)}; that of the "
-                "model is loaded where there is none, and mlx_paged.load gives others"
+                "model is loaded where there is none, and tokenizer_path names another one"
             )
         if isinstance(model, Module):
-            if adapter_path is not None:
-                raise ValueError(
-                    "[llm] adapter_path is for a model that is loaded here; give it to load"
-                )
+            for name, value in (("adapter_path", adapter_path), ("tokenizer_path", tokenizer_path)):
+                if value is not None:
+                    raise ValueError(
+                        f"[llm] {name} is for a model that is loaded here; give it to load"
+                    )
         else:
             if not isinstance(model, (str, Path)):
                 raise ValueError(
                     "[llm] model must be a folder, a hub id or a model that is loaded, got "
                     f"{kind_of(model)}"
                 )
-            model, loaded_tokenizer = load(model, adapter_path=adapter_path)
+            model, loaded_tokenizer = load(
+                model, adapter_path=adapter_path, tokenizer_path=tokenizer_path
+            )
             tokenizer = tokenizer or loaded_tokenizer
         loaded = load_draft_model(draft_model, tokenizer)
         self.engine = Engine(model, tokenizer, draft_model=loaded, **engine_options)

@@ -141,7 +141,7 @@ def test_a_side_that_fails_leaves_the_others(monkeypatch):
 
     models = mac_sections.load_models(SIZES["quick"], "random")
     scenario = mac_sections.scenarios_of(SIZES["quick"], 64)[0]
-    sides = mac_sections.sides_of(*models, scenario) | {"ours, ahead": refuse}
+    sides = {"ours": mac_sections.sides_of(*models, scenario)["ours"], "ours, ahead": refuse}
     figures, tokens = mac_sections.serve_in_turns(sides, scenario, 1)
     assert figures["ours, ahead"] == {"error": "ValueError: no such option"}
     assert figures["ours"]["tokens_per_second"] > 0

@@ -159,6 +159,7 @@ def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
     from mlx_paged.loading import (
         SamplingDefaults,
         demo_model_path,
+        dtype_config,
         find_model,
         load,
         load_draft_model,
@@ -168,7 +169,12 @@ def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
     folder = demo_model_path() if args.model is None else find_model(args.model)
     defaults = SamplingDefaults() if args.no_generation_config else read_sampling_defaults(folder)
     settings = Settings(args, defaults)
-    model, tokenizer = load(folder, adapter_path=args.adapter_path)
+    model, tokenizer = load(
+        folder,
+        model_config=dtype_config(folder, args.dtype),
+        adapter_path=args.adapter_path,
+        tokenizer_path=args.tokenizer,
+    )
     # As in mlx_lm.chat: XTC leaves an answer its lines and its end.
     newline = tokenizer.encode("\n", add_special_tokens=False)
     settings.spare_from_xtc([*newline, *tokenizer.eos_token_ids])

@@ -19,16 +19,19 @@ from mlx_paged.config import (
 )
 
 EXAMPLE_MODEL = "mlx-community/Qwen3-0.6B-4bit"
+DTYPES = ("float32", "float16", "bfloat16")
 # Arguments of the library that the flags below are handed on as.
 FLAGS = {
     "adapter_path": "--adapter-path",
     "draft_model": "--draft-model",
+    "dtype": "--dtype",
     "kv_cache_bytes": "--kv-cache-bytes",
     "kv_format": "--kv-bits",
     "num_sink_tokens": "--num-sink-tokens",
     "max_model_len": "--max-model-len",
     "num_draft_tokens": "--num-draft-tokens",
     "path_or_hf_repo": "--model",
+    "tokenizer_path": "--tokenizer",
     "window": "--window",
 }
 # Fields of ``SamplingParams``, and the names of their flags' values.
@@ -47,8 +50,19 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--model",
-        help=f"local folder or Hugging Face repo, e.g. {EXAMPLE_MODEL} "
+        help=f"local folder, GGUF file or Hugging Face repo, e.g. {EXAMPLE_MODEL} "
         "(default: the bundled demo model)",
+    )
+    add(
+        "--tokenizer",
+        metavar="FOLDER",
+        help="folder or Hugging Face repo with the tokenizer (default: the model's own)",
+    )
+    add(
+        "--dtype",
+        choices=DTYPES,
+        help="dtype of a GGUF file's scales, activations and K/V (default: the one in which "
+        "nothing of the file is lost; float32 for quantised ones)",
     )
     add(
         "--adapter-path",

@@ -13,6 +13,7 @@ from typing import Any
 from mlx_paged.errors import ArgumentError, one_line
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+GGUF_SUFFIX = ".gguf"
 _MODEL_FILES = [
     "*.json", "model*.safetensors", "*.py", "tokenizer.model", "*.tiktoken", "*.txt", "*.jsonl",
     "*.jinja",
@@ -48,32 +49,62 @@ def demo_model_path() -> Path:
 
 
 def find_model(path_or_hf_repo: str | Path, revision: str | None = None) -> Path:
-    """The folder of a model: a local one, or that of a repository on the hub, downloaded once.
+    """The folder of a model: a local one, or that of a repository on the hub, downloaded once. A
+    GGUF file is its own place.
+
+    Raises:
+        LoadError: there is none of them.
+    """
+    path = _local(path_or_hf_repo)
+    if path is None and str(path_or_hf_repo).lower().endswith(GGUF_SUFFIX):
+        raise LoadError(f"[load] no file {str(path_or_hf_repo)!r}")
+    if path is None:
+        return _downloaded(str(path_or_hf_repo), revision, _MODEL_FILES)
+    if path.is_file() and path.suffix.lower() != GGUF_SUFFIX:
+        raise LoadError(
+            f"[load] {path} is a file; give the folder that holds config.json and "
+            "model*.safetensors, or a .gguf file"
+        )
+    return path
+
+
+def find_tokenizer(path_or_hf_repo: str | Path) -> Path:
+    """The folder of a tokenizer: a local one, or that of a repository, whose weights stay there.
 
     Raises:
         LoadError: there is neither.
     """
+    path = _local(path_or_hf_repo)
+    if path is None:
+        files = [name for name in _MODEL_FILES if "safetensors" not in name]
+        return _downloaded(str(path_or_hf_repo), None, files)
+    if path.is_file():
+        raise LoadError(
+            f"[load] {path} is a file; tokenizer_path is the folder of a tokenizer",
+            "tokenizer_path",
+        )
+    return path
+
+
+def _local(path_or_hf_repo: str | Path) -> Path | None:
+    """The folder or the file of this name, if there is one."""
     repo = str(path_or_hf_repo)
     path = Path(repo)
     try:
         path = path.expanduser()
-        is_folder, is_file = repo != "" and path.is_dir(), path.is_file()
+        return path if repo != "" and (path.is_dir() or path.is_file()) else None
     except (OSError, RuntimeError):
         # The name is longer than the file system takes, or begins with ~ and no user's name.
-        is_folder = is_file = False
-    if is_folder:
-        return path
-    if is_file:
-        raise LoadError(
-            f"[load] {path} is a file; give the folder that holds config.json and "
-            "model*.safetensors"
-        )
+        return None
+
+
+def _downloaded(repo: str, revision: str | None, files: list[str]) -> Path:
     if not _HUB_ID.fullmatch(repo):
         raise LoadError(f"[load] no folder {repo!r}, and it is not a hub id of the form owner/name")
     from huggingface_hub import snapshot_download
 
     with load_errors(f"no folder {repo!r}, and no such download"):
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=_MODEL_FILES))
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=files))
 
 
 def read_json_object(file: Path, way_out: str = "") -> dict[str, Any]:

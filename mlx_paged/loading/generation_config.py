@@ -11,6 +11,7 @@ from typing import Any
 from mlx_paged.argument_values import is_plain_integer
 from mlx_paged.errors import shown
 from mlx_paged.loading.folder import LoadError, read_json_object
+from mlx_paged.loading.gguf import is_gguf, read_gguf_sampling
 
 FILE_NAME = "generation_config.json"
 
@@ -26,7 +27,9 @@ class SamplingDefaults:
 
 
 def read_sampling_defaults(folder: Path) -> SamplingDefaults:
-    """The sampling that a model's authors recommend; empty where the folder has no such file.
+    """The sampling that a model's authors recommend; empty where they don't.
+
+    A GGUF file may have it in its metadata.
 
     ``"do_sample": false`` means greedy, whatever else is there, and ``true`` without a temperature
     means 1, as in transformers. A ``top_k`` of -1 is off, as in vLLM.
@@ -34,18 +37,20 @@ def read_sampling_defaults(folder: Path) -> SamplingDefaults:
     Raises:
         LoadError: the file can't be read, or a value in it is out of its range.
     """
+    if is_gguf(folder):
+        return _sampling_defaults(read_gguf_sampling(folder), folder, "")
     file = folder / FILE_NAME
     if not file.exists():
         return SamplingDefaults()
     config = read_json_object(file, "; mend it or leave it out")
+    return _sampling_defaults(config, file, "; mend it or leave the file out")
 
+
+def _sampling_defaults(config: dict[str, Any], file: Path, way_out: str) -> SamplingDefaults:
     def value(name: str, is_right: Callable[[Any], bool], what: str) -> Any:
         value = config.get(name)
         if value is not None and not is_right(value):
-            raise LoadError(
-                f"[load] {name} in {file} must be {what}, got {shown(value)}; mend it or leave "
-                "the file out"
-            )
+            raise LoadError(f"[load] {name} in {file} must be {what}, got {shown(value)}{way_out}")
         return value
 
     do_sample = value("do_sample", lambda v: isinstance(v, bool), "true or false")

@@ -18,12 +18,20 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import _get_classes as mlx_lm_model_classes
-from mlx_lm.utils import load_adapters, load_model, load_tokenizer
+from mlx_lm.utils import load_adapters, load_model
 
 from mlx_paged.argument_values import is_plain_integer
 from mlx_paged.errors import one_line, shown
 from mlx_paged.foreign_arguments import refuses_unknown_arguments
-from mlx_paged.loading.folder import LoadError, find_model, load_errors, read_json_object
+from mlx_paged.loading.folder import (
+    LoadError,
+    find_model,
+    find_tokenizer,
+    load_errors,
+    read_json_object,
+)
+from mlx_paged.loading.gguf import is_gguf, load_gguf
+from mlx_paged.loading.tokenizer import read_tokenizer
 from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.models.mlx_lm import UnsuitableModelError, adapt
 
@@ -32,8 +40,6 @@ NATIVE_MODELS = {"qwen3": "mlx_paged.models.qwen3"}
 
 # Of a module of mlx-lm's: no path, and no package of another.
 _MODULE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 @overload
@@ -45,6 +51,7 @@ def load(
     lazy: bool = False,
     return_config: Literal[False] = False,
     revision: str | None = None,
+    tokenizer_path: str | Path | None = None,
 ) -> tuple[Module, TokenizerWrapper]: ...
 
 
@@ -58,6 +65,7 @@ def load(
     *,
     return_config: Literal[True],
     revision: str | None = None,
+    tokenizer_path: str | Path | None = None,
 ) -> tuple[Module, TokenizerWrapper, dict[str, Any]]: ...
 
 
@@ -70,6 +78,7 @@ def load(
     lazy: bool,
     return_config: Literal[True],
     revision: str | None = None,
+    tokenizer_path: str | Path | None = None,
 ) -> tuple[Module, TokenizerWrapper, dict[str, Any]]: ...
 
 
@@ -82,6 +91,7 @@ def load(
     lazy: bool = False,
     return_config: bool = False,
     revision: str | None = None,
+    tokenizer_path: str | Path | None = None,
 ) -> tuple[Module, TokenizerWrapper] | tuple[Module, TokenizerWrapper, dict[str, Any]]: ...
 
 
@@ -94,6 +104,7 @@ def load(
     lazy: bool = False,
     return_config: bool = False,
     revision: str | None = None,
+    tokenizer_path: str | Path | None = None,
 ) -> tuple[Module, TokenizerWrapper] | tuple[Module, TokenizerWrapper, dict[str, Any]]:
     """A model and its tokenizer, ready for :func:`mlx_paged.generate`; the signature follows
     ``mlx_lm.load``.
@@ -103,24 +114,27 @@ def load(
     float32, float16 and bfloat16, one or several safetensors files, quantised by MLX.
 
     Args:
-        path_or_hf_repo: a local folder, or the id of a repository on the Hugging Face hub, which is
-            downloaded once.
+        path_or_hf_repo: a local folder, the id of a repository on the Hugging Face hub, which is
+            downloaded once, or a GGUF file (:mod:`mlx_paged.loading.gguf`).
         tokenizer_config: passed on to the tokenizer.
         model_config: replaces fields of ``config.json``.
         adapter_path: a folder with LoRA or DoRA adapters, as mlx-lm trains them.
         lazy: leave the weights unevaluated until they are used. Models of mlx-lm are tried as they
-            are loaded, which uses them.
+            are loaded, which uses them, and those of a GGUF file are repacked.
         return_config: return the configuration as a third value.
         revision: branch, tag or commit of the repository.
+        tokenizer_path: a folder or the id of a repository with the tokenizer, instead of that in
+            the model's folder or file.
 
     Raises:
         LoadError: nothing is there, it is broken, or mlx-lm does not have the model type, or has
             one that does not run here.
     """
     for name, value, kinds, what in (
-        ("path_or_hf_repo", path_or_hf_repo, str | Path, "a folder or a hub id"),
+        ("path_or_hf_repo", path_or_hf_repo, str | Path, "a folder, a hub id or a file"),
         ("adapter_path", adapter_path, str | Path | None, "a text, or None"),
         ("revision", revision, str | Path | None, "a text, or None"),
+        ("tokenizer_path", tokenizer_path, str | Path | None, "a folder, a hub id, or None"),
         ("lazy", lazy, bool, "True or False"),
         ("return_config", return_config, bool, "True or False"),
     ):
@@ -133,8 +147,19 @@ def load(
             what = "a dict with texts as keys, or None"
             raise LoadError(f"[load] {name} must be {what}, got {shown(config)}", name)
     path = find_model(path_or_hf_repo, revision)
-    model, config = _load_model(path, lazy, model_config)
-    tokenizer = _load_tokenizer(path, tokenizer_config, config.get("eos_token_id"))
+    tokenizer_folder = None if tokenizer_path is None else find_tokenizer(tokenizer_path)
+    if is_gguf(path):
+        model, tokenizer, config = load_gguf(
+            path,
+            tokenizer_path=tokenizer_folder,
+            tokenizer_config=tokenizer_config,
+            model_config=model_config,
+        )
+    else:
+        model, config = _load_model(path, lazy, model_config)
+        tokenizer = read_tokenizer(
+            tokenizer_folder or path, tokenizer_config, config.get("eos_token_id")
+        )
     if adapter_path is not None:
         if not str(adapter_path):
             raise LoadError(
@@ -152,9 +177,10 @@ def _load_model(
 ) -> tuple[Module, dict[str, Any]]:
     config_file = path / "config.json"
     if not config_file.is_file():
+        ggufs = sorted(path.glob("*.gguf"))
         raise LoadError(
             f"[load] {path} has no config.json; a model folder holds config.json and "
-            "model*.safetensors"
+            "model*.safetensors" + (f"; it holds GGUF files: give {ggufs[0]}" if ggufs else "")
         )
     _check_config({**read_json_object(config_file), **(model_config or {})}, config_file)
     _check_generation_config(path / "generation_config.json")
@@ -193,24 +219,6 @@ def _on_our_caches(model: Module, config: dict[str, Any], path: Path) -> Languag
         raise LoadError(
             f"[load] model type {model_type} can't run on a paged cache: {one_line(error)}"
         ) from error
-
-
-def _load_tokenizer(
-    path: Path, tokenizer_config: dict[str, Any] | None, eos_token_ids: Any
-) -> TokenizerWrapper:
-    with load_errors(f"the tokenizer in {path} is missing or broken"):
-        if not any((path / name).is_file() for name in _TOKENIZER_FILES):
-            # transformers would make up a tokenizer of one word.
-            raise ValueError(f"none of {', '.join(_TOKENIZER_FILES)}")
-        tokenizer: TokenizerWrapper = load_tokenizer(
-            path, tokenizer_config, eos_token_ids=eos_token_ids
-        )
-    # transformers would warn of "indexing errors" when a text is long. The context limit says it
-    # with the numbers.
-    warned = getattr(tokenizer, "deprecation_warnings", None)
-    if isinstance(warned, dict):
-        warned["sequence-length-is-longer-than-the-specified-maximum"] = True
-    return tokenizer
 
 
 def _check_config(config: dict[str, Any], file: Path) -> None:

@@ -125,6 +125,7 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
     from mlx_paged.loading import (
         SamplingDefaults,
         demo_model_path,
+        dtype_config,
         find_model,
         load,
         load_draft_model,
@@ -139,7 +140,9 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
     said = {name: value for name, value in asdict(own).items() if value is not None}
     model, tokenizer = load(
         folder,
+        model_config=dtype_config(folder, args.dtype),
         adapter_path=args.adapter_path,
+        tokenizer_path=args.tokenizer,
         tokenizer_config=None if template is None else {"chat_template": template},
     )
     engine = AsyncEngine(

@@ -14,7 +14,7 @@ from mlx_lm.utils import load_model
 from mlx_paged import LLM, ModelRunner, SamplingParams, demo_model_path, load, make_kv_cache
 from mlx_paged.generation import generate_step
 
-MAX_TOKENS = 200
+MAX_TOKENS = 120
 LENGTHS = (1, 15, 16, 17, 500)
 
 

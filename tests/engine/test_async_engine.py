@@ -435,6 +435,8 @@ ENDS_OF_PROGRAMS = {
 }
 
 
+# The program is a process of its own, in which engines run ahead or not as they do.
+@pytest.mark.parametrize("run_ahead", ["waiting"], indirect=True)
 @pytest.mark.parametrize(
     "end",
     [

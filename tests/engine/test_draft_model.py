@@ -60,8 +60,8 @@ def draft_model(model: qwen3.Model) -> qwen3.Model:
     return perturbed(model, num_hidden_layers=1)
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("is_ahead", [False, True], ids=["waiting", "ahead"])
+# Each way to step meets draft models of one and of two layers.
+@pytest.mark.parametrize(("seed", "is_ahead"), [(0, False), (1, True), (2, True), (3, False)])
 def test_requests_of_every_kind_get_the_same_as_without(
     model: qwen3.Model, is_ahead: bool, seed: int
 ):

@@ -87,7 +87,7 @@ def test_threads_add_and_abort_hundreds_of_requests_while_another_steps(model: q
     engine = make_engine(
         model, kv_cache_bytes="30blocks", max_num_seqs=8, max_num_batched_tokens=40
     )
-    num_requests = 100
+    num_requests = 60
 
     def client(name: int) -> None:
         rng = random.Random(name)
@@ -195,7 +195,7 @@ def test_figures_can_be_asked_for_at_any_time(model: qwen3.Model):
             engine.prompt_progress("3")
 
     threads = Threads(ask_figures, ask_figures)
-    for round in range(5):
+    for round in range(2):
         for n in range(12):
             engine.add_request(f"{round}-{n}", tokens_of(n), params_of(n))
         run(engine)

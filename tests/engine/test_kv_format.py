@@ -97,8 +97,17 @@ def test_a_prompt_that_is_found_gets_the_tokens_of_one_that_is_not(
     assert answers[0] == answers[1] and engine.stats().num_hit_tokens == 64
 
 
-@formats
-@pytest.mark.parametrize("seed", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
+@pytest.mark.parametrize(
+    ("kv_format", "seed"),
+    [
+        ("8", 1),
+        ("K:8,V:4", 2),
+        ("4", 3),
+        pytest.param("8", 4, marks=pytest.mark.slow),
+        pytest.param("K:8,V:4", 1, marks=pytest.mark.slow),
+        pytest.param("4", 2, marks=pytest.mark.slow),
+    ],
+)
 def test_requests_of_every_kind_get_the_same_one_step_ahead(
     model: qwen3.Model, kv_format: str, seed: int
 ):
@@ -135,10 +144,10 @@ def test_a_soak_of_random_formats_leaves_nothing_behind():
             "run_ahead": rng.random() < 0.5,
         }
         soak = Soak(model, seed=seed, engine_options=options)
-        soak.run(0, 60)
+        soak.run(0, 40)
         soak.check_end()
         num_preemptions += soak.engine.stats().num_preemptions
-        for number in rng.sample(range(60), 15):
+        for number in rng.sample(range(40), 10):
             soak.check_tokens(make_request(seed, number, VOCAB_SIZE))
     assert num_preemptions > 0
 
@@ -185,14 +194,14 @@ def test_sinks_that_move_with_a_window_are_quantised_from_the_original_each_time
     engine = make_engine(
         model, kv_format=kv_format, block_size=8, window=32, num_sink_tokens=8, run_ahead=False
     )
-    engine.add_request("long", prompt(20), greedy(1500, ignore_eos=True))
-    for _ in range(1450):
+    engine.add_request("long", prompt(20), greedy(900, ignore_eos=True))
+    for _ in range(880):
         engine.step()
     cache = engine.cache
     (seq,) = cache.seqs
     table = cache.manager.tables[seq]
     originals = [block.block_id for block in list(table)[len(table) :]]
-    assert len(originals) == 1 and table.num_evicted_tokens > 1300
+    assert len(originals) == 1 and table.num_evicted_tokens > 800
     form = cache.layers[0].spec.format
 
     def keys_in(index: int, block_ids: list[int]) -> mx.array:

@@ -68,7 +68,11 @@ def requests_of(kind, seed):
     ]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("run_ahead", "seed"),
+    [("waiting", 0), ("ahead", 1), ("drafting", 2), ("drafting", 0)],
+    indirect=["run_ahead"],
+)
 def test_what_is_new_adds_up_to_the_whole_answer(demo, seed, run_ahead):
     model, tokenizer = demo
     whole, parts, last = (

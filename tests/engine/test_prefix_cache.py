@@ -60,8 +60,19 @@ def expected_hits(tokens: list[int], cached: list[list[int]], block_size: int) -
     return min(longest, len(tokens) - 1) // block_size * block_size
 
 
+# A seed decides about sizes and prompts; each is stepped in one way, and each way has several.
 @pytest.mark.parametrize(
-    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 8))]
+    ("run_ahead", "seed"),
+    [
+        ("waiting", 0),
+        ("ahead", 1),
+        ("drafting", 2),
+        *(
+            pytest.param(way, seed, marks=pytest.mark.slow)
+            for seed, way in enumerate(["drafting", "waiting", "ahead", "drafting", "ahead"], 3)
+        ),
+    ],
+    indirect=["run_ahead"],
 )
 def test_warm_tokens_are_those_of_a_cold_engine_and_of_mlx_lm(seed: int):
     ours, theirs = tiny_models()
@@ -91,8 +102,17 @@ def test_warm_tokens_are_those_of_a_cold_engine_and_of_mlx_lm(seed: int):
     assert_nothing_held(engine)
 
 
-@pytest.mark.parametrize("block_size", [8, 16, 32])
-@pytest.mark.parametrize("chunk", [8, 33, 500])
+# Every two of a way to step, a size of blocks and a size of chunks meet once.
+@pytest.mark.parametrize(
+    ("run_ahead", "block_size", "chunk"),
+    [
+        (way, block_size, chunk)
+        for i, way in enumerate(["waiting", "ahead", "drafting"])
+        for j, block_size in enumerate([8, 16, 32])
+        for chunk in [[8, 33, 500][(i + j) % 3]]
+    ],
+    indirect=["run_ahead"],
+)
 def test_hits_are_all_whole_blocks_that_were_computed_before(
     model: qwen3.Model, block_size: int, chunk: int
 ):

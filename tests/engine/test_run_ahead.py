@@ -52,7 +52,7 @@ def test_hundreds_of_requests_on_lazy_kernels_get_the_same_as_on_plain_mlx(
 ):
     reasons: set[str | None] = set()
     preemptions = 0
-    for seed in range(100, 120):
+    for seed in range(100, 108):
         workload = Workload(seed, 25, VOCAB_SIZE)
         waiting = workload.run(kernel_model, run_ahead=False)
         with lazy_metal(computes=True):
@@ -62,13 +62,13 @@ def test_hundreds_of_requests_on_lazy_kernels_get_the_same_as_on_plain_mlx(
         preemptions += ahead.engine.stats().num_preemptions
         for output in ahead.outputs.values():
             reasons |= {completion.finish_reason for completion in output.outputs}
-    assert preemptions > 25 and reasons == {"stop", "length", "abort", "error"}
+    assert preemptions > 10 and reasons == {"stop", "length", "abort", "error"}
 
 
 @pytest.mark.slow
 def test_texts_and_stop_texts_are_the_same_as_without():
     model, tokenizer = load_demo()
-    for seed in range(4):
+    for seed in range(2):
         workload = Workload(seed, 20, model.args.vocab_size)
         rng = random.Random(seed)
         for ask in workload.asks.values():

@@ -34,8 +34,11 @@ def large_kv_model() -> qwen3.Model:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["waiting", "ahead", "look-up", "draft model"])
-@pytest.mark.parametrize("swap", [True, False], ids=["swap", "recompute"])
+# Each way to step, without drafts and with them, meets swapping and computing again.
+@pytest.mark.parametrize(
+    ("kind", "swap"),
+    [("waiting", True), ("ahead", False), ("look-up", True), ("draft model", False)],
+)
 def test_a_soak_leaves_nothing_behind_and_every_request_gets_its_own_tokens(
     large_kv_model: qwen3.Model, monkeypatch: pytest.MonkeyPatch, swap: bool, kind: str
 ):
@@ -67,12 +70,12 @@ def test_a_soak_leaves_nothing_behind_and_every_request_gets_its_own_tokens(
         and stats.num_evictions > 10
         and stats.num_hit_tokens > 1000
     )
-    for number in random.Random(0).sample(range(120), 30):
+    for number in random.Random(0).sample(range(120), 16):
         soak.check_tokens(make_request(soak.seed, number, 61))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_formats_windows_and_drafts_go_together(large_kv_model: qwen3.Model, seed: int):
     rng = random.Random(seed)
     window = rng.choice([24, 40, 64])

@@ -34,8 +34,10 @@ from mlx_paged.request import RequestOutput, SamplingParams
 FACTS = "The code of apple is 4821. " * 6
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("kind", ["waiting", "ahead", "basic"])
+@pytest.mark.parametrize(
+    ("seed", "kind"),
+    [(0, "waiting"), (1, "ahead"), (2, "basic"), (3, "ahead"), (4, "waiting"), (5, "basic")],
+)
 def test_requests_of_every_kind_get_the_same_as_without(model: qwen3.Model, kind: str, seed: int):
     workload = Workload(seed + 20, 25, VOCAB_SIZE)
     if kind == "basic":
@@ -52,9 +54,9 @@ def test_requests_of_every_kind_get_the_same_as_without(model: qwen3.Model, kind
 
 
 @pytest.mark.slow
-def test_a_thousand_requests_get_the_same_as_without(model: qwen3.Model):
+def test_hundreds_of_requests_get_the_same_as_without(model: qwen3.Model):
     preemptions, reasons = 0, set[str | None]()
-    for seed in range(200, 240):
+    for seed in range(200, 214):
         workload = Workload(seed, 25, VOCAB_SIZE)
         plain = workload.run(model, run_ahead=False)
         speculation = eager_speculation(VOCAB_SIZE, knows(plain.answers), seed)
@@ -63,7 +65,7 @@ def test_a_thousand_requests_get_the_same_as_without(model: qwen3.Model):
         preemptions += drafting.engine.stats().num_preemptions
         for output in drafting.outputs.values():
             reasons |= {completion.finish_reason for completion in output.outputs}
-    assert preemptions > 20 and reasons == {"stop", "length", "abort", "error"}
+    assert preemptions > 10 and reasons == {"stop", "length", "abort", "error"}
 
 
 @pytest.fixture(scope="module")

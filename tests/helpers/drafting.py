@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from helpers.engine_runs import known_of
 from mlx_paged.engine.batch import Scheduled
 from mlx_paged.engine.drafts import PromptLookup
 from mlx_paged.engine.engine import Engine
@@ -25,11 +26,13 @@ def knows(answers: Mapping[SeqId, Sequence[int]]) -> Knows:
 
 
 class Oracle:
-    """Asks an engine of its own how a request will be answered, as far as its settings tell."""
+    """Asks an engine of its own how a request will be answered, as far as its settings tell; all
+    oracles of a model share what they were told.
+    """
 
     def __init__(self, model: Any):
         self._model = model
-        self._answers: dict[Any, Any] = {}
+        self._answers = known_of(model)
 
     def __call__(self, request: Request) -> Sequence[int]:
         limit = request.params.max_tokens
@@ -38,7 +41,7 @@ class Oracle:
             request.params, logits_processors=(), sampler=None, stop=(), max_tokens=max_tokens
         )
         prompt = request.token_ids[: request.num_prompt_tokens]
-        key = (tuple(prompt), repr(params), request.seed)
+        key = "oracle", tuple(prompt), repr(params), request.seed
         if key not in self._answers:
             engine = Engine(self._model, kv_cache_bytes="400blocks", seed=0, run_ahead=False)
             engine.scheduler.speculation = Speculation()

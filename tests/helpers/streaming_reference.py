@@ -5,16 +5,19 @@ gives the tokens that it sees the positions 0, 1, 2 and so on, in their order.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import mlx.core as mx
 import numpy as np
 
+from helpers.engine_runs import known_of
 from mlx_paged.models.qwen3 import Model
 
 # Of a query's position: the positions that it sees, itself last.
 Visible = Callable[[int], Sequence[int]]
 
 
+@cache
 def streaming(window: int, num_sinks: int, stride: int) -> Visible:
     """The first ``num_sinks`` tokens and the last ``window`` ones at least, where others leave
     ``stride`` at a time.
@@ -29,6 +32,7 @@ def streaming(window: int, num_sinks: int, stride: int) -> Visible:
     return visible
 
 
+@cache
 def sliding(window: int) -> Visible:
     return lambda position: range(max(0, position - window + 1), position + 1)
 
@@ -43,14 +47,23 @@ def streamed_logits(
     visible: Visible | Sequence[Visible],
     restarts_positions: bool = True,
 ) -> np.ndarray:
-    """Logits ``[num_tokens, vocab_size]``.
+    """Logits ``[num_tokens, vocab_size]``, computed once for a model, which nobody may change.
 
     Args:
         visible: for all layers, or one for each.
         restarts_positions: whether positions are counted among what is seen; otherwise among all
             tokens, as sliding-window layers have them.
     """
-    of_layer = [visible] * len(model.layers) if callable(visible) else visible
+    of_layer = (visible,) * len(model.layers) if callable(visible) else tuple(visible)
+    known, key = known_of(model), ("streamed", tuple(tokens), of_layer, restarts_positions)
+    if key not in known:
+        known[key] = _streamed_logits(model, tokens, of_layer, restarts_positions)
+    return known[key]
+
+
+def _streamed_logits(
+    model: Model, tokens: Sequence[int], of_layer: tuple[Visible, ...], restarts_positions: bool
+) -> np.ndarray:
     kept: list[tuple[list[mx.array], list[mx.array]]] = [([], []) for _ in model.layers]
     logits = []
     for position, token in enumerate(tokens):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -23,11 +24,16 @@ KINDS = {
 
 
 def model_and_options(kind: str, **more: Any) -> tuple[qwen3.Model, dict]:
-    """A model, and options of an engine."""
-    changes, options = KINDS[kind]
+    """A model, which nobody may change, and options of an engine."""
+    return _model(kind, **more), {"block_size": 8, "kv_cache_bytes": "100blocks", **KINDS[kind][1]}
+
+
+@cache
+def _model(kind: str, **more: Any) -> qwen3.Model:
+    changes = KINDS[kind][0]
     if changes:
         changes = {**changes, "use_sliding_window": True, "sliding_window": 20}
     mx.random.seed(3)
     model = qwen3.Model(qwen3.ModelArgs.from_dict(CONFIG | changes | more))
     mx.eval(model.parameters())
-    return model, {"block_size": 8, "kv_cache_bytes": "100blocks", **options}
+    return model

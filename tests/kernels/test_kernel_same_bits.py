@@ -22,8 +22,20 @@ settings = pytest.mark.parametrize(
         pytest.param(SETTINGS["bf16-d256-b8-1x5"], id="bf16-d256-b8-1x5", marks=pytest.mark.slow),
     ],
 )
-extras = pytest.mark.parametrize(
-    "extras", [{}, {"window": 300, "sinks": True}], ids=["plain", "window_sinks"]
+WINDOW_AND_SINKS = {"window": 300, "sinks": True}
+# Without a window once; what else an instance is made of does not decide over windows.
+ways = pytest.mark.parametrize(
+    ("setting", "extras"),
+    [
+        pytest.param(SETTINGS["f16-d64-b16-2x4"], {}, id="f16-d64-b16-2x4-plain"),
+        pytest.param(SETTINGS["f16-d64-b16-2x4"], WINDOW_AND_SINKS, id="f16-d64-b16-2x4"),
+        pytest.param(
+            SETTINGS["bf16-d256-b8-1x5"],
+            WINDOW_AND_SINKS,
+            id="bf16-d256-b8-1x5",
+            marks=pytest.mark.slow,
+        ),
+    ],
 )
 # Lengths of one partition and of several, so that a batch needs its partitions merged or not by who
 # is in it.
@@ -76,8 +88,7 @@ def compare_batches(problem, attention, batches):
         assert_same_bits(out, mx.concatenate([alone[seq] for seq in seqs]))
 
 
-@extras
-@settings
+@ways
 @pytest.mark.parametrize("capacity", QUERY_LENS)
 def test_every_kernel_gives_a_sequence_the_same_bits_in_every_batch(
     capacity, setting, extras, metal
@@ -119,8 +130,7 @@ def test_sequences_around_each_change_of_their_partitions_get_the_same_bits_in_e
     assert_matches_formula(METAL.attend(*problem.args), problem)
 
 
-@extras
-@settings
+@ways
 @pytest.mark.parametrize("runs", [(1,), (4,)], ids=["run_1", "run_4"])
 def test_empty_records_change_no_bit_and_write_no_slot(runs, setting, extras, metal, monkeypatch):
     # Where the kernel for single tokens does not work, decodes take one for runs.
@@ -155,8 +165,7 @@ def test_empty_records_change_no_bit_and_write_no_slot(runs, setting, extras, me
         assert [num_empty(call) for call in calls] == [0, 5]
 
 
-@extras
-@settings
+@ways
 def test_every_step_that_writes_gives_a_sequence_the_same_bits_in_every_batch(
     setting, extras, metal
 ):
@@ -186,8 +195,7 @@ def test_writing_and_attending_gives_the_bits_of_attending_to_what_was_written(s
     assert_same_bits(written, METAL.attend(*problem.args))
 
 
-@extras
-@settings
+@ways
 def test_other_blocks_of_the_pool_give_the_same_bits(setting, extras, metal):
     context_lens, query_lens = zip(*MIXED, strict=True)
     problems = [

@@ -30,16 +30,19 @@ def metal_in_three_orders(compiler):
 
 
 def one_of_each_cut():
-    """The cases of the grid whose threadgroups are cut in different ways, or whose rows lie over
-    other lanes.
+    """Cases of the grid with each way to cut a threadgroup and each number of loads of a row, which
+    decides over which lanes it lies; each of them merged and direct, where the grid has both.
     """
-    found = {}
+    found, seen = {}, set()
     for case in GRID:
         cut = cut_rows(case.capacity * case.group)
         loads = case.head_dim * DTYPES[case.dtype].size // 16
         end = "merged" if case.is_merged else "direct"
-        key = f"{cut.streams}x{cut.row_splits}_of_{cut.row_parts}-{loads}_loads-{end}"
-        found.setdefault(key, case)
+        new = {(cut, end), (loads, end)} - seen
+        if new:
+            seen |= new
+            key = f"{cut.streams}x{cut.row_splits}_of_{cut.row_parts}-{loads}_loads-{end}"
+            found[key] = case
     return found
 
 

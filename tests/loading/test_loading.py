@@ -86,9 +86,11 @@ def test_load_takes_the_arguments_of_mlx_lm_by_their_names():
     ours, theirs = inspect.signature(load).parameters, inspect.signature(mlx_lm.load).parameters
     # No code from the folder is ever run.
     assert set(theirs) - set(ours) <= {"trust_remote_code"}
-    assert {name: p.default for name, p in ours.items()} == {
-        name: theirs[name].default for name in ours
+    assert {name: p.default for name, p in ours.items() if name in theirs} == {
+        name: theirs[name].default for name in ours if name in theirs
     }
+    # Its own: the last, so that places are mlx-lm's.
+    assert [name for name in ours if name not in theirs] == list(ours)[-1:] == ["tokenizer_path"]
 
 
 def test_the_config_is_returned_when_asked_for(folder):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from functools import cache
 
 import mlx.core as mx
 import numpy as np
@@ -25,7 +26,9 @@ from mlx_paged.models import qwen3
 TOKENS = [int(token) for token in np.random.default_rng(5).integers(0, CONFIG["vocab_size"], 230)]
 
 
+@cache
 def model_with(**changes) -> qwen3.Model:
+    """Its weights are the same whoever asks, and nobody may change them."""
     mx.random.seed(11)
     model = qwen3.Model(qwen3.ModelArgs.from_dict(CONFIG | changes))
     mx.eval(model.parameters())
@@ -99,7 +102,9 @@ def test_a_window_with_sinks_is_streaming_llm(window, num_sinks, block_size, lon
     model = model_with()
     exact = streamed_logits_of(window, num_sinks, block_size, model)
     if dtype != mx.float32:
-        model.update(tree_map(lambda weight: weight.astype(dtype), model.parameters()))
+        weights = tree_map(lambda weight: weight.astype(dtype), model.parameters())
+        model = qwen3.Model(model.args)
+        model.update(weights)
     cache = make_kv_cache(
         model,
         block_size=block_size,
@@ -163,7 +168,7 @@ def test_rotating_keys_adds_positions():
             "original_max_position_embeddings": 64,
         },
     ):
-        model = model_with(rope_scaling=scaling)
+        model = model_with.__wrapped__(rope_scaling=scaling)
         rope = model.layers[1].self_attn.rope
         keys = mx.random.normal((7, 2, 1, 16))
         here, there = (rope(keys, offset=offset).squeeze(2) for offset in (3, 203))

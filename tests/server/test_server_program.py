@@ -137,7 +137,7 @@ def test_a_server_says_what_it_serves_and_logs_what_it_was_asked():
 def test_sigterm_lets_answers_end_and_takes_no_others():
     with (
         running("--log-prompts", "--log-cache", patch=SLOW) as program,
-        httpx.stream("POST", f"{program.url}/v1/completions", json=LONG | {"max_tokens": 60}) as it,
+        httpx.stream("POST", f"{program.url}/v1/completions", json=LONG | {"max_tokens": 25}) as it,
     ):
         events = events_of(it)
         first = next(events)
@@ -150,7 +150,7 @@ def test_sigterm_lets_answers_end_and_takes_no_others():
         assert last_choice["choices"][0]["finish_reason"] == "length"  # type: ignore[index]
         assert program.end() == 0
     assert "prompt: The code of apple is 4821." in "".join(program.said)
-    assert re.search(r"prompt=\d+ cached=0 answer=60 ", "".join(program.said))
+    assert re.search(r"prompt=\d+ cached=0 answer=25 ", "".join(program.said))
 
 
 def test_what_still_runs_after_the_drain_is_told_that_it_was_aborted():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
@@ -168,7 +168,8 @@ class Soak:
     def __post_init__(self) -> None:
         # Kernels and constants of every way to sample are made at their first use.
         for number in range(20):
-            self._run_alone(make_request(self.seed, number, self.model.args.vocab_size))
+            request = make_request(self.seed, number, self.model.args.vocab_size)
+            self._run_alone(replace(request, params=replace(request.params, max_tokens=3)))
         mx.synchronize()
         mx.clear_cache()
         # The weights, and whatever else was there before.

@@ -5,7 +5,7 @@ experts, recurrent and with attention, with K/V of its own and shared. Heads are
 can be, and windows are of 8 tokens.
 """
 
-from helpers.model_zoo.answers import PROMPTS, StockAnswers, answers_of, stock_answers
+from helpers.model_zoo.answers import PROMPTS, StockAnswers, answers_of, make_prompts, stock_answers
 from helpers.model_zoo.configs import ARCHITECTURES, config_of
 from helpers.model_zoo.models import make, make_from_config
 
@@ -17,5 +17,6 @@ __all__ = [
     "config_of",
     "make",
     "make_from_config",
+    "make_prompts",
     "stock_answers",
 ]

@@ -12,21 +12,21 @@ from mlx_lm.generate import generate_step
 
 from mlx_paged import Engine, SamplingParams
 
-NUM_TOKENS = 16
+NUM_TOKENS = 16  # of each answer
 
 # Logits of float32 models differ by a millionth of their spread where sums are added up in another
 # order; steps whose two best lie nearer than this are left to chance.
 NEAR_TIE = 2e-4
 
 
-def _prompts() -> list[list[int]]:
+def make_prompts(length: int) -> list[list[int]]:
+    """A long one, and two short ones, the first of which begins with the same block of 8."""
     rng = np.random.default_rng(0)
-    first, others = rng.integers(0, 256, 27).tolist(), rng.integers(0, 256, (2, 9)).tolist()
-    return [first, first[:17] + others[0], others[1]]
+    long, *others = rng.integers(0, 256, (3, length)).tolist()
+    return [long, long[:9] + others[0][:5], others[1][:12]]
 
 
-# The first two begin with the same two blocks of 8.
-PROMPTS = _prompts()
+PROMPTS = make_prompts(27)
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,12 @@ class StockAnswers:
         return self.margin > NEAR_TIE
 
 
-def stock_answers(
-    model: Module, prompts: Sequence[list[int]] = PROMPTS, num_tokens: int = NUM_TOKENS
-) -> StockAnswers:
+def stock_answers(model: Module, prompts: Sequence[list[int]] = PROMPTS) -> StockAnswers:
     """Answers of mlx-lm's ``generate_step`` with the model's own cache, one prompt at a time."""
     tokens, margins = [], []
     for prompt in prompts:
         answer = []
-        for token, logprobs in generate_step(mx.array(prompt), model, max_tokens=num_tokens):
+        for token, logprobs in generate_step(mx.array(prompt), model, max_tokens=NUM_TOKENS):
             answer.append(token)
             margins.append(_margin(logprobs))
         tokens.append(answer)
@@ -67,11 +65,9 @@ def _margin(logprobs: mx.array) -> mx.array:
     return (first - second) / mx.std(spread)
 
 
-def answers_of(
-    engine: Engine, prompts: Sequence[list[int]] = PROMPTS, num_tokens: int = NUM_TOKENS
-) -> list[list[int]]:
+def answers_of(engine: Engine, prompts: Sequence[list[int]] = PROMPTS) -> list[list[int]]:
     """An engine's greedy answers to all prompts at once."""
-    params = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
+    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
     for index, prompt in enumerate(prompts):
         engine.add_request(str(index), prompt, params)
     tokens = {}

@@ -87,7 +87,9 @@ def _random_weights(model: Module, seed: int) -> Iterator[tuple[str, mx.array]]:
 
 def _random_weight(name: str, old: mx.array, key: mx.array) -> mx.array:
     if not mx.issubdtype(old.dtype, mx.floating):
-        return mx.random.randint(0, 2**8, old.shape, key=key).astype(old.dtype)
+        # Packed numbers of two bits, of which ternary weights don't use 3.
+        digits = mx.random.randint(0, 3, (*old.shape, 4 * old.itemsize), key=key)
+        return (digits << mx.arange(0, 8 * old.itemsize, 2)).sum(-1).astype(old.dtype)
     noise = mx.random.normal(old.shape, key=key)
     centre = next((value for end, value in CENTRES.items() if name.endswith(end)), None)
     if centre is not None:

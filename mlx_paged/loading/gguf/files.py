@@ -1,0 +1,102 @@
+"""A model's GGUF file, or the parts that it is split into."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mlx_paged.errors import shown, system_reason
+from mlx_paged.loading.folder import LoadError
+from mlx_paged.loading.gguf.header import Header, TensorInfo, read_header
+from mlx_paged.loading.gguf.metadata import Metadata
+
+# llama.cpp names parts so, and finds them by their names.
+_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+
+
+@dataclass(frozen=True)
+class GGUFFile:
+    """All of a model's metadata and tensors.
+
+    Attributes:
+        path: the file, or its first part.
+    """
+
+    path: Path
+    metadata: Metadata
+    tensors: dict[str, TensorInfo]
+
+    @classmethod
+    def open(cls, path: Path) -> GGUFFile:
+        """Read the head of a file, and those of its other parts; any part may be named.
+
+        Raises:
+            LoadError: a part is missing, or not what it should be.
+        """
+        parts = _parts_of(path)
+        headers = [read_header(part) for part in parts]
+        _check_parts(parts, headers)
+        tensors: dict[str, TensorInfo] = {}
+        for part, header in zip(parts, headers, strict=True):
+            twice = tensors.keys() & header.tensors.keys()
+            if twice:
+                raise LoadError(f"[load] {part} has {shown(min(twice))}, as a part before it has")
+            tensors.update(header.tensors)
+        expected = headers[0].metadata.get("split.tensors.count", len(tensors))
+        if len(tensors) != expected:
+            raise LoadError(
+                f"[load] {parts[0]} and its parts have {len(tensors)} tensors, and "
+                f"split.tensors.count says {shown(expected)}"
+            )
+        return cls(parts[0], Metadata(parts[0], headers[0].metadata), tensors)
+
+    def read(self, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """The bytes of a tensor: ``[num_rows, row_bytes]``.
+
+        They are read and not mapped: a file that is cut off meanwhile would end the process.
+        """
+        info = self.tensors[name]
+        try:
+            data = np.fromfile(info.file, np.uint8, info.num_bytes, offset=info.start)
+        except OSError as error:
+            raise LoadError(f"[load] {info.file} can't be read: {system_reason(error)}") from error
+        if data.size < info.num_bytes:
+            raise LoadError(f"[load] {info.file} was cut off while it was read")
+        return data.reshape(info.num_rows, info.row_bytes)
+
+
+def _parts_of(path: Path) -> list[Path]:
+    match = _PART.fullmatch(path.name)
+    if match is None or not 1 <= int(match["number"]) <= int(match["count"]):
+        return [path]
+    count = int(match["count"])
+    parts = [
+        path.with_name(f"{match['stem']}-{number:05}-of-{count:05}.gguf")
+        for number in range(1, count + 1)
+    ]
+    missing = [part.name for part in parts if not part.is_file()]
+    if missing:
+        raise LoadError(
+            f"[load] {path.parent} lacks {missing[0]}"
+            + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
+            + f"; the model is split into {count} parts, which are read together"
+        )
+    return parts
+
+
+def _check_parts(parts: list[Path], headers: list[Header]) -> None:
+    for index, (part, header) in enumerate(zip(parts, headers, strict=True)):
+        count = header.metadata.get("split.count", 0)
+        if len(parts) == 1 and count in (0, 1):
+            continue
+        number = header.metadata.get("split.no")
+        if count != len(parts) or number != index:
+            raise LoadError(
+                f"[load] {part} says that it is part {shown(number)} of {shown(count)} (split.no, "
+                "counted from 0, and split.count); parts are named "
+                f"NAME-{index + 1:05}-of-{len(parts):05}.gguf and lie in one folder"
+            )

@@ -1,0 +1,197 @@
+"""A model with the weights of a GGUF file."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.nn.layers.base import Module
+from mlx.utils import tree_flatten
+
+from mlx_paged.errors import shown
+from mlx_paged.loading.folder import LoadError
+from mlx_paged.loading.gguf.affine import AFFINE_TYPES, GROUP_SIZE
+from mlx_paged.loading.gguf.files import GGUFFile
+from mlx_paged.loading.gguf.header import TensorInfo
+from mlx_paged.loading.gguf.package import gguf
+from mlx_paged.loading.gguf.rope import FACTORS
+
+# A plain type -> how numpy reads its bytes, and what MLX calls it.
+PLAIN_TYPES = {
+    "F32": (np.float32, mx.float32),
+    "F16": (np.float16, mx.float16),
+    "BF16": (np.uint16, mx.bfloat16),
+}
+DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+# llama.cpp rotates neighbouring pairs of a head, and its files of llama have the rows of these
+# reordered for it.
+_PERMUTED = re.compile(r"model\.layers\.\d+\.self_attn\.(q|k)_proj\.(weight|bias)")
+_QUANTISED_MODULES = (nn.Linear, nn.Embedding)
+
+
+class Weights:
+    """Reads the weights of a model out of a file, under the model's own names.
+
+    Args:
+        model: as its configuration builds it, before it is quantised.
+        config: the model's; ``dtype`` names that of scales, biases, norms and activations.
+    """
+
+    def __init__(self, file: GGUFFile, model: Module, config: dict[str, Any]):
+        self.file = file
+        self.model = model
+        self.config = config
+        self.dtype = DTYPES[config["dtype"]]
+        self.infos = _tensors_by_parameter(file, model, config)
+        self.requantised: set[str] = set()  # tensors
+        self.rounded: set[str] = set()
+
+    def load(self) -> None:
+        """Quantise the model's modules as the file has them, and give it the weights.
+
+        One tensor at a time is read and repacked, so that there is never much more than the model.
+
+        Raises:
+            LoadError: a tensor is not what the model needs.
+        """
+        quantised = self._quantised_modules()
+        if quantised:
+            nn.quantize(self.model, class_predicate=lambda path, _: quantised.get(path, False))
+            self.config["quantization"] = {"group_size": GROUP_SIZE, "bits": 4, **quantised}
+        weights: dict[str, mx.array] = {}
+        for name, info in self.infos.items():
+            weights.update(self._arrays(name, info))
+        self.model.load_weights(list(weights.items()), strict=True)
+
+    def losses(self) -> list[str]:
+        """What is not as the file has it, in words; empty where nothing is lost."""
+        lines = []
+        for names, what in (
+            (self.requantised, "quantised once more, to 8 bits in groups of 32"),
+            (self.rounded, f"rounded to {self.config['dtype']}"),
+        ):
+            types = sorted({self.file.tensors[name].type_name for name in names})
+            if names:
+                lines.append(f"{len(names)} tensors of {', '.join(types)} are {what}")
+        return lines
+
+    def _quantised_modules(self) -> dict[str, Any]:
+        modules = dict(self.model.named_modules())
+        quantised: dict[str, Any] = {}
+        for name, info in self.infos.items():
+            kind = AFFINE_TYPES.get(info.type_name)
+            if kind is None:
+                continue
+            path = name.removesuffix(".weight")
+            if not isinstance(modules.get(path), _QUANTISED_MODULES):
+                raise LoadError(
+                    f"[load] {self.file.path}: tensor {shown(info.name)} is of {info.type_name}, "
+                    "which is for matrices"
+                )
+            quantised[path] = {"group_size": GROUP_SIZE, "bits": kind.bits}
+        return quantised
+
+    def _arrays(self, name: str, info: TensorInfo) -> dict[str, mx.array]:
+        data = self.file.read(info.name)
+        order = self._row_order(name, info)
+        if info.type_name in PLAIN_TYPES:
+            return {name: self._plain(data, info, order)}
+        kind = AFFINE_TYPES[info.type_name]
+        rows = kind.rows(data if order is None else data[order])
+        path = name.removesuffix(".weight")
+        scales, biases = (self._cast(mx.array(part), info) for part in rows[1:])
+        if not kind.is_exact:
+            self.requantised.add(info.name)
+        return {
+            name: mx.array(rows.packed),
+            f"{path}.scales": scales,
+            f"{path}.biases": biases,
+        }
+
+    def _plain(
+        self, data: np.ndarray[Any, Any], info: TensorInfo, order: np.ndarray[Any, Any] | None
+    ) -> mx.array:
+        as_numpy, as_mlx = PLAIN_TYPES[info.type_name]
+        values = data.reshape(-1).view(as_numpy).reshape(info.shape)
+        array = mx.array(values if order is None else values[order])
+        return self._cast(array.view(as_mlx), info)
+
+    def _cast(self, array: mx.array, info: TensorInfo) -> mx.array:
+        """In the model's dtype, evaluated; notes where that loses something."""
+        cast = array.astype(self.dtype)
+        if not mx.isfinite(cast).all().item():
+            raise LoadError(
+                f"[load] {self.file.path}: tensor {shown(info.name)} holds numbers that are not "
+                f"finite in {self.config['dtype']}"
+            )
+        if array.dtype != self.dtype and not _are_equal(array, cast):
+            self.rounded.add(info.name)
+        return cast
+
+    def _row_order(self, name: str, info: TensorInfo) -> np.ndarray[Any, Any] | None:
+        """Of the model's rows, the file's; ``None`` where they are the same."""
+        match = _PERMUTED.fullmatch(name)
+        if self.config["model_type"] != "llama" or match is None:
+            return None
+        heads = self.config["num_attention_heads" if match[1] == "q" else "num_key_value_heads"]
+        # The file has (0, half, 1, half + 1, ...) of each head.
+        rows = np.arange(self.infos[name].shape[0]).reshape(heads, -1, 2)
+        return np.ascontiguousarray(rows.swapaxes(1, 2)).reshape(-1)
+
+
+def _are_equal(one: mx.array, other: mx.array) -> bool:
+    return bool(mx.array_equal(one.astype(mx.float32), other.astype(mx.float32)).item())
+
+
+def default_dtype(file: GGUFFile) -> str:
+    """The dtype in which no weight of the file loses anything: that of its matrices if they are all
+    of one plain type, else float32, in which the scales of all quantised types are exact.
+    """
+    kinds = {info.type_name for info in file.tensors.values() if len(info.shape) > 1}
+    plain = {"F16": "float16", "BF16": "bfloat16"}
+    return plain.get(kinds.pop(), "float32") if len(kinds) == 1 else "float32"
+
+
+def _tensors_by_parameter(
+    file: GGUFFile, model: Module, config: dict[str, Any]
+) -> dict[str, TensorInfo]:
+    """The file's tensors by the names of the model's parameters; both must have the same."""
+    constants = gguf().constants
+    architecture = file.metadata.text("general.architecture")
+    numbers = {name: number for number, name in constants.MODEL_ARCH_NAMES.items()}
+    names = gguf().tensor_mapping.get_tensor_name_map(
+        numbers[architecture], config["num_hidden_layers"]
+    )
+    infos: dict[str, TensorInfo] = {}
+    left = dict(file.tensors)
+    left.pop(FACTORS, None)
+    for name, parameter in dict(tree_flatten(model.parameters())).items():
+        tensor = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        info = left.pop(tensor, None)
+        if info is None:
+            raise LoadError(f"[load] {file.path} lacks the tensor {tensor} ({name})")
+        _check_tensor(file, info, parameter.shape)
+        infos[name] = info
+    if left:
+        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        raise LoadError(
+            f"[load] {file.path} has the tensor {shown(min(left))}{more}, which a {architecture} "
+            "has not"
+        )
+    return infos
+
+
+def _check_tensor(file: GGUFFile, info: TensorInfo, shape: tuple[int, ...]) -> None:
+    if info.type_name not in PLAIN_TYPES and info.type_name not in AFFINE_TYPES:
+        raise LoadError(
+            f"[load] {file.path}: tensor {shown(info.name)} is of the type {info.type_name}, which "
+            f"is not supported; supported: {', '.join([*PLAIN_TYPES, *AFFINE_TYPES])}"
+        )
+    if info.shape != shape:
+        raise LoadError(
+            f"[load] {file.path}: tensor {shown(info.name)} has the shape {list(info.shape)}, and "
+            f"the metadata asks for {list(shape)}"
+        )
