@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -104,4 +105,6 @@ def check_answers(
     num_blocks = engine.cache.manager.max_num_held_blocks(longest) + 1
     engine = Engine(model, kv_cache_bytes=f"{num_blocks}blocks", **options)
     assert answers_of(engine, prompts[1:]) == expected.tokens[1:], "with a preemption"
-    assert engine.stats().num_preemptions > 0
+    # Where all layers have windows, a request is admitted with the most that it will ever hold.
+    is_bounded = engine.cache.manager.max_num_tokens(num_blocks) == sys.maxsize
+    assert engine.stats().num_preemptions > 0 or is_bounded
