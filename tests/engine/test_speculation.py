@@ -362,10 +362,10 @@ def test_a_draw_that_fails_in_the_middle_of_a_verification_keeps_the_tokens_befo
 
     sample, num_failed = replicas_module.sample, iter(range(100))
 
-    def failing(logits: Any, rows: Any, requests: Any, *args: Any) -> Any:
-        if not args and next(num_failed) % 4 == 2:
+    def failing(logits: Any, rows: Any, requests: Any, num_before: Any) -> Any:
+        if num_before is None and next(num_failed) % 4 == 2:
             raise RuntimeError("the device gave up")
-        return sample(logits, rows, requests, *args)
+        return sample(logits, rows, requests, num_before)
 
     monkeypatch.setattr(replicas_module, "sample", failing)
     params = greedy(25, frequency_penalty=0.1)
