@@ -21,6 +21,7 @@ _HOME_OF = {
     "load": "mlx_paged.loading",
     "demo_model_path": "mlx_paged.loading",
     "generate": "mlx_paged.generation",
+    "attach": "mlx_paged.attachment",
     "batch_generate": "mlx_paged.batch_generation",
     "stream_generate": "mlx_paged.generation",
     "GenerationResponse": "mlx_paged.generation",
@@ -42,6 +43,7 @@ _HOME_OF = {
 if TYPE_CHECKING:
     from mlx_lm.sample_utils import make_sampler
 
+    from mlx_paged.attachment import attach
     from mlx_paged.batch_generation import batch_generate
     from mlx_paged.cache import KVCacheConfig
     from mlx_paged.engine.async_engine import AsyncEngine
@@ -69,6 +71,7 @@ __all__ = [
     "SamplingParams",
     "StructuredOutputsParams",
     "__version__",
+    "attach",
     "batch_generate",
     "demo_model_path",
     "generate",

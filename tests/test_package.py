@@ -51,6 +51,7 @@ def test_imports_go_one_way():
     ]
     order += [
         "engine",
+        "attachment",
         "models",
         "memory",
         "distributed",

@@ -329,8 +329,8 @@ class PagedKVCache(KVCache):
     def arrays(self) -> list[mx.array]:
         arrays = [array for kv in self._slabs for array in kv.arrays]
         if self.manager.states is not None:
-            leaves = tree_flatten(self.manager.states.contents)
-            arrays += [leaf for _, leaf in leaves if isinstance(leaf, mx.array)]
+            leaves = dict(tree_flatten(self.manager.states.contents)).values()
+            arrays += [leaf for leaf in leaves if isinstance(leaf, mx.array)]
         return arrays
 
     # Memory

@@ -48,6 +48,7 @@ def started(
     hostfile = folder / "hosts.json"
     hostfile.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(num_ranks)]))
     paths = [str(REPOSITORY), str(REPOSITORY / "tests"), str(REPOSITORY / "tools")]
+    paths.append(str(REPOSITORY / "tools" / "metal-emulator"))
     shared = {
         **os.environ,
         "MLX_HOSTFILE": str(hostfile),

@@ -1,48 +1,40 @@
-"""Greedy tokens of mlx-lm's models, unmodified and split; each rank prints those of each."""
+"""Greedy tokens of mlx-lm's models, unmodified and split; each rank prints those of each.
+
+Without arguments, all that have a way to be split.
+"""
 
 import json
+import sys
 
-from helpers import mlx_lm_models
-from helpers.engine_runs import greedy
-from helpers.mlx_lm_models import random_model
+import mlx.core as mx
+from helpers.model_zoo.answers import PROMPTS, answers_of
+from helpers.model_zoo.configs import ARCHITECTURES, config_of
+from helpers.model_zoo.models import make
 
 from mlx_paged.distributed import launched_ranks
 from mlx_paged.engine.engine import Engine
 from mlx_paged.loading.folder import LoadError
 from mlx_paged.loading.split import split
-from mlx_paged.models.mlx_lm import adapt
+from mlx_paged.models.mlx_lm import UnsuitableModelError, adapt
 
-PROMPTS = [[(7 * number + place) % 200 for place in range(5 + 9 * number)] for number in range(3)]
+
+def answers_or_refusal(name):
+    mx.random.seed(0)  # of weights that the zoo leaves as the model makes them
+    config, model = config_of(name), make(name)
+    try:
+        if ranks is not None:
+            split(model, config, ranks.group)
+        adapted = adapt(model, config)
+    except (LoadError, UnsuitableModelError) as error:
+        return str(error)
+    adapted.group = None if ranks is None else ranks.group
+    engine = Engine(
+        adapted, kv_cache_bytes="64M", block_size=8, max_num_seqs=4, max_num_batched_tokens=7
+    )
+    return engine.share(lambda: answers_of(engine, PROMPTS))
+
 
 ranks = launched_ranks()
-assert ranks is not None
-
-
-def answers(engine):
-    for number, prompt in enumerate(PROMPTS):
-        engine.add_request(str(number), prompt, greedy(12))
-    outputs = {}
-    while engine.has_unfinished_requests():
-        outputs |= {output.request_id: output for output in engine.step()}
-    return [outputs[name].outputs[0].token_ids for name in sorted(outputs)]
-
-
-for name in ("LLAMA", "GPT_OSS", "DEEPSEEK_V3", "GEMMA3"):
-    config = getattr(mlx_lm_models, name)
-    model = random_model(config)
-    try:
-        split(model, config, ranks.group)
-    except LoadError as error:
-        told = str(error)
-    else:
-        adapted = adapt(model, config)
-        adapted.group = ranks.group
-        engine = Engine(
-            adapted,
-            kv_cache_bytes="30blocks",
-            max_num_batched_tokens=16,
-            max_num_seqs=8,
-            max_num_mixed_tokens=16,
-        )
-        told = engine.share(lambda engine=engine: answers(engine))
-    print(json.dumps({name: told}), flush=True)
+for name in sys.argv[1:] or ARCHITECTURES:
+    if sys.argv[1:] or callable(getattr(make(name), "shard", None)):
+        print(json.dumps({name: answers_or_refusal(name)}), flush=True)

@@ -1,0 +1,298 @@
+"""``attach``: a model of mlx-lm whose callers use paged blocks from now on, and don't know it."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_paged.argument_values import kind_of
+from mlx_paged.attachment.attached_class import attached_class, is_attachable, is_attached
+from mlx_paged.attachment.logits import unpack
+from mlx_paged.attachment.prompt_cache import FollowingCache, PromptCache
+from mlx_paged.attachment.sequences import Sequence as CachedSequence
+from mlx_paged.attachment.sequences import Sequences
+from mlx_paged.attachment.steps import Run, StepOfCall
+from mlx_paged.attachment.token_history import CallTokens
+from mlx_paged.cache import PagedKVCache
+from mlx_paged.config import DEFAULT_BACKEND, DEFAULT_BLOCK_SIZE
+from mlx_paged.errors import ArgumentError, one_line, shown
+from mlx_paged.foreign_arguments import refuses_unknown_arguments
+from mlx_paged.models.kv_cache import make_kv_cache
+from mlx_paged.models.language_model import LanguageModel
+from mlx_paged.models.mlx_lm.errors import UnsuitableModelError
+from mlx_paged.models.mlx_lm.packed import PackedModel
+from mlx_paged.models.mlx_lm.trial import check_against_stock
+
+# Tokens of a step that computes again what was given up, as mlx-lm cuts its prompts.
+MAX_CHUNK = 2048
+
+
+@dataclass(frozen=True)
+class AttachStats:
+    """What an attached model holds now, and what its prefix cache has done so far."""
+
+    num_seqs: int
+    num_blocks: int  # the budget
+    num_used_blocks: int
+    num_cached_blocks: int  # that can be found, in use or free
+    num_evictions: int
+    nbytes_used: int  # of the blocks in use
+    nbytes_held: int  # allocated for K/V
+    num_tokens: int  # that calls have brought
+    num_hit_tokens: int  # of them, found in the prefix cache and not computed
+    # Computed once more, since the blocks of their sequence had been given up
+    num_recomputed_tokens: int
+
+
+class Attachment:
+    """A model that is attached; close it, or leave its ``with`` statement, to detach the model.
+
+    Attributes:
+        model: the one that was given, which mlx-lm's own functions take.
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        packed: LanguageModel,
+        cache: PagedKVCache,
+        stock_classes: Sequence[tuple[Module, type[Module]]],
+    ):
+        self.model = model
+        self._packed = packed
+        self._sequences = Sequences(cache)
+        self._stock_class = type(model)
+        self._stock_classes = stock_classes
+        self._num_caches = len(make_prompt_cache(model))
+        self._num_tokens = self._num_hit_tokens = self._num_recomputed_tokens = 0
+        self._attached_class = attached_class(type(model), self)
+        model.__class__ = self._attached_class
+
+    def __enter__(self) -> Attachment:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Detach the model, which is as before from now on, and give back all K/V. Prompt caches
+        that were made meanwhile can't be used any more. A second call does nothing.
+        """
+        if type(self.model) is self._attached_class:
+            _put_back(self._stock_classes)
+        self._sequences.close()
+
+    @property
+    def cache(self) -> PagedKVCache:
+        """The K/V of all sequences; raises ``RuntimeError`` when the model was detached."""
+        return self._sequences.cache
+
+    def stats(self) -> AttachStats:
+        """Figures of this moment; raises ``RuntimeError`` when the model was detached."""
+        with self._sequences.lock:
+            self._sequences.free_released()
+            held, blocks = self.cache.stats(), self.cache.manager.stats()
+            return AttachStats(
+                num_seqs=held.num_seqs,
+                num_blocks=held.num_blocks,
+                num_used_blocks=blocks.num_used_blocks,
+                num_cached_blocks=blocks.num_cached_blocks,
+                num_evictions=blocks.num_evictions,
+                nbytes_used=held.nbytes_used,
+                nbytes_held=held.nbytes_held,
+                num_tokens=self._num_tokens,
+                num_hit_tokens=self._num_hit_tokens,
+                num_recomputed_tokens=self._num_recomputed_tokens,
+            )
+
+    # What the model's class does meanwhile
+
+    def make_cache(self) -> list[PromptCache | FollowingCache]:
+        """mlx-lm's ``model.make_cache``: an entry per layer, the first of which does it all."""
+        leader = PromptCache(self._sequences)
+        return [leader, *[FollowingCache(leader) for _ in range(self._num_caches - 1)]]
+
+    def run(self, tokens: mx.array, caches: Sequence[PromptCache | FollowingCache]) -> mx.array:
+        """One call of the model.
+
+        Args:
+            tokens: ``[batch, length]``, of any integer dtype.
+
+        Returns:
+            Logits ``[batch, length, vocab_size]``.
+
+        Raises:
+            ArgumentError: tokens of another shape or dtype, or caches of another model.
+            CacheFullError: the budget can't hold the tokens; nothing was changed.
+        """
+        prompt = self._checked(caches)
+        if tokens.ndim != 2 or not mx.issubdtype(tokens.dtype, mx.integer):
+            raise ArgumentError(
+                "[attach] tokens must be integers of shape [batch, length], got "
+                f"{list(tokens.shape)} of {tokens.dtype}",
+                "inputs",
+            )
+        with self._sequences.lock:
+            self._sequences.free_released()
+            batch_size, length = tokens.shape
+            runs = prompt.runs(batch_size, length)
+            if not runs:
+                prompt.advance(length)
+                shape = batch_size, length, self._packed.args.vocab_size
+                return mx.zeros(shape, self._packed.dtype)
+            self._sequences.num_calls += 1
+            kept = {run.sequence for run in runs}
+            for run in runs:
+                if run.sequence.num_tokens and not self._sequences.has_blocks(run.sequence.state):
+                    self._compute_again(run.sequence, kept)
+            logits = self._compute(tokens, runs, kept)
+            prompt.advance(length)
+            self._num_tokens += sum(run.num_tokens for run in runs)
+            self._num_hit_tokens += sum(run.num_hit_tokens for run in runs)
+            return unpack(logits, runs, (batch_size, length), self._recompute)
+
+    def _compute(
+        self, tokens: mx.array, runs: Sequence[Run], kept: Container[CachedSequence]
+    ) -> mx.array:
+        """Compute these runs of ``tokens``; returns logits ``[num_rows, vocab_size]``."""
+        with StepOfCall(self._sequences, CallTokens(tokens), kept).open(runs) as step:
+            logits = self._packed(_packed_tokens(tokens, runs), self.cache.layers, step.logit_rows)
+            if self.cache.can_run_ahead:
+                mx.async_eval(logits, self.cache.arrays)
+            else:
+                # A step that is built while this one runs would copy each slab that it writes.
+                mx.eval(logits, self.cache.arrays)
+        return logits
+
+    def _compute_again(self, sequence: CachedSequence, kept: set[CachedSequence]) -> None:
+        """Let a sequence whose blocks were given up have them again."""
+        tokens, again = sequence.state.tokens.read(), self._sequences.new()
+        for begin in range(0, len(tokens), MAX_CHUNK):
+            chunk = mx.array(tokens[begin : begin + MAX_CHUNK], dtype=mx.int32)[None]
+            run = Run(again, 0, 0, chunk.shape[1])
+            self._compute(chunk, [run], {*kept, again})
+            self._num_recomputed_tokens += run.num_computed
+        # Its old id has no blocks.
+        old, new = sequence.state, again.state
+        old.seq_id, new.seq_id = new.seq_id, old.seq_id
+        old.block_hashes = new.block_hashes
+
+    def _recompute(self, tokens: mx.array) -> mx.array:
+        logits: mx.array = self._stock_class.__call__(self.model, tokens)
+        return logits
+
+    def _checked(self, caches: Sequence[PromptCache | FollowingCache]) -> PromptCache:
+        leader = caches[0]
+        if not isinstance(leader, PromptCache) or len(caches) != self._num_caches:
+            raise ArgumentError(
+                f"[attach] cache must be a whole prompt cache of {self._num_caches} entries, as "
+                f"make_prompt_cache(model) makes it, got {len(caches)} of them",
+                "cache",
+            )
+        if leader.sequences is not self._sequences:
+            raise ArgumentError("[attach] cache is of another model, or of a detached one", "cache")
+        last = caches[-1]
+        if isinstance(last, FollowingCache) and last.leader is not leader:
+            for follower in caches[1:]:
+                if isinstance(follower, FollowingCache):
+                    follower.leader = leader
+        return leader
+
+
+@refuses_unknown_arguments("cache")
+def attach(
+    model: Module,
+    *,
+    kv_cache_bytes: str | int | None = None,
+    block_size: int = DEFAULT_BLOCK_SIZE,
+    kv_format: str | int | None = None,
+    backend: str = DEFAULT_BACKEND,
+) -> Attachment:
+    """Let mlx-lm's own programs keep the K/V of this model in paged blocks, and share those of
+    equal beginnings: ``generate``, ``stream_generate``, ``batch_generate``, ``BatchGenerator`` and
+    whatever else calls ``model(tokens, cache=make_prompt_cache(model))``::
+
+        model, tokenizer = mlx_lm.load("mlx-community/Llama-3.2-1B-Instruct-4bit")
+        with mlx_paged.attachment(model, kv_cache_bytes="4G"):
+            print(mlx_lm.generate(model, tokenizer, prompt="..."))
+
+    Args:
+        model: as ``mlx_lm.load`` returns it.
+        kv_cache_bytes, block_size, kv_format, backend: as :func:`make_kv_cache` has them.
+
+    Raises:
+        ArgumentError: the model is none of mlx-lm's, is attached already, or can't run packed; or
+            an argument is wrong.
+    """
+    if isinstance(model, Module) and is_attached(model):
+        raise ArgumentError("[attach] model is attached already; close that first", "model")
+    if not is_attachable(model):
+        raise ArgumentError(
+            f"[attach] model must be one that mlx_lm.load returns, got {shown(type(model))}; those "
+            "of mlx_paged.load run on an engine",
+            "model",
+        )
+    # To run packed, the model's last norm gets another class.
+    stock_classes = [(module, type(module)) for module in model.modules()]
+    try:
+        packed = _packed(model)
+        cache = make_kv_cache(
+            packed,
+            "paged",
+            block_size=block_size,
+            kv_cache_bytes=kv_cache_bytes,
+            kv_format=kv_format,
+            backend=backend,
+        )
+    except BaseException:
+        _put_back(stock_classes)
+        raise
+    return Attachment(model, packed, cache, stock_classes)
+
+
+def _packed(model: Module) -> PackedModel:
+    """The model on packed input, held against itself on mlx-lm's caches."""
+    config = {"model_type": getattr(model, "model_type", kind_of(model))}
+    config.update(vars(getattr(model, "args", None) or object))
+    # What is left lazy, as frequencies of RoPE, no other thread could run.
+    mx.eval([value for module in model.modules() for value in module.values()])
+    try:
+        packed = PackedModel(model, config)
+        check_against_stock(packed, model)
+    except UnsuitableModelError as error:
+        raise ArgumentError(
+            f"[attach] model {config['model_type']} can't run on packed input: {one_line(error)}; "
+            "mlx_paged.load may run it a sequence at a time",
+            "model",
+        ) from error
+    return packed
+
+
+def _put_back(classes: Sequence[tuple[Module, type[Module]]]) -> None:
+    for module, stock_class in classes:
+        if type(module) is not stock_class:
+            module.__class__ = stock_class
+
+
+def _packed_tokens(tokens: mx.array, runs: Sequence[Run]) -> mx.array:
+    """``[num_computed] int32``, the tokens that the step computes, one run after another."""
+    batch_size, length = tokens.shape
+    flat = tokens.reshape(-1)
+    if sum(run.num_computed for run in runs) < batch_size * length:
+        columns = [
+            run.row * length + column
+            for run in runs
+            for column in range(run.begin + run.num_hit_tokens, run.end)
+        ]
+        flat = flat[mx.array(columns, dtype=mx.int32)]
+    return flat.astype(mx.int32)

@@ -1,0 +1,154 @@
+"""The sequences of an attached model: each lives as long as somebody holds its prompt cache."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections import deque
+from collections.abc import Container
+from dataclasses import dataclass, field
+
+from mlx_paged.attachment.token_history import TokenHistory
+from mlx_paged.cache import PagedKVCache
+from mlx_paged.core import BlockHash, BlockTableError, extend_block_hashes
+
+
+@dataclass(slots=True)
+class SequenceState:
+    """What is known of a sequence beside its block table, which it has from its first token on
+    until its blocks are given up.
+    """
+
+    seq_id: int
+    tokens: TokenHistory = field(default_factory=TokenHistory)
+    # Of its full blocks, as far as their tokens were read
+    block_hashes: list[BlockHash] = field(default_factory=list)
+    last_call: int = 0
+
+
+class Sequence:
+    """One sequence; its blocks go back when nobody holds it any more."""
+
+    def __init__(self, sequences: Sequences, state: SequenceState):
+        self.sequences = sequences
+        self.state = state
+        # A finalizer runs wherever the garbage collector does, in the middle of a step even, so it
+        # leaves a note and touches no block.
+        weakref.finalize(self, sequences.released.append, state).atexit = False
+        sequences.alive.add(self)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.state.tokens)
+
+    def fork(self) -> Sequence:
+        """Another one with the same tokens, which shares their blocks until one of the two writes
+        into them.
+        """
+        return self.sequences.fork(self)
+
+    def trim(self, num_tokens: int) -> None:
+        """Forget the tokens from ``num_tokens`` on. Where that needs tokens that have left a
+        window, the sequence is computed again when it is called.
+        """
+        self.sequences.trim(self, num_tokens)
+
+
+class Sequences:
+    """All sequences on one cache. Threads may take turns: whoever holds ``lock`` may touch blocks.
+
+    Attributes:
+        alive: those that somebody holds.
+        released: what nobody holds any more and may still have blocks.
+        num_calls: of the model, so far.
+    """
+
+    def __init__(self, cache: PagedKVCache):
+        self._cache: PagedKVCache | None = cache
+        self._seq_ids = itertools.count()
+        self.lock = threading.RLock()
+        self.alive: weakref.WeakSet[Sequence] = weakref.WeakSet()
+        self.released: deque[SequenceState] = deque()
+        self.num_calls = 0
+
+    @property
+    def cache(self) -> PagedKVCache:
+        """Raises ``RuntimeError`` when the model was detached."""
+        if self._cache is None:
+            raise RuntimeError(
+                "[attach] this prompt cache is of a model that was detached since; make another "
+                "one, with make_prompt_cache(model)"
+            )
+        return self._cache
+
+    def close(self) -> None:
+        """Forget all sequences and give back their memory."""
+        with self.lock:
+            self._cache = None
+            self.released.clear()
+
+    def new_id(self) -> int:
+        return next(self._seq_ids)
+
+    def new(self) -> Sequence:
+        """A sequence without tokens."""
+        return Sequence(self, SequenceState(self.new_id()))
+
+    def has_blocks(self, state: SequenceState) -> bool:
+        return state.seq_id in self.cache.manager.tables
+
+    def fork(self, sequence: Sequence) -> Sequence:
+        with self.lock:
+            state = sequence.state
+            copied = SequenceState(
+                self.new_id(), state.tokens.copy(), state.block_hashes.copy(), state.last_call
+            )
+            if self.has_blocks(state):
+                self.cache.fork(state.seq_id, copied.seq_id)
+            return Sequence(self, copied)
+
+    def trim(self, sequence: Sequence, num_tokens: int) -> None:
+        with self.lock:
+            state, manager = sequence.state, self.cache.manager
+            if num_tokens >= len(state.tokens):
+                return
+            if self.has_blocks(state):
+                try:
+                    manager.trim(state.seq_id, num_tokens)
+                except BlockTableError:  # It needs tokens that have left a window.
+                    self.free(state)
+            if num_tokens == 0:
+                self.free(state)
+            state.tokens.trim(num_tokens)
+            del state.block_hashes[num_tokens // self.cache.config.block_size :]
+
+    def free_released(self) -> None:
+        """Give back the blocks of sequences that nobody holds."""
+        while self.released:
+            self.free(self.released.popleft())
+
+    def free(self, state: SequenceState) -> None:
+        """Give back the blocks of a sequence. What they have computed can be found until it is
+        evicted.
+        """
+        if self.has_blocks(state):
+            self.enter_full_blocks(state)
+            self.cache.manager.free(state.seq_id)
+
+    def give_up_one(self, kept: Container[Sequence]) -> bool:
+        """Give back the blocks of the sequence that was not called for the longest time; False if
+        only ``kept`` ones have any. It is computed again when it is called.
+        """
+        idle = [each for each in self.alive if each not in kept and self.has_blocks(each.state)]
+        if not idle:
+            return False
+        self.free(min(idle, key=lambda each: each.state.last_call).state)
+        return True
+
+    def enter_full_blocks(self, state: SequenceState) -> None:
+        """Let other sequences find the full blocks of this one. Reads their tokens."""
+        block_size, hashes = self.cache.config.block_size, state.block_hashes
+        if len(state.tokens) // block_size > len(hashes):
+            extend_block_hashes(hashes, state.tokens.read(), block_size)
+            self.cache.manager.cache_blocks(state.seq_id, hashes)
