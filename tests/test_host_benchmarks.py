@@ -9,10 +9,14 @@ import json
 import shutil
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+import decode
 import pytest
+from decode_shapes import random_model
+from helpers.model_zoo import config_of
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -57,3 +61,15 @@ def test_structured_outputs_are_measured_by_themselves_and_in_a_step(tmp_path: P
 def test_one_stream_runs_each_side(tmp_path: Path):
     results = results_of("one_stream.py", tmp_path / "one.json", "--turns", "1", "--steps", "1")
     assert set(results["milliseconds"]) == {"mlx-lm", "paged", "basic"}
+
+
+@pytest.mark.parametrize("architecture", ["gemma3_text", "deepseek_v3"])
+def test_decode_measures_models_of_mlx_lm(architecture: str):
+    ours, theirs = random_model(config_of(architecture))
+    args = Namespace(turns=2, block_size=8, no_cache_up_to=64, pools=[1000])
+    result = decode.measure_decode(ours, theirs, 20, args)
+    assert set(result["tokens_per_second"]) == {"no cache", "mlx-lm", "basic", "paged", "scattered"}
+    assert result["kv_bytes"]["paged"] > 0
+    appends = decode.measure_append(ours, theirs, 20, args)
+    assert set(appends["microseconds"]) == {"mlx-lm", "basic", "paged"}
+    assert set(decode.measure_pools(ours, args)) == {"1000"}

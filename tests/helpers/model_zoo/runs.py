@@ -23,7 +23,6 @@ from mlx_paged import Engine
 from mlx_paged.engine.options import EngineOptions
 from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.models.mlx_lm import UnsuitableModelError, adapt
-from mlx_paged.models.mlx_lm.packed import PackedModel
 
 
 @dataclass(frozen=True)
@@ -55,8 +54,7 @@ def run(architecture: str) -> Row:
     try:
         adapt(model, config)
     except UnsuitableModelError as error:
-        reason = str(error).rpartition("one sequence at a time, ")[2]
-        return Row(architecture, f"refused: {reason}", traits)
+        return Row(architecture, f"refused: {error}", traits)
     model, expected = with_clear_answers(config)
     adapted = adapt(model, config)
     check_answers(adapted, expected)
@@ -64,10 +62,9 @@ def run(architecture: str) -> Row:
 
 
 def way_of(model: LanguageModel) -> str:
-    """The way in which a model of mlx-lm runs, in a word."""
-    if isinstance(model, PackedModel):
-        return "packed"
-    return "dense, with state" if model.state_nbytes else "dense"
+    """The way in which a model of mlx-lm runs, as its line at start has it."""
+    way = model.description.split(" of mlx-lm, ")[1]
+    return way.removesuffix(", its text part only")
 
 
 def with_clear_answers(
