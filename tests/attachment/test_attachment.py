@@ -11,7 +11,7 @@ from dataclasses import replace
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from conftest import attached, cached_model, generated, tokens
+from helpers.attached_models import attached, cached_model, generated, tokens
 from helpers.mlx_lm_models import LLAMA, random_model
 from helpers.model_zoo import make
 from mlx_lm.models.cache import KVCache, make_prompt_cache

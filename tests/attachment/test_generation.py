@@ -6,7 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 import pytest
-from conftest import attached, cached_model, generated, tokens
+from helpers.attached_models import attached, cached_model, generated, tokens
 from helpers.mlx_lm_models import LLAMA, random_model
 from helpers.model_zoo import make
 from mlx.utils import tree_flatten, tree_unflatten

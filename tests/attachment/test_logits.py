@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 import pytest
-from conftest import attached, tokens
+from helpers.attached_models import attached, tokens
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_paged.attachment import Attachment

@@ -8,7 +8,7 @@ import random
 
 import mlx.core as mx
 import pytest
-from conftest import attached, cached_model, generated, tokens
+from helpers.attached_models import attached, cached_model, generated, tokens
 from mlx_lm.models.cache import (
     LRUPromptCache,
     can_trim_prompt_cache,

@@ -79,7 +79,7 @@ def test_a_tiny_model_is_the_same_in_chunks_and_feels_its_first_token(architectu
     spread = mx.std(expected)
     in_chunks = mx.abs(_logits(model, tokens, [11, 1, 1, 11, 6]) - expected).max() / spread
     assert (in_chunks.item() < 1e-4) == (architecture not in CUTS_MATTER)
-    assert mx.abs(of_others - expected)[-1].max() > 0.01 * spread
+    assert mx.abs(of_others - expected)[-1].max() > 1e-3 * spread
 
 
 def _logits(model, tokens: mx.array, chunks: list[int]) -> mx.array:
