@@ -223,7 +223,7 @@ def attach(
     whatever else calls ``model(tokens, cache=make_prompt_cache(model))``::
 
         model, tokenizer = mlx_lm.load("mlx-community/Llama-3.2-1B-Instruct-4bit")
-        with mlx_paged.attachment(model, kv_cache_bytes="4G"):
+        with mlx_paged.attach(model, kv_cache_bytes="4G"):
             print(mlx_lm.generate(model, tokenizer, prompt="..."))
 
     Args:
