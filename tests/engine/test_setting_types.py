@@ -99,8 +99,11 @@ def test_settings_of_a_cache(model: qwen3.Model, options: dict[str, Any], messag
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"path_or_hf_repo": None}, "path_or_hf_repo must be a folder or a hub id, got None"),
-        ({"path_or_hf_repo": 7}, "path_or_hf_repo must be a folder or a hub id, got 7"),
+        (
+            {"path_or_hf_repo": None},
+            "path_or_hf_repo must be a folder, a hub id or a file, got None",
+        ),
+        ({"path_or_hf_repo": 7}, "path_or_hf_repo must be a folder, a hub id or a file, got 7"),
         ({"model_config": 0.5}, "model_config must be a dict with texts as keys, or None, got 0.5"),
         ({"tokenizer_config": {1: 2}}, "tokenizer_config must be a dict with texts as keys"),
         ({"adapter_path": 7}, "adapter_path must be a text, or None, got 7"),

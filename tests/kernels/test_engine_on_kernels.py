@@ -240,7 +240,9 @@ def test_requests_of_every_kind_get_the_tokens_of_plain_mlx_one_step_ahead_on_ke
     assert replays.total() > 20
 
 
-def test_ten_frames_of_ours_lie_between_a_call_of_the_library_and_a_decode_on_metal(demo, compiler):
+def test_twelve_frames_of_ours_lie_between_a_call_of_the_library_and_a_decode_on_metal(
+    demo, compiler
+):
     ours = str(Path(mlx_paged.__file__).parent)
     stacks: list[list[str]] = []
     made = kernels.kernel
@@ -261,6 +263,16 @@ def test_ten_frames_of_ours_lie_between_a_call_of_the_library_and_a_decode_on_me
     # The check of argument names stands before the call.
     assert stacks[-1][-1] == "checked"
     assert stacks[-1][-2::-1] == [
-        *("generate", "_complete", "step", "_step", "run", "_launch", "launch"),
+        *(
+            "generate",
+            "share",
+            "complete",
+            "_complete",
+            "step",
+            "_step",
+            "run",
+            "_launch",
+            "launch",
+        ),
         *("__call__", "__call__", "update_and_attend", "update_and_attend"),
     ]
