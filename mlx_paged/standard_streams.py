@@ -6,7 +6,8 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from typing import TextIO
 
 from mlx_paged.errors import system_reason
@@ -44,6 +45,21 @@ def say(text: str, end: str = "\n") -> None:
     if sys.stderr is not None:
         with contextlib.suppress(OSError, ValueError):
             print(text, end=end, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def warnings_as_lines(say: Callable[[str], object]) -> Iterator[None]:
+    """Say warnings a line each, without the place in the code where they arose."""
+
+    def show(message: Warning | str, *_: object, **__: object) -> None:
+        say(" ".join(str(message).split()))
+
+    before = warnings.showwarning
+    warnings.showwarning = show
+    try:
+        yield
+    finally:
+        warnings.showwarning = before
 
 
 def read_all() -> str:

@@ -24,6 +24,7 @@ from mlx_paged.standard_streams import (
     open_closed_streams,
     read_all,
     say,
+    warnings_as_lines,
 )
 
 if TYPE_CHECKING:
@@ -54,7 +55,8 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
             args = parser.parse_args(argv)
         except SystemExit as end:  # --help and --version, too
             return finish_output(end.code if isinstance(end.code, int) else 2, parser.prog)
-        return _run(args, screen)
+        with warnings_as_lines(screen.say):
+            return _run(args, screen)
     except OutputLostError as error:
         screen.clear_progress()
         discard_output()

@@ -27,7 +27,13 @@ from mlx_paged.server.command_line import (
     template_options,
 )
 from mlx_paged.server.settings import ServerSettings
-from mlx_paged.standard_streams import OutputLostError, finish_output, open_closed_streams, say
+from mlx_paged.standard_streams import (
+    OutputLostError,
+    finish_output,
+    open_closed_streams,
+    say,
+    warnings_as_lines,
+)
 
 if TYPE_CHECKING:
     from mlx.nn.layers.base import Module
@@ -63,7 +69,8 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
             args = parser.parse_args(argv)
         except SystemExit as end:  # --help and --version, too
             return finish_output(end.code if isinstance(end.code, int) else 2, parser.prog)
-        return _run(args)
+        with warnings_as_lines(say):
+            return _run(args)
     except OutputLostError as error:
         say(f"{parser.prog}: error: {error}")
         return 1
