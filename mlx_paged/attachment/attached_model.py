@@ -24,9 +24,9 @@ from mlx_paged.errors import ArgumentError, one_line, shown
 from mlx_paged.foreign_arguments import refuses_unknown_arguments
 from mlx_paged.models.kv_cache import make_kv_cache
 from mlx_paged.models.language_model import LanguageModel
+from mlx_paged.models.mlx_lm.adapt import checked_model
 from mlx_paged.models.mlx_lm.errors import UnsuitableModelError
 from mlx_paged.models.mlx_lm.packed import PackedModel
-from mlx_paged.models.mlx_lm.trial import check_against_stock
 
 # Tokens of a step that computes again what was given up, as mlx-lm cuts its prompts.
 MAX_CHUNK = 2048
@@ -260,22 +260,18 @@ def attach(
     return Attachment(model, packed, cache, stock_classes)
 
 
-def _packed(model: Module) -> PackedModel:
+def _packed(model: Module) -> LanguageModel:
     """The model on packed input, held against itself on mlx-lm's caches."""
     config = {"model_type": getattr(model, "model_type", kind_of(model))}
     config.update(vars(getattr(model, "args", None) or object))
-    # What is left lazy, as frequencies of RoPE, no other thread could run.
-    mx.eval([value for module in model.modules() for value in module.values()])
     try:
-        packed = PackedModel(model, config)
-        check_against_stock(packed, model)
+        return checked_model(PackedModel, model, config)
     except UnsuitableModelError as error:
         raise ArgumentError(
             f"[attach] model {config['model_type']} can't run on packed input: {one_line(error)}; "
             "mlx_paged.load may run it a sequence at a time",
             "model",
         ) from error
-    return packed
 
 
 def _put_back(classes: Sequence[tuple[Module, type[Module]]]) -> None:

@@ -14,13 +14,13 @@ import mlx.core as mx
 
 from mlx_paged.cache.config import KVCacheConfig
 from mlx_paged.cache.layer import LayerKV
+from mlx_paged.cache.step_states import put_states, states_before
 from mlx_paged.core import (
     BlockCopy,
     BlockPool,
     BlockTable,
     KeyShift,
     KVCacheManager,
-    SequenceState,
     SequenceStates,
 )
 from mlx_paged.errors import CacheFullError
@@ -336,7 +336,7 @@ class KVCache(ABC):
             context_lens: of each sequence, where its new tokens end; by default all that it has
                 slots for.
         """
-        states = self._states_before(seq_ids, num_new_tokens, num_logit_rows)
+        states = states_before(self.manager, seq_ids, num_new_tokens, num_logit_rows)
         wants_logits = True
         if num_logit_rows is not None:
             num_logit_rows = list(num_logit_rows)
@@ -366,7 +366,7 @@ class KVCache(ABC):
             yield steps[0]
             self._finish()
             if states is not None:
-                self._put_states(seq_ids, states)
+                put_states(self.manager, seq_ids, states)
         finally:
             self.close_step()
 
@@ -406,50 +406,6 @@ class KVCache(ABC):
             position_offsets=offsets,
             states=states,
         )
-
-    def _states_before(
-        self,
-        seq_ids: Sequence[SeqId],
-        num_new_tokens: Sequence[int],
-        num_logit_rows: Sequence[int] | None,
-    ) -> list[StepState] | None:
-        """The states of a step's sequences, for a model with recurrent layers."""
-        manager, states = self.manager, self.manager.states
-        if states is None:
-            return None
-        counts = num_logit_rows or [1] * len(seq_ids)
-        made = []
-        for seq, num_new, num_logits in zip(seq_ids, num_new_tokens, counts, strict=True):
-            num_tokens = manager.num_tokens(seq)
-            num_behind = num_tokens % self.config.block_size
-            num_first = 0
-            # A prompt is cut once, where it ends: each cut is a pass of its own.
-            if states.num_checkpoints and num_new > num_behind and (num_logits or not num_behind):
-                num_first = num_new - num_behind
-            made.append(StepState(states.get(seq, num_tokens - num_new), num_first))
-        return made
-
-    def _put_states(self, seq_ids: Sequence[SeqId], made: Sequence[StepState]) -> None:
-        states, num_tokens = self.manager.states, self.manager.num_tokens
-        if states is None:
-            return
-        if any(state.after is None for state in made):
-            raise ValueError(
-                f"[{self.kind} cache] this model keeps a recurrent state beside K/V, which nothing "
-                "but the model can make: rows of K/V can't be appended or restored alone"
-            )
-        of_seqs = list(zip(seq_ids, made, strict=True))
-        newest = {seq: SequenceState(num_tokens(seq), state.after) for seq, state in of_seqs}
-        size = self.config.block_size
-        at_block_ends = {
-            seq: (
-                SequenceState(num_tokens(seq) // size * size, state.behind_first),
-                state.num_first == 1,
-            )
-            for seq, state in of_seqs
-            if state.num_first
-        }
-        self.manager.put_states(states, newest, at_block_ends)
 
     def close_step(self) -> None:
         """Forget the open step, if there is one, whatever became of its rows."""

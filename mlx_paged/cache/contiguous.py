@@ -12,7 +12,13 @@ from mlx_paged.cache.layer import LayerKV, LayerSpec, compute_meanwhile
 from mlx_paged.cache.rows import Rows, RowStore
 from mlx_paged.core import BlockCopy, KVCacheManager
 from mlx_paged.errors import ArgumentError
-from mlx_paged.ops import AttentionMetadata, AttentionParams, Parts, attend_densely
+from mlx_paged.ops import (
+    AttentionMetadata,
+    AttentionParams,
+    Parts,
+    attend_densely,
+    attend_to_latents,
+)
 from mlx_paged.request import SeqId
 
 
@@ -60,12 +66,8 @@ class ContiguousLayerKV(LayerKV):
         self, q: mx.array, latents: mx.array, rope_keys: mx.array
     ) -> mx.array:
         self.update(latents, rope_keys)
-        dense = [
-            (mx.concatenate([stored, keys], axis=-1), stored)
-            for stored, keys in self._dense(self.rows, self.step)
-        ]
-        params = AttentionParams(1.0, self.spec.window)
-        return compute_meanwhile(attend_densely(q, dense, self.step, params))
+        dense = self._dense(self.rows, self.step)
+        return compute_meanwhile(attend_to_latents(q, dense, self.step, self.spec.window))
 
     def _dense(
         self, rows: Sequence[Rows], step: AttentionMetadata

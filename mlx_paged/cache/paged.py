@@ -27,7 +27,7 @@ from mlx_paged.ops import (
     Parts,
     PlanKey,
     SlotMapping,
-    attend_densely,
+    attend_to_latents,
     choose_backend,
     traced_decode,
 )
@@ -84,13 +84,9 @@ class PagedLayerKV(LayerKV):
         self, q: mx.array, latents: mx.array, rope_keys: mx.array
     ) -> mx.array:
         self.update(latents, rope_keys)
-        form, step = self.spec.format, self.step
-        dense = []
-        for stored, keys in self._backend.gather_step(self.kv, step):
-            stored = form.unrotated(stored)
-            dense.append((mx.concatenate([stored, keys], axis=-1), stored))
-        params = AttentionParams(1.0, self.spec.window)
-        return compute_meanwhile(attend_densely(q, dense, step, params))
+        unrotated, gathered = self.spec.format.unrotated, self._backend.gather_step
+        dense = [(unrotated(stored), keys) for stored, keys in gathered(self.kv, self.step)]
+        return compute_meanwhile(attend_to_latents(q, dense, self.step, self.spec.window))
 
     def update_and_fetch(
         self, run: AttentionMetadata, k: mx.array, v: mx.array, num_before: int | None = None

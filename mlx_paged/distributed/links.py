@@ -66,7 +66,7 @@ class Link:
         if kind is Kind.MESSAGE:
             self.num_sent_bytes += _HEADER.size + len(payload)
         with contextlib.suppress(OSError), self._sending:
-            self._connection.sendall(_HEADER.pack(kind, len(payload)) + payload)
+            write_frame(self._connection, kind, payload)
 
     def receive(self) -> bytes | None:
         """Wait for the next message; ``None`` once the peer has left."""

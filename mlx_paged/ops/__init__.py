@@ -9,7 +9,7 @@ from mlx_paged.ops.copy_detector import CopyDetector
 from mlx_paged.ops.formats import AffineFormat, DenseFormat, HostParts, KVFormat, Parts, RowFormat
 from mlx_paged.ops.kv_handle import KVHandle
 from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, SlotMapping, StepState
-from mlx_paged.ops.prefill import attend_densely
+from mlx_paged.ops.prefill import attend_densely, attend_to_latents
 from mlx_paged.ops.self_check import AttentionShape
 from mlx_paged.ops.traced_step import traced_decode
 
@@ -33,6 +33,7 @@ __all__ = [
     "SlotMapping",
     "StepState",
     "attend_densely",
+    "attend_to_latents",
     "check_backend_name",
     "choose_backend",
     "traced_decode",

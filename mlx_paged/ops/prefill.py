@@ -66,6 +66,19 @@ def attend_densely(
     return (outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)).astype(q.dtype)
 
 
+def attend_to_latents(
+    q: mx.array,  # [num_tokens, num_heads, key_dim + value_dim], scaled
+    dense: Sequence[Rows],  # per sequence latents and rotated keys, [1, context_len, width]
+    step: AttentionMetadata,
+    window: int | None,
+) -> mx.array:
+    """:func:`attend_densely` where latents stand for the first part of K, and for V (MLA);
+    ``[num_tokens, num_heads, key_dim]``.
+    """
+    rows = [(mx.concatenate([latents, keys], axis=-1), latents) for latents, keys in dense]
+    return attend_densely(q, rows, step, AttentionParams(1.0, window))
+
+
 def _causal_mask(query_len: int, context_len: int, window: int | None) -> mx.array | str | None:
     if window is None or context_len <= window:
         return None if query_len == 1 else "causal"  # a single query sees all

@@ -6,10 +6,8 @@ from __future__ import annotations
 
 import random
 
-import mlx.core as mx
 import pytest
-from helpers.engine_helpers import CONFIG
-from mlx.utils import tree_flatten
+from helpers.engine_helpers import CONFIG, livelier_model
 from paged_testing.soak import Soak, make_request
 
 from mlx_paged.models import qwen3
@@ -20,17 +18,7 @@ LARGE_KV = CONFIG | {"num_hidden_layers": 4, "num_key_value_heads": 4, "head_dim
 
 @pytest.fixture(scope="module")
 def large_kv_model() -> qwen3.Model:
-    mx.random.seed(5)
-    model = qwen3.Model(qwen3.ModelArgs.from_dict(LARGE_KV))
-    # Than at its initialisation: answers of many different tokens.
-    livelier = [
-        (name, weight * 2)
-        for name, weight in tree_flatten(model.parameters())
-        if "norm" not in name
-    ]
-    model.load_weights(livelier, strict=False)
-    mx.eval(model.parameters())
-    return model
+    return livelier_model(LARGE_KV)
 
 
 @pytest.mark.slow

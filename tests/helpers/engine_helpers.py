@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3 as mlx_lm_qwen3
@@ -22,6 +24,21 @@ CONFIG = {
     "max_position_embeddings": 2**20,
     "rope_theta": 1e4,
 }
+
+
+def livelier_model(config: dict[str, Any], seed: int = 5) -> qwen3.Model:
+    """A random Qwen3 whose answers have many different tokens."""
+    mx.random.seed(seed)
+    model = qwen3.Model(qwen3.ModelArgs.from_dict(config))
+    # Than at its initialisation.
+    livelier = [
+        (name, weight * 2)
+        for name, weight in tree_flatten(model.parameters())
+        if "norm" not in name
+    ]
+    model.load_weights(livelier, strict=False)
+    mx.eval(model.parameters())
+    return model
 
 
 def tiny_models() -> tuple[qwen3.Model, mlx_lm_qwen3.Model]:

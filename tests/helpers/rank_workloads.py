@@ -6,10 +6,9 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-import mlx.core as mx
-from mlx.utils import tree_flatten
 from paged_testing.soak import SoakRequest, make_request
 
+from helpers.engine_helpers import livelier_model
 from mlx_paged.distributed import launched_ranks
 from mlx_paged.engine.drafts import PromptLookup
 from mlx_paged.engine.engine import Engine
@@ -60,19 +59,8 @@ WORKLOADS = {
 }
 
 
-def make_model(num_layers: int = 2, seed: int = 5) -> qwen3.Model:
-    mx.random.seed(seed)
-    config = CONFIG | {"num_hidden_layers": num_layers}
-    model = qwen3.Model(qwen3.ModelArgs.from_dict(config))
-    # Than at its initialisation: answers of many different tokens.
-    livelier = [
-        (name, weight * 2)
-        for name, weight in tree_flatten(model.parameters())
-        if "norm" not in name
-    ]
-    model.load_weights(livelier, strict=False)
-    mx.eval(model.parameters())
-    return model
+def make_model(num_layers: int = 2) -> qwen3.Model:
+    return livelier_model(CONFIG | {"num_hidden_layers": num_layers})
 
 
 def run_workload(workload: Workload) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -14,6 +15,22 @@ from mlx_paged.models.mlx_lm.packed import PackedModel
 from mlx_paged.models.mlx_lm.trial import check_against_stock
 
 
+def checked_model(
+    kind: Callable[[Module, dict[str, Any]], LanguageModel], model: Module, config: dict[str, Any]
+) -> LanguageModel:
+    """A model of mlx-lm that runs in one way, held against itself on mlx-lm's caches.
+
+    Raises:
+        UnsuitableModelError: it can't run so.
+    """
+    # Arrays that are no parameters, as frequencies of RoPE, are made lazily, and no other thread
+    # can run what this one leaves lazy.
+    mx.eval([value for module in model.modules() for value in module.values()])
+    adapted = kind(model, config)
+    check_against_stock(adapted, model)
+    return adapted
+
+
 def adapt(model: Module, config: dict[str, Any]) -> LanguageModel:
     """A model of mlx-lm, as one that runs here: packed, or else one sequence at a time.
 
@@ -24,15 +41,10 @@ def adapt(model: Module, config: dict[str, Any]) -> LanguageModel:
     Raises:
         UnsuitableModelError: it runs in neither way, with both reasons.
     """
-    # Arrays that are no parameters, as frequencies of RoPE, are made lazily, and no other thread
-    # can run what this one leaves lazy.
-    mx.eval([value for module in model.modules() for value in module.values()])
     reasons: dict[str, str] = {}
     for kind, way in ((PackedModel, "packed"), (DenseModel, "dense")):
         try:
-            adapted = kind(model, config)
-            check_against_stock(adapted, model)
-            return adapted
+            return checked_model(kind, model, config)
         except UnsuitableModelError as error:
             reasons[way] = str(error)
     if len(set(reasons.values())) == 1:

@@ -32,13 +32,13 @@ Exchange: TypeAlias = Callable[[mx.array, mx.array], Rows]
 StateArrays: TypeAlias = tuple[tuple[mx.array | None, ...], ...]
 
 
-class AllRows(KVCache):
-    """Of a layer that sees all tokens before."""
+class _Exchanging:
+    """What the caches of K/V here have in common, whatever mlx-lm's own does."""
 
-    def __init__(self, exchange: Exchange, position: int):
-        super().__init__()
-        self._exchange = exchange
-        self.offset = position
+    _exchange: Exchange
+    offset: int
+    keys: Any
+    values: Any
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Rows:
         self.offset += keys.shape[2]
@@ -46,10 +46,19 @@ class AllRows(KVCache):
         return self.keys, self.values
 
     def empty(self) -> bool:
-        return bool(self.offset == 0)
+        return self.offset == 0
 
 
-class WindowRows(RotatingKVCache):
+class AllRows(_Exchanging, KVCache):
+    """Of a layer that sees all tokens before."""
+
+    def __init__(self, exchange: Exchange, position: int):
+        super().__init__()
+        self._exchange = exchange
+        self.offset = position
+
+
+class WindowRows(_Exchanging, RotatingKVCache):
     """Of a layer that sees the last ``max_size`` tokens, in the order of their positions."""
 
     def __init__(self, exchange: Exchange, position: int, max_size: int):
@@ -58,10 +67,9 @@ class WindowRows(RotatingKVCache):
         self.offset = position
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Rows:
-        self.offset += keys.shape[2]
-        self.keys, self.values = self._exchange(keys, values)
+        rows = super().update_and_fetch(keys, values)
         self._idx = self.keys.shape[2]
-        return self.keys, self.values
+        return rows
 
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Any:
         if N > 1:
@@ -73,11 +81,8 @@ class WindowRows(RotatingKVCache):
         num_rows = min(self.offset + 1, self.max_size)
         return mx.arange(num_rows) >= num_rows - window_size
 
-    def empty(self) -> bool:
-        return bool(self.offset == 0)
 
-
-class ChunkRows(ChunkedKVCache):
+class ChunkRows(_Exchanging, ChunkedKVCache):
     """Of a layer that sees the tokens of its own chunk of ``chunk_size``."""
 
     def __init__(self, exchange: Exchange, position: int, chunk_size: int):
@@ -88,14 +93,6 @@ class ChunkRows(ChunkedKVCache):
 
     def maybe_trim_front(self) -> None:
         """Only rows that may be seen are read."""
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Rows:
-        self.offset += keys.shape[2]
-        self.keys, self.values = self._exchange(keys, values)
-        return self.keys, self.values
-
-    def empty(self) -> bool:
-        return bool(self.offset == 0)
 
 
 @dataclass(frozen=True)
@@ -136,7 +133,6 @@ class CachePlan:
     def __init__(self, caches: Sequence[Any]):
         self._caches = list(caches)
         self.entries = [entry for entry in map(_kv_entry, _leaves(caches)) if entry is not None]
-        self.num_recurrent = len(list(_leaves(caches))) - len(self.entries)
 
     def open(
         self,

@@ -12,8 +12,8 @@ from mlx_paged.cache import KVFormat, LayerSpec
 from mlx_paged.errors import one_line
 from mlx_paged.models.mlx_lm.dense_caches import CachePlan, Rows
 from mlx_paged.models.mlx_lm.errors import UnsuitableModelError
-from mlx_paged.models.mlx_lm.final_norm import keep_wanted_rows, rows_wanted
-from mlx_paged.models.mlx_lm.module_calls import last_called_once, noted_calls
+from mlx_paged.models.mlx_lm.final_norm import leaves_rows_out
+from mlx_paged.models.mlx_lm.module_calls import noted_calls
 
 # Long enough for a recurrent layer to have all of its state: convolutions see up to 4 tokens.
 NUM_TOKENS = 16
@@ -51,11 +51,9 @@ def trace(model: Module, plan: CachePlan) -> Trace:
         if len(shapes) > 1:
             raise UnsuitableModelError("it writes the K/V of a layer twice in one pass")
         specs.append(_spec(*shapes[0], entry.window) if shapes else None)
-    norm = last_called_once([module for module, _ in norms])
-    is_prepared = False
-    if norm is not None:
-        keep_wanted_rows(norm)
-        is_prepared = _leaves_rows_out(model, plan)
+    is_prepared = leaves_rows_out(
+        [norm for norm, _ in norms], lambda: _call(model, plan)[2], NUM_TOKENS - 1, axis=1
+    )
     return Trace(tuple(specs), state_nbytes, logits.shape[-1], logits.dtype, is_prepared)
 
 
@@ -80,16 +78,6 @@ def _call(model: Module, plan: CachePlan) -> tuple[list[list[Rows]], int, mx.arr
     state = plan.state_of(caches)
     nbytes = sum(array.nbytes for layer in state for array in layer if array is not None)
     return noted, nbytes, logits
-
-
-def _leaves_rows_out(model: Module, plan: CachePlan) -> bool:
-    """Whether the logits are those of the wanted rows; their values are compared later."""
-    try:
-        with rows_wanted(mx.array([NUM_TOKENS - 1]), 1):
-            _, _, logits = _call(model, plan)
-    except UnsuitableModelError:
-        return False  # something behind the norm needs the other rows
-    return logits.shape[:2] == (1, 1)
 
 
 def _spec(keys: mx.array, values: mx.array, window: int | None) -> LayerSpec:

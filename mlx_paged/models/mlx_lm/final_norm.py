@@ -6,7 +6,7 @@ row of logits is wanted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -14,6 +14,8 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
+
+from mlx_paged.models.mlx_lm.module_calls import last_called_once
 
 # The rows and their axis; of the thread that runs a step.
 _wanted: ContextVar[tuple[mx.array, int] | None] = ContextVar("wanted rows", default=None)
@@ -32,6 +34,28 @@ def rows_wanted(rows: mx.array | None, axis: int) -> Iterator[None]:
         yield
     finally:
         _wanted.reset(token)
+
+
+def leaves_rows_out(
+    norms: Sequence[Module], run: Callable[[], mx.array], row: int, axis: int
+) -> bool:
+    """Prepare the last of these norms, and say whether the logits are those of the wanted rows
+    then; their values are compared later.
+
+    Args:
+        norms: of a model, in the order in which it called them.
+        run: builds the graph once more; returns the logits.
+        row, axis: that is wanted for the trial.
+    """
+    norm = last_called_once(norms)
+    if norm is None:
+        return False
+    keep_wanted_rows(norm)
+    try:
+        with rows_wanted(mx.array([row]), axis):
+            return run().shape[:2] == (1, 1)
+    except Exception:
+        return False  # something behind the norm needs the other rows
 
 
 def keep_wanted_rows(norm: Module) -> None:

@@ -23,8 +23,8 @@ from mlx_paged.models.mlx_lm.attention import (
     attend_on_our_caches,
 )
 from mlx_paged.models.mlx_lm.errors import UnsuitableModelError
-from mlx_paged.models.mlx_lm.final_norm import keep_wanted_rows, rows_wanted
-from mlx_paged.models.mlx_lm.module_calls import last_called_once, noted_calls
+from mlx_paged.models.mlx_lm.final_norm import leaves_rows_out
+from mlx_paged.models.mlx_lm.module_calls import noted_calls
 from mlx_paged.models.mlx_lm.packed_kv import PackedKV
 
 NUM_TOKENS = 3
@@ -60,11 +60,9 @@ def record_packed(model: Module) -> Recording:
     windows = [_window_of(cache) for cache in make_prompt_cache(model)]
     with noted_calls(model, "norm") as norms, noted_calls(model, "rope") as rotations:
         recorded, logits = _record(model, windows)
-    norm = last_called_once([module for module, _ in norms])
-    is_prepared = False
-    if norm is not None:
-        keep_wanted_rows(norm)
-        is_prepared = _leaves_rows_out(model, windows)
+    is_prepared = leaves_rows_out(
+        [norm for norm, _ in norms], lambda: _call(model, windows)[1], NUM_TOKENS - 1, axis=0
+    )
     layers = tuple(entry.spec for entry in recorded if entry.spec is not None)
     places = itertools.count()
     entries = tuple(None if entry.spec is None else next(places) for entry in recorded)
@@ -91,11 +89,15 @@ def _kinds(cache: Any) -> str:
     return "recurrent state" if kind == "ArraysCache" else f"a {kind}"
 
 
-def _record(model: Module, windows: Sequence[int | None]) -> tuple[list[_Entry], mx.array]:
+def _call(model: Module, windows: Sequence[int | None]) -> tuple[list[_Entry], mx.array]:
     offset = mx.arange(NUM_TOKENS)
     entries = [_Entry(window, offset) for window in windows]
+    return entries, model(mx.zeros((NUM_TOKENS, 1), dtype=mx.int32), cache=entries)
+
+
+def _record(model: Module, windows: Sequence[int | None]) -> tuple[list[_Entry], mx.array]:
     try:
-        logits = model(mx.zeros((NUM_TOKENS, 1), dtype=mx.int32), cache=entries)
+        entries, logits = _call(model, windows)
     except UnsuitableModelError:
         raise
     except Exception as error:
@@ -108,21 +110,6 @@ def _record(model: Module, windows: Sequence[int | None]) -> tuple[list[_Entry],
     if any(entry.is_open for entry in entries):
         raise UnsuitableModelError("it computes attention in a way of its own")
     return entries, logits
-
-
-def _leaves_rows_out(model: Module, windows: Sequence[int | None]) -> bool:
-    """Whether the logits are those of the wanted rows; their values are compared later."""
-    rows = mx.array([NUM_TOKENS - 1])
-    offset = mx.arange(NUM_TOKENS)
-    try:
-        with rows_wanted(rows, 0):
-            logits: mx.array = model(
-                mx.zeros((NUM_TOKENS, 1), dtype=mx.int32),
-                cache=[_Entry(window, offset) for window in windows],
-            )
-    except Exception:
-        return False  # something behind the norm needs the other rows
-    return logits.shape[:-1] == (1, 1)
 
 
 class _Entry(PackedKV):
