@@ -56,6 +56,13 @@ def check_cache_salt(cache_salt: object) -> str | None:
     return None if cache_salt is None else str.__str__(cache_salt)
 
 
+def check_no_store(no_store: object) -> bool:
+    """Return ``no_store``. Raises ``ValueError`` unless it is a truth value."""
+    if not isinstance(no_store, bool):
+        raise ValueError(f"[engine] no_store must be True or False, got {shown(no_store)}")
+    return no_store
+
+
 PENDING_TOKEN = -1
 """Stands in ``token_ids`` for the token that a step samples, while the next step is planned."""
 
@@ -92,6 +99,7 @@ class Request:
         num_computed_tokens: how many of them have K/V, or will have them after the current step.
         block_hashes: the hashes of the full blocks, as far as they were computed.
         cache_salt: requests with different salts never share K/V.
+        no_store: none of its blocks is written to disk.
         num_cached_tokens: prompt tokens that were in the prefix cache when the request first ran.
         first_scheduled_time: when a step took it on for the first time; before that, its
             ``arrival_time``.
@@ -115,6 +123,7 @@ class Request:
         "finish_reason",
         "first_scheduled_time",
         "index",
+        "no_store",
         "num_accepted_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -145,6 +154,7 @@ class Request:
         seed: int = 0,
         priority: int = 0,
         cache_salt: str | None = None,
+        no_store: bool = False,
         index: int = 0,
         token_rules: TokenRules = NO_RULES,
     ):
@@ -159,6 +169,7 @@ class Request:
         self.seed = seed
         self.priority = priority
         self.cache_salt = cache_salt
+        self.no_store = no_store
         self.arrival_time = self.first_scheduled_time = time.perf_counter()
         self.order: tuple[int, ...] = ()
         self.num_computed_tokens = 0
@@ -215,6 +226,7 @@ class Request:
             seed=self.seed,
             priority=self.priority,
             cache_salt=self.cache_salt,
+            no_store=self.no_store,
             index=index,
             token_rules=self.token_rules,
         )
