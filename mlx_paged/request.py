@@ -100,7 +100,9 @@ class Request:
         block_hashes: the hashes of the full blocks, as far as they were computed.
         cache_salt: requests with different salts never share K/V.
         no_store: none of its blocks is written to disk.
-        num_cached_tokens: prompt tokens that were in the prefix cache when the request first ran.
+        num_cached_tokens: prompt tokens that were in the prefix cache when the request first ran;
+            of these, ``num_read_tokens`` had come from disk for it.
+        num_saved_blocks: full blocks that a tier on disk has taken note of.
         first_scheduled_time: when a step took it on for the first time; before that, its
             ``arrival_time``.
         prefix_report: why these were not more, where the scheduler remembers past sequences.
@@ -130,6 +132,8 @@ class Request:
         "num_drafted_tokens",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_read_tokens",
+        "num_saved_blocks",
         "num_unscored_tokens",
         "order",
         "params",
@@ -173,7 +177,8 @@ class Request:
         self.arrival_time = self.first_scheduled_time = time.perf_counter()
         self.order: tuple[int, ...] = ()
         self.num_computed_tokens = 0
-        self.num_cached_tokens = 0
+        self.num_cached_tokens = self.num_read_tokens = 0
+        self.num_saved_blocks = 0
         self.prefix_report: PrefixReport | None = None
         self.num_preemptions = 0
         self.block_hashes: list[BlockHash] = []
@@ -237,6 +242,7 @@ class Request:
         child.order = (*self.order[:2], index)
         child.num_computed_tokens = self.num_computed_tokens
         child.num_cached_tokens = self.num_cached_tokens
+        child.num_read_tokens = self.num_read_tokens
         child.block_hashes = list(self.block_hashes)
         child.status = self.status
         return child
@@ -251,6 +257,7 @@ class Request:
         # They are read with the first token at the latest.
         self.num_unscored_tokens = 0 if num_output_tokens else self._num_scored_tokens
         self.block_hashes = []
+        self.num_saved_blocks = 0
         self.sampling_state = self.draft_state = None
         self.status = RequestStatus.PREEMPTED if num_output_tokens else RequestStatus.WAITING
         self.finish_reason = self.stop_reason = self.error = None
