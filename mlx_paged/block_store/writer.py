@@ -40,6 +40,14 @@ class BlockWriter:
         """
         return self._queue.append(header, payload)
 
+    def has_room(self, nbytes: int) -> bool:
+        """Whether a payload of so many bytes would be queued now."""
+        return self._queue.has_room(nbytes)
+
+    def is_queued(self, block_hash: bytes) -> bool:
+        """Whether a block waits to be written, or is being written."""
+        return block_hash in self._queue.hashes
+
     def flush(self, timeout: float) -> bool:
         """Wait, for ``timeout`` seconds at most, until all that was offered is written; whether it
         is.
@@ -75,6 +83,7 @@ class _Queue:
         self._max_nbytes = max_nbytes
         self._changed = threading.Condition()
         self._waiting: deque[tuple[BlockHeader, Payload]] = deque()
+        self.hashes: set[bytes] = set()  # of those that wait, and of the one being written
         self._nbytes = 0
         self._is_busy = False
         self._is_closed = False
@@ -82,14 +91,22 @@ class _Queue:
     def append(self, header: BlockHeader, payload: Payload) -> bool:
         nbytes = memoryview(payload).nbytes
         with self._changed:
-            has_room = not self._waiting or self._nbytes + nbytes <= self._max_nbytes
-            if has_room and not self._is_closed and self._store.failure is None:
+            if self._has_room(nbytes):
                 self._waiting.append((header, payload))
+                self.hashes.add(header.block_hash)
                 self._nbytes += nbytes
                 self._changed.notify_all()
                 return True
         self._store.count(num_dropped=1)
         return False
+
+    def has_room(self, nbytes: int) -> bool:
+        with self._changed:
+            return self._has_room(nbytes)
+
+    def _has_room(self, nbytes: int) -> bool:
+        is_short = self._waiting and self._nbytes + nbytes > self._max_nbytes
+        return not is_short and not self._is_closed and self._store.failure is None
 
     def wait_until_empty(self, timeout: float) -> bool:
         with self._changed:
@@ -111,6 +128,7 @@ class _Queue:
         while (item := self._next()) is not None:
             try:
                 self._store.put(*item)
+                self.hashes.discard(item[0].block_hash)
                 with self._changed:
                     is_last = not self._waiting
                 if is_last:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mlx_paged.core import KVCacheManagerStats
+from mlx_paged.engine.disk_tier_stats import DiskTierStats
 
 
 @dataclass(frozen=True)
@@ -29,3 +30,4 @@ class EngineStats(KVCacheManagerStats):
     nbytes_budget: int
     # To other ranks: messages, and what a ring sends of the activations of all tokens so far.
     nbytes_sent: int = 0
+    disk_tier: DiskTierStats | None = None
