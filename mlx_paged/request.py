@@ -348,6 +348,7 @@ class RequestOutput:
         prompt: the text, if the prompt was given as text.
         outputs: the ``n`` completions, in order.
         num_cached_tokens: prompt tokens whose K/V were found in the prefix cache.
+        num_read_tokens: of these, the tokens whose K/V were read from disk for this request.
         prefix_report: why these were not more; only with the engine's ``num_history_tokens``.
         finished: whether all completions have ended; as an attribute and as a method.
         error: the error that failed the request, if any.
@@ -367,3 +368,4 @@ class RequestOutput:
     time_to_first_token: float | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     prefix_report: PrefixReport | None = None
+    num_read_tokens: int = 0

@@ -221,8 +221,8 @@ class AsyncEngine:
         return self.engine.shrink()
 
     def shutdown(self) -> None:
-        """Abort all requests and end the thread; their readers get their last outputs. More than
-        once is harmless.
+        """Abort all requests, write what is still queued for ``cache_dir``, for some seconds at
+        most, and end the thread; readers get their last outputs. More than once is harmless.
         """
         self._loop.end()
 

@@ -427,6 +427,7 @@ class Engine:
             num_accepted_tokens=self.scheduler.num_accepted_tokens,
             num_prompt_tokens=int(latencies.prompt_tokens.sum),
             num_cached_prompt_tokens=latencies.num_cached_prompt_tokens,
+            num_read_prompt_tokens=latencies.num_read_prompt_tokens,
             num_generation_tokens=latencies.num_generation_tokens,
             num_finished=dict(latencies.num_finished),
             num_steps=latencies.iteration_tokens.count,

@@ -20,6 +20,7 @@ class EngineStats(KVCacheManagerStats):
     num_accepted_tokens: int  # of these
     num_prompt_tokens: int  # of requests that got a first token
     num_cached_prompt_tokens: int  # of these
+    num_read_prompt_tokens: int  # of these, read from disk
     num_generation_tokens: int
     num_finished: Mapping[str, int]  # completions, by finish reason
     num_steps: int
