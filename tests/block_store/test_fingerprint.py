@@ -36,7 +36,8 @@ def test_a_fingerprint_survives_json():
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", "{}", "null", '{"model": 1}', "[" * 100_000, fingerprint().as_json()[:50]]
+    "text",
+    ["", "{", "[]", "{}", "null", '{"model": 1}', "[" * 100_000, fingerprint().as_json()[:50]],
 )
 def test_a_text_that_is_none_is_refused(text):
     with pytest.raises(BlockStoreError, match="no fingerprint"):
