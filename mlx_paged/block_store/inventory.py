@@ -21,6 +21,7 @@ Pause: TypeAlias = Callable[[], None]
 _BUSY_SECONDS = 5.0  # for another process to end its transaction, which takes milliseconds
 _BUSY_SECONDS_AT_START = 0.2  # the thread that starts an engine waits for these
 _MOST_TRIES = 4
+_SECONDS_BETWEEN_PAUSES = 0.001
 _SECONDS_BETWEEN_LISTINGS = 60.0  # without an index that other processes write to
 
 # Others hold the index, or the disk does not let it be used. Everything else is a broken index.
@@ -156,9 +157,11 @@ class Inventory:
         return self.act(lambda index: index.oldest_leaves(nbytes, self.pins.keeps), pause)
 
     def _finish_listing(self, pause: Pause | None) -> None:
+        began = time.monotonic()
         while self._list_on():
-            if pause is not None:
+            if pause is not None and time.monotonic() - began > _SECONDS_BETWEEN_PAUSES:
                 pause()
+                began = time.monotonic()
 
     def _list_on(self) -> bool:
         """List some more files; whether there are more to come."""
