@@ -571,10 +571,7 @@ class _PrefixLookup:
 
     def blocks(self, num_blocks: int) -> list[KVCacheBlock]:
         """The blocks that a table of the first ``num_blocks`` blocks holds, all of them cached."""
-        num_sinks = min(num_blocks, self._num_blocks(self._retention.num_sink_tokens))
-        wanted = itertools.chain(
-            range(num_sinks), range(self._first_recent(num_blocks), num_blocks)
-        )
+        wanted = self._retention.kept_blocks(num_blocks, self._manager.pool.block_size)
         found = [self._get(index) for index in wanted]
         return [block for block in found if block is not None]
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from typing import TypeVar, Unpack
 
 import mlx.core as mx
@@ -42,6 +43,7 @@ from mlx_paged.engine.replicas import Call
 from mlx_paged.engine.reports import Reports
 from mlx_paged.engine.request_state import RequestState
 from mlx_paged.engine.scheduler import Scheduler, extra_hash_keys
+from mlx_paged.engine.snapshots import Snapshots
 from mlx_paged.engine.stats import EngineStats
 from mlx_paged.engine.steps import Steps
 from mlx_paged.engine.swap_space import SwapSpace, num_swap_tokens
@@ -192,6 +194,9 @@ class Engine:
         speculation = speculation_of(config.num_draft_tokens, checked, drafter, self.run_ahead)
         self.scheduler = Scheduler(
             self.cache, config, frozenset(eos_token_ids), self.swap_space, speculation
+        )
+        self._snapshots = Snapshots(
+            model, self.cache, draft_model, config.enable_prefix_caching, self.ranks
         )
         self.latencies = Latencies(self.max_model_len)
         self._special_token_ids = special_token_ids(tokenizer)
@@ -362,6 +367,54 @@ class Engine:
         reset = partial(self._on_all_ranks, "reset_prefix_cache", self._reset_prefix_cache)
         with self._step_lock: return self._changed(reset)  # noqa: E701  # fmt: skip
 
+    def save_snapshot(
+        self, path: str | Path, token_ids: Sequence[int], *, cache_salt: str | None = None
+    ) -> int:
+        """Write the K/V of a conversation to a safetensors file; returns of how many of its tokens:
+        as many as are in the prefix cache, in whole blocks.
+
+        The file is written aside, then renamed. Only another snapshot is overwritten. Steps wait
+        meanwhile.
+
+        Args:
+            token_ids: of the conversation: a prompt and its answer.
+            cache_salt: that its requests had.
+
+        Raises:
+            ArgumentError: nothing of it is in the prefix cache, there is no prefix cache, the model
+                has a recurrent state or is split over several ranks.
+            SnapshotError: there is another file, the system refuses, or the disk is full; an older
+                snapshot stays as it was.
+        """
+        self._refuse_reentry("save_snapshot")
+        self._snapshots.check("save_snapshot")
+        save = partial(self._snapshots.save, path, token_ids, cache_salt)
+        # Nothing that it does would have to be repaired after an interrupt.
+        with self._step_lock: self._changed(self._steps.land); return save()  # noqa: E701, E702  # fmt: skip
+
+    def load_snapshot(self, path: str | Path, *, cache_salt: str | None = None) -> list[int]:
+        """Put the K/V of a file into the prefix cache, in whole blocks; returns its token ids.
+        Requests whose prompts begin with them find them, and :meth:`add_request` needs nothing for
+        that.
+
+        Args:
+            cache_salt: that these requests will have.
+
+        Raises:
+            ArgumentError: as :meth:`save_snapshot`.
+            SnapshotError: the file can't be read, was truncated or altered, or holds K/V of another
+                model, block size, dtype, format or window; nothing was changed.
+            CacheFullError: they don't fit beside what requests hold.
+        """
+        self._refuse_reentry("load_snapshot")
+        self._snapshots.check("load_snapshot")
+        file = self._snapshots.open(path)
+        load = partial(self._landed, partial(self._snapshots.load, file, cache_salt))
+        with self._step_lock: loaded = self._changed(load)  # noqa: E701  # fmt: skip
+        if isinstance(loaded, Exception):
+            raise loaded
+        return loaded
+
     def stats(self) -> EngineStats:
         """What is held, running and waiting; from any thread."""
         latencies = self.latencies
@@ -488,6 +541,10 @@ class Engine:
     def _shrink(self) -> int:
         self._steps.land()  # It may write to the memory that is given back.
         return self.cache.shrink()
+
+    def _landed(self, call: Callable[[], T]) -> T:
+        self._steps.land()
+        return call()
 
     def _step(self) -> list[RequestOutput]:
         begin = time.perf_counter()
