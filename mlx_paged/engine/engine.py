@@ -64,6 +64,7 @@ from mlx_paged.request import (
     check_request_id,
 )
 from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.snapshots import PrefixRows
 
 T = TypeVar("T")
 
@@ -370,50 +371,57 @@ class Engine:
     def save_snapshot(
         self, path: str | Path, token_ids: Sequence[int], *, cache_salt: str | None = None
     ) -> int:
-        """Write the K/V of a conversation to a safetensors file; returns of how many of its tokens:
-        as many as are in the prefix cache, in whole blocks.
-
-        The file is written aside, then renamed. Only another snapshot is overwritten. Steps wait
-        meanwhile.
-
-        Args:
-            token_ids: of the conversation: a prompt and its answer.
-            cache_salt: that its requests had.
-
-        Raises:
-            ArgumentError: nothing of it is in the prefix cache, there is no prefix cache, the model
-                has a recurrent state or is split over several ranks.
-            SnapshotError: there is another file, the system refuses, or the disk is full; an older
-                snapshot stays as it was.
+        """Write the K/V of a conversation to a file; returns of how many of its tokens. Arguments
+        and errors: :meth:`Snapshots.save`.
         """
-        self._refuse_reentry("save_snapshot")
-        self._snapshots.check("save_snapshot")
-        save = partial(self._snapshots.save, path, token_ids, cache_salt)
-        # Nothing that it does would have to be repaired after an interrupt.
-        with self._step_lock: self._changed(self._steps.land); return save()  # noqa: E701, E702  # fmt: skip
+        return self._read(partial(self._snapshots.save, path, token_ids, cache_salt))
 
     def load_snapshot(self, path: str | Path, *, cache_salt: str | None = None) -> list[int]:
-        """Put the K/V of a file into the prefix cache, in whole blocks; returns its token ids.
-        Requests whose prompts begin with them find them, and :meth:`add_request` needs nothing for
-        that.
-
-        Args:
-            cache_salt: that these requests will have.
-
-        Raises:
-            ArgumentError: as :meth:`save_snapshot`.
-            SnapshotError: the file can't be read, was truncated or altered, or holds K/V of another
-                model, block size, dtype, format or window; nothing was changed.
-            CacheFullError: they don't fit beside what requests hold.
+        """Put the K/V of a file into the prefix cache; returns its token ids. Requests whose
+        prompts begin with them find them. Arguments and errors: :meth:`Snapshots.open`.
         """
-        self._refuse_reentry("load_snapshot")
-        self._snapshots.check("load_snapshot")
-        file = self._snapshots.open(path)
-        load = partial(self._landed, partial(self._snapshots.load, file, cache_salt))
-        with self._step_lock: loaded = self._changed(load)  # noqa: E701  # fmt: skip
-        if isinstance(loaded, Exception):
-            raise loaded
-        return loaded
+        return self._put(self._snapshots.open(path), cache_salt)
+
+    def export_prompt_cache(
+        self,
+        path: str | Path,
+        token_ids: Sequence[int],
+        *,
+        cache_salt: str | None = None,
+        model_name: str | None = None,
+    ) -> int:
+        """Write the K/V of a conversation as mlx-lm's own prompt cache; returns of how many of its
+        tokens. The rest of them is mlx-lm's prompt. Arguments and errors:
+        :meth:`Snapshots.export_prompt_cache`.
+        """
+        export = self._snapshots.export_prompt_cache
+        return self._read(partial(export, path, token_ids, cache_salt, model_name))
+
+    def import_prompt_cache(
+        self,
+        path: str | Path,
+        token_ids: Sequence[int] | None = None,
+        *,
+        cache_salt: str | None = None,
+    ) -> list[int]:
+        """Put the K/V of a prompt cache of mlx-lm's into the prefix cache; returns its token ids.
+        Arguments and errors: :meth:`Snapshots.open_prompt_cache`.
+        """
+        return self._put(self._snapshots.open_prompt_cache(path, token_ids), cache_salt)
+
+    def _read(self, call: Callable[[], T]) -> T:
+        """Call what reads K/V, between two steps: an interrupt tears nothing in it."""
+        self._refuse_reentry("a snapshot")
+        with self._step_lock: self._changed(self._steps.land); return call()  # noqa: E701, E702  # fmt: skip
+
+    def _put(self, rows: PrefixRows, cache_salt: str | None) -> list[int]:
+        """Put rows into the prefix cache, between two steps."""
+        self._refuse_reentry("a snapshot")
+        put = partial(self._snapshots.put, self._steps.land, rows, cache_salt)
+        with self._step_lock: error = self._changed(put)  # noqa: E701  # fmt: skip
+        if error is not None:
+            raise error
+        return rows.token_ids
 
     def stats(self) -> EngineStats:
         """What is held, running and waiting; from any thread."""
@@ -541,10 +549,6 @@ class Engine:
     def _shrink(self) -> int:
         self._steps.land()  # It may write to the memory that is given back.
         return self.cache.shrink()
-
-    def _landed(self, call: Callable[[], T]) -> T:
-        self._steps.land()
-        return call()
 
     def _step(self) -> list[RequestOutput]:
         begin = time.perf_counter()

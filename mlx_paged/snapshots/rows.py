@@ -7,18 +7,23 @@ each, as the cache stores them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_paged.cache import CacheFullError, KVCache
-from mlx_paged.core import BlockHash, KVCacheBlock
+from mlx_paged.core import BlockHash, ExtraKey, KVCacheBlock, hash_token_blocks
 from mlx_paged.core.kv_cache_manager import group_hashes
 from mlx_paged.errors import ArgumentError
 from mlx_paged.ops import HostParts, KVFormat, Parts
 from mlx_paged.request import SeqId
-from mlx_paged.snapshots.facts import has_evicted, num_kept_tokens, retention_of
+from mlx_paged.snapshots.facts import (
+    check_token_ids,
+    has_evicted,
+    num_kept_tokens,
+    retention_of,
+)
 
 LayerParts: TypeAlias = tuple[Parts, Parts]
 
@@ -71,15 +76,34 @@ def _tokens_first(parts: Parts) -> Parts:
 # Blocks of the prefix cache
 
 
-def cached_blocks(
-    cache: KVCache, block_hashes: Sequence[BlockHash]
-) -> tuple[int, Sequence[Sequence[KVCacheBlock]]]:
-    """How many tokens of a prefix are cached, and the blocks that each group of layers keeps of
-    them.
+class PrefixRows(NamedTuple):
+    """K/V of a prefix, of each layer the rows of all its tokens or of those that it keeps."""
+
+    token_ids: list[int]
+    layers: Iterator[LayerParts]
+
+
+def find_prefix(
+    cache: KVCache, token_ids: Sequence[int], extra_keys: tuple[ExtraKey, ...]
+) -> PrefixRows:
+    """The longest prefix that is cached, in whole blocks.
+
+    Args:
+        extra_keys: of the blocks' hashes.
+
+    Raises:
+        ArgumentError: the token ids are none, or not even a block of them is cached.
     """
-    num_tokens = len(block_hashes) * cache.config.block_size
-    computed = cache.manager.get_computed_blocks(block_hashes, num_tokens + 1)
-    return computed.num_tokens, computed.groups
+    token_ids, block_size = check_token_ids(token_ids), cache.config.block_size
+    hashes = hash_token_blocks(token_ids, block_size, extra_keys)
+    computed = cache.manager.get_computed_blocks(hashes, len(hashes) * block_size + 1)
+    if not computed.num_tokens:
+        raise ArgumentError(
+            f"[snapshot] no K/V of these {len(token_ids)} tokens are in the prefix cache, which "
+            f"holds whole blocks of {block_size}",
+            "token_ids",
+        )
+    return PrefixRows(token_ids[: computed.num_tokens], read_blocks(cache, computed.groups))
 
 
 def read_blocks(cache: KVCache, groups: Sequence[Sequence[KVCacheBlock]]) -> Iterator[LayerParts]:
@@ -89,16 +113,12 @@ def read_blocks(cache: KVCache, groups: Sequence[Sequence[KVCacheBlock]]) -> Ite
         yield cache.gather_blocks(layer, [block.block_id for block in blocks])
 
 
-def write_blocks(
-    cache: KVCache,
-    block_hashes: Sequence[BlockHash],
-    layers: Iterable[LayerParts],
-) -> int:
-    """Put a prefix into the prefix cache, as far as it is not there; no step may be open.
+def put_prefix(cache: KVCache, rows: PrefixRows, extra_keys: tuple[ExtraKey, ...]) -> int:
+    """Put the whole blocks of a prefix into the prefix cache, as far as they are not there; no step
+    may be open.
 
     Args:
-        block_hashes: of its blocks.
-        layers: of each layer the rows of all tokens of these blocks, or of those that it keeps.
+        extra_keys: of the blocks' hashes.
 
     Returns:
         How many blocks were written.
@@ -108,6 +128,7 @@ def write_blocks(
             other cached blocks may have been evicted.
     """
     pool, block_size = cache.pool, cache.config.block_size
+    block_hashes = hash_token_blocks(rows.token_ids, block_size, extra_keys)
     there: list[KVCacheBlock] = []
     missing: list[list[int]] = []  # of each group, indices of blocks
     names: list[list[BlockHash]] = []
@@ -136,7 +157,7 @@ def write_blocks(
             new.append(pool.get_new_blocks(len(indices)) or [])
         if num_missing:
             ids = [[block.block_id for block in blocks] for blocks in new]
-            cache.fill_blocks(ids, _cut(cache, len(block_hashes), missing, layers))
+            cache.fill_blocks(ids, _cut(cache, len(block_hashes), missing, rows.layers))
             for blocks, hashes in zip(new, names, strict=True):
                 pool.cache_full_blocks(blocks, hashes, 0, len(blocks))
     finally:
@@ -177,11 +198,3 @@ def to_host(form: KVFormat, layer: LayerParts) -> tuple[HostParts, HostParts]:
 
 def from_host(form: KVFormat, k: HostParts, v: HostParts) -> LayerParts:
     return form.key.from_host(k), form.value.from_host(v)
-
-
-def check_prefix_caching(is_on: bool) -> None:
-    if not is_on:
-        raise ArgumentError(
-            "[snapshot] an engine's K/V lie in its prefix cache, and enable_prefix_caching is off",
-            "enable_prefix_caching",
-        )

@@ -15,7 +15,6 @@ import numpy as np
 from mlx.nn.layers.base import Module
 
 from mlx_paged.cache import KVCache
-from mlx_paged.core import hash_token_blocks
 from mlx_paged.core.block_hash import ExtraKey
 from mlx_paged.errors import ArgumentError
 from mlx_paged.request import SeqId
@@ -29,13 +28,11 @@ from mlx_paged.snapshots.facts import (
 )
 from mlx_paged.snapshots.rows import (
     LayerParts,
-    cached_blocks,
     check_sequence,
+    find_prefix,
     from_host,
-    read_blocks,
     read_sequence,
     to_host,
-    write_blocks,
     write_sequence,
 )
 from mlx_paged.snapshots.tensor_file import TensorFile, write_tensor_file
@@ -108,32 +105,10 @@ def save_prefix(
         ArgumentError: it holds not even one block of them.
         SnapshotError: as :func:`save_snapshot`.
     """
-    file, token_ids = check_path(path), check_token_ids(token_ids)
-    hashes = hash_token_blocks(token_ids, cache.config.block_size, extra_keys)
-    num_tokens, groups = cached_blocks(cache, hashes)
-    if not num_tokens:
-        raise ArgumentError(
-            f"[snapshot] no K/V of these {len(token_ids)} tokens are in the prefix cache, which "
-            f"holds whole blocks of {cache.config.block_size}",
-            "token_ids",
-        )
-    write_snapshot(file, facts, token_ids[:num_tokens], read_blocks(cache, groups))
-    return num_tokens
-
-
-def load_prefix(
-    file: SnapshotFile, cache: KVCache, extra_keys: tuple[ExtraKey, ...] = ()
-) -> list[int]:
-    """Put the whole blocks of a file into the prefix cache; returns the file's token ids, which may
-    be more.
-
-    Raises:
-        SnapshotError: the file was changed or removed since it was opened; nothing was changed.
-        CacheFullError: they don't fit beside what requests hold.
-    """
-    hashes = hash_token_blocks(file.token_ids, cache.config.block_size, extra_keys)
-    write_blocks(cache, hashes, file.layers())
-    return file.token_ids
+    file = check_path(path)
+    prefix = find_prefix(cache, token_ids, extra_keys)
+    write_snapshot(file, facts, prefix.token_ids, prefix.layers)
+    return len(prefix.token_ids)
 
 
 def is_snapshot(file: Path) -> bool:
