@@ -52,6 +52,7 @@ def test_imports_go_one_way():
     order += [
         "engine",
         "attachment",
+        "snapshots",
         "models",
         "memory",
         "distributed",
@@ -62,6 +63,7 @@ def test_imports_go_one_way():
         "interrupts",
         "launch",
         "standard_streams",
+        "replaced_file",
     ]
     order += ["sampling", "config"]
     order += ["request", "sampling_params", "structured_outputs"]
