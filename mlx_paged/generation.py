@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
@@ -20,7 +21,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_paged.argument_values import check_callable, check_integer
 from mlx_paged.config import DEFAULT_MAX_NUM_BATCHED_TOKENS
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.options import CacheOptions
+from mlx_paged.engine.options import CacheDirOptions, CacheOptions
 from mlx_paged.engine.prompts import Prompt, TokenIds, as_tokenizer
 from mlx_paged.errors import shown
 from mlx_paged.foreign_arguments import refuses_unknown_arguments
@@ -52,6 +53,7 @@ class GenerationResponse:
         finish_reason: ``"stop"``, ``"length"`` (``max_tokens`` or ``max_model_len`` is reached, or
             the K/V budget used up), ``None`` before.
         cached_tokens: prompt tokens whose K/V were reused.
+        read_tokens: of these, the tokens whose K/V were read from disk.
         kv_bytes: bytes of memory that the cache holds for K/V now.
         time_to_first_token: seconds from the call to the first token.
         drafted_tokens: drafts that were verified so far, and of these accepted:
@@ -73,9 +75,10 @@ class GenerationResponse:
     time_to_first_token: float = 0.0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    read_tokens: int = 0
 
 
-class OneShotOptions(CacheOptions, total=False):
+class OneShotOptions(CacheOptions, CacheDirOptions, total=False):
     """The keyword arguments of :class:`Engine` for an engine that answers one call."""
 
     kv: str
@@ -115,9 +118,9 @@ def generate_step(
         logits_processors: each maps (tokens so far, logits ``[1, vocab_size]``) to new logits.
         prefill_step_size: prompt tokens per step (default: 2048).
         prompt_progress_callback: called with the prompt tokens done so far and their total.
-        options: further ones of :class:`Engine`: those of its K/V cache, ``max_model_len``, and
-            ``draft_model`` and ``num_draft_tokens``. Whatever the sampler, the tokens are the same
-            with drafts.
+        options: further ones of :class:`Engine`: those of its K/V cache, ``max_model_len``,
+            ``draft_model`` and ``num_draft_tokens``, and ``cache_dir`` with its size and duration.
+            Whatever the sampler, the tokens are the same with drafts.
 
     Raises:
         ValueError: an argument of the wrong type or out of its range, an empty prompt, or a token
@@ -250,6 +253,7 @@ def _responses(
                         time_to_first_token=first_token - start,
                         drafted_tokens=answer.num_drafted_tokens,
                         accepted_tokens=answer.num_accepted_tokens,
+                        read_tokens=output.num_read_tokens,
                     )
                     # Drafts that were accepted came before it in the same step. The text of all of
                     # them is the newest one's.
@@ -318,20 +322,31 @@ def _stream(
         skip_special_tokens=False,  # as in mlx-lm
     )
     recorder = _Recorder(sampler)
-    # One request, once: nothing could hit its prefix.
+    # One request, once: nothing could hit its prefix but what lies on disk.
     engine = Engine(
         model,
         tokenizer,
         max_num_seqs=1,
         max_num_batched_tokens=step_size,
-        enable_prefix_caching=False,
+        enable_prefix_caching=engine_options.get("cache_dir") is not None,
         **engine_options,
     )
     params = dataclasses.replace(params, sampler=recorder)
     if engine.ranks is None:
-        responses = stream_request(engine, prompt, params, progress)
-        return ((response, recorder.row(response.generation_tokens)) for response in responses)
+        return _on_engine(engine, stream_request(engine, prompt, params, progress), recorder)
     return _shared(engine, partial(stream_request, engine, prompt, params, progress), recorder)
+
+
+def _on_engine(
+    engine: Engine, responses: Generator[GenerationResponse, None, None], recorder: _Recorder
+) -> Generator[tuple[GenerationResponse, mx.array], None, None]:
+    """The responses of an engine that is closed behind them."""
+    try:
+        with closing(responses):
+            for response in responses:
+                yield response, recorder.row(response.generation_tokens)
+    finally:
+        engine.close()
 
 
 def _shared(

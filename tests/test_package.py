@@ -58,6 +58,7 @@ def test_imports_go_one_way():
         "cache",
         "ops",
         "core",
+        "block_store",
         "interrupts",
         "launch",
         "standard_streams",

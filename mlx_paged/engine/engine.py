@@ -6,6 +6,7 @@ import contextlib
 import random
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from mlx_paged.cache import SwappedKV
 from mlx_paged.config import DEFAULT_KV
 from mlx_paged.core import hash_token_blocks
 from mlx_paged.distributed import RanksError
+from mlx_paged.engine.disk_tier import SECONDS_AT_EXIT, DiskTier, open_disk_tier
 from mlx_paged.engine.draft_model import DraftModel
 from mlx_paged.engine.draft_options import (
     check_draft_model,
@@ -34,7 +36,12 @@ from mlx_paged.engine.grammar import GrammarCompiler
 from mlx_paged.engine.joining import check_steps_are_alike, join_ranks, least_budget, replicas_of
 from mlx_paged.engine.latencies import Latencies
 from mlx_paged.engine.model_runner import ModelRunner
-from mlx_paged.engine.options import PassedOnOptions, passed_on_names, split_options
+from mlx_paged.engine.options import (
+    PassedOnOptions,
+    disk_tier_options,
+    passed_on_names,
+    split_options,
+)
 from mlx_paged.engine.prefix_history import PrefixHistory
 from mlx_paged.engine.prompts import Prompt, as_tokenizer, read_prompt
 from mlx_paged.engine.recurrent_state import check_speculation, room_for_states
@@ -58,6 +65,7 @@ from mlx_paged.request import (
     Request,
     RequestOutput,
     check_cache_salt,
+    check_no_store,
     check_priority,
     check_request_id,
 )
@@ -118,6 +126,15 @@ class Engine:
               place of what followed when a request's last tokens came before. Its K/V count in the
               budget.
 
+            And those of the tier on disk (`docs/disk-tier.md`), which a paged cache of one rank
+            can have, are
+
+            - ``cache_dir``: a folder in which full blocks of K/V are kept, so that prompts with the
+              same beginning find them after a restart, and in other processes. None by default.
+            - ``cache_dir_size``: the most bytes that it takes, such as ``"20G"``, the default.
+            - ``cache_dir_ttl``: how long a block that nobody uses stays there: seconds, or
+              ``"12h"``, ``"7d"``. By default until its room is needed.
+
     Raises:
         ValueError: a setting out of its range, or a budget that holds no block.
         TypeError: an argument that there is not; the message says what to use.
@@ -140,6 +157,7 @@ class Engine:
         draft_model = check_draft_model(options.get("draft_model"), checked, kv)
         cache_options, config = split_options(options, self.max_model_len)
         check_speculation(checked, draft_model, config.num_draft_tokens)
+        tier_options = disk_tier_options(options, config, checked)
         if tokenizer is not None:
             tokenizer = as_tokenizer(tokenizer)
         if seed is not None:
@@ -177,6 +195,12 @@ class Engine:
             self.cache.keep_checkpoints(room.num_checkpoints)
         self.run_ahead = self.cache.can_run_ahead if run_ahead is None else run_ahead
         num_parameters = num_parameters_of(model)
+        self.disk_tier: DiskTier | None = None
+        if tier_options is not None:
+            models = [checked] if draft_model is None else [checked, check_model(draft_model)]
+            self.disk_tier = open_disk_tier(tier_options, self.cache, models, num_parameters)
+            # With its cache it lives as long as this engine, and ends with it or with Python.
+            weakref.finalize(self, self.disk_tier.close, SECONDS_AT_EXIT)
         self.swap_space: SwapSpace[SwappedKV] = SwapSpace(
             num_swap_tokens(swap_bytes, self.cache, num_parameters)
         )
@@ -191,7 +215,12 @@ class Engine:
         eos_token_ids: Iterable[int] = () if tokenizer is None else tokenizer.eos_token_ids
         speculation = speculation_of(config.num_draft_tokens, checked, drafter, self.run_ahead)
         self.scheduler = Scheduler(
-            self.cache, config, frozenset(eos_token_ids), self.swap_space, speculation
+            self.cache,
+            config,
+            frozenset(eos_token_ids),
+            self.swap_space,
+            speculation,
+            self.disk_tier,
         )
         self.latencies = Latencies(self.max_model_len)
         self._special_token_ids = special_token_ids(tokenizer)
@@ -205,6 +234,7 @@ class Engine:
             self.latencies,
             self.run_ahead,
             replicas_of(self.ranks, self.run_ahead),
+            self.disk_tier,
         )
         # What other threads ask for goes through the inbox, which is emptied whenever no step runs.
         self._inbox: deque[Callable[[], None]] = deque()
@@ -229,6 +259,7 @@ class Engine:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        no_store: bool = False,
     ) -> None:
         """Queue a request; the next steps work on it.
 
@@ -238,6 +269,7 @@ class Engine:
             params: how to sample; greedy by default.
             priority: lower runs earlier, as in vLLM; see :class:`Scheduler` for how much.
             cache_salt: only requests with the same salt share K/V.
+            no_store: write none of its K/V to ``cache_dir``; what lies there is still used.
 
         Raises:
             ValueError: an empty prompt, a token id that the model does not have, a request id that
@@ -247,6 +279,7 @@ class Engine:
         self._refuse_on_followers("add_request")
         request_id = check_request_id(request_id)
         priority, cache_salt = check_priority(priority), check_cache_salt(cache_salt)
+        no_store = check_no_store(no_store)
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"[engine] params must be SamplingParams, got {type(params).__name__}")
@@ -263,6 +296,7 @@ class Engine:
             seed=seed,
             priority=priority,
             cache_salt=cache_salt,
+            no_store=no_store,
             token_rules=token_rules,
         )
         self.scheduler.check(request)
@@ -362,6 +396,25 @@ class Engine:
         reset = partial(self._on_all_ranks, "reset_prefix_cache", self._reset_prefix_cache)
         with self._step_lock: return self._changed(reset)  # noqa: E701  # fmt: skip
 
+    def save_more(self) -> bool:
+        """Copy more blocks out to ``cache_dir``, while no request runs; whether some are left that
+        had to wait for the disk. Steps do so by themselves.
+        """
+        if self.disk_tier is None:
+            return False
+        self._refuse_reentry("save_more")
+        with self._step_lock: return self._changed(self.disk_tier.save_more)  # noqa: E701  # fmt: skip
+
+    def close(self, timeout: float = SECONDS_AT_EXIT) -> bool:
+        """Write to ``cache_dir`` what is to be kept, for ``timeout`` seconds at most, and use it no
+        more; whether all was written. Without it, the end of the engine or of Python does this.
+        """
+        if self.disk_tier is None:
+            return True
+        self._refuse_reentry("close")
+        close = partial(self.disk_tier.close, timeout)
+        with self._step_lock: return self._changed(close)  # noqa: E701  # fmt: skip
+
     def stats(self) -> EngineStats:
         """What is held, running and waiting; from any thread."""
         latencies = self.latencies
@@ -374,6 +427,7 @@ class Engine:
             num_accepted_tokens=self.scheduler.num_accepted_tokens,
             num_prompt_tokens=int(latencies.prompt_tokens.sum),
             num_cached_prompt_tokens=latencies.num_cached_prompt_tokens,
+            num_read_prompt_tokens=latencies.num_read_prompt_tokens,
             num_generation_tokens=latencies.num_generation_tokens,
             num_finished=dict(latencies.num_finished),
             num_steps=latencies.iteration_tokens.count,
@@ -382,6 +436,7 @@ class Engine:
             nbytes_held=self.cache.nbytes_held,
             nbytes_budget=self.cache.config.nbytes,
             nbytes_sent=self._nbytes_sent(),
+            disk_tier=None if self.disk_tier is None else self.disk_tier.stats(),
         )
 
     def view(self) -> EngineView:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mlx_paged.core import KVCacheManagerStats
+from mlx_paged.engine.disk_tier_stats import DiskTierStats
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class EngineStats(KVCacheManagerStats):
     num_accepted_tokens: int  # of these
     num_prompt_tokens: int  # of requests that got a first token
     num_cached_prompt_tokens: int  # of these
+    num_read_prompt_tokens: int  # of these, read from disk
     num_generation_tokens: int
     num_finished: Mapping[str, int]  # completions, by finish reason
     num_steps: int
@@ -28,3 +30,4 @@ class EngineStats(KVCacheManagerStats):
     nbytes_budget: int
     # To other ranks: messages, and what a ring sends of the activations of all tokens so far.
     nbytes_sent: int = 0
+    disk_tier: DiskTierStats | None = None

@@ -1,0 +1,20 @@
+"""What can be wrong with a folder of blocks when it is opened, and with one of its files."""
+
+from __future__ import annotations
+
+from mlx_paged.errors import ArgumentError
+
+
+class BlockStoreError(ArgumentError):
+    """The folder can't be used; nothing was changed in it."""
+
+    def __init__(self, message: str, argument: str = "cache_dir"):
+        super().__init__(f"[block store] {message}", argument)
+
+
+class BadBlockFileError(Exception):
+    """A file that is no block under the name that it has: torn, altered, copied, or no file."""
+
+
+class OtherVersionError(Exception):
+    """A block in a format of another version: of no use here, and another program's property."""

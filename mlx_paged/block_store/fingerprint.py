@@ -1,0 +1,75 @@
+"""What the bytes of a block depend on beside its tokens: a folder of their own for each."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+
+from mlx_paged.argument_values import is_plain_integer
+from mlx_paged.block_store.block_file import VERSION
+from mlx_paged.block_store.errors import BlockStoreError
+from mlx_paged.errors import shown
+
+DIGEST_LENGTH = 32
+"""Hexadecimal digits of a digest: 128 bits of SHA-256."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fingerprint:
+    """Blocks may be exchanged between two caches whose fingerprints have the same digest.
+
+    Attributes:
+        model: the digest of the model's content.
+        model_name: what people call the model. It isn't in the digest: a model that was moved or
+            renamed has the same K/V.
+        layers: what each layer keeps, one text per layer: heads, widths, the format of its rows.
+        kv_format: the K/V format as the user asked for it.
+        block_size: tokens per block.
+        code: the version of the code that computes K/V and lays out a block's payload.
+    """
+
+    model: str
+    model_name: str
+    layers: tuple[str, ...]
+    kv_format: str
+    block_size: int
+    code: str
+
+    def __post_init__(self) -> None:
+        texts = (self.model, self.model_name, self.kv_format, self.code, *self.layers)
+        is_right = type(self.layers) is tuple and all(type(text) is str for text in texts)
+        if not is_right or not is_plain_integer(self.block_size, 1):
+            raise BlockStoreError(f"no fingerprint: {shown(dataclasses.astuple(self))}")
+        # Worked out once: it is asked for with each block.
+        object.__setattr__(self, "_digest", self._sha256())
+
+    @property
+    def digest(self) -> str:
+        """The name of the folder: 32 hexadecimal digits, the same in every process."""
+        digest: str = self.__dict__["_digest"]
+        return digest
+
+    def _sha256(self) -> str:
+        # Files in another format have folders of their own, too.
+        fields = dataclasses.asdict(self)
+        del fields["model_name"]
+        text = json.dumps(["mlx_paged.fingerprint", VERSION, fields], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:DIGEST_LENGTH]
+
+    def as_json(self) -> str:
+        """A text for people, and for ``from_json``."""
+        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Fingerprint:
+        """The fingerprint whose ``as_json`` this is.
+
+        Raises:
+            BlockStoreError: the text is none.
+        """
+        try:
+            fields = json.loads(text)
+            return cls(**{**fields, "layers": tuple(fields["layers"])})
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise BlockStoreError(f"no fingerprint: {shown(text)}") from error
