@@ -78,18 +78,14 @@ class Ours:
     is_exact: bool = True
     bound: Bound | None = None
     folder: Path | None = None  # where the disk tier of this approach has its folders
+    survives: bool = field(init=False)
+    keeps_prefixes: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        self.survives = self.folder is not None
+        self.keeps_prefixes = self.options.get("enable_prefix_caching", True)
         self._num_folders = itertools.count()
         self._cache_dir: Path | None = None
-
-    @property
-    def survives(self) -> bool:
-        return self.folder is not None
-
-    @property
-    def keeps_prefixes(self) -> bool:
-        return bool(self.options.get("enable_prefix_caching", True))
 
     def start(self, scenario: Scenario) -> Side:
         if self.folder is not None:

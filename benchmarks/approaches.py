@@ -124,7 +124,8 @@ def take_turns(
     for turn in range(num_turns):
         order = list(approaches.values())
         for approach in order if turn % 2 == 0 else order[::-1]:
-            own, tokens = seen[approach.name], {}
+            own = seen[approach.name]
+            tokens: dict[str, list[int]] = {}
             for scenario, speeds in (
                 (workloads.together, own.together),
                 (workloads.alone, own.alone),
