@@ -1,0 +1,330 @@
+"""Writers of a block store that are killed at random moments, while others read.
+
+The bytes of each block follow from its hash, so any process can check any block. Writers say which
+blocks have been written for good, and what they have pinned, and a process that is started after a
+kill looks whether that is so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import random
+import sqlite3
+import time
+from pathlib import Path
+from typing import Any
+
+from mlx_paged.block_store import (
+    BlockHeader,
+    BlockReader,
+    BlockStore,
+    BlockWriter,
+    CacheFolder,
+    Fingerprint,
+)
+from mlx_paged.core.block_hash import hash_token_blocks
+from paged_testing.killed_processes import Actor, Log, make_context, random_moments
+
+BLOCK_SIZE = 8
+NUM_SEQUENCES = 60
+NUM_BLOCKS = 10  # of each sequence
+MAX_PAYLOAD = 24_000
+ROOMY, TIGHT = 1 << 40, 2 << 20  # bytes: nothing is evicted; a fifth of what is written stays
+_UNIT = 4096  # bytes, of which files take a whole number
+
+MODULES = ("paged_testing.killed_writers", "mlx_paged.block_store", "sqlite3")
+
+
+def fingerprint_of(number: int) -> Fingerprint:
+    return Fingerprint(f"content {number}", f"model-{number}", ("layer",), "raw", BLOCK_SIZE, "1")
+
+
+def sequence_of(number: int) -> list[BlockHeader]:
+    """The blocks of a sequence; the first half is shared by every sixth one."""
+    tokens = [
+        number % 6 if index < NUM_BLOCKS // 2 * BLOCK_SIZE else number
+        for index in range(NUM_BLOCKS * BLOCK_SIZE)
+    ]
+    hashes = hash_token_blocks(tokens, BLOCK_SIZE)
+    return [
+        BlockHeader(
+            block_hash,
+            hashes[index - 1] if index else None,
+            tuple(tokens[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE]),
+            index * BLOCK_SIZE,
+        )
+        for index, block_hash in enumerate(hashes)
+    ]
+
+
+def payload_of(digest: str, block_hash: bytes) -> bytes:
+    """The bytes of a block: another model's are others."""
+    num_bytes = 1 + int.from_bytes(block_hash[:4], "little") % MAX_PAYLOAD
+    return hashlib.shake_256(digest.encode() + block_hash).digest(num_bytes)
+
+
+def write(log: Log, stop: Path, folder: Path, max_nbytes: int, seed: int) -> None:
+    """Write random sequences, as engines do, until killed."""
+    source = random.Random(seed)
+    log.say("opens")
+    fingerprint = fingerprint_of(source.randrange(2))
+    store = BlockStore(folder, max_nbytes, fingerprint)
+    writer = BlockWriter(store, max_queued_nbytes=1 << 20)
+    while not stop.exists():
+        headers = sequence_of(source.randrange(NUM_SEQUENCES))
+        headers = headers[: source.randint(1, NUM_BLOCKS)]
+        log.say("writes")
+        taken = [
+            header
+            for header in headers
+            if writer.offer(header, payload_of(fingerprint.digest, header.block_hash))
+        ]
+        if source.random() < 0.5:
+            store.note_used([header.block_hash for header in headers])
+        if source.random() < 0.5 and writer.flush(timeout=30.0) and store.failure is None:
+            hashes = [header.block_hash.hex() for header in taken]
+            log.say("written", fingerprint.digest, hashes)
+        if source.random() < 0.2:
+            log.say("tends")
+            store.tend()
+        if store.failure is not None:
+            log.say("failure", store.failure)
+            return
+    writer.close(10.0)
+    store.close()
+
+
+def tend(log: Log, stop: Path, folder: Path, max_nbytes: int, seed: int) -> None:
+    """Pin, unpin, shrink and rebuild, as people do with the tool, until killed."""
+    source = random.Random(seed)
+    while not stop.exists():
+        try:
+            tool = CacheFolder(folder)
+            entries = [entry for entry in tool.entries() if entry.num_tokens]
+        except ValueError:  # nobody has made the folder yet
+            time.sleep(0.01)
+            continue
+        if not entries:
+            continue
+        entry = source.choice(entries)
+        names = entry.digest, entry.block_hash
+        choice = source.random()
+        if choice < 0.4 and len(tool.pins()) < 4:
+            log.say("pins", entry.digest, entry.block_hash.hex())
+            if tool.pin(*names):
+                log.say("pinned", entry.digest, entry.block_hash.hex())
+        elif choice < 0.8 and tool.pins():
+            names = source.choice(tool.pins())
+            log.say("unpins", names[0], names[1].hex())
+            tool.unpin(*names)
+        elif choice < 0.9:
+            log.say("rebuilds")
+            tool.rebuild()
+        else:
+            log.say("shrinks")
+            tool.shrink(max_nbytes // 2)
+
+
+def read(log: Log, stop: Path, folder: Path, seed: int) -> None:
+    """Read and check blocks until told to stop; says how many there were."""
+    source = random.Random(seed)
+    stores = [BlockStore(folder, ROOMY, fingerprint_of(number)) for number in range(2)]
+    readers = [BlockReader(store, max_ready_nbytes=1 << 20) for store in stores]
+    num_read = num_missed = 0
+    while not stop.exists():
+        number = source.randrange(2)
+        digest = stores[number].fingerprint.digest
+        hashes = [h.block_hash for h in sequence_of(source.randrange(NUM_SEQUENCES))]
+        if source.random() < 0.5:
+            found = {h: stores[number].get(h) for h in hashes}
+        else:
+            readers[number].read("key", hashes)
+            found = dict.fromkeys(hashes)
+            while readers[number].is_reading("key"):
+                readers[number].wait(1.0)
+                found |= {each.block_hash: each.payload for each in readers[number].take(1 << 20)}
+        for block_hash, payload in found.items():
+            if payload is None:
+                num_missed += 1
+                continue
+            num_read += 1
+            if payload != payload_of(digest, block_hash):
+                log.say("wrong", digest, block_hash.hex())
+        if stores[number].failure is not None:
+            log.say("failure", stores[number].failure)
+            return
+    log.say("read", num_read, num_missed, sum(store.stats().num_corrupt for store in stores))
+
+
+def look(log: Log, stop: Path, folder: Path, max_nbytes: int) -> None:
+    """Start on a folder as an engine does, and say what is there then."""
+    stores = [BlockStore(folder, max_nbytes, fingerprint_of(number)) for number in range(2)]
+    for store in stores:
+        store.tend()
+    log.say("stats", *(dataclasses.asdict(store.stats()) for store in stores))
+    for store in stores:
+        digest = store.fingerprint.digest
+        there = []
+        for block_hash in _all_hashes():
+            payload = store.get(block_hash)
+            if payload is not None and payload != payload_of(digest, block_hash):
+                log.say("wrong", digest, block_hash.hex())
+            elif payload is not None:
+                there.append(block_hash.hex())
+        log.say("there", digest, there)
+        if store.failure is not None:
+            log.say("failure", store.failure)
+    tool = CacheFolder(folder)
+    pins = [(digest, block_hash.hex()) for digest, block_hash in tool.pins()]
+    log.say("pins", pins, [e.block_hash.hex() for e in tool.entries() if e.is_pinned])
+    for file in tool.verify():
+        if file.problem is not None:
+            log.say("bad", file.path, file.problem)
+    log.say("size", tool.size().nbytes, nbytes_of_files(folder), num_unfinished(folder))
+
+
+def _all_hashes() -> set[bytes]:
+    return {
+        header.block_hash for number in range(NUM_SEQUENCES) for header in sequence_of(number)
+    }
+
+
+def nbytes_of_files(folder: Path) -> int:
+    """What the files of blocks take, without asking any index."""
+    sizes = (os.lstat(path).st_size for path in folder.glob("blocks/*/*/*.kv"))
+    return sum(-(-size // _UNIT) * _UNIT for size in sizes)
+
+
+def num_unfinished(folder: Path) -> int:
+    """Files that somebody began to write."""
+    return sum(1 for _ in folder.rglob(".*.tmp"))
+
+
+@dataclasses.dataclass
+class Findings:
+    """What a run of kills has found.
+
+    Attributes:
+        num_kills: processes that were killed while they were at work.
+        killed_while: how many of them were doing what.
+        num_looks: how often a process was started afterwards to look at everything.
+        num_promised: blocks that a writer had said to be written when it was killed.
+        num_read: blocks that readers got meanwhile, and compared.
+        num_missed: blocks that they asked for in vain.
+        most_nbytes: that all files took when a process had started afterwards.
+        problems: what must not happen, in words; empty if all is well.
+    """
+
+    num_kills: int = 0
+    killed_while: Counter[str] = dataclasses.field(default_factory=Counter)
+    num_looks: int = 0
+    num_promised: int = 0
+    num_read: int = 0
+    num_missed: int = 0
+    most_nbytes: int = 0
+    problems: list[str] = dataclasses.field(default_factory=list)
+
+
+class StoreKills:
+    """Kills writers and tools of one folder at random moments, while others read there.
+
+    Args:
+        folder: empty.
+        max_nbytes: the folder's limit; with ``ROOMY`` no block may be lost.
+        seed: of all that is random but the clock.
+        longest: seconds from the start of a process to its end, at most.
+    """
+
+    def __init__(self, folder: Path, max_nbytes: int, seed: int = 0, longest: float = 0.3):
+        self.findings = Findings()
+        self._folder = folder / "cache"
+        self._logs = folder / "logs"
+        self._logs.mkdir()
+        self._max_nbytes = max_nbytes
+        self._source = random.Random(seed)
+        self._moments = random_moments(self._source, longest)
+        self._context = make_context(*MODULES)
+        self._at_work: list[Actor] = []
+        self._promised: set[tuple[str, str]] = set()
+        self._pinned: set[tuple[str, str]] = set()
+
+    def run(self, num_kills: int, kills_per_look: int = 10) -> Findings:
+        """Kill so many processes; what was found."""
+        readers = [self._start(read) for _ in range(2)]
+        while self.findings.num_kills < num_kills:
+            for _ in range(kills_per_look):
+                self._fill_up()
+                time.sleep(next(self._moments))
+                self._kill(self._source.choice(self._at_work))
+                if self._source.random() < 0.1:
+                    self._spoil_index()
+            for actor in list(self._at_work):
+                self._kill(actor)
+            self._look()
+        for reader in readers:
+            reader.end()
+            self._note(reader)
+        return self.findings
+
+    def _start(self, role: Callable[..., None], *arguments: object) -> Actor:
+        seed = self._source.randrange(2**32)
+        actor = Actor(self._context, role, self._logs, self._folder, *arguments, seed)
+        actor.wait_until_it_plays()
+        return actor
+
+    def _fill_up(self) -> None:
+        """Two writers, and one who tends the folder."""
+        while len(self._at_work) < 3:
+            has_tender = any(actor.role is tend for actor in self._at_work)
+            role = write if has_tender else tend
+            self._at_work.append(self._start(role, self._max_nbytes))
+
+    def _kill(self, actor: Actor) -> None:
+        was_at_work = actor.kill()
+        self._at_work.remove(actor)
+        said = self._note(actor)
+        if was_at_work:
+            self.findings.num_kills += 1
+            self.findings.killed_while[f"{actor.role.__name__}: {said[-1][0]}"] += 1
+
+    def _note(self, actor: Actor) -> list[list[Any]]:
+        """Take down what a process said before its end."""
+        said = actor.said()
+        findings = self.findings
+        crash = actor.crash()
+        if crash is not None:
+            findings.problems.append(crash)
+        for what, *facts in said:
+            if what in ("wrong", "failure", "bad"):
+                findings.problems.append(f"{actor.role.__name__}: {what} {facts}")
+            elif what == "written":
+                digest, hashes = facts
+                self._promised |= {(digest, block_hash) for block_hash in hashes}
+                findings.num_promised = len(self._promised)
+            elif what == "pinned":
+                self._pinned.add((facts[0], facts[1]))
+            elif what == "unpins":
+                self._pinned.discard((facts[0], facts[1]))
+            elif what == "read":
+                findings.num_read += facts[0]
+                findings.num_missed += facts[1]
+        actor.forget()
+        return said
+
+    def _spoil_index(self) -> None:
+        """As if somebody had deleted the index, or written over it."""
+        for path in self._folder.glob("index-*"):
+            with contextlib.suppress(OSError):
+                if self._source.random() < 0.5:
+                    path.unlink()
+                else:
+                    path.write_bytes(self._source.randbytes(5000))
+
+    def _look(self) -> None:
+        """See what a process finds that starts now, while nobody writes."""
+        actor = Actor(self._context, look, self._logs, self._folder, self._max_nbytes)
+        actor.process.join()
+        facts = {what: rest for what, *rest in self._note(actor) if what != "there"}
+        ...
