@@ -33,6 +33,7 @@ from mlx_paged.block_store.errors import BadBlockFileError, OtherVersionError
 
 MAGIC = b"MLXPGKV\n"
 VERSION = 1
+MOST_HASH_BYTES = 64
 
 Payload: TypeAlias = bytes | bytearray | memoryview
 
@@ -49,11 +50,14 @@ class BlockHeader:
     """Which block it is.
 
     Attributes:
-        block_hash: the chained hash under which it is found, at most 255 bytes.
+        block_hash: the chained hash under which it is found, of 1 to 64 bytes.
         parent_hash: that of the block before it, ``None`` for the first one of a sequence.
-        token_ids: its tokens.
+        token_ids: its tokens, as signed integers of at most 64 bits.
         first_token: the position of its first token in the sequence.
-        group: the group of layers whose rows it holds.
+        group: the group of layers whose rows it holds, below 65,536.
+
+    Raises:
+        ValueError: a hash is too long or empty, or a block its own parent.
     """
 
     block_hash: bytes
@@ -61,6 +65,13 @@ class BlockHeader:
     token_ids: tuple[int, ...]
     first_token: int
     group: int = 0
+
+    def __post_init__(self) -> None:
+        for block_hash in (self.block_hash, self.parent_hash or b"."):
+            if not 1 <= len(block_hash) <= MOST_HASH_BYTES:
+                raise ValueError(f"[block store] a hash of {len(block_hash)} bytes")
+        if self.block_hash == self.parent_hash:
+            raise ValueError(f"[block store] block {self.block_hash.hex()} is its own parent")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,13 +200,16 @@ def _file_header(data: bytes, num_payload_bytes: int, crc: int, payload_crc: int
     parent_end = hash_end + len_parent
     if len(data) != parent_end + 8 * num_tokens:
         raise BadBlockFileError("the lengths in its header contradict each other")
-    block = BlockHeader(
-        block_hash=data[_HEADER.size : hash_end],
-        parent_hash=data[hash_end:parent_end] or None,
-        token_ids=struct.unpack_from(f"<{num_tokens}q", data, parent_end),
-        first_token=first_token,
-        group=group,
-    )
+    try:
+        block = BlockHeader(
+            block_hash=data[_HEADER.size : hash_end],
+            parent_hash=data[hash_end:parent_end] or None,
+            token_ids=struct.unpack_from(f"<{num_tokens}q", data, parent_end),
+            first_token=first_token,
+            group=group,
+        )
+    except ValueError as error:
+        raise BadBlockFileError("the hashes in its header can't be") from error
     num_header_bytes = _PREFIX.size + len(data)
     return FileHeader(
         block, digest.hex(), created, ttl or None, num_header_bytes, num_payload_bytes, crc,

@@ -7,6 +7,7 @@ import hashlib
 import json
 
 from mlx_paged.argument_values import is_plain_integer
+from mlx_paged.block_store.block_file import VERSION
 from mlx_paged.block_store.errors import BlockStoreError
 from mlx_paged.errors import shown
 
@@ -50,9 +51,10 @@ class Fingerprint:
         return digest
 
     def _sha256(self) -> str:
+        # Files in another format have folders of their own, too.
         fields = dataclasses.asdict(self)
         del fields["model_name"]
-        text = json.dumps(["mlx_paged.fingerprint.v1", fields], sort_keys=True)
+        text = json.dumps(["mlx_paged.fingerprint", VERSION, fields], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:DIGEST_LENGTH]
 
     def as_json(self) -> str:

@@ -18,7 +18,6 @@ import itertools
 import os
 import re
 import stat
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -42,8 +41,9 @@ _TAG = """Signature: 8a477f597d28d172789f06886806bc55
 # This folder holds K/V blocks of mlx_paged, which are computed again when they are missing.
 """
 _DIGEST = re.compile(rf"[0-9a-f]{{{DIGEST_LENGTH}}}")
-_SHARD = re.compile(r"[0-9a-f]{2}")
-_BLOCK = re.compile(r"((?:[0-9a-f]{2})+)" + re.escape(BLOCK_SUFFIX))
+_HASH = r"((?:[0-9a-f]{2})+)"
+_BLOCK = re.compile(_HASH + re.escape(BLOCK_SUFFIX))
+_PIN = re.compile(_HASH + re.escape(PIN_SUFFIX))
 _ASIDE_SUFFIX = ".tmp"
 _ASIDE = re.compile(r"\..*\.(\d+)-([0-9a-f]+)-\d+" + re.escape(_ASIDE_SUFFIX))
 _MOST_SECONDS_OF_A_WRITE = 3600.0
@@ -77,18 +77,36 @@ class BlockLayout:
         name = block_hash.hex()
         return f"{self.blocks}/{digest}/{name[:2]}/{name}{BLOCK_SUFFIX}"
 
+    def pin(self, digest: str, block_hash: bytes) -> str:
+        """The file that pins a block."""
+        return f"{self.pins(digest)}/{block_hash.hex()}{PIN_SUFFIX}"
+
     def digests(self) -> list[str]:
         """The digests of all fingerprints that have a folder."""
-        return _names(self.blocks, _DIGEST)
+        try:
+            return sorted(name for name in os.listdir(self.blocks) if is_digest(name))
+        except OSError:
+            return []
 
-    def shards(self, digest: str) -> list[str]:
-        """The folders of two digits that a fingerprint's blocks lie in."""
-        return _names(self.of(digest), _SHARD)
+    def shard(self, digest: str, first_byte: int) -> Path:
+        """The folder of the blocks whose hash begins with a byte."""
+        return self.blocks / digest / f"{first_byte:02x}"
+
+
+def is_digest(name: str) -> bool:
+    """Whether a name is that of a fingerprint's folder."""
+    return _DIGEST.fullmatch(name) is not None
 
 
 def block_hash_of(name: str) -> bytes | None:
     """The hash that the name of a file stands for; ``None`` if it isn't the name of a block."""
     match = _BLOCK.fullmatch(name)
+    return bytes.fromhex(match[1]) if match else None
+
+
+def pinned_hash_of(name: str) -> bytes | None:
+    """The hash of the block that a file pins; ``None`` if it isn't the name of a pin."""
+    match = _PIN.fullmatch(name)
     return bytes.fromhex(match[1]) if match else None
 
 
@@ -112,9 +130,9 @@ def make_folder(folder: Path) -> None:
         _tighten(folder)
         make_private_folder(folder / BLOCKS_NAME)
         _tighten(folder / BLOCKS_NAME)
-        probe = folder / BLOCKS_NAME / f".{os.getpid()}-{threading.get_ident()}.probe"
-        os.close(create_file(str(probe)))
-        probe.unlink()
+        probe = _name_aside(str(folder / BLOCKS_NAME), "probe")
+        os.close(create_file(probe))
+        os.unlink(probe)
         _write_tag(folder)
     except OSError as error:
         raise BlockStoreError(f"{folder} can't be used: {system_reason(error)}") from error
@@ -125,18 +143,28 @@ def _check_owner(folder: Path) -> None:
         raise BlockStoreError(f"{folder} belongs to another user, who could alter what is in it")
 
 
+def check_is_ours(folder: Path) -> None:
+    """Raises BlockStoreError if a folder isn't one of blocks, and OSError if it can't be listed."""
+    if not _has_tag(folder) and BLOCKS_NAME not in os.listdir(folder):
+        raise BlockStoreError(f"{folder} is no folder of K/V blocks")
+
+
 def _check_content(folder: Path) -> None:
-    try:
-        if (folder / TAG_NAME).read_text().startswith(_TAG):
-            return
-    except (OSError, ValueError):
-        pass
+    if _has_tag(folder):
+        return
     other = [name for name in os.listdir(folder) if not _OWN_NAMES.fullmatch(name)]
     if other:
         raise BlockStoreError(
             f"{folder} holds other things, such as {shown(min(other))}; name a new folder, or an "
             "empty one"
         )
+
+
+def _has_tag(folder: Path) -> bool:
+    try:
+        return (folder / TAG_NAME).read_text(encoding="utf-8") == _TAG
+    except (OSError, ValueError):
+        return False
 
 
 def _write_tag(folder: Path) -> None:
@@ -190,7 +218,7 @@ def write_aside(path: str, pieces: Sequence[bytes | bytearray | memoryview]) -> 
         OSError: it could not be written; nothing is left of it.
     """
     folder, name = os.path.split(path)
-    aside = f"{folder}/.{name[:16]}.{os.getpid()}-{_THIS_PROCESS}-{next(_numbers)}{_ASIDE_SUFFIX}"
+    aside = _name_aside(folder, name)
     file = create_file(aside)
     try:
         try:
@@ -202,6 +230,11 @@ def write_aside(path: str, pieces: Sequence[bytes | bytearray | memoryview]) -> 
         with contextlib.suppress(OSError):
             os.unlink(aside)
         raise
+
+
+def _name_aside(folder: str, name: str) -> str:
+    number = f"{os.getpid()}-{_THIS_PROCESS}-{next(_numbers)}"
+    return f"{folder}/.{name[:16]}.{number}{_ASIDE_SUFFIX}"
 
 
 def _write(file: int, pieces: Sequence[bytes | bytearray | memoryview]) -> None:
@@ -241,10 +274,3 @@ def _is_alive(process: int) -> bool:
     except (OSError, OverflowError):
         return True
     return True
-
-
-def _names(folder: Path, pattern: re.Pattern[str]) -> list[str]:
-    try:
-        return sorted(name for name in os.listdir(folder) if pattern.fullmatch(name))
-    except OSError:
-        return []

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import os
+import sqlite3
+import stat
 import threading
 import time
-from collections.abc import Iterable
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
+from mlx_paged.argument_values import check_integer
 from mlx_paged.block_store.block_file import BlockHeader, Payload, encode_header, read_block
 from mlx_paged.block_store.errors import BadBlockFileError, BlockStoreError, OtherVersionError
 from mlx_paged.block_store.fingerprint import Fingerprint
+from mlx_paged.block_store.index import BlockName, Index, IndexRow, nbytes_on_disk
+from mlx_paged.block_store.inventory import Inventory, Pause
 from mlx_paged.block_store.layout import (
     FINGERPRINT_NAME,
     BlockLayout,
@@ -18,7 +27,15 @@ from mlx_paged.block_store.layout import (
     make_private_folder,
     write_aside,
 )
-from mlx_paged.errors import system_reason
+from mlx_paged.block_store.reconcile import last_use
+from mlx_paged.errors import reason, shown, system_reason
+
+_ROWS_AT_A_TIME = 64
+_MOST_SECONDS_BETWEEN_SWEEPS = 60.0
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+# The process is short of something, or this one file can't be: the next may do.
+_PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EISDIR})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,22 +62,35 @@ class BlockStoreStats:
     num_evicted: int = 0
 
 
+@dataclasses.dataclass(frozen=True)
+class _Use:
+    block_hashes: tuple[bytes, ...]
+    time: float
+
+
+@dataclasses.dataclass(frozen=True)
+class _Loss:
+    name: BlockName
+
+
 class BlockStore:
     """Blocks of one fingerprint in a folder that several processes use at once.
 
     Any thread may call anything. ``has``, ``get`` and ``note_used`` never wait for a write or for
-    the index; ``put`` and ``tend`` may take long, and are the writer's.
+    the index; ``put``, ``tend`` and ``close`` may take long, and are the writer's.
 
-    No method raises for what the disk does. When it fails, ``failure`` says why, and from then on
-    nothing is found and nothing is written.
+    No method raises for what the disk does. A file that is no good is removed, and is a miss. When
+    the disk itself fails, ``failure`` says why, and from then on nothing is found and nothing is
+    written. A full disk is a failure if evicting blocks doesn't help.
 
     Args:
         folder: made, with the rights 0700, if it isn't there.
-        max_nbytes: what all blocks in the folder may take, whatever their fingerprint.
+        max_nbytes: what all blocks in the folder may take, whatever their fingerprint. Processes
+            that use a folder should agree on it: each one keeps to its own.
         fingerprint: what the blocks depend on beside their tokens.
         ttl: seconds after its last use at which a block isn't found any more, and is removed. It
             holds for the blocks that are written here, and in this process for all of this
-            fingerprint.
+            fingerprint. Pinned blocks stay.
 
     Raises:
         BlockStoreError: the folder can't be used (``cache_dir``), or a limit is no limit
@@ -75,37 +105,62 @@ class BlockStore:
         ttl: float | None = None,
     ) -> None:
         self.layout = BlockLayout(folder)
-        self.max_nbytes = max_nbytes
+        self.max_nbytes = check_integer("block store", "cache_dir_size", max_nbytes, low=1)
+        self.ttl = _checked_ttl(ttl)
         self.fingerprint = fingerprint
-        self.ttl = ttl
         self._digest = fingerprint.digest
-        self._failure: str | None = None
-        self._lock = threading.Lock()
-        self._stats = BlockStoreStats()
         make_folder(self.layout.folder)
         try:
-            make_private_folder(self.layout.of(self._digest))
-            text = fingerprint.as_json().encode()
-            write_aside(str(self.layout.of(self._digest) / FINGERPRINT_NAME), [text])
+            self._make_fingerprint_folder()
         except OSError as error:
             why = system_reason(error)
             raise BlockStoreError(f"{self.layout.folder} can't be used: {why}") from error
+        self._inventory = Inventory(self.layout)
+        self._is_off = False
+        self._failure: str | None = None
+        self._lock = threading.Lock()  # of the counters
+        self._counts: Counter[str] = Counter()
+        self._writing = threading.RLock()
+        self._changes: deque[IndexRow | _Use | _Loss] = deque()
+        self._num_noted = self._nbytes_noted = 0  # of rows among the changes
+        self._totals = self._inventory.glance()
+        self._swept = -float("inf")
 
     def has(self, block_hash: bytes) -> bool:
         """Whether the block lies there, by its name alone; it may still turn out to be unreadable.
         One ``stat``.
         """
-        return self._failure is None and os.path.isfile(self._path(block_hash))
+        if self._is_off:
+            return False
+        try:
+            status = os.lstat(self._path(block_hash))
+        except OSError:
+            return False
+        if not stat.S_ISREG(status.st_mode):
+            return False
+        return self.ttl is None or not self._is_over(block_hash, status.st_mtime, None)
 
     def get(self, block_hash: bytes) -> bytes | None:
         """The payload of a block, checked; ``None`` if it isn't there. A bad file is removed."""
-        if self._failure is not None:
+        if self._is_off:
             return None
         try:
-            _, payload, _ = read_block(self._path(block_hash), self._digest, block_hash)
-        except (BadBlockFileError, OtherVersionError, OSError):
+            header, payload, last_used = read_block(
+                self._path(block_hash), self._digest, block_hash
+            )
+        except (FileNotFoundError, NotADirectoryError, OtherVersionError):
             return None
-        self.count(num_hits=1)
+        except OSError as error:
+            if error.errno not in _PASSING:
+                self._discard(block_hash, "num_corrupt")
+            return None
+        except BadBlockFileError:
+            self._discard(block_hash, "num_corrupt")
+            return None
+        if self._is_over(block_hash, last_used, header.ttl):
+            self._discard(block_hash, "num_evicted")
+            return None
+        self.count("num_hits")
         return payload
 
     def put(self, header: BlockHeader, payload: Payload) -> bool:
@@ -114,35 +169,50 @@ class BlockStore:
         Returns:
             Whether it lies in the folder now, written just now or before.
         """
-        if self._failure is not None:
+        if self._is_off:
             return False
         if self.has(header.block_hash):
             return True
-        path = self._path(header.block_hash)
-        prefix = encode_header(header, self._digest, time.time(), self.ttl, payload)
-        try:
-            make_private_folder(os.path.dirname(path))
-            write_aside(path, [prefix, payload])
-        except OSError as error:
-            self.fail(f"a block could not be written: {system_reason(error)}")
-            return False
-        self.count(num_written=1)
-        return True
+        is_written = False
+        with self._writing, self._failing("a block could not be written"):
+            is_written = self._write(header, payload)
+        self.count("num_written" if is_written else "num_dropped")
+        return is_written
 
     def note_used(self, block_hashes: Iterable[bytes]) -> None:
         """Say that blocks were of use: whole prefixes, first block first, whether they were found
         in memory or on disk. They stay longest, and their time starts again. It is remembered here
         and written down by ``tend``.
         """
+        if not self._is_off:
+            self._changes.append(_Use(tuple(block_hashes), time.time()))
 
-    def tend(self) -> None:
+    def tend(self, pause: Pause | None = None) -> None:
         """Write down what has happened, and bring the folder within its limits. The writer calls it
-        when it has nothing to write.
+        when it has nothing to write, and every few seconds.
+
+        Args:
+            pause: called every few milliseconds of long work, without a lock. What it raises ends
+                the work, which is taken up again next time.
         """
+        if self._is_off:
+            return
+        # Finish a listing of the files first, without the lock that a put takes.
+        with self._failing("the index could not be made"):
+            self._inventory.act(Index.totals, pause)
+        with self._writing, self._failing("the folder could not be tended"):
+            self._settle()
+            self._make_room(0, pause)
+            self._sweep()
+            self._inventory.list_again_if_alone()
 
     def close(self) -> None:
         """Write down what has happened and let go of the index. Nothing is found any more."""
-        self._failure = self._failure or "it is closed"
+        if not self._is_off:
+            with self._writing, self._failing("the folder could not be tended"):
+                self._settle()
+        self._is_off = True
+        self._inventory.close()
 
     @property
     def failure(self) -> str | None:
@@ -152,17 +222,177 @@ class BlockStore:
     def fail(self, why: str) -> None:
         """Give up, for the reason given; the first one stays."""
         with self._lock:
+            self._is_off = True
             self._failure = self._failure or f"[block store] {self.layout.folder}: {why}"
 
     def stats(self) -> BlockStoreStats:
-        return self._stats
-
-    def count(self, **counts: int) -> None:
-        """Add to counters of ``stats``."""
+        """What is known now; sums of the folder are as of the last write or ``tend``."""
+        num_blocks, nbytes = self._totals
         with self._lock:
-            old = dataclasses.asdict(self._stats)
-            added = {name: old[name] + number for name, number in counts.items()}
-            self._stats = dataclasses.replace(self._stats, **added)
+            return BlockStoreStats(num_blocks=num_blocks, nbytes=nbytes, **self._counts)
+
+    def count(self, name: str, number: int = 1) -> None:
+        """Add to a counter of ``stats``."""
+        with self._lock:
+            self._counts[name] += number
 
     def _path(self, block_hash: bytes) -> str:
         return self.layout.block(self._digest, block_hash)
+
+    def _is_over(self, block_hash: bytes, last_used: float, ttl: float | None) -> bool:
+        ttls = [limit for limit in (ttl, self.ttl) if limit is not None]
+        if not ttls or time.time() - last_used <= min(ttls):
+            return False
+        return not self._inventory.pins.keeps((self._digest, block_hash))
+
+    def _discard(self, block_hash: bytes, counter: str) -> None:
+        """Remove a file that can't be used."""
+        try:
+            os.unlink(self._path(block_hash))
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+            return
+        except PermissionError as error:
+            # macOS says so of a folder in a file's place.
+            if not os.path.isdir(self._path(block_hash)):
+                self.fail(f"a bad block could not be removed: {system_reason(error)}")
+            return
+        except OSError as error:
+            self.fail(f"a bad block could not be removed: {system_reason(error)}")
+            return
+        self.count(counter)
+        self._changes.append(_Loss((self._digest, block_hash)))
+
+    def _write(self, header: BlockHeader, payload: Payload) -> bool:
+        now = time.time()
+        prefix = encode_header(header, self._digest, now, self.ttl, payload)
+        nbytes = nbytes_on_disk(len(prefix) + memoryview(payload).nbytes)
+        if nbytes > self.max_nbytes or not self._make_room(nbytes):
+            return False
+        self._write_file(header.block_hash, [prefix, payload], nbytes)
+        self._changes.append(
+            IndexRow(
+                self._digest,
+                header.block_hash,
+                parent_hash=header.parent_hash,
+                first_token=header.first_token,
+                num_tokens=len(header.token_ids),
+                group=header.group,
+                nbytes=nbytes,
+                created=now,
+                ttl=self.ttl,
+                last_used=now,
+            )
+        )
+        self._num_noted += 1
+        self._nbytes_noted += nbytes
+        self._totals = self._totals[0] + 1, self._totals[1] + nbytes
+        if len(self._changes) >= _ROWS_AT_A_TIME:
+            self._settle()
+        return True
+
+    def _write_file(self, block_hash: bytes, pieces: list[Payload], nbytes: int) -> None:
+        path = self._path(block_hash)
+        try:
+            try:
+                write_aside(path, pieces)
+            except FileNotFoundError:
+                # Nobody has needed this folder of two digits before, or all are gone.
+                self._make_fingerprint_folder()
+                make_private_folder(os.path.dirname(path))
+                write_aside(path, pieces)
+        except OSError as error:
+            if error.errno not in _FULL or not self._evict(2 * nbytes):
+                raise
+            write_aside(path, pieces)
+
+    def _make_fingerprint_folder(self) -> None:
+        folder = self.layout.of(self._digest)
+        make_private_folder(folder)
+        path = folder / FINGERPRINT_NAME
+        text = self.fingerprint.as_json()
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            if path.read_text() == text:
+                return
+        write_aside(str(path), [text.encode()])
+
+    def _make_room(self, nbytes: int, pause: Pause | None = None) -> bool:
+        """Evict until ``nbytes`` more are within the limit; whether they are."""
+        self._totals = self._known_totals()
+        if self._totals[1] + nbytes <= self.max_nbytes:
+            return True
+        self._settle()
+        self._totals = self._inventory.act(Index.totals)
+        excess = self._totals[1] + nbytes - self.max_nbytes
+        return excess <= 0 or self._evict(excess, pause) >= excess
+
+    def _known_totals(self) -> tuple[int, int]:
+        num_blocks, nbytes = self._inventory.act(Index.totals)
+        return num_blocks + self._num_noted, nbytes + self._nbytes_noted
+
+    def _evict(self, nbytes: int, pause: Pause | None = None) -> int:
+        self._settle()
+        num_evicted, num_freed = self._inventory.evict(nbytes, pause)
+        self.count("num_evicted", num_evicted)
+        self._totals = self._inventory.act(Index.totals)
+        return num_freed
+
+    def _sweep(self) -> None:
+        interval = min(_MOST_SECONDS_BETWEEN_SWEEPS, (self.ttl or float("inf")) / 4)
+        if time.monotonic() - self._swept < interval:
+            return
+        self._swept = time.monotonic()
+        self.count("num_evicted", self._inventory.sweep(self._digest, self.ttl))
+        self._totals = self._inventory.act(Index.totals)
+
+    def _settle(self) -> None:
+        """Write down what was written, used and lost since the last time."""
+        while self._inventory.bad_files:
+            self._inventory.bad_files.pop()
+            self.count("num_corrupt")
+        changes = [self._changes.popleft() for _ in range(len(self._changes))]
+        self._num_noted = self._nbytes_noted = 0
+        if not changes:
+            return
+        for change in changes:
+            if isinstance(change, _Use):
+                self._set_times(change)
+        self._inventory.act(lambda index: self._note_down(index, changes))
+
+    def _set_times(self, use: _Use) -> None:
+        # The time of a file outlives the index.
+        for block_hash in use.block_hashes:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                times = (use.time, use.time)
+                os.utime(self._path(block_hash), times, follow_symlinks=False)
+
+    def _note_down(self, index: Index, changes: list[IndexRow | _Use | _Loss]) -> None:
+        with index.transaction():
+            for change in changes:
+                match change:
+                    case IndexRow():
+                        index.add([change])
+                    case _Use(block_hashes, used):
+                        index.note_used(self._digest, block_hashes, used)
+                    case _Loss(name):
+                        # It may have been written again since.
+                        if last_use(self.layout.block(*name)) is None:
+                            index.remove([name])
+
+    @contextmanager
+    def _failing(self, what: str) -> Iterator[None]:
+        """Turn what the disk does into ``failure``, or into nothing if it may pass."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in _PASSING:
+                self.fail(f"{what}: {system_reason(error)}")
+        except sqlite3.Error as error:
+            self.fail(f"{what}: {reason(error)}")
+
+
+def _checked_ttl(ttl: float | None) -> float | None:
+    if ttl is None or (isinstance(ttl, (int, float)) and 0 < ttl < float("inf")):
+        return ttl
+    raise BlockStoreError(
+        f"cache_dir_ttl must be a positive number of seconds, got {shown(ttl)}", "cache_dir_ttl"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 import weakref
@@ -11,12 +12,20 @@ from mlx_paged.block_store.block_file import BlockHeader, Payload
 from mlx_paged.block_store.store import BlockStore
 from mlx_paged.errors import reason
 
+_SECONDS_TO_END = 2.0
+_SECONDS_BETWEEN_TENDS = 5.0
+_SECONDS_OF_A_PAUSE = 0.001
+
 
 class BlockWriter:
     """Writes what it is offered to a store, in order, in one daemon thread of its own.
 
-    The thread ends with ``close``, with the writer, or with the interpreter, after what was queued
-    by then; in the last two cases it has two seconds. It doesn't survive a fork.
+    The same thread looks after the folder: it lists the files when it starts, a little at a time,
+    notes down what was used, and keeps the limits. Nothing is written before it knows what is
+    there.
+
+    The thread ends with ``close``, with the writer, or with the interpreter; first it writes what
+    is queued, for which it has two seconds at exit. It doesn't survive a fork.
 
     Args:
         max_queued_nbytes: of payloads that wait. One is always taken, however large it is.
@@ -27,9 +36,10 @@ class BlockWriter:
         self._thread = threading.Thread(
             target=self._queue.run, name="mlx_paged block writer", daemon=True
         )
+        _running.add(self._queue)
         self._thread.start()
-        # At exit, too.
-        self._finalizer = weakref.finalize(self, _end, self._queue, self._thread, _SECONDS_AT_EXIT)
+        self._stop = weakref.finalize(self, self._queue.stop)
+        self._stop.atexit = False
 
     def offer(self, header: BlockHeader, payload: Payload) -> bool:
         """Queue a block; never waits. The payload must not change any more.
@@ -41,30 +51,25 @@ class BlockWriter:
         return self._queue.append(header, payload)
 
     def flush(self, timeout: float) -> bool:
-        """Wait, for ``timeout`` seconds at most, until all that was offered is written; whether it
-        is.
+        """Wait, for ``timeout`` seconds at most, until all that was offered and noted as used is
+        written; whether it is.
         """
-        return self._queue.wait_until_empty(timeout)
+        return self._queue.flush(timeout)
 
-    def close(self, timeout: float = 2.0) -> bool:
+    def close(self, timeout: float = _SECONDS_TO_END) -> bool:
         """Take nothing more, write what is queued for at most ``timeout`` seconds, drop the rest.
 
         Returns:
             Whether everything was written. May be called again.
         """
-        self._finalizer.detach()
-        return _end(self._queue, self._thread, timeout)
+        deadline = time.monotonic() + timeout
+        is_written = self._queue.close(timeout)
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        return is_written
 
 
-_SECONDS_AT_EXIT = 2.0
-
-
-def _end(queue: _Queue, thread: threading.Thread, timeout: float) -> bool:
-    deadline = time.monotonic() + timeout
-    is_empty = queue.close(timeout)
-    if thread is not threading.current_thread():
-        thread.join(max(0.0, deadline - time.monotonic()))
-    return is_empty
+class _Closing(Exception):
+    """Nothing waits to be written any more, and somebody waits for the thread to end."""
 
 
 class _Queue:
@@ -76,7 +81,8 @@ class _Queue:
         self._changed = threading.Condition()
         self._waiting: deque[tuple[BlockHeader, Payload]] = deque()
         self._nbytes = 0
-        self._is_busy = False
+        self._must_tend = True
+        self._is_busy = True
         self._is_closed = False
 
     def append(self, header: BlockHeader, payload: Payload) -> bool:
@@ -86,48 +92,103 @@ class _Queue:
             if has_room and not self._is_closed and self._store.failure is None:
                 self._waiting.append((header, payload))
                 self._nbytes += nbytes
+                self._must_tend = True
                 self._changed.notify_all()
                 return True
-        self._store.count(num_dropped=1)
+        self._store.count("num_dropped")
         return False
 
-    def wait_until_empty(self, timeout: float) -> bool:
+    def flush(self, timeout: float) -> bool:
         with self._changed:
-            return self._changed.wait_for(lambda: not self._waiting and not self._is_busy, timeout)
+            self._must_tend = not self._is_closed
+            self._changed.notify_all()
+            return self._changed.wait_for(self._is_at_rest, timeout)
 
-    def close(self, timeout: float) -> bool:
+    def stop(self) -> None:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-        is_empty = self.wait_until_empty(timeout)
+
+    def close(self, timeout: float) -> bool:
+        self.stop()
         with self._changed:
+            is_at_rest = self._changed.wait_for(self._is_at_rest, timeout)
             num_dropped = len(self._waiting)
             self._waiting.clear()
             self._nbytes = 0
-        self._store.count(num_dropped=num_dropped)
-        return is_empty
+        self._store.count("num_dropped", num_dropped)
+        return is_at_rest
 
     def run(self) -> None:
-        while (item := self._next()) is not None:
-            try:
-                self._store.put(*item)
-                with self._changed:
-                    is_last = not self._waiting
-                if is_last:
-                    self._store.tend()
-            except Exception as error:
-                # Nobody reads what a thread raises; a store that has failed says so.
-                self._store.fail(f"the writer's thread stopped: {reason(error)}")
-            del item
+        self._tend()  # list the files while there is nothing to write yet
+        while self._wait():
+            block = self._next()
+            if block is None:
+                self._tend()
+            else:
+                self._write(*block)
+        self._tend()
+        with self._changed:
+            self._is_busy = self._must_tend = False
+            self._changed.notify_all()
+        _running.discard(self)
+
+    def _is_at_rest(self) -> bool:
+        return not (self._waiting or self._must_tend or self._is_busy)
+
+    def _wait(self) -> bool:
+        """Wait until there is something to do; whether there is, rather than an end."""
+        with self._changed:
+            if not (self._waiting or self._must_tend or self._is_closed):
+                self._is_busy = False
+                self._changed.notify_all()
+                self._changed.wait_for(
+                    lambda: self._waiting or self._must_tend or self._is_closed,
+                    _SECONDS_BETWEEN_TENDS,
+                )
+            self._is_busy = True
+            return bool(self._waiting) or not self._is_closed
 
     def _next(self) -> tuple[BlockHeader, Payload] | None:
         with self._changed:
-            self._is_busy = False
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._waiting or self._is_closed)
             if not self._waiting:
                 return None
-            self._is_busy = True
             header, payload = self._waiting.popleft()
             self._nbytes -= memoryview(payload).nbytes
             return header, payload
+
+    def _write(self, header: BlockHeader, payload: Payload) -> None:
+        try:
+            self._store.put(header, payload)
+        except Exception as error:
+            # Nobody reads what a thread raises; a store that has failed says so.
+            self._store.fail(f"a block could not be written: {reason(error)}")
+
+    def _tend(self) -> None:
+        with self._changed:
+            self._must_tend = False
+        try:
+            self._store.tend(self._pause)
+        except _Closing:
+            pass
+        except Exception as error:
+            self._store.fail(f"the folder could not be tended: {reason(error)}")
+
+    def _pause(self) -> None:
+        with self._changed:
+            if self._is_closed and not self._waiting:
+                raise _Closing
+        # Computing goes on meanwhile: a thread that runs Python all the time would hold it up.
+        time.sleep(_SECONDS_OF_A_PAUSE)
+
+
+_running: set[_Queue] = set()
+
+
+def _close_all() -> None:
+    deadline = time.monotonic() + _SECONDS_TO_END
+    for queue in list(_running):
+        queue.close(max(0.0, deadline - time.monotonic()))
+
+
+atexit.register(_close_all)

@@ -1,0 +1,329 @@
+"""``Index``: rows about the files, in SQLite, so that sums and ages are known without looking.
+
+It is only an index. Nothing is lost with it, since each row can be made from its file, and no read
+of a block asks it. Each method raises ``sqlite3.Error`` when the database fails; ``Inventory``
+deals with that.
+
+The least recently used block is looked for among those without children (``num_children`` is kept
+by triggers), so a prefix is evicted from its end, and an ancestor stays for as long as somebody may
+come to it through a block that was used later.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sqlite3
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from mlx_paged.block_store.layout import create_file, is_digest
+
+BlockName: TypeAlias = tuple[str, bytes]
+"""The digest of a fingerprint and the hash of a block: what names a file."""
+
+ALLOCATION_UNIT = 4096
+"""Bytes: file systems give a file a whole number of these."""
+
+_VERSION = 1
+_SIDE_FILES = ("-wal", "-shm", "-journal")
+
+_SCHEMA = f"""
+CREATE TABLE totals (num_blocks INTEGER NOT NULL, nbytes INTEGER NOT NULL);
+INSERT INTO totals VALUES (0, 0);
+CREATE TABLE blocks (
+    digest TEXT NOT NULL,
+    hash BLOB NOT NULL,
+    parent BLOB,
+    first_token INTEGER NOT NULL,
+    num_tokens INTEGER NOT NULL,
+    kv_group INTEGER NOT NULL,
+    nbytes INTEGER NOT NULL,
+    created REAL NOT NULL,
+    ttl REAL,
+    last_used REAL NOT NULL,
+    num_hits INTEGER NOT NULL,
+    num_children INTEGER NOT NULL,
+    PRIMARY KEY (digest, hash)
+) WITHOUT ROWID;
+CREATE INDEX children ON blocks (digest, parent) WHERE parent IS NOT NULL;
+CREATE INDEX leaves ON blocks (last_used, first_token DESC) WHERE num_children = 0;
+CREATE TRIGGER block_added AFTER INSERT ON blocks BEGIN
+    UPDATE totals SET num_blocks = num_blocks + 1, nbytes = nbytes + NEW.nbytes;
+    UPDATE blocks SET num_children = num_children + 1
+        WHERE digest = NEW.digest AND hash = NEW.parent;
+END;
+CREATE TRIGGER block_removed AFTER DELETE ON blocks BEGIN
+    UPDATE totals SET num_blocks = num_blocks - 1, nbytes = nbytes - OLD.nbytes;
+    UPDATE blocks SET num_children = num_children - 1
+        WHERE digest = OLD.digest AND hash = OLD.parent;
+END;
+CREATE TRIGGER block_resized AFTER UPDATE OF nbytes ON blocks BEGIN
+    UPDATE totals SET nbytes = nbytes + NEW.nbytes - OLD.nbytes;
+END;
+PRAGMA user_version = {_VERSION};
+"""
+
+_ADD = """
+INSERT INTO blocks
+SELECT :digest, :hash, :parent, :first_token, :num_tokens, :kv_group, :nbytes, :created, :ttl,
+    :last_used, :num_hits, (SELECT count(*) FROM blocks WHERE digest = :digest AND parent = :hash)
+WHERE true
+ON CONFLICT (digest, hash) DO UPDATE SET nbytes = excluded.nbytes, created = excluded.created,
+    ttl = excluded.ttl, last_used = excluded.last_used
+"""
+
+_COLUMNS = (
+    "digest, hash, parent, first_token, num_tokens, kv_group, nbytes, created, ttl, last_used, "
+    "num_hits"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class IndexRow:
+    """What is known of a block; ``nbytes`` is what its file takes on disk, see ``nbytes_on_disk``.
+
+    The other fields are those of ``Entry`` (folder.py).
+    """
+
+    digest: str
+    block_hash: bytes
+    parent_hash: bytes | None
+    first_token: int
+    num_tokens: int
+    group: int
+    nbytes: int
+    created: float
+    ttl: float | None
+    last_used: float
+    num_hits: int = 0
+
+    @property
+    def name(self) -> BlockName:
+        return self.digest, self.block_hash
+
+
+def nbytes_on_disk(num_bytes: int) -> int:
+    """What a file of ``num_bytes`` takes."""
+    return -(-num_bytes // ALLOCATION_UNIT) * ALLOCATION_UNIT
+
+
+class Index:
+    """The rows of one folder.
+
+    Args:
+        path: the database, made if it isn't there; ``None`` for one in memory, which other
+            processes know nothing of.
+        busy_seconds: how long to wait while another process writes.
+    """
+
+    def __init__(self, path: Path | None, busy_seconds: float) -> None:
+        self._path = path
+        if path is not None:
+            # Others may not read it, and SQLite gives its side files the same rights.
+            with suppress(OSError):
+                os.close(create_file(str(path)))
+        self._database = sqlite3.connect(
+            ":memory:" if path is None else path,
+            timeout=busy_seconds,
+            isolation_level=None,
+            check_same_thread=False,
+        )
+        try:
+            self._prepare()
+            self.totals()
+            self._files = self._files_now()
+        except BaseException:
+            self._database.close()
+            raise
+
+    def _prepare(self) -> None:
+        # Where the file system can't do it, SQLite keeps its older kind of journal.
+        self._database.execute("PRAGMA journal_mode = WAL").fetchall()
+        self._database.execute("PRAGMA synchronous = NORMAL")
+        with self.transaction():
+            (version,) = self._database.execute("PRAGMA user_version").fetchone()
+            if version == 0:
+                for statement in _statements(_SCHEMA):
+                    self._database.execute(statement)
+            elif version != _VERSION:
+                raise sqlite3.DatabaseError(f"the index has version {version}")
+
+    @property
+    def is_shared(self) -> bool:
+        return self._path is not None
+
+    def is_current(self) -> bool:
+        """Whether the files at its path are still those that it was opened with."""
+        return self._files == self._files_now()
+
+    def _files_now(self) -> list[tuple[int, int] | None]:
+        if self._path is None:
+            return []
+        return [_identity(f"{self._path}{suffix}") for suffix in ("", "-wal")]
+
+    def set_busy_seconds(self, seconds: float) -> None:
+        self._database.execute(f"PRAGMA busy_timeout = {round(seconds * 1000)}")
+
+    def close(self) -> None:
+        with suppress(sqlite3.Error):
+            self._database.close()
+
+    def _write(self, statement: str, parameters: Iterable[Any]) -> None:
+        if self._database.in_transaction:
+            self._database.executemany(statement, parameters)
+        else:
+            with self.transaction():
+                self._database.executemany(statement, parameters)
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """What is done inside is done as a whole, or not at all."""
+        self._database.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            with suppress(sqlite3.Error):
+                self._database.execute("ROLLBACK")
+            raise
+        self._database.execute("COMMIT")
+
+    def totals(self) -> tuple[int, int]:
+        """How many blocks there are, and what they take on disk."""
+        row = self._database.execute("SELECT num_blocks, nbytes FROM totals").fetchone()
+        match row:
+            case (int(num_blocks), int(nbytes)):
+                return num_blocks, nbytes
+        raise sqlite3.DatabaseError("the index has no sums")
+
+    def add(self, rows: Iterable[IndexRow]) -> None:
+        """Add rows, or what has changed of those that are there."""
+        self._write(_ADD, map(_as_parameters, rows))
+
+    def remove(self, names: Iterable[BlockName]) -> None:
+        self._write("DELETE FROM blocks WHERE digest = ? AND hash = ?", names)
+
+    def remove_digest(self, digest: str) -> None:
+        self._write("DELETE FROM blocks WHERE digest = ?", [(digest,)])
+
+    def clear(self) -> None:
+        self._write("DELETE FROM blocks WHERE ?", [(True,)])
+
+    def note_used(self, digest: str, block_hashes: Iterable[bytes], used: float) -> None:
+        """Count a hit for each block, at the time ``used``."""
+        self._write(
+            "UPDATE blocks SET last_used = max(last_used, ?), num_hits = num_hits + 1 "
+            "WHERE digest = ? AND hash = ?",
+            ((used, digest, block_hash) for block_hash in block_hashes),
+        )
+
+    def set_last_used(self, uses: Iterable[tuple[BlockName, float]]) -> None:
+        self._write(
+            "UPDATE blocks SET last_used = ? WHERE digest = ? AND hash = ?",
+            ((last_used, *name) for name, last_used in uses),
+        )
+
+    def oldest_leaves(
+        self, nbytes: int, is_kept: Callable[[BlockName], bool]
+    ) -> dict[BlockName, int]:
+        """Blocks without children, the least recently used first, until they take ``nbytes``
+        together, and what each takes. Those that ``is_kept`` are left out.
+        """
+        leaves: dict[BlockName, int] = {}
+        cursor = self._database.execute(
+            "SELECT digest, hash, nbytes FROM blocks WHERE num_children = 0 "
+            "ORDER BY last_used, first_token DESC"
+        )
+        with closing(cursor):
+            for digest, block_hash, size in cursor:
+                name = _checked_name(digest, block_hash)
+                if not is_kept(name):
+                    leaves[name] = size
+                    nbytes -= size
+                    if nbytes <= 0:
+                        break
+        return leaves
+
+    def expired(self, now: float, digest: str, ttl: float | None) -> list[tuple[BlockName, float]]:
+        """Blocks whose time is over by what their writer said, or, of one fingerprint, by ``ttl``;
+        with their last use.
+        """
+        rows = self._database.execute(
+            "SELECT digest, hash, last_used FROM blocks WHERE last_used + ttl < ? "
+            "OR (digest = ? AND last_used + ? < ?)",
+            (now, digest, ttl, now),
+        )
+        return [(_checked_name(digest, block_hash), used) for digest, block_hash, used in rows]
+
+    def digests(self) -> set[str]:
+        return {
+            digest for (digest,) in self._database.execute("SELECT DISTINCT digest FROM blocks")
+        }
+
+    def shard(self, digest: str, first_byte: int) -> dict[bytes, tuple[int, float]]:
+        """Of the blocks whose hash begins with a byte: what they take, and their last use."""
+        # Hashes are at most 255 bytes long.
+        last = bytes([first_byte]) + b"\xff" * 255
+        rows = self._database.execute(
+            "SELECT hash, nbytes, last_used FROM blocks WHERE digest = ? AND hash BETWEEN ? AND ?",
+            (digest, bytes([first_byte]), last),
+        )
+        return {block_hash: (nbytes, last_used) for block_hash, nbytes, last_used in rows}
+
+    def rows(self) -> list[IndexRow]:
+        """All of them; of each fingerprint parents before children."""
+        rows = self._database.execute(
+            f"SELECT {_COLUMNS} FROM blocks ORDER BY digest, first_token, hash"
+        )
+        return [IndexRow(*_checked_name(*row[:2]), *row[2:]) for row in rows]
+
+
+def delete_index(path: Path) -> None:
+    """Remove a database that is broken. Raises OSError."""
+    # The database last: one that another process makes then finds nothing of the old one.
+    for name in (*(f"{path}{suffix}" for suffix in _SIDE_FILES), str(path)):
+        with suppress(FileNotFoundError):
+            os.unlink(name)
+
+
+def _as_parameters(row: IndexRow) -> dict[str, object]:
+    return {
+        "digest": row.digest,
+        "hash": row.block_hash,
+        "parent": row.parent_hash,
+        "first_token": row.first_token,
+        "num_tokens": row.num_tokens,
+        "kv_group": row.group,
+        "nbytes": row.nbytes,
+        "created": row.created,
+        "ttl": row.ttl,
+        "last_used": row.last_used,
+        "num_hits": row.num_hits,
+    }
+
+
+def _checked_name(digest: object, block_hash: object) -> BlockName:
+    # Files are removed by what stands here, and any bit of it may be broken.
+    if isinstance(digest, str) and isinstance(block_hash, bytes) and is_digest(digest):
+        return digest, block_hash
+    raise sqlite3.DatabaseError("the index has a row of no block")
+
+
+def _identity(path: str) -> tuple[int, int] | None:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _statements(script: str) -> Iterator[str]:
+    """The statements of a script; ``executescript`` would end the transaction."""
+    statement = ""
+    for line in script.splitlines(keepends=True):
+        statement += line
+        if sqlite3.complete_statement(statement):
+            yield statement
+            statement = ""
