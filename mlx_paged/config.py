@@ -20,6 +20,7 @@ DEFAULT_BACKEND = "auto"
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 DEFAULT_MAX_NUM_MIXED_TOKENS = 512
 DEFAULT_NUM_SINK_TOKENS = 4
+DEFAULT_CACHE_DIR_SIZE = "20G"
 MAX_WINDOW = 2**31
 # The query run of a request with drafts: kernels attend to runs of up to 8 tokens.
 MAX_DRAFT_TOKENS = 7
@@ -32,6 +33,12 @@ _BUDGET = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(blocks?|[kmgt]?i?b?)\s*", re.IGNORE
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _MAX_BUDGET = 2**63
 BUDGET_NOTATION = "bytes (65536, 512M, 2G) or whole blocks (256blocks), within 1..2**63"
+NBYTES_NOTATION = "bytes (65536, 512M, 2G), within 1..2**63"
+
+_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([smhdw]?)\s*", re.IGNORECASE)
+_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+_MAX_SECONDS = 100 * 365.25 * 86_400
+DURATION_NOTATION = "seconds (90, 90s), minutes, hours, days or weeks (30m, 12h, 7d, 2w)"
 
 
 @dataclass(frozen=True)
@@ -52,17 +59,64 @@ class KVBudget:
         Raises:
             ArgumentError: the text is none of these, not positive, or too large.
         """
-        is_integer = isinstance(text, numbers.Integral) and not isinstance(text, bool)
-        match = _BUDGET.fullmatch(str(text)) if is_integer or isinstance(text, str) else None
-        if match is not None:
-            unit = match[2].lower()
-            is_blocks = unit.startswith("block")
-            count = float(match[1]) * (1 if is_blocks else _UNITS[unit.rstrip("ib")])
-            if 1 <= count < _MAX_BUDGET and (count.is_integer() or not is_blocks):
-                return cls(num_blocks=int(count)) if is_blocks else cls(nbytes=int(count))
+        budget = _read_budget(text)
+        if budget is None:
+            raise ArgumentError(
+                f"[kv cache] {argument} must be {BUDGET_NOTATION}, got {shown(text)}", argument
+            )
+        return budget
+
+
+def _read_budget(text: object) -> KVBudget | None:
+    is_integer = isinstance(text, numbers.Integral) and not isinstance(text, bool)
+    match = _BUDGET.fullmatch(str(text)) if is_integer or isinstance(text, str) else None
+    if match is None:
+        return None
+    unit = match[2].lower()
+    is_blocks = unit.startswith("block")
+    count = float(match[1]) * (1 if is_blocks else _UNITS[unit.rstrip("ib")])
+    if not 1 <= count < _MAX_BUDGET or (is_blocks and not count.is_integer()):
+        return None
+    return KVBudget(num_blocks=int(count)) if is_blocks else KVBudget(nbytes=int(count))
+
+
+def parse_nbytes(text: str | int, argument: str) -> int:
+    """A number of bytes in the notation of budgets: ``"512M"``, ``"2G"``, ``65536``.
+
+    Args:
+        argument: the name of the argument that has it, for the error.
+
+    Raises:
+        ArgumentError: the text is no such number, or says blocks.
+    """
+    budget = _read_budget(text)
+    if budget is None or budget.nbytes is None:
         raise ArgumentError(
-            f"[kv cache] {argument} must be {BUDGET_NOTATION}, got {shown(text)}", argument
+            f"[engine] {argument} must be {NBYTES_NOTATION}, got {shown(text)}", argument
         )
+    return budget.nbytes
+
+
+def parse_duration(given: str | float, argument: str) -> float:
+    """Seconds, from ``"90s"``, ``"30m"``, ``"12h"``, ``"7d"``, ``"2w"`` or a number of seconds.
+
+    Args:
+        argument: the name of the argument that has it, for the error.
+
+    Raises:
+        ArgumentError: it is none of these, not positive, or more than 100 years.
+    """
+    seconds = 0.0
+    if isinstance(given, str) and (match := _DURATION.fullmatch(given)) is not None:
+        seconds = float(match[1]) * _SECONDS[match[2].lower()]
+    elif isinstance(given, numbers.Real) and not isinstance(given, bool):
+        seconds = float(given)
+    if not 0 < seconds <= _MAX_SECONDS:
+        raise ArgumentError(
+            f"[engine] {argument} must be {DURATION_NOTATION}, above 0, got {shown(given)}",
+            argument,
+        )
+    return seconds
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ def _by_name(names_of: Mapping[str, str]) -> dict[str, str]:
 OTHER_NAMES = _by_name(
     {
         "adapter_path": "lora_request enable_lora lora_path adapter max_loras",
+        "cache_dir": "kv_transfer_config hicache_storage_backend slot_save_path",
         "draft_model": "speculative_model assistant_model",
         "enable_prefix_caching": "enable_prefix_cache",
         "kv_format": "kv_bits kv_cache_dtype type_k type_v",
@@ -114,7 +115,7 @@ ADVICE = _by_name(
             "tokenizer_revision skip_tokenizer_init"
         ),
         "code of a model's repository is never run; leave it out": "trust_remote_code",
-        "the Hugging Face cache is used, set HF_HOME": "download_dir cache_dir",
+        "the Hugging Face cache is used, set HF_HOME": "download_dir",
         "the Hugging Face login is used, set HF_TOKEN": "hf_token token use_auth_token",
         "a temperature above 0 samples, and 0 takes the most likely token": "do_sample",
         "there is always a K/V cache; leave it out": "use_cache",
@@ -152,7 +153,7 @@ ENGINE_OPTIONS = (
     "kv", "block_size", "kv_cache_bytes", "kv_format", "backend", "swap_bytes", "max_model_len",
     "max_num_seqs", "priority_steps", "max_num_batched_tokens", "max_num_mixed_tokens", "watermark",
     "enable_prefix_caching", "run_ahead", "window", "num_sink_tokens", "num_draft_tokens",
-    "draft_model", "num_history_tokens",
+    "draft_model", "num_history_tokens", "cache_dir", "cache_dir_size", "cache_dir_ttl",
 )  # fmt: skip
 # One argument, as different functions call it.
 _ALSO_CALLED = {
@@ -173,6 +174,7 @@ _ELSEWHERE = {
 }
 # How the value of an argument is written, after its name.
 _NOTATION = {
+    "cache_dir": ", a folder for K/V on disk; that of models is the Hugging Face cache, HF_HOME",
     "kv_cache_bytes": ", such as '2G' or '256blocks'",
     "kv_format": ": 8, 4 or 'K:8,V:4'",
     "swap_bytes": ", such as '4G'",

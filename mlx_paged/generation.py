@@ -20,7 +20,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_paged.argument_values import check_callable, check_integer
 from mlx_paged.config import DEFAULT_MAX_NUM_BATCHED_TOKENS
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.options import CacheOptions
+from mlx_paged.engine.options import CacheDirOptions, CacheOptions
 from mlx_paged.engine.prompts import Prompt, TokenIds, as_tokenizer
 from mlx_paged.errors import shown
 from mlx_paged.foreign_arguments import refuses_unknown_arguments
@@ -75,7 +75,7 @@ class GenerationResponse:
     accepted_tokens: int = 0
 
 
-class OneShotOptions(CacheOptions, total=False):
+class OneShotOptions(CacheOptions, CacheDirOptions, total=False):
     """The keyword arguments of :class:`Engine` for an engine that answers one call."""
 
     kv: str
@@ -115,9 +115,9 @@ def generate_step(
         logits_processors: each maps (tokens so far, logits ``[1, vocab_size]``) to new logits.
         prefill_step_size: prompt tokens per step (default: 2048).
         prompt_progress_callback: called with the prompt tokens done so far and their total.
-        options: further ones of :class:`Engine`: those of its K/V cache, ``max_model_len``, and
-            ``draft_model`` and ``num_draft_tokens``. Whatever the sampler, the tokens are the same
-            with drafts.
+        options: further ones of :class:`Engine`: those of its K/V cache, ``max_model_len``,
+            ``draft_model`` and ``num_draft_tokens``, and ``cache_dir`` with its size and duration.
+            Whatever the sampler, the tokens are the same with drafts.
 
     Raises:
         ValueError: an argument of the wrong type or out of its range, an empty prompt, or a token
@@ -318,13 +318,13 @@ def _stream(
         skip_special_tokens=False,  # as in mlx-lm
     )
     recorder = _Recorder(sampler)
-    # One request, once: nothing could hit its prefix.
+    # One request, once: nothing could hit its prefix but what lies on disk.
     engine = Engine(
         model,
         tokenizer,
         max_num_seqs=1,
         max_num_batched_tokens=step_size,
-        enable_prefix_caching=False,
+        enable_prefix_caching=engine_options.get("cache_dir") is not None,
         **engine_options,
     )
     params = dataclasses.replace(params, sampler=recorder)

@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, Unpack
+from typing import Any, NamedTuple, Unpack
 
 from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -24,6 +24,7 @@ from mlx_paged.foreign_arguments import refuses_unknown_arguments
 from mlx_paged.interrupts import caught_interrupts
 from mlx_paged.llm_arguments import (
     Message,
+    checked_no_store,
     checked_params,
     checked_priority,
     checked_template_options,
@@ -39,8 +40,13 @@ from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
 LONG_BATCH = 10
 
 
-# A prompt, or what failed it before, with its parameters and its priority.
-_Asked: TypeAlias = "tuple[Prompt | Exception, SamplingParams | None, int]"
+class _Asked(NamedTuple):
+    """A prompt, or what failed it before, and what was asked for with it."""
+
+    prompt: Prompt | Exception
+    params: SamplingParams | None
+    priority: int
+    no_store: bool
 
 
 class _Batch(NamedTuple):
@@ -141,6 +147,7 @@ class LLM:
         *,
         use_tqdm: bool | None = None,
         priority: Sequence[int] | None = None,
+        no_store: bool | Sequence[bool] = False,
     ) -> list[RequestOutput]:
         """Complete prompts, together; their outputs in the order of the prompts.
 
@@ -155,16 +162,18 @@ class LLM:
             use_tqdm: show a progress bar on stderr; by default for 10 prompts or more, on a
                 terminal.
             priority: one for each; lower runs earlier.
+            no_store: for all, or one for each; see :meth:`Engine.add_request`.
 
         Raises:
-            ValueError: an argument of the wrong type, or not as many ``sampling_params`` or
-                priorities as prompts; nothing is queued.
+            ValueError: an argument of the wrong type, or not as many ``sampling_params``,
+                priorities or ``no_store`` as prompts; nothing is queued.
             RuntimeError: the call comes from inside another one, such as from a logits processor.
             KeyboardInterrupt: Ctrl-C, between two steps; the requests are aborted.
         """
 
         def complete() -> list[RequestOutput]:
-            batch = self._checked(split_prompts(prompts), sampling_params, priority, use_tqdm)
+            asked = _asked(split_prompts(prompts), sampling_params, priority, no_store)
+            batch = self._checked(asked, use_tqdm)
             with self._turn: return self._complete(batch)  # noqa: E701  # fmt: skip
 
         return self.engine.share(complete)
@@ -178,6 +187,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: bool | None = None,
         priority: Sequence[int] | None = None,
+        no_store: bool | Sequence[bool] = False,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, written by the model's chat template.
 
@@ -197,7 +207,7 @@ class LLM:
 
         def complete() -> list[RequestOutput]:
             prompts = self._rendered(messages, checked_template_options(chat_template_kwargs))
-            batch = self._checked(prompts, sampling_params, priority, use_tqdm)
+            batch = self._checked(_asked(prompts, sampling_params, priority, no_store), use_tqdm)
             with self._turn: return self._complete(batch)  # noqa: E701  # fmt: skip
 
         return self.engine.share(complete)
@@ -216,18 +226,9 @@ class LLM:
             _render(tokenizer, each, template_options) for each in split_conversations(messages)
         ]
 
-    def _checked(
-        self,
-        prompts: Sequence[Prompt | Exception],
-        sampling_params: object,
-        priority: object,
-        use_tqdm: object,
-    ) -> _Batch:
-        """The arguments of a call; a prompt that is an exception is one that failed before."""
-        params = one_for_each("sampling_params", sampling_params, len(prompts), checked_params)
-        priorities = one_for_each("priority", priority, len(prompts), checked_priority)
+    def _checked(self, asked: Sequence[_Asked], use_tqdm: object) -> _Batch:
         if use_tqdm is None:
-            use_tqdm = len(prompts) >= LONG_BATCH and sys.stderr.isatty()
+            use_tqdm = len(asked) >= LONG_BATCH and sys.stderr.isatty()
         if not isinstance(use_tqdm, bool):
             raise ValueError(
                 f"[generate] use_tqdm must be True, False or None, got {shown(use_tqdm)}"
@@ -237,7 +238,6 @@ class LLM:
                 "[generate] it was called from inside a call of the same LLM; make a second LLM "
                 "for that"
             )
-        asked = zip(prompts, params, priorities, strict=True)
         return _Batch(dict(zip(self._request_ids, asked, strict=False)), use_tqdm)
 
     def _complete(self, batch: _Batch) -> list[RequestOutput]:
@@ -275,13 +275,15 @@ class LLM:
     def _add(self, requests: Mapping[str, _Asked]) -> dict[str, RequestOutput]:
         """Queue the requests; returns the outputs of those that failed at once."""
         outputs = {}
-        for request_id, (prompt, params, priority) in requests.items():
+        for request_id, (prompt, params, priority, no_store) in requests.items():
             try:
                 if isinstance(prompt, Exception):
                     raise prompt
                 if params is not None and params.output_kind is RequestOutputKind.DELTA:
                     params = params.clone(output_kind=RequestOutputKind.FINAL_ONLY)
-                self.engine.add_request(request_id, prompt, params, priority=priority)
+                self.engine.add_request(
+                    request_id, prompt, params, priority=priority, no_store=no_store
+                )
             except (ValueError, TypeError, RuntimeError) as error:
                 outputs[request_id] = _failed(request_id, prompt, params, error)
         return outputs
@@ -292,6 +294,25 @@ class LLM:
         # Nobody asks for their last outputs.
         if self.engine.has_unfinished_requests():
             self.engine.step()
+
+
+def _asked(
+    prompts: Sequence[Prompt | Exception],
+    sampling_params: object,
+    priority: object,
+    no_store: object,
+) -> list[_Asked]:
+    """The arguments of a call, by prompt; one that is an exception failed before."""
+    num_prompts = len(prompts)
+    return list(
+        map(
+            _Asked,
+            prompts,
+            one_for_each("sampling_params", sampling_params, num_prompts, checked_params),
+            one_for_each("priority", priority, num_prompts, checked_priority),
+            one_for_each("no_store", no_store, num_prompts, checked_no_store),
+        )
+    )
 
 
 def _render(

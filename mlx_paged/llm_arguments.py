@@ -15,6 +15,7 @@ Message = Mapping[str, Any]
 _WANTED = {
     "sampling_params": "SamplingParams, one for all or a list with one for each prompt",
     "priority": "a list with a whole number for each prompt",
+    "no_store": "True or False, for all or a list with one for each prompt",
 }
 # The template does not see these: they are arguments of the functions that render it.
 _NO_VARIABLES = {
@@ -31,7 +32,7 @@ def one_for_each(
     Raises:
         ValueError: the list has another length, or ``checked`` refuses an element.
     """
-    if given is None or isinstance(given, SamplingParams):
+    if given is None or isinstance(given, SamplingParams | bool):
         return [checked(name, given)] * num_prompts
     tolist = getattr(given, "tolist", None)
     values = tolist() if callable(tolist) else given
@@ -62,6 +63,14 @@ def checked_priority(name: str, value: object) -> int:
             f"[generate] {name} must be a whole number, got {shown(value)} ({kind_of(value)})"
         )
     return priority
+
+
+def checked_no_store(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(
+            f"[generate] {name} must be True or False, got {shown(value)} ({kind_of(value)})"
+        )
+    return value
 
 
 def split_conversations(messages: object) -> list[Any]:

@@ -56,6 +56,13 @@ def check_cache_salt(cache_salt: object) -> str | None:
     return None if cache_salt is None else str.__str__(cache_salt)
 
 
+def check_no_store(no_store: object) -> bool:
+    """Return ``no_store``. Raises ``ValueError`` unless it is a truth value."""
+    if not isinstance(no_store, bool):
+        raise ValueError(f"[engine] no_store must be True or False, got {shown(no_store)}")
+    return no_store
+
+
 PENDING_TOKEN = -1
 """Stands in ``token_ids`` for the token that a step samples, while the next step is planned."""
 
@@ -92,7 +99,10 @@ class Request:
         num_computed_tokens: how many of them have K/V, or will have them after the current step.
         block_hashes: the hashes of the full blocks, as far as they were computed.
         cache_salt: requests with different salts never share K/V.
-        num_cached_tokens: prompt tokens that were in the prefix cache when the request first ran.
+        no_store: none of its blocks is written to disk.
+        num_cached_tokens: prompt tokens that were in the prefix cache when the request first ran;
+            of these, ``num_read_tokens`` had come from disk for it.
+        num_saved_blocks: full blocks that a tier on disk has taken note of.
         first_scheduled_time: when a step took it on for the first time; before that, its
             ``arrival_time``.
         prefix_report: why these were not more, where the scheduler remembers past sequences.
@@ -115,12 +125,15 @@ class Request:
         "finish_reason",
         "first_scheduled_time",
         "index",
+        "no_store",
         "num_accepted_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_drafted_tokens",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_read_tokens",
+        "num_saved_blocks",
         "num_unscored_tokens",
         "order",
         "params",
@@ -145,6 +158,7 @@ class Request:
         seed: int = 0,
         priority: int = 0,
         cache_salt: str | None = None,
+        no_store: bool = False,
         index: int = 0,
         token_rules: TokenRules = NO_RULES,
     ):
@@ -159,10 +173,12 @@ class Request:
         self.seed = seed
         self.priority = priority
         self.cache_salt = cache_salt
+        self.no_store = no_store
         self.arrival_time = self.first_scheduled_time = time.perf_counter()
         self.order: tuple[int, ...] = ()
         self.num_computed_tokens = 0
-        self.num_cached_tokens = 0
+        self.num_cached_tokens = self.num_read_tokens = 0
+        self.num_saved_blocks = 0
         self.prefix_report: PrefixReport | None = None
         self.num_preemptions = 0
         self.block_hashes: list[BlockHash] = []
@@ -215,6 +231,7 @@ class Request:
             seed=self.seed,
             priority=self.priority,
             cache_salt=self.cache_salt,
+            no_store=self.no_store,
             index=index,
             token_rules=self.token_rules,
         )
@@ -225,6 +242,7 @@ class Request:
         child.order = (*self.order[:2], index)
         child.num_computed_tokens = self.num_computed_tokens
         child.num_cached_tokens = self.num_cached_tokens
+        child.num_read_tokens = self.num_read_tokens
         child.block_hashes = list(self.block_hashes)
         child.status = self.status
         return child
@@ -239,6 +257,7 @@ class Request:
         # They are read with the first token at the latest.
         self.num_unscored_tokens = 0 if num_output_tokens else self._num_scored_tokens
         self.block_hashes = []
+        self.num_saved_blocks = 0
         self.sampling_state = self.draft_state = None
         self.status = RequestStatus.PREEMPTED if num_output_tokens else RequestStatus.WAITING
         self.finish_reason = self.stop_reason = self.error = None
@@ -329,6 +348,7 @@ class RequestOutput:
         prompt: the text, if the prompt was given as text.
         outputs: the ``n`` completions, in order.
         num_cached_tokens: prompt tokens whose K/V were found in the prefix cache.
+        num_read_tokens: of these, the tokens whose K/V were read from disk for this request.
         prefix_report: why these were not more; only with the engine's ``num_history_tokens``.
         finished: whether all completions have ended; as an attribute and as a method.
         error: the error that failed the request, if any.
@@ -348,3 +368,4 @@ class RequestOutput:
     time_to_first_token: float | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     prefix_report: PrefixReport | None = None
+    num_read_tokens: int = 0

@@ -142,6 +142,13 @@ def test_the_tables_of_our_own_names_are_those_of_the_signatures():
         ("make_kv_cache", "max_kv_size", "use window, the tokens that are kept"),
         ("make_kv_cache", "max_seq_len", "use kv_cache_bytes"),
         ("load", "model_path", "use path_or_hf_repo"),
+        ("LLM", "kv_transfer_config", "use cache_dir, a folder for K/V on disk"),
+        (
+            "load",
+            "cache_dir",
+            "give it where the engine is made, LLM(..., cache_dir=...), a folder for K/V on disk; "
+            "that of models is the Hugging Face cache, HF_HOME",
+        ),
         (
             "load",
             "quantization",

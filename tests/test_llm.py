@@ -149,6 +149,11 @@ def test_a_dict_with_text_and_token_ids_answers_the_ids_and_keeps_the_text(model
         ({"priority": [0, None]}, r"priority\[1\] must be a whole number, got None"),
         ({"priority": [True, 1]}, r"priority\[0\] must be a whole number, got True"),
         ({"priority": [1, 2.5]}, r"priority\[1\] must be a whole number, got 2.5"),
+        ({"no_store": 1}, r"no_store must be True or False, for all or a list with one .*, got 1"),
+        ({"no_store": [True, 0]}, r"no_store\[1\] must be True or False, got 0 \(int\)"),
+        ({"no_store": [True]}, "1 no_store for 2 prompts"),
+        ({"no_store": None}, "no_store must be True or False, got None"),
+        ({"priority": True}, "priority must be a whole number, got True"),
         ({"use_tqdm": "yes"}, "use_tqdm must be True, False or None, got 'yes'"),
         ({"use_tqdm": 1}, "use_tqdm must be True, False or None, got 1"),
     ],
@@ -171,6 +176,21 @@ def test_priorities_of_any_integer_type_and_params_that_are_none_are_taken(model
     llm = llm_of(model)
     outputs = llm.generate([[1], [2]], [None, greedy(3)], priority=np.array([2, 1]))
     assert [len(output.outputs[0].token_ids) for output in outputs] == [256, 3]
+
+
+def test_no_store_is_said_for_all_prompts_or_for_each(model: qwen3.Model, monkeypatch):
+    llm = llm_of(model)
+    asked: list[bool] = []
+    add_request = llm.engine.add_request
+
+    def noting(*args: Any, no_store: bool, **options: Any) -> None:
+        asked.append(no_store)
+        add_request(*args, no_store=no_store, **options)
+
+    monkeypatch.setattr(llm.engine, "add_request", noting)
+    for no_store in (False, True, [True, False]):
+        llm.generate([[1], [2]], greedy(1), no_store=no_store)
+    assert asked == [False, False, True, True, True, False]
 
 
 def test_conversations_that_can_not_be_written_fail_alone(demo: tuple[Any, Any]):

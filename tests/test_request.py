@@ -240,7 +240,13 @@ def state(request: Request) -> dict:
 
 def test_a_fork_is_as_far_as_its_parent_under_a_name_of_its_own():
     parent = Request(
-        "a", [1, 2, 3], SamplingParams(n=3, seed=5), seed=5, priority=2, cache_salt="salt"
+        "a",
+        [1, 2, 3],
+        SamplingParams(n=3, seed=5),
+        seed=5,
+        priority=2,
+        cache_salt="salt",
+        no_store=True,
     )
     parent.token_ids.append(4)
     parent.order = (2, 7, 0)

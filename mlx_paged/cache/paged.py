@@ -11,6 +11,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from mlx_paged.cache.base import INITIAL_BLOCKS, KVCache, SwappedKV
+from mlx_paged.cache.block_bytes import block_nbytes, read_blocks, write_blocks
 from mlx_paged.cache.config import KVCacheConfig
 from mlx_paged.cache.layer import LayerKV, LayerSpec, compute_meanwhile
 from mlx_paged.cache.open_decode import DecodeArrays, DecodeShape, PlanShape
@@ -374,6 +375,28 @@ class PagedKVCache(KVCache):
             )
             self.backend.reshape_and_cache(k, v, layer.kv, slots)
         mx.eval(self.arrays)
+
+    def read_blocks(self, group: int, block_ids: Sequence[int]) -> list[bytes]:
+        """Copies of full blocks of a group of layers, whose steps have been read."""
+        return read_blocks(self._slabs_of(group), block_ids)
+
+    def write_blocks(self, group: int, block_ids: Sequence[int], contents: Sequence[bytes]) -> None:
+        """Fill blocks of a group of layers with what :meth:`read_blocks` returned, of a cache of
+        the same layers and block size.
+
+        Raises:
+            ValueError: contents of another size.
+        """
+        write_blocks(self.backend, self._slabs_of(group), block_ids, contents)
+        if not self.backend.writes_in_place:
+            mx.eval(self.arrays)
+
+    def block_nbytes(self, group: int) -> int:
+        """Bytes of a block of a group of layers."""
+        return block_nbytes(self._slabs_of(group))
+
+    def _slabs_of(self, group: int) -> Sequence[KVHandle]:
+        return self._slabs[: len(self.config.groups[group].layers)]
 
     def _gather_parts(
         self, layer: int, block_ids: Sequence[int], num_tokens: int

@@ -37,6 +37,7 @@ def setup_arg_parser(prog: str | None = None) -> argparse.ArgumentParser:
         "--hide-thinking", action="store_true", help="do not show the model's reasoning (<think>)"
     )
     flags.add_cache_flags(chat)
+    flags.add_cache_dir_flags(chat)
     chat.add_argument(
         "--prefill-step-size",
         type=values.positive,

@@ -198,6 +198,9 @@ def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
         max_model_len=args.max_model_len,
         window=args.window,
         num_sink_tokens=args.num_sink_tokens,
+        cache_dir=args.cache_dir,
+        cache_dir_size=args.cache_dir_size,
+        cache_dir_ttl=args.cache_dir_ttl,
         # One answer at a time; the branches wait in the prefix cache.
         max_num_seqs=1,
         max_num_batched_tokens=args.prefill_step_size,

@@ -34,6 +34,8 @@ class Screen:
         self._dims_stdout = self.has_colour and self.stdout_is_terminal
         self._dims_stderr = self.has_colour and self.stderr_is_terminal
         self._progress_width = 0
+        self._is_in_line = False  # an answer, on a terminal
+        self._held_warnings: list[str] = []
 
     def answer(self, text: str, is_thinking: bool = False) -> None:
         """A piece of the answer; raises :class:`OutputLostError` or ``BrokenPipeError``."""
@@ -43,10 +45,23 @@ class Screen:
         if self.stdout_is_terminal:
             text = text.translate(_HARMLESS)
         write(f"{_DIM}{text}{_PLAIN}" if is_thinking and self._dims_stdout else text)
+        self._is_in_line = self.stdout_is_terminal and not text.endswith("\n")
+        self._say_held_warnings()
 
     def say(self, text: str) -> None:
         self.clear_progress()
         say(text)
+
+    def warn(self, text: str) -> None:
+        """Say it, in the middle of an answer as soon as its line ends."""
+        self._held_warnings.append(text)
+        self._say_held_warnings()
+
+    def _say_held_warnings(self) -> None:
+        if not self._is_in_line:
+            for text in self._held_warnings:
+                self.say(text)
+            self._held_warnings.clear()
 
     def say_dim(self, text: str) -> None:
         self.say(f"{_DIM}{text}{_PLAIN}" if self._dims_stderr else text)

@@ -11,6 +11,7 @@ from mlx_paged.config import (
     BLOCK_SIZES,
     DEFAULT_BACKEND,
     DEFAULT_BLOCK_SIZE,
+    DEFAULT_CACHE_DIR_SIZE,
     DEFAULT_KV,
     DEFAULT_NUM_DRAFT_TOKENS,
     DEFAULT_NUM_SINK_TOKENS,
@@ -23,6 +24,9 @@ DTYPES = ("float32", "float16", "bfloat16")
 # Arguments of the library that the flags below are handed on as.
 FLAGS = {
     "adapter_path": "--adapter-path",
+    "cache_dir": "--cache-dir",
+    "cache_dir_size": "--cache-dir-size",
+    "cache_dir_ttl": "--cache-dir-ttl",
     "draft_model": "--draft-model",
     "dtype": "--dtype",
     "kv_cache_bytes": "--kv-cache-bytes",
@@ -178,6 +182,30 @@ def add_cache_flags(parser: argparse.ArgumentParser) -> None:
         type=values.whole,
         metavar="M",
         help=f"first tokens to keep beside a window (default: {DEFAULT_NUM_SINK_TOKENS})",
+    )
+
+
+def add_cache_dir_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--cache-dir",
+        metavar="FOLDER",
+        help="keep K/V on disk, so that prompts find their beginnings after a restart and in other "
+        "processes (default: keep none)",
+    )
+    add(
+        "--cache-dir-size",
+        type=values.num_bytes,
+        metavar="N",
+        help=f"the most that the folder takes: bytes (512M, 20G) (default: "
+        f"{DEFAULT_CACHE_DIR_SIZE})",
+    )
+    add(
+        "--cache-dir-ttl",
+        type=values.duration,
+        metavar="T",
+        help="how long K/V that nobody uses stay there: 90s, 30m, 12h, 7d or 2w (default: until "
+        "their room is needed)",
     )
 
 

@@ -9,7 +9,17 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from mlx_paged.config import BUDGET_NOTATION, KV_BITS_NOTATION, MAX_DRAFT_TOKENS, KVBits, KVBudget
+from mlx_paged.config import (
+    BUDGET_NOTATION,
+    DURATION_NOTATION,
+    KV_BITS_NOTATION,
+    MAX_DRAFT_TOKENS,
+    NBYTES_NOTATION,
+    KVBits,
+    KVBudget,
+    parse_duration,
+    parse_nbytes,
+)
 from mlx_paged.errors import one_line, shown
 
 Number = TypeVar("Number", int, float)
@@ -66,11 +76,20 @@ def budget_or_0(text: str) -> str:
 
 def num_bytes(text: str) -> int:
     """A number of bytes in the notation of budgets."""
-    with contextlib.suppress(ValueError):
-        nbytes = KVBudget.parse(text).nbytes
-        if nbytes is not None:
-            return nbytes
-    raise argparse.ArgumentTypeError(f"must be bytes (65536, 512K, 16M), got {shown(text)}")
+    try:
+        return parse_nbytes(text, "the value")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be {NBYTES_NOTATION}, got {shown(text)}") from error
+
+
+def duration(text: str) -> float:
+    """Seconds, from a number with a unit."""
+    try:
+        return parse_duration(text, "the value")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"must be {DURATION_NOTATION}, got {shown(text)}"
+        ) from error
 
 
 def kv_bits(text: str) -> str:

@@ -33,7 +33,13 @@ from mlx_paged.core.errors import (
 )
 from mlx_paged.core.free_queue import FreeKVCacheBlockQueue
 from mlx_paged.core.kv_cache_block import KVCacheBlock
-from mlx_paged.core.kv_cache_manager import ComputedBlocks, KVCacheManager, KVCacheManagerStats
+from mlx_paged.core.kv_cache_manager import (
+    AbsentBlock,
+    ComputedBlocks,
+    KVCacheManager,
+    KVCacheManagerStats,
+    group_hashes,
+)
 from mlx_paged.core.prefix_index import PrefixIndex
 from mlx_paged.core.retention import KEEP_ALL, POSITION_PERIOD, Retention
 from mlx_paged.core.sequence_states import Checkpoint, SequenceState, SequenceStates
@@ -41,6 +47,7 @@ from mlx_paged.core.sequence_states import Checkpoint, SequenceState, SequenceSt
 __all__ = [
     "KEEP_ALL",
     "POSITION_PERIOD",
+    "AbsentBlock",
     "BlockCopy",
     "BlockError",
     "BlockHash",
@@ -66,6 +73,7 @@ __all__ = [
     "TokenSlot",
     "UseAfterFreeError",
     "extend_block_hashes",
+    "group_hashes",
     "hash_block_tokens",
     "hash_token_blocks",
 ]

@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 import sys
 from bisect import bisect_right
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -42,6 +42,13 @@ class ComputedBlocks(NamedTuple):
 
 
 NOTHING_COMPUTED = ComputedBlocks()
+
+
+class AbsentBlock(NamedTuple):
+    """A block that is not in the pool, by its group of layers and the hash that names it there."""
+
+    group: int
+    block_hash: BlockHash
 
 
 @dataclass(frozen=True)
@@ -156,9 +163,41 @@ class KVCacheManager:
         Args:
             block_hashes: of the request's full blocks (``hash_token_blocks``).
         """
+        lookups, num_blocks = self._look_up(block_hashes, num_tokens, _nowhere)
+        found = [lookup.blocks(num_blocks) for lookup in lookups]
+        checkpoint = None
+        if self.states is not None and num_blocks:
+            checkpoint = self.states.checkpoint(block_hashes[num_blocks - 1])
+        return ComputedBlocks(found, num_blocks * self.pool.block_size, num_tokens, checkpoint)
+
+    def absent_blocks(
+        self,
+        block_hashes: Sequence[BlockHash],
+        num_tokens: int,
+        is_elsewhere: Callable[[BlockHash], bool],
+    ) -> list[AbsentBlock]:
+        """What a longer prefix of a request would need than :meth:`get_computed_blocks` finds: the
+        blocks that are elsewhere and not in the pool, first token first in each group of layers.
+
+        Args:
+            is_elsewhere: whether a block can be brought from another place, by the hash of its
+                group. It is asked of a block or two beyond those that can.
+        """
+        lookups, num_blocks = self._look_up(block_hashes, num_tokens, is_elsewhere)
+        return list(
+            itertools.chain.from_iterable(lookup.absent(num_blocks) for lookup in lookups)
+        )
+
+    def _look_up(
+        self,
+        block_hashes: Sequence[BlockHash],
+        num_tokens: int,
+        is_elsewhere: Callable[[BlockHash], bool],
+    ) -> tuple[list[_PrefixLookup], int]:
+        """What is known of each group of layers, and the blocks of the longest prefix."""
         num_blocks = min(len(block_hashes), max(0, num_tokens - 1) // self.pool.block_size)
         lookups = [
-            _PrefixLookup(self, retention, block_hashes, group)
+            _PrefixLookup(self, retention, block_hashes, group, is_elsewhere)
             for group, retention in enumerate(self.retentions)
         ]
         limits = [lookup.longest for lookup in lookups]
@@ -172,11 +211,7 @@ class KVCacheManager:
             num_blocks, remaining = longest, remaining - 1
             if not remaining:
                 break
-        found = [lookup.blocks(num_blocks) for lookup in lookups]
-        checkpoint = None
-        if self.states is not None and num_blocks:
-            checkpoint = self.states.checkpoint(block_hashes[num_blocks - 1])
-        return ComputedBlocks(found, num_blocks * self.pool.block_size, num_tokens, checkpoint)
+        return lookups, num_blocks
 
     def num_needed_blocks(
         self,
@@ -524,8 +559,12 @@ def group_hashes(block_hashes: Sequence[BlockHash], group: int) -> Sequence[Bloc
     return [BlockHash(block_hash + group.to_bytes(2, "little")) for block_hash in block_hashes]
 
 
+def _nowhere(block_hash: BlockHash) -> bool:
+    return False
+
+
 class _PrefixLookup:
-    """What is cached of a prefix for one group of layers."""
+    """What is cached of a prefix for one group of layers, or may be brought from elsewhere."""
 
     def __init__(
         self,
@@ -533,12 +572,14 @@ class _PrefixLookup:
         retention: Retention,
         block_hashes: Sequence[BlockHash],
         group: int,
+        is_elsewhere: Callable[[BlockHash], bool],
     ) -> None:
         self._manager = manager
+        self._is_elsewhere = is_elsewhere
         self._retention = retention
         self._block_hashes = block_hashes
         self._group = group
-        self._found: dict[int, KVCacheBlock | None] = {}
+        self._found: dict[int, KVCacheBlock | AbsentBlock | None] = {}
 
     def longest(self, num_blocks: int) -> int:
         """The longest prefix of at most ``num_blocks`` blocks of which all is cached that the token
@@ -570,13 +611,20 @@ class _PrefixLookup:
         return num_blocks
 
     def blocks(self, num_blocks: int) -> list[KVCacheBlock]:
-        """The blocks that a table of the first ``num_blocks`` blocks holds, all of them cached."""
+        """The blocks that a table of the first ``num_blocks`` blocks holds, as far as they are
+        cached.
+        """
+        found = map(self._get, self._wanted(num_blocks))
+        return [block for block in found if isinstance(block, KVCacheBlock)]
+
+    def absent(self, num_blocks: int) -> list[AbsentBlock]:
+        """Of these blocks, those that are elsewhere."""
+        found = map(self._get, self._wanted(num_blocks))
+        return [block for block in found if isinstance(block, AbsentBlock)]
+
+    def _wanted(self, num_blocks: int) -> Iterable[int]:
         num_sinks = min(num_blocks, self._num_blocks(self._retention.num_sink_tokens))
-        wanted = itertools.chain(
-            range(num_sinks), range(self._first_recent(num_blocks), num_blocks)
-        )
-        found = [self._get(index) for index in wanted]
-        return [block for block in found if block is not None]
+        return itertools.chain(range(num_sinks), range(self._first_recent(num_blocks), num_blocks))
 
     def _first_recent(self, num_blocks: int) -> int:
         """The first block behind the sinks and what is evicted."""
@@ -587,10 +635,12 @@ class _PrefixLookup:
     def _num_blocks(self, num_tokens: int) -> int:
         return num_tokens // self._manager.pool.block_size
 
-    def _get(self, index: int) -> KVCacheBlock | None:
+    def _get(self, index: int) -> KVCacheBlock | AbsentBlock | None:
         if index not in self._found:
             (block_hash,) = group_hashes(self._block_hashes[index : index + 1], self._group)
             block = self._manager.pool.get_cached_block(block_hash)
             is_taken = block is not None and self._manager.is_taken(block)
             self._found[index] = None if is_taken else block
+            if block is None and self._is_elsewhere(block_hash):
+                self._found[index] = AbsentBlock(self._group, block_hash)
         return self._found[index]

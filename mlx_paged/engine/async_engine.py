@@ -101,7 +101,8 @@ class AsyncEngine:
 
         Args:
             request_id: for :meth:`abort`; must not be in use. By default a number.
-            options: ``priority`` and ``cache_salt`` of :meth:`Engine.add_request`.
+            options: ``priority``, ``cache_salt`` and ``no_store`` of
+                :meth:`Engine.add_request`.
 
         Raises:
             ValueError, PromptTooLongError: as :meth:`Engine.add_request`.

@@ -34,7 +34,12 @@ from mlx_paged.engine.grammar import GrammarCompiler
 from mlx_paged.engine.joining import check_steps_are_alike, join_ranks, least_budget, replicas_of
 from mlx_paged.engine.latencies import Latencies
 from mlx_paged.engine.model_runner import ModelRunner
-from mlx_paged.engine.options import PassedOnOptions, passed_on_names, split_options
+from mlx_paged.engine.options import (
+    PassedOnOptions,
+    disk_tier_options,
+    passed_on_names,
+    split_options,
+)
 from mlx_paged.engine.prefix_history import PrefixHistory
 from mlx_paged.engine.prompts import Prompt, as_tokenizer, read_prompt
 from mlx_paged.engine.recurrent_state import check_speculation, room_for_states
@@ -58,6 +63,7 @@ from mlx_paged.request import (
     Request,
     RequestOutput,
     check_cache_salt,
+    check_no_store,
     check_priority,
     check_request_id,
 )
@@ -118,6 +124,15 @@ class Engine:
               place of what followed when a request's last tokens came before. Its K/V count in the
               budget.
 
+            And those of the tier on disk (`docs/disk-tier.md`), which a paged cache of one rank
+            can have, are
+
+            - ``cache_dir``: a folder in which full blocks of K/V are kept, so that prompts with the
+              same beginning find them after a restart, and in other processes. None by default.
+            - ``cache_dir_size``: the most bytes that it takes, such as ``"20G"``, the default.
+            - ``cache_dir_ttl``: how long a block that nobody uses stays there: seconds, or
+              ``"12h"``, ``"7d"``. By default until its room is needed.
+
     Raises:
         ValueError: a setting out of its range, or a budget that holds no block.
         TypeError: an argument that there is not; the message says what to use.
@@ -140,6 +155,7 @@ class Engine:
         draft_model = check_draft_model(options.get("draft_model"), checked, kv)
         cache_options, config = split_options(options, self.max_model_len)
         check_speculation(checked, draft_model, config.num_draft_tokens)
+        tier_options = disk_tier_options(options, config, checked)
         if tokenizer is not None:
             tokenizer = as_tokenizer(tokenizer)
         if seed is not None:
@@ -175,6 +191,10 @@ class Engine:
         self.cache = make_kv_cache(model, kv, **cache_options)
         if room is not None:
             self.cache.keep_checkpoints(room.num_checkpoints)
+        # The tier on disk, made of tier_options.
+        self.disk_tier = None
+        if tier_options is not None:
+            tier_options.check_block(self.cache.config.nbytes_per_block)
         self.run_ahead = self.cache.can_run_ahead if run_ahead is None else run_ahead
         num_parameters = num_parameters_of(model)
         self.swap_space: SwapSpace[SwappedKV] = SwapSpace(
@@ -229,6 +249,7 @@ class Engine:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        no_store: bool = False,
     ) -> None:
         """Queue a request; the next steps work on it.
 
@@ -238,6 +259,7 @@ class Engine:
             params: how to sample; greedy by default.
             priority: lower runs earlier, as in vLLM; see :class:`Scheduler` for how much.
             cache_salt: only requests with the same salt share K/V.
+            no_store: write none of its K/V to ``cache_dir``; what lies there is still used.
 
         Raises:
             ValueError: an empty prompt, a token id that the model does not have, a request id that
@@ -247,6 +269,7 @@ class Engine:
         self._refuse_on_followers("add_request")
         request_id = check_request_id(request_id)
         priority, cache_salt = check_priority(priority), check_cache_salt(cache_salt)
+        no_store = check_no_store(no_store)
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"[engine] params must be SamplingParams, got {type(params).__name__}")
@@ -263,6 +286,7 @@ class Engine:
             seed=seed,
             priority=priority,
             cache_salt=cache_salt,
+            no_store=no_store,
             token_rules=token_rules,
         )
         self.scheduler.check(request)
@@ -374,6 +398,7 @@ class Engine:
             num_accepted_tokens=self.scheduler.num_accepted_tokens,
             num_prompt_tokens=int(latencies.prompt_tokens.sum),
             num_cached_prompt_tokens=latencies.num_cached_prompt_tokens,
+            num_read_prompt_tokens=latencies.num_read_prompt_tokens,
             num_generation_tokens=latencies.num_generation_tokens,
             num_finished=dict(latencies.num_finished),
             num_steps=latencies.iteration_tokens.count,

@@ -96,6 +96,7 @@ class FollowingLoop:
             seed=new.seed,
             priority=new.priority,
             cache_salt=new.cache_salt,
+            no_store=new.no_store,
         )
         state = RequestState(request, new.prompt, self._tokenizer, self._special_token_ids)
         self._reports.states[new.request_id] = state

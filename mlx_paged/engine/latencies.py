@@ -103,6 +103,7 @@ class Latencies:
         iteration_tokens: computed in a step.
         num_generation_tokens: of all completions, those that run included.
         num_cached_prompt_tokens: of all requests that got a first token.
+        num_read_prompt_tokens: of these, read from disk.
         num_finished: completions by finish reason.
         busy_seconds: spent in steps.
     """
@@ -121,6 +122,7 @@ class Latencies:
         self.iteration_tokens = Histogram(STEP_BOUNDS)
         self.num_generation_tokens = 0
         self.num_cached_prompt_tokens = 0
+        self.num_read_prompt_tokens = 0
         self.num_finished: dict[str, int] = dict.fromkeys(FINISH_REASONS, 0)
         self.busy_seconds = 0.0
 
@@ -154,6 +156,7 @@ class Latencies:
         self.prefill_time.observe(now - begin)
         self.prompt_tokens.observe(request.num_prompt_tokens)
         self.num_cached_prompt_tokens += request.num_cached_tokens
+        self.num_read_prompt_tokens += request.num_read_tokens
 
     def _observe_end(
         self, request: Request, completion: CompletionOutput, times: RequestTimes, now: float

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, TypedDict, cast
 
 from mlx.nn.layers.base import Module
 
-from mlx_paged.config import DEFAULT_NUM_DRAFT_TOKENS, SchedulerConfig
+from mlx_paged.config import DEFAULT_KV, DEFAULT_NUM_DRAFT_TOKENS, SchedulerConfig
+from mlx_paged.engine.disk_tier_options import DiskTierOptions
 from mlx_paged.foreign_arguments import argument_names
+from mlx_paged.models.language_model import LanguageModel, model_type_of
 
 
 class SchedulerOptions(TypedDict, total=False):
@@ -40,13 +43,21 @@ class CacheOptions(LoadedCacheOptions, total=False):
     draft_model: Module | None
 
 
-class PassedOnOptions(CacheOptions, SchedulerOptions, total=False):
-    """What :class:`Engine` hands on to its cache and its scheduler."""
+class CacheDirOptions(TypedDict, total=False):
+    """The arguments of :meth:`DiskTierOptions.read`."""
+
+    cache_dir: str | Path | None
+    cache_dir_size: str | int | None
+    cache_dir_ttl: str | float | None
+
+
+class PassedOnOptions(CacheOptions, SchedulerOptions, CacheDirOptions, total=False):
+    """What :class:`Engine` hands on to its cache, its scheduler and its tier on disk."""
 
     kv: str  # the kind of the cache
 
 
-class LoadedEngineOptions(LoadedCacheOptions, SchedulerOptions, total=False):
+class LoadedEngineOptions(LoadedCacheOptions, SchedulerOptions, CacheDirOptions, total=False):
     """The keyword arguments of :class:`Engine` that are no models."""
 
     kv: str
@@ -67,6 +78,7 @@ class RequestOptions(TypedDict, total=False):
 
     priority: int
     cache_salt: str | None
+    no_store: bool
 
 
 def passed_on_names() -> frozenset[str]:
@@ -91,3 +103,20 @@ def split_options(
         scheduler["num_draft_tokens"] = DEFAULT_NUM_DRAFT_TOKENS if has_model else 0
     config = SchedulerConfig(max_model_len=max_model_len, **cast(Any, scheduler))
     return cast(CacheOptions, cache), config
+
+
+def disk_tier_options(
+    options: PassedOnOptions, config: SchedulerConfig, model: LanguageModel
+) -> DiskTierOptions | None:
+    """The options of the tier on disk, if there is to be one.
+
+    Raises:
+        ArgumentError: a value that can't be, or an engine that can't have such a tier.
+    """
+    given = {name: options.get(name) for name in CacheDirOptions.__annotations__}
+    tier = DiskTierOptions.read(**cast(Any, given))
+    if tier is not None:
+        num_ranks = 1 if model.group is None else model.group.size()
+        tier.check_engine(options.get("kv", DEFAULT_KV), config, num_ranks)
+        tier.check_state(model.state_nbytes, model_type_of(model))
+    return tier

@@ -52,6 +52,7 @@ class PrefixReport:
         before: the last tokens in front of ``position``.
         expected: the tokens of the other sequence from ``position`` on.
         found: those of the prompt.
+        num_read_tokens: of the cached ones, those that were read from disk for it.
     """
 
     request_id: str
@@ -64,6 +65,7 @@ class PrefixReport:
     before: Sequence[int] = ()
     expected: Sequence[int] = ()
     found: Sequence[int] = ()
+    num_read_tokens: int = 0
 
     def change(self) -> Change | None:
         """How the prompt differs from the other sequence, where it does; a millisecond or so."""
@@ -196,8 +198,9 @@ class PrefixHistory:
                 reason = "held"
             elif other is not None and other.is_running:
                 reason = "pending"
-        elif other is None or not position:
-            reason, other = "new", None
+        elif other is None or not position or position < num_cached_tokens:
+            # More may be cached than is remembered: what was on disk.
+            reason, other, position = "new", None, num_cached_tokens
         elif position == len(other.token_ids):
             reason = "continued"
         else:
@@ -215,6 +218,7 @@ class PrefixHistory:
             before=request.token_ids[max(0, position - NUM_TOKENS_BEFORE) : position],
             expected=list(other.token_ids[position:end]) if other and is_changed else (),
             found=request.token_ids[position : min(end, num_tokens)],
+            num_read_tokens=request.num_read_tokens,
         )
 
     def _longest_match(

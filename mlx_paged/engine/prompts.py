@@ -175,7 +175,7 @@ def _split_dict(prompt: Mapping[object, object], name: str) -> tuple[str | None,
         )
     if given:
         key = next(iter(given))
-        way_out = "; give it to add_request instead" if key == "cache_salt" else ""
+        way_out = "; give it to add_request instead" if key in ("cache_salt", "no_store") else ""
         raise ValueError(
             f"[prompt] {name}[{key!r}] is not supported, only text and token ids are{way_out}"
         )

@@ -42,6 +42,7 @@ class NewRequest(NamedTuple):
     seed: int
     priority: int
     cache_salt: str | None
+    no_store: bool
 
 
 class Abort(NamedTuple):
@@ -184,6 +185,7 @@ class Leader(OneProcess):
                 request.seed,
                 request.priority,
                 request.cache_salt,
+                request.no_store,
             )
         )
 

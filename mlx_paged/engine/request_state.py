@@ -63,6 +63,7 @@ class RequestState:
         if output.time_to_first_token is None:
             output.time_to_first_token = time.perf_counter() - request.arrival_time
             output.num_cached_tokens = request.num_cached_tokens
+            output.num_read_tokens = request.num_read_tokens
             output.prefix_report = request.prefix_report
         completion.token_ids.append(sampled.token_id)
         completion.num_drafted_tokens = request.num_drafted_tokens

@@ -11,17 +11,24 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Protocol
 
 from mlx_paged.config import SchedulerConfig
-from mlx_paged.core import BlockCopy, ComputedBlocks, KVCacheManager, extend_block_hashes
+from mlx_paged.core import (
+    AbsentBlock,
+    BlockCopy,
+    ComputedBlocks,
+    KVCacheManager,
+    extend_block_hashes,
+)
 from mlx_paged.core.kv_cache_manager import NOTHING_COMPUTED
 from mlx_paged.engine.batch import Batch, CopyBlocks, Scheduled, ShiftKeys, SwapIn, SwapOut
 from mlx_paged.engine.prefix_history import PrefixHistory
+from mlx_paged.engine.read_ahead import BlockTier, ReadAhead
 from mlx_paged.engine.speculation import NO_SPECULATION, Speculation
 from mlx_paged.engine.swap_space import SwapSpace
 from mlx_paged.errors import PromptTooLongError, prompt_beyond_context, prompt_too_long
@@ -104,6 +111,8 @@ class Scheduler:
         eos_token_ids: tokens that end a completion.
         swap_space: where preempted requests may go; none by default.
         speculation: who makes drafts, and how many; nobody by default.
+        tier: where blocks are kept beside the pool; nowhere by default. A waiting request whose
+            blocks it is bringing is passed by.
     """
 
     def __init__(
@@ -113,6 +122,7 @@ class Scheduler:
         eos_token_ids: frozenset[int] = frozenset(),
         swap_space: SwapSpace[Any] | None = None,
         speculation: Speculation = NO_SPECULATION,
+        tier: BlockTier | None = None,
     ):
         self.supply = supply
         self.manager = supply.manager
@@ -130,6 +140,7 @@ class Scheduler:
             config.num_history_tokens if config.enable_prefix_caching else 0,
             self.manager.pool.block_size,
         )
+        self._read_ahead = ReadAhead(tier, self._absent_blocks, self._has_room_for)
         self._requests: dict[SeqId, Request] = {}
         self._arrivals = itertools.count()
         self._block_size = self.manager.pool.block_size
@@ -223,6 +234,7 @@ class Scheduler:
             if request.seq_id in self.manager.tables:
                 self.manager.free(request.seq_id)
             self.swap_space.release(request.seq_id)
+            self._read_ahead.end(request)
             del self._requests[request.seq_id]
             self.prefix_history.finish(request)
         request.status = RequestStatus.FINISHED
@@ -329,8 +341,11 @@ class Scheduler:
 
     def _admit_waiting(self, plan: _Plan) -> None:
         num_seqs = sum(request.num_seqs for request in self.running) if self.waiting else 0
+        self._read_ahead.look(self.waiting)
         while self.waiting and plan.token_budget > 0:
-            request = self.waiting[0] if plan.only is None else plan.only
+            request = plan.only or self._read_ahead.first_ready(self.waiting)
+            if request is None:
+                return
             # The only one wanted may run already, or have ended just now.
             is_waiting = request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
             if not is_waiting or num_seqs + request.num_seqs > self.config.max_num_seqs:
@@ -364,8 +379,10 @@ class Scheduler:
             return False
         _remove(self.waiting, request)
         insort(self.running, request, key=by_order)
+        num_read_tokens = self._read_ahead.end(request)
         if request.status is RequestStatus.WAITING:
             request.num_cached_tokens = computed.num_tokens
+            request.num_read_tokens = min(num_read_tokens, computed.num_tokens)
             plan.begun.append(request)
             if request.prefix_report is None:
                 is_held = self._is_held(request, computed.num_tokens)
@@ -479,11 +496,21 @@ class Scheduler:
         if not self.config.enable_prefix_caching:
             return NOTHING_COMPUTED
         self._hash_blocks(request)
-        # A row whose logits are wanted is computed, even on a hit.
-        num_tokens = request.num_tokens
-        if request.num_unscored_tokens:
-            num_tokens = request.num_prompt_tokens - request.num_unscored_tokens
+        num_tokens = _num_findable_tokens(request)
         return self.manager.get_computed_blocks(request.block_hashes, num_tokens)
+
+    def _absent_blocks(self, request: Request, tier: BlockTier) -> Sequence[AbsentBlock]:
+        if self.swap_space.num_tokens_of(request.seq_id):
+            return ()
+        self._hash_blocks(request)
+        num_tokens = _num_findable_tokens(request)
+        return self.manager.absent_blocks(request.block_hashes, num_tokens, tier.has)
+
+    def _has_room_for(self, requests: Sequence[Request]) -> bool:
+        manager = self.manager
+        num_needed = sum(manager.max_num_held_blocks(each.num_tokens) for each in requests)
+        num_free = manager.num_free_blocks + self.supply.num_growable_blocks
+        return num_needed <= num_free
 
     def _cache_blocks(self, request: Request) -> list[int]:
         """Let others hit the blocks that are full after the newest step, as far as their tokens are
@@ -522,6 +549,8 @@ class Scheduler:
         if self.swap_space.reserve(request.seq_id, num_tokens):
             block_ids = list(self.manager.tables[request.seq_id].block_ids)
             plan.swap_outs.append(SwapOut(request.seq_id, block_ids, num_tokens))
+        else:
+            self._read_ahead.keep(request)
         self.manager.free(request.seq_id)
         plan.preempted.append(request)
         self._wait_again(request)
@@ -624,6 +653,7 @@ class Scheduler:
         """
         self._use_manager()
         self.swap_space.clear()
+        self._read_ahead.clear()
         self.prefix_history.clear()
         self.running, self.waiting, self._requests = [], [], {}
         for request in requests:
@@ -653,6 +683,13 @@ class Scheduler:
         for request in self.running:
             assert self.manager.num_tokens(request.seq_id) == request.num_computed_tokens
             assert request.num_computed_tokens <= request.num_tokens
+
+
+def _num_findable_tokens(request: Request) -> int:
+    """Tokens of which all but the last may be found: a row whose logits are wanted is computed."""
+    if request.num_unscored_tokens:
+        return request.num_prompt_tokens - request.num_unscored_tokens
+    return request.num_tokens
 
 
 def _num_scored_rows(request: Request, start: int, end: int) -> int:

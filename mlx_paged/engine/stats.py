@@ -19,6 +19,7 @@ class EngineStats(KVCacheManagerStats):
     num_accepted_tokens: int  # of these
     num_prompt_tokens: int  # of requests that got a first token
     num_cached_prompt_tokens: int  # of these
+    num_read_prompt_tokens: int  # of these, read from disk
     num_generation_tokens: int
     num_finished: Mapping[str, int]  # completions, by finish reason
     num_steps: int
@@ -28,3 +29,9 @@ class EngineStats(KVCacheManagerStats):
     nbytes_budget: int
     # To other ranks: messages, and what a ring sends of the activations of all tokens so far.
     nbytes_sent: int = 0
+
+    @property
+    def num_prompt_tokens_not_in_memory(self) -> int:
+        """Those that were computed, or read from disk."""
+        num_hits = self.num_cached_prompt_tokens - self.num_read_prompt_tokens
+        return self.num_prompt_tokens - num_hits

@@ -30,6 +30,7 @@ class RequestView:
         num_computed_tokens: of its longest completion, those that have K/V or get them in the
             current step.
         num_cached_tokens: prompt tokens that were in the prefix cache.
+        num_read_tokens: of these, read from disk for it.
         num_output_tokens: of all completions.
         num_blocks: different blocks that it holds.
         age: seconds since it arrived.
@@ -41,6 +42,7 @@ class RequestView:
     num_prompt_tokens: int
     num_computed_tokens: int
     num_cached_tokens: int
+    num_read_tokens: int
     num_output_tokens: int
     num_blocks: int
     num_preemptions: int
@@ -96,6 +98,7 @@ def request_view(
         first.num_prompt_tokens,
         max(request.num_computed_tokens for request in requests),
         first.num_cached_tokens,
+        first.num_read_tokens,
         sum(len(completion.token_ids) for completion in state.output.outputs),
         len(block_ids),
         sum(request.num_preemptions for request in requests),

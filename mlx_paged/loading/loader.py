@@ -201,7 +201,18 @@ def load_from(
             model.eval()
     ours = _on_our_caches(model, config, path)
     ours.group = group
+    ours.name = model_name(path)
     return ours, tokenizer, config
+
+
+def model_name(path: Path) -> str:
+    """What people call the model at ``path``: the id of a repository in the hub's cache, or the
+    name of a folder or a file.
+    """
+    repository, is_snapshot = path.parent.parent.name, path.parent.name == "snapshots"
+    if is_snapshot and repository.startswith("models--"):
+        return repository.removeprefix("models--").replace("--", "/")
+    return path.resolve().name
 
 
 def _load_model(

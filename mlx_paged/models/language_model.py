@@ -29,11 +29,13 @@ class LanguageModel(Module, ABC):
 
     Attributes:
         args: the model's configuration.
+        name: of the folder, repository or file that it was loaded from; empty if it was not.
         description: its type and the way in which it runs, for the line that a program begins with.
         group: the ranks that its heads are split over; ``None`` while this process has all of them.
     """
 
     args: ModelArgs
+    name: str = ""
     description: str
     group: mx.distributed.Group | None = None
 

@@ -116,6 +116,17 @@ def check_copy_pairs(op: str, src_dst_pairs: Sequence[tuple[int, int]], kv: KVHa
         raise ValueError(f"[{op}] src_dst_pairs: a block is both source and destination")
 
 
+def check_block_write(op: str, block_ids: Sequence[int], k: Parts, v: Parts, kv: KVHandle) -> None:
+    check_block_ids(op, "block_ids", block_ids, kv)
+    if len(set(block_ids)) != len(block_ids):
+        raise ValueError(f"[{op}] block_ids: a block is named twice")
+    for name, parts, slabs in (("k", k, kv.k), ("v", v, kv.v)):
+        expected = [((len(block_ids), *slab.shape[1:]), slab.dtype) for slab in slabs]
+        found = [(part.shape, part.dtype) for part in parts]
+        if found != expected:
+            raise ValueError(f"[{op}] {name}: expected {expected}, got {found}")
+
+
 def check_block_ids(op: str, name: str, block_ids: Sequence[int], kv: KVHandle) -> None:
     for block_id in block_ids:
         if type(block_id) is not int:

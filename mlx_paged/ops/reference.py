@@ -107,6 +107,13 @@ class ReferenceBackend(Backend):
         for slab, copied in zip(kv.slabs, blocks, strict=True):
             slab[destinations] = copied
 
+    def write_blocks(self, kv: KVHandle, block_ids: Sequence[int], k: Parts, v: Parts) -> None:
+        checks.check_block_write("write_blocks", block_ids, k, v, kv)
+        kv.leave_chain()
+        ids = mx.array(list(block_ids), dtype=mx.int32)
+        for slab, blocks in zip(kv.slabs, k + v, strict=True):
+            slab[ids] = blocks
+
     def zero_blocks(self, kv: KVHandle, block_ids: Sequence[int]) -> None:
         checks.check_block_ids("zero_blocks", "block_ids", block_ids, kv)
         kv.leave_chain()

@@ -1,10 +1,13 @@
-"""Whose request it is: its id, and who shares cached K/V with it."""
+"""Whose request it is: its id, who shares cached K/V with it, and whether they may be stored."""
 
 from __future__ import annotations
 
 import uuid
+from dataclasses import replace
 
 from starlette.requests import Request
+
+from mlx_paged.server.chat_jobs import ChatJob
 
 
 def request_id_of(request: Request, wanted: str | None = None) -> str:
@@ -20,3 +23,20 @@ def cache_salt_of(request: Request, wanted: str | None) -> str | None:
         return wanted
     salt: str | None = principal.salted(wanted)
     return salt
+
+
+def no_store_of(request: Request, wanted: bool) -> bool:
+    """Whether nothing of a request is written to disk: its body says so, or its header
+    ``Cache-Control: no-store``, which asks that of every cache on the way (RFC 9111).
+    """
+    directives = request.headers.get("cache-control", "").lower().split(",")
+    return wanted or "no-store" in map(str.strip, directives)
+
+
+def job_of(request: Request, job: ChatJob) -> ChatJob:
+    """The conversation of a body as that of the request's user."""
+    return replace(
+        job,
+        cache_salt=cache_salt_of(request, job.cache_salt),
+        no_store=no_store_of(request, job.no_store),
+    )

@@ -42,6 +42,7 @@ class ChatJob:
     template_options: dict[str, Any] = field(default_factory=dict)
     priority: int = 0
     cache_salt: str | None = None
+    no_store: bool = False
 
 
 def prepare(service: Service, job: ChatJob) -> tuple[Generation, AnswerFormat]:
@@ -85,6 +86,7 @@ def prepare(service: Service, job: ChatJob) -> tuple[Generation, AnswerFormat]:
         params,
         job.priority,
         job.cache_salt,
+        job.no_store,
         # A message that goes on comes back as one with its beginning.
         None if goes_on else partial(kept.keep, tokenizer, prompt, answer_format),
     ), answer_format

@@ -33,6 +33,9 @@ from mlx_paged.server.settings import (
 ENGINE_FLAGS = {
     "backend": "--backend",
     "block_size": "--block-size",
+    "cache_dir": "--cache-dir",
+    "cache_dir_size": "--cache-dir-size",
+    "cache_dir_ttl": "--cache-dir-ttl",
     "enable_prefix_caching": "--no-enable-prefix-caching",
     "kv": "--kv",
     "kv_cache_bytes": "--kv-cache-bytes",
@@ -108,6 +111,7 @@ def setup_arg_parser(prog: str | None = None) -> argparse.ArgumentParser:
     flags.add_generation_config_flag(server)
     _add_template_flags(server)
     flags.add_cache_flags(server)
+    flags.add_cache_dir_flags(server)
     flags.add_draft_flags(server)
     flags.add_backend_flag(server)
     _add_scheduler_flags(server)

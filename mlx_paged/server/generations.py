@@ -27,6 +27,7 @@ class Generation:
             tokenizer longer than a step.
         params: with ``output_kind`` DELTA for :meth:`Service.start`.
         cache_salt: requests with different salts share no K/V. The salt of the user's key is in it.
+        no_store: write none of its K/V to disk.
         when_finished: is told of each completion that ended, with all of its tokens.
     """
 
@@ -34,6 +35,7 @@ class Generation:
     params: SamplingParams
     priority: int = 0
     cache_salt: str | None = None
+    no_store: bool = False
     when_finished: Callable[[CompletionOutput], None] | None = None
 
 

@@ -130,6 +130,7 @@ class Service:
                 request_id=f"{request_id or 'request'}-{next(self._numbers)}",
                 priority=generation.priority,
                 cache_salt=generation.cache_salt,
+                no_store=generation.no_store,
             )
             log_text("prompt", lambda: self.tokenizer.decode(generation.prompt_token_ids))
             answer = Answer(outputs, places.pop_all(), self._note_of(generation))

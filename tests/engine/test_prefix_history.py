@@ -26,6 +26,7 @@ def request(name, prompt, answer=(), salt=None):
         token_ids=tokens,
         num_tokens=len(tokens),
         num_prompt_tokens=len(prompt),
+        num_read_tokens=0,
         num_unscored_tokens=0,
         awaits_token=False,
         block_hashes=hash_token_blocks(tokens, BLOCK, extra_hash_keys(salt)),

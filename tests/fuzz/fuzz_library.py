@@ -220,7 +220,7 @@ def _params() -> dict[str, Any]:
 def _asked() -> dict[str, Any]:
     return {
         "prompt": [1, 2], "params": SamplingParams(max_tokens=3), "request_id": "r",
-        "priority": 0, "cache_salt": None,
+        "priority": 0, "cache_salt": None, "no_store": False,
     }  # fmt: skip
 
 

@@ -101,7 +101,7 @@ def bad_request(rng: random.Random) -> dict[str, Any]:
     if kind == 0:
         arguments["prompt"] = junk(rng)
     elif kind == 1:
-        arguments[rng.choice(("priority", "cache_salt", "params"))] = junk(rng)
+        arguments[rng.choice(("priority", "cache_salt", "no_store", "params"))] = junk(rng)
     elif kind == 2:
         arguments["prompt"] = [1] * rng.choice((CONTEXT - 1, CONTEXT, 10 * CONTEXT))
     elif kind == 3:

@@ -48,6 +48,7 @@ CHAT = {
     "stream_options": {"include_usage": True}, "tools": [TOOL], "tool_choice": "none",
     "parallel_tool_calls": True, "response_format": {"type": "text"}, "user": "u",
     "max_completion_tokens": 4, "top_k": 5, "min_p": 0.1, "cache_salt": "s", "priority": 0,
+    "no_store": True,
     "repetition_penalty": 1.1, "min_tokens": 1, "stop_token_ids": [7], "ignore_eos": False,
     "skip_special_tokens": True, "include_stop_str_in_output": False, "bad_words": ["no"],
     "chat_template_kwargs": {}, "reasoning_effort": "low", "metadata": {}, "store": False,

@@ -214,6 +214,8 @@ def test_no_field_of_openais_client_is_forgotten():
         ({"priority": "high"}, "priority"),
         ({"cache_salt": ""}, "cache_salt"),
         ({"cache_salt": 5}, "cache_salt"),
+        ({"no_store": "yes"}, "no_store"),
+        ({"no_store": 1}, "no_store"),
         ({"request_id": "a b"}, "request_id"),
         ({"request_id": "a\nb"}, "request_id"),
         ({"model": "other"}, "model"),

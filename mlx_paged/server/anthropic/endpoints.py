@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -15,8 +14,8 @@ from mlx_paged.server.anthropic.answers import (
     whole_message,
 )
 from mlx_paged.server.anthropic.messages import MessagesBody, read_messages_body
-from mlx_paged.server.callers import cache_salt_of, request_id_of
-from mlx_paged.server.chat_jobs import ChatJob, prepare
+from mlx_paged.server.callers import job_of, request_id_of
+from mlx_paged.server.chat_jobs import prepare
 from mlx_paged.server.fields import Fields
 from mlx_paged.server.http.sse import EventStream
 from mlx_paged.server.service import Service
@@ -29,7 +28,7 @@ async def messages(request: Request, fields: Fields) -> Response:
     service: Service = request.app.state.service
     has_context_management = fields.has("context_management")
     body = _read(request, fields, is_count=False)
-    job = _of_caller(request, body.job)
+    job = job_of(request, body.job)
     generation, answer_format = await service.prepare(prepare, service, job)
     request_id = request_id_of(request)
     options = MessageOptions(
@@ -52,7 +51,7 @@ async def count_tokens(request: Request, fields: Fields) -> Response:
     """How many tokens the prompt of a conversation has."""
     service: Service = request.app.state.service
     body = _read(request, fields, is_count=True)
-    generation, _ = await service.prepare(prepare, service, _of_caller(request, body.job))
+    generation, _ = await service.prepare(prepare, service, job_of(request, body.job))
     return JSONResponse({"input_tokens": len(generation.prompt_token_ids)})
 
 
@@ -66,7 +65,3 @@ def _read(request: Request, fields: Fields, is_count: bool) -> MessagesBody:
         names = ", ".join(name[:40] for name in body.left_out if name.isidentifier())
         LOG.warning("fields of betas are left out: %s", names)
     return body
-
-
-def _of_caller(request: Request, job: ChatJob) -> ChatJob:
-    return replace(job, cache_salt=cache_salt_of(request, job.cache_salt))

@@ -108,6 +108,7 @@ def read_messages_body(
             options,
             fields.integer("priority", 0),
             fields.text("cache_salt", None) or None,
+            fields.boolean("no_store", False),
         ),
         model,
         fields.boolean("stream", False),

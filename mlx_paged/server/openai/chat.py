@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.server.callers import cache_salt_of
+from mlx_paged.server.callers import job_of
 from mlx_paged.server.chat_jobs import ChatJob, prepare
 from mlx_paged.server.fields import Fields
 from mlx_paged.server.grammars.response_format import read_structured_outputs
@@ -70,7 +70,7 @@ async def chat_completions(request: Request, fields: Fields) -> Response:
     """An answer to a conversation, whole or in parts."""
     service: Service = request.app.state.service
     body = read_chat(fields, service)
-    job = replace(body.job, cache_salt=cache_salt_of(request, body.job.cache_salt))
+    job = job_of(request, body.job)
     generation, answer_format = await service.prepare(prepare, service, job)
     kind = "chat.completion.chunk" if body.options.is_streamed else "chat.completion"
     head = Head.of(request, body.options, "chatcmpl", kind)
@@ -107,6 +107,7 @@ def read_chat(fields: Fields, service: Service) -> ChatBody:
         template_options=read_template_options(fields),
         priority=fields.integer("priority", 0),
         cache_salt=read_cache_salt(fields),
+        no_store=fields.boolean("no_store", False),
     )
     if options.is_streamed and job.params.prompt_logprobs is not None:
         raise fields.error("prompt_logprobs", "can't be streamed")

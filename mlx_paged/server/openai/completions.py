@@ -13,7 +13,7 @@ from mlx_paged.engine.prompts import check_token_ids, encode_prompt
 from mlx_paged.errors import shown
 from mlx_paged.request import CompletionOutput, RequestOutput
 from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.server.callers import cache_salt_of
+from mlx_paged.server.callers import cache_salt_of, no_store_of
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.fields import Fields
 from mlx_paged.server.generations import Answer, Generation, api_error, parts_of
@@ -59,6 +59,7 @@ class CompletionBody:
     has_answer: bool = True
     priority: int = 0
     cache_salt: str | None = None
+    no_store: bool = False
 
 
 async def completions(request: Request, fields: Fields) -> Response:
@@ -67,7 +68,10 @@ async def completions(request: Request, fields: Fields) -> Response:
     body = read_completions(fields, service)
     encoded = await service.prepare(encode_all, service, body)
     salt = cache_salt_of(request, body.cache_salt)
-    generations = [Generation(token_ids, body.params, body.priority, salt) for token_ids in encoded]
+    no_store = no_store_of(request, body.no_store)
+    generations = [
+        Generation(token_ids, body.params, body.priority, salt, no_store) for token_ids in encoded
+    ]
     head = Head.of(request, body.options, "cmpl", "text_completion")
     texts = Continuations(service, body, encoded)
     if not body.options.is_streamed:
@@ -112,6 +116,7 @@ def read_completions(fields: Fields, service: Service) -> CompletionBody:
         has_answer=max_tokens != 0,
         priority=fields.integer("priority", 0),
         cache_salt=read_cache_salt(fields),
+        no_store=fields.boolean("no_store", False),
     )
     fields.refuse_rest(ADVICE)
     return body

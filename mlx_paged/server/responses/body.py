@@ -103,6 +103,7 @@ def read_responses_body(fields: Fields, service: Service) -> ResponsesBody:
         options,
         fields.integer("priority", 0),
         fields.text("cache_salt", None) or None,
+        fields.boolean("no_store", False),
     )
     is_streamed = fields.boolean("stream", False)
     _check_rest(fields, is_streamed)

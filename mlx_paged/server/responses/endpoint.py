@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NoReturn
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from mlx_paged.server.callers import cache_salt_of, request_id_of
+from mlx_paged.server.callers import job_of, request_id_of
 from mlx_paged.server.chat_jobs import prepare
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.fields import Fields
@@ -22,7 +21,7 @@ async def responses(request: Request, fields: Fields) -> Response:
     """An answer to a conversation, whole or as events."""
     service: Service = request.app.state.service
     body = read_responses_body(fields, service)
-    job = replace(body.job, cache_salt=cache_salt_of(request, body.job.cache_salt))
+    job = job_of(request, body.job)
     generation, answer_format = await service.prepare(prepare, service, job)
     request_id = request_id_of(request)
     answer = ResponseAnswer(service, body, answer_format, request_id)

@@ -23,9 +23,13 @@ _CHANGES = {
 def explanation(report: PrefixReport) -> str:
     """Why no more of a prompt was cached, in a sentence without any of its text."""
     cached = f"{report.num_cached_tokens:,} of {_tokens(report.num_prompt_tokens)} cached"
+    if report.num_read_tokens:
+        cached += f", {report.num_read_tokens:,} of them on disk"
     other, position = report.other_request_id, f"{report.position:,}"
     if report.reason == "hit":
         return f"{cached}: all whole blocks"
+    if report.reason == "new" and report.num_read_tokens:
+        return f"{cached}: the rest is not there"
     if report.reason == "new":
         return f"{cached}: {REASONS['new']}"
     if report.reason == "continued":
@@ -63,6 +67,7 @@ def report_body(report: PrefixReport, tokenizer: TokenizerWrapper | None = None)
         "request_id": report.request_id,
         "prompt_tokens": report.num_prompt_tokens,
         "cached_tokens": report.num_cached_tokens,
+        "read_tokens": report.num_read_tokens,
         "reason": report.reason,
         "position": report.position,
         "compared_with": report.other_request_id,

@@ -1,0 +1,66 @@
+"""Blocks as bytes: what of one group of layers lies in a block, and back.
+
+The bytes of a block are those of its layers' slabs, one after the other: of each the parts of K,
+then those of V, ``[num_kv_heads, block_size, width]`` each, as they are stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_paged.ops import Backend, KVHandle
+
+# MLX's dtypes by their size, as numpy has them: it has no bfloat16.
+_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+
+
+def block_nbytes(slabs: Sequence[KVHandle]) -> int:
+    """Bytes of a block in these slabs."""
+    return sum(slab.nbytes // slab.shape[0] for kv in slabs for slab in kv.slabs)
+
+
+def read_blocks(slabs: Sequence[KVHandle], block_ids: Sequence[int]) -> list[bytes]:
+    """Copies of blocks. Their rows have to be there: nothing is waited for but what MLX itself
+    still has to compute of the slabs.
+    """
+    # Live windows on the slabs, without a copy. They go before this returns: a write that found
+    # them would copy its slab.
+    windows = [
+        np.frombuffer(cast(Any, slab), dtype=np.uint8).reshape(slab.shape[0], -1)
+        for kv in slabs
+        for slab in kv.slabs
+    ]
+    return [b"".join([window[block_id].data for window in windows]) for block_id in block_ids]
+
+
+def write_blocks(
+    backend: Backend, slabs: Sequence[KVHandle], block_ids: Sequence[int], contents: Sequence[bytes]
+) -> None:
+    """Fill blocks with what :func:`read_blocks` returned.
+
+    Raises:
+        ValueError: contents of another size.
+    """
+    expected = block_nbytes(slabs)
+    for content in contents:
+        if len(content) != expected:
+            raise ValueError(
+                f"[paged cache] a block of these layers has {expected} bytes, got {len(content)}"
+            )
+    offset = 0
+    for kv in slabs:
+        parts = []
+        for slab in kv.slabs:
+            shape, nbytes = slab.shape[1:], slab.nbytes // slab.shape[0]
+            dtype, count = _UNSIGNED[slab.itemsize], nbytes // slab.itemsize
+            rows = [np.frombuffer(each, dtype, count, offset) for each in contents]
+            parts.append(mx.array(np.stack(rows)).view(slab.dtype).reshape(-1, *shape))
+            offset += nbytes
+        num_key_parts = len(kv.k)
+        backend.write_blocks(
+            kv, block_ids, tuple(parts[:num_key_parts]), tuple(parts[num_key_parts:])
+        )

@@ -1,0 +1,134 @@
+"""``DiskTierOptions``: the folder in which an engine keeps K/V on disk, and its limits. Imports no
+MLX.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlx_paged.config import (
+    DEFAULT_CACHE_DIR_SIZE,
+    SchedulerConfig,
+    parse_duration,
+    parse_nbytes,
+)
+from mlx_paged.errors import ArgumentError, shown
+
+
+@dataclass(frozen=True)
+class DiskTierOptions:
+    """Where full blocks of K/V are kept on disk.
+
+    Args:
+        folder: absolute; it is made where there is none.
+        max_nbytes: the most bytes that its blocks take, those of all models and engines that use
+            the folder together.
+        ttl: seconds after which a block that was not used is removed; ``None`` is never.
+    """
+
+    folder: Path
+    max_nbytes: int
+    ttl: float | None = None
+
+    @classmethod
+    def read(
+        cls,
+        cache_dir: str | os.PathLike[str] | None,
+        cache_dir_size: str | int | None = None,
+        cache_dir_ttl: str | float | None = None,
+    ) -> DiskTierOptions | None:
+        """The options of an engine as users give them; ``None`` without a folder.
+
+        Args:
+            cache_dir: a leading ``~`` is the user's home.
+            cache_dir_size: bytes, as :func:`parse_nbytes` reads them; ``None`` is
+                ``DEFAULT_CACHE_DIR_SIZE``.
+            cache_dir_ttl: a duration, as :func:`parse_duration` reads it.
+
+        Raises:
+            ArgumentError: a value that is none of these, or a size or a duration without a folder.
+        """
+        if cache_dir is None:
+            for name, value in (
+                ("cache_dir_size", cache_dir_size),
+                ("cache_dir_ttl", cache_dir_ttl),
+            ):
+                if value is not None:
+                    raise ArgumentError(
+                        f"[engine] {name} {shown(value)} is of no use without cache_dir, the "
+                        "folder in which K/V are kept on disk",
+                        name,
+                    )
+            return None
+        size = DEFAULT_CACHE_DIR_SIZE if cache_dir_size is None else cache_dir_size
+        ttl = cache_dir_ttl
+        return cls(
+            _folder(cache_dir),
+            parse_nbytes(size, "cache_dir_size"),
+            None if ttl is None else parse_duration(ttl, "cache_dir_ttl"),
+        )
+
+    def check_engine(self, kv: str, config: SchedulerConfig, num_ranks: int) -> None:
+        """Refuse engines whose K/V can't be found again by the hashes of blocks.
+
+        Raises:
+            ArgumentError: a contiguous cache, no prefix cache, or a model that is split over ranks.
+        """
+        if kv != "paged":
+            raise _refusal(f"needs blocks, which kv={shown(kv)} does not have; use kv='paged'")
+        if not config.enable_prefix_caching:
+            raise _refusal("needs the prefix cache, and enable_prefix_caching is False")
+        if num_ranks > 1:
+            raise _refusal(
+                f"can't be combined with {num_ranks} ranks, each of which has a part of the K/V; "
+                "leave it out"
+            )
+
+    def check_state(self, state_nbytes: int, model_type: str) -> None:
+        """Refuse a model with recurrent layers, whose K/V alone can't be gone on from.
+
+        Args:
+            state_nbytes: of a sequence; 0 where there is no such layer.
+
+        Raises:
+            ArgumentError: there is one.
+        """
+        if state_nbytes:
+            raise _refusal(
+                f"can't be combined with a {model_type}: blocks on disk hold K/V and no recurrent "
+                "state; leave it out"
+            )
+
+    def check_block(self, block_nbytes: int) -> None:
+        """Refuse a limit that holds no block.
+
+        Raises:
+            ArgumentError: a block takes more than the limit.
+        """
+        if block_nbytes > self.max_nbytes:
+            raise ArgumentError(
+                f"[engine] cache_dir_size of {self.max_nbytes} bytes is too small: a block takes "
+                f"{block_nbytes}",
+                "cache_dir_size",
+            )
+
+
+def _refusal(why: str) -> ArgumentError:
+    return ArgumentError(f"[engine] cache_dir {why}", "cache_dir")
+
+
+def _folder(given: object) -> Path:
+    if isinstance(given, (str, os.PathLike)):
+        path = os.fspath(given)
+        if isinstance(path, str) and path.strip() and "\0" not in path:
+            expanded = os.path.expanduser(path)
+            if expanded.startswith("~"):
+                raise ArgumentError(
+                    f"[engine] cache_dir {shown(path)} is in the home of a user that there is not",
+                    "cache_dir",
+                )
+            # The program may change its working directory later.
+            return Path(os.path.abspath(expanded))
+    raise ArgumentError(f"[engine] cache_dir must be a folder, got {shown(given)}", "cache_dir")

@@ -1,0 +1,115 @@
+"""What a model is, by content: K/V that are kept must meet nobody but the model that made them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, is_dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm
+import numpy as np
+from mlx.nn.layers.base import Module
+from mlx.utils import tree_flatten
+
+from mlx_paged.argument_values import is_plain_integer
+from mlx_paged.models.language_model import check_model, model_type_of
+
+KV_VERSION = 1
+"""Of the code that computes K/V: raise it when the same model would give others."""
+
+# A piece of a weight that one thread hashes; large enough that starting one costs nothing.
+PIECE_NBYTES = 64 * 2**20
+# What says how a model is used and not what it computes.
+_UNRELATED = {"name", "description", "_training"}
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """Attributes:
+    digest: SHA-256 in hex of all that a model computes with. Two processes, and two copies of a
+        folder, have the same one.
+    name: for people: a folder's or a repository's name, or the model's type.
+    """
+
+    digest: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.digest[:12]})"
+
+
+def model_identity(model: Module) -> ModelIdentity:
+    """The identity of a model that :func:`mlx_paged.load` returned, adapters included.
+
+    It covers every array of the model and every plain value of its modules (a base of RoPE is in
+    no weight), and the version of the code that runs it. All weights are read, in as many threads
+    as there are cores: some 2 GB per second and core.
+
+    Raises:
+        ValueError: no model of :func:`mlx_paged.load`.
+    """
+    checked = check_model(model)
+    total = hashlib.sha256(json.dumps(_code_of(checked)).encode())
+    for path, module in sorted(checked.named_modules(), key=lambda pair: pair[0]):
+        kind = f"{type(module).__module__}.{type(module).__qualname__}"
+        total.update(json.dumps([path, kind, _plain_values(module)], sort_keys=True).encode())
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for name, digests in _array_digests(checked, pool):
+            total.update(name.encode() + b"\0" + b"".join(each.result() for each in digests))
+    return ModelIdentity(total.hexdigest(), checked.name or model_type_of(checked))
+
+
+def _code_of(model: Module) -> list[str]:
+    code = [f"mlx_paged {KV_VERSION}"]
+    if any(type(module).__module__.startswith("mlx_lm.") for module in model.modules()):
+        code.append(f"mlx_lm {mlx_lm.__version__}")
+    return code
+
+
+def _plain_values(module: Module) -> dict[str, Any]:
+    values = {name: _plain(value) for name, value in vars(module).items()}
+    return {
+        name: value
+        for name, value in values.items()
+        if value is not NotImplemented and name not in _UNRELATED
+    }
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can say; ``NotImplemented`` for anything else."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return _plain(asdict(value))
+    if value is None or isinstance(value, str | bool | float) or is_plain_integer(value):
+        return value
+    if isinstance(value, dict):
+        items = {str(key): _plain(each) for key, each in value.items()}
+        return {key: each for key, each in items.items() if each is not NotImplemented}
+    if isinstance(value, list | tuple):
+        return [each for each in map(_plain, value) if each is not NotImplemented]
+    return NotImplemented
+
+
+def _array_digests(
+    model: Module, pool: ThreadPoolExecutor
+) -> Iterator[tuple[str, list[Future[bytes]]]]:
+    arrays = {
+        name: leaf for name, leaf in dict(tree_flatten(model)).items() if isinstance(leaf, mx.array)
+    }
+    for name, array in sorted(arrays.items()):
+        # Bytes as they lie; only an array that is a view with strides is copied.
+        flat = mx.contiguous(array).reshape(-1).view(mx.uint8)
+        mx.eval(flat)
+        data = np.array(flat, copy=False).data
+        starts = range(0, len(data), PIECE_NBYTES)
+        pieces = [data[start : start + PIECE_NBYTES] for start in starts]
+        label = f"{name} {array.shape} {array.dtype}"
+        yield label, [pool.submit(_digest, piece) for piece in pieces]
+
+
+def _digest(piece: memoryview) -> bytes:
+    return hashlib.sha256(piece).digest()

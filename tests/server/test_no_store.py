@@ -1,0 +1,70 @@
+"""``no_store`` reaches the engine in every protocol, from the body and from ``Cache-Control``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from mlx_paged.server.service import Service
+
+MESSAGES = [{"role": "user", "content": "Hello"}]
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": ["a", "b"], "max_tokens": 1},
+    "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 1},
+    "/v1/responses": {"input": "Hello", "max_output_tokens": 1},
+    "/v1/messages": {"model": "demo", "messages": MESSAGES, "max_tokens": 1},
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize(
+    ("body", "headers", "no_store"),
+    [
+        ({}, {}, False),
+        ({"no_store": False}, {}, False),
+        ({"no_store": None}, {}, False),
+        ({"no_store": True}, {}, True),
+        ({}, {"Cache-Control": "no-store"}, True),
+        ({"no_store": False}, {"cache-control": "no-cache, No-Store"}, True),
+        ({}, {"Cache-Control": "no-cache, max-age=0"}, False),
+    ],
+    ids=str,
+)
+def test_a_body_or_a_header_says_that_nothing_is_stored(
+    server_url: str,
+    service: Service,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    body: dict[str, Any],
+    headers: dict[str, str],
+    no_store: bool,
+):
+    asked: list[bool] = []
+    generate = service.engine.generate
+
+    def noting(*args: Any, **options: Any) -> Any:
+        asked.append(options["no_store"])
+        return generate(*args, **options)
+
+    monkeypatch.setattr(service.engine, "generate", noting)
+    for is_streamed in (False, True):
+        asked.clear()
+        answer = httpx.post(
+            f"{server_url}{path}",
+            json={**BODIES[path], **body, "stream": is_streamed},
+            headers=headers,
+            timeout=60,
+        )
+        assert answer.status_code == 200, answer.text
+        assert asked == [no_store] * (2 if "prompt" in BODIES[path] else 1)
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("value", ["yes", 1, [], {}], ids=str)
+def test_no_store_is_true_or_false(server_url: str, path: str, value: object):
+    body = {**BODIES[path], "no_store": value}
+    answer = httpx.post(f"{server_url}{path}", json=body, timeout=60)
+    assert answer.status_code == 400
+    assert "no_store must be true or false" in answer.json()["error"]["message"]
