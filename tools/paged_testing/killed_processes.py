@@ -53,6 +53,7 @@ class Actor:
     """
 
     def __init__(self, context: Any, role: Callable[..., None], folder: Path, *arguments: Any):
+        self.role = role
         self._log = folder / f"{role.__name__}-{os.urandom(6).hex()}.log"
         self._stop = self._log.with_suffix(".stop")
         self.process: BaseProcess = context.Process(
