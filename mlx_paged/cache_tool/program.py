@@ -13,7 +13,7 @@ from mlx_paged.standard_streams import (
     say,
 )
 
-_FLAGS = {"hash": "HASH", "cache_dir": "DIR", "tokenizer_path": "--tokenizer"}
+_FLAGS = {"cache_dir": "DIR", "tokenizer_path": "--tokenizer"}
 
 
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:

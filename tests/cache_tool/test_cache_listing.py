@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from helpers.block_entries import NOW, entries, entry, hash_of, tree_of
+from helpers.block_entries import DEMO, NOW, entries, entry, hash_of, tree_of
 
 from mlx_paged.cache_tool.abbreviations import num_unique_digits
 from mlx_paged.cache_tool.amounts import counted, in_bytes, in_full, in_short
@@ -16,8 +16,8 @@ SHARED = [
     *[each for each in entries("abcd", "abefg", "abeh") if each.first_token >= 32],
 ]
 OTHERS = [*entries("xyz", age=200_000.0)[1:], entry("q", is_pinned=True, age=5.0)]
-LISTED = """\
-demo (66a594fb, K/V float32): 5 prefixes, 11 blocks of 16, 176 tokens, 11 MB
+LISTED = f"""\
+demo ({DEMO.digest[:8]}, K/V float32): 5 prefixes, 11 blocks of 16, 176 tokens, 11 MB
 hash            tokens   bytes   used  hits  prefixes
 8e35c2cd        0-16    1.0 MB    5 s     0         1  pinned
 fb8e20fc        0-32    2.0 MB  1 min     7         3

@@ -129,13 +129,23 @@ class StoreKills:
         return said
 
     def _spoil_index(self) -> None:
-        """As if somebody had deleted the index, or written over it."""
+        """As if somebody had deleted the index, or put something else in its place.
+
+        What SQLite shares through memory (-shm) is replaced and not written over: to cut off a file
+        that processes have mapped ends them with SIGBUS, whatever they do.
+        """
+        garbage = self._source.randbytes(5000)
         for path in self._folder.glob("index-*"):
+            choice = self._source.random()
             with contextlib.suppress(OSError):
-                if self._source.random() < 0.5:
+                if choice < 0.4:
                     path.unlink()
+                elif choice < 0.7 and not path.name.endswith("-shm"):
+                    path.write_bytes(garbage)
                 else:
-                    path.write_bytes(self._source.randbytes(5000))
+                    aside = self._logs / "garbage"
+                    aside.write_bytes(garbage)
+                    aside.replace(path)
 
     def _look(self) -> None:
         """See what a process finds that starts now, while nobody writes."""
