@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Any, Unpack
 
 import mlx.core as mx
@@ -65,7 +66,8 @@ def batch_generate(
         logits_processors: each maps (tokens so far, logits ``[1, vocab_size]``) to new logits.
         completion_batch_size: how many answers run at once at most (default: 32).
         prefill_step_size: prompt tokens per step (default: 2048).
-        kv, block_size, kv_cache_bytes, backend, max_model_len: as :class:`Engine` takes them.
+        kv, block_size, kv_cache_bytes, backend, max_model_len, cache_dir and others: as
+            :class:`Engine` takes them.
 
     Returns:
         mlx-lm's response. In its ``stats``, ``prompt_tokens`` counts those that were computed, and
@@ -96,7 +98,8 @@ def batch_generate(
     )
 
     def respond() -> BatchResponse:
-        stats = batch.run(verbose)
+        with closing(batch.engine):
+            stats = batch.run(verbose)
         answers = batch.answers()
         return BatchResponse(
             [batch.tokenizer.decode(token_ids) for token_ids in answers],

@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
@@ -52,6 +53,7 @@ class GenerationResponse:
         finish_reason: ``"stop"``, ``"length"`` (``max_tokens`` or ``max_model_len`` is reached, or
             the K/V budget used up), ``None`` before.
         cached_tokens: prompt tokens whose K/V were reused.
+        read_tokens: of these, the tokens whose K/V were read from disk.
         kv_bytes: bytes of memory that the cache holds for K/V now.
         time_to_first_token: seconds from the call to the first token.
         drafted_tokens: drafts that were verified so far, and of these accepted:
@@ -73,6 +75,7 @@ class GenerationResponse:
     time_to_first_token: float = 0.0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    read_tokens: int = 0
 
 
 class OneShotOptions(CacheOptions, CacheDirOptions, total=False):
@@ -250,6 +253,7 @@ def _responses(
                         time_to_first_token=first_token - start,
                         drafted_tokens=answer.num_drafted_tokens,
                         accepted_tokens=answer.num_accepted_tokens,
+                        read_tokens=output.num_read_tokens,
                     )
                     # Drafts that were accepted came before it in the same step. The text of all of
                     # them is the newest one's.
@@ -329,9 +333,20 @@ def _stream(
     )
     params = dataclasses.replace(params, sampler=recorder)
     if engine.ranks is None:
-        responses = stream_request(engine, prompt, params, progress)
-        return ((response, recorder.row(response.generation_tokens)) for response in responses)
+        return _on_engine(engine, stream_request(engine, prompt, params, progress), recorder)
     return _shared(engine, partial(stream_request, engine, prompt, params, progress), recorder)
+
+
+def _on_engine(
+    engine: Engine, responses: Generator[GenerationResponse, None, None], recorder: _Recorder
+) -> Generator[tuple[GenerationResponse, mx.array], None, None]:
+    """The responses of an engine that is closed behind them."""
+    try:
+        with closing(responses):
+            for response in responses:
+                yield response, recorder.row(response.generation_tokens)
+    finally:
+        engine.close()
 
 
 def _shared(

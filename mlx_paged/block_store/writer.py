@@ -50,6 +50,14 @@ class BlockWriter:
         """
         return self._queue.append(header, payload)
 
+    def has_room(self, nbytes: int) -> bool:
+        """Whether a payload of so many bytes would be queued now."""
+        return self._queue.has_room(nbytes)
+
+    def is_queued(self, block_hash: bytes) -> bool:
+        """Whether a block waits to be written, or is being written."""
+        return block_hash in self._queue.hashes
+
     def flush(self, timeout: float) -> bool:
         """Wait, for ``timeout`` seconds at most, until all that was offered and noted as used is
         written; whether it is.
@@ -80,6 +88,7 @@ class _Queue:
         self._max_nbytes = max_nbytes
         self._changed = threading.Condition()
         self._waiting: deque[tuple[BlockHeader, Payload]] = deque()
+        self.hashes: set[bytes] = set()  # of those that wait, and of the one being written
         self._nbytes = 0
         self._must_tend = True
         self._is_busy = True
@@ -88,15 +97,23 @@ class _Queue:
     def append(self, header: BlockHeader, payload: Payload) -> bool:
         nbytes = memoryview(payload).nbytes
         with self._changed:
-            has_room = not self._waiting or self._nbytes + nbytes <= self._max_nbytes
-            if has_room and not self._is_closed and self._store.failure is None:
+            if self._has_room(nbytes):
                 self._waiting.append((header, payload))
+                self.hashes.add(header.block_hash)
                 self._nbytes += nbytes
                 self._must_tend = True
                 self._changed.notify_all()
                 return True
         self._store.count("num_dropped")
         return False
+
+    def has_room(self, nbytes: int) -> bool:
+        with self._changed:
+            return self._has_room(nbytes)
+
+    def _has_room(self, nbytes: int) -> bool:
+        is_short = self._waiting and self._nbytes + nbytes > self._max_nbytes
+        return not is_short and not self._is_closed and self._store.failure is None
 
     def flush(self, timeout: float) -> bool:
         with self._changed:
@@ -115,6 +132,7 @@ class _Queue:
             is_at_rest = self._changed.wait_for(self._is_at_rest, timeout)
             num_dropped = len(self._waiting)
             self._waiting.clear()
+            self.hashes.clear()
             self._nbytes = 0
         self._store.count("num_dropped", num_dropped)
         return is_at_rest
@@ -163,6 +181,7 @@ class _Queue:
         except Exception as error:
             # Nobody reads what a thread raises; a store that has failed says so.
             self._store.fail(f"a block could not be written: {reason(error)}")
+        self.hashes.discard(header.block_hash)
 
     def _tend(self) -> None:
         with self._changed:

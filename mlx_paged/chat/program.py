@@ -9,6 +9,7 @@ import argparse
 import os
 import stat
 import sys
+from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +56,7 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
             args = parser.parse_args(argv)
         except SystemExit as end:  # --help and --version, too
             return finish_output(end.code if isinstance(end.code, int) else 2, parser.prog)
-        with warnings_as_lines(screen.say):
+        with warnings_as_lines(screen.warn):
             return _run(args, screen)
     except OutputLostError as error:
         screen.clear_progress()
@@ -90,6 +91,18 @@ def _run(args: argparse.Namespace, screen: Screen) -> int:
     elif args.verbose:
         screen.say(loading)
     conversation, settings = _load(args)
+    with closing(conversation.engine):
+        return _answer_or_converse(args, message, conversation, settings, screen)
+
+
+def _answer_or_converse(
+    args: argparse.Namespace,
+    message: str | None,
+    conversation: Conversation,
+    settings: Settings,
+    screen: Screen,
+) -> int:
+    """Answer the message, or take messages where there is none; returns the exit status."""
     from mlx_paged.chat.commands import Dialogue, complete
     from mlx_paged.chat.reports import Reports
     from mlx_paged.chat.turns import Turns

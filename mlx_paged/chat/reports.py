@@ -14,13 +14,16 @@ from mlx_paged.command_line.words import (
     budget_in_words,
     context_in_words,
     device_in_words,
+    disk_tier_in_words,
     model_in_words,
 )
 from mlx_paged.memory import memory_size
 
 if TYPE_CHECKING:
     from mlx_paged.chat.conversation import Conversation
+    from mlx_paged.engine.disk_tier_stats import DiskTierStats
     from mlx_paged.engine.engine import Engine
+    from mlx_paged.engine.stats import EngineStats
     from mlx_paged.generation import GenerationResponse
 
 DEMO_HINT = (
@@ -58,6 +61,8 @@ class Reports:
                 f"backend: {backend_in_words(cache)} | kv: {cache.kind}]"
             )
             say(f"[K/V budget: {budget_in_full(cache)}]")
+            for words in disk_tier_in_words(engine):
+                say(f"[{words}]")
             say(f"[context: {context_in_words(engine)}, prompt and answer together]")
             own = f"; {', '.join(settings.from_model)} from generation_config.json"
             say(f"[sampling: {settings.describe_sampling()}{own if settings.from_model else ''}]")
@@ -70,6 +75,7 @@ class Reports:
                 model,
                 f"{device_in_words()}, {backend_in_words(cache)}",
                 f"{cache.kind} K/V: {budget_in_words(cache)}",
+                *disk_tier_in_words(engine),
                 f"context: {context_in_words(engine)}",
                 settings.describe_sampling() + (" (the model's)" if settings.from_model else ""),
             ]
@@ -89,7 +95,7 @@ class Reports:
         if self._verbose:
             held = engine.cache.nbytes_held / 1e6
             say(
-                f"Prompt: {response.prompt_tokens} tokens ({response.cached_tokens} reused), "
+                f"Prompt: {response.prompt_tokens} tokens ({_reused_in_words(response)}), "
                 f"{response.prompt_tps:.3f} tokens-per-sec, first token after "
                 f"{response.time_to_first_token:.3f} s"
             )
@@ -108,7 +114,8 @@ class Reports:
             parts = [
                 f"{response.time_to_first_token:.2f} s to first token",
                 f"{response.generation_tps:.1f} tokens/s",
-                f"{response.cached_tokens:,} of {response.prompt_tokens:,} prompt tokens reused",
+                f"{response.cached_tokens:,} of {response.prompt_tokens:,} prompt tokens reused"
+                f"{_read_in_words(response)}",
                 *([_drafts_in_words(response)] if response.drafted_tokens else []),
                 _usage_in_words(engine),
             ]
@@ -137,18 +144,43 @@ class Reports:
             f"prefix cache: {stats.num_hit_tokens} of {stats.num_queried_tokens} prompt tokens "
             f"found ({stats.hit_rate:.1%})"
         )
+        if stats.disk_tier is not None:
+            self._disk_tier(stats, stats.disk_tier, engine)
         if stats.num_drafted_tokens:
             say(
                 f"drafts: {stats.num_accepted_tokens} of {stats.num_drafted_tokens} accepted "
                 f"({stats.num_accepted_tokens / stats.num_drafted_tokens:.1%})"
             )
-        num_branches = len(branches) - 1
+        self._sharing(branches, engine)
+
+    def _disk_tier(self, stats: EngineStats, tier: DiskTierStats, engine: Engine) -> None:
+        say = self._screen.say
+        for words in disk_tier_in_words(engine):
+            say(words)
+        num_hits = stats.num_cached_prompt_tokens - stats.num_read_prompt_tokens  # in memory
+        say(
+            f"disk cache: {stats.num_read_prompt_tokens} of {stats.num_prompt_tokens - num_hits} "
+            f"prompt tokens found that were not in memory; blocks: {tier.num_written_blocks} "
+            f"written, {tier.num_dropped_blocks} dropped, {tier.num_corrupt_blocks} corrupt, "
+            f"{tier.num_evicted_blocks} evicted"
+        )
+
+    def _sharing(self, branches: list[Conversation], engine: Engine) -> None:
+        say, num_branches = self._screen.say, len(branches) - 1
         if num_branches:
             tables = [engine.cached_block_ids(branch.tokens) for branch in branches]
             say(
                 f"sharing: the conversation and {num_branches} branch{'es' * (num_branches > 1)} "
                 f"are {sum(map(len, tables))} blocks long and take {len(set().union(*tables))}"
             )
+
+
+def _reused_in_words(response: GenerationResponse) -> str:
+    return f"{response.cached_tokens} reused{_read_in_words(response)}"
+
+
+def _read_in_words(response: GenerationResponse) -> str:
+    return f", {response.read_tokens:,} of them from disk" if response.read_tokens else ""
 
 
 def _drafts_in_words(response: GenerationResponse) -> str:

@@ -43,10 +43,36 @@ def token_in_words(cache: KVCache) -> str:
 
 
 def budget_in_words(cache: KVCache) -> str:
-    config, nbytes = cache.config, cache.config.nbytes
-    size = f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.2g} MB"
+    config, size = cache.config, nbytes_in_words(cache.config.nbytes)
     token = "" if config.layers[0].format.is_dense else f", {token_in_words(cache)}"
     return f"{config.num_blocks:,} blocks of {config.block_size} tokens, {size}{token}"
+
+
+def disk_tier_in_words(engine: Engine) -> list[str]:
+    """The folder of the tier on disk, what it holds and its limit; nothing where there is none."""
+    tier = engine.disk_tier
+    if tier is None:
+        return []
+    stats, store = tier.stats(), tier.store
+    if stats.failure is not None:
+        return [f"disk: off, {stats.failure}"]
+    ttl = "" if store.ttl is None else f", unused ones for {duration_in_words(store.ttl)}"
+    return [
+        f"disk: {stats.num_blocks:,} blocks, {nbytes_in_words(stats.nbytes)} of "
+        f"{nbytes_in_words(store.max_nbytes)}{ttl}, in {store.layout.folder}"
+    ]
+
+
+def nbytes_in_words(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.2g} MB"
+
+
+def duration_in_words(seconds: float) -> str:
+    """In the largest unit of which it is a whole number."""
+    for unit, length in (("days", 86_400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= length and seconds % length == 0:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:g} seconds"
 
 
 def context_in_words(engine: Engine) -> str:

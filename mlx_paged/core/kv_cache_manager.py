@@ -184,9 +184,7 @@ class KVCacheManager:
                 group. It is asked of a block or two beyond those that can.
         """
         lookups, num_blocks = self._look_up(block_hashes, num_tokens, is_elsewhere)
-        return list(
-            itertools.chain.from_iterable(lookup.absent(num_blocks) for lookup in lookups)
-        )
+        return list(itertools.chain.from_iterable(lookup.absent(num_blocks) for lookup in lookups))
 
     def _look_up(
         self,

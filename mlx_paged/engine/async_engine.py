@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import copy
 import itertools
 import queue
@@ -37,6 +38,9 @@ class EngineStoppedError(RuntimeError):
 
 # A reader is sent the answer so far or, if the engine ends before the answer does, the reason.
 News: TypeAlias = RequestOutput | EngineStoppedError
+# Between two looks at a disk that was behind, while nothing else is to be done.
+SAVE_SECONDS = 0.05
+
 Receiver: TypeAlias = Callable[[News], None]
 
 
@@ -217,8 +221,8 @@ class AsyncEngine:
         return self.engine.shrink()
 
     def shutdown(self) -> None:
-        """Abort all requests and end the thread; their readers get their last outputs. More than
-        once is harmless.
+        """Abort all requests, write what is still queued for ``cache_dir``, for some seconds at
+        most, and end the thread; readers get their last outputs. More than once is harmless.
         """
         self._loop.end()
 
@@ -318,9 +322,10 @@ class _EngineLoop:
                     if self._engine.has_unfinished_requests():
                         self._step()
                     else:
-                        self._calls.get()
+                        self._idle()
                 self._engine.abort_all()
                 self._step()
+                self._engine.close()
         except BaseException as error:
             self._failure = error
         finally:
@@ -331,6 +336,12 @@ class _EngineLoop:
             atexit.unregister(self.end)
             # MLX's streams belong to a thread; on Linux they abort the process if they outlive it.
             mx.clear_streams()
+
+    def _idle(self) -> None:
+        """Wait until there may be something to do."""
+        timeout = SAVE_SECONDS if self._engine.save_more() else None
+        with contextlib.suppress(queue.Empty):
+            self._calls.get(timeout=timeout)
 
     def _step(self) -> None:
         for output in self._engine.step():

@@ -6,6 +6,7 @@ import contextlib
 import random
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from mlx_paged.cache import SwappedKV
 from mlx_paged.config import DEFAULT_KV
 from mlx_paged.core import hash_token_blocks
 from mlx_paged.distributed import RanksError
+from mlx_paged.engine.disk_tier import SECONDS_AT_EXIT, DiskTier, open_disk_tier
 from mlx_paged.engine.draft_model import DraftModel
 from mlx_paged.engine.draft_options import (
     check_draft_model,
@@ -191,12 +193,14 @@ class Engine:
         self.cache = make_kv_cache(model, kv, **cache_options)
         if room is not None:
             self.cache.keep_checkpoints(room.num_checkpoints)
-        # The tier on disk, made of tier_options.
-        self.disk_tier = None
-        if tier_options is not None:
-            tier_options.check_block(self.cache.config.nbytes_per_block)
         self.run_ahead = self.cache.can_run_ahead if run_ahead is None else run_ahead
         num_parameters = num_parameters_of(model)
+        self.disk_tier: DiskTier | None = None
+        if tier_options is not None:
+            models = [checked] if draft_model is None else [checked, check_model(draft_model)]
+            self.disk_tier = open_disk_tier(tier_options, self.cache, models, num_parameters)
+            # With its cache it lives as long as this engine, and ends with it or with Python.
+            weakref.finalize(self, self.disk_tier.close, SECONDS_AT_EXIT)
         self.swap_space: SwapSpace[SwappedKV] = SwapSpace(
             num_swap_tokens(swap_bytes, self.cache, num_parameters)
         )
@@ -211,7 +215,12 @@ class Engine:
         eos_token_ids: Iterable[int] = () if tokenizer is None else tokenizer.eos_token_ids
         speculation = speculation_of(config.num_draft_tokens, checked, drafter, self.run_ahead)
         self.scheduler = Scheduler(
-            self.cache, config, frozenset(eos_token_ids), self.swap_space, speculation
+            self.cache,
+            config,
+            frozenset(eos_token_ids),
+            self.swap_space,
+            speculation,
+            self.disk_tier,
         )
         self.latencies = Latencies(self.max_model_len)
         self._special_token_ids = special_token_ids(tokenizer)
@@ -225,6 +234,7 @@ class Engine:
             self.latencies,
             self.run_ahead,
             replicas_of(self.ranks, self.run_ahead),
+            self.disk_tier,
         )
         # What other threads ask for goes through the inbox, which is emptied whenever no step runs.
         self._inbox: deque[Callable[[], None]] = deque()
@@ -386,6 +396,25 @@ class Engine:
         reset = partial(self._on_all_ranks, "reset_prefix_cache", self._reset_prefix_cache)
         with self._step_lock: return self._changed(reset)  # noqa: E701  # fmt: skip
 
+    def save_more(self) -> bool:
+        """Copy more blocks out to ``cache_dir``, while no request runs; whether some are left that
+        had to wait for the disk. Steps do so by themselves.
+        """
+        if self.disk_tier is None:
+            return False
+        self._refuse_reentry("save_more")
+        with self._step_lock: return self._changed(self.disk_tier.save_more)  # noqa: E701  # fmt: skip
+
+    def close(self, timeout: float = SECONDS_AT_EXIT) -> bool:
+        """Write to ``cache_dir`` what is to be kept, for ``timeout`` seconds at most, and use it no
+        more; whether all was written. Without it, the end of the engine or of Python does this.
+        """
+        if self.disk_tier is None:
+            return True
+        self._refuse_reentry("close")
+        close = partial(self.disk_tier.close, timeout)
+        with self._step_lock: return self._changed(close)  # noqa: E701  # fmt: skip
+
     def stats(self) -> EngineStats:
         """What is held, running and waiting; from any thread."""
         latencies = self.latencies
@@ -407,6 +436,7 @@ class Engine:
             nbytes_held=self.cache.nbytes_held,
             nbytes_budget=self.cache.config.nbytes,
             nbytes_sent=self._nbytes_sent(),
+            disk_tier=None if self.disk_tier is None else self.disk_tier.stats(),
         )
 
     def view(self) -> EngineView:

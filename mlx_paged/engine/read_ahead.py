@@ -47,35 +47,36 @@ class ReadAhead:
 
     Args:
         tier: ``None`` where there is none.
-        absent_blocks: what a request would need of the tier.
-        has_room: whether so many requests, together, would find room for all their tokens.
     """
 
-    def __init__(
-        self,
-        tier: BlockTier | None,
-        absent_blocks: Callable[[Request, BlockTier], Sequence[AbsentBlock]],
-        has_room: Callable[[Sequence[Request]], bool],
-    ):
+    def __init__(self, tier: BlockTier | None):
         self._tier = tier
-        self._absent_blocks = absent_blocks
-        self._has_room = has_room
         self._asked: set[SeqId] = set()
 
-    def look(self, waiting: Sequence[Request]) -> None:
-        """Begin to read for the first requests that wait."""
+    def look(
+        self,
+        waiting: Sequence[Request],
+        has_room: Callable[[Sequence[Request]], bool],
+        absent_blocks: Callable[[Request, BlockTier], Sequence[AbsentBlock]],
+    ) -> None:
+        """Begin to read for the first requests that wait.
+
+        Args:
+            has_room: whether so many requests, together, would find room for all their tokens.
+            absent_blocks: what a request would need of the tier.
+        """
         if self._tier is None:
             return
         for index, request in enumerate(waiting[:MAX_READ_AHEAD]):
             if request.seq_id in self._asked:
                 continue
-            if not self._has_room(waiting[: index + 1]):
+            if not has_room(waiting[: index + 1]):
                 return
             self._asked.add(request.seq_id)
             is_preempted = request.status is RequestStatus.PREEMPTED
             if is_preempted and not self._tier.pays_for_preempted:
                 continue
-            blocks = self._absent_blocks(request, self._tier)
+            blocks = absent_blocks(request, self._tier)
             if blocks:
                 self._tier.read(request.seq_id, blocks)
 

@@ -140,7 +140,7 @@ class Scheduler:
             config.num_history_tokens if config.enable_prefix_caching else 0,
             self.manager.pool.block_size,
         )
-        self._read_ahead = ReadAhead(tier, self._absent_blocks, self._has_room_for)
+        self._read_ahead = ReadAhead(tier)
         self._requests: dict[SeqId, Request] = {}
         self._arrivals = itertools.count()
         self._block_size = self.manager.pool.block_size
@@ -341,7 +341,7 @@ class Scheduler:
 
     def _admit_waiting(self, plan: _Plan) -> None:
         num_seqs = sum(request.num_seqs for request in self.running) if self.waiting else 0
-        self._read_ahead.look(self.waiting)
+        self._read_ahead.look(self.waiting, self._has_room_for, self._absent_blocks)
         while self.waiting and plan.token_budget > 0:
             request = plan.only or self._read_ahead.first_ready(self.waiting)
             if request is None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mlx_paged.core import KVCacheManagerStats
+from mlx_paged.engine.disk_tier_stats import DiskTierStats
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,4 @@ class EngineStats(KVCacheManagerStats):
     nbytes_budget: int
     # To other ranks: messages, and what a ring sends of the activations of all tokens so far.
     nbytes_sent: int = 0
-
-    @property
-    def num_prompt_tokens_not_in_memory(self) -> int:
-        """Those that were computed, or read from disk."""
-        num_hits = self.num_cached_prompt_tokens - self.num_read_prompt_tokens
-        return self.num_prompt_tokens - num_hits
+    disk_tier: DiskTierStats | None = None

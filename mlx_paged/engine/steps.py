@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import mlx.core as mx
 
 from mlx_paged.engine.batch import Batch, Scheduled
+from mlx_paged.engine.disk_tier import DiskTier
 from mlx_paged.engine.latencies import Latencies
 from mlx_paged.engine.model_runner import ModelRunner, StepInFlight
 from mlx_paged.engine.replicas import Replicas
@@ -19,6 +20,10 @@ from mlx_paged.engine.sampler import NO_TOKENS, SampledToken, state_of
 from mlx_paged.engine.scheduler import Scheduler
 from mlx_paged.errors import forget_frames, request_error
 from mlx_paged.request import Request
+
+# How long a step that has nothing else to do waits for blocks to be read, before others may ask
+# for something.
+READ_SECONDS = 0.05
 
 
 class Steps:
@@ -32,6 +37,7 @@ class Steps:
     Args:
         run_ahead: whether a step is launched before the tokens of the one before are read.
         replicas: the other ranks that have a part of the model, if there are any.
+        disk_tier: where full blocks are kept beside the pool, if anywhere.
 
     Attributes:
         is_torn: True while the bookkeeping changes. Who finds it True at the beginning of a change
@@ -46,6 +52,7 @@ class Steps:
         latencies: Latencies,
         run_ahead: bool,
         replicas: Replicas,
+        disk_tier: DiskTier | None = None,
     ):
         self.is_torn = False
         self.in_flight: deque[StepInFlight] = deque()
@@ -55,6 +62,7 @@ class Steps:
         self._latencies = latencies
         self._run_ahead = run_ahead
         self._replicas = replicas
+        self._disk_tier = disk_tier
         # Requests from a failed step and the length each had reached; each is retried alone.
         self._suspects: deque[tuple[Request, int]] = deque()
 
@@ -73,10 +81,14 @@ class Steps:
         where it may.
         """
         self._replicas.begin_step(self._scheduler)
-        steps = self.in_flight
+        steps, tier = self.in_flight, self._disk_tier
+        if tier is not None:
+            tier.bring_back(is_busy=bool(self._scheduler.running))
         if not steps:
             self._launch(self._scheduler.schedule(only=self._next_suspect()))
             self._sample()
+            if tier is not None and not steps:
+                tier.wait(READ_SECONDS)
         if steps and self._may_launch_ahead(steps[0]):
             self._launch(self._scheduler.schedule_ahead(steps[0].sampled.requests))
         self.land()
@@ -181,6 +193,8 @@ class Steps:
         for request, result in zip(step.sampled.requests, results, strict=True):
             if request not in verified:
                 self._take(request, result)
+        if self._disk_tier is not None:
+            self._disk_tier.note(step.batch, [later.batch for later in self.in_flight])
 
     def _verify(
         self,

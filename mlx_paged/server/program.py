@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,7 +103,7 @@ def _run(args: argparse.Namespace) -> int:
         setup_logging(settings.log_level, settings.log_prompts)
         say(f"[loading {args.model or 'the bundled demo model'} ...]")
         service = make_service(args, settings)
-        with service.engine:
+        with service.engine, warnings_as_lines(partial(logger.warning, "%s")):
             return serve(
                 service, settings, sockets, lambda: _announce(args, settings, service, sockets)
             )
@@ -303,6 +304,7 @@ def _announce(
         budget_in_words,
         context_in_words,
         device_in_words,
+        disk_tier_in_words,
         model_in_words,
     )
     from mlx_paged.server.http.http_server import url_of
@@ -314,6 +316,7 @@ def _announce(
         model_in_words(args.model, engine),
         f"{device_in_words()}, {backend_in_words(cache)}",
         f"{cache.kind} K/V: {budget_in_words(cache)}",
+        *disk_tier_in_words(engine),
         f"context: {context_in_words(engine)}",
         f"{num_keys} key{'s' * (num_keys > 1)}" if num_keys else "no key needed",
     ]

@@ -21,6 +21,7 @@ from mlx_paged.server.openai.options import (
     Head,
     Options,
     read_max_tokens,
+    read_no_store,
     read_options,
 )
 from mlx_paged.server.sampling_fields import read_sampling
@@ -107,7 +108,7 @@ def read_chat(fields: Fields, service: Service) -> ChatBody:
         template_options=read_template_options(fields),
         priority=fields.integer("priority", 0),
         cache_salt=read_cache_salt(fields),
-        no_store=fields.boolean("no_store", False),
+        no_store=read_no_store(fields),
     )
     if options.is_streamed and job.params.prompt_logprobs is not None:
         raise fields.error("prompt_logprobs", "can't be streamed")

@@ -26,6 +26,7 @@ from mlx_paged.server.openai.options import (
     Head,
     Options,
     read_max_tokens,
+    read_no_store,
     read_options,
     usage,
 )
@@ -116,7 +117,7 @@ def read_completions(fields: Fields, service: Service) -> CompletionBody:
         has_answer=max_tokens != 0,
         priority=fields.integer("priority", 0),
         cache_salt=read_cache_salt(fields),
-        no_store=fields.boolean("no_store", False),
+        no_store=read_no_store(fields),
     )
     fields.refuse_rest(ADVICE)
     return body

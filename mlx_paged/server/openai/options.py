@@ -116,6 +116,14 @@ def check_model_name(name: str, service: Service) -> None:
         raise ApiError(404, text, param="model", code="model_not_found")
 
 
+def read_no_store(fields: Fields) -> bool:
+    """Whether nothing of the request is written to disk: the body says so, or its
+    ``prompt_cache_retention``, which is OpenAI's word for it.
+    """
+    is_in_memory = fields.raw("prompt_cache_retention") == "in_memory"
+    return fields.boolean("no_store", False) or is_in_memory
+
+
 def read_max_tokens(fields: Fields, *names: str, default: int | None) -> int | None:
     """The most tokens of an answer: the first of these fields that says it."""
     values = [fields.integer(name) for name in names if fields.has(name)]

@@ -13,7 +13,7 @@ from mlx_paged.server.chat_jobs import ChatJob, arguments_of
 from mlx_paged.server.fields import Fields
 from mlx_paged.server.grammars.response_format import read_format
 from mlx_paged.server.openai.messages import read_tool_choice
-from mlx_paged.server.openai.options import read_model
+from mlx_paged.server.openai.options import read_model, read_no_store
 from mlx_paged.server.sampling_fields import read_sampling
 from mlx_paged.server.service import Service
 from mlx_paged.structured_outputs import StructuredOutputsParams
@@ -103,7 +103,7 @@ def read_responses_body(fields: Fields, service: Service) -> ResponsesBody:
         options,
         fields.integer("priority", 0),
         fields.text("cache_salt", None) or None,
-        fields.boolean("no_store", False),
+        read_no_store(fields),
     )
     is_streamed = fields.boolean("stream", False)
     _check_rest(fields, is_streamed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -44,6 +45,7 @@ async def cache(request: Request) -> Response:
         "num_queried_tokens": stats.num_queried_tokens,
         "num_cached_tokens": stats.num_hit_tokens,
         "hit_rate": stats.hit_rate,
+        "disk": None if stats.disk_tier is None else asdict(stats.disk_tier),
         "num_missed_tokens": dict(history.num_missed_tokens),
         "reports": [
             report_body(report, service.tokenizer if wants_text else None)

@@ -27,6 +27,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mlx_paged.engine.disk_tier_stats import DiskTierStats
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.latencies import Histogram, Latencies
 from mlx_paged.engine.stats import EngineStats
@@ -115,6 +116,8 @@ class EngineCollector(Collector):
         yield from self._states(stats)
         yield from self._tokens(stats)
         yield from self._cache(stats)
+        if stats.disk_tier is not None:
+            yield from self._disk_tier(stats, stats.disk_tier)
         yield from self._latencies(self._engine.latencies)
         yield self._gauge(
             "mlx_paged:device_memory_bytes",
@@ -159,7 +162,11 @@ class EngineCollector(Collector):
         yield counter(
             "vllm:prompt_tokens_by_source",
             "The same by where their K/V came from.",
-            {"local_compute": stats.num_prompt_tokens - num_cached, "local_cache_hit": num_cached},
+            {
+                "local_compute": stats.num_prompt_tokens - num_cached,
+                "local_cache_hit": num_cached - stats.num_read_prompt_tokens,
+                "external_kv_transfer": stats.num_read_prompt_tokens,
+            },
             "source",
         )
         yield counter("vllm:prompt_tokens_cached", "Of these, those that were cached.", num_cached)
@@ -224,6 +231,39 @@ class EngineCollector(Collector):
             "mlx_paged:swapped_tokens",
             "Tokens of preempted requests whose K/V are in host memory.",
             stats.num_swapped_tokens,
+        )
+
+    def _disk_tier(self, stats: EngineStats, tier: DiskTierStats) -> Iterator[Metric]:
+        gauge, counter = self._gauge, self._counter
+        num_hits = stats.num_cached_prompt_tokens - stats.num_read_prompt_tokens  # in memory
+        yield counter(
+            "vllm:external_prefix_cache_queries",
+            "Prompt tokens that were not in memory, and were looked up on disk.",
+            stats.num_prompt_tokens - num_hits,
+        )
+        yield counter(
+            "vllm:external_prefix_cache_hits",
+            "Prompt tokens whose K/V were read from disk.",
+            stats.num_read_prompt_tokens,
+        )
+        yield gauge("mlx_paged:disk_cache_blocks", "Blocks on disk.", tier.num_blocks)
+        yield gauge("mlx_paged:disk_cache_bytes", "Bytes that they take.", tier.nbytes)
+        yield counter(
+            "mlx_paged:disk_cache_block_events",
+            "Blocks that were read, written, not written in time, found corrupt, and evicted.",
+            {
+                "read": tier.num_read_blocks,
+                "written": tier.num_written_blocks,
+                "dropped": tier.num_dropped_blocks,
+                "corrupt": tier.num_corrupt_blocks,
+                "evicted": tier.num_evicted_blocks,
+            },
+            "event",
+        )
+        yield gauge(
+            "mlx_paged:disk_cache_up",
+            "Whether the disk is used: 0 after it failed.",
+            tier.failure is None,
         )
 
     def _cache_config(self) -> Metric:

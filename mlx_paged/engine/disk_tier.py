@@ -1,0 +1,350 @@
+"""``DiskTier``: full blocks of the prefix cache in a folder, where a restart and other processes
+find them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Iterable, Sequence
+
+from mlx_paged.block_store import BlockHeader, BlockReader, BlockStore, BlockWriter, Fingerprint
+from mlx_paged.block_store.reader import ReadBlock
+from mlx_paged.cache import KVCache, KVCacheConfig, LayerSpec, PagedKVCache
+from mlx_paged.core import AbsentBlock, BlockHash, group_hashes
+from mlx_paged.engine.batch import Batch
+from mlx_paged.engine.disk_tier_options import DiskTierOptions
+from mlx_paged.engine.disk_tier_stats import DiskTierStats
+from mlx_paged.models.identity import KV_VERSION, ModelIdentity, model_identity
+from mlx_paged.models.language_model import LanguageModel
+from mlx_paged.request import Request, SeqId
+
+# What a step may copy to or from the host beside its own work: some 30 ms.
+MAX_STEP_NBYTES = 64 * 2**20
+# What waits to be written, and what is read and not in the pool yet, as shares of the K/V budget,
+# and at most so many bytes.
+QUEUE_SHARE, MAX_QUEUED_NBYTES = 1 / 8, 512 * 2**20
+MAX_READY_NBYTES = 256 * 2**20
+# Blocks that are to be saved and not copied yet; each is some hundred bytes of bookkeeping.
+MAX_UNSAVED_BLOCKS = 100_000
+# How long the end of an engine waits for the disk.
+SECONDS_AT_EXIT = 10.0
+# Floating-point operations that a chip does in the time in which a disk gives one byte: an M1 does
+# 2.6 TFLOPS, and its disk gives some 2.6 GB/s.
+OPERATIONS_PER_DISK_BYTE = 1_000
+
+
+def is_reading_cheaper(num_parameters: int, kv_nbytes_per_token: int) -> bool:
+    """Whether K/V are read from disk in less time than they are computed.
+
+    A token takes two operations per parameter. The rule knows sizes and no clock, so that every
+    machine decides alike.
+    """
+    return kv_nbytes_per_token * OPERATIONS_PER_DISK_BYTE < 2 * num_parameters
+
+
+class DiskTier:
+    """Copies new full blocks out behind the loop, and brings back those that waiting requests need.
+
+    Blocks that come back go into free blocks of the pool and under their hashes into the prefix
+    index; then they are like any other cached block. So this knows nothing of tables, and the
+    scheduler knows of it only whom to let wait (:class:`BlockTier`).
+
+    All methods are the stepping thread's, but ``stats``. What the disk does fails nobody: the
+    engine goes on without, and a warning says so once.
+
+    Args:
+        cache: whose blocks these are.
+        options: the folder and its limits.
+        identity: of the model, and of the draft model if there is one.
+        num_parameters: of the model.
+
+    Raises:
+        BlockStoreError: the folder can't be used.
+    """
+
+    def __init__(
+        self,
+        cache: PagedKVCache,
+        options: DiskTierOptions,
+        identity: Sequence[ModelIdentity],
+        num_parameters: int,
+    ):
+        config = cache.config
+        self.pays_for_preempted = is_reading_cheaper(num_parameters, config.nbytes_per_token)
+        self.store = BlockStore(
+            options.folder, options.max_nbytes, fingerprint_of(config, identity), options.ttl
+        )
+        share = min(int(config.nbytes * QUEUE_SHARE), MAX_QUEUED_NBYTES)
+        self._writer = BlockWriter(self.store, share)
+        self._reader = BlockReader(self.store, min(share, MAX_READY_NBYTES))
+        self._cache = cache
+        self._block_size = config.block_size
+        self._groups = range(len(config.groups))
+        self._block_nbytes = [cache.block_nbytes(group) for group in self._groups]
+        # Computed and not copied out yet, in the order in which they were computed.
+        self._unsaved: dict[BlockHash, BlockHeader] = {}
+        self._group_of: dict[SeqId, dict[bytes, int]] = {}  # of the blocks being read
+        self._num_brought: dict[SeqId, int] = {}
+        self._num_read_tokens = self._num_unsaved_dropped = 0
+        self._is_closed = self._has_said_why = False
+
+    # What the scheduler asks
+
+    def has(self, block_hash: BlockHash) -> bool:
+        return self.store.has(block_hash)
+
+    def read(self, seq_id: SeqId, blocks: Sequence[AbsentBlock]) -> None:
+        self._group_of[seq_id] = {block.block_hash: block.group for block in blocks}
+        self._reader.read(seq_id, [block.block_hash for block in blocks])
+
+    def is_reading(self, seq_id: SeqId) -> bool:
+        return seq_id in self._group_of and self._reader.is_reading(seq_id)
+
+    def forget(self, seq_id: SeqId) -> int:
+        if self._group_of.pop(seq_id, None) is None:
+            return 0
+        self._reader.cancel(seq_id)
+        return self._num_brought.pop(seq_id, 0) * self._block_size
+
+    def keep(self, request: Request) -> None:
+        """Copy out at once what is not on disk of a request that is preempted."""
+        hashes = [
+            block_hash
+            for group in self._groups
+            for block_hash in group_hashes(request.block_hashes, group)
+        ]
+        self._save([each for each in hashes if each in self._unsaved], frozenset())
+
+    def clear(self) -> None:
+        for seq_id in list(self._group_of):
+            self.forget(seq_id)
+        self._unsaved.clear()
+
+    # What steps ask
+
+    def bring_back(self, is_busy: bool) -> None:
+        """Put blocks that were read into the pool.
+
+        Args:
+            is_busy: others wait for the step.
+        """
+        if not self._group_of:
+            return
+        self._report_failure()
+        taken = self._reader.take(MAX_STEP_NBYTES if is_busy else MAX_READY_NBYTES)
+        for group in self._groups:
+            of_group = [each for each in taken if self._group_of_read(each) == group]
+            if of_group:
+                self._put(group, of_group)
+
+    def wait(self, timeout: float) -> None:
+        """Wait until something was read, for a step that has nothing else to do."""
+        if self._group_of:
+            self._reader.wait(timeout)
+
+    def note(self, batch: Batch, in_flight: Iterable[Batch]) -> None:
+        """A step was computed and read: its full blocks are to be kept.
+
+        Args:
+            in_flight: later steps, whose blocks are not.
+        """
+        if self._is_off():
+            return
+        for part in batch.scheduled:
+            request = part.request
+            if not request.no_store:
+                end = min(part.start + part.num_new_tokens, request.num_computed_tokens)
+                self._note(request, min(end // self._block_size, len(request.block_hashes)))
+        if self._unsaved:
+            unready = frozenset().union(*(later.new_block_ids for later in in_flight))
+            self._save(list(self._unsaved), unready, MAX_STEP_NBYTES)
+
+    def save_more(self) -> bool:
+        """Copy out blocks that had no room in the writer's queue, while no step runs; whether some
+        are left.
+        """
+        if self._unsaved and not self._is_off():
+            self._save(list(self._unsaved), frozenset(), MAX_STEP_NBYTES)
+        return bool(self._unsaved)
+
+    def close(self, timeout: float) -> bool:
+        """Write what is to be kept, for ``timeout`` seconds at most; whether all was written. May
+        be called again.
+        """
+        if self._is_closed:
+            return True
+        self._is_closed = True
+        self._reader.close()
+        if self.store.failure is None:
+            self._save(list(self._unsaved), frozenset())
+        is_complete = self._writer.close(timeout) and not self._unsaved
+        self.store.close()
+        return is_complete
+
+    def stats(self) -> DiskTierStats:
+        """From any thread."""
+        store = self.store.stats()
+        return DiskTierStats(
+            num_blocks=store.num_blocks,
+            nbytes=store.nbytes,
+            num_read_blocks=store.num_hits,
+            num_read_tokens=self._num_read_tokens,
+            num_written_blocks=store.num_written,
+            num_dropped_blocks=store.num_dropped + self._num_unsaved_dropped,
+            num_corrupt_blocks=store.num_corrupt,
+            num_evicted_blocks=store.num_evicted,
+            failure=None if self._is_closed else self.store.failure,
+        )
+
+    # Inside
+
+    def _note(self, request: Request, num_full_blocks: int) -> None:
+        begin, request.num_saved_blocks = (
+            request.num_saved_blocks,
+            max(request.num_saved_blocks, num_full_blocks),
+        )
+        if num_full_blocks <= begin:
+            return
+        used: list[BlockHash] = []
+        hashes, block_size = request.block_hashes, self._block_size
+        for group in self._groups:
+            parent = group_hashes(hashes[begin - 1 : begin], group)[0] if begin else None
+            new_hashes = group_hashes(hashes[begin:num_full_blocks], group)
+            for index, block_hash in enumerate(new_hashes, begin):
+                if self._writer.is_queued(block_hash) or self.store.has(block_hash):
+                    used.append(block_hash)
+                elif len(self._unsaved) < MAX_UNSAVED_BLOCKS:
+                    start = index * block_size
+                    tokens = tuple(request.token_ids[start : start + block_size])
+                    header = BlockHeader(block_hash, parent, tokens, start, group)
+                    self._unsaved.setdefault(block_hash, header)
+                else:
+                    self._num_unsaved_dropped += 1
+                parent = block_hash
+        if used:
+            self.store.note_used(used)
+
+    def _save(
+        self,
+        block_hashes: Iterable[BlockHash],
+        unready: frozenset[int],
+        max_nbytes: int = MAX_QUEUED_NBYTES,
+    ) -> None:
+        """Copy blocks out and queue them to be written, in order, as long as the queue has room.
+
+        Args:
+            unready: blocks that a step in flight fills; they are left for later.
+        """
+        pool = self._cache.pool
+        for block_hash in block_hashes:
+            header = self._unsaved[block_hash]
+            block = pool.get_cached_block(block_hash)
+            if block is None:  # Evicted since.
+                del self._unsaved[block_hash]
+                self._num_unsaved_dropped += 1
+                continue
+            if block.block_id in unready:
+                continue
+            nbytes = self._block_nbytes[header.group]
+            max_nbytes -= nbytes
+            if max_nbytes < 0 or not self._writer.has_room(nbytes):
+                return
+            (content,) = self._cache.read_blocks(header.group, [block.block_id])
+            del self._unsaved[block_hash]
+            self._writer.offer(header, content)
+
+    def _group_of_read(self, read: ReadBlock) -> int | None:
+        """``None`` for what nobody waits for any more."""
+        group = self._group_of.get(read.key, {}).get(read.block_hash)
+        return group if group is None or self._is_right_size(group, read) else None
+
+    def _is_right_size(self, group: int, read: ReadBlock) -> bool:
+        return len(read.payload) == self._block_nbytes[group]
+
+    def _put(self, group: int, reads: Sequence[ReadBlock]) -> None:
+        pool = self._cache.pool
+        absent = {
+            BlockHash(read.block_hash): read
+            for read in reads
+            if pool.get_cached_block(BlockHash(read.block_hash)) is None
+        }
+        self._cache.make_room(len(absent))
+        num_blocks = min(len(absent), pool.num_free_blocks)
+        hashes, contents = list(absent)[:num_blocks], list(absent.values())[:num_blocks]
+        blocks = pool.get_new_blocks(num_blocks)
+        if not blocks:
+            return
+        try:
+            self._cache.write_blocks(
+                group,
+                [block.block_id for block in blocks],
+                [content.payload for content in contents],
+            )
+            pool.cache_full_blocks(blocks, hashes, 0, num_blocks)
+        finally:
+            # The tail first, as a sequence gives back its own.
+            pool.free_blocks(reversed(blocks))
+        if group == 0:
+            self._num_read_tokens += num_blocks * self._block_size
+            for content in contents:
+                key: SeqId = content.key
+                self._num_brought[key] = self._num_brought.get(key, 0) + 1
+
+    def _is_off(self) -> bool:
+        self._report_failure()
+        return self._is_closed or self.store.failure is not None
+
+    def _report_failure(self) -> None:
+        """Say once why the disk is not used any more."""
+        if self.store.failure is None or self._is_closed or self._has_said_why:
+            return
+        self._has_said_why = True
+        self._unsaved.clear()
+        warnings.warn(
+            f"[engine] {self.store.failure}; K/V are kept in memory alone from now on",
+            stacklevel=2,
+        )
+
+
+def open_disk_tier(
+    options: DiskTierOptions, cache: KVCache, models: Sequence[LanguageModel], num_parameters: int
+) -> DiskTier:
+    """The tier of an engine.
+
+    Args:
+        models: the model, and the draft model if there is one.
+
+    Raises:
+        ArgumentError: the folder can't be used, or its limit holds no block.
+    """
+    assert isinstance(cache, PagedKVCache), "checked with the options"
+    options.check_block(cache.config.nbytes_per_block)
+    identity = [model_identity(model) for model in models]
+    return DiskTier(cache, options, identity, num_parameters)
+
+
+def fingerprint_of(config: KVCacheConfig, identity: Sequence[ModelIdentity]) -> Fingerprint:
+    """What the bytes of a block depend on beside its tokens."""
+    layers = tuple(
+        f"group {index}: {_described(config.layers[layer])}, {group.retention}"
+        for index, group in enumerate(config.groups)
+        for layer in group.layers
+    )
+    digests = "\n".join(each.digest for each in identity)
+    formats = dict.fromkeys(str(spec.format) for spec in config.layers)
+    return Fingerprint(
+        model=hashlib.sha256(digests.encode()).hexdigest(),
+        model_name=" + ".join(each.name for each in identity),
+        layers=layers,
+        kv_format=", ".join(formats),
+        block_size=config.block_size,
+        code=f"mlx_paged {KV_VERSION}",
+    )
+
+
+def _described(spec: LayerSpec) -> str:
+    return (
+        f"{spec.num_kv_heads} heads, K {spec.key_dim}, V {spec.value_dim}, window {spec.window}, "
+        f"{spec.format!r}"
+    )
