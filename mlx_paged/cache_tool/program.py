@@ -28,18 +28,20 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     """
     open_closed_streams()
     parser = setup_arg_parser(prog)
+    name = parser.prog
     try:
         try:
             args = parser.parse_args(argv)
         except SystemExit as end:  # --help and --version, too
             return finish_output(end.code if isinstance(end.code, int) else 2, parser.prog)
+        name = f"{parser.prog} {args.verb}"
         return verbs.VERBS[args.verb](args)
     except OutputLostError as error:
         discard_output()
-        say(f"{parser.prog}: error: {error}")
+        say(f"{name}: error: {error}")
         return 1
     except ValueError as error:  # the user's mistake
-        say(f"{parser.prog} {args.verb}: error: {error_line(error, _FLAGS)}")
+        say(f"{name}: error: {error_line(error, _FLAGS)}")
         return 2
     except KeyboardInterrupt:
         say("")

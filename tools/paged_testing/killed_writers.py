@@ -7,7 +7,6 @@ kill looks whether that is so.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import os
 import random
@@ -31,8 +30,6 @@ NUM_BLOCKS = 10  # of each sequence
 MAX_PAYLOAD = 24_000
 ROOMY, TIGHT = 1 << 40, 2 << 20  # bytes: nothing is evicted; a fifth of what is written stays
 _UNIT = 4096  # bytes, of which files take a whole number
-
-MODULES = ("paged_testing.killed_writers", "mlx_paged.block_store", "sqlite3")
 
 
 def fingerprint_of(number: int) -> Fingerprint:
@@ -153,15 +150,15 @@ def read(log: Log, stop: Path, folder: Path, seed: int) -> None:
         if stores[number].failure is not None:
             log.say("failure", stores[number].failure)
             return
-    log.say("read", num_read, num_missed, sum(store.stats().num_corrupt for store in stores))
+    num_corrupt = sum(store.stats().num_corrupt for store in stores)
+    log.say("counts", {"reads": num_read, "misses": num_missed, "corrupt": num_corrupt})
 
 
-def look(log: Log, stop: Path, folder: Path, max_nbytes: int) -> None:
+def look(log: Log, stop: Path, folder: Path, max_nbytes: int, seed: int) -> None:
     """Start on a folder as an engine does, and say what is there then."""
     stores = [BlockStore(folder, max_nbytes, fingerprint_of(number)) for number in range(2)]
     for store in stores:
         store.tend()
-    log.say("stats", *(dataclasses.asdict(store.stats()) for store in stores))
     for store in stores:
         digest = store.fingerprint.digest
         there = []
@@ -175,12 +172,11 @@ def look(log: Log, stop: Path, folder: Path, max_nbytes: int) -> None:
         if store.failure is not None:
             log.say("failure", store.failure)
     tool = CacheFolder(folder)
-    pins = [(digest, block_hash.hex()) for digest, block_hash in tool.pins()]
-    log.say("pins", pins, [e.block_hash.hex() for e in tool.entries() if e.is_pinned])
     for file in tool.verify():
         if file.problem is not None:
             log.say("bad", file.path, file.problem)
-    log.say("size", tool.size().nbytes, nbytes_of_files(folder), num_unfinished(folder))
+    pins = [(digest, block_hash.hex()) for digest, block_hash in tool.pins()]
+    log.say("left", pins, tool.size().nbytes, nbytes_of_files(folder), num_unfinished(folder))
 
 
 def _all_hashes() -> set[bytes]:
