@@ -1,4 +1,4 @@
-"""What the disk may do to a ``BlockStore``: it never raises, goes on if it can, and else says why."""
+"""What the disk may do to a ``BlockStore``: it goes on if it can, and else says why."""
 
 from __future__ import annotations
 
