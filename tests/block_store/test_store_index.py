@@ -215,7 +215,7 @@ def test_an_index_that_is_harmed_while_it_is_used_is_made_again(tmp_path, harm):
 
 def test_an_index_with_any_byte_broken_costs_no_block(tmp_path):
     rng = random.Random(7)
-    for number in range(25):
+    for number in range(15):
         store = open_store(tmp_path / str(number), num_blocks=6)
         put_chain(store, *"abcd")
         store.close()

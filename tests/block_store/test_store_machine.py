@@ -200,7 +200,7 @@ class StoreMachine(RuleBasedStateMachine):
 def test_a_store_does_what_its_model_does():
     assert block_file.VERSION == 1 and index_module.ALLOCATION_UNIT == UNIT
     StoreMachine.TestCase.settings = settings(
-        max_examples=25,
+        max_examples=15,
         stateful_step_count=40,
         deadline=None,
         suppress_health_check=list(HealthCheck),
