@@ -242,6 +242,6 @@ def _predict_at_once(model: nn.Module, texts: list[list[int]], num_predicted: in
         logits = model(mx.array([text[:-1]]))[0, -num_predicted:].astype(mx.float32)
         targets = mx.array(text[-num_predicted:])[:, None]
         found = mx.logsumexp(logits, axis=-1) - mx.take_along_axis(logits, targets, -1)[:, 0]
-        losses += found.tolist()
+        losses += found.tolist()  # type: ignore[arg-type]
         choices += logits.argmax(-1).tolist()
     return Prediction(losses, choices)
