@@ -1,4 +1,4 @@
-"""Whatever the disk does, requests get their tokens. A failure is said once, and damage is a miss."""
+"""Whatever the disk does, requests get their tokens; a failure is said once, damage is a miss."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.disk_tiers import answer, block_files, tier_stats, tiered
+from helpers.disk_tiers import answer, block_files, flush, tier_stats, tiered
 from helpers.engine_runs import ask_alone, assert_nothing_held, greedy, make_engine, prompt, run
 
 from mlx_paged import AsyncEngine
@@ -36,13 +36,6 @@ def ask_many(engine: Engine, model: qwen3.Model, seeds: range) -> None:
         output = answer(engine, tokens, PARAMS)
         assert output.outputs[0].token_ids == ask_alone(model, tokens, PARAMS)
         flush(engine)
-
-
-def flush(engine: Engine) -> None:
-    """Wait until all that can be written is written or has failed."""
-    while engine.save_more():
-        assert engine.disk_tier is not None and engine.disk_tier._writer.flush(60)
-    assert engine.disk_tier is not None and engine.disk_tier._writer.flush(60)
 
 
 def raises(number: int) -> Callable[..., Any]:
@@ -180,8 +173,7 @@ def test_a_failure_under_way_reaches_no_reader_of_an_async_engine(
             tokens = prompt(60, seed=seed)
             *_, output = engine.stream(tokens, PARAMS)
             assert output.outputs[0].token_ids == ask_alone(model, tokens, PARAMS)
-            assert engine.engine.disk_tier is not None
-            engine.engine.disk_tier._writer.flush(60)
+            flush(engine.engine)
         assert engine.stopped() is None
     assert len(texts_of(caught)) == 1
 
