@@ -41,6 +41,7 @@ def test_imports_go_one_way():
         "__main__",
         "chat",
         "server",
+        "cache_tool",
         "command_line",
         "batch_generation",
         "generation",
@@ -52,6 +53,7 @@ def test_imports_go_one_way():
     order += [
         "engine",
         "attachment",
+        "snapshots",
         "models",
         "memory",
         "distributed",
@@ -62,6 +64,7 @@ def test_imports_go_one_way():
         "interrupts",
         "launch",
         "standard_streams",
+        "replaced_file",
     ]
     order += ["sampling", "config"]
     order += ["request", "sampling_params", "structured_outputs"]

@@ -51,6 +51,11 @@ class Entry:
     is_pinned: bool
     expires: float | None
 
+    @property
+    def name(self) -> BlockName:
+        """What methods of ``CacheFolder`` take."""
+        return self.digest, self.block_hash
+
 
 @dataclasses.dataclass(frozen=True)
 class FolderSize:

@@ -369,14 +369,17 @@ class BlockStore:
         with index.transaction():
             for change in changes:
                 match change:
-                    case IndexRow():
+                    # Other processes may have removed what was written here, and written again
+                    # what was lost.
+                    case IndexRow() if self._is_there(change.name):
                         index.add([change])
+                    case _Loss(name) if not self._is_there(name):
+                        index.remove([name])
                     case _Use(block_hashes, used):
                         index.note_used(self._digest, block_hashes, used)
-                    case _Loss(name):
-                        # It may have been written again since.
-                        if last_use(self.layout.block(*name)) is None:
-                            index.remove([name])
+
+    def _is_there(self, name: BlockName) -> bool:
+        return last_use(self.layout.block(*name)) is not None
 
     @contextmanager
     def _failing(self, what: str) -> Iterator[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeAlias
@@ -198,6 +198,26 @@ class KVCache(ABC):
     ) -> tuple[Parts, Parts]:
         """What is stored of the tokens in these blocks: the parts of K and V,
         ``[num_kv_heads, num_tokens, width]`` each; they may be views.
+        """
+
+    def gather_blocks(self, layer: int, block_ids: Sequence[int]) -> tuple[Parts, Parts]:
+        """What is stored in full blocks: the parts of K and V, ``[num_kv_heads, num_blocks *
+        block_size, width]`` each. They may be views: copy them before the next write.
+        """
+        if not block_ids:
+            return self.layers[layer].spec.zeros(0)
+        return self._gather_parts(layer, block_ids, len(block_ids) * self.config.block_size)
+
+    @abstractmethod
+    def fill_blocks(
+        self, block_ids: Sequence[Sequence[int]], rows: Iterable[tuple[Parts, Parts]]
+    ) -> None:
+        """Write full blocks, as :meth:`gather_blocks` returned them, and wait for it.
+
+        Args:
+            block_ids: of each group of layers, taken from :attr:`pool`.
+            rows: of each layer, in order. Each layer's are taken when those of the one before were
+                written.
         """
 
     @abstractmethod
@@ -560,17 +580,18 @@ class KVCache(ABC):
         layer keeps.
         """
         form = self.layers[layer].spec.format
-        keys, values = form.decode(*self._copy_of_parts(seq, layer))
+        keys, values = form.decode(*self.copy_parts(seq, layer))
         keys = form.unrotated(keys)
         mx.eval(keys, values)
         return keys, values
 
-    def _copy_of_parts(self, seq: SeqId, layer: int) -> tuple[Parts, Parts]:
-        """What is stored of a sequence, ``[num_kv_heads, num_tokens, width]`` each part, evaluated
-        and independent of the cache.
+    def copy_parts(self, seq: SeqId, layer: int) -> tuple[Parts, Parts]:
+        """What is stored of a sequence in a layer: the parts of K and V, ``[num_kv_heads,
+        num_tokens, width]`` each, evaluated and independent of the cache; ``KeyError`` if there is
+        no such sequence.
         """
         self._table(seq)
-        table = self.manager.groups[seq][self._group_of(layer)]
+        table = self.manager.groups[seq][self.group_of(layer)]
         if table.num_held_tokens == 0:
             return self.layers[layer].spec.zeros(0)
         k, v = self._gather_parts(layer, table.block_ids, table.num_held_tokens)
@@ -594,13 +615,10 @@ class KVCache(ABC):
             CacheFullError: the budget can't hold them; nothing was changed.
         """
         self._check_rows(k, v)
-        self._append(
-            seq,
-            [
-                layer.spec.format.encode(k[index], v[index])
-                for index, layer in enumerate(self.layers)
-            ],
-        )
+        rows = [
+            layer.spec.format.encode(k[index], v[index]) for index, layer in enumerate(self.layers)
+        ]
+        self.append_parts(seq, k[0].shape[0], rows)
 
     def _check_rows(self, k: LayerRows, v: LayerRows) -> None:
         if not len(k) == len(v) == len(self.layers):
@@ -620,12 +638,22 @@ class KVCache(ABC):
                         f"{list(rows[index].shape)}"
                     )
 
-    def _append(self, seq: SeqId, rows: Sequence[tuple[Parts, Parts]]) -> None:
-        """Append rows as the layers store them, ``[num_tokens, num_kv_heads, width]`` each part."""
-        with self.step({seq: rows[0][0][0].shape[0]}):
+    def append_parts(
+        self, seq: SeqId, num_tokens: int, rows: Iterable[tuple[Parts, Parts]]
+    ) -> None:
+        """Append rows as the layers store them.
+
+        Args:
+            rows: of each layer the parts of K and V, ``[num_tokens, num_kv_heads, width]`` each.
+                Each layer's are taken when those of the one before were written.
+
+        Raises:
+            CacheFullError: the budget can't hold them; nothing was changed.
+        """
+        with self.step({seq: num_tokens}):
             for layer, (k, v) in zip(self.layers, rows, strict=True):
                 layer.write(k, v)
-            mx.eval(self.arrays)
+                mx.eval(self.arrays)
 
     def set_prompt(self, seq: SeqId, k: LayerRows, v: LayerRows) -> None:
         """Make these rows the whole sequence, in place of what it held (``set_prefill`` elsewhere);
@@ -654,7 +682,7 @@ class KVCache(ABC):
                 f"[{self.kind} cache] snapshot: tokens of sequence {seq!r} have left the window"
             )
         formats = tuple(layer.spec.format for layer in self.layers)
-        rows = tuple(self._copy_of_parts(seq, layer) for layer in range(len(self.layers)))
+        rows = tuple(self.copy_parts(seq, layer) for layer in range(len(self.layers)))
         return KVSnapshot(formats, rows)
 
     def restore(self, seq: SeqId, snapshot: KVSnapshot) -> None:
@@ -675,9 +703,10 @@ class KVCache(ABC):
         ]
         if seq in self.manager.tables:
             self.free(seq)
-        self._append(seq, rows)
+        self.append_parts(seq, snapshot.num_tokens, rows)
 
-    def _group_of(self, layer: int) -> int:
+    def group_of(self, layer: int) -> int:
+        """The index of the group that a layer is in."""
         groups = enumerate(self.config.groups)
         return next(index for index, group in groups if layer in group.layers)
 

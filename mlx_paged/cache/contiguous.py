@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import mlx.core as mx
 
@@ -165,6 +165,13 @@ class ContiguousKVCache(KVCache):
         super().close_step()
         for layer in self.layers:
             layer.rows = ()
+
+    def fill_blocks(
+        self, block_ids: Sequence[Sequence[int]], rows: Iterable[tuple[Parts, Parts]]
+    ) -> None:
+        layers = [[part for parts in kv for part in parts] for kv in rows]
+        mx.eval(layers)
+        self._store.add(block_ids[0], layers)
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         self._store.copy_blocks(copies)

@@ -4,7 +4,7 @@ slab per layer (PagedAttention, Kwon et al. 2023).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 import mlx.core as mx
@@ -263,7 +263,7 @@ class PagedKVCache(KVCache):
             keys: list[dict[PlanKey, None]] = [{} for _ in self.config.groups]
             for index in opened:
                 spec = self.config.layers[index]
-                keys[self._group_of(index)][PlanKey(spec.window, True, spec.num_kv_heads)] = None
+                keys[self.group_of(index)][PlanKey(spec.window, True, spec.num_kv_heads)] = None
             self._parts[opened] = _OpenPart(opened, slabs, list(map(list, keys)))
         return self._parts[opened]
 
@@ -285,7 +285,7 @@ class PagedKVCache(KVCache):
         layers = []
         for index, kv in zip(shape.layers, kept, strict=True):
             layers.append(PagedLayerKV(self.config.layers[index], self._backend, traced[kv]))
-            layers[-1].open(steps[self._group_of(index)])
+            layers[-1].open(steps[self.group_of(index)])
         return layers
 
     def set_fences(self, fences: Sequence[mx.array]) -> None:
@@ -294,6 +294,21 @@ class PagedKVCache(KVCache):
         """
         for kv, fence in zip(self._open_part.slabs, fences, strict=True):
             kv.fence = fence
+
+    def fill_blocks(
+        self, block_ids: Sequence[Sequence[int]], rows: Iterable[tuple[Parts, Parts]]
+    ) -> None:
+        slots = []
+        for ids in block_ids:
+            run = range(self.config.block_size)
+            group = [block_id * len(run) + offset for block_id in ids for offset in run]
+            slots.append(SlotMapping.build(group, len(run)))
+        for index, (layer, (k, v)) in enumerate(zip(self.layers, rows, strict=True)):
+            group_slots = slots[self.group_of(index)]
+            if group_slots.num_tokens:
+                k, v = (tuple(part.swapaxes(0, 1) for part in parts) for parts in (k, v))
+                self.backend.reshape_and_cache(k, v, layer.kv, group_slots)
+                mx.eval(layer.kv.arrays)
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         if copies:

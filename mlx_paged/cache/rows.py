@@ -131,6 +131,16 @@ class RowStore:
             self.forget(destinations)
             self.place(destinations, rows)
 
+    def add(self, block_ids: Sequence[int], layers: list[list[mx.array]]) -> None:
+        """Let these blocks lie in new rows, which these arrays are: per layer K and V,
+        ``[num_kv_heads, num_blocks * block_size, width]``, evaluated and nobody else's.
+        """
+        self.forget(block_ids)
+        rows = Rows(layers, len(block_ids))
+        self.rows[rows] = None
+        self.place(block_ids, rows)
+        self.drop_unneeded()
+
     def _joined(self, pieces: list[Piece]) -> Rows:
         """New rows that hold these pieces in this order: a view if there is one piece."""
         layers = [list(self.join(index, pieces)) for index in range(len(self.specs))]

@@ -8,12 +8,12 @@ A bare list of messages can be read, too.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mlx_paged.errors import one_line, system_reason
+from mlx_paged.replaced_file import replaced_file
 
 FORMAT = "mlx_paged.chat"
 VERSION = 1
@@ -37,10 +37,11 @@ def save_messages(path: str, messages: Sequence[Mapping[str, Any]]) -> Path:
             raise TranscriptError(
                 f"{file} exists and is no saved conversation; choose another name"
             )
-        # A link stays one, and what it leads to is replaced.
         file = file.resolve()
         content = {"format": FORMAT, "version": VERSION, "messages": list(messages)}
-        _replace(file, json.dumps(content, ensure_ascii=False, indent=2) + "\n")
+        text = json.dumps(content, ensure_ascii=False, indent=2) + "\n"
+        with replaced_file(file) as stream:
+            stream.write(text.encode("utf-8", errors="replace"))
     except (OSError, RuntimeError) as error:  # RuntimeError: a circle of links
         raise TranscriptError(f"{file} can't be written: {system_reason(error)}") from error
     return file
@@ -83,22 +84,6 @@ def is_transcript(file: Path) -> bool:
     except (ValueError, RecursionError):
         return False
     return isinstance(content, dict) and content.get("format") == FORMAT
-
-
-def _replace(file: Path, text: str) -> None:
-    aside = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    try:
-        with open(descriptor, "w", encoding="utf-8", errors="replace") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        if file.exists():
-            os.chmod(aside, file.stat().st_mode & 0o7777)
-        os.replace(aside, file)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
 
 
 def _expand(path: str) -> Path:

@@ -621,8 +621,7 @@ class _PrefixLookup:
         return [block for block in found if isinstance(block, AbsentBlock)]
 
     def _wanted(self, num_blocks: int) -> Iterable[int]:
-        num_sinks = min(num_blocks, self._num_blocks(self._retention.num_sink_tokens))
-        return itertools.chain(range(num_sinks), range(self._first_recent(num_blocks), num_blocks))
+        return self._retention.kept_blocks(num_blocks, self._manager.pool.block_size)
 
     def _first_recent(self, num_blocks: int) -> int:
         """The first block behind the sinks and what is evicted."""

@@ -78,6 +78,15 @@ class Retention:
         num_beyond = num_tokens - self.num_sink_tokens - self.num_recent_tokens
         return max(0, num_beyond // self.stride * self.stride)
 
+    def kept_blocks(self, num_blocks: int, block_size: int) -> list[int]:
+        """Which blocks of a sequence of ``num_blocks`` full ones the next token sees, by their
+        index: the first ones, and those behind what is evicted.
+        """
+        num_sinks = min(num_blocks, self.num_sink_tokens // block_size)
+        num_evicted = self.num_evicted(num_blocks * block_size)
+        first_recent = min(num_blocks, (self.num_sink_tokens + num_evicted) // block_size)
+        return [*range(num_sinks), *range(first_recent, num_blocks)]
+
     def base(self, num_tokens: int) -> int:
         """The token of a sequence of ``num_tokens`` whose position is 0, as if those before it had
         never been: what is kept of them has moved on with the others.

@@ -12,7 +12,8 @@ import itertools
 import queue
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from pathlib import Path
 from typing import TypeAlias, Unpack
 
 import mlx.core as mx
@@ -219,6 +220,20 @@ class AsyncEngine:
         :meth:`Engine.shrink`.
         """
         return self.engine.shrink()
+
+    def save_snapshot(
+        self, path: str | Path, token_ids: Sequence[int], *, cache_salt: str | None = None
+    ) -> int:
+        """Write the K/V of a conversation to a file, between two steps; see
+        :meth:`Engine.save_snapshot`.
+        """
+        return self.engine.save_snapshot(path, token_ids, cache_salt=cache_salt)
+
+    def load_snapshot(self, path: str | Path, *, cache_salt: str | None = None) -> list[int]:
+        """Put the K/V of a file into the prefix cache, between two steps; see
+        :meth:`Engine.load_snapshot`.
+        """
+        return self.engine.load_snapshot(path, cache_salt=cache_salt)
 
     def shutdown(self) -> None:
         """Abort all requests, write what is still queued for ``cache_dir``, for some seconds at

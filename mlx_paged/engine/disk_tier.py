@@ -17,6 +17,7 @@ from mlx_paged.core import AbsentBlock, BlockHash, group_hashes
 from mlx_paged.engine.batch import Batch
 from mlx_paged.engine.disk_tier_options import DiskTierOptions
 from mlx_paged.engine.disk_tier_stats import DiskTierStats
+from mlx_paged.errors import reason
 from mlx_paged.models.identity import KV_VERSION, ModelIdentity, model_identity
 from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.request import Request, SeqId
@@ -289,6 +290,10 @@ class DiskTier:
                 [content.payload for content in contents],
             )
             pool.cache_full_blocks(blocks, hashes, 0, num_blocks)
+        except RuntimeError as error:  # MLX's, when memory runs out
+            self.store.fail(f"what was read can't be used: {reason(error)}")
+            self._report_failure()
+            return
         finally:
             # The tail first, as a sequence gives back its own.
             pool.free_blocks(reversed(blocks))

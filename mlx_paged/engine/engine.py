@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from typing import TypeVar, Unpack
 
 import mlx.core as mx
@@ -49,6 +50,7 @@ from mlx_paged.engine.replicas import Call
 from mlx_paged.engine.reports import Reports
 from mlx_paged.engine.request_state import RequestState
 from mlx_paged.engine.scheduler import Scheduler, extra_hash_keys
+from mlx_paged.engine.snapshots import Snapshots
 from mlx_paged.engine.stats import EngineStats
 from mlx_paged.engine.steps import Steps
 from mlx_paged.engine.swap_space import SwapSpace, num_swap_tokens
@@ -70,6 +72,7 @@ from mlx_paged.request import (
     check_request_id,
 )
 from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.snapshots import PrefixRows
 
 T = TypeVar("T")
 
@@ -221,6 +224,9 @@ class Engine:
             self.swap_space,
             speculation,
             self.disk_tier,
+        )
+        self._snapshots = Snapshots(
+            model, self.cache, draft_model, config.enable_prefix_caching, self.ranks
         )
         self.latencies = Latencies(self.max_model_len)
         self._special_token_ids = special_token_ids(tokenizer)
@@ -395,6 +401,61 @@ class Engine:
         self._refuse_reentry("reset_prefix_cache")
         reset = partial(self._on_all_ranks, "reset_prefix_cache", self._reset_prefix_cache)
         with self._step_lock: return self._changed(reset)  # noqa: E701  # fmt: skip
+
+    def save_snapshot(
+        self, path: str | Path, token_ids: Sequence[int], *, cache_salt: str | None = None
+    ) -> int:
+        """Write the K/V of a conversation to a file; returns of how many of its tokens. Arguments
+        and errors: :meth:`Snapshots.save`.
+        """
+        return self._read(partial(self._snapshots.save, path, token_ids, cache_salt))
+
+    def load_snapshot(self, path: str | Path, *, cache_salt: str | None = None) -> list[int]:
+        """Put the K/V of a file into the prefix cache; returns its token ids. Requests whose
+        prompts begin with them find them. Arguments and errors: :meth:`Snapshots.open`.
+        """
+        return self._put(self._snapshots.open(path), cache_salt)
+
+    def export_prompt_cache(
+        self,
+        path: str | Path,
+        token_ids: Sequence[int],
+        *,
+        cache_salt: str | None = None,
+        model_name: str | None = None,
+    ) -> int:
+        """Write the K/V of a conversation as mlx-lm's own prompt cache; returns of how many of its
+        tokens. The rest of them is mlx-lm's prompt. Arguments and errors:
+        :meth:`Snapshots.export_prompt_cache`.
+        """
+        export = self._snapshots.export_prompt_cache
+        return self._read(partial(export, path, token_ids, cache_salt, model_name))
+
+    def import_prompt_cache(
+        self,
+        path: str | Path,
+        token_ids: Sequence[int] | None = None,
+        *,
+        cache_salt: str | None = None,
+    ) -> list[int]:
+        """Put the K/V of a prompt cache of mlx-lm's into the prefix cache; returns its token ids.
+        Arguments and errors: :meth:`Snapshots.open_prompt_cache`.
+        """
+        return self._put(self._snapshots.open_prompt_cache(path, token_ids), cache_salt)
+
+    def _read(self, call: Callable[[], T]) -> T:
+        """Call what reads K/V, between two steps: an interrupt tears nothing in it."""
+        self._refuse_reentry("a snapshot")
+        with self._step_lock: self._changed(self._steps.land); return call()  # noqa: E701, E702  # fmt: skip
+
+    def _put(self, rows: PrefixRows, cache_salt: str | None) -> list[int]:
+        """Put rows into the prefix cache, between two steps."""
+        self._refuse_reentry("a snapshot")
+        put = partial(self._snapshots.put, self._steps.land, rows, cache_salt)
+        with self._step_lock: error = self._changed(put)  # noqa: E701  # fmt: skip
+        if error is not None:
+            raise error
+        return rows.token_ids
 
     def save_more(self) -> bool:
         """Copy more blocks out to ``cache_dir``, while no request runs; whether some are left that

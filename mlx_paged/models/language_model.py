@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
+from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from mlx_paged.argument_values import kind_of
 from mlx_paged.cache import LayerKV, LayerSpec
@@ -61,6 +62,16 @@ class LanguageModel(Module, ABC):
         Such a model reads and sets ``step.states``.
         """
         return 0
+
+    def stock_caches(self) -> list[tuple[Any, int | None]]:
+        """The caches that mlx-lm makes for this model, empty, each with the layer whose K/V it
+        holds; ``None`` for one that stays empty.
+        """
+        windows = [spec.window for spec in self.layer_specs]
+        return [
+            (KVCache() if window is None else RotatingKVCache(window), layer)
+            for layer, window in enumerate(windows)
+        ]
 
     def shard(self, group: mx.distributed.Group) -> None:
         """Keep this rank's share of the weights, and sum what the ranks compute where a layer needs

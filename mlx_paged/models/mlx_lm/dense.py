@@ -8,6 +8,7 @@ them. The K/V are written to blocks and gathered from them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import ConcatenateKVCache, KVCache, RotatingKVCache, make_prompt_cache
 
 from mlx_paged.cache import KVFormat, LayerKV, LayerSpec
 from mlx_paged.models.language_model import LanguageModel
@@ -30,6 +31,7 @@ from mlx_paged.ops import AttentionMetadata, StepState
 MAX_UNWANTED_ROWS = 64
 # Blocks count tokens, also where a model keeps no K/V: the narrowest rows that kernels take.
 TOKENS_ALONE = 32
+FLAT_KV_CACHES = (KVCache, ConcatenateKVCache, RotatingKVCache)
 
 
 class DenseModel(LanguageModel):
@@ -70,6 +72,15 @@ class DenseModel(LanguageModel):
     @property
     def state_nbytes(self) -> int:
         return self._traced.state_nbytes
+
+    def stock_caches(self) -> list[tuple[Any, int | None]]:
+        layers = itertools.count()
+        # Those of K/V alone: whoever asks refuses caches of another kind.
+        has_kv = (spec is not None for spec in self._traced.specs)
+        return [
+            (cache, next(layers) if type(cache) in FLAT_KV_CACHES and next(has_kv) else None)
+            for cache in make_prompt_cache(self["inner"])
+        ]
 
     def rotate_keys(self, layer: int, keys: mx.array, distance: int) -> mx.array:
         raise NotImplementedError(f"{self.model_type} runs one sequence at a time")

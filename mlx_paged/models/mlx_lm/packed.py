@@ -13,6 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_paged.cache import LayerKV, LayerSpec
 from mlx_paged.models.language_model import LanguageModel
@@ -54,6 +55,10 @@ class PackedModel(LanguageModel):
             logits: mx.array = self["inner"](tokens[:, None], cache=entries)
         logits = logits.squeeze(1)
         return logits if wanted is logit_rows else logits[logit_rows]
+
+    def stock_caches(self) -> list[tuple[Any, int | None]]:
+        caches = make_prompt_cache(self["inner"])
+        return list(zip(caches, self._recording.entries, strict=True))
 
     def rotate_keys(self, layer: int, keys: mx.array, distance: int) -> mx.array:
         rope = self._recording.ropes[layer]

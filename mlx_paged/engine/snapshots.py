@@ -1,0 +1,184 @@
+"""``Snapshots``: what of an engine's prefix cache goes into files, and comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+
+from mlx.nn.layers.base import Module
+
+from mlx_paged.cache import KVCache
+from mlx_paged.distributed import Ranks
+from mlx_paged.engine.scheduler import extra_hash_keys
+from mlx_paged.errors import ArgumentError
+from mlx_paged.request import check_cache_salt
+from mlx_paged.snapshots import (
+    KVFacts,
+    PrefixRows,
+    PromptCacheFile,
+    SnapshotFile,
+    check_holds_everything,
+    check_token_ids,
+    find_prefix,
+    put_prefix,
+    save_prefix,
+    write_prompt_cache,
+)
+
+
+class Snapshots:
+    """Files of K/V for the engine of a model and a cache.
+
+    What goes into a file, and comes from one, are whole blocks of the prefix cache.
+
+    Args:
+        draft_model: whose layers stand behind those of the model, if there is one.
+        finds_prefixes: whether K/V stay to be found when a request has ended.
+        ranks: that hold the model together.
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        cache: KVCache,
+        draft_model: Module | None,
+        finds_prefixes: bool,
+        ranks: Ranks | None,
+    ):
+        self._model, self._cache, self._draft_model = model, cache, draft_model
+        self._finds_prefixes, self._ranks = finds_prefixes, ranks
+
+    @cached_property
+    def facts(self) -> KVFacts:
+        """What the K/V depend on. It reads all weights, once."""
+        return KVFacts.of(self._model, self._cache, self._draft_model)
+
+    def check(self) -> None:
+        """Refuse by name an engine that has no K/V to save, or not all of them.
+
+        Raises:
+            ArgumentError: no prefixes are kept, the model has a recurrent state, or it is split
+                over several ranks.
+        """
+        if self._ranks is not None:
+            raise ArgumentError(
+                "[engine] snapshots can't be combined with several ranks, each of which has K/V of "
+                "its own heads",
+                "model",
+            )
+        if not self._finds_prefixes:
+            raise ArgumentError(
+                "[engine] snapshots need enable_prefix_caching: K/V of requests that have ended "
+                "lie in the prefix cache",
+                "enable_prefix_caching",
+            )
+        check_holds_everything(self._cache)
+
+    def save(self, path: str | Path, token_ids: Sequence[int], cache_salt: str | None) -> int:
+        """Write what the prefix cache holds of a conversation to a safetensors file; returns of how
+        many tokens that is.
+
+        The file is written aside, then renamed. Only another snapshot is overwritten. A copy of one
+        layer is all the memory that it takes.
+
+        Args:
+            token_ids: of the conversation: a prompt and its answer.
+            cache_salt: that its requests had.
+
+        Raises:
+            ArgumentError: nothing of it is in the prefix cache, or as :meth:`check`.
+            SnapshotError: there is another file, the system refuses, or the disk is full; an older
+                snapshot stays as it was.
+        """
+        self.check()
+        return save_prefix(path, self.facts, self._cache, token_ids, _keys(cache_salt))
+
+    def open(self, path: str | Path) -> PrefixRows:
+        """The rows of a file, each byte of which is as it was written.
+
+        Raises:
+            ArgumentError: as :meth:`check`.
+            SnapshotError: the file can't be read, was truncated or altered, or holds K/V of another
+                model, block size, dtype, format, shape or window.
+        """
+        self.check()
+        file = SnapshotFile(path, self.facts)
+        return PrefixRows(file.token_ids, file.layers())
+
+    def export_prompt_cache(
+        self,
+        path: str | Path,
+        token_ids: Sequence[int],
+        cache_salt: str | None,
+        model_name: str | None,
+    ) -> int:
+        """Write what the prefix cache holds of a conversation as mlx-lm's own prompt cache, for
+        ``mlx_lm.generate --prompt-cache-file`` or ``prompt_cache=``; returns of how many tokens
+        that is. A file of that name is replaced.
+
+        Args:
+            token_ids, cache_salt: as :meth:`save`.
+            model_name: the folder or hub id that mlx-lm loads; by default the name by which the
+                model was loaded.
+
+        Raises:
+            ArgumentError: as :meth:`save`, or mlx-lm's caches can't hold these K/V.
+            SnapshotError: the system refuses, or the disk is full; an older file stays as it was.
+        """
+        self.check()
+        prefix = find_prefix(self._cache, token_ids, _keys(cache_salt))
+        num_tokens = len(prefix.token_ids)
+        write_prompt_cache(
+            path, self._model, self._cache, num_tokens, prefix.layers, model_name, prefix.token_ids
+        )
+        return num_tokens
+
+    def open_prompt_cache(self, path: str | Path, token_ids: Sequence[int] | None) -> PrefixRows:
+        """The rows of a prompt cache of mlx-lm's.
+
+        Args:
+            token_ids: that mlx-lm computed, as many as the file has K/V of. Files of
+                :meth:`export_prompt_cache` say them.
+
+        Raises:
+            ArgumentError: as :meth:`check`, or there are other numbers of tokens.
+            SnapshotError: the file can't be read, is no prompt cache, or holds K/V of other layers,
+                another dtype or another format.
+        """
+        self.check()
+        file = PromptCacheFile(path, self._model, self._cache)
+        if token_ids is not None:
+            file.check_token_ids(ids := check_token_ids(token_ids))
+        elif file.token_ids is not None:
+            ids = file.token_ids
+        else:
+            raise ArgumentError(
+                f"[snapshot] {file.file} does not say of which tokens its K/V are, as mlx-lm's own "
+                "prompt caches do not; give token_ids",
+                "token_ids",
+            )
+        return PrefixRows(ids, file.layers())
+
+    def put(
+        self, land: Callable[[], None], rows: PrefixRows, cache_salt: str | None
+    ) -> Exception | None:
+        """Put rows into the prefix cache.
+
+        Args:
+            land: waits for the step in flight.
+
+        Returns:
+            What was raised (a :class:`CacheFullError`, or the file has changed meanwhile); the
+            bookkeeping is then as it was.
+        """
+        land()
+        try:
+            put_prefix(self._cache, rows, _keys(cache_salt))
+        except Exception as error:
+            return error
+        return None
+
+
+def _keys(cache_salt: str | None) -> tuple[str, ...]:
+    return extra_hash_keys(check_cache_salt(cache_salt))

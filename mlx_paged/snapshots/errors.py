@@ -1,0 +1,47 @@
+"""What is said of files that can't be used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mlx_paged.errors import ArgumentError, shown, system_reason
+
+
+class SnapshotError(ArgumentError):
+    """The file can't be read or written, was altered, or holds K/V of something else; the message
+    is one line.
+    """
+
+    def __init__(self, file: Path | str, what: str):
+        super().__init__(f"[snapshot] {file} {what}", "path")
+
+
+def check_path(path: object) -> Path:
+    """The path of a file, in which ``~`` may stand.
+
+    Raises:
+        ArgumentError: it is none.
+    """
+    if not isinstance(path, str | Path) or not str(path) or "\0" in str(path):
+        raise ArgumentError(
+            f"[snapshot] path must be the name of a file, got {shown(path)}", "path"
+        )
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise SnapshotError(path, f"can't be found: {error}") from error
+
+
+@contextmanager
+def system_errors(file: Path, what: str) -> Iterator[None]:
+    """Turn what the system raises into a :class:`SnapshotError`.
+
+    Args:
+        what: could not be done, such as ``"written"``.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise SnapshotError(file, f"can't be {what}: {system_reason(error)}") from error

@@ -1,0 +1,215 @@
+"""What K/V depend on, and whether a file and a cache have it in common."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlx.nn.layers.base import Module
+
+from mlx_paged.argument_values import is_plain_integer
+from mlx_paged.cache import KVCache, KVCacheConfig, RowFormat
+from mlx_paged.core import Retention
+from mlx_paged.errors import ArgumentError, shown
+from mlx_paged.models.identity import ModelIdentity, model_identity
+from mlx_paged.snapshots.errors import SnapshotError
+from mlx_paged.snapshots.tensor_file import TensorInfo
+
+FORMAT = "mlx_paged.snapshot"
+VERSION = "1"
+_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "uint32": "U32"}
+
+
+@dataclass(frozen=True)
+class KVFacts:
+    """A model, and how a cache stores its K/V.
+
+    Attributes:
+        model: by content.
+        draft_model: whose layers stand behind those of the model, if there is one.
+        config: of the cache.
+    """
+
+    model: ModelIdentity
+    draft_model: ModelIdentity | None
+    config: KVCacheConfig
+
+    @classmethod
+    def of(cls, model: Module, cache: KVCache, draft_model: Module | None = None) -> KVFacts:
+        """Read the weights of the models, which takes a second for some gigabytes.
+
+        Raises:
+            ArgumentError: the model has a recurrent state, which is not in K/V.
+        """
+        check_holds_everything(cache)
+        draft = None if draft_model is None else model_identity(draft_model)
+        return cls(model_identity(model), draft, cache.config)
+
+    def as_metadata(self, token_ids: Sequence[int]) -> dict[str, str]:
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "model_name": self.model.name,
+            "draft_model_name": "" if self.draft_model is None else self.draft_model.name,
+            **{name: text for name, _, text in self._compared()},
+            "num_tokens": str(len(token_ids)),
+            "token_ids": json.dumps(list(map(int, token_ids))),
+        }
+
+    def check(self, file: Path, metadata: Mapping[str, str]) -> None:
+        """Refuse a file of anything else.
+
+        Raises:
+            SnapshotError: one line with the first value in which they differ, on either side.
+        """
+        if metadata.get("format") != FORMAT:
+            raise SnapshotError(file, "is no snapshot of mlx_paged")
+        if metadata.get("version") != VERSION:
+            raise SnapshotError(
+                file, f"is of version {metadata.get('version')}, and only {VERSION} can be read"
+            )
+        for name, label, ours in self._compared():
+            theirs = metadata.get(name)
+            if theirs != ours:
+                names = self._names(name)
+                theirs = _with_name(metadata.get(f"{name}_name", ""), theirs)
+                raise SnapshotError(
+                    file,
+                    f"has another {label} than this cache: {_short(theirs)} in the file, "
+                    f"{_short(_with_name(names, ours))} here",
+                )
+
+    def _names(self, field: str) -> str:
+        model = {"model": self.model, "draft_model": self.draft_model}.get(field)
+        return "" if model is None else model.name
+
+    def _compared(self) -> Iterator[tuple[str, str, str]]:
+        """Name, words and value of all that has to be the same."""
+        specs, config = self.config.layers, self.config
+        yield "model", "model", self.model.digest
+        draft = self.draft_model
+        yield "draft_model", "draft model", "none" if draft is None else draft.digest
+        yield "block_size", "block size", str(config.block_size)
+        yield "num_layers", "number of layers", str(len(specs))
+        yield "dtype", "dtype", _runs(spec.format.key.dtype for spec in specs)
+        yield "kv_format", "K/V format", _runs(str(spec.format) for spec in specs)
+        shapes = (
+            f"{spec.num_kv_heads} KV heads of {spec.key_dim} + {spec.value_dim}" for spec in specs
+        )
+        yield "layers", "shape", _runs(shapes)
+        kept = (_described(retention_of(config, layer)) for layer in range(len(specs)))
+        yield "kept", "window", _runs(kept)
+
+    def tensors(self, num_tokens: int) -> dict[str, TensorInfo]:
+        """The arrays of a file with so many tokens."""
+        tensors = {}
+        for layer, spec in enumerate(self.config.layers):
+            num_kept = num_kept_tokens(self.config, layer, num_tokens)
+            sides: tuple[tuple[str, RowFormat, int], ...] = (
+                ("keys", spec.format.key, spec.key_dim),
+                ("values", spec.format.value, spec.value_dim),
+            )
+            for side, rows, width in sides:
+                shapes = zip(rows.part_names, rows.part_shapes(width), strict=True)
+                for part, (part_width, dtype) in shapes:
+                    code = _DTYPES[str(dtype).removeprefix("mlx.core.")]
+                    shape = (spec.num_kv_heads, num_kept, part_width)
+                    tensors[f"layers.{layer}.{side}.{part}"] = TensorInfo(code, shape)
+        return tensors
+
+
+def check_holds_everything(cache: KVCache) -> None:
+    """Raises ``ArgumentError`` if the model of a cache keeps more of a sequence than K/V."""
+    if cache.config.state_nbytes:
+        raise ArgumentError(
+            "[snapshot] the model keeps a recurrent state beside K/V, and files of K/V can't hold "
+            "it",
+            "model",
+        )
+
+
+def retention_of(config: KVCacheConfig, layer: int) -> Retention:
+    """What a layer keeps."""
+    return next(group.retention for group in config.groups if layer in group.layers)
+
+
+def num_kept_tokens(config: KVCacheConfig, layer: int, num_tokens: int) -> int:
+    """Of a sequence of ``num_tokens``, whole blocks if some have left the window, how many tokens a
+    layer keeps.
+    """
+    retention, block_size = retention_of(config, layer), config.block_size
+    if not retention.num_evicted(num_tokens):
+        return num_tokens
+    return len(retention.kept_blocks(num_tokens // block_size, block_size)) * block_size
+
+
+def has_evicted(config: KVCacheConfig, num_tokens: int) -> bool:
+    """Whether some layer does not keep all of a sequence of so many tokens."""
+    return any(group.retention.num_evicted(num_tokens) for group in config.groups)
+
+
+def token_ids_of(file: Path, metadata: Mapping[str, str]) -> list[int]:
+    """The token ids that a file holds K/V of.
+
+    Raises:
+        SnapshotError: they can't be read.
+    """
+    try:
+        token_ids = json.loads(metadata.get("token_ids", ""))
+        if not isinstance(token_ids, list) or not all(map(is_plain_integer, token_ids)):
+            raise ValueError("a list of integers was expected")
+    except (ValueError, RecursionError) as error:
+        raise SnapshotError(file, f"is no snapshot: its token ids can't be read: {error}") from None
+    return token_ids
+
+
+def check_token_ids(token_ids: object) -> list[int]:
+    """The token ids as a list.
+
+    Raises:
+        ArgumentError: they are none.
+    """
+    ids = list(token_ids) if isinstance(token_ids, Sequence) else None
+    if not ids or not all(is_plain_integer(token_id) for token_id in ids):
+        raise ArgumentError(
+            f"[snapshot] token_ids must be a list of at least one integer, got {shown(token_ids)}",
+            "token_ids",
+        )
+    return ids
+
+
+def _described(retention: Retention) -> str:
+    if retention.num_recent_tokens is None:
+        return "all tokens"
+    kept = f"the last {retention.num_recent_tokens}"
+    if retention.num_sink_tokens:
+        kept = f"the first {retention.num_sink_tokens} and {kept}"
+    return f"{kept}, leaving by {retention.stride}"
+
+
+def _runs(values: Iterator[str]) -> str:
+    """What is the same in all layers, or which layers have what."""
+    runs: list[tuple[int, int, str]] = []
+    for layer, value in enumerate(values):
+        if runs and runs[-1][2] == value:
+            runs[-1] = (runs[-1][0], layer, value)
+        else:
+            runs.append((layer, layer, value))
+    if len(runs) == 1:
+        return runs[0][2]
+    return "; ".join(
+        f"layer {first}: {value}" if first == last else f"layers {first}-{last}: {value}"
+        for first, last, value in runs
+    )
+
+
+def _with_name(name: str, value: str | None) -> str | None:
+    return f"{name} ({value[:12]})" if name and value else value
+
+
+def _short(value: str | None) -> str:
+    if value is None:
+        return "nothing"
+    return value if len(value) <= 120 else value[:117] + "..."

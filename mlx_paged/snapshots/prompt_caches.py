@@ -1,0 +1,334 @@
+"""mlx-lm's prompt caches: K/V from and to the files of ``mlx_lm.models.cache.save_prompt_cache``.
+
+What is mapped is exact, so that either side goes on with the tokens that it would have given by
+itself. Anything else is refused by name: a window that has moved on in mlx-lm's cache, K/V of 4
+bits (which are rotated here), other bits for K than for V, other groups, recurrent states, and
+models whose caches hold several caches each.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx_lm.models.cache import (
+    ConcatenateKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+    load_prompt_cache,
+    save_prompt_cache,
+)
+
+from mlx_paged.cache import AffineFormat, KVFormat, LayerSpec
+from mlx_paged.cache import KVCache as Cache
+from mlx_paged.errors import ArgumentError, one_line
+from mlx_paged.models.language_model import LanguageModel, check_model
+from mlx_paged.replaced_file import replaced_file
+from mlx_paged.request import SeqId
+from mlx_paged.snapshots.errors import SnapshotError, check_path, system_errors
+from mlx_paged.snapshots.facts import (
+    check_holds_everything,
+    check_token_ids,
+    retention_of,
+    token_ids_of,
+)
+from mlx_paged.snapshots.rows import LayerParts, check_sequence, read_sequence, write_sequence
+
+MODEL = "model"
+TOKENIZER_CONFIG = "tokenizer_config"
+TOKEN_IDS = "token_ids"
+
+
+def export_prompt_cache(
+    path: str | Path,
+    model: Module,
+    cache: Cache,
+    seq: SeqId,
+    *,
+    model_name: str | None = None,
+    token_ids: Sequence[int] | None = None,
+) -> int:
+    """Write the K/V of a sequence as mlx-lm's own prompt cache; returns their number of tokens.
+
+    ``mlx_lm.models.cache.load_prompt_cache`` reads it, and ``mlx_lm.generate
+    --prompt-cache-file``. A file of that name is replaced.
+
+    Args:
+        path: of the file; it has to end with ``.safetensors``, by which mlx-lm knows the format.
+        model_name: the model's folder or hub id, which ``mlx_lm.generate`` loads and compares; by
+            default the name by which it was loaded.
+        token_ids: of the sequence; put into the file's metadata, which mlx-lm keeps and
+            :func:`import_prompt_cache` finds.
+
+    Raises:
+        KeyError: there is no such sequence.
+        ArgumentError: tokens that have left the window, or K/V that mlx-lm's caches can't hold.
+        SnapshotError: the system refuses, or the disk is full; an older file stays as it was.
+    """
+    num_tokens = check_sequence(cache, seq)
+    if token_ids is not None:
+        token_ids = check_token_ids(token_ids)
+        if len(token_ids) != num_tokens:
+            raise ArgumentError(
+                f"[snapshot] sequence {seq!r} has {num_tokens} tokens in the cache, and token_ids "
+                f"are {len(token_ids)}",
+                "token_ids",
+            )
+    write_prompt_cache(
+        path, model, cache, num_tokens, read_sequence(cache, seq), model_name, token_ids
+    )
+    return num_tokens
+
+
+def import_prompt_cache(path: str | Path, model: Module, cache: Cache, seq: SeqId) -> int:
+    """Make a sequence of a cache hold the K/V of a prompt cache of mlx-lm's, in place of what it
+    held; returns their number of tokens.
+
+    Raises:
+        SnapshotError: the file can't be read, is no prompt cache, or holds K/V of other layers,
+            another dtype or another format, both named.
+        ArgumentError: the model has a recurrent state.
+        CacheFullError: the budget can't hold them.
+    """
+    file = PromptCacheFile(path, model, cache)
+    write_sequence(cache, seq, file.num_tokens, file.layers())
+    return file.num_tokens
+
+
+def write_prompt_cache(
+    path: str | Path,
+    model: Module,
+    cache: Cache,
+    num_tokens: int,
+    layers: Iterable[LayerParts],
+    model_name: str | None,
+    token_ids: Sequence[int] | None,
+) -> None:
+    """Write K/V as a prompt cache of mlx-lm's; errors as :func:`export_prompt_cache`.
+
+    Args:
+        layers: of each layer the rows of all ``num_tokens`` tokens, or of those that it keeps.
+    """
+    file, checked = check_path(path), check_model(model)
+    if file.suffix != ".safetensors":
+        raise SnapshotError(file, "must end with .safetensors, by which mlx-lm knows the format")
+    stock = _stock_caches(checked, cache)
+    kept = list(layers)
+    filled: list[Any] = []
+    for empty, layer in stock:
+        if layer is None:
+            filled.append(empty)
+            continue
+        if retention_of(cache.config, layer).cuts_runs:
+            raise ArgumentError(
+                "[snapshot] window: mlx-lm has no cache for K/V that stream behind sinks", "window"
+            )
+        filled.append(_filled(empty, cache.config.layers[layer], kept[layer], num_tokens))
+    metadata = {MODEL: model_name or checked.name or "", TOKENIZER_CONFIG: "{}"}
+    if token_ids is not None:
+        metadata[TOKEN_IDS] = json.dumps(list(token_ids))
+    with system_errors(file, "written"), replaced_file(file) as stream:
+        save_prompt_cache(cast(Any, stream), filled, metadata)  # or whatever MLX writes to
+
+
+def _stock_caches(model: LanguageModel, cache: Cache) -> list[tuple[Any, int | None]]:
+    check_holds_everything(cache)
+    stock = model.stock_caches()
+    layers = [layer for _, layer in stock if layer is not None]
+    if len(layers) != len(cache.config.layers):
+        # A draft model's layers stand behind the model's, and some caches hold several.
+        raise ArgumentError(
+            f"[snapshot] mlx-lm's caches of this model hold {len(layers)} layers of K/V and this "
+            f"cache {len(cache.config.layers)}: a draft model, or caches of several parts, can't "
+            "be mapped",
+            "model",
+        )
+    return stock
+
+
+# To mlx-lm
+
+
+def _filled(empty: Any, spec: LayerSpec, rows: LayerParts, num_tokens: int) -> Any:
+    """A cache of mlx-lm's with these rows."""
+    k, v = (tuple(part[None] for part in parts) for parts in rows)
+    if type(empty) is RotatingKVCache:
+        if not spec.format.is_dense:
+            raise _unmapped(spec.format, "mlx-lm does not quantise layers with a window")
+        return _rotating(empty, k[0], v[0], num_tokens)
+    if not spec.format.is_dense:
+        empty = _quantised(spec.format)
+    empty.keys, empty.values = (k[0], v[0]) if spec.format.is_dense else (k, v)
+    empty.offset = num_tokens
+    return empty
+
+
+def _rotating(empty: Any, k: mx.array, v: mx.array, num_tokens: int) -> Any:
+    """One that holds its newest rows in their order, as after a prompt."""
+    num_rows = min(num_tokens, empty.max_size)
+    # The row before those that the next token sees may be gone. Nobody sees it: the next token's
+    # takes its place.
+    missing = max(0, num_rows - k.shape[2])
+    assert missing <= 1, "what the next token sees is kept"
+    k, v = (
+        mx.concatenate([mx.zeros_like(part[:, :, :missing]), part[:, :, -num_rows:]], axis=2)
+        for part in (k, v)
+    )
+    empty.keys, empty.values, empty.offset, empty._idx = k, v, num_tokens, num_rows
+    return empty
+
+
+def _quantised(form: KVFormat) -> QuantizedKVCache:
+    key, value = form.key, form.value
+    if not isinstance(key, AffineFormat) or not isinstance(value, AffineFormat):
+        raise _unmapped(form, "mlx-lm quantises both or none")
+    if form.rotates_keys:
+        raise _unmapped(form, "keys of 4 bits are rotated here, and mlx-lm would not rotate back")
+    if (key.bits, key.group_size) != (value.bits, value.group_size):
+        raise _unmapped(form, "mlx-lm has the same bits and groups for K and V")
+    return QuantizedKVCache(key.group_size, key.bits)
+
+
+def _unmapped(form: KVFormat, why: str) -> ArgumentError:
+    return ArgumentError(
+        f"[snapshot] kv_format: K/V of {form} can't be exported: {why}", "kv_format"
+    )
+
+
+# From mlx-lm
+
+
+class PromptCacheFile:
+    """A prompt cache of mlx-lm's, of the layers of this model and stored as this cache does.
+
+    Attributes:
+        num_tokens: whose K/V it holds.
+        token_ids: their ids; ``None`` where the file does not say, as mlx-lm's own do not.
+
+    Raises:
+        SnapshotError, ArgumentError: as :func:`import_prompt_cache`.
+    """
+
+    def __init__(self, path: str | Path, model: Module, cache: Cache):
+        self.file = check_path(path)
+        self._stock = _stock_caches(check_model(model), cache)
+        self._specs = cache.config.layers
+        self._caches, self.metadata = read_prompt_cache(self.file)
+        if len(self._caches) != len(self._stock):
+            raise SnapshotError(
+                self.file,
+                f"has caches of {len(self._caches)} layers, and the model has {len(self._stock)}",
+            )
+        used = [
+            (each, layer)
+            for each, (_, layer) in zip(self._caches, self._stock, strict=True)
+            if layer is not None
+        ]
+        for each, layer in used:
+            self._check(each, layer)
+        lengths = {int(each.offset) for each, _ in used}
+        if len(lengths) != 1 or min(lengths) < 1:
+            raise SnapshotError(self.file, f"has layers of {sorted(lengths)} tokens")
+        (self.num_tokens,) = lengths
+        self.token_ids: list[int] | None = None
+        if TOKEN_IDS in self.metadata:
+            self.token_ids = token_ids_of(self.file, self.metadata)
+            self.check_token_ids(self.token_ids)
+
+    def check_token_ids(self, token_ids: Sequence[int]) -> None:
+        """Raises ``ArgumentError`` unless there are as many as it holds K/V of."""
+        if len(token_ids) != self.num_tokens:
+            raise ArgumentError(
+                f"[snapshot] {self.file} holds K/V of {self.num_tokens} tokens, and token_ids are "
+                f"{len(token_ids)}",
+                "token_ids",
+            )
+
+    def _check(self, held: Any, layer: int) -> None:
+        spec, form = self._specs[layer], self._specs[layer].format
+        kinds = (KVCache, ConcatenateKVCache, RotatingKVCache, QuantizedKVCache)
+        if type(held) not in kinds or held.keys is None:
+            kind = "nothing" if getattr(held, "keys", 0) is None else f"a {type(held).__name__}"
+            raise SnapshotError(self.file, f"has {kind} in layer {layer}, which can't be mapped")
+        if type(held) is RotatingKVCache and not held._idx == held.offset <= held.keys.shape[2]:
+            raise SnapshotError(
+                self.file,
+                f"has {held.offset} tokens in layer {layer} and keeps the last {held.max_size}; "
+                "make it again from fewer tokens or without max_kv_size",
+            )
+        stored = _stored_as(held)
+        if stored != str(form):
+            raise SnapshotError(
+                self.file, f"holds K/V of {stored} in layer {layer}, and this cache {form}"
+            )
+        if form.rotates_keys:
+            raise SnapshotError(
+                self.file, f"holds K/V of {stored}, whose keys are rotated here, and not by mlx-lm"
+            )
+        for name, parts, width in (
+            ("K", held.keys, spec.key_dim),
+            ("V", held.values, spec.value_dim),
+        ):
+            rows = form.key if name == "K" else form.value
+            wanted = rows.part_shapes(width)
+            for part, (part_width, dtype) in zip(_parts(parts), wanted, strict=True):
+                shape, heads = list(part.shape), spec.num_kv_heads
+                is_of_layer = shape[:2] == [1, heads] and shape[3:] == [part_width]
+                if not is_of_layer or shape[2] < held.offset or part.dtype != dtype:
+                    raise SnapshotError(
+                        self.file,
+                        f"has {name} of shape {shape} and {part.dtype} in layer {layer}, and the "
+                        f"model has {heads} KV heads of {width} numbers stored as {form}",
+                    )
+
+    def layers(self) -> Iterator[LayerParts]:
+        """Of each layer the rows of all tokens."""
+        layers = [layer for _, layer in self._stock]
+        places = {layer: place for place, layer in enumerate(layers) if layer is not None}
+        for layer in range(len(self._specs)):
+            held = self._caches[places[layer]]
+            k, v = (
+                tuple(part[0, :, : self.num_tokens] * 1 for part in _parts(parts))
+                for parts in (held.keys, held.values)
+            )
+            try:
+                mx.eval(k, v)
+            except Exception as error:  # MLX reads the file only now
+                raise _unreadable(self.file, error) from error
+            yield k, v
+
+
+def read_prompt_cache(file: Path) -> tuple[list[Any], dict[str, str]]:
+    """What mlx-lm's ``load_prompt_cache`` makes of a file: its caches, and its metadata.
+
+    Raises:
+        SnapshotError: it can't be read, or is no prompt cache.
+    """
+    with system_errors(file, "read"), file.open("rb"):
+        pass  # the system's own words for what is wrong
+    try:
+        caches, metadata = load_prompt_cache(str(file), return_metadata=True)
+        return list(caches), dict(metadata)
+    except Exception as error:  # a broken file makes its readers raise anything
+        raise _unreadable(file, error) from error
+
+
+def _unreadable(file: Path, error: Exception) -> SnapshotError:
+    return SnapshotError(file, f"is no prompt cache that mlx-lm can read: {one_line(error)}")
+
+
+def _parts(parts: Any) -> tuple[mx.array, ...]:
+    return tuple(parts) if isinstance(parts, list | tuple) else (parts,)
+
+
+def _stored_as(held: Any) -> str:
+    """The format of a cache of mlx-lm's, as formats here are named."""
+    dtype = str(_parts(held.keys)[-1].dtype).removeprefix("mlx.core.")
+    if type(held) is not QuantizedKVCache:
+        return dtype
+    return f"{held.bits} bits in groups of {held.group_size}"
