@@ -6,9 +6,10 @@ import errno
 import os
 import random
 import shutil
+import signal
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -222,3 +223,51 @@ def test_an_abort_while_blocks_are_read_leaves_nothing_behind(
     assert output.outputs[0].token_ids == ask_alone(model, tokens, PARAMS)
     assert_nothing_held(engine)
     assert engine.close(60)
+
+
+@pytest.fixture
+def stuck_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """A disk that takes nothing while the event is cleared; a minute later it does, whatever
+    happens.
+    """
+    moves_on = threading.Event()
+    moves_on.set()
+    timer = threading.Timer(60, moves_on.set)
+    timer.start()
+    write = store.write_aside
+
+    def wait_and_write(*args: Any) -> None:
+        moves_on.wait()
+        write(*args)
+
+    monkeypatch.setattr(store, "write_aside", wait_and_write)
+    yield moves_on
+    moves_on.set()
+    timer.cancel()
+
+
+def test_the_end_of_an_engine_does_not_wait_for_ever(
+    model: qwen3.Model, tmp_path: Path, stuck_disk: threading.Event
+):
+    engine = make_engine(model, cache_dir=tmp_path)
+    stuck_disk.clear()
+    answer(engine, prompt(60), PARAMS)
+    assert not engine.close(0.2) and not stuck_disk.is_set()
+    output = answer(engine, prompt(60), PARAMS)
+    assert output.outputs[0].token_ids == ask_alone(model, prompt(60), PARAMS)
+    assert_nothing_held(engine)
+
+
+def test_ctrl_c_ends_the_wait_for_the_disk(
+    model: qwen3.Model, tmp_path: Path, stuck_disk: threading.Event
+):
+    engine = make_engine(model, cache_dir=tmp_path)
+    stuck_disk.clear()
+    answer(engine, prompt(60), PARAMS)
+    main_thread = threading.main_thread().ident
+    interrupt = threading.Timer(0.5, signal.pthread_kill, [main_thread, signal.SIGINT])
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        engine.close(1000)
+    interrupt.join()
+    assert engine.close(1000) and not stuck_disk.is_set(), "it does not wait again"
