@@ -16,8 +16,9 @@ from pathlib import Path
 
 from mlx_paged.block_store.block_file import read_file_header
 from mlx_paged.block_store.errors import BadBlockFileError, OtherVersionError
+from mlx_paged.block_store.files import is_abandoned
 from mlx_paged.block_store.index import BlockName, Index, IndexRow, nbytes_on_disk
-from mlx_paged.block_store.layout import BlockLayout, block_hash_of, is_abandoned
+from mlx_paged.block_store.layout import BlockLayout, block_hash_of
 
 _HEADERS_AT_A_TIME = 32
 _SAME_TIME = 1.0  # seconds
