@@ -93,12 +93,15 @@ def _reconcile_shard(
         if block_hash not in known or known[block_hash][0] != nbytes
     ]
     for start in range(0, len(new), _HEADERS_AT_A_TIME):
-        rows = [
-            _row_of_file(layout, (digest, block_hash), nbytes, last_used, bad_files)
+        rows = {
+            (digest, block_hash): _row_of_file(
+                layout, (digest, block_hash), nbytes, last_used, bad_files
+            )
             for block_hash, nbytes, last_used in new[start : start + _HEADERS_AT_A_TIME]
-        ]
+        }
         with index.transaction():
-            index.add(row for row in rows if row is not None)
+            index.add(row for row in rows.values() if row is not None)
+            index.remove(name for name, row in rows.items() if row is None)
         yield
     yield
 
