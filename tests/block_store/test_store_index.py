@@ -237,6 +237,7 @@ def test_an_index_locked_for_ever_is_done_without(tmp_path):
     store = open_store(tmp_path / "cache", num_blocks=4)
     put_chain(store, *"abcd")
     store.close()
+    file = store.layout.index.stat().st_ino
     lock = sqlite3.connect(store.layout.index, isolation_level=None)
     lock.execute("BEGIN EXCLUSIVE")
     store = open_store(tmp_path / "cache", num_blocks=4)
@@ -244,6 +245,7 @@ def test_an_index_locked_for_ever_is_done_without(tmp_path):
     assert found(store, "abcde") == "abce" and store.failure is None
     assert store.stats().num_blocks == len(block_files(tmp_path)) == 4
     lock.close()
+    assert store.layout.index.stat().st_ino == file  # it is others', and not broken
 
 
 def test_an_index_that_is_locked_later_is_done_without(tmp_path):
@@ -256,6 +258,25 @@ def test_an_index_that_is_locked_later_is_done_without(tmp_path):
     store.tend()
     assert found(store, "abcde") == "abce" and store.failure is None
     lock.close()
+
+
+def test_a_file_system_that_has_no_shared_memory_has_an_index_all_the_same(tmp_path, monkeypatch):
+    connect = sqlite3.connect
+
+    def connect_without_shared_memory(path, **options):
+        # Locks are files here, and SQLite can keep no write-ahead log.
+        return connect(f"file:{path}?vfs=unix-dotfile", uri=True, **options)
+
+    monkeypatch.setattr(sqlite3, "connect", connect_without_shared_memory)
+    store = open_store(tmp_path / "cache", num_blocks=4)
+    put_chain(store, *"abcd")
+    store.tend()
+    assert store._inventory._index.is_shared and store._inventory._index.is_current()
+    assert not Path(f"{store.layout.index}-wal").exists()
+    beside = open_store(tmp_path / "cache", num_blocks=4)
+    put(beside, "e")
+    assert beside._inventory._index.is_shared
+    assert found(store, "abcde") == "abce"
 
 
 def test_without_an_index_on_disk_the_work_of_others_is_seen_now_and_then(tmp_path, monkeypatch):
