@@ -42,18 +42,19 @@ def row(name: str, parent: str | None = None, first_token: int = 0, **fields) ->
     return IndexRow(DIGEST, name.encode(), parent_hash, first_token, 16, **given)
 
 
-def nothing_kept(name) -> bool:
-    return False
-
-
-def oldest(index: Index, nbytes: int = UNIT) -> list[str]:
-    return [block_hash.decode() for _, block_hash in index.oldest_leaves(nbytes, nothing_kept)]
+def in_order_of_eviction(index: Index, kept: str = "") -> str:
+    """The blocks of an index, which is empty then except for those that are kept."""
+    order = ""
+    while (leaf := index.oldest_leaf(lambda name: name[1].decode() in kept)) is not None:
+        index.remove([leaf[0]])
+        order += leaf[0][1].decode()
+    return order
 
 
 def test_sums_and_children_follow_rows_in_any_order():
     rng = random.Random(3)
-    names = [f"{number:02}" for number in range(40)]
-    parents = [rng.choice([None, *names[:number]]) for number in range(40)]
+    names = "abcdefghijklmnopqrstuvwxyz"
+    parents = {name: rng.choice([None, *names[:at]]) for at, name in enumerate(names)}
     index = Index(None, 0)
     there: set[str] = set()
     for _ in range(300):
@@ -62,27 +63,37 @@ def test_sums_and_children_follow_rows_in_any_order():
             index.remove([(DIGEST, name.encode())])
             there.remove(name)
         else:
-            index.add([row(name, parents[int(name)], nbytes=UNIT * (1 + int(name)))])
+            index.add([row(name, parents[name], nbytes=UNIT * names.index(name))])
             there.add(name)
-        assert index.totals() == (len(there), sum(UNIT * (1 + int(each)) for each in there))
-        leaves = {name for name in there if name not in {parents[int(each)] for each in there}}
-        assert set(oldest(index, 1 << 30)) == leaves
+        assert index.totals() == (len(there), sum(UNIT * names.index(each) for each in there))
+    order = in_order_of_eviction(index)
+    assert set(order) == there
+    for at, name in enumerate(order):
+        assert name not in {parents[later] for later in order[at:]}, (
+            "a parent went before its child"
+        )
+    index.add([row(name) for name in names])
     index.clear()
     assert index.totals() == (0, 0) and index.rows() == []
 
 
-def test_leaves_come_in_the_order_of_their_last_use_and_later_tokens_first():
-    index = Index(None, 0)
-    index.add([row("a"), row("b", "a", 16), row("c", first_token=64), row("d", last_used=2.0)])
-    index.add([row("e", first_token=32, last_used=0.5)])
-    assert oldest(index, 10 * UNIT) == ["e", "c", "b", "d"]
-    assert oldest(index, 2 * UNIT) == ["e", "c"]
-    kept = {(DIGEST, b"e"), (DIGEST, b"b")}
-    assert [*index.oldest_leaves(2 * UNIT, kept.__contains__)] == [(DIGEST, b"c"), (DIGEST, b"d")]
-    index.note_used(DIGEST, [b"a", b"b", b"?"], 3.0)
-    index.note_used(DIGEST, [b"a"], 2.5)
+def test_blocks_go_in_the_order_of_their_last_use_a_prefix_from_its_end():
+    def forest() -> Index:
+        index = Index(None, 0)
+        # a-b-c was written first, and its end is of use no longer than that of d-e.
+        chains = [row("a"), row("b", "a", 16), row("c", "b", 32, last_used=2.0)]
+        index.add([*chains, row("d", last_used=3.0), row("e", "d", 16, last_used=4.0)])
+        index.add([row("f", first_token=64, last_used=2.0), row("g", last_used=0.5)])
+        return index
+
+    assert in_order_of_eviction(forest()) == "gfcbaed"
+    assert in_order_of_eviction(forest(), kept="fb") == "gced"
+    index = forest()
+    index.note_used(DIGEST, [b"a", b"b", b"?"], 5.0)
+    index.note_used(DIGEST, [b"a"], 4.5)
     rows = {each.block_hash: each for each in index.rows()}
-    assert (rows[b"a"].last_used, rows[b"a"].num_hits, rows[b"b"].num_hits) == (3.0, 2, 1)
+    assert (rows[b"a"].last_used, rows[b"a"].num_hits, rows[b"b"].num_hits) == (5.0, 2, 1)
+    assert in_order_of_eviction(index) == "gfcedba"
 
 
 def test_a_row_that_is_added_again_keeps_its_hits_and_children():
@@ -90,7 +101,7 @@ def test_a_row_that_is_added_again_keeps_its_hits_and_children():
     index.add([row("b", "a", 16), row("a")])
     index.note_used(DIGEST, [b"a"], 5.0)
     index.add([row("a", nbytes=3 * UNIT, last_used=7.0)])
-    assert index.totals() == (2, 4 * UNIT) and oldest(index, 1 << 30) == ["b"]
+    assert index.totals() == (2, 4 * UNIT) and in_order_of_eviction(index, kept="a") == "b"
     known = next(each for each in index.rows() if each.block_hash == b"a")
     assert (known.num_hits, known.last_used, known.nbytes) == (1, 7.0, 3 * UNIT)
 
