@@ -22,6 +22,7 @@ _BUSY_SECONDS = 5.0  # for another process to end its transaction, which takes m
 _BUSY_SECONDS_AT_START = 0.2  # the thread that starts an engine waits for these
 _MOST_TRIES = 4
 _SECONDS_BETWEEN_PAUSES = 0.001
+_EVICTED_AT_A_TIME = 16
 _SECONDS_BETWEEN_LISTINGS = 60.0  # without an index that other processes write to
 
 # SQLite's own messages, and values in a broken index, may be no text or of another type.
@@ -100,13 +101,23 @@ class Inventory:
             OSError: a file can't be removed.
         """
         num_evicted = num_freed = 0
-        while num_freed < nbytes:
-            leaves = self._oldest_leaves(nbytes - num_freed, pause)
-            if not leaves:
-                break
-            self.remove(leaves)
-            num_evicted += len(leaves)
-            num_freed += sum(leaves.values())
+
+        def evict_some(index: Index) -> bool:
+            nonlocal num_evicted, num_freed
+            # A file goes before its row: a row too many is harmless.
+            with index.transaction():
+                for _ in range(_EVICTED_AT_A_TIME):
+                    leaf = index.oldest_leaf(self.pins.keeps) if num_freed < nbytes else None
+                    if leaf is None:
+                        return False
+                    name, size = leaf
+                    self._remove_file(name)
+                    index.remove([name])
+                    num_evicted += 1
+                    num_freed += size
+            return True
+
+        while self.act(evict_some, pause):
             if pause is not None:
                 pause()
         return num_evicted, num_freed
@@ -134,8 +145,7 @@ class Inventory:
         """Remove files and their rows. Raises as ``evict``."""
         names = list(names)
         for name in names:
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                os.unlink(self._layout.block(*name))
+            self._remove_file(name)
         self.act(lambda index: index.remove(names))
 
     def list_again(self) -> None:
@@ -155,8 +165,9 @@ class Inventory:
         with self._lock:
             self._close_index()
 
-    def _oldest_leaves(self, nbytes: int, pause: Pause | None) -> dict[BlockName, int]:
-        return self.act(lambda index: index.oldest_leaves(nbytes, self.pins.keeps), pause)
+    def _remove_file(self, name: BlockName) -> None:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            os.unlink(self._layout.block(*name))
 
     def _finish_listing(self, pause: Pause | None) -> None:
         began = time.monotonic()
