@@ -19,7 +19,8 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from mlx_paged.block_store.layout import create_file, is_digest
+from mlx_paged.block_store.files import create_file
+from mlx_paged.block_store.layout import is_digest
 
 BlockName: TypeAlias = tuple[str, bytes]
 """The digest of a fingerprint and the hash of a block: what names a file."""

@@ -23,6 +23,7 @@ from helpers.block_stores import (
 
 from mlx_paged.block_store import CacheFolder
 from mlx_paged.block_store import inventory as inventory_module
+from mlx_paged.block_store import reconcile as reconcile_module
 from mlx_paged.block_store.index import Index, IndexRow, nbytes_on_disk
 
 DIGEST = "0" * 32
@@ -297,6 +298,41 @@ def test_files_that_no_process_has_noted_down_count_after_the_next_start(tmp_pat
     assert store.stats().num_blocks == 3
     put(store, "e")
     assert found(store, "abcde") == "cde"
+
+
+def test_the_times_of_files_count_more_than_those_of_the_index(tmp_path):
+    store = open_store(tmp_path / "cache")
+    for age, name in enumerate("abc"):
+        put(store, name)
+        make_older(file_of(store, name), 100 - age)
+    store.close()
+    make_older(file_of(store, "a"), 10)  # used by a process that had no index on disk
+    store = open_store(tmp_path / "cache", num_blocks=2)
+    store.tend()
+    assert found(store, "abc") == "ac"
+
+
+def test_a_file_that_has_another_size_than_the_index_says_is_read_again(tmp_path):
+    store = open_store(tmp_path / "cache")
+    put_chain(store, *"abc")
+    store.close()
+    os.truncate(file_of(store, "c"), 0)
+    file_of(store, "b").write_bytes(b"garbage" * 1000)
+    store = open_store(tmp_path / "cache")
+    store.tend()
+    assert store.stats().num_corrupt == 2 and store.stats().nbytes == UNIT
+    assert block_files(tmp_path) == [file_of(store, "a")]
+
+
+def test_a_block_that_is_written_during_a_listing_stays_in_the_index(tmp_path, monkeypatch):
+    store = open_store(tmp_path / "cache")
+    put_chain(store, *"abc")
+    store.tend()
+    # As if all had been written after the folders were listed.
+    monkeypatch.setattr(reconcile_module, "_list_shard", lambda folder: {})
+    other = open_store(tmp_path / "cache")
+    other.tend()
+    assert other.stats().num_blocks == 3
 
 
 def test_a_process_that_notes_late_does_not_undo_what_others_know(tmp_path):

@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from mlx_paged.block_store import CacheFolder, block_file
 from mlx_paged.block_store import index as index_module
 from mlx_paged.block_store import inventory as inventory_module
+from mlx_paged.block_store import notes as notes_module
 from mlx_paged.block_store import reconcile as reconcile_module
 from mlx_paged.block_store import store as store_module
 
@@ -67,7 +68,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp())
         self.patch = pytest.MonkeyPatch()
         self.clock = Clock()
-        for module in (store_module, inventory_module, reconcile_module):
+        for module in (store_module, notes_module, inventory_module, reconcile_module):
             self.patch.setattr(module, "time", self.clock)
         self.patch.setattr(store_module, "_MOST_SECONDS_BETWEEN_SWEEPS", 0.0)
         self.times: dict[str, float] = {}  # of the last use, of what should be there
