@@ -48,7 +48,8 @@ class Inventory:
     The index is opened when it is first needed, and the files are listed before it is believed. A
     broken one is made again. Where there can be none on disk (it is locked for ever, the file
     system has no locks, the folder is somebody else's), one in memory takes its place, and the
-    folder is listed every minute to see what other processes do.
+    folder is listed every minute to see what other processes do, and the index on disk is tried
+    again.
 
     Attributes:
         pins: the blocks that stay.
@@ -155,11 +156,14 @@ class Inventory:
             self._listing = reconcile(index, self._layout, self.bad_files)
 
     def list_again_if_alone(self) -> None:
-        """Do so now and then, if other processes can't be heard of in another way."""
+        """Do so now and then, if other processes can't be heard of in another way. What kept the
+        index on disk from being used may have passed, so that is tried first.
+        """
         with self._lock:
             is_old = time.monotonic() - self._listed > _SECONDS_BETWEEN_LISTINGS
             if self._index is not None and not self._index.is_shared and is_old:
-                self.list_again()
+                self._must_be_private = False
+                self._close_index()
 
     def close(self) -> None:
         with self._lock:

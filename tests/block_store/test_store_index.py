@@ -307,6 +307,25 @@ def test_without_an_index_on_disk_the_work_of_others_is_seen_now_and_then(tmp_pa
     assert len(block_files(tmp_path)) == alone.stats().num_blocks == 4
 
 
+def test_an_index_that_could_not_be_used_is_shared_again_later(tmp_path, monkeypatch):
+    store = open_store(tmp_path / "cache")
+    put_chain(store, *"ab")
+    store.tend()
+    lock = sqlite3.connect(store.layout.index, isolation_level=None)
+    lock.execute("BEGIN EXCLUSIVE")
+    put(store, "c")
+    store.tend()
+    assert not store._inventory._index.is_shared
+    lock.close()
+    store.tend()
+    assert not store._inventory._index.is_shared
+    monkeypatch.setattr(inventory_module, "_SECONDS_BETWEEN_LISTINGS", 0.0)
+    store.tend()
+    store.tend()
+    assert store._inventory._index.is_shared and store.stats().num_blocks == 3
+    assert store.failure is None
+
+
 def test_an_administrator_leaves_no_index_of_his_own(tmp_path, monkeypatch):
     store = open_store(tmp_path / "cache")
     put_chain(store, *"abcd")
