@@ -12,8 +12,10 @@ join as leave.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import mlx.core as mx
 import numpy as np
 
 
@@ -23,6 +25,7 @@ class SampleRequest:
     prompt_token_ids: list[int]
     max_tokens: int
     arrival: int = 0  # when this number of tokens was generated in all
+    logits_processors: tuple[Callable[[mx.array, mx.array], mx.array], ...] = ()
 
     @property
     def num_tokens(self) -> int:

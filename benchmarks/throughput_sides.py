@@ -75,20 +75,20 @@ class PagedEngine:
     def __init__(self, model: nn.Module, scenario: Scenario, **options: Any):
         from mlx_paged.engine.engine import Engine
 
-        self.engine = Engine(
-            model,
-            None,
-            kv_cache_bytes=pool_nbytes(scenario, model),
-            block_size=BLOCK_SIZE,
-            max_num_seqs=COMPLETION_BATCH_SIZE,
-            **options,
-        )
+        if "kv_cache_bytes" not in options:
+            options["kv_cache_bytes"] = pool_nbytes(scenario, model)
+        options = {"block_size": BLOCK_SIZE, "max_num_seqs": COMPLETION_BATCH_SIZE} | options
+        self.engine = Engine(model, None, **options)
         self.num_given: dict[str, int] = {}
 
     def add(self, request: SampleRequest) -> None:
         from mlx_paged.sampling_params import SamplingParams
 
-        params = SamplingParams(max_tokens=request.max_tokens, ignore_eos=True)
+        params = SamplingParams(
+            max_tokens=request.max_tokens,
+            ignore_eos=True,
+            logits_processors=request.logits_processors,
+        )
         self.engine.add_request(request.request_id, request.prompt_token_ids, params)
 
     def step(self) -> list[tuple[str, int]]:
@@ -141,7 +141,11 @@ class MlxLmBatch:
         cached, rest = request.prompt_token_ids[:num_cached], request.prompt_token_ids[num_cached:]
         caches: list[Any] = [cache]  # mlx-lm takes None in it, its annotation does not
         (uid,) = self.generator.insert(
-            [rest], [request.max_tokens], caches=caches, all_tokens=[cached]
+            [rest],
+            [request.max_tokens],
+            caches=caches,
+            all_tokens=[cached],
+            logits_processors=[list(request.logits_processors)],
         )
         self.request_ids[uid] = request.request_id
 
@@ -189,6 +193,7 @@ class MlxLmWithPromptCache(MlxLmBatch):
     def __init__(self, model: nn.Module, scenario: Scenario):
         super().__init__(model, scenario)
         self.seen = LRUPromptCache()
+        self.first: tuple[list[int], list[Any]] | None = None  # the tokens and the cache it keeps
 
     def add(self, request: SampleRequest) -> None:
         cache, rest = self.seen.fetch_nearest_cache("model", request.prompt_token_ids)
@@ -197,8 +202,9 @@ class MlxLmWithPromptCache(MlxLmBatch):
     def _generate(self) -> list[Any]:
         responses = super()._generate()
         for response in responses:
-            if response.finish_reason is not None and len(self.seen) == 0:
-                self.seen.insert_cache("model", response.all_tokens, response.prompt_cache)
+            if response.finish_reason is not None and self.first is None:
+                self.first = response.all_tokens, response.prompt_cache
+                self.seen.insert_cache("model", *self.first)
         return responses
 
 

@@ -23,6 +23,7 @@ Run language models with a paged K/V cache.
 commands:
   chat        chat with a model in the terminal; {prog} chat --help lists its flags
   serve       serve a model to clients of the APIs of OpenAI and Anthropic
+  cache       look into a folder of K/V blocks (--cache-dir), and tend it
 
   --help, -h  this text
   --version   the version of mlx_paged"""
@@ -50,13 +51,23 @@ def _chat(argv: list[str], prog: str) -> int:
     return chat(argv, prog)
 
 
+def _cache(argv: list[str], prog: str) -> int:
+    from mlx_paged.cache_tool import main as cache
+
+    return cache(argv, prog)
+
+
 def _serve(argv: list[str], prog: str) -> int:
     from mlx_paged.server import main as serve
 
     return serve(argv, prog)
 
 
-COMMANDS: dict[str, Callable[[list[str], str], int]] = {"chat": _chat, "serve": _serve}
+COMMANDS: dict[str, Callable[[list[str], str], int]] = {
+    "chat": _chat,
+    "serve": _serve,
+    "cache": _cache,
+}
 
 
 def _print(text: str, prog: str) -> int:

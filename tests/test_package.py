@@ -41,6 +41,7 @@ def test_imports_go_one_way():
         "__main__",
         "chat",
         "server",
+        "cache_tool",
         "command_line",
         "batch_generation",
         "generation",

@@ -51,6 +51,11 @@ class Entry:
     is_pinned: bool
     expires: float | None
 
+    @property
+    def name(self) -> BlockName:
+        """What methods of ``CacheFolder`` take."""
+        return self.digest, self.block_hash
+
 
 @dataclasses.dataclass(frozen=True)
 class FolderSize:
@@ -94,6 +99,16 @@ class CacheFolder:
         with _refusals(self._layout):
             check_is_ours(self._layout.folder)
         self._inventory = Inventory(self._layout)
+
+    def __enter__(self) -> CacheFolder:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the index; a later call opens it again."""
+        self._inventory.close()
 
     def fingerprints(self) -> dict[str, Fingerprint | None]:
         """By digest; ``None`` where the text beside the blocks is missing or unreadable."""

@@ -136,7 +136,7 @@ class Index:
             self.totals()
             self._files = self._files_now()
         except BaseException:
-            self._database.close()
+            self.close()
             raise
 
     def _prepare(self) -> None:
@@ -258,9 +258,8 @@ class Index:
         return [(_checked_name(digest, block_hash), used) for digest, block_hash, used in rows]
 
     def digests(self) -> set[str]:
-        return {
-            digest for (digest,) in self._database.execute("SELECT DISTINCT digest FROM blocks")
-        }
+        rows = self._database.execute("SELECT digest, min(hash) FROM blocks GROUP BY digest")
+        return {_checked_name(digest, block_hash)[0] for digest, block_hash in rows}
 
     def shard(self, digest: str, first_byte: int) -> dict[bytes, tuple[int, float]]:
         """Of the blocks whose hash begins with a byte: what they take, and their last use."""

@@ -21,8 +21,11 @@ Pause: TypeAlias = Callable[[], None]
 _BUSY_SECONDS = 5.0  # for another process to end its transaction, which takes milliseconds
 _BUSY_SECONDS_AT_START = 0.2  # the thread that starts an engine waits for these
 _MOST_TRIES = 4
+_SECONDS_BETWEEN_PAUSES = 0.001
 _SECONDS_BETWEEN_LISTINGS = 60.0  # without an index that other processes write to
 
+# SQLite's own messages, and values in a broken index, may be no text or of another type.
+_INDEX_ERRORS = (sqlite3.Error, ValueError, TypeError, OverflowError)
 # Others hold the index, or the disk does not let it be used. Everything else is a broken index.
 _LOCKED = frozenset({sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL})
 _REFUSED = frozenset(
@@ -73,7 +76,7 @@ class Inventory:
                 self._finish_listing(pause)
                 with self._lock:
                     return action(self._current_index())
-            except sqlite3.Error as error:
+            except _INDEX_ERRORS as error:
                 with self._lock:
                     self._replace(error, is_last_try=num_failed >= 1)
         raise sqlite3.OperationalError("the index fails again and again")
@@ -85,7 +88,7 @@ class Inventory:
         with self._lock:
             try:
                 return self._current_index(_BUSY_SECONDS_AT_START).totals()
-            except sqlite3.Error:
+            except _INDEX_ERRORS:
                 self._close_index()
                 return 0, 0
 
@@ -156,9 +159,11 @@ class Inventory:
         return self.act(lambda index: index.oldest_leaves(nbytes, self.pins.keeps), pause)
 
     def _finish_listing(self, pause: Pause | None) -> None:
+        began = time.monotonic()
         while self._list_on():
-            if pause is not None:
+            if pause is not None and time.monotonic() - began > _SECONDS_BETWEEN_PAUSES:
                 pause()
+                began = time.monotonic()
 
     def _list_on(self) -> bool:
         """List some more files; whether there are more to come."""
@@ -174,13 +179,13 @@ class Inventory:
                 return False
             return True
 
-    def _current_index(self, busy_seconds: float = _BUSY_SECONDS) -> Index:
+    def _current_index(self, busy_seconds: float | None = None) -> Index:
         """The index, opened now if somebody has deleted the one that was open."""
         if self._index is not None and not self._index.is_current():
             self._close_index()
         if self._index is None:
             path = self._layout.index if self._may_share() else None
-            self._index = Index(path, busy_seconds)
+            self._index = Index(path, _BUSY_SECONDS if busy_seconds is None else busy_seconds)
             self._index.set_busy_seconds(_BUSY_SECONDS)
             self._listing = reconcile(self._index, self._layout, self.bad_files)
         return self._index
@@ -194,7 +199,7 @@ class Inventory:
         except OSError:
             return False
 
-    def _replace(self, error: sqlite3.Error, is_last_try: bool) -> None:
+    def _replace(self, error: Exception, is_last_try: bool) -> None:
         """Let the next try find another index: a new one, or, in the end, one in memory."""
         code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
         was_current = self._index is None or self._index.is_current()

@@ -60,8 +60,11 @@ class BlockLayout:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         try:
             self.folder = Path(folder).expanduser().absolute()
-        except (TypeError, RuntimeError, ValueError) as error:
-            raise BlockStoreError(f"no folder: {error}") from error
+            is_path = "\0" not in str(folder) and bool(os.fspath(folder))
+        except (TypeError, RuntimeError):
+            is_path = False
+        if not is_path:
+            raise BlockStoreError(f"cache_dir must be a folder, got {shown(folder)}")
         self.blocks = self.folder / BLOCKS_NAME
         self.index = self.folder / INDEX_NAME
 

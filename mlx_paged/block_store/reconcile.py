@@ -19,7 +19,7 @@ from mlx_paged.block_store.errors import BadBlockFileError, OtherVersionError
 from mlx_paged.block_store.index import BlockName, Index, IndexRow, nbytes_on_disk
 from mlx_paged.block_store.layout import BlockLayout, block_hash_of, is_abandoned
 
-_HEADERS_AT_A_TIME = 16
+_HEADERS_AT_A_TIME = 32
 _SAME_TIME = 1.0  # seconds
 
 

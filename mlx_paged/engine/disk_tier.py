@@ -4,7 +4,9 @@ find them.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import time
 import warnings
 from collections.abc import Iterable, Sequence
 
@@ -15,6 +17,7 @@ from mlx_paged.core import AbsentBlock, BlockHash, group_hashes
 from mlx_paged.engine.batch import Batch
 from mlx_paged.engine.disk_tier_options import DiskTierOptions
 from mlx_paged.engine.disk_tier_stats import DiskTierStats
+from mlx_paged.errors import reason
 from mlx_paged.models.identity import KV_VERSION, ModelIdentity, model_identity
 from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.request import Request, SeqId
@@ -92,7 +95,7 @@ class DiskTier:
     # What the scheduler asks
 
     def has(self, block_hash: BlockHash) -> bool:
-        return self.store.has(block_hash)
+        return not self._is_closed and self.store.has(block_hash)
 
     def read(self, seq_id: SeqId, blocks: Sequence[AbsentBlock]) -> None:
         self._group_of[seq_id] = {block.block_hash: block.group for block in blocks}
@@ -170,17 +173,29 @@ class DiskTier:
 
     def close(self, timeout: float) -> bool:
         """Write what is to be kept, for ``timeout`` seconds at most; whether all was written. May
-        be called again.
+        be called again. Ctrl-C ends the wait.
         """
         if self._is_closed:
             return True
         self._is_closed = True
         self._reader.close()
-        if self.store.failure is None:
-            self._save(list(self._unsaved), frozenset())
-        is_complete = self._writer.close(timeout) and not self._unsaved
-        self.store.close()
-        return is_complete
+        deadline = time.monotonic() + timeout
+        try:
+            # The queue may hold less than what is left.
+            while self._unsaved and self.store.failure is None:
+                if not self._writer.flush(max(0.0, deadline - time.monotonic())):
+                    break
+                num_left = len(self._unsaved)
+                self._save(list(self._unsaved), frozenset())
+                if len(self._unsaved) == num_left:
+                    break
+            is_at_rest = self._writer.close(max(0.0, deadline - time.monotonic()))
+        except BaseException:
+            self._writer.close(0.0)
+            raise
+        if is_at_rest:  # Otherwise its thread has the store, and may have it for long.
+            self.store.close()
+        return is_at_rest and not self._unsaved
 
     def stats(self) -> DiskTierStats:
         """From any thread."""
@@ -282,6 +297,10 @@ class DiskTier:
                 [content.payload for content in contents],
             )
             pool.cache_full_blocks(blocks, hashes, 0, num_blocks)
+        except RuntimeError as error:  # MLX's, when memory runs out
+            self.store.fail(f"what was read can't be used: {reason(error)}")
+            self._report_failure()
+            return
         finally:
             # The tail first, as a sequence gives back its own.
             pool.free_blocks(reversed(blocks))
@@ -301,10 +320,12 @@ class DiskTier:
             return
         self._has_said_why = True
         self._unsaved.clear()
-        warnings.warn(
-            f"[engine] {self.store.failure}; K/V are kept in memory alone from now on",
-            stacklevel=2,
-        )
+        # Where warnings are errors, this one would fail the step.
+        with contextlib.suppress(Warning):
+            warnings.warn(
+                f"[engine] {self.store.failure}; K/V are kept in memory alone from now on",
+                stacklevel=2,
+            )
 
 
 def open_disk_tier(

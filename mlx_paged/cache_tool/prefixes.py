@@ -1,0 +1,272 @@
+"""The blocks of a folder as trees of shared prefixes, one tree for each fingerprint.
+
+A block's hash names the whole prefix that ends with it, and its header names the block before it.
+So prefixes that begin alike share the blocks of their beginning, and fork where they differ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from mlx_paged.block_store import CacheFolder, Entry, Fingerprint
+
+MAX_LEVELS = 8
+"""Of the tree are drawn, the last ones of a deeper one: a conversation may have a fork per turn."""
+
+_HASH_NBYTES = 32  # Groups of layers append their number.
+
+
+class PrefixBlock:
+    """What the folder has of one block of tokens: a file for each group of layers.
+
+    Args:
+        entries: those files, at least one.
+
+    Attributes:
+        entries: by group.
+        block_hash: 32 bytes, without the group.
+        parent_hash: that of the block before it; ``None`` for the first one of a sequence.
+        first_token: its place in the sequence, in tokens.
+        end_token: the place behind its last token.
+        nbytes: of its files.
+        created, last_used: of the oldest file and of the last used one, in seconds since 1970.
+        num_hits: of the file that was used most.
+        is_pinned: whether it stays.
+        expires: the first of its files to do so, in seconds since 1970; ``None`` for never.
+    """
+
+    def __init__(self, entries: Iterable[Entry]):
+        self.entries = tuple(sorted(entries, key=lambda entry: entry.group))
+        first = self.entries[0]
+        self.block_hash = first.block_hash[:_HASH_NBYTES]
+        self.parent_hash = first.parent_hash and first.parent_hash[:_HASH_NBYTES]
+        self.first_token = first.first_token
+        self.end_token = first.first_token + first.num_tokens
+        self.nbytes = sum(entry.nbytes for entry in self.entries)
+        self.created = min(entry.created for entry in self.entries)
+        self.last_used = max(entry.last_used for entry in self.entries)
+        self.num_hits = max(entry.num_hits for entry in self.entries)
+        self.is_pinned = any(entry.is_pinned for entry in self.entries)
+        self.expires = min((entry.expires for entry in self.entries if entry.expires), default=None)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Blocks that follow one another without a fork, all of them pinned or none.
+
+    Args:
+        blocks: at least one.
+        num_prefixes: that go through all of these blocks; 1 if nothing else shares them.
+        is_cut_off: whether what comes before it is not in the folder, so that it is found only
+            while an engine has that in memory.
+        level: how many runs lead to it.
+        siblings_follow: for each of the levels that are drawn, down to its own, whether there is
+            more to draw on it.
+    """
+
+    blocks: tuple[PrefixBlock, ...]
+    num_prefixes: int
+    is_cut_off: bool
+    level: int = 0
+    siblings_follow: tuple[bool, ...] = ()
+
+    @property
+    def last(self) -> PrefixBlock:
+        """The block whose hash names the prefix up to the end of the run."""
+        return self.blocks[-1]
+
+    @property
+    def first_token(self) -> int:
+        return self.blocks[0].first_token
+
+    @property
+    def end_token(self) -> int:
+        return self.last.end_token
+
+    @property
+    def nbytes(self) -> int:
+        return sum(block.nbytes for block in self.blocks)
+
+    @property
+    def last_used(self) -> float:
+        return max(block.last_used for block in self.blocks)
+
+    @property
+    def num_hits(self) -> int:
+        return max(block.num_hits for block in self.blocks)
+
+    @property
+    def is_pinned(self) -> bool:
+        return self.last.is_pinned
+
+
+class PrefixTree:
+    """The blocks of one fingerprint.
+
+    Args:
+        digest: of the fingerprint.
+        fingerprint: ``None`` if the folder has lost it.
+        entries: the files, in any order.
+
+    Attributes:
+        blocks: by their hash.
+        children: of each block, and under ``None`` those with nothing before them in the folder;
+            the most recently used first.
+        num_prefixes: the leaves that each block leads to, itself if it is one.
+        other_versions: files in the format of another version, of which nothing more is known.
+    """
+
+    def __init__(self, digest: str, fingerprint: Fingerprint | None, entries: Iterable[Entry]):
+        self.digest = digest
+        self.fingerprint = fingerprint
+        self.other_versions: list[Entry] = []
+        files: dict[bytes, list[Entry]] = {}
+        for entry in entries:
+            if entry.num_tokens == 0:
+                self.other_versions.append(entry)
+            else:
+                files.setdefault(entry.block_hash[:_HASH_NBYTES], []).append(entry)
+        self.blocks = {block_hash: PrefixBlock(parts) for block_hash, parts in files.items()}
+        self.children: dict[bytes | None, list[PrefixBlock]] = {}
+        self.num_prefixes: dict[bytes, int] = {}
+        for block in self._last_ones_first():
+            parent = self.parent(block)
+            siblings = self.children.setdefault(parent.block_hash if parent else None, [])
+            siblings.append(block)
+            num_leaves = sum(self.num_prefixes[child.block_hash] for child in self.after(block))
+            self.num_prefixes[block.block_hash] = num_leaves or 1
+        for siblings in self.children.values():
+            siblings.sort(key=lambda block: (-block.last_used, block.first_token, block.block_hash))
+
+    @property
+    def name(self) -> str:
+        """The model's."""
+        return "an unknown model" if self.fingerprint is None else self.fingerprint.model_name
+
+    @property
+    def num_leaves(self) -> int:
+        """The prefixes that nothing continues."""
+        return sum(self.num_prefixes[root.block_hash] for root in self.children.get(None, ()))
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(block.end_token - block.first_token for block in self.blocks.values())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(block.nbytes for block in self.blocks.values())
+
+    @property
+    def last_used(self) -> float:
+        return max((block.last_used for block in self.blocks.values()), default=-math.inf)
+
+    def parent(self, block: PrefixBlock) -> PrefixBlock | None:
+        """The block before this one, if the folder has it."""
+        parent = self.blocks.get(block.parent_hash) if block.parent_hash else None
+        # A header that lies can't make a circle.
+        return parent if parent and parent.end_token == block.first_token else None
+
+    def after(self, block: PrefixBlock) -> list[PrefixBlock]:
+        """The blocks that come next, the most recently used first."""
+        return self.children.get(block.block_hash, [])
+
+    def path_to(self, block: PrefixBlock) -> list[PrefixBlock]:
+        """The blocks of the prefix that ends with this one, as far back as the folder has them."""
+        path = [block]
+        while (parent := self.parent(path[-1])) is not None:
+            path.append(parent)
+        return path[::-1]
+
+    def below(self, block: PrefixBlock) -> list[PrefixBlock]:
+        """The blocks that continue this one, and those that continue them."""
+        found: list[PrefixBlock] = []
+        waiting = list(self.after(block))
+        while waiting:
+            found.append(waiting.pop())
+            waiting += self.after(found[-1])
+        return found
+
+    def alone_with(self, block: PrefixBlock) -> list[PrefixBlock]:
+        """The blocks that are of use only to what goes through this one: those before it back to
+        the last fork, itself, and all that continue it.
+        """
+        first = block
+        while (parent := self.parent(first)) and len(self.after(parent)) == 1:
+            first = parent
+        return [first, *self.below(first)]
+
+    def last_uses(self) -> dict[bytes, float]:
+        """When each block, or one that continues it, was last used, in seconds since 1970."""
+        last_uses: dict[bytes, float] = {}
+        for block in self._last_ones_first():
+            later = (last_uses[child.block_hash] for child in self.after(block))
+            last_uses[block.block_hash] = max((block.last_used, *later))
+        return last_uses
+
+    def runs(self) -> Iterator[Run]:
+        """All blocks, as they are drawn from top to bottom: each run before what continues it."""
+        waiting: list[tuple[PrefixBlock, int, tuple[bool, ...]]] = [
+            (root, 0, ()) for root in reversed(self.children.get(None, []))
+        ]
+        while waiting:
+            first, level, rails = waiting.pop()
+            run = self.run_from(first, level, rails)
+            yield run
+            waiting += [
+                (block, level + 1, (*rails, index > 0)[-MAX_LEVELS:])
+                for index, block in enumerate(reversed(self.after(run.last)))
+            ]
+
+    def run_from(
+        self, first: PrefixBlock, level: int = 0, siblings_follow: tuple[bool, ...] = ()
+    ) -> Run:
+        """The run that begins with a block."""
+        blocks = [first]
+        while (after := self.after(blocks[-1])) and self._is_of_one_run(blocks[-1], after[0]):
+            blocks.append(after[0])
+        return self._run(blocks, level, siblings_follow)
+
+    def runs_of(self, path: Iterable[PrefixBlock]) -> list[Run]:
+        """The runs that a prefix goes through, up to its end."""
+        parts: list[list[PrefixBlock]] = []
+        for block in path:
+            if parts and self._is_of_one_run(parts[-1][-1], block):
+                parts[-1].append(block)
+            else:
+                parts.append([block])
+        return [self._run(part) for part in parts]
+
+    def _run(
+        self,
+        blocks: Sequence[PrefixBlock],
+        level: int = 0,
+        siblings_follow: tuple[bool, ...] = (),
+    ) -> Run:
+        first = blocks[0]
+        is_cut_off = first.first_token > 0 and self.parent(first) is None
+        num_prefixes = self.num_prefixes[first.block_hash]
+        return Run(tuple(blocks), num_prefixes, is_cut_off, level, siblings_follow)
+
+    def _is_of_one_run(self, block: PrefixBlock, after: PrefixBlock) -> bool:
+        return len(self.after(block)) == 1 and block.is_pinned == after.is_pinned
+
+    def _last_ones_first(self) -> list[PrefixBlock]:
+        """All blocks, children before their parents."""
+        return sorted(self.blocks.values(), key=lambda block: -block.first_token)
+
+
+def read_trees(folder: CacheFolder) -> list[PrefixTree]:
+    """The trees of a folder, by the models' names, and of equal names the last used first."""
+    return as_trees(folder.fingerprints(), folder.entries())
+
+
+def as_trees(
+    fingerprints: Mapping[str, Fingerprint | None], entries: Iterable[Entry]
+) -> list[PrefixTree]:
+    files: dict[str, list[Entry]] = {}
+    for entry in entries:
+        files.setdefault(entry.digest, []).append(entry)
+    trees = [PrefixTree(digest, fingerprints.get(digest), files[digest]) for digest in files]
+    return sorted(trees, key=lambda tree: (tree.name, -tree.last_used, tree.digest))

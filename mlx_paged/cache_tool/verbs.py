@@ -1,0 +1,174 @@
+"""What each verb of the tool does with a folder. All return the exit status."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+
+from mlx_paged.block_store import CacheFolder, FolderSize
+from mlx_paged.cache_tool import as_json
+from mlx_paged.cache_tool.abbreviations import SHOWN_DIGITS, find
+from mlx_paged.cache_tool.amounts import counted, in_bytes
+from mlx_paged.cache_tool.detail import pinned_by, show_prefix
+from mlx_paged.cache_tool.listing import list_trees, model_heading
+from mlx_paged.cache_tool.models import of_model
+from mlx_paged.cache_tool.output import make_look, print_json, print_lines
+from mlx_paged.cache_tool.prefixes import PrefixBlock, read_trees
+from mlx_paged.cache_tool.removals import check_choice, choose
+from mlx_paged.cache_tool.text import load_text_of
+from mlx_paged.errors import ArgumentError
+
+
+def ls(args: argparse.Namespace) -> int:
+    folder = CacheFolder(args.folder)
+    trees = of_model(read_trees(folder), args.model)
+    text_of = load_text_of(folder, args.tokenizer) if args.tokenizer else None
+    if args.json:
+        models = [
+            as_json.model(tree)
+            | {"runs": [as_json.line(tree, run, text_of) for run in tree.runs()]}
+            for tree in trees
+        ]
+        print_json({"models": models})
+    else:
+        print_lines(list_trees(trees, make_look(text_of)) if trees else ["no blocks"])
+    return 0
+
+
+def show(args: argparse.Namespace) -> int:
+    folder = CacheFolder(args.folder)
+    tree, block = find(args.hash, of_model(read_trees(folder), args.model))
+    text_of = load_text_of(folder, args.tokenizer) if args.tokenizer else None
+    if args.json:
+        print_json(as_json.prefix(folder, tree, block, text_of))
+    else:
+        print_lines(show_prefix(tree, block, set(folder.pins()), make_look(text_of)))
+    return 0
+
+
+def pin(args: argparse.Namespace) -> int:
+    folder = CacheFolder(args.folder)
+    trees = of_model(read_trees(folder), args.model)
+    # All are found before the first is pinned.
+    for tree, block in [find(text, trees) for text in args.hash]:
+        if not all(folder.pin(entry.digest, entry.block_hash) for entry in block.entries):
+            raise ArgumentError(f"{_short(block)} has just gone from the folder", "hash")
+        nbytes = in_bytes(sum(each.nbytes for each in tree.path_to(block)))
+        print_lines([f"pinned {_short(block)}: {counted(block.end_token, 'token')}, {nbytes}"])
+    return 0
+
+
+def unpin(args: argparse.Namespace) -> int:
+    if bool(args.hash) == args.all:
+        raise ArgumentError("give either HASH or --all", "hash")
+    folder = CacheFolder(args.folder)
+    trees = of_model(read_trees(folder), args.model)
+    pins = set(folder.pins())
+    if args.all:
+        digests = {tree.digest for tree in trees}
+        # A pin may have outlived its block, and with it the tree.
+        of_them = [pin for pin in pins if pin[0] in digests or args.model is None]
+        for digest, block_hash in of_them:
+            folder.unpin(digest, block_hash)
+        print_lines([f"took {counted(len(of_them), 'pin')} back"])
+        return 0
+    for tree, block in [find(text, trees) for text in args.hash]:
+        holders = pinned_by(tree, block, pins)
+        if holders and block not in holders:
+            names = ", ".join(map(_short, holders))
+            raise ArgumentError(
+                f"{_short(block)} is kept by the pin of {names}; unpin that", "hash"
+            )
+        for entry in block.entries:
+            folder.unpin(entry.digest, entry.block_hash)
+        still = f"; the pin of {_short(holders[1])} keeps it" if len(holders) > 1 else ""
+        print_lines(
+            [f"unpinned {_short(block)}{still}" if holders else f"{_short(block)} has no pin"]
+        )
+    return 0
+
+
+def rm(args: argparse.Namespace) -> int:
+    check_choice(args)
+    folder = CacheFolder(args.folder)
+    if args.shrink_to is not None:
+        removed = folder.shrink(args.shrink_to)
+        left = folder.size().nbytes
+        more = "; what is pinned stays" if left > args.shrink_to else ""
+        print_lines([f"removed {_in_words(removed)}; {in_bytes(left)} are left{more}"])
+        return 0
+    removal = choose(args, of_model(read_trees(folder), args.model), time.time())
+    removed = folder.remove((entry.digest, entry.block_hash) for entry in removal.entries)
+    kept = f"; {removal.num_kept:,} pinned stay (see --pinned)" if removal.num_kept else ""
+    print_lines([f"removed {_in_words(removed)}{kept}"])
+    return 0
+
+
+def verify(args: argparse.Namespace) -> int:
+    """The exit status is 1 if there were bad files, even if they are gone now."""
+    folder = CacheFolder(args.folder)
+    bad, num_files, nbytes = [], 0, 0
+    for file in folder.verify():
+        num_files += 1
+        nbytes += file.nbytes
+        if file.problem is not None:
+            bad.append(file)
+            if not args.json:
+                print_lines([f"{file.path}: {file.problem}"])
+    if args.delete:
+        folder.remove((file.digest, file.block_hash) for file in bad)
+    if args.json:
+        print_json(as_json.checked(bad, num_files, nbytes, args.delete))
+    else:
+        gone = ", removed" if bad and args.delete else ""
+        good = f"{counted(num_files, 'file')}, {in_bytes(nbytes)}, read and checked"
+        print_lines([f"{good}: {len(bad):,} bad{gone}"])
+    return 1 if bad else 0
+
+
+def size(args: argparse.Namespace) -> int:
+    folder = CacheFolder(args.folder)
+    trees = of_model(read_trees(folder), args.model)
+    held = folder.size()
+    if args.json:
+        models = [as_json.model(tree) for tree in trees]
+        print_json(
+            {
+                "nbytes": held.nbytes,
+                "num_files": held.num_blocks,
+                "limit": args.limit,
+                "models": models,
+            }
+        )
+        return 0
+    print_lines([_in_words(held) + _against(args.limit, held.nbytes)])
+    print_lines(f"  {model_heading(tree)}" for tree in trees)
+    return 0
+
+
+def _against(limit: int | None, nbytes: int) -> str:
+    if limit is None:
+        return ""
+    if nbytes > limit:
+        return f", {in_bytes(nbytes - limit)} above the limit of {in_bytes(limit)}"
+    return f", {nbytes / limit:.0%} of the limit of {in_bytes(limit)}"
+
+
+def _in_words(size: FolderSize) -> str:
+    return f"{counted(size.num_blocks, 'file')}, {in_bytes(size.nbytes)}"
+
+
+def _short(block: PrefixBlock) -> str:
+    return block.block_hash.hex()[:SHOWN_DIGITS]
+
+
+VERBS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "ls": ls,
+    "show": show,
+    "pin": pin,
+    "unpin": unpin,
+    "rm": rm,
+    "verify": verify,
+    "size": size,
+}

@@ -1,0 +1,163 @@
+"""``BlockReader``: blocks are there before they are asked for, in order, up to the first miss."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+
+from helpers.block_stores import file_of, named, open_store, payload_of, put_chain
+
+from mlx_paged.block_store import BlockReader, ReadBlock
+
+
+def hashes(names: str) -> list[bytes]:
+    return [named(name) for name in names]
+
+
+def read_blocks(key, names: str) -> list[ReadBlock]:
+    return [ReadBlock(key, named(name), payload_of(named(name))) for name in names]
+
+
+def take_all(reader: BlockReader) -> list[ReadBlock]:
+    taken = []
+    while reader.wait(10):
+        taken += reader.take(1 << 30)
+    return taken
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_blocks_come_in_order_and_end_at_the_first_miss(tmp_path):
+    store = open_store(tmp_path / "cache")
+    put_chain(store, *"abcdef")
+    reader = BlockReader(store, 1 << 20)
+    assert not reader.wait(0) and reader.take(1) == []
+    reader.read("one", hashes("abc"))
+    reader.read("two", hashes("dxe"))
+    reader.read("three", hashes("xyz"))
+    reader.read("four", [])
+    assert take_all(reader) == read_blocks("one", "abc") + read_blocks("two", "d")
+    assert not any(map(reader.is_reading, ("one", "two", "three", "four")))
+    reader.close()
+
+
+def test_a_bad_block_is_a_miss(tmp_path):
+    store = open_store(tmp_path / "cache")
+    put_chain(store, *"abc")
+    file_of(store, "b").write_bytes(b"garbage")
+    reader = BlockReader(store, 1 << 20)
+    reader.read("key", hashes("abc"))
+    assert take_all(reader) == read_blocks("key", "a")
+    assert store.stats().num_corrupt == 1
+    reader.close()
+
+
+def test_only_so_much_is_read_ahead(tmp_path):
+    store = open_store(tmp_path / "cache")
+    put_chain(store, *"abcdef")
+    reader = BlockReader(store, max_ready_nbytes=2000)
+    reader.read("key", hashes("abcdef"))
+    wait_until(lambda: store.stats().num_hits == 2)
+    time.sleep(0.02)
+    assert store.stats().num_hits == 2 and reader.is_reading("key")
+    assert take_all(reader) == read_blocks("key", "abcdef")
+    reader.close()
+
+
+def test_as_much_is_taken_as_asked_for_but_one_block_at_least(tmp_path):
+    store = open_store(tmp_path / "cache")
+    put_chain(store, *"abcdef")
+    reader = BlockReader(store, 1 << 20)
+    reader.read("key", hashes("abcdef"))
+    wait_until(lambda: store.stats().num_hits == 6)
+    time.sleep(0.01)
+    taken = [reader.take(limit) for limit in (0, 2999, 3000)]
+    assert taken == [read_blocks("key", names) for names in ("a", "bc", "def")]
+    assert not reader.is_reading("key")
+    reader.close()
+
+
+def test_a_block_that_is_larger_than_the_bound_is_read_all_the_same(tmp_path):
+    store = open_store(tmp_path / "cache")
+    put_chain(store, *"ab")
+    reader = BlockReader(store, max_ready_nbytes=1)
+    reader.read("key", hashes("ab"))
+    assert take_all(reader) == read_blocks("key", "ab")
+    reader.close()
+
+
+def test_a_key_that_was_cancelled_gets_nothing_and_can_be_used_again(tmp_path, monkeypatch):
+    store = open_store(tmp_path / "cache")
+    put_chain(store, *"abcdef")
+    get, may_read, num_begun = store.get, threading.Semaphore(0), []
+
+    def wait_and_get(block_hash):
+        num_begun.append(block_hash)
+        assert may_read.acquire(timeout=10)
+        return get(block_hash)
+
+    monkeypatch.setattr(store, "get", wait_and_get)
+    reader = BlockReader(store, 1 << 20)
+    reader.read("one", hashes("abc"))
+    reader.read("two", hashes("de"))
+    may_read.release()  # a
+    wait_until(lambda: len(num_begun) == 2)  # b is in hand
+    reader.cancel("one")
+    assert not reader.is_reading("one") and reader.is_reading("two") and reader.take(1) == []
+    reader.read("one", hashes("f"))
+    reader.cancel("unknown")
+    for _ in range(9):
+        may_read.release()
+    assert take_all(reader) == read_blocks("two", "de") + read_blocks("one", "f")
+    reader.close()
+
+
+def test_a_key_may_be_read_more_than_once(tmp_path):
+    store = open_store(tmp_path / "cache")
+    put_chain(store, *"abc")
+    reader = BlockReader(store, 1 << 20)
+    reader.read("key", hashes("axb"))
+    reader.read("key", hashes("c"))
+    assert take_all(reader) == read_blocks("key", "ac")
+    reader.close()
+
+
+def test_a_closed_reader_reads_nothing(tmp_path):
+    store = open_store(tmp_path / "cache")
+    put_chain(store, *"abc")
+    reader = BlockReader(store, 1)
+    reader.read("key", hashes("abc"))
+    wait_until(lambda: reader.wait(1))
+    reader.close()
+    reader.read("other", hashes("abc"))
+    assert not reader.is_reading("key") and not reader.is_reading("other")
+    assert not reader.wait(0.01) and reader.take(1 << 20) == []
+    reader.close()
+
+
+def test_a_reader_that_nobody_holds_ends(tmp_path):
+    before = set(threading.enumerate())
+    reader = BlockReader(open_store(tmp_path / "cache"), 1)
+    (thread,) = set(threading.enumerate()) - before
+    assert thread.daemon
+    del reader
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_an_error_that_nobody_thought_of_ends_in_the_failure_of_the_store(tmp_path, monkeypatch):
+    store = open_store(tmp_path / "cache")
+    put_chain(store, *"ab")
+    monkeypatch.setattr(store, "get", lambda _: 1 // 0)
+    reader = BlockReader(store, 1 << 20)
+    reader.read("key", hashes("ab"))
+    assert take_all(reader) == []
+    assert store.failure is not None and "ZeroDivisionError" in store.failure
+    reader.close()

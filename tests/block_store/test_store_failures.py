@@ -1,0 +1,309 @@
+"""What the disk may do to a ``BlockStore``: it goes on if it can, and else says why."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+from helpers.block_stores import (
+    block_files,
+    file_of,
+    found,
+    header,
+    named,
+    open_store,
+    payload_of,
+    put,
+    put_chain,
+)
+
+from mlx_paged.block_store import BlockWriter, CacheFolder, block_file
+
+
+class Refusal:
+    """Makes a function of ``os`` raise, for paths that end in a text, the next few times."""
+
+    def __init__(self, monkeypatch, name: str, number: int, times: int = 1000, end: str = ""):
+        self.times = times
+        function = getattr(os, name)
+
+        def refuse(*arguments, **options):
+            if self.times > 0 and str(arguments[0]).endswith(end):
+                self.times -= 1
+                raise OSError(number, os.strerror(number))
+            return function(*arguments, **options)
+
+        monkeypatch.setattr(os, name, refuse)
+
+
+def is_off(store) -> bool:
+    """A store that has failed finds nothing, writes nothing and raises nothing."""
+    assert store.get(named("a")) is None and not store.has(named("a")) and not put(store, "z")
+    store.note_used([named("a")])
+    store.tend()
+    failure = store.failure
+    assert failure is not None and "\n" not in failure and str(store.layout.folder) in failure
+    writer = BlockWriter(store, 1 << 20)
+    assert writer.flush(10) and writer.close(10)
+    store.close()
+    return store.failure == failure
+
+
+def garbage(path: Path) -> None:
+    path.write_bytes(b"garbage" * 200)
+
+
+def nothing(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def half(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def link(path: Path) -> None:
+    path.rename(path.with_suffix(".moved"))
+    path.symlink_to(path.with_suffix(".moved"))
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def another_block(path: Path) -> None:
+    other = next(each for each in block_files(path.parents[2]) if each != path)
+    path.write_bytes(other.read_bytes())
+
+
+@pytest.mark.parametrize("damage", [garbage, nothing, half, link, pipe, another_block])
+def test_a_file_that_is_no_good_is_removed_counted_and_computed_again(tmp_path, damage):
+    store = open_store(tmp_path / "cache")
+    put_chain(store, *"abc")
+    damage(file_of(store, "b"))
+    assert store.get(named("b")) is None and store.get(named("b")) is None
+    assert not os.path.lexists(file_of(store, "b"))
+    store.tend()
+    assert (store.stats().num_corrupt, store.stats().num_blocks) == (1, 2)
+    put_chain(store, *"abc")
+    assert found(store, "abc") == "abc" and store.failure is None
+    assert store.stats().num_blocks == 3
+
+
+@pytest.mark.parametrize("damage", [garbage, nothing, half, link, pipe, another_block])
+def test_a_listing_removes_what_is_no_good(tmp_path, damage):
+    store = open_store(tmp_path / "cache")
+    put_chain(store, *"abc")
+    store.close()
+    damage(file_of(store, "b"))
+    store.layout.index.unlink()
+    store = open_store(tmp_path / "cache")
+    store.tend()
+    assert not os.path.lexists(file_of(store, "b"))
+    assert (store.stats().num_corrupt, store.stats().num_blocks) == (1, 2)
+
+
+def test_a_folder_in_the_place_of_a_block_is_a_miss(tmp_path):
+    store = open_store(tmp_path / "cache")
+    put_chain(store, *"ab")
+    file_of(store, "b").unlink()
+    (file_of(store, "b") / "below").mkdir(parents=True)
+    assert found(store, "ab") == "a" and not put(store, "b")
+    assert put(store, "c") and store.failure is None
+    store.close()
+    store.layout.index.unlink()
+    store = open_store(tmp_path / "cache")
+    store.tend()
+    assert found(store, "abc") == "ac" and store.failure is None
+
+
+def test_a_block_of_another_version_is_a_miss_that_ages_like_others(tmp_path, monkeypatch):
+    store = open_store(tmp_path / "cache")
+    with monkeypatch.context() as later:
+        later.setattr(block_file, "VERSION", 2)
+        put_chain(store, *"ab")
+    store.close()
+    store.layout.index.unlink()
+    store = open_store(tmp_path / "cache", num_blocks=3)
+    store.tend()
+    assert store.get(named("a")) is None and store.get(named("b")) is None
+    assert (store.stats().num_blocks, store.stats().num_corrupt) == (2, 0)
+    put_chain(store, *"cde")
+    assert found(store, "cde") == "cde" and len(block_files(tmp_path)) == 3
+
+
+def test_blocks_of_many_fingerprints_are_not_thrown_away_at_a_start(tmp_path):
+    for number in range(5):
+        store = open_store(tmp_path / "cache", model=f"model {number}")
+        put_chain(store, *"ab")
+        store.close()
+    for name in os.listdir(tmp_path / "cache"):
+        if name.startswith("index"):
+            (tmp_path / "cache" / name).unlink()
+    store = open_store(tmp_path / "cache", num_blocks=10, model="a new one")
+    store.tend()
+    assert store.stats().num_blocks == 10
+    assert put(store, "a") and len(block_files(tmp_path)) == 10
+
+
+def test_a_full_disk_evicts_first(tmp_path, monkeypatch):
+    store = open_store(tmp_path / "cache")
+    put_chain(store, *"abcdef")
+    Refusal(monkeypatch, "writev", errno.ENOSPC, times=1)
+    assert put(store, "g")
+    assert found(store, "abcdefg") == "abcdg" and store.failure is None
+    assert [path.name for path in (tmp_path / "cache").rglob(".*")] == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_that_stays_full_is_given_up(tmp_path, monkeypatch, number):
+    store = open_store(tmp_path / "cache")
+    put_chain(store, *"abcdef")
+    Refusal(monkeypatch, "writev", number)
+    assert not put(store, "g")
+    assert os.strerror(number) in store.failure and store.stats().num_dropped == 1
+    assert is_off(store)
+    assert [path.name for path in (tmp_path / "cache").rglob(".*")] == []
+    monkeypatch.undo()
+    assert found(open_store(tmp_path / "cache"), "abcdefg") == "abcd"
+
+
+@pytest.mark.parametrize("function", ["open", "writev", "rename"])
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.EIO])
+def test_a_disk_that_refuses_writes_is_given_up(tmp_path, monkeypatch, function, number):
+    store = open_store(tmp_path / "cache")
+    put_chain(store, "a")
+    store.tend()
+    end = "" if function == "writev" else ".tmp"
+    Refusal(monkeypatch, function, number, end=end)
+    assert not put(store, "b")
+    assert store.failure.endswith(f"a block could not be written: {os.strerror(number)}")
+    assert is_off(store)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+def test_a_shortage_of_the_process_drops_blocks_and_passes(tmp_path, monkeypatch, number):
+    store = open_store(tmp_path / "cache")
+    put_chain(store, *"ab")
+    with monkeypatch.context() as short:
+        Refusal(short, "open", number)
+        assert store.get(named("a")) is None and not put(store, "c")
+    assert store.failure is None and store.stats().num_corrupt == 0
+    assert put(store, "c") and found(store, "abc") == "abc"
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
+def test_a_block_that_cannot_be_read_is_removed(tmp_path, monkeypatch, number):
+    store = open_store(tmp_path / "cache")
+    put_chain(store, *"ab")
+    Refusal(monkeypatch, "open", number, times=1)
+    assert store.get(named("a")) is None
+    assert found(store, "ab") == "b" and store.stats().num_corrupt == 1
+
+
+def test_a_bad_block_that_cannot_be_removed_is_given_up_with_the_disk(tmp_path, monkeypatch):
+    store = open_store(tmp_path / "cache")
+    put_chain(store, *"ab")
+    garbage(file_of(store, "a"))
+    Refusal(monkeypatch, "unlink", errno.EROFS)
+    assert store.get(named("a")) is None
+    assert "a bad block could not be removed: Read-only file system" in store.failure
+    assert is_off(store)
+
+
+def test_blocks_that_cannot_be_evicted_are_given_up_with_the_disk(tmp_path, monkeypatch):
+    store = open_store(tmp_path / "cache", num_blocks=2)
+    put_chain(store, *"ab")
+    Refusal(monkeypatch, "unlink", errno.EACCES, end=".kv")
+    assert not put(store, "c")
+    assert "Permission denied" in store.failure and is_off(store)
+
+
+def remove_all(folder: Path) -> None:
+    shutil.rmtree(folder)
+
+
+def remove_blocks(folder: Path) -> None:
+    shutil.rmtree(folder / "blocks")
+
+
+def replace_all_by_a_file(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.touch()
+
+
+def replace_blocks_by_a_file(folder: Path) -> None:
+    shutil.rmtree(folder / "blocks")
+    (folder / "blocks").touch()
+
+
+@pytest.mark.parametrize(
+    "harm", [remove_all, remove_blocks, replace_all_by_a_file, replace_blocks_by_a_file]
+)
+def test_a_folder_that_goes_while_it_is_used_is_given_up(tmp_path, harm):
+    store = open_store(tmp_path / "cache")
+    put_chain(store, *"ab")
+    store.tend()
+    harm(tmp_path / "cache")
+    assert found(store, "ab") == ""
+    store.note_used([named("a")])
+    store.tend()
+    assert not put(store, "c")
+    assert is_off(store)
+    assert block_files(tmp_path) == []
+
+
+def test_a_shard_that_is_a_file_is_given_up(tmp_path):
+    store = open_store(tmp_path / "cache")
+    file_of(store, "a").parent.touch()
+    assert found(store, "a") == "" and not put(store, "a")
+    assert "Not a directory" in store.failure
+
+
+def test_a_writer_goes_on_without_the_disk(tmp_path):
+    store = open_store(tmp_path / "cache")
+    writer = BlockWriter(store, 1 << 20)
+    assert writer.flush(10)
+    shutil.rmtree(tmp_path / "cache")
+    assert writer.offer(header("a"), payload_of(named("a"))) and writer.flush(10)
+    assert store.failure is not None
+    assert not writer.offer(header("b"), payload_of(named("b")))
+    assert store.stats().num_dropped == 2
+    assert writer.close(10)
+
+
+def test_a_tool_that_finds_no_folder_says_so(tmp_path):
+    store = open_store(tmp_path / "cache")
+    put_chain(store, *"ab")
+    store.tend()
+    folder = CacheFolder(tmp_path / "cache")
+    shutil.rmtree(tmp_path / "cache")
+    assert folder.entries() == [] and list(folder.verify()) == []
+    assert not folder.pin(store.fingerprint.digest, named("a"))
+
+
+def test_closing_does_not_wait_for_a_disk_that_hangs(tmp_path, monkeypatch):
+    store = open_store(tmp_path / "cache")
+    hangs, may_go_on = threading.Event(), threading.Event()
+    writev = os.writev
+
+    def hang(*arguments):
+        hangs.set()
+        assert may_go_on.wait(10)
+        return writev(*arguments)
+
+    monkeypatch.setattr(os, "writev", hang)
+    thread = threading.Thread(target=put, args=(store, "a"))
+    thread.start()
+    assert hangs.wait(10)
+    store.close(timeout=0.01)
+    assert thread.is_alive() and found(store, "a") == ""
+    may_go_on.set()
+    thread.join(10)
+    again = open_store(tmp_path / "cache")
+    again.tend()
+    assert found(again, "a") == "a" and again.stats().num_blocks == 1

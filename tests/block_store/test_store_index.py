@@ -1,0 +1,324 @@
+"""The index is only an index: lost, broken, locked or of another version, no block is lost."""
+
+from __future__ import annotations
+
+import os
+import random
+import sqlite3
+import threading
+from pathlib import Path
+
+import pytest
+from helpers.block_stores import (
+    UNIT,
+    block_files,
+    file_of,
+    found,
+    make_older,
+    named,
+    open_store,
+    put,
+    put_chain,
+)
+
+from mlx_paged.block_store import CacheFolder
+from mlx_paged.block_store import inventory as inventory_module
+from mlx_paged.block_store.index import Index, IndexRow, nbytes_on_disk
+
+DIGEST = "0" * 32
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr(inventory_module, "_BUSY_SECONDS", 0.05)
+    monkeypatch.setattr(inventory_module, "_BUSY_SECONDS_AT_START", 0.05)
+
+
+def row(name: str, parent: str | None = None, first_token: int = 0, **fields) -> IndexRow:
+    given = {"group": 0, "nbytes": UNIT, "created": 1.0, "ttl": None, "last_used": 1.0}
+    given.update(fields)
+    parent_hash = None if parent is None else parent.encode()
+    return IndexRow(DIGEST, name.encode(), parent_hash, first_token, 16, **given)
+
+
+def nothing_kept(name) -> bool:
+    return False
+
+
+def oldest(index: Index, nbytes: int = UNIT) -> list[str]:
+    return [block_hash.decode() for _, block_hash in index.oldest_leaves(nbytes, nothing_kept)]
+
+
+def test_sums_and_children_follow_rows_in_any_order():
+    rng = random.Random(3)
+    names = [f"{number:02}" for number in range(40)]
+    parents = [rng.choice([None, *names[:number]]) for number in range(40)]
+    index = Index(None, 0)
+    there: set[str] = set()
+    for _ in range(300):
+        name = rng.choice(names)
+        if name in there and rng.random() < 0.5:
+            index.remove([(DIGEST, name.encode())])
+            there.remove(name)
+        else:
+            index.add([row(name, parents[int(name)], nbytes=UNIT * (1 + int(name)))])
+            there.add(name)
+        assert index.totals() == (len(there), sum(UNIT * (1 + int(each)) for each in there))
+        leaves = {name for name in there if name not in {parents[int(each)] for each in there}}
+        assert set(oldest(index, 1 << 30)) == leaves
+    index.clear()
+    assert index.totals() == (0, 0) and index.rows() == []
+
+
+def test_leaves_come_in_the_order_of_their_last_use_and_later_tokens_first():
+    index = Index(None, 0)
+    index.add([row("a"), row("b", "a", 16), row("c", first_token=64), row("d", last_used=2.0)])
+    index.add([row("e", first_token=32, last_used=0.5)])
+    assert oldest(index, 10 * UNIT) == ["e", "c", "b", "d"]
+    assert oldest(index, 2 * UNIT) == ["e", "c"]
+    kept = {(DIGEST, b"e"), (DIGEST, b"b")}
+    assert [*index.oldest_leaves(2 * UNIT, kept.__contains__)] == [(DIGEST, b"c"), (DIGEST, b"d")]
+    index.note_used(DIGEST, [b"a", b"b", b"?"], 3.0)
+    index.note_used(DIGEST, [b"a"], 2.5)
+    rows = {each.block_hash: each for each in index.rows()}
+    assert (rows[b"a"].last_used, rows[b"a"].num_hits, rows[b"b"].num_hits) == (3.0, 2, 1)
+
+
+def test_a_row_that_is_added_again_keeps_its_hits_and_children():
+    index = Index(None, 0)
+    index.add([row("b", "a", 16), row("a")])
+    index.note_used(DIGEST, [b"a"], 5.0)
+    index.add([row("a", nbytes=3 * UNIT, last_used=7.0)])
+    assert index.totals() == (2, 4 * UNIT) and oldest(index, 1 << 30) == ["b"]
+    known = next(each for each in index.rows() if each.block_hash == b"a")
+    assert (known.num_hits, known.last_used, known.nbytes) == (1, 7.0, 3 * UNIT)
+
+
+def test_the_first_byte_of_a_hash_tells_its_shard():
+    index = Index(None, 0)
+    hashes = [bytes([first]) + rest for first in (0, 1, 254, 255) for rest in (b"", b"\xff" * 63)]
+    index.add(
+        row("x").__class__(DIGEST, each, None, 0, 1, 0, UNIT, 1.0, None, 1.0) for each in hashes
+    )
+    for first in (0, 1, 2, 254, 255):
+        assert set(index.shard(DIGEST, first)) == {each for each in hashes if each[0] == first}
+
+
+def test_files_take_whole_units():
+    assert [nbytes_on_disk(size) for size in (0, 1, 4096, 4097)] == [0, 4096, 4096, 8192]
+
+
+def delete(path: Path) -> None:
+    path.unlink()
+
+
+def delete_all(path: Path) -> None:
+    for name in ("", "-wal", "-shm"):
+        Path(f"{path}{name}").unlink(missing_ok=True)
+
+
+def delete_the_log(path: Path) -> None:
+    Path(f"{path}-wal").unlink(missing_ok=True)
+
+
+def garbage(path: Path) -> None:
+    delete_all(path)
+    path.write_bytes(random.Random(1).randbytes(20_000))
+
+
+def garbage_in_place(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.write(random.Random(1).randbytes(path.stat().st_size))
+    with Path(f"{path}-wal").open("r+b") as file:
+        file.write(random.Random(2).randbytes(Path(f"{path}-wal").stat().st_size))
+
+
+def nothing(path: Path) -> None:
+    delete_all(path)
+    path.touch()
+
+
+def a_folder(path: Path) -> None:
+    delete_all(path)
+    path.mkdir()
+
+
+def another_version(path: Path) -> None:
+    delete_all(path)
+    database = sqlite3.connect(path)
+    database.execute("CREATE TABLE blocks (other)")
+    database.execute("PRAGMA user_version = 7")
+    database.close()
+
+
+def no_table(path: Path) -> None:
+    database = sqlite3.connect(path)
+    database.execute("DROP TABLE blocks")
+    database.close()
+
+
+def no_sums(path: Path) -> None:
+    with sqlite3.connect(path) as database:
+        database.execute("DELETE FROM totals")
+    database.close()
+
+
+def a_dangerous_row(path: Path) -> None:
+    with sqlite3.connect(path) as database:
+        database.execute(
+            "INSERT INTO blocks VALUES ('../..', x'00', NULL, 0, 0, 0, 4096, 0, NULL, 0, 0, 0)"
+        )
+    database.close()
+
+
+HARMS = [
+    delete, delete_all, delete_the_log, garbage, garbage_in_place, nothing, a_folder,
+    another_version, no_table, no_sums, a_dangerous_row,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_an_index_that_is_harmed_before_a_start_is_made_again(tmp_path, harm):
+    store = open_store(tmp_path / "cache")
+    put_chain(store, *"abcd")
+    if harm is garbage_in_place:
+        store.tend()
+    else:
+        store.close()
+    harm(store.layout.index)
+    again = open_store(tmp_path / "cache", num_blocks=4)
+    put(again, "e")
+    assert found(again, "abcde") == "abce" and again.failure is None
+    assert (again.stats().num_blocks, len(block_files(tmp_path))) == (4, 4)
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_an_index_that_is_harmed_while_it_is_used_is_made_again(tmp_path, harm):
+    store = open_store(tmp_path / "cache", num_blocks=4)
+    beside = open_store(tmp_path / "cache", num_blocks=4)
+    put_chain(store, *"abcd")
+    store.tend()
+    beside.tend()
+    harm(store.layout.index)
+    for name in "efghij":
+        assert put(store, name) and put(beside, name.upper())
+        assert found(store, name) == name and found(beside, name.upper()) == name.upper()
+        store.tend()
+        beside.tend()
+    assert store.failure is None and beside.failure is None
+    store.close()
+    beside.close()
+    last = open_store(tmp_path / "cache", num_blocks=4)
+    last.tend()
+    assert len(block_files(tmp_path)) == last.stats().num_blocks == 4
+
+
+def test_an_index_with_any_byte_broken_costs_no_block(tmp_path):
+    rng = random.Random(7)
+    for number in range(15):
+        store = open_store(tmp_path / str(number), num_blocks=6)
+        put_chain(store, *"abcd")
+        store.close()
+        data = bytearray(store.layout.index.read_bytes())
+        for _ in range(rng.choice([1, 5, 200])):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        store.layout.index.write_bytes(data)
+        store = open_store(tmp_path / str(number), num_blocks=6)
+        store.tend()
+        assert found(store, "abcd") == "abcd"
+        for name in "efghij":
+            put(store, name)
+        assert store.failure is None or "index" in store.failure or "tended" in store.failure
+        assert len(block_files(tmp_path / str(number))) <= 8
+
+
+def test_an_index_locked_for_ever_is_done_without(tmp_path):
+    store = open_store(tmp_path / "cache", num_blocks=4)
+    put_chain(store, *"abcd")
+    store.close()
+    lock = sqlite3.connect(store.layout.index, isolation_level=None)
+    lock.execute("BEGIN EXCLUSIVE")
+    store = open_store(tmp_path / "cache", num_blocks=4)
+    put(store, "e")
+    assert found(store, "abcde") == "abce" and store.failure is None
+    assert store.stats().num_blocks == len(block_files(tmp_path)) == 4
+    lock.close()
+
+
+def test_an_index_that_is_locked_later_is_done_without(tmp_path):
+    store = open_store(tmp_path / "cache", num_blocks=4)
+    put_chain(store, *"abcd")
+    store.tend()
+    lock = sqlite3.connect(store.layout.index, isolation_level=None)
+    lock.execute("BEGIN IMMEDIATE")
+    put(store, "e")
+    store.tend()
+    assert found(store, "abcde") == "abce" and store.failure is None
+    lock.close()
+
+
+def test_without_an_index_on_disk_the_work_of_others_is_seen_now_and_then(tmp_path, monkeypatch):
+    alone = open_store(tmp_path / "cache", num_blocks=4)
+    monkeypatch.setattr(alone._inventory, "_must_be_private", True)
+    alone._inventory.close()
+    put_chain(open_store(tmp_path / "cache", num_blocks=4), *"abcd")
+    alone.tend()
+    assert alone.stats().num_blocks == 4
+    other = open_store(tmp_path / "cache", num_blocks=100, model="another model")
+    put_chain(other, *"xyz")
+    alone.tend()
+    assert alone.stats().num_blocks == 4
+    monkeypatch.setattr(inventory_module, "_SECONDS_BETWEEN_LISTINGS", 0.0)
+    alone.tend()
+    alone.tend()
+    assert len(block_files(tmp_path)) == alone.stats().num_blocks == 4
+
+
+def test_an_administrator_leaves_no_index_of_his_own(tmp_path, monkeypatch):
+    store = open_store(tmp_path / "cache")
+    put_chain(store, *"abcd")
+    store.close()
+    store.layout.index.unlink()
+    monkeypatch.setattr(os, "geteuid", lambda: 0 if os.getuid() else 12345)
+    assert CacheFolder(tmp_path / "cache").size().num_blocks == 4
+    assert not store.layout.index.exists()
+
+
+def test_files_that_no_process_has_noted_down_count_after_the_next_start(tmp_path):
+    store = open_store(tmp_path / "cache")
+    put_chain(store, *"ab")
+    store.tend()
+    put_chain(store, *"cd")  # and the process is killed: c and d are not in the index
+    file_of(store, "a").unlink()  # nor that a has gone
+    make_older(file_of(store, "b"), 100)
+    store = open_store(tmp_path / "cache", num_blocks=3)
+    assert store._inventory.glance()[0] == 2
+    store.tend()
+    assert store.stats().num_blocks == 3
+    put(store, "e")
+    assert found(store, "abcde") == "cde"
+
+
+def test_a_process_that_notes_late_does_not_undo_what_others_know(tmp_path):
+    store, other = open_store(tmp_path / "cache"), open_store(tmp_path / "cache")
+    put_chain(store, *"ab")
+    other.tend()  # has found both before they were noted down
+    store.tend()
+    file_of(store, "a").write_bytes(b"garbage")
+    assert store.get(named("a")) is None  # lost, and written again before that is noted down
+    put(other, "a")
+    other.tend()
+    store.tend()
+    assert store.stats().num_blocks == 2 == CacheFolder(tmp_path / "cache").size().num_blocks
+
+
+def test_reads_never_wait_for_the_index(tmp_path):
+    store = open_store(tmp_path / "cache")
+    put_chain(store, *"abcd")
+    with store._inventory._lock, store._writing:
+        done = []
+        thread = threading.Thread(target=lambda: done.append(found(store, "abcde")))
+        thread.start()
+        thread.join(10)
+        store.note_used([named("a")])
+        assert done == ["abcd"]

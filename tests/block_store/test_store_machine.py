@@ -1,0 +1,209 @@
+"""A store against a model of it: a dictionary of times, over random histories."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+from helpers.block_stores import UNIT, block_files, file_of, header, named, open_store, payload_of
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from mlx_paged.block_store import CacheFolder, block_file
+from mlx_paged.block_store import index as index_module
+from mlx_paged.block_store import inventory as inventory_module
+from mlx_paged.block_store import reconcile as reconcile_module
+from mlx_paged.block_store import store as store_module
+
+LIMIT = 5
+TTL = 50.0
+# A forest: each block's parent.
+PARENTS = {
+    "a": None,
+    "b": "a",
+    "c": "b",
+    "d": "c",
+    "e": "b",
+    "f": None,
+    "g": "f",
+    "h": "g",
+    "i": "a",
+}
+DEPTHS: dict[str, int] = {}
+for _name, _parent in PARENTS.items():
+    DEPTHS[_name] = 0 if _parent is None else DEPTHS[_parent] + 1
+blocks = st.sampled_from(sorted(PARENTS))
+
+
+def chain(name: str) -> list[str]:
+    parent = PARENTS[name]
+    return [*(chain(parent) if parent else []), name]
+
+
+class Clock:
+    """Time that passes when it is told to, and a little at each look, so that none are equal."""
+
+    def __init__(self):
+        self.now = 1_000_000_000.0
+
+    def time(self) -> float:
+        self.now += 1e-3
+        return self.now
+
+    def time_ns(self) -> int:
+        return int(self.now * 1e9)
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class StoreMachine(RuleBasedStateMachine):
+    def __init__(self):
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp())
+        self.patch = pytest.MonkeyPatch()
+        self.clock = Clock()
+        for module in (store_module, inventory_module, reconcile_module):
+            self.patch.setattr(module, "time", self.clock)
+        self.patch.setattr(store_module, "_MOST_SECONDS_BETWEEN_SWEEPS", 0.0)
+        self.times: dict[str, float] = {}  # of the last use, of what should be there
+        self.pins: set[str] = set()
+        self.open()
+
+    def open(self):
+        self.store = open_store(self.folder / "cache", num_blocks=LIMIT, ttl=TTL)
+        self.tool = CacheFolder(self.folder / "cache")
+
+    def teardown(self):
+        self.store.close()
+        self.patch.undo()
+        shutil.rmtree(self.folder)
+
+    # The model
+
+    def kept(self) -> set[str]:
+        return {name for pinned in self.pins for name in chain(pinned)}
+
+    def is_over(self, name: str) -> bool:
+        return name not in self.kept() and self.clock.now - self.times[name] > TTL
+
+    def evict_beyond(self, limit: int):
+        while len(self.times) > limit:
+            parents = {PARENTS[name] for name in self.times}
+            leaves = self.times.keys() - parents - self.kept()
+            if not leaves:
+                return
+            del self.times[min(leaves, key=lambda name: (self.times[name], -DEPTHS[name]))]
+
+    def forget_what_is_over(self):
+        for name in [name for name in self.times if self.is_over(name)]:
+            del self.times[name]
+
+    # What happens
+
+    @rule(name=blocks)
+    def put(self, name):
+        was_there = name in self.times and not self.is_over(name)
+        block = header(name, PARENTS[name], 16 * DEPTHS[name])
+        is_there = self.store.put(block, payload_of(named(name)))
+        if not was_there:
+            self.times.pop(name, None)
+            before = dict(self.times)
+            self.evict_beyond(LIMIT - 1)
+            if len(self.times) < LIMIT:
+                # Its own time is that of its file, which the system's clock gives.
+                self.times[name] = self.clock.now
+                os.utime(file_of(self.store, name), (self.clock.now, self.clock.now))
+            else:
+                assert len(before) >= LIMIT
+        assert is_there == (name in self.times)
+
+    @rule(name=blocks)
+    def get(self, name):
+        expected = name in self.times and not self.is_over(name)
+        assert self.store.has(named(name)) == expected
+        assert self.store.get(named(name)) == (payload_of(named(name)) if expected else None)
+        if not expected:
+            self.times.pop(name, None)
+
+    @rule(name=blocks)
+    def use(self, name):
+        self.store.note_used([named(each) for each in chain(name)])
+        for each in chain(name):
+            if each in self.times:
+                self.times[each] = self.clock.now
+
+    @rule(seconds=st.sampled_from([1.0, 30.0, 60.0]))
+    def let_time_pass(self, seconds):
+        self.clock.now += seconds
+
+    @rule(name=blocks)
+    def pin(self, name):
+        assert self.tool.pin(self.store.fingerprint.digest, named(name)) == (name in self.times)
+        if name in self.times:
+            self.pins.add(name)
+
+    @precondition(lambda self: self.pins)
+    @rule(data=st.data())
+    def unpin(self, data):
+        name = data.draw(st.sampled_from(sorted(self.pins)))
+        assert self.tool.unpin(self.store.fingerprint.digest, named(name))
+        self.pins.remove(name)
+
+    @rule(name=blocks)
+    def remove(self, name):
+        removed = self.tool.remove([(self.store.fingerprint.digest, named(name))])
+        assert removed.num_blocks == (name in self.times)
+        self.times.pop(name, None)
+        self.pins.discard(name)
+
+    @rule(name=blocks, bit=st.integers(0, 8 * 1100))
+    def break_a_file(self, name, bit):
+        path = file_of(self.store, name)
+        if not path.exists() or self.is_over(name):
+            return
+        data = bytearray(path.read_bytes())
+        data[bit // 8 % len(data)] ^= 1 << bit % 8
+        times = path.stat().st_atime, path.stat().st_mtime
+        path.write_bytes(data)
+        os.utime(path, times)
+        assert self.store.get(named(name)) is None and not path.exists()
+        self.times.pop(name)
+
+    @rule(loses_index=st.booleans(), is_killed=st.booleans())
+    def restart(self, loses_index, is_killed):
+        if is_killed:
+            self.store._inventory.close()
+        else:
+            self.store.close()
+        if loses_index:
+            for path in (self.folder / "cache").glob("index*"):
+                path.unlink()
+        self.open()
+
+    @invariant()
+    def nothing_failed_and_sums_are_right(self):
+        assert self.store.failure is None
+        self.store.tend()
+        self.evict_beyond(LIMIT)
+        self.forget_what_is_over()
+        files = block_files(self.folder)
+        assert self.store.stats().num_blocks == len(files)
+        assert self.store.stats().nbytes == UNIT * len(files)
+        assert len(files) <= max(LIMIT, len(self.kept()))
+
+
+def test_a_store_does_what_its_model_does():
+    assert block_file.VERSION == 1 and index_module.ALLOCATION_UNIT == UNIT
+    StoreMachine.TestCase.settings = settings(
+        max_examples=15,
+        stateful_step_count=40,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        derandomize=True,
+    )
+    StoreMachine.TestCase().runTest()

@@ -1,0 +1,323 @@
+"""The verbs of ``mlx-paged cache`` on real folders."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import zlib
+from pathlib import Path
+
+import pytest
+from helpers.block_entries import BLOCK_SIZE, DEMO
+
+from mlx_paged.__main__ import main
+from mlx_paged.block_store import BlockHeader, BlockStore, CacheFolder, Fingerprint
+from mlx_paged.core.block_hash import hash_token_blocks
+from mlx_paged.loading.folder import demo_model_path
+
+OTHER = Fingerprint("other content", "owner/other", ("layer",), "K:8,V:4", BLOCK_SIZE, "1")
+COMMON = list(range(1, 33))
+FIRST = [*COMMON, *range(100, 148)]
+SECOND = [*COMMON, *range(200, 232)]
+NBYTES = 4096  # that a block takes
+
+
+def put(folder: Path, tokens: list[int], fingerprint: Fingerprint = DEMO, groups: int = 1) -> str:
+    """Write the blocks of a sequence as an engine does; the hash of its last one, in hex."""
+    store = BlockStore(folder, 1 << 30, fingerprint)
+    hashes = hash_token_blocks(tokens, BLOCK_SIZE)
+    for group in range(groups):
+        names = [h + group.to_bytes(2, "little") if group else bytes(h) for h in hashes]
+        for index, name in enumerate(names):
+            start = index * BLOCK_SIZE
+            header = BlockHeader(
+                name,
+                names[index - 1] if index else None,
+                tuple(tokens[start : start + BLOCK_SIZE]),
+                start,
+                group,
+            )
+            assert store.put(header, b"K/V " * 500)
+    store.tend()
+    store.close()
+    return hashes[-1].hex()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    put(tmp_path / "cache", FIRST)
+    put(tmp_path / "cache", SECOND)
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def cache(capsys: pytest.CaptureFixture[str]):
+    """Run the tool; exit status, stdout and stderr."""
+
+    def run(*words: object) -> tuple[int, str, str]:
+        status = main(["cache", *map(str, words)])
+        return (status, *capsys.readouterr())
+
+    return run
+
+
+def ends(folder: Path) -> list[int]:
+    return sorted(entry.first_token + entry.num_tokens for entry in CacheFolder(folder).entries())
+
+
+def test_ls_shows_a_tree_and_json_the_same(folder: Path, cache):
+    status, out, err = cache("ls", folder)
+    assert (status, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0].endswith("2 prefixes, 7 blocks of 16, 112 tokens, 29 kB")
+    assert sorted(line.split()[-7] for line in lines[2:]) == ["0-32", "32-64", "32-80"]
+    assert [line[0] for line in lines[3:]] == ["├", "└"]
+
+    status, out, _ = cache("ls", folder, "--json")
+    (model,) = json.loads(out)["models"]
+    first, *branches = model.pop("runs")
+    assert model == {
+        "fingerprint": DEMO.digest,
+        "depends_on": json.loads(DEMO.as_json()),
+        "num_prefixes": 2,
+        "num_blocks": 7,
+        "num_tokens": 112,
+        "nbytes": 7 * NBYTES,
+        "num_files_of_other_versions": 0,
+        "nbytes_of_other_versions": 0,
+    }
+    assert (first["parent_hash"], first["num_prefixes"], first["num_blocks"]) == (None, 2, 2)
+    assert {run["parent_hash"] for run in branches} == {first["hash"]}
+    assert first["hash"] == hash_token_blocks(COMMON, BLOCK_SIZE)[-1].hex()
+
+
+def test_show_has_the_tokens_of_a_prefix_and_its_text_with_a_tokenizer(folder: Path, cache):
+    last = put(folder, SECOND)
+    status, out, _ = cache("show", folder, last[:10].upper(), "--json")
+    shown = json.loads(out)
+    assert (status, shown["hash"], shown["token_ids"]) == (0, last, SECOND)
+    assert [block["num_prefixes"] for block in shown["blocks"]] == [2, 2, 1, 1]
+    assert "text" not in shown
+
+    from mlx_paged.loading.tokenizer import read_tokenizer
+
+    text = read_tokenizer(demo_model_path(), None, None).decode(SECOND)
+    for name in ("demo", demo_model_path()):
+        status, out, _ = cache("show", folder, last, "--json", "--tokenizer", name)
+        assert (status, json.loads(out)["text"]) == (0, text)
+    status, out, _ = cache("show", folder, last, "--tokenizer", "demo")
+    assert status == 0 and out.rstrip("\n").endswith(text.splitlines()[-1])
+    status, out, _ = cache("ls", folder, "--tokenizer", "demo")
+    assert status == 0 and out.splitlines()[1].endswith("  text")
+
+
+def test_a_pin_keeps_a_prefix_until_it_is_taken_back(folder: Path, cache):
+    first, second = put(folder, FIRST), put(folder, SECOND)
+    status, out, err = cache("pin", folder, first[:8], second[:8])
+    assert (status, err) == (0, "")
+    assert out == f"pinned {first[:8]}: 80 tokens, 20 kB\npinned {second[:8]}: 64 tokens, 16 kB\n"
+    assert cache("ls", folder)[1].count("pinned") == 3
+    assert cache("rm", folder, "--all")[1] == (
+        "removed 0 files, 0 B; 7 pinned stay (see --pinned)\n"
+    )
+    common = hash_token_blocks(COMMON, BLOCK_SIZE)[-1].hex()[:8]
+    status, _, err = cache("unpin", folder, common)
+    assert status == 2 and f"{common} is kept by the pin of " in err
+    assert cache("unpin", folder, first[:8])[1] == f"unpinned {first[:8]}\n"
+    assert cache("unpin", folder, first[:8])[1] == f"{first[:8]} has no pin\n"
+    assert cache("rm", folder, "--shrink-to", 1)[1] == (
+        "removed 3 files, 12 kB; 16 kB are left; what is pinned stays\n"
+    )
+    assert ends(folder) == [16, 32, 48, 64]
+    assert cache("unpin", folder, "--all")[1] == "took 1 pin back\n"
+    assert cache("rm", folder, "--all")[1] == "removed 4 files, 16 kB\n"
+    assert cache("ls", folder) == (0, "no blocks\n", "")
+
+
+def test_a_pin_in_the_middle_outlives_that_of_the_end(folder: Path, cache):
+    last = put(folder, FIRST)
+    middle = hash_token_blocks(FIRST, BLOCK_SIZE)[2].hex()
+    cache("pin", folder, middle, last)
+    assert cache("unpin", folder, middle)[1] == (
+        f"unpinned {middle[:8]}; the pin of {last[:8]} keeps it\n"
+    )
+
+
+def test_rm_takes_the_line_of_ls_and_those_under_it(folder: Path, cache):
+    first, common = put(folder, FIRST), hash_token_blocks(COMMON, BLOCK_SIZE)
+    # A block in the middle names its line.
+    middle = hash_token_blocks(FIRST, BLOCK_SIZE)[3].hex()
+    assert cache("rm", folder, middle)[1] == "removed 3 files, 12 kB\n"
+    assert ends(folder) == [16, 32, 48, 64]
+    put(folder, FIRST)
+    assert cache("rm", folder, common[0].hex(), first)[1] == "removed 7 files, 29 kB\n"
+    assert ends(folder) == []
+
+
+def test_rm_removes_by_model_and_by_age(folder: Path, cache):
+    put(folder, FIRST, OTHER, groups=3)
+    assert cache("rm", folder, "--older-than", "1h", "--model", "other")[1].startswith("removed 0")
+    hour_ago = time.time() - 3700
+    for path in folder.glob(f"blocks/{OTHER.digest}/*/*.kv"):
+        os.utime(path, (hour_ago, hour_ago))
+    assert cache("rm", folder, "--older-than", "1h", "--model", "demo")[1].startswith("removed 0")
+    assert cache("rm", folder, "--older-than", "1h")[1] == "removed 15 files, 61 kB\n"
+    put(folder, FIRST, OTHER)
+    assert cache("rm", folder, "--model", OTHER.digest[:6])[1] == "removed 5 files, 20 kB\n"
+    assert len(ends(folder)) == 7
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "say what goes: --model, HASH, --all, --older-than, --shrink-to"),
+        (["--pinned"], "say what goes"),
+        (["12345678", "--all"], "HASH and --all each say what goes"),
+        (["--all", "--older-than", "1d"], "--all and --older-than each say what goes"),
+        (["--shrink-to", "1G", "--model", "demo"], "can't be combined with --model"),
+        (["--shrink-to", "1G", "--pinned"], "can't be combined with --model or --pinned"),
+        (["--older-than", "soon"], "argument --older-than: must be"),
+        (["--shrink-to", "5blocks"], "argument --shrink-to: must be bytes"),
+        (["--shrink-to", "0"], "argument --shrink-to: must be bytes"),
+        (["00000000"], "no block whose hash begins with 00000000"),
+        (["--model", "Qwen"], "--model 'Qwen': the folder has no blocks of it; it holds demo"),
+    ],
+)
+def test_rm_that_is_not_clear_removes_nothing(folder: Path, cache, words: list[str], says: str):
+    status, out, err = cache("rm", folder, *words)
+    assert (status, out) == (2, "")
+    assert err.count("\n") == 1 and " cache rm: error: " in err and says in err
+    assert len(ends(folder)) == 7
+
+
+def test_verify_finds_what_was_altered_and_removes_it_if_told_to(folder: Path, cache):
+    assert cache("verify", folder)[:2] == (0, "7 files, 16 kB, read and checked: 0 bad\n")
+    torn, altered, moved = sorted(folder.glob("blocks/*/*/*.kv"))[:3]
+    torn.write_bytes(torn.read_bytes()[:-1])
+    data = bytearray(altered.read_bytes())
+    data[-3] ^= 1
+    altered.write_bytes(data)
+    shutil.copy(sorted(folder.glob("blocks/*/*/*.kv"))[3], moved)
+    status, out, _ = cache("verify", folder)
+    assert status == 1 and out.splitlines()[-1].endswith("read and checked: 3 bad")
+    found = dict(line.split(": ") for line in out.splitlines()[:-1])
+    assert set(found) == {str(torn), str(altered), str(moved)}
+    assert "checksum" in found[str(altered)] and "another block" in found[str(moved)]
+    status, out, _ = cache("verify", folder, "--json", "--delete")
+    assert (status, len(json.loads(out)["bad"]), json.loads(out)["were_deleted"]) == (1, 3, True)
+    assert cache("verify", folder)[0] == 0 and len(ends(folder)) == 4
+
+
+def test_size_compares_with_a_limit(folder: Path, cache):
+    put(folder, FIRST, OTHER)
+    out = cache("size", folder)[1]
+    assert out.splitlines()[0] == "12 files, 49 kB"
+    assert "owner/other" in out and "20 kB" in out
+    assert (
+        "12 files, 49 kB, 48% of the limit of 102 kB" in cache("size", folder, "--limit", "100K")[1]
+    )
+    over = cache("size", folder, "--limit", 4096)[1]
+    assert over.startswith("12 files, 49 kB, 45 kB above the limit of 4.1 kB")
+    sizes = json.loads(cache("size", folder, "--json", "--limit", "1G")[1])
+    assert (sizes["nbytes"], sizes["num_files"], sizes["limit"]) == (12 * NBYTES, 12, 2**30)
+    assert [model["nbytes"] for model in sizes["models"]] == [7 * NBYTES, 5 * NBYTES]
+
+
+VERBS = ["ls", "show", "pin", "unpin", "rm", "verify", "size"]
+WORDS = {"show": ["abcd"], "pin": ["abcd"], "unpin": ["--all"], "rm": ["--all"]}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_folders_that_are_none_of_ours_are_one_line(verb: str, tmp_path: Path, cache):
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "notes.txt").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    for name in ("nothing", "foreign", "file", "\0"):
+        status, out, err = cache(verb, tmp_path / name, *WORDS.get(verb, []))
+        assert (status, out) == (2, ""), name
+        assert err.count("\n") == 1 and f" cache {verb}: error: " in err, name
+    assert [path.name for path in sorted(tmp_path.rglob("*"))] == ["file", "foreign", "notes.txt"]
+
+
+def test_a_folder_that_can_not_be_read_is_one_line(folder: Path, cache):
+    assert cache("ls", folder)[0] == 0
+    user = os.geteuid()
+    folder.chmod(0)
+    try:
+        # Root could read it all the same.
+        os.seteuid(user or 65534)
+        said = [cache(verb, folder, *WORDS.get(verb, [])) for verb in VERBS]
+    finally:
+        os.seteuid(user)
+        folder.chmod(0o700)
+    for status, out, err in said:
+        assert (status, out, err.count("\n")) == (2, "", 1) and "Permission denied" in err
+
+
+def test_blocks_of_another_version_are_counted_and_can_be_removed(folder: Path, cache):
+    path = sorted(folder.glob("blocks/*/*/*.kv"))[0]
+    data = bytearray(path.read_bytes())
+    data[8:12] = (2).to_bytes(4, "little")
+    header_end = 32 + int.from_bytes(data[12:16], "little")
+    crc = zlib.crc32(data[32:header_end], zlib.crc32(data[:24]))
+    data[24:28] = crc.to_bytes(4, "little")
+    path.write_bytes(data)
+    (folder / "index-v1.sqlite3").unlink()
+    assert "and 1 file in the format of another version, 4.1 kB" in cache("ls", folder)[1]
+    assert cache("rm", folder, "--all")[1].startswith("removed 7 files")
+
+
+def test_the_index_may_be_missing_or_broken(folder: Path, cache):
+    before = cache("ls", folder, "--model", "demo")[1].splitlines()[0]
+    for path in folder.glob("index-*"):
+        path.unlink()
+    assert cache("ls", folder)[1].splitlines()[0] == before
+    for path in folder.glob("index-*"):
+        path.write_bytes(b"\x07" * 5000)
+    assert cache("ls", folder)[1].splitlines()[0] == before
+
+
+def test_the_tool_imports_no_mlx(folder: Path):
+    probe = (
+        "import sys; from mlx_paged.__main__ import main; "
+        f"[main(['cache', verb, {str(folder)!r}]) for verb in ('ls', 'size', 'verify')]; "
+        "sys.exit('mlx' in sys.modules or 'numpy' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_reader_that_leaves_ends_the_tool_in_silence(folder: Path):
+    command = f"{sys.executable} -m mlx_paged cache ls {folder} | true"
+    done = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_terminal_gets_lines_of_its_width(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["cache", "ls", str(folder), "--tokenizer", "demo"]) == 0
+    lines = terminal.getvalue().splitlines()[1:]
+    # io.StringIO has no encoding, so nothing but ASCII is drawn; the ellipsis is the text's.
+    assert max(map(len, lines)) == 80 and any(line.endswith("…") for line in lines)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full on this system")
+def test_an_output_that_is_full_is_one_line(folder: Path):
+    command = f"{sys.executable} -m mlx_paged cache ls {folder} > /dev/full"
+    done = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert "No space left on device" in done.stderr
+
+
+def test_the_help_names_all_verbs(cache):
+    status, out, _ = cache("--help")
+    assert status == 0 and all(f"\n    {verb} " in out for verb in VERBS)
+    assert cache("ls", "--help")[0] == 0

@@ -1,0 +1,273 @@
+"""Whatever the disk does, requests get their tokens; a failure is said once, damage is a miss."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+import signal
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.disk_tiers import answer, block_files, flush, tier_stats, tiered
+from helpers.engine_runs import ask_alone, assert_nothing_held, greedy, make_engine, prompt, run
+
+from mlx_paged import AsyncEngine
+from mlx_paged.block_store import store
+from mlx_paged.engine.engine import Engine
+from mlx_paged.errors import ArgumentError
+from mlx_paged.models import qwen3
+
+PARAMS = greedy(3)
+
+
+def texts_of(caught: list[warnings.WarningMessage]) -> list[str]:
+    return [str(each.message) for each in caught]
+
+
+def ask_many(engine: Engine, model: qwen3.Model, seeds: range) -> None:
+    """Requests whose tokens are looked at, each of which leaves blocks."""
+    for seed in seeds:
+        tokens = prompt(40, seed=seed)
+        output = answer(engine, tokens, PARAMS)
+        assert output.outputs[0].token_ids == ask_alone(model, tokens, PARAMS)
+        flush(engine)
+
+
+def raises(number: int) -> Callable[..., Any]:
+    def fail(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    "number",
+    [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EIO, errno.ESTALE],
+    ids=errno.errorcode.__getitem__,
+)
+def test_a_disk_that_takes_nothing_more_is_said_once_and_left_alone(
+    model: qwen3.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+):
+    engine = make_engine(model, cache_dir=tmp_path)
+    ask_many(engine, model, range(2))
+    num_files = len(block_files(tmp_path))
+    assert num_files == 4
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        monkeypatch.setattr(store, "write_aside", raises(number))
+        ask_many(engine, model, range(2, 5))
+        monkeypatch.undo()
+        # It is not tried again, and what lies there is not looked for either.
+        ask_many(engine, model, range(5, 7))
+    (text,) = texts_of(caught)
+    assert str(tmp_path) in text and os.strerror(number) in text and "\n" not in text
+    assert "in memory alone from now on" in text
+    # A full disk is first given room.
+    assert len(block_files(tmp_path)) == (num_files if number != errno.ENOSPC else 2)
+    assert tier_stats(engine).failure is not None
+    assert_nothing_held(engine)
+
+
+def test_a_process_with_too_many_open_files_goes_on_when_it_has_fewer(
+    model: qwen3.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    engine = make_engine(model, cache_dir=tmp_path)
+    with warnings.catch_warnings(record=True) as caught:
+        monkeypatch.setattr(store, "write_aside", raises(errno.EMFILE))
+        ask_many(engine, model, range(2))
+        monkeypatch.undo()
+        assert (len(block_files(tmp_path)), tier_stats(engine).num_dropped_blocks) == (0, 4)
+        ask_many(engine, model, range(2, 4))
+    assert len(block_files(tmp_path)) == 4 and not caught
+
+
+@pytest.mark.parametrize("way", ["is removed", "becomes a file", "becomes a dangling link"])
+def test_a_folder_that_goes_away_is_said_at_most_once(model: qwen3.Model, tmp_path: Path, way: str):
+    folder = tmp_path / "kv"
+    engine = make_engine(model, cache_dir=folder)
+    ask_many(engine, model, range(2))
+    shutil.rmtree(folder)
+    if way == "becomes a file":
+        folder.write_text("mine")
+    elif way == "becomes a dangling link":
+        folder.symlink_to(tmp_path / "nowhere")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ask_many(engine, model, range(2, 6))
+        engine.cache.manager.reset_prefix_cache()
+        ask_many(engine, model, range(2, 6))
+    (text,) = texts_of(caught)
+    assert str(folder) in text and "in memory alone from now on" in text
+    assert way != "becomes a file" or folder.read_text() == "mine"
+    assert engine.close(60) in (True, False)
+    assert_nothing_held(engine)
+
+
+def test_garbage_is_a_miss_and_is_replaced(model: qwen3.Model, tmp_path: Path):
+    rng = random.Random(5)
+    tokens = [*prompt(150, seed=1), 3]
+    expected = ask_alone(model, tokens, PARAMS)
+    with tiered(model, tmp_path) as engine:
+        answer(engine, tokens, PARAMS)
+    whole = {file: file.read_bytes() for file in block_files(tmp_path)}
+    assert len(whole) == 9
+    files = list(whole)
+
+    def flipped(data: bytes) -> bytes:
+        place = rng.randrange(len(data))
+        return data[:place] + bytes([data[place] ^ 1 << rng.randrange(8)]) + data[place + 1 :]
+
+    damages: list[Callable[[bytes], bytes]] = [
+        flipped,
+        lambda data: data[: rng.randrange(len(data))],
+        lambda data: b"",
+        lambda data: data + b"x",
+        lambda data: rng.randbytes(len(data)),
+        lambda data: whole[rng.choice([file for file in files if whole[file] != data])],
+    ]
+    for number in range(12):
+        damaged = rng.sample(files, rng.choice([1, 1, 2, 5]))
+        for file in damaged:
+            file.write_bytes(damages[number % len(damages)](whole[file]))
+        with tiered(model, tmp_path) as engine:
+            output = answer(engine, tokens, PARAMS)
+            assert output.outputs[0].token_ids == expected
+            assert output.num_read_tokens < 144
+            # What comes behind the first miss is not looked at.
+            assert 1 <= tier_stats(engine).num_corrupt_blocks <= len(damaged)
+            assert tier_stats(engine).failure is None
+        if len(damaged) == 1:
+            with tiered(model, tmp_path) as engine:
+                assert answer(engine, tokens, PARAMS).num_read_tokens == 144, "it was written again"
+        for file, data in whole.items():
+            file.write_bytes(data)
+
+
+def test_a_folder_that_cannot_be_used_is_refused_at_the_start(model: qwen3.Model, tmp_path: Path):
+    (tmp_path / "file").write_text("mine")
+    for folder in (tmp_path / "file", tmp_path / "file" / "kv", "/proc/nothing/kv"):
+        with pytest.raises(ArgumentError) as refusal:
+            make_engine(model, cache_dir=folder)
+        assert refusal.value.argument == "cache_dir"
+        assert str(folder) in str(refusal.value) and "\n" not in str(refusal.value)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_failure_under_way_reaches_no_reader_of_an_async_engine(
+    model: qwen3.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(store, "write_aside", raises(errno.ENOSPC))
+    # The folder was made before; only its blocks find no room.
+    monkeypatch.setattr(store.BlockStore, "_make_fingerprint_folder", lambda self: None)
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        AsyncEngine(model, kv_cache_bytes="100blocks", cache_dir=tmp_path) as engine,
+    ):
+        warnings.simplefilter("always")
+        for seed in range(4):
+            tokens = prompt(60, seed=seed)
+            *_, output = engine.stream(tokens, PARAMS)
+            assert output.outputs[0].token_ids == ask_alone(model, tokens, PARAMS)
+            flush(engine.engine)
+        assert engine.stopped() is None
+    assert len(texts_of(caught)) == 1
+
+
+def test_warnings_that_are_errors_end_no_engine(
+    model: qwen3.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As with python -W error."""
+    engine = make_engine(model, cache_dir=tmp_path)
+    monkeypatch.setattr(store, "write_aside", raises(errno.ENOSPC))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ask_many(engine, model, range(3))
+    assert_nothing_held(engine)
+
+
+def test_an_abort_while_blocks_are_read_leaves_nothing_behind(
+    model: qwen3.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    tokens = [*prompt(150, seed=1), 3]
+    with tiered(model, tmp_path) as engine:
+        answer(engine, tokens, PARAMS)
+    may_read = threading.Event()
+    get = store.BlockStore.get
+
+    def slow(self: store.BlockStore, block_hash: bytes) -> bytes | None:
+        assert may_read.wait(60)
+        return get(self, block_hash)
+
+    monkeypatch.setattr(store.BlockStore, "get", slow)
+    engine = make_engine(model, cache_dir=tmp_path)
+    engine.add_request("gone", tokens, PARAMS)
+    engine.step()
+    assert engine.stats().num_waiting == 1, "it waits for the disk"
+    # Others are not kept waiting by it.
+    engine.add_request("other", prompt(20), PARAMS)
+    finished = [output.request_id for _ in range(10) for output in engine.step() if output.finished]
+    assert finished == ["other"]
+    engine.abort("gone")
+    outputs = run(engine)
+    assert outputs["gone"].outputs[0].finish_reason == "abort"
+    assert_nothing_held(engine)
+    may_read.set()
+    engine.add_request("again", tokens, PARAMS)
+    output = run(engine)["again"]
+    assert output.outputs[0].token_ids == ask_alone(model, tokens, PARAMS)
+    assert_nothing_held(engine)
+    assert engine.close(60)
+
+
+@pytest.fixture
+def stuck_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """A disk that takes nothing while the event is cleared; a minute later it does, whatever
+    happens.
+    """
+    moves_on = threading.Event()
+    moves_on.set()
+    timer = threading.Timer(60, moves_on.set)
+    timer.start()
+    write = store.write_aside
+
+    def wait_and_write(*args: Any) -> None:
+        moves_on.wait()
+        write(*args)
+
+    monkeypatch.setattr(store, "write_aside", wait_and_write)
+    yield moves_on
+    moves_on.set()
+    timer.cancel()
+
+
+def test_the_end_of_an_engine_does_not_wait_for_ever(
+    model: qwen3.Model, tmp_path: Path, stuck_disk: threading.Event
+):
+    engine = make_engine(model, cache_dir=tmp_path)
+    stuck_disk.clear()
+    answer(engine, prompt(60), PARAMS)
+    assert not engine.close(0.2) and not stuck_disk.is_set()
+    output = answer(engine, prompt(60), PARAMS)
+    assert output.outputs[0].token_ids == ask_alone(model, prompt(60), PARAMS)
+    assert_nothing_held(engine)
+
+
+def test_ctrl_c_ends_the_wait_for_the_disk(
+    model: qwen3.Model, tmp_path: Path, stuck_disk: threading.Event
+):
+    engine = make_engine(model, cache_dir=tmp_path)
+    stuck_disk.clear()
+    answer(engine, prompt(60), PARAMS)
+    main_thread = threading.main_thread().ident
+    interrupt = threading.Timer(0.5, signal.pthread_kill, [main_thread, signal.SIGINT])
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        engine.close(1000)
+    interrupt.join()
+    assert engine.close(1000) and not stuck_disk.is_set(), "it does not wait again"

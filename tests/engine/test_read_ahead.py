@@ -1,0 +1,212 @@
+"""Whom the scheduler lets wait while blocks are brought from beside the pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from helpers.scheduler_helpers import FakeSupply
+
+from mlx_paged.config import SchedulerConfig
+from mlx_paged.core import AbsentBlock, BlockHash, hash_token_blocks
+from mlx_paged.engine.read_ahead import MAX_READ_AHEAD
+from mlx_paged.engine.scheduler import Scheduler
+from mlx_paged.engine.swap_space import SwapSpace
+from mlx_paged.request import Request, SamplingParams, SeqId
+
+BLOCK_SIZE = 4
+
+
+class FakeTier:
+    """Has the blocks of some tokens, and brings them when it is told to."""
+
+    pays_for_preempted = True
+
+    def __init__(self, supply: FakeSupply, *texts: Sequence[int]):
+        self.supply = supply
+        self.stored = {each for text in texts for each in hash_token_blocks(text, BLOCK_SIZE)}
+        self.reading: dict[SeqId, list[AbsentBlock]] = {}
+        self.num_brought: dict[SeqId, int] = {}
+        self.num_asked = 0
+        self.kept: list[Request] = []
+
+    def has(self, block_hash: BlockHash) -> bool:
+        self.num_asked += 1
+        return block_hash in self.stored
+
+    def read(self, seq_id: SeqId, blocks: Sequence[AbsentBlock]) -> None:
+        assert seq_id not in self.reading
+        self.reading[seq_id] = list(blocks)
+
+    def is_reading(self, seq_id: SeqId) -> bool:
+        return bool(self.reading.get(seq_id))
+
+    def forget(self, seq_id: SeqId) -> int:
+        self.reading.pop(seq_id, None)
+        return self.num_brought.pop(seq_id, 0) * BLOCK_SIZE
+
+    def keep(self, request: Request) -> None:
+        self.kept.append(request)
+
+    def clear(self) -> None:
+        self.reading.clear()
+
+    def bring(self, seq_id: SeqId) -> None:
+        pool = self.supply.manager.pool
+        hashes = [block.block_hash for block in self.reading[seq_id]]
+        blocks = pool.get_new_blocks(len(hashes))
+        assert blocks is not None
+        pool.cache_full_blocks(blocks, hashes, 0, len(hashes))
+        pool.free_blocks(reversed(blocks))
+        self.num_brought[seq_id] = len(hashes)
+        self.reading[seq_id] = []
+
+
+def tokens(seed: int, num_tokens: int = 10) -> list[int]:
+    return [100 * seed + index for index in range(num_tokens)]
+
+
+def request(seed: int, num_tokens: int = 10, **params: int) -> Request:
+    sampling = SamplingParams(**{"max_tokens": 30, **params})
+    return Request(str(seed), tokens(seed, num_tokens), sampling)
+
+
+def make(
+    *texts: Sequence[int], num_blocks: int = 60, **config: int
+) -> tuple[Scheduler, FakeTier, FakeSupply]:
+    supply = FakeSupply(num_blocks, BLOCK_SIZE)
+    tier = FakeTier(supply, *texts)
+    scheduler = Scheduler(supply, SchedulerConfig(**config), tier=tier)
+    return scheduler, tier, supply
+
+
+def names(scheduler: Scheduler) -> list[str]:
+    return [each.request_id for each in scheduler.schedule().requests]
+
+
+def test_a_request_waits_for_its_blocks_and_hits_them() -> None:
+    scheduler, tier, _ = make(tokens(1))
+    one = request(1)
+    scheduler.add(one)
+    assert names(scheduler) == []
+    assert [block.block_hash for block in tier.reading[one.seq_id]] == (
+        hash_token_blocks(tokens(1), BLOCK_SIZE)
+    )
+    assert names(scheduler) == []
+    tier.bring(one.seq_id)
+    (part,) = scheduler.schedule().scheduled
+    assert (part.start, part.num_new_tokens) == (8, 2)
+    assert (one.num_cached_tokens, one.num_read_tokens) == (8, 8)
+    scheduler.check_integrity()
+
+
+def test_others_go_past_a_request_that_waits_for_its_blocks() -> None:
+    scheduler, tier, _ = make(tokens(1))
+    one = request(1)
+    scheduler.add(one)
+    scheduler.add(request(2))
+    assert names(scheduler) == ["2"]
+    tier.bring(one.seq_id)
+    assert "1" in names(scheduler)
+    assert [each.request_id for each in scheduler.running] == ["1", "2"], "it has its old order"
+
+
+def test_nothing_is_asked_twice_in_a_stay_and_nothing_is_read_that_is_there() -> None:
+    scheduler, tier, supply = make(tokens(1))
+    one, again = request(1), request(1, num_tokens=9)
+    again.seq_id = again.request_id = "again"
+    scheduler.add(one)
+    names(scheduler)
+    num_asked = tier.num_asked
+    names(scheduler)
+    assert tier.num_asked == num_asked
+    tier.bring(one.seq_id)
+    names(scheduler)
+    scheduler.add(again)
+    assert "again" in names(scheduler), "what it needs is in the pool"
+    assert again.num_read_tokens == 0 < again.num_cached_tokens
+    assert supply.manager.pool.num_used_blocks
+
+
+def test_the_last_token_is_computed_even_if_all_blocks_are_there() -> None:
+    scheduler, tier, _ = make(tokens(1, 8))
+    one = request(1, num_tokens=8)
+    scheduler.add(one)
+    names(scheduler)
+    assert len(tier.reading[one.seq_id]) == 1
+
+
+def test_only_the_first_ones_in_the_queue_are_read_for_and_only_with_room() -> None:
+    everybody = range(1, MAX_READ_AHEAD + 3)
+    scheduler, tier, _ = make(*map(tokens, everybody), max_num_seqs=1)
+    for seed in everybody:
+        scheduler.add(request(seed))
+    names(scheduler)
+    assert len(tier.reading) == MAX_READ_AHEAD
+    scheduler, tier, _ = make(*map(tokens, everybody), num_blocks=6)
+    for seed in everybody:
+        scheduler.add(request(seed))
+    names(scheduler)
+    assert len(tier.reading) == 2, "ten tokens are three blocks"
+
+
+@pytest.mark.parametrize("end", ["abort", "restart"])
+def test_reading_ends_with_the_request(end: str) -> None:
+    scheduler, tier, _ = make(tokens(1))
+    one = request(1)
+    scheduler.add(one)
+    names(scheduler)
+    if end == "abort":
+        scheduler.finish(one, "abort")
+        assert tier.reading == {}
+    else:
+        scheduler.restart([one])
+        assert tier.reading == {}
+        names(scheduler)
+        assert tier.is_reading(one.seq_id), "it is asked for again"
+    scheduler.check_integrity()
+
+
+def preempted(pays: bool, num_swap_tokens: int = 0) -> tuple[Scheduler, FakeTier, Request]:
+    """Of two requests that fill the pool, the second, which had to go."""
+    scheduler, tier, supply = make(num_blocks=8)
+    tier.pays_for_preempted = pays
+    scheduler.swap_space = SwapSpace(num_swap_tokens)
+    first, second = request(1, 12), request(2, 12)
+    scheduler.add(first)
+    scheduler.add(second)
+    while not second.num_preemptions:
+        batch = scheduler.schedule()
+        for each in batch.requests:
+            if each.num_computed_tokens == each.num_tokens:
+                scheduler.append_token(each, 7)
+    tier.stored |= set(second.block_hashes)
+    assert supply.manager.num_tokens(second.seq_id) == 0
+    return scheduler, tier, second
+
+
+def test_the_blocks_of_a_preempted_request_are_kept_and_read_again() -> None:
+    scheduler, tier, second = preempted(pays=True)
+    assert tier.kept == [second]
+    first = scheduler.running[0]
+    scheduler.finish(first, "stop")
+    pool = scheduler.manager.pool
+    pool.evict_blocks(range(1, pool.num_blocks))
+    names(scheduler)
+    assert len(tier.reading[second.seq_id]) == (second.num_tokens - 1) // BLOCK_SIZE
+
+
+def test_they_are_computed_where_that_is_cheaper_and_kept_in_host_memory_where_that_has_room() -> (
+    None
+):
+    scheduler, tier, _ = preempted(pays=False)
+    assert tier.kept == []
+    scheduler.finish(scheduler.running[0], "stop")
+    scheduler.manager.pool.evict_blocks(range(1, scheduler.manager.pool.num_blocks))
+    assert names(scheduler) == ["2"]
+    scheduler, tier, _ = preempted(pays=True, num_swap_tokens=1000)
+    assert tier.kept == []
+    scheduler.finish(scheduler.running[0], "stop")
+    scheduler.manager.pool.evict_blocks(range(1, scheduler.manager.pool.num_blocks))
+    assert names(scheduler) == ["2"]
+    assert tier.reading == {}, "it is swapped in"

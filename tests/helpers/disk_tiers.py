@@ -1,0 +1,50 @@
+"""Engines with a tier on disk, one after the other on the same folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from helpers.engine_runs import assert_nothing_held, make_engine, run
+from mlx_paged.engine.disk_tier_stats import DiskTierStats
+from mlx_paged.engine.engine import Engine
+from mlx_paged.request import RequestOutput, SamplingParams
+
+
+@contextmanager
+def tiered(model: Any, folder: Path, **options: Any) -> Iterator[Engine]:
+    """An engine that keeps K/V in a folder, and has written all of them at the end."""
+    engine = make_engine(model, cache_dir=folder, **options)
+    yield engine
+    assert_nothing_held(engine)
+    assert engine.close(60), "all is written"
+
+
+def answer(
+    engine: Engine, tokens: list[int], params: SamplingParams, **request: Any
+) -> RequestOutput:
+    """The last output of a request that is alone."""
+    engine.add_request("alone", tokens, params, **request)
+    return run(engine)["alone"]
+
+
+def tier_stats(engine: Engine) -> DiskTierStats:
+    stats = engine.stats().disk_tier
+    assert stats is not None
+    return stats
+
+
+def flush(engine: Engine) -> None:
+    """Wait until all that can be written is written, or has failed."""
+    assert engine.disk_tier is not None
+    is_complete = False
+    while not is_complete:
+        is_complete = not engine.save_more()
+        assert engine.disk_tier._writer.flush(60)
+
+
+def block_files(folder: Path) -> list[Path]:
+    """The files of blocks, of all models."""
+    return sorted(folder.glob("blocks/*/*/*.kv"))
