@@ -95,7 +95,7 @@ class DiskTier:
     # What the scheduler asks
 
     def has(self, block_hash: BlockHash) -> bool:
-        return self.store.has(block_hash)
+        return not self._is_closed and self.store.has(block_hash)
 
     def read(self, seq_id: SeqId, blocks: Sequence[AbsentBlock]) -> None:
         self._group_of[seq_id] = {block.block_hash: block.group for block in blocks}
@@ -173,22 +173,29 @@ class DiskTier:
 
     def close(self, timeout: float) -> bool:
         """Write what is to be kept, for ``timeout`` seconds at most; whether all was written. May
-        be called again.
+        be called again. Ctrl-C ends the wait.
         """
         if self._is_closed:
             return True
         self._is_closed = True
         self._reader.close()
         deadline = time.monotonic() + timeout
-        # The queue may hold less than what is left.
-        while self._unsaved and self.store.failure is None:
-            self._save(list(self._unsaved), frozenset())
-            if not self._writer.flush(max(0.0, deadline - time.monotonic())):
-                break
-        is_complete = self._writer.close(max(0.0, deadline - time.monotonic()))
-        is_complete = is_complete and not self._unsaved
-        self.store.close()
-        return is_complete
+        try:
+            # The queue may hold less than what is left.
+            while self._unsaved and self.store.failure is None:
+                if not self._writer.flush(max(0.0, deadline - time.monotonic())):
+                    break
+                num_left = len(self._unsaved)
+                self._save(list(self._unsaved), frozenset())
+                if len(self._unsaved) == num_left:
+                    break
+            is_at_rest = self._writer.close(max(0.0, deadline - time.monotonic()))
+        except BaseException:
+            self._writer.close(0.0)
+            raise
+        if is_at_rest:  # Otherwise its thread has the store, and may have it for long.
+            self.store.close()
+        return is_at_rest and not self._unsaved
 
     def stats(self) -> DiskTierStats:
         """From any thread."""

@@ -36,6 +36,15 @@ def tier_stats(engine: Engine) -> DiskTierStats:
     return stats
 
 
+def flush(engine: Engine) -> None:
+    """Wait until all that can be written is written, or has failed."""
+    assert engine.disk_tier is not None
+    is_complete = False
+    while not is_complete:
+        is_complete = not engine.save_more()
+        assert engine.disk_tier._writer.flush(60)
+
+
 def block_files(folder: Path) -> list[Path]:
     """The files of blocks, of all models."""
     return sorted(folder.glob("blocks/*/*/*.kv"))

@@ -1,4 +1,4 @@
-"""Whatever the disk does, requests get their tokens. A failure is said once, and damage is a miss."""
+"""Whatever the disk does, requests get their tokens; a failure is said once, damage is a miss."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import errno
 import os
 import random
 import shutil
+import signal
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.disk_tiers import answer, block_files, tier_stats, tiered
+from helpers.disk_tiers import answer, block_files, flush, tier_stats, tiered
 from helpers.engine_runs import ask_alone, assert_nothing_held, greedy, make_engine, prompt, run
 
 from mlx_paged import AsyncEngine
@@ -36,13 +37,6 @@ def ask_many(engine: Engine, model: qwen3.Model, seeds: range) -> None:
         output = answer(engine, tokens, PARAMS)
         assert output.outputs[0].token_ids == ask_alone(model, tokens, PARAMS)
         flush(engine)
-
-
-def flush(engine: Engine) -> None:
-    """Wait until all that can be written is written or has failed."""
-    while engine.save_more():
-        assert engine.disk_tier is not None and engine.disk_tier._writer.flush(60)
-    assert engine.disk_tier is not None and engine.disk_tier._writer.flush(60)
 
 
 def raises(number: int) -> Callable[..., Any]:
@@ -180,8 +174,7 @@ def test_a_failure_under_way_reaches_no_reader_of_an_async_engine(
             tokens = prompt(60, seed=seed)
             *_, output = engine.stream(tokens, PARAMS)
             assert output.outputs[0].token_ids == ask_alone(model, tokens, PARAMS)
-            assert engine.engine.disk_tier is not None
-            engine.engine.disk_tier._writer.flush(60)
+            flush(engine.engine)
         assert engine.stopped() is None
     assert len(texts_of(caught)) == 1
 
@@ -230,3 +223,51 @@ def test_an_abort_while_blocks_are_read_leaves_nothing_behind(
     assert output.outputs[0].token_ids == ask_alone(model, tokens, PARAMS)
     assert_nothing_held(engine)
     assert engine.close(60)
+
+
+@pytest.fixture
+def stuck_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """A disk that takes nothing while the event is cleared; a minute later it does, whatever
+    happens.
+    """
+    moves_on = threading.Event()
+    moves_on.set()
+    timer = threading.Timer(60, moves_on.set)
+    timer.start()
+    write = store.write_aside
+
+    def wait_and_write(*args: Any) -> None:
+        moves_on.wait()
+        write(*args)
+
+    monkeypatch.setattr(store, "write_aside", wait_and_write)
+    yield moves_on
+    moves_on.set()
+    timer.cancel()
+
+
+def test_the_end_of_an_engine_does_not_wait_for_ever(
+    model: qwen3.Model, tmp_path: Path, stuck_disk: threading.Event
+):
+    engine = make_engine(model, cache_dir=tmp_path)
+    stuck_disk.clear()
+    answer(engine, prompt(60), PARAMS)
+    assert not engine.close(0.2) and not stuck_disk.is_set()
+    output = answer(engine, prompt(60), PARAMS)
+    assert output.outputs[0].token_ids == ask_alone(model, prompt(60), PARAMS)
+    assert_nothing_held(engine)
+
+
+def test_ctrl_c_ends_the_wait_for_the_disk(
+    model: qwen3.Model, tmp_path: Path, stuck_disk: threading.Event
+):
+    engine = make_engine(model, cache_dir=tmp_path)
+    stuck_disk.clear()
+    answer(engine, prompt(60), PARAMS)
+    main_thread = threading.main_thread().ident
+    interrupt = threading.Timer(0.5, signal.pthread_kill, [main_thread, signal.SIGINT])
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        engine.close(1000)
+    interrupt.join()
+    assert engine.close(1000) and not stuck_disk.is_set(), "it does not wait again"
