@@ -28,7 +28,7 @@ NEUTRAL = "#6e7781"
 INCHES_WIDE = 10.0
 PIXELS_PER_INCH = 160
 
-_SETTINGS: dict[str, Any] = {
+_SETTINGS: Any = {  # Matplotlib spells its names out as literals, which differ by version.
     "font.family": "DejaVu Sans",  # comes with matplotlib, so text is as wide on every machine
     "font.size": 10,
     "axes.titlesize": 11,
