@@ -15,7 +15,7 @@ from approach_sides import Approach, MlxLm, NoCache, Ours, nbytes_per_token
 from mlx_lm.models.cache import make_prompt_cache
 from throughput import Serving, forget, serve
 from throughput_scenarios import SampleRequest, Scenario
-from throughput_sides import PagedEngine, Side
+from throughput_sides import BLOCK_SIZE, PagedEngine, Side
 
 from mlx_paged.errors import PromptTooLongError
 
@@ -177,6 +177,8 @@ class TeacherForcing:
 class Prediction:
     losses: list[float]  # nats per predicted token, over all texts
     choices: list[int]
+    found_again: float = 0.0
+    """Of the whole blocks of the documents' prompts, those that came from the prefix cache."""
 
     @property
     def perplexity(self) -> float:
@@ -212,7 +214,9 @@ def predict(approach: Approach, texts: list[list[int]], num_predicted: int) -> P
         if approach.survives:
             approach.end(side)
             side = approach.restart(scenario)
+    before = _num_cached(side)
     serving = serve(side, requests)
+    num_cached = _num_cached(side) - before
     approach.end(side)
     for request, text in zip(requests, texts, strict=True):
         if serving.tokens[request.request_id] != text[len(request.prompt_token_ids) :]:
@@ -222,7 +226,13 @@ def predict(approach: Approach, texts: list[list[int]], num_predicted: int) -> P
     return Prediction(
         [each.losses[place] for each, place in pairs],
         [each.choices[place] for each, place in pairs],
+        num_cached / sum((len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE for prompt in prompts),
     )
+
+
+def _num_cached(side: Side) -> int:
+    """Tokens of prompts so far that came from the prefix cache."""
+    return side.engine.stats().num_cached_prompt_tokens if isinstance(side, PagedEngine) else 0
 
 
 def _predict_at_once(model: nn.Module, texts: list[list[int]], num_predicted: int) -> Prediction:
@@ -232,6 +242,6 @@ def _predict_at_once(model: nn.Module, texts: list[list[int]], num_predicted: in
         logits = model(mx.array([text[:-1]]))[0, -num_predicted:].astype(mx.float32)
         targets = mx.array(text[-num_predicted:])[:, None]
         found = mx.logsumexp(logits, axis=-1) - mx.take_along_axis(logits, targets, -1)[:, 0]
-        losses += found.tolist()
+        losses += found.tolist()  # type: ignore[arg-type]
         choices += logits.argmax(-1).tolist()
     return Prediction(losses, choices)

@@ -32,6 +32,7 @@ class Turns:
 
 
 def row_of(
+    approach: Approach,
     turns: Turns,
     theirs: Turns,
     context: LongestContext,
@@ -56,10 +57,12 @@ def row_of(
         "tokens_per_second_over_mlx_lm": ratios,
         "ttft": seconds,
         "ttft_over_mlx_lm": first_ratios,
+        "survives": approach.survives,
         "kv_nbytes": turns.nbytes_held,
         "perplexity": prediction.perplexity,
         "perplexity_change": prediction.perplexity / expected.perplexity - 1,
         "same_choice": prediction.same_choice(expected),
+        "found_again": prediction.found_again,
         "same_tokens": share_of_same(turns.tokens, theirs.tokens),
         "same_tokens_alone": share_of_same({"alone": turns.tokens["alone"]}, theirs.tokens),
         "turns": asdict(turns) | {"tokens": None},
@@ -92,6 +95,8 @@ def checks_of(
     if longest["num_tokens"] is not None:
         refused = float(longest["refused_beyond"])
         checks.append(_at_least("one token more does not fit", refused, 1.0))
+    if approach.keeps_prefixes:
+        checks.append(_at_least("blocks of documents found again", row["found_again"], 1.0))
     if approach.is_exact:
         tolerance = MAX_ROUNDING if is_float32 else MAX_ROUNDING_HALF
         checks.append(_at_most("perplexity change, either way", change, tolerance))

@@ -213,6 +213,7 @@ def main() -> int:
             note(f"{name}: held-out text")
     rows = {
         name: row_of(
+            approach,
             seen[name],
             seen[THEIRS],
             contexts[name],
@@ -220,7 +221,7 @@ def main() -> int:
             predictions[name],
             predictions[THEIRS],
         )
-        for name in approaches
+        for name, approach in approaches.items()
     }
     print_approaches(rows)
     is_float32 = ours.dtype == mx.float32

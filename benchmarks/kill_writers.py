@@ -81,7 +81,9 @@ def main() -> None:
         start = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
             findings = make(Path(folder), args.seed).run(round(args.kills * share))
-        results[name] = vars(findings) | {"seconds": time.perf_counter() - start}
+        seconds = time.perf_counter() - start
+        results[name] = vars(findings) | {"seconds": seconds}
+        print(f"{name}: {findings.num_kills} kills in {seconds:.0f} s", file=sys.stderr)
     print_table(
         ["", "kills", "looks afterwards", "compared", "problems", "seconds"],
         [

@@ -72,7 +72,7 @@ def answer(args: argparse.Namespace) -> Answer:
     where = {} if args.cache_dir is None else {"cache_dir": args.cache_dir}
     num_blocks = -(-(args.length + NUM_TOKENS) // 16) + 8
     begin = time.perf_counter()
-    engine = Engine(model, kv_cache_bytes=f"{num_blocks}blocks", **where)  # type: ignore[arg-type]
+    engine = Engine(model, kv_cache_bytes=f"{num_blocks}blocks", **where)
     started = time.perf_counter() - begin
     run(engine, "warm up", [7] * 40, no_store=True)
     prompt = [5 + (31 * index + index // 50) % 900 for index in range(args.length)]

@@ -73,13 +73,23 @@ def encode_chat(
     Raises:
         ChatTemplateError: as :func:`render_chat`, or the tokenizer can't encode the text.
     """
-    text = rest = render_chat(tokenizer, messages, template_options)
+    text = render_chat(tokenizer, messages, template_options)
+    return text, encode_behind(tokenizer, text, held)
+
+
+def encode_behind(tokenizer: TokenizerWrapper, text: str, held: Sequence[int]) -> list[int]:
+    """The token ids of a text that a chat template wrote, the first of which are ``held`` if the
+    text begins with theirs.
+
+    Raises:
+        ChatTemplateError: the tokenizer can't encode it.
+    """
     kept: list[int] = []
     if held:
         held_text = _decode(tokenizer, held)
         if text.startswith(held_text):
-            kept, rest = list(held), text[len(held_text) :]
-    return text, kept + encode_text(tokenizer, rest)
+            kept, text = list(held), text[len(held_text) :]
+    return kept + encode_text(tokenizer, text)
 
 
 def encode_text(tokenizer: TokenizerWrapper, text: str) -> list[int]:

@@ -192,7 +192,11 @@ def generate(
 
 
 def stream_request(
-    engine: Engine, prompt: Prompt, params: SamplingParams, progress: Progress | None = None
+    engine: Engine,
+    prompt: Prompt,
+    params: SamplingParams,
+    progress: Progress | None = None,
+    cache_salt: str | None = None,
 ) -> Generator[GenerationResponse, None, None]:
     """Run a request on an engine that runs no other, and yield its answer piece by piece.
 
@@ -200,6 +204,7 @@ def stream_request(
 
     Args:
         progress: called with the prompt tokens done so far and their total.
+        cache_salt: as :meth:`Engine.add_request`.
 
     Raises:
         ValueError, PromptTooLongError: as :meth:`Engine.add_request`, at the call.
@@ -207,7 +212,7 @@ def stream_request(
     """
     request_id = f"stream-{next(_request_ids)}"
     start = time.perf_counter()
-    engine.add_request(request_id, prompt, params)
+    engine.add_request(request_id, prompt, params, cache_salt=cache_salt)
     return _responses(engine, request_id, start, progress)
 
 

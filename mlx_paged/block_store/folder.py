@@ -100,6 +100,16 @@ class CacheFolder:
             check_is_ours(self._layout.folder)
         self._inventory = Inventory(self._layout)
 
+    def __enter__(self) -> CacheFolder:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the index; a later call opens it again."""
+        self._inventory.close()
+
     def fingerprints(self) -> dict[str, Fingerprint | None]:
         """By digest; ``None`` where the text beside the blocks is missing or unreadable."""
         return {digest: self._fingerprint(digest) for digest in self._layout.digests()}

@@ -206,13 +206,23 @@ class BlockStore:
             self._sweep()
             self._inventory.list_again_if_alone()
 
-    def close(self) -> None:
-        """Write down what has happened and let go of the index. Nothing is found any more."""
-        if not self._is_off:
-            with self._writing, self._failing("the folder could not be tended"):
-                self._settle()
-        self._is_off = True
-        self._inventory.close()
+    def close(self, timeout: float = 1.0) -> None:
+        """Write down what has happened and let go of the index. Nothing is found any more.
+
+        Args:
+            timeout: how many seconds to wait for a write of another thread that hangs. What isn't
+                written down then is found in the files by whoever comes next.
+        """
+        was_off, self._is_off = self._is_off, True
+        if not self._writing.acquire(timeout=timeout):
+            return
+        try:
+            if not was_off:
+                with self._failing("the folder could not be tended"):
+                    self._settle()
+            self._inventory.close()
+        finally:
+            self._writing.release()
 
     @property
     def failure(self) -> str | None:

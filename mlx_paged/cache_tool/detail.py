@@ -63,10 +63,9 @@ def _facts(tree: PrefixTree, path: Sequence[PrefixBlock], now: float) -> dict[st
     num_files = sum(len(each.entries) for each in path)
     facts = {"hash": block.block_hash.hex(), "model": tree.name, "fingerprint": tree.digest}
     if known is not None:
-        layers = "; ".join(dict.fromkeys(known.layers))
         facts["content"] = known.model
         facts["code"] = known.code
-        facts["K/V"] = f"{known.kv_format}, {counted(len(known.layers), 'layer')}: {layers}"
+        facts["K/V"] = f"{known.kv_format}, {counted(len(known.layers), 'layer')}"
     return facts | {
         "tokens": f"{block.end_token:,} in {counted(len(path), 'block')}{before}",
         "bytes": f"{in_bytes(sum(each.nbytes for each in path))} in {counted(num_files, 'file')}",

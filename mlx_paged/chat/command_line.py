@@ -32,6 +32,11 @@ def setup_arg_parser(prog: str | None = None) -> argparse.ArgumentParser:
         "--seed", type=values.whole, default=0, help="seed of the sampling (default: 0)"
     )
     chat.add_argument("--system-prompt", help="system prompt of the conversation")
+    chat.add_argument(
+        "--prompt-cache-file",
+        metavar="FILE",
+        help="K/V that stand before the conversation: a file of mlx_lm.cache_prompt, or a snapshot",
+    )
     flags.add_no_thinking_flag(chat)
     chat.add_argument(
         "--hide-thinking", action="store_true", help="do not show the model's reasoning (<think>)"

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from mlx_paged.chat.command_line import error_line
 from mlx_paged.chat.readers import Reader
 from mlx_paged.chat.reports import Reports
+from mlx_paged.chat.saved_kv import save_kv
 from mlx_paged.chat.screen import Screen
 from mlx_paged.chat.settings import VARIABLES, Settings, canonical_name
 from mlx_paged.chat.transcript import load_messages, save_messages
 from mlx_paged.chat.turns import Turns
-from mlx_paged.errors import reason
+from mlx_paged.errors import CacheFullError, reason
 from mlx_paged.standard_streams import OutputLostError
 
 if TYPE_CHECKING:
@@ -172,21 +173,39 @@ def _set(dialogue: Dialogue, argument: str) -> None:
 
 
 def _save(dialogue: Dialogue, argument: str) -> None:
-    messages = dialogue.conversation.messages
+    conversation = dialogue.conversation
+    messages = conversation.messages
+    # Without the K/V first: they may not fit on the disk.
     file = save_messages(argument, messages)
-    dialogue.say(f"[saved to {file}: messages: {len(messages)}]")
+    said = f"saved to {file}: messages: {len(messages)}"
+    if conversation.tokens:
+        dialogue.screen.show_progress("[saving the K/V ...]")
+        try:
+            saved = save_kv(conversation, file)
+            save_messages(file, messages, saved.name)
+            said += f"; {saved}"
+        except (ValueError, OSError) as error:
+            dialogue.say(f"[the K/V are not saved: {error_line(error)}]")
+    dialogue.say(f"[{said}]")
 
 
 def _load(dialogue: Dialogue, argument: str) -> None:
-    file, messages = load_messages(argument)
+    file, messages, kv_file = load_messages(argument)
+    conversation = dialogue.conversation
     try:
-        dialogue.conversation.load_messages(messages)
+        conversation.load_messages(messages)
     except ValueError as error:
         raise ValueError(f"{file} can't be gone on with: {error_line(error)}") from error
-    num_messages = len(dialogue.conversation.messages)
-    is_open = dialogue.conversation.messages[-1]["role"] == "user"
-    what_now = "; /regenerate answers the last" if is_open else ""
-    dialogue.say(f"[loaded from {file}: messages: {num_messages}{what_now}]")
+    said = f"loaded from {file}: messages: {len(conversation.messages)}"
+    if kv_file is not None:
+        dialogue.screen.show_progress("[loading the K/V ...]")
+        try:
+            said += f"; K/V of {conversation.load_kv(kv_file):,} tokens"
+        except (ValueError, CacheFullError) as error:
+            dialogue.say(f"[the K/V are not loaded, and computed again: {error_line(error)}]")
+    if conversation.messages[-1]["role"] == "user":
+        said += "; /regenerate answers the last"
+    dialogue.say(f"[{said}]")
 
 
 def _fork(dialogue: Dialogue, argument: str) -> None:
@@ -250,7 +269,7 @@ COMMAND_TABLE = (
     Command("/edit", "[TEXT]", "change the last message, and answer it again", _edit),
     Command("/system", "[TEXT]", 'show or set the system prompt ("" removes it)', _system),
     Command("/set", "[NAME VALUE]", "show or change settings: /set temp 0.7", _set),
-    Command("/save", "FILE", "write the conversation to a file (JSON)", _save),
+    Command("/save", "FILE", "write the conversation to a file (JSON), its K/V beside it", _save),
     Command("/load", "FILE", "go on with a conversation that was saved", _load),
     Command("/fork", "", "go on in a branch, which shares the K/V so far", _fork),
     Command("/back", "", "leave the branch, and go on where it began", _back),

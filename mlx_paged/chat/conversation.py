@@ -5,20 +5,24 @@ from __future__ import annotations
 import copy
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_paged.chat.prompt_cache import PromptPrefix, behind_prefix
 from mlx_paged.chat_template import (
     NO_TEMPLATE,
     ChatTemplateError,
-    encode_chat,
+    encode_behind,
     normalise_messages,
     render_chat,
 )
 from mlx_paged.engine.engine import Engine
 from mlx_paged.generation import GenerationResponse, Progress, stream_request
 from mlx_paged.sampling_params import SamplingParams
+
+NO_PREFIX = PromptPrefix()
 
 Answer: TypeAlias = Generator[GenerationResponse, None, None]
 
@@ -36,6 +40,8 @@ class Conversation:
         tokenizer: with a chat template.
         system_prompt: the first message, if any.
         enable_thinking: passed to the template; ``None`` leaves it to the model.
+        prefix: K/V that stand before the conversation, instead of what the template writes before
+            the first message of the user. There is then no system prompt.
 
     Attributes:
         messages: mappings as :func:`normalise_messages` describes them.
@@ -44,6 +50,7 @@ class Conversation:
 
     Raises:
         ChatTemplateError: the tokenizer has no chat template.
+        ValueError: a system prompt behind a prefix.
     """
 
     def __init__(
@@ -52,6 +59,7 @@ class Conversation:
         tokenizer: TokenizerWrapper,
         system_prompt: str | None = None,
         enable_thinking: bool | None = None,
+        prefix: PromptPrefix = NO_PREFIX,
     ):
         if not tokenizer.has_chat_template:
             raise ChatTemplateError(NO_TEMPLATE)
@@ -59,12 +67,19 @@ class Conversation:
         self.tokens: list[int] = []
         self.tokenizer = tokenizer
         self.opens_thinking = False
+        self._prefix = prefix
         self._template_options = (
             {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         )
         self.messages: list[dict[str, Any]] = []
         if system_prompt is not None:
             self.messages.append({"role": "system", "content": system_prompt})
+        self._check_prefix(self.messages)
+
+    @property
+    def cache_salt(self) -> str | None:
+        """Of the requests of this conversation."""
+        return self._prefix.cache_salt
 
     @property
     def system_prompt(self) -> str | None:
@@ -93,6 +108,29 @@ class Conversation:
                 changed.
         """
         self._replace_messages(normalise_messages(messages))
+
+    def save_kv(self, path: str | Path) -> int:
+        """Write the K/V of the conversation to a file; returns of how many tokens: whole blocks.
+
+        Raises:
+            ValueError: they can't be saved, or the file can't be written.
+        """
+        self._check_tokens_are_known()
+        return self.engine.save_snapshot(path, self.tokens)
+
+    def load_kv(self, path: str | Path) -> int:
+        """Bring the K/V of a conversation back, whose messages were loaded; returns the number of
+        their tokens. The next turn reuses those that its prompt begins with.
+
+        Raises:
+            ValueError: they can't be found behind the prompt cache of this conversation.
+            SnapshotError: the file holds K/V of another model or of other settings, was altered, or
+                can't be read.
+            CacheFullError: the budget can't hold them.
+        """
+        self._check_tokens_are_known()
+        self.tokens = self.engine.load_snapshot(path)
+        return len(self.tokens)
 
     def reset(self) -> None:
         """Forget all turns but the system prompt, and give up their K/V."""
@@ -149,7 +187,9 @@ class Conversation:
             prompt = self._prompt_tokens()
             # The history keeps what was said, and marks of reasoning may be special tokens.
             params = params or SamplingParams(skip_special_tokens=False)
-            responses = stream_request(self.engine, prompt, params, progress)
+            responses = stream_request(
+                self.engine, prompt, params, progress, cache_salt=self.cache_salt
+            )
             with closing(responses):
                 token = None
                 for response in responses:
@@ -198,7 +238,22 @@ class Conversation:
         roles = [message["role"] for message in self.messages]
         return max((index for index, role in enumerate(roles) if role == "user"), default=None)
 
+    def _check_tokens_are_known(self) -> None:
+        if self.cache_salt is not None:
+            raise ValueError(
+                "[chat] the conversation stands behind a prompt cache that does not say its "
+                "tokens, so its K/V have no name to be found by"
+            )
+
+    def _check_prefix(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        if self._prefix.token_ids and messages and messages[0]["role"] == "system":
+            raise ValueError(
+                "[chat] a system prompt can't stand behind a prompt cache, in which the "
+                "conversation has begun; put it into the prompt that is cached"
+            )
+
     def _replace_messages(self, messages: list[dict[str, Any]]) -> None:
+        self._check_prefix(messages)
         # Whether a template takes a system prompt, or roles in this order, shows when the prompt of
         # a next turn is rendered.
         is_turn_open = bool(messages) and messages[-1]["role"] == "user"
@@ -207,12 +262,13 @@ class Conversation:
         self.messages = messages
 
     def _prompt_tokens(self) -> list[int]:
-        text, token_ids = encode_chat(
-            self.tokenizer, self.messages, self._template_options, held=self.tokens
-        )
+        prefix = list(self._prefix.token_ids)
+        write = behind_prefix if prefix else render_chat
+        text = write(self.tokenizer, self.messages, self._template_options)
+        token_ids = encode_behind(self.tokenizer, text, self.tokens[len(prefix) :])
         mark = self.tokenizer.think_start
         self.opens_thinking = bool(mark) and text.rstrip().endswith(mark)
-        return token_ids
+        return prefix + token_ids
 
 
 def _text(message: dict[str, Any]) -> str:

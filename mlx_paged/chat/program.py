@@ -173,7 +173,8 @@ def _is_known_to_be_empty(stdin: Any) -> bool:
 
 
 def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
-    from mlx_paged.chat.conversation import Conversation
+    from mlx_paged.chat.conversation import NO_PREFIX, Conversation
+    from mlx_paged.chat.prompt_cache import chosen_model, put_before, read_facts
     from mlx_paged.chat.settings import Settings
     from mlx_paged.distributed import launched_ranks
     from mlx_paged.engine.engine import Engine
@@ -187,12 +188,22 @@ def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
         read_sampling_defaults,
     )
 
+    facts = None
+    if args.prompt_cache_file is not None:
+        if args.system_prompt is not None:
+            raise ValueError(
+                "--system-prompt can't be combined with --prompt-cache-file, in which the "
+                "conversation has begun; put it into the prompt that is cached"
+            )
+        facts = read_facts(args.prompt_cache_file)
+        args.model = chosen_model(facts, args.model)
     folder = demo_model_path() if args.model is None else find_model(args.model)
     defaults = SamplingDefaults() if args.no_generation_config else read_sampling_defaults(folder)
     settings = Settings(args, defaults)
     model, tokenizer = load_for(
         launched_ranks(),
         folder,
+        tokenizer_config=None if facts is None else dict(facts.tokenizer_config),
         model_config=dtype_config(folder, args.dtype),
         adapter_path=args.adapter_path,
         tokenizer_path=args.tokenizer,
@@ -225,5 +236,6 @@ def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
         tokenizer,
         system_prompt=None if args.system_prompt is None else clean(args.system_prompt),
         enable_thinking=False if args.no_thinking else None,
+        prefix=NO_PREFIX if facts is None else put_before(engine, facts),
     )
     return conversation, settings

@@ -168,7 +168,9 @@ class Reports:
     def _sharing(self, branches: list[Conversation], engine: Engine) -> None:
         say, num_branches = self._screen.say, len(branches) - 1
         if num_branches:
-            tables = [engine.cached_block_ids(branch.tokens) for branch in branches]
+            tables = [
+                engine.cached_block_ids(branch.tokens, branch.cache_salt) for branch in branches
+            ]
             say(
                 f"sharing: the conversation and {num_branches} branch{'es' * (num_branches > 1)} "
                 f"are {sum(map(len, tables))} blocks long and take {len(set().union(*tables))}"

@@ -2,7 +2,8 @@
 
     {"format": "mlx_paged.chat", "version": 1, "messages": [{"role": "user", "content": "hi"}]}
 
-A bare list of messages can be read, too.
+``"kv_file"`` may name a file with its K/V, in the same folder. A bare list of messages can be read,
+too.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mlx_paged.errors import one_line, system_reason
 from mlx_paged.replaced_file import replaced_file
@@ -23,22 +24,42 @@ class TranscriptError(ValueError):
     """The file can't be read or written, or is no conversation; the message is one line."""
 
 
-def save_messages(path: str, messages: Sequence[Mapping[str, Any]]) -> Path:
+class Transcript(NamedTuple):
+    """What was read of a file.
+
+    Attributes:
+        messages: what is in their place, for the caller to check.
+        kv_file: with the K/V, if it names one.
+    """
+
+    file: Path
+    messages: list[Any]
+    kv_file: Path | None
+
+
+def save_messages(
+    path: str | Path, messages: Sequence[Mapping[str, Any]], kv_file: str | None = None
+) -> Path:
     """Write the file, aside first and then in its place, so that it is never half there.
 
     Only another saved conversation is overwritten.
 
+    Args:
+        kv_file: name of the file with the K/V, in the same folder.
+
     Raises:
         TranscriptError: there is another file, or the system refuses.
     """
-    file = _expand(path)
+    file = _expand(str(path))
     try:
         if file.exists() and not is_transcript(file):
             raise TranscriptError(
                 f"{file} exists and is no saved conversation; choose another name"
             )
         file = file.resolve()
-        content = {"format": FORMAT, "version": VERSION, "messages": list(messages)}
+        content: dict[str, Any] = {"format": FORMAT, "version": VERSION}
+        content |= {} if kv_file is None else {"kv_file": kv_file}
+        content["messages"] = list(messages)
         text = json.dumps(content, ensure_ascii=False, indent=2) + "\n"
         with replaced_file(file) as stream:
             stream.write(text.encode("utf-8", errors="replace"))
@@ -47,8 +68,8 @@ def save_messages(path: str, messages: Sequence[Mapping[str, Any]]) -> Path:
     return file
 
 
-def load_messages(path: str) -> tuple[Path, Any]:
-    """The file and what is in the place of its messages, which is for the caller to check.
+def load_messages(path: str) -> Transcript:
+    """Read a file.
 
     Raises:
         TranscriptError: it can't be read, or is no conversation.
@@ -64,15 +85,20 @@ def load_messages(path: str) -> tuple[Path, Any]:
         if isinstance(error, TranscriptError):
             raise
         raise TranscriptError(f"{file} is no conversation: {one_line(error)}") from error
+    kv_file = None
     if isinstance(content, dict):
         if content.get("version", VERSION) != VERSION:
             raise TranscriptError(
                 f"{file} is of version {content['version']!r}, and only {VERSION} can be read"
             )
+        name = content.get("kv_file")
+        # In the folder of the conversation, whatever the file says.
+        if isinstance(name, str) and "\0" not in name and Path(name).name:
+            kv_file = file.resolve().with_name(Path(name).name)
         content = content.get("messages")
     if not isinstance(content, list):
         raise TranscriptError(f"{file} is no conversation: it has no list of messages")
-    return file, content
+    return Transcript(file, content, kv_file)
 
 
 def is_transcript(file: Path) -> bool:

@@ -34,6 +34,7 @@ from mlx_paged.engine.draft_options import (
 )
 from mlx_paged.engine.following import FollowingLoop, share
 from mlx_paged.engine.grammar import GrammarCompiler
+from mlx_paged.engine.held_prompts import HeldPrompt, check_begins_with_held
 from mlx_paged.engine.joining import check_steps_are_alike, join_ranks, least_budget, replicas_of
 from mlx_paged.engine.latencies import Latencies
 from mlx_paged.engine.model_runner import ModelRunner
@@ -291,6 +292,9 @@ class Engine:
             raise ValueError(f"[engine] params must be SamplingParams, got {type(params).__name__}")
         token_rules = read_token_rules(params, self.tokenizer, self.runner.vocab_size)
         text, token_ids = read_prompt(prompt, self.tokenizer, self.runner.vocab_size)
+        if num_held := self.swap_space.num_held_tokens(cache_salt):
+            check_begins_with_held(token_ids, num_held, params)
+            no_store = True  # Nobody would find it.
         if params.structured_outputs is not None:
             grammar = self._grammars.compile(params.structured_outputs)
             token_rules = token_rules._replace(grammar=grammar)
@@ -442,6 +446,13 @@ class Engine:
         Arguments and errors: :meth:`Snapshots.open_prompt_cache`.
         """
         return self._put(self._snapshots.open_prompt_cache(path, token_ids), cache_salt)
+
+    def hold_prompt_cache(self, path: str | Path) -> HeldPrompt:
+        """Hold the K/V of a prompt cache of mlx-lm's that does not say its tokens, for requests
+        that begin with ``held.token_ids`` and have ``held.cache_salt``. They stay in host memory as
+        long as the engine. Errors: :meth:`Snapshots.hold_prompt_cache`.
+        """
+        return self._snapshots.hold_prompt_cache(path, self.swap_space)
 
     def _read(self, call: Callable[[], T]) -> T:
         """Call what reads K/V, between two steps: an interrupt tears nothing in it."""

@@ -361,6 +361,7 @@ class Scheduler:
     def _admit(self, plan: _Plan, request: Request) -> bool:
         """Let a waiting request run, if all its tokens fit now; else nothing changes."""
         computed = self._computed_blocks(request)
+        self.swap_space.lend(request.seq_id, request.cache_salt)
         num_held = max(self.swap_space.num_tokens_of(request.seq_id), computed.num_tokens)
         num_needed = self.manager.num_needed_blocks(
             request.seq_id, request.num_tokens - computed.num_tokens, computed
@@ -381,7 +382,7 @@ class Scheduler:
         insort(self.running, request, key=by_order)
         num_read_tokens = self._read_ahead.end(request)
         if request.status is RequestStatus.WAITING:
-            request.num_cached_tokens = computed.num_tokens
+            request.num_cached_tokens = num_held
             request.num_read_tokens = min(num_read_tokens, computed.num_tokens)
             plan.begun.append(request)
             if request.prefix_report is None:

@@ -8,9 +8,11 @@ from pathlib import Path
 
 from mlx.nn.layers.base import Module
 
-from mlx_paged.cache import KVCache
+from mlx_paged.cache import KVCache, SwappedKV
 from mlx_paged.distributed import Ranks
+from mlx_paged.engine.held_prompts import HeldPrompt, check_can_hold, hold
 from mlx_paged.engine.scheduler import extra_hash_keys
+from mlx_paged.engine.swap_space import SwapSpace
 from mlx_paged.errors import ArgumentError
 from mlx_paged.request import check_cache_salt
 from mlx_paged.snapshots import (
@@ -159,6 +161,18 @@ class Snapshots:
                 "token_ids",
             )
         return PrefixRows(ids, file.layers())
+
+    def hold_prompt_cache(self, path: str | Path, swap_space: SwapSpace[SwappedKV]) -> HeldPrompt:
+        """Read a prompt cache of mlx-lm's that does not say its tokens into host memory.
+
+        Raises:
+            ArgumentError: as :meth:`check`; or blocks can't be swapped, for ``kv="basic"`` or
+                layers with windows; or there is a draft model.
+            SnapshotError: as :meth:`open_prompt_cache`.
+        """
+        self.check()
+        check_can_hold(self._cache, self._draft_model is not None)
+        return hold(PromptCacheFile(path, self._model, self._cache), self._cache, swap_space)
 
     def put(
         self, land: Callable[[], None], rows: PrefixRows, cache_salt: str | None

@@ -62,6 +62,9 @@ def num_swap_tokens(swap_bytes: str | int | None, cache: KVCache, num_parameters
 class SwapSpace(Generic[T]):
     """The K/V of preempted requests; what fits is swapped, anything else is computed again.
 
+    Beside them, K/V that can't be computed may be held for all requests of a salt, which begin with
+    them. They take none of the room.
+
     Args:
         num_tokens: the most tokens to keep; 0 never swaps.
     """
@@ -70,6 +73,20 @@ class SwapSpace(Generic[T]):
         self.num_tokens = num_tokens
         self._num_tokens_of: dict[SeqId, int] = {}
         self._contents: dict[SeqId, T] = {}
+        self._held: dict[str, tuple[int, T]] = {}  # by salt
+
+    def hold(self, cache_salt: str, num_tokens: int, content: T) -> None:
+        """Keep the first tokens of all requests of a salt."""
+        self._held[cache_salt] = num_tokens, content
+
+    def num_held_tokens(self, cache_salt: str | None) -> int:
+        """Tokens that are held for requests of a salt."""
+        return self._held[cache_salt][0] if cache_salt in self._held else 0
+
+    def lend(self, seq_id: SeqId, cache_salt: str | None) -> None:
+        """Let a sequence that has nothing here have what is held for its salt."""
+        if cache_salt in self._held and seq_id not in self._num_tokens_of:
+            self._num_tokens_of[seq_id], self._contents[seq_id] = self._held[cache_salt]
 
     @property
     def num_used_tokens(self) -> int:

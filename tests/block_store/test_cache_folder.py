@@ -214,3 +214,10 @@ def test_a_folder_in_the_place_of_a_block_can_be_seen_past(store, folder):
     assert names(folder.entries()) == "ab" and folder.size().num_blocks == 2
     problems = [file.problem for file in folder.verify() if file.problem]
     assert problems == ["it is no regular file"]
+
+
+def test_a_folder_that_was_closed_can_be_used_again(store, folder):
+    put_chain(store, *"ab")
+    with folder as same:
+        assert same.size().num_blocks == 2
+    assert folder.size().num_blocks == 2

@@ -1,10 +1,11 @@
-"""What the disk may do to a ``BlockStore``: it never raises, goes on if it can, and else says why."""
+"""What the disk may do to a ``BlockStore``: it goes on if it can, and else says why."""
 
 from __future__ import annotations
 
 import errno
 import os
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -283,3 +284,26 @@ def test_a_tool_that_finds_no_folder_says_so(tmp_path):
     shutil.rmtree(tmp_path / "cache")
     assert folder.entries() == [] and list(folder.verify()) == []
     assert not folder.pin(store.fingerprint.digest, named("a"))
+
+
+def test_closing_does_not_wait_for_a_disk_that_hangs(tmp_path, monkeypatch):
+    store = open_store(tmp_path / "cache")
+    hangs, may_go_on = threading.Event(), threading.Event()
+    writev = os.writev
+
+    def hang(*arguments):
+        hangs.set()
+        assert may_go_on.wait(10)
+        return writev(*arguments)
+
+    monkeypatch.setattr(os, "writev", hang)
+    thread = threading.Thread(target=put, args=(store, "a"))
+    thread.start()
+    assert hangs.wait(10)
+    store.close(timeout=0.01)
+    assert thread.is_alive() and found(store, "a") == ""
+    may_go_on.set()
+    thread.join(10)
+    again = open_store(tmp_path / "cache")
+    again.tend()
+    assert found(again, "a") == "a" and again.stats().num_blocks == 1

@@ -97,7 +97,9 @@ def test_a_row_that_is_added_again_keeps_its_hits_and_children():
 def test_the_first_byte_of_a_hash_tells_its_shard():
     index = Index(None, 0)
     hashes = [bytes([first]) + rest for first in (0, 1, 254, 255) for rest in (b"", b"\xff" * 63)]
-    index.add(row("x").__class__(DIGEST, each, None, 0, 1, 0, UNIT, 1.0, None, 1.0) for each in hashes)
+    index.add(
+        row("x").__class__(DIGEST, each, None, 0, 1, 0, UNIT, 1.0, None, 1.0) for each in hashes
+    )
     for first in (0, 1, 2, 254, 255):
         assert set(index.shard(DIGEST, first)) == {each for each in hashes if each[0] == first}
 
@@ -213,7 +215,7 @@ def test_an_index_that_is_harmed_while_it_is_used_is_made_again(tmp_path, harm):
 
 def test_an_index_with_any_byte_broken_costs_no_block(tmp_path):
     rng = random.Random(7)
-    for number in range(25):
+    for number in range(15):
         store = open_store(tmp_path / str(number), num_blocks=6)
         put_chain(store, *"abcd")
         store.close()

@@ -1,4 +1,4 @@
-"""A store against a model of it: dictionaries and the rules of DESIGN, over random histories."""
+"""A store against a model of it: a dictionary of times, over random histories."""
 
 from __future__ import annotations
 
@@ -22,7 +22,17 @@ from mlx_paged.block_store import store as store_module
 LIMIT = 5
 TTL = 50.0
 # A forest: each block's parent.
-PARENTS = {"a": None, "b": "a", "c": "b", "d": "c", "e": "b", "f": None, "g": "f", "h": "g", "i": "a"}
+PARENTS = {
+    "a": None,
+    "b": "a",
+    "c": "b",
+    "d": "c",
+    "e": "b",
+    "f": None,
+    "g": "f",
+    "h": "g",
+    "i": "a",
+}
 DEPTHS: dict[str, int] = {}
 for _name, _parent in PARENTS.items():
     DEPTHS[_name] = 0 if _parent is None else DEPTHS[_parent] + 1
@@ -35,7 +45,7 @@ def chain(name: str) -> list[str]:
 
 
 class Clock:
-    """Time that passes only when it is told to, and a little at each look, so that none are equal."""
+    """Time that passes when it is told to, and a little at each look, so that none are equal."""
 
     def __init__(self):
         self.now = 1_000_000_000.0
@@ -59,9 +69,9 @@ class StoreMachine(RuleBasedStateMachine):
         self.clock = Clock()
         for module in (store_module, inventory_module, reconcile_module):
             self.patch.setattr(module, "time", self.clock)
+        self.patch.setattr(store_module, "_MOST_SECONDS_BETWEEN_SWEEPS", 0.0)
         self.times: dict[str, float] = {}  # of the last use, of what should be there
         self.pins: set[str] = set()
-        self.num_shown = 0
         self.open()
 
     def open(self):
@@ -122,22 +132,10 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(name=blocks)
     def use(self, name):
-        self.forget_what_is_over_now()
         self.store.note_used([named(each) for each in chain(name)])
         for each in chain(name):
             if each in self.times:
                 self.times[each] = self.clock.now
-        self.store.tend()
-
-    @rule()
-    def tend(self):
-        self.forget_what_is_over_now()
-
-    def forget_what_is_over_now(self):
-        self.clock.now += TTL / 4 + 1  # a sweep is due
-        self.store.tend()
-        self.evict_beyond(LIMIT)
-        self.forget_what_is_over()
 
     @rule(seconds=st.sampled_from([1.0, 30.0, 60.0]))
     def let_time_pass(self, seconds):
@@ -186,15 +184,13 @@ class StoreMachine(RuleBasedStateMachine):
             for path in (self.folder / "cache").glob("index*"):
                 path.unlink()
         self.open()
-        self.store.tend()
-        self.evict_beyond(LIMIT)
-        self.forget_what_is_over()
 
     @invariant()
     def nothing_failed_and_sums_are_right(self):
         assert self.store.failure is None
         self.store.tend()
         self.evict_beyond(LIMIT)
+        self.forget_what_is_over()
         files = block_files(self.folder)
         assert self.store.stats().num_blocks == len(files)
         assert self.store.stats().nbytes == UNIT * len(files)
@@ -204,7 +200,7 @@ class StoreMachine(RuleBasedStateMachine):
 def test_a_store_does_what_its_model_does():
     assert block_file.VERSION == 1 and index_module.ALLOCATION_UNIT == UNIT
     StoreMachine.TestCase.settings = settings(
-        max_examples=40,
+        max_examples=15,
         stateful_step_count=40,
         deadline=None,
         suppress_health_check=list(HealthCheck),

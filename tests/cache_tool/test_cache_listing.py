@@ -73,7 +73,7 @@ def test_show_says_all_of_one_prefix():
         "fingerprint": tree.digest,
         "content": "content",
         "code": "1",
-        "K/V": "float32, 2 layers: 8 heads of 16, float32",
+        "K/V": "float32, 2 layers",
         "tokens": "48 in 3 blocks",
         "bytes": "3.0 MB in 3 files",
         "prefixes": "2 go through it, of 5 of the model",

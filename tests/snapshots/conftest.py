@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from helpers.engine_helpers import CONFIG, livelier_model, tiny_models
+from mlx.utils import tree_flatten
+from mlx_lm.models import qwen3 as mlx_lm_qwen3
 
 from mlx_paged.models import qwen3
 
 
 @pytest.fixture(scope="session")
-def model() -> qwen3.Model:
-    return tiny_models()[0]
+def models() -> tuple[qwen3.Model, Any]:
+    """Ours and mlx-lm's, of the same weights."""
+    return tiny_models()
+
+
+@pytest.fixture(scope="session")
+def model(models: tuple[qwen3.Model, Any]) -> qwen3.Model:
+    return models[0]
+
+
+@pytest.fixture(scope="session")
+def wide_models(wide_model: qwen3.Model) -> tuple[qwen3.Model, Any]:
+    stock = mlx_lm_qwen3.Model(mlx_lm_qwen3.ModelArgs.from_dict(CONFIG | {"head_dim": 64}))
+    stock.load_weights(tree_flatten(wide_model.parameters()))
+    return wide_model, stock
 
 
 @pytest.fixture(scope="session")
