@@ -162,7 +162,8 @@ def test_the_package_says_what_there_is(command: str, name: str):
         status, out, err = shell(f"{command} {wrong}")
         assert (status, out) == (2, "")
         assert (
-            err == f"{name}: error: unknown {kind} {wrong!r}; commands: chat, serve, cache (see --help)\n"
+            err
+            == f"{name}: error: unknown {kind} {wrong!r}; commands: chat, serve, cache (see --help)\n"
         )
 
 
