@@ -18,6 +18,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -118,9 +119,16 @@ def make_context() -> Any:
     """What processes are made from."""
     context = multiprocessing.get_context(_METHOD)
     if _METHOD == "forkserver":
-        # The server has the path of its environment alone.
-        os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         context.set_forkserver_preload(list(_PRELOADED))
+        # The server finds modules by its environment alone, which it gets when it starts.
+        before = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        try:
+            forkserver.ensure_running()
+        finally:
+            del os.environ["PYTHONPATH"]
+            if before is not None:
+                os.environ["PYTHONPATH"] = before
     return context
 
 
