@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -107,8 +106,6 @@ class Ours:
     def end(self, side: Side) -> None:
         assert isinstance(side, PagedEngine)
         if self._cache_dir is not None:
-            while side.engine.save_more():
-                time.sleep(0.01)  # the disk is behind
             side.engine.close(timeout=60)
 
 

@@ -45,7 +45,7 @@ from approach_measures import (
 from approach_report import Turns, checks_of, print_approaches, print_checks, row_of
 from approach_sides import NO_CACHE, THEIRS, Approach, make_approaches, nbytes_per_token
 from card import machine_card, print_card, print_json
-from decode import load_both, shape_of
+from decode import load_theirs, shape_of
 from held_out import documents
 from throughput_scenarios import SampleRequest, Scenario
 
@@ -177,9 +177,8 @@ def main() -> int:
     args = setup_arg_parser().parse_args()
     scale = QUICK if args.quick else Scale()
     num_turns = args.turns or scale.turns
-    ours, theirs = load_both(args.model)
-    folder = demo_model_path() if args.model == "demo" else args.model
-    tokenizer = load(folder)[1]
+    path = demo_model_path() if args.model == "demo" else args.model
+    (ours, tokenizer), theirs = load(path), load_theirs(path)
     num_texts = scale.num_requests + 2
     longest = max(scale.text, scale.prefix)
     texts = documents(tokenizer, num_texts * 2 * longest, longest)[:num_texts]

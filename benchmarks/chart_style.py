@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import matplotlib
 from matplotlib import ticker
@@ -28,7 +28,7 @@ NEUTRAL = "#6e7781"
 INCHES_WIDE = 10.0
 PIXELS_PER_INCH = 160
 
-_SETTINGS: dict[str, Any] = {
+_SETTINGS: Any = {  # Matplotlib spells its names out as literals, which differ by version.
     "font.family": "DejaVu Sans",  # comes with matplotlib, so text is as wide on every machine
     "font.size": 10,
     "axes.titlesize": 11,
@@ -60,7 +60,8 @@ _SETTINGS: dict[str, Any] = {
 
 def make_panels(num_panels: int, height: float, **options: Any) -> tuple[Figure, list[Axes]]:
     """A figure with panels side by side; no window is opened."""
-    matplotlib.rcParams.update(_SETTINGS)
+    for name, value in _SETTINGS.items():
+        matplotlib.rcParams[cast(Any, name)] = value
     figure = Figure(figsize=(INCHES_WIDE, height), layout="constrained")
     made = figure.subplots(1, num_panels, squeeze=False, **options)
     return figure, list(made[0])

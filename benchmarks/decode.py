@@ -63,17 +63,20 @@ def load_both(name: str) -> tuple[nn.Module, nn.Module]:
         return random_weights(QWEN3_0_6B_LAYERS)
     if name in SHAPES:
         return random_model(SHAPES[name])
-    ours: nn.Module
-    theirs: nn.Module
     path = demo_model_path() if name == "demo" else name
-    ours, _ = load(path)
+    return load(path)[0], load_theirs(path)
+
+
+def load_theirs(path: str | Path) -> nn.Module:
+    """A folder's or a repository's model as mlx-lm loads it."""
+    model: nn.Module
     if Path(path).is_dir():
-        theirs, _ = load_model(Path(path))
+        model, _ = load_model(Path(path))
     else:
         from mlx_lm import load as mlx_lm_load
 
-        theirs = mlx_lm_load(str(path))[0]
-    return ours, theirs
+        model = mlx_lm_load(str(path))[0]
+    return model
 
 
 def random_weights(

@@ -78,8 +78,6 @@ def answer(args: argparse.Namespace) -> Answer:
     prompt = [5 + (31 * index + index // 50) % 900 for index in range(args.length)]
     seconds, token_ids = run(engine, "prompt", prompt)
     num_cached = engine.stats().num_cached_prompt_tokens
-    while engine.save_more():
-        time.sleep(0.01)  # the disk is behind
     is_written = engine.close(SECONDS_TO_WRITE)
     tier = engine.stats().disk_tier
     nbytes = 0 if tier is None else tier.nbytes

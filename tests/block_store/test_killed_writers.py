@@ -25,4 +25,4 @@ def test_no_token_is_wrong_after_engines_were_killed(tmp_path: Path):
     findings = killed_engines.EngineKills(tmp_path, seed=1).run(10, kills_per_look=5)
     assert findings.problems == []
     assert findings.num_kills >= 10 and findings.num_looks >= 1
-    assert findings.counts["answers"] > 50 and findings.counts["prompt tokens from disk"] > 1000
+    assert findings.counts["answers"] >= 40 and findings.counts["prompt tokens from disk"] > 0
