@@ -1,7 +1,7 @@
 """The lower bounds that pyproject.toml states, as pins for pip: ``numpy>=1.26`` becomes
 ``numpy==1.26``.
 
-python .ci/lower_bounds.py           the pins of the dependencies and of both extras, one a line
+python .ci/lower_bounds.py           the pins of the dependencies and of these extras, one a line
 python .ci/lower_bounds.py --python  the lowest Python, as 3.11
 python .ci/lower_bounds.py --requirement ruff
                                      what the dev or the test extra asks for, as ruff>=0.8
@@ -37,11 +37,11 @@ def lower_bound(specifiers: SpecifierSet, what: str) -> str:
 def pins(project: dict[str, Any]) -> list[str]:
     """What runs the tests on this machine, each at its lower bound."""
     extra = project["optional-dependencies"]
-    texts = [*project["dependencies"], *extra["server"], *extra["test"]]
+    texts = [*project["dependencies"], *extra["server"], *extra["charts"], *extra["test"]]
     found = []
     for requirement in map(Requirement, texts):
         if requirement.name == project["name"]:
-            continue  # The test extra asks for the server extra, whose own bounds are above.
+            continue  # The test extra asks for the other two, whose own bounds are above.
         if requirement.marker is None or requirement.marker.evaluate():
             extras = f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
             bound = lower_bound(requirement.specifier, requirement.name)

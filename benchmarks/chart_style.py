@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import matplotlib
 from matplotlib import ticker
@@ -60,7 +60,8 @@ _SETTINGS: Any = {  # Matplotlib spells its names out as literals, which differ 
 
 def make_panels(num_panels: int, height: float, **options: Any) -> tuple[Figure, list[Axes]]:
     """A figure with panels side by side; no window is opened."""
-    matplotlib.rcParams.update(_SETTINGS)
+    for name, value in _SETTINGS.items():
+        matplotlib.rcParams[cast(Any, name)] = value
     figure = Figure(figsize=(INCHES_WIDE, height), layout="constrained")
     made = figure.subplots(1, num_panels, squeeze=False, **options)
     return figure, list(made[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 
 import mlx.core as mx
@@ -27,6 +28,7 @@ from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.models.mlx_lm.adapt import checked_model
 from mlx_paged.models.mlx_lm.errors import UnsuitableModelError
 from mlx_paged.models.mlx_lm.packed import PackedModel
+from mlx_paged.snapshots import export_prompt_cache
 
 # Tokens of a step that computes again what was given up, as mlx-lm cuts its prompts.
 MAX_CHUNK = 2048
@@ -113,6 +115,46 @@ class Attachment:
                 num_tokens=self._num_tokens,
                 num_hit_tokens=self._num_hit_tokens,
                 num_recomputed_tokens=self._num_recomputed_tokens,
+            )
+
+    def export_prompt_cache(
+        self,
+        path: str | Path,
+        prompt_cache: Sequence[PromptCache | FollowingCache],
+        *,
+        model_name: str | None = None,
+    ) -> int:
+        """Write a prompt cache to a file, as mlx-lm's ``save_prompt_cache`` writes its own; returns
+        its number of tokens. ``load_prompt_cache`` reads it.
+
+        Args:
+            prompt_cache: of this model, with one sequence.
+            model_name: the folder or hub id that ``mlx_lm.generate`` loads.
+
+        Raises:
+            ArgumentError: a prompt cache of another model, without tokens or with several
+                sequences; tokens that have left a window; or K/V that mlx-lm's caches can't hold.
+            SnapshotError: the system refuses, or the disk is full; an older file stays as it was.
+        """
+        prompt = self._checked(prompt_cache)
+        with self._sequences.lock:
+            self._sequences.free_released()
+            if len(prompt.rows) != 1 or prompt.empty():
+                raise ArgumentError(
+                    f"[attach] prompt_cache has {len(prompt.rows)} sequences and up to "
+                    f"{prompt.size()} tokens; one with tokens can be exported",
+                    "prompt_cache",
+                )
+            (sequence,) = prompt.rows
+            if not self._sequences.has_blocks(sequence.state):
+                self._compute_again(sequence, {sequence})
+            return export_prompt_cache(
+                path,
+                self._packed,
+                self.cache,
+                sequence.state.seq_id,
+                model_name=model_name,
+                token_ids=sequence.state.tokens.read(),
             )
 
     # What the model's class does meanwhile

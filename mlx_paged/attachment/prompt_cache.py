@@ -18,8 +18,8 @@ class NotSaved:
 
     def __repr__(self) -> str:
         return (
-            "the K/V of an attached model lie in blocks that it shares, and are not saved; make "
-            "the prompt cache that is to be saved before the model is attached"
+            "the K/V of an attached model lie in blocks that it shares; what attach() returned "
+            "writes them with export_prompt_cache(path, prompt_cache), for load_prompt_cache"
         )
 
 

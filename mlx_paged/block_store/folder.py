@@ -10,10 +10,11 @@ from contextlib import contextmanager
 
 from mlx_paged.block_store.block_file import BlockHeader, read_block, read_file_header
 from mlx_paged.block_store.errors import BadBlockFileError, BlockStoreError, OtherVersionError
+from mlx_paged.block_store.files import check_is_ours
 from mlx_paged.block_store.fingerprint import Fingerprint
 from mlx_paged.block_store.index import BlockName, Index, IndexRow, nbytes_on_disk
 from mlx_paged.block_store.inventory import Inventory
-from mlx_paged.block_store.layout import FINGERPRINT_NAME, BlockLayout, block_hash_of, check_is_ours
+from mlx_paged.block_store.layout import FINGERPRINT_NAME, BlockLayout, block_hash_of
 from mlx_paged.errors import system_reason
 
 

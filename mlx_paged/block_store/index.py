@@ -19,7 +19,8 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from mlx_paged.block_store.layout import create_file, is_digest
+from mlx_paged.block_store.files import create_file
+from mlx_paged.block_store.layout import is_digest
 
 BlockName: TypeAlias = tuple[str, bytes]
 """The digest of a fingerprint and the hash of a block: what names a file."""
@@ -225,26 +226,20 @@ class Index:
             ((last_used, *name) for name, last_used in uses),
         )
 
-    def oldest_leaves(
-        self, nbytes: int, is_kept: Callable[[BlockName], bool]
-    ) -> dict[BlockName, int]:
-        """Blocks without children, the least recently used first, until they take ``nbytes``
-        together, and what each takes. Those that ``is_kept`` are left out.
+    def oldest_leaf(self, is_kept: Callable[[BlockName], bool]) -> tuple[BlockName, int] | None:
+        """The least recently used block without children, of those that are not ``is_kept``, and
+        what it takes; of several the one with the latest tokens.
         """
-        leaves: dict[BlockName, int] = {}
         cursor = self._database.execute(
             "SELECT digest, hash, nbytes FROM blocks WHERE num_children = 0 "
             "ORDER BY last_used, first_token DESC"
         )
         with closing(cursor):
-            for digest, block_hash, size in cursor:
+            for digest, block_hash, nbytes in cursor:
                 name = _checked_name(digest, block_hash)
                 if not is_kept(name):
-                    leaves[name] = size
-                    nbytes -= size
-                    if nbytes <= 0:
-                        break
-        return leaves
+                    return name, nbytes
+        return None
 
     def expired(self, now: float, digest: str, ttl: float | None) -> list[tuple[BlockName, float]]:
         """Blocks whose time is over by what their writer said, or, of one fingerprint, by ``ttl``;

@@ -22,6 +22,7 @@ _BUSY_SECONDS = 5.0  # for another process to end its transaction, which takes m
 _BUSY_SECONDS_AT_START = 0.2  # the thread that starts an engine waits for these
 _MOST_TRIES = 4
 _SECONDS_BETWEEN_PAUSES = 0.001
+_EVICTED_AT_A_TIME = 16
 _SECONDS_BETWEEN_LISTINGS = 60.0  # without an index that other processes write to
 
 # SQLite's own messages, and values in a broken index, may be no text or of another type.
@@ -47,7 +48,8 @@ class Inventory:
     The index is opened when it is first needed, and the files are listed before it is believed. A
     broken one is made again. Where there can be none on disk (it is locked for ever, the file
     system has no locks, the folder is somebody else's), one in memory takes its place, and the
-    folder is listed every minute to see what other processes do.
+    folder is listed every minute to see what other processes do, and the index on disk is tried
+    again.
 
     Attributes:
         pins: the blocks that stay.
@@ -100,13 +102,23 @@ class Inventory:
             OSError: a file can't be removed.
         """
         num_evicted = num_freed = 0
-        while num_freed < nbytes:
-            leaves = self._oldest_leaves(nbytes - num_freed, pause)
-            if not leaves:
-                break
-            self.remove(leaves)
-            num_evicted += len(leaves)
-            num_freed += sum(leaves.values())
+
+        def evict_some(index: Index) -> bool:
+            nonlocal num_evicted, num_freed
+            # A file goes before its row: a row too many is harmless.
+            with index.transaction():
+                for _ in range(_EVICTED_AT_A_TIME):
+                    leaf = index.oldest_leaf(self.pins.keeps) if num_freed < nbytes else None
+                    if leaf is None:
+                        return False
+                    name, size = leaf
+                    self._remove_file(name)
+                    index.remove([name])
+                    num_evicted += 1
+                    num_freed += size
+            return True
+
+        while self.act(evict_some, pause):
             if pause is not None:
                 pause()
         return num_evicted, num_freed
@@ -134,8 +146,7 @@ class Inventory:
         """Remove files and their rows. Raises as ``evict``."""
         names = list(names)
         for name in names:
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                os.unlink(self._layout.block(*name))
+            self._remove_file(name)
         self.act(lambda index: index.remove(names))
 
     def list_again(self) -> None:
@@ -145,18 +156,22 @@ class Inventory:
             self._listing = reconcile(index, self._layout, self.bad_files)
 
     def list_again_if_alone(self) -> None:
-        """Do so now and then, if other processes can't be heard of in another way."""
+        """Do so now and then, if other processes can't be heard of in another way. What kept the
+        index on disk from being used may have passed, so that is tried first.
+        """
         with self._lock:
             is_old = time.monotonic() - self._listed > _SECONDS_BETWEEN_LISTINGS
             if self._index is not None and not self._index.is_shared and is_old:
-                self.list_again()
+                self._must_be_private = False
+                self._close_index()
 
     def close(self) -> None:
         with self._lock:
             self._close_index()
 
-    def _oldest_leaves(self, nbytes: int, pause: Pause | None) -> dict[BlockName, int]:
-        return self.act(lambda index: index.oldest_leaves(nbytes, self.pins.keeps), pause)
+    def _remove_file(self, name: BlockName) -> None:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            os.unlink(self._layout.block(*name))
 
     def _finish_listing(self, pause: Pause | None) -> None:
         began = time.monotonic()

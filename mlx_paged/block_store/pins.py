@@ -12,13 +12,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from mlx_paged.block_store.files import make_private_folder, write_aside
 from mlx_paged.block_store.index import BlockName
-from mlx_paged.block_store.layout import (
-    BlockLayout,
-    make_private_folder,
-    pinned_hash_of,
-    write_aside,
-)
+from mlx_paged.block_store.layout import BlockLayout, pinned_hash_of
 
 # Two changes of a folder within a tick of the clock leave it with the same time.
 _TICK_NS = 1_000_000_000

@@ -16,8 +16,9 @@ from pathlib import Path
 
 from mlx_paged.block_store.block_file import read_file_header
 from mlx_paged.block_store.errors import BadBlockFileError, OtherVersionError
+from mlx_paged.block_store.files import is_abandoned
 from mlx_paged.block_store.index import BlockName, Index, IndexRow, nbytes_on_disk
-from mlx_paged.block_store.layout import BlockLayout, block_hash_of, is_abandoned
+from mlx_paged.block_store.layout import BlockLayout, block_hash_of
 
 _HEADERS_AT_A_TIME = 32
 _SAME_TIME = 1.0  # seconds
@@ -92,12 +93,15 @@ def _reconcile_shard(
         if block_hash not in known or known[block_hash][0] != nbytes
     ]
     for start in range(0, len(new), _HEADERS_AT_A_TIME):
-        rows = [
-            _row_of_file(layout, (digest, block_hash), nbytes, last_used, bad_files)
+        rows = {
+            (digest, block_hash): _row_of_file(
+                layout, (digest, block_hash), nbytes, last_used, bad_files
+            )
             for block_hash, nbytes, last_used in new[start : start + _HEADERS_AT_A_TIME]
-        ]
+        }
         with index.transaction():
-            index.add(row for row in rows if row is not None)
+            index.add(row for row in rows.values() if row is not None)
+            index.remove(name for name, row in rows.items() if row is None)
         yield
     yield
 

@@ -10,24 +10,19 @@ import sqlite3
 import stat
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from mlx_paged.argument_values import check_integer
 from mlx_paged.block_store.block_file import BlockHeader, Payload, encode_header, read_block
 from mlx_paged.block_store.errors import BadBlockFileError, BlockStoreError, OtherVersionError
+from mlx_paged.block_store.files import make_folder, make_private_folder, write_aside
 from mlx_paged.block_store.fingerprint import Fingerprint
-from mlx_paged.block_store.index import BlockName, Index, IndexRow, nbytes_on_disk
+from mlx_paged.block_store.index import Index, IndexRow, nbytes_on_disk
 from mlx_paged.block_store.inventory import Inventory, Pause
-from mlx_paged.block_store.layout import (
-    FINGERPRINT_NAME,
-    BlockLayout,
-    make_folder,
-    make_private_folder,
-    write_aside,
-)
-from mlx_paged.block_store.reconcile import last_use
+from mlx_paged.block_store.layout import FINGERPRINT_NAME, BlockLayout
+from mlx_paged.block_store.notes import Notes
 from mlx_paged.errors import reason, shown, system_reason
 
 _ROWS_AT_A_TIME = 64
@@ -60,17 +55,6 @@ class BlockStoreStats:
     num_dropped: int = 0
     num_corrupt: int = 0
     num_evicted: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class _Use:
-    block_hashes: tuple[bytes, ...]
-    time: float
-
-
-@dataclasses.dataclass(frozen=True)
-class _Loss:
-    name: BlockName
 
 
 class BlockStore:
@@ -116,13 +100,12 @@ class BlockStore:
             why = system_reason(error)
             raise BlockStoreError(f"{self.layout.folder} can't be used: {why}") from error
         self._inventory = Inventory(self.layout)
+        self._notes = Notes(self._inventory, self.layout, self._digest)
         self._is_off = False
         self._failure: str | None = None
         self._lock = threading.Lock()  # of the counters
         self._counts: Counter[str] = Counter()
         self._writing = threading.RLock()
-        self._changes: deque[IndexRow | _Use | _Loss] = deque()
-        self._num_noted = self._nbytes_noted = 0  # of rows among the changes
         self._totals = self._inventory.glance()
         self._swept = -float("inf")
 
@@ -185,7 +168,7 @@ class BlockStore:
         and written down by ``tend``.
         """
         if not self._is_off:
-            self._changes.append(_Use(tuple(block_hashes), time.time()))
+            self._notes.used(block_hashes)
 
     def tend(self, pause: Pause | None = None) -> None:
         """Write down what has happened, and bring the folder within its limits. The writer calls it
@@ -270,7 +253,7 @@ class BlockStore:
             self.fail(f"a bad block could not be removed: {system_reason(error)}")
             return
         self.count(counter)
-        self._changes.append(_Loss((self._digest, block_hash)))
+        self._notes.lost(block_hash)
 
     def _write(self, header: BlockHeader, payload: Payload) -> bool:
         now = time.time()
@@ -279,7 +262,7 @@ class BlockStore:
         if nbytes > self.max_nbytes or not self._make_room(nbytes):
             return False
         self._write_file(header.block_hash, [prefix, payload], nbytes)
-        self._changes.append(
+        self._notes.written(
             IndexRow(
                 self._digest,
                 header.block_hash,
@@ -293,10 +276,8 @@ class BlockStore:
                 last_used=now,
             )
         )
-        self._num_noted += 1
-        self._nbytes_noted += nbytes
         self._totals = self._totals[0] + 1, self._totals[1] + nbytes
-        if len(self._changes) >= _ROWS_AT_A_TIME:
+        if self._notes.num_written >= _ROWS_AT_A_TIME:
             self._settle()
         return True
 
@@ -327,17 +308,13 @@ class BlockStore:
 
     def _make_room(self, nbytes: int, pause: Pause | None = None) -> bool:
         """Evict until ``nbytes`` more are within the limit; whether they are."""
-        self._totals = self._known_totals()
+        self._totals = self._notes.totals()
         if self._totals[1] + nbytes <= self.max_nbytes:
             return True
         self._settle()
         self._totals = self._inventory.act(Index.totals)
         excess = self._totals[1] + nbytes - self.max_nbytes
         return excess <= 0 or self._evict(excess, pause) >= excess
-
-    def _known_totals(self) -> tuple[int, int]:
-        num_blocks, nbytes = self._inventory.act(Index.totals)
-        return num_blocks + self._num_noted, nbytes + self._nbytes_noted
 
     def _evict(self, nbytes: int, pause: Pause | None = None) -> int:
         self._settle()
@@ -359,37 +336,7 @@ class BlockStore:
         while self._inventory.bad_files:
             self._inventory.bad_files.pop()
             self.count("num_corrupt")
-        changes = [self._changes.popleft() for _ in range(len(self._changes))]
-        self._num_noted = self._nbytes_noted = 0
-        if not changes:
-            return
-        for change in changes:
-            if isinstance(change, _Use):
-                self._set_times(change)
-        self._inventory.act(lambda index: self._note_down(index, changes))
-
-    def _set_times(self, use: _Use) -> None:
-        # The time of a file outlives the index.
-        for block_hash in use.block_hashes:
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                times = (use.time, use.time)
-                os.utime(self._path(block_hash), times, follow_symlinks=False)
-
-    def _note_down(self, index: Index, changes: list[IndexRow | _Use | _Loss]) -> None:
-        with index.transaction():
-            for change in changes:
-                match change:
-                    # Other processes may have removed what was written here, and written again
-                    # what was lost.
-                    case IndexRow() if self._is_there(change.name):
-                        index.add([change])
-                    case _Loss(name) if not self._is_there(name):
-                        index.remove([name])
-                    case _Use(block_hashes, used):
-                        index.note_used(self._digest, block_hashes, used)
-
-    def _is_there(self, name: BlockName) -> bool:
-        return last_use(self.layout.block(*name)) is not None
+        self._notes.settle()
 
     @contextmanager
     def _failing(self, what: str) -> Iterator[None]:

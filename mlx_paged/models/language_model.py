@@ -67,11 +67,7 @@ class LanguageModel(Module, ABC):
         """The caches that mlx-lm makes for this model, empty, each with the layer whose K/V it
         holds; ``None`` for one that stays empty.
         """
-        windows = [spec.window for spec in self.layer_specs]
-        return [
-            (KVCache() if window is None else RotatingKVCache(window), layer)
-            for layer, window in enumerate(windows)
-        ]
+        return [(stock_cache(spec.window), layer) for layer, spec in enumerate(self.layer_specs)]
 
     def shard(self, group: mx.distributed.Group) -> None:
         """Keep this rank's share of the weights, and sum what the ranks compute where a layer needs
@@ -117,6 +113,11 @@ class LanguageModel(Module, ABC):
         Returns:
             Logits ``[num_rows, vocab_size]``.
         """
+
+
+def stock_cache(window: int | None) -> KVCache | RotatingKVCache:
+    """mlx-lm's cache of a layer, empty."""
+    return KVCache() if window is None else RotatingKVCache(window)
 
 
 def check_model(model: object) -> LanguageModel:

@@ -124,7 +124,8 @@ def write_prompt_cache(
         if layer is None:
             filled.append(empty)
             continue
-        if retention_of(cache.config, layer).cuts_runs:
+        retention = retention_of(cache.config, layer)
+        if retention.cuts_runs or retention.leader is not None:
             raise ArgumentError(
                 "[snapshot] window: mlx-lm has no cache for K/V that stream behind sinks", "window"
             )

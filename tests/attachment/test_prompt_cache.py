@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import random
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -12,6 +13,7 @@ from helpers.attached_models import attached, cached_model, generated, tokens
 from mlx_lm.models.cache import (
     LRUPromptCache,
     can_trim_prompt_cache,
+    load_prompt_cache,
     make_prompt_cache,
     save_prompt_cache,
     trim_prompt_cache,
@@ -223,7 +225,7 @@ def test_saving_is_refused_and_the_file_is_not_there(llama, tmp_path):
     with attached(llama):
         cache = make_prompt_cache(llama)
         feed(llama, cache, tokens(20))
-        with pytest.raises(ValueError, match="lie in blocks that it shares, and are not saved"):
+        with pytest.raises(ValueError, match=r"it shares; what attach\(\) returned writes them"):
             save_prompt_cache(str(file), cache)
     assert not file.exists()
 
@@ -249,3 +251,21 @@ def test_rows_that_a_prompt_cache_does_not_have_are_refused(llama):
         with pytest.raises(ArgumentError, match="can't be extended by"):
             cache[0].extend(object())
         assert paged.stats().num_seqs == 1 and cache[0].offset == 9
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3"])
+def test_a_prompt_cache_is_exported_as_mlx_lms_own(name: str, tmp_path: Path):
+    model, prompt, path = cached_model(name), tokens(21), tmp_path / "a.safetensors"
+    count = 7 if name == "gemma3" else 21  # within its windows
+    expected = generated(model, [*prompt[:count], 5, 6])
+    with attached(model) as paged:
+        cache = make_prompt_cache(model)
+        feed(model, cache, prompt[:count])
+        assert paged.export_prompt_cache(path, cache) == count
+        again = make_prompt_cache(model)
+        with pytest.raises(ArgumentError, match="has 0 sequences and up to 0 tokens"):
+            paged.export_prompt_cache(path, again)
+        with pytest.raises(ArgumentError, match="cache must be a whole prompt cache"):
+            paged.export_prompt_cache(path, cache[:1])
+        del cache, again
+    assert generated(model, [5, 6], prompt_cache=load_prompt_cache(str(path))) == expected

@@ -146,6 +146,18 @@ def test_files_count_as_much_as_they_take_on_disk(tmp_path):
     assert store.stats().nbytes == 2 * UNIT
 
 
+def test_an_old_conversation_goes_as_a_whole_before_a_new_one_loses_its_end(tmp_path):
+    store = open_store(tmp_path / "cache")
+    put_chain(store, *"abcd")
+    put_chain(store, *"efg")
+    for name in "abcd":
+        make_older(file_of(store, name), 100)
+    store.close()
+    store = open_store(tmp_path / "cache", num_blocks=4)
+    store.tend()
+    assert found(store, "abcdefg") == "aefg"
+
+
 def test_pinned_blocks_stay_with_their_ancestors_whatever_the_limit_is(tmp_path):
     store = open_store(tmp_path / "cache", num_blocks=4)
     put_chain(store, *"abcd")

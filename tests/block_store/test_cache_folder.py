@@ -194,6 +194,7 @@ def test_a_folder_that_is_none_is_named_in_one_line(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "thesis.tex").touch()
+    (tmp_path / "foreign" / "blocks").mkdir()
     (tmp_path / "file").touch()
     for name, why in {
         "missing": "No such file or directory",
@@ -206,6 +207,7 @@ def test_a_folder_that_is_none_is_named_in_one_line(tmp_path):
         assert "\n" not in str(error.value) and str(tmp_path / name) in str(error.value)
     assert sorted(os.listdir(tmp_path)) == ["empty", "file", "foreign"]
     assert os.listdir(tmp_path / "empty") == []
+    assert sorted(os.listdir(tmp_path / "foreign")) == ["blocks", "thesis.tex"]
 
 
 def test_a_folder_in_the_place_of_a_block_can_be_seen_past(store, folder):

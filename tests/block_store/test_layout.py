@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from helpers.block_stores import open_store, put_chain
 
-from mlx_paged.block_store import BlockStoreError, BlockWriter, CacheFolder
-from mlx_paged.block_store import layout as layout_module
-from mlx_paged.block_store.layout import BlockLayout, is_abandoned, make_folder, write_aside
+from mlx_paged.block_store import BlockStoreError, BlockWriter, CacheFolder, files, layout
+from mlx_paged.block_store.files import is_abandoned, make_folder, write_aside
+from mlx_paged.block_store.layout import BlockLayout
 
 
 def rights(path: Path) -> int:
@@ -75,9 +75,16 @@ def test_a_folder_that_holds_other_things_is_refused_and_left_as_it_is(tmp_path)
 
 def test_a_folder_without_its_tag_is_known_by_what_is_in_it(tmp_path):
     open_store(tmp_path / "cache").tend()
-    (tmp_path / "cache" / "CACHEDIR.TAG").unlink()
-    open_store(tmp_path / "cache")
-    assert (tmp_path / "cache" / "CACHEDIR.TAG").exists()
+    tag = tmp_path / "cache" / "CACHEDIR.TAG"
+    whole = tag.read_bytes()
+    tag.unlink()
+    CacheFolder(tmp_path / "cache")
+    assert not tag.exists()
+    for torn in (None, b"", whole[:20]):
+        if torn is not None:
+            tag.write_bytes(torn)
+        open_store(tmp_path / "cache")
+        assert tag.read_bytes() == whole
 
 
 def test_a_folder_of_somebody_else_is_refused(tmp_path, monkeypatch):
@@ -162,7 +169,7 @@ def dead_process() -> int:
 
 
 def test_what_dead_processes_began_to_write_is_told_from_what_is_being_written(tmp_path):
-    own = os.path.basename(layout_module._name_aside("", "name"))
+    own = os.path.basename(files._name_aside("", "name"))
     assert not is_abandoned(own, age=1e9)
     assert is_abandoned(f".name.{os.getpid()}-00000000-1.tmp", age=0.0)  # a process of the same id
     assert is_abandoned(f".name.{dead_process()}-00000000-1.tmp", age=0.0)
@@ -198,9 +205,9 @@ def test_a_new_start_removes_what_dead_processes_began_to_write(tmp_path):
 
 
 def test_other_files_are_no_blocks(tmp_path):
-    layout = BlockLayout(tmp_path)
-    path = layout.block("0" * 32, b"\x01\xff")
+    paths = BlockLayout(tmp_path)
+    path = paths.block("0" * 32, b"\x01\xff")
     assert path == f"{tmp_path}/blocks/{'0' * 32}/01/01ff.kv"
-    assert layout_module.block_hash_of("01ff.kv") == b"\x01\xff"
+    assert layout.block_hash_of("01ff.kv") == b"\x01\xff"
     for name in ("01FF.kv", "01f.kv", ".kv", "01ff", "01ff.kv.tmp", "x01ff.kv", "01ff.pin"):
-        assert layout_module.block_hash_of(name) is None
+        assert layout.block_hash_of(name) is None

@@ -23,6 +23,7 @@ from helpers.block_stores import (
 
 from mlx_paged.block_store import CacheFolder
 from mlx_paged.block_store import inventory as inventory_module
+from mlx_paged.block_store import reconcile as reconcile_module
 from mlx_paged.block_store.index import Index, IndexRow, nbytes_on_disk
 
 DIGEST = "0" * 32
@@ -41,18 +42,19 @@ def row(name: str, parent: str | None = None, first_token: int = 0, **fields) ->
     return IndexRow(DIGEST, name.encode(), parent_hash, first_token, 16, **given)
 
 
-def nothing_kept(name) -> bool:
-    return False
-
-
-def oldest(index: Index, nbytes: int = UNIT) -> list[str]:
-    return [block_hash.decode() for _, block_hash in index.oldest_leaves(nbytes, nothing_kept)]
+def in_order_of_eviction(index: Index, kept: str = "") -> str:
+    """The blocks of an index, which is empty then except for those that are kept."""
+    order = ""
+    while (leaf := index.oldest_leaf(lambda name: name[1].decode() in kept)) is not None:
+        index.remove([leaf[0]])
+        order += leaf[0][1].decode()
+    return order
 
 
 def test_sums_and_children_follow_rows_in_any_order():
     rng = random.Random(3)
-    names = [f"{number:02}" for number in range(40)]
-    parents = [rng.choice([None, *names[:number]]) for number in range(40)]
+    names = "abcdefghijklmnopqrstuvwxyz"
+    parents = {name: rng.choice([None, *names[:at]]) for at, name in enumerate(names)}
     index = Index(None, 0)
     there: set[str] = set()
     for _ in range(300):
@@ -61,27 +63,37 @@ def test_sums_and_children_follow_rows_in_any_order():
             index.remove([(DIGEST, name.encode())])
             there.remove(name)
         else:
-            index.add([row(name, parents[int(name)], nbytes=UNIT * (1 + int(name)))])
+            index.add([row(name, parents[name], nbytes=UNIT * names.index(name))])
             there.add(name)
-        assert index.totals() == (len(there), sum(UNIT * (1 + int(each)) for each in there))
-        leaves = {name for name in there if name not in {parents[int(each)] for each in there}}
-        assert set(oldest(index, 1 << 30)) == leaves
+        assert index.totals() == (len(there), sum(UNIT * names.index(each) for each in there))
+    order = in_order_of_eviction(index)
+    assert set(order) == there
+    for at, name in enumerate(order):
+        assert name not in {parents[later] for later in order[at:]}, (
+            "a parent went before its child"
+        )
+    index.add([row(name) for name in names])
     index.clear()
     assert index.totals() == (0, 0) and index.rows() == []
 
 
-def test_leaves_come_in_the_order_of_their_last_use_and_later_tokens_first():
-    index = Index(None, 0)
-    index.add([row("a"), row("b", "a", 16), row("c", first_token=64), row("d", last_used=2.0)])
-    index.add([row("e", first_token=32, last_used=0.5)])
-    assert oldest(index, 10 * UNIT) == ["e", "c", "b", "d"]
-    assert oldest(index, 2 * UNIT) == ["e", "c"]
-    kept = {(DIGEST, b"e"), (DIGEST, b"b")}
-    assert [*index.oldest_leaves(2 * UNIT, kept.__contains__)] == [(DIGEST, b"c"), (DIGEST, b"d")]
-    index.note_used(DIGEST, [b"a", b"b", b"?"], 3.0)
-    index.note_used(DIGEST, [b"a"], 2.5)
+def test_blocks_go_in_the_order_of_their_last_use_a_prefix_from_its_end():
+    def forest() -> Index:
+        index = Index(None, 0)
+        # a-b-c was written first, and its end is of use no longer than that of d-e.
+        chains = [row("a"), row("b", "a", 16), row("c", "b", 32, last_used=2.0)]
+        index.add([*chains, row("d", last_used=3.0), row("e", "d", 16, last_used=4.0)])
+        index.add([row("f", first_token=64, last_used=2.0), row("g", last_used=0.5)])
+        return index
+
+    assert in_order_of_eviction(forest()) == "gfcbaed"
+    assert in_order_of_eviction(forest(), kept="fb") == "gced"
+    index = forest()
+    index.note_used(DIGEST, [b"a", b"b", b"?"], 5.0)
+    index.note_used(DIGEST, [b"a"], 4.5)
     rows = {each.block_hash: each for each in index.rows()}
-    assert (rows[b"a"].last_used, rows[b"a"].num_hits, rows[b"b"].num_hits) == (3.0, 2, 1)
+    assert (rows[b"a"].last_used, rows[b"a"].num_hits, rows[b"b"].num_hits) == (5.0, 2, 1)
+    assert in_order_of_eviction(index) == "gfcedba"
 
 
 def test_a_row_that_is_added_again_keeps_its_hits_and_children():
@@ -89,7 +101,7 @@ def test_a_row_that_is_added_again_keeps_its_hits_and_children():
     index.add([row("b", "a", 16), row("a")])
     index.note_used(DIGEST, [b"a"], 5.0)
     index.add([row("a", nbytes=3 * UNIT, last_used=7.0)])
-    assert index.totals() == (2, 4 * UNIT) and oldest(index, 1 << 30) == ["b"]
+    assert index.totals() == (2, 4 * UNIT) and in_order_of_eviction(index, kept="a") == "b"
     known = next(each for each in index.rows() if each.block_hash == b"a")
     assert (known.num_hits, known.last_used, known.nbytes) == (1, 7.0, 3 * UNIT)
 
@@ -236,6 +248,7 @@ def test_an_index_locked_for_ever_is_done_without(tmp_path):
     store = open_store(tmp_path / "cache", num_blocks=4)
     put_chain(store, *"abcd")
     store.close()
+    file = store.layout.index.stat().st_ino
     lock = sqlite3.connect(store.layout.index, isolation_level=None)
     lock.execute("BEGIN EXCLUSIVE")
     store = open_store(tmp_path / "cache", num_blocks=4)
@@ -243,6 +256,7 @@ def test_an_index_locked_for_ever_is_done_without(tmp_path):
     assert found(store, "abcde") == "abce" and store.failure is None
     assert store.stats().num_blocks == len(block_files(tmp_path)) == 4
     lock.close()
+    assert store.layout.index.stat().st_ino == file  # it is others', and not broken
 
 
 def test_an_index_that_is_locked_later_is_done_without(tmp_path):
@@ -255,6 +269,25 @@ def test_an_index_that_is_locked_later_is_done_without(tmp_path):
     store.tend()
     assert found(store, "abcde") == "abce" and store.failure is None
     lock.close()
+
+
+def test_a_file_system_that_has_no_shared_memory_has_an_index_all_the_same(tmp_path, monkeypatch):
+    connect = sqlite3.connect
+
+    def connect_without_shared_memory(path, **options):
+        # Locks are files here, and SQLite can keep no write-ahead log.
+        return connect(f"file:{path}?vfs=unix-dotfile", uri=True, **options)
+
+    monkeypatch.setattr(sqlite3, "connect", connect_without_shared_memory)
+    store = open_store(tmp_path / "cache", num_blocks=4)
+    put_chain(store, *"abcd")
+    store.tend()
+    assert store._inventory._index.is_shared and store._inventory._index.is_current()
+    assert not Path(f"{store.layout.index}-wal").exists()
+    beside = open_store(tmp_path / "cache", num_blocks=4)
+    put(beside, "e")
+    assert beside._inventory._index.is_shared
+    assert found(store, "abcde") == "abce"
 
 
 def test_without_an_index_on_disk_the_work_of_others_is_seen_now_and_then(tmp_path, monkeypatch):
@@ -272,6 +305,25 @@ def test_without_an_index_on_disk_the_work_of_others_is_seen_now_and_then(tmp_pa
     alone.tend()
     alone.tend()
     assert len(block_files(tmp_path)) == alone.stats().num_blocks == 4
+
+
+def test_an_index_that_could_not_be_used_is_shared_again_later(tmp_path, monkeypatch):
+    store = open_store(tmp_path / "cache")
+    put_chain(store, *"ab")
+    store.tend()
+    lock = sqlite3.connect(store.layout.index, isolation_level=None)
+    lock.execute("BEGIN EXCLUSIVE")
+    put(store, "c")
+    store.tend()
+    assert not store._inventory._index.is_shared
+    lock.close()
+    store.tend()
+    assert not store._inventory._index.is_shared
+    monkeypatch.setattr(inventory_module, "_SECONDS_BETWEEN_LISTINGS", 0.0)
+    store.tend()
+    store.tend()
+    assert store._inventory._index.is_shared and store.stats().num_blocks == 3
+    assert store.failure is None
 
 
 def test_an_administrator_leaves_no_index_of_his_own(tmp_path, monkeypatch):
@@ -297,6 +349,41 @@ def test_files_that_no_process_has_noted_down_count_after_the_next_start(tmp_pat
     assert store.stats().num_blocks == 3
     put(store, "e")
     assert found(store, "abcde") == "cde"
+
+
+def test_the_times_of_files_count_more_than_those_of_the_index(tmp_path):
+    store = open_store(tmp_path / "cache")
+    for age, name in enumerate("abc"):
+        put(store, name)
+        make_older(file_of(store, name), 100 - age)
+    store.close()
+    make_older(file_of(store, "a"), 10)  # used by a process that had no index on disk
+    store = open_store(tmp_path / "cache", num_blocks=2)
+    store.tend()
+    assert found(store, "abc") == "ac"
+
+
+def test_a_file_that_has_another_size_than_the_index_says_is_read_again(tmp_path):
+    store = open_store(tmp_path / "cache")
+    put_chain(store, *"abc")
+    store.close()
+    os.truncate(file_of(store, "c"), 0)
+    file_of(store, "b").write_bytes(b"garbage" * 1000)
+    store = open_store(tmp_path / "cache")
+    store.tend()
+    assert store.stats().num_corrupt == 2 and store.stats().nbytes == UNIT
+    assert block_files(tmp_path) == [file_of(store, "a")]
+
+
+def test_a_block_that_is_written_during_a_listing_stays_in_the_index(tmp_path, monkeypatch):
+    store = open_store(tmp_path / "cache")
+    put_chain(store, *"abc")
+    store.tend()
+    # As if all had been written after the folders were listed.
+    monkeypatch.setattr(reconcile_module, "_list_shard", lambda folder: {})
+    other = open_store(tmp_path / "cache")
+    other.tend()
+    assert other.stats().num_blocks == 3
 
 
 def test_a_process_that_notes_late_does_not_undo_what_others_know(tmp_path):

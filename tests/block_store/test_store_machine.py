@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from mlx_paged.block_store import CacheFolder, block_file
 from mlx_paged.block_store import index as index_module
 from mlx_paged.block_store import inventory as inventory_module
+from mlx_paged.block_store import notes as notes_module
 from mlx_paged.block_store import reconcile as reconcile_module
 from mlx_paged.block_store import store as store_module
 
@@ -67,15 +68,16 @@ class StoreMachine(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp())
         self.patch = pytest.MonkeyPatch()
         self.clock = Clock()
-        for module in (store_module, inventory_module, reconcile_module):
+        for module in (store_module, notes_module, inventory_module, reconcile_module):
             self.patch.setattr(module, "time", self.clock)
         self.patch.setattr(store_module, "_MOST_SECONDS_BETWEEN_SWEEPS", 0.0)
         self.times: dict[str, float] = {}  # of the last use, of what should be there
         self.pins: set[str] = set()
+        self.limit = LIMIT
         self.open()
 
     def open(self):
-        self.store = open_store(self.folder / "cache", num_blocks=LIMIT, ttl=TTL)
+        self.store = open_store(self.folder / "cache", num_blocks=self.limit, ttl=TTL)
         self.tool = CacheFolder(self.folder / "cache")
 
     def teardown(self):
@@ -113,13 +115,13 @@ class StoreMachine(RuleBasedStateMachine):
         if not was_there:
             self.times.pop(name, None)
             before = dict(self.times)
-            self.evict_beyond(LIMIT - 1)
-            if len(self.times) < LIMIT:
+            self.evict_beyond(self.limit - 1)
+            if len(self.times) < self.limit:
                 # Its own time is that of its file, which the system's clock gives.
                 self.times[name] = self.clock.now
                 os.utime(file_of(self.store, name), (self.clock.now, self.clock.now))
             else:
-                assert len(before) >= LIMIT
+                assert len(before) >= self.limit
         assert is_there == (name in self.times)
 
     @rule(name=blocks)
@@ -174,8 +176,9 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.store.get(named(name)) is None and not path.exists()
         self.times.pop(name)
 
-    @rule(loses_index=st.booleans(), is_killed=st.booleans())
-    def restart(self, loses_index, is_killed):
+    @rule(loses_index=st.booleans(), is_killed=st.booleans(), limit=st.sampled_from([2, LIMIT]))
+    def restart(self, loses_index, is_killed, limit):
+        self.limit = limit
         if is_killed:
             self.store._inventory.close()
         else:
@@ -189,12 +192,12 @@ class StoreMachine(RuleBasedStateMachine):
     def nothing_failed_and_sums_are_right(self):
         assert self.store.failure is None
         self.store.tend()
-        self.evict_beyond(LIMIT)
+        self.evict_beyond(self.limit)
         self.forget_what_is_over()
         files = block_files(self.folder)
         assert self.store.stats().num_blocks == len(files)
         assert self.store.stats().nbytes == UNIT * len(files)
-        assert len(files) <= max(LIMIT, len(self.kept()))
+        assert len(files) <= max(self.limit, len(self.kept()))
 
 
 def test_a_store_does_what_its_model_does():

@@ -273,7 +273,10 @@ def test_a_saved_conversation_goes_on_where_it_was(talk, tmp_path: Path):
     talk("My name is Tom.", f"/save {file}", argv=("--system-prompt", "Be brief."))
     _, out, err = talk(f"/load {file}", "What is my name?", "/system")
     assert out == ["Your name is Tom."]
-    assert f"[loaded from {file}: messages: 3]" in err and "[system prompt: Be brief.]" in err
+    assert (
+        f"[loaded from {file}: messages: 3; K/V of 32 tokens]" in err
+        and "[system prompt: Be brief.]" in err
+    )
 
 
 def test_a_list_of_messages_can_be_loaded_and_its_open_question_answered(talk, tmp_path: Path):
@@ -336,7 +339,12 @@ def test_only_a_saved_conversation_is_overwritten(talk, tmp_path: Path):
     assert "[/dev/null exists and is no saved conversation; choose another name]" in err
     assert "[/no/such/folder/x can't be written: No such file or directory]" in err
     assert "[/save needs FILE]" in err
-    assert sorted(os.listdir(tmp_path)) == ["link.json", "notes.txt", "saved.json"]
+    assert sorted(os.listdir(tmp_path)) == [
+        "link.json",
+        "notes.txt",
+        "saved.json",
+        "saved.json.safetensors",
+    ]
 
 
 # Templates

@@ -20,6 +20,8 @@ from mlx_paged.models import qwen3
 from mlx_paged.request import RequestOutput
 from mlx_paged.snapshots import SnapshotError, load_snapshot, save_snapshot
 
+SLOW = pytest.mark.slow
+
 
 def answer(engine: Engine, token_ids: list[int], **options: Any) -> RequestOutput:
     engine.add_request("a", token_ids, greedy(20), **options)
@@ -30,7 +32,9 @@ def tokens_of(output: RequestOutput) -> list[int]:
     return output.outputs[0].token_ids
 
 
-@pytest.mark.parametrize("num_tokens", [17, 48, 75])
+@pytest.mark.parametrize(
+    "num_tokens", [pytest.param(17, marks=SLOW), pytest.param(48, marks=SLOW), 75]
+)
 @pytest.mark.parametrize(
     ("kv", "options"),
     [
@@ -75,7 +79,7 @@ def test_a_conversation_of_quantised_kv_goes_on_from_a_file(
 
 
 @pytest.mark.parametrize("kind", WINDOWS)
-@pytest.mark.parametrize("num_tokens", [40, 123])
+@pytest.mark.parametrize("num_tokens", [pytest.param(40, marks=SLOW), 123])
 def test_a_conversation_that_has_left_its_window_goes_on_from_a_file(
     tmp_path: Path, kind: str, num_tokens: int
 ):

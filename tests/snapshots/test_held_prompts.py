@@ -54,7 +54,7 @@ def answer(engine: Engine, prompt: list[int], **options: Any) -> tuple[list[int]
     return output.outputs[0].token_ids, output.num_cached_tokens
 
 
-@pytest.mark.parametrize("block_size", [8, 16, 64])
+@pytest.mark.parametrize("block_size", [8, pytest.param(16, marks=pytest.mark.slow), 64])
 @pytest.mark.parametrize("run_ahead", [False, True])
 def test_turns_go_on_as_in_mlx_lm(
     models: tuple[qwen3.Model, Any], file: Path, block_size: int, run_ahead: bool

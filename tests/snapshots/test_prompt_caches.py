@@ -84,7 +84,10 @@ def made_by_mlx_lm(path: Path, stock: Any, token_ids: list[int], **options: Any)
     save_prompt_cache(str(path), made, {"model": "m", "tokenizer_config": "{}"})
 
 
-@pytest.mark.parametrize("num_tokens", [8, 29, 50])
+@pytest.mark.parametrize(
+    "num_tokens",
+    [pytest.param(8, marks=pytest.mark.slow), 29, pytest.param(50, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("name", ["qwen3", *CONFIGS])
 def test_mlx_lm_goes_on_from_what_an_engine_exports(tmp_path: Path, name: str, num_tokens: int):
     path, (_, stock) = tmp_path / "a.safetensors", models(name)

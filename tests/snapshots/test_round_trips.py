@@ -19,7 +19,7 @@ from mlx_paged.snapshots import load_snapshot, save_snapshot
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("form", ["dense", "8 bits", "4 bits", "K8V4"])
 @pytest.mark.parametrize("layers", ["alike", "different", "windows"])
-@pytest.mark.parametrize("block_size", [8, 32])
+@pytest.mark.parametrize("block_size", [8, pytest.param(32, marks=pytest.mark.slow)])
 def test_a_paged_cache_of_any_format_comes_back(
     model: qwen3.Model, tmp_path: Path, dtype: str, form: str, layers: str, block_size: int
 ):

@@ -98,7 +98,7 @@ def _answer_some(log: Log, engine: Engine, numbers: list[int], right: list[list[
 
 
 class EngineKills(Kills):
-    """Two engines on one folder that are killed, and a third that answers to the end.
+    """Two engines on one folder that are killed, and a third that answers meanwhile.
 
     Args:
         folder: empty.
@@ -127,8 +127,7 @@ class EngineKills(Kills):
             nbytes, num_unfinished = facts
             counts = self.findings.counts
             counts["most bytes afterwards"] = max(counts["most bytes afterwards"], nbytes)
-            # The engine that answers meanwhile may be writing one.
             if nbytes > LIMIT:
                 self.findings.problems.append(f"{nbytes} bytes, the limit is {LIMIT}")
-            if num_unfinished > 1:
+            if num_unfinished:
                 self.findings.problems.append(f"{num_unfinished} unfinished files are left")

@@ -18,6 +18,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -118,9 +119,16 @@ def make_context() -> Any:
     """What processes are made from."""
     context = multiprocessing.get_context(_METHOD)
     if _METHOD == "forkserver":
-        # The server has the path of its environment alone.
-        os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         context.set_forkserver_preload(list(_PRELOADED))
+        # The server finds modules by its environment alone, which it gets when it starts.
+        before = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        try:
+            forkserver.ensure_running()
+        finally:
+            del os.environ["PYTHONPATH"]
+            if before is not None:
+                os.environ["PYTHONPATH"] = before
     return context
 
 
@@ -165,8 +173,8 @@ class Kills:
 
     def run(self, num_kills: int, kills_per_look: int = 10) -> Findings:
         """Kill that many processes, or a few more; what was found."""
-        readers = self.start_readers()
         while self.findings.num_kills < num_kills:
+            readers = self.start_readers()
             for _ in range(kills_per_look):
                 self.fill_up()
                 is_short = self.source.random() < 0.5
@@ -176,15 +184,15 @@ class Kills:
                     self._spoil_index()
             for actor in list(self.at_work):
                 self._kill(actor)
+            for reader in readers:
+                reader.end()
+                self._note(reader)
             self.look()
             self.findings.num_looks += 1
-        for reader in readers:
-            reader.end()
-            self._note(reader)
         return self.findings
 
     def start_readers(self) -> list[Actor]:
-        """Processes that are not killed."""
+        """Processes that are not killed, but told to end before each look."""
         raise NotImplementedError
 
     def fill_up(self) -> None:
@@ -192,7 +200,7 @@ class Kills:
         raise NotImplementedError
 
     def look(self) -> None:
-        """See what is left now that nobody writes."""
+        """See what is left now that no other process uses the folder."""
         raise NotImplementedError
 
     def note(self, what: str, facts: list[Any]) -> None:

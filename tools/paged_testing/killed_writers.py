@@ -7,6 +7,7 @@ kill looks whether that is so.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import random
@@ -185,8 +186,11 @@ def _all_hashes() -> set[bytes]:
 
 def nbytes_of_files(folder: Path) -> int:
     """What the files of blocks take, without asking any index."""
-    sizes = (os.lstat(path).st_size for path in folder.glob("blocks/*/*/*.kv"))
-    return sum(-(-size // _UNIT) * _UNIT for size in sizes)
+    nbytes = 0
+    for path in folder.glob("blocks/*/*/*.kv"):
+        with contextlib.suppress(FileNotFoundError):
+            nbytes += -(-os.lstat(path).st_size // _UNIT) * _UNIT
+    return nbytes
 
 
 def num_unfinished(folder: Path) -> int:

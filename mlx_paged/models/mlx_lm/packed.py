@@ -13,10 +13,9 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
-from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_paged.cache import LayerKV, LayerSpec
-from mlx_paged.models.language_model import LanguageModel
+from mlx_paged.models.language_model import LanguageModel, stock_cache
 from mlx_paged.models.mlx_lm.final_norm import rows_wanted
 from mlx_paged.models.mlx_lm.model_args import MlxLmArgs, describe
 from mlx_paged.models.mlx_lm.packed_kv import PackedKV
@@ -57,8 +56,11 @@ class PackedModel(LanguageModel):
         return logits if wanted is logit_rows else logits[logit_rows]
 
     def stock_caches(self) -> list[tuple[Any, int | None]]:
-        caches = make_prompt_cache(self["inner"])
-        return list(zip(caches, self._recording.entries, strict=True))
+        recording = self._recording
+        return [
+            (stock_cache(window), layer)
+            for window, layer in zip(recording.windows, recording.entries, strict=True)
+        ]
 
     def rotate_keys(self, layer: int, keys: mx.array, distance: int) -> mx.array:
         rope = self._recording.ropes[layer]

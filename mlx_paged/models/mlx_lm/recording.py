@@ -36,14 +36,15 @@ class Recording:
 
     Attributes:
         layers: the K/V of each layer that has some of its own.
-        entries: of each cache that the model asks for, its place in ``layers``; ``None`` for one
-            without K/V.
+        windows: of each cache that the model asks for.
+        entries: of each of them, its place in ``layers``; ``None`` for one without K/V.
         vocab_size: the width of the logits.
         keeps_wanted_rows: whether the model's last norm was prepared to leave rows out.
         ropes: of each layer what rotated its keys, if nothing came after it.
     """
 
     layers: tuple[LayerSpec, ...]
+    windows: tuple[int | None, ...]
     entries: tuple[int | None, ...]
     vocab_size: int
     keeps_wanted_rows: bool
@@ -73,7 +74,7 @@ def record_packed(model: Module) -> Recording:
         for entry in recorded
         if entry.spec is not None
     )
-    return Recording(layers, entries, logits.shape[-1], is_prepared, ropes)
+    return Recording(layers, tuple(windows), entries, logits.shape[-1], is_prepared, ropes)
 
 
 def _window_of(cache: Any) -> int | None:

@@ -18,6 +18,7 @@ from helpers.windowed_models import KINDS, model_and_options
 from helpers.workloads import Run, Workload, assert_same
 from mlx.utils import tree_map
 
+from mlx_paged.engine import disk_tier
 from mlx_paged.models import qwen3
 from mlx_paged.models.mlx_lm import adapt
 
@@ -64,14 +65,23 @@ def num_read_tokens(run: Run) -> int:
     return tier_stats(run.engine).num_read_tokens
 
 
-@pytest.mark.parametrize("run_ahead", [False, True], ids=["waiting", "ahead"])
 @pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))]
+    ("seed", "run_ahead"),
+    [
+        (0, True),
+        *(pytest.param(seed, bool(seed % 2), marks=pytest.mark.slow) for seed in range(1, 7)),
+    ],
 )
 def test_random_workloads_have_the_same_tokens_in_all_ways(
-    model: qwen3.Model, tmp_path: Path, seed: int, run_ahead: bool
+    model: qwen3.Model,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int,
+    run_ahead: bool,
 ):
-    workload = Workload(seed + 600, 20, VOCAB_SIZE)
+    # Preempted requests come back from disk, though so small a model computes faster.
+    monkeypatch.setattr(disk_tier, "is_reading_cheaper", lambda *_: True)
+    workload = Workload(seed + 600, 16, VOCAB_SIZE)
     runs = in_all_ways(workload, model, tmp_path / "kv", run_ahead=run_ahead)
     assert_all_alike(runs)
     assert num_read_tokens(runs["second"]) > 0
@@ -83,7 +93,7 @@ def test_random_workloads_have_the_same_tokens_in_all_ways(
 
 
 def test_drafts_are_verified_against_blocks_from_disk(model: qwen3.Model, tmp_path: Path):
-    workload = Workload(620, 20, VOCAB_SIZE)
+    workload = Workload(620, 10, VOCAB_SIZE)
     speculation = eager_speculation(VOCAB_SIZE, looks_up)
     runs = in_all_ways(workload, model, tmp_path, speculation=speculation)
     assert_all_alike(runs)
@@ -99,7 +109,7 @@ def test_drafts_are_verified_against_blocks_from_disk(model: qwen3.Model, tmp_pa
 )
 def test_windows_have_the_same_tokens_in_all_ways(tmp_path: Path, kind: str):
     model, options = model_and_options(kind)
-    workload = Workload(630, 12, model.args.vocab_size)
+    workload = Workload(630, 8, model.args.vocab_size)
     own = {name: value for name, value in options.items() if name not in workload.options}
     workload.options |= {"swap_bytes": 0, "kv_cache_bytes": "60blocks"}
     runs = in_all_ways(workload, model, tmp_path, **own)

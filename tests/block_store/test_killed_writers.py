@@ -14,15 +14,15 @@ from paged_testing.store_kills import StoreKills
 @pytest.mark.slow
 @pytest.mark.parametrize("max_nbytes", [killed_writers.ROOMY, killed_writers.TIGHT])
 def test_no_byte_is_wrong_after_writers_were_killed(tmp_path: Path, max_nbytes: int):
-    findings = StoreKills(tmp_path, max_nbytes, seed=1).run(20, kills_per_look=5)
+    findings = StoreKills(tmp_path, max_nbytes, seed=1).run(12, kills_per_look=4)
     assert findings.problems == []
-    assert findings.num_kills >= 20 and findings.num_looks >= 2
-    assert findings.counts["reads"] > 1000 and findings.counts["blocks written"] > 50
+    assert findings.num_kills >= 12 and findings.num_looks >= 2
+    assert findings.counts["reads"] > 0 and findings.counts["blocks written"] > 0
 
 
 @pytest.mark.slow
 def test_no_token_is_wrong_after_engines_were_killed(tmp_path: Path):
-    findings = killed_engines.EngineKills(tmp_path, seed=1).run(10, kills_per_look=5)
+    findings = killed_engines.EngineKills(tmp_path, seed=1).run(6, kills_per_look=4)
     assert findings.problems == []
-    assert findings.num_kills >= 10 and findings.num_looks >= 1
-    assert findings.counts["answers"] > 50 and findings.counts["prompt tokens from disk"] > 1000
+    assert findings.num_kills >= 6 and findings.num_looks >= 1
+    assert findings.counts["answers"] >= 40 and findings.counts["prompt tokens from disk"] > 0

@@ -1,0 +1,25 @@
+"""The benchmark of the block store runs, and says what it measured."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.mark.slow
+def test_the_benchmark_runs_each_side(tmp_path):
+    out = tmp_path / "out.json"
+    command = [sys.executable, str(BENCHMARKS / "block_store.py"), "--quick", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == out.read_text().strip()
+    results = json.loads(out.read_text())["results"]
+    sides = {"put", "put, full folder", "get", "get, two threads", "plain write", "plain read"}
+    assert [set(of) for of in results["blocks_ms"].values()] == [sides, sides]
+    assert all(microseconds > 0 for microseconds in results["many_us"].values())
