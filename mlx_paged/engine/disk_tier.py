@@ -8,7 +8,7 @@ import contextlib
 import hashlib
 import time
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from mlx_paged.block_store import BlockHeader, BlockReader, BlockStore, BlockWriter, Fingerprint
 from mlx_paged.block_store.reader import ReadBlock
@@ -18,8 +18,7 @@ from mlx_paged.engine.batch import Batch
 from mlx_paged.engine.disk_tier_options import DiskTierOptions
 from mlx_paged.engine.disk_tier_stats import DiskTierStats
 from mlx_paged.errors import reason
-from mlx_paged.models.identity import KV_VERSION, ModelIdentity, model_identity
-from mlx_paged.models.language_model import LanguageModel
+from mlx_paged.models.identity import KV_VERSION, ModelIdentity
 from mlx_paged.request import Request, SeqId
 
 # What a step may copy to or from the host beside its own work: some 30 ms.
@@ -329,20 +328,19 @@ class DiskTier:
 
 
 def open_disk_tier(
-    options: DiskTierOptions, cache: KVCache, models: Sequence[LanguageModel], num_parameters: int
+    options: DiskTierOptions,
+    cache: KVCache,
+    identities: Callable[[], Sequence[ModelIdentity]],
+    num_parameters: int,
 ) -> DiskTier:
-    """The tier of an engine.
-
-    Args:
-        models: the model, and the draft model if there is one.
+    """The tier of an engine; arguments as :class:`DiskTier`.
 
     Raises:
         ArgumentError: the folder can't be used, or its limit holds no block.
     """
     assert isinstance(cache, PagedKVCache), "checked with the options"
     options.check_block(cache.config.nbytes_per_block)
-    identity = [model_identity(model) for model in models]
-    return DiskTier(cache, options, identity, num_parameters)
+    return DiskTier(cache, options, identities(), num_parameters)
 
 
 def fingerprint_of(config: KVCacheConfig, identity: Sequence[ModelIdentity]) -> Fingerprint:

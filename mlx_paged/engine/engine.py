@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TypeVar, Unpack
 
@@ -61,6 +61,7 @@ from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.foreign_arguments import argument_names, refuses_unknown_arguments
 from mlx_paged.memory import wired_limit
 from mlx_paged.models.context_length import context_limit
+from mlx_paged.models.identity import identities_of
 from mlx_paged.models.kv_cache import kv_budget, make_kv_cache
 from mlx_paged.models.language_model import check_model
 from mlx_paged.models.traffic import sent_bytes_per_token
@@ -199,10 +200,11 @@ class Engine:
             self.cache.keep_checkpoints(room.num_checkpoints)
         self.run_ahead = self.cache.can_run_ahead if run_ahead is None else run_ahead
         num_parameters = num_parameters_of(model)
+        # All weights are read for it: once, and only if it is asked for.
+        identities = cache(lambda: identities_of(checked, draft_model))
         self.disk_tier: DiskTier | None = None
         if tier_options is not None:
-            models = [checked] if draft_model is None else [checked, check_model(draft_model)]
-            self.disk_tier = open_disk_tier(tier_options, self.cache, models, num_parameters)
+            self.disk_tier = open_disk_tier(tier_options, self.cache, identities, num_parameters)
             # With its cache it lives as long as this engine, and ends with it or with Python.
             weakref.finalize(self, self.disk_tier.close, SECONDS_AT_EXIT)
         self.swap_space: SwapSpace[SwappedKV] = SwapSpace(
@@ -227,7 +229,12 @@ class Engine:
             self.disk_tier,
         )
         self._snapshots = Snapshots(
-            model, self.cache, draft_model, config.enable_prefix_caching, self.ranks
+            model,
+            identities,
+            self.cache,
+            draft_model is not None,
+            config.enable_prefix_caching,
+            self.ranks,
         )
         self.latencies = Latencies(self.max_model_len)
         self._special_token_ids = special_token_ids(tokenizer)

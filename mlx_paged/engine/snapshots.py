@@ -14,6 +14,7 @@ from mlx_paged.engine.held_prompts import HeldPrompt, check_can_hold, hold
 from mlx_paged.engine.scheduler import extra_hash_keys
 from mlx_paged.engine.swap_space import SwapSpace
 from mlx_paged.errors import ArgumentError
+from mlx_paged.models.identity import ModelIdentity
 from mlx_paged.request import check_cache_salt
 from mlx_paged.snapshots import (
     KVFacts,
@@ -35,7 +36,8 @@ class Snapshots:
     What goes into a file, and comes from one, are whole blocks of the prefix cache.
 
     Args:
-        draft_model: whose layers stand behind those of the model, if there is one.
+        identities: of the model and, if there is one, of the draft model, whose layers stand behind
+            those of the model. They are asked for when a file is written or read.
         finds_prefixes: whether K/V stay to be found when a request has ended.
         ranks: that hold the model together.
     """
@@ -43,18 +45,20 @@ class Snapshots:
     def __init__(
         self,
         model: Module,
+        identities: Callable[[], Sequence[ModelIdentity]],
         cache: KVCache,
-        draft_model: Module | None,
+        has_draft_model: bool,
         finds_prefixes: bool,
         ranks: Ranks | None,
     ):
-        self._model, self._cache, self._draft_model = model, cache, draft_model
+        self._model, self._identities, self._cache = model, identities, cache
+        self._has_draft_model = has_draft_model
         self._finds_prefixes, self._ranks = finds_prefixes, ranks
 
     @cached_property
     def facts(self) -> KVFacts:
         """What the K/V depend on. It reads all weights, once."""
-        return KVFacts.of(self._model, self._cache, self._draft_model)
+        return KVFacts.of(self._identities(), self._cache)
 
     def check(self) -> None:
         """Refuse by name an engine that has no K/V to save, or not all of them.
@@ -171,7 +175,7 @@ class Snapshots:
             SnapshotError: as :meth:`open_prompt_cache`.
         """
         self.check()
-        check_can_hold(self._cache, self._draft_model is not None)
+        check_can_hold(self._cache, self._has_draft_model)
         return hold(PromptCacheFile(path, self._model, self._cache), self._cache, swap_space)
 
     def put(

@@ -64,6 +64,12 @@ def model_identity(model: Module) -> ModelIdentity:
     return ModelIdentity(total.hexdigest(), checked.name or model_type_of(checked))
 
 
+def identities_of(model: Module, draft_model: Module | None = None) -> list[ModelIdentity]:
+    """Those of all models whose K/V lie in a cache, the model first."""
+    models = [model] if draft_model is None else [model, draft_model]
+    return [model_identity(each) for each in models]
+
+
 def _code_of(model: Module) -> list[str]:
     code = [f"mlx_paged {KV_VERSION}"]
     if any(type(module).__module__.startswith("mlx_lm.") for module in model.modules()):

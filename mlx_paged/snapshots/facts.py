@@ -7,13 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlx.nn.layers.base import Module
-
 from mlx_paged.argument_values import is_plain_integer
 from mlx_paged.cache import KVCache, KVCacheConfig, RowFormat
 from mlx_paged.core import Retention
 from mlx_paged.errors import ArgumentError, shown
-from mlx_paged.models.identity import ModelIdentity, model_identity
+from mlx_paged.models.identity import ModelIdentity
 from mlx_paged.snapshots.errors import SnapshotError
 from mlx_paged.snapshots.tensor_file import TensorInfo
 
@@ -37,15 +35,18 @@ class KVFacts:
     config: KVCacheConfig
 
     @classmethod
-    def of(cls, model: Module, cache: KVCache, draft_model: Module | None = None) -> KVFacts:
-        """Read the weights of the models, which takes a second for some gigabytes.
+    def of(cls, identities: Sequence[ModelIdentity], cache: KVCache) -> KVFacts:
+        """Those of a cache.
+
+        Args:
+            identities: as :func:`identities_of` returns them.
 
         Raises:
             ArgumentError: the model has a recurrent state, which is not in K/V.
         """
         check_holds_everything(cache)
-        draft = None if draft_model is None else model_identity(draft_model)
-        return cls(model_identity(model), draft, cache.config)
+        model, *drafts = identities
+        return cls(model, drafts[0] if drafts else None, cache.config)
 
     def as_metadata(self, token_ids: Sequence[int]) -> dict[str, str]:
         return {

@@ -17,6 +17,7 @@ from mlx.nn.layers.base import Module
 from mlx_paged.cache import KVCache
 from mlx_paged.core.block_hash import ExtraKey
 from mlx_paged.errors import ArgumentError
+from mlx_paged.models.identity import identities_of
 from mlx_paged.request import SeqId
 from mlx_paged.snapshots.errors import SnapshotError, check_path, system_errors
 from mlx_paged.snapshots.facts import (
@@ -65,7 +66,7 @@ def save_snapshot(
             f"{len(token_ids)}",
             "token_ids",
         )
-    facts = KVFacts.of(model, cache)
+    facts = KVFacts.of(identities_of(model), cache)
     return write_snapshot(file, facts, token_ids, read_sequence(cache, seq))
 
 
@@ -80,7 +81,7 @@ def load_snapshot(path: str | Path, model: Module, cache: KVCache, seq: SeqId) -
             model, block size, dtype, format, shape or window; nothing was changed.
         CacheFullError: the budget can't hold them.
     """
-    file = SnapshotFile(path, KVFacts.of(model, cache))
+    file = SnapshotFile(path, KVFacts.of(identities_of(model), cache))
     if has_evicted(cache.config, len(file.token_ids)):
         raise SnapshotError(
             file.file, "holds only what lies in the windows, which an engine's prefix cache takes"

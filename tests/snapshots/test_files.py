@@ -20,6 +20,7 @@ from helpers.snapshot_helpers import assert_same_bits, config_of, fill, stored
 
 from mlx_paged.cache import PagedKVCache
 from mlx_paged.models import qwen3
+from mlx_paged.models.identity import identities_of
 from mlx_paged.snapshots import KVFacts, SnapshotError, load_snapshot, save_snapshot, snapshots
 from mlx_paged.snapshots.rows import LayerParts, read_sequence
 
@@ -47,7 +48,7 @@ def assert_refused(model: qwen3.Model) -> AssertRefused:
     cache = PagedKVCache(CONFIG)
     fill(cache, "b", 9, seed=4)
     before = stored(cache, "b")
-    facts = KVFacts.of(model, cache)
+    facts = KVFacts.of(identities_of(model), cache)
 
     def refused(file: Path) -> str:
         with pytest.raises(SnapshotError) as caught:

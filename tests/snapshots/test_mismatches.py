@@ -16,7 +16,7 @@ from mlx_paged import make_kv_cache
 from mlx_paged.cache import KVCacheConfig, LayerSpec, PagedKVCache
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models import qwen3
-from mlx_paged.models.identity import model_identity
+from mlx_paged.models.identity import identities_of, model_identity
 from mlx_paged.snapshots import KVFacts, SnapshotError, load_snapshot, save_snapshot
 from mlx_paged.snapshots.snapshots import SnapshotFile, write_snapshot
 
@@ -131,7 +131,7 @@ def test_the_dtype_of_a_model_shows(tmp_path: Path):
 def test_a_draft_model_belongs_to_the_facts(model: qwen3.Model, tmp_path: Path):
     cache = filled()
     other = livelier_model(CONFIG)
-    facts = KVFacts.of(model, cache, other)
+    facts = KVFacts.of(identities_of(model, other), cache)
     rows = [cache.copy_parts("a", layer) for layer in range(3)]
     write_snapshot(tmp_path / "a", facts, range(11), rows)
     assert SnapshotFile(tmp_path / "a", facts).token_ids == list(range(11))
