@@ -97,6 +97,23 @@ def test_a_slab_is_not_copied_by_the_write_after_a_read() -> None:
     assert cache.read_blocks(0, cache.block_ids("a")[:2]) == contents
 
 
+@pytest.mark.parametrize(
+    "block_ids", [[3], [4, 5, 6], [9, 2, 3, 12, 11], [7, 8, 20, 21, 5]], ids=str
+)
+def test_blocks_are_written_where_they_belong_and_the_slabs_stay(block_ids: list[int]) -> None:
+    cache = filled(uniform(), 30, seed=0)
+    where = [np.frombuffer(memoryview(kv.k[0])).ctypes.data for kv in cache._slabs]
+    everything = cache.read_blocks(0, range(cache.pool.num_blocks))
+    contents = filled(uniform(), len(block_ids), seed=1).read_blocks(
+        0, range(1, 1 + len(block_ids))
+    )
+    cache.write_blocks(0, block_ids, contents)
+    for block_id, content in zip(block_ids, contents, strict=True):
+        everything[block_id] = content
+    assert cache.read_blocks(0, range(cache.pool.num_blocks)) == everything
+    assert [np.frombuffer(memoryview(kv.k[0])).ctypes.data for kv in cache._slabs] == where
+
+
 def test_contents_of_another_size_are_refused() -> None:
     cache = filled(CONFIG, 2, seed=0)
     with pytest.raises(ValueError, match=r"has 3072 bytes, got 3"):
