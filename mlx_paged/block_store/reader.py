@@ -67,11 +67,11 @@ class BlockReader:
         """Forget the blocks of a key, those that are ready, too. The key may be used again."""
         self._shelf.cancel(key)
 
-    def wait(self, timeout: float) -> bool:
-        """Wait until a block is ready or there is nothing left to read, for ``timeout`` seconds at
-        most. Returns whether a block is ready.
+    def wait(self, timeout: float, nbytes: int = 1) -> bool:
+        """Wait until ``nbytes`` of blocks are ready, or no more will be before some are taken, for
+        ``timeout`` seconds at most. Returns whether a block is ready.
         """
-        return self._shelf.wait(timeout)
+        return self._shelf.wait(timeout, nbytes)
 
     def close(self) -> None:
         """Stop reading and forget everything. A read in progress may take a moment longer."""
@@ -132,9 +132,11 @@ class _Shelf:
                 self._remove(block)
             self._changed.notify_all()
 
-    def wait(self, timeout: float) -> bool:
+    def wait(self, timeout: float, nbytes: int) -> bool:
         with self._changed:
-            self._changed.wait_for(lambda: self._ready or not self._reads, timeout)
+            self._changed.wait_for(
+                lambda: self._nbytes >= nbytes or not self._reads or not self._has_room(), timeout
+            )
             return bool(self._ready)
 
     def close(self) -> None:

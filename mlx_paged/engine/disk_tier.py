@@ -143,7 +143,8 @@ class DiskTier:
     def wait(self, timeout: float) -> None:
         """Wait until something was read, for a step that has nothing else to do."""
         if self._group_of:
-            self._reader.wait(timeout)
+            # Not for each block: a step has costs of its own.
+            self._reader.wait(timeout, MAX_STEP_NBYTES // 2)
 
     def note(self, batch: Batch, in_flight: Iterable[Batch]) -> None:
         """A step was computed and read: its full blocks are to be kept.

@@ -47,6 +47,23 @@ def test_blocks_come_in_order_and_end_at_the_first_miss(tmp_path):
     reader.close()
 
 
+def test_a_wait_may_be_for_several_blocks_and_ends_when_no_more_can_come(tmp_path):
+    store = open_store(tmp_path / "cache")
+    put_chain(store, *"abcdef")
+    size = len(payload_of(named("a")))
+    reader = BlockReader(store, 1 << 20)
+    reader.read("one", hashes("abcdef"))
+    assert reader.wait(10, 3 * size) and len(reader.take(1 << 20)) >= 3
+    while reader.wait(10, 1 << 30):  # all of them are fewer
+        reader.take(1 << 20)
+    assert not reader.is_reading("one")
+    small = BlockReader(store, 2 * size)
+    small.read("two", hashes("abcdef"))
+    assert small.wait(10, 3 * size), "no more have room"
+    assert len(small.take(1 << 20)) == 2
+    reader.close(), small.close()
+
+
 def test_a_bad_block_is_a_miss(tmp_path):
     store = open_store(tmp_path / "cache")
     put_chain(store, *"abc")
