@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from mlx_paged.block_store import BlockHeader, BlockReader, BlockStore, BlockWriter, Fingerprint
 from mlx_paged.block_store.reader import ReadBlock
 from mlx_paged.cache import KVCache, KVCacheConfig, LayerSpec, PagedKVCache
-from mlx_paged.core import AbsentBlock, BlockHash, group_hashes
+from mlx_paged.core import KEEP_ALL, AbsentBlock, BlockHash, Retention, group_hashes
 from mlx_paged.engine.batch import Batch
 from mlx_paged.engine.disk_tier_options import DiskTierOptions
 from mlx_paged.engine.disk_tier_stats import DiskTierStats
@@ -347,7 +347,7 @@ def open_disk_tier(
 def fingerprint_of(config: KVCacheConfig, identity: Sequence[ModelIdentity]) -> Fingerprint:
     """What the bytes of a block depend on beside its tokens."""
     layers = tuple(
-        f"group {index}: {_described(config.layers[layer])}, {group.retention}"
+        f"group {index}: {_described(config.layers[layer])}, {_kept(group.retention)}"
         for index, group in enumerate(config.groups)
         for layer in group.layers
     )
@@ -364,7 +364,13 @@ def fingerprint_of(config: KVCacheConfig, identity: Sequence[ModelIdentity]) -> 
 
 
 def _described(spec: LayerSpec) -> str:
-    return (
-        f"{spec.num_kv_heads} heads, K {spec.key_dim}, V {spec.value_dim}, window {spec.window}, "
-        f"{spec.format!r}"
-    )
+    window = "" if spec.window is None else f", window {spec.window}"
+    form = str(spec.format)
+    if not spec.format.is_dense:
+        form = f"stored as {form}, with {spec.format.key.dtype} scales"
+    widths = f"K {spec.key_dim} and V {spec.value_dim} wide"
+    return f"{spec.num_kv_heads} heads, {widths}{window}, {form}"
+
+
+def _kept(retention: Retention) -> str:
+    return "all tokens" if retention == KEEP_ALL else str(retention)
