@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from mlx_paged.core import AbsentBlock, BlockHash
 from mlx_paged.request import Request, RequestStatus, SeqId
 
-# Waiting requests whose blocks are read before their turn comes.
+# Waiting requests whose blocks are read though their turn is not near.
 MAX_READ_AHEAD = 4
 
 
@@ -42,8 +42,20 @@ class BlockTier(Protocol):
         """Bring no more for anybody."""
 
 
+class Needs(NamedTuple):
+    """What requests need, as a scheduler knows it.
+
+    Attributes:
+        has_room: whether requests would find room for all their tokens, together.
+        absent_blocks: what a request could have of a tier.
+    """
+
+    has_room: Callable[[Sequence[Request]], bool]
+    absent_blocks: Callable[[Request, BlockTier], Sequence[AbsentBlock]]
+
+
 class ReadAhead:
-    """Asks a tier once for each stay of a request in the queue, as soon as the pool has room.
+    """Asks a tier once for each stay of a request in the queue, when the pool has room for it.
 
     Args:
         tier: ``None`` where there is none.
@@ -51,47 +63,36 @@ class ReadAhead:
 
     def __init__(self, tier: BlockTier | None):
         self._tier = tier
-        self._asked: set[SeqId] = set()
+        self._asked: dict[SeqId, Request] = {}
 
-    def look(
-        self,
-        waiting: Sequence[Request],
-        has_room: Callable[[Sequence[Request]], bool],
-        absent_blocks: Callable[[Request, BlockTier], Sequence[AbsentBlock]],
-    ) -> None:
-        """Begin to read for the first requests that wait.
+    def look(self, waiting: Sequence[Request], needs: Needs) -> None:
+        """Begin to read for the first requests that wait, whose turn may be far."""
+        if self._tier is not None:
+            for request in waiting[:MAX_READ_AHEAD]:
+                if not self._may_ask(self._tier, request, needs):
+                    return
+                self._ask(self._tier, request, needs)
 
-        Args:
-            has_room: whether so many requests, together, would find room for all their tokens.
-            absent_blocks: what a request would need of the tier.
-        """
-        if self._tier is None:
-            return
-        for index, request in enumerate(waiting[:MAX_READ_AHEAD]):
-            if request.seq_id in self._asked:
-                continue
-            if not has_room(waiting[: index + 1]):
-                return
-            self._asked.add(request.seq_id)
-            is_preempted = request.status is RequestStatus.PREEMPTED
-            if is_preempted and not self._tier.pays_for_preempted:
-                continue
-            blocks = absent_blocks(request, self._tier)
-            if blocks:
-                self._tier.read(request.seq_id, blocks)
-
-    def first_ready(self, waiting: Iterable[Request]) -> Request | None:
-        """The first request for which nothing is being read."""
+    def first_ready(self, waiting: Iterable[Request], needs: Needs) -> Request | None:
+        """The first request for which nothing is to be read first."""
         tier = self._tier
         if tier is None:
             return next(iter(waiting), None)
-        return next((each for each in waiting if not tier.is_reading(each.seq_id)), None)
+        for request in waiting:
+            if not self._may_ask(tier, request, needs):
+                # Room that others have asked for is theirs. Alone, it may still find some: what it
+                # shares with requests that run takes none.
+                return None if self._reading(tier) else request
+            self._ask(tier, request, needs)
+            if not tier.is_reading(request.seq_id):
+                return request
+        return None
 
     def end(self, request: Request) -> int:
         """A request does not wait any more; returns how many tokens were brought for it."""
         if self._tier is None:
             return 0
-        self._asked.discard(request.seq_id)
+        self._asked.pop(request.seq_id, None)
         return self._tier.forget(request.seq_id)
 
     def keep(self, request: Request) -> None:
@@ -103,3 +104,20 @@ class ReadAhead:
         self._asked.clear()
         if self._tier is not None:
             self._tier.clear()
+
+    def _reading(self, tier: BlockTier) -> list[Request]:
+        return [each for each in self._asked.values() if tier.is_reading(each.seq_id)]
+
+    def _may_ask(self, tier: BlockTier, request: Request, needs: Needs) -> bool:
+        is_asked = request.seq_id in self._asked
+        return is_asked or needs.has_room([*self._reading(tier), request])
+
+    def _ask(self, tier: BlockTier, request: Request, needs: Needs) -> None:
+        if request.seq_id in self._asked:
+            return
+        self._asked[request.seq_id] = request
+        if request.status is RequestStatus.PREEMPTED and not tier.pays_for_preempted:
+            return
+        blocks = needs.absent_blocks(request, tier)
+        if blocks:
+            tier.read(request.seq_id, blocks)

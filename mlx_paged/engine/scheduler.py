@@ -28,7 +28,7 @@ from mlx_paged.core import (
 from mlx_paged.core.kv_cache_manager import NOTHING_COMPUTED
 from mlx_paged.engine.batch import Batch, CopyBlocks, Scheduled, ShiftKeys, SwapIn, SwapOut
 from mlx_paged.engine.prefix_history import PrefixHistory
-from mlx_paged.engine.read_ahead import BlockTier, ReadAhead
+from mlx_paged.engine.read_ahead import BlockTier, Needs, ReadAhead
 from mlx_paged.engine.speculation import NO_SPECULATION, Speculation
 from mlx_paged.engine.swap_space import SwapSpace
 from mlx_paged.errors import PromptTooLongError, prompt_beyond_context, prompt_too_long
@@ -340,10 +340,13 @@ class Scheduler:
                 self._fail(plan, request)
 
     def _admit_waiting(self, plan: _Plan) -> None:
-        num_seqs = sum(request.num_seqs for request in self.running) if self.waiting else 0
-        self._read_ahead.look(self.waiting, self._has_room_for, self._absent_blocks)
-        while self.waiting and plan.token_budget > 0:
-            request = plan.only or self._read_ahead.first_ready(self.waiting)
+        if not self.waiting:
+            return
+        num_seqs = sum(request.num_seqs for request in self.running)
+        needs = Needs(self._has_room_for, self._absent_blocks)
+        self._read_ahead.look(self.waiting, needs)
+        while self.waiting and plan.token_budget > 0 and num_seqs < self.config.max_num_seqs:
+            request = plan.only or self._read_ahead.first_ready(self.waiting, needs)
             if request is None:
                 return
             # The only one wanted may run already, or have ended just now.

@@ -72,7 +72,7 @@ def request(seed: int, num_tokens: int = 10, **params: int) -> Request:
 
 
 def make(
-    *texts: Sequence[int], num_blocks: int = 60, **config: int
+    *texts: Sequence[int], num_blocks: int = 60, **config: float
 ) -> tuple[Scheduler, FakeTier, FakeSupply]:
     supply = FakeSupply(num_blocks, BLOCK_SIZE)
     tier = FakeTier(supply, *texts)
@@ -136,18 +136,56 @@ def test_the_last_token_is_computed_even_if_all_blocks_are_there() -> None:
     assert len(tier.reading[one.seq_id]) == 1
 
 
-def test_only_the_first_ones_in_the_queue_are_read_for_and_only_with_room() -> None:
-    everybody = range(1, MAX_READ_AHEAD + 3)
-    scheduler, tier, _ = make(*map(tokens, everybody), max_num_seqs=1)
-    for seed in everybody:
+MANY = range(1, 3 * MAX_READ_AHEAD)
+
+
+def test_everybody_whose_turn_it_is_is_read_for() -> None:
+    scheduler, tier, _ = make(*map(tokens, MANY))
+    for seed in MANY:
+        scheduler.add(request(seed))
+    assert names(scheduler) == []
+    assert len(tier.reading) == len(MANY)
+    for seq_id in list(tier.reading):
+        tier.bring(seq_id)
+    assert len(names(scheduler)) == len(MANY)
+    assert all(each.num_read_tokens == 8 for each in scheduler.running)
+
+
+def test_of_those_whose_turn_is_far_the_first_ones_are_read_for() -> None:
+    scheduler, tier, _ = make(*map(tokens, MANY), max_num_seqs=1)
+    scheduler.add(request(99))
+    assert names(scheduler) == ["99"]
+    for seed in MANY:
         scheduler.add(request(seed))
     names(scheduler)
     assert len(tier.reading) == MAX_READ_AHEAD
-    scheduler, tier, _ = make(*map(tokens, everybody), num_blocks=6)
-    for seed in everybody:
+
+
+def test_blocks_are_brought_as_long_as_there_is_room_and_nobody_takes_it_meanwhile() -> None:
+    scheduler, tier, _ = make(*map(tokens, MANY), num_blocks=6, watermark=0.0)
+    for seed in MANY:
         scheduler.add(request(seed))
-    names(scheduler)
+    assert names(scheduler) == []
     assert len(tier.reading) == 2, "ten tokens are three blocks"
+    for seq_id in list(tier.reading):
+        tier.bring(seq_id)
+    assert names(scheduler) == ["1", "2"]
+    for each in list(scheduler.running):
+        scheduler.finish(each, "stop")
+    assert names(scheduler) == []
+    assert len(tier.reading) == 2, "then for the next ones"
+
+
+def test_a_request_that_shares_what_runs_needs_no_room_for_it() -> None:
+    scheduler, tier, _ = make(tokens(1, 20), num_blocks=9)
+    scheduler.add(request(1, 20))
+    tier.stored.clear()
+    assert names(scheduler) == ["1"]
+    tier.stored |= set(hash_token_blocks(tokens(1, 20), BLOCK_SIZE))
+    again = Request("again", [*tokens(1, 20), 7], SamplingParams(max_tokens=2))
+    scheduler.add(again)
+    assert "again" in names(scheduler)
+    assert again.num_cached_tokens == 20
 
 
 @pytest.mark.parametrize("end", ["abort", "restart"])
