@@ -73,7 +73,7 @@ class Scale:
     predicted: int = 192  # of each text
 
 
-QUICK = Scale(1, 256, 64, 3, 64, 8, 8, 8, 96, 8, 2, 128, 16)
+QUICK = Scale(1, 256, 64, 3, 64, 8, 8, 8, 96, 8, 6, 128, 16)
 
 
 @dataclass(frozen=True)
