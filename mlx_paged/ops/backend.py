@@ -133,6 +133,7 @@ class Backend(ABC):
         No block may be named twice as a destination, or be both source and destination.
         """
 
+    @abstractmethod
     def write_blocks(
         self,
         kv: KVHandle,
@@ -140,16 +141,7 @@ class Backend(ABC):
         k: Parts,  # [num_blocks, num_kv_heads, block_size, width of the part] each
         v: Parts,  # the same
     ) -> None:
-        """Write whole blocks, in place."""
-        block_size = kv.block_size
-        slots = [
-            block_id * block_size + offset for block_id in block_ids for offset in range(block_size)
-        ]
-        k_rows, v_rows = (
-            tuple(part.swapaxes(1, 2).reshape(-1, part.shape[1], part.shape[3]) for part in parts)
-            for parts in (k, v)
-        )
-        self.reshape_and_cache(k_rows, v_rows, kv, SlotMapping.build(slots, block_size))
+        """Write whole blocks, in place. No block may be named twice."""
 
     @abstractmethod
     def zero_blocks(self, kv: KVHandle, block_ids: Sequence[int]) -> None:

@@ -146,6 +146,18 @@ class MetalBackend(Backend):
             for part in range(kv.format.key.num_parts):
                 (kv.fence,) = kernels.copy_blocks(kv, src_dst_pairs, part)()
 
+    def write_blocks(self, kv: KVHandle, block_ids: Sequence[int], k: Parts, v: Parts) -> None:
+        if self._scatter:
+            return self._scatter.write_blocks(kv, block_ids, k, v)
+        checks.check_block_write("write_blocks", block_ids, k, v, kv)
+        size = kv.block_size
+        slots = [block_id * size + offset for block_id in block_ids for offset in range(size)]
+        k_rows, v_rows = (
+            tuple(part.swapaxes(1, 2).reshape(-1, part.shape[1], part.shape[3]) for part in parts)
+            for parts in (k, v)
+        )
+        self.reshape_and_cache(k_rows, v_rows, kv, SlotMapping.build(slots, size))
+
     def zero_blocks(self, kv: KVHandle, block_ids: Sequence[int]) -> None:
         # No kernel: a cache on this backend has no block that needs it.
         ReferenceBackend().zero_blocks(kv, block_ids)
