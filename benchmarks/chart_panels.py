@@ -150,7 +150,7 @@ def _draw_shared_prefix(axes: Axes, shared: list[dict[str, Any]]) -> None:
     style.plain_numbers(axes.yaxis)
     axes.set_title("first token, median, ms")
     axes.set_xlabel("shared prefix, tokens")
-    axes.legend(loc="upper left", handlelength=3)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, handlelength=2.5)
 
 
 # Restart
