@@ -213,6 +213,8 @@ def kv_of(path: Path, **change: Any) -> None:
     caches = load_prompt_cache(str(path))
     for name, value in change.items():
         setattr(caches[0], name, value(getattr(caches[0], name)))
+    # Some versions of MLX read the file only now, and the next line writes to it.
+    mx.eval([cache.state for cache in caches])
     save_prompt_cache(str(path), caches)
 
 
