@@ -98,9 +98,9 @@ class DiskTier:
 
     def read(self, seq_id: SeqId, blocks: Sequence[AbsentBlock]) -> None:
         self._group_of[seq_id] = {block.block_hash: block.group for block in blocks}
-        # Once for all of them: each growth copies the slabs.
-        self._cache.make_room(sum(map(len, self._group_of.values())))
         self._reader.read(seq_id, [block.block_hash for block in blocks])
+        # Once for all of them, and while they are read: each growth copies the slabs.
+        self._cache.make_room(sum(map(len, self._group_of.values())))
 
     def is_reading(self, seq_id: SeqId) -> bool:
         return seq_id in self._group_of and self._reader.is_reading(seq_id)
