@@ -83,7 +83,7 @@ def measure(batch: int, context: int, num_steps: int) -> dict[str, float]:
         ) as metadata:
             packed = metadata.slot_mapping.packed
             marks.append(time.perf_counter())
-            plan = AttentionPlan.pack(metadata, None, True, 8)
+            plan = AttentionPlan.pack(metadata, None, 8)
             marks.append(time.perf_counter())
         mx.eval(packed, plan.array, tokens, cache.arrays)
         begin = time.perf_counter()

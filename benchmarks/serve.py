@@ -119,7 +119,7 @@ class MemoryWatch:
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> MemoryWatch:
-        self.first = self.highest = self._look()
+        self.first = self.highest = self.look()
         self._thread.start()
         return self
 
@@ -129,9 +129,9 @@ class MemoryWatch:
 
     def _watch(self) -> None:
         while not self._done.wait(0.25):
-            self.highest = max(self.highest, self._look())
+            self.highest = max(self.highest, self.look())
 
-    def _look(self) -> float:
+    def look(self) -> float:
         command = ["ps", "-o", "rss=", "-p", str(self.pid)]
         text = subprocess.run(command, capture_output=True, text=True).stdout.strip()
         return int(text or 0) / 1024

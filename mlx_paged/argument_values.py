@@ -71,7 +71,7 @@ def check_integer(room: str, name: str, value: object, low: int | None = None) -
 def check_positive(room: str, name: str, value: object) -> None:
     """Raise ``ValueError`` unless ``value`` is a Python ``int`` of at least 1."""
     if not is_plain_integer(value, 1):
-        raise ValueError(f"[{room}] {name} must be a positive integer, got {shown(value)}")
+        raise ArgumentError(f"[{room}] {name} must be a positive integer, got {shown(value)}")
 
 
 def check_callable(room: str, name: str, value: object, what: str) -> None:

@@ -20,7 +20,6 @@ from mlx_paged.engine.read_array import read_floats
 from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.foreign_arguments import refuses_unknown_arguments
 from mlx_paged.generation import OneShotOptions, Tokenizer
-from mlx_paged.memory import wired_limit
 from mlx_paged.request import RequestOutput
 from mlx_paged.sampling_params import LogitsProcessor, Sampler, SamplingParams
 
@@ -169,24 +168,23 @@ class _Batch:
         started: set[str] = set()
         num_finished = 0
         begin = time.perf_counter()
-        with wired_limit(self.engine.model):
-            while self.engine.has_unfinished_requests():
-                has_prompts = len(started) < num_requests
-                step_begin = time.perf_counter()
-                outputs = self.engine.step()
-                for output in outputs:
-                    self._take(output)
-                    started.add(output.request_id)
-                    num_finished += output.finished
-                seconds = time.perf_counter() - step_begin
-                stats.generation_steps += bool(outputs)
-                if has_prompts:
-                    stats.prompt_time += seconds
-                else:
-                    stats.decode_time += seconds
-                if is_verbose and outputs:
-                    done = f"[batch_generate] Finished {num_finished}/{num_requests}"
-                    print(done, end="\r", flush=True)
+        while self.engine.has_unfinished_requests():
+            has_prompts = len(started) < num_requests
+            step_begin = time.perf_counter()
+            outputs = self.engine.step()
+            for output in outputs:
+                self._take(output)
+                started.add(output.request_id)
+                num_finished += output.finished
+            seconds = time.perf_counter() - step_begin
+            stats.generation_steps += bool(outputs)
+            if has_prompts:
+                stats.prompt_time += seconds
+            else:
+                stats.decode_time += seconds
+            if is_verbose and outputs:
+                done = f"[batch_generate] Finished {num_finished}/{num_requests}"
+                print(done, end="\r", flush=True)
         stats.wall_time = time.perf_counter() - begin
         stats.peak_memory = mx.get_peak_memory() / 1e9
         for output in self._outputs.values():

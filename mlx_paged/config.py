@@ -35,6 +35,9 @@ _MAX_BUDGET = 2**63
 BUDGET_NOTATION = "bytes (65536, 512M, 2G) or whole blocks (256blocks), within 1..2**63"
 NBYTES_NOTATION = "bytes (65536, 512M, 2G), within 1..2**63"
 
+RECOMMENDED = "recommended"
+WIRED_LIMIT_NOTATION = f"{RECOMMENDED!r} or {NBYTES_NOTATION}"
+
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([smhdw]?)\s*", re.IGNORECASE)
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _MAX_SECONDS = 100 * 365.25 * 86_400
@@ -97,6 +100,23 @@ def parse_nbytes(text: str | int, argument: str) -> int:
     return budget.nbytes
 
 
+def parse_wired_limit(given: str | int) -> str | int:
+    """A number of bytes in the notation of budgets, or ``"recommended"``.
+
+    Raises:
+        ArgumentError: it is neither.
+    """
+    if isinstance(given, str) and given == RECOMMENDED:
+        return given
+    try:
+        return parse_nbytes(given, "wired_limit")
+    except ArgumentError as error:
+        raise ArgumentError(
+            f"[engine] wired_limit must be {WIRED_LIMIT_NOTATION}, got {shown(given)}",
+            "wired_limit",
+        ) from error
+
+
 def parse_duration(given: str | float, argument: str) -> float:
     """Seconds, from ``"90s"``, ``"30m"``, ``"12h"``, ``"7d"``, ``"2w"`` or a number of seconds.
 
@@ -125,6 +145,11 @@ class KVBits:
 
     key: int
     value: int
+
+    def __str__(self) -> str:
+        """``8 bits``, or as :meth:`parse` reads it."""
+        bits = f"{self.key} bits"
+        return bits if self.key == self.value else f"K:{self.key},V:{self.value}"
 
     @classmethod
     def parse(cls, given: str | int | None, argument: str = "kv_format") -> KVBits | None:
@@ -187,8 +212,9 @@ class SchedulerConfig:
             ``max_num_batched_tokens``. A larger number computes prompts a little faster.
         watermark: the share of the blocks that must stay free when a request is admitted beside
             others, so that these can continue for a while before one is preempted.
-        priority_steps: a request whose priority is higher by 1 runs as if it had arrived this many
-            steps later. So an urgent request overtakes others, but none is overtaken forever.
+        priority_steps: a request whose priority is higher by 1 waits as if it had arrived this many
+            steps later. So an urgent request overtakes others in the queue, but none is overtaken
+            for ever. A priority interrupts no running request.
         enable_prefix_caching: whether requests with equal beginnings share their K/V.
         max_model_len: the most tokens that a prompt and its answer may have together; ``None``
             leaves the budget as the only limit.

@@ -9,6 +9,9 @@ import traceback
 
 MAX_SHOWN = 80  # characters of a value in a message
 MAX_QUOTED = 300  # characters of another error's text in a message
+# What moves a terminal's cursor, sets its title or breaks a line, as Python writes it.
+_CONTROLS = {code: repr(chr(code))[1:-1] for code in (*range(32), *range(127, 160), 0x2028, 0x2029)}
+_CONTROLS_IN_LINES = {code: text for code, text in _CONTROLS.items() if chr(code) not in "\n\t"}
 
 
 class ArgumentError(ValueError):
@@ -34,8 +37,10 @@ def shown(value: object) -> str:
 
 
 def one_line(value: object, limit: int = MAX_QUOTED) -> str:
-    """The text of an error, or of any other value, on one line of at most ``limit`` characters."""
-    text = " ".join(str(value).split())
+    """The text of an error, or of any other value, on one line of at most ``limit`` characters,
+    without anything that a terminal would obey.
+    """
+    text = " ".join(str(value).split()).translate(_CONTROLS)
     if isinstance(value, KeyError):
         text = f"{text} is missing"
     elif not text and isinstance(value, BaseException):
@@ -43,9 +48,50 @@ def one_line(value: object, limit: int = MAX_QUOTED) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
+def without_room(text: str) -> str:
+    """The text of an error without the part of the package that it comes from: without ``[chat]``
+    in front.
+    """
+    return text.partition("] ")[2] if text.startswith("[") and "] " in text else text
+
+
+def harmless(text: str) -> str:
+    """Lines as a terminal may be shown them: of control characters, only line ends and tabs are
+    obeyed, and others are seen.
+    """
+    return text.translate(_CONTROLS_IN_LINES)
+
+
 def reason(error: BaseException) -> str:
     """The type and the text of an error that somebody else's code raised, on one line."""
     return f"{type(error).__name__}: {one_line(error)}"
+
+
+def type_and_place(error: BaseException) -> str:
+    """The type of an error and the line that raised it, such as ``ValueError at
+    engine/steps.py:120``, for those who may not see its message: it may quote what a user wrote.
+    """
+    frames = frames_of(error)
+    if not frames:
+        return type(error).__name__
+    *_, folder, file = "", *frames[-1].filename.split("/")
+    return f"{type(error).__name__} at {f'{folder}/{file}'.lstrip('/')}:{frames[-1].lineno}"
+
+
+def words_for_all(error: BaseException) -> str:
+    """What may be said of an error to others than those who caused it: the words of this package's
+    own errors, which quote nothing, and else :func:`type_and_place`.
+    """
+    is_ours = type(error).__module__.partition(".")[0] == __name__.partition(".")[0]
+    # A ValueError of ours shows the value.
+    if is_ours and not isinstance(error, ValueError):
+        return without_room(one_line(error))
+    return type_and_place(error)
+
+
+def frames_of(error: BaseException) -> list[traceback.FrameSummary]:
+    """Where an error came through, the innermost last; also when its frames were forgotten."""
+    return [*traceback.extract_tb(error.__traceback__), *getattr(error, _FRAMES, ())]
 
 
 def system_reason(error: Exception) -> str:
@@ -61,6 +107,9 @@ class RequestError(RuntimeError):
     """A request was failed by something that its reader can't be handed; see ``__cause__``."""
 
 
+_FRAMES = "_mlx_paged_frames"  # an attribute of errors whose frames were forgotten
+
+
 def request_error(error: BaseException) -> Exception:
     """The error that a request's reader gets for what the request's own code raised.
 
@@ -69,15 +118,14 @@ def request_error(error: BaseException) -> Exception:
     """
     if isinstance(error, Exception) and not isinstance(error, _ENDS_OF_SOMETHING_ELSE):
         return error
-    wrapped = RequestError(
-        f"[engine] the request's own code raised {type(error).__name__}: {shown(error)}"
-    )
+    wrapped = RequestError(f"[engine] the request's own code raised {type_and_place(error)}")
     wrapped.__cause__ = error
     return wrapped
 
 
 def forget_frames(error: BaseException, where: str | None = None) -> None:
-    """Drop the traceback of an error and of each error that led to it.
+    """Drop the traceback of an error and of each error that led to it; :func:`frames_of` still
+    knows its lines.
 
     For as long as somebody keeps the error, its frames would keep what their variables hold:
     logits, graphs that hold whole slabs, the engine itself.
@@ -90,10 +138,12 @@ def forget_frames(error: BaseException, where: str | None = None) -> None:
     while link is not None and id(link) not in seen:
         seen.add(id(link))
         if link.__traceback__ is not None:
+            frames = frames_of(link)
             lines = traceback.format_tb(link.__traceback__) if where is not None else []
             link.__traceback__ = None
-            # An error of the user's own making may refuse notes.
+            # An error of the user's own making may refuse attributes and notes.
             with contextlib.suppress(Exception):
+                setattr(link, _FRAMES, frames)
                 if lines:
                     link.add_note(f"{where}:\n{''.join(lines)}")
         link = link.__cause__ or link.__context__
@@ -122,11 +172,24 @@ def prompt_too_long(
     )
 
 
-def prompt_beyond_context(num_tokens: int, max_model_len: int) -> PromptTooLongError:
+def prompt_beyond_context(
+    num_tokens: int | str, max_model_len: int, context_length: int | None
+) -> PromptTooLongError:
+    """The error of a prompt that is as long as ``max_model_len`` or longer.
+
+    Args:
+        num_tokens: of the prompt; a text such as ``"more than 5120"`` where they were not all
+            counted.
+        context_length: the most that ``max_model_len`` may be; ``None``: anything.
+    """
+    way_out = "shorten the prompt or raise max_model_len"
+    if context_length is not None:
+        way_out += f", which may be {context_length}"
+        if max_model_len >= context_length:
+            way_out = "the model was made for no more; shorten the prompt"
     error = PromptTooLongError(
         f"[context] a prompt of {num_tokens} tokens leaves no room for an answer: prompt and "
-        f"answer have at most {max_model_len} tokens together; shorten the prompt or raise "
-        "max_model_len"
+        f"answer have at most {max_model_len} tokens together; {way_out}"
     )
     error.argument = "max_model_len"
     return error

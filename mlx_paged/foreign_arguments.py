@@ -76,18 +76,22 @@ ADVICE = _by_name(
         "K/V are quantised as they are written, in groups of 64, or 32 where a width needs it; "
         "give kv_format alone": "kv_group_size quantized_kv_start calculate_kv_scales",
         "give draft_model and num_draft_tokens instead": "speculative_config",
-        "a model runs on the GPU of one machine; leave it out": (
-            "tensor_parallel_size pipeline_parallel_size data_parallel_size "
-            "distributed_executor_backend device device_map n_gpu_layers n_threads stream_device "
-            "tensor_split main_gpu"
+        "each machine has one GPU; mlx.launch starts the program on several, whose ranks share a "
+        "model": (
+            "tensor_parallel_size pipeline_parallel_size distributed_executor_backend tensor_split"
+        ),
+        "run a program on each machine, and share the requests out among them": (
+            "data_parallel_size"
+        ),
+        "a model runs on the one GPU of its machine; leave it out": (
+            "device device_map n_gpu_layers n_threads stream_device main_gpu"
         ),
         "weights run in the dtype and quantisation that they are stored in; leave it out": (
             "dtype torch_dtype quantization quantize load_format load_in_4bit load_in_8bit "
             "quantization_config"
         ),
-        "there is no graph to compile or to capture; leave it out": (
-            "enforce_eager compilation_config max_seq_len_to_capture"
-        ),
+        "a decode is replayed from a trace where that is faster and gives the same bits; leave it "
+        "out": ("enforce_eager compilation_config max_seq_len_to_capture"),
         "there is no beam search; leave it out": (
             "num_beams use_beam_search beam_width length_penalty early_stopping num_beam_groups"
         ),
@@ -154,6 +158,7 @@ ENGINE_OPTIONS = (
     "max_num_seqs", "priority_steps", "max_num_batched_tokens", "max_num_mixed_tokens", "watermark",
     "enable_prefix_caching", "run_ahead", "window", "num_sink_tokens", "num_draft_tokens",
     "draft_model", "num_history_tokens", "cache_dir", "cache_dir_size", "cache_dir_ttl",
+    "wired_limit",
 )  # fmt: skip
 # One argument, as different functions call it.
 _ALSO_CALLED = {

@@ -25,7 +25,7 @@ from mlx_paged.engine.options import CacheDirOptions, CacheOptions
 from mlx_paged.engine.prompts import Prompt, TokenIds, as_tokenizer
 from mlx_paged.errors import shown
 from mlx_paged.foreign_arguments import refuses_unknown_arguments
-from mlx_paged.memory import wired_limit
+from mlx_paged.request import CompletionOutput
 from mlx_paged.sampling_params import LogitsProcessor, Sampler, SamplingParams
 
 if TYPE_CHECKING:
@@ -84,6 +84,7 @@ class OneShotOptions(CacheOptions, CacheDirOptions, total=False):
     kv: str
     max_model_len: int | None
     num_draft_tokens: int | None
+    wired_limit: str | int | None
 
 
 class _Options(OneShotOptions, total=False):
@@ -119,8 +120,8 @@ def generate_step(
         prefill_step_size: prompt tokens per step (default: 2048).
         prompt_progress_callback: called with the prompt tokens done so far and their total.
         options: further ones of :class:`Engine`: those of its K/V cache, ``max_model_len``,
-            ``draft_model`` and ``num_draft_tokens``, and ``cache_dir`` with its size and duration.
-            Whatever the sampler, the tokens are the same with drafts.
+            ``draft_model`` and ``num_draft_tokens``, ``cache_dir`` with its size and duration, and
+            ``wired_limit``. Whatever the sampler, the tokens are the same with drafts.
 
     Raises:
         ValueError: an argument of the wrong type or out of its range, an empty prompt, or a token
@@ -225,60 +226,67 @@ def _responses(
     first_token = 0.0
     num_shown = num_tokens = num_accepted = 0
     try:
-        with wired_limit(engine.model):
-            while engine.has_unfinished_requests():
-                if progress is not None and not first_token:
-                    progress(*engine.prompt_progress(request_id))
-                for output in engine.step():
-                    if output.error is not None:
-                        raise output.error
-                    now, answer = time.perf_counter(), output.outputs[0]
-                    num_prompt_tokens = len(output.prompt_token_ids)
-                    num_generated = len(answer.token_ids)
-                    if not first_token:
-                        first_token = now
-                        if progress is not None:
-                            progress(num_prompt_tokens, num_prompt_tokens)
-                    num_computed = num_prompt_tokens - output.num_cached_tokens
-                    decode_time = now - first_token
-                    newest = GenerationResponse(
-                        text=answer.text[num_shown:],
-                        token=answer.token_ids[-1],
-                        logprobs=None,
-                        from_draft=num_generated - num_tokens
-                        == answer.num_accepted_tokens - num_accepted,
-                        prompt_tokens=num_prompt_tokens,
-                        prompt_tps=num_computed / (first_token - start),
-                        generation_tokens=num_generated,
-                        generation_tps=(num_generated - 1) / decode_time if decode_time else 0.0,
-                        peak_memory=mx.get_peak_memory() / 1e9,
-                        finish_reason=answer.finish_reason,
-                        cached_tokens=output.num_cached_tokens,
-                        kv_bytes=engine.cache.nbytes_held,
-                        time_to_first_token=first_token - start,
-                        drafted_tokens=answer.num_drafted_tokens,
-                        accepted_tokens=answer.num_accepted_tokens,
-                        read_tokens=output.num_read_tokens,
+        while engine.has_unfinished_requests():
+            if progress is not None and not first_token:
+                progress(*engine.prompt_progress(request_id))
+            for output in engine.step():
+                if output.error is not None:
+                    raise output.error
+                now, answer = time.perf_counter(), output.outputs[0]
+                num_prompt_tokens = len(output.prompt_token_ids)
+                num_generated = len(answer.token_ids)
+                text = _as_mlx_lm(engine, answer)
+                if not first_token:
+                    first_token = now
+                    if progress is not None:
+                        progress(num_prompt_tokens, num_prompt_tokens)
+                num_computed = num_prompt_tokens - output.num_cached_tokens
+                decode_time = now - first_token
+                newest = GenerationResponse(
+                    text=text[num_shown:],
+                    token=answer.token_ids[-1],
+                    logprobs=None,
+                    from_draft=num_generated - num_tokens
+                    == answer.num_accepted_tokens - num_accepted,
+                    prompt_tokens=num_prompt_tokens,
+                    prompt_tps=num_computed / (first_token - start),
+                    generation_tokens=num_generated,
+                    generation_tps=(num_generated - 1) / decode_time if decode_time else 0.0,
+                    peak_memory=mx.get_peak_memory() / 1e9,
+                    finish_reason=answer.finish_reason,
+                    cached_tokens=output.num_cached_tokens,
+                    kv_bytes=engine.cache.nbytes_held,
+                    time_to_first_token=first_token - start,
+                    drafted_tokens=answer.num_drafted_tokens,
+                    accepted_tokens=answer.num_accepted_tokens,
+                    read_tokens=output.num_read_tokens,
+                )
+                # Drafts that were accepted came before it in the same step. The text of all of
+                # them is the newest one's.
+                for number in range(num_tokens + 1, num_generated):
+                    yield dataclasses.replace(
+                        newest,
+                        text="",
+                        token=answer.token_ids[number - 1],
+                        from_draft=True,
+                        generation_tokens=number,
+                        finish_reason=None,
                     )
-                    # Drafts that were accepted came before it in the same step. The text of all of
-                    # them is the newest one's.
-                    for number in range(num_tokens + 1, num_generated):
-                        yield dataclasses.replace(
-                            newest,
-                            text="",
-                            token=answer.token_ids[number - 1],
-                            from_draft=True,
-                            generation_tokens=number,
-                            finish_reason=None,
-                        )
-                    yield newest
-                    num_shown, num_tokens = len(answer.text), num_generated
-                    num_accepted = answer.num_accepted_tokens
+                yield newest
+                num_shown, num_tokens = len(text), num_generated
+                num_accepted = answer.num_accepted_tokens
     finally:
         engine.abort(request_id)
         # Nobody asks for the last output of a request that was cut short.
         if engine.has_unfinished_requests():
             engine.step()
+
+
+def _as_mlx_lm(engine: Engine, answer: CompletionOutput) -> str:
+    """The text so far, without the space that mlx-lm's detokenizers leave out."""
+    if engine.token_texts is None:
+        return answer.text
+    return engine.token_texts.without_first_space(answer.text, answer.token_ids)
 
 
 class _Recorder:

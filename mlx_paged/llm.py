@@ -32,7 +32,6 @@ from mlx_paged.llm_arguments import (
     split_conversations,
 )
 from mlx_paged.loading import load_draft_model, load_for
-from mlx_paged.memory import wired_limit
 from mlx_paged.request import CompletionOutput, RequestOutput
 from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
 
@@ -161,12 +160,13 @@ class LLM:
             sampling_params: for all, or one for each; ``None`` is greedy.
             use_tqdm: show a progress bar on stderr; by default for 10 prompts or more, on a
                 terminal.
-            priority: one for each; lower runs earlier.
+            priority: one for each, which orders the queue: lower is admitted earlier.
             no_store: for all, or one for each; see :meth:`Engine.add_request`.
 
         Raises:
-            ValueError: an argument of the wrong type, or not as many ``sampling_params``,
-                priorities or ``no_store`` as prompts; nothing is queued.
+            ValueError: an argument of the wrong type, not as many ``sampling_params``, priorities
+                or ``no_store`` as prompts, or ``structured_outputs`` where none can be had (no
+                llguidance, no tokenizer); nothing is queued.
             RuntimeError: the call comes from inside another one, such as from a logits processor.
             KeyboardInterrupt: Ctrl-C, between two steps; the requests are aborted.
         """
@@ -238,6 +238,9 @@ class LLM:
                 "[generate] it was called from inside a call of the same LLM; make a second LLM "
                 "for that"
             )
+        if any(each.params and each.params.structured_outputs for each in asked):
+            # What no request can have is the call's mistake: an answer without text would hide it.
+            self.engine.check_structured_outputs()
         return _Batch(dict(zip(self._request_ids, asked, strict=False)), use_tqdm)
 
     def _complete(self, batch: _Batch) -> list[RequestOutput]:
@@ -248,7 +251,6 @@ class LLM:
         num_tokens = 0
         with (
             tqdm(total=len(requests), unit="prompt", disable=not batch.shows_progress) as bar,
-            wired_limit(self.engine.model),
             caught_interrupts(second=KeyboardInterrupt()) as interrupted,
         ):
             try:

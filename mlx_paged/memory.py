@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import os
-import sys
-from collections.abc import Iterator
+import threading
+import warnings
+from collections.abc import Callable
+from functools import partial
 
 import mlx.core as mx
-import mlx.nn as nn
+
+from mlx_paged.config import parse_wired_limit
+from mlx_paged.errors import ArgumentError
 
 # The share of the recommended (on a Mac) or physical memory that weights and K/V may take together.
 DEVICE_SHARE = 0.8
@@ -17,14 +21,46 @@ MIN_KV_CACHE_BYTES = 64 * 2**20
 
 
 def default_kv_cache_bytes(weight_nbytes: int) -> int:
-    """``DEVICE_SHARE`` of what Metal recommends as working set, else ``HOST_SHARE`` of physical
-    memory, less the weights.
+    """:func:`usable_memory` less the weights.
 
     At least ``MIN_KV_CACHE_BYTES``. It is a limit, not an allocation: a paged cache grows into it.
     """
-    recommended = _metal_info("max_recommended_working_set_size")
-    usable = DEVICE_SHARE * recommended if recommended else HOST_SHARE * memory_size()
-    return max(int(usable) - weight_nbytes, MIN_KV_CACHE_BYTES)
+    return max(usable_memory() - weight_nbytes, MIN_KV_CACHE_BYTES)
+
+
+def why_too_large(weight_nbytes: int, has_default_budget: bool) -> str | None:
+    """What of this machine these weights are too large for, in words; ``None`` where they fit.
+
+    Args:
+        has_default_budget: whether the K/V budget is :func:`default_kv_cache_bytes`. Then weights
+            have to leave ``MIN_KV_CACHE_BYTES`` of :func:`usable_memory`; else it is for the user
+            to say what share is left to others, and they have to fit into the whole.
+    """
+    recommended = recommended_memory()
+    nbytes, share = (recommended, DEVICE_SHARE) if recommended else (memory_size(), HOST_SHARE)
+    if has_default_budget and weight_nbytes + MIN_KV_CACHE_BYTES > usable_memory():
+        whole = "that Metal recommends" if recommended else "of memory"
+        return (
+            f"weights and K/V may take {nbytes_in_words(usable_memory())}, {share:.0%} of the "
+            f"{nbytes_in_words(nbytes)} {whole}"
+        )
+    if weight_nbytes > nbytes:
+        has = "Metal recommends at most" if recommended else "this machine has"
+        return f"{has} {nbytes_in_words(nbytes)}{'' if recommended else ' of memory'}"
+    return None
+
+
+def usable_memory() -> int:
+    """Bytes that weights and K/V may take together by default: ``DEVICE_SHARE`` of what Metal
+    recommends as working set, else ``HOST_SHARE`` of physical memory.
+    """
+    recommended = recommended_memory()
+    return int(DEVICE_SHARE * recommended if recommended else HOST_SHARE * memory_size())
+
+
+def recommended_memory() -> int:
+    """Bytes that Metal recommends as working set; 0 where there is no Metal."""
+    return _metal_info("max_recommended_working_set_size")
 
 
 def memory_size() -> int:
@@ -39,15 +75,77 @@ def _metal_info(name: str) -> int:
     return size if isinstance(size, int) else 0
 
 
-@contextlib.contextmanager
-def wired_limit(model: nn.Module) -> Iterator[None]:
-    """mlx-lm's ``wired_limit``: while the model runs, as much memory may stay wired as Metal
-    recommends.
-    """
-    from mlx_lm.generate import wired_limit as mlx_lm_wired_limit
+def nbytes_in_words(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.2g} MB"
 
-    with contextlib.ExitStack() as stack:
-        # mlx-lm prints its warning about large models to stdout, where the answer's text goes.
-        with contextlib.redirect_stdout(sys.stderr):
-            stack.enter_context(mlx_lm_wired_limit(model))
-        yield
+
+def read_wired_limit(value: str | int | None) -> int:
+    """Bytes that may stay wired: a number of them in the notation of budgets, ``"recommended"``,
+    or 0 for ``None``. Without Metal it is 0, and a warning says so.
+
+    Raises:
+        ArgumentError: it is none of these, or more than Metal recommends.
+    """
+    if value is None:
+        return 0
+    given, recommended = parse_wired_limit(value), recommended_memory()
+    if not recommended:
+        warnings.warn(
+            "[engine] wired_limit does nothing here: only Metal wires memory", stacklevel=3
+        )
+        return 0
+    nbytes = given if isinstance(given, int) else recommended
+    if nbytes > recommended:
+        raise ArgumentError(
+            f"[engine] wired_limit: {nbytes:,} bytes are more than the {recommended:,} that Metal "
+            "recommends on this machine; give less, or raise the system's limit with "
+            "sudo sysctl iogpu.wired_limit_mb=N",
+            "wired_limit",
+        )
+    return nbytes
+
+
+class _WiredLimits:
+    """The limits that are held in this process, which has one: the largest of them."""
+
+    def __init__(self) -> None:
+        # Finalizers run wherever the garbage collector does, also inside the lock.
+        self._lock = threading.RLock()
+        self._keys = itertools.count()
+        self._held: dict[int, int] = {}
+        self._before = 0  # what was set when there were none
+
+    def hold(self, nbytes: int) -> Callable[[], None]:
+        with self._lock:
+            before = mx.set_wired_limit(max([nbytes, *self._held.values()]))
+            if not self._held:
+                self._before = before
+            key = next(self._keys)
+            self._held[key] = nbytes
+        return partial(self._release, key)
+
+    def _release(self, key: int) -> None:
+        with self._lock:
+            if self._held.pop(key, None) is not None:
+                mx.synchronize()  # MLX wants no step in flight while the limit changes.
+                mx.set_wired_limit(max(self._held.values(), default=self._before))
+
+
+_wired_limits = _WiredLimits()
+
+
+def hold_wired_limit(nbytes: int) -> Callable[[], None]:
+    """Let ``nbytes`` of MLX's memory stay wired until the function that is returned is called, for
+    the first time; 0 changes nothing.
+
+    The only place that sets the limit. It is MLX's own and the process's: while several are held,
+    the largest counts, and behind the last one it is again what it was before the first.
+
+    A wired limit beside allocations that come and go panics macOS's kernel within minutes on
+    several machines (ml-explore/mlx#3186 and #3346), which is why it is off by default.
+    """
+    return _wired_limits.hold(nbytes) if nbytes else _nothing
+
+
+def _nothing() -> None:
+    pass

@@ -11,8 +11,11 @@ from typing import BinaryIO
 
 @contextmanager
 def replaced_file(file: Path) -> Iterator[BinaryIO]:
-    """A new file to write, which takes the place and the mode of ``file`` when the body ends. If
-    the body raises, nothing has changed.
+    """A new file to write, which takes the place of ``file`` when the body ends. If the body
+    raises, nothing has changed.
+
+    Its owner alone can read it, whatever the mode of the file in whose place it is put: these files
+    hold conversations.
 
     A link stays one, and what it leads to is replaced.
 
@@ -22,14 +25,12 @@ def replaced_file(file: Path) -> Iterator[BinaryIO]:
     """
     file = file.resolve()
     aside = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    descriptor = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+    descriptor = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with open(descriptor, "w+b") as stream:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())
-        if file.exists():
-            os.chmod(aside, file.stat().st_mode & 0o7777)
         os.replace(aside, file)
     except BaseException:
         aside.unlink(missing_ok=True)

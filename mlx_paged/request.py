@@ -9,7 +9,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, overload
 
 from mlx_paged.argument_values import as_integer
-from mlx_paged.errors import shown
+from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ StopReason: TypeAlias = int | str | tuple[int, ...] | None
 def check_request_id(request_id: object) -> str:
     """Return the id as a ``str``. Raises ``ValueError`` unless it is a text."""
     if not isinstance(request_id, str):
-        raise ValueError(f"[engine] request_id must be a text, got {shown(request_id)}")
+        raise ArgumentError(f"[engine] request_id must be a text, got {shown(request_id)}")
     return str.__str__(request_id)
 
 
@@ -36,7 +36,7 @@ def check_priority(priority: object) -> int:
     """
     number = as_integer(priority)
     if number is None or abs(number) > MAX_PRIORITY:
-        raise ValueError(
+        raise ArgumentError(
             f"[engine] priority must be a whole number within -{MAX_PRIORITY}..{MAX_PRIORITY}, "
             f"got {shown(priority)}"
         )
@@ -48,7 +48,7 @@ def check_cache_salt(cache_salt: object) -> str | None:
     not empty.
     """
     if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
-        raise ValueError(
+        raise ArgumentError(
             f"[engine] cache_salt must be a text that is not empty, or None, "
             f"got {shown(cache_salt)}"
         )
@@ -59,7 +59,7 @@ def check_cache_salt(cache_salt: object) -> str | None:
 def check_no_store(no_store: object) -> bool:
     """Return ``no_store``. Raises ``ValueError`` unless it is a truth value."""
     if not isinstance(no_store, bool):
-        raise ValueError(f"[engine] no_store must be True or False, got {shown(no_store)}")
+        raise ArgumentError(f"[engine] no_store must be True or False, got {shown(no_store)}")
     return no_store
 
 

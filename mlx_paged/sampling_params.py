@@ -184,6 +184,11 @@ class SamplingParams:
         object.__setattr__(self, name, value)
 
     @property
+    def is_slow_to_prepare(self) -> bool:
+        """Whether there are words to encode or a grammar to compile before a request begins."""
+        return bool(self.bad_words) or self.structured_outputs is not None
+
+    @property
     def is_greedy(self) -> bool:
         return self.temperature == 0
 

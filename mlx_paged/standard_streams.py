@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import TextIO
 
-from mlx_paged.errors import system_reason
+from mlx_paged.errors import harmless, system_reason
 
 NO_STDOUT = "standard output is closed: there is nowhere to write to"
 
@@ -40,11 +40,18 @@ def open_closed_streams() -> None:
             stream.reconfigure(errors=errors)
 
 
-def say(text: str, end: str = "\n") -> None:
-    """Write to stderr; where that is closed or full, there is nobody left to tell."""
+def say(text: str) -> None:
+    """Write lines to stderr, in which control characters are seen and not obeyed: what is said may
+    quote a file, a model or a request.
+    """
+    write_codes(f"{harmless(text)}\n")
+
+
+def write_codes(text: str) -> None:
+    """Write to stderr as it is; where that is closed or full, there is no place left to say so."""
     if sys.stderr is not None:
         with contextlib.suppress(OSError, ValueError):
-            print(text, end=end, file=sys.stderr, flush=True)
+            print(text, end="", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

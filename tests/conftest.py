@@ -4,6 +4,9 @@ the tests that run kernels on the Metal emulator.
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
+
 import pytest
 from helpers.engine_helpers import tiny_models
 from metal_emulator.fixtures import compiler
@@ -25,3 +28,13 @@ def cache_options(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     kind, *ahead = request.param.split(", ")
     monkeypatch.setattr(PagedKVCache, "can_run_ahead", bool(ahead))
     return {"kv": kind, "kv_cache_bytes": "40blocks"}
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt here, and in programs that are started here, also where the
+    tests run with SIGINT ignored: behind a script's ``&``, or under nohup.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 from helpers.engine_helpers import tiny_models
 from helpers.engine_runs import load_demo
+from helpers.servers import dictation
 from mlx_lm.generate import BatchResponse
 from mlx_lm.generate import batch_generate as mlx_lm_batch_generate
 from mlx_lm.generate import generate_step as mlx_lm_generate_step
 from mlx_lm.generate_utils import BatchStats
+from mlx_lm.tokenizer_utils import SPMStreamingDetokenizer, TokenizerWrapper
 
-from mlx_paged import ModelRunner, make_kv_cache, make_sampler
+from mlx_paged import LLM, ModelRunner, SamplingParams, make_kv_cache, make_sampler
 from mlx_paged.batch_generation import batch_generate
 from mlx_paged.errors import PromptTooLongError
 from mlx_paged.generation import generate, generate_step, stream_generate
@@ -426,3 +428,25 @@ def test_bad_arguments_of_a_batch_are_refused_by_name(demo: tuple, arguments: di
     call = {"model": model, "tokenizer": tokenizer, "prompts": ["Hello"]} | arguments
     with pytest.raises(ValueError, match=message):
         batch_generate(**call)
+
+
+@pytest.mark.parametrize("text", [" upon a time", "  upon", "upon", "\n upon"])
+def test_generate_leaves_out_the_first_space_as_mlx_lm_does_and_an_llm_does_not(
+    demo: tuple, text: str
+):
+    model, tokenizer = demo[0], TokenizerWrapper(demo[1]._tokenizer, SPMStreamingDetokenizer)
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    ask = tokenizer.encode("Once")
+    detokenizer = tokenizer.detokenizer
+    for token in tokens:
+        detokenizer.add_token(token)
+    detokenizer.finalize()
+
+    dictate = dictation(tokens, len(ask))
+    options = {"max_tokens": len(tokens), "logits_processors": [dictate]}
+    assert generate(model, tokenizer, ask, **options) == detokenizer.text
+    pieces = [each.text for each in stream_generate(model, tokenizer, ask, **options)]
+    assert "".join(pieces) == detokenizer.text
+    llm = LLM(model, tokenizer, kv_cache_bytes="20blocks")
+    (output,) = llm.generate([ask], SamplingParams(**options, ignore_eos=True))
+    assert output.outputs[0].text == text

@@ -73,3 +73,12 @@ def test_decode_measures_models_of_mlx_lm(architecture: str):
     appends = decode.measure_append(ours, theirs, 20, args)
     assert set(appends["microseconds"]) == {"mlx-lm", "basic", "paged"}
     assert set(decode.measure_pools(ours, args)) == {"1000"}
+
+
+@pytest.mark.slow
+def test_neighbours_are_measured_alone_and_beside_one_who_asks_for_too_much(tmp_path: Path):
+    short = ["--only", "messages", "--seconds", "1", "--alone", "3"]
+    (result,) = results_of("neighbours.py", tmp_path / "neighbours.json", *short)
+    assert result["scenario"] == "messages"
+    assert result["num_probes"] > 0 and result["num_refused"] == 0
+    assert result["alone_ms"]["median"] > 0 and result["beside_ms"]["median"] > 0

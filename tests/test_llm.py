@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
+import sys
 import threading
 import weakref
 from typing import Any
@@ -16,8 +18,9 @@ from helpers.engine_runs import ask_alone, assert_nothing_held, greedy, load_dem
 from mlx_lm import generate as mlx_lm_generate
 from mlx_lm.utils import load_model
 
-from mlx_paged import demo_model_path
+from mlx_paged import StructuredOutputsParams, demo_model_path
 from mlx_paged.cache import PromptTooLongError
+from mlx_paged.errors import ArgumentError
 from mlx_paged.llm import LLM
 from mlx_paged.models import qwen3
 from mlx_paged.request import SamplingParams
@@ -303,6 +306,29 @@ def test_what_is_no_model_or_tokenizer_is_refused(
         LLM(**({"model": model} | arguments))
 
 
+def test_structured_outputs_that_this_installation_can_not_have_fail_the_call(
+    demo: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+):
+    # Every such request would fail, and an empty text is easily taken for an answer.
+    yes_or_no = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["yes", "no"]))
+    llm, messages = llm_of(*demo), [{"role": "user", "content": "Is it?"}]
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    for ask in (
+        lambda: llm.generate("Is it?", yes_or_no),
+        lambda: llm.generate(["Is it?", "Why?"], [yes_or_no, None]),
+        lambda: llm.chat(messages, yes_or_no),
+    ):
+        with pytest.raises(ValueError, match=re.escape("pip install 'mlx-paged[server]'")):
+            ask()
+    with pytest.raises(ValueError, match="structured outputs need a tokenizer"):
+        llm_of(demo[0]).generate([1, 2, 3], yes_or_no)
+    assert_nothing_held(llm.engine)
+    assert llm.generate("Is it?", greedy(2))[0].error is None
+    monkeypatch.undo()
+    (output,) = llm.generate("Is it?", yes_or_no)
+    assert output.error is None and output.outputs[0].text in ("yes", "no")
+
+
 def test_what_can_not_be_asked_fails_alone(model: qwen3.Model):
     llm = llm_of(model, kv_cache_bytes="10blocks")
 
@@ -316,11 +342,11 @@ def test_what_can_not_be_asked_fails_alone(model: qwen3.Model):
     assert reasons == ["length", *["error"] * 6, "length"]
     errors = [type(output.error) for output in outputs[1:7]]
     assert errors == [
-        ValueError,
-        ValueError,
+        ArgumentError,
+        ArgumentError,
         PromptTooLongError,
-        ValueError,
-        ValueError,
+        ArgumentError,
+        ArgumentError,
         LookupError,
     ]
     assert outputs[0].error is None and outputs[7].error is None

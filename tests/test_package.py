@@ -88,3 +88,18 @@ def test_the_readme_has_the_two_commands_in_one_line_each():
     commands = re.findall(r"<!-- (chat|test) command -->\n```\w*\n(.+)\n```", readme)
     assert [name for name, _ in commands] == ["chat", "test"]
     assert all(command.startswith("python3 -m venv .venv && ") for _, command in commands)
+
+
+@pytest.mark.parametrize("page", ["kernels.md", "engine.md"])
+def test_functions_that_a_page_about_the_code_names_exist(page: str):
+    text = (REPOSITORY / "docs" / page).read_text()
+    quoted = re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.S))
+    names = {name for each in quoted for name in re.findall(r"\b[a-z]+(?:_[a-z0-9]+)+\b", each)}
+    files = [
+        path
+        for folder in ("mlx_paged", "metal", "tools", "benchmarks", "tests")
+        for path in (REPOSITORY / folder).rglob("*")
+        if path.suffix in (".py", ".metal", ".h", ".md") and path != Path(__file__)
+    ]
+    known = {name for path in files for name in re.findall(r"\w+", path.read_text())}
+    assert names - known - {path.stem for path in files} == set()

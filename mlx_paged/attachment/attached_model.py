@@ -25,9 +25,9 @@ from mlx_paged.errors import ArgumentError, one_line, shown
 from mlx_paged.foreign_arguments import refuses_unknown_arguments
 from mlx_paged.models.kv_cache import make_kv_cache
 from mlx_paged.models.language_model import LanguageModel
-from mlx_paged.models.mlx_lm.adapt import checked_model
 from mlx_paged.models.mlx_lm.errors import UnsuitableModelError
 from mlx_paged.models.mlx_lm.packed import PackedModel
+from mlx_paged.models.mlx_lm.trial import Trial
 from mlx_paged.snapshots import export_prompt_cache
 
 # Tokens of a step that computes again what was given up, as mlx-lm cuts its prompts.
@@ -66,7 +66,7 @@ class Attachment:
         stock_classes: Sequence[tuple[Module, type[Module]]],
     ):
         self.model = model
-        self._packed = packed
+        self._packed_model: LanguageModel | None = packed
         self._sequences = Sequences(cache)
         self._stock_class = type(model)
         self._stock_classes = stock_classes
@@ -87,17 +87,27 @@ class Attachment:
         self.close()
 
     def close(self) -> None:
-        """Detach the model, which is as before from now on, and give back all K/V. Prompt caches
-        that were made meanwhile can't be used any more. A second call does nothing.
+        """Detach the model, and give back all K/V. The model and mlx-lm's functions are as before
+        from now on, unless another model runs packed, which needs the latter. Prompt caches that
+        were made meanwhile can't be used any more. A second call does nothing.
         """
         if type(self.model) is self._attached_class:
             _put_back(self._stock_classes)
-        self._sequences.close()
+        with self._sequences.lock:
+            self._sequences.close()
+            self._packed_model = None
 
     @property
     def cache(self) -> PagedKVCache:
         """The K/V of all sequences; raises ``RuntimeError`` when the model was detached."""
         return self._sequences.cache
+
+    @property
+    def _packed(self) -> LanguageModel:
+        """Raises ``RuntimeError`` when the model was detached."""
+        if self._packed_model is None:
+            raise RuntimeError("[attach] the model was detached; attach it again")
+        return self._packed_model
 
     def stats(self) -> AttachStats:
         """Figures of this moment; raises ``RuntimeError`` when the model was detached."""
@@ -307,7 +317,7 @@ def _packed(model: Module) -> LanguageModel:
     config = {"model_type": getattr(model, "model_type", kind_of(model))}
     config.update(vars(getattr(model, "args", None) or object))
     try:
-        return checked_model(PackedModel, model, config)
+        return Trial(model, config).run(PackedModel)
     except UnsuitableModelError as error:
         raise ArgumentError(
             f"[attach] model {config['model_type']} can't run on packed input: {one_line(error)}; "

@@ -17,13 +17,15 @@ files. Nothing here knows MLX or what a payload means; only the standard library
 from mlx_paged.block_store.block_file import BlockHeader, Payload
 from mlx_paged.block_store.errors import BlockStoreError
 from mlx_paged.block_store.fingerprint import Fingerprint
-from mlx_paged.block_store.folder import CacheFolder, CheckedFile, Entry, FolderSize
+from mlx_paged.block_store.folder import CacheFolder, CheckedFile, Entry, FolderSize, Removed
+from mlx_paged.block_store.layout import BlockName
 from mlx_paged.block_store.reader import BlockReader, ReadBlock
 from mlx_paged.block_store.store import BlockStore, BlockStoreStats
 from mlx_paged.block_store.writer import BlockWriter
 
 __all__ = [
     "BlockHeader",
+    "BlockName",
     "BlockReader",
     "BlockStore",
     "BlockStoreError",
@@ -36,4 +38,5 @@ __all__ = [
     "FolderSize",
     "Payload",
     "ReadBlock",
+    "Removed",
 ]

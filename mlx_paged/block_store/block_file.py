@@ -20,13 +20,9 @@ the folder; nothing inside a file could be. SHA-256 takes three times as long.
 from __future__ import annotations
 
 import dataclasses
-import errno
 import os
-import stat
 import struct
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TypeAlias
 
 from mlx_paged.block_store.errors import BadBlockFileError, OtherVersionError
@@ -42,7 +38,6 @@ _PREFIX_BEFORE_CRC = _PREFIX.size - 8
 _HEADER = struct.Struct("<16sddQIHBB")
 _FIRST_READ = 1024  # bytes: prefix and header of a block of up to 96 tokens
 _MOST_HEADER_BYTES = 16 << 20
-_NOT_A_FILE = frozenset({errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.EOPNOTSUPP})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,52 +115,33 @@ def encode_header(
     return _PREFIX.pack(*fields, crc, zlib.crc32(payload, crc)) + header
 
 
-def read_block(path: str, digest: str, block_hash: bytes) -> tuple[FileHeader, bytes, float]:
-    """The header, the payload and the time of the last use of a block.
+def parse_block(
+    file: int, num_bytes: int, digest: str, block_hash: bytes
+) -> tuple[FileHeader, bytes]:
+    """The header and the payload of a block.
+
+    Args:
+        file: open for reading.
+        num_bytes: its size.
+        digest: of the fingerprint that the block should have.
+        block_hash: that it should have.
 
     Raises:
         BadBlockFileError: the file isn't this block, whole and unaltered.
         OtherVersionError: it is a block in another version's format.
-        OSError: there is no such file, or the system refuses to read it.
+        OSError: the system refuses to read it.
     """
-    with _opened(path) as (file, status):
-        header = _checked_header(file, status, digest, block_hash)
-        payload = _read(file, header.num_payload_bytes, header.num_header_bytes)
-        if zlib.crc32(payload, header.crc) != header.payload_crc:
-            raise BadBlockFileError("the checksum of its payload is wrong")
-        return header, payload, status.st_mtime
+    header = parse_header(file, num_bytes, digest, block_hash)
+    payload = _read(file, header.num_payload_bytes, header.num_header_bytes)
+    if zlib.crc32(payload, header.crc) != header.payload_crc:
+        raise BadBlockFileError("the checksum of its payload is wrong")
+    return header, payload
 
 
-def read_file_header(path: str, digest: str, block_hash: bytes) -> FileHeader:
-    """The header alone. Raises as ``read_block``, which also checks the payload."""
-    with _opened(path) as (file, status):
-        return _checked_header(file, status, digest, block_hash)
-
-
-@contextmanager
-def _opened(path: str) -> Iterator[tuple[int, os.stat_result]]:
-    # A pipe of that name would block for ever without O_NONBLOCK.
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    try:
-        file = os.open(path, flags)
-    except OSError as error:
-        if error.errno in _NOT_A_FILE:
-            raise BadBlockFileError("it is no regular file") from error
-        raise
-    try:
-        status = os.fstat(file)
-        if not stat.S_ISREG(status.st_mode):
-            raise BadBlockFileError("it is no regular file")
-        yield file, status
-    finally:
-        os.close(file)
-
-
-def _checked_header(
-    file: int, status: os.stat_result, digest: str, block_hash: bytes
-) -> FileHeader:
+def parse_header(file: int, num_bytes: int, digest: str, block_hash: bytes) -> FileHeader:
+    """The header alone. Raises as ``parse_block``, which also checks the payload."""
     header = _parse(file)
-    if header.num_header_bytes + header.num_payload_bytes != status.st_size:
+    if header.num_header_bytes + header.num_payload_bytes != num_bytes:
         raise BadBlockFileError("it has another size than its header says")
     if header.digest != digest or header.block.block_hash != block_hash:
         raise BadBlockFileError("it is another block than its name says")

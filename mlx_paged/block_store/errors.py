@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from mlx_paged.errors import ArgumentError
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mlx_paged.errors import ArgumentError, system_reason
 
 
 class BlockStoreError(ArgumentError):
@@ -18,3 +22,12 @@ class BadBlockFileError(Exception):
 
 class OtherVersionError(Exception):
     """A block in a format of another version: of no use here, and another program's property."""
+
+
+@contextmanager
+def refusals(folder: Path) -> Iterator[None]:
+    """Turn what the system refuses into a ``BlockStoreError``."""
+    try:
+        yield
+    except OSError as error:
+        raise BlockStoreError(f"{folder} can't be used: {system_reason(error)}") from error

@@ -26,7 +26,7 @@ class Fingerprint:
         layers: what each layer keeps, one text per layer: heads, widths, the format of its rows.
         kv_format: the K/V format as the user asked for it.
         block_size: tokens per block.
-        code: the version of the code that computes K/V and lays out a block's payload.
+        code: what computes K/V and lays out a block's payload, with versions.
     """
 
     model: str

@@ -5,57 +5,45 @@ from __future__ import annotations
 import dataclasses
 import os
 import sqlite3
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
-from mlx_paged.block_store.block_file import BlockHeader, read_block, read_file_header
-from mlx_paged.block_store.errors import BadBlockFileError, BlockStoreError, OtherVersionError
+from mlx_paged.block_store.block_file import BlockHeader
+from mlx_paged.block_store.errors import (
+    BadBlockFileError,
+    BlockStoreError,
+    OtherVersionError,
+    refusals,
+)
 from mlx_paged.block_store.files import check_is_ours
 from mlx_paged.block_store.fingerprint import Fingerprint
-from mlx_paged.block_store.index import BlockName, Index, IndexRow, nbytes_on_disk
+from mlx_paged.block_store.index import Index, IndexRow, nbytes_on_disk
 from mlx_paged.block_store.inventory import Inventory
-from mlx_paged.block_store.layout import FINGERPRINT_NAME, BlockLayout, block_hash_of
+from mlx_paged.block_store.layout import (
+    FINGERPRINT_NAME,
+    BlockLayout,
+    BlockName,
+    block_hash_of,
+    file_name_of,
+    shard_name_of,
+)
 from mlx_paged.errors import system_reason
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class Entry(IndexRow):
     """A block in the folder.
 
     Attributes:
-        digest: of its fingerprint.
-        block_hash: its chained hash.
-        parent_hash: that of the block before it, ``None`` for the first one of a sequence.
-        first_token: the position of its first token.
-        num_tokens: how many tokens it has (``CacheFolder.header`` says which); 0 for a file in the
-            format of another version, of which nothing more is known.
-        group: the group of layers whose rows it holds.
-        nbytes: what its file takes, in steps of 4,096 bytes.
-        created: when it was written, in seconds since 1970.
-        last_used: when it was last written or used, in seconds since 1970.
-        num_hits: how often it was used, as far as the index knows: a rebuilt one starts at 0.
         is_pinned: whether it stays, because it was pinned, or a block that comes after it.
         expires: when its time is over unless it is used again, in seconds since 1970; ``None`` for
             never. A pinned one has none.
     """
 
-    digest: str
-    block_hash: bytes
-    parent_hash: bytes | None
-    first_token: int
-    num_tokens: int
-    group: int
-    nbytes: int
-    created: float
-    last_used: float
-    num_hits: int
-    is_pinned: bool
-    expires: float | None
-
-    @property
-    def name(self) -> BlockName:
-        """What methods of ``CacheFolder`` take."""
-        return self.digest, self.block_hash
+    is_pinned: bool = False
+    expires: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,13 +55,24 @@ class FolderSize:
 
 
 @dataclasses.dataclass(frozen=True)
+class Removed(FolderSize):
+    """What was removed.
+
+    Attributes:
+        left: the paths of what was to be removed as well, and why it is still there.
+    """
+
+    left: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
 class CheckedFile:
     """What ``CacheFolder.verify`` says of a file.
 
     Attributes:
-        path: the file.
+        path: the file, or a folder of files that can't be looked into.
         digest: of the fingerprint in whose folder it lies.
-        block_hash: that its name stands for.
+        block_hash: that its name stands for; ``None`` for a folder of files.
         nbytes: its size.
         problem: what is wrong, in a few words; ``None`` for a block that is whole and unaltered,
             and for one in the format of another version, which can't be checked here.
@@ -81,7 +80,7 @@ class CheckedFile:
 
     path: str
     digest: str
-    block_hash: bytes
+    block_hash: bytes | None
     nbytes: int
     problem: str | None
 
@@ -100,6 +99,7 @@ class CacheFolder:
         with _refusals(self._layout):
             check_is_ours(self._layout.folder)
         self._inventory = Inventory(self._layout)
+        self._shards = self._inventory.shards
 
     def __enter__(self) -> CacheFolder:
         return self
@@ -113,7 +113,7 @@ class CacheFolder:
 
     def fingerprints(self) -> dict[str, Fingerprint | None]:
         """By digest; ``None`` where the text beside the blocks is missing or unreadable."""
-        return {digest: self._fingerprint(digest) for digest in self._layout.digests()}
+        return {digest: self._fingerprint(digest) for digest in self._shards.digests()}
 
     def entries(self) -> list[Entry]:
         """All blocks, of each fingerprint parents before children. Files that the index doesn't
@@ -129,8 +129,7 @@ class CacheFolder:
     def header(self, digest: str, block_hash: bytes) -> BlockHeader | None:
         """What a block's file says of it, with its token ids; ``None`` if it can't be read."""
         try:
-            path = self._layout.block(digest, block_hash)
-            return read_file_header(path, digest, block_hash).block
+            return self._shards.read_header((digest, block_hash)).block
         except (BadBlockFileError, OtherVersionError, OSError):
             return None
 
@@ -141,6 +140,7 @@ class CacheFolder:
             return False
         with _refusals(self._layout):
             self._inventory.pins.add(digest, chain)
+            self._inventory.wait_for_evictions()
             # It may have been evicted a moment before the pin was there.
             if self.header(digest, block_hash) is not None:
                 return True
@@ -159,26 +159,39 @@ class CacheFolder:
     def pins(self) -> list[BlockName]:
         """Digest and hash of each block that was pinned itself."""
         return [
-            pin for digest in self._layout.digests() for pin in self._inventory.pins.pinned(digest)
+            pin for digest in self._shards.digests() for pin in self._inventory.pins.pinned(digest)
         ]
 
-    def remove(self, blocks: Iterable[BlockName]) -> FolderSize:
+    def remove(self, blocks: Iterable[BlockName]) -> Removed:
         """Remove blocks, given as digest and hash, pinned ones and their pins, too; what was
-        removed. Blocks that come after them can't be found any more until they are there again.
+        removed. What can't be removed stays, and the rest goes. Blocks that come after them can't
+        be found any more until they are there again.
         """
-        names = list(dict.fromkeys(blocks))
-        sizes = [size for name in names if (size := self._nbytes(name)) is not None]
+        there = {name: self._status(name) for name in dict.fromkeys(blocks)}
         with _refusals(self._layout):
-            for digest, block_hash in names:
-                self._inventory.pins.remove(digest, block_hash)
-            self._inventory.remove(names)
-        return FolderSize(len(sizes), sum(map(nbytes_on_disk, sizes)))
+            refusals = self._unpin_all(there)
+            refusals |= self._inventory.remove(name for name in there if name not in refusals)
+        left = {name: f"it can't be removed: {system_reason(refusals[name])}" for name in refusals}
+        sizes: list[int] = []
+        for name, status in there.items():
+            if status is not None and stat.S_ISDIR(status.st_mode):
+                left[name] = "it is a folder"
+            elif status is not None and name not in left:
+                sizes.append(nbytes_on_disk(status.st_size))
+        paths = {self._layout.block(*name): why for name, why in left.items()}
+        return Removed(len(sizes), sum(sizes), paths)
 
     def verify(self) -> Iterator[CheckedFile]:
         """Read and check all files. Changes nothing; hand what is bad to ``remove``."""
-        for digest in self._layout.digests():
+        self._shards.refresh()
+        for digest in self._shards.digests():
+            try:
+                self._shards.folder(digest)
+            except OSError as error:
+                yield _unread_folder(self._layout.of(digest), digest, error)
+                continue
             for first_byte in range(256):
-                yield from self._verify_shard(digest, first_byte)
+                yield from self._verify_shard(digest, bytes([first_byte]))
 
     def size(self) -> FolderSize:
         """What lies there, of all fingerprints."""
@@ -199,9 +212,9 @@ class CacheFolder:
 
     def _fingerprint(self, digest: str) -> Fingerprint | None:
         try:
-            text = (self._layout.of(digest) / FINGERPRINT_NAME).read_text(encoding="utf-8")
+            text = self._shards.folder(digest).read(FINGERPRINT_NAME).decode()
             fingerprint = Fingerprint.from_json(text)
-        except (OSError, ValueError):
+        except (OSError, ValueError, BadBlockFileError):
             return None
         return fingerprint if fingerprint.digest == digest else None
 
@@ -219,63 +232,69 @@ class CacheFolder:
             following = header.parent_hash
         return chain[::-1]
 
-    def _nbytes(self, name: BlockName) -> int | None:
+    def _status(self, name: BlockName) -> os.stat_result | None:
+        """Of whatever has the name of a block; ``None`` if there is nothing."""
         try:
-            return os.lstat(self._layout.block(*name)).st_size
+            return self._shards.shard(name).status(file_name_of(name[1]))
         except OSError:
             return None
 
-    def _verify_shard(self, digest: str, first_byte: int) -> Iterator[CheckedFile]:
-        with _refusals(self._layout):
+    def _unpin_all(self, names: Iterable[BlockName]) -> dict[BlockName, OSError]:
+        """Take all pins back; for which blocks the system refuses that, and why."""
+        refusals: dict[BlockName, OSError] = {}
+        for name in names:
             try:
-                names = sorted(os.listdir(self._layout.shard(digest, first_byte)))
-            except FileNotFoundError:
-                return
+                self._inventory.pins.remove(*name)
+            except OSError as error:
+                refusals[name] = error
+        return refusals
+
+    def _verify_shard(self, digest: str, first_byte: bytes) -> Iterator[CheckedFile]:
+        try:
+            names = self._shards.shard((digest, first_byte)).names()
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            path = self._layout.of(digest) / shard_name_of(first_byte)
+            yield _unread_folder(path, digest, error)
+            return
         for block_hash in filter(None, map(block_hash_of, names)):
-            path = self._layout.block(digest, block_hash)
-            problem = _problem(path, digest, block_hash)
-            nbytes = self._nbytes((digest, block_hash))
+            problem = self._problem((digest, block_hash))
+            status = self._status((digest, block_hash))
             # One that went meanwhile is no longer there to be bad.
-            if nbytes is not None:
-                yield CheckedFile(path, digest, block_hash, nbytes, problem)
+            if status is not None:
+                file = self._layout.block(digest, block_hash)
+                yield CheckedFile(file, digest, block_hash, status.st_size, problem)
 
-
-def _problem(path: str, digest: str, block_hash: bytes) -> str | None:
-    try:
-        read_block(path, digest, block_hash)
-    except BadBlockFileError as error:
-        return str(error)
-    except OtherVersionError:
+    def _problem(self, name: BlockName) -> str | None:
+        try:
+            self._shards.read(name)
+        except BadBlockFileError as error:
+            return str(error)
+        except OtherVersionError:
+            return None
+        except OSError as error:
+            return _unreadable(error)
         return None
-    except OSError as error:
-        return f"it can't be read: {system_reason(error)}"
-    return None
+
+
+def _unreadable(error: OSError) -> str:
+    return f"it can't be read: {system_reason(error)}"
+
+
+def _unread_folder(path: Path, digest: str, error: OSError) -> CheckedFile:
+    return CheckedFile(str(path), digest, None, 0, _unreadable(error))
 
 
 def _entry(row: IndexRow, is_pinned: bool) -> Entry:
     expires = None if row.ttl is None or is_pinned else row.last_used + row.ttl
-    return Entry(
-        digest=row.digest,
-        block_hash=row.block_hash,
-        parent_hash=row.parent_hash,
-        first_token=row.first_token,
-        num_tokens=row.num_tokens,
-        group=row.group,
-        nbytes=row.nbytes,
-        created=row.created,
-        last_used=row.last_used,
-        num_hits=row.num_hits,
-        is_pinned=is_pinned,
-        expires=expires,
-    )
+    return Entry(**vars(row), is_pinned=is_pinned, expires=expires)
 
 
 @contextmanager
 def _refusals(layout: BlockLayout) -> Iterator[None]:
     try:
-        yield
-    except OSError as error:
-        why = system_reason(error)
-        raise BlockStoreError(f"{layout.folder} can't be used: {why}") from error
+        with refusals(layout.folder):
+            yield
     except sqlite3.Error as error:
         raise BlockStoreError(f"{layout.folder}: no index can be made: {error}") from error

@@ -17,13 +17,11 @@ import sqlite3
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
-from mlx_paged.block_store.files import create_file
-from mlx_paged.block_store.layout import is_digest
-
-BlockName: TypeAlias = tuple[str, bytes]
-"""The digest of a fingerprint and the hash of a block: what names a file."""
+from mlx_paged.block_store.block_file import MOST_HASH_BYTES, BlockHeader
+from mlx_paged.block_store.directory import Directory
+from mlx_paged.block_store.layout import BlockName, is_digest
 
 ALLOCATION_UNIT = 4096
 """Bytes: file systems give a file a whole number of these."""
@@ -76,6 +74,12 @@ ON CONFLICT (digest, hash) DO UPDATE SET nbytes = excluded.nbytes, created = exc
     ttl = excluded.ttl, last_used = excluded.last_used
 """
 
+MOST_SECONDS_AHEAD = 60.0
+"""How far the clock that gave a block its time may be ahead of this one."""
+
+# A time that is still to come says nothing of a block's use, and would keep it for ever.
+_LAST_USED = "CASE WHEN last_used > :latest THEN 0 ELSE last_used END"
+
 _COLUMNS = (
     "digest, hash, parent, first_token, num_tokens, kv_group, nbytes, created, ttl, last_used, "
     "num_hits"
@@ -84,9 +88,21 @@ _COLUMNS = (
 
 @dataclasses.dataclass(frozen=True)
 class IndexRow:
-    """What is known of a block; ``nbytes`` is what its file takes on disk, see ``nbytes_on_disk``.
+    """What is known of a block.
 
-    The other fields are those of ``Entry`` (folder.py).
+    Attributes:
+        digest: of its fingerprint.
+        block_hash: its chained hash.
+        parent_hash: that of the block before it, ``None`` for the first one of a sequence.
+        first_token: the position of its first token.
+        num_tokens: how many tokens it has (``CacheFolder.header`` says which); 0 for a file in the
+            format of another version, of which nothing more is known.
+        group: the group of layers whose rows it holds.
+        nbytes: what its file takes on disk, see ``nbytes_on_disk``.
+        created: when it was written, in seconds since 1970.
+        ttl: for how many seconds it is kept after it was last used; ``None`` for no limit.
+        last_used: when it was last written or used, in seconds since 1970.
+        num_hits: how often it was used, as far as the index knows: a rebuilt one starts at 0.
     """
 
     digest: str
@@ -101,8 +117,34 @@ class IndexRow:
     last_used: float
     num_hits: int = 0
 
+    @classmethod
+    def of_block(
+        cls,
+        digest: str,
+        header: BlockHeader,
+        *,
+        nbytes: int,
+        created: float,
+        ttl: float | None,
+        last_used: float,
+    ) -> IndexRow:
+        """The row of a block whose header is known."""
+        return cls(
+            digest,
+            header.block_hash,
+            header.parent_hash,
+            header.first_token,
+            len(header.token_ids),
+            header.group,
+            nbytes,
+            created,
+            ttl,
+            last_used,
+        )
+
     @property
     def name(self) -> BlockName:
+        """What methods of ``CacheFolder`` take."""
         return self.digest, self.block_hash
 
 
@@ -123,9 +165,7 @@ class Index:
     def __init__(self, path: Path | None, busy_seconds: float) -> None:
         self._path = path
         if path is not None:
-            # Others may not read it, and SQLite gives its side files the same rights.
-            with suppress(OSError):
-                os.close(create_file(str(path)))
+            _make_file(path)
         self._database = sqlite3.connect(
             ":memory:" if path is None else path,
             timeout=busy_seconds,
@@ -179,6 +219,11 @@ class Index:
             with self.transaction():
                 self._database.executemany(statement, parameters)
 
+    def wait(self) -> None:
+        """Wait for the end of a transaction of another thread or process."""
+        with self.transaction():
+            pass
+
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """What is done inside is done as a whole, or not at all."""
@@ -215,9 +260,12 @@ class Index:
     def note_used(self, digest: str, block_hashes: Iterable[bytes], used: float) -> None:
         """Count a hit for each block, at the time ``used``."""
         self._write(
-            "UPDATE blocks SET last_used = max(last_used, ?), num_hits = num_hits + 1 "
-            "WHERE digest = ? AND hash = ?",
-            ((used, digest, block_hash) for block_hash in block_hashes),
+            f"UPDATE blocks SET last_used = max({_LAST_USED}, :used), num_hits = num_hits + 1 "
+            "WHERE digest = :digest AND hash = :hash",
+            (
+                {"used": used, "latest": used + MOST_SECONDS_AHEAD, "digest": digest, "hash": each}
+                for each in block_hashes
+            ),
         )
 
     def set_last_used(self, uses: Iterable[tuple[BlockName, float]]) -> None:
@@ -226,19 +274,24 @@ class Index:
             ((last_used, *name) for name, last_used in uses),
         )
 
-    def oldest_leaf(self, is_kept: Callable[[BlockName], bool]) -> tuple[BlockName, int] | None:
+    def oldest_leaf(
+        self, is_kept: Callable[[BlockName], bool], now: float = float("inf")
+    ) -> tuple[BlockName, int] | None:
         """The least recently used block without children, of those that are not ``is_kept``, and
-        what it takes; of several the one with the latest tokens.
+        what it takes; of several the one with the latest tokens. Those whose time is still to come
+        are the oldest.
         """
-        cursor = self._database.execute(
-            "SELECT digest, hash, nbytes FROM blocks WHERE num_children = 0 "
-            "ORDER BY last_used, first_token DESC"
-        )
-        with closing(cursor):
-            for digest, block_hash, nbytes in cursor:
-                name = _checked_name(digest, block_hash)
-                if not is_kept(name):
-                    return name, nbytes
+        for first in (now + MOST_SECONDS_AHEAD, -float("inf")):
+            cursor = self._database.execute(
+                "SELECT digest, hash, nbytes FROM blocks WHERE num_children = 0 AND last_used > ? "
+                "ORDER BY last_used, first_token DESC",
+                (first,),
+            )
+            with closing(cursor):
+                for digest, block_hash, nbytes in cursor:
+                    name = _checked_name(digest, block_hash)
+                    if not is_kept(name):
+                        return name, nbytes
         return None
 
     def expired(self, now: float, digest: str, ttl: float | None) -> list[tuple[BlockName, float]]:
@@ -246,9 +299,9 @@ class Index:
         with their last use.
         """
         rows = self._database.execute(
-            "SELECT digest, hash, last_used FROM blocks WHERE last_used + ttl < ? "
-            "OR (digest = ? AND last_used + ? < ?)",
-            (now, digest, ttl, now),
+            f"SELECT digest, hash, {_LAST_USED} FROM blocks WHERE {_LAST_USED} + ttl < :now "
+            f"OR (digest = :digest AND {_LAST_USED} + :ttl < :now)",
+            {"now": now, "latest": now + MOST_SECONDS_AHEAD, "digest": digest, "ttl": ttl},
         )
         return [(_checked_name(digest, block_hash), used) for digest, block_hash, used in rows]
 
@@ -300,14 +353,33 @@ def _as_parameters(row: IndexRow) -> dict[str, object]:
 
 def _checked_name(digest: object, block_hash: object) -> BlockName:
     # Files are removed by what stands here, and any bit of it may be broken.
-    if isinstance(digest, str) and isinstance(block_hash, bytes) and is_digest(digest):
-        return digest, block_hash
+    if isinstance(digest, str) and is_digest(digest):
+        match block_hash:
+            case bytes() if 0 < len(block_hash) <= MOST_HASH_BYTES:
+                return digest, block_hash
     raise sqlite3.DatabaseError("the index has a row of no block")
+
+
+def _make_file(path: Path) -> None:
+    """Make an empty database that others may not read, unless there is one. SQLite gives its side
+    files the same rights.
+
+    Raises:
+        sqlite3.DatabaseError: what is there is a link, which SQLite would follow, or another
+            user's.
+    """
+    with suppress(OSError):
+        folder = Directory.at(path.parent)
+        for suffix in ("", *_SIDE_FILES):
+            with suppress(FileNotFoundError):
+                if not folder.is_own_file(folder.status(f"{path.name}{suffix}")):
+                    raise sqlite3.DatabaseError("the index is no file of the folder's owner")
+        os.close(folder.create_file(path.name))
 
 
 def _identity(path: str) -> tuple[int, int] | None:
     try:
-        status = os.stat(path)
+        status = os.lstat(path)
     except OSError:
         return None
     return status.st_dev, status.st_ino

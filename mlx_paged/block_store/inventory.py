@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeAlias, TypeVar
 
-from mlx_paged.block_store.index import BlockName, Index, delete_index
-from mlx_paged.block_store.layout import BlockLayout
+from mlx_paged.block_store.index import Index, delete_index
+from mlx_paged.block_store.layout import BlockLayout, BlockName
 from mlx_paged.block_store.pins import Pins
-from mlx_paged.block_store.reconcile import last_use, reconcile
+from mlx_paged.block_store.reconcile import reconcile
+from mlx_paged.block_store.shards import Shards
 
 T = TypeVar("T")
 Pause: TypeAlias = Callable[[], None]
@@ -23,6 +24,7 @@ _BUSY_SECONDS_AT_START = 0.2  # the thread that starts an engine waits for these
 _MOST_TRIES = 4
 _SECONDS_BETWEEN_PAUSES = 0.001
 _EVICTED_AT_A_TIME = 16
+_MOST_REFUSALS = 16  # of files that can't be removed, before an eviction ends
 _SECONDS_BETWEEN_LISTINGS = 60.0  # without an index that other processes write to
 
 # SQLite's own messages, and values in a broken index, may be no text or of another type.
@@ -52,12 +54,14 @@ class Inventory:
     again.
 
     Attributes:
+        shards: the files.
         pins: the blocks that stay.
         bad_files: files that were no blocks and were removed in a listing.
     """
 
     def __init__(self, layout: BlockLayout) -> None:
-        self.pins = Pins(layout)
+        self.shards = Shards(layout)
+        self.pins = Pins(self.shards)
         self.bad_files: list[BlockName] = []
         self._layout = layout
         self._lock = threading.RLock()
@@ -96,64 +100,80 @@ class Inventory:
 
     def evict(self, nbytes: int, pause: Pause | None = None) -> tuple[int, int]:
         """Remove the least recently used blocks until ``nbytes`` are free, or nothing is left that
-        may go. How many went, and their bytes.
+        may go. How many went, and their bytes. A file that can't be removed is passed over.
 
         Raises:
-            OSError: a file can't be removed.
+            OSError: files can't be removed, and without them too little is free.
         """
+        self.shards.refresh()
         num_evicted = num_freed = 0
+        refusals: dict[BlockName, OSError] = {}
 
         def evict_some(index: Index) -> bool:
             nonlocal num_evicted, num_freed
             # A file goes before its row: a row too many is harmless.
             with index.transaction():
+                pins, now = self.pins.now(), time.time()
                 for _ in range(_EVICTED_AT_A_TIME):
-                    leaf = index.oldest_leaf(self.pins.keeps) if num_freed < nbytes else None
+                    if num_freed >= nbytes or len(refusals) > _MOST_REFUSALS:
+                        return False
+                    leaf = index.oldest_leaf(lambda name: name in refusals or pins(name), now)
                     if leaf is None:
                         return False
                     name, size = leaf
-                    self._remove_file(name)
+                    try:
+                        num_evicted += self.shards.remove(name)
+                    except OSError as error:
+                        refusals[name] = error
+                        continue
                     index.remove([name])
-                    num_evicted += 1
                     num_freed += size
             return True
 
         while self.act(evict_some, pause):
             if pause is not None:
                 pause()
+        if refusals and num_freed < nbytes:
+            raise next(iter(refusals.values()))
         return num_evicted, num_freed
 
     def sweep(self, digest: str, ttl: float | None) -> int:
         """Remove the blocks whose time is over: by what their writer said, or, of one fingerprint,
-        by ``ttl``. How many went. Raises as ``evict``.
+        by ``ttl``. How many went. One that can't be removed is a miss all the same.
         """
         now = time.time()
         over, used = [], []
+        pins = self.pins.now()
         for name, last_used in self.act(lambda index: index.expired(now, digest, ttl)):
             # The file's own time is the truth: a process without the index may have used it.
-            use = last_use(self._layout.block(*name))
+            use = self.shards.last_use(name)
             if use is not None and use > last_used + 1:
                 used.append((name, use))
-            elif not self.pins.keeps(name):
+            elif not pins(name):
                 over.append(name)
         if used:
             self.act(lambda index: index.set_last_used(used))
-        if over:
-            self.remove(over)
-        return len(over)
+        return len(over) - len(self.remove(over))
 
-    def remove(self, names: Iterable[BlockName]) -> None:
-        """Remove files and their rows. Raises as ``evict``."""
-        names = list(names)
+    def remove(self, names: Iterable[BlockName]) -> dict[BlockName, OSError]:
+        """Remove files and their rows; which ones the system refuses to remove, and why."""
+        gone: list[BlockName] = []
+        refusals: dict[BlockName, OSError] = {}
         for name in names:
-            self._remove_file(name)
-        self.act(lambda index: index.remove(names))
+            try:
+                self.shards.remove(name)
+                gone.append(name)
+            except OSError as error:
+                refusals[name] = error
+        if gone:
+            self.act(lambda index: index.remove(gone))
+        return refusals
 
     def list_again(self) -> None:
         """Let the next action wait for another look at the files."""
         with self._lock:
             index = self._current_index()
-            self._listing = reconcile(index, self._layout, self.bad_files)
+            self._listing = reconcile(index, self.shards, self.bad_files)
 
     def list_again_if_alone(self) -> None:
         """Do so now and then, if other processes can't be heard of in another way. What kept the
@@ -165,13 +185,13 @@ class Inventory:
                 self._must_be_private = False
                 self._close_index()
 
+    def wait_for_evictions(self) -> None:
+        """Wait for the end of those that have looked at the pins already."""
+        self.act(Index.wait)
+
     def close(self) -> None:
         with self._lock:
             self._close_index()
-
-    def _remove_file(self, name: BlockName) -> None:
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            os.unlink(self._layout.block(*name))
 
     def _finish_listing(self, pause: Pause | None) -> None:
         began = time.monotonic()
@@ -202,7 +222,7 @@ class Inventory:
             path = self._layout.index if self._may_share() else None
             self._index = Index(path, _BUSY_SECONDS if busy_seconds is None else busy_seconds)
             self._index.set_busy_seconds(_BUSY_SECONDS)
-            self._listing = reconcile(self._index, self._layout, self.bad_files)
+            self._listing = reconcile(self._index, self.shards, self.bad_files)
         return self._index
 
     def _may_share(self) -> bool:

@@ -16,10 +16,14 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from typing import TypeAlias
 
 from mlx_paged.block_store.errors import BlockStoreError
 from mlx_paged.block_store.fingerprint import DIGEST_LENGTH
 from mlx_paged.errors import shown
+
+BlockName: TypeAlias = tuple[str, bytes]
+"""The digest of a fingerprint and the hash of a block: what names a file."""
 
 INDEX_NAME = "index-v1.sqlite3"
 BLOCKS_NAME = "blocks"
@@ -33,12 +37,15 @@ _DIGEST = re.compile(rf"[0-9a-f]{{{DIGEST_LENGTH}}}")
 _HASH = r"((?:[0-9a-f]{2})+)"
 _BLOCK = re.compile(_HASH + re.escape(BLOCK_SUFFIX))
 _PIN = re.compile(_HASH + re.escape(PIN_SUFFIX))
-# What a folder of blocks may hold, from any version and from SQLite.
-_OWN_NAMES = re.compile(rf"{BLOCKS_NAME}|{TAG_NAME}|index-v\d+\.sqlite3.*|\.DS_Store")
+# What a folder of blocks may hold, from any version and from SQLite; the tag also while another
+# process writes it.
+_OWN_NAMES = re.compile(
+    rf"{BLOCKS_NAME}|{TAG_NAME}|\.{TAG_NAME}\..*\.tmp|index-v\d+\.sqlite3.*|\.DS_Store"
+)
 
 
 class BlockLayout:
-    """The paths below one folder. Makes nothing."""
+    """The paths below one folder. Makes nothing; what lies there is reached by ``Shards``."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         try:
@@ -55,28 +62,24 @@ class BlockLayout:
         """The folder of a fingerprint's blocks."""
         return self.blocks / digest
 
-    def pins(self, digest: str) -> Path:
-        return self.blocks / digest / PINS_NAME
-
     def block(self, digest: str, block_hash: bytes) -> str:
-        """The file of a block; a text, since many are asked for."""
-        name = block_hash.hex()
-        return f"{self.blocks}/{digest}/{name[:2]}/{name}{BLOCK_SUFFIX}"
+        """The file of a block."""
+        return f"{self.blocks}/{digest}/{shard_name_of(block_hash)}/{file_name_of(block_hash)}"
 
-    def pin(self, digest: str, block_hash: bytes) -> str:
-        """The file that pins a block."""
-        return f"{self.pins(digest)}/{block_hash.hex()}{PIN_SUFFIX}"
 
-    def digests(self) -> list[str]:
-        """The digests of all fingerprints that have a folder."""
-        try:
-            return sorted(name for name in os.listdir(self.blocks) if is_digest(name))
-        except OSError:
-            return []
+def shard_name_of(block_hash: bytes) -> str:
+    """The name of the folder that a block lies in, by the first byte of its hash."""
+    return block_hash[:1].hex()
 
-    def shard(self, digest: str, first_byte: int) -> Path:
-        """The folder of the blocks whose hash begins with a byte."""
-        return self.blocks / digest / f"{first_byte:02x}"
+
+def file_name_of(block_hash: bytes) -> str:
+    """The name of a block's file."""
+    return block_hash.hex() + BLOCK_SUFFIX
+
+
+def pin_name_of(block_hash: bytes) -> str:
+    """The name of the file that pins a block."""
+    return block_hash.hex() + PIN_SUFFIX
 
 
 def is_digest(name: str) -> bool:

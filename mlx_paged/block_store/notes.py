@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import os
 import time
 from collections import deque
 from collections.abc import Iterable
 
-from mlx_paged.block_store.index import BlockName, Index, IndexRow
+from mlx_paged.block_store.index import Index, IndexRow
 from mlx_paged.block_store.inventory import Inventory
-from mlx_paged.block_store.layout import BlockLayout
-from mlx_paged.block_store.reconcile import last_use
+from mlx_paged.block_store.layout import BlockName
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,11 +33,10 @@ class Notes:
         num_written: how many blocks were written and not settled.
     """
 
-    def __init__(self, inventory: Inventory, layout: BlockLayout, digest: str) -> None:
+    def __init__(self, inventory: Inventory, digest: str) -> None:
         self.num_written = 0
         self._nbytes_written = 0
         self._inventory = inventory
-        self._layout = layout
         self._digest = digest
         self._changes: deque[IndexRow | _Use | _Loss] = deque()
 
@@ -76,11 +72,8 @@ class Notes:
 
     def _set_times(self, use: _Use) -> None:
         # The time of a file outlives the index.
-        times = (use.time, use.time)
         for block_hash in use.block_hashes:
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                path = self._layout.block(self._digest, block_hash)
-                os.utime(path, times, follow_symlinks=False)
+            self._inventory.shards.set_last_use((self._digest, block_hash), use.time)
 
     def _note_down(self, index: Index, changes: list[IndexRow | _Use | _Loss]) -> None:
         with index.transaction():
@@ -96,4 +89,4 @@ class Notes:
                         index.note_used(self._digest, block_hashes, used)
 
     def _is_there(self, name: BlockName) -> bool:
-        return last_use(self._layout.block(*name)) is not None
+        return self._inventory.shards.status(name) is not None

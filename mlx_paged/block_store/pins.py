@@ -7,14 +7,13 @@ all without an index and survives the loss of one.
 from __future__ import annotations
 
 import contextlib
-import os
+import functools
 import time
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
-from mlx_paged.block_store.files import make_private_folder, write_aside
-from mlx_paged.block_store.index import BlockName
-from mlx_paged.block_store.layout import BlockLayout, pinned_hash_of
+from mlx_paged.block_store.errors import BadBlockFileError
+from mlx_paged.block_store.layout import PINS_NAME, BlockName, pin_name_of, pinned_hash_of
+from mlx_paged.block_store.shards import Shards
 
 # Two changes of a folder within a tick of the clock leave it with the same time.
 _TICK_NS = 1_000_000_000
@@ -23,19 +22,23 @@ _TICK_NS = 1_000_000_000
 class Pins:
     """The pins of one folder, read again when other processes change them."""
 
-    def __init__(self, layout: BlockLayout) -> None:
-        self._layout = layout
+    def __init__(self, shards: Shards) -> None:
+        self._shards = shards
         self._read: dict[str, tuple[int, frozenset[bytes]]] = {}
 
     def keeps(self, name: BlockName) -> bool:
         """Whether a block stays: it is pinned, or one that comes after it."""
-        digest, block_hash = name
-        return block_hash in self.kept(digest)
+        return self.now()(name)
+
+    def now(self) -> Callable[[BlockName], bool]:
+        """``keeps`` as of now: each fingerprint's pins are looked at once, for many blocks."""
+        kept = functools.cache(self.kept)
+        return lambda name: name[1] in kept(name[0])
 
     def kept(self, digest: str) -> frozenset[bytes]:
         """The pinned blocks of a fingerprint, and all their ancestors."""
         try:
-            changed = os.stat(self._layout.pins(digest)).st_mtime_ns
+            changed = self._shards.folder(digest).status(PINS_NAME).st_mtime_ns
         except OSError:
             return frozenset()
         known, kept = self._read.get(digest, (None, frozenset()))
@@ -43,14 +46,14 @@ class Pins:
             kept = frozenset(
                 block_hash for pinned in self.pinned(digest) for block_hash in self._chain(*pinned)
             )
-            if time.time_ns() - changed > _TICK_NS:
+            if abs(time.time_ns() - changed) > _TICK_NS:
                 self._read[digest] = changed, kept
         return kept
 
-    def pinned(self, digest: str) -> list[tuple[str, bytes]]:
+    def pinned(self, digest: str) -> list[BlockName]:
         """Digest and hash of each block of a fingerprint that was pinned itself."""
         try:
-            names = sorted(os.listdir(self._layout.pins(digest)))
+            names = self._shards.folder(digest).folder(PINS_NAME).names()
         except OSError:
             return []
         hashes = map(pinned_hash_of, names)
@@ -59,21 +62,21 @@ class Pins:
     def add(self, digest: str, chain: Sequence[bytes]) -> None:
         """Pin the last block of a chain. Raises OSError."""
         text = "".join(f"{block_hash.hex()}\n" for block_hash in chain)
-        make_private_folder(self._layout.pins(digest))
-        write_aside(self._layout.pin(digest, chain[-1]), [text.encode()])
+        pins = self._shards.folder(digest).make_folder(PINS_NAME)
+        pins.write_aside(pin_name_of(chain[-1]), [text.encode()])
 
     def remove(self, digest: str, block_hash: bytes) -> bool:
         """Take a pin back; whether there was one. Raises OSError."""
         try:
-            os.unlink(self._layout.pin(digest, block_hash))
-        except FileNotFoundError:
+            return self._shards.folder(digest).folder(PINS_NAME).remove(pin_name_of(block_hash))
+        except (FileNotFoundError, NotADirectoryError):
             return False
-        return True
 
     def _chain(self, digest: str, block_hash: bytes) -> list[bytes]:
         chain = [block_hash]
         # What is unreadable still pins the block that it is named after.
-        with contextlib.suppress(OSError, ValueError):
-            text = Path(self._layout.pin(digest, block_hash)).read_text(encoding="ascii")
+        with contextlib.suppress(OSError, ValueError, BadBlockFileError):
+            pins = self._shards.folder(digest).folder(PINS_NAME)
+            text = pins.read(pin_name_of(block_hash)).decode("ascii")
             chain += map(bytes.fromhex, text.split())
         return chain

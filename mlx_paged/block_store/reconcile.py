@@ -8,23 +8,22 @@ that it doesn't know is the header read. What processes that died left half writ
 from __future__ import annotations
 
 import contextlib
-import os
 import stat
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
-from mlx_paged.block_store.block_file import read_file_header
+from mlx_paged.block_store.directory import Directory
 from mlx_paged.block_store.errors import BadBlockFileError, OtherVersionError
-from mlx_paged.block_store.files import is_abandoned
-from mlx_paged.block_store.index import BlockName, Index, IndexRow, nbytes_on_disk
-from mlx_paged.block_store.layout import BlockLayout, block_hash_of
+from mlx_paged.block_store.index import Index, IndexRow, nbytes_on_disk
+from mlx_paged.block_store.layout import PINS_NAME, BlockName, block_hash_of
+from mlx_paged.block_store.shards import Shards, last_use_of
 
 _HEADERS_AT_A_TIME = 32
 _SAME_TIME = 1.0  # seconds
 
 
-def reconcile(index: Index, layout: BlockLayout, bad_files: list[BlockName]) -> Iterator[None]:
+def reconcile(index: Index, shards: Shards, bad_files: list[BlockName]) -> Iterator[None]:
     """Make the rows say what lies there. Stops for a breath every few milliseconds of work, outside
     of transactions.
 
@@ -37,67 +36,67 @@ def reconcile(index: Index, layout: BlockLayout, bad_files: list[BlockName]) -> 
     Raises:
         sqlite3.Error: the index failed.
     """
-    sweep_abandoned(layout.blocks)
-    digests = layout.digests()
+    shards.refresh()
+    _sweep_abandoned(shards.blocks)
+    digests = shards.digests()
     for digest in digests:
-        sweep_abandoned(layout.of(digest))
-        sweep_abandoned(layout.pins(digest))
+        _sweep_abandoned(lambda: shards.folder(digest))  # noqa: B023
+        _sweep_abandoned(lambda: shards.folder(digest).folder(PINS_NAME))  # noqa: B023
         for first_byte in range(256):
-            yield from _reconcile_shard(index, layout, digest, first_byte, bad_files)
+            yield from _reconcile_shard(index, shards, digest, first_byte, bad_files)
     for digest in index.digests() - set(digests):
-        if not layout.of(digest).exists():
+        if not shards.may_exist(digest):
             index.remove_digest(digest)
         yield
 
 
-def sweep_abandoned(folder: Path) -> None:
+def _sweep_abandoned(find_folder: Callable[[], Directory]) -> None:
     """Remove what dead processes began to write in a folder."""
-    with contextlib.suppress(OSError), os.scandir(folder) as files:
-        for file in files:
-            _remove_if_abandoned(file)
+    with contextlib.suppress(OSError):
+        folder = find_folder()
+        for name in folder.names():
+            folder.remove_abandoned(name, time.time())
 
 
-def last_use(path: str) -> float | None:
-    """When a block's file was last used; ``None`` if there is none."""
-    try:
-        return os.lstat(path).st_mtime
-    except OSError:
-        return None
+class _File(NamedTuple):
+    """Bytes on disk, last use, and whether it may be a block: a regular file of the owner's."""
+
+    nbytes: int
+    last_used: float
+    is_own: bool
 
 
 def _reconcile_shard(
-    index: Index, layout: BlockLayout, digest: str, first_byte: int, bad_files: list[BlockName]
+    index: Index, shards: Shards, digest: str, first_byte: int, bad_files: list[BlockName]
 ) -> Iterator[None]:
-    files = _list_shard(layout.shard(digest, first_byte))
+    files = _list_shard(shards, digest, first_byte)
     if files is None:
         return
     known = index.shard(digest, first_byte)
     moved = [
-        ((digest, block_hash), last_used)
-        for block_hash, (_, last_used) in files.items()
-        if block_hash in known and abs(known[block_hash][1] - last_used) > _SAME_TIME
+        ((digest, block_hash), file.last_used)
+        for block_hash, file in files.items()
+        if block_hash in known and abs(known[block_hash][1] - file.last_used) > _SAME_TIME
     ]
     # Written since the listing, perhaps.
     gone = [
         (digest, block_hash)
         for block_hash in known.keys() - files.keys()
-        if last_use(layout.block(digest, block_hash)) is None
+        if shards.status((digest, block_hash)) is None
     ]
     if moved or gone:
         with index.transaction():
             index.set_last_used(moved)
             index.remove(gone)
     new = [
-        (block_hash, nbytes, last_used)
-        for block_hash, (nbytes, last_used) in files.items()
-        if block_hash not in known or known[block_hash][0] != nbytes
+        ((digest, block_hash), file)
+        for block_hash, file in files.items()
+        if not file.is_own or block_hash not in known or known[block_hash][0] != file.nbytes
     ]
     for start in range(0, len(new), _HEADERS_AT_A_TIME):
         rows = {
-            (digest, block_hash): _row_of_file(
-                layout, (digest, block_hash), nbytes, last_used, bad_files
-            )
-            for block_hash, nbytes, last_used in new[start : start + _HEADERS_AT_A_TIME]
+            name: _row_of_file(shards, name, file, bad_files)
+            for name, file in new[start : start + _HEADERS_AT_A_TIME]
         }
         with index.transaction():
             index.add(row for row in rows.values() if row is not None)
@@ -106,20 +105,24 @@ def _reconcile_shard(
     yield
 
 
-def _list_shard(folder: Path) -> dict[bytes, tuple[int, float]] | None:
-    """Hash, bytes on disk and last use of each block; ``None`` if the folder can't be read."""
+def _list_shard(shards: Shards, digest: str, first_byte: int) -> dict[bytes, _File] | None:
+    """What is there, by hash, folders aside; ``None`` if the folder can't be read."""
     blocks = {}
     try:
-        with os.scandir(folder) as files:
-            for file in files:
-                block_hash = block_hash_of(file.name)
-                if block_hash is None:
-                    _remove_if_abandoned(file)
-                    continue
-                with contextlib.suppress(FileNotFoundError):
-                    status = file.stat(follow_symlinks=False)
-                    if not stat.S_ISDIR(status.st_mode):
-                        blocks[block_hash] = nbytes_on_disk(status.st_size), status.st_mtime
+        shard = shards.shard((digest, bytes([first_byte])))
+        for name in shard.names():
+            block_hash = block_hash_of(name)
+            if block_hash is None:
+                shard.remove_abandoned(name, time.time())
+                continue
+            with contextlib.suppress(FileNotFoundError):
+                status = shard.status(name)
+                if not stat.S_ISDIR(status.st_mode):
+                    blocks[block_hash] = _File(
+                        nbytes_on_disk(status.st_size),
+                        last_use_of(status),
+                        shard.is_own_file(status),
+                    )
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except OSError:
@@ -127,31 +130,17 @@ def _list_shard(folder: Path) -> dict[bytes, tuple[int, float]] | None:
     return blocks
 
 
-def _remove_if_abandoned(file: os.DirEntry[str]) -> None:
-    if not file.name.startswith("."):
-        return
-    with contextlib.suppress(OSError):
-        age = time.time() - file.stat(follow_symlinks=False).st_mtime
-        if is_abandoned(file.name, age):
-            os.unlink(file.path)
-
-
 def _row_of_file(
-    layout: BlockLayout,
-    name: BlockName,
-    nbytes: int,
-    last_used: float,
-    bad_files: list[BlockName],
+    shards: Shards, name: BlockName, file: _File, bad_files: list[BlockName]
 ) -> IndexRow | None:
     """``None`` for a file that is no block, which is removed, or that has gone."""
-    path = layout.block(*name)
     digest, block_hash = name
     try:
-        header = read_file_header(path, digest, block_hash)
+        header = shards.read_header(name)
     except BadBlockFileError:
         bad_files.append(name)
         with contextlib.suppress(OSError):
-            os.unlink(path)
+            shards.remove(name)
         return None
     except FileNotFoundError:
         return None
@@ -164,21 +153,16 @@ def _row_of_file(
             first_token=0,
             num_tokens=0,
             group=0,
-            nbytes=nbytes,
-            created=last_used,
+            nbytes=file.nbytes,
+            created=file.last_used,
             ttl=None,
-            last_used=last_used,
+            last_used=file.last_used,
         )
-    block = header.block
-    return IndexRow(
+    return IndexRow.of_block(
         digest,
-        block_hash,
-        parent_hash=block.parent_hash,
-        first_token=block.first_token,
-        num_tokens=len(block.token_ids),
-        group=block.group,
-        nbytes=nbytes,
+        header.block,
+        nbytes=file.nbytes,
         created=header.created,
         ttl=header.ttl,
-        last_used=last_used,
+        last_used=file.last_used,
     )

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import errno
 import os
 import sqlite3
-import stat
 import threading
 import time
 from collections import Counter
@@ -15,14 +13,20 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from mlx_paged.argument_values import check_integer
-from mlx_paged.block_store.block_file import BlockHeader, Payload, encode_header, read_block
-from mlx_paged.block_store.errors import BadBlockFileError, BlockStoreError, OtherVersionError
-from mlx_paged.block_store.files import make_folder, make_private_folder, write_aside
+from mlx_paged.block_store.block_file import BlockHeader, Payload, encode_header
+from mlx_paged.block_store.errors import (
+    BadBlockFileError,
+    BlockStoreError,
+    OtherVersionError,
+    refusals,
+)
+from mlx_paged.block_store.files import make_folder
 from mlx_paged.block_store.fingerprint import Fingerprint
 from mlx_paged.block_store.index import Index, IndexRow, nbytes_on_disk
 from mlx_paged.block_store.inventory import Inventory, Pause
-from mlx_paged.block_store.layout import FINGERPRINT_NAME, BlockLayout
+from mlx_paged.block_store.layout import BlockLayout, BlockName
 from mlx_paged.block_store.notes import Notes
+from mlx_paged.block_store.shards import last_use_of
 from mlx_paged.errors import reason, shown, system_reason
 
 _ROWS_AT_A_TIME = 64
@@ -94,13 +98,11 @@ class BlockStore:
         self.fingerprint = fingerprint
         self._digest = fingerprint.digest
         make_folder(self.layout.folder)
-        try:
-            self._make_fingerprint_folder()
-        except OSError as error:
-            why = system_reason(error)
-            raise BlockStoreError(f"{self.layout.folder} can't be used: {why}") from error
         self._inventory = Inventory(self.layout)
-        self._notes = Notes(self._inventory, self.layout, self._digest)
+        self._shards = self._inventory.shards
+        with refusals(self.layout.folder):
+            self._shards.make_fingerprint_folder(fingerprint)
+        self._notes = Notes(self._inventory, self._digest)
         self._is_off = False
         self._failure: str | None = None
         self._lock = threading.Lock()  # of the counters
@@ -111,26 +113,21 @@ class BlockStore:
 
     def has(self, block_hash: bytes) -> bool:
         """Whether the block lies there, by its name alone; it may still turn out to be unreadable.
-        One ``stat``.
+        Reads nothing of it.
         """
         if self._is_off:
             return False
-        try:
-            status = os.lstat(self._path(block_hash))
-        except OSError:
+        status = self._shards.status(self._name(block_hash))
+        if status is None:
             return False
-        if not stat.S_ISREG(status.st_mode):
-            return False
-        return self.ttl is None or not self._is_over(block_hash, status.st_mtime, None)
+        return self.ttl is None or not self._is_over(block_hash, last_use_of(status), None)
 
     def get(self, block_hash: bytes) -> bytes | None:
         """The payload of a block, checked; ``None`` if it isn't there. A bad file is removed."""
         if self._is_off:
             return None
         try:
-            header, payload, last_used = read_block(
-                self._path(block_hash), self._digest, block_hash
-            )
+            header, payload, last_used = self._shards.read(self._name(block_hash))
         except (FileNotFoundError, NotADirectoryError, OtherVersionError):
             return None
         except OSError as error:
@@ -184,6 +181,7 @@ class BlockStore:
         with self._failing("the index could not be made"):
             self._inventory.act(Index.totals, pause)
         with self._writing, self._failing("the folder could not be tended"):
+            self._shards.refresh()
             self._settle()
             self._make_room(0, pause)
             self._sweep()
@@ -229,31 +227,23 @@ class BlockStore:
         with self._lock:
             self._counts[name] += number
 
-    def _path(self, block_hash: bytes) -> str:
-        return self.layout.block(self._digest, block_hash)
+    def _name(self, block_hash: bytes) -> BlockName:
+        return self._digest, block_hash
 
     def _is_over(self, block_hash: bytes, last_used: float, ttl: float | None) -> bool:
         ttls = [limit for limit in (ttl, self.ttl) if limit is not None]
         if not ttls or time.time() - last_used <= min(ttls):
             return False
-        return not self._inventory.pins.keeps((self._digest, block_hash))
+        return not self._inventory.pins.keeps(self._name(block_hash))
 
     def _discard(self, block_hash: bytes, counter: str) -> None:
         """Remove a file that can't be used."""
         try:
-            os.unlink(self._path(block_hash))
-        except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-            return
-        except PermissionError as error:
-            # macOS says so of a folder in a file's place.
-            if not os.path.isdir(self._path(block_hash)):
-                self.fail(f"a bad block could not be removed: {system_reason(error)}")
-            return
+            if self._shards.remove(self._name(block_hash)):
+                self.count(counter)
+                self._notes.lost(block_hash)
         except OSError as error:
             self.fail(f"a bad block could not be removed: {system_reason(error)}")
-            return
-        self.count(counter)
-        self._notes.lost(block_hash)
 
     def _write(self, header: BlockHeader, payload: Payload) -> bool:
         now = time.time()
@@ -263,17 +253,8 @@ class BlockStore:
             return False
         self._write_file(header.block_hash, [prefix, payload], nbytes)
         self._notes.written(
-            IndexRow(
-                self._digest,
-                header.block_hash,
-                parent_hash=header.parent_hash,
-                first_token=header.first_token,
-                num_tokens=len(header.token_ids),
-                group=header.group,
-                nbytes=nbytes,
-                created=now,
-                ttl=self.ttl,
-                last_used=now,
+            IndexRow.of_block(
+                self._digest, header, nbytes=nbytes, created=now, ttl=self.ttl, last_used=now
             )
         )
         self._totals = self._totals[0] + 1, self._totals[1] + nbytes
@@ -282,29 +263,12 @@ class BlockStore:
         return True
 
     def _write_file(self, block_hash: bytes, pieces: list[Payload], nbytes: int) -> None:
-        path = self._path(block_hash)
         try:
-            try:
-                write_aside(path, pieces)
-            except FileNotFoundError:
-                # Nobody has needed this folder of two digits before, or all are gone.
-                self._make_fingerprint_folder()
-                make_private_folder(os.path.dirname(path))
-                write_aside(path, pieces)
+            self._shards.write(self.fingerprint, block_hash, pieces)
         except OSError as error:
             if error.errno not in _FULL or not self._evict(2 * nbytes):
                 raise
-            write_aside(path, pieces)
-
-    def _make_fingerprint_folder(self) -> None:
-        folder = self.layout.of(self._digest)
-        make_private_folder(folder)
-        path = folder / FINGERPRINT_NAME
-        text = self.fingerprint.as_json()
-        with contextlib.suppress(FileNotFoundError, ValueError):
-            if path.read_text() == text:
-                return
-        write_aside(str(path), [text.encode()])
+            self._shards.write(self.fingerprint, block_hash, pieces)
 
     def _make_room(self, nbytes: int, pause: Pause | None = None) -> bool:
         """Evict until ``nbytes`` more are within the limit; whether they are."""

@@ -12,7 +12,7 @@ from mlx_paged.block_store.block_file import BlockHeader, Payload
 from mlx_paged.block_store.store import BlockStore
 from mlx_paged.errors import reason
 
-_SECONDS_TO_END = 2.0
+SECONDS_AT_EXIT = 10.0
 _SECONDS_BETWEEN_TENDS = 5.0
 _SECONDS_OF_A_PAUSE = 0.001
 
@@ -25,7 +25,7 @@ class BlockWriter:
     there.
 
     The thread ends with ``close``, with the writer, or with the interpreter; first it writes what
-    is queued, for which it has two seconds at exit. It doesn't survive a fork.
+    is queued, for which it has ten seconds at exit. It doesn't survive a fork.
 
     Args:
         max_queued_nbytes: of payloads that wait. One is always taken, however large it is.
@@ -64,7 +64,14 @@ class BlockWriter:
         """
         return self._queue.flush(timeout)
 
-    def close(self, timeout: float = _SECONDS_TO_END) -> bool:
+    def finish(self) -> None:
+        """Take nothing more, and never wait: the thread writes what is queued, closes the store and
+        ends.
+        """
+        self._queue.must_close_store = True
+        self._queue.stop()
+
+    def close(self, timeout: float = SECONDS_AT_EXIT) -> bool:
         """Take nothing more, write what is queued for at most ``timeout`` seconds, drop the rest.
 
         Returns:
@@ -93,6 +100,7 @@ class _Queue:
         self._must_tend = True
         self._is_busy = True
         self._is_closed = False
+        self.must_close_store = False
 
     def append(self, header: BlockHeader, payload: Payload) -> bool:
         nbytes = memoryview(payload).nbytes
@@ -135,6 +143,7 @@ class _Queue:
             self.hashes.clear()
             self._nbytes = 0
         self._store.count("num_dropped", num_dropped)
+        _running.discard(self)  # Python's end has waited, or is not to.
         return is_at_rest
 
     def run(self) -> None:
@@ -146,6 +155,8 @@ class _Queue:
             else:
                 self._write(*block)
         self._tend()
+        if self.must_close_store:
+            self._store.close()
         with self._changed:
             self._is_busy = self._must_tend = False
             self._changed.notify_all()
@@ -205,7 +216,7 @@ _running: set[_Queue] = set()
 
 
 def _close_all() -> None:
-    deadline = time.monotonic() + _SECONDS_TO_END
+    deadline = time.monotonic() + SECONDS_AT_EXIT
     for queue in list(_running):
         queue.close(max(0.0, deadline - time.monotonic()))
 

@@ -591,7 +591,7 @@ class KVCache(ABC):
         no such sequence.
         """
         self._table(seq)
-        table = self.manager.groups[seq][self.group_of(layer)]
+        table = self.manager.groups[seq][self.config.group_of(layer)]
         if table.num_held_tokens == 0:
             return self.layers[layer].spec.zeros(0)
         k, v = self._gather_parts(layer, table.block_ids, table.num_held_tokens)
@@ -704,11 +704,6 @@ class KVCache(ABC):
         if seq in self.manager.tables:
             self.free(seq)
         self.append_parts(seq, snapshot.num_tokens, rows)
-
-    def group_of(self, layer: int) -> int:
-        """The index of the group that a layer is in."""
-        groups = enumerate(self.config.groups)
-        return next(index for index, group in groups if layer in group.layers)
 
     def _table(self, seq: SeqId) -> BlockTable:
         if seq not in self.manager.tables:

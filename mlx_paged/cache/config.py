@@ -95,6 +95,10 @@ class KVCacheConfig:
             for slab in range(max(map(len, indices)))
         )
 
+    def group_of(self, layer: int) -> int:
+        """The index of the group that a layer is in."""
+        return next(index for index, group in enumerate(self.groups) if layer in group.layers)
+
     @property
     def nbytes_per_token(self) -> int:
         """K and V of one token in all layers, as long as all of them keep it."""

@@ -155,8 +155,6 @@ class PagedKVCache(KVCache):
         shapes = [spec.attention_shape(config.block_size) for spec in config.layers]
         self._backend = choose_backend(backend, shapes)
         self._can_trace = not any(shape.why_no_attention for shape in shapes)
-        # Plain MLX gathers blocks, which may take as much as a slab; kernels allocate next to
-        # nothing.
         self._copy_detector = CopyDetector(NUM_WATCHED_STEPS if self.backend.name == "metal" else 0)
         super().__init__(config, initial_blocks)
 
@@ -201,7 +199,7 @@ class PagedKVCache(KVCache):
         if self.backend.reads_unused_slots:
             for step in steps:
                 self._zero_new_blocks(step)
-        self._copy_detector.begin_step(steps[0].num_tokens, self._first_slab_nbytes)
+        self._copy_detector.begin_step(steps[0].num_tokens, self._slabs)
 
     def _zero_new_blocks(self, step: AttentionMetadata) -> None:
         """Whatever another sequence left in a new block that is filled in part, a NaN even, must
@@ -219,13 +217,7 @@ class PagedKVCache(KVCache):
                 self.backend.zero_blocks(kv, partly_filled)
 
     def _finish(self) -> None:
-        if self._copy_detector.is_watching:
-            mx.eval(self.arrays)  # What the step takes shows when it has run.
-        self._copy_detector.end_step(self._first_slab_nbytes)
-
-    @property
-    def _first_slab_nbytes(self) -> int:
-        return self._slabs[0].k[0].nbytes
+        self._copy_detector.end_step(self._slabs)
 
     # Decodes as functions of arrays, for tracing
 
@@ -262,8 +254,9 @@ class PagedKVCache(KVCache):
             slabs = list(dict.fromkeys(self._layers[index].kv for index in opened))
             keys: list[dict[PlanKey, None]] = [{} for _ in self.config.groups]
             for index in opened:
-                spec = self.config.layers[index]
-                keys[self.group_of(index)][PlanKey(spec.window, True, spec.num_kv_heads)] = None
+                layer = self._layers[index]
+                key = PlanKey.of(layer.spec.window, layer.kv)
+                keys[self.config.group_of(index)][key] = None
             self._parts[opened] = _OpenPart(opened, slabs, list(map(list, keys)))
         return self._parts[opened]
 
@@ -285,7 +278,7 @@ class PagedKVCache(KVCache):
         layers = []
         for index, kv in zip(shape.layers, kept, strict=True):
             layers.append(PagedLayerKV(self.config.layers[index], self._backend, traced[kv]))
-            layers[-1].open(steps[self.group_of(index)])
+            layers[-1].open(steps[self.config.group_of(index)])
         return layers
 
     def set_fences(self, fences: Sequence[mx.array]) -> None:
@@ -298,16 +291,11 @@ class PagedKVCache(KVCache):
     def fill_blocks(
         self, block_ids: Sequence[Sequence[int]], rows: Iterable[tuple[Parts, Parts]]
     ) -> None:
-        slots = []
-        for ids in block_ids:
-            run = range(self.config.block_size)
-            group = [block_id * len(run) + offset for block_id in ids for offset in run]
-            slots.append(SlotMapping.build(group, len(run)))
-        for index, (layer, (k, v)) in enumerate(zip(self.layers, rows, strict=True)):
-            group_slots = slots[self.group_of(index)]
-            if group_slots.num_tokens:
-                k, v = (tuple(part.swapaxes(0, 1) for part in parts) for parts in (k, v))
-                self.backend.reshape_and_cache(k, v, layer.kv, group_slots)
+        for index, (layer, kv) in enumerate(zip(self.layers, rows, strict=True)):
+            ids = block_ids[self.config.group_of(index)]
+            if ids:
+                k, v = (tuple(_in_blocks(part, len(ids)) for part in parts) for parts in kv)
+                self.backend.write_blocks(layer.kv, ids, k, v)
                 mx.eval(layer.kv.arrays)
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
@@ -373,8 +361,7 @@ class PagedKVCache(KVCache):
         rows = []
         for index, layer in enumerate(self.layers):
             k, v = self._gather_parts(index, block_ids, num_tokens)
-            form = layer.spec.format
-            rows.append((form.key.to_host(k), form.value.to_host(v)))
+            rows.append(layer.spec.format.to_host(k, v))
         return SwappedKV(rows)
 
     def swap_in(self, seq: SeqId, swapped: SwappedKV, start: int, end: int) -> None:
@@ -383,10 +370,10 @@ class PagedKVCache(KVCache):
         for layer, rows in zip(self.layers, swapped.rows, strict=True):
             if table.num_unfilled_slots and self.backend.reads_unused_slots:
                 self.backend.zero_blocks(layer.kv, [table.packed_block_ids[-1]])
-            form = layer.spec.format
+            kept = (_cut(parts, start, end) for parts in rows)
             k, v = (
-                tuple(part.swapaxes(0, 1) for part in row_format.from_host(_cut(parts, start, end)))
-                for row_format, parts in zip((form.key, form.value), rows, strict=True)
+                tuple(part.swapaxes(0, 1) for part in parts)
+                for parts in layer.spec.format.from_host(*kept)
             )
             self.backend.reshape_and_cache(k, v, layer.kv, slots)
         mx.eval(self.arrays)
@@ -417,6 +404,12 @@ class PagedKVCache(KVCache):
         self, layer: int, block_ids: Sequence[int], num_tokens: int
     ) -> tuple[Parts, Parts]:
         return self.backend.gather_parts(self.layers[layer].kv, block_ids, num_tokens)
+
+
+def _in_blocks(part: mx.array, num_blocks: int) -> mx.array:
+    """``[num_kv_heads, num_tokens, width]`` as ``[num_blocks, num_kv_heads, block_size, width]``"""
+    num_kv_heads, _, width = part.shape
+    return part.reshape(num_kv_heads, num_blocks, -1, width).swapaxes(0, 1)
 
 
 def _cut(parts: HostParts, start: int, end: int) -> HostParts:

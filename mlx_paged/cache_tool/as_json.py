@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from mlx_paged.block_store import CacheFolder, CheckedFile, Fingerprint
+from mlx_paged.block_store import CacheFolder, CheckedFile, Fingerprint, Removed
 from mlx_paged.cache_tool.prefixes import PrefixBlock, PrefixTree, Run
 from mlx_paged.cache_tool.text import TextOf, token_ids
 
@@ -69,11 +69,18 @@ def prefix(
 
 
 def checked(
-    bad: Sequence[CheckedFile], num_files: int, nbytes: int, were_deleted: bool
+    bad: Sequence[CheckedFile], num_files: int, nbytes: int, delete: bool, removed: Removed
 ) -> dict[str, Any]:
-    """What ``verify`` found."""
+    """What ``verify`` found, and, if it was to ``delete`` that, what it removed."""
     files = [{"path": file.path, "nbytes": file.nbytes, "problem": file.problem} for file in bad]
-    return {"num_files": num_files, "nbytes": nbytes, "bad": files, "were_deleted": were_deleted}
+    return {
+        "num_files": num_files,
+        "nbytes": nbytes,
+        "bad": files,
+        "were_deleted": delete and not removed.left and all(file.block_hash for file in bad),
+        "num_deleted": removed.num_blocks,
+        "left": [{"path": path, "problem": why} for path, why in removed.left.items()],
+    }
 
 
 def _block(tree: PrefixTree, block: PrefixBlock) -> dict[str, Any]:

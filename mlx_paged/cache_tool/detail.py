@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import TypeAlias
 
+from mlx_paged.block_store import BlockName
 from mlx_paged.cache_tool.abbreviations import num_unique_digits
 from mlx_paged.cache_tool.amounts import counted, in_bytes, in_full
 from mlx_paged.cache_tool.listing import Look, list_runs
 from mlx_paged.cache_tool.prefixes import PrefixBlock, PrefixTree
 from mlx_paged.cache_tool.text import in_a_line, in_lines
-
-BlockName: TypeAlias = tuple[str, bytes]
-"""The digest of a fingerprint and the hash of a block, as ``CacheFolder.pins`` gives them."""
 
 _MAX_FACT = 1000  # columns
 
@@ -53,7 +50,7 @@ def pinned_by(
     return [
         each
         for each in (block, *(tree.below(block) if block.is_pinned else ()))
-        if any((entry.digest, entry.block_hash) in pins for entry in each.entries)
+        if any(entry.name in pins for entry in each.entries)
     ]
 
 

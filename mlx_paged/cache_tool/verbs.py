@@ -6,7 +6,7 @@ import argparse
 import time
 from collections.abc import Callable
 
-from mlx_paged.block_store import CacheFolder, FolderSize
+from mlx_paged.block_store import CacheFolder, FolderSize, Removed
 from mlx_paged.cache_tool import as_json
 from mlx_paged.cache_tool.abbreviations import SHOWN_DIGITS, find
 from mlx_paged.cache_tool.amounts import counted, in_bytes
@@ -101,8 +101,9 @@ def rm(args: argparse.Namespace) -> int:
     removal = choose(args, of_model(read_trees(folder), args.model), time.time())
     removed = folder.remove((entry.digest, entry.block_hash) for entry in removal.entries)
     kept = f"; {removal.num_kept:,} pinned stay (see --pinned)" if removal.num_kept else ""
+    print_lines(_left(removed))
     print_lines([f"removed {_in_words(removed)}{kept}"])
-    return 0
+    return 1 if removed.left else 0
 
 
 def verify(args: argparse.Namespace) -> int:
@@ -116,12 +117,16 @@ def verify(args: argparse.Namespace) -> int:
             bad.append(file)
             if not args.json:
                 print_lines([f"{file.path}: {file.problem}"])
+    removed = Removed(0, 0)
     if args.delete:
-        folder.remove((file.digest, file.block_hash) for file in bad)
+        removed = folder.remove(
+            (file.digest, file.block_hash) for file in bad if file.block_hash is not None
+        )
     if args.json:
-        print_json(as_json.checked(bad, num_files, nbytes, args.delete))
+        print_json(as_json.checked(bad, num_files, nbytes, args.delete, removed))
     else:
-        gone = ", removed" if bad and args.delete else ""
+        print_lines(_left(removed))
+        gone = f", {removed.num_blocks:,} of them removed" if bad and args.delete else ""
         good = f"{counted(num_files, 'file')}, {in_bytes(nbytes)}, read and checked"
         print_lines([f"{good}: {len(bad):,} bad{gone}"])
     return 1 if bad else 0
@@ -145,6 +150,10 @@ def size(args: argparse.Namespace) -> int:
     print_lines([_in_words(held) + _against(args.limit, held.nbytes)])
     print_lines(f"  {model_heading(tree)}" for tree in trees)
     return 0
+
+
+def _left(removed: Removed) -> list[str]:
+    return [f"{path}: {why}" for path, why in removed.left.items()]
 
 
 def _against(limit: int | None, nbytes: int) -> str:

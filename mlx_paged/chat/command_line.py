@@ -18,6 +18,7 @@ def setup_arg_parser(prog: str | None = None) -> argparse.ArgumentParser:
     chat = parser.Parser(
         prog=prog or _name_as_called(),
         description="Chat with a model whose K/V live in a paged (or a contiguous) cache.",
+        flags=flags.SAMPLING | _FLAGS,
     )
     chat.add_argument(
         "message",
@@ -51,6 +52,7 @@ def setup_arg_parser(prog: str | None = None) -> argparse.ArgumentParser:
     )
     flags.add_draft_flags(chat)
     flags.add_backend_flag(chat)
+    flags.add_wired_limit_flag(chat)
     chat.add_argument(
         "--verbose",
         action="store_true",

@@ -15,7 +15,7 @@ from mlx_paged.chat.screen import Screen
 from mlx_paged.chat.settings import VARIABLES, Settings, canonical_name
 from mlx_paged.chat.transcript import load_messages, save_messages
 from mlx_paged.chat.turns import Turns
-from mlx_paged.errors import CacheFullError, reason
+from mlx_paged.errors import CacheFullError, reason, without_room
 from mlx_paged.standard_streams import OutputLostError
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Dialogue:
         except (LeaveChat, OutputLostError, BrokenPipeError):
             raise
         except (ValueError, RuntimeError) as error:
-            self.say(f"[{error_line(error)}]")
+            self.say(f"[{_said(error)}]")
         except Exception as error:
             # A defect, of ours or of the tokenizer: the conversation is worth more than its
             # traceback.
@@ -97,6 +97,11 @@ class Dialogue:
             self.say(f"[{command.name} needs {command.argument}]")
         else:
             command.run(self, argument)
+
+
+def _said(error: BaseException) -> str:
+    """What an error says, for a line that is in brackets already."""
+    return without_room(error_line(error))
 
 
 def complete(typed: str) -> Iterable[str]:
@@ -185,7 +190,7 @@ def _save(dialogue: Dialogue, argument: str) -> None:
             save_messages(file, messages, saved.name)
             said += f"; {saved}"
         except (ValueError, OSError) as error:
-            dialogue.say(f"[the K/V are not saved: {error_line(error)}]")
+            dialogue.say(f"[the K/V are not saved: {_said(error)}]")
     dialogue.say(f"[{said}]")
 
 
@@ -195,14 +200,14 @@ def _load(dialogue: Dialogue, argument: str) -> None:
     try:
         conversation.load_messages(messages)
     except ValueError as error:
-        raise ValueError(f"{file} can't be gone on with: {error_line(error)}") from error
+        raise ValueError(f"{file} can't be gone on with: {_said(error)}") from error
     said = f"loaded from {file}: messages: {len(conversation.messages)}"
     if kv_file is not None:
         dialogue.screen.show_progress("[loading the K/V ...]")
         try:
             said += f"; K/V of {conversation.load_kv(kv_file):,} tokens"
         except (ValueError, CacheFullError) as error:
-            dialogue.say(f"[the K/V are not loaded, and computed again: {error_line(error)}]")
+            dialogue.say(f"[the K/V are not loaded, and computed again: {_said(error)}]")
     if conversation.messages[-1]["role"] == "user":
         said += "; /regenerate answers the last"
     dialogue.say(f"[{said}]")

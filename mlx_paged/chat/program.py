@@ -230,6 +230,7 @@ def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
         max_num_batched_tokens=args.prefill_step_size,
         draft_model=load_draft_model(args.draft_model, tokenizer),
         num_draft_tokens=args.num_draft_tokens,
+        wired_limit=args.wired_limit,
     )
     conversation = Conversation(
         engine,

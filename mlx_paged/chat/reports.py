@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from mlx_paged.chat.conversation import Conversation
     from mlx_paged.engine.disk_tier_stats import DiskTierStats
     from mlx_paged.engine.engine import Engine
+    from mlx_paged.engine.scheduler import Scheduler
     from mlx_paged.engine.stats import EngineStats
     from mlx_paged.generation import GenerationResponse
 
@@ -63,7 +64,7 @@ class Reports:
             say(f"[K/V budget: {budget_in_full(cache)}]")
             for words in disk_tier_in_words(engine):
                 say(f"[{words}]")
-            say(f"[context: {context_in_words(engine)}, prompt and answer together]")
+            say(f"[context: {context_in_words(engine)}; prompt and answer together]")
             own = f"; {', '.join(settings.from_model)} from generation_config.json"
             say(f"[sampling: {settings.describe_sampling()}{own if settings.from_model else ''}]")
             if args.model is None:
@@ -121,7 +122,7 @@ class Reports:
             ]
             self._screen.say_dim(f"[{' | '.join(parts)}]")
         if response.finish_reason == "length":
-            why = _cut_reason(response, max_tokens, engine.max_model_len)
+            why = _cut_reason(response, max_tokens, engine.scheduler)
             say(f"[the answer was cut{why}]")
 
     def stats(self, branches: list[Conversation]) -> None:
@@ -194,15 +195,12 @@ def _usage_in_words(engine: Engine) -> str:
     return f"{num_cached:,} of {engine.cache.config.num_blocks:,} blocks in use"
 
 
-def _cut_reason(
-    response: GenerationResponse, max_tokens: int | None, max_model_len: int | None
-) -> str:
+def _cut_reason(response: GenerationResponse, max_tokens: int | None, scheduler: Scheduler) -> str:
     if response.generation_tokens == max_tokens:
         return f" at --max-tokens {max_tokens}"
     num_tokens = response.prompt_tokens + response.generation_tokens
-    if max_model_len is not None and num_tokens >= max_model_len:
-        return (
-            f": the context of {max_model_len:,} tokens is full (--max-model-len); /reset begins "
-            "a new conversation"
-        )
+    limit = scheduler.config.max_model_len
+    if limit is not None and num_tokens >= limit:
+        flag = "" if limit == scheduler.context_length else " (--max-model-len)"
+        return f": the context of {limit:,} tokens is full{flag}; /reset begins a new conversation"
     return ": the K/V budget is full; raise --kv-cache-bytes or /reset"

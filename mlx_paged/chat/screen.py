@@ -7,12 +7,11 @@ import sys
 from collections.abc import Mapping
 from typing import TextIO
 
-from mlx_paged.standard_streams import say, write
+from mlx_paged.errors import harmless
+from mlx_paged.standard_streams import say, write, write_codes
 
 _DIM, _PLAIN = "\033[2m", "\033[0m"
 _CLEAR_LINE = "\r\033[K"
-# A model's text is not to move the cursor or to set the terminal's title.
-_HARMLESS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 class Screen:
@@ -43,7 +42,7 @@ class Screen:
             return
         self.clear_progress()
         if self.stdout_is_terminal:
-            text = text.translate(_HARMLESS)
+            text = harmless(text)
         write(f"{_DIM}{text}{_PLAIN}" if is_thinking and self._dims_stdout else text)
         self._is_in_line = self.stdout_is_terminal and not text.endswith("\n")
         self._say_held_warnings()
@@ -64,18 +63,23 @@ class Screen:
             self._held_warnings.clear()
 
     def say_dim(self, text: str) -> None:
-        self.say(f"{_DIM}{text}{_PLAIN}" if self._dims_stderr else text)
+        if not self._dims_stderr:
+            self.say(text)
+            return
+        self.clear_progress()
+        write_codes(f"{_DIM}{harmless(text)}{_PLAIN}\n")
 
     def show_progress(self, text: str) -> None:
         """A line that the next one replaces; nothing where stderr is no terminal."""
         if self.stderr_is_terminal:
             # Without an escape code to clear the line, blanks do it.
-            say(text.ljust(self._progress_width) if not self.can_move else text, end="\r")
+            text = harmless(text)
+            write_codes(f"{text if self.can_move else text.ljust(self._progress_width)}\r")
             self._progress_width = max(self._progress_width, len(text))
 
     def clear_progress(self) -> None:
         if self._progress_width:
-            say("", end=_CLEAR_LINE if self.can_move else f"\r{' ' * self._progress_width}\r")
+            write_codes(_CLEAR_LINE if self.can_move else f"\r{' ' * self._progress_width}\r")
             self._progress_width = 0
 
 

@@ -37,6 +37,7 @@ FLAGS = {
     "path_or_hf_repo": "--model",
     "tokenizer_path": "--tokenizer",
     "window": "--window",
+    "wired_limit": "--wired-limit",
 }
 # Fields of ``SamplingParams``, and the names of their flags' values.
 SAMPLING_FLAGS = {
@@ -46,6 +47,12 @@ SAMPLING_FLAGS = {
     "min_p": "min_p",
     "xtc_probability": "xtc_probability",
     "xtc_threshold": "xtc_threshold",
+}
+# The flags of SAMPLING_FLAGS and others that only some programs have, by argument.
+SAMPLING = {
+    **{name: f"--{flag.replace('_', '-')}" for name, flag in SAMPLING_FLAGS.items()},
+    "max_tokens": "--max-tokens",
+    "seed": "--seed",
 }
 _FROM_MODEL = "default: as the model's generation_config.json says, else"
 
@@ -162,7 +169,8 @@ def add_cache_flags(parser: argparse.ArgumentParser) -> None:
         "--kv-bits",
         type=values.kv_bits,
         metavar="N",
-        help="quantise the K/V of a paged cache: 8, 4, or K:8,V:4 (default: the model's dtype)",
+        help="quantise the K/V of a paged cache: 8, or for fewer bytes K:8,V:4, or 4, in which "
+        "some models' predictions suffer (default: the model's dtype)",
     )
     add(
         "--max-model-len",
@@ -231,4 +239,14 @@ def add_backend_flag(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "reference", "metal"),
         default=DEFAULT_BACKEND,
         help="operations on the paged cache (default: %(default)s)",
+    )
+
+
+def add_wired_limit_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--wired-limit",
+        type=values.wired_limit,
+        metavar="N",
+        help="memory that macOS may not page out: bytes (512M, 20G) or recommended, for what Metal "
+        "recommends; macOS's kernel may panic with it (default: none)",
     )

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from mlx_paged import __version__
 from mlx_paged.errors import one_line
+from mlx_paged.foreign_arguments import ADVICE, OTHER_NAMES
 from mlx_paged.standard_streams import write
 
 _MAX_ERROR = 2000  # characters
@@ -17,13 +18,19 @@ _DASHES_AS_VALUE = re.compile(r"(--[^=]+)=--|(-[a-zA-Z])=?--")
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that says what is wrong in one line and exits with status 2.
+    """An argument parser that says what is wrong in one line and exits with status 2, and for flags
+    of other programs what is here instead.
 
     It has ``--version``, and takes no abbreviated flags.
+
+    Args:
+        flags: arguments of the library, and names that other programs have for them; and the flags
+            that stand for them here, of which a program may lack some.
     """
 
-    def __init__(self, *, prog: str, description: str):
+    def __init__(self, *, prog: str, description: str, flags: Mapping[str, str] | None = None):
         super().__init__(prog=prog, description=description, allow_abbrev=False)
+        self._flags = {} if flags is None else flags
 
     def add_version(self) -> None:
         """Add ``--version``, which comes last in the help."""
@@ -46,6 +53,22 @@ class Parser(argparse.ArgumentParser):
             if flag:
                 self.error(f"argument {flag[1] or flag[2]}: the value can't be '--'")
         return super().parse_known_args(words, namespace)
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> argparse.Namespace:
+        known, rest = self.parse_known_args(args, namespace)
+        if rest:
+            self.error(f"unrecognized arguments: {' '.join(rest)}{self._way_out(rest[0])}")
+        return known  # type: ignore[no-any-return]
+
+    def _way_out(self, word: str) -> str:
+        """What is here instead of another program's flag."""
+        name = word.split("=")[0].lstrip("-").replace("-", "_")
+        ours = self._flags.get(name) or self._flags.get(OTHER_NAMES.get(name, ""))
+        if ours in self._option_string_actions:
+            return f"; use {ours}"
+        return f"; {ADVICE[name]}" if name in ADVICE and word.startswith("--") else ""
 
     def print_help(self, file: Any = None) -> None:
         # argparse would swallow the error of an output that is full.

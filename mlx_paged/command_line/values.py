@@ -15,10 +15,12 @@ from mlx_paged.config import (
     KV_BITS_NOTATION,
     MAX_DRAFT_TOKENS,
     NBYTES_NOTATION,
+    WIRED_LIMIT_NOTATION,
     KVBits,
     KVBudget,
     parse_duration,
     parse_nbytes,
+    parse_wired_limit,
 )
 from mlx_paged.errors import one_line, shown
 
@@ -80,6 +82,16 @@ def num_bytes(text: str) -> int:
         return parse_nbytes(text, "the value")
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"must be {NBYTES_NOTATION}, got {shown(text)}") from error
+
+
+def wired_limit(text: str) -> str | int:
+    """A number of bytes in the notation of budgets, or ``recommended``."""
+    try:
+        return parse_wired_limit(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"must be {WIRED_LIMIT_NOTATION}, got {shown(text)}"
+        ) from error
 
 
 def duration(text: str) -> float:

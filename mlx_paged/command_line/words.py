@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
+from mlx_paged.engine.fit import num_tokens_held
+from mlx_paged.memory import nbytes_in_words
 from mlx_paged.models.language_model import check_model
 
 if TYPE_CHECKING:
@@ -63,10 +66,6 @@ def disk_tier_in_words(engine: Engine) -> list[str]:
     ]
 
 
-def nbytes_in_words(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.2g} MB"
-
-
 def duration_in_words(seconds: float) -> str:
     """In the largest unit of which it is a whole number."""
     for unit, length in (("days", 86_400), ("hours", 3600), ("minutes", 60)):
@@ -77,7 +76,12 @@ def duration_in_words(seconds: float) -> str:
 
 def context_in_words(engine: Engine) -> str:
     limit, retention = engine.max_model_len, engine.cache.config.groups[0].retention
-    length = "without end" if limit is None else f"{limit:,} tokens"
+    num_held = num_tokens_held(engine.cache)
+    if num_held < (sys.maxsize if limit is None else limit):
+        of_limit = "" if limit is None else f" of {limit:,}"
+        length = f"{num_held:,}{of_limit} tokens, as many as the K/V budget holds"
+    else:
+        length = "without end" if limit is None else f"{limit:,} tokens"
     if not retention.cuts_runs:
         return length
     return (

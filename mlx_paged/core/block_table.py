@@ -195,14 +195,14 @@ class BlockTable:
 
         Free slots of the partly filled last block and of blocks reserved before are used first. A
         block that must be copied before it is written counts as one, and so does each block whose
-        keys have to be shifted, unless that can be done in place.
+        keys have to be shifted, unless it is this table's alone.
 
         Raises:
             BlockTableError: for n < 0.
             UseAfterFreeError: for a freed table.
         """
         num_missing, must_copy = self._shortage("num_new_blocks", n)
-        return num_missing + must_copy + len(self._stale_sinks) + len(self._stale_shared_blocks)
+        return num_missing + must_copy + self._num_key_copies
 
     def reserve(self, n: int) -> list[BlockCopy] | None:
         """Make room for n more tokens, or return None and change nothing when out of blocks.
@@ -394,8 +394,16 @@ class BlockTable:
         return self._blocks[self.retention.num_sink_tokens // self.block_size :]
 
     @property
-    def _stale_shared_blocks(self) -> list[KVCacheBlock]:
-        return [block for block in self._stale_blocks if block.ref_cnt > 1]
+    def _moved_sinks(self) -> list[KVCacheBlock]:
+        """The copies of the sinks that stand in the table, where it has made any."""
+        return self._blocks[: len(self._sinks)]
+
+    @property
+    def _num_key_copies(self) -> int:
+        """Blocks that shifting keys takes: in a block that only this table holds it is in place."""
+        sinks = self._stale_sinks
+        num_own = sum(block.ref_cnt == 1 for block in self._moved_sinks) if sinks else 0
+        return len(sinks) - num_own + sum(block.ref_cnt > 1 for block in self._stale_blocks)
 
     def _shift_keys(self, num_others: int) -> bool:
         """Let the keys of all blocks have the positions of the next step; False, and nothing has
@@ -404,30 +412,39 @@ class BlockTable:
         sinks, stale = self._stale_sinks, self._stale_blocks
         if not sinks and not stale:
             return True
-        num_copies = len(sinks) + len(self._stale_shared_blocks)
+        num_copies = self._num_key_copies
         if num_copies + num_others > self.pool.num_free_blocks:
             return False
-        copies = self.pool.get_new_blocks(num_copies)
-        assert copies is not None, "the blocks were counted"
+        new_blocks = self.pool.get_new_blocks(num_copies)
+        assert new_blocks is not None, "the blocks were counted"
+        copies = iter(new_blocks)
         base = self.retention.base(self.num_tokens)
         if sinks:
-            num_sinks = len(sinks)
-            self.pool.free_blocks(self._blocks[:num_sinks] if self._sinks else ())
-            self._sinks = sinks
             self._shift = self.num_evicted_tokens - base
-            self._replace(0, sinks, copies[:num_sinks], self._shift)
-            del copies[:num_sinks]
+            moved = self._moved(self._moved_sinks, copies)
+            # The first time, those in the table are the sinks as they were computed, which stay.
+            moved += itertools.islice(copies, len(sinks) - len(moved))
+            self._replace(0, sinks, moved, self._shift)
+            self._sinks = sinks
         if stale:
             # Found by their hash, they would have positions that others don't expect.
             self.pool.evict_blocks([block.block_id for block in stale if block.ref_cnt == 1])
-            moved = [block if block.ref_cnt == 1 else copies.pop(0) for block in stale]
             begin = len(self._blocks) - len(stale)
-            self._replace(begin, stale, moved, self.base - base)
-            self.pool.free_blocks(
-                [old for old, new in zip(stale, moved, strict=True) if old is not new]
-            )
+            self._replace(begin, stale, self._moved(stale, copies), self.base - base)
             self.base = base
         return True
+
+    def _moved(
+        self, blocks: Sequence[KVCacheBlock], copies: Iterator[KVCacheBlock]
+    ) -> list[KVCacheBlock]:
+        """Where the keys of blocks of the table are shifted to: into the same blocks, or copies of
+        those that others hold, too.
+        """
+        moved = [block if block.ref_cnt == 1 else next(copies) for block in blocks]
+        self.pool.free_blocks(
+            [old for old, new in zip(blocks, moved, strict=True) if old is not new]
+        )
+        return moved
 
     def _replace(
         self,

@@ -124,8 +124,6 @@ class KVCacheManager:
         self.keeps_all = self.retentions == (KEEP_ALL,)
         self.shares_blocks = shares_blocks
         self.states = states
-        self.max_num_new_tokens = sys.maxsize
-        """The most tokens that ``allocate_slots`` will be asked for at once."""
         # Of the first group, and all groups of each request: lists, the first of which is the same.
         self._tables: dict[RequestId, BlockTable] = {}
         self._groups: dict[RequestId, list[BlockTable]] = {}
@@ -217,24 +215,33 @@ class KVCacheManager:
         num_new_tokens: int,
         computed: ComputedBlocks = NOTHING_COMPUTED,
     ) -> int:
-        """Free blocks that ``allocate_slots`` would take, those of ``computed`` included, or that a
-        new request takes at most until it has these tokens, where not all of them stay.
+        """Free blocks that ``allocate_slots`` takes, those of ``computed`` included, once what left
+        the request's windows is given back.
         """
         tables = self._groups.get(request_id)
         if tables is not None:
             return sum(table.num_new_blocks(num_new_tokens) for table in tables)
+        num_blocks = sum(block.ref_cnt == 0 for block in computed.blocks) - len(computed.blocks)
+        for retention in self.retentions:
+            num_slots = computed.num_tokens - retention.num_evicted(computed.num_tokens)
+            num_slots += retention.num_moved_sink_tokens(computed.num_tokens) + num_new_tokens
+            num_blocks += -(-num_slots // self.pool.block_size)
+        return num_blocks
+
+    def num_blocks_to_admit(self, num_tokens: int, computed: ComputedBlocks) -> int:
+        """Free blocks that a new request takes at most until it has ``num_tokens`` tokens, those of
+        ``computed`` included.
+        """
         num_free_hits = sum(block.ref_cnt == 0 for block in computed.blocks)
-        if self.keeps_all:
-            return num_free_hits + -(-num_new_tokens // self.pool.block_size)
-        num_most = self.max_num_held_blocks(computed.num_tokens + num_new_tokens)
-        return num_free_hits + max(0, num_most - len(computed.blocks))
+        return num_free_hits + max(0, self.max_num_held_blocks(num_tokens) - len(computed.blocks))
 
     def max_num_held_blocks(self, num_tokens: int) -> int:
-        """The most blocks that a request holds at a time until it has ``num_tokens`` tokens."""
-        block_size, max_run = self.pool.block_size, self.max_num_new_tokens
+        """The most blocks that a request holds at a time until it has ``num_tokens`` tokens, if its
+        steps are as short as its blocks demand (:meth:`max_fitting`).
+        """
+        block_size = self.pool.block_size
         return sum(
-            -(-retention.max_num_held(num_tokens, max_run) // block_size)
-            for retention in self.retentions
+            -(-retention.max_num_held(num_tokens) // block_size) for retention in self.retentions
         )
 
     def max_num_tokens(self, num_blocks: int) -> int:
@@ -253,6 +260,45 @@ class KVCacheManager:
         num_tokens = self.num_tokens(request_id) + computed.num_tokens
         runs = [retention.max_run(num_tokens) for retention in self.retentions]
         return min([run for run in runs if run is not None], default=sys.maxsize)
+
+    def max_fitting(
+        self,
+        request_id: RequestId,
+        num_new_tokens: int,
+        num_left_blocks: int = 0,
+        computed: ComputedBlocks = NOTHING_COMPUTED,
+    ) -> int:
+        """Of ``num_new_tokens`` tokens, how many fit in one step that leaves ``num_left_blocks``
+        free blocks to others; 1 at least.
+
+        All of them where all tokens are kept: they need the same blocks in one step or in many.
+        Tokens that leave a window give their blocks back between two steps, so a shorter step needs
+        fewer at a time.
+        """
+        if self.keeps_all:
+            return num_new_tokens
+        for table in self._groups.get(request_id, ()):
+            table.evict()
+        num_free_blocks = self.pool.num_free_blocks - num_left_blocks
+
+        def num_needed(count: int) -> int:
+            return self.num_needed_blocks(request_id, count, computed)
+
+        if num_needed(num_new_tokens) <= num_free_blocks:
+            return num_new_tokens
+        return max(1, bisect_right(range(1, num_new_tokens), num_free_blocks, key=num_needed))
+
+    def copied_blocks(self, computed: ComputedBlocks) -> list[KVCacheBlock]:
+        """Of the blocks of a prefix hit, those that a step copies before it writes any rows: sinks
+        whose keys move on with their window.
+        """
+        return [
+            block
+            for retention, blocks in zip(self.retentions, computed.groups, strict=False)
+            for block in blocks[
+                : retention.num_moved_sink_tokens(computed.num_tokens) // self.pool.block_size
+            ]
+        ]
 
     def max_more(self, request_id: RequestId) -> int:
         """How many tokens may follow those that were allocated last, in the same step: none where
@@ -297,16 +343,14 @@ class KVCacheManager:
             )
         if table is not None and num_new_tokens == 1 and self.keeps_all:
             return table.append_token()  # A decode, which is most calls.
-        tables = self._groups.get(request_id)
-        if tables is None:
-            tables = self._begin(request_id, num_new_tokens, computed)
-            if tables is None:
-                return None
-        for table in tables if not self.keeps_all else ():
+        for table in self._groups.get(request_id, ()) if not self.keeps_all else ():
             table.evict()
-        num_needed = sum(table.num_new_blocks(num_new_tokens) for table in tables)
+        num_needed = self.num_needed_blocks(request_id, num_new_tokens, computed)
         if num_needed > self.pool.num_free_blocks:
             return None
+        tables = self._groups.get(request_id)
+        if tables is None:
+            tables = self._begin(request_id, computed)
         copies: list[BlockCopy] = []
         for table in tables:
             more = table.reserve(num_new_tokens)
@@ -315,28 +359,14 @@ class KVCacheManager:
             table.advance(num_new_tokens)
         return copies
 
-    def _begin(
-        self, request_id: RequestId, num_new_tokens: int, computed: ComputedBlocks
-    ) -> list[BlockTable] | None:
-        """The tables of a new request; ``None``, and nothing has changed, if there are not enough
-        blocks for it.
-        """
+    def _begin(self, request_id: RequestId, computed: ComputedBlocks) -> list[BlockTable]:
+        """The tables of a new request, for which there are enough blocks."""
         for block in computed.blocks:
             if self.is_taken(block):
                 raise BlockTableError(
                     f"KVCacheManager.allocate_slots: request {request_id!r} can't share computed "
                     f"block {block.block_id}, which another request holds (shares_blocks is False)"
                 )
-        num_needed = sum(block.ref_cnt == 0 for block in computed.blocks) - len(computed.blocks)
-        for retention in self.retentions:
-            num_evicted = retention.num_evicted(computed.num_tokens)
-            num_slots = computed.num_tokens - num_evicted + num_new_tokens
-            # Sinks are copied once there is something between them and the window.
-            if num_evicted > retention.base(computed.num_tokens):
-                num_slots += retention.num_sink_tokens
-            num_needed += -(-num_slots // self.pool.block_size)
-        if num_needed > self.pool.num_free_blocks:
-            return None
         tables = [BlockTable(self.pool, retention) for retention in self.retentions]
         # The computed blocks are taken first: new ones may be had by evicting free ones.
         self.pool.touch(computed.blocks)
@@ -583,7 +613,8 @@ class _PrefixLookup:
         """The longest prefix of at most ``num_blocks`` blocks of which all is cached that the token
         behind it sees.
         """
-        num_sinks = self._num_blocks(self._retention.num_sink_tokens)
+        block_size = self._manager.pool.block_size
+        num_sinks = self._retention.num_sink_tokens // block_size
         for index in range(min(num_blocks, num_sinks)):
             if self._get(index) is None:
                 return index
@@ -594,7 +625,7 @@ class _PrefixLookup:
             return index
         # From the end: a block that is missing ends every prefix that needs it.
         index = num_blocks = self._findable(num_blocks)
-        while index > self._first_recent(num_blocks):
+        while index > self._retention.first_recent_block(num_blocks, block_size):
             index -= 1
             if self._get(index) is None:
                 num_blocks = self._findable(index)
@@ -622,15 +653,6 @@ class _PrefixLookup:
 
     def _wanted(self, num_blocks: int) -> Iterable[int]:
         return self._retention.kept_blocks(num_blocks, self._manager.pool.block_size)
-
-    def _first_recent(self, num_blocks: int) -> int:
-        """The first block behind the sinks and what is evicted."""
-        retention, block_size = self._retention, self._manager.pool.block_size
-        num_evicted = retention.num_evicted(num_blocks * block_size)
-        return min(num_blocks, self._num_blocks(retention.num_sink_tokens + num_evicted))
-
-    def _num_blocks(self, num_tokens: int) -> int:
-        return num_tokens // self._manager.pool.block_size
 
     def _get(self, index: int) -> KVCacheBlock | AbsentBlock | None:
         if index not in self._found:

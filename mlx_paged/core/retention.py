@@ -83,9 +83,15 @@ class Retention:
         index: the first ones, and those behind what is evicted.
         """
         num_sinks = min(num_blocks, self.num_sink_tokens // block_size)
+        return [
+            *range(num_sinks),
+            *range(self.first_recent_block(num_blocks, block_size), num_blocks),
+        ]
+
+    def first_recent_block(self, num_blocks: int, block_size: int) -> int:
+        """Of these blocks, the index of the first behind the sinks and what is evicted."""
         num_evicted = self.num_evicted(num_blocks * block_size)
-        first_recent = min(num_blocks, (self.num_sink_tokens + num_evicted) // block_size)
-        return [*range(num_sinks), *range(first_recent, num_blocks)]
+        return min(num_blocks, (self.num_sink_tokens + num_evicted) // block_size)
 
     def base(self, num_tokens: int) -> int:
         """The token of a sequence of ``num_tokens`` whose position is 0, as if those before it had
@@ -110,16 +116,20 @@ class Retention:
         num_kept = self.num_sink_tokens + self.num_recent_tokens
         return num_kept + self.num_evicted(num_tokens) + self.stride - num_tokens
 
-    def max_num_held(self, num_tokens: int, max_run: int) -> int:
-        """The most tokens that are held at a time, until a sequence has ``num_tokens``.
+    def num_moved_sink_tokens(self, num_tokens: int) -> int:
+        """Of the first tokens of a sequence of ``num_tokens``, how many have other positions now
+        than those that they were computed at, and are therefore held twice: all sinks or none.
+        """
+        return self.num_sink_tokens if self.num_evicted(num_tokens) > self.base(num_tokens) else 0
 
-        Args:
-            max_run: the most tokens of a step.
+    def max_num_held(self, num_tokens: int) -> int:
+        """The most tokens that are held at a time until a sequence has ``num_tokens``, if its steps
+        are no longer than one token or, where ``cuts_runs``, than ``max_run``. A step of n tokens
+        that is not cut holds n - 1 more.
         """
         if self.num_recent_tokens is None:
             return num_tokens
-        num_new = self.stride if self.cuts_runs else max_run + self.stride - 1
-        num_kept = self.num_sink_tokens + self.num_recent_tokens + num_new
+        num_kept = self.num_sink_tokens + self.num_recent_tokens + self.stride
         if self.num_evicted(num_tokens):
             num_kept += self.num_sink_tokens  # once as they were computed, and once shifted
         return min(num_tokens, num_kept)

@@ -11,6 +11,7 @@ import copy
 import itertools
 import queue
 import threading
+import time
 import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from pathlib import Path
@@ -26,15 +27,17 @@ from mlx_paged.engine.options import EngineOptions, RequestOptions
 from mlx_paged.engine.prompts import Prompt
 from mlx_paged.engine.stats import EngineStats
 from mlx_paged.engine.view import EngineView
+from mlx_paged.errors import ArgumentError, words_for_all
 from mlx_paged.foreign_arguments import argument_names, refuses_unknown_arguments
-from mlx_paged.memory import wired_limit
 from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.request import RequestOutput, check_request_id
 from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
 
 
 class EngineStoppedError(RuntimeError):
-    """The engine was shut down, or its thread failed; the message says which."""
+    """The engine was shut down, or its thread failed; the message says which, and ``__cause__`` is
+    what failed it.
+    """
 
 
 # A reader is sent the answer so far or, if the engine ends before the answer does, the reason.
@@ -106,7 +109,7 @@ class AsyncEngine:
 
         Args:
             request_id: for :meth:`abort`; must not be in use. By default a number.
-            options: ``priority``, ``cache_salt`` and ``no_store`` of
+            options: ``priority``, ``cache_salt``, ``no_store`` and ``token_rules`` of
                 :meth:`Engine.add_request`.
 
         Raises:
@@ -134,9 +137,11 @@ class AsyncEngine:
                 # The reader's loop is closed, so no task waits.
                 self._forget(reader_id, receive)
 
-        if isinstance(params, SamplingParams) and params.structured_outputs is not None:
-            # Here, others would wait for the compiler.
-            await asyncio.to_thread(self.engine.prepare, params)
+        is_prepared = options.get("token_rules") is not None
+        if isinstance(params, SamplingParams) and params.is_slow_to_prepare and not is_prepared:
+            # Here, others would wait for the compiler and the tokenizer.
+            rules = await asyncio.to_thread(self.engine.prepare, params)
+            options = {**options, "token_rules": rules}
         try:
             self._add(prompt, params, reader_id, options, receive)
             while True:
@@ -208,6 +213,15 @@ class AsyncEngine:
         """
         return self._loop.stopped() if self._loop.is_stopping else None
 
+    def step_seconds(self) -> float:
+        """For how long the step that runs now has run; 0 if none does.
+
+        The steps up to the end of the first answer do not count: what they compile, and weights
+        that they read for the first time, may take long.
+        """
+        begin = self._loop.step_begin
+        return 0.0 if begin is None else self._loop.clock() - begin
+
     def stats(self) -> EngineStats:
         return self.engine.stats()
 
@@ -268,7 +282,7 @@ class AsyncEngine:
         receiver: Receiver,
     ) -> None:
         if self._receivers.setdefault(request_id, receiver) is not receiver:
-            raise ValueError(f"[engine] request {request_id!r} exists already")
+            raise ArgumentError(f"[engine] request {request_id!r} exists already")
         try:
             # The order matters: a loop that stops now either has sent its end to this receiver or
             # is seen to stop.
@@ -294,11 +308,17 @@ class _EngineLoop:
     Attributes:
         receivers: who gets the outputs of each request.
         is_stopping: the thread takes no more requests, and ends or has ended.
+        clock: in seconds.
+        step_begin: when the step that runs began; ``None`` where it is one of the first, or no
+            step runs.
     """
 
     def __init__(self, engine: Engine):
         self.receivers: dict[str, Receiver] = {}
         self.is_stopping = False
+        self.clock: Callable[[], float] = time.monotonic
+        self.step_begin: float | None = None
+        self._has_answered = False
         self.thread = threading.Thread(target=self._run, name="mlx_paged engine", daemon=True)
         self._engine = engine
         self._calls: queue.SimpleQueue[None] = queue.SimpleQueue()  # to wake up
@@ -325,22 +345,24 @@ class _EngineLoop:
             self.thread.join()
 
     def stopped(self) -> EngineStoppedError:
-        error = EngineStoppedError(f"[engine] it stopped: {self._failure or 'it was shut down'}")
-        error.__cause__ = self._failure
+        failure = self._failure
+        # It is told to every reader, and one of them may have written what the failure quotes.
+        why = "it was shut down" if failure is None else words_for_all(failure)
+        error = EngineStoppedError(f"[engine] it stopped: {why}")
+        error.__cause__ = failure
         return error
 
     def _run(self) -> None:
         try:
             self._engine.stepping_thread = threading.get_ident()
-            with wired_limit(self._engine.model):
-                while not self.is_stopping:
-                    if self._engine.has_unfinished_requests():
-                        self._step()
-                    else:
-                        self._idle()
-                self._engine.abort_all()
-                self._step()
-                self._engine.close()
+            while not self.is_stopping:
+                if self._engine.has_unfinished_requests():
+                    self._step()
+                else:
+                    self._idle()
+            self._engine.abort_all()
+            self._step()
+            self._engine.close()
         except BaseException as error:
             self._failure = error
         finally:
@@ -359,7 +381,12 @@ class _EngineLoop:
             self._calls.get(timeout=timeout)
 
     def _step(self) -> None:
-        for output in self._engine.step():
+        self.step_begin = self.clock() if self._has_answered else None
+        outputs = self._engine.step()
+        self.step_begin = None
+        for output in outputs:
+            ends = {completion.finish_reason for completion in output.outputs}
+            self._has_answered = self._has_answered or not ends.isdisjoint(("stop", "length"))
             receive = self.receivers.get(output.request_id)
             if receive is not None:
                 receive(_copied(output))

@@ -4,19 +4,26 @@ find them.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Sequence
+from importlib.metadata import version
+
+import mlx.core as mx
 
 from mlx_paged.block_store import BlockHeader, BlockReader, BlockStore, BlockWriter, Fingerprint
 from mlx_paged.block_store.reader import ReadBlock
-from mlx_paged.cache import KVCache, KVCacheConfig, LayerSpec, PagedKVCache
+from mlx_paged.block_store.writer import SECONDS_AT_EXIT
+from mlx_paged.cache import KVCache, LayerSpec, PagedKVCache
 from mlx_paged.core import KEEP_ALL, AbsentBlock, BlockHash, Retention, group_hashes
 from mlx_paged.engine.batch import Batch
 from mlx_paged.engine.disk_tier_options import DiskTierOptions
 from mlx_paged.engine.disk_tier_stats import DiskTierStats
+from mlx_paged.engine.swap_space import is_moving_cheaper
 from mlx_paged.errors import reason
 from mlx_paged.models.identity import KV_VERSION, ModelIdentity
 from mlx_paged.request import Request, SeqId
@@ -29,20 +36,14 @@ QUEUE_SHARE, MAX_QUEUED_NBYTES = 1 / 8, 512 * 2**20
 MAX_READY_NBYTES = 256 * 2**20
 # Blocks that are to be saved and not copied yet; each is some hundred bytes of bookkeeping.
 MAX_UNSAVED_BLOCKS = 100_000
-# How long the end of an engine waits for the disk.
-SECONDS_AT_EXIT = 10.0
 # Floating-point operations that a chip does in the time in which a disk gives one byte: an M1 does
 # 2.6 TFLOPS, and its disk gives some 2.6 GB/s.
 OPERATIONS_PER_DISK_BYTE = 1_000
 
 
 def is_reading_cheaper(num_parameters: int, kv_nbytes_per_token: int) -> bool:
-    """Whether K/V are read from disk in less time than they are computed.
-
-    A token takes two operations per parameter. The rule knows sizes and no clock, so that every
-    machine decides alike.
-    """
-    return kv_nbytes_per_token * OPERATIONS_PER_DISK_BYTE < 2 * num_parameters
+    """Whether K/V are read from disk in less time than they are computed."""
+    return is_moving_cheaper(num_parameters, kv_nbytes_per_token, OPERATIONS_PER_DISK_BYTE)
 
 
 class DiskTier:
@@ -75,7 +76,7 @@ class DiskTier:
         config = cache.config
         self.pays_for_preempted = is_reading_cheaper(num_parameters, config.nbytes_per_token)
         self.store = BlockStore(
-            options.folder, options.max_nbytes, fingerprint_of(config, identity), options.ttl
+            options.folder, options.max_nbytes, fingerprint_of(cache, identity), options.ttl
         )
         share = min(int(config.nbytes * QUEUE_SHARE), MAX_QUEUED_NBYTES)
         self._writer = BlockWriter(self.store, share)
@@ -90,6 +91,7 @@ class DiskTier:
         self._num_brought: dict[SeqId, int] = {}
         self._num_read_tokens = self._num_unsaved_dropped = 0
         self._is_closed = self._has_said_why = False
+        _open_tiers.add(self)
 
     # What the scheduler asks
 
@@ -137,10 +139,14 @@ class DiskTier:
             return
         self._report_failure()
         taken = self._reader.take(MAX_STEP_NBYTES if is_busy else MAX_READY_NBYTES)
-        for group in self._groups:
-            of_group = [each for each in taken if self._group_of_read(each) == group]
-            if of_group:
-                self._put(group, of_group)
+        of_groups: dict[int, list[ReadBlock]] = {}
+        for read in taken:
+            group = self._group_of.get(read.key, {}).get(read.block_hash)
+            # Otherwise no request waits for it any more, or it is not of this cache.
+            if group is not None and len(read.payload) == self._block_nbytes[group]:
+                of_groups.setdefault(group, []).append(read)
+        for group, reads in of_groups.items():
+            self._put(group, reads)
 
     def wait(self, timeout: float) -> None:
         """Wait until something was read, for a step that has nothing else to do."""
@@ -179,8 +185,7 @@ class DiskTier:
         """
         if self._is_closed:
             return True
-        self._is_closed = True
-        self._reader.close()
+        self._stop_reading()
         deadline = time.monotonic() + timeout
         try:
             # The queue may hold less than what is left.
@@ -199,6 +204,16 @@ class DiskTier:
             self.store.close()
         return is_at_rest and not self._unsaved
 
+    def let_go(self) -> None:
+        """Close without a wait for the disk, for an engine that is dropped, perhaps in the thread
+        of an event loop. What finds room in the writer's queue is written by its thread.
+        """
+        if not self._is_closed:
+            self._stop_reading()
+            if self.store.failure is None:
+                self._save(list(self._unsaved), frozenset())
+            self._writer.finish()
+
     def stats(self) -> DiskTierStats:
         """From any thread."""
         store = self.store.stats()
@@ -215,6 +230,10 @@ class DiskTier:
         )
 
     # Inside
+
+    def _stop_reading(self) -> None:
+        self._is_closed = True
+        self._reader.close()
 
     def _note(self, request: Request, num_full_blocks: int) -> None:
         begin, request.num_saved_blocks = (
@@ -271,14 +290,6 @@ class DiskTier:
             del self._unsaved[block_hash]
             self._writer.offer(header, content)
 
-    def _group_of_read(self, read: ReadBlock) -> int | None:
-        """``None`` for what nobody waits for any more."""
-        group = self._group_of.get(read.key, {}).get(read.block_hash)
-        return group if group is None or self._is_right_size(group, read) else None
-
-    def _is_right_size(self, group: int, read: ReadBlock) -> bool:
-        return len(read.payload) == self._block_nbytes[group]
-
     def _put(self, group: int, reads: Sequence[ReadBlock]) -> None:
         pool = self._cache.pool
         absent = {
@@ -330,6 +341,19 @@ class DiskTier:
             )
 
 
+_open_tiers: weakref.WeakSet[DiskTier] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    deadline = time.monotonic() + SECONDS_AT_EXIT
+    for tier in list(_open_tiers):
+        tier.close(max(0.0, deadline - time.monotonic()))
+
+
+# Before the writers' own end, which takes nothing more; finalizers may run after that.
+atexit.register(_close_all)
+
+
 def open_disk_tier(
     options: DiskTierOptions,
     cache: KVCache,
@@ -346,8 +370,11 @@ def open_disk_tier(
     return DiskTier(cache, options, identities(), num_parameters)
 
 
-def fingerprint_of(config: KVCacheConfig, identity: Sequence[ModelIdentity]) -> Fingerprint:
-    """What the bytes of a block depend on beside its tokens."""
+def fingerprint_of(cache: PagedKVCache, identity: Sequence[ModelIdentity]) -> Fingerprint:
+    """What the bytes of a block depend on beside its tokens. Versions of MLX, backends and devices
+    round in different places, and an answer is to be the one that would be computed here.
+    """
+    config = cache.config
     layers = tuple(
         f"group {index}: {_described(config.layers[layer])}, {_kept(group.retention)}"
         for index, group in enumerate(config.groups)
@@ -361,8 +388,12 @@ def fingerprint_of(config: KVCacheConfig, identity: Sequence[ModelIdentity]) -> 
         layers=layers,
         kv_format=", ".join(formats),
         block_size=config.block_size,
-        code=f"mlx_paged {KV_VERSION}",
+        code=f"mlx_paged {KV_VERSION}, mlx {version('mlx')}, {_computer(cache)}",
     )
+
+
+def _computer(cache: PagedKVCache) -> str:
+    return f"{cache.backend.name} backend on a {mx.default_device().type.name}"
 
 
 def _described(spec: LayerSpec) -> str:

@@ -21,17 +21,19 @@ from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.argument_values import check_integer
+from mlx_paged.block_store.writer import SECONDS_AT_EXIT
 from mlx_paged.cache import SwappedKV
 from mlx_paged.config import DEFAULT_KV
 from mlx_paged.core import hash_token_blocks
 from mlx_paged.distributed import RanksError
-from mlx_paged.engine.disk_tier import SECONDS_AT_EXIT, DiskTier, open_disk_tier
+from mlx_paged.engine.disk_tier import DiskTier, open_disk_tier
 from mlx_paged.engine.draft_model import DraftModel
 from mlx_paged.engine.draft_options import (
     check_draft_model,
     num_parameters_of,
     speculation_of,
 )
+from mlx_paged.engine.fit import warn_unless_it_fits
 from mlx_paged.engine.following import FollowingLoop, share
 from mlx_paged.engine.grammar import GrammarCompiler
 from mlx_paged.engine.held_prompts import HeldPrompt, check_begins_with_held
@@ -56,18 +58,20 @@ from mlx_paged.engine.stats import EngineStats
 from mlx_paged.engine.steps import Steps
 from mlx_paged.engine.swap_space import SwapSpace, num_swap_tokens
 from mlx_paged.engine.token_rules import read_token_rules, special_token_ids
+from mlx_paged.engine.token_texts import TokenTexts
 from mlx_paged.engine.view import EngineView, view_of
 from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.foreign_arguments import argument_names, refuses_unknown_arguments
-from mlx_paged.memory import wired_limit
-from mlx_paged.models.context_length import context_limit
+from mlx_paged.memory import hold_wired_limit, read_wired_limit
+from mlx_paged.models.context_length import context_length, context_limit
 from mlx_paged.models.identity import identities_of
-from mlx_paged.models.kv_cache import kv_budget, make_kv_cache
+from mlx_paged.models.kv_cache import kv_budget, make_kv_cache, weight_nbytes
 from mlx_paged.models.language_model import check_model
 from mlx_paged.models.traffic import sent_bytes_per_token
 from mlx_paged.request import (
     Request,
     RequestOutput,
+    TokenRules,
     check_cache_salt,
     check_no_store,
     check_priority,
@@ -111,6 +115,11 @@ class Engine:
         run_ahead: whether a step is launched before the tokens of the one before are read, so that
             the device does not wait for Python (vLLM: ``async_scheduling``). The tokens are the
             same. By default where the cache allows it without copies: on Metal.
+        wired_limit: how much of MLX's memory stays wired, so that macOS does not page it out, until
+            :meth:`close` or the end of the engine: bytes such as ``"20G"``, or ``"recommended"``
+            for what Metal recommends. Nothing by default, since macOS's kernel may panic with it
+            (`docs/engine.md`, "Wired memory"). Without Metal it does nothing, and a warning says
+            so.
         options: of the K/V cache, and fields of :class:`SchedulerConfig` (``max_num_seqs``,
             ``max_num_batched_tokens``, ``max_num_mixed_tokens``, ``enable_prefix_caching``,
             ``watermark``, ``priority_steps``, ``num_draft_tokens``, ``num_history_tokens``). Those
@@ -155,10 +164,12 @@ class Engine:
         seed: int | None = None,
         max_model_len: int | None = None,
         run_ahead: bool | None = None,
+        wired_limit: str | int | None = None,
         **options: Unpack[PassedOnOptions],
     ):
         checked, kv = check_model(model), options.get("kv", DEFAULT_KV)
-        self.max_model_len = context_limit(checked.args, max_model_len, options.get("window"))
+        window = options.get("window")
+        self.max_model_len = context_limit(checked.args, max_model_len, window)
         draft_model = check_draft_model(options.get("draft_model"), checked, kv)
         cache_options, config = split_options(options, self.max_model_len)
         check_speculation(checked, draft_model, config.num_draft_tokens)
@@ -172,6 +183,7 @@ class Engine:
                 f"[engine] run_ahead must be True, False or None, got {shown(run_ahead)}",
                 "run_ahead",
             )
+        wired_nbytes = read_wired_limit(wired_limit)
         self.ranks = join_ranks(
             checked,
             tokenizer,
@@ -205,8 +217,8 @@ class Engine:
         self.disk_tier: DiskTier | None = None
         if tier_options is not None:
             self.disk_tier = open_disk_tier(tier_options, self.cache, identities, num_parameters)
-            # With its cache it lives as long as this engine, and ends with it or with Python.
-            weakref.finalize(self, self.disk_tier.close, SECONDS_AT_EXIT)
+            # With its cache it lives as long as this engine. Python's end closes it.
+            weakref.finalize(self, self.disk_tier.let_go).atexit = False
         self.swap_space: SwapSpace[SwappedKV] = SwapSpace(
             num_swap_tokens(swap_bytes, self.cache, num_parameters)
         )
@@ -227,6 +239,13 @@ class Engine:
             self.swap_space,
             speculation,
             self.disk_tier,
+            None if window is not None else context_length(checked.args),
+        )
+        warn_unless_it_fits(
+            weight_nbytes(model, draft_model),
+            self.cache,
+            self.max_model_len,
+            has_default_budget=options.get("kv_cache_bytes") is None,
         )
         self._snapshots = Snapshots(
             model,
@@ -237,6 +256,7 @@ class Engine:
             self.ranks,
         )
         self.latencies = Latencies(self.max_model_len)
+        self.token_texts = None if self.tokenizer is None else TokenTexts(self.tokenizer)
         self._special_token_ids = special_token_ids(tokenizer)
         self._grammars = GrammarCompiler(tokenizer, self.runner.vocab_size)
         self._seeds = random.Random(seed)
@@ -257,6 +277,8 @@ class Engine:
         # of ours while the lock is held and nothing would release it.
         self._step_lock = threading.Lock()
         self._changing_thread: int | None = None
+        self._release_wired_limit = hold_wired_limit(wired_nbytes)
+        weakref.finalize(self, self._release_wired_limit).atexit = False
         self.stepping_thread: int | None = None
         """The thread that alone empties the inbox, where it steps whenever there is something to
         do, so that no other one ever waits for a step; ``None`` lets any thread.
@@ -274,6 +296,7 @@ class Engine:
         priority: int = 0,
         cache_salt: str | None = None,
         no_store: bool = False,
+        token_rules: TokenRules | None = None,
     ) -> None:
         """Queue a request; the next steps work on it.
 
@@ -281,9 +304,12 @@ class Engine:
             prompt: text, token ids, or vLLM's dicts ``{"prompt": text}`` and ``{"prompt_token_ids":
                 ids}``.
             params: how to sample; greedy by default.
-            priority: lower runs earlier, as in vLLM; see :class:`Scheduler` for how much.
+            priority: orders the queue, lower first, as in vLLM; see :class:`Scheduler` for how
+                much. It interrupts no running request.
             cache_salt: only requests with the same salt share K/V.
             no_store: write none of its K/V to ``cache_dir``; what lies there is still used.
+            token_rules: what :meth:`prepare` returned for these parameters. By default they are
+                prepared here.
 
         Raises:
             ValueError: an empty prompt, a token id that the model does not have, a request id that
@@ -296,15 +322,15 @@ class Engine:
         no_store = check_no_store(no_store)
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
-            raise ValueError(f"[engine] params must be SamplingParams, got {type(params).__name__}")
-        token_rules = read_token_rules(params, self.tokenizer, self.runner.vocab_size)
+            raise ArgumentError(
+                f"[engine] params must be SamplingParams, got {type(params).__name__}"
+            )
+        if token_rules is None:
+            token_rules = self.prepare(params)
         text, token_ids = read_prompt(prompt, self.tokenizer, self.runner.vocab_size)
         if num_held := self.swap_space.num_held_tokens(cache_salt):
             check_begins_with_held(token_ids, num_held, params)
             no_store = True  # Nobody would find it.
-        if params.structured_outputs is not None:
-            grammar = self._grammars.compile(params.structured_outputs)
-            token_rules = token_rules._replace(grammar=grammar)
         seed = self._seeds.getrandbits(63) if params.seed is None else int(params.seed)
         request = Request(
             request_id,
@@ -317,21 +343,29 @@ class Engine:
             token_rules=token_rules,
         )
         self.scheduler.check(request)
-        state = RequestState(request, text, self.tokenizer, self._special_token_ids)
+        state = RequestState(request, text, self.token_texts, self._special_token_ids)
         if self._reports.states.setdefault(request_id, state) is not state:
-            raise ValueError(f"[engine] request {request_id!r} exists already")
+            raise ArgumentError(f"[engine] request {request_id!r} exists already")
         self._inbox.append(partial(self._steps.add, state))
         self._read_inbox_if_idle()
 
-    def prepare(self, params: SamplingParams) -> None:
-        """Do what takes long of ``add_request`` with these parameters, so that it is fast when it
-        is called: compile their ``structured_outputs``.
+    def prepare(self, params: SamplingParams) -> TokenRules:
+        """Do what may take long of ``add_request`` with these parameters, and return what it takes
+        as ``token_rules``: check their token ids, encode their words and compile their grammar.
 
         Raises:
             ArgumentError: as :meth:`add_request`.
         """
-        if params.structured_outputs is not None:
-            self._grammars.compile(params.structured_outputs)
+        token_rules = read_token_rules(params, self.tokenizer, self.runner.vocab_size)
+        if params.structured_outputs is None:
+            return token_rules
+        return token_rules._replace(grammar=self._grammars.compile(params.structured_outputs))
+
+    def check_structured_outputs(self) -> None:
+        """Raise ``ArgumentError`` where no request can have ``structured_outputs``: without
+        llguidance, or without a tokenizer that it can read.
+        """
+        self._grammars.read_vocabulary()
 
     def abort(self, request_id: str) -> None:
         """End a request, wherever it is, and give its blocks back: at once, or when the step that
@@ -486,8 +520,10 @@ class Engine:
 
     def close(self, timeout: float = SECONDS_AT_EXIT) -> bool:
         """Write to ``cache_dir`` what is to be kept, for ``timeout`` seconds at most, and use it no
-        more; whether all was written. Without it, the end of the engine or of Python does this.
+        more; whether all was written. No memory stays wired for this engine. Without it, the end of
+        the engine or of Python does this.
         """
+        self._release_wired_limit()
         if self.disk_tier is None:
             return True
         self._refuse_reentry("close")
@@ -542,12 +578,11 @@ class Engine:
             self._steps,
             self.scheduler,
             self._reports,
-            self.tokenizer,
+            self.token_texts,
             self._special_token_ids,
             {"shrink": self._shrink, "reset_prefix_cache": self._reset_prefix_cache},
         )
-        with wired_limit(self.model):
-            shared = following.run()
+        shared = following.run()
         if shared.error is not None:
             raise shared.error
         value: T = shared.value

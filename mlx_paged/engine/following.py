@@ -9,9 +9,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from mlx_lm.tokenizer_utils import TokenizerWrapper
-
-from mlx_paged.distributed import Ranks
+from mlx_paged.distributed import Ranks, RanksError
 from mlx_paged.engine.replicas import (
     Abort,
     Call,
@@ -25,7 +23,8 @@ from mlx_paged.engine.reports import Reports
 from mlx_paged.engine.request_state import RequestState
 from mlx_paged.engine.scheduler import Scheduler
 from mlx_paged.engine.steps import Steps
-from mlx_paged.errors import reason
+from mlx_paged.engine.token_texts import TokenTexts
+from mlx_paged.errors import words_for_all
 from mlx_paged.request import Request, RequestOutput
 
 T = TypeVar("T")
@@ -44,7 +43,7 @@ class FollowingLoop:
         steps: Steps,
         scheduler: Scheduler,
         reports: Reports,
-        tokenizer: TokenizerWrapper | None,
+        token_texts: TokenTexts | None,
         special_token_ids: Collection[int],
         calls: dict[str, Callable[[], object]],
     ):
@@ -52,7 +51,7 @@ class FollowingLoop:
         self._steps = steps
         self._scheduler = scheduler
         self._reports = reports
-        self._tokenizer = tokenizer
+        self._token_texts = token_texts
         self._special_token_ids = special_token_ids
         self._calls = calls
 
@@ -71,7 +70,7 @@ class FollowingLoop:
                     self._do(message)
                 except BaseException as error:
                     # The leader may wait for this rank in a collective.
-                    self._ranks.fail(f"failed: {reason(error)}")
+                    self._ranks.fail(f"failed: {words_for_all(error)}")
 
     def _do(self, message: Any) -> None:
         with self._steps.change():
@@ -86,7 +85,7 @@ class FollowingLoop:
             elif isinstance(message, Step):
                 self._step(message)
             else:
-                raise RuntimeError(f"heard {type(message).__name__} between two steps")
+                raise RanksError(f"heard {type(message).__name__} between two steps")
 
     def _add(self, new: NewRequest) -> None:
         request = Request(
@@ -98,14 +97,14 @@ class FollowingLoop:
             cache_salt=new.cache_salt,
             no_store=new.no_store,
         )
-        state = RequestState(request, new.prompt, self._tokenizer, self._special_token_ids)
+        state = RequestState(request, new.prompt, self._token_texts, self._special_token_ids)
         self._reports.states[new.request_id] = state
         self._steps.add(state)
 
     def _step(self, step: Step) -> None:
         state = state_of_scheduler(self._scheduler)
         if state != step.state:
-            raise RuntimeError(
+            raise RanksError(
                 f"its scheduler differs from that of rank 0 before step {step.state[0]}: "
                 f"{state}, not {step.state}"
             )

@@ -11,6 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from json import dumps
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,7 +19,7 @@ import numpy as np
 from mlx_lm.tokenizer_utils import NewlineTokenizer, TokenizerWrapper
 
 from mlx_paged.argument_values import kind_of
-from mlx_paged.engine.grammar_trial import STACK_NBYTES, TrialProcess, light_vocabulary
+from mlx_paged.engine.grammar_trial import STACK_NBYTES, Trials, light_vocabulary
 from mlx_paged.errors import ArgumentError, one_line, reason, request_error
 from mlx_paged.request import Request
 from mlx_paged.structured_outputs import StructuredOutputsParams
@@ -27,8 +28,11 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 T = TypeVar("T")
+K = TypeVar("K")
+V = TypeVar("V")
 
 NUM_REMEMBERED = 32  # compiled grammars
+NUM_REFUSALS = 256  # that are remembered
 # Behind its reasoning a model breaks the line before it goes on; as many of these tokens are free.
 MAX_LINE_BREAKS = 2
 
@@ -124,7 +128,8 @@ class CompiledGrammar:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one model and tokenizer, and remembers the last ones. From any thread.
+    """Compiles grammars for one model and tokenizer, and remembers the last ones, and the last ones
+    that it refused. From any thread.
 
     Args:
         tokenizer: ``None`` compiles none.
@@ -138,6 +143,7 @@ class GrammarCompiler:
         self._reading = threading.Lock()
         self._remembering = threading.Lock()
         self._matchers: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._refusals: OrderedDict[tuple[str, bytes], str] = OrderedDict()  # what each one says
 
     def compile(self, params: StructuredOutputsParams) -> CompiledGrammar:
         """The grammar of a request.
@@ -149,7 +155,7 @@ class GrammarCompiler:
             ArgumentError: no tokenizer or one that llguidance can't read, a grammar that can't be
                 compiled, or one that no answer is in; the message names the argument.
         """
-        vocabulary = self._read_vocabulary()
+        vocabulary = self.read_vocabulary()
         for name in ("begin_after", "reasoning_start"):
             token = max(getattr(params, name), default=0)
             if token >= vocabulary.vocab_size:
@@ -158,28 +164,48 @@ class GrammarCompiler:
                     f"{vocabulary.vocab_size - 1}",
                     name,
                 )
-        text = _grammar_text(params)
+        matcher = self._matcher_of(vocabulary, _grammar_text(params), params.kind)
+        reasoning = tuple(params.begin_after), tuple(params.reasoning_start)
+        return CompiledGrammar(vocabulary, matcher, *reasoning)
+
+    def _matcher_of(self, vocabulary: Vocabulary, text: str, kind: str) -> LLMatcher:
+        refusal_key = kind, blake2b(text.encode()).digest()
         with self._remembering:
             matcher = self._matchers.get(text)
             if matcher is not None:
                 self._matchers.move_to_end(text)
-        if matcher is None:
-            _try(vocabulary, text, params.kind)
-            matcher = _on_large_stack(lambda: _compile(vocabulary, text, params.kind))
+                return matcher
+            if refusal_key in self._refusals:
+                self._refusals.move_to_end(refusal_key)
+                raise ArgumentError(self._refusals[refusal_key], kind)
+        try:
+            _try(vocabulary, text, kind)
+            matcher = _on_large_stack(lambda: _compile(vocabulary, text, kind))
+        except _GrammarError as error:
             with self._remembering:
-                self._matchers[text] = matcher
-                while len(self._matchers) > NUM_REMEMBERED:
-                    self._matchers.popitem(last=False)
-        reasoning = tuple(params.begin_after), tuple(params.reasoning_start)
-        return CompiledGrammar(vocabulary, matcher, *reasoning)
+                _remember(self._refusals, refusal_key, str(error), NUM_REFUSALS)
+            raise
+        with self._remembering:
+            _remember(self._matchers, text, matcher, NUM_REMEMBERED)
+        return matcher
 
-    def _read_vocabulary(self) -> Vocabulary:
+    def read_vocabulary(self) -> Vocabulary:
+        """The tokens, read at the first call; raises ``ArgumentError`` where grammars can't be
+        had.
+        """
         if self._tokenizer is None:
             raise _refusal("structured outputs need a tokenizer")
         with self._reading:
             if self._vocabulary is None:
                 self._vocabulary = Vocabulary.read(self._tokenizer, self._vocab_size)
             return self._vocabulary
+
+
+def _remember(values: OrderedDict[K, V], key: K, value: V, most: int) -> None:
+    """Keep a value among the last ones, of which there are ``most``."""
+    values[key] = value
+    while len(values) > most:
+        values.popitem(last=False)
 
 
 class GrammarState:
@@ -315,20 +341,25 @@ def _quoted(text: str) -> str:
     return dumps(text)
 
 
-_trials = TrialProcess()
+class _GrammarError(ArgumentError):
+    """A grammar is refused, and would be refused again."""
+
+
+_trials = Trials()
 
 
 def _try(vocabulary: Vocabulary, text: str, kind: str) -> None:
     """Refuse a grammar whose compilation would end this process, or not end."""
     try:
-        what = _trials.survives(text, vocabulary.light)
+        failure = _trials.failure_of(text, vocabulary.light)
     except OSError as error:
         raise _refusal(
             f"grammars are compiled first in a process of their own, which can't be started: "
             f"{reason(error)}"
         ) from error
-    if what is not None:
-        raise ArgumentError(f"[structured_outputs] {kind} can't be compiled: it {what}", kind)
+    if failure is not None:
+        refusal = _GrammarError if failure.is_certain else ArgumentError
+        raise refusal(f"[structured_outputs] {kind} can't be compiled: it {failure.what}", kind)
 
 
 def _compile(vocabulary: Vocabulary, text: str, kind: str) -> LLMatcher:
@@ -337,13 +368,13 @@ def _compile(vocabulary: Vocabulary, text: str, kind: str) -> LLMatcher:
     limits = LLParserLimits(verbose_errors=False)
     matcher = LLMatcher(vocabulary.ll_tokenizer, text, log_level=0, limits=limits)
     if matcher.is_error():
-        raise ArgumentError(
+        raise _GrammarError(
             f"[structured_outputs] {kind} can't be compiled: {_message(matcher)}", kind
         )
     # The first mask shows whether there is an answer at all, and fills caches that copies share.
     mask = np.frombuffer(matcher.compute_bitmask(), np.uint32)
     if matcher.is_error() or not mask.any():
-        raise ArgumentError(
+        raise _GrammarError(
             f"[structured_outputs] no answer of this vocabulary is in {kind}: {_message(matcher)}",
             kind,
         )

@@ -2,26 +2,64 @@
 
 llguidance is careful with grammars, but some overflow the stack (the JSON schema
 ``{"const": -9223372036854775807}``, in 1.9), and some take for ever (``{"multipleOf": 1000003}``).
-Neither can be caught in a thread. So a grammar is tried in a process of its own, and compiled in
-the engine's when that has survived it. The process begins with the first grammar, serves all
-engines, and ends with this one. It imports llguidance and nothing of this package.
+Neither can be caught in a thread, and llguidance's own limits count other work. So a grammar is
+tried in a process of its own, which has a limit of CPU time and a low priority, and is compiled in
+the engine's when that has survived it. There are ``NUM_PROCESSES`` of them at most; each begins
+when it is needed, serves all engines, and ends with this one. It imports llguidance and nothing of
+this package.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
+import os
+import random
+import resource
+import signal
 import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-TIMEOUT = 10.0  # seconds; what is compiled here takes milliseconds, large schemas hundreds of them
+# Seconds. What is compiled here takes milliseconds of CPU time, large schemas hundreds of them. The
+# other limit is that of the clock, for a machine that has no time for the process.
+MAX_CPU_SECONDS = 2
+TIMEOUT = 10.0
+NUM_PROCESSES = 2
+_NICENESS = 10
 # Compiling recurses as deep as rules and schemas refer to each other. This is some five times what
 # the deepest of the longest grammars took; what is not used costs no memory.
 STACK_NBYTES = 2**29
+
+
+class Failure(NamedTuple):
+    """Why a grammar did not survive its trial.
+
+    Args:
+        what: it did.
+        is_certain: it would do that again.
+    """
+
+    what: str
+    is_certain: bool
+
+
+class Trials:
+    """Tries grammars, as many at a time as there are processes; from any thread."""
+
+    def __init__(self, num_processes: int = NUM_PROCESSES):
+        self._processes = [TrialProcess() for _ in range(num_processes)]
+
+    def failure_of(self, text: str, vocabulary: Mapping[str, Any]) -> Failure | None:
+        """What :meth:`TrialProcess.failure_of` says, from a process that is free if one is."""
+        free = [each for each in self._processes if not each.is_busy]
+        # The first one, so that grammars that come one by one start no second process.
+        process = free[0] if free else random.choice(self._processes)
+        return process.failure_of(text, vocabulary)
 
 
 class TrialProcess:
@@ -32,7 +70,11 @@ class TrialProcess:
         self._process: subprocess.Popen[str] | None = None
         self._end: Callable[[], Any] = lambda: None  # of the process
 
-    def survives(self, text: str, vocabulary: Mapping[str, Any]) -> str | None:
+    @property
+    def is_busy(self) -> bool:
+        return self._one_at_a_time.locked()
+
+    def failure_of(self, text: str, vocabulary: Mapping[str, Any]) -> Failure | None:
         """Compile a grammar in the other process: ``None`` if that is still there, else what became
         of it.
 
@@ -43,28 +85,33 @@ class TrialProcess:
             OSError: there can be no other process.
         """
         with self._one_at_a_time:
-            process, is_late = self._started(), threading.Event()
+            return self._failure_of(text, vocabulary)
 
-            def end() -> None:
-                is_late.set()
-                process.kill()
+    def _failure_of(self, text: str, vocabulary: Mapping[str, Any]) -> Failure | None:
+        process, is_late = self._started(), threading.Event()
 
-            timer = threading.Timer(TIMEOUT, end)
-            try:
-                timer.start()
-                answer = _ask(process, {"text": text, "vocabulary": vocabulary})
-            except BaseException:
-                # What it would answer is not for the next one.
-                process.kill()
-                raise
-            finally:
-                timer.cancel()
-            if answer:
-                return None
-            process.wait()
-            if is_late.is_set():
-                return f"takes more than {TIMEOUT:g} seconds"
-            return "is more than the compiler survives"
+        def end() -> None:
+            is_late.set()
+            process.kill()
+
+        timer = threading.Timer(TIMEOUT, end)
+        try:
+            timer.start()
+            question = {"text": text, "vocabulary": vocabulary, "seconds": MAX_CPU_SECONDS}
+            answer = _ask(process, question)
+        except BaseException:
+            # What it would answer is not for the next one.
+            process.kill()
+            raise
+        finally:
+            timer.cancel()
+        if answer:
+            return None
+        if process.wait() == -signal.SIGXCPU:
+            return Failure(f"takes more than {MAX_CPU_SECONDS} seconds", is_certain=True)
+        if is_late.is_set():
+            return Failure(f"takes more than {TIMEOUT:g} seconds", is_certain=False)
+        return Failure("is more than the compiler survives", is_certain=True)
 
     def _started(self) -> subprocess.Popen[str]:
         if self._process is None or self._process.poll() is not None:
@@ -131,14 +178,27 @@ class _Vocabulary:
         return [self._token_of[bytes([byte])] for byte in data]
 
 
+def limit_cpu_time(seconds: float) -> None:
+    """Let the system end this process (SIGXCPU) when it has worked for so long from now on, rounded
+    up to the next whole second of all that it worked.
+    """
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    _, most = resource.getrlimit(resource.RLIMIT_CPU)
+    wanted = math.ceil(usage.ru_utime + usage.ru_stime + seconds)
+    if most == resource.RLIM_INFINITY or wanted < most:
+        resource.setrlimit(resource.RLIMIT_CPU, (wanted, most))
+
+
 def main() -> None:
     """Try one grammar for each line of the input."""
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
+    os.nice(_NICENESS)  # What is answered meanwhile comes first.
     tokenizers: dict[str, LLTokenizer] = {}
     threading.stack_size(STACK_NBYTES)
     for line in sys.stdin:
         question = json.loads(line)
+        limit_cpu_time(question["seconds"])
         key = json.dumps(question["vocabulary"])
         if key not in tokenizers:
             wrapper = TokenizerWrapper(_Vocabulary(question["vocabulary"]))

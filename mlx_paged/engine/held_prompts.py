@@ -39,9 +39,8 @@ def hold(file: PromptCacheFile, cache: KVCache, swap_space: SwapSpace[SwappedKV]
     Raises:
         SnapshotError: the file can't be read.
     """
-    rows = []
-    for spec, (k, v) in zip(cache.config.layers, file.layers(), strict=True):
-        rows.append((spec.format.key.to_host(k), spec.format.value.to_host(v)))
+    layers = zip(cache.config.layers, file.layers(), strict=True)
+    rows = [spec.format.to_host(k, v) for spec, (k, v) in layers]
     held = HeldPrompt([STAND_IN] * file.num_tokens, f"prompt cache {secrets.token_hex()}")
     swap_space.hold(held.cache_salt, file.num_tokens, SwappedKV(rows))
     return held

@@ -11,6 +11,7 @@ from mlx_paged.config import DEFAULT_KV, DEFAULT_NUM_DRAFT_TOKENS, SchedulerConf
 from mlx_paged.engine.disk_tier_options import DiskTierOptions
 from mlx_paged.foreign_arguments import argument_names
 from mlx_paged.models.language_model import LanguageModel, model_type_of
+from mlx_paged.request import TokenRules
 
 
 class SchedulerOptions(TypedDict, total=False):
@@ -65,6 +66,7 @@ class LoadedEngineOptions(LoadedCacheOptions, SchedulerOptions, CacheDirOptions,
     seed: int | None
     max_model_len: int | None
     run_ahead: bool | None
+    wired_limit: str | int | None
 
 
 class EngineOptions(LoadedEngineOptions, total=False):
@@ -79,6 +81,7 @@ class RequestOptions(TypedDict, total=False):
     priority: int
     cache_salt: str | None
     no_store: bool
+    token_rules: TokenRules | None
 
 
 def passed_on_names() -> frozenset[str]:

@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.argument_values import as_integer, is_sequence, kind_of
-from mlx_paged.errors import reason, shown
+from mlx_paged.errors import ArgumentError, reason, shown
 
 if TYPE_CHECKING:
     import numpy as np
@@ -60,7 +60,7 @@ def read_prompt(
         text, token_ids = token_ids, encode_prompt(tokenizer, token_ids, name)
     ids = check_token_ids(token_ids, vocab_size, name)
     if not ids:
-        raise ValueError(f"[prompt] the prompt is empty; give at least one token as {name}")
+        raise ArgumentError(f"[prompt] the prompt is empty; give at least one token as {name}")
     return EncodedPrompt(text, ids)
 
 
@@ -71,14 +71,14 @@ def as_tokenizer(tokenizer: object) -> TokenizerWrapper:
     if isinstance(tokenizer, type) or not all(
         hasattr(tokenizer, name) for name in ("encode", "decode", "eos_token_id")
     ):
-        raise ValueError(
+        raise ArgumentError(
             "[tokenizer] tokenizer must be one that mlx_paged.load returns, got "
             f"{kind_of(tokenizer)}"
         )
     try:
         return TokenizerWrapper(tokenizer)
     except Exception as error:
-        raise ValueError(f"[tokenizer] tokenizer can't be used: {reason(error)}") from error
+        raise ArgumentError(f"[tokenizer] tokenizer can't be used: {reason(error)}") from error
 
 
 def split_prompts(prompts: object) -> list[Any]:
@@ -95,13 +95,13 @@ def split_prompts(prompts: object) -> list[Any]:
         return [prompts]
     if _is_array(prompts):
         if prompts.ndim not in (1, 2):
-            raise ValueError(
+            raise ArgumentError(
                 f"[prompt] prompts is an array of shape {tuple(prompts.shape)}; give one dimension "
                 "for one prompt, or two for a prompt in each row"
             )
         prompts = _to_list(prompts, "prompts")
     if not is_sequence(prompts):
-        raise ValueError(
+        raise ArgumentError(
             f"[prompt] prompts must be a prompt (text, token ids or a dict) or a list of prompts, "
             f"got {kind_of(prompts)}"
         )
@@ -116,11 +116,11 @@ def encode_prompt(tokenizer: TokenizerWrapper | None, text: str, name: str = "pr
         ValueError: no tokenizer, or a text that it can't encode.
     """
     if tokenizer is None:
-        raise ValueError(f"[prompt] a text prompt needs a tokenizer; give token ids as {name}")
+        raise ArgumentError(f"[prompt] a text prompt needs a tokenizer; give token ids as {name}")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(
+        raise ArgumentError(
             f"[prompt] {name} is no valid Unicode text: {text[error.start]!r} at position "
             f"{error.start} is half a character; decode the text with errors='replace'"
         ) from error
@@ -130,7 +130,9 @@ def encode_prompt(tokenizer: TokenizerWrapper | None, text: str, name: str = "pr
     except Exception as error:
         # A tokenizer may be anybody's code and raise anything. The caller needs one fact: the text
         # has no tokens.
-        raise ValueError(f"[prompt] the tokenizer can't encode {name}: {reason(error)}") from error
+        raise ArgumentError(
+            f"[prompt] the tokenizer can't encode {name}: {reason(error)}"
+        ) from error
     return token_ids
 
 
@@ -145,12 +147,12 @@ def check_token_ids(token_ids: object, vocab_size: int, name: str = "prompt") ->
     for token in _elements(token_ids, name):
         index = token if type(token) is int else as_integer(token)
         if index is None:
-            raise ValueError(
+            raise ArgumentError(
                 f"[prompt] token ids are integers, got {shown(token)} ({kind_of(token)}) as "
                 f"{name}[{len(checked)}]"
             )
         if not 0 <= index < vocab_size:
-            raise ValueError(
+            raise ArgumentError(
                 f"[prompt] token id {index} is outside the model's vocabulary of {vocab_size}, "
                 f"given as {name}[{len(checked)}]"
             )
@@ -169,20 +171,20 @@ def _split_dict(prompt: Mapping[object, object], name: str) -> tuple[str | None,
     text, token_ids = given.pop("prompt", None), given.pop("prompt_token_ids", None)
     if text is None and token_ids is None:
         keys = shown(list(prompt))
-        raise ValueError(
+        raise ArgumentError(
             f"[prompt] a prompt is text or token ids, got {kind_of(prompt)} with keys {keys} as "
             f"{name}; a dict has 'prompt' (text) or 'prompt_token_ids'"
         )
     if given:
         key = next(iter(given))
         way_out = "; give it to add_request instead" if key in ("cache_salt", "no_store") else ""
-        raise ValueError(
+        raise ArgumentError(
             f"[prompt] {name}[{key!r}] is not supported, only text and token ids are{way_out}"
         )
     if text is not None and not isinstance(text, str):
-        raise ValueError(f"[prompt] {name}['prompt'] must be text, got {kind_of(text)}")
+        raise ArgumentError(f"[prompt] {name}['prompt'] must be text, got {kind_of(text)}")
     if isinstance(token_ids, (str, Mapping)):
-        raise ValueError(
+        raise ArgumentError(
             f"[prompt] {name}['prompt_token_ids'] must be token ids, got {kind_of(token_ids)}"
         )
     return text, text if token_ids is None else token_ids
@@ -191,13 +193,13 @@ def _split_dict(prompt: Mapping[object, object], name: str) -> tuple[str | None,
 def _elements(token_ids: object, name: str) -> Sequence[object]:
     if _is_array(token_ids):
         if token_ids.ndim != 1:
-            raise ValueError(
+            raise ArgumentError(
                 f"[prompt] {name} is an array of shape {tuple(token_ids.shape)}; token ids "
                 f"have one dimension, such as {name}[0]"
             )
         return _to_list(token_ids, name)
     if not is_sequence(token_ids):
-        raise ValueError(
+        raise ArgumentError(
             f"[prompt] a prompt is text or token ids, got {kind_of(token_ids)} as {name}"
         )
     return token_ids
@@ -217,7 +219,7 @@ def _to_list(array: Array, name: str) -> list[object]:
         elements: list[object] = array.tolist()
     except Exception as error:
         # A lazy array of MLX may fail, or belong to another thread.
-        raise ValueError(
+        raise ArgumentError(
             f"[prompt] {name} is an array that can't be read: {reason(error)}"
         ) from error
     return elements

@@ -23,7 +23,7 @@ from mlx_paged.engine.prompt_logprobs import score_prompts
 from mlx_paged.engine.request_state import RequestState
 from mlx_paged.engine.sampler import SampledToken, SampledTokens, sample
 from mlx_paged.engine.scheduler import Scheduler
-from mlx_paged.errors import one_line, reason
+from mlx_paged.errors import one_line, words_for_all
 from mlx_paged.request import Logprob, Request, SeqId
 from mlx_paged.sampling_params import SamplingParams
 
@@ -270,7 +270,7 @@ class Follower(OneProcess):
 def _failure(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt | SystemExit):
         return "was interrupted in the middle of a step"
-    return f"failed in a step: {reason(error)}"
+    return f"failed in a step: {words_for_all(error)}"
 
 
 def _shared(token_ids: mx.array, ranks: Ranks) -> mx.array:

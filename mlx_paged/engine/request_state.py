@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping, Sequence
 
-from mlx_lm.tokenizer_utils import TokenizerWrapper
-
 from mlx_paged.engine.latencies import Latencies, RequestTimes
 from mlx_paged.engine.sampler import SampledToken
 from mlx_paged.engine.text_stream import TextStream
+from mlx_paged.engine.token_texts import TokenTexts
 from mlx_paged.request import CompletionOutput, Logprob, Request, RequestOutput
 
 NOTHING_REPORTED = (0, False)
@@ -30,21 +29,19 @@ class RequestState:
         self,
         request: Request,
         prompt: str | None,
-        tokenizer: TokenizerWrapper | None,
+        texts: TokenTexts | None,
         special_token_ids: Collection[int] = (),
     ):
         num_completions = request.params.n
         self.requests = [request]
         self.output_kind = request.params.output_kind
         self.is_aborted = False
-        if not request.params.detokenize:
-            tokenizer = None
-        self._tokenizer = tokenizer
+        self._texts = texts if request.params.detokenize else None
         self._skipped = special_token_ids if request.params.skip_special_tokens else ()
         self._streams = (
             []
-            if tokenizer is None
-            else [self._new_stream(tokenizer) for _ in range(num_completions)]
+            if self._texts is None
+            else [self._new_stream(self._texts) for _ in range(num_completions)]
         )
         # How many tokens of each completion the user has seen, and whether it was finished.
         self._reported = [NOTHING_REPORTED] * num_completions
@@ -155,19 +152,20 @@ class RequestState:
             whole.logprobs = cut.logprobs[:num_tokens]
             entries = zip(whole.logprobs, whole.token_ids, strict=True)
             whole.cumulative_logprob = sum(logprobs[token].logprob for logprobs, token in entries)
-        if self._tokenizer is not None:
-            stream = self._streams[index] = self._new_stream(self._tokenizer)
+        if self._texts is not None:
+            stream = self._streams[index] = self._new_stream(self._texts)
             for token_id in whole.token_ids:
                 stream.add(token_id)
             whole.text = stream.text
         self.output.outputs[index] = whole
 
-    def _new_stream(self, tokenizer: TokenizerWrapper) -> TextStream:
+    def _new_stream(self, texts: TokenTexts) -> TextStream:
         params = self.requests[0].params
         includes_stop = params.include_stop_str_in_output
         return TextStream(
-            tokenizer,
+            texts,
             params.stop,
+            prompt_token_ids=self.requests[0].token_ids[: self.requests[0].num_prompt_tokens],
             stop_sequences=() if includes_stop else params.stop_sequences,
             min_tokens=params.min_tokens,
             includes_stop=includes_stop,
@@ -191,10 +189,7 @@ class RequestState:
         }
 
     def _text_of(self, token_id: int) -> str | None:
-        if self._tokenizer is None:
-            return None
-        text: str = self._tokenizer.decode([token_id])
-        return text
+        return None if self._texts is None else self._texts.decode([token_id])
 
 
 def _first_prompt_logprobs(request: Request) -> list[dict[int, Logprob] | None] | None:

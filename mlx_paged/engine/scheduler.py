@@ -10,6 +10,7 @@ Agrawal et al. 2024).
 from __future__ import annotations
 
 import itertools
+import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,7 +32,12 @@ from mlx_paged.engine.prefix_history import PrefixHistory
 from mlx_paged.engine.read_ahead import BlockTier, Needs, ReadAhead
 from mlx_paged.engine.speculation import NO_SPECULATION, Speculation
 from mlx_paged.engine.swap_space import SwapSpace
-from mlx_paged.errors import PromptTooLongError, prompt_beyond_context, prompt_too_long
+from mlx_paged.errors import (
+    ArgumentError,
+    PromptTooLongError,
+    prompt_beyond_context,
+    prompt_too_long,
+)
 from mlx_paged.request import PENDING_TOKEN, Request, RequestStatus, SeqId, StopReason
 
 by_order = attrgetter("order")
@@ -95,9 +101,10 @@ class Scheduler:
     """Continuous batching: first come, first served, with priorities.
 
     Each request has an ``order``, fixed when it comes: the step of its arrival, plus
-    ``priority_steps`` for each level of priority that it stands behind. The lowest order runs first
-    and is preempted last, so an urgent request overtakes, and since the order of those that come
-    later grows for ever, nobody is overtaken for ever.
+    ``priority_steps`` for each level of priority that it stands behind. The lowest order is
+    admitted first and preempted last, so an urgent request overtakes others in the queue, and since
+    the order of those that come later grows for ever, none is overtaken for ever. A priority
+    interrupts nothing: where ``max_num_seqs`` run, the most urgent request waits for one to end.
 
     A request is admitted when all its tokens fit now (and leave the watermark, beside others). When
     a running one finds no block, the last in order is preempted: its blocks are given back and it
@@ -113,6 +120,8 @@ class Scheduler:
         speculation: who makes drafts, and how many; nobody by default.
         tier: where blocks are kept beside the pool; nowhere by default. A waiting request whose
             blocks it is bringing is passed by.
+        context_length: the most that ``max_model_len`` could be, for what errors advise; ``None``:
+            anything.
     """
 
     def __init__(
@@ -123,6 +132,7 @@ class Scheduler:
         swap_space: SwapSpace[Any] | None = None,
         speculation: Speculation = NO_SPECULATION,
         tier: BlockTier | None = None,
+        context_length: int | None = None,
     ):
         self.supply = supply
         self.manager = supply.manager
@@ -130,6 +140,7 @@ class Scheduler:
         self.eos_token_ids = eos_token_ids
         self.swap_space = swap_space or SwapSpace(0)
         self.speculation = speculation
+        self.context_length = context_length
         self.running: list[Request] = []  # by order
         self.waiting: list[Request] = []  # by order
         self.num_steps = 0
@@ -144,12 +155,7 @@ class Scheduler:
         self._requests: dict[SeqId, Request] = {}
         self._arrivals = itertools.count()
         self._block_size = self.manager.pool.block_size
-        self._use_manager()
         self._limit = 0, 0  # blocks that the budget holds, and tokens of one request in them
-
-    def _use_manager(self) -> None:
-        self.manager = self.supply.manager
-        self.manager.max_num_new_tokens = self.config.max_num_batched_tokens
 
     @property
     def requests(self) -> Mapping[SeqId, Request]:
@@ -174,9 +180,9 @@ class Scheduler:
         """
         limit = self.config.max_model_len
         if limit is not None and request.num_tokens >= limit:
-            raise prompt_beyond_context(request.num_tokens, limit)
+            raise prompt_beyond_context(request.num_tokens, limit, self.context_length)
         if request.num_seqs > self.config.max_num_seqs:
-            raise ValueError(
+            raise ArgumentError(
                 f"[scheduler] {request.num_seqs} completions of one request are more than may run "
                 f"at once, {self.config.max_num_seqs}; raise max_num_seqs"
             )
@@ -323,6 +329,10 @@ class Scheduler:
                 num_new_tokens = min(num_new_tokens, self._max_chunk(plan, request))
                 num_needed = self.manager.num_needed_blocks(request.seq_id, num_new_tokens)
                 self.supply.make_room(num_needed + num_left)
+                num_left_blocks = num_left * len(self.manager.retentions)
+                num_new_tokens = self.manager.max_fitting(
+                    request.seq_id, num_new_tokens, num_left_blocks
+                )
             copies = self.manager.allocate_slots(request.seq_id, num_new_tokens)
             if copies is not None:
                 self._schedule(plan, request, num_new_tokens, copies)
@@ -364,13 +374,15 @@ class Scheduler:
     def _admit(self, plan: _Plan, request: Request) -> bool:
         """Let a waiting request run, if all its tokens fit now; else nothing changes."""
         computed = self._computed_blocks(request)
+        copied = self.manager.copied_blocks(computed) if plan.new_block_ids else ()
+        if any(block.block_id in plan.new_block_ids for block in copied):
+            return False  # They are copied before the step, which is yet to write them.
         self.swap_space.lend(request.seq_id, request.cache_salt)
         num_held = max(self.swap_space.num_tokens_of(request.seq_id), computed.num_tokens)
-        num_needed = self.manager.num_needed_blocks(
-            request.seq_id, request.num_tokens - computed.num_tokens, computed
-        )
+        num_needed = self.manager.num_blocks_to_admit(request.num_tokens, computed)
         num_spare = self.manager.num_free_blocks + self.supply.num_growable_blocks - num_needed
-        if num_spare < (self.config.watermark * self.max_num_blocks if self.running else 0):
+        num_left = math.ceil(self.config.watermark * self.max_num_blocks) if self.running else 0
+        if num_spare < num_left:
             return False
         num_new_tokens = min(request.num_tokens - num_held, plan.token_budget)
         num_new_tokens = min(num_new_tokens, self._max_chunk(plan, request, computed))
@@ -378,9 +390,11 @@ class Scheduler:
         # Blocks that were found need no room: taking them evicts nothing.
         num_groups = len(self.manager.retentions)
         self.supply.make_room(-(-num_slots // self._block_size) * num_groups)
-        copies = self.manager.allocate_slots(request.seq_id, num_slots, computed)
+        num_fitting = self.manager.max_fitting(request.seq_id, num_slots, num_left, computed)
+        copies = self.manager.allocate_slots(request.seq_id, num_fitting, computed)
         if copies is None:
             return False
+        num_new_tokens -= num_slots - num_fitting
         _remove(self.waiting, request)
         insort(self.running, request, key=by_order)
         num_read_tokens = self._read_ahead.end(request)
@@ -655,7 +669,7 @@ class Scheduler:
         Whatever the queues and the tables were before is forgotten; the supply has a manager
         without tables by now.
         """
-        self._use_manager()
+        self.manager = self.supply.manager
         self.swap_space.clear()
         self._read_ahead.clear()
         self.prefix_history.clear()

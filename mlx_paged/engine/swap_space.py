@@ -21,13 +21,20 @@ OPERATIONS_PER_BYTE = 38
 DEFAULT_SWAP_SHARE = 1 / 8
 
 
-def is_swapping_cheaper(num_parameters: int, kv_nbytes_per_token: int) -> bool:
-    """Whether K/V are copied out and in again in less time than they are computed.
+def is_moving_cheaper(num_parameters: int, nbytes_per_token: int, operations_per_byte: int) -> bool:
+    """Whether a token's K/V are moved in less time than they are computed, which takes two
+    operations per parameter. The rule knows sizes and no clock, so that every machine decides
+    alike.
 
-    A token takes two operations per parameter. The rule knows sizes and no clock, so that every
-    machine decides alike.
+    Args:
+        operations_per_byte: that the chip does in the time in which one byte is moved.
     """
-    return 2 * kv_nbytes_per_token * OPERATIONS_PER_BYTE < 2 * num_parameters
+    return nbytes_per_token * operations_per_byte < 2 * num_parameters
+
+
+def is_swapping_cheaper(num_parameters: int, kv_nbytes_per_token: int) -> bool:
+    """Whether K/V are copied out and in again in less time than they are computed."""
+    return is_moving_cheaper(num_parameters, 2 * kv_nbytes_per_token, OPERATIONS_PER_BYTE)
 
 
 def num_swap_tokens(swap_bytes: str | int | None, cache: KVCache, num_parameters: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Sequence
 
-from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_paged.engine.token_texts import TokenTexts
 
 
 class TextStream:
@@ -17,11 +17,13 @@ class TextStream:
     ``finish`` ends a text that no stop text ended. Stop sequences are looked for by whoever gives
     the tokens, and named to ``finish``.
 
-    A token that the tokenizer does not have (a model's vocabulary is often padded) adds no text.
+    The text is that of the tokens behind the prompt: it keeps a space that it begins with. A token
+    that the tokenizer does not have (a model's vocabulary is often padded) adds no text.
 
     Args:
-        tokenizer: its streaming detokenizer turns tokens into text.
+        texts: of the tokenizer's tokens.
         stop: the stop texts, none of them empty.
+        prompt_token_ids: that the tokens follow.
         stop_sequences: of token ids; a text that one of them may end stays held back.
         min_tokens: stop texts that are complete within this many tokens don't count.
         includes_stop: whether the text keeps the stop text that ended it.
@@ -33,18 +35,18 @@ class TextStream:
 
     def __init__(
         self,
-        tokenizer: TokenizerWrapper,
+        texts: TokenTexts,
         stop: Sequence[str] = (),
         *,
+        prompt_token_ids: Sequence[int] = (),
         stop_sequences: Sequence[Sequence[int]] = (),
         min_tokens: int = 0,
         includes_stop: bool = False,
         skipped_token_ids: Collection[int] = (),
     ):
         self.text = ""
-        self._tokenizer = tokenizer
-        self._detokenizer = tokenizer.detokenizer
-        self._num_read = 0  # characters of the detokenizer's text
+        self._tokenizer = texts.tokenizer
+        self._detokenizer = texts.detokenizer(prompt_token_ids)
         self._stops = tuple(stop)
         self._includes_stop = includes_stop
         self._skipped = skipped_token_ids
@@ -68,8 +70,7 @@ class TextStream:
         if token_id in self._skipped:
             found = self._add_special(token_id)
         else:
-            self._add_token(token_id)
-            found = self._add_text(self._read())
+            found = self._add_text(self._detokenizer.add(token_id))
         self.text = self._shown() if self._last_tokens else self._decided
         return found
 
@@ -83,7 +84,7 @@ class TextStream:
         """
         if self._found is not None:
             return self._found
-        tail = self._held_back + self._read_last()
+        tail = self._held_back + self._detokenizer.finish()
         if num_left_out:
             _, end = self._last_tokens[-num_left_out]
             tail = tail[: max(0, end - len(self._decided))]
@@ -119,7 +120,7 @@ class TextStream:
         if name not in self._stops:
             return None
         # What was held back is before it.
-        found = self._end(self._held_back + self._read_last())
+        found = self._end(self._held_back + self._detokenizer.finish())
         self._found = found or name
         return self._found
 
@@ -142,33 +143,6 @@ class TextStream:
         if not num_held_back:
             return self._decided
         return self._decided[: self._last_tokens[-num_held_back][1]]
-
-    def _add_token(self, token_id: int) -> None:
-        # For a token that it does not have, mlx-lm's BPE detokenizer writes "!" and the SPM one
-        # raises IndexError. Tokenizers written in Python raise, where the fast ones return None.
-        try:
-            if self._tokenizer.convert_ids_to_tokens(token_id) is not None:
-                self._detokenizer.add_token(token_id)
-        except (LookupError, OverflowError):
-            pass
-
-    def _read(self) -> str:
-        # Not last_segment: the naive detokenizer's text may shrink for a while (byte tokens that
-        # are no character yet take the one before with them), and last_segment would then give the
-        # same text twice.
-        text: str = self._detokenizer.text
-        new_text = text[self._num_read :]
-        self._num_read += len(new_text)
-        return new_text
-
-    def _read_last(self) -> str:
-        try:
-            self._detokenizer.finalize()
-        except LookupError:
-            # The BPE detokenizer raises it for a token outside its byte alphabet that ends like an
-            # incomplete character.
-            return "\ufffd"
-        return self._read()
 
 
 def find_stop(text: str, stops: Sequence[str], num_ignored: int = 0) -> tuple[int, str | None]:

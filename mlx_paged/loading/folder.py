@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from collections.abc import Iterator
@@ -102,9 +103,32 @@ def _downloaded(repo: str, revision: str | None, files: list[str]) -> Path:
     if not _HUB_ID.fullmatch(repo):
         raise LoadError(f"[load] no folder {repo!r}, and it is not a hub id of the form owner/name")
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
-    with load_errors(f"no folder {repo!r}, and no such download"):
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=files))
+    try:
+        with load_errors(f"no folder {repo!r}, and no such download"):
+            return Path(snapshot_download(repo, revision=revision, allow_patterns=files))
+    except LoadError as error:
+        there = _local_repositories()
+        if not isinstance(error.__cause__, LocalEntryNotFoundError) or repo in there:
+            raise
+        # Those whose names are like it first: it may be misspelt.
+        near = difflib.get_close_matches(repo, there, n=max(1, len(there)), cutoff=0)
+        names = one_line(", ".join(near)) or "there are none"
+        raise LoadError(
+            f"[load] no folder {repo!r}, no network, and not among the local models: {names}"
+        ) from error.__cause__
+
+
+def _local_repositories() -> list[str]:
+    """The ids of the repositories in the hub's cache on this machine."""
+    from huggingface_hub import constants
+
+    return [
+        folder.name.removeprefix("models--").replace("--", "/")
+        for folder in sorted(Path(constants.HF_HUB_CACHE).glob("models--*--*"))
+        if any(folder.glob("snapshots/*"))
+    ]
 
 
 def read_json_object(file: Path, way_out: str = "") -> dict[str, Any]:

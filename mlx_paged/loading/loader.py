@@ -15,8 +15,10 @@ import mlx_lm
 
 # mlx.nn does not re-export Module: to a user's mypy, nn.Module is Any.
 from mlx.nn.layers.base import Module
+from mlx.nn.layers.quantized import QuantizedEmbedding
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tuner.dora import DoRAEmbedding
 from mlx_lm.utils import _get_classes as mlx_lm_model_classes
 from mlx_lm.utils import load_adapters, load_model
 
@@ -196,9 +198,7 @@ def load_from(
     if group is not None:
         split(model, config, group)
     if adapter_path is not None:
-        with load_errors(f"the adapters in {adapter_path} can't be used"):
-            model = load_adapters(model, str(adapter_path))
-            model.eval()
+        model = _with_adapters(model, adapter_path)
     ours = _on_our_caches(model, config, path)
     ours.group = group
     ours.name = model_name(path)
@@ -235,6 +235,21 @@ def _load_model(
         )
     _check_weights(model, path)
     return model, config
+
+
+def _with_adapters(model: Module, adapter_path: str | Path) -> Module:
+    what = f"the adapters in {adapter_path} can't be used"
+    with load_errors(what):
+        adapted: Module = load_adapters(model, str(adapter_path))
+    adapted.eval()
+    for name, module in adapted.named_modules():
+        # mlx-lm takes the packed integers for the weights, and fails when it runs.
+        if isinstance(module, DoRAEmbedding) and isinstance(module.embedding, QuantizedEmbedding):
+            raise LoadError(
+                f"[load] {what}: mlx-lm's DoRA can't adapt a quantised embedding ({name}); use a "
+                "model whose embedding is not quantised, or LoRA"
+            )
+    return adapted
 
 
 def _check_weights(model: Module, path: Path) -> None:

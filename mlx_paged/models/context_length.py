@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 from mlx_paged.argument_values import as_integer
 from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.models.language_model import ModelArgs
@@ -9,6 +11,9 @@ from mlx_paged.models.language_model import ModelArgs
 # These kinds of RoPE scaling are counted in max_position_embeddings already; the others multiply
 # it.
 _ALREADY_SCALED = ("default", "llama3", "longrope", "su", "mrope")
+# It turns keys by frequencies that follow the length of the sequence, so beyond the original
+# context mlx-lm's own logits depend on how a prompt was cut, and keys of before fit no later query.
+_UNCACHEABLE = "dynamic"
 
 
 def context_length(args: ModelArgs) -> int:
@@ -17,19 +22,23 @@ def context_length(args: ModelArgs) -> int:
     That is ``max_position_embeddings``, with RoPE scaling counted as the configuration means it
     (the rule is vLLM's): YaRN's ``factor`` multiplies ``original_max_position_embeddings``, a
     linear ``factor`` multiplies ``max_position_embeddings``, and Llama 3 and LongRoPE scaling are
-    part of ``max_position_embeddings``.
+    part of ``max_position_embeddings``. Dynamic scaling begins beyond it, where K/V can't be kept.
 
     Args:
         args: the model's configuration.
     """
-    limit = args.max_position_embeddings
-    scaling = args.rope_scaling or {}
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind in _ALREADY_SCALED:
+    limit, kind = args.max_position_embeddings, _scaling_kind(args)
+    if kind in (*_ALREADY_SCALED, _UNCACHEABLE):
         return int(limit)
+    scaling = args.rope_scaling or {}
     if kind == "yarn":
         limit = scaling.get("original_max_position_embeddings", limit)
     return int(limit * scaling.get("factor", 1.0))
+
+
+def _scaling_kind(args: ModelArgs) -> str:
+    scaling = args.rope_scaling or {}
+    return str(scaling.get("rope_type") or scaling.get("type") or "default")
 
 
 def context_limit(
@@ -41,8 +50,19 @@ def context_limit(
     Raises:
         ArgumentError: it is no whole number, below 2, or more than the model was made for.
     """
-    limit = context_length(args)
+    limit, why = context_length(args), ""
+    if _scaling_kind(args) == _UNCACHEABLE and (args.rope_scaling or {}).get("factor", 1) > 1:
+        why = (
+            "without its dynamic RoPE scaling, which changes all keys as a sequence grows beyond "
+            "that, so that none can be kept"
+        )
     if max_model_len is None:
+        if why and window is None:
+            warnings.warn(
+                f"[context] sequences have at most {limit:,} tokens, the context that the model "
+                f"was made for {why}",
+                stacklevel=3,
+            )
         return None if window is not None else limit
     length = as_integer(max_model_len)
     if window is not None and length is not None and length >= 2:
@@ -50,7 +70,7 @@ def context_limit(
     if length is None or not 2 <= length <= limit:
         raise ArgumentError(
             f"[context] max_model_len must be a whole number within 2..{limit}, the context that "
-            f"the model was made for, got {shown(max_model_len)}",
+            f"the model was made for{why and ' ' + why}, got {shown(max_model_len)}",
             "max_model_len",
         )
     return length

@@ -15,7 +15,6 @@ from mlx_paged.cache import (
     ContiguousKVCache,
     KVCache,
     KVCacheConfig,
-    KVFormat,
     LayerGroup,
     LayerSpec,
     PagedKVCache,
@@ -35,6 +34,7 @@ from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.foreign_arguments import refuses_unknown_arguments
 from mlx_paged.memory import default_kv_cache_bytes
 from mlx_paged.models.context_length import context_length
+from mlx_paged.models.kv_format import stored_as, warn_if_coarse
 from mlx_paged.models.language_model import LanguageModel, check_model, model_type_of
 from mlx_paged.ops import check_backend_name
 
@@ -107,7 +107,8 @@ def make_kv_cache(
             machine's memory.
         kv_format: the bits that K and V are quantised to as they are written: ``8``, ``4``, or for
             each ``"K:8,V:4"``; a paged cache only. By default they are stored as they are. Numbers
-            share a scale and a bias in groups of 64, of 32 where that does not divide a row.
+            share a scale and a bias in groups of 64, of 32 where that does not divide a row. The
+            model writes 64 tokens then, and a warning says if its predictions suffer.
         backend: ``"auto"``, ``"reference"`` or ``"metal"``; a basic cache attends with MLX's own
             SDPA whatever it is.
         window, num_sink_tokens: keep the first ``num_sink_tokens`` (default: 4) and the last
@@ -141,17 +142,22 @@ def make_kv_cache(
     specs = checked.layer_specs
     if draft_model is not None:
         specs = [*specs, *check_model(draft_model).layer_specs]
-    stored = _stored_as(KVBits.parse(kv_format), specs)
+    bits = KVBits.parse(kv_format)
+    stored = stored_as(bits, specs)
     if kind == "basic":
         return ContiguousKVCache(KVCacheConfig.within(budget, stored, block_size))
+    if bits is not None:
+        warn_if_coarse(checked, bits)
     if draft_model is not None:
         return PagedKVCache(_drafted(budget, stored, block_size, streaming), backend)
     groups = group_layers(stored, block_size, streaming)
+    rotate_keys = None
     if streaming is not None:
         _check_streaming(checked, groups)
+        rotate_keys = checked.rotate_keys
     config = KVCacheConfig.within(budget, stored, block_size, groups)
     config = replace(config, state_nbytes=checked.state_nbytes)
-    return PagedKVCache(config, backend, rotate_keys=checked.rotate_keys)
+    return PagedKVCache(config, backend, rotate_keys=rotate_keys)
 
 
 def kv_budget(
@@ -162,9 +168,13 @@ def kv_budget(
     """
     if kv_cache_bytes is not None:
         return KVBudget.parse(kv_cache_bytes)
+    return KVBudget(nbytes=default_kv_cache_bytes(weight_nbytes(model, draft_model)))
+
+
+def weight_nbytes(model: Module, draft_model: Module | None = None) -> int:
+    """Bytes of the parameters of a model and of the one that makes drafts for it."""
     weights = [dict(tree_flatten(m.parameters())) for m in (model, draft_model) if m is not None]
-    weight_nbytes = sum(leaf.nbytes for each in weights for leaf in each.values())
-    return KVBudget(nbytes=default_kv_cache_bytes(weight_nbytes))
+    return sum(leaf.nbytes for each in weights for leaf in each.values())
 
 
 def _drafted(
@@ -208,7 +218,7 @@ def _streaming_window(
 
 def _check_streaming(model: LanguageModel, groups: Sequence[LayerGroup]) -> None:
     retention = groups[0].retention
-    num_seen = retention.max_num_held(MAX_WINDOW, 0) - retention.num_sink_tokens
+    num_seen = retention.max_num_held(MAX_WINDOW) - retention.num_sink_tokens
     limit = context_length(model.args)
     if num_seen > limit:
         raise ArgumentError(
@@ -223,16 +233,3 @@ def _check_streaming(model: LanguageModel, groups: Sequence[LayerGroup]) -> None
         raise ArgumentError(
             f"[kv cache] window needs keys that can be moved to other positions: {error}", "window"
         ) from error
-
-
-def _stored_as(bits: KVBits | None, layers: Sequence[LayerSpec]) -> Sequence[LayerSpec]:
-    """The layers with K and V in these bits; as they are for ``None``."""
-    if bits is None:
-        return layers
-    return [
-        replace(
-            spec,
-            format=KVFormat.quantised(bits, spec.key_dim, spec.value_dim, spec.format.key.dtype),
-        )
-        for spec in layers
-    ]

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from mlx_paged.ops.kv_handle import KVHandle
 from mlx_paged.ops.metadata import AttentionMetadata
 
 # The constants of the same names in metal/paged_kv.h.
 SIMD_SIZE = 32
 MERGE_STREAMS = 8
-PLAN_WORK = 8
+PLAN_HAS_ROWS, PLAN_WORK = 2, 8
 WORK_BEGIN, WORK_END, WORK_CONTEXT_LEN, WORK_QUERY_LEN = 0, 1, 2, 3
 WORK_FIRST_ROW, WORK_FIRST_OUT_ROW, WORK_BLOCKS = 4, 5, 6
 WORK_FIELDS = 7
@@ -45,41 +46,41 @@ SIMDGROUPS = 4
 
 
 class PlanKey(NamedTuple):
-    """Layers with equal keys share the plan of a step."""
+    """Layers with equal keys share the plan of a step, whether they write K/V or read those that
+    another layer has written.
+    """
 
     window: int | None
-    has_rows: bool  # whether K/V of the new tokens come from the inputs
     num_kv_heads: int
+
+    @classmethod
+    def of(cls, window: int | None, kv: KVHandle) -> PlanKey:
+        """That of a layer with this window on these slabs. Both the cache, which foresees the plans
+        of a decode, and the backend, which reads them, get it here.
+        """
+        return cls(window, kv.num_kv_heads)
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionPlan:
     """One step, or the part of it that one dispatch computes."""
 
-    array: mx.array  # int32
+    array: mx.array  # int32, for layers whose K/V of the new tokens come from the inputs
     num_partitions: int  # over all sequences, with empty ones: threadgroups per KV head
     num_partial_rows: int  # 0 when each sequence has one partition and nothing has to be merged
 
     @classmethod
-    def of(
-        cls, step: AttentionMetadata, window: int | None, has_rows: bool, num_kv_heads: int
-    ) -> AttentionPlan:
+    def of(cls, step: AttentionMetadata, key: PlanKey) -> AttentionPlan:
         """The plan of ``step``, packed for its first layer."""
-        key = PlanKey(window, has_rows, num_kv_heads)
         return step.derived(key, lambda: cls.pack(step, *key))
 
     @classmethod
-    def pack(
-        cls, step: AttentionMetadata, window: int | None, has_rows: bool, num_kv_heads: int
-    ) -> AttentionPlan:
+    def pack(cls, step: AttentionMetadata, window: int | None, num_kv_heads: int) -> AttentionPlan:
         """Cut each sequence at multiples of its partition size; partitions that no query sees are
         left out.
 
         Sizes are rounded up, so that many steps in a row have the same: in decodes whose partitions
         are merged, empty records follow the work, and zeros follow all block tables.
-
-        Args:
-            has_rows: whether K/V of the new tokens come from the inputs rather than from the slabs.
         """
         window = NO_WINDOW if window is None else min(window, NO_WINDOW)
         context_lens, query_lens, tables = step.context_lens, step.query_lens, step.block_tables
@@ -107,12 +108,29 @@ class AttentionPlan:
         lens = np.array(context_lens, dtype=np.int32)
         live[:, WORK_CONTEXT_LEN] = lens.repeat(cut.num_partitions)
         live[:, WORK_BLOCKS] = table_begins.repeat(cut.num_partitions)
-        head = array("i", [rows_begin, window, int(has_rows), 0, 0, 0, 0, 0])
+        head = array("i", [rows_begin, window, 1, 0, 0, 0, 0, 0])
         size = rows_begin + cut.rows.size + int(table_lens.sum())
         zeros = bytes(4 * (plan_size(size) - size))
         records = b"".join((head, work.tobytes(), cut.rows.tobytes(), *tables, zeros))
         plan = mx.array(memoryview(records).cast("i"))  # type: ignore[arg-type]  # buffers
         return cls(plan, len(work), cut.num_partial_rows)
+
+    @cached_property
+    def array_without_rows(self) -> mx.array:
+        """The array for layers whose K/V of the new tokens are in the slabs already.
+
+        An operation on the other one, so that a trace has it, too.
+        """
+        return self.array * _all_but_has_rows(self.array.size)
+
+
+@cache
+def _all_but_has_rows(size: int) -> mx.array:
+    """Ones, and 0 at ``PLAN_HAS_ROWS``; kept for every thread, so evaluated."""
+    ones = mx.ones((size,), dtype=mx.int32)
+    ones[PLAN_HAS_ROWS] = 0
+    mx.eval(ones)
+    return ones
 
 
 def plan_size(num_needed: int) -> int:

@@ -1,53 +1,61 @@
-"""Notices, by MLX's memory counters, when a step copies a whole slab, which costs more than all its
-attention.
-"""
+"""Notices when a step copies a whole slab, which costs more than all its attention."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 
 import mlx.core as mx
+import numpy as np
 
-# What else a step of a few tokens allocates, logits above all, stays below the smallest slab that
-# is judged.
+from mlx_paged.ops.kv_handle import KVHandle
+
+# Longer steps write many blocks at once, and are few.
 MAX_TOKENS = 8
-MIN_SLAB_BYTES = 32 * 1024**2
 
 
 class CopyDetector:
-    """Judges the first ``num_steps`` small steps over slabs of some size, and warns at most once.
+    """Judges the first ``num_steps`` small steps, and warns at most once.
 
-    It resets MLX's peak memory counter in the steps it judges.
+    A slab that was written in place lies where it lay before the step. MLX makes a copy beside the
+    old slab, so that lies elsewhere. This reads addresses, and leaves MLX's memory counters as they
+    are: the peak is the process's.
     """
 
     def __init__(self, num_steps: int):
         self._num_steps_left = num_steps
-        self._base: int | None = None
+        self._before: list[int] | None = None
 
-    @property
-    def is_watching(self) -> bool:
-        """Whether it judges the step that is open."""
-        return self._base is not None
-
-    def begin_step(self, num_tokens: int, slab_nbytes: int) -> None:
+    def begin_step(self, num_tokens: int, handles: Sequence[KVHandle]) -> None:
         """Before the step's graph is built."""
-        self._base = None
-        if self._num_steps_left > 0 and num_tokens <= MAX_TOKENS and slab_nbytes >= MIN_SLAB_BYTES:
-            mx.reset_peak_memory()
-            self._base = mx.get_active_memory()
+        self._before = None
+        if self._num_steps_left > 0 and num_tokens <= MAX_TOKENS:
+            self._before = _addresses(handles)
 
-    def end_step(self, slab_nbytes: int) -> None:
-        """After the step was evaluated; an aborted step has none."""
-        if self._base is None:
+    def end_step(self, handles: Sequence[KVHandle]) -> None:
+        """After the step's graph was built; an aborted step has none. A step that is judged is
+        evaluated here.
+        """
+        if self._before is None:
             return
-        extra = mx.get_peak_memory() - self._base
-        self._base = None
+        after = _addresses(handles)
+        num_copied = sum(one != other for one, other in zip(self._before, after, strict=True))
+        self._before = None
         self._num_steps_left -= 1
-        if extra >= slab_nbytes:
+        if num_copied:
             self._num_steps_left = 0
             warnings.warn(
-                f"[paged cache] a step of at most {MAX_TOKENS} tokens took {extra} bytes, a slab "
-                f"has {slab_nbytes}: MLX copies slabs instead of writing into them; keep no "
+                f"[paged cache] a step of at most {MAX_TOKENS} tokens copied {num_copied} of "
+                f"{len(after)} slabs: MLX copies slabs instead of writing into them; keep no "
                 "reference to a slab across a step",
                 stacklevel=2,
             )
+
+
+def _addresses(handles: Sequence[KVHandle]) -> list[int]:
+    """Where each slab lies in memory, once it is evaluated. Nothing here holds a slab for longer,
+    or the next write would copy it.
+    """
+    mx.eval([kv.arrays for kv in handles])
+    # Of bytes: numpy has no bfloat16.
+    return [np.asarray(slab.view(mx.uint8)).ctypes.data for kv in handles for slab in kv.slabs]

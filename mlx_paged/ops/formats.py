@@ -348,6 +348,14 @@ class KVFormat:
         """What stored rows stand for, in :attr:`dtype`; K is rotated where :attr:`rotates_keys`."""
         return self.key.decode(k), self.value.decode(v)
 
+    def to_host(self, k: Parts, v: Parts) -> tuple[HostParts, HostParts]:
+        """Copies of stored rows in host memory, bit for bit."""
+        return self.key.to_host(k), self.value.to_host(v)
+
+    def from_host(self, k: HostParts, v: HostParts) -> tuple[Parts, Parts]:
+        """What :meth:`to_host` copied, as slabs hold it."""
+        return self.key.from_host(k), self.value.from_host(v)
+
     def rotated(self, rows: mx.array) -> mx.array:
         """Queries or keys, ``[..., key_dim]``, times the normalised Hadamard matrix; as they are
         where K is not rotated.

@@ -221,14 +221,17 @@ def attention(
     out = (out_shape, queries.dtype)
     if is_partial:
         out = ((plan.num_partial_rows, num_heads, head_dim + 4), mx.float32)
-    # Where no row comes from the inputs, the slabs stand in for arrays that no thread reads.
-    new_rows = slabs if rows is None else rows[0] + rows[1]
-    if rows is not None and num_tokens * num_kv_heads < MIN_ELEMENTS:
-        new_rows = tuple(map(_in_device_memory, new_rows))
+    if rows is None:
+        # The slabs stand in for arrays that no thread reads.
+        new_rows, plan_array = slabs, plan.array_without_rows
+    else:
+        new_rows, plan_array = rows[0] + rows[1], plan.array
+        if num_tokens * num_kv_heads < MIN_ELEMENTS:
+            new_rows = tuple(map(_in_device_memory, new_rows))
     return _chained(
         "paged_attention" if kv.format.is_dense else "paged_attention_affine",
         kv,
-        [*slabs, *new_rows, queries, plan.array, sinks, _scalar(scale)],
+        [*slabs, *new_rows, queries, plan_array, sinks, _scalar(scale)],
         [
             *_format(kv.format, head_dim),
             ("Out", out[1]),

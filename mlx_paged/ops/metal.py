@@ -95,7 +95,7 @@ class MetalBackend(Backend):
                 continue
             queries = part_q.astype(kv.dtype)
             new_rows = None if is_written else part_rows
-            plan = AttentionPlan.of(part, params.window, new_rows is not None, kv.num_kv_heads)
+            plan = AttentionPlan.of(part, PlanKey.of(params.window, kv))
             out, kv.fence = kernels.attention(
                 queries, new_rows, kv, plan, run, params.scale, sinks
             )()
@@ -167,7 +167,7 @@ class MetalBackend(Backend):
     ) -> list[AttentionPlan] | None:
         if step.shares_new_blocks or not self.writes_in_place:
             return None
-        return [AttentionPlan.of(step, *key) for key in keys]
+        return [AttentionPlan.of(step, key) for key in keys]
 
     def _decode_runs(self, kv: KVHandle, group: int) -> tuple[int, ...]:
         if kernels.why_no_attention(kv.key_dim, kv.value_dim, group) is not None:

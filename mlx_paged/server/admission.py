@@ -7,11 +7,24 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from mlx_paged.server.errors import ApiError
 
 WINDOW = 60.0  # seconds that the rate of a Retry-After is taken from
 MAX_RETRY_AFTER = 60  # seconds
+
+
+class Counts(NamedTuple):
+    """Sequences of an engine.
+
+    Args:
+        num_new: of those that run or wait, those without a first token: they are pending here, too.
+    """
+
+    num_running: int
+    num_waiting: int
+    num_new: int
 
 
 class Admission:
@@ -27,7 +40,7 @@ class Admission:
     Args:
         max_queue_len: sequences that may wait.
         max_num_seqs: sequences that run at once.
-        counts: how many run and how many wait in the engine now.
+        counts: what the engine has now.
         clock: in seconds.
 
     Attributes:
@@ -39,7 +52,7 @@ class Admission:
         self,
         max_queue_len: int,
         max_num_seqs: int,
-        counts: Callable[[], tuple[int, int]],
+        counts: Callable[[], Counts],
         clock: Callable[[], float] = time.monotonic,
     ):
         self.num_pending = 0
@@ -59,9 +72,8 @@ class Admission:
         Raises:
             ApiError: 503 with ``Retry-After``: too many wait.
         """
-        num_running, num_waiting = self._counts()
-        # Some of those that run may be pending, too: their first token is being computed.
-        num_unseen = max(self.num_pending - num_waiting - num_running, 0)
+        num_running, num_waiting, num_new = self._counts()
+        num_unseen = max(self.num_pending - num_new, 0)
         num_there = num_running + num_waiting + num_unseen
         # Where some wait though there are places, it is for memory.
         num_places = num_running if num_waiting else self._max_num_seqs

@@ -16,6 +16,12 @@ def request_id_of(request: Request, wanted: str | None = None) -> str:
     return name or uuid.uuid4().hex
 
 
+def user_of(request: Request) -> str:
+    """The name of the user, who has a share of the threads that prepare requests."""
+    principal = getattr(request.state, "principal", None)
+    return "-" if principal is None else principal.name
+
+
 def cache_salt_of(request: Request, wanted: str | None) -> str | None:
     """What keeps the cached K/V of a request apart, from that of its user and that of its body."""
     principal = getattr(request.state, "principal", None)
@@ -37,6 +43,7 @@ def job_of(request: Request, job: ChatJob) -> ChatJob:
     """The conversation of a body as that of the request's user."""
     return replace(
         job,
+        user=user_of(request),
         cache_salt=cache_salt_of(request, job.cache_salt),
         no_store=no_store_of(request, job.no_store),
     )

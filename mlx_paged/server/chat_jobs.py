@@ -15,6 +15,7 @@ from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
 from mlx_paged.server.answers.reader import AnswerFormat, ToolChoice
 from mlx_paged.server.answers.tools import ToolFormat
 from mlx_paged.server.errors import ApiError
+from mlx_paged.server.fair_threads import Work
 from mlx_paged.server.generations import Generation
 from mlx_paged.server.grammars.chat_grammar import chat_grammar
 from mlx_paged.server.service import Service
@@ -32,6 +33,7 @@ class ChatJob:
         tool_choice: ``"none"``, ``"auto"``, ``"required"``, or the name of the tool to call.
         parallel_tool_calls: whether an answer may call several.
         template_options: variables of the chat template.
+        user: whose conversation it is.
     """
 
     messages: list[dict[str, Any]]
@@ -43,24 +45,28 @@ class ChatJob:
     priority: int = 0
     cache_salt: str | None = None
     no_store: bool = False
+    user: str = "-"
 
 
-def prepare(service: Service, job: ChatJob) -> tuple[Generation, AnswerFormat]:
+def prepare(work: Work, service: Service, job: ChatJob) -> tuple[Generation, AnswerFormat]:
     """The prompt as tokens, and how its answers are read. It takes long for long conversations, so
-    call it in a thread.
+    call it with :meth:`Service.prepare`.
 
     The tools are in the prompt whatever ``tool_choice`` says: without them it would share no prefix
     with the other turns of the conversation.
 
     Raises:
         ApiError: the template refuses the messages.
+        PromptTooLongError: the conversation is too long to be encoded.
+        CancelledWorkError: the client has left.
     """
     tokenizer, kept = service.tokenizer, service.kept_answers
     options = {**service.template_options, **job.template_options}
     if job.tools:
         options["tools"] = list(job.tools)
     try:
-        prompt = kept.encode(tokenizer, job.messages, options, job.cache_salt)
+        check = service.length_limit(work).check
+        prompt = kept.encode(tokenizer, job.messages, options, job.cache_salt, check)
     except ChatTemplateError as error:
         raise ApiError(400, str(error), param="messages") from error
     structured, is_calls = chat_grammar(
@@ -89,6 +95,7 @@ def prepare(service: Service, job: ChatJob) -> tuple[Generation, AnswerFormat]:
         job.no_store,
         # A message that goes on comes back as one with its beginning.
         None if goes_on else partial(kept.keep, tokenizer, prompt, answer_format),
+        job.user,
     ), answer_format
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,7 +17,6 @@ from mlx_paged.config import (
     SchedulerConfig,
 )
 from mlx_paged.errors import ArgumentError, shown, system_reason
-from mlx_paged.foreign_arguments import ADVICE, OTHER_NAMES
 from mlx_paged.server.http.api_keys import read_api_keys
 from mlx_paged.server.settings import (
     DEFAULT_DRAIN_SECONDS,
@@ -26,6 +25,7 @@ from mlx_paged.server.settings import (
     DEFAULT_MAX_QUEUE_LEN,
     DEFAULT_NUM_HISTORY_TOKENS,
     DEFAULT_PORT,
+    DEFAULT_STEP_TIMEOUT,
     ServerSettings,
 )
 
@@ -53,6 +53,7 @@ ENGINE_FLAGS = {
     "swap_bytes": "--swap-bytes",
     "watermark": "--watermark",
     "window": "--window",
+    "wired_limit": "--wired-limit",
 }
 _FLAGS = {
     **flags.FLAGS,
@@ -78,23 +79,12 @@ DEFAULT_WATERMARK = SchedulerConfig.watermark
 DEFAULT_PRIORITY_STEPS = SchedulerConfig.priority_steps
 
 
-class _ServerParser(parser.Parser):
-    """Says for flags of other servers what is here instead."""
-
-    def parse_args(  # type: ignore[override]
-        self, args: Sequence[str] | None = None, namespace: Any = None
-    ) -> argparse.Namespace:
-        known, rest = self.parse_known_args(args, namespace)
-        if rest:
-            self.error(f"unrecognized arguments: {' '.join(rest)}{_way_out(rest[0])}")
-        return known  # type: ignore[no-any-return]
-
-
 def setup_arg_parser(prog: str | None = None) -> argparse.ArgumentParser:
     """The argument parser of the server, for a program of this name."""
-    server = _ServerParser(
+    server = parser.Parser(
         prog=prog or _name_as_called(),
         description="Serve a model to clients of the APIs of OpenAI and Anthropic.",
+        flags=flags.SAMPLING | _FLAGS | _OTHER_FLAGS,
     )
     flags.add_model_flags(server)
     server.add_argument(
@@ -114,6 +104,7 @@ def setup_arg_parser(prog: str | None = None) -> argparse.ArgumentParser:
     flags.add_cache_dir_flags(server)
     flags.add_draft_flags(server)
     flags.add_backend_flag(server)
+    flags.add_wired_limit_flag(server)
     _add_scheduler_flags(server)
     server.add_version()
     return server
@@ -136,14 +127,14 @@ def _add_access_flags(server: argparse.ArgumentParser) -> None:
         "--api-key",
         action="append",
         default=[],
-        metavar="[NAME=]KEY",
-        help="a key that clients may show; other processes can see it, so prefer a file; may be "
-        "given several times",
+        metavar="[NAME ]KEY",
+        help="a key that clients may show, with a name for the log and a blank in front of it if "
+        "you like; other processes can see it, so prefer a file; may be given several times",
     )
     add(
         "--api-key-file",
         metavar="FILE",
-        help="keys, one per line, in a file that only its owner can read",
+        help="keys, KEY or NAME KEY on each line, in a file that only its owner can read",
     )
     add(
         "--allow-unauthenticated",
@@ -156,8 +147,8 @@ def _add_access_flags(server: argparse.ArgumentParser) -> None:
         type=host_name,
         default=[],
         metavar="NAME",
-        help="a name that requests may have in their Host header, beside this machine's; may be "
-        "given several times",
+        help="a name that requests may have in their Host header, beside addresses and localhost; "
+        "may be given several times",
     )
     add(
         "--cors-origin",
@@ -172,6 +163,11 @@ def _add_access_flags(server: argparse.ArgumentParser) -> None:
         "--share-cache",
         action="store_true",
         help="let users with different keys share cached K/V",
+    )
+    add(
+        "--allow-cache-texts",
+        action="store_true",
+        help="let /v1/cache?text=true show pieces of prompts, to the users whose they are",
     )
 
 
@@ -197,6 +193,14 @@ def _add_limit_flags(server: argparse.ArgumentParser) -> None:
         default=DEFAULT_DRAIN_SECONDS,
         metavar="S",
         help="how long running answers may go on after SIGTERM (default: %(default)g)",
+    )
+    add(
+        "--step-timeout",
+        type=values.at_least_0,
+        default=DEFAULT_STEP_TIMEOUT,
+        metavar="S",
+        help="seconds after which a step of the engine counts as hanging and /health answers 503; "
+        "0 never (default: %(default)g)",
     )
 
 
@@ -266,7 +270,8 @@ def _add_scheduler_flags(server: argparse.ArgumentParser) -> None:
         type=values.positive,
         default=DEFAULT_PRIORITY_STEPS,
         metavar="N",
-        help="steps that a priority higher by 1 makes a request wait longer (default: %(default)s)",
+        help="steps by which a priority higher by 1 sets a request back in the queue; running "
+        "requests are not interrupted (default: %(default)s)",
     )
     add(
         "--swap-bytes",
@@ -316,9 +321,11 @@ def read_settings(args: argparse.Namespace) -> ServerSettings:
         allowed_hosts=tuple(args.allowed_host),
         cors_origins=tuple(args.cors_origin),
         share_cache=args.share_cache,
+        allow_cache_texts=args.allow_cache_texts,
         max_queue_len=args.max_queue_len,
         max_body_bytes=args.max_body_bytes,
         drain_seconds=args.drain_seconds,
+        step_timeout=args.step_timeout or math.inf,
         log_prompts=args.log_prompts,
         log_cache=args.log_cache,
         log_level=args.log_level,
@@ -394,15 +401,6 @@ def origin(text: str) -> str:
             f"{shown(text)}"
         )
     return text.lower()
-
-
-def _way_out(word: str) -> str:
-    """What is here instead of another server's flag."""
-    name = word.split("=")[0].lstrip("-").replace("-", "_")
-    ours = _OTHER_FLAGS.get(name) or _FLAGS.get(OTHER_NAMES.get(name, ""))
-    if ours is not None:
-        return f"; use {ours}"
-    return f"; {ADVICE[name]}" if name in ADVICE and word.startswith("--") else ""
 
 
 def _name_as_called() -> str:

@@ -11,6 +11,8 @@ from mlx_paged.errors import shown
 from mlx_paged.server.errors import ApiError
 
 T = TypeVar("T")
+# Messages of a conversation, parts of one, tools. To read one takes some ten microseconds.
+MAX_CHILDREN = 2**13
 REQUIRED: Any = object()
 """The default of a field that has to be there."""
 
@@ -101,12 +103,20 @@ class Fields:
     def items(self, name: str, default: Any = REQUIRED) -> Any:
         return self._read(name, default, lambda value: isinstance(value, list), "a list")
 
-    def texts(self, name: str, max_items: int) -> tuple[str, ...]:
-        """Texts that are not empty, in a list, or one that stands alone; none by default."""
-        if isinstance(self._values.get(name), str):
-            return (self.text(name),)
+    def texts(self, name: str, max_items: int, max_len: int) -> tuple[str, ...]:
+        """Texts that are not empty, in a list, or one that stands alone; none by default.
+
+        Args:
+            max_len: characters of all of them.
+        """
         is_right: Callable[[object], bool] = lambda value: isinstance(value, str) and value != ""  # noqa: E731
-        return self._elements(name, max_items, is_right, "texts that are not empty")
+        if isinstance(self._values.get(name), str):
+            texts: tuple[str, ...] = (self.text(name),)
+        else:
+            texts = self._elements(name, max_items, is_right, "texts that are not empty")
+        if (length := sum(map(len, texts))) > max_len:
+            raise self.error(name, f"has {length:,} characters, and {max_len:,} are the most")
+        return texts
 
     def integers(self, name: str, max_items: int) -> tuple[int, ...]:
         """Whole numbers in a list; none by default."""
@@ -131,11 +141,13 @@ class Fields:
         return Fields(self.raw(name), self.name_of(name))
 
     def children(self, name: str, default: Sequence[Fields] | None = None) -> Iterator[Fields]:
-        """The objects of a list, each with its place."""
+        """The objects of a list, each with its place; at most ``MAX_CHILDREN``."""
         if not self.has(name) and default is not None:
             yield from default
             return
-        for index, value in enumerate(self.items(name)):
+        values = self.items(name)
+        self._check_length(name, len(values), MAX_CHILDREN)
+        for index, value in enumerate(values):
             yield Fields(value, f"{self.name_of(name)}[{index}]")
 
     def accept(self, *names: str) -> None:
@@ -167,12 +179,15 @@ class Fields:
         self, name: str, max_items: int, is_right: Callable[[Any], bool], what: str
     ) -> tuple[Any, ...]:
         values = self.items(name, ())
-        if len(values) > max_items:
-            raise self.error(name, f"has {len(values):,} entries, and {max_items:,} are the most")
+        self._check_length(name, len(values), max_items)
         for index, value in enumerate(values):
             if not is_right(value):
                 raise self.error(f"{name}[{index}]", f"must be one of {what}, got {shown(value)}")
         return tuple(values)
+
+    def _check_length(self, name: str, length: int, most: int) -> None:
+        if length > most:
+            raise self.error(name, f"has {length:,} entries, and {most:,} are the most")
 
     def _read(self, name: str, default: Any, is_right: Callable[[Any], bool], what: str) -> Any:
         if not self.has(name):

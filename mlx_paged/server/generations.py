@@ -8,9 +8,18 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
+from mlx_paged.chat_template import ChatTemplateError
 from mlx_paged.engine.async_engine import EngineStoppedError
 from mlx_paged.engine.grammar import StructuredOutputError
-from mlx_paged.errors import PromptTooLongError, one_line
+from mlx_paged.errors import (
+    ArgumentError,
+    CacheFullError,
+    PromptTooLongError,
+    RequestError,
+    one_line,
+    type_and_place,
+    without_room,
+)
 from mlx_paged.request import CompletionOutput, RequestOutput
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.server.errors import ApiError
@@ -29,6 +38,7 @@ class Generation:
         cache_salt: requests with different salts share no K/V. The salt of the user's key is in it.
         no_store: write none of its K/V to disk.
         when_finished: is told of each completion that ended, with all of its tokens.
+        user: who asks.
     """
 
     prompt_token_ids: list[int]
@@ -37,6 +47,7 @@ class Generation:
     cache_salt: str | None = None
     no_store: bool = False
     when_finished: Callable[[CompletionOutput], None] | None = None
+    user: str = "-"
 
 
 class Answer:
@@ -183,7 +194,9 @@ async def _first_of(outputs: AsyncGenerator[RequestOutput, None]) -> RequestOutp
 
 
 def api_error(error: BaseException) -> ApiError:
-    """What is said of an error that ended a generation."""
+    """What is said of an error that ended a generation: the words of this package's errors, and of
+    others, whose message may quote anything, the type and the place. The log has the frames.
+    """
     if isinstance(error, ApiError):
         return error
     if isinstance(error, PromptTooLongError):
@@ -191,12 +204,14 @@ def api_error(error: BaseException) -> ApiError:
         return ApiError(400, text, code="context_length_exceeded")
     if isinstance(error, EngineStoppedError):
         return ApiError(503, _words_of(error), headers={"Retry-After": "5"})
-    if isinstance(error, ValueError) and not isinstance(error, StructuredOutputError):
+    if isinstance(error, ArgumentError | ChatTemplateError):
         return ApiError(400, _words_of(error), param=getattr(error, "argument", None))
-    return ApiError(500, f"the request failed: {_words_of(error)}")
+    logger.error("a request failed: %s", type_and_place(error), exc_info=error)
+    is_foreseen = isinstance(error, CacheFullError | RequestError | StructuredOutputError)
+    words = _words_of(error) if is_foreseen else type_and_place(error)
+    return ApiError(500, f"the request failed: {words}")
 
 
 def _words_of(error: BaseException) -> str:
     """The text of an error on one line, without the room that it comes from."""
-    text = one_line(error, 500)
-    return text.partition("] ")[2] if text.startswith("[") and "] " in text else text
+    return without_room(one_line(error, 500))

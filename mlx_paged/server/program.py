@@ -10,6 +10,7 @@ import importlib.util
 import logging
 import resource
 import socket
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -51,6 +52,7 @@ DEMO_NAME = "demo"
 _EXTRA = ("starlette", "uvicorn", "h11", "llguidance", "prometheus_client")
 _MAX_FILES = 8192  # that are open, which macOS lets a process ask for
 _OTHER_FILES = 128
+SWITCH_SECONDS = 0.0005
 
 
 def main(argv: list[str] | None = None, prog: str | None = None) -> int:
@@ -97,9 +99,13 @@ def _run(args: argparse.Namespace) -> int:
     from mlx_paged.server.http.http_server import bind, close_all
     from mlx_paged.server.http.logs import setup_logging
 
+    # A thread that reads a long request holds the interpreter for this long while the loop and the
+    # engine wait for it, several times in a step. Python's default is 5 ms.
+    sys.setswitchinterval(SWITCH_SECONDS)
     sockets = bind(settings.host, settings.port)
     try:
         _check_access(settings, sockets)
+        _note_equals(settings)
         setup_logging(settings.log_level, settings.log_prompts)
         say(f"[loading {args.model or 'the bundled demo model'} ...]")
         service = make_service(args, settings)
@@ -124,6 +130,18 @@ def _check_access(settings: ServerSettings, sockets: list[socket.socket]) -> Non
         f"others can reach {settings.host or 'every address'}, and there is no key; give "
         "--api-key-file or --api-key, or --allow-unauthenticated to let everybody in"
     )
+
+
+def _note_equals(settings: ServerSettings) -> None:
+    """Say so where a key without a name may have been meant to have one."""
+    from mlx_paged.server.http.api_keys import seems_named_by_equals
+
+    num_keys = sum(map(seems_named_by_equals, settings.api_keys))
+    if num_keys:
+        say(
+            f"[{num_keys} of the keys {'has' if num_keys == 1 else 'have'} a = inside, which is "
+            "part of the key; a name stands in front of a blank: NAME KEY]"
+        )
 
 
 def follow(args: argparse.Namespace) -> None:
@@ -176,7 +194,8 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
     from mlx_paged.command_line.flags import chosen_sampling
     from mlx_paged.engine.async_engine import AsyncEngine
     from mlx_paged.loading import SamplingDefaults, read_sampling_defaults
-    from mlx_paged.server.admission import Admission
+    from mlx_paged.request import PENDING_TOKEN
+    from mlx_paged.server.admission import Admission, Counts
     from mlx_paged.server.service import Service
 
     options, folder = template_options(args), _folder_of(args)
@@ -185,9 +204,15 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
     model, tokenizer, chosen = _load(args, folder)
     engine = AsyncEngine(model, tokenizer, **chosen)
 
-    def counts() -> tuple[int, int]:
+    def counts() -> Counts:
         scheduler = engine.engine.scheduler
-        return len(scheduler.running), len(scheduler.waiting)
+        running, waiting = (list(each) for each in (scheduler.running, scheduler.waiting))
+        num_new = sum(
+            # The token of a step that is computed now is none yet.
+            request.num_output_tokens == (request.token_ids[-1] == PENDING_TOKEN)
+            for request in (*running, *waiting)
+        )
+        return Counts(len(running), len(waiting), num_new)
 
     _prepare_grammars(engine)
     return Service(
@@ -203,6 +228,8 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
             settings.max_queue_len, engine.engine.scheduler.config.max_num_seqs, counts
         ),
         logs_cache=settings.log_cache,
+        shows_cache_texts=settings.allow_cache_texts,
+        step_timeout=settings.step_timeout,
     )
 
 
@@ -260,8 +287,10 @@ def serve(
     from mlx_paged.server.app import make_app
     from mlx_paged.server.http.http_server import HttpServer, ended_by_signals, is_loopback
     from mlx_paged.server.http.logs import RequestLog
+    from mlx_paged.server.http.tidying import keep_out_of_sight
     from mlx_paged.server.watching.metrics import counted
 
+    keep_out_of_sight()
     app = make_app(service)
     gate = guarded(app, service.engine, settings, is_loopback(sockets))
     logged = RequestLog(counted(gate, app))
@@ -273,11 +302,23 @@ def serve(
     with ended_by_signals(end):
         server.run(sockets)
         if server.has_failed:
-            logger.error("the engine failed: %s", one_line(service.engine.stopped()))
+            stopped = service.engine.stopped()
+            logger.error(
+                "the engine failed: %s", one_line(stopped), exc_info=stopped and stopped.__cause__
+            )
             return 1
         logger.info("ended")
         service.engine.shutdown()
     return 0
+
+
+def keys_in_words(settings: ServerSettings) -> str:
+    """How many keys there are, and whose: those of one name are one user's."""
+    num_keys, num_users = len(settings.api_keys), settings.num_users
+    if not num_keys:
+        return "no key needed"
+    of_users = f" of {num_users} user{'s' * (num_users > 1)}" if num_users < num_keys else ""
+    return f"{num_keys} key{'s' * (num_keys > 1)}{of_users}"
 
 
 def _max_connections() -> int:
@@ -311,18 +352,17 @@ def _announce(
 
     engine, url = service.engine.engine, url_of(settings.host, sockets)
     cache = engine.cache
-    num_keys = len(settings.api_keys)
     parts = [
         model_in_words(args.model, engine),
         f"{device_in_words()}, {backend_in_words(cache)}",
         f"{cache.kind} K/V: {budget_in_words(cache)}",
         *disk_tier_in_words(engine),
         f"context: {context_in_words(engine)}",
-        f"{num_keys} key{'s' * (num_keys > 1)}" if num_keys else "no key needed",
+        keys_in_words(settings),
     ]
     say(f"[{' | '.join(parts)}]")
     say(f"[listening on {url}; Ctrl-C to end]")
-    authorization = " -H 'Authorization: Bearer KEY'" if num_keys else ""
+    authorization = " -H 'Authorization: Bearer KEY'" if settings.api_keys else ""
     say(
         f"[try: curl {url}/v1/chat/completions{authorization} "
         "-H 'Content-Type: application/json' "

@@ -13,7 +13,9 @@ from mlx_paged.server.generations import api_error
 
 MAX_COMPLETIONS = 128  # of one prompt, as with OpenAI
 MAX_STOPS = 64  # each is looked for in each new piece of text
+MAX_STOPS_LEN = 2**14  # characters of all of them
 MAX_WORDS = 1000
+MAX_WORDS_LEN = 2**16  # characters of all of them, which are encoded twice
 MAX_TOKEN_IDS = 2**18  # the largest vocabularies have about as many
 
 _NUMBERS = (
@@ -58,9 +60,9 @@ def read_sampling(fields: Fields, defaults: SamplingParams, **values: Any) -> Sa
         if fields.has(name):
             values[name] = fields.integers(name, MAX_TOKEN_IDS)
     if fields.has("stop"):
-        values["stop"] = fields.texts("stop", MAX_STOPS)
+        values["stop"] = fields.texts("stop", MAX_STOPS, MAX_STOPS_LEN)
     if fields.has("bad_words"):
-        values["bad_words"] = fields.texts("bad_words", MAX_WORDS)
+        values["bad_words"] = fields.texts("bad_words", MAX_WORDS, MAX_WORDS_LEN)
     if fields.has("logit_bias"):
         values["logit_bias"] = _read_logit_bias(fields)
     for name, allowed in _FIXED.items():

@@ -5,28 +5,34 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import ParamSpec, Protocol, TypeVar
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.engine.async_engine import AsyncEngine
+from mlx_paged.engine.token_texts import TokenTexts
+from mlx_paged.errors import PromptTooLongError
 from mlx_paged.loading import SamplingDefaults
-from mlx_paged.request import RequestOutput
+from mlx_paged.request import RequestOutput, TokenRules
 from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
 from mlx_paged.server.answers.kept_answers import KeptAnswers
-from mlx_paged.server.answers.token_texts import TokenTexts
-from mlx_paged.server.generations import Answer, Ends, Generation, check_end
+from mlx_paged.server.fair_threads import FairThreads, Work
+from mlx_paged.server.generations import Answer, Ends, Generation, api_error, check_end
 from mlx_paged.server.http.logs import count_tokens, log_text, logger
+from mlx_paged.server.prompt_length import LengthLimit
+from mlx_paged.server.settings import DEFAULT_STEP_TIMEOUT
 from mlx_paged.server.watching.prefix_reports import explanation, report_texts
 
 T = TypeVar("T")
 P = ParamSpec("P")
 
-MAX_PREPARING = 4  # prompts that are written and encoded at once
+# Requests that are read and encoded at once, of all users and of one that is alone; and the same
+# for grammars, which take longer, so that no prompt waits for one.
+MAX_PREPARING, MAX_PREPARING_OF_USER = 8, 2
+MAX_COMPILING, MAX_COMPILING_OF_USER = 2, 1
 DEFAULT_TEMPERATURE = 1.0  # of OpenAI's and Anthropic's interfaces
 
 
@@ -61,8 +67,10 @@ class Service:
         kept_answers: the last answers, so that conversations that come back hit the cache.
         admission: the queue limit.
         logs_cache: whether a line says for each prompt why no more of it was cached.
+        shows_cache_texts: whether ``/v1/cache`` may show a user pieces of their prompts.
         first_part_seconds: how long a stream waits for its first part, so that an error is one of
             HTTP. After that it begins, and says now and then that it lives.
+        step_timeout: seconds after which a step counts as hanging; ``inf``: never.
     """
 
     engine: AsyncEngine
@@ -75,9 +83,20 @@ class Service:
     kept_answers: KeptAnswers = field(default_factory=KeptAnswers)
     admission: Admission = field(default_factory=NoLimit)
     logs_cache: bool = False
+    shows_cache_texts: bool = False
     first_part_seconds: float = 10.0
-    _threads: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(MAX_PREPARING, "mlx_paged prompts"),
+    step_timeout: float = DEFAULT_STEP_TIMEOUT
+    _threads: FairThreads = field(
+        default_factory=partial(
+            FairThreads, "mlx_paged prompts", MAX_PREPARING, MAX_PREPARING_OF_USER
+        ),
+        init=False,
+        repr=False,
+    )
+    _grammar_threads: FairThreads = field(
+        default_factory=partial(
+            FairThreads, "mlx_paged grammars", MAX_COMPILING, MAX_COMPILING_OF_USER
+        ),
         init=False,
         repr=False,
     )
@@ -105,23 +124,73 @@ class Service:
             output_kind=RequestOutputKind.DELTA,
         )
 
-    async def prepare(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What ``work`` returns, which writes or encodes a prompt, from one of few threads: a long
-        prompt takes a tokenizer longer than a step.
+    async def prepare(
+        self,
+        user: str,
+        work: Callable[Concatenate[Work, P], T],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
+        """What ``work`` returns, which reads, writes or encodes a request: from one of few threads,
+        of which each user has a share.
+
+        Raises:
+            ApiError: what the work raises, or the request's prompt is too long.
         """
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, partial(work, *args, **kwargs))
+        try:
+            return await self._threads.run(user, lambda this: work(this, *args, **kwargs))
+        except PromptTooLongError as error:
+            raise api_error(error) from error
+
+    def length_limit(self, work: Work) -> LengthLimit:
+        """How long a text may be that is encoded in some work."""
+        context_length = self.engine.engine.scheduler.context_length
+        return LengthLimit(self.tokenizer, self.max_model_len, context_length, work.check)
 
     async def start(self, generation: Generation, request_id: str | None = None) -> Answer:
-        """Ask the engine, and wait for the first part.
+        """Ask the engine, and wait for the first part; see :meth:`start_all`."""
+        [answer] = await self.start_all([generation], request_id)
+        return answer
+
+    async def start_all(
+        self, generations: Sequence[Generation], request_id: str | None = None
+    ) -> list[Answer]:
+        """Start the generations of a request at once; all or none.
 
         Args:
-            request_id: of the client's request; may stand for several generations.
+            generations: at least one; they have the same user and parameters.
+            request_id: of the client's request.
 
         Raises:
             ApiError: what the engine refuses is 400, with its words; no place in the queue and an
                 engine that stopped are 503.
         """
+        rules = await self._rules_of(generations[0])
+        tasks = [asyncio.create_task(self._start(each, rules, request_id)) for each in generations]
+        try:
+            return list(await asyncio.gather(*tasks))
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            for result in await asyncio.gather(*tasks, return_exceptions=True):
+                if isinstance(result, Answer):
+                    await result.aclose()
+            raise
+
+    async def _rules_of(self, generation: Generation) -> TokenRules:
+        """What the parameters say about tokens: words are encoded for it, and grammars compiled."""
+        params, prepare = generation.params, self.engine.engine.prepare
+        threads = self._threads if params.structured_outputs is None else self._grammar_threads
+        try:
+            if not params.is_slow_to_prepare:
+                return prepare(params)
+            return await threads.run(generation.user, lambda _: prepare(params))
+        except Exception as error:
+            raise api_error(error) from error
+
+    async def _start(
+        self, generation: Generation, rules: TokenRules, request_id: str | None
+    ) -> Answer:
         with ExitStack() as places:
             places.enter_context(self.admission.admit(generation.params.n))
             outputs = self.engine.generate(
@@ -131,6 +200,7 @@ class Service:
                 priority=generation.priority,
                 cache_salt=generation.cache_salt,
                 no_store=generation.no_store,
+                token_rules=rules,
             )
             log_text("prompt", lambda: self.tokenizer.decode(generation.prompt_token_ids))
             answer = Answer(outputs, places.pop_all(), self._note_of(generation))
@@ -164,21 +234,6 @@ class Service:
         if self.logs_cache and report is not None:
             logger.info("cache: %s", explanation(report))
             log_text("cache", lambda: report_texts(report, self.tokenizer))
-
-    async def start_all(
-        self, generations: Sequence[Generation], request_id: str | None = None
-    ) -> list[Answer]:
-        """Start several generations at once; all or none."""
-        tasks = [asyncio.create_task(self.start(each, request_id)) for each in generations]
-        try:
-            return list(await asyncio.gather(*tasks))
-        except BaseException:
-            for task in tasks:
-                task.cancel()
-            for result in await asyncio.gather(*tasks, return_exceptions=True):
-                if isinstance(result, Answer):
-                    await result.aclose()
-            raise
 
     async def whole(
         self, generations: Sequence[Generation], request_id: str | None = None

@@ -133,7 +133,7 @@ def check_holds_everything(cache: KVCache) -> None:
 
 def retention_of(config: KVCacheConfig, layer: int) -> Retention:
     """What a layer keeps."""
-    return next(group.retention for group in config.groups if layer in group.layers)
+    return config.groups[config.group_of(layer)].retention
 
 
 def num_kept_tokens(config: KVCacheConfig, layer: int, num_tokens: int) -> int:

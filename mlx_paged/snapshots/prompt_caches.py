@@ -37,7 +37,13 @@ from mlx_paged.snapshots.facts import (
     retention_of,
     token_ids_of,
 )
-from mlx_paged.snapshots.rows import LayerParts, check_sequence, read_sequence, write_sequence
+from mlx_paged.snapshots.rows import (
+    LayerParts,
+    check_num_tokens,
+    check_sequence,
+    read_sequence,
+    write_sequence,
+)
 
 MODEL = "model"
 TOKENIZER_CONFIG = "tokenizer_config"
@@ -73,12 +79,7 @@ def export_prompt_cache(
     num_tokens = check_sequence(cache, seq)
     if token_ids is not None:
         token_ids = check_token_ids(token_ids)
-        if len(token_ids) != num_tokens:
-            raise ArgumentError(
-                f"[snapshot] sequence {seq!r} has {num_tokens} tokens in the cache, and token_ids "
-                f"are {len(token_ids)}",
-                "token_ids",
-            )
+        check_num_tokens(seq, num_tokens, token_ids)
     write_prompt_cache(
         path, model, cache, num_tokens, read_sequence(cache, seq), model_name, token_ids
     )

@@ -16,7 +16,7 @@ from mlx_paged.cache import CacheFullError, KVCache
 from mlx_paged.core import BlockHash, ExtraKey, KVCacheBlock, hash_token_blocks
 from mlx_paged.core.kv_cache_manager import group_hashes
 from mlx_paged.errors import ArgumentError
-from mlx_paged.ops import HostParts, KVFormat, Parts
+from mlx_paged.ops import Parts
 from mlx_paged.request import SeqId
 from mlx_paged.snapshots.facts import (
     check_token_ids,
@@ -73,6 +73,16 @@ def _tokens_first(parts: Parts) -> Parts:
     return tuple(part.swapaxes(0, 1) for part in parts)
 
 
+def check_num_tokens(seq: SeqId, num_tokens: int, token_ids: Sequence[int]) -> None:
+    """Raises ``ArgumentError`` unless there are as many token ids as a sequence has tokens."""
+    if len(token_ids) != num_tokens:
+        raise ArgumentError(
+            f"[snapshot] sequence {seq!r} has {num_tokens} tokens in the cache, and token_ids are "
+            f"{len(token_ids)}",
+            "token_ids",
+        )
+
+
 # Blocks of the prefix cache
 
 
@@ -109,7 +119,7 @@ def find_prefix(
 def read_blocks(cache: KVCache, groups: Sequence[Sequence[KVCacheBlock]]) -> Iterator[LayerParts]:
     """Of each layer what is stored in the blocks of its group; copy it before the next write."""
     for layer in range(len(cache.layers)):
-        blocks = groups[cache.group_of(layer)]
+        blocks = groups[cache.config.group_of(layer)]
         yield cache.gather_blocks(layer, [block.block_id for block in blocks])
 
 
@@ -176,7 +186,7 @@ def _cut(
         num_kept = num_kept_tokens(cache.config, layer, num_blocks * block_size)
         has_all = kv[0][0].shape[1] >= num_blocks * block_size > num_kept
         place = {index: index if has_all else number for number, index in enumerate(kept)}
-        indices = [place[index] for index in wanted[cache.group_of(layer)]]
+        indices = [place[index] for index in wanted[cache.config.group_of(layer)]]
         k, v = (tuple(_blocks_of(part, indices, block_size) for part in parts) for parts in kv)
         yield k, v
 
@@ -186,15 +196,3 @@ def _blocks_of(part: mx.array, indices: Sequence[int], block_size: int) -> mx.ar
         return part[:, : len(indices) * block_size]
     rows = (np.array(indices)[:, None] * block_size + np.arange(block_size)).reshape(-1)
     return part[:, mx.array(rows)]
-
-
-# Host memory
-
-
-def to_host(form: KVFormat, layer: LayerParts) -> tuple[HostParts, HostParts]:
-    k, v = layer
-    return form.key.to_host(k), form.value.to_host(v)
-
-
-def from_host(form: KVFormat, k: HostParts, v: HostParts) -> LayerParts:
-    return form.key.from_host(k), form.value.from_host(v)

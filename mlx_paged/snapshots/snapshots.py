@@ -16,7 +16,6 @@ from mlx.nn.layers.base import Module
 
 from mlx_paged.cache import KVCache
 from mlx_paged.core.block_hash import ExtraKey
-from mlx_paged.errors import ArgumentError
 from mlx_paged.models.identity import identities_of
 from mlx_paged.request import SeqId
 from mlx_paged.snapshots.errors import SnapshotError, check_path, system_errors
@@ -29,11 +28,10 @@ from mlx_paged.snapshots.facts import (
 )
 from mlx_paged.snapshots.rows import (
     LayerParts,
+    check_num_tokens,
     check_sequence,
     find_prefix,
-    from_host,
     read_sequence,
-    to_host,
     write_sequence,
 )
 from mlx_paged.snapshots.tensor_file import TensorFile, write_tensor_file
@@ -60,12 +58,7 @@ def save_snapshot(
     """
     file, token_ids = check_path(path), check_token_ids(token_ids)
     num_tokens = check_sequence(cache, seq)
-    if len(token_ids) != num_tokens:
-        raise ArgumentError(
-            f"[snapshot] sequence {seq!r} has {num_tokens} tokens in the cache, and token_ids are "
-            f"{len(token_ids)}",
-            "token_ids",
-        )
+    check_num_tokens(seq, num_tokens, token_ids)
     facts = KVFacts.of(identities_of(model), cache)
     return write_snapshot(file, facts, token_ids, read_sequence(cache, seq))
 
@@ -142,7 +135,7 @@ def write_snapshot(
 
 def _arrays(facts: KVFacts, layers: Iterable[LayerParts]) -> Iterator[np.ndarray]:
     for spec, layer in zip(facts.config.layers, layers, strict=True):
-        for parts in to_host(spec.format, layer):
+        for parts in spec.format.to_host(*layer):
             yield from parts
 
 
@@ -176,4 +169,4 @@ class SnapshotFile:
                 tuple(self._tensors.read(next(names)) for _ in range(rows.num_parts))
                 for rows in (form.key, form.value)
             )
-            yield from_host(form, k, v)
+            yield form.from_host(k, v)

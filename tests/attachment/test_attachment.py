@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib.util
+import inspect
+import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -21,6 +24,7 @@ from mlx_paged import attach
 from mlx_paged.cache import PagedKVCache
 from mlx_paged.errors import ArgumentError
 from mlx_paged.loading import demo_model_path
+from mlx_paged.models.mlx_lm import adapt
 from mlx_paged.models.mlx_lm.packed import PackedModel
 
 
@@ -44,6 +48,82 @@ def test_a_detached_model_is_as_before(any_model):
     assert [type(cache) for cache in make_prompt_cache(any_model)] == stock_caches
     assert bits(any_model) == expected
     paged.close()  # changes nothing
+
+
+@pytest.fixture
+def llama_module(monkeypatch):
+    """A module of mlx-lm's that no other test has used, with a model of it."""
+    name = "mlx_lm.models.llama_of_this_test"
+    stock = importlib.util.find_spec("mlx_lm.models.llama")
+    spec = importlib.util.spec_from_file_location(name, stock.origin)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    # Models of other tests may be alive.
+    stock = inspect.unwrap(module.scaled_dot_product_attention)
+    module.scaled_dot_product_attention = stock
+    return module
+
+
+def llama_of(module):
+    return module.Model(module.ModelArgs.from_dict(LLAMA))
+
+
+def test_the_functions_of_mlx_lm_are_its_own_again_behind_close(llama_module):
+    model, stock = llama_of(llama_module), llama_module.scaled_dot_product_attention
+    paged = attach(model, kv_cache_bytes="100blocks", block_size=8)
+    cache = paged.cache
+    bits(model)
+    assert llama_module.scaled_dot_product_attention is not stock
+    paged.close()
+    # Whatever is still held of the attachment.
+    assert cache.kind == "paged" and llama_module.scaled_dot_product_attention is stock
+
+
+def test_the_functions_of_mlx_lm_stay_replaced_while_another_model_needs_them(llama_module):
+    one, other = llama_of(llama_module), llama_of(llama_module)
+    stock, expected = llama_module.scaled_dot_product_attention, generated(other, tokens(30))
+    first, second = attach(one, kv_cache_bytes="100blocks"), attach(other, kv_cache_bytes="1M")
+    first.close()
+    assert generated(other, tokens(30)) == expected and second.stats().num_tokens > 30
+    second.close()
+    assert llama_module.scaled_dot_product_attention is stock
+
+
+def test_the_functions_of_mlx_lm_stay_replaced_as_long_as_a_model_that_runs_packed(llama_module):
+    stock = llama_module.scaled_dot_product_attention
+    packed = adapt(llama_of(llama_module), LLAMA)
+    held = copy.deepcopy(packed._recording.attention)  # as a copy of the model would
+    del packed
+    gc.collect()
+    assert llama_module.scaled_dot_product_attention is not stock
+    del held
+    gc.collect()
+    assert llama_module.scaled_dot_product_attention is stock
+
+
+def test_a_refused_model_leaves_the_functions_of_mlx_lm_alone(llama_module):
+    stock = llama_module.scaled_dot_product_attention
+    with pytest.raises(ArgumentError):
+        attach(make("gemma2"))
+    with pytest.raises(ValueError, match="kv_format"):
+        attach(llama_of(llama_module), kv_format=3)
+    assert llama_module.scaled_dot_product_attention is stock
+
+
+def test_what_others_put_in_the_place_of_a_function_of_mlx_lm_stays_there(llama_module):
+    stock = llama_module.scaled_dot_product_attention
+    with attach(llama_of(llama_module), kv_cache_bytes="100blocks"):
+        llama_module.scaled_dot_product_attention = theirs = lambda *args, **kwargs: stock(
+            *args, **kwargs
+        )
+    assert llama_module.scaled_dot_product_attention is theirs
+    # It is replaced again where a model needs it, and put back.
+    model = llama_of(llama_module)
+    expected = generated(model, tokens(30))
+    with attach(model, kv_cache_bytes="100blocks") as paged:
+        assert generated(model, tokens(30)) == expected and paged.stats().num_tokens > 30
+    assert llama_module.scaled_dot_product_attention is theirs
 
 
 def test_other_caches_and_no_cache_are_as_before_while_attached(llama):

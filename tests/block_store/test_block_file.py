@@ -12,10 +12,12 @@ import pytest
 from mlx_paged.block_store import block_file
 from mlx_paged.block_store.block_file import (
     BlockHeader,
+    FileHeader,
     encode_header,
-    read_block,
-    read_file_header,
+    parse_block,
+    parse_header,
 )
+from mlx_paged.block_store.directory import Directory
 from mlx_paged.block_store.errors import BadBlockFileError, OtherVersionError
 
 DIGEST = "0123456789abcdef0123456789abcdef"
@@ -26,6 +28,16 @@ def write(path: Path, header: BlockHeader, payload: bytes, ttl: float | None = N
     data = encode_header(header, DIGEST, 1234.5, ttl, payload) + payload
     path.write_bytes(data)
     return data
+
+
+def read_block(path: Path, digest: str, block_hash: bytes) -> tuple[FileHeader, bytes]:
+    with Directory.at(path.parent).opened(path.name) as (file, status):
+        return parse_block(file, status.st_size, digest, block_hash)
+
+
+def read_header(path: Path) -> FileHeader:
+    with Directory.at(path.parent).opened(path.name) as (file, status):
+        return parse_header(file, status.st_size, DIGEST, HASH)
 
 
 @pytest.mark.parametrize(
@@ -41,12 +53,12 @@ def write(path: Path, header: BlockHeader, payload: bytes, ttl: float | None = N
 def test_header_and_payload_come_back_as_they_were_written(tmp_path, header, payload):
     path = tmp_path / "block"
     data = write(path, header, payload, ttl=7.0)
-    found, found_payload, last_used = read_block(str(path), DIGEST, header.block_hash)
+    found, found_payload = read_block(path, DIGEST, header.block_hash)
     assert (found.block, found_payload) == (header, payload)
     assert (found.digest, found.created, found.ttl) == (DIGEST, 1234.5, 7.0)
     assert found.num_header_bytes + found.num_payload_bytes == len(data)
-    assert last_used == path.stat().st_mtime
-    assert read_file_header(str(path), DIGEST, header.block_hash) == found
+    with Directory.at(tmp_path).opened(path.name) as (file, _):
+        assert parse_header(file, len(data), DIGEST, header.block_hash) == found
 
 
 def test_a_payload_may_be_any_buffer(tmp_path):
@@ -54,7 +66,7 @@ def test_a_payload_may_be_any_buffer(tmp_path):
     words = memoryview(bytearray(b"12345678")).cast("I")
     prefix = encode_header(BlockHeader(HASH, None, (1,), 0), DIGEST, 0.0, None, words)
     path.write_bytes(prefix + bytes(words))
-    assert read_block(str(path), DIGEST, HASH)[1] == b"12345678"
+    assert read_block(path, DIGEST, HASH)[1] == b"12345678"
 
 
 def test_no_bit_of_a_file_can_change(tmp_path):
@@ -65,9 +77,9 @@ def test_no_bit_of_a_file_can_change(tmp_path):
             for bit in range(8):
                 os.pwrite(file.fileno(), bytes([data[place] ^ 1 << bit]), place)
                 with pytest.raises(BadBlockFileError):
-                    read_block(str(path), DIGEST, HASH)
+                    read_block(path, DIGEST, HASH)
             os.pwrite(file.fileno(), data[place : place + 1], place)
-    read_block(str(path), DIGEST, HASH)
+    read_block(path, DIGEST, HASH)
 
 
 def test_a_header_that_changed_is_found_out_without_its_payload(tmp_path):
@@ -79,7 +91,7 @@ def test_a_header_that_changed_is_found_out_without_its_payload(tmp_path):
         data[place] ^= 1
         path.write_bytes(data)
         with pytest.raises(BadBlockFileError):
-            read_file_header(str(path), DIGEST, HASH)
+            read_header(path)
         data[place] ^= 1
 
 
@@ -89,10 +101,10 @@ def test_a_file_cut_off_anywhere_or_longer_is_bad(tmp_path):
     for length in reversed(range(len(data))):
         os.truncate(path, length)
         with pytest.raises(BadBlockFileError):
-            read_block(str(path), DIGEST, HASH)
+            read_block(path, DIGEST, HASH)
     path.write_bytes(data + b"\0")
     with pytest.raises(BadBlockFileError, match="another size"):
-        read_block(str(path), DIGEST, HASH)
+        read_block(path, DIGEST, HASH)
 
 
 def test_garbage_of_any_kind_is_bad(tmp_path):
@@ -107,16 +119,16 @@ def test_garbage_of_any_kind_is_bad(tmp_path):
         if data != good:
             path.write_bytes(data)
             with pytest.raises(BadBlockFileError):
-                read_block(str(path), DIGEST, HASH)
+                read_block(path, DIGEST, HASH)
 
 
 def test_a_file_under_the_name_of_another_block_is_bad(tmp_path):
     path = tmp_path / "block"
     write(path, BlockHeader(HASH, None, (1, 2, 3), 0), b"payload")
     with pytest.raises(BadBlockFileError, match="another block"):
-        read_block(str(path), DIGEST, HASH[::-1])
+        read_block(path, DIGEST, HASH[::-1])
     with pytest.raises(BadBlockFileError, match="another block"):
-        read_block(str(path), DIGEST[::-1], HASH)
+        read_block(path, DIGEST[::-1], HASH)
 
 
 def test_links_folders_pipes_and_sockets_are_no_blocks(tmp_path):
@@ -128,7 +140,7 @@ def test_links_folders_pipes_and_sockets_are_no_blocks(tmp_path):
     os.mkfifo(pipe)
     for path in (link, folder, pipe):
         with pytest.raises(BadBlockFileError, match="no regular file"):
-            read_block(str(path), DIGEST, HASH)
+            read_block(path, DIGEST, HASH)
 
 
 def test_a_block_of_another_version_is_told_from_garbage(tmp_path, monkeypatch):
@@ -137,18 +149,51 @@ def test_a_block_of_another_version_is_told_from_garbage(tmp_path, monkeypatch):
         later.setattr(block_file, "VERSION", 2)
         write(path, BlockHeader(HASH, None, (1, 2, 3), 0), b"payload")
     with pytest.raises(OtherVersionError, match="version 2, not 1"):
-        read_block(str(path), DIGEST, HASH)
+        read_block(path, DIGEST, HASH)
 
 
-def test_lengths_that_contradict_each_other_are_bad_under_a_right_checksum(tmp_path):
-    path = tmp_path / "block"
-    header = b"\0" * 20
+def write_raw(path: Path, header: bytes) -> None:
+    """A file without a payload, whose checksums are right."""
     fields = (block_file.MAGIC, 1, len(header), 0)
     start = block_file._PREFIX.pack(*fields, 0, 0)[: block_file._PREFIX_BEFORE_CRC]
     crc = zlib.crc32(header, zlib.crc32(start))
     path.write_bytes(block_file._PREFIX.pack(*fields, crc, crc) + header)
-    with pytest.raises(BadBlockFileError, match="too short"):
-        read_block(str(path), DIGEST, HASH)
+
+
+def test_a_header_that_is_too_short_is_bad_under_a_right_checksum(tmp_path):
+    path = tmp_path / "block"
+    for length in range(block_file._HEADER.size):
+        write_raw(path, bytes(length))
+        with pytest.raises(BadBlockFileError, match="too short"):
+            read_block(path, DIGEST, HASH)
+    write_raw(path, bytes(block_file._HEADER.size))
+    with pytest.raises(BadBlockFileError, match="can't be"):
+        read_block(path, DIGEST, HASH)
+
+
+def test_a_header_may_have_so_many_bytes_and_no_more(tmp_path, monkeypatch):
+    path = tmp_path / "block"
+    block = BlockHeader(HASH, None, tuple(range(300)), 0)
+    write(path, block, b"payload")
+    num_bytes = block_file._HEADER.size + len(HASH) + 8 * 300
+    monkeypatch.setattr(block_file, "_MOST_HEADER_BYTES", num_bytes)
+    assert read_block(path, DIGEST, HASH)[1] == b"payload"
+    monkeypatch.setattr(block_file, "_MOST_HEADER_BYTES", num_bytes - 1)
+    with pytest.raises(BadBlockFileError, match="the length of its header"):
+        read_block(path, DIGEST, HASH)
+
+
+def test_no_more_is_read_than_a_header_may_have(tmp_path, monkeypatch):
+    path = tmp_path / "block"
+    data = bytearray(write(path, BlockHeader(HASH, None, (1, 2, 3), 0), b"payload"))
+    data[12:16] = (2**32 - 1).to_bytes(4, "little")
+    path.write_bytes(data)
+    sizes = []
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda file, n, at: sizes.append(n) or pread(file, n, at))
+    with pytest.raises(BadBlockFileError, match="the length of its header"):
+        read_block(path, DIGEST, HASH)
+    assert sizes == [block_file._FIRST_READ]
 
 
 def test_reads_that_give_less_than_asked_for_are_continued(tmp_path, monkeypatch):
@@ -157,7 +202,7 @@ def test_reads_that_give_less_than_asked_for_are_continued(tmp_path, monkeypatch
     write(path, header, b"payload" * 99)
     pread = os.pread
     monkeypatch.setattr(os, "pread", lambda file, n, at: pread(file, min(n, 100), at))
-    found, payload, _ = read_block(str(path), DIGEST, HASH)
+    found, payload = read_block(path, DIGEST, HASH)
     assert (found.block, payload) == (header, b"payload" * 99)
 
 

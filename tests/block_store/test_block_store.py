@@ -216,6 +216,25 @@ def test_what_is_over_is_a_miss_and_is_removed(tmp_path):
     assert store.stats().num_evicted == 1
 
 
+def test_what_is_over_is_not_there_even_before_it_is_read(tmp_path):
+    store = open_store(tmp_path / "cache", ttl=60.0)
+    put_chain(store, *"ab")
+    make_older(file_of(store, "a"), 61)
+    assert [store.has(named(name)) for name in "ab"] == [False, True]
+    assert file_of(store, "a").exists()
+
+
+@pytest.mark.parametrize(("written_with", "read_with"), [(60.0, 600.0), (600.0, 60.0)])
+def test_of_two_times_to_live_the_shorter_one_holds(tmp_path, written_with, read_with):
+    put_chain(open_store(tmp_path / "cache", ttl=written_with), *"abc")
+    store = open_store(tmp_path / "cache", ttl=read_with)
+    for name in "bc":
+        make_older(file_of(store, name), 61)
+    assert store.get(named("b")) is None and store.get(named("a")) is not None
+    store.tend()
+    assert block_files(tmp_path) == [file_of(store, "a")]
+
+
 def test_the_time_of_a_block_starts_again_when_it_is_used(tmp_path):
     store = open_store(tmp_path / "cache", ttl=60.0)
     put_chain(store, *"ab")
@@ -262,6 +281,64 @@ def test_a_use_without_the_index_is_seen_by_the_sweep(tmp_path):
     file_of(store, "a").touch()
     store.tend()
     assert found(store, "a") == "a"
+
+
+FUTURE = -1e8  # seconds ago: some three years ahead
+
+
+def test_blocks_from_the_future_go_first(tmp_path):
+    store = open_store(tmp_path / "cache", num_blocks=4)
+    for name in "abcd":
+        put(store, name)
+    for name in "cd":
+        make_older(file_of(store, name), FUTURE)
+    store.close()
+    store = open_store(tmp_path / "cache", num_blocks=4)
+    for name in "ef":
+        assert put(store, name)
+    assert found(store, "abcdef") == "abef"
+
+
+def test_blocks_that_were_noted_by_a_clock_that_was_ahead_go_first(tmp_path, monkeypatch):
+    store = open_store(tmp_path / "cache", num_blocks=4)
+    for name in "ab":
+        put(store, name)
+    now = time.time()
+    with monkeypatch.context() as ahead:
+        ahead.setattr(time, "time", lambda: now + 1e8)
+        for name in "cd":
+            put(store, name)
+        store.note_used([named("c"), named("d")])
+        store.tend()
+    store.note_used([named("c")])  # and the clock is right again
+    for name in "ef":
+        assert put(store, name)
+    assert found(store, "abcdef") == "bcef"
+
+
+def test_a_clock_that_is_a_little_ahead_makes_nothing_old(tmp_path):
+    store = open_store(tmp_path / "cache", num_blocks=4, ttl=3600.0)
+    for name in "abcd":
+        put(store, name)
+        make_older(file_of(store, name), -30)
+    store.close()
+    store = open_store(tmp_path / "cache", num_blocks=4, ttl=3600.0)
+    store.tend()
+    assert found(store, "abcd") == "abcd"
+
+
+def test_the_time_of_a_block_from_the_future_is_over(tmp_path):
+    store = open_store(tmp_path / "cache", ttl=3600.0)
+    put_chain(store, *"abcd")
+    CacheFolder(tmp_path / "cache").pin(store.fingerprint.digest, named("a"))
+    for name in "abc":
+        make_older(file_of(store, name), FUTURE)
+    assert not store.has(named("b")) and store.get(named("b")) is None
+    assert found(store, "ad") == "ad"  # a is pinned
+    store.close()
+    store = open_store(tmp_path / "cache", ttl=3600.0)
+    store.tend()
+    assert sorted(block_files(tmp_path)) == sorted(file_of(store, name) for name in "ad")
 
 
 def test_many_blocks_are_evicted_in_one_go_in_order(tmp_path):

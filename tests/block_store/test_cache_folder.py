@@ -20,7 +20,7 @@ from helpers.block_stores import (
     put_chain,
 )
 
-from mlx_paged.block_store import BlockStoreError, CacheFolder, FolderSize, block_file
+from mlx_paged.block_store import BlockStoreError, CacheFolder, FolderSize, Removed, block_file
 
 
 @pytest.fixture
@@ -105,8 +105,8 @@ def test_a_pin_holds_what_is_left_of_its_ancestors(store, folder):
 def test_an_unreadable_pin_still_holds_its_block(store, folder):
     put_chain(store, *"abc")
     folder.pin(store.fingerprint.digest, named("b"))
-    with open(store.layout.pin(store.fingerprint.digest, named("b")), "wb") as file:
-        file.write(b"\xff not hexadecimal")
+    pins = store.layout.of(store.fingerprint.digest) / "pins"
+    (pins / f"{named('b').hex()}.pin").write_bytes(b"\xff not hexadecimal")
     small = open_store(store.layout.folder, num_blocks=1)
     small.tend()
     assert found(small, "abc") == "ab"  # a is an ancestor in the index
@@ -126,7 +126,7 @@ def test_removed_blocks_are_gone_with_their_pins(store, folder):
     digest = store.fingerprint.digest
     folder.pin(digest, named("c"))
     gone = folder.remove([(digest, named(name)) for name in "cdxc"])
-    assert gone == FolderSize(2, 2 * UNIT)
+    assert gone == Removed(2, 2 * UNIT)
     assert found(store, "abcd") == "ab" and folder.pins() == []
     assert folder.size() == FolderSize(2, 2 * UNIT)
     assert put(store, "c", "b", 32) and folder.size().num_blocks == 2  # not noted down yet

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 
-from helpers.block_stores import named, open_store, put_chain
+from helpers.block_stores import named, open_store, put, put_chain
 
 from mlx_paged.block_store import CacheFolder
 from mlx_paged.block_store.pins import Pins
+from mlx_paged.block_store.shards import Shards
 
 
 def set_time(folder, seconds_ago: float) -> None:
@@ -19,8 +21,8 @@ def set_time(folder, seconds_ago: float) -> None:
 def test_pins_are_read_again_only_when_they_change(tmp_path, monkeypatch):
     store = open_store(tmp_path / "cache")
     put_chain(store, *"abc")
-    digest, folder = store.fingerprint.digest, store.layout.pins(store.fingerprint.digest)
-    pins, tool = Pins(store.layout), CacheFolder(tmp_path / "cache")
+    digest, folder = store.fingerprint.digest, store.layout.of(store.fingerprint.digest) / "pins"
+    pins, tool = Pins(Shards(store.layout)), CacheFolder(tmp_path / "cache")
     assert pins.kept(digest) == frozenset()
     tool.pin(digest, named("b"))
     set_time(folder, 100)
@@ -38,11 +40,68 @@ def test_pins_are_read_again_only_when_they_change(tmp_path, monkeypatch):
     assert pins.kept(digest) == frozenset()
 
 
+def test_pins_are_not_read_again_for_each_eviction(tmp_path, monkeypatch):
+    store = open_store(tmp_path / "cache")
+    put_chain(store, *(f"block {number}" for number in range(64)))
+    digest = store.fingerprint.digest
+    CacheFolder(tmp_path / "cache").pin(digest, named("block 1"))  # just now
+    store.close()
+    reads = []
+    pinned = Pins.pinned
+    monkeypatch.setattr(Pins, "pinned", lambda *names: reads.append(names) or pinned(*names))
+    small = open_store(tmp_path / "cache", num_blocks=2)
+    small.tend()
+    assert small.stats().num_evicted == 62
+    assert len(reads) <= 62 // 16 + 1  # evictions are made sixteen at a time
+
+
+def test_pins_from_the_future_are_read_once(tmp_path, monkeypatch):
+    store = open_store(tmp_path / "cache")
+    put_chain(store, *"ab")
+    digest = store.fingerprint.digest
+    pins = store._inventory.pins
+    CacheFolder(tmp_path / "cache").pin(digest, named("a"))
+    set_time(store.layout.of(digest) / "pins", -1e8)
+    assert pins.kept(digest) == {named("a")}
+    monkeypatch.setattr(pins, "pinned", None)
+    assert pins.kept(digest) == {named("a")}
+
+
+def test_a_pin_that_comes_while_blocks_are_evicted_is_kept_or_said_not_to_be(tmp_path, monkeypatch):
+    store = open_store(tmp_path / "cache", num_blocks=2)
+    for name in "ab":
+        put(store, name)
+    store.tend()
+    tool, digest = CacheFolder(tmp_path / "cache"), store.fingerprint.digest
+    tool.entries()
+    answers: list[bool] = []
+    pin = threading.Thread(target=lambda: answers.append(tool.pin(digest, named("a"))))
+    is_added = threading.Event()
+    add, remove = tool._inventory.pins.add, store._inventory.shards.remove
+
+    def add_and_say_so(*names):
+        add(*names)
+        is_added.set()
+
+    def pin_and_remove(name):
+        # Evictions have looked at the pins by now.
+        if name == (digest, named("a")):
+            pin.start()
+            assert is_added.wait(30)
+        return remove(name)
+
+    monkeypatch.setattr(tool._inventory.pins, "add", add_and_say_so)
+    monkeypatch.setattr(store._inventory.shards, "remove", pin_and_remove)
+    put(store, "c")
+    pin.join(30)
+    assert answers == [store.has(named("a"))]
+
+
 def test_two_changes_within_a_tick_of_the_clock_are_both_seen(tmp_path):
     store = open_store(tmp_path / "cache")
     put_chain(store, *"ab")
-    digest, folder = store.fingerprint.digest, store.layout.pins(store.fingerprint.digest)
-    pins, tool = Pins(store.layout), CacheFolder(tmp_path / "cache")
+    digest, folder = store.fingerprint.digest, store.layout.of(store.fingerprint.digest) / "pins"
+    pins, tool = Pins(Shards(store.layout)), CacheFolder(tmp_path / "cache")
     tool.pin(digest, named("a"))
     status = folder.stat()
     assert pins.kept(digest) == {named("a")}

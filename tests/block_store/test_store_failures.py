@@ -159,6 +159,19 @@ def test_a_full_disk_evicts_first(tmp_path, monkeypatch):
     assert [path.name for path in (tmp_path / "cache").rglob(".*")] == []
 
 
+@pytest.mark.parametrize("missing", ["shard", "fingerprint"])
+def test_a_full_disk_that_has_no_room_for_a_folder_evicts_first(tmp_path, monkeypatch, missing):
+    store = open_store(tmp_path / "cache")
+    put_chain(open_store(tmp_path / "cache", model="another model"), *"abcdef")
+    store.tend()
+    if missing == "fingerprint":
+        shutil.rmtree(store.layout.of(store.fingerprint.digest))
+    Refusal(monkeypatch, "mkdir", errno.ENOSPC, times=1)
+    assert put(store, "g")
+    assert found(store, "g") == "g" and store.failure is None
+    assert store.stats().num_evicted == 2
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_a_disk_that_stays_full_is_given_up(tmp_path, monkeypatch, number):
     store = open_store(tmp_path / "cache")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import sqlite3
 import threading
 from pathlib import Path
@@ -21,7 +22,7 @@ from helpers.block_stores import (
     put_chain,
 )
 
-from mlx_paged.block_store import CacheFolder
+from mlx_paged.block_store import CacheFolder, FolderSize
 from mlx_paged.block_store import inventory as inventory_module
 from mlx_paged.block_store import reconcile as reconcile_module
 from mlx_paged.block_store.index import Index, IndexRow, nbytes_on_disk
@@ -351,6 +352,20 @@ def test_files_that_no_process_has_noted_down_count_after_the_next_start(tmp_pat
     assert found(store, "abcde") == "cde"
 
 
+def test_the_rows_of_files_that_have_vanished_go_at_the_next_start(tmp_path):
+    store, other = (open_store(tmp_path / "cache", model=model) for model in ("one", "another"))
+    put_chain(store, *"abc")
+    put_chain(other, *"de")
+    store.close()
+    other.close()
+    file_of(store, "c").unlink()
+    shutil.rmtree(file_of(store, "b").parent)
+    shutil.rmtree(store.layout.of(other.fingerprint.digest))
+    tool = CacheFolder(tmp_path / "cache")
+    assert [entry.name for entry in tool.entries()] == [(store.fingerprint.digest, named("a"))]
+    assert tool.size() == FolderSize(1, UNIT)
+
+
 def test_the_times_of_files_count_more_than_those_of_the_index(tmp_path):
     store = open_store(tmp_path / "cache")
     for age, name in enumerate("abc"):
@@ -380,7 +395,7 @@ def test_a_block_that_is_written_during_a_listing_stays_in_the_index(tmp_path, m
     put_chain(store, *"abc")
     store.tend()
     # As if all had been written after the folders were listed.
-    monkeypatch.setattr(reconcile_module, "_list_shard", lambda folder: {})
+    monkeypatch.setattr(reconcile_module, "_list_shard", lambda *_: {})
     other = open_store(tmp_path / "cache")
     other.tend()
     assert other.stats().num_blocks == 3

@@ -18,6 +18,7 @@ from mlx_paged.block_store import index as index_module
 from mlx_paged.block_store import inventory as inventory_module
 from mlx_paged.block_store import notes as notes_module
 from mlx_paged.block_store import reconcile as reconcile_module
+from mlx_paged.block_store import shards as shards_module
 from mlx_paged.block_store import store as store_module
 
 LIMIT = 5
@@ -68,7 +69,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp())
         self.patch = pytest.MonkeyPatch()
         self.clock = Clock()
-        for module in (store_module, notes_module, inventory_module, reconcile_module):
+        modules = (inventory_module, notes_module, reconcile_module, shards_module, store_module)
+        for module in modules:
             self.patch.setattr(module, "time", self.clock)
         self.patch.setattr(store_module, "_MOST_SECONDS_BETWEEN_SWEEPS", 0.0)
         self.times: dict[str, float] = {}  # of the last use, of what should be there

@@ -9,6 +9,8 @@ import sys
 from helpers.block_stores import block_files, fingerprint, named, open_store, payload_of
 
 from mlx_paged.block_store import BlockStore, CacheFolder
+from mlx_paged.block_store.directory import name_aside
+from mlx_paged.block_store.layout import TAG_NAME
 
 WORKER = """
 import json, random, sys, time
@@ -82,6 +84,15 @@ def test_processes_that_share_a_folder_never_see_a_wrong_byte(tmp_path):
     assert len(files) == store.stats().num_blocks <= 24
     assert [path for path in (tmp_path / "cache").rglob("*.tmp")] == []
     assert [file for file in CacheFolder(tmp_path / "cache").verify() if file.problem] == []
+
+
+def test_a_folder_is_taken_while_another_process_writes_its_tag(tmp_path):
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    (folder / name_aside(TAG_NAME)).write_bytes(b"Signature")
+    store = open_store(folder)
+    assert (folder / TAG_NAME).exists() and store.failure is None
+    store.close()
 
 
 def test_what_one_process_wrote_another_one_reads(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 from helpers.cache_helpers import assert_holds
 
 from mlx_paged.cache import KVCacheConfig, PagedKVCache
-from mlx_paged.ops import choose
+from mlx_paged.ops import CopyDetector, choose
 
 
 def config(num_slots: int) -> KVCacheConfig:
@@ -75,6 +75,39 @@ def test_the_memory_counter_sees_a_slab_that_is_copied(monkeypatch):
     holder = cache.arrays[0][0:1]
     mx.eval(holder)
     assert extra_bytes(cache, {"b": 1}) > config(100_000).nbytes // 4 // 2
+
+
+def step_of_one_token(cache: PagedKVCache) -> None:
+    k = rows(1)
+    with cache.step({"b": 1}):
+        outputs = [
+            layer.update_and_attend(new, new, new, scale=0.1)
+            for layer, new in zip(cache.layers, k, strict=True)
+        ]
+        mx.eval(outputs, cache.arrays)
+
+
+def test_a_cache_that_watches_for_copies_leaves_the_peak_of_the_process_as_it_is():
+    cache = filled_cache(100_000)
+    cache._copy_detector = CopyDetector(3)  # as on Metal
+    mx.eval(mx.zeros((2**28,), mx.uint8))  # a prefill, say
+    peak = mx.get_peak_memory()
+    for _ in range(4):
+        step_of_one_token(cache)
+    assert mx.get_peak_memory() == peak
+
+
+def test_a_slab_of_any_layer_that_a_step_copies_is_reported_once():
+    cache = filled_cache(1_000)
+    cache._copy_detector = CopyDetector(3)
+    step_of_one_token(cache)
+    held = cache.layers[1].kv.v[0][0:1]
+    mx.eval(held)
+    with pytest.warns(UserWarning, match="MLX copies slabs instead of writing into them") as said:
+        step_of_one_token(cache)
+    mx.eval(holds := cache.layers[0].kv.k[0][0:1])
+    step_of_one_token(cache)
+    assert len(said) == 1 and held.size and holds.size
 
 
 def test_materialize_leaves_no_view_behind_that_would_make_the_next_write_copy():

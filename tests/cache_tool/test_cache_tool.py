@@ -213,6 +213,87 @@ def test_verify_finds_what_was_altered_and_removes_it_if_told_to(folder: Path, c
     assert cache("verify", folder)[0] == 0 and len(ends(folder)) == 4
 
 
+def test_blocks_from_the_future_are_older_than_anything(folder: Path, cache):
+    for path in folder.glob("blocks/*/*/*.kv"):
+        os.utime(path, (time.time() + 1e8, time.time() + 1e8))
+    assert cache("rm", folder, "--older-than", "30d")[:2] == (0, "removed 7 files, 29 kB\n")
+
+
+def immutable(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    """Let the system refuse to remove a file, as it does one that is marked so."""
+    unlink = os.unlink
+
+    def refuse(name: str, **options: object) -> None:
+        if os.path.basename(name) == path.name:
+            raise PermissionError(1, "Operation not permitted")
+        unlink(name, **options)
+
+    monkeypatch.setattr(os, "unlink", refuse)
+
+
+def test_verify_goes_on_after_what_it_can_not_remove(
+    folder: Path, cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    files = sorted(folder.glob("blocks/*/*/*.kv"))
+    a_folder, kept, torn, behind_a_link = files[:4]
+    for path in (kept, torn):
+        path.write_bytes(path.read_bytes()[:-1])
+    a_folder.unlink()
+    a_folder.mkdir()
+    shutil.move(behind_a_link.parent, tmp_path / "elsewhere")
+    behind_a_link.parent.symlink_to(tmp_path / "elsewhere")
+    immutable(monkeypatch, kept)
+    status, out, err = cache("verify", folder, "--delete")
+    assert (status, err) == (1, "")
+    *lines, end = out.splitlines()
+    assert end.endswith("read and checked: 4 bad, 1 of them removed")
+    assert sorted(lines) == sorted(
+        [
+            f"{a_folder}: it is no regular file",
+            f"{a_folder}: it is a folder",
+            f"{kept}: it has another size than its header says",
+            f"{kept}: it can't be removed: Operation not permitted",
+            f"{torn}: it has another size than its header says",
+            f"{behind_a_link.parent}: it can't be read: Not a directory: {behind_a_link.parent} "
+            "(links are not followed)",
+        ]
+    )
+    assert not torn.exists() and (tmp_path / "elsewhere" / behind_a_link.name).exists()
+    found = json.loads(cache("verify", folder, "--delete", "--json")[1])
+    assert (len(found["bad"]), found["were_deleted"], found["num_deleted"]) == (3, False, 0)
+    assert [each["path"] for each in found["left"]] == [str(kept), str(a_folder)]
+
+
+def test_rm_goes_on_after_what_it_can_not_remove(
+    folder: Path, cache, monkeypatch: pytest.MonkeyPatch
+):
+    assert cache("ls", folder)[0] == 0
+    a_folder, kept = sorted(folder.glob("blocks/*/*/*.kv"))[:2]
+    monkeypatch.setattr("mlx_paged.cache_tool.verbs.of_model", replace_by_a_folder(a_folder))
+    immutable(monkeypatch, kept)
+    status, out, err = cache("rm", folder, "--all")
+    assert (status, err) == (1, "")
+    assert sorted(out.splitlines()) == sorted(
+        [
+            f"{a_folder}: it is a folder",
+            f"{kept}: it can't be removed: Operation not permitted",
+            "removed 5 files, 20 kB",
+        ]
+    )
+    assert [path for path in folder.glob("blocks/*/*/*.kv") if path.is_file()] == [kept]
+
+
+def replace_by_a_folder(path: Path):
+    """A choice of models, while which a block becomes a folder."""
+
+    def of_model(trees, name):
+        path.unlink()
+        path.mkdir()
+        return trees
+
+    return of_model
+
+
 def test_size_compares_with_a_limit(folder: Path, cache):
     put(folder, FIRST, OTHER)
     out = cache("size", folder)[1]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_paged.block_store import store
+from mlx_paged.block_store.shards import Shards
 from mlx_paged.chat.screen import Screen
 
 QUESTION = (
@@ -49,11 +49,10 @@ def test_stats_say_what_came_from_disk_and_what_lies_there(run_chat, tmp_path: P
 def test_a_disk_that_fails_is_a_line_of_the_chat(
     run_chat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    def full(path: str, pieces: object) -> None:
-        if path.endswith(".kv"):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(store, "write_aside", full)
+    monkeypatch.setattr(Shards, "write", full)
     lines = f"{QUESTION}\n{QUESTION}\n{QUESTION}\n/stats\n"
     status, out, error = run_chat(*BUDGET, "--cache-dir", str(tmp_path), stdin=lines)
     assert status == 0 and out.count("The code of apple is 4821.") == 3

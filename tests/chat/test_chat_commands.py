@@ -148,10 +148,15 @@ def test_a_message_beyond_the_context_is_one_line(chat_with, caplog: pytest.LogC
     assert (status, out, caplog.messages) == (2, "", [])
     assert re.search(
         r"error: \[context\] a prompt of \d+ tokens leaves no room .* at most 4096 tokens "
-        r"together; shorten the prompt or raise --max-model-len$",
+        r"together; the model was made for no more; shorten the prompt$",
         err,
         re.M,
     )
+
+
+def test_a_context_that_can_be_longer_says_how_long(chat_with):
+    _, _, err = chat_with("word " * 100, "--max-model-len", "40")
+    assert "shorten the prompt or raise --max-model-len, which may be 4096" in err
 
 
 def test_a_piped_message_has_many_lines_and_its_last_line_end_is_no_part_of_it(chat_with):
@@ -224,6 +229,10 @@ def test_a_prompt_that_can_not_fit_says_the_sum_and_the_way_out(chat_with):
             "argument --prefill-step-size: must be a whole number, at least 1",
         ),
         (["--speed", "fast"], "unrecognized arguments: --speed"),
+        (["--temperature=0.7"], "unrecognized arguments: --temperature=0.7; use --temp (see"),
+        (["--max-new-tokens=5"], "unrecognized arguments: --max-new-tokens=5; use --max-tokens (s"),
+        (["--n-ctx", "5"], "use --max-model-len (see --help)"),
+        (["--max-num-seqs=5"], "unrecognized arguments: --max-num-seqs=5 (see --help)"),
         (["--model", "/no/such/folder"], "no folder '/no/such/folder'"),
         (
             ["--model", "nothing"],

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from helpers.terminal import saved_messages
 
-from mlx_paged import demo_model_path, load
+from mlx_paged import demo_model_path, load, memory
 from mlx_paged.chat import program
 from mlx_paged.chat.command_line import setup_arg_parser
 
@@ -49,7 +49,8 @@ def test_one_line_before_the_first_message_and_one_after_each_answer(talk):
     assert start == (
         "[bundled demo model (qwen3, native) | CPU, reference | "
         "paged K/V: 64 blocks of 16 tokens, 2.1 MB | "
-        "context: 4,096 tokens | greedy (the model's) | /help]"
+        "context: 1,024 of 4,096 tokens, as many as the K/V budget holds | "
+        "greedy (the model's) | /help]"
     )
     numbers = (
         r"^\[\d+\.\d\d s to first token \| \d+\.\d tokens/s \| "
@@ -57,6 +58,45 @@ def test_one_line_before_the_first_message_and_one_after_each_answer(talk):
     )
     found = [re.match(numbers + r"blocks in use\]$", line).groups() for line in figures]
     assert found == [("0", "17", "1"), ("16", "50", "4")]
+
+
+def test_the_context_is_the_models_where_the_budget_holds_it(talk):
+    _, _, err = talk("hello", argv=("--kv-cache-bytes", "256blocks"))
+    assert "| context: 4,096 tokens |" in err
+    _, _, err = talk("hello", argv=("--kv-cache-bytes", "255blocks", "--verbose"))
+    assert (
+        "[context: 4,080 of 4,096 tokens, as many as the K/V budget holds; prompt and answer "
+        "together]" in err
+    )
+    _, _, err = talk("hello", argv=("--kv-cache-bytes", "255blocks", "--window", "64"))
+    assert "| context: without end; the first" in err
+
+
+def test_a_model_that_does_not_fit_is_said_to_in_one_line_before_the_first_message(
+    talk, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(memory, "memory_size", lambda: 200_000)
+    monkeypatch.setattr(memory, "MIN_KV_CACHE_BYTES", 2**21)
+    status, _, err = talk("hello")
+    warning, start, _ = err.splitlines()
+    assert status == 0 and warning.startswith("[engine] the model does not fit into this machine")
+    assert "holds 1,008 of its 4,096 tokens of context" in warning and "--kv-bits" in warning
+    assert "context: 1,008 of 4,096 tokens" in start
+
+
+def test_a_wired_limit_is_asked_for_by_a_flag(run_chat, monkeypatch: pytest.MonkeyPatch):
+    status, _, err = run_chat("hello", "--wired-limit", "all")
+    assert status == 2 and "argument --wired-limit: must be 'recommended' or bytes" in err
+    monkeypatch.setattr(memory, "recommended_memory", lambda: 10**9)
+    status, _, err = run_chat("hello", "--wired-limit", "2G")
+    assert status == 2 and err.endswith(
+        "error: [engine] --wired-limit: 2,147,483,648 bytes are more than the 1,000,000,000 that "
+        "Metal recommends on this machine; give less, or raise the system's limit with sudo sysctl "
+        "iogpu.wired_limit_mb=N\n"
+    )
+    monkeypatch.setattr(memory, "recommended_memory", lambda: 0)
+    status, _, err = run_chat("hello", "--wired-limit", "recommended")
+    assert status == 0 and "[engine] wired_limit does nothing here: only Metal wires" in err
 
 
 def test_quantised_kv_says_its_format_and_the_bytes_of_a_token(talk):
@@ -75,7 +115,7 @@ def test_a_basic_cache_counts_blocks_as_a_paged_one_does(talk):
     start, figures = err.splitlines()
     assert (
         "| CPU, MLX SDPA | basic K/V: 64 blocks of 16 tokens, 2.1 MB | "
-        "context: 4,096 tokens |" in start
+        "context: 1,024 of 4,096 tokens, as many as the K/V budget holds |" in start
     )
     assert re.search(r"prompt tokens reused \| \d+ of 64 blocks in use\]$", figures)
 
@@ -121,7 +161,8 @@ def test_answers_have_no_limit_but_the_context(talk, model_folder):
         generation_config={"eos_token_id": 3},
     )
     _, _, err = talk("hello", argv=("--model", str(folder)))
-    assert "[the answer was cut: the context of 400 tokens is full" in err
+    # No flag, as the model was made for no more.
+    assert "[the answer was cut: the context of 400 tokens is full; /reset begins" in err
 
 
 # Commands
@@ -297,10 +338,10 @@ def test_a_list_of_messages_can_be_loaded_and_its_open_question_answered(talk, t
         (b"[" * 100_000, "is no conversation: "),
         (b"{}", "is no conversation: it has no list of messages"),
         (b'{"version": 2, "messages": []}', "is of version 2, and only 1 can be read"),
-        (b"[]", "can't be gone on with: [chat] messages is empty"),
+        (b"[]", "can't be gone on with: messages is empty"),
         (
             b'[{"role": "user", "content": 7}]',
-            "can't be gone on with: [chat] the content of messages[0] must be a text",
+            "can't be gone on with: the content of messages[0] must be a text",
         ),
         (
             b'[{"role": "user", "content": [{"type": "image"}]}]',
@@ -317,6 +358,37 @@ def test_what_is_no_conversation_is_not_loaded_and_the_one_that_is_there_lives_o
     _, out, err = talk("My name is Tom.", f"/load {file}", "What is my name?")
     assert out[-1] == "Your name is Tom."
     assert len([said for said in err.splitlines() if str(file) in said and line in said]) == 1
+
+
+TEMPLATE_THAT_QUOTES = (
+    "{% for m in messages %}{% if m.role not in ('system', 'user') %}"
+    "{{ raise_exception('no role ' + m.role) }}{% endif %}{{ m.content }}{% endfor %}"
+)
+ESCAPES = "\x1b[2J\x1b]0;owned\x07\x9b31m"
+
+
+@pytest.mark.parametrize(
+    ("content", "commands"),
+    [
+        ([{"role": "system", "content": ESCAPES}], ["/system"]),
+        ([{"role": ESCAPES, "content": "hello"}], []),
+        ([{"role": "user", "content": [{"type": ESCAPES}]}], []),
+        ({"version": ESCAPES, "messages": []}, []),
+        ({"messages": [{"role": "user", "content": "a"}], "kv_file": ESCAPES}, []),
+        ({"messages": ESCAPES}, []),
+        (ESCAPES, []),
+    ],
+)
+def test_a_file_from_elsewhere_moves_no_cursor_and_sets_no_title(
+    talk, tmp_path: Path, model_folder: Callable[..., Path], content: object, commands: list[str]
+):
+    folder = model_folder({"chat_template.jinja": TEMPLATE_THAT_QUOTES})
+    file = tmp_path / "from_elsewhere.json"
+    file.write_text(json.dumps(content))
+    status, out, err = talk(f"/load {file}", *commands, argv=("--model", str(folder)))
+    assert (status, out) == (0, [])
+    assert re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", err) is None
+    assert str(file) in err
 
 
 def test_only_a_saved_conversation_is_overwritten(talk, tmp_path: Path):
@@ -357,11 +429,9 @@ def test_a_template_that_refuses_is_one_line_and_the_conversation_lives_on(
     lines = ["My name is Tom.", "/system Be brief.", "stop", "What is my name?", "/stats"]
     status, out, err = talk(*lines, argv=("--model", str(folder)))
     assert status == 0 and out[-1] == "Your name is Tom." and "messages: 4," in err
-    assert (
-        "[[chat template] the model's chat template refuses the messages: no system]"
-        in err.splitlines()
-    )
-    assert "[[chat template] the model's chat template fails: UndefinedError: " in err
+    assert "[the model's chat template refuses the messages: no system]" in err.splitlines()
+    assert "[[" not in err
+    assert "[the model's chat template fails: UndefinedError: " in err
 
 
 def test_a_template_that_refuses_the_one_message_is_the_programs_error(

@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import re
+import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -65,6 +66,18 @@ def test_a_loaded_conversation_goes_on_with_its_kv(talk, tmp_path: Path, kv: str
     assert (tmp_path / f"talk.json{KV}").read_bytes() == before
 
 
+def test_only_its_owner_can_read_what_is_saved(talk, tmp_path: Path):
+    file = tmp_path / "talk.json"
+    files = [file, tmp_path / f"talk.json{KV}"]
+    talk(*QUESTIONS, f"/save {file}")
+    modes = [[stat.S_IMODE(each.stat().st_mode) for each in files]]
+    for each in files:
+        each.chmod(0o664)
+    talk(*QUESTIONS, f"/save {file}")
+    modes.append([stat.S_IMODE(each.stat().st_mode) for each in files])
+    assert modes == [[0o600, 0o600]] * 2
+
+
 def test_kv_that_can_not_be_used_are_said_and_the_messages_load(
     talk, tmp_path: Path, model_folder: Callable[..., Path]
 ):
@@ -121,7 +134,7 @@ def test_messages_are_saved_where_kv_can_not_be(
     with monkeypatch.context() as patch:
         patch.setattr(Engine, "save_snapshot", full)
         _, _, err = talk(QUESTIONS[0], f"/save {file}")
-    assert "[the K/V are not saved: [Errno 28] No space left on device]" in err
+    assert "[the K/V are not saved: No space left on device]" in err
     assert f"[saved to {file}: messages: 2]" in err and len(saved_messages(file)) == 2
     assert os.listdir(tmp_path) == ["talk.json"]
     # Another file in the place of the K/V.
@@ -207,14 +220,12 @@ def test_what_can_not_stand_behind_a_prompt_cache_is_said(talk, cached, tmp_path
     file, saved = cached(STORY), tmp_path / "talk.json"
     argv = ("--prompt-cache-file", str(file))
     _, _, err = talk("What is my name?", "/system Be brief.", f"/save {saved}", argv=argv)
-    assert "[chat] a system prompt can't stand behind a prompt cache, in which" in err
-    assert "[the K/V are not saved: [chat] the conversation stands behind a prompt cache" in err
+    assert "[a system prompt can't stand behind a prompt cache, in which" in err
+    assert "[the K/V are not saved: the conversation stands behind a prompt cache" in err
     assert len(saved_messages(saved)) == 2
     talk("hello", f"/save {saved}")
     _, _, err = talk(f"/load {saved}", "What is my name?", argv=argv)
-    assert (
-        "[the K/V are not loaded, and computed again: [chat] the conversation stands behind" in err
-    )
+    assert "[the K/V are not loaded, and computed again: the conversation stands behind" in err
 
 
 def test_a_snapshot_stands_before_a_conversation(talk, tmp_path: Path):

@@ -21,6 +21,7 @@ from helpers.engine_helpers import CONFIG
 from helpers.engine_runs import ask_alone, assert_nothing_held, greedy, load_demo, prompt, sampled
 
 from mlx_paged.cache import PromptTooLongError
+from mlx_paged.distributed import RanksError
 from mlx_paged.engine.async_engine import AsyncEngine, EngineStoppedError
 from mlx_paged.models import qwen3
 
@@ -308,16 +309,27 @@ def test_the_failure_of_the_engines_thread_reaches_readers_and_whoever_comes_lat
             raise SystemError("the bookkeeping is broken")
 
         engine.engine.scheduler.schedule = broken
-        for outputs in (first, second):
-            with pytest.raises(EngineStoppedError, match="the bookkeeping is broken") as caught:
-                list(outputs)
-            assert isinstance(caught.value.__cause__, SystemError)
-        with pytest.raises(EngineStoppedError, match="the bookkeeping is broken") as caught:
-            list(engine.stream(prompt(5)))
-        assert isinstance(caught.value.__cause__, SystemError)
+        # All readers are told, so what the failure quotes of one of them is not in the message.
+        told = r"^\[engine\] it stopped: SystemError at engine/test_async_engine\.py:\d+$"
+        for read in (first.__next__, second.__next__, lambda: next(engine.stream(prompt(5)))):
+            with pytest.raises(EngineStoppedError, match=told) as caught:
+                while True:
+                    read()
+            assert str(caught.value.__cause__) == "the bookkeeping is broken"
         stopped = engine.stopped()
         assert stopped is not None and isinstance(stopped.__cause__, SystemError)
         # And ending it does not hang.
+
+
+def test_readers_are_told_in_its_own_words_what_failed_if_those_quote_nothing(model: qwen3.Model):
+    with AsyncEngine(model, kv_cache_bytes="100blocks") as engine:
+
+        def broken(*args: Any, **kwargs: Any) -> Any:
+            raise RanksError("[ranks] rank 1 has ended")
+
+        engine.engine.scheduler.schedule = broken
+        with pytest.raises(EngineStoppedError, match=r"^\[engine\] it stopped: rank 1 has ended$"):
+            list(engine.stream(prompt(20)))
 
 
 # Ending

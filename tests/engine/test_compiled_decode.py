@@ -18,6 +18,15 @@ import mlx.nn as nn
 import pytest
 from helpers import interrupted_lines
 from helpers.engine_runs import greedy, load_demo, make_engine, prompt, run
+from helpers.mlx_lm_models import (
+    GEMMA3,
+    GEMMA3N,
+    GPT_OSS,
+    LLAMA,
+    Config,
+    random_model,
+    stock_tokens,
+)
 from helpers.workloads import Workload, assert_same
 from mlx.utils import tree_map
 from paged_testing.pure_metal import pure_metal
@@ -27,6 +36,7 @@ from mlx_paged.cache.paged import PagedKVCache, PagedLayerKV
 from mlx_paged.engine import compiled_decode
 from mlx_paged.engine.compiled_decode import CompiledDecode
 from mlx_paged.engine.engine import Engine
+from mlx_paged.models.mlx_lm import adapt
 from mlx_paged.ops import SlotMapping, traced_decode
 
 NUM_BUILT_FIRST = compiled_decode.NUM_BUILT_FIRST
@@ -139,6 +149,20 @@ def test_requests_of_every_kind_get_the_same_as_in_plain_mlx(
     plain = workload.run(demo, backend="reference")
     for name in workload.asks:
         assert_same(ahead.outputs[name], plain.outputs[name])
+
+
+@pytest.mark.parametrize("config", [LLAMA, GEMMA3, GEMMA3N, GPT_OSS], ids=lambda c: c["model_type"])
+def test_models_of_mlx_lm_are_replayed_and_answer_as_there(config: Config, at_once: None):
+    # Layers without windows and with them, with sinks, and layers that read the K/V of others.
+    model = random_model(config)
+    asked = {"a": prompt(20), "b": prompt(5, seed=1)}
+    expected = {name: [stock_tokens(model, ids, 16)] for name, ids in asked.items()}
+    engine = make_engine(adapt(model, config))
+    replays = replays_of(engine)
+    requests = {name: (ids, greedy(16, ignore_eos=True)) for name, ids in asked.items()}
+    assert tokens_of(engine, requests) == expected
+    # The first step is that of the prompts.
+    assert replays == [False] + [True] * 15
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged import LLM
 from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.token_rules import read_token_rules
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models import qwen3
 from mlx_paged.request import CompletionOutput
@@ -256,6 +257,21 @@ def test_bad_words_are_never_said_with_or_without_a_space(demo: tuple[Any, Any])
                 places = range(len(tokens) - len(banned) + 1)
                 assert all(tokens[n : n + len(banned)] != banned for n in places)
     assert complete(engine, ASK, greedy(40, ignore_eos=True, bad_words=word)).text != full.text
+
+
+def test_blanks_before_a_bad_word_change_nothing(demo: tuple[Any, Any]):
+    tokenizer = demo[1]
+
+    def banned(word: str) -> tuple[tuple[int, ...], ...]:
+        params = SamplingParams(bad_words=[word])
+        return read_token_rules(params, tokenizer, len(tokenizer)).bad_words
+
+    forms = [tuple(tokenizer.encode(form, add_special_tokens=False)) for form in ("lo", " lo")]
+    assert len(set(forms)) == 2
+    for blanks in ("", " ", "  ", "\n", "\t ", "\u3000"):
+        assert banned(f"{blanks}lo") == tuple(forms), repr(blanks)
+    # Behind the word and in it, they belong to it.
+    assert banned("lo ") != tuple(forms) != banned("l o")
 
 
 def test_allowed_token_ids_are_all_that_is_said(model: qwen3.Model):

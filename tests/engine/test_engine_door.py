@@ -178,7 +178,8 @@ def test_an_answer_that_reaches_the_context_ends_with_length(
 def test_the_context_of_a_model_is_the_limit_unless_a_lower_one_is_given(model: qwen3.Model):
     context = model.args.max_position_embeddings
     assert make_engine(model).max_model_len == context
-    assert make_engine(model, max_model_len=100).max_model_len == 100
+    for length in (2, 100, context):
+        assert make_engine(model, max_model_len=length).max_model_len == length
     for limit in (context + 1, 1, 0, -1, "100", 1.5, True):
         with pytest.raises(
             ValueError, match=f"max_model_len must be a whole number within 2..{context}"

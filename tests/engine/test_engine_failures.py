@@ -22,6 +22,7 @@ from helpers.engine_runs import (
 from paged_testing.soak import raises_at
 
 from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.token_texts import TokenTexts
 from mlx_paged.models import qwen3
 from mlx_paged.request import RequestOutput
 
@@ -155,7 +156,7 @@ def test_a_tokenizer_that_raises_fails_the_request_that_asked_for_text(max_token
     model, tokenizer = load_demo()
     engine = make_engine(model, tokenizer)
     engine.add_request("fails", "Hello", greedy(max_tokens, logprobs=1))
-    engine._reports.states["fails"]._tokenizer = BrokenTokenizer(tokenizer)
+    engine._reports.states["fails"]._texts = TokenTexts(BrokenTokenizer(tokenizer))
     engine.add_request("good", "Hello", greedy(5, ignore_eos=True))
     outputs = run(engine)
     assert reasons(outputs) == {"fails": "error", "good": "length"}

@@ -352,18 +352,20 @@ def test_a_block_that_a_failed_step_was_to_fill_is_not_found(model: qwen3.Model)
     assert run(engine)["a"].outputs[0].token_ids == ask_alone(model, prompt(30), greedy(12))
 
 
+@pytest.mark.parametrize("token", [61, 10**6, -1])
 def test_a_sampler_that_chooses_no_token_of_the_vocabulary_fails_its_request_alone(
-    model: qwen3.Model,
+    model: qwen3.Model, token: int
 ):
+    assert model.args.vocab_size == 61
     calls = iter(range(100))
 
     def wild(logprobs: mx.array) -> mx.array:
-        return mx.array([10**6 if next(calls) == 3 else 1])
+        return mx.array([token if next(calls) == 3 else 1])
 
     engine = ahead_engine(model)
     engine.add_request("wild", prompt(20), greedy(12, sampler=wild))
     engine.add_request("b", prompt(40), greedy(12))
     outputs = run(engine)
-    assert "chose token 1000000, outside the model's vocabulary" in str(outputs["wild"].error)
+    assert f"chose token {token}, outside the model's vocabulary" in str(outputs["wild"].error)
     assert outputs["wild"].outputs[0].token_ids == [1, 1, 1]
     assert outputs["b"].outputs[0].token_ids == ask_alone(model, prompt(40), greedy(12))

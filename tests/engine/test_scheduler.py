@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import pytest
-from helpers.scheduler_helpers import FakeEngine, names, of_kind, predicted_tokens, ran, tokens
+from helpers.scheduler_helpers import (
+    FakeEngine,
+    FakeSupply,
+    names,
+    of_kind,
+    predicted_tokens,
+    ran,
+    tokens,
+)
 
+from mlx_paged.config import SchedulerConfig
+from mlx_paged.core import KEEP_ALL, BlockPool, KVCacheManager, Retention
 from mlx_paged.engine.batch import Batch, CopyBlocks
-from mlx_paged.request import RequestStatus
+from mlx_paged.engine.scheduler import Scheduler
+from mlx_paged.request import Request, RequestStatus, SamplingParams
 
 # Chunks and budgets
 
@@ -371,3 +382,37 @@ def test_one_request_alone_is_not_admitted_beside_as_many_as_may_run():
     engine.step()
     assert ran(engine.step(only=waiting)) == {}
     engine.run()
+
+
+@pytest.mark.parametrize("num_prompt_tokens", [1, 5])
+@pytest.mark.parametrize("num_blocks", [15, *range(18, 26), 40])
+def test_a_step_ahead_has_all_that_run_where_tokens_leave_windows(
+    num_blocks: int, num_prompt_tokens: int
+):
+    retentions = [KEEP_ALL, *(Retention.sliding_window(window, 4) for window in (7, 11))]
+    supply = FakeSupply(num_blocks, 4)
+    supply.manager = KVCacheManager(BlockPool(1 + num_blocks, 4), retentions=retentions)
+    scheduler = Scheduler(supply, SchedulerConfig(4, 4, 4, watermark=0.0))
+    for index in range(3):
+        params = SamplingParams(max_tokens=16)
+        scheduler.add(Request(str(index), tokens(num_prompt_tokens, 100 * index), params))
+    ahead, num_ahead, num_short = None, 0, 0
+    while scheduler.requests:
+        batch = scheduler.schedule() if ahead is None else ahead
+        awaited = [part.request for part in batch.scheduled if part.num_logit_rows]
+        ahead = scheduler.schedule_ahead(awaited)
+        if ahead is None:
+            num_short += 1
+        else:
+            # But one whose awaited token is its last.
+            assert set(ahead.requests) >= {
+                request
+                for request in scheduler.running
+                if request.awaits_token or request.num_computed_tokens < request.num_tokens
+            }
+            num_ahead += bool(ahead.requests)
+        for request in awaited:
+            scheduler.append_token(request, 0, ahead)
+    assert num_ahead > 5
+    # Three requests hold up to six blocks of all tokens each, and seven of the last ones.
+    assert (num_short > 0) == (num_blocks < 40)

@@ -251,11 +251,12 @@ def test_drafts_take_no_block_that_holds_a_cached_prefix(model: qwen3.Model):
     run(engine)
     cached = engine.cached_block_ids(prompt(64))
     assert len(cached) == 4
-    # Two blocks are left: the prompt fills one of them and a half.
-    engine.add_request("new", prompt(24, seed=5), greedy(8))
-    run(engine)
+    # Two blocks are left. With the prompt and the next token, two slots of theirs are.
+    engine.add_request("new", prompt(29, seed=5), greedy(20))
+    while not counts_of(engine):
+        engine.step()
     assert engine.cached_block_ids(prompt(64)) == cached and engine.stats().num_evictions == 0
-    assert counts_of(engine)[0] == (6, 6)
+    assert counts_of(engine) == [(2, 2)]
 
 
 def test_rejected_drafts_give_their_blocks_back(model: qwen3.Model):

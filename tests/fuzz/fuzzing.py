@@ -117,9 +117,11 @@ def run_case(case: Case, deadline: float) -> tuple[str, str | None]:
 
 def is_left(thread: threading.Thread) -> bool:
     """Whether a thread is one that a case should have ended. tqdm's own is one for the process, and
-    those of an event loop's executor are the server's, which all cases share.
+    those of an event loop's executor, and those that prepare requests, are the server's, which all
+    cases share.
     """
-    is_shared = isinstance(thread, TMonitor) or thread.name.startswith("asyncio_")
+    servers = ("asyncio_", "mlx_paged prompts", "mlx_paged grammars")
+    is_shared = isinstance(thread, TMonitor) or thread.name.startswith(servers)
     return thread.is_alive() and not is_shared
 
 

@@ -40,6 +40,7 @@ async def asked(
     headers: dict[str, str] | None = None,
     body: Iterable[bytes] = (b"",),
     leaves: bool = False,
+    state: dict[str, Any] | None = None,
 ) -> Answered:
     chunks = list(body)
     scope: dict[str, Any] = {
@@ -57,7 +58,7 @@ async def asked(
             (name.lower().encode(), value.encode("latin-1"))
             for name, value in {"host": "127.0.0.1:8000", **(headers or {})}.items()
         ],
-        "state": {},
+        "state": {} if state is None else state,
     }
     sent: list[dict[str, Any]] = []
 
@@ -108,3 +109,6 @@ class IdleEngine:
 
     def abort_all(self) -> None:
         self.num_aborts += 1
+
+    def step_seconds(self) -> float:
+        return 0.0

@@ -32,6 +32,7 @@ def entry(prefix: str, fingerprint: Fingerprint = DEMO, **fields: object) -> Ent
         "group": 0,
         "nbytes": 1_000_000,
         "created": NOW - 3600,
+        "ttl": None,
         "last_used": NOW - age,
         "num_hits": 0,
         "is_pinned": False,

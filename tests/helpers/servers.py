@@ -156,6 +156,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 20) -> None:
 
 
 def is_idle(service: Service) -> bool:
-    """Nothing runs or waits, and nobody holds a block."""
+    """Nothing runs or waits, no request has a name, and no block is held."""
     stats = service.engine.stats()
-    return (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
+    is_quiet = (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
+    return is_quiet and not service.engine.engine.has_unfinished_requests()

@@ -50,5 +50,5 @@ def test_an_answer_after_a_restart_is_that_of_the_reference(
         assert tokens == expected
         assert num_read_tokens >= len(facts) // 8 * 8
     reference = Engine(model, tokenizer, backend="reference", cache_dir=tmp_path, **options)
-    tokens, num_read_tokens = answers(reference, prompts)
-    assert tokens == expected and num_read_tokens
+    # What the kernels wrote is theirs: they round in other places.
+    assert answers(reference, prompts) == (expected, 0)

@@ -90,6 +90,13 @@ def test_a_write_that_costs_a_slab_is_found(metal, monkeypatch):
     assert check_writes_in_place().endswith(f"so MLX copies the slab of {slab}")
 
 
+def test_the_check_leaves_the_peak_of_the_process_as_it_is(metal):
+    mx.eval(mx.zeros((2**24,), mx.uint8))
+    peak = mx.get_peak_memory()
+    assert check_writes_in_place() is None
+    assert mx.get_peak_memory() == peak
+
+
 @pytest.fixture
 def without_writes_in_place(metal, monkeypatch):
     monkeypatch.setattr(in_place, "check_writes_in_place", lambda: "this device fails the test")

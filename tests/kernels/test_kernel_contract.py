@@ -37,7 +37,8 @@ HEADER = header_constants()
 def test_the_header_has_the_constants_of_python():
     names = [
         *("SIMD_SIZE", "MERGE_STREAMS"),
-        *(name for name in HEADER if name.startswith("WORK_") or name == "PLAN_WORK"),
+        *(name for name in HEADER if name.startswith("WORK_")),
+        *("PLAN_HAS_ROWS", "PLAN_WORK"),
     ]
     assert {name: HEADER[name] for name in names} == {
         name: getattr(attention_plan, name) for name in names
@@ -56,7 +57,7 @@ def test_the_header_names_every_number_of_a_plan():
 
 def test_a_plan_read_by_the_header_says_what_was_packed():
     metadata = AttentionMetadata.build([[3], [9, 1, 7, 4, 5]], [3, 257], [2, 1], 64)
-    packed = attention_plan.AttentionPlan.pack(metadata, 300, has_rows=True, num_kv_heads=16)
+    packed = attention_plan.AttentionPlan.pack(metadata, 300, num_kv_heads=16)
     plan = packed.array.tolist()
 
     def records(kind, count, begin):

@@ -135,6 +135,15 @@ def test_attention_matches_the_formula_over_what_the_slabs_stand_for(case, bits,
         assert_same_bits(METAL.paged_attention(problem.q, hidden, *problem.args[2:]), whole)
 
 
+@pytest.mark.parametrize("context_len", [17, 32], ids=["unused_slots", "full_block"])
+def test_lanes_behind_the_end_of_a_row_take_no_scale_from_behind_it(context_len, metal):
+    # A row of 96 numbers is 12 loads for 16 lanes, and has three groups of 32.
+    problem = make_problem(
+        [context_len], 1, num_kv_heads=1, group=1, head_dim=96, dtype=mx.float16, order="adjacent"
+    )
+    attend_and_compare(quantised(problem, 8, 4))
+
+
 STEPS = {
     "decodes_beside_a_prefill_from_empty": ([17, 40, 1], [1, 40, 1]),
     "runs_beside_a_prefill_with_history": ([300, 70], [12, 7]),

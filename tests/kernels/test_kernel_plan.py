@@ -20,7 +20,7 @@ from mlx_paged.ops.attention_plan import (
 )
 
 
-def pack(seqs, window=None, has_rows=False, block_size=64, num_kv_heads=16):
+def pack(seqs, window=None, block_size=64, num_kv_heads=16):
     """The plan without the zeros at its end, and its numbers of records and partial rows.
 
     ``seqs``: context length, query length and first block id; blocks are adjacent. With 16 KV
@@ -32,7 +32,7 @@ def pack(seqs, window=None, has_rows=False, block_size=64, num_kv_heads=16):
         for n, first in zip(context_lens, first_blocks, strict=True)
     ]
     metadata = AttentionMetadata.build(tables, context_lens, query_lens, block_size)
-    plan = AttentionPlan.pack(metadata, window, has_rows, num_kv_heads)
+    plan = AttentionPlan.pack(metadata, window, num_kv_heads)
     assert plan.array.dtype == mx.int32 and plan.array.size in (64, 128, 256, 512, 1024, 2048, 8192)
     used = plan.array.tolist()
     while used[-1] == 0:
@@ -54,26 +54,30 @@ def numbers(*parts):
 
 
 def test_a_sequence_of_one_partition():
-    head = [15, NO_WINDOW, 0, 0, 0, 0, 0, 0]
+    head = [15, NO_WINDOW, 1, 0, 0, 0, 0, 0]
     work = [0, 256, 100, 1, 0, 0, 15]
     assert pack([(100, 1, 5)]) == (numbers(head, work, 5, 6), 1, 0)
 
 
-def test_rows_from_the_inputs_are_one_number_of_the_head():
-    head = [15, NO_WINDOW, 1, 0, 0, 0, 0, 0]
-    work = [0, 256, 100, 1, 0, 0, 15]
-    assert pack([(100, 1, 5)], has_rows=True) == (numbers(head, work, 5, 6), 1, 0)
+def test_layers_that_write_no_rows_have_the_same_plan_but_for_one_number():
+    step = AttentionMetadata.build([[5, 6]], [100], [1], 64)
+    plan = AttentionPlan.pack(step, None, 16)
+    assert plan.array_without_rows.dtype == mx.int32
+    assert plan.array[2].item() == 1
+    expected = plan.array.tolist()
+    expected[2] = 0
+    assert plan.array_without_rows.tolist() == expected
 
 
 def test_sequences_of_one_partition_each_write_their_own_rows_of_the_result():
-    head = [29, NO_WINDOW, 0, 0, 0, 0, 0, 0]
+    head = [29, NO_WINDOW, 1, 0, 0, 0, 0, 0]
     work = [[0, 256, 100, 1, 0, 0, 29], [0, 256, 256, 3, 1, 1, 31], [0, 256, 2, 2, 4, 4, 35]]
     blocks = [[5, 6], [10, 11, 12, 13], [7]]
     assert pack([(100, 1, 5), (256, 3, 10), (2, 2, 7)]) == (numbers(head, work, blocks), 3, 0)
 
 
 def test_a_sequence_of_several_partitions_has_partials_of_each_one_partition_after_the_other():
-    head = [29, NO_WINDOW, 0, 0, 0, 0, 0, 0]
+    head = [29, NO_WINDOW, 1, 0, 0, 0, 0, 0]
     work = [
         [0, 256, 513, 2, 0, 0, 35],
         [256, 512, 513, 2, 0, 2, 35],
@@ -89,11 +93,7 @@ def test_one_long_sequence_makes_the_short_ones_write_partials_too():
     work = [[0, 256, 3, 2, 0, 0, 38], [0, 256, 257, 1, 2, 2, 39], [256, 512, 257, 1, 2, 3, 39]]
     rows = [[0, 2, 1], [1, 2, 1], [2, 1, 2]]
     blocks = [[9], [1, 2, 3, 4, 5]]
-    assert pack([(3, 2, 9), (257, 1, 1)], has_rows=True) == (
-        numbers(head, work, rows, blocks),
-        3,
-        4,
-    )
+    assert pack([(3, 2, 9), (257, 1, 1)]) == (numbers(head, work, rows, blocks), 3, 4)
 
 
 def test_sequences_of_one_step_are_cut_by_partitions_of_their_own_size():
@@ -110,7 +110,7 @@ def test_sequences_of_one_step_are_cut_by_partitions_of_their_own_size():
 
 def test_partitions_before_the_window_are_left_out():
     # The first query, at position 997, sees 698 to 997: partitions 2 and 3.
-    head = [22, 300, 0, 0, 0, 0, 0, 0]
+    head = [22, 300, 1, 0, 0, 0, 0, 0]
     work = [[512, 768, 1000, 3, 0, 0, 31], [768, 1024, 1000, 3, 0, 3, 31]]
     rows = [[0, 3, 2], [1, 3, 2], [2, 3, 2]]
     assert pack([(1000, 3, 1)], window=300) == (
@@ -121,7 +121,7 @@ def test_partitions_before_the_window_are_left_out():
 
 
 def test_a_window_within_one_partition_needs_no_merge():
-    head = [22, 16, 0, 0, 0, 0, 0, 0]
+    head = [22, 16, 1, 0, 0, 0, 0, 0]
     work = [[768, 1024, 1000, 1, 0, 0, 22], [0, 256, 10, 1, 1, 1, 38]]
     assert pack([(1000, 1, 1), (10, 1, 20)], window=16) == (
         numbers(head, work, list(range(1, 17)), 20),
@@ -211,7 +211,7 @@ def test_the_size_of_a_plan_lasts_for_many_steps():
     def sizes(context_len):
         tables = [range(-(-context_len // 16))]
         step = AttentionMetadata.build(tables, [context_len], [1], 16)
-        plan = AttentionPlan.pack(step, None, True, 8)
+        plan = AttentionPlan.pack(step, None, 8)
         return plan.array.size, plan.num_partitions, plan.num_partial_rows
 
     assert len({sizes(n) for n in range(1, 4097)}) == 17

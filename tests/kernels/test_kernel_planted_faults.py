@@ -18,7 +18,8 @@ from helpers.kernel_checks import (
     random_handle,
 )
 from helpers.kernel_grid import Case
-from helpers.numpy_attention import assert_matches_formula, before_the_step
+from helpers.numpy_attention import assert_matches_formula, before_the_step, make_problem
+from helpers.quantised_problems import quantised
 from metal_emulator import (
     Checks,
     DataRace,
@@ -221,6 +222,17 @@ def test_what_lies_behind_the_end_of_a_run_is_out_of_bounds(text, other, plant, 
         plant(ATTENTION, text, other)
         with pytest.raises(MemoryFault):
             mx.eval(METAL.update_and_attend(problem.q, k, v, kv, *problem.args[2:]))
+
+
+@pytest.mark.slow
+def test_a_scale_from_behind_the_end_of_a_row_lets_a_nan_out(plant, compiler):
+    problem = make_problem([17], 1, num_kv_heads=1, group=1, head_dim=96, dtype=mx.float16)
+    with checked_metal():
+        plant(
+            ATTENTION, "(EVEN ? column : min(column, ROW_LOADS - 1)) / SHARERS", "column / SHARERS"
+        )
+        with pytest.raises(AssertionError, match=r"sequence 0"):
+            attend_and_compare(quantised(problem, 8, 4))
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import shutil
 import sys
 import time
 
@@ -18,7 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import mlx_paged
-from mlx_paged import ModelRunner
+from mlx_paged import ModelRunner, demo_model_path
 from mlx_paged.loading import LoadError, load
 
 WORDS = ["<unk>", "<eos>", *(f"w{i}" for i in range(CONFIG["vocab_size"] - 2))]
@@ -133,6 +134,31 @@ def test_adapters_are_those_of_mlx_lm(folder, tmp_path):
     assert not mx.allclose(logits[None], expected, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("is_quantised", [False, True])
+def test_dora_on_a_quantised_embedding_is_refused_by_name(tmp_path, is_quantised):
+    """mlx-lm takes its packed integers for weights, and fails when the model runs."""
+    folder, adapters = tmp_path / "model", tmp_path / "adapters"
+    shutil.copytree(demo_model_path(), folder)
+    parameters = {"rank": 2, "scale": 1.0, "dropout": 0.0, "keys": ["model.embed_tokens"]}
+    adapters.mkdir()
+    (adapters / "adapter_config.json").write_text(
+        json.dumps({"num_layers": 1, "fine_tune_type": "dora", "lora_parameters": parameters})
+    )
+    mx.save_safetensors(str(adapters / "adapters.safetensors"), {})
+    if not is_quantised:
+        load(folder, adapter_path=adapters)
+        return
+    model, config = mlx_lm.utils.load_model(folder)
+    model, config = mlx_lm.utils.quantize_model(model, config, 32, 8)
+    (folder / "model.safetensors").unlink()
+    mlx_lm.utils.save_model(folder, model)
+    mlx_lm.utils.save_config(config, folder / "config.json")
+    assert load_error(folder, adapter_path=adapters) == (
+        f"[load] the adapters in {adapters} can't be used: mlx-lm's DoRA can't adapt a quantised "
+        "embedding (model.embed_tokens); use a model whose embedding is not quantised, or LoRA"
+    )
+
+
 def test_adapters_that_are_not_there_are_refused(folder):
     with pytest.raises(LoadError, match=r"the adapters in /no/such can't be used: "):
         load(folder, adapter_path="/no/such")
@@ -244,8 +270,24 @@ def test_a_hub_id_without_a_network_is_said_at_once(monkeypatch, tmp_path):
     start = time.perf_counter()
     message = load_error("nobody/no-such-model")
     assert time.perf_counter() - start < 5
-    assert "no folder 'nobody/no-such-model'" in message
-    assert "download" in message
+    begin = "[load] no folder 'nobody/no-such-model', no network, and not among the local models: "
+    assert message == f"{begin}there are none"
+    for name in ("nobody--no-such-modul", "owner--another", "owner--empty"):
+        (tmp_path / f"models--{name}" / "snapshots").mkdir(parents=True)
+    for name in ("nobody--no-such-modul", "owner--another"):
+        (tmp_path / f"models--{name}" / "snapshots" / "abc").mkdir()
+    # The one whose name is most like it first.
+    message = load_error("nobody/no-such-model")
+    assert message == f"{begin}nobody/no-such-modul, owner/another"
+
+
+def test_a_repository_that_is_there_in_part_is_not_called_missing(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    (tmp_path / "models--owner--model" / "snapshots" / "abc").mkdir(parents=True)
+    message = load_error("owner/model")
+    assert message.startswith("[load] no folder 'owner/model', and no such download: ")
 
 
 def test_whatever_the_hub_raises_becomes_one_line(monkeypatch, tmp_path):

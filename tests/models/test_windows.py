@@ -126,7 +126,7 @@ def test_a_window_with_sinks_is_streaming_llm(window, num_sinks, block_size, lon
         # bfloat16 has 8 bits, and some 20 roundings lie on the way to a logit.
         assert np.abs(actual - exact).max() < 0.04 * np.abs(exact).max()
     retention = cache.config.groups[0].retention
-    held = retention.max_num_held(len(TOKENS), 1)
+    held = retention.max_num_held(len(TOKENS))
     assert most == held // block_size < len(TOKENS) // block_size
 
 

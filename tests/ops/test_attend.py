@@ -47,6 +47,32 @@ def test_every_mix_matches_the_formula_in_every_block_order_with_window_and_sink
     assert_matches_formula(REFERENCE.attend(*problem.args), problem)
 
 
+@pytest.mark.parametrize(
+    "context_lens", [[17], [16], [33], [1, 16, 17, 300]], ids=["one", "full", "new_block", "many"]
+)
+def test_a_decode_writes_its_row_behind_the_tokens_before_it(context_lens):
+    problem = make_problem(context_lens, [1] * len(context_lens))
+    kv, written = problem.kv, [*problem.kv.slabs]
+    size = kv.block_size
+    # Of each sequence, where its last token lies by its table.
+    places = [
+        (table[(n - 1) // size], (n - 1) % size)
+        for table, n in zip(problem.tables, context_lens, strict=True)
+    ]
+    blocks, offsets = map(list, zip(*places, strict=True))
+    before = [mx.array(slab) for slab in written]
+    rows = [slab[mx.array(blocks), :, mx.array(offsets)] for slab in written]
+    for slab in before:
+        slab[mx.array(blocks), :, mx.array(offsets)] = 77.0
+    handle = KVHandle.dense(*before)
+    out = REFERENCE.update_and_attend(
+        problem.q, (rows[0],), (rows[1],), handle, problem.metadata, problem.params
+    )
+    assert_matches_formula(out, problem)
+    for slab, expected in zip(handle.slabs, written, strict=True):
+        assert mx.array_equal(slab, expected, equal_nan=True)
+
+
 def test_a_shuffled_batch_gives_the_shuffled_rows():
     context_lens, query_lens = STEPS["alternating"]
     problem = make_problem(context_lens, query_lens)

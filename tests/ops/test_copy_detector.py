@@ -7,77 +7,90 @@ import warnings
 import mlx.core as mx
 import pytest
 
-from mlx_paged.ops import CopyDetector
-from mlx_paged.ops.copy_detector import MAX_TOKENS, MIN_SLAB_BYTES
+from mlx_paged.ops import CopyDetector, KVHandle
+from mlx_paged.ops.copy_detector import MAX_TOKENS
+from mlx_paged.ops.formats import AffineFormat, KVFormat
 
-SLAB = MIN_SLAB_BYTES
+FORMATS = [
+    KVFormat.dense("float32"),
+    KVFormat.dense("bfloat16"),
+    KVFormat(AffineFormat("float16", 8), AffineFormat("float16", 4)),
+]
 
 
-def step(detector: CopyDetector, allocated: int, num_tokens: int = 1, slab: int = SLAB) -> bool:
-    """A step that allocates so many bytes; whether the detector spoke."""
+def slabs(format: KVFormat = FORMATS[0]) -> KVHandle:
+    return KVHandle.allocate(8, 2, 16, 64, 64, format)
+
+
+def write(kv: KVHandle) -> None:
+    """One slot of every slab, as a step does."""
+    for slab in kv.slabs:
+        slab[3, :, 5] = 1
+
+
+def step(detector: CopyDetector, kv: KVHandle, num_tokens: int = 1, copies: bool = True) -> bool:
+    """A step, in which somebody else holds a slab or not; whether the detector spoke."""
+    held = kv.slabs[-1][:1] if copies else None
+    mx.eval(held)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        detector.begin_step(num_tokens, slab)
-        held = mx.zeros((allocated,), mx.uint8)
-        mx.eval(held)
-        del held
-        detector.end_step(slab)
+        detector.begin_step(num_tokens, [kv])
+        write(kv)
+        detector.end_step([kv])
     return bool(said)
 
 
-@pytest.fixture(autouse=True)
-def no_buffers_kept_for_reuse():
-    mx.clear_cache()
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_steps_that_write_in_place_are_silent(format: KVFormat):
+    detector, kv = CopyDetector(3), slabs(format)
+    assert [step(detector, kv, copies=False) for _ in range(4)] == [False] * 4
 
 
-def test_a_step_that_takes_less_than_a_slab_is_silent():
-    assert not step(CopyDetector(3), SLAB - 2**16)
-
-
-def test_a_step_that_takes_a_slab_is_reported_with_both_numbers():
-    detector = CopyDetector(3)
-    detector.begin_step(1, SLAB)
-    held = mx.zeros((SLAB,), mx.uint8)
-    mx.eval(held)
-    with pytest.warns(
-        UserWarning, match=rf"took \d{{8}} bytes, a slab has {SLAB}: MLX copies slabs instead"
-    ):
-        detector.end_step(SLAB)
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_a_slab_that_is_copied_is_reported_whichever_it_is(format: KVFormat):
+    for which in range(len(slabs(format).slabs)):
+        detector, handles = CopyDetector(3), [slabs(format), slabs(format)]
+        detector.begin_step(1, handles)
+        held = handles[1].slabs[which][:1]
+        mx.eval(held)
+        for kv in handles:
+            write(kv)
+        num_slabs = 2 * len(handles[0].slabs)
+        with pytest.warns(
+            UserWarning, match=rf"copied 1 of {num_slabs} slabs: MLX copies slabs instead"
+        ):
+            detector.end_step(handles)
 
 
 def test_it_speaks_once():
-    detector = CopyDetector(3)
-    assert [step(detector, SLAB) for _ in range(3)] == [True, False, False]
+    detector, kv = CopyDetector(3), slabs()
+    assert [step(detector, kv) for _ in range(3)] == [True, False, False]
 
 
 def test_it_judges_the_first_steps_only():
-    detector = CopyDetector(2)
-    assert [step(detector, size) for size in (0, 0, SLAB)] == [False, False, False]
+    detector, kv = CopyDetector(2), slabs()
+    assert [step(detector, kv, copies=copies) for copies in (False, False, True)] == [False] * 3
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "slab"),
-    [(MAX_TOKENS + 1, SLAB), (1, SLAB - 1)],
-    ids=["a_prefill", "a_small_slab"],
-)
-def test_what_could_take_a_slab_for_other_reasons_is_not_judged_and_does_not_count(
-    num_tokens, slab
-):
-    detector = CopyDetector(1)
-    assert not step(detector, 2 * SLAB, num_tokens, slab)
-    assert step(detector, SLAB)
+def test_a_prefill_is_not_judged_and_does_not_count():
+    detector, kv = CopyDetector(1), slabs()
+    assert not step(detector, kv, num_tokens=MAX_TOKENS + 1)
+    assert step(detector, kv, num_tokens=MAX_TOKENS)
 
 
 def test_an_aborted_step_is_not_judged():
-    detector = CopyDetector(1)
-    detector.begin_step(1, SLAB)
-    mx.eval(mx.zeros((SLAB,), mx.uint8))
-    assert not step(detector, 0, num_tokens=MAX_TOKENS + 1)
-    assert step(detector, SLAB)
+    detector, kv = CopyDetector(1), slabs()
+    detector.begin_step(1, [kv])
+    held = kv.k[0][:1]
+    mx.eval(held)
+    write(kv)
+    assert not step(detector, kv, num_tokens=MAX_TOKENS + 1, copies=False)
+    assert step(detector, kv)
 
 
-def test_peak_memory_is_left_alone_where_nothing_is_judged():
-    mx.eval(mx.zeros((SLAB,), mx.uint8))
+def test_peak_memory_is_left_alone():
+    detector, kv = CopyDetector(3), slabs()
+    mx.eval(mx.zeros((2**26,), mx.uint8))
     peak = mx.get_peak_memory()
-    step(CopyDetector(0), 0)
+    assert [step(detector, kv, copies=copies) for copies in (False, True)] == [False, True]
     assert mx.get_peak_memory() == peak

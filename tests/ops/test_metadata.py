@@ -154,6 +154,21 @@ def test_blocks_reserved_behind_the_context_are_left_out():
     }
 
 
+def test_a_decode_goes_to_the_slot_of_its_position_in_the_last_block():
+    # The first slot of all, the last of a block, the first of the next, and one between.
+    tables, context_lens = [[4], [9, 0], [2, 7], [3, 1, 8], [5, 6]], [1, 16, 17, 40, 32]
+    slots = [4 * 16, 9 * 16 + 15, 7 * 16, 8 * 16 + 7, 6 * 16 + 15]
+    batch = AttentionMetadata.build(tables, context_lens, [1] * 5, 16)
+    assert list(batch.slot_mapping.slots) == slots
+    for table, context_len, slot in zip(tables, context_lens, slots, strict=True):
+        alone = AttentionMetadata.build([table], [context_len], [1], 16)
+        assert list(alone.slot_mapping.slots) == [slot]
+        assert alone.slot_mapping.only_slot == divmod(slot, 16)
+        if context_len > 1:  # The last of a longer run goes there, too.
+            run = AttentionMetadata.build([table], [context_len], [2], 16)
+            assert run.slot_mapping.slots[-1] == slot
+
+
 def test_a_step_may_hold_no_sequence():
     assert state(AttentionMetadata.build([], [], [], 8)) == {
         "block_tables": [],

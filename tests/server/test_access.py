@@ -7,11 +7,11 @@ from helpers.asgi import IdleEngine, ask, echo
 
 from mlx_paged.errors import ArgumentError
 from mlx_paged.server.http.access import Access, OriginGuard, Principal, is_loopback_name
-from mlx_paged.server.http.api_keys import read_api_keys
+from mlx_paged.server.http.api_keys import read_api_keys, seems_named_by_equals
 from mlx_paged.server.program import guarded as shielded
 from mlx_paged.server.settings import ApiKey, ServerSettings
 
-KEYS = read_api_keys(["alice=sesame", "bob=abracadabra", "plain"])
+KEYS = read_api_keys(["alice sesame", "bob abracadabra", "plain"])
 
 
 def guarded(**settings: object) -> Access:
@@ -43,7 +43,7 @@ def test_a_key_opens_as_bearer_and_as_x_api_key(headers: dict[str, str]):
         ({"Authorization": "Bearer "}, "no API key was given"),
         ({"Authorization": "sesame"}, "no API key was given"),
         ({"Authorization": "Bearer Sesame"}, "the API key is wrong"),
-        ({"x-api-key": "alice=sesame"}, "the API key is wrong"),
+        ({"x-api-key": "alice sesame"}, "the API key is wrong"),
         ({"x-api-key": "sesam\u00e9"}, "the API key is wrong"),
     ],
 )
@@ -92,8 +92,8 @@ def test_users_have_salts_of_their_own_which_outlive_a_change_of_key_or_order():
             for key in keys
         }
 
-    before = salts("alice=old", "first", "second")
-    after = salts("second", "alice=old", "alice=new")
+    before = salts("alice old", "first", "second")
+    after = salts("second", "alice old", "alice new")
     assert len(set(before.values())) == 3
     assert after == {
         "second": before["second"],
@@ -101,7 +101,7 @@ def test_users_have_salts_of_their_own_which_outlive_a_change_of_key_or_order():
         "new": before["old"],
     }
     assert "first" not in str(before["first"])
-    assert salts("a=x", "y", share_cache=True) == {"x": None, "y": None}
+    assert salts("a x", "y", share_cache=True) == {"x": None, "y": None}
 
 
 def test_the_salts_of_user_and_request_join_without_collisions():
@@ -117,40 +117,77 @@ def test_the_salts_of_user_and_request_join_without_collisions():
 def test_users_own_what_is_under_their_salts_and_nothing_else():
     def principals(*texts: str, **settings: bool) -> list[Principal]:
         app = guarded(api_keys=read_api_keys(texts), **settings)
-        keys = [text.rpartition("=")[2] for text in texts]
+        keys = [text.split()[-1] for text in texts]
         return [ask(app, headers={"x-api-key": key}).state["principal"] for key in keys]
 
-    alice, bob = principals("alice=x", "bob=y")
+    alice, bob = principals("alice x", "bob y")
     for own in (None, "conversation", alice.cache_salt):
         assert alice.owns(alice.salted(own)) and not bob.owns(alice.salted(own))
     assert not alice.owns(None)
     # Where the cache is shared, a prompt of another user's has the same salt.
-    assert not any(each.owns(None) for each in principals("alice=x", "bob=y", share_cache=True))
-    assert principals("alice=x", "alice=y", share_cache=True)[0].owns(None)
+    assert not any(each.owns(None) for each in principals("alice x", "bob y", share_cache=True))
+    assert principals("alice x", "alice y", share_cache=True)[0].owns(None)
     assert Principal().owns(None)
+
+
+@pytest.mark.parametrize("names", [("key2 A", "B"), ("A", "key1 B"), ("A", "B"), ("key#2", "B")])
+@pytest.mark.parametrize("share_cache", [False, True])
+def test_a_key_without_a_name_is_a_user_of_its_own_whatever_others_are_called(
+    names: tuple[str, str], share_cache: bool
+):
+    keys = read_api_keys(names)
+    app = guarded(api_keys=keys, share_cache=share_cache)
+    first, second = (ask(app, headers={"x-api-key": key.key}).state["principal"] for key in keys)
+    assert first.name != second.name
+    for one, other in ((first, second), (second, first)):
+        for own in (None, "conversation"):
+            assert not other.owns(one.salted(own))
+        assert not one.is_alone
+
+
+def test_keys_of_one_given_name_are_one_user():
+    settings = ServerSettings(api_keys=read_api_keys(["alice A", "alice B"]))
+    app = Access(echo, settings)
+    first, second = (ask(app, headers={"x-api-key": key}).state["principal"] for key in "AB")
+    assert first == second == Principal("alice", first.cache_salt, is_alone=True)
+    assert settings.num_users == 1
 
 
 # Keys as operators give them
 
 
-def test_keys_have_names_or_get_numbers():
-    assert read_api_keys(["alice=a=b", "plain", "Zm9vYg=="]) == (
+def test_keys_have_names_or_get_numbers_that_no_name_can_have():
+    assert read_api_keys(["alice a=b", "plain", "Zm9vYg==", "bob\t  c", " sk-a=b=c "]) == (
         ApiKey("alice", "a=b"),
-        ApiKey("key2", "plain", False),
-        ApiKey("key3", "Zm9vYg==", False),
+        ApiKey("key#2", "plain", False),
+        ApiKey("key#3", "Zm9vYg==", False),
+        ApiKey("bob", "c"),
+        ApiKey("key#5", "sk-a=b=c", False),
     )
     assert "sesame" not in repr(KEYS)
+
+
+@pytest.mark.parametrize(
+    "key", ["sk-half=otherhalf", "Zm9v=YmFy", "abc=", "abc==", "=abc", "a=b=c", "key2=A"]
+)
+def test_no_part_of_a_key_with_equals_signs_becomes_a_name(key: str):
+    (read,) = read_api_keys([key])
+    assert read == ApiKey("key#1", key, False)
+    principal = ask(guarded(api_keys=(read,)), headers={"x-api-key": key}).state["principal"]
+    assert principal.name == "key#1"
+    assert seems_named_by_equals(read) is (key.rstrip("=")[1:].count("=") > 0)
+    assert not seems_named_by_equals(ApiKey("alice", key))
 
 
 @pytest.mark.parametrize(
     ("texts", "message"),
     [
         ([""], "key 1 must be 1 to 512 characters"),
-        (["a", "b c"], "key 2 must be 1 to 512 characters"),
+        (["a", "b c d"], "key 2 must be 1 to 512 characters"),
         (["sch\u00f6n"], "key 1 must be"),
-        (["al ice=x"], "the name of key 1 must be"),
-        (["=x"], "the name of key 1 must be"),
-        (["a=x", "b=x"], "key 2 is given twice"),
+        (["al/ice xxxx"], "the name of key 1 must be"),
+        (["key#2 xxxx"], "the name of key 1 must be"),
+        (["a xxxx", "b xxxx"], "key 2 is given twice"),
     ],
 )
 def test_keys_that_no_header_can_have_are_refused_without_being_said(
@@ -164,12 +201,12 @@ def test_keys_that_no_header_can_have_are_refused_without_being_said(
 
 def test_a_file_of_keys_is_read_if_only_its_owner_can(tmp_path):
     file = tmp_path / "keys"
-    file.write_text("# ours\nalice=sesame\n\n  plain  \n")
+    file.write_text("# ours\nalice sesame\n\n  plain  \n")
     file.chmod(0o600)
     assert read_api_keys(["zero"], str(file)) == (
-        ApiKey("key1", "zero", False),
+        ApiKey("key#1", "zero", False),
         ApiKey("alice", "sesame"),
-        ApiKey("key3", "plain", False),
+        ApiKey("key#3", "plain", False),
     )
     for mode in (0o640, 0o604, 0o660):
         file.chmod(mode)
@@ -224,15 +261,60 @@ def test_a_server_for_this_machine_answers_to_its_own_names_only(host: str, stat
     assert status == 200 or "--allowed-host" in answered.json["error"]["message"]
 
 
-def test_a_server_for_others_answers_to_any_name_unless_some_are_allowed():
-    app = OriginGuard(echo, ServerSettings(host="0.0.0.0"), is_loopback=False)
-    assert ask(app, headers={"host": "whatever"}).status == 200
-    settings = ServerSettings(host="0.0.0.0", allowed_hosts=("mac.example",))
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("192.168.1.5:8000", 200),
+        ("8.8.8.8", 200),
+        ("[2001:db8::1]:8000", 200),
+        ("[::1]", 200),
+        ("localhost:8000", 200),
+        ("app.localhost", 200),
+        ("mac.example:1", 200),
+        ("MAC.example", 200),
+        ("evil.example", 421),
+        ("evil.example:8000", 421),
+        ("192.168.1.5.evil.example:8000", 421),
+        ("evil.example:192.168.1.5", 421),
+        ("[evil.example]:8000", 421),
+        ("[::1].evil.example", 421),
+        ("1", 421),
+        ("", 421),
+    ],
+)
+@pytest.mark.parametrize("keys", [(), KEYS])
+def test_a_server_for_others_answers_to_addresses_and_allowed_names(
+    keys: tuple[ApiKey, ...], host: str, status: int
+):
+    settings = ServerSettings(host="0.0.0.0", allowed_hosts=("mac.example",), api_keys=keys)
     app = OriginGuard(echo, settings, is_loopback=False)
-    asked = {
-        host: ask(app, headers={"host": host}).status for host in ("whatever", "mac.example:1")
-    }
-    assert asked == {"whatever": 421, "mac.example:1": 200}
+    for method in ("GET", "POST", "OPTIONS"):
+        # A page that reached this server by a name of its own has that name in both headers.
+        for headers in ({}, {"origin": f"http://{host}"}):
+            answered = ask(app, method, headers={"host": host, **headers})
+            assert answered.status == status
+    assert status == 200 or "--allowed-host" in answered.json["error"]["message"]
+
+
+def test_a_server_for_others_without_a_key_answers_to_no_name_that_was_not_allowed():
+    settings = ServerSettings(host="0.0.0.0", allow_unauthenticated=True)
+    app = OriginGuard(echo, settings, is_loopback=False)
+    rebound = {"host": "evil.example:8000", "origin": "http://evil.example:8000"}
+    assert ask(app, "POST", "/v1/chat/completions", rebound).status == 421
+    assert ask(app, "GET", "/v1/cache", rebound).status == 421
+    assert ask(app, headers={"host": "10.0.0.7:8000"}).status == 200
+
+
+def test_a_server_for_others_with_a_key_answers_to_any_name_unless_some_are_allowed():
+    settings = ServerSettings(host="0.0.0.0", api_keys=KEYS)
+    app = OriginGuard(echo, settings, is_loopback=False)
+    assert ask(app, headers={"host": "mac.local:8000"}).status == 200
+
+
+def test_a_server_answers_to_the_name_that_it_listens_on():
+    app = OriginGuard(echo, ServerSettings(host="Mac.local"), is_loopback=False)
+    asked = {host: ask(app, headers={"host": host}).status for host in ("mac.local:1", "mac")}
+    assert asked == {"mac.local:1": 200, "mac": 421}
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from mlx_paged.server.admission import Admission
+from mlx_paged.server.admission import Admission, Counts
 from mlx_paged.server.errors import ApiError
 
 
@@ -14,11 +14,12 @@ class Engine:
     """An engine that says how many run and wait, and what the time is."""
 
     def __init__(self) -> None:
-        self.counts = (0, 0)
+        self.counts = (0, 0, 0)
         self.seconds = 100.0
 
     def admission(self, max_queue_len: int, max_num_seqs: int) -> Admission:
-        return Admission(max_queue_len, max_num_seqs, lambda: self.counts, lambda: self.seconds)
+        counts, clock = (lambda: Counts(*self.counts)), (lambda: self.seconds)
+        return Admission(max_queue_len, max_num_seqs, counts, clock)
 
 
 def refusal(admission: Admission, num_seqs: int = 1) -> ApiError:
@@ -48,32 +49,48 @@ def test_it_is_the_same_when_the_engine_has_seen_some_or_all():
     engine = Engine()
     admission = engine.admission(max_queue_len=2, max_num_seqs=4)
     with ExitStack() as stack:
-        for counts in [(0, 0), (1, 0), (2, 0), (3, 0), (4, 0), (4, 1)]:
+        for counts in [(0, 0, 0), (1, 0, 1), (2, 0, 2), (3, 0, 3), (4, 0, 4), (4, 1, 5)]:
             engine.counts = counts
             stack.enter_context(admission.admit())
-        for engine.counts in [(4, 0), (4, 1), (4, 2)]:
+        for engine.counts in [(4, 0, 4), (4, 1, 5), (4, 2, 6)]:
             assert refusal(admission).message.startswith("2 sequences wait already")
 
 
 def test_what_has_begun_is_the_engines_to_count():
     engine = Engine()
     admission = engine.admission(max_queue_len=0, max_num_seqs=2)
-    engine.counts = (1, 0)
+    engine.counts = (1, 0, 0)
     with admission.admit():
         pass
-    engine.counts = (2, 0)
+    engine.counts = (2, 0, 0)
     assert refusal(admission).status == 503
-    engine.counts = (1, 0)  # it ended; whether its client has read that does not matter
+    engine.counts = (1, 0, 0)  # it ended; whether its client has read that does not matter
     with admission.admit():
         pass
+
+
+def test_no_more_may_wait_beside_those_that_have_begun():
+    """While a step runs, the engine sees nothing of what comes."""
+    engine = Engine()
+    admission = engine.admission(max_queue_len=3, max_num_seqs=4)
+    engine.counts = (4, 0, 0)
+    with ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(admission.admit())
+        assert refusal(admission).message.startswith("3 sequences wait already")
+        engine.counts = (4, 3, 3)
+        assert refusal(admission).message.startswith("3 sequences wait already")
+        engine.counts = (4, 2, 3)  # one has begun to be computed
+        stack.enter_context(admission.admit())
+        assert refusal(admission).message.startswith("3 sequences wait already")
 
 
 def test_what_waits_for_memory_fills_the_queue_though_there_are_places():
     engine = Engine()
     admission = engine.admission(max_queue_len=2, max_num_seqs=64)
-    engine.counts = (5, 1)
+    engine.counts = (5, 1, 0)
     with admission.admit():
-        engine.counts = (5, 2)
+        engine.counts = (5, 2, 1)
         error = refusal(admission)
         assert str(error).startswith("2 sequences wait already, and at most 2 may")
 
@@ -83,7 +100,7 @@ def test_a_request_of_many_sequences_needs_as_many_places_unless_nobody_is_there
     admission = engine.admission(max_queue_len=0, max_num_seqs=4)
     with admission.admit(8):
         assert refusal(admission).message.startswith("4 sequences wait already, and at most 0 may")
-    engine.counts = (3, 0)
+    engine.counts = (3, 0, 0)
     assert refusal(admission, 2).status == 503
     with admission.admit(1):
         pass
@@ -106,7 +123,7 @@ def test_retry_after_is_how_long_the_queue_lasts_at_the_rate_of_the_last_minute(
             pass
     # 30 in a minute are one in two seconds.
     assert [admission.retry_after(n) for n in (0, 1, 5, 1000)] == [1, 2, 10, 60]
-    engine.counts = (2, 8)
+    engine.counts = (2, 8, 0)
     assert refusal(admission).headers == {"Retry-After": "16"}
     engine.seconds += 61
     assert admission.retry_after(1) == 60

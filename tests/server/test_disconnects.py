@@ -278,7 +278,11 @@ def test_a_stream_closes_what_it_is_made_of_however_it_ends():
 
 @pytest.mark.parametrize(
     ("path", "first_line"),
-    [("/v1/completions", b'data: {"error":'), ("/v1/messages", b"event: error\ndata: {")],
+    [
+        ("/v1/completions", b'data: {"error":'),
+        ("/v1/messages", b"event: error\ndata: {"),
+        ("/v1/responses", b'event: error\ndata: {"type":"error",'),
+    ],
 )
 def test_an_error_in_the_middle_of_a_stream_is_its_last_event(path, first_line):
     async def events(error):

@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import json
 import random
+from typing import Any
 
 import pytest
 from helpers.asgi import ask, asked, echo
 
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.http import limits
+from mlx_paged.server.http.access import Principal
 from mlx_paged.server.http.limits import Limits, check_json
 
 
@@ -23,7 +25,7 @@ def test_a_body_passes_as_it_came_in_any_chunks():
         assert ask(app, "POST", "/", {}, chunks).body == body
     assert ask(app, "POST", "/", {"content-length": str(len(body))}, [body]).body == body
     assert ask(app, "POST", "/", {}, [b""]).body == b""
-    assert app._nbytes_held == 0
+    assert app._nbytes_held.total() == 0
 
 
 @pytest.mark.parametrize(
@@ -47,14 +49,14 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_whole(
         "message": "the body of a request has at most 1,000 bytes here; --max-body-bytes changes "
         "that",
     }
-    assert app._nbytes_held == 0
+    assert app._nbytes_held.total() == 0
 
 
 def test_a_client_that_leaves_in_its_body_is_not_answered():
     app = Limits(echo, max_body_bytes=1000)
     answered = ask(app, "POST", "/", {}, [b"[1,"], leaves=True)
     assert answered.status == 0
-    assert app._nbytes_held == 0
+    assert app._nbytes_held.total() == 0
 
 
 def test_a_slow_body_is_given_up_and_many_large_ones_take_turns(monkeypatch):
@@ -96,6 +98,44 @@ def test_a_slow_body_is_given_up_and_many_large_ones_take_turns(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("names", "statuses"),
+    [
+        # Alone, a user has all of it; beside others, half of it.
+        (["-", "-", "-"], [200, 200, 503]),
+        (["first", "first"], [200, 503]),
+        (["first", "second", "third"], [200, 200, 503]),
+    ],
+)
+def test_a_body_counts_until_it_is_answered_and_no_user_takes_all_of_it(
+    monkeypatch: pytest.MonkeyPatch, names: list[str], statuses: list[int]
+):
+    monkeypatch.setattr(limits, "MAX_BODIES", 2)
+
+    async def run() -> None:
+        answering, app = asyncio.Event(), Limits(echo, max_body_bytes=1000)
+
+        async def send_all(name: str) -> Any:
+            principal = Principal(name, is_alone=name == "-")
+            return await asked(app, "POST", "/", {}, [b" " * 900], state={"principal": principal})
+
+        async def answer_when_told(scope: Any, receive: Any, send: Any) -> None:
+            await answering.wait()
+            await echo(scope, receive, send)
+
+        app._app = answer_when_told
+        tasks = [asyncio.create_task(send_all(name)) for name in names]
+        refused = [task for task, status in zip(tasks, statuses, strict=True) if status == 503]
+        await asyncio.wait(refused)
+        assert not any(task.done() for task in set(tasks) - set(refused))
+        answering.set()
+        assert [(await task).status for task in tasks] == statuses
+        assert app._nbytes_held.total() == 0
+        assert (await send_all(names[0])).status == 200
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
     ("headers", "path", "status"),
     [
         ({f"x-{n}": "1" for n in range(limits.MAX_HEADERS)}, "/", 431),
@@ -121,8 +161,10 @@ def nested(depth: int) -> bytes:
         (nested(limits.MAX_JSON_DEPTH + 1), "nested deeper than 64"),
         (b'{"a":' * 100_000, "nested deeper than 64"),
         (b'{"a": "' + b"\\" * 6 + b'" , "b": ' + nested(65), "nested deeper than 64"),
-        (b"[" + b"1," * limits.MAX_JSON_VALUES + b"1]", "more than 1,048,576 values"),
-        (b'"' * (2**22 + 1), "more than 1,048,576 values"),
+        (b"[" + b"1," * limits.MAX_JSON_VALUES + b"1]", "more than 524,288 values"),
+        (b'"' * (2**21 + 1), "more than 524,288 values"),
+        (b"[" + b"{}," * limits.MAX_JSON_OBJECTS + b"1]", "more than 65,536 objects and lists"),
+        (b"[1" + b" " * (2**17 - 4) + b"1" * 65 + b"]", "a number of more than 64 characters"),
         (b"[" + b"1" * 65 + b"]", "a number of more than 64 characters"),
         (b'{"a": "\xff"}', "no UTF-8 at byte 7"),
         ('{"a": 1}'.encode("utf-16"), "no UTF-8 at byte 0"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import re
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 from helpers.asgi import ask, asked, echo
 
+from mlx_paged.errors import forget_frames
 from mlx_paged.server.http.access import Access
 from mlx_paged.server.http.api_keys import read_api_keys
 from mlx_paged.server.http.logs import (
@@ -83,7 +85,7 @@ def test_a_line_says_who_asked_for_what_and_what_it_took(lines: list[str]):
         count_tokens(answer=7)
         await echo(scope, receive, send)
 
-    settings = ServerSettings(api_keys=read_api_keys(["alice=sesame"]))
+    settings = ServerSettings(api_keys=read_api_keys(["alice sesame"]))
     app = RequestLog(Access(answering, settings))
     headers = {"x-request-id": "id7", "x-api-key": "sesame"}
     ask(app, "POST", "/v1/chat/completions?key=secret", headers)
@@ -174,6 +176,48 @@ def test_an_error_has_its_frames_and_no_text_of_a_users():
     assert "secret" not in "".join(lines)
     assert lines != written(log_prompts=True)
     assert written(log_prompts=True)[-1] == r"    ValueError: my secret prompt\nfake line"
+
+
+def test_asyncio_quotes_no_error_and_no_argument_of_a_callback(lines: list[str]):
+    def fail(text: str) -> None:
+        raise ValueError(f"{text} and more")
+
+    async def forgotten() -> None:
+        fail("my secret prompt")
+
+    async def run() -> None:
+        asyncio.get_running_loop().call_soon(fail, "my secret prompt")
+        task = asyncio.create_task(forgotten())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        del task
+        gc.collect()
+
+    asyncio.run(run())
+    assert len(lines) == 2
+    for line in lines:
+        assert "ERROR - an error in the event loop\n" in line and "secret" not in line
+        assert line.splitlines()[-1].startswith("    ValueError: (its message may hold")
+
+
+def test_an_error_of_a_step_has_frames_though_it_holds_none():
+    def fail() -> None:
+        raise ValueError("my secret prompt")
+
+    try:
+        fail()
+    except ValueError as error:
+        forget_frames(error, "In a step of the engine")
+        record = logger.makeRecord(
+            "x", logging.ERROR, "", 0, "it failed", (), (type(error), error, None)
+        )
+        assert error.__traceback__ is None
+    lines = LineFormatter(log_prompts=False).format(record).splitlines()
+    assert [line.rpartition(" ")[2] for line in lines[1:3]] == [
+        "test_an_error_of_a_step_has_frames_though_it_holds_none",
+        "fail",
+    ]
+    assert "secret" not in "".join(lines)
 
 
 def test_lines_of_others_are_shown_from_warnings_on(capsys: pytest.CaptureFixture):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import openai
 import pytest
+from helpers.servers import running_service
 
-from mlx_paged import SamplingParams
+from mlx_paged import SamplingParams, demo_model_path
 
 TEXT = "The code of apple is 4821. The code of lemon is 957. The code of"
 OTHER = "One two three"
@@ -187,3 +191,41 @@ def test_tokens_that_the_model_does_not_have_are_refused_by_their_place(client, 
 def test_an_empty_prompt_is_refused(client, prompt):
     with pytest.raises(openai.BadRequestError, match="the prompt is empty"):
         complete(client, prompt)
+
+
+@pytest.fixture(scope="module")
+def trimming(tmp_path_factory: pytest.TempPathFactory):
+    """The demo model with a tokenizer that leaves out the space that a text begins with, as those
+    of Llama 2 and Mistral do, and a client of its server.
+    """
+    folder = tmp_path_factory.mktemp("models") / "trimming"
+    shutil.copytree(demo_model_path(), folder)
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["decoder"]["decoders"].append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    file.write_text(json.dumps(content))
+    with running_service(folder) as (service, url):
+        yield service, openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("text", [" upon a\0time", "  upon", " ", "upon"])
+def test_an_answer_is_what_the_tokenizer_decodes_behind_the_prompt(trimming, text, is_stream):
+    service, client = trimming
+    tokenizer = service.tokenizer
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    before = tokenizer.encode("Once")
+    assert tokenizer.decode([*before, *tokens])[len("Once") :] == text
+    fields = {"max_tokens": len(tokens), "stream": is_stream, "extra_body": {"ignore_eos": True}}
+    service.engine.scripts += [tokens, tokens]
+    answer = complete(client, "Once", **fields)
+    choices = [each.choices[0] for each in answer] if is_stream else answer.choices
+    assert "".join(choice.text for choice in choices) == text
+    messages = [{"role": "user", "content": "Once"}]
+    chat = client.chat.completions.create(model="demo", messages=messages, **fields)
+    said = (
+        [each.choices[0].delta.content or "" for each in chat]
+        if is_stream
+        else [chat.choices[0].message.content]
+    )
+    assert "".join(said) == text

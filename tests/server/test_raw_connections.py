@@ -205,17 +205,6 @@ def test_a_client_that_sends_on_behind_its_refusal_reads_it_and_is_cut(served: S
         assert time.monotonic() < end
 
 
-def test_deep_json_is_refused_and_the_connection_lives(served: Served):
-    body = b"[" * 9000
-    head = POST + b"Content-Length: %d\r\n\r\n" % len(body)
-    with served.connect() as client:
-        for _ in range(2):
-            client.sendall(head + body)
-            answer = read_answer(client)
-            assert status_of(answer) == 400
-            assert b"nested deeper than 64" in answer
-
-
 def test_rubbish_behind_a_request_is_refused_after_the_answer(served: Served):
     answer = served.ask(POST + b"Content-Length: 2\r\n\r\n{}" + b"rubbish\r\n\r\n" * 3)
     first, second = answer.split(b"{}", 1)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import urllib.request
+from contextlib import closing
+from http.client import HTTPConnection
+from urllib.parse import urlsplit
 
 from mlx_paged import SamplingParams
 from mlx_paged.server.generations import Generation
@@ -31,3 +34,14 @@ def test_a_dictated_answer_is_what_the_engine_says(service, script):
     assert [completion.text for completion in output.outputs] == ["One two three."] * 2
     assert {completion.finish_reason for completion in output.outputs} == {"stop"}
     assert asyncio.run(ask()).outputs[0].text == "é"
+
+
+def test_json_that_is_too_deep_is_refused_and_the_connection_lives(server_url):
+    address = urlsplit(server_url)
+    connection = HTTPConnection(address.hostname, address.port, timeout=60)
+    with closing(connection):
+        for body in (b"[" * 9000, b"[" * 90_000):  # read by the loop's thread, and by another one
+            connection.request("POST", "/v1/completions", body)
+            response = connection.getresponse()
+            assert response.status == 400
+            assert b"nested deeper than 64" in response.read()

@@ -18,6 +18,7 @@ from mlx_paged.server.command_line import (
     template_options,
 )
 from mlx_paged.server.http import logs
+from mlx_paged.server.http.api_keys import read_api_keys
 from mlx_paged.server.settings import ApiKey, ServerSettings
 
 
@@ -88,6 +89,7 @@ def test_every_flag_of_the_engine_reaches_its_option():
         "swap_bytes": ("0", "0"),
         "watermark": ("0.25", 0.25),
         "window": ("128", 128),
+        "wired_limit": ("2G", 2**31),
         "enable_prefix_caching": (None, False),
     }
     argv = [
@@ -99,17 +101,20 @@ def test_every_flag_of_the_engine_reaches_its_option():
     parse = setup_arg_parser("x").parse_args
     assert engine_options(parse(argv)) == {name: value for name, (_, value) in given.items()}
     assert engine_options(parse(["--no-run-ahead"]))["run_ahead"] is False
+    assert engine_options(parse(["--wired-limit", "recommended"]))["wired_limit"] == "recommended"
     assert engine_options(parse(["--prefill-step-size", "77"]))["max_num_batched_tokens"] == 77
 
 
 def test_the_flags_of_the_server_make_its_settings(tmp_path: Path):
     keys = tmp_path / "keys"
-    keys.write_text("bob=two\n")
+    keys.write_text("bob two\n")
     keys.chmod(0o600)
-    argv = ["--host", "0.0.0.0", "--port", "0", "--api-key", "alice=one", "--api-key-file"]
+    argv = ["--host", "0.0.0.0", "--port", "0", "--api-key", "alice one", "--api-key-file"]
     argv += [str(keys), "--allowed-host", "Mac.example", "--allowed-host", "[::1]"]
     argv += ["--cors-origin", "http://localhost:3000", "--cors-origin", "*", "--share-cache"]
+    argv += ["--allow-cache-texts"]
     argv += ["--max-queue-len", "0", "--max-body-bytes", "1M", "--drain-seconds", "1.5"]
+    argv += ["--step-timeout", "60"]
     argv += ["--log-prompts", "--log-cache", "--log-level", "DEBUG"]
     assert read_settings(setup_arg_parser("x").parse_args(argv)) == ServerSettings(
         host="0.0.0.0",
@@ -118,9 +123,11 @@ def test_the_flags_of_the_server_make_its_settings(tmp_path: Path):
         allowed_hosts=("mac.example", "[::1]"),
         cors_origins=("http://localhost:3000", "*"),
         share_cache=True,
+        allow_cache_texts=True,
         max_queue_len=0,
         max_body_bytes=2**20,
         drain_seconds=1.5,
+        step_timeout=60.0,
         log_prompts=True,
         log_cache=True,
         log_level="debug",
@@ -157,9 +164,11 @@ def test_the_help_names_every_flag_and_no_mlx_is_imported(capsys: pytest.Capture
         (["--port", "65536"], "argument --port: must be a whole number within 0..65535"),
         (["--port", "http"], "argument --port: must be a whole number"),
         (["--max-queue-len", "-1"], "argument --max-queue-len: must be a whole number, at least 0"),
+        (["--wired-limit", "all"], "argument --wired-limit: must be 'recommended' or bytes"),
         (["--max-body-bytes", "3blocks"], "argument --max-body-bytes: must be bytes"),
         (["--max-body-bytes", "0"], "argument --max-body-bytes: must be bytes"),
         (["--drain-seconds", "nan"], "argument --drain-seconds: must be a number, at least 0"),
+        (["--step-timeout", "-1"], "argument --step-timeout: must be a number, at least 0"),
         (["--drain-seconds", "-1"], "argument --drain-seconds: must be a number, at least 0"),
         (["--log-level", "loud"], "argument --log-level: invalid choice: 'loud'"),
         (["--cors-origin", "localhost"], "argument --cors-origin: must be * or an origin"),
@@ -174,7 +183,7 @@ def test_the_help_names_every_flag_and_no_mlx_is_imported(capsys: pytest.Capture
         (["--temp", "-1"], "argument --temp: must be a number, at least 0, got '-1'"),
         (["--served-model-name"], "argument --served-model-name: expected at least one argument"),
         (["--run-ahead=--"], "argument --run-ahead: the value can't be '--'"),
-        (["--api-key", "a b"], "[server] --api-key: key 1 must be 1 to 512 characters"),
+        (["--api-key", "a b c"], "[server] --api-key: key 1 must be 1 to 512 characters"),
         (["--api-key", "b", "--api-key", "b"], "[server] --api-key: key 2 is given twice"),
         (
             ["--api-key-file", "/nothing"],
@@ -182,8 +191,13 @@ def test_the_help_names_every_flag_and_no_mlx_is_imported(capsys: pytest.Capture
         ),
         (
             ["--tensor-parallel-size", "2"],
-            "unrecognized arguments: --tensor-parallel-size 2; a model",
+            "--tensor-parallel-size 2; each machine has one GPU; mlx.launch",
         ),
+        (
+            ["--temperature", "1"],
+            "--temperature 1; use --temp (see --help)",
+        ),
+        (["--enforce-eager"], "--enforce-eager; a decode is replayed from a trace"),
         (["--gpu-memory-utilization=.9"], "utilization=.9; use --kv-cache-bytes (see --help)"),
         (["--allowed-origins", "*"], "use --cors-origin (see --help)"),
         (["--ctx-size", "4096"], "use --max-model-len (see --help)"),
@@ -292,6 +306,39 @@ def test_only_a_key_or_a_word_by_name_opens_the_server_to_others(
     else:
         with pytest.raises(BoundError):
             program.main(["--port", "0", *argv])
+
+
+def test_keys_with_equals_signs_are_said_to_have_no_name(monkeypatch, capsys):
+    def load(*_: object) -> None:
+        raise ValueError("no model")
+
+    monkeypatch.setattr(program, "make_service", load)
+    monkeypatch.setattr(logs, "setup_logging", lambda *_: None)
+    for texts, line in [
+        (["alice=sesame", "plain"], "[1 of the keys has a = inside, which is part of the key; "),
+        (["alice=sesame", "b=c"], "[2 of the keys have a = inside, which is part of the key; "),
+        (["Zm9vYg==", "alice sesame=x"], "[loading"),
+    ]:
+        keys = [word for text in texts for word in ("--api-key", text)]
+        assert program.main(["--port", "0", *keys]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(line)
+        assert "sesame" not in said and "alice" not in said
+
+
+@pytest.mark.parametrize(
+    ("texts", "words"),
+    [
+        ([], "no key needed"),
+        (["a"], "1 key"),
+        (["alice a", "b"], "2 keys"),
+        (["alice a", "alice b"], "2 keys of 1 user"),
+        (["alice a", "alice b", "c"], "3 keys of 2 users"),
+    ],
+)
+def test_the_announcement_counts_keys_and_users(texts: list[str], words: str):
+    settings = ServerSettings(api_keys=read_api_keys(texts))
+    assert program.keys_in_words(settings) == words
 
 
 def test_an_interrupt_while_the_model_is_loaded_ends_quietly(monkeypatch, capsys):

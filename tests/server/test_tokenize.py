@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
 import openai
 import pytest
-from helpers.servers import ask, running_service
+from helpers.servers import ask, make_service, running_service, serving
 
 import mlx_paged
 from mlx_paged.chat_template import encode_chat
+from mlx_paged.server.app import make_app
 
 TEXT = "Hello é, how are you?"
 
@@ -85,6 +90,46 @@ def test_a_model_of_a_hub_has_a_slash_in_its_name():
 def test_the_server_says_its_version_and_that_it_lives(server_url):
     assert ask(server_url, "/version").body == {"version": mlx_paged.__version__}
     assert ask(server_url, "/health").status == 200
+
+
+def test_the_server_is_ill_while_a_step_hangs(monkeypatch):
+    service = replace(make_service(), step_timeout=30.0)
+    engine, now = service.engine, [1000.0]
+    step, begun, go_on = engine.engine.step, threading.Event(), threading.Event()
+
+    def hangs():
+        begun.set()
+        assert go_on.wait(20)
+        return step()
+
+    monkeypatch.setattr(engine._loop, "clock", lambda: now[0])
+    hello = {"prompt": "Hello", "max_tokens": 2, "ignore_eos": True}
+    with service.engine, serving(make_app(service)) as url:
+        # The first steps compile, and may take long.
+        monkeypatch.setattr(engine.engine, "step", hangs)
+        with ThreadPoolExecutor(1) as thread:
+            asked = thread.submit(ask, url, "/v1/completions", hello)
+            assert begun.wait(20)
+            now[0] += 500
+            assert ask(url, "/health").status == 200
+            go_on.set()
+            assert asked.result(20).status == 200
+            begun.clear()
+            go_on.clear()
+            asked = thread.submit(ask, url, "/v1/completions", hello)
+            assert begun.wait(20)
+            now[0] += 30
+            assert ask(url, "/health").status == 200
+            now[0] += 1
+            answer = ask(url, "/health")
+            assert (answer.status, answer.body["error"]["code"]) == (503, "step_hangs")
+            assert answer.body["error"]["message"] == (
+                "a step of the engine has run for 31 seconds, and --step-timeout is 30; if it "
+                "does not end, start the server again"
+            )
+            go_on.set()
+            assert asked.result(20).status == 200
+            assert ask(url, "/health").status == 200
 
 
 def test_the_server_is_ill_once_its_engine_has_stopped():

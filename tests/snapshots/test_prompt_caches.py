@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import stat
 from collections.abc import Callable
 from functools import cache as remembered
 from pathlib import Path
@@ -285,6 +286,16 @@ def test_a_cache_of_max_kv_size_that_is_not_full_is_imported(tmp_path: Path):
     engine.import_prompt_cache(path, prompt(20))
     expected = stock_tokens(stock, [*prompt(20), 5], NUM_TOKENS)
     assert answer(engine, [*prompt(20), 5]) == (expected, 16)
+
+
+def test_only_its_owner_can_read_a_prompt_cache(tmp_path: Path):
+    path, engine = tmp_path / "a.safetensors", engine_of("llama")
+    answer(engine, prompt(20))
+    for mode in (None, 0o644):
+        if mode is not None:
+            path.chmod(mode)
+        engine.export_prompt_cache(path, prompt(20))
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
 def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -2,14 +2,17 @@
 
 A model of mlx-lm gives its new K and V to a cache, gets back those of the whole sequence, and hands
 them to ``scaled_dot_product_attention``, a function that its module has imported. The caches here
-give a model its own rows back, as arrays that know whose they are. :func:`attend_on_our_caches`
-puts a function in the place of mlx-lm's that asks such arrays to attend, and passes all others on.
+give a model its own rows back, as arrays that know whose they are. :class:`OurAttention` puts a
+function in the place of mlx-lm's that asks such arrays to attend, and passes all others on.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
+import threading
+import weakref
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,6 +21,7 @@ import mlx.core as mx
 
 _NAME = "scaled_dot_product_attention"
 _MODULES = "mlx_lm.models."
+_OWN = "_mlx_paged_replaces"  # names, on a function of ours, the one that it stands for
 
 
 class Owner(Protocol):
@@ -75,13 +79,46 @@ class WindowMask:
     window: int
 
 
-def attend_on_our_caches() -> None:
-    """Let all modules of mlx-lm's models that are imported by now ask :class:`FetchedKeys`."""
+class OurAttention:
+    """While an object of this class is held, all modules of mlx-lm's models that were imported when
+    it was made ask :class:`FetchedKeys`. Behind the last one, their functions are mlx-lm's own.
+    """
+
+    def __init__(self) -> None:
+        names = [name for name in list(sys.modules) if name.startswith(_MODULES)]
+        with _lock:
+            _num_users.update(names)
+            _put_functions()
+        weakref.finalize(self, _leave, names).atexit = False
+
+    def __deepcopy__(self, memo: object) -> OurAttention:
+        return self  # A copy of a model needs the functions for as long as it lives.
+
+
+# A finalizer runs wherever the garbage collector does, also inside the lock.
+_lock = threading.RLock()
+_num_users: Counter[str] = Counter()  # of modules by their names
+
+
+def _leave(names: list[str]) -> None:
+    with _lock:
+        _num_users.subtract(names)
+        _put_functions()
+
+
+def _put_functions() -> None:
+    """Give each module the function that it needs: one that asks the keys where it is in use,
+    else its own. What a module has imported from another one while that was in use counts, too.
+    """
     for name, module in list(sys.modules.items()):
-        if name.startswith(_MODULES) and hasattr(module, _NAME):
-            attention = getattr(module, _NAME)
-            if not hasattr(attention, "__wrapped__"):
-                setattr(module, _NAME, _asking_the_keys(attention))
+        attention = getattr(module, _NAME, None) if name.startswith(_MODULES) else None
+        if attention is None:
+            continue
+        own = getattr(attention, _OWN, None)
+        if _num_users[name] > 0 and own is None:
+            setattr(module, _NAME, _asking_the_keys(attention))
+        elif _num_users[name] == 0 and own is not None:
+            setattr(module, _NAME, own)
 
 
 def _asking_the_keys(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
@@ -93,4 +130,5 @@ def _asking_the_keys(original: Callable[..., mx.array]) -> Callable[..., mx.arra
             return keys.owner.attend(queries, keys, values, *args, **kwargs)
         return original(queries, keys, values, *args, **kwargs)
 
+    setattr(scaled_dot_product_attention, _OWN, original)
     return scaled_dot_product_attention

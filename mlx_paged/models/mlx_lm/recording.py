@@ -19,8 +19,8 @@ from mlx_paged.errors import one_line
 from mlx_paged.models.mlx_lm.attention import (
     FetchedKeys,
     FetchedValues,
+    OurAttention,
     WindowMask,
-    attend_on_our_caches,
 )
 from mlx_paged.models.mlx_lm.errors import UnsuitableModelError
 from mlx_paged.models.mlx_lm.final_norm import leaves_rows_out
@@ -41,6 +41,7 @@ class Recording:
         vocab_size: the width of the logits.
         keeps_wanted_rows: whether the model's last norm was prepared to leave rows out.
         ropes: of each layer what rotated its keys, if nothing came after it.
+        attention: lets the model attend on caches of ours, while it is held.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -49,6 +50,7 @@ class Recording:
     vocab_size: int
     keeps_wanted_rows: bool
     ropes: tuple[Module | None, ...]
+    attention: OurAttention
 
 
 def record_packed(model: Module) -> Recording:
@@ -57,7 +59,7 @@ def record_packed(model: Module) -> Recording:
     Raises:
         UnsuitableModelError: the model can't run on such a step.
     """
-    attend_on_our_caches()
+    attention = OurAttention()
     windows = [_window_of(cache) for cache in make_prompt_cache(model)]
     with noted_calls(model, "norm") as norms, noted_calls(model, "rope") as rotations:
         recorded, logits = _record(model, windows)
@@ -74,7 +76,9 @@ def record_packed(model: Module) -> Recording:
         for entry in recorded
         if entry.spec is not None
     )
-    return Recording(layers, tuple(windows), entries, logits.shape[-1], is_prepared, ropes)
+    return Recording(
+        layers, tuple(windows), entries, logits.shape[-1], is_prepared, ropes, attention
+    )
 
 
 def _window_of(cache: Any) -> int | None:

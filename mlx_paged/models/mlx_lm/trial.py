@@ -2,126 +2,154 @@
 
 afm7, for one, takes the positions of its queries from the shape of K, which in a packed step is not
 that of the sequence.
+
+What a class does with its caches shows on a small copy of the model, in float32, where rounding
+hides nothing and windows end after a few tokens. What this model does shows on itself, as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
-from mlx_lm.models.cache import make_prompt_cache
+from mlx.utils import tree_flatten
 
-from mlx_paged.cache import KVCacheConfig, PagedKVCache, group_layers
-from mlx_paged.config import KVBudget
 from mlx_paged.errors import one_line
+from mlx_paged.models.context_length import context_length
 from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.models.mlx_lm.errors import UnsuitableModelError
+from mlx_paged.models.mlx_lm.small_copy import small_copy
+from mlx_paged.models.mlx_lm.stock_logits import (
+    Prompts,
+    StockLogits,
+    Yardstick,
+    median_error,
+)
+from mlx_paged.models.probe import probe_cache, probe_ids, run_step
 
-BLOCK_SIZE = 8
-BUDGET = KVBudget(num_blocks=64)
-# Two chunks of a sequence; the second runs beside the whole of another.
-CHUNKS = 15, 9
-OTHER = 7
-# The error of a row of logits, over its length, that rounding explains. A layer that attends to
-# something else is off by more: afm7 by 0.30. Rounding may send single tokens of a mixture to other
-# experts, so what counts is the median of rows.
-LIMITS = {mx.float32: 1e-3}
-LIMIT = 0.05
-# A model's own error is that on mlx-lm's caches, with its chunks cut elsewhere.
-NUM_TIMES_OWN_ERROR = 4
-# Beyond so many limits, the model means something else by each cut, and there is nothing to be
-# equal to: plamo3 prefills with a window that is longer by one than that of its cache.
-MAX_OWN_LIMITS = 10
+# Of a sequence, its second chunk among them, which runs beside the whole of another.
+NUM_TOKENS = 24
+NUM_LAST = 9
+NUM_OTHER = 7
+# More tokens, beyond the windows, where that is little work: products of two numbers, of which two
+# cores do as many in a tenth of a second.
+MORE_TOKENS = 40
+MAX_NUM_TOKENS = 512
+MAX_WORK = 2**31
+# Decodes of each sequence in float32: they show at once which state a step has read.
+NUM_DECODED = 3
+
+Kind = Callable[[Module, dict[str, Any]], LanguageModel]
 
 
-def check_against_stock(model: LanguageModel, stock: Module) -> None:
-    """Compare logits of some tokens.
+class Trial:
+    """A model of mlx-lm's, which is tried in one way after another.
 
     Args:
-        model: on our caches.
-        stock: the same, as mlx-lm runs it.
-
-    Raises:
-        UnsuitableModelError: they differ by more than rounding, or mlx-lm's own do, or mlx-lm can't
-            run the model.
+        model: with its weights.
+        config: its ``config.json``.
     """
-    ids = _token_ids(model.args.vocab_size, sum(CHUNKS))
-    other = _token_ids(model.args.vocab_size, OTHER, first=5)
-    try:
-        expected = _stock_logits(stock, ids, CHUNKS)
-        again = _stock_logits(stock, ids, CHUNKS[::-1])
-        expected_other = _stock_logits(stock, other, (OTHER,))[-1:]
-    except Exception as error:
-        # An unknown model may raise anything, as on a device that lacks an operation for its dtype.
-        raise UnsuitableModelError(
-            f"mlx-lm can't run it on its own caches ({type(error).__name__}: {one_line(error)})"
-        ) from error
-    own_error, limit = _median_error(again, expected), LIMITS.get(expected.dtype, LIMIT)
-    if own_error > MAX_OWN_LIMITS * limit:
-        raise UnsuitableModelError(
-            f"its logits on mlx-lm's own caches differ by {own_error:.2g} where a prompt is cut "
-            "elsewhere"
-        )
-    limit = max(limit, NUM_TIMES_OWN_ERROR * own_error)
 
-    groups = group_layers(model.layer_specs, BLOCK_SIZE)
-    config = KVCacheConfig.within(BUDGET, model.layer_specs, BLOCK_SIZE, groups)
-    config = replace(config, state_nbytes=model.state_nbytes)
-    cache = PagedKVCache(config, "reference")
-    first, last = CHUNKS[0], CHUNKS[1] // 2
-    parts = {
-        "its first tokens": (_run(model, cache, {"a": ids[:first]}, [first]), expected[:first])
-    }
-    both = _run(model, cache, {"a": ids[first:], "b": other}, [last, 1])
-    parts["later tokens"] = both[:last], expected[-last:]
-    parts["tokens of a second sequence"] = both[last:], expected_other
-    for what, (logits, rows) in parts.items():
-        found = _median_error(logits, rows)
-        # A NaN is no agreement, unless mlx-lm's are NaN, too.
-        if not found <= limit and not mx.isnan(rows).any():
+    def __init__(self, model: Module, config: dict[str, Any]):
+        self.model, self.config = model, config
+        # Arrays that are no parameters, as frequencies of RoPE, are made lazily, and no other
+        # thread can run what this one leaves lazy.
+        mx.eval([value for module in model.modules() for value in module.values()])
+        self._yardstick: tuple[Prompts, Yardstick] | None = None
+
+    def run(self, kind: Kind) -> LanguageModel:
+        """The model as it runs in this way.
+
+        Raises:
+            UnsuitableModelError: its logits differ by more than rounding, or mlx-lm's own do, or
+                mlx-lm can't run the model.
+        """
+        adapted = kind(self.model, self.config)
+        if self._small is not None:
+            self._small._run_as_a_copy(kind)
+        self._check(adapted)
+        return adapted
+
+    @cached_property
+    def _small(self) -> Trial | None:
+        copy = small_copy(self.model, self.config)
+        return None if copy is None else Trial(*copy)
+
+    def _run_as_a_copy(self, kind: Kind) -> None:
+        try:
+            adapted = kind(self.model, self.config)
+        except UnsuitableModelError:
+            return  # The model itself can, so it is the copy that is odd.
+        try:
+            self._check(adapted)
+        except UnsuitableModelError as error:
+            raise UnsuitableModelError(f"in a small copy of it, {error}") from error
+
+    def _check(self, model: LanguageModel) -> None:
+        if self._yardstick is None:
+            prompts = _prompts(model)
+            self._yardstick = prompts, Yardstick.of(self.model, prompts)
+        prompts, yardstick = self._yardstick
+        try:
+            parts = list(_parts(model, prompts, yardstick.logits))
+        except Exception as error:
+            # It may rely on anything that mlx-lm's caches have, as on the shape of a mask.
             raise UnsuitableModelError(
-                f"its logits of {what} differ from those on mlx-lm's caches by {found:.2g} "
-                f"(rounding explains {limit:.2g})"
-            )
+                f"it can't run on caches here ({type(error).__name__}: {one_line(error)})"
+            ) from error
+        for what, logits, expected in parts:
+            found = median_error(logits, expected)
+            # A NaN is no agreement, unless mlx-lm's are NaN, too.
+            if not found <= yardstick.limit and not mx.isnan(expected).any():
+                raise UnsuitableModelError(
+                    f"its logits of {what} differ from those on mlx-lm's caches by {found:.2g} "
+                    f"(rounding explains {yardstick.limit:.2g})"
+                )
 
 
-def _token_ids(vocab_size: int, count: int, first: int = 3) -> list[int]:
-    return [(first + 7 * i + 13 * i * i) % vocab_size for i in range(count)]
+def _prompts(model: LanguageModel) -> Prompts:
+    windows = [spec.window for spec in model.layer_specs if spec.window is not None]
+    num_tokens = max([MORE_TOKENS, *(window + NUM_LAST + NUM_OTHER for window in windows)])
+    weights = dict(tree_flatten(model.parameters()))
+    num_parameters = sum(weight.size for weight in weights.values())
+    num_decoded = NUM_DECODED if model.dtype == mx.float32 else 0
+    if num_tokens > MAX_NUM_TOKENS or num_tokens * num_parameters > MAX_WORK:
+        num_tokens, num_decoded = NUM_TOKENS, 0
+    num_tokens = max(4, min(num_tokens, context_length(model.args) - num_decoded))
+    size = model.args.vocab_size
+    return Prompts(
+        probe_ids(size, num_tokens + num_decoded),
+        probe_ids(size, min(NUM_OTHER, num_tokens) + num_decoded, first=5),
+        num_tokens - min(NUM_LAST, num_tokens // 2),
+        num_decoded,
+    )
 
 
-def _stock_logits(stock: Module, ids: list[int], chunks: tuple[int, ...]) -> mx.array:
-    """``[num_tokens, vocab_size]``"""
-    cache, logits, start = make_prompt_cache(stock), [], 0
-    for size in chunks:
-        logits.append(stock(mx.array([ids[start : start + size]]), cache=cache)[0])
-        mx.eval(logits, [entry.state for entry in cache])
-        start += size
-    return mx.concatenate(logits)
-
-
-def _run(
-    model: LanguageModel,
-    cache: PagedKVCache,
-    batch: Mapping[str, list[int]],
-    num_logit_rows: list[int],
-) -> mx.array:
-    tokens = [token for ids in batch.values() for token in ids]
-    with cache.step({seq: len(ids) for seq, ids in batch.items()}, num_logit_rows) as step:
-        logits = model(mx.array(tokens), cache.layers, step.logit_rows)
-        mx.eval(logits, cache.arrays)
-    return logits
-
-
-def _median_error(logits: mx.array, expected: mx.array) -> float:
-    """Of the rows, ``[num_rows, vocab_size]``: the length of a difference over that of the expected
-    row. Tokens that a model never allows count where only one side allows them.
-    """
-    logits, expected = logits.astype(mx.float32), expected.astype(mx.float32)
-    never = mx.isneginf(logits) & mx.isneginf(expected)
-    logits, expected = mx.where(never, 0, logits), mx.where(never, 0, expected)
-    centred = expected - expected.mean(-1, keepdims=True)
-    errors = mx.linalg.norm(logits - expected, axis=-1) / mx.linalg.norm(centred, axis=-1)
-    median: float = mx.median(errors).item()  # type: ignore[assignment]
-    return median
+def _parts(
+    model: LanguageModel, prompts: Prompts, stock: StockLogits
+) -> Iterator[tuple[str, mx.array, mx.array]]:
+    """What is compared: its name, the model's rows of logits, and those of mlx-lm's caches."""
+    cache = probe_cache(model, len(prompts.ids) + len(prompts.other))
+    ids, other, first, end = prompts.ids, prompts.other, prompts.num_first, prompts.num_tokens
+    yield (
+        "its first tokens",
+        run_step(model, cache, {"a": ids[:first]}, [first]),
+        stock.rows[:first],
+    )
+    # Not of all tokens, so that a model that leaves rows out does so here.
+    num_other = prompts.num_other
+    last, last_other = (end - first) // 2, (num_other + 1) // 2
+    both = run_step(model, cache, {"a": ids[first:end], "b": other[:num_other]}, [last, last_other])
+    yield "later tokens", both[:last], stock.rows[end - last : end]
+    expected = stock.other[num_other - last_other : num_other]
+    yield "tokens of a second sequence", both[last:], expected
+    decoded = [
+        run_step(model, cache, {"a": [a], "b": [b]}, [1, 1])
+        for a, b in zip(ids[end:], other[num_other:], strict=True)
+    ]
+    if decoded:
+        expected = mx.stack([stock.rows[end:], stock.other[num_other:]], axis=1).flatten(0, 1)
+        yield "tokens that come one by one", mx.concatenate(decoded), expected

@@ -16,7 +16,7 @@ import json
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -103,6 +103,7 @@ class KeptAnswers:
         messages: Sequence[Mapping[str, Any]],
         template_options: Mapping[str, Any],
         cache_salt: str | None = None,
+        check_length: Callable[[str, int], None] = lambda text, num_tokens: None,
     ) -> Prompt:
         """The prompt that a conversation makes, from the generated tokens as far as they are known.
 
@@ -110,6 +111,8 @@ class KeptAnswers:
             messages, template_options: as :func:`render_chat`. ``reasoning_content`` of an
                 assistant's message is what the client says, also if that is nothing (``""``).
             cache_salt: answers of other salts are never used.
+            check_length: called before a text is encoded, with the number of tokens before it;
+                raises if it is too long.
 
         Raises:
             ChatTemplateError: as :func:`encode_chat`.
@@ -132,8 +135,11 @@ class KeptAnswers:
         for _, answer in reversed(kept):
             end = _end_of(answer, text, tokenizer, tools)
             if end is not None:
-                token_ids = answer.all_token_ids() + encode_text(tokenizer, text[end:])
+                token_ids = answer.all_token_ids()
+                check_length(text[end:], len(token_ids))
+                token_ids += encode_text(tokenizer, text[end:])
                 return Prompt(text, token_ids, answer, keys[-1])
+        check_length(text, 0)
         return Prompt(text, encode_text(tokenizer, text), None, keys[-1])
 
     def keep(

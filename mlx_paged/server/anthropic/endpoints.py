@@ -7,6 +7,7 @@ import logging
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from mlx_paged.server.answers.reader import AnswerFormat
 from mlx_paged.server.anthropic.answers import (
     MessageAnswer,
     MessageOptions,
@@ -14,9 +15,11 @@ from mlx_paged.server.anthropic.answers import (
     whole_message,
 )
 from mlx_paged.server.anthropic.messages import MessagesBody, read_messages_body
-from mlx_paged.server.callers import job_of, request_id_of
+from mlx_paged.server.callers import job_of, request_id_of, user_of
 from mlx_paged.server.chat_jobs import prepare
+from mlx_paged.server.fair_threads import Work
 from mlx_paged.server.fields import Fields
+from mlx_paged.server.generations import Generation
 from mlx_paged.server.http.sse import EventStream
 from mlx_paged.server.service import Service
 
@@ -27,15 +30,14 @@ async def messages(request: Request, fields: Fields) -> Response:
     """An answer to a conversation, whole or as events."""
     service: Service = request.app.state.service
     has_context_management = fields.has("context_management")
-    body = _read(request, fields, is_count=False)
-    job = job_of(request, body.job)
-    generation, answer_format = await service.prepare(prepare, service, job)
+    user = user_of(request)
+    body, generation, answer_format = await service.prepare(user, _prepared, request, fields, False)
     request_id = request_id_of(request)
     options = MessageOptions(
         f"msg_{request_id}",
         body.model,
-        job.params.max_tokens,
-        tuple(job.params.stop),
+        body.job.params.max_tokens,
+        tuple(body.job.params.stop),
         body.shows_thinking,
         has_context_management,
     )
@@ -50,9 +52,17 @@ async def messages(request: Request, fields: Fields) -> Response:
 async def count_tokens(request: Request, fields: Fields) -> Response:
     """How many tokens the prompt of a conversation has."""
     service: Service = request.app.state.service
-    body = _read(request, fields, is_count=True)
-    generation, _ = await service.prepare(prepare, service, job_of(request, body.job))
+    user = user_of(request)
+    _, generation, _ = await service.prepare(user, _prepared, request, fields, True)
     return JSONResponse({"input_tokens": len(generation.prompt_token_ids)})
+
+
+def _prepared(
+    work: Work, request: Request, fields: Fields, is_count: bool
+) -> tuple[MessagesBody, Generation, AnswerFormat]:
+    """The body, and the prompt and the answer that it asks for."""
+    body = _read(request, fields, is_count)
+    return body, *prepare(work, request.app.state.service, job_of(request, body.job))
 
 
 def _read(request: Request, fields: Fields, is_count: bool) -> MessagesBody:

@@ -11,8 +11,9 @@ from mlx_paged.server.answers.reader import ToolChoice
 from mlx_paged.server.chat_jobs import ChatJob
 from mlx_paged.server.fields import Fields
 from mlx_paged.server.generations import api_error
+from mlx_paged.server.openai.messages import refuse_second_names
 from mlx_paged.server.openai.options import read_model
-from mlx_paged.server.sampling_fields import MAX_STOPS
+from mlx_paged.server.sampling_fields import MAX_STOPS, MAX_STOPS_LEN
 from mlx_paged.server.service import Service
 from mlx_paged.structured_outputs import StructuredOutputsParams
 
@@ -138,7 +139,7 @@ def _read_params(
         if values["max_tokens"] < 1:
             raise fields.error("max_tokens", f"must be at least 1, got {values['max_tokens']}")
     if fields.has("stop_sequences"):
-        values["stop"] = fields.texts("stop_sequences", MAX_STOPS)
+        values["stop"] = fields.texts("stop_sequences", MAX_STOPS, MAX_STOPS_LEN)
     effort, schema = _read_output_config(fields)
     try:
         if schema is not None:
@@ -219,9 +220,7 @@ def _read_tool(fields: Fields) -> dict[str, Any]:
 def _read_tool_choice(fields: Fields, tools: tuple[dict[str, Any], ...]) -> tuple[ToolChoice, bool]:
     """Which tool may or must be called, and whether several may be."""
     names = [tool["function"]["name"] for tool in tools]
-    for index, name in enumerate(names):
-        if name in names[:index]:
-            raise fields.error(f"tools[{index}].name", f"is {name!r}, as that of another tool")
+    refuse_second_names(fields, names)
     choice = fields.child("tool_choice", None)
     if choice is None:
         return "auto", True
@@ -277,7 +276,11 @@ def _check_kind(block: Fields, kinds: tuple[str, ...]) -> str:
 
 
 def _read_messages(fields: Fields) -> list[dict[str, Any]]:
-    """The conversation; what one side says in several messages becomes one."""
+    """The conversation; what one side says in several messages becomes one.
+
+    A content is the list of its texts until all of them are there: to join them one by one would
+    take the square of their number.
+    """
     messages: list[dict[str, Any]] = []
     names: dict[str, str] = {}  # of the tools, by the ids of their calls
     for each in fields.children("messages"):
@@ -289,12 +292,15 @@ def _read_messages(fields: Fields) -> list[dict[str, Any]]:
         else:
             # Few templates know a system's message in the middle.
             text = "\n\n".join(_read_texts(each, "content"))
-            new = [{"role": "user", "content": f"<system-reminder>\n{text}\n</system-reminder>"}]
+            text = f"<system-reminder>\n{text}\n</system-reminder>"
+            new = [{"role": "user", "content": [text]}]
         each.refuse_rest()
         for message in new:
             _append(messages, message)
     if not messages:
         raise fields.error("messages", "is empty; give at least one message")
+    for message in messages:
+        message["content"] = "\n\n".join(filter(None, message["content"]))
     return messages
 
 
@@ -303,9 +309,9 @@ def _append(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
     if message["role"] != last["role"] or message["role"] == "tool":
         messages.append(message)
         return
-    last["content"] = "\n\n".join(filter(None, (last["content"], message["content"])))
+    last["content"] += message["content"]
     if "tool_calls" in message:
-        last["tool_calls"] = [*last.get("tool_calls", ()), *message["tool_calls"]]
+        last.setdefault("tool_calls", []).extend(message["tool_calls"])
     if "reasoning_content" in message:
         last["reasoning_content"] = message["reasoning_content"]
 
@@ -313,16 +319,16 @@ def _append(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
 def _read_question(fields: Fields, names: dict[str, str]) -> list[dict[str, Any]]:
     """What the user says, and results of tools, in their order."""
     if isinstance(fields.raw("content"), str):
-        return [{"role": "user", "content": fields.text("content")}]
+        return [{"role": "user", "content": [fields.text("content")]}]
     messages: list[dict[str, Any]] = []
     for block in fields.children("content"):
         if _check_kind(block, ("text", "tool_result")) == "tool_result":
             messages.append(_read_result(block, names))
         else:
-            _append(messages, {"role": "user", "content": block.text("text")})
+            _append(messages, {"role": "user", "content": [block.text("text")]})
         block.accept(*_WITHOUT_EFFECT_IN_BLOCKS)
         block.refuse_rest()
-    return messages or [{"role": "user", "content": ""}]
+    return messages or [{"role": "user", "content": []}]
 
 
 def _read_result(block: Fields, names: dict[str, str]) -> dict[str, Any]:
@@ -333,13 +339,13 @@ def _read_result(block: Fields, names: dict[str, str]) -> dict[str, Any]:
     if block.boolean("is_error", False) and "error" not in text[:40].lower():
         # Templates have no word for it.
         text = f"Error: {text}"
-    return {"role": "tool", "tool_call_id": call_id, "name": names[call_id], "content": text}
+    return {"role": "tool", "tool_call_id": call_id, "name": names[call_id], "content": [text]}
 
 
 def _read_answer(fields: Fields, names: dict[str, str]) -> dict[str, Any]:
     """What the model said."""
     if isinstance(fields.raw("content"), str):
-        return {"role": "assistant", "content": fields.text("content")}
+        return {"role": "assistant", "content": [fields.text("content")]}
     texts, reasoning, calls = [], [], []
     for block in fields.children("content"):
         kind = _check_kind(block, ("text", "thinking", "redacted_thinking", "tool_use"))
@@ -355,7 +361,7 @@ def _read_answer(fields: Fields, names: dict[str, str]) -> dict[str, Any]:
             names[calls[-1]["id"]] = calls[-1]["function"]["name"]
         block.accept(*_WITHOUT_EFFECT_IN_BLOCKS)
         block.refuse_rest()
-    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+    message: dict[str, Any] = {"role": "assistant", "content": ["".join(texts)]}
     if any(reasoning):
         message["reasoning_content"] = "\n".join(reasoning)
     if calls:

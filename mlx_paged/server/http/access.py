@@ -64,7 +64,7 @@ class Access:
     def __init__(self, app: ASGIApp, settings: ServerSettings):
         self._app = app
         # Digests have one length, so comparing them tells nothing about a key.
-        is_alone = len({key.name for key in settings.api_keys}) == 1
+        is_alone = settings.num_users == 1
         self._principals = [
             (_digest(key.key.encode()), _principal_of(key, settings.share_cache, is_alone))
             for key in settings.api_keys
@@ -118,9 +118,7 @@ def _refusal(key: bytes | None) -> ApiError:
 def _principal_of(key: ApiKey, share_cache: bool, is_alone: bool) -> Principal:
     if share_cache:
         return Principal(key.name, is_alone=is_alone)
-    # A key without a name may be given in another order at the next start.
-    own = key.name if key.is_named else key.key
-    text = f"mlx_paged user {'name' if key.is_named else 'key'} {own}"
+    text = "mlx_paged user {} {}".format(*key.user)
     return Principal(key.name, hashlib.sha256(text.encode()).hexdigest()[:32], is_alone)
 
 
@@ -131,10 +129,13 @@ def _digest(key: bytes) -> bytes:
 class OriginGuard:
     """Middleware: a web page may use the server only if its origin is allowed.
 
-    A page of any site can send requests to 127.0.0.1, and a site whose name is made to point there
-    (DNS rebinding) can read the answers. So ``Host`` must be a name of this machine, as long as the
-    server listens on it alone, and a request that changes something or computes must come from the
-    server's own page, from ``--cors-origin``, or from no page.
+    A page of any site can send requests to 127.0.0.1, and a site whose name is made to point to
+    this machine (DNS rebinding) can read the answers. So ``Host`` must be an address, which no
+    site can point elsewhere, localhost, ``--host``, or an ``--allowed-host``; of addresses, those
+    of this machine alone where the server listens on it alone. A server that others reach with a
+    key may have any name unless ``--allowed-host`` says some: a rebound page has no key. A request
+    that changes something or computes must come from the server's own page, from
+    ``--cors-origin``, or from no page.
 
     Args:
         is_loopback: whether only this machine can reach the server.
@@ -144,7 +145,8 @@ class OriginGuard:
         self._app = app
         self._origins = frozenset(settings.cors_origins)
         self._hosts = frozenset(settings.allowed_hosts)
-        self._is_any_host = not is_loopback and not self._hosts
+        self._is_loopback = is_loopback
+        self._is_any_host = not is_loopback and not self._hosts and bool(settings.api_keys)
         self._own_host = settings.host.lower()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -181,17 +183,25 @@ class OriginGuard:
         if self._is_any_host:
             return True
         name = host if host.endswith("]") else host.rpartition(":")[0] or host
-        return name in self._hosts or name == self._own_host or is_loopback_name(name)
+        if name in self._hosts or name == self._own_host or is_loopback_name(name):
+            return True
+        return not self._is_loopback and _address(name) is not None
 
 
 def is_loopback_name(name: str) -> bool:
     """Whether a name or an address can only be this machine: localhost, 127.0.0.1, [::1]."""
     if name == "localhost" or name.endswith(".localhost"):
         return True
+    address = _address(name)
+    return address is not None and address.is_loopback
+
+
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The address that a name is, if it is one."""
     try:
-        return ipaddress.ip_address(name.removeprefix("[").removesuffix("]")).is_loopback
+        return ipaddress.ip_address(name.removeprefix("[").removesuffix("]"))
     except ValueError:
-        return False
+        return None
 
 
 def _host_of(origin: str) -> str | None:

@@ -12,14 +12,16 @@ from mlx_paged.server.settings import ApiKey
 
 _NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
 _KEY = re.compile(r"[!-~]{1,512}")  # what a header can hold: ASCII without blanks
+_INNER_EQUALS = re.compile(r"[^=]=+[^=]")
 _MAX_FILE = 2**20  # bytes
 
 
 def read_api_keys(texts: Sequence[str], file: str | None = None) -> tuple[ApiKey, ...]:
     """The keys of ``--api-key`` and of the lines of ``--api-key-file``.
 
-    Each is a key, or ``name=key``. A text whose only ``=`` end it is a key, as base64 ends so.
-    Keys without a name are called ``key1``, ``key2`` and so on, in their order.
+    Each is ``KEY``, or ``NAME KEY`` with a blank between them. A key can't have a blank, so no part
+    of a key is ever taken for a name, which stands in the log. Keys without a name are called
+    ``key#1``, ``key#2`` and so on, in their order; no name that is given can have a ``#``.
 
     Raises:
         ArgumentError: a key that can't stand in a header, one that is given twice, or a file that
@@ -40,12 +42,16 @@ def read_api_keys(texts: Sequence[str], file: str | None = None) -> tuple[ApiKey
     return tuple(keys)
 
 
+def seems_named_by_equals(key: ApiKey) -> bool:
+    """Whether a key without a name may have been meant as ``NAME=KEY``, which gives none."""
+    return not key.is_named and _INNER_EQUALS.search(key.key) is not None
+
+
 def _parsed(text: str, argument: str, index: int) -> ApiKey:
-    name, equals, key = text.partition("=")
-    is_named = bool(equals and key.strip("="))
-    if not is_named:
-        name, key = f"key{index}", text
-    if not _NAME.fullmatch(name):
+    words = text.split(maxsplit=1)
+    is_named = len(words) == 2
+    name, key = words if is_named else (f"key#{index}", text.strip())
+    if is_named and not _NAME.fullmatch(name):
         raise ArgumentError(
             f"[server] {argument}: the name of key {index} must be 1 to 64 letters, digits, "
             "or any of . _ @ -",
@@ -54,7 +60,7 @@ def _parsed(text: str, argument: str, index: int) -> ApiKey:
     if not _KEY.fullmatch(key):
         raise ArgumentError(
             f"[server] {argument}: key {index} must be 1 to 512 characters of ASCII, without "
-            "blanks",
+            "blanks; NAME KEY gives it a name",
             argument,
         )
     return ApiKey(name, key, is_named)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, NoReturn, TypeAlias
@@ -10,12 +9,16 @@ from typing import Any, NoReturn, TypeAlias
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from mlx_paged.server.callers import user_of
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.fields import Fields
 from mlx_paged.server.http.disconnects import ClientLeftError, until_disconnect
+from mlx_paged.server.http.limits import check_json
+from mlx_paged.server.service import Service
 
 Handler: TypeAlias = Callable[[Request, Fields], Coroutine[Any, Any, Response]]
-_LARGE_BODY = 2**18  # bytes; to parse it in the loop's thread would hold up all streams
+# Bytes that the loop's thread reads itself, in a millisecond or two. More would hold up streams.
+_SMALL_BODY = 2**15
 CLIENT_LEFT = 499  # nginx's word for it; nobody reads it but the log
 
 
@@ -27,22 +30,29 @@ def json_endpoint(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         try:
             body = await request.body()
-            is_large = len(body) > _LARGE_BODY
-            value = await asyncio.to_thread(parse_json, body) if is_large else parse_json(body)
-            fields = Fields(value)
-            return await until_disconnect(request.receive, handler(request, fields))
+            return await until_disconnect(request.receive, _answer(request, body, handler))
         except (ClientDisconnect, ClientLeftError):
             return Response(status_code=CLIENT_LEFT)
 
     return endpoint
 
 
+async def _answer(request: Request, body: bytes, handler: Handler) -> Response:
+    if len(body) <= _SMALL_BODY:
+        value = parse_json(body)
+    else:
+        service: Service = request.app.state.service
+        value = await service.prepare(user_of(request), lambda _: parse_json(body))
+    return await handler(request, Fields(value))
+
+
 def parse_json(body: bytes) -> Any:
     """The value of a JSON text.
 
     Raises:
-        ApiError: it is none; 400.
+        ApiError: it is none, or too much to parse; 400.
     """
+    check_json(body)
     try:
         value = json.loads(body, parse_constant=_refuse_constant)
         if b"\\ud" in body.lower():

@@ -176,6 +176,8 @@ class HttpServer(uvicorn.Server):
         self._gate = gate
         self._engine = engine
         self._drain_seconds = settings.drain_seconds
+        self._step_timeout = settings.step_timeout
+        self._step_hangs = False
         self._announce = announce
 
     @contextlib.contextmanager
@@ -191,7 +193,17 @@ class HttpServer(uvicorn.Server):
         if self._engine.stopped() is not None:
             self.has_failed = True
             return True
+        self._look_at_step()
         return await super().on_tick(counter)
+
+    def _look_at_step(self) -> None:
+        """Say once of a step that it hangs, and that it ended after all."""
+        hangs = self._engine.step_seconds() > self._step_timeout
+        if hangs and not self._step_hangs:
+            logger.error("a step of the engine has run for %g seconds", self._step_timeout)
+        elif self._step_hangs and not hangs:
+            logger.warning("the step that hung has ended")
+        self._step_hangs = hangs
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._gate.is_closed = True

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import Counter
+from collections.abc import Iterator
 
 import numpy as np
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_paged.server.errors import ApiError, error_response
+from mlx_paged.server.http.tidying import Tidying
 
 BODY_SECONDS = 60.0
-MAX_BODIES = 8  # of the largest size, that are read at the same time
+MAX_BODIES = 8  # of the largest size, whose requests are not answered yet
 MAX_JSON_DEPTH = 64
-MAX_JSON_VALUES = 2**20
+# Python's parser reads the whole of a text without letting another thread run. Half a second for
+# the largest bodies that there can be, it is some 50 ms within these limits.
+MAX_JSON_VALUES = 2**19
+MAX_JSON_OBJECTS = 2**16  # and lists
 MAX_JSON_NUMBER = 64  # characters
 MAX_HEADERS = 100
 MAX_HEAD_BYTES = 2**16
@@ -21,17 +27,18 @@ MAX_PATH_BYTES = 2**13
 
 _METHODS_WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 _LONG_NUMBER = re.compile(rb"[0-9+\-.eE]{%d}" % (MAX_JSON_NUMBER + 1))
-_LARGE_BODY = 2**18  # bytes; it is looked at in a thread
+_CHUNK = 2**17  # bytes that are looked at before another thread may run
 
 
 class Limits:
     """Middleware: reads the body of a request, and passes on what is not too large.
 
-    The application behind it finds the whole body there, as JSON that is safe to parse.
+    The application behind it finds the whole body there. Its bytes count until it is answered, as
+    what was made of it stays in memory for as long.
 
     Args:
-        max_body_bytes: of one request. Bodies that are being read have ``MAX_BODIES`` times as many
-            together.
+        max_body_bytes: of one request. All bodies have ``MAX_BODIES`` times as many together, and
+            those of one user half of that, unless there is no other.
         body_seconds: in which a body has to be there.
     """
 
@@ -39,63 +46,55 @@ class Limits:
         self._app = app
         self._max_body_bytes = max_body_bytes
         self._body_seconds = body_seconds
-        self._nbytes_held = 0
+        self._nbytes_held: Counter[str] = Counter()  # by user
+        self._tidying = Tidying()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        held = _HeldBytes(self._nbytes_held, self._max_body_bytes, scope)
         try:
-            check_head(scope)
-            if scope["method"] in _METHODS_WITH_BODY:
-                receive = _replayed(await self._body(scope, receive), receive)
-        except _DisconnectedError:
-            return
-        except ApiError as error:
-            request_id = scope.get("state", {}).get("request_id")
-            await error_response(error, scope["path"], request_id)(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
+            try:
+                check_head(scope)
+                if scope["method"] in _METHODS_WITH_BODY:
+                    receive = _replayed(await self._body(scope, receive, held), receive)
+            except _DisconnectedError:
+                return
+            except ApiError as error:
+                request_id = scope.get("state", {}).get("request_id")
+                await error_response(error, scope["path"], request_id)(scope, receive, send)
+                return
+            await self._app(scope, receive, send)
+        finally:
+            held.release()
+            self._tidying.note(held.num_bytes)
 
-    async def _body(self, scope: Scope, receive: Receive) -> bytes:
+    async def _body(self, scope: Scope, receive: Receive, held: _HeldBytes) -> bytes:
         length = dict(scope["headers"]).get(b"content-length", b"0")
         if not length.isdigit() or int(length[:20]) > self._max_body_bytes:
             raise self._too_large()
         try:
             async with asyncio.timeout(self._body_seconds):
-                body = await self._read(receive)
+                return await self._read(receive, held)
         except TimeoutError as error:
             raise ApiError(
                 408, f"the body was not there after {self._body_seconds:g} seconds"
             ) from error
-        if len(body) >= _LARGE_BODY:
-            await asyncio.to_thread(check_json, body)
-        else:
-            check_json(body)
-        return body
 
-    async def _read(self, receive: Receive) -> bytes:
+    async def _read(self, receive: Receive, held: _HeldBytes) -> bytes:
         chunks: list[bytes] = []
-        nbytes = 0
-        try:
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise _DisconnectedError
-                chunk = message.get("body", b"")
-                chunks.append(chunk)
-                nbytes += len(chunk)
-                self._nbytes_held += len(chunk)
-                if nbytes > self._max_body_bytes:
-                    raise self._too_large()
-                if self._nbytes_held > MAX_BODIES * self._max_body_bytes:
-                    raise ApiError(
-                        503, "too many large requests at once", headers={"Retry-After": "2"}
-                    )
-                if not message.get("more_body"):
-                    return b"".join(chunks)
-        finally:
-            self._nbytes_held -= nbytes
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise _DisconnectedError
+            chunk = message.get("body", b"")
+            chunks.append(chunk)
+            if held.num_bytes + len(chunk) > self._max_body_bytes:
+                raise self._too_large()
+            held.add(len(chunk))
+            if not message.get("more_body"):
+                return b"".join(chunks)
 
     def _too_large(self) -> ApiError:
         return ApiError(
@@ -103,6 +102,37 @@ class Limits:
             f"the body of a request has at most {self._max_body_bytes:,} bytes here; "
             "--max-body-bytes changes that",
         )
+
+
+class _HeldBytes:
+    """The bytes of a request's body, among those of all users.
+
+    Attributes:
+        num_bytes: of this request.
+    """
+
+    def __init__(self, by_user: Counter[str], max_body_bytes: int, scope: Scope):
+        self.num_bytes = 0
+        principal = scope.get("state", {}).get("principal")
+        self._user = "-" if principal is None else principal.name
+        self._by_user = by_user
+        self._max_num_bytes = MAX_BODIES * max_body_bytes
+        is_alone = principal is None or principal.is_alone
+        self._max_of_user = self._max_num_bytes // (1 if is_alone else 2)
+
+    def add(self, num_bytes: int) -> None:
+        """Hold more; raises :class:`ApiError` if that is too much together with others."""
+        self.num_bytes += num_bytes
+        self._by_user[self._user] += num_bytes
+        is_too_much = self._by_user[self._user] > self._max_of_user
+        if is_too_much or self._by_user.total() > self._max_num_bytes:
+            raise ApiError(503, "too many large requests at once", headers={"Retry-After": "2"})
+
+    def release(self) -> None:
+        """The request is answered."""
+        self._by_user[self._user] -= self.num_bytes
+        if not self._by_user[self._user]:
+            del self._by_user[self._user]
 
 
 class _DisconnectedError(Exception):
@@ -134,6 +164,8 @@ def check_head(scope: Scope) -> None:
 def check_json(body: bytes) -> None:
     """Raise :class:`ApiError` for a body that is no UTF-8, or that would be dear to parse: too
     deep, too many values, or numbers that are too long. Whether it is JSON is left to the parser.
+
+    It goes through the body in chunks: other threads run between two of them.
     """
     try:
         body.decode()
@@ -142,28 +174,46 @@ def check_json(body: bytes) -> None:
     unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     # Each value has at most a name and a text, and so four quotes.
     if unescaped.count(b'"') > 4 * MAX_JSON_VALUES:
-        raise _too_many_values()
-    bare = b"".join(unescaped.split(b'"')[::2])
-    if bare.count(b",") >= MAX_JSON_VALUES:
-        raise _too_many_values()
-    if _LONG_NUMBER.search(bare):
-        raise ApiError(400, f"the body has a number of more than {MAX_JSON_NUMBER} characters")
-    if _depth(bare) > MAX_JSON_DEPTH:
-        raise ApiError(400, f"the body is nested deeper than {MAX_JSON_DEPTH}")
+        raise _too_many("values", MAX_JSON_VALUES)
+    num_commas = num_brackets = depth = 0
+    end = b""  # of what came before
+    for bare in _without_texts(unescaped):
+        num_commas += bare.count(b",")
+        if num_commas >= MAX_JSON_VALUES:
+            raise _too_many("values", MAX_JSON_VALUES)
+        if _LONG_NUMBER.search(end + bare):
+            raise ApiError(400, f"the body has a number of more than {MAX_JSON_NUMBER} characters")
+        end = (end + bare)[-MAX_JSON_NUMBER:]
+        brackets = bare.translate(None, _NO_BRACKETS)
+        deepest, depth = _depths(brackets, depth)
+        if deepest > MAX_JSON_DEPTH:
+            raise ApiError(400, f"the body is nested deeper than {MAX_JSON_DEPTH}")
+        num_brackets += len(brackets)
+        if num_brackets > 2 * MAX_JSON_OBJECTS:
+            raise _too_many("objects and lists", MAX_JSON_OBJECTS)
 
 
-def _too_many_values() -> ApiError:
-    return ApiError(400, f"the body has more than {MAX_JSON_VALUES:,} values")
+def _too_many(what: str, most: int) -> ApiError:
+    return ApiError(400, f"the body has more than {most:,} {what}")
 
 
-def _depth(bare: bytes) -> int:
-    """How deep brackets are nested in JSON without its strings."""
-    brackets = bare.translate(None, _NO_BRACKETS)
-    if len(brackets) <= MAX_JSON_DEPTH:
-        return 0  # not deeper than that
+def _without_texts(unescaped: bytes) -> Iterator[bytes]:
+    """JSON without its texts, chunk by chunk. No quote is escaped in it."""
+    is_text = 0
+    for start in range(0, len(unescaped), _CHUNK):
+        parts = unescaped[start : start + _CHUNK].split(b'"')
+        yield b"".join(parts[is_text::2])
+        is_text ^= (len(parts) - 1) % 2
+
+
+def _depths(brackets: bytes, depth: int) -> tuple[int, int]:
+    """How deep brackets are nested at most, and at their end, which begin at a depth."""
+    if not brackets:
+        return depth, depth
     codes = np.frombuffer(brackets, np.uint8)
     opens = (codes == ord("[")) | (codes == ord("{"))
-    return int(np.cumsum(np.where(opens, 1, -1)).max())
+    depths = np.cumsum(np.where(opens, 1, -1))
+    return depth + int(depths.max()), depth + int(depths[-1])
 
 
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))

@@ -10,7 +10,6 @@ import logging
 import re
 import secrets
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mlx_paged.errors import frames_of
 from mlx_paged.standard_streams import say
 
 logger = logging.getLogger("mlx_paged.server")
@@ -161,15 +161,21 @@ class LineFormatter(logging.Formatter):
         moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
         head = f"{moment}.{int(record.msecs):03d} {record.levelname}"
         request_id = "-" if line is None else line.request_id
-        text = f"{head} {request_id} {printable(record.getMessage().rstrip())}"
+        text = f"{head} {request_id} {printable(self._message(record))}"
         if record.exc_info and record.exc_info[1] is not None:
             text += "".join(f"\n    {each}" for each in self._frames(record.exc_info[1]))
         return text
 
+    def _message(self, record: logging.LogRecord) -> str:
+        # asyncio's quotes the error and what the callback was called with.
+        if record.name == "asyncio" and record.exc_info and not self._log_prompts:
+            return "an error in the event loop"
+        return record.getMessage().rstrip()
+
     def _frames(self, error: BaseException) -> list[str]:
         lines = []
         for each in reversed(_causes(error)):
-            for frame in traceback.extract_tb(each.__traceback__):
+            for frame in frames_of(each):
                 lines.append(printable(f"{frame.filename}:{frame.lineno} {frame.name}"))
             what = str(each) if self._log_prompts else _NO_TEXT
             lines.append(printable(f"{type(each).__name__}: {what}"))
@@ -196,7 +202,7 @@ def printable(text: str) -> str:
 
 
 class _Stderr(logging.Handler):
-    """Writes to stderr; where that is closed or full, there is nobody left to tell."""
+    """Writes to stderr; where that is closed or full, there is no place left to say so."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:

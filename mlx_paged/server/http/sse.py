@@ -16,6 +16,7 @@ from mlx_paged.server.http.disconnects import ClientLeftError, until_disconnect
 
 logger = logging.getLogger("mlx_paged.server")
 
+RESPONSES_PATH = "/v1/responses"
 DONE = b"data: [DONE]\n\n"
 _LIFE = b": the answer is on its way\n\n"
 
@@ -101,4 +102,16 @@ def _error_event(error: Exception, path: str) -> bytes:
     if not isinstance(error, ApiError):
         logger.error("a stream failed", exc_info=error)
         error = ApiError(500, FAILED)
+    if path.startswith(RESPONSES_PATH):
+        data = responses_error(error)
+        return event(data, data["type"])
     return event(error_body(error, path), "error" if path.startswith(ANTHROPIC_PATHS) else None)
+
+
+def responses_error(error: ApiError) -> dict[str, Any]:
+    """The event of ``/v1/responses`` that says what went wrong: as the protocol describes it, and
+    with the object that OpenAI's clients look for in any event.
+    """
+    body = error_body(error, RESPONSES_PATH)["error"]
+    said = {name: body[name] for name in ("code", "message", "param")}
+    return {"type": "error", **said, "error": body}

@@ -13,8 +13,9 @@ from mlx_paged.engine.prompts import check_token_ids, encode_prompt
 from mlx_paged.errors import shown
 from mlx_paged.request import CompletionOutput, RequestOutput
 from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.server.callers import cache_salt_of, no_store_of
+from mlx_paged.server.callers import cache_salt_of, no_store_of, user_of
 from mlx_paged.server.errors import ApiError
+from mlx_paged.server.fair_threads import Work
 from mlx_paged.server.fields import Fields
 from mlx_paged.server.generations import Answer, Generation, api_error, parts_of
 from mlx_paged.server.grammars.response_format import read_structured_outputs
@@ -30,6 +31,7 @@ from mlx_paged.server.openai.options import (
     read_options,
     usage,
 )
+from mlx_paged.server.prompt_length import MAX_PROMPT_TOKENS
 from mlx_paged.server.sampling_fields import MAX_TOKEN_IDS, read_sampling
 from mlx_paged.server.service import Service
 
@@ -66,12 +68,13 @@ class CompletionBody:
 async def completions(request: Request, fields: Fields) -> Response:
     """How the prompts go on, whole or in parts."""
     service: Service = request.app.state.service
-    body = read_completions(fields, service)
-    encoded = await service.prepare(encode_all, service, body)
+    user = user_of(request)
+    body, encoded = await service.prepare(user, _prepared, service, fields)
     salt = cache_salt_of(request, body.cache_salt)
     no_store = no_store_of(request, body.no_store)
     generations = [
-        Generation(token_ids, body.params, body.priority, salt, no_store) for token_ids in encoded
+        Generation(token_ids, body.params, body.priority, salt, no_store, user=user)
+        for token_ids in encoded
     ]
     head = Head.of(request, body.options, "cmpl", "text_completion")
     texts = Continuations(service, body, encoded)
@@ -80,6 +83,14 @@ async def completions(request: Request, fields: Fields) -> Response:
         return JSONResponse(whole_completions(head.values, texts, outputs))
     answers = await service.start_all(generations, head.request_id)
     return EventStream(completion_events(head.values, texts, answers), *answers)
+
+
+def _prepared(
+    work: Work, service: Service, fields: Fields
+) -> tuple[CompletionBody, list[list[int]]]:
+    """The body, and the tokens of its prompts."""
+    body = read_completions(fields, service)
+    return body, encode_all(work, service, body)
 
 
 def read_completions(fields: Fields, service: Service) -> CompletionBody:
@@ -147,28 +158,45 @@ def read_prompts(fields: Fields) -> list[Prompt]:
     return prompts
 
 
-def encode_all(service: Service, body: CompletionBody) -> list[list[int]]:
-    """The tokens of the prompts. It takes long for long prompts, so call it in a thread.
+def encode_all(work: Work, service: Service, body: CompletionBody) -> list[list[int]]:
+    """The tokens of the prompts. It takes long for long prompts, so call it with
+    :meth:`Service.prepare`.
 
     Raises:
-        ApiError: a prompt that can't be encoded; 400.
+        ApiError: a prompt that can't be encoded, or prompts that are too long together; 400.
+        PromptTooLongError: a prompt is too long to be encoded.
+        CancelledWorkError: the client has left.
     """
     is_one = len(body.prompts) == 1
-    return [
-        _encoded(service, body, prompt, "prompt" if is_one else f"prompt[{index}]")
-        for index, prompt in enumerate(body.prompts)
-    ]
+    limit = service.length_limit(work)
+    encoded: list[list[int]] = []
+    num_tokens = 0
+    for index, prompt in enumerate(body.prompts):
+        work.check()
+        name = "prompt" if is_one else f"prompt[{index}]"
+        try:
+            if isinstance(prompt, str):
+                limit.check(prompt)
+            encoded.append(_encoded(service, body, prompt, name))
+        except ValueError as error:
+            raise ApiError(400, api_error(error).message, param=name) from error
+        num_tokens += len(encoded[-1])
+        if num_tokens > MAX_PROMPT_TOKENS and not is_one:
+            raise ApiError(
+                400,
+                f"the prompts have more than {MAX_PROMPT_TOKENS:,} tokens together; send fewer "
+                "in a request",
+                param=name,
+            )
+    return encoded
 
 
 def _encoded(service: Service, body: CompletionBody, prompt: Prompt, name: str) -> list[int]:
-    try:
-        if not isinstance(prompt, str):
-            return check_token_ids(prompt, service.engine.engine.runner.vocab_size, name)
-        if body.adds_special_tokens:
-            return encode_prompt(service.tokenizer, prompt, name)
-        return list(service.tokenizer.encode(prompt, add_special_tokens=False))
-    except ValueError as error:
-        raise ApiError(400, api_error(error).message, param=name) from error
+    if not isinstance(prompt, str):
+        return check_token_ids(prompt, service.engine.engine.runner.vocab_size, name)
+    if body.adds_special_tokens:
+        return encode_prompt(service.tokenizer, prompt, name)
+    return list(service.tokenizer.encode(prompt, add_special_tokens=False))
 
 
 class Continuations:
@@ -226,8 +254,6 @@ class Continuation:
         self._prompt_index = prompt_index
         num_top = texts.body.params.logprobs
         self._logprobs = None if num_top is None else CompletionLogprobs(texts.names, num_top)
-        self._begins_with_space = False
-        self._has_text = False
 
     def piece(self, completion: CompletionOutput, output: RequestOutput) -> dict[str, Any]:
         """The choice that a part of the completion makes; the first one has what is echoed."""
@@ -239,7 +265,7 @@ class Continuation:
             token_ids = list(output.prompt_token_ids)
             entries = list(output.prompt_logprobs or [])
         if body.has_answer:
-            text += self._continued(completion)
+            text += completion.text
             token_ids += completion.token_ids
             entries += completion.logprobs or []
             self.num_tokens += len(completion.token_ids)
@@ -257,19 +283,6 @@ class Continuation:
             piece["token_ids"] = completion.token_ids if body.has_answer else []
             piece["prompt_token_ids"] = output.prompt_token_ids if is_first else None
         return piece
-
-    def _continued(self, completion: CompletionOutput) -> str:
-        """The text of a part. A detokenizer leaves out the space that an answer begins with, which
-        stands between a prompt and how it goes on.
-        """
-        text, texts = completion.text, self._texts.names.texts
-        if self.num_tokens == 0 and completion.token_ids and texts.trims_first_space:
-            self._begins_with_space = texts.bytes_of(completion.token_ids[0]).startswith(b" ")
-        if text and not self._has_text:
-            self._has_text = True
-            if self._begins_with_space:
-                return f" {text}"
-        return text
 
 
 async def completion_events(

@@ -6,8 +6,8 @@ import codecs
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mlx_paged.engine.token_texts import TokenTexts
 from mlx_paged.request import Logprob
-from mlx_paged.server.answers.token_texts import TokenTexts
 
 LEAST = -9999.0  # in the place of minus infinity, which JSON has not
 

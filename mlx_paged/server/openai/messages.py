@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from mlx_paged.errors import shown
@@ -141,6 +142,19 @@ def _check_tool(fields: Fields) -> str:
     fields.accept(*_WITHOUT_EFFECT)
     fields.refuse_rest()
     return name
+
+
+def refuse_second_names(fields: Fields, names: Sequence[str]) -> None:
+    """Raise for the first of the names of ``tools`` that another one has already.
+
+    Raises:
+        ApiError: by the tool's place; 400.
+    """
+    seen: set[str] = set()
+    for index, name in enumerate(names):
+        if name in seen:
+            raise fields.error(f"tools[{index}].name", f"is {name!r}, as that of another tool")
+        seen.add(name)
 
 
 def read_tool_choice(

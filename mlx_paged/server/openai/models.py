@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 import mlx_paged
+from mlx_paged.server.errors import ApiError
 from mlx_paged.server.generations import api_error
 from mlx_paged.server.openai.options import check_model_name
 from mlx_paged.server.service import Service
@@ -41,11 +42,19 @@ def _model(name: str, service: Service) -> dict[str, Any]:
 
 
 async def health(request: Request) -> Response:
-    """Whether requests are answered: 503 once the engine has stopped."""
+    """Whether requests are answered: 503 once the engine has stopped, and while a step hangs."""
     service: Service = request.app.state.service
     reason = service.engine.stopped()
     if reason is not None:
         raise api_error(reason)
+    seconds = service.engine.step_seconds()
+    if seconds > service.step_timeout:
+        raise ApiError(
+            503,
+            f"a step of the engine has run for {seconds:.0f} seconds, and --step-timeout is "
+            f"{service.step_timeout:g}; if it does not end, start the server again",
+            code="step_hangs",
+        )
     return JSONResponse({"status": "ok"})
 
 

@@ -6,7 +6,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mlx_paged.engine.prompts import check_token_ids
+from mlx_paged.server.callers import user_of
 from mlx_paged.server.chat_jobs import ChatJob, prepare
+from mlx_paged.server.fair_threads import Work
 from mlx_paged.server.fields import Fields
 from mlx_paged.server.generations import api_error
 from mlx_paged.server.openai.chat import read_template_options
@@ -19,26 +21,35 @@ from mlx_paged.server.service import Service
 async def tokenize(request: Request, fields: Fields) -> Response:
     """The tokens of a text, or of a conversation as the chat template writes it."""
     service: Service = request.app.state.service
-    read_model(fields, service)
-    has_names = fields.boolean("return_token_strs", False)
-    if fields.has("messages"):
-        token_ids = await _conversation(fields, service)
-    else:
-        text = fields.text("prompt")
-        adds = fields.boolean("add_special_tokens", True)
-        fields.refuse_rest()
-        token_ids = await service.prepare(service.tokenizer.encode, text, add_special_tokens=adds)
+    token_ids, names = await service.prepare(user_of(request), _tokens, request, fields)
     return JSONResponse(
         {
             "count": len(token_ids),
             "max_model_len": service.max_model_len,
             "tokens": token_ids,
-            "token_strs": service.tokenizer.convert_ids_to_tokens(token_ids) if has_names else None,
+            "token_strs": names,
         }
     )
 
 
-async def _conversation(fields: Fields, service: Service) -> list[int]:
+def _tokens(work: Work, request: Request, fields: Fields) -> tuple[list[int], list[str] | None]:
+    """The token ids that a body asks for, and what they are called if it asks for that."""
+    service: Service = request.app.state.service
+    read_model(fields, service)
+    has_names = fields.boolean("return_token_strs", False)
+    if fields.has("messages"):
+        token_ids = _conversation(work, request, fields)
+    else:
+        text = fields.text("prompt")
+        adds = fields.boolean("add_special_tokens", True)
+        fields.refuse_rest()
+        service.length_limit(work).check(text)
+        token_ids = service.tokenizer.encode(text, add_special_tokens=adds)
+    return token_ids, service.tokenizer.convert_ids_to_tokens(token_ids) if has_names else None
+
+
+def _conversation(work: Work, request: Request, fields: Fields) -> list[int]:
+    service: Service = request.app.state.service
     job = ChatJob(
         messages=read_messages(fields),
         params=service.default_params,
@@ -47,13 +58,19 @@ async def _conversation(fields: Fields, service: Service) -> list[int]:
     )
     fields.only("add_special_tokens", False)
     fields.refuse_rest()
-    generation, _ = await service.prepare(prepare, service, job)
+    generation, _ = prepare(work, service, job)
     return generation.prompt_token_ids
 
 
 async def detokenize(request: Request, fields: Fields) -> Response:
     """The text of tokens."""
     service: Service = request.app.state.service
+    text = await service.prepare(user_of(request), _text, service, fields)
+    return JSONResponse({"prompt": text})
+
+
+def _text(work: Work, service: Service, fields: Fields) -> str:
+    """The text of the tokens in a body."""
     read_model(fields, service)
     fields.items("tokens")
     token_ids = fields.integers("tokens", MAX_TOKEN_IDS)
@@ -62,4 +79,4 @@ async def detokenize(request: Request, fields: Fields) -> Response:
         checked = check_token_ids(token_ids, len(service.tokenizer), "tokens")
     except ValueError as error:
         raise api_error(error) from error
-    return JSONResponse({"prompt": await service.prepare(service.tokenizer.decode, checked)})
+    return str(service.tokenizer.decode(checked))

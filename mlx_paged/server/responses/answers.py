@@ -12,7 +12,7 @@ from mlx_paged.server.answers.reader import AnswerFormat, Event, Reasoning, Text
 from mlx_paged.server.answers.reasoning_tokens import ReasoningTokens
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.generations import Answer, check_end
-from mlx_paged.server.http.sse import event
+from mlx_paged.server.http.sse import event, responses_error
 from mlx_paged.server.openai.logprobs import TokenNames, chat_logprobs
 from mlx_paged.server.responses.body import ResponsesBody, sealed
 from mlx_paged.server.service import Service
@@ -116,6 +116,9 @@ def whole_response(answer: ResponseAnswer, output: RequestOutput) -> dict[str, A
 async def response_events(answer: ResponseAnswer, parts: Answer) -> AsyncGenerator[bytes, None]:
     """The events of a stream, numbered from 0: the response begins, each item from its beginning to
     its end, and the response as a whole.
+
+    One that fails ends with ``response.failed``, which has what came of it, and ``error``: OpenAI's
+    clients raise for that one alone.
     """
     numbers = itertools.count()
 
@@ -131,6 +134,7 @@ async def response_events(answer: ResponseAnswer, parts: Answer) -> AsyncGenerat
                 yield numbered(each)
     except ApiError as error:
         yield numbered({"type": "response.failed", "response": answer.response("failed", error)})
+        yield numbered(responses_error(error))
         return
     status = answer.status
     yield numbered({"type": f"response.{status}", "response": answer.response(status)})

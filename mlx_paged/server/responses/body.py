@@ -12,7 +12,7 @@ from mlx_paged.server.answers.reader import ToolChoice
 from mlx_paged.server.chat_jobs import ChatJob, arguments_of
 from mlx_paged.server.fields import Fields
 from mlx_paged.server.grammars.response_format import read_format
-from mlx_paged.server.openai.messages import read_tool_choice
+from mlx_paged.server.openai.messages import read_tool_choice, refuse_second_names
 from mlx_paged.server.openai.options import read_model, read_no_store
 from mlx_paged.server.sampling_fields import read_sampling
 from mlx_paged.server.service import Service
@@ -140,7 +140,7 @@ def _check_rest(fields: Fields, is_streamed: bool) -> None:
 
 
 def _read_includes(fields: Fields) -> tuple[str, ...]:
-    includes = fields.texts("include", 100)
+    includes = fields.texts("include", 100, 2**14)
     for index, name in enumerate(includes):
         if name not in _INCLUDES:
             raise fields.error(f"include[{index}]", f"is {shown(name)}, which there is not here")
@@ -206,9 +206,7 @@ def _read_tool(fields: Fields) -> dict[str, Any]:
 
 def _read_tool_choice(fields: Fields, tools: tuple[dict[str, Any], ...]) -> ToolChoice:
     names = [tool["function"]["name"] for tool in tools]
-    for index, name in enumerate(names):
-        if name in names[:index]:
-            raise fields.error(f"tools[{index}].name", f"is {name!r}, as that of another tool")
+    refuse_second_names(fields, names)
     return read_tool_choice(fields, tools, None)
 
 
@@ -216,20 +214,26 @@ def _read_tool_choice(fields: Fields, tools: tuple[dict[str, Any], ...]) -> Tool
 
 
 def _read_conversation(fields: Fields) -> list[dict[str, Any]]:
-    """Instructions and input as messages; what one side says in several items becomes one."""
+    """Instructions and input as messages; what one side says in several items becomes one.
+
+    A content is the list of its texts until all of them are there: to join them one by one would
+    take the square of their number.
+    """
     messages: list[dict[str, Any]] = []
     instructions = fields.text("instructions", None)
     if instructions:
-        messages.append({"role": "system", "content": instructions})
+        messages.append({"role": "system", "content": [instructions]})
     if isinstance(fields.raw("input"), str):
-        messages.append({"role": "user", "content": fields.text("input")})
-        return messages
-    reader = _ItemReader(messages)
-    for each in fields.children("input"):
-        reader.add(each)
-    reader.end_turn()
+        messages.append({"role": "user", "content": [fields.text("input")]})
+    else:
+        reader = _ItemReader(messages)
+        for each in fields.children("input"):
+            reader.add(each)
+        reader.end_turn()
     if len(messages) == (1 if instructions else 0):
         raise fields.error("input", "is empty; give a text, or at least one item")
+    for message in messages:
+        message["content"] = "".join(message["content"])
     return messages
 
 
@@ -264,27 +268,27 @@ class _ItemReader:
 
     def _open_turn(self) -> dict[str, Any]:
         if self._turn is None:
-            self._turn = {"role": "assistant", "content": ""}
+            self._turn = {"role": "assistant", "content": []}
         return self._turn
 
     def _add_message(self, item: Fields) -> None:
         role = item.choice("role", ("user", "assistant", "system", "developer"))
         text = _read_content(item, "content")
         if role == "assistant":
-            self._open_turn()["content"] += text
+            self._open_turn()["content"].append(text)
             return
         self.end_turn()
         last = self._messages[-1] if self._messages else None
         if role == "user":
-            self._messages.append({"role": "user", "content": text})
+            self._messages.append({"role": "user", "content": [text]})
         elif last is None:
-            self._messages.append({"role": "system", "content": text})
+            self._messages.append({"role": "system", "content": [text]})
         elif last["role"] == "system":
-            last["content"] += f"\n\n{text}"
+            last["content"] += ["\n\n", text]
         else:
             # Few templates know a system's message in the middle.
             content = f"<system-reminder>\n{text}\n</system-reminder>"
-            self._messages.append({"role": "user", "content": content})
+            self._messages.append({"role": "user", "content": [content]})
 
     def _add_call(self, item: Fields) -> None:
         text, name, call_id = item.text("arguments"), item.text("name"), item.text("call_id")
@@ -292,7 +296,7 @@ class _ItemReader:
         turn = self._open_turn()
         function = {"name": name, "arguments": arguments_of(text)}
         call = {"id": call_id, "type": "function", "function": function}
-        turn["tool_calls"] = [*turn.get("tool_calls", ()), call]
+        turn.setdefault("tool_calls", []).append(call)
 
     def _add_output(self, item: Fields) -> None:
         call_id = item.text("call_id")
@@ -304,13 +308,13 @@ class _ItemReader:
                 "role": "tool",
                 "tool_call_id": call_id,
                 "name": self._names[call_id],
-                "content": _read_content(item, "output"),
+                "content": [_read_content(item, "output")],
             }
         )
 
     def _add_reasoning(self, item: Fields) -> None:
         turn = self._turn
-        if turn is not None and (turn["content"] or "tool_calls" in turn):
+        if turn is not None and (any(turn["content"]) or "tool_calls" in turn):
             self.end_turn()  # Reasoning comes first.
         texts = [each.text("text") for each in item.children("content", ())]
         if not texts:

@@ -23,6 +23,13 @@ async def cache(request: Request) -> Response:
     limit = _limit(query.pop("limit", str(DEFAULT_LIMIT)))
     request_id = query.pop("request_id", None)
     wants_text = _truth(query.pop("text", "false"))
+    if wants_text and not service.shows_cache_texts:
+        raise ApiError(
+            403,
+            "this server shows no texts of prompts; --allow-cache-texts lets it",
+            param="text",
+            code="texts_not_allowed",
+        )
     for name in query:
         raise ApiError(400, f"{name} is not supported; limit, request_id and text are", param=name)
     is_own = _owner(request)

@@ -31,7 +31,7 @@ def answers_or_refusal(name):
     engine = Engine(
         adapted, kv_cache_bytes="64M", block_size=8, max_num_seqs=4, max_num_batched_tokens=7
     )
-    return engine.share(lambda: answers_of(engine, PROMPTS))
+    return engine.share(lambda: answers_of(engine, PROMPTS).tokens)
 
 
 ranks = launched_ranks()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from mlx_paged.engine.disk_tier import DiskTier, fingerprint_of, is_reading_chea
 from mlx_paged.engine.engine import Engine
 from mlx_paged.models.identity import model_identity
 from mlx_paged.models.kv_cache import make_kv_cache
+from mlx_paged.ops.reference import ReferenceBackend
 
 BLOCK_SIZE = 16
 pytestmark = pytest.mark.usefixtures("run_ahead")
@@ -247,7 +249,7 @@ def test_a_closed_engine_goes_on_without_its_folder(model: nn.Module, tmp_path: 
 def test_the_fingerprint_tells_apart_what_must_not_meet(model: nn.Module) -> None:
     def digest(of: nn.Module = model, **options: Any) -> str:
         cache = make_kv_cache(of, "paged", kv_cache_bytes="10blocks", **options)
-        return fingerprint_of(cache.config, [model_identity(of)]).digest
+        return fingerprint_of(cache, [model_identity(of)]).digest
 
     other = livelier_model(CONFIG)
     wide = livelier_model({**CONFIG, "head_dim": 64})
@@ -264,9 +266,30 @@ def test_the_fingerprint_tells_apart_what_must_not_meet(model: nn.Module) -> Non
     ]
     assert len(set(digests)) == len(digests)
     assert digest() == digests[0]
-    assert digest(backend="reference") == digests[0], "who computes does not matter"
     bigger = make_kv_cache(model, "paged", kv_cache_bytes="99blocks")
-    assert fingerprint_of(bigger.config, [model_identity(model)]).digest == digests[0]
+    assert fingerprint_of(bigger, [model_identity(model)]).digest == digests[0]
+
+
+def test_blocks_of_another_version_of_mlx_or_another_backend_are_not_used(
+    model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask_again() -> tuple[int, str]:
+        """How many tokens of a prompt were found, and what its K/V were computed with."""
+        engine = open_engine(model, tmp_path)
+        num_found = ask(engine, "a", prompt(40)).num_cached_tokens
+        engine.close()
+        return num_found, tier_of(engine).store.fingerprint.code
+
+    version = importlib.metadata.version("mlx")
+    assert ask_again() == (0, f"mlx_paged 1, mlx {version}, reference backend on a cpu")
+    with monkeypatch.context() as later:
+        later.setattr(disk_tier, "version", lambda name: "99.0")
+        assert ask_again() == (0, "mlx_paged 1, mlx 99.0, reference backend on a cpu")
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(ReferenceBackend, "name", "metal")
+        assert ask_again() == (0, f"mlx_paged 1, mlx {version}, metal backend on a cpu")
+    assert ask_again()[0] == 32
+    assert len(list(tmp_path.glob("blocks/*"))) == 3
 
 
 def test_the_rule_for_preempted_requests_knows_sizes_alone() -> None:

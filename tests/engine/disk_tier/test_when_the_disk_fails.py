@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import gc
 import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,6 +23,7 @@ from helpers.engine_runs import ask_alone, assert_nothing_held, greedy, make_eng
 
 from mlx_paged import AsyncEngine
 from mlx_paged.block_store import store
+from mlx_paged.block_store.shards import Shards
 from mlx_paged.engine.engine import Engine
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models import qwen3
@@ -60,7 +65,7 @@ def test_a_disk_that_takes_nothing_more_is_said_once_and_left_alone(
     assert num_files == 4
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        monkeypatch.setattr(store, "write_aside", raises(number))
+        monkeypatch.setattr(Shards, "write", raises(number))
         ask_many(engine, model, range(2, 5))
         monkeypatch.undo()
         # It is not tried again, and what lies there is not looked for either.
@@ -79,7 +84,7 @@ def test_a_process_with_too_many_open_files_goes_on_when_it_has_fewer(
 ):
     engine = make_engine(model, cache_dir=tmp_path)
     with warnings.catch_warnings(record=True) as caught:
-        monkeypatch.setattr(store, "write_aside", raises(errno.EMFILE))
+        monkeypatch.setattr(Shards, "write", raises(errno.EMFILE))
         ask_many(engine, model, range(2))
         monkeypatch.undo()
         assert (len(block_files(tmp_path)), tier_stats(engine).num_dropped_blocks) == (0, 4)
@@ -162,9 +167,7 @@ def test_a_folder_that_cannot_be_used_is_refused_at_the_start(model: qwen3.Model
 def test_a_failure_under_way_reaches_no_reader_of_an_async_engine(
     model: qwen3.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(store, "write_aside", raises(errno.ENOSPC))
-    # The folder was made before; only its blocks find no room.
-    monkeypatch.setattr(store.BlockStore, "_make_fingerprint_folder", lambda self: None)
+    monkeypatch.setattr(Shards, "write", raises(errno.ENOSPC))
     with (
         warnings.catch_warnings(record=True) as caught,
         AsyncEngine(model, kv_cache_bytes="100blocks", cache_dir=tmp_path) as engine,
@@ -184,7 +187,7 @@ def test_warnings_that_are_errors_end_no_engine(
 ):
     """As with python -W error."""
     engine = make_engine(model, cache_dir=tmp_path)
-    monkeypatch.setattr(store, "write_aside", raises(errno.ENOSPC))
+    monkeypatch.setattr(Shards, "write", raises(errno.ENOSPC))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ask_many(engine, model, range(3))
@@ -234,13 +237,13 @@ def stuck_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     moves_on.set()
     timer = threading.Timer(60, moves_on.set)
     timer.start()
-    write = store.write_aside
+    write = Shards.write
 
     def wait_and_write(*args: Any) -> None:
         moves_on.wait()
         write(*args)
 
-    monkeypatch.setattr(store, "write_aside", wait_and_write)
+    monkeypatch.setattr(Shards, "write", wait_and_write)
     yield moves_on
     moves_on.set()
     timer.cancel()
@@ -258,6 +261,48 @@ def test_the_end_of_an_engine_does_not_wait_for_ever(
     assert_nothing_held(engine)
 
 
+def test_an_engine_that_is_dropped_in_an_event_loop_waits_for_no_disk(
+    model: qwen3.Model, tmp_path: Path, stuck_disk: threading.Event
+):
+    engine = make_engine(model, cache_dir=tmp_path)
+    stuck_disk.clear()
+    answer(engine, prompt(60), PARAMS)
+    assert engine.disk_tier is not None
+    writer, engines = engine.disk_tier._writer._thread, [engine]
+    del engine
+
+    async def drop() -> None:
+        engines.clear()
+        gc.collect()
+
+    loop = threading.Thread(target=asyncio.run, args=(drop(),))
+    loop.start()
+    loop.join(5)
+    assert not loop.is_alive() and writer.is_alive() and not stuck_disk.is_set()
+    stuck_disk.set()
+    writer.join(60)
+    # What was dropped lies there all the same.
+    with tiered(model, tmp_path) as again:
+        assert answer(again, prompt(60), PARAMS).num_read_tokens == 48
+
+
+@pytest.mark.slow
+def test_what_the_queue_had_no_room_for_is_written_before_the_interpreter_ends(tmp_path: Path):
+    script = f"""
+import sys, weakref
+weakref.finalize(sys, print)  # as other packages do: it decides what comes first at the end
+sys.path[:0] = {sys.path!r}
+from helpers.engine_helpers import tiny_models
+from helpers.engine_runs import greedy, make_engine, prompt, run
+engine = make_engine(tiny_models()[0], cache_dir={str(tmp_path)!r}, kv_cache_bytes="60blocks")
+engine.add_request("a", prompt(40 * 16 + 1), greedy(1))
+run(engine)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    assert len(block_files(tmp_path)) == 40
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_ends_the_wait_for_the_disk(
     model: qwen3.Model, tmp_path: Path, stuck_disk: threading.Event
 ):

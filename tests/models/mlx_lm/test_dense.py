@@ -24,7 +24,7 @@ from helpers.engine_runs import assert_nothing_held, greedy, make_engine, prompt
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
 from mlx_paged.cache.paged import PagedLayerKV
-from mlx_paged.core import BlockTableError
+from mlx_paged.core import BlockTableError, KVCacheManager
 from mlx_paged.engine import engine as engine_room
 from mlx_paged.engine.drafts import PromptLookup
 from mlx_paged.engine.engine import Engine
@@ -329,6 +329,38 @@ def test_a_body_that_raises_leaves_the_state_before_the_step():
     for logits in found:
         assert mx.allclose(logits, expected.run({"a": tokens}), atol=1e-4)
         expected.cache.free("a")
+
+
+def test_an_interrupt_behind_the_new_states_leaves_those_before_the_step(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """The states of all sequences of the step are there already when it comes."""
+    model = dense_model("falcon_h1")
+    cache = make_kv_cache(model, block_size=8, kv_cache_bytes="40blocks")
+    cache.keep_checkpoints(4)
+    runner, tokens, other = ModelRunner(model, cache), prompt(40), prompt(20, 1)
+    runner.run({"a": tokens[:20], "b": other[:9]})
+    before = cache.manager.states.snapshot()
+    put = KVCacheManager.put_states
+
+    def interrupted(*args: Any) -> None:
+        put(*args)
+        assert cache.manager.states.snapshot()["a"].num_tokens == 25
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(KVCacheManager, "put_states", interrupted)
+        with pytest.raises(KeyboardInterrupt), cache.step({"a": 5, "b": 7, "c": 3}) as step:
+            new_tokens = [*tokens[20:25], *other[9:16], *other[:3]]
+            mx.eval(model(mx.array(new_tokens), cache.layers, step.logit_rows))
+    assert [cache.seq_len(seq) for seq in cache.seqs] == [20, 9] and cache.seqs == ["a", "b"]
+    after = cache.manager.states.snapshot()
+    assert after.keys() == before.keys()
+    assert all(after[seq] is before[seq] for seq in before)
+    assert not cache.manager.states.pending("a")
+    alone = make_kv_cache(model, block_size=8, kv_cache_bytes="40blocks")
+    expected = ModelRunner(model, alone).run({"a": tokens, "b": other})
+    assert mx.allclose(runner.run({"a": tokens[20:], "b": other[9:]}), expected, atol=1e-4)
 
 
 def test_a_state_cannot_be_cut_nor_made_from_rows():

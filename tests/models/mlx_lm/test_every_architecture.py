@@ -1,20 +1,27 @@
-"""Every architecture of mlx-lm's, tiny and random, in an engine: its tokens are those of mlx-lm,
-and it runs in the way that ``docs/models.md`` says.
+"""Every architecture of mlx-lm's, tiny and random, in an engine: its tokens and their
+log-probabilities are those of mlx-lm, and it runs in the way that ``docs/models.md`` says.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Hashable, Mapping
 from pathlib import Path
 
 import mlx.core as mx
 import mlx_lm.models
 import pytest
-from helpers.model_zoo import ARCHITECTURES, make
+from helpers.model_zoo import ARCHITECTURES, answers_of, config_of, make
 from helpers.model_zoo.models import METAL_KERNELS
 from helpers.model_zoo.page import rows_on_page, version_on_page
-from helpers.model_zoo.runs import Row, run
+from helpers.model_zoo.runs import Row, run, with_clear_answers
 from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_paged import Engine
+from mlx_paged.core.sequence_states import SequenceState, SequenceStates
+from mlx_paged.engine.options import EngineOptions
+from mlx_paged.models.mlx_lm.dense import DenseModel
 
 ROWS = rows_on_page()
 
@@ -52,13 +59,36 @@ BROKEN = {"olmo"}
 def can_run_kernels(request: pytest.FixtureRequest) -> None:
     """Skips what is made of Metal kernels where the emulator can't compile them."""
     callspec = getattr(request.node, "callspec", None)
-    if callspec is not None and callspec.params["architecture"] in METAL_KERNELS:
+    if callspec is not None and callspec.params.get("architecture") in METAL_KERNELS:
         request.getfixturevalue("compiler")
 
 
 @every_architecture
 def test_tokens_are_those_of_mlx_lm_and_the_page_says_how_it_runs(architecture: str):
     assert _without_numbers(run(architecture)) == _without_numbers(ROWS[architecture])
+
+
+def test_a_state_of_too_few_tokens_shows_in_log_probabilities_where_it_changes_no_token(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """A planted fault: once, a step goes on from the state before the one before."""
+    config = config_of("rwkv7")
+    mx.random.seed(0)  # of weights that mlx-lm's class leaves to it
+    model, expected = with_clear_answers(config)
+    num_puts: Counter[Hashable] = Counter()
+
+    def put(states: SequenceStates, newest: Mapping[Hashable, SequenceState]) -> None:
+        for seq, state in newest.items():
+            num_puts[seq] += 1
+            before = states._states[seq] if num_puts[seq] == 7 else state
+            states._states[seq] = SequenceState(state.num_tokens, before.content)
+
+    monkeypatch.setattr(SequenceStates, "put", put)
+    options: EngineOptions = {"block_size": 8, "max_num_batched_tokens": 7, "max_num_seqs": 4}
+    found = answers_of(Engine(DenseModel(model, config), kv_cache_bytes="60blocks", **options))
+    assert found.tokens == expected.tokens
+    with pytest.raises(AssertionError, match="planted: log-probabilities differ"):
+        expected.check(found, "planted")
 
 
 def _without_numbers(row: Row) -> str:

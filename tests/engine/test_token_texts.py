@@ -12,12 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mlx_paged import demo_model_path, load
-from mlx_paged.engine.text_stream import TextStream
-from mlx_paged.request import CompletionOutput, RequestOutput
-from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.server.answers.token_texts import TokenTexts
-from mlx_paged.server.openai.completions import CompletionBody, Continuations
-from mlx_paged.server.openai.options import Options
+from mlx_paged.engine.token_texts import TokenTexts
 
 TEXT = " Once upon\ta tíme, 東京 — 🙂 <b>\n\x7f"
 
@@ -64,28 +59,3 @@ def test_another_vocabulary_is_decoded_token_by_token():
 @pytest.mark.parametrize("token", [10**6, 2**40])
 def test_a_token_that_the_tokenizer_does_not_have_has_no_bytes(token):
     assert TokenTexts(byte_level_tokenizer()).bytes_of(token) == b""
-
-
-@pytest.mark.parametrize("text", [" upon", "upon", "  upon", "🙂 upon"])
-def test_a_text_goes_on_with_the_space_that_a_detokenizer_leaves_out(service, text):
-    tokenizer = byte_level_tokenizer()
-    texts = TokenTexts(tokenizer)
-    tokens = tokenizer.encode(text, add_special_tokens=False)
-    stream = TextStream(tokenizer)
-    pieces, seen = [], 0
-    for token in tokens:
-        stream.add(token)
-        pieces.append(stream.text[seen:])
-        seen = len(stream.text)
-    stream.finish()
-    pieces.append(stream.text[seen:])
-    assert texts.trims_first_space
-    body = CompletionBody(["Once"], SamplingParams(), Options("demo"))
-    continuations = Continuations(service, body, [[0]])
-    continuations.names.texts = texts
-    choice = continuations.choice(0, CompletionOutput(0))
-    told = ""
-    for piece, token in zip(pieces, [*tokens, None], strict=True):
-        part = CompletionOutput(0, piece, [] if token is None else [token])
-        told += choice.piece(part, RequestOutput("a", None, [0], [part]))["text"]
-    assert told == text

@@ -1,0 +1,160 @@
+"""``Shards``: the files of blocks, each in the folder of its fingerprint and of its first byte."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import time
+from collections.abc import Sequence
+
+from mlx_paged.block_store.block_file import FileHeader, Payload, parse_block, parse_header
+from mlx_paged.block_store.directory import Directory
+from mlx_paged.block_store.errors import BadBlockFileError
+from mlx_paged.block_store.fingerprint import Fingerprint
+from mlx_paged.block_store.index import MOST_SECONDS_AHEAD
+from mlx_paged.block_store.layout import (
+    BLOCKS_NAME,
+    FINGERPRINT_NAME,
+    BlockLayout,
+    BlockName,
+    file_name_of,
+    is_digest,
+    shard_name_of,
+)
+
+_MOST_OPEN = 8
+
+
+class Shards:
+    """Reaches the files below one folder through descriptors, so that no link is followed. Any
+    thread may call anything.
+
+    Folders of fingerprints stay open, since they are asked for with each block.
+    """
+
+    def __init__(self, layout: BlockLayout) -> None:
+        self._layout = layout
+        self._folders: dict[str, Directory] = {}
+
+    def refresh(self) -> None:
+        """Look up all folders again: some may have been moved."""
+        self._folders.clear()
+
+    def blocks(self) -> Directory:
+        """The folder of all fingerprints. Raises OSError."""
+        return Directory.at(self._layout.folder).folder(BLOCKS_NAME)
+
+    def digests(self) -> list[str]:
+        """The digests of all fingerprints that have a folder, or what stands in its place."""
+        try:
+            return [name for name in self.blocks().names() if is_digest(name)]
+        except OSError:
+            return []
+
+    def folder(self, digest: str) -> Directory:
+        """The folder of a fingerprint. Raises OSError."""
+        folder = self._folders.get(digest)
+        if folder is None:
+            if not is_digest(digest):
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), digest)
+            folder = self.blocks().folder(digest)
+            if len(self._folders) >= _MOST_OPEN:
+                self._folders.clear()
+            self._folders[digest] = folder
+        return folder
+
+    def may_exist(self, digest: str) -> bool:
+        """Whether a fingerprint has a folder, or the system does not let it be looked for."""
+        try:
+            self.folder(digest)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:
+            pass
+        return True
+
+    def shard(self, name: BlockName) -> Directory:
+        """The folder of a block. Raises OSError."""
+        digest, block_hash = name
+        shard = shard_name_of(block_hash)
+        try:
+            return self.folder(digest).folder(shard)
+        except FileNotFoundError:
+            # The folder of the fingerprint may have been removed, and made again.
+            self._folders.pop(digest, None)
+            return self.folder(digest).folder(shard)
+
+    def status(self, name: BlockName) -> os.stat_result | None:
+        """The status of a block's file; ``None`` if there is none of the owner's."""
+        try:
+            shard = self.shard(name)
+            status = shard.status(file_name_of(name[1]))
+        except OSError:
+            return None
+        return status if shard.is_own_file(status) else None
+
+    def last_use(self, name: BlockName) -> float | None:
+        """When a block was last used; ``None`` if it isn't there."""
+        status = self.status(name)
+        return None if status is None else last_use_of(status)
+
+    def read(self, name: BlockName) -> tuple[FileHeader, bytes, float]:
+        """The header, the payload and the time of the last use of a block.
+
+        Raises:
+            BadBlockFileError: the file isn't this block, whole and unaltered.
+            OtherVersionError: it is a block in another version's format.
+            OSError: there is no such file, or the system refuses to read it.
+        """
+        with self.shard(name).opened(file_name_of(name[1])) as (file, status):
+            return *parse_block(file, status.st_size, *name), last_use_of(status)
+
+    def read_header(self, name: BlockName) -> FileHeader:
+        """The header alone. Raises as ``read``, which also checks the payload."""
+        with self.shard(name).opened(file_name_of(name[1])) as (file, status):
+            return parse_header(file, status.st_size, *name)
+
+    def remove(self, name: BlockName) -> bool:
+        """Remove a block's file, or what else has its name; whether there was any. A folder in its
+        place stays, and is none. Raises OSError: it can't be removed.
+        """
+        try:
+            return self.shard(name).remove(file_name_of(name[1]))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    def set_last_use(self, name: BlockName, used: float) -> None:
+        """Raises OSError."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            self.shard(name).set_time(file_name_of(name[1]), used)
+
+    def make_fingerprint_folder(self, fingerprint: Fingerprint) -> Directory:
+        """The folder of a fingerprint, made if need be, with the text beside the blocks. Raises
+        OSError.
+        """
+        self.refresh()
+        folder = self.blocks().make_folder(fingerprint.digest)
+        text = fingerprint.as_json().encode()
+        with contextlib.suppress(FileNotFoundError, BadBlockFileError):
+            if folder.read(FINGERPRINT_NAME) == text:
+                return folder
+        folder.write_aside(FINGERPRINT_NAME, [text])
+        return folder
+
+    def write(self, fingerprint: Fingerprint, block_hash: bytes, pieces: Sequence[Payload]) -> None:
+        """Write the file of a block, and make the folders that it needs. Raises OSError."""
+        file = file_name_of(block_hash)
+        try:
+            self.shard((fingerprint.digest, block_hash)).write_aside(file, pieces)
+        except FileNotFoundError:
+            # No block with these two digits was there before, or all are gone.
+            folder = self.make_fingerprint_folder(fingerprint)
+            folder.make_folder(shard_name_of(block_hash)).write_aside(file, pieces)
+
+
+def last_use_of(status: os.stat_result) -> float:
+    """The time of a file in seconds since 1970. A time that is still to come says nothing of its
+    use, and would keep it for ever: it counts as the oldest.
+    """
+    return 0.0 if status.st_mtime > time.time() + MOST_SECONDS_AHEAD else status.st_mtime

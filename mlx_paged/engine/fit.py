@@ -1,0 +1,46 @@
+"""Whether a model and its context fit into the memory of this machine."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+from mlx_paged.cache import KVCache
+from mlx_paged.memory import nbytes_in_words, why_too_large
+
+WAYS_OUT = (
+    "a smaller model or one of fewer bits, kv_format (--kv-bits) 8 or 4, a smaller max_model_len "
+    "(--max-model-len), or a kv_cache_bytes (--kv-cache-bytes) of your own"
+)
+
+
+def num_tokens_held(cache: KVCache) -> int:
+    """The most tokens that one sequence alone can have within the budget; ``sys.maxsize`` where it
+    never needs more.
+    """
+    return cache.manager.max_num_tokens(cache.config.num_blocks)
+
+
+def warn_unless_it_fits(
+    weight_nbytes: int, cache: KVCache, max_model_len: int | None, has_default_budget: bool
+) -> None:
+    """Warn, with the numbers, of weights that leave K/V no room in this machine's memory."""
+    reason = why_too_large(weight_nbytes, has_default_budget)
+    if reason is None:
+        return
+    warnings.warn(
+        f"[engine] the model does not fit into this machine: its weights take "
+        f"{nbytes_in_words(weight_nbytes)}, and {reason}; the K/V budget is "
+        f"{nbytes_in_words(cache.config.nbytes)} and holds {_context_held(cache, max_model_len)}. "
+        f"The ways out: {WAYS_OUT}",
+        stacklevel=3,
+    )
+
+
+def _context_held(cache: KVCache, max_model_len: int | None) -> str:
+    num_held = num_tokens_held(cache)
+    if max_model_len is None:
+        return "a context without end" if num_held == sys.maxsize else f"{num_held:,} tokens"
+    if num_held < max_model_len:
+        return f"{num_held:,} of its {max_model_len:,} tokens of context"
+    return f"its {max_model_len:,} tokens of context"

@@ -1,0 +1,263 @@
+"""A configuration of the same model, small: narrow, with few experts, and with windows and an
+original context that a few tokens go beyond.
+
+The names are those of mlx-lm's ``ModelArgs``. Numbers only become smaller, so a configuration that
+is small already stays as it is. What sets layers apart (experts, windows, state) stays, too, of as
+many layers as are kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_paged.argument_values import is_plain_integer
+
+Config = dict[str, Any]
+
+# The most tokens of each window, chunk or selection, and of the original context.
+WINDOW = 8
+ORIGINAL_CONTEXT = 16
+
+_HEAD_DIM = 32
+_NUM_HEADS = 4
+_NUM_KV_HEADS = 2
+_NUM_EXPERTS = 4
+VOCAB_SIZE = 512
+
+_HIDDEN_SIZES = ("hidden_size", "d_model", "model_dim", "n_embd", "hidden_dim", "block_dim")
+_HEADS = (
+    "num_attention_heads",
+    "n_head",
+    "n_heads",
+    "num_heads",
+    "swa_num_attention_heads",
+    "num_swa_attention_heads",
+)
+_KV_HEADS = (
+    "num_key_value_heads",
+    "n_kv_heads",
+    "num_kv_heads",
+    "kv_n_heads",
+    "num_global_key_value_heads",
+    "num_attention_groups",
+    "swa_num_key_value_heads",
+    "num_swa_key_value_heads",
+)
+_HEAD_DIMS = ("head_dim", "hidden_size_per_head", "kv_channels")
+_EXPERTS = (
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "moe_num_experts",
+    "zero_expert_num",
+)
+_EXPERTS_PER_TOKEN = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "moe_topk",
+    "moe_top_k",
+    "moe_k",
+    "top_k_experts",
+)
+_VOCAB_SIZES = ("vocab_size", "vocab_size_per_layer_input", "embedding_size", "num_vocab")
+_OTHER_PARTS = ("vision_config", "audio_config")
+
+_WINDOWS = (
+    "sliding_window",
+    "sliding_window_size",
+    "window_size",
+    "window_length",
+    "attention_window_size",
+    "attention_chunk_size",
+    "loop_window_size",
+    "index_topk",
+    "floor_scale",
+)
+_AT_MOST = {
+    **dict.fromkeys(_WINDOWS, WINDOW),
+    "original_max_position_embeddings": ORIGINAL_CONTEXT,
+    "index_block_size": 4,
+    "index_topk_blocks": 2,
+    "index_local_blocks": 1,
+    "blocksparse_block_size": 32,
+    "blocksparse_num_local_blocks": 1,
+    "blocksparse_vert_stride": 2,
+    **dict.fromkeys(
+        (
+            "intermediate_size",
+            "intermediate_size_mlp",
+            "dense_intermediate_size",
+            "ff_intermediate_size",
+            "ffn_hidden_size",
+            "mlp_hidden_size",
+            "moe_hidden_size",
+            "block_ff_dim",
+            "n_inner",
+            "global_head_dim",
+        ),
+        128,
+    ),
+    **dict.fromkeys(
+        (
+            *_HEAD_DIMS,
+            "moe_intermediate_size",
+            "moe_shared_expert_intermediate_size",
+            "shared_expert_intermediate_size",
+            "shared_intermediate_size",
+            "expert_ffn_hidden_size",
+            "share_expert_dim",
+            "swa_head_dim",
+            "v_head_dim",
+            "swa_v_head_dim",
+            "index_head_dim",
+            "kv_lora_rank",
+            "q_lora_rank",
+            "o_lora_rank",
+            "moe_latent_size",
+            "routed_expert_hidden_size",
+            "linear_key_head_dim",
+            "linear_value_head_dim",
+            "mamba_d_state",
+            "ssm_state_size",
+            "state_size",
+            "block_multiple_of",
+        ),
+        _HEAD_DIM,
+    ),
+    **dict.fromkeys(
+        (
+            "qk_nope_head_dim",
+            "qk_rope_head_dim",
+            "mamba_d_head",
+            "mamba_head_dim",
+            "hidden_size_per_layer_input",
+            "rotary_dim",
+        ),
+        16,
+    ),
+    **dict.fromkeys(
+        (
+            "laurel_rank",
+            "a_low_rank_dim",
+            "v_low_rank_dim",
+            "gate_low_rank_dim",
+            "decay_low_rank_dim",
+            "time_step_rank",
+            "mamba_dt_rank",
+        ),
+        8,
+    ),
+    **dict.fromkeys(
+        ("mamba_n_heads", "mamba_num_heads", "index_n_heads", "n_heads_in_group"), _NUM_HEADS
+    ),
+    **dict.fromkeys(("mamba_n_groups", "n_groups", "group_norm_size", "n_shared_head"), 2),
+}
+# Of RoPE, as long as half of the rotated numbers of a head.
+_FACTORS = ("long_factor", "short_factor")
+_NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_transformer_layers")
+# How many of the last layers use K/V of others.
+NUM_SHARING_LAYERS = ("num_kv_shared_layers", "num_kv_reuse_layers")
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What a small model has less of.
+
+    Attributes:
+        num_layers: of the model.
+        num_kept: how many of them the small one has, the first ones.
+        small_vocabulary: whether it has fewer tokens, too.
+    """
+
+    num_layers: int
+    num_kept: int
+    small_vocabulary: bool = True
+
+
+def small_config(config: Config, cut: Cut) -> Config:
+    """The configuration of a small model of the same architecture.
+
+    Args:
+        config: what ``config.json`` says; untouched. Its part for text (``text_config``) is made
+            small, too, and those for other senses are left out.
+    """
+    small: Config = {}
+    for name, value in config.items():
+        if name not in _OTHER_PARTS:
+            small[name] = _small(name, value, cut)
+    _narrow_heads(small, config)
+    _keep_sums(small, config)
+    return small
+
+
+def _small(name: str, value: Any, cut: Cut) -> Any:
+    if isinstance(value, dict):
+        return small_config(value, cut)
+    if isinstance(value, list | tuple | str):
+        # One entry for each layer, as a text in nemotron_h.
+        if len(value) == cut.num_layers and name not in _FACTORS:
+            value = value[: cut.num_kept]
+        return value if isinstance(value, str) else type(value)(_small(name, e, cut) for e in value)
+    limit = _AT_MOST.get(name)
+    if name in _VOCAB_SIZES and cut.small_vocabulary:
+        limit = VOCAB_SIZE
+    elif cut.num_kept < cut.num_layers and name in (*_NUM_LAYERS, *NUM_SHARING_LAYERS):
+        limit = cut.num_kept if name in _NUM_LAYERS else cut.num_kept // 2
+    return min(value, limit) if limit is not None and is_plain_integer(value, 1) else value
+
+
+def _narrow_heads(small: Config, config: Config) -> None:
+    """Few heads, in groups where they were, and a model as wide as all of them."""
+    heads = {name: config[name] for name in _HEADS if is_plain_integer(config.get(name), 1)}
+    kv_heads = {name: config[name] for name in _KV_HEADS if is_plain_integer(config.get(name), 1)}
+    for name, number in heads.items():
+        small[name] = min(number, _NUM_HEADS)
+    for name, number in kv_heads.items():
+        is_grouped = number not in heads.values()
+        small[name] = min(number, _NUM_KV_HEADS if is_grouped else _NUM_HEADS)
+    sizes = {name: config[name] for name in _HIDDEN_SIZES if is_plain_integer(config.get(name), 1)}
+    if not sizes:
+        return
+    hidden_size = next(iter(sizes.values()))
+    num_heads = next(iter(heads.values()), None)
+    # A head's width follows from these two where nothing names it.
+    derived = hidden_size // num_heads if num_heads else _HEAD_DIM
+    named = [config[name] for name in _HEAD_DIMS if is_plain_integer(config.get(name), 1)]
+    head_dim = min(named[0] if named else derived, _HEAD_DIM)
+    narrow = min(num_heads or _NUM_HEADS, _NUM_HEADS) * head_dim
+    for name, size in sizes.items():
+        small[name] = min(size, narrow)
+    if not named and num_heads:
+        _shorten_factors(small, head_dim / derived)
+
+
+def _shorten_factors(small: Config, share: float) -> None:
+    for value in small.values():
+        if isinstance(value, dict):
+            for name in _FACTORS:
+                factors = value.get(name)
+                if isinstance(factors, list) and len(factors) > 1:
+                    value[name] = factors[: max(1, round(len(factors) * share))]
+
+
+def _keep_sums(small: Config, config: Config) -> None:
+    """What follows from other numbers of a configuration, and is named all the same."""
+
+    def number(name: str) -> int:
+        return config[name] if is_plain_integer(config.get(name), 1) else 0
+
+    if number("mamba_d_ssm"):
+        small["mamba_d_ssm"] = small["mamba_n_heads"] * small["mamba_d_head"]
+    if number("qk_head_dim"):
+        small["qk_head_dim"] = small["qk_nope_head_dim"] + small["qk_rope_head_dim"]
+    keys, values = number("linear_num_key_heads"), number("linear_num_value_heads")
+    if keys and values:
+        small["linear_num_key_heads"] = min(keys, 2)
+        small["linear_num_value_heads"] = min(keys, 2) * min(values // keys, 2)
+    # Each token has experts to choose from, in each group of them.
+    chosen = max(map(number, _EXPERTS_PER_TOKEN))
+    groups = max(number("n_group"), number("num_expert_group"), 1)
+    num_experts = max(groups * (1 - -chosen // groups), _NUM_EXPERTS)
+    for name in filter(number, _EXPERTS):
+        small[name] = min(config[name], num_experts)

@@ -1,0 +1,108 @@
+"""Small models of the classes and with the switches of large ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from helpers.full_size_configs import FULL_SIZE
+from helpers.model_zoo import ARCHITECTURES, config_of, make
+from mlx.nn import Module
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import _get_classes
+
+from mlx_paged.models.mlx_lm.small_config import Cut, small_config
+from mlx_paged.models.mlx_lm.small_copy import small_copy
+
+# Of those whose layers are of more than one kind, or share K/V.
+NUM_LAYERS = {
+    "Command-R7B": 4,
+    "DeepSeek-V3": 4,
+    "DeepSeek-V3.2": 4,
+    "gemma-3-27b": 6,
+    "gemma-3-4b": 6,
+    "gemma-3n-E2B": 10,
+    "granite-4.0-h-small": 10,
+    "jamba-large": 5,
+    "Kimi-Linear-48B-A3B": 4,
+    "LFM2-8B-A1B": 4,
+    "Llama-4-Scout": 4,
+    "Nemotron-H-8B": 8,
+    "plamo-3-31b": 8,
+    "Qwen3-Next-80B-A3B": 4,
+}
+# It masks tokens by their ids.
+KEEPS_ITS_VOCABULARY = {"Phi-3-small-8k": 100352}
+
+
+def kinds_of(model: Module) -> set[str]:
+    return {type(module).__name__ for module in model.modules()}
+
+
+def whole(config: dict[str, Any]) -> dict[str, Any]:
+    return config | config.get("text_config", {})
+
+
+@pytest.mark.parametrize("name", FULL_SIZE)
+def test_a_published_model_has_a_small_copy_with_all_of_its_kinds_of_modules(name: str):
+    """Without its weights, which nothing evaluates."""
+    config = FULL_SIZE[name]
+    model_class, args_class = _get_classes(config)
+    model: Module = model_class(args_class.from_dict(config))
+    copy, small = small_copy(model, config)
+    caches, of_copy = ({type(c) for c in make_prompt_cache(each)} for each in (model, copy))
+    assert of_copy == caches and kinds_of(copy) == kinds_of(model)
+    weights = [weight for _, weight in tree_flatten(copy.parameters())]
+    assert sum(weight.size for weight in weights) < 2**24
+    assert {weight.dtype for weight in weights} == {mx.float32}
+    assert len(copy.layers) == NUM_LAYERS.get(name, 2)
+    assert small["vocab_size"] == KEEPS_ITS_VOCABULARY.get(name, 512)
+    windows = {cache.max_size for cache in make_prompt_cache(copy) if hasattr(cache, "max_size")}
+    assert windows <= {8}
+    scaling = whole(small).get("rope_scaling") or {}
+    assert scaling.get("original_max_position_embeddings", 16) == 16
+
+
+def test_what_is_small_already_stays_as_it_is():
+    assert small_copy(make("llama"), config_of("llama")) is None
+    changed = []
+    for architecture in ARCHITECTURES:
+        config = config_of(architecture)
+        if small_config(config, Cut(99, 99)) != config:
+            changed.append(architecture)
+    # An original context or a window of many tokens, a vocabulary, a width, and heads.
+    assert changed == [
+        "deepseek_v2",
+        "minicpm3",
+        "phi3small",
+        "plamo2",
+        "prism_hadamard_qwen35",
+        "step3p5",
+    ]
+    for architecture in ("gemma3n", "kimi_k25"):
+        assert small_copy(make(architecture), config_of(architecture)) is None
+
+
+def test_a_small_model_in_half_precision_has_a_copy_in_float32():
+    config = config_of("gemma3_text")
+    model = make("gemma3_text")
+    model.set_dtype(mx.bfloat16)
+    copy, small = small_copy(model, config)
+    assert small == config
+    assert {weight.dtype for _, weight in tree_flatten(copy.parameters())} == {mx.float32}
+
+
+def test_the_same_model_has_the_same_copy_each_time():
+    config = FULL_SIZE["gpt-oss-20b"]
+    model_class, args_class = _get_classes(config)
+    model = model_class(args_class.from_dict(config))
+    (one, _), (other, _) = small_copy(model, config), small_copy(model, config)
+    weights = dict(tree_flatten(other.parameters()))
+    for name, weight in tree_flatten(one.parameters()):
+        assert mx.array_equal(weight, weights[name])
+
+
+def test_a_configuration_that_its_class_does_not_know_has_no_copy():
+    assert small_copy(make("llama"), {"model_type": "llama"}) is None

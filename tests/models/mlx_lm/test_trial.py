@@ -1,0 +1,186 @@
+"""The check at load: which models of mlx-lm are let through, and by what they are judged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from helpers.mlx_lm_models import LLAMA, random_model
+from helpers.model_zoo import config_of, make_from_config
+from mlx.nn import Module
+from mlx.utils import tree_flatten, tree_map
+
+from mlx_paged.cache.paged import PagedLayerKV
+from mlx_paged.core.sequence_states import SequenceState, SequenceStates
+from mlx_paged.models.mlx_lm import UnsuitableModelError, adapt, stock_logits, trial
+from mlx_paged.models.mlx_lm.dense import DenseModel
+from mlx_paged.models.mlx_lm.packed import PackedModel
+from mlx_paged.models.mlx_lm.trial import Trial
+
+DTYPES = [mx.float32, mx.float16, mx.bfloat16]
+
+
+def made(architecture: str, dtype: mx.Dtype = mx.float32, **changes: Any) -> tuple[Module, dict]:
+    """A tiny random model, and its configuration."""
+    config = config_of(architecture) | changes
+    model = make_from_config(config)
+    model.update(tree_map(lambda w: w.astype(dtype), model.parameters()))
+    mx.eval(model.parameters())
+    return model, config
+
+
+# Which ones are turned away
+
+
+@pytest.mark.parametrize("window", [8, 128, 2048])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_window_that_is_longer_in_a_prompt_is_found_whatever_its_length_and_the_dtype(
+    window: int, dtype: mx.Dtype
+):
+    """plamo3 prefills with one token more than its cache keeps."""
+    with pytest.raises(UnsuitableModelError, match=r"differ by .* where a prompt is cut elsewhere"):
+        adapt(*made("plamo3", dtype, sliding_window=window))
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_a_mask_that_depends_on_the_cut_is_found_in_half_precision(dtype: mx.Dtype):
+    with pytest.raises(
+        UnsuitableModelError, match=r"small copy .* where a prompt is cut elsewhere"
+    ):
+        adapt(*made("phi3small", dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_step_that_reads_the_state_before_the_last_one_is_found(
+    dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch
+):
+    """Of a model that forgets slowly, whose greedy tokens may be the same all the while."""
+
+    def put(states: SequenceStates, newest: Mapping[Any, SequenceState]) -> None:
+        for seq, state in newest.items():
+            before = states._states.get(seq, state)
+            states._states[seq] = SequenceState(state.num_tokens, before.content)
+
+    monkeypatch.setattr(SequenceStates, "put", put)
+    with pytest.raises(UnsuitableModelError, match="its logits of tokens that come one by one"):
+        adapt(*made("rwkv7", dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_fault_that_begins_beyond_a_window_is_found(
+    dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch
+):
+    """Of 4,096 tokens, more than a model is tried with."""
+    fetch = PagedLayerKV.update_and_fetch
+
+    def first_twice(self: Any, run: Any, k: mx.array, v: mx.array, num_before: int | None) -> Any:
+        k, v = fetch(self, run, k, v, num_before)
+        is_full = num_before is not None and k.shape[1] > num_before
+        return (mx.concatenate([k[:, 1:2], k[:, 1:]], axis=1) if is_full else k), v
+
+    model, config = made("gemma3_text", dtype, sliding_window=4096)
+    Trial(model, config).run(DenseModel)
+    monkeypatch.setattr(PagedLayerKV, "update_and_fetch", first_twice)
+    with pytest.raises(UnsuitableModelError, match="in a small copy of it, its logits of"):
+        Trial(model, config).run(DenseModel)
+
+
+def test_a_model_that_raises_on_our_caches_is_refused_with_its_error(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    def broken(*_: Any) -> None:
+        raise TypeError("no such mask")
+
+    monkeypatch.setattr(PagedLayerKV, "update_and_fetch", broken)
+    with pytest.raises(
+        UnsuitableModelError, match=r"dense, it can't run .*TypeError: no such mask"
+    ):
+        adapt(*made("gemma2"))
+
+
+# Which ones are not
+
+
+def test_latents_in_bfloat16_run_packed_however_many_layers_round():
+    """Of 32 layers, mlx-lm's own logits are 0.07 from those of float32; ours as much."""
+    model, config = made("deepseek_v3", mx.bfloat16, num_hidden_layers=32, first_k_dense_replace=32)
+    assert isinstance(adapt(model, config), PackedModel)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "minicpm3", "mamba2"])
+def test_half_precision_runs_as_float32_does(architecture: str, dtype: mx.Dtype):
+    adapted = adapt(*made(architecture, dtype))
+    assert adapted.description == adapt(*made(architecture)).description
+    assert adapted.dtype == dtype
+
+
+def test_a_model_without_a_small_copy_is_tried_by_itself(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(trial, "small_copy", lambda *_: None)
+    assert isinstance(adapt(*made("llama", mx.bfloat16)), PackedModel)
+    with pytest.raises(UnsuitableModelError, match="where a prompt is cut elsewhere"):
+        adapt(*made("plamo3", sliding_window=8))
+
+
+# What it takes
+
+
+def test_the_check_leaves_weights_random_numbers_and_logits_as_they_were():
+    model, config = made("llama", mx.bfloat16, sliding_window=2048)
+    tokens = mx.array([[1, 2, 3]])
+    before, weights = model(tokens), dict(tree_flatten(model.parameters()))
+    mx.random.seed(3)
+    expected = mx.random.normal((3,))
+    mx.random.seed(3)
+    adapt(model, config)
+    assert mx.array_equal(mx.random.normal((3,)), expected)
+    assert mx.array_equal(model(tokens), before)
+    after = dict(tree_flatten(model.parameters()))
+    assert all(after[name] is weight for name, weight in weights.items())
+
+
+def test_weights_are_as_they_were_when_float32_fails(monkeypatch: pytest.MonkeyPatch):
+    model, config = made("llama", mx.bfloat16)
+    kind = type(model)
+    call = kind.__call__
+
+    def failing(self: Module, *args: Any, **kwargs: Any) -> mx.array:
+        if self.lm_head.weight.dtype == mx.float32:
+            raise RuntimeError("no kernel for float32")
+        return call(self, *args, **kwargs)
+
+    monkeypatch.setattr(trial, "small_copy", lambda *_: None)
+    monkeypatch.setattr(kind, "__call__", failing)
+    assert isinstance(adapt(model, config), PackedModel)
+    assert model.lm_head.weight.dtype == mx.bfloat16
+
+
+def test_a_large_model_is_never_copied_to_float32(monkeypatch: pytest.MonkeyPatch):
+    """It is held to mlx-lm's own answers in half precision, and its class to a small copy."""
+    monkeypatch.setattr(stock_logits, "MAX_FLOAT32_NBYTES", 1000)
+    monkeypatch.setattr(stock_logits, "_widened", None)
+    model, config = made("llama", mx.bfloat16)
+    assert isinstance(adapt(model, config), PackedModel)
+    model, config = made("deepseek_v3", mx.bfloat16, first_k_dense_replace=2)
+    assert isinstance(adapt(model, config), PackedModel)
+
+
+@pytest.mark.parametrize(
+    ("window", "expected"), [(None, 40), (8, 40), (128, 144), (496, 512), (497, 24)]
+)
+def test_a_small_model_is_tried_beyond_its_own_windows(window: int | None, expected: int):
+    config = LLAMA | {
+        "sliding_window": window,
+        "layer_types": ["full_attention", "sliding_attention"],
+    }
+    config = LLAMA if window is None else config
+    prompts = trial._prompts(PackedModel(random_model(config), config))
+    assert prompts.num_tokens == expected
+    assert prompts.num_first == expected - 9
+
+
+def test_a_large_model_is_tried_with_few_tokens(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(trial, "MAX_WORK", 1000)
+    assert trial._prompts(PackedModel(random_model(LLAMA), LLAMA)).num_tokens == 24

@@ -1,0 +1,66 @@
+"""``/v1/cache``: what it says of the last prompts, and to whom."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from helpers.servers import make_service
+from starlette.testclient import TestClient
+
+from mlx_paged.server.app import make_app
+from mlx_paged.server.http.access import Access
+from mlx_paged.server.http.api_keys import read_api_keys
+from mlx_paged.server.service import Service
+from mlx_paged.server.settings import ServerSettings
+
+SECRET = "My secret is the code of apple, which is 4821. "
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Service]:
+    service = make_service(num_history_tokens=2**16)
+    with service.engine:
+        yield service
+
+
+def client_of(service: Service, *keys: str) -> TestClient:
+    settings = ServerSettings(api_keys=read_api_keys(keys))
+    return TestClient(Access(make_app(service), settings))
+
+
+def say_secret(client: TestClient, key: str) -> None:
+    body = {"prompt": SECRET * 4, "max_tokens": 1}
+    assert client.post("/v1/completions", json=body, headers={"x-api-key": key}).status_code == 200
+
+
+@pytest.mark.parametrize("keys", [(), ("alice A", "B")])
+def test_texts_of_prompts_are_refused_unless_they_were_allowed_at_start(
+    service: Service, keys: tuple[str, ...]
+):
+    client = client_of(service, *keys)
+    say_secret(client, "A")
+    answer = client.get("/v1/cache?text=true", headers={"x-api-key": "A"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (403, "text", "texts_not_allowed")
+    assert "--allow-cache-texts" in error["message"]
+    without = client.get("/v1/cache?text=false", headers={"x-api-key": "A"})
+    assert without.status_code == 200
+    assert all("text" not in report for report in without.json()["reports"])
+    assert "secret" not in answer.text + without.text
+
+
+@pytest.mark.parametrize("keys", [("key2 A", "B"), ("A", "key1 B"), ("alice A", "bob B")])
+def test_allowed_texts_are_shown_to_the_user_whose_they_are_alone(
+    service: Service, keys: tuple[str, str]
+):
+    client = client_of(replace(service, shows_cache_texts=True), *keys)
+    say_secret(client, "A")
+    own, others = (
+        client.get("/v1/cache?text=true", headers={"x-api-key": key}) for key in ("A", "B")
+    )
+    assert own.status_code == others.status_code == 200
+    shown = own.json()["reports"][0]["text"]["prompt"]
+    assert len(shown) > 5 and shown in SECRET * 4
+    assert others.json()["reports"] == []

@@ -1,0 +1,253 @@
+"""What stays wired: nothing, unless it is asked for; and what is said of a model that does not fit.
+The device is made up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from helpers.engine_runs import greedy, load_demo, prompt
+from mlx.utils import tree_flatten
+
+from mlx_paged import (
+    LLM,
+    AsyncEngine,
+    Engine,
+    batch_generate,
+    generate,
+    memory,
+    stream_generate,
+)
+from mlx_paged.errors import ArgumentError
+from mlx_paged.generation import generate_step
+
+RECOMMENDED = 12 * 10**9
+BUDGET: dict[str, Any] = {"kv_cache_bytes": "100blocks", "backend": "reference"}
+
+
+@pytest.fixture
+def mac(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device of 16 GB with Metal."""
+    info = {"memory_size": 16 * 10**9, "max_recommended_working_set_size": RECOMMENDED}
+    monkeypatch.setattr(mx, "device_info", lambda: info)
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+
+
+@pytest.fixture
+def limits(mac: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The wired limits that MLX is given, from a first one of 7 bytes on."""
+    found = [7]
+
+    def set_limit(limit: int) -> int:
+        found.append(limit)
+        return found[-2]
+
+    monkeypatch.setattr(mx, "set_wired_limit", set_limit)
+    yield found
+    gc.collect()
+    assert found[-1] == 7, "what was there before comes back"
+
+
+@pytest.fixture(scope="module")
+def demo() -> tuple[Any, Any]:
+    return load_demo()
+
+
+def ask_engine(demo: tuple[Any, Any], **options: Any) -> None:
+    engine = Engine(*demo, **BUDGET, **options)
+    engine.add_request("a", prompt(5), greedy(2))
+    while engine.has_unfinished_requests():
+        engine.step()
+    engine.close()
+
+
+def ask_async_engine(demo: tuple[Any, Any], **options: Any) -> None:
+    async def ask() -> None:
+        async with AsyncEngine(*demo, **BUDGET, **options) as engine:
+            async for _ in engine.generate(prompt(5), greedy(2)):
+                pass
+
+    asyncio.run(ask())
+
+
+WAYS: dict[str, Callable[..., Any]] = {
+    "generate": lambda demo, **options: generate(
+        *demo, prompt(5), max_tokens=2, **BUDGET, **options
+    ),
+    "stream_generate": lambda demo, **options: list(
+        stream_generate(*demo, prompt(5), max_tokens=2, **BUDGET, **options)
+    ),
+    "generate_step": lambda demo, **options: list(
+        generate_step(prompt(5), demo[0], max_tokens=2, **BUDGET, **options)
+    ),
+    "batch_generate": lambda demo, **options: batch_generate(
+        *demo, [prompt(5)], max_tokens=2, **BUDGET, **options
+    ),
+    "LLM": lambda demo, **options: LLM(*demo, **BUDGET, **options).generate(prompt(5), greedy(2)),
+    "Engine": ask_engine,
+    "AsyncEngine": ask_async_engine,
+}
+in_every_way = pytest.mark.parametrize("ask", WAYS.values(), ids=WAYS)
+
+
+@in_every_way
+def test_nothing_stays_wired_unless_it_is_asked_for(
+    demo: tuple[Any, Any], limits: list[int], ask: Callable[..., Any]
+):
+    ask(demo)
+    ask(demo, wired_limit=None)
+    assert limits == [7]
+
+
+@in_every_way
+def test_the_limit_that_is_asked_for_is_set_while_there_is_an_engine(
+    demo: tuple[Any, Any], limits: list[int], ask: Callable[..., Any]
+):
+    ask(demo, wired_limit="2G")
+    gc.collect()
+    assert limits == [7, 2 * 2**30, 7]
+
+
+def test_the_recommended_limit_can_be_asked_for_by_name(demo: tuple[Any, Any], limits: list[int]):
+    engine = Engine(*demo, **BUDGET, wired_limit="recommended")
+    assert limits == [7, RECOMMENDED]
+    engine.close()
+    engine.close()
+    assert limits == [7, RECOMMENDED, 7]
+
+
+def test_of_several_engines_the_largest_limit_holds_and_the_last_one_puts_back_what_was_there(
+    demo: tuple[Any, Any], limits: list[int]
+):
+    first = Engine(*demo, **BUDGET, wired_limit=3000)
+    second = Engine(*demo, **BUDGET, wired_limit=5000)
+    third = Engine(*demo, **BUDGET, wired_limit=4000)
+    assert limits[-1] == 5000
+    first.close()
+    assert limits[-1] == 5000
+    second.close()
+    assert limits[-1] == 4000
+    del third
+    gc.collect()
+    assert limits[-1] == 7
+
+
+def test_an_engine_that_can_not_be_made_leaves_no_limit(demo: tuple[Any, Any], limits: list[int]):
+    with pytest.raises(ValueError, match="holds no block"):
+        Engine(*demo, kv_cache_bytes=1, wired_limit="2G")
+    assert limits == [7]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("lots", "wired_limit must be 'recommended' or bytes .*, got 'lots'"),
+        ("5blocks", "wired_limit must be 'recommended' or bytes .*, got '5blocks'"),
+        (0, "wired_limit must be 'recommended' or bytes .*, got 0"),
+        (-1, "wired_limit must be"),
+        (True, "wired_limit must be 'recommended' or bytes .*, got True"),
+        (2.5, "wired_limit must be"),
+        (
+            "12G",
+            r"wired_limit: 12,884,901,888 bytes are more than the 12,000,000,000 .* "
+            r"sudo sysctl iogpu\.wired_limit_mb",
+        ),
+    ],
+)
+def test_other_limits_are_refused_by_name(
+    demo: tuple[Any, Any], limits: list[int], value: Any, message: str
+):
+    with pytest.raises(ArgumentError, match=message) as refused:
+        Engine(*demo, **BUDGET, wired_limit=value)
+    assert refused.value.argument == "wired_limit" and limits == [7]
+
+
+def test_a_device_without_metal_says_that_it_wires_nothing(
+    demo: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(mx.metal, "is_available", lambda: False)
+    monkeypatch.setattr(mx, "set_wired_limit", None)
+    with pytest.warns(UserWarning, match="wired_limit does nothing here: only Metal wires"):
+        Engine(*demo, **BUDGET, wired_limit="recommended")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Engine(*demo, **BUDGET)
+    with pytest.raises(ArgumentError, match="wired_limit must be"):
+        Engine(*demo, **BUDGET, wired_limit="lots")
+
+
+# Models that do not fit
+
+WEIGHTS = sum(leaf.nbytes for _, leaf in tree_flatten(load_demo()[0].parameters()))
+IN_WORDS = f"{WEIGHTS / 1e6:.2g} MB"
+WAY_OUT = (
+    "a smaller model or one of fewer bits, kv_format (--kv-bits) 8 or 4, a smaller max_model_len "
+    "(--max-model-len), or a kv_cache_bytes (--kv-cache-bytes) of your own"
+)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine of 200 KB, where budgets have a 32nd of their least size."""
+    monkeypatch.setattr(memory, "memory_size", lambda: 200_000)
+    monkeypatch.setattr(memory, "MIN_KV_CACHE_BYTES", 2**21)
+
+
+def said_of(demo: tuple[Any, Any], **options: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        Engine(*demo, **options)
+    return [str(each.message) for each in said]
+
+
+def test_a_model_that_does_not_fit_says_so_with_the_numbers_and_the_way_out(
+    demo: tuple[Any, Any], small: None
+):
+    assert said_of(demo) == [
+        f"[engine] the model does not fit into this machine: its weights take {IN_WORDS}, and "
+        "weights and K/V may take 0.1 MB, 50% of the 0.2 MB of memory; the K/V budget is 2.1 MB "
+        f"and holds 1,008 of its 4,096 tokens of context. The ways out: {WAY_OUT}"
+    ]
+    assert "holds its 1,000 tokens of context. The ways" in said_of(demo, max_model_len=1000)[0]
+    assert "holds a context without end. The ways" in said_of(demo, window=64)[0]
+
+
+def test_on_metal_it_is_held_against_what_metal_recommends(
+    demo: tuple[Any, Any], mac: None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(memory, "recommended_memory", lambda: WEIGHTS)
+    (said,) = said_of(demo, backend="reference")
+    part = f"{int(0.8 * WEIGHTS) / 1e6:.2g} MB"
+    assert f"may take {part}, 80% of the {IN_WORDS} that Metal recommends; the K/V" in said
+
+
+def test_a_budget_that_was_given_is_judged_by_the_whole_memory(
+    demo: tuple[Any, Any], small: None, monkeypatch: pytest.MonkeyPatch
+):
+    given = {"kv_cache_bytes": "100blocks"}
+    (said,) = said_of(demo, **given)
+    assert f"take {IN_WORDS}, and this machine has 0.2 MB of memory; the K/V budget is" in said
+    monkeypatch.setattr(memory, "memory_size", lambda: WEIGHTS)
+    assert said_of(demo, **given) == []
+    assert len(said_of(demo)) == 1
+
+
+def test_a_model_that_fits_says_nothing(demo: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch):
+    least = WEIGHTS + memory.MIN_KV_CACHE_BYTES
+    monkeypatch.setattr(memory, "memory_size", lambda: 2 * least)
+    assert said_of(demo) == []
+    monkeypatch.setattr(memory, "memory_size", lambda: 2 * least - 2)
+    assert len(said_of(demo)) == 1
+
+
+def test_the_weights_of_a_draft_model_count(demo: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(memory, "memory_size", lambda: 2 * (WEIGHTS + memory.MIN_KV_CACHE_BYTES))
+    assert said_of(demo) == []
+    (said,) = said_of(demo, draft_model=load_demo()[0])
+    assert f"its weights take {2 * WEIGHTS / 1e6:.2g} MB" in said
