@@ -24,7 +24,7 @@ from mlx_paged.core import (
     SequenceStates,
 )
 from mlx_paged.errors import CacheFullError
-from mlx_paged.ops import AttentionMetadata, Backend, HostParts, KVFormat, Parts, StepState
+from mlx_paged.ops import AttentionMetadata, Backend, KVFormat, Parts, StepState
 from mlx_paged.request import SeqId
 
 # The key of a mapping that a caller hands in. Mapping is invariant in its keys: with SeqId for
@@ -60,19 +60,6 @@ class KVSnapshot:
         """Dense, per layer ``[num_kv_heads, num_tokens, value_dim]``."""
         layers = zip(self.formats, self.rows, strict=True)
         return tuple(form.value.decode(v) for form, (_, v) in layers)
-
-
-@dataclass(frozen=True, eq=False)
-class SwappedKV:
-    """One sequence's K/V in host memory."""
-
-    # Per layer the parts of K and V, [num_kv_heads, num_tokens, width] each
-    rows: list[tuple[HostParts, HostParts]]
-
-    @property
-    def num_tokens(self) -> int:
-        num_tokens: int = self.rows[0][0][0].shape[1]
-        return num_tokens
 
 
 @dataclass(frozen=True)
@@ -160,7 +147,7 @@ class KVCache(ABC):
 
     @property
     def can_swap(self) -> bool:
-        """Whether ``swap_out`` and ``swap_in`` are there."""
+        """Whether ``read_blocks`` and ``write_blocks`` are there."""
         return False
 
     @abstractmethod
@@ -240,15 +227,18 @@ class KVCache(ABC):
     def nbytes_held(self) -> int:
         """Bytes allocated for K/V."""
 
-    def swap_out(self, block_ids: Sequence[int], num_tokens: int) -> SwappedKV:
-        """Copy the first ``num_tokens`` tokens of a block table to host memory."""
-        raise NotImplementedError(f"[{self.kind} cache] can't swap")
+    def read_blocks(self, group: int, block_ids: Sequence[int]) -> list[bytes]:
+        """Copies of blocks of a group of layers, whose steps have been read."""
+        raise NotImplementedError(f"[{self.kind} cache] has no blocks to copy out")
 
-    def swap_in(self, seq: SeqId, swapped: SwappedKV, start: int, end: int) -> None:
-        """Copy the tokens ``start : end`` back into the slots that the manager gave the sequence
-        for them.
+    def write_blocks(self, group: int, block_ids: Sequence[int], contents: Sequence[bytes]) -> None:
+        """Fill blocks of a group of layers with what :meth:`read_blocks` returned, of a cache of
+        the same layers and block size.
+
+        Raises:
+            ValueError: contents of another size.
         """
-        raise NotImplementedError(f"[{self.kind} cache] can't swap")
+        raise NotImplementedError(f"[{self.kind} cache] has no blocks to fill")
 
     # Steps
 

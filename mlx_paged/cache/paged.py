@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from mlx_paged.cache.base import INITIAL_BLOCKS, KVCache, SwappedKV
+from mlx_paged.cache.base import INITIAL_BLOCKS, KVCache
 from mlx_paged.cache.block_bytes import block_nbytes, read_blocks, write_blocks
 from mlx_paged.cache.config import KVCacheConfig
 from mlx_paged.cache.layer import LayerKV, LayerSpec, compute_meanwhile
@@ -23,7 +23,6 @@ from mlx_paged.ops import (
     AttentionPlan,
     Backend,
     CopyDetector,
-    HostParts,
     KVHandle,
     Parts,
     PlanKey,
@@ -32,7 +31,6 @@ from mlx_paged.ops import (
     choose_backend,
     traced_decode,
 )
-from mlx_paged.request import SeqId
 
 NUM_WATCHED_STEPS = 3
 
@@ -172,7 +170,7 @@ class PagedKVCache(KVCache):
 
     @property
     def can_swap(self) -> bool:
-        return self.manager.keeps_all and not self.config.state_nbytes
+        return True
 
     def _allocate_layers(self) -> None:
         self._layers = self._slabs = ()
@@ -357,38 +355,10 @@ class PagedKVCache(KVCache):
                 kv.shrink_to(self.pool.num_blocks)
                 mx.clear_cache()
 
-    def swap_out(self, block_ids: Sequence[int], num_tokens: int) -> SwappedKV:
-        rows = []
-        for index, layer in enumerate(self.layers):
-            k, v = self._gather_parts(index, block_ids, num_tokens)
-            rows.append(layer.spec.format.to_host(k, v))
-        return SwappedKV(rows)
-
-    def swap_in(self, seq: SeqId, swapped: SwappedKV, start: int, end: int) -> None:
-        table = self._table(seq)
-        slots = SlotMapping.build(table.slot_mapping(start, end - start), self.config.block_size)
-        for layer, rows in zip(self.layers, swapped.rows, strict=True):
-            if table.num_unfilled_slots and self.backend.reads_unused_slots:
-                self.backend.zero_blocks(layer.kv, [table.packed_block_ids[-1]])
-            kept = (_cut(parts, start, end) for parts in rows)
-            k, v = (
-                tuple(part.swapaxes(0, 1) for part in parts)
-                for parts in layer.spec.format.from_host(*kept)
-            )
-            self.backend.reshape_and_cache(k, v, layer.kv, slots)
-        mx.eval(self.arrays)
-
     def read_blocks(self, group: int, block_ids: Sequence[int]) -> list[bytes]:
-        """Copies of full blocks of a group of layers, whose steps have been read."""
         return read_blocks(self._slabs_of(group), block_ids)
 
     def write_blocks(self, group: int, block_ids: Sequence[int], contents: Sequence[bytes]) -> None:
-        """Fill blocks of a group of layers with what :meth:`read_blocks` returned, of a cache of
-        the same layers and block size.
-
-        Raises:
-            ValueError: contents of another size.
-        """
         write_blocks(self.backend, self._slabs_of(group), block_ids, contents)
         if not self.backend.writes_in_place:
             mx.eval(self.arrays)
@@ -410,7 +380,3 @@ def _in_blocks(part: mx.array, num_blocks: int) -> mx.array:
     """``[num_kv_heads, num_tokens, width]`` as ``[num_blocks, num_kv_heads, block_size, width]``"""
     num_kv_heads, _, width = part.shape
     return part.reshape(num_kv_heads, num_blocks, -1, width).swapaxes(0, 1)
-
-
-def _cut(parts: HostParts, start: int, end: int) -> HostParts:
-    return tuple(part[:, start:end] for part in parts)

@@ -21,7 +21,7 @@ from mlx_paged.core.block_hash import (
     hash_token_blocks,
 )
 from mlx_paged.core.block_pool import BlockPool
-from mlx_paged.core.block_table import BlockCopy, BlockTable, KeyShift, TokenSlot
+from mlx_paged.core.block_table import BlockCopy, BlockTable, KeyShift, TableState, TokenSlot
 from mlx_paged.core.errors import (
     BlockError,
     BlockTableError,
@@ -35,9 +35,11 @@ from mlx_paged.core.free_queue import FreeKVCacheBlockQueue
 from mlx_paged.core.kv_cache_block import KVCacheBlock
 from mlx_paged.core.kv_cache_manager import (
     AbsentBlock,
+    BlockLoad,
     ComputedBlocks,
     KVCacheManager,
     KVCacheManagerStats,
+    SequenceTables,
     group_hashes,
 )
 from mlx_paged.core.prefix_index import PrefixIndex
@@ -51,6 +53,7 @@ __all__ = [
     "BlockCopy",
     "BlockError",
     "BlockHash",
+    "BlockLoad",
     "BlockPool",
     "BlockTable",
     "BlockTableError",
@@ -70,6 +73,8 @@ __all__ = [
     "Retention",
     "SequenceState",
     "SequenceStates",
+    "SequenceTables",
+    "TableState",
     "TokenSlot",
     "UseAfterFreeError",
     "extend_block_hashes",

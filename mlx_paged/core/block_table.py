@@ -41,6 +41,22 @@ class TokenSlot(NamedTuple):
     """Copy-on-write pairs, as from ``BlockTable.reserve``."""
 
 
+class TableState(NamedTuple):
+    """What a table is without its blocks, for one that goes on with their contents later."""
+
+    num_blocks: int  # of its tokens
+    num_sinks: int  # blocks of sinks as they were computed, which follow them
+    num_held_tokens: int
+    num_evicted_tokens: int = 0
+    shift: int = 0
+    base: int = 0
+    num_cached_blocks: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_held_tokens + self.num_evicted_tokens
+
+
 class BlockTable:
     """The block table of one sequence (elsewhere: page table, sequence, ``KVCacheBlocks`` of a
     request).
@@ -325,6 +341,34 @@ class BlockTable:
             self.num_cached_blocks += 1
         if self.num_cached_blocks * self.block_size >= self.retention.num_sink_tokens:
             self.num_cached_blocks += num_evicted // self.block_size
+
+    def state(self) -> TableState:
+        """The table without its blocks, as ``resume`` takes it."""
+        return TableState(
+            -(-self.num_held_tokens // self.block_size),
+            len(self._sinks),
+            self.num_held_tokens,
+            self.num_evicted_tokens,
+            self._shift,
+            self.base,
+            self.num_cached_blocks,
+        )
+
+    def resume(self, state: TableState, blocks: Sequence[KVCacheBlock]) -> None:
+        """Go on as the table was that ``state`` is of.
+
+        Args:
+            blocks: those of its tokens, then the sinks as they were computed, taken for this table
+                as for ``adopt``. Nothing had left the window of the next token.
+
+        Raises as ``adopt``.
+        """
+        self.adopt(blocks[: state.num_blocks], state.num_tokens)
+        self._sinks = list(blocks[state.num_blocks :])
+        self._shift, self.base = state.shift, state.base
+        if state.num_evicted_tokens:
+            # What follows the sinks may have other positions than those its hash stands for.
+            self.num_cached_blocks = state.num_cached_blocks
 
     def cache_full_blocks(self, block_hashes: Sequence[BlockHash]) -> int:
         """Enter the full blocks that are not yet in the prefix index; return how many.

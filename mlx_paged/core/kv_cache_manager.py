@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from mlx_paged.core.block_hash import BlockHash
 from mlx_paged.core.block_pool import BlockPool
-from mlx_paged.core.block_table import BlockCopy, BlockTable, KeyShift
+from mlx_paged.core.block_table import BlockCopy, BlockTable, KeyShift, TableState
 from mlx_paged.core.errors import BlockTableError, IntegrityError
 from mlx_paged.core.integrity import check_pool_integrity, check_table_integrity
 from mlx_paged.core.kv_cache_block import KVCacheBlock
@@ -25,20 +25,52 @@ from mlx_paged.core.sequence_states import Checkpoint, SequenceState, SequenceSt
 RequestId = Hashable
 
 
+class SequenceTables(NamedTuple):
+    """What a preempted request held, without its blocks: of each group of layers the table, and
+    the recurrent state, if the model keeps one.
+    """
+
+    tables: Sequence[TableState]
+    state: SequenceState | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tables[0].num_tokens
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(table.num_blocks + table.num_sinks for table in self.tables)
+
+
+class BlockLoad(NamedTuple):
+    """Blocks of a group of layers that are to be filled with what was kept elsewhere."""
+
+    group: int
+    indices: Sequence[int]  # in what was kept of the group
+    block_ids: Sequence[int]
+
+
 class ComputedBlocks(NamedTuple):
-    """A prefix hit: the blocks that hold the first ``num_tokens`` tokens of a request, which does
-    not hold them yet. Of each group of layers they are those that it keeps.
+    """What a request begins with: a prefix hit, the blocks that hold its first ``num_tokens``
+    tokens, or what it held when it was preempted, of which the pool may still have the first
+    blocks. Of each group of layers they are those that it keeps.
     """
 
     groups: Sequence[Sequence[KVCacheBlock]] = ((),)
     num_tokens: int = 0
     num_queried_tokens: int = 0  # of the request whose prefix was looked up
     checkpoint: Checkpoint | None = None  # of a model with recurrent layers, behind the last block
+    resumed: SequenceTables | None = None  # the blocks behind those of ``groups`` are loaded
 
     @property
     def blocks(self) -> list[KVCacheBlock]:
         """Those of all groups."""
         return list(itertools.chain.from_iterable(self.groups))
+
+    @property
+    def num_loaded_blocks(self) -> int:
+        """Blocks that are taken from the pool and filled with what was kept elsewhere."""
+        return self.resumed.num_blocks - len(self.blocks) if self.resumed else 0
 
 
 NOTHING_COMPUTED = ComputedBlocks()
@@ -129,6 +161,7 @@ class KVCacheManager:
         self._groups: dict[RequestId, list[BlockTable]] = {}
         self._num_queried_tokens = 0
         self._num_hit_tokens = 0
+        self._loads: dict[RequestId, list[BlockLoad]] = {}
 
     @property
     def tables(self) -> Mapping[RequestId, BlockTable]:
@@ -167,6 +200,48 @@ class KVCacheManager:
         if self.states is not None and num_blocks:
             checkpoint = self.states.checkpoint(block_hashes[num_blocks - 1])
         return ComputedBlocks(found, num_blocks * self.pool.block_size, num_tokens, checkpoint)
+
+    def describe(self, request_id: RequestId) -> tuple[SequenceTables, list[list[int]]]:
+        """What a request holds, and the ids of its blocks in each group of layers: those of its
+        tokens, then the sinks as they were computed. With the contents of these blocks it goes on
+        later, in other ones (:meth:`resumed`). Blocks that its next token does not see go back to
+        the pool.
+
+        Raises:
+            KeyError: no such request.
+        """
+        num_tokens, block_ids = self._table(request_id).num_tokens, []
+        tables = self._groups[request_id]
+        for table in tables:
+            table.evict()
+            num_blocks = table.state().num_blocks
+            blocks = itertools.chain(table.blocks[:num_blocks], list(table)[len(table) :])
+            block_ids.append([block.block_id for block in blocks])
+        state = None
+        if self.states is not None:
+            state = SequenceState(num_tokens, self.states.get(request_id, num_tokens))
+        return SequenceTables([table.state() for table in tables], state), block_ids
+
+    def resumed(self, held: SequenceTables, hit: ComputedBlocks) -> ComputedBlocks:
+        """What a request begins with that goes on after a preemption.
+
+        Args:
+            held: by :meth:`describe`.
+            hit: what the pool has of it. Blocks of windows are loaded all the same: their keys may
+                have other positions than when they were computed.
+        """
+        hits = itertools.chain(hit.groups, itertools.repeat(()))
+        groups = [
+            blocks[: table.num_blocks] if retention.num_recent_tokens is None else ()
+            for retention, blocks, table in zip(self.retentions, hits, held.tables, strict=False)
+        ]
+        return ComputedBlocks(groups, held.num_tokens, hit.num_queried_tokens, resumed=held)
+
+    def take_loads(self, request_id: RequestId) -> list[BlockLoad]:
+        """The blocks of a resumed request that are to be filled before a step reads them. They are
+        told once.
+        """
+        return self._loads.pop(request_id, [])
 
     def absent_blocks(
         self,
@@ -222,6 +297,12 @@ class KVCacheManager:
         if tables is not None:
             return sum(table.num_new_blocks(num_new_tokens) for table in tables)
         num_blocks = sum(block.ref_cnt == 0 for block in computed.blocks) - len(computed.blocks)
+        if computed.resumed is not None:
+            for retention, table in zip(self.retentions, computed.resumed.tables, strict=True):
+                num_moved = retention.num_moved_sink_tokens(computed.num_tokens)
+                num_blocks += table.num_sinks or num_moved // self.pool.block_size
+                num_blocks += -(-(table.num_held_tokens + num_new_tokens) // self.pool.block_size)
+            return num_blocks
         for retention in self.retentions:
             num_slots = computed.num_tokens - retention.num_evicted(computed.num_tokens)
             num_slots += retention.num_moved_sink_tokens(computed.num_tokens) + num_new_tokens
@@ -370,15 +451,37 @@ class KVCacheManager:
         tables = [BlockTable(self.pool, retention) for retention in self.retentions]
         # The computed blocks are taken first: new ones may be had by evicting free ones.
         self.pool.touch(computed.blocks)
-        for table, blocks in zip(tables, computed.groups, strict=False):
-            table.adopt(blocks, computed.num_tokens)
+        num_hit_tokens = computed.num_tokens
+        if computed.resumed is None:
+            for table, blocks in zip(tables, computed.groups, strict=False):
+                table.adopt(blocks, computed.num_tokens)
+        else:
+            self._loads[request_id] = self._resume(tables, computed, computed.resumed)
+            num_hit_tokens = min(map(len, computed.groups)) * self.pool.block_size
         self._tables[request_id], self._groups[request_id] = tables[0], tables
         if self.states is not None and computed.checkpoint is not None:
             self.states.begin(request_id, computed.num_tokens, computed.checkpoint)
+        if self.states is not None and computed.resumed and computed.resumed.state:
+            self.states.put({request_id: computed.resumed.state})
         # Counted here and not at the lookup, which a refused request repeats.
         self._num_queried_tokens += computed.num_queried_tokens
-        self._num_hit_tokens += computed.num_tokens
+        self._num_hit_tokens += num_hit_tokens
         return tables
+
+    def _resume(
+        self, tables: Sequence[BlockTable], computed: ComputedBlocks, held: SequenceTables
+    ) -> list[BlockLoad]:
+        loads = []
+        groups = zip(tables, computed.groups, held.tables, strict=True)
+        for group, (table, hits, state) in enumerate(groups):
+            num_kept = state.num_blocks + state.num_sinks
+            new_blocks = self.pool.get_new_blocks(num_kept - len(hits))
+            assert new_blocks is not None, "the blocks were counted"
+            table.resume(state, [*hits, *new_blocks])
+            if new_blocks:
+                ids = [block.block_id for block in new_blocks]
+                loads.append(BlockLoad(group, range(len(hits), num_kept), ids))
+        return loads
 
     def take_key_shifts(self, request_id: RequestId) -> list[tuple[int, KeyShift]]:
         """What the slots allocated last make necessary before they are written, in order, by group
@@ -417,6 +520,7 @@ class KVCacheManager:
         if self.states is not None:
             self._name_checkpoint(request_id, self.states)
             self.states.free(request_id)
+        self._loads.pop(request_id, None)
         del self._tables[request_id]
         freed = [table.free() for table in self._groups.pop(request_id)]
         return list(itertools.chain.from_iterable(freed))

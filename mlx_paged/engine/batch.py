@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-from mlx_paged.core import BlockCopy, KeyShift
+from mlx_paged.core import BlockCopy, BlockLoad, KeyShift
+from mlx_paged.engine.swap_space import SwapName
 from mlx_paged.request import PENDING_TOKEN, Request, SeqId
 
 
@@ -36,11 +37,10 @@ class Scheduled(NamedTuple):
 
 
 class SwapOut(NamedTuple):
-    """Copy the first ``num_tokens`` tokens of these blocks to host memory."""
+    """Copy these blocks of each group of layers to host memory."""
 
     seq_id: SeqId
-    block_ids: list[int]
-    num_tokens: int
+    block_ids: list[list[int]]
 
 
 class CopyBlocks(NamedTuple):
@@ -57,11 +57,14 @@ class ShiftKeys(NamedTuple):
 
 
 class SwapIn(NamedTuple):
-    """Copy the tokens ``start : end`` back, into the blocks that the sequence has now."""
+    """Copy blocks back, into those that the sequence has now.
 
-    seq_id: SeqId
-    start: int
-    end: int
+    Attributes:
+        name: what the swap space has them under.
+    """
+
+    name: SwapName
+    loads: list[BlockLoad]
 
 
 Transfer: TypeAlias = SwapOut | CopyBlocks | ShiftKeys | SwapIn

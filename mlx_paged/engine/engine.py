@@ -22,7 +22,6 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.argument_values import check_integer
 from mlx_paged.block_store.writer import SECONDS_AT_EXIT
-from mlx_paged.cache import SwappedKV
 from mlx_paged.config import DEFAULT_KV
 from mlx_paged.core import hash_token_blocks
 from mlx_paged.distributed import RanksError
@@ -56,7 +55,7 @@ from mlx_paged.engine.scheduler import Scheduler, extra_hash_keys
 from mlx_paged.engine.snapshots import Snapshots
 from mlx_paged.engine.stats import EngineStats
 from mlx_paged.engine.steps import Steps
-from mlx_paged.engine.swap_space import SwapSpace, num_swap_tokens
+from mlx_paged.engine.swap_space import SwapSpace, num_swap_blocks
 from mlx_paged.engine.token_rules import read_token_rules, special_token_ids
 from mlx_paged.engine.token_texts import TokenTexts
 from mlx_paged.engine.view import EngineView, view_of
@@ -219,8 +218,9 @@ class Engine:
             self.disk_tier = open_disk_tier(tier_options, self.cache, identities, num_parameters)
             # With its cache it lives as long as this engine. Python's end closes it.
             weakref.finalize(self, self.disk_tier.let_go).atexit = False
-        self.swap_space: SwapSpace[SwappedKV] = SwapSpace(
-            num_swap_tokens(swap_bytes, self.cache, num_parameters)
+        self.swap_space = SwapSpace(
+            num_swap_blocks(swap_bytes, self.cache, num_parameters),
+            -(-self.cache.config.state_nbytes // self.cache.config.nbytes_per_block),
         )
         drafter = None if draft_model is None else DraftModel(draft_model, self.cache)
         self.runner = ModelRunner(model, self.cache, self.swap_space, drafter)

@@ -12,7 +12,9 @@ import secrets
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from mlx_paged.cache import KVCache, SwappedKV
+from mlx_paged.cache import KVCache
+from mlx_paged.cache.block_bytes import blocks_of_rows
+from mlx_paged.core import SequenceTables, TableState
 from mlx_paged.engine.swap_space import SwapSpace
 from mlx_paged.errors import ArgumentError
 from mlx_paged.sampling_params import SamplingParams
@@ -33,29 +35,29 @@ class HeldPrompt(NamedTuple):
     cache_salt: str
 
 
-def hold(file: PromptCacheFile, cache: KVCache, swap_space: SwapSpace[SwappedKV]) -> HeldPrompt:
+def hold(file: PromptCacheFile, cache: KVCache, swap_space: SwapSpace) -> HeldPrompt:
     """Read the K/V of a file into host memory, where they stay.
 
     Raises:
         SnapshotError: the file can't be read.
     """
-    layers = zip(cache.config.layers, file.layers(), strict=True)
-    rows = [spec.format.to_host(k, v) for spec, (k, v) in layers]
-    held = HeldPrompt([STAND_IN] * file.num_tokens, f"prompt cache {secrets.token_hex()}")
-    swap_space.hold(held.cache_salt, file.num_tokens, SwappedKV(rows))
-    return held
+    contents = blocks_of_rows(file.layers(), cache.config.block_size)
+    prompt = HeldPrompt([STAND_IN] * file.num_tokens, f"prompt cache {secrets.token_hex()}")
+    held = SequenceTables([TableState(len(contents), 0, file.num_tokens)])
+    swap_space.hold(prompt.cache_salt, held, [contents])
+    return prompt
 
 
 def check_can_hold(cache: KVCache, has_draft_model: bool) -> None:
     """Refuse by name what a prompt cache of unknown tokens can't be combined with.
 
     Raises:
-        ArgumentError: blocks of this cache can't be swapped, or there is a draft model.
+        ArgumentError: the cache is no paged one, or has windows, or there is a draft model.
     """
     why = argument = ""
     if cache.kind != "paged":
         why, argument = f"kv={cache.kind!r}: it needs kv='paged'", "kv"
-    elif not cache.can_swap:
+    elif not cache.manager.keeps_all:
         why, argument = "layers that keep only the tokens of a window", "window"
     elif has_draft_model:
         why, argument = "a draft model, of which it has no K/V", "draft_model"

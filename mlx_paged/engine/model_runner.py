@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 
 from mlx_paged.argument_values import kind_of
-from mlx_paged.cache import AnySeqId, KVCache, PagedKVCache, SwappedKV
+from mlx_paged.cache import AnySeqId, KVCache, PagedKVCache
 from mlx_paged.engine.batch import Batch, CopyBlocks, Scheduled, ShiftKeys, SwapOut, Transfer
 from mlx_paged.engine.compiled_decode import CompiledDecode
 from mlx_paged.engine.draft_model import DraftModel
@@ -66,7 +66,7 @@ class ModelRunner:
         self,
         model: Module,
         cache: KVCache,
-        swap_space: SwapSpace[SwappedKV] | None = None,
+        swap_space: SwapSpace | None = None,
         draft_model: DraftModel | None = None,
     ):
         self.model = check_model(model)
@@ -159,12 +159,15 @@ class ModelRunner:
         elif isinstance(transfer, ShiftKeys):
             self.cache.shift_keys(transfer.group, transfer.shift)
         elif isinstance(transfer, SwapOut):
-            swapped = self.cache.swap_out(transfer.block_ids, transfer.num_tokens)
-            self._swap_space.put(transfer.seq_id, swapped)
+            blocks = enumerate(transfer.block_ids)
+            copies = [self.cache.read_blocks(group, block_ids) for group, block_ids in blocks]
+            self._swap_space.put(transfer.seq_id, copies)
         else:
-            swapped = self._swap_space.get(transfer.seq_id)
-            self.cache.swap_in(transfer.seq_id, swapped, transfer.start, transfer.end)
-            self._swap_space.release(transfer.seq_id)
+            contents = self._swap_space.get(transfer.name)
+            for group, indices, block_ids in transfer.loads:
+                payloads = [contents[group][index] for index in indices]
+                self.cache.write_blocks(group, block_ids, payloads)
+            self._swap_space.release(transfer.name)
 
     def _end_step(self, num_tokens: int, num_seqs: int) -> None:
         # A decode of many sequences asks for no more sizes than that of one.

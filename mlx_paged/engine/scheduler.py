@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Protocol
 
 from mlx_paged.config import SchedulerConfig
 from mlx_paged.core import (
@@ -76,8 +76,7 @@ class _Plan:
     is_ahead: bool = False  # the tokens of the step before are not read yet
     scheduled: list[Scheduled] = field(default_factory=list)
     swap_outs: list[SwapOut] = field(default_factory=list)
-    copies: list[CopyBlocks | ShiftKeys] = field(default_factory=list)  # in this order
-    swap_ins: list[SwapIn] = field(default_factory=list)
+    copies: list[CopyBlocks | SwapIn | ShiftKeys] = field(default_factory=list)  # in this order
     preempted: list[Request] = field(default_factory=list)
     finished: list[Request] = field(default_factory=list)
     begun: list[Request] = field(default_factory=list)
@@ -85,10 +84,10 @@ class _Plan:
     hit_block_ids: set[int] = field(default_factory=set)
 
     def batch(self) -> Batch:
-        # Blocks are swapped out before others write them, and swapped in after they were copied.
+        # Blocks are swapped out before others write them.
         return Batch(
             tuple(self.scheduled),
-            (*self.swap_outs, *self.copies, *self.swap_ins),
+            (*self.swap_outs, *self.copies),
             tuple(self.preempted),
             tuple(self.finished),
             tuple(self.begun),
@@ -129,7 +128,7 @@ class Scheduler:
         supply: BlockSupply,
         config: SchedulerConfig,
         eos_token_ids: frozenset[int] = frozenset(),
-        swap_space: SwapSpace[Any] | None = None,
+        swap_space: SwapSpace | None = None,
         speculation: Speculation = NO_SPECULATION,
         tier: BlockTier | None = None,
         context_length: int | None = None,
@@ -373,12 +372,14 @@ class Scheduler:
 
     def _admit(self, plan: _Plan, request: Request) -> bool:
         """Let a waiting request run, if all its tokens fit now; else nothing changes."""
-        computed = self._computed_blocks(request)
+        hit = computed = self._computed_blocks(request)
         copied = self.manager.copied_blocks(computed) if plan.new_block_ids else ()
         if any(block.block_id in plan.new_block_ids for block in copied):
             return False  # They are copied before the step, which is yet to write them.
-        self.swap_space.lend(request.seq_id, request.cache_salt)
-        num_held = max(self.swap_space.num_tokens_of(request.seq_id), computed.num_tokens)
+        swapped = self.swap_space.find(request.seq_id, request.cache_salt)
+        if swapped is not None and swapped.held.num_tokens > hit.num_tokens:
+            computed = self.manager.resumed(swapped.held, hit)
+        num_held = computed.num_tokens
         num_needed = self.manager.num_blocks_to_admit(request.num_tokens, computed)
         num_spare = self.manager.num_free_blocks + self.supply.num_growable_blocks - num_needed
         num_left = math.ceil(self.config.watermark * self.max_num_blocks) if self.running else 0
@@ -386,30 +387,29 @@ class Scheduler:
             return False
         num_new_tokens = min(request.num_tokens - num_held, plan.token_budget)
         num_new_tokens = min(num_new_tokens, self._max_chunk(plan, request, computed))
-        num_slots = num_held - computed.num_tokens + num_new_tokens
         # Blocks that were found need no room: taking them evicts nothing.
         num_groups = len(self.manager.retentions)
-        self.supply.make_room(-(-num_slots // self._block_size) * num_groups)
-        num_fitting = self.manager.max_fitting(request.seq_id, num_slots, num_left, computed)
-        copies = self.manager.allocate_slots(request.seq_id, num_fitting, computed)
+        num_new_blocks = -(-num_new_tokens // self._block_size) * num_groups
+        self.supply.make_room(computed.num_loaded_blocks + num_new_blocks)
+        num_new_tokens = self.manager.max_fitting(
+            request.seq_id, num_new_tokens, num_left, computed
+        )
+        copies = self.manager.allocate_slots(request.seq_id, num_new_tokens, computed)
         if copies is None:
             return False
-        num_new_tokens -= num_slots - num_fitting
         _remove(self.waiting, request)
         insort(self.running, request, key=by_order)
         num_read_tokens = self._read_ahead.end(request)
         if request.status is RequestStatus.WAITING:
             request.num_cached_tokens = num_held
-            request.num_read_tokens = min(num_read_tokens, computed.num_tokens)
+            request.num_read_tokens = min(num_read_tokens, hit.num_tokens)
             plan.begun.append(request)
             if request.prefix_report is None:
-                is_held = self._is_held(request, computed.num_tokens)
-                request.prefix_report = self.prefix_history.admit(
-                    request, computed.num_tokens, is_held
-                )
+                is_held = self._is_held(request, hit.num_tokens)
+                request.prefix_report = self.prefix_history.admit(request, hit.num_tokens, is_held)
         request.status = RequestStatus.RUNNING
-        if num_held > computed.num_tokens:
-            plan.swap_ins.append(SwapIn(request.seq_id, computed.num_tokens, num_held))
+        if swapped is not None and (loads := self.manager.take_loads(request.seq_id)):
+            plan.copies.append(SwapIn(swapped.name, loads))
         else:
             self.swap_space.release(request.seq_id)
         plan.hit_block_ids.update(block.block_id for block in computed.blocks)
@@ -563,10 +563,9 @@ class Scheduler:
 
     def _preempt(self, plan: _Plan, request: Request) -> None:
         self.num_preemptions += 1
-        num_tokens = request.num_computed_tokens
-        if self.swap_space.reserve(request.seq_id, num_tokens):
-            block_ids = list(self.manager.tables[request.seq_id].block_ids)
-            plan.swap_outs.append(SwapOut(request.seq_id, block_ids, num_tokens))
+        held, block_ids = self.manager.describe(request.seq_id)
+        if self.swap_space.reserve(request.seq_id, held):
+            plan.swap_outs.append(SwapOut(request.seq_id, block_ids))
         else:
             self._read_ahead.keep(request)
         self.manager.free(request.seq_id)
@@ -659,8 +658,10 @@ class Scheduler:
                 self.manager.free(request.seq_id)
                 self._wait_again(request)
         for transfer in batch.transfers:
-            if isinstance(transfer, SwapIn | SwapOut):
+            if isinstance(transfer, SwapOut):
                 self.swap_space.release(transfer.seq_id)
+            elif isinstance(transfer, SwapIn):
+                self.swap_space.release(transfer.name)
 
     def restart(self, requests: Iterable[Request]) -> None:
         """Begin again with these unfinished requests, which wait in their old places and hold

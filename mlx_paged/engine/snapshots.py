@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mlx.nn.layers.base import Module
 
-from mlx_paged.cache import KVCache, SwappedKV
+from mlx_paged.cache import KVCache
 from mlx_paged.distributed import Ranks
 from mlx_paged.engine.held_prompts import HeldPrompt, check_can_hold, hold
 from mlx_paged.engine.scheduler import extra_hash_keys
@@ -166,12 +166,11 @@ class Snapshots:
             )
         return PrefixRows(ids, file.layers())
 
-    def hold_prompt_cache(self, path: str | Path, swap_space: SwapSpace[SwappedKV]) -> HeldPrompt:
+    def hold_prompt_cache(self, path: str | Path, swap_space: SwapSpace) -> HeldPrompt:
         """Read a prompt cache of mlx-lm's that does not say its tokens into host memory.
 
         Raises:
-            ArgumentError: as :meth:`check`; or blocks can't be swapped, for ``kv="basic"`` or
-                layers with windows; or there is a draft model.
+            ArgumentError: as :meth:`check`; or there are layers with windows, or a draft model.
             SnapshotError: as :meth:`open_prompt_cache`.
         """
         self.check()

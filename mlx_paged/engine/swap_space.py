@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Generic, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from mlx_paged.argument_values import as_integer
 from mlx_paged.config import KVBudget
+from mlx_paged.core import SequenceTables
 from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.request import SeqId
 
-if TYPE_CHECKING:  # the scheduler, which uses this room, imports no arrays
+if TYPE_CHECKING:  # the scheduler, which uses the swap space, imports no arrays
     from mlx_paged.cache import KVCache
 
-T = TypeVar("T")
+SwapName: TypeAlias = SeqId | str
+"""A preempted sequence, or the salt of requests that begin with held K/V."""
+
+BlockContents: TypeAlias = Sequence[Sequence[bytes]]
+"""Of each group of layers the blocks of a sequence, as ``KVCache.read_blocks`` returns them."""
 
 # Floating-point operations that a chip does in the time in which it moves one byte: an M1 does
 # 2.6 TFLOPS at 68 GB/s, and its successors are close to that.
@@ -37,8 +43,8 @@ def is_swapping_cheaper(num_parameters: int, kv_nbytes_per_token: int) -> bool:
     return is_moving_cheaper(num_parameters, 2 * kv_nbytes_per_token, OPERATIONS_PER_BYTE)
 
 
-def num_swap_tokens(swap_bytes: str | int | None, cache: KVCache, num_parameters: int) -> int:
-    """The tokens that a swap space of ``swap_bytes`` holds, by default ``DEFAULT_SWAP_SHARE`` of
+def num_swap_blocks(swap_bytes: str | int | None, cache: KVCache, num_parameters: int) -> int:
+    """The blocks that a swap space of ``swap_bytes`` holds, by default ``DEFAULT_SWAP_SHARE`` of
     the budget if swapping is cheaper than computing.
 
     Raises:
@@ -47,82 +53,104 @@ def num_swap_tokens(swap_bytes: str | int | None, cache: KVCache, num_parameters
     config = cache.config
     if swap_bytes is None:
         is_cheaper = is_swapping_cheaper(num_parameters, config.nbytes_per_token)
-        return int(config.num_slots * DEFAULT_SWAP_SHARE) if cache.can_swap and is_cheaper else 0
+        return int(config.num_blocks * DEFAULT_SWAP_SHARE) if cache.can_swap and is_cheaper else 0
     is_zero = isinstance(swap_bytes, str) and swap_bytes.strip() == "0"
     if is_zero or as_integer(swap_bytes) == 0:
         return 0
     budget = KVBudget.parse(swap_bytes, "swap_bytes")
     if not cache.can_swap:
-        kind = f"a {cache.kind} cache" if cache.manager.keeps_all else "a cache with windows"
-        if config.state_nbytes:
-            kind = "a model with a recurrent state"
         raise ArgumentError(
-            f"[engine] swap_bytes={shown(swap_bytes)} needs kv='paged' and layers that keep all "
-            f"tokens: preempted requests of {kind} are computed again; leave it out",
+            f"[engine] swap_bytes={shown(swap_bytes)} needs kv='paged': preempted requests of a "
+            f"{cache.kind} cache are computed again; leave it out",
             "swap_bytes",
         )
     if budget.num_blocks is not None:
-        return budget.num_blocks * config.block_size
-    return (budget.nbytes or 0) // config.nbytes_per_token
+        return budget.num_blocks
+    return (budget.nbytes or 0) // config.nbytes_per_block
 
 
-class SwapSpace(Generic[T]):
-    """The K/V of preempted requests; what fits is swapped, anything else is computed again.
+class Swapped(NamedTuple):
+    """What the swap space has for a request, and under which name."""
+
+    name: SwapName
+    held: SequenceTables
+
+
+class SwapSpace:
+    """The K/V of preempted requests, in whole blocks, and their recurrent states; what fits is
+    swapped, anything else is computed again.
 
     Beside them, K/V that can't be computed may be held for all requests of a salt, which begin with
-    them. They take none of the room.
+    them. They don't count.
 
     Args:
-        num_tokens: the most tokens to keep; 0 never swaps.
+        num_blocks: the most blocks to keep; 0 never swaps.
+        num_state_blocks: what a sequence's recurrent state counts as.
     """
 
-    def __init__(self, num_tokens: int):
-        self.num_tokens = num_tokens
-        self._num_tokens_of: dict[SeqId, int] = {}
-        self._contents: dict[SeqId, T] = {}
-        self._held: dict[str, tuple[int, T]] = {}  # by salt
+    def __init__(self, num_blocks: int, num_state_blocks: int = 0):
+        self.num_blocks = num_blocks
+        self._num_state_blocks = num_state_blocks
+        self._held: dict[SwapName, SequenceTables] = {}
+        self._contents: dict[SwapName, BlockContents] = {}
+        self._is_shared: set[SwapName] = set()  # those of salts
 
-    def hold(self, cache_salt: str, num_tokens: int, content: T) -> None:
+    def hold(self, cache_salt: str, held: SequenceTables, contents: BlockContents) -> None:
         """Keep the first tokens of all requests of a salt."""
-        self._held[cache_salt] = num_tokens, content
+        self._is_shared.add(cache_salt)
+        self._held[cache_salt], self._contents[cache_salt] = held, contents
 
     def num_held_tokens(self, cache_salt: str | None) -> int:
         """Tokens that are held for requests of a salt."""
-        return self._held[cache_salt][0] if cache_salt in self._held else 0
+        return self._held[cache_salt].num_tokens if cache_salt in self._is_shared else 0
 
-    def lend(self, seq_id: SeqId, cache_salt: str | None) -> None:
-        """Let a sequence that has nothing here have what is held for its salt."""
-        if cache_salt in self._held and seq_id not in self._num_tokens_of:
-            self._num_tokens_of[seq_id], self._contents[seq_id] = self._held[cache_salt]
+    def find(self, seq_id: SeqId, cache_salt: str | None) -> Swapped | None:
+        """What a sequence can go on with: its own K/V, or those that are held for its salt."""
+        for name in (seq_id, cache_salt):
+            if name in self._held:
+                return Swapped(name, self._held[name])
+        return None
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks of preempted requests."""
+        return sum(held.num_blocks + self._num_state_blocks for held in self._swapped())
 
     @property
     def num_used_tokens(self) -> int:
-        return sum(list(self._num_tokens_of.values()))  # a copy: any thread may ask for stats
+        """Tokens of preempted requests."""
+        return sum(held.num_tokens for held in self._swapped())
+
+    def _swapped(self) -> list[SequenceTables]:
+        # A copy: any thread may ask for stats.
+        return [held for name, held in list(self._held.items()) if name not in self._is_shared]
 
     def num_tokens_of(self, seq_id: SeqId) -> int:
         """Tokens of a sequence that are swapped out."""
-        return self._num_tokens_of.get(seq_id, 0)
+        return self._held[seq_id].num_tokens if seq_id in self._held else 0
 
-    def reserve(self, seq_id: SeqId, num_tokens: int) -> bool:
-        """Keep room for a sequence until :meth:`release`; False if there is none."""
-        if num_tokens > self.num_tokens - self.num_used_tokens:
+    def reserve(self, seq_id: SeqId, held: SequenceTables) -> bool:
+        """Keep memory for a sequence until :meth:`release`; False if it doesn't fit."""
+        num_blocks = held.num_blocks + self._num_state_blocks
+        if num_blocks > self.num_blocks - self.num_used_blocks:
             return False
-        self._num_tokens_of[seq_id] = num_tokens
+        self._held[seq_id] = held
         return True
 
-    def put(self, seq_id: SeqId, content: T) -> None:
-        """Store the K/V of a sequence that has room."""
-        self._contents[seq_id] = content
+    def put(self, name: SwapName, contents: BlockContents) -> None:
+        """Store the blocks of a sequence that has memory."""
+        self._contents[name] = contents
 
-    def get(self, seq_id: SeqId) -> T:
-        return self._contents[seq_id]
+    def get(self, name: SwapName) -> BlockContents:
+        return self._contents[name]
 
-    def release(self, seq_id: SeqId) -> None:
-        """Forget a sequence's K/V, if there are any."""
-        self._num_tokens_of.pop(seq_id, None)
-        self._contents.pop(seq_id, None)
+    def release(self, name: SwapName) -> None:
+        """Forget a sequence's K/V, if there are any. What is held for a salt stays."""
+        if name not in self._is_shared:
+            self._held.pop(name, None)
+            self._contents.pop(name, None)
 
     def clear(self) -> None:
-        """Forget everybody's K/V."""
-        self._num_tokens_of.clear()
-        self._contents.clear()
+        """Forget the K/V of all sequences."""
+        for name in set(self._held) - self._is_shared:
+            self.release(name)

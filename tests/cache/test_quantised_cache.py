@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers.cache_helpers import CONFIG, rows
+from helpers.cache_helpers import CONFIG, rows, swap_in, swapped_out
 from helpers.quantised_problems import BITS_OF_K_AND_V
 
 from mlx_paged.cache import (
@@ -18,6 +18,7 @@ from mlx_paged.cache import (
     PagedKVCache,
 )
 from mlx_paged.config import KVBits, KVBudget
+from mlx_paged.core import ComputedBlocks
 from mlx_paged.errors import ArgumentError
 
 both_bits = pytest.mark.parametrize("bits", BITS_OF_K_AND_V, ids=lambda b: f"K{b[0]}V{b[1]}")
@@ -150,19 +151,19 @@ def test_a_swapped_sequence_comes_back_bit_for_bit(bits, start):
     cache = PagedKVCache(config(bits, "float16"))
     cache.append("a", *random_rows(21))
     before = cache.snapshot("a")
-    swapped = cache.swap_out(list(cache.block_ids("a")), 21)
-    assert swapped.num_tokens == 21
-    nbytes = sum(array.nbytes for layer in swapped.rows for parts in layer for array in parts)
-    assert nbytes == 21 * cache.config.nbytes_per_token
-    if start:
-        cache.trim("a", start)
-    else:
-        cache.free("a")
+    swapped = swapped_out(cache, "a")
+    assert swapped[0].num_tokens == 21
+    num_blocks = len(cache.block_ids("a"))
+    assert sum(map(len, swapped[1][0])) == num_blocks * cache.config.nbytes_per_block
+    hits = cache.manager.tables["a"].blocks[: start // cache.config.block_size]
+    cache.pool.touch(hits)
+    cache.free("a")
     nan = [rows * mx.nan for rows in random_rows(40)[0]], [r * mx.nan for r in random_rows(40)[1]]
     cache.append("other", *nan)
     cache.free("other")
-    assert cache.manager.allocate_slots("a", 21 - start) == []
-    cache.swap_in("a", swapped, start, 21)
+    swap_in(cache, "a", swapped, ComputedBlocks([hits], start))
+    cache.pool.free_blocks(hits)
+    cache.trim("a", 21)
     assert_same_parts(cache, "a", before)
 
 

@@ -9,9 +9,10 @@ import warnings
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers.cache_helpers import CONFIG, assert_holds, rows, uniform
+from helpers.cache_helpers import CONFIG, assert_holds, rows, swap_in, swapped_out, uniform
 
-from mlx_paged.cache import PagedKVCache, SwappedKV
+from mlx_paged.cache import PagedKVCache
+from mlx_paged.core import ComputedBlocks
 from mlx_paged.ops import KVHandle
 from mlx_paged.ops.formats import DENSE_DTYPES
 
@@ -28,10 +29,6 @@ def bits(cache: PagedKVCache, seq: str) -> list[np.ndarray]:
     return [np.array(array.view(kind)) for array in arrays]
 
 
-def host_arrays(swapped: SwappedKV) -> list[np.ndarray]:
-    return [array for layer in swapped.rows for parts in layer for array in parts]
-
-
 def assert_same(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(one, other)
@@ -42,25 +39,20 @@ def swapped_back(cache: PagedKVCache, seq: str, num_tokens: int, start: int = 0)
     kept as hits.
     """
     table = cache.manager.tables[seq]
-    swapped = cache.swap_out(list(table.block_ids), num_tokens)
-    assert swapped.num_tokens == num_tokens
-    assert all(isinstance(array, np.ndarray) for array in host_arrays(swapped))
-    if start == 0:
-        cache.free(seq)
-    else:
-        cache.trim(seq, start)
+    swapped = swapped_out(cache, seq)
+    assert swapped[0].num_tokens == num_tokens
+    hits = table.blocks[: start // BLOCK_SIZE]
+    cache.pool.touch(hits)
+    cache.free(seq)
     # Somebody else takes the blocks, leaves NaN in them and goes; the first of them is not to be
     # had then.
     cache.append("other", NAN, NAN)
     cache.free("other")
     held = cache.pool.get_new_blocks(1)
-    assert cache.manager.allocate_slots(seq, num_tokens - start) == []
-    assert any(
-        mx.isnan(cache.layers[0].kv.k[0][block_id]).any().item()
-        for block_id in cache.block_ids(seq)
-    )
-    cache.pool.free_blocks(held)
-    cache.swap_in(seq, swapped, start, num_tokens)
+    assert mx.isnan(cache.layers[0].kv.k[0]).any().item()
+    swap_in(cache, seq, swapped, ComputedBlocks([hits], start))
+    cache.pool.free_blocks([*held, *hits])
+    cache.trim(seq, num_tokens)
     return list(cache.manager.tables[seq].block_ids)
 
 
@@ -96,11 +88,11 @@ def test_only_the_rows_behind_a_hit_are_copied_back(dtype: str, start: int):
 def test_what_is_swapped_out_does_not_change_with_the_blocks_it_came_from():
     cache = PagedKVCache(CONFIG)
     cache.append("a", *rows(13))
-    swapped = cache.swap_out(list(cache.block_ids("a")), 13)
-    before = [array.copy() for array in host_arrays(swapped)]
+    _, contents = swapped_out(cache, "a")
+    before = [[bytes(bytearray(block)) for block in blocks] for blocks in contents]
     cache.free("a")
     cache.append("b", NAN, NAN)
-    assert_same(host_arrays(swapped), before)
+    assert contents == before
 
 
 def test_a_sequence_goes_on_where_it_was_and_attends_to_no_nan_of_its_last_block():
@@ -108,14 +100,13 @@ def test_a_sequence_goes_on_where_it_was_and_attends_to_no_nan_of_its_last_block
     k, v = rows(14)
     for one in (plain, cache):
         one.append("a", k[:, :13], v[:, :13])
-    swapped = cache.swap_out(list(cache.block_ids("a")), 13)
+    swapped = swapped_out(cache, "a")
     cache.free("a")
     cache.append("other", NAN, NAN)
     cache.free("other")
     # As a scheduler does: slots for what is restored and for the new token, then swap in, then the
     # step.
-    assert cache.manager.allocate_slots("a", 14) == []
-    cache.swap_in("a", swapped, 0, 13)
+    swap_in(cache, "a", swapped)
     q = mx.random.normal((1, 6, 8))
     outputs = []
     with cache.scheduled_step(["a"], [1]):

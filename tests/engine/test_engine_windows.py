@@ -102,7 +102,8 @@ def test_tokens_do_not_depend_on_the_batch_its_chunks_or_what_is_cached(windowed
 
 
 @in_many_ways
-def test_preempted_requests_go_on_with_the_same_tokens(windowed, is_drafting):
+@pytest.mark.parametrize("swaps", [False, True], ids=["recompute", "swap"])
+def test_preempted_requests_go_on_with_the_same_tokens(windowed, is_drafting, swaps, monkeypatch):
     model, options = windowed
     # Short prompts, which are admitted together, and answers that grow.
     params = (greedy(50), sampled(1, 45), sampled(2, 60))
@@ -117,10 +118,17 @@ def test_preempted_requests_go_on_with_the_same_tokens(windowed, is_drafting):
         max_num_seqs=6,
         watermark=0.0,
         enable_prefix_caching=not is_drafting,  # Most kinds meet both.
+        swap_bytes=f"{4 * num_blocks}blocks" if swaps else 0,
         **{**options, "kv_cache_bytes": f"{num_blocks}blocks"},
+    )
+    written = []
+    write_blocks = engine.cache.write_blocks
+    monkeypatch.setattr(
+        engine.cache, "write_blocks", lambda *args: (written.append(args), write_blocks(*args))
     )
     assert ask(engine, asked) == expected
     assert engine.scheduler.num_preemptions > 0
+    assert bool(written) == swaps
     assert_nothing_held(engine)
 
 
@@ -151,7 +159,6 @@ def test_random_requests_are_answered_as_on_a_large_engine_without_a_cache(windo
     model, options = windowed
     workload = Workload(seed + 300, 12, model.args.vocab_size)
     own = {name: value for name, value in options.items() if name not in workload.options}
-    workload.options |= {"swap_bytes": 0}
     known = known_of(model)
     if ("roomy", seed) not in known:
         roomy = Workload(seed + 300, 12, model.args.vocab_size)
@@ -204,8 +211,6 @@ def test_a_prompt_is_measured_by_what_it_holds_at_a_time(windowed):
 @in_many_ways
 def test_what_can_not_go_with_windows_is_refused_by_name(windowed):
     model, options = windowed
-    with pytest.raises(ArgumentError, match="swap_bytes='1M' needs kv='paged' and layers that"):
-        make_engine(model, swap_bytes="1M", **options)
     if "window" in options:
         with pytest.raises(ArgumentError, match=r"window=.* needs the paged cache"):
             make_engine(model, kv="basic", **options)

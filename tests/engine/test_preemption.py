@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from helpers.cache_helpers import swap_in, swapped_out
 from helpers.engine_runs import (
     ask_alone,
     assert_nothing_held,
@@ -34,20 +35,20 @@ def swap(request: pytest.FixtureRequest) -> bool:
 
 
 def count_copies(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Tokens that are swapped out and in from now on."""
+    """Blocks that are swapped out and in from now on."""
     counts = {"out": 0, "in": 0}
-    swap_out, swap_in = engine.cache.swap_out, engine.cache.swap_in
+    read_blocks, write_blocks = engine.cache.read_blocks, engine.cache.write_blocks
 
-    def out(block_ids: list[int], num_tokens: int) -> Any:
-        counts["out"] += num_tokens
-        return swap_out(block_ids, num_tokens)
+    def out(group: int, block_ids: list[int]) -> Any:
+        counts["out"] += len(block_ids)
+        return read_blocks(group, block_ids)
 
-    def back(seq: Any, swapped: Any, start: int, end: int) -> None:
-        counts["in"] += end - start
-        swap_in(seq, swapped, start, end)
+    def back(group: int, block_ids: list[int], contents: Any) -> None:
+        counts["in"] += len(block_ids)
+        write_blocks(group, block_ids, contents)
 
-    monkeypatch.setattr(engine.cache, "swap_out", out)
-    monkeypatch.setattr(engine.cache, "swap_in", back)
+    monkeypatch.setattr(engine.cache, "read_blocks", out)
+    monkeypatch.setattr(engine.cache, "write_blocks", back)
     return counts
 
 
@@ -160,12 +161,12 @@ def test_half_precision_comes_back_bit_by_bit(model: qwen3.Model, dtype: mx.Dtyp
     cache = make_engine(half).cache
     rows = mx.random.normal((2, 37, 2, 16)).astype(dtype)
     cache.append("a", rows, rows * 2)
-    swapped = cache.swap_out(list(cache.block_ids("a")), 37)
+    swapped = swapped_out(cache, "a")
     before = [cache.materialize("a", layer) for layer in range(2)]
     cache.free("a")
     cache.append("other", -rows, -rows)
-    cache.manager.allocate_slots("a", 37)
-    cache.swap_in("a", swapped, 0, 37)
+    swap_in(cache, "a", swapped)
+    cache.trim("a", 37)
     for layer in range(2):
         for ours, theirs in zip(cache.materialize("a", layer), before[layer], strict=True):
             assert mx.array_equal(ours, theirs)
@@ -224,10 +225,10 @@ def test_a_full_swap_space_sends_the_next_ones_to_be_computed_again(
 def test_by_default_sizes_decide_whether_requests_are_swapped(
     model: qwen3.Model, monkeypatch: pytest.MonkeyPatch
 ):
-    for is_cheaper, num_tokens in ((True, 10 * 16), (False, 0)):
+    for is_cheaper, num_blocks in ((True, 10), (False, 0)):
         monkeypatch.setattr(swap_space, "is_swapping_cheaper", lambda n, m: is_cheaper)  # noqa: B023
         engine = make_engine(model, kv_cache_bytes="80blocks")
-        assert engine.swap_space.num_tokens == num_tokens
+        assert engine.swap_space.num_blocks == num_blocks
 
 
 def test_the_oldest_request_is_never_preempted(model: qwen3.Model, swap: bool):

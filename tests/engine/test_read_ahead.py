@@ -205,11 +205,11 @@ def test_reading_ends_with_the_request(end: str) -> None:
     scheduler.check_integrity()
 
 
-def preempted(pays: bool, num_swap_tokens: int = 0) -> tuple[Scheduler, FakeTier, Request]:
+def preempted(pays: bool, num_swap_blocks: int = 0) -> tuple[Scheduler, FakeTier, Request]:
     """Of two requests that fill the pool, the second, which had to go."""
     scheduler, tier, supply = make(num_blocks=8)
     tier.pays_for_preempted = pays
-    scheduler.swap_space = SwapSpace(num_swap_tokens)
+    scheduler.swap_space = SwapSpace(num_swap_blocks)
     first, second = request(1, 12), request(2, 12)
     scheduler.add(first)
     scheduler.add(second)
@@ -242,7 +242,7 @@ def test_they_are_computed_where_that_is_cheaper_and_kept_in_host_memory_where_t
     scheduler.finish(scheduler.running[0], "stop")
     scheduler.manager.pool.evict_blocks(range(1, scheduler.manager.pool.num_blocks))
     assert names(scheduler) == ["2"]
-    scheduler, tier, _ = preempted(pays=True, num_swap_tokens=1000)
+    scheduler, tier, _ = preempted(pays=True, num_swap_blocks=100)
     assert tier.kept == []
     scheduler.finish(scheduler.running[0], "stop")
     scheduler.manager.pool.evict_blocks(range(1, scheduler.manager.pool.num_blocks))

@@ -329,7 +329,7 @@ def test_what_waits_runs_and_is_finished_is_told_by_its_status():
     "where", ["waiting", "running", "computing its prompt", "preempted", "swapped", "finished"]
 )
 def test_a_request_that_is_aborted_gives_back_everything_at_once_wherever_it_is(where: str):
-    engine = FakeEngine(8, swap_tokens=100 if where == "swapped" else 0)
+    engine = FakeEngine(8, swap_blocks=25 if where == "swapped" else 0)
     engine.add("a", tokens(12), max_tokens=40)
     engine.step()
     request = engine.add(

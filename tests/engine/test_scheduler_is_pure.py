@@ -25,7 +25,7 @@ from helpers import scheduler_helpers
 # The tokens of the simulated model must not depend on the seed either.
 scheduler_helpers.hash = lambda value: zlib.crc32(repr(value).encode())
 rng, plans = random.Random(3), hashlib.sha256()
-engine = scheduler_helpers.FakeEngine(24, swap_tokens=20, max_num_batched_tokens=24)
+engine = scheduler_helpers.FakeEngine(24, swap_blocks=5, max_num_batched_tokens=24)
 for step in range(400):
     if rng.random() < 0.4:
         prompt = [rng.randrange(3) for _ in range(rng.randrange(1, 30))]

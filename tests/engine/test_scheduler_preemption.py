@@ -115,8 +115,17 @@ def test_what_is_cached_of_a_preempted_request_is_not_computed_again():
 # Swapping
 
 
-def swapping(num_blocks: int = 8, swap_tokens: int = 100, **options) -> FakeEngine:
-    engine = FakeEngine(num_blocks, swap_tokens=swap_tokens, **options)
+def swapped_in(output: Batch) -> list[tuple]:
+    """By which name blocks are swapped in, and which ones of them."""
+    return [
+        (name, load.indices[0], load.indices[-1] + 1)
+        for name, loads in of_kind(output, SwapIn)
+        for load in loads
+    ]
+
+
+def swapping(num_blocks: int = 8, swap_blocks: int = 25, **options) -> FakeEngine:
+    engine = FakeEngine(num_blocks, swap_blocks=swap_blocks, **options)
     engine.add("a", tokens(14), max_tokens=8)
     engine.add("b", tokens(14, 200), max_tokens=8)
     return engine
@@ -129,12 +138,12 @@ def test_a_swapped_request_goes_on_with_its_next_token():
     block_ids = list(engine.manager.tables["b", 0].block_ids)
     output = engine.step()
     assert (ran(output), names(output.preempted)) == ({"a": 1}, ["b"])
-    assert of_kind(output, SwapOut) == [SwapOut(("b", 0), block_ids, 15)]
+    assert of_kind(output, SwapOut) == [SwapOut(("b", 0), [block_ids])]
     assert engine.swap_space.num_used_tokens == 15
     assert [ran(engine.step()) for _ in range(4)] == [{"a": 1}] * 4
     output = engine.step()
     assert ran(output) == {"b": 1}
-    assert of_kind(output, SwapIn) == [SwapIn(("b", 0), 0, 15)]
+    assert swapped_in(output) == [(("b", 0), 0, 4)]
     assert engine.swap_space.num_used_tokens == 0
     engine.run()
     engine.check_answers()
@@ -142,17 +151,18 @@ def test_a_swapped_request_goes_on_with_its_next_token():
 
 def test_only_what_is_not_cached_any_more_is_swapped_in():
     engine = swapping()
-    assert of_kind(until_preempted(engine), SwapOut)[0].num_tokens == 15
+    until_preempted(engine)
+    assert engine.swap_space.num_tokens_of(("b", 0)) == 15
     output = engine.step_until(lambda output: of_kind(output, SwapIn))
-    ((seq_id, start, end),) = of_kind(output, SwapIn)
-    assert (seq_id, end) == (("b", 0), 15) and 0 < start < 15 and start % 4 == 0
+    ((seq_id, start, end),) = swapped_in(output)
+    assert (seq_id, end) == (("b", 0), 4) and 0 < start < 4
     assert ran(output) == {"b": 1}
     engine.run()
     engine.check_answers()
 
 
 def test_a_place_in_host_memory_is_given_back_when_everything_is_cached_still():
-    engine = FakeEngine(8, swap_tokens=100, max_num_batched_tokens=32)
+    engine = FakeEngine(8, swap_blocks=25, max_num_batched_tokens=32)
     engine.add("a", tokens(13), max_tokens=3)
     request = engine.add("b", tokens(16, 200), max_tokens=3)
     assert ran(engine.step()) == {"a": 13, "b": 16}
@@ -168,12 +178,13 @@ def test_a_place_in_host_memory_is_given_back_when_everything_is_cached_still():
     engine.check_answers()
 
 
-@pytest.mark.parametrize(("swap_tokens", "is_swapped"), [(15, True), (14, False), (0, False)])
-def test_what_has_no_room_in_host_memory_is_computed_anew(swap_tokens: int, is_swapped: bool):
-    engine = swapping(swap_tokens=swap_tokens, enable_prefix_caching=False)
+@pytest.mark.parametrize(("swap_blocks", "is_swapped"), [(4, True), (3, False), (0, False)])
+def test_what_has_no_room_in_host_memory_is_computed_anew(swap_blocks: int, is_swapped: bool):
+    engine = swapping(swap_blocks=swap_blocks, enable_prefix_caching=False)
     output = until_preempted(engine)
     assert names(output.preempted) == ["b"]
-    assert [swap.num_tokens for swap in of_kind(output, SwapOut)] == ([15] if is_swapped else [])
+    assert len(of_kind(output, SwapOut)) == is_swapped
+    assert engine.swap_space.num_used_tokens == (15 if is_swapped else 0)
     step = ran(engine.step_until(lambda output: "b" in ran(output)))
     assert step == {"b": 1 if is_swapped else 16}
     engine.run()
@@ -182,17 +193,19 @@ def test_what_has_no_room_in_host_memory_is_computed_anew(swap_tokens: int, is_s
 
 def test_a_prompt_that_was_swapped_half_way_goes_on_there():
     engine = FakeEngine(
-        10, swap_tokens=100, max_num_batched_tokens=4, max_num_seqs=2, enable_prefix_caching=False
+        10, swap_blocks=25, max_num_batched_tokens=4, max_num_seqs=2, enable_prefix_caching=False
     )
     engine.add("a", tokens(4), max_tokens=16)
     engine.step()
     engine.add("b", tokens(32, 200), max_tokens=2)
     output = until_preempted(engine)
-    ((seq_id, _, num_tokens),) = of_kind(output, SwapOut)
+    ((seq_id, ((*block_ids,),)),) = of_kind(output, SwapOut)
+    num_tokens = engine.swap_space.num_tokens_of(seq_id)
+    assert len(block_ids) == -(-num_tokens // 4)
     assert seq_id == ("b", 0) and 0 < num_tokens < 32 and num_tokens % 3 == 0
     while not of_kind(output := engine.step(), SwapIn):
         assert ran(output) == {"a": 1}
-    assert of_kind(output, SwapIn) == [SwapIn(("b", 0), 0, num_tokens)]
+    assert swapped_in(output) == [(("b", 0), 0, len(block_ids))]
     assert (
         engine.completions["b"][0].num_computed_tokens
         == num_tokens + output.scheduled[-1].num_new_tokens
@@ -202,7 +215,7 @@ def test_a_prompt_that_was_swapped_half_way_goes_on_there():
 
 
 def test_completions_that_share_their_prompt_are_swapped_one_by_one():
-    engine = FakeEngine(6, swap_tokens=100)
+    engine = FakeEngine(6, swap_blocks=25)
     engine.add("a", tokens(14), max_tokens=8, n=3)
     engine.run()
     engine.check_answers()
@@ -230,7 +243,7 @@ def test_a_prompt_that_fills_the_budget_is_answered_with_one_token():
 
 def test_nothing_is_left_in_host_memory_of_a_step_that_has_no_requests():
     # Three completions share two full blocks of three; one of them takes the third.
-    engine = FakeEngine(3, swap_tokens=100, supply={"initial_blocks": 2, "device_blocks": 2})
+    engine = FakeEngine(3, swap_blocks=25, supply={"initial_blocks": 2, "device_blocks": 2})
     engine.add("a", tokens(7), max_tokens=8, n=3)
     engine.run()
     engine.check_answers()

@@ -234,7 +234,7 @@ def test_a_request_that_ended_in_a_failed_step_stays_ended():
 
 @pytest.mark.parametrize("fails", FAILURES)
 def test_a_failed_step_that_swaps_out_forgets_what_it_may_not_have_copied(fails: str):
-    engine = FakeEngine(8, swap_tokens=100, enable_prefix_caching=False)
+    engine = FakeEngine(8, swap_blocks=25, enable_prefix_caching=False)
     engine.add("a", tokens(14), max_tokens=8)
     engine.add("b", tokens(14, 200), max_tokens=8)
     for _ in range(3):
@@ -251,7 +251,7 @@ def test_a_failed_step_that_swaps_out_forgets_what_it_may_not_have_copied(fails:
 @pytest.mark.parametrize("fails", FAILURES)
 @pytest.mark.parametrize("enable_prefix_caching", [True, False])
 def test_a_failed_step_that_swaps_in_leaves_nothing_of_it(fails: str, enable_prefix_caching: bool):
-    engine = FakeEngine(8, swap_tokens=100, enable_prefix_caching=enable_prefix_caching)
+    engine = FakeEngine(8, swap_blocks=25, enable_prefix_caching=enable_prefix_caching)
     engine.add("a", tokens(14), max_tokens=8)
     engine.add("b", tokens(14, 200), max_tokens=8)
     engine.step_until(lambda output: output.preempted)
@@ -259,8 +259,9 @@ def test_a_failed_step_that_swaps_in_leaves_nothing_of_it(fails: str, enable_pre
         engine.step()
     assert engine.swap_space.num_used_tokens == 15
     output = engine.step(fails=fails)
-    ((_, start, end),) = of_kind(output, SwapIn)
-    assert end == 15 and (start > 0) == enable_prefix_caching
+    ((_, ((_, indices, _),)),) = of_kind(output, SwapIn)
+    start = indices[0] * 4
+    assert indices[-1] == 3 and (start > 0) == enable_prefix_caching
     assert state(engine) == NOTHING
     # What was found in the cache is found again; what was swapped in is computed anew.
     assert ran(engine.step()) == {"b": 16 - start}

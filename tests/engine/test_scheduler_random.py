@@ -96,27 +96,27 @@ DRAFTS = eager_speculation(VOCAB_SIZE, answer_of)
 
 TINY = {
     "a pool that is always too small": {"num_blocks": 9},
-    "a swap space": {"num_blocks": 9, "swap_tokens": 40},
+    "a swap space": {"num_blocks": 9, "swap_blocks": 10},
     "large blocks, few at once": {
         "num_blocks": 6,
         "block_size": 8,
         "max_num_seqs": 3,
-        "swap_tokens": 100,
+        "swap_blocks": 25,
     },
     "a step of few tokens": {
         "num_blocks": 14,
         "max_num_batched_tokens": 5,
         "max_num_seqs": 5,
-        "swap_tokens": 50,
+        "swap_blocks": 13,
     },
     "a watermark, and growth": {
         "num_blocks": 20,
         "watermark": 0.2,
         "supply": {"initial_blocks": 2},
     },
-    "blocks of one token": {"num_blocks": 40, "block_size": 1, "swap_tokens": 30},
-    "no prefix cache": {"num_blocks": 12, "swap_tokens": 30, "enable_prefix_caching": False},
-    "drafts, little room": {"num_blocks": 9, "swap_tokens": 40, "speculation": DRAFTS},
+    "blocks of one token": {"num_blocks": 40, "block_size": 1, "swap_blocks": 30},
+    "no prefix cache": {"num_blocks": 12, "swap_blocks": 8, "enable_prefix_caching": False},
+    "drafts, little room": {"num_blocks": 9, "swap_blocks": 10, "speculation": DRAFTS},
     "drafts, few tokens": {
         "num_blocks": 30,
         "block_size": 2,
@@ -156,7 +156,7 @@ def test_every_answer_is_as_predicted_and_everything_is_given_back(seed: int, na
         expected |= {"hit_tokens"}
     if name in ("a pool that is always too small", "blocks of one token", "room for all"):
         expected |= {"shared_steps"}
-    if "swap_tokens" in TINY[name]:
+    if "swap_blocks" in TINY[name]:
         expected |= {"swap_outs", "swap_ins"}
     assert {key for key in expected if counts[key] < 5} == set(), counts
     assert min(driver.num_aborted, driver.num_only) > 5
@@ -167,7 +167,7 @@ def test_a_device_that_gives_less_than_the_budget_lets_nobody_wait_for_ever(seed
     driver = Driver(
         seed,
         num_blocks=16,
-        swap_tokens=30 * (seed % 2),
+        swap_blocks=8 * (seed % 2),
         supply={"initial_blocks": 2, "device_blocks": 8},
     )
     for _ in range(100):

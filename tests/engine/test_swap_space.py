@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from mlx_paged.core import SequenceTables, TableState
 from mlx_paged.engine.swap_space import SwapSpace, is_swapping_cheaper
 
 
@@ -19,28 +20,42 @@ def test_the_rule_knows_sizes_and_no_clock(num_parameters, kv_nbytes_per_token, 
     assert is_swapping_cheaper(num_parameters, kv_nbytes_per_token) == expected
 
 
+def of(num_blocks: int) -> SequenceTables:
+    """A sequence in this many blocks of 4, the last of which holds 3 tokens."""
+    return SequenceTables([TableState(num_blocks, 0, 4 * num_blocks - 1)])
+
+
 def test_a_sequence_has_room_if_it_fits_beside_the_others():
-    space: SwapSpace = SwapSpace(10)
-    assert not space.reserve("a", 11)
-    assert space.reserve("a", 6)
-    assert not space.reserve("b", 5)
-    assert space.reserve("b", 4)
-    assert not space.reserve("c", 1)
-    assert (space.num_used_tokens, space.num_tokens_of("a"), space.num_tokens_of("b")) == (10, 6, 4)
+    space = SwapSpace(10)
+    assert not space.reserve("a", of(11))
+    assert space.reserve("a", of(6))
+    assert not space.reserve("b", of(5))
+    assert space.reserve("b", of(4))
+    assert not space.reserve("c", of(1))
+    assert (space.num_used_blocks, space.num_used_tokens) == (10, 38)
+    assert (space.num_tokens_of("a"), space.num_tokens_of("b")) == (23, 15)
     assert space.num_tokens_of("c") == 0
     space.release("a")
-    assert (space.num_used_tokens, space.num_tokens_of("a")) == (4, 0)
-    assert space.reserve("c", 6)
+    assert (space.num_used_blocks, space.num_tokens_of("a")) == (4, 0)
+    assert space.reserve("c", of(6))
 
 
-def test_a_space_of_no_tokens_never_swaps():
-    assert not SwapSpace(0).reserve("a", 1)
+def test_blocks_of_all_groups_and_the_state_count():
+    tables = [TableState(3, 0, 12), TableState(2, 1, 8, num_evicted_tokens=4)]
+    assert not SwapSpace(8, num_state_blocks=3).reserve("a", SequenceTables(tables))
+    space = SwapSpace(9, num_state_blocks=3)
+    assert space.reserve("a", SequenceTables(tables))
+    assert (space.num_used_blocks, space.num_used_tokens) == (9, 12)
+
+
+def test_a_space_of_no_blocks_never_swaps():
+    assert not SwapSpace(0).reserve("a", of(1))
 
 
 def test_contents_are_kept_until_they_are_released():
-    space: SwapSpace = SwapSpace(100)
-    first, second = object(), object()
-    assert space.reserve("a", 5) and space.reserve("b", 6)
+    space = SwapSpace(100)
+    first, second = [[b"1"]], [[b"2"]]
+    assert space.reserve("a", of(5)) and space.reserve("b", of(6))
     space.put("a", first)
     space.put("b", second)
     assert space.get("a") is first and space.get("b") is second
@@ -50,4 +65,21 @@ def test_contents_are_kept_until_they_are_released():
     assert space.get("b") is second
     space.release("a")  # a second time, and one that was never there
     space.release("c")
-    assert space.num_used_tokens == 6
+    assert space.num_used_blocks == 6
+
+
+def test_what_is_held_for_a_salt_stays_and_does_not_count():
+    space = SwapSpace(5)
+    space.hold("salt", of(8), [[b"held"]])
+    assert space.num_held_tokens("salt") == 31 and space.num_held_tokens("other") == 0
+    assert space.num_held_tokens(None) == 0 and space.num_used_blocks == 0
+    name, held = space.find("a", "salt") or pytest.fail("it is held")
+    assert (name, held, space.get(name)) == ("salt", of(8), [[b"held"]])
+    assert space.find("a", None) is None
+    # Its own K/V come first.
+    assert space.reserve("a", of(5)) and space.find("a", "salt") == ("a", of(5))
+    for name in ("a", "salt"):
+        space.release(name)
+    assert space.find("a", "salt") == ("salt", of(8))
+    space.clear()
+    assert space.num_held_tokens("salt") == 31

@@ -6,6 +6,8 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_paged.cache import ContiguousKVCache, KVCache, KVCacheConfig, PagedKVCache
+from mlx_paged.core import ComputedBlocks, SequenceTables
+from mlx_paged.core.kv_cache_manager import NOTHING_COMPUTED
 
 KINDS = {"basic": ContiguousKVCache, "paged": PagedKVCache}
 
@@ -37,3 +39,26 @@ def assert_holds(cache: KVCache, seq: object, k: mx.array, v: mx.array) -> None:
         keys, values = cache.materialize(seq, layer)
         np.testing.assert_array_equal(np.array(keys), np.array(k[layer].swapaxes(0, 1)))
         np.testing.assert_array_equal(np.array(values), np.array(v[layer].swapaxes(0, 1)))
+
+
+def swapped_out(cache: PagedKVCache, seq: str) -> tuple[SequenceTables, list[list[bytes]]]:
+    """What is kept of a sequence that is swapped out."""
+    held, block_ids = cache.manager.describe(seq)
+    return held, [cache.read_blocks(group, ids) for group, ids in enumerate(block_ids)]
+
+
+def swap_in(
+    cache: PagedKVCache,
+    seq: str,
+    swapped: tuple[SequenceTables, list[list[bytes]]],
+    hit: ComputedBlocks = NOTHING_COMPUTED,
+    num_new_tokens: int = 1,
+) -> None:
+    """Let a sequence go on with what was kept, as a scheduler does: with slots for new tokens."""
+    held, contents = swapped
+    computed = cache.manager.resumed(held, hit)
+    assert cache.manager.allocate_slots(seq, num_new_tokens, computed) == []
+    for group, indices, block_ids in cache.manager.take_loads(seq):
+        cache.write_blocks(group, block_ids, [contents[group][index] for index in indices])
+    for group, shift in cache.manager.take_key_shifts(seq):
+        cache.shift_keys(group, shift)

@@ -104,24 +104,31 @@ class SimulatedCache:
         size = self.block_size
         return [block_ids[t // size] * size + t % size for t in range(start, end)]
 
+    def block(self, block_id: int) -> list[int | str | None]:
+        """The rows of a block."""
+        return [self.rows.get(slot) for slot in self.slots([block_id], 0, self.block_size)]
+
     def move(self, batch: Batch, swap_space: SwapSpace) -> None:
         """Carry out the transfers, in their order."""
         for transfer in batch.transfers:
             if isinstance(transfer, SwapOut):
-                slots = self.slots(transfer.block_ids, 0, transfer.num_tokens)
-                swap_space.put(transfer.seq_id, [self.rows.get(slot) for slot in slots])
+                contents = [[self.block(each) for each in ids] for ids in transfer.block_ids]
+                swap_space.put(transfer.seq_id, contents)
             elif isinstance(transfer, CopyBlocks):
                 for source, destination in transfer.copies:
                     for offset in range(self.block_size):
                         row = self.rows.get(source * self.block_size + offset)
                         self.rows[destination * self.block_size + offset] = row
             else:
-                seq_id, start, end = transfer
-                slots = self.slots(self.manager.tables[seq_id].block_ids, start, end)
-                rows = swap_space.get(seq_id)
-                assert end == len(rows), "what was swapped out is swapped in to its end"
-                self.rows.update(zip(slots, rows[start:end], strict=True))
-                swap_space.release(seq_id)
+                contents = swap_space.get(transfer.name)
+                for group, indices, block_ids in transfer.loads:
+                    assert indices[-1] == len(contents[group]) - 1, (
+                        "what was swapped out is swapped in to its end"
+                    )
+                    for index, block_id in zip(indices, block_ids, strict=True):
+                        first = block_id * self.block_size
+                        self.rows.update(enumerate(contents[group][index], first))
+                swap_space.release(transfer.name)
 
     def compute(self, batch: Batch) -> None:
         """Write the new rows and read the context; a step that says it shares no new block gets
@@ -155,8 +162,9 @@ class SimulatedCache:
         """The slots that a step writes; if it fails, nobody knows what they hold."""
         tables = self.manager.tables
         slots: list[int] = []
-        for seq_id, start, end in of_kind(batch, SwapIn):
-            slots += self.slots(tables[seq_id].block_ids, start, end)
+        for swap_in in of_kind(batch, SwapIn):
+            for load in swap_in.loads:
+                slots += self.slots(load.block_ids, 0, len(load.block_ids) * self.block_size)
         for request, start, count, *_ in batch.scheduled:
             slots += self.slots(tables[request.seq_id].block_ids, start, start + count)
         for _, destination in all_copies(batch):
@@ -169,7 +177,7 @@ class FakeEngine:
 
     Args:
         num_blocks: the budget.
-        swap_tokens: room in host memory; 0 never swaps.
+        swap_blocks: the most blocks in host memory; 0 never swaps.
         supply: `initial_blocks`, `device_blocks` of :class:`FakeSupply`.
         speculation: who makes drafts.
         config: fields of `SchedulerConfig`; no watermark unless it is given.
@@ -180,7 +188,7 @@ class FakeEngine:
         num_blocks: int,
         block_size: int = 4,
         *,
-        swap_tokens: int = 0,
+        swap_blocks: int = 0,
         supply: dict | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
         speculation: Speculation = NO_SPECULATION,
@@ -189,7 +197,7 @@ class FakeEngine:
         self.supply = FakeSupply(num_blocks, block_size, **supply or {})
         self.manager = self.supply.manager
         self.pool = self.manager.pool
-        self.swap_space: SwapSpace = SwapSpace(swap_tokens)
+        self.swap_space: SwapSpace = SwapSpace(swap_blocks)
         defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 16, "watermark": 0.0}
         self.config = SchedulerConfig(**defaults | config)
         self.scheduler = Scheduler(
@@ -321,9 +329,9 @@ class FakeEngine:
         for request in scheduler.running:
             self.cache.check_context(request)
             assert request.num_computed_tokens < request.num_tokens
-        assert set(swap_space._num_tokens_of) == set(swap_space._contents)
+        assert set(swap_space._held) == set(swap_space._contents)
         assert set(swap_space._contents) <= {request.seq_id for request in scheduler.waiting}
-        assert 0 <= swap_space.num_used_tokens <= swap_space.num_tokens
+        assert 0 <= swap_space.num_used_blocks <= swap_space.num_blocks
         for block in self.pool.blocks[1:]:
             # Nothing that others may hit holds less than it promises.
             if block.block_hash is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
+from helpers.cache_helpers import swap_in, swapped_out
 
 from mlx_paged.cache import KVCacheConfig, PagedKVCache
 from mlx_paged.ops.metal import MetalBackend
@@ -54,11 +55,11 @@ def use(cache: PagedKVCache) -> list[np.ndarray]:
     cache.trim("b", 259)
     results += run_step(cache, {"b": 1}, 11)
     num_tokens = cache.seq_len("b")
-    swapped = cache.swap_out(cache.block_ids("b"), num_tokens)
+    swapped = swapped_out(cache, "b")
     cache.free("b")
     cache.make_room(40)
-    assert cache.manager.allocate_slots("b", num_tokens) == []
-    cache.swap_in("b", swapped, 0, num_tokens)
+    swap_in(cache, "b", swapped)
+    cache.trim("b", num_tokens)
     results += run_step(cache, {"b": 1, "c": 9}, 12)
     results += [np.array(rows) for seq in cache.seqs for rows in cache.materialize(seq, 1)]
     return results

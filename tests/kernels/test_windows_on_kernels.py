@@ -20,7 +20,6 @@ from mlx_paged.engine.compiled_decode import CompiledDecode
 def test_lazy_kernels_one_step_ahead_get_the_same_as_plain_mlx(kind):
     model, options = model_and_options(kind, head_dim=32)
     workload = Workload(400, 14, model.args.vocab_size)
-    workload.options |= {"swap_bytes": 0}
     own = {name: value for name, value in options.items() if name not in workload.options}
     plain = workload.run(model, run_ahead=False, **own)
     with lazy_metal(computes=True):

@@ -245,7 +245,8 @@ class Soak:
         )
         self.max_over = max(self.max_over, over)
         self.max_slack_used = max(self.max_slack_used, peak_over / slack)
-        assert stats.num_swapped_tokens <= self.engine.swap_space.num_tokens
+        swap_space = self.engine.swap_space
+        assert swap_space.num_used_blocks <= swap_space.num_blocks
 
     def check_end(self) -> None:
         """Nothing is held, the pool is whole, and memory is where it was."""

@@ -53,13 +53,16 @@ def test_answers_are_those_of_mlx_lm(model_and_config, kv):
     assert engine.stats().num_cached_prompt_tokens > 0
 
 
-def test_a_preempted_request_goes_on_with_the_same_tokens(model_and_config):
+@pytest.mark.parametrize("swap_bytes", [0, "40blocks"], ids=["recompute", "swap"])
+def test_a_preempted_request_goes_on_with_the_same_tokens(model_and_config, swap_bytes):
     model, config = model_and_config
     prompts = [[seed, 2 * seed, 90, seed] for seed in range(1, 5)]
     expected = [[stock_tokens(model, prompt, 30)] for prompt in prompts]
     num_blocks = 8 * len(group_layers(adapt(model, config).layer_specs, 8))
     budget = f"{num_blocks}blocks"
-    engine = Engine(adapt(model, config), block_size=8, kv_cache_bytes=budget, swap_bytes=0)
+    engine = Engine(
+        adapt(model, config), block_size=8, kv_cache_bytes=budget, swap_bytes=swap_bytes
+    )
     params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
     assert answers_of(engine, prompts, params) == expected
     assert engine.stats().num_preemptions > 0
