@@ -353,9 +353,10 @@ class KVCache(ABC):
             wants_logits = any(num_logit_rows)
             if not wants_logits:
                 num_logit_rows[-1] = 1
+        tables = [self.manager.groups[seq] for seq in seq_ids]
         steps = [
             self._step_of(
-                [self.manager.groups[seq][group] for seq in seq_ids],
+                [of_groups[group] for of_groups in tables],
                 num_new_tokens,
                 num_logit_rows,
                 shares_new_blocks,

@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 import sys
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -109,6 +109,25 @@ class KVCacheManagerStats:
         return self.num_hit_tokens / max(1, self.num_queried_tokens)
 
 
+class _FirstTables(Mapping[RequestId, BlockTable]):
+    """Of the block tables of each request, the first one."""
+
+    def __init__(self, groups: Mapping[RequestId, Sequence[BlockTable]]):
+        self._groups = groups
+
+    def __getitem__(self, request_id: RequestId) -> BlockTable:
+        return self._groups[request_id][0]
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._groups
+
+    def __iter__(self) -> Iterator[RequestId]:
+        return iter(self._groups)
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+
 class KVCacheManager:
     """Knows which request holds which blocks; names and meaning as in vLLM's v1 core.
 
@@ -142,6 +161,11 @@ class KVCacheManager:
             ``fork`` takes new blocks.
         retentions: what each group of layers keeps.
         states: for what a model with recurrent layers keeps of each request; ``None`` for others.
+
+    Attributes:
+        groups: the block tables of each request, one per group of layers, the oldest request first.
+            Change them only through the manager.
+        tables: the first one of each.
     """
 
     def __init__(
@@ -156,29 +180,17 @@ class KVCacheManager:
         self.keeps_all = self.retentions == (KEEP_ALL,)
         self.shares_blocks = shares_blocks
         self.states = states
-        # Of the first group, and all groups of each request: lists, the first of which is the same.
-        self._tables: dict[RequestId, BlockTable] = {}
         self._groups: dict[RequestId, list[BlockTable]] = {}
+        self.groups: Mapping[RequestId, Sequence[BlockTable]] = MappingProxyType(self._groups)
+        self.tables: Mapping[RequestId, BlockTable] = _FirstTables(self._groups)
         self._num_queried_tokens = 0
         self._num_hit_tokens = 0
         self._loads: dict[RequestId, list[BlockLoad]] = {}
 
-    @property
-    def tables(self) -> Mapping[RequestId, BlockTable]:
-        """The block table of each request, oldest first: that of its first group of layers. Change
-        them only through the manager.
-        """
-        return MappingProxyType(self._tables)
-
-    @property
-    def groups(self) -> Mapping[RequestId, Sequence[BlockTable]]:
-        """The block tables of each request, one per group of layers."""
-        return MappingProxyType(self._groups)
-
     def num_tokens(self, request_id: RequestId) -> int:
         """Tokens with slots; 0 when there is no such request."""
-        table = self._tables.get(request_id)
-        return 0 if table is None else table.num_tokens
+        tables = self._groups.get(request_id)
+        return 0 if tables is None else tables[0].num_tokens
 
     def get_computed_blocks(
         self, block_hashes: Sequence[BlockHash], num_tokens: int
@@ -416,20 +428,23 @@ class KVCacheManager:
                 f"KVCacheManager.allocate_slots: num_new_tokens must be at least 1, "
                 f"got {num_new_tokens}"
             )
-        table = self._tables.get(request_id)
-        if table is not None and computed.num_tokens:
-            raise BlockTableError(
-                f"KVCacheManager.allocate_slots: request {request_id!r} has {table.num_tokens} "
-                f"tokens already, so its {computed.num_tokens} computed ones have no place"
-            )
-        if table is not None and num_new_tokens == 1 and self.keeps_all:
-            return table.append_token()  # A decode, which is most calls.
-        for table in self._groups.get(request_id, ()) if not self.keeps_all else ():
-            table.evict()
+        tables = self._groups.get(request_id)
+        if tables is not None:
+            if computed.num_tokens:
+                raise BlockTableError(
+                    f"KVCacheManager.allocate_slots: request {request_id!r} has "
+                    f"{tables[0].num_tokens} tokens already, so its {computed.num_tokens} computed "
+                    "ones have no place"
+                )
+            if self.keeps_all:
+                if num_new_tokens == 1:  # A decode, which is most calls.
+                    return tables[0].append_token()
+            else:
+                for table in tables:
+                    table.evict()
         num_needed = self.num_needed_blocks(request_id, num_new_tokens, computed)
         if num_needed > self.pool.num_free_blocks:
             return None
-        tables = self._groups.get(request_id)
         if tables is None:
             tables = self._begin(request_id, computed)
         copies: list[BlockCopy] = []
@@ -458,7 +473,7 @@ class KVCacheManager:
         else:
             self._loads[request_id] = self._resume(tables, computed, computed.resumed)
             num_hit_tokens = min(map(len, computed.groups)) * self.pool.block_size
-        self._tables[request_id], self._groups[request_id] = tables[0], tables
+        self._groups[request_id] = tables
         if self.states is not None and computed.checkpoint is not None:
             self.states.begin(request_id, computed.num_tokens, computed.checkpoint)
         if self.states is not None and computed.resumed and computed.resumed.state:
@@ -521,7 +536,6 @@ class KVCacheManager:
             self._name_checkpoint(request_id, self.states)
             self.states.free(request_id)
         self._loads.pop(request_id, None)
-        del self._tables[request_id]
         freed = [table.free() for table in self._groups.pop(request_id)]
         return list(itertools.chain.from_iterable(freed))
 
@@ -540,7 +554,7 @@ class KVCacheManager:
             ValueError: the new one exists.
         """
         table = self._table(request_id)
-        if new_request_id in self._tables:
+        if new_request_id in self._groups:
             raise ValueError(f"KVCacheManager.fork: request {new_request_id!r} exists already")
         if self.shares_blocks:
             children = [parent.fork() for parent in self._groups[request_id]]
@@ -549,7 +563,7 @@ class KVCacheManager:
             if children[0].reserve(table.num_tokens) is None:
                 return False
             children[0].advance(table.num_tokens)
-        self._tables[new_request_id], self._groups[new_request_id] = children[0], children
+        self._groups[new_request_id] = children
         if self.states is not None:
             self.states.fork(request_id, new_request_id)
         return True
@@ -593,7 +607,7 @@ class KVCacheManager:
             self._name_checkpoint(request_id, states)
 
     def _name_checkpoint(self, request_id: RequestId, states: SequenceStates) -> None:
-        num_tokens, table = states.pending(request_id), self._tables[request_id]
+        num_tokens, table = states.pending(request_id), self._groups[request_id][0]
         index = (num_tokens - table.num_evicted_tokens) // self.pool.block_size - 1
         if num_tokens and 0 <= index < len(table.blocks):
             block_hash = table.blocks[index].block_hash
@@ -625,7 +639,8 @@ class KVCacheManager:
 
     def stats(self) -> KVCacheManagerStats:
         """Figures of this moment. Another thread may call it, and may then see a step half done."""
-        tables = list(itertools.chain.from_iterable(list(self._groups.values())))
+        of_requests = list(self._groups.values())
+        tables = list(itertools.chain.from_iterable(of_requests))
         # Forks may share a partly filled block: what its fullest holder leaves is unfilled.
         unfilled: dict[int, int] = {}
         for table in tables:
@@ -635,8 +650,8 @@ class KVCacheManager:
                     unfilled.get(last.block_id, self.pool.block_size), num_unfilled_slots
                 )
         return KVCacheManagerStats(
-            num_requests=len(self._tables),
-            num_tokens=sum(table.num_tokens for table in list(self._tables.values())),
+            num_requests=len(of_requests),
+            num_tokens=sum(tables[0].num_tokens for tables in of_requests),
             num_usable_blocks=self.pool.num_usable_blocks,
             num_used_blocks=self.pool.num_used_blocks,
             num_cached_blocks=self.pool.num_cached_blocks,
@@ -659,7 +674,7 @@ class KVCacheManager:
         check_pool_integrity(self.pool, tables)
         for request_id, groups in self._groups.items():
             lengths = [table.num_tokens for table in groups]
-            if self._tables.get(request_id) is not groups[0] or len(set(lengths)) > 1:
+            if len(set(lengths)) > 1:
                 raise IntegrityError(
                     f"check_integrity: request {request_id!r} has tables of {lengths} tokens"
                 )
@@ -675,11 +690,11 @@ class KVCacheManager:
         return not self.shares_blocks and block.ref_cnt > 0
 
     def _table(self, request_id: RequestId) -> BlockTable:
-        if request_id not in self._tables:
+        if request_id not in self._groups:
             raise KeyError(
-                f"KVCacheManager: no request {request_id!r}; there are {list(self._tables)}"
+                f"KVCacheManager: no request {request_id!r}; there are {list(self._groups)}"
             )
-        return self._tables[request_id]
+        return self._groups[request_id][0]
 
 
 def group_hashes(block_hashes: Sequence[BlockHash], group: int) -> Sequence[BlockHash]:

@@ -70,19 +70,33 @@ class SwapIn(NamedTuple):
 Transfer: TypeAlias = SwapOut | CopyBlocks | ShiftKeys | SwapIn
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Batch:
-    """One step: the transfers, one after the other, then the requests, in the packed order."""
+    """One step: the transfers, one after the other, then the requests, in the packed order.
 
-    scheduled: tuple[Scheduled, ...] = ()
-    transfers: tuple[Transfer, ...] = ()
-    preempted: tuple[Request, ...] = ()
-    finished: tuple[Request, ...] = ()  # could not go on
-    begun: tuple[Request, ...] = ()  # of ``scheduled``, those that never ran before
+    The scheduler fills it while it plans the step; its budgets are what is left then.
+    """
+
+    token_budget: int = field(default=0, compare=False)
+    scored_rows_budget: int = field(default=0, compare=False)
+    only: Request | None = field(default=None, compare=False)  # no other request may run
+    # The tokens of the step before were not read when it was planned.
+    is_ahead: bool = field(default=False, compare=False)
+    scheduled: list[Scheduled] = field(default_factory=list)
+    swap_outs: list[SwapOut] = field(default_factory=list)
+    copies: list[CopyBlocks | SwapIn | ShiftKeys] = field(default_factory=list)  # in this order
+    preempted: list[Request] = field(default_factory=list)
+    finished: list[Request] = field(default_factory=list)  # could not go on
+    begun: list[Request] = field(default_factory=list)  # of ``scheduled``, those that never ran
     # This step fills them, and others may hit them. One that a token fills which the step before
     # samples is added when that token is known.
     new_block_ids: set[int] = field(default_factory=set)
-    hit_block_ids: frozenset[int] = frozenset()  # found by the requests that were admitted
+    hit_block_ids: set[int] = field(default_factory=set)  # found by the requests that were admitted
+
+    @property
+    def transfers(self) -> list[Transfer]:
+        """Blocks are swapped out before others write them."""
+        return [*self.swap_outs, *self.copies]
 
     @property
     def requests(self) -> list[Request]:

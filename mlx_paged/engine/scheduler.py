@@ -13,7 +13,6 @@ import itertools
 import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Protocol
@@ -64,36 +63,6 @@ class BlockSupply(Protocol):
 
     def make_room(self, num_blocks: int) -> None:
         """Grow until ``num_blocks`` can be taken without evicting any, if the budget allows it."""
-
-
-@dataclass(slots=True)
-class _Plan:
-    """A step while it is being planned."""
-
-    token_budget: int
-    scored_rows_budget: int = MAX_SCORED_ROWS
-    only: Request | None = None
-    is_ahead: bool = False  # the tokens of the step before are not read yet
-    scheduled: list[Scheduled] = field(default_factory=list)
-    swap_outs: list[SwapOut] = field(default_factory=list)
-    copies: list[CopyBlocks | SwapIn | ShiftKeys] = field(default_factory=list)  # in this order
-    preempted: list[Request] = field(default_factory=list)
-    finished: list[Request] = field(default_factory=list)
-    begun: list[Request] = field(default_factory=list)
-    new_block_ids: set[int] = field(default_factory=set)
-    hit_block_ids: set[int] = field(default_factory=set)
-
-    def batch(self) -> Batch:
-        # Blocks are swapped out before others write them.
-        return Batch(
-            tuple(self.scheduled),
-            (*self.swap_outs, *self.copies),
-            tuple(self.preempted),
-            tuple(self.finished),
-            tuple(self.begun),
-            self.new_block_ids,
-            frozenset(self.hit_block_ids),
-        )
 
 
 class Scheduler:
@@ -253,7 +222,7 @@ class Scheduler:
         Args:
             only: schedule this request and no other.
         """
-        return self._plan(_Plan(self._token_budget(), only=only))
+        return self._plan(Batch(self._token_budget(), MAX_SCORED_ROWS, only))
 
     def schedule_ahead(self, awaited: Iterable[Request]) -> Batch | None:
         """Plan the step after one whose tokens are not read yet, as if they were.
@@ -273,12 +242,14 @@ class Scheduler:
                 request.token_ids.append(PENDING_TOKEN)
                 if self._is_full(request):
                     request.token_ids.pop()  # Whatever the token is, it is the last one.
-        return self._plan(_Plan(self._token_budget(), is_ahead=True))
+        return self._plan(Batch(self._token_budget(), MAX_SCORED_ROWS, is_ahead=True))
 
     def _token_budget(self) -> int:
         config, budget = self.config, self.config.max_num_batched_tokens
-        is_decoding = any(request.num_output_tokens for request in self.running)
-        return min(budget, config.max_num_mixed_tokens) if is_decoding else budget
+        for request in self.running:
+            if request.num_output_tokens:
+                return min(budget, config.max_num_mixed_tokens)
+        return budget
 
     def _has_room_ahead(self) -> bool:
         manager = self.manager
@@ -293,7 +264,7 @@ class Scheduler:
             num_needed += manager.num_needed_blocks(request.seq_id, num_new_tokens)
         return num_needed <= num_free
 
-    def _plan(self, plan: _Plan) -> Batch:
+    def _plan(self, plan: Batch) -> Batch:
         self.num_steps += 1
         num_blocks = self.max_num_blocks
         if num_blocks != self._limit[0]:
@@ -303,13 +274,13 @@ class Scheduler:
             self._admit_waiting(plan)
             if self.speculation.is_on and not plan.is_ahead and plan.only is None:
                 self._add_drafts(plan)
-        return plan.batch()
+        return plan
 
-    def _schedule_running(self, plan: _Plan) -> None:
-        running, only = self.running, plan.only
+    def _schedule_running(self, plan: Batch) -> None:
+        running, only, manager = self.running, plan.only, self.manager
         # A decode takes one block at most. Asked for once, before any of them evicts what is
         # cached.
-        self.supply.make_room(len(running) * len(self.manager.retentions))
+        self.supply.make_room(len(running) * len(manager.retentions))
         index = 0
         while index < len(running):
             request = running[index]
@@ -326,13 +297,13 @@ class Scheduler:
                 num_left = 0 if only is not None else len(running) - index - 1
                 num_new_tokens = min(num_new_tokens, plan.token_budget - num_left)
                 num_new_tokens = min(num_new_tokens, self._max_chunk(plan, request))
-                num_needed = self.manager.num_needed_blocks(request.seq_id, num_new_tokens)
+                num_needed = manager.num_needed_blocks(request.seq_id, num_new_tokens)
                 self.supply.make_room(num_needed + num_left)
-                num_left_blocks = num_left * len(self.manager.retentions)
-                num_new_tokens = self.manager.max_fitting(
+                num_left_blocks = num_left * len(manager.retentions)
+                num_new_tokens = manager.max_fitting(
                     request.seq_id, num_new_tokens, num_left_blocks
                 )
-            copies = self.manager.allocate_slots(request.seq_id, num_new_tokens)
+            copies = manager.allocate_slots(request.seq_id, num_new_tokens)
             if copies is not None:
                 self._schedule(plan, request, num_new_tokens, copies)
                 index += 1
@@ -348,7 +319,7 @@ class Scheduler:
             else:
                 self._fail(plan, request)
 
-    def _admit_waiting(self, plan: _Plan) -> None:
+    def _admit_waiting(self, plan: Batch) -> None:
         if not self.waiting:
             return
         num_seqs = sum(request.num_seqs for request in self.running)
@@ -370,7 +341,7 @@ class Scheduler:
                 # Nobody runs who could give back blocks: it would wait for ever.
                 self._fail(plan, request)
 
-    def _admit(self, plan: _Plan, request: Request) -> bool:
+    def _admit(self, plan: Batch, request: Request) -> bool:
         """Let a waiting request run, if all its tokens fit now; else nothing changes."""
         hit = computed = self._computed_blocks(request)
         copied = self.manager.copied_blocks(computed) if plan.new_block_ids else ()
@@ -426,7 +397,7 @@ class Scheduler:
         return any(map(pool.get_cached_block, request.block_hashes[index : index + 1]))
 
     def _max_chunk(
-        self, plan: _Plan, request: Request, computed: ComputedBlocks = NOTHING_COMPUTED
+        self, plan: Batch, request: Request, computed: ComputedBlocks = NOTHING_COMPUTED
     ) -> int:
         """The most tokens of a request in a step: all of them see the same ones before it, and few
         rows of logits are there at a time.
@@ -437,7 +408,7 @@ class Scheduler:
         return max_run
 
     def _schedule(
-        self, plan: _Plan, request: Request, num_new_tokens: int, copies: list[BlockCopy]
+        self, plan: Batch, request: Request, num_new_tokens: int, copies: list[BlockCopy]
     ) -> None:
         start = request.num_computed_tokens
         request.num_computed_tokens = end = start + num_new_tokens
@@ -469,7 +440,7 @@ class Scheduler:
         decoding = [request for request in self.running if request.num_output_tokens]
         return any(self.speculation.num_drafts(decoding, len(self.running), len(self.running)))
 
-    def _add_drafts(self, plan: _Plan) -> None:
+    def _add_drafts(self, plan: Batch) -> None:
         """Let requests try drafts, with what the step leaves when everybody else has got theirs."""
         decodes = [
             (index, part.request)
@@ -494,7 +465,7 @@ class Scheduler:
                 start = request.num_computed_tokens - num_run
                 plan.scheduled[index] = Scheduled(request, start, num_run, num_run, 0, drafts)
 
-    def _max_num_drafts(self, plan: _Plan, request: Request) -> int:
+    def _max_num_drafts(self, plan: Batch, request: Request) -> int:
         """How many drafts a request may have in this step: within the step's budget and the end of
         the answer, in slots for which nothing is evicted and nobody has to make room.
         """
@@ -556,12 +527,12 @@ class Scheduler:
         extra_keys = extra_hash_keys(request.cache_salt)
         extend_block_hashes(request.block_hashes, token_ids, self._block_size, extra_keys)
 
-    def _fail(self, plan: _Plan, request: Request) -> None:
+    def _fail(self, plan: Batch, request: Request) -> None:
         """End a request whose tokens have no room, and no other request could make some."""
         self.finish(request, "error", error=self._prompt_too_long(request))
         plan.finished.append(request)
 
-    def _preempt(self, plan: _Plan, request: Request) -> None:
+    def _preempt(self, plan: Batch, request: Request) -> None:
         self.num_preemptions += 1
         held, block_ids = self.manager.describe(request.seq_id)
         if self.swap_space.reserve(request.seq_id, held):
@@ -588,16 +559,18 @@ class Scheduler:
         Args:
             ahead: the step after the one that sampled the token, if it was planned already.
         """
-        if request.awaits_token:
-            request.token_ids[-1] = token_id
+        token_ids, params = request.token_ids, request.params
+        if token_ids[-1] == PENDING_TOKEN:
+            token_ids[-1] = token_id
         else:
-            request.token_ids.append(token_id)
-        if self._fills_block(request):
+            token_ids.append(token_id)
+        num_tokens = len(token_ids)
+        # In the last slot of a block, and with K/V: a step ahead computes it, or it was a draft.
+        if not num_tokens % self._block_size and num_tokens <= request.num_computed_tokens:
             new_block_ids = self._cache_blocks(request)
             if ahead is not None:
                 ahead.new_block_ids.update(new_block_ids)
-        params = request.params
-        if request.num_output_tokens > params.min_tokens:
+        if num_tokens - request.num_prompt_tokens > params.min_tokens:
             if token_id in self.eos_token_ids and not params.ignore_eos:
                 return self.finish(request, "stop")
             if token_id in params.stop_token_ids:
@@ -607,20 +580,14 @@ class Scheduler:
         if self._is_full(request):
             self.finish(request, "length")
 
-    def _fills_block(self, request: Request) -> bool:
-        """Whether its newest token has K/V, in the last slot of a block: a step ahead computes it,
-        or it was a draft.
-        """
-        num_tokens = len(request.token_ids)
-        return num_tokens <= request.num_computed_tokens and not num_tokens % self._block_size
-
     def _is_full(self, request: Request) -> bool:
         """Whether its newest token is the last that it may have."""
+        num_tokens = len(request.token_ids)
         return (
-            request.num_output_tokens == request.params.max_tokens
-            or request.num_tokens == self.config.max_model_len
+            num_tokens - request.num_prompt_tokens == request.params.max_tokens
+            or num_tokens == self.config.max_model_len
             # No room for the token's own K/V.
-            or request.num_tokens > self._limit[1]
+            or num_tokens > self._limit[1]
         )
 
     def begin_verification(self, part: Scheduled) -> None:

@@ -6,6 +6,7 @@ Records and fields are those that ``metal/paged_kv.h`` names ``PLAN_``, ``WORK_`
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
@@ -84,7 +85,7 @@ class AttentionPlan:
         """
         window = NO_WINDOW if window is None else min(window, NO_WINDOW)
         context_lens, query_lens, tables = step.context_lens, step.query_lens, step.block_tables
-        num_keys, begins = context_lens, [0] * step.num_seqs  # that some query sees
+        num_keys, begins = context_lens, None  # that some query sees
         if window < NO_WINDOW:
             begins = [
                 max(0, context_len - query_len - window + 1)
@@ -93,25 +94,26 @@ class AttentionPlan:
             num_keys = [end - begin for begin, end in zip(begins, context_lens, strict=True)]
         size_of = _partition_sizes(num_kv_heads)
         sizes = [size_of[count.bit_length()] for count in num_keys]
-        cut = _cut_sequences(
-            tuple(sizes),
-            tuple([begin // size for begin, size in zip(begins, sizes, strict=True)]),
-            tuple([-(-end // size) for end, size in zip(context_lens, sizes, strict=True)]),
-            tuple(query_lens),
-        )
+        first = [0] * step.num_seqs
+        if begins is not None:
+            first = [begin // size for begin, size in zip(begins, sizes, strict=True)]
+        last = [-(-end // size) for end, size in zip(context_lens, sizes, strict=True)]
+        cut = _cut_sequences(tuple(sizes), tuple(first), tuple(last), tuple(query_lens))
 
+        # Where each table begins, and where the last one ends.
+        rows_begin = PLAN_WORK + cut.work.size
+        *table_begins, end = itertools.accumulate(
+            map(len, tables), initial=rows_begin + cut.rows_size
+        )
         work = cut.work.copy()
-        live = work[: cut.num_partitions.sum()]
-        rows_begin = PLAN_WORK + work.size
-        table_lens = np.array([*map(len, tables)], dtype=np.int32)
-        table_begins = rows_begin + cut.rows.size + table_lens.cumsum() - table_lens
-        lens = np.array(context_lens, dtype=np.int32)
-        live[:, WORK_CONTEXT_LEN] = lens.repeat(cut.num_partitions)
-        live[:, WORK_BLOCKS] = table_begins.repeat(cut.num_partitions)
+        live = work[: cut.num_live]
+        live[:, WORK_CONTEXT_LEN] = np.array(context_lens, dtype=np.int32).repeat(
+            cut.num_partitions
+        )
+        live[:, WORK_BLOCKS] = np.array(table_begins, dtype=np.int32).repeat(cut.num_partitions)
         head = array("i", [rows_begin, window, 1, 0, 0, 0, 0, 0])
-        size = rows_begin + cut.rows.size + int(table_lens.sum())
-        zeros = bytes(4 * (plan_size(size) - size))
-        records = b"".join((head, work.tobytes(), cut.rows.tobytes(), *tables, zeros))
+        zeros = bytes(4 * (plan_size(end) - end))
+        records = b"".join((head, work.data, cut.rows, *tables, zeros))
         plan = mx.array(memoryview(records).cast("i"))  # type: ignore[arg-type]  # buffers
         return cls(plan, len(work), cut.num_partial_rows)
 
@@ -174,8 +176,10 @@ def _partition_sizes(num_kv_heads: int) -> tuple[int, ...]:
 class _SequenceCut(NamedTuple):
     # [num_records, WORK_FIELDS], 0 in what changes with every step, empty behind the partitions
     work: NDArray[np.int32]
-    rows: NDArray[np.int32]  # [num_tokens, ROW_FIELDS], or no rows if nothing is merged
+    rows: bytes  # [num_tokens, ROW_FIELDS] int32, or no rows if nothing is merged
+    rows_size: int  # numbers in it
     num_partitions: NDArray[np.int32]  # [num_seqs]
+    num_live: int  # records that are not empty
     num_partial_rows: int
 
 
@@ -213,6 +217,7 @@ def _cut_sequences(
     work[:, WORK_FIRST_ROW] = first_rows[seq]
     work[:, WORK_FIRST_OUT_ROW] = first_out_rows[seq] + number * query_len[seq]
     num_partial_rows = int(num_out_rows.sum()) if is_merged else 0
+    num_live = len(work)
     if is_merged and query_len.max() == 1:
         # One row of partials each: no record leaves its own unwritten.
         num_partial_rows = num_records(len(work))
@@ -226,8 +231,10 @@ def _cut_sequences(
     rows = np.array((first_partial, query_len[seq], num_partitions[seq]), dtype=np.int32).T
     return _SequenceCut(
         work,
-        np.ascontiguousarray(rows),
+        rows.tobytes(),
+        rows.size,
         num_partitions,
+        num_live,
         num_partial_rows,
     )
 

@@ -228,8 +228,7 @@ def test_without_sharing_a_fork_takes_new_blocks_or_nothing():
 def test_without_sharing_a_block_with_two_holders_is_found():
     manager = manager_of(5, shares_blocks=False)
     start(manager, "a", [*range(6)])
-    manager._tables["b"] = manager.tables["a"].fork()
-    manager._groups["b"] = [manager.tables["b"]]
+    manager._groups["b"] = [manager.tables["a"].fork()]
     with pytest.raises(IntegrityError, match="block 1 has ref_cnt 2 > 1, and shares_blocks is F"):
         manager.check_integrity()
 

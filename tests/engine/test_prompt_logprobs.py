@@ -96,7 +96,7 @@ def rows_of_logits(engine: Engine) -> list[tuple[int, ...]]:
 def test_few_rows_of_logits_are_there_at_a_time(
     model: qwen3.Model, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(scheduler._Plan, "__init__", _with_budget(scheduler._Plan.__init__, 24))
+    monkeypatch.setattr(scheduler, "MAX_SCORED_ROWS", 24)
     engine = make_engine(model)
     shapes = rows_of_logits(engine)
     for seed in range(3):
@@ -106,13 +106,6 @@ def test_few_rows_of_logits_are_there_at_a_time(
         check(outputs[str(seed)], prompt(100, seed), 1)
     # One row of each request beside those that are scored.
     assert max(rows for rows, _ in shapes) <= 24 + 3 < sum(rows for rows, _ in shapes)
-
-
-def _with_budget(init: Any, num_rows: int) -> Any:
-    def initialise(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **{"scored_rows_budget": num_rows} | kwargs)
-
-    return initialise
 
 
 def test_what_has_to_be_scored_is_computed_though_it_is_cached(model: qwen3.Model):
