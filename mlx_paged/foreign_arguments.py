@@ -13,6 +13,9 @@ from collections.abc import Callable, Collection, Mapping
 from functools import wraps
 from typing import Literal, ParamSpec, TypeVar
 
+from mlx_paged.declarations import names_elsewhere, notations
+from mlx_paged.sampling_declarations import SAMPLING_PARAMS
+
 P = ParamSpec("P")
 R = TypeVar("R")
 C = TypeVar("C", bound=type)
@@ -40,31 +43,17 @@ OTHER_NAMES = _by_name(
             "context_length context_window"
         ),
         "max_num_seqs": "max_batch_size completion_batch_size n_parallel",
-        "bad_words": "bad_words_ids no_bad_words",
-        "include_stop_str_in_output": "no_stop_trim",
-        "max_tokens": "max_new_tokens max_gen_tokens max_completion_tokens n_predict",
-        "min_tokens": "min_new_tokens min_length",
         "model": "model_path model_name repo_id model_id pretrained_model_name_or_path",
-        "n": "num_return_sequences best_of",
         "num_draft_tokens": "num_speculative_tokens prompt_lookup_num_tokens",
         "prefill_step_size": "prefill_chunk_size n_batch max_prefill_tokens",
         "prompt": "prompt_token_ids input_ids inputs prompt_tokens text texts",
-        "repetition_penalty": "repeat_penalty repetition_context_size",
         "run_ahead": "async_scheduling",
         "sampling_params": "sampling_parameters generation_config",
-        "seed": "random_seed",
-        "stop": "stop_strings stop_words stop_sequences",
-        "stop_token_ids": "eos_token_id eos_token_ids stop_tokens",
-        "structured_outputs": (
-            "guided_decoding response_format grammar guided_json guided_regex guided_choice "
-            "guided_grammar json_schema"
-        ),
         "swap_bytes": "swap_space cpu_offload_gb kv_offloading_size",
-        "temperature": "temp",
         "window": "max_kv_size sliding_window attention_window",
         "num_sink_tokens": "keep num_attention_sinks attention_sink_size n_keep",
     }
-)
+) | names_elsewhere(SAMPLING_PARAMS)
 
 _LOADING = "load the model first, model, tokenizer = mlx_paged.load(...), and give both"
 
@@ -146,13 +135,7 @@ SAMPLER_OPTIONS = (
     "temp", "top_p", "top_k", "min_p", "xtc_probability", "xtc_threshold", "xtc_special_tokens",
 )  # fmt: skip
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
-PARAMS = (
-    "n", "temperature", "top_p", "top_k", "min_p", "xtc_probability", "xtc_threshold",
-    "xtc_special_tokens", "seed", *PENALTIES, "allowed_token_ids", "bad_words", "stop",
-    "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens", "max_tokens",
-    "logprobs", "prompt_logprobs", "detokenize", "skip_special_tokens", "logits_processors",
-    "sampler", "structured_outputs", "output_kind",
-)  # fmt: skip
+PARAMS = tuple(SAMPLING_PARAMS)
 ENGINE_OPTIONS = (
     "kv", "block_size", "kv_cache_bytes", "kv_format", "backend", "swap_bytes", "max_model_len",
     "max_num_seqs", "priority_steps", "max_num_batched_tokens", "max_num_mixed_tokens", "watermark",
@@ -186,9 +169,8 @@ _NOTATION = {
     "window": ", the tokens that are kept",
     "max_model_len": " for tokens, or kv_cache_bytes for memory",
     "sampling_params": ", a SamplingParams",
-    "structured_outputs": ", a StructuredOutputsParams",
     "adapter_path": ", the folder of the adapters",
-}
+} | notations(SAMPLING_PARAMS)
 
 
 def refuses_unknown_arguments(

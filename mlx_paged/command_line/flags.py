@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from mlx_paged.command_line import values
+from mlx_paged import flag_values as values
 from mlx_paged.config import (
     BLOCK_SIZES,
     DEFAULT_BACKEND,
@@ -18,6 +18,8 @@ from mlx_paged.config import (
     KV_CACHES,
     MAX_DRAFT_TOKENS,
 )
+from mlx_paged.declarations import Argument, Program
+from mlx_paged.sampling_declarations import SAMPLING_PARAMS
 
 EXAMPLE_MODEL = "mlx-community/Qwen3-0.6B-4bit"
 DTYPES = ("float32", "float16", "bfloat16")
@@ -39,22 +41,43 @@ FLAGS = {
     "window": "--window",
     "wired_limit": "--wired-limit",
 }
-# Fields of ``SamplingParams``, and the names of their flags' values.
-SAMPLING_FLAGS = {
-    "temperature": "temp",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "xtc_probability": "xtc_probability",
-    "xtc_threshold": "xtc_threshold",
-}
-# The flags of SAMPLING_FLAGS and others that only some programs have, by argument.
+# The flags of sampling parameters, and of others that only some programs have, by argument.
 SAMPLING = {
-    **{name: f"--{flag.replace('_', '-')}" for name, flag in SAMPLING_FLAGS.items()},
-    "max_tokens": "--max-tokens",
+    **{name: each.flag_name(name) for name, each in SAMPLING_PARAMS.items() if each.flag},
     "seed": "--seed",
 }
-_FROM_MODEL = "default: as the model's generation_config.json says, else"
+
+
+def add_declared_flags(
+    parser: argparse.ArgumentParser, arguments: Mapping[str, Argument], program: Program
+) -> None:
+    """Add the flags that ``program`` has for declared arguments; values have the arguments' names.
+
+    A switch that is on by default has a flag that turns it off, and one that has no default both.
+    """
+    for name, argument in arguments.items():
+        flag = argument.flag
+        if flag is None or program not in flag.programs:
+            continue
+        action: dict[str, Any] = {"type": flag.read, "choices": flag.choices}
+        if flag.choices is None:
+            words = argument.flag_name(name).removeprefix("--")
+            action["metavar"] = flag.metavar or words.replace("-", "_").upper()
+        if flag.read is None:
+            on_off = argparse.BooleanOptionalAction
+            action = {"action": on_off if flag.default is None else "store_false"}
+        text = flag.help or argument.help.rstrip(".").replace("``", "")
+        if flag.read is not None or flag.default is None:
+            default = "none" if flag.default is None else str(flag.default)
+            text += f" (default: {flag.says or default})"
+        parser.add_argument(
+            argument.flag_name(name),
+            *flag.also,
+            dest=name,
+            default=flag.default,
+            help=text.replace("%", "%%"),
+            **action,
+        )
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
@@ -81,39 +104,6 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--max-tokens",
-        "-m",
-        type=values.max_tokens,
-        default=-1,
-        help="tokens per answer (default: -1, as many as the context holds)",
-    )
-    add(
-        "--temp",
-        type=values.at_least_0,
-        help=f"sampling temperature, 0 is greedy ({_FROM_MODEL} 0)",
-    )
-    add("--top-p", type=values.probability, help=f"sampling top-p, 1 is off ({_FROM_MODEL} 1)")
-    add("--top-k", type=values.whole, help=f"sampling top-k, 0 is off ({_FROM_MODEL} 0)")
-    add("--min-p", type=values.probability, help=f"sampling min-p, 0 is off ({_FROM_MODEL} 0)")
-
-
-def add_xtc_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--xtc-probability",
-        type=values.probability,
-        help="how often XTC removes the most likely tokens (default: 0, never)",
-    )
-    add(
-        "--xtc-threshold",
-        type=values.up_to_a_half,
-        help="tokens above this probability are removed but the least likely one (default: 0.1)",
-    )
-
-
 def add_generation_config_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-generation-config",
@@ -128,8 +118,10 @@ def chosen_sampling(args: argparse.Namespace, own: Mapping[str, Any]) -> dict[st
     Args:
         own: what the model's ``generation_config.json`` recommends, by field.
     """
-    given = {field: getattr(args, name, None) for field, name in SAMPLING_FLAGS.items()}
-    chosen = {**own, **{field: value for field, value in given.items() if value is not None}}
+    # Where an answer ends and its seed are not the model's to say.
+    names = [name for name in SAMPLING_PARAMS if name in SAMPLING.keys() - {"max_tokens", "seed"}]
+    given = {name: getattr(args, name, None) for name in names}
+    chosen = {**own, **{name: value for name, value in given.items() if value is not None}}
     if chosen.get("top_p") == 0:
         chosen["top_p"] = 1.0  # As in mlx-lm, 0 is off.
     return chosen
