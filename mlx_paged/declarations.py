@@ -25,7 +25,7 @@ class Check:
     what: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Flag:
     """How programs take an argument.
 

@@ -12,7 +12,9 @@ from mlx_paged.config import DEFAULT_MAX_NUM_BATCHED_TOKENS
 from mlx_paged.sampling_declarations import SAMPLING_PARAMS
 
 # Arguments of the library that flags are handed on as.
-_FLAGS = flags.FLAGS | {"max_num_batched_tokens": "--prefill-step-size"}
+_FLAGS = (
+    flags.FLAGS | flags.engine_flags("chat") | {"max_num_batched_tokens": "--prefill-step-size"}
+)
 
 
 def setup_arg_parser(prog: str | None = None) -> argparse.ArgumentParser:
@@ -43,17 +45,13 @@ def setup_arg_parser(prog: str | None = None) -> argparse.ArgumentParser:
     chat.add_argument(
         "--hide-thinking", action="store_true", help="do not show the model's reasoning (<think>)"
     )
-    flags.add_cache_flags(chat)
-    flags.add_cache_dir_flags(chat)
     chat.add_argument(
         "--prefill-step-size",
         type=values.positive,
         default=DEFAULT_MAX_NUM_BATCHED_TOKENS,
         help="prompt tokens computed at a time (default: %(default)s)",
     )
-    flags.add_draft_flags(chat)
-    flags.add_backend_flag(chat)
-    flags.add_wired_limit_flag(chat)
+    flags.add_engine_flags(chat, "chat")
     chat.add_argument(
         "--verbose",
         action="store_true",

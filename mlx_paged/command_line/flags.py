@@ -6,19 +6,8 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from mlx_paged import flag_values as values
-from mlx_paged.config import (
-    BLOCK_SIZES,
-    DEFAULT_BACKEND,
-    DEFAULT_BLOCK_SIZE,
-    DEFAULT_CACHE_DIR_SIZE,
-    DEFAULT_KV,
-    DEFAULT_NUM_DRAFT_TOKENS,
-    DEFAULT_NUM_SINK_TOKENS,
-    KV_CACHES,
-    MAX_DRAFT_TOKENS,
-)
 from mlx_paged.declarations import Argument, Program
+from mlx_paged.engine_options import ENGINE_OPTIONS
 from mlx_paged.sampling_declarations import SAMPLING_PARAMS
 
 EXAMPLE_MODEL = "mlx-community/Qwen3-0.6B-4bit"
@@ -26,20 +15,10 @@ DTYPES = ("float32", "float16", "bfloat16")
 # Arguments of the library that the flags below are handed on as.
 FLAGS = {
     "adapter_path": "--adapter-path",
-    "cache_dir": "--cache-dir",
-    "cache_dir_size": "--cache-dir-size",
-    "cache_dir_ttl": "--cache-dir-ttl",
     "draft_model": "--draft-model",
     "dtype": "--dtype",
-    "kv_cache_bytes": "--kv-cache-bytes",
-    "kv_format": "--kv-bits",
-    "num_sink_tokens": "--num-sink-tokens",
-    "max_model_len": "--max-model-len",
-    "num_draft_tokens": "--num-draft-tokens",
     "path_or_hf_repo": "--model",
     "tokenizer_path": "--tokenizer",
-    "window": "--window",
-    "wired_limit": "--wired-limit",
 }
 # The flags of sampling parameters, and of others that only some programs have, by argument.
 SAMPLING = {
@@ -135,110 +114,24 @@ def add_no_thinking_flag(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_cache_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--kv",
-        choices=KV_CACHES,
-        default=DEFAULT_KV,
-        help="the KV cache: contiguous or paged (default: %(default)s)",
-    )
-    add(
-        "--block-size",
-        type=int,
-        choices=BLOCK_SIZES,
-        default=DEFAULT_BLOCK_SIZE,
-        help="tokens per K/V block (default: %(default)s)",
-    )
-    add(
-        "--kv-cache-bytes",
-        type=values.budget,
-        metavar="N",
-        help="K/V budget: bytes (65536, 512M, 2G) or blocks (256blocks) "
-        "(default: a share of the memory)",
-    )
-    add(
-        "--kv-bits",
-        type=values.kv_bits,
-        metavar="N",
-        help="quantise the K/V of a paged cache: 8, or for fewer bytes K:8,V:4, or 4, in which "
-        "some models' predictions suffer (default: the model's dtype)",
-    )
-    add(
-        "--max-model-len",
-        type=values.positive,
-        metavar="N",
-        help="context limit: tokens of the conversation and its answer (default: the model's own)",
-    )
-    add(
-        "--window",
-        type=values.positive,
-        metavar="N",
-        help="keep the last N tokens, and the first ones, so that the conversation has no end "
-        "(default: keep all)",
-    )
-    add(
-        "--num-sink-tokens",
-        type=values.whole,
-        metavar="M",
-        help=f"first tokens to keep beside a window (default: {DEFAULT_NUM_SINK_TOKENS})",
-    )
+def engine_flags(program: Program) -> dict[str, str]:
+    """The flags that a program has for the options of an engine, by option."""
+    return {
+        name: each.flag_name(name)
+        for name, each in ENGINE_OPTIONS.items()
+        if each.flag is not None and program in each.flag.programs
+    }
 
 
-def add_cache_dir_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--cache-dir",
-        metavar="FOLDER",
-        help="keep K/V on disk, so that prompts find their beginnings after a restart and in other "
-        "processes (default: keep none)",
-    )
-    add(
-        "--cache-dir-size",
-        type=values.num_bytes,
-        metavar="N",
-        help=f"the most that the folder takes: bytes (512M, 20G) (default: "
-        f"{DEFAULT_CACHE_DIR_SIZE})",
-    )
-    add(
-        "--cache-dir-ttl",
-        type=values.duration,
-        metavar="T",
-        help="how long K/V that nobody uses stay there: 90s, 30m, 12h, 7d or 2w (default: until "
-        "their room is needed)",
-    )
+def engine_options(args: argparse.Namespace, program: Program) -> dict[str, Any]:
+    """The keyword arguments of an engine that the flags of a program say."""
+    return {name: getattr(args, name) for name in engine_flags(program)}
 
 
-def add_draft_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
+def add_engine_flags(parser: argparse.ArgumentParser, program: Program) -> None:
+    add_declared_flags(parser, ENGINE_OPTIONS, program)
+    parser.add_argument(
         "--draft-model",
         help="a small model of the same tokenizer, folder or repo, that drafts the next tokens; "
         "without one they are looked up in the conversation",
-    )
-    add(
-        "--num-draft-tokens",
-        type=values.drafts,
-        metavar="K",
-        help=f"verify up to K drafts per step, 0 to {MAX_DRAFT_TOKENS}; the answers are the same "
-        f"(default: {DEFAULT_NUM_DRAFT_TOKENS} with a draft model, else 0)",
-    )
-
-
-def add_backend_flag(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--backend",
-        choices=("auto", "reference", "metal"),
-        default=DEFAULT_BACKEND,
-        help="operations on the paged cache (default: %(default)s)",
-    )
-
-
-def add_wired_limit_flag(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--wired-limit",
-        type=values.wired_limit,
-        metavar="N",
-        help="memory that macOS may not page out: bytes (512M, 20G) or recommended, for what Metal "
-        "recommends; macOS's kernel may panic with it (default: none)",
     )
