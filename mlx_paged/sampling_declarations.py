@@ -196,7 +196,8 @@ class DeclaredSamplingParams:
     xtc_threshold: Annotated[
         float,
         Param(
-            "0 to 0.5.",
+            "tokens above this probability are removed, all but the least likely of them; 0 to "
+            "0.5.",
             Flag(
                 read=flag_values.up_to_a_half,
                 help="tokens above this probability are removed but the least likely one",
