@@ -37,7 +37,7 @@ class Flag:
         choices: the only values; ``None`` is any that ``read`` takes.
         default: where it is not given.
         help: of the flag; by default that of the argument.
-        says: what the help says of the default; empty: ``default``.
+        says: what the help says of the default; empty: ``default``, or that of the library.
         programs: those that have the flag.
     """
 

@@ -63,12 +63,7 @@ class LoadedCacheOptions(TypedDict, total=False):
         int,
         Option(
             "tokens per K/V block: 8, 16, 32 or 64.",
-            Flag(
-                int,
-                choices=BLOCK_SIZES,
-                default=DEFAULT_BLOCK_SIZE,
-                help="tokens per K/V block",
-            ),
+            Flag(int, choices=BLOCK_SIZES, default=DEFAULT_BLOCK_SIZE),
             default=DEFAULT_BLOCK_SIZE,
         ),
     ]
@@ -77,12 +72,7 @@ class LoadedCacheOptions(TypedDict, total=False):
         Option(
             "the K/V budget: bytes (65536, 512M, 2G) or blocks (256blocks). A limit, no "
             "allocation.",
-            Flag(
-                flag_values.budget,
-                metavar="N",
-                help="K/V budget: bytes (65536, 512M, 2G) or blocks (256blocks)",
-                says="a share of the memory",
-            ),
+            Flag(flag_values.budget, metavar="N"),
             elsewhere="gpu_memory_utilization kv_cache_memory_bytes num_gpu_blocks_override",
             notation=", such as '2G' or '256blocks'",
             default="80% of what Metal recommends (half of the memory elsewhere), less the weights",
@@ -95,14 +85,7 @@ class LoadedCacheOptions(TypedDict, total=False):
             "paged cache only. Numbers share a scale and a bias in groups of 64, of 32 where that "
             "does not divide a row. The model writes 64 tokens then, and a warning says if its "
             "predictions suffer.",
-            Flag(
-                flag_values.kv_bits,
-                name="--kv-bits",
-                metavar="N",
-                help="quantise the K/V of a paged cache: 8, or for fewer bytes K:8,V:4, or 4, in "
-                "which some models' predictions suffer",
-                says="the model's dtype",
-            ),
+            Flag(flag_values.kv_bits, name="--kv-bits", metavar="N"),
             elsewhere="kv_bits kv_cache_dtype type_k type_v",
             notation=": 8, 4 or 'K:8,V:4'",
             default="as the model computes them",
@@ -113,12 +96,7 @@ class LoadedCacheOptions(TypedDict, total=False):
         Option(
             "operations on the paged cache: auto, reference or metal. A basic cache attends with "
             "MLX's own SDPA whatever it is.",
-            Flag(
-                str,
-                choices=("auto", "reference", "metal"),
-                default=DEFAULT_BACKEND,
-                help="operations on the paged cache",
-            ),
+            Flag(str, choices=("auto", "reference", "metal"), default=DEFAULT_BACKEND),
             default=DEFAULT_BACKEND,
         ),
     ]
@@ -128,13 +106,7 @@ class LoadedCacheOptions(TypedDict, total=False):
             "keep the last tokens of each sequence, this many, and its first ones, so that it goes "
             "on without end in bounded memory; paged only. There is then no context limit but "
             "max_model_len.",
-            Flag(
-                flag_values.positive,
-                metavar="N",
-                help="keep the last N tokens, and the first ones, so that the conversation has no "
-                "end",
-                says="keep all",
-            ),
+            Flag(flag_values.positive, metavar="N"),
             elsewhere="max_kv_size sliding_window attention_window",
             notation=", the tokens that are kept",
             default="all tokens",
@@ -144,12 +116,7 @@ class LoadedCacheOptions(TypedDict, total=False):
         int | None,
         Option(
             "how many of the first tokens stay beside a window.",
-            Flag(
-                flag_values.whole,
-                metavar="M",
-                help="first tokens to keep beside a window",
-                says=str(DEFAULT_NUM_SINK_TOKENS),
-            ),
+            Flag(flag_values.whole, metavar="M"),
             elsewhere="keep num_attention_sinks attention_sink_size n_keep",
             default=DEFAULT_NUM_SINK_TOKENS,
         ),
@@ -168,13 +135,7 @@ class CacheDirOptions(TypedDict, total=False):
         Option(
             "a folder in which full blocks of K/V are kept, so that prompts with the same "
             "beginning find them after a restart, and in other processes (docs/disk-tier.md).",
-            Flag(
-                str,
-                metavar="FOLDER",
-                help="keep K/V on disk, so that prompts find their beginnings after a restart and "
-                "in other processes",
-                says="keep none",
-            ),
+            Flag(str, metavar="FOLDER"),
             elsewhere="kv_transfer_config hicache_storage_backend slot_save_path",
             notation=", a folder for K/V on disk; that of models is the Hugging Face cache, "
             "HF_HOME",
@@ -184,12 +145,7 @@ class CacheDirOptions(TypedDict, total=False):
         str | int | None,
         Option(
             "the most bytes that the folder takes, such as 512M or 20G.",
-            Flag(
-                flag_values.num_bytes,
-                metavar="N",
-                help="the most that the folder takes: bytes (512M, 20G)",
-                says=DEFAULT_CACHE_DIR_SIZE,
-            ),
+            Flag(flag_values.num_bytes, metavar="N"),
             default=DEFAULT_CACHE_DIR_SIZE,
         ),
     ]
@@ -197,12 +153,7 @@ class CacheDirOptions(TypedDict, total=False):
         str | float | None,
         Option(
             "how long a block that is not used stays there: seconds, or 90s, 30m, 12h, 7d, 2w.",
-            Flag(
-                flag_values.duration,
-                metavar="T",
-                help="how long K/V that are not used stay there: 90s, 30m, 12h, 7d or 2w",
-                says="until the space is needed",
-            ),
+            Flag(flag_values.duration, metavar="T"),
             default="until the space is needed",
         ),
     ]
@@ -214,13 +165,8 @@ class LoadedOneShotOptions(LoadedCacheOptions, CacheDirOptions, total=False):
     kv: Annotated[
         str,
         Option(
-            "the KV cache: paged, or basic for contiguous K/V per sequence.",
-            Flag(
-                str,
-                choices=KV_CACHES,
-                default=DEFAULT_KV,
-                help="the KV cache: contiguous or paged",
-            ),
+            "the K/V cache: paged, or basic for contiguous K/V per sequence.",
+            Flag(str, choices=KV_CACHES, default=DEFAULT_KV),
             default=DEFAULT_KV,
         ),
     ]
@@ -229,12 +175,7 @@ class LoadedOneShotOptions(LoadedCacheOptions, CacheDirOptions, total=False):
         Option(
             "the most tokens that a prompt and its answer have together; a longer prompt is "
             "refused, an answer that reaches the limit ends with length.",
-            Flag(
-                flag_values.positive,
-                metavar="N",
-                help="context limit: tokens of the conversation and its answer",
-                says="the model's own",
-            ),
+            Flag(flag_values.positive, metavar="N"),
             elsewhere="max_seq_len max_seq_length max_length n_ctx max_context_len context_length "
             "context_window",
             notation=" for tokens, or kv_cache_bytes for memory",
@@ -244,15 +185,9 @@ class LoadedOneShotOptions(LoadedCacheOptions, CacheDirOptions, total=False):
     num_draft_tokens: Annotated[
         int | None,
         Option(
-            "the most drafts per step that a request verifies, 0 to 7. The tokens are the same "
-            "with any number (docs/engine.md, Speculation).",
-            Flag(
-                flag_values.drafts,
-                metavar="K",
-                help=f"verify up to K drafts per step, 0 to {MAX_DRAFT_TOKENS}; the answers are "
-                "the same",
-                says=f"{DEFAULT_NUM_DRAFT_TOKENS} with a draft model, else 0",
-            ),
+            f"the most drafts per step that a request verifies, 0 to {MAX_DRAFT_TOKENS}. The "
+            "tokens are the same with any number (docs/engine.md, Speculation).",
+            Flag(flag_values.drafts, metavar="K"),
             elsewhere="num_speculative_tokens prompt_lookup_num_tokens",
             default=f"{DEFAULT_NUM_DRAFT_TOKENS} with a draft model, else 0",
         ),
@@ -264,12 +199,7 @@ class LoadedOneShotOptions(LoadedCacheOptions, CacheDirOptions, total=False):
             "the engine's close or end: bytes such as 20G, or recommended for what Metal "
             "recommends. macOS's kernel may panic with it (docs/engine.md, Wired memory). Without "
             "Metal it does nothing, and a warning says so.",
-            Flag(
-                flag_values.wired_limit,
-                metavar="N",
-                help="memory that macOS may not page out: bytes (512M, 20G) or recommended, for "
-                "what Metal recommends; macOS's kernel may panic with it",
-            ),
+            Flag(flag_values.wired_limit, metavar="N"),
         ),
     ]
 
@@ -289,7 +219,6 @@ class LoadedEngineOptions(LoadedOneShotOptions, total=False):
                 flag_values.positive,
                 metavar="N",
                 default=SchedulerConfig.max_num_seqs,
-                help="sequences that run at once",
                 programs=("server",),
             ),
             elsewhere="max_batch_size completion_batch_size n_parallel",
@@ -315,13 +244,12 @@ class LoadedEngineOptions(LoadedOneShotOptions, total=False):
     max_num_mixed_tokens: Annotated[
         int,
         Option(
-            "the same beside running answers, which wait for each step. A larger number computes "
-            "prompts a little faster.",
+            "new tokens of a step beside running answers, which wait for it. A larger number "
+            "computes prompts a little faster.",
             Flag(
                 flag_values.positive,
                 metavar="N",
                 default=SchedulerConfig.max_num_mixed_tokens,
-                help="prompt tokens computed at a time while answers run, which wait for each step",
                 programs=("server",),
             ),
             default=SchedulerConfig.max_num_mixed_tokens,
@@ -332,12 +260,7 @@ class LoadedEngineOptions(LoadedOneShotOptions, total=False):
         Option(
             "the share of the blocks that must stay free when a request is admitted beside others, "
             "so that these can continue for a while before one is preempted; 0 to 1, below 1.",
-            Flag(
-                flag_values.below_1,
-                default=SchedulerConfig.watermark,
-                help="share of the blocks that stays free when a request is admitted beside others",
-                programs=("server",),
-            ),
+            Flag(flag_values.below_1, default=SchedulerConfig.watermark, programs=("server",)),
             default=SchedulerConfig.watermark,
         ),
     ]
@@ -350,8 +273,6 @@ class LoadedEngineOptions(LoadedOneShotOptions, total=False):
                 flag_values.positive,
                 metavar="N",
                 default=SchedulerConfig.priority_steps,
-                help="steps by which a priority higher by 1 sets a request back in the queue; "
-                "running requests are not interrupted",
                 programs=("server",),
             ),
             default=SchedulerConfig.priority_steps,
@@ -382,8 +303,6 @@ class LoadedEngineOptions(LoadedOneShotOptions, total=False):
                 flag_values.whole,
                 metavar="N",
                 default=DEFAULT_SERVER_HISTORY_TOKENS,
-                help="tokens of past requests that are remembered, to say why no more of a prompt "
-                "was cached; 0 says nothing",
                 programs=("server",),
             ),
             default=SchedulerConfig.num_history_tokens,
@@ -394,14 +313,7 @@ class LoadedEngineOptions(LoadedOneShotOptions, total=False):
         Option(
             "host memory for the K/V of preempted requests, on top of the budget, in its notation; "
             "0 never swaps, and computes them again.",
-            Flag(
-                flag_values.budget_or_0,
-                metavar="N",
-                help="host memory for the K/V of preempted requests, on top of the budget; 0 never "
-                "swaps",
-                says="an eighth of the budget where that is faster than computing them again",
-                programs=("server",),
-            ),
+            Flag(flag_values.budget_or_0, metavar="N", programs=("server",)),
             elsewhere="swap_space cpu_offload_gb kv_offloading_size",
             notation=", such as '4G'",
             default="an eighth of the budget, if copying a token's K/V is cheaper than computing "
@@ -411,13 +323,8 @@ class LoadedEngineOptions(LoadedOneShotOptions, total=False):
     seed: Annotated[
         int | None,
         Option(
-            "seed of the seeds of requests that have none.",
-            Flag(
-                flag_values.whole,
-                help="seed of the requests that have none",
-                says="a fresh one for each",
-                programs=("server",),
-            ),
+            "the seed of the seeds of requests that have none.",
+            Flag(flag_values.whole, programs=("server",)),
             elsewhere="random_seed",
             default="fresh ones",
         ),
@@ -427,12 +334,7 @@ class LoadedEngineOptions(LoadedOneShotOptions, total=False):
         Option(
             "whether a step is launched before the tokens of the one before are read, so that the "
             "device does not wait for Python. The tokens are the same.",
-            Flag(
-                None,
-                help="launch a step before the tokens of the one before are read",
-                says="where the cache allows it without copies",
-                programs=("server",),
-            ),
+            Flag(None, programs=("server",)),
             elsewhere="async_scheduling",
             default="where the cache allows it without copies: on Metal, with paged K/V",
         ),

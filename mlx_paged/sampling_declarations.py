@@ -124,13 +124,8 @@ class DeclaredSamplingParams:
     temperature: Annotated[
         float,
         Param(
-            "0 takes the most likely token and ignores top_p, top_k, min_p and XTC.",
-            Flag(
-                read=flag_values.at_least_0,
-                name="--temp",
-                help="sampling temperature, 0 is greedy",
-                says=f"{_FROM_MODEL} 0",
-            ),
+            "of sampling; 0 takes the most likely token and ignores top_p, top_k, min_p and XTC.",
+            Flag(read=flag_values.at_least_0, name="--temp", says=f"{_FROM_MODEL} 0"),
             elsewhere="temp",
             check=number_in(0, math.inf, "a number, at least 0"),
             per_row=True,
@@ -142,11 +137,7 @@ class DeclaredSamplingParams:
         Param(
             "keep the most likely tokens that together reach this probability, above 0; 1 keeps "
             "all.",
-            Flag(
-                read=flag_values.probability_or_off,
-                help="sampling top-p, 1 is off",
-                says=f"{_FROM_MODEL} 1",
-            ),
+            Flag(read=flag_values.probability_or_off, says=f"{_FROM_MODEL} 1"),
             check=number_in(0, 1, "a number above 0, at most 1", is_open=True),
             per_row=True,
             wire="number",
@@ -156,7 +147,11 @@ class DeclaredSamplingParams:
         int,
         Param(
             "keep this many of the most likely tokens; 0 and -1 keep all.",
-            Flag(read=flag_values.whole, help="sampling top-k, 0 is off", says=f"{_FROM_MODEL} 0"),
+            Flag(
+                read=flag_values.whole,
+                help="keep this many of the most likely tokens; 0 keeps all",
+                says=f"{_FROM_MODEL} 0",
+            ),
             check=whole_in(-1, math.inf, "a whole number, at least 1, or 0 or -1 for all"),
             per_row=True,
             wire="integer",
@@ -166,11 +161,7 @@ class DeclaredSamplingParams:
         float,
         Param(
             "keep tokens at least this likely, relative to the most likely one; 0 keeps all.",
-            Flag(
-                read=flag_values.probability,
-                help="sampling min-p, 0 is off",
-                says=f"{_FROM_MODEL} 0",
-            ),
+            Flag(read=flag_values.probability, says=f"{_FROM_MODEL} 0"),
             check=_SHARE,
             per_row=True,
             wire="number",
@@ -182,12 +173,7 @@ class DeclaredSamplingParams:
             "how often XTC (exclude top choices, as in mlx-lm) is applied, 0 to 1. It removes the "
             "tokens whose probability is above ``xtc_threshold``, all but the least likely of "
             "them. 0 is off.",
-            Flag(
-                read=flag_values.probability,
-                help="how often XTC removes the most likely tokens",
-                says="0, never",
-                programs=("chat",),
-            ),
+            Flag(read=flag_values.probability, programs=("chat",)),
             check=_SHARE,
             per_row=True,
             wire="number",
@@ -198,12 +184,7 @@ class DeclaredSamplingParams:
         Param(
             "tokens above this probability are removed, all but the least likely of them; 0 to "
             "0.5.",
-            Flag(
-                read=flag_values.up_to_a_half,
-                help="tokens above this probability are removed but the least likely one",
-                says="0.1",
-                programs=("chat",),
-            ),
+            Flag(read=flag_values.up_to_a_half, programs=("chat",)),
             check=number_in(0, 0.5, "a number within 0..0.5"),
             per_row=True,
             wire="number",

@@ -141,7 +141,7 @@ def test_a_declared_dummy_is_in_the_help_of_both_programs(copy: Path, program: s
     text = run(copy, "-m", f"mlx_paged.{program}", "--help")
     assert re.search(r"--dummy-limit N +a limit that does nothing \(default: none\)\n", text)
     assert re.search(
-        r"--dummy-share DUMMY_SHARE\n +a share that does nothing, 0 to 1 \(default: none\)\n", text
+        r"--dummy-share DUMMY_SHARE\n +a share that does nothing, 0 to 1 \(default: 0.25\)\n", text
     )
 
 

@@ -9,12 +9,13 @@ from pathlib import Path
 from mlx_paged import flag_values as values
 from mlx_paged.command_line import flags, parser
 from mlx_paged.config import DEFAULT_MAX_NUM_BATCHED_TOKENS
-from mlx_paged.sampling_declarations import SAMPLING_PARAMS
 
-# Arguments of the library that flags are handed on as.
-_FLAGS = (
-    flags.FLAGS | flags.engine_flags("chat") | {"max_num_batched_tokens": "--prefill-step-size"}
-)
+# Arguments of the library that flags are handed on as. Errors say kv='basic', as in the library.
+_FLAGS = {
+    **flags.FLAGS,
+    **{name: flag for name, flag in flags.engine_flags("chat").items() if name != "kv"},
+    "max_num_batched_tokens": "--prefill-step-size",
+}
 
 
 def setup_arg_parser(prog: str | None = None) -> argparse.ArgumentParser:
@@ -30,7 +31,7 @@ def setup_arg_parser(prog: str | None = None) -> argparse.ArgumentParser:
         help="answer this once and leave; - reads one message, of any number of lines, from stdin",
     )
     flags.add_model_flags(chat)
-    flags.add_declared_flags(chat, SAMPLING_PARAMS, "chat")
+    flags.add_sampling_flags(chat, "chat")
     flags.add_generation_config_flag(chat)
     chat.add_argument(
         "--seed", type=values.whole, default=0, help="seed of the sampling (default: 0)"

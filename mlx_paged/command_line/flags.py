@@ -9,6 +9,7 @@ from typing import Any
 from mlx_paged.declarations import Argument, Program
 from mlx_paged.engine_options import ENGINE_OPTIONS
 from mlx_paged.sampling_declarations import SAMPLING_PARAMS
+from mlx_paged.sampling_params import SamplingParams
 
 EXAMPLE_MODEL = "mlx-community/Qwen3-0.6B-4bit"
 DTYPES = ("float32", "float16", "bfloat16")
@@ -28,11 +29,17 @@ SAMPLING = {
 
 
 def add_declared_flags(
-    parser: argparse.ArgumentParser, arguments: Mapping[str, Argument], program: Program
+    parser: argparse.ArgumentParser,
+    arguments: Mapping[str, Argument],
+    defaults: Mapping[str, object],
+    program: Program,
 ) -> None:
     """Add the flags that ``program`` has for declared arguments; values have the arguments' names.
 
     A switch that is on by default has a flag that turns it off, and one that has no default both.
+
+    Args:
+        defaults: those of the library, by argument.
     """
     for name, argument in arguments.items():
         flag = argument.flag
@@ -47,7 +54,7 @@ def add_declared_flags(
             action = {"action": on_off if flag.default is None else "store_false"}
         text = flag.help or argument.help.rstrip(".").replace("``", "")
         if flag.read is not None or flag.default is None:
-            default = "none" if flag.default is None else str(flag.default)
+            default = defaults[name] if flag.default is None else flag.default
             text += f" (default: {flag.says or default})"
         parser.add_argument(
             argument.flag_name(name),
@@ -81,6 +88,10 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         "--adapter-path",
         help="folder with LoRA or DoRA adapters for the model, as mlx-lm trains them",
     )
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser, program: Program) -> None:
+    add_declared_flags(parser, SAMPLING_PARAMS, vars(SamplingParams()), program)
 
 
 def add_generation_config_flag(parser: argparse.ArgumentParser) -> None:
@@ -129,7 +140,8 @@ def engine_options(args: argparse.Namespace, program: Program) -> dict[str, Any]
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, program: Program) -> None:
-    add_declared_flags(parser, ENGINE_OPTIONS, program)
+    defaults = {name: each.default for name, each in ENGINE_OPTIONS.items()}
+    add_declared_flags(parser, ENGINE_OPTIONS, defaults, program)
     parser.add_argument(
         "--draft-model",
         help="a small model of the same tokenizer, folder or repo, that drafts the next tokens; "

@@ -13,7 +13,6 @@ from urllib.parse import urlsplit
 from mlx_paged import flag_values as values
 from mlx_paged.command_line import flags, parser
 from mlx_paged.errors import ArgumentError, shown, system_reason
-from mlx_paged.sampling_declarations import SAMPLING_PARAMS
 from mlx_paged.server.http.api_keys import read_api_keys
 from mlx_paged.server.settings import (
     DEFAULT_DRAIN_SECONDS,
@@ -91,7 +90,7 @@ def setup_arg_parser(prog: str | None = None) -> argparse.ArgumentParser:
     _add_access_flags(server)
     _add_limit_flags(server)
     _add_log_flags(server)
-    flags.add_declared_flags(server, SAMPLING_PARAMS, "server")
+    flags.add_sampling_flags(server, "server")
     flags.add_generation_config_flag(server)
     _add_template_flags(server)
     flags.add_engine_flags(server, "server")
