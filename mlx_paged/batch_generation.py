@@ -17,9 +17,10 @@ from mlx_paged.config import DEFAULT_MAX_NUM_BATCHED_TOKENS
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.prompts import Prompt, as_tokenizer, split_prompts
 from mlx_paged.engine.read_array import read_floats
+from mlx_paged.engine_options import OneShotOptions
 from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.foreign_arguments import refuses_unknown_arguments
-from mlx_paged.generation import OneShotOptions, Tokenizer
+from mlx_paged.generation import Tokenizer
 from mlx_paged.request import RequestOutput
 from mlx_paged.sampling_params import LogitsProcessor, Sampler, SamplingParams
 

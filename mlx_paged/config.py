@@ -205,23 +205,9 @@ class SchedulerConfig:
     """How many requests run at once, and how much a step may hold. The names are vLLM's.
 
     Args:
-        max_num_seqs: sequences that run at once.
-        max_num_batched_tokens: new tokens of a step, over all sequences, while no answer runs:
-            prompts and chunks of them.
-        max_num_mixed_tokens: the same beside running answers, which wait for each step; at most
-            ``max_num_batched_tokens``. A larger number computes prompts a little faster.
-        watermark: the share of the blocks that must stay free when a request is admitted beside
-            others, so that these can continue for a while before one is preempted.
-        priority_steps: a request whose priority is higher by 1 waits as if it had arrived this many
-            steps later. So an urgent request overtakes others in the queue, but none is overtaken
-            for ever. A priority interrupts no running request.
-        enable_prefix_caching: whether requests with equal beginnings share their K/V.
         max_model_len: the most tokens that a prompt and its answer may have together; ``None``
             leaves the budget as the only limit.
-        num_draft_tokens: the most drafts per step that a request verifies, 0 to 7. The tokens are
-            the same with any number; `docs/engine.md`, "Speculation", says when drafts are made.
-        num_history_tokens: token ids of past sequences that are remembered, so that each prompt
-            can be told why no more of it was cached; some 10 bytes per token. 0 remembers none.
+        Others: the options of an engine of the same names, which ``engine_options.py`` declares.
 
     Raises:
         ValueError: for a value out of its range; the message names the argument.

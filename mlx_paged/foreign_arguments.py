@@ -13,6 +13,10 @@ from collections.abc import Callable, Collection, Mapping
 from functools import wraps
 from typing import Literal, ParamSpec, TypeVar
 
+from mlx_paged.declarations import names_elsewhere, notations
+from mlx_paged.engine_options import ENGINE_OPTIONS as DECLARED_OPTIONS
+from mlx_paged.sampling_declarations import SAMPLING_PARAMS
+
 P = ParamSpec("P")
 R = TypeVar("R")
 C = TypeVar("C", bound=type)
@@ -30,41 +34,12 @@ def _by_name(names_of: Mapping[str, str]) -> dict[str, str]:
 OTHER_NAMES = _by_name(
     {
         "adapter_path": "lora_request enable_lora lora_path adapter max_loras",
-        "cache_dir": "kv_transfer_config hicache_storage_backend slot_save_path",
-        "draft_model": "speculative_model assistant_model",
-        "enable_prefix_caching": "enable_prefix_cache",
-        "kv_format": "kv_bits kv_cache_dtype type_k type_v",
-        "kv_cache_bytes": "gpu_memory_utilization kv_cache_memory_bytes num_gpu_blocks_override",
-        "max_model_len": (
-            "max_seq_len max_seq_length max_length n_ctx max_context_len "
-            "context_length context_window"
-        ),
-        "max_num_seqs": "max_batch_size completion_batch_size n_parallel",
-        "bad_words": "bad_words_ids no_bad_words",
-        "include_stop_str_in_output": "no_stop_trim",
-        "max_tokens": "max_new_tokens max_gen_tokens max_completion_tokens n_predict",
-        "min_tokens": "min_new_tokens min_length",
         "model": "model_path model_name repo_id model_id pretrained_model_name_or_path",
-        "n": "num_return_sequences best_of",
-        "num_draft_tokens": "num_speculative_tokens prompt_lookup_num_tokens",
         "prefill_step_size": "prefill_chunk_size n_batch max_prefill_tokens",
         "prompt": "prompt_token_ids input_ids inputs prompt_tokens text texts",
-        "repetition_penalty": "repeat_penalty repetition_context_size",
-        "run_ahead": "async_scheduling",
         "sampling_params": "sampling_parameters generation_config",
-        "seed": "random_seed",
-        "stop": "stop_strings stop_words stop_sequences",
-        "stop_token_ids": "eos_token_id eos_token_ids stop_tokens",
-        "structured_outputs": (
-            "guided_decoding response_format grammar guided_json guided_regex guided_choice "
-            "guided_grammar json_schema"
-        ),
-        "swap_bytes": "swap_space cpu_offload_gb kv_offloading_size",
-        "temperature": "temp",
-        "window": "max_kv_size sliding_window attention_window",
-        "num_sink_tokens": "keep num_attention_sinks attention_sink_size n_keep",
     }
-)
+) | names_elsewhere({**DECLARED_OPTIONS, **SAMPLING_PARAMS})
 
 _LOADING = "load the model first, model, tokenizer = mlx_paged.load(...), and give both"
 
@@ -146,20 +121,9 @@ SAMPLER_OPTIONS = (
     "temp", "top_p", "top_k", "min_p", "xtc_probability", "xtc_threshold", "xtc_special_tokens",
 )  # fmt: skip
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
-PARAMS = (
-    "n", "temperature", "top_p", "top_k", "min_p", "xtc_probability", "xtc_threshold",
-    "xtc_special_tokens", "seed", *PENALTIES, "allowed_token_ids", "bad_words", "stop",
-    "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens", "max_tokens",
-    "logprobs", "prompt_logprobs", "detokenize", "skip_special_tokens", "logits_processors",
-    "sampler", "structured_outputs", "output_kind",
-)  # fmt: skip
-ENGINE_OPTIONS = (
-    "kv", "block_size", "kv_cache_bytes", "kv_format", "backend", "swap_bytes", "max_model_len",
-    "max_num_seqs", "priority_steps", "max_num_batched_tokens", "max_num_mixed_tokens", "watermark",
-    "enable_prefix_caching", "run_ahead", "window", "num_sink_tokens", "num_draft_tokens",
-    "draft_model", "num_history_tokens", "cache_dir", "cache_dir_size", "cache_dir_ttl",
-    "wired_limit",
-)  # fmt: skip
+PARAMS = tuple(SAMPLING_PARAMS)
+# A seed is looked for among the parameters.
+ENGINE_OPTIONS = tuple(name for name in DECLARED_OPTIONS if name not in SAMPLING_PARAMS)
 # One argument, as different functions call it.
 _ALSO_CALLED = {
     "temperature": ("temp",),
@@ -179,16 +143,9 @@ _ELSEWHERE = {
 }
 # How the value of an argument is written, after its name.
 _NOTATION = {
-    "cache_dir": ", a folder for K/V on disk; that of models is the Hugging Face cache, HF_HOME",
-    "kv_cache_bytes": ", such as '2G' or '256blocks'",
-    "kv_format": ": 8, 4 or 'K:8,V:4'",
-    "swap_bytes": ", such as '4G'",
-    "window": ", the tokens that are kept",
-    "max_model_len": " for tokens, or kv_cache_bytes for memory",
     "sampling_params": ", a SamplingParams",
-    "structured_outputs": ", a StructuredOutputsParams",
     "adapter_path": ", the folder of the adapters",
-}
+} | notations({**DECLARED_OPTIONS, **SAMPLING_PARAMS})
 
 
 def refuses_unknown_arguments(

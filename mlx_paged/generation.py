@@ -21,8 +21,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_paged.argument_values import check_callable, check_integer
 from mlx_paged.config import DEFAULT_MAX_NUM_BATCHED_TOKENS
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.options import CacheDirOptions, CacheOptions
 from mlx_paged.engine.prompts import Prompt, TokenIds, as_tokenizer
+from mlx_paged.engine_options import OneShotOptions
 from mlx_paged.errors import shown
 from mlx_paged.foreign_arguments import refuses_unknown_arguments
 from mlx_paged.request import CompletionOutput
@@ -76,15 +76,6 @@ class GenerationResponse:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     read_tokens: int = 0
-
-
-class OneShotOptions(CacheOptions, CacheDirOptions, total=False):
-    """The keyword arguments of :class:`Engine` for an engine that answers one call."""
-
-    kv: str
-    max_model_len: int | None
-    num_draft_tokens: int | None
-    wired_limit: str | int | None
 
 
 class _Options(OneShotOptions, total=False):

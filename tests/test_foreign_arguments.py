@@ -14,6 +14,7 @@ from mlx_paged.batch_generation import BatchOptions, batch_generate
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.engine.engine import Engine, engine_option_names
 from mlx_paged.engine.options import passed_on_names
+from mlx_paged.engine_options import CacheOptions
 from mlx_paged.foreign_arguments import ADVICE, OTHER_NAMES, argument_names, refusal
 from mlx_paged.generation import GenerationOptions, generate, generate_step, stream_generate
 from mlx_paged.llm import LLM
@@ -45,6 +46,7 @@ ALSO = {
     "AsyncEngine": engine_option_names(),
     "AsyncEngine.generate": argument_names(Engine.add_request),
     "AsyncEngine.stream": argument_names(Engine.add_request),
+    "make_kv_cache": frozenset(CacheOptions.__annotations__),
     "batch_generate": frozenset(BatchOptions.__annotations__),
     **dict.fromkeys(
         ("generate", "stream_generate", "generate_step"),

@@ -66,9 +66,10 @@ def test_imports_go_one_way():
         "standard_streams",
         "replaced_file",
     ]
-    order += ["sampling", "config"]
+    order += ["sampling"]
     order += ["request", "sampling_params", "structured_outputs"]
-    order += ["foreign_arguments", "argument_values", "errors"]
+    order += ["foreign_arguments", "engine_options", "sampling_declarations", "declarations"]
+    order += ["flag_values", "config", "argument_values", "errors"]
     package = REPOSITORY / "mlx_paged"
     wrong = []
     for path in package.rglob("*.py"):

@@ -15,10 +15,9 @@ import pytest
 import mlx_paged
 from mlx_paged import generation
 from mlx_paged.engine.engine import engine_option_names
-from mlx_paged.engine.options import CacheOptions, EngineOptions, RequestOptions
+from mlx_paged.engine.options import EngineOptions, RequestOptions
 from mlx_paged.foreign_arguments import argument_names
 from mlx_paged.generation import GenerationOptions
-from mlx_paged.models.kv_cache import make_kv_cache
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -222,7 +221,6 @@ def test_options_that_are_passed_on_are_those_of_the_function_that_takes_them():
     assert RequestOptions.__annotations__.keys() == names_after(
         "params", mlx_paged.Engine.add_request
     )
-    assert CacheOptions.__annotations__.keys() == names_after("kind", make_kv_cache)
     options = argument_names(generation._stream) | engine_option_names()
     assert GenerationOptions.__annotations__.keys() <= options
     mine = argument_names(generation._stream) - {"model", "tokenizer", "prompt"}

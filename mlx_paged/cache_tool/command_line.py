@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from mlx_paged.command_line import parser, values
+from mlx_paged import flag_values as values
+from mlx_paged.command_line import parser
 
 _HASH_HELP = "the first digits of a block's hash, as ls shows them"
 

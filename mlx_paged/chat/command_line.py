@@ -6,11 +6,16 @@ import argparse
 import sys
 from pathlib import Path
 
-from mlx_paged.command_line import flags, parser, values
+from mlx_paged import flag_values as values
+from mlx_paged.command_line import flags, parser
 from mlx_paged.config import DEFAULT_MAX_NUM_BATCHED_TOKENS
 
-# Arguments of the library that flags are handed on as.
-_FLAGS = flags.FLAGS | {"max_num_batched_tokens": "--prefill-step-size"}
+# Arguments of the library that flags are handed on as. Errors say kv='basic', as in the library.
+_FLAGS = {
+    **flags.FLAGS,
+    **{name: flag for name, flag in flags.engine_flags("chat").items() if name != "kv"},
+    "max_num_batched_tokens": "--prefill-step-size",
+}
 
 
 def setup_arg_parser(prog: str | None = None) -> argparse.ArgumentParser:
@@ -26,8 +31,7 @@ def setup_arg_parser(prog: str | None = None) -> argparse.ArgumentParser:
         help="answer this once and leave; - reads one message, of any number of lines, from stdin",
     )
     flags.add_model_flags(chat)
-    flags.add_sampling_flags(chat)
-    flags.add_xtc_flags(chat)
+    flags.add_sampling_flags(chat, "chat")
     flags.add_generation_config_flag(chat)
     chat.add_argument(
         "--seed", type=values.whole, default=0, help="seed of the sampling (default: 0)"
@@ -42,17 +46,13 @@ def setup_arg_parser(prog: str | None = None) -> argparse.ArgumentParser:
     chat.add_argument(
         "--hide-thinking", action="store_true", help="do not show the model's reasoning (<think>)"
     )
-    flags.add_cache_flags(chat)
-    flags.add_cache_dir_flags(chat)
     chat.add_argument(
         "--prefill-step-size",
         type=values.positive,
         default=DEFAULT_MAX_NUM_BATCHED_TOKENS,
         help="prompt tokens computed at a time (default: %(default)s)",
     )
-    flags.add_draft_flags(chat)
-    flags.add_backend_flag(chat)
-    flags.add_wired_limit_flag(chat)
+    flags.add_engine_flags(chat, "chat")
     chat.add_argument(
         "--verbose",
         action="store_true",

@@ -176,6 +176,7 @@ def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
     from mlx_paged.chat.conversation import NO_PREFIX, Conversation
     from mlx_paged.chat.prompt_cache import chosen_model, put_before, read_facts
     from mlx_paged.chat.settings import Settings
+    from mlx_paged.command_line.flags import engine_options
     from mlx_paged.distributed import launched_ranks
     from mlx_paged.engine.engine import Engine
     from mlx_paged.loading import (
@@ -214,23 +215,11 @@ def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
     engine = Engine(
         model,
         tokenizer,
-        kv=args.kv,
-        block_size=args.block_size,
-        kv_cache_bytes=args.kv_cache_bytes,
-        kv_format=args.kv_bits,
-        backend=args.backend,
-        max_model_len=args.max_model_len,
-        window=args.window,
-        num_sink_tokens=args.num_sink_tokens,
-        cache_dir=args.cache_dir,
-        cache_dir_size=args.cache_dir_size,
-        cache_dir_ttl=args.cache_dir_ttl,
+        **engine_options(args, "chat"),
         # One answer at a time; the branches wait in the prefix cache.
         max_num_seqs=1,
         max_num_batched_tokens=args.prefill_step_size,
         draft_model=load_draft_model(args.draft_model, tokenizer),
-        num_draft_tokens=args.num_draft_tokens,
-        wired_limit=args.wired_limit,
     )
     conversation = Conversation(
         engine,

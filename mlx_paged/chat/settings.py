@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mlx_paged.command_line import values
-from mlx_paged.command_line.flags import SAMPLING_FLAGS, chosen_sampling
+from mlx_paged import flag_values as values
+from mlx_paged.command_line.flags import chosen_sampling
+from mlx_paged.sampling_declarations import SAMPLING_PARAMS
 from mlx_paged.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -30,16 +31,14 @@ class Settings:
     """
 
     def __init__(self, args: argparse.Namespace, defaults: SamplingDefaults):
-        own = {name: value for name, value in asdict(defaults).items() if value is not None}
+        own = defaults.said
         chosen = chosen_sampling(args, own)
         # Marks of reasoning may be special tokens, and are looked for in the text.
         self.sampling = SamplingParams(
             max_tokens=args.max_tokens, skip_special_tokens=False, **chosen
         )
         self.show_thinking = not args.hide_thinking
-        self.from_model = [
-            canonical_name(name) for name in own if getattr(args, SAMPLING_FLAGS[name]) is None
-        ]
+        self.from_model = [canonical_name(name) for name in own if getattr(args, name) is None]
         self.set_seed(args.seed)
 
     def set_seed(self, seed: int) -> None:
@@ -60,9 +59,10 @@ class Settings:
         if sampling.is_greedy:
             return "greedy"
         shown = [f"temp {sampling.temperature:g}"]
-        shown += [f"top-p {sampling.top_p:g}"] * (sampling.top_p < 1)
-        shown += [f"top-k {sampling.top_k}"] * (sampling.top_k > 0)
-        shown += [f"min-p {sampling.min_p:g}"] * (sampling.min_p > 0)
+        for name, variable in _SAMPLING_VARIABLES.items():
+            value = getattr(sampling, variable)
+            if variable not in _SHOWN_APART and value != getattr(_DEFAULTS, variable):
+                shown.append(f"{name} {_in_words(value)}")
         if sampling.xtc_probability:
             shown.append(f"xtc {sampling.xtc_probability:g} above {sampling.xtc_threshold:g}")
         return ", ".join(shown)
@@ -109,11 +109,11 @@ def _sampling_variable(field: str, parse: Callable[[str], Any]) -> Variable:
         value = parse(text)
         settings.sampling = replace(settings.sampling, **{field: value})
 
-    return Variable(lambda settings: f"{getattr(settings.sampling, field):g}", change)
+    return Variable(lambda settings: _in_words(getattr(settings.sampling, field)), change)
 
 
-def _top_p(text: str) -> float:
-    return values.probability(text) or 1.0
+def _in_words(value: object) -> str:
+    return f"{value:g}" if isinstance(value, int | float) else str(value)
 
 
 def _set_thinking(settings: Settings, text: str) -> None:
@@ -122,14 +122,20 @@ def _set_thinking(settings: Settings, text: str) -> None:
     settings.show_thinking = text.lower() == "show"
 
 
+# Sampling parameters that have a flag, by the name that /set has for them.
+_SAMPLING_VARIABLES = {
+    each.flag_name(name).removeprefix("--"): name
+    for name, each in SAMPLING_PARAMS.items()
+    if each.flag is not None
+}
+_SHOWN_APART = ("temperature", "xtc_probability", "xtc_threshold", "max_tokens")
+_DEFAULTS = SamplingParams()
 VARIABLES = {
-    "temp": _sampling_variable("temperature", values.at_least_0),
-    "top-p": _sampling_variable("top_p", _top_p),
-    "top-k": _sampling_variable("top_k", values.whole),
-    "min-p": _sampling_variable("min_p", values.probability),
-    "xtc-probability": _sampling_variable("xtc_probability", values.probability),
-    "xtc-threshold": _sampling_variable("xtc_threshold", values.up_to_a_half),
-    "max-tokens": _sampling_variable("max_tokens", values.max_tokens),
+    **{
+        name: _sampling_variable(field, flag.read)
+        for name, field in _SAMPLING_VARIABLES.items()
+        if (flag := SAMPLING_PARAMS[field].flag) is not None and flag.read is not None
+    },
     "seed": Variable(
         lambda settings: str(settings.seed),
         lambda settings, text: settings.set_seed(values.whole(text)),

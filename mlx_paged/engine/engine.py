@@ -40,7 +40,7 @@ from mlx_paged.engine.joining import check_steps_are_alike, join_ranks, least_bu
 from mlx_paged.engine.latencies import Latencies
 from mlx_paged.engine.model_runner import ModelRunner
 from mlx_paged.engine.options import (
-    PassedOnOptions,
+    EngineOptions,
     disk_tier_options,
     passed_on_names,
     split_options,
@@ -104,49 +104,7 @@ class Engine:
         model: as :func:`mlx_paged.load` returns it.
         tokenizer: for text prompts, text out, stop texts and the end of sequence; ``None`` is token
             ids only.
-        swap_bytes: host memory for the K/V of preempted requests, on top of the budget, in the same
-            notation; 0 never swaps. By default an eighth of the budget, if copying a token's K/V
-            takes less than computing them (:func:`is_swapping_cheaper`).
-        seed: of the seeds of requests that have none; by default fresh ones.
-        max_model_len: the most tokens that a prompt and its answer have together; by default the
-            context that the model was made for
-            (:func:`mlx_paged.models.context_length.context_length`), which is also the most.
-        run_ahead: whether a step is launched before the tokens of the one before are read, so that
-            the device does not wait for Python (vLLM: ``async_scheduling``). The tokens are the
-            same. By default where the cache allows it without copies: on Metal.
-        wired_limit: how much of MLX's memory stays wired, so that macOS does not page it out, until
-            :meth:`close` or the end of the engine: bytes such as ``"20G"``, or ``"recommended"``
-            for what Metal recommends. Nothing by default, since macOS's kernel may panic with it
-            (`docs/engine.md`, "Wired memory"). Without Metal it does nothing, and a warning says
-            so.
-        options: of the K/V cache, and fields of :class:`SchedulerConfig` (``max_num_seqs``,
-            ``max_num_batched_tokens``, ``max_num_mixed_tokens``, ``enable_prefix_caching``,
-            ``watermark``, ``priority_steps``, ``num_draft_tokens``, ``num_history_tokens``). Those
-            of the cache are
-
-            - ``kv``: ``"paged"``, or ``"basic"`` for contiguous K/V per sequence.
-            - ``block_size``: tokens per K/V block: 8, 16, 32 or 64.
-            - ``kv_cache_bytes``: the K/V budget, as :meth:`KVBudget.parse` reads it; by default a
-              share of the machine's memory. A limit, no allocation.
-            - ``kv_format``: the bits that K and V are quantised to as they are written: ``8``,
-              ``4``, or ``"K:8,V:4"``; ``"paged"`` only. By default they are stored as they are.
-            - ``backend``: ``"auto"``, ``"reference"`` or ``"metal"``.
-            - ``window``: keep the last ``window`` tokens of each sequence and its first ones, so
-              that it goes on without end in bounded memory (:class:`StreamingWindow`). There is
-              then no context limit but ``max_model_len``. All tokens by default.
-            - ``num_sink_tokens``: how many of the first tokens stay beside a window; 4 by default.
-            - ``draft_model``: a small model of the same vocabulary that makes the drafts, in the
-              place of what followed when a request's last tokens came before. Its K/V count in the
-              budget.
-
-            And those of the tier on disk (`docs/disk-tier.md`), which a paged cache of one rank
-            can have, are
-
-            - ``cache_dir``: a folder in which full blocks of K/V are kept, so that prompts with the
-              same beginning find them after a restart, and in other processes. None by default.
-            - ``cache_dir_size``: the most bytes that it takes, such as ``"20G"``, the default.
-            - ``cache_dir_ttl``: how long a block that nobody uses stays there: seconds, or
-              ``"12h"``, ``"7d"``. By default until its room is needed.
+        options: keyword arguments of :class:`EngineOptions`, of which each says what it does.
 
     Raises:
         ValueError: a setting out of its range, or a budget that holds no block.
@@ -158,14 +116,15 @@ class Engine:
         self,
         model: Module,
         tokenizer: TokenizerWrapper | None = None,
-        *,
-        swap_bytes: str | int | None = None,
-        seed: int | None = None,
-        max_model_len: int | None = None,
-        run_ahead: bool | None = None,
-        wired_limit: str | int | None = None,
-        **options: Unpack[PassedOnOptions],
+        **options: Unpack[EngineOptions],
     ):
+        # What stays with each rank, and need not be alike.
+        seed, run_ahead, wired_limit = (
+            options.pop("seed", None),
+            options.pop("run_ahead", None),
+            options.pop("wired_limit", None),
+        )
+        max_model_len, swap_bytes = options.get("max_model_len"), options.get("swap_bytes")
         checked, kv = check_model(model), options.get("kv", DEFAULT_KV)
         window = options.get("window")
         self.max_model_len = context_limit(checked.args, max_model_len, window)

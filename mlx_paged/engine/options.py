@@ -1,78 +1,31 @@
-"""The keyword arguments of :class:`Engine` by name and type, for functions that pass them on."""
+"""How an engine hands on its options: to its cache, its scheduler and its tier on disk."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, TypedDict, cast
-
-from mlx.nn.layers.base import Module
 
 from mlx_paged.config import DEFAULT_KV, DEFAULT_NUM_DRAFT_TOKENS, SchedulerConfig
 from mlx_paged.engine.disk_tier_options import DiskTierOptions
+from mlx_paged.engine_options import (
+    ENGINE_OPTIONS,
+    CacheDirOptions,
+    CacheOptions,
+    EngineOptions,
+    LoadedEngineOptions,
+)
 from mlx_paged.foreign_arguments import argument_names
 from mlx_paged.models.language_model import LanguageModel, model_type_of
 from mlx_paged.request import TokenRules
 
-
-class SchedulerOptions(TypedDict, total=False):
-    """Fields of :class:`SchedulerConfig` that a user may set."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_num_mixed_tokens: int
-    enable_prefix_caching: bool
-    watermark: float
-    priority_steps: int
-    num_history_tokens: int
-    num_draft_tokens: int | None
-
-
-class LoadedCacheOptions(TypedDict, total=False):
-    """The keyword arguments of :func:`make_kv_cache` that are no models."""
-
-    block_size: int
-    kv_cache_bytes: str | int | None
-    kv_format: str | int | None
-    backend: str
-    window: int | None
-    num_sink_tokens: int | None
-
-
-class CacheOptions(LoadedCacheOptions, total=False):
-    """The keyword arguments of :func:`make_kv_cache`."""
-
-    draft_model: Module | None
-
-
-class CacheDirOptions(TypedDict, total=False):
-    """The arguments of :meth:`DiskTierOptions.read`."""
-
-    cache_dir: str | Path | None
-    cache_dir_size: str | int | None
-    cache_dir_ttl: str | float | None
-
-
-class PassedOnOptions(CacheOptions, SchedulerOptions, CacheDirOptions, total=False):
-    """What :class:`Engine` hands on to its cache, its scheduler and its tier on disk."""
-
-    kv: str  # the kind of the cache
-
-
-class LoadedEngineOptions(LoadedCacheOptions, SchedulerOptions, CacheDirOptions, total=False):
-    """The keyword arguments of :class:`Engine` that are no models."""
-
-    kv: str
-    swap_bytes: str | int | None
-    seed: int | None
-    max_model_len: int | None
-    run_ahead: bool | None
-    wired_limit: str | int | None
-
-
-class EngineOptions(LoadedEngineOptions, total=False):
-    """The keyword arguments of :class:`Engine`."""
-
-    draft_model: Module | None
+__all__ = [
+    "CacheOptions",
+    "EngineOptions",
+    "LoadedEngineOptions",
+    "RequestOptions",
+    "disk_tier_options",
+    "passed_on_names",
+    "split_options",
+]
 
 
 class RequestOptions(TypedDict, total=False):
@@ -85,21 +38,22 @@ class RequestOptions(TypedDict, total=False):
 
 
 def passed_on_names() -> frozenset[str]:
-    """The names of what :class:`Engine` hands on."""
-    return frozenset(PassedOnOptions.__annotations__) | argument_names(SchedulerConfig)
+    """The names of an engine's options."""
+    return frozenset(ENGINE_OPTIONS)
 
 
 def split_options(
-    options: PassedOnOptions, max_model_len: int | None
+    options: EngineOptions, max_model_len: int | None
 ) -> tuple[CacheOptions, SchedulerConfig]:
     """Those of the cache, but for its kind, and those of the scheduler.
 
     A ``num_draft_tokens`` of ``None`` is ``DEFAULT_NUM_DRAFT_TOKENS`` with a draft model, and 0
     without one.
     """
+    scheduler_names = argument_names(SchedulerConfig) - {"max_model_len"}
     cache, scheduler = (
-        {name: value for name, value in options.items() if name in kind.__annotations__}
-        for kind in (CacheOptions, SchedulerOptions)
+        {name: value for name, value in options.items() if name in names}
+        for names in (CacheOptions.__annotations__, scheduler_names)
     )
     if scheduler.get("num_draft_tokens") is None:
         has_model = options.get("draft_model") is not None
@@ -109,7 +63,7 @@ def split_options(
 
 
 def disk_tier_options(
-    options: PassedOnOptions, config: SchedulerConfig, model: LanguageModel
+    options: EngineOptions, config: SchedulerConfig, model: LanguageModel
 ) -> DiskTierOptions | None:
     """The options of the tier on disk, if there is to be one.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from array import array
-from dataclasses import fields
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -13,21 +12,18 @@ import numpy as np
 from mlx_paged.engine.grammar import GrammarState
 from mlx_paged.engine.token_mask import TokenMask, needs_mask
 from mlx_paged.request import Request
+from mlx_paged.sampling_declarations import SAMPLING_PARAMS
 from mlx_paged.sampling_params import SamplingParams
 
 # The limit of penalties and temperatures, and its inverse that of top_p, so that no product leaves
 # float32: a scale of 0 would turn tokens that a filter removed into NaN.
 HUGE = 1e30
-# Under these settings alone, a row's draw depends on nothing but its logits and its position.
-ROW_SETTINGS = frozenset(
-    {
-        "n", "temperature", "top_p", "top_k", "min_p", "xtc_probability", "xtc_threshold",
-        "xtc_special_tokens", "seed", "logit_bias", "stop", "stop_token_ids",
-        "include_stop_str_in_output", "ignore_eos", "max_tokens", "logprobs", "prompt_logprobs",
-        "detokenize", "skip_special_tokens", "output_kind",
-    }
-)  # fmt: skip
-_DEFAULTS = SamplingParams()
+# Without these settings, a row's draw depends on nothing but its logits and its position.
+_CROSS_ROW_DEFAULTS = [
+    (name, getattr(SamplingParams(), name))
+    for name, param in SAMPLING_PARAMS.items()
+    if not param.per_row
+]
 COLDEST = 1e-6  # temperatures end here: a log-probability over a lower one leaves float32
 
 
@@ -97,9 +93,7 @@ class SamplingState:
             and not self.may_leave_nothing
         )
         self.draws_rows_together = all(
-            getattr(params, each.name) == getattr(_DEFAULTS, each.name)
-            for each in fields(params)
-            if each.name not in ROW_SETTINGS
+            getattr(params, name) == default for name, default in _CROSS_ROW_DEFAULTS
         )
         # Only the seed has a variable width, so no two triples have the same bytes.
         seed, index = int(request.seed), request.index

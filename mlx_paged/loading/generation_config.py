@@ -25,6 +25,11 @@ class SamplingDefaults:
     top_k: int | None = None
     min_p: float | None = None
 
+    @property
+    def said(self) -> dict[str, Any]:
+        """What is said there, by field of ``SamplingParams``."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
 
 def read_sampling_defaults(folder: Path) -> SamplingDefaults:
     """The sampling that a model's authors recommend; empty where they don't.

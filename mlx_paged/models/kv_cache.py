@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal, overload
+from typing import Literal, Unpack, overload
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
@@ -30,6 +30,7 @@ from mlx_paged.config import (
     KVBudget,
     StreamingWindow,
 )
+from mlx_paged.engine_options import CacheOptions
 from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.foreign_arguments import refuses_unknown_arguments
 from mlx_paged.memory import default_kv_cache_bytes
@@ -43,14 +44,7 @@ from mlx_paged.ops import check_backend_name
 def make_kv_cache(
     model: Module,
     kind: Literal["paged"] = "paged",
-    *,
-    block_size: int = DEFAULT_BLOCK_SIZE,
-    kv_cache_bytes: str | int | None = None,
-    kv_format: str | int | None = None,
-    backend: str = DEFAULT_BACKEND,
-    window: int | None = None,
-    num_sink_tokens: int | None = None,
-    draft_model: Module | None = None,
+    **options: Unpack[CacheOptions],
 ) -> PagedKVCache: ...
 
 
@@ -58,14 +52,7 @@ def make_kv_cache(
 def make_kv_cache(
     model: Module,
     kind: Literal["basic"],
-    *,
-    block_size: int = DEFAULT_BLOCK_SIZE,
-    kv_cache_bytes: str | int | None = None,
-    kv_format: str | int | None = None,
-    backend: str = DEFAULT_BACKEND,
-    window: int | None = None,
-    num_sink_tokens: int | None = None,
-    draft_model: Module | None = None,
+    **options: Unpack[CacheOptions],
 ) -> ContiguousKVCache: ...
 
 
@@ -73,55 +60,31 @@ def make_kv_cache(
 def make_kv_cache(
     model: Module,
     kind: str,
-    *,
-    block_size: int = DEFAULT_BLOCK_SIZE,
-    kv_cache_bytes: str | int | None = None,
-    kv_format: str | int | None = None,
-    backend: str = DEFAULT_BACKEND,
-    window: int | None = None,
-    num_sink_tokens: int | None = None,
-    draft_model: Module | None = None,
+    **options: Unpack[CacheOptions],
 ) -> KVCache: ...
 
 
-@refuses_unknown_arguments("cache")
+@refuses_unknown_arguments("cache", also=lambda: frozenset(CacheOptions.__annotations__))
 def make_kv_cache(
     model: Module,
     kind: str = DEFAULT_KV,
-    *,
-    block_size: int = DEFAULT_BLOCK_SIZE,
-    kv_cache_bytes: str | int | None = None,
-    kv_format: str | int | None = None,
-    backend: str = DEFAULT_BACKEND,
-    window: int | None = None,
-    num_sink_tokens: int | None = None,
-    draft_model: Module | None = None,
+    **options: Unpack[CacheOptions],
 ) -> KVCache:
     """An empty cache for ``model``, in the dtype of its activations unless ``kv_format`` says
     otherwise (mlx-lm: ``make_prompt_cache``).
 
     Args:
         kind: ``"paged"`` or ``"basic"`` (contiguous).
-        block_size: tokens per block: 8, 16, 32 or 64.
-        kv_cache_bytes: the budget, as :meth:`KVBudget.parse` reads it; by default a share of the
-            machine's memory.
-        kv_format: the bits that K and V are quantised to as they are written: ``8``, ``4``, or for
-            each ``"K:8,V:4"``; a paged cache only. By default they are stored as they are. Numbers
-            share a scale and a bias in groups of 64, of 32 where that does not divide a row. The
-            model writes 64 tokens then, and a warning says if its predictions suffer.
-        backend: ``"auto"``, ``"reference"`` or ``"metal"``; a basic cache attends with MLX's own
-            SDPA whatever it is.
-        window, num_sink_tokens: keep the first ``num_sink_tokens`` (default: 4) and the last
-            ``window`` tokens of each sequence (:class:`StreamingWindow`); all by default. Paged
-            only.
-        draft_model: its layers are put behind those of the model.
+        options: keyword arguments of :class:`CacheOptions`, of which each says what it does. The
+            layers of a ``draft_model`` are put behind those of the model.
 
     Raises:
         ValueError: no model of :func:`mlx_paged.load`, an unknown kind, block size or backend, a
             budget that can't be read or holds no block, or a format or a window that can't be read
             or had for this model, this kind or this backend.
     """
-    checked = check_model(model)
+    checked, draft_model = check_model(model), options.get("draft_model")
+    backend = options.get("backend", DEFAULT_BACKEND)
     for name, value in (("kind", kind), ("backend", backend)):
         if not isinstance(value, str):
             raise ValueError(f"[kv cache] {name} must be a text, got {shown(value)}")
@@ -130,19 +93,20 @@ def make_kv_cache(
             f"[kv cache] unknown cache mode {shown(kind)}; supported: {', '.join(KV_CACHES)}"
         )
     check_backend_name(backend)  # a basic cache has no backend, and would not ask
+    block_size = options.get("block_size", DEFAULT_BLOCK_SIZE)
     block_size = check_integer("kv cache", "block_size", block_size, 1)
-    budget = kv_budget(kv_cache_bytes, model, draft_model)
+    budget = kv_budget(options.get("kv_cache_bytes"), model, draft_model)
     if kind == "basic" and not checked.runs_packed:
         raise ArgumentError(
             f"[kv cache] kv='basic' can't hold a model that runs one sequence at a time, as "
             f"{model_type_of(checked)} does; use kv='paged'",
             "kv",
         )
-    streaming = _streaming_window(kind, window, num_sink_tokens)
+    streaming = _streaming_window(kind, options.get("window"), options.get("num_sink_tokens"))
     specs = checked.layer_specs
     if draft_model is not None:
         specs = [*specs, *check_model(draft_model).layer_specs]
-    bits = KVBits.parse(kv_format)
+    bits = KVBits.parse(options.get("kv_format"))
     stored = stored_as(bits, specs)
     if kind == "basic":
         return ContiguousKVCache(KVCacheConfig.within(budget, stored, block_size))

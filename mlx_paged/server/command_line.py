@@ -10,12 +10,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from mlx_paged.command_line import flags, parser, values
-from mlx_paged.config import (
-    DEFAULT_MAX_NUM_BATCHED_TOKENS,
-    DEFAULT_MAX_NUM_MIXED_TOKENS,
-    SchedulerConfig,
-)
+from mlx_paged import flag_values as values
+from mlx_paged.command_line import flags, parser
 from mlx_paged.errors import ArgumentError, shown, system_reason
 from mlx_paged.server.http.api_keys import read_api_keys
 from mlx_paged.server.settings import (
@@ -23,14 +19,14 @@ from mlx_paged.server.settings import (
     DEFAULT_HOST,
     DEFAULT_MAX_BODY_BYTES,
     DEFAULT_MAX_QUEUE_LEN,
-    DEFAULT_NUM_HISTORY_TOKENS,
     DEFAULT_PORT,
     DEFAULT_STEP_TIMEOUT,
     ServerSettings,
 )
 
 # Options of the engine that flags are handed on as: LoadedEngineOptions, all of them.
-ENGINE_FLAGS = {
+ENGINE_FLAGS = flags.engine_flags("server")
+_FLAGS = {
     "backend": "--backend",
     "block_size": "--block-size",
     "cache_dir": "--cache-dir",
@@ -74,9 +70,6 @@ _OTHER_FLAGS = {
     "default_chat_template_kwargs": "--chat-template-args",
 }
 _HOST_NAME = re.compile(r"[A-Za-z0-9._-]{1,253}|\[[0-9a-fA-F:.]+\]")
-DEFAULT_MAX_NUM_SEQS = SchedulerConfig.max_num_seqs
-DEFAULT_WATERMARK = SchedulerConfig.watermark
-DEFAULT_PRIORITY_STEPS = SchedulerConfig.priority_steps
 
 
 def setup_arg_parser(prog: str | None = None) -> argparse.ArgumentParser:
@@ -97,15 +90,10 @@ def setup_arg_parser(prog: str | None = None) -> argparse.ArgumentParser:
     _add_access_flags(server)
     _add_limit_flags(server)
     _add_log_flags(server)
-    flags.add_sampling_flags(server)
+    flags.add_sampling_flags(server, "server")
     flags.add_generation_config_flag(server)
     _add_template_flags(server)
-    flags.add_cache_flags(server)
-    flags.add_cache_dir_flags(server)
-    flags.add_draft_flags(server)
-    flags.add_backend_flag(server)
-    flags.add_wired_limit_flag(server)
-    _add_scheduler_flags(server)
+    flags.add_engine_flags(server, "server")
     server.add_version()
     return server
 
@@ -234,79 +222,6 @@ def _add_template_flags(server: argparse.ArgumentParser) -> None:
     flags.add_no_thinking_flag(server)
 
 
-def _add_scheduler_flags(server: argparse.ArgumentParser) -> None:
-    add = server.add_argument
-    add(
-        "--max-num-seqs",
-        type=values.positive,
-        default=DEFAULT_MAX_NUM_SEQS,
-        metavar="N",
-        help="sequences that run at once (default: %(default)s)",
-    )
-    add(
-        "--max-num-batched-tokens",
-        "--prefill-step-size",
-        type=values.positive,
-        default=DEFAULT_MAX_NUM_BATCHED_TOKENS,
-        metavar="N",
-        help="prompt tokens computed at a time (default: %(default)s)",
-    )
-    add(
-        "--max-num-mixed-tokens",
-        type=values.positive,
-        default=DEFAULT_MAX_NUM_MIXED_TOKENS,
-        metavar="N",
-        help="the same while answers run, which wait for each step (default: %(default)s)",
-    )
-    add(
-        "--watermark",
-        type=values.below_1,
-        default=DEFAULT_WATERMARK,
-        help="share of the blocks that stays free when a request is admitted beside others "
-        "(default: %(default)s)",
-    )
-    add(
-        "--priority-steps",
-        type=values.positive,
-        default=DEFAULT_PRIORITY_STEPS,
-        metavar="N",
-        help="steps by which a priority higher by 1 sets a request back in the queue; running "
-        "requests are not interrupted (default: %(default)s)",
-    )
-    add(
-        "--swap-bytes",
-        type=values.budget_or_0,
-        metavar="N",
-        help="host memory for the K/V of preempted requests, on top of the budget; 0 never swaps "
-        "(default: an eighth of the budget where that is faster than computing them again)",
-    )
-    add(
-        "--no-enable-prefix-caching",
-        dest="enable_prefix_caching",
-        action="store_false",
-        help="do not share the K/V of equal beginnings",
-    )
-    add(
-        "--num-history-tokens",
-        type=values.whole,
-        default=DEFAULT_NUM_HISTORY_TOKENS,
-        metavar="N",
-        help="tokens of past requests that are remembered, to say why no more of a prompt was "
-        "cached; 0 says nothing (default: %(default)s)",
-    )
-    add(
-        "--run-ahead",
-        action=argparse.BooleanOptionalAction,
-        help="launch a step before the tokens of the one before are read "
-        "(default: where the cache allows it without copies)",
-    )
-    add(
-        "--seed",
-        type=values.whole,
-        help="seed of the requests that have none (default: a fresh one for each)",
-    )
-
-
 def read_settings(args: argparse.Namespace) -> ServerSettings:
     """The settings that the flags say.
 
@@ -334,10 +249,7 @@ def read_settings(args: argparse.Namespace) -> ServerSettings:
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The keyword arguments of the engine that the flags say, all of ``LoadedEngineOptions``."""
-    return {
-        option: getattr(args, "kv_bits" if option == "kv_format" else option)
-        for option in ENGINE_FLAGS
-    }
+    return flags.engine_options(args, "server")
 
 
 def template_options(args: argparse.Namespace) -> dict[str, Any]:

@@ -189,8 +189,6 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
     Raises:
         ValueError, RuntimeError: it can't be loaded, or an option is wrong.
     """
-    from dataclasses import asdict
-
     from mlx_paged.command_line.flags import chosen_sampling
     from mlx_paged.engine.async_engine import AsyncEngine
     from mlx_paged.loading import SamplingDefaults, read_sampling_defaults
@@ -200,7 +198,6 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
 
     options, folder = template_options(args), _folder_of(args)
     own = SamplingDefaults() if args.no_generation_config else read_sampling_defaults(folder)
-    said = {name: value for name, value in asdict(own).items() if value is not None}
     model, tokenizer, chosen = _load(args, folder)
     engine = AsyncEngine(model, tokenizer, **chosen)
 
@@ -219,7 +216,7 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
         engine,
         tokenizer,
         model_names=tuple(args.served_model_name or [_model_name(args.model)]),
-        defaults=SamplingDefaults(**chosen_sampling(args, said)),
+        defaults=chosen_sampling(args, own.said),
         max_tokens=None if args.max_tokens == -1 else args.max_tokens,
         template_options=options,
         created=int(time.time()),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from mlx_paged.argument_values import kind_of
 from mlx_paged.errors import ArgumentError, shown
+from mlx_paged.sampling_declarations import SAMPLING_PARAMS
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.fields import Fields
@@ -18,19 +20,6 @@ MAX_WORDS = 1000
 MAX_WORDS_LEN = 2**16  # characters of all of them, which are encoded twice
 MAX_TOKEN_IDS = 2**18  # the largest vocabularies have about as many
 
-_NUMBERS = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "xtc_probability",
-    "xtc_threshold",
-)
-_INTEGERS = ("top_k", "seed", "n", "min_tokens", "prompt_logprobs")
-_BOOLEANS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
-_TOKEN_IDS = ("stop_token_ids", "allowed_token_ids", "xtc_special_tokens")
 # What vLLM can do beside, and the only values that say what happens here.
 _FIXED: dict[str, tuple[object, ...]] = {
     "use_beam_search": (False,),
@@ -50,15 +39,17 @@ def read_sampling(fields: Fields, defaults: SamplingParams, **values: Any) -> Sa
     Raises:
         ApiError: a value that can't be, named; 400.
     """
-    for names, read in (
-        (_NUMBERS, fields.number),
-        (_INTEGERS, fields.integer),
-        (_BOOLEANS, fields.boolean),
-    ):
-        values |= {name: read(name) for name in names if fields.has(name)}
-    for name in _TOKEN_IDS:
-        if fields.has(name):
-            values[name] = fields.integers(name, MAX_TOKEN_IDS)
+    read: dict[str, Callable[[str], object]] = {
+        "number": fields.number,
+        "integer": fields.integer,
+        "boolean": fields.boolean,
+        "tokens": lambda name: fields.integers(name, MAX_TOKEN_IDS),
+    }
+    values |= {
+        name: read[param.wire](name)
+        for name, param in SAMPLING_PARAMS.items()
+        if param.wire is not None and fields.has(name)
+    }
     if fields.has("stop"):
         values["stop"] = fields.texts("stop", MAX_STOPS, MAX_STOPS_LEN)
     if fields.has("bad_words"):

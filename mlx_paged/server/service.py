@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.engine.async_engine import AsyncEngine
 from mlx_paged.engine.token_texts import TokenTexts
 from mlx_paged.errors import PromptTooLongError
-from mlx_paged.loading import SamplingDefaults
 from mlx_paged.request import RequestOutput, TokenRules
 from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
 from mlx_paged.server.answers.kept_answers import KeptAnswers
@@ -76,7 +75,7 @@ class Service:
     engine: AsyncEngine
     tokenizer: TokenizerWrapper
     model_names: tuple[str, ...]
-    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     max_tokens: int | None = None
     template_options: dict[str, object] = field(default_factory=dict)
     created: int = 0
@@ -117,9 +116,8 @@ class Service:
         """What is sampled with where a request does not say: the model's own recommendation, and
         else what the interfaces of OpenAI and Anthropic promise. Answers end with the context.
         """
-        wanted = {name: value for name, value in vars(self.defaults).items() if value is not None}
         return SamplingParams(
-            **{"temperature": DEFAULT_TEMPERATURE, **wanted},
+            **{"temperature": DEFAULT_TEMPERATURE, **self.defaults},
             max_tokens=self.max_tokens,
             output_kind=RequestOutputKind.DELTA,
         )

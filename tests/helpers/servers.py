@@ -77,7 +77,7 @@ def make_service(
         engine,
         tokenizer,
         model_names=tuple(model_names),
-        defaults=read_sampling_defaults(folder),
+        defaults=read_sampling_defaults(folder).said,
         created=int(time.time()),
     )
 

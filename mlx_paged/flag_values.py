@@ -56,6 +56,11 @@ def probability(text: str) -> float:
     return _number(text, float, 0, 1, "within 0..1")
 
 
+def probability_or_off(text: str) -> float:
+    """0 is off, which is 1, as in mlx-lm."""
+    return probability(text) or 1.0
+
+
 def up_to_a_half(text: str) -> float:
     return _number(text, float, 0, 0.5, "within 0..0.5")
 

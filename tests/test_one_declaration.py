@@ -1,0 +1,202 @@
+"""An option of an engine and a sampling parameter take one declaration each: flags, checks,
+refusals, types and tables follow from it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from paged_testing.option_tables import PAGE, with_tables
+
+from mlx_paged.config import SchedulerConfig
+from mlx_paged.engine_options import ENGINE_OPTIONS, EngineOptions
+from mlx_paged.sampling_declarations import SAMPLING_PARAMS
+from mlx_paged.sampling_params import SamplingParams
+
+REPOSITORY = Path(__file__).parent.parent
+
+PARAM = """    dummy_share: Annotated[
+        float,
+        Param(
+            "a share that does nothing, 0 to 1.",
+            Flag(flag_values.probability),
+            elsewhere="their_share",
+            check=_SHARE,
+            wire="number",
+        ),
+    ] = 0.25
+"""
+OPTION = """    dummy_limit: Annotated[
+        int | None,
+        Option(
+            "a limit that does nothing.",
+            Flag(flag_values.positive, metavar="N"),
+            elsewhere="their_limit",
+        ),
+    ]
+"""
+PROBE = """
+from mlx_paged import Engine, LLM, SamplingParams, demo_model_path, load
+from mlx_paged.chat.command_line import setup_arg_parser as chat_parser
+from mlx_paged.command_line.flags import chosen_sampling, engine_options
+from mlx_paged.engine.sampling_state import _CROSS_ROW_DEFAULTS
+from mlx_paged.server.command_line import setup_arg_parser as server_parser
+from mlx_paged.server.fields import Fields
+from mlx_paged.server.sampling_fields import read_sampling
+
+for program, parser in (("chat", chat_parser("x")), ("server", server_parser("x"))):
+    args = parser.parse_args(["--dummy-limit", "7", "--dummy-share", "0.5"])
+    print(engine_options(args, program)["dummy_limit"], chosen_sampling(args, {})["dummy_share"])
+    print(engine_options(parser.parse_args([]), program)["dummy_limit"])
+print(read_sampling(Fields({"dummy_share": 0.75}), SamplingParams()).dummy_share)
+print(("dummy_share", 0.25) in _CROSS_ROW_DEFAULTS)
+engine = Engine(*load(demo_model_path()), kv_cache_bytes="64blocks", dummy_limit=3)
+engine.add_request("a", "Once", SamplingParams(dummy_share=1, max_tokens=1))
+print(engine.step()[0].finished)
+
+def refused(call, **arguments):
+    try:
+        call(**arguments)
+    except (TypeError, ValueError) as error:
+        print(error)
+
+refused(SamplingParams, dummy_share=2)
+refused(SamplingParams, their_share=1)
+refused(LLM, model="x", their_limit=1)
+refused(SamplingParams, dummy_limit=1)
+"""
+SAID = """\
+7 0.5
+None
+7 0.5
+None
+0.75
+True
+True
+[sampling_params] dummy_share must be a number within 0..1, got 2
+SamplingParams() has no argument 'their_share': use dummy_share
+LLM() has no argument 'their_limit': use dummy_limit
+SamplingParams() has no argument 'dummy_limit': give it where the engine is made, \
+LLM(..., dummy_limit=...)
+"""
+USER = """
+from mlx_paged import LLM, AsyncEngine, Engine, SamplingParams, load
+
+model, tokenizer = load("a model")
+LLM("x", dummy_limit=3)
+Engine(model, dummy_limit=None)
+AsyncEngine(model, dummy_limit=3)
+SamplingParams(dummy_share=0.5)
+LLM("x", dummy_limit="many")
+SamplingParams(dummy_share="some")
+"""
+CONFIG = """
+[mypy]
+strict = true
+
+[mypy-transformers.*]
+follow_imports = skip
+"""
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a copy of the package in which each dummy is declared, and nothing else."""
+    folder = tmp_path_factory.mktemp("copy")
+    for name in ("mlx_paged", "metal", "tools/paged_testing"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(REPOSITORY / name, folder / name, ignore=ignored)
+    (folder / "docs").mkdir()
+    shutil.copy(PAGE, folder / "docs" / PAGE.name)
+    for file, before, declaration in (
+        ("sampling_declarations.py", "    output_kind: Annotated[", PARAM),
+        ("engine_options.py", "    swap_bytes: Annotated[", OPTION),
+    ):
+        path = folder / "mlx_paged" / file
+        text = path.read_text()
+        assert text.count(before) == 1
+        path.write_text(text.replace(before, declaration + before))
+    return folder
+
+
+def run(folder: Path, *words: str) -> str:
+    """What Python says in the copy."""
+    path = os.pathsep.join((str(folder), str(folder / "tools")))
+    environment = {**os.environ, "PYTHONPATH": path, "MYPYPATH": str(folder), "COLUMNS": "100"}
+    command = [sys.executable, *words]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode in (0, 1), done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("program", ["chat", "server"])
+def test_a_declared_dummy_is_in_the_help_of_both_programs(copy: Path, program: str):
+    text = run(copy, "-m", f"mlx_paged.{program}", "--help")
+    assert re.search(r"--dummy-limit N +a limit that does nothing \(default: none\)\n", text)
+    assert re.search(
+        r"--dummy-share DUMMY_SHARE\n +a share that does nothing, 0 to 1 \(default: 0.25\)\n", text
+    )
+
+
+def test_a_declared_dummy_is_parsed_checked_read_from_the_wire_and_refused_by_other_names(
+    copy: Path,
+):
+    assert run(copy, "-c", PROBE) == SAID
+
+
+def test_a_declared_dummy_is_in_the_tables_of_the_docs(copy: Path):
+    run(copy, "-m", "paged_testing.option_tables")
+    page = (copy / "docs" / PAGE.name).read_text()
+    own = PAGE.read_text()
+    assert set(page.splitlines()) - set(own.splitlines()) == {
+        "| `dummy_limit` | `int \\| None` | none | a limit that does nothing. | `--dummy-limit` | "
+        "`their_limit` |",
+        "| `dummy_share` | `float` | `0.25` | a share that does nothing, 0 to 1. | "
+        "`--dummy-share` | `their_share` |",
+    }
+
+
+@pytest.mark.slow
+def test_a_declared_dummy_is_a_typed_keyword_for_mypy(copy: Path):
+    pytest.importorskip("mypy", reason="mypy is not installed; pip install -e '.[test]' brings it")
+    (copy / "mypy.ini").write_text(CONFIG)
+    (copy / "user.py").write_text(USER)
+    words = ("-m", "mypy", "--no-error-summary", "--cache-dir", "cache", "user.py")
+    errors = [line for line in run(copy, *words).splitlines() if line.startswith("user.py")]
+    assert [(line.split(":")[1], line.rpartition("[")[2]) for line in errors] == [
+        ("9", "arg-type]"),
+        ("10", "arg-type]"),
+    ]
+
+
+def test_the_tables_of_the_docs_are_those_of_the_declarations():
+    """``python -m paged_testing.option_tables``, in tools/, writes them."""
+    assert PAGE.read_text() == with_tables(PAGE.read_text())
+
+
+def test_everything_that_can_be_given_is_declared():
+    assert list(SAMPLING_PARAMS) == [each.name for each in fields(SamplingParams)]
+    assert list(ENGINE_OPTIONS) == list(EngineOptions.__annotations__)
+    assert {each.name for each in fields(SchedulerConfig)} <= ENGINE_OPTIONS.keys()
+    for name, each in {**SAMPLING_PARAMS, **ENGINE_OPTIONS}.items():
+        assert each.help.endswith("."), name
+        assert f"        {name}: " in (SamplingParams.__doc__ or "") or name in ENGINE_OPTIONS
+
+
+def test_the_tables_of_the_readme_name_what_is_declared():
+    readme = (REPOSITORY / "README.md").read_text()
+    for header, declared in (
+        ("| parameter | |", set(SAMPLING_PARAMS)),
+        ("| option | default | |", set(ENGINE_OPTIONS)),
+    ):
+        rows = readme.split(header + "\n")[1].split("\n\n")[0].splitlines()[1:]
+        names = {name for row in rows for name in re.findall(r"`(\w+)`", row.split(" | ")[0])}
+        assert names <= declared
+    assert set(re.findall(r"`(\w+)`", readme)) >= set(SAMPLING_PARAMS)
