@@ -107,7 +107,7 @@ class ContiguousKVCache(KVCache):
     together are no longer than the budget.
 
     Raises:
-        ArgumentError: a layer's format is not dense.
+        ArgumentError: a layer's rows are not stored as they are computed.
     """
 
     kind = "basic"
@@ -115,7 +115,7 @@ class ContiguousKVCache(KVCache):
 
     def __init__(self, config: KVCacheConfig, initial_blocks: int = INITIAL_BLOCKS):
         for spec in config.layers:
-            if not spec.format.is_dense:
+            if not spec.format.is_as_computed:
                 raise ArgumentError(
                     f"[kv cache] kv_format: a basic cache stores K/V in the model's dtype and not "
                     f"as {spec.format}; use kv='paged' or leave kv_format out",

@@ -47,7 +47,7 @@ def token_in_words(cache: KVCache) -> str:
 
 def budget_in_words(cache: KVCache) -> str:
     config, size = cache.config, nbytes_in_words(cache.config.nbytes)
-    token = "" if config.layers[0].format.is_dense else f", {token_in_words(cache)}"
+    token = "" if config.layers[0].format.is_as_computed else f", {token_in_words(cache)}"
     return f"{config.num_blocks:,} blocks of {config.block_size} tokens, {size}{token}"
 
 

@@ -398,11 +398,8 @@ def _computer(cache: PagedKVCache) -> str:
 
 def _described(spec: LayerSpec) -> str:
     window = "" if spec.window is None else f", window {spec.window}"
-    form = str(spec.format)
-    if not spec.format.is_dense:
-        form = f"stored as {form}, with {spec.format.key.dtype} scales"
     widths = f"K {spec.key_dim} and V {spec.value_dim} wide"
-    return f"{spec.num_kv_heads} heads, {widths}{window}, {form}"
+    return f"{spec.num_kv_heads} heads, {widths}{window}, {spec.format.description}"
 
 
 def _kept(retention: Retention) -> str:

@@ -6,7 +6,15 @@ from mlx_paged.ops.attention_plan import AttentionPlan, PlanKey
 from mlx_paged.ops.backend import Backend, BackendError
 from mlx_paged.ops.choose import BACKENDS, check_backend_name, choose_backend
 from mlx_paged.ops.copy_detector import CopyDetector
-from mlx_paged.ops.formats import AffineFormat, DenseFormat, HostParts, KVFormat, Parts, RowFormat
+from mlx_paged.ops.formats import (
+    AffineFormat,
+    DenseFormat,
+    HostParts,
+    KVFormat,
+    Parts,
+    RowFormat,
+    affine_name,
+)
 from mlx_paged.ops.kv_handle import KVHandle
 from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, SlotMapping, StepState
 from mlx_paged.ops.prefill import attend_densely, attend_to_latents
@@ -32,6 +40,7 @@ __all__ = [
     "RowFormat",
     "SlotMapping",
     "StepState",
+    "affine_name",
     "attend_densely",
     "attend_to_latents",
     "check_backend_name",

@@ -1,4 +1,4 @@
-"""What rows of K and V look like in memory: the only room that knows.
+"""What rows of K and V look like in memory, and which kernels read them: only this module knows.
 
 A row is one head of one token, ``[..., width]``. A format stores rows as *parts*: arrays that are
 alike in all axes but the last one. Dense rows have one part. Affine rows have three, as
@@ -40,6 +40,18 @@ class BlockPairs(NamedTuple):
 
 
 @dataclass(frozen=True)
+class FormatKernels:
+    """The Metal kernels for a format, by their names in ``kernels``."""
+
+    attention: str
+    # Gathers blocks and decodes them; None where rows are numbers as they are, which are copied
+    # whatever their widths.
+    dequantize: str | None = None
+    # What both are instantiated with beside the dtype and the width of a row.
+    template: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True)
 class RowFormat(ABC):
     """How rows of K, or of V, are stored.
 
@@ -54,6 +66,9 @@ class RowFormat(ABC):
     dtype: str = "float32"
 
     part_names: ClassVar[tuple[str, ...]]
+    # How many numbers, each at most 1 where those that were encoded are, the value that is decoded
+    # is a sum of.
+    num_terms: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         if self.dtype not in DENSE_DTYPES:
@@ -116,6 +131,28 @@ class RowFormat(ABC):
             ``block_size``, in float32.
         """
 
+    @property
+    def rotates_keys(self) -> bool:
+        """Whether keys in this format are rotated before they are encoded."""
+        return False
+
+    def kernels(self, values: RowFormat) -> FormatKernels:
+        """Those for K in this format and V in the format ``values``.
+
+        Raises:
+            ValueError: there are none, with the reason.
+        """
+        raise ValueError("only plain MLX reads it")
+
+    def stock_quantisation(self, values: RowFormat) -> dict[str, int] | None:
+        """What mlx-lm's ``QuantizedKVCache`` is made with for K in this format and V in the format
+        ``values``; ``None`` where mlx-lm's other caches hold such rows.
+
+        Raises:
+            ValueError: mlx-lm has no cache for them, with the reason.
+        """
+        raise ValueError("mlx-lm has no such format")
+
     def to_host(self, parts: Parts) -> HostParts:
         """A copy of stored rows in host memory, bit for bit."""
         # numpy has no bfloat16.
@@ -141,6 +178,16 @@ class DenseFormat(RowFormat):
 
     def width(self, parts: Parts) -> int:
         return parts[0].shape[-1]
+
+    def kernels(self, values: RowFormat) -> FormatKernels:
+        if not isinstance(values, DenseFormat):
+            raise ValueError("K and V are both dense there, or both quantised")
+        return FormatKernels("paged_attention")
+
+    def stock_quantisation(self, values: RowFormat) -> dict[str, int] | None:
+        if not isinstance(values, DenseFormat):
+            raise ValueError("mlx-lm quantises both or none")
+        return None
 
     def encode(self, rows: mx.array) -> Parts:
         return (rows.astype(self.mx_dtype),)
@@ -179,6 +226,7 @@ class AffineFormat(RowFormat):
     group_size: int = GROUP_SIZES[0]
 
     part_names = ("values", "scales", "biases")
+    num_terms = 3  # scale * n is within -2..2, the bias within -1..1
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -206,7 +254,29 @@ class AffineFormat(RowFormat):
         )
 
     def __str__(self) -> str:
-        return f"{self.bits} bits in groups of {self.group_size}"
+        return affine_name(self.bits, self.group_size)
+
+    @property
+    def rotates_keys(self) -> bool:
+        return self.bits == 4
+
+    def kernels(self, values: RowFormat) -> FormatKernels:
+        if not isinstance(values, AffineFormat):
+            raise ValueError("K and V are both dense there, or both quantised")
+        if self.group_size != values.group_size:
+            raise ValueError("K and V have groups of one size there")
+        bits = ("KEY_BITS", self.bits), ("VALUE_BITS", values.bits)
+        template = (*bits, ("SCALE_GROUP", self.group_size))
+        return FormatKernels("paged_attention_affine", "dequantize_blocks", template)
+
+    def stock_quantisation(self, values: RowFormat) -> dict[str, int] | None:
+        if not isinstance(values, AffineFormat):
+            raise ValueError("mlx-lm quantises both or none")
+        if self.rotates_keys:
+            raise ValueError("keys of 4 bits are rotated here, and mlx-lm would not rotate back")
+        if (self.bits, self.group_size) != (values.bits, values.group_size):
+            raise ValueError("mlx-lm has the same bits and groups for K and V")
+        return {"group_size": self.group_size, "bits": self.bits}
 
     def part_shapes(self, width: int) -> tuple[tuple[int, mx.Dtype], ...]:
         if width % self.group_size:
@@ -274,6 +344,11 @@ class AffineFormat(RowFormat):
         )
 
 
+def affine_name(bits: int, group_size: int) -> str:
+    """How affine rows are named in messages and files, those of other packages among them."""
+    return f"{bits} bits in groups of {group_size}"
+
+
 @dataclass(frozen=True)
 class KVFormat:
     """How a layer stores K and V.
@@ -316,8 +391,6 @@ class KVFormat:
             )
 
     def __str__(self) -> str:
-        if self.is_dense:
-            return str(self.key)
         return str(self.key) if self.key == self.value else f"K {self.key}, V {self.value}"
 
     def __hash__(self) -> int:
@@ -328,12 +401,35 @@ class KVFormat:
         return hash((self.key, self.value))
 
     @cached_property
-    def is_dense(self) -> bool:
-        return isinstance(self.key, DenseFormat) and isinstance(self.value, DenseFormat)
+    def is_as_computed(self) -> bool:
+        """Whether rows are stored as the model computes them, a number of :attr:`dtype` each."""
+        return self == KVFormat.dense(self.dtype)
+
+    @property
+    def description(self) -> str:
+        """The name, with all else that the stored bytes depend on."""
+        if self.is_as_computed:
+            return str(self)
+        return f"stored as {self}, with {self.key.dtype} scales"
 
     @cached_property
     def rotates_keys(self) -> bool:
-        return isinstance(self.key, AffineFormat) and self.key.bits == 4
+        return self.key.rotates_keys
+
+    @cached_property
+    def kernels(self) -> FormatKernels:
+        """The Metal kernels for it; raises ``ValueError`` with the reason where there are none."""
+        return self.key.kernels(self.value)
+
+    @property
+    def stock_quantisation(self) -> dict[str, int] | None:
+        """Of :meth:`RowFormat.stock_quantisation`, and raises what that does."""
+        return self.key.stock_quantisation(self.value)
+
+    @property
+    def num_terms(self) -> int:
+        """The most that :attr:`RowFormat.num_terms` is for K or V."""
+        return max(self.key.num_terms, self.value.num_terms)
 
     @property
     def dtype(self) -> mx.Dtype:

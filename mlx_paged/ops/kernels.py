@@ -20,7 +20,7 @@ from typing import Protocol, TypeAlias, cast
 import mlx.core as mx
 
 from mlx_paged.ops.attention_plan import MERGE_STREAMS, SIMD_SIZE, AttentionPlan, cut_rows
-from mlx_paged.ops.formats import AffineFormat, DenseFormat, KVFormat, Parts
+from mlx_paged.ops.formats import KVFormat, Parts
 from mlx_paged.ops.gather_plan import GatherPlan
 from mlx_paged.ops.kv_handle import KVHandle
 from mlx_paged.ops.metadata import MIN_ELEMENTS, StoredRows, padded
@@ -85,22 +85,21 @@ class MetalKernel(Protocol):
 
 @cache
 def why_unsupported(key_dim: int, value_dim: int, block_size: int, format: KVFormat) -> str | None:
-    """What of a slab's shape or format no kernel can write and read, or ``None``. Dense rows are
-    copied whatever their widths.
+    """What of a slab's shape or format no kernel can write and read, or ``None``. Rows that are
+    numbers as they are are copied whatever their widths.
     """
     if block_size not in BLOCK_SIZES:
         return _no_kernel("block_size", block_size, BLOCK_SIZES)
-    key, value = format.key, format.value
-    if isinstance(key, DenseFormat) and isinstance(value, DenseFormat):
+    try:
+        found = format.kernels
+    except ValueError as error:
+        return f"{format} has no Metal kernel: {error}"
+    if found.dequantize is None:
         return None
     if key_dim != value_dim:
         return f"key_dim {key_dim} beside value_dim {value_dim} has no Metal kernel in {format}"
     if key_dim not in HEAD_DIMS:
         return _no_kernel("head_dim", key_dim, HEAD_DIMS)
-    if not isinstance(key, AffineFormat) or not isinstance(value, AffineFormat):
-        return f"{format} has no Metal kernel: K and V are both dense there, or both quantised"
-    if key.group_size != value.group_size:
-        return f"{format} has no Metal kernel: K and V have groups of one size there"
     return None
 
 
@@ -167,14 +166,17 @@ def gather(kv: KVHandle, plan: GatherPlan, part: int = 0) -> Launch:
     )
 
 
-def dequantize(kv: KVHandle, plan: GatherPlan) -> Launch:
-    """What :func:`gather` does, of affine slabs and dequantised: ``[num_tokens * num_kv_heads,
-    head_dim]`` each, in the dtype of ``kv``.
+def gather_numbers(kv: KVHandle, plan: GatherPlan) -> Launch:
+    """What :func:`gather` does, of what the rows stand for: ``[num_tokens * num_kv_heads,
+    key_dim or value_dim]``, in the dtype of ``kv``.
     """
+    name = kv.format.kernels.dequantize
+    if name is None:
+        return gather(kv, plan)
     width = max(kv.key_dim // 8, MIN_ELEMENTS)
     dense = ((sum(plan.num_tokens) * kv.num_kv_heads, kv.key_dim), kv.dtype)
     return _chained(
-        "dequantize_blocks",
+        name,
         kv,
         [*kv.slabs, plan.array],
         [*_format(kv.format, kv.key_dim), ("BLOCK_SIZE", kv.block_size)],
@@ -229,7 +231,7 @@ def attention(
         if num_tokens * num_kv_heads < MIN_ELEMENTS:
             new_rows = tuple(map(_in_device_memory, new_rows))
     return _chained(
-        "paged_attention" if kv.format.is_dense else "paged_attention_affine",
+        kv.format.kernels.attention,
         kv,
         [*slabs, *new_rows, queries, plan_array, sinks, _scalar(scale)],
         [
@@ -312,13 +314,8 @@ def _launch(
 
 @cache
 def _format(format: KVFormat, head_dim: int) -> Template:
-    """What dense_rows.metal or affine_slabs.metal has to know."""
-    template: Template = [("T", format.dtype), ("HEAD_DIM", head_dim)]
-    key, value = format.key, format.value
-    if isinstance(key, AffineFormat) and isinstance(value, AffineFormat):
-        template += [("KEY_BITS", key.bits), ("VALUE_BITS", value.bits)]
-        template += [("SCALE_GROUP", key.group_size)]
-    return template
+    """What the struct of a format in ``metal/row_formats.h`` is instantiated with."""
+    return [("T", format.dtype), ("HEAD_DIM", head_dim), *format.kernels.template]
 
 
 def _pieces(kv: KVHandle, part: int) -> tuple[int, int, int]:

@@ -186,7 +186,7 @@ def _as_they_are(rows: StoredRows | None, kv: KVHandle) -> Rows | None:
     Then they are gathered with the rest. One dispatch dequantises all, and a row has the same bits
     in whatever chunks its prompt comes.
     """
-    if rows is None or not kv.format.is_dense:
+    if rows is None or kv.format.kernels.dequantize is not None:
         return None
     (k,), (v,) = rows
     return k, v
@@ -197,6 +197,5 @@ def _gather_all(kv: KVHandle, step: AttentionMetadata) -> list[Rows]:
 
 
 def _gather(kv: KVHandle, plan: GatherPlan) -> list[Rows]:
-    launch = kernels.gather if kv.format.is_dense else kernels.dequantize
-    keys, values, kv.fence = launch(kv, plan)()
+    keys, values, kv.fence = kernels.gather_numbers(kv, plan)()
     return plan.split(keys, values, kv.num_kv_heads)

@@ -281,7 +281,7 @@ class _Problem:
         the result is rounded to its dtype.
         """
         num_roundings = out.shape[2] ** 1.5 + max(self.step.context_lens)
-        num_roundings *= 1 if self.shape.format.is_dense else 3
+        num_roundings *= self.shape.format.num_terms
         float_eps, eps = (float(mx.finfo(dtype).eps) for dtype in (mx.float32, out.dtype))
         with mx.stream(mx.cpu):  # plain MLX, in float32 throughout
             exact = attend_densely(self.q.astype(mx.float32), self.exact, self.step, params)

@@ -24,10 +24,11 @@ from mlx_lm.models.cache import (
     save_prompt_cache,
 )
 
-from mlx_paged.cache import AffineFormat, KVFormat, LayerSpec
 from mlx_paged.cache import KVCache as Cache
+from mlx_paged.cache import KVFormat, LayerSpec
 from mlx_paged.errors import ArgumentError, one_line
 from mlx_paged.models.language_model import LanguageModel, check_model
+from mlx_paged.ops import affine_name
 from mlx_paged.replaced_file import replaced_file
 from mlx_paged.request import SeqId
 from mlx_paged.snapshots.errors import SnapshotError, check_path, system_errors
@@ -159,13 +160,20 @@ def _stock_caches(model: LanguageModel, cache: Cache) -> list[tuple[Any, int | N
 def _filled(empty: Any, spec: LayerSpec, rows: LayerParts, num_tokens: int) -> Any:
     """A cache of mlx-lm's with these rows."""
     k, v = (tuple(part[None] for part in parts) for parts in rows)
-    if type(empty) is RotatingKVCache:
-        if not spec.format.is_dense:
-            raise _unmapped(spec.format, "mlx-lm does not quantise layers with a window")
+    is_rotating = type(empty) is RotatingKVCache
+    if is_rotating and not spec.format.is_as_computed:
+        raise _unmapped(spec.format, "mlx-lm does not quantise layers with a window")
+    try:
+        quantisation = spec.format.stock_quantisation
+    except ValueError as error:
+        raise _unmapped(spec.format, str(error)) from None
+    if is_rotating:
         return _rotating(empty, k[0], v[0], num_tokens)
-    if not spec.format.is_dense:
-        empty = _quantised(spec.format)
-    empty.keys, empty.values = (k[0], v[0]) if spec.format.is_dense else (k, v)
+    if quantisation is None:
+        empty.keys, empty.values = k[0], v[0]
+    else:
+        empty = QuantizedKVCache(**quantisation)
+        empty.keys, empty.values = k, v
     empty.offset = num_tokens
     return empty
 
@@ -183,17 +191,6 @@ def _rotating(empty: Any, k: mx.array, v: mx.array, num_tokens: int) -> Any:
     )
     empty.keys, empty.values, empty.offset, empty._idx = k, v, num_tokens, num_rows
     return empty
-
-
-def _quantised(form: KVFormat) -> QuantizedKVCache:
-    key, value = form.key, form.value
-    if not isinstance(key, AffineFormat) or not isinstance(value, AffineFormat):
-        raise _unmapped(form, "mlx-lm quantises both or none")
-    if form.rotates_keys:
-        raise _unmapped(form, "keys of 4 bits are rotated here, and mlx-lm would not rotate back")
-    if (key.bits, key.group_size) != (value.bits, value.group_size):
-        raise _unmapped(form, "mlx-lm has the same bits and groups for K and V")
-    return QuantizedKVCache(key.group_size, key.bits)
 
 
 def _unmapped(form: KVFormat, why: str) -> ArgumentError:
@@ -333,4 +330,4 @@ def _stored_as(held: Any) -> str:
     dtype = str(_parts(held.keys)[-1].dtype).removeprefix("mlx.core.")
     if type(held) is not QuantizedKVCache:
         return dtype
-    return f"{held.bits} bits in groups of {held.group_size}"
+    return affine_name(held.bits, held.group_size)
