@@ -47,8 +47,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 from paged_testing.lazy_metal import fused_operations, lazy_metal
 from paged_testing.simulated_device import SimulatedDevice
 
+from mlx_paged.engine.compiled_grammar import Vocabulary
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.grammar import GrammarCompiler, GrammarState, Vocabulary, fill_masks
+from mlx_paged.engine.grammar import GrammarCompiler, GrammarState, fill_masks
 from mlx_paged.engine.token_mask import allow_tokens
 from mlx_paged.models import qwen3
 from mlx_paged.request import Request, TokenRules

@@ -6,7 +6,7 @@ import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, overload
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, overload
 
 from mlx_paged.argument_values import as_integer
 from mlx_paged.errors import ArgumentError, shown
@@ -14,8 +14,8 @@ from mlx_paged.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from mlx_paged.core import BlockHash
-    from mlx_paged.engine.grammar import CompiledGrammar
-    from mlx_paged.engine.prefix_history import PrefixReport
+    from mlx_paged.engine.compiled_grammar import CompiledGrammar
+    from mlx_paged.engine.prefix_report import PrefixReport
 
 MAX_PRIORITY = 2**31 - 1
 
@@ -76,6 +76,14 @@ class TokenRules(NamedTuple):
 
 
 NO_RULES = TokenRules()
+
+
+class ModuleState:
+    """What one module keeps of a request between two steps. Each module derives a class of its own
+    and reads that class only, so that requests know nothing of the modules that work on them.
+    """
+
+    __slots__ = ()
 
 
 class RequestStatus(Enum):
@@ -188,8 +196,8 @@ class Request:
         self.error: Exception | None = None
         self.num_drafted_tokens = 0
         self.num_accepted_tokens = 0
-        self.sampling_state: Any = None  # the sampler knows its type
-        self.draft_state: Any = None  # the drafter knows its type
+        self.sampling_state: ModuleState | None = None
+        self.draft_state: ModuleState | None = None
 
     @property
     def num_tokens(self) -> int:

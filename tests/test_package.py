@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
+from collections.abc import Set
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -82,6 +85,39 @@ def test_imports_go_one_way():
             if imported != room and order.index(imported) <= order.index(room):
                 wrong.append(f"{path.relative_to(package)} imports {imported}")
     assert wrong == []
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    """Imports for the type checker alone included, but for those of the package itself, which name
+    what it imports on first use.
+    """
+    package = REPOSITORY / "mlx_paged"
+    paths = {_module_name(path): path for path in package.rglob("*.py")}
+    imports = {name: _imports_of(path, paths.keys() - {name}) for name, path in paths.items()}
+    assert {"mlx_paged.errors", "mlx_paged.core"} <= imports["mlx_paged.request"]
+    imports["mlx_paged"] = set()
+    TopologicalSorter(imports).prepare()  # raises CycleError, which names the circle
+
+
+def _module_name(path: Path) -> str:
+    parts = path.relative_to(REPOSITORY).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _imports_of(path: Path, modules: Set[str]) -> set[str]:
+    """Which of the modules a module imports outside of functions."""
+    imported: set[str] = set()
+    pending: list[ast.AST] = [ast.parse(path.read_text())]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            imported |= names & modules or {str(node.module)}
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            pending += ast.iter_child_nodes(node)
+    return imported & modules
 
 
 def test_the_readme_has_the_two_commands_in_one_line_each():

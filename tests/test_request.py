@@ -254,7 +254,7 @@ def test_a_fork_is_as_far_as_its_parent_under_a_name_of_its_own():
     parent.block_hashes.append(b"hash")
     parent.status = RequestStatus.RUNNING
     parent.num_preemptions = 4
-    parent.sampling_state = object()
+    parent.sampling_state = ModuleState()
     child = parent.fork(2)
     own = {
         "index": 2,

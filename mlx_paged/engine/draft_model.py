@@ -15,7 +15,7 @@ from mlx_paged.engine.drafts import ACCEPTANCE_RATE
 from mlx_paged.engine.read_array import read_ints
 from mlx_paged.engine.sampler import draw_drafts
 from mlx_paged.models.language_model import LanguageModel
-from mlx_paged.request import PENDING_TOKEN, Request
+from mlx_paged.request import PENDING_TOKEN, ModuleState, Request
 
 # Nobody knows how good a model's drafts are before it made some, and who brings one expects them to
 # be good. What is not tried is forgotten, so that a request whose drafts did not pay tries again
@@ -155,8 +155,8 @@ class DraftModel:
         return logits
 
     def _state_of(self, request: Request, num_computed: int) -> _DraftState:
-        state: _DraftState | None = request.draft_state
-        if state is None:
+        state = request.draft_state
+        if not isinstance(state, _DraftState):
             state = _DraftState(num_computed=num_computed, num_seen=request.num_tokens)
             request.draft_state = state
         return state
@@ -172,7 +172,7 @@ class _Run(NamedTuple):
 
 
 @dataclass(slots=True)
-class _DraftState:
+class _DraftState(ModuleState):
     """What is known of a request's drafts.
 
     Attributes:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from mlx_paged.engine.batch import Scheduled
-from mlx_paged.request import Request
+from mlx_paged.request import ModuleState, Request
 
 # Tokens that have to come again for the look-up to find what followed them. Of two, too many are
 # chance; after a draft that was wrong, it takes this many tokens to find the place again.
@@ -78,15 +78,15 @@ class PromptLookup:
         """The tokens themselves say it when they are read."""
 
     def _read(self, request: Request) -> _Occurrences:
-        found: _Occurrences | None = request.draft_state
-        if found is None:
+        found = request.draft_state
+        if not isinstance(found, _Occurrences):
             found = request.draft_state = _Occurrences()
         if found.num_read < len(request.token_ids):
             found.read(request.token_ids, request.num_prompt_tokens)
         return found
 
 
-class _Occurrences:
+class _Occurrences(ModuleState):
     """Where the last tokens of a request came before.
 
     Attributes:

@@ -10,22 +10,21 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from json import dumps
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
-from mlx_lm.tokenizer_utils import NewlineTokenizer, TokenizerWrapper
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.argument_values import kind_of
-from mlx_paged.engine.grammar_trial import STACK_NBYTES, Trials, light_vocabulary
+from mlx_paged.engine.compiled_grammar import CompiledGrammar, Vocabulary, refusal
+from mlx_paged.engine.grammar_trial import STACK_NBYTES, Trials
 from mlx_paged.errors import ArgumentError, one_line, reason, request_error
 from mlx_paged.request import Request
 from mlx_paged.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLMatcher
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -43,88 +42,6 @@ _FLEXIBLE = {"whitespace_flexible": True}
 
 class StructuredOutputError(ValueError):
     """An answer can't go on within its grammar."""
-
-
-@dataclass(frozen=True, eq=False)
-class Vocabulary:
-    """The tokens of a model, as grammars see them.
-
-    Attributes:
-        ll_tokenizer: llguidance's.
-        vocab_size: of the model: logits in a row.
-        num_words: of 32 bits in a mask; at least ``vocab_size`` bits.
-        unstructured: ``[num_words] uint32``, the mask of all tokens but those that end an answer.
-        light: what trials need of it.
-        line_breaks: the tokens that are one line break or two, and nothing else.
-    """
-
-    ll_tokenizer: LLTokenizer
-    vocab_size: int
-    num_words: int
-    unstructured: np.ndarray
-    light: dict[str, Any]
-    line_breaks: frozenset[int]
-
-    @classmethod
-    def read(cls, tokenizer: TokenizerWrapper, vocab_size: int) -> Vocabulary:
-        """That of a tokenizer; takes about a second with 150,000 tokens.
-
-        Args:
-            vocab_size: of the model, which may have more tokens or fewer than the tokenizer. Those
-                that the tokenizer does not have are never drawn.
-
-        Raises:
-            ArgumentError: llguidance is not installed, the tokenizer is none that it can read, or
-                the model has no end of sequence.
-        """
-        try:
-            from llguidance import hf
-        except ImportError as error:
-            raise _refusal(
-                "structured outputs need llguidance; pip install 'mlx-paged[server]'"
-            ) from error
-        inner = tokenizer._tokenizer
-        if isinstance(inner, NewlineTokenizer) or not hasattr(inner, "backend_tokenizer"):
-            raise _refusal(
-                f"structured outputs need a fast tokenizer of Hugging Face, got {kind_of(inner)}"
-            )
-        eos_token_ids = [each for each in sorted(tokenizer.eos_token_ids) if each < vocab_size]
-        if not eos_token_ids:
-            raise _refusal("structured outputs need a tokenizer with an end of sequence")
-        token_ids = np.array(sorted(inner.get_vocab().values()))
-        num_tokens = max(vocab_size, int(token_ids.max()) + 1)
-        try:
-            ll_tokenizer = hf.from_tokenizer(inner, n_vocab=num_tokens, eos_token=eos_token_ids)
-        except Exception as error:
-            raise _refusal(f"llguidance can't use the tokenizer: {reason(error)}") from error
-        num_words = (ll_tokenizer.vocab_size + 31) // 32
-        bits = np.zeros(num_words * 32, np.bool_)
-        bits[token_ids] = True
-        bits[eos_token_ids] = False
-        unstructured = np.packbits(bits, bitorder="little").view(np.uint32)
-        special = {str(added): token for token, added in inner.added_tokens_decoder.items()}
-        light = light_vocabulary(num_tokens, special, eos_token_ids)
-        encoded = (tokenizer.encode(text, add_special_tokens=False) for text in ("\n", "\n\n"))
-        line_breaks = frozenset(
-            tokens[0] for tokens in encoded if len(tokens) == 1 and tokens[0] < vocab_size
-        )
-        return cls(ll_tokenizer, vocab_size, num_words, unstructured, light, line_breaks)
-
-
-@dataclass(frozen=True, eq=False)
-class CompiledGrammar:
-    """What the answers of a request have to be.
-
-    Attributes:
-        matcher: at the beginning of an answer; it is copied, and never changes.
-        begin_after: the token ids that the structure follows.
-        reasoning_start: those without which it follows nothing.
-    """
-
-    vocabulary: Vocabulary
-    matcher: LLMatcher
-    begin_after: tuple[int, ...] = ()
-    reasoning_start: tuple[int, ...] = ()
 
 
 class GrammarCompiler:
@@ -194,7 +111,7 @@ class GrammarCompiler:
         had.
         """
         if self._tokenizer is None:
-            raise _refusal("structured outputs need a tokenizer")
+            raise refusal("structured outputs need a tokenizer")
         with self._reading:
             if self._vocabulary is None:
                 self._vocabulary = Vocabulary.read(self._tokenizer, self._vocab_size)
@@ -353,13 +270,15 @@ def _try(vocabulary: Vocabulary, text: str, kind: str) -> None:
     try:
         failure = _trials.failure_of(text, vocabulary.light)
     except OSError as error:
-        raise _refusal(
+        raise refusal(
             f"grammars are compiled first in a process of their own, which can't be started: "
             f"{reason(error)}"
         ) from error
     if failure is not None:
-        refusal = _GrammarError if failure.is_certain else ArgumentError
-        raise refusal(f"[structured_outputs] {kind} can't be compiled: it {failure.what}", kind)
+        kind_of_error = _GrammarError if failure.is_certain else ArgumentError
+        raise kind_of_error(
+            f"[structured_outputs] {kind} can't be compiled: it {failure.what}", kind
+        )
 
 
 def _compile(vocabulary: Vocabulary, text: str, kind: str) -> LLMatcher:
@@ -384,10 +303,6 @@ def _compile(vocabulary: Vocabulary, text: str, kind: str) -> LLMatcher:
 def _message(matcher: LLMatcher) -> str:
     text = matcher.get_error().replace("<non-verbose/>", "")
     return one_line(text or matcher.stop_reason())
-
-
-def _refusal(message: str) -> ArgumentError:
-    return ArgumentError(f"[structured_outputs] {message}", "structured_outputs")
 
 
 _starting = threading.Lock()

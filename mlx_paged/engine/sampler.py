@@ -143,8 +143,8 @@ def draw_drafts(
 
 def state_of(request: Request, vocab_size: int) -> SamplingState:
     """What the sampler keeps of a request; new if there is nothing yet."""
-    state: SamplingState | None = request.sampling_state
-    if state is None:
+    state = request.sampling_state
+    if not isinstance(state, SamplingState):
         state = request.sampling_state = SamplingState(request, vocab_size)
     return state
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from mlx_paged.engine.grammar import GrammarState
 from mlx_paged.engine.token_mask import TokenMask, needs_mask
-from mlx_paged.request import Request
+from mlx_paged.request import ModuleState, Request
 from mlx_paged.sampling_declarations import SAMPLING_PARAMS
 from mlx_paged.sampling_params import SamplingParams
 
@@ -36,7 +36,7 @@ class Filters(NamedTuple):
     top_k: int  # 0 is off
 
 
-class SamplingState:
+class SamplingState(ModuleState):
     """What the sampler keeps of a request between two tokens.
 
     Its different tokens stand in ``token_ids`` once each, with how often the answer has them. A

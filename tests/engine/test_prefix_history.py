@@ -10,7 +10,8 @@ from helpers.engine_helpers import tiny_models
 
 from mlx_paged import Engine, SamplingParams
 from mlx_paged.core import hash_token_blocks
-from mlx_paged.engine.prefix_history import Change, PrefixHistory, change_between
+from mlx_paged.engine.prefix_history import PrefixHistory
+from mlx_paged.engine.prefix_report import Change, change_between
 from mlx_paged.engine.scheduler import extra_hash_keys
 
 BLOCK = 8

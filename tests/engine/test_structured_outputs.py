@@ -42,8 +42,8 @@ from transformers import PreTrainedTokenizerFast
 
 from mlx_paged import AsyncEngine, SamplingParams, StructuredOutputsParams
 from mlx_paged.engine import grammar, grammar_trial
+from mlx_paged.engine.compiled_grammar import CompiledGrammar
 from mlx_paged.engine.grammar import (
-    CompiledGrammar,
     GrammarCompiler,
     GrammarState,
     StructuredOutputError,

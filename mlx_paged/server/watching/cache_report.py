@@ -8,7 +8,7 @@ from dataclasses import asdict
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from mlx_paged.engine.prefix_history import PrefixReport
+from mlx_paged.engine.prefix_report import PrefixReport
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.service import Service
 from mlx_paged.server.watching.prefix_reports import report_body

@@ -7,7 +7,7 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.engine.prefix_history import REASONS, PrefixReport
+from mlx_paged.engine.prefix_report import REASONS, PrefixReport
 
 # Of each side's text, around the place where a prompt left the cached one.
 NUM_TEXT_TOKENS = 48
