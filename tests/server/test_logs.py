@@ -17,8 +17,8 @@ from mlx_paged.server.http.api_keys import read_api_keys
 from mlx_paged.server.http.logs import (
     LineFormatter,
     RequestLog,
+    _current,
     count_tokens,
-    current_request,
     logger,
     printable,
     setup_logging,
@@ -96,7 +96,7 @@ def test_a_line_says_who_asked_for_what_and_what_it_took(lines: list[str]):
         lines[0],
     )
     assert re.fullmatch(HEAD + r"INFO id8 - POST /v1/messages 401 \d+\.\d{3}s", lines[1])
-    assert current_request() is None
+    assert _current.get() is None
 
 
 def test_a_client_that_left_and_a_failure_have_lines_too(lines: list[str]):

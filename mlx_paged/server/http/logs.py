@@ -62,12 +62,8 @@ class RequestLine:
         return f"{self.user} {method} {path} {self.status or '-'}{end}{tokens} {seconds:.3f}s"
 
 
+# The request that this task works for.
 _current: ContextVar[RequestLine | None] = ContextVar("mlx_paged_request", default=None)
-
-
-def current_request() -> RequestLine | None:
-    """The request that this task works for."""
-    return _current.get()
 
 
 def count_tokens(prompt: int = 0, cached: int = 0, answer: int = 0) -> None:
