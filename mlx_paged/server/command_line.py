@@ -27,31 +27,6 @@ from mlx_paged.server.settings import (
 # Options of the engine that flags are handed on as: LoadedEngineOptions, all of them.
 ENGINE_FLAGS = flags.engine_flags("server")
 _FLAGS = {
-    "backend": "--backend",
-    "block_size": "--block-size",
-    "cache_dir": "--cache-dir",
-    "cache_dir_size": "--cache-dir-size",
-    "cache_dir_ttl": "--cache-dir-ttl",
-    "enable_prefix_caching": "--no-enable-prefix-caching",
-    "kv": "--kv",
-    "kv_cache_bytes": "--kv-cache-bytes",
-    "kv_format": "--kv-bits",
-    "max_model_len": "--max-model-len",
-    "max_num_batched_tokens": "--max-num-batched-tokens",
-    "max_num_mixed_tokens": "--max-num-mixed-tokens",
-    "max_num_seqs": "--max-num-seqs",
-    "num_draft_tokens": "--num-draft-tokens",
-    "num_history_tokens": "--num-history-tokens",
-    "num_sink_tokens": "--num-sink-tokens",
-    "priority_steps": "--priority-steps",
-    "run_ahead": "--run-ahead",
-    "seed": "--seed",
-    "swap_bytes": "--swap-bytes",
-    "watermark": "--watermark",
-    "window": "--window",
-    "wired_limit": "--wired-limit",
-}
-_FLAGS = {
     **flags.FLAGS,
     **ENGINE_FLAGS,
     "api_key": "--api-key",
