@@ -28,7 +28,7 @@ _HOME_OF = {
     "LLM": "mlx_paged.llm",
     "SamplingParams": "mlx_paged.sampling_params",
     "RequestOutputKind": "mlx_paged.sampling_params",
-    "StructuredOutputsParams": "mlx_paged.structured_outputs",
+    "StructuredOutputsParams": "mlx_paged.sampling_params",
     "RequestOutput": "mlx_paged.request",
     "CompletionOutput": "mlx_paged.request",
     "Engine": "mlx_paged.engine.engine",
@@ -54,8 +54,7 @@ if TYPE_CHECKING:
     from mlx_paged.loading import demo_model_path, load
     from mlx_paged.models.kv_cache import make_kv_cache
     from mlx_paged.request import CompletionOutput, RequestOutput
-    from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
-    from mlx_paged.structured_outputs import StructuredOutputsParams
+    from mlx_paged.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 
 __all__ = [

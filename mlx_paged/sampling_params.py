@@ -34,7 +34,11 @@ __all__ = [
     "RequestOutputKind",
     "Sampler",
     "SamplingParams",
+    "StructuredOutputsParams",
 ]
+
+# Not where the class is: the advice is made from the declared parameters, one of which is of it.
+constructor_refuses_unknown_arguments("params")(StructuredOutputsParams)
 
 _CHECKS = [(name, each.check) for name, each in SAMPLING_PARAMS.items() if each.check]
 _CHECKS_OF_ELEMENTS = [(name, each.each) for name, each in SAMPLING_PARAMS.items() if each.each]

@@ -9,7 +9,6 @@ from typing import Any, TypeAlias
 
 from mlx_paged.argument_values import as_integer, is_sequence, kind_of
 from mlx_paged.errors import ArgumentError, one_line, shown
-from mlx_paged.foreign_arguments import constructor_refuses_unknown_arguments
 
 # Characters. What compiling a grammar takes, in time and in stack, grows with its text.
 MAX_GRAMMAR_LEN = 2**18
@@ -17,7 +16,6 @@ MAX_GRAMMAR_LEN = 2**18
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 
-@constructor_refuses_unknown_arguments("params")
 @dataclass(frozen=True)
 class StructuredOutputsParams:
     """What a request's answer has to be: exactly one of ``json``, ``regex``, ``choice``,
