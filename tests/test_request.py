@@ -13,6 +13,7 @@ import pytest
 from mlx_paged.errors import ArgumentError
 from mlx_paged.request import (
     CompletionOutput,
+    ModuleState,
     Request,
     RequestOutput,
     RequestStatus,
