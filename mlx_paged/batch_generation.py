@@ -21,7 +21,7 @@ from mlx_paged.engine_options import OneShotOptions
 from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.foreign_arguments import refuses_unknown_arguments
 from mlx_paged.generation import Tokenizer
-from mlx_paged.request import RequestOutput
+from mlx_paged.request import Request, RequestOutput
 from mlx_paged.sampling_params import LogitsProcessor, Sampler, SamplingParams
 
 _OWN_CACHE = "an engine finds the K/V of equal beginnings by itself; leave it out"
@@ -134,7 +134,7 @@ class _Batch:
                 max_tokens=limit,
                 sampler=sampler,
                 logits_processors=processors or (),
-                logprobs=0 if wants_logprobs else None,
+                logprobs=0 if wants_logprobs and not processors else None,
                 detokenize=False,
             )
             for limit in limits
@@ -150,16 +150,14 @@ class _Batch:
         )
         self._num_requests = len(prompts)
         self._asked = list(zip(prompts, params, strict=True))
-        self._wants_logprobs = wants_logprobs
         self._outputs: dict[str, RequestOutput] = {}
         # The engine's own log-probabilities are those before the processors.
-        self._recorders: dict[str, _Recorder] = {}
+        self._logprobs: _Logprobs | None = None
+        if wants_logprobs and processors:
+            self._logprobs = _Logprobs(self.engine)
 
     def _add_requests(self) -> None:
         for index, (prompt, each) in enumerate(self._asked):
-            if self._wants_logprobs and each.logits_processors:
-                recorder = self._recorders[str(index)] = _Recorder()
-                each = each.clone(logits_processors=(*each.logits_processors, recorder))
             self.engine.add_request(str(index), prompt, each)
 
     def run(self, is_verbose: bool) -> BatchStats:
@@ -215,9 +213,8 @@ class _Batch:
         """Of each token of the answers, what it was drawn with."""
         results: list[list[float]] = []
         for index, answer in enumerate(answers):
-            recorder = self._recorders.get(str(index))
-            if recorder is not None:
-                results.append(recorder.logprobs[: len(answer)])
+            if self._logprobs is not None:
+                results.append(self._logprobs.of(str(index))[: len(answer)])
                 continue
             entries = self._outputs[str(index)].outputs[0].logprobs or ()
             pairs = zip(answer, entries, strict=False)  # The token that ended it is left out.
@@ -228,33 +225,33 @@ class _Batch:
         if output.error is not None:
             raise output.error
         self._outputs[output.request_id] = output
-        if output.request_id in self._recorders:
-            self._recorders[output.request_id].read(output)
+        if self._logprobs is not None:
+            self._logprobs.take(output)
 
 
-class _Recorder:
-    """A logits processor that stands last, changes nothing, and keeps what it was given until its
-    token is read.
+class _Logprobs:
+    """The log-probability of each token, from the row of logits that it was drawn from."""
 
-    Attributes:
-        logprobs: of the tokens that were read.
-    """
+    def __init__(self, engine: Engine):
+        self._logprobs: dict[str, list[float]] = {}
+        self._rows: dict[tuple[str, int], mx.array] = {}  # by request and number of the token
+        engine.read_rows(self._read)
 
-    def __init__(self) -> None:
-        self.logprobs: list[float] = []
-        self._rows: dict[int, mx.array] = {}  # by the number of tokens before
+    def of(self, request_id: str) -> list[float]:
+        """Those of the tokens that were taken."""
+        return self._logprobs.get(request_id, [])
 
-    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        self._rows[tokens.size] = logits[0]
-        return logits
-
-    def read(self, output: RequestOutput) -> None:
+    def take(self, output: RequestOutput) -> None:
         """Take the tokens that are new in an output."""
+        known = self._logprobs.setdefault(output.request_id, [])
         token_ids = output.outputs[0].token_ids
-        for place in range(len(self.logprobs), len(token_ids)):
-            row = self._rows.pop(len(output.prompt_token_ids) + place).astype(mx.float32)
+        for place in range(len(known), len(token_ids)):
+            row = self._rows.pop((output.request_id, place + 1)).astype(mx.float32)
             logprob = row[token_ids[place] : token_ids[place] + 1] - mx.logsumexp(row)
-            self.logprobs += read_floats(logprob)
+            known += read_floats(logprob)
+
+    def _read(self, request: Request, number: int, row: mx.array) -> None:
+        self._rows[request.request_id, number] = row
 
 
 def _one_for_each(max_tokens: object, num_prompts: int) -> list[Any]:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
-from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.argument_values import check_callable, check_integer
@@ -25,7 +24,7 @@ from mlx_paged.engine.prompts import Prompt, TokenIds, as_tokenizer
 from mlx_paged.engine_options import OneShotOptions
 from mlx_paged.errors import shown
 from mlx_paged.foreign_arguments import refuses_unknown_arguments
-from mlx_paged.request import CompletionOutput
+from mlx_paged.request import CompletionOutput, Request
 from mlx_paged.sampling_params import LogitsProcessor, Sampler, SamplingParams
 
 if TYPE_CHECKING:
@@ -280,25 +279,24 @@ def _as_mlx_lm(engine: Engine, answer: CompletionOutput) -> str:
     return engine.token_texts.without_first_space(answer.text, answer.token_ids)
 
 
-class _Recorder:
-    """A sampler that keeps the log-probabilities it was given, until they are asked for."""
+class _Logprobs:
+    """The log-probabilities that the tokens of an engine's only request were drawn from, until they
+    are asked for.
+    """
 
-    def __init__(self, sampler: Sampler | None):
-        self._rows: dict[int, mx.array] = {}  # by the number of the token, from 1
-        self._num_tokens = 0
-        self._sampler = sampler or make_sampler()
+    def __init__(self, engine: Engine):
+        self._rows: dict[int, mx.array] = {}  # logits by the number of the token, from 1
+        engine.read_rows(self._read)
 
-    def __call__(self, logprobs: mx.array) -> mx.array:
-        self._num_tokens += 1
-        self._rows[self._num_tokens] = logprobs[0]
-        return self._sampler(logprobs)
+    def _read(self, request: Request, number: int, row: mx.array) -> None:
+        self._rows[number] = row
 
-    def row(self, number: int) -> mx.array:
-        """``[vocab_size]`` of a token, and those before it are forgotten. The next token may be
-        sampled already.
-        """
-        self._rows = {key: row for key, row in self._rows.items() if key >= number}
-        return self._rows[number]
+    def pop(self, number: int) -> mx.array:
+        """``[vocab_size]`` of a token. A step with drafts gives several at once."""
+        row = self._rows.pop(number)
+        logprobs = row - mx.logsumexp(row)  # as in mlx-lm, in this dtype
+        mx.async_eval(logprobs)
+        return logprobs
 
 
 def _stream(
@@ -325,7 +323,6 @@ def _stream(
         ignore_eos=tokenizer is None,
         skip_special_tokens=False,  # as in mlx-lm
     )
-    recorder = _Recorder(sampler)
     # One request, once: nothing could hit its prefix but what lies on disk.
     engine = Engine(
         model,
@@ -335,20 +332,20 @@ def _stream(
         enable_prefix_caching=engine_options.get("cache_dir") is not None,
         **engine_options,
     )
-    params = dataclasses.replace(params, sampler=recorder)
+    logprobs = _Logprobs(engine)
     if engine.ranks is None:
-        return _on_engine(engine, stream_request(engine, prompt, params, progress), recorder)
-    return _shared(engine, partial(stream_request, engine, prompt, params, progress), recorder)
+        return _on_engine(engine, stream_request(engine, prompt, params, progress), logprobs)
+    return _shared(engine, partial(stream_request, engine, prompt, params, progress), logprobs)
 
 
 def _on_engine(
-    engine: Engine, responses: Generator[GenerationResponse, None, None], recorder: _Recorder
+    engine: Engine, responses: Generator[GenerationResponse, None, None], logprobs: _Logprobs
 ) -> Generator[tuple[GenerationResponse, mx.array], None, None]:
     """The responses of an engine that is closed behind them."""
     try:
         with closing(responses):
             for response in responses:
-                yield response, recorder.row(response.generation_tokens)
+                yield response, logprobs.pop(response.generation_tokens)
     finally:
         engine.close()
 
@@ -356,7 +353,7 @@ def _on_engine(
 def _shared(
     engine: Engine,
     start: Callable[[], Generator[GenerationResponse, None, None]],
-    recorder: _Recorder,
+    logprobs: _Logprobs,
 ) -> Generator[tuple[GenerationResponse, mx.array], None, None]:
     """The responses of rank 0 on every rank. Their log-probabilities stay on rank 0, and are
     ``None`` elsewhere.
@@ -364,20 +361,20 @@ def _shared(
     started: list[Generator[GenerationResponse, None, None]] = []
     # What it raises, all ranks raise now.
     engine.share(lambda: started.append(start()))
-    return _responses_of_all(engine, started, recorder)
+    return _responses_of_all(engine, started, logprobs)
 
 
 def _responses_of_all(
     engine: Engine,
     started: list[Generator[GenerationResponse, None, None]],  # empty, but for rank 0
-    recorder: _Recorder,
+    logprobs: _Logprobs,
 ) -> Generator[tuple[GenerationResponse, mx.array], None, None]:
     def next_one() -> GenerationResponse | None:
         return next(started[0], None)
 
     try:
         while (response := engine.share(next_one)) is not None:
-            row: Any = recorder.row(response.generation_tokens) if started else None
+            row: Any = logprobs.pop(response.generation_tokens) if started else None
             yield response, row
     finally:
         # Ranks run the same script: whoever leaves the loop early does so on all of them.

@@ -54,7 +54,7 @@ from mlx_paged.engine.request_state import RequestState
 from mlx_paged.engine.scheduler import Scheduler, extra_hash_keys
 from mlx_paged.engine.snapshots import Snapshots
 from mlx_paged.engine.stats import EngineStats
-from mlx_paged.engine.steps import Steps
+from mlx_paged.engine.steps import RowReader, Steps
 from mlx_paged.engine.swap_space import SwapSpace, num_swap_blocks
 from mlx_paged.engine.token_rules import read_token_rules, special_token_ids
 from mlx_paged.engine.token_texts import TokenTexts
@@ -386,6 +386,18 @@ class Engine:
         with self._step_lock: outputs = self._step()  # noqa: E701  # fmt: skip
         self._read_inbox_if_idle()
         return self._reports.hand_over(outputs)
+
+    def read_rows(self, reader: RowReader | None) -> None:
+        """Have ``reader`` called with the row of logits behind each token that is appended from now
+        on, in the thread that steps; ``None`` ends it.
+
+        Args:
+            reader: called with the :class:`Request`, the number of the token in its answer, from 1,
+                and the logits ``[vocab_size]`` that it was drawn from: after penalties, masks and
+                the request's processors, before temperature, filters and its sampler. Must not
+                raise. After an interrupt, a token may come twice. On rank 0 alone.
+        """
+        self._steps.row_reader = reader
 
     @property
     def prefix_history(self) -> PrefixHistory:

@@ -275,10 +275,8 @@ def _try(vocabulary: Vocabulary, text: str, kind: str) -> None:
             f"{reason(error)}"
         ) from error
     if failure is not None:
-        kind_of_error = _GrammarError if failure.is_certain else ArgumentError
-        raise kind_of_error(
-            f"[structured_outputs] {kind} can't be compiled: it {failure.what}", kind
-        )
+        error_type = _GrammarError if failure.is_certain else ArgumentError
+        raise error_type(f"[structured_outputs] {kind} can't be compiled: it {failure.what}", kind)
 
 
 def _compile(vocabulary: Vocabulary, text: str, kind: str) -> LLMatcher:

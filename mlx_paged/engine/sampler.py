@@ -45,6 +45,9 @@ class SampledTokens:
         failed: what is known already to have failed a request, by its entry.
         peaks: of each entry in ``may_have_none``, the highest logit ``[len(may_have_none)]``.
         drawn: what the samplers of requests drew, by entry: ``[1]`` integers, not checked yet.
+        rows: ``[num_requests, vocab_size]``, the logits that the tokens were drawn from: after
+            penalties, masks and processors, before temperature, filters and samplers. ``None``
+            where no token was drawn.
     """
 
     requests: Sequence[Request]
@@ -56,6 +59,7 @@ class SampledTokens:
     drawn: dict[int, mx.array] = field(default_factory=dict)
     vocab_size: int = 0
     report: LogprobReport | None = None
+    rows: mx.array | None = None
 
     def read(self) -> list[SampledToken | Exception]:
         """Wait for the tokens; an exception fails its request."""
@@ -152,7 +156,8 @@ def state_of(request: Request, vocab_size: int) -> SamplingState:
 def _draw_plainly(
     logits: mx.array, requests: Sequence[Request], states: Sequence[SamplingState]
 ) -> SampledTokens:
-    return SampledTokens(requests, states, mx.argmax(logits, axis=-1).astype(mx.int32))
+    tokens = mx.argmax(logits, axis=-1).astype(mx.int32)
+    return SampledTokens(requests, states, tokens, rows=logits)
 
 
 def _draw_with_settings(
@@ -172,7 +177,7 @@ def _draw_with_settings(
     report = _report_logprobs(logits, tokens, states)
     vocab_size = logits.shape[-1]
     return SampledTokens(
-        requests, states, tokens, failed, changed, peaks, drawn, vocab_size, report
+        requests, states, tokens, failed, changed, peaks, drawn, vocab_size, report, processed
     )
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeAlias
 
 import mlx.core as mx
 
@@ -16,10 +17,14 @@ from mlx_paged.engine.model_runner import ModelRunner, StepInFlight
 from mlx_paged.engine.replicas import Replicas
 from mlx_paged.engine.reports import Reports
 from mlx_paged.engine.request_state import RequestState
-from mlx_paged.engine.sampler import NO_TOKENS, SampledToken, state_of
+from mlx_paged.engine.sampler import NO_TOKENS, SampledToken, SampledTokens, state_of
 from mlx_paged.engine.scheduler import Scheduler
 from mlx_paged.errors import forget_frames, request_error
 from mlx_paged.request import Request
+
+# Called with a request, the number of one of its tokens in the answer, from 1, and the row of
+# logits ``[vocab_size]`` that the token was drawn from, as ``SampledTokens.rows`` has it.
+RowReader: TypeAlias = Callable[[Request, int, mx.array], None]
 
 # How long a step that has nothing else to do waits for blocks to be read, before others may ask
 # for something.
@@ -42,6 +47,8 @@ class Steps:
     Attributes:
         is_torn: True while the bookkeeping changes. Who finds it True at the beginning of a change
             knows that an interrupt cut the one before in the middle.
+        row_reader: is handed the row of logits of each token before the token is appended; a token
+            that was taken back comes again. It changes nothing and raises nothing.
     """
 
     def __init__(
@@ -55,6 +62,7 @@ class Steps:
         disk_tier: DiskTier | None = None,
     ):
         self.is_torn = False
+        self.row_reader: RowReader | None = None
         self.in_flight: deque[StepInFlight] = deque()
         self._runner = runner
         self._scheduler = scheduler
@@ -190,6 +198,8 @@ class Steps:
             if not request.is_finished:
                 self._reports.states[request.request_id].add_prompt_logprobs(request, entries)
         verified = {part.request for part in drafted}
+        if self.row_reader is not None:
+            self._hand_out_rows(step.sampled, results, verified)
         for request, result in zip(step.sampled.requests, results, strict=True):
             if request not in verified:
                 self._take(request, result)
@@ -216,13 +226,15 @@ class Steps:
             if request.is_finished:
                 continue  # Since it was launched.
             drawn, drafts = known[request], self._scheduler.speculation.made(part)
+            sampled, first_entry = step.sampled, step.sampled.requests.index(request)
             self._scheduler.begin_verification(part)
             for number in range(part.num_logit_rows):
                 if number == len(drawn):
                     row = step.first_row_of(part) + number
                     with self._device_work():
-                        more = self._replicas.sample(step.logits, [row], [request])
-                        drawn += self._replicas.read_more(more)
+                        sampled = self._replicas.sample(step.logits, [row], [request])
+                        drawn += self._replicas.read_more(sampled)
+                    first_entry = -number
                     if not self.in_flight:
                         return False
                 result = drawn[number]
@@ -234,11 +246,37 @@ class Steps:
                 if is_accepted:
                     self._scheduler.accept_draft(request)
                     num_accepted += 1
+                if self.row_reader is not None:
+                    self._hand_out_row(request, result, sampled, first_entry + number)
                 self._take(request, result)
                 if not is_accepted or request.is_finished:
                     break
             self._scheduler.end_verification(part, num_accepted)
         return True
+
+    def _hand_out_rows(
+        self,
+        sampled: SampledTokens,
+        results: Sequence[SampledToken | Exception],
+        verified: Collection[Request],
+    ) -> None:
+        for entry, (request, result) in enumerate(zip(sampled.requests, results, strict=True)):
+            if request not in verified:
+                self._hand_out_row(request, result, sampled, entry)
+
+    def _hand_out_row(
+        self,
+        request: Request,
+        result: SampledToken | Exception,
+        sampled: SampledTokens,
+        entry: int,
+    ) -> None:
+        """Give the reader of rows the logits of a token that is about to be appended."""
+        if self.row_reader is None or sampled.rows is None or request.is_finished:
+            return
+        if isinstance(result, SampledToken):
+            completion = self._reports.states[request.request_id].output.outputs[request.index]
+            self.row_reader(request, len(completion.token_ids) + 1, sampled.rows[entry])
 
     def _take(self, request: Request, result: SampledToken | Exception) -> None:
         if isinstance(result, SampledToken):
