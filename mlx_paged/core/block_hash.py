@@ -52,6 +52,9 @@ def _encode_key(key: ExtraKey) -> bytes:
     )
 
 
+_NO_KEYS = _encode_key(())
+
+
 def hash_block_tokens(
     parent_hash: bytes | None, token_ids: Sequence[int], extra_keys: tuple[ExtraKey, ...] = ()
 ) -> BlockHash:
@@ -82,7 +85,8 @@ def hash_block_tokens(
     parent = (
         _NO_PARENT if parent_hash is None else _PARENT + _length(len(parent_hash)) + parent_hash
     )
-    return BlockHash(hashlib.sha256(parent + tokens + _encode_key(extra_keys)).digest())
+    keys = _encode_key(extra_keys) if extra_keys else _NO_KEYS
+    return BlockHash(hashlib.sha256(parent + tokens + keys).digest())
 
 
 def hash_token_blocks(

@@ -27,8 +27,9 @@ class Scheduled(NamedTuple):
     @property
     def token_ids(self) -> list[int]:
         """``[num_new_tokens]``"""
-        token_ids = self.request.token_ids[self.start : self.start + self.num_new_tokens]
-        return [*token_ids, *self.draft_token_ids] if self.draft_token_ids else token_ids
+        request, start, num_new_tokens, _, _, draft_token_ids = self
+        token_ids = request.token_ids[start : start + num_new_tokens]
+        return [*token_ids, *draft_token_ids] if draft_token_ids else token_ids
 
     @property
     def has_pending_token(self) -> bool:

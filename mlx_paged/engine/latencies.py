@@ -130,16 +130,16 @@ class Latencies:
         self, request: Request, completion: CompletionOutput, times: RequestTimes, now: float
     ) -> None:
         """A completion was reported as it is now."""
-        index = completion.index
-        num_tokens = len(completion.token_ids)
-        num_new_tokens = num_tokens - times.num_tokens[index]
-        if num_new_tokens > 0:
+        index, num_tokens = completion.index, len(completion.token_ids)
+        num_before = times.num_tokens[index]
+        if num_tokens > num_before:
             # Noted first: an interrupt may lose an observation, but none is made twice.
             times.num_tokens[index] = num_tokens
             last_token_time = times.last_token_times[index]
             times.last_token_times[index] = now
+            num_new_tokens = num_tokens - num_before
             self.num_generation_tokens += num_new_tokens
-            if num_new_tokens < num_tokens:
+            if num_before:
                 each = (now - last_token_time) / num_new_tokens
                 self.inter_token_latency.observe(each, num_new_tokens)
             elif times.first_token_time is None:

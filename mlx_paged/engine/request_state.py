@@ -108,12 +108,13 @@ class RequestState:
 
     def note_reported(self, latencies: Latencies, now: float) -> None:
         """Note that the user gets the output as it is now, which must stay true from here on."""
-        self._reported = [
-            (len(completion.token_ids), completion.finish_reason is not None)
-            for completion in self.output.outputs
-        ]
-        for completion in self.output.outputs:
-            latencies.observe(self.requests[0], completion, self._times, now)
+        completions, request, times = self.output.outputs, self.requests[0], self._times
+        reported = []
+        for completion in completions:
+            reported.append((len(completion.token_ids), completion.finish_reason is not None))
+        self._reported = reported
+        for completion in completions:
+            latencies.observe(request, completion, times, now)
 
     def restore(self) -> list[Request]:
         """Forget what was not reported yet, after an interrupt cut a change of it in the middle.

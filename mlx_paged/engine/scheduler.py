@@ -123,7 +123,8 @@ class Scheduler:
         self._requests: dict[SeqId, Request] = {}
         self._arrivals = itertools.count()
         self._block_size = self.manager.pool.block_size
-        self._limit = 0, 0  # blocks that the budget holds, and tokens of one request in them
+        self._num_blocks = 0  # that the budget held in the newest step
+        self._max_num_tokens = 0  # of one request, its last token without K/V, then
 
     @property
     def requests(self) -> Mapping[SeqId, Request]:
@@ -239,9 +240,12 @@ class Scheduler:
             return None
         for request in awaited:
             if not request.is_finished:
-                request.token_ids.append(PENDING_TOKEN)
-                if self._is_full(request):
-                    request.token_ids.pop()  # Whatever the token is, it is the last one.
+                is_last = (
+                    request.num_output_tokens + 1 == request.params.max_tokens
+                    or request.num_tokens + 1 >= self._max_num_tokens
+                )
+                if not is_last:
+                    request.token_ids.append(PENDING_TOKEN)
         return self._plan(Batch(self._token_budget(), MAX_SCORED_ROWS, is_ahead=True))
 
     def _token_budget(self) -> int:
@@ -267,8 +271,10 @@ class Scheduler:
     def _plan(self, plan: Batch) -> Batch:
         self.num_steps += 1
         num_blocks = self.max_num_blocks
-        if num_blocks != self._limit[0]:
-            self._limit = num_blocks, self.manager.max_num_tokens(num_blocks)
+        if num_blocks != self._num_blocks:
+            self._num_blocks = num_blocks
+            most, limit = self.manager.max_num_tokens(num_blocks) + 1, self.config.max_model_len
+            self._max_num_tokens = most if limit is None else min(most, limit)
         self._schedule_running(plan)
         if not plan.preempted:
             self._admit_waiting(plan)
@@ -570,25 +576,16 @@ class Scheduler:
             new_block_ids = self._cache_blocks(request)
             if ahead is not None:
                 ahead.new_block_ids.update(new_block_ids)
-        if num_tokens - request.num_prompt_tokens > params.min_tokens:
+        num_output_tokens = num_tokens - request.num_prompt_tokens
+        if num_output_tokens > params.min_tokens:
             if token_id in self.eos_token_ids and not params.ignore_eos:
                 return self.finish(request, "stop")
             if token_id in params.stop_token_ids:
                 return self.finish(request, "stop", token_id)
             if params.stop_sequences and (sequence := _ending_sequence(request)) is not None:
                 return self.finish(request, "stop", sequence)
-        if self._is_full(request):
+        if num_output_tokens == params.max_tokens or num_tokens >= self._max_num_tokens:
             self.finish(request, "length")
-
-    def _is_full(self, request: Request) -> bool:
-        """Whether its newest token is the last that it may have."""
-        num_tokens = len(request.token_ids)
-        return (
-            num_tokens - request.num_prompt_tokens == request.params.max_tokens
-            or num_tokens == self.config.max_model_len
-            # No room for the token's own K/V.
-            or num_tokens > self._limit[1]
-        )
 
     def begin_verification(self, part: Scheduled) -> None:
         """The tokens that follow a request's drafts are known: none of them is accepted yet."""
