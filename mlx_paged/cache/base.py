@@ -227,6 +227,10 @@ class KVCache(ABC):
     def nbytes_held(self) -> int:
         """Bytes allocated for K/V."""
 
+    def wait_for_writes(self) -> None:
+        """Wait for what was written so far, before the host reads it."""
+        mx.eval(self.arrays)
+
     def read_blocks(self, group: int, block_ids: Sequence[int]) -> list[bytes]:
         """Copies of blocks of a group of layers, whose steps have been read."""
         raise NotImplementedError(f"[{self.kind} cache] has no blocks to copy out")

@@ -355,6 +355,10 @@ class PagedKVCache(KVCache):
                 kv.shrink_to(self.pool.num_blocks)
                 mx.clear_cache()
 
+    def wait_for_writes(self) -> None:
+        for kv in self._slabs:
+            kv.leave_chain()
+
     def read_blocks(self, group: int, block_ids: Sequence[int]) -> list[bytes]:
         return read_blocks(self._slabs_of(group), block_ids)
 

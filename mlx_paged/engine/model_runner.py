@@ -159,6 +159,7 @@ class ModelRunner:
         elif isinstance(transfer, ShiftKeys):
             self.cache.shift_keys(transfer.group, transfer.shift)
         elif isinstance(transfer, SwapOut):
+            self.cache.wait_for_writes()
             blocks = enumerate(transfer.block_ids)
             copies = [self.cache.read_blocks(group, block_ids) for group, block_ids in blocks]
             self._swap_space.put(transfer.seq_id, copies)
