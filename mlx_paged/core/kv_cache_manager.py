@@ -376,9 +376,13 @@ class KVCacheManager:
         if self.states is not None and computed.checkpoint is not None:
             self.states.begin(request_id, computed.num_tokens, computed.checkpoint)
         # Counted here and not at the lookup, which a refused request repeats.
-        self._num_queried_tokens += computed.num_queried_tokens
-        self._num_hit_tokens += computed.num_tokens
+        self.count_lookup(computed.num_queried_tokens, computed.num_tokens)
         return tables
+
+    def count_lookup(self, num_queried_tokens: int, num_hit_tokens: int) -> None:
+        """A request begins, so many tokens of which were looked up and found."""
+        self._num_queried_tokens += num_queried_tokens
+        self._num_hit_tokens += num_hit_tokens
 
     def take_key_shifts(self, request_id: RequestId) -> list[tuple[int, KeyShift]]:
         """What the slots allocated last make necessary before they are written, in order, by group

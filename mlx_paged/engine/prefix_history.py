@@ -27,7 +27,7 @@ MAX_DIFFERING_TOKENS = 256
 # ... and as many before them, to show where.
 NUM_TOKENS_BEFORE = 16
 
-Reason: TypeAlias = Literal["hit", "new", "continued", "changed", "evicted", "pending", "held"]
+Reason: TypeAlias = Literal["hit", "new", "continued", "changed", "evicted", "pending"]
 REASONS: dict[Reason, str] = {
     "hit": "all blocks of the prompt were cached",
     "new": "nothing that was computed begins like it",
@@ -35,7 +35,6 @@ REASONS: dict[Reason, str] = {
     "changed": "it differs from the longest sequence of the same beginning",
     "evicted": "its beginning was computed before, and evicted since",
     "pending": "its beginning is being computed for another request",
-    "held": "its beginning is held by another request, and this cache can't share it",
 }
 
 
@@ -46,7 +45,7 @@ class PrefixReport:
     Args:
         reason: one of :data:`REASONS`.
         position: the first token of the prompt where it left what was cached (``"evicted"``,
-            ``"pending"``, ``"held"``) or computed at all; the length of the cached prefix where all
+            ``"pending"``) or computed at all; the length of the cached prefix where all
             of it was there.
         other_request_id: the request whose sequence it is compared with, if there is one.
         before: the last tokens in front of ``position``.
@@ -153,17 +152,11 @@ class PrefixHistory:
         # {parent: {name: newest sequence}}, the newest last.
         self._children: dict[Hashable, dict[Hashable, _Sequence]] = {}
 
-    def admit(
-        self, request: Request, num_cached_tokens: int, is_held: bool = False
-    ) -> PrefixReport | None:
-        """Report on a prompt that begins to run, and remember it. Its blocks are hashed.
-
-        Args:
-            is_held: the block behind the cached ones is cached, and another request's.
-        """
+    def admit(self, request: Request, num_cached_tokens: int) -> PrefixReport | None:
+        """Report on a prompt that begins to run, and remember it. Its blocks are hashed."""
         if not self.max_num_tokens or request.num_unscored_tokens:
             return None  # Prompts that are scored are computed, whatever is cached.
-        report = self._explain(request, num_cached_tokens, is_held)
+        report = self._explain(request, num_cached_tokens)
         self.reports.append(report)
         num_missed = report.num_prompt_tokens - report.num_cached_tokens
         self.num_missed_tokens[report.reason] += num_missed
@@ -184,7 +177,7 @@ class PrefixHistory:
         self._children.clear()
         self.num_tokens = 0
 
-    def _explain(self, request: Request, num_cached_tokens: int, is_held: bool) -> PrefixReport:
+    def _explain(self, request: Request, num_cached_tokens: int) -> PrefixReport:
         num_tokens = request.num_prompt_tokens
         # The last token is computed in any case.
         num_usable_blocks = min(len(request.block_hashes), (num_tokens - 1) // self._block_size)
@@ -194,9 +187,7 @@ class PrefixHistory:
             reason, other, position = "hit", None, num_cached_tokens
         elif num_cached_tokens < depth * self._block_size:
             reason, position = "evicted", num_cached_tokens
-            if is_held:
-                reason = "held"
-            elif other is not None and other.is_running:
+            if other is not None and other.is_running:
                 reason = "pending"
         elif other is None or not position or position < num_cached_tokens:
             # More may be cached than is remembered: what was on disk.
