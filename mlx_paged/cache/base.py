@@ -160,9 +160,9 @@ class KVCache(ABC):
         return KVCacheManager(self.pool, retentions=retentions, states=states)
 
     @abstractmethod
-    def _prepare(self, steps: Sequence[AttentionMetadata]) -> None:
-        """Make storage ready for the rows of a step that opens, described for each group of
-        layers.
+    def _prepare(self, seq_ids: Sequence[SeqId], steps: Sequence[AttentionMetadata]) -> None:
+        """Make storage ready for the rows of a step of these sequences that opens, described for
+        each group of layers.
         """
 
     @abstractmethod
@@ -180,22 +180,17 @@ class KVCache(ABC):
         """Give back storage that no sequence needs, after the pool has shrunk."""
 
     @abstractmethod
-    def _gather_parts(
-        self, layer: int, block_ids: Sequence[int], num_tokens: int
-    ) -> tuple[Parts, Parts]:
-        """What is stored of the tokens in these blocks: the parts of K and V,
-        ``[num_kv_heads, num_tokens, width]`` each; they may be views.
+    def _stored_parts(self, seq: SeqId, layer: int) -> tuple[Parts, Parts]:
+        """The parts of K and V that a layer keeps of a sequence, ``[num_kv_heads, num_tokens,
+        width]`` each; they may be views.
         """
 
     def gather_blocks(self, layer: int, block_ids: Sequence[int]) -> tuple[Parts, Parts]:
         """What is stored in full blocks: the parts of K and V, ``[num_kv_heads, num_blocks *
         block_size, width]`` each. They may be views: copy them before the next write.
         """
-        if not block_ids:
-            return self.layers[layer].spec.zeros(0)
-        return self._gather_parts(layer, block_ids, len(block_ids) * self.config.block_size)
+        raise NotImplementedError(f"[{self.kind} cache] has no rows of blocks")
 
-    @abstractmethod
     def fill_blocks(
         self, block_ids: Sequence[Sequence[int]], rows: Iterable[tuple[Parts, Parts]]
     ) -> None:
@@ -206,6 +201,7 @@ class KVCache(ABC):
             rows: of each layer, in order. Each layer's are taken when those of the one before were
                 written.
         """
+        raise NotImplementedError(f"[{self.kind} cache] has no rows of blocks")
 
     @abstractmethod
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
@@ -372,7 +368,7 @@ class KVCache(ABC):
         ]
         self._steps, self._open_layers = steps, layers
         try:
-            self._prepare(steps)
+            self._prepare(seq_ids, steps)
             opened = range(len(self.layers))[layers]
             for layer_group, group_step in zip(self.config.groups, steps, strict=True):
                 for index in layer_group.layers:
@@ -553,21 +549,31 @@ class KVCache(ABC):
         Raises:
             KeyError: no such sequence.
             ValueError: ``new_seq`` exists.
-            CacheFullError: a contiguous cache counts the copy that the first write will make, and
-                it doesn't fit.
+            CacheFullError: a contiguous cache copies the K/V, and the copy doesn't fit.
         """
         table = self._table(seq)
         if new_seq in self.manager.tables:
             raise ValueError(f"[{self.kind} cache] fork: sequence {new_seq!r} exists already")
-        if not self.manager.shares_blocks:
-            self.make_room(len(table.block_ids))
-        if not self.manager.fork(seq, new_seq):
+        if not self.try_fork(seq, new_seq):
             raise CacheFullError(
                 f"[{self.kind} cache] a fork of {table.num_tokens} tokens needs "
                 f"{len(table.block_ids)} blocks of {self.config.block_size}, the budget holds "
                 f"{self._max_num_blocks} and {self.pool.num_used_blocks} are in use; raise "
                 "kv_cache_bytes or free a sequence"
             )
+
+    def try_fork(self, seq: SeqId, new_seq: SeqId) -> bool:
+        """:meth:`fork` of a scheduler; False, and nothing has changed, where the copy that it needs
+        does not fit.
+        """
+        self.manager.fork(seq, new_seq)
+        return True
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all that sequences left, or return False and change nothing while there are
+        sequences.
+        """
+        return self.manager.reset_prefix_cache()
 
     def materialize(self, seq: SeqId, layer: int) -> tuple[mx.array, mx.array]:
         """Dense K and V of one layer, ``[num_kv_heads, num_tokens, key_dim]`` and ``value_dim``,
@@ -589,7 +595,7 @@ class KVCache(ABC):
         table = self.manager.groups[seq][self.config.group_of(layer)]
         if table.num_held_tokens == 0:
             return self.layers[layer].spec.zeros(0)
-        k, v = self._gather_parts(layer, table.block_ids, table.num_held_tokens)
+        k, v = self._stored_parts(seq, layer)
         # A view that stays alive would make the next write copy the whole array behind it. The
         # product is exact and, unlike mx.contiguous, never shares the memory of a view that is
         # contiguous already.

@@ -1,16 +1,17 @@
-"""The contiguous KV cache: each sequence's K/V in arrays of its own, as in mlx-lm's ``KVCache``."""
+"""The contiguous KV cache: each sequence's K/V in arrays of its own, mlx-lm's ``KVCache``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Sequence
 
 import mlx.core as mx
+from mlx_lm.models.cache import KVCache as StockKVCache
 
 from mlx_paged.cache.base import INITIAL_BLOCKS, KVCache
 from mlx_paged.cache.config import KVCacheConfig
 from mlx_paged.cache.layer import LayerKV, LayerSpec, compute_meanwhile
-from mlx_paged.cache.rows import Rows, RowStore
-from mlx_paged.core import BlockCopy, KVCacheManager
+from mlx_paged.core import BlockCopy, BlockHash
 from mlx_paged.errors import ArgumentError
 from mlx_paged.ops import (
     AttentionMetadata,
@@ -21,24 +22,102 @@ from mlx_paged.ops import (
 )
 from mlx_paged.request import SeqId
 
+GROWTH_STEP = 256  # tokens, as in mlx-lm's KVCache
+
+
+class LayerRows(StockKVCache):
+    """One layer of one sequence: mlx-lm's ``KVCache``, which never has to grow its arrays."""
+
+    keys: mx.array  # [1, num_kv_heads, capacity * block_size, key_dim]
+    values: mx.array  # the same, with value_dim
+
+    def __init__(self, keys: mx.array, values: mx.array):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.keys, self.values = keys, values
+
+    def put(self, start: int, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Write rows ``[1, num_kv_heads, num_new_tokens, width]`` behind the first ``start``.
+
+        Returns:
+            All rows up to the last new one, ``[num_kv_heads, num_tokens, width]``.
+        """
+        # What lies behind it was trimmed, or belongs to a step that failed.
+        self.offset = start
+        fetched = self.update_and_fetch(keys, values)  # type: ignore[no-untyped-call]
+        return fetched[0].squeeze(0), fetched[1].squeeze(0)
+
+
+class SequenceKV:
+    """The K/V of one sequence in all layers, whose capacity is in blocks."""
+
+    __slots__ = ("block_size", "capacity", "layers")
+
+    def __init__(self, specs: Sequence[LayerSpec], block_size: int):
+        self.layers: list[LayerRows] = []
+        self.block_size = block_size
+        self.capacity = 0
+        for spec in specs:
+            (keys,), (values,) = spec.zeros(0)
+            self.layers.append(LayerRows(keys[None], values[None]))
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [part for rows in self.layers for part in (rows.keys, rows.values)]
+
+    def extend(self, specs: Sequence[LayerSpec], capacity: int) -> None:
+        """Add unused rows behind those that are there."""
+        num_new_tokens = (capacity - self.capacity) * self.block_size
+        for rows, spec in zip(self.layers, specs, strict=True):
+            (keys,), (values,) = spec.zeros(num_new_tokens)
+            rows.keys = mx.concatenate([rows.keys, keys[None]], axis=2)
+            rows.values = mx.concatenate([rows.values, values[None]], axis=2)
+        self.capacity = capacity
+
+    def cut(self, capacity: int) -> None:
+        """Give back the memory behind the first ``capacity`` blocks."""
+        end = capacity * self.block_size
+        for rows in self.layers:
+            # Layer by layer, so that what is copied meanwhile is one layer. The product is exact
+            # and never shares memory.
+            rows.keys, rows.values = rows.keys[:, :, :end] * 1, rows.values[:, :, :end] * 1
+            mx.eval(rows.keys, rows.values)
+        self.capacity = capacity
+
+    def copy(self, capacity: int) -> SequenceKV:
+        """The first ``capacity`` blocks in arrays of their own, lazily. ``copy.copy`` of mlx-lm's
+        cache would write into the same ones.
+        """
+        end, made = capacity * self.block_size, SequenceKV((), self.block_size)
+        for rows in self.layers:
+            made.layers.append(LayerRows(rows.keys[:, :, :end] * 1, rows.values[:, :, :end] * 1))
+        made.capacity = capacity
+        return made
+
 
 class ContiguousLayerKV(LayerKV):
-    """One layer of the rows of all sequences."""
+    """One layer of all sequences."""
 
-    def __init__(self, spec: LayerSpec, index: int):
+    def __init__(self, spec: LayerSpec):
         super().__init__(spec)
-        self._index = index
-        self.rows: Sequence[Rows] = ()  # of the open step's sequences
+        self.rows: Sequence[LayerRows] = ()  # of the open step's sequences
+        # K and V of each, once the step's rows are written: [num_kv_heads, context_len, width]
+        self._dense: list[tuple[mx.array, mx.array]] = []
+
+    def close(self) -> None:
+        super().close()
+        # A view that stays alive would make the next write copy the whole array behind it.
+        self.rows, self._dense = (), []
 
     def write(self, k: Parts, v: Parts) -> None:
         step = self.step
-        new_keys, new_values = k[0].swapaxes(0, 1), v[0].swapaxes(0, 1)
-        row = 0
+        new_keys, new_values = k[0].swapaxes(0, 1)[None], v[0].swapaxes(0, 1)[None]
+        row, dense = 0, []
         for rows, end, num_new in zip(self.rows, step.context_lens, step.query_lens, strict=True):
-            keys, values = rows.layers[self._index]
-            keys[:, end - num_new : end] = new_keys[:, row : row + num_new]
-            values[:, end - num_new : end] = new_values[:, row : row + num_new]
+            chosen = slice(row, row + num_new)
+            new = new_keys[:, :, chosen], new_values[:, :, chosen]
+            dense.append(rows.put(end - num_new, *new))
             row += num_new
+        self._dense = dense
 
     def update_and_attend(
         self,
@@ -53,58 +132,31 @@ class ContiguousLayerKV(LayerKV):
         return self.attend(q, scale=scale, sinks=sinks)
 
     def attend(self, q: mx.array, *, scale: float, sinks: mx.array | None = None) -> mx.array:
-        step, rows = self.step, self.rows
+        step, dense = self.step, self._dense
         if q.shape[0] < step.num_tokens:
             if step.num_logit_rows is not None:
-                counts = zip(rows, step.num_logit_rows, strict=True)
-                rows = [one for one, count in counts if count]
+                counts = zip(dense, step.num_logit_rows, strict=True)
+                dense = [one for one, count in counts if count]
             step = step.logit_queries
         params = AttentionParams(scale, self.spec.window, sinks)
-        return compute_meanwhile(attend_densely(q, self._dense(rows, step), step, params))
+        return compute_meanwhile(attend_densely(q, dense, step, params))
 
     def update_and_attend_latents(
         self, q: mx.array, latents: mx.array, rope_keys: mx.array
     ) -> mx.array:
         self.update(latents, rope_keys)
-        dense = self._dense(self.rows, self.step)
-        return compute_meanwhile(attend_to_latents(q, dense, self.step, self.spec.window))
-
-    def _dense(
-        self, rows: Sequence[Rows], step: AttentionMetadata
-    ) -> list[tuple[mx.array, mx.array]]:
-        """K and V of each sequence, ``[num_kv_heads, context_len, width]``."""
-        layers = [one.layers[self._index] for one in rows]
-        return [
-            (keys[:, :context_len], values[:, :context_len])
-            for (keys, values), context_len in zip(layers, step.context_lens, strict=True)
-        ]
-
-
-class ContiguousKVCacheManager(KVCacheManager):
-    """A manager whose forks come with their rows, so that a scheduler needs to copy nothing."""
-
-    def __init__(self, store: RowStore):
-        super().__init__(store.pool, shares_blocks=False)
-        self._store = store
-
-    def fork(self, request_id: SeqId, new_request_id: SeqId) -> bool:
-        """Fork as :meth:`KVCacheManager.fork` does, and copy the rows."""
-        if not super().fork(request_id, new_request_id):
-            return False
-        tables = self.tables[request_id], self.tables[new_request_id]
-        self._store.copy_blocks(list(zip(*(table.block_ids for table in tables), strict=True)))
-        return True
+        attended = attend_to_latents(q, self._dense, self.step, self.spec.window)
+        return compute_meanwhile(attended)
 
 
 class ContiguousKVCache(KVCache):
     """Contiguous K/V per sequence: the fastest for one short stream, and the yardstick for the
     paged cache.
 
-    Blocks are accounting here: what the budget holds, and names under which a prefix is found
-    again. A sequence adopts the rows that hold its first blocks, in order, unless what lies behind
-    them is needed; otherwise its blocks are copied together into new rows. Rows of sequences that
-    ended stay until their blocks are taken or room is needed. Once a step is open, all rows
-    together are no longer than the budget.
+    Blocks are accounting here: what the budget holds. No sequence shares its rows: a fork copies
+    them. Capacity is rounded up as far as the budget allows, and once a step is open, all rows
+    together are no longer than the budget. In the place of a prefix cache, the last sequence that
+    ended is kept until its memory is needed, for one that begins alike (:meth:`keep_last`).
 
     Raises:
         ArgumentError: a layer's rows are not stored as they are computed.
@@ -128,81 +180,171 @@ class ContiguousKVCache(KVCache):
         return self._layers
 
     def _allocate_layers(self) -> None:
-        self._store = RowStore(self.config, self.pool)
-        self._step_rows: list[Rows] = []
-        self._layers = [ContiguousLayerKV(spec, i) for i, spec in enumerate(self.config.layers)]
-
-    def _new_manager(self) -> KVCacheManager:
-        return ContiguousKVCacheManager(self._store)
+        self._sequences: dict[SeqId, SequenceKV] = {}
+        self._last: tuple[list[BlockHash], SequenceKV] | None = None
+        self._unevaluated: list[SequenceKV] = []
+        self._layers = [ContiguousLayerKV(spec) for spec in self.config.layers]
 
     # Steps
 
-    def _prepare(self, steps: Sequence[AttentionMetadata]) -> None:
-        (step,) = steps
+    def _prepare(self, seq_ids: Sequence[SeqId], steps: Sequence[AttentionMetadata]) -> None:
         mx.eval(self.arrays)  # what the last step left; most often nothing
-        store, block_size = self._store, self.config.block_size
-        tables = []  # of each sequence: blocks that hold tokens already, and new ones
-        for table, end, num_new in zip(
-            step.block_tables, step.context_lens, step.query_lens, strict=True
-        ):
-            num_held = -(-(end - num_new) // block_size)
-            tables.append((table[:num_held], table[num_held:]))
-        # New blocks first: what they held for sequences that ended is not needed any more.
-        for _, new in tables:
-            store.forget(new)
-        step_rows = [store.rows_of(held) for held, _ in tables]
-        for rows, (_, new) in zip(step_rows, tables, strict=True):
-            store.place(new, rows)
-        store.make_space(step_rows)
-        self._step_rows = step_rows
-        for layer in self.layers:
-            layer.rows = step_rows
+        self._unevaluated = []
+        self._drop_ended()
+        (step,) = steps
+        sequences = []
+        for seq, end, num_new in zip(seq_ids, step.context_lens, step.query_lens, strict=True):
+            held = self._sequences.get(seq)
+            if held is None:
+                if end > num_new:
+                    raise RuntimeError(
+                        f"[basic cache] the first {end - num_new} tokens of sequence {seq!r} have "
+                        "blocks and no rows: blocks can't be shared here"
+                    )
+                held = SequenceKV(self.config.layers, self.config.block_size)
+                self._sequences[seq] = held
+            sequences.append(held)
+        self._make_space(sequences, [len(table) for table in step.block_tables])
+        self._unevaluated = sequences
+        for index, layer in enumerate(self._layers):
+            layer.rows = [held.layers[index] for held in sequences]
+
+    def _make_space(self, sequences: Sequence[SequenceKV], counts: Sequence[int]) -> None:
+        """Give these sequences the capacity that their blocks need, within the budget."""
+        pairs = list(zip(sequences, counts, strict=True))
+        num_missing = sum(max(0, count - held.capacity) for held, count in pairs)
+        if self._num_spare_blocks < num_missing:
+            self.forget_last()
+        if self._num_spare_blocks < num_missing:
+            self._compact()
+        spare = self._num_spare_blocks - num_missing
+        assert spare >= 0, "no sequence has more capacity than blocks"
+        for held, count in pairs if num_missing else ():
+            if count > held.capacity:
+                # Rounded up as far as the budget allows.
+                rounding = min(-count % (GROWTH_STEP // self.config.block_size), spare)
+                spare -= rounding
+                held.extend(self.config.layers, count + rounding)
+
+    @property
+    def _num_spare_blocks(self) -> int:
+        return self.config.num_blocks - sum(held.capacity for held in self._held())
+
+    def _held(self) -> list[SequenceKV]:
+        # Copies: stats are asked for from any thread.
+        last = self._last
+        return [*self._sequences.values(), *([] if last is None else [last[1]])]
+
+    def _drop_ended(self) -> None:
+        tables = self.manager.tables
+        for seq in [seq for seq in self._sequences if seq not in tables]:
+            self._drop(self._sequences.pop(seq))
+
+    def _drop(self, held: SequenceKV) -> None:
+        """Nothing evaluates these rows any more, whose sequence has left."""
+        self._unevaluated = [one for one in self._unevaluated if one is not held]
+
+    def _compact(self) -> None:
+        """Cut the capacity that no block needs out of all sequences."""
+        for seq, held in self._sequences.items():
+            num_blocks = len(self.manager.tables[seq].block_ids)
+            if num_blocks < held.capacity:
+                held.cut(num_blocks)
 
     def _finish(self) -> None:
         """Nothing is left to do."""
 
-    def close_step(self) -> None:
-        super().close_step()
-        for layer in self.layers:
-            layer.rows = ()
-
-    def fill_blocks(
-        self, block_ids: Sequence[Sequence[int]], rows: Iterable[tuple[Parts, Parts]]
-    ) -> None:
-        layers = [[part for parts in kv for part in parts] for kv in rows]
-        mx.eval(layers)
-        self._store.add(block_ids[0], layers)
-
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        self._store.copy_blocks(copies)
+        """Nothing: the rows are a sequence's, whatever its blocks are called."""
 
     @property
     def arrays(self) -> list[mx.array]:
-        return [held for rows in self._step_rows for kv in rows.layers for held in kv]
+        return list(itertools.chain.from_iterable(held.arrays for held in self._unevaluated))
 
-    def _gather_parts(
-        self, layer: int, block_ids: Sequence[int], num_tokens: int
-    ) -> tuple[Parts, Parts]:
-        keys, values = self._store.join(layer, list(self._store.pieces_of(block_ids)))
-        return (keys[:, :num_tokens],), (values[:, :num_tokens],)
+    def _stored_parts(self, seq: SeqId, layer: int) -> tuple[Parts, Parts]:
+        rows, end = self._sequences[seq].layers[layer], self.manager.num_tokens(seq)
+        return (rows.keys[0, :, :end],), (rows.values[0, :, :end],)
+
+    # Sequences
+
+    def try_fork(self, seq: SeqId, new_seq: SeqId) -> bool:
+        """As :meth:`KVCache.try_fork`; the new sequence has blocks of its own, and a copy of the
+        rows that :attr:`arrays` evaluate.
+        """
+        if new_seq in self.manager.tables:
+            raise ValueError(f"[basic cache] fork: sequence {new_seq!r} exists already")
+        num_tokens = self._table(seq).num_tokens
+        num_slots = max(1, num_tokens)  # a sequence begins with a slot
+        num_blocks = self.manager.num_needed_blocks(new_seq, num_slots)
+        self.make_room(num_blocks)
+        if self.manager.allocate_slots(new_seq, num_slots) is None:
+            return False
+        self.manager.trim(new_seq, num_tokens)
+        self._drop_ended()
+        if self._num_spare_blocks < num_blocks:
+            self.forget_last()  # the next step cuts what is too much beyond that
+        self._sequences[new_seq] = made = self._sequences[seq].copy(num_blocks)
+        self._unevaluated = [*self._unevaluated, made]
+        return True
+
+    def fork(self, seq: SeqId, new_seq: SeqId) -> None:
+        super().fork(seq, new_seq)
+        mx.eval(self.arrays)
+
+    def free(self, seq: SeqId) -> None:
+        super().free(seq)
+        self._drop_ended()
+
+    # The last sequence that ended
+
+    def keep_last(self, seq: SeqId, block_hashes: Sequence[BlockHash]) -> None:
+        """Keep the rows of a sequence that ends, in the place of those that were kept before.
+
+        Args:
+            block_hashes: of its first blocks, all of which are computed; without any, what was
+                kept stays.
+        """
+        self._drop_ended()
+        held = self._sequences.pop(seq, None)
+        if held is not None and block_hashes:
+            self.forget_last()
+            self._last = list(block_hashes), held
+
+    def num_kept_blocks(self, block_hashes: Sequence[BlockHash]) -> int:
+        """How many of these blocks, from the first one on, are those of the sequence kept."""
+        if self._last is None:
+            return 0
+        pairs = zip(self._last[0], block_hashes, strict=False)
+        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    def take_last(self, seq: SeqId) -> None:
+        """Let a new sequence, which has its slots, go on with the rows that are kept."""
+        assert self._last is not None, "num_kept_blocks found them"
+        self._sequences[seq], self._last = self._last[1], None
+
+    def forget_last(self) -> None:
+        """Keep nothing, if anything is kept."""
+        if self._last is not None:
+            self._drop(self._last[1])
+            self._last = None
+
+    def reset_prefix_cache(self) -> bool:
+        if not super().reset_prefix_cache():
+            return False
+        self.forget_last()
+        return True
 
     # Memory
 
     @property
     def nbytes_held(self) -> int:
-        # A copy: stats are asked for from any thread.
-        return sum(rows.capacity for rows in list(self._store.rows)) * self.config.nbytes_per_block
-
-    def free(self, seq: SeqId) -> None:
-        super().free(seq)
-        self._store.drop_unneeded()
+        return sum(held.capacity for held in self._held()) * self.config.nbytes_per_block
 
     def _grow(self, num_new_blocks: int) -> bool:
         return True  # rows take memory when a step needs it
 
     def _fit(self) -> None:
-        store, blocks = self._store, self.pool.blocks
-        store.forget([block_id for block_id in store.places if block_id >= len(blocks)])
-        self.pool.evict_blocks([b for b in store.places if not blocks[b].ref_cnt])
-        store.compact()
+        self.forget_last()
+        self._drop_ended()
+        self._compact()
         mx.clear_cache()

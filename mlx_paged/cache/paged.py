@@ -31,6 +31,7 @@ from mlx_paged.ops import (
     choose_backend,
     traced_decode,
 )
+from mlx_paged.request import SeqId
 
 NUM_WATCHED_STEPS = 3
 
@@ -193,7 +194,7 @@ class PagedKVCache(KVCache):
 
     # Steps
 
-    def _prepare(self, steps: Sequence[AttentionMetadata]) -> None:
+    def _prepare(self, seq_ids: Sequence[SeqId], steps: Sequence[AttentionMetadata]) -> None:
         if self.backend.reads_unused_slots:
             for step in steps:
                 self._zero_new_blocks(step)
@@ -286,6 +287,11 @@ class PagedKVCache(KVCache):
         for kv, fence in zip(self._open_part.slabs, fences, strict=True):
             kv.fence = fence
 
+    def gather_blocks(self, layer: int, block_ids: Sequence[int]) -> tuple[Parts, Parts]:
+        if not block_ids:
+            return self.layers[layer].spec.zeros(0)
+        return self._gather_parts(layer, block_ids, len(block_ids) * self.config.block_size)
+
     def fill_blocks(
         self, block_ids: Sequence[Sequence[int]], rows: Iterable[tuple[Parts, Parts]]
     ) -> None:
@@ -373,6 +379,10 @@ class PagedKVCache(KVCache):
 
     def _slabs_of(self, group: int) -> Sequence[KVHandle]:
         return self._slabs[: len(self.config.groups[group].layers)]
+
+    def _stored_parts(self, seq: SeqId, layer: int) -> tuple[Parts, Parts]:
+        table = self.manager.groups[seq][self.config.group_of(layer)]
+        return self._gather_parts(layer, table.block_ids, table.num_held_tokens)
 
     def _gather_parts(
         self, layer: int, block_ids: Sequence[int], num_tokens: int

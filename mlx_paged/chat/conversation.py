@@ -139,10 +139,8 @@ class Conversation:
 
     def fork(self) -> Conversation:
         """A branch: a second conversation that goes on from here and shares the K/V of all turns so
-        far.
-
-        Raises:
-            CacheFullError: the K/V are in a basic cache, and a copy does not fit.
+        far. With ``kv="basic"`` the next of the two to be asked goes on with them, and the other
+        one as far as both are alike.
         """
         branch = copy.copy(self)
         branch.tokens = list(self.tokens)

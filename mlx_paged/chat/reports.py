@@ -168,7 +168,7 @@ class Reports:
 
     def _sharing(self, branches: list[Conversation], engine: Engine) -> None:
         say, num_branches = self._screen.say, len(branches) - 1
-        if num_branches:
+        if num_branches and engine.cache.kind == "paged":
             tables = [
                 engine.cached_block_ids(branch.tokens, branch.cache_salt) for branch in branches
             ]

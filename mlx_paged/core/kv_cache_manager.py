@@ -156,9 +156,6 @@ class KVCacheManager:
 
     Args:
         pool: the blocks.
-        shares_blocks: False for storage in which a block's rows belong to one sequence. No block is
-            then ever held by two requests: a prefix hit finds only blocks that nobody holds, and
-            ``fork`` takes new blocks.
         retentions: what each group of layers keeps.
         states: for what a model with recurrent layers keeps of each request; ``None`` for others.
 
@@ -171,14 +168,12 @@ class KVCacheManager:
     def __init__(
         self,
         pool: BlockPool,
-        shares_blocks: bool = True,
         retentions: Sequence[Retention] = (KEEP_ALL,),
         states: SequenceStates | None = None,
     ) -> None:
         self.pool = pool
         self.retentions = tuple(retentions)
         self.keeps_all = self.retentions == (KEEP_ALL,)
-        self.shares_blocks = shares_blocks
         self.states = states
         self._groups: dict[RequestId, list[BlockTable]] = {}
         self.groups: Mapping[RequestId, Sequence[BlockTable]] = MappingProxyType(self._groups)
@@ -198,10 +193,9 @@ class KVCacheManager:
         """The longest cached prefix of a request of ``num_tokens`` tokens, in whole blocks.
 
         It has at most ``num_tokens - 1`` tokens, since the last one must be computed for its
-        logits. Without ``shares_blocks`` it ends before the first block that a request holds, and
-        of a model with recurrent layers where there is a checkpoint. No block is taken: the next
-        ``allocate_slots`` of any request may take or evict these, so pass them to that of this
-        request first.
+        logits. Of a model with recurrent layers it ends where there is a checkpoint. No block is
+        taken: the next ``allocate_slots`` of any request may take or evict these, so pass them to
+        that of this request first.
 
         Args:
             block_hashes: of the request's full blocks (``hash_token_blocks``).
@@ -420,8 +414,7 @@ class KVCacheManager:
 
         Raises:
             ValueError: for fewer than 1 new token.
-            BlockTableError: for computed blocks of a request that has a table already, and without
-                ``shares_blocks`` for computed blocks that another request has taken since.
+            BlockTableError: for computed blocks of a request that has a table already.
         """
         if num_new_tokens < 1:
             raise ValueError(
@@ -457,12 +450,6 @@ class KVCacheManager:
 
     def _begin(self, request_id: RequestId, computed: ComputedBlocks) -> list[BlockTable]:
         """The tables of a new request, for which there are enough blocks."""
-        for block in computed.blocks:
-            if self.is_taken(block):
-                raise BlockTableError(
-                    f"KVCacheManager.allocate_slots: request {request_id!r} can't share computed "
-                    f"block {block.block_id}, which another request holds (shares_blocks is False)"
-                )
         tables = [BlockTable(self.pool, retention) for retention in self.retentions]
         # The computed blocks are taken first: new ones may be had by evicting free ones.
         self.pool.touch(computed.blocks)
@@ -479,8 +466,7 @@ class KVCacheManager:
         if self.states is not None and computed.resumed and computed.resumed.state:
             self.states.put({request_id: computed.resumed.state})
         # Counted here and not at the lookup, which a refused request repeats.
-        self._num_queried_tokens += computed.num_queried_tokens
-        self._num_hit_tokens += num_hit_tokens
+        self.count_lookup(computed.num_queried_tokens, num_hit_tokens)
         return tables
 
     def _resume(
@@ -497,6 +483,11 @@ class KVCacheManager:
                 ids = [block.block_id for block in new_blocks]
                 loads.append(BlockLoad(group, range(len(hits), num_kept), ids))
         return loads
+
+    def count_lookup(self, num_queried_tokens: int, num_hit_tokens: int) -> None:
+        """A request begins, so many tokens of which were looked up and found."""
+        self._num_queried_tokens += num_queried_tokens
+        self._num_hit_tokens += num_hit_tokens
 
     def take_key_shifts(self, request_id: RequestId) -> list[tuple[int, KeyShift]]:
         """What the slots allocated last make necessary before they are written, in order, by group
@@ -539,34 +530,21 @@ class KVCacheManager:
         freed = [table.free() for table in self._groups.pop(request_id)]
         return list(itertools.chain.from_iterable(freed))
 
-    def fork(self, request_id: RequestId, new_request_id: RequestId) -> bool:
-        """Add a second request with the same tokens.
-
-        It shares all blocks until one of the two writes. Without ``shares_blocks`` it gets as many
-        new blocks instead, and the caller copies the rows: block by block, from
-        ``tables[request_id]`` to ``tables[new_request_id]``.
-
-        Returns:
-            False when there are not enough blocks for that, and nothing has changed.
+    def fork(self, request_id: RequestId, new_request_id: RequestId) -> None:
+        """Add a second request with the same tokens, which shares all blocks until one of the two
+        writes.
 
         Raises:
             KeyError: no such request.
             ValueError: the new one exists.
         """
-        table = self._table(request_id)
+        self._table(request_id)
         if new_request_id in self._groups:
             raise ValueError(f"KVCacheManager.fork: request {new_request_id!r} exists already")
-        if self.shares_blocks:
-            children = [parent.fork() for parent in self._groups[request_id]]
-        else:
-            children = [BlockTable(self.pool)]
-            if children[0].reserve(table.num_tokens) is None:
-                return False
-            children[0].advance(table.num_tokens)
+        children = [parent.fork() for parent in self._groups[request_id]]
         self._groups[new_request_id] = children
         if self.states is not None:
             self.states.fork(request_id, new_request_id)
-        return True
 
     def trim(self, request_id: RequestId, num_tokens: int) -> None:
         """Forget a request's tokens from ``num_tokens`` on, after rejected speculation or a failed
@@ -678,16 +656,6 @@ class KVCacheManager:
                 raise IntegrityError(
                     f"check_integrity: request {request_id!r} has tables of {lengths} tokens"
                 )
-        for block in self.pool.blocks if not self.shares_blocks else ():
-            if block.ref_cnt > 1:
-                raise IntegrityError(
-                    f"check_integrity: block {block.block_id} has ref_cnt {block.ref_cnt} > 1, "
-                    f"and shares_blocks is False"
-                )
-
-    def is_taken(self, block: KVCacheBlock) -> bool:
-        """Whether no further request may hold this block."""
-        return not self.shares_blocks and block.ref_cnt > 0
 
     def _table(self, request_id: RequestId) -> BlockTable:
         if request_id not in self._groups:
@@ -777,8 +745,7 @@ class _PrefixLookup:
         if index not in self._found:
             (block_hash,) = group_hashes(self._block_hashes[index : index + 1], self._group)
             block = self._manager.pool.get_cached_block(block_hash)
-            is_taken = block is not None and self._manager.is_taken(block)
-            self._found[index] = None if is_taken else block
+            self._found[index] = block
             if block is None and self._is_elsewhere(block_hash):
                 self._found[index] = AbsentBlock(self._group, block_hash)
         return self._found[index]

@@ -22,6 +22,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.argument_values import check_integer
 from mlx_paged.block_store.writer import SECONDS_AT_EXIT
+from mlx_paged.cache import ContiguousKVCache
 from mlx_paged.config import DEFAULT_KV
 from mlx_paged.core import hash_token_blocks
 from mlx_paged.distributed import RanksError
@@ -199,6 +200,7 @@ class Engine:
             speculation,
             self.disk_tier,
             None if window is not None else context_length(checked.args),
+            self.cache if isinstance(self.cache, ContiguousKVCache) else None,
         )
         warn_unless_it_fits(
             weight_nbytes(model, draft_model),
@@ -623,7 +625,7 @@ class Engine:
         self._inbox.append(partial(self._steps.abort, state))
 
     def _reset_prefix_cache(self) -> bool:
-        return self.cache.manager.reset_prefix_cache()
+        return self.cache.reset_prefix_cache()
 
     def _shrink(self) -> int:
         self._steps.land()  # It may write to the memory that is given back.

@@ -70,17 +70,11 @@ class PrefixHistory:
         # {parent: {name: newest sequence}}, the newest last.
         self._children: dict[Hashable, dict[Hashable, _Sequence]] = {}
 
-    def admit(
-        self, request: Request, num_cached_tokens: int, is_held: bool = False
-    ) -> PrefixReport | None:
-        """Report on a prompt that begins to run, and remember it. Its blocks are hashed.
-
-        Args:
-            is_held: the block behind the cached ones is cached, and another request's.
-        """
+    def admit(self, request: Request, num_cached_tokens: int) -> PrefixReport | None:
+        """Report on a prompt that begins to run, and remember it. Its blocks are hashed."""
         if not self.max_num_tokens or request.num_unscored_tokens:
             return None  # Prompts that are scored are computed, whatever is cached.
-        report = self._explain(request, num_cached_tokens, is_held)
+        report = self._explain(request, num_cached_tokens)
         self.reports.append(report)
         num_missed = report.num_prompt_tokens - report.num_cached_tokens
         self.num_missed_tokens[report.reason] += num_missed
@@ -101,7 +95,7 @@ class PrefixHistory:
         self._children.clear()
         self.num_tokens = 0
 
-    def _explain(self, request: Request, num_cached_tokens: int, is_held: bool) -> PrefixReport:
+    def _explain(self, request: Request, num_cached_tokens: int) -> PrefixReport:
         num_tokens = request.num_prompt_tokens
         # The last token is computed in any case.
         num_usable_blocks = min(len(request.block_hashes), (num_tokens - 1) // self._block_size)
@@ -111,9 +105,7 @@ class PrefixHistory:
             reason, other, position = "hit", None, num_cached_tokens
         elif num_cached_tokens < depth * self._block_size:
             reason, position = "evicted", num_cached_tokens
-            if is_held:
-                reason = "held"
-            elif other is not None and other.is_running:
+            if other is not None and other.is_running:
                 reason = "pending"
         elif other is None or not position or position < num_cached_tokens:
             # More may be cached than is remembered: what was on disk.

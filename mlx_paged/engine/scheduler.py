@@ -21,6 +21,7 @@ from mlx_paged.config import SchedulerConfig
 from mlx_paged.core import (
     AbsentBlock,
     BlockCopy,
+    BlockHash,
     ComputedBlocks,
     KVCacheManager,
     extend_block_hashes,
@@ -64,6 +65,29 @@ class BlockSupply(Protocol):
     def make_room(self, num_blocks: int) -> None:
         """Grow until ``num_blocks`` can be taken without evicting any, if the budget allows it."""
 
+    def try_fork(self, seq: SeqId, new_seq: SeqId) -> bool:
+        """Add a second sequence with the same tokens; False, and nothing has changed, where it
+        needs blocks of its own and there are too few.
+        """
+        ...
+
+
+class LastSequence(Protocol):
+    """What a cache without a prefix cache keeps: the last sequence that ended."""
+
+    def keep_last(self, seq: SeqId, block_hashes: Sequence[BlockHash]) -> None:
+        """Keep a sequence that ends, whose first blocks have these hashes."""
+
+    def num_kept_blocks(self, block_hashes: Sequence[BlockHash]) -> int:
+        """How many of these blocks, from the first one on, the kept sequence begins with."""
+        ...
+
+    def take_last(self, seq: SeqId) -> None:
+        """Let a new sequence, which has its slots, go on with what is kept."""
+
+    def forget_last(self) -> None:
+        """Keep nothing."""
+
 
 class Scheduler:
     """Continuous batching: first come, first served, with priorities.
@@ -90,6 +114,7 @@ class Scheduler:
             blocks it is bringing is passed by.
         context_length: the most that ``max_model_len`` could be, for what errors advise; ``None``:
             anything.
+        last_sequence: takes the place of the prefix cache, for a cache that shares no blocks.
     """
 
     def __init__(
@@ -101,6 +126,7 @@ class Scheduler:
         speculation: Speculation = NO_SPECULATION,
         tier: BlockTier | None = None,
         context_length: int | None = None,
+        last_sequence: LastSequence | None = None,
     ):
         self.supply = supply
         self.manager = supply.manager
@@ -109,6 +135,8 @@ class Scheduler:
         self.swap_space = swap_space or SwapSpace(0)
         self.speculation = speculation
         self.context_length = context_length
+        self._last_sequence = last_sequence if config.enable_prefix_caching else None
+        self._finds_blocks = config.enable_prefix_caching and last_sequence is None
         self.running: list[Request] = []  # by order
         self.waiting: list[Request] = []  # by order
         self.num_steps = 0
@@ -182,7 +210,7 @@ class Scheduler:
         has no room, it waits, to be computed again.
         """
         self._requests[child.seq_id] = child
-        if self.manager.fork(request.seq_id, child.seq_id):
+        if self.supply.try_fork(request.seq_id, child.seq_id):
             insort(self.running, child, key=by_order)
         else:
             child.status, child.num_computed_tokens = RequestStatus.PREEMPTED, 0
@@ -207,6 +235,11 @@ class Scheduler:
                 self.running if request.status is RequestStatus.RUNNING else self.waiting, request
             )
             if request.seq_id in self.manager.tables:
+                if self._last_sequence is not None:
+                    self._hash_blocks(request)
+                    num_full_blocks = request.num_computed_tokens // self._block_size
+                    hashes = request.block_hashes[:num_full_blocks]
+                    self._last_sequence.keep_last(request.seq_id, hashes)
                 self.manager.free(request.seq_id)
             self.swap_space.release(request.seq_id)
             self._read_ahead.end(request)
@@ -356,7 +389,8 @@ class Scheduler:
         swapped = self.swap_space.find(request.seq_id, request.cache_salt)
         if swapped is not None and swapped.held.num_tokens > hit.num_tokens:
             computed = self.manager.resumed(swapped.held, hit)
-        num_held = computed.num_tokens
+        num_cached = hit.num_tokens + self._num_kept_tokens(request)
+        num_held = max(computed.num_tokens, num_cached)
         num_needed = self.manager.num_blocks_to_admit(request.num_tokens, computed)
         num_spare = self.manager.num_free_blocks + self.supply.num_growable_blocks - num_needed
         num_left = math.ceil(self.config.watermark * self.max_num_blocks) if self.running else 0
@@ -366,14 +400,14 @@ class Scheduler:
         num_new_tokens = min(num_new_tokens, self._max_chunk(plan, request, computed))
         # Blocks that were found need no room: taking them evicts nothing.
         num_groups = len(self.manager.retentions)
-        num_new_blocks = -(-num_new_tokens // self._block_size) * num_groups
+        num_slots = num_held - computed.num_tokens + num_new_tokens
+        num_new_blocks = -(-num_slots // self._block_size) * num_groups
         self.supply.make_room(computed.num_loaded_blocks + num_new_blocks)
-        num_new_tokens = self.manager.max_fitting(
-            request.seq_id, num_new_tokens, num_left, computed
-        )
-        copies = self.manager.allocate_slots(request.seq_id, num_new_tokens, computed)
+        num_fitting = self.manager.max_fitting(request.seq_id, num_slots, num_left, computed)
+        copies = self.manager.allocate_slots(request.seq_id, num_fitting, computed)
         if copies is None:
             return False
+        num_new_tokens -= num_slots - num_fitting
         _remove(self.waiting, request)
         insort(self.running, request, key=by_order)
         num_read_tokens = self._read_ahead.end(request)
@@ -382,10 +416,13 @@ class Scheduler:
             request.num_read_tokens = min(num_read_tokens, hit.num_tokens)
             plan.begun.append(request)
             if request.prefix_report is None:
-                is_held = self._is_held(request, hit.num_tokens)
-                request.prefix_report = self.prefix_history.admit(request, hit.num_tokens, is_held)
+                request.prefix_report = self.prefix_history.admit(request, num_cached)
         request.status = RequestStatus.RUNNING
-        if swapped is not None and (loads := self.manager.take_loads(request.seq_id)):
+        if self._last_sequence is not None:
+            self.manager.count_lookup(_num_findable_tokens(request), num_held)
+            if num_held:
+                self._last_sequence.take_last(request.seq_id)
+        elif swapped is not None and (loads := self.manager.take_loads(request.seq_id)):
             plan.copies.append(SwapIn(swapped.name, loads))
         else:
             self.swap_space.release(request.seq_id)
@@ -393,14 +430,6 @@ class Scheduler:
         request.num_computed_tokens = num_held
         self._schedule(plan, request, num_new_tokens, copies)
         return True
-
-    def _is_held(self, request: Request, num_cached_tokens: int) -> bool:
-        """Whether the next block is cached, and another request's that can't share it."""
-        if self.manager.shares_blocks:
-            return False
-        index = num_cached_tokens // self._block_size
-        pool = self.manager.pool
-        return any(map(pool.get_cached_block, request.block_hashes[index : index + 1]))
 
     def _max_chunk(
         self, plan: Batch, request: Request, computed: ComputedBlocks = NOTHING_COMPUTED
@@ -488,11 +517,20 @@ class Scheduler:
         return most
 
     def _computed_blocks(self, request: Request) -> ComputedBlocks:
-        if not self.config.enable_prefix_caching:
+        if not self._finds_blocks:
             return NOTHING_COMPUTED
         self._hash_blocks(request)
         num_tokens = _num_findable_tokens(request)
         return self.manager.get_computed_blocks(request.block_hashes, num_tokens)
+
+    def _num_kept_tokens(self, request: Request) -> int:
+        """Of a new request, the tokens with which the last sequence began; whole blocks."""
+        if self._last_sequence is None:
+            return 0
+        self._hash_blocks(request)
+        num_usable_blocks = max(0, _num_findable_tokens(request) - 1) // self._block_size
+        hashes = request.block_hashes[:num_usable_blocks]
+        return self._last_sequence.num_kept_blocks(hashes) * self._block_size
 
     def _absent_blocks(self, request: Request, tier: BlockTier) -> Sequence[AbsentBlock]:
         if self.swap_space.num_tokens_of(request.seq_id):
@@ -511,7 +549,7 @@ class Scheduler:
         """Let others hit the blocks that are full after the newest step, as far as their tokens are
         known; returns the ids of those that are new.
         """
-        if not self.config.enable_prefix_caching:
+        if not self._finds_blocks:
             return []
         self._hash_blocks(request)
         num_new_blocks = self.manager.cache_blocks(request.seq_id, request.block_hashes)
@@ -616,6 +654,8 @@ class Scheduler:
         """Take a step back that failed: its rows may not be written, its requests wait again."""
         # Also the blocks of requests that have ended since.
         self.manager.evict_blocks(batch.new_block_ids)
+        if self._last_sequence is not None and batch.scheduled:
+            self._last_sequence.forget_last()
         for request in batch.requests:
             # It may wait already, if it was in the step after this one, too.
             if request.status is RequestStatus.RUNNING:

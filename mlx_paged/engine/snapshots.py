@@ -64,9 +64,15 @@ class Snapshots:
         """Refuse by name an engine that has no K/V to save, or not all of them.
 
         Raises:
-            ArgumentError: no prefixes are kept, the model has a recurrent state, or it is split
-                over several ranks.
+            ArgumentError: the K/V are basic ones, no prefixes are kept, the model has a recurrent
+                state, or it is split over several ranks.
         """
+        if self._cache.kind != "paged":
+            raise ArgumentError(
+                f"[engine] snapshots and prompt caches need blocks, which kv={self._cache.kind!r} "
+                "does not have; use kv='paged'",
+                "kv",
+            )
         if self._ranks is not None:
             raise ArgumentError(
                 "[engine] snapshots can't be combined with several ranks, each of which has K/V of "
@@ -173,8 +179,8 @@ class Snapshots:
             ArgumentError: as :meth:`check`; or there are layers with windows, or a draft model.
             SnapshotError: as :meth:`open_prompt_cache`.
         """
-        self.check()
         check_can_hold(self._cache, self._has_draft_model)
+        self.check()
         return hold(PromptCacheFile(path, self._model, self._cache), self._cache, swap_space)
 
     def put(

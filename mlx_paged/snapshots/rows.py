@@ -150,8 +150,6 @@ def put_prefix(cache: KVCache, rows: PrefixRows, extra_keys: tuple[ExtraKey, ...
         missing.append([index for index in kept if found[index] is None])
         names.append([hashes[index] for index in missing[-1]])
     num_missing = sum(map(len, missing))
-    if not cache.manager.shares_blocks:
-        there = [block for block in there if not block.ref_cnt]  # one holder at a time
     # Held, so that room is not made of them; and given back as the newest.
     pool.touch(there)
     new: list[list[KVCacheBlock]] = []

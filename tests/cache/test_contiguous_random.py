@@ -11,7 +11,6 @@ import pytest
 
 from mlx_paged.cache import CacheFullError, ContiguousKVCache, KVCacheConfig, LayerSpec
 from mlx_paged.core import hash_token_blocks
-from mlx_paged.core.kv_cache_manager import NOTHING_COMPUTED
 
 LAYERS = (LayerSpec(2, 3, 2), LayerSpec(1, 2, 4))
 BLOCK_SIZE = 8
@@ -57,7 +56,7 @@ class Machine:
 
     def act(self) -> None:
         actions = [self.run] * 8 + [self.add] * 5 + [self.free] * 3 + [self.fork] * 2
-        actions += [self.trim] * 2 + [self.append, self.preempt, self.shrink]
+        actions += [self.trim] * 2 + [self.end] * 3 + [self.append, self.preempt, self.shrink]
         self.rng.choice(actions)()
 
     def some_seq(self) -> object | None:
@@ -85,36 +84,39 @@ class Machine:
             self.cache.manager.free(seq)
             self.schedule({seq: self.tokens.pop(seq)})
 
+    def end(self) -> None:
+        """As a scheduler ends a request: the cache keeps it for the next one."""
+        seq = self.some_seq()
+        if seq is not None:
+            self.cache.keep_last(seq, hash_token_blocks(self.tokens.pop(seq), BLOCK_SIZE))
+            self.cache.manager.free(seq)
+
     def schedule(self, prompts: dict[object, list[int]]) -> None:
         cache, rng = self.cache, self.rng
         counts: dict[object, int] = {}
-        new_blocks: set[int] = set()
         running = rng.sample(list(self.tokens), rng.randrange(len(self.tokens) + 1))
         for seq in [*running, *prompts]:
-            computed = NOTHING_COMPUTED
+            num_kept = 0
             if seq in prompts:
-                hashes = hash_token_blocks(prompts[seq], BLOCK_SIZE)
-                computed = cache.manager.get_computed_blocks(hashes, len(prompts[seq]))
+                hashes = hash_token_blocks(prompts[seq][:-1], BLOCK_SIZE)
+                num_kept = cache.num_kept_blocks(hashes) * BLOCK_SIZE
                 self.tokens[seq] = prompts[seq]
-                num_new = len(prompts[seq]) - computed.num_tokens
+                num_new = len(prompts[seq]) - num_kept
             else:
                 num_new = rng.choice([1, 1, 1, 2, 30])
                 self.tokens[seq] = self.tokens[seq] + [rng.randrange(100) for _ in range(num_new)]
-            cache.make_room(cache.manager.num_needed_blocks(seq, num_new, computed))
-            copies = cache.manager.allocate_slots(seq, num_new, computed)
+            cache.make_room(cache.manager.num_needed_blocks(seq, num_kept + num_new))
+            copies = cache.manager.allocate_slots(seq, num_kept + num_new)
             if copies is None:
                 if seq in prompts:
                     del self.tokens[seq]
                 else:
                     del self.tokens[seq][-num_new:]
                 continue
-            cache.copy_blocks(copies)
+            assert copies == []
+            if num_kept:
+                cache.take_last(seq)
             counts[seq] = num_new
-            hashes = hash_token_blocks(self.tokens[seq], BLOCK_SIZE)
-            before = set(cache.pool.prefix_index)
-            if rng.random() < 0.8:
-                cache.manager.cache_blocks(seq, hashes)
-            new_blocks |= {b.block_id for _, b in set(cache.pool.prefix_index) - before}
         if not counts:
             return
         fails = rng.random() < 0.1
@@ -125,7 +127,7 @@ class Machine:
                 if fails:
                     raise Failure
         except Failure:
-            cache.pool.evict_blocks(new_blocks)
+            cache.forget_last()
             for seq in counts:
                 cache.manager.free(seq)
                 del self.tokens[seq]
@@ -162,7 +164,7 @@ class Machine:
         if seq is None:
             return
         if self.rng.random() < 0.5:
-            is_forked = self.cache.manager.fork(seq, new_seq)
+            is_forked = self.cache.try_fork(seq, new_seq)
         else:
             with contextlib.suppress(CacheFullError):
                 self.cache.fork(seq, new_seq)
@@ -188,22 +190,20 @@ class Machine:
 
     def check_capacity(self) -> None:
         """All rows together are within the budget: after a step has opened."""
-        capacity = sum(rows.capacity for rows in self.cache._store.rows)
+        capacity = sum(held.capacity for held in self.cache._held())
         assert capacity <= self.cache.config.num_blocks
         assert self.cache.nbytes_held == capacity * self.cache.config.nbytes_per_block
 
     def check(self) -> None:
         cache = self.cache
         cache.manager.check_integrity()
-        places = {}
-        for rows in cache._store.rows:
-            assert len(rows.block_ids) <= rows.capacity
-            for spec, kv in zip(LAYERS, rows.layers, strict=True):
-                for held, width in zip(kv, (spec.key_dim, spec.value_dim), strict=True):
-                    num_tokens = rows.capacity * BLOCK_SIZE
-                    assert held.shape == (spec.num_kv_heads, num_tokens, width)
-            places |= {b: (rows, i) for i, b in enumerate(rows.block_ids) if b}
-        assert places == cache._store.places
+        for held in cache._held():
+            for spec, rows in zip(LAYERS, held.layers, strict=True):
+                num_tokens = held.capacity * BLOCK_SIZE
+                for part, width in ((rows.keys, spec.key_dim), (rows.values, spec.value_dim)):
+                    assert part.shape == (1, spec.num_kv_heads, num_tokens, width)
+        for seq in cache.seqs:
+            assert len(cache.block_ids(seq)) <= cache._sequences[seq].capacity
         assert set(cache.seqs) == set(self.tokens)
         for seq, tokens in self.tokens.items():
             assert cache.seq_len(seq) == len(tokens)

@@ -46,24 +46,36 @@ def reused(err: str) -> list[int]:
 # Beside a saved conversation
 
 
-@pytest.mark.parametrize("kv", ["paged", "basic"])
-def test_a_loaded_conversation_goes_on_with_its_kv(talk, tmp_path: Path, kv: str):
-    file, argv = tmp_path / "talk.json", ("--kv", kv)
-    _, through, err = talk(*QUESTIONS, LAST, argv=argv)
+def test_a_loaded_conversation_goes_on_with_its_kv(talk, tmp_path: Path):
+    file = tmp_path / "talk.json"
+    _, through, err = talk(*QUESTIONS, LAST)
     in_memory = reused(err)[-1]
-    _, _, err = talk(*QUESTIONS, f"/save {file}", argv=argv)
+    _, _, err = talk(*QUESTIONS, f"/save {file}")
     said = re.search(
         rf"\[saved to {file}: messages: 4; K/V of (\d+) tokens in talk\.json{KV}, \d\.\d MB\]", err
     )
     num_tokens = int(said[1])
     assert sorted(os.listdir(tmp_path)) == ["talk.json", f"talk.json{KV}"]
-    _, out, err = talk(f"/load {file}", LAST, argv=argv)
+    _, out, err = talk(f"/load {file}", LAST)
     assert f"[loaded from {file}: messages: 4; K/V of {num_tokens} tokens]" in err
     assert out == through[-1:] and reused(err) == [in_memory] == [num_tokens]
     # Saved once more, the files are the same: nothing of them depends on when.
     before = (tmp_path / f"talk.json{KV}").read_bytes()
-    talk(*QUESTIONS, f"/save {file}", argv=argv)
+    talk(*QUESTIONS, f"/save {file}")
     assert (tmp_path / f"talk.json{KV}").read_bytes() == before
+
+
+def test_a_basic_cache_saves_and_loads_the_messages_alone(talk, tmp_path: Path):
+    file, argv = tmp_path / "talk.json", ("--kv", "basic")
+    _, through, _ = talk(*QUESTIONS, LAST, argv=argv)
+    _, _, err = talk(*QUESTIONS, f"/save {file}", argv=argv)
+    assert "[the K/V are not saved: " in err and "need blocks" in err
+    assert f"[saved to {file}: messages: 4]" in err
+    assert os.listdir(tmp_path) == ["talk.json"]
+    talk(*QUESTIONS, f"/save {file}")  # with its K/V
+    _, out, err = talk(f"/load {file}", LAST, argv=argv)
+    assert "[the K/V are not loaded, and computed again: " in err and "need blocks" in err
+    assert out == through[-1:] and reused(err) == [0]
 
 
 def test_only_its_owner_can_read_what_is_saved(talk, tmp_path: Path):

@@ -63,12 +63,11 @@ class Driver:
         generator: random.Random,
         num_blocks: int,
         block_size: int,
-        shares_blocks: bool,
         retentions: Sequence[Retention] = (KEEP_ALL,),
     ):
         self.random = generator
         pool = BlockPool(num_blocks + 1, block_size)
-        self.manager = KVCacheManager(pool, shares_blocks, retentions)
+        self.manager = KVCacheManager(pool, retentions)
         self.slabs = Slabs(block_size)
         self.requests: dict[int, tuple[str, list[int]]] = {}  # salt, tokens with slots
         # Blocks have left their windows, and what stayed was not shifted, for want of blocks.
@@ -153,16 +152,10 @@ class Driver:
         salt, tokens = self.requests[request_id]
         num_free_blocks = self.manager.num_free_blocks
         parent = self.manager.tables[request_id].block_ids
-        num_needed_blocks = 0 if self.manager.shares_blocks else len(parent)
-        is_forked = self.manager.fork(request_id, self.next_id)
-        assert is_forked is (num_needed_blocks <= num_free_blocks)
-        if not is_forked:
-            assert self.manager.num_free_blocks == num_free_blocks
-            self.refuse()
-            return
+        self.manager.fork(request_id, self.next_id)
         child = self.manager.tables[self.next_id].block_ids
-        assert self.manager.num_free_blocks == num_free_blocks - num_needed_blocks
-        assert (child == parent) is self.manager.shares_blocks
+        assert self.manager.num_free_blocks == num_free_blocks
+        assert child == parent
         for source, destination in zip(parent, child, strict=True):
             self.slabs.copy(source, destination)
         self.requests[self.next_id] = (salt, list(tokens))
@@ -218,11 +211,9 @@ class Driver:
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.randoms(), st.integers(1, 12), st.integers(1, 4), st.booleans())
-def test_every_request_reads_its_own_tokens_after_any_calls(
-    generator, num_blocks, block_size, shares_blocks
-):
-    driver = Driver(generator, num_blocks, block_size, shares_blocks)
+@given(st.randoms(), st.integers(1, 12), st.integers(1, 4))
+def test_every_request_reads_its_own_tokens_after_any_calls(generator, num_blocks, block_size):
+    driver = Driver(generator, num_blocks, block_size)
     for _ in range(30):
         driver.act()
         driver.check()
@@ -230,11 +221,8 @@ def test_every_request_reads_its_own_tokens_after_any_calls(
 
 @pytest.mark.parametrize(("num_blocks", "block_size"), [(6, 4), (12, 4), (40, 2), (9, 8)], ids=str)
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("shares_blocks", [True, False], ids=["shared", "own"])
-def test_every_request_reads_its_own_tokens_after_thousands_of_calls(
-    seed, num_blocks, block_size, shares_blocks
-):
-    driver = Driver(random.Random(seed), num_blocks, block_size, shares_blocks)
+def test_every_request_reads_its_own_tokens_after_thousands_of_calls(seed, num_blocks, block_size):
+    driver = Driver(random.Random(seed), num_blocks, block_size)
     for _ in range(1500):
         driver.act()
         driver.check()
@@ -270,7 +258,7 @@ def test_every_request_reads_what_its_window_keeps_after_thousands_of_calls(seed
     retentions = WINDOWS[name]
     block_size = 4 if name in ("short stream", "window") else 2
     num_blocks = 24 * len(retentions)
-    driver = Driver(random.Random(seed), num_blocks, block_size, True, retentions)
+    driver = Driver(random.Random(seed), num_blocks, block_size, retentions)
     for _ in range(1500):
         driver.act()
         driver.check()
@@ -289,7 +277,7 @@ def test_every_request_reads_what_its_window_keeps_after_thousands_of_calls(seed
 @given(st.randoms(), st.integers(1, 40), st.sampled_from(sorted(WINDOWS)))
 def test_every_request_reads_what_its_window_keeps_after_any_calls(generator, num_blocks, name):
     block_size = 4 if name in ("short stream", "window") else 2
-    driver = Driver(generator, num_blocks, block_size, True, WINDOWS[name])
+    driver = Driver(generator, num_blocks, block_size, WINDOWS[name])
     for _ in range(30):
         driver.act()
         driver.check()

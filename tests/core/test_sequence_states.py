@@ -133,7 +133,7 @@ def test_a_step_that_failed_leaves_no_checkpoint():
 def test_forks_share_a_state_and_go_on_from_it_alone():
     model = Model(num_checkpoints=0)
     model.run("a", "abcdefgh", 6)
-    assert model.manager.fork("a", "b")
+    model.manager.fork("a", "b")
     model.run("a", "abcdefgh", 8)
     model.run("b", "abcdefxy", 7)
     assert model.states.get("a", 8) == "abcdefgh"

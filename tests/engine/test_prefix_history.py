@@ -77,11 +77,10 @@ def test_every_reason_there_is(prompt, num_cached, reason, position, other):
     assert history.num_missed_tokens[reason] >= num_missed
 
 
-def test_a_beginning_that_is_being_computed_is_pending_and_one_that_can_not_be_shared_is_held():
+def test_a_beginning_that_is_being_computed_is_pending():
     history = PrefixHistory(1000, BLOCK)
     ask(history, A, name="a")
     assert ask(history, [*A, *C]).reason == "pending"
-    assert history.admit(request("b", [*A, *C]), 0, is_held=True).reason == "held"
 
 
 def test_sequences_of_another_salt_are_never_compared():

@@ -19,7 +19,7 @@ from mlx_paged.engine.batch import Batch, CopyBlocks, Scheduled, SwapIn, SwapOut
 from mlx_paged.engine.scheduler import Scheduler
 from mlx_paged.engine.speculation import NO_SPECULATION, Speculation
 from mlx_paged.engine.swap_space import SwapSpace
-from mlx_paged.request import Request, SamplingParams
+from mlx_paged.request import Request, SamplingParams, SeqId
 
 T = TypeVar("T")
 VOCAB_SIZE = 40
@@ -90,6 +90,10 @@ class FakeSupply:
             self.budget = pool.num_usable_blocks
             return
         pool.grow(num_missing)
+
+    def try_fork(self, seq: SeqId, new_seq: SeqId) -> bool:
+        self.manager.fork(seq, new_seq)
+        return True
 
 
 class SimulatedCache:

@@ -36,18 +36,12 @@ def tokens_of(output: RequestOutput) -> list[int]:
     "num_tokens", [pytest.param(17, marks=SLOW), pytest.param(48, marks=SLOW), 75]
 )
 @pytest.mark.parametrize(
-    ("kv", "options"),
-    [
-        ("paged", {}),
-        ("paged", {"block_size": 8, "max_num_batched_tokens": 32, "max_num_seqs": 4}),
-        ("basic", {}),
-        ("basic", {"block_size": 8}),
-    ],
+    "options", [{}, {"block_size": 8, "max_num_batched_tokens": 32, "max_num_seqs": 4}]
 )
 def test_a_conversation_goes_on_from_a_file(
-    model: qwen3.Model, tmp_path: Path, kv: str, options: dict[str, Any], num_tokens: int
+    model: qwen3.Model, tmp_path: Path, options: dict[str, Any], num_tokens: int
 ):
-    old, new, cold = (make_engine(model, kv=kv, **options) for _ in range(3))
+    old, new, cold = (make_engine(model, **options) for _ in range(3))
     first = prompt(num_tokens)
     told = [*first, *tokens_of(answer(old, first))]
     block_size = old.cache.config.block_size
@@ -149,22 +143,20 @@ def test_a_salt_keeps_what_was_loaded_apart(model: qwen3.Model, tmp_path: Path):
     assert answer(new, told, cache_salt="theirs").num_cached_tokens == 32
 
 
-@pytest.mark.parametrize("kv", ["paged", "basic"])
 @pytest.mark.parametrize("run_ahead", [False, True])
 def test_requests_that_run_meanwhile_have_the_same_tokens(
-    model: qwen3.Model, tmp_path: Path, kv: str, run_ahead: bool
+    model: qwen3.Model, tmp_path: Path, run_ahead: bool
 ):
-    engine, told = make_engine(model, kv=kv, run_ahead=run_ahead), prompt(64)
-    expected = tokens_of(answer(make_engine(model, kv=kv), told))
+    engine, told = make_engine(model, run_ahead=run_ahead), prompt(64)
+    expected = tokens_of(answer(make_engine(model), told))
     answer(engine, told[:40])
     engine.add_request("b", told, greedy(20))
     outputs = []
     for number in range(10):
         outputs += engine.step()
         if number in (0, 3, 7):
-            if kv == "paged":  # of a basic cache, a request has its blocks for itself
-                assert engine.save_snapshot(tmp_path / "a", told) >= 48
-                engine.load_snapshot(tmp_path / "a", cache_salt=str(number))
+            assert engine.save_snapshot(tmp_path / "a", told) >= 48
+            engine.load_snapshot(tmp_path / "a", cache_salt=str(number))
             engine.scheduler.check_integrity()
     outputs += run(engine).values()
     assert outputs[-1].request_id == "b" and tokens_of(outputs[-1]) == expected
@@ -270,3 +262,20 @@ def test_what_has_no_kv_to_save_is_refused_by_name(model: qwen3.Model, tmp_path:
         make_engine(model).save_snapshot(tmp_path / "a", "text")
     with pytest.raises(ValueError, match="cache_salt must be a text"):
         make_engine(model).save_snapshot(tmp_path / "a", [1] * 20, cache_salt=5)
+
+
+def test_a_basic_cache_refuses_snapshots_and_prompt_caches_by_name(
+    model: qwen3.Model, tmp_path: Path
+):
+    engine, told, file = make_engine(model, kv="basic"), prompt(40), tmp_path / "a"
+    answer(engine, told)
+    for refused in (
+        lambda: engine.save_snapshot(file, told),
+        lambda: engine.load_snapshot(file),
+        lambda: engine.export_prompt_cache(file, told),
+        lambda: engine.import_prompt_cache(file, told),
+    ):
+        with pytest.raises(ArgumentError, match="need blocks, which kv='basic' does not") as caught:
+            refused()
+        assert caught.value.argument == "kv"
+    assert not file.exists()

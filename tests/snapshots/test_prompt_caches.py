@@ -115,7 +115,6 @@ def test_mlx_lm_goes_on_from_what_an_engine_exports(tmp_path: Path, name: str, n
         assert answer(back, [*token_ids, 5, 6, 7]) == (expected, num_exported)
 
 
-@pytest.mark.parametrize("kv", ["paged", "basic"])
 @pytest.mark.parametrize(
     ("name", "num_tokens"),
     [
@@ -124,12 +123,12 @@ def test_mlx_lm_goes_on_from_what_an_engine_exports(tmp_path: Path, name: str, n
     ],
 )
 def test_an_engine_goes_on_from_a_prompt_cache_of_mlx_lm(
-    tmp_path: Path, name: str, kv: str, num_tokens: int
+    tmp_path: Path, name: str, num_tokens: int
 ):
     path, (_, stock) = tmp_path / "a.safetensors", models(name)
     token_ids = prompt(num_tokens)
     made_by_mlx_lm(path, stock, token_ids)
-    engine = engine_of(name, kv=kv)
+    engine = engine_of(name)
     assert engine.import_prompt_cache(path, token_ids, cache_salt="s") == token_ids
     engine.cache.manager.check_integrity()
     expected = stock_tokens(stock, [*token_ids, 5, 6, 7], NUM_TOKENS)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import pytest
 from helpers.engine_runs import greedy, make_engine, prompt, run
 from helpers.snapshot_helpers import fill
 
@@ -45,10 +44,9 @@ def test_a_layer_at_a_time(model: qwen3.Model, tmp_path: Path):
     )
 
 
-@pytest.mark.parametrize("kv", ["paged", "basic"])
-def test_an_engine_holds_no_copy_behind_a_snapshot(model: qwen3.Model, tmp_path: Path, kv: str):
+def test_an_engine_holds_no_copy_behind_a_snapshot(model: qwen3.Model, tmp_path: Path):
     told = prompt(900)
-    old, new = (make_engine(model, kv=kv) for _ in range(2))
+    old, new = (make_engine(model) for _ in range(2))
     old.add_request("a", told, greedy(2))
     run(old)
     for engine in (old, new):

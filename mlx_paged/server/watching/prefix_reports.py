@@ -38,8 +38,6 @@ def explanation(report: PrefixReport) -> str:
         return f"{cached}: it left {other} at token {position}: {_change(report)}"
     if report.reason == "pending":
         return f"{cached}: from token {position} on, {other} is being computed"
-    if report.reason == "held":
-        return f"{cached}: from token {position} on, {other} holds it, and --kv basic can't share"
     return (
         f"{cached}: from token {position} on, what {other} computed was evicted; a larger "
         "--kv-cache-bytes keeps more"
