@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache as StockKVCache
@@ -43,7 +44,8 @@ class LayerRows(StockKVCache):
         """
         # What lies behind it was trimmed, or belongs to a step that failed.
         self.offset = start
-        fetched = self.update_and_fetch(keys, values)  # type: ignore[no-untyped-call]
+        update_and_fetch = cast(Any, self.update_and_fetch)  # mlx-lm's types leave the arrays out
+        fetched: tuple[mx.array, mx.array] = update_and_fetch(keys, values)
         return fetched[0].squeeze(0), fetched[1].squeeze(0)
 
 
