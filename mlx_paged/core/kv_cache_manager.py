@@ -216,17 +216,19 @@ class KVCacheManager:
         Raises:
             KeyError: no such request.
         """
-        num_tokens, block_ids = self._table(request_id).num_tokens, []
-        tables = self._groups[request_id]
-        for table in tables:
+        num_tokens = self._table(request_id).num_tokens
+        tables: list[TableState] = []
+        block_ids: list[list[int]] = []
+        for table in self._groups[request_id]:
             table.evict()
-            num_blocks = table.state().num_blocks
-            blocks = itertools.chain(table.blocks[:num_blocks], list(table)[len(table) :])
+            tables.append(table.state())
+            # Blocks that were reserved and are empty stand between the two.
+            blocks = [*table.blocks[: tables[-1].num_blocks], *list(table)[len(table) :]]
             block_ids.append([block.block_id for block in blocks])
         state = None
         if self.states is not None:
             state = SequenceState(num_tokens, self.states.get(request_id, num_tokens))
-        return SequenceTables([table.state() for table in tables], state), block_ids
+        return SequenceTables(tables, state), block_ids
 
     def resumed(self, held: SequenceTables, hit: ComputedBlocks) -> ComputedBlocks:
         """What a request begins with that goes on after a preemption.
@@ -485,7 +487,7 @@ class KVCacheManager:
         return loads
 
     def count_lookup(self, num_queried_tokens: int, num_hit_tokens: int) -> None:
-        """A request begins, so many tokens of which were looked up and found."""
+        """Count the tokens that were looked up, and those found, of a request that begins."""
         self._num_queried_tokens += num_queried_tokens
         self._num_hit_tokens += num_hit_tokens
 

@@ -53,8 +53,8 @@ class PrefixReport:
 
 
 class Change(NamedTuple):
-    """How two sequences of tokens differ first: so many tokens of one stand where the other has so
-    many. What is reordered has the same tokens on both sides.
+    """The first difference between two sequences of tokens: ``num_expected`` tokens of one stand
+    where the other has ``num_found``. What is reordered has the same tokens on both sides.
     """
 
     kind: Literal["inserted", "removed", "replaced", "reordered"]
