@@ -130,14 +130,15 @@ class Ranks:
 
     # The end
 
-    def fail(self, text: str) -> NoReturn:
+    def fail(self, text: str, error: BaseException) -> NoReturn:
         """End this process, and tell the others why: the bookkeeping of the ranks is not the same
         any more, or others wait in a collective.
 
         Args:
             text: what happened, on one line.
+            error: that was raised here. Its message need not be in ``text``.
         """
-        if _PEER_LOST in text:
+        if _PEER_LOST in str(error):
             # The thread that reads from that peer is about to say which of them it was.
             time.sleep(_LOST_SECONDS)
         self._end(text)

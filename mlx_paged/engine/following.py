@@ -70,7 +70,7 @@ class FollowingLoop:
                     self._do(message)
                 except BaseException as error:
                     # The leader may wait for this rank in a collective.
-                    self._ranks.fail(f"failed: {words_for_all(error)}")
+                    self._ranks.fail(f"failed: {words_for_all(error)}", error)
 
     def _do(self, message: Any) -> None:
         with self._steps.change():

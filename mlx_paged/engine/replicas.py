@@ -221,7 +221,7 @@ class Leader(OneProcess):
         return results
 
     def failed(self, error: BaseException) -> None:
-        self._ranks.fail(_failure(error))
+        self._ranks.fail(_failure(error), error)
 
 
 class Follower(OneProcess):
@@ -258,7 +258,7 @@ class Follower(OneProcess):
         return self._given().results
 
     def failed(self, error: BaseException) -> None:
-        self._ranks.fail(_failure(error))
+        self._ranks.fail(_failure(error), error)
 
     def _given(self) -> Given:
         given = self._ranks.hear()

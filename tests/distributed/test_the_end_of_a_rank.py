@@ -8,9 +8,13 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
-from helpers.ranks import PROGRAMS, Ended, ends, started
+from helpers.ranks import PROGRAMS, Ended, FakeGroup, ends, started
+
+from mlx_paged.distributed.ranks import Ranks
+from mlx_paged.engine.replicas import Leader
 
 SECONDS = 10.0  # in which the others have to end; machines that run tests are slow
 
@@ -124,3 +128,17 @@ def test_a_group_that_never_forms_is_given_up(tmp_path: Path):
         "[ranks] rank 0 ends, since MLX did not form the group within 1 seconds: a rank is "
         "missing, or can't be reached"
     ]
+
+
+def test_a_connection_that_mlx_lost_first_is_left_to_the_thread_that_reads_from_that_rank(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    waits: list[float] = []
+    ends: list[str] = []
+    monkeypatch.setattr("mlx_paged.distributed.ranks.time.sleep", waits.append)
+    monkeypatch.setattr(Ranks, "_end", lambda _, text: ends.append(text))
+    replica = Leader(Ranks(cast(Any, FakeGroup(2)), {}), run_ahead=False)
+    replica.failed(RuntimeError("[ring] connection to a peer was lost"))
+    assert len(waits) == 1
+    replica.failed(MemoryError("too large"))
+    assert (len(waits), len(ends)) == (1, 2)
