@@ -15,11 +15,12 @@ from importlib.metadata import version
 
 import mlx.core as mx
 
-from mlx_paged.block_store import BlockHeader, BlockReader, BlockStore, BlockWriter, Fingerprint
+from mlx_paged.block_store import BlockReader, BlockStore, BlockWriter, Fingerprint
 from mlx_paged.block_store.reader import ReadBlock
 from mlx_paged.block_store.writer import SECONDS_AT_EXIT
 from mlx_paged.cache import KVCache, LayerSpec, PagedKVCache
 from mlx_paged.core import KEEP_ALL, AbsentBlock, BlockHash, Retention, group_hashes
+from mlx_paged.core.tier import BlockHeader
 from mlx_paged.engine.batch import Batch
 from mlx_paged.engine.disk_tier_options import DiskTierOptions
 from mlx_paged.engine.disk_tier_stats import DiskTierStats

@@ -11,7 +11,6 @@ import pytest
 
 from mlx_paged.block_store import block_file
 from mlx_paged.block_store.block_file import (
-    BlockHeader,
     FileHeader,
     encode_header,
     parse_block,
@@ -19,6 +18,7 @@ from mlx_paged.block_store.block_file import (
 )
 from mlx_paged.block_store.directory import Directory
 from mlx_paged.block_store.errors import BadBlockFileError, OtherVersionError
+from mlx_paged.core.tier import BlockHeader
 
 DIGEST = "0123456789abcdef0123456789abcdef"
 HASH = bytes(range(32))
