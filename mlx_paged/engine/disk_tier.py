@@ -85,7 +85,7 @@ class DiskTier:
         self._cache = cache
         self._block_size = config.block_size
         self._groups = range(len(config.groups))
-        self._block_nbytes = [cache.block_nbytes(group) for group in self._groups]
+        self._block_nbytes = [config.block_nbytes(group) for group in self._groups]
         # Computed and not copied out yet, in the order in which they were computed.
         self._unsaved: dict[BlockHash, BlockHeader] = {}
         self._group_of: dict[SeqId, dict[bytes, int]] = {}  # of the blocks being read
