@@ -343,7 +343,7 @@ class FakeEngine:
             header.block_hash for name in swap_space._held for header in swap_space.headers(name, 0)
         }
         assert isinstance(swap_space.tier, HostMemory) and set(swap_space.tier._blocks) == keys
-        assert set(swap_space._contents) <= {request.seq_id for request in scheduler.waiting}
+        assert set(swap_space._held) <= {request.seq_id for request in scheduler.waiting}
         assert 0 <= swap_space.num_used_blocks <= swap_space.num_blocks
         for block in self.pool.blocks[1:]:
             # Nothing that others may hit holds less than it promises.
@@ -384,7 +384,7 @@ class FakeEngine:
         )
         assert not self.manager.tables and self.pool.num_used_blocks == 0
         assert self.pool.num_free_blocks == self.pool.num_usable_blocks
-        assert self.swap_space.num_used_tokens == 0 and not self.swap_space._contents
+        assert self.swap_space.num_used_tokens == 0 and not self.swap_space._held
 
     def check_answers(self) -> None:
         """Every completion that came to its end by itself says what was predicted; any other a
