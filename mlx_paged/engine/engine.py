@@ -53,7 +53,7 @@ from mlx_paged.engine.replicas import Call
 from mlx_paged.engine.reports import Reports
 from mlx_paged.engine.request_state import RequestState
 from mlx_paged.engine.scheduler import Scheduler, extra_hash_keys
-from mlx_paged.engine.snapshots import Snapshots
+from mlx_paged.engine.snapshots import Prefix, Snapshots
 from mlx_paged.engine.stats import EngineStats
 from mlx_paged.engine.steps import RowReader, Steps
 from mlx_paged.engine.swap_space import SwapSpace, num_swap_blocks
@@ -78,7 +78,6 @@ from mlx_paged.request import (
     check_request_id,
 )
 from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.snapshots import PrefixRows
 
 T = TypeVar("T")
 
@@ -432,7 +431,7 @@ class Engine:
         """Put the K/V of a file into the prefix cache; returns its token ids. Requests whose
         prompts begin with them find them. Arguments and errors: :meth:`Snapshots.open`.
         """
-        return self._put(self._snapshots.open(path), cache_salt)
+        return self._put(self._snapshots.open(path, cache_salt))
 
     def export_prompt_cache(
         self,
@@ -459,7 +458,7 @@ class Engine:
         """Put the K/V of a prompt cache of mlx-lm's into the prefix cache; returns its token ids.
         Arguments and errors: :meth:`Snapshots.open_prompt_cache`.
         """
-        return self._put(self._snapshots.open_prompt_cache(path, token_ids), cache_salt)
+        return self._put(self._snapshots.open_prompt_cache(path, token_ids, cache_salt))
 
     def hold_prompt_cache(self, path: str | Path) -> HeldPrompt:
         """Hold the K/V of a prompt cache of mlx-lm's that does not say its tokens, for requests
@@ -473,14 +472,14 @@ class Engine:
         self._refuse_reentry("a snapshot")
         with self._step_lock: self._changed(self._steps.land); return call()  # noqa: E701, E702  # fmt: skip
 
-    def _put(self, rows: PrefixRows, cache_salt: str | None) -> list[int]:
-        """Put rows into the prefix cache, between two steps."""
+    def _put(self, prefix: Prefix) -> list[int]:
+        """Put K/V into the prefix cache, between two steps."""
         self._refuse_reentry("a snapshot")
-        put = partial(self._snapshots.put, self._steps.land, rows, cache_salt)
+        put = partial(self._snapshots.put, self._steps.land, prefix)
         with self._step_lock: error = self._changed(put)  # noqa: E701  # fmt: skip
         if error is not None:
             raise error
-        return rows.token_ids
+        return prefix.token_ids
 
     def save_more(self) -> bool:
         """Copy more blocks out to ``cache_dir``, while no request runs; whether some are left that
