@@ -384,9 +384,9 @@ class Engine:
         """
         self._refuse_on_followers("step")
         self._refuse_reentry("step")
-        with self._step_lock: outputs = self._step()  # noqa: E701  # fmt: skip
+        with self._step_lock: states = self._step()  # noqa: E701  # fmt: skip
         self._read_inbox_if_idle()
-        return self._reports.hand_over(outputs)
+        return self._reports.hand_over(states)
 
     def read_rows(self, reader: RowReader | None) -> None:
         """Have ``reader`` called with the row of logits behind each token that is appended from now
@@ -630,7 +630,7 @@ class Engine:
         self._steps.land()  # It may write to the memory that is given back.
         return self.cache.shrink()
 
-    def _step(self) -> list[RequestOutput]:
+    def _step(self) -> list[RequestState]:
         begin = time.perf_counter()
         with self._change():
             self._read_inbox()
@@ -638,6 +638,6 @@ class Engine:
             self._read_inbox()
             if not self.scheduler.requests and not self._reports:
                 self._steps.pick_up_lost()
-            outputs = self._reports.take()
+            states = self._reports.take()
             self.latencies.busy_seconds += time.perf_counter() - begin
-            return outputs
+            return states
