@@ -70,9 +70,9 @@ def test_imports_go_one_way():
         "replaced_file",
     ]
     order += ["sampling"]
-    order += ["request", "sampling_params", "structured_outputs"]
-    order += ["foreign_arguments", "engine_options", "sampling_declarations", "declarations"]
-    order += ["flag_values", "config", "argument_values", "errors"]
+    order += ["request", "sampling_params", "foreign_arguments"]
+    order += ["engine_options", "sampling_declarations", "structured_outputs", "declarations"]
+    order += ["config", "domains", "argument_values", "errors"]
     package = REPOSITORY / "mlx_paged"
     wrong = []
     for path in package.rglob("*.py"):

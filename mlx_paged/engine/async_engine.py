@@ -23,10 +23,11 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.engine.deltas import merge_parts
 from mlx_paged.engine.engine import Engine, engine_option_names
-from mlx_paged.engine.options import EngineOptions, RequestOptions
+from mlx_paged.engine.options import RequestOptions
 from mlx_paged.engine.prompts import Prompt
 from mlx_paged.engine.stats import EngineStats
 from mlx_paged.engine.view import EngineView
+from mlx_paged.engine_options import EngineOptions
 from mlx_paged.errors import ArgumentError, words_for_all
 from mlx_paged.foreign_arguments import argument_names, refuses_unknown_arguments
 from mlx_paged.models.language_model import LanguageModel
@@ -67,7 +68,7 @@ class AsyncEngine:
     call :meth:`Engine.follow`.
 
     Args:
-        model, tokenizer, engine_options: as :class:`Engine`.
+        model, tokenizer, draft_model, engine_options: as :class:`Engine`.
     """
 
     @refuses_unknown_arguments("engine", also=engine_option_names)
@@ -75,6 +76,8 @@ class AsyncEngine:
         self,
         model: Module,
         tokenizer: TokenizerWrapper | None = None,
+        *,
+        draft_model: Module | None = None,
         **engine_options: Unpack[EngineOptions],
     ):
         group = model.group if isinstance(model, LanguageModel) else None
@@ -84,7 +87,7 @@ class AsyncEngine:
                 "Engine of the same options here, and call its follow()"
             )
         # It is made here so that the caller gets the errors of wrong settings.
-        self.engine = Engine(model, tokenizer, **engine_options)
+        self.engine = Engine(model, tokenizer, draft_model=draft_model, **engine_options)
         self._request_ids = map(str, itertools.count())
         self._loop = _EngineLoop(self.engine)
         self._receivers = self._loop.receivers

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from mlx_paged.config import (
     DEFAULT_CACHE_DIR_SIZE,
+    DURATION,
+    NBYTES,
     SchedulerConfig,
-    parse_duration,
-    parse_nbytes,
 )
 from mlx_paged.errors import ArgumentError, shown
 
@@ -43,9 +43,9 @@ class DiskTierOptions:
 
         Args:
             cache_dir: a leading ``~`` is the user's home.
-            cache_dir_size: bytes, as :func:`parse_nbytes` reads them; ``None`` is
+            cache_dir_size: bytes, in the notation of budgets; ``None`` is
                 ``DEFAULT_CACHE_DIR_SIZE``.
-            cache_dir_ttl: a duration, as :func:`parse_duration` reads it.
+            cache_dir_ttl: a duration, such as ``"7d"``, or seconds.
 
         Raises:
             ArgumentError: a value that is none of these, or a size or a duration without a folder.
@@ -66,8 +66,8 @@ class DiskTierOptions:
         ttl = cache_dir_ttl
         return cls(
             _folder(cache_dir),
-            parse_nbytes(size, "cache_dir_size"),
-            None if ttl is None else parse_duration(ttl, "cache_dir_ttl"),
+            NBYTES.check("engine", "cache_dir_size", size),
+            None if ttl is None else DURATION.check("engine", "cache_dir_ttl", ttl),
         )
 
     def check_engine(self, kv: str, config: SchedulerConfig, num_ranks: int) -> None:

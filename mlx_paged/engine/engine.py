@@ -20,7 +20,6 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.argument_values import check_integer
 from mlx_paged.block_store.writer import SECONDS_AT_EXIT
 from mlx_paged.cache import ContiguousKVCache
 from mlx_paged.config import DEFAULT_KV
@@ -41,7 +40,7 @@ from mlx_paged.engine.joining import check_steps_are_alike, join_ranks, least_bu
 from mlx_paged.engine.latencies import Latencies
 from mlx_paged.engine.model_runner import ModelRunner
 from mlx_paged.engine.options import (
-    EngineOptions,
+    checked_options,
     disk_tier_options,
     passed_on_names,
     split_options,
@@ -60,7 +59,8 @@ from mlx_paged.engine.swap_space import SwapSpace, num_swap_blocks
 from mlx_paged.engine.token_rules import read_token_rules, special_token_ids
 from mlx_paged.engine.token_texts import TokenTexts
 from mlx_paged.engine.view import EngineView, view_of
-from mlx_paged.errors import ArgumentError, shown
+from mlx_paged.engine_options import EngineOptions
+from mlx_paged.errors import ArgumentError
 from mlx_paged.foreign_arguments import argument_names, refuses_unknown_arguments
 from mlx_paged.memory import hold_wired_limit, read_wired_limit
 from mlx_paged.models.context_length import context_length, context_limit
@@ -104,6 +104,7 @@ class Engine:
         model: as :func:`mlx_paged.load` returns it.
         tokenizer: for text prompts, text out, stop texts and the end of sequence; ``None`` is token
             ids only.
+        draft_model: a small model of the same vocabulary that makes the drafts.
         options: keyword arguments of :class:`EngineOptions`, of which each says what it does.
 
     Raises:
@@ -116,36 +117,34 @@ class Engine:
         self,
         model: Module,
         tokenizer: TokenizerWrapper | None = None,
+        *,
+        draft_model: Module | None = None,
         **options: Unpack[EngineOptions],
     ):
         # What stays with each rank, and need not be alike.
-        seed, run_ahead, wired_limit = (
-            options.pop("seed", None),
-            options.pop("run_ahead", None),
-            options.pop("wired_limit", None),
-        )
+        wired_limit = options.pop("wired_limit", None)
+        own = {"seed": options.pop("seed", None), "run_ahead": options.pop("run_ahead", None)}
+        seed, run_ahead = checked_options("engine", own).values()
         max_model_len, swap_bytes = options.get("max_model_len"), options.get("swap_bytes")
         checked, kv = check_model(model), options.get("kv", DEFAULT_KV)
         window = options.get("window")
         self.max_model_len = context_limit(checked.args, max_model_len, window)
-        draft_model = check_draft_model(options.get("draft_model"), checked, kv)
-        cache_options, config = split_options(options, self.max_model_len)
-        check_speculation(checked, draft_model, config.num_draft_tokens)
+        draft = check_draft_model(draft_model, checked, kv)
+        cache_options, config = split_options(options, self.max_model_len, draft is not None)
+        check_speculation(checked, draft, config.num_draft_tokens)
         tier_options = disk_tier_options(options, config, checked)
         if tokenizer is not None:
             tokenizer = as_tokenizer(tokenizer)
-        if seed is not None:
-            seed = check_integer("engine", "seed", seed)
-        if not isinstance(run_ahead, bool | None):
-            raise ArgumentError(
-                f"[engine] run_ahead must be True, False or None, got {shown(run_ahead)}",
-                "run_ahead",
-            )
         wired_nbytes = read_wired_limit(wired_limit)
         self.ranks = join_ranks(
             checked,
             tokenizer,
-            {**options, "max_model_len": self.max_model_len, "swap_bytes": swap_bytes},
+            {
+                **options,
+                "draft_model": draft,
+                "max_model_len": self.max_model_len,
+                "swap_bytes": swap_bytes,
+            },
         )
         if self.ranks is not None:
             cache_options["kv_cache_bytes"] = least_budget(
@@ -153,7 +152,7 @@ class Engine:
             )
         # Steps may be another thread's, which can't evaluate what this one left lazy: parameters,
         # and frequencies of RoPE, which are none.
-        for each in (model, draft_model or ()):
+        for each in (model, draft or ()):
             leaves = dict(tree_flatten(each)).values()
             mx.eval([leaf for leaf in leaves if isinstance(leaf, mx.array)])
         self._sent_bytes_per_token = sent_bytes_per_token(checked)
@@ -165,13 +164,13 @@ class Engine:
             room = room_for_states(checked, config, budget)
             config = replace(config, max_num_seqs=room.max_num_seqs)
             cache_options["kv_cache_bytes"] = room.kv_cache_bytes
-        self.cache = make_kv_cache(model, kv, **cache_options)
+        self.cache = make_kv_cache(model, kv, draft_model=draft_model, **cache_options)
         if room is not None:
             self.cache.keep_checkpoints(room.num_checkpoints)
         self.run_ahead = self.cache.can_run_ahead if run_ahead is None else run_ahead
         num_parameters = num_parameters_of(model)
         # All weights are read for it: once, and only if it is asked for.
-        identities = cache(lambda: identities_of(checked, draft_model))
+        identities = cache(lambda: identities_of(checked, draft))
         self.disk_tier: DiskTier | None = None
         if tier_options is not None:
             self.disk_tier = open_disk_tier(tier_options, self.cache, identities, num_parameters)
@@ -181,7 +180,7 @@ class Engine:
             num_swap_blocks(swap_bytes, self.cache, num_parameters),
             -(-self.cache.config.state_nbytes // self.cache.config.nbytes_per_block),
         )
-        drafter = None if draft_model is None else DraftModel(draft_model, self.cache)
+        drafter = None if draft is None else DraftModel(draft, self.cache)
         self.runner = ModelRunner(model, self.cache, self.swap_space, drafter)
         if self.ranks is not None:
             check_steps_are_alike(self.ranks, self.cache, self.run_ahead)
@@ -211,7 +210,7 @@ class Engine:
             model,
             identities,
             self.cache,
-            draft_model is not None,
+            draft is not None,
             config.enable_prefix_caching,
             self.ranks,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import re
 import sys
@@ -10,9 +11,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from mlx_paged import flag_values as values
 from mlx_paged.command_line import flags, parser
-from mlx_paged.errors import ArgumentError, shown, system_reason
+from mlx_paged.config import NBYTES
+from mlx_paged.domains import AT_LEAST_0, number, whole
+from mlx_paged.errors import ArgumentError, one_line, shown, system_reason
 from mlx_paged.server.http.api_keys import read_api_keys
 from mlx_paged.server.settings import (
     DEFAULT_DRAIN_SECONDS,
@@ -24,7 +26,7 @@ from mlx_paged.server.settings import (
     ServerSettings,
 )
 
-# Options of the engine that flags are handed on as: LoadedEngineOptions, all of them.
+# Options of the engine that flags are handed on as: EngineOptions, all of them.
 ENGINE_FLAGS = flags.engine_flags("server")
 _FLAGS = {
     **flags.FLAGS,
@@ -44,6 +46,7 @@ _OTHER_FLAGS = {
     "ctx_size": "--max-model-len",
     "default_chat_template_kwargs": "--chat-template-args",
 }
+_SECONDS = number(0, math.inf, "a number, at least 0")
 _HOST_NAME = re.compile(r"[A-Za-z0-9._-]{1,253}|\[[0-9a-fA-F:.]+\]")
 
 
@@ -78,7 +81,7 @@ def _add_address_flags(server: argparse.ArgumentParser) -> None:
     add("--host", default=DEFAULT_HOST, help="address to listen on (default: %(default)s)")
     add(
         "--port",
-        type=values.port,
+        type=whole(0, 65535).read_flag,
         default=DEFAULT_PORT,
         help="port to listen on, 0 for a free one (default: %(default)s)",
     )
@@ -138,28 +141,28 @@ def _add_limit_flags(server: argparse.ArgumentParser) -> None:
     add = server.add_argument
     add(
         "--max-queue-len",
-        type=values.whole,
+        type=AT_LEAST_0.read_flag,
         default=DEFAULT_MAX_QUEUE_LEN,
         metavar="N",
         help="sequences that may wait; more are told to come back (default: %(default)s)",
     )
     add(
         "--max-body-bytes",
-        type=values.num_bytes,
+        type=NBYTES.read_flag,
         default=DEFAULT_MAX_BODY_BYTES,
         metavar="N",
         help="largest body of a request: bytes (65536, 512K, 16M) (default: 16M)",
     )
     add(
         "--drain-seconds",
-        type=values.at_least_0,
+        type=_SECONDS.read_flag,
         default=DEFAULT_DRAIN_SECONDS,
         metavar="S",
         help="how long running answers may go on after SIGTERM (default: %(default)g)",
     )
     add(
         "--step-timeout",
-        type=values.at_least_0,
+        type=_SECONDS.read_flag,
         default=DEFAULT_STEP_TIMEOUT,
         metavar="S",
         help="seconds after which a step of the engine counts as hanging and /health answers 503; "
@@ -189,7 +192,7 @@ def _add_template_flags(server: argparse.ArgumentParser) -> None:
     add("--chat-template", metavar="FILE", help="a chat template in the place of the model's")
     add(
         "--chat-template-args",
-        type=values.json_object,
+        type=json_object,
         default={},
         metavar="JSON",
         help="variables of the chat template, where a request does not say",
@@ -223,7 +226,7 @@ def read_settings(args: argparse.Namespace) -> ServerSettings:
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The keyword arguments of the engine that the flags say, all of ``LoadedEngineOptions``."""
+    """The keyword arguments of the engine that the flags say, all of ``EngineOptions``."""
     return flags.engine_options(args, "server")
 
 
@@ -288,6 +291,18 @@ def origin(text: str) -> str:
             f"{shown(text)}"
         )
     return text.lower()
+
+
+def json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(
+            f"must be a JSON object, got {shown(text)}: {one_line(error)}"
+        ) from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, got {shown(text)}")
+    return value
 
 
 def _name_as_called() -> str:

@@ -15,7 +15,7 @@ import pytest
 from helpers.engine_runs import load_demo, make_engine
 
 from mlx_paged import LLM, AsyncEngine, batch_generate, generate
-from mlx_paged.config import DEFAULT_CACHE_DIR_SIZE, SchedulerConfig, parse_duration, parse_nbytes
+from mlx_paged.config import DEFAULT_CACHE_DIR_SIZE, DURATION, NBYTES, SchedulerConfig
 from mlx_paged.engine.disk_tier_options import DiskTierOptions
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models import qwen3
@@ -88,11 +88,12 @@ def test_what_is_no_folder_limit_or_duration_is_refused_by_name(
     ids=str,
 )  # fmt: skip
 def test_a_duration_is_a_number_with_a_unit_or_seconds(given: Any, seconds: float):
-    assert parse_duration(given, "ttl") == seconds
+    assert DURATION.check("engine", "ttl", given) == seconds
 
 
 def test_a_number_of_bytes_is_written_as_in_a_budget():
-    assert [parse_nbytes(text, "size") for text in ("100", "1K", "1.5GiB", 7, np.int64(9))] == [
+    sizes = ("100", "1K", "1.5GiB", 7, np.int64(9))
+    assert [NBYTES.check("engine", "size", text) for text in sizes] == [
         100, 1024, 3 * 2**29, 7, 9,
     ]  # fmt: skip
 
