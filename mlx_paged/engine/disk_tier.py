@@ -15,11 +15,12 @@ from importlib.metadata import version
 
 import mlx.core as mx
 
-from mlx_paged.block_store import BlockHeader, BlockReader, BlockStore, BlockWriter, Fingerprint
+from mlx_paged.block_store import BlockReader, BlockStore, BlockWriter, Fingerprint
 from mlx_paged.block_store.reader import ReadBlock
 from mlx_paged.block_store.writer import SECONDS_AT_EXIT
 from mlx_paged.cache import KVCache, LayerSpec, PagedKVCache
 from mlx_paged.core import KEEP_ALL, AbsentBlock, BlockHash, Retention, group_hashes
+from mlx_paged.core.tier import BlockHeader
 from mlx_paged.engine.batch import Batch
 from mlx_paged.engine.disk_tier_options import DiskTierOptions
 from mlx_paged.engine.disk_tier_stats import DiskTierStats
@@ -84,7 +85,7 @@ class DiskTier:
         self._cache = cache
         self._block_size = config.block_size
         self._groups = range(len(config.groups))
-        self._block_nbytes = [cache.block_nbytes(group) for group in self._groups]
+        self._block_nbytes = [config.block_nbytes(group) for group in self._groups]
         # Computed and not copied out yet, in the order in which they were computed.
         self._unsaved: dict[BlockHash, BlockHeader] = {}
         self._group_of: dict[SeqId, dict[bytes, int]] = {}  # of the blocks being read

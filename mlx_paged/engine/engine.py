@@ -53,7 +53,7 @@ from mlx_paged.engine.replicas import Call
 from mlx_paged.engine.reports import Reports
 from mlx_paged.engine.request_state import RequestState
 from mlx_paged.engine.scheduler import Scheduler, extra_hash_keys
-from mlx_paged.engine.snapshots import Snapshots
+from mlx_paged.engine.snapshots import Prefix, Snapshots
 from mlx_paged.engine.stats import EngineStats
 from mlx_paged.engine.steps import RowReader, Steps
 from mlx_paged.engine.swap_space import SwapSpace, num_swap_blocks
@@ -78,7 +78,6 @@ from mlx_paged.request import (
     check_cache_salt,
 )
 from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.snapshots import PrefixRows
 
 T = TypeVar("T")
 
@@ -385,9 +384,9 @@ class Engine:
         """
         self._refuse_on_followers("step")
         self._refuse_reentry("step")
-        with self._step_lock: outputs = self._step()  # noqa: E701  # fmt: skip
+        with self._step_lock: states = self._step()  # noqa: E701  # fmt: skip
         self._read_inbox_if_idle()
-        return self._reports.hand_over(outputs)
+        return self._reports.hand_over(states)
 
     def read_rows(self, reader: RowReader | None) -> None:
         """Have ``reader`` called with the row of logits behind each token that is appended from now
@@ -432,7 +431,7 @@ class Engine:
         """Put the K/V of a file into the prefix cache; returns its token ids. Requests whose
         prompts begin with them find them. Arguments and errors: :meth:`Snapshots.open`.
         """
-        return self._put(self._snapshots.open(path), cache_salt)
+        return self._put(self._snapshots.open(path, cache_salt))
 
     def export_prompt_cache(
         self,
@@ -459,7 +458,7 @@ class Engine:
         """Put the K/V of a prompt cache of mlx-lm's into the prefix cache; returns its token ids.
         Arguments and errors: :meth:`Snapshots.open_prompt_cache`.
         """
-        return self._put(self._snapshots.open_prompt_cache(path, token_ids), cache_salt)
+        return self._put(self._snapshots.open_prompt_cache(path, token_ids, cache_salt))
 
     def hold_prompt_cache(self, path: str | Path) -> HeldPrompt:
         """Hold the K/V of a prompt cache of mlx-lm's that does not say its tokens, for requests
@@ -473,14 +472,14 @@ class Engine:
         self._refuse_reentry("a snapshot")
         with self._step_lock: self._changed(self._steps.land); return call()  # noqa: E701, E702  # fmt: skip
 
-    def _put(self, rows: PrefixRows, cache_salt: str | None) -> list[int]:
-        """Put rows into the prefix cache, between two steps."""
+    def _put(self, prefix: Prefix) -> list[int]:
+        """Put K/V into the prefix cache, between two steps."""
         self._refuse_reentry("a snapshot")
-        put = partial(self._snapshots.put, self._steps.land, rows, cache_salt)
+        put = partial(self._snapshots.put, self._steps.land, prefix)
         with self._step_lock: error = self._changed(put)  # noqa: E701  # fmt: skip
         if error is not None:
             raise error
-        return rows.token_ids
+        return prefix.token_ids
 
     def save_more(self) -> bool:
         """Copy more blocks out to ``cache_dir``, while no request runs; whether some are left that
@@ -631,7 +630,7 @@ class Engine:
         self._steps.land()  # It may write to the memory that is given back.
         return self.cache.shrink()
 
-    def _step(self) -> list[RequestOutput]:
+    def _step(self) -> list[RequestState]:
         begin = time.perf_counter()
         with self._change():
             self._read_inbox()
@@ -639,6 +638,6 @@ class Engine:
             self._read_inbox()
             if not self.scheduler.requests and not self._reports:
                 self._steps.pick_up_lost()
-            outputs = self._reports.take()
+            states = self._reports.take()
             self.latencies.busy_seconds += time.perf_counter() - begin
-            return outputs
+            return states
