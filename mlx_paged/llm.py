@@ -83,7 +83,7 @@ class LLM:
 
     Raises:
         ValueError: a model that can't be loaded, or a setting out of its range.
-        TypeError: an argument that there is not; the message says what to use.
+        TypeError: an unknown argument; the message says what to use instead.
     """
 
     @refuses_unknown_arguments("engine", also=engine_option_names)

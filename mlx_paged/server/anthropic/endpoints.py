@@ -31,7 +31,9 @@ async def messages(request: Request, fields: Fields) -> Response:
     service: Service = request.app.state.service
     has_context_management = fields.has("context_management")
     user = user_of(request)
-    body, generation, answer_format = await service.prepare(user, _prepared, request, fields, False)
+    body, generation, answer_format = await service.run_in_tokenizer_pool(
+        user, _prepared, request, fields, False
+    )
     request_id = request_id_of(request)
     options = MessageOptions(
         f"msg_{request_id}",
@@ -53,7 +55,7 @@ async def count_tokens(request: Request, fields: Fields) -> Response:
     """How many tokens the prompt of a conversation has."""
     service: Service = request.app.state.service
     user = user_of(request)
-    _, generation, _ = await service.prepare(user, _prepared, request, fields, True)
+    _, generation, _ = await service.run_in_tokenizer_pool(user, _prepared, request, fields, True)
     return JSONResponse({"input_tokens": len(generation.prompt_token_ids)})
 
 

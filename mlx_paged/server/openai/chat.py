@@ -74,7 +74,9 @@ async def chat_completions(request: Request, fields: Fields) -> Response:
     """An answer to a conversation, whole or in parts."""
     service: Service = request.app.state.service
     user = user_of(request)
-    body, generation, answer_format = await service.prepare(user, _prepared, request, fields)
+    body, generation, answer_format = await service.run_in_tokenizer_pool(
+        user, _prepared, request, fields
+    )
     kind = "chat.completion.chunk" if body.options.is_streamed else "chat.completion"
     head = Head.of(request, body.options, "chatcmpl", kind)
     answers = ChatAnswers(

@@ -24,7 +24,9 @@ async def responses(request: Request, fields: Fields) -> Response:
     """An answer to a conversation, whole or as events."""
     service: Service = request.app.state.service
     user = user_of(request)
-    body, generation, answer_format = await service.prepare(user, _prepared, request, fields)
+    body, generation, answer_format = await service.run_in_tokenizer_pool(
+        user, _prepared, request, fields
+    )
     request_id = request_id_of(request)
     answer = ResponseAnswer(service, body, answer_format, request_id)
     if not body.is_streamed:
