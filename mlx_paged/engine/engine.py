@@ -41,9 +41,9 @@ from mlx_paged.engine.latencies import Latencies
 from mlx_paged.engine.model_runner import ModelRunner
 from mlx_paged.engine.options import (
     checked_options,
-    disk_tier_options,
     passed_on_names,
     split_options,
+    tier_of,
 )
 from mlx_paged.engine.prefix_history import PrefixHistory
 from mlx_paged.engine.prompts import Prompt, as_tokenizer, read_prompt
@@ -132,7 +132,7 @@ class Engine:
         draft = check_draft_model(draft_model, checked, kv)
         cache_options, config = split_options(options, self.max_model_len, draft is not None)
         check_speculation(checked, draft, config.num_draft_tokens)
-        tier_options = disk_tier_options(options, config, checked)
+        tier = tier_of(options, config, checked)
         if tokenizer is not None:
             tokenizer = as_tokenizer(tokenizer)
         wired_nbytes = read_wired_limit(wired_limit)
@@ -172,8 +172,8 @@ class Engine:
         # All weights are read for it: once, and only if it is asked for.
         identities = cache(lambda: identities_of(checked, draft))
         self.disk_tier: DiskTier | None = None
-        if tier_options is not None:
-            self.disk_tier = open_disk_tier(tier_options, self.cache, identities, num_parameters)
+        if tier is not None:
+            self.disk_tier = open_disk_tier(tier, self.cache, identities, num_parameters)
             # With its cache it lives as long as this engine. Python's end closes it.
             weakref.finalize(self, self.disk_tier.let_go).atexit = False
         self.swap_space = SwapSpace(
