@@ -1,8 +1,8 @@
-"""What an argument of the library is, said once, at its annotation. Imports no MLX.
+"""What an argument of the library is, said once, where its type is. Imports no MLX.
 
-``SamplingParams`` and the options of an engine are annotated with ``Annotated[type, Param(...)]``
-and ``Annotated[type, Option(...)]``. Checks, flags, refusals of other projects' names and the
-tables of the documentation are made from these; a type checker sees the type.
+A field of ``SamplingParams`` has a :class:`Param`, and an option of an engine is annotated with
+``Annotated[type, Option(...)]``. Checks, flags, refusals of other projects' names and the tables of
+the documentation are made from these; a type checker sees the type.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from mlx_paged.domains import Domain
-
-A = TypeVar("A", bound="Argument")
 
 Program = Literal["chat", "server"]
 
@@ -97,16 +95,6 @@ class Option(Argument):
     flag: Flag | None = Flag()
     default: Any = None
     says: str = ""
-
-
-def declared(kind: type[A], annotations: Mapping[str, Any]) -> dict[str, A]:
-    """The declarations among the annotations of a class, by name, in their order."""
-    found = {}
-    for name, annotation in annotations.items():
-        for each in getattr(annotation, "__metadata__", ()):
-            if isinstance(each, kind):
-                found[name] = each
-    return found
 
 
 def with_help(doc: str | None, arguments: Mapping[str, Argument]) -> str:

@@ -10,28 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, TypedDict
 
+from mlx_paged import config
 from mlx_paged.block_store import Fingerprint
-from mlx_paged.config import (
-    BLOCK_SIZES,
-    BUDGET,
-    DEFAULT_BACKEND,
-    DEFAULT_BLOCK_SIZE,
-    DEFAULT_CACHE_DIR_SIZE,
-    DEFAULT_KV,
-    DEFAULT_NUM_DRAFT_TOKENS,
-    DEFAULT_NUM_SINK_TOKENS,
-    DURATION,
-    KV_CACHES,
-    KV_FORMAT,
-    MAX_DRAFT_TOKENS,
-    NBYTES,
-    NUM_SINK_TOKENS,
-    WINDOW,
-    WIRED_LIMIT,
-    SchedulerConfig,
-)
 from mlx_paged.core.tier import Tier
-from mlx_paged.declarations import Flag, Option, declared
+from mlx_paged.declarations import Flag, Option
 from mlx_paged.domains import AT_LEAST_0, AT_LEAST_1, BOOL, number, one_of, or_none, such, whole
 
 # What the server takes by default, so that /v1/cache has something to say: some 20 MB of memory.
@@ -47,8 +29,8 @@ class CacheOptions(TypedDict, total=False):
         int,
         Option(
             "tokens per K/V block: 8, 16, 32 or 64.",
-            one_of(*BLOCK_SIZES),
-            default=DEFAULT_BLOCK_SIZE,
+            one_of(*config.BLOCK_SIZES),
+            default=config.DEFAULT_BLOCK_SIZE,
         ),
     ]
     kv_cache_bytes: Annotated[
@@ -56,7 +38,7 @@ class CacheOptions(TypedDict, total=False):
         Option(
             "the K/V budget: bytes (65536, 512M, 2G) or blocks (256blocks). A limit, no "
             "allocation.",
-            BUDGET,
+            config.BUDGET,
             elsewhere="gpu_memory_utilization kv_cache_memory_bytes num_gpu_blocks_override",
             notation=", such as '2G' or '256blocks'",
             says="80% of what Metal recommends (half of the memory elsewhere), less the weights",
@@ -69,7 +51,7 @@ class CacheOptions(TypedDict, total=False):
             "paged cache only. Numbers share a scale and a bias in groups of 64, of 32 where that "
             "does not divide a row. The model writes 64 tokens then, and a warning says if its "
             "predictions suffer.",
-            KV_FORMAT,
+            config.KV_FORMAT,
             Flag(name="--kv-bits"),
             elsewhere="kv_bits kv_cache_dtype type_k type_v",
             notation=": 8, 4 or 'K:8,V:4'",
@@ -82,7 +64,7 @@ class CacheOptions(TypedDict, total=False):
             "operations on the paged cache: auto, reference or metal. A basic cache attends with "
             "MLX's own SDPA whatever it is.",
             one_of("auto", "reference", "metal"),
-            default=DEFAULT_BACKEND,
+            default=config.DEFAULT_BACKEND,
         ),
     ]
     window: Annotated[
@@ -91,7 +73,7 @@ class CacheOptions(TypedDict, total=False):
             "keep the last tokens of each sequence, this many, and its first ones, so that it goes "
             "on without end in bounded memory; paged only. There is then no context limit but "
             "max_model_len.",
-            WINDOW,
+            config.WINDOW,
             elsewhere="max_kv_size sliding_window attention_window",
             notation=", the tokens that are kept",
             says="all tokens",
@@ -101,9 +83,9 @@ class CacheOptions(TypedDict, total=False):
         int | None,
         Option(
             "how many of the first tokens stay beside a window.",
-            NUM_SINK_TOKENS,
+            config.NUM_SINK_TOKENS,
             elsewhere="keep num_attention_sinks attention_sink_size n_keep",
-            says=f"`{DEFAULT_NUM_SINK_TOKENS}`",
+            says=f"`{config.DEFAULT_NUM_SINK_TOKENS}`",
         ),
     ]
 
@@ -115,8 +97,8 @@ class OneShotOptions(CacheOptions, total=False):
         str,
         Option(
             "the K/V cache: paged, or basic for contiguous K/V per sequence.",
-            one_of(*KV_CACHES),
-            default=DEFAULT_KV,
+            one_of(*config.KV_CACHES),
+            default=config.DEFAULT_KV,
         ),
     ]
     cache_dir: Annotated[
@@ -134,15 +116,15 @@ class OneShotOptions(CacheOptions, total=False):
         str | int | None,
         Option(
             "the most bytes that the folder takes, such as 512M or 20G.",
-            NBYTES,
-            says=f"`{DEFAULT_CACHE_DIR_SIZE}`",
+            config.NBYTES,
+            says=f"`{config.DEFAULT_CACHE_DIR_SIZE}`",
         ),
     ]
     cache_dir_ttl: Annotated[
         str | float | None,
         Option(
             "how long a block that is not used stays there: seconds, or 90s, 30m, 12h, 7d, 2w.",
-            DURATION,
+            config.DURATION,
             says="until the space is needed",
         ),
     ]
@@ -172,11 +154,12 @@ class OneShotOptions(CacheOptions, total=False):
     num_draft_tokens: Annotated[
         int | None,
         Option(
-            f"the most drafts per step that a request verifies, 0 to {MAX_DRAFT_TOKENS}. The "
-            "tokens are the same with any number (docs/engine.md, Speculation).",
-            whole(0, MAX_DRAFT_TOKENS),
+            "the most drafts per step that a request verifies, 0 to "
+            f"{config.MAX_DRAFT_TOKENS}. The tokens are the same with any number (docs/engine.md, "
+            "Speculation).",
+            whole(0, config.MAX_DRAFT_TOKENS),
             elsewhere="num_speculative_tokens prompt_lookup_num_tokens",
-            says=f"{DEFAULT_NUM_DRAFT_TOKENS} with a draft model, else 0",
+            says=f"{config.DEFAULT_NUM_DRAFT_TOKENS} with a draft model, else 0",
         ),
     ]
     wired_limit: Annotated[
@@ -186,7 +169,7 @@ class OneShotOptions(CacheOptions, total=False):
             "the engine's close or end: bytes such as 20G, or recommended for what Metal "
             "recommends. The kernel of macOS may panic with it (docs/engine.md, Wired memory). "
             "Without Metal it does nothing, and a warning says so.",
-            WIRED_LIMIT,
+            config.WIRED_LIMIT,
         ),
     ]
 
@@ -201,7 +184,7 @@ class EngineOptions(OneShotOptions, total=False):
             AT_LEAST_1,
             _SERVER,
             elsewhere="max_batch_size completion_batch_size n_parallel",
-            default=SchedulerConfig.max_num_seqs,
+            default=config.SchedulerConfig.max_num_seqs,
         ),
     ]
     max_num_batched_tokens: Annotated[
@@ -215,7 +198,7 @@ class EngineOptions(OneShotOptions, total=False):
                 also=("--prefill-step-size",),
                 help="prompt tokens computed at a time",
             ),
-            default=SchedulerConfig.max_num_batched_tokens,
+            default=config.SchedulerConfig.max_num_batched_tokens,
         ),
     ]
     max_num_mixed_tokens: Annotated[
@@ -225,7 +208,7 @@ class EngineOptions(OneShotOptions, total=False):
             "computes prompts a little faster.",
             AT_LEAST_1,
             _SERVER,
-            default=SchedulerConfig.max_num_mixed_tokens,
+            default=config.SchedulerConfig.max_num_mixed_tokens,
         ),
     ]
     watermark: Annotated[
@@ -235,7 +218,7 @@ class EngineOptions(OneShotOptions, total=False):
             "so that these can continue for a while before one is preempted; 0 to 1, below 1.",
             number(0, 1 - 2**-53, "within 0..1, below 1"),
             _SERVER,
-            default=SchedulerConfig.watermark,
+            default=config.SchedulerConfig.watermark,
         ),
     ]
     priority_steps: Annotated[
@@ -245,7 +228,7 @@ class EngineOptions(OneShotOptions, total=False):
             "later, so none is overtaken for ever. A priority interrupts no running request.",
             AT_LEAST_1,
             _SERVER,
-            default=SchedulerConfig.priority_steps,
+            default=config.SchedulerConfig.priority_steps,
         ),
     ]
     enable_prefix_caching: Annotated[
@@ -260,7 +243,7 @@ class EngineOptions(OneShotOptions, total=False):
                 help="do not share the K/V of equal beginnings",
             ),
             elsewhere="enable_prefix_cache",
-            default=SchedulerConfig.enable_prefix_caching,
+            default=config.SchedulerConfig.enable_prefix_caching,
         ),
     ]
     num_history_tokens: Annotated[
@@ -270,7 +253,7 @@ class EngineOptions(OneShotOptions, total=False):
             "no more of it was cached; some 10 bytes per token. 0 remembers none.",
             AT_LEAST_0,
             Flag(("server",), default=DEFAULT_SERVER_HISTORY_TOKENS),
-            default=SchedulerConfig.num_history_tokens,
+            default=config.SchedulerConfig.num_history_tokens,
         ),
     ]
     swap_bytes: Annotated[
@@ -279,8 +262,8 @@ class EngineOptions(OneShotOptions, total=False):
             "host memory for the K/V of preempted requests, on top of the budget, in its notation; "
             "0 never swaps, and computes them again.",
             such(
-                BUDGET.what,
-                lambda text: text.strip() == "0" or BUDGET.read(text) is not None,
+                config.BUDGET.what,
+                lambda text: text.strip() == "0" or config.BUDGET.read(text) is not None,
                 metavar="N",
             ),
             _SERVER,
@@ -312,7 +295,9 @@ class EngineOptions(OneShotOptions, total=False):
     ]
 
 
-ENGINE_OPTIONS = declared(Option, EngineOptions.__annotations__) | {
+ENGINE_OPTIONS: dict[str, Option] = {
+    name: annotation.__metadata__[0] for name, annotation in EngineOptions.__annotations__.items()
+} | {
     "draft_model": Option(
         "a small model of the same vocabulary that makes the drafts. Its K/V count in the budget.",
         such("a model", lambda model: True),

@@ -1,17 +1,19 @@
 """The fields of ``SamplingParams``, each declared once. Imports no MLX.
 
-A new parameter is a field here; its use is in the engine. Annotations are evaluated in this module,
-so that what is declared can be read.
+A new parameter is a field here; its use is in the engine.
 """
+
+# ruff: noqa: RUF009 - param makes a field of the dataclass, and no value.
+from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mlx_paged.argument_values import is_sequence
-from mlx_paged.declarations import Flag, Param, declared
+from mlx_paged.declarations import Flag, Param
 from mlx_paged.domains import (
     AT_LEAST_0,
     BOOL,
@@ -85,300 +87,254 @@ _LIMIT = Domain(
 _FROM_MODEL = "as the model's generation_config.json says, else"
 
 
+def param(
+    default: object, help: str, domain: Domain[Any], flag: Flag | None = None, **more: Any
+) -> Any:
+    """A field with its declaration, a :class:`Param` of these arguments."""
+    metadata = {"declared": Param(help, domain, flag, **more)}
+    if isinstance(default, dict):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
 @dataclass(frozen=True)
 class DeclaredSamplingParams:
     """The fields of :class:`SamplingParams`."""
 
-    n: Annotated[
-        int,
-        Param(
-            "completions of the prompt, 1 to 16,384; the prompt is computed once, and each "
-            "completion has its own draws.",
-            whole(1, MAX_COMPLETIONS, f"within 1..{MAX_COMPLETIONS}"),
-            elsewhere="num_return_sequences best_of",
-            per_row=True,
+    n: int = param(
+        1,
+        "completions of the prompt, 1 to 16,384; the prompt is computed once, and each "
+        "completion has its own draws.",
+        whole(1, MAX_COMPLETIONS, f"within 1..{MAX_COMPLETIONS}"),
+        elsewhere="num_return_sequences best_of",
+        per_row=True,
+    )
+    temperature: float = param(
+        0.0,
+        "of sampling; 0 takes the most likely token and ignores top_p, top_k, min_p and XTC.",
+        number(0, math.inf, "a number, at least 0"),
+        Flag(name="--temp", says=f"{_FROM_MODEL} 0"),
+        elsewhere="temp",
+        per_row=True,
+    )
+    top_p: float = param(
+        1.0,
+        "keep the most likely tokens that together reach this probability, above 0; 1 keeps all.",
+        number(0, 1, "a number above 0, at most 1", is_open=True),
+        # 0 is off, as in mlx-lm.
+        Flag(
+            domain=replace(SHARE, parse=lambda text: float(text) or 1.0),
+            says=f"{_FROM_MODEL} 1",
         ),
-    ] = 1
-    temperature: Annotated[
-        float,
-        Param(
-            "of sampling; 0 takes the most likely token and ignores top_p, top_k, min_p and XTC.",
-            number(0, math.inf, "a number, at least 0"),
-            Flag(name="--temp", says=f"{_FROM_MODEL} 0"),
-            elsewhere="temp",
-            per_row=True,
+        per_row=True,
+    )
+    top_k: int = param(
+        0,
+        "keep this many of the most likely tokens; 0 and -1 keep all.",
+        whole(-1, what="a whole number, at least 1, or 0 or -1 for all"),
+        Flag(
+            domain=AT_LEAST_0,
+            help="keep this many of the most likely tokens; 0 keeps all",
+            says=f"{_FROM_MODEL} 0",
         ),
-    ] = 0.0
-    top_p: Annotated[
-        float,
-        Param(
-            "keep the most likely tokens that together reach this probability, above 0; 1 keeps "
-            "all.",
-            number(0, 1, "a number above 0, at most 1", is_open=True),
-            # 0 is off, as in mlx-lm.
-            Flag(
-                domain=replace(SHARE, parse=lambda text: float(text) or 1.0),
-                says=f"{_FROM_MODEL} 1",
-            ),
-            per_row=True,
+        per_row=True,
+    )
+    min_p: float = param(
+        0.0,
+        "keep tokens at least this likely, relative to the most likely one; 0 keeps all.",
+        SHARE,
+        Flag(says=f"{_FROM_MODEL} 0"),
+        per_row=True,
+    )
+    xtc_probability: float = param(
+        0.0,
+        "how often XTC (exclude top choices, as in mlx-lm) is applied, 0 to 1. It removes the "
+        "tokens whose probability is above ``xtc_threshold``, all but the least likely of "
+        "them. 0 is off.",
+        SHARE,
+        Flag(("chat",)),
+        per_row=True,
+    )
+    xtc_threshold: float = param(
+        0.1,
+        "tokens above this probability are removed, all but the least likely of them; 0 to 0.5.",
+        number(0, 0.5, "a number within 0..0.5", "within 0..0.5"),
+        Flag(("chat",)),
+        per_row=True,
+    )
+    xtc_special_tokens: Sequence[int] = param(
+        (),
+        "token ids that XTC never removes, such as the end of sequence.",
+        _TOKENS,
+        per_row=True,
+    )
+    seed: int | None = param(
+        None,
+        "the seed of this request's draws, which then do not depend on other requests; "
+        "``None`` takes a fresh one.",
+        or_none(whole()),
+        elsewhere="random_seed",
+        per_row=True,
+    )
+    repetition_penalty: float = param(
+        1.0,
+        "above 1, tokens of prompt and answer become less likely (Keskar et al. 2019); 1 is off.",
+        number(0, math.inf, "a number above 0", is_open=True),
+        elsewhere="repeat_penalty repetition_context_size",
+    )
+    presence_penalty: float = param(
+        0.0,
+        "subtracted from the logits of tokens that occur in the answer; 0 is off.",
+        _NUMBER,
+    )
+    frequency_penalty: float = param(
+        0.0,
+        "the same, once for each occurrence; 0 is off.",
+        _NUMBER,
+    )
+    logit_bias: Mapping[int, float] = param(
+        {},
+        "added to the logits of these token ids; -inf is never drawn.",
+        _Biases("a mapping of token ids to numbers, or -inf", lambda biases: biases),
+        per_row=True,
+    )
+    allowed_token_ids: Sequence[int] | None = param(
+        None,
+        "no other token is drawn; ``None`` allows all.",
+        Several("token ids, at least one, or None", TOKEN.read, least=1),
+    )
+    bad_words: str | Sequence[str] = param(
+        (),
+        "texts that the answer never has: their last token is not drawn where the answer ends "
+        "with the tokens before it. Each is looked for with and without a space before it.",
+        _TEXTS,
+        elsewhere="bad_words_ids no_bad_words",
+    )
+    stop: str | Sequence[str] = param(
+        (),
+        "end before the first of these texts.",
+        _TEXTS,
+        elsewhere="stop_strings stop_words stop_sequences",
+        per_row=True,
+    )
+    stop_token_ids: Sequence[int | Sequence[int]] = param(
+        (),
+        "end at the first of these tokens, whose text is left out. An entry may be a sequence "
+        "of token ids, at whose last one the answer ends.",
+        Several("token ids, or sequences of token ids", _read_stop),
+        elsewhere="eos_token_id eos_token_ids stop_tokens",
+        per_row=True,
+    )
+    include_stop_str_in_output: bool = param(
+        False,
+        "the text keeps what ended it: the stop text, or the text of the stop token.",
+        BOOL,
+        elsewhere="no_stop_trim",
+        per_row=True,
+    )
+    ignore_eos: bool = param(
+        False,
+        "continue after the model's end-of-sequence tokens.",
+        BOOL,
+        per_row=True,
+    )
+    min_tokens: int = param(
+        0,
+        "nothing ends the answer among its first tokens, this many: neither the end of "
+        "sequence nor stop tokens are drawn there, and stop texts that end there don't count.",
+        whole(0),
+        elsewhere="min_new_tokens min_length",
+    )
+    max_tokens: int | None = param(
+        256,
+        "end after this many tokens; ``None`` and -1 continue until the context or the K/V "
+        "budget is used up.",
+        or_none(_LIMIT, _LIMIT.what),
+        Flag(
+            also=("-m",),
+            default=-1,
+            help="tokens per answer",
+            says="-1, as many as the context holds",
         ),
-    ] = 1.0
-    top_k: Annotated[
-        int,
-        Param(
-            "keep this many of the most likely tokens; 0 and -1 keep all.",
-            whole(-1, what="a whole number, at least 1, or 0 or -1 for all"),
-            Flag(
-                domain=AT_LEAST_0,
-                help="keep this many of the most likely tokens; 0 keeps all",
-                says=f"{_FROM_MODEL} 0",
-            ),
-            per_row=True,
-        ),
-    ] = 0
-    min_p: Annotated[
-        float,
-        Param(
-            "keep tokens at least this likely, relative to the most likely one; 0 keeps all.",
-            SHARE,
-            Flag(says=f"{_FROM_MODEL} 0"),
-            per_row=True,
-        ),
-    ] = 0.0
-    xtc_probability: Annotated[
-        float,
-        Param(
-            "how often XTC (exclude top choices, as in mlx-lm) is applied, 0 to 1. It removes the "
-            "tokens whose probability is above ``xtc_threshold``, all but the least likely of "
-            "them. 0 is off.",
-            SHARE,
-            Flag(("chat",)),
-            per_row=True,
-        ),
-    ] = 0.0
-    xtc_threshold: Annotated[
-        float,
-        Param(
-            "tokens above this probability are removed, all but the least likely of them; 0 to "
-            "0.5.",
-            number(0, 0.5, "a number within 0..0.5", "within 0..0.5"),
-            Flag(("chat",)),
-            per_row=True,
-        ),
-    ] = 0.1
-    xtc_special_tokens: Annotated[
-        Sequence[int],
-        Param(
-            "token ids that XTC never removes, such as the end of sequence.",
-            _TOKENS,
-            per_row=True,
-        ),
-    ] = ()
-    seed: Annotated[
-        int | None,
-        Param(
-            "the seed of this request's draws, which then do not depend on other requests; "
-            "``None`` takes a fresh one.",
-            or_none(whole()),
-            elsewhere="random_seed",
-            per_row=True,
-        ),
-    ] = None
-    repetition_penalty: Annotated[
-        float,
-        Param(
-            "above 1, tokens of prompt and answer become less likely (Keskar et al. 2019); 1 is "
-            "off.",
-            number(0, math.inf, "a number above 0", is_open=True),
-            elsewhere="repeat_penalty repetition_context_size",
-        ),
-    ] = 1.0
-    presence_penalty: Annotated[
-        float,
-        Param(
-            "subtracted from the logits of tokens that occur in the answer; 0 is off.",
-            _NUMBER,
-        ),
-    ] = 0.0
-    frequency_penalty: Annotated[
-        float,
-        Param("the same, once for each occurrence; 0 is off.", _NUMBER),
-    ] = 0.0
-    logit_bias: Annotated[
-        Mapping[int, float],
-        Param(
-            "added to the logits of these token ids; -inf is never drawn.",
-            _Biases("a mapping of token ids to numbers, or -inf", lambda biases: biases),
-            per_row=True,
-        ),
-    ] = field(default_factory=dict)
-    allowed_token_ids: Annotated[
-        Sequence[int] | None,
-        Param(
-            "no other token is drawn; ``None`` allows all.",
-            Several("token ids, at least one, or None", TOKEN.read, least=1),
-        ),
-    ] = None
-    bad_words: Annotated[
-        str | Sequence[str],
-        Param(
-            "texts that the answer never has: their last token is not drawn where the answer ends "
-            "with the tokens before it. Each is looked for with and without a space before it.",
-            _TEXTS,
-            elsewhere="bad_words_ids no_bad_words",
-        ),
-    ] = ()
-    stop: Annotated[
-        str | Sequence[str],
-        Param(
-            "end before the first of these texts.",
-            _TEXTS,
-            elsewhere="stop_strings stop_words stop_sequences",
-            per_row=True,
-        ),
-    ] = ()
-    stop_token_ids: Annotated[
-        Sequence[int | Sequence[int]],
-        Param(
-            "end at the first of these tokens, whose text is left out. An entry may be a sequence "
-            "of token ids, at whose last one the answer ends.",
-            Several("token ids, or sequences of token ids", _read_stop),
-            elsewhere="eos_token_id eos_token_ids stop_tokens",
-            per_row=True,
-        ),
-    ] = ()
-    include_stop_str_in_output: Annotated[
-        bool,
-        Param(
-            "the text keeps what ended it: the stop text, or the text of the stop token.",
-            BOOL,
-            elsewhere="no_stop_trim",
-            per_row=True,
-        ),
-    ] = False
-    ignore_eos: Annotated[
-        bool,
-        Param(
-            "continue after the model's end-of-sequence tokens.",
-            BOOL,
-            per_row=True,
-        ),
-    ] = False
-    min_tokens: Annotated[
-        int,
-        Param(
-            "nothing ends the answer among its first tokens, this many: neither the end of "
-            "sequence nor stop tokens are drawn there, and stop texts that end there don't count.",
-            whole(0),
-            elsewhere="min_new_tokens min_length",
-        ),
-    ] = 0
-    max_tokens: Annotated[
-        int | None,
-        Param(
-            "end after this many tokens; ``None`` and -1 continue until the context or the K/V "
-            "budget is used up.",
-            or_none(_LIMIT, _LIMIT.what),
-            Flag(
-                also=("-m",),
-                default=-1,
-                help="tokens per answer",
-                says="-1, as many as the context holds",
-            ),
-            elsewhere="max_new_tokens max_gen_tokens max_completion_tokens n_predict",
-            per_row=True,
-            wire=False,
-        ),
-    ] = 256
-    logprobs: Annotated[
-        int | None,
-        Param(
-            "report the log-probabilities of the sampled token and of this many of the most likely "
-            "ones, 0 to 20. They are those of the model's own logits, before penalties and "
-            "temperature. ``None`` reports none.",
-            _LOGPROBS,
-            per_row=True,
-            wire=False,
-        ),
-    ] = None
-    prompt_logprobs: Annotated[
-        int | None,
-        Param(
-            "the same for each token of the prompt but the first.",
-            _LOGPROBS,
-            per_row=True,
-        ),
-    ] = None
-    detokenize: Annotated[
-        bool,
-        Param(
-            "whether the answer has text; without it, decoding costs nothing, and there can be no "
-            "stop texts.",
-            BOOL,
-            per_row=True,
-            wire=False,
-        ),
-    ] = True
-    skip_special_tokens: Annotated[
-        bool,
-        Param(
-            "leave the tokenizer's special tokens out of the text. A stop text that is a special "
-            "token counts all the same.",
-            BOOL,
-            per_row=True,
-        ),
-    ] = True
-    logits_processors: Annotated[
-        Sequence["LogitsProcessor"],
-        Param(
-            "as mlx-lm's: each maps (token ids so far ``[num_tokens]``, logits ``[1, "
-            "vocab_size]``) to new logits, after the penalties. One that raises fails its request "
-            "and no other.",
-            Several("functions", such("functions", callable).read),
-            wire=False,
-        ),
-    ] = ()
-    sampler: Annotated[
-        "Sampler | None",
-        Param(
-            "a function as mlx-lm's, which takes log-probabilities ``[1, vocab_size]`` after the "
-            "processors and returns a token ``[1]``. It replaces temperature, filters and seed.",
-            or_none(such("a function, such as make_sampler(...)", callable)),
-            wire=False,
-        ),
-    ] = None
-    structured_outputs: Annotated[
-        StructuredOutputsParams | None,
-        Param(
-            "what the answer has to be, such as JSON of a schema; ``None`` is free text. It needs "
-            "the end of sequence, so ``ignore_eos`` does not go with it.",
-            or_none(
-                such(
-                    "StructuredOutputsParams",
-                    lambda value: isinstance(value, StructuredOutputsParams),
-                ),
-                "StructuredOutputsParams or None",
-            ),
-            elsewhere="guided_decoding response_format grammar guided_json guided_regex "
-            "guided_choice guided_grammar json_schema",
-            notation=", a StructuredOutputsParams",
-            wire=False,
-        ),
-    ] = None
-    output_kind: Annotated[
-        RequestOutputKind,
-        Param(
-            "whether each output has the answer so far, only what is new, or whether there is but "
-            "one. An output with what is new has the completions that go on, and the last one has "
-            "all of them. What it costs does not grow with the answer.",
+        elsewhere="max_new_tokens max_gen_tokens max_completion_tokens n_predict",
+        per_row=True,
+        wire=False,
+    )
+    logprobs: int | None = param(
+        None,
+        "report the log-probabilities of the sampled token and of this many of the most likely "
+        "ones, 0 to 20. They are those of the model's own logits, before penalties and "
+        "temperature. ``None`` reports none.",
+        _LOGPROBS,
+        per_row=True,
+        wire=False,
+    )
+    prompt_logprobs: int | None = param(
+        None,
+        "the same for each token of the prompt but the first.",
+        _LOGPROBS,
+        per_row=True,
+    )
+    detokenize: bool = param(
+        True,
+        "whether the answer has text; without it, decoding costs nothing, and there can be no "
+        "stop texts.",
+        BOOL,
+        per_row=True,
+        wire=False,
+    )
+    skip_special_tokens: bool = param(
+        True,
+        "leave the tokenizer's special tokens out of the text. A stop text that is a special "
+        "token counts all the same.",
+        BOOL,
+        per_row=True,
+    )
+    logits_processors: Sequence[LogitsProcessor] = param(
+        (),
+        "as mlx-lm's: each maps (token ids so far ``[num_tokens]``, logits ``[1, "
+        "vocab_size]``) to new logits, after the penalties. One that raises fails its request "
+        "and no other.",
+        Several("functions", such("functions", callable).read),
+        wire=False,
+    )
+    sampler: Sampler | None = param(
+        None,
+        "a function as mlx-lm's, which takes log-probabilities ``[1, vocab_size]`` after the "
+        "processors and returns a token ``[1]``. It replaces temperature, filters and seed.",
+        or_none(such("a function, such as make_sampler(...)", callable)),
+        wire=False,
+    )
+    structured_outputs: StructuredOutputsParams | None = param(
+        None,
+        "what the answer has to be, such as JSON of a schema; ``None`` is free text. It needs "
+        "the end of sequence, so ``ignore_eos`` does not go with it.",
+        or_none(
             such(
-                "a RequestOutputKind: CUMULATIVE, DELTA or FINAL_ONLY",
-                lambda value: isinstance(value, RequestOutputKind),
+                "StructuredOutputsParams",
+                lambda value: isinstance(value, StructuredOutputsParams),
             ),
-            per_row=True,
-            wire=False,
+            "StructuredOutputsParams or None",
         ),
-    ] = RequestOutputKind.CUMULATIVE
+        elsewhere="guided_decoding response_format grammar guided_json guided_regex "
+        "guided_choice guided_grammar json_schema",
+        notation=", a StructuredOutputsParams",
+        wire=False,
+    )
+    output_kind: RequestOutputKind = param(
+        RequestOutputKind.CUMULATIVE,
+        "whether each output has the answer so far, only what is new, or whether there is but "
+        "one. An output with what is new has the completions that go on, and the last one has "
+        "all of them. What it costs does not grow with the answer.",
+        such(
+            "a RequestOutputKind: CUMULATIVE, DELTA or FINAL_ONLY",
+            lambda value: isinstance(value, RequestOutputKind),
+        ),
+        per_row=True,
+        wire=False,
+    )
 
 
-SAMPLING_PARAMS = declared(Param, DeclaredSamplingParams.__annotations__)
+SAMPLING_PARAMS: dict[str, Param] = {
+    each.name: each.metadata["declared"] for each in fields(DeclaredSamplingParams)
+}

@@ -22,15 +22,13 @@ from mlx_paged.sampling_params import SamplingParams
 
 REPOSITORY = Path(__file__).parent.parent
 
-PARAM = """    dummy_share: Annotated[
-        float,
-        Param(
-            "a share that does nothing, 0 to 1.",
-            SHARE,
-            Flag(),
-            elsewhere="their_share",
-        ),
-    ] = 0.25
+PARAM = """    dummy_share: float = param(
+        0.25,
+        "a share that does nothing, 0 to 1.",
+        SHARE,
+        Flag(),
+        elsewhere="their_share",
+    )
 """
 OPTION = """    dummy_limit: Annotated[
         int | None,
@@ -116,7 +114,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for page in ("README.md", "docs/options.md"):
         shutil.copy(REPOSITORY / page, folder / page)
     for file, before, declaration in (
-        ("sampling_declarations.py", "    output_kind: Annotated[", PARAM),
+        ("sampling_declarations.py", "    output_kind: RequestOutputKind = param(", PARAM),
         ("engine_options.py", "    swap_bytes: Annotated[", OPTION),
     ):
         path = folder / "mlx_paged" / file

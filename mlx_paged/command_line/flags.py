@@ -28,32 +28,36 @@ SAMPLING = {
 }
 
 
-def _add_flag(
-    parser: argparse.ArgumentParser, name: str, argument: Argument, default: object, says: str
+def add_flag(
+    parser: argparse.ArgumentParser, name: str, argument: Argument, default: object, says: object
 ) -> None:
     """Add the flag of a declared argument; its value has the argument's name.
 
-    A switch that is on by default has a flag that turns it off, and one that has no default both.
+    A switch has a flag that turns it on or off, whichever is not the default, and one that has no
+    default both. What has several values is a list of them.
 
     Args:
         default: where the flag is not given.
-        says: of the default.
+        says: of the default, or that itself.
     """
     flag = argument.flag
     assert flag is not None
     flag_name, domain = argument.flag_name(name), argument.flag_domain
     text = flag.help or argument.help.rstrip(".").replace("``", "")
-    action: dict[str, Any]
-    if default is True:
-        action = {"action": "store_false"}
+    metavar = domain.metavar or flag_name.removeprefix("--").replace("-", "_").upper()
+    action: dict[str, Any] = {"type": domain.read_flag, "metavar": metavar}
+    if isinstance(default, bool):
+        action = {"action": "store_false" if default else "store_true"}
+    elif default == ():
+        default = []
+        action["action"] = "append"
     else:
-        text += f" (default: {says.replace('`', '')})"
-        metavar = domain.metavar or flag_name.removeprefix("--").replace("-", "_").upper()
-        action = {"type": domain.read_flag, "metavar": metavar}
-        if domain.choices is not None:
-            action = {"type": domain.parse, "choices": domain.choices}
-        if domain.parse is bool:
-            action = {"action": argparse.BooleanOptionalAction}
+        shown_default = f"{says:g}" if isinstance(says, float) else says or "none"
+        text += f" (default: {str(shown_default).replace('`', '')})"
+    if domain.choices is not None:
+        action = {"type": domain.parse, "choices": domain.choices}
+    elif domain.parse is bool and default is None:
+        action = {"action": argparse.BooleanOptionalAction}
     parser.add_argument(
         flag_name,
         *flag.also,
@@ -94,8 +98,8 @@ def add_sampling_flags(parser: argparse.ArgumentParser, program: Program) -> Non
     """
     for name, each in SAMPLING_PARAMS.items():
         if each.flag is not None and program in each.flag.programs:
-            says = each.flag.says or str(getattr(SamplingParams(), name))
-            _add_flag(parser, name, each, each.flag.default, says)
+            says = each.flag.says or getattr(SamplingParams(), name)
+            add_flag(parser, name, each, each.flag.default, says)
 
 
 def add_generation_config_flag(parser: argparse.ArgumentParser) -> None:
@@ -148,8 +152,7 @@ def add_engine_flags(parser: argparse.ArgumentParser, program: Program) -> None:
         each = ENGINE_OPTIONS[name]
         given = each.flag and each.flag.default
         default = each.default if given is None else given
-        says = each.says or ("none" if default is None else str(default))
-        _add_flag(parser, name, each, default, says)
+        add_flag(parser, name, each, default, each.says or default)
     parser.add_argument(
         "--draft-model",
         help="a small model of the same tokenizer, folder or repo, that drafts the next tokens; "

@@ -31,7 +31,7 @@ from mlx_paged.engine_options import EngineOptions
 from mlx_paged.errors import ArgumentError, words_for_all
 from mlx_paged.foreign_arguments import argument_names, refuses_unknown_arguments
 from mlx_paged.models.language_model import LanguageModel
-from mlx_paged.request import RequestOutput, check_request_id
+from mlx_paged.request import REQUEST_ID, RequestOutput
 from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
 
 
@@ -131,7 +131,7 @@ class AsyncEngine:
     ) -> AsyncGenerator[RequestOutput, None]:
         loop = asyncio.get_running_loop()
         inbox: asyncio.Queue[News] = asyncio.Queue()
-        reader_id = self._new_id() if request_id is None else check_request_id(request_id)
+        reader_id = self._id_of(request_id)
 
         def receive(news: News) -> None:
             try:
@@ -168,7 +168,7 @@ class AsyncEngine:
         **options: Unpack[RequestOptions],
     ) -> Generator[RequestOutput, None, None]:
         """The same as :meth:`generate`, for threads."""
-        request_id = self._new_id() if request_id is None else check_request_id(request_id)
+        request_id = self._id_of(request_id)
         outputs = self._stream(prompt, params, request_id, options)
         # This enters its ``try``, so a stream that is dropped unread ends its request, too.
         next(outputs)
@@ -270,7 +270,10 @@ class AsyncEngine:
     async def __aexit__(self, *exception: object) -> None:
         await asyncio.get_running_loop().run_in_executor(None, self.shutdown)
 
-    def _new_id(self) -> str:
+    def _id_of(self, request_id: str | None) -> str:
+        """The id of a request, a new one if it has none."""
+        if request_id is not None:
+            return REQUEST_ID.check("engine", "request_id", request_id)
         # A user may have named a request like this.
         return next(
             name for n in self._request_ids if (name := f"request-{n}") not in self._receivers

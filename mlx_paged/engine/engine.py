@@ -25,6 +25,7 @@ from mlx_paged.cache import ContiguousKVCache
 from mlx_paged.config import DEFAULT_KV
 from mlx_paged.core import hash_token_blocks
 from mlx_paged.distributed import RanksError
+from mlx_paged.domains import BOOL
 from mlx_paged.engine.disk_tier import DiskTier, open_disk_tier
 from mlx_paged.engine.draft_model import DraftModel
 from mlx_paged.engine.draft_options import (
@@ -69,13 +70,12 @@ from mlx_paged.models.kv_cache import kv_budget, make_kv_cache, weight_nbytes
 from mlx_paged.models.language_model import check_model
 from mlx_paged.models.traffic import sent_bytes_per_token
 from mlx_paged.request import (
+    PRIORITY,
+    REQUEST_ID,
     Request,
     RequestOutput,
     TokenRules,
     check_cache_salt,
-    check_no_store,
-    check_priority,
-    check_request_id,
 )
 from mlx_paged.sampling_params import SamplingParams
 
@@ -276,9 +276,10 @@ class Engine:
             PromptTooLongError: the budget can never hold the prompt; the message has the numbers.
         """
         self._refuse_on_followers("add_request")
-        request_id = check_request_id(request_id)
-        priority, cache_salt = check_priority(priority), check_cache_salt(cache_salt)
-        no_store = check_no_store(no_store)
+        request_id = REQUEST_ID.check("engine", "request_id", request_id)
+        priority = PRIORITY.check("engine", "priority", priority)
+        cache_salt = check_cache_salt(cache_salt)
+        no_store = BOOL.check("engine", "no_store", no_store)
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise ArgumentError(
@@ -333,7 +334,7 @@ class Engine:
         Its output comes with the next step, with finish reason ``"abort"``. One that is unknown or
         done is left alone.
         """
-        state = self._reports.states.get(check_request_id(request_id))
+        state = self._reports.states.get(REQUEST_ID.check("engine", "request_id", request_id))
         if state is not None:
             self._ask_to_abort(state)
             self._read_inbox_if_idle()
@@ -346,7 +347,7 @@ class Engine:
 
     def prompt_progress(self, request_id: str) -> tuple[int, int]:
         """How many tokens of a request's prompt have K/V, and how many it has; 0 while it waits."""
-        state = self._reports.states.get(check_request_id(request_id))
+        state = self._reports.states.get(REQUEST_ID.check("engine", "request_id", request_id))
         if state is None:
             return 0, 0
         request = state.requests[0]

@@ -18,13 +18,14 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, ForwardRef
+from typing import Any
 
 from mlx_paged import Engine
 from mlx_paged.chat.command_line import setup_arg_parser as chat_parser
 from mlx_paged.declarations import Argument
 from mlx_paged.engine_options import ENGINE_OPTIONS, EngineOptions
-from mlx_paged.sampling_declarations import SAMPLING_PARAMS, DeclaredSamplingParams
+from mlx_paged.sampling_declarations import SAMPLING_PARAMS
+from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.server.command_line import setup_arg_parser as server_parser
 
 ROOT = Path(__file__).parents[2]
@@ -82,21 +83,15 @@ def _short(row: Row) -> Row:
 
 
 def _tables() -> dict[str, dict[str, Row]]:
-    defaults = {each.name: each.default for each in fields(DeclaredSamplingParams)}
-    defaults["logit_bias"] = {}
-    types: dict[str, Any] = {
-        name: annotation.__origin__
-        for each in (EngineOptions, DeclaredSamplingParams)
-        for name, annotation in each.__annotations__.items()
-    }
-    draft_model = inspect.signature(Engine).parameters["draft_model"]
-    types["draft_model"] = draft_model.annotation
+    types = {name: each.__origin__ for name, each in EngineOptions.__annotations__.items()}
+    types["draft_model"] = inspect.signature(Engine).parameters["draft_model"].annotation
     options, params = {}, {}
     for name, option in ENGINE_OPTIONS.items():
         default = "none" if option.default is None else f"`{option.default}`"
         options[name] = _row(name, option, types[name], option.says or default)
-    for name, param in SAMPLING_PARAMS.items():
-        params[name] = _row(name, param, types[name], f"`{defaults[name]}`")
+    for each in fields(SamplingParams):
+        default = f"`{getattr(SamplingParams(), each.name)}`"
+        params[each.name] = _row(each.name, SAMPLING_PARAMS[each.name], each.type, default)
     return {
         "engine options": options,
         "sampling parameters": params,
@@ -131,12 +126,8 @@ def _flag_in_words(name: str, argument: Argument) -> str:
 
 
 def _type_in_words(annotation: Any) -> str:
-    if isinstance(annotation, ForwardRef):
-        return annotation.__forward_arg__
-    if isinstance(annotation, type) and not getattr(annotation, "__args__", ()):
-        return annotation.__name__
-    text = re.sub(r"ForwardRef\('([^']*)'\)", r"\1", str(annotation))
-    return re.sub(r"\b(?:\w+\.)+(?=\w)|'", "", text)
+    text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
+    return re.sub(r"\b(?:\w+\.)+(?=\w)", "", text)
 
 
 def _flags(parser: argparse.ArgumentParser) -> dict[str, Row]:
