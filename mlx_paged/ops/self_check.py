@@ -200,7 +200,6 @@ def _random_layer(shape: AttentionShape, context_lens: list[int], query_lens: li
     q = draw(step.num_tokens, heads * shape.group, shape.key_dim)
     k, v = draw_rows(num_blocks + 1, heads, size)
     kv = KVHandle(slabs(k), slabs(v), shape.format)
-    mx.eval(kv.arrays)
     return _Layer(step, q, *draw_rows(step.num_tokens, heads), kv)
 
 
