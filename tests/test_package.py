@@ -72,7 +72,7 @@ def test_imports_go_one_way():
     order += ["sampling"]
     order += ["request", "sampling_params", "structured_outputs"]
     order += ["foreign_arguments", "engine_options", "sampling_declarations", "declarations"]
-    order += ["flag_values", "config", "argument_values", "errors"]
+    order += ["flag_values", "config", "token_ids", "argument_values", "errors"]
     package = REPOSITORY / "mlx_paged"
     wrong = []
     for path in package.rglob("*.py"):

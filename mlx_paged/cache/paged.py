@@ -8,7 +8,6 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 
 from mlx_paged.cache.base import INITIAL_BLOCKS, KVCache
 from mlx_paged.cache.block_bytes import block_nbytes, read_blocks, write_blocks
@@ -16,7 +15,7 @@ from mlx_paged.cache.config import KVCacheConfig
 from mlx_paged.cache.layer import LayerKV, LayerSpec, compute_meanwhile
 from mlx_paged.cache.open_decode import DecodeArrays, DecodeShape, PlanShape
 from mlx_paged.config import DEFAULT_BACKEND
-from mlx_paged.core import BlockCopy, KeyShift
+from mlx_paged.core import BlockCopy, BlockTable, KeyShift
 from mlx_paged.ops import (
     AttentionMetadata,
     AttentionParams,
@@ -31,7 +30,6 @@ from mlx_paged.ops import (
     choose_backend,
     traced_decode,
 )
-from mlx_paged.request import SeqId
 
 NUM_WATCHED_STEPS = 3
 
@@ -102,6 +100,9 @@ class PagedLayerKV(LayerKV):
         keys, values = form.decode(*parts)
         return form.unrotated(keys)[:, num_skipped:], values[:, num_skipped:]
 
+    def stored_rows(self, table: BlockTable) -> tuple[Parts, Parts]:
+        return self._backend.gather_parts(self.kv, table.block_ids, table.num_held_tokens)
+
     @property
     def arrays(self) -> Sequence[mx.array]:
         return self.kv.arrays
@@ -169,10 +170,6 @@ class PagedKVCache(KVCache):
     def can_run_ahead(self) -> bool:
         return self._backend.writes_in_place
 
-    @property
-    def can_swap(self) -> bool:
-        return True
-
     def _allocate_layers(self) -> None:
         self._layers = self._slabs = ()
         self._parts: dict[range, _OpenPart] = {}
@@ -194,7 +191,9 @@ class PagedKVCache(KVCache):
 
     # Steps
 
-    def _prepare(self, seq_ids: Sequence[SeqId], steps: Sequence[AttentionMetadata]) -> None:
+    def _prepare(
+        self, tables: Sequence[Sequence[BlockTable]], steps: Sequence[AttentionMetadata]
+    ) -> None:
         if self.backend.reads_unused_slots:
             for step in steps:
                 self._zero_new_blocks(step)
@@ -331,11 +330,7 @@ class PagedKVCache(KVCache):
 
     @property
     def arrays(self) -> list[mx.array]:
-        arrays = [array for kv in self._slabs for array in kv.arrays]
-        if self.manager.states is not None:
-            leaves = dict(tree_flatten(self.manager.states.contents)).values()
-            arrays += [leaf for leaf in leaves if isinstance(leaf, mx.array)]
-        return arrays
+        return [array for kv in self._slabs for array in kv.arrays]
 
     # Memory
 
@@ -379,10 +374,6 @@ class PagedKVCache(KVCache):
 
     def _slabs_of(self, group: int) -> Sequence[KVHandle]:
         return self._slabs[: len(self.config.groups[group].layers)]
-
-    def _stored_parts(self, seq: SeqId, layer: int) -> tuple[Parts, Parts]:
-        table = self.manager.groups[seq][self.config.group_of(layer)]
-        return self._gather_parts(layer, table.block_ids, table.num_held_tokens)
 
     def _gather_parts(
         self, layer: int, block_ids: Sequence[int], num_tokens: int

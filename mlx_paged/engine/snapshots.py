@@ -9,6 +9,7 @@ from pathlib import Path
 from mlx.nn.layers.base import Module
 
 from mlx_paged.cache import KVCache
+from mlx_paged.core import KVCacheManager
 from mlx_paged.distributed import Ranks
 from mlx_paged.engine.held_prompts import HeldPrompt, check_can_hold, hold
 from mlx_paged.engine.scheduler import extra_hash_keys
@@ -47,11 +48,13 @@ class Snapshots:
         model: Module,
         identities: Callable[[], Sequence[ModelIdentity]],
         cache: KVCache,
+        manager: KVCacheManager,
         has_draft_model: bool,
         finds_prefixes: bool,
         ranks: Ranks | None,
     ):
-        self._model, self._identities, self._cache = model, identities, cache
+        self._model, self._identities = model, identities
+        self._cache, self._manager = cache, manager
         self._has_draft_model = has_draft_model
         self._finds_prefixes, self._ranks = finds_prefixes, ranks
 
@@ -104,7 +107,8 @@ class Snapshots:
                 snapshot stays as it was.
         """
         self.check()
-        return save_prefix(path, self.facts, self._cache, token_ids, _keys(cache_salt))
+        keys = _keys(cache_salt)
+        return save_prefix(path, self.facts, self._cache, self._manager, token_ids, keys)
 
     def open(self, path: str | Path) -> PrefixRows:
         """The rows of a file, each byte of which is as it was written.
@@ -139,7 +143,7 @@ class Snapshots:
             SnapshotError: the system refuses, or the disk is full; an older file stays as it was.
         """
         self.check()
-        prefix = find_prefix(self._cache, token_ids, _keys(cache_salt))
+        prefix = find_prefix(self._cache, self._manager, token_ids, _keys(cache_salt))
         num_tokens = len(prefix.token_ids)
         write_prompt_cache(
             path, self._model, self._cache, num_tokens, prefix.layers, model_name, prefix.token_ids

@@ -25,7 +25,7 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_paged.cache import KVCache as Cache
-from mlx_paged.cache import KVFormat, LayerSpec
+from mlx_paged.cache import KVFormat, LayerSpec, Sequences
 from mlx_paged.errors import ArgumentError, one_line
 from mlx_paged.models.language_model import LanguageModel, check_model
 from mlx_paged.ops import affine_name
@@ -54,7 +54,7 @@ TOKEN_IDS = "token_ids"
 def export_prompt_cache(
     path: str | Path,
     model: Module,
-    cache: Cache,
+    sequences: Sequences,
     seq: SeqId,
     *,
     model_name: str | None = None,
@@ -77,19 +77,18 @@ def export_prompt_cache(
         ArgumentError: tokens that have left the window, or K/V that mlx-lm's caches can't hold.
         SnapshotError: the system refuses, or the disk is full; an older file stays as it was.
     """
-    num_tokens = check_sequence(cache, seq)
+    num_tokens = check_sequence(sequences, seq)
     if token_ids is not None:
         token_ids = check_token_ids(token_ids)
         check_num_tokens(seq, num_tokens, token_ids)
-    write_prompt_cache(
-        path, model, cache, num_tokens, read_sequence(cache, seq), model_name, token_ids
-    )
+    layers = read_sequence(sequences, seq)
+    write_prompt_cache(path, model, sequences.cache, num_tokens, layers, model_name, token_ids)
     return num_tokens
 
 
-def import_prompt_cache(path: str | Path, model: Module, cache: Cache, seq: SeqId) -> int:
-    """Make a sequence of a cache hold the K/V of a prompt cache of mlx-lm's, in place of what it
-    held; returns their number of tokens.
+def import_prompt_cache(path: str | Path, model: Module, sequences: Sequences, seq: SeqId) -> int:
+    """Make a sequence hold the K/V of a prompt cache of mlx-lm's, in place of what it held; returns
+    their number of tokens.
 
     Raises:
         SnapshotError: the file can't be read, is no prompt cache, or holds K/V of other layers,
@@ -97,8 +96,8 @@ def import_prompt_cache(path: str | Path, model: Module, cache: Cache, seq: SeqI
         ArgumentError: the model has a recurrent state.
         CacheFullError: the budget can't hold them.
     """
-    file = PromptCacheFile(path, model, cache)
-    write_sequence(cache, seq, file.num_tokens, file.layers())
+    file = PromptCacheFile(path, model, sequences.cache)
+    write_sequence(sequences, seq, file.num_tokens, file.layers())
     return file.num_tokens
 
 

@@ -12,8 +12,8 @@ from typing import NamedTuple, TypeAlias
 import mlx.core as mx
 import numpy as np
 
-from mlx_paged.cache import CacheFullError, KVCache
-from mlx_paged.core import BlockHash, ExtraKey, KVCacheBlock, hash_token_blocks
+from mlx_paged.cache import CacheFullError, KVCache, Sequences
+from mlx_paged.core import BlockHash, ExtraKey, KVCacheBlock, KVCacheManager, hash_token_blocks
 from mlx_paged.core.kv_cache_manager import group_hashes
 from mlx_paged.errors import ArgumentError
 from mlx_paged.ops import Parts
@@ -31,17 +31,17 @@ LayerParts: TypeAlias = tuple[Parts, Parts]
 # One sequence of a cache
 
 
-def check_sequence(cache: KVCache, seq: SeqId) -> int:
+def check_sequence(sequences: Sequences, seq: SeqId) -> int:
     """How many tokens a sequence has, all of which are there.
 
     Raises:
         KeyError: there is no such sequence.
         ArgumentError: some of its tokens have left the window.
     """
-    if seq not in cache.manager.tables:
-        raise KeyError(f"[snapshot] no sequence {seq!r}; the cache holds {cache.seqs}")
-    num_tokens = cache.seq_len(seq)
-    if has_evicted(cache.config, num_tokens):
+    if seq not in sequences:
+        raise KeyError(f"[snapshot] no sequence {seq!r}; the cache holds {list(sequences)}")
+    num_tokens = sequences.seq_len(seq)
+    if has_evicted(sequences.cache.config, num_tokens):
         raise ArgumentError(
             f"[snapshot] tokens of sequence {seq!r} have left the window: it has {num_tokens}",
             "seq",
@@ -49,24 +49,24 @@ def check_sequence(cache: KVCache, seq: SeqId) -> int:
     return num_tokens
 
 
-def read_sequence(cache: KVCache, seq: SeqId) -> Iterator[LayerParts]:
+def read_sequence(sequences: Sequences, seq: SeqId) -> Iterator[LayerParts]:
     """Of each layer a copy of what is stored of a sequence."""
-    for layer in range(len(cache.layers)):
-        yield cache.copy_parts(seq, layer)
+    for layer in range(len(sequences.cache.layers)):
+        yield sequences.copy_parts(seq, layer)
 
 
 def write_sequence(
-    cache: KVCache, seq: SeqId, num_tokens: int, layers: Iterable[LayerParts]
+    sequences: Sequences, seq: SeqId, num_tokens: int, layers: Iterable[LayerParts]
 ) -> None:
     """Make ``seq`` hold these rows, in place of what it held.
 
     Raises:
         CacheFullError: the budget can't hold them.
     """
-    if seq in cache.manager.tables:
-        cache.free(seq)
+    if seq in sequences:
+        sequences.free(seq)
     rows = ((_tokens_first(k), _tokens_first(v)) for k, v in layers)
-    cache.append_parts(seq, num_tokens, rows)
+    sequences.append_parts(seq, num_tokens, rows)
 
 
 def _tokens_first(parts: Parts) -> Parts:
@@ -94,7 +94,10 @@ class PrefixRows(NamedTuple):
 
 
 def find_prefix(
-    cache: KVCache, token_ids: Sequence[int], extra_keys: tuple[ExtraKey, ...]
+    cache: KVCache,
+    manager: KVCacheManager,
+    token_ids: Sequence[int],
+    extra_keys: tuple[ExtraKey, ...],
 ) -> PrefixRows:
     """The longest prefix that is cached, in whole blocks.
 
@@ -106,7 +109,7 @@ def find_prefix(
     """
     token_ids, block_size = check_token_ids(token_ids), cache.config.block_size
     hashes = hash_token_blocks(token_ids, block_size, extra_keys)
-    computed = cache.manager.get_computed_blocks(hashes, len(hashes) * block_size + 1)
+    computed = manager.get_computed_blocks(hashes, len(hashes) * block_size + 1)
     if not computed.num_tokens:
         raise ArgumentError(
             f"[snapshot] no K/V of these {len(token_ids)} tokens are in the prefix cache, which "

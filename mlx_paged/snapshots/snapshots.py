@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 from mlx.nn.layers.base import Module
 
-from mlx_paged.cache import KVCache
+from mlx_paged.cache import KVCache, Sequences
+from mlx_paged.core import KVCacheManager
 from mlx_paged.core.block_hash import ExtraKey
 from mlx_paged.models.identity import identities_of
 from mlx_paged.request import SeqId
@@ -38,9 +39,9 @@ from mlx_paged.snapshots.tensor_file import TensorFile, write_tensor_file
 
 
 def save_snapshot(
-    path: str | Path, model: Module, cache: KVCache, seq: SeqId, token_ids: Sequence[int]
+    path: str | Path, model: Module, sequences: Sequences, seq: SeqId, token_ids: Sequence[int]
 ) -> int:
-    """Write the K/V of a sequence of a cache to a safetensors file; returns its bytes.
+    """Write the K/V of a sequence to a safetensors file; returns its bytes.
 
     The file is written aside, then renamed. Only another snapshot is overwritten.
 
@@ -57,15 +58,14 @@ def save_snapshot(
             snapshot stays as it was.
     """
     file, token_ids = check_path(path), check_token_ids(token_ids)
-    num_tokens = check_sequence(cache, seq)
+    num_tokens = check_sequence(sequences, seq)
     check_num_tokens(seq, num_tokens, token_ids)
-    facts = KVFacts.of(identities_of(model), cache)
-    return write_snapshot(file, facts, token_ids, read_sequence(cache, seq))
+    facts = KVFacts.of(identities_of(model), sequences.cache)
+    return write_snapshot(file, facts, token_ids, read_sequence(sequences, seq))
 
 
-def load_snapshot(path: str | Path, model: Module, cache: KVCache, seq: SeqId) -> list[int]:
-    """Make a sequence of a cache hold the K/V of a file, in place of what it held; returns their
-    token ids.
+def load_snapshot(path: str | Path, model: Module, sequences: Sequences, seq: SeqId) -> list[int]:
+    """Make a sequence hold the K/V of a file, in place of what it held; returns their token ids.
 
     The cache may be of either kind.
 
@@ -74,12 +74,12 @@ def load_snapshot(path: str | Path, model: Module, cache: KVCache, seq: SeqId) -
             model, block size, dtype, format, shape or window; nothing was changed.
         CacheFullError: the budget can't hold them.
     """
-    file = SnapshotFile(path, KVFacts.of(identities_of(model), cache))
-    if has_evicted(cache.config, len(file.token_ids)):
+    file = SnapshotFile(path, KVFacts.of(identities_of(model), sequences.cache))
+    if has_evicted(sequences.cache.config, len(file.token_ids)):
         raise SnapshotError(
             file.file, "holds only what lies in the windows, which an engine's prefix cache takes"
         )
-    write_sequence(cache, seq, len(file.token_ids), file.layers())
+    write_sequence(sequences, seq, len(file.token_ids), file.layers())
     return file.token_ids
 
 
@@ -87,6 +87,7 @@ def save_prefix(
     path: str | Path,
     facts: KVFacts,
     cache: KVCache,
+    manager: KVCacheManager,
     token_ids: Sequence[int],
     extra_keys: tuple[ExtraKey, ...] = (),
 ) -> int:
@@ -100,7 +101,7 @@ def save_prefix(
         SnapshotError: as :func:`save_snapshot`.
     """
     file = check_path(path)
-    prefix = find_prefix(cache, token_ids, extra_keys)
+    prefix = find_prefix(cache, manager, token_ids, extra_keys)
     write_snapshot(file, facts, prefix.token_ids, prefix.layers)
     return len(prefix.token_ids)
 

@@ -17,6 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from helpers import interrupted_lines
+from helpers.cache_helpers import scheduled_step, sequences_of
 from helpers.engine_runs import greedy, load_demo, make_engine, prompt, run
 from helpers.mlx_lm_models import (
     GEMMA3,
@@ -269,12 +270,13 @@ def test_a_thread_has_traces_of_its_own(demo: nn.Module, at_once: None, traced: 
 
 
 def test_what_is_no_decode_of_single_tokens_is_built(demo: nn.Module):
-    cache = make_engine(demo).cache
+    engine = make_engine(demo)
+    cache, seqs = engine.cache, sequences_of(engine)
     assert isinstance(cache, PagedKVCache)
     assert cache.open_decode() is None  # No step is open.
 
     def is_decode(counts: dict[str, int], **options: Any) -> bool:
-        with cache.step(counts, **options) as step:
+        with seqs.step(counts, **options) as step:
             layers = [make_step_of(layer) for layer in cache.layers]
             decode = cache.open_decode()
             for use in layers:
@@ -287,7 +289,7 @@ def test_what_is_no_decode_of_single_tokens_is_built(demo: nn.Module):
     assert not is_decode({"a": 1, "b": 2})
     assert is_decode({"a": 1, "b": 1})
     assert not is_decode({"a": 1, "b": 1}, num_logit_rows=[1, 0])
-    with cache.scheduled_step(["a"], [1], shares_new_blocks=True):
+    with scheduled_step(seqs, {"a": 1}, shares_new_blocks=True):
         assert cache.open_decode() is None
     cache.layers[1].kv.leave_chain()
     assert not is_decode({"a": 1})  # The chain of a layer begins.
