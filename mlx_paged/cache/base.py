@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from mlx_paged.cache.config import KVCacheConfig
 from mlx_paged.cache.layer import LayerKV
-from mlx_paged.core import BlockCopy, BlockPool, BlockTable, KeyShift
+from mlx_paged.core import BlockCopy, BlockPool, BlockTable
 from mlx_paged.ops import AttentionMetadata, Backend, Parts, StepState
 
 INITIAL_BLOCKS = 64
@@ -131,12 +131,6 @@ class KVCache(ABC):
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Copy blocks in all layers: ``(source, destination)`` ids."""
 
-    def shift_keys(self, group: int, shift: KeyShift) -> None:
-        """Copy blocks in the layers of a group, with K rotated on by ``shift.distance``
-        positions.
-        """
-        raise NotImplementedError(f"[{self.kind} cache] keeps all tokens where they are")
-
     @property
     @abstractmethod
     def arrays(self) -> list[mx.array]:
@@ -146,23 +140,6 @@ class KVCache(ABC):
     @abstractmethod
     def nbytes_held(self) -> int:
         """Bytes allocated for K/V."""
-
-    def wait_for_writes(self) -> None:
-        """Wait for what was written so far, before the host reads it."""
-        mx.eval(self.arrays)
-
-    def read_blocks(self, group: int, block_ids: Sequence[int]) -> list[bytes]:
-        """Copies of blocks of a group of layers, whose steps have been read."""
-        raise NotImplementedError(f"[{self.kind} cache] has no blocks to copy out")
-
-    def write_blocks(self, group: int, block_ids: Sequence[int], contents: Sequence[bytes]) -> None:
-        """Fill blocks of a group of layers with what :meth:`read_blocks` returned, of a cache of
-        the same layers and block size.
-
-        Raises:
-            ValueError: contents of another size.
-        """
-        raise NotImplementedError(f"[{self.kind} cache] has no blocks to fill")
 
     # Steps
 

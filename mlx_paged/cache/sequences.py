@@ -11,6 +11,7 @@ import mlx.core as mx
 
 from mlx_paged.cache.base import KVCache
 from mlx_paged.cache.contiguous import ContiguousKVCache
+from mlx_paged.cache.paged import PagedKVCache
 from mlx_paged.cache.step_states import put_states, states_before
 from mlx_paged.core import BlockTable, KVCacheManager, SequenceStates
 from mlx_paged.errors import CacheFullError
@@ -130,8 +131,8 @@ class Sequences:
         snapshot = None if states is None else states.snapshot()
         lengths_before = {seq: tables[seq].num_tokens for seq in num_new_tokens if seq in tables}
         seq_ids, counts = list(num_new_tokens), list(num_new_tokens.values())
-        self._has_open_step = True
         try:
+            self._has_open_step = True
             self._allocate_slots(num_new_tokens)
             made = states_before(manager, seq_ids, counts, num_logit_rows)
             groups = [manager.groups[seq] for seq in seq_ids]
@@ -182,8 +183,9 @@ class Sequences:
                 )
             # At once: a source may be handed out again by the next sequence's allocation.
             cache.copy_blocks(copies)
-            for group, shift in manager.take_key_shifts(seq):
-                cache.shift_keys(group, shift)
+            if isinstance(cache, PagedKVCache):
+                for group, shift in manager.take_key_shifts(seq):
+                    cache.shift_keys(group, shift)
 
     def _full(self, needed: str) -> CacheFullError:
         return CacheFullError(

@@ -127,20 +127,23 @@ class ModelRunner:
         return self.draft_model.put_drafts(batch, mx.array(list(token_ids), dtype=mx.int32))
 
     def _transfer(self, transfer: Transfer) -> None:
+        cache = self.cache
         if isinstance(transfer, CopyBlocks):
-            self.cache.copy_blocks(transfer.copies)
-        elif isinstance(transfer, ShiftKeys):
-            self.cache.shift_keys(transfer.group, transfer.shift)
+            cache.copy_blocks(transfer.copies)
+            return
+        assert isinstance(cache, PagedKVCache), "a basic cache has no windows and swaps nothing"
+        if isinstance(transfer, ShiftKeys):
+            cache.shift_keys(transfer.group, transfer.shift)
         elif isinstance(transfer, SwapOut):
-            self.cache.wait_for_writes()
+            cache.wait_for_writes()
             blocks = enumerate(transfer.block_ids)
-            copies = [self.cache.read_blocks(group, block_ids) for group, block_ids in blocks]
+            copies = [cache.read_blocks(group, block_ids) for group, block_ids in blocks]
             self._swap_space.put(transfer.seq_id, copies)
         else:
             contents = self._swap_space.get(transfer.name)
             for group, indices, block_ids in transfer.loads:
                 payloads = [contents[group][index] for index in indices]
-                self.cache.write_blocks(group, block_ids, payloads)
+                cache.write_blocks(group, block_ids, payloads)
             self._swap_space.release(transfer.name)
 
 

@@ -79,7 +79,7 @@ def test_a_cache_on_kernels_zeroes_no_block_and_sees_no_nan(in_place, metal, mon
 
 
 def test_plain_mlx_reads_unused_slots_and_needs_them_finite():
-    cache = PagedKVCache(CONFIG, backend="reference", initial_blocks=80)
-    fill_with_nan(cache)
-    cache._backend.reads_unused_slots = False  # of this instance
-    assert any(np.isnan(result).any() for result in use(cache))
+    seqs = Sequences(PagedKVCache(CONFIG, backend="reference", initial_blocks=80))
+    fill_with_nan(seqs)
+    seqs.cache._backend.reads_unused_slots = False  # of this instance
+    assert any(np.isnan(result).any() for result in use(seqs))
