@@ -1,6 +1,6 @@
 """KV caches: what a model, its runner and a library user see of them, and the two kinds."""
 
-from mlx_paged.cache.base import AnySeqId, KVCache, KVCacheStats, KVSnapshot
+from mlx_paged.cache.base import AnySeqId, KVCache, KVCacheStats
 from mlx_paged.cache.config import KVCacheConfig
 from mlx_paged.cache.contiguous import ContiguousKVCache
 from mlx_paged.cache.layer import LayerKV, LayerSpec
@@ -20,7 +20,6 @@ __all__ = [
     "KVCacheConfig",
     "KVCacheStats",
     "KVFormat",
-    "KVSnapshot",
     "LayerGroup",
     "LayerKV",
     "LayerSpec",

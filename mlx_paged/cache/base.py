@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeAlias
@@ -24,7 +24,7 @@ from mlx_paged.core import (
     SequenceStates,
 )
 from mlx_paged.errors import CacheFullError
-from mlx_paged.ops import AttentionMetadata, Backend, KVFormat, Parts, StepState
+from mlx_paged.ops import AttentionMetadata, Backend, Parts, StepState
 from mlx_paged.request import SeqId
 
 # The key of a mapping that a caller hands in. Mapping is invariant in its keys: with SeqId for
@@ -35,31 +35,6 @@ LayerRows: TypeAlias = Sequence[mx.array] | mx.array
 
 INITIAL_BLOCKS = 64
 ALL_LAYERS = slice(None)
-
-
-@dataclass(frozen=True, eq=False)
-class KVSnapshot:
-    """One sequence's K and V as they were stored, independent of the cache they came from."""
-
-    formats: tuple[KVFormat, ...]  # of each layer
-    # Per layer the parts of K and V, [num_kv_heads, num_tokens, width] each
-    rows: tuple[tuple[Parts, Parts], ...]
-
-    @property
-    def num_tokens(self) -> int:
-        return self.rows[0][0][0].shape[1]
-
-    @property
-    def keys(self) -> tuple[mx.array, ...]:
-        """Dense, per layer ``[num_kv_heads, num_tokens, key_dim]``."""
-        layers = zip(self.formats, self.rows, strict=True)
-        return tuple(form.unrotated(form.key.decode(k)) for form, (k, _) in layers)
-
-    @property
-    def values(self) -> tuple[mx.array, ...]:
-        """Dense, per layer ``[num_kv_heads, num_tokens, value_dim]``."""
-        layers = zip(self.formats, self.rows, strict=True)
-        return tuple(form.value.decode(v) for form, (_, v) in layers)
 
 
 @dataclass(frozen=True)
@@ -184,24 +159,6 @@ class KVCache(ABC):
         """The parts of K and V that a layer keeps of a sequence, ``[num_kv_heads, num_tokens,
         width]`` each; they may be views.
         """
-
-    def gather_blocks(self, layer: int, block_ids: Sequence[int]) -> tuple[Parts, Parts]:
-        """What is stored in full blocks: the parts of K and V, ``[num_kv_heads, num_blocks *
-        block_size, width]`` each. They may be views: copy them before the next write.
-        """
-        raise NotImplementedError(f"[{self.kind} cache] has no rows of blocks")
-
-    def fill_blocks(
-        self, block_ids: Sequence[Sequence[int]], rows: Iterable[tuple[Parts, Parts]]
-    ) -> None:
-        """Write full blocks, as :meth:`gather_blocks` returned them, and wait for it.
-
-        Args:
-            block_ids: of each group of layers, taken from :attr:`pool`.
-            rows: of each layer, in order. Each layer's are taken when those of the one before were
-                written.
-        """
-        raise NotImplementedError(f"[{self.kind} cache] has no rows of blocks")
 
     @abstractmethod
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
@@ -580,28 +537,19 @@ class KVCache(ABC):
         independent of the cache; ``KeyError`` if not there. They are those of the tokens that the
         layer keeps.
         """
-        form = self.layers[layer].spec.format
-        keys, values = form.decode(*self.copy_parts(seq, layer))
-        keys = form.unrotated(keys)
-        mx.eval(keys, values)
-        return keys, values
-
-    def copy_parts(self, seq: SeqId, layer: int) -> tuple[Parts, Parts]:
-        """What is stored of a sequence in a layer: the parts of K and V, ``[num_kv_heads,
-        num_tokens, width]`` each, evaluated and independent of the cache; ``KeyError`` if there is
-        no such sequence.
-        """
         self._table(seq)
         table = self.manager.groups[seq][self.config.group_of(layer)]
-        if table.num_held_tokens == 0:
-            return self.layers[layer].spec.zeros(0)
-        k, v = self._stored_parts(seq, layer)
+        spec = self.layers[layer].spec
+        k, v = self._stored_parts(seq, layer) if table.num_held_tokens else spec.zeros(0)
         # A view that stays alive would make the next write copy the whole array behind it. The
         # product is exact and, unlike mx.contiguous, never shares the memory of a view that is
         # contiguous already.
-        k, v = tuple(part * 1 for part in k), tuple(part * 1 for part in v)
-        mx.eval(k, v)
-        return k, v
+        keys, values = spec.format.decode(
+            tuple(part * 1 for part in k), tuple(part * 1 for part in v)
+        )
+        keys = spec.format.unrotated(keys)
+        mx.eval(keys, values)
+        return keys, values
 
     def append(self, seq: SeqId, k: LayerRows, v: LayerRows) -> None:
         """Append rows of one or more tokens in all layers (``push_row`` elsewhere; a model appends
@@ -616,10 +564,10 @@ class KVCache(ABC):
             CacheFullError: the budget can't hold them; nothing was changed.
         """
         self._check_rows(k, v)
-        rows = [
-            layer.spec.format.encode(k[index], v[index]) for index, layer in enumerate(self.layers)
-        ]
-        self.append_parts(seq, k[0].shape[0], rows)
+        with self.step({seq: k[0].shape[0]}):
+            for index, layer in enumerate(self.layers):
+                layer.write(*layer.spec.format.encode(k[index], v[index]))
+                mx.eval(self.arrays)
 
     def _check_rows(self, k: LayerRows, v: LayerRows) -> None:
         if not len(k) == len(v) == len(self.layers):
@@ -639,23 +587,6 @@ class KVCache(ABC):
                         f"{list(rows[index].shape)}"
                     )
 
-    def append_parts(
-        self, seq: SeqId, num_tokens: int, rows: Iterable[tuple[Parts, Parts]]
-    ) -> None:
-        """Append rows as the layers store them.
-
-        Args:
-            rows: of each layer the parts of K and V, ``[num_tokens, num_kv_heads, width]`` each.
-                Each layer's are taken when those of the one before were written.
-
-        Raises:
-            CacheFullError: the budget can't hold them; nothing was changed.
-        """
-        with self.step({seq: num_tokens}):
-            for layer, (k, v) in zip(self.layers, rows, strict=True):
-                layer.write(k, v)
-                mx.eval(self.arrays)
-
     def set_prompt(self, seq: SeqId, k: LayerRows, v: LayerRows) -> None:
         """Make these rows the whole sequence, in place of what it held (``set_prefill`` elsewhere);
         shapes and errors as :meth:`append`.
@@ -664,54 +595,7 @@ class KVCache(ABC):
             self.free(seq)
         self.append(seq, k, v)
 
-    def snapshot(self, seq: SeqId) -> KVSnapshot:
-        """A sequence's K/V as they are stored, evaluated and independent of this cache.
-
-        Raises:
-            KeyError: no such sequence.
-            ValueError: some of its tokens have left the window, or the model keeps more of it than
-                K/V.
-        """
-        self._table(seq)
-        if self.config.state_nbytes:
-            raise ValueError(
-                f"[{self.kind} cache] snapshot: the model keeps a recurrent state beside K/V, and "
-                "a snapshot holds K/V alone"
-            )
-        if any(table.num_evicted_tokens for table in self.manager.groups[seq]):
-            raise ValueError(
-                f"[{self.kind} cache] snapshot: tokens of sequence {seq!r} have left the window"
-            )
-        formats = tuple(layer.spec.format for layer in self.layers)
-        rows = tuple(self.copy_parts(seq, layer) for layer in range(len(self.layers)))
-        return KVSnapshot(formats, rows)
-
-    def restore(self, seq: SeqId, snapshot: KVSnapshot) -> None:
-        """Make ``seq`` hold a snapshot, of a cache of either kind; errors as :meth:`append`.
-
-        A layer of the same format holds the same bits as before; another format stores what the
-        rows of the snapshot stand for.
-        """
-        keys, values = (
-            [rows.swapaxes(0, 1) for rows in part] for part in (snapshot.keys, snapshot.values)
-        )
-        self._check_rows(keys, values)
-        rows = [
-            _tokens_first(stored) if form == layer.spec.format else layer.spec.format.encode(k, v)
-            for layer, form, stored, k, v in zip(
-                self.layers, snapshot.formats, snapshot.rows, keys, values, strict=True
-            )
-        ]
-        if seq in self.manager.tables:
-            self.free(seq)
-        self.append_parts(seq, snapshot.num_tokens, rows)
-
     def _table(self, seq: SeqId) -> BlockTable:
         if seq not in self.manager.tables:
             raise KeyError(f"[{self.kind} cache] no sequence {seq!r}; it holds {self.seqs}")
         return self.manager.tables[seq]
-
-
-def _tokens_first(rows: tuple[Parts, Parts]) -> tuple[Parts, Parts]:
-    k, v = rows
-    return tuple(part.swapaxes(0, 1) for part in k), tuple(part.swapaxes(0, 1) for part in v)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers.cache_helpers import CONFIG, rows, uniform
+from helpers.cache_helpers import CONFIG, rows, stored_parts, uniform
 from helpers.quantised_problems import BITS_OF_K_AND_V
 
 from mlx_paged.cache import KVCacheConfig, KVFormat, LayerGroup, LayerSpec, PagedKVCache
@@ -50,28 +50,19 @@ def filled(config: KVCacheConfig, num_blocks: int, seed: int) -> PagedKVCache:
     return cache
 
 
-def stored(cache: PagedKVCache, seq: str) -> list[np.ndarray]:
-    return [
-        np.array(part.view(mx.uint8))
-        for layer in cache.snapshot(seq).rows
-        for parts in layer
-        for part in parts
-    ]
-
-
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_every_bit_comes_back_in_another_cache_and_in_other_blocks(config: KVCacheConfig) -> None:
     cache, other = filled(config, 5, seed=1), filled(config, 3, seed=2)
     contents = cache.read_blocks(0, cache.block_ids("a"))
-    assert {len(content) for content in contents} == {cache.block_nbytes(0)}
-    assert cache.block_nbytes(0) == config.nbytes_per_block
-    before = stored(other, "a")
+    assert {len(content) for content in contents} == {cache.config.block_nbytes(0)}
+    assert cache.config.block_nbytes(0) == config.nbytes_per_block
+    before = stored_parts(other, "a")
     assert other.manager.allocate_slots("b", 5 * config.block_size) == []
     assert list(other.block_ids("b")) != list(cache.block_ids("a"))
     other.write_blocks(0, other.block_ids("b"), contents)
-    for ours, theirs in zip(stored(other, "b"), stored(cache, "a"), strict=True):
+    for ours, theirs in zip(stored_parts(other, "b"), stored_parts(cache, "a"), strict=True):
         np.testing.assert_array_equal(ours, theirs)
-    for ours, theirs in zip(stored(other, "a"), before, strict=True):
+    for ours, theirs in zip(stored_parts(other, "a"), before, strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
 
@@ -80,9 +71,9 @@ def test_a_block_has_the_bytes_of_its_own_group_alone() -> None:
     groups = LayerGroup(KEEP_ALL, (2, 3, 4, 5)), LayerGroup(Retention.sliding_window(8, 8), (0, 1))
     config = KVCacheConfig((spec,) * 6, BLOCK_SIZE, 40, groups)
     cache = PagedKVCache(config)
-    assert cache.block_nbytes(0) == 4 * spec.nbytes_per_token * BLOCK_SIZE
-    assert cache.block_nbytes(1) == 2 * spec.nbytes_per_token * BLOCK_SIZE
-    content = bytes(range(256)) * (cache.block_nbytes(1) // 256)
+    assert cache.config.block_nbytes(0) == 4 * spec.nbytes_per_token * BLOCK_SIZE
+    assert cache.config.block_nbytes(1) == 2 * spec.nbytes_per_token * BLOCK_SIZE
+    content = bytes(range(256)) * (cache.config.block_nbytes(1) // 256)
     cache.write_blocks(1, [7], [content])
     assert cache.read_blocks(1, [7]) == [content]
     assert cache.read_blocks(0, [7])[0][: len(content)] == content

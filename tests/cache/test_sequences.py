@@ -77,7 +77,7 @@ def test_a_freed_sequence_is_gone_and_its_room_is_there_again(cache: KVCache):
     assert cache.max_seq_len("a") == cache.config.num_slots == 320
 
 
-@pytest.mark.parametrize("verb", ["free", "trim", "materialize", "fork", "snapshot"])
+@pytest.mark.parametrize("verb", ["free", "trim", "materialize", "fork"])
 def test_a_sequence_that_is_not_there_is_refused_by_name(cache: KVCache, verb: str):
     cache.set_prompt("a", *rows(3))
     arguments = {"trim": ("b", 0), "materialize": ("b", 0), "fork": ("b", "c")}.get(verb, ("b",))

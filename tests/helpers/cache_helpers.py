@@ -41,6 +41,23 @@ def assert_holds(cache: KVCache, seq: object, k: mx.array, v: mx.array) -> None:
         np.testing.assert_array_equal(np.array(values), np.array(v[layer].swapaxes(0, 1)))
 
 
+def stored_parts(cache: PagedKVCache, seq: object) -> list[np.ndarray]:
+    """What a cache has of a sequence, bit for bit: all parts of all layers, as bytes."""
+    tables, arrays = cache.manager.groups[seq], []
+    for index, layer in enumerate(cache.layers):
+        table = tables[cache.config.group_of(index)]
+        for parts in cache.backend.gather_parts(layer.kv, table.block_ids, table.num_held_tokens):
+            arrays += [np.array(mx.contiguous(part).view(mx.uint8)) for part in parts]
+    return arrays
+
+
+def copy_rows(old: KVCache, seq: object, new: KVCache, new_seq: object) -> None:
+    """Append to a sequence what another cache has of one, of any kind, block size and format."""
+    layers = [old.materialize(seq, layer) for layer in range(len(old.layers))]
+    k, v = ([rows.swapaxes(0, 1) for rows in side] for side in zip(*layers, strict=True))
+    new.append(new_seq, k, v)
+
+
 def swapped_out(cache: PagedKVCache, seq: str) -> tuple[SequenceTables, list[list[bytes]]]:
     """What is kept of a sequence that is swapped out."""
     held, block_ids = cache.manager.describe(seq)
