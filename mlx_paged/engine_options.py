@@ -6,10 +6,13 @@ entry here; its use is in the engine. Annotations are evaluated in this module, 
 declared can be read.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, TypedDict
 
 from mlx_paged import config
+from mlx_paged.block_store import Fingerprint
+from mlx_paged.core.tier import Tier
 from mlx_paged.declarations import Flag, Option
 from mlx_paged.domains import AT_LEAST_0, AT_LEAST_1, BOOL, number, one_of, or_none, such, whole
 
@@ -123,6 +126,17 @@ class OneShotOptions(CacheOptions, total=False):
             "how long a block that is not used stays there: seconds, or 90s, 30m, 12h, 7d, 2w.",
             config.DURATION,
             says="until the space is needed",
+        ),
+    ]
+    tier: Annotated[
+        Callable[[Fingerprint], Tier] | None,
+        Option(
+            "a place of your own for full blocks of K/V, instead of a folder: called with what "
+            "their bytes depend on, it returns a Tier (docs/disk-tier.md).",
+            such("a function that returns a Tier", callable),
+            flag=None,
+            elsewhere="kv_connector",
+            says="none",
         ),
     ]
     max_model_len: Annotated[

@@ -21,12 +21,13 @@ from mlx_paged.argument_values import check_integer
 from mlx_paged.config import DEFAULT_MAX_NUM_BATCHED_TOKENS
 from mlx_paged.domains import such
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.prompts import Prompt, TokenIds, as_tokenizer
+from mlx_paged.engine.prompts import Prompt, as_tokenizer
 from mlx_paged.engine_options import OneShotOptions
 from mlx_paged.errors import shown
 from mlx_paged.foreign_arguments import refuses_unknown_arguments
 from mlx_paged.request import CompletionOutput, Request
 from mlx_paged.sampling_params import LogitsProcessor, Sampler, SamplingParams
+from mlx_paged.token_ids import TokenIds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -4,13 +4,16 @@ disk.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, TypedDict, cast
 
+from mlx_paged.block_store import Fingerprint
 from mlx_paged.config import DEFAULT_KV, DEFAULT_NUM_DRAFT_TOKENS, SchedulerConfig
-from mlx_paged.engine.disk_tier_options import DiskTierOptions
+from mlx_paged.core.tier import Tier
+from mlx_paged.engine.disk_tier_options import DiskTierOptions, check_engine
 from mlx_paged.engine_options import ENGINE_OPTIONS, CacheOptions, EngineOptions
+from mlx_paged.errors import ArgumentError
 from mlx_paged.models.language_model import LanguageModel, model_type_of
 from mlx_paged.request import TokenRules
 
@@ -64,19 +67,31 @@ def split_options(
     return cast(CacheOptions, cache), SchedulerConfig(**scheduler)
 
 
-def disk_tier_options(
+def tier_of(
     options: EngineOptions, config: SchedulerConfig, model: LanguageModel
-) -> DiskTierOptions | None:
-    """The options of the tier on disk, if there is to be one.
+) -> Callable[[Fingerprint], Tier] | None:
+    """What makes the tier of full blocks, if there is to be one: :class:`DiskTierOptions`, or what
+    the caller gave.
 
     Raises:
         ArgumentError: a value that can't be, or an engine that can't have such a tier.
     """
-    tier = DiskTierOptions.read(
+    own = options.get("tier")
+    if own is not None:
+        checked_options("engine", {"tier": own})
+    disk = DiskTierOptions.read(
         options.get("cache_dir"), options.get("cache_dir_size"), options.get("cache_dir_ttl")
     )
-    if tier is not None:
+    if own is not None and disk is not None:
+        raise ArgumentError("[engine] tier takes the place of cache_dir; leave one out", "tier")
+    made: Callable[[Fingerprint], Tier] | None = own or disk
+    if made is not None:
         num_ranks = 1 if model.group is None else model.group.size()
-        tier.check_engine(options.get("kv", DEFAULT_KV), config, num_ranks)
-        tier.check_state(model.state_nbytes, model_type_of(model))
-    return tier
+        check_engine(
+            "cache_dir" if own is None else "tier",
+            options.get("kv", DEFAULT_KV),
+            config,
+            num_ranks,
+            model_type_of(model) if model.state_nbytes else None,
+        )
+    return made

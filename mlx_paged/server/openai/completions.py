@@ -9,7 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from mlx_paged.engine.prompts import check_token_ids, encode_prompt
+from mlx_paged.engine.prompts import encode_prompt
 from mlx_paged.errors import shown
 from mlx_paged.request import CompletionOutput, RequestOutput
 from mlx_paged.sampling_params import SamplingParams
@@ -34,6 +34,7 @@ from mlx_paged.server.openai.options import (
 from mlx_paged.server.prompt_length import MAX_PROMPT_TOKENS
 from mlx_paged.server.sampling_fields import MAX_TOKEN_IDS, read_sampling
 from mlx_paged.server.service import Service
+from mlx_paged.token_ids import check_token_ids
 
 MAX_PROMPTS = 1024
 MAX_CHOICES = 1024  # prompts times completions

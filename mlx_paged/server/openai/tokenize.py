@@ -5,7 +5,6 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from mlx_paged.engine.prompts import check_token_ids
 from mlx_paged.server.callers import user_of
 from mlx_paged.server.chat_jobs import ChatJob, prepare
 from mlx_paged.server.fair_threads import Work
@@ -16,6 +15,7 @@ from mlx_paged.server.openai.messages import read_messages, read_tools
 from mlx_paged.server.openai.options import read_model
 from mlx_paged.server.sampling_fields import MAX_TOKEN_IDS
 from mlx_paged.server.service import Service
+from mlx_paged.token_ids import check_token_ids
 
 
 async def tokenize(request: Request, fields: Fields) -> Response:
