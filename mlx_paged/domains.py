@@ -65,18 +65,18 @@ class Domain(Generic[T]):
 
 @dataclass(frozen=True)
 class Several(Domain[Any]):
-    """Sequences of values, as tuples; ``None`` is empty, and a text is one value.
+    """Sequences of values, as tuples. A text is one value, and ``None`` is none or may be ``None``.
 
     Args:
         what, read: of the values.
-        least: how many there must be; with 1 or more, ``None`` stays ``None``.
+        least: how many there must be.
     """
 
     least: int = 0
 
     def check(self, part: str, name: str, value: object) -> Any:
         if value is None:
-            return None if self.least else ()
+            return None if self.may_be_none else ()
         try:
             values = (value,) if isinstance(value, str) else tuple(value)  # type: ignore[arg-type]
         except Exception:
