@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 import re
-import sys
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -50,7 +49,7 @@ _HOST_NAME = re.compile(r"[A-Za-z0-9._-]{1,253}|\[[0-9a-fA-F:.]+\]")
 def setup_arg_parser(prog: str | None = None) -> argparse.ArgumentParser:
     """The argument parser of the server, for a program of this name."""
     server = parser.Parser(
-        prog=prog or _name_as_called(),
+        prog=prog or "python -m mlx_paged.server",
         description="Serve a model to clients of the APIs of OpenAI and Anthropic.",
         flags=flags.SAMPLING | _FLAGS | _OTHER_FLAGS,
     )
@@ -288,8 +287,3 @@ def origin(text: str) -> str:
             f"{shown(text)}"
         )
     return text.lower()
-
-
-def _name_as_called() -> str:
-    name = Path(sys.argv[0]).name
-    return name if name == "mlx_paged.server" else "python -m mlx_paged.server"
