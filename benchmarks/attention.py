@@ -33,6 +33,7 @@ from card import machine_card, print_card, print_json, print_table
 from decode import take_turns
 
 from mlx_paged import ops
+from mlx_paged.ops.reference import ReferenceBackend
 
 DTYPES = {"bf16": mx.bfloat16, "f16": mx.float16, "f32": mx.float32}
 # How far results may lie apart, as a part of the largest number in them: some roundings of each
@@ -139,9 +140,11 @@ def make_ways(
         rows = q.reshape(shape.batch, shape.run, *q.shape[1:])
         return mx.concatenate([sdpa(rows[i], k[None], v[None]) for i, (k, v) in enumerate(dense)])
 
+    # Plain MLX decodes runs of all lengths here.
+    paged = ReferenceBackend((shape.run,)) if backend.name == "reference" else backend
     return {
         "paged": lambda: [
-            backend.paged_attention(q, kv, metadata, ops.AttentionParams(scale))
+            paged.attend(q, kv, metadata, ops.AttentionParams(scale))
             for q, kv in zip(queries, handles, strict=True)
         ],
         "contiguous": lambda: [

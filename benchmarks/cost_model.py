@@ -232,7 +232,7 @@ def count_case(case: Case, trace: list[Any]) -> dict[str, Any]:
     if case.has_rows:
         out = backend.update_and_attend(q, k, v, kv, metadata, params)
     else:
-        out = backend.paged_attention(q, kv, metadata, params)
+        out = backend.attend(q, kv, metadata, params)
     mx.eval(out)
     dispatches = [count_dispatch(call) for call in trace]
     trace.clear()

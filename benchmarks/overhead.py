@@ -95,8 +95,7 @@ def measure(batch: int, context: int, num_steps: int) -> dict[str, float]:
         for state in states:
             state.output.outputs[0].token_ids.append(step % 100)
         now = time.perf_counter()
-        for state in states:
-            state.note_reported(latencies, now)
+        latencies.observe(states, now)
         times["observe"].append(time.perf_counter() - now)
         for part, start, end in zip(PARTS, marks, marks[1:], strict=False):
             times[part].append(end - start)

@@ -72,11 +72,3 @@ def check_positive(room: str, name: str, value: object) -> None:
     """Raise ``ValueError`` unless ``value`` is a Python ``int`` of at least 1."""
     if not is_plain_integer(value, 1):
         raise ArgumentError(f"[{room}] {name} must be a positive integer, got {shown(value)}")
-
-
-def check_callable(room: str, name: str, value: object, what: str) -> None:
-    """Raise ``ArgumentError`` unless ``value`` can be called."""
-    if not callable(value):
-        raise ArgumentError(
-            f"[{room}] {name} must be {what}, got {shown(value)} ({kind_of(value)})", name
-        )

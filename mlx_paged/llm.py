@@ -16,9 +16,9 @@ from mlx_paged.argument_values import kind_of
 from mlx_paged.chat_template import NO_TEMPLATE, ChatTemplateError, encode_chat
 from mlx_paged.distributed import launched_ranks
 from mlx_paged.engine.engine import Engine, engine_option_names
-from mlx_paged.engine.options import LoadedEngineOptions
 from mlx_paged.engine.prompts import Prompt, split_prompts
 from mlx_paged.engine.stats import EngineStats
+from mlx_paged.engine_options import EngineOptions
 from mlx_paged.errors import forget_frames, shown
 from mlx_paged.foreign_arguments import refuses_unknown_arguments
 from mlx_paged.interrupts import caught_interrupts
@@ -95,7 +95,7 @@ class LLM:
         adapter_path: str | Path | None = None,
         tokenizer_path: str | Path | None = None,
         draft_model: str | Path | Module | None = None,
-        **engine_options: Unpack[LoadedEngineOptions],
+        **engine_options: Unpack[EngineOptions],
     ):
         if isinstance(tokenizer, (str, Path)):
             raise ValueError(

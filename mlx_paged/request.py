@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, overload
 
-from mlx_paged.argument_values import as_integer
-from mlx_paged.errors import ArgumentError, shown
+from mlx_paged.domains import Domain, or_none, whole
 from mlx_paged.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -23,44 +22,22 @@ SeqId = Hashable
 StopReason: TypeAlias = int | str | tuple[int, ...] | None
 
 
-def check_request_id(request_id: object) -> str:
-    """Return the id as a ``str``. Raises ``ValueError`` unless it is a text."""
-    if not isinstance(request_id, str):
-        raise ArgumentError(f"[engine] request_id must be a text, got {shown(request_id)}")
-    return str.__str__(request_id)
+def _read_text(value: object) -> str | None:
+    # Block hashes take exactly str: a subclass may be refused, or differ from an equal text.
+    return str.__str__(value) if isinstance(value, str) else None
 
 
-def check_priority(priority: object) -> int:
-    """Return the priority as an ``int``. Raises ``ValueError`` unless it is a whole number of at
-    most 31 bits.
-    """
-    number = as_integer(priority)
-    if number is None or abs(number) > MAX_PRIORITY:
-        raise ArgumentError(
-            f"[engine] priority must be a whole number within -{MAX_PRIORITY}..{MAX_PRIORITY}, "
-            f"got {shown(priority)}"
-        )
-    return number
+REQUEST_ID = Domain("a text", _read_text)
+PRIORITY = whole(-MAX_PRIORITY, MAX_PRIORITY)
+_CACHE_SALT = or_none(Domain("a text that is not empty", lambda salt: _read_text(salt) or None))
 
 
 def check_cache_salt(cache_salt: object) -> str | None:
-    """Return the salt as a ``str``. Raises ``ValueError`` unless it is ``None`` or a text that is
-    not empty.
+    """The salt as a ``str``. Raises ``ArgumentError`` unless it is ``None`` or a text that is not
+    empty.
     """
-    if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
-        raise ArgumentError(
-            f"[engine] cache_salt must be a text that is not empty, or None, "
-            f"got {shown(cache_salt)}"
-        )
-    # Block hashes take exactly str: a subclass may be refused, or differ from an equal text.
-    return None if cache_salt is None else str.__str__(cache_salt)
-
-
-def check_no_store(no_store: object) -> bool:
-    """Return ``no_store``. Raises ``ValueError`` unless it is a truth value."""
-    if not isinstance(no_store, bool):
-        raise ArgumentError(f"[engine] no_store must be True or False, got {shown(no_store)}")
-    return no_store
+    salt: str | None = _CACHE_SALT.check("engine", "cache_salt", cache_salt)
+    return salt
 
 
 PENDING_TOKEN = -1

@@ -90,7 +90,7 @@ def attend(problem: PagedProblem) -> mx.array:
     kv = KVHandle.dense(problem.kv.k[0], problem.kv.v[0])
     rows = mx.ones((problem.q.shape[0], kv.num_kv_heads, kv.key_dim))
     decoded = METAL.update_and_attend(problem.q, (rows,), (rows,), kv, *problem.args[2:])
-    return decoded + METAL.paged_attention(problem.q, kv, *problem.args[2:])
+    return decoded + METAL.attend(problem.q, kv, *problem.args[2:])
 
 
 @pytest.mark.parametrize("context_len", [40, 300], ids=["direct", "merged"])

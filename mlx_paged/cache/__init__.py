@@ -6,7 +6,7 @@ from mlx_paged.cache.contiguous import ContiguousKVCache
 from mlx_paged.cache.layer import LayerKV, LayerSpec
 from mlx_paged.cache.layer_groups import LayerGroup, group_layers
 from mlx_paged.cache.paged import PagedKVCache
-from mlx_paged.cache.sequences import AnySeqId, KVCacheStats, KVSnapshot, Sequences
+from mlx_paged.cache.sequences import AnySeqId, KVCacheStats, Sequences
 from mlx_paged.errors import CacheFullError, PromptTooLongError
 from mlx_paged.ops import AffineFormat, DenseFormat, KVFormat, RowFormat
 from mlx_paged.request import SeqId
@@ -21,7 +21,6 @@ __all__ = [
     "KVCacheConfig",
     "KVCacheStats",
     "KVFormat",
-    "KVSnapshot",
     "LayerGroup",
     "LayerKV",
     "LayerSpec",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import ClassVar
 
@@ -13,7 +13,7 @@ import mlx.core as mx
 from mlx_paged.cache.config import KVCacheConfig
 from mlx_paged.cache.layer import LayerKV
 from mlx_paged.core import BlockCopy, BlockPool, BlockTable
-from mlx_paged.ops import AttentionMetadata, Backend, Parts, StepState
+from mlx_paged.ops import AttentionMetadata, Backend, StepState
 
 INITIAL_BLOCKS = 64
 ALL_LAYERS = slice(None)
@@ -108,24 +108,6 @@ class KVCache(ABC):
     @abstractmethod
     def _fit(self) -> None:
         """Give back storage that no sequence needs, after the pool has shrunk."""
-
-    def gather_blocks(self, layer: int, block_ids: Sequence[int]) -> tuple[Parts, Parts]:
-        """What is stored in full blocks: the parts of K and V, ``[num_kv_heads, num_blocks *
-        block_size, width]`` each. They may be views: copy them before the next write.
-        """
-        raise NotImplementedError(f"[{self.kind} cache] has no rows of blocks")
-
-    def fill_blocks(
-        self, block_ids: Sequence[Sequence[int]], rows: Iterable[tuple[Parts, Parts]]
-    ) -> None:
-        """Write full blocks, as :meth:`gather_blocks` returned them, and wait for it.
-
-        Args:
-            block_ids: of each group of layers, taken from :attr:`pool`.
-            rows: of each layer, in order. Each layer's are taken when those of the one before were
-                written.
-        """
-        raise NotImplementedError(f"[{self.kind} cache] has no rows of blocks")
 
     @abstractmethod
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:

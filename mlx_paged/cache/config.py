@@ -119,6 +119,11 @@ class KVCacheConfig:
         nbytes = sum(self.layers[users[0]].nbytes_per_token for users in self.slabs)
         return nbytes * self.block_size
 
+    def block_nbytes(self, group: int) -> int:
+        """Of a block of a group of layers."""
+        layers = self.groups[group].layers
+        return sum(self.layers[layer].nbytes_per_token for layer in layers) * self.block_size
+
     @property
     def num_slots(self) -> int:
         """Tokens that the budget holds, as long as all layers keep them."""

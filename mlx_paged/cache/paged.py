@@ -4,13 +4,13 @@ slab per layer (PagedAttention, Kwon et al. 2023).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
 import mlx.core as mx
 
 from mlx_paged.cache.base import INITIAL_BLOCKS, KVCache
-from mlx_paged.cache.block_bytes import block_nbytes, read_blocks, write_blocks
+from mlx_paged.cache.block_bytes import read_blocks, write_blocks
 from mlx_paged.cache.config import KVCacheConfig
 from mlx_paged.cache.layer import LayerKV, LayerSpec, compute_meanwhile
 from mlx_paged.cache.open_decode import DecodeArrays, DecodeShape, OpenDecode, PlanShape
@@ -257,21 +257,6 @@ class PagedKVCache(KVCache):
             self._parts[opened] = _OpenPart(opened, slabs, list(map(list, keys)))
         return self._parts[opened]
 
-    def gather_blocks(self, layer: int, block_ids: Sequence[int]) -> tuple[Parts, Parts]:
-        if not block_ids:
-            return self.layers[layer].spec.zeros(0)
-        return self._gather_parts(layer, block_ids, len(block_ids) * self.config.block_size)
-
-    def fill_blocks(
-        self, block_ids: Sequence[Sequence[int]], rows: Iterable[tuple[Parts, Parts]]
-    ) -> None:
-        for index, (layer, kv) in enumerate(zip(self.layers, rows, strict=True)):
-            ids = block_ids[self.config.group_of(index)]
-            if ids:
-                k, v = (tuple(_in_blocks(part, len(ids)) for part in parts) for parts in kv)
-                self.backend.write_blocks(layer.kv, ids, k, v)
-                mx.eval(layer.kv.arrays)
-
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         if copies:
             for kv in self._slabs:
@@ -350,10 +335,6 @@ class PagedKVCache(KVCache):
         if not self.backend.writes_in_place:
             mx.eval(self.arrays)
 
-    def block_nbytes(self, group: int) -> int:
-        """Bytes of a block of a group of layers."""
-        return block_nbytes(self._slabs_of(group))
-
     def _slabs_of(self, group: int) -> Sequence[KVHandle]:
         return self._slabs[: len(self.config.groups[group].layers)]
 
@@ -361,9 +342,3 @@ class PagedKVCache(KVCache):
         self, layer: int, block_ids: Sequence[int], num_tokens: int
     ) -> tuple[Parts, Parts]:
         return self.backend.gather_parts(self.layers[layer].kv, block_ids, num_tokens)
-
-
-def _in_blocks(part: mx.array, num_blocks: int) -> mx.array:
-    """``[num_kv_heads, num_tokens, width]`` as ``[num_blocks, num_kv_heads, block_size, width]``"""
-    num_kv_heads, _, width = part.shape
-    return part.reshape(num_kv_heads, num_blocks, -1, width).swapaxes(0, 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -15,7 +15,7 @@ from mlx_paged.cache.paged import PagedKVCache
 from mlx_paged.cache.step_states import put_states, states_before
 from mlx_paged.core import BlockTable, KVCacheManager, SequenceStates
 from mlx_paged.errors import CacheFullError
-from mlx_paged.ops import AttentionMetadata, KVFormat, Parts
+from mlx_paged.ops import AttentionMetadata
 from mlx_paged.ops.spare_buffers import SpareBuffers
 from mlx_paged.request import SeqId
 
@@ -24,31 +24,6 @@ from mlx_paged.request import SeqId
 AnySeqId: TypeAlias = Any
 # Rows of every layer: one array per layer, or a single array where all layers are alike.
 LayerRows: TypeAlias = Sequence[mx.array] | mx.array
-
-
-@dataclass(frozen=True, eq=False)
-class KVSnapshot:
-    """One sequence's K and V as they were stored, independent of the cache they came from."""
-
-    formats: tuple[KVFormat, ...]  # of each layer
-    # Per layer the parts of K and V, [num_kv_heads, num_tokens, width] each
-    rows: tuple[tuple[Parts, Parts], ...]
-
-    @property
-    def num_tokens(self) -> int:
-        return self.rows[0][0][0].shape[1]
-
-    @property
-    def keys(self) -> tuple[mx.array, ...]:
-        """Dense, per layer ``[num_kv_heads, num_tokens, key_dim]``."""
-        layers = zip(self.formats, self.rows, strict=True)
-        return tuple(form.unrotated(form.key.decode(k)) for form, (k, _) in layers)
-
-    @property
-    def values(self) -> tuple[mx.array, ...]:
-        """Dense, per layer ``[num_kv_heads, num_tokens, value_dim]``."""
-        layers = zip(self.formats, self.rows, strict=True)
-        return tuple(form.value.decode(v) for form, (_, v) in layers)
 
 
 @dataclass(frozen=True)
@@ -283,28 +258,18 @@ class Sequences:
         independent of the cache; ``KeyError`` if not there. They are those of the tokens that the
         layer keeps.
         """
-        form = self.cache.layers[layer].spec.format
-        keys, values = form.decode(*self.copy_parts(seq, layer))
-        keys = form.unrotated(keys)
-        mx.eval(keys, values)
-        return keys, values
-
-    def copy_parts(self, seq: SeqId, layer: int) -> tuple[Parts, Parts]:
-        """What is stored of a sequence in a layer: the parts of K and V, ``[num_kv_heads,
-        num_tokens, width]`` each, evaluated and independent of the cache; ``KeyError`` if there is
-        no such sequence.
-        """
         self._table(seq)
         table = self.manager.groups[seq][self.cache.config.group_of(layer)]
-        if table.num_held_tokens == 0:
-            return self.cache.layers[layer].spec.zeros(0)
-        k, v = self.cache.layers[layer].stored_rows(table)
+        stored = self.cache.layers[layer]
+        k, v = stored.stored_rows(table) if table.num_held_tokens else stored.spec.zeros(0)
         # A view that stays alive would make the next write copy the whole array behind it. The
         # product is exact and, unlike mx.contiguous, never shares the memory of a view that is
         # contiguous already.
-        k, v = tuple(part * 1 for part in k), tuple(part * 1 for part in v)
-        mx.eval(k, v)
-        return k, v
+        form = stored.spec.format
+        keys, values = form.decode(tuple(part * 1 for part in k), tuple(part * 1 for part in v))
+        keys = form.unrotated(keys)
+        mx.eval(keys, values)
+        return keys, values
 
     def append(self, seq: SeqId, k: LayerRows, v: LayerRows) -> None:
         """Append rows of one or more tokens in all layers (``push_row`` elsewhere; a model appends
@@ -319,11 +284,10 @@ class Sequences:
             CacheFullError: the budget can't hold them; nothing was changed.
         """
         self._check_rows(k, v)
-        rows = [
-            layer.spec.format.encode(k[index], v[index])
-            for index, layer in enumerate(self.cache.layers)
-        ]
-        self.append_parts(seq, k[0].shape[0], rows)
+        with self.step({seq: k[0].shape[0]}):
+            for index, layer in enumerate(self.cache.layers):
+                layer.write(*layer.spec.format.encode(k[index], v[index]))
+                mx.eval(self.cache.arrays)
 
     def _check_rows(self, k: LayerRows, v: LayerRows) -> None:
         if not len(k) == len(v) == len(self.cache.layers):
@@ -343,71 +307,7 @@ class Sequences:
                         f"{list(rows[index].shape)}"
                     )
 
-    def append_parts(
-        self, seq: SeqId, num_tokens: int, rows: Iterable[tuple[Parts, Parts]]
-    ) -> None:
-        """Append rows as the layers store them.
-
-        Args:
-            rows: of each layer the parts of K and V, ``[num_tokens, num_kv_heads, width]`` each.
-                Each layer's are taken when those of the one before were written.
-
-        Raises:
-            CacheFullError: the budget can't hold them; nothing was changed.
-        """
-        with self.step({seq: num_tokens}):
-            for layer, (k, v) in zip(self.cache.layers, rows, strict=True):
-                layer.write(k, v)
-                mx.eval(self.cache.arrays)
-
-    def snapshot(self, seq: SeqId) -> KVSnapshot:
-        """A sequence's K/V as they are stored, evaluated and independent of this cache.
-
-        Raises:
-            KeyError: no such sequence.
-            ValueError: some of its tokens have left the window, or the model keeps more of it than
-                K/V.
-        """
-        self._table(seq)
-        if self.cache.config.state_nbytes:
-            raise ValueError(
-                f"{self._prefix} snapshot: the model keeps a recurrent state beside K/V, and "
-                "a snapshot holds K/V alone"
-            )
-        if any(table.num_evicted_tokens for table in self.manager.groups[seq]):
-            raise ValueError(
-                f"{self._prefix} snapshot: tokens of sequence {seq!r} have left the window"
-            )
-        formats = tuple(layer.spec.format for layer in self.cache.layers)
-        rows = tuple(self.copy_parts(seq, layer) for layer in range(len(self.cache.layers)))
-        return KVSnapshot(formats, rows)
-
-    def restore(self, seq: SeqId, snapshot: KVSnapshot) -> None:
-        """Make ``seq`` hold a snapshot, of a cache of either kind; errors as :meth:`append`.
-
-        A layer of the same format holds the same bits as before; another format stores what the
-        rows of the snapshot stand for.
-        """
-        keys, values = (
-            [rows.swapaxes(0, 1) for rows in part] for part in (snapshot.keys, snapshot.values)
-        )
-        self._check_rows(keys, values)
-        rows = [
-            _tokens_first(stored) if form == layer.spec.format else layer.spec.format.encode(k, v)
-            for layer, form, stored, k, v in zip(
-                self.cache.layers, snapshot.formats, snapshot.rows, keys, values, strict=True
-            )
-        ]
-        if seq in self:
-            self.free(seq)
-        self.append_parts(seq, snapshot.num_tokens, rows)
-
     def _table(self, seq: SeqId) -> BlockTable:
         if seq not in self:
             raise KeyError(f"{self._prefix} no sequence {seq!r}; it holds {list(self)}")
         return self.manager.tables[seq]
-
-
-def _tokens_first(rows: tuple[Parts, Parts]) -> tuple[Parts, Parts]:
-    k, v = rows
-    return tuple(part.swapaxes(0, 1) for part in k), tuple(part.swapaxes(0, 1) for part in v)

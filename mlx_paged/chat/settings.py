@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mlx_paged import flag_values as values
 from mlx_paged.command_line.flags import chosen_sampling
+from mlx_paged.domains import AT_LEAST_0
 from mlx_paged.sampling_declarations import SAMPLING_PARAMS
 from mlx_paged.sampling_params import SamplingParams
 
@@ -132,13 +132,12 @@ _SHOWN_APART = ("temperature", "xtc_probability", "xtc_threshold", "max_tokens")
 _DEFAULTS = SamplingParams()
 VARIABLES = {
     **{
-        name: _sampling_variable(field, flag.read)
+        name: _sampling_variable(field, SAMPLING_PARAMS[field].flag_domain.read_flag)
         for name, field in _SAMPLING_VARIABLES.items()
-        if (flag := SAMPLING_PARAMS[field].flag) is not None and flag.read is not None
     },
     "seed": Variable(
         lambda settings: str(settings.seed),
-        lambda settings, text: settings.set_seed(values.whole(text)),
+        lambda settings, text: settings.set_seed(AT_LEAST_0.read_flag(text)),
     ),
     "thinking": Variable(
         lambda settings: "show" if settings.show_thinking else "hide",

@@ -21,7 +21,7 @@ from mlx_paged.core.block_hash import (
     hash_token_blocks,
 )
 from mlx_paged.core.block_pool import BlockPool
-from mlx_paged.core.block_table import BlockCopy, BlockTable, KeyShift, TableState, TokenSlot
+from mlx_paged.core.block_table import BlockCopy, BlockTable, KeyShift, TableState
 from mlx_paged.core.errors import (
     BlockError,
     BlockTableError,
@@ -75,7 +75,6 @@ __all__ = [
     "SequenceStates",
     "SequenceTables",
     "TableState",
-    "TokenSlot",
     "UseAfterFreeError",
     "extend_block_hashes",
     "group_hashes",

@@ -32,15 +32,6 @@ class KeyShift(NamedTuple):
     distance: int
 
 
-class TokenSlot(NamedTuple):
-    """Where the next token goes, and what must be copied before it is written there."""
-
-    slot: int
-    """block_id * block_size + offset."""
-    copies: list[BlockCopy]
-    """Copy-on-write pairs, as from ``BlockTable.reserve``."""
-
-
 class TableState(NamedTuple):
     """What a table is without its blocks, for one that goes on with their contents later."""
 
@@ -82,8 +73,8 @@ class BlockTable:
 
     The method is PagedAttention's (Kwon et al. 2023). Names are those of vLLM, and where vLLM has
     none, of other serving engines (``slot_mapping(offset, n)``, ``advance(n)``,
-    ``trim_to(length)``). Elsewhere, ``append_token_slot`` is ``increment_fill`` or
-    ``append_token``, ``free`` is ``drain`` or ``free_all``, and ``reserve`` is repeated ``push``.
+    ``trim_to(length)``). Elsewhere, ``append_token`` is ``increment_fill``, ``free`` is ``drain``
+    or ``free_all``, and ``reserve`` is repeated ``push``.
 
     ``len(table)`` counts blocks, so an empty table is false: compare with None where that is meant.
 
@@ -184,23 +175,24 @@ class BlockTable:
 
     # Token -> slot
 
-    def block_for_token(self, token: int) -> int:
-        """The id of the block in which token number ``token`` lives. Raises BlockTableError beyond
-        the capacity, and for an evicted one.
-        """
-        return self._block_ids[self._place("block_for_token", token, 1) // self.block_size]
-
-    def offset_in_block(self, token: int) -> int:
-        """The place of token number ``token`` in its block. Raises BlockTableError beyond the
-        capacity.
-        """
-        return self._place("offset_in_block", token, 1) % self.block_size
-
     def slot_mapping(self, offset: int, n: int) -> list[int]:
         """The slots of tokens offset .. offset + n - 1, ``[n]``, reserved ones beyond
         ``num_tokens`` included. Raises BlockTableError beyond the capacity, and for evicted ones.
         """
-        start = self._place("slot_mapping", offset, n)
+        num_evicted, num_sinks = self.num_evicted_tokens, self.retention.num_sink_tokens
+        if offset < 0 or n < 0 or offset + n > self.capacity + num_evicted:
+            raise BlockTableError(
+                f"BlockTable.slot_mapping: tokens {offset} to {offset + n} of a table of "
+                f"{len(self._blocks)} blocks of {self.block_size} = {self.capacity} slots"
+            )
+        start = offset
+        if num_evicted and offset + n > num_sinks:
+            if offset < num_sinks + num_evicted:
+                raise BlockTableError(
+                    f"BlockTable.slot_mapping: tokens {offset} to {offset + n}, of which "
+                    f"{num_sinks} to {num_sinks + num_evicted} have left the window"
+                )
+            start -= num_evicted
         ids, block_size = self._block_ids, self.block_size
         return [ids[t // block_size] * block_size + t % block_size for t in range(start, start + n)]
 
@@ -277,19 +269,11 @@ class BlockTable:
             )
         self.num_held_tokens += n
 
-    def append_token_slot(self) -> TokenSlot | None:
-        """``reserve(1)`` and ``advance(1)`` in one: the slot of the next token, or None when out of
-        blocks. O(1).
-
-        Takes at most one block. Raises UseAfterFreeError for a freed table.
-        """
-        copies = self.append_token()
-        if copies is None:
-            return None
-        return TokenSlot(self.slot_mapping(self.num_tokens - 1, 1)[0], copies)
-
     def append_token(self) -> list[BlockCopy] | None:
-        """Append a token as ``append_token_slot`` does; return the copies, or None. O(1)."""
+        """``reserve(1)`` and ``advance(1)`` in one; O(1), and takes at most one block.
+
+        Raises UseAfterFreeError for a freed table.
+        """
         index, offset = divmod(self.num_held_tokens, self.block_size)
         copies: list[BlockCopy] | None = []
         if not offset or not self._blocks[index].is_writable:
@@ -592,21 +576,3 @@ class BlockTable:
             raise UseAfterFreeError(f"BlockTable.{operation}: the table was freed")
         if n < 0:
             raise BlockTableError(f"BlockTable.{operation}: a count must be at least 0, got {n}")
-
-    def _place(self, operation: str, offset: int, n: int) -> int:
-        """Where in the table token number ``offset`` and the ``n - 1`` behind it are."""
-        num_evicted = self.num_evicted_tokens
-        if offset < 0 or n < 0 or offset + n > self.capacity + num_evicted:
-            raise BlockTableError(
-                f"BlockTable.{operation}: tokens {offset} to {offset + n} of a table of "
-                f"{len(self._blocks)} blocks of {self.block_size} = {self.capacity} slots"
-            )
-        num_sinks = self.retention.num_sink_tokens
-        if not num_evicted or offset + n <= num_sinks:
-            return offset
-        if offset < num_sinks + num_evicted:
-            raise BlockTableError(
-                f"BlockTable.{operation}: tokens {offset} to {offset + n}, of which {num_sinks} to "
-                f"{num_sinks + num_evicted} have left the window"
-            )
-        return offset - num_evicted

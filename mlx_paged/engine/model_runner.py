@@ -10,6 +10,7 @@ from mlx.nn.layers.base import Module
 
 from mlx_paged.cache import KVCache, PagedKVCache
 from mlx_paged.cache.step_states import put_states, states_before
+from mlx_paged.cache.transfer import load_blocks, store_blocks
 from mlx_paged.core import KVCacheManager
 from mlx_paged.engine.batch import Batch, CopyBlocks, Scheduled, ShiftKeys, SwapOut, Transfer
 from mlx_paged.engine.compiled_decode import CompiledDecode
@@ -135,15 +136,16 @@ class ModelRunner:
         if isinstance(transfer, ShiftKeys):
             cache.shift_keys(transfer.group, transfer.shift)
         elif isinstance(transfer, SwapOut):
-            cache.wait_for_writes()
-            blocks = enumerate(transfer.block_ids)
-            copies = [cache.read_blocks(group, block_ids) for group, block_ids in blocks]
-            self._swap_space.put(transfer.seq_id, copies)
+            for group, block_ids in enumerate(transfer.block_ids):
+                headers = self._swap_space.headers(transfer.seq_id, group)
+                blocks = list(zip(headers, block_ids, strict=True))
+                store_blocks(cache, self._swap_space.tier, blocks)
         else:
-            contents = self._swap_space.get(transfer.name)
-            for group, indices, block_ids in transfer.loads:
-                payloads = [contents[group][index] for index in indices]
-                cache.write_blocks(group, block_ids, payloads)
+            for load in transfer.loads:
+                headers = self._swap_space.headers(transfer.name, load.group)
+                wanted = [headers[index] for index in load.indices]
+                blocks = list(zip(wanted, load.block_ids, strict=True))
+                load_blocks(cache, self._swap_space.tier, blocks)
             self._swap_space.release(transfer.name)
 
 

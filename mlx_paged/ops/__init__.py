@@ -3,13 +3,13 @@ describe each step and layer to it.
 """
 
 from mlx_paged.ops.attention_plan import AttentionPlan, PlanKey
+from mlx_paged.ops.attention_shape import AttentionShape
 from mlx_paged.ops.backend import Backend, BackendError
 from mlx_paged.ops.choose import BACKENDS, check_backend_name, choose_backend
 from mlx_paged.ops.copy_detector import CopyDetector
 from mlx_paged.ops.formats import (
     AffineFormat,
     DenseFormat,
-    HostParts,
     KVFormat,
     Parts,
     RowFormat,
@@ -18,7 +18,6 @@ from mlx_paged.ops.formats import (
 from mlx_paged.ops.kv_handle import KVHandle
 from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, SlotMapping, StepState
 from mlx_paged.ops.prefill import attend_densely, attend_to_latents
-from mlx_paged.ops.self_check import AttentionShape
 from mlx_paged.ops.traced_step import traced_decode
 
 __all__ = [
@@ -32,7 +31,6 @@ __all__ = [
     "BackendError",
     "CopyDetector",
     "DenseFormat",
-    "HostParts",
     "KVFormat",
     "KVHandle",
     "Parts",

@@ -92,7 +92,7 @@ class AttentionPlan:
                 for context_len, query_len in zip(context_lens, query_lens, strict=True)
             ]
             num_keys = [end - begin for begin, end in zip(begins, context_lens, strict=True)]
-        size_of = _partition_sizes(num_kv_heads)
+        size_of = partition_sizes(num_kv_heads)
         sizes = [size_of[count.bit_length()] for count in num_keys]
         first = [0] * step.num_seqs
         if begins is not None:
@@ -151,18 +151,14 @@ def num_records(num_partitions: int) -> int:
     return -(-num_partitions // step) * step
 
 
-def partition_size(num_keys: int, num_kv_heads: int) -> int:
-    """Positions of one threadgroup's partition, in a sequence of which queries see ``num_keys``.
+@cache
+def partition_sizes(num_kv_heads: int) -> tuple[int, ...]:
+    """Positions of one threadgroup's partition, by the bit length of the number of keys that the
+    queries of a sequence see.
 
-    A power of two that depends on nothing else: a sequence alone and in any batch is cut alike, and
+    Powers of two that depend on nothing else: a sequence alone and in any batch is cut alike, and
     so has the same bits.
     """
-    return _partition_sizes(num_kv_heads)[num_keys.bit_length()]
-
-
-@cache
-def _partition_sizes(num_kv_heads: int) -> tuple[int, ...]:
-    """By the bit length of the number of keys."""
     heads = 1 << num_kv_heads.bit_length() - 1
     sizes = []
     for bits in range(33):

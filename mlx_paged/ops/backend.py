@@ -88,22 +88,6 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def paged_attention(
-        self, q: mx.array, kv: KVHandle, step: AttentionMetadata, params: AttentionParams
-    ) -> mx.array:
-        """The result of :meth:`attend`, made for decodes and short query runs: straight from the
-        block tables.
-        """
-
-    @abstractmethod
-    def paged_prefill_attention(
-        self, q: mx.array, kv: KVHandle, step: AttentionMetadata, params: AttentionParams
-    ) -> mx.array:
-        """The result of :meth:`attend`, made for long query runs: gather the blocks, then MLX's own
-        SDPA.
-        """
-
-    @abstractmethod
     def gather_blocks(
         self, kv: KVHandle, block_table: Sequence[int], num_tokens: int
     ) -> tuple[mx.array, mx.array]:

@@ -8,10 +8,10 @@ from collections.abc import Iterable
 import mlx.core as mx
 
 from mlx_paged.errors import shown
+from mlx_paged.ops.attention_shape import AttentionShape
 from mlx_paged.ops.backend import Backend, BackendError
-from mlx_paged.ops.kernels import why_unsupported
 from mlx_paged.ops.reference import ReferenceBackend
-from mlx_paged.ops.self_check import AttentionShape, working_backend
+from mlx_paged.ops.self_check import working_backend
 
 BACKENDS = ("auto", "reference", "metal")
 
@@ -38,8 +38,7 @@ def choose_backend(name: str, shapes: Iterable[AttentionShape]) -> Backend:
             f"[backend] the Metal backend needs {what}; choose the backend 'reference' or 'auto'"
         )
     shapes = list(dict.fromkeys(shapes))
-    lacks = (why_unsupported(s.key_dim, s.value_dim, s.block_size, s.format) for s in shapes)
-    lack = next(filter(None, lacks), None)
+    lack = next(filter(None, (shape.why_unsupported for shape in shapes)), None)
     if lack is None:
         for reason in dict.fromkeys(filter(None, (s.why_no_attention for s in shapes))):
             warnings.warn(

@@ -110,15 +110,6 @@ class MetalBackend(Backend):
         checks.check_attention("attend", q, kv, step, params)
         return self.update_and_attend(q, None, None, kv, step, params)
 
-    # The rule by query run is the same for a caller who expects decodes.
-    paged_attention = attend
-
-    def paged_prefill_attention(
-        self, q: mx.array, kv: KVHandle, step: AttentionMetadata, params: AttentionParams
-    ) -> mx.array:
-        checks.check_attention("paged_prefill_attention", q, kv, step, params)
-        return prefill(q, None, step, params, partial(_gather_all, kv))
-
     def gather_blocks(self, kv: KVHandle, block_table: Sequence[int], num_tokens: int) -> Rows:
         table = checks.check_block_table("gather_blocks", block_table, num_tokens, kv)
         (rows,) = _gather(kv, GatherPlan.pack([table], [num_tokens]))

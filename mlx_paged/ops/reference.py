@@ -31,10 +31,18 @@ DECODE_RUNS = (1,)
 
 
 class ReferenceBackend(Backend):
-    """MLX's own operations. Where kernels wrote before, each operation waits for them first."""
+    """MLX's own operations. Where kernels wrote before, each operation waits for them first.
+
+    Args:
+        decode_runs: lengths up to which query runs are decoded block-parallel; K and V of longer
+            ones are gathered.
+    """
 
     name = "reference"
     reads_unused_slots = True  # decodes multiply whole blocks
+
+    def __init__(self, decode_runs: tuple[int, ...] = DECODE_RUNS):
+        self._decode_runs = decode_runs
 
     def reshape_and_cache(
         self, k: Parts, v: Parts, kv: KVHandle, slot_mapping: SlotMapping
@@ -56,28 +64,34 @@ class ReferenceBackend(Backend):
         checks.check_attention("update_and_attend", q, kv, step, params)
         kv.leave_chain()
         _write_rows(k, v, kv, step.slot_mapping)
-        return _attend(q, (k, v), kv, step, params)
+        return self._attend(q, (k, v), kv, step, params)
 
     def attend(
         self, q: mx.array, kv: KVHandle, step: AttentionMetadata, params: AttentionParams
     ) -> mx.array:
         checks.check_attention("attend", q, kv, step, params)
         kv.leave_chain()
-        return _attend(q, None, kv, step, params)
+        return self._attend(q, None, kv, step, params)
 
-    def paged_attention(
-        self, q: mx.array, kv: KVHandle, step: AttentionMetadata, params: AttentionParams
+    def _attend(
+        self,
+        q: mx.array,
+        rows: StoredRows | None,  # of the step's tokens, which are in the slabs, too
+        kv: KVHandle,
+        step: AttentionMetadata,
+        params: AttentionParams,
     ) -> mx.array:
-        checks.check_attention("paged_attention", q, kv, step, params)
-        kv.leave_chain()
-        return _decode(q, kv, step, params)
-
-    def paged_prefill_attention(
-        self, q: mx.array, kv: KVHandle, step: AttentionMetadata, params: AttentionParams
-    ) -> mx.array:
-        checks.check_attention("paged_prefill_attention", q, kv, step, params)
-        kv.leave_chain()
-        return prefill(q, None, step, params, partial(_gather_all, kv))
+        parts, row_order = step.parts(self._decode_runs)
+        outputs = []
+        for step_part in parts:
+            run, part, _ = step_part
+            part_q, part_rows = step_part.take(q, rows)
+            if run:
+                outputs.append(_decode(part_q, kv, part, params))
+            else:
+                dense = part_rows and kv.format.decode(*part_rows)
+                outputs.append(prefill(part_q, dense, part, params, partial(_gather_all, kv)))
+        return outputs[0] if row_order is None else mx.concatenate(outputs)[row_order]
 
     def gather_blocks(self, kv: KVHandle, block_table: Sequence[int], num_tokens: int) -> Rows:
         table = checks.check_block_table("gather_blocks", block_table, num_tokens, kv)
@@ -148,26 +162,6 @@ def _write_rows(k: Parts, v: Parts, kv: KVHandle, slot_mapping: SlotMapping) -> 
     if block_ids.size > 0:
         for slab, rows in zip(kv.slabs, k + v, strict=True):
             slab[block_ids, :, offsets] = rows if live_rows is None else rows[live_rows]
-
-
-def _attend(
-    q: mx.array,
-    rows: StoredRows | None,  # of the step's tokens, which are in the slabs, too
-    kv: KVHandle,
-    step: AttentionMetadata,
-    params: AttentionParams,
-) -> mx.array:
-    parts, row_order = step.parts(DECODE_RUNS)
-    outputs = []
-    for step_part in parts:
-        run, part, _ = step_part
-        part_q, part_rows = step_part.take(q, rows)
-        if run:
-            outputs.append(_decode(part_q, kv, part, params))
-        else:
-            dense = part_rows and kv.format.decode(*part_rows)
-            outputs.append(prefill(part_q, dense, part, params, partial(_gather_all, kv)))
-    return outputs[0] if row_order is None else mx.concatenate(outputs)[row_order]
 
 
 def _decode(

@@ -1,5 +1,5 @@
-"""Whether the kernels that a model needs work on this device: each is compiled and tried once, when
-the first cache of a shape is made.
+"""Whether the kernels that a model needs work on this device: when the first cache of a shape is
+made, each is compiled, and held against plain MLX on a random step.
 
 So no answer waits for a compiler later on, and a kernel that this device's compiler refuses or gets
 wrong is not used.
@@ -7,57 +7,27 @@ wrong is not used.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
+from mlx_paged.ops.attention_shape import AttentionShape
 from mlx_paged.ops.backend import Backend
-from mlx_paged.ops.formats import HostParts, KVFormat, Parts, RowFormat
+from mlx_paged.ops.formats import KVFormat, Parts
 from mlx_paged.ops.in_place import writes_in_place
-from mlx_paged.ops.kernels import why_no_attention
 from mlx_paged.ops.kv_handle import KVHandle
-from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, Rows, SlotMapping, StoredRows
+from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, SlotMapping
 from mlx_paged.ops.metal import DECODE_RUNS, MetalBackend
-from mlx_paged.ops.prefill import attend_densely
 from mlx_paged.ops.reference import ReferenceBackend
 
 # Tokens that no threadgroup attends to alone, so that partitions are merged.
-LONG = 300
-
-
-@dataclass(frozen=True)
-class AttentionShape:
-    """What the kernels of a layer are made for."""
-
-    num_kv_heads: int
-    group: int  # query heads per KV head
-    key_dim: int
-    value_dim: int
-    block_size: int
-    format: KVFormat
-
-    @property
-    def dtype(self) -> mx.Dtype:
-        """Of queries and of dense rows."""
-        return self.format.dtype
-
-    @property
-    def why_no_attention(self) -> str | None:
-        """What of it the attention kernel is not made for, or ``None``."""
-        return why_no_attention(self.key_dim, self.value_dim, self.group)
-
-    def __str__(self) -> str:
-        width = f"head_dim {self.key_dim}"
-        if self.key_dim != self.value_dim:
-            width = f"key_dim {self.key_dim} beside value_dim {self.value_dim}"
-        return (
-            f"{self.format}, {width}, blocks of "
-            f"{self.block_size}, {self.group} query heads for each of {self.num_kv_heads} KV heads"
-        )
+LONG, LONG_WINDOW = 280, 260
 
 
 @dataclass(frozen=True)
@@ -93,212 +63,163 @@ def working_backend(shapes: Iterable[AttentionShape]) -> Backend:
 @cache
 def try_kernels(shape: AttentionShape) -> WorkingKernels:
     """Try each kernel for ``shape``, and warn of those that fail."""
-    failure = _failure_of(check_gather, shape)
-    if failure is not None:
-        _warn("gather_blocks", shape, failure, "plain MLX operations run instead")
-        return WorkingKernels(writes=False, gathers=False, decode_runs=())
+
+    def warn(name: str, failure: str, instead: str) -> None:
+        warnings.warn(f"[metal] {name} ({shape}) {failure}; {instead}", stacklevel=4)
+
+    def failure_of_moves(writes: bool) -> str | None:
+        return _failure_of(_move, MetalBackend(writes), shape, [shape.block_size + 3, 5], [9, 5])
 
     writes = writes_in_place()
-    failure = _failure_of(check_writes, shape) if writes else None
+    failure = failure_of_moves(writes)
     if failure is not None:
+        if not writes or failure_of_moves(False) is not None:
+            warn("gather_blocks", failure, "plain MLX operations run instead")
+            return WorkingKernels(writes=False, gathers=False, decode_runs=())
         writes = False
         instead = "slots are written by donated scatter instead, which is slower"
-        _warn("reshape_and_cache or copy_blocks", shape, failure, instead)
+        warn("reshape_and_cache or copy_blocks", failure, instead)
 
     runs = DECODE_RUNS if shape.why_no_attention is None else ()
-    failures = {run: _failure_of(check_attention, shape, run, writes) for run in runs}
+    failures = {run: _failure_of_attention(shape, run, writes) for run in runs}
     failed = {run: failure for run, failure in failures.items() if failure is not None}
     if failed:
         name = f"paged_attention of {', '.join(map(str, failed))} query tokens"
         instead = "MLX's own attention on gathered K/V, or another kernel, runs instead"
-        _warn(name, shape, next(iter(failed.values())), instead)
+        warn(name, next(iter(failed.values())), instead)
     return WorkingKernels(writes, True, tuple(run for run in runs if run not in failed))
 
 
-def _failure_of(check: Callable[..., str | None], *args: object) -> str | None:
-    try:
-        return check(*args)
-    except Exception as error:  # whatever a compiler or a driver raises
-        return f"raised {type(error).__name__}: {error}"
-
-
-def _warn(name: str, shape: AttentionShape, failure: str, instead: str) -> None:
-    warnings.warn(f"[metal] {name} ({shape}) {failure}; {instead}", stacklevel=4)
-
-
-def check_gather(shape: AttentionShape) -> str | None:
-    """Gather two sequences, as they are stored and as numbers; what went wrong, or ``None``."""
-    problem = _Problem(shape, [shape.block_size + 3, 5], [1, 1])
-    kv, backend, step = problem.slabs(problem.step.context_lens), MetalBackend(), problem.step
-    eps = float(mx.finfo(shape.dtype).eps)
-    for seq, (table, num_tokens) in enumerate(
-        zip(step.block_tables, step.context_lens, strict=True)
-    ):
-        for ours, theirs in zip(
-            backend.gather_parts(kv, table, num_tokens), problem.stored[seq], strict=True
-        ):
-            if not all(mx.array_equal(*pair).item() for pair in zip(ours, theirs, strict=True)):
-                return "gives other rows than the slabs hold"
-        for rows, exact in zip(
-            backend.gather_blocks(kv, table, num_tokens), problem.exact[seq], strict=True
-        ):
-            # Numbers within -1..1, rounded to float and then to the dtype of the queries.
-            if not mx.all(mx.abs(rows - exact) <= eps).item():
-                return "gives other numbers than the slabs hold"
-    return None
-
-
-def check_writes(shape: AttentionShape) -> str | None:
-    """Write the rows of two sequences and copy a block; what went wrong, or ``None``."""
-    problem = _Problem(shape, [shape.block_size + 3, 5], [9, 5])
-    kv, backend = problem.slabs(problem.num_old_tokens), MetalBackend()
-    slots = problem.step.slot_mapping.slots
-    k, v = (tuple(mx.concatenate([part[:1], part]) for part in parts) for parts in problem.rows)
-    backend.reshape_and_cache(k, v, kv, SlotMapping([-1, *slots], shape.block_size))
-    source = problem.step.block_tables[0][0]
-    backend.copy_blocks(kv, [(source, problem.spare_block)])
-    expected = problem.slabs(problem.step.context_lens)
-    for slab in expected.slabs:
-        slab[problem.spare_block] = slab[source]
-    return None if _same_slabs(kv, expected) else "leave other slabs than they should"
-
-
-def check_attention(shape: AttentionShape, run: int, writes: bool) -> str | None:
-    """Attend to runs of up to ``run`` tokens, at once and in partitions that are merged; what went
-    wrong, or ``None``.
-
-    Args:
-        writes: whether the kernel also writes the rows of the new tokens.
-    """
-    query_lens = [run, run // 2 + 1]
+def _failure_of_attention(shape: AttentionShape, run: int, writes: bool) -> str | None:
+    """Of runs of up to ``run`` tokens, at once and in partitions that are merged."""
+    metal, query_lens = MetalBackend(writes, {shape.group: (run,)}), [run, run // 2 + 1]
     scale, sinks = shape.key_dim**-0.5, mx.linspace(-1, 2, shape.num_kv_heads * shape.group)
     for context_lens, params in (
         ([run + 1, run], AttentionParams(scale)),
-        ([LONG, run + 6], AttentionParams(scale, window=LONG - 20, sinks=sinks)),
+        ([LONG, run + 6], AttentionParams(scale, window=LONG_WINDOW, sinks=sinks)),
     ):
-        problem = _Problem(shape, context_lens, query_lens)
-        kv = problem.slabs(problem.num_old_tokens)
-        backend = MetalBackend(writes, {shape.group: (run,)})
-        k, v = problem.rows
-        out = backend.update_and_attend(problem.q, k, v, kv, problem.step, params)
-        error = problem.error(out, params)
-        if not error <= 1:  # NaN, too
-            return f"is wrong by {error:.3g} times what rounding may cost"
-        if not _same_slabs(kv, problem.slabs(context_lens)):
-            return "leaves other slabs than it should"
+        failure = _failure_of(partial(_attend, params), metal, shape, context_lens, query_lens)
+        if failure is not None:
+            return failure
     return None
 
 
-class _Problem:
-    """Random sequences of numbers within -1..1, in shuffled blocks.
+class _Layer(NamedTuple):
+    """Queries and rows of a step, and the slabs before it, whose last block no sequence has."""
 
-    Attributes:
-        q: ``[num_tokens, num_heads, head_dim]``.
-        stored: K and V of each sequence as slabs hold them, ``[num_kv_heads, context_len, width]``
-            each part.
-        exact: what these stand for, ``[num_kv_heads, context_len, head_dim]`` each, float32.
-        rows: K and V of the step's tokens as slabs hold them, ``[num_tokens, num_kv_heads, width]``
-            each part.
-        spare_block: a block that no sequence has.
+    step: AttentionMetadata
+    q: mx.array
+    k: Parts
+    v: Parts
+    kv: KVHandle
+
+
+def _move(backend: Backend, layer: _Layer) -> list[mx.array]:
+    """Write a row of padding and those of the step, copy a block, and gather the sequences, as they
+    are stored and as numbers.
     """
-
-    def __init__(self, shape: AttentionShape, context_lens: list[int], query_lens: list[int]):
-        rng = np.random.default_rng(0)
-
-        def draw(*size: int) -> mx.array:
-            return mx.array(rng.uniform(-1, 1, size).astype(np.float32)).astype(shape.dtype)
-
-        self.shape = shape
-        heads, dims = shape.num_kv_heads, (shape.key_dim, shape.value_dim)
-        num_blocks = [-(-length // shape.block_size) for length in context_lens]
-        self.num_blocks = sum(num_blocks) + 1
-        ids = rng.permutation(self.num_blocks)
-        *tables, spare = np.split(ids, np.cumsum(num_blocks))
-        self.spare_block = int(spare[0])
-        self.step = AttentionMetadata.build(
-            [table.tolist() for table in tables], context_lens, query_lens, shape.block_size
-        )
-        self.num_old_tokens = [
-            context_len - query_len
-            for context_len, query_len in zip(context_lens, query_lens, strict=True)
-        ]
-        self.q = draw(sum(query_lens), heads * shape.group, shape.key_dim)
-        formats = shape.format.key, shape.format.value
-        self.stored: list[StoredRows] = []
-        self.exact: list[Rows] = []
-        for length in context_lens:
-            k, v = (
-                rows.encode(draw(heads, length, dim))
-                for rows, dim in zip(formats, dims, strict=True)
-            )
-            self.stored.append((k, v))
-            self.exact.append((_exact(formats[0], k), _exact(formats[1], v)))
-        self.rows: StoredRows = (self._new_rows(0), self._new_rows(1))
-
-    def _new_rows(self, which: int) -> Parts:
-        """Of K or V."""
-        parts_of_sequences = zip(*(stored[which] for stored in self.stored), strict=True)
-        return tuple(
-            mx.concatenate(
-                [rows[:, old:] for rows, old in zip(part, self.num_old_tokens, strict=True)], axis=1
-            ).swapaxes(0, 1)
-            for part in parts_of_sequences
-        )
-
-    def slabs(self, num_tokens: list[int]) -> KVHandle:
-        """The first tokens of each sequence; in all other slots every bit is set, so that floats
-        are NaN.
-        """
-        format = self.shape.format
-        k, v = (
-            rows.from_host(
-                self._host_slabs([rows.to_host(s[which]) for s in self.stored], num_tokens)
-            )
-            for which, rows in enumerate((format.key, format.value))
-        )
-        kv = KVHandle(k, v, format)
-        mx.eval(kv.arrays)
-        return kv
-
-    def _host_slabs(self, stored: list[HostParts], num_tokens: list[int]) -> HostParts:
-        slabs = []
-        for part in zip(*stored, strict=True):
-            num_kv_heads, _, width = part[0].shape
-            shape = (self.num_blocks, num_kv_heads, self.step.block_size, width * part[0].itemsize)
-            slab = np.full(shape, 0xFF, dtype=np.uint8).view(part[0].dtype)
-            for table, rows, length in zip(self.step.block_tables, part, num_tokens, strict=True):
-                blocks, offsets = np.divmod(np.arange(length), self.step.block_size)
-                slab[np.array(table)[blocks], :, offsets] = rows[:, :length].swapaxes(0, 1)
-            slabs.append(slab)
-        return tuple(slabs)
-
-    def error(self, out: mx.array, params: AttentionParams) -> float:
-        """The largest error of attention, as a multiple of what is allowed there.
-
-        With numbers within -1..1 the terms of a score add up to sqrt(head_dim) at most, so a float
-        sum of them is wrong by head_dim^1.5 roundings at most, and a sum over the context by one
-        per token. Where a number is scale * n + bias, its two terms are 3 at most together. Then
-        the result is rounded to its dtype.
-        """
-        num_roundings = out.shape[2] ** 1.5 + max(self.step.context_lens)
-        num_roundings *= self.shape.format.num_terms
-        float_eps, eps = (float(mx.finfo(dtype).eps) for dtype in (mx.float32, out.dtype))
-        with mx.stream(mx.cpu):  # plain MLX, in float32 throughout
-            exact = attend_densely(self.q.astype(mx.float32), self.exact, self.step, params)
-            allowed = num_roundings * float_eps + mx.abs(exact) * eps
-            return float((mx.abs(out.astype(mx.float32) - exact) / allowed).max())
+    step, _, k, v, kv = layer
+    k, v = (tuple(mx.concatenate([part[:1], part]) for part in parts) for parts in (k, v))
+    slots = SlotMapping([-1, *step.slot_mapping.slots], step.block_size)
+    backend.reshape_and_cache(k, v, kv, slots)
+    backend.copy_blocks(kv, [(step.block_tables[0][0], kv.num_blocks - 1)])
+    gathered: list[mx.array] = []
+    for table, num_tokens in zip(step.block_tables, step.context_lens, strict=True):
+        k, v = backend.gather_parts(kv, table, num_tokens)
+        gathered += [*k, *v, *backend.gather_blocks(kv, table, num_tokens)]
+    return gathered
 
 
-def _exact(rows: RowFormat, parts: Parts) -> mx.array:
-    """What stored rows stand for, in float32."""
-    wide = (part.astype(mx.float32) if part.dtype == rows.mx_dtype else part for part in parts)
+def _attend(params: AttentionParams, backend: Backend, layer: _Layer) -> list[mx.array]:
+    step, q, k, v, kv = layer
+    return [backend.update_and_attend(q, k, v, kv, step, params)]
+
+
+def _failure_of(
+    operate: Callable[[Backend, _Layer], list[mx.array]],
+    metal: Backend,
+    shape: AttentionShape,
+    context_lens: list[int],
+    query_lens: list[int],
+) -> str | None:
+    """What is wrong with what ``metal`` makes of a random layer, or ``None``. Plain MLX does the
+    same in float32.
+    """
+    try:
+        step, q, k, v, kv = layer = _random_layer(shape, context_lens, query_lens)
+        with mx.stream(mx.cpu):
+            wide_q = q.astype(mx.float32)
+            exact = _Layer(step, wide_q, _widened(k), _widened(v), _in_float32(kv))
+            # Decodes would read slots without a token, which are NaN.
+            expected = operate(ReferenceBackend(decode_runs=()), exact)
+            mx.eval(expected, exact.kv.arrays)
+        found = operate(metal, layer)
+        mx.eval(found, kv.arrays)
+    except Exception as error:  # whatever a compiler or a driver raises
+        return f"raised {type(error).__name__}: {error}"
+    # With numbers within -1..1 the terms of a score add up to sqrt(head_dim) at most, so a float
+    # sum of them is wrong by head_dim^1.5 roundings at most, and a sum over the context by one per
+    # token. Where a number is scale * n + bias, its two terms are 3 at most together.
+    num_roundings = (shape.key_dim**1.5 + max(context_lens)) * shape.format.num_terms
     with mx.stream(mx.cpu):
-        return replace(rows, dtype="float32").decode(tuple(wide))
+        slabs = zip(_widened(kv.slabs), exact.kv.slabs, strict=True)
+        if not all(mx.array_equal(*pair, equal_nan=True).item() for pair in slabs):
+            return "leaves other slabs than it should"
+        for pair in zip(found, expected, strict=True):
+            excess = _error(*pair, num_roundings)
+            if not excess <= 1:  # NaN, too
+                return f"is wrong by {excess:.3g} times what rounding may cost"
+    return None
 
 
-def _same_slabs(one: KVHandle, other: KVHandle) -> bool:
-    mx.eval(one.arrays)
-    return all(
-        mx.array_equal(a, b, equal_nan=True).item()
-        for a, b in zip(one.slabs, other.slabs, strict=True)
-    )
+def _random_layer(shape: AttentionShape, context_lens: list[int], query_lens: list[int]) -> _Layer:
+    """Two sequences in shuffled blocks, of numbers within -1..1. In slots without a token every bit
+    is set, so that floats are NaN.
+    """
+    rng, size, heads = np.random.default_rng(0), shape.block_size, shape.num_kv_heads
+    first, num_blocks = np.cumsum([-(-length // size) for length in context_lens]).tolist()
+    blocks = rng.permutation(num_blocks).tolist()
+    tables = blocks[:first], blocks[first:]
+    step = AttentionMetadata.build(tables, context_lens, query_lens, size)
+    tokens = AttentionMetadata.build(tables, context_lens, context_lens, size).slot_mapping
+    has_token = np.zeros((num_blocks + 1) * size, dtype=bool)
+    has_token[tokens.slots] = True
+    mask = mx.array(has_token.reshape(-1, 1, size, 1))
+
+    def draw(*dims: int) -> mx.array:
+        return mx.array(2 * rng.random(dims, np.float32) - 1, dtype=shape.dtype)
+
+    def draw_rows(*leading: int) -> tuple[Parts, Parts]:
+        k, v = draw(*leading, shape.key_dim), draw(*leading, shape.value_dim)
+        return shape.format.key.encode(k), shape.format.value.encode(v)
+
+    def slabs(parts: Parts) -> Parts:
+        unset = (mx.full(part.itemsize, 0xFF, mx.uint8).view(part.dtype) for part in parts)
+        return tuple(mx.where(mask, *pair) for pair in zip(parts, unset, strict=True))
+
+    q = draw(step.num_tokens, heads * shape.group, shape.key_dim)
+    k, v = draw_rows(num_blocks + 1, heads, size)
+    kv = KVHandle(slabs(k), slabs(v), shape.format)
+    return _Layer(step, q, *draw_rows(step.num_tokens, heads), kv)
+
+
+def _in_float32(kv: KVHandle) -> KVHandle:
+    key, value = (replace(rows, dtype="float32") for rows in (kv.format.key, kv.format.value))
+    return KVHandle(_widened(kv.k), _widened(kv.v), KVFormat(key, value))
+
+
+def _widened(parts: Parts) -> Parts:
+    """Copies, of floats in float32."""
+    wide = (part if part.dtype == mx.uint32 else part.astype(mx.float32) for part in parts)
+    return tuple(part * 1 for part in wide)
+
+
+def _error(found: mx.array, exact: mx.array, num_roundings: float) -> float:
+    """The largest error as a multiple of what is allowed: ``num_roundings`` of floats up to 1, then
+    one to the dtype of what was found. Integers must be equal.
+    """
+    if not mx.issubdtype(found.dtype, mx.floating):
+        return 0.0 if mx.array_equal(found, exact).item() else math.inf
+    float_eps, eps = (float(mx.finfo(dtype).eps) for dtype in (mx.float32, found.dtype))
+    allowed = num_roundings * float_eps + mx.abs(exact) * eps
+    return float((mx.abs(found.astype(mx.float32) - exact) / allowed).max())

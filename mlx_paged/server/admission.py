@@ -45,7 +45,6 @@ class Admission:
 
     Attributes:
         num_pending: sequences that were admitted and have not begun.
-        num_refused: requests that were refused.
     """
 
     def __init__(
@@ -56,7 +55,6 @@ class Admission:
         clock: Callable[[], float] = time.monotonic,
     ):
         self.num_pending = 0
-        self.num_refused = 0
         self._max_queue_len = max_queue_len
         self._max_num_seqs = max_num_seqs
         self._counts = counts
@@ -78,7 +76,6 @@ class Admission:
         # Where some wait though there are places, it is for memory.
         num_places = num_running if num_waiting else self._max_num_seqs
         if num_there and num_there + num_seqs > num_places + self._max_queue_len:
-            self.num_refused += 1
             raise self._refusal(max(num_there - num_places, 0))
         self.num_pending += num_seqs
         try:

@@ -1,13 +1,32 @@
-"""Whose request it is: its id, who shares cached K/V with it, and whether they may be stored."""
+"""Whose request it is: its id, who shares cached K/V with it, whether they may be stored, and the
+conversation that it is about.
+"""
 
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Protocol, TypeVar
 
 from starlette.requests import Request
 
-from mlx_paged.server.chat_jobs import ChatJob
+from mlx_paged.server.answers.reader import AnswerFormat
+from mlx_paged.server.chat_jobs import ChatJob, prepare
+from mlx_paged.server.fair_threads import Work
+from mlx_paged.server.fields import Fields
+from mlx_paged.server.generations import Generation
+from mlx_paged.server.service import Service
+
+
+class HasJob(Protocol):
+    """The body of a request, read, in any protocol."""
+
+    @property
+    def job(self) -> ChatJob: ...
+
+
+B = TypeVar("B", bound=HasJob)
 
 
 def request_id_of(request: Request, wanted: str | None = None) -> str:
@@ -39,11 +58,25 @@ def no_store_of(request: Request, wanted: bool) -> bool:
     return wanted or "no-store" in map(str.strip, directives)
 
 
-def job_of(request: Request, job: ChatJob) -> ChatJob:
-    """The conversation of a body as that of the request's user."""
-    return replace(
-        job,
-        user=user_of(request),
-        cache_salt=cache_salt_of(request, job.cache_salt),
-        no_store=no_store_of(request, job.no_store),
-    )
+async def prepare_chat(
+    request: Request, fields: Fields, read: Callable[[Fields, Service], B]
+) -> tuple[B, Generation, AnswerFormat]:
+    """The body as ``read`` reads it, and the prompt and the answers that it asks for.
+
+    Raises:
+        ApiError: what ``read`` raises, or the conversation can't be a prompt.
+    """
+    service: Service = request.app.state.service
+    user = user_of(request)
+
+    def prepared(work: Work) -> tuple[B, Generation, AnswerFormat]:
+        body = read(fields, service)
+        job = replace(
+            body.job,
+            user=user,
+            cache_salt=cache_salt_of(request, body.job.cache_salt),
+            no_store=no_store_of(request, body.job.no_store),
+        )
+        return body, *prepare(work, service, job)
+
+    return await service.prepare(user, prepared)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers.cache_helpers import CONFIG, rows, uniform
+from helpers.cache_helpers import CONFIG, rows, stored_parts, uniform
 from helpers.quantised_problems import BITS_OF_K_AND_V
 
 from mlx_paged.cache import KVCacheConfig, KVFormat, LayerGroup, LayerSpec, PagedKVCache, Sequences
@@ -50,28 +50,19 @@ def filled(config: KVCacheConfig, num_blocks: int, seed: int) -> Sequences:
     return seqs
 
 
-def stored(seqs: Sequences, seq: str) -> list[np.ndarray]:
-    return [
-        np.array(part.view(mx.uint8))
-        for layer in seqs.snapshot(seq).rows
-        for parts in layer
-        for part in parts
-    ]
-
-
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_every_bit_comes_back_in_another_cache_and_in_other_blocks(config: KVCacheConfig) -> None:
     seqs, other = filled(config, 5, seed=1), filled(config, 3, seed=2)
     contents = seqs.cache.read_blocks(0, seqs.block_ids("a"))
-    assert {len(content) for content in contents} == {seqs.cache.block_nbytes(0)}
-    assert seqs.cache.block_nbytes(0) == config.nbytes_per_block
-    before = stored(other, "a")
+    assert {len(content) for content in contents} == {seqs.cache.config.block_nbytes(0)}
+    assert seqs.cache.config.block_nbytes(0) == config.nbytes_per_block
+    before = stored_parts(other, "a")
     assert other.manager.allocate_slots("b", 5 * config.block_size) == []
     assert list(other.block_ids("b")) != list(seqs.block_ids("a"))
     other.cache.write_blocks(0, other.block_ids("b"), contents)
-    for ours, theirs in zip(stored(other, "b"), stored(seqs, "a"), strict=True):
+    for ours, theirs in zip(stored_parts(other, "b"), stored_parts(seqs, "a"), strict=True):
         np.testing.assert_array_equal(ours, theirs)
-    for ours, theirs in zip(stored(other, "a"), before, strict=True):
+    for ours, theirs in zip(stored_parts(other, "a"), before, strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
 
@@ -80,9 +71,9 @@ def test_a_block_has_the_bytes_of_its_own_group_alone() -> None:
     groups = LayerGroup(KEEP_ALL, (2, 3, 4, 5)), LayerGroup(Retention.sliding_window(8, 8), (0, 1))
     config = KVCacheConfig((spec,) * 6, BLOCK_SIZE, 40, groups)
     seqs = Sequences(PagedKVCache(config))
-    assert seqs.cache.block_nbytes(0) == 4 * spec.nbytes_per_token * BLOCK_SIZE
-    assert seqs.cache.block_nbytes(1) == 2 * spec.nbytes_per_token * BLOCK_SIZE
-    content = bytes(range(256)) * (seqs.cache.block_nbytes(1) // 256)
+    assert seqs.cache.config.block_nbytes(0) == 4 * spec.nbytes_per_token * BLOCK_SIZE
+    assert seqs.cache.config.block_nbytes(1) == 2 * spec.nbytes_per_token * BLOCK_SIZE
+    content = bytes(range(256)) * (seqs.cache.config.block_nbytes(1) // 256)
     seqs.cache.write_blocks(1, [7], [content])
     assert seqs.cache.read_blocks(1, [7]) == [content]
     assert seqs.cache.read_blocks(0, [7])[0][: len(content)] == content

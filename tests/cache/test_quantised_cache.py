@@ -5,21 +5,23 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers.cache_helpers import CONFIG, rows, swap_in, swapped_out
+from helpers.cache_helpers import CONFIG, copy_rows, rows, stored_parts, swap_in, swapped_out
 from helpers.quantised_problems import BITS_OF_K_AND_V
 
 from mlx_paged.cache import (
     ContiguousKVCache,
     KVCacheConfig,
     KVFormat,
-    KVSnapshot,
     LayerSpec,
     PagedKVCache,
     Sequences,
 )
 from mlx_paged.config import KVBits, KVBudget
 from mlx_paged.core import ComputedBlocks
+from mlx_paged.core.tier import HostMemory
 from mlx_paged.errors import ArgumentError
+from mlx_paged.snapshots import sequence_headers
+from mlx_paged.snapshots.snapshots import load_sequence, store_sequence
 
 both_bits = pytest.mark.parametrize("bits", BITS_OF_K_AND_V, ids=lambda b: f"K{b[0]}V{b[1]}")
 
@@ -41,18 +43,8 @@ def random_rows(num_tokens: int, seed: int = 0) -> tuple[list[mx.array], list[mx
     )
 
 
-def parts_of(snapshot: KVSnapshot) -> list[np.ndarray]:
-    """What is stored, as bytes."""
-    return [
-        np.array(part.view(mx.uint8))
-        for layer in snapshot.rows
-        for parts in layer
-        for part in parts
-    ]
-
-
-def assert_same_parts(one: Sequences, seq: str, other: KVSnapshot) -> None:
-    for ours, theirs in zip(parts_of(one.snapshot(seq)), parts_of(other), strict=True):
+def assert_same_parts(one: Sequences, seq: str, other: list[np.ndarray]) -> None:
+    for ours, theirs in zip(stored_parts(one, seq), other, strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
 
@@ -95,26 +87,28 @@ def test_what_is_materialised_is_near_what_was_appended(bits):
 
 @both_bits
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_a_snapshot_restored_into_the_same_format_has_the_same_bits(bits, dtype):
-    old, new = (
-        Sequences(PagedKVCache(config(bits, dtype))),
-        Sequences(PagedKVCache(config(bits, dtype, block_size=32))),
-    )
+def test_blocks_that_went_through_a_tier_have_the_same_bits(bits, dtype):
+    old, new = (Sequences(PagedKVCache(config(bits, dtype))) for _ in range(2))
     old.append("noise", *random_rows(5, seed=5))
     old.append("a", *random_rows(21))
-    snapshot = old.snapshot("a")
+    before, tier, headers = (
+        stored_parts(old, "a"),
+        HostMemory(),
+        sequence_headers(old.cache.config, 21),
+    )
+    store_sequence(old, "a", tier, headers)
     old.free("a")
-    new.restore("b", snapshot)
-    assert new.seq_len("b") == snapshot.num_tokens == 21
-    assert_same_parts(new, "b", snapshot)
+    load_sequence(new, "b", 21, tier, headers)
+    assert new.seq_len("b") == 21
+    assert_same_parts(new, "b", before)
 
 
 @both_bits
 @pytest.mark.parametrize("kind", [PagedKVCache, ContiguousKVCache])
-def test_a_snapshot_goes_into_a_dense_cache_as_what_it_stands_for(bits, kind):
+def test_rows_go_into_a_dense_cache_as_what_they_stand_for(bits, kind):
     old, new = Sequences(PagedKVCache(config(bits))), Sequences(kind(config(None)))
     old.append("a", *random_rows(13))
-    new.restore("b", old.snapshot("a"))
+    copy_rows(old, "a", new, "b")
     for layer in range(2):
         for one, other in zip(
             new.materialize("b", layer), old.materialize("a", layer), strict=True
@@ -123,16 +117,16 @@ def test_a_snapshot_goes_into_a_dense_cache_as_what_it_stands_for(bits, kind):
 
 
 @both_bits
-def test_a_dense_snapshot_is_quantised_as_it_is_restored(bits):
+def test_dense_rows_are_quantised_as_they_are_appended_elsewhere(bits):
     old, new, appended = (
         Sequences(PagedKVCache(config(None))),
         *(Sequences(PagedKVCache(config(bits))) for _ in "ab"),
     )
     k, v = random_rows(13)
     old.append("a", k, v)
-    new.restore("b", old.snapshot("a"))
+    copy_rows(old, "a", new, "b")
     appended.append("b", k, v)
-    assert_same_parts(new, "b", appended.snapshot("b"))
+    assert_same_parts(new, "b", stored_parts(appended, "b"))
 
 
 @both_bits
@@ -148,7 +142,7 @@ def test_forks_trims_and_appends_in_pieces_hold_the_bits_of_one_append(bits):
     seqs.append("b", [x[20:] for x in k], [x[20:] for x in v])
     seqs.append("a", [x[24:] for x in k], [x[24:] for x in v])
     for seq in "ab":
-        assert_same_parts(seqs, seq, whole.snapshot("a"))
+        assert_same_parts(seqs, seq, stored_parts(whole, "a"))
 
 
 @both_bits
@@ -156,7 +150,7 @@ def test_forks_trims_and_appends_in_pieces_hold_the_bits_of_one_append(bits):
 def test_a_swapped_sequence_comes_back_bit_for_bit(bits, start):
     seqs = Sequences(PagedKVCache(config(bits, "float16")))
     seqs.append("a", *random_rows(21))
-    before = seqs.snapshot("a")
+    before = stored_parts(seqs, "a")
     swapped = swapped_out(seqs, "a")
     assert swapped[0].num_tokens == 21
     num_blocks = len(seqs.block_ids("a"))
@@ -178,7 +172,7 @@ def test_growth_and_shrinking_change_no_bit(bits):
     k, v = random_rows(30)
     one = Sequences(PagedKVCache(config(bits), initial_blocks=4))
     one.append("a", k, v)
-    before = one.snapshot("a")
+    before = stored_parts(one, "a")
     one.append("b", *random_rows(120, seed=2))
     assert one.cache.pool.num_usable_blocks > 4
     assert_same_parts(one, "a", before)
@@ -245,4 +239,4 @@ def test_dense_caches_hold_what_they_held():
     assert CONFIG.nbytes_per_token == 2 * 3 * 2 * 8 * 4
     seqs = Sequences(PagedKVCache(CONFIG))
     seqs.append("a", *rows(5))
-    assert len(seqs.snapshot("a").rows[0][0]) == 1
+    assert len(stored_parts(seqs, "a")) == 2 * len(seqs.cache.layers)

@@ -78,7 +78,7 @@ def test_a_freed_sequence_is_gone_and_its_room_is_there_again(seqs: Sequences):
     assert seqs.max_seq_len("a") == seqs.cache.config.num_slots == 320
 
 
-@pytest.mark.parametrize("verb", ["free", "trim", "materialize", "fork", "snapshot"])
+@pytest.mark.parametrize("verb", ["free", "trim", "materialize", "fork"])
 def test_a_sequence_that_is_not_there_is_refused_by_name(seqs: Sequences, verb: str):
     seqs.append("a", *rows(3))
     arguments = {"trim": ("b", 0), "materialize": ("b", 0), "fork": ("b", "c")}.get(verb, ("b",))

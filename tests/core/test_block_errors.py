@@ -66,8 +66,8 @@ MESSAGES = {
     ).free_blocks([pool.blocks[1]]),
     "BlockTable.trim_to: length 3 of a table of 2 tokens": lambda: full_table().trim_to(3),
     "BlockTable.advance: 1 tokens, but 0 slots are reserved": lambda: full_table().advance(1),
-    "BlockTable.block_for_token: tokens 2 to 3 of a table of 1 blocks of 2 = 2 slots": lambda: (
-        full_table().block_for_token(2)
+    "BlockTable.slot_mapping: tokens 2 to 3 of a table of 1 blocks of 2 = 2 slots": lambda: (
+        full_table().slot_mapping(2, 1)
     ),
     "BlockTable.advance: 1 tokens into block 1, which is frozen (ref_cnt 2, hashed: False); "
     "reserve first": lambda: half_filled_fork().advance(1),

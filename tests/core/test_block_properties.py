@@ -12,6 +12,7 @@ which reach the rare events and must show that they did.
 import random
 from collections import Counter
 
+from helpers.block_tables import append_token_slot
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -347,7 +348,7 @@ class TableMachine(RuleBasedStateMachine):
         sequence = pick(self.sequences, seed)
         position, needed = len(sequence.token_ids), self.blocks_needed(sequence, 1)
         num_free = self.pool.num_free_blocks
-        appended = sequence.table.append_token_slot()
+        appended = append_token_slot(sequence.table)
         assert (appended is None) == (needed > num_free)
         assert needed <= 1
         if appended is not None:

@@ -32,7 +32,7 @@ def checked_metal(orders: tuple[str, ...] = ("ascending",)) -> Iterator[list[Cal
 
 def attend_and_compare(problem: PagedProblem) -> None:
     """First over what the slabs hold, then with the newest rows from the inputs."""
-    assert_matches_formula(METAL.paged_attention(*problem.args), problem)
+    assert_matches_formula(METAL.attend(*problem.args), problem)
     kv, k, v = before_the_step(problem)
     out = METAL.update_and_attend(problem.q, k, v, kv, *problem.args[2:])
     assert_matches_formula(out, problem)

@@ -15,7 +15,7 @@ import mlx.core as mx
 import pytest
 
 from helpers.numpy_attention import DTYPES, PagedProblem, make_problem
-from mlx_paged.ops.attention_plan import partition_size
+from mlx_paged.ops.attention_plan import partition_sizes
 
 HEAD_DIMS = (32, 64, 80, 96, 128, 256)
 BLOCK_SIZES = (8, 16, 32, 64)
@@ -56,7 +56,7 @@ class Case:
         for context_len, query_len in self.seqs:
             window = context_len if self.window is None else self.window
             first = max(0, context_len - query_len - window + 1)
-            size = partition_size(context_len - first, self.num_kv_heads)
+            size = partition_sizes(self.num_kv_heads)[(context_len - first).bit_length()]
             if first // size != (context_len - 1) // size:
                 return True
         return False

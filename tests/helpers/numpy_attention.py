@@ -113,7 +113,7 @@ class PagedProblem:
 
     @property
     def args(self) -> tuple:
-        """What the operations take: ``backend.paged_attention(*problem.args)``."""
+        """What the operations take: ``backend.attend(*problem.args)``."""
         return self.q, self.kv, self.metadata, self.params
 
     def alone(self, seq: int) -> tuple:

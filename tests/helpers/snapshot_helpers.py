@@ -49,15 +49,6 @@ def fill(seqs: Sequences, seq: Any, num_tokens: int, seed: int = 0) -> None:
     seqs.append(seq, k, v)
 
 
-def stored(seqs: Sequences, seq: Any) -> list[np.ndarray]:
-    """All parts of all layers of a sequence, as bytes."""
-    parts = [
-        part for layer in range(len(seqs.cache.layers)) for kv in seqs.copy_parts(seq, layer)
-        for part in kv
-    ]  # fmt: skip
-    return [np.array(part.view(mx.uint8)) for part in parts]
-
-
 def assert_same_bits(one: list[np.ndarray], other: list[np.ndarray]) -> None:
     for a, b in zip(one, other, strict=True):
         np.testing.assert_array_equal(a, b)

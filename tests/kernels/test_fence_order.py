@@ -36,7 +36,7 @@ def use_every_operation(problem) -> None:
     METAL.reshape_and_cache(
         (rows,), (rows,), kv, SlotMapping.build([free[0] * kv.block_size], kv.block_size)
     )
-    METAL.paged_attention(*problem.args)
+    METAL.attend(*problem.args)
     METAL.copy_blocks(kv, [(free[0], free[1])])
     METAL.gather_blocks(kv, [free[1]], kv.block_size * len([free[1]]))
     METAL.reshape_and_cache(

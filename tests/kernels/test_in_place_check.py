@@ -138,7 +138,7 @@ def test_without_writes_in_place_no_kernel_writes_and_attention_is_the_same(
         problem.kv.k[0][slot // 16, :, slot % 16] = 77.0
     q, kv, *rest = problem.args
     assert_matches_formula(backend.update_and_attend(q, *rows, kv, *rest), problem)
-    assert_matches_formula(backend.paged_attention(*problem.args), problem)
+    assert_matches_formula(backend.attend(*problem.args), problem)
     free = sorted(
         set(range(kv.num_blocks)) - {block for table in problem.tables for block in table}
     )

@@ -145,7 +145,7 @@ def varied_calls():
                 METAL.update_and_attend(q, (rows,), (rows,), kv, metadata, params)
                 METAL.attend(q.astype(mx.float32), kv, metadata, replace(params, scale=1))
                 other = replace(params, scale=0.5)
-                METAL.paged_attention(q.swapaxes(0, 1).swapaxes(0, 1), kv, metadata, other)
+                METAL.attend(q.swapaxes(0, 1).swapaxes(0, 1), kv, metadata, other)
                 METAL.reshape_and_cache((rows,), (rows,), kv, metadata.slot_mapping)
                 METAL.gather_blocks(kv, problem.tables[0], 1)
                 METAL.gather_blocks(kv, problem.tables[0], kv.block_size * len(problem.tables[0]))

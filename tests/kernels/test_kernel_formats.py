@@ -125,14 +125,14 @@ def test_attention_matches_the_formula_over_what_the_slabs_stand_for(case, bits,
     attend_and_compare(problem)
     # Rows from the inputs give the bits of rows in the slabs, and each sequence those that it has
     # alone.
-    whole = METAL.paged_attention(*problem.args)
+    whole = METAL.attend(*problem.args)
     kv, k, v = before_the_step(problem)
     assert_same_bits(METAL.update_and_attend(problem.q, k, v, kv, *problem.args[2:]), whole)
     for seq in range(len(problem.tables)):
-        assert_same_bits(METAL.paged_attention(*problem.alone(seq)), whole[problem.rows(seq)])
+        assert_same_bits(METAL.attend(*problem.alone(seq)), whole[problem.rows(seq)])
     if case.window is not None:
         hidden = nan_before_the_window(problem)
-        assert_same_bits(METAL.paged_attention(problem.q, hidden, *problem.args[2:]), whole)
+        assert_same_bits(METAL.attend(problem.q, hidden, *problem.args[2:]), whole)
 
 
 @pytest.mark.parametrize("context_len", [17, 32], ids=["unused_slots", "full_block"])
@@ -187,7 +187,7 @@ def test_keys_and_values_far_from_zero_match_the_formula(metal):
 def test_rows_of_zeros_and_blocks_of_zeros_are_zero(metal):
     problem = quantised(DECODE.problem(), 8, 4)
     kv = KVHandle.allocate(problem.kv.num_blocks, 2, 16, 128, 128, problem.kv.format)
-    out = METAL.paged_attention(problem.q, kv, *problem.args[2:])
+    out = METAL.attend(problem.q, kv, *problem.args[2:])
     assert mx.all(out == 0).item()
 
 

@@ -97,7 +97,7 @@ def step(block: Callable[[int], int]) -> tuple[mx.array, AttentionMetadata]:
 
 def attend(kv: KVHandle, block: Callable[[int], int]) -> tuple[mx.array]:
     query, metadata = step(block)
-    return (METAL.paged_attention(query, kv, metadata, AttentionParams(HEAD_DIM**-0.5)),)
+    return (METAL.attend(query, kv, metadata, AttentionParams(HEAD_DIM**-0.5)),)
 
 
 def write_and_attend(kv: KVHandle, block: Callable[[int], int]) -> tuple[mx.array]:

@@ -24,6 +24,7 @@ from helpers.numpy_attention import DTYPES, assert_matches_formula, make_problem
 
 from mlx_paged.ops import AttentionMetadata, AttentionParams, KVHandle
 from mlx_paged.ops.attention_plan import cut_rows
+from mlx_paged.ops.metal import MetalBackend
 
 LENGTHS = (1, 15, 16, 17, 255, 256, 257, 511, 512, 513, 1000, 5000)
 WINDOWS = (None, 1, 2, 16, 100, 255, 256, 257, 300, 5000)
@@ -42,7 +43,7 @@ def metal(compiler):
 
 
 def attend_and_compare(problem):
-    assert_matches_formula(METAL.paged_attention(*problem.args), problem)
+    assert_matches_formula(METAL.attend(*problem.args), problem)
 
 
 # The grid
@@ -112,7 +113,8 @@ def test_runs_of_any_length_match_the_formula_when_their_blocks_are_gathered(ext
     problem = make_problem(
         [300, 1, 40, 17], [100, 1, 40, 9], group=4, dtype=mx.float16, poison=poison, **extras
     )
-    assert_matches_formula(METAL.paged_prefill_attention(*problem.args), problem)
+    gathering = MetalBackend(decode_runs={4: ()})
+    assert_matches_formula(gathering.attend(*problem.args), problem)
     assert [call.kernel for call in metal] == ["mlx_paged_gather_blocks"]
 
 
@@ -176,7 +178,7 @@ def test_nothing_before_the_window_is_read(case, window, metal):
     ).problem()
     q, _, *rest = problem.args
     hidden = nan_before_the_window(problem)
-    assert_matches_formula(METAL.paged_attention(q, hidden, *rest), problem)
+    assert_matches_formula(METAL.attend(q, hidden, *rest), problem)
 
 
 def test_unused_slots_of_k_and_v_may_both_hold_nan(metal):
@@ -187,15 +189,15 @@ def test_unused_slots_of_k_and_v_may_both_hold_nan(metal):
     q, _, *rest = problems[0].args
     both = KVHandle.dense(problems[0].kv.k[0], problems[1].kv.v[0])
     assert_same_bits(
-        METAL.paged_attention(q, both, *rest),
-        METAL.paged_attention(*problems[0].args),
+        METAL.attend(q, both, *rest),
+        METAL.attend(*problems[0].args),
     )
 
 
 def test_reading_leaves_the_slabs_as_they_were(metal):
     problem = replace(RUNS, seqs=((300, 8), (9, 7))).problem(poison="large")
     before = [mx.array(np.array(slab)) for slab in problem.kv.slabs]
-    mx.eval(METAL.paged_attention(*problem.args))
+    mx.eval(METAL.attend(*problem.args))
     for slab, old in zip(problem.kv.slabs, before, strict=True):
         assert_same_bits(slab, old)
 
@@ -216,9 +218,9 @@ def test_sinks_of_any_number_of_heads_match_the_formula(num_heads, context_len, 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_a_sink_takes_all_or_nothing_in_every_dtype(dtype, context_len, metal):
     problem = replace(SMALL, num_kv_heads=3, sinks=False, seqs=((context_len, 1),)).problem()
-    without = METAL.paged_attention(*problem.args)
+    without = METAL.attend(*problem.args)
     sinks = mx.array([-mx.inf, 1000, -1000], dtype)
-    out = METAL.paged_attention(*problem.args[:3], replace(problem.params, sinks=sinks))
+    out = METAL.attend(*problem.args[:3], replace(problem.params, sinks=sinks))
     assert_same_bits(out[:, 0], without[:, 0])
     assert_same_bits(mx.abs(out[:, 1]), mx.zeros_like(out[:, 1]))
     assert_same_bits(out[:, 2], without[:, 2])
@@ -236,7 +238,7 @@ def test_long_products_of_f16_do_not_overflow_before_the_scale(metal):
     )
     metadata = AttentionMetadata.build([[0]], [30], [4], 32)
     q = mx.full((4, 6, 128), 30.0, mx.float16)
-    out = METAL.paged_attention(q, kv, metadata, AttentionParams(128**-0.5))
+    out = METAL.attend(q, kv, metadata, AttentionParams(128**-0.5))
     assert_same_bits(out, mx.full((4, 6, 128), 2.0, mx.float16))
 
 
@@ -248,11 +250,11 @@ def test_queries_of_any_size_give_the_same_bits_when_the_scale_makes_up_for_it(d
     # The kernel keeps bfloat16 queries as float16, which has less range.
     problem = replace(DECODE, seqs=((40, 1), (300, 1))).problem(dtype=dtype)
     _, kv, metadata, params = problem.args
-    out = METAL.paged_attention(*problem.args)
+    out = METAL.attend(*problem.args)
     for exponent in (-12, 10) if dtype == mx.float16 else (-80, -20, 20, 80):
         q = problem.q.astype(mx.float32) * 2.0**exponent
         scaled = replace(params, scale=params.scale * 2.0**-exponent)
-        same = METAL.paged_attention(q.astype(dtype), kv, metadata, scaled)
+        same = METAL.attend(q.astype(dtype), kv, metadata, scaled)
         if dtype != mx.float16:  # which rounds the small ones
             assert_same_bits(same, out)
         assert_matches_formula(same, problem)
@@ -278,8 +280,8 @@ def test_queries_of_another_dtype_are_cast_to_that_of_the_slabs_and_the_result_b
     problem = replace(case, seqs=((300, case.capacity), (20, case.capacity))).problem()
     _, kv, *rest = problem.args
     q = problem.q.astype(q_dtype)
-    out = METAL.paged_attention(q, kv, *rest)
-    expected = METAL.paged_attention(q.astype(kv.dtype), kv, *rest)
+    out = METAL.attend(q, kv, *rest)
+    expected = METAL.attend(q.astype(kv.dtype), kv, *rest)
     assert_same_bits(out, expected.astype(q_dtype))
 
 
@@ -288,5 +290,5 @@ def test_queries_that_are_a_transposed_view_give_the_same_bits(metal):
     q, *rest = problem.args
     heads_first = mx.contiguous(q.swapaxes(0, 1))
     mx.eval(heads_first)
-    out = METAL.paged_attention(heads_first.swapaxes(0, 1), *rest)
-    assert_same_bits(out, METAL.paged_attention(*problem.args))
+    out = METAL.attend(heads_first.swapaxes(0, 1), *rest)
+    assert_same_bits(out, METAL.attend(*problem.args))

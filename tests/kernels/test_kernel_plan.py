@@ -15,7 +15,7 @@ from mlx_paged.ops.attention_plan import (
     Cut,
     cut_rows,
     num_records,
-    partition_size,
+    partition_sizes,
     plan_size,
 )
 
@@ -246,7 +246,7 @@ def test_the_size_of_a_plan_lasts_for_many_steps():
     ],
 )
 def test_partitions_grow_with_the_keys_that_are_seen_and_the_kv_heads(num_kv_heads, sizes):
-    assert {n: partition_size(n, num_kv_heads) for n in sizes} == sizes
+    assert {n: partition_sizes(num_kv_heads)[n.bit_length()] for n in sizes} == sizes
 
 
 @pytest.mark.parametrize("num_kv_heads", range(1, 33))
@@ -258,7 +258,7 @@ def test_one_sequence_of_1024_tokens_is_work_for_64_threadgroups(num_kv_heads):
 
 def test_partitions_begin_with_a_chunk_of_every_kernel_or_in_it():
     # A chunk lies in one block, and is not walked by two partitions unless blocks are larger.
-    sizes = {partition_size(1 << n, heads) for n in range(31) for heads in range(1, 65)}
+    sizes = {size for heads in range(1, 65) for size in partition_sizes(heads)[1:32]}
     assert sizes == {16, 32, 64, 128, 256}
     assert all(size % block == 0 or block % size == 0 for size in sizes for block in BLOCK_SIZES)
 

@@ -242,9 +242,7 @@ def test_a_walk_over_keys_that_no_query_sees_lets_a_nan_out(plant, compiler):
     with checked_metal():
         plant(ATTENTION, "begin < old_end && ", "")
         with pytest.raises(AssertionError, match=r"sequence \d"):
-            assert_matches_formula(
-                METAL.paged_attention(problem.q, hidden, *problem.args[2:]), problem
-            )
+            assert_matches_formula(METAL.attend(problem.q, hidden, *problem.args[2:]), problem)
 
 
 SLOTS = [40, 3, -1, 17]

@@ -32,7 +32,7 @@ def metal(compiler):
 def test_a_shape_without_a_kernel_is_refused_by_name(shape, lack, metal):
     problem = make_problem([33, 5], 2, **shape)
     with pytest.raises(ValueError) as error:
-        METAL.paged_attention(*problem.args)
+        METAL.attend(*problem.args)
     assert str(error.value) == f"[paged_attention] {lack}"
 
 
@@ -43,7 +43,7 @@ def test_auto_runs_the_reference_for_a_shape_without_a_kernel(shape, lack, metal
     kv = problem.kv
     shape = AttentionShape(kv.num_kv_heads, 2, kv.key_dim, kv.value_dim, kv.block_size, kv.format)
     backend = choose_backend("auto", [shape])
-    assert_matches_formula(backend.paged_attention(*problem.args), problem)
+    assert_matches_formula(backend.attend(*problem.args), problem)
     assert metal == []
 
 
@@ -78,7 +78,7 @@ def test_a_group_too_large_for_a_kernel_is_gathered_for_attention_of_mlx(
         dtype=mx.float16,
         poison="nan_keys",
     )
-    out = METAL.paged_attention(*problem.args)
+    out = METAL.attend(*problem.args)
     assert_matches_formula(out, problem)
     assert_same_bits(out, METAL.attend(*problem.args))
     # All sequences in one dispatch, which covers whole blocks: 3, 19 and 1.

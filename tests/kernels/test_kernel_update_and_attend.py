@@ -46,7 +46,7 @@ def kernels_of(trace):
 @each_case_of_the_grid
 def test_new_rows_from_the_inputs_give_the_bits_of_rows_in_the_slabs(case, metal):
     problem = case.problem()
-    expected = METAL.paged_attention(*problem.args)
+    expected = METAL.attend(*problem.args)
     kv, k, v = before_the_step(problem)
     slabs = kv.k[0], kv.v[0]
     out = METAL.update_and_attend(problem.q, k, v, kv, *problem.args[2:])
@@ -174,14 +174,14 @@ def test_a_run_that_is_taken_back_is_overwritten_by_the_next(metal):
         mx.ones((8, 8, 64), mx.float16), (drafts,), (drafts,), kv, metadata, AttentionParams(1.0)
     )
     out = METAL.update_and_attend(problem.q, k, v, kv, *problem.args[2:])
-    assert_same_bits(out, METAL.paged_attention(*problem.args))
+    assert_same_bits(out, METAL.attend(*problem.args))
 
 
 def test_rows_that_are_views_of_projections_give_the_same_bits(metal):
     # A model cuts q, k and v out of one product, or swaps heads and tokens to apply its rotary
     # embedding.
     problem = make_problem([300, 17], [2, 2], **SETTINGS["f16-d64-b16-2x4"])
-    expected = METAL.paged_attention(*problem.args)
+    expected = METAL.attend(*problem.args)
     kv, k, v = before_the_step(problem)
     joined = mx.concatenate([problem.q, *k, *v], axis=1)
     heads_first = mx.contiguous(joined.swapaxes(0, 1))
@@ -217,9 +217,9 @@ def test_a_plan_that_reads_slabs_is_not_taken_for_one_that_writes_them(metal):
     # attention again.
     problem = make_problem([300, 17], [2, 2], **SETTINGS["f16-d64-b16-2x4"])
     kv, k, v = before_the_step(problem)
-    assert mx.isnan(METAL.paged_attention(problem.q, kv, *problem.args[2:])).all().item()
+    assert mx.isnan(METAL.attend(problem.q, kv, *problem.args[2:])).all().item()
     out = METAL.update_and_attend(problem.q, k, v, kv, *problem.args[2:])
-    assert_same_bits(METAL.paged_attention(problem.q, kv, *problem.args[2:]), out)
+    assert_same_bits(METAL.attend(problem.q, kv, *problem.args[2:]), out)
     assert_matches_formula(out, problem)
 
 
@@ -228,7 +228,7 @@ def test_nan_in_the_new_rows_of_one_sequence_does_not_reach_another(metal):
         "f16", 64, 16, 2, 4, ((300, 1), (17, 1), (40, 1)), None, False, "shuffled", "nan_keys"
     )
     problem = case.problem()
-    expected = METAL.paged_attention(*problem.args)
+    expected = METAL.attend(*problem.args)
     kv, k, v = before_the_step(problem)
     bad = mx.array([0, mx.nan, 0], mx.float16)[:, None, None]
     out = METAL.update_and_attend(problem.q, (k[0] + bad,), (v[0] + bad,), kv, *problem.args[2:])

@@ -166,7 +166,7 @@ def test_runs_of_up_to_eight_follow_the_table_and_longer_ones_are_gathered(
     query_len, expected, metal
 ):
     problem = make_problem([40], query_len)
-    assert_matches_formula(METAL.paged_attention(*problem.args), problem)
+    assert_matches_formula(METAL.attend(*problem.args), problem)
     assert [call.kernel.removeprefix("mlx_paged_") for call in metal] == expected
 
 
@@ -207,7 +207,7 @@ def test_a_kernel_is_made_once(metal):
     try:
         kernels.kernel.cache_clear()
         for length in (5, 20, 300):
-            METAL.paged_attention(*make_problem([length], 1).args)
+            METAL.attend(*make_problem([length], 1).args)
     finally:
         mx.fast.metal_kernel = emulated
     assert made == ["mlx_paged_paged_attention", "mlx_paged_merge_partitions"]
@@ -216,7 +216,7 @@ def test_a_kernel_is_made_once(metal):
 def test_what_a_step_has_in_common_is_packed_once_for_all_layers(metal):
     problem = make_problem([40, 20], 1)
     for _ in range(3):
-        METAL.paged_attention(*problem.args)
+        METAL.attend(*problem.args)
     plans = {id(call.inputs["plan"]) for call in metal}
     assert len(metal) == 3
     assert len(plans) == 1

@@ -40,7 +40,7 @@ def test_this_device_writes_in_place():
 @pytest.mark.parametrize("case", GRID, ids=str)
 def test_attention_matches_the_formula(case):
     problem = case.problem()
-    assert_matches_formula(METAL.paged_attention(*problem.args), problem)
+    assert_matches_formula(METAL.attend(*problem.args), problem)
 
 
 @pytest.mark.parametrize(("case", "bits"), QUANTISED_GRID, ids=str)

@@ -8,6 +8,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -18,7 +19,7 @@ from metal_emulator.checks import Call
 from paged_testing.emulated_metal import emulated_metal
 
 from mlx_paged import LLM, SamplingParams, demo_model_path, load, make_kv_cache
-from mlx_paged.ops import AttentionShape, KVFormat, choose_backend, kernels, self_check
+from mlx_paged.ops import AttentionShape, KVFormat, PlanKey, choose_backend, kernels, self_check
 from mlx_paged.ops.metal import DECODE_RUNS, MetalBackend
 from mlx_paged.ops.self_check import WorkingKernels, try_kernels
 
@@ -26,7 +27,7 @@ SHAPE = AttentionShape(2, 2, 64, 64, 16, KVFormat.dense("float16"))
 ALL = WorkingKernels(writes=True, gathers=True, decode_runs=DECODE_RUNS)
 OF_SHAPE = r" \(float16, head_dim 64, blocks of 16, 2 query heads for each of 2 KV heads\) "
 
-Change = Callable[[list[mx.array], dict], list[mx.array]]
+Change = Callable[[list[mx.array], dict[str, Any]], list[mx.array]]
 
 
 @pytest.fixture
@@ -38,14 +39,14 @@ def metal(compiler) -> Iterator[list[Call]]:
 
 @pytest.fixture
 def break_kernel(monkeypatch) -> Callable[[str, Change], None]:
-    """Calls of a kernel give ``change(results, template)`` from now on."""
+    """Calls of a kernel give ``change(results, arguments)`` from now on."""
     made = kernels.kernel
 
     def put(broken: str, change: Change) -> None:
         def kernel(name: str):
             def call(**arguments):
                 results = made(name)(**arguments)
-                return change(results, dict(arguments["template"])) if name == broken else results
+                return change(results, arguments) if name == broken else results
 
             return call
 
@@ -54,13 +55,18 @@ def break_kernel(monkeypatch) -> Callable[[str, Change], None]:
     return put
 
 
-def larger(results: list[mx.array], template: dict) -> list[mx.array]:
+def larger(results: list[mx.array], arguments: dict[str, Any]) -> list[mx.array]:
     """One row is wrong by some roundings."""
     results[0][0] = results[0][0] * 1.01
     return results
 
 
-def refuse(results: list[mx.array], template: dict) -> list[mx.array]:
+def spoil(slab: mx.array, block_id: int, offset: int) -> None:
+    """One row is wrong by some roundings."""
+    slab[block_id, 0, offset] = slab[block_id, 0, offset] * 1.01
+
+
+def refuse(results: list[mx.array], arguments: dict[str, Any]) -> list[mx.array]:
     raise RuntimeError("[metal::Device] Unable to build metal library from source")
 
 
@@ -129,17 +135,26 @@ def test_every_library_that_a_layer_can_need_was_tried(group, bits, metal):
 QUANTISED = replace(SHAPE, format=affine(64, 8, 4, "float16"))
 
 
-def test_working_kernels_of_quantised_rows_pass(metal):
+ROTATED = replace(SHAPE, format=affine(64, 4, 8, "bfloat16"))
+
+
+@pytest.mark.parametrize(
+    "shape", [QUANTISED, pytest.param(ROTATED, marks=pytest.mark.slow)], ids=["V4", "K4"]
+)
+def test_working_kernels_of_quantised_rows_pass(shape, metal):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert try_kernels(QUANTISED) == ALL
+        assert try_kernels(shape) == ALL
 
 
-def test_a_device_that_flushes_denormal_halves_has_plain_mlx_for_quantised_rows(plant, metal):
+@pytest.mark.parametrize("shape", [QUANTISED, ROTATED], ids=["V4", "K4"])
+def test_a_device_that_flushes_denormal_halves_has_plain_mlx_for_quantised_rows(
+    shape, plant, metal
+):
     # Numbers are read as denormal halves.
     plant("row_formats.h", "as_type<half2>(load & 0x000f000fu)", "half2(0)")
-    with pytest.warns(UserWarning, match=r"gather_blocks.*gives other numbers.*plain MLX"):
-        backend = choose_backend("metal", [QUANTISED])
+    with pytest.warns(UserWarning, match=r"gather_blocks.*is wrong by.*plain MLX"):
+        backend = choose_backend("metal", [shape])
     assert backend.name == "reference"
 
 
@@ -195,8 +210,9 @@ def test_attention_that_fails_is_gathered_and_that_is_said_once(
 
 
 def test_a_run_whose_kernel_fails_takes_the_next_larger_one(metal, break_kernel):
-    def fail_at_2(results, template):
-        return larger(results, template) if template["RUN"] == 2 else results
+    def fail_at_2(results, arguments):
+        is_broken = dict(arguments["template"])["RUN"] == 2
+        return larger(results, arguments) if is_broken else results
 
     break_kernel("paged_attention", fail_at_2)
     with pytest.warns(UserWarning, match="paged_attention of 2 query tokens"):
@@ -212,9 +228,9 @@ def test_a_run_whose_kernel_fails_takes_the_next_larger_one(metal, break_kernel)
 def test_where_a_write_fails_slots_are_written_by_scatter(name, metal, break_kernel):
     calls = []
 
-    def refuse_here(results, template):
+    def refuse_here(results, arguments):
         calls.append(name)
-        return refuse(results, template)
+        return refuse(results, arguments)
 
     assert self_check.writes_in_place()
     break_kernel(name, refuse_here)
@@ -233,8 +249,31 @@ def test_where_a_write_fails_slots_are_written_by_scatter(name, metal, break_ker
 
 def test_a_write_into_another_slot_is_found(metal, plant):
     plant("reshape_and_cache.metal", "slot_mapping[row]", "(slot_mapping[row] ^ 1)")
-    with pytest.warns(UserWarning, match="leave other slabs than they should"):
+    with pytest.warns(UserWarning, match="leaves other slabs than it should"):
         assert not self_check.try_kernels(SHAPE).writes
+
+
+def test_a_written_row_that_is_wrong_is_found(metal, break_kernel):
+    def write(results, arguments):
+        _, _, key_slab, _, slots, _ = arguments["inputs"]
+        spoil(key_slab, *divmod(slots[1].item(), SHAPE.block_size))
+        return results
+
+    assert self_check.writes_in_place()
+    break_kernel("reshape_and_cache", write)
+    with pytest.warns(UserWarning, match="reshape_and_cache or copy_blocks"):
+        assert try_kernels(SHAPE) == replace(ALL, writes=False)
+
+
+def test_a_copied_row_that_is_wrong_is_found(metal, break_kernel):
+    def copy(results, arguments):
+        _, value_slab, pairs, _ = arguments["inputs"]
+        spoil(value_slab, pairs[1].item(), 3)
+        return results
+
+    break_kernel("copy_blocks", copy)
+    with pytest.warns(UserWarning, match=r"copy_blocks .* leaves other slabs than it should"):
+        assert try_kernels(SHAPE) == replace(ALL, writes=False)
 
 
 @pytest.mark.parametrize("widths", [(512, 64), (192, 128), (72, 72)], ids=str)
@@ -244,23 +283,38 @@ def test_rows_of_any_width_are_written_and_gathered(widths, metal):
 
 
 def test_attention_that_writes_another_slot_is_found(metal, break_kernel):
-    problems = []
-    slabs = self_check._Problem.slabs
-
-    def spoiled(problem, num_tokens):
-        handle = slabs(problem, num_tokens)
-        problems.append(handle)
-        return handle
-
-    def write(results, template):
-        problems[-1].k[0][0, 0, 0, 0] = 3.0
+    def write(results, arguments):
+        arguments["inputs"][0][0, 0, 0, 0] = 3.0
         return results
 
     break_kernel("paged_attention", write)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(self_check._Problem, "slabs", spoiled)
-        with pytest.warns(UserWarning, match="leaves other slabs than it should"):
-            assert try_kernels(SHAPE).decode_runs == ()
+    with pytest.warns(UserWarning, match="leaves other slabs than it should"):
+        assert try_kernels(SHAPE).decode_runs == ()
+
+
+def test_attention_that_multiplies_unused_slots_by_0_is_found(metal, break_kernel):
+    def multiply(results, arguments):
+        _, value_slab, *_ = arguments["inputs"]
+        results[0][0] += 0 * value_slab[-1].sum()  # no sequence has the last block
+        return results
+
+    break_kernel("paged_attention", multiply)
+    with pytest.warns(UserWarning, match="is wrong by nan times"):
+        assert try_kernels(SHAPE).decode_runs == ()
+
+
+def test_attention_without_sinks_is_found(metal, monkeypatch):
+    sink_logits = kernels.sink_logits
+    monkeypatch.setattr(kernels, "sink_logits", lambda _, num_heads: sink_logits(None, num_heads))
+    with pytest.warns(UserWarning, match="is wrong by"):
+        assert try_kernels(SHAPE).decode_runs == ()
+
+
+def test_attention_without_a_window_is_found(metal, monkeypatch):
+    of = PlanKey.of
+    monkeypatch.setattr(PlanKey, "of", lambda window, kv: of(None, kv))
+    with pytest.warns(UserWarning, match="is wrong by"):
+        assert try_kernels(SHAPE).decode_runs == ()
 
 
 def test_where_writes_in_place_raise_slots_are_written_by_scatter(metal, break_kernel):
@@ -280,6 +334,13 @@ def test_where_a_gather_fails_plain_mlx_runs(change, metal, break_kernel):
     break_kernel("gather_blocks", change)
     with pytest.warns(UserWarning, match=r"gather_blocks .* plain MLX operations run instead"):
         assert choose_backend("metal", [SHAPE]).name == "reference"
+
+
+@pytest.mark.parametrize("name", ["gather_blocks", "dequantize_blocks"])
+def test_a_gather_of_quantised_rows_that_is_wrong_is_found(name, metal, break_kernel):
+    break_kernel(name, larger)
+    with pytest.warns(UserWarning, match=r"gather_blocks .* plain MLX operations run instead"):
+        assert choose_backend("metal", [QUANTISED]).name == "reference"
 
 
 def test_a_source_that_does_not_compile_is_replaced(metal, plant):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 import pytest
+from helpers.cache_helpers import copy_rows
 
 from mlx_paged import make_kv_cache
 from mlx_paged.cache import KVCache, LayerKV, LayerSpec, Sequences
@@ -144,7 +145,7 @@ def test_logits_are_those_of_the_formula_over_chunks_forks_and_trims(kind: str):
     feeder.seqs.trim("a", 11)
     feeder.tokens["a"] = feeder.tokens["a"][:11]
     feeder.feed({"d": 1, "a": 2, "e": 25})
-    feeder.seqs.restore("f", feeder.seqs.snapshot("a"))
+    copy_rows(feeder.seqs, "a", feeder.seqs, "f")
     feeder.tokens["f"] = list(feeder.tokens["a"])
     feeder.seqs.free("a")
     feeder.feed({seq: 1 for seq in "bcdef"})
@@ -160,10 +161,10 @@ def test_any_number_of_rows_of_logits_may_be_wanted_of_each_sequence(kind: str):
     feeder.feed({"a": 1, "b": 1, "c": 1}, {"a": 0, "b": 1, "c": 0})
 
 
-def test_a_snapshot_of_one_kind_goes_on_in_the_other():
+def test_the_rows_of_one_kind_go_on_in_the_other():
     one, other = Feeder("paged"), Feeder("basic")
     one.feed({"a": 21})
-    other.seqs.restore("a", one.seqs.snapshot("a"))
+    copy_rows(one.seqs, "a", other.seqs, "a")
     other.tokens["a"] = list(one.tokens["a"])
     other.feed({"a": 4})
 

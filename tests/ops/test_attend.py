@@ -5,7 +5,7 @@ their order.
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers.backends import REFERENCE
+from helpers.backends import DECODING, GATHERING, REFERENCE
 from helpers.numpy_attention import (
     DTYPES,
     ORDERS,
@@ -188,8 +188,8 @@ def test_v_may_be_narrower_or_wider_than_k(context_lens, query_lens, head_dim, v
     q, kv, metadata, params = problem.args
     for operation in (
         REFERENCE.attend,
-        REFERENCE.paged_attention,
-        REFERENCE.paged_prefill_attention,
+        DECODING.attend,
+        GATHERING.attend,
     ):
         assert_matches_formula(operation(*problem.args), problem)
     before, k, v = before_the_step(problem)

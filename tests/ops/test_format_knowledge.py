@@ -15,9 +15,8 @@ import pytest
 import mlx_paged
 from mlx_paged.cache import ContiguousKVCache, KVCacheConfig, LayerSpec, PagedKVCache, Sequences
 from mlx_paged.errors import ArgumentError
-from mlx_paged.ops import KVFormat, Parts, RowFormat, choose_backend, kernels
+from mlx_paged.ops import AttentionShape, KVFormat, Parts, RowFormat, choose_backend, kernels
 from mlx_paged.ops.formats import BlockPairs
-from mlx_paged.ops.self_check import AttentionShape
 
 PACKAGE = Path(mlx_paged.__file__).parent
 FORMATS = PACKAGE / "ops/formats.py"

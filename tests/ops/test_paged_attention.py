@@ -5,7 +5,7 @@ import random
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers.backends import REFERENCE
+from helpers.backends import DECODING
 from helpers.numpy_attention import (
     DTYPES,
     ORDERS,
@@ -39,9 +39,7 @@ def written(values, num_kv_heads=1, head_dim=32, keys=0.0):
 def decode(kv, context_len, num_heads=1, query_len=1, **kwargs):
     q = mx.ones((query_len, num_heads, kv.key_dim))
     metadata = AttentionMetadata.build([[0]], [context_len], [query_len], kv.block_size)
-    return REFERENCE.paged_attention(q, kv, metadata, AttentionParams(1.0, **kwargs))[
-        :, :, 0
-    ].tolist()
+    return DECODING.attend(q, kv, metadata, AttentionParams(1.0, **kwargs))[:, :, 0].tolist()
 
 
 def test_a_single_token_returns_its_own_value():
@@ -79,7 +77,7 @@ def test_the_scale_multiplies_the_scores():
     kv = written([0.0, 1.0], head_dim=32)
     kv.k[0][0, :, 1] = mx.full((1, 32), 1 / 32)  # q @ k is 0 and 1
     metadata = AttentionMetadata.build([[0]], [2], [1], 8)
-    out = REFERENCE.paged_attention(mx.ones((1, 1, 32)), kv, metadata, AttentionParams(scale=3.0))
+    out = DECODING.attend(mx.ones((1, 1, 32)), kv, metadata, AttentionParams(scale=3.0))
     assert out[0, 0, 0].item() == pytest.approx(1 / (1 + np.exp(-3.0)), rel=1e-6)
 
 
@@ -116,7 +114,7 @@ def test_the_numpy_formula_does_not_depend_on_a_shift_of_all_logits():
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128, 256])
 def test_a_ragged_batch_matches_the_formula_for_every_head_dim(head_dim, dtype):
     problem = make_problem(RAGGED_LENGTHS, head_dim=head_dim, dtype=dtype, seed=head_dim)
-    assert_matches_formula(REFERENCE.paged_attention(*problem.args), problem)
+    assert_matches_formula(DECODING.attend(*problem.args), problem)
 
 
 @dtypes
@@ -129,7 +127,7 @@ def test_a_ragged_batch_matches_the_formula_for_every_group_size(num_kv_heads, g
     problem = make_problem(
         [300, 17, 1], [1, 3, 1], num_kv_heads=num_kv_heads, group=group, dtype=dtype, seed=group
     )
-    assert_matches_formula(REFERENCE.paged_attention(*problem.args), problem)
+    assert_matches_formula(DECODING.attend(*problem.args), problem)
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=["f32", "bf16"])
@@ -141,46 +139,46 @@ def test_a_ragged_batch_matches_the_formula_for_every_block_size_and_order(
     problem = make_problem(
         RAGGED_LENGTHS, 1, block_size=block_size, order=order, dtype=dtype, seed=block_size
     )
-    assert_matches_formula(REFERENCE.paged_attention(*problem.args), problem)
+    assert_matches_formula(DECODING.attend(*problem.args), problem)
 
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("context_len", RAGGED_LENGTHS)
 def test_a_sequence_alone_matches_the_formula_at_every_length(context_len, order):
     problem = make_problem([context_len], order=order, seed=context_len)
-    assert_matches_formula(REFERENCE.paged_attention(*problem.args), problem)
+    assert_matches_formula(DECODING.attend(*problem.args), problem)
 
 
 @dtypes
 @pytest.mark.parametrize("query_len", range(1, 9))
 def test_query_runs_are_causal_within_themselves(query_len, dtype):
     problem = make_problem([query_len, 16, 17, 40, 257], query_len, dtype=dtype, seed=query_len)
-    assert_matches_formula(REFERENCE.paged_attention(*problem.args), problem)
+    assert_matches_formula(DECODING.attend(*problem.args), problem)
 
 
 def test_query_runs_of_different_lengths_share_a_batch():
     problem = make_problem([8, 1, 70, 33, 256, 5], [8, 1, 3, 7, 2, 5])
-    assert_matches_formula(REFERENCE.paged_attention(*problem.args), problem)
+    assert_matches_formula(DECODING.attend(*problem.args), problem)
 
 
 @pytest.mark.parametrize("order", ["adjacent", "shuffled"])
 @pytest.mark.parametrize("window", [1, 2, 7, 15, 16, 17, 31, 100, 256, 999, 1000, 5000])
 def test_windows_match_the_formula(window, order):
     problem = make_problem(RAGGED_LENGTHS, 3, window=window, order=order, seed=window)
-    assert_matches_formula(REFERENCE.paged_attention(*problem.args), problem)
+    assert_matches_formula(DECODING.attend(*problem.args), problem)
 
 
 @dtypes
 @pytest.mark.parametrize("window", [None, 20], ids=["no_window", "window_20"])
 def test_sinks_match_the_formula(window, dtype):
     problem = make_problem([1, 33, 300], [1, 2, 4], group=4, sinks=True, window=window, dtype=dtype)
-    assert_matches_formula(REFERENCE.paged_attention(*problem.args), problem)
+    assert_matches_formula(DECODING.attend(*problem.args), problem)
 
 
 @pytest.mark.parametrize("scale", [0.02, 0.5, 1.0])
 def test_any_scale_matches_the_formula(scale):
     problem = make_problem([1, 33, 300], [1, 2, 4], scale=scale)
-    assert_matches_formula(REFERENCE.paged_attention(*problem.args), problem)
+    assert_matches_formula(DECODING.attend(*problem.args), problem)
 
 
 AXES = {
@@ -217,7 +215,7 @@ def random_settings(count: int, max_query_len: int) -> list:
 @pytest.mark.parametrize("setting", random_settings(60, max_query_len=8))
 def test_random_settings_match_the_formula(setting):
     problem = make_problem(**setting)
-    assert_matches_formula(REFERENCE.paged_attention(*problem.args), problem)
+    assert_matches_formula(DECODING.attend(*problem.args), problem)
 
 
 def test_long_products_of_f16_do_not_overflow_before_the_scale():
@@ -227,7 +225,7 @@ def test_long_products_of_f16_do_not_overflow_before_the_scale():
         mx.full((1, 1, 8, 128), 30.0, mx.float16), mx.full((1, 1, 8, 128), 2.0, mx.float16)
     )
     metadata = AttentionMetadata.build([[0]], [5], [1], 8)
-    out = REFERENCE.paged_attention(
+    out = DECODING.attend(
         mx.full((1, 1, 128), 30.0, mx.float16), kv, metadata, AttentionParams(128**-0.5)
     )
     assert out.tolist() == mx.full((1, 1, 128), 2.0).tolist()
@@ -241,7 +239,7 @@ def test_long_products_of_f16_do_not_overflow_before_the_scale():
 @pytest.mark.parametrize("window", [None, 100], ids=["no_window", "window_100"])
 def test_blocks_in_any_order_match_the_formula(window, order, dtype):
     problem = make_problem([300, 1, 64, 77], [2, 1, 4, 1], order=order, window=window, dtype=dtype)
-    assert_matches_formula(REFERENCE.paged_attention(*problem.args), problem)
+    assert_matches_formula(DECODING.attend(*problem.args), problem)
 
 
 def test_a_decode_reads_blocks_of_float32_where_they_lie():
@@ -251,7 +249,7 @@ def test_a_decode_reads_blocks_of_float32_where_they_lie():
     mx.clear_cache()
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    mx.eval(REFERENCE.paged_attention(*problem.args))
+    mx.eval(DECODING.attend(*problem.args))
     assert mx.get_peak_memory() - before < problem.kv.k[0].nbytes // 2
 
 
@@ -264,19 +262,19 @@ def test_a_sequence_gets_the_same_result_alone_and_in_a_batch_within_rounding(or
     # The plain-MLX path may read and reduce in another order alone, so it promises rounding and not
     # the same bits.
     problem = make_problem(RAGGED_LENGTHS, 3, order=order, dtype=dtype)
-    batch = to_float64(REFERENCE.paged_attention(*problem.args))
+    batch = to_float64(DECODING.attend(*problem.args))
     for seq in range(len(problem.context_lens)):
-        alone = to_float64(REFERENCE.paged_attention(*problem.alone(seq)))
+        alone = to_float64(DECODING.attend(*problem.alone(seq)))
         assert np.abs(alone - batch[problem.rows(seq)]).max() <= problem.allowed_errors[seq]
 
 
 def test_what_else_is_in_the_batch_does_not_leak_into_a_sequence():
     problem = make_problem([33, 50, 100], 2)
-    before = REFERENCE.paged_attention(*problem.args)
+    before = DECODING.attend(*problem.args)
     mx.eval(before)
     for block in problem.tables[1]:
         problem.kv.k[0][block], problem.kv.v[0][block] = mx.array(9.0), mx.array(9.0)
-    after = REFERENCE.paged_attention(*problem.args)
+    after = DECODING.attend(*problem.args)
     same = [
         mx.array_equal(before[problem.rows(seq)], after[problem.rows(seq)]).item()
         for seq in range(3)
@@ -293,13 +291,13 @@ def test_one_metadata_serves_every_layer_with_its_own_slabs_window_and_sinks():
         problem = make_problem([33, 50, 100], 2, seed=seed, order="adjacent", **settings)
         metadata = metadata or problem.metadata
         q, kv, _, *rest = problem.args
-        assert_matches_formula(REFERENCE.paged_attention(q, kv, metadata, *rest), problem)
+        assert_matches_formula(DECODING.attend(q, kv, metadata, *rest), problem)
 
 
 def test_reading_leaves_the_slabs_as_they_were():
     problem = make_problem([33, 50], 2)
     before = [np.array(slab) for slab in problem.kv.arrays]
-    mx.eval(REFERENCE.paged_attention(*problem.args))
+    mx.eval(DECODING.attend(*problem.args))
     assert all(
         np.array_equal(old, np.array(new))
         for old, new in zip(before, problem.kv.arrays, strict=True)
@@ -312,7 +310,7 @@ def test_the_result_has_the_dtype_of_the_queries(q_dtype, kv_dtype):
     problem = make_problem([33, 5], 2, dtype=kv_dtype)
     q, *rest = problem.args
     # Queries that all three dtypes hold exactly.
-    out = REFERENCE.paged_attention(q.astype(mx.bfloat16).astype(q_dtype), *rest)
+    out = DECODING.attend(q.astype(mx.bfloat16).astype(q_dtype), *rest)
     assert out.dtype == q_dtype
     coarse = max(problem.allowed_errors) + 2.0**-7 * 4
     assert (
@@ -333,49 +331,49 @@ Q = mx.zeros((3, 4, 32))
     [
         (
             {"q": mx.zeros((2, 4, 32))},
-            r"\[paged_attention\] q: expected \[num_tokens, num_heads, key_dim\] = \[3, \*, "
+            r"\[attend\] q: expected \[num_tokens, num_heads, key_dim\] = \[3, \*, "
             r"32\], got \[2, 4, 32\]",
         ),
         (
             {"q": mx.zeros((3, 4, 64))},
-            r"\[paged_attention\] q: expected .* = \[3, \*, 32\], got \[3, 4, 64\]",
+            r"\[attend\] q: expected .* = \[3, \*, 32\], got \[3, 4, 64\]",
         ),
-        ({"q": mx.zeros((3, 128))}, r"\[paged_attention\] q: expected .*, got \[3, 128\]"),
+        ({"q": mx.zeros((3, 128))}, r"\[attend\] q: expected .*, got \[3, 128\]"),
         (
             {"q": mx.zeros((3, 3, 32))},
-            r"\[paged_attention\] q: 3 query heads are not a multiple of 2 KV heads",
+            r"\[attend\] q: 3 query heads are not a multiple of 2 KV heads",
         ),
         (
             {"q": mx.zeros((3, 0, 32))},
-            r"\[paged_attention\] q: 0 query heads are not a multiple of 2 KV heads",
+            r"\[attend\] q: 0 query heads are not a multiple of 2 KV heads",
         ),
         (
             {"q": mx.zeros((3, 4, 32), mx.int32)},
-            r"\[paged_attention\] q: must be floating, got .*int32",
+            r"\[attend\] q: must be floating, got .*int32",
         ),
         (
             {"step": AttentionMetadata.build([], [], [], 16), "q": mx.zeros((0, 4, 32))},
-            r"\[paged_attention\] step: the batch has no sequence",
+            r"\[attend\] step: the batch has no sequence",
         ),
         (
             {"step": AttentionMetadata.build([[3, 1], [2]], [10, 5], [2, 1], 8)},
-            r"\[paged_attention\] step: built for blocks of 8, the slabs hold 16",
+            r"\[attend\] step: built for blocks of 8, the slabs hold 16",
         ),
         (
             {"step": AttentionMetadata.build([[3, 4], [2]], [20, 5], [2, 1], 16)},
-            r"\[paged_attention\] step: block 4 is out of range, the slabs have 4 blocks",
+            r"\[attend\] step: block 4 is out of range, the slabs have 4 blocks",
         ),
         (
             {"params": AttentionParams(1.0, window=0)},
-            r"\[paged_attention\] window: must be at least 1 .*, got 0",
+            r"\[attend\] window: must be at least 1 .*, got 0",
         ),
         (
             {"params": AttentionParams(1.0, window=-3)},
-            r"\[paged_attention\] window: must be at least 1 .*, got -3",
+            r"\[attend\] window: must be at least 1 .*, got -3",
         ),
         (
             {"params": AttentionParams(1.0, sinks=mx.zeros(2))},
-            r"\[paged_attention\] sinks: expected \[num_heads\] = \[4\], got \[2\]",
+            r"\[attend\] sinks: expected \[num_heads\] = \[4\], got \[2\]",
         ),
     ],
     ids=[
@@ -396,9 +394,9 @@ Q = mx.zeros((3, 4, 32))
 def test_arguments_that_do_not_fit_are_refused_by_name(change, message):
     arguments = {"q": Q, "kv": KV, "step": METADATA, "params": AttentionParams(1.0)} | change
     with pytest.raises(ValueError, match=message):
-        REFERENCE.paged_attention(**arguments)
+        DECODING.attend(**arguments)
 
 
 def test_a_reserved_block_behind_the_context_is_not_looked_at():
     metadata = AttentionMetadata.build([[3, 1, 999], [2]], [20, 5], [2, 1], 16)
-    assert REFERENCE.paged_attention(Q, KV, metadata, AttentionParams(1.0)).shape == (3, 4, 32)
+    assert DECODING.attend(Q, KV, metadata, AttentionParams(1.0)).shape == (3, 4, 32)

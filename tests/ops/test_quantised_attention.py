@@ -9,7 +9,7 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers.backends import REFERENCE
+from helpers.backends import DECODING, GATHERING, REFERENCE
 from helpers.numpy_attention import (
     DTYPES,
     PagedProblem,
@@ -93,8 +93,8 @@ def problem_of(shape: tuple, bits: tuple[int, int], extra: dict, **options) -> P
 def test_decodes_runs_and_prefills_match_the_formula_of_what_is_stored(shape, bits, extra):
     problem = problem_of(shape, bits, extra)
     assert_matches(REFERENCE.attend(*problem.args), problem)
-    assert_matches(REFERENCE.paged_attention(*problem.args), problem)
-    assert_matches(REFERENCE.paged_prefill_attention(*problem.args), problem)
+    assert_matches(DECODING.attend(*problem.args), problem)
+    assert_matches(GATHERING.attend(*problem.args), problem)
 
 
 @shapes
@@ -197,7 +197,7 @@ def test_a_decode_takes_no_memory_for_what_it_does_not_read(
     mx.eval(q)
 
     def decode() -> None:
-        mx.eval(REFERENCE.paged_attention(q, kv, step, AttentionParams(0.1)))
+        mx.eval(DECODING.attend(q, kv, step, AttentionParams(0.1)))
 
     stored = 2 * 2 * context_len * form.key.row_nbytes(128)
     # Scores, weights and the values of each block before they are added up, in float32.

@@ -5,7 +5,7 @@ them in part.
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers.backends import REFERENCE
+from helpers.backends import DECODING, REFERENCE
 from helpers.numpy_attention import DTYPES, assert_matches_formula, make_problem
 
 from mlx_paged.ops import KVHandle, SlotMapping
@@ -57,7 +57,7 @@ def test_attention_sees_nothing_of_a_last_owner_that_left_nan(order):
         )
         mx.eval(*dirty.arrays)
     q, _, *rest = problem.args
-    assert_matches_formula(REFERENCE.paged_attention(q, dirty, *rest), problem)
+    assert_matches_formula(DECODING.attend(q, dirty, *rest), problem)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -179,21 +180,29 @@ def test_a_file_that_does_not_fit_changes_nothing(model: qwen3.Model, tmp_path: 
     assert new.load_snapshot(tmp_path / "a") == told[:96]
 
 
+@pytest.mark.parametrize("change", ["unlinked", "truncated"])
 def test_a_file_that_goes_while_it_is_read_changes_nothing(
-    model: qwen3.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: qwen3.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ):
     old, new, told = make_engine(model), make_engine(model), prompt(60)
     answer(old, told)
     old.save_snapshot(tmp_path / "a", told)
     real_open = new._snapshots.open
 
-    def opened(path: Path) -> Any:
-        file = real_open(path)
-        path.unlink()
+    def opened(path: Path, cache_salt: str | None) -> Any:
+        file = real_open(path, cache_salt)
+        if change == "unlinked":
+            path.unlink()
+        else:
+            os.truncate(path, 5000)
         return file
 
     monkeypatch.setattr(new._snapshots, "open", opened)
-    with pytest.raises(SnapshotError, match="can't be read: No such file"):
+    if change == "unlinked":  # It is open, and what was verified is what is read.
+        assert new.load_snapshot(tmp_path / "a") == told[:48]
+        assert len(new.cached_block_ids(told)) == 3
+        return
+    with pytest.raises(SnapshotError, match="was truncated while it was read"):
         new.load_snapshot(tmp_path / "a")
     assert new.cached_block_ids(told) == [] and new.cache.pool.num_used_blocks == 0
     new.manager.check_integrity()
@@ -211,7 +220,7 @@ def test_an_interrupt_while_a_file_is_loaded_leaves_a_whole_engine(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(new.cache, "fill_blocks", interrupted)
+        patch.setattr(new.cache, "write_blocks", interrupted)
         with pytest.raises(KeyboardInterrupt):
             new.load_snapshot(tmp_path / "a")
     assert tokens_of(answer(new, told)) == expected

@@ -10,20 +10,22 @@ import json
 import os
 import stat
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers.snapshot_helpers import assert_same_bits, config_of, fill, stored
+from helpers.cache_helpers import stored_parts
+from helpers.snapshot_helpers import assert_same_bits, config_of, fill
 
 from mlx_paged.cache import PagedKVCache, Sequences
+from mlx_paged.core.tier import BlockHeader
 from mlx_paged.models import qwen3
 from mlx_paged.models.identity import identities_of
-from mlx_paged.snapshots import KVFacts, SnapshotError, load_snapshot, save_snapshot, snapshots
-from mlx_paged.snapshots.rows import LayerParts, read_sequence
+from mlx_paged.snapshots import KVFacts, SnapshotError, load_snapshot, save_snapshot
+from mlx_paged.snapshots.rows import RowTier
 
 AssertRefused = Callable[[Path], str]
 CONFIG = config_of("different", "float16", "8 bits", 8)
@@ -48,7 +50,7 @@ def assert_refused(model: qwen3.Model) -> AssertRefused:
     """Loading raises one line that names the file, and the cache is as it was."""
     seqs = Sequences(PagedKVCache(CONFIG))
     fill(seqs, "b", 9, seed=4)
-    before = stored(seqs, "b")
+    before = stored_parts(seqs, "b")
     facts = KVFacts.of(identities_of(model), seqs.cache)
 
     def refused(file: Path) -> str:
@@ -56,7 +58,7 @@ def assert_refused(model: qwen3.Model) -> AssertRefused:
             load_snapshot(file, model, seqs, "b")
         line = str(caught.value)
         assert line.startswith(f"[snapshot] {file} ") and "\n" not in line
-        assert_same_bits(stored(seqs, "b"), before)
+        assert_same_bits(stored_parts(seqs, "b"), before)
         return line
 
     with patch.object(KVFacts, "of", lambda *_: facts):  # the weights are read once
@@ -168,7 +170,7 @@ def interrupt() -> None:
 @pytest.mark.parametrize(
     ("fail", "error"), [(no_space, SnapshotError), (interrupt, KeyboardInterrupt)]
 )
-@pytest.mark.parametrize("num_layers", [0, 2, 3])
+@pytest.mark.parametrize("num_blocks", [0, 1, 2])
 def test_a_save_that_is_cut_short_leaves_the_old_file(
     model: qwen3.Model,
     seqs: Sequences,
@@ -176,16 +178,19 @@ def test_a_save_that_is_cut_short_leaves_the_old_file(
     monkeypatch: pytest.MonkeyPatch,
     fail: Callable[[], None],
     error: type[BaseException],
-    num_layers: int,
+    num_blocks: int,
 ):
     before = file.read_bytes()
     fill(seqs, "c", 20, seed=5)
 
-    def cut_short(seqs: Sequences, seq: str) -> Iterator[LayerParts]:
-        yield from itertools.islice(read_sequence(seqs, seq), num_layers)
-        fail()
+    store, num_stored = RowTier.store, itertools.count()
 
-    monkeypatch.setattr(snapshots, "read_sequence", cut_short)
+    def cut_short(tier: RowTier, header: BlockHeader, content: bytes) -> bool:
+        if next(num_stored) == num_blocks:
+            fail()
+        return store(tier, header, content)
+
+    monkeypatch.setattr(RowTier, "store", cut_short)
     with pytest.raises(error) as caught:
         save_snapshot(file, model, seqs, "c", range(20))
     if error is SnapshotError:

@@ -17,8 +17,16 @@ from mlx_paged.cache import KVCacheConfig, LayerSpec, PagedKVCache, Sequences
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models import qwen3
 from mlx_paged.models.identity import identities_of, model_identity
-from mlx_paged.snapshots import KVFacts, SnapshotError, load_snapshot, save_snapshot
-from mlx_paged.snapshots.snapshots import SnapshotFile, write_snapshot
+from mlx_paged.snapshots import (
+    KVFacts,
+    SnapshotError,
+    SnapshotFile,
+    load_snapshot,
+    save_snapshot,
+    sequence_headers,
+    written_snapshot,
+)
+from mlx_paged.snapshots.snapshots import store_sequence
 
 ALIKE = {"layers": "alike", "dtype": "float32", "form": "dense", "block_size": 16}
 
@@ -134,8 +142,9 @@ def test_a_draft_model_belongs_to_the_facts(model: qwen3.Model, tmp_path: Path):
     seqs = filled()
     other = livelier_model(CONFIG)
     facts = KVFacts.of(identities_of(model, other), seqs.cache)
-    rows = [seqs.copy_parts("a", layer) for layer in range(3)]
-    write_snapshot(tmp_path / "a", facts, range(11), rows)
+    headers = sequence_headers(seqs.cache.config, 11)
+    with written_snapshot(tmp_path / "a", facts, range(11), headers) as tier:
+        store_sequence(seqs, "a", tier, headers)
     assert SnapshotFile(tmp_path / "a", facts).token_ids == list(range(11))
     with pytest.raises(SnapshotError, match=r"another draft model than this cache: qwen3 \(.*none"):
         load_snapshot(tmp_path / "a", model, seqs, "b")

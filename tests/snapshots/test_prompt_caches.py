@@ -138,14 +138,13 @@ def test_an_engine_goes_on_from_a_prompt_cache_of_mlx_lm(
     assert answer(engine, [*token_ids, 5, 6, 7]) == (expected, 0)
 
 
-@pytest.mark.parametrize("kind", ["paged", "basic"])
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
-def test_sequences_of_a_cache_go_both_ways_to_the_last_token(tmp_path: Path, name: str, kind: str):
+def test_sequences_of_a_cache_go_both_ways_to_the_last_token(tmp_path: Path, name: str):
     path, (model, stock) = tmp_path / "a.safetensors", models(name)
     theirs, token_ids = make_prompt_cache(stock), prompt(13)
     list(generate_step(mx.array(token_ids), stock, max_tokens=0, prompt_cache=theirs))
     save_prompt_cache(str(path), theirs)
-    seqs = Sequences(make_kv_cache(model, kind, kv_cache_bytes="20blocks", block_size=8))
+    seqs = Sequences(make_kv_cache(model, kv_cache_bytes="20blocks", block_size=8))
     assert import_prompt_cache(path, model, seqs, "a") == 13
     for layer, held in enumerate(theirs):
         for ours, rows in zip(seqs.materialize("a", layer), held.keys_and_values(), strict=True):

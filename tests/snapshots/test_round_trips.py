@@ -1,4 +1,4 @@
-"""What a snapshot gives back is what was stored, bit for bit, in a cache of either kind."""
+"""What a snapshot gives back is what was stored, bit for bit."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers.cache_helpers import KINDS
-from helpers.snapshot_helpers import assert_same_bits, config_of, fill, stored
+from helpers.cache_helpers import stored_parts
+from helpers.snapshot_helpers import assert_same_bits, config_of, fill
 
-from mlx_paged.cache import CacheFullError, PagedKVCache, Sequences
+from mlx_paged.cache import CacheFullError, ContiguousKVCache, PagedKVCache, Sequences
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models import qwen3
 from mlx_paged.snapshots import load_snapshot, save_snapshot
@@ -33,27 +33,25 @@ def test_a_paged_cache_of_any_format_comes_back(
         assert num_bytes == path.stat().st_size
         assert load_snapshot(path, model, new, "b") == token_ids
         assert new.seq_len("b") == num_tokens
-        assert_same_bits(stored(new, "b"), stored(old, num_tokens))
+        assert_same_bits(stored_parts(new, "b"), stored_parts(old, num_tokens))
         new.manager.check_integrity()
 
 
-@pytest.mark.parametrize("source", ["basic", "paged"])
-@pytest.mark.parametrize("target", ["basic", "paged"])
 @pytest.mark.parametrize("block_size", [8, 16, 64])
-def test_a_snapshot_of_either_kind_fits_either_kind(
-    model: qwen3.Model, tmp_path: Path, source: str, target: str, block_size: int
+def test_a_sequence_goes_on_from_a_snapshot_in_the_place_of_another_one(
+    model: qwen3.Model, tmp_path: Path, block_size: int
 ):
     config, path = config_of("different", "bfloat16", "dense", block_size), tmp_path / "a"
-    old, new = Sequences(KINDS[source](config)), Sequences(KINDS[target](config))
+    old, new = Sequences(PagedKVCache(config)), Sequences(PagedKVCache(config))
     fill(old, "a", 37)
     save_snapshot(path, model, old, "a", range(37))
     fill(new, "b", 50, seed=9)
     assert load_snapshot(path, model, new, "b") == list(range(37))
-    assert_same_bits(stored(new, "b"), stored(old, "a"))
+    assert_same_bits(stored_parts(new, "b"), stored_parts(old, "a"))
     # Both go on alike.
     fill(old, "a", 30, seed=3)
     fill(new, "b", 30, seed=3)
-    assert_same_bits(stored(new, "b"), stored(old, "a"))
+    assert_same_bits(stored_parts(new, "b"), stored_parts(old, "a"))
 
 
 def test_any_reader_of_safetensors_opens_the_file(model: qwen3.Model, tmp_path: Path):
@@ -85,7 +83,7 @@ def test_the_longest_sequence_inside_a_window_is_saved_and_no_longer_one(
     load_snapshot(path, model, new, "a")
     for seqs in (old, new):
         fill(seqs, "a", 1, seed=1)
-    assert_same_bits(stored(new, "a"), stored(old, "a"))
+    assert_same_bits(stored_parts(new, "a"), stored_parts(old, "a"))
     with pytest.raises(ArgumentError, match=r"^\[snapshot\] tokens of sequence 'a' have left the"):
         save_snapshot(path, model, old, "a", range(47))
 
@@ -99,6 +97,21 @@ def test_a_snapshot_that_does_not_fit_leaves_nothing_behind(model: qwen3.Model, 
     with pytest.raises(CacheFullError, match="need 9 blocks of 8, the budget holds 8"):
         load_snapshot(path, model, new, "b")
     assert list(new) == [] and new.cache.pool.num_used_blocks == 0
+
+
+def test_a_cache_without_blocks_is_refused_by_name(model: qwen3.Model, tmp_path: Path):
+    seqs, path = (
+        Sequences(ContiguousKVCache(config_of("alike", "float32", "dense", 8))),
+        tmp_path / "a",
+    )
+    fill(seqs, "a", 5)
+    for call in (
+        lambda: save_snapshot(path, model, seqs, "a", range(5)),
+        lambda: load_snapshot(path, model, seqs, "a"),
+    ):
+        with pytest.raises(ArgumentError, match=r"need blocks, which kv='basic' does not have"):
+            call()
+    assert list(tmp_path.iterdir()) == [] and seqs.seq_len("a") == 5
 
 
 def test_arguments_are_refused_by_name(model: qwen3.Model, tmp_path: Path):

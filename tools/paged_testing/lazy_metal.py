@@ -135,18 +135,6 @@ class ChainedReferenceBackend(ReferenceBackend):
         run = super().attend
         return _chained(kv, lambda: run(q, kv, step, params))
 
-    def paged_attention(
-        self, q: mx.array, kv: KVHandle, step: AttentionMetadata, params: AttentionParams
-    ) -> mx.array:
-        run = super().paged_attention
-        return _chained(kv, lambda: run(q, kv, step, params))
-
-    def paged_prefill_attention(
-        self, q: mx.array, kv: KVHandle, step: AttentionMetadata, params: AttentionParams
-    ) -> mx.array:
-        run = super().paged_prefill_attention
-        return _chained(kv, lambda: run(q, kv, step, params))
-
     def gather_blocks(self, kv: KVHandle, block_table: Sequence[int], num_tokens: int) -> Rows:
         run = super().gather_blocks
         return _chained(kv, lambda: run(kv, block_table, num_tokens))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from mlx_paged.server.answers.reader import AnswerFormat
 from mlx_paged.server.anthropic.answers import (
     MessageAnswer,
     MessageOptions,
@@ -15,11 +15,8 @@ from mlx_paged.server.anthropic.answers import (
     whole_message,
 )
 from mlx_paged.server.anthropic.messages import MessagesBody, read_messages_body
-from mlx_paged.server.callers import job_of, request_id_of, user_of
-from mlx_paged.server.chat_jobs import prepare
-from mlx_paged.server.fair_threads import Work
+from mlx_paged.server.callers import prepare_chat, request_id_of
 from mlx_paged.server.fields import Fields
-from mlx_paged.server.generations import Generation
 from mlx_paged.server.http.sse import EventStream
 from mlx_paged.server.service import Service
 
@@ -30,8 +27,8 @@ async def messages(request: Request, fields: Fields) -> Response:
     """An answer to a conversation, whole or as events."""
     service: Service = request.app.state.service
     has_context_management = fields.has("context_management")
-    user = user_of(request)
-    body, generation, answer_format = await service.prepare(user, _prepared, request, fields, False)
+    read = partial(_read, request, is_count=False)
+    body, generation, answer_format = await prepare_chat(request, fields, read)
     request_id = request_id_of(request)
     options = MessageOptions(
         f"msg_{request_id}",
@@ -51,25 +48,13 @@ async def messages(request: Request, fields: Fields) -> Response:
 
 async def count_tokens(request: Request, fields: Fields) -> Response:
     """How many tokens the prompt of a conversation has."""
-    service: Service = request.app.state.service
-    user = user_of(request)
-    _, generation, _ = await service.prepare(user, _prepared, request, fields, True)
+    _, generation, _ = await prepare_chat(request, fields, partial(_read, request, is_count=True))
     return JSONResponse({"input_tokens": len(generation.prompt_token_ids)})
 
 
-def _prepared(
-    work: Work, request: Request, fields: Fields, is_count: bool
-) -> tuple[MessagesBody, Generation, AnswerFormat]:
-    """The body, and the prompt and the answer that it asks for."""
-    body = _read(request, fields, is_count)
-    return body, *prepare(work, request.app.state.service, job_of(request, body.job))
-
-
-def _read(request: Request, fields: Fields, is_count: bool) -> MessagesBody:
+def _read(request: Request, fields: Fields, service: Service, is_count: bool) -> MessagesBody:
     has_betas = "anthropic-beta" in request.headers
-    body = read_messages_body(
-        fields, request.app.state.service, has_betas=has_betas, is_count=is_count
-    )
+    body = read_messages_body(fields, service, has_betas=has_betas, is_count=is_count)
     if body.left_out:
         # Names that clients make up are shown as they are only if they are short words.
         names = ", ".join(name[:40] for name in body.left_out if name.isidentifier())

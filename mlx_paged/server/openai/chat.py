@@ -9,12 +9,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.server.answers.reader import AnswerFormat
-from mlx_paged.server.callers import job_of, user_of
-from mlx_paged.server.chat_jobs import ChatJob, prepare
-from mlx_paged.server.fair_threads import Work
+from mlx_paged.server.callers import prepare_chat
+from mlx_paged.server.chat_jobs import ChatJob
 from mlx_paged.server.fields import Fields
-from mlx_paged.server.generations import Generation
 from mlx_paged.server.grammars.response_format import read_structured_outputs
 from mlx_paged.server.http.sse import EventStream
 from mlx_paged.server.openai.chat_answers import ChatAnswers, chat_events, whole_chat
@@ -73,8 +70,7 @@ class ChatBody:
 async def chat_completions(request: Request, fields: Fields) -> Response:
     """An answer to a conversation, whole or in parts."""
     service: Service = request.app.state.service
-    user = user_of(request)
-    body, generation, answer_format = await service.prepare(user, _prepared, request, fields)
+    body, generation, answer_format = await prepare_chat(request, fields, read_chat)
     kind = "chat.completion.chunk" if body.options.is_streamed else "chat.completion"
     head = Head.of(request, body.options, "chatcmpl", kind)
     answers = ChatAnswers(
@@ -90,15 +86,6 @@ async def chat_completions(request: Request, fields: Fields) -> Response:
         return JSONResponse(whole_chat(answers, output))
     answer = await service.start(generation, head.request_id)
     return EventStream(chat_events(answers, answer), answer)
-
-
-def _prepared(
-    work: Work, request: Request, fields: Fields
-) -> tuple[ChatBody, Generation, AnswerFormat]:
-    """The body, and the prompt and the answers that it asks for."""
-    service: Service = request.app.state.service
-    body = read_chat(fields, service)
-    return body, *prepare(work, service, job_of(request, body.job))
 
 
 def read_chat(fields: Fields, service: Service) -> ChatBody:

@@ -7,24 +7,19 @@ from typing import NoReturn
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from mlx_paged.server.answers.reader import AnswerFormat
-from mlx_paged.server.callers import job_of, request_id_of, user_of
-from mlx_paged.server.chat_jobs import prepare
+from mlx_paged.server.callers import prepare_chat, request_id_of
 from mlx_paged.server.errors import ApiError
-from mlx_paged.server.fair_threads import Work
 from mlx_paged.server.fields import Fields
-from mlx_paged.server.generations import Generation
 from mlx_paged.server.http.sse import EventStream
 from mlx_paged.server.responses.answers import ResponseAnswer, response_events, whole_response
-from mlx_paged.server.responses.body import ResponsesBody, read_responses_body
+from mlx_paged.server.responses.body import read_responses_body
 from mlx_paged.server.service import Service
 
 
 async def responses(request: Request, fields: Fields) -> Response:
     """An answer to a conversation, whole or as events."""
     service: Service = request.app.state.service
-    user = user_of(request)
-    body, generation, answer_format = await service.prepare(user, _prepared, request, fields)
+    body, generation, answer_format = await prepare_chat(request, fields, read_responses_body)
     request_id = request_id_of(request)
     answer = ResponseAnswer(service, body, answer_format, request_id)
     if not body.is_streamed:
@@ -32,15 +27,6 @@ async def responses(request: Request, fields: Fields) -> Response:
         return JSONResponse(whole_response(answer, output))
     parts = await service.start(generation, request_id)
     return EventStream(response_events(answer, parts), parts)
-
-
-def _prepared(
-    work: Work, request: Request, fields: Fields
-) -> tuple[ResponsesBody, Generation, AnswerFormat]:
-    """The body, and the prompt and the answer that it asks for."""
-    service: Service = request.app.state.service
-    body = read_responses_body(fields, service)
-    return body, *prepare(work, service, job_of(request, body.job))
 
 
 async def stored_response(request: Request) -> NoReturn:

@@ -380,8 +380,6 @@ def test_a_state_cannot_be_cut_nor_made_from_rows():
     with pytest.raises(BlockTableError, match="a recurrent state of 20 tokens, which can't be cut"):
         seqs.trim("a", 12)
     assert seqs.seq_len("a") == 20
-    with pytest.raises(ValueError, match="a snapshot holds K/V alone"):
-        seqs.snapshot("a")
     rows = np.zeros((1, 2, 32), np.float32)
     with pytest.raises(ValueError, match="rows of K/V can't be appended or restored alone"):
         seqs.append("a", [mx.array(rows)] * 2, [mx.array(rows)] * 2)
