@@ -6,7 +6,7 @@ import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias, overload
+from typing import TYPE_CHECKING, NamedTuple, Self, TypeAlias, overload
 
 from mlx_paged.domains import Domain, or_none, whole
 from mlx_paged.sampling_params import SamplingParams
@@ -191,7 +191,8 @@ class Request:
     @property
     def num_seqs(self) -> int:
         """How many sequences this is, or will be when its prompt is computed."""
-        return self.params.n if self.index == 0 and self.num_output_tokens == 0 else 1
+        is_whole = self.index == 0 and len(self.token_ids) == self.num_prompt_tokens
+        return self.params.n if is_whole else 1
 
     @property
     def _num_scored_tokens(self) -> int:
@@ -263,8 +264,8 @@ class Logprob:
     decoded_token: str | None = None
 
 
-class Truth(int):
-    """A truth value that may be called, too. In vLLM, ``finished`` is an attribute of a
+class CallableBool(int):
+    """A bool that may be called, too. In vLLM, ``finished`` is an attribute of a
     ``RequestOutput`` and a method of a ``CompletionOutput``; here both are either.
     """
 
@@ -278,21 +279,32 @@ class Truth(int):
 
 
 class _Finished:
-    """A field of an output, False by default, that is read as a :class:`Truth`."""
+    """A field of an output, False by default, that is read as a :class:`CallableBool`."""
 
     @overload
     def __get__(self, output: None, kind: type) -> bool: ...
     @overload
-    def __get__(self, output: RequestOutput, kind: type) -> Truth: ...
-    def __get__(self, output: RequestOutput | None, kind: type) -> bool | Truth:
-        return False if output is None else Truth(vars(output)["finished"])
+    def __get__(self, output: RequestOutput, kind: type) -> CallableBool: ...
+    def __get__(self, output: RequestOutput | None, kind: type) -> bool | CallableBool:
+        return False if output is None else vars(output)["finished"]
 
     def __set__(self, output: RequestOutput, is_finished: bool) -> None:
-        vars(output)["finished"] = bool(is_finished)
+        vars(output)["finished"] = CallableBool(bool(is_finished))
+
+
+class _Copied:
+    """Copied field by field, in a third of the time that ``copy.copy`` takes for other objects:
+    outputs are copied for each token.
+    """
+
+    def __copy__(self) -> Self:
+        copied = object.__new__(type(self))
+        vars(copied).update(vars(self))
+        return copied
 
 
 @dataclass
-class CompletionOutput:
+class CompletionOutput(_Copied):
     """One completion of a request, as far as it has been generated.
 
     Args:
@@ -320,13 +332,13 @@ class CompletionOutput:
     num_accepted_tokens: int = 0
 
     @property
-    def finished(self) -> Truth:
+    def finished(self) -> CallableBool:
         """Whether it has ended; as an attribute and, as in vLLM, as a method."""
-        return Truth(self.finish_reason is not None)
+        return CallableBool(self.finish_reason is not None)
 
 
 @dataclass
-class RequestOutput:
+class RequestOutput(_Copied):
     """A request's answer, as far as it has been generated.
 
     Args:

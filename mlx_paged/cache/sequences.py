@@ -260,12 +260,11 @@ class Sequences:
         """
         self._table(seq)
         table = self.manager.groups[seq][self.cache.config.group_of(layer)]
-        stored = self.cache.layers[layer]
+        stored, form = self.cache.layers[layer], self.cache.layers[layer].spec.format
         k, v = stored.stored_rows(table) if table.num_held_tokens else stored.spec.zeros(0)
         # A view that stays alive would make the next write copy the whole array behind it. The
         # product is exact and, unlike mx.contiguous, never shares the memory of a view that is
         # contiguous already.
-        form = stored.spec.format
         keys, values = form.decode(tuple(part * 1 for part in k), tuple(part * 1 for part in v))
         keys = form.unrotated(keys)
         mx.eval(keys, values)

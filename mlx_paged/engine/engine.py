@@ -109,7 +109,7 @@ class Engine:
 
     Raises:
         ValueError: a setting out of its range, or a budget that holds no block.
-        TypeError: an argument that there is not; the message says what to use.
+        TypeError: an unknown argument; the message says what to use instead.
     """
 
     @refuses_unknown_arguments("engine", also=passed_on_names)

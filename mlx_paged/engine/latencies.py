@@ -7,7 +7,6 @@ What is observed, and the bounds of the buckets, are those of vLLM's v1 metrics.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -122,9 +121,9 @@ class Latencies:
         none is made twice.
         """
         num_new_tokens = 0
-        num_tokens_by_latency: defaultdict[float, int] = defaultdict(int)
+        num_by_latency: dict[float, int] = {}  # tokens of a step share a few
         begun: list[Request] = []
-        ended: defaultdict[RequestState, list[Completion]] = defaultdict(list)
+        ended: dict[RequestState, list[Completion]] = {}
         for state in states:
             for completion in state.completions:
                 output, num_before = completion.output, completion.num_reported_tokens
@@ -132,20 +131,21 @@ class Latencies:
                 if output.finish_reason is not None and not completion.is_end_reported:
                     # Before its last tokens: without its end, it would go on behind them.
                     completion.is_end_reported = True
-                    ended[state].append(completion)
+                    ended.setdefault(state, []).append(completion)
                 if num_tokens > num_before:
                     completion.num_reported_tokens = num_tokens
                     completion.last_token_time = now
                     num_new = num_tokens - num_before
                     num_new_tokens += num_new
                     if num_before:
-                        num_tokens_by_latency[(now - time_before) / num_new] += num_new
+                        latency = (now - time_before) / num_new
+                        num_by_latency[latency] = num_by_latency.get(latency, 0) + num_new
                     elif state.first_token_time is None:
                         state.first_token_time = now
                         begun.append(state.requests[0])
         self.num_generation_tokens += num_new_tokens
-        for latency, num_tokens in num_tokens_by_latency.items():
-            self.inter_token_latency.observe(latency, num_tokens)
+        for latency, times in num_by_latency.items():
+            self.inter_token_latency.observe(latency, times)
         for request in begun:
             self._observe_prompt(request, now)
         for state, completions in ended.items():

@@ -124,8 +124,7 @@ class ModelRunner:
         if self.draft_model is None or not batch.drafted:
             return _tokens_of(batch, awaited)
         # A step with drafts was planned when all tokens before it were known.
-        token_ids = itertools.chain.from_iterable([part.token_ids for part in batch.scheduled])
-        return self.draft_model.put_drafts(batch, mx.array(list(token_ids), dtype=mx.int32))
+        return self.draft_model.put_drafts(batch, mx.array(batch.token_ids, dtype=mx.int32))
 
     def _transfer(self, transfer: Transfer) -> None:
         cache = self.cache
@@ -151,8 +150,7 @@ class ModelRunner:
 
 def _tokens_of(batch: Batch, awaited: SampledTokens) -> mx.array:
     """``[num_tokens] int32``, the packed new tokens of a batch."""
-    scheduled = batch.scheduled
-    token_ids = list(itertools.chain.from_iterable([part.token_ids for part in scheduled]))
+    scheduled, token_ids = batch.scheduled, batch.token_ids
     if PENDING_TOKEN not in token_ids:
         return mx.array(token_ids, dtype=mx.int32)
     entry_of = {request: entry for entry, request in enumerate(awaited.requests)}

@@ -93,8 +93,8 @@ def export_prompt_cache(
 
 
 def import_prompt_cache(path: str | Path, model: Module, sequences: Sequences, seq: SeqId) -> int:
-    """Make a sequence hold the K/V of a prompt cache of mlx-lm's, in place of what it held; returns
-    their number of tokens.
+    """Make a sequence of a cache hold the K/V of a prompt cache of mlx-lm's, in place of what it
+    held; returns their number of tokens.
 
     Raises:
         SnapshotError: the file can't be read, is no prompt cache, or holds K/V of other layers,

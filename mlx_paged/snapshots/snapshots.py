@@ -63,7 +63,8 @@ def save_snapshot(
 
 
 def load_snapshot(path: str | Path, model: Module, sequences: Sequences, seq: SeqId) -> list[int]:
-    """Make a sequence hold the K/V of a file, in place of what it held; returns their token ids.
+    """Make a sequence of a cache hold the K/V of a file, in place of what it held; returns their
+    token ids.
 
     Raises:
         SnapshotError: the file can't be read, was truncated or altered, or holds K/V of another
@@ -118,7 +119,8 @@ def store_sequence(
     sequences: Sequences, seq: SeqId, tier: Tier, headers: Sequence[BlockHeader]
 ) -> None:
     """Copy the blocks of a sequence into a tier."""
-    store_blocks(check_has_blocks(sequences.cache), tier, _with_ids(sequences, seq, headers))
+    cache = check_has_blocks(sequences.cache)
+    store_blocks(cache, tier, _with_ids(sequences, seq, headers))
 
 
 def load_sequence(
@@ -129,10 +131,11 @@ def load_sequence(
     Raises:
         CacheFullError: the budget can't hold them.
     """
+    cache = check_has_blocks(sequences.cache)
     if seq in sequences:
         sequences.free(seq)
     with sequences.step({seq: num_tokens}):
-        load_blocks(check_has_blocks(sequences.cache), tier, _with_ids(sequences, seq, headers))
+        load_blocks(cache, tier, _with_ids(sequences, seq, headers))
 
 
 def _with_ids(

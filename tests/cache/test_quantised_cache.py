@@ -91,11 +91,8 @@ def test_blocks_that_went_through_a_tier_have_the_same_bits(bits, dtype):
     old, new = (Sequences(PagedKVCache(config(bits, dtype))) for _ in range(2))
     old.append("noise", *random_rows(5, seed=5))
     old.append("a", *random_rows(21))
-    before, tier, headers = (
-        stored_parts(old, "a"),
-        HostMemory(),
-        sequence_headers(old.cache.config, 21),
-    )
+    before, tier = stored_parts(old, "a"), HostMemory()
+    headers = sequence_headers(old.cache.config, 21)
     store_sequence(old, "a", tier, headers)
     old.free("a")
     load_sequence(new, "b", 21, tier, headers)

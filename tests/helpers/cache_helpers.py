@@ -45,23 +45,6 @@ def assert_holds(seqs: Sequences, seq: object, k: mx.array, v: mx.array) -> None
         np.testing.assert_array_equal(np.array(values), np.array(v[layer].swapaxes(0, 1)))
 
 
-def stored_parts(seqs: Sequences, seq: object) -> list[np.ndarray]:
-    """What a cache has of a sequence, bit for bit: all parts of all layers, as bytes."""
-    tables, arrays = seqs.manager.groups[seq], []
-    for index, layer in enumerate(seqs.cache.layers):
-        table = tables[seqs.cache.config.group_of(index)]
-        for parts in layer.stored_rows(table):
-            arrays += [np.array(mx.contiguous(part).view(mx.uint8)) for part in parts]
-    return arrays
-
-
-def copy_rows(old: Sequences, seq: object, new: Sequences, new_seq: object) -> None:
-    """Append to a sequence what another cache has of one, of any kind, block size and format."""
-    layers = [old.materialize(seq, layer) for layer in range(len(old.cache.layers))]
-    k, v = ([rows.swapaxes(0, 1) for rows in side] for side in zip(*layers, strict=True))
-    new.append(new_seq, k, v)
-
-
 def scheduled_step(
     seqs: Sequences, num_new_tokens: dict[str, int], **options: object
 ) -> AbstractContextManager[AttentionMetadata]:
@@ -75,6 +58,23 @@ def sequences_of(engine: Engine) -> Sequences:
     seqs = Sequences(engine.cache)
     seqs.manager = engine.manager
     return seqs
+
+
+def stored_parts(seqs: Sequences, seq: object) -> list[np.ndarray]:
+    """What a cache has of a sequence, bit for bit: all parts of all layers, as bytes."""
+    arrays = []
+    for index, layer in enumerate(seqs.cache.layers):
+        table = seqs.manager.groups[seq][seqs.cache.config.group_of(index)]
+        for parts in layer.stored_rows(table):
+            arrays += [np.array(mx.contiguous(part).view(mx.uint8)) for part in parts]
+    return arrays
+
+
+def copy_rows(old: Sequences, seq: object, new: Sequences, new_seq: object) -> None:
+    """Append to a sequence what another one has, in a cache of any kind, block size and format."""
+    layers = [old.materialize(seq, layer) for layer in range(len(old.cache.layers))]
+    k, v = ([rows.swapaxes(0, 1) for rows in side] for side in zip(*layers, strict=True))
+    new.append(new_seq, k, v)
 
 
 def swapped_out(seqs: Sequences, seq: str) -> tuple[SequenceTables, list[list[bytes]]]:

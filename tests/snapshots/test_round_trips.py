@@ -42,7 +42,7 @@ def test_a_sequence_goes_on_from_a_snapshot_in_the_place_of_another_one(
     model: qwen3.Model, tmp_path: Path, block_size: int
 ):
     config, path = config_of("different", "bfloat16", "dense", block_size), tmp_path / "a"
-    old, new = Sequences(PagedKVCache(config)), Sequences(PagedKVCache(config))
+    old, new = (Sequences(PagedKVCache(config)) for _ in range(2))
     fill(old, "a", 37)
     save_snapshot(path, model, old, "a", range(37))
     fill(new, "b", 50, seed=9)
@@ -100,10 +100,8 @@ def test_a_snapshot_that_does_not_fit_leaves_nothing_behind(model: qwen3.Model, 
 
 
 def test_a_cache_without_blocks_is_refused_by_name(model: qwen3.Model, tmp_path: Path):
-    seqs, path = (
-        Sequences(ContiguousKVCache(config_of("alike", "float32", "dense", 8))),
-        tmp_path / "a",
-    )
+    config, path = config_of("alike", "float32", "dense", 8), tmp_path / "a"
+    seqs = Sequences(ContiguousKVCache(config))
     fill(seqs, "a", 5)
     for call in (
         lambda: save_snapshot(path, model, seqs, "a", range(5)),

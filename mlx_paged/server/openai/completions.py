@@ -70,7 +70,7 @@ async def completions(request: Request, fields: Fields) -> Response:
     """How the prompts go on, whole or in parts."""
     service: Service = request.app.state.service
     user = user_of(request)
-    body, encoded = await service.prepare(user, _prepared, service, fields)
+    body, encoded = await service.run_in_tokenizer_pool(user, _prepared, service, fields)
     salt = cache_salt_of(request, body.cache_salt)
     no_store = no_store_of(request, body.no_store)
     generations = [
@@ -161,7 +161,7 @@ def read_prompts(fields: Fields) -> list[Prompt]:
 
 def encode_all(work: Work, service: Service, body: CompletionBody) -> list[list[int]]:
     """The tokens of the prompts. It takes long for long prompts, so call it with
-    :meth:`Service.prepare`.
+    :meth:`Service.run_in_tokenizer_pool`.
 
     Raises:
         ApiError: a prompt that can't be encoded, or prompts that are too long together; 400.

@@ -21,7 +21,9 @@ from mlx_paged.token_ids import check_token_ids
 async def tokenize(request: Request, fields: Fields) -> Response:
     """The tokens of a text, or of a conversation as the chat template writes it."""
     service: Service = request.app.state.service
-    token_ids, names = await service.prepare(user_of(request), _tokens, request, fields)
+    token_ids, names = await service.run_in_tokenizer_pool(
+        user_of(request), _tokens, request, fields
+    )
     return JSONResponse(
         {
             "count": len(token_ids),
@@ -65,7 +67,7 @@ def _conversation(work: Work, request: Request, fields: Fields) -> list[int]:
 async def detokenize(request: Request, fields: Fields) -> Response:
     """The text of tokens."""
     service: Service = request.app.state.service
-    text = await service.prepare(user_of(request), _text, service, fields)
+    text = await service.run_in_tokenizer_pool(user_of(request), _text, service, fields)
     return JSONResponse({"prompt": text})
 
 
