@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeAlias
 
@@ -199,11 +199,10 @@ class Steps:
             if not request.is_finished:
                 self._reports.states[request.request_id].add_prompt_logprobs(request, entries)
         verified = {part.request for part in drafted}
-        if self.row_reader is not None:
-            self._hand_out_rows(step.sampled, results, verified)
-        for request, result in zip(step.sampled.requests, results, strict=True):
+        sampled = step.sampled
+        for entry, (request, result) in enumerate(zip(sampled.requests, results, strict=True)):
             if request not in verified:
-                self._append(request, result)
+                self._append(request, result, sampled, entry)
         if self._disk_tier is not None:
             self._disk_tier.note(step.batch, [later.batch for later in self.in_flight])
 
@@ -247,37 +246,11 @@ class Steps:
                 if is_accepted:
                     self._scheduler.accept_draft(request)
                     num_accepted += 1
-                if self.row_reader is not None:
-                    self._hand_out_row(request, result, sampled, first_entry + number)
-                self._append(request, result)
+                self._append(request, result, sampled, first_entry + number)
                 if not is_accepted or request.is_finished:
                     break
             self._scheduler.end_verification(part, num_accepted)
         return True
-
-    def _hand_out_rows(
-        self,
-        sampled: SampledTokens,
-        results: Sequence[SampledToken | Exception],
-        verified: Collection[Request],
-    ) -> None:
-        for entry, (request, result) in enumerate(zip(sampled.requests, results, strict=True)):
-            if request not in verified:
-                self._hand_out_row(request, result, sampled, entry)
-
-    def _hand_out_row(
-        self,
-        request: Request,
-        result: SampledToken | Exception,
-        sampled: SampledTokens,
-        entry: int,
-    ) -> None:
-        """Give the reader of rows the logits of a token that is about to be appended."""
-        if self.row_reader is None or sampled.rows is None or request.is_finished:
-            return
-        if isinstance(result, SampledToken):
-            completion = self._reports.states[request.request_id].output.outputs[request.index]
-            self.row_reader(request, len(completion.token_ids) + 1, sampled.rows[entry])
 
     @contextmanager
     def _device_work(self) -> Iterator[None]:
@@ -378,18 +351,30 @@ class Steps:
             first_row += num_rows
         return rows, requests, num_before
 
-    def _append(self, request: Request, sampled: SampledToken | Exception) -> None:
-        """Append a token to a request, or end it with what failed it."""
+    def _append(
+        self,
+        request: Request,
+        result: SampledToken | Exception,
+        sampled: SampledTokens,
+        entry: int,
+    ) -> None:
+        """Append a token to a request, or end it with what failed it: the result of this entry of
+        ``sampled``.
+        """
         if request.is_finished:
             return  # Since it was sampled.
-        if isinstance(sampled, Exception):
-            self._finish(request, "error", sampled)
+        if isinstance(result, Exception):
+            self._finish(request, "error", result)
             return
+        state = self._reports.states[request.request_id]
+        if self.row_reader is not None and sampled.rows is not None:
+            number = len(state.completions[request.index].output.token_ids) + 1
+            self.row_reader(request, number, sampled.rows[entry])
         ahead = self.in_flight[0].batch if self.in_flight else None
-        self._scheduler.append_token(request, sampled.token_id, ahead)
+        self._scheduler.append_token(request, result.token_id, ahead)
         stop_text = None
         try:
-            stop_text = self._reports.states[request.request_id].add_token(request, sampled)
+            stop_text = state.add_token(request, result)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # the panics of tokenizers in Rust are no Exception
