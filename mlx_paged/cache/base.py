@@ -146,7 +146,7 @@ class KVCache(ABC):
             num_logit_rows: of how many of its last tokens each sequence wants logits; 1 of each by
                 default. If no sequence wants any, the step has one row of logits all the same: MLX
                 refuses some products of no rows.
-            shares_new_blocks: see :meth:`AttentionMetadata.build`.
+            shares_new_blocks: see :class:`AttentionMetadata`.
             layers: those that the step runs; of two models on one cache, each runs its own.
             context_lens: of each sequence, where its new tokens end; by default all that it has
                 slots for.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ _OTHER_FLAGS = {
 def setup_arg_parser(prog: str | None = None) -> argparse.ArgumentParser:
     """The argument parser of the server, for a program of this name."""
     server = parser.Parser(
-        prog=prog or _name_as_called(),
+        prog=prog or "python -m mlx_paged.server",
         description="Serve a model to clients of the APIs of OpenAI and Anthropic.",
         flags=flags.SAMPLING | _FLAGS | _OTHER_FLAGS,
     )
@@ -150,8 +149,3 @@ def json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"must be a JSON object, got {shown(text)}")
     return value
-
-
-def _name_as_called() -> str:
-    name = Path(sys.argv[0]).name
-    return name if name == "mlx_paged.server" else "python -m mlx_paged.server"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 from helpers.cache_helpers import rows, uniform
+from paged_testing.by_hand import step_of
 from paged_testing.lazy_metal import ChainedReferenceBackend, fused_operations, lazy_metal
 
 from mlx_paged.cache import PagedKVCache, Sequences
-from mlx_paged.ops import AttentionMetadata, AttentionParams, KVHandle, kernels
+from mlx_paged.ops import AttentionParams, KVHandle, kernels
 from mlx_paged.ops.metal import MetalBackend
 
 CONFIG = uniform(head_dim=32)  # that kernels are made for
@@ -51,7 +52,7 @@ def test_a_read_sees_the_writes_called_before_it_and_none_called_after_it():
     kv = KVHandle.allocate(2, 1, 8, 4, 4)
     gathered = []
     for value in (1, 2, 3):
-        step = AttentionMetadata.build([[1]], [value], [1], 8)
+        step = step_of([[1]], [value], [1], 8)
         row = mx.full((1, 1, 4), value, dtype=mx.float32)
         backend.reshape_and_cache((row,), (-row,), kv, step.slot_mapping)
         gathered.append(backend.gather_blocks(kv, [1], 3))
@@ -62,7 +63,7 @@ def test_a_read_sees_the_writes_called_before_it_and_none_called_after_it():
 def test_each_operation_binds_the_fence_and_leaves_the_next_one():
     backend = ChainedReferenceBackend()
     kv = KVHandle.allocate(3, 1, 8, 4, 4)
-    step = AttentionMetadata.build([[1]], [1], [1], 8)
+    step = step_of([[1]], [1], [1], 8)
     row = mx.ones((1, 1, 4))
     params = AttentionParams(SCALE)
     fences = []
