@@ -31,7 +31,8 @@ from typing import Any
 
 from card import machine_card, print_card, print_json, print_table
 
-from mlx_paged.block_store import BlockHeader, BlockStore, BlockWriter, Fingerprint
+from mlx_paged.block_store import BlockStore, BlockWriter, Fingerprint
+from mlx_paged.core.tier import BlockHeader
 
 SIZES = {"1.75 MiB": 1_835_008, "64 KiB": 65_536}
 NO_LIMIT = 1 << 50
@@ -42,7 +43,7 @@ _UNIT = 4096
 def open_store(folder: Path, max_nbytes: int = NO_LIMIT) -> BlockStore:
     fingerprint = Fingerprint("benchmark", "benchmark", ("layer",), "auto", BLOCK_SIZE, "1")
     store = BlockStore(folder, max_nbytes, fingerprint)
-    store.tend()
+    store.maintain()
     return store
 
 
@@ -77,10 +78,10 @@ def measure_blocks(folder: Path, nbytes: int, num_blocks: int) -> dict[str, dict
     for number in range(num_blocks):
         header, payload = header_of(number), payloads[number % len(payloads)]
         file = plain / str(number)
-        clock("put", lambda: roomy.put(header, payload))  # noqa: B023
+        clock("put", lambda: roomy.store(header, payload))  # noqa: B023
         clock("plain write", lambda: file.write_bytes(payload))  # noqa: B023
-        clock("put, full folder", lambda: full.put(header, payload))  # noqa: B023
-        clock("get", lambda: roomy.get(header.block_hash))  # noqa: B023
+        clock("put, full folder", lambda: full.store(header, payload))  # noqa: B023
+        clock("get", lambda: roomy.load(header.block_hash))  # noqa: B023
         clock("plain read", file.read_bytes)
     hashes = [hash_of(number) for number in range(num_blocks)]
     for _ in range(5):
@@ -99,7 +100,7 @@ def read_with_two_threads(store: BlockStore, hashes: list[bytes]) -> float:
 
     def work(part: list[bytes]) -> None:
         for block_hash in part:
-            store.get(block_hash)
+            store.load(block_hash)
 
     threads = [threading.Thread(target=work, args=(hashes[start::2],)) for start in range(2)]
     start = time.perf_counter()
@@ -114,7 +115,7 @@ def measure_many(folder: Path, num_blocks: int) -> dict[str, float]:
     """Microseconds per look-up and per block of a start, in a folder of small blocks."""
     store = open_store(folder / "many")
     for number in range(num_blocks):
-        store.put(header_of(number), b"small")
+        store.store(header_of(number), b"small")
     hashes = [hash_of(number) for number in range(min(num_blocks, 4000))]
     results = {
         "look-up": per_block(lambda: [store.has(each) for each in hashes], len(hashes)),
@@ -123,7 +124,7 @@ def measure_many(folder: Path, num_blocks: int) -> dict[str, float]:
         ),
     }
     store.note_used(hashes)
-    results["note of a use"] = per_block(store.tend, len(hashes))
+    results["note of a use"] = per_block(store.maintain, len(hashes))
     store.close()
     results["start with an index"] = per_block(lambda: start_writer(folder), num_blocks)
     store.layout.index.unlink()

@@ -20,7 +20,6 @@ the model's own calls, text.
 from __future__ import annotations
 
 import argparse
-import itertools
 import statistics
 import time
 from collections import defaultdict
@@ -31,6 +30,7 @@ from card import machine_card, print_card, print_json, print_table
 
 from mlx_paged.cache import KVCacheConfig, PagedKVCache
 from mlx_paged.config import SchedulerConfig
+from mlx_paged.core import KVCacheManager
 from mlx_paged.engine.latencies import Latencies
 from mlx_paged.engine.request_state import RequestState
 from mlx_paged.engine.scheduler import Scheduler
@@ -53,7 +53,8 @@ def measure(batch: int, context: int, num_steps: int) -> dict[str, float]:
     config = SchedulerConfig(
         max_num_seqs=batch, max_num_batched_tokens=batch * (context + 16), watermark=0.0
     )
-    scheduler = Scheduler(cache, config)
+    manager = KVCacheManager(cache.pool)
+    scheduler = Scheduler(manager, cache, config)
     params = SamplingParams(max_tokens=-1)
     for index in range(batch):
         # Lengths differ, so that in each step some sequences take a block.
@@ -73,10 +74,10 @@ def measure(batch: int, context: int, num_steps: int) -> dict[str, float]:
         output = scheduler.schedule()
         marks.append(time.perf_counter())
         parts = output.scheduled
-        tokens = mx.array(list(itertools.chain.from_iterable([p.token_ids for p in parts])))
+        tokens = mx.array(output.token_ids)
         marks.append(time.perf_counter())
-        with cache.scheduled_step(
-            [part.request.seq_id for part in parts],
+        with cache.open_step(
+            [manager.groups[part.request.seq_id] for part in parts],
             [part.num_new_tokens for part in parts],
             [part.num_logit_rows for part in parts],
             output.shares_new_blocks,
@@ -93,8 +94,7 @@ def measure(batch: int, context: int, num_steps: int) -> dict[str, float]:
         for state in states:
             state.output.outputs[0].token_ids.append(step % 100)
         now = time.perf_counter()
-        for state in states:
-            state.note_reported(latencies, now)
+        latencies.observe(states, now)
         times["observe"].append(time.perf_counter() - now)
         for part, start, end in zip(PARTS, marks, marks[1:], strict=False):
             times[part].append(end - start)

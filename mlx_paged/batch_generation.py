@@ -32,6 +32,7 @@ class BatchOptions(OneShotOptions, total=False):
     those of a cache.
     """
 
+    draft_model: Module | None
     sampler: Sampler | None
     logits_processors: Sequence[LogitsProcessor] | None
     completion_batch_size: int

@@ -6,8 +6,9 @@ import numbers
 import re
 from dataclasses import dataclass
 
-from mlx_paged.argument_values import as_integer, check_integer, check_positive
-from mlx_paged.errors import ArgumentError, shown
+from mlx_paged.argument_values import as_integer
+from mlx_paged.domains import Domain, whole
+from mlx_paged.errors import ArgumentError
 
 BLOCK_SIZES = (8, 16, 32, 64)
 KV_CACHES = ("basic", "paged")
@@ -18,7 +19,6 @@ DEFAULT_BLOCK_SIZE = 16
 DEFAULT_KV = "paged"
 DEFAULT_BACKEND = "auto"
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
-DEFAULT_MAX_NUM_MIXED_TOKENS = 512
 DEFAULT_NUM_SINK_TOKENS = 4
 DEFAULT_CACHE_DIR_SIZE = "20G"
 MAX_WINDOW = 2**31
@@ -27,21 +27,13 @@ MAX_DRAFT_TOKENS = 7
 DEFAULT_NUM_DRAFT_TOKENS = 3  # of a draft model, as in mlx-lm
 
 _KV_BITS = re.compile(r"\s*k\s*:?\s*(\d+)\s*,?\s*v\s*:?\s*(\d+)\s*", re.IGNORECASE)
-KV_BITS_NOTATION = "8, 4 or one for each, such as K:8,V:4"
-
 _BUDGET = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(blocks?|[kmgt]?i?b?)\s*", re.IGNORECASE)
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _MAX_BUDGET = 2**63
-BUDGET_NOTATION = "bytes (65536, 512M, 2G) or whole blocks (256blocks), within 1..2**63"
-NBYTES_NOTATION = "bytes (65536, 512M, 2G), within 1..2**63"
-
-RECOMMENDED = "recommended"
-WIRED_LIMIT_NOTATION = f"{RECOMMENDED!r} or {NBYTES_NOTATION}"
-
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([smhdw]?)\s*", re.IGNORECASE)
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _MAX_SECONDS = 100 * 365.25 * 86_400
-DURATION_NOTATION = "seconds (90, 90s), minutes, hours, days or weeks (30m, 12h, 7d, 2w)"
+RECOMMENDED = "recommended"
 
 
 @dataclass(frozen=True)
@@ -62,12 +54,7 @@ class KVBudget:
         Raises:
             ArgumentError: the text is none of these, not positive, or too large.
         """
-        budget = _read_budget(text)
-        if budget is None:
-            raise ArgumentError(
-                f"[kv cache] {argument} must be {BUDGET_NOTATION}, got {shown(text)}", argument
-            )
-        return budget
+        return BUDGET.check("kv cache", argument, text)
 
 
 def _read_budget(text: object) -> KVBudget | None:
@@ -83,60 +70,22 @@ def _read_budget(text: object) -> KVBudget | None:
     return KVBudget(num_blocks=int(count)) if is_blocks else KVBudget(nbytes=int(count))
 
 
-def parse_nbytes(text: str | int, argument: str) -> int:
-    """A number of bytes in the notation of budgets: ``"512M"``, ``"2G"``, ``65536``.
-
-    Args:
-        argument: the name of the argument that has it, for the error.
-
-    Raises:
-        ArgumentError: the text is no such number, or says blocks.
-    """
+def _read_nbytes(text: object) -> int | None:
     budget = _read_budget(text)
-    if budget is None or budget.nbytes is None:
-        raise ArgumentError(
-            f"[engine] {argument} must be {NBYTES_NOTATION}, got {shown(text)}", argument
-        )
-    return budget.nbytes
+    return None if budget is None else budget.nbytes
 
 
-def parse_wired_limit(given: str | int) -> str | int:
-    """A number of bytes in the notation of budgets, or ``"recommended"``.
-
-    Raises:
-        ArgumentError: it is neither.
-    """
-    if isinstance(given, str) and given == RECOMMENDED:
-        return given
-    try:
-        return parse_nbytes(given, "wired_limit")
-    except ArgumentError as error:
-        raise ArgumentError(
-            f"[engine] wired_limit must be {WIRED_LIMIT_NOTATION}, got {shown(given)}",
-            "wired_limit",
-        ) from error
+def _read_wired_limit(given: object) -> str | int | None:
+    return given if isinstance(given, str) and given == RECOMMENDED else _read_nbytes(given)
 
 
-def parse_duration(given: str | float, argument: str) -> float:
-    """Seconds, from ``"90s"``, ``"30m"``, ``"12h"``, ``"7d"``, ``"2w"`` or a number of seconds.
-
-    Args:
-        argument: the name of the argument that has it, for the error.
-
-    Raises:
-        ArgumentError: it is none of these, not positive, or more than 100 years.
-    """
+def _read_duration(given: object) -> float | None:
     seconds = 0.0
     if isinstance(given, str) and (match := _DURATION.fullmatch(given)) is not None:
         seconds = float(match[1]) * _SECONDS[match[2].lower()]
     elif isinstance(given, numbers.Real) and not isinstance(given, bool):
         seconds = float(given)
-    if not 0 < seconds <= _MAX_SECONDS:
-        raise ArgumentError(
-            f"[engine] {argument} must be {DURATION_NOTATION}, above 0, got {shown(given)}",
-            argument,
-        )
-    return seconds
+    return seconds if 0 < seconds <= _MAX_SECONDS else None
 
 
 @dataclass(frozen=True)
@@ -152,26 +101,43 @@ class KVBits:
         return bits if self.key == self.value else f"K:{self.key},V:{self.value}"
 
     @classmethod
-    def parse(cls, given: str | int | None, argument: str = "kv_format") -> KVBits | None:
+    def parse(cls, given: str | int | None) -> KVBits | None:
         """``8``, ``"4"`` or ``"K:8,V:4"``; ``None`` is ``None``: K/V in the model's dtype.
-
-        Args:
-            argument: the name of the argument that has it, for the error.
 
         Raises:
             ArgumentError: it is none of these, or there are no such bits.
         """
-        if given is None:
-            return None
-        number = as_integer(given)
-        text = given.strip() if isinstance(given, str) else str(number)
-        match = _KV_BITS.fullmatch(text)
-        bits = match.groups() if match else (text, text)
-        if all(one in map(str, KV_BITS) for one in bits):
-            return cls(int(bits[0]), int(bits[1]))
-        raise ArgumentError(
-            f"[kv cache] {argument} must be {KV_BITS_NOTATION}, got {shown(given)}", argument
-        )
+        return None if given is None else KV_FORMAT.check("kv cache", "kv_format", given)
+
+
+def _read_kv_bits(given: object) -> KVBits | None:
+    text = given.strip() if isinstance(given, str) else str(as_integer(given))
+    match = _KV_BITS.fullmatch(text)
+    bits = match.groups() if match else (text, text)
+    if all(one in map(str, KV_BITS) for one in bits):
+        return KVBits(int(bits[0]), int(bits[1]))
+    return None
+
+
+# How budgets and durations are written.
+BUDGET = Domain(
+    "bytes (65536, 512M, 2G) or whole blocks (256blocks), within 1..2**63",
+    _read_budget,
+    metavar="N",
+)
+NBYTES = Domain("bytes (65536, 512M, 2G), within 1..2**63", _read_nbytes, _read_nbytes, metavar="N")
+WIRED_LIMIT = Domain(
+    f"{RECOMMENDED!r} or {NBYTES.what}", _read_wired_limit, _read_wired_limit, metavar="N"
+)
+DURATION = Domain(
+    "seconds (90, 90s), minutes, hours, days or weeks (30m, 12h, 7d, 2w), above 0",
+    _read_duration,
+    _read_duration,
+    metavar="T",
+)
+KV_FORMAT = Domain("8, 4 or one for each, such as K:8,V:4", _read_kv_bits, metavar="N")
+WINDOW = whole(1, MAX_WINDOW - 1, "a whole number, at least 1")
+NUM_SINK_TOKENS = whole(0, MAX_WINDOW - 1, "a whole number, at least 0")
 
 
 @dataclass(frozen=True)
@@ -189,15 +155,8 @@ class StreamingWindow:
     num_sink_tokens: int = DEFAULT_NUM_SINK_TOKENS
 
     def __post_init__(self) -> None:
-        for name, least in (("window", 1), ("num_sink_tokens", 0)):
-            value = as_integer(getattr(self, name))
-            if value is None or not least <= value < MAX_WINDOW:
-                raise ArgumentError(
-                    f"[kv cache] {name} must be a whole number, at least {least}, "
-                    f"got {shown(getattr(self, name))}",
-                    name,
-                )
-            object.__setattr__(self, name, value)
+        for name, domain in (("window", WINDOW), ("num_sink_tokens", NUM_SINK_TOKENS)):
+            object.__setattr__(self, name, domain.check("kv cache", name, getattr(self, name)))
 
 
 @dataclass(frozen=True)
@@ -207,15 +166,16 @@ class SchedulerConfig:
     Args:
         max_model_len: the most tokens that a prompt and its answer may have together; ``None``
             leaves the budget as the only limit.
-        Others: the options of an engine of the same names, which ``engine_options.py`` declares.
+        Others: the options of an engine of the same names, which ``engine_options.py`` declares
+            with their ranges.
 
     Raises:
-        ValueError: for a value out of its range; the message names the argument.
+        ArgumentError: a step that can't hold a token of each sequence.
     """
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = DEFAULT_MAX_NUM_BATCHED_TOKENS
-    max_num_mixed_tokens: int = DEFAULT_MAX_NUM_MIXED_TOKENS
+    max_num_mixed_tokens: int = 512
     watermark: float = 0.05
     priority_steps: int = 1000
     enable_prefix_caching: bool = True
@@ -224,30 +184,7 @@ class SchedulerConfig:
     num_history_tokens: int = 0
 
     def __post_init__(self) -> None:
-        token_budgets = "max_num_batched_tokens", "max_num_mixed_tokens"
-        for name in ("max_num_seqs", *token_budgets, "priority_steps"):
-            check_positive("scheduler", name, getattr(self, name))
-        if self.max_model_len is not None:
-            check_positive("scheduler", "max_model_len", self.max_model_len)
-        check_integer("scheduler", "num_history_tokens", self.num_history_tokens, 0)
-        num_drafts = self.num_draft_tokens
-        if check_integer("scheduler", "num_draft_tokens", num_drafts, 0) > MAX_DRAFT_TOKENS:
-            raise ArgumentError(
-                f"[scheduler] num_draft_tokens must be within 0..{MAX_DRAFT_TOKENS}, got "
-                f"{shown(num_drafts)}: attention has kernels for runs of {MAX_DRAFT_TOKENS + 1} "
-                "tokens",
-                "num_draft_tokens",
-            )
-        if not isinstance(self.watermark, int | float) or not 0 <= self.watermark < 1:
-            raise ValueError(
-                f"[scheduler] watermark must be within 0..1, below 1, got {shown(self.watermark)}"
-            )
-        if not isinstance(self.enable_prefix_caching, bool):
-            raise ValueError(
-                f"[scheduler] enable_prefix_caching must be True or False, "
-                f"got {shown(self.enable_prefix_caching)}"
-            )
-        for name in token_budgets:
+        for name in ("max_num_batched_tokens", "max_num_mixed_tokens"):
             if getattr(self, name) < self.max_num_seqs:
                 raise ArgumentError(
                     f"[scheduler] {name} {getattr(self, name)} must be at least max_num_seqs "

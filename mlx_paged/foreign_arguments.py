@@ -13,13 +13,14 @@ from collections.abc import Callable, Collection, Mapping
 from functools import wraps
 from typing import Literal, ParamSpec, TypeVar
 
-from mlx_paged.declarations import names_elsewhere, notations
 from mlx_paged.engine_options import ENGINE_OPTIONS as DECLARED_OPTIONS
 from mlx_paged.sampling_declarations import SAMPLING_PARAMS
 
 P = ParamSpec("P")
 R = TypeVar("R")
 C = TypeVar("C", bound=type)
+
+_DECLARED = {**DECLARED_OPTIONS, **SAMPLING_PARAMS}
 
 # What a public entry does: makes an engine, asks one, generates as mlx-lm does, and so on.
 Kind = Literal["engine", "request", "generate", "params", "cache", "load"]
@@ -39,7 +40,7 @@ OTHER_NAMES = _by_name(
         "prompt": "prompt_token_ids input_ids inputs prompt_tokens text texts",
         "sampling_params": "sampling_parameters generation_config",
     }
-) | names_elsewhere({**DECLARED_OPTIONS, **SAMPLING_PARAMS})
+) | _by_name({name: each.elsewhere for name, each in _DECLARED.items()})
 
 _LOADING = "load the model first, model, tokenizer = mlx_paged.load(...), and give both"
 
@@ -145,7 +146,7 @@ _ELSEWHERE = {
 _NOTATION = {
     "sampling_params": ", a SamplingParams",
     "adapter_path": ", the folder of the adapters",
-} | notations({**DECLARED_OPTIONS, **SAMPLING_PARAMS})
+} | {name: each.notation for name, each in _DECLARED.items()}
 
 
 def refuses_unknown_arguments(

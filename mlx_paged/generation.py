@@ -17,15 +17,17 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.argument_values import check_callable, check_integer
+from mlx_paged.argument_values import check_integer
 from mlx_paged.config import DEFAULT_MAX_NUM_BATCHED_TOKENS
+from mlx_paged.domains import such
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.prompts import Prompt, TokenIds, as_tokenizer
+from mlx_paged.engine.prompts import Prompt, as_tokenizer
 from mlx_paged.engine_options import OneShotOptions
 from mlx_paged.errors import shown
 from mlx_paged.foreign_arguments import refuses_unknown_arguments
 from mlx_paged.request import CompletionOutput, Request
 from mlx_paged.sampling_params import LogitsProcessor, Sampler, SamplingParams
+from mlx_paged.token_ids import TokenIds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -78,6 +80,7 @@ class GenerationResponse:
 
 
 class _Options(OneShotOptions, total=False):
+    draft_model: Module | None
     sampler: Sampler | None
     logits_processors: Sequence[LogitsProcessor] | None
     prefill_step_size: int
@@ -309,13 +312,15 @@ def _stream(
     logits_processors: Sequence[LogitsProcessor] | None = None,
     prefill_step_size: int = DEFAULT_MAX_NUM_BATCHED_TOKENS,
     prompt_progress_callback: Progress | None = None,
+    draft_model: Module | None = None,
     **engine_options: Unpack[OneShotOptions],
 ) -> Generator[tuple[GenerationResponse, mx.array], None, None]:
     """The responses, each with the log-probabilities that its token was drawn from."""
     step_size = check_integer("generate", "prefill_step_size", prefill_step_size, 1)
     progress = prompt_progress_callback
     if progress is not None:
-        check_callable("generate", "prompt_progress_callback", progress, "a function of 2 numbers")
+        function = such("a function of 2 numbers", callable)
+        function.check("generate", "prompt_progress_callback", progress)
     params = SamplingParams(
         max_tokens=max_tokens,
         sampler=sampler,
@@ -330,6 +335,7 @@ def _stream(
         max_num_seqs=1,
         max_num_batched_tokens=step_size,
         enable_prefix_caching=engine_options.get("cache_dir") is not None,
+        draft_model=draft_model,
         **engine_options,
     )
     logprobs = _Logprobs(engine)

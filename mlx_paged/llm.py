@@ -16,17 +16,14 @@ from mlx_paged.argument_values import kind_of
 from mlx_paged.chat_template import NO_TEMPLATE, ChatTemplateError, encode_chat
 from mlx_paged.distributed import launched_ranks
 from mlx_paged.engine.engine import Engine, engine_option_names
-from mlx_paged.engine.options import LoadedEngineOptions
 from mlx_paged.engine.prompts import Prompt, split_prompts
 from mlx_paged.engine.stats import EngineStats
+from mlx_paged.engine_options import EngineOptions
 from mlx_paged.errors import forget_frames, shown
 from mlx_paged.foreign_arguments import refuses_unknown_arguments
 from mlx_paged.interrupts import caught_interrupts
 from mlx_paged.llm_arguments import (
     Message,
-    checked_no_store,
-    checked_params,
-    checked_priority,
     checked_template_options,
     one_for_each,
     split_conversations,
@@ -83,7 +80,7 @@ class LLM:
 
     Raises:
         ValueError: a model that can't be loaded, or a setting out of its range.
-        TypeError: an argument that there is not; the message says what to use.
+        TypeError: an unknown argument; the message says what to use instead.
     """
 
     @refuses_unknown_arguments("engine", also=engine_option_names)
@@ -95,7 +92,7 @@ class LLM:
         adapter_path: str | Path | None = None,
         tokenizer_path: str | Path | None = None,
         draft_model: str | Path | Module | None = None,
-        **engine_options: Unpack[LoadedEngineOptions],
+        **engine_options: Unpack[EngineOptions],
     ):
         if isinstance(tokenizer, (str, Path)):
             raise ValueError(
@@ -310,9 +307,9 @@ def _asked(
         map(
             _Asked,
             prompts,
-            one_for_each("sampling_params", sampling_params, num_prompts, checked_params),
-            one_for_each("priority", priority, num_prompts, checked_priority),
-            one_for_each("no_store", no_store, num_prompts, checked_no_store),
+            one_for_each("sampling_params", sampling_params, num_prompts),
+            one_for_each("priority", priority, num_prompts),
+            one_for_each("no_store", no_store, num_prompts),
         )
     )
 

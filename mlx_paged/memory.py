@@ -11,7 +11,7 @@ from functools import partial
 
 import mlx.core as mx
 
-from mlx_paged.config import parse_wired_limit
+from mlx_paged.config import WIRED_LIMIT
 from mlx_paged.errors import ArgumentError
 
 # The share of the recommended (on a Mac) or physical memory that weights and K/V may take together.
@@ -88,7 +88,7 @@ def read_wired_limit(value: str | int | None) -> int:
     """
     if value is None:
         return 0
-    given, recommended = parse_wired_limit(value), recommended_memory()
+    given, recommended = WIRED_LIMIT.check("engine", "wired_limit", value), recommended_memory()
     if not recommended:
         warnings.warn(
             "[engine] wired_limit does nothing here: only Metal wires memory", stacklevel=3

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from json import dumps, loads
-from typing import Any, TypeAlias
+from typing import Any
 
-from mlx_paged.argument_values import as_integer, is_sequence, kind_of
+from mlx_paged.argument_values import is_sequence
+from mlx_paged.domains import BOOL, TOKEN, Domain, Several, or_none, such
 from mlx_paged.errors import ArgumentError, one_line, shown
 
 # Characters. What compiling a grammar takes, in time and in stack, grows with its text.
@@ -56,16 +57,9 @@ class StructuredOutputsParams:
     reasoning_start: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        if self.json_object is None:  # vLLM's default
-            object.__setattr__(self, "json_object", False)
-        for name, is_right, what in _VALUES:
-            value = getattr(self, name)
-            if not is_right(value):
-                raise ArgumentError(
-                    f"[structured_outputs] {name} must be {what}, got {shown(value)} "
-                    f"({kind_of(value)})",
-                    name,
-                )
+        for name, domain in _DOMAINS.items():
+            value = domain.check("structured_outputs", name, getattr(self, name))
+            object.__setattr__(self, name, value)
         given = [name for name in KINDS if getattr(self, name) is not _NOT_GIVEN[name]]
         if len(given) != 1:
             raise ArgumentError(
@@ -75,10 +69,6 @@ class StructuredOutputsParams:
             )
         if self.json is not None:
             object.__setattr__(self, "json", schema_text(self.json))
-        if self.choice is not None:
-            object.__setattr__(self, "choice", tuple(self.choice))
-        for name in ("begin_after", "reasoning_start"):
-            object.__setattr__(self, name, tuple(map(int, getattr(self, name))))
         if self.reasoning_start and not self.begin_after:
             raise ArgumentError(
                 "[structured_outputs] reasoning_start needs begin_after, which ends what it opens",
@@ -137,43 +127,28 @@ def _is_unicode(value: object) -> bool:
         return False
 
 
-def _is_text_or_none(value: object) -> bool:
-    return value is None or (_is_unicode(value) and value != "")
-
-
-def _is_choice(value: object) -> bool:
-    if value is None:
-        return True
-    return (
-        is_sequence(value) and len(value) > 0 and all(each and _is_unicode(each) for each in value)
-    )
-
-
-def _is_bool(value: object) -> bool:
-    return isinstance(value, bool)
-
-
-def _are_tokens(value: object) -> bool:
-    return is_sequence(value) and all(
-        (token := as_integer(each)) is not None and token >= 0 for each in value
-    )
+def _read_choice(value: object) -> tuple[str, ...] | None:
+    is_right = is_sequence(value) and all(each and _is_unicode(each) for each in value)
+    return tuple(value) or None if is_right else None  # type: ignore[arg-type]
 
 
 # What says that a kind is not given.
 _NOT_GIVEN: dict[str, bool | None] = {**dict.fromkeys(KINDS), "json_object": False}
-# Name, whether a value is right, and what it must be.
-_Rule: TypeAlias = tuple[str, Callable[[object], bool], str]
-_VALUES: tuple[_Rule, ...] = (
-    (
-        "json",
-        lambda value: value is None or isinstance(value, str | bool | Mapping),
-        "a JSON schema: a mapping, its text, or True",
+_TEXT = or_none(such("a text that is not empty", lambda text: _is_unicode(text) and text != ""))
+_TOKENS = Several("token ids", TOKEN.read)
+_DOMAINS: dict[str, Domain[Any]] = {
+    "json": or_none(
+        such(
+            "a JSON schema: a mapping, its text, or True",
+            lambda value: isinstance(value, str | bool | Mapping),
+        )
     ),
-    ("regex", _is_text_or_none, "a text that is not empty, or None"),
-    ("choice", _is_choice, "texts, at least one and none of them empty, or None"),
-    ("grammar", _is_text_or_none, "a text that is not empty, or None"),
-    ("json_object", _is_bool, "True or False"),
-    ("whitespace_flexible", _is_bool, "True or False"),
-    ("begin_after", _are_tokens, "token ids"),
-    ("reasoning_start", _are_tokens, "token ids"),
-)
+    "regex": _TEXT,
+    "choice": or_none(Domain("texts, at least one and none of them empty", _read_choice)),
+    "grammar": _TEXT,
+    # None is vLLM's default.
+    "json_object": Domain(BOOL.what, lambda value: value is not None and BOOL.read(value)),
+    "whitespace_flexible": BOOL,
+    "begin_after": _TOKENS,
+    "reasoning_start": _TOKENS,
+}

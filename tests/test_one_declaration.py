@@ -1,5 +1,5 @@
-"""An option of an engine and a sampling parameter take one declaration each: flags, checks,
-refusals, types and tables follow from it.
+"""An option of an engine, a sampling parameter and a setting of the server take one declaration
+each: flags, checks, refusals, types and tables follow from it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from paged_testing.option_tables import PAGE, with_tables
+from paged_testing.option_tables import pages, with_tables
 
 from mlx_paged.config import SchedulerConfig
 from mlx_paged.engine_options import ENGINE_OPTIONS, EngineOptions
@@ -22,32 +22,33 @@ from mlx_paged.sampling_params import SamplingParams
 
 REPOSITORY = Path(__file__).parent.parent
 
-PARAM = """    dummy_share: Annotated[
-        float,
-        Param(
-            "a share that does nothing, 0 to 1.",
-            Flag(flag_values.probability),
-            elsewhere="their_share",
-            check=_SHARE,
-            wire="number",
-        ),
-    ] = 0.25
+PARAM = """    dummy_share: float = param(
+        0.25,
+        "a share that does nothing, 0 to 1.",
+        SHARE,
+        Flag(),
+        elsewhere="their_share",
+    )
 """
 OPTION = """    dummy_limit: Annotated[
         int | None,
         Option(
             "a limit that does nothing.",
-            Flag(flag_values.positive, metavar="N"),
+            or_none(AT_LEAST_1),
             elsewhere="their_limit",
         ),
     ]
+"""
+SETTING = """    dummy_names: tuple[str, ...] = setting(
+        (), "names that do nothing", such("a name", bool), "--dummy-name"
+    )
 """
 PROBE = """
 from mlx_paged import Engine, LLM, SamplingParams, demo_model_path, load
 from mlx_paged.chat.command_line import setup_arg_parser as chat_parser
 from mlx_paged.command_line.flags import chosen_sampling, engine_options
 from mlx_paged.engine.sampling_state import _CROSS_ROW_DEFAULTS
-from mlx_paged.server.command_line import setup_arg_parser as server_parser
+from mlx_paged.server.command_line import read_settings, setup_arg_parser as server_parser
 from mlx_paged.server.fields import Fields
 from mlx_paged.server.sampling_fields import read_sampling
 
@@ -55,6 +56,8 @@ for program, parser in (("chat", chat_parser("x")), ("server", server_parser("x"
     args = parser.parse_args(["--dummy-limit", "7", "--dummy-share", "0.5"])
     print(engine_options(args, program)["dummy_limit"], chosen_sampling(args, {})["dummy_share"])
     print(engine_options(parser.parse_args([]), program)["dummy_limit"])
+settings = read_settings(parser.parse_args(["--dummy-name", "a", "--dummy-name", "b"]))
+print(settings.dummy_names, read_settings(parser.parse_args([])).dummy_names)
 print(read_sampling(Fields({"dummy_share": 0.75}), SamplingParams()).dummy_share)
 print(("dummy_share", 0.25) in _CROSS_ROW_DEFAULTS)
 engine = Engine(*load(demo_model_path()), kv_cache_bytes="64blocks", dummy_limit=3)
@@ -77,6 +80,7 @@ SAID = """\
 None
 7 0.5
 None
+('a', 'b') ()
 0.75
 True
 True
@@ -114,10 +118,12 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(REPOSITORY / name, folder / name, ignore=ignored)
     (folder / "docs").mkdir()
-    shutil.copy(PAGE, folder / "docs" / PAGE.name)
+    for page in ("README.md", "docs/options.md"):
+        shutil.copy(REPOSITORY / page, folder / page)
     for file, before, declaration in (
-        ("sampling_declarations.py", "    output_kind: Annotated[", PARAM),
+        ("sampling_declarations.py", "    output_kind: RequestOutputKind = param(", PARAM),
         ("engine_options.py", "    swap_bytes: Annotated[", OPTION),
+        ("server/settings.py", "    log_prompts: bool = setting(", SETTING),
     ):
         path = folder / "mlx_paged" / file
         text = path.read_text()
@@ -153,14 +159,26 @@ def test_a_declared_dummy_is_parsed_checked_read_from_the_wire_and_refused_by_ot
 
 def test_a_declared_dummy_is_in_the_tables_of_the_docs(copy: Path):
     run(copy, "-m", "paged_testing.option_tables")
-    page = (copy / "docs" / PAGE.name).read_text()
-    own = PAGE.read_text()
+    page = (copy / "docs/options.md").read_text()
+    own = (REPOSITORY / "docs/options.md").read_text()
     assert set(page.splitlines()) - set(own.splitlines()) == {
         "| `dummy_limit` | `int \\| None` | none | a limit that does nothing. | `--dummy-limit` | "
         "`their_limit` |",
         "| `dummy_share` | `float` | `0.25` | a share that does nothing, 0 to 1. | "
         "`--dummy-share` | `their_share` |",
+        "| `--dummy-limit N` | a limit that does nothing (default: none) |",
+        "| `--dummy-name DUMMY_NAME` | names that do nothing |",
+        "| `--dummy-share DUMMY_SHARE` | a share that does nothing, 0 to 1 (default: 0.25) |",
     }
+
+
+def test_a_declared_dummy_is_among_the_further_ones_of_the_readme(copy: Path):
+    run(copy, "-m", "paged_testing.option_tables")
+    page, own = (
+        set(re.findall(r"`([\w-]+)`", (folder / "README.md").read_text()))
+        for folder in (copy, REPOSITORY)
+    )
+    assert page - own == {"--dummy-limit", "--dummy-share", "dummy_limit", "dummy_share"}
 
 
 @pytest.mark.slow
@@ -176,14 +194,16 @@ def test_a_declared_dummy_is_a_typed_keyword_for_mypy(copy: Path):
     ]
 
 
-def test_the_tables_of_the_docs_are_those_of_the_declarations():
+def test_the_tables_of_the_readme_and_the_docs_are_those_of_the_declarations():
     """``python -m paged_testing.option_tables``, in tools/, writes them."""
-    assert PAGE.read_text() == with_tables(PAGE.read_text())
+    names = {str(path.relative_to(REPOSITORY)) for path in pages()}
+    assert names == {"README.md", "docs/disk-tier.md", "docs/options.md"}
+    assert [path for path in pages() if path.read_text() != with_tables(path.read_text())] == []
 
 
 def test_everything_that_can_be_given_is_declared():
     assert list(SAMPLING_PARAMS) == [each.name for each in fields(SamplingParams)]
-    assert list(ENGINE_OPTIONS) == list(EngineOptions.__annotations__)
+    assert list(ENGINE_OPTIONS) == [*EngineOptions.__annotations__, "draft_model"]
     assert {each.name for each in fields(SchedulerConfig)} <= ENGINE_OPTIONS.keys()
     for name, each in {**SAMPLING_PARAMS, **ENGINE_OPTIONS}.items():
         assert each.help.endswith("."), name

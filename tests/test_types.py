@@ -15,7 +15,8 @@ import pytest
 import mlx_paged
 from mlx_paged import generation
 from mlx_paged.engine.engine import engine_option_names
-from mlx_paged.engine.options import EngineOptions, RequestOptions
+from mlx_paged.engine.options import RequestOptions
+from mlx_paged.engine_options import EngineOptions
 from mlx_paged.foreign_arguments import argument_names
 from mlx_paged.generation import GenerationOptions
 
@@ -116,8 +117,8 @@ assert_type(mlx_paged.make_kv_cache(model, "paged", block_size=8), PagedKVCache)
 assert_type(mlx_paged.make_kv_cache(model, "basic"), ContiguousKVCache)
 assert_type(mlx_paged.make_kv_cache(model, kind), KVCache)
 
-runner = mlx_paged.ModelRunner(model, cache)
-assert_type(runner.run({"a": [1]}), mx.array)
+sequences = mlx_paged.Sequences(cache)
+assert_type(mlx_paged.run_step(model, sequences, {"a": [1]}), mx.array)
 assert_type(mlx_paged.Engine(model).cache, KVCache)
 assert_type(mlx_paged.AsyncEngine(model).generate("x"), AsyncGenerator[RequestOutput, None])
 assert_type(mlx_paged.AsyncEngine(model).stream("x"), Generator[RequestOutput, None, None])
@@ -133,13 +134,13 @@ from mlx_paged.cache import PagedKVCache
 cache = PagedKVCache(mlx_paged.KVCacheConfig.uniform(1, 1, 8))
 by_name: dict[str, int] = {"a": 1}
 by_number: dict[int, int] = {1: 1}
-with cache.step(by_name), cache.step(by_number):
+sequences = mlx_paged.Sequences(cache)
+with sequences.step(by_name), sequences.step(by_number):
     pass
-runner = mlx_paged.ModelRunner(model, cache)
 tokens_by_name: dict[str, list[int]] = {"a": [1]}
 tokens_by_number: dict[int, list[int]] = {1: [1]}
-runner.run(tokens_by_name)
-runner.run(tokens_by_number)
+mlx_paged.run_step(model, sequences, tokens_by_name)
+mlx_paged.run_step(model, sequences, tokens_by_number)
 """
     assert run_mypy(GIVEN + program) == []
 
@@ -151,7 +152,7 @@ def test_mypy_finds_what_a_user_does_wrong(run_mypy):
         "SamplingParams(max_tokens='many')": "arg-type",
         "SamplingParams(maximum=1)": "call-arg",
         "mlx_paged.make_kv_cache(model, kv_cache_bytes=[2])": "call-overload",
-        "mlx_paged.ModelRunner(model, model)": "arg-type",
+        "mlx_paged.run_step(model, model, {})": "arg-type",
         "mlx_paged.LLM('x', kv_cash_bytes='2G')": "call-arg",
         "mlx_paged.LLM('x', max_num_seqs='many')": "arg-type",
         "mlx_paged.Engine(model, max_number_of_seqs=1)": "call-arg",
@@ -217,7 +218,9 @@ def test_every_public_function_is_annotated_in_full():
 
 def test_options_that_are_passed_on_are_those_of_the_function_that_takes_them():
     """A TypedDict repeats names, and a type checker does not compare it with the function."""
-    assert EngineOptions.__annotations__.keys() == engine_option_names() - {"model", "tokenizer"}
+    assert EngineOptions.__annotations__.keys() == engine_option_names() - {
+        "model", "tokenizer", "draft_model",
+    }  # fmt: skip
     assert RequestOptions.__annotations__.keys() == names_after(
         "params", mlx_paged.Engine.add_request
     )

@@ -3,7 +3,7 @@
     store = BlockStore(folder, max_nbytes=20 << 30, fingerprint=fingerprint)
     writer = BlockWriter(store, max_queued_nbytes=256 << 20)
     writer.offer(BlockHeader(block_hash, parent_hash, token_ids, first_token), payload)
-    store.get(block_hash)                    # the payload, or None
+    store.load(block_hash)                   # the payload, or None
     reader = BlockReader(store, max_ready_nbytes=256 << 20)
     reader.read(request_id, block_hashes)    # ahead of time
     blocks = reader.take(max_nbytes=64 << 20)
@@ -11,32 +11,28 @@
 A block is a file. Its name is the block's hash, its folder the fingerprint of everything else that
 its bytes depend on, so it is found without asking anybody, and checked before it is used. An SQLite
 database beside the files knows sizes, ages and parents. It can be lost: it is made again from the
-files. Nothing here knows MLX or what a payload means; only the standard library is used.
+files. Nothing here knows MLX or what a payload means.
 """
 
-from mlx_paged.block_store.block_file import BlockHeader, Payload
 from mlx_paged.block_store.errors import BlockStoreError
 from mlx_paged.block_store.fingerprint import Fingerprint
 from mlx_paged.block_store.folder import CacheFolder, CheckedFile, Entry, FolderSize, Removed
 from mlx_paged.block_store.layout import BlockName
 from mlx_paged.block_store.reader import BlockReader, ReadBlock
-from mlx_paged.block_store.store import BlockStore, BlockStoreStats
+from mlx_paged.block_store.store import BlockStore
 from mlx_paged.block_store.writer import BlockWriter
 
 __all__ = [
-    "BlockHeader",
     "BlockName",
     "BlockReader",
     "BlockStore",
     "BlockStoreError",
-    "BlockStoreStats",
     "BlockWriter",
     "CacheFolder",
     "CheckedFile",
     "Entry",
     "Fingerprint",
     "FolderSize",
-    "Payload",
     "ReadBlock",
     "Removed",
 ]

@@ -23,50 +23,18 @@ import dataclasses
 import os
 import struct
 import zlib
-from typing import TypeAlias
 
 from mlx_paged.block_store.errors import BadBlockFileError, OtherVersionError
+from mlx_paged.core.tier import BlockHeader, Payload
 
 MAGIC = b"MLXPGKV\n"
 VERSION = 1
-MOST_HASH_BYTES = 64
-
-Payload: TypeAlias = bytes | bytearray | memoryview
 
 _PREFIX = struct.Struct("<8sIIQII")
 _PREFIX_BEFORE_CRC = _PREFIX.size - 8
 _HEADER = struct.Struct("<16sddQIHBB")
 _FIRST_READ = 1024  # bytes: prefix and header of a block of up to 96 tokens
 _MOST_HEADER_BYTES = 16 << 20
-
-
-@dataclasses.dataclass(frozen=True)
-class BlockHeader:
-    """Which block it is.
-
-    Attributes:
-        block_hash: the chained hash under which it is found, of 1 to 64 bytes.
-        parent_hash: that of the block before it, ``None`` for the first one of a sequence.
-        token_ids: its tokens, as signed integers of at most 64 bits.
-        first_token: the position of its first token in the sequence.
-        group: the group of layers whose rows it holds, below 65,536.
-
-    Raises:
-        ValueError: a hash is too long or empty, or a block its own parent.
-    """
-
-    block_hash: bytes
-    parent_hash: bytes | None
-    token_ids: tuple[int, ...]
-    first_token: int
-    group: int = 0
-
-    def __post_init__(self) -> None:
-        for block_hash in (self.block_hash, self.parent_hash or b"."):
-            if not 1 <= len(block_hash) <= MOST_HASH_BYTES:
-                raise ValueError(f"[block store] a hash of {len(block_hash)} bytes")
-        if self.block_hash == self.parent_hash:
-            raise ValueError(f"[block store] block {self.block_hash.hex()} is its own parent")
 
 
 @dataclasses.dataclass(frozen=True)

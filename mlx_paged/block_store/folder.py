@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mlx_paged.block_store.block_file import BlockHeader
 from mlx_paged.block_store.errors import (
     BadBlockFileError,
     BlockStoreError,
@@ -29,6 +28,7 @@ from mlx_paged.block_store.layout import (
     file_name_of,
     shard_name_of,
 )
+from mlx_paged.core.tier import BlockHeader
 from mlx_paged.errors import system_reason
 
 
@@ -48,7 +48,9 @@ class Entry(IndexRow):
 
 @dataclasses.dataclass(frozen=True)
 class FolderSize:
-    """How many blocks there are, and what they take (see ``BlockStoreStats.nbytes``)."""
+    """How many blocks there are, and what they take, in steps of 4,096 bytes as file systems give
+    them.
+    """
 
     num_blocks: int
     nbytes: int

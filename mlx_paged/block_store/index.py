@@ -19,9 +19,9 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from mlx_paged.block_store.block_file import MOST_HASH_BYTES, BlockHeader
 from mlx_paged.block_store.directory import Directory
 from mlx_paged.block_store.layout import BlockName, is_digest
+from mlx_paged.core.tier import MOST_HASH_BYTES, BlockHeader
 
 ALLOCATION_UNIT = 4096
 """Bytes: file systems give a file a whole number of these."""

@@ -8,7 +8,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Hashable, Sequence
 
-from mlx_paged.block_store.store import BlockStore
+from mlx_paged.core.tier import Tier
 from mlx_paged.errors import reason
 
 
@@ -37,7 +37,7 @@ class BlockReader:
             it is.
     """
 
-    def __init__(self, store: BlockStore, max_ready_nbytes: int) -> None:
+    def __init__(self, store: Tier, max_ready_nbytes: int) -> None:
         self._shelf = _Shelf(store, max_ready_nbytes)
         thread = threading.Thread(
             target=self._shelf.run, name="mlx_paged block reader", daemon=True
@@ -90,7 +90,7 @@ class _Read:
 class _Shelf:
     """What the thread and the reader share; the thread holds no reference to the reader itself."""
 
-    def __init__(self, store: BlockStore, max_nbytes: int) -> None:
+    def __init__(self, store: Tier, max_nbytes: int) -> None:
         self._store = store
         self._max_nbytes = max_nbytes
         self._changed = threading.Condition()
@@ -154,7 +154,7 @@ class _Shelf:
         while (item := self._next()) is not None:
             read, block_hash = item
             try:
-                payload = self._store.get(block_hash)
+                payload = self._store.load(block_hash)
             except Exception as error:
                 # Nobody reads what a thread raises; a store that has failed says so.
                 self._store.fail(f"a block could not be read: {reason(error)}")

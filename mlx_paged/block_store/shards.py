@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Sequence
 
-from mlx_paged.block_store.block_file import FileHeader, Payload, parse_block, parse_header
+from mlx_paged.block_store.block_file import FileHeader, parse_block, parse_header
 from mlx_paged.block_store.directory import Directory
 from mlx_paged.block_store.errors import BadBlockFileError
 from mlx_paged.block_store.fingerprint import Fingerprint
@@ -22,6 +22,7 @@ from mlx_paged.block_store.layout import (
     is_digest,
     shard_name_of,
 )
+from mlx_paged.core.tier import Payload
 
 _MOST_OPEN = 8
 

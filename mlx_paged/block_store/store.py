@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import os
 import sqlite3
@@ -13,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from mlx_paged.argument_values import check_integer
-from mlx_paged.block_store.block_file import BlockHeader, Payload, encode_header
+from mlx_paged.block_store.block_file import encode_header
 from mlx_paged.block_store.errors import (
     BadBlockFileError,
     BlockStoreError,
@@ -27,6 +26,7 @@ from mlx_paged.block_store.inventory import Inventory, Pause
 from mlx_paged.block_store.layout import BlockLayout, BlockName
 from mlx_paged.block_store.notes import Notes
 from mlx_paged.block_store.shards import last_use_of
+from mlx_paged.core.tier import BlockHeader, Payload, Tier, TierStats
 from mlx_paged.errors import reason, shown, system_reason
 
 _ROWS_AT_A_TIME = 64
@@ -37,35 +37,11 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EISDIR})
 
 
-@dataclasses.dataclass(frozen=True)
-class BlockStoreStats:
-    """What lies in the folder, and what this process has done with it.
-
-    Attributes:
-        num_blocks: files, of all fingerprints and all processes, as far as is known here.
-        nbytes: what they take, in steps of 4,096 bytes, as file systems give them.
-        num_hits: blocks that were read.
-        num_written: blocks that were written.
-        num_dropped: blocks that were offered and not written: the queue or the disk was full, or
-            everything in the folder is pinned.
-        num_corrupt: files that were no block, or not the one that their name says. They are gone.
-        num_evicted: blocks that were removed to keep the limit, or because their time was over.
-    """
-
-    num_blocks: int = 0
-    nbytes: int = 0
-    num_hits: int = 0
-    num_written: int = 0
-    num_dropped: int = 0
-    num_corrupt: int = 0
-    num_evicted: int = 0
-
-
-class BlockStore:
+class BlockStore(Tier):
     """Blocks of one fingerprint in a folder that several processes use at once.
 
-    Any thread may call anything. ``has``, ``get`` and ``note_used`` never wait for a write or for
-    the index; ``put``, ``tend`` and ``close`` may take long, and are the writer's.
+    Any thread may call anything. ``has``, ``load`` and ``note_used`` never wait for a write or for
+    the index; ``store``, ``maintain`` and ``close`` may take long, and are the writer's.
 
     No method raises for what the disk does. A file that is no good is removed, and is a miss. When
     the disk itself fails, ``failure`` says why, and from then on nothing is found and nothing is
@@ -104,46 +80,45 @@ class BlockStore:
             self._shards.make_fingerprint_folder(fingerprint)
         self._notes = Notes(self._inventory, self._digest)
         self._is_off = False
-        self._failure: str | None = None
         self._lock = threading.Lock()  # of the counters
         self._counts: Counter[str] = Counter()
         self._writing = threading.RLock()
         self._totals = self._inventory.glance()
         self._swept = -float("inf")
 
-    def has(self, block_hash: bytes) -> bool:
+    def has(self, key: bytes) -> bool:
         """Whether the block lies there, by its name alone; it may still turn out to be unreadable.
         Reads nothing of it.
         """
         if self._is_off:
             return False
-        status = self._shards.status(self._name(block_hash))
+        status = self._shards.status(self._name(key))
         if status is None:
             return False
-        return self.ttl is None or not self._is_over(block_hash, last_use_of(status), None)
+        return self.ttl is None or not self._is_over(key, last_use_of(status), None)
 
-    def get(self, block_hash: bytes) -> bytes | None:
+    def load(self, key: bytes) -> bytes | None:
         """The payload of a block, checked; ``None`` if it isn't there. A bad file is removed."""
         if self._is_off:
             return None
         try:
-            header, payload, last_used = self._shards.read(self._name(block_hash))
+            header, payload, last_used = self._shards.read(self._name(key))
         except (FileNotFoundError, NotADirectoryError, OtherVersionError):
             return None
         except OSError as error:
             if error.errno not in _PASSING:
-                self._discard(block_hash, "num_corrupt")
+                self._discard(key, "num_corrupt")
             return None
         except BadBlockFileError:
-            self._discard(block_hash, "num_corrupt")
+            self._discard(key, "num_corrupt")
             return None
-        if self._is_over(block_hash, last_used, header.ttl):
-            self._discard(block_hash, "num_evicted")
+        if self._is_over(key, last_used, header.ttl):
+            self._discard(key, "num_evicted")
             return None
         self.count("num_hits")
         return payload
 
-    def put(self, header: BlockHeader, payload: Payload) -> bool:
+    def store(self, header: BlockHeader, content: Payload) -> bool:
         """Write a block, and first evict as many as it needs room for.
 
         Returns:
@@ -155,19 +130,19 @@ class BlockStore:
             return True
         is_written = False
         with self._writing, self._failing("a block could not be written"):
-            is_written = self._write(header, payload)
+            is_written = self._write(header, content)
         self.count("num_written" if is_written else "num_dropped")
         return is_written
 
-    def note_used(self, block_hashes: Iterable[bytes]) -> None:
+    def note_used(self, keys: Iterable[bytes]) -> None:
         """Say that blocks were of use: whole prefixes, first block first, whether they were found
         in memory or on disk. They stay longest, and their time starts again. It is remembered here
-        and written down by ``tend``.
+        and written down by ``maintain``.
         """
         if not self._is_off:
-            self._notes.used(block_hashes)
+            self._notes.used(keys)
 
-    def tend(self, pause: Pause | None = None) -> None:
+    def maintain(self, pause: Pause | None = None) -> None:
         """Write down what has happened, and bring the folder within its limits. The writer calls it
         when it has nothing to write, and every few seconds.
 
@@ -182,7 +157,7 @@ class BlockStore:
             self._inventory.act(Index.totals, pause)
         with self._writing, self._failing("the folder could not be tended"):
             self._shards.refresh()
-            self._settle()
+            self._flush()
             self._make_room(0, pause)
             self._sweep()
             self._inventory.list_again_if_alone()
@@ -200,15 +175,10 @@ class BlockStore:
         try:
             if not was_off:
                 with self._failing("the folder could not be tended"):
-                    self._settle()
+                    self._flush()
             self._inventory.close()
         finally:
             self._writing.release()
-
-    @property
-    def failure(self) -> str | None:
-        """Why nothing is found or written any more, in one line; ``None`` while all is well."""
-        return self._failure
 
     def fail(self, why: str) -> None:
         """Give up, for the reason given; the first one stays."""
@@ -216,11 +186,13 @@ class BlockStore:
             self._is_off = True
             self._failure = self._failure or f"[block store] {self.layout.folder}: {why}"
 
-    def stats(self) -> BlockStoreStats:
-        """What is known now; sums of the folder are as of the last write or ``tend``."""
+    def stats(self) -> TierStats:
+        """What is known now. Sums are of the whole folder, in steps of 4,096 bytes, as file systems
+        give them, and as of the last write or ``maintain``.
+        """
         num_blocks, nbytes = self._totals
         with self._lock:
-            return BlockStoreStats(num_blocks=num_blocks, nbytes=nbytes, **self._counts)
+            return TierStats(num_blocks=num_blocks, nbytes=nbytes, **self._counts)
 
     def count(self, name: str, number: int = 1) -> None:
         """Add to a counter of ``stats``."""
@@ -259,7 +231,7 @@ class BlockStore:
         )
         self._totals = self._totals[0] + 1, self._totals[1] + nbytes
         if self._notes.num_written >= _ROWS_AT_A_TIME:
-            self._settle()
+            self._flush()
         return True
 
     def _write_file(self, block_hash: bytes, pieces: list[Payload], nbytes: int) -> None:
@@ -275,13 +247,13 @@ class BlockStore:
         self._totals = self._notes.totals()
         if self._totals[1] + nbytes <= self.max_nbytes:
             return True
-        self._settle()
+        self._flush()
         self._totals = self._inventory.act(Index.totals)
         excess = self._totals[1] + nbytes - self.max_nbytes
         return excess <= 0 or self._evict(excess, pause) >= excess
 
     def _evict(self, nbytes: int, pause: Pause | None = None) -> int:
-        self._settle()
+        self._flush()
         num_evicted, num_freed = self._inventory.evict(nbytes, pause)
         self.count("num_evicted", num_evicted)
         self._totals = self._inventory.act(Index.totals)
@@ -295,12 +267,12 @@ class BlockStore:
         self.count("num_evicted", self._inventory.sweep(self._digest, self.ttl))
         self._totals = self._inventory.act(Index.totals)
 
-    def _settle(self) -> None:
+    def _flush(self) -> None:
         """Write down what was written, used and lost since the last time."""
         while self._inventory.bad_files:
             self._inventory.bad_files.pop()
             self.count("num_corrupt")
-        self._notes.settle()
+        self._notes.flush()
 
     @contextmanager
     def _failing(self, what: str) -> Iterator[None]:

@@ -8,8 +8,7 @@ import time
 import weakref
 from collections import deque
 
-from mlx_paged.block_store.block_file import BlockHeader, Payload
-from mlx_paged.block_store.store import BlockStore
+from mlx_paged.core.tier import BlockHeader, Payload, Tier
 from mlx_paged.errors import reason
 
 SECONDS_AT_EXIT = 10.0
@@ -31,7 +30,7 @@ class BlockWriter:
         max_queued_nbytes: of payloads that wait. One is always taken, however large it is.
     """
 
-    def __init__(self, store: BlockStore, max_queued_nbytes: int) -> None:
+    def __init__(self, store: Tier, max_queued_nbytes: int) -> None:
         self._queue = _Queue(store, max_queued_nbytes)
         self._thread = threading.Thread(
             target=self._queue.run, name="mlx_paged block writer", daemon=True
@@ -90,14 +89,14 @@ class _Closing(Exception):
 class _Queue:
     """What the thread and the writer share; the thread holds no reference to the writer itself."""
 
-    def __init__(self, store: BlockStore, max_nbytes: int) -> None:
+    def __init__(self, store: Tier, max_nbytes: int) -> None:
         self._store = store
         self._max_nbytes = max_nbytes
         self._changed = threading.Condition()
         self._waiting: deque[tuple[BlockHeader, Payload]] = deque()
         self.hashes: set[bytes] = set()  # of those that wait, and of the one being written
         self._nbytes = 0
-        self._must_tend = True
+        self._must_maintain = True
         self._is_busy = True
         self._is_closed = False
         self.must_close_store = False
@@ -109,7 +108,7 @@ class _Queue:
                 self._waiting.append((header, payload))
                 self.hashes.add(header.block_hash)
                 self._nbytes += nbytes
-                self._must_tend = True
+                self._must_maintain = True
                 self._changed.notify_all()
                 return True
         self._store.count("num_dropped")
@@ -125,7 +124,7 @@ class _Queue:
 
     def flush(self, timeout: float) -> bool:
         with self._changed:
-            self._must_tend = not self._is_closed
+            self._must_maintain = not self._is_closed
             self._changed.notify_all()
             return self._changed.wait_for(self._is_at_rest, timeout)
 
@@ -147,32 +146,32 @@ class _Queue:
         return is_at_rest
 
     def run(self) -> None:
-        self._tend()  # list the files while there is nothing to write yet
+        self._maintain()  # list the files while there is nothing to write yet
         while self._wait():
             block = self._next()
             if block is None:
-                self._tend()
+                self._maintain()
             else:
                 self._write(*block)
-        self._tend()
+        self._maintain()
         if self.must_close_store:
             self._store.close()
         with self._changed:
-            self._is_busy = self._must_tend = False
+            self._is_busy = self._must_maintain = False
             self._changed.notify_all()
         _running.discard(self)
 
     def _is_at_rest(self) -> bool:
-        return not (self._waiting or self._must_tend or self._is_busy)
+        return not (self._waiting or self._must_maintain or self._is_busy)
 
     def _wait(self) -> bool:
         """Wait until there is something to do; whether there is, rather than an end."""
         with self._changed:
-            if not (self._waiting or self._must_tend or self._is_closed):
+            if not (self._waiting or self._must_maintain or self._is_closed):
                 self._is_busy = False
                 self._changed.notify_all()
                 self._changed.wait_for(
-                    lambda: self._waiting or self._must_tend or self._is_closed,
+                    lambda: self._waiting or self._must_maintain or self._is_closed,
                     _SECONDS_BETWEEN_TENDS,
                 )
             self._is_busy = True
@@ -188,17 +187,17 @@ class _Queue:
 
     def _write(self, header: BlockHeader, payload: Payload) -> None:
         try:
-            self._store.put(header, payload)
+            self._store.store(header, payload)
         except Exception as error:
             # Nobody reads what a thread raises; a store that has failed says so.
             self._store.fail(f"a block could not be written: {reason(error)}")
         self.hashes.discard(header.block_hash)
 
-    def _tend(self) -> None:
+    def _maintain(self) -> None:
         with self._changed:
-            self._must_tend = False
+            self._must_maintain = False
         try:
-            self._store.tend(self._pause)
+            self._store.maintain(self._pause)
         except _Closing:
             pass
         except Exception as error:

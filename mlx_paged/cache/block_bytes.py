@@ -6,21 +6,16 @@ then those of V, ``[num_kv_heads, block_size, width]`` each, as they are stored.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_paged.ops import Backend, KVHandle, Parts
+from mlx_paged.ops import Backend, KVHandle
 
 # MLX's dtypes by their size, as numpy has them: it has no bfloat16.
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
-
-
-def block_nbytes(slabs: Sequence[KVHandle]) -> int:
-    """Bytes of a block in these slabs."""
-    return sum(slab.nbytes // slab.shape[0] for kv in slabs for slab in kv.slabs)
 
 
 def read_blocks(slabs: Sequence[KVHandle], block_ids: Sequence[int]) -> list[bytes]:
@@ -45,7 +40,7 @@ def write_blocks(
     Raises:
         ValueError: contents of another size.
     """
-    expected = block_nbytes(slabs)
+    expected = sum(slab.nbytes // slab.shape[0] for kv in slabs for slab in kv.slabs)
     for content in contents:
         if len(content) != expected:
             raise ValueError(
@@ -64,21 +59,3 @@ def write_blocks(
         backend.write_blocks(
             kv, block_ids, tuple(parts[:num_key_parts]), tuple(parts[num_key_parts:])
         )
-
-
-def blocks_of_rows(layers: Iterable[tuple[Parts, Parts]], block_size: int) -> list[bytes]:
-    """Rows of the layers of one group as blocks, as :func:`read_blocks` returns them.
-
-    Args:
-        layers: of each layer the parts of K and V, ``[num_kv_heads, num_tokens, width]`` each. The
-            slots behind the last token are filled with zeros.
-    """
-    pieces: list[list[memoryview]] = []
-    for k, v in layers:
-        for part in (*k, *v):
-            num_kv_heads, num_tokens, width = part.shape
-            part = mx.pad(part, [(0, 0), (0, -num_tokens % block_size), (0, 0)])
-            blocks = mx.contiguous(part.reshape(num_kv_heads, -1, block_size, width).swapaxes(0, 1))
-            rows = np.frombuffer(cast(Any, blocks), dtype=np.uint8).reshape(blocks.shape[0], -1)
-            pieces.append([row.data for row in rows])
-    return [b"".join(block) for block in zip(*pieces, strict=True)]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from mlx_paged import flag_values as values
 from mlx_paged.command_line import parser
+from mlx_paged.config import DURATION, NBYTES
 
 _HASH_HELP = "the first digits of a block's hash, as ls shows them"
 
@@ -42,7 +42,7 @@ def setup_arg_parser(prog: str | None = None) -> argparse.ArgumentParser:
     size = _add(verbs, "size", "say how many bytes the folder holds, for each model")
     size.add_argument(
         "--limit",
-        type=values.num_bytes,
+        type=NBYTES.read_flag,
         metavar="N",
         help="compare them with this limit: 20G, 512M",
     )
@@ -62,13 +62,13 @@ def _add_choices_of_rm(rm: argparse.ArgumentParser) -> None:
     rm.add_argument("--all", action="store_true", help="remove all")
     rm.add_argument(
         "--older-than",
-        type=values.duration,
+        type=DURATION.read_flag,
         metavar="AGE",
         help="remove what was last used longer ago than this: 30d, 12h, 90s",
     )
     rm.add_argument(
         "--shrink-to",
-        type=values.num_bytes,
+        type=NBYTES.read_flag,
         metavar="N",
         help="remove what was least recently used, until no more than this is left: 10G",
     )

@@ -6,9 +6,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from mlx_paged import flag_values as values
 from mlx_paged.command_line import flags, parser
 from mlx_paged.config import DEFAULT_MAX_NUM_BATCHED_TOKENS
+from mlx_paged.domains import AT_LEAST_0, AT_LEAST_1
 
 # Arguments of the library that flags are handed on as. Errors say kv='basic', as in the library.
 _FLAGS = {
@@ -34,7 +34,7 @@ def setup_arg_parser(prog: str | None = None) -> argparse.ArgumentParser:
     flags.add_sampling_flags(chat, "chat")
     flags.add_generation_config_flag(chat)
     chat.add_argument(
-        "--seed", type=values.whole, default=0, help="seed of the sampling (default: 0)"
+        "--seed", type=AT_LEAST_0.read_flag, default=0, help="seed of the sampling (default: 0)"
     )
     chat.add_argument("--system-prompt", help="system prompt of the conversation")
     chat.add_argument(
@@ -48,7 +48,7 @@ def setup_arg_parser(prog: str | None = None) -> argparse.ArgumentParser:
     )
     chat.add_argument(
         "--prefill-step-size",
-        type=values.positive,
+        type=AT_LEAST_1.read_flag,
         default=DEFAULT_MAX_NUM_BATCHED_TOKENS,
         help="prompt tokens computed at a time (default: %(default)s)",
     )

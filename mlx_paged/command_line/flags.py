@@ -28,42 +28,44 @@ SAMPLING = {
 }
 
 
-def add_declared_flags(
-    parser: argparse.ArgumentParser,
-    arguments: Mapping[str, Argument],
-    defaults: Mapping[str, object],
-    program: Program,
+def add_flag(
+    parser: argparse.ArgumentParser, name: str, argument: Argument, default: object, says: object
 ) -> None:
-    """Add the flags that ``program`` has for declared arguments; values have the arguments' names.
+    """Add the flag of a declared argument; its value has the argument's name.
 
-    A switch that is on by default has a flag that turns it off, and one that has no default both.
+    A switch has a flag that turns it on or off, whichever is not the default, and one that has no
+    default both. What has several values is a list of them.
 
     Args:
-        defaults: those of the library, by argument.
+        default: where the flag is not given.
+        says: of the default, or that itself.
     """
-    for name, argument in arguments.items():
-        flag = argument.flag
-        if flag is None or program not in flag.programs:
-            continue
-        action: dict[str, Any] = {"type": flag.read, "choices": flag.choices}
-        if flag.choices is None:
-            words = argument.flag_name(name).removeprefix("--")
-            action["metavar"] = flag.metavar or words.replace("-", "_").upper()
-        if flag.read is None:
-            on_off = argparse.BooleanOptionalAction
-            action = {"action": on_off if flag.default is None else "store_false"}
-        text = flag.help or argument.help.rstrip(".").replace("``", "")
-        if flag.read is not None or flag.default is None:
-            default = defaults[name] if flag.default is None else flag.default
-            text += f" (default: {flag.says or default})"
-        parser.add_argument(
-            argument.flag_name(name),
-            *flag.also,
-            dest=name,
-            default=flag.default,
-            help=text.replace("%", "%%"),
-            **action,
-        )
+    flag = argument.flag
+    assert flag is not None
+    flag_name, domain = argument.flag_name(name), argument.flag_domain
+    text = flag.help or argument.help.rstrip(".").replace("``", "")
+    metavar = domain.metavar or flag_name.removeprefix("--").replace("-", "_").upper()
+    action: dict[str, Any] = {"type": domain.read_flag, "metavar": metavar}
+    if isinstance(default, bool):
+        action = {"action": "store_false" if default else "store_true"}
+    elif default == ():
+        default = []
+        action["action"] = "append"
+    else:
+        words = f"{says:g}" if isinstance(says, float) else str("none" if says is None else says)
+        text += f" (default: {words.replace('`', '')})"
+    if domain.choices is not None:
+        action = {"type": domain.parse, "choices": domain.choices}
+    elif domain.parse is bool and default is None:
+        action = {"action": argparse.BooleanOptionalAction}
+    parser.add_argument(
+        flag_name,
+        *flag.also,
+        dest=name,
+        default=default,
+        help=text.replace("%", "%%"),
+        **action,
+    )
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
@@ -91,7 +93,13 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, program: Program) -> None:
-    add_declared_flags(parser, SAMPLING_PARAMS, vars(SamplingParams()), program)
+    """Add the flags of sampling parameters; one that is not given is ``None``, if the model may say
+    it.
+    """
+    for name, each in SAMPLING_PARAMS.items():
+        if each.flag is not None and program in each.flag.programs:
+            says = each.flag.says or getattr(SamplingParams(), name)
+            add_flag(parser, name, each, each.flag.default, says)
 
 
 def add_generation_config_flag(parser: argparse.ArgumentParser) -> None:
@@ -140,8 +148,11 @@ def engine_options(args: argparse.Namespace, program: Program) -> dict[str, Any]
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, program: Program) -> None:
-    defaults = {name: each.default for name, each in ENGINE_OPTIONS.items()}
-    add_declared_flags(parser, ENGINE_OPTIONS, defaults, program)
+    for name in engine_flags(program):
+        each = ENGINE_OPTIONS[name]
+        given = each.flag and each.flag.default
+        default = each.default if given is None else given
+        add_flag(parser, name, each, default, each.says or default)
     parser.add_argument(
         "--draft-model",
         help="a small model of the same tokenizer, folder or repo, that drafts the next tokens; "

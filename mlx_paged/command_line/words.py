@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
+from mlx_paged.block_store import BlockStore
 from mlx_paged.engine.fit import num_tokens_held
 from mlx_paged.memory import nbytes_in_words
 from mlx_paged.models.language_model import check_model
@@ -54,7 +55,7 @@ def budget_in_words(cache: KVCache) -> str:
 def disk_tier_in_words(engine: Engine) -> list[str]:
     """The folder of the tier on disk, what it holds and its limit; nothing where there is none."""
     tier = engine.disk_tier
-    if tier is None:
+    if tier is None or not isinstance(tier.store, BlockStore):
         return []
     stats, store = tier.stats(), tier.store
     if stats.failure is not None:
@@ -76,7 +77,7 @@ def duration_in_words(seconds: float) -> str:
 
 def context_in_words(engine: Engine) -> str:
     limit, retention = engine.max_model_len, engine.cache.config.groups[0].retention
-    num_held = num_tokens_held(engine.cache)
+    num_held = num_tokens_held(engine.cache, engine.manager)
     if num_held < (sys.maxsize if limit is None else limit):
         of_limit = "" if limit is None else f" of {limit:,}"
         length = f"{num_held:,}{of_limit} tokens, as many as the K/V budget holds"

@@ -23,14 +23,15 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.engine.deltas import merge_parts
 from mlx_paged.engine.engine import Engine, engine_option_names
-from mlx_paged.engine.options import EngineOptions, RequestOptions
+from mlx_paged.engine.options import RequestOptions
 from mlx_paged.engine.prompts import Prompt
 from mlx_paged.engine.stats import EngineStats
 from mlx_paged.engine.view import EngineView
+from mlx_paged.engine_options import EngineOptions
 from mlx_paged.errors import ArgumentError, words_for_all
 from mlx_paged.foreign_arguments import argument_names, refuses_unknown_arguments
 from mlx_paged.models.language_model import LanguageModel
-from mlx_paged.request import RequestOutput, check_request_id
+from mlx_paged.request import REQUEST_ID, RequestOutput
 from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
 
 
@@ -67,7 +68,7 @@ class AsyncEngine:
     call :meth:`Engine.follow`.
 
     Args:
-        model, tokenizer, engine_options: as :class:`Engine`.
+        model, tokenizer, draft_model, engine_options: as :class:`Engine`.
     """
 
     @refuses_unknown_arguments("engine", also=engine_option_names)
@@ -75,6 +76,8 @@ class AsyncEngine:
         self,
         model: Module,
         tokenizer: TokenizerWrapper | None = None,
+        *,
+        draft_model: Module | None = None,
         **engine_options: Unpack[EngineOptions],
     ):
         group = model.group if isinstance(model, LanguageModel) else None
@@ -84,7 +87,7 @@ class AsyncEngine:
                 "Engine of the same options here, and call its follow()"
             )
         # It is made here so that the caller gets the errors of wrong settings.
-        self.engine = Engine(model, tokenizer, **engine_options)
+        self.engine = Engine(model, tokenizer, draft_model=draft_model, **engine_options)
         self._request_ids = map(str, itertools.count())
         self._loop = _EngineLoop(self.engine)
         self._receivers = self._loop.receivers
@@ -128,7 +131,7 @@ class AsyncEngine:
     ) -> AsyncGenerator[RequestOutput, None]:
         loop = asyncio.get_running_loop()
         inbox: asyncio.Queue[News] = asyncio.Queue()
-        reader_id = self._new_id() if request_id is None else check_request_id(request_id)
+        reader_id = self._id_of(request_id)
 
         def receive(news: News) -> None:
             try:
@@ -165,7 +168,7 @@ class AsyncEngine:
         **options: Unpack[RequestOptions],
     ) -> Generator[RequestOutput, None, None]:
         """The same as :meth:`generate`, for threads."""
-        request_id = self._new_id() if request_id is None else check_request_id(request_id)
+        request_id = self._id_of(request_id)
         outputs = self._stream(prompt, params, request_id, options)
         # This enters its ``try``, so a stream that is dropped unread ends its request, too.
         next(outputs)
@@ -267,7 +270,10 @@ class AsyncEngine:
     async def __aexit__(self, *exception: object) -> None:
         await asyncio.get_running_loop().run_in_executor(None, self.shutdown)
 
-    def _new_id(self) -> str:
+    def _id_of(self, request_id: str | None) -> str:
+        """The id of a request, a new one if it has none."""
+        if request_id is not None:
+            return REQUEST_ID.check("engine", "request_id", request_id)
         # A user may have named a request like this.
         return next(
             name for n in self._request_ids if (name := f"request-{n}") not in self._receivers

@@ -25,13 +25,6 @@ class Scheduled(NamedTuple):
     draft_token_ids: Sequence[int] = ()
 
     @property
-    def token_ids(self) -> list[int]:
-        """``[num_new_tokens]``"""
-        request, start, num_new_tokens, _, _, draft_token_ids = self
-        token_ids = request.token_ids[start : start + num_new_tokens]
-        return [*token_ids, *draft_token_ids] if draft_token_ids else token_ids
-
-    @property
     def has_pending_token(self) -> bool:
         """Whether its last token is one that the step before samples."""
         return self.request.token_ids[self.start + self.num_new_tokens - 1] == PENDING_TOKEN
@@ -104,8 +97,17 @@ class Batch:
         return [part.request for part in self.scheduled]
 
     @property
+    def token_ids(self) -> list[int]:
+        """``[num_tokens]``, packed."""
+        token_ids: list[int] = []
+        for request, start, num_new_tokens, _, _, draft_token_ids in self.scheduled:
+            token_ids += request.token_ids[start : start + num_new_tokens]
+            token_ids += draft_token_ids
+        return token_ids
+
+    @property
     def num_tokens(self) -> int:
-        return sum(part.num_new_tokens for part in self.scheduled)
+        return sum([part.num_new_tokens for part in self.scheduled])
 
     @property
     def drafted(self) -> list[Scheduled]:

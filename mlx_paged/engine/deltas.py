@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import NamedTuple, TypeVar
 
 from mlx_paged.request import CompletionOutput, RequestOutput
@@ -11,32 +11,36 @@ from mlx_paged.request import CompletionOutput, RequestOutput
 T = TypeVar("T")
 
 
-class Told(NamedTuple):
-    """How much of a completion its reader knows."""
+class ReportedLength(NamedTuple):
+    """How much of a completion its reader has."""
 
-    num_tokens: int = 0
-    num_characters: int = 0
-    is_finished: bool = False
-
-
-def nothing_told(output: RequestOutput) -> list[Told]:
-    """What the reader of a new request knows of each of its completions."""
-    return [Told()] * len(output.outputs)
+    num_tokens: int
+    num_characters: int
+    is_finished: bool
 
 
-def new_part(output: RequestOutput, told: Sequence[Told]) -> tuple[RequestOutput, list[Told]]:
-    """The completions in which something is new, cut down to that, and what is known with them.
+NOTHING_REPORTED = ReportedLength(0, 0, False)
+
+
+def new_part(
+    output: RequestOutput, handed_over: Iterable[ReportedLength]
+) -> tuple[RequestOutput, list[ReportedLength]]:
+    """The completions in which something is new, cut down to that, and how much of each completion
+    their reader has then.
 
     The last output has all completions, so that how each of them ended stands in one place.
+
+    Args:
+        handed_over: how much of each completion the reader has.
     """
+    lengths = [_length_of(completion) for completion in output.outputs]
     part = copy.copy(output)
-    known = [_all_of(completion) for completion in output.outputs]
     part.outputs = [
-        _new_part_of(completion, before)
-        for completion, before, now in zip(output.outputs, told, known, strict=True)
+        _part_behind(before, completion)
+        for completion, before, now in zip(output.outputs, handed_over, lengths, strict=True)
         if output.finished or before != now
     ]
-    return part, known
+    return part, lengths
 
 
 def merge_parts(first: RequestOutput, second: RequestOutput) -> RequestOutput:
@@ -61,16 +65,16 @@ def _joined(first: list[T], second: list[T]) -> list[T]:
     return first
 
 
-def _all_of(completion: CompletionOutput) -> Told:
-    return Told(
+def _length_of(completion: CompletionOutput) -> ReportedLength:
+    return ReportedLength(
         len(completion.token_ids), len(completion.text), completion.finish_reason is not None
     )
 
 
-def _new_part_of(completion: CompletionOutput, told: Told) -> CompletionOutput:
+def _part_behind(before: ReportedLength, completion: CompletionOutput) -> CompletionOutput:
     part = copy.copy(completion)
-    part.text = completion.text[told.num_characters :]
-    part.token_ids = completion.token_ids[told.num_tokens :]
+    part.text = completion.text[before.num_characters :]
+    part.token_ids = completion.token_ids[before.num_tokens :]
     if completion.logprobs is not None:
-        part.logprobs = completion.logprobs[told.num_tokens :]
+        part.logprobs = completion.logprobs[before.num_tokens :]
     return part

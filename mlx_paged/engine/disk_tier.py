@@ -15,11 +15,12 @@ from importlib.metadata import version
 
 import mlx.core as mx
 
-from mlx_paged.block_store import BlockHeader, BlockReader, BlockStore, BlockWriter, Fingerprint
+from mlx_paged.block_store import BlockReader, BlockWriter, Fingerprint
 from mlx_paged.block_store.reader import ReadBlock
 from mlx_paged.block_store.writer import SECONDS_AT_EXIT
 from mlx_paged.cache import KVCache, LayerSpec, PagedKVCache
 from mlx_paged.core import KEEP_ALL, AbsentBlock, BlockHash, Retention, group_hashes
+from mlx_paged.core.tier import BlockHeader, Tier
 from mlx_paged.engine.batch import Batch
 from mlx_paged.engine.disk_tier_options import DiskTierOptions
 from mlx_paged.engine.disk_tier_stats import DiskTierStats
@@ -58,33 +59,26 @@ class DiskTier:
 
     Args:
         cache: whose blocks these are.
-        options: the folder and its limits.
-        identity: of the model, and of the draft model if there is one.
+        tier: where the blocks lie, a folder or a place of the caller's.
         num_parameters: of the model.
-
-    Raises:
-        BlockStoreError: the folder can't be used.
     """
 
     def __init__(
         self,
         cache: PagedKVCache,
-        options: DiskTierOptions,
-        identity: Sequence[ModelIdentity],
+        tier: Tier,
         num_parameters: int,
     ):
         config = cache.config
         self.pays_for_preempted = is_reading_cheaper(num_parameters, config.nbytes_per_token)
-        self.store = BlockStore(
-            options.folder, options.max_nbytes, fingerprint_of(cache, identity), options.ttl
-        )
+        self.store = tier
         share = min(int(config.nbytes * QUEUE_SHARE), MAX_QUEUED_NBYTES)
         self._writer = BlockWriter(self.store, share)
         self._reader = BlockReader(self.store, min(share, MAX_READY_NBYTES))
         self._cache = cache
         self._block_size = config.block_size
         self._groups = range(len(config.groups))
-        self._block_nbytes = [cache.block_nbytes(group) for group in self._groups]
+        self._block_nbytes = [config.block_nbytes(group) for group in self._groups]
         # Computed and not copied out yet, in the order in which they were computed.
         self._unsaved: dict[BlockHash, BlockHeader] = {}
         self._group_of: dict[SeqId, dict[bytes, int]] = {}  # of the blocks being read
@@ -96,7 +90,13 @@ class DiskTier:
     # What the scheduler asks
 
     def has(self, block_hash: BlockHash) -> bool:
-        return not self._is_closed and self.store.has(block_hash)
+        if self._is_closed or self.store.failure is not None:
+            return False
+        try:
+            return self.store.has(block_hash)
+        except Exception as error:  # of a tier that is the caller's
+            self.store.fail(f"a block could not be looked up: {reason(error)}")
+            return False
 
     def read(self, seq_id: SeqId, blocks: Sequence[AbsentBlock]) -> None:
         self._group_of[seq_id] = {block.block_hash: block.group for block in blocks}
@@ -248,7 +248,7 @@ class DiskTier:
             parent = group_hashes(hashes[begin - 1 : begin], group)[0] if begin else None
             new_hashes = group_hashes(hashes[begin:num_full_blocks], group)
             for index, block_hash in enumerate(new_hashes, begin):
-                if self._writer.is_queued(block_hash) or self.store.has(block_hash):
+                if self._writer.is_queued(block_hash) or self.has(block_hash):
                     used.append(block_hash)
                 elif len(self._unsaved) < MAX_UNSAVED_BLOCKS:
                     start = index * block_size
@@ -355,19 +355,25 @@ atexit.register(_close_all)
 
 
 def open_disk_tier(
-    options: DiskTierOptions,
+    made: Callable[[Fingerprint], Tier],
     cache: KVCache,
     identities: Callable[[], Sequence[ModelIdentity]],
     num_parameters: int,
 ) -> DiskTier:
-    """The tier of an engine; arguments as :class:`DiskTier`.
+    """The tier of an engine.
+
+    Args:
+        made: makes the place for the blocks of a fingerprint.
+        identities: of the model, and of the draft model if there is one.
+        num_parameters: of the model.
 
     Raises:
         ArgumentError: the folder can't be used, or its limit holds no block.
     """
     assert isinstance(cache, PagedKVCache), "checked with the options"
-    options.check_block(cache.config.nbytes_per_block)
-    return DiskTier(cache, options, identities(), num_parameters)
+    if isinstance(made, DiskTierOptions):
+        made.check_block(cache.config.nbytes_per_block)
+    return DiskTier(cache, made(fingerprint_of(cache, identities())), num_parameters)
 
 
 def fingerprint_of(cache: PagedKVCache, identity: Sequence[ModelIdentity]) -> Fingerprint:

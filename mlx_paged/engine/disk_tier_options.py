@@ -8,11 +8,12 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from mlx_paged.block_store import BlockStore, Fingerprint
 from mlx_paged.config import (
     DEFAULT_CACHE_DIR_SIZE,
+    DURATION,
+    NBYTES,
     SchedulerConfig,
-    parse_duration,
-    parse_nbytes,
 )
 from mlx_paged.errors import ArgumentError, shown
 
@@ -43,9 +44,9 @@ class DiskTierOptions:
 
         Args:
             cache_dir: a leading ``~`` is the user's home.
-            cache_dir_size: bytes, as :func:`parse_nbytes` reads them; ``None`` is
+            cache_dir_size: bytes, in the notation of budgets; ``None`` is
                 ``DEFAULT_CACHE_DIR_SIZE``.
-            cache_dir_ttl: a duration, as :func:`parse_duration` reads it.
+            cache_dir_ttl: a duration, such as ``"7d"``, or seconds.
 
         Raises:
             ArgumentError: a value that is none of these, or a size or a duration without a folder.
@@ -66,40 +67,17 @@ class DiskTierOptions:
         ttl = cache_dir_ttl
         return cls(
             _folder(cache_dir),
-            parse_nbytes(size, "cache_dir_size"),
-            None if ttl is None else parse_duration(ttl, "cache_dir_ttl"),
+            NBYTES.check("engine", "cache_dir_size", size),
+            None if ttl is None else DURATION.check("engine", "cache_dir_ttl", ttl),
         )
 
-    def check_engine(self, kv: str, config: SchedulerConfig, num_ranks: int) -> None:
-        """Refuse engines whose K/V can't be found again by the hashes of blocks.
+    def __call__(self, fingerprint: Fingerprint) -> BlockStore:
+        """The blocks of a fingerprint in the folder.
 
         Raises:
-            ArgumentError: a contiguous cache, no prefix cache, or a model that is split over ranks.
+            BlockStoreError: the folder can't be used.
         """
-        if kv != "paged":
-            raise _refusal(f"needs blocks, which kv={shown(kv)} does not have; use kv='paged'")
-        if not config.enable_prefix_caching:
-            raise _refusal("needs the prefix cache, and enable_prefix_caching is False")
-        if num_ranks > 1:
-            raise _refusal(
-                f"can't be combined with {num_ranks} ranks, each of which has a part of the K/V; "
-                "leave it out"
-            )
-
-    def check_state(self, state_nbytes: int, model_type: str) -> None:
-        """Refuse a model with recurrent layers, whose K/V alone can't be gone on from.
-
-        Args:
-            state_nbytes: of a sequence; 0 where there is no such layer.
-
-        Raises:
-            ArgumentError: there is one.
-        """
-        if state_nbytes:
-            raise _refusal(
-                f"can't be combined with a {model_type}: blocks on disk hold K/V and no recurrent "
-                "state; leave it out"
-            )
+        return BlockStore(self.folder, self.max_nbytes, fingerprint, self.ttl)
 
     def check_block(self, block_nbytes: int) -> None:
         """Refuse a limit that holds no block.
@@ -115,8 +93,36 @@ class DiskTierOptions:
             )
 
 
-def _refusal(why: str) -> ArgumentError:
-    return ArgumentError(f"[engine] cache_dir {why}", "cache_dir")
+def check_engine(
+    name: str, kv: str, config: SchedulerConfig, num_ranks: int, recurrent: str | None
+) -> None:
+    """Refuse engines whose K/V can't be found again by the hashes of blocks, or not gone on from.
+
+    Args:
+        name: of the option that asks for a tier.
+        recurrent: the type of the model, where it has recurrent layers.
+
+    Raises:
+        ArgumentError: a contiguous cache, no prefix cache, a model that is split over ranks, or one
+            with recurrent layers.
+    """
+    why = None
+    if kv != "paged":
+        why = f"needs blocks, which kv={shown(kv)} does not have; use kv='paged'"
+    elif not config.enable_prefix_caching:
+        why = "needs the prefix cache, and enable_prefix_caching is False"
+    elif num_ranks > 1:
+        why = (
+            f"can't be combined with {num_ranks} ranks, each of which has a part of the K/V; leave "
+            "it out"
+        )
+    elif recurrent is not None:
+        why = (
+            f"can't be combined with a {recurrent}: blocks on disk hold K/V and no recurrent "
+            "state; leave it out"
+        )
+    if why is not None:
+        raise ArgumentError(f"[engine] {name} {why}", name)
 
 
 def _folder(given: object) -> Path:
@@ -126,7 +132,7 @@ def _folder(given: object) -> Path:
             expanded = os.path.expanduser(path)
             if expanded.startswith("~"):
                 raise ArgumentError(
-                    f"[engine] cache_dir {shown(path)} is in the home of a user that there is not",
+                    f"[engine] cache_dir {shown(path)} is in the home of an unknown user",
                     "cache_dir",
                 )
             # The program may change its working directory later.

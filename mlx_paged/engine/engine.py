@@ -20,12 +20,12 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.argument_values import check_integer
 from mlx_paged.block_store.writer import SECONDS_AT_EXIT
 from mlx_paged.cache import ContiguousKVCache
 from mlx_paged.config import DEFAULT_KV
-from mlx_paged.core import hash_token_blocks
+from mlx_paged.core import KVCacheManager, SequenceStates, hash_token_blocks
 from mlx_paged.distributed import RanksError
+from mlx_paged.domains import BOOL
 from mlx_paged.engine.disk_tier import DiskTier, open_disk_tier
 from mlx_paged.engine.draft_model import DraftModel
 from mlx_paged.engine.draft_options import (
@@ -41,10 +41,10 @@ from mlx_paged.engine.joining import check_steps_are_alike, join_ranks, least_bu
 from mlx_paged.engine.latencies import Latencies
 from mlx_paged.engine.model_runner import ModelRunner
 from mlx_paged.engine.options import (
-    EngineOptions,
-    disk_tier_options,
+    checked_options,
     passed_on_names,
     split_options,
+    tier_of,
 )
 from mlx_paged.engine.prefix_history import PrefixHistory
 from mlx_paged.engine.prompts import Prompt, as_tokenizer, read_prompt
@@ -53,14 +53,15 @@ from mlx_paged.engine.replicas import Call
 from mlx_paged.engine.reports import Reports
 from mlx_paged.engine.request_state import RequestState
 from mlx_paged.engine.scheduler import Scheduler, extra_hash_keys
-from mlx_paged.engine.snapshots import Snapshots
+from mlx_paged.engine.snapshots import Prefix, Snapshots
 from mlx_paged.engine.stats import EngineStats
 from mlx_paged.engine.steps import RowReader, Steps
 from mlx_paged.engine.swap_space import SwapSpace, num_swap_blocks
 from mlx_paged.engine.token_rules import read_token_rules, special_token_ids
 from mlx_paged.engine.token_texts import TokenTexts
 from mlx_paged.engine.view import EngineView, view_of
-from mlx_paged.errors import ArgumentError, shown
+from mlx_paged.engine_options import EngineOptions
+from mlx_paged.errors import ArgumentError
 from mlx_paged.foreign_arguments import argument_names, refuses_unknown_arguments
 from mlx_paged.memory import hold_wired_limit, read_wired_limit
 from mlx_paged.models.context_length import context_length, context_limit
@@ -69,16 +70,14 @@ from mlx_paged.models.kv_cache import kv_budget, make_kv_cache, weight_nbytes
 from mlx_paged.models.language_model import check_model
 from mlx_paged.models.traffic import sent_bytes_per_token
 from mlx_paged.request import (
+    PRIORITY,
+    REQUEST_ID,
     Request,
     RequestOutput,
     TokenRules,
     check_cache_salt,
-    check_no_store,
-    check_priority,
-    check_request_id,
 )
 from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.snapshots import PrefixRows
 
 T = TypeVar("T")
 
@@ -105,11 +104,12 @@ class Engine:
         model: as :func:`mlx_paged.load` returns it.
         tokenizer: for text prompts, text out, stop texts and the end of sequence; ``None`` is token
             ids only.
+        draft_model: a small model of the same vocabulary that makes the drafts.
         options: keyword arguments of :class:`EngineOptions`, of which each says what it does.
 
     Raises:
         ValueError: a setting out of its range, or a budget that holds no block.
-        TypeError: an argument that there is not; the message says what to use.
+        TypeError: an unknown argument; the message says what to use instead.
     """
 
     @refuses_unknown_arguments("engine", also=passed_on_names)
@@ -117,36 +117,34 @@ class Engine:
         self,
         model: Module,
         tokenizer: TokenizerWrapper | None = None,
+        *,
+        draft_model: Module | None = None,
         **options: Unpack[EngineOptions],
     ):
         # What stays with each rank, and need not be alike.
-        seed, run_ahead, wired_limit = (
-            options.pop("seed", None),
-            options.pop("run_ahead", None),
-            options.pop("wired_limit", None),
-        )
+        wired_limit = options.pop("wired_limit", None)
+        own = {"seed": options.pop("seed", None), "run_ahead": options.pop("run_ahead", None)}
+        seed, run_ahead = checked_options("engine", own).values()
         max_model_len, swap_bytes = options.get("max_model_len"), options.get("swap_bytes")
         checked, kv = check_model(model), options.get("kv", DEFAULT_KV)
         window = options.get("window")
         self.max_model_len = context_limit(checked.args, max_model_len, window)
-        draft_model = check_draft_model(options.get("draft_model"), checked, kv)
-        cache_options, config = split_options(options, self.max_model_len)
-        check_speculation(checked, draft_model, config.num_draft_tokens)
-        tier_options = disk_tier_options(options, config, checked)
+        draft = check_draft_model(draft_model, checked, kv)
+        cache_options, config = split_options(options, self.max_model_len, draft is not None)
+        check_speculation(checked, draft, config.num_draft_tokens)
+        tier = tier_of(options, config, checked)
         if tokenizer is not None:
             tokenizer = as_tokenizer(tokenizer)
-        if seed is not None:
-            seed = check_integer("engine", "seed", seed)
-        if not isinstance(run_ahead, bool | None):
-            raise ArgumentError(
-                f"[engine] run_ahead must be True, False or None, got {shown(run_ahead)}",
-                "run_ahead",
-            )
         wired_nbytes = read_wired_limit(wired_limit)
         self.ranks = join_ranks(
             checked,
             tokenizer,
-            {**options, "max_model_len": self.max_model_len, "swap_bytes": swap_bytes},
+            {
+                **options,
+                "draft_model": draft,
+                "max_model_len": self.max_model_len,
+                "swap_bytes": swap_bytes,
+            },
         )
         if self.ranks is not None:
             cache_options["kv_cache_bytes"] = least_budget(
@@ -154,7 +152,7 @@ class Engine:
             )
         # Steps may be another thread's, which can't evaluate what this one left lazy: parameters,
         # and frequencies of RoPE, which are none.
-        for each in (model, draft_model or ()):
+        for each in (model, draft or ()):
             leaves = dict(tree_flatten(each)).values()
             mx.eval([leaf for leaf in leaves if isinstance(leaf, mx.array)])
         self._sent_bytes_per_token = sent_bytes_per_token(checked)
@@ -166,24 +164,24 @@ class Engine:
             room = room_for_states(checked, config, budget)
             config = replace(config, max_num_seqs=room.max_num_seqs)
             cache_options["kv_cache_bytes"] = room.kv_cache_bytes
-        self.cache = make_kv_cache(model, kv, **cache_options)
-        if room is not None:
-            self.cache.keep_checkpoints(room.num_checkpoints)
+        self.cache = make_kv_cache(model, kv, draft_model=draft_model, **cache_options)
+        states = None if room is None else SequenceStates(room.num_checkpoints)
+        self.manager = KVCacheManager(self.cache.pool, self.cache.config.retentions, states)
         self.run_ahead = self.cache.can_run_ahead if run_ahead is None else run_ahead
         num_parameters = num_parameters_of(model)
         # All weights are read for it: once, and only if it is asked for.
-        identities = cache(lambda: identities_of(checked, draft_model))
+        identities = cache(lambda: identities_of(checked, draft))
         self.disk_tier: DiskTier | None = None
-        if tier_options is not None:
-            self.disk_tier = open_disk_tier(tier_options, self.cache, identities, num_parameters)
+        if tier is not None:
+            self.disk_tier = open_disk_tier(tier, self.cache, identities, num_parameters)
             # With its cache it lives as long as this engine. Python's end closes it.
             weakref.finalize(self, self.disk_tier.let_go).atexit = False
         self.swap_space = SwapSpace(
             num_swap_blocks(swap_bytes, self.cache, num_parameters),
             -(-self.cache.config.state_nbytes // self.cache.config.nbytes_per_block),
         )
-        drafter = None if draft_model is None else DraftModel(draft_model, self.cache)
-        self.runner = ModelRunner(model, self.cache, self.swap_space, drafter)
+        drafter = None if draft is None else DraftModel(draft, self.cache, self.manager)
+        self.runner = ModelRunner(model, self.cache, self.manager, self.swap_space, drafter)
         if self.ranks is not None:
             check_steps_are_alike(self.ranks, self.cache, self.run_ahead)
             self.cache.all_can = self.ranks.all_can
@@ -193,6 +191,7 @@ class Engine:
         eos_token_ids: Iterable[int] = () if tokenizer is None else tokenizer.eos_token_ids
         speculation = speculation_of(config.num_draft_tokens, checked, drafter, self.run_ahead)
         self.scheduler = Scheduler(
+            self.manager,
             self.cache,
             config,
             frozenset(eos_token_ids),
@@ -205,6 +204,7 @@ class Engine:
         warn_unless_it_fits(
             weight_nbytes(model, draft_model),
             self.cache,
+            self.manager,
             self.max_model_len,
             has_default_budget=options.get("kv_cache_bytes") is None,
         )
@@ -212,7 +212,8 @@ class Engine:
             model,
             identities,
             self.cache,
-            draft_model is not None,
+            self.manager,
+            draft is not None,
             config.enable_prefix_caching,
             self.ranks,
         )
@@ -278,9 +279,10 @@ class Engine:
             PromptTooLongError: the budget can never hold the prompt; the message has the numbers.
         """
         self._refuse_on_followers("add_request")
-        request_id = check_request_id(request_id)
-        priority, cache_salt = check_priority(priority), check_cache_salt(cache_salt)
-        no_store = check_no_store(no_store)
+        request_id = REQUEST_ID.check("engine", "request_id", request_id)
+        priority = PRIORITY.check("engine", "priority", priority)
+        cache_salt = check_cache_salt(cache_salt)
+        no_store = BOOL.check("engine", "no_store", no_store)
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise ArgumentError(
@@ -335,7 +337,7 @@ class Engine:
         Its output comes with the next step, with finish reason ``"abort"``. One that is unknown or
         done is left alone.
         """
-        state = self._reports.states.get(check_request_id(request_id))
+        state = self._reports.states.get(REQUEST_ID.check("engine", "request_id", request_id))
         if state is not None:
             self._ask_to_abort(state)
             self._read_inbox_if_idle()
@@ -348,7 +350,7 @@ class Engine:
 
     def prompt_progress(self, request_id: str) -> tuple[int, int]:
         """How many tokens of a request's prompt have K/V, and how many it has; 0 while it waits."""
-        state = self._reports.states.get(check_request_id(request_id))
+        state = self._reports.states.get(REQUEST_ID.check("engine", "request_id", request_id))
         if state is None:
             return 0, 0
         request = state.requests[0]
@@ -370,7 +372,7 @@ class Engine:
         block_hashes = hash_token_blocks(
             token_ids, self.cache.config.block_size, extra_hash_keys(cache_salt)
         )
-        computed = self.cache.manager.get_computed_blocks(block_hashes, len(token_ids) + 1)
+        computed = self.manager.get_computed_blocks(block_hashes, len(token_ids) + 1)
         return [block.block_id for block in computed.blocks]
 
     def has_unfinished_requests(self) -> bool:
@@ -385,9 +387,9 @@ class Engine:
         """
         self._refuse_on_followers("step")
         self._refuse_reentry("step")
-        with self._step_lock: outputs = self._step()  # noqa: E701  # fmt: skip
+        with self._step_lock: states = self._step()  # noqa: E701  # fmt: skip
         self._read_inbox_if_idle()
-        return self._reports.hand_over(outputs)
+        return self._reports.hand_over(states)
 
     def read_rows(self, reader: RowReader | None) -> None:
         """Have ``reader`` called with the row of logits behind each token that is appended from now
@@ -417,7 +419,8 @@ class Engine:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached K/V; False, and nothing has changed, while requests run."""
         self._refuse_reentry("reset_prefix_cache")
-        reset = partial(self._on_all_ranks, "reset_prefix_cache", self._reset_prefix_cache)
+        reset = self.scheduler.reset_prefix_cache
+        reset = partial(self._on_all_ranks, "reset_prefix_cache", reset)
         with self._step_lock: return self._changed(reset)  # noqa: E701  # fmt: skip
 
     def save_snapshot(
@@ -432,7 +435,7 @@ class Engine:
         """Put the K/V of a file into the prefix cache; returns its token ids. Requests whose
         prompts begin with them find them. Arguments and errors: :meth:`Snapshots.open`.
         """
-        return self._put(self._snapshots.open(path), cache_salt)
+        return self._put(self._snapshots.open(path, cache_salt))
 
     def export_prompt_cache(
         self,
@@ -459,7 +462,7 @@ class Engine:
         """Put the K/V of a prompt cache of mlx-lm's into the prefix cache; returns its token ids.
         Arguments and errors: :meth:`Snapshots.open_prompt_cache`.
         """
-        return self._put(self._snapshots.open_prompt_cache(path, token_ids), cache_salt)
+        return self._put(self._snapshots.open_prompt_cache(path, token_ids, cache_salt))
 
     def hold_prompt_cache(self, path: str | Path) -> HeldPrompt:
         """Hold the K/V of a prompt cache of mlx-lm's that does not say its tokens, for requests
@@ -473,14 +476,14 @@ class Engine:
         self._refuse_reentry("a snapshot")
         with self._step_lock: self._changed(self._steps.land); return call()  # noqa: E701, E702  # fmt: skip
 
-    def _put(self, rows: PrefixRows, cache_salt: str | None) -> list[int]:
-        """Put rows into the prefix cache, between two steps."""
+    def _put(self, prefix: Prefix) -> list[int]:
+        """Put K/V into the prefix cache, between two steps."""
         self._refuse_reentry("a snapshot")
-        put = partial(self._snapshots.put, self._steps.land, rows, cache_salt)
+        put = partial(self._snapshots.put, self._steps.land, prefix)
         with self._step_lock: error = self._changed(put)  # noqa: E701  # fmt: skip
         if error is not None:
             raise error
-        return rows.token_ids
+        return prefix.token_ids
 
     def save_more(self) -> bool:
         """Copy more blocks out to ``cache_dir``, while no request runs; whether some are left that
@@ -507,7 +510,7 @@ class Engine:
         """What is held, running and waiting; from any thread."""
         latencies = self.latencies
         return EngineStats(
-            **asdict(self.cache.manager.stats()),
+            **asdict(self.manager.stats()),
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting),
             num_preemptions=self.scheduler.num_preemptions,
@@ -531,7 +534,7 @@ class Engine:
         """The pool, block by block, and the requests; from any thread. It takes a millisecond for
         some 15,000 blocks.
         """
-        return view_of(self.cache.manager, self._reports.states)
+        return view_of(self.manager, self._reports.states)
 
     # Several ranks
 
@@ -553,7 +556,7 @@ class Engine:
             self._reports,
             self.token_texts,
             self._special_token_ids,
-            {"shrink": self._shrink, "reset_prefix_cache": self._reset_prefix_cache},
+            {"shrink": self._shrink, "reset_prefix_cache": self.scheduler.reset_prefix_cache},
         )
         shared = following.run()
         if shared.error is not None:
@@ -624,14 +627,11 @@ class Engine:
         state.is_aborted = True
         self._inbox.append(partial(self._steps.abort, state))
 
-    def _reset_prefix_cache(self) -> bool:
-        return self.cache.reset_prefix_cache()
-
     def _shrink(self) -> int:
         self._steps.land()  # It may write to the memory that is given back.
         return self.cache.shrink()
 
-    def _step(self) -> list[RequestOutput]:
+    def _step(self) -> list[RequestState]:
         begin = time.perf_counter()
         with self._change():
             self._read_inbox()
@@ -639,6 +639,6 @@ class Engine:
             self._read_inbox()
             if not self.scheduler.requests and not self._reports:
                 self._steps.pick_up_lost()
-            outputs = self._reports.take()
+            states = self._reports.take()
             self.latencies.busy_seconds += time.perf_counter() - begin
-            return outputs
+            return states

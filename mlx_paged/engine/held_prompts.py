@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from mlx_paged.cache import KVCache
-from mlx_paged.cache.block_bytes import blocks_of_rows
+from mlx_paged.cache.transfer import loaded
 from mlx_paged.core import SequenceTables, TableState
 from mlx_paged.engine.swap_space import SwapSpace
 from mlx_paged.errors import ArgumentError
 from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.snapshots import PromptCacheFile
+from mlx_paged.snapshots import PromptCacheFile, sequence_headers
 
 STAND_IN = 0
 
@@ -36,15 +36,18 @@ class HeldPrompt(NamedTuple):
 
 
 def hold(file: PromptCacheFile, cache: KVCache, swap_space: SwapSpace) -> HeldPrompt:
-    """Read the K/V of a file into host memory, where they stay.
+    """Read the K/V of a file into the swap space, where they stay.
 
     Raises:
         SnapshotError: the file can't be read.
     """
-    contents = blocks_of_rows(file.layers(), cache.config.block_size)
+    headers = sequence_headers(cache.config, file.num_tokens)
+    tier = file.tier(headers)
     prompt = HeldPrompt([STAND_IN] * file.num_tokens, f"prompt cache {secrets.token_hex()}")
-    held = SequenceTables([TableState(len(contents), 0, file.num_tokens)])
-    swap_space.hold(prompt.cache_salt, held, [contents])
+    held = SequenceTables([TableState(len(headers), 0, file.num_tokens)])
+    swap_space.hold(prompt.cache_salt, held)
+    for header, stored in zip(headers, swap_space.headers(prompt.cache_salt, 0), strict=True):
+        swap_space.tier.store(stored, loaded(tier, header))
     return prompt
 
 
@@ -57,7 +60,7 @@ def check_can_hold(cache: KVCache, has_draft_model: bool) -> None:
     why = argument = ""
     if cache.kind != "paged":
         why, argument = f"kv={cache.kind!r}: it needs kv='paged'", "kv"
-    elif not cache.manager.keeps_all:
+    elif not cache.config.keeps_all:
         why, argument = "layers that keep only the tokens of a window", "window"
     elif has_draft_model:
         why, argument = "a draft model, of which it has no K/V", "draft_model"

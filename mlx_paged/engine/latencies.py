@@ -7,9 +7,13 @@ What is observed, and the bounds of the buckets, are those of vLLM's v1 metrics.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
-from mlx_paged.request import CompletionOutput, Request
+from mlx_paged.request import Request
+
+if TYPE_CHECKING:
+    from mlx_paged.engine.request_state import Completion, RequestState
 
 FIRST_TOKEN_BOUNDS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
@@ -58,23 +62,6 @@ class Histogram:
         """Count a value that was seen once, or ``times`` times."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
-
-
-class RequestTimes:
-    """What was observed of a request so far, so that nothing is observed twice.
-
-    Attributes:
-        first_token_time: when its first token came; ``None`` before that.
-        num_tokens, last_token_times, is_finished: by completion.
-    """
-
-    __slots__ = ("first_token_time", "is_finished", "last_token_times", "num_tokens")
-
-    def __init__(self, num_completions: int):
-        self.first_token_time: float | None = None
-        self.num_tokens = [0] * num_completions
-        self.last_token_times = [0.0] * num_completions
-        self.is_finished = [False] * num_completions
 
 
 class Latencies:
@@ -126,28 +113,43 @@ class Latencies:
         self.num_finished: dict[str, int] = dict.fromkeys(FINISH_REASONS, 0)
         self.busy_seconds = 0.0
 
-    def observe(
-        self, request: Request, completion: CompletionOutput, times: RequestTimes, now: float
-    ) -> None:
-        """A completion was reported as it is now."""
-        index, num_tokens = completion.index, len(completion.token_ids)
-        num_before = times.num_tokens[index]
-        if num_tokens > num_before:
-            # Noted first: an interrupt may lose an observation, but none is made twice.
-            times.num_tokens[index] = num_tokens
-            last_token_time = times.last_token_times[index]
-            times.last_token_times[index] = now
-            num_new_tokens = num_tokens - num_before
-            self.num_generation_tokens += num_new_tokens
-            if num_before:
-                each = (now - last_token_time) / num_new_tokens
-                self.inter_token_latency.observe(each, num_new_tokens)
-            elif times.first_token_time is None:
-                times.first_token_time = now
-                self._observe_prompt(request, now)
-        if completion.finish_reason is not None and not times.is_finished[index]:
-            times.is_finished[index] = True
-            self._observe_end(request, completion, times, now)
+    def observe(self, states: Iterable[RequestState], now: float) -> None:
+        """Note that the outputs of these requests are reported as they are now, and observe what is
+        new in them.
+
+        Everything is noted before anything is observed: an interrupt may lose observations, but
+        none is made twice.
+        """
+        num_new_tokens = 0
+        num_by_latency: dict[float, int] = {}  # tokens of a step share a few
+        begun: list[Request] = []
+        ended: dict[RequestState, list[Completion]] = {}
+        for state in states:
+            for completion in state.completions:
+                output, num_before = completion.output, completion.num_reported_tokens
+                num_tokens, time_before = len(output.token_ids), completion.last_token_time
+                if output.finish_reason is not None and not completion.is_end_reported:
+                    # Before its last tokens: without its end, it would go on behind them.
+                    completion.is_end_reported = True
+                    ended.setdefault(state, []).append(completion)
+                if num_tokens > num_before:
+                    completion.num_reported_tokens = num_tokens
+                    completion.last_token_time = now
+                    num_new = num_tokens - num_before
+                    num_new_tokens += num_new
+                    if num_before:
+                        latency = (now - time_before) / num_new
+                        num_by_latency[latency] = num_by_latency.get(latency, 0) + num_new
+                    elif state.first_token_time is None:
+                        state.first_token_time = now
+                        begun.append(state.requests[0])
+        self.num_generation_tokens += num_new_tokens
+        for latency, times in num_by_latency.items():
+            self.inter_token_latency.observe(latency, times)
+        for request in begun:
+            self._observe_prompt(request, now)
+        for state, completions in ended.items():
+            self._observe_ends(state, completions, now)
 
     def _observe_prompt(self, request: Request, now: float) -> None:
         begin = request.first_scheduled_time
@@ -158,19 +160,20 @@ class Latencies:
         self.num_cached_prompt_tokens += request.num_cached_tokens
         self.num_read_prompt_tokens += request.num_read_tokens
 
-    def _observe_end(
-        self, request: Request, completion: CompletionOutput, times: RequestTimes, now: float
+    def _observe_ends(
+        self, state: RequestState, completions: Iterable[Completion], now: float
     ) -> None:
-        reason = completion.finish_reason or ""
-        self.num_finished[reason] = self.num_finished.get(reason, 0) + 1
-        first_token_time = times.first_token_time
-        if reason in ANSWERED and first_token_time is not None:
-            self.e2e_latency.observe(now - request.arrival_time)
-            last_token_time = times.last_token_times[completion.index]
-            self.decode_time.observe(last_token_time - first_token_time)
-            self.generation_tokens.observe(len(completion.token_ids))
-        if first_token_time is not None and all(times.is_finished):
-            self.max_generation_tokens.observe(max(times.num_tokens))
+        for completion in completions:
+            reason = completion.output.finish_reason or ""
+            self.num_finished[reason] = self.num_finished.get(reason, 0) + 1
+            if reason in ANSWERED and state.first_token_time is not None:
+                self.e2e_latency.observe(now - state.requests[0].arrival_time)
+                self.decode_time.observe(completion.last_token_time - state.first_token_time)
+                self.generation_tokens.observe(completion.num_reported_tokens)
+        all_ended = all(completion.is_end_reported for completion in state.completions)
+        if all_ended and state.first_token_time is not None:
+            most = max(completion.num_reported_tokens for completion in state.completions)
+            self.max_generation_tokens.observe(most)
 
 
 def one_two_five(most: int) -> Iterator[int]:

@@ -7,9 +7,9 @@ import time
 from collections import deque
 from collections.abc import Iterable
 
-from mlx_paged.engine.deltas import Told, new_part, nothing_told
+from mlx_paged.engine.deltas import ReportedLength, new_part
 from mlx_paged.engine.latencies import Latencies
-from mlx_paged.engine.request_state import RequestState
+from mlx_paged.engine.request_state import Completion, RequestState
 from mlx_paged.request import Request, RequestOutput
 from mlx_paged.sampling_params import RequestOutputKind
 
@@ -28,8 +28,6 @@ class Reports:
         self.states: dict[str, RequestState] = {}
         self._latencies = latencies
         self._news: dict[str, None] = {}  # ids of requests, in order
-        # What the reader knows of a request that hands over only what is new.
-        self._told: dict[str, list[Told]] = {}
 
     def __bool__(self) -> bool:
         """Whether there are news."""
@@ -45,51 +43,39 @@ class Reports:
         """All requests were restored to what was reported of them."""
         self._news = _finished(list(self.states.values()))
 
-    def take(self) -> list[RequestOutput]:
-        """The outputs with news."""
+    def take(self) -> list[RequestState]:
+        """The requests with news, whose outputs are to be handed over as they are now."""
         states = [self.states[name] for name in self._news if name in self.states]
-        now = time.perf_counter()
-        for state in states:
-            state.note_reported(self._latencies, now)
+        self._latencies.observe(states, time.perf_counter())
         # Finished requests are reported again if an interrupt comes before they are handed over.
         self._news = _finished(states)
-        return [state.output for state in states]
+        return states
 
-    def hand_over(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
-        """Forget the finished requests and return the outputs: an interrupt comes before both or
-        after.
+    def hand_over(self, states: Iterable[RequestState]) -> list[RequestOutput]:
+        """Return the outputs as each request wants them, and forget the finished requests: an
+        interrupt comes before both or after.
         """
-        finished = [output.request_id for output in outputs if output.finished]
-        for request_id in finished:
-            self._news.pop(request_id, None)
-        handed_over, told = self._by_kind(outputs)
+        outputs: list[RequestOutput] = []
+        handed_over: list[tuple[Completion, str, ReportedLength]] = []
+        finished: list[str] = []
+        for state in states:
+            output, kind, is_finished = state.output, state.output_kind, state.output.finished
+            if is_finished:
+                finished.append(output.request_id)
+            if kind is RequestOutputKind.DELTA:
+                before = [completion.handed_over for completion in state.completions]
+                part, lengths = new_part(output, before)
+                outputs.append(part)
+                handed_over += zip(state.completions, itertools.repeat("handed_over"), lengths)
+            elif is_finished or kind is RequestOutputKind.CUMULATIVE:
+                outputs.append(output)
         # Calls without a line of Python in them, and on the line that returns.
         changes = itertools.chain(
-            map(self._told.__setitem__, told, told.values()),
-            map(self._told.pop, finished, itertools.repeat(None)),
+            itertools.starmap(setattr, handed_over),
+            map(self._news.pop, finished, itertools.repeat(None)),
             map(self.states.pop, finished, itertools.repeat(None)),
         )
-        deque(changes, maxlen=0); return handed_over  # noqa: E702  # fmt: skip
-
-    def _by_kind(
-        self, outputs: list[RequestOutput]
-    ) -> tuple[list[RequestOutput], dict[str, list[Told]]]:
-        """The outputs as each request wants them, and what the readers of those that want only
-        what is new know then. Changes nothing.
-        """
-        told: dict[str, list[Told]] = {}
-        wanted: list[RequestOutput] = []
-        for output in outputs:
-            kind = self.states[output.request_id].output_kind
-            if kind is RequestOutputKind.CUMULATIVE:
-                wanted.append(output)
-            elif kind is RequestOutputKind.DELTA:
-                name = output.request_id
-                part, told[name] = new_part(output, self._told.get(name) or nothing_told(output))
-                wanted.append(part)
-            elif output.finished:
-                wanted.append(output)
-        return wanted, told
+        deque(changes, maxlen=0); return outputs  # noqa: E702  # fmt: skip
 
 
 def _finished(states: Iterable[RequestState]) -> dict[str, None]:

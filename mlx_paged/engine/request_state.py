@@ -5,23 +5,53 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping, Sequence
 
-from mlx_paged.engine.latencies import Latencies, RequestTimes
+from mlx_paged.engine.deltas import NOTHING_REPORTED
 from mlx_paged.engine.sampler import SampledToken
 from mlx_paged.engine.text_stream import TextStream
 from mlx_paged.engine.token_texts import TokenTexts
 from mlx_paged.request import CompletionOutput, Logprob, Request, RequestOutput
 
-NOTHING_REPORTED = (0, False)
+
+class Completion:
+    """One completion of a request, and how much of it was reported.
+
+    Attributes:
+        output: grows with every token.
+        stream: makes its text; ``None`` where no text is wanted.
+        num_reported_tokens: tokens that a reader may have, which must stay true: what an interrupt
+            takes back is behind them.
+        last_token_time: when the newest of these was reported; seconds of ``time.perf_counter``.
+        is_end_reported: whether a reader may know its end.
+        handed_over: what its reader has, if that gets only what is new.
+    """
+
+    __slots__ = (
+        "handed_over",
+        "is_end_reported",
+        "last_token_time",
+        "num_reported_tokens",
+        "output",
+        "stream",
+    )
+
+    def __init__(self, index: int, stream: TextStream | None):
+        self.output = CompletionOutput(index)
+        self.stream = stream
+        self.num_reported_tokens = 0
+        self.last_token_time = 0.0
+        self.is_end_reported = False
+        self.handed_over = NOTHING_REPORTED
 
 
 class RequestState:
-    """A user's request: the sequences that work on it, the text of each, and the output they make
-    together.
+    """A user's request: the sequences that work on it, and the output they make together.
 
     Attributes:
         requests: one at first; one per completion when the prompt is computed.
-        output: grows with every token.
+        completions: all of them, from the beginning on.
+        output: of the completions.
         output_kind: what its reader gets of it.
+        first_token_time: when the first of its tokens was reported; ``None`` before that.
         is_aborted: its end was asked for.
     """
 
@@ -32,51 +62,50 @@ class RequestState:
         texts: TokenTexts | None,
         special_token_ids: Collection[int] = (),
     ):
-        num_completions = request.params.n
         self.requests = [request]
         self.output_kind = request.params.output_kind
         self.is_aborted = False
         self._texts = texts if request.params.detokenize else None
         self._skipped = special_token_ids if request.params.skip_special_tokens else ()
-        self._streams = (
-            []
-            if self._texts is None
-            else [self._new_stream(self._texts) for _ in range(num_completions)]
-        )
-        # How many tokens of each completion the user has seen, and whether it was finished.
-        self._reported = [NOTHING_REPORTED] * num_completions
-        self._times = RequestTimes(num_completions)
-        self.output = RequestOutput(
-            request.request_id,
-            prompt,
-            list(request.token_ids),
-            [CompletionOutput(index) for index in range(num_completions)],
-            prompt_logprobs=_first_prompt_logprobs(request),
-        )
+        self.output = RequestOutput(request.request_id, prompt, list(request.token_ids), [])
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin the answer, of which nothing was reported."""
+        request = self.requests[0]
+        self.first_token_time: float | None = None
+        self.completions = [
+            Completion(index, self._new_stream()) for index in range(request.params.n)
+        ]
+        self.output.outputs = [completion.output for completion in self.completions]
+        self.output.prompt_logprobs = None if request.params.prompt_logprobs is None else [None]
 
     def add_token(self, request: Request, sampled: SampledToken) -> str | None:
         """Take the newest token of a completion; returns the stop text that it completed."""
-        output, completion = self.output, self.output.outputs[request.index]
-        if output.time_to_first_token is None:
-            output.time_to_first_token = time.perf_counter() - request.arrival_time
-            output.num_cached_tokens = request.num_cached_tokens
-            output.num_read_tokens = request.num_read_tokens
-            output.prefix_report = request.prefix_report
-        completion.token_ids.append(sampled.token_id)
-        completion.num_drafted_tokens = request.num_drafted_tokens
-        completion.num_accepted_tokens = request.num_accepted_tokens
+        completion = self.completions[request.index]
+        output, stream = completion.output, completion.stream
+        if self.output.time_to_first_token is None:
+            self._note_first_token(request)
+        output.token_ids.append(sampled.token_id)
+        output.num_drafted_tokens = request.num_drafted_tokens
+        output.num_accepted_tokens = request.num_accepted_tokens
         if sampled.logprobs is not None:
-            self._add_logprobs(completion, sampled.token_id, sampled.logprobs)
-        if not self._streams:
+            self._add_logprobs(output, sampled.token_id, sampled.logprobs)
+        if stream is None:
             return None
-        is_stop = request.is_finished and request.finish_reason == "stop"
         # The token that ended it has no text, unless the user wants to see it.
-        if is_stop and not request.params.include_stop_str_in_output:
+        if request.finish_reason == "stop" and not request.params.include_stop_str_in_output:
             return None
-        stream = self._streams[request.index]
         stop_text = stream.add(sampled.token_id)
-        completion.text = stream.text
+        output.text = stream.text
         return stop_text
+
+    def _note_first_token(self, request: Request) -> None:
+        output = self.output
+        output.time_to_first_token = time.perf_counter() - request.arrival_time
+        output.num_cached_tokens = request.num_cached_tokens
+        output.num_read_tokens = request.num_read_tokens
+        output.prefix_report = request.prefix_report
 
     def add_prompt_logprobs(
         self, request: Request, entries: Sequence[Mapping[int, Logprob]]
@@ -89,32 +118,21 @@ class RequestState:
 
     def finish(self, request: Request) -> None:
         """Note the end of a completion, or of the request before it was forked."""
-        output = self.output
-        completions = [output.outputs[request.index]] if len(self.requests) > 1 else output.outputs
-        for completion in completions:
-            stop_text = None
-            if self._streams:
-                stop_text = self._streams[completion.index].finish(_num_left_out(request))
-                completion.text = self._streams[completion.index].text
+        is_forked = len(self.requests) > 1
+        for completion in [self.completions[request.index]] if is_forked else self.completions:
+            output, stream, stop_text = completion.output, completion.stream, None
+            if stream is not None:
+                stop_text = stream.finish(_num_left_out(request))
+                output.text = stream.text
             if stop_text is None:
-                completion.finish_reason, completion.stop_reason = (
+                output.finish_reason, output.stop_reason = (
                     request.finish_reason,
                     request.stop_reason,
                 )
             else:
-                completion.finish_reason, completion.stop_reason = "stop", stop_text
-        output.error = output.error or request.error
-        output.finished = all(completion.finished for completion in output.outputs)
-
-    def note_reported(self, latencies: Latencies, now: float) -> None:
-        """Note that the user gets the output as it is now, which must stay true from here on."""
-        completions, request, times = self.output.outputs, self.requests[0], self._times
-        reported = []
-        for completion in completions:
-            reported.append((len(completion.token_ids), completion.finish_reason is not None))
-        self._reported = reported
-        for completion in completions:
-            latencies.observe(request, completion, times, now)
+                output.finish_reason, output.stop_reason = "stop", stop_text
+        self.output.error = self.output.error or request.error
+        self.output.finished = all(output.finished for output in self.output.outputs)
 
     def restore(self) -> list[Request]:
         """Forget what was not reported yet, after an interrupt cut a change of it in the middle.
@@ -122,17 +140,18 @@ class RequestState:
         Tokens that are forgotten come again and are the same. Returns the requests that have to go
         on: they hold nothing, and wait.
         """
-        if self._reported[0] == NOTHING_REPORTED:
-            # The first tokens of all completions come in one step. Forks wait for it, too.
+        if not all(each.num_reported_tokens or each.is_end_reported for each in self.completions):
+            # The first tokens of all completions come in one step, and are reported together or
+            # not at all. Forks wait for it, too.
             del self.requests[1:]
-            self.output.prompt_logprobs = _first_prompt_logprobs(self.requests[0])
+            self._begin()
         unfinished = []
-        for index, (num_tokens, is_finished) in enumerate(self._reported):
-            if is_finished:
+        for index, completion in enumerate(self.completions):
+            if completion.is_end_reported:
                 continue
-            self._restore_completion(index, num_tokens)
+            self._restore_completion(completion)
             if index < len(self.requests):
-                self.requests[index].restart(num_tokens)
+                self.requests[index].restart(completion.num_reported_tokens)
                 unfinished.append(self.requests[index])
         self.output.finished = not unfinished
         if unfinished:
@@ -141,10 +160,10 @@ class RequestState:
             )
         return unfinished
 
-    def _restore_completion(self, index: int, num_tokens: int) -> None:
-        cut = self.output.outputs[index]
+    def _restore_completion(self, completion: Completion) -> None:
+        cut, num_tokens = completion.output, completion.num_reported_tokens
         whole = CompletionOutput(
-            index,
+            cut.index,
             token_ids=cut.token_ids[:num_tokens],
             num_drafted_tokens=cut.num_drafted_tokens,
             num_accepted_tokens=cut.num_accepted_tokens,
@@ -153,18 +172,20 @@ class RequestState:
             whole.logprobs = cut.logprobs[:num_tokens]
             entries = zip(whole.logprobs, whole.token_ids, strict=True)
             whole.cumulative_logprob = sum(logprobs[token].logprob for logprobs, token in entries)
-        if self._texts is not None:
-            stream = self._streams[index] = self._new_stream(self._texts)
+        stream = completion.stream = self._new_stream()
+        if stream is not None:
             for token_id in whole.token_ids:
                 stream.add(token_id)
             whole.text = stream.text
-        self.output.outputs[index] = whole
+        completion.output = self.output.outputs[cut.index] = whole
 
-    def _new_stream(self, texts: TokenTexts) -> TextStream:
+    def _new_stream(self) -> TextStream | None:
+        if self._texts is None:
+            return None
         params = self.requests[0].params
         includes_stop = params.include_stop_str_in_output
         return TextStream(
-            texts,
+            self._texts,
             params.stop,
             prompt_token_ids=self.requests[0].token_ids[: self.requests[0].num_prompt_tokens],
             stop_sequences=() if includes_stop else params.stop_sequences,
@@ -191,10 +212,6 @@ class RequestState:
 
     def _text_of(self, token_id: int) -> str | None:
         return None if self._texts is None else self._texts.decode([token_id])
-
-
-def _first_prompt_logprobs(request: Request) -> list[dict[int, Logprob] | None] | None:
-    return None if request.params.prompt_logprobs is None else [None]
 
 
 def _num_left_out(request: Request) -> int:

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 from mlx.nn.layers.base import Module
 
-from mlx_paged.cache import KVCache
+from mlx_paged.cache import KVCache, PagedKVCache
+from mlx_paged.cache.transfer import load_prefix, store_blocks
+from mlx_paged.core import KVCacheManager, hash_token_blocks
+from mlx_paged.core.tier import BlockHeader, Tier
 from mlx_paged.distributed import Ranks
 from mlx_paged.engine.held_prompts import HeldPrompt, check_can_hold, hold
 from mlx_paged.engine.scheduler import extra_hash_keys
@@ -18,16 +22,28 @@ from mlx_paged.models.identity import ModelIdentity
 from mlx_paged.request import check_cache_salt
 from mlx_paged.snapshots import (
     KVFacts,
-    PrefixRows,
     PromptCacheFile,
     SnapshotFile,
+    check_has_blocks,
     check_holds_everything,
     check_token_ids,
-    find_prefix,
-    put_prefix,
-    save_prefix,
-    write_prompt_cache,
+    prefix_headers,
+    written_prompt_cache,
+    written_snapshot,
 )
+from mlx_paged.snapshots.errors import check_path
+
+
+class Prefix(NamedTuple):
+    """The K/V of a file, for the prefix cache.
+
+    Attributes:
+        headers: of the blocks that the tier has of these tokens.
+    """
+
+    token_ids: list[int]
+    headers: Sequence[BlockHeader]
+    tier: Tier
 
 
 class Snapshots:
@@ -47,11 +63,13 @@ class Snapshots:
         model: Module,
         identities: Callable[[], Sequence[ModelIdentity]],
         cache: KVCache,
+        manager: KVCacheManager,
         has_draft_model: bool,
         finds_prefixes: bool,
         ranks: Ranks | None,
     ):
-        self._model, self._identities, self._cache = model, identities, cache
+        self._model, self._identities = model, identities
+        self._cache, self._manager = cache, manager
         self._has_draft_model = has_draft_model
         self._finds_prefixes, self._ranks = finds_prefixes, ranks
 
@@ -60,19 +78,14 @@ class Snapshots:
         """What the K/V depend on. It reads all weights, once."""
         return KVFacts.of(self._identities(), self._cache)
 
-    def check(self) -> None:
-        """Refuse by name an engine that has no K/V to save, or not all of them.
+    def check(self) -> PagedKVCache:
+        """The cache. Refuses by name an engine that has no K/V to save, or not all of them.
 
         Raises:
             ArgumentError: the K/V are basic ones, no prefixes are kept, the model has a recurrent
                 state, or it is split over several ranks.
         """
-        if self._cache.kind != "paged":
-            raise ArgumentError(
-                f"[engine] snapshots and prompt caches need blocks, which kv={self._cache.kind!r} "
-                "does not have; use kv='paged'",
-                "kv",
-            )
+        cache = check_has_blocks(self._cache)
         if self._ranks is not None:
             raise ArgumentError(
                 "[engine] snapshots can't be combined with several ranks, each of which has K/V of "
@@ -85,14 +98,15 @@ class Snapshots:
                 "lie in the prefix cache",
                 "enable_prefix_caching",
             )
-        check_holds_everything(self._cache)
+        check_holds_everything(cache)
+        return cache
 
     def save(self, path: str | Path, token_ids: Sequence[int], cache_salt: str | None) -> int:
         """Write what the prefix cache holds of a conversation to a safetensors file; returns of how
         many tokens that is.
 
         The file is written aside, then renamed. Only another snapshot is overwritten. A copy of one
-        layer is all the memory that it takes.
+        block is all the memory that it takes.
 
         Args:
             token_ids: of the conversation: a prompt and its answer.
@@ -103,11 +117,16 @@ class Snapshots:
             SnapshotError: there is another file, the system refuses, or the disk is full; an older
                 snapshot stays as it was.
         """
-        self.check()
-        return save_prefix(path, self.facts, self._cache, token_ids, _keys(cache_salt))
+        file, cache = check_path(path), self.check()
+        token_ids, blocks = self._find(token_ids, cache_salt)
+        with written_snapshot(
+            file, self.facts, token_ids, [header for header, _ in blocks]
+        ) as tier:
+            store_blocks(cache, tier, blocks)
+        return len(token_ids)
 
-    def open(self, path: str | Path) -> PrefixRows:
-        """The rows of a file, each byte of which is as it was written.
+    def open(self, path: str | Path, cache_salt: str | None) -> Prefix:
+        """The K/V of a file, each byte of which is as it was written.
 
         Raises:
             ArgumentError: as :meth:`check`.
@@ -116,7 +135,7 @@ class Snapshots:
         """
         self.check()
         file = SnapshotFile(path, self.facts)
-        return PrefixRows(file.token_ids, file.layers())
+        return self._prefix(file, file.token_ids, cache_salt)
 
     def export_prompt_cache(
         self,
@@ -138,16 +157,19 @@ class Snapshots:
             ArgumentError: as :meth:`save`, or mlx-lm's caches can't hold these K/V.
             SnapshotError: the system refuses, or the disk is full; an older file stays as it was.
         """
-        self.check()
-        prefix = find_prefix(self._cache, token_ids, _keys(cache_salt))
-        num_tokens = len(prefix.token_ids)
-        write_prompt_cache(
-            path, self._model, self._cache, num_tokens, prefix.layers, model_name, prefix.token_ids
-        )
+        cache = self.check()
+        token_ids, blocks = self._find(token_ids, cache_salt)
+        num_tokens, headers = len(token_ids), [header for header, _ in blocks]
+        with written_prompt_cache(
+            path, self._model, cache, num_tokens, headers, model_name, token_ids
+        ) as tier:
+            store_blocks(cache, tier, blocks)
         return num_tokens
 
-    def open_prompt_cache(self, path: str | Path, token_ids: Sequence[int] | None) -> PrefixRows:
-        """The rows of a prompt cache of mlx-lm's.
+    def open_prompt_cache(
+        self, path: str | Path, token_ids: Sequence[int] | None, cache_salt: str | None
+    ) -> Prefix:
+        """The K/V of a prompt cache of mlx-lm's.
 
         Args:
             token_ids: that mlx-lm computed, as many as the file has K/V of. Files of
@@ -170,7 +192,7 @@ class Snapshots:
                 "prompt caches do not; give token_ids",
                 "token_ids",
             )
-        return PrefixRows(ids, file.layers())
+        return self._prefix(file, ids, cache_salt)
 
     def hold_prompt_cache(self, path: str | Path, swap_space: SwapSpace) -> HeldPrompt:
         """Read a prompt cache of mlx-lm's that does not say its tokens into host memory.
@@ -183,10 +205,8 @@ class Snapshots:
         self.check()
         return hold(PromptCacheFile(path, self._model, self._cache), self._cache, swap_space)
 
-    def put(
-        self, land: Callable[[], None], rows: PrefixRows, cache_salt: str | None
-    ) -> Exception | None:
-        """Put rows into the prefix cache.
+    def put(self, land: Callable[[], None], prefix: Prefix) -> Exception | None:
+        """Put K/V into the prefix cache.
 
         Args:
             land: waits for the step in flight.
@@ -197,10 +217,38 @@ class Snapshots:
         """
         land()
         try:
-            put_prefix(self._cache, rows, _keys(cache_salt))
+            load_prefix(self.check(), prefix.tier, prefix.headers)
         except Exception as error:
             return error
         return None
+
+    def _prefix(
+        self, file: SnapshotFile | PromptCacheFile, token_ids: list[int], cache_salt: str | None
+    ) -> Prefix:
+        headers = prefix_headers(self._cache.config, token_ids, _keys(cache_salt))
+        return Prefix(token_ids, headers, file.tier(headers))
+
+    def _find(
+        self, token_ids: Sequence[int], cache_salt: str | None
+    ) -> tuple[list[int], list[tuple[BlockHeader, int]]]:
+        """The longest beginning of these tokens that is cached, in whole blocks, and its blocks.
+
+        Raises:
+            ArgumentError: the token ids are none, or not even a block of them is cached.
+        """
+        cache, block_size = self._cache, self._cache.config.block_size
+        token_ids, keys = check_token_ids(token_ids), _keys(cache_salt)
+        hashes = hash_token_blocks(token_ids, block_size, keys)
+        computed = self._manager.get_computed_blocks(hashes, len(hashes) * block_size + 1)
+        if not computed.num_tokens:
+            raise ArgumentError(
+                f"[snapshot] no K/V of these {len(token_ids)} tokens are in the prefix cache, "
+                f"which holds whole blocks of {block_size}",
+                "token_ids",
+            )
+        found = token_ids[: computed.num_tokens]
+        ids = [block.block_id for block in computed.blocks]
+        return found, list(zip(prefix_headers(cache.config, found, keys), ids, strict=True))
 
 
 def _keys(cache_salt: str | None) -> tuple[str, ...]:

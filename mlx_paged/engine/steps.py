@@ -169,8 +169,9 @@ class Steps:
         with self._device_work():
             step.sampled = self._replicas.sample(step.logits, rows, requests, num_before)
             self._replicas.score(step)
+        known = self._scheduler.requests
         for request in step.sampled.requests:
-            if request.seq_id not in self._scheduler.requests:
+            if request.seq_id not in known:
                 state = self._reports.states[request.request_id]
                 self._scheduler.add_fork(state.requests[0], request)
                 state.requests.append(request)
@@ -202,7 +203,7 @@ class Steps:
             self._hand_out_rows(step.sampled, results, verified)
         for request, result in zip(step.sampled.requests, results, strict=True):
             if request not in verified:
-                self._take(request, result)
+                self._append(request, result)
         if self._disk_tier is not None:
             self._disk_tier.note(step.batch, [later.batch for later in self.in_flight])
 
@@ -248,7 +249,7 @@ class Steps:
                     num_accepted += 1
                 if self.row_reader is not None:
                     self._hand_out_row(request, result, sampled, first_entry + number)
-                self._take(request, result)
+                self._append(request, result)
                 if not is_accepted or request.is_finished:
                     break
             self._scheduler.end_verification(part, num_accepted)
@@ -277,12 +278,6 @@ class Steps:
         if isinstance(result, SampledToken):
             completion = self._reports.states[request.request_id].output.outputs[request.index]
             self.row_reader(request, len(completion.token_ids) + 1, sampled.rows[entry])
-
-    def _take(self, request: Request, result: SampledToken | Exception) -> None:
-        if isinstance(result, SampledToken):
-            self._append(request, result)
-        else:
-            self._finish(request, "error", result)
 
     @contextmanager
     def _device_work(self) -> Iterator[None]:
@@ -375,15 +370,21 @@ class Steps:
                     requests += [request] * num_rows
                     num_before += range(num_rows)
                 else:
-                    rows += [first_row] * request.num_seqs
-                    requests += [request, *map(request.fork, range(1, request.num_seqs))]
-                    num_before += [0] * request.num_seqs
+                    forks = [request.fork(index) for index in range(1, request.num_seqs)]
+                    for each in (request, *forks):
+                        rows.append(first_row)
+                        requests.append(each)
+                        num_before.append(0)
             first_row += num_rows
         return rows, requests, num_before
 
-    def _append(self, request: Request, sampled: SampledToken) -> None:
+    def _append(self, request: Request, sampled: SampledToken | Exception) -> None:
+        """Append a token to a request, or end it with what failed it."""
         if request.is_finished:
             return  # Since it was sampled.
+        if isinstance(sampled, Exception):
+            self._finish(request, "error", sampled)
+            return
         ahead = self.in_flight[0].batch if self.in_flight else None
         self._scheduler.append_token(request, sampled.token_id, ahead)
         stop_text = None

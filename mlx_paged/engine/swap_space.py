@@ -1,13 +1,14 @@
-"""Host memory for the K/V of preempted requests."""
+"""``SwapSpace``: which preempted requests have K/V beside the pool, and how many blocks of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from mlx_paged.argument_values import as_integer
 from mlx_paged.config import KVBudget
 from mlx_paged.core import SequenceTables
+from mlx_paged.core.tier import BlockHeader, HostMemory, Tier, private_key
 from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.request import SeqId
 
@@ -16,9 +17,6 @@ if TYPE_CHECKING:  # the scheduler, which uses the swap space, imports no arrays
 
 SwapName: TypeAlias = SeqId | str
 """A preempted sequence, or the salt of requests that begin with held K/V."""
-
-BlockContents: TypeAlias = Sequence[Sequence[bytes]]
-"""Of each group of layers the blocks of a sequence, as ``KVCache.read_blocks`` returns them."""
 
 # Floating-point operations that a chip does in the time in which it moves one byte: an M1 does
 # 2.6 TFLOPS at 68 GB/s, and its successors are close to that.
@@ -53,12 +51,13 @@ def num_swap_blocks(swap_bytes: str | int | None, cache: KVCache, num_parameters
     config = cache.config
     if swap_bytes is None:
         is_cheaper = is_swapping_cheaper(num_parameters, config.nbytes_per_token)
-        return int(config.num_blocks * DEFAULT_SWAP_SHARE) if cache.can_swap and is_cheaper else 0
+        can_swap = cache.kind == "paged"
+        return int(config.num_blocks * DEFAULT_SWAP_SHARE) if can_swap and is_cheaper else 0
     is_zero = isinstance(swap_bytes, str) and swap_bytes.strip() == "0"
     if is_zero or as_integer(swap_bytes) == 0:
         return 0
     budget = KVBudget.parse(swap_bytes, "swap_bytes")
-    if not cache.can_swap:
+    if cache.kind != "paged":
         raise ArgumentError(
             f"[engine] swap_bytes={shown(swap_bytes)} needs kv='paged': preempted requests of a "
             f"{cache.kind} cache are computed again; leave it out",
@@ -70,7 +69,7 @@ def num_swap_blocks(swap_bytes: str | int | None, cache: KVCache, num_parameters
 
 
 class Swapped(NamedTuple):
-    """What the swap space has for a request, and under which name."""
+    """What the swap space has for a request."""
 
     name: SwapName
     held: SequenceTables
@@ -86,19 +85,22 @@ class SwapSpace:
     Args:
         num_blocks: the most blocks to keep; 0 never swaps.
         num_state_blocks: what a sequence's recurrent state counts as.
+        tier: where the blocks lie, host memory by default. What it stores it keeps until it is
+            discarded: a block has no other copy.
     """
 
-    def __init__(self, num_blocks: int, num_state_blocks: int = 0):
+    def __init__(self, num_blocks: int, num_state_blocks: int = 0, tier: Tier | None = None):
         self.num_blocks = num_blocks
+        self.tier = tier or HostMemory()
         self._num_state_blocks = num_state_blocks
         self._held: dict[SwapName, SequenceTables] = {}
-        self._contents: dict[SwapName, BlockContents] = {}
+        self._owners: dict[SwapName, bytes] = {}  # in the tier
         self._is_shared: set[SwapName] = set()  # those of salts
 
-    def hold(self, cache_salt: str, held: SequenceTables, contents: BlockContents) -> None:
-        """Keep the first tokens of all requests of a salt."""
+    def hold(self, cache_salt: str, held: SequenceTables) -> None:
+        """Keep the first tokens of all requests of a salt, whose blocks are stored next."""
         self._is_shared.add(cache_salt)
-        self._held[cache_salt], self._contents[cache_salt] = held, contents
+        self._keep(cache_salt, held)
 
     def num_held_tokens(self, cache_salt: str | None) -> int:
         """Tokens that are held for requests of a salt."""
@@ -134,21 +136,26 @@ class SwapSpace:
         num_blocks = held.num_blocks + self._num_state_blocks
         if num_blocks > self.num_blocks - self.num_used_blocks:
             return False
-        self._held[seq_id] = held
+        self._keep(seq_id, held)
         return True
 
-    def put(self, name: SwapName, contents: BlockContents) -> None:
-        """Store the blocks of a sequence that has memory."""
-        self._contents[name] = contents
+    def _keep(self, name: SwapName, held: SequenceTables) -> None:
+        self._held[name], self._owners[name] = held, os.urandom(16)
 
-    def get(self, name: SwapName) -> BlockContents:
-        return self._contents[name]
+    def headers(self, name: SwapName, group: int) -> list[BlockHeader]:
+        """Of the blocks of a group of layers, in their order."""
+        table, owner = self._held[name].tables[group], self._owners[name]
+        return [
+            BlockHeader(private_key(owner, group, index), group=group)
+            for index in range(table.num_blocks + table.num_sinks)
+        ]
 
     def release(self, name: SwapName) -> None:
         """Forget a sequence's K/V, if there are any. What is held for a salt stays."""
-        if name not in self._is_shared:
-            self._held.pop(name, None)
-            self._contents.pop(name, None)
+        if name in self._held and name not in self._is_shared:
+            for group in range(len(self._held[name].tables)):
+                self.tier.discard([header.block_hash for header in self.headers(name, group)])
+            del self._held[name], self._owners[name]
 
     def clear(self) -> None:
         """Forget the K/V of all sequences."""

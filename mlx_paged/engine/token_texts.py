@@ -59,6 +59,7 @@ class TokenTexts:
         )
         # Written with their own characters, whatever the alphabet of the others.
         self._added = frozenset(getattr(tokenizer, "added_tokens_decoder", ()))
+        self._known_bytes: dict[int, bytes] = {}  # of tokens that were asked for
 
     def detokenizer(self, prompt_token_ids: Sequence[int] = ()) -> Detokenizer:
         """One for the text behind a prompt, which is ``decode(prompt + answer)`` without the
@@ -105,6 +106,12 @@ class TokenTexts:
         """The bytes of a token in the middle of a text; none for one that the tokenizer does not
         have.
         """
+        known = self._known_bytes.get(token_id)
+        if known is None:
+            known = self._known_bytes[token_id] = self._read_bytes(token_id)
+        return known
+
+    def _read_bytes(self, token_id: int) -> bytes:
         name = self._name_of(token_id)
         if name is None:
             return b""

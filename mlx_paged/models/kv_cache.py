@@ -44,6 +44,7 @@ from mlx_paged.ops import check_backend_name
 def make_kv_cache(
     model: Module,
     kind: Literal["paged"] = "paged",
+    draft_model: Module | None = None,
     **options: Unpack[CacheOptions],
 ) -> PagedKVCache: ...
 
@@ -52,6 +53,7 @@ def make_kv_cache(
 def make_kv_cache(
     model: Module,
     kind: Literal["basic"],
+    draft_model: Module | None = None,
     **options: Unpack[CacheOptions],
 ) -> ContiguousKVCache: ...
 
@@ -60,6 +62,7 @@ def make_kv_cache(
 def make_kv_cache(
     model: Module,
     kind: str,
+    draft_model: Module | None = None,
     **options: Unpack[CacheOptions],
 ) -> KVCache: ...
 
@@ -68,6 +71,7 @@ def make_kv_cache(
 def make_kv_cache(
     model: Module,
     kind: str = DEFAULT_KV,
+    draft_model: Module | None = None,
     **options: Unpack[CacheOptions],
 ) -> KVCache:
     """An empty cache for ``model``, in the dtype of its activations unless ``kv_format`` says
@@ -75,15 +79,15 @@ def make_kv_cache(
 
     Args:
         kind: ``"paged"`` or ``"basic"`` (contiguous).
-        options: keyword arguments of :class:`CacheOptions`, of which each says what it does. The
-            layers of a ``draft_model`` are put behind those of the model.
+        draft_model: its layers are put behind those of the model.
+        options: keyword arguments of :class:`CacheOptions`, of which each says what it does.
 
     Raises:
         ValueError: no model of :func:`mlx_paged.load`, an unknown kind, block size or backend, a
             budget that can't be read or holds no block, or a format or a window that can't be read
             or had for this model, this kind or this backend.
     """
-    checked, draft_model = check_model(model), options.get("draft_model")
+    checked = check_model(model)
     backend = options.get("backend", DEFAULT_BACKEND)
     for name, value in (("kind", kind), ("backend", backend)):
         if not isinstance(value, str):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from mlx_paged.argument_values import kind_of
+from mlx_paged.domains import Several
 from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.sampling_declarations import SAMPLING_PARAMS
 from mlx_paged.sampling_params import SamplingParams
@@ -18,6 +18,7 @@ MAX_STOPS = 64  # each is looked for in each new piece of text
 MAX_STOPS_LEN = 2**14  # characters of all of them
 MAX_WORDS = 1000
 MAX_WORDS_LEN = 2**16  # characters of all of them, which are encoded twice
+_TEXTS = {"stop": (MAX_STOPS, MAX_STOPS_LEN), "bad_words": (MAX_WORDS, MAX_WORDS_LEN)}
 MAX_TOKEN_IDS = 2**18  # the largest vocabularies have about as many
 
 # What vLLM can do beside, and the only values that say what happens here.
@@ -39,33 +40,32 @@ def read_sampling(fields: Fields, defaults: SamplingParams, **values: Any) -> Sa
     Raises:
         ApiError: a value that can't be, named; 400.
     """
-    read: dict[str, Callable[[str], object]] = {
-        "number": fields.number,
-        "integer": fields.integer,
-        "boolean": fields.boolean,
-        "tokens": lambda name: fields.integers(name, MAX_TOKEN_IDS),
-    }
     values |= {
-        name: read[param.wire](name)
+        name: _read(fields, name)
         for name, param in SAMPLING_PARAMS.items()
-        if param.wire is not None and fields.has(name)
+        if param.wire and fields.has(name)
     }
-    if fields.has("stop"):
-        values["stop"] = fields.texts("stop", MAX_STOPS, MAX_STOPS_LEN)
-    if fields.has("bad_words"):
-        values["bad_words"] = fields.texts("bad_words", MAX_WORDS, MAX_WORDS_LEN)
-    if fields.has("logit_bias"):
-        values["logit_bias"] = _read_logit_bias(fields)
     for name, allowed in _FIXED.items():
         fields.only(name, *allowed)
-    num_completions = values.get("n", 1)
-    if num_completions > MAX_COMPLETIONS:
-        raise fields.error("n", f"must be at most {MAX_COMPLETIONS}, got {num_completions}")
-    fields.only("best_of", num_completions)
     try:
-        return defaults.clone(**values)
+        params = defaults.clone(**values)
     except ArgumentError as error:
         raise api_error(error) from error
+    if params.n > MAX_COMPLETIONS:
+        raise fields.error("n", f"must be at most {MAX_COMPLETIONS}, got {params.n}")
+    fields.only("best_of", params.n)
+    return params
+
+
+def _read(fields: Fields, name: str) -> Any:
+    """A field as ``SamplingParams`` takes it, which checks its value; lists have a limit here."""
+    if name in _TEXTS:
+        return fields.texts(name, *_TEXTS[name])
+    if name == "logit_bias":
+        return _read_logit_bias(fields)
+    if isinstance(SAMPLING_PARAMS[name].domain, Several):
+        return fields.integers(name, MAX_TOKEN_IDS)
+    return fields.raw(name)
 
 
 def _read_logit_bias(fields: Fields) -> dict[int, float]:

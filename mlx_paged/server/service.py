@@ -19,7 +19,13 @@ from mlx_paged.request import RequestOutput, TokenRules
 from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
 from mlx_paged.server.answers.kept_answers import KeptAnswers
 from mlx_paged.server.fair_threads import FairThreads, Work
-from mlx_paged.server.generations import Answer, Ends, Generation, api_error, check_end
+from mlx_paged.server.generations import (
+    Answer,
+    CompletionCollector,
+    Generation,
+    api_error,
+    check_end,
+)
 from mlx_paged.server.http.logs import count_tokens, log_text, logger
 from mlx_paged.server.prompt_length import LengthLimit
 from mlx_paged.server.settings import DEFAULT_STEP_TIMEOUT
@@ -122,7 +128,7 @@ class Service:
             output_kind=RequestOutputKind.DELTA,
         )
 
-    async def prepare(
+    async def run_in_tokenizer_pool(
         self,
         user: str,
         work: Callable[Concatenate[Work, P], T],
@@ -213,11 +219,11 @@ class Service:
         """What is done with each part of an answer besides answering."""
         if generation.when_finished is None:
             return self._note
-        ends = Ends(generation.when_finished)
+        completions = CompletionCollector(generation.when_finished)
 
         def note(output: RequestOutput, is_first: bool) -> None:
             self._note(output, is_first)
-            ends.add(output)
+            completions.add(output)
 
         return note
 

@@ -1,14 +1,17 @@
-"""``ServerSettings``: how the server behaves, made once from its flags. Imports no MLX."""
+"""``ServerSettings``: how the server behaves, each with its flag. Imports no MLX."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import re
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+from urllib.parse import urlsplit
 
-DEFAULT_HOST = "127.0.0.1"
-DEFAULT_PORT = 8000
-DEFAULT_MAX_QUEUE_LEN = 256
-DEFAULT_MAX_BODY_BYTES = 16 * 2**20
-DEFAULT_DRAIN_SECONDS = 30.0
+from mlx_paged.config import NBYTES
+from mlx_paged.declarations import Flag, Option
+from mlx_paged.domains import AT_LEAST_0, BOOL, Domain, one_of, such, whole
+
 DEFAULT_STEP_TIMEOUT = 120.0
 
 
@@ -37,45 +40,119 @@ class ApiKey:
         return f"ApiKey({self.name!r})"  # no secret in a traceback or a log
 
 
-@dataclass(frozen=True)
-class ServerSettings:
-    """How the server behaves.
+_HOST_NAME = re.compile(r"[A-Za-z0-9._-]{1,253}|\[[0-9a-fA-F:.]+\]")
+
+
+def _read_host_name(text: object) -> str | None:
+    return text.lower() if isinstance(text, str) and _HOST_NAME.fullmatch(text) else None
+
+
+def _read_origin(text: object) -> str | None:
+    """``*``, or a scheme and a host, with a port where it is not the scheme's own."""
+    if not isinstance(text, str):
+        return None
+    try:
+        parts = urlsplit(text)
+    except ValueError:
+        return None
+    is_right = bool(parts.scheme and parts.netloc) and text.isprintable() and "@" not in text
+    is_right = is_right and text == f"{parts.scheme}://{parts.netloc}"
+    return text.lower() if is_right or text == "*" else None
+
+
+_LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+def setting(
+    default: object, help: str, domain: Domain[Any] = BOOL, name: str = "", says: str = ""
+) -> Any:
+    """A field with its flag, declared as an option of an engine is.
 
     Args:
-        host: name or address that it listens on.
-        port: 0 takes a free one.
-        api_keys: that a client has to show one of; none: everybody may ask.
-        allow_unauthenticated: listen on an address that others reach, though there is no key.
-        allowed_hosts: names in a ``Host`` header, beside addresses and localhost.
-        cors_origins: web origins whose pages may use the server; ``"*"`` is all of them.
-        share_cache: whether users share cached K/V. Otherwise each has a ``cache_salt``.
-        allow_cache_texts: whether ``/v1/cache`` may show a user pieces of their prompts.
-        max_queue_len: sequences that may wait; more are refused with 503.
-        max_body_bytes: of a request.
-        drain_seconds: how long running answers may go on after SIGTERM.
-        step_timeout: seconds after which a step of the engine counts as hanging; ``inf``: never.
-        log_prompts: whether logs may hold texts of users.
-        log_cache: whether a line says for each prompt where it left what was cached.
-        log_level: ``"debug"``, ``"info"``, ``"warning"`` or ``"error"``.
+        domain: of the flag's values; of each, where the field has several.
+        name: of the flag, where it is not the field's.
+    """
+    option = Option(help, domain, Flag(("server",), name), default=default, says=says)
+    return field(default=default, metadata={"declared": option})
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """How the server behaves. Each field is declared with its flag.
+
+    Args:
+        api_keys: that a client has to show one of; none: everybody may ask. They come from flags
+            and from a file.
+        Others: see their help.
     """
 
-    host: str = DEFAULT_HOST
-    port: int = DEFAULT_PORT
+    host: str = setting(
+        "127.0.0.1", "address to listen on", such("a text", lambda text: isinstance(text, str))
+    )
+    port: int = setting(8000, "port to listen on, 0 for a free one", whole(0, 65535))
     api_keys: tuple[ApiKey, ...] = ()
-    allow_unauthenticated: bool = False
-    allowed_hosts: tuple[str, ...] = ()
-    cors_origins: tuple[str, ...] = ()
-    share_cache: bool = False
-    allow_cache_texts: bool = False
-    max_queue_len: int = DEFAULT_MAX_QUEUE_LEN
-    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
-    drain_seconds: float = DEFAULT_DRAIN_SECONDS
-    step_timeout: float = DEFAULT_STEP_TIMEOUT
-    log_prompts: bool = False
-    log_cache: bool = False
-    log_level: str = "info"
+    allow_unauthenticated: bool = setting(
+        False, "listen without a key on an address that others can reach"
+    )
+    allowed_hosts: tuple[str, ...] = setting(
+        (),
+        "a name that requests may have in their Host header, beside addresses and localhost; may "
+        "be given several times",
+        Domain(
+            "a name or an address without a port", _read_host_name, _read_host_name, metavar="NAME"
+        ),
+        "--allowed-host",
+    )
+    cors_origins: tuple[str, ...] = setting(
+        (),
+        "web origin whose pages may use the server, such as http://localhost:3000, or * for all; "
+        "may be given several times",
+        Domain(
+            "* or an origin without a path, such as http://localhost:3000",
+            _read_origin,
+            _read_origin,
+            metavar="ORIGIN",
+        ),
+        "--cors-origin",
+    )
+    share_cache: bool = setting(False, "let users with different keys share cached K/V")
+    allow_cache_texts: bool = setting(
+        False, "let /v1/cache?text=true show pieces of prompts, to the users whose they are"
+    )
+    max_queue_len: int = setting(
+        256, "sequences that may wait; more are told to come back", AT_LEAST_0
+    )
+    max_body_bytes: int = setting(
+        16 * 2**20, "largest body of a request: bytes (65536, 512K, 16M)", NBYTES, says="16M"
+    )
+    drain_seconds: float = setting(
+        30.0,
+        "how long running answers may go on after SIGTERM",
+        such("a number, at least 0", lambda value: 0 <= value < math.inf, parse=float, metavar="S"),
+    )
+    step_timeout: float = setting(
+        DEFAULT_STEP_TIMEOUT,
+        "seconds after which a step of the engine counts as hanging and /health answers 503; 0 "
+        "never",
+        such(
+            "a number, at least 0",
+            lambda value: value >= 0,
+            parse=lambda text: float(text) or math.inf,
+            metavar="S",
+        ),
+    )
+    log_prompts: bool = setting(False, "let the log hold texts of prompts")
+    log_cache: bool = setting(False, "log for each prompt where it left what was cached, and why")
+    log_level: str = setting(
+        "info", "what is logged, on stderr", replace(one_of(*_LOG_LEVELS), parse=str.lower)
+    )
 
     @property
     def num_users(self) -> int:
         """How many users the keys belong to."""
         return len({key.user for key in self.api_keys})
+
+
+SERVER_SETTINGS: dict[str, Option] = {
+    each.name: each.metadata["declared"] for each in fields(ServerSettings) if each.metadata
+}

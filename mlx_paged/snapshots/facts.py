@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlx_paged.argument_values import is_plain_integer
-from mlx_paged.cache import KVCache, KVCacheConfig, RowFormat
+from mlx_paged.cache import KVCache, KVCacheConfig, PagedKVCache
 from mlx_paged.core import Retention
 from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.models.identity import ModelIdentity
 from mlx_paged.snapshots.errors import SnapshotError
+from mlx_paged.snapshots.rows import num_kept_tokens, parts_of, retention_of
 from mlx_paged.snapshots.tensor_file import TensorInfo
 
 FORMAT = "mlx_paged.snapshot"
@@ -108,17 +109,22 @@ class KVFacts:
         tensors = {}
         for layer, spec in enumerate(self.config.layers):
             num_kept = num_kept_tokens(self.config, layer, num_tokens)
-            sides: tuple[tuple[str, RowFormat, int], ...] = (
-                ("keys", spec.format.key, spec.key_dim),
-                ("values", spec.format.value, spec.value_dim),
-            )
-            for side, rows, width in sides:
-                shapes = zip(rows.part_names, rows.part_shapes(width), strict=True)
-                for part, (part_width, dtype) in shapes:
-                    code = _DTYPES[str(dtype).removeprefix("mlx.core.")]
-                    shape = (spec.num_kv_heads, num_kept, part_width)
-                    tensors[f"layers.{layer}.{side}.{part}"] = TensorInfo(code, shape)
+            for part in parts_of(self.config, layer):
+                code = _DTYPES[str(part.dtype).removeprefix("mlx.core.")]
+                shape = (spec.num_kv_heads, num_kept, part.width)
+                tensors[part.name] = TensorInfo(code, shape)
         return tensors
+
+
+def check_has_blocks(cache: KVCache) -> PagedKVCache:
+    """The cache, if it has blocks; raises ``ArgumentError`` otherwise."""
+    if not isinstance(cache, PagedKVCache):
+        raise ArgumentError(
+            f"[snapshot] snapshots and prompt caches need blocks, which kv={cache.kind!r} does not "
+            "have; use kv='paged'",
+            "kv",
+        )
+    return cache
 
 
 def check_holds_everything(cache: KVCache) -> None:
@@ -129,21 +135,6 @@ def check_holds_everything(cache: KVCache) -> None:
             "it",
             "model",
         )
-
-
-def retention_of(config: KVCacheConfig, layer: int) -> Retention:
-    """What a layer keeps."""
-    return config.groups[config.group_of(layer)].retention
-
-
-def num_kept_tokens(config: KVCacheConfig, layer: int, num_tokens: int) -> int:
-    """Of a sequence of ``num_tokens``, whole blocks if some have left the window, how many tokens a
-    layer keeps.
-    """
-    retention, block_size = retention_of(config, layer), config.block_size
-    if not retention.num_evicted(num_tokens):
-        return num_tokens
-    return len(retention.kept_blocks(num_tokens // block_size, block_size)) * block_size
 
 
 def has_evicted(config: KVCacheConfig, num_tokens: int) -> bool:

@@ -9,7 +9,8 @@ models whose caches hold several caches each.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,7 +26,8 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_paged.cache import KVCache as Cache
-from mlx_paged.cache import KVFormat, LayerSpec
+from mlx_paged.cache import KVCacheConfig, KVFormat, Sequences
+from mlx_paged.core.tier import BlockHeader, Tier
 from mlx_paged.errors import ArgumentError, one_line
 from mlx_paged.models.language_model import LanguageModel, check_model
 from mlx_paged.ops import affine_name
@@ -33,17 +35,17 @@ from mlx_paged.replaced_file import replaced_file
 from mlx_paged.request import SeqId
 from mlx_paged.snapshots.errors import SnapshotError, check_path, system_errors
 from mlx_paged.snapshots.facts import (
+    check_has_blocks,
     check_holds_everything,
     check_token_ids,
-    retention_of,
     token_ids_of,
 )
-from mlx_paged.snapshots.rows import (
-    LayerParts,
+from mlx_paged.snapshots.rows import HostRows, RowTier, parts_of, retention_of, sequence_headers
+from mlx_paged.snapshots.snapshots import (
     check_num_tokens,
     check_sequence,
-    read_sequence,
-    write_sequence,
+    load_sequence,
+    store_sequence,
 )
 
 MODEL = "model"
@@ -54,7 +56,7 @@ TOKEN_IDS = "token_ids"
 def export_prompt_cache(
     path: str | Path,
     model: Module,
-    cache: Cache,
+    sequences: Sequences,
     seq: SeqId,
     *,
     model_name: str | None = None,
@@ -77,17 +79,20 @@ def export_prompt_cache(
         ArgumentError: tokens that have left the window, or K/V that mlx-lm's caches can't hold.
         SnapshotError: the system refuses, or the disk is full; an older file stays as it was.
     """
-    num_tokens = check_sequence(cache, seq)
+    cache = check_has_blocks(sequences.cache)
+    num_tokens = check_sequence(sequences, seq)
     if token_ids is not None:
         token_ids = check_token_ids(token_ids)
         check_num_tokens(seq, num_tokens, token_ids)
-    write_prompt_cache(
-        path, model, cache, num_tokens, read_sequence(cache, seq), model_name, token_ids
-    )
+    headers = sequence_headers(cache.config, num_tokens)
+    with written_prompt_cache(
+        path, model, cache, num_tokens, headers, model_name, token_ids
+    ) as tier:
+        store_sequence(sequences, seq, tier, headers)
     return num_tokens
 
 
-def import_prompt_cache(path: str | Path, model: Module, cache: Cache, seq: SeqId) -> int:
+def import_prompt_cache(path: str | Path, model: Module, sequences: Sequences, seq: SeqId) -> int:
     """Make a sequence of a cache hold the K/V of a prompt cache of mlx-lm's, in place of what it
     held; returns their number of tokens.
 
@@ -97,41 +102,42 @@ def import_prompt_cache(path: str | Path, model: Module, cache: Cache, seq: SeqI
         ArgumentError: the model has a recurrent state.
         CacheFullError: the budget can't hold them.
     """
+    cache = check_has_blocks(sequences.cache)
     file = PromptCacheFile(path, model, cache)
-    write_sequence(cache, seq, file.num_tokens, file.layers())
+    headers = sequence_headers(cache.config, file.num_tokens)
+    load_sequence(sequences, seq, file.num_tokens, file.tier(headers), headers)
     return file.num_tokens
 
 
-def write_prompt_cache(
+@contextmanager
+def written_prompt_cache(
     path: str | Path,
     model: Module,
     cache: Cache,
     num_tokens: int,
-    layers: Iterable[LayerParts],
+    headers: Sequence[BlockHeader],
     model_name: str | None,
     token_ids: Sequence[int] | None,
-) -> None:
-    """Write K/V as a prompt cache of mlx-lm's; errors as :func:`export_prompt_cache`.
-
-    Args:
-        layers: of each layer the rows of all ``num_tokens`` tokens, or of those that it keeps.
+) -> Iterator[Tier]:
+    """A prompt cache of mlx-lm's, in which the body stores all of these blocks; errors as
+    :func:`export_prompt_cache`.
     """
     file, checked = check_path(path), check_model(model)
     if file.suffix != ".safetensors":
         raise SnapshotError(file, "must end with .safetensors, by which mlx-lm knows the format")
     stock = _stock_caches(checked, cache)
-    kept = list(layers)
-    filled: list[Any] = []
-    for empty, layer in stock:
-        if layer is None:
-            filled.append(empty)
-            continue
-        retention = retention_of(cache.config, layer)
-        if retention.cuts_runs or retention.leader is not None:
+    for _, layer in stock:
+        retention = None if layer is None else retention_of(cache.config, layer)
+        if retention and (retention.cuts_runs or retention.leader is not None):
             raise ArgumentError(
                 "[snapshot] window: mlx-lm has no cache for K/V that stream behind sinks", "window"
             )
-        filled.append(_filled(empty, cache.config.layers[layer], kept[layer], num_tokens))
+    rows = HostRows.empty(cache.config, num_tokens)
+    yield RowTier(cache.config, rows, headers, num_tokens)
+    filled = [
+        empty if layer is None else _filled(empty, cache.config, layer, rows, num_tokens)
+        for empty, layer in stock
+    ]
     metadata = {MODEL: model_name or checked.name or "", TOKENIZER_CONFIG: "{}"}
     if token_ids is not None:
         metadata[TOKEN_IDS] = json.dumps(list(token_ids))
@@ -157,9 +163,10 @@ def _stock_caches(model: LanguageModel, cache: Cache) -> list[tuple[Any, int | N
 # To mlx-lm
 
 
-def _filled(empty: Any, spec: LayerSpec, rows: LayerParts, num_tokens: int) -> Any:
-    """A cache of mlx-lm's with these rows."""
-    k, v = (tuple(part[None] for part in parts) for parts in rows)
+def _filled(empty: Any, config: KVCacheConfig, layer: int, rows: HostRows, num_tokens: int) -> Any:
+    """A cache of mlx-lm's with the rows of a layer."""
+    spec = config.layers[layer]
+    k, v = (tuple(part[None] for part in parts) for parts in rows.parts(config, layer))
     is_rotating = type(empty) is RotatingKVCache
     if is_rotating and not spec.format.is_as_computed:
         raise _unmapped(spec.format, "mlx-lm does not quantise layers with a window")
@@ -216,7 +223,7 @@ class PromptCacheFile:
     def __init__(self, path: str | Path, model: Module, cache: Cache):
         self.file = check_path(path)
         self._stock = _stock_caches(check_model(model), cache)
-        self._specs = cache.config.layers
+        self._config = cache.config
         self._caches, self.metadata = read_prompt_cache(self.file)
         if len(self._caches) != len(self._stock):
             raise SnapshotError(
@@ -249,7 +256,7 @@ class PromptCacheFile:
             )
 
     def _check(self, held: Any, layer: int) -> None:
-        spec, form = self._specs[layer], self._specs[layer].format
+        spec, form = self._config.layers[layer], self._config.layers[layer].format
         kinds = (KVCache, ConcatenateKVCache, RotatingKVCache, QuantizedKVCache)
         if type(held) not in kinds or held.keys is None:
             kind = "nothing" if getattr(held, "keys", 0) is None else f"a {type(held).__name__}"
@@ -285,21 +292,23 @@ class PromptCacheFile:
                         f"model has {heads} KV heads of {width} numbers stored as {form}",
                     )
 
-    def layers(self) -> Iterator[LayerParts]:
-        """Of each layer the rows of all tokens."""
-        layers = [layer for _, layer in self._stock]
-        places = {layer: place for place, layer in enumerate(layers) if layer is not None}
-        for layer in range(len(self._specs)):
-            held = self._caches[places[layer]]
-            k, v = (
-                tuple(part[0, :, : self.num_tokens] * 1 for part in _parts(parts))
-                for parts in (held.keys, held.values)
-            )
-            try:
-                mx.eval(k, v)
-            except Exception as error:  # MLX reads the file only now
-                raise _unreadable(self.file, error) from error
-            yield k, v
+    def tier(self, headers: Sequence[BlockHeader]) -> Tier:
+        """Its blocks, under the keys of these headers.
+
+        Raises:
+            SnapshotError: the file can't be read.
+        """
+        rows = HostRows()
+        for held, (_, layer) in zip(self._caches, self._stock, strict=True):
+            if layer is None:
+                continue
+            parts = [*_parts(held.keys), *_parts(held.values)]
+            for stored, part in zip(parts_of(self._config, layer), parts, strict=True):
+                try:
+                    rows.put(stored.name, part[0])
+                except Exception as error:  # MLX reads the file only now
+                    raise _unreadable(self.file, error) from error
+        return RowTier(self._config, rows, headers, self.num_tokens)
 
 
 def read_prompt_cache(file: Path) -> tuple[list[Any], dict[str, str]]:

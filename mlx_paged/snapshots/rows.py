@@ -1,196 +1,198 @@
-"""K/V as they come out of a cache and go into one, a layer at a time.
-
-What is passed on are the parts of K and of V of one layer, ``[num_kv_heads, num_tokens, width]``
-each, as the cache stores them.
+"""Blocks of a sequence that lie in arrays of rows: one array for each part of K and of V of each
+layer, ``[num_kv_heads, num_rows, width]``, as snapshots and mlx-lm's prompt caches have them.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_paged.cache import CacheFullError, KVCache
-from mlx_paged.core import BlockHash, ExtraKey, KVCacheBlock, hash_token_blocks
-from mlx_paged.core.kv_cache_manager import group_hashes
-from mlx_paged.errors import ArgumentError
+from mlx_paged.cache import KVCacheConfig, RowFormat
+from mlx_paged.core import ExtraKey, Retention, group_hashes, hash_token_blocks
+from mlx_paged.core.tier import BlockHeader, Payload, Tier, private_key
 from mlx_paged.ops import Parts
-from mlx_paged.request import SeqId
-from mlx_paged.snapshots.facts import (
-    check_token_ids,
-    has_evicted,
-    num_kept_tokens,
-    retention_of,
-)
-
-LayerParts: TypeAlias = tuple[Parts, Parts]
+from mlx_paged.snapshots.tensor_file import RowArrays
 
 
-# One sequence of a cache
+class HostRows(RowArrays):
+    """Arrays of rows in host memory, as bytes ``[num_kv_heads, num_rows, row_nbytes]``."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[str, np.ndarray] = {}
+
+    @classmethod
+    def empty(cls, config: KVCacheConfig, num_tokens: int) -> HostRows:
+        """To be written: of each layer the rows that it keeps."""
+        made = cls()
+        for layer, spec in enumerate(config.layers):
+            num_rows = num_kept_tokens(config, layer, num_tokens)
+            for part in parts_of(config, layer):
+                shape = (spec.num_kv_heads, num_rows, part.row_nbytes)
+                made._arrays[part.name] = np.zeros(shape, np.uint8)
+        return made
+
+    def put(self, name: str, part: mx.array) -> None:
+        """Let ``part``, ``[num_kv_heads, num_rows, width]``, be the array of a name."""
+        data = np.frombuffer(cast(Any, mx.contiguous(part)), np.uint8)
+        self._arrays[name] = data.reshape(*part.shape[:2], -1)
+
+    def parts(self, config: KVCacheConfig, layer: int) -> tuple[Parts, Parts]:
+        """The parts of K and V of a layer, ``[num_kv_heads, num_rows, width]`` each."""
+        parts = parts_of(config, layer)
+        arrays = tuple(mx.array(self._arrays[part.name]).view(part.dtype) for part in parts)
+        num_key_parts = config.layers[layer].format.key.num_parts
+        return arrays[:num_key_parts], arrays[num_key_parts:]
+
+    def num_rows(self, name: str) -> int:
+        num_rows: int = self._arrays[name].shape[1]
+        return num_rows
+
+    def read(self, name: str, head: int, rows: slice) -> bytes:
+        return self._arrays[name][head, rows].tobytes()
+
+    def write(self, name: str, head: int, rows: slice, content: memoryview) -> None:
+        target = self._arrays[name][head, rows]
+        target[:] = np.frombuffer(content, np.uint8).reshape(target.shape)
 
 
-def check_sequence(cache: KVCache, seq: SeqId) -> int:
-    """How many tokens a sequence has, all of which are there.
-
-    Raises:
-        KeyError: there is no such sequence.
-        ArgumentError: some of its tokens have left the window.
-    """
-    if seq not in cache.manager.tables:
-        raise KeyError(f"[snapshot] no sequence {seq!r}; the cache holds {cache.seqs}")
-    num_tokens = cache.seq_len(seq)
-    if has_evicted(cache.config, num_tokens):
-        raise ArgumentError(
-            f"[snapshot] tokens of sequence {seq!r} have left the window: it has {num_tokens}",
-            "seq",
-        )
-    return num_tokens
-
-
-def read_sequence(cache: KVCache, seq: SeqId) -> Iterator[LayerParts]:
-    """Of each layer a copy of what is stored of a sequence."""
-    for layer in range(len(cache.layers)):
-        yield cache.copy_parts(seq, layer)
-
-
-def write_sequence(
-    cache: KVCache, seq: SeqId, num_tokens: int, layers: Iterable[LayerParts]
-) -> None:
-    """Make ``seq`` hold these rows, in place of what it held.
-
-    Raises:
-        CacheFullError: the budget can't hold them.
-    """
-    if seq in cache.manager.tables:
-        cache.free(seq)
-    rows = ((_tokens_first(k), _tokens_first(v)) for k, v in layers)
-    cache.append_parts(seq, num_tokens, rows)
-
-
-def _tokens_first(parts: Parts) -> Parts:
-    return tuple(part.swapaxes(0, 1) for part in parts)
-
-
-def check_num_tokens(seq: SeqId, num_tokens: int, token_ids: Sequence[int]) -> None:
-    """Raises ``ArgumentError`` unless there are as many token ids as a sequence has tokens."""
-    if len(token_ids) != num_tokens:
-        raise ArgumentError(
-            f"[snapshot] sequence {seq!r} has {num_tokens} tokens in the cache, and token_ids are "
-            f"{len(token_ids)}",
-            "token_ids",
-        )
-
-
-# Blocks of the prefix cache
-
-
-class PrefixRows(NamedTuple):
-    """K/V of a prefix, of each layer the rows of all its tokens or of those that it keeps."""
-
-    token_ids: list[int]
-    layers: Iterator[LayerParts]
-
-
-def find_prefix(
-    cache: KVCache, token_ids: Sequence[int], extra_keys: tuple[ExtraKey, ...]
-) -> PrefixRows:
-    """The longest prefix that is cached, in whole blocks.
+class RowTier(Tier):
+    """Blocks whose bytes are gathered from arrays of rows, and spread over them.
 
     Args:
-        extra_keys: of the blocks' hashes.
-
-    Raises:
-        ArgumentError: the token ids are none, or not even a block of them is cached.
+        config: of the cache that the blocks are of.
+        arrays: where the rows lie: of each layer those of all tokens, or those that it keeps.
+        headers: of the blocks, by group in the order of their tokens.
+        num_tokens: of the sequence. The last block may be filled in part.
     """
-    token_ids, block_size = check_token_ids(token_ids), cache.config.block_size
-    hashes = hash_token_blocks(token_ids, block_size, extra_keys)
-    computed = cache.manager.get_computed_blocks(hashes, len(hashes) * block_size + 1)
-    if not computed.num_tokens:
-        raise ArgumentError(
-            f"[snapshot] no K/V of these {len(token_ids)} tokens are in the prefix cache, which "
-            f"holds whole blocks of {block_size}",
-            "token_ids",
+
+    def __init__(
+        self,
+        config: KVCacheConfig,
+        arrays: RowArrays,
+        headers: Iterable[BlockHeader],
+        num_tokens: int,
+    ):
+        self._arrays, self._num_tokens = arrays, num_tokens
+        self._block_size = config.block_size
+        self._headers: dict[bytes, BlockHeader] = {}
+        self._numbers: dict[bytes, int] = {}  # of a block among those of its group
+        counts = [0] * len(config.groups)
+        for header in headers:
+            self._headers[header.block_hash] = header
+            self._numbers[header.block_hash] = counts[header.group]
+            counts[header.group] += 1
+        # Of each group the arrays, and whether each holds the rows of all tokens.
+        self._parts = [
+            [
+                (part, config.layers[layer].num_kv_heads, arrays.num_rows(part.name) >= num_tokens)
+                for layer in group.layers
+                for part in parts_of(config, layer)
+            ]
+            for group in config.groups
+        ]
+
+    def has(self, key: bytes) -> bool:
+        return key in self._headers
+
+    def load(self, key: bytes) -> bytes | None:
+        if key not in self._headers:
+            return None
+        # Slots behind the last token hold zeros.
+        return b"".join(
+            self._arrays.read(name, head, rows).ljust(nbytes, b"\0")
+            for name, head, rows, nbytes in self._pieces(self._headers[key])
         )
-    return PrefixRows(token_ids[: computed.num_tokens], read_blocks(cache, computed.groups))
+
+    def store(self, header: BlockHeader, content: Payload) -> bool:
+        view, begin = memoryview(content), 0
+        for name, head, rows, nbytes in self._pieces(self._headers[header.block_hash]):
+            end = begin + nbytes * (rows.stop - rows.start) // self._block_size
+            self._arrays.write(name, head, rows, view[begin:end])
+            begin += nbytes
+        return True
+
+    def _pieces(self, header: BlockHeader) -> Iterator[tuple[str, int, slice, int]]:
+        """What a block consists of, in the order of its bytes: the array and the head, the rows
+        that have tokens, and the bytes of a whole piece.
+        """
+        num_rows = min(self._block_size, self._num_tokens - header.first_token)
+        number = self._numbers[header.block_hash]
+        for part, num_heads, has_all in self._parts[header.group]:
+            begin = header.first_token if has_all else number * self._block_size
+            rows, nbytes = slice(begin, begin + num_rows), self._block_size * part.row_nbytes
+            for head in range(num_heads):
+                yield part.name, head, rows, nbytes
 
 
-def read_blocks(cache: KVCache, groups: Sequence[Sequence[KVCacheBlock]]) -> Iterator[LayerParts]:
-    """Of each layer what is stored in the blocks of its group; copy it before the next write."""
-    for layer in range(len(cache.layers)):
-        blocks = groups[cache.config.group_of(layer)]
-        yield cache.gather_blocks(layer, [block.block_id for block in blocks])
+class StoredPart(NamedTuple):
+    """A part of K or V of a layer."""
+
+    name: str
+    width: int
+    dtype: mx.Dtype
+
+    @property
+    def row_nbytes(self) -> int:
+        return self.width * self.dtype.size
 
 
-def put_prefix(cache: KVCache, rows: PrefixRows, extra_keys: tuple[ExtraKey, ...]) -> int:
-    """Put the whole blocks of a prefix into the prefix cache, as far as they are not there; no step
-    may be open.
+def parts_of(config: KVCacheConfig, layer: int) -> list[StoredPart]:
+    """The parts of K, then those of V."""
+    spec = config.layers[layer]
+    sides: tuple[tuple[str, RowFormat, int], ...] = (
+        ("keys", spec.format.key, spec.key_dim),
+        ("values", spec.format.value, spec.value_dim),
+    )
+    return [
+        StoredPart(f"layers.{layer}.{side}.{name}", *shape)
+        for side, rows, width in sides
+        for name, shape in zip(rows.part_names, rows.part_shapes(width), strict=True)
+    ]
 
-    Args:
-        extra_keys: of the blocks' hashes.
 
-    Returns:
-        How many blocks were written.
+def sequence_headers(config: KVCacheConfig, num_tokens: int) -> list[BlockHeader]:
+    """Of all blocks of a sequence that has left no window, under keys of its own."""
+    owner, block_size = os.urandom(16), config.block_size
+    return [
+        BlockHeader(private_key(owner, group, index), first_token=index * block_size, group=group)
+        for group in range(len(config.groups))
+        for index in range(-(-num_tokens // block_size))
+    ]
 
-    Raises:
-        CacheFullError: they don't fit beside what requests hold; nothing was changed but that
-            other cached blocks may have been evicted.
-    """
-    pool, block_size = cache.pool, cache.config.block_size
-    block_hashes = hash_token_blocks(rows.token_ids, block_size, extra_keys)
-    there: list[KVCacheBlock] = []
-    missing: list[list[int]] = []  # of each group, indices of blocks
-    names: list[list[BlockHash]] = []
-    for group, retention in enumerate(r.retention for r in cache.config.groups):
+
+def prefix_headers(
+    config: KVCacheConfig, token_ids: Sequence[int], extra_keys: tuple[ExtraKey, ...]
+) -> list[BlockHeader]:
+    """Of the whole blocks of a prefix that each group of layers keeps, under their hashes."""
+    block_size, headers = config.block_size, []
+    block_hashes = hash_token_blocks(token_ids, block_size, extra_keys)
+    for group, retention in enumerate(each.retention for each in config.groups):
         hashes = group_hashes(block_hashes, group)
-        kept = retention.kept_blocks(len(block_hashes), block_size)
-        found = {index: pool.get_cached_block(hashes[index]) for index in kept}
-        there += [block for block in found.values() if block is not None]
-        missing.append([index for index in kept if found[index] is None])
-        names.append([hashes[index] for index in missing[-1]])
-    num_missing = sum(map(len, missing))
-    # Held, so that room is not made of them; and given back as the newest.
-    pool.touch(there)
-    new: list[list[KVCacheBlock]] = []
-    try:
-        cache.make_room(num_missing)
-        if num_missing > pool.num_free_blocks:
-            raise CacheFullError(
-                f"[{cache.kind} cache] a snapshot of {len(block_hashes) * block_size} tokens needs "
-                f"{num_missing} more blocks of {block_size}, and {pool.num_free_blocks} of the "
-                f"budget's {cache.config.num_blocks} are free; raise kv_cache_bytes"
-            )
-        for indices in missing:
-            new.append(pool.get_new_blocks(len(indices)) or [])
-        if num_missing:
-            ids = [[block.block_id for block in blocks] for blocks in new]
-            cache.fill_blocks(ids, _cut(cache, len(block_hashes), missing, rows.layers))
-            for blocks, hashes in zip(new, names, strict=True):
-                pool.cache_full_blocks(blocks, hashes, 0, len(blocks))
-    finally:
-        for blocks in (*new, there):
-            pool.free_blocks(reversed(blocks))
-    return num_missing
+        for index in retention.kept_blocks(len(hashes), block_size):
+            begin = index * block_size
+            tokens = tuple(token_ids[begin : begin + block_size])
+            parent = hashes[index - 1] if index else None
+            headers.append(BlockHeader(hashes[index], parent, tokens, begin, group))
+    return headers
 
 
-def _cut(
-    cache: KVCache, num_blocks: int, wanted: Sequence[Sequence[int]], layers: Iterable[LayerParts]
-) -> Iterator[LayerParts]:
-    """The rows of the wanted blocks, whose indices are given of each group."""
-    block_size = cache.config.block_size
-    for layer, kv in enumerate(layers):
-        kept = retention_of(cache.config, layer).kept_blocks(num_blocks, block_size)
-        num_kept = num_kept_tokens(cache.config, layer, num_blocks * block_size)
-        has_all = kv[0][0].shape[1] >= num_blocks * block_size > num_kept
-        place = {index: index if has_all else number for number, index in enumerate(kept)}
-        indices = [place[index] for index in wanted[cache.config.group_of(layer)]]
-        k, v = (tuple(_blocks_of(part, indices, block_size) for part in parts) for parts in kv)
-        yield k, v
+# What of a sequence is kept
 
 
-def _blocks_of(part: mx.array, indices: Sequence[int], block_size: int) -> mx.array:
-    if list(indices) == list(range(len(indices))):
-        return part[:, : len(indices) * block_size]
-    rows = (np.array(indices)[:, None] * block_size + np.arange(block_size)).reshape(-1)
-    return part[:, mx.array(rows)]
+def retention_of(config: KVCacheConfig, layer: int) -> Retention:
+    """What a layer keeps."""
+    return config.groups[config.group_of(layer)].retention
+
+
+def num_kept_tokens(config: KVCacheConfig, layer: int, num_tokens: int) -> int:
+    """Of a sequence of ``num_tokens``, whole blocks if some have left the window, how many tokens a
+    layer keeps.
+    """
+    retention, block_size = retention_of(config, layer), config.block_size
+    if not retention.num_evicted(num_tokens):
+        return num_tokens
+    return len(retention.kept_blocks(num_tokens // block_size, block_size)) * block_size

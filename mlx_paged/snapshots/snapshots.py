@@ -2,45 +2,40 @@
 
 A file is refused unless the model (by content), the block size, the dtype, the K/V format, the
 shapes of the layers and what they keep are those of the cache, and each of its bytes is as it was
-written. Layers are read and written one at a time, so that a copy of one layer is all the memory
-that it takes.
+written. It is a :class:`Tier`: blocks are read and written one at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
 from mlx.nn.layers.base import Module
 
-from mlx_paged.cache import KVCache
-from mlx_paged.core.block_hash import ExtraKey
+from mlx_paged.cache import Sequences
+from mlx_paged.cache.transfer import load_blocks, store_blocks
+from mlx_paged.core.tier import BlockHeader, Tier
+from mlx_paged.errors import ArgumentError
 from mlx_paged.models.identity import identities_of
 from mlx_paged.request import SeqId
 from mlx_paged.snapshots.errors import SnapshotError, check_path, system_errors
 from mlx_paged.snapshots.facts import (
     FORMAT,
     KVFacts,
+    check_has_blocks,
     check_token_ids,
     has_evicted,
     token_ids_of,
 )
-from mlx_paged.snapshots.rows import (
-    LayerParts,
-    check_num_tokens,
-    check_sequence,
-    find_prefix,
-    read_sequence,
-    write_sequence,
-)
-from mlx_paged.snapshots.tensor_file import TensorFile, write_tensor_file
+from mlx_paged.snapshots.rows import RowTier, sequence_headers
+from mlx_paged.snapshots.tensor_file import TensorFile, written_tensor_file
 
 
 def save_snapshot(
-    path: str | Path, model: Module, cache: KVCache, seq: SeqId, token_ids: Sequence[int]
+    path: str | Path, model: Module, sequences: Sequences, seq: SeqId, token_ids: Sequence[int]
 ) -> int:
-    """Write the K/V of a sequence of a cache to a safetensors file; returns its bytes.
+    """Write the K/V of a sequence to a safetensors file; returns its bytes.
 
     The file is written aside, then renamed. Only another snapshot is overwritten.
 
@@ -51,58 +46,109 @@ def save_snapshot(
 
     Raises:
         KeyError: there is no such sequence.
-        ArgumentError: another number of token ids, tokens that have left the window, or a model
-            with a recurrent state.
+        ArgumentError: another number of token ids, tokens that have left the window, a cache
+            without blocks, or a model with a recurrent state.
         SnapshotError: there is another file, the system refuses, or the disk is full; an older
             snapshot stays as it was.
     """
     file, token_ids = check_path(path), check_token_ids(token_ids)
-    num_tokens = check_sequence(cache, seq)
+    cache = check_has_blocks(sequences.cache)
+    num_tokens = check_sequence(sequences, seq)
     check_num_tokens(seq, num_tokens, token_ids)
     facts = KVFacts.of(identities_of(model), cache)
-    return write_snapshot(file, facts, token_ids, read_sequence(cache, seq))
+    headers = sequence_headers(cache.config, num_tokens)
+    with written_snapshot(file, facts, token_ids, headers) as tier:
+        store_sequence(sequences, seq, tier, headers)
+    return file.stat().st_size
 
 
-def load_snapshot(path: str | Path, model: Module, cache: KVCache, seq: SeqId) -> list[int]:
+def load_snapshot(path: str | Path, model: Module, sequences: Sequences, seq: SeqId) -> list[int]:
     """Make a sequence of a cache hold the K/V of a file, in place of what it held; returns their
     token ids.
-
-    The cache may be of either kind.
 
     Raises:
         SnapshotError: the file can't be read, was truncated or altered, or holds K/V of another
             model, block size, dtype, format, shape or window; nothing was changed.
+        ArgumentError: a cache without blocks, or a model with a recurrent state.
         CacheFullError: the budget can't hold them.
     """
+    cache = check_has_blocks(sequences.cache)
     file = SnapshotFile(path, KVFacts.of(identities_of(model), cache))
-    if has_evicted(cache.config, len(file.token_ids)):
+    num_tokens = len(file.token_ids)
+    if has_evicted(cache.config, num_tokens):
         raise SnapshotError(
             file.file, "holds only what lies in the windows, which an engine's prefix cache takes"
         )
-    write_sequence(cache, seq, len(file.token_ids), file.layers())
+    headers = sequence_headers(cache.config, num_tokens)
+    load_sequence(sequences, seq, num_tokens, file.tier(headers), headers)
     return file.token_ids
 
 
-def save_prefix(
-    path: str | Path,
-    facts: KVFacts,
-    cache: KVCache,
-    token_ids: Sequence[int],
-    extra_keys: tuple[ExtraKey, ...] = (),
-) -> int:
-    """Write what the prefix cache holds of these tokens' beginning; returns how many tokens.
+# One sequence of a cache
 
-    Args:
-        extra_keys: of the blocks' hashes.
+
+def check_sequence(sequences: Sequences, seq: SeqId) -> int:
+    """How many tokens a sequence has, all of which are there.
 
     Raises:
-        ArgumentError: it holds not even one block of them.
-        SnapshotError: as :func:`save_snapshot`.
+        KeyError: there is no such sequence.
+        ArgumentError: some of its tokens have left the window.
     """
-    file = check_path(path)
-    prefix = find_prefix(cache, token_ids, extra_keys)
-    write_snapshot(file, facts, prefix.token_ids, prefix.layers)
-    return len(prefix.token_ids)
+    if seq not in sequences:
+        raise KeyError(f"[snapshot] no sequence {seq!r}; the cache holds {list(sequences)}")
+    num_tokens = sequences.seq_len(seq)
+    if has_evicted(sequences.cache.config, num_tokens):
+        raise ArgumentError(
+            f"[snapshot] tokens of sequence {seq!r} have left the window: it has {num_tokens}",
+            "seq",
+        )
+    return num_tokens
+
+
+def check_num_tokens(seq: SeqId, num_tokens: int, token_ids: Sequence[int]) -> None:
+    """Raises ``ArgumentError`` unless there are as many token ids as a sequence has tokens."""
+    if len(token_ids) != num_tokens:
+        raise ArgumentError(
+            f"[snapshot] sequence {seq!r} has {num_tokens} tokens in the cache, and token_ids are "
+            f"{len(token_ids)}",
+            "token_ids",
+        )
+
+
+def store_sequence(
+    sequences: Sequences, seq: SeqId, tier: Tier, headers: Sequence[BlockHeader]
+) -> None:
+    """Copy the blocks of a sequence into a tier."""
+    cache = check_has_blocks(sequences.cache)
+    store_blocks(cache, tier, _with_ids(sequences, seq, headers))
+
+
+def load_sequence(
+    sequences: Sequences, seq: SeqId, num_tokens: int, tier: Tier, headers: Sequence[BlockHeader]
+) -> None:
+    """Make ``seq`` hold blocks of a tier, in place of what it held.
+
+    Raises:
+        CacheFullError: the budget can't hold them.
+    """
+    cache = check_has_blocks(sequences.cache)
+    if seq in sequences:
+        sequences.free(seq)
+    with sequences.step({seq: num_tokens}):
+        load_blocks(cache, tier, _with_ids(sequences, seq, headers))
+
+
+def _with_ids(
+    sequences: Sequences, seq: SeqId, headers: Sequence[BlockHeader]
+) -> list[tuple[BlockHeader, int]]:
+    tables, block_size = sequences.manager.groups[seq], sequences.cache.config.block_size
+    return [
+        (header, tables[header.group].block_ids[header.first_token // block_size])
+        for header in headers
+    ]
+
+
+# The file
 
 
 def is_snapshot(file: Path) -> bool:
@@ -114,29 +160,18 @@ def is_snapshot(file: Path) -> bool:
         return False
 
 
-def write_snapshot(
-    file: Path, facts: KVFacts, token_ids: Sequence[int], layers: Iterable[LayerParts]
-) -> int:
-    """Write K/V to a file; returns its bytes. Errors as :func:`save_snapshot`.
-
-    Args:
-        layers: of each layer the rows that it keeps.
-    """
+@contextmanager
+def written_snapshot(
+    file: Path, facts: KVFacts, token_ids: Sequence[int], headers: Sequence[BlockHeader]
+) -> Iterator[Tier]:
+    """A new file, in which the body stores all of these blocks. Errors as :func:`save_snapshot`."""
     with system_errors(file, "written"):
         if file.exists() and not is_snapshot(file):
             raise SnapshotError(file, "exists and is no snapshot; choose another name")
-    return write_tensor_file(
-        file,
-        facts.as_metadata(token_ids),
-        facts.tensors(len(token_ids)),
-        _arrays(facts, layers),
-    )
-
-
-def _arrays(facts: KVFacts, layers: Iterable[LayerParts]) -> Iterator[np.ndarray]:
-    for spec, layer in zip(facts.config.layers, layers, strict=True):
-        for parts in spec.format.to_host(*layer):
-            yield from parts
+    num_tokens = len(token_ids)
+    metadata, tensors = facts.as_metadata(token_ids), facts.tensors(num_tokens)
+    with written_tensor_file(file, metadata, tensors) as rows:
+        yield RowTier(facts.config, rows, headers, num_tokens)
 
 
 class SnapshotFile:
@@ -160,13 +195,6 @@ class SnapshotFile:
         if self._tensors.tensors != facts.tensors(len(self.token_ids)):
             raise SnapshotError(self.file, "is no snapshot: its arrays are not those of its tokens")
 
-    def layers(self) -> Iterator[LayerParts]:
-        """Of each layer the rows that it keeps, read as they are asked for."""
-        names = iter(self._tensors.tensors)
-        for spec in self._facts.config.layers:
-            form = spec.format
-            k, v = (
-                tuple(self._tensors.read(next(names)) for _ in range(rows.num_parts))
-                for rows in (form.key, form.value)
-            )
-            yield form.from_host(k, v)
+    def tier(self, headers: Sequence[BlockHeader]) -> Tier:
+        """Its blocks, under the keys of these headers."""
+        return RowTier(self._facts.config, self._tensors, headers, len(self.token_ids))

@@ -1,4 +1,4 @@
-"""A safetensors file that is written one array after the other, and knows whether it was altered.
+"""A safetensors file of rows that are written in any order, and that knows whether it was altered.
 
 The format is that of https://huggingface.co/docs/safetensors: the length of a header, the header as
 JSON, and the arrays one after the other. Its metadata hold the SHA-256 of the whole file, taken
@@ -8,15 +8,15 @@ while zeros stand in the checksum's own place. Any reader of safetensors opens i
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
-
-import numpy as np
 
 from mlx_paged.errors import one_line
 from mlx_paged.replaced_file import replaced_file
@@ -24,13 +24,8 @@ from mlx_paged.snapshots.errors import SnapshotError, system_errors
 
 CHECKSUM = "sha256"
 _PLACE = "0" * hashlib.sha256().digest_size * 2
-# Names of dtypes in the file, with their numpy dtype: it has no bfloat16.
-DTYPES: dict[str, np.dtype[Any]] = {
-    "F32": np.dtype("<f4"),
-    "F16": np.dtype("<f2"),
-    "BF16": np.dtype("<u2"),
-    "U32": np.dtype("<u4"),
-}
+# Names of dtypes in the file, with the bytes of a number.
+ITEMSIZES = {"F32": 4, "F16": 2, "BF16": 2, "U32": 4}
 _LENGTH = struct.Struct("<Q")
 _MAX_HEADER = 100_000_000  # bytes; as the format says
 _PIECE = 2**22  # bytes read at a time for the checksum
@@ -40,44 +35,73 @@ _PIECE = 2**22  # bytes read at a time for the checksum
 class TensorInfo:
     """One array of a file."""
 
-    dtype: str  # a key of DTYPES
+    dtype: str  # a key of ITEMSIZES
     shape: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
-        return prod(self.shape) * DTYPES[self.dtype].itemsize
+        return prod(self.shape) * ITEMSIZES[self.dtype]
+
+    def offset(self, head: int, row: int) -> int:
+        """Of a row of an array ``[num_heads, num_rows, width]``, in bytes."""
+        return self.nbytes // self.shape[0] * head + self.row_nbytes * row
+
+    @property
+    def row_nbytes(self) -> int:
+        return self.shape[2] * ITEMSIZES[self.dtype]
 
 
-def write_tensor_file(
-    file: Path,
-    metadata: Mapping[str, str],
-    tensors: Mapping[str, TensorInfo],
-    contents: Iterable[np.ndarray],
-) -> int:
-    """Write a file aside, then in its place; returns its bytes.
+class RowArrays:
+    """Arrays ``[num_heads, num_rows, width]`` by name, of which rows are read or written."""
 
-    Args:
-        tensors: in the order of ``contents``.
-        contents: of each tensor the array, contiguous. Each is taken when the one before was
-            written, so that not all of them have to be there at a time.
+    def num_rows(self, name: str) -> int:
+        raise NotImplementedError
+
+    def read(self, name: str, head: int, rows: slice) -> bytes:
+        raise NotImplementedError
+
+    def write(self, name: str, head: int, rows: slice, content: memoryview) -> None:
+        raise NotImplementedError
+
+
+class TensorWriter(RowArrays):
+    """The arrays of a new file, whose rows are written in any order."""
+
+    def __init__(
+        self, stream: BinaryIO, tensors: Mapping[str, TensorInfo], begins: Mapping[str, int]
+    ):
+        self._stream, self._tensors, self._begins = stream, tensors, begins
+
+    def num_rows(self, name: str) -> int:
+        return self._tensors[name].shape[1]
+
+    def write(self, name: str, head: int, rows: slice, content: memoryview) -> None:
+        self._stream.seek(self._begins[name] + self._tensors[name].offset(head, rows.start))
+        self._stream.write(content)
+
+
+@contextmanager
+def written_tensor_file(
+    file: Path, metadata: Mapping[str, str], tensors: Mapping[str, TensorInfo]
+) -> Iterator[TensorWriter]:
+    """Write a file aside, which takes its place when the body has written all rows.
 
     Raises:
         SnapshotError: the system refuses, or the disk is full; nothing was changed.
     """
     header = _header(metadata, tensors)
-    digest = hashlib.sha256(header)
+    ends = list(
+        itertools.accumulate((info.nbytes for info in tensors.values()), initial=len(header))
+    )
     with system_errors(file, "written"), replaced_file(file) as stream:
         stream.write(header)
-        num_written = len(header)
-        for info, content in zip(tensors.values(), contents, strict=True):
-            assert content.shape == info.shape and content.nbytes == info.nbytes, "as announced"
-            data = np.ascontiguousarray(content).reshape(-1).view(np.uint8).data
-            digest.update(data)
-            stream.write(data)
-            num_written += info.nbytes
+        stream.flush()  # a full disk is told by now, where it is full already
+        yield TensorWriter(stream, tensors, dict(zip(tensors, ends, strict=False)))
+        stream.truncate(ends[-1])
+        stream.seek(0)
+        digest = _digest_of(stream, hashlib.sha256())
         stream.seek(_place_of_checksum(header))
-        stream.write(digest.hexdigest().encode())
-        return num_written
+        stream.write(digest.encode())
 
 
 def _header(metadata: Mapping[str, str], tensors: Mapping[str, TensorInfo]) -> bytes:
@@ -92,13 +116,20 @@ def _header(metadata: Mapping[str, str], tensors: Mapping[str, TensorInfo]) -> b
     return _LENGTH.pack(len(text)) + text
 
 
+def _digest_of(stream: BinaryIO, digest: hashlib._Hash) -> str:
+    """That of what was put into it already, and the rest of a stream."""
+    while piece := stream.read(_PIECE):
+        digest.update(piece)
+    return digest.hexdigest()
+
+
 def _place_of_checksum(header: bytes) -> int:
     mark = f'"{CHECKSUM}": "'.encode()
     return header.index(mark) + len(mark)
 
 
-class TensorFile:
-    """A file that :func:`write_tensor_file` wrote, to read.
+class TensorFile(RowArrays):
+    """A file of :func:`written_tensor_file`, to read.
 
     Attributes:
         metadata: without the checksum.
@@ -110,8 +141,10 @@ class TensorFile:
 
     def __init__(self, file: Path):
         self.file = file
-        with system_errors(file, "read"), file.open("rb") as stream:
-            self._read_header(stream)
+        with system_errors(file, "read"):
+            # Open from here on: what was verified is what is read, whatever the name becomes.
+            self._stream = file.open("rb")
+            self._read_header(self._stream)
 
     def _read_header(self, stream: BinaryIO) -> None:
         nbytes = stream.seek(0, 2)
@@ -157,37 +190,39 @@ class TensorFile:
             raise self._no_snapshot("it has no checksum") from None
         if self._header[place : place + len(_PLACE)] != expected or len(expected) != len(_PLACE):
             raise self._altered()
-        with system_errors(self.file, "read"), self.file.open("rb") as stream:
-            header = stream.read(len(self._header))
+        with system_errors(self.file, "read"):
+            self._stream.seek(0)
+            header = self._stream.read(len(self._header))
             zeroed = header[:place] + _PLACE.encode() + header[place + len(_PLACE) :]
-            digest = hashlib.sha256(zeroed)
-            while piece := stream.read(_PIECE):
-                digest.update(piece)
-        if header != self._header or digest.hexdigest().encode() != expected:
+            digest = _digest_of(self._stream, hashlib.sha256(zeroed))
+        if header != self._header or digest.encode() != expected:
             raise self._altered()
 
     def _altered(self) -> SnapshotError:
         return SnapshotError(self.file, "was altered since it was written: its checksum differs")
 
-    def read(self, name: str) -> np.ndarray:
-        """A copy of one array; bfloat16 as the uint16 of its bits.
+    def num_rows(self, name: str) -> int:
+        return self.tensors[name].shape[1]
+
+    def read(self, name: str, head: int, rows: slice) -> bytes:
+        """The bytes of some rows of an array ``[num_heads, num_rows, width]``.
 
         Raises:
-            SnapshotError: it can't be read.
+            SnapshotError: they can't be read.
         """
         info = self.tensors[name]
+        nbytes = (rows.stop - rows.start) * info.row_nbytes
         with system_errors(self.file, "read"):
-            content = np.fromfile(
-                self.file, DTYPES[info.dtype], prod(info.shape), offset=self._begins[name]
-            )
-        if content.nbytes != info.nbytes:
+            self._stream.seek(self._begins[name] + info.offset(head, rows.start))
+            content = self._stream.read(nbytes)
+        if len(content) != nbytes:
             raise SnapshotError(self.file, "was truncated while it was read")
-        return content.reshape(info.shape)
+        return content
 
 
 def _info_of(entry: Mapping[str, Any]) -> TensorInfo:
     shape: Sequence[Any] = entry["shape"]
-    if entry["dtype"] not in DTYPES:
+    if entry["dtype"] not in ITEMSIZES:
         raise ValueError(f"it has an array of {entry['dtype']}")
     if not all(type(size) is int and size >= 0 for size in shape):
         raise ValueError(f"it has an array of shape {shape}")

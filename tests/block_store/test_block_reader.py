@@ -112,14 +112,14 @@ def test_a_block_that_is_larger_than_the_bound_is_read_all_the_same(tmp_path):
 def test_a_key_that_was_cancelled_gets_nothing_and_can_be_used_again(tmp_path, monkeypatch):
     store = open_store(tmp_path / "cache")
     put_chain(store, *"abcdef")
-    get, may_read, num_begun = store.get, threading.Semaphore(0), []
+    get, may_read, num_begun = store.load, threading.Semaphore(0), []
 
     def wait_and_get(block_hash):
         num_begun.append(block_hash)
         assert may_read.acquire(timeout=10)
         return get(block_hash)
 
-    monkeypatch.setattr(store, "get", wait_and_get)
+    monkeypatch.setattr(store, "load", wait_and_get)
     reader = BlockReader(store, 1 << 20)
     reader.read("one", hashes("abc"))
     reader.read("two", hashes("de"))
@@ -172,7 +172,7 @@ def test_a_reader_that_nobody_holds_ends(tmp_path):
 def test_an_error_that_nobody_thought_of_ends_in_the_failure_of_the_store(tmp_path, monkeypatch):
     store = open_store(tmp_path / "cache")
     put_chain(store, *"ab")
-    monkeypatch.setattr(store, "get", lambda _: 1 // 0)
+    monkeypatch.setattr(store, "load", lambda _: 1 // 0)
     reader = BlockReader(store, 1 << 20)
     reader.read("key", hashes("ab"))
     assert take_all(reader) == []

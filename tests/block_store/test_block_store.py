@@ -21,12 +21,13 @@ from helpers.block_stores import (
     put_chain,
 )
 
-from mlx_paged.block_store import BlockStoreStats, CacheFolder
+from mlx_paged.block_store import CacheFolder
+from mlx_paged.core.tier import TierStats
 
 
 def test_blocks_are_found_by_a_later_process_and_by_another_one(tmp_path):
     store = open_store(tmp_path / "cache")
-    assert not store.has(named("a")) and store.get(named("a")) is None
+    assert not store.has(named("a")) and store.load(named("a")) is None
     put_chain(store, "a", "b", "c")
     assert found(store, "abcd") == "abc"
     beside = open_store(tmp_path / "cache")
@@ -52,7 +53,7 @@ def test_what_is_there_is_not_written_again(tmp_path):
     assert put(store, "a")
     after = file_of(store, "a").stat()
     assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
-    assert store.stats() == BlockStoreStats(num_blocks=1, nbytes=UNIT, num_written=1)
+    assert store.stats() == TierStats(num_blocks=1, nbytes=UNIT, num_written=1)
 
 
 def test_the_least_recently_used_block_goes_first(tmp_path):
@@ -63,7 +64,7 @@ def test_the_least_recently_used_block_goes_first(tmp_path):
     put(store, "e")
     put(store, "f")
     assert found(store, "abcdef") == "abef"
-    assert store.stats() == BlockStoreStats(
+    assert store.stats() == TierStats(
         num_blocks=4, nbytes=4 * UNIT, num_hits=4, num_written=6, num_evicted=2
     )
 
@@ -82,7 +83,7 @@ def test_at_equal_times_the_later_tokens_go_first(tmp_path):
     for position, name in enumerate("abc"):
         put(store, name, parent="gone" if position else None, first_token=16 * position)
     store.note_used([named(name) for name in "abc"])
-    store.tend()
+    store.maintain()
     put(store, "d")
     assert found(store, "abcd") == "abd"
 
@@ -107,14 +108,14 @@ def test_the_order_outlives_the_process_and_the_index(tmp_path):
     store.close()
     store.layout.index.unlink()
     store = open_store(tmp_path / "cache", num_blocks=2)
-    store.tend()
+    store.maintain()
     assert found(store, "abcd") == "ad"
 
 
 def test_a_smaller_limit_takes_effect_at_the_start(tmp_path):
     put_chain(open_store(tmp_path / "cache"), *"abcdefgh")
     store = open_store(tmp_path / "cache", num_blocks=3)
-    store.tend()
+    store.maintain()
     assert found(store, "abcdefgh") == "abc"
     assert (store.stats().num_blocks, store.stats().num_evicted) == (3, 5)
 
@@ -123,7 +124,7 @@ def test_the_limit_holds_for_all_fingerprints_together(tmp_path):
     first = open_store(tmp_path / "cache", num_blocks=3)
     for name in "ab":
         put(first, name)
-    first.tend()
+    first.maintain()
     second = open_store(tmp_path / "cache", num_blocks=3, model="another model")
     for name in "cd":
         put(second, name)
@@ -133,14 +134,14 @@ def test_the_limit_holds_for_all_fingerprints_together(tmp_path):
 def test_a_block_beyond_the_limit_is_dropped_and_nothing_evicted_for_it(tmp_path):
     store = open_store(tmp_path / "cache", num_blocks=3)
     put_chain(store, "a", "b")
-    assert not store.put(header("c"), bytes(4 * UNIT))
+    assert not store.store(header("c"), bytes(4 * UNIT))
     assert found(store, "abc") == "ab"
     assert store.stats().num_dropped == 1
 
 
 def test_files_count_as_much_as_they_take_on_disk(tmp_path):
     store = open_store(tmp_path / "cache", num_blocks=3)
-    assert store.put(header("a"), payload_of(named("a"), UNIT))
+    assert store.store(header("a"), payload_of(named("a"), UNIT))
     assert store.stats().nbytes == 2 * UNIT
     assert put(store, "b") and put(store, "c")
     assert store.stats().nbytes == 2 * UNIT
@@ -154,14 +155,14 @@ def test_an_old_conversation_goes_as_a_whole_before_a_new_one_loses_its_end(tmp_
         make_older(file_of(store, name), 100)
     store.close()
     store = open_store(tmp_path / "cache", num_blocks=4)
-    store.tend()
+    store.maintain()
     assert found(store, "abcdefg") == "aefg"
 
 
 def test_pinned_blocks_stay_with_their_ancestors_whatever_the_limit_is(tmp_path):
     store = open_store(tmp_path / "cache", num_blocks=4)
     put_chain(store, *"abcd")
-    store.tend()
+    store.maintain()
     assert CacheFolder(tmp_path / "cache").pin(store.fingerprint.digest, named("c"))
     for name in "efg":
         assert put(store, name)
@@ -171,7 +172,7 @@ def test_pinned_blocks_stay_with_their_ancestors_whatever_the_limit_is(tmp_path)
     assert found(store, "abcdefgh") == "abcg"
     assert store.stats().num_dropped == 1
     small = open_store(tmp_path / "cache", num_blocks=1)
-    small.tend()
+    small.maintain()
     assert found(small, "abcg") == "abcg" and not put(small, "i")
 
 
@@ -182,14 +183,14 @@ def test_pins_outlive_the_index(tmp_path):
     store.close()
     store.layout.index.unlink()
     store = open_store(tmp_path / "cache", num_blocks=1)
-    store.tend()
+    store.maintain()
     assert found(store, "abc") == "ab"
 
 
 def test_a_pin_that_was_taken_back_holds_nothing(tmp_path):
     store = open_store(tmp_path / "cache", num_blocks=3)
     put_chain(store, *"abc")
-    store.tend()
+    store.maintain()
     folder, digest = CacheFolder(tmp_path / "cache"), store.fingerprint.digest
     assert folder.pin(digest, named("b")) and folder.pin(digest, named("c"))
     assert folder.unpin(digest, named("b")) and not folder.unpin(digest, named("b"))
@@ -204,14 +205,14 @@ def test_what_is_over_is_a_miss_and_is_removed(tmp_path):
     put_chain(store, *"abc")
     for name in "bc":
         make_older(file_of(store, name), 61)
-    assert store.get(named("b")) is None  # without a look at has() before
+    assert store.load(named("b")) is None  # without a look at has() before
     assert found(store, "ac") == "a"
     assert len(block_files(tmp_path)) == 1
     put_chain(store, "d")
     make_older(file_of(store, "d"), 61)
     store.close()
     store = open_store(tmp_path / "cache")
-    store.tend()  # the next process removes it, too, whatever its own limit is
+    store.maintain()  # the next process removes it, too, whatever its own limit is
     assert found(store, "abcd") == "a" and len(block_files(tmp_path)) == 1
     assert store.stats().num_evicted == 1
 
@@ -230,8 +231,8 @@ def test_of_two_times_to_live_the_shorter_one_holds(tmp_path, written_with, read
     store = open_store(tmp_path / "cache", ttl=read_with)
     for name in "bc":
         make_older(file_of(store, name), 61)
-    assert store.get(named("b")) is None and store.get(named("a")) is not None
-    store.tend()
+    assert store.load(named("b")) is None and store.load(named("a")) is not None
+    store.maintain()
     assert block_files(tmp_path) == [file_of(store, "a")]
 
 
@@ -241,7 +242,7 @@ def test_the_time_of_a_block_starts_again_when_it_is_used(tmp_path):
     for name in "ab":
         make_older(file_of(store, name), 59)
     store.note_used([named("a")])
-    store.tend()
+    store.maintain()
     for name in "ab":
         make_older(file_of(store, name), time.time() - file_of(store, name).stat().st_mtime + 2)
     assert found(store, "ab") == "a"
@@ -254,7 +255,7 @@ def test_a_shorter_time_holds_for_blocks_of_the_same_fingerprint_only(tmp_path):
         make_older(file_of(store, "a"), 61)
         store.close()
     ours = open_store(tmp_path / "cache", ttl=60.0)
-    ours.tend()
+    ours.maintain()
     others = open_store(tmp_path / "cache", model="another")
     assert (found(ours, "a"), found(others, "a")) == ("", "a")
 
@@ -266,8 +267,8 @@ def test_the_time_of_pinned_blocks_is_never_over(tmp_path):
     for name in "abc":
         make_older(file_of(store, name), 61)
     assert found(store, "abc") == "ab"
-    store.tend()
-    open_store(tmp_path / "cache").tend()
+    store.maintain()
+    open_store(tmp_path / "cache").maintain()
     assert len(block_files(tmp_path)) == 2
 
 
@@ -279,7 +280,7 @@ def test_a_use_without_the_index_is_seen_by_the_sweep(tmp_path):
     store = open_store(tmp_path / "cache", ttl=60.0)
     store._inventory.act(lambda index: None)  # the files are listed: it looks old
     file_of(store, "a").touch()
-    store.tend()
+    store.maintain()
     assert found(store, "a") == "a"
 
 
@@ -309,7 +310,7 @@ def test_blocks_that_were_noted_by_a_clock_that_was_ahead_go_first(tmp_path, mon
         for name in "cd":
             put(store, name)
         store.note_used([named("c"), named("d")])
-        store.tend()
+        store.maintain()
     store.note_used([named("c")])  # and the clock is right again
     for name in "ef":
         assert put(store, name)
@@ -323,7 +324,7 @@ def test_a_clock_that_is_a_little_ahead_makes_nothing_old(tmp_path):
         make_older(file_of(store, name), -30)
     store.close()
     store = open_store(tmp_path / "cache", num_blocks=4, ttl=3600.0)
-    store.tend()
+    store.maintain()
     assert found(store, "abcd") == "abcd"
 
 
@@ -333,11 +334,11 @@ def test_the_time_of_a_block_from_the_future_is_over(tmp_path):
     CacheFolder(tmp_path / "cache").pin(store.fingerprint.digest, named("a"))
     for name in "abc":
         make_older(file_of(store, name), FUTURE)
-    assert not store.has(named("b")) and store.get(named("b")) is None
+    assert not store.has(named("b")) and store.load(named("b")) is None
     assert found(store, "ad") == "ad"  # a is pinned
     store.close()
     store = open_store(tmp_path / "cache", ttl=3600.0)
-    store.tend()
+    store.maintain()
     assert sorted(block_files(tmp_path)) == sorted(file_of(store, name) for name in "ad")
 
 
@@ -347,7 +348,7 @@ def test_many_blocks_are_evicted_in_one_go_in_order(tmp_path):
     put_chain(store, *names)
     store.close()
     store = open_store(tmp_path / "cache", num_blocks=40)
-    store.tend()
+    store.maintain()
     assert [name for name in names if store.has(named(name))] == names[:40]
 
 
@@ -374,8 +375,8 @@ def test_groups_of_layers_have_blocks_of_their_own(tmp_path):
     first, second = named("a"), named("a") + b"\1\0"
     for group, block_hash in enumerate((first, second)):
         block = header("a", group=group)
-        assert store.put(type(block)(block_hash, None, block.token_ids, 0, group), block_hash)
-    assert (store.get(first), store.get(second)) == (first, second)
+        assert store.store(type(block)(block_hash, None, block.token_ids, 0, group), block_hash)
+    assert (store.load(first), store.load(second)) == (first, second)
 
 
 def test_the_text_of_a_fingerprint_lies_beside_its_blocks(tmp_path):
@@ -402,11 +403,11 @@ def test_threads_may_write_read_and_evict_at_once(tmp_path):
             put(store, f"block {number}")
             store.note_used([named(f"block {number - 3}")])
             name = named(f"block {number - 5}")
-            payload = store.get(name)
+            payload = store.load(name)
             if payload not in (None, payload_of(name)):
                 wrong.append(number)
             if number % 7 == 0:
-                store.tend()
+                store.maintain()
 
     threads = [threading.Thread(target=work, args=(30 * number,)) for number in range(3)]
     for thread in threads:

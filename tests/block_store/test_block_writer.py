@@ -30,14 +30,14 @@ class Gate:
     def __init__(self, store, monkeypatch):
         self.is_open = threading.Event()
         self.num_begun = 0
-        put = store.put
+        put = store.store
 
         def wait_and_put(*block):
             self.num_begun += 1
             assert self.is_open.wait(10)
             return put(*block)
 
-        monkeypatch.setattr(store, "put", wait_and_put)
+        monkeypatch.setattr(store, "store", wait_and_put)
 
     def wait_for_a_write(self):
         while not self.num_begun:
@@ -171,5 +171,5 @@ def test_closing_during_a_long_listing_does_not_wait_for_its_end(tmp_path, monke
     assert writer.close(5)
     assert beside.failure is None and beside.stats().num_blocks == 0
     # Whoever comes next lists them.
-    beside.tend()
+    beside.maintain()
     assert beside.stats().num_blocks == 3

@@ -43,7 +43,7 @@ def test_entries_say_what_lies_there_parents_first(store, folder):
     other = open_store(store.layout.folder, model="another model", ttl=100.0)
     put(other, "d")
     store.note_used([named("a"), named("b")])
-    store.tend()
+    store.maintain()
     before = time.time()
     entries = folder.entries()
     by_model = sorted([store.fingerprint.digest, other.fingerprint.digest])
@@ -108,7 +108,7 @@ def test_an_unreadable_pin_still_holds_its_block(store, folder):
     pins = store.layout.of(store.fingerprint.digest) / "pins"
     (pins / f"{named('b').hex()}.pin").write_bytes(b"\xff not hexadecimal")
     small = open_store(store.layout.folder, num_blocks=1)
-    small.tend()
+    small.maintain()
     assert found(small, "abc") == "ab"  # a is an ancestor in the index
     assert names(entry for entry in folder.entries() if entry.is_pinned) == "b"
 
@@ -130,7 +130,7 @@ def test_removed_blocks_are_gone_with_their_pins(store, folder):
     assert found(store, "abcd") == "ab" and folder.pins() == []
     assert folder.size() == FolderSize(2, 2 * UNIT)
     assert put(store, "c", "b", 32) and folder.size().num_blocks == 2  # not noted down yet
-    store.tend()
+    store.maintain()
     assert folder.size().num_blocks == 3 and CacheFolder(store.layout.folder).size().num_blocks == 3
 
 
@@ -177,7 +177,7 @@ def test_a_folder_shrinks_to_a_size_least_recently_used_first(store, folder):
 def test_a_rebuilt_index_says_what_the_files_say(store, folder):
     put_chain(store, *"abc")
     store.note_used([named("a")])
-    store.tend()
+    store.maintain()
     before = folder.entries()
     file_of(store, "c").unlink()
     assert folder.rebuild() == FolderSize(2, 2 * UNIT)
@@ -186,7 +186,7 @@ def test_a_rebuilt_index_says_what_the_files_say(store, folder):
         (entry.name, entry.parent_hash) for entry in before[:2]
     ]
     assert put(store, "d", "b", 32)
-    store.tend()
+    store.maintain()
     assert store.stats().num_blocks == 3 == folder.size().num_blocks
 
 

@@ -79,7 +79,7 @@ def test_a_listing_removes_blocks_of_another_user(tmp_path, give_away):
     os.truncate(planted, file_of(store, "a").stat().st_size)  # as many bytes as the index says
     give_away(planted)
     store = open_store(tmp_path / "cache")
-    store.tend()
+    store.maintain()
     assert not planted.exists() and (store.stats().num_corrupt, store.stats().num_blocks) == (1, 2)
 
 
@@ -99,7 +99,7 @@ def test_other_files_of_another_user_are_replaced(tmp_path, give_away, name):
     (path,) = (tmp_path / "cache").rglob(name)
     give_away(path)
     store = open_store(tmp_path / "cache")
-    store.tend()
+    store.maintain()
     assert path.stat().st_uid == os.geteuid()
     assert found(store, "ab") == "ab" and store.stats().num_blocks == 2
 
@@ -125,7 +125,7 @@ def test_a_closed_folder_of_another_user_is_named_with_its_owner(
         with pytest.raises(BlockStoreError) as error:
             open_store(tmp_path / "cache")
         assert str(error.value).endswith(f"{tmp_path / 'cache'} can't be used: {said}")
-    store.tend()
+    store.maintain()
     assert not store.has(named("a")) and not put(store, "a")
     assert str(store.failure).endswith(f"a block could not be written: {said}")
 
@@ -215,13 +215,13 @@ def do_all(store: BlockStore) -> None:
     """Everything that a store and the tool do, whether it succeeds or not."""
     digest = store.fingerprint.digest
     for name in "abcd":
-        store.get(named(name))
+        store.load(named(name))
         store.has(named(name))
     store.note_used([named(name) for name in "abc"])
-    store.tend()
+    store.maintain()
     for name in "efghijkb":
         put(store, name)
-    store.tend()
+    store.maintain()
     tool = CacheFolder(store.layout.folder)
     for work in (
         lambda: [*tool.verify()],
@@ -254,7 +254,7 @@ def test_no_link_in_the_place_of_a_folder_is_followed(tmp_path, place, is_late):
     other = outside(tmp_path, first)
     store = open_store(tmp_path / "cache", num_blocks=5, ttl=60.0) if is_late else None
     if store is not None:
-        store.tend()
+        store.maintain()
         assert found(store, "abcd") == "abcd"
     link = place(first)
     shutil.move(link, tmp_path / "moved")
@@ -304,7 +304,7 @@ def test_a_link_to_the_index_of_another_folder_is_not_opened(tmp_path):
         link.symlink_to(target)
         before = tree(tmp_path / "other")
         again = open_store(tmp_path / "cache")
-        again.tend()
+        again.maintain()
         assert again.stats().num_blocks == 1 and again._inventory._index.is_shared
         again.close()
         assert not link.is_symlink() and tree(tmp_path / "other") == before
@@ -317,14 +317,14 @@ def test_a_folder_in_the_place_of_a_block_is_not_the_end_of_eviction(tmp_path):
     store = open_store(tmp_path / "cache", num_blocks=4)
     for name in "abcd":
         put(store, name)
-    store.tend()
+    store.maintain()
     for name in "ab":  # the next ones to go
         file_of(store, name).unlink()
         file_of(store, name).mkdir()
     for name in "efgh":
         assert put(store, name)
     assert found(store, "abcdefgh") == "efgh" and store.failure is None
-    store.tend()
+    store.maintain()
     assert (store.stats().num_blocks, store.stats().num_evicted) == (4, 2)
     assert file_of(store, "a").is_dir()
 
@@ -360,7 +360,7 @@ def test_an_eviction_that_removes_nothing_does_not_try_every_file(tmp_path, monk
     store = open_store(tmp_path / "cache", num_blocks=60)
     for number in range(60):
         put(store, f"block {number}")
-    store.tend()
+    store.maintain()
     refuse_to_remove(monkeypatch, *block_files(tmp_path))
     unlink, tries = os.unlink, []
     monkeypatch.setattr(os, "unlink", lambda *a, **o: (tries.append(a), unlink(*a, **o)))
@@ -376,7 +376,7 @@ def test_a_block_that_cannot_be_removed_does_not_end_a_sweep(tmp_path, monkeypat
     store.close()
     refuse_to_remove(monkeypatch, file_of(store, "a"))
     store = open_store(tmp_path / "cache", ttl=60.0)
-    store.tend()
+    store.maintain()
     assert block_files(tmp_path) == [file_of(store, "a")] and store.failure is None
     assert found(store, "b") == "" and not store.has(named("a"))
 
@@ -429,10 +429,10 @@ def test_folders_are_closed_when_they_are_not_used_any_more(tmp_path):
     before = len(os.listdir(descriptors))
     for number in range(50):
         put(store, f"block {number}")
-        assert store.get(named(f"block {number}")) == payload_of(named(f"block {number}"))
+        assert store.load(named(f"block {number}")) == payload_of(named(f"block {number}"))
         assert not store.has(named("missing"))
     assert [file.problem for file in tool.verify() if file.problem] == []
-    store.tend()
+    store.maintain()
     tool.close()
     store.close()
     # Those of fingerprints stay open, eight at most for each of the two.

@@ -30,7 +30,7 @@ def test_nobody_else_may_read_anything_whatever_the_umask_says(tmp_path, umask):
         store = open_store(folder)
         BlockWriter(store, 1 << 20).close()
         put_chain(store, "a", "b")
-        store.tend()
+        store.maintain()
         CacheFolder(folder).pin(*CacheFolder(folder).entries()[1].name)
     finally:
         os.umask(old)
@@ -75,7 +75,7 @@ def test_a_folder_that_holds_other_things_is_refused_and_left_as_it_is(tmp_path)
 
 
 def test_a_folder_without_its_tag_is_known_by_what_is_in_it(tmp_path):
-    open_store(tmp_path / "cache").tend()
+    open_store(tmp_path / "cache").maintain()
     tag = tmp_path / "cache" / "CACHEDIR.TAG"
     whole = tag.read_bytes()
     tag.unlink()
@@ -200,7 +200,7 @@ def test_a_new_start_removes_what_dead_processes_began_to_write(tmp_path):
     for place in places:
         (place / aside).write_bytes(b"half a block")
         (place / ".mine").touch()
-    open_store(tmp_path / "cache").tend()
+    open_store(tmp_path / "cache").maintain()
     assert [place for place in places if (place / aside).exists()] == []
     assert all((place / ".mine").exists() for place in places)
 

@@ -50,7 +50,7 @@ def test_pins_are_not_read_again_for_each_eviction(tmp_path, monkeypatch):
     pinned = Pins.pinned
     monkeypatch.setattr(Pins, "pinned", lambda *names: reads.append(names) or pinned(*names))
     small = open_store(tmp_path / "cache", num_blocks=2)
-    small.tend()
+    small.maintain()
     assert small.stats().num_evicted == 62
     assert len(reads) <= 62 // 16 + 1  # evictions are made sixteen at a time
 
@@ -71,7 +71,7 @@ def test_a_pin_that_comes_while_blocks_are_evicted_is_kept_or_said_not_to_be(tmp
     store = open_store(tmp_path / "cache", num_blocks=2)
     for name in "ab":
         put(store, name)
-    store.tend()
+    store.maintain()
     tool, digest = CacheFolder(tmp_path / "cache"), store.fingerprint.digest
     tool.entries()
     answers: list[bool] = []

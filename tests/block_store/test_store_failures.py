@@ -42,9 +42,9 @@ class Refusal:
 
 def is_off(store) -> bool:
     """A store that has failed finds nothing, writes nothing and raises nothing."""
-    assert store.get(named("a")) is None and not store.has(named("a")) and not put(store, "z")
+    assert store.load(named("a")) is None and not store.has(named("a")) and not put(store, "z")
     store.note_used([named("a")])
-    store.tend()
+    store.maintain()
     failure = store.failure
     assert failure is not None and "\n" not in failure and str(store.layout.folder) in failure
     writer = BlockWriter(store, 1 << 20)
@@ -85,9 +85,9 @@ def test_a_file_that_is_no_good_is_removed_counted_and_computed_again(tmp_path, 
     store = open_store(tmp_path / "cache")
     put_chain(store, *"abc")
     damage(file_of(store, "b"))
-    assert store.get(named("b")) is None and store.get(named("b")) is None
+    assert store.load(named("b")) is None and store.load(named("b")) is None
     assert not os.path.lexists(file_of(store, "b"))
-    store.tend()
+    store.maintain()
     assert (store.stats().num_corrupt, store.stats().num_blocks) == (1, 2)
     put_chain(store, *"abc")
     assert found(store, "abc") == "abc" and store.failure is None
@@ -102,7 +102,7 @@ def test_a_listing_removes_what_is_no_good(tmp_path, damage):
     damage(file_of(store, "b"))
     store.layout.index.unlink()
     store = open_store(tmp_path / "cache")
-    store.tend()
+    store.maintain()
     assert not os.path.lexists(file_of(store, "b"))
     assert (store.stats().num_corrupt, store.stats().num_blocks) == (1, 2)
 
@@ -117,7 +117,7 @@ def test_a_folder_in_the_place_of_a_block_is_a_miss(tmp_path):
     store.close()
     store.layout.index.unlink()
     store = open_store(tmp_path / "cache")
-    store.tend()
+    store.maintain()
     assert found(store, "abc") == "ac" and store.failure is None
 
 
@@ -129,8 +129,8 @@ def test_a_block_of_another_version_is_a_miss_that_ages_like_others(tmp_path, mo
     store.close()
     store.layout.index.unlink()
     store = open_store(tmp_path / "cache", num_blocks=3)
-    store.tend()
-    assert store.get(named("a")) is None and store.get(named("b")) is None
+    store.maintain()
+    assert store.load(named("a")) is None and store.load(named("b")) is None
     assert (store.stats().num_blocks, store.stats().num_corrupt) == (2, 0)
     put_chain(store, *"cde")
     assert found(store, "cde") == "cde" and len(block_files(tmp_path)) == 3
@@ -145,7 +145,7 @@ def test_blocks_of_many_fingerprints_are_not_thrown_away_at_a_start(tmp_path):
         if name.startswith("index"):
             (tmp_path / "cache" / name).unlink()
     store = open_store(tmp_path / "cache", num_blocks=10, model="a new one")
-    store.tend()
+    store.maintain()
     assert store.stats().num_blocks == 10
     assert put(store, "a") and len(block_files(tmp_path)) == 10
 
@@ -163,7 +163,7 @@ def test_a_full_disk_evicts_first(tmp_path, monkeypatch):
 def test_a_full_disk_that_has_no_room_for_a_folder_evicts_first(tmp_path, monkeypatch, missing):
     store = open_store(tmp_path / "cache")
     put_chain(open_store(tmp_path / "cache", model="another model"), *"abcdef")
-    store.tend()
+    store.maintain()
     if missing == "fingerprint":
         shutil.rmtree(store.layout.of(store.fingerprint.digest))
     Refusal(monkeypatch, "mkdir", errno.ENOSPC, times=1)
@@ -190,7 +190,7 @@ def test_a_disk_that_stays_full_is_given_up(tmp_path, monkeypatch, number):
 def test_a_disk_that_refuses_writes_is_given_up(tmp_path, monkeypatch, function, number):
     store = open_store(tmp_path / "cache")
     put_chain(store, "a")
-    store.tend()
+    store.maintain()
     end = "" if function == "writev" else ".tmp"
     Refusal(monkeypatch, function, number, end=end)
     assert not put(store, "b")
@@ -204,7 +204,7 @@ def test_a_shortage_of_the_process_drops_blocks_and_passes(tmp_path, monkeypatch
     put_chain(store, *"ab")
     with monkeypatch.context() as short:
         Refusal(short, "open", number)
-        assert store.get(named("a")) is None and not put(store, "c")
+        assert store.load(named("a")) is None and not put(store, "c")
     assert store.failure is None and store.stats().num_corrupt == 0
     assert put(store, "c") and found(store, "abc") == "abc"
 
@@ -214,7 +214,7 @@ def test_a_block_that_cannot_be_read_is_removed(tmp_path, monkeypatch, number):
     store = open_store(tmp_path / "cache")
     put_chain(store, *"ab")
     Refusal(monkeypatch, "open", number, times=1)
-    assert store.get(named("a")) is None
+    assert store.load(named("a")) is None
     assert found(store, "ab") == "b" and store.stats().num_corrupt == 1
 
 
@@ -223,7 +223,7 @@ def test_a_bad_block_that_cannot_be_removed_is_given_up_with_the_disk(tmp_path, 
     put_chain(store, *"ab")
     garbage(file_of(store, "a"))
     Refusal(monkeypatch, "unlink", errno.EROFS)
-    assert store.get(named("a")) is None
+    assert store.load(named("a")) is None
     assert "a bad block could not be removed: Read-only file system" in store.failure
     assert is_off(store)
 
@@ -260,11 +260,11 @@ def replace_blocks_by_a_file(folder: Path) -> None:
 def test_a_folder_that_goes_while_it_is_used_is_given_up(tmp_path, harm):
     store = open_store(tmp_path / "cache")
     put_chain(store, *"ab")
-    store.tend()
+    store.maintain()
     harm(tmp_path / "cache")
     assert found(store, "ab") == ""
     store.note_used([named("a")])
-    store.tend()
+    store.maintain()
     assert not put(store, "c")
     assert is_off(store)
     assert block_files(tmp_path) == []
@@ -292,7 +292,7 @@ def test_a_writer_goes_on_without_the_disk(tmp_path):
 def test_a_tool_that_finds_no_folder_says_so(tmp_path):
     store = open_store(tmp_path / "cache")
     put_chain(store, *"ab")
-    store.tend()
+    store.maintain()
     folder = CacheFolder(tmp_path / "cache")
     shutil.rmtree(tmp_path / "cache")
     assert folder.entries() == [] and list(folder.verify()) == []
@@ -318,5 +318,5 @@ def test_closing_does_not_wait_for_a_disk_that_hangs(tmp_path, monkeypatch):
     may_go_on.set()
     thread.join(10)
     again = open_store(tmp_path / "cache")
-    again.tend()
+    again.maintain()
     assert found(again, "a") == "a" and again.stats().num_blocks == 1

@@ -195,7 +195,7 @@ def test_an_index_that_is_harmed_before_a_start_is_made_again(tmp_path, harm):
     store = open_store(tmp_path / "cache")
     put_chain(store, *"abcd")
     if harm is garbage_in_place:
-        store.tend()
+        store.maintain()
     else:
         store.close()
     harm(store.layout.index)
@@ -210,19 +210,19 @@ def test_an_index_that_is_harmed_while_it_is_used_is_made_again(tmp_path, harm):
     store = open_store(tmp_path / "cache", num_blocks=4)
     beside = open_store(tmp_path / "cache", num_blocks=4)
     put_chain(store, *"abcd")
-    store.tend()
-    beside.tend()
+    store.maintain()
+    beside.maintain()
     harm(store.layout.index)
     for name in "efghij":
         assert put(store, name) and put(beside, name.upper())
         assert found(store, name) == name and found(beside, name.upper()) == name.upper()
-        store.tend()
-        beside.tend()
+        store.maintain()
+        beside.maintain()
     assert store.failure is None and beside.failure is None
     store.close()
     beside.close()
     last = open_store(tmp_path / "cache", num_blocks=4)
-    last.tend()
+    last.maintain()
     assert len(block_files(tmp_path)) == last.stats().num_blocks == 4
 
 
@@ -237,7 +237,7 @@ def test_an_index_with_any_byte_broken_costs_no_block(tmp_path):
             data[rng.randrange(len(data))] = rng.randrange(256)
         store.layout.index.write_bytes(data)
         store = open_store(tmp_path / str(number), num_blocks=6)
-        store.tend()
+        store.maintain()
         assert found(store, "abcd") == "abcd"
         for name in "efghij":
             put(store, name)
@@ -263,11 +263,11 @@ def test_an_index_locked_for_ever_is_done_without(tmp_path):
 def test_an_index_that_is_locked_later_is_done_without(tmp_path):
     store = open_store(tmp_path / "cache", num_blocks=4)
     put_chain(store, *"abcd")
-    store.tend()
+    store.maintain()
     lock = sqlite3.connect(store.layout.index, isolation_level=None)
     lock.execute("BEGIN IMMEDIATE")
     put(store, "e")
-    store.tend()
+    store.maintain()
     assert found(store, "abcde") == "abce" and store.failure is None
     lock.close()
 
@@ -282,7 +282,7 @@ def test_a_file_system_that_has_no_shared_memory_has_an_index_all_the_same(tmp_p
     monkeypatch.setattr(sqlite3, "connect", connect_without_shared_memory)
     store = open_store(tmp_path / "cache", num_blocks=4)
     put_chain(store, *"abcd")
-    store.tend()
+    store.maintain()
     assert store._inventory._index.is_shared and store._inventory._index.is_current()
     assert not Path(f"{store.layout.index}-wal").exists()
     beside = open_store(tmp_path / "cache", num_blocks=4)
@@ -296,33 +296,33 @@ def test_without_an_index_on_disk_the_work_of_others_is_seen_now_and_then(tmp_pa
     monkeypatch.setattr(alone._inventory, "_must_be_private", True)
     alone._inventory.close()
     put_chain(open_store(tmp_path / "cache", num_blocks=4), *"abcd")
-    alone.tend()
+    alone.maintain()
     assert alone.stats().num_blocks == 4
     other = open_store(tmp_path / "cache", num_blocks=100, model="another model")
     put_chain(other, *"xyz")
-    alone.tend()
+    alone.maintain()
     assert alone.stats().num_blocks == 4
     monkeypatch.setattr(inventory_module, "_SECONDS_BETWEEN_LISTINGS", 0.0)
-    alone.tend()
-    alone.tend()
+    alone.maintain()
+    alone.maintain()
     assert len(block_files(tmp_path)) == alone.stats().num_blocks == 4
 
 
 def test_an_index_that_could_not_be_used_is_shared_again_later(tmp_path, monkeypatch):
     store = open_store(tmp_path / "cache")
     put_chain(store, *"ab")
-    store.tend()
+    store.maintain()
     lock = sqlite3.connect(store.layout.index, isolation_level=None)
     lock.execute("BEGIN EXCLUSIVE")
     put(store, "c")
-    store.tend()
+    store.maintain()
     assert not store._inventory._index.is_shared
     lock.close()
-    store.tend()
+    store.maintain()
     assert not store._inventory._index.is_shared
     monkeypatch.setattr(inventory_module, "_SECONDS_BETWEEN_LISTINGS", 0.0)
-    store.tend()
-    store.tend()
+    store.maintain()
+    store.maintain()
     assert store._inventory._index.is_shared and store.stats().num_blocks == 3
     assert store.failure is None
 
@@ -340,13 +340,13 @@ def test_an_administrator_leaves_no_index_of_his_own(tmp_path, monkeypatch):
 def test_files_that_no_process_has_noted_down_count_after_the_next_start(tmp_path):
     store = open_store(tmp_path / "cache")
     put_chain(store, *"ab")
-    store.tend()
+    store.maintain()
     put_chain(store, *"cd")  # and the process is killed: c and d are not in the index
     file_of(store, "a").unlink()  # nor that a has gone
     make_older(file_of(store, "b"), 100)
     store = open_store(tmp_path / "cache", num_blocks=3)
     assert store._inventory.glance()[0] == 2
-    store.tend()
+    store.maintain()
     assert store.stats().num_blocks == 3
     put(store, "e")
     assert found(store, "abcde") == "cde"
@@ -374,7 +374,7 @@ def test_the_times_of_files_count_more_than_those_of_the_index(tmp_path):
     store.close()
     make_older(file_of(store, "a"), 10)  # used by a process that had no index on disk
     store = open_store(tmp_path / "cache", num_blocks=2)
-    store.tend()
+    store.maintain()
     assert found(store, "abc") == "ac"
 
 
@@ -385,7 +385,7 @@ def test_a_file_that_has_another_size_than_the_index_says_is_read_again(tmp_path
     os.truncate(file_of(store, "c"), 0)
     file_of(store, "b").write_bytes(b"garbage" * 1000)
     store = open_store(tmp_path / "cache")
-    store.tend()
+    store.maintain()
     assert store.stats().num_corrupt == 2 and store.stats().nbytes == UNIT
     assert block_files(tmp_path) == [file_of(store, "a")]
 
@@ -393,24 +393,24 @@ def test_a_file_that_has_another_size_than_the_index_says_is_read_again(tmp_path
 def test_a_block_that_is_written_during_a_listing_stays_in_the_index(tmp_path, monkeypatch):
     store = open_store(tmp_path / "cache")
     put_chain(store, *"abc")
-    store.tend()
+    store.maintain()
     # As if all had been written after the folders were listed.
     monkeypatch.setattr(reconcile_module, "_list_shard", lambda *_: {})
     other = open_store(tmp_path / "cache")
-    other.tend()
+    other.maintain()
     assert other.stats().num_blocks == 3
 
 
 def test_a_process_that_notes_late_does_not_undo_what_others_know(tmp_path):
     store, other = open_store(tmp_path / "cache"), open_store(tmp_path / "cache")
     put_chain(store, *"ab")
-    other.tend()  # has found both before they were noted down
-    store.tend()
+    other.maintain()  # has found both before they were noted down
+    store.maintain()
     file_of(store, "a").write_bytes(b"garbage")
-    assert store.get(named("a")) is None  # lost, and written again before that is noted down
+    assert store.load(named("a")) is None  # lost, and written again before that is noted down
     put(other, "a")
-    other.tend()
-    store.tend()
+    other.maintain()
+    store.maintain()
     assert store.stats().num_blocks == 2 == CacheFolder(tmp_path / "cache").size().num_blocks
 
 

@@ -113,7 +113,7 @@ class StoreMachine(RuleBasedStateMachine):
     def put(self, name):
         was_there = name in self.times and not self.is_over(name)
         block = header(name, PARENTS[name], 16 * DEPTHS[name])
-        is_there = self.store.put(block, payload_of(named(name)))
+        is_there = self.store.store(block, payload_of(named(name)))
         if not was_there:
             self.times.pop(name, None)
             before = dict(self.times)
@@ -130,7 +130,7 @@ class StoreMachine(RuleBasedStateMachine):
     def get(self, name):
         expected = name in self.times and not self.is_over(name)
         assert self.store.has(named(name)) == expected
-        assert self.store.get(named(name)) == (payload_of(named(name)) if expected else None)
+        assert self.store.load(named(name)) == (payload_of(named(name)) if expected else None)
         if not expected:
             self.times.pop(name, None)
 
@@ -175,7 +175,7 @@ class StoreMachine(RuleBasedStateMachine):
         times = path.stat().st_atime, path.stat().st_mtime
         path.write_bytes(data)
         os.utime(path, times)
-        assert self.store.get(named(name)) is None and not path.exists()
+        assert self.store.load(named(name)) is None and not path.exists()
         self.times.pop(name)
 
     @rule(loses_index=st.booleans(), is_killed=st.booleans(), limit=st.sampled_from([2, LIMIT]))
@@ -193,7 +193,7 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def nothing_failed_and_sums_are_right(self):
         assert self.store.failure is None
-        self.store.tend()
+        self.store.maintain()
         self.evict_beyond(self.limit)
         self.forget_what_is_over()
         files = block_files(self.folder)

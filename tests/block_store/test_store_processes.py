@@ -45,7 +45,7 @@ for number in range({num_rounds}):
             pinned = named(chain[-1])
             num_pinned += 1
         elif pinned is not None:
-            num_wrong += store.get(pinned) is None
+            num_wrong += store.load(pinned) is None
             tool.unpin(store.fingerprint.digest, pinned)
             pinned = None
     if number % 25 == 20 and seed == 1:
@@ -79,7 +79,7 @@ def test_processes_that_share_a_folder_never_see_a_wrong_byte(tmp_path):
         assert num_read > 30 and num_pinned > 0
     # What the last ones to write did not know of each other is put right at the next start.
     store = open_store(tmp_path / "cache", num_blocks=24)
-    store.tend()
+    store.maintain()
     files = block_files(tmp_path)
     assert len(files) == store.stats().num_blocks <= 24
     assert [path for path in (tmp_path / "cache").rglob("*.tmp")] == []
@@ -108,6 +108,6 @@ os._exit(0)  # no chance to note anything down
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
     store = BlockStore(tmp_path / "cache", 1 << 30, fingerprint())
     for number in range(20):
-        assert store.get(named(str(number))) == payload_of(named(str(number)))
-    store.tend()
+        assert store.load(named(str(number))) == payload_of(named(str(number)))
+    store.maintain()
     assert store.stats().num_blocks == 20

@@ -1,58 +1,54 @@
-"""A snapshot makes a usable cache of either kind again."""
+"""The rows of a sequence make one in a cache of either kind again."""
 
 from __future__ import annotations
 
 import mlx.core as mx
 import pytest
-from helpers.cache_helpers import CONFIG, KINDS, assert_holds, rows
+from helpers.cache_helpers import CONFIG, KINDS, assert_holds, copy_rows, rows
 
-from mlx_paged.cache import CacheFullError, KVCacheConfig, PagedKVCache
+from mlx_paged.cache import CacheFullError, KVCacheConfig, PagedKVCache, Sequences
 
 
 @pytest.mark.parametrize("source", ["basic", "paged"])
 @pytest.mark.parametrize("target", ["basic", "paged"])
 @pytest.mark.parametrize("num_tokens", [1, 8, 21])
-def test_a_snapshot_of_either_kind_is_restored_into_either_kind(
-    source: str, target: str, num_tokens: int
-):
+def test_rows_of_either_kind_are_copied_into_either_kind(source: str, target: str, num_tokens: int):
     k, v = rows(num_tokens)
-    old, new = KINDS[source](CONFIG), KINDS[target](CONFIG)
-    old.set_prompt("noise", *rows(5, seed=5))
-    old.set_prompt("a", k, v)
-    snapshot = old.snapshot("a")
-    assert snapshot.num_tokens == num_tokens
-    # The snapshot is independent of the cache that it came from.
+    old, new = Sequences(KINDS[source](CONFIG)), Sequences(KINDS[target](CONFIG))
+    old.append("noise", *rows(5, seed=5))
+    old.append("a", k, v)
+    copy_rows(old, "a", new, "b")
+    # They are independent of the cache that they came from.
     old.append("a", *rows(3, seed=1))
     old.free("a")
-    new.restore("b", snapshot)
     assert_holds(new, "b", k, v)
     more_k, more_v = rows(10, seed=2)
     new.append("b", more_k, more_v)
     assert_holds(new, "b", mx.concatenate([k, more_k], axis=1), mx.concatenate([v, more_v], axis=1))
 
 
-def test_a_snapshot_fits_a_cache_with_another_block_size():
+def test_rows_fit_a_cache_with_another_block_size():
     k, v = rows(21)
-    old = PagedKVCache(CONFIG)
-    old.set_prompt("a", k, v)
-    new = PagedKVCache(KVCacheConfig.uniform(2, 3, 8, block_size=32, num_blocks=4))
-    new.restore("a", old.snapshot("a"))
+    old = Sequences(PagedKVCache(CONFIG))
+    old.append("a", k, v)
+    new = Sequences(PagedKVCache(KVCacheConfig.uniform(2, 3, 8, block_size=32, num_blocks=4)))
+    copy_rows(old, "a", new, "a")
     assert_holds(new, "a", k, v)
 
 
-def test_a_snapshot_larger_than_the_budget_is_refused():
-    old = PagedKVCache(CONFIG)
-    old.set_prompt("a", *rows(65))
-    new = PagedKVCache(KVCacheConfig.uniform(2, 3, 8, block_size=8, num_blocks=8))
+def test_more_rows_than_the_budget_holds_are_refused():
+    old = Sequences(PagedKVCache(CONFIG))
+    old.append("a", *rows(65))
+    new = Sequences(PagedKVCache(KVCacheConfig.uniform(2, 3, 8, block_size=8, num_blocks=8)))
     with pytest.raises(CacheFullError, match="need 9 blocks of 8, the budget holds 8"):
-        new.restore("a", old.snapshot("a"))
+        copy_rows(old, "a", new, "a")
 
 
-def test_a_snapshot_of_another_model_is_refused():
-    old = PagedKVCache(CONFIG)
-    old.set_prompt("a", *rows(6))
-    new = PagedKVCache(KVCacheConfig.uniform(3, 3, 8, block_size=8, num_blocks=8))
+def test_rows_of_another_model_are_refused():
+    old = Sequences(PagedKVCache(CONFIG))
+    old.append("a", *rows(6))
+    new = Sequences(PagedKVCache(KVCacheConfig.uniform(3, 3, 8, block_size=8, num_blocks=8)))
     with pytest.raises(
         ValueError, match="append: expected rows of 3 layers, got 2 of K and 2 of V"
     ):
-        new.restore("a", old.snapshot("a"))
+        copy_rows(old, "a", new, "a")

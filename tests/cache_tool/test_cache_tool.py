@@ -16,8 +16,9 @@ import pytest
 from helpers.block_entries import BLOCK_SIZE, DEMO
 
 from mlx_paged.__main__ import main
-from mlx_paged.block_store import BlockHeader, BlockStore, CacheFolder, Fingerprint
+from mlx_paged.block_store import BlockStore, CacheFolder, Fingerprint
 from mlx_paged.core.block_hash import hash_token_blocks
+from mlx_paged.core.tier import BlockHeader
 from mlx_paged.loading.folder import demo_model_path
 
 OTHER = Fingerprint("other content", "owner/other", ("layer",), "K:8,V:4", BLOCK_SIZE, "1")
@@ -42,8 +43,8 @@ def put(folder: Path, tokens: list[int], fingerprint: Fingerprint = DEMO, groups
                 start,
                 group,
             )
-            assert store.put(header, b"K/V " * 500)
-    store.tend()
+            assert store.store(header, b"K/V " * 500)
+    store.maintain()
     store.close()
     return hashes[-1].hex()
 

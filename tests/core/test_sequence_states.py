@@ -13,6 +13,7 @@ from mlx_paged.core import (
     SequenceStates,
     hash_token_blocks,
 )
+from mlx_paged.core.sequence_states import Checkpoint
 
 SIZE = 4
 
@@ -155,6 +156,17 @@ def test_a_state_is_of_so_many_tokens_and_no_others():
     assert model.manager.num_tokens("a") == 6
     model.manager.trim("a", 0)
     model.run("a", "xyz", 3)
+
+
+def test_states_that_are_reset_are_forgotten_with_all_that_waits_for_a_name():
+    states = SequenceStates(num_checkpoints=2)
+    states.put({"a": SequenceState(5, "state")})
+    states.begin("b", 4, Checkpoint(b"hash", "checkpoint"))
+    states.offer("a", SequenceState(4, "offered"), is_decoded=False)
+    states.reset()
+    assert len(states) == states.num_kept_checkpoints == states.pending("a") == 0
+    assert states.longest([b"hash"], 1) == 0
+    assert states.num_checkpoints == 2
 
 
 def test_a_cache_that_is_reset_hits_nothing():

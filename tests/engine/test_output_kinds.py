@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import random
 import threading
 
 import pytest
+from helpers.engine_runs import make_engine, prompt, sampled
+from helpers.interrupted_lines import LineInterrupt
 
 from mlx_paged import AsyncEngine, Engine, RequestOutputKind, SamplingParams, load
-from mlx_paged.engine.deltas import merge_parts, new_part, nothing_told
+from mlx_paged.engine.deltas import NOTHING_REPORTED, merge_parts, new_part
 from mlx_paged.loading import demo_model_path
 from mlx_paged.request import CompletionOutput, Logprob, RequestOutput
 
@@ -39,8 +42,8 @@ def joined(outputs):
 
 
 def run(engine, requests):
-    for name, prompt, params in requests:
-        engine.add_request(name, prompt, params)
+    for name, text, params in requests:
+        engine.add_request(name, text, params)
     outputs = {name: [] for name, _, _ in requests}
     while engine.has_unfinished_requests():
         for output in engine.step():
@@ -121,11 +124,31 @@ def test_an_interrupt_between_two_parts_loses_and_repeats_nothing(demo):
     assert joined(parts) == expected
 
 
+@pytest.mark.parametrize("max_tokens", [1, 2])
+def test_an_interrupt_at_any_line_of_a_report_loses_and_repeats_nothing(model, max_tokens):
+    options = {"ignore_eos": True, "prompt_logprobs": 1, "output_kind": DELTA}
+
+    def answer(at):
+        engine, interrupt = make_engine(model), LineInterrupt(at, ("latencies.py", "reports.py"))
+        outputs = []
+        engine.add_request("a", prompt(5), sampled(seed=2, max_tokens=max_tokens, n=2, **options))
+        while engine.has_unfinished_requests():
+            with contextlib.suppress(KeyboardInterrupt), interrupt.armed():
+                outputs += engine.step()
+        return interrupt, (joined(outputs), outputs[-1].prompt_logprobs)
+
+    counted, expected = answer(None)
+    assert [len(tokens) for _, tokens, _, _ in expected[0].values()] == [max_tokens] * 2
+    for at in range(counted.num_lines):
+        interrupt, got = answer(at)
+        assert got == expected, interrupt.where
+
+
 def test_parts_that_are_merged_are_one_part_in_any_grouping():
     draws = random.Random(0)
     for _ in range(200):
         output = RequestOutput("a", None, [1], [CompletionOutput(i) for i in range(2)])
-        told, parts = nothing_told(output), []
+        handed_over, parts = [NOTHING_REPORTED] * 2, []
         for number in range(6):
             for completion in output.outputs:
                 if draws.random() < 0.5 and completion.finish_reason is None:
@@ -135,7 +158,7 @@ def test_parts_that_are_merged_are_one_part_in_any_grouping():
                         *(completion.logprobs or []), {number: Logprob(-1.0, 1)}
                     ]  # fmt: skip
                     completion.finish_reason = "stop" if draws.random() < 0.2 else None
-            part, told = new_part(output, told)
+            part, handed_over = new_part(output, handed_over)
             parts.append(part)
         expected = joined(parts)
         while len(parts) > 1:

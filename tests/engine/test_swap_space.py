@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mlx_paged.core import SequenceTables, TableState
-from mlx_paged.engine.swap_space import SwapSpace, is_swapping_cheaper
+from mlx_paged.core.tier import BlockHeader
+from mlx_paged.engine.swap_space import SwapName, SwapSpace, is_swapping_cheaper
 
 
 @pytest.mark.parametrize(
@@ -52,34 +53,45 @@ def test_a_space_of_no_blocks_never_swaps():
     assert not SwapSpace(0).reserve("a", of(1))
 
 
+def stored(space: SwapSpace, name: SwapName, content: bytes) -> list[BlockHeader]:
+    """What a space keeps of a sequence, each block with this content."""
+    headers = space.headers(name, 0)
+    for header in headers:
+        space.tier.store(header, content)
+    return headers
+
+
+def contents(space: SwapSpace, headers: list[BlockHeader]) -> set[bytes | None]:
+    return {space.tier.load(header.block_hash) for header in headers}
+
+
 def test_contents_are_kept_until_they_are_released():
     space = SwapSpace(100)
-    first, second = [[b"1"]], [[b"2"]]
     assert space.reserve("a", of(5)) and space.reserve("b", of(6))
-    space.put("a", first)
-    space.put("b", second)
-    assert space.get("a") is first and space.get("b") is second
+    first, second = stored(space, "a", b"1"), stored(space, "b", b"2")
+    assert (len(first), len(second)) == (5, 6)
+    assert contents(space, first) == {b"1"} and contents(space, second) == {b"2"}
     space.release("a")
-    with pytest.raises(KeyError):
-        space.get("a")
-    assert space.get("b") is second
+    assert contents(space, first) == {None}
+    assert contents(space, second) == {b"2"}
     space.release("a")  # a second time, and one that was never there
     space.release("c")
     assert space.num_used_blocks == 6
+    # A name that comes again has other keys: nothing of the old one is found.
+    assert space.reserve("a", of(5)) and contents(space, space.headers("a", 0)) == {None}
 
 
 def test_what_is_held_for_a_salt_stays_and_does_not_count():
     space = SwapSpace(5)
-    space.hold("salt", of(8), [[b"held"]])
+    space.hold("salt", of(8))
+    held = stored(space, "salt", b"held")
     assert space.num_held_tokens("salt") == 31 and space.num_held_tokens("other") == 0
     assert space.num_held_tokens(None) == 0 and space.num_used_blocks == 0
-    name, held = space.find("a", "salt") or pytest.fail("it is held")
-    assert (name, held, space.get(name)) == ("salt", of(8), [[b"held"]])
+    assert space.find("a", "salt") == ("salt", of(8))
     assert space.find("a", None) is None
     # Its own K/V come first.
     assert space.reserve("a", of(5)) and space.find("a", "salt") == ("a", of(5))
-    for name in ("a", "salt"):
+    for name in ("salt", "a"):
         space.release(name)
-    assert space.find("a", "salt") == ("salt", of(8))
     space.clear()
-    assert space.num_held_tokens("salt") == 31
+    assert contents(space, held) == {b"held"} and space.find("b", "salt") == ("salt", of(8))

@@ -7,7 +7,8 @@ import os
 import time
 from pathlib import Path
 
-from mlx_paged.block_store import BlockHeader, BlockStore, Fingerprint
+from mlx_paged.block_store import BlockStore, Fingerprint
+from mlx_paged.core.tier import BlockHeader
 
 UNIT = 4096  # bytes that a small block takes on disk
 
@@ -39,7 +40,7 @@ def payload_of(block_hash: bytes, num_bytes: int = 1000) -> bytes:
 
 
 def put(store: BlockStore, name: str, parent: str | None = None, first_token: int = 0) -> bool:
-    return store.put(header(name, parent, first_token), payload_of(named(name)))
+    return store.store(header(name, parent, first_token), payload_of(named(name)))
 
 
 def put_chain(store: BlockStore, *names: str) -> None:
@@ -51,7 +52,7 @@ def found(store: BlockStore, names: str) -> str:
     """Which of the blocks, each called by a letter, a store has and gives out right."""
     there = ""
     for name in names:
-        payload = store.get(named(name))
+        payload = store.load(named(name))
         assert store.has(named(name)) == (payload is not None)
         if payload is not None:
             assert payload == payload_of(named(name))

@@ -8,6 +8,7 @@ from that hash: what a request answers is known beforehand, whatever the schedul
 
 from __future__ import annotations
 
+import pickle
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -15,11 +16,12 @@ from typing import TypeVar
 
 from mlx_paged.config import SchedulerConfig
 from mlx_paged.core import BlockPool, KVCacheManager
+from mlx_paged.core.tier import HostMemory
 from mlx_paged.engine.batch import Batch, CopyBlocks, Scheduled, SwapIn, SwapOut
 from mlx_paged.engine.scheduler import Scheduler
 from mlx_paged.engine.speculation import NO_SPECULATION, Speculation
 from mlx_paged.engine.swap_space import SwapSpace
-from mlx_paged.request import Request, SamplingParams, SeqId
+from mlx_paged.request import Request, SamplingParams
 
 T = TypeVar("T")
 VOCAB_SIZE = 40
@@ -91,10 +93,6 @@ class FakeSupply:
             return
         pool.grow(num_missing)
 
-    def try_fork(self, seq: SeqId, new_seq: SeqId) -> bool:
-        self.manager.fork(seq, new_seq)
-        return True
-
 
 class SimulatedCache:
     """What each slot holds, and the steps that change it."""
@@ -116,22 +114,26 @@ class SimulatedCache:
         """Carry out the transfers, in their order."""
         for transfer in batch.transfers:
             if isinstance(transfer, SwapOut):
-                contents = [[self.block(each) for each in ids] for ids in transfer.block_ids]
-                swap_space.put(transfer.seq_id, contents)
+                for group, ids in enumerate(transfer.block_ids):
+                    headers = swap_space.headers(transfer.seq_id, group)
+                    for header, block_id in zip(headers, ids, strict=True):
+                        swap_space.tier.store(header, pickle.dumps(self.block(block_id)))
             elif isinstance(transfer, CopyBlocks):
                 for source, destination in transfer.copies:
                     for offset in range(self.block_size):
                         row = self.rows.get(source * self.block_size + offset)
                         self.rows[destination * self.block_size + offset] = row
             else:
-                contents = swap_space.get(transfer.name)
                 for group, indices, block_ids in transfer.loads:
-                    assert indices[-1] == len(contents[group]) - 1, (
+                    headers = swap_space.headers(transfer.name, group)
+                    assert indices[-1] == len(headers) - 1, (
                         "what was swapped out is swapped in to its end"
                     )
                     for index, block_id in zip(indices, block_ids, strict=True):
+                        content = swap_space.tier.load(headers[index].block_hash)
+                        assert content is not None, "it was stored"
                         first = block_id * self.block_size
-                        self.rows.update(enumerate(contents[group][index], first))
+                        self.rows.update(enumerate(pickle.loads(content), first))
                 swap_space.release(transfer.name)
 
     def compute(self, batch: Batch) -> None:
@@ -205,7 +207,7 @@ class FakeEngine:
         defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 16, "watermark": 0.0}
         self.config = SchedulerConfig(**defaults | config)
         self.scheduler = Scheduler(
-            self.supply, self.config, eos_token_ids, self.swap_space, speculation
+            self.manager, self.supply, self.config, eos_token_ids, self.swap_space, speculation
         )
         self.cache = SimulatedCache(self.manager)
         self.completions: dict[str, list[Request]] = {}
@@ -333,8 +335,11 @@ class FakeEngine:
         for request in scheduler.running:
             self.cache.check_context(request)
             assert request.num_computed_tokens < request.num_tokens
-        assert set(swap_space._held) == set(swap_space._contents)
-        assert set(swap_space._contents) <= {request.seq_id for request in scheduler.waiting}
+        keys = {
+            header.block_hash for name in swap_space._held for header in swap_space.headers(name, 0)
+        }
+        assert isinstance(swap_space.tier, HostMemory) and set(swap_space.tier._blocks) == keys
+        assert set(swap_space._held) <= {request.seq_id for request in scheduler.waiting}
         assert 0 <= swap_space.num_used_blocks <= swap_space.num_blocks
         for block in self.pool.blocks[1:]:
             # Nothing that others may hit holds less than it promises.
@@ -375,7 +380,7 @@ class FakeEngine:
         )
         assert not self.manager.tables and self.pool.num_used_blocks == 0
         assert self.pool.num_free_blocks == self.pool.num_usable_blocks
-        assert self.swap_space.num_used_tokens == 0 and not self.swap_space._contents
+        assert self.swap_space.num_used_tokens == 0 and not self.swap_space._held
 
     def check_answers(self) -> None:
         """Every completion that came to its end by itself says what was predicted; any other a

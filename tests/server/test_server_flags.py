@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_paged.engine.options import LoadedEngineOptions
+from mlx_paged.engine_options import EngineOptions
 from mlx_paged.server import command_line, program
 from mlx_paged.server.command_line import (
     ENGINE_FLAGS,
@@ -42,7 +42,7 @@ def fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
 
 
 def test_every_option_of_the_engine_has_a_flag_and_no_other_has():
-    assert set(ENGINE_FLAGS) == set(LoadedEngineOptions.__annotations__)
+    assert set(ENGINE_FLAGS) == set(EngineOptions.__annotations__)
     flags = {name for action in setup_arg_parser("x")._actions for name in action.option_strings}
     assert set(ENGINE_FLAGS.values()) <= flags
 

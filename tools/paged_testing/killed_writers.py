@@ -15,7 +15,6 @@ import time
 from pathlib import Path
 
 from mlx_paged.block_store import (
-    BlockHeader,
     BlockReader,
     BlockStore,
     BlockWriter,
@@ -23,6 +22,7 @@ from mlx_paged.block_store import (
     Fingerprint,
 )
 from mlx_paged.core.block_hash import hash_token_blocks
+from mlx_paged.core.tier import BlockHeader
 from paged_testing.killed_processes import Log
 
 BLOCK_SIZE = 8
@@ -84,7 +84,7 @@ def write(log: Log, stop: Path, folder: Path, max_nbytes: int, seed: int) -> Non
             log.say("written", fingerprint.digest, hashes)
         if source.random() < 0.2:
             log.say("tends")
-            store.tend()
+            store.maintain()
         if store.failure is not None:
             log.say("failure", store.failure)
             return
@@ -134,7 +134,7 @@ def read(log: Log, stop: Path, folder: Path, seed: int) -> None:
         digest = stores[number].fingerprint.digest
         hashes = [h.block_hash for h in sequence_of(source.randrange(NUM_SEQUENCES))]
         if source.random() < 0.5:
-            found = {h: stores[number].get(h) for h in hashes}
+            found = {h: stores[number].load(h) for h in hashes}
         else:
             readers[number].read("key", hashes)
             found = dict.fromkeys(hashes)
@@ -159,12 +159,12 @@ def look(log: Log, stop: Path, folder: Path, max_nbytes: int, seed: int) -> None
     """Start on a folder as an engine does, and say what is there then."""
     stores = [BlockStore(folder, max_nbytes, fingerprint_of(number)) for number in range(2)]
     for store in stores:
-        store.tend()
+        store.maintain()
     for store in stores:
         digest = store.fingerprint.digest
         there = []
         for block_hash in _all_hashes():
-            payload = store.get(block_hash)
+            payload = store.load(block_hash)
             if payload is not None and payload != payload_of(digest, block_hash):
                 log.say("wrong", digest, block_hash.hex())
             elif payload is not None:

@@ -1,82 +1,157 @@
-"""The tables of `docs/options.md`, from what is declared: ``python -m paged_testing.option_tables``
-writes them between their markers.
+"""The tables of options, sampling parameters and flags in `README.md` and `docs/`, from what is
+declared: ``python -m paged_testing.option_tables`` writes them between their markers.
+
+    <!-- engine options -->                 all, with their types and other projects' names
+    <!-- engine options: window, kv -->     these, in short
+    <!-- engine options: kv, ... -->        these, and the names of the others
+    <!-- end of engine options -->
+
+``sampling parameters``, ``chat flags`` and ``server flags`` are the other tables.
 """
 
 from __future__ import annotations
 
+import argparse
+import inspect
 import re
-from collections.abc import Iterable, Mapping
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, ForwardRef
+from typing import Any
 
+from mlx_paged import Engine
+from mlx_paged.chat.command_line import setup_arg_parser as chat_parser
 from mlx_paged.declarations import Argument
 from mlx_paged.engine_options import ENGINE_OPTIONS, EngineOptions
-from mlx_paged.sampling_declarations import SAMPLING_PARAMS, DeclaredSamplingParams
+from mlx_paged.sampling_declarations import SAMPLING_PARAMS
+from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.server.command_line import setup_arg_parser as server_parser
 
-PAGE = Path(__file__).parents[2] / "docs" / "options.md"
-HEADER = (
-    "| name | type | default | | flag | also called |",
-    "|---|---|---|---|---|---|",
-)
+ROOT = Path(__file__).parents[2]
+ALL = "docs/options.md"
+_MARKED = re.compile(r"(<!-- ([a-z ]+?)(?:: ([^>]+))? -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
+# The columns where all rows are shown, and where some are.
+_COLUMNS = {
+    "engine options": (
+        ("name", "type", "default", "", "flag", "also called"),
+        ("option", "default", ""),
+    ),
+    "sampling parameters": (
+        ("name", "type", "default", "", "flag", "also called"),
+        ("parameter", ""),
+    ),
+    "chat flags": (("flag", ""), ("flag", "")),
+    "server flags": (("flag", ""), ("flag", "")),
+}
+
+Row = Mapping[str, str]
+"""The cells of a row, by column."""
 
 
-def tables() -> dict[str, str]:
-    """The tables by the names of their markers."""
-    defaults = {each.name: each.default for each in fields(DeclaredSamplingParams)}
-    defaults["logit_bias"] = {}
-    params = _rows(SAMPLING_PARAMS, DeclaredSamplingParams.__annotations__, defaults)
-    defaults = {name: each.default for name, each in ENGINE_OPTIONS.items()}
-    options = _rows(ENGINE_OPTIONS, EngineOptions.__annotations__, defaults)
-    return {
-        "sampling parameters": "\n".join((*HEADER, *params)),
-        "engine options": "\n".join((*HEADER, *options)),
-    }
+def pages() -> list[Path]:
+    """The pages that have such tables."""
+    paths = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return [path for path in paths if _MARKED.search(path.read_text())]
 
 
 def with_tables(page: str) -> str:
-    """The text of the page with the tables between its markers as they must be."""
-    for name, table in tables().items():
-        begin, end = f"<!-- {name} -->\n", f"\n<!-- end of {name} -->"
-        assert page.count(begin) == page.count(end) == 1, f"the page needs markers for {name}"
-        before, rest = page.split(begin)
-        page = before + begin + table + end + rest.split(end)[1]
-    return page
+    """The text of a page with the tables between its markers as they must be."""
+    tables = _tables()
+
+    def marked(match: re.Match[str]) -> str:
+        begin, title, names, end = match.groups()
+        rows = tables[title]
+        columns = _COLUMNS[title][names is not None]
+        if names is None:
+            return "\n".join((begin.rstrip("\n"), *_table(columns, rows.values()), end))
+        chosen = re.split(r",\s+", names)
+        lines = [*_table(columns, [_short(rows[name]) for name in chosen if name != "..."])]
+        if "..." in chosen:
+            listed = ", ".join(f"`{name}`" for name in rows if name not in chosen)
+            further = f"Further ones, in [{ALL}]({ALL}): {listed}."
+            lines += ["", textwrap.fill(further, 100, break_on_hyphens=False)]
+        return "\n".join((begin.rstrip("\n"), *lines, end))
+
+    return _MARKED.sub(marked, page)
 
 
-def _rows(
-    arguments: Mapping[str, Argument], annotations: Mapping[str, Any], defaults: Mapping[str, Any]
-) -> Iterable[str]:
-    for name, argument in arguments.items():
-        default = defaults[name]
-        # An option's default may be in words.
-        is_words = isinstance(default, str) and " " in default
-        cells = [
-            f"`{name}`",
-            f"`{_type_in_words(annotations[name].__origin__)}`",
-            default if is_words or default == "none" else f"`{default}`",
-            re.sub("``", "`", argument.help),
-            "" if argument.flag is None else _flag_in_words(name, argument),
-            ", ".join(f"`{other}`" for other in argument.elsewhere.split()),
-        ]
-        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+def _short(row: Row) -> Row:
+    """A row with the first sentence of its help, and with what that says of the default."""
+    first = re.sub(r"\. (?=[A-Z]).*?(?= \(default: |$)", "", row[""]).rstrip(".")
+    return {**row, "": first}
+
+
+def _tables() -> dict[str, dict[str, Row]]:
+    types = {name: each.__origin__ for name, each in EngineOptions.__annotations__.items()}
+    types["draft_model"] = inspect.signature(Engine).parameters["draft_model"].annotation
+    options, params = {}, {}
+    for name, option in ENGINE_OPTIONS.items():
+        default = "none" if option.default is None else f"`{option.default}`"
+        options[name] = _row(name, option, types[name], option.says or default)
+    for each in fields(SamplingParams):
+        default = f"`{getattr(SamplingParams(), each.name)}`"
+        params[each.name] = _row(each.name, SAMPLING_PARAMS[each.name], each.type, default)
+    return {
+        "engine options": options,
+        "sampling parameters": params,
+        "chat flags": _flags(chat_parser("chat")),
+        "server flags": _flags(server_parser("serve")),
+    }
+
+
+def _row(name: str, argument: Argument, annotation: object, default: str) -> Row:
+    return {
+        "name": f"`{name}`",
+        "option": f"`{name}`",
+        "parameter": f"`{name}`",
+        "type": f"`{_type_in_words(annotation)}`",
+        "default": default,
+        "": _help(argument.help),
+        "flag": _flag_in_words(name, argument),
+        "also called": ", ".join(f"`{other}`" for other in argument.elsewhere.split()),
+    }
+
+
+def _help(text: str) -> str:
+    return text.replace("``", "`").replace("<", "&lt;")
 
 
 def _flag_in_words(name: str, argument: Argument) -> str:
-    assert argument.flag is not None
+    if argument.flag is None:
+        return ""
     programs = argument.flag.programs
     where = "" if len(programs) == 2 else f" ({', '.join(programs)})"
     return f"`{argument.flag_name(name)}`{where}"
 
 
 def _type_in_words(annotation: Any) -> str:
-    if isinstance(annotation, ForwardRef):
-        return annotation.__forward_arg__
-    if isinstance(annotation, type) and not getattr(annotation, "__args__", ()):
-        return annotation.__name__
-    text = re.sub(r"ForwardRef\('([^']*)'\)", r"\1", str(annotation))
-    return re.sub(r"\b(?:\w+\.)+(?=\w)|'", "", text)
+    text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
+    return re.sub(r"\b(?:\w+\.)+(?=\w)", "", text)
+
+
+def _flags(parser: argparse.ArgumentParser) -> dict[str, Row]:
+    rows: dict[str, Row] = {}
+    for action in parser._actions:
+        if not action.option_strings or action.option_strings[-1] in ("--help", "--version"):
+            continue
+        value = action.metavar or (action.choices and f"{{{','.join(map(str, action.choices))}}}")
+        if value is None and action.nargs != 0:
+            value = action.dest.upper()
+        names = ", ".join(f"`{name}`" for name in action.option_strings)
+        flag = f"{names[:-1]} {value}`" if value else names
+        text = (action.help or "") % {**vars(action), "prog": parser.prog}
+        rows[action.option_strings[0]] = {"flag": flag, "": _help(text)}
+    return rows
+
+
+def _table(columns: Sequence[str], rows: Iterable[Row]) -> Iterable[str]:
+    yield f"| {' | '.join(columns)} |".replace("|  |", "| |")
+    yield "|" + "---|" * len(columns)
+    for row in rows:
+        yield "| " + " | ".join(row[each].replace("|", "\\|") for each in columns) + " |"
 
 
 if __name__ == "__main__":
-    PAGE.write_text(with_tables(PAGE.read_text()))
+    for path in pages():
+        path.write_text(with_tables(path.read_text()))

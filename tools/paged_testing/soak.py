@@ -262,8 +262,8 @@ class Soak:
             and not engine._reports._news
             and not engine._steps.in_flight
         )
-        assert not engine.swap_space._contents and not engine._steps._suspects
-        assert engine.cache.manager.num_free_blocks == stats.num_usable_blocks
+        assert not engine.swap_space._held and not engine._steps._suspects
+        assert engine.manager.num_free_blocks == stats.num_usable_blocks
         engine.shrink()
         mx.synchronize()
         mx.clear_cache()

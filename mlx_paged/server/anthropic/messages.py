@@ -130,10 +130,8 @@ def _read_params(
     fields: Fields, service: Service, is_count: bool
 ) -> tuple[SamplingParams, str | None]:
     """How the answer is sampled, and with how much effort."""
-    names = ("temperature", "top_p")
-    values: dict[str, Any] = {name: fields.number(name) for name in names if fields.has(name)}
-    if fields.has("top_k"):
-        values["top_k"] = fields.integer("top_k")
+    names = ("temperature", "top_p", "top_k")
+    values: dict[str, Any] = {name: fields.raw(name) for name in names if fields.has(name)}
     if not is_count or fields.has("max_tokens"):
         values["max_tokens"] = fields.integer("max_tokens")
         if values["max_tokens"] < 1:

@@ -228,8 +228,8 @@ def test_a_block_of_another_size_is_a_miss(
     cold = cold_answer(model, tmp_path)
     engine = open_engine(model, tmp_path)
     store = tier_of(engine).store
-    get = store.get
-    monkeypatch.setattr(store, "get", lambda name: (get(name) or b"")[:-1])
+    get = store.load
+    monkeypatch.setattr(store, "load", lambda name: (get(name) or b"")[:-1])
     out = ask(engine, "b", prompt(40))
     assert out.num_cached_tokens == 0
     assert out.outputs[0].token_ids == cold

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ import pytest
 from helpers.engine_runs import load_demo, make_engine
 
 from mlx_paged import LLM, AsyncEngine, batch_generate, generate
-from mlx_paged.config import DEFAULT_CACHE_DIR_SIZE, SchedulerConfig, parse_duration, parse_nbytes
-from mlx_paged.engine.disk_tier_options import DiskTierOptions
+from mlx_paged.config import DEFAULT_CACHE_DIR_SIZE, DURATION, NBYTES, SchedulerConfig
+from mlx_paged.engine.disk_tier_options import DiskTierOptions, check_engine
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models import qwen3
 
@@ -88,33 +89,34 @@ def test_what_is_no_folder_limit_or_duration_is_refused_by_name(
     ids=str,
 )  # fmt: skip
 def test_a_duration_is_a_number_with_a_unit_or_seconds(given: Any, seconds: float):
-    assert parse_duration(given, "ttl") == seconds
+    assert DURATION.check("engine", "ttl", given) == seconds
 
 
 def test_a_number_of_bytes_is_written_as_in_a_budget():
-    assert [parse_nbytes(text, "size") for text in ("100", "1K", "1.5GiB", 7, np.int64(9))] == [
+    sizes = ("100", "1K", "1.5GiB", 7, np.int64(9))
+    assert [NBYTES.check("engine", "size", text) for text in sizes] == [
         100, 1024, 3 * 2**29, 7, 9,
     ]  # fmt: skip
 
 
 def test_an_engine_that_has_no_blocks_to_find_again_is_refused():
     tier, config = DiskTierOptions(Path("/kv"), 2**20), SchedulerConfig()
-    tier.check_engine("paged", config, 1)
-    tier.check_state(0, "qwen3")
+    check = partial(check_engine, "cache_dir")
+    check("paged", config, 1, None)
     tier.check_block(2**20)
     refused = [
-        (lambda: tier.check_engine("basic", config, 1), "needs blocks, which kv='basic' does not"),
+        (lambda: check("basic", config, 1, None), "needs blocks, which kv='basic' does not"),
         (
-            lambda: tier.check_engine("paged", SchedulerConfig(enable_prefix_caching=False), 1),
+            lambda: check("paged", SchedulerConfig(enable_prefix_caching=False), 1, None),
             "needs the prefix cache, and enable_prefix_caching is False",
         ),
-        (lambda: tier.check_engine("paged", config, 2), "can't be combined with 2 ranks"),
-        (lambda: tier.check_state(4, "mamba"), "can't be combined with a mamba: blocks on disk"),
+        (lambda: check("paged", config, 2, None), "can't be combined with 2 ranks"),
+        (lambda: check("paged", config, 1, "mamba"), "combined with a mamba: blocks on disk"),
         (lambda: tier.check_block(2**20 + 1), "cache_dir_size of 1048576 bytes is too small"),
     ]
-    for check, message in refused:
+    for refuse, message in refused:
         with pytest.raises(ArgumentError, match=message) as refusal:
-            check()
+            refuse()
         assert refusal.value.argument in ("cache_dir", "cache_dir_size")
 
 

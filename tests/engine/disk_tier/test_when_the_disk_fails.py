@@ -105,7 +105,7 @@ def test_a_folder_that_goes_away_is_said_at_most_once(model: qwen3.Model, tmp_pa
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ask_many(engine, model, range(2, 6))
-        engine.cache.manager.reset_prefix_cache()
+        engine.manager.reset_prefix_cache()
         ask_many(engine, model, range(2, 6))
     (text,) = texts_of(caught)
     assert str(folder) in text and "in memory alone from now on" in text
@@ -201,13 +201,13 @@ def test_an_abort_while_blocks_are_read_leaves_nothing_behind(
     with tiered(model, tmp_path) as engine:
         answer(engine, tokens, PARAMS)
     may_read = threading.Event()
-    get = store.BlockStore.get
+    get = store.BlockStore.load
 
     def slow(self: store.BlockStore, block_hash: bytes) -> bytes | None:
         assert may_read.wait(60)
         return get(self, block_hash)
 
-    monkeypatch.setattr(store.BlockStore, "get", slow)
+    monkeypatch.setattr(store.BlockStore, "load", slow)
     engine = make_engine(model, cache_dir=tmp_path)
     engine.add_request("gone", tokens, PARAMS)
     engine.step()

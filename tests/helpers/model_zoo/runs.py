@@ -20,7 +20,7 @@ from helpers.model_zoo.configs import config_of
 from helpers.model_zoo.models import make, make_from_config
 from helpers.model_zoo.traits import traits_of
 from mlx_paged import Engine
-from mlx_paged.engine.options import EngineOptions
+from mlx_paged.engine_options import EngineOptions
 from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.models.mlx_lm import UnsuitableModelError, adapt
 
@@ -102,7 +102,7 @@ def check_answers(
     expected.check(answers_of(engine, prompts), "with a prefix hit")
     assert engine.stats().num_cached_prompt_tokens > num_cached
     # The prompts and the watermark, and no answer beside another; one alone has to fit.
-    most_held = engine.cache.manager.max_num_held_blocks
+    most_held = engine.manager.max_num_held_blocks
     num_blocks = max(
         sum(most_held(len(prompt)) for prompt in prompts[1:]) + 1,
         most_held(max(map(len, prompts[1:])) + NUM_TOKENS),

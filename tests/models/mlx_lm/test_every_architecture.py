@@ -20,7 +20,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_paged import Engine
 from mlx_paged.core.sequence_states import SequenceState, SequenceStates
-from mlx_paged.engine.options import EngineOptions
+from mlx_paged.engine_options import EngineOptions
 from mlx_paged.models.mlx_lm.dense import DenseModel
 
 ROWS = rows_on_page()
