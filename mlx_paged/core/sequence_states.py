@@ -55,10 +55,6 @@ class SequenceStates:
     def __len__(self) -> int:
         return len(self._states)
 
-    @property
-    def num_kept_checkpoints(self) -> int:
-        return len(self._checkpoints)
-
     # The newest state of each sequence
 
     def get(self, seq: Hashable, num_tokens: int) -> Any:

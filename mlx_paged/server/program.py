@@ -221,9 +221,9 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
         template_options=options,
         created=int(time.time()),
         # Fewer than were asked for, where a model's states would take too much of the budget.
-        admission=Admission(
+        admit=Admission(
             settings.max_queue_len, engine.engine.scheduler.config.max_num_seqs, counts
-        ),
+        ).admit,
         logs_cache=settings.log_cache,
         shows_cache_texts=settings.allow_cache_texts,
         step_timeout=settings.step_timeout,

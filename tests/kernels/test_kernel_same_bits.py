@@ -215,7 +215,7 @@ def test_other_kv_heads_change_the_bits_of_a_head_only_by_the_size_of_partitions
     metal, monkeypatch
 ):
     # As on a model cut over machines by heads: each gets some of them.
-    monkeypatch.setattr(attention_plan, "_partition_sizes", lambda num_kv_heads: [64] * 33)
+    monkeypatch.setattr(attention_plan, "partition_sizes", lambda num_kv_heads: [64] * 33)
     problem = make_problem(CONTEXT_LENS, QUERY_LENS[2], **SETTINGS["f16-d64-b16-2x4"])
     both = METAL.attend(*problem.args)
     for head in range(2):
