@@ -70,7 +70,7 @@ def test_the_golden_cases_cover_what_qwen3_may_be():
 def test_all_logits_are_those_of_transformers(case, kind, feed):
     model, token_ids, expected, tolerance = case
     steps = [{"seq": piece} for piece in FEEDS[feed](token_ids)]
-    logits = all_logits(model, make_cache(model, kind), steps)["seq"]
+    logits = all_logits(model, Sequences(make_cache(model, kind)), steps)["seq"]
     assert max_error(logits, expected) <= tolerance
 
 
@@ -78,5 +78,5 @@ def test_all_logits_are_those_of_transformers(case, kind, feed):
 def test_the_block_size_changes_no_logit(case, block_size):
     model, token_ids, expected, tolerance = case
     steps = [{"seq": piece} for piece in FEEDS["in chunks"](token_ids)]
-    logits = all_logits(model, make_cache(model, "paged", block_size), steps)["seq"]
+    logits = all_logits(model, Sequences(make_cache(model, "paged", block_size)), steps)["seq"]
     assert max_error(logits, expected) <= tolerance
