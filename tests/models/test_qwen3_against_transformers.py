@@ -19,6 +19,8 @@ from helpers.qwen3_helpers import (
 )
 from mlx_lm.utils import load_model as load_model_as_mlx_lm
 
+from mlx_paged.cache import Sequences
+
 GOLDEN = Path(__file__).parents[1] / "golden" / "qwen3"
 CASES = sorted(folder.name for folder in GOLDEN.iterdir())
 
