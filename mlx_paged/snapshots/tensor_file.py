@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -68,16 +69,19 @@ class TensorWriter(RowArrays):
     """The arrays of a new file, whose rows are written in any order."""
 
     def __init__(
-        self, stream: BinaryIO, tensors: Mapping[str, TensorInfo], begins: Mapping[str, int]
+        self, descriptor: int, tensors: Mapping[str, TensorInfo], begins: Mapping[str, int]
     ):
-        self._stream, self._tensors, self._begins = stream, tensors, begins
+        self._descriptor, self._tensors, self._begins = descriptor, tensors, begins
 
     def num_rows(self, name: str) -> int:
         return self._tensors[name].shape[1]
 
     def write(self, name: str, head: int, rows: slice, content: memoryview) -> None:
-        self._stream.seek(self._begins[name] + self._tensors[name].offset(head, rows.start))
-        self._stream.write(content)
+        begin = self._begins[name] + self._tensors[name].offset(head, rows.start)
+        # Rows of one block lie far apart. Behind the stream's buffer, which each seek would flush.
+        while content:
+            num_written = os.pwrite(self._descriptor, content, begin)
+            content, begin = content[num_written:], begin + num_written
 
 
 @contextmanager
@@ -95,8 +99,8 @@ def written_tensor_file(
     )
     with system_errors(file, "written"), replaced_file(file) as stream:
         stream.write(header)
-        stream.flush()  # a full disk is told by now, where it is full already
-        yield TensorWriter(stream, tensors, dict(zip(tensors, ends, strict=False)))
+        stream.flush()
+        yield TensorWriter(stream.fileno(), tensors, dict(zip(tensors, ends, strict=False)))
         stream.truncate(ends[-1])
         stream.seek(0)
         digest = _digest_of(stream, hashlib.sha256())
@@ -212,9 +216,9 @@ class TensorFile(RowArrays):
         """
         info = self.tensors[name]
         nbytes = (rows.stop - rows.start) * info.row_nbytes
+        begin = self._begins[name] + info.offset(head, rows.start)
         with system_errors(self.file, "read"):
-            self._stream.seek(self._begins[name] + info.offset(head, rows.start))
-            content = self._stream.read(nbytes)
+            content = os.pread(self._stream.fileno(), nbytes, begin)
         if len(content) != nbytes:
             raise SnapshotError(self.file, "was truncated while it was read")
         return content
