@@ -21,12 +21,14 @@ class Domain(Generic[T]):
     """The values that an argument can have.
 
     Args:
-        what: it must be, in words.
-        read: a value as it is used, such as the bytes of ``"2G"``; ``None`` for any other.
-        parse: the value of a flag's text; it raises ``ValueError``, or returns ``None``.
+        what: the words that follow "must be" where a value is refused.
+        read: returns a value as it is used, such as the bytes of ``"2G"``, and ``None`` for one
+            that is refused.
+        parse: returns the value of a flag's text, which ``read`` then takes or refuses; it may
+            raise ``ValueError``.
         flag_what: ``what`` for a flag, where that says it in other words.
         metavar: what a flag's help calls the value; by default it is made of the flag's name.
-        choices: the only values.
+        choices: the only values, which a flag's help lists.
         may_be_none: whether ``None`` is one, too.
     """
 
@@ -45,7 +47,7 @@ class Domain(Generic[T]):
             part: of the package, which the message begins with, in brackets.
 
         Raises:
-            ArgumentError: it is none of the domain.
+            ArgumentError: the value is not one of the domain.
         """
         found = self.read(value)
         if found is None and not (value is None and self.may_be_none):

@@ -40,13 +40,13 @@ class LayerRows(StockKVCache):
         """Write rows ``[1, num_kv_heads, num_new_tokens, width]`` behind the first ``start``.
 
         Returns:
-            All rows up to the last new one, ``[num_kv_heads, num_tokens, width]``.
+            All rows up to the last new one, ``[1, num_kv_heads, num_tokens, width]``.
         """
         # What lies behind it was trimmed, or belongs to a step that failed.
         self.offset = start
         update_and_fetch = cast(Any, self.update_and_fetch)  # mlx-lm's types leave the arrays out
         fetched: tuple[mx.array, mx.array] = update_and_fetch(keys, values)
-        return fetched[0].squeeze(0), fetched[1].squeeze(0)
+        return fetched
 
 
 class SequenceKV:
@@ -108,7 +108,7 @@ class ContiguousLayerKV(LayerKV):
         super().__init__(spec)
         self._index, self._sequences = index, sequences
         self.rows: Sequence[LayerRows] = ()  # of the open step's sequences
-        # K and V of each, once the step's rows are written: [num_kv_heads, context_len, width]
+        # K and V of each, once the step's rows are written: [1, num_kv_heads, context_len, width]
         self._dense: list[tuple[mx.array, mx.array]] = []
 
     def close(self) -> None:

@@ -81,7 +81,9 @@ class PagedLayerKV(LayerKV):
     ) -> mx.array:
         self.update(latents, rope_keys)
         unrotated, gathered = self.spec.format.unrotated, self._backend.gather_step
-        dense = [(unrotated(stored), keys) for stored, keys in gathered(self.kv, self.step)]
+        dense = [
+            (unrotated(stored)[None], keys[None]) for stored, keys in gathered(self.kv, self.step)
+        ]
         return compute_meanwhile(attend_to_latents(q, dense, self.step, self.spec.window))
 
     def update_and_fetch(

@@ -260,8 +260,9 @@ class Sequences:
         """
         self._table(seq)
         table = self.manager.groups[seq][self.cache.config.group_of(layer)]
-        stored, form = self.cache.layers[layer], self.cache.layers[layer].spec.format
-        k, v = stored.stored_rows(table) if table.num_held_tokens else stored.spec.zeros(0)
+        kv = self.cache.layers[layer]
+        form = kv.spec.format
+        k, v = kv.stored_rows(table) if table.num_held_tokens else kv.spec.zeros(0)
         # A view that stays alive would make the next write copy the whole array behind it. The
         # product is exact and, unlike mx.contiguous, never shares the memory of a view that is
         # contiguous already.

@@ -474,12 +474,12 @@ class Engine:
     def _read(self, call: Callable[[], T]) -> T:
         """Call what reads K/V, between two steps: an interrupt tears nothing in it."""
         self._refuse_reentry("a snapshot")
-        with self._step_lock: self._changed(self._steps.land); return call()  # noqa: E701, E702  # fmt: skip
+        with self._step_lock: self._changed(self._steps.process_output); return call()  # noqa: E701, E702  # fmt: skip
 
     def _put(self, prefix: Prefix) -> list[int]:
         """Put K/V into the prefix cache, between two steps."""
         self._refuse_reentry("a snapshot")
-        put = partial(self._snapshots.put, self._steps.land, prefix)
+        put = partial(self._snapshots.put, self._steps.process_output, prefix)
         with self._step_lock: error = self._changed(put)  # noqa: E701  # fmt: skip
         if error is not None:
             raise error
@@ -628,7 +628,7 @@ class Engine:
         self._inbox.append(partial(self._steps.abort, state))
 
     def _shrink(self) -> int:
-        self._steps.land()  # It may write to the memory that is given back.
+        self._steps.process_output()  # It may write to the memory that is given back.
         return self.cache.shrink()
 
     def _step(self) -> list[RequestState]:

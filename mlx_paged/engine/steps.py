@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeAlias
 
@@ -71,8 +71,8 @@ class Steps:
         self._run_ahead = run_ahead
         self._replicas = replicas
         self._disk_tier = disk_tier
-        # Requests from a failed step and the length each had reached; each is retried alone.
-        self._suspects: deque[tuple[Request, int]] = deque()
+        # Requests of a failed step, and the length that each had reached.
+        self._retry_alone: deque[tuple[Request, int]] = deque()
 
     @contextmanager
     def change(self) -> Iterator[None]:
@@ -93,16 +93,16 @@ class Steps:
         if tier is not None:
             tier.bring_back(is_busy=bool(self._scheduler.running))
         if not steps:
-            self._launch(self._scheduler.schedule(only=self._next_suspect()))
+            self._launch(self._scheduler.schedule(only=self._next_to_retry()))
             self._sample()
             if tier is not None and not steps:
                 tier.wait(READ_SECONDS)
         if steps and self._may_launch_ahead(steps[0]):
             self._launch(self._scheduler.schedule_ahead(steps[0].sampled.requests))
-        self.land()
+        self.process_output()
         self._sample()
         if steps and all(request.is_finished for request in steps[0].batch.requests):
-            self.land()  # Nobody asks for it any more.
+            self.process_output()  # No request waits for it any more.
 
     def add(self, state: RequestState) -> None:
         """Take on a request; one that is there already is left as it is."""
@@ -123,7 +123,7 @@ class Steps:
         """
         self._runner.cache.reset()
         self.in_flight.clear()
-        self._suspects.clear()
+        self._retry_alone.clear()
         states = list(self._reports.states.values())
         self._scheduler.restart([request for state in states for request in state.restore()])
         for state in states:
@@ -135,7 +135,7 @@ class Steps:
         """Whether the next step is planned before this one is read."""
         return (
             self._run_ahead
-            and not self._suspects
+            and not self._retry_alone
             and not step.batch.drafted
             and not self._scheduler.expects_drafts()
         )
@@ -149,10 +149,10 @@ class Steps:
         for request in batch.begun:
             request.first_scheduled_time = time.perf_counter()
         if not batch.scheduled:
-            # Nobody will copy what was to be swapped out, and a suspect had no room.
+            # What was to be swapped out will not be copied, and a request to retry had no room.
             self._scheduler.discard(batch)
-            if self._suspects:
-                self._suspects.popleft()
+            if self._retry_alone:
+                self._retry_alone.popleft()
             return
         awaited = self.in_flight[0].sampled if self.in_flight else NO_TOKENS
         step = StepInFlight(batch)
@@ -177,7 +177,7 @@ class Steps:
                 state.requests.append(request)
                 step.forks.append(request)
 
-    def land(self) -> None:
+    def process_output(self) -> None:
         """Wait for the oldest step in flight, and append its tokens."""
         if not self.in_flight:
             return
@@ -199,11 +199,10 @@ class Steps:
             if not request.is_finished:
                 self._reports.states[request.request_id].add_prompt_logprobs(request, entries)
         verified = {part.request for part in drafted}
-        if self.row_reader is not None:
-            self._hand_out_rows(step.sampled, results, verified)
-        for request, result in zip(step.sampled.requests, results, strict=True):
+        sampled = step.sampled
+        for entry, (request, result) in enumerate(zip(sampled.requests, results, strict=True)):
             if request not in verified:
-                self._append(request, result)
+                self._append(request, result, sampled, entry)
         if self._disk_tier is not None:
             self._disk_tier.note(step.batch, [later.batch for later in self.in_flight])
 
@@ -247,37 +246,11 @@ class Steps:
                 if is_accepted:
                     self._scheduler.accept_draft(request)
                     num_accepted += 1
-                if self.row_reader is not None:
-                    self._hand_out_row(request, result, sampled, first_entry + number)
-                self._append(request, result)
+                self._append(request, result, sampled, first_entry + number)
                 if not is_accepted or request.is_finished:
                     break
             self._scheduler.end_verification(part, num_accepted)
         return True
-
-    def _hand_out_rows(
-        self,
-        sampled: SampledTokens,
-        results: Sequence[SampledToken | Exception],
-        verified: Collection[Request],
-    ) -> None:
-        for entry, (request, result) in enumerate(zip(sampled.requests, results, strict=True)):
-            if request not in verified:
-                self._hand_out_row(request, result, sampled, entry)
-
-    def _hand_out_row(
-        self,
-        request: Request,
-        result: SampledToken | Exception,
-        sampled: SampledTokens,
-        entry: int,
-    ) -> None:
-        """Give the reader of rows the logits of a token that is about to be appended."""
-        if self.row_reader is None or sampled.rows is None or request.is_finished:
-            return
-        if isinstance(result, SampledToken):
-            completion = self._reports.states[request.request_id].output.outputs[request.index]
-            self.row_reader(request, len(completion.token_ids) + 1, sampled.rows[entry])
 
     @contextmanager
     def _device_work(self) -> Iterator[None]:
@@ -288,7 +261,7 @@ class Steps:
             yield
         except Exception as error:
             self._replicas.failed(error)
-            self._blame(error)
+            self._isolate_failure(error)
         except BaseException as error:
             self._replicas.failed(error)
             self._take_back()
@@ -306,22 +279,22 @@ class Steps:
             if state.output.finished:
                 self._reports.note(state.requests[0])
 
-    def _blame(self, error: Exception) -> None:
+    def _isolate_failure(self, error: Exception) -> None:
         """Fail a request that ran alone; run several again one by one, to see which fails. One that
         ran with drafts, which it did not ask for, runs again without.
         """
         steps = list(self.in_flight)
-        suspects = {
+        requests = {
             request: request.num_computed_tokens
             for step in steps
             for request in step.batch.requests
             if not request.is_finished
         }
         self._take_back()
-        if len(steps) == len(suspects) == 1 and not steps[0].batch.drafted:
+        if len(steps) == len(requests) == 1 and not steps[0].batch.drafted:
             self._finish(steps[0].batch.requests[0], "error", error)
         else:
-            self._suspects.extend(suspects.items())
+            self._retry_alone.extend(requests.items())
 
     def _take_back(self) -> None:
         """Undo the steps in flight, the newest first."""
@@ -343,12 +316,12 @@ class Steps:
             # This thread can't either: without new slabs, every later step would fail.
             self.repair()
 
-    def _next_suspect(self) -> Request | None:
-        while self._suspects:
-            request, num_tokens = self._suspects[0]
+    def _next_to_retry(self) -> Request | None:
+        while self._retry_alone:
+            request, num_tokens = self._retry_alone[0]
             if not request.is_finished and request.num_computed_tokens < num_tokens:
                 return request
-            self._suspects.popleft()
+            self._retry_alone.popleft()
         return None
 
     def _completions(self, batch: Batch) -> tuple[list[int], list[Request], list[int]]:
@@ -378,18 +351,30 @@ class Steps:
             first_row += num_rows
         return rows, requests, num_before
 
-    def _append(self, request: Request, sampled: SampledToken | Exception) -> None:
-        """Append a token to a request, or end it with what failed it."""
+    def _append(
+        self,
+        request: Request,
+        result: SampledToken | Exception,
+        sampled: SampledTokens,
+        entry: int,
+    ) -> None:
+        """Append a token to a request, or end it with what failed it: the result of this entry of
+        ``sampled``.
+        """
         if request.is_finished:
             return  # Since it was sampled.
-        if isinstance(sampled, Exception):
-            self._finish(request, "error", sampled)
+        if isinstance(result, Exception):
+            self._finish(request, "error", result)
             return
+        state = self._reports.states[request.request_id]
+        if self.row_reader is not None and sampled.rows is not None:
+            number = len(state.completions[request.index].output.token_ids) + 1
+            self.row_reader(request, number, sampled.rows[entry])
         ahead = self.in_flight[0].batch if self.in_flight else None
-        self._scheduler.append_token(request, sampled.token_id, ahead)
+        self._scheduler.append_token(request, result.token_id, ahead)
         stop_text = None
         try:
-            stop_text = self._reports.states[request.request_id].add_token(request, sampled)
+            stop_text = state.add_token(request, result)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # the panics of tokenizers in Rust are no Exception

@@ -34,16 +34,17 @@ def prefill(
         zip(step.context_lens, step.query_lens, strict=True)
     ):
         if rows is None or context_len > query_len:
-            dense.append(next(gathered))
+            keys, values = next(gathered)
         else:
             run = slice(step.cu_seqlens_q[seq], step.cu_seqlens_q[seq + 1])
-            dense.append((rows[0][run].swapaxes(0, 1), rows[1][run].swapaxes(0, 1)))
+            keys, values = rows[0][run].swapaxes(0, 1), rows[1][run].swapaxes(0, 1)
+        dense.append((keys[None], values[None]))
     return attend_densely(q, dense, step, params)
 
 
 def attend_densely(
     q: mx.array,  # [num_tokens, num_heads, key_dim]
-    dense: Sequence[Rows],  # per sequence, [num_kv_heads, context_len, key_dim or value_dim]
+    dense: Sequence[Rows],  # per sequence, [1, num_kv_heads, context_len, key_dim or value_dim]
     step: AttentionMetadata,
     params: AttentionParams,
 ) -> mx.array:
@@ -56,8 +57,8 @@ def attend_densely(
         queries = q[starts[seq] : starts[seq + 1]].swapaxes(0, 1)[None]
         out = mx.fast.scaled_dot_product_attention(
             queries.astype(keys.dtype),
-            keys[None],
-            values[None],
+            keys,
+            values,
             scale=params.scale,
             mask=_causal_mask(step.query_lens[seq], step.context_lens[seq], params.window),
             sinks=None if params.sinks is None else params.sinks.astype(keys.dtype),
@@ -68,7 +69,7 @@ def attend_densely(
 
 def attend_to_latents(
     q: mx.array,  # [num_tokens, num_heads, key_dim + value_dim], scaled
-    dense: Sequence[Rows],  # per sequence latents and rotated keys, [1, context_len, width]
+    dense: Sequence[Rows],  # per sequence latents and rotated keys, [1, 1, context_len, width]
     step: AttentionMetadata,
     window: int | None,
 ) -> mx.array:

@@ -24,12 +24,7 @@ _FLAGS = {
 }
 _OTHER_FLAGS = {
     "allowed_origins": "--cors-origin",
-    "batch_size": "--max-num-seqs",
-    "decode_concurrency": "--max-num-seqs",
-    "max_kv_size": "--window",
     "model_alias": "--served-model-name",
-    "parallel": "--max-num-seqs",
-    "ctx_size": "--max-model-len",
     "default_chat_template_kwargs": "--chat-template-args",
 }
 

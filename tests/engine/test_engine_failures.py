@@ -395,10 +395,10 @@ def test_ctrl_c_while_completions_are_forked_loses_none_of_them(
     expected = [completion.token_ids for completion in run(engine)["expected"].outputs]
     append, calls = engine._steps._append, iter(range(100))
 
-    def interrupted(request: Any, token: Any) -> None:
+    def interrupted(*token: Any) -> None:
         if next(calls) == num_before:
             raise KeyboardInterrupt
-        append(request, token)
+        append(*token)
 
     monkeypatch.setattr(engine._steps, "_append", interrupted)
     engine.add_request("other", prompt(10), greedy(5))

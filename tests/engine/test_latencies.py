@@ -54,13 +54,13 @@ def sums(latencies: Latencies) -> dict[str, float]:
 
 def step(engine: Engine, clock: Clock, seconds: float) -> list[RequestOutput]:
     """A step at whose end the clock is ``seconds`` further."""
-    land = engine._steps.land
+    process_output = engine._steps.process_output
 
-    def late_land() -> None:
-        clock.now, engine._steps.land = clock.now + seconds, land
-        land()
+    def process_late() -> None:
+        clock.now, engine._steps.process_output = clock.now + seconds, process_output
+        process_output()
 
-    engine._steps.land = late_land
+    engine._steps.process_output = process_late
     return engine.step()
 
 

@@ -19,6 +19,8 @@ from helpers.qwen3_helpers import (
 )
 from mlx_lm.utils import load_model as load_model_as_mlx_lm
 
+from mlx_paged.cache import Sequences
+
 GOLDEN = Path(__file__).parents[1] / "golden" / "qwen3"
 CASES = sorted(folder.name for folder in GOLDEN.iterdir())
 
@@ -70,7 +72,7 @@ def test_the_golden_cases_cover_what_qwen3_may_be():
 def test_all_logits_are_those_of_transformers(case, kind, feed):
     model, token_ids, expected, tolerance = case
     steps = [{"seq": piece} for piece in FEEDS[feed](token_ids)]
-    logits = all_logits(model, make_cache(model, kind), steps)["seq"]
+    logits = all_logits(model, Sequences(make_cache(model, kind)), steps)["seq"]
     assert max_error(logits, expected) <= tolerance
 
 
@@ -78,5 +80,5 @@ def test_all_logits_are_those_of_transformers(case, kind, feed):
 def test_the_block_size_changes_no_logit(case, block_size):
     model, token_ids, expected, tolerance = case
     steps = [{"seq": piece} for piece in FEEDS["in chunks"](token_ids)]
-    logits = all_logits(model, make_cache(model, "paged", block_size), steps)["seq"]
+    logits = all_logits(model, Sequences(make_cache(model, "paged", block_size)), steps)["seq"]
     assert max_error(logits, expected) <= tolerance

@@ -262,7 +262,7 @@ class Soak:
             and not engine._reports._news
             and not engine._steps.in_flight
         )
-        assert not engine.swap_space._held and not engine._steps._suspects
+        assert not engine.swap_space._held and not engine._steps._retry_alone
         assert engine.manager.num_free_blocks == stats.num_usable_blocks
         engine.shrink()
         mx.synchronize()
