@@ -31,7 +31,7 @@ import mlx.core as mx
 import numpy as np
 from card import machine_card, print_card, print_json, print_table
 from decode import take_turns
-from paged_testing.by_hand import dense_handle, step_of
+from paged_testing.by_hand import dense_handle, slots_of, step_of
 
 from mlx_paged import ops
 from mlx_paged.ops.reference import ReferenceBackend
@@ -255,7 +255,7 @@ def measure_appends(args: argparse.Namespace) -> list[dict[str, Any]]:
         def append(
             handles: list[ops.KVHandle] = handles, slots: itertools.cycle[int] = slots
         ) -> None:
-            mapping = ops.SlotMapping.build([next(slots)], args.block_size)
+            mapping = slots_of([next(slots)], args.block_size)
             for kv in handles:
                 backend.reshape_and_cache((k,), (v,), kv, mapping)
             mx.eval([kv.arrays for kv in handles])

@@ -276,7 +276,7 @@ class PagedKVCache(KVCache):
             for block_id in shift.destinations
             for offset in range(block_size)
         ]
-        slot_mapping = SlotMapping.build(slots, block_size)
+        slot_mapping = SlotMapping(slots, block_size)
         for index in self.config.groups[group].layers:
             kv = self.layers[index].kv
             form = kv.format

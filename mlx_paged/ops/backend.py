@@ -17,7 +17,7 @@ import mlx.core as mx
 from mlx_paged.ops.attention_plan import AttentionPlan, PlanKey
 from mlx_paged.ops.formats import Parts
 from mlx_paged.ops.kv_handle import KVHandle
-from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, SlotMapping
+from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, Rows, SlotMapping, StoredRows
 
 
 class BackendError(ValueError):
@@ -88,9 +88,7 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def gather_blocks(
-        self, kv: KVHandle, block_table: Sequence[int], num_tokens: int
-    ) -> tuple[mx.array, mx.array]:
+    def gather_blocks(self, kv: KVHandle, block_table: Sequence[int], num_tokens: int) -> Rows:
         """The decoded K and V of the first ``num_tokens`` tokens of a table, ``[num_kv_heads,
         num_tokens, key_dim]`` and ``[..., value_dim]``, in the dtype of the activations.
 
@@ -99,13 +97,11 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def gather_step(self, kv: KVHandle, step: AttentionMetadata) -> list[tuple[mx.array, mx.array]]:
+    def gather_step(self, kv: KVHandle, step: AttentionMetadata) -> list[Rows]:
         """What :meth:`gather_blocks` returns, of each sequence of a step."""
 
     @abstractmethod
-    def gather_parts(
-        self, kv: KVHandle, block_table: Sequence[int], num_tokens: int
-    ) -> tuple[Parts, Parts]:
+    def gather_parts(self, kv: KVHandle, block_table: Sequence[int], num_tokens: int) -> StoredRows:
         """What the slabs hold of these tokens, bit for bit: the parts of K and of V,
         ``[num_kv_heads, num_tokens, width]`` each. They may be views, as above.
         """

@@ -22,7 +22,7 @@ import mlx.core as mx
 from mlx_paged.ops.attention_plan import MERGE_STREAMS, SIMD_SIZE, AttentionPlan, cut_rows
 from mlx_paged.ops.formats import KVFormat, Parts
 from mlx_paged.ops.gather_plan import GatherPlan
-from mlx_paged.ops.kv_handle import KVHandle
+from mlx_paged.ops.kv_handle import KVHandle, evaluated
 from mlx_paged.ops.metadata import MIN_ELEMENTS, StoredRows, padded
 from mlx_paged.ops.metal_sources import read_source
 
@@ -375,20 +375,15 @@ def header() -> str:
 
 @cache
 def _first_fence() -> mx.array:
-    return _evaluated(mx.zeros(*FENCE))
+    return evaluated(mx.zeros(*FENCE))
 
 
 @cache
 def _scalar(value: float) -> mx.array:
-    return _evaluated(mx.array(value, dtype=mx.float32))
+    return evaluated(mx.array(value, dtype=mx.float32))
 
 
 @cache
 def _no_sinks(num_heads: int) -> mx.array:
     lowest = mx.finfo(mx.float32).min
-    return _evaluated(mx.full((max(num_heads, MIN_ELEMENTS),), lowest, dtype=mx.float32))
-
-
-def _evaluated(array: mx.array) -> mx.array:
-    mx.eval(array)
-    return array
+    return evaluated(mx.full((max(num_heads, MIN_ELEMENTS),), lowest, dtype=mx.float32))

@@ -139,9 +139,9 @@ class KVHandle:
     def _replace_each(self, change: Callable[[mx.array], mx.array]) -> None:
         """Put ``change`` of each slab in its place, one after the other, evaluated."""
         for i in range(len(self.k)):
-            self.k = (*self.k[:i], _evaluated(change(self.k[i])), *self.k[i + 1 :])
+            self.k = (*self.k[:i], evaluated(change(self.k[i])), *self.k[i + 1 :])
         for i in range(len(self.v)):
-            self.v = (*self.v[:i], _evaluated(change(self.v[i])), *self.v[i + 1 :])
+            self.v = (*self.v[:i], evaluated(change(self.v[i])), *self.v[i + 1 :])
 
     def leave_chain(self) -> None:
         """Wait for the kernels called so far: no fence orders MLX's own operations behind them."""
@@ -166,7 +166,7 @@ def _shown(slabs: Sequence[tuple[tuple[int, ...], mx.Dtype]]) -> str:
     return " and ".join(f"{list(shape)} {str(d).removeprefix('mlx.core.')}" for shape, d in slabs)
 
 
-def _evaluated(array: mx.array) -> mx.array:
+def evaluated(array: mx.array) -> mx.array:
     """Evaluate, so that a failure comes before the array takes another one's place."""
     mx.eval(array)
     return array

@@ -11,11 +11,10 @@ from __future__ import annotations
 import itertools
 import operator
 from array import array
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, TypeAlias, TypeGuard, TypeVar, cast
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import mlx.core as mx
 
@@ -34,37 +33,16 @@ def padded(values: Sequence[int], filler: int = 0) -> mx.array:
     return mx.array([*values, *[filler] * (MIN_ELEMENTS - len(values))], dtype=mx.int32)
 
 
-def _is_list_of_integers(values: object) -> TypeGuard[list[int]]:
-    return isinstance(values, list) and all(type(value) is int for value in values)
-
-
 @dataclass(frozen=True, eq=False)
 class SlotMapping:
     """The slot of each new K/V row: ``slot = block_id * block_size + offset``; a slot below 0 is
     padding, skipped.
 
-    vLLM: ``slot_mapping``. Build with :meth:`build`.
+    vLLM: ``slot_mapping``.
     """
 
-    slots: list[int]  # [num_tokens]
+    slots: list[int]  # [num_tokens], none twice but those of padding
     block_size: int
-
-    @classmethod
-    def build(cls, slots: Sequence[int] | mx.array, block_size: int) -> SlotMapping:
-        """Raises ``ValueError`` when ``slots`` is not one-dimensional, not of integers, or names a
-        slot twice.
-        """
-        to_list = getattr(slots, "tolist", None)  # of an array, of numpy too
-        values: object = list(slots) if to_list is None else to_list()
-        if not _is_list_of_integers(values):
-            raise ValueError(
-                f"[slot_mapping] slots must be integers of shape [num_tokens], got {slots!r}"
-            )
-        live = [slot for slot in values if slot >= 0]
-        if len(set(live)) != len(live):
-            slot, times = Counter(live).most_common(1)[0]
-            raise ValueError(f"[slot_mapping] slot {slot} is named {times} times")
-        return cls(values, block_size)
 
     @property
     def num_tokens(self) -> int:

@@ -147,7 +147,7 @@ class MetalBackend(Backend):
             tuple(part.swapaxes(1, 2).reshape(-1, part.shape[1], part.shape[3]) for part in parts)
             for parts in (k, v)
         )
-        self.reshape_and_cache(k_rows, v_rows, kv, SlotMapping.build(slots, size))
+        self.reshape_and_cache(k_rows, v_rows, kv, SlotMapping(slots, size))
 
     def zero_blocks(self, kv: KVHandle, block_ids: Sequence[int]) -> None:
         # No kernel: a cache on this backend has no block that needs it.

@@ -23,7 +23,7 @@ from mlx_paged.ops.backend import Backend
 from mlx_paged.ops.formats import KVFormat, Parts
 from mlx_paged.ops.in_place import writes_in_place
 from mlx_paged.ops.kv_handle import KVHandle
-from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, SlotMapping
+from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, SlotMapping, StoredRows
 from mlx_paged.ops.metal import DECODE_RUNS, MetalBackend
 from mlx_paged.ops.reference import ReferenceBackend
 
@@ -190,7 +190,7 @@ def _random_layer(shape: AttentionShape, context_lens: list[int], query_lens: li
     def draw(*dims: int) -> mx.array:
         return mx.array(2 * rng.random(dims, np.float32) - 1, dtype=shape.dtype)
 
-    def draw_rows(*leading: int) -> tuple[Parts, Parts]:
+    def draw_rows(*leading: int) -> StoredRows:
         k, v = draw(*leading, shape.key_dim), draw(*leading, shape.value_dim)
         return shape.format.key.encode(k), shape.format.value.encode(v)
 

@@ -12,10 +12,11 @@ from helpers.numpy_attention import make_problem
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from metal_emulator.checks import Call
+from paged_testing.by_hand import slots_of
 
 from mlx_paged import Engine, SamplingParams, demo_model_path, load
 from mlx_paged.cache import KVCacheConfig, PagedKVCache, Sequences
-from mlx_paged.ops import AttentionParams, KVHandle, SlotMapping, kernels
+from mlx_paged.ops import AttentionParams, KVHandle, kernels
 
 CONFIG = KVCacheConfig.uniform(
     num_layers=2, num_kv_heads=1, head_dim=32, dtype="float32", block_size=8, num_blocks=24
@@ -34,13 +35,13 @@ def use_every_operation(problem) -> None:
         set(range(kv.num_blocks)) - {block for table in problem.tables for block in table}
     )
     METAL.reshape_and_cache(
-        (rows,), (rows,), kv, SlotMapping.build([free[0] * kv.block_size], kv.block_size)
+        (rows,), (rows,), kv, slots_of([free[0] * kv.block_size], kv.block_size)
     )
     METAL.attend(*problem.args)
     METAL.copy_blocks(kv, [(free[0], free[1])])
     METAL.gather_blocks(kv, [free[1]], kv.block_size * len([free[1]]))
     METAL.reshape_and_cache(
-        (rows,), (rows,), kv, SlotMapping.build([free[1] * kv.block_size], kv.block_size)
+        (rows,), (rows,), kv, slots_of([free[1] * kv.block_size], kv.block_size)
     )
 
 
@@ -291,9 +292,7 @@ def test_nothing_but_kernels_touches_a_slab(query_len, metal, monkeypatch):
 )
 def test_a_change_of_size_waits_for_the_chain_and_begins_a_new_one(change, metal):
     kv = KVHandle.allocate(3, 1, 8, 32, 32)
-    METAL.reshape_and_cache(
-        (ROWS[:, :1],), (ROWS[:, :1],), kv, SlotMapping.build([9], kv.block_size)
-    )
+    METAL.reshape_and_cache((ROWS[:, :1],), (ROWS[:, :1],), kv, slots_of([9], kv.block_size))
     assert kv.fence is not None
     change(kv)
     assert kv.fence is None
@@ -302,9 +301,7 @@ def test_a_change_of_size_waits_for_the_chain_and_begins_a_new_one(change, metal
 
 def test_plain_mlx_operations_wait_for_the_chain(metal):
     kv = KVHandle.allocate(2, 1, 8, 32, 32)
-    METAL.reshape_and_cache(
-        (ROWS[:, :1],), (ROWS[:, :1],), kv, SlotMapping.build([3], kv.block_size)
-    )
+    METAL.reshape_and_cache((ROWS[:, :1],), (ROWS[:, :1],), kv, slots_of([3], kv.block_size))
     keys, _ = REFERENCE.gather_blocks(kv, [0], 4)
     assert kv.fence is None
     assert keys[0, 3].tolist() == [1.0] * 32

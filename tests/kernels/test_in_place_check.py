@@ -9,9 +9,9 @@ import warnings
 import mlx.core as mx
 import pytest
 from helpers.numpy_attention import assert_matches_formula, make_problem
-from paged_testing.by_hand import dense_handle
+from paged_testing.by_hand import dense_handle, slots_of
 
-from mlx_paged.ops import KVHandle, SlotMapping, choose_backend, in_place, kernels
+from mlx_paged.ops import KVHandle, choose_backend, in_place, kernels
 from mlx_paged.ops.in_place import check_writes_in_place, writes_in_place
 from mlx_paged.ops.metal import MetalBackend
 
@@ -144,7 +144,7 @@ def test_without_writes_in_place_no_kernel_writes_and_attention_is_the_same(
         set(range(kv.num_blocks)) - {block for table in problem.tables for block in table}
     )
     backend.reshape_and_cache(
-        (rows[0][0][:1],), (rows[1][0][:1],), kv, SlotMapping.build([free[0] * 16], kv.block_size)
+        (rows[0][0][:1],), (rows[1][0][:1],), kv, slots_of([free[0] * 16], kv.block_size)
     )
     backend.copy_blocks(kv, [(free[0], free[1])])
     backend.zero_blocks(kv, [free[0]])

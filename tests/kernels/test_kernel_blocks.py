@@ -16,9 +16,7 @@ from helpers.kernel_checks import (
 )
 from helpers.kernel_grid import SHAPES
 from helpers.numpy_attention import DTYPES
-from paged_testing.by_hand import dense_handle
-
-from mlx_paged.ops import SlotMapping
+from paged_testing.by_hand import dense_handle, slots_of
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 
@@ -91,7 +89,7 @@ def test_what_was_gathered_survives_a_later_write(metal):
     gathered = METAL.gather_blocks(kv, [9, 0, 11], 3 * kv.block_size)
     rows = mx.zeros((12, 2, 64), mx.float16)
     METAL.reshape_and_cache(
-        (rows,), (rows,), kv, SlotMapping.build([16 * block for block in range(12)], kv.block_size)
+        (rows,), (rows,), kv, slots_of([16 * block for block in range(12)], kv.block_size)
     )
     mx.eval(*kv.arrays)
     for one, other in zip(gathered, expected, strict=True):
@@ -142,9 +140,9 @@ def test_each_operation_sees_those_before_it(metal):
     k, v = ((random_array(rng, (2, 2, 64), mx.float16),) for _ in "kv")
     results = []
     for handle_, backend in ((kv, METAL), (twin, REFERENCE)):
-        backend.reshape_and_cache(k, v, handle_, SlotMapping.build([2, 20], handle_.block_size))
+        backend.reshape_and_cache(k, v, handle_, slots_of([2, 20], handle_.block_size))
         backend.copy_blocks(handle_, [(0, 2), (1, 3)])
-        backend.reshape_and_cache(v, k, handle_, SlotMapping.build([5, 36], handle_.block_size))
+        backend.reshape_and_cache(v, k, handle_, slots_of([5, 36], handle_.block_size))
         results.append(backend.gather_blocks(handle_, [3, 2, 0, 1], 4 * handle_.block_size))
     for one, other in zip(*results, strict=True):
         assert_same_bits(one, other)

@@ -35,7 +35,7 @@ from helpers.numpy_attention import (
 )
 from helpers.quantised_problems import BITS_OF_K_AND_V, affine, numbers, quantised
 from metal_emulator import ForbiddenWrite, LargeArray, MemoryFault
-from paged_testing.by_hand import step_of
+from paged_testing.by_hand import slots_of, step_of
 
 from mlx_paged.ops import (
     AffineFormat,
@@ -43,7 +43,6 @@ from mlx_paged.ops import (
     DenseFormat,
     KVFormat,
     KVHandle,
-    SlotMapping,
     kernels,
 )
 from mlx_paged.ops.metal import MetalBackend
@@ -247,7 +246,7 @@ def test_rows_and_blocks_of_every_shape_are_written_bit_for_bit(
     )
     twin = copy_of(kv)
     for handle, backend in ((kv, METAL), (twin, REFERENCE)):
-        slots = SlotMapping.build([3, -1, block_size, 2 * block_size - 1], block_size)
+        slots = slots_of([3, -1, block_size, 2 * block_size - 1], block_size)
         backend.reshape_and_cache(k, v, handle, slots)
         backend.copy_blocks(handle, [(1, 4), (0, 5)])
     assert_same_slabs(kv, twin)

@@ -15,9 +15,9 @@ from helpers.backends import METAL
 from helpers.kernel_checks import assert_same_bits, checked_metal, random_array
 from helpers.numpy_attention import raw
 from metal_emulator import LargeArray
-from paged_testing.by_hand import dense_handle, step_of
+from paged_testing.by_hand import dense_handle, slots_of, step_of
 
-from mlx_paged.ops import AttentionMetadata, AttentionParams, KVHandle, Parts, SlotMapping
+from mlx_paged.ops import AttentionMetadata, AttentionParams, KVHandle, Parts
 
 NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, DTYPE = 2, 8, 32, mx.float16
 # The block whose first piece of 16 bytes is number 2^32. In 32 bits it is block 0, and the next one
@@ -78,7 +78,7 @@ def rows(num_tokens: int, seed: int) -> tuple[Parts, Parts]:
 
 def write(kv: KVHandle, block: Callable[[int], int]) -> None:
     slots = [block(FAR + 1) * BLOCK_SIZE + 3, block(2) * BLOCK_SIZE, block(FAR) * BLOCK_SIZE + 7]
-    METAL.reshape_and_cache(*rows(3, seed=1), kv, SlotMapping.build(slots, BLOCK_SIZE))
+    METAL.reshape_and_cache(*rows(3, seed=1), kv, slots_of(slots, BLOCK_SIZE))
 
 
 def gather(kv: KVHandle, block: Callable[[int], int]) -> tuple[mx.array, mx.array]:

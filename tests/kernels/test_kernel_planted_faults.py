@@ -28,8 +28,9 @@ from metal_emulator import (
     OrderDependence,
     UnwrittenRead,
 )
+from paged_testing.by_hand import slots_of
 
-from mlx_paged.ops import SlotMapping, kernels
+from mlx_paged.ops import kernels
 
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 # Several simdgroups and threadgroups for the rows; runs that reach over the border of a partition.
@@ -282,6 +283,6 @@ def test_a_mistake_in_a_write_is_seen(name, text, other, error, plant, compiler)
         plant(f"{name}.metal", text, other)
         with pytest.raises(error):
             for handle, backend in ((kv, METAL), (twin, REFERENCE)):
-                backend.reshape_and_cache(k, v, handle, SlotMapping.build(SLOTS, handle.block_size))
+                backend.reshape_and_cache(k, v, handle, slots_of(SLOTS, handle.block_size))
                 backend.copy_blocks(handle, [(0, 4)])
             assert_same_slabs(kv, twin)

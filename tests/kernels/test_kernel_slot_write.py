@@ -16,7 +16,7 @@ from helpers.kernel_checks import (
 )
 from helpers.kernel_grid import SHAPES
 from helpers.numpy_attention import DTYPES
-from paged_testing.by_hand import dense_handle
+from paged_testing.by_hand import dense_handle, slots_of
 
 from mlx_paged.ops import KVFormat, KVHandle, SlotMapping
 
@@ -29,7 +29,7 @@ def metal(compiler):
 
 def write_and_compare(kv, k, v, slots):
     twin = copy_of(kv)
-    mapping = slots if isinstance(slots, SlotMapping) else SlotMapping.build(slots, kv.block_size)
+    mapping = slots if isinstance(slots, SlotMapping) else slots_of(slots, kv.block_size)
     METAL.reshape_and_cache((k,), (v,), kv, mapping)
     REFERENCE.reshape_and_cache((k,), (v,), twin, mapping)
     assert_same_slabs(kv, twin)
@@ -142,7 +142,7 @@ def test_nan_and_infinity_are_written_and_kept_like_any_number(metal):
 
 def test_a_slot_mapping_is_used_by_every_layer(metal):
     rng = np.random.default_rng(0)
-    mapping = SlotMapping.build([3, -1, 17], 16)
+    mapping = slots_of([3, -1, 17], 16)
     for _ in range(3):
         k, v = (random_array(rng, (3, 2, 64), mx.float16) for _ in "kv")
         write_and_compare(random_handle(rng, 3, 2, 16, 64, mx.float16), k, v, mapping)
@@ -152,8 +152,8 @@ def test_the_last_write_to_a_slot_wins_even_when_nothing_was_evaluated_between(m
     kv = KVHandle.allocate(2, 1, 16, 64, 64, KVFormat.dense("float16"))
     for value in (1.0, 2.0, 3.0):
         row = mx.full((2, 1, 64), value, mx.float16)
-        METAL.reshape_and_cache((row[:1],), (-row[:1],), kv, SlotMapping.build([4], kv.block_size))
-        METAL.reshape_and_cache((row,), (-row,), kv, SlotMapping.build([5, 6], kv.block_size))
+        METAL.reshape_and_cache((row[:1],), (-row[:1],), kv, slots_of([4], kv.block_size))
+        METAL.reshape_and_cache((row,), (-row,), kv, slots_of([5, 6], kv.block_size))
     mx.eval(*kv.arrays)
     expected = KVHandle.allocate(2, 1, 16, 64, 64, KVFormat.dense("float16"))
     expected.k[0][0, 0, 4:7], expected.v[0][0, 0, 4:7] = mx.array(3.0), mx.array(-3.0)

@@ -18,8 +18,8 @@ from helpers.kernel_checks import (
 from helpers.kernel_grid import GRID
 from helpers.numpy_attention import DTYPES, assert_matches_formula, before_the_step
 from metal_emulator import Checks
+from paged_testing.by_hand import slots_of
 
-from mlx_paged.ops import SlotMapping
 from mlx_paged.ops.attention_plan import cut_rows
 
 
@@ -80,7 +80,7 @@ def test_attention_does_not_depend_on_the_order_of_threads(case, metal_in_three_
     "operation",
     [
         lambda kv, k, v, backend: backend.reshape_and_cache(
-            k, v, kv, SlotMapping.build([40, 3, -1, 17, 5, 0, 95], kv.block_size)
+            k, v, kv, slots_of([40, 3, -1, 17, 5, 0, 95], kv.block_size)
         ),
         lambda kv, k, v, backend: backend.gather_blocks(kv, [4, 0, 5], 41),
         lambda kv, k, v, backend: backend.copy_blocks(kv, [(0, 4), (1, 5)]),

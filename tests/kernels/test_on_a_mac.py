@@ -19,13 +19,13 @@ from helpers.kernel_checks import (
 from helpers.kernel_grid import GRID
 from helpers.numpy_attention import assert_matches_formula, before_the_step, make_problem
 from helpers.quantised_problems import quantised
-from paged_testing.by_hand import step_of
+from paged_testing.by_hand import slots_of, step_of
 from test_generation_on_kernels import greedy_in_a_ragged_batch, prompts_of
 from test_kernel_formats import GRID as QUANTISED_GRID
 
 from mlx_paged import Engine, SamplingParams, load
 from mlx_paged.loading import demo_model_path
-from mlx_paged.ops import AttentionParams, SlotMapping
+from mlx_paged.ops import AttentionParams
 from mlx_paged.ops.in_place import check_writes_in_place
 
 pytestmark = pytest.mark.skipif(
@@ -95,7 +95,7 @@ def test_rows_are_written_and_blocks_copied_as_by_the_reference(dtype):
         -1 if row % 7 == 0 else slot for row, slot in enumerate(rng.permutation(640)[:50].tolist())
     ]
     for kv, backend in ((slabs, METAL), (twin, REFERENCE)):
-        backend.reshape_and_cache(k, v, kv, SlotMapping.build(slots, kv.block_size))
+        backend.reshape_and_cache(k, v, kv, slots_of(slots, kv.block_size))
         backend.copy_blocks(kv, [(3, 4), (3, 7), (39, 0)])
     assert_same_slabs(slabs, twin)
 

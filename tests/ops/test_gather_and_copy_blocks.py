@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from helpers.backends import REFERENCE
 from helpers.numpy_attention import DTYPES
-from paged_testing.by_hand import dense_handle
+from paged_testing.by_hand import dense_handle, slots_of
 
-from mlx_paged.ops import KVHandle, SlotMapping
+from mlx_paged.ops import KVHandle
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 
@@ -111,7 +111,7 @@ def test_what_was_gathered_survives_a_later_write(table):
             (mx.zeros((1, 2, 32)),),
             (mx.zeros((1, 2, 32)),),
             kv,
-            SlotMapping.build([8 * block], kv.block_size),
+            slots_of([8 * block], kv.block_size),
         )
         mx.eval(*kv.arrays)
     np.testing.assert_array_equal(as_numpy(keys), expected)
@@ -220,14 +220,14 @@ def test_a_copy_sees_the_write_before_it_and_is_seen_by_the_write_after_it():
         (mx.full((1, 1, 32), 1.0),),
         (mx.full((1, 1, 32), 1.0),),
         kv,
-        SlotMapping.build([2], kv.block_size),
+        slots_of([2], kv.block_size),
     )
     REFERENCE.copy_blocks(kv, [(0, 2)])
     REFERENCE.reshape_and_cache(
         (mx.full((1, 1, 32), 5.0),),
         (mx.full((1, 1, 32), 5.0),),
         kv,
-        SlotMapping.build([19], kv.block_size),
+        slots_of([19], kv.block_size),
     )
     for slab in kv.arrays:
         assert slab[:, 0, :, 0].tolist() == [

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from helpers.backends import REFERENCE
 from helpers.numpy_attention import DTYPES
-from paged_testing.by_hand import dense_handle
+from paged_testing.by_hand import dense_handle, slots_of
 
-from mlx_paged.ops import KVFormat, KVHandle, SlotMapping
+from mlx_paged.ops import KVFormat, KVHandle
 
 
 def state(kv):
@@ -81,15 +81,13 @@ def test_slabs_that_do_not_fit_one_another_are_refused(k, v, message):
 def test_growth_adds_zeros_at_the_end_and_keeps_every_row():
     kv = KVHandle.allocate(2, 1, 8, 32, 32)
     rows = mx.ones((2, 1, 32))
-    REFERENCE.reshape_and_cache((rows,), (2 * rows,), kv, SlotMapping.build([3, 15], kv.block_size))
+    REFERENCE.reshape_and_cache((rows,), (2 * rows,), kv, slots_of([3, 15], kv.block_size))
     kv.grow(1)
     written = [[0, 0, 0, 1, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0, 1], [0] * 8]
     assert kv.k[0][:, 0, :, 0].tolist() == written
     assert kv.v[0][:, 0, :, 0].tolist() == [[2 * value for value in block] for block in written]
     assert kv.num_slots == 24
-    REFERENCE.reshape_and_cache(
-        (rows[:1],), (rows[:1],), kv, SlotMapping.build([23], kv.block_size)
-    )
+    REFERENCE.reshape_and_cache((rows[:1],), (rows[:1],), kv, slots_of([23], kv.block_size))
     assert kv.k[0][2, 0, :, 0].tolist() == [0] * 7 + [1]
 
 

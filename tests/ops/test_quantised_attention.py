@@ -20,9 +20,9 @@ from helpers.numpy_attention import (
     to_float64,
 )
 from helpers.quantised_problems import BITS_OF_K_AND_V, affine, quantised
-from paged_testing.by_hand import step_of
+from paged_testing.by_hand import slots_of, step_of
 
-from mlx_paged.ops import AttentionParams, KVHandle, SlotMapping
+from mlx_paged.ops import AttentionParams, KVHandle
 
 both_bits = pytest.mark.parametrize("bits", BITS_OF_K_AND_V, ids=lambda b: f"K{b[0]}V{b[1]}")
 # (head_dim, block_size, num_kv_heads, group, dtype)
@@ -128,7 +128,7 @@ def quantised_two_widths() -> PagedProblem:
     for table, (q, k, v) in zip(problem.tables, problem.dense, strict=True):
         parts = form.encode(k, v)
         slots = [table[t // 16] * 16 + t % 16 for t in range(len(k))]
-        REFERENCE.reshape_and_cache(*parts, kv, SlotMapping.build(slots, 16))
+        REFERENCE.reshape_and_cache(*parts, kv, slots_of(slots, 16))
         dense.append((q, *form.decode(*parts)))
     return replace(problem, kv=kv, dense=tuple(dense))
 
@@ -214,7 +214,7 @@ def test_an_append_copies_no_slab(extra_peak_bytes):
     mx.eval(parts)
 
     def append() -> None:
-        REFERENCE.reshape_and_cache(*parts, kv, SlotMapping.build([70, 900], 16))
+        REFERENCE.reshape_and_cache(*parts, kv, slots_of([70, 900], 16))
         mx.eval(kv.arrays)
 
     assert extra_peak_bytes(append) < min(slab.nbytes for slab in kv.slabs) // 2
@@ -237,6 +237,4 @@ def test_rows_of_another_format_are_refused_by_name(change, message: str):
     kv = KVHandle.allocate(4, 2, 16, 64, 64, form)
     rows = mx.ones((2, 2, 64))
     with pytest.raises(ValueError, match=rf"\[reshape_and_cache\] {message}"):
-        REFERENCE.reshape_and_cache(
-            *change(*form.encode(rows, rows)), kv, SlotMapping.build([0, 1], 16)
-        )
+        REFERENCE.reshape_and_cache(*change(*form.encode(rows, rows)), kv, slots_of([0, 1], 16))

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from helpers.backends import DECODING, REFERENCE
 from helpers.numpy_attention import DTYPES, assert_matches_formula, make_problem
-from paged_testing.by_hand import dense_handle
+from paged_testing.by_hand import dense_handle, slots_of
 
-from mlx_paged.ops import KVHandle, SlotMapping
+from mlx_paged.ops import KVHandle
 
 
 def random_handle(num_blocks=12, dtype=mx.float32):
@@ -52,9 +52,7 @@ def test_attention_sees_nothing_of_a_last_owner_that_left_nan(order):
             (k,),
             (v,),
             dirty,
-            SlotMapping.build(
-                [table[t // 16] * 16 + t % 16 for t in range(context_len)], dirty.block_size
-            ),
+            slots_of([table[t // 16] * 16 + t % 16 for t in range(context_len)], dirty.block_size),
         )
         mx.eval(*dirty.arrays)
     q, _, *rest = problem.args

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import SupportsInt
 
 import mlx.core as mx
 
-from mlx_paged.ops import AttentionMetadata, KVFormat, KVHandle
+from mlx_paged.ops import AttentionMetadata, KVFormat, KVHandle, SlotMapping
 
 
 def step_of(
@@ -27,6 +28,11 @@ def step_of(
     return AttentionMetadata(
         tables, list(context_lens), list(query_lens), block_size, shares_new_blocks, counts
     )
+
+
+def slots_of(slots: Iterable[SupportsInt], block_size: int) -> SlotMapping:
+    """The mapping of rows to these slots."""
+    return SlotMapping([int(slot) for slot in slots], block_size)
 
 
 def dense_handle(k: mx.array, v: mx.array) -> KVHandle:
