@@ -224,6 +224,21 @@ def test_where_twice_as_much_can_not_be_had_what_is_needed_may_be(monkeypatch):
     seqs.manager.check_integrity()
 
 
+def test_what_another_holder_of_the_kv_can_not_have_is_given_back():
+    """As on several ranks: the pools of all of them stay alike."""
+    seqs, asked = Sequences(PagedKVCache(SMALL, initial_blocks=4)), []
+    k, v = rows(29)
+    seqs.append("a", k, v)
+    seqs.cache.all_can = lambda has_grown: asked.append(has_grown) or False
+    with pytest.warns(UserWarning, match="no memory for more than 4 blocks"):
+        seqs.cache.make_room(3)
+    assert asked == [True, True], "twice as much, then what is needed"
+    assert seqs.cache.pool.num_usable_blocks == 4 and seqs.cache.num_growable_blocks == 0
+    assert slab_lengths(seqs) == [5] * 4
+    seqs.manager.check_integrity()
+    assert_holds(seqs, "a", k, v)
+
+
 def test_memory_that_was_given_back_may_be_asked_for_again(failing_grow, monkeypatch):
     seqs = Sequences(PagedKVCache(SMALL, initial_blocks=4))
     failing_grow(1)

@@ -197,7 +197,7 @@ def test_the_cache_is_reset_only_while_no_block_is_in_use():
     assert manager.get_computed_blocks(hashes([*range(8)]), 9).num_tokens == 0
 
 
-def test_a_manager_is_reset_in_place_and_whoever_looks_at_its_tables_sees_it():
+def test_a_manager_is_reset_in_place_and_the_views_of_its_tables_with_it():
     manager = manager_of(6)
     groups, of_requests = manager.groups, manager.tables
     start(manager, "a", range(9))

@@ -97,7 +97,7 @@ def test_a_repair_replaces_neither_the_pool_nor_the_manager(model: qwen3.Model, 
     engine.add_request("a", prompt(40), greedy(8))
     for _ in range(3):
         engine.step()
-    pool.get_new_blocks(2)  # As an interrupt may leave them: nobody's.
+    pool.get_new_blocks(2)  # As an interrupt may leave them: in no table.
     engine._steps.repair()
     assert engine.manager is engine.scheduler.manager is manager
     assert engine.cache.pool is manager.pool is pool and pool.num_used_blocks == 0

@@ -28,7 +28,7 @@ def demo():
 
 def greedy_in_a_ragged_batch(
     model, prompts: Sequence[Sequence[int]], backend: str, num_tokens: int = NUM_TOKENS
-) -> tuple[list[list[int]]]:
+) -> tuple[list[list[int]], Sequences]:
     """Greedy ids of each prompt; the prompts come in one after the other, so that decodes run
     beside prefills.
     """

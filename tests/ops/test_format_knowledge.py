@@ -67,7 +67,7 @@ class HalfRows(RowFormat):
 HALVES = KVFormat(HalfRows(), HalfRows())
 
 
-def attended(format: KVFormat) -> tuple[list[np.ndarray], PagedKVCache]:
+def attended(format: KVFormat) -> tuple[list[np.ndarray], Sequences]:
     """What the steps of two sequences give: prompts, a chunk beside a decode, and decodes."""
     spec = LayerSpec(2, 32, 32, format=format)
     seqs = Sequences(PagedKVCache(KVCacheConfig((spec,), block_size=8, num_blocks=20)))
