@@ -31,6 +31,7 @@ import mlx.core as mx
 import numpy as np
 from card import machine_card, print_card, print_json, print_table
 from decode import take_turns
+from paged_testing.by_hand import dense_handle, step_of
 
 from mlx_paged import ops
 from mlx_paged.ops.reference import ReferenceBackend
@@ -100,7 +101,7 @@ def make_ways(
         ids = np.random.default_rng(0).permutation(ids)
     tables = ids.reshape(shape.batch, num_blocks).tolist()
     # One list for all layers, as in a model: what a backend derives from it is made once.
-    metadata = ops.AttentionMetadata.build(
+    metadata = step_of(
         tables, [shape.context] * shape.batch, [shape.run] * shape.batch, args.block_size
     )
     ids_in_order = mx.array(np.concatenate(tables))
@@ -125,7 +126,7 @@ def make_ways(
             dense.append(mx.contiguous(heads_first[:, :, : shape.context]))
             slabs.append(slab)
             mx.eval(slab, dense[-1])
-        handles.append(ops.KVHandle.dense(*slabs))
+        handles.append(dense_handle(*slabs))
         contiguous.append(dense)
     mx.eval(queries)
 

@@ -41,6 +41,7 @@ import mlx.core as mx
 from card import machine_card, print_card, print_json, print_table
 from metal_emulator import Checks, has_compiler
 from metal_emulator.compiler import find_compiler
+from paged_testing.by_hand import step_of
 from paged_testing.emulated_metal import emulated_metal
 
 from mlx_paged import ops
@@ -296,9 +297,7 @@ def make_slabs(case: Case) -> tuple[ops.KVHandle, ops.AttentionMetadata]:
         case.head_dim,
         case.format,
     )
-    return kv, ops.AttentionMetadata.build(
-        tables, case.context_lens, case.query_lens, case.block_size
-    )
+    return kv, step_of(tables, case.context_lens, case.query_lens, case.block_size)
 
 
 def count_dispatch(call: Any) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from mlx_lm.models import qwen3 as mlx_lm_qwen3
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
-from mlx_paged import demo_model_path, load, make_kv_cache
+from mlx_paged import Sequences, demo_model_path, load, make_kv_cache, run_step
 from mlx_paged.cache import KVCache, LayerSpec, PagedKVCache, group_layers
 from mlx_paged.models import qwen3
 
@@ -104,13 +104,6 @@ def random_rows(cache: KVCache, num_tokens: int) -> LayersRows:
     return keys, values
 
 
-def run(model: nn.Module, cache: KVCache, token_ids: list[int]) -> None:
-    """One step of the sequence ``"s"``."""
-    with cache.step({"s": len(token_ids)}) as step:
-        logits = model(mx.array(token_ids), cache.layers, step.logit_rows)
-        mx.eval(logits, cache.arrays)
-
-
 def filled_mlx_lm_caches(model: nn.Module, rows: LayersRows) -> list[Any]:
     """The caches that mlx-lm makes for a model, one for each layer."""
     caches = make_prompt_cache(model)
@@ -146,31 +139,32 @@ def measure_decode(
 ) -> dict[str, Any]:
     num_groups = len(group_layers(ours.layer_specs, args.block_size))
     num_blocks = -(-(length + args.turns + 2) // args.block_size) * num_groups
-    caches = {
-        name: make_kv_cache(
-            ours, kind, block_size=args.block_size, kv_cache_bytes=f"{2 * num_blocks}blocks"
+    budget = f"{2 * num_blocks}blocks"
+    held = {
+        name: Sequences(
+            make_kv_cache(ours, kind, block_size=args.block_size, kv_cache_bytes=budget)
         )
         for name, kind in (("basic", "basic"), ("paged", "paged"), ("scattered", "paged"))
     }
-    rows = random_rows(caches["basic"], length)
+    rows = random_rows(held["basic"].cache, length)
     for name in ("basic", "paged"):
-        caches[name].set_prompt("s", *rows)
+        held[name].append("s", *rows)
     # Block by block in turn with a second sequence: no two blocks of one sequence lie side by side.
     for start in range(0, length, args.block_size):
         chunk = [[each[start : start + args.block_size] for each in part] for part in rows]
         for seq in ("s", "other"):
-            caches["scattered"].append(seq, *chunk)
+            held["scattered"].append(seq, *chunk)
     mlx_lm_caches = filled_mlx_lm_caches(theirs, rows)
     token = mx.array([[5]])
 
     def without_cache() -> None:
         # What a step costs when nothing is kept: the whole context again.
         cache = make_kv_cache(ours, "basic", kv_cache_bytes=f"{num_blocks}blocks")
-        run(ours, cache, [5] * (length + 1))
+        run_step(ours, Sequences(cache), {"s": [5] * (length + 1)})
 
     steps: dict[str, Callable[[], Any]] = {
         "mlx-lm": lambda: mx.eval(theirs(token, cache=mlx_lm_caches)),
-        **{name: partial(run, ours, cache, [5]) for name, cache in caches.items()},
+        **{name: partial(run_step, ours, each, {"s": [5]}) for name, each in held.items()},
     }
     times = take_turns(steps, args.turns)
     if length <= args.no_cache_up_to:
@@ -186,8 +180,8 @@ def measure_decode(
         "kv_bytes": {
             "no cache": 0,
             "mlx-lm": sum(c.nbytes for c in mlx_lm_caches),
-            "basic": caches["basic"].stats().nbytes_held,
-            "paged": caches["paged"].stats().nbytes_used,
+            "basic": held["basic"].stats().nbytes_held,
+            "paged": held["paged"].stats().nbytes_used,
         },
     }
 
@@ -198,13 +192,15 @@ def measure_append(
     """Microseconds to write one token's rows in all layers, at a context of ``length``."""
     num_groups = len(group_layers(ours.layer_specs, args.block_size))
     budget = f"{-(-(length + args.turns + 2) // args.block_size) * num_groups}blocks"
-    caches = {
-        kind: make_kv_cache(ours, kind, block_size=args.block_size, kv_cache_bytes=budget)
+    held = {
+        kind: Sequences(
+            make_kv_cache(ours, kind, block_size=args.block_size, kv_cache_bytes=budget)
+        )
         for kind in ("basic", "paged")
     }
-    rows, row = random_rows(caches["basic"], length), random_rows(caches["basic"], 1)
-    for cache in caches.values():
-        cache.set_prompt("s", *rows)
+    rows, row = (random_rows(held["basic"].cache, num_tokens) for num_tokens in (length, 1))
+    for sequences in held.values():
+        sequences.append("s", *rows)
     mlx_lm_caches = filled_mlx_lm_caches(theirs, rows)
 
     def mlx_lm_append() -> None:
@@ -214,8 +210,8 @@ def measure_append(
     times = take_turns(
         {
             "mlx-lm": mlx_lm_append,
-            "basic": lambda: caches["basic"].append("s", *row),
-            "paged": lambda: caches["paged"].append("s", *row),
+            "basic": lambda: held["basic"].append("s", *row),
+            "paged": lambda: held["paged"].append("s", *row),
         },
         args.turns,
     )
@@ -230,19 +226,20 @@ def measure_pools(model: nn.Module, args: argparse.Namespace) -> dict[str, Any]:
     taking turns.
     """
     config = make_kv_cache(model, kv_cache_bytes="1block").config
-    runs: dict[str, tuple[PagedKVCache, Any]] = {}
+    runs: dict[str, tuple[Sequences, Any]] = {}
     for num_slots in args.pools:
         num_blocks = num_slots // args.block_size * len(config.groups)
         pool = replace(config, block_size=args.block_size, num_blocks=num_blocks)
         cache = PagedKVCache(pool, initial_blocks=num_blocks)
-        cache.set_prompt("s", *random_rows(cache, 256))
-        runs[str(num_slots)] = (cache, random_rows(cache, 1))
+        sequences = Sequences(cache)
+        sequences.append("s", *random_rows(cache, 256))
+        runs[str(num_slots)] = (sequences, random_rows(cache, 1))
     appends = take_turns(
-        {name: partial(cache.append, "s", *row) for name, (cache, row) in runs.items()},
+        {name: partial(each.append, "s", *row) for name, (each, row) in runs.items()},
         args.turns,
     )
     decodes = take_turns(
-        {name: partial(run, model, cache, [5]) for name, (cache, _) in runs.items()},
+        {name: partial(run_step, model, each, {"s": [5]}) for name, (each, _) in runs.items()},
         args.turns,
     )
     return {

@@ -26,7 +26,7 @@ from card import machine_card, print_card, print_json, print_table
 from held_out import Question, documents, questions
 from turns import Step, median_ratio, take_turns
 
-from mlx_paged import demo_model_path, load
+from mlx_paged import Sequences, demo_model_path, load, run_step
 from mlx_paged.cache import KVCacheConfig, KVFormat, LayerSpec, PagedKVCache
 from mlx_paged.config import KVBits
 from mlx_paged.models.language_model import LanguageModel, check_model
@@ -56,48 +56,46 @@ def formats(spec: LayerSpec) -> dict[str, KVFormat]:
     return made
 
 
-def make_cache(specs: list[LayerSpec], form: KVFormat, num_tokens: int) -> PagedKVCache:
+def make_sequences(specs: list[LayerSpec], form: KVFormat, num_tokens: int) -> Sequences:
     layers = tuple(replace(spec, format=form) for spec in specs)
     num_blocks = -(-num_tokens // 16) + 1
-    return PagedKVCache(KVCacheConfig(layers, 16, num_blocks), initial_blocks=num_blocks)
+    config = KVCacheConfig(layers, 16, num_blocks)
+    return Sequences(PagedKVCache(config, initial_blocks=num_blocks))
 
 
 def logits_of(
-    model: LanguageModel, cache: PagedKVCache, ids: list[int], chunk: int
+    model: LanguageModel, sequences: Sequences, ids: list[int], chunk: int
 ) -> Iterator[mx.array]:
     """Of all tokens, ``[chunk, vocab_size]`` float32 each; the sequence is forgotten at the end."""
     for start in range(0, len(ids), chunk):
         tokens = ids[start : start + chunk]
-        with cache.step({"s": len(tokens)}, [len(tokens)]) as step:
-            logits = model(mx.array(tokens), cache.layers, step.logit_rows)
-            mx.eval(logits, cache.arrays)
-        yield logits.astype(mx.float32)
-    cache.free("s")
+        yield run_step(model, sequences, {"s": tokens}, [len(tokens)]).astype(mx.float32)
+    sequences.free("s")
 
 
 def log_probabilities(
-    model: LanguageModel, cache: PagedKVCache, ids: list[int], chunk: int
+    model: LanguageModel, sequences: Sequences, ids: list[int], chunk: int
 ) -> mx.array:
     """``[num_tokens, vocab_size]`` float32"""
-    logits = mx.concatenate(list(logits_of(model, cache, ids, chunk)))
+    logits = mx.concatenate(list(logits_of(model, sequences, ids, chunk)))
     found = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     mx.eval(found)
     return found
 
 
 def measure_text(
-    model: LanguageModel, caches: dict[str, PagedKVCache], texts: list[list[int]], chunk: int
+    model: LanguageModel, sides: dict[str, Sequences], texts: list[list[int]], chunk: int
 ) -> dict[str, dict[str, float]]:
     """Perplexity, and the mean Kullback-Leibler divergence of the predictions from the dense ones,
     in nats.
     """
-    losses = {name: 0.0 for name in caches}
+    losses = dict.fromkeys(sides, 0.0)
     divergences = dict(losses)
     num_predicted = sum(len(ids) - 1 for ids in texts)
     for ids in texts:
         dense = None
-        for name, cache in caches.items():
-            found = log_probabilities(model, cache, ids, chunk)[:-1]
+        for name, sequences in sides.items():
+            found = log_probabilities(model, sequences, ids, chunk)[:-1]
             dense = found if dense is None else dense
             losses[name] -= float(found[mx.arange(len(ids) - 1), mx.array(ids[1:])].sum())
             divergences[name] += float((mx.exp(dense) * (dense - found)).sum())
@@ -106,49 +104,37 @@ def measure_text(
             "perplexity": math.exp(losses[name] / num_predicted),
             "divergence": divergences[name] / num_predicted,
         }
-        for name in caches
+        for name in sides
     }
 
 
 def count_right(
-    model: LanguageModel, cache: PagedKVCache, asked: list[Question], chunk: int
+    model: LanguageModel, sequences: Sequences, asked: list[Question], chunk: int
 ) -> int:
     """How many answers greedy decoding gives exactly: each token is the most likely one after those
     before it.
     """
     right = 0
     for prompt, answer in asked:
-        rows = list(logits_of(model, cache, prompt + answer, chunk))
+        rows = list(logits_of(model, sequences, prompt + answer, chunk))
         best = np.array(mx.concatenate([row.argmax(-1) for row in rows]))
         first = len(prompt) - 1
         right += best[first : first + len(answer)].tolist() == answer
     return right
 
 
-def decode_step(model: LanguageModel, cache: PagedKVCache, num_seqs: int, num_tokens: int) -> Step:
+def decode_step(model: LanguageModel, sequences: Sequences, num_seqs: int, num_tokens: int) -> Step:
     """A decode of ``num_seqs`` sequences of ``num_tokens`` tokens, which stay so long."""
     prompt = [5 + index % 50 for index in range(num_tokens)]
     for seq in range(num_seqs):
-        for _ in logits_of_prompt(model, cache, seq, prompt):
-            pass
+        run_step(model, sequences, {seq: prompt})
 
     def step() -> None:
-        with cache.step(dict.fromkeys(range(num_seqs), 1)):
-            logits = model(mx.array([7] * num_seqs), cache.layers)
-            mx.eval(logits, cache.arrays)
+        run_step(model, sequences, {seq: [7] for seq in range(num_seqs)})
         for seq in range(num_seqs):
-            cache.trim(seq, num_tokens)
+            sequences.trim(seq, num_tokens)
 
     return step
-
-
-def logits_of_prompt(
-    model: LanguageModel, cache: PagedKVCache, seq: int, prompt: list[int]
-) -> Iterator[mx.array]:
-    with cache.step({seq: len(prompt)}) as step:
-        logits = model(mx.array(prompt), cache.layers, step.logit_rows)
-        mx.eval(logits, cache.arrays)
-    yield logits
 
 
 def measure_speed(
@@ -159,16 +145,16 @@ def measure_speed(
     sides: dict[str, dict[str, Step]] = {"prefill": {}}
     prompt = [5 + index % 50 for index in range(context)]
     for name, form in forms.items():
-        cache = make_cache(specs, form, context + 16)
+        sequences = make_sequences(specs, form, context + 16)
 
-        def prefill(cache: PagedKVCache = cache) -> None:
-            for _ in logits_of_prompt(model, cache, 0, prompt):
-                cache.free(0)
+        def prefill(sequences: Sequences = sequences) -> None:
+            run_step(model, sequences, {0: prompt})
+            sequences.free(0)
 
         sides["prefill"][name] = prefill
         for num_seqs in args.streams:
-            cache = make_cache(specs, form, num_seqs * (context + 16))
-            step = decode_step(model, cache, num_seqs, context)
+            sequences = make_sequences(specs, form, num_seqs * (context + 16))
+            step = decode_step(model, sequences, num_seqs, context)
             sides.setdefault(f"decode of {num_seqs}", {})[name] = step
     ratios: dict[str, dict[str, float]] = {name: {} for name in forms}
     for what, steps in sides.items():
@@ -181,7 +167,7 @@ def measure_speed(
 def bytes_held(spec: LayerSpec, name: str) -> dict[str, float]:
     """Bytes per token of one layer in slabs that were allocated, and their share of 16-bit K/V."""
     form = formats(spec)[name]
-    cache = make_cache([spec], form, 1600)
+    cache = make_sequences([spec], form, 1600).cache
     held = cache.nbytes_held / (cache.pool.num_blocks * 16)
     dense_16 = 2 * spec.num_kv_heads * (spec.key_dim + spec.value_dim)
     return {"bytes_per_token": held, "of_16_bits": held / dense_16}
@@ -208,8 +194,9 @@ def main() -> None:
     model = check_model(loaded)
     texts = documents(tokenizer, args.tokens, args.length)
     longest = max(2048, *map(len, texts))
-    forms = formats(model.layer_specs[0])
-    caches = {name: make_cache(model.layer_specs, form, longest) for name, form in forms.items()}
+    specs = model.layer_specs
+    forms = formats(specs[0])
+    sides = {name: make_sequences(specs, form, longest) for name, form in forms.items()}
     setting = machine_card() | {
         "model": "demo (float32, 4 layers, 2 KV heads of 32: groups of 32)",
         "text": f"{sum(map(len, texts)):,} held-out tokens in {len(texts)} documents",
@@ -218,11 +205,11 @@ def main() -> None:
         "speed": f"{args.context} tokens of context, {args.turns} turns",
     }
     print_card("Formats of K/V", setting)
-    text = measure_text(model, caches, texts, args.chunk)
-    by_token = measure_text(model, caches, texts[:1], 1)
-    in_chunks = measure_text(model, caches, texts[:1], args.chunk)
+    text = measure_text(model, sides, texts, args.chunk)
+    by_token = measure_text(model, sides, texts[:1], 1)
+    in_chunks = measure_text(model, sides, texts[:1], args.chunk)
     recall = {
-        kind: {name: count_right(model, cache, asked, args.chunk) for name, cache in caches.items()}
+        kind: {name: count_right(model, side, asked, args.chunk) for name, side in sides.items()}
         for kind in RECALL
         for asked in [questions(tokenizer, kind, args.questions)]
     }

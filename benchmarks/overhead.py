@@ -31,6 +31,7 @@ from card import machine_card, print_card, print_json, print_table
 
 from mlx_paged.cache import KVCacheConfig, PagedKVCache
 from mlx_paged.config import SchedulerConfig
+from mlx_paged.core import KVCacheManager
 from mlx_paged.engine.latencies import Latencies
 from mlx_paged.engine.request_state import RequestState
 from mlx_paged.engine.scheduler import Scheduler
@@ -52,7 +53,8 @@ def measure(batch: int, context: int, num_steps: int) -> dict[str, float]:
     config = SchedulerConfig(
         max_num_seqs=batch, max_num_batched_tokens=batch * (context + 16), watermark=0.0
     )
-    scheduler = Scheduler(cache, config)
+    manager = KVCacheManager(cache.pool)
+    scheduler = Scheduler(manager, cache, config)
     params = SamplingParams(max_tokens=-1)
     for index in range(batch):
         # Lengths differ, so that in each step some sequences take a block.
@@ -74,8 +76,8 @@ def measure(batch: int, context: int, num_steps: int) -> dict[str, float]:
         parts = output.scheduled
         tokens = mx.array(output.token_ids)
         marks.append(time.perf_counter())
-        with cache.scheduled_step(
-            [part.request.seq_id for part in parts],
+        with cache.open_step(
+            [manager.groups[part.request.seq_id] for part in parts],
             [part.num_new_tokens for part in parts],
             [part.num_logit_rows for part in parts],
             output.shares_new_blocks,

@@ -32,7 +32,7 @@ from card import machine_card, print_card, print_json, print_table
 from decode import QWEN3_0_6B_LAYERS, random_weights
 from mlx.utils import tree_flatten
 
-from mlx_paged import demo_model_path, load
+from mlx_paged import Sequences, demo_model_path, load, run_step
 from mlx_paged.engine.draft_options import cost_of
 from mlx_paged.engine.engine import Engine
 from mlx_paged.models import qwen3
@@ -163,22 +163,20 @@ def measure(
 
 def measure_rows(model: nn.Module, num_turns: int) -> list[dict[str, Any]]:
     """CPU time of a step by sequences and rows of each, beside what the gate takes it to cost."""
-    cache = make_kv_cache(model, kv_cache_bytes="400blocks")
+    sequences = Sequences(make_kv_cache(model, kv_cache_bytes="400blocks"))
     cost, results = cost_of(model), []  # type: ignore[arg-type]
     for num_seqs in STREAMS:
         for seq in range(num_seqs):
-            with cache.step({seq: 200}) as step:
-                mx.eval(model(mx.arange(200), cache.layers, step.logit_rows), cache.arrays)
+            run_step(model, sequences, {seq: range(200)})
         times: dict[int, list[float]] = {}
         for _ in range(num_turns):
             for rows in (1, 2, 4, 8):
+                batch = {seq: range(seq * rows, (seq + 1) * rows) for seq in range(num_seqs)}
                 start = time.process_time()
-                tokens = mx.arange(rows * num_seqs)
-                with cache.step(dict.fromkeys(range(num_seqs), rows), [rows] * num_seqs) as step:
-                    mx.eval(model(tokens, cache.layers, step.logit_rows), cache.arrays)
+                run_step(model, sequences, batch, [rows] * num_seqs)
                 times.setdefault(rows, []).append(time.process_time() - start)
                 for seq in range(num_seqs):
-                    cache.trim(seq, 200)
+                    sequences.trim(seq, 200)
         results += [
             {
                 "sequences": num_seqs,
@@ -190,7 +188,7 @@ def measure_rows(model: nn.Module, num_turns: int) -> list[dict[str, Any]]:
             for rows, values in times.items()
         ]
         for seq in range(num_seqs):
-            cache.free(seq)
+            sequences.free(seq)
     return results
 
 

@@ -105,9 +105,7 @@ class PagedEngine:
     def kv_use(self) -> KVUse:
         stats = self.engine.stats()
         num_slots = stats.num_used_blocks * BLOCK_SIZE
-        return KVUse(
-            self.engine.cache.stats().nbytes_held, num_slots, num_slots - stats.num_unfilled_slots
-        )
+        return KVUse(self.engine.cache.nbytes_held, num_slots, num_slots - stats.num_unfilled_slots)
 
     def notes(self) -> dict[str, Any]:
         stats = self.engine.stats()

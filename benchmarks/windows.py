@@ -20,7 +20,7 @@ import mlx.core as mx
 from card import machine_card, print_card, print_json, print_table
 from held_out import documents
 
-from mlx_paged import demo_model_path, load, make_kv_cache
+from mlx_paged import Sequences, demo_model_path, load, make_kv_cache, run_step
 from mlx_paged.models.language_model import LanguageModel, check_model
 
 TRAINED_LENGTH = 1280
@@ -30,17 +30,15 @@ class Stream:
     """A text on a cache: the loss of each predicted token, in nats, and what was held."""
 
     def __init__(self, model: LanguageModel, tokens: Sequence[int], chunk: int, **options: Any):
-        cache = make_kv_cache(model, kv_cache_bytes="4096blocks", **options)
+        sequences = Sequences(make_kv_cache(model, kv_cache_bytes="4096blocks", **options))
         self.losses: list[float] = []
         self.num_blocks: list[int] = []
         done = 0
         while done < len(tokens):
-            run = list(tokens[done : done + min(chunk, cache.manager.max_run("s"))])
-            with cache.step({"s": len(run)}, [len(run)]) as step:
-                logits = model(mx.array(run), cache.layers, step.logit_rows).astype(mx.float32)
-                mx.eval(logits, cache.arrays)
+            run = list(tokens[done : done + min(chunk, sequences.manager.max_run("s"))])
+            logits = run_step(model, sequences, {"s": run}, [len(run)]).astype(mx.float32)
             done += len(run)
-            self.num_blocks.append(cache.stats().blocks_used)
+            self.num_blocks.append(sequences.stats().blocks_used)
             targets = mx.array(list(tokens[done - len(run) + 1 : done + 1]), dtype=mx.int32)
             if not targets.size:
                 break  # Nothing follows the last token.
@@ -49,7 +47,7 @@ class Stream:
                 logits, targets[:, None], axis=-1
             ).squeeze(1)
             self.losses += found.tolist()  # type: ignore[arg-type]
-        self.nbytes = cache.nbytes_held
+        self.nbytes = sequences.cache.nbytes_held
 
 
 def perplexity(losses: Sequence[float]) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from mlx_paged import ModelRunner, demo_model_path, load, make_kv_cache
+from mlx_paged import Sequences, demo_model_path, load, make_kv_cache, run_step
 
 QUESTIONS = [
     "What is 17 + 25?",
@@ -19,7 +19,7 @@ QUESTIONS = [
 
 def main() -> None:
     model, tokenizer = load(demo_model_path())
-    runner = ModelRunner(model, make_kv_cache(model, "paged", kv_cache_bytes="256blocks"))
+    sequences = Sequences(make_kv_cache(model, "paged", kv_cache_bytes="256blocks"))
 
     # One step for all prompts, packed; then one step per token, for the answers that go on.
     batch = {
@@ -30,7 +30,7 @@ def main() -> None:
     }
     answers: dict[str, list[int]] = {question: [] for question in QUESTIONS}
     while batch:
-        tokens = map(int, mx.argmax(runner.run(batch), axis=-1))
+        tokens = map(int, mx.argmax(run_step(model, sequences, batch), axis=-1))
         next_batch = {}
         for question, token in zip(batch, tokens, strict=True):
             if token in tokenizer.eos_token_ids or len(answers[question]) == 100:
@@ -41,14 +41,14 @@ def main() -> None:
 
     for question, answer in answers.items():
         print(f"{question}\n  -> {tokenizer.decode(answer)}")
-    stats = runner.cache.stats()
+    stats = sequences.stats()
     print(
         f"{stats.num_seqs} sequences, {stats.num_tokens} tokens in {stats.blocks_used} of "
         f"{stats.num_blocks} blocks"
     )
 
-    runner.cache.fork(QUESTIONS[0], "a branch")
-    print(f"after a fork: {runner.cache.stats().blocks_used} blocks (shared until one side writes)")
+    sequences.fork(QUESTIONS[0], "a branch")
+    print(f"after a fork: {sequences.stats().blocks_used} blocks (shared until one side writes)")
 
 
 if __name__ == "__main__":

@@ -34,7 +34,8 @@ _HOME_OF = {
     "Engine": "mlx_paged.engine.engine",
     "AsyncEngine": "mlx_paged.engine.async_engine",
     "make_sampler": "mlx_lm.sample_utils",
-    "ModelRunner": "mlx_paged.engine.model_runner",
+    "Sequences": "mlx_paged.cache",
+    "run_step": "mlx_paged.models.run_step",
     "make_kv_cache": "mlx_paged.models.kv_cache",
     "KVCacheConfig": "mlx_paged.cache",
 }
@@ -45,14 +46,14 @@ if TYPE_CHECKING:
 
     from mlx_paged.attachment import attach
     from mlx_paged.batch_generation import batch_generate
-    from mlx_paged.cache import KVCacheConfig
+    from mlx_paged.cache import KVCacheConfig, Sequences
     from mlx_paged.engine.async_engine import AsyncEngine
     from mlx_paged.engine.engine import Engine
-    from mlx_paged.engine.model_runner import ModelRunner
     from mlx_paged.generation import GenerationResponse, generate, stream_generate
     from mlx_paged.llm import LLM
     from mlx_paged.loading import demo_model_path, load
     from mlx_paged.models.kv_cache import make_kv_cache
+    from mlx_paged.models.run_step import run_step
     from mlx_paged.request import CompletionOutput, RequestOutput
     from mlx_paged.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
@@ -64,10 +65,10 @@ __all__ = [
     "Engine",
     "GenerationResponse",
     "KVCacheConfig",
-    "ModelRunner",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "Sequences",
     "StructuredOutputsParams",
     "__version__",
     "attach",
@@ -77,6 +78,7 @@ __all__ = [
     "load",
     "make_kv_cache",
     "make_sampler",
+    "run_step",
     "stream_generate",
 ]
 

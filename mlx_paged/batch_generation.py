@@ -14,11 +14,12 @@ from mlx_lm.generate_utils import BatchStats
 
 from mlx_paged.argument_values import check_integer, is_sequence
 from mlx_paged.config import DEFAULT_MAX_NUM_BATCHED_TOKENS
+from mlx_paged.domains import BOOL
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.prompts import Prompt, as_tokenizer, split_prompts
 from mlx_paged.engine.read_array import read_floats
 from mlx_paged.engine_options import OneShotOptions
-from mlx_paged.errors import ArgumentError, shown
+from mlx_paged.errors import ArgumentError
 from mlx_paged.foreign_arguments import refuses_unknown_arguments
 from mlx_paged.generation import Tokenizer
 from mlx_paged.request import Request, RequestOutput
@@ -91,9 +92,7 @@ def batch_generate(
         ("return_token_ids", return_token_ids),
         ("return_logprobs", return_logprobs),
     ):
-        if not isinstance(value, bool):
-            message = f"[batch_generate] {name} must be True or False, got {shown(value)}"
-            raise ArgumentError(message, name)
+        BOOL.check("batch_generate", name, value)
     batch = _Batch(
         model, tokenizer, split_prompts(prompts), max_tokens, return_logprobs, {**options}
     )

@@ -62,24 +62,22 @@ def encode_chat(
     tokenizer: TokenizerWrapper,
     messages: Sequence[Mapping[str, Any]],
     template_options: Mapping[str, Any],
-    held: Sequence[int] = (),
 ) -> tuple[str, list[int]]:
     """The text of a conversation, as :func:`render_chat` writes it, and its token ids.
-
-    Args:
-        held: token ids of an earlier turn. Where their text begins the conversation's, they are
-            kept: encoding a generated text again may split it in another way.
 
     Raises:
         ChatTemplateError: as :func:`render_chat`, or the tokenizer can't encode the text.
     """
     text = render_chat(tokenizer, messages, template_options)
-    return text, encode_behind(tokenizer, text, held)
+    return text, encode_text(tokenizer, text)
 
 
 def encode_behind(tokenizer: TokenizerWrapper, text: str, held: Sequence[int]) -> list[int]:
-    """The token ids of a text that a chat template wrote, the first of which are ``held`` if the
-    text begins with theirs.
+    """The token ids of a text that a chat template wrote.
+
+    Args:
+        held: token ids of an earlier turn. Where their text begins the conversation's, they are
+            kept: encoding a generated text again may split it in another way.
 
     Raises:
         ChatTemplateError: the tokenizer can't encode it.

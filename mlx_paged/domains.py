@@ -21,12 +21,14 @@ class Domain(Generic[T]):
     """The values that an argument can have.
 
     Args:
-        what: it must be, in words.
-        read: a value as it is used, such as the bytes of ``"2G"``; ``None`` for any other.
-        parse: the value of a flag's text; it raises ``ValueError``, or returns ``None``.
+        what: the words that follow "must be" where a value is refused.
+        read: returns a value as it is used, such as the bytes of ``"2G"``, and ``None`` for one
+            that is refused.
+        parse: returns the value of a flag's text, which ``read`` then takes or refuses; it may
+            raise ``ValueError``.
         flag_what: ``what`` for a flag, where that says it in other words.
         metavar: what a flag's help calls the value; by default it is made of the flag's name.
-        choices: the only values.
+        choices: the only values, which a flag's help lists.
         may_be_none: whether ``None`` is one, too.
     """
 
@@ -45,7 +47,7 @@ class Domain(Generic[T]):
             part: of the package, which the message begins with, in brackets.
 
         Raises:
-            ArgumentError: it is none of the domain.
+            ArgumentError: the value is not one of the domain.
         """
         found = self.read(value)
         if found is None and not (value is None and self.may_be_none):
@@ -65,18 +67,18 @@ class Domain(Generic[T]):
 
 @dataclass(frozen=True)
 class Several(Domain[Any]):
-    """Sequences of values, as tuples; ``None`` is empty, and a text is one value.
+    """Sequences of values, as tuples. A text is one value, and ``None`` is none or may be ``None``.
 
     Args:
         what, read: of the values.
-        least: how many there must be; with 1 or more, ``None`` stays ``None``.
+        least: how many there must be.
     """
 
     least: int = 0
 
     def check(self, part: str, name: str, value: object) -> Any:
         if value is None:
-            return None if self.least else ()
+            return None if self.may_be_none else ()
         try:
             values = (value,) if isinstance(value, str) else tuple(value)  # type: ignore[arg-type]
         except Exception:

@@ -145,8 +145,8 @@ class OneShotOptions(CacheOptions, total=False):
             "the most tokens that a prompt and its answer have together; a longer prompt is "
             "refused, an answer that reaches the limit ends with length.",
             or_none(AT_LEAST_1),
-            elsewhere="max_seq_len max_seq_length max_length n_ctx max_context_len context_length "
-            "context_window",
+            elsewhere="max_seq_len max_seq_length max_length n_ctx ctx_size max_context_len "
+            "context_length context_window",
             notation=" for tokens, or kv_cache_bytes for memory",
             says="the context that the model was made for, which is also the most",
         ),
@@ -183,7 +183,8 @@ class EngineOptions(OneShotOptions, total=False):
             "sequences that run at once; the others wait, first come, first served.",
             AT_LEAST_1,
             _SERVER,
-            elsewhere="max_batch_size completion_batch_size n_parallel",
+            elsewhere="max_batch_size batch_size completion_batch_size decode_concurrency "
+            "n_parallel parallel",
             default=config.SchedulerConfig.max_num_seqs,
         ),
     ]

@@ -19,14 +19,14 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.argument_values import check_integer
 from mlx_paged.config import DEFAULT_MAX_NUM_BATCHED_TOKENS
-from mlx_paged.domains import such
+from mlx_paged.domains import BOOL, such
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.prompts import Prompt, TokenIds, as_tokenizer
+from mlx_paged.engine.prompts import Prompt, as_tokenizer
 from mlx_paged.engine_options import OneShotOptions
-from mlx_paged.errors import shown
 from mlx_paged.foreign_arguments import refuses_unknown_arguments
 from mlx_paged.request import CompletionOutput, Request
 from mlx_paged.sampling_params import LogitsProcessor, Sampler, SamplingParams
+from mlx_paged.token_ids import TokenIds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -160,8 +160,7 @@ def generate(
         verbose: print the text as it is made, and the figures behind it.
         Others, and errors raised: see :func:`generate_step`.
     """
-    if not isinstance(verbose, bool):
-        raise ValueError(f"[generate] verbose must be True or False, got {shown(verbose)}")
+    BOOL.check("generate", "verbose", verbose)
     text = ""
     response = None
     responses = stream_generate(model, tokenizer, prompt, **options)

@@ -24,9 +24,6 @@ from mlx_paged.foreign_arguments import refuses_unknown_arguments
 from mlx_paged.interrupts import caught_interrupts
 from mlx_paged.llm_arguments import (
     Message,
-    checked_no_store,
-    checked_params,
-    checked_priority,
     checked_template_options,
     one_for_each,
     split_conversations,
@@ -83,7 +80,7 @@ class LLM:
 
     Raises:
         ValueError: a model that can't be loaded, or a setting out of its range.
-        TypeError: an argument that there is not; the message says what to use.
+        TypeError: an unknown argument; the message says what to use instead.
     """
 
     @refuses_unknown_arguments("engine", also=engine_option_names)
@@ -310,9 +307,9 @@ def _asked(
         map(
             _Asked,
             prompts,
-            one_for_each("sampling_params", sampling_params, num_prompts, checked_params),
-            one_for_each("priority", priority, num_prompts, checked_priority),
-            one_for_each("no_store", no_store, num_prompts, checked_no_store),
+            one_for_each("sampling_params", sampling_params, num_prompts),
+            one_for_each("priority", priority, num_prompts),
+            one_for_each("no_store", no_store, num_prompts),
         )
     )
 

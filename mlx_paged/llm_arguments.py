@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
-from mlx_paged.argument_values import as_integer, is_sequence, kind_of
-from mlx_paged.errors import shown
+from mlx_paged.argument_values import is_sequence, kind_of
+from mlx_paged.domains import BOOL, Domain, or_none, such, whole
+from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.sampling_params import SamplingParams
 
-T = TypeVar("T")
 Message = Mapping[str, Any]
 
-_WANTED = {
-    "sampling_params": "SamplingParams, one for all or a list with one for each prompt",
-    "priority": "a list with a whole number for each prompt",
-    "no_store": "True or False, for all or a list with one for each prompt",
+# What stands for a prompt, and what may be given for all.
+_EACH: dict[str, tuple[Domain[Any], str]] = {
+    "sampling_params": (
+        or_none(
+            such("SamplingParams", lambda value: isinstance(value, SamplingParams)),
+            "SamplingParams",
+        ),
+        "SamplingParams, one for all or a list with one for each prompt",
+    ),
+    "priority": (whole(), "a list with a whole number for each prompt"),
+    "no_store": (BOOL, "True or False, for all or a list with one for each prompt"),
 }
 # The template does not see these: they are arguments of the functions that render it.
 _NO_VARIABLES = {
@@ -24,53 +31,34 @@ _NO_VARIABLES = {
 }  # fmt: skip
 
 
-def one_for_each(
-    name: str, given: object, num_prompts: int, checked: Callable[[str, object], T]
-) -> list[T]:
+def one_for_each(name: str, given: object, num_prompts: int) -> list[Any]:
     """A value for each prompt: ``given`` is a list of them, or one (or ``None``) for all.
 
     Raises:
-        ValueError: the list has another length, or ``checked`` refuses an element.
+        ValueError: the list has another length, or an element is of another type.
     """
+    domain, what = _EACH[name]
     if given is None or isinstance(given, SamplingParams | bool):
-        return [checked(name, given)] * num_prompts
+        default = 0 if name == "priority" and given is None else given
+        return [_checked(domain, name, default)] * num_prompts
     tolist = getattr(given, "tolist", None)
     values = tolist() if callable(tolist) else given
     if not is_sequence(values):
-        raise ValueError(
-            f"[generate] {name} must be {_WANTED[name]}, got {shown(given)} ({kind_of(given)})"
-        )
+        raise ValueError(f"[generate] {name} must be {what}, got {shown(given)} ({kind_of(given)})")
     if len(values) != num_prompts:
         raise ValueError(
             f"[generate] {len(values)} {name} for {num_prompts} prompts; give one for each"
         )
-    return [checked(f"{name}[{index}]", value) for index, value in enumerate(values)]
+    return [_checked(domain, f"{name}[{index}]", value) for index, value in enumerate(values)]
 
 
-def checked_params(name: str, value: object) -> SamplingParams | None:
-    if value is None or isinstance(value, SamplingParams):
-        return value
-    way_out = "; write SamplingParams(**...)" if isinstance(value, Mapping) else ""
-    raise ValueError(
-        f"[generate] {name} must be SamplingParams, got {shown(value)} ({kind_of(value)}){way_out}"
-    )
-
-
-def checked_priority(name: str, value: object) -> int:
-    priority = 0 if value is None and name == "priority" else as_integer(value)
-    if priority is None:
-        raise ValueError(
-            f"[generate] {name} must be a whole number, got {shown(value)} ({kind_of(value)})"
-        )
-    return priority
-
-
-def checked_no_store(name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(
-            f"[generate] {name} must be True or False, got {shown(value)} ({kind_of(value)})"
-        )
-    return value
+def _checked(domain: Domain[Any], name: str, value: object) -> Any:
+    try:
+        return domain.check("generate", name, value)
+    except ArgumentError as error:
+        is_params = name.startswith("sampling_params") and isinstance(value, Mapping)
+        way_out = "; write SamplingParams(**...)" if is_params else ""
+        raise ValueError(f"{error} ({kind_of(value)}){way_out}") from None
 
 
 def split_conversations(messages: object) -> list[Any]:

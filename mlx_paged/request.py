@@ -264,8 +264,8 @@ class Logprob:
     decoded_token: str | None = None
 
 
-class Truth(int):
-    """A truth value that may be called, too. In vLLM, ``finished`` is an attribute of a
+class CallableBool(int):
+    """A bool that may be called, too. In vLLM, ``finished`` is an attribute of a
     ``RequestOutput`` and a method of a ``CompletionOutput``; here both are either.
     """
 
@@ -279,17 +279,17 @@ class Truth(int):
 
 
 class _Finished:
-    """A field of an output, False by default, that is read as a :class:`Truth`."""
+    """A field of an output, False by default, that is read as a :class:`CallableBool`."""
 
     @overload
     def __get__(self, output: None, kind: type) -> bool: ...
     @overload
-    def __get__(self, output: RequestOutput, kind: type) -> Truth: ...
-    def __get__(self, output: RequestOutput | None, kind: type) -> bool | Truth:
+    def __get__(self, output: RequestOutput, kind: type) -> CallableBool: ...
+    def __get__(self, output: RequestOutput | None, kind: type) -> bool | CallableBool:
         return False if output is None else vars(output)["finished"]
 
     def __set__(self, output: RequestOutput, is_finished: bool) -> None:
-        vars(output)["finished"] = Truth(bool(is_finished))
+        vars(output)["finished"] = CallableBool(bool(is_finished))
 
 
 class _Copied:
@@ -332,9 +332,9 @@ class CompletionOutput(_Copied):
     num_accepted_tokens: int = 0
 
     @property
-    def finished(self) -> Truth:
+    def finished(self) -> CallableBool:
         """Whether it has ended; as an attribute and, as in vLLM, as a method."""
-        return Truth(self.finish_reason is not None)
+        return CallableBool(self.finish_reason is not None)
 
 
 @dataclass

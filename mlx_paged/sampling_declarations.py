@@ -201,7 +201,7 @@ class DeclaredSamplingParams:
     allowed_token_ids: Sequence[int] | None = param(
         None,
         "no other token is drawn; ``None`` allows all.",
-        Several("token ids, at least one, or None", TOKEN.read, least=1),
+        or_none(Several("token ids, at least one", TOKEN.read, least=1)),
     )
     bad_words: str | Sequence[str] = param(
         (),

@@ -52,8 +52,9 @@ class SamplingParams(DeclaredSamplingParams):
 
     def __post_init__(self) -> None:
         for name, param in SAMPLING_PARAMS.items():
-            value = param.domain.check("sampling_params", name, getattr(self, name))
-            object.__setattr__(self, name, value)
+            given = getattr(self, name)
+            if (value := param.domain.check("sampling_params", name, given)) is not given:
+                object.__setattr__(self, name, value)
         limit = self.max_tokens
         if limit is not None and limit != -1 and self.min_tokens > limit:
             what = f"at most max_tokens={limit}"

@@ -16,11 +16,13 @@ from mlx_lm.generate import generate_step as mlx_lm_generate_step
 from mlx_lm.generate_utils import BatchStats
 from mlx_lm.tokenizer_utils import SPMStreamingDetokenizer, TokenizerWrapper
 
-from mlx_paged import LLM, ModelRunner, SamplingParams, make_kv_cache, make_sampler
+from mlx_paged import LLM, SamplingParams, make_kv_cache, make_sampler
 from mlx_paged.batch_generation import batch_generate
+from mlx_paged.cache import Sequences
 from mlx_paged.errors import PromptTooLongError
 from mlx_paged.generation import generate, generate_step, stream_generate
 from mlx_paged.models import qwen3
+from mlx_paged.models.run_step import run_step
 
 
 @pytest.fixture(scope="module")
@@ -298,18 +300,18 @@ def test_prompts_of_every_form_have_one_answer(demo: tuple):
 def test_a_ragged_batch_decodes_the_tokens_of_each_sequence_alone(model: qwen3.Model, kind: str):
     lengths = (1, 15, 16, 17, 100)
     alone = {n: [t for t, _ in generate_step(prompt(n), model, max_tokens=60)] for n in lengths}
-    runner = ModelRunner(model, make_kv_cache(model, kind, kv_cache_bytes="200blocks"))
+    seqs = Sequences(make_kv_cache(model, kind, kv_cache_bytes="200blocks"))
     batch = {n: prompt(n) for n in lengths}
     together: dict[int, list[int]] = {n: [] for n in lengths}
     for step in range(60):
-        sampled = mx.argmax(runner.run(batch), axis=-1).tolist()
+        sampled = mx.argmax(run_step(model, seqs, batch), axis=-1).tolist()
         for n, token in zip(batch, sampled, strict=True):
             together[n].append(token)
         # Sequences leave one after the other; 17 comes back in the middle of the run, as a prompt
         # among decodes.
         batch = {n: [together[n][-1]] for n in batch if step < n + 20}
-        if step == 30 and 17 in together and 17 in runner.cache.seqs:
-            runner.cache.free(17)
+        if step == 30 and 17 in together and 17 in seqs:
+            seqs.free(17)
             batch[17] = prompt(17) + together[17]
     for n in lengths:
         assert together[n] == alone[n][: len(together[n])] and len(together[n]) > 20

@@ -18,12 +18,13 @@ import mlx.core as mx
 import pytest
 from helpers.backends import METAL
 from helpers.numpy_attention import PagedProblem, make_problem
+from paged_testing.by_hand import dense_handle
 
 import mlx_paged
 from mlx_paged import generate, load, make_sampler
 from mlx_paged.engine.sampler import sample
 from mlx_paged.loading import demo_model_path
-from mlx_paged.ops import KVHandle, kernels
+from mlx_paged.ops import kernels
 from mlx_paged.request import Request, SamplingParams
 
 T = TypeVar("T")
@@ -87,7 +88,7 @@ def test_what_kernels_keep_can_be_used_by_a_thread_that_did_not_make_it(
 
 
 def attend(problem: PagedProblem) -> mx.array:
-    kv = KVHandle.dense(problem.kv.k[0], problem.kv.v[0])
+    kv = dense_handle(problem.kv.k[0], problem.kv.v[0])
     rows = mx.ones((problem.q.shape[0], kv.num_kv_heads, kv.key_dim))
     decoded = METAL.update_and_attend(problem.q, (rows,), (rows,), kv, *problem.args[2:])
     return decoded + METAL.attend(problem.q, kv, *problem.args[2:])

@@ -1,5 +1,5 @@
-"""An option of an engine and a sampling parameter take one declaration each: flags, checks,
-refusals, types and tables follow from it.
+"""An option of an engine, a sampling parameter and a setting of the server take one declaration
+each: flags, checks, refusals, types and tables follow from it.
 """
 
 from __future__ import annotations
@@ -39,12 +39,16 @@ OPTION = """    dummy_limit: Annotated[
         ),
     ]
 """
+SETTING = """    dummy_names: tuple[str, ...] = setting(
+        (), "names that do nothing", such("a name", bool), "--dummy-name"
+    )
+"""
 PROBE = """
 from mlx_paged import Engine, LLM, SamplingParams, demo_model_path, load
 from mlx_paged.chat.command_line import setup_arg_parser as chat_parser
 from mlx_paged.command_line.flags import chosen_sampling, engine_options
 from mlx_paged.engine.sampling_state import _CROSS_ROW_DEFAULTS
-from mlx_paged.server.command_line import setup_arg_parser as server_parser
+from mlx_paged.server.command_line import read_settings, setup_arg_parser as server_parser
 from mlx_paged.server.fields import Fields
 from mlx_paged.server.sampling_fields import read_sampling
 
@@ -52,6 +56,8 @@ for program, parser in (("chat", chat_parser("x")), ("server", server_parser("x"
     args = parser.parse_args(["--dummy-limit", "7", "--dummy-share", "0.5"])
     print(engine_options(args, program)["dummy_limit"], chosen_sampling(args, {})["dummy_share"])
     print(engine_options(parser.parse_args([]), program)["dummy_limit"])
+settings = read_settings(parser.parse_args(["--dummy-name", "a", "--dummy-name", "b"]))
+print(settings.dummy_names, read_settings(parser.parse_args([])).dummy_names)
 print(read_sampling(Fields({"dummy_share": 0.75}), SamplingParams()).dummy_share)
 print(("dummy_share", 0.25) in _CROSS_ROW_DEFAULTS)
 engine = Engine(*load(demo_model_path()), kv_cache_bytes="64blocks", dummy_limit=3)
@@ -74,6 +80,7 @@ SAID = """\
 None
 7 0.5
 None
+('a', 'b') ()
 0.75
 True
 True
@@ -116,6 +123,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for file, before, declaration in (
         ("sampling_declarations.py", "    output_kind: RequestOutputKind = param(", PARAM),
         ("engine_options.py", "    swap_bytes: Annotated[", OPTION),
+        ("server/settings.py", "    log_prompts: bool = setting(", SETTING),
     ):
         path = folder / "mlx_paged" / file
         text = path.read_text()
@@ -159,6 +167,7 @@ def test_a_declared_dummy_is_in_the_tables_of_the_docs(copy: Path):
         "| `dummy_share` | `float` | `0.25` | a share that does nothing, 0 to 1. | "
         "`--dummy-share` | `their_share` |",
         "| `--dummy-limit N` | a limit that does nothing (default: none) |",
+        "| `--dummy-name DUMMY_NAME` | names that do nothing |",
         "| `--dummy-share DUMMY_SHARE` | a share that does nothing, 0 to 1 (default: 0.25) |",
     }
 

@@ -117,8 +117,8 @@ assert_type(mlx_paged.make_kv_cache(model, "paged", block_size=8), PagedKVCache)
 assert_type(mlx_paged.make_kv_cache(model, "basic"), ContiguousKVCache)
 assert_type(mlx_paged.make_kv_cache(model, kind), KVCache)
 
-runner = mlx_paged.ModelRunner(model, cache)
-assert_type(runner.run({"a": [1]}), mx.array)
+sequences = mlx_paged.Sequences(cache)
+assert_type(mlx_paged.run_step(model, sequences, {"a": [1]}), mx.array)
 assert_type(mlx_paged.Engine(model).cache, KVCache)
 assert_type(mlx_paged.AsyncEngine(model).generate("x"), AsyncGenerator[RequestOutput, None])
 assert_type(mlx_paged.AsyncEngine(model).stream("x"), Generator[RequestOutput, None, None])
@@ -134,13 +134,13 @@ from mlx_paged.cache import PagedKVCache
 cache = PagedKVCache(mlx_paged.KVCacheConfig.uniform(1, 1, 8))
 by_name: dict[str, int] = {"a": 1}
 by_number: dict[int, int] = {1: 1}
-with cache.step(by_name), cache.step(by_number):
+sequences = mlx_paged.Sequences(cache)
+with sequences.step(by_name), sequences.step(by_number):
     pass
-runner = mlx_paged.ModelRunner(model, cache)
 tokens_by_name: dict[str, list[int]] = {"a": [1]}
 tokens_by_number: dict[int, list[int]] = {1: [1]}
-runner.run(tokens_by_name)
-runner.run(tokens_by_number)
+mlx_paged.run_step(model, sequences, tokens_by_name)
+mlx_paged.run_step(model, sequences, tokens_by_number)
 """
     assert run_mypy(GIVEN + program) == []
 
@@ -152,7 +152,7 @@ def test_mypy_finds_what_a_user_does_wrong(run_mypy):
         "SamplingParams(max_tokens='many')": "arg-type",
         "SamplingParams(maximum=1)": "call-arg",
         "mlx_paged.make_kv_cache(model, kv_cache_bytes=[2])": "call-overload",
-        "mlx_paged.ModelRunner(model, model)": "arg-type",
+        "mlx_paged.run_step(model, model, {})": "arg-type",
         "mlx_paged.LLM('x', kv_cash_bytes='2G')": "call-arg",
         "mlx_paged.LLM('x', max_num_seqs='many')": "arg-type",
         "mlx_paged.Engine(model, max_number_of_seqs=1)": "call-arg",

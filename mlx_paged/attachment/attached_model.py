@@ -15,11 +15,10 @@ from mlx_paged.argument_values import kind_of
 from mlx_paged.attachment.attached_class import attached_class, is_attachable, is_attached
 from mlx_paged.attachment.logits import unpack
 from mlx_paged.attachment.prompt_cache import FollowingCache, PromptCache
-from mlx_paged.attachment.sequences import Sequence as CachedSequence
-from mlx_paged.attachment.sequences import Sequences
+from mlx_paged.attachment.sequences import CachedSequence, CachedSequences
 from mlx_paged.attachment.steps import Run, StepOfCall
 from mlx_paged.attachment.token_history import CallTokens
-from mlx_paged.cache import PagedKVCache
+from mlx_paged.cache import KVCache
 from mlx_paged.config import DEFAULT_BACKEND, DEFAULT_BLOCK_SIZE
 from mlx_paged.errors import ArgumentError, one_line, shown
 from mlx_paged.foreign_arguments import refuses_unknown_arguments
@@ -62,12 +61,12 @@ class Attachment:
         self,
         model: Module,
         packed: LanguageModel,
-        cache: PagedKVCache,
+        cache: KVCache,
         stock_classes: Sequence[tuple[Module, type[Module]]],
     ):
         self.model = model
         self._packed_model: LanguageModel | None = packed
-        self._sequences = Sequences(cache)
+        self._sequences = CachedSequences(cache)
         self._stock_class = type(model)
         self._stock_classes = stock_classes
         self._num_caches = len(make_prompt_cache(model))
@@ -98,7 +97,7 @@ class Attachment:
             self._packed_model = None
 
     @property
-    def cache(self) -> PagedKVCache:
+    def cache(self) -> KVCache:
         """The K/V of all sequences; raises ``RuntimeError`` when the model was detached."""
         return self._sequences.cache
 
@@ -113,15 +112,16 @@ class Attachment:
         """Figures of this moment; raises ``RuntimeError`` when the model was detached."""
         with self._sequences.lock:
             self._sequences.free_released()
-            held, blocks = self.cache.stats(), self.cache.manager.stats()
+            held = self._sequences.held
+            stats, blocks = held.stats(), held.manager.stats()
             return AttachStats(
-                num_seqs=held.num_seqs,
-                num_blocks=held.num_blocks,
+                num_seqs=stats.num_seqs,
+                num_blocks=stats.num_blocks,
                 num_used_blocks=blocks.num_used_blocks,
                 num_cached_blocks=blocks.num_cached_blocks,
                 num_evictions=blocks.num_evictions,
-                nbytes_used=held.nbytes_used,
-                nbytes_held=held.nbytes_held,
+                nbytes_used=stats.nbytes_used,
+                nbytes_held=stats.nbytes_held,
                 num_tokens=self._num_tokens,
                 num_hit_tokens=self._num_hit_tokens,
                 num_recomputed_tokens=self._num_recomputed_tokens,
@@ -161,7 +161,7 @@ class Attachment:
             return export_prompt_cache(
                 path,
                 self._packed,
-                self.cache,
+                self._sequences.held,
                 sequence.state.seq_id,
                 model_name=model_name,
                 token_ids=sequence.state.tokens.read(),

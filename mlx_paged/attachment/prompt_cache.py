@@ -7,8 +7,7 @@ from typing import Any, NoReturn
 
 import mlx.core as mx
 
-from mlx_paged.attachment.sequences import Sequence as CachedSequence
-from mlx_paged.attachment.sequences import Sequences
+from mlx_paged.attachment.sequences import CachedSequence, CachedSequences
 from mlx_paged.attachment.steps import Run
 from mlx_paged.errors import ArgumentError, shown
 
@@ -123,7 +122,10 @@ class PromptCache(_Cache):
     """
 
     def __init__(
-        self, sequences: Sequences, rows: Sequence[CachedSequence] = (), is_batch: bool = False
+        self,
+        sequences: CachedSequences,
+        rows: Sequence[CachedSequence] = (),
+        is_batch: bool = False,
     ):
         self.sequences = sequences
         self.rows = list(rows)
@@ -185,10 +187,10 @@ class PromptCache(_Cache):
     def nbytes(self) -> int:
         """Of the blocks that it holds in all layers; shared ones count for each holder."""
         with self.sequences.lock:
-            cache = self.sequences.cache
-            tables = [cache.manager.groups.get(row.state.seq_id, ()) for row in self.rows]
-            num_blocks = sum(len(table) for groups in tables for table in groups)
-            return num_blocks * cache.config.nbytes_per_block
+            groups = self.sequences.held.manager.groups
+            tables = [groups.get(row.state.seq_id, ()) for row in self.rows]
+            num_blocks = sum(len(table) for of_row in tables for table in of_row)
+            return num_blocks * self.sequences.cache.config.nbytes_per_block
 
     @property
     def state(self) -> list[object]:

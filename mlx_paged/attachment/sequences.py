@@ -10,7 +10,7 @@ from collections.abc import Container
 from dataclasses import dataclass, field
 
 from mlx_paged.attachment.token_history import TokenHistory
-from mlx_paged.cache import PagedKVCache
+from mlx_paged.cache import KVCache, Sequences
 from mlx_paged.core import BlockHash, BlockTableError, extend_block_hashes
 
 
@@ -27,10 +27,10 @@ class SequenceState:
     last_call: int = 0
 
 
-class Sequence:
+class CachedSequence:
     """One sequence; its blocks go back when nobody holds it any more."""
 
-    def __init__(self, sequences: Sequences, state: SequenceState):
+    def __init__(self, sequences: CachedSequences, state: SequenceState):
         self.sequences = sequences
         self.state = state
         # A finalizer runs wherever the garbage collector does, in the middle of a step even, so it
@@ -42,7 +42,7 @@ class Sequence:
     def num_tokens(self) -> int:
         return len(self.state.tokens)
 
-    def fork(self) -> Sequence:
+    def fork(self) -> CachedSequence:
         """Another one with the same tokens, which shares their blocks until one of the two writes
         into them.
         """
@@ -55,7 +55,7 @@ class Sequence:
         self.sequences.trim(self, num_tokens)
 
 
-class Sequences:
+class CachedSequences:
     """All sequences on one cache. Threads may take turns: whoever holds ``lock`` may touch blocks.
 
     Attributes:
@@ -64,58 +64,63 @@ class Sequences:
         num_calls: of the model, so far.
     """
 
-    def __init__(self, cache: PagedKVCache):
-        self._cache: PagedKVCache | None = cache
+    def __init__(self, cache: KVCache):
+        self._held: Sequences | None = Sequences(cache)
         self._seq_ids = itertools.count()
         self.lock = threading.RLock()
-        self.alive: weakref.WeakSet[Sequence] = weakref.WeakSet()
+        self.alive: weakref.WeakSet[CachedSequence] = weakref.WeakSet()
         self.released: deque[SequenceState] = deque()
         self.num_calls = 0
 
     @property
-    def cache(self) -> PagedKVCache:
-        """Raises ``RuntimeError`` when the model was detached."""
-        if self._cache is None:
+    def held(self) -> Sequences:
+        """Those that have blocks; raises ``RuntimeError`` when the model was detached."""
+        if self._held is None:
             raise RuntimeError(
                 "[attach] this prompt cache is of a model that was detached since; make another "
                 "one, with make_prompt_cache(model)"
             )
-        return self._cache
+        return self._held
+
+    @property
+    def cache(self) -> KVCache:
+        """Their K/V; raises ``RuntimeError`` when the model was detached."""
+        return self.held.cache
 
     def close(self) -> None:
         """Forget all sequences and give back their memory."""
         with self.lock:
-            self._cache = None
+            self._held = None
             self.released.clear()
 
     def new_id(self) -> int:
         return next(self._seq_ids)
 
-    def new(self) -> Sequence:
+    def new(self) -> CachedSequence:
         """A sequence without tokens."""
-        return Sequence(self, SequenceState(self.new_id()))
+        return CachedSequence(self, SequenceState(self.new_id()))
 
     def has_blocks(self, state: SequenceState) -> bool:
-        return state.seq_id in self.cache.manager.tables
+        return state.seq_id in self.held
 
-    def fork(self, sequence: Sequence) -> Sequence:
+    def fork(self, sequence: CachedSequence) -> CachedSequence:
         with self.lock:
             state = sequence.state
             copied = SequenceState(
                 self.new_id(), state.tokens.copy(), state.block_hashes.copy(), state.last_call
             )
             if self.has_blocks(state):
-                self.cache.fork(state.seq_id, copied.seq_id)
-            return Sequence(self, copied)
+                self.held.fork(state.seq_id, copied.seq_id)
+            return CachedSequence(self, copied)
 
-    def trim(self, sequence: Sequence, num_tokens: int) -> None:
+    def trim(self, sequence: CachedSequence, num_tokens: int) -> None:
         with self.lock:
-            state, manager = sequence.state, self.cache.manager
+            state = sequence.state
             if num_tokens >= len(state.tokens):
                 return
             if self.has_blocks(state):
                 try:
-                    manager.trim(state.seq_id, num_tokens)
+                    self.held.trim(state.seq_id, num_tokens)
                 except BlockTableError:  # It needs tokens that have left a window.
                     self.free(state)
             if num_tokens == 0:
@@ -134,9 +139,9 @@ class Sequences:
         """
         if self.has_blocks(state):
             self.enter_full_blocks(state)
-            self.cache.manager.free(state.seq_id)
+            self.held.free(state.seq_id)
 
-    def give_up_one(self, kept: Container[Sequence]) -> bool:
+    def give_up_one(self, kept: Container[CachedSequence]) -> bool:
         """Give back the blocks of the sequence that was not called for the longest time; False if
         only ``kept`` ones have any. It is computed again when it is called.
         """
@@ -151,4 +156,4 @@ class Sequences:
         block_size, hashes = self.cache.config.block_size, state.block_hashes
         if len(state.tokens) // block_size > len(hashes):
             extend_block_hashes(hashes, state.tokens.read(), block_size)
-            self.cache.manager.cache_blocks(state.seq_id, hashes)
+            self.held.manager.cache_blocks(state.seq_id, hashes)

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
-from mlx_paged.attachment.sequences import Sequence as CachedSequence
-from mlx_paged.attachment.sequences import Sequences
+from mlx_paged.attachment.sequences import CachedSequence, CachedSequences
 from mlx_paged.attachment.token_history import CallTokens
 from mlx_paged.core import BlockHash, ComputedBlocks, extend_block_hashes
 from mlx_paged.errors import CacheFullError
@@ -67,11 +66,11 @@ class StepOfCall:
     """
 
     def __init__(
-        self, sequences: Sequences, tokens: CallTokens, kept: Container[CachedSequence] = ()
+        self, sequences: CachedSequences, tokens: CallTokens, kept: Container[CachedSequence] = ()
     ):
         self._sequences = sequences
         self._cache = sequences.cache
-        self._manager = self._cache.manager
+        self._manager = sequences.held.manager
         self._tokens = tokens
         self._kept = kept
         self._reserved: list[Run] = []
@@ -88,8 +87,8 @@ class StepOfCall:
         try:
             for run in runs:
                 self._reserve(run)
-            with self._cache.scheduled_step(
-                [run.seq_id for run in runs],
+            with self._cache.open_step(
+                [self._manager.groups[run.seq_id] for run in runs],
                 [run.num_computed for run in runs],
                 [run.num_logit_rows for run in runs],
                 self._shares_new_blocks,
@@ -102,7 +101,7 @@ class StepOfCall:
             raise
         except BaseException:
             # Ctrl-C may have torn anything but the lists of tokens, which are all that it takes.
-            self._cache.reset()
+            self._sequences.held.reset()
             raise
 
     def _reserve(self, run: Run) -> None:
@@ -169,7 +168,7 @@ class StepOfCall:
             # What the failed step has written so far; another thread could not do it later.
             mx.eval(self._cache.arrays)
         except Exception:
-            self._cache.reset()
+            self._sequences.held.reset()
             return
         for run in reversed(self._reserved):
             if run.seq_id not in manager.tables:

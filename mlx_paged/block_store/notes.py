@@ -30,7 +30,7 @@ class Notes:
     Any thread may call ``used`` and ``lost``; one at a time the rest.
 
     Attributes:
-        num_written: how many blocks were written and not settled.
+        num_written: how many blocks were written and not flushed.
     """
 
     def __init__(self, inventory: Inventory, digest: str) -> None:
@@ -56,7 +56,7 @@ class Notes:
         num_blocks, nbytes = self._inventory.act(Index.totals)
         return num_blocks + self.num_written, nbytes + self._nbytes_written
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Write everything into the index, and times of uses into the files, too.
 
         Raises:

@@ -157,7 +157,7 @@ class BlockStore(Tier):
             self._inventory.act(Index.totals, pause)
         with self._writing, self._failing("the folder could not be tended"):
             self._shards.refresh()
-            self._settle()
+            self._flush()
             self._make_room(0, pause)
             self._sweep()
             self._inventory.list_again_if_alone()
@@ -175,7 +175,7 @@ class BlockStore(Tier):
         try:
             if not was_off:
                 with self._failing("the folder could not be tended"):
-                    self._settle()
+                    self._flush()
             self._inventory.close()
         finally:
             self._writing.release()
@@ -231,7 +231,7 @@ class BlockStore(Tier):
         )
         self._totals = self._totals[0] + 1, self._totals[1] + nbytes
         if self._notes.num_written >= _ROWS_AT_A_TIME:
-            self._settle()
+            self._flush()
         return True
 
     def _write_file(self, block_hash: bytes, pieces: list[Payload], nbytes: int) -> None:
@@ -247,13 +247,13 @@ class BlockStore(Tier):
         self._totals = self._notes.totals()
         if self._totals[1] + nbytes <= self.max_nbytes:
             return True
-        self._settle()
+        self._flush()
         self._totals = self._inventory.act(Index.totals)
         excess = self._totals[1] + nbytes - self.max_nbytes
         return excess <= 0 or self._evict(excess, pause) >= excess
 
     def _evict(self, nbytes: int, pause: Pause | None = None) -> int:
-        self._settle()
+        self._flush()
         num_evicted, num_freed = self._inventory.evict(nbytes, pause)
         self.count("num_evicted", num_evicted)
         self._totals = self._inventory.act(Index.totals)
@@ -267,12 +267,12 @@ class BlockStore(Tier):
         self.count("num_evicted", self._inventory.sweep(self._digest, self.ttl))
         self._totals = self._inventory.act(Index.totals)
 
-    def _settle(self) -> None:
+    def _flush(self) -> None:
         """Write down what was written, used and lost since the last time."""
         while self._inventory.bad_files:
             self._inventory.bad_files.pop()
             self.count("num_corrupt")
-        self._notes.settle()
+        self._notes.flush()
 
     @contextmanager
     def _failing(self, what: str) -> Iterator[None]:

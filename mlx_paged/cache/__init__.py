@@ -1,11 +1,12 @@
 """KV caches: what a model, its runner and a library user see of them, and the two kinds."""
 
-from mlx_paged.cache.base import AnySeqId, KVCache, KVCacheStats
+from mlx_paged.cache.base import KVCache
 from mlx_paged.cache.config import KVCacheConfig
 from mlx_paged.cache.contiguous import ContiguousKVCache
 from mlx_paged.cache.layer import LayerKV, LayerSpec
 from mlx_paged.cache.layer_groups import LayerGroup, group_layers
 from mlx_paged.cache.paged import PagedKVCache
+from mlx_paged.cache.sequences import AnySeqId, KVCacheStats, Sequences
 from mlx_paged.errors import CacheFullError, PromptTooLongError
 from mlx_paged.ops import AffineFormat, DenseFormat, KVFormat, RowFormat
 from mlx_paged.request import SeqId
@@ -27,5 +28,6 @@ __all__ = [
     "PromptTooLongError",
     "RowFormat",
     "SeqId",
+    "Sequences",
     "group_layers",
 ]

@@ -1,81 +1,46 @@
-"""What every KV cache does, whatever stores its rows: steps, sequences, and memory."""
+"""What every KV cache does, whatever stores its rows: blocks, growth, and an open step."""
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypeAlias
+from typing import ClassVar
 
 import mlx.core as mx
 
 from mlx_paged.cache.config import KVCacheConfig
 from mlx_paged.cache.layer import LayerKV
-from mlx_paged.cache.step_states import put_states, states_before
-from mlx_paged.core import (
-    BlockCopy,
-    BlockPool,
-    BlockTable,
-    KeyShift,
-    KVCacheManager,
-    SequenceStates,
-)
-from mlx_paged.errors import CacheFullError
-from mlx_paged.ops import AttentionMetadata, Backend, Parts, StepState
-from mlx_paged.request import SeqId
-
-# The key of a mapping that a caller hands in. Mapping is invariant in its keys: with SeqId for
-# them, a type checker would refuse a dict[str, int].
-AnySeqId: TypeAlias = Any
-# Rows of every layer: one array per layer, or a single array where all layers are alike.
-LayerRows: TypeAlias = Sequence[mx.array] | mx.array
+from mlx_paged.core import BlockCopy, BlockPool, BlockTable
+from mlx_paged.ops import AttentionMetadata, Backend, StepState
 
 INITIAL_BLOCKS = 64
 ALL_LAYERS = slice(None)
 
 
-@dataclass(frozen=True)
-class KVCacheStats:
-    """What a cache holds now."""
-
-    num_seqs: int
-    num_tokens: int
-    nbytes_used: int  # of the blocks in use
-    nbytes_held: int  # allocated for K/V
-    blocks_used: int
-    num_blocks: int  # the budget
-
-
 class KVCache(ABC):
-    """K/V of several sequences in all layers of a model.
+    """K/V of several sequences in all layers of a model, in blocks of a pool.
 
-    A sequence is any hashable id; it begins with the first step that names it and ends with
-    :meth:`free`. A step adds tokens to some sequences::
+    Which blocks are whose is for a :class:`KVCacheManager` over the pool: that of an engine, or of
+    :class:`Sequences` where a cache is used without one. A step adds rows to the slots that their
+    block tables have for them::
 
-        with cache.step({"a": 1, "b": 17}) as step:     # a decode and a prompt of 17: 18 rows
+        with cache.open_step(tables, [1, 17]) as step:  # a decode and a prompt of 17: 18 rows
             logits = model(tokens, cache.layers, step.logit_rows)
             mx.eval(logits, cache.arrays)               # before the next step is built
-
-    If the body raises, the step did not happen. A scheduler, which allocates through
-    :attr:`manager` and takes back what failed itself, uses :meth:`scheduled_step`.
 
     Args:
         config: shape and budget.
         initial_blocks: blocks to begin with; more are added when they are needed.
 
     Attributes:
-        manager: which blocks each sequence holds.
         pool: the blocks. It has one more than sequences can hold, the null block.
         all_can: whether all who hold a part of these K/V can do what this cache can; asked before
             the pool changes. A cache of its own asks nobody.
     """
 
     kind: ClassVar[str]
-    manager: KVCacheManager
-    pool: BlockPool
 
     def __init__(self, config: KVCacheConfig, initial_blocks: int = INITIAL_BLOCKS):
         self.config = config
@@ -84,24 +49,20 @@ class KVCache(ABC):
         self._steps: Sequence[AttentionMetadata] = ()
         self._open_layers = ALL_LAYERS
         self._initial_blocks = min(initial_blocks, config.num_blocks)
-        self.reset()
+        self.pool = BlockPool(self._initial_blocks + 1, config.block_size)
+        self._begin()
 
     def reset(self) -> None:
-        """Forget everything: sequences, the prefix cache, an open step, and storage that an
-        interrupt left uneven.
+        """Forget all K/V, an open step, and storage that an interrupt left uneven. Block tables
+        over the pool have to be forgotten, too (:meth:`KVCacheManager.reset`).
         """
         self.close_step()
-        self._max_num_blocks = self.config.num_blocks
-        self.pool = BlockPool(self._initial_blocks + 1, self.config.block_size)
-        self._allocate_layers()
-        self.manager = self._new_manager()
+        self.pool.reset(self._initial_blocks + 1)
+        self._begin()
 
-    def keep_checkpoints(self, num_checkpoints: int) -> None:
-        """Keep so many states at the ends of blocks for prefix hits, of a model with recurrent
-        layers. What the cache holds is forgotten.
-        """
-        self.config = replace(self.config, num_checkpoints=num_checkpoints)
-        self.reset()
+    def _begin(self) -> None:
+        self._max_num_blocks = self.config.num_blocks
+        self._allocate_layers()
 
     # What a kind of storage implements
 
@@ -120,24 +81,18 @@ class KVCache(ABC):
         """Whether the next step may be built while one runs, and nothing is copied for that."""
         return False
 
-    @property
-    def can_swap(self) -> bool:
-        """Whether ``read_blocks`` and ``write_blocks`` are there."""
-        return False
-
     @abstractmethod
     def _allocate_layers(self) -> None:
         """Drop the layers, then make new ones with storage for the blocks of the pool."""
 
-    def _new_manager(self) -> KVCacheManager:
-        retentions = [group.retention for group in self.config.groups]
-        states = SequenceStates(self.config.num_checkpoints) if self.config.state_nbytes else None
-        return KVCacheManager(self.pool, retentions=retentions, states=states)
-
     @abstractmethod
-    def _prepare(self, seq_ids: Sequence[SeqId], steps: Sequence[AttentionMetadata]) -> None:
-        """Make storage ready for the rows of a step of these sequences that opens, described for
-        each group of layers.
+    def _prepare(
+        self, tables: Sequence[Sequence[BlockTable]], steps: Sequence[AttentionMetadata]
+    ) -> None:
+        """Make storage ready for the rows of a step that opens, described for each group of layers.
+
+        Args:
+            tables: of each sequence of the step, as :meth:`open_step` has them.
         """
 
     @abstractmethod
@@ -155,20 +110,8 @@ class KVCache(ABC):
         """Give back storage that no sequence needs, after the pool has shrunk."""
 
     @abstractmethod
-    def _stored_parts(self, seq: SeqId, layer: int) -> tuple[Parts, Parts]:
-        """The parts of K and V that a layer keeps of a sequence, ``[num_kv_heads, num_tokens,
-        width]`` each; they may be views.
-        """
-
-    @abstractmethod
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Copy blocks in all layers: ``(source, destination)`` ids."""
-
-    def shift_keys(self, group: int, shift: KeyShift) -> None:
-        """Copy blocks in the layers of a group, with K rotated on by ``shift.distance``
-        positions.
-        """
-        raise NotImplementedError(f"[{self.kind} cache] keeps all tokens where they are")
 
     @property
     @abstractmethod
@@ -180,137 +123,41 @@ class KVCache(ABC):
     def nbytes_held(self) -> int:
         """Bytes allocated for K/V."""
 
-    def wait_for_writes(self) -> None:
-        """Wait for what was written so far, before the host reads it."""
-        mx.eval(self.arrays)
-
-    def read_blocks(self, group: int, block_ids: Sequence[int]) -> list[bytes]:
-        """Copies of blocks of a group of layers, whose steps have been read."""
-        raise NotImplementedError(f"[{self.kind} cache] has no blocks to copy out")
-
-    def write_blocks(self, group: int, block_ids: Sequence[int], contents: Sequence[bytes]) -> None:
-        """Fill blocks of a group of layers with what :meth:`read_blocks` returned, of a cache of
-        the same layers and block size.
-
-        Raises:
-            ValueError: contents of another size.
-        """
-        raise NotImplementedError(f"[{self.kind} cache] has no blocks to fill")
-
     # Steps
 
     @contextmanager
-    def step(
+    def open_step(
         self,
-        num_new_tokens: Mapping[AnySeqId, int],
-        num_logit_rows: Sequence[int] | None = None,
-    ) -> Iterator[AttentionMetadata]:
-        """Allocate slots for new tokens of each sequence, in the mapping's order, and open a step.
-
-        Args:
-            num_new_tokens: of each sequence, at least 1.
-            num_logit_rows: as in :meth:`scheduled_step`.
-
-        Raises:
-            CacheFullError: the budget can't hold them; nothing was changed.
-            ValueError: no sequence, a sequence without a new token, or with more than may be added
-                at once (:meth:`KVCacheManager.max_run`).
-            RuntimeError: another step of this cache is open.
-        """
-        if self._steps:
-            raise RuntimeError(
-                f"[{self.kind} cache] a step is open already; finish it before the next one"
-            )
-        self._check_counts(num_new_tokens)
-        tables, states = self.manager.tables, self.manager.states
-        states_before = None if states is None else states.snapshot()
-        lengths_before = {seq: tables[seq].num_tokens for seq in num_new_tokens if seq in tables}
-        try:
-            self._allocate_slots(num_new_tokens)
-            seq_ids, counts = list(num_new_tokens), list(num_new_tokens.values())
-            with self.scheduled_step(seq_ids, counts, num_logit_rows) as step:
-                yield step
-        except BaseException:  # Ctrl-C, too.
-            for seq in num_new_tokens:
-                if states is not None and states_before is not None:
-                    states.restore(seq, states_before)
-                if seq in lengths_before:
-                    self.manager.trim(seq, lengths_before[seq])
-                elif seq in tables:
-                    self.free(seq)
-            raise
-
-    def _check_counts(self, num_new_tokens: Mapping[SeqId, int]) -> None:
-        if not num_new_tokens:
-            raise ValueError(f"[{self.kind} cache] a step needs at least one sequence")
-        for seq, num_new in num_new_tokens.items():
-            if num_new < 1:
-                raise ValueError(
-                    f"[{self.kind} cache] sequence {seq!r}: a step adds at least 1 token, "
-                    f"got {num_new}"
-                )
-            max_run = self.manager.max_run(seq)
-            if num_new > max_run:
-                raise ValueError(
-                    f"[{self.kind} cache] sequence {seq!r}: a step adds at most {max_run} tokens "
-                    f"here, since others leave the window then; got {num_new}"
-                )
-
-    def _allocate_slots(self, num_new_tokens: Mapping[SeqId, int]) -> None:
-        num_needed = sum(
-            self.manager.num_needed_blocks(seq, n) for seq, n in num_new_tokens.items()
-        )
-        if num_needed > self.pool.num_free_blocks + self.num_growable_blocks:
-            raise CacheFullError(
-                f"[{self.kind} cache] {sum(num_new_tokens.values())} new tokens need {num_needed} "
-                f"blocks of {self.config.block_size}, the budget holds {self._max_num_blocks} and "
-                f"{self.pool.num_used_blocks} are in use; raise kv_cache_bytes or free a sequence"
-            )
-        self.make_room(num_needed)
-        for seq, num_new in num_new_tokens.items():
-            copies = self.manager.allocate_slots(seq, num_new)
-            if copies is None:
-                raise CacheFullError(
-                    f"[{self.kind} cache] the device has no more memory, though the budget would "
-                    "allow it"
-                )
-            # At once: a source may be handed out again by the next sequence's allocation.
-            self.copy_blocks(copies)
-            for group, shift in self.manager.take_key_shifts(seq):
-                self.shift_keys(group, shift)
-
-    @contextmanager
-    def scheduled_step(
-        self,
-        seq_ids: Sequence[SeqId],
+        tables: Sequence[Sequence[BlockTable]],
         num_new_tokens: Sequence[int],
         num_logit_rows: Sequence[int] | None = None,
         shares_new_blocks: bool = False,
         layers: slice = ALL_LAYERS,
         context_lens: Sequence[int] | None = None,
+        states: list[StepState] | None = None,
     ) -> Iterator[AttentionMetadata]:
-        """Open a step whose slots were allocated through :attr:`manager`; it is closed whatever
-        happens.
+        """Open a step whose slots are allocated; it is closed whatever happens. No table may change
+        before that.
 
         Args:
-            seq_ids: the sequences, in the order of the packed rows.
+            tables: of each sequence, in the order of the packed rows, the block tables of all
+                groups of layers (``manager.groups[seq]``).
             num_new_tokens: of each sequence, the last ones that it has slots for.
             num_logit_rows: of how many of its last tokens each sequence wants logits; 1 of each by
                 default. If no sequence wants any, the step has one row of logits all the same: MLX
                 refuses some products of no rows.
-            shares_new_blocks: see :meth:`AttentionMetadata.build`.
+            shares_new_blocks: see :class:`AttentionMetadata`.
             layers: those that the step runs; of two models on one cache, each runs its own.
             context_lens: of each sequence, where its new tokens end; by default all that it has
                 slots for.
+            states: of each sequence, for a model with recurrent layers, which sets what follows.
         """
-        states = states_before(self.manager, seq_ids, num_new_tokens, num_logit_rows)
         wants_logits = True
         if num_logit_rows is not None:
             num_logit_rows = list(num_logit_rows)
             wants_logits = any(num_logit_rows)
             if not wants_logits:
                 num_logit_rows[-1] = 1
-        tables = [self.manager.groups[seq] for seq in seq_ids]
         steps = [
             self._step_of(
                 [of_groups[group] for of_groups in tables],
@@ -325,7 +172,7 @@ class KVCache(ABC):
         ]
         self._steps, self._open_layers = steps, layers
         try:
-            self._prepare(seq_ids, steps)
+            self._prepare(tables, steps)
             opened = range(len(self.layers))[layers]
             for layer_group, group_step in zip(self.config.groups, steps, strict=True):
                 for index in layer_group.layers:
@@ -333,8 +180,6 @@ class KVCache(ABC):
                         self.layers[index].open(group_step)
             yield steps[0]
             self._finish()
-            if states is not None:
-                put_states(self.manager, seq_ids, states)
         finally:
             self.close_step()
 
@@ -354,7 +199,7 @@ class KVCache(ABC):
         block_tables = [table.packed_block_ids for table in tables]
         context_lens = [table.num_held_tokens for table in tables]
         offsets = None
-        if not self.manager.keeps_all:
+        if not self.config.keeps_all:
             offsets = [table.num_evicted_tokens - table.base for table in tables]
         if ends is not None:
             pairs = zip(tables, ends, strict=True)
@@ -424,178 +269,11 @@ class KVCache(ABC):
         if self._steps:
             raise RuntimeError(f"[{self.kind} cache] a step is open; shrink after it")
         self._max_num_blocks = self.config.num_blocks
-        tables = itertools.chain.from_iterable(self.manager.groups.values())
-        last_used = max((block.block_id for table in tables for block in table), default=0)
-        num_blocks = max(last_used, self._initial_blocks) + 1
+        used = (block.block_id for block in reversed(self.pool.blocks) if block.ref_cnt)
+        num_blocks = max(next(used, 0), self._initial_blocks) + 1
         before = self.nbytes_held
         if num_blocks < self.pool.num_blocks:
             is_shrunk = self.pool.shrink_to(num_blocks)
             assert is_shrunk, "no block behind the last used one is in use"
         self._fit()
         return before - self.nbytes_held
-
-    def stats(self) -> KVCacheStats:
-        stats = self.manager.stats()
-        return KVCacheStats(
-            num_seqs=stats.num_requests,
-            num_tokens=stats.num_tokens,
-            nbytes_used=stats.num_used_blocks * self.config.nbytes_per_block,
-            nbytes_held=self.nbytes_held,
-            blocks_used=stats.num_used_blocks,
-            num_blocks=self.config.num_blocks,
-        )
-
-    # Sequences
-
-    @property
-    def seqs(self) -> list[SeqId]:
-        """The sequences held, oldest first."""
-        return list(self.manager.tables)
-
-    def seq_len(self, seq: SeqId) -> int:
-        """Tokens held of a sequence; 0 when there is no such sequence."""
-        return self.manager.num_tokens(seq)
-
-    def max_seq_len(self, seq: SeqId) -> int:
-        """The length to which a sequence, held already or not, could grow if the others stay as
-        they are.
-        """
-        num_free = self._max_num_blocks - self.pool.num_used_blocks
-        if not self.manager.keeps_all:
-            num_held = sum(map(len, self.manager.groups.get(seq, ())))
-            return self.manager.max_num_tokens(num_free + num_held)
-        if seq not in self.manager.tables:
-            return num_free * self.config.block_size
-        table = self.manager.tables[seq]
-        # A shared tail is copied before it is written, and the copy takes a block.
-        num_copied = int(table.num_unfilled_slots > 0 and table.num_new_blocks(1) > 0)
-        if num_copied > num_free:
-            return table.num_tokens
-        return table.capacity + (num_free - num_copied) * self.config.block_size
-
-    def block_ids(self, seq: SeqId) -> tuple[int, ...]:
-        """The block table of a sequence, that of the first group of layers; ``KeyError`` when there
-        is no such sequence.
-        """
-        return tuple(self._table(seq).block_ids)
-
-    def trim(self, seq: SeqId, length: int) -> None:
-        """Forget a sequence's tokens from position ``length`` on (``trim_to``, after speculation or
-        an edited turn).
-
-        Raises:
-            KeyError: no such sequence.
-            ValueError: ``length`` is negative or beyond the sequence.
-            BlockTableError: tokens that have left the window would be needed again.
-        """
-        num_tokens = self._table(seq).num_tokens
-        if not 0 <= length <= num_tokens:
-            raise ValueError(
-                f"[{self.kind} cache] trim: length {length} must be within 0..{num_tokens}"
-            )
-        self.manager.trim(seq, length)
-
-    def free(self, seq: SeqId) -> None:
-        """Forget a sequence; raises ``KeyError`` when there is no such sequence."""
-        self._table(seq)
-        self.manager.free(seq)
-
-    def fork(self, seq: SeqId, new_seq: SeqId) -> None:
-        """A second sequence with the same tokens, sharing their K/V until one of the two writes.
-
-        Raises:
-            KeyError: no such sequence.
-            ValueError: ``new_seq`` exists.
-            CacheFullError: a contiguous cache copies the K/V, and the copy doesn't fit.
-        """
-        table = self._table(seq)
-        if new_seq in self.manager.tables:
-            raise ValueError(f"[{self.kind} cache] fork: sequence {new_seq!r} exists already")
-        if not self.try_fork(seq, new_seq):
-            raise CacheFullError(
-                f"[{self.kind} cache] a fork of {table.num_tokens} tokens needs "
-                f"{len(table.block_ids)} blocks of {self.config.block_size}, the budget holds "
-                f"{self._max_num_blocks} and {self.pool.num_used_blocks} are in use; raise "
-                "kv_cache_bytes or free a sequence"
-            )
-
-    def try_fork(self, seq: SeqId, new_seq: SeqId) -> bool:
-        """:meth:`fork` of a scheduler; False, and nothing has changed, where the copy that it needs
-        does not fit.
-        """
-        self.manager.fork(seq, new_seq)
-        return True
-
-    def reset_prefix_cache(self) -> bool:
-        """Forget all that sequences left, or return False and change nothing while there are
-        sequences.
-        """
-        return self.manager.reset_prefix_cache()
-
-    def materialize(self, seq: SeqId, layer: int) -> tuple[mx.array, mx.array]:
-        """Dense K and V of one layer, ``[num_kv_heads, num_tokens, key_dim]`` and ``value_dim``,
-        independent of the cache; ``KeyError`` if not there. They are those of the tokens that the
-        layer keeps.
-        """
-        self._table(seq)
-        table = self.manager.groups[seq][self.config.group_of(layer)]
-        spec = self.layers[layer].spec
-        k, v = self._stored_parts(seq, layer) if table.num_held_tokens else spec.zeros(0)
-        # A view that stays alive would make the next write copy the whole array behind it. The
-        # product is exact and, unlike mx.contiguous, never shares the memory of a view that is
-        # contiguous already.
-        keys, values = spec.format.decode(
-            tuple(part * 1 for part in k), tuple(part * 1 for part in v)
-        )
-        keys = spec.format.unrotated(keys)
-        mx.eval(keys, values)
-        return keys, values
-
-    def append(self, seq: SeqId, k: LayerRows, v: LayerRows) -> None:
-        """Append rows of one or more tokens in all layers (``push_row`` elsewhere; a model appends
-        through :meth:`LayerKV.update_and_attend` instead).
-
-        Args:
-            k: per layer ``[num_tokens, num_kv_heads, key_dim]``, or one array of all layers.
-            v: the same, with ``value_dim``.
-
-        Raises:
-            ValueError: a shape that doesn't fit the cache.
-            CacheFullError: the budget can't hold them; nothing was changed.
-        """
-        self._check_rows(k, v)
-        with self.step({seq: k[0].shape[0]}):
-            for index, layer in enumerate(self.layers):
-                layer.write(*layer.spec.format.encode(k[index], v[index]))
-                mx.eval(self.arrays)
-
-    def _check_rows(self, k: LayerRows, v: LayerRows) -> None:
-        if not len(k) == len(v) == len(self.layers):
-            raise ValueError(
-                f"[{self.kind} cache] append: expected rows of {len(self.layers)} layers, got "
-                f"{len(k)} of K and {len(v)} of V"
-            )
-        num_tokens = k[0].shape[0]
-        for index, layer in enumerate(self.layers):
-            spec = layer.spec
-            for name, rows, width in (("k", k, spec.key_dim), ("v", v, spec.value_dim)):
-                expected = (num_tokens, spec.num_kv_heads, width)
-                if rows[index].shape != expected:
-                    raise ValueError(
-                        f"[{self.kind} cache] append: expected {name}[{index}] of shape "
-                        f"[num_tokens, num_kv_heads, width] = {list(expected)}, got "
-                        f"{list(rows[index].shape)}"
-                    )
-
-    def set_prompt(self, seq: SeqId, k: LayerRows, v: LayerRows) -> None:
-        """Make these rows the whole sequence, in place of what it held (``set_prefill`` elsewhere);
-        shapes and errors as :meth:`append`.
-        """
-        if seq in self.manager.tables:
-            self.free(seq)
-        self.append(seq, k, v)
-
-    def _table(self, seq: SeqId) -> BlockTable:
-        if seq not in self.manager.tables:
-            raise KeyError(f"[{self.kind} cache] no sequence {seq!r}; it holds {self.seqs}")
-        return self.manager.tables[seq]

@@ -10,7 +10,7 @@ from mlx_paged.argument_values import check_positive
 from mlx_paged.cache.layer import LayerSpec
 from mlx_paged.cache.layer_groups import LayerGroup
 from mlx_paged.config import BLOCK_SIZES, DEFAULT_BLOCK_SIZE, KVBudget
-from mlx_paged.core import KEEP_ALL
+from mlx_paged.core import KEEP_ALL, Retention
 from mlx_paged.errors import ArgumentError
 from mlx_paged.ops import KVFormat
 
@@ -28,10 +28,9 @@ class KVCacheConfig:
     num_blocks: int = 256  # that sequences can hold together, without a paged cache's null block
     # Which layers share a block table; all of them by default, and all tokens are kept.
     groups: tuple[LayerGroup, ...] = ()
-    # What the recurrent layers of the model keep of a sequence, however long it is; and how many
-    # of such states are kept for others with the same beginning. Neither counts in the budget.
+    # What the recurrent layers of the model keep of a sequence, however long it is. It does not
+    # count in the budget.
     state_nbytes: int = 0
-    num_checkpoints: int = 0
 
     def __post_init__(self) -> None:
         if not self.groups:
@@ -94,6 +93,16 @@ class KVCacheConfig:
             tuple(layers[slab] for layers in indices if slab < len(layers))
             for slab in range(max(map(len, indices)))
         )
+
+    @cached_property
+    def retentions(self) -> tuple[Retention, ...]:
+        """What each group of layers keeps."""
+        return tuple(group.retention for group in self.groups)
+
+    @cached_property
+    def keeps_all(self) -> bool:
+        """Whether all layers keep all tokens, in one group."""
+        return self.retentions == (KEEP_ALL,)
 
     def group_of(self, layer: int) -> int:
         """The index of the group that a layer is in."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import mlx.core as mx
@@ -12,7 +12,7 @@ from mlx_lm.models.cache import KVCache as StockKVCache
 from mlx_paged.cache.base import INITIAL_BLOCKS, KVCache
 from mlx_paged.cache.config import KVCacheConfig
 from mlx_paged.cache.layer import LayerKV, LayerSpec, compute_meanwhile
-from mlx_paged.core import BlockCopy, BlockHash
+from mlx_paged.core import BlockCopy, BlockHash, BlockTable, KVCacheManager
 from mlx_paged.errors import ArgumentError
 from mlx_paged.ops import (
     AttentionMetadata,
@@ -97,10 +97,16 @@ class SequenceKV:
 
 
 class ContiguousLayerKV(LayerKV):
-    """One layer of all sequences."""
+    """One layer of all sequences.
 
-    def __init__(self, spec: LayerSpec):
+    Args:
+        index: of the layer.
+        sequences: those of the cache.
+    """
+
+    def __init__(self, spec: LayerSpec, index: int, sequences: Mapping[BlockTable, SequenceKV]):
         super().__init__(spec)
+        self._index, self._sequences = index, sequences
         self.rows: Sequence[LayerRows] = ()  # of the open step's sequences
         # K and V of each, once the step's rows are written: [1, num_kv_heads, context_len, width]
         self._dense: list[tuple[mx.array, mx.array]] = []
@@ -143,6 +149,10 @@ class ContiguousLayerKV(LayerKV):
         params = AttentionParams(scale, self.spec.window, sinks)
         return compute_meanwhile(attend_densely(q, dense, step, params))
 
+    def stored_rows(self, table: BlockTable) -> tuple[Parts, Parts]:
+        rows, end = self._sequences[table].layers[self._index], table.num_tokens
+        return (rows.keys[0, :, :end],), (rows.values[0, :, :end],)
+
     def update_and_attend_latents(
         self, q: mx.array, latents: mx.array, rope_keys: mx.array
     ) -> mx.array:
@@ -182,29 +192,32 @@ class ContiguousKVCache(KVCache):
         return self._layers
 
     def _allocate_layers(self) -> None:
-        self._sequences: dict[SeqId, SequenceKV] = {}
+        self._sequences: dict[BlockTable, SequenceKV] = {}
         self._last: tuple[list[BlockHash], SequenceKV] | None = None
         self._unevaluated: list[SequenceKV] = []
-        self._layers = [ContiguousLayerKV(spec) for spec in self.config.layers]
+        specs = enumerate(self.config.layers)
+        self._layers = [ContiguousLayerKV(spec, index, self._sequences) for index, spec in specs]
 
     # Steps
 
-    def _prepare(self, seq_ids: Sequence[SeqId], steps: Sequence[AttentionMetadata]) -> None:
+    def _prepare(
+        self, tables: Sequence[Sequence[BlockTable]], steps: Sequence[AttentionMetadata]
+    ) -> None:
         mx.eval(self.arrays)  # what the last step left; most often nothing
         self._unevaluated = []
-        self._drop_ended()
+        self.drop_ended()
         (step,) = steps
         sequences = []
-        for seq, end, num_new in zip(seq_ids, step.context_lens, step.query_lens, strict=True):
-            held = self._sequences.get(seq)
+        for (table,), end, num_new in zip(tables, step.context_lens, step.query_lens, strict=True):
+            held = self._sequences.get(table)
             if held is None:
                 if end > num_new:
                     raise RuntimeError(
-                        f"[basic cache] the first {end - num_new} tokens of sequence {seq!r} have "
-                        "blocks and no rows: blocks can't be shared here"
+                        f"[basic cache] the first {end - num_new} tokens of a sequence have blocks "
+                        "and no rows: blocks can't be shared here"
                     )
                 held = SequenceKV(self.config.layers, self.config.block_size)
-                self._sequences[seq] = held
+                self._sequences[table] = held
             sequences.append(held)
         self._make_space(sequences, [len(table) for table in step.block_tables])
         self._unevaluated = sequences
@@ -237,10 +250,10 @@ class ContiguousKVCache(KVCache):
         last = self._last
         return [*self._sequences.values(), *([] if last is None else [last[1]])]
 
-    def _drop_ended(self) -> None:
-        tables = self.manager.tables
-        for seq in [seq for seq in self._sequences if seq not in tables]:
-            self._drop(self._sequences.pop(seq))
+    def drop_ended(self) -> None:
+        """Give back the rows of sequences that were freed, which the next step does otherwise."""
+        for table in [table for table in self._sequences if table.is_freed]:
+            self._drop(self._sequences.pop(table))
 
     def _drop(self, held: SequenceKV) -> None:
         """Nothing evaluates these rows any more, whose sequence has left."""
@@ -248,10 +261,9 @@ class ContiguousKVCache(KVCache):
 
     def _compact(self) -> None:
         """Cut the capacity that no block needs out of all sequences."""
-        for seq, held in self._sequences.items():
-            num_blocks = len(self.manager.tables[seq].block_ids)
-            if num_blocks < held.capacity:
-                held.cut(num_blocks)
+        for table, held in self._sequences.items():
+            if len(table) < held.capacity:
+                held.cut(len(table))
 
     def _finish(self) -> None:
         """Nothing is left to do."""
@@ -263,51 +275,42 @@ class ContiguousKVCache(KVCache):
     def arrays(self) -> list[mx.array]:
         return list(itertools.chain.from_iterable(held.arrays for held in self._unevaluated))
 
-    def _stored_parts(self, seq: SeqId, layer: int) -> tuple[Parts, Parts]:
-        rows, end = self._sequences[seq].layers[layer], self.manager.num_tokens(seq)
-        return (rows.keys[0, :, :end],), (rows.values[0, :, :end],)
+    # Forks
 
-    # Sequences
+    def fork(self, manager: KVCacheManager, seq: SeqId, new_seq: SeqId) -> bool:
+        """Add a second sequence with the same tokens, in blocks of its own and with a copy of the
+        rows, which :attr:`arrays` evaluate; False, and nothing has changed, where it does not fit.
 
-    def try_fork(self, seq: SeqId, new_seq: SeqId) -> bool:
-        """As :meth:`KVCache.try_fork`; the new sequence has blocks of its own, and a copy of the
-        rows that :attr:`arrays` evaluate.
+        Args:
+            manager: has the first sequence, and not yet the second.
         """
-        if new_seq in self.manager.tables:
-            raise ValueError(f"[basic cache] fork: sequence {new_seq!r} exists already")
-        num_tokens = self._table(seq).num_tokens
-        num_slots = max(1, num_tokens)  # a sequence begins with a slot
-        num_blocks = self.manager.num_needed_blocks(new_seq, num_slots)
+        table = manager.tables[seq]
+        num_slots = max(1, table.num_tokens)  # a sequence begins with a slot
+        num_blocks = manager.num_needed_blocks(new_seq, num_slots)
         self.make_room(num_blocks)
-        if self.manager.allocate_slots(new_seq, num_slots) is None:
+        if manager.allocate_slots(new_seq, num_slots) is None:
             return False
-        self.manager.trim(new_seq, num_tokens)
-        self._drop_ended()
+        manager.trim(new_seq, table.num_tokens)
+        self.drop_ended()
         if self._num_spare_blocks < num_blocks:
             self.forget_last()  # the next step cuts what is too much beyond that
-        self._sequences[new_seq] = made = self._sequences[seq].copy(num_blocks)
+        made = self._sequences[table].copy(num_blocks)
+        self._sequences[manager.tables[new_seq]] = made
         self._unevaluated = [*self._unevaluated, made]
         return True
 
-    def fork(self, seq: SeqId, new_seq: SeqId) -> None:
-        super().fork(seq, new_seq)
-        mx.eval(self.arrays)
-
-    def free(self, seq: SeqId) -> None:
-        super().free(seq)
-        self._drop_ended()
-
     # The last sequence that ended
 
-    def keep_last(self, seq: SeqId, block_hashes: Sequence[BlockHash]) -> None:
+    def keep_last(self, table: BlockTable, block_hashes: Sequence[BlockHash]) -> None:
         """Keep the rows of a sequence that ends, in the place of those that were kept before.
 
         Args:
+            table: of the sequence, which is not freed yet.
             block_hashes: of its first blocks, all of which are computed; without any, what was
                 kept stays.
         """
-        self._drop_ended()
-        held = self._sequences.pop(seq, None)
+        self.drop_ended()
+        held = self._sequences.pop(table, None)
         if held is not None and block_hashes:
             self.forget_last()
             self._last = list(block_hashes), held
@@ -319,22 +322,16 @@ class ContiguousKVCache(KVCache):
         pairs = zip(self._last[0], block_hashes, strict=False)
         return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
-    def take_last(self, seq: SeqId) -> None:
+    def take_last(self, table: BlockTable) -> None:
         """Let a new sequence, which has its slots, go on with the rows that are kept."""
         assert self._last is not None, "num_kept_blocks found them"
-        self._sequences[seq], self._last = self._last[1], None
+        self._sequences[table], self._last = self._last[1], None
 
     def forget_last(self) -> None:
         """Keep nothing, if anything is kept."""
         if self._last is not None:
             self._drop(self._last[1])
             self._last = None
-
-    def reset_prefix_cache(self) -> bool:
-        if not super().reset_prefix_cache():
-            return False
-        self.forget_last()
-        return True
 
     # Memory
 
@@ -347,6 +344,6 @@ class ContiguousKVCache(KVCache):
 
     def _fit(self) -> None:
         self.forget_last()
-        self._drop_ended()
+        self.drop_ended()
         self._compact()
         mx.clear_cache()

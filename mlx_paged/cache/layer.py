@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlx_paged.argument_values import check_positive
+from mlx_paged.core import BlockTable
 from mlx_paged.ops import AttentionMetadata, AttentionShape, KVFormat, Parts, device
 
 
@@ -75,7 +76,7 @@ class LayerKV(ABC):
     def step(self) -> AttentionMetadata:
         """The open step; raises ``RuntimeError`` when there is none."""
         if self._step is None:
-            raise RuntimeError("[kv cache] no step is open; use `with cache.step(...)`")
+            raise RuntimeError("[kv cache] no step is open; use `with cache.open_step(...)`")
         return self._step
 
     @property
@@ -91,6 +92,13 @@ class LayerKV(ABC):
     def write(self, k: Parts, v: Parts) -> None:
         """Write the step's rows as the format stores them, ``[num_tokens, num_kv_heads, width]``
         each part.
+        """
+
+    @abstractmethod
+    def stored_rows(self, table: BlockTable) -> tuple[Parts, Parts]:
+        """The parts of K and V that are stored of a sequence with this block table,
+        ``[num_kv_heads, num_held_tokens, width]`` each; they may be views. Some token of it has
+        been written.
         """
 
     @abstractmethod

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_paged.ops import Parts
+from mlx_paged.ops import KVHandle, Parts
 
 
 class PlanShape(NamedTuple):
@@ -39,3 +39,11 @@ class DecodeArrays(NamedTuple):
     keys: list[Parts]  # the K slabs of each layer
     values: list[Parts]  # the V slabs of each layer
     fences: list[mx.array]  # of each slab
+
+
+class OpenDecode(NamedTuple):
+    """The open step of a cache, where it is a decode as a function of arrays."""
+
+    shape: DecodeShape
+    arrays: DecodeArrays
+    slabs: list[KVHandle]  # which take the next fences

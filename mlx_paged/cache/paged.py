@@ -4,23 +4,21 @@ slab per layer (PagedAttention, Kwon et al. 2023).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 
 from mlx_paged.cache.base import INITIAL_BLOCKS, KVCache
 from mlx_paged.cache.block_bytes import read_blocks, write_blocks
 from mlx_paged.cache.config import KVCacheConfig
 from mlx_paged.cache.layer import LayerKV, LayerSpec, compute_meanwhile
-from mlx_paged.cache.open_decode import DecodeArrays, DecodeShape, PlanShape
+from mlx_paged.cache.open_decode import DecodeArrays, DecodeShape, OpenDecode, PlanShape
 from mlx_paged.config import DEFAULT_BACKEND
-from mlx_paged.core import BlockCopy, KeyShift
+from mlx_paged.core import BlockCopy, BlockTable, KeyShift
 from mlx_paged.ops import (
     AttentionMetadata,
     AttentionParams,
-    AttentionPlan,
     Backend,
     CopyDetector,
     KVHandle,
@@ -29,9 +27,7 @@ from mlx_paged.ops import (
     SlotMapping,
     attend_to_latents,
     choose_backend,
-    traced_decode,
 )
-from mlx_paged.request import SeqId
 
 NUM_WATCHED_STEPS = 3
 
@@ -104,6 +100,9 @@ class PagedLayerKV(LayerKV):
         keys, values = form.decode(*parts)
         return form.unrotated(keys)[:, num_skipped:], values[:, num_skipped:]
 
+    def stored_rows(self, table: BlockTable) -> tuple[Parts, Parts]:
+        return self._backend.gather_parts(self.kv, table.block_ids, table.num_held_tokens)
+
     @property
     def arrays(self) -> Sequence[mx.array]:
         return self.kv.arrays
@@ -171,10 +170,6 @@ class PagedKVCache(KVCache):
     def can_run_ahead(self) -> bool:
         return self._backend.writes_in_place
 
-    @property
-    def can_swap(self) -> bool:
-        return True
-
     def _allocate_layers(self) -> None:
         self._layers = self._slabs = ()
         self._parts: dict[range, _OpenPart] = {}
@@ -196,7 +191,9 @@ class PagedKVCache(KVCache):
 
     # Steps
 
-    def _prepare(self, seq_ids: Sequence[SeqId], steps: Sequence[AttentionMetadata]) -> None:
+    def _prepare(
+        self, tables: Sequence[Sequence[BlockTable]], steps: Sequence[AttentionMetadata]
+    ) -> None:
         if self.backend.reads_unused_slots:
             for step in steps:
                 self._zero_new_blocks(step)
@@ -222,7 +219,7 @@ class PagedKVCache(KVCache):
 
     # Decodes as functions of arrays, for tracing
 
-    def open_decode(self) -> tuple[DecodeShape, DecodeArrays] | None:
+    def open_decode(self) -> OpenDecode | None:
         """The open step, if it is a decode whose graph depends on nothing but its shape: all query
         runs are single tokens, the logits of all are wanted, and kernels write in place.
         """
@@ -244,9 +241,10 @@ class PagedKVCache(KVCache):
                 shapes.append(PlanShape(group, key, *sizes))
                 arrays.append(plan.array)
         shape = DecodeShape(step.num_tokens, slabs[0].num_blocks, opened, tuple(shapes))
-        return shape, DecodeArrays(
+        inputs = DecodeArrays(
             step.positions, arrays, [kv.k for kv in slabs], [kv.v for kv in slabs], fences
         )
+        return OpenDecode(shape, inputs, slabs)
 
     @property
     def _open_part(self) -> _OpenPart:
@@ -261,40 +259,15 @@ class PagedKVCache(KVCache):
             self._parts[opened] = _OpenPart(opened, slabs, list(map(list, keys)))
         return self._parts[opened]
 
-    def traced_layers(self, shape: DecodeShape, arrays: DecodeArrays) -> list[PagedLayerKV]:
-        """The layers of a decode of this shape, on ``arrays``: :attr:`layers` and the open step are
-        not touched. When a model has run, the handles hold the next fences.
-        """
-        plans: list[dict[Hashable, object]] = [{} for _ in self.config.groups]
-        for plan, array in zip(shape.plans, arrays.plans, strict=True):
-            made = AttentionPlan(array, plan.num_partitions, plan.num_partial_rows)
-            plans[plan.group][plan.key] = made
-        steps = [traced_decode(self.config.block_size, arrays.positions, each) for each in plans]
-        kept = [self._layers[index].kv for index in shape.layers]
-        parts = zip(arrays.keys, arrays.values, arrays.fences, strict=True)
-        traced = {
-            kv: KVHandle(k, v, kv.format, fence)
-            for kv, (k, v, fence) in zip(dict.fromkeys(kept), parts, strict=True)
-        }
-        layers = []
-        for index, kv in zip(shape.layers, kept, strict=True):
-            layers.append(PagedLayerKV(self.config.layers[index], self._backend, traced[kv]))
-            layers[-1].open(steps[self.config.group_of(index)])
-        return layers
-
-    def set_fences(self, fences: Sequence[mx.array]) -> None:
-        """What a decode left, in the order of the slabs: an interrupt in the middle leaves the
-        chains of the first ones longer, as in a step that is built layer by layer.
-        """
-        for kv, fence in zip(self._open_part.slabs, fences, strict=True):
-            kv.fence = fence
-
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         if copies:
             for kv in self._slabs:
                 self.backend.copy_blocks(kv, copies)
 
     def shift_keys(self, group: int, shift: KeyShift) -> None:
+        """Copy blocks in the layers of a group, with K rotated on by ``shift.distance``
+        positions.
+        """
         block_size, rotate_keys = self.config.block_size, self._rotate_keys
         assert rotate_keys is not None, "checked when the cache was made"
         num_tokens = len(shift.sources) * block_size
@@ -318,11 +291,7 @@ class PagedKVCache(KVCache):
 
     @property
     def arrays(self) -> list[mx.array]:
-        arrays = [array for kv in self._slabs for array in kv.arrays]
-        if self.manager.states is not None:
-            leaves = dict(tree_flatten(self.manager.states.contents)).values()
-            arrays += [leaf for leaf in leaves if isinstance(leaf, mx.array)]
-        return arrays
+        return [array for kv in self._slabs for array in kv.arrays]
 
     # Memory
 
@@ -349,23 +318,27 @@ class PagedKVCache(KVCache):
                 mx.clear_cache()
 
     def wait_for_writes(self) -> None:
+        """Wait for what was written so far, before the host reads it."""
         for kv in self._slabs:
             kv.leave_chain()
 
     def read_blocks(self, group: int, block_ids: Sequence[int]) -> list[bytes]:
+        """Copies of blocks of a group of layers, whose steps have been read."""
         return read_blocks(self._slabs_of(group), block_ids)
 
     def write_blocks(self, group: int, block_ids: Sequence[int], contents: Sequence[bytes]) -> None:
+        """Fill blocks of a group of layers with what :meth:`read_blocks` returned, of a cache of
+        the same layers and block size.
+
+        Raises:
+            ValueError: contents of another size.
+        """
         write_blocks(self.backend, self._slabs_of(group), block_ids, contents)
         if not self.backend.writes_in_place:
             mx.eval(self.arrays)
 
     def _slabs_of(self, group: int) -> Sequence[KVHandle]:
         return self._slabs[: len(self.config.groups[group].layers)]
-
-    def _stored_parts(self, seq: SeqId, layer: int) -> tuple[Parts, Parts]:
-        table = self.manager.groups[seq][self.config.group_of(layer)]
-        return self._gather_parts(layer, table.block_ids, table.num_held_tokens)
 
     def _gather_parts(
         self, layer: int, block_ids: Sequence[int], num_tokens: int

@@ -15,7 +15,9 @@ def states_before(
     num_new_tokens: Sequence[int],
     num_logit_rows: Sequence[int] | None,
 ) -> list[StepState] | None:
-    """The states that the sequences of a step go on from; ``None`` for a model without."""
+    """The states that the sequences of a step go on from; ``None`` for a model without. Their
+    slots are allocated.
+    """
     states, block_size = manager.states, manager.pool.block_size
     if states is None:
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
-from mlx_paged.cache.base import KVCache
+from mlx_paged.cache.paged import PagedKVCache
 from mlx_paged.core import BlockHash, KVCacheBlock
 from mlx_paged.core.tier import BlockHeader, Tier
 from mlx_paged.errors import CacheFullError
@@ -17,7 +17,7 @@ Blocks: TypeAlias = Sequence[tuple[BlockHeader, int]]
 MAX_NBYTES = 2**23
 
 
-def store_blocks(cache: KVCache, tier: Tier, blocks: Blocks) -> None:
+def store_blocks(cache: PagedKVCache, tier: Tier, blocks: Blocks) -> None:
     """Copy blocks of a cache, whose steps have been read, into a tier."""
     cache.wait_for_writes()
     for group, part in _parts(cache, blocks):
@@ -26,7 +26,7 @@ def store_blocks(cache: KVCache, tier: Tier, blocks: Blocks) -> None:
             tier.store(header, content)
 
 
-def load_blocks(cache: KVCache, tier: Tier, blocks: Blocks) -> None:
+def load_blocks(cache: PagedKVCache, tier: Tier, blocks: Blocks) -> None:
     """Fill blocks of a cache, which no step reads yet, with what a tier has of them.
 
     Raises:
@@ -37,7 +37,7 @@ def load_blocks(cache: KVCache, tier: Tier, blocks: Blocks) -> None:
         cache.write_blocks(group, [block_id for _, block_id in part], contents)
 
 
-def _parts(cache: KVCache, blocks: Blocks) -> Iterator[tuple[int, Blocks]]:
+def _parts(cache: PagedKVCache, blocks: Blocks) -> Iterator[tuple[int, Blocks]]:
     """The blocks by group of layers, as many at a time as may be on their way."""
     for group in range(len(cache.config.groups)):
         of_group = [each for each in blocks if each[0].group == group]
@@ -54,7 +54,7 @@ def loaded(tier: Tier, header: BlockHeader) -> bytes:
     return content
 
 
-def load_prefix(cache: KVCache, tier: Tier, headers: Sequence[BlockHeader]) -> int:
+def load_prefix(cache: PagedKVCache, tier: Tier, headers: Sequence[BlockHeader]) -> int:
     """Put blocks of a tier into the prefix cache, as far as they are not there; no step may be
     open.
 

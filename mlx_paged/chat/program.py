@@ -180,7 +180,6 @@ def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
     from mlx_paged.distributed import launched_ranks
     from mlx_paged.engine.engine import Engine
     from mlx_paged.loading import (
-        SamplingDefaults,
         demo_model_path,
         dtype_config,
         find_model,
@@ -199,7 +198,7 @@ def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
         facts = read_facts(args.prompt_cache_file)
         args.model = chosen_model(facts, args.model)
     folder = demo_model_path() if args.model is None else find_model(args.model)
-    defaults = SamplingDefaults() if args.no_generation_config else read_sampling_defaults(folder)
+    defaults = {} if args.no_generation_config else read_sampling_defaults(folder)
     settings = Settings(args, defaults)
     model, tokenizer = load_for(
         launched_ranks(),

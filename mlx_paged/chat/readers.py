@@ -87,12 +87,10 @@ class TerminalReader:
             return None
 
 
-def make_reader(
-    completions: Completions, screen: Screen, environ: Mapping[str, str] = os.environ
-) -> Reader:
+def make_reader(completions: Completions, screen: Screen) -> Reader:
     """The reader for this program's stdin."""
     if is_terminal(sys.stdin) and (screen.stderr_is_terminal or screen.stdout_is_terminal):
-        return TerminalReader(completions, screen, history_path(environ))
+        return TerminalReader(completions, screen, history_path(os.environ))
     return PipeReader()
 
 

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from mlx_paged.command_line.flags import chosen_sampling
 from mlx_paged.domains import AT_LEAST_0
 from mlx_paged.sampling_declarations import SAMPLING_PARAMS
 from mlx_paged.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from mlx_paged.loading import SamplingDefaults
 
 
 class Settings:
@@ -22,7 +19,7 @@ class Settings:
 
     Args:
         args: the flags; a sampling flag that was not given is ``None``.
-        defaults: the model's own, which flags win over.
+        own: what the model's authors recommend, by field of ``SamplingParams``; flags win over it.
 
     Attributes:
         sampling: how the next answer is sampled, but for its seed.
@@ -30,8 +27,7 @@ class Settings:
         from_model: names of the sampling settings that are the model's recommendation.
     """
 
-    def __init__(self, args: argparse.Namespace, defaults: SamplingDefaults):
-        own = defaults.said
+    def __init__(self, args: argparse.Namespace, own: Mapping[str, Any]):
         chosen = chosen_sampling(args, own)
         # Marks of reasoning may be special tokens, and are looked for in the text.
         self.sampling = SamplingParams(

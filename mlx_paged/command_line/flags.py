@@ -52,8 +52,8 @@ def add_flag(
         default = []
         action["action"] = "append"
     else:
-        shown_default = f"{says:g}" if isinstance(says, float) else says or "none"
-        text += f" (default: {str(shown_default).replace('`', '')})"
+        words = f"{says:g}" if isinstance(says, float) else str("none" if says is None else says)
+        text += f" (default: {words.replace('`', '')})"
     if domain.choices is not None:
         action = {"type": domain.parse, "choices": domain.choices}
     elif domain.parse is bool and default is None:

@@ -77,7 +77,7 @@ def duration_in_words(seconds: float) -> str:
 
 def context_in_words(engine: Engine) -> str:
     limit, retention = engine.max_model_len, engine.cache.config.groups[0].retention
-    num_held = num_tokens_held(engine.cache)
+    num_held = num_tokens_held(engine.cache, engine.manager)
     if num_held < (sys.maxsize if limit is None else limit):
         of_limit = "" if limit is None else f" of {limit:,}"
         length = f"{num_held:,}{of_limit} tokens, as many as the K/V budget holds"

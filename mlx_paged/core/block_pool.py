@@ -47,14 +47,20 @@ class BlockPool:
         if block_size < 1:
             raise ValueError(f"BlockPool: block_size must be at least 1, got {block_size}")
         self.block_size = block_size
+        self.num_evictions = 0
+        """Cached blocks whose content was given up since the pool was made."""
+        self.reset(num_blocks)
+
+    def reset(self, num_blocks: int) -> None:
+        """Begin again with ``num_blocks`` empty blocks, the null block included, whatever state an
+        interrupt left the pool in. Tables that hold blocks of before have to be forgotten, too.
+        """
         self.blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
         self.null_block = self.blocks[0]
         self.null_block.is_null = True
         self.free_block_queue = FreeKVCacheBlockQueue(self.blocks[1:])
         self.prefix_index = PrefixIndex()
         self._num_free_cached_blocks = 0
-        self.num_evictions = 0
-        """Cached blocks whose content was given up since the pool was made."""
 
     @property
     def num_blocks(self) -> int:

@@ -182,6 +182,15 @@ class KVCacheManager:
         self._num_hit_tokens = 0
         self._loads: dict[RequestId, list[BlockLoad]] = {}
 
+    def reset(self) -> None:
+        """Forget all requests and their states, whatever state an interrupt left the tables in.
+        Nothing is given back to the pool, which is to be reset, too (:meth:`BlockPool.reset`).
+        """
+        self._groups.clear()
+        self._loads.clear()
+        if self.states is not None:
+            self.states.reset()
+
     def num_tokens(self, request_id: RequestId) -> int:
         """Tokens with slots; 0 when there is no such request."""
         tables = self._groups.get(request_id)

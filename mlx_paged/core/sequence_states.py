@@ -41,6 +41,10 @@ class SequenceStates:
 
     def __init__(self, num_checkpoints: int = 0) -> None:
         self.num_checkpoints = num_checkpoints
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all states and checkpoints."""
         self._states: dict[Hashable, SequenceState] = {}
         self._checkpoints: dict[BlockHash, Any] = {}  # least recently used first
         # Of each sequence: a state at the end of a block whose tokens are not all known yet, and
@@ -50,15 +54,6 @@ class SequenceStates:
 
     def __len__(self) -> int:
         return len(self._states)
-
-    @property
-    def num_kept_checkpoints(self) -> int:
-        return len(self._checkpoints)
-
-    @property
-    def contents(self) -> list[Any]:
-        """Those of the newest state of each sequence."""
-        return [state.content for state in self._states.values()]
 
     # The newest state of each sequence
 

@@ -15,6 +15,7 @@ from mlx_paged.cache.open_decode import DecodeArrays, DecodeShape
 from mlx_paged.cache.paged import PagedLayerKV
 from mlx_paged.engine.model_arrays import ModelArrays
 from mlx_paged.models.language_model import LanguageModel
+from mlx_paged.ops import AttentionPlan, KVHandle, traced_decode
 
 # To trace a decode of 28 layers takes 5 ms on an idle CPU, and a replay saves 0.7. So a shape that
 # does not come back costs at most twice what its replays would have saved until then.
@@ -56,7 +57,7 @@ class CompiledDecode:
         decode = None if self._has_failed else self._cache.open_decode()
         if decode is None:
             return None
-        shape, arrays = decode
+        shape, arrays, slabs = decode
         weights = self._model.current()
         if weights is None:  # Other modules make another graph.
             self._traces.clear()
@@ -67,7 +68,7 @@ class CompiledDecode:
         try:
             logits, fences = trace(weights, tokens, *arrays)
             if is_new:
-                layers = self._cache.traced_layers(shape, arrays._replace(fences=fences))
+                layers = traced_layers(self._cache, shape, arrays._replace(fences=fences))
                 fences = self._check(weights, tokens, layers, logits)
         except Exception as error:
             self._has_failed = True
@@ -78,7 +79,10 @@ class CompiledDecode:
                 stacklevel=2,
             )
             return None
-        self._cache.set_fences(fences)
+        # An interrupt in the middle leaves the chains of the first ones longer, as in a step that
+        # is built layer by layer.
+        for kv, fence in zip(slabs, fences, strict=True):
+            kv.fence = fence
         return logits
 
     def _check(
@@ -127,7 +131,7 @@ class CompiledDecode:
         def decode(
             number: int, weights: list[mx.array], tokens: mx.array, *arrays: Any
         ) -> tuple[mx.array, list[mx.array]]:
-            layers = cache.traced_layers(shape, DecodeArrays(*arrays))
+            layers = traced_layers(cache, shape, DecodeArrays(*arrays))
             logits = model.copy_on(weights)(tokens, layers)
             return logits, _fences_of(layers)
 
@@ -137,6 +141,31 @@ class CompiledDecode:
 
 
 _numbers = itertools.count()
+
+
+def traced_layers(
+    cache: PagedKVCache, shape: DecodeShape, arrays: DecodeArrays
+) -> list[PagedLayerKV]:
+    """The layers of a decode of this shape, on ``arrays``: those of the cache and its open step are
+    not touched. When a model has run, the handles hold the next fences.
+    """
+    config = cache.config
+    plans: list[dict[Hashable, object]] = [{} for _ in config.groups]
+    for plan, array in zip(shape.plans, arrays.plans, strict=True):
+        made = AttentionPlan(array, plan.num_partitions, plan.num_partial_rows)
+        plans[plan.group][plan.key] = made
+    steps = [traced_decode(config.block_size, arrays.positions, each) for each in plans]
+    kept = [cache.layers[index].kv for index in shape.layers]
+    parts = zip(arrays.keys, arrays.values, arrays.fences, strict=True)
+    traced = {
+        kv: KVHandle(k, v, kv.format, fence)
+        for kv, (k, v, fence) in zip(dict.fromkeys(kept), parts, strict=True)
+    }
+    layers = []
+    for index, kv in zip(shape.layers, kept, strict=True):
+        layers.append(PagedLayerKV(config.layers[index], cache.backend, traced[kv]))
+        layers[-1].open(steps[config.group_of(index)])
+    return layers
 
 
 def _fences_of(layers: Sequence[PagedLayerKV]) -> list[mx.array]:

@@ -132,7 +132,7 @@ def _folder(given: object) -> Path:
             expanded = os.path.expanduser(path)
             if expanded.startswith("~"):
                 raise ArgumentError(
-                    f"[engine] cache_dir {shown(path)} is in the home of a user that there is not",
+                    f"[engine] cache_dir {shown(path)} is in the home of an unknown user",
                     "cache_dir",
                 )
             # The program may change its working directory later.

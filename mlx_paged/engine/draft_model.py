@@ -10,6 +10,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from mlx_paged.cache import KVCache
+from mlx_paged.core import KVCacheManager
 from mlx_paged.engine.batch import Batch, Scheduled
 from mlx_paged.engine.drafts import ACCEPTANCE_RATE
 from mlx_paged.engine.read_array import read_ints
@@ -42,11 +43,13 @@ class DraftModel:
     Args:
         model: of the vocabulary of the target.
         cache: with ``model``'s layers behind those of the target.
+        manager: of the block tables of the cache's sequences.
     """
 
-    def __init__(self, model: LanguageModel, cache: KVCache):
+    def __init__(self, model: LanguageModel, cache: KVCache, manager: KVCacheManager):
         self.model = model
         self.cache = cache
+        self._manager = manager
         self._layers = slice(len(cache.layers) - len(model.layer_specs), None)
 
     # As a drafter
@@ -137,9 +140,9 @@ class DraftModel:
         self, runs: Sequence[_Run], tokens: mx.array, shares_new_blocks: bool = False
     ) -> mx.array:
         """The logits of the runs that want some, ``[num_drafted, vocab_size]``."""
-        cache = self.cache
-        with cache.scheduled_step(
-            [run.request.seq_id for run in runs],
+        cache, groups = self.cache, self._manager.groups
+        with cache.open_step(
+            [groups[run.request.seq_id] for run in runs],
             [run.end - run.begin for run in runs],
             [run.num_logit_rows for run in runs],
             shares_new_blocks,

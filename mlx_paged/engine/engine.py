@@ -23,7 +23,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_paged.block_store.writer import SECONDS_AT_EXIT
 from mlx_paged.cache import ContiguousKVCache
 from mlx_paged.config import DEFAULT_KV
-from mlx_paged.core import hash_token_blocks
+from mlx_paged.core import KVCacheManager, SequenceStates, hash_token_blocks
 from mlx_paged.distributed import RanksError
 from mlx_paged.domains import BOOL
 from mlx_paged.engine.disk_tier import DiskTier, open_disk_tier
@@ -109,7 +109,7 @@ class Engine:
 
     Raises:
         ValueError: a setting out of its range, or a budget that holds no block.
-        TypeError: an argument that there is not; the message says what to use.
+        TypeError: an unknown argument; the message says what to use instead.
     """
 
     @refuses_unknown_arguments("engine", also=passed_on_names)
@@ -165,8 +165,8 @@ class Engine:
             config = replace(config, max_num_seqs=room.max_num_seqs)
             cache_options["kv_cache_bytes"] = room.kv_cache_bytes
         self.cache = make_kv_cache(model, kv, draft_model=draft_model, **cache_options)
-        if room is not None:
-            self.cache.keep_checkpoints(room.num_checkpoints)
+        states = None if room is None else SequenceStates(room.num_checkpoints)
+        self.manager = KVCacheManager(self.cache.pool, self.cache.config.retentions, states)
         self.run_ahead = self.cache.can_run_ahead if run_ahead is None else run_ahead
         num_parameters = num_parameters_of(model)
         # All weights are read for it: once, and only if it is asked for.
@@ -180,8 +180,8 @@ class Engine:
             num_swap_blocks(swap_bytes, self.cache, num_parameters),
             -(-self.cache.config.state_nbytes // self.cache.config.nbytes_per_block),
         )
-        drafter = None if draft is None else DraftModel(draft, self.cache)
-        self.runner = ModelRunner(model, self.cache, self.swap_space, drafter)
+        drafter = None if draft is None else DraftModel(draft, self.cache, self.manager)
+        self.runner = ModelRunner(model, self.cache, self.manager, self.swap_space, drafter)
         if self.ranks is not None:
             check_steps_are_alike(self.ranks, self.cache, self.run_ahead)
             self.cache.all_can = self.ranks.all_can
@@ -191,6 +191,7 @@ class Engine:
         eos_token_ids: Iterable[int] = () if tokenizer is None else tokenizer.eos_token_ids
         speculation = speculation_of(config.num_draft_tokens, checked, drafter, self.run_ahead)
         self.scheduler = Scheduler(
+            self.manager,
             self.cache,
             config,
             frozenset(eos_token_ids),
@@ -203,6 +204,7 @@ class Engine:
         warn_unless_it_fits(
             weight_nbytes(model, draft_model),
             self.cache,
+            self.manager,
             self.max_model_len,
             has_default_budget=options.get("kv_cache_bytes") is None,
         )
@@ -210,6 +212,7 @@ class Engine:
             model,
             identities,
             self.cache,
+            self.manager,
             draft is not None,
             config.enable_prefix_caching,
             self.ranks,
@@ -369,7 +372,7 @@ class Engine:
         block_hashes = hash_token_blocks(
             token_ids, self.cache.config.block_size, extra_hash_keys(cache_salt)
         )
-        computed = self.cache.manager.get_computed_blocks(block_hashes, len(token_ids) + 1)
+        computed = self.manager.get_computed_blocks(block_hashes, len(token_ids) + 1)
         return [block.block_id for block in computed.blocks]
 
     def has_unfinished_requests(self) -> bool:
@@ -416,7 +419,8 @@ class Engine:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached K/V; False, and nothing has changed, while requests run."""
         self._refuse_reentry("reset_prefix_cache")
-        reset = partial(self._on_all_ranks, "reset_prefix_cache", self._reset_prefix_cache)
+        reset = self.scheduler.reset_prefix_cache
+        reset = partial(self._on_all_ranks, "reset_prefix_cache", reset)
         with self._step_lock: return self._changed(reset)  # noqa: E701  # fmt: skip
 
     def save_snapshot(
@@ -506,7 +510,7 @@ class Engine:
         """What is held, running and waiting; from any thread."""
         latencies = self.latencies
         return EngineStats(
-            **asdict(self.cache.manager.stats()),
+            **asdict(self.manager.stats()),
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting),
             num_preemptions=self.scheduler.num_preemptions,
@@ -530,7 +534,7 @@ class Engine:
         """The pool, block by block, and the requests; from any thread. It takes a millisecond for
         some 15,000 blocks.
         """
-        return view_of(self.cache.manager, self._reports.states)
+        return view_of(self.manager, self._reports.states)
 
     # Several ranks
 
@@ -552,7 +556,7 @@ class Engine:
             self._reports,
             self.token_texts,
             self._special_token_ids,
-            {"shrink": self._shrink, "reset_prefix_cache": self._reset_prefix_cache},
+            {"shrink": self._shrink, "reset_prefix_cache": self.scheduler.reset_prefix_cache},
         )
         shared = following.run()
         if shared.error is not None:
@@ -622,9 +626,6 @@ class Engine:
         # The state and not its id: a later request may have the same id.
         state.is_aborted = True
         self._inbox.append(partial(self._steps.abort, state))
-
-    def _reset_prefix_cache(self) -> bool:
-        return self.cache.reset_prefix_cache()
 
     def _shrink(self) -> int:
         self._steps.process_output()  # It may write to the memory that is given back.

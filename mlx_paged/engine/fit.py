@@ -6,6 +6,7 @@ import sys
 import warnings
 
 from mlx_paged.cache import KVCache
+from mlx_paged.core import KVCacheManager
 from mlx_paged.memory import nbytes_in_words, why_too_large
 
 WAYS_OUT = (
@@ -14,31 +15,35 @@ WAYS_OUT = (
 )
 
 
-def num_tokens_held(cache: KVCache) -> int:
+def num_tokens_held(cache: KVCache, manager: KVCacheManager) -> int:
     """The most tokens that one sequence alone can have within the budget; ``sys.maxsize`` where it
     never needs more.
     """
-    return cache.manager.max_num_tokens(cache.config.num_blocks)
+    return manager.max_num_tokens(cache.config.num_blocks)
 
 
 def warn_unless_it_fits(
-    weight_nbytes: int, cache: KVCache, max_model_len: int | None, has_default_budget: bool
+    weight_nbytes: int,
+    cache: KVCache,
+    manager: KVCacheManager,
+    max_model_len: int | None,
+    has_default_budget: bool,
 ) -> None:
     """Warn, with the numbers, of weights that leave K/V no room in this machine's memory."""
     reason = why_too_large(weight_nbytes, has_default_budget)
     if reason is None:
         return
+    held = _context_held(num_tokens_held(cache, manager), max_model_len)
     warnings.warn(
         f"[engine] the model does not fit into this machine: its weights take "
         f"{nbytes_in_words(weight_nbytes)}, and {reason}; the K/V budget is "
-        f"{nbytes_in_words(cache.config.nbytes)} and holds {_context_held(cache, max_model_len)}. "
+        f"{nbytes_in_words(cache.config.nbytes)} and holds {held}. "
         f"The ways out: {WAYS_OUT}",
         stacklevel=3,
     )
 
 
-def _context_held(cache: KVCache, max_model_len: int | None) -> str:
-    num_held = num_tokens_held(cache)
+def _context_held(num_held: int, max_model_len: int | None) -> str:
     if max_model_len is None:
         return "a context without end" if num_held == sys.maxsize else f"{num_held:,} tokens"
     if num_held < max_model_len:

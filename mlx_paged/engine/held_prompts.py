@@ -60,7 +60,7 @@ def check_can_hold(cache: KVCache, has_draft_model: bool) -> None:
     why = argument = ""
     if cache.kind != "paged":
         why, argument = f"kv={cache.kind!r}: it needs kv='paged'", "kv"
-    elif not cache.manager.keeps_all:
+    elif not cache.config.keeps_all:
         why, argument = "layers that keep only the tokens of a window", "window"
     elif has_draft_model:
         why, argument = "a draft model, of which it has no K/V", "draft_model"

@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeGuard
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeAlias
 
-import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.argument_values import as_integer, is_sequence, kind_of
+from mlx_paged.argument_values import is_sequence, kind_of
 from mlx_paged.errors import ArgumentError, reason, shown
+from mlx_paged.token_ids import TokenIds, check_token_ids, is_array, read_array
 
-if TYPE_CHECKING:
-    import numpy as np
-
-
-TokenIds: TypeAlias = "Sequence[int] | mx.array | np.ndarray"
 # A dict has "prompt", a text, or "prompt_token_ids". Type checkers do not find TypedDicts in unions
 # such as these.
 Prompt: TypeAlias = "str | TokenIds | Mapping[str, Any]"
-
-
-class Array(Protocol):
-    """An array of numpy, MLX or another library."""
-
-    shape: Any
-    ndim: int
-
-    def tolist(self) -> Any: ...
 
 
 class EncodedPrompt(NamedTuple):
@@ -93,13 +79,13 @@ def split_prompts(prompts: object) -> list[Any]:
     """
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
-    if _is_array(prompts):
+    if is_array(prompts):
         if prompts.ndim not in (1, 2):
             raise ArgumentError(
                 f"[prompt] prompts is an array of shape {tuple(prompts.shape)}; give one dimension "
                 "for one prompt, or two for a prompt in each row"
             )
-        prompts = _to_list(prompts, "prompts")
+        prompts = read_array(prompts, "prompts")
     if not is_sequence(prompts):
         raise ArgumentError(
             f"[prompt] prompts must be a prompt (text, token ids or a dict) or a list of prompts, "
@@ -136,33 +122,9 @@ def encode_prompt(tokenizer: TokenizerWrapper | None, text: str, name: str = "pr
     return token_ids
 
 
-def check_token_ids(token_ids: object, vocab_size: int, name: str = "prompt") -> list[int]:
-    """The token ids as Python integers. The model would look up any other number in silence.
-
-    Raises:
-        ValueError: no sequence or array of one dimension, or one of them is no integer or outside
-            the vocabulary; the message says its position.
-    """
-    checked: list[int] = []
-    for token in _elements(token_ids, name):
-        index = token if type(token) is int else as_integer(token)
-        if index is None:
-            raise ArgumentError(
-                f"[prompt] token ids are integers, got {shown(token)} ({kind_of(token)}) as "
-                f"{name}[{len(checked)}]"
-            )
-        if not 0 <= index < vocab_size:
-            raise ArgumentError(
-                f"[prompt] token id {index} is outside the model's vocabulary of {vocab_size}, "
-                f"given as {name}[{len(checked)}]"
-            )
-        checked.append(index)
-    return checked
-
-
 def is_number(value: object) -> bool:
     """Whether a value is one number of whatever type, numpy's and MLX's included."""
-    return isinstance(value, numbers.Number) or (_is_array(value) and value.ndim == 0)
+    return isinstance(value, numbers.Number) or (is_array(value) and value.ndim == 0)
 
 
 def _split_dict(prompt: Mapping[object, object], name: str) -> tuple[str | None, object]:
@@ -188,38 +150,3 @@ def _split_dict(prompt: Mapping[object, object], name: str) -> tuple[str | None,
             f"[prompt] {name}['prompt_token_ids'] must be token ids, got {kind_of(token_ids)}"
         )
     return text, text if token_ids is None else token_ids
-
-
-def _elements(token_ids: object, name: str) -> Sequence[object]:
-    if _is_array(token_ids):
-        if token_ids.ndim != 1:
-            raise ArgumentError(
-                f"[prompt] {name} is an array of shape {tuple(token_ids.shape)}; token ids "
-                f"have one dimension, such as {name}[0]"
-            )
-        return _to_list(token_ids, name)
-    if not is_sequence(token_ids):
-        raise ArgumentError(
-            f"[prompt] a prompt is text or token ids, got {kind_of(token_ids)} as {name}"
-        )
-    return token_ids
-
-
-def _is_array(value: object) -> TypeGuard[Array]:
-    # An array is known by what it offers: there are more libraries than numpy and MLX.
-    return (
-        hasattr(value, "tolist")
-        and hasattr(value, "ndim")
-        and not isinstance(value, (type, memoryview))
-    )
-
-
-def _to_list(array: Array, name: str) -> list[object]:
-    try:
-        elements: list[object] = array.tolist()
-    except Exception as error:
-        # A lazy array of MLX may fail, or belong to another thread.
-        raise ArgumentError(
-            f"[prompt] {name} is an array that can't be read: {reason(error)}"
-        ) from error
-    return elements

@@ -22,6 +22,7 @@ from mlx_paged.core import (
     AbsentBlock,
     BlockCopy,
     BlockHash,
+    BlockTable,
     ComputedBlocks,
     KVCacheManager,
     extend_block_hashes,
@@ -55,8 +56,6 @@ def extra_hash_keys(cache_salt: str | None) -> tuple[str, ...]:
 class BlockSupply(Protocol):
     """What the scheduler needs of a cache."""
 
-    manager: KVCacheManager
-
     @property
     def num_growable_blocks(self) -> int:
         """Blocks that the budget allows beyond those of the pool."""
@@ -65,24 +64,26 @@ class BlockSupply(Protocol):
     def make_room(self, num_blocks: int) -> None:
         """Grow until ``num_blocks`` can be taken without evicting any, if the budget allows it."""
 
-    def try_fork(self, seq: SeqId, new_seq: SeqId) -> bool:
-        """Add a second sequence with the same tokens; False, and nothing has changed, where it
-        needs blocks of its own and there are too few.
+
+class UnsharedRows(Protocol):
+    """What a cache does whose sequences share no blocks: it copies forks and, in the place of a
+    prefix cache, keeps the last sequence that ended.
+    """
+
+    def fork(self, manager: KVCacheManager, seq: SeqId, new_seq: SeqId) -> bool:
+        """Add a second sequence with the same tokens, in blocks of its own; False, and nothing has
+        changed, where there are too few.
         """
         ...
 
-
-class LastSequence(Protocol):
-    """What a cache without a prefix cache keeps: the last sequence that ended."""
-
-    def keep_last(self, seq: SeqId, block_hashes: Sequence[BlockHash]) -> None:
+    def keep_last(self, table: BlockTable, block_hashes: Sequence[BlockHash]) -> None:
         """Keep a sequence that ends, whose first blocks have these hashes."""
 
     def num_kept_blocks(self, block_hashes: Sequence[BlockHash]) -> int:
         """How many of these blocks, from the first one on, the kept sequence begins with."""
         ...
 
-    def take_last(self, seq: SeqId) -> None:
+    def take_last(self, table: BlockTable) -> None:
         """Let a new sequence, which has its slots, go on with what is kept."""
 
     def forget_last(self) -> None:
@@ -105,8 +106,8 @@ class Scheduler:
     Not thread-safe: one thread at a time.
 
     Args:
-        supply: whose ``manager`` holds the block tables; the scheduler alone allocates and frees
-            requests in it.
+        manager: of the block tables; the scheduler alone allocates and frees requests in it.
+        supply: of the blocks of its pool.
         eos_token_ids: tokens that end a completion.
         swap_space: where preempted requests may go; none by default.
         speculation: who makes drafts, and how many; nobody by default.
@@ -114,11 +115,12 @@ class Scheduler:
             blocks it is bringing is passed by.
         context_length: the most that ``max_model_len`` could be, for what errors advise; ``None``:
             anything.
-        last_sequence: takes the place of the prefix cache, for a cache that shares no blocks.
+        unshared: for a cache whose sequences share no blocks.
     """
 
     def __init__(
         self,
+        manager: KVCacheManager,
         supply: BlockSupply,
         config: SchedulerConfig,
         eos_token_ids: frozenset[int] = frozenset(),
@@ -126,17 +128,18 @@ class Scheduler:
         speculation: Speculation = NO_SPECULATION,
         tier: BlockTier | None = None,
         context_length: int | None = None,
-        last_sequence: LastSequence | None = None,
+        unshared: UnsharedRows | None = None,
     ):
+        self.manager = manager
         self.supply = supply
-        self.manager = supply.manager
         self.config = config
         self.eos_token_ids = eos_token_ids
         self.swap_space = swap_space or SwapSpace(0)
         self.speculation = speculation
         self.context_length = context_length
-        self._last_sequence = last_sequence if config.enable_prefix_caching else None
-        self._finds_blocks = config.enable_prefix_caching and last_sequence is None
+        self._unshared = unshared
+        self._last_sequence = unshared if config.enable_prefix_caching else None
+        self._finds_blocks = config.enable_prefix_caching and unshared is None
         self.running: list[Request] = []  # by order
         self.waiting: list[Request] = []  # by order
         self.num_steps = 0
@@ -210,11 +213,17 @@ class Scheduler:
         has no room, it waits, to be computed again.
         """
         self._requests[child.seq_id] = child
-        if self.supply.try_fork(request.seq_id, child.seq_id):
+        if self._fork(request.seq_id, child.seq_id):
             insort(self.running, child, key=by_order)
         else:
             child.status, child.num_computed_tokens = RequestStatus.PREEMPTED, 0
             insort(self.waiting, child, key=by_order)
+
+    def _fork(self, seq: SeqId, new_seq: SeqId) -> bool:
+        if self._unshared is not None:
+            return self._unshared.fork(self.manager, seq, new_seq)
+        self.manager.fork(seq, new_seq)
+        return True
 
     def finish(
         self,
@@ -239,7 +248,7 @@ class Scheduler:
                     self._hash_blocks(request)
                     num_full_blocks = request.num_computed_tokens // self._block_size
                     hashes = request.block_hashes[:num_full_blocks]
-                    self._last_sequence.keep_last(request.seq_id, hashes)
+                    self._last_sequence.keep_last(self.manager.tables[request.seq_id], hashes)
                 self.manager.free(request.seq_id)
             self.swap_space.release(request.seq_id)
             self._read_ahead.end(request)
@@ -421,7 +430,7 @@ class Scheduler:
         if self._last_sequence is not None:
             self.manager.count_lookup(_num_findable_tokens(request), num_held)
             if num_held:
-                self._last_sequence.take_last(request.seq_id)
+                self._last_sequence.take_last(self.manager.tables[request.seq_id])
         elif swapped is not None and (loads := self.manager.take_loads(request.seq_id)):
             plan.copies.append(SwapIn(swapped.name, loads))
         else:
@@ -671,10 +680,9 @@ class Scheduler:
         """Begin again with these unfinished requests, which wait in their old places and hold
         nothing.
 
-        Whatever the queues and the tables were before is forgotten; the supply has a manager
-        without tables by now.
+        Whatever the queues and the tables were before is forgotten; the pool is reset by now.
         """
-        self.manager = self.supply.manager
+        self.manager.reset()
         self.swap_space.clear()
         self._read_ahead.clear()
         self.prefix_history.clear()
@@ -685,6 +693,14 @@ class Scheduler:
                 insort(self.waiting, request, key=by_order)
             else:
                 self.add(request)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all that requests left, or return False and change nothing while some run."""
+        if not self.manager.reset_prefix_cache():
+            return False
+        if self._last_sequence is not None:
+            self._last_sequence.forget_last()
+        return True
 
     def check_integrity(self) -> None:
         """Verify queues against tables and blocks; for tests and debugging. Raises IntegrityError,

@@ -11,7 +11,7 @@ from mlx.nn.layers.base import Module
 
 from mlx_paged.cache import KVCache, PagedKVCache
 from mlx_paged.cache.transfer import load_prefix, store_blocks
-from mlx_paged.core import hash_token_blocks
+from mlx_paged.core import KVCacheManager, hash_token_blocks
 from mlx_paged.core.tier import BlockHeader, Tier
 from mlx_paged.distributed import Ranks
 from mlx_paged.engine.held_prompts import HeldPrompt, check_can_hold, hold
@@ -63,11 +63,13 @@ class Snapshots:
         model: Module,
         identities: Callable[[], Sequence[ModelIdentity]],
         cache: KVCache,
+        manager: KVCacheManager,
         has_draft_model: bool,
         finds_prefixes: bool,
         ranks: Ranks | None,
     ):
-        self._model, self._identities, self._cache = model, identities, cache
+        self._model, self._identities = model, identities
+        self._cache, self._manager = cache, manager
         self._has_draft_model = has_draft_model
         self._finds_prefixes, self._ranks = finds_prefixes, ranks
 
@@ -237,7 +239,7 @@ class Snapshots:
         cache, block_size = self._cache, self._cache.config.block_size
         token_ids, keys = check_token_ids(token_ids), _keys(cache_salt)
         hashes = hash_token_blocks(token_ids, block_size, keys)
-        computed = cache.manager.get_computed_blocks(hashes, len(hashes) * block_size + 1)
+        computed = self._manager.get_computed_blocks(hashes, len(hashes) * block_size + 1)
         if not computed.num_tokens:
             raise ArgumentError(
                 f"[snapshot] no K/V of these {len(token_ids)} tokens are in the prefix cache, "

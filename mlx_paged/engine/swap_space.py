@@ -51,12 +51,13 @@ def num_swap_blocks(swap_bytes: str | int | None, cache: KVCache, num_parameters
     config = cache.config
     if swap_bytes is None:
         is_cheaper = is_swapping_cheaper(num_parameters, config.nbytes_per_token)
-        return int(config.num_blocks * DEFAULT_SWAP_SHARE) if cache.can_swap and is_cheaper else 0
+        can_swap = cache.kind == "paged"
+        return int(config.num_blocks * DEFAULT_SWAP_SHARE) if can_swap and is_cheaper else 0
     is_zero = isinstance(swap_bytes, str) and swap_bytes.strip() == "0"
     if is_zero or as_integer(swap_bytes) == 0:
         return 0
     budget = KVBudget.parse(swap_bytes, "swap_bytes")
-    if not cache.can_swap:
+    if cache.kind != "paged":
         raise ArgumentError(
             f"[engine] swap_bytes={shown(swap_bytes)} needs kv='paged': preempted requests of a "
             f"{cache.kind} cache are computed again; leave it out",

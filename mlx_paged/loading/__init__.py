@@ -2,14 +2,13 @@
 
 from mlx_paged.loading.draft_model import load_draft_model
 from mlx_paged.loading.folder import LoadError, demo_model_path, find_model
-from mlx_paged.loading.generation_config import SamplingDefaults, read_sampling_defaults
+from mlx_paged.loading.generation_config import read_sampling_defaults
 from mlx_paged.loading.gguf import dtype_config
 from mlx_paged.loading.launched import load_for
 from mlx_paged.loading.loader import load
 
 __all__ = [
     "LoadError",
-    "SamplingDefaults",
     "demo_model_path",
     "dtype_config",
     "find_model",

@@ -2,37 +2,21 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_paged.argument_values import is_plain_integer
+from mlx_paged.domains import BOOL, SHARE, Domain, is_number
 from mlx_paged.errors import shown
 from mlx_paged.loading.folder import LoadError, read_json_object
 from mlx_paged.loading.gguf import is_gguf, read_gguf_sampling
+from mlx_paged.sampling_declarations import SAMPLING_PARAMS
 
 FILE_NAME = "generation_config.json"
 
 
-@dataclass(frozen=True)
-class SamplingDefaults:
-    """The fields of a generation configuration that a chat uses; ``None`` is not said there."""
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-
-    @property
-    def said(self) -> dict[str, Any]:
-        """What is said there, by field of ``SamplingParams``."""
-        return {name: value for name, value in vars(self).items() if value is not None}
-
-
-def read_sampling_defaults(folder: Path) -> SamplingDefaults:
-    """The sampling that a model's authors recommend; empty where they don't.
+def read_sampling_defaults(folder: Path) -> dict[str, Any]:
+    """The sampling that a model's authors recommend, by field of ``SamplingParams``; empty where
+    they don't.
 
     A GGUF file may have it in its metadata.
 
@@ -46,38 +30,38 @@ def read_sampling_defaults(folder: Path) -> SamplingDefaults:
         return _sampling_defaults(read_gguf_sampling(folder), folder, "")
     file = folder / FILE_NAME
     if not file.exists():
-        return SamplingDefaults()
+        return {}
     config = read_json_object(file, "; mend it or leave it out")
     return _sampling_defaults(config, file, "; mend it or leave the file out")
 
 
-def _sampling_defaults(config: dict[str, Any], file: Path, way_out: str) -> SamplingDefaults:
-    def value(name: str, is_right: Callable[[Any], bool], what: str) -> Any:
+def _sampling_defaults(config: dict[str, Any], file: Path, way_out: str) -> dict[str, Any]:
+    said = {}
+    for name, domain in _DOMAINS.items():
         value = config.get(name)
-        if value is not None and not is_right(value):
-            raise LoadError(f"[load] {name} in {file} must be {what}, got {shown(value)}{way_out}")
-        return value
-
-    do_sample = value("do_sample", lambda v: isinstance(v, bool), "true or false")
-    temperature = value("temperature", lambda v: _is_within(v, 0), "a number, at least 0")
-    top_p = value("top_p", lambda v: _is_within(v, 0, 1), "a number within 0..1")
-    top_k = value("top_k", _is_top_k, "a whole number, at least 0, or -1")
-    min_p = value("min_p", lambda v: _is_within(v, 0, 1), "a number within 0..1")
-    if do_sample is False:
-        return SamplingDefaults(temperature=0.0)
-    if do_sample and temperature is None:
-        temperature = 1.0
-    return SamplingDefaults(
-        temperature, top_p, None if top_k is None else max(int(top_k), 0), min_p
-    )
+        if value is None:
+            continue
+        said[name] = domain.read(value)
+        if said[name] is None:
+            raise LoadError(
+                f"[load] {name} in {file} must be {domain.what}, got {shown(value)}{way_out}"
+            )
+    samples = said.pop("do_sample", None)
+    if samples is False:
+        return {"temperature": 0.0}
+    return {"temperature": 1.0, **said} if samples else said
 
 
-def _is_within(value: object, low: float, high: float = math.inf) -> bool:
-    if not is_plain_integer(value) and not isinstance(value, float):
-        return False
-    # Not every integer of JSON has a float, so it is compared as it is.
-    return low <= value <= high and value != math.inf
+def _read_top_k(value: Any) -> int | None:
+    """0 for -1. JSON may write it with a point."""
+    is_right = is_number(value) and -1 <= value < 2**31 and float(value).is_integer()
+    return max(int(value), 0) if is_right else None
 
 
-def _is_top_k(value: object) -> bool:
-    return _is_within(value, -1, 2**31 - 1) and float(value).is_integer()  # type: ignore[arg-type]
+_DOMAINS: dict[str, Domain[Any]] = {
+    "do_sample": Domain("true or false", BOOL.read),
+    "temperature": SAMPLING_PARAMS["temperature"].domain,
+    "top_p": SHARE,  # 0 is off
+    "top_k": Domain("a whole number, at least 0, or -1", _read_top_k),
+    "min_p": SHARE,
+}

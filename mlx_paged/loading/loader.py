@@ -175,7 +175,7 @@ def load_from(
     lazy: bool = False,
     group: mx.distributed.Group | None = None,
 ) -> tuple[LanguageModel, TokenizerWrapper, dict[str, Any]]:
-    """As :func:`load`, from what is there.
+    """As :func:`load`, from a local path.
 
     Args:
         path: a folder or a GGUF file.

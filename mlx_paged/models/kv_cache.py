@@ -44,6 +44,7 @@ from mlx_paged.ops import check_backend_name
 def make_kv_cache(
     model: Module,
     kind: Literal["paged"] = "paged",
+    *,
     draft_model: Module | None = None,
     **options: Unpack[CacheOptions],
 ) -> PagedKVCache: ...
@@ -53,6 +54,7 @@ def make_kv_cache(
 def make_kv_cache(
     model: Module,
     kind: Literal["basic"],
+    *,
     draft_model: Module | None = None,
     **options: Unpack[CacheOptions],
 ) -> ContiguousKVCache: ...
@@ -62,6 +64,7 @@ def make_kv_cache(
 def make_kv_cache(
     model: Module,
     kind: str,
+    *,
     draft_model: Module | None = None,
     **options: Unpack[CacheOptions],
 ) -> KVCache: ...
@@ -71,6 +74,7 @@ def make_kv_cache(
 def make_kv_cache(
     model: Module,
     kind: str = DEFAULT_KV,
+    *,
     draft_model: Module | None = None,
     **options: Unpack[CacheOptions],
 ) -> KVCache:

@@ -18,7 +18,8 @@ from mlx_paged.cache import KVFormat, LayerSpec
 from mlx_paged.config import KVBits
 from mlx_paged.models.context_length import context_length
 from mlx_paged.models.language_model import LanguageModel
-from mlx_paged.models.probe import probe_cache, probe_ids, run_step
+from mlx_paged.models.probe import probe_ids, probe_sequences
+from mlx_paged.models.run_step import run_step
 
 # Enough to tell: the divergence of 512 tokens is up to three times as large, with and without such
 # channels (docs/measured.md).
@@ -95,10 +96,10 @@ def own_text(model: LanguageModel, num_tokens: int) -> tuple[list[int], mx.array
     """Tokens that the model draws one by one, the same each time, and its log-probabilities of
     what follows each of them, ``[num_tokens, vocab_size]`` float32, with K/V as they are.
     """
-    cache, ids = probe_cache(model, num_tokens), probe_ids(model.args.vocab_size, 1)
+    sequences, ids = probe_sequences(model, num_tokens), probe_ids(model.args.vocab_size, 1)
     rows: list[mx.array] = []
     for index in range(num_tokens):
-        rows.append(_log_softmax(run_step(model, cache, {"a": ids[-1:]}, [1])))
+        rows.append(_log_softmax(run_step(model, sequences, {"a": ids[-1:]}, [1])))
         drawn: int = mx.random.categorical(rows[-1][0], key=mx.random.key(index)).item()  # type: ignore[assignment]
         ids.append(drawn)
     return ids[:-1], mx.concatenate(rows)
@@ -108,8 +109,8 @@ def log_probabilities(model: LanguageModel, bits: KVBits | None, ids: Sequence[i
     """Of what follows each token of a prompt, with K/V in these bits, ``[num_tokens, vocab_size]``
     float32.
     """
-    cache = probe_cache(model, len(ids), stored_as(bits, model.layer_specs))
-    return _log_softmax(run_step(model, cache, {"a": ids}, [len(ids)]))
+    sequences = probe_sequences(model, len(ids), stored_as(bits, model.layer_specs))
+    return _log_softmax(run_step(model, sequences, {"a": ids}, [len(ids)]))
 
 
 def _log_softmax(logits: mx.array) -> mx.array:

@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_paged.cache import Sequences
 from mlx_paged.models.kv_cache import make_kv_cache
 from mlx_paged.models.language_model import LanguageModel
 
@@ -21,7 +22,7 @@ def summed_bytes_per_token(model: LanguageModel) -> int:
     They are counted in the graph of a step, which is built and never evaluated.
     """
     cache = make_kv_cache(model, kv_cache_bytes="8blocks", backend="reference")
-    with _noted_sums() as nbytes, cache.step({"a": _NUM_TOKENS}):
+    with _noted_sums() as nbytes, Sequences(cache).step({"a": _NUM_TOKENS}):
         model(mx.zeros((_NUM_TOKENS,), dtype=mx.int32), cache.layers)
     return sum(nbytes) // _NUM_TOKENS
 

@@ -53,13 +53,6 @@ class KVHandle:
         self.value_dim = self.format.value.width(self.v)
 
     @classmethod
-    def dense(cls, k: mx.array, v: mx.array, fence: mx.array | None = None) -> KVHandle:
-        """Of dense slabs, ``[num_blocks, num_kv_heads, block_size, key_dim]`` and
-        ``[..., value_dim]``.
-        """
-        return cls((k,), (v,), KVFormat.dense(k.dtype), fence)
-
-    @classmethod
     def allocate(
         cls,
         num_blocks: int,

@@ -2,8 +2,8 @@
 
 A step is described once, on the host, for all layers. Its lists are plain lists of integers: a step
 has few sequences and most have one new token, where a call into numpy costs more than the loop that
-it replaces. ``build`` checks every range, and the operations compare the rest with a slab in O(1),
-so that nothing has to be read back from the device to be checked.
+it replaces. The operations compare it with a slab in O(1), and nothing is read back from the device
+to be checked.
 """
 
 from __future__ import annotations
@@ -151,18 +151,20 @@ class AttentionMetadata:
     """One step of a ragged batch: sequence ``s`` has ``context_lens[s]`` tokens, and its last
     ``query_lens[s]`` are new.
 
-    Build it with :meth:`build`, or directly from lists that need no checks. Names are vLLM's where
-    it has them, but nothing is padded: the new tokens of all sequences share one flat axis
-    ``[num_tokens]``, where sequence ``s`` has ``cu_seqlens_q[s] : cu_seqlens_q[s + 1]``.
+    The lists are not checked: the manager of a cache guarantees that they fit one another. Names
+    are vLLM's where it has them, but nothing is padded: the new tokens of all sequences share one
+    flat axis ``[num_tokens]``, where sequence ``s`` has ``cu_seqlens_q[s] : cu_seqlens_q[s + 1]``.
     """
 
-    block_tables: list[array[int]]  # per sequence, the blocks of its context, int32
+    block_tables: list[array[int]]  # per sequence, the blocks of its context and no more, int32
     context_lens: list[int]  # tokens in the block table after this step's writes
     query_lens: list[int]
     block_size: int
-    # Whether a block table names a block that another sequence writes in this step.
+    # Whether a sequence reads blocks that another one writes in this step, as when both begin with
+    # the same prompt. Then all rows are written before any is read, which costs a dispatch.
     shares_new_blocks: bool = False
-    # Per sequence, of how many of its last tokens the logits are wanted; None for one of each.
+    # Per sequence, of how many of its last tokens the logits are wanted: more than one for
+    # speculation, none for a prompt that is not complete. None for one of each.
     num_logit_rows: list[int] | None = None
     # False where nobody reads the one row that num_logit_rows asks for.
     wants_logits: bool = True
@@ -173,71 +175,6 @@ class AttentionMetadata:
     # Per sequence, for models with recurrent layers only.
     states: list[StepState] | None = None
     _derived: dict[Hashable, object] = field(default_factory=dict, init=False, repr=False)
-
-    @classmethod
-    def build(
-        cls,
-        block_tables: Sequence[Sequence[int]],
-        context_lens: Sequence[int],
-        query_lens: Sequence[int],
-        block_size: int,
-        shares_new_blocks: bool = False,
-        num_logit_rows: Sequence[int] | None = None,
-    ) -> AttentionMetadata:
-        """Copy the lists and check them against one another.
-
-        Args:
-            block_tables: block ids per sequence; reserved blocks, which lie behind its context, are
-                left out.
-            shares_new_blocks: whether a sequence reads blocks that another one writes in this step,
-                as when both begin with the same prompt. Then all rows are written before any is
-                read, which costs a dispatch.
-            num_logit_rows: of how many of its last tokens each sequence wants logits; one by
-                default, more for speculation, none for a prompt that is not complete.
-
-        Raises:
-            ValueError: lists of different lengths, a query run that is empty or longer than its
-                context, more rows of logits than new tokens, a block table too short for its
-                context, a negative block id.
-        """
-        if not len(block_tables) == len(context_lens) == len(query_lens):
-            raise ValueError(
-                f"[attention_metadata] {len(block_tables)} block_tables, {len(context_lens)} "
-                f"context_lens and {len(query_lens)} query_lens must be one per sequence"
-            )
-        tables = []
-        for seq, (table, context_len, query_len) in enumerate(
-            zip(block_tables, context_lens, query_lens, strict=True)
-        ):
-            if not 0 < query_len <= context_len:
-                raise ValueError(
-                    f"[attention_metadata] sequence {seq}: query_len {query_len} must be within "
-                    f"1..context_len {context_len}"
-                )
-            num_blocks = -(-context_len // block_size)
-            if len(table) < num_blocks:
-                raise ValueError(
-                    f"[attention_metadata] sequence {seq}: {context_len} tokens need {num_blocks} "
-                    f"blocks of {block_size}, the block table has {len(table)}"
-                )
-            # A copy: the caller's table changes with the next step.
-            blocks = table[:num_blocks] if type(table) is array else array("i", table[:num_blocks])
-            if min(blocks) < 0:
-                raise ValueError(
-                    f"[attention_metadata] sequence {seq}: block id {min(blocks)} is negative"
-                )
-            tables.append(blocks)
-        counts = None if num_logit_rows is None else list(num_logit_rows)
-        if counts is not None and not (
-            len(counts) == len(query_lens)
-            and all(0 <= count <= n for count, n in zip(counts, query_lens, strict=True))
-        ):
-            raise ValueError(
-                f"[attention_metadata] num_logit_rows {counts} must be one per sequence, each "
-                f"within 0..query_len of {list(query_lens)}"
-            )
-        context_lens, query_lens = list(context_lens), list(query_lens)
-        return cls(tables, context_lens, query_lens, block_size, shares_new_blocks, counts)
 
     def derived(self, key: Hashable, make: Callable[[], T]) -> T:
         """What a backend makes of this step for its first layer and uses for all of them."""

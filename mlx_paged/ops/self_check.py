@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -179,9 +180,9 @@ def _random_layer(shape: AttentionShape, context_lens: list[int], query_lens: li
     rng, size, heads = np.random.default_rng(0), shape.block_size, shape.num_kv_heads
     first, num_blocks = np.cumsum([-(-length // size) for length in context_lens]).tolist()
     blocks = rng.permutation(num_blocks).tolist()
-    tables = blocks[:first], blocks[first:]
-    step = AttentionMetadata.build(tables, context_lens, query_lens, size)
-    tokens = AttentionMetadata.build(tables, context_lens, context_lens, size).slot_mapping
+    tables = [array("i", blocks[:first]), array("i", blocks[first:])]
+    step = AttentionMetadata(tables, context_lens, query_lens, size)
+    tokens = AttentionMetadata(tables, context_lens, context_lens, size).slot_mapping
     has_token = np.zeros((num_blocks + 1) * size, dtype=bool)
     has_token[tokens.slots] = True
     mask = mx.array(has_token.reshape(-1, 1, size, 1))

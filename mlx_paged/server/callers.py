@@ -79,4 +79,4 @@ async def prepare_chat(
         )
         return body, *prepare(work, service, job)
 
-    return await service.prepare(user, prepared)
+    return await service.run_in_tokenizer_pool(user, prepared)

@@ -50,7 +50,7 @@ class ChatJob:
 
 def prepare(work: Work, service: Service, job: ChatJob) -> tuple[Generation, AnswerFormat]:
     """The prompt as tokens, and how its answers are read. It takes long for long conversations, so
-    call it with :meth:`Service.prepare`.
+    call it with :meth:`Service.run_in_tokenizer_pool`.
 
     The tools are in the prompt whatever ``tool_choice`` says: without them it would share no prefix
     with the other turns of the conversation.

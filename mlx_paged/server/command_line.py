@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,7 @@ _FLAGS = {
 }
 _OTHER_FLAGS = {
     "allowed_origins": "--cors-origin",
-    "batch_size": "--max-num-seqs",
-    "decode_concurrency": "--max-num-seqs",
-    "max_kv_size": "--window",
     "model_alias": "--served-model-name",
-    "parallel": "--max-num-seqs",
-    "ctx_size": "--max-model-len",
     "default_chat_template_kwargs": "--chat-template-args",
 }
 
@@ -38,7 +32,7 @@ _OTHER_FLAGS = {
 def setup_arg_parser(prog: str | None = None) -> argparse.ArgumentParser:
     """The argument parser of the server, for a program of this name."""
     server = parser.Parser(
-        prog=prog or _name_as_called(),
+        prog=prog or "python -m mlx_paged.server",
         description="Serve a model to clients of the APIs of OpenAI and Anthropic.",
         flags=flags.SAMPLING | _FLAGS | _OTHER_FLAGS,
     )
@@ -155,8 +149,3 @@ def json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"must be a JSON object, got {shown(text)}")
     return value
-
-
-def _name_as_called() -> str:
-    name = Path(sys.argv[0]).name
-    return name if name == "mlx_paged.server" else "python -m mlx_paged.server"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
-from mlx_paged.argument_values import kind_of
+from mlx_paged.argument_values import is_plain_integer, kind_of
+from mlx_paged.domains import is_number
 from mlx_paged.errors import shown
 from mlx_paged.server.errors import ApiError
 
@@ -87,14 +87,14 @@ class Fields:
     @overload
     def integer(self, name: str, default: T) -> int | T: ...
     def integer(self, name: str, default: Any = REQUIRED) -> Any:
-        return self._read(name, default, _is_integer, "a whole number")
+        return self._read(name, default, is_plain_integer, "a whole number")
 
     @overload
     def number(self, name: str) -> float: ...
     @overload
     def number(self, name: str, default: T) -> float | T: ...
     def number(self, name: str, default: Any = REQUIRED) -> Any:
-        return self._read(name, default, _is_number, "a number")
+        return self._read(name, default, is_number, "a number")
 
     @overload
     def items(self, name: str) -> list[Any]: ...
@@ -120,7 +120,7 @@ class Fields:
 
     def integers(self, name: str, max_items: int) -> tuple[int, ...]:
         """Whole numbers in a list; none by default."""
-        return self._elements(name, max_items, _is_integer, "whole numbers")
+        return self._elements(name, max_items, is_plain_integer, "whole numbers")
 
     def choice(self, name: str, choices: Sequence[T], default: T = REQUIRED) -> T:
         """One of some values."""
@@ -201,16 +201,3 @@ class Fields:
         if default is REQUIRED:
             raise self.error(name, "is missing")
         return default
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:
-        return False

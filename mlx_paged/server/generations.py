@@ -113,8 +113,8 @@ class Answer:
             await self._rest.aclose()
 
 
-class Ends:
-    """Puts the tokens of completions together, and says when one has ended."""
+class CompletionCollector:
+    """Gathers the tokens of each completion, and hands it on when it has ended."""
 
     def __init__(self, when_finished: Callable[[CompletionOutput], None]):
         self._when_finished = when_finished

@@ -191,13 +191,13 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
     """
     from mlx_paged.command_line.flags import chosen_sampling
     from mlx_paged.engine.async_engine import AsyncEngine
-    from mlx_paged.loading import SamplingDefaults, read_sampling_defaults
+    from mlx_paged.loading import read_sampling_defaults
     from mlx_paged.request import PENDING_TOKEN
     from mlx_paged.server.admission import Admission, Counts
     from mlx_paged.server.service import Service
 
     options, folder = template_options(args), _folder_of(args)
-    own = SamplingDefaults() if args.no_generation_config else read_sampling_defaults(folder)
+    own = {} if args.no_generation_config else read_sampling_defaults(folder)
     model, tokenizer, chosen = _load(args, folder)
     engine = AsyncEngine(model, tokenizer, **chosen)
 
@@ -216,14 +216,14 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
         engine,
         tokenizer,
         model_names=tuple(args.served_model_name or [_model_name(args.model)]),
-        defaults=chosen_sampling(args, own.said),
+        defaults=chosen_sampling(args, own),
         max_tokens=None if args.max_tokens == -1 else args.max_tokens,
         template_options=options,
         created=int(time.time()),
         # Fewer than were asked for, where a model's states would take too much of the budget.
-        admission=Admission(
+        admit=Admission(
             settings.max_queue_len, engine.engine.scheduler.config.max_num_seqs, counts
-        ),
+        ).admit,
         logs_cache=settings.log_cache,
         shows_cache_texts=settings.allow_cache_texts,
         step_timeout=settings.step_timeout,

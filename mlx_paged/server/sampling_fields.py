@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mlx_paged.argument_values import kind_of
-from mlx_paged.domains import Several
+from mlx_paged.domains import BOOL, Several
 from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.sampling_declarations import SAMPLING_PARAMS
 from mlx_paged.sampling_params import SamplingParams
@@ -63,9 +63,10 @@ def _read(fields: Fields, name: str) -> Any:
         return fields.texts(name, *_TEXTS[name])
     if name == "logit_bias":
         return _read_logit_bias(fields)
-    if isinstance(SAMPLING_PARAMS[name].domain, Several):
+    domain = SAMPLING_PARAMS[name].domain
+    if isinstance(domain, Several):
         return fields.integers(name, MAX_TOKEN_IDS)
-    return fields.raw(name)
+    return fields.boolean(name) if domain is BOOL else fields.raw(name)
 
 
 def _read_logit_bias(fields: Fields) -> dict[int, float]:

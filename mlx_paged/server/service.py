@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -19,7 +19,13 @@ from mlx_paged.request import RequestOutput, TokenRules
 from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
 from mlx_paged.server.answers.kept_answers import KeptAnswers
 from mlx_paged.server.fair_threads import FairThreads, Work
-from mlx_paged.server.generations import Answer, Ends, Generation, api_error, check_end
+from mlx_paged.server.generations import (
+    Answer,
+    CompletionCollector,
+    Generation,
+    api_error,
+    check_end,
+)
 from mlx_paged.server.http.logs import count_tokens, log_text, logger
 from mlx_paged.server.prompt_length import LengthLimit
 from mlx_paged.server.settings import DEFAULT_STEP_TIMEOUT
@@ -33,21 +39,6 @@ P = ParamSpec("P")
 MAX_PREPARING, MAX_PREPARING_OF_USER = 8, 2
 MAX_COMPILING, MAX_COMPILING_OF_USER = 2, 1
 DEFAULT_TEMPERATURE = 1.0  # of OpenAI's and Anthropic's interfaces
-
-
-class Admission(Protocol):
-    """The queue limit."""
-
-    def admit(self, num_seqs: int = 1) -> AbstractContextManager[None]:
-        """Hold places until a request begins; raises an :class:`ApiError` if there are none."""
-        ...
-
-
-class NoLimit:
-    """Admits everybody."""
-
-    def admit(self, num_seqs: int = 1) -> AbstractContextManager[None]:
-        return nullcontext()
 
 
 @dataclass(frozen=True)
@@ -64,7 +55,8 @@ class Service:
         template_options: variables of the chat template, where a request does not say.
         created: when the server started, in seconds since the epoch.
         kept_answers: the last answers, so that conversations that come back hit the cache.
-        admission: the queue limit.
+        admit: holds places in the queue for so many sequences until their request begins; raises an
+            :class:`ApiError` where there are none. By default there is no limit.
         logs_cache: whether a line says for each prompt why no more of it was cached.
         shows_cache_texts: whether ``/v1/cache`` may show a user pieces of their prompts.
         first_part_seconds: how long a stream waits for its first part, so that an error is one of
@@ -80,7 +72,7 @@ class Service:
     template_options: dict[str, object] = field(default_factory=dict)
     created: int = 0
     kept_answers: KeptAnswers = field(default_factory=KeptAnswers)
-    admission: Admission = field(default_factory=NoLimit)
+    admit: Callable[[int], AbstractContextManager[object]] = nullcontext
     logs_cache: bool = False
     shows_cache_texts: bool = False
     first_part_seconds: float = 10.0
@@ -122,7 +114,7 @@ class Service:
             output_kind=RequestOutputKind.DELTA,
         )
 
-    async def prepare(
+    async def run_in_tokenizer_pool(
         self,
         user: str,
         work: Callable[Concatenate[Work, P], T],
@@ -190,7 +182,7 @@ class Service:
         self, generation: Generation, rules: TokenRules, request_id: str | None
     ) -> Answer:
         with ExitStack() as places:
-            places.enter_context(self.admission.admit(generation.params.n))
+            places.enter_context(self.admit(generation.params.n))
             outputs = self.engine.generate(
                 {"prompt_token_ids": generation.prompt_token_ids},
                 generation.params,
@@ -213,11 +205,11 @@ class Service:
         """What is done with each part of an answer besides answering."""
         if generation.when_finished is None:
             return self._note
-        ends = Ends(generation.when_finished)
+        completions = CompletionCollector(generation.when_finished)
 
         def note(output: RequestOutput, is_first: bool) -> None:
             self._note(output, is_first)
-            ends.add(output)
+            completions.add(output)
 
         return note
 

@@ -26,7 +26,7 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_paged.cache import KVCache as Cache
-from mlx_paged.cache import KVCacheConfig, KVFormat
+from mlx_paged.cache import KVCacheConfig, KVFormat, Sequences
 from mlx_paged.core.tier import BlockHeader, Tier
 from mlx_paged.errors import ArgumentError, one_line
 from mlx_paged.models.language_model import LanguageModel, check_model
@@ -56,7 +56,7 @@ TOKEN_IDS = "token_ids"
 def export_prompt_cache(
     path: str | Path,
     model: Module,
-    cache: Cache,
+    sequences: Sequences,
     seq: SeqId,
     *,
     model_name: str | None = None,
@@ -79,8 +79,8 @@ def export_prompt_cache(
         ArgumentError: tokens that have left the window, or K/V that mlx-lm's caches can't hold.
         SnapshotError: the system refuses, or the disk is full; an older file stays as it was.
     """
-    paged = check_has_blocks(cache)
-    num_tokens = check_sequence(paged, seq)
+    cache = check_has_blocks(sequences.cache)
+    num_tokens = check_sequence(sequences, seq)
     if token_ids is not None:
         token_ids = check_token_ids(token_ids)
         check_num_tokens(seq, num_tokens, token_ids)
@@ -88,11 +88,11 @@ def export_prompt_cache(
     with written_prompt_cache(
         path, model, cache, num_tokens, headers, model_name, token_ids
     ) as tier:
-        store_sequence(paged, seq, tier, headers)
+        store_sequence(sequences, seq, tier, headers)
     return num_tokens
 
 
-def import_prompt_cache(path: str | Path, model: Module, cache: Cache, seq: SeqId) -> int:
+def import_prompt_cache(path: str | Path, model: Module, sequences: Sequences, seq: SeqId) -> int:
     """Make a sequence of a cache hold the K/V of a prompt cache of mlx-lm's, in place of what it
     held; returns their number of tokens.
 
@@ -102,9 +102,10 @@ def import_prompt_cache(path: str | Path, model: Module, cache: Cache, seq: SeqI
         ArgumentError: the model has a recurrent state.
         CacheFullError: the budget can't hold them.
     """
-    file = PromptCacheFile(path, model, check_has_blocks(cache))
+    cache = check_has_blocks(sequences.cache)
+    file = PromptCacheFile(path, model, cache)
     headers = sequence_headers(cache.config, file.num_tokens)
-    load_sequence(check_has_blocks(cache), seq, file.num_tokens, file.tier(headers), headers)
+    load_sequence(sequences, seq, file.num_tokens, file.tier(headers), headers)
     return file.num_tokens
 
 

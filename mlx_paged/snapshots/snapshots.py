@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mlx.nn.layers.base import Module
 
-from mlx_paged.cache import KVCache, PagedKVCache
+from mlx_paged.cache import Sequences
 from mlx_paged.cache.transfer import load_blocks, store_blocks
 from mlx_paged.core.tier import BlockHeader, Tier
 from mlx_paged.errors import ArgumentError
@@ -33,9 +33,9 @@ from mlx_paged.snapshots.tensor_file import TensorFile, written_tensor_file
 
 
 def save_snapshot(
-    path: str | Path, model: Module, cache: KVCache, seq: SeqId, token_ids: Sequence[int]
+    path: str | Path, model: Module, sequences: Sequences, seq: SeqId, token_ids: Sequence[int]
 ) -> int:
-    """Write the K/V of a sequence of a cache to a safetensors file; returns its bytes.
+    """Write the K/V of a sequence to a safetensors file; returns its bytes.
 
     The file is written aside, then renamed. Only another snapshot is overwritten.
 
@@ -52,17 +52,17 @@ def save_snapshot(
             snapshot stays as it was.
     """
     file, token_ids = check_path(path), check_token_ids(token_ids)
-    paged = check_has_blocks(cache)
-    num_tokens = check_sequence(paged, seq)
+    cache = check_has_blocks(sequences.cache)
+    num_tokens = check_sequence(sequences, seq)
     check_num_tokens(seq, num_tokens, token_ids)
     facts = KVFacts.of(identities_of(model), cache)
     headers = sequence_headers(cache.config, num_tokens)
     with written_snapshot(file, facts, token_ids, headers) as tier:
-        store_sequence(paged, seq, tier, headers)
+        store_sequence(sequences, seq, tier, headers)
     return file.stat().st_size
 
 
-def load_snapshot(path: str | Path, model: Module, cache: KVCache, seq: SeqId) -> list[int]:
+def load_snapshot(path: str | Path, model: Module, sequences: Sequences, seq: SeqId) -> list[int]:
     """Make a sequence of a cache hold the K/V of a file, in place of what it held; returns their
     token ids.
 
@@ -72,7 +72,7 @@ def load_snapshot(path: str | Path, model: Module, cache: KVCache, seq: SeqId) -
         ArgumentError: a cache without blocks, or a model with a recurrent state.
         CacheFullError: the budget can't hold them.
     """
-    paged = check_has_blocks(cache)
+    cache = check_has_blocks(sequences.cache)
     file = SnapshotFile(path, KVFacts.of(identities_of(model), cache))
     num_tokens = len(file.token_ids)
     if has_evicted(cache.config, num_tokens):
@@ -80,24 +80,24 @@ def load_snapshot(path: str | Path, model: Module, cache: KVCache, seq: SeqId) -
             file.file, "holds only what lies in the windows, which an engine's prefix cache takes"
         )
     headers = sequence_headers(cache.config, num_tokens)
-    load_sequence(paged, seq, num_tokens, file.tier(headers), headers)
+    load_sequence(sequences, seq, num_tokens, file.tier(headers), headers)
     return file.token_ids
 
 
 # One sequence of a cache
 
 
-def check_sequence(cache: PagedKVCache, seq: SeqId) -> int:
+def check_sequence(sequences: Sequences, seq: SeqId) -> int:
     """How many tokens a sequence has, all of which are there.
 
     Raises:
         KeyError: there is no such sequence.
         ArgumentError: some of its tokens have left the window.
     """
-    if seq not in cache.manager.tables:
-        raise KeyError(f"[snapshot] no sequence {seq!r}; the cache holds {cache.seqs}")
-    num_tokens = cache.seq_len(seq)
-    if has_evicted(cache.config, num_tokens):
+    if seq not in sequences:
+        raise KeyError(f"[snapshot] no sequence {seq!r}; the cache holds {list(sequences)}")
+    num_tokens = sequences.seq_len(seq)
+    if has_evicted(sequences.cache.config, num_tokens):
         raise ArgumentError(
             f"[snapshot] tokens of sequence {seq!r} have left the window: it has {num_tokens}",
             "seq",
@@ -116,30 +116,32 @@ def check_num_tokens(seq: SeqId, num_tokens: int, token_ids: Sequence[int]) -> N
 
 
 def store_sequence(
-    cache: PagedKVCache, seq: SeqId, tier: Tier, headers: Sequence[BlockHeader]
+    sequences: Sequences, seq: SeqId, tier: Tier, headers: Sequence[BlockHeader]
 ) -> None:
     """Copy the blocks of a sequence into a tier."""
-    store_blocks(cache, tier, _with_ids(cache, seq, headers))
+    cache = check_has_blocks(sequences.cache)
+    store_blocks(cache, tier, _with_ids(sequences, seq, headers))
 
 
 def load_sequence(
-    cache: PagedKVCache, seq: SeqId, num_tokens: int, tier: Tier, headers: Sequence[BlockHeader]
+    sequences: Sequences, seq: SeqId, num_tokens: int, tier: Tier, headers: Sequence[BlockHeader]
 ) -> None:
     """Make ``seq`` hold blocks of a tier, in place of what it held.
 
     Raises:
         CacheFullError: the budget can't hold them.
     """
-    if seq in cache.manager.tables:
-        cache.free(seq)
-    with cache.step({seq: num_tokens}):
-        load_blocks(cache, tier, _with_ids(cache, seq, headers))
+    cache = check_has_blocks(sequences.cache)
+    if seq in sequences:
+        sequences.free(seq)
+    with sequences.step({seq: num_tokens}):
+        load_blocks(cache, tier, _with_ids(sequences, seq, headers))
 
 
 def _with_ids(
-    cache: PagedKVCache, seq: SeqId, headers: Sequence[BlockHeader]
+    sequences: Sequences, seq: SeqId, headers: Sequence[BlockHeader]
 ) -> list[tuple[BlockHeader, int]]:
-    tables, block_size = cache.manager.groups[seq], cache.config.block_size
+    tables, block_size = sequences.manager.groups[seq], sequences.cache.config.block_size
     return [
         (header, tables[header.group].block_ids[header.first_token // block_size])
         for header in headers

@@ -276,7 +276,7 @@ def test_a_call_that_fails_leaves_nothing(llama, monkeypatch):
         failing_calls(llama, monkeypatch, calls, RuntimeError("no memory"))
         after = paged.stats()
         assert replace(after, num_evictions=before.num_evictions) == before
-        paged.cache.manager.check_integrity()
+        paged._sequences.held.manager.check_integrity()
         for cache, ids in calls[:2]:
             assert mx.allclose(llama(mx.array([ids]), cache=cache)[0, -1], expected, atol=1e-4)
 

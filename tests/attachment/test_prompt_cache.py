@@ -145,7 +145,7 @@ def test_random_programs_of_copies_cuts_and_batches(llama):
                 run_as_batch(llama, rng, held)
             elif what == "drop":
                 held.pop(rng.randrange(len(held)))
-            paged.cache.manager.check_integrity()
+            paged._sequences.held.manager.check_integrity()
             assert [cache[0].offset for cache, _ in held] == [len(ids) for _, ids in held]
         stats = paged.stats()
         assert stats.num_hit_tokens > 0 and stats.num_recomputed_tokens > 0

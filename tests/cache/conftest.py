@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from helpers.cache_helpers import CONFIG, KINDS
 
-from mlx_paged.cache import KVCache, PagedKVCache
+from mlx_paged.cache import PagedKVCache, Sequences
 
 
 @pytest.fixture(params=["basic", "paged"])
-def cache(request: pytest.FixtureRequest) -> KVCache:
-    return KINDS[request.param](CONFIG)
+def seqs(request: pytest.FixtureRequest) -> Sequences:
+    return Sequences(KINDS[request.param](CONFIG))
 
 
 @pytest.fixture
-def paged() -> PagedKVCache:
-    return PagedKVCache(CONFIG)
+def paged() -> Sequences:
+    return Sequences(PagedKVCache(CONFIG))

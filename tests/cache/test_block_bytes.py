@@ -8,7 +8,7 @@ import pytest
 from helpers.cache_helpers import CONFIG, rows, stored_parts, uniform
 from helpers.quantised_problems import BITS_OF_K_AND_V
 
-from mlx_paged.cache import KVCacheConfig, KVFormat, LayerGroup, LayerSpec, PagedKVCache
+from mlx_paged.cache import KVCacheConfig, KVFormat, LayerGroup, LayerSpec, PagedKVCache, Sequences
 from mlx_paged.config import KVBits
 from mlx_paged.core import KEEP_ALL, Retention
 from mlx_paged.ops.formats import DENSE_DTYPES
@@ -34,8 +34,8 @@ CONFIGS = {
 }
 
 
-def filled(config: KVCacheConfig, num_blocks: int, seed: int) -> PagedKVCache:
-    cache = PagedKVCache(config)
+def filled(config: KVCacheConfig, num_blocks: int, seed: int) -> Sequences:
+    seqs = Sequences(PagedKVCache(config))
     rng = np.random.default_rng(seed)
     num_tokens = num_blocks * config.block_size
     shapes = [(num_tokens, spec.num_kv_heads, n) for spec in config.layers for n in (spec.key_dim,)]
@@ -46,21 +46,21 @@ def filled(config: KVCacheConfig, num_blocks: int, seed: int) -> PagedKVCache:
         [mx.array(rng.standard_normal(shape, dtype=np.float32)) for shape in each]
         for each in (shapes, values)
     )
-    cache.append("a", k, v)
-    return cache
+    seqs.append("a", k, v)
+    return seqs
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_every_bit_comes_back_in_another_cache_and_in_other_blocks(config: KVCacheConfig) -> None:
-    cache, other = filled(config, 5, seed=1), filled(config, 3, seed=2)
-    contents = cache.read_blocks(0, cache.block_ids("a"))
-    assert {len(content) for content in contents} == {cache.config.block_nbytes(0)}
-    assert cache.config.block_nbytes(0) == config.nbytes_per_block
+    seqs, other = filled(config, 5, seed=1), filled(config, 3, seed=2)
+    contents = seqs.cache.read_blocks(0, seqs.block_ids("a"))
+    assert {len(content) for content in contents} == {seqs.cache.config.block_nbytes(0)}
+    assert seqs.cache.config.block_nbytes(0) == config.nbytes_per_block
     before = stored_parts(other, "a")
     assert other.manager.allocate_slots("b", 5 * config.block_size) == []
-    assert list(other.block_ids("b")) != list(cache.block_ids("a"))
-    other.write_blocks(0, other.block_ids("b"), contents)
-    for ours, theirs in zip(stored_parts(other, "b"), stored_parts(cache, "a"), strict=True):
+    assert list(other.block_ids("b")) != list(seqs.block_ids("a"))
+    other.cache.write_blocks(0, other.block_ids("b"), contents)
+    for ours, theirs in zip(stored_parts(other, "b"), stored_parts(seqs, "a"), strict=True):
         np.testing.assert_array_equal(ours, theirs)
     for ours, theirs in zip(stored_parts(other, "a"), before, strict=True):
         np.testing.assert_array_equal(ours, theirs)
@@ -70,42 +70,42 @@ def test_a_block_has_the_bytes_of_its_own_group_alone() -> None:
     spec = LayerSpec(2, 32, 32)
     groups = LayerGroup(KEEP_ALL, (2, 3, 4, 5)), LayerGroup(Retention.sliding_window(8, 8), (0, 1))
     config = KVCacheConfig((spec,) * 6, BLOCK_SIZE, 40, groups)
-    cache = PagedKVCache(config)
-    assert cache.config.block_nbytes(0) == 4 * spec.nbytes_per_token * BLOCK_SIZE
-    assert cache.config.block_nbytes(1) == 2 * spec.nbytes_per_token * BLOCK_SIZE
-    content = bytes(range(256)) * (cache.config.block_nbytes(1) // 256)
-    cache.write_blocks(1, [7], [content])
-    assert cache.read_blocks(1, [7]) == [content]
-    assert cache.read_blocks(0, [7])[0][: len(content)] == content
+    seqs = Sequences(PagedKVCache(config))
+    assert seqs.cache.config.block_nbytes(0) == 4 * spec.nbytes_per_token * BLOCK_SIZE
+    assert seqs.cache.config.block_nbytes(1) == 2 * spec.nbytes_per_token * BLOCK_SIZE
+    content = bytes(range(256)) * (seqs.cache.config.block_nbytes(1) // 256)
+    seqs.cache.write_blocks(1, [7], [content])
+    assert seqs.cache.read_blocks(1, [7]) == [content]
+    assert seqs.cache.read_blocks(0, [7])[0][: len(content)] == content
 
 
 def test_a_slab_is_not_copied_by_the_write_after_a_read() -> None:
-    cache = filled(CONFIG, 2, seed=0)
-    contents = cache.read_blocks(0, cache.block_ids("a"))
-    where = [np.frombuffer(memoryview(kv.k[0])).ctypes.data for kv in cache._slabs]
-    cache.append("a", *rows(1))
-    assert [np.frombuffer(memoryview(kv.k[0])).ctypes.data for kv in cache._slabs] == where
-    assert cache.read_blocks(0, cache.block_ids("a")[:2]) == contents
+    seqs = filled(CONFIG, 2, seed=0)
+    contents = seqs.cache.read_blocks(0, seqs.block_ids("a"))
+    where = [np.frombuffer(memoryview(kv.k[0])).ctypes.data for kv in seqs.cache._slabs]
+    seqs.append("a", *rows(1))
+    assert [np.frombuffer(memoryview(kv.k[0])).ctypes.data for kv in seqs.cache._slabs] == where
+    assert seqs.cache.read_blocks(0, seqs.block_ids("a")[:2]) == contents
 
 
 @pytest.mark.parametrize(
     "block_ids", [[3], [4, 5, 6], [9, 2, 3, 12, 11], [7, 8, 20, 21, 5]], ids=str
 )
 def test_blocks_are_written_where_they_belong_and_the_slabs_stay(block_ids: list[int]) -> None:
-    cache = filled(uniform(), 30, seed=0)
-    where = [np.frombuffer(memoryview(kv.k[0])).ctypes.data for kv in cache._slabs]
-    everything = cache.read_blocks(0, range(cache.pool.num_blocks))
-    contents = filled(uniform(), len(block_ids), seed=1).read_blocks(
+    seqs = filled(uniform(), 30, seed=0)
+    where = [np.frombuffer(memoryview(kv.k[0])).ctypes.data for kv in seqs.cache._slabs]
+    everything = seqs.cache.read_blocks(0, range(seqs.cache.pool.num_blocks))
+    contents = filled(uniform(), len(block_ids), seed=1).cache.read_blocks(
         0, range(1, 1 + len(block_ids))
     )
-    cache.write_blocks(0, block_ids, contents)
+    seqs.cache.write_blocks(0, block_ids, contents)
     for block_id, content in zip(block_ids, contents, strict=True):
         everything[block_id] = content
-    assert cache.read_blocks(0, range(cache.pool.num_blocks)) == everything
-    assert [np.frombuffer(memoryview(kv.k[0])).ctypes.data for kv in cache._slabs] == where
+    assert seqs.cache.read_blocks(0, range(seqs.cache.pool.num_blocks)) == everything
+    assert [np.frombuffer(memoryview(kv.k[0])).ctypes.data for kv in seqs.cache._slabs] == where
 
 
 def test_contents_of_another_size_are_refused() -> None:
-    cache = filled(CONFIG, 2, seed=0)
+    seqs = filled(CONFIG, 2, seed=0)
     with pytest.raises(ValueError, match=r"has 3072 bytes, got 3"):
-        cache.write_blocks(0, [1], [b"abc"])
+        seqs.cache.write_blocks(0, [1], [b"abc"])

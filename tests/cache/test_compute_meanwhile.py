@@ -8,20 +8,20 @@ import mlx.core as mx
 import pytest
 from helpers.cache_helpers import CONFIG, assert_holds, rows
 
-from mlx_paged.cache import KVCache
+from mlx_paged.cache import Sequences
 from mlx_paged.ops import device
 
 Attend = Callable[[], list[list[mx.array]]]
 
 
 @pytest.fixture
-def attend(cache: KVCache, monkeypatch: pytest.MonkeyPatch) -> Attend:
+def attend(seqs: Sequences, monkeypatch: pytest.MonkeyPatch) -> Attend:
     """One decode in all layers; returns what each call of ``mx.async_eval`` was given."""
 
     def run() -> list[list[mx.array]]:
         begun: list[list[mx.array]] = []
         k, v = rows(9)
-        cache.set_prompt("s", k[:, :8], v[:, :8])
+        seqs.append("s", k[:, :8], v[:, :8])
         begin = mx.async_eval
 
         def note(*arrays: mx.array) -> None:
@@ -29,14 +29,14 @@ def attend(cache: KVCache, monkeypatch: pytest.MonkeyPatch) -> Attend:
             begin(*arrays)
 
         monkeypatch.setattr(mx, "async_eval", note)
-        with cache.step({"s": 1}):
+        with seqs.step({"s": 1}):
             results = [
                 layer.update_and_attend(k[i, 8:], k[i, 8:], v[i, 8:], scale=0.5)
-                for i, layer in enumerate(cache.layers)
+                for i, layer in enumerate(seqs.cache.layers)
             ]
             assert all(any(out is result for result in results) for (out,) in begun)
-            mx.eval(results, cache.arrays)
-        assert_holds(cache, "s", k, v)
+            mx.eval(results, seqs.cache.arrays)
+        assert_holds(seqs, "s", k, v)
         return begun
 
     return run

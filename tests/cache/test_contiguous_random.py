@@ -8,8 +8,15 @@ import random
 import mlx.core as mx
 import numpy as np
 import pytest
+from helpers.cache_helpers import scheduled_step
 
-from mlx_paged.cache import CacheFullError, ContiguousKVCache, KVCacheConfig, LayerSpec
+from mlx_paged.cache import (
+    CacheFullError,
+    ContiguousKVCache,
+    KVCacheConfig,
+    LayerSpec,
+    Sequences,
+)
 from mlx_paged.core import hash_token_blocks
 
 LAYERS = (LayerSpec(2, 3, 2), LayerSpec(1, 2, 4))
@@ -46,6 +53,7 @@ class Machine:
         num_blocks = self.rng.choice([6, 20, 70])
         config = KVCacheConfig(LAYERS, BLOCK_SIZE, num_blocks)
         self.cache = ContiguousKVCache(config, initial_blocks=4)
+        self.seqs = Sequences(self.cache)
         self.tokens: dict[object, list[int]] = {}
         self.names = iter(range(10**6))
         # Beginnings that requests have in common.
@@ -81,18 +89,19 @@ class Machine:
     def preempt(self) -> None:
         seq = self.some_seq()
         if self.tokens.get(seq):
-            self.cache.manager.free(seq)
+            self.seqs.manager.free(seq)
             self.schedule({seq: self.tokens.pop(seq)})
 
     def end(self) -> None:
         """As a scheduler ends a request: the cache keeps it for the next one."""
         seq = self.some_seq()
         if seq is not None:
-            self.cache.keep_last(seq, hash_token_blocks(self.tokens.pop(seq), BLOCK_SIZE))
-            self.cache.manager.free(seq)
+            hashes = hash_token_blocks(self.tokens.pop(seq), BLOCK_SIZE)
+            self.cache.keep_last(self.seqs.manager.tables[seq], hashes)
+            self.seqs.manager.free(seq)
 
     def schedule(self, prompts: dict[object, list[int]]) -> None:
-        cache, rng = self.cache, self.rng
+        cache, manager, rng = self.cache, self.seqs.manager, self.rng
         counts: dict[object, int] = {}
         running = rng.sample(list(self.tokens), rng.randrange(len(self.tokens) + 1))
         for seq in [*running, *prompts]:
@@ -105,8 +114,8 @@ class Machine:
             else:
                 num_new = rng.choice([1, 1, 1, 2, 30])
                 self.tokens[seq] = self.tokens[seq] + [rng.randrange(100) for _ in range(num_new)]
-            cache.make_room(cache.manager.num_needed_blocks(seq, num_kept + num_new))
-            copies = cache.manager.allocate_slots(seq, num_kept + num_new)
+            cache.make_room(manager.num_needed_blocks(seq, num_kept + num_new))
+            copies = manager.allocate_slots(seq, num_kept + num_new)
             if copies is None:
                 if seq in prompts:
                     del self.tokens[seq]
@@ -115,13 +124,13 @@ class Machine:
                 continue
             assert copies == []
             if num_kept:
-                cache.take_last(seq)
+                cache.take_last(manager.tables[seq])
             counts[seq] = num_new
         if not counts:
             return
         fails = rng.random() < 0.1
         try:
-            with cache.scheduled_step(list(counts), list(counts.values())):
+            with scheduled_step(self.seqs, counts):
                 self.check_capacity()
                 self.write(counts, len(LAYERS) - fails)
                 if fails:
@@ -129,7 +138,7 @@ class Machine:
         except Failure:
             cache.forget_last()
             for seq in counts:
-                cache.manager.free(seq)
+                manager.free(seq)
                 del self.tokens[seq]
 
     def write(self, counts: dict[object, int], num_layers: int) -> None:
@@ -147,7 +156,7 @@ class Machine:
         tokens = self.tokens.get(seq, []) + [self.rng.randrange(100) for _ in range(count)]
         rows = rows_of(tokens, -count)
         try:
-            self.cache.append(seq, [k for k, _ in rows], [v for _, v in rows])
+            self.seqs.append(seq, [k for k, _ in rows], [v for _, v in rows])
         except CacheFullError:
             return
         self.tokens[seq] = tokens
@@ -157,18 +166,18 @@ class Machine:
         seq = self.some_seq()
         if seq is not None:
             del self.tokens[seq]
-            (self.cache if self.rng.random() < 0.5 else self.cache.manager).free(seq)
+            (self.seqs if self.rng.random() < 0.5 else self.seqs.manager).free(seq)
 
     def fork(self) -> None:
         seq, new_seq = self.some_seq(), next(self.names)
         if seq is None:
             return
         if self.rng.random() < 0.5:
-            is_forked = self.cache.try_fork(seq, new_seq)
+            is_forked = self.cache.fork(self.seqs.manager, seq, new_seq)
         else:
             with contextlib.suppress(CacheFullError):
-                self.cache.fork(seq, new_seq)
-            is_forked = new_seq in self.cache.seqs
+                self.seqs.fork(seq, new_seq)
+            is_forked = new_seq in self.seqs
         if is_forked:
             self.tokens[new_seq] = list(self.tokens[seq])
 
@@ -176,7 +185,7 @@ class Machine:
         seq = self.some_seq()
         if seq is not None:
             length = self.rng.randrange(len(self.tokens[seq]) + 1)
-            self.cache.trim(seq, length)
+            self.seqs.trim(seq, length)
             del self.tokens[seq][length:]
 
     def shrink(self) -> None:
@@ -195,20 +204,20 @@ class Machine:
         assert self.cache.nbytes_held == capacity * self.cache.config.nbytes_per_block
 
     def check(self) -> None:
-        cache = self.cache
-        cache.manager.check_integrity()
+        cache, seqs = self.cache, self.seqs
+        seqs.manager.check_integrity()
         for held in cache._held():
             for spec, rows in zip(LAYERS, held.layers, strict=True):
                 num_tokens = held.capacity * BLOCK_SIZE
                 for part, width in ((rows.keys, spec.key_dim), (rows.values, spec.value_dim)):
                     assert part.shape == (1, spec.num_kv_heads, num_tokens, width)
-        for seq in cache.seqs:
-            assert len(cache.block_ids(seq)) <= cache._sequences[seq].capacity
-        assert set(cache.seqs) == set(self.tokens)
+        for table in seqs.manager.tables.values():
+            assert len(table) <= cache._sequences[table].capacity
+        assert set(seqs) == set(self.tokens)
         for seq, tokens in self.tokens.items():
-            assert cache.seq_len(seq) == len(tokens)
+            assert seqs.seq_len(seq) == len(tokens)
             for index, expected in enumerate(rows_of(tokens, 0)):
-                for found, rows in zip(cache.materialize(seq, index), expected, strict=True):
+                for found, rows in zip(seqs.materialize(seq, index), expected, strict=True):
                     np.testing.assert_array_equal(np.array(found), np.array(rows.swapaxes(0, 1)))
 
 

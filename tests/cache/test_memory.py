@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 from helpers.cache_helpers import assert_holds
 
-from mlx_paged.cache import KVCacheConfig, PagedKVCache
+from mlx_paged.cache import KVCacheConfig, PagedKVCache, Sequences
 from mlx_paged.ops import CopyDetector, choose
 
 
@@ -24,7 +24,7 @@ def rows(num_tokens: int) -> mx.array:
     return mx.random.normal((2, num_tokens, 4, 64))
 
 
-def extra_bytes(cache: PagedKVCache, new_tokens: dict[str, int]) -> int:
+def extra_bytes(seqs: Sequences, new_tokens: dict[str, int]) -> int:
     """Peak memory of one step above what was held before it: writes and attention of all layers."""
     k = rows(sum(new_tokens.values()))
     mx.eval(k)
@@ -32,24 +32,24 @@ def extra_bytes(cache: PagedKVCache, new_tokens: dict[str, int]) -> int:
     mx.clear_cache()
     mx.reset_peak_memory()
     base = mx.get_active_memory()
-    with cache.step(new_tokens):
+    with seqs.step(new_tokens):
         outputs = [
-            cache.layers[layer].update_and_attend(k[layer], k[layer], k[layer], scale=0.1)
+            seqs.cache.layers[layer].update_and_attend(k[layer], k[layer], k[layer], scale=0.1)
             for layer in range(2)
         ]
-        mx.eval(outputs, cache.arrays)
+        mx.eval(outputs, seqs.cache.arrays)
     return max(0, mx.get_peak_memory() - base)
 
 
-def filled_cache(num_slots: int) -> PagedKVCache:
-    cache = PagedKVCache(config(num_slots), initial_blocks=config(num_slots).num_blocks)
+def filled_cache(num_slots: int) -> Sequences:
+    seqs = Sequences(PagedKVCache(config(num_slots), initial_blocks=config(num_slots).num_blocks))
     for seq in ("a", "b"):
-        cache.set_prompt(seq, rows(100), rows(100))
+        seqs.append(seq, rows(100), rows(100))
     # Leave a hole, so that block tables are not one run of adjacent blocks.
-    cache.free("a")
-    cache.append("b", rows(40), rows(40))
-    cache.set_prompt("c", rows(200), rows(200))
-    return cache
+    seqs.free("a")
+    seqs.append("b", rows(40), rows(40))
+    seqs.append("c", rows(200), rows(200))
+    return seqs
 
 
 @pytest.mark.parametrize("num_slots", [1_000, 100_000])
@@ -59,61 +59,61 @@ def filled_cache(num_slots: int) -> PagedKVCache:
 def test_a_step_costs_memory_for_its_own_tokens_whatever_the_size_of_the_pool(
     new_tokens: dict[str, int], num_slots: int
 ):
-    cache = filled_cache(num_slots)
+    seqs = filled_cache(num_slots)
     # A few times the K/V that the step itself reads and writes; a copy of one slab of 100,000 slots
     # would be 100 MB.
-    touched = sum(cache.seq_len(seq) + n + 16 for seq, n in new_tokens.items())
-    bound = 6 * touched * cache.config.nbytes_per_token
-    assert extra_bytes(cache, new_tokens) <= bound < config(100_000).nbytes // 4 // 10
+    touched = sum(seqs.seq_len(seq) + n + 16 for seq, n in new_tokens.items())
+    bound = 6 * touched * seqs.cache.config.nbytes_per_token
+    assert extra_bytes(seqs, new_tokens) <= bound < config(100_000).nbytes // 4 // 10
 
 
 def test_the_memory_counter_sees_a_slab_that_is_copied(monkeypatch):
     monkeypatch.setattr(
         choose, "metal_is_there", lambda: False
     )  # kernels write into a slab in any case
-    cache = filled_cache(100_000)
-    holder = cache.arrays[0][0:1]
+    seqs = filled_cache(100_000)
+    holder = seqs.cache.arrays[0][0:1]
     mx.eval(holder)
-    assert extra_bytes(cache, {"b": 1}) > config(100_000).nbytes // 4 // 2
+    assert extra_bytes(seqs, {"b": 1}) > config(100_000).nbytes // 4 // 2
 
 
-def step_of_one_token(cache: PagedKVCache) -> None:
+def step_of_one_token(seqs: Sequences) -> None:
     k = rows(1)
-    with cache.step({"b": 1}):
+    with seqs.step({"b": 1}):
         outputs = [
             layer.update_and_attend(new, new, new, scale=0.1)
-            for layer, new in zip(cache.layers, k, strict=True)
+            for layer, new in zip(seqs.cache.layers, k, strict=True)
         ]
-        mx.eval(outputs, cache.arrays)
+        mx.eval(outputs, seqs.cache.arrays)
 
 
 def test_a_cache_that_watches_for_copies_leaves_the_peak_of_the_process_as_it_is():
-    cache = filled_cache(100_000)
-    cache._copy_detector = CopyDetector(3)  # as on Metal
+    seqs = filled_cache(100_000)
+    seqs.cache._copy_detector = CopyDetector(3)  # as on Metal
     mx.eval(mx.zeros((2**28,), mx.uint8))  # a prefill, say
     peak = mx.get_peak_memory()
     for _ in range(4):
-        step_of_one_token(cache)
+        step_of_one_token(seqs)
     assert mx.get_peak_memory() == peak
 
 
 def test_a_slab_of_any_layer_that_a_step_copies_is_reported_once():
-    cache = filled_cache(1_000)
-    cache._copy_detector = CopyDetector(3)
-    step_of_one_token(cache)
-    held = cache.layers[1].kv.v[0][0:1]
+    seqs = filled_cache(1_000)
+    seqs.cache._copy_detector = CopyDetector(3)
+    step_of_one_token(seqs)
+    held = seqs.cache.layers[1].kv.v[0][0:1]
     mx.eval(held)
     with pytest.warns(UserWarning, match="MLX copies slabs instead of writing into them") as said:
-        step_of_one_token(cache)
-    mx.eval(holds := cache.layers[0].kv.k[0][0:1])
-    step_of_one_token(cache)
+        step_of_one_token(seqs)
+    mx.eval(holds := seqs.cache.layers[0].kv.k[0][0:1])
+    step_of_one_token(seqs)
     assert len(said) == 1 and held.size and holds.size
 
 
 def test_materialize_leaves_no_view_behind_that_would_make_the_next_write_copy():
-    cache = filled_cache(100_000)
-    held = [cache.materialize(seq, layer) for seq in ("b", "c") for layer in range(2)]
-    assert extra_bytes(cache, {"b": 1}) < config(100_000).nbytes // 4 // 100
+    seqs = filled_cache(100_000)
+    held = [seqs.materialize(seq, layer) for seq in ("b", "c") for layer in range(2)]
+    assert extra_bytes(seqs, {"b": 1}) < config(100_000).nbytes // 4 // 100
     assert len(held) == 4
 
 
@@ -121,22 +121,22 @@ def test_slabs_start_small_and_double_within_the_budget():
     full = KVCacheConfig.uniform(
         num_layers=2, num_kv_heads=4, head_dim=64, block_size=16, num_blocks=300
     )
-    cache = PagedKVCache(full, initial_blocks=64)
+    seqs = Sequences(PagedKVCache(full, initial_blocks=64))
     k, v = rows(300 * 16), rows(300 * 16)
     held = []
     for start in range(0, 300 * 16, 160):
-        cache.append("a", k[:, start : start + 160], v[:, start : start + 160])
-        blocks = cache.stats().nbytes_held // full.nbytes_per_block
+        seqs.append("a", k[:, start : start + 160], v[:, start : start + 160])
+        blocks = seqs.stats().nbytes_held // full.nbytes_per_block
         if not held or held[-1] != blocks:
             held.append(blocks)
     assert held == [65, 129, 257, 301]
-    assert cache.stats().nbytes_held == full.nbytes
-    assert_holds(cache, "a", k, v)
+    assert seqs.stats().nbytes_held == full.nbytes
+    assert_holds(seqs, "a", k, v)
 
 
 @pytest.mark.parametrize("num_logit_rows", [None, [1, 0], [3, 1]])
 def test_a_step_that_is_over_keeps_no_arrays_until_the_garbage_collector_comes(num_logit_rows):
-    cache = filled_cache(1_000)
+    seqs = filled_cache(1_000)
     k = rows(4)
     mx.eval(k)
     gc.collect()
@@ -144,11 +144,11 @@ def test_a_step_that_is_over_keeps_no_arrays_until_the_garbage_collector_comes(n
     try:
         held = []
         for _ in range(3):
-            with cache.step({"b": 3, "c": 1}, num_logit_rows) as step:
-                for layer, new in zip(cache.layers, k, strict=True):
+            with seqs.step({"b": 3, "c": 1}, num_logit_rows) as step:
+                for layer, new in zip(seqs.cache.layers, k, strict=True):
                     wanted = new if step.logit_rows is None else new[step.logit_rows]
                     mx.eval(layer.update_and_attend(wanted, new, new, scale=0.1))
-                mx.eval(cache.arrays)
+                mx.eval(seqs.cache.arrays)
             del step, wanted, layer, new
             mx.synchronize()
             held.append(mx.get_active_memory())

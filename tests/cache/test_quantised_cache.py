@@ -14,6 +14,7 @@ from mlx_paged.cache import (
     KVFormat,
     LayerSpec,
     PagedKVCache,
+    Sequences,
 )
 from mlx_paged.config import KVBits, KVBudget
 from mlx_paged.core import ComputedBlocks
@@ -42,7 +43,7 @@ def random_rows(num_tokens: int, seed: int = 0) -> tuple[list[mx.array], list[mx
     )
 
 
-def assert_same_parts(one: PagedKVCache, seq: str, other: list[np.ndarray]) -> None:
+def assert_same_parts(one: Sequences, seq: str, other: list[np.ndarray]) -> None:
     for ours, theirs in zip(stored_parts(one, seq), other, strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
@@ -51,31 +52,31 @@ def assert_same_parts(one: PagedKVCache, seq: str, other: list[np.ndarray]) -> N
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_budget_counts_the_bytes_that_are_held(bits, dtype):
     one = config(bits, dtype)
-    cache = PagedKVCache(one, initial_blocks=40)
-    held = sum(slab.nbytes for layer in cache.layers for slab in layer.kv.slabs)
-    assert cache.nbytes_held == held == one.nbytes == 41 * 8 * one.nbytes_per_token
+    seqs = Sequences(PagedKVCache(one, initial_blocks=40))
+    held = sum(slab.nbytes for layer in seqs.cache.layers for slab in layer.kv.slabs)
+    assert seqs.cache.nbytes_held == held == one.nbytes == 41 * 8 * one.nbytes_per_token
     budget = KVBudget(nbytes=held)
     assert KVCacheConfig.within(budget, one.layers, 8).num_blocks == 40
-    cache.append("a", *random_rows(17))
-    assert cache.stats().nbytes_used == 3 * 8 * one.nbytes_per_token
+    seqs.append("a", *random_rows(17))
+    assert seqs.stats().nbytes_used == 3 * 8 * one.nbytes_per_token
 
 
 def test_the_device_holds_what_the_cache_says_it_holds():
     mx.clear_cache()
     before = mx.get_active_memory()
-    cache = PagedKVCache(config((8, 4), num_blocks=400), initial_blocks=400)
+    seqs = Sequences(PagedKVCache(config((8, 4), num_blocks=400), initial_blocks=400))
     held = mx.get_active_memory() - before
     # MLX serves an array from a buffer that may be up to two pages larger.
-    assert 0 <= held - cache.nbytes_held <= 12 * 2 * 16384
+    assert 0 <= held - seqs.cache.nbytes_held <= 12 * 2 * 16384
 
 
 @both_bits
 def test_what_is_materialised_is_near_what_was_appended(bits):
-    cache = PagedKVCache(config(bits))
+    seqs = Sequences(PagedKVCache(config(bits)))
     k, v = random_rows(21)
-    cache.append("a", k, v)
+    seqs.append("a", k, v)
     for layer in range(2):
-        keys, values = cache.materialize("a", layer)
+        keys, values = seqs.materialize("a", layer)
         assert keys.shape == (2, 21, 64) and values.shape == (2, 21, 96)
         for found, given, num_bits in ((keys, k, bits[0]), (values, v, bits[1])):
             error = mx.abs(found.swapaxes(0, 1) - given[layer])
@@ -87,10 +88,11 @@ def test_what_is_materialised_is_near_what_was_appended(bits):
 @both_bits
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_blocks_that_went_through_a_tier_have_the_same_bits(bits, dtype):
-    old, new = (PagedKVCache(config(bits, dtype)) for _ in range(2))
+    old, new = (Sequences(PagedKVCache(config(bits, dtype))) for _ in range(2))
     old.append("noise", *random_rows(5, seed=5))
     old.append("a", *random_rows(21))
-    before, tier, headers = stored_parts(old, "a"), HostMemory(), sequence_headers(old.config, 21)
+    before, tier = stored_parts(old, "a"), HostMemory()
+    headers = sequence_headers(old.cache.config, 21)
     store_sequence(old, "a", tier, headers)
     old.free("a")
     load_sequence(new, "b", 21, tier, headers)
@@ -101,7 +103,7 @@ def test_blocks_that_went_through_a_tier_have_the_same_bits(bits, dtype):
 @both_bits
 @pytest.mark.parametrize("kind", [PagedKVCache, ContiguousKVCache])
 def test_rows_go_into_a_dense_cache_as_what_they_stand_for(bits, kind):
-    old, new = PagedKVCache(config(bits)), kind(config(None))
+    old, new = Sequences(PagedKVCache(config(bits))), Sequences(kind(config(None)))
     old.append("a", *random_rows(13))
     copy_rows(old, "a", new, "b")
     for layer in range(2):
@@ -113,7 +115,10 @@ def test_rows_go_into_a_dense_cache_as_what_they_stand_for(bits, kind):
 
 @both_bits
 def test_dense_rows_are_quantised_as_they_are_appended_elsewhere(bits):
-    old, new, appended = PagedKVCache(config(None)), *(PagedKVCache(config(bits)) for _ in "ab")
+    old, new, appended = (
+        Sequences(PagedKVCache(config(None))),
+        *(Sequences(PagedKVCache(config(bits))) for _ in "ab"),
+    )
     k, v = random_rows(13)
     old.append("a", k, v)
     copy_rows(old, "a", new, "b")
@@ -124,73 +129,73 @@ def test_dense_rows_are_quantised_as_they_are_appended_elsewhere(bits):
 @both_bits
 def test_forks_trims_and_appends_in_pieces_hold_the_bits_of_one_append(bits):
     k, v = random_rows(29)
-    whole, cache = PagedKVCache(config(bits)), PagedKVCache(config(bits))
+    whole, seqs = Sequences(PagedKVCache(config(bits))), Sequences(PagedKVCache(config(bits)))
     whole.append("a", k, v)
     for start, end in ((0, 9), (9, 10), (10, 24)):
-        cache.append("a", [x[start:end] for x in k], [x[start:end] for x in v])
-    cache.fork("a", "b")
-    cache.append("b", *random_rows(6, seed=3))  # copies the block that both write
-    cache.trim("b", 20)
-    cache.append("b", [x[20:] for x in k], [x[20:] for x in v])
-    cache.append("a", [x[24:] for x in k], [x[24:] for x in v])
+        seqs.append("a", [x[start:end] for x in k], [x[start:end] for x in v])
+    seqs.fork("a", "b")
+    seqs.append("b", *random_rows(6, seed=3))  # copies the block that both write
+    seqs.trim("b", 20)
+    seqs.append("b", [x[20:] for x in k], [x[20:] for x in v])
+    seqs.append("a", [x[24:] for x in k], [x[24:] for x in v])
     for seq in "ab":
-        assert_same_parts(cache, seq, stored_parts(whole, "a"))
+        assert_same_parts(seqs, seq, stored_parts(whole, "a"))
 
 
 @both_bits
 @pytest.mark.parametrize("start", [0, 16])
 def test_a_swapped_sequence_comes_back_bit_for_bit(bits, start):
-    cache = PagedKVCache(config(bits, "float16"))
-    cache.append("a", *random_rows(21))
-    before = stored_parts(cache, "a")
-    swapped = swapped_out(cache, "a")
+    seqs = Sequences(PagedKVCache(config(bits, "float16")))
+    seqs.append("a", *random_rows(21))
+    before = stored_parts(seqs, "a")
+    swapped = swapped_out(seqs, "a")
     assert swapped[0].num_tokens == 21
-    num_blocks = len(cache.block_ids("a"))
-    assert sum(map(len, swapped[1][0])) == num_blocks * cache.config.nbytes_per_block
-    hits = cache.manager.tables["a"].blocks[: start // cache.config.block_size]
-    cache.pool.touch(hits)
-    cache.free("a")
+    num_blocks = len(seqs.block_ids("a"))
+    assert sum(map(len, swapped[1][0])) == num_blocks * seqs.cache.config.nbytes_per_block
+    hits = seqs.manager.tables["a"].blocks[: start // seqs.cache.config.block_size]
+    seqs.cache.pool.touch(hits)
+    seqs.free("a")
     nan = [rows * mx.nan for rows in random_rows(40)[0]], [r * mx.nan for r in random_rows(40)[1]]
-    cache.append("other", *nan)
-    cache.free("other")
-    swap_in(cache, "a", swapped, ComputedBlocks([hits], start))
-    cache.pool.free_blocks(hits)
-    cache.trim("a", 21)
-    assert_same_parts(cache, "a", before)
+    seqs.append("other", *nan)
+    seqs.free("other")
+    swap_in(seqs, "a", swapped, ComputedBlocks([hits], start))
+    seqs.cache.pool.free_blocks(hits)
+    seqs.trim("a", 21)
+    assert_same_parts(seqs, "a", before)
 
 
 @both_bits
 def test_growth_and_shrinking_change_no_bit(bits):
     k, v = random_rows(30)
-    one = PagedKVCache(config(bits), initial_blocks=4)
+    one = Sequences(PagedKVCache(config(bits), initial_blocks=4))
     one.append("a", k, v)
     before = stored_parts(one, "a")
     one.append("b", *random_rows(120, seed=2))
-    assert one.pool.num_usable_blocks > 4
+    assert one.cache.pool.num_usable_blocks > 4
     assert_same_parts(one, "a", before)
     one.free("b")
-    held = one.nbytes_held
-    assert one.shrink() == held - one.nbytes_held > 0
+    held = one.cache.nbytes_held
+    assert one.cache.shrink() == held - one.cache.nbytes_held > 0
     assert_same_parts(one, "a", before)
 
 
 @both_bits
 def test_what_another_sequence_left_in_a_block_does_not_reach_its_next_owner(bits):
-    clean, dirty = PagedKVCache(config(bits)), PagedKVCache(config(bits))
+    clean, dirty = Sequences(PagedKVCache(config(bits))), Sequences(PagedKVCache(config(bits)))
     nan = [rows * mx.nan for rows in random_rows(40)[0]], [r * mx.nan for r in random_rows(40)[1]]
     dirty.append("last", *nan)
     dirty.free("last")
     k, v = random_rows(11)
     outs = []
-    for cache in (clean, dirty):
-        cache.append("a", [x[:10] for x in k], [x[:10] for x in v])
+    for seqs in (clean, dirty):
+        seqs.append("a", [x[:10] for x in k], [x[:10] for x in v])
         q = mx.array(np.random.default_rng(1).standard_normal((1, 4, 64), dtype=np.float32))
-        with cache.step({"a": 1}):
+        with seqs.step({"a": 1}):
             out = [
                 layer.update_and_attend(q, k[i][10:], v[i][10:], scale=0.1)
-                for i, layer in enumerate(cache.layers)
+                for i, layer in enumerate(seqs.cache.layers)
             ]
-            mx.eval(out, cache.arrays)
+            mx.eval(out, seqs.cache.arrays)
         outs.append(out)
     for one, other in zip(*outs, strict=True):
         assert mx.array_equal(one, other).item()
@@ -205,13 +210,15 @@ def test_a_token_decoded_or_computed_in_a_prompt_attends_to_the_same_rows(bits):
     q = mx.array(np.random.default_rng(1).standard_normal((40, 4, 64), dtype=np.float32))
     results = []
     for chunks in ([40], [1] * 40, [13, 1, 26]):
-        cache, found, done = PagedKVCache(config(bits)), [], 0
+        seqs, found, done = Sequences(PagedKVCache(config(bits))), [], 0
         for chunk in chunks:
             new = slice(done, done + chunk)
-            with cache.step({"a": chunk}, [chunk]):
-                out = cache.layers[1].update_and_attend(q[new], k[1][new], v[1][new], scale=0.125)
-                cache.layers[0].update(k[0][new], v[0][new])
-                mx.eval(out, cache.arrays)
+            with seqs.step({"a": chunk}, [chunk]):
+                out = seqs.cache.layers[1].update_and_attend(
+                    q[new], k[1][new], v[1][new], scale=0.125
+                )
+                seqs.cache.layers[0].update(k[0][new], v[0][new])
+                mx.eval(out, seqs.cache.arrays)
             found.append(np.array(out))
             done += chunk
         results.append(np.concatenate(found))
@@ -221,12 +228,12 @@ def test_a_token_decoded_or_computed_in_a_prompt_attends_to_the_same_rows(bits):
 
 def test_a_basic_cache_refuses_quantised_layers_by_name():
     with pytest.raises(ArgumentError, match=r"kv_format: a basic cache .* use kv='paged'") as error:
-        ContiguousKVCache(config((8, 8)))
+        Sequences(ContiguousKVCache(config((8, 8))))
     assert error.value.argument == "kv_format"
 
 
 def test_dense_caches_hold_what_they_held():
     assert CONFIG.nbytes_per_token == 2 * 3 * 2 * 8 * 4
-    cache = PagedKVCache(CONFIG)
-    cache.append("a", *rows(5))
-    assert len(stored_parts(cache, "a")) == 2 * len(cache.layers)
+    seqs = Sequences(PagedKVCache(CONFIG))
+    seqs.append("a", *rows(5))
+    assert len(stored_parts(seqs, "a")) == 2 * len(seqs.cache.layers)

@@ -6,119 +6,120 @@ import mlx.core as mx
 import pytest
 from helpers.cache_helpers import assert_holds, rows
 
-from mlx_paged.cache import KVCache
+from mlx_paged.cache import Sequences
 
 
 def cat(*parts: mx.array) -> mx.array:
     return mx.concatenate(parts, axis=1)
 
 
-def test_appending_one_token_at_a_time_holds_them_in_order(cache: KVCache):
+def test_appending_one_token_at_a_time_holds_them_in_order(seqs: Sequences):
     k, v = rows(35)
     for t in range(35):
-        cache.append("a", k[:, t : t + 1], v[:, t : t + 1])
-    assert_holds(cache, "a", k, v)
+        seqs.append("a", k[:, t : t + 1], v[:, t : t + 1])
+    assert_holds(seqs, "a", k, v)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 7, 8, 9, 16, 100])
-def test_a_whole_prompt_is_held_and_a_second_one_replaces_it(cache: KVCache, num_tokens: int):
-    cache.set_prompt("a", *rows(num_tokens))
-    assert_holds(cache, "a", *rows(num_tokens))
-    cache.set_prompt("a", *rows(5, seed=1))
-    assert_holds(cache, "a", *rows(5, seed=1))
+def test_a_whole_prompt_is_held_and_another_one_after_a_free(seqs: Sequences, num_tokens: int):
+    seqs.append("a", *rows(num_tokens))
+    assert_holds(seqs, "a", *rows(num_tokens))
+    seqs.free("a")
+    seqs.append("a", *rows(5, seed=1))
+    assert_holds(seqs, "a", *rows(5, seed=1))
 
 
-def test_sequences_of_different_lengths_do_not_touch_one_another(cache: KVCache):
+def test_sequences_of_different_lengths_do_not_touch_one_another(seqs: Sequences):
     held = {seq: rows(n, seed=n) for seq, n in {"a": 3, "b": 20, "c": 8}.items()}
     for seq, (k, v) in held.items():
-        cache.set_prompt(seq, k, v)
+        seqs.append(seq, k, v)
     for step in range(10):
         for seq in held:
             k, v = rows(1, seed=100 + step)
-            cache.append(seq, k, v)
+            seqs.append(seq, k, v)
             held[seq] = (cat(held[seq][0], k), cat(held[seq][1], v))
     for seq, (k, v) in held.items():
-        assert_holds(cache, seq, k, v)
-    assert cache.seqs == ["a", "b", "c"]
+        assert_holds(seqs, seq, k, v)
+    assert list(seqs) == ["a", "b", "c"]
 
 
-def test_trimmed_tokens_are_forgotten_and_new_ones_follow_the_rest(cache: KVCache):
+def test_trimmed_tokens_are_forgotten_and_new_ones_follow_the_rest(seqs: Sequences):
     k, v = rows(20)
-    cache.set_prompt("a", k, v)
-    cache.trim("a", 11)
-    assert_holds(cache, "a", k[:, :11], v[:, :11])
+    seqs.append("a", k, v)
+    seqs.trim("a", 11)
+    assert_holds(seqs, "a", k[:, :11], v[:, :11])
     new_k, new_v = rows(6, seed=1)
-    cache.append("a", new_k, new_v)
-    assert_holds(cache, "a", cat(k[:, :11], new_k), cat(v[:, :11], new_v))
+    seqs.append("a", new_k, new_v)
+    assert_holds(seqs, "a", cat(k[:, :11], new_k), cat(v[:, :11], new_v))
 
 
-def test_a_sequence_trimmed_to_nothing_is_empty_and_goes_on(cache: KVCache):
-    cache.set_prompt("a", *rows(20))
-    cache.trim("a", 0)
-    keys, _ = cache.materialize("a", 0)
+def test_a_sequence_trimmed_to_nothing_is_empty_and_goes_on(seqs: Sequences):
+    seqs.append("a", *rows(20))
+    seqs.trim("a", 0)
+    keys, _ = seqs.materialize("a", 0)
     assert keys.shape == (3, 0, 8)
-    cache.append("a", *rows(4, seed=1))
-    assert_holds(cache, "a", *rows(4, seed=1))
+    seqs.append("a", *rows(4, seed=1))
+    assert_holds(seqs, "a", *rows(4, seed=1))
 
 
 @pytest.mark.parametrize("length", [-1, 21])
-def test_a_trim_beyond_the_sequence_is_refused(cache: KVCache, length: int):
-    cache.set_prompt("a", *rows(20))
+def test_a_trim_beyond_the_sequence_is_refused(seqs: Sequences, length: int):
+    seqs.append("a", *rows(20))
     with pytest.raises(ValueError, match=rf"trim: length {length} must be within 0\.\.20"):
-        cache.trim("a", length)
+        seqs.trim("a", length)
 
 
-def test_a_freed_sequence_is_gone_and_its_room_is_there_again(cache: KVCache):
+def test_a_freed_sequence_is_gone_and_its_room_is_there_again(seqs: Sequences):
     for n in range(10):
-        cache.set_prompt("a", *rows(300, seed=n))
-        cache.free("a")
-    assert cache.seqs == [] and cache.seq_len("a") == 0
-    assert cache.stats().nbytes_used == 0
-    assert cache.max_seq_len("a") == cache.config.num_slots == 320
+        seqs.append("a", *rows(300, seed=n))
+        seqs.free("a")
+    assert list(seqs) == [] and seqs.seq_len("a") == 0
+    assert seqs.stats().nbytes_used == 0
+    assert seqs.max_seq_len("a") == seqs.cache.config.num_slots == 320
 
 
 @pytest.mark.parametrize("verb", ["free", "trim", "materialize", "fork"])
-def test_a_sequence_that_is_not_there_is_refused_by_name(cache: KVCache, verb: str):
-    cache.set_prompt("a", *rows(3))
+def test_a_sequence_that_is_not_there_is_refused_by_name(seqs: Sequences, verb: str):
+    seqs.append("a", *rows(3))
     arguments = {"trim": ("b", 0), "materialize": ("b", 0), "fork": ("b", "c")}.get(verb, ("b",))
     with pytest.raises(KeyError, match=r"no sequence 'b'; it holds \['a'\]"):
-        getattr(cache, verb)(*arguments)
+        getattr(seqs, verb)(*arguments)
 
 
-def test_a_fork_has_the_same_tokens_and_then_a_life_of_its_own(cache: KVCache):
+def test_a_fork_has_the_same_tokens_and_then_a_life_of_its_own(seqs: Sequences):
     k, v = rows(13)
-    cache.set_prompt("a", k, v)
-    cache.fork("a", "b")
+    seqs.append("a", k, v)
+    seqs.fork("a", "b")
     new = {"a": rows(5, seed=1), "b": rows(9, seed=2)}
     for seq, (new_k, new_v) in new.items():
-        cache.append(seq, new_k, new_v)
+        seqs.append(seq, new_k, new_v)
     for seq, (new_k, new_v) in new.items():
-        assert_holds(cache, seq, cat(k, new_k), cat(v, new_v))
-    cache.free("a")
-    assert_holds(cache, "b", cat(k, new["b"][0]), cat(v, new["b"][1]))
+        assert_holds(seqs, seq, cat(k, new_k), cat(v, new_v))
+    seqs.free("a")
+    assert_holds(seqs, "b", cat(k, new["b"][0]), cat(v, new["b"][1]))
 
 
-def test_both_sides_of_a_fork_may_grow_in_one_step(cache: KVCache):
+def test_both_sides_of_a_fork_may_grow_in_one_step(seqs: Sequences):
     k, v = rows(13)
-    cache.set_prompt("a", k, v)
-    cache.fork("a", "b")
+    seqs.append("a", k, v)
+    seqs.fork("a", "b")
     new_k, new_v = rows(3, seed=1)
-    with cache.step({"a": 1, "b": 2}):
+    with seqs.step({"a": 1, "b": 2}):
         for layer in range(2):
-            cache.layers[layer].update(new_k[layer], new_v[layer])
-        mx.eval(cache.arrays)
-    assert_holds(cache, "a", cat(k, new_k[:, :1]), cat(v, new_v[:, :1]))
-    assert_holds(cache, "b", cat(k, new_k[:, 1:]), cat(v, new_v[:, 1:]))
+            seqs.cache.layers[layer].update(new_k[layer], new_v[layer])
+        mx.eval(seqs.cache.arrays)
+    assert_holds(seqs, "a", cat(k, new_k[:, :1]), cat(v, new_v[:, :1]))
+    assert_holds(seqs, "b", cat(k, new_k[:, 1:]), cat(v, new_v[:, 1:]))
 
 
-def test_a_fork_onto_a_sequence_that_exists_is_refused(cache: KVCache):
-    cache.set_prompt("a", *rows(3))
+def test_a_fork_onto_a_sequence_that_exists_is_refused(seqs: Sequences):
+    seqs.append("a", *rows(3))
     with pytest.raises(ValueError, match="sequence 'a' exists already"):
-        cache.fork("a", "a")
+        seqs.fork("a", "a")
 
 
-def test_forked_blocks_are_shared_until_one_side_writes(paged: KVCache):
-    paged.set_prompt("a", *rows(20))
+def test_forked_blocks_are_shared_until_one_side_writes(paged: Sequences):
+    paged.append("a", *rows(20))
     paged.fork("a", "b")
     assert paged.block_ids("a") == paged.block_ids("b") == (1, 2, 3)
     assert paged.stats().blocks_used == 3
@@ -127,7 +128,7 @@ def test_forked_blocks_are_shared_until_one_side_writes(paged: KVCache):
     assert paged.block_ids("b") == (1, 2, 4)
 
 
-def test_rows_of_a_wrong_shape_are_refused_and_change_nothing(cache: KVCache):
+def test_rows_of_a_wrong_shape_are_refused_and_change_nothing(seqs: Sequences):
     k, v = rows(4)
     for bad_k, bad_v in (
         (k[:1], v[:1]),
@@ -137,20 +138,20 @@ def test_rows_of_a_wrong_shape_are_refused_and_change_nothing(cache: KVCache):
         (k[0], v[0]),
     ):
         with pytest.raises(ValueError, match="append: expected"):
-            cache.append("a", bad_k, bad_v)
-    assert cache.seqs == []
+            seqs.append("a", bad_k, bad_v)
+    assert list(seqs) == []
 
 
-def test_stats_tell_tokens_and_bytes(cache: KVCache):
-    cache.set_prompt("a", *rows(9))
-    cache.set_prompt("b", *rows(1))
-    stats = cache.stats()
+def test_stats_tell_tokens_and_bytes(seqs: Sequences):
+    seqs.append("a", *rows(9))
+    seqs.append("b", *rows(1))
+    stats = seqs.stats()
     per_token = 2 * 2 * 3 * 8 * 4  # K and V, layers, heads, head_dim, float32
     assert (stats.num_seqs, stats.num_tokens) == (2, 10)
-    assert cache.config.nbytes_per_token == per_token
+    assert seqs.cache.config.nbytes_per_token == per_token
     assert (stats.blocks_used, stats.num_blocks) == (3, 40)
     assert stats.nbytes_used == 3 * 8 * per_token
     # Paged: all 40 blocks are within the first allocation, and the null block. Contiguous: 256
     # tokens for the first sequence, and what the budget has left for the second.
-    num_slots = {"paged": 41 * 8, "basic": 256 + 64}[cache.kind]
+    num_slots = {"paged": 41 * 8, "basic": 256 + 64}[seqs.cache.kind]
     assert stats.nbytes_held == num_slots * per_token

@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 from helpers.cache_helpers import CONFIG, KINDS, assert_holds
 
-from mlx_paged.cache import KVCacheConfig, PagedKVCache
+from mlx_paged.cache import KVCacheConfig, PagedKVCache, Sequences
 from mlx_paged.ops import KVHandle
 
 LARGE = KVCacheConfig.uniform(
@@ -20,74 +20,74 @@ def rows(num_tokens: int, config: KVCacheConfig = LARGE) -> mx.array:
 
 @pytest.mark.slow
 def test_memory_of_freed_sequences_is_given_back_and_the_others_stay_as_they_were():
-    cache = PagedKVCache(LARGE, initial_blocks=4)
+    seqs = Sequences(PagedKVCache(LARGE, initial_blocks=4))
     k, v = rows(100), rows(100)
-    cache.append("stays", k, v)
-    cache.append("goes", rows(16 * 1900), rows(16 * 1900))
-    held = cache.stats().nbytes_held
-    cache.free("goes")
+    seqs.append("stays", k, v)
+    seqs.append("goes", rows(16 * 1900), rows(16 * 1900))
+    held = seqs.stats().nbytes_held
+    seqs.free("goes")
     mx.synchronize()
     before = mx.get_active_memory()
-    given_back = cache.shrink()
+    given_back = seqs.cache.shrink()
     # What is left ends with the last block of "stays", 7 blocks from among the first 8.
-    num_left = max(cache.block_ids("stays")) + 1
+    num_left = max(seqs.block_ids("stays")) + 1
     assert num_left <= 9
-    assert cache.stats().nbytes_held == num_left * LARGE.nbytes_per_block == held - given_back
+    assert seqs.stats().nbytes_held == num_left * LARGE.nbytes_per_block == held - given_back
     mx.synchronize()
     # On Metal the tokens of the kernels before go, too: a few bytes per layer.
     assert given_back <= before - mx.get_active_memory() < given_back + LARGE.nbytes_per_block
-    assert_holds(cache, "stays", k, v)
-    cache.manager.check_integrity()
+    assert_holds(seqs, "stays", k, v)
+    seqs.manager.check_integrity()
     # And it grows again.
     more = rows(500), rows(500)
-    cache.append("new", *more)
-    assert_holds(cache, "new", *more)
-    assert_holds(cache, "stays", k, v)
+    seqs.append("new", *more)
+    assert_holds(seqs, "new", *more)
+    assert_holds(seqs, "stays", k, v)
 
 
 def test_what_shrinking_takes_meanwhile_is_less_than_one_layer():
-    cache = PagedKVCache(LARGE, initial_blocks=4)
-    cache.append("stays", rows(16 * 900), rows(16 * 900))
-    cache.append("goes", rows(16 * 900), rows(16 * 900))
-    cache.free("goes")
+    seqs = Sequences(PagedKVCache(LARGE, initial_blocks=4))
+    seqs.append("stays", rows(16 * 900), rows(16 * 900))
+    seqs.append("goes", rows(16 * 900), rows(16 * 900))
+    seqs.free("goes")
     mx.synchronize()
     mx.clear_cache()
     mx.reset_peak_memory()
     base = mx.get_active_memory()
-    assert cache.shrink() > 0
+    assert seqs.cache.shrink() > 0
     assert mx.get_peak_memory() - base <= LARGE.nbytes // len(LARGE.layers)
 
 
 def test_a_block_in_use_keeps_all_before_it():
-    cache = PagedKVCache(LARGE, initial_blocks=4)
-    cache.append("goes", rows(16 * 50), rows(16 * 50))
+    seqs = Sequences(PagedKVCache(LARGE, initial_blocks=4))
+    seqs.append("goes", rows(16 * 50), rows(16 * 50))
     k, v = rows(40), rows(40)
-    cache.append("stays", k, v)
-    cache.free("goes")
-    assert max(cache.block_ids("stays")) == 53
-    cache.shrink()
-    assert cache.stats().nbytes_held == 54 * LARGE.nbytes_per_block
-    assert_holds(cache, "stays", k, v)
+    seqs.append("stays", k, v)
+    seqs.free("goes")
+    assert max(seqs.block_ids("stays")) == 53
+    seqs.cache.shrink()
+    assert seqs.stats().nbytes_held == 54 * LARGE.nbytes_per_block
+    assert_holds(seqs, "stays", k, v)
 
 
 def test_nothing_is_given_back_below_what_a_new_cache_holds():
-    cache = PagedKVCache(LARGE, initial_blocks=64)
-    cache.append("a", rows(16), rows(16))
-    cache.free("a")
-    held = cache.stats().nbytes_held
-    assert cache.shrink() == 0
-    assert cache.stats().nbytes_held == held
+    seqs = Sequences(PagedKVCache(LARGE, initial_blocks=64))
+    seqs.append("a", rows(16), rows(16))
+    seqs.free("a")
+    held = seqs.stats().nbytes_held
+    assert seqs.cache.shrink() == 0
+    assert seqs.stats().nbytes_held == held
 
 
 @pytest.mark.parametrize("kind", ["basic", "paged"])
 def test_shrinking_within_a_step_is_refused(kind):
-    cache = KINDS[kind](CONFIG)
+    seqs = Sequences(KINDS[kind](CONFIG))
     with (
         pytest.raises(RuntimeError, match=rf"\[{kind} cache\] a step is open; shrink after it"),
-        cache.step({"a": 1}),
+        seqs.step({"a": 1}),
     ):
-        cache.shrink()
-    assert cache.shrink() == 0
+        seqs.cache.shrink()
+    assert seqs.cache.shrink() == 0
 
 
 def test_a_handle_is_not_shrunk_to_nothing():

@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 from helpers.cache_helpers import CONFIG, KINDS, assert_holds, copy_rows, rows
 
-from mlx_paged.cache import CacheFullError, KVCacheConfig, PagedKVCache
+from mlx_paged.cache import CacheFullError, KVCacheConfig, PagedKVCache, Sequences
 
 
 @pytest.mark.parametrize("source", ["basic", "paged"])
@@ -14,9 +14,9 @@ from mlx_paged.cache import CacheFullError, KVCacheConfig, PagedKVCache
 @pytest.mark.parametrize("num_tokens", [1, 8, 21])
 def test_rows_of_either_kind_are_copied_into_either_kind(source: str, target: str, num_tokens: int):
     k, v = rows(num_tokens)
-    old, new = KINDS[source](CONFIG), KINDS[target](CONFIG)
-    old.set_prompt("noise", *rows(5, seed=5))
-    old.set_prompt("a", k, v)
+    old, new = Sequences(KINDS[source](CONFIG)), Sequences(KINDS[target](CONFIG))
+    old.append("noise", *rows(5, seed=5))
+    old.append("a", k, v)
     copy_rows(old, "a", new, "b")
     # They are independent of the cache that they came from.
     old.append("a", *rows(3, seed=1))
@@ -29,25 +29,25 @@ def test_rows_of_either_kind_are_copied_into_either_kind(source: str, target: st
 
 def test_rows_fit_a_cache_with_another_block_size():
     k, v = rows(21)
-    old = PagedKVCache(CONFIG)
-    old.set_prompt("a", k, v)
-    new = PagedKVCache(KVCacheConfig.uniform(2, 3, 8, block_size=32, num_blocks=4))
+    old = Sequences(PagedKVCache(CONFIG))
+    old.append("a", k, v)
+    new = Sequences(PagedKVCache(KVCacheConfig.uniform(2, 3, 8, block_size=32, num_blocks=4)))
     copy_rows(old, "a", new, "a")
     assert_holds(new, "a", k, v)
 
 
 def test_more_rows_than_the_budget_holds_are_refused():
-    old = PagedKVCache(CONFIG)
-    old.set_prompt("a", *rows(65))
-    new = PagedKVCache(KVCacheConfig.uniform(2, 3, 8, block_size=8, num_blocks=8))
+    old = Sequences(PagedKVCache(CONFIG))
+    old.append("a", *rows(65))
+    new = Sequences(PagedKVCache(KVCacheConfig.uniform(2, 3, 8, block_size=8, num_blocks=8)))
     with pytest.raises(CacheFullError, match="need 9 blocks of 8, the budget holds 8"):
         copy_rows(old, "a", new, "a")
 
 
 def test_rows_of_another_model_are_refused():
-    old = PagedKVCache(CONFIG)
-    old.set_prompt("a", *rows(6))
-    new = PagedKVCache(KVCacheConfig.uniform(3, 3, 8, block_size=8, num_blocks=8))
+    old = Sequences(PagedKVCache(CONFIG))
+    old.append("a", *rows(6))
+    new = Sequences(PagedKVCache(KVCacheConfig.uniform(3, 3, 8, block_size=8, num_blocks=8)))
     with pytest.raises(
         ValueError, match="append: expected rows of 3 layers, got 2 of K and 2 of V"
     ):

@@ -9,9 +9,17 @@ import warnings
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers.cache_helpers import CONFIG, assert_holds, rows, swap_in, swapped_out, uniform
+from helpers.cache_helpers import (
+    CONFIG,
+    assert_holds,
+    rows,
+    scheduled_step,
+    swap_in,
+    swapped_out,
+    uniform,
+)
 
-from mlx_paged.cache import PagedKVCache
+from mlx_paged.cache import PagedKVCache, Sequences
 from mlx_paged.core import ComputedBlocks
 from mlx_paged.ops import KVHandle
 from mlx_paged.ops.formats import DENSE_DTYPES
@@ -20,11 +28,11 @@ BLOCK_SIZE = CONFIG.block_size
 NAN = rows(40)[0] * float("nan")
 
 
-def bits(cache: PagedKVCache, seq: str) -> list[np.ndarray]:
+def bits(seqs: Sequences, seq: str) -> list[np.ndarray]:
     """K and V of all layers, as unsigned integers."""
-    kind = mx.uint32 if str(cache.layers[0].spec.format) == "float32" else mx.uint16
+    kind = mx.uint32 if str(seqs.cache.layers[0].spec.format) == "float32" else mx.uint16
     arrays = [
-        array for layer in range(len(cache.layers)) for array in cache.materialize(seq, layer)
+        array for layer in range(len(seqs.cache.layers)) for array in seqs.materialize(seq, layer)
     ]
     return [np.array(array.view(kind)) for array in arrays]
 
@@ -34,110 +42,112 @@ def assert_same(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
         np.testing.assert_array_equal(one, other)
 
 
-def swapped_back(cache: PagedKVCache, seq: str, num_tokens: int, start: int = 0) -> list[int]:
+def swapped_back(seqs: Sequences, seq: str, num_tokens: int, start: int = 0) -> list[int]:
     """Swap a sequence out and in again, into whatever blocks come; from `start` on, the blocks are
     kept as hits.
     """
-    table = cache.manager.tables[seq]
-    swapped = swapped_out(cache, seq)
+    table = seqs.manager.tables[seq]
+    swapped = swapped_out(seqs, seq)
     assert swapped[0].num_tokens == num_tokens
     hits = table.blocks[: start // BLOCK_SIZE]
-    cache.pool.touch(hits)
-    cache.free(seq)
+    seqs.cache.pool.touch(hits)
+    seqs.free(seq)
     # Somebody else takes the blocks, leaves NaN in them and goes; the first of them is not to be
     # had then.
-    cache.append("other", NAN, NAN)
-    cache.free("other")
-    held = cache.pool.get_new_blocks(1)
-    assert mx.isnan(cache.layers[0].kv.k[0]).any().item()
-    swap_in(cache, seq, swapped, ComputedBlocks([hits], start))
-    cache.pool.free_blocks([*held, *hits])
-    cache.trim(seq, num_tokens)
-    return list(cache.manager.tables[seq].block_ids)
+    seqs.append("other", NAN, NAN)
+    seqs.free("other")
+    held = seqs.cache.pool.get_new_blocks(1)
+    assert mx.isnan(seqs.cache.layers[0].kv.k[0]).any().item()
+    swap_in(seqs, seq, swapped, ComputedBlocks([hits], start))
+    seqs.cache.pool.free_blocks([*held, *hits])
+    seqs.trim(seq, num_tokens)
+    return list(seqs.manager.tables[seq].block_ids)
 
 
 @pytest.mark.parametrize("dtype", DENSE_DTYPES)
 @pytest.mark.parametrize("num_tokens", [1, 8, 13, 24])
 def test_swapping_out_and_in_restores_every_bit_in_other_blocks(dtype: str, num_tokens: int):
-    cache = PagedKVCache(uniform(dtype=dtype))
-    cache.append("first", *rows(3))
+    seqs = Sequences(PagedKVCache(uniform(dtype=dtype)))
+    seqs.append("first", *rows(3))
     k, v = rows(num_tokens, seed=1)
     k[0, 0, 0, :4] = mx.array([float("inf"), -0.0, 1e-30, 65504.0])
-    cache.append("a", k, v)
-    before, block_ids = bits(cache, "a"), list(cache.block_ids("a"))
-    cache.append("between", *rows(9, seed=2))
-    cache.free("first")
-    after = swapped_back(cache, "a", num_tokens)
+    seqs.append("a", k, v)
+    before, block_ids = bits(seqs, "a"), list(seqs.block_ids("a"))
+    seqs.append("between", *rows(9, seed=2))
+    seqs.free("first")
+    after = swapped_back(seqs, "a", num_tokens)
     assert after != block_ids, "the test is of other blocks"
-    assert_same(bits(cache, "a"), before)
-    cache.manager.check_integrity()
+    assert_same(bits(seqs, "a"), before)
+    seqs.manager.check_integrity()
 
 
 @pytest.mark.parametrize("dtype", DENSE_DTYPES)
 @pytest.mark.parametrize("start", [8, 16])
 def test_only_the_rows_behind_a_hit_are_copied_back(dtype: str, start: int):
-    cache = PagedKVCache(uniform(dtype=dtype))
-    cache.append("a", *rows(21))
-    before = bits(cache, "a")
-    block_ids = list(cache.block_ids("a"))
+    seqs = Sequences(PagedKVCache(uniform(dtype=dtype)))
+    seqs.append("a", *rows(21))
+    before = bits(seqs, "a")
+    block_ids = list(seqs.block_ids("a"))
     num_kept = start // BLOCK_SIZE
-    assert swapped_back(cache, "a", 21, start)[:num_kept] == block_ids[:num_kept]
-    assert_same(bits(cache, "a"), before)
+    assert swapped_back(seqs, "a", 21, start)[:num_kept] == block_ids[:num_kept]
+    assert_same(bits(seqs, "a"), before)
 
 
 def test_what_is_swapped_out_does_not_change_with_the_blocks_it_came_from():
-    cache = PagedKVCache(CONFIG)
-    cache.append("a", *rows(13))
-    _, contents = swapped_out(cache, "a")
+    seqs = Sequences(PagedKVCache(CONFIG))
+    seqs.append("a", *rows(13))
+    _, contents = swapped_out(seqs, "a")
     before = [[bytes(bytearray(block)) for block in blocks] for blocks in contents]
-    cache.free("a")
-    cache.append("b", NAN, NAN)
+    seqs.free("a")
+    seqs.append("b", NAN, NAN)
     assert contents == before
 
 
 def test_a_sequence_goes_on_where_it_was_and_attends_to_no_nan_of_its_last_block():
-    plain, cache = PagedKVCache(CONFIG), PagedKVCache(CONFIG)
+    plain, seqs = Sequences(PagedKVCache(CONFIG)), Sequences(PagedKVCache(CONFIG))
     k, v = rows(14)
-    for one in (plain, cache):
+    for one in (plain, seqs):
         one.append("a", k[:, :13], v[:, :13])
-    swapped = swapped_out(cache, "a")
-    cache.free("a")
-    cache.append("other", NAN, NAN)
-    cache.free("other")
+    swapped = swapped_out(seqs, "a")
+    seqs.free("a")
+    seqs.append("other", NAN, NAN)
+    seqs.free("other")
     # As a scheduler does: slots for what is restored and for the new token, then swap in, then the
     # step.
-    swap_in(cache, "a", swapped)
+    swap_in(seqs, "a", swapped)
     q = mx.random.normal((1, 6, 8))
     outputs = []
-    with cache.scheduled_step(["a"], [1]):
+    with scheduled_step(seqs, {"a": 1}):
         outputs += [
-            cache.layers[layer].update_and_attend(q, k[layer, 13:], v[layer, 13:], scale=0.3)
+            seqs.cache.layers[layer].update_and_attend(q, k[layer, 13:], v[layer, 13:], scale=0.3)
             for layer in range(2)
         ]
-        mx.eval(outputs, cache.arrays)
+        mx.eval(outputs, seqs.cache.arrays)
     with plain.step({"a": 1}):
         expected = [
-            plain.layers[layer].update_and_attend(q, k[layer, 13:], v[layer, 13:], scale=0.3)
+            plain.cache.layers[layer].update_and_attend(q, k[layer, 13:], v[layer, 13:], scale=0.3)
             for layer in range(2)
         ]
-        mx.eval(expected, plain.arrays)
-    assert_holds(cache, "a", k, v)
+        mx.eval(expected, plain.cache.arrays)
+    assert_holds(seqs, "a", k, v)
     for one, other in zip(outputs, expected, strict=True):
         np.testing.assert_array_equal(np.array(one), np.array(other))
     # The rows behind the last one are read by whole blocks, too.
-    last = cache.block_ids("a")[-1]
+    last = seqs.block_ids("a")[-1]
     assert all(
-        not mx.isnan(array[last]).any().item() for layer in cache.layers for array in layer.kv.slabs
+        not mx.isnan(array[last]).any().item()
+        for layer in seqs.cache.layers
+        for array in layer.kv.slabs
     )
 
 
 def test_swapping_in_leaves_other_sequences_alone():
-    cache = PagedKVCache(CONFIG)
+    seqs = Sequences(PagedKVCache(CONFIG))
     for seed, seq in enumerate("abc"):
-        cache.append(seq, *rows(13, seed))
-    swapped_back(cache, "b", 13)
+        seqs.append(seq, *rows(13, seed))
+    swapped_back(seqs, "b", 13)
     for seed, seq in enumerate("abc"):
-        assert_holds(cache, seq, *rows(13, seed))
+        assert_holds(seqs, seq, *rows(13, seed))
 
 
 # A device that gives less than the budget
@@ -145,9 +155,9 @@ def test_swapping_in_leaves_other_sequences_alone():
 SMALL = uniform(num_blocks=400)
 
 
-def slab_lengths(cache: PagedKVCache) -> list[int]:
+def slab_lengths(seqs: Sequences) -> list[int]:
     """Blocks of the K and V slab of each layer."""
-    return [slab.shape[0] for layer in cache.layers for slab in layer.kv.slabs]
+    return [slab.shape[0] for layer in seqs.cache.layers for slab in layer.kv.slabs]
 
 
 @pytest.fixture
@@ -172,30 +182,30 @@ def failing_grow(monkeypatch):
 
 @pytest.mark.parametrize("fails_at", [1, 2, 3, 4])
 def test_what_the_device_gives_is_the_budget_from_then_on(failing_grow, fails_at: int):
-    cache = PagedKVCache(SMALL, initial_blocks=4)
+    seqs = Sequences(PagedKVCache(SMALL, initial_blocks=4))
     k, v = rows(29)
-    cache.append("a", k, v)
+    seqs.append("a", k, v)
     calls = failing_grow(fails_at)
     with pytest.warns(
         UserWarning, match=r"no memory for more than \d+ blocks, which are the budget now"
     ):
         for num_blocks in (5, 10, 20):
-            cache.make_room(num_blocks)
+            seqs.cache.make_room(num_blocks)
     # "a" holds 4 of 4 blocks. The first growth, of both layers, is by the 5 that shall be free.
     num_usable = 4 if fails_at <= 2 else 9
-    assert cache.pool.num_usable_blocks == num_usable and cache.num_growable_blocks == 0
-    assert slab_lengths(cache) == [num_usable + 1] * 4
+    assert seqs.cache.pool.num_usable_blocks == num_usable and seqs.cache.num_growable_blocks == 0
+    assert slab_lengths(seqs) == [num_usable + 1] * 4
     # Where twice as much can't be had, what is needed is asked for, and then nothing any more.
     assert len(calls) == (fails_at if fails_at <= 2 else fails_at + 1)
-    cache.manager.check_integrity()
-    assert_holds(cache, "a", k, v)
+    seqs.manager.check_integrity()
+    assert_holds(seqs, "a", k, v)
     # And it works, up to its last block.
     more = rows(num_usable * BLOCK_SIZE - 29, seed=1)
-    cache.append("a", *more)
+    seqs.append("a", *more)
     assert_holds(
-        cache, "a", *(mx.concatenate(pair, axis=1) for pair in zip((k, v), more, strict=True))
+        seqs, "a", *(mx.concatenate(pair, axis=1) for pair in zip((k, v), more, strict=True))
     )
-    assert cache.max_seq_len("a") == num_usable * BLOCK_SIZE
+    assert seqs.max_seq_len("a") == num_usable * BLOCK_SIZE
 
 
 def test_where_twice_as_much_can_not_be_had_what_is_needed_may_be(monkeypatch):
@@ -207,23 +217,23 @@ def test_where_twice_as_much_can_not_be_had_what_is_needed_may_be(monkeypatch):
         grow(handle, num_new_blocks)
 
     monkeypatch.setattr(KVHandle, "grow", limited)
-    cache = PagedKVCache(SMALL, initial_blocks=7)
-    cache.make_room(10)  # doubling would be 14
-    assert (cache.pool.num_usable_blocks, cache.pool.num_empty_blocks) == (10, 10)
-    assert cache.num_growable_blocks == 390
-    cache.manager.check_integrity()
+    seqs = Sequences(PagedKVCache(SMALL, initial_blocks=7))
+    seqs.cache.make_room(10)  # doubling would be 14
+    assert (seqs.cache.pool.num_usable_blocks, seqs.cache.pool.num_empty_blocks) == (10, 10)
+    assert seqs.cache.num_growable_blocks == 390
+    seqs.manager.check_integrity()
 
 
 def test_memory_that_was_given_back_may_be_asked_for_again(failing_grow, monkeypatch):
-    cache = PagedKVCache(SMALL, initial_blocks=4)
+    seqs = Sequences(PagedKVCache(SMALL, initial_blocks=4))
     failing_grow(1)
     with pytest.warns(UserWarning, match="no memory for more than 4 blocks"):
-        cache.make_room(5)
-    assert cache.num_growable_blocks == 0
+        seqs.cache.make_room(5)
+    assert seqs.cache.num_growable_blocks == 0
     monkeypatch.undo()
-    cache.shrink()
-    cache.make_room(5)
-    assert cache.pool.num_empty_blocks >= 5
+    seqs.cache.shrink()
+    seqs.cache.make_room(5)
+    assert seqs.cache.pool.num_empty_blocks >= 5
 
 
 def test_the_notice_is_said_once(failing_grow):
@@ -231,9 +241,9 @@ def test_the_notice_is_said_once(failing_grow):
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("default")
         for _ in range(2):
-            cache = PagedKVCache(SMALL, initial_blocks=7)
+            seqs = Sequences(PagedKVCache(SMALL, initial_blocks=7))
             for num_blocks in (20, 30, 40):
-                cache.make_room(num_blocks)
+                seqs.cache.make_room(num_blocks)
     assert len([one for one in said if "no memory for more than 7 blocks" in str(one.message)]) == 1
 
 
@@ -247,8 +257,8 @@ def test_slabs_that_did_not_grow_are_not_copied_where_memory_is_short(failing_gr
 
     monkeypatch.setattr(KVHandle, "shrink_to", recording)
     failing_grow(2)
-    cache = PagedKVCache(uniform(num_layers=3, num_blocks=400), initial_blocks=6)
+    seqs = Sequences(PagedKVCache(uniform(num_layers=3, num_blocks=400), initial_blocks=6))
     with pytest.warns(UserWarning, match="no memory for more than 6 blocks"):
-        cache.make_room(8)
-    assert len(shrunk) == 1 and shrunk[0] is cache.layers[0].kv
-    assert slab_lengths(cache) == [7] * 6
+        seqs.cache.make_room(8)
+    assert len(shrunk) == 1 and shrunk[0] is seqs.cache.layers[0].kv
+    assert slab_lengths(seqs) == [7] * 6

@@ -107,7 +107,7 @@ def test_a_turn_that_can_not_begin_leaves_the_conversation_as_it_was(model_and_t
     assert (conversation.messages, conversation.tokens) == (messages, tokens)
     conversation.reset()
     assert conversation.messages == [{"role": "system", "content": "Be brief."}]
-    assert conversation.engine.cache.stats().blocks_used == 0
+    assert conversation.engine.manager.stats().num_used_blocks == 0
 
 
 def test_a_tokenizer_without_a_chat_template_is_refused(model_and_tokenizer):

@@ -14,7 +14,6 @@ from mlx_paged.chat.screen import Screen
 from mlx_paged.chat.settings import Settings
 from mlx_paged.chat.thinking import Piece, ThinkingSplitter
 from mlx_paged.chat.turns import Turns
-from mlx_paged.loading import SamplingDefaults
 
 THOUGHT = [
     Piece("Well. ", False),
@@ -86,7 +85,7 @@ def shown(
     for stream in (sys.stdout, sys.stderr):
         monkeypatch.setattr(stream, "isatty", lambda: is_terminal, raising=False)
     screen = Screen({"TERM": "xterm"} if environ is None else environ)
-    settings = Settings(setup_arg_parser().parse_args(list(argv)), SamplingDefaults())
+    settings = Settings(setup_arg_parser().parse_args(list(argv)), {})
     tokenizer = SimpleNamespace(think_start="<think>", think_end="</think>")
     conversation: Any = SimpleNamespace(tokenizer=tokenizer, opens_thinking=False)
 

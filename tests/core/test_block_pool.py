@@ -491,6 +491,22 @@ def test_shrinking_beyond_either_end_is_refused(num_blocks):
         BlockPool(4, 16).shrink_to(num_blocks)
 
 
+def test_a_pool_is_reset_in_place_whatever_was_left_of_it():
+    pool = BlockPool(1 + 4, block_size=4)
+    (evicted,) = pool.get_new_blocks(1)
+    pool.cache_full_blocks([evicted], [A], 0, 1)
+    pool.evict_blocks([evicted.block_id])
+    held_before = pool.get_new_blocks(2)
+    pool.cache_full_blocks(held_before, [B, C], 0, 2)
+    # As an interrupt may leave it: a block that is neither free nor held.
+    pool.free_block_queue.popleft_n(1)
+    pool.reset(1 + 6)
+    assert state(pool) == ([1, 2, 3, 4, 5, 6], {}, [], 1), "what was counted stays"
+    assert pool.num_empty_blocks == pool.num_usable_blocks == 6
+    with pytest.raises(ForeignBlockError):
+        pool.free_blocks(held_before)
+
+
 def test_every_programmer_error_has_one_base():
     pool = BlockPool(2, 16)
     with pytest.raises(BlockError):

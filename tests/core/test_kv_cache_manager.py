@@ -197,6 +197,26 @@ def test_the_cache_is_reset_only_while_no_block_is_in_use():
     assert manager.get_computed_blocks(hashes([*range(8)]), 9).num_tokens == 0
 
 
+def test_a_manager_is_reset_in_place_and_whoever_looks_at_its_tables_sees_it():
+    manager = manager_of(6)
+    groups, of_requests = manager.groups, manager.tables
+    start(manager, "a", range(9))
+    manager.free("a")
+    start(manager, "b", range(9))
+    before = manager.stats()
+    assert before.num_hit_tokens and list(groups) == list(of_requests) == ["b"]
+    manager.pool.reset(1 + 6)
+    manager.reset()
+    assert list(groups) == list(of_requests) == []
+    manager.check_integrity()
+    stats = manager.stats()
+    assert (stats.num_requests, stats.num_used_blocks, stats.num_cached_blocks) == (0, 0, 0)
+    assert stats.num_hit_tokens == before.num_hit_tokens, "what was counted stays"
+    start(manager, "b", range(9))
+    assert manager.stats().num_hit_tokens == before.num_hit_tokens, "nothing is found again"
+    assert list(groups) == ["b"]
+
+
 def test_statistics_count_each_block_and_each_unfilled_slot_once():
     manager = manager_of(10)
     assert manager.stats() == KVCacheManagerStats(0, 0, 10, 0, 0, 10, 0, 0, 0, 0)

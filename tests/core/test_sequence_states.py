@@ -13,6 +13,7 @@ from mlx_paged.core import (
     SequenceStates,
     hash_token_blocks,
 )
+from mlx_paged.core.sequence_states import Checkpoint
 
 SIZE = 4
 
@@ -24,6 +25,10 @@ class Model:
         self.states = SequenceStates(num_checkpoints)
         pool = BlockPool(num_blocks, SIZE)
         self.manager = KVCacheManager(pool, states=self.states)
+
+    @property
+    def num_checkpoints(self) -> int:
+        return len(self.states._checkpoints)
 
     def hashes(self, text: str) -> list[BlockHash]:
         return hash_token_blocks(list(map(ord, text)), SIZE)
@@ -61,7 +66,7 @@ def test_a_hit_ends_where_a_state_was_kept():
     text = "abcdefghijklmnopqrstuvwxyz"
     model.run("a", text, 14)
     model.run("a", text, 22)
-    assert model.states.num_kept_checkpoints == 2
+    assert model.num_checkpoints == 2
     # All blocks are there, and states behind the third and the fifth.
     assert model.run("b", text, 24) == 20
     assert model.run("c", text[:19], 19) == 12
@@ -75,7 +80,7 @@ def test_a_state_needs_its_blocks_and_blocks_their_state():
     model.manager.free("a")
     model.run("b", "ABCDEFGHIJKLMNOPQRSTUVWX", 24)  # takes all blocks
     model.manager.free("b")
-    assert model.states.num_kept_checkpoints == 2
+    assert model.num_checkpoints == 2
     assert model.run("c", "abcdefghij", 10) == 0
     model.manager.free("c")
     model.states.clear_checkpoints()
@@ -99,7 +104,7 @@ def test_decodes_of_a_sequence_leave_one_checkpoint_besides_that_of_the_prompt()
     model.run("a", text, 6)
     for until in range(7, 22):
         model.run("a", text, until)
-    assert model.states.num_kept_checkpoints == 2
+    assert model.num_checkpoints == 2
     assert model.run("b", text, 26) == 20
     assert model.run("c", text[:15], 15) == 4
 
@@ -110,7 +115,7 @@ def test_a_state_behind_a_token_that_nobody_has_read_is_kept_when_its_block_is_k
     text = "abcdefghijklmnopqrstuvwxyz"
     model.run("a", text, 7)
     model.run("a", text, 8, hashed=7)
-    assert model.states.num_kept_checkpoints == 1
+    assert model.num_checkpoints == 1
     model.manager.cache_blocks("a", model.hashes(text[:8]))
     model.manager.free("a")
     assert model.run("b", text, 26) == 8
@@ -126,7 +131,7 @@ def test_a_step_that_failed_leaves_no_checkpoint():
     model.run("a", "abcdefghij", 10)
     model.manager.evict_blocks(model.manager.tables["a"].block_ids)
     model.manager.free("a")
-    assert model.states.num_kept_checkpoints == 0
+    assert model.num_checkpoints == 0
     assert model.run("a", "abcdefghij", 10) == 0
 
 
@@ -140,7 +145,7 @@ def test_forks_share_a_state_and_go_on_from_it_alone():
     assert model.states.get("b", 7) == "abcdefx"
     model.manager.free("a")
     model.manager.free("b")
-    assert len(model.states) == model.states.num_kept_checkpoints == 0
+    assert len(model.states) == model.num_checkpoints == 0
 
 
 def test_a_state_is_of_so_many_tokens_and_no_others():
@@ -157,11 +162,22 @@ def test_a_state_is_of_so_many_tokens_and_no_others():
     model.run("a", "xyz", 3)
 
 
+def test_states_that_are_reset_are_forgotten_with_all_that_waits_for_a_name():
+    states = SequenceStates(num_checkpoints=2)
+    states.put({"a": SequenceState(5, "state")})
+    states.begin("b", 4, Checkpoint(b"hash", "checkpoint"))
+    states.offer("a", SequenceState(4, "offered"), is_decoded=False)
+    states.reset()
+    assert len(states) == len(states._checkpoints) == states.pending("a") == 0
+    assert states.longest([b"hash"], 1) == 0
+    assert states.num_checkpoints == 2
+
+
 def test_a_cache_that_is_reset_hits_nothing():
     model = Model(num_checkpoints=3)
     model.run("a", "abcdefghij", 10)
     assert not model.manager.reset_prefix_cache()
-    assert model.states.num_kept_checkpoints == 1
+    assert model.num_checkpoints == 1
     model.manager.free("a")
     assert model.manager.reset_prefix_cache()
-    assert model.states.num_kept_checkpoints == 0
+    assert model.num_checkpoints == 0

@@ -11,8 +11,10 @@ import pytest
 from mlx_lm.generate import generate_step as mlx_lm_generate_step
 from mlx_lm.utils import load_model
 
-from mlx_paged import LLM, ModelRunner, SamplingParams, demo_model_path, load, make_kv_cache
+from mlx_paged import LLM, SamplingParams, demo_model_path, load, make_kv_cache
+from mlx_paged.cache import Sequences
 from mlx_paged.generation import generate_step
+from mlx_paged.models.run_step import run_step
 
 MAX_TOKENS = 120
 LENGTHS = (1, 15, 16, 17, 500)
@@ -73,11 +75,11 @@ def test_greedy_tokens_do_not_depend_on_the_block_size(block_size: int):
 @pytest.mark.parametrize("kind", ["basic", "paged"])
 def test_a_batch_of_different_lengths_gives_the_tokens_of_each_alone(kind: str):
     model, _ = demo()
-    runner = ModelRunner(model, make_kv_cache(model, kind, kv_cache_bytes="200blocks"))
+    seqs = Sequences(make_kv_cache(model, kind, kv_cache_bytes="200blocks"))
     batch = {n: list(prompt(n)) for n in LENGTHS}
     got: dict[int, list[int]] = {n: [] for n in LENGTHS}
     for _ in range(MAX_TOKENS):
-        sampled = mx.argmax(runner.run(batch), axis=-1).tolist()
+        sampled = mx.argmax(run_step(model, seqs, batch), axis=-1).tolist()
         for n, token in zip(LENGTHS, sampled, strict=True):
             got[n].append(token)
         batch = {n: [got[n][-1]] for n in LENGTHS}

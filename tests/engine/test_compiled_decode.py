@@ -17,6 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from helpers import interrupted_lines
+from helpers.cache_helpers import scheduled_step, sequences_of
 from helpers.engine_runs import greedy, load_demo, make_engine, prompt, run
 from helpers.mlx_lm_models import (
     GEMMA3,
@@ -59,7 +60,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def traced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The tokens of each decode that Python builds in a trace; that of the check does not count."""
     found: list[int] = []
-    traced_layers, check = PagedKVCache.traced_layers, CompiledDecode._check
+    traced_layers, check = compiled_decode.traced_layers, CompiledDecode._check
 
     def watched(cache: PagedKVCache, shape: Any, arrays: DecodeArrays) -> list[PagedLayerKV]:
         found.append(shape.num_tokens)
@@ -69,7 +70,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.pop()
         return check(*arguments)
 
-    monkeypatch.setattr(PagedKVCache, "traced_layers", watched)
+    monkeypatch.setattr(compiled_decode, "traced_layers", watched)
     monkeypatch.setattr(CompiledDecode, "_check", unwatched)
     return found
 
@@ -120,10 +121,10 @@ def test_the_logits_are_those_of_a_built_decode(
 
     def compared(compiled: CompiledDecode, tokens: mx.array) -> mx.array | None:
         # The function of a trace changes nothing, so both may run.
-        shape, arrays = compiled._cache.open_decode() or (None, None)
+        shape, arrays, _ = compiled._cache.open_decode() or (None, None, None)
         logits = replay(compiled, tokens)
         if logits is not None:
-            layers = compiled._cache.traced_layers(shape, arrays)
+            layers = compiled_decode.traced_layers(compiled._cache, shape, arrays)
             built = demo(tokens, layers)
             differences.append(mx.abs(built - logits).max().item())
             fences = zip(layers, compiled._cache.layers, strict=True)
@@ -269,12 +270,13 @@ def test_a_thread_has_traces_of_its_own(demo: nn.Module, at_once: None, traced: 
 
 
 def test_what_is_no_decode_of_single_tokens_is_built(demo: nn.Module):
-    cache = make_engine(demo).cache
+    engine = make_engine(demo)
+    cache, seqs = engine.cache, sequences_of(engine)
     assert isinstance(cache, PagedKVCache)
     assert cache.open_decode() is None  # No step is open.
 
     def is_decode(counts: dict[str, int], **options: Any) -> bool:
-        with cache.step(counts, **options) as step:
+        with seqs.step(counts, **options) as step:
             layers = [make_step_of(layer) for layer in cache.layers]
             decode = cache.open_decode()
             for use in layers:
@@ -287,7 +289,7 @@ def test_what_is_no_decode_of_single_tokens_is_built(demo: nn.Module):
     assert not is_decode({"a": 1, "b": 2})
     assert is_decode({"a": 1, "b": 1})
     assert not is_decode({"a": 1, "b": 1}, num_logit_rows=[1, 0])
-    with cache.scheduled_step(["a"], [1], shares_new_blocks=True):
+    with scheduled_step(seqs, {"a": 1}, shares_new_blocks=True):
         assert cache.open_decode() is None
     cache.layers[1].kv.leave_chain()
     assert not is_decode({"a": 1})  # The chain of a layer begins.

@@ -311,7 +311,7 @@ def test_an_abort_between_steps_frees_at_once_and_touches_nobody_else(
     for _ in range(num_steps):
         engine.step()
     engine.abort("goes")
-    assert list(engine.cache.manager.tables) == [("stays", 0)]
+    assert list(engine.manager.tables) == [("stays", 0)]
     outputs = run(engine)
     assert outputs["goes"].outputs[0].finish_reason == "abort"
     # What it had by then is its answer.

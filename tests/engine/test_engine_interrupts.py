@@ -89,6 +89,22 @@ def test_an_interrupt_in_the_engines_own_bookkeeping_is_survived(
         check_interrupt(demo, interrupt, number % 2 == 0, expected)
 
 
+@pytest.mark.parametrize("kv", ["paged", "basic"])
+def test_a_repair_replaces_neither_the_pool_nor_the_manager(model: qwen3.Model, kv: str):
+    expected = ask_alone(model, prompt(40), greedy(8))
+    engine = make_engine(model, kv=kv)
+    manager, pool = engine.manager, engine.cache.pool
+    engine.add_request("a", prompt(40), greedy(8))
+    for _ in range(3):
+        engine.step()
+    pool.get_new_blocks(2)  # As an interrupt may leave them: nobody's.
+    engine._steps.repair()
+    assert engine.manager is engine.scheduler.manager is manager
+    assert engine.cache.pool is manager.pool is pool and pool.num_used_blocks == 0
+    assert run(engine)["a"].outputs[0].token_ids == expected
+    assert_nothing_held(engine)
+
+
 # One token leaves nothing to draft, and whoever adds a request does the same in all ways.
 without_drafts = pytest.mark.parametrize("run_ahead", ["waiting", "ahead"], indirect=True)
 

@@ -168,7 +168,7 @@ def test_what_is_asked_for_during_a_step_is_done_when_the_step_ends(model: qwen3
         "comes",
         0,
     ) in engine.scheduler.requests
-    assert engine.cache.manager.tables.keys() == set()
+    assert engine.manager.tables.keys() == set()
     outputs = run(engine)
     assert outputs["comes"].outputs[0].token_ids == ask_alone(model, prompt(7), greedy(2))
     assert_nothing_held(engine)
@@ -178,9 +178,9 @@ def test_an_idle_engine_does_at_once_what_it_is_asked(model: qwen3.Model):
     engine = make_engine(model)
     engine.add_request("a", prompt(30), greedy(5))
     engine.step()
-    assert len(engine.cache.manager.tables) == 1
+    assert len(engine.manager.tables) == 1
     Threads(lambda: engine.abort("a")).join()
-    assert len(engine.cache.manager.tables) == 0
+    assert len(engine.manager.tables) == 0
 
 
 @pytest.mark.slow

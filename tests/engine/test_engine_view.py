@@ -20,7 +20,7 @@ def tally(view: EngineView) -> dict[int, int]:
 
 def assert_agrees(engine: Engine) -> EngineView:
     """The view's blocks are those of the pool, and its requests hold what the tables say."""
-    view, pool = engine.view(), engine.cache.manager.pool
+    view, pool = engine.view(), engine.manager.pool
     assert list(view.blocks) == [
         min(block.ref_cnt, MAX_HOLDERS) | (CACHED if block.block_hash is not None else 0)
         for block in pool.blocks[1:]
@@ -31,7 +31,7 @@ def assert_agrees(engine: Engine) -> EngineView:
     for request in view.requests:
         held = {
             block_id
-            for (request_id, _), tables in engine.cache.manager.groups.items()
+            for (request_id, _), tables in engine.manager.groups.items()
             if request_id == request.request_id
             for table in tables
             for block_id in table.block_ids

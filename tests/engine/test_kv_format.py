@@ -198,8 +198,7 @@ def test_sinks_that_move_with_a_window_are_quantised_from_the_original_each_time
     for _ in range(880):
         engine.step()
     cache = engine.cache
-    (seq,) = cache.seqs
-    table = cache.manager.tables[seq]
+    (table,) = engine.manager.tables.values()
     originals = [block.block_id for block in list(table)[len(table) :]]
     assert len(originals) == 1 and table.num_evicted_tokens > 800
     form = cache.layers[0].spec.format

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from helpers.cache_helpers import swap_in, swapped_out
+from helpers.cache_helpers import sequences_of, swap_in, swapped_out
 from helpers.engine_runs import (
     ask_alone,
     assert_nothing_held,
@@ -122,12 +122,12 @@ def test_what_comes_back_from_the_swap_space_is_what_went_there(
         watermark=0,
         run_ahead=False,  # Its rows are looked at after each step.
     )
-    cache, manager = engine.cache, engine.cache.manager
+    manager, seqs = engine.manager, sequences_of(engine)
     engine.add_request("first", prompt(40), greedy(60))
     engine.add_request("second", prompt(41), greedy(30))
 
     def rows_of(seq: tuple[str, int]) -> list[np.ndarray]:
-        rows = [array for layer in range(2) for array in cache.materialize(seq, layer)]
+        rows = [array for layer in range(2) for array in seqs.materialize(seq, layer)]
         return [np.array(array) for array in rows]
 
     before: list[np.ndarray] = []
@@ -158,17 +158,17 @@ def test_half_precision_comes_back_bit_by_bit(model: qwen3.Model, dtype: mx.Dtyp
 
     half = tiny_models()[0]
     half.set_dtype(dtype)
-    cache = make_engine(half).cache
+    seqs = sequences_of(make_engine(half))
     rows = mx.random.normal((2, 37, 2, 16)).astype(dtype)
-    cache.append("a", rows, rows * 2)
-    swapped = swapped_out(cache, "a")
-    before = [cache.materialize("a", layer) for layer in range(2)]
-    cache.free("a")
-    cache.append("other", -rows, -rows)
-    swap_in(cache, "a", swapped)
-    cache.trim("a", 37)
+    seqs.append("a", rows, rows * 2)
+    swapped = swapped_out(seqs, "a")
+    before = [seqs.materialize("a", layer) for layer in range(2)]
+    seqs.free("a")
+    seqs.append("other", -rows, -rows)
+    swap_in(seqs, "a", swapped)
+    seqs.trim("a", 37)
     for layer in range(2):
-        for ours, theirs in zip(cache.materialize("a", layer), before[layer], strict=True):
+        for ours, theirs in zip(seqs.materialize("a", layer), before[layer], strict=True):
             assert mx.array_equal(ours, theirs)
 
 

@@ -158,7 +158,7 @@ def test_requests_that_come_together_share_what_the_first_is_about_to_compute(mo
     for n, tail in enumerate(tails):
         engine.add_request(str(n), shared + tail, greedy(MAX_TOKENS))
     engine.step()
-    tables = engine.cache.manager.tables
+    tables = engine.manager.tables
     assert {tuple(tables[str(n), 0].block_ids[:4]) for n in range(3)} == {
         tuple(tables["0", 0].block_ids[:4])
     }

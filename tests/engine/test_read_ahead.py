@@ -76,7 +76,7 @@ def make(
 ) -> tuple[Scheduler, FakeTier, FakeSupply]:
     supply = FakeSupply(num_blocks, BLOCK_SIZE)
     tier = FakeTier(supply, *texts)
-    scheduler = Scheduler(supply, SchedulerConfig(**config), tier=tier)
+    scheduler = Scheduler(supply.manager, supply, SchedulerConfig(**config), tier=tier)
     return scheduler, tier, supply
 
 

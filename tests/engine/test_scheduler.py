@@ -392,7 +392,7 @@ def test_a_step_ahead_has_all_that_run_where_tokens_leave_windows(
     retentions = [KEEP_ALL, *(Retention.sliding_window(window, 4) for window in (7, 11))]
     supply = FakeSupply(num_blocks, 4)
     supply.manager = KVCacheManager(BlockPool(1 + num_blocks, 4), retentions=retentions)
-    scheduler = Scheduler(supply, SchedulerConfig(4, 4, 4, watermark=0.0))
+    scheduler = Scheduler(supply.manager, supply, SchedulerConfig(4, 4, 4, watermark=0.0))
     for index in range(3):
         params = SamplingParams(max_tokens=16)
         scheduler.add(Request(str(index), tokens(num_prompt_tokens, 100 * index), params))

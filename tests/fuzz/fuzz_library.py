@@ -19,7 +19,6 @@ from mlx_paged import (
     LLM,
     AsyncEngine,
     Engine,
-    ModelRunner,
     SamplingParams,
     demo_model_path,
     generate,
@@ -28,9 +27,11 @@ from mlx_paged import (
     stream_generate,
 )
 from mlx_paged.batch_generation import batch_generate
+from mlx_paged.cache import Sequences
 from mlx_paged.foreign_arguments import ADVICE, OTHER_NAMES, PARAMS
 from mlx_paged.generation import generate_step
 from mlx_paged.models import qwen3
+from mlx_paged.models.run_step import run_step
 
 VOCAB_SIZE = 1024  # of the demo model's tokenizer
 CONTEXT = 48
@@ -66,8 +67,8 @@ def llm() -> LLM:
 
 
 @cache
-def runner() -> ModelRunner:
-    return ModelRunner(tiny_model(), make_kv_cache(tiny_model(), kv_cache_bytes=BUDGET))
+def sequences() -> Sequences:
+    return Sequences(make_kv_cache(tiny_model(), kv_cache_bytes=BUDGET))
 
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
@@ -75,10 +76,10 @@ MESSAGES = [{"role": "user", "content": "Hello"}]
 
 def _run(**arguments: Any) -> None:
     try:
-        runner().run(**arguments)
+        run_step(tiny_model(), sequences(), **arguments)
     finally:
-        for seq in runner().cache.seqs:
-            runner().cache.free(seq)
+        for seq in list(sequences()):
+            sequences().free(seq)
 
 
 def _sampling_params(**arguments: Any) -> None:
@@ -184,7 +185,7 @@ def _load(**arguments: Any) -> None:
 
 def _make_kv_cache(**arguments: Any) -> None:
     cache = make_kv_cache(**arguments)
-    with cache.step({"a": 1}):
+    with Sequences(cache).step({"a": 1}):
         pass
 
 
@@ -231,7 +232,7 @@ ENTRIES: dict[str, tuple[Callable[..., None], Callable[[], dict[str, Any]]]] = {
     "make_kv_cache": (_make_kv_cache, lambda: {
         "model": tiny_model(), "kind": "paged", "block_size": 16, "kv_cache_bytes": BUDGET,
         "kv_format": None, "backend": "auto"}),
-    "ModelRunner.run": (_run, lambda: {"batch": {"a": [1, 2]}}),
+    "run_step": (_run, lambda: {"batch": {"a": [1, 2]}}),
     "generate": (_generate, lambda: {
         "model": tiny_model(), "tokenizer": tokenizer(), "prompt": "Hello", "verbose": False,
         **_mlx_options()}),
@@ -299,7 +300,5 @@ def _calls_back(value: object) -> bool:
     if isinstance(value, (list, tuple)):
         return any(map(_calls_back, value))
     return (
-        callable(value)
-        and not isinstance(value, (str, ModelRunner, qwen3.Model))
-        and not hasattr(value, "args")
+        callable(value) and not isinstance(value, (str, qwen3.Model)) and not hasattr(value, "args")
     )

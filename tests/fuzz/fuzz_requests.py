@@ -174,7 +174,7 @@ def run_on_engine(
         engine.scheduler.check_integrity()
     check_good(expected, outputs)
     stats = engine.stats()
-    if stats.num_running or stats.num_waiting or engine.cache.manager.tables:
+    if stats.num_running or stats.num_waiting or engine.manager.tables:
         raise Defect("something is left in the engine")
 
 

@@ -46,7 +46,7 @@ def attached(model, blocks: int = 200, **options) -> Iterator:
     options = {"kv_cache_bytes": f"{blocks}blocks", "block_size": BLOCK_SIZE, **options}
     with attach(model, **options) as paged:
         yield paged
-        paged.cache.manager.check_integrity()
+        paged._sequences.held.manager.check_integrity()
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:

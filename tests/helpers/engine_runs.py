@@ -146,5 +146,5 @@ def assert_nothing_held(engine: Engine) -> None:
         and not engine._reports._news
         and not engine._steps.in_flight
     )
-    assert engine.cache.manager.num_free_blocks == stats.num_usable_blocks
+    assert engine.manager.num_free_blocks == stats.num_usable_blocks
     assert not engine.has_unfinished_requests()

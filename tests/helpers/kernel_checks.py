@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 from metal_emulator import Checks
 from metal_emulator.checks import Call
+from paged_testing.by_hand import dense_handle
 from paged_testing.emulated_metal import emulated_metal
 from pytest import MonkeyPatch
 
@@ -74,7 +75,7 @@ def random_handle(
     dtype: mx.Dtype = mx.float32,
 ) -> KVHandle:
     shape = (num_blocks, num_kv_heads, block_size, head_dim)
-    kv = KVHandle.dense(random_array(rng, shape, dtype), random_array(rng, shape, dtype))
+    kv = dense_handle(random_array(rng, shape, dtype), random_array(rng, shape, dtype))
     mx.eval(*kv.arrays)
     return kv
 

@@ -14,6 +14,7 @@ from functools import cached_property
 
 import mlx.core as mx
 import numpy as np
+from paged_testing.by_hand import dense_handle, step_of
 
 from mlx_paged.ops import AttentionMetadata, AttentionParams, KVHandle, Parts
 
@@ -123,7 +124,7 @@ class PagedProblem:
             [self.context_lens[seq]],
             [self.query_lens[seq]],
         )
-        one = AttentionMetadata.build(tables, context_lens, query_lens, self.kv.block_size)
+        one = step_of(tables, context_lens, query_lens, self.kv.block_size)
         return self.dense[seq][0], self.kv, one, self.params
 
     def rows(self, seq: int) -> slice:
@@ -283,8 +284,8 @@ def make_problem(
             rows[:, :, 0] = 16
     problem = PagedProblem(
         q=mx.concatenate(queries),
-        kv=KVHandle.dense(*slabs),
-        metadata=AttentionMetadata.build(tables, context_lens, query_lens, block_size),
+        kv=dense_handle(*slabs),
+        metadata=step_of(tables, context_lens, query_lens, block_size),
         params=AttentionParams(scale, window, draw(num_kv_heads * group) * 2 if sinks else None),
         dense=tuple(zip(queries, keys, values, strict=True)),
         tables=tuple(tuple(table) for table in tables),

@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3
 from mlx_lm.utils import load_model as load_model_as_mlx_lm
 
-from mlx_paged.cache import KVCache
+from mlx_paged.cache import KVCache, Sequences
 from mlx_paged.loading.loader import model_classes
 from mlx_paged.models.kv_cache import make_kv_cache
 
@@ -33,15 +33,15 @@ def make_cache(model, kind: str, block_size: int = 16) -> KVCache:
 
 
 def all_logits(
-    model, cache: KVCache, steps: Iterable[Mapping[str, Sequence[int]]]
+    model, seqs: Sequences, steps: Iterable[Mapping[str, Sequence[int]]]
 ) -> dict[str, np.ndarray]:
     """The logits ``[num_tokens, vocab_size]`` of every token fed, per sequence."""
     logits: dict[str, list[np.ndarray]] = {}
     for batch in steps:
         tokens = mx.array([token for new_tokens in batch.values() for token in new_tokens])
-        with cache.step({seq: len(new_tokens) for seq, new_tokens in batch.items()}):
-            rows = model(tokens, cache.layers)
-            mx.eval(rows, cache.arrays)
+        with seqs.step({seq: len(new_tokens) for seq, new_tokens in batch.items()}):
+            rows = model(tokens, seqs.cache.layers)
+            mx.eval(rows, seqs.cache.arrays)
         rows = np.array(rows.astype(mx.float32))
         start = 0
         for seq, new_tokens in batch.items():

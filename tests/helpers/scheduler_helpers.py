@@ -21,7 +21,7 @@ from mlx_paged.engine.batch import Batch, CopyBlocks, Scheduled, SwapIn, SwapOut
 from mlx_paged.engine.scheduler import Scheduler
 from mlx_paged.engine.speculation import NO_SPECULATION, Speculation
 from mlx_paged.engine.swap_space import SwapSpace
-from mlx_paged.request import Request, SamplingParams, SeqId
+from mlx_paged.request import Request, SamplingParams
 
 T = TypeVar("T")
 VOCAB_SIZE = 40
@@ -92,10 +92,6 @@ class FakeSupply:
             self.budget = pool.num_usable_blocks
             return
         pool.grow(num_missing)
-
-    def try_fork(self, seq: SeqId, new_seq: SeqId) -> bool:
-        self.manager.fork(seq, new_seq)
-        return True
 
 
 class SimulatedCache:
@@ -211,7 +207,7 @@ class FakeEngine:
         defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 16, "watermark": 0.0}
         self.config = SchedulerConfig(**defaults | config)
         self.scheduler = Scheduler(
-            self.supply, self.config, eos_token_ids, self.swap_space, speculation
+            self.manager, self.supply, self.config, eos_token_ids, self.swap_space, speculation
         )
         self.cache = SimulatedCache(self.manager)
         self.completions: dict[str, list[Request]] = {}

@@ -77,7 +77,7 @@ def make_service(
         engine,
         tokenizer,
         model_names=tuple(model_names),
-        defaults=read_sampling_defaults(folder).said,
+        defaults=read_sampling_defaults(folder),
         created=int(time.time()),
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_paged.cache import KVCache, KVCacheConfig, KVFormat, LayerSpec, group_layers
+from mlx_paged.cache import KVCacheConfig, KVFormat, LayerSpec, Sequences, group_layers
 from mlx_paged.config import KVBits
 
 # Layers that are alike, whose heads and widths differ, and that see different tokens.
@@ -36,17 +36,17 @@ def _stored(spec: LayerSpec, dtype: str, form: str) -> LayerSpec:
     return replace(spec, format=made)
 
 
-def fill(cache: KVCache, seq: Any, num_tokens: int, seed: int = 0) -> None:
+def fill(seqs: Sequences, seq: Any, num_tokens: int, seed: int = 0) -> None:
     """Let a sequence hold random rows."""
     rng = np.random.default_rng(seed)
 
     def rows(heads: int, width: int) -> mx.array:
         return mx.array(rng.standard_normal((num_tokens, heads, width), dtype=np.float32))
 
-    specs = [layer.spec for layer in cache.layers]
+    specs = [layer.spec for layer in seqs.cache.layers]
     k = [rows(spec.num_kv_heads, spec.key_dim) for spec in specs]
     v = [rows(spec.num_kv_heads, spec.value_dim) for spec in specs]
-    cache.append(seq, k, v)
+    seqs.append(seq, k, v)
 
 
 def assert_same_bits(one: list[np.ndarray], other: list[np.ndarray]) -> None:

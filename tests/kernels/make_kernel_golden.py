@@ -17,10 +17,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
+from paged_testing.by_hand import step_of
 
 from mlx_paged.ops import (
     AffineFormat,
-    AttentionMetadata,
     AttentionParams,
     KVFormat,
     KVHandle,
@@ -37,7 +37,7 @@ def call_every_kernel() -> mx.array:
     metal = MetalBackend()
     kv = KVHandle.allocate(20, 2, 16, 64, 64, KVFormat.dense("bfloat16"))
     rows, queries = mx.zeros((1, 2, 64), mx.bfloat16), mx.zeros((1, 8, 64), mx.bfloat16)
-    metadata = AttentionMetadata.build([list(range(1, 20))], [300], [1], 16)
+    metadata = step_of([list(range(1, 20))], [300], [1], 16)
     metal.reshape_and_cache((rows,), (rows,), kv, SlotMapping.build([5], 16))
     out = metal.update_and_attend(queries, (rows,), (rows,), kv, metadata, AttentionParams(0.125))
     metal.copy_blocks(kv, [(3, 4)])

@@ -12,6 +12,7 @@ from helpers.dense_models import dense_model, greedy_answer
 from helpers.engine_runs import assert_nothing_held, greedy, make_engine, prompt, run
 from metal_emulator.checks import Call
 
+from mlx_paged.cache import Sequences
 from mlx_paged.models.kv_cache import make_kv_cache
 
 
@@ -51,8 +52,9 @@ def test_quantised_rows_are_read_as_they_are_stored_on_metal_kernels(metal: list
         cache = make_kv_cache(
             model, block_size=8, kv_cache_bytes="9blocks", kv_format="K:4,V:8", backend=backend
         )
+        seqs = Sequences(cache)
         for begin, end in ((0, 21), (21, 30)):
-            with cache.step({"a": end - begin}) as step:
+            with seqs.step({"a": end - begin}) as step:
                 rows = model(tokens[begin:end], cache.layers, step.logit_rows)
                 mx.eval(rows, cache.arrays)
         logits.append(rows)

@@ -202,7 +202,7 @@ def test_what_a_replayed_decode_keeps_of_another_step_is_seen(demo, compiler, re
     prompts = prompts_of(tokenizer)[:1]
     engine = Engine(model, tokenizer, backend="reference", kv_cache_bytes="60blocks")
     expected = serve(engine, prompts, params)
-    traced_layers, first = PagedKVCache.traced_layers, {}
+    traced_layers, first = compiled_decode.traced_layers, {}
     for field in ("positions", "plans", "keys", "values"):
         first.clear()
 
@@ -210,7 +210,7 @@ def test_what_a_replayed_decode_keeps_of_another_step_is_seen(demo, compiler, re
             kept = first.setdefault(shape, getattr(arrays, field))
             return traced_layers(cache, shape, arrays._replace(**{field: kept}))
 
-        monkeypatch.setattr(PagedKVCache, "traced_layers", faulty)
+        monkeypatch.setattr(compiled_decode, "traced_layers", faulty)
         with emulated_metal(Checks.quick()):
             engine = Engine(model, tokenizer, backend="metal", kv_cache_bytes="60blocks")
             same = serve(engine, prompts, params) == expected

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from metal_emulator.checks import Call
 
 from mlx_paged import Engine, SamplingParams, demo_model_path, load
-from mlx_paged.cache import KVCacheConfig, PagedKVCache
+from mlx_paged.cache import KVCacheConfig, PagedKVCache, Sequences
 from mlx_paged.ops import AttentionParams, KVHandle, SlotMapping, kernels
 
 CONFIG = KVCacheConfig.uniform(
@@ -135,24 +135,24 @@ def test_a_missing_link_is_found(name, link, expected, metal, monkeypatch):
     assert expected in disorders(metal)
 
 
-def step(cache: PagedKVCache, counts: dict[str, int]) -> None:
-    with cache.step(counts) as packed:
+def step(seqs: Sequences, counts: dict[str, int]) -> None:
+    with seqs.step(counts) as packed:
         rows = mx.ones((packed.num_tokens, 1, 32))
         queries = mx.ones((packed.num_tokens, 2, 32))
         for layer in range(len(CONFIG.layers)):
-            cache.layers[layer].update_and_attend(queries, rows, rows, scale=1.0)
-        mx.eval(cache.arrays)
+            seqs.cache.layers[layer].update_and_attend(queries, rows, rows, scale=1.0)
+        mx.eval(seqs.cache.arrays)
 
 
 def test_a_freed_block_is_written_behind_the_last_reader_of_its_last_owner(metal):
-    cache = PagedKVCache(CONFIG, backend="metal", initial_blocks=3)
-    step(cache, {"a": 17})
-    step(cache, {"a": 1})
+    seqs = Sequences(PagedKVCache(CONFIG, backend="metal", initial_blocks=3))
+    step(seqs, {"a": 17})
+    step(seqs, {"a": 1})
     last_reader = len(metal) - 1
-    blocks_of_a = set(cache.block_ids("a"))
-    cache.free("a")
-    step(cache, {"b": 20})
-    assert set(cache.block_ids("b")) == blocks_of_a
+    blocks_of_a = set(seqs.block_ids("a"))
+    seqs.free("a")
+    step(seqs, {"b": 20})
+    assert set(seqs.block_ids("b")) == blocks_of_a
     assert names(metal)[last_reader] == "paged_attention"
     assert disorders(metal) == []
     # Without what "a" left behind, the writes of "b" would be free to come first.
@@ -181,21 +181,21 @@ ACTIONS = st.lists(
 @given(actions=ACTIONS)
 def test_any_use_of_a_cache_is_in_order(metal, actions):
     metal.clear()
-    cache = PagedKVCache(CONFIG, backend="metal", initial_blocks=24)
+    seqs = Sequences(PagedKVCache(CONFIG, backend="metal", initial_blocks=24))
     for action, what in actions:
         if action == "step":
-            if sum(cache.seq_len(seq) for seq in cache.seqs) + sum(what.values()) < 100:
-                step(cache, what)
+            if sum(seqs.seq_len(seq) for seq in seqs) + sum(what.values()) < 100:
+                step(seqs, what)
         elif action == "fork":
-            if what[0] in cache.seqs and what[1] not in cache.seqs:
-                cache.fork(*what)
-        elif what in cache.seqs:
+            if what[0] in seqs and what[1] not in seqs:
+                seqs.fork(*what)
+        elif what in seqs:
             if action == "free":
-                cache.free(what)
+                seqs.free(what)
             elif action == "trim":
-                cache.trim(what, cache.seq_len(what) // 2)
+                seqs.trim(what, seqs.seq_len(what) // 2)
             else:
-                cache.materialize(what, 0)
+                seqs.materialize(what, 0)
     assert disorders(metal) == []
 
 
@@ -222,11 +222,11 @@ def test_steps_in_flight_are_in_order_with_all_that_comes_between_them(metal, mo
         for _ in range(4):
             engine.step()
             num_in_flight += len(engine._steps.in_flight)
-            tables = engine.cache.manager.tables
+            tables = engine.manager.tables
             written_later |= {table.block_ids[-1] for table in tables.values()}
         if number in (1, 3):
             assert engine._steps.in_flight
-            aborted_blocks |= set(engine.cache.block_ids((str(number), 0)))
+            aborted_blocks |= set(tables[(str(number), 0)].block_ids)
             written_later.clear()
             engine.abort(str(number))
     while engine.has_unfinished_requests():

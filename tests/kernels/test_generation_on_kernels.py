@@ -13,8 +13,10 @@ from helpers.write_rules import slots_of_the_step
 from metal_emulator import Checks
 from paged_testing.emulated_metal import emulated_metal
 
-from mlx_paged import ModelRunner, load, make_kv_cache
+from mlx_paged import load, make_kv_cache
+from mlx_paged.cache import Sequences
 from mlx_paged.loading import demo_model_path
+from mlx_paged.models.run_step import run_step
 
 NUM_TOKENS = 64
 
@@ -26,13 +28,12 @@ def demo():
 
 def greedy_in_a_ragged_batch(
     model, prompts: Sequence[Sequence[int]], backend: str, num_tokens: int = NUM_TOKENS
-) -> tuple[list[list[int]], ModelRunner]:
+) -> tuple[list[list[int]]]:
     """Greedy ids of each prompt; the prompts come in one after the other, so that decodes run
     beside prefills.
     """
-    runner = ModelRunner(
-        model, make_kv_cache(model, "paged", kv_cache_bytes="400blocks", backend=backend)
-    )
+    cache = make_kv_cache(model, "paged", kv_cache_bytes="400blocks", backend=backend)
+    seqs = Sequences(cache)
     ids: list[list[int]] = [[] for _ in prompts]
     waiting = list(enumerate(prompts))
     while waiting or any(len(got) < num_tokens for got in ids):
@@ -40,10 +41,10 @@ def greedy_in_a_ragged_batch(
         if waiting:
             seq, prompt = waiting.pop(0)
             batch[seq] = prompt
-        tokens = mx.argmax(runner.run(batch), axis=-1).tolist()
+        tokens = mx.argmax(run_step(model, seqs, batch), axis=-1).tolist()
         for seq, token in zip(batch, tokens, strict=True):
             ids[seq].append(token)
-    return ids, runner
+    return ids, seqs
 
 
 def prompts_of(tokenizer) -> list[list[int]]:
@@ -66,9 +67,9 @@ def test_a_ragged_batch_gets_the_tokens_of_the_reference_on_metal_kernels(demo, 
     )
     expected, _ = greedy_in_a_ragged_batch(model, prompts, "reference")
     with emulated_metal(Checks.quick(writable=slots_of_the_step)) as trace:
-        got, runner = greedy_in_a_ragged_batch(model, prompts, "metal")
+        got, seqs = greedy_in_a_ragged_batch(model, prompts, "metal")
     assert got == expected
-    assert runner.cache.backend.name == "metal"
+    assert seqs.cache.backend.name == "metal"
     kernels = Counter(call.kernel.removeprefix("mlx_paged_") for call in trace)
     assert set(kernels) == {
         "reshape_and_cache",
@@ -86,19 +87,18 @@ def test_a_fork_and_a_turn_with_history_get_the_tokens_of_the_reference_on_metal
     prompt = tokenizer.encode("The code of apple is 4821. What is the code of apple?")
 
     def talk(backend: str) -> list[int]:
-        runner = ModelRunner(
-            model, make_kv_cache(model, "paged", kv_cache_bytes="60blocks", backend=backend)
-        )
+        cache = make_kv_cache(model, "paged", kv_cache_bytes="60blocks", backend=backend)
+        seqs = Sequences(cache)
         tokens = []
 
         def run(batch) -> None:
-            tokens.append(mx.argmax(runner.run(batch), axis=-1).tolist())
+            tokens.append(mx.argmax(run_step(model, seqs, batch), axis=-1).tolist())
 
         run({"a": prompt})
-        runner.cache.fork("a", "b")  # shares a partly filled block, which the next step copies
+        seqs.fork("a", "b")  # shares a partly filled block, which the next step copies
         run({"a": prompt[:3], "b": [7]})
         run({"a": prompt, "b": prompt[:9], "c": prompt[:2]})
-        runner.cache.trim("a", len(prompt))
+        seqs.trim("a", len(prompt))
         run({"a": prompt[:8], "b": [9], "c": [4]})
         return tokens
 

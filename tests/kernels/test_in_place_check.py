@@ -9,6 +9,7 @@ import warnings
 import mlx.core as mx
 import pytest
 from helpers.numpy_attention import assert_matches_formula, make_problem
+from paged_testing.by_hand import dense_handle
 
 from mlx_paged.ops import KVHandle, SlotMapping, choose_backend, in_place, kernels
 from mlx_paged.ops.in_place import check_writes_in_place, writes_in_place
@@ -67,7 +68,7 @@ def test_a_write_before_an_earlier_read_is_found(metal, monkeypatch):
 
 def test_a_slab_that_is_written_in_a_copy_is_found(metal, monkeypatch):
     def write_a_copy(run, k, v, kv, slots):
-        copy = KVHandle.dense(mx.array(kv.k[0]) * 1, kv.v[0] * 1)
+        copy = dense_handle(mx.array(kv.k[0]) * 1, kv.v[0] * 1)
         mx.eval(copy.arrays)
         return run(k, v, copy, slots)
 

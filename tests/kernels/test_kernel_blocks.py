@@ -16,8 +16,9 @@ from helpers.kernel_checks import (
 )
 from helpers.kernel_grid import SHAPES
 from helpers.numpy_attention import DTYPES
+from paged_testing.by_hand import dense_handle
 
-from mlx_paged.ops import KVHandle, SlotMapping
+from mlx_paged.ops import SlotMapping
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 
@@ -152,5 +153,5 @@ def test_each_operation_sees_those_before_it(metal):
 
 def test_a_table_of_more_blocks_than_a_plan_has_padding_is_gathered(metal):
     rng = np.random.default_rng(0)
-    kv = KVHandle.dense(*(random_array(rng, (70, 1, 16, 64), mx.float16) for _ in "kv"))
+    kv = dense_handle(*(random_array(rng, (70, 1, 16, 64), mx.float16) for _ in "kv"))
     gather_and_compare(kv, rng.permutation(70).tolist(), 1100)

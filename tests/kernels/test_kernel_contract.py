@@ -15,8 +15,9 @@ from helpers.kernel_checks import checked_metal
 from helpers.numpy_attention import before_the_step, make_problem
 from helpers.quantised_problems import quantised
 from metal_emulator.signature import MIN_DEVICE_ELEMENTS, InputType
+from paged_testing.by_hand import step_of
 
-from mlx_paged.ops import AttentionMetadata, attention_plan, kernels
+from mlx_paged.ops import attention_plan, kernels
 from mlx_paged.ops.metal_sources import read_source
 
 
@@ -56,7 +57,7 @@ def test_the_header_names_every_number_of_a_plan():
 
 
 def test_a_plan_read_by_the_header_says_what_was_packed():
-    metadata = AttentionMetadata.build([[3], [9, 1, 7, 4, 5]], [3, 257], [2, 1], 64)
+    metadata = step_of([[3], [9, 1, 7, 4, 5]], [3, 257], [2, 1], 64)
     packed = attention_plan.AttentionPlan.pack(metadata, 300, num_kv_heads=16)
     plan = packed.array.tolist()
 

@@ -35,10 +35,10 @@ from helpers.numpy_attention import (
 )
 from helpers.quantised_problems import BITS_OF_K_AND_V, affine, numbers, quantised
 from metal_emulator import ForbiddenWrite, LargeArray, MemoryFault
+from paged_testing.by_hand import step_of
 
 from mlx_paged.ops import (
     AffineFormat,
-    AttentionMetadata,
     AttentionParams,
     DenseFormat,
     KVFormat,
@@ -277,8 +277,8 @@ def test_blocks_behind_the_first_4_gib_are_like_any_others(compiler):
         for part in rows.encode(random_array(rng, (4, *shape), mx.float16))
     ]
     small = KVHandle(tuple(parts[:3]), tuple(parts[3:]), format)
-    step = AttentionMetadata.build([[3, 1, 2], [0]], [20, 7], [1, 2], 8)
-    there = AttentionMetadata.build([[far + 1, 1, far], [0]], [20, 7], [1, 2], 8)
+    step = step_of([[3, 1, 2], [0]], [20, 7], [1, 2], 8)
+    there = step_of([[far + 1, 1, far], [0]], [20, 7], [1, 2], 8)
     query = random_array(rng, (3, 4, 32), mx.float16)
     k, v = (
         rows.encode(random_array(rng, (3, 2, 32), mx.float16))

@@ -15,6 +15,7 @@ from helpers.backends import METAL
 from helpers.kernel_checks import assert_same_bits, checked_metal, random_array
 from helpers.numpy_attention import raw
 from metal_emulator import LargeArray
+from paged_testing.by_hand import dense_handle, step_of
 
 from mlx_paged.ops import AttentionMetadata, AttentionParams, KVHandle, Parts, SlotMapping
 
@@ -39,13 +40,13 @@ class Slabs:
     def random(cls, stack: ExitStack) -> Slabs:
         rng = np.random.default_rng(0)
         shape = (NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
-        small = KVHandle.dense(*(random_array(rng, (len(BLOCKS), *shape), DTYPE) for _ in "kv"))
+        small = dense_handle(*(random_array(rng, (len(BLOCKS), *shape), DTYPE) for _ in "kv"))
         mx.eval(small.slabs)
         slabs = [stack.enter_context(LargeArray.zeros((FAR + 4, *shape), DTYPE)) for _ in "kv"]
         for slab, content in zip(slabs, small.slabs, strict=True):
             for index, block in enumerate(BLOCKS):
                 slab[block][:] = np.array(content[index])
-        return cls(KVHandle.dense(*slabs), small)
+        return cls(dense_handle(*slabs), small)
 
     def both(self, operation: Operation) -> None:
         """The operation comes to the same results and slabs on both handles."""
@@ -92,7 +93,7 @@ def copy(kv: KVHandle, block: Callable[[int], int]) -> None:
 def step(block: Callable[[int], int]) -> tuple[mx.array, AttentionMetadata]:
     tables = [list(map(block, table)) for table in ([FAR + 2, 1, FAR], [3, FAR + 3])]
     query = random_array(np.random.default_rng(2), (4, 2 * NUM_KV_HEADS, HEAD_DIM), DTYPE)
-    return query, AttentionMetadata.build(tables, [20, 13], [1, 3], BLOCK_SIZE)
+    return query, step_of(tables, [20, 13], [1, 3], BLOCK_SIZE)
 
 
 def attend(kv: KVHandle, block: Callable[[int], int]) -> tuple[mx.array]:

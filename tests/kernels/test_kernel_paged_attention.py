@@ -21,8 +21,9 @@ from helpers.kernel_grid import (
     each_case_of_the_grid,
 )
 from helpers.numpy_attention import DTYPES, assert_matches_formula, make_problem
+from paged_testing.by_hand import dense_handle, step_of
 
-from mlx_paged.ops import AttentionMetadata, AttentionParams, KVHandle
+from mlx_paged.ops import AttentionParams
 from mlx_paged.ops.attention_plan import cut_rows
 from mlx_paged.ops.metal import MetalBackend
 
@@ -187,7 +188,7 @@ def test_unused_slots_of_k_and_v_may_both_hold_nan(metal):
         for name in ("keys", "values")
     ]
     q, _, *rest = problems[0].args
-    both = KVHandle.dense(problems[0].kv.k[0], problems[1].kv.v[0])
+    both = dense_handle(problems[0].kv.k[0], problems[1].kv.v[0])
     assert_same_bits(
         METAL.attend(q, both, *rest),
         METAL.attend(*problems[0].args),
@@ -233,10 +234,10 @@ def test_any_scale_matches_the_formula(scale, metal):
 
 def test_long_products_of_f16_do_not_overflow_before_the_scale(metal):
     # q @ k is 115,200, above the 65,504 of f16; scaled it is 10,182.
-    kv = KVHandle.dense(
+    kv = dense_handle(
         mx.full((1, 1, 32, 128), 30.0, mx.float16), mx.full((1, 1, 32, 128), 2.0, mx.float16)
     )
-    metadata = AttentionMetadata.build([[0]], [30], [4], 32)
+    metadata = step_of([[0]], [30], [4], 32)
     q = mx.full((4, 6, 128), 30.0, mx.float16)
     out = METAL.attend(q, kv, metadata, AttentionParams(128**-0.5))
     assert_same_bits(out, mx.full((4, 6, 128), 2.0, mx.float16))

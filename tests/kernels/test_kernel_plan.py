@@ -5,8 +5,8 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 from helpers.kernel_grid import BLOCK_SIZES
+from paged_testing.by_hand import step_of
 
-from mlx_paged.ops import AttentionMetadata
 from mlx_paged.ops.attention_plan import (
     MAX_SIMDGROUP_ROWS,
     NO_WINDOW,
@@ -31,7 +31,7 @@ def pack(seqs, window=None, block_size=64, num_kv_heads=16):
         range(first, first - (-n // block_size))
         for n, first in zip(context_lens, first_blocks, strict=True)
     ]
-    metadata = AttentionMetadata.build(tables, context_lens, query_lens, block_size)
+    metadata = step_of(tables, context_lens, query_lens, block_size)
     plan = AttentionPlan.pack(metadata, window, num_kv_heads)
     assert plan.array.dtype == mx.int32 and plan.array.size in (64, 128, 256, 512, 1024, 2048, 8192)
     used = plan.array.tolist()
@@ -60,7 +60,7 @@ def test_a_sequence_of_one_partition():
 
 
 def test_layers_that_write_no_rows_have_the_same_plan_but_for_one_number():
-    step = AttentionMetadata.build([[5, 6]], [100], [1], 64)
+    step = step_of([[5, 6]], [100], [1], 64)
     plan = AttentionPlan.pack(step, None, 16)
     assert plan.array_without_rows.dtype == mx.int32
     assert plan.array[2].item() == 1
@@ -210,7 +210,7 @@ def test_a_plan_has_a_power_of_two_of_numbers():
 def test_the_size_of_a_plan_lasts_for_many_steps():
     def sizes(context_len):
         tables = [range(-(-context_len // 16))]
-        step = AttentionMetadata.build(tables, [context_len], [1], 16)
+        step = step_of(tables, [context_len], [1], 16)
         plan = AttentionPlan.pack(step, None, 8)
         return plan.array.size, plan.num_partitions, plan.num_partial_rows
 

@@ -10,8 +10,9 @@ from helpers.backends import METAL
 from helpers.kernel_checks import assert_same_bits, checked_metal
 from helpers.kernel_grid import SETTINGS
 from helpers.numpy_attention import assert_matches_formula, before_the_step, make_problem
+from paged_testing.by_hand import dense_handle, step_of
 
-from mlx_paged.ops import AttentionMetadata, AttentionParams, KVHandle, attention_plan, kernels
+from mlx_paged.ops import AttentionParams, attention_plan, kernels
 from mlx_paged.ops.attention_plan import Cut
 from mlx_paged.ops.metal import MetalBackend
 
@@ -66,7 +67,7 @@ def metal(compiler):
 
 def part_of(problem, seqs):
     """Metadata of some sequences of a problem, in this order, and their rows of its flat arrays."""
-    metadata = AttentionMetadata.build(
+    metadata = step_of(
         [problem.tables[seq] for seq in seqs],
         [problem.context_lens[seq] for seq in seqs],
         [problem.query_lens[seq] for seq in seqs],
@@ -214,11 +215,11 @@ def test_other_kv_heads_change_the_bits_of_a_head_only_by_the_size_of_partitions
     metal, monkeypatch
 ):
     # As on a model cut over machines by heads: each gets some of them.
-    monkeypatch.setattr(attention_plan, "_partition_sizes", lambda num_kv_heads: [64] * 33)
+    monkeypatch.setattr(attention_plan, "partition_sizes", lambda num_kv_heads: [64] * 33)
     problem = make_problem(CONTEXT_LENS, QUERY_LENS[2], **SETTINGS["f16-d64-b16-2x4"])
     both = METAL.attend(*problem.args)
     for head in range(2):
-        kv = KVHandle.dense(*(mx.contiguous(slab[:, head : head + 1]) for slab in problem.kv.slabs))
+        kv = dense_handle(*(mx.contiguous(slab[:, head : head + 1]) for slab in problem.kv.slabs))
         heads = slice(4 * head, 4 * head + 4)
         one = METAL.attend(
             problem.q[:, heads], kv, problem.metadata, AttentionParams(problem.params.scale)

@@ -16,6 +16,7 @@ from helpers.kernel_checks import (
 )
 from helpers.kernel_grid import SHAPES
 from helpers.numpy_attention import DTYPES
+from paged_testing.by_hand import dense_handle
 
 from mlx_paged.ops import KVFormat, KVHandle, SlotMapping
 
@@ -134,7 +135,7 @@ def test_one_row_for_all_tokens_may_be_broadcast(metal):
 
 
 def test_nan_and_infinity_are_written_and_kept_like_any_number(metal):
-    kv = KVHandle.dense(mx.full((2, 1, 16, 64), mx.nan), mx.full((2, 1, 16, 64), -mx.inf))
+    kv = dense_handle(mx.full((2, 1, 16, 64), mx.nan), mx.full((2, 1, 16, 64), -mx.inf))
     mx.eval(*kv.arrays)
     write_and_compare(kv, mx.full((1, 1, 64), mx.inf), mx.full((1, 1, 64), mx.nan), [17])
 

@@ -11,8 +11,9 @@ import pytest
 from helpers.backends import METAL
 from make_kernel_golden import GOLDEN, call_every_kernel, head, mlx_sources
 from metal_emulator.signature import InputType, KernelSource
+from paged_testing.by_hand import step_of
 
-from mlx_paged.ops import AttentionMetadata, AttentionParams, KVFormat, KVHandle, kernels
+from mlx_paged.ops import AttentionParams, KVFormat, KVHandle, kernels
 from mlx_paged.ops.metal_sources import METAL_FOLDER, read_source
 
 FILES = [
@@ -77,7 +78,7 @@ def test_no_length_is_compiled_into_a_kernel(recorded):
     libraries = []
     for context_lens in ([9], [10, 11, 12], [300], [5000, 3], [4999, 2, 700], [257] * 9):
         tables = [list(range(1, 1 + -(-n // 8))) for n in context_lens]
-        metadata = AttentionMetadata.build(tables, context_lens, [1] * len(context_lens), 8)
+        metadata = step_of(tables, context_lens, [1] * len(context_lens), 8)
         rows = mx.zeros((len(context_lens), 2, 128), mx.float16)
         queries = mx.zeros((len(context_lens), 4, 128), mx.float16)
         recorded.clear()

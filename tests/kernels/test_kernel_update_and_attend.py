@@ -18,8 +18,9 @@ from helpers.kernel_checks import (
 )
 from helpers.kernel_grid import SETTINGS, Case, each_case_of_the_grid, each_setting
 from helpers.numpy_attention import assert_matches_formula, before_the_step, make_problem
+from paged_testing.by_hand import dense_handle, step_of
 
-from mlx_paged.ops import AttentionMetadata, AttentionParams, KVHandle
+from mlx_paged.ops import AttentionParams
 
 STEPS = {
     "decodes": ([1, 16, 17, 300], [1, 1, 1, 1]),
@@ -84,7 +85,7 @@ def test_every_mix_of_decodes_and_prefills_matches_the_formula(
     assert_same_bits(out, METAL.attend(problem.q, kv, *problem.args[2:]))
     assert_same_slabs(kv, problem.kv)
     kv, _, _ = before_the_step(problem)
-    finite = KVHandle.dense(
+    finite = dense_handle(
         *(mx.where(mx.isfinite(slab), slab, mx.zeros_like(slab)) for slab in kv.slabs)
     )
     plain = REFERENCE.update_and_attend(problem.q, k, v, finite, *problem.args[2:])
@@ -124,13 +125,13 @@ def test_a_step_that_shares_new_blocks_gathers_only_what_has_a_history(metal):
     problem = make_problem([40, 30], [40, 14], block_size=16, order="shared")
     tables = problem.tables
     tables = [list(tables[0]), [tables[0][0], *tables[1][1:]]]
-    step = AttentionMetadata.build(tables, [40, 30], [40, 14], 16, shares_new_blocks=True)
+    step = step_of(tables, [40, 30], [40, 14], 16, shares_new_blocks=True)
     kv, k, v = before_the_step(problem)
     out = METAL.update_and_attend(problem.q, k, v, kv, step, problem.params)
     assert kernels_of(metal) == ["reshape_and_cache", "gather_blocks"]
     assert metal[1].outputs["keys"].shape == (30 * 2, 64)
     expected = REFERENCE.update_and_attend(
-        problem.q, k, v, KVHandle.dense(kv.k[0] * 1, kv.v[0] * 1), step, problem.params
+        problem.q, k, v, dense_handle(kv.k[0] * 1, kv.v[0] * 1), step, problem.params
     )
     assert mx.abs(out - expected).max().item() < 1e-5
 
@@ -147,7 +148,7 @@ def test_a_sequence_that_is_decoded_over_the_border_of_a_partition_matches_the_f
     q, k, v = problem.dense[0]
     outs = []
     for n in range(246, 270):
-        metadata = AttentionMetadata.build(problem.tables, [n], [1], 16)
+        metadata = step_of(problem.tables, [n], [1], 16)
         new = slice(n - 1, n)
         outs.append(
             METAL.update_and_attend(
@@ -168,7 +169,7 @@ def test_a_run_that_is_taken_back_is_overwritten_by_the_next(metal):
     kv, k, v = before_the_step(problem)
     # Eight drafts of which none is kept: positions 296 to 303, the last four behind the context
     # that is compared.
-    metadata = AttentionMetadata.build(problem.tables, [304], [8], 16)
+    metadata = step_of(problem.tables, [304], [8], 16)
     drafts = mx.full((8, 2, 64), mx.nan, mx.float16)
     METAL.update_and_attend(
         mx.ones((8, 8, 64), mx.float16), (drafts,), (drafts,), kv, metadata, AttentionParams(1.0)
@@ -245,7 +246,7 @@ def test_slabs_in_a_handle_that_grew_are_written_where_they_are_now(metal):
     out = METAL.update_and_attend(problem.q, k, v, kv, *problem.args[2:])
     mx.eval(out, *kv.arrays)
     assert_matches_formula(out, problem)
-    assert_same_slabs(KVHandle.dense(kv.k[0][:num_blocks], kv.v[0][:num_blocks]), problem.kv)
+    assert_same_slabs(dense_handle(kv.k[0][:num_blocks], kv.v[0][:num_blocks]), problem.kv)
     assert mx.all(kv.k[0][num_blocks:] == 0).item() and mx.all(kv.v[0][num_blocks:] == 0).item()
 
 
@@ -257,7 +258,7 @@ def test_a_sequence_sees_rows_that_another_one_writes_in_the_same_step(query_len
     rng = np.random.default_rng(0)
     context_lens = (32, 32 + query_lens[1])
     tables = [[1, 2], [1, 2, 3]]
-    metadata = AttentionMetadata.build(tables, context_lens, query_lens, 16, shares_new_blocks=True)
+    metadata = step_of(tables, context_lens, query_lens, 16, shares_new_blocks=True)
     q, k, v = (random_array(rng, (sum(query_lens), heads, 64), mx.float32) for heads in (4, 2, 2))
     slabs = random_handle(rng, 5, 2, 16, 64)
     expected_slabs = copy_of(slabs)

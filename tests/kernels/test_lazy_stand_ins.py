@@ -5,43 +5,44 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 from helpers.cache_helpers import rows, uniform
+from paged_testing.by_hand import step_of
 from paged_testing.lazy_metal import ChainedReferenceBackend, fused_operations, lazy_metal
 
-from mlx_paged.cache import PagedKVCache
-from mlx_paged.ops import AttentionMetadata, AttentionParams, KVHandle, kernels
+from mlx_paged.cache import PagedKVCache, Sequences
+from mlx_paged.ops import AttentionParams, KVHandle, kernels
 from mlx_paged.ops.metal import MetalBackend
 
 CONFIG = uniform(head_dim=32)  # that kernels are made for
 SCALE = 0.3
 
 
-def decodes(cache: PagedKVCache, num_steps: int, waits: bool) -> list[np.ndarray]:
+def decodes(seqs: Sequences, num_steps: int, waits: bool) -> list[np.ndarray]:
     """The results of decodes, each built while the ones before are lazy, unless it ``waits``."""
     k, v = rows(20 + num_steps, config=CONFIG)
-    cache.set_prompt("s", k[:, :20], v[:, :20])
+    seqs.append("s", k[:, :20], v[:, :20])
     results = []
     for position in range(20, 20 + num_steps):
-        with cache.step({"s": 1}):
+        with seqs.step({"s": 1}):
             row = slice(position, position + 1)
-            layers = enumerate(cache.layers)
+            layers = enumerate(seqs.cache.layers)
             outs = [
                 layer.update_and_attend(k[i, row], k[i, row], v[i, row], scale=SCALE)
                 for i, layer in layers
             ]
         if waits:
-            mx.eval(outs, cache.arrays)
+            mx.eval(outs, seqs.cache.arrays)
         results.append(outs)
     # The last fence stands for all that came before it.
-    mx.eval([layer.kv.arrays[-1] for layer in cache.layers])
+    mx.eval([layer.kv.arrays[-1] for layer in seqs.cache.layers])
     return [np.array(mx.stack(outs)) for outs in results]
 
 
 def test_computed_results_of_lazy_steps_are_those_of_plain_mlx():
-    expected = decodes(PagedKVCache(CONFIG, "reference"), 12, waits=True)
+    expected = decodes(Sequences(PagedKVCache(CONFIG, "reference")), 12, waits=True)
     with lazy_metal(computes=True):
-        cache = PagedKVCache(CONFIG, "auto")
-        assert cache.backend.name == "metal" and cache.backend.writes_in_place
-        actual = decodes(cache, 12, waits=False)
+        seqs = Sequences(PagedKVCache(CONFIG, "auto"))
+        assert seqs.cache.backend.name == "metal" and seqs.cache.backend.writes_in_place
+        actual = decodes(seqs, 12, waits=False)
     for lazy, plain in zip(actual, expected, strict=True):
         np.testing.assert_array_equal(lazy, plain)
 
@@ -51,7 +52,7 @@ def test_a_read_sees_the_writes_called_before_it_and_none_called_after_it():
     kv = KVHandle.allocate(2, 1, 8, 4, 4)
     gathered = []
     for value in (1, 2, 3):
-        step = AttentionMetadata.build([[1]], [value], [1], 8)
+        step = step_of([[1]], [value], [1], 8)
         row = mx.full((1, 1, 4), value, dtype=mx.float32)
         backend.reshape_and_cache((row,), (-row,), kv, step.slot_mapping)
         gathered.append(backend.gather_blocks(kv, [1], 3))
@@ -62,7 +63,7 @@ def test_a_read_sees_the_writes_called_before_it_and_none_called_after_it():
 def test_each_operation_binds_the_fence_and_leaves_the_next_one():
     backend = ChainedReferenceBackend()
     kv = KVHandle.allocate(3, 1, 8, 4, 4)
-    step = AttentionMetadata.build([[1]], [1], [1], 8)
+    step = step_of([[1]], [1], [1], 8)
     row = mx.ones((1, 1, 4))
     params = AttentionParams(SCALE)
     fences = []
@@ -86,15 +87,15 @@ def test_each_operation_binds_the_fence_and_leaves_the_next_one():
 
 def test_without_computing_the_metal_backend_runs_and_a_call_returns_zeros():
     with lazy_metal():
-        cache = PagedKVCache(CONFIG, "metal")
-        assert type(cache.backend) is MetalBackend
-        with cache.step({"s": 5}):
+        seqs = Sequences(PagedKVCache(CONFIG, "metal"))
+        assert type(seqs.cache.backend) is MetalBackend
+        with seqs.step({"s": 5}):
             rows_of_step = mx.ones((5, 3, 32))
-            out = cache.layers[0].update_and_attend(*[rows_of_step] * 3, scale=SCALE)
-            assert cache.layers[0].kv.fence.shape == kernels.FENCE[0]
-            assert cache.layers[0].kv.fence.dtype == kernels.FENCE[1]
+            out = seqs.cache.layers[0].update_and_attend(*[rows_of_step] * 3, scale=SCALE)
+            assert seqs.cache.layers[0].kv.fence.shape == kernels.FENCE[0]
+            assert seqs.cache.layers[0].kv.fence.dtype == kernels.FENCE[1]
         assert out.shape == (5, 3, 32)
-        assert mx.all(cache.layers[0].kv.k[0] == 0).item()
+        assert mx.all(seqs.cache.layers[0].kv.k[0] == 0).item()
 
 
 def test_the_kernels_are_back_afterwards():

@@ -19,12 +19,13 @@ from helpers.kernel_checks import (
 from helpers.kernel_grid import GRID
 from helpers.numpy_attention import assert_matches_formula, before_the_step, make_problem
 from helpers.quantised_problems import quantised
+from paged_testing.by_hand import step_of
 from test_generation_on_kernels import greedy_in_a_ragged_batch, prompts_of
 from test_kernel_formats import GRID as QUANTISED_GRID
 
 from mlx_paged import Engine, SamplingParams, load
 from mlx_paged.loading import demo_model_path
-from mlx_paged.ops import AttentionMetadata, AttentionParams, SlotMapping
+from mlx_paged.ops import AttentionParams, SlotMapping
 from mlx_paged.ops.in_place import check_writes_in_place
 
 pytestmark = pytest.mark.skipif(
@@ -69,7 +70,7 @@ def test_a_long_chain_of_writes_and_reads_keeps_its_order_within_one_graph():
     # Nothing is evaluated in between, so all of the order there is comes from the tokens.
     problem = make_problem([1], 1, num_kv_heads=4, head_dim=128, dtype=mx.float16)
     kv = problem.kv
-    metadata = AttentionMetadata.build([problem.tables[0]], [1], [1], 16)
+    metadata = step_of([problem.tables[0]], [1], [1], 16)
     queries = mx.zeros((1, 8, 128), mx.float16)
     seen = []
     for turn in range(1, 301):

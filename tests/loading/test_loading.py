@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import mlx_paged
-from mlx_paged import ModelRunner, demo_model_path
+from mlx_paged import Sequences, demo_model_path, run_step
 from mlx_paged.loading import LoadError, load
 
 WORDS = ["<unk>", "<eos>", *(f"w{i}" for i in range(CONFIG["vocab_size"] - 2))]
@@ -127,9 +127,8 @@ def test_adapters_are_those_of_mlx_lm(folder, tmp_path):
     logits = {}
     for adapter_path in (None, str(adapters)):
         model, _ = load(folder, adapter_path=adapter_path)
-        logits[adapter_path] = ModelRunner(model, mlx_paged.make_kv_cache(model)).run(
-            {"s": tokens}
-        )[0]
+        sequences = Sequences(mlx_paged.make_kv_cache(model))
+        (logits[adapter_path],) = run_step(model, sequences, {"s": tokens})
     assert mx.allclose(logits[str(adapters)], expected, rtol=1e-4, atol=1e-4)
     assert not mx.allclose(logits[None], expected, rtol=1e-2, atol=1e-2)
 

@@ -21,8 +21,9 @@ from helpers.qwen3_helpers import (
 from mlx_lm.generate import generate_step as generate_step_of_mlx_lm
 from mlx_lm.utils import load_model as load_model_as_mlx_lm
 
-from mlx_paged.engine.model_runner import ModelRunner
+from mlx_paged.cache import Sequences
 from mlx_paged.generation import generate_step
+from mlx_paged.models.run_step import run_step
 
 VOCAB_SIZE = 32
 MAX_TOKENS = 200
@@ -90,11 +91,11 @@ def test_the_block_size_changes_no_word(model, expected, block_size):
 @pytest.mark.parametrize("kind", CACHES)
 def test_a_batch_of_different_lengths_decodes_the_same_words_as_each_alone(model, expected, kind):
     # All prompts in one packed step, then all decodes in one step each, to the end.
-    runner = ModelRunner(model, make_cache(model, kind))
+    seqs = Sequences(make_cache(model, kind))
     batch = dict(PROMPTS)
     words = {length: [] for length in PROMPTS}
     for _ in range(MAX_TOKENS):
-        tokens = mx.argmax(runner.run(batch), axis=-1).tolist()
+        tokens = mx.argmax(run_step(model, seqs, batch), axis=-1).tolist()
         for length, token in zip(batch, tokens, strict=True):
             words[length].append(token)
         batch = {length: [words[length][-1]] for length in batch}
@@ -106,8 +107,7 @@ def test_sequences_that_come_and_go_do_not_disturb_each_other(model, expected, k
     # Each starts some steps after the last, its prompt beside the others' decodes, and is freed
     # when it has 40 words, so that later ones are written where earlier ones lay. Every third step
     # leaves the even lengths out.
-    cache = make_cache(model, kind)
-    runner = ModelRunner(model, cache)
+    seqs = Sequences(make_cache(model, kind))
     start_at = {16: 0, 500: 7, 1: 20, 17: 45, 15: 60}
     words = {length: [] for length in start_at}
     for now in range(200):
@@ -118,10 +118,10 @@ def test_sequences_that_come_and_go_do_not_disturb_each_other(model, expected, k
         }
         if not batch:
             continue
-        tokens = mx.argmax(runner.run(batch), axis=-1).tolist()
+        tokens = mx.argmax(run_step(model, seqs, batch), axis=-1).tolist()
         for length, token in zip(batch, tokens, strict=True):
             words[length].append(token)
             if len(words[length]) == 40:
-                cache.free(length)
+                seqs.free(length)
     assert words == {length: expected[length][:40] for length in start_at}
-    assert cache.seqs == []
+    assert list(seqs) == []

@@ -12,6 +12,7 @@ import pytest
 
 import mlx_paged
 from mlx_paged import demo_model_path, load, make_kv_cache
+from mlx_paged.cache import Sequences
 
 PACKAGE = Path(mlx_paged.__file__).parent
 PROMPTS = {"long": list(range(1, 41)), "short": [7], "middle": list(range(100, 117))}
@@ -25,18 +26,18 @@ def model():
 
 def run(model, kind: str, only_last: bool) -> tuple[list[mx.array], list[mx.array]]:
     """Logits of the last rows of two ragged steps, and the K/V they left."""
-    cache = make_kv_cache(model, kind, kv_cache_bytes="64blocks")
+    seqs = Sequences(make_kv_cache(model, kind, kv_cache_bytes="64blocks"))
     logits = []
     for batch in (PROMPTS, CHUNK):
         tokens = mx.array([token for tokens in batch.values() for token in tokens])
-        with cache.step({seq: len(tokens) for seq, tokens in batch.items()}) as step:
+        with seqs.step({seq: len(tokens) for seq, tokens in batch.items()}) as step:
             if only_last:
-                logits.append(model(tokens, cache.layers, step.logit_rows))
+                logits.append(model(tokens, seqs.cache.layers, step.logit_rows))
             else:
-                logits.append(model(tokens, cache.layers)[step.logit_rows])
-            mx.eval(logits, cache.arrays)
+                logits.append(model(tokens, seqs.cache.layers)[step.logit_rows])
+            mx.eval(logits, seqs.cache.arrays)
     return logits, [
-        cache.materialize(seq, layer)[0] for seq in batch for layer in range(len(cache.layers))
+        seqs.materialize(seq, layer)[0] for seq in batch for layer in range(len(seqs.cache.layers))
     ]
 
 
@@ -63,8 +64,8 @@ def test_the_last_layer_computes_no_queries_but_those_of_last_tokens(model, monk
 
 
 def test_two_frames_of_ours_lie_between_the_call_of_a_model_and_a_layer_of_the_cache(model):
-    cache = make_kv_cache(model, kv_cache_bytes="64blocks")
-    layer = cache.layers[0]
+    seqs = Sequences(make_kv_cache(model, kv_cache_bytes="64blocks"))
+    layer = seqs.cache.layers[0]
     stacks = []
 
     def recording(*args: mx.array, **kwargs: float) -> mx.array:
@@ -73,6 +74,6 @@ def test_two_frames_of_ours_lie_between_the_call_of_a_model_and_a_layer_of_the_c
         return type(layer).update_and_attend(layer, *args, **kwargs)
 
     layer.update_and_attend = recording
-    with cache.step({"a": 3}) as step:
-        mx.eval(model(mx.array([1, 2, 3]), cache.layers, step.logit_rows), cache.arrays)
+    with seqs.step({"a": 3}) as step:
+        mx.eval(model(mx.array([1, 2, 3]), seqs.cache.layers, step.logit_rows), seqs.cache.arrays)
     assert stacks == [["__call__"] * 2]  # Attention, Model

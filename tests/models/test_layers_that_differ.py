@@ -13,7 +13,7 @@ import pytest
 from helpers.cache_helpers import copy_rows
 
 from mlx_paged import make_kv_cache
-from mlx_paged.cache import KVCache, LayerKV, LayerSpec
+from mlx_paged.cache import KVCache, LayerKV, LayerSpec, Sequences
 from mlx_paged.models.language_model import LanguageModel
 
 HIDDEN, VOCAB = 12, 40
@@ -113,6 +113,7 @@ class Feeder:
         self.cache: KVCache = make_kv_cache(
             self.model, kind, block_size=8, kv_cache_bytes="40blocks", backend="reference"
         )
+        self.seqs = Sequences(self.cache)
         self.tokens: dict[str, list[int]] = {}
         self.rng = np.random.default_rng(1)
 
@@ -123,7 +124,7 @@ class Feeder:
             self.tokens[seq] = self.tokens.get(seq, []) + tokens
         wanted = num_logit_rows or dict.fromkeys(counts, 1)
         packed = mx.array([token for tokens in new.values() for token in tokens])
-        with self.cache.step(counts, [wanted[seq] for seq in counts]) as step:
+        with self.seqs.step(counts, [wanted[seq] for seq in counts]) as step:
             logits = self.model(packed, self.cache.layers, step.logit_rows)
             mx.eval(logits, self.cache.arrays)
         expected = [self.model.logits(self.tokens[seq])[-n:] for seq, n in wanted.items() if n]
@@ -138,15 +139,15 @@ def test_logits_are_those_of_the_formula_over_chunks_forks_and_trims(kind: str):
     feeder.feed({"a": 13, "b": 1, "c": 30})
     feeder.feed({"a": 1, "b": 1, "c": 1})
     feeder.feed({"c": 6, "a": 17})
-    feeder.cache.fork("c", "d")
+    feeder.seqs.fork("c", "d")
     feeder.tokens["d"] = list(feeder.tokens["c"])
     feeder.feed({"c": 1, "d": 3, "b": 9})
-    feeder.cache.trim("a", 11)
+    feeder.seqs.trim("a", 11)
     feeder.tokens["a"] = feeder.tokens["a"][:11]
     feeder.feed({"d": 1, "a": 2, "e": 25})
-    copy_rows(feeder.cache, "a", feeder.cache, "f")
+    copy_rows(feeder.seqs, "a", feeder.seqs, "f")
     feeder.tokens["f"] = list(feeder.tokens["a"])
-    feeder.cache.free("a")
+    feeder.seqs.free("a")
     feeder.feed({seq: 1 for seq in "bcdef"})
 
 
@@ -163,7 +164,7 @@ def test_any_number_of_rows_of_logits_may_be_wanted_of_each_sequence(kind: str):
 def test_the_rows_of_one_kind_go_on_in_the_other():
     one, other = Feeder("paged"), Feeder("basic")
     one.feed({"a": 21})
-    copy_rows(one.cache, "a", other.cache, "a")
+    copy_rows(one.seqs, "a", other.seqs, "a")
     other.tokens["a"] = list(one.tokens["a"])
     other.feed({"a": 4})
 

@@ -23,7 +23,7 @@ from helpers.qwen3_helpers import (
 from mlx_lm.utils import load_model as load_model_as_mlx_lm
 from mlx_lm.utils import quantize_model
 
-from mlx_paged.cache import KVCache
+from mlx_paged.cache import KVCache, Sequences
 
 LENGTHS = {"one": 1, "short of a block": 15, "a block": 16, "past a block": 17, "long": 45}
 
@@ -73,18 +73,18 @@ def assert_same_logits(folder, prompts=None):
     tolerance += 2 * max(max_error(rounded[seq], exact[seq]) for seq in prompts)
 
     for kind in CACHES:
-        cache = make_cache(ours, kind)
+        seqs = Sequences(make_cache(ours, kind))
         feeds = {"alone": [{seq: ids} for seq, ids in prompts.items()], "packed": [prompts]}
         if prompts.keys() == LENGTHS.keys():
             feeds["ragged"] = ragged_steps(prompts)
         for feed, steps in feeds.items():
-            logits = all_logits(ours, cache, steps)
+            logits = all_logits(ours, seqs, steps)
             assert {seq: len(rows) for seq, rows in logits.items()} == {
                 seq: len(ids) for seq, ids in prompts.items()
             }
             for seq in prompts:
                 assert max_error(logits[seq], exact[seq]) <= tolerance, (kind, feed, seq)
-                cache.free(seq)
+                seqs.free(seq)
 
 
 def random_config(seed):

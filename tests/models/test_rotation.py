@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from helpers.qwen3_helpers import CACHES, make_cache
 
+from mlx_paged.cache import Sequences
 from mlx_paged.models import qwen3
 from mlx_paged.ops import device
 
@@ -30,13 +31,13 @@ def test_it_makes_no_difference_to_a_bit(
             return rotated
 
         monkeypatch.setattr(qwen3.Attention, "_rotate_both", rotate_both)
-        cache = make_cache(model, kind)
+        seqs = Sequences(make_cache(model, kind))
         logits[together] = []
         for batch in STEPS:
-            with cache.step({seq: len(tokens) for seq, tokens in batch.items()}) as step:
+            with seqs.step({seq: len(tokens) for seq, tokens in batch.items()}) as step:
                 tokens = mx.array([token for new in batch.values() for token in new])
-                out = model(tokens, cache.layers, step.logit_rows)
-                mx.eval(out, cache.arrays)
+                out = model(tokens, seqs.cache.layers, step.logit_rows)
+                mx.eval(out, seqs.cache.arrays)
             logits[together].append(np.array(out.astype(mx.float32)))
     for together, alone in zip(logits[True], logits[False], strict=True):
         np.testing.assert_array_equal(together, alone)

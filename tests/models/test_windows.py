@@ -18,7 +18,7 @@ from helpers.streaming_reference import everything, sliding, streamed_logits, st
 from mlx.utils import tree_map
 
 from mlx_paged import make_kv_cache
-from mlx_paged.cache import layer_groups
+from mlx_paged.cache import Sequences, layer_groups
 from mlx_paged.engine.engine import Engine
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models import qwen3
@@ -58,19 +58,19 @@ def assert_as_defined(model: qwen3.Model, actual: np.ndarray, expected: np.ndarr
 )
 def test_layers_with_windows_see_them(num_layers, num_full, window, sizes):
     model = windowed_layers(num_layers, num_full, window)
-    cache = make_kv_cache(model, block_size=8, kv_cache_bytes="200blocks")
-    actual = all_logits(model, cache, [{"a": chunk} for chunk in chunks(TOKENS, *sizes)])["a"]
+    seqs = Sequences(make_kv_cache(model, block_size=8, kv_cache_bytes="200blocks"))
+    actual = all_logits(model, seqs, [{"a": chunk} for chunk in chunks(TOKENS, *sizes)])["a"]
     sees = [everything] * num_full + [sliding(window)] * (num_layers - num_full)
     expected = streamed_logits(model, TOKENS, sees, restarts_positions=False)
     assert_as_defined(model, actual, expected)
-    cache.manager.check_integrity()
+    seqs.manager.check_integrity()
 
 
 @pytest.mark.parametrize("kind", ["paged", "basic"])
 def test_both_caches_agree_on_windows(kind):
     model = windowed_layers(4, 2, 16)
-    cache = make_kv_cache(model, kind, block_size=8, kv_cache_bytes="200blocks")
-    actual = all_logits(model, cache, [{"a": chunk} for chunk in chunks(TOKENS, 50, 3, 1, 80)])["a"]
+    seqs = Sequences(make_kv_cache(model, kind, block_size=8, kv_cache_bytes="200blocks"))
+    actual = all_logits(model, seqs, [{"a": chunk} for chunk in chunks(TOKENS, 50, 3, 1, 80)])["a"]
     sees = [everything] * 2 + [sliding(16)] * 2
     expected = streamed_logits(model, TOKENS, sees, restarts_positions=False)
     assert_as_defined(model, actual, expected)
@@ -78,19 +78,19 @@ def test_both_caches_agree_on_windows(kind):
 
 def test_what_left_the_window_of_a_group_is_free_at_once():
     model = windowed_layers(4, 2, 16)
-    cache = make_kv_cache(model, block_size=8, kv_cache_bytes="200blocks")
+    seqs = Sequences(make_kv_cache(model, block_size=8, kv_cache_bytes="200blocks"))
     held = []
     for count in range(1, 100):
-        all_logits(model, cache, [{"a": TOKENS[count : count + 1]}])
-        held.append([len(table) for table in cache.manager.groups["a"]])
-        assert cache.pool.num_used_blocks == sum(held[-1])
+        all_logits(model, seqs, [{"a": TOKENS[count : count + 1]}])
+        held.append([len(table) for table in seqs.manager.groups["a"]])
+        assert seqs.cache.pool.num_used_blocks == sum(held[-1])
     # All tokens in two layers, and the last 16 in two: those before the next token are 15.
     assert held[-1] == [13, 3]
     assert max(windowed for _, windowed in held) == 3
-    assert [group.layers for group in cache.config.groups] == [(0, 1), (2, 3)]
+    assert [group.layers for group in seqs.cache.config.groups] == [(0, 1), (2, 3)]
     # A block is one group's: two layers wide, not four.
-    assert len(cache._slabs) == 2
-    assert cache.config.nbytes_per_block == 8 * cache.config.nbytes_per_token // 2
+    assert len(seqs.cache._slabs) == 2
+    assert seqs.cache.config.nbytes_per_block == 8 * seqs.cache.config.nbytes_per_token // 2
 
 
 @pytest.mark.parametrize("longest", [1, 5, 1000])
@@ -105,27 +105,29 @@ def test_a_window_with_sinks_is_streaming_llm(window, num_sinks, block_size, lon
         weights = tree_map(lambda weight: weight.astype(dtype), model.parameters())
         model = qwen3.Model(model.args)
         model.update(weights)
-    cache = make_kv_cache(
-        model,
-        block_size=block_size,
-        kv_cache_bytes="40blocks",
-        window=window,
-        num_sink_tokens=num_sinks,
+    seqs = Sequences(
+        make_kv_cache(
+            model,
+            block_size=block_size,
+            kv_cache_bytes="40blocks",
+            window=window,
+            num_sink_tokens=num_sinks,
+        )
     )
     parts, done, most = [], 0, 0
     while done < len(TOKENS):
-        num_new = min(longest, cache.manager.max_run("a"), len(TOKENS) - done)
-        parts.append(all_logits(model, cache, [{"a": TOKENS[done : done + num_new]}])["a"])
+        num_new = min(longest, seqs.manager.max_run("a"), len(TOKENS) - done)
+        parts.append(all_logits(model, seqs, [{"a": TOKENS[done : done + num_new]}])["a"])
         done += num_new
-        most = max(most, cache.pool.num_used_blocks)
-        cache.manager.check_integrity()
+        most = max(most, seqs.cache.pool.num_used_blocks)
+        seqs.manager.check_integrity()
     actual = np.concatenate(parts)
     if dtype == mx.float32:
         assert_as_defined(model, actual, exact)
     else:
         # bfloat16 has 8 bits, and some 20 roundings lie on the way to a logit.
         assert np.abs(actual - exact).max() < 0.04 * np.abs(exact).max()
-    retention = cache.config.groups[0].retention
+    retention = seqs.cache.config.groups[0].retention
     held = retention.max_num_held(len(TOKENS))
     assert most == held // block_size < len(TOKENS) // block_size
 
@@ -140,15 +142,15 @@ def streamed_logits_of(window, num_sinks, block_size, model) -> np.ndarray:
 
 def test_windows_with_sinks_and_windows_of_layers_go_together():
     model = windowed_layers(4, 2, 16)
-    cache = make_kv_cache(
-        model, block_size=8, kv_cache_bytes="60blocks", window=32, num_sink_tokens=8
+    seqs = Sequences(
+        make_kv_cache(model, block_size=8, kv_cache_bytes="60blocks", window=32, num_sink_tokens=8)
     )
     parts, done = [], 0
     for length in itertools.cycle([1, 7, 100]):
-        num_new = min(length, cache.manager.max_run("a"), len(TOKENS) - done)
+        num_new = min(length, seqs.manager.max_run("a"), len(TOKENS) - done)
         if not num_new:
             break
-        parts.append(all_logits(model, cache, [{"a": TOKENS[done : done + num_new]}])["a"])
+        parts.append(all_logits(model, seqs, [{"a": TOKENS[done : done + num_new]}])["a"])
         done += num_new
     sees = [streaming(32, 8, 8)] * 2 + [sliding(16)] * 2
     expected = streamed_logits(model, TOKENS, sees)
@@ -227,21 +229,21 @@ def test_layer_types_say_which_layers_have_windows():
 def test_positions_start_over_and_nobody_notices(monkeypatch, num_full):
     monkeypatch.setattr(layer_groups, "POSITION_PERIOD", 24)
     model = windowed_layers(2, num_full, 12)
-    cache = make_kv_cache(
-        model, block_size=8, kv_cache_bytes="60blocks", window=32, num_sink_tokens=8
+    seqs = Sequences(
+        make_kv_cache(model, block_size=8, kv_cache_bytes="60blocks", window=32, num_sink_tokens=8)
     )
     seen, parts, done = [], [], 0
     for length in itertools.cycle([1, 7, 100]):
-        num_new = min(length, cache.manager.max_run("a"), len(TOKENS) - done)
+        num_new = min(length, seqs.manager.max_run("a"), len(TOKENS) - done)
         if not num_new:
             break
-        with cache.step({"a": num_new}) as step:
-            rows = model(mx.array(TOKENS[done : done + num_new]), cache.layers)
-            mx.eval(rows, cache.arrays)
+        with seqs.step({"a": num_new}) as step:
+            rows = model(mx.array(TOKENS[done : done + num_new]), seqs.cache.layers)
+            mx.eval(rows, seqs.cache.arrays)
             seen += step.positions.tolist()
         parts.append(np.array(rows))
         done += num_new
-        cache.manager.check_integrity()
+        seqs.manager.check_integrity()
     sees = [streaming(32, 8, 8)] * num_full + [sliding(12)] * (2 - num_full)
     assert_as_defined(model, np.concatenate(parts), streamed_logits(model, TOKENS, sees))
     assert max(seen) < 32 + 8 + 8 + 24 < len(TOKENS)

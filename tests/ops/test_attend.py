@@ -14,8 +14,9 @@ from helpers.numpy_attention import (
     make_problem,
     to_float64,
 )
+from paged_testing.by_hand import dense_handle, step_of
 
-from mlx_paged.ops import AttentionMetadata, AttentionParams, KVHandle, reference
+from mlx_paged.ops import AttentionParams, KVHandle, reference
 
 STEPS = {
     "decodes": ([1, 16, 17, 300], [1, 1, 1, 1]),
@@ -64,7 +65,7 @@ def test_a_decode_writes_its_row_behind_the_tokens_before_it(context_lens):
     rows = [slab[mx.array(blocks), :, mx.array(offsets)] for slab in written]
     for slab in before:
         slab[mx.array(blocks), :, mx.array(offsets)] = 77.0
-    handle = KVHandle.dense(*before)
+    handle = dense_handle(*before)
     out = REFERENCE.update_and_attend(
         problem.q, (rows[0],), (rows[1],), handle, problem.metadata, problem.params
     )
@@ -78,7 +79,7 @@ def test_a_shuffled_batch_gives_the_shuffled_rows():
     problem = make_problem(context_lens, query_lens)
     out = REFERENCE.attend(*problem.args)
     order = [4, 1, 5, 0, 3, 2]
-    metadata = AttentionMetadata.build(
+    metadata = step_of(
         [problem.tables[s] for s in order],
         [context_lens[s] for s in order],
         [query_lens[s] for s in order],
@@ -155,7 +156,7 @@ def test_queries_that_are_not_one_per_token_are_refused(query_lens, extra):
     ids=["window", "sinks", "block_range"],
 )
 def test_what_does_not_fit_is_refused_in_every_mix(query_lens, settings, message):
-    metadata = AttentionMetadata.build([[0, 1], [1, 0]], [20, 20], query_lens, 16)
+    metadata = step_of([[0, 1], [1, 0]], [20, 20], query_lens, 16)
     kv = KVHandle.allocate(2, 2, 16, 64, 64)
     arguments = {"kv": kv, "step": metadata, "params": AttentionParams(1.0)}
     with pytest.raises(ValueError, match=message):
@@ -163,7 +164,7 @@ def test_what_does_not_fit_is_refused_in_every_mix(query_lens, settings, message
 
 
 def test_a_batch_without_sequences_is_refused():
-    metadata = AttentionMetadata.build([], [], [], 16)
+    metadata = step_of([], [], [], 16)
     with pytest.raises(ValueError, match="step: the batch has no sequence"):
         REFERENCE.attend(
             mx.zeros((0, 4, 64)),
@@ -210,9 +211,7 @@ def test_v_may_be_narrower_or_wider_than_k(context_lens, query_lens, head_dim, v
 def test_the_rows_of_logits_get_what_they_get_among_all_rows(num_logit_rows, extras, value_dim):
     context_lens, query_lens = [300, 17, 12, 40], [20, 1, 12, 9]
     problem = make_problem(context_lens, query_lens, value_dim=value_dim, **extras)
-    step = AttentionMetadata.build(
-        problem.tables, context_lens, query_lens, 16, num_logit_rows=num_logit_rows
-    )
+    step = step_of(problem.tables, context_lens, query_lens, 16, num_logit_rows=num_logit_rows)
     out = to_float64(
         REFERENCE.attend(problem.q[step.logit_rows], problem.kv, step.logit_queries, problem.params)
     )

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import mlx_paged
-from mlx_paged.cache import ContiguousKVCache, KVCacheConfig, LayerSpec, PagedKVCache
+from mlx_paged.cache import ContiguousKVCache, KVCacheConfig, LayerSpec, PagedKVCache, Sequences
 from mlx_paged.errors import ArgumentError
 from mlx_paged.ops import AttentionShape, KVFormat, Parts, RowFormat, choose_backend, kernels
 from mlx_paged.ops.formats import BlockPairs
@@ -70,7 +70,7 @@ HALVES = KVFormat(HalfRows(), HalfRows())
 def attended(format: KVFormat) -> tuple[list[np.ndarray], PagedKVCache]:
     """What the steps of two sequences give: prompts, a chunk beside a decode, and decodes."""
     spec = LayerSpec(2, 32, 32, format=format)
-    cache = PagedKVCache(KVCacheConfig((spec,), block_size=8, num_blocks=20))
+    seqs = Sequences(PagedKVCache(KVCacheConfig((spec,), block_size=8, num_blocks=20)))
     rng, outputs = np.random.default_rng(0), []
     for lengths in ({"a": 11, "b": 3}, {"a": 1, "b": 9}, {"a": 1, "b": 1}):
         num_tokens = sum(lengths.values())
@@ -80,11 +80,11 @@ def attended(format: KVFormat) -> tuple[list[np.ndarray], PagedKVCache]:
             )
             for heads in (4, 2, 2)
         )
-        with cache.step(lengths):
-            out = cache.layers[0].update_and_attend(q, k, v, scale=0.2)
+        with seqs.step(lengths):
+            out = seqs.cache.layers[0].update_and_attend(q, k, v, scale=0.2)
             mx.eval(out)
         outputs.append(np.array(out))
-    return outputs, cache
+    return outputs, seqs
 
 
 def test_a_format_that_is_added_runs_on_plain_mlx_and_is_counted():
@@ -92,8 +92,8 @@ def test_a_format_that_is_added_runs_on_plain_mlx_and_is_counted():
     (found, halves), (expected, floats) = attended(HALVES), attended(KVFormat.dense())
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
-    assert halves.config.nbytes == floats.config.nbytes / 2
-    assert halves.layers[0].spec.format.description == "stored as halves, with float32 scales"
+    assert halves.cache.config.nbytes == floats.cache.config.nbytes / 2
+    assert halves.cache.layers[0].spec.format.description == "stored as halves, with float32 scales"
 
 
 def test_what_does_not_know_the_format_refuses_it_by_name():

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from helpers.backends import REFERENCE
 from helpers.numpy_attention import DTYPES
+from paged_testing.by_hand import dense_handle
 
 from mlx_paged.ops import KVHandle, SlotMapping
 
@@ -14,7 +15,7 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def random_handle(num_blocks=12, num_kv_heads=2, block_size=8, head_dim=32, dtype=mx.float32):
     rng = np.random.default_rng(num_blocks)
     shape = (num_blocks, num_kv_heads, block_size, head_dim)
-    kv = KVHandle.dense(
+    kv = dense_handle(
         *(mx.array(rng.standard_normal(shape, dtype=np.float32)).astype(dtype) for _ in "kv")
     )
     mx.eval(*kv.arrays)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import mlx.core as mx
+from paged_testing.by_hand import step_of
 
-from mlx_paged.ops import AttentionMetadata
 from mlx_paged.ops.gather_plan import GatherPlan
 
 
@@ -35,7 +35,7 @@ def test_each_sequence_gets_its_rows_heads_first():
 
 
 def test_a_step_is_packed_once():
-    step = AttentionMetadata.build([[1, 2], [3]], [20, 16], [9, 16], 16)
+    step = step_of([[1, 2], [3]], [20, 16], [9, 16], 16)
     assert GatherPlan.of(step) is GatherPlan.of(step)
     assert GatherPlan.of(step).num_tokens == [20, 16]
     assert GatherPlan.of(step.with_history) is GatherPlan.of(step.with_history)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from helpers.backends import REFERENCE
 from helpers.numpy_attention import DTYPES
+from paged_testing.by_hand import dense_handle
 
 from mlx_paged.ops import KVFormat, KVHandle, SlotMapping
 
@@ -74,7 +75,7 @@ def test_new_slabs_hold_zeros_and_their_bytes_are_the_formula(dtype):
 )
 def test_slabs_that_do_not_fit_one_another_are_refused(k, v, message):
     with pytest.raises(ValueError, match=message):
-        KVHandle.dense(k, v)
+        dense_handle(k, v)
 
 
 def test_growth_adds_zeros_at_the_end_and_keeps_every_row():

@@ -8,8 +8,9 @@ import weakref
 import mlx.core as mx
 import numpy as np
 import pytest
+from paged_testing.by_hand import step_of
 
-from mlx_paged.ops import AttentionMetadata, SlotMapping
+from mlx_paged.ops import SlotMapping
 
 
 def slot_state(mapping):
@@ -118,7 +119,7 @@ def test_slots_that_make_no_sense_are_refused(slots, message):
 
 
 def test_a_step_says_where_everything_lies():
-    metadata = AttentionMetadata.build(
+    metadata = step_of(
         block_tables=[[7, 2, 19], [4], [0, 5]],
         context_lens=[34, 16, 17],
         query_lens=[1, 16, 3],
@@ -139,7 +140,7 @@ def test_a_step_says_where_everything_lies():
 
 
 def test_blocks_reserved_behind_the_context_are_left_out():
-    metadata = AttentionMetadata.build([[3, 9, 8], [1, 6]], [8, 9], [2, 1], 8)
+    metadata = step_of([[3, 9, 8], [1, 6]], [8, 9], [2, 1], 8)
     assert state(metadata) == {
         "block_tables": [[3], [1, 6]],
         "context_lens": [8, 9],
@@ -158,19 +159,19 @@ def test_a_decode_goes_to_the_slot_of_its_position_in_the_last_block():
     # The first slot of all, the last of a block, the first of the next, and one between.
     tables, context_lens = [[4], [9, 0], [2, 7], [3, 1, 8], [5, 6]], [1, 16, 17, 40, 32]
     slots = [4 * 16, 9 * 16 + 15, 7 * 16, 8 * 16 + 7, 6 * 16 + 15]
-    batch = AttentionMetadata.build(tables, context_lens, [1] * 5, 16)
+    batch = step_of(tables, context_lens, [1] * 5, 16)
     assert list(batch.slot_mapping.slots) == slots
     for table, context_len, slot in zip(tables, context_lens, slots, strict=True):
-        alone = AttentionMetadata.build([table], [context_len], [1], 16)
+        alone = step_of([table], [context_len], [1], 16)
         assert list(alone.slot_mapping.slots) == [slot]
         assert alone.slot_mapping.only_slot == divmod(slot, 16)
         if context_len > 1:  # The last of a longer run goes there, too.
-            run = AttentionMetadata.build([table], [context_len], [2], 16)
+            run = step_of([table], [context_len], [2], 16)
             assert run.slot_mapping.slots[-1] == slot
 
 
 def test_a_step_may_hold_no_sequence():
-    assert state(AttentionMetadata.build([], [], [], 8)) == {
+    assert state(step_of([], [], [], 8)) == {
         "block_tables": [],
         "context_lens": [],
         "query_lens": [],
@@ -185,79 +186,12 @@ def test_a_step_may_hold_no_sequence():
 
 
 def test_sequences_may_share_blocks_that_none_of_them_writes():
-    metadata = AttentionMetadata.build([[3, 5], [3, 6]], [9, 10], [1, 2], 8)
+    metadata = step_of([[3, 5], [3, 6]], [9, 10], [1, 2], 8)
     assert list(metadata.slot_mapping.slots) == [40, 48, 49]
 
 
-def test_a_step_keeps_its_lists_by_value():
-    table, context_lens, query_lens = [7, 2, 9], [20], [1]
-    metadata = AttentionMetadata.build([table], context_lens, query_lens, 8)
-    before = state(metadata)
-    table[0], context_lens[0], query_lens[0] = 99, 4, 2
-    table.append(5)
-    assert state(metadata) == before == state(AttentionMetadata.build(((7, 2, 9),), (20,), (1,), 8))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ([[1], [2]], [3], [1, 1]),
-            r"\[attention_metadata\] 2 block_tables, 1 context_lens and 2 query_lens must be "
-            r"one per sequence",
-        ),
-        (
-            ([[1]], [3, 4], [1]),
-            r"\[attention_metadata\] 1 block_tables, 2 context_lens and 1 query_lens must be "
-            r"one per sequence",
-        ),
-        (
-            ([[1], [2]], [3, 4], [1, 0]),
-            r"\[attention_metadata\] sequence 1: query_len 0 must be within 1..context_len 4$",
-        ),
-        (
-            ([[1]], [3], [-1]),
-            r"\[attention_metadata\] sequence 0: query_len -1 must be within 1..context_len 3",
-        ),
-        (
-            ([[1]], [3], [4]),
-            r"\[attention_metadata\] sequence 0: query_len 4 must be within 1..context_len 3",
-        ),
-        (
-            ([[1]], [0], [0]),
-            r"\[attention_metadata\] sequence 0: query_len 0 must be within 1..context_len 0",
-        ),
-        (
-            ([[1], [2]], [8, 17], [1, 1]),
-            r"\[attention_metadata\] sequence 1: 17 tokens need 3 blocks of 8, the block "
-            r"table has 1",
-        ),
-        (
-            ([[]], [1], [1]),
-            r"\[attention_metadata\] sequence 0: 1 tokens need 1 blocks of 8, the block table "
-            r"has 0",
-        ),
-        (([[1], [2, -3]], [8, 16], [1, 1]), r"\[attention_metadata\] .*block id -3 is negative"),
-    ],
-    ids=[
-        "context_missing",
-        "context_too_many",
-        "empty_run",
-        "negative_run",
-        "run_longer_than_context",
-        "empty_context",
-        "table_too_short",
-        "empty_table",
-        "negative_block",
-    ],
-)
-def test_lists_that_do_not_fit_one_another_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        AttentionMetadata.build(*arguments, block_size=8)
-
-
 def test_what_is_derived_from_a_step_is_made_once_per_key():
-    metadata = AttentionMetadata.build([[1]], [3], [1], 8)
+    metadata = step_of([[1]], [3], [1], 8)
     made = []
 
     def make(name):
@@ -272,17 +206,17 @@ def test_what_is_derived_from_a_step_is_made_once_per_key():
 
 
 def test_the_sequences_with_history_are_those_with_tokens_before_the_step():
-    step = AttentionMetadata.build([[1], [2, 3], [4], [5]], [7, 20, 1, 9], [7, 12, 1, 1], 16)
+    step = step_of([[1], [2, 3], [4], [5]], [7, 20, 1, 9], [7, 12, 1, 1], 16)
     old = step.with_history
     assert (old.context_lens, old.query_lens) == ([20, 9], [12, 1])
     assert [table.tolist() for table in old.block_tables] == [[2, 3], [5]]
     assert step.with_history is old
     assert old.with_history is old
-    assert AttentionMetadata.build([[1]], [7], [7], 16).with_history.num_seqs == 0
+    assert step_of([[1]], [7], [7], 16).with_history.num_seqs == 0
 
 
 def test_what_is_derived_from_two_steps_is_apart():
-    steps = [AttentionMetadata.build([[1]], [3], [1], 8) for _ in range(2)]
+    steps = [step_of([[1]], [3], [1], 8) for _ in range(2)]
     assert [step.derived("a", lambda n=n: n) for n, step in enumerate(steps)] == [0, 1]
 
 
@@ -307,14 +241,12 @@ def parts(metadata, capacities=(8,)):
     ("query_lens", "capacity"), [([1, 8], 8), ([9, 12], 0)], ids=["decodes", "prefills"]
 )
 def test_a_step_of_one_kind_is_one_part_with_all_rows_as_they_are(query_lens, capacity):
-    metadata = AttentionMetadata.build([[0, 1], [2, 3]], [12, 14], query_lens, 8)
+    metadata = step_of([[0, 1], [2, 3]], [12, 14], query_lens, 8)
     assert metadata.parts((8,)) == ([(capacity, metadata, None)], None)
 
 
 def test_a_mixed_step_is_cut_into_decodes_and_prefills_with_the_rows_of_each():
-    metadata = AttentionMetadata.build(
-        [[4, 1], [2], [7, 3], [5, 6]], [12, 8, 10, 16], [9, 1, 10, 8], 8
-    )
+    metadata = step_of([[4, 1], [2], [7, 3], [5, 6]], [12, 8, 10, 16], [9, 1, 10, 8], 8)
     decodes = {
         "block_tables": [[2], [5, 6]],
         "context_lens": [8, 16],
@@ -346,13 +278,13 @@ def test_a_mixed_step_is_cut_into_decodes_and_prefills_with_the_rows_of_each():
 
 
 def test_a_run_belongs_to_the_smallest_capacity_that_holds_it():
-    metadata = AttentionMetadata.build([[0, 1]] * 5, [16] * 5, [1, 12, 8, 1, 3], 8)
+    metadata = step_of([[0, 1]] * 5, [16] * 5, [1, 12, 8, 1, 3], 8)
     lens = [(n, part["query_lens"]) for n, part, _ in parts(metadata, (1, 2, 4, 8))]
     assert lens == [(1, [1, 1]), (0, [12]), (8, [8]), (4, [3])]
 
 
 def test_the_rows_of_the_parts_are_all_rows():
-    metadata = AttentionMetadata.build([[0, 1]] * 5, [16] * 5, [1, 12, 8, 9, 3], 8)
+    metadata = step_of([[0, 1]] * 5, [16] * 5, [1, 12, 8, 9, 3], 8)
     assert sorted(row for _, _, rows in parts(metadata) for row in rows) == list(range(33))
 
 
@@ -362,10 +294,10 @@ TABLES, CONTEXT_LENS, QUERY_LENS = [[4, 1], [2], [7, 3], [5, 6]], [12, 8, 10, 16
 
 
 def test_each_new_token_has_its_position():
-    metadata = AttentionMetadata.build(TABLES, CONTEXT_LENS, QUERY_LENS, 8)
+    metadata = step_of(TABLES, CONTEXT_LENS, QUERY_LENS, 8)
     assert metadata.positions.dtype == mx.int32
     assert metadata.positions.tolist() == [9, 10, 11, 7, *range(10), 14, 15]
-    assert AttentionMetadata.build([], [], [], 8).positions.tolist() == []
+    assert step_of([], [], [], 8).positions.tolist() == []
 
 
 @pytest.mark.parametrize(
@@ -380,9 +312,7 @@ def test_each_new_token_has_its_position():
     ids=["default", "one_each", "none_one_and_several", "all_of_one", "none"],
 )
 def test_the_rows_of_logits_are_the_last_ones_of_each_sequence(num_logit_rows, rows, seqs):
-    metadata = AttentionMetadata.build(
-        TABLES, CONTEXT_LENS, QUERY_LENS, 8, num_logit_rows=num_logit_rows
-    )
+    metadata = step_of(TABLES, CONTEXT_LENS, QUERY_LENS, 8, num_logit_rows=num_logit_rows)
     assert metadata.logit_rows.dtype == mx.int32
     assert metadata.logit_rows.tolist() == rows
     counts = num_logit_rows or [1] * 4
@@ -398,23 +328,13 @@ def test_the_rows_of_logits_are_the_last_ones_of_each_sequence(num_logit_rows, r
     ("query_lens", "num_logit_rows"), [([1] * 4, None), ([1] * 4, [1] * 4), ([3, 1, 10, 2],) * 2]
 )
 def test_where_all_rows_are_wanted_nothing_is_selected(query_lens, num_logit_rows):
-    metadata = AttentionMetadata.build(
-        TABLES, CONTEXT_LENS, query_lens, 8, num_logit_rows=num_logit_rows
-    )
+    metadata = step_of(TABLES, CONTEXT_LENS, query_lens, 8, num_logit_rows=num_logit_rows)
     assert metadata.logit_rows is None
     assert metadata.logit_queries is metadata
 
 
-@pytest.mark.parametrize("num_logit_rows", [[1, 1, 1], [4, 1, 1, 1], [-1, 1, 1, 1]])
-def test_rows_of_logits_that_do_not_fit_the_query_runs_are_refused(num_logit_rows):
-    with pytest.raises(
-        ValueError, match=r"num_logit_rows .* must be one per sequence, each within"
-    ):
-        AttentionMetadata.build(TABLES, CONTEXT_LENS, QUERY_LENS, 8, num_logit_rows=num_logit_rows)
-
-
 def test_a_step_is_freed_when_nobody_holds_it_any_more():
-    step = AttentionMetadata.build([[1], [2]], [3, 4], [3, 4], 16)
+    step = step_of([[1], [2]], [3, 4], [3, 4], 16)
     step.parts((1,)), step.logit_queries, step.positions, step.slot_mapping
     freed = weakref.ref(step)
     gc.disable()

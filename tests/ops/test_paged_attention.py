@@ -15,8 +15,9 @@ from helpers.numpy_attention import (
     make_problem,
     to_float64,
 )
+from paged_testing.by_hand import dense_handle, step_of
 
-from mlx_paged.ops import AttentionMetadata, AttentionParams, KVHandle
+from mlx_paged.ops import AttentionParams, KVHandle
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 
@@ -25,7 +26,7 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 
 def written(values, num_kv_heads=1, head_dim=32, keys=0.0):
     """Slabs whose block 0 holds tokens with these values in every channel, and equal keys."""
-    kv = KVHandle.dense(
+    kv = dense_handle(
         mx.full((1, num_kv_heads, 8, head_dim), keys), mx.full((1, num_kv_heads, 8, head_dim), 1e4)
     )
     for offset, value in enumerate(values):
@@ -38,7 +39,7 @@ def written(values, num_kv_heads=1, head_dim=32, keys=0.0):
 
 def decode(kv, context_len, num_heads=1, query_len=1, **kwargs):
     q = mx.ones((query_len, num_heads, kv.key_dim))
-    metadata = AttentionMetadata.build([[0]], [context_len], [query_len], kv.block_size)
+    metadata = step_of([[0]], [context_len], [query_len], kv.block_size)
     return DECODING.attend(q, kv, metadata, AttentionParams(1.0, **kwargs))[:, :, 0].tolist()
 
 
@@ -76,7 +77,7 @@ def test_adjacent_query_heads_share_a_kv_head():
 def test_the_scale_multiplies_the_scores():
     kv = written([0.0, 1.0], head_dim=32)
     kv.k[0][0, :, 1] = mx.full((1, 32), 1 / 32)  # q @ k is 0 and 1
-    metadata = AttentionMetadata.build([[0]], [2], [1], 8)
+    metadata = step_of([[0]], [2], [1], 8)
     out = DECODING.attend(mx.ones((1, 1, 32)), kv, metadata, AttentionParams(scale=3.0))
     assert out[0, 0, 0].item() == pytest.approx(1 / (1 + np.exp(-3.0)), rel=1e-6)
 
@@ -221,10 +222,10 @@ def test_random_settings_match_the_formula(setting):
 def test_long_products_of_f16_do_not_overflow_before_the_scale():
     # q @ k is 115,200, above the 65,504 of f16; scaled it is 10,182, and MLX's own attention scales
     # first.
-    kv = KVHandle.dense(
+    kv = dense_handle(
         mx.full((1, 1, 8, 128), 30.0, mx.float16), mx.full((1, 1, 8, 128), 2.0, mx.float16)
     )
-    metadata = AttentionMetadata.build([[0]], [5], [1], 8)
+    metadata = step_of([[0]], [5], [1], 8)
     out = DECODING.attend(
         mx.full((1, 1, 128), 30.0, mx.float16), kv, metadata, AttentionParams(128**-0.5)
     )
@@ -322,7 +323,7 @@ def test_the_result_has_the_dtype_of_the_queries(q_dtype, kv_dtype):
 # Refusals
 
 KV = KVHandle.allocate(4, 2, 16, 32, 32)
-METADATA = AttentionMetadata.build([[3, 1], [2]], [20, 5], [2, 1], 16)
+METADATA = step_of([[3, 1], [2]], [20, 5], [2, 1], 16)
 Q = mx.zeros((3, 4, 32))
 
 
@@ -352,15 +353,15 @@ Q = mx.zeros((3, 4, 32))
             r"\[attend\] q: must be floating, got .*int32",
         ),
         (
-            {"step": AttentionMetadata.build([], [], [], 16), "q": mx.zeros((0, 4, 32))},
+            {"step": step_of([], [], [], 16), "q": mx.zeros((0, 4, 32))},
             r"\[attend\] step: the batch has no sequence",
         ),
         (
-            {"step": AttentionMetadata.build([[3, 1], [2]], [10, 5], [2, 1], 8)},
+            {"step": step_of([[3, 1], [2]], [10, 5], [2, 1], 8)},
             r"\[attend\] step: built for blocks of 8, the slabs hold 16",
         ),
         (
-            {"step": AttentionMetadata.build([[3, 4], [2]], [20, 5], [2, 1], 16)},
+            {"step": step_of([[3, 4], [2]], [20, 5], [2, 1], 16)},
             r"\[attend\] step: block 4 is out of range, the slabs have 4 blocks",
         ),
         (
@@ -398,5 +399,5 @@ def test_arguments_that_do_not_fit_are_refused_by_name(change, message):
 
 
 def test_a_reserved_block_behind_the_context_is_not_looked_at():
-    metadata = AttentionMetadata.build([[3, 1, 999], [2]], [20, 5], [2, 1], 16)
+    metadata = step_of([[3, 1, 999], [2]], [20, 5], [2, 1], 16)
     assert DECODING.attend(Q, KV, metadata, AttentionParams(1.0)).shape == (3, 4, 32)

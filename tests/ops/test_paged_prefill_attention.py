@@ -12,8 +12,9 @@ from helpers.numpy_attention import (
     make_problem,
     to_float64,
 )
+from paged_testing.by_hand import step_of
 
-from mlx_paged.ops import AttentionMetadata, AttentionParams, KVHandle
+from mlx_paged.ops import AttentionParams, KVHandle
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 
@@ -132,11 +133,11 @@ def test_the_result_has_the_dtype_of_the_queries(q_dtype, kv_dtype):
             r"\[attend\] sinks: expected \[num_heads\] = \[4\], got \[4, 1\]",
         ),
         (
-            {"step": AttentionMetadata.build([[0, 9]], [20], [13], 16)},
+            {"step": step_of([[0, 9]], [20], [13], 16)},
             r"\[attend\] step: block 9 is out of range, the slabs have 4 blocks",
         ),
         (
-            {"step": AttentionMetadata.build([[0]], [20], [13], 32)},
+            {"step": step_of([[0]], [20], [13], 32)},
             r"\[attend\] step: built for blocks of 32, the slabs hold 16",
         ),
     ],
@@ -150,7 +151,7 @@ def test_the_result_has_the_dtype_of_the_queries(q_dtype, kv_dtype):
     ],
 )
 def test_arguments_that_do_not_fit_are_refused_by_name(change, message):
-    metadata = AttentionMetadata.build([[3, 1]], [20], [13], 16)
+    metadata = step_of([[3, 1]], [20], [13], 16)
     arguments = {
         "q": mx.zeros((13, 4, 32)),
         "kv": KVHandle.allocate(4, 2, 16, 32, 32),

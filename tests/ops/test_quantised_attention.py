@@ -20,8 +20,9 @@ from helpers.numpy_attention import (
     to_float64,
 )
 from helpers.quantised_problems import BITS_OF_K_AND_V, affine, quantised
+from paged_testing.by_hand import step_of
 
-from mlx_paged.ops import AttentionMetadata, AttentionParams, KVHandle, SlotMapping
+from mlx_paged.ops import AttentionParams, KVHandle, SlotMapping
 
 both_bits = pytest.mark.parametrize("bits", BITS_OF_K_AND_V, ids=lambda b: f"K{b[0]}V{b[1]}")
 # (head_dim, block_size, num_kv_heads, group, dtype)
@@ -193,7 +194,7 @@ def test_a_decode_takes_no_memory_for_what_it_does_not_read(
     form = affine(128, 8, 8, dtype)
     kv = KVHandle.allocate(4000, 2, 16, 128, 128, form)
     q = mx.random.normal((1, 8, 128)).astype(form.dtype)
-    step = AttentionMetadata.build([list(range(5, 5 + context_len // 16))], [context_len], [1], 16)
+    step = step_of([list(range(5, 5 + context_len // 16))], [context_len], [1], 16)
     mx.eval(q)
 
     def decode() -> None:

@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 from helpers.backends import REFERENCE
 from helpers.numpy_attention import DTYPES
+from paged_testing.by_hand import dense_handle, step_of
 
-from mlx_paged.ops import AttentionMetadata, AttentionParams, KVFormat, KVHandle, SlotMapping
+from mlx_paged.ops import AttentionParams, KVFormat, KVHandle, SlotMapping
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 
@@ -23,7 +24,7 @@ def raw(array):
 
 def random_handle(rng, num_blocks, num_kv_heads, block_size, head_dim, dtype=mx.float32):
     shape = (num_blocks, num_kv_heads, block_size, head_dim)
-    kv = KVHandle.dense(random_array(rng, shape, dtype), random_array(rng, shape, dtype))
+    kv = dense_handle(random_array(rng, shape, dtype), random_array(rng, shape, dtype))
     mx.eval(*kv.arrays)
     return kv
 
@@ -141,7 +142,7 @@ def test_a_slot_mapping_is_used_by_every_layer():
 
 
 def test_nan_and_infinity_are_written_and_kept_like_any_number():
-    kv = KVHandle.dense(mx.full((2, 1, 8, 32), mx.nan), mx.full((2, 1, 8, 32), -mx.inf))
+    kv = dense_handle(mx.full((2, 1, 8, 32), mx.nan), mx.full((2, 1, 8, 32), -mx.inf))
     REFERENCE.reshape_and_cache(
         (mx.full((1, 1, 32), mx.inf),),
         (mx.zeros((1, 1, 32)),),
@@ -374,9 +375,7 @@ def test_a_step_that_writes_and_reads_copies_no_slab_and_neither_does_the_next(
 
     def decode():
         for context_len in range(100, 105):
-            metadata = AttentionMetadata.build(
-                tables, [context_len] * len(tables), query_lens, BLOCK_SIZE
-            )
+            metadata = step_of(tables, [context_len] * len(tables), query_lens, BLOCK_SIZE)
             rows = mx.ones((metadata.num_tokens, NUM_KV_HEADS, HEAD_DIM))
             REFERENCE.reshape_and_cache((rows,), (rows,), kv, metadata.slot_mapping)
             mx.eval(REFERENCE.attend(rows, kv, metadata, AttentionParams(1.0)), *kv.arrays)

@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 from helpers.backends import DECODING, REFERENCE
 from helpers.numpy_attention import DTYPES, assert_matches_formula, make_problem
+from paged_testing.by_hand import dense_handle
 
 from mlx_paged.ops import KVHandle, SlotMapping
 
 
 def random_handle(num_blocks=12, dtype=mx.float32):
-    kv = KVHandle.dense(*(mx.random.normal((num_blocks, 2, 8, 32)).astype(dtype) for _ in "kv"))
+    kv = dense_handle(*(mx.random.normal((num_blocks, 2, 8, 32)).astype(dtype) for _ in "kv"))
     mx.eval(*kv.arrays)
     return kv
 
@@ -39,7 +40,7 @@ def test_the_named_blocks_are_zero_and_the_others_stay(block_ids, dtype):
 @pytest.mark.parametrize("order", ["adjacent", "shuffled"])
 def test_attention_sees_nothing_of_a_last_owner_that_left_nan(order):
     problem = make_problem([1, 17, 300], 1, order=order)
-    dirty = KVHandle.dense(
+    dirty = dense_handle(
         mx.full(problem.kv.k[0].shape, mx.nan), mx.full(problem.kv.v[0].shape, mx.inf)
     )
     mx.eval(*dirty.arrays)

@@ -13,11 +13,11 @@ from urllib.parse import urlsplit
 import pytest
 from helpers.servers import is_idle, make_service, serving, wait_until
 
+from mlx_paged.server import callers
 from mlx_paged.server.app import make_app
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.http.disconnects import ClientLeftError, until_disconnect
 from mlx_paged.server.http.sse import EventStream, event
-from mlx_paged.server.openai import chat as openai_chat
 
 LONG = {"prompt": "One two three", "max_tokens": 4000, "ignore_eos": True}
 LONG_CHAT = {
@@ -87,14 +87,14 @@ def test_a_client_that_leaves_while_its_prompt_is_encoded_starts_nothing(
     server_url, service, monkeypatch
 ):
     begun, go_on = threading.Event(), threading.Event()
-    prepare = openai_chat.prepare
+    prepare = callers.prepare
 
     def slow(*arguments):
         begun.set()
         assert go_on.wait(20)
         return prepare(*arguments)
 
-    monkeypatch.setattr(openai_chat, "prepare", slow)
+    monkeypatch.setattr(callers, "prepare", slow)
     started = []
     monkeypatch.setattr(
         service.engine, "generate", lambda *arguments, **options: started.append(arguments)

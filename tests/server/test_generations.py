@@ -50,7 +50,7 @@ def generation(text="One two three", **params):
 
 def test_places_are_held_until_an_answer_ends_whatever_way(service):
     places = Places()
-    limited = replace(service, admission=places)
+    limited = replace(service, admit=places.admit)
 
     async def main():
         answer = await limited.start(generation(n=3))
@@ -78,7 +78,7 @@ def test_places_are_held_until_an_answer_ends_whatever_way(service):
 
 def test_several_generations_start_together_or_not_at_all(service):
     places = Places(limit=3)
-    limited = replace(service, admission=places)
+    limited = replace(service, admit=places.admit)
 
     async def main():
         long = generation(max_tokens=2000, ignore_eos=True)
@@ -140,7 +140,7 @@ def test_an_answer_that_begins_late_begins_all_the_same():
 
 
 def test_a_full_queue_is_503_with_a_time_to_come_back():
-    service = replace(make_service(), admission=Places(limit=0))
+    service = replace(make_service(), admit=Places(limit=0).admit)
     with service.engine, serving(make_app(service)) as url:
         answer = ask(url, "/v1/completions", {"prompt": "a"})
         assert (answer.status, answer.headers["retry-after"]) == (503, "7")

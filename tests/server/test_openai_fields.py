@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
+from mlx_paged.sampling_declarations import SAMPLING_PARAMS
+from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.server.chat_jobs import arguments_of
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.fields import Fields
 from mlx_paged.server.openai.chat import read_chat
 from mlx_paged.server.openai.completions import read_completions
 from mlx_paged.server.openai.messages import read_tools
+from mlx_paged.server.responses.body import read_responses_body
 
 USER = {"role": "user", "content": "Hello!"}
 TOOL = {
@@ -120,6 +124,58 @@ CHAT_REFUSED = {
     "web_search_options",
 }
 NEEDS = {"top_logprobs": {"logprobs": True}, "stream_options": {"stream": True}}
+
+
+# Of each sampling parameter that the server reads as it is; the others are the protocols' to write.
+SAMPLING_VALUES: dict[str, Any] = {
+    "n": 2,
+    "temperature": 0.7,
+    "top_p": 0.5,
+    "top_k": 5,
+    "min_p": 0.1,
+    "xtc_probability": 0.5,
+    "xtc_threshold": 0.2,
+    "xtc_special_tokens": [1],
+    "seed": 7,
+    "repetition_penalty": 1.5,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+    "logit_bias": {"5": 1.5},
+    "allowed_token_ids": [1, 2],
+    "bad_words": ["a"],
+    "stop": ["a"],
+    "stop_token_ids": [3],
+    "include_stop_str_in_output": True,
+    "ignore_eos": True,
+    "min_tokens": 2,
+    "prompt_logprobs": 2,
+    "skip_special_tokens": False,
+}
+WRITTEN_BY_PROTOCOLS = {"max_tokens", "logprobs", "structured_outputs"}
+OF_THE_LIBRARY_ALONE = {"detokenize", "logits_processors", "sampler", "output_kind"}
+
+
+def test_no_sampling_parameter_is_forgotten():
+    others = SAMPLING_PARAMS.keys() - SAMPLING_VALUES.keys()
+    assert others == WRITTEN_BY_PROTOCOLS | OF_THE_LIBRARY_ALONE
+    assert {name for name, each in SAMPLING_PARAMS.items() if each.wire} == SAMPLING_VALUES.keys()
+    page = (Path(__file__).parents[2] / "docs/server/openai.md").read_text()
+    assert [name for name in SAMPLING_VALUES if f"`{name}`" not in page] == []
+
+
+@pytest.mark.parametrize("name", SAMPLING_VALUES)
+def test_every_sampling_parameter_is_a_field_of_openais_endpoints(shared_service, name):
+    value = SAMPLING_VALUES[name]
+    given = {5: 1.5} if name == "logit_bias" else value
+    expected = getattr(SamplingParams(**{name: given}), name)
+    params = [
+        chat(shared_service, **{name: value}).job.params,
+        completion(shared_service, **{name: value}).params,
+    ]
+    if name not in ("n", "prompt_logprobs"):  # Responses have neither.
+        body = Fields({"input": "Hello", name: value})
+        params.append(read_responses_body(body, shared_service).job.params)
+    assert [getattr(each, name) for each in params] == [expected] * len(params)
 
 
 @pytest.mark.parametrize("name", sorted(CHAT_VALUES))

@@ -15,7 +15,7 @@ from helpers.windowed_models import KINDS as WINDOWS
 from helpers.windowed_models import model_and_options
 
 from mlx_paged import AsyncEngine, Engine
-from mlx_paged.cache import CacheFullError
+from mlx_paged.cache import CacheFullError, Sequences
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models import qwen3
 from mlx_paged.request import RequestOutput
@@ -52,7 +52,7 @@ def test_a_conversation_goes_on_from_a_file(
     answer(new, prompt(30, seed=4))
     assert new.load_snapshot(tmp_path / "a") == told[:num_saved]
     assert len(new.cached_block_ids(told)) == num_saved // block_size
-    new.cache.manager.check_integrity()
+    new.manager.check_integrity()
     goes_on = [*told, *prompt(9, seed=5)]
     outputs = [answer(engine, goes_on) for engine in (new, old, cold)]
     assert tokens_of(outputs[0]) == tokens_of(outputs[1]) == tokens_of(outputs[2])
@@ -85,7 +85,7 @@ def test_a_conversation_that_has_left_its_window_goes_on_from_a_file(
     num_saved = old.save_snapshot(tmp_path / "a", told)
     assert num_saved == num_tokens // 8 * 8
     assert new.load_snapshot(tmp_path / "a") == told[:num_saved]
-    new.cache.manager.check_integrity()
+    new.manager.check_integrity()
     outputs = [answer(engine, [*told, 3, 4]) for engine in (new, old, cold)]
     assert tokens_of(outputs[0]) == tokens_of(outputs[1]) == tokens_of(outputs[2])
     assert [output.num_cached_tokens for output in outputs] == [num_saved, num_saved, 0]
@@ -112,7 +112,7 @@ def test_what_is_there_already_is_not_written_again(model: qwen3.Model, tmp_path
     assert new.cache.pool.num_cached_blocks == 7
     answer(new, prompt(40, seed=3))
     assert len(new.cached_block_ids(told)) >= 4
-    new.cache.manager.check_integrity()
+    new.manager.check_integrity()
 
 
 def test_files_of_caches_and_of_engines_are_alike(model: qwen3.Model, tmp_path: Path):
@@ -120,12 +120,12 @@ def test_files_of_caches_and_of_engines_are_alike(model: qwen3.Model, tmp_path: 
     told = prompt(53)
     answer(engine, told)
     engine.save_snapshot(tmp_path / "a", told)
-    cache = make_engine(model).cache
-    assert load_snapshot(tmp_path / "a", model, cache, "s") == told[:48]
+    seqs = Sequences(make_engine(model).cache)
+    assert load_snapshot(tmp_path / "a", model, seqs, "s") == told[:48]
     # A partly filled block at the end is left out by an engine.
     rows = mx.random.normal((2, 5, 2, 16))
-    cache.append("s", rows, rows)
-    save_snapshot(tmp_path / "b", model, cache, "s", told)
+    seqs.append("s", rows, rows)
+    save_snapshot(tmp_path / "b", model, seqs, "s", told)
     new = make_engine(model)
     assert new.load_snapshot(tmp_path / "b") == told
     assert tokens_of(answer(new, told)) == tokens_of(answer(engine, told))
@@ -205,7 +205,7 @@ def test_a_file_that_goes_while_it_is_read_changes_nothing(
     with pytest.raises(SnapshotError, match="was truncated while it was read"):
         new.load_snapshot(tmp_path / "a")
     assert new.cached_block_ids(told) == [] and new.cache.pool.num_used_blocks == 0
-    new.cache.manager.check_integrity()
+    new.manager.check_integrity()
     assert tokens_of(answer(new, told)) == tokens_of(answer(old, told))
 
 

@@ -20,7 +20,7 @@ import pytest
 from helpers.cache_helpers import stored_parts
 from helpers.snapshot_helpers import assert_same_bits, config_of, fill
 
-from mlx_paged.cache import PagedKVCache
+from mlx_paged.cache import PagedKVCache, Sequences
 from mlx_paged.core.tier import BlockHeader
 from mlx_paged.models import qwen3
 from mlx_paged.models.identity import identities_of
@@ -32,33 +32,33 @@ CONFIG = config_of("different", "float16", "8 bits", 8)
 
 
 @pytest.fixture
-def cache() -> PagedKVCache:
-    cache = PagedKVCache(CONFIG)
-    fill(cache, "a", 11)
-    return cache
+def seqs() -> Sequences:
+    seqs = Sequences(PagedKVCache(CONFIG))
+    fill(seqs, "a", 11)
+    return seqs
 
 
 @pytest.fixture
-def file(cache: PagedKVCache, model: qwen3.Model, tmp_path: Path) -> Path:
+def file(seqs: Sequences, model: qwen3.Model, tmp_path: Path) -> Path:
     path = tmp_path / "a.safetensors"
-    save_snapshot(path, model, cache, "a", range(11))
+    save_snapshot(path, model, seqs, "a", range(11))
     return path
 
 
 @pytest.fixture
 def assert_refused(model: qwen3.Model) -> AssertRefused:
     """Loading raises one line that names the file, and the cache is as it was."""
-    cache = PagedKVCache(CONFIG)
-    fill(cache, "b", 9, seed=4)
-    before = stored_parts(cache, "b")
-    facts = KVFacts.of(identities_of(model), cache)
+    seqs = Sequences(PagedKVCache(CONFIG))
+    fill(seqs, "b", 9, seed=4)
+    before = stored_parts(seqs, "b")
+    facts = KVFacts.of(identities_of(model), seqs.cache)
 
     def refused(file: Path) -> str:
         with pytest.raises(SnapshotError) as caught:
-            load_snapshot(file, model, cache, "b")
+            load_snapshot(file, model, seqs, "b")
         line = str(caught.value)
         assert line.startswith(f"[snapshot] {file} ") and "\n" not in line
-        assert_same_bits(stored_parts(cache, "b"), before)
+        assert_same_bits(stored_parts(seqs, "b"), before)
         return line
 
     with patch.object(KVFacts, "of", lambda *_: facts):  # the weights are read once
@@ -88,7 +88,7 @@ def test_a_file_with_any_byte_altered_is_refused(
         file.write_bytes(altered)
         assert_refused(file)
     file.write_bytes(content)
-    assert load_snapshot(file, model, PagedKVCache(CONFIG), "b") == list(range(11))
+    assert load_snapshot(file, model, Sequences(PagedKVCache(CONFIG)), "b") == list(range(11))
 
 
 def test_a_truncated_or_longer_file_is_refused(
@@ -137,25 +137,25 @@ def test_other_safetensors_a_folder_and_nothing_are_refused(
 
 
 def test_only_a_snapshot_is_overwritten(
-    model: qwen3.Model, cache: PagedKVCache, file: Path, tmp_path: Path
+    model: qwen3.Model, seqs: Sequences, file: Path, tmp_path: Path
 ):
     notes = tmp_path / "notes.txt"
     notes.write_text("keep me")
     with pytest.raises(SnapshotError, match=r"notes\.txt exists and is no snapshot; choose"):
-        save_snapshot(notes, model, cache, "a", range(11))
+        save_snapshot(notes, model, seqs, "a", range(11))
     assert notes.read_text() == "keep me"
     # A snapshot that was truncated may be overwritten.
     file.write_bytes(file.read_bytes()[:3000])
-    save_snapshot(file, model, cache, "a", range(11))
-    assert load_snapshot(file, model, PagedKVCache(CONFIG), "b") == list(range(11))
+    save_snapshot(file, model, seqs, "a", range(11))
+    assert load_snapshot(file, model, Sequences(PagedKVCache(CONFIG)), "b") == list(range(11))
 
 
 def test_only_its_owner_can_read_a_snapshot_whatever_the_one_that_it_replaces_was(
-    model: qwen3.Model, cache: PagedKVCache, file: Path
+    model: qwen3.Model, seqs: Sequences, file: Path
 ):
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     file.chmod(0o644)
-    save_snapshot(file, model, cache, "a", range(11))
+    save_snapshot(file, model, seqs, "a", range(11))
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
@@ -173,7 +173,7 @@ def interrupt() -> None:
 @pytest.mark.parametrize("num_blocks", [0, 1, 2])
 def test_a_save_that_is_cut_short_leaves_the_old_file(
     model: qwen3.Model,
-    cache: PagedKVCache,
+    seqs: Sequences,
     file: Path,
     monkeypatch: pytest.MonkeyPatch,
     fail: Callable[[], None],
@@ -181,7 +181,7 @@ def test_a_save_that_is_cut_short_leaves_the_old_file(
     num_blocks: int,
 ):
     before = file.read_bytes()
-    fill(cache, "c", 20, seed=5)
+    fill(seqs, "c", 20, seed=5)
 
     store, num_stored = RowTier.store, itertools.count()
 
@@ -192,19 +192,19 @@ def test_a_save_that_is_cut_short_leaves_the_old_file(
 
     monkeypatch.setattr(RowTier, "store", cut_short)
     with pytest.raises(error) as caught:
-        save_snapshot(file, model, cache, "c", range(20))
+        save_snapshot(file, model, seqs, "c", range(20))
     if error is SnapshotError:
         assert str(caught.value) == (f"[snapshot] {file} can't be written: No space left on device")
     assert file.read_bytes() == before
     assert [each.name for each in file.parent.iterdir()] == [file.name]
     monkeypatch.undo()
-    save_snapshot(file, model, cache, "c", range(20))
-    assert len(load_snapshot(file, model, cache, "d")) == 20
+    save_snapshot(file, model, seqs, "c", range(20))
+    assert len(load_snapshot(file, model, seqs, "d")) == 20
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full on this system")
 def test_a_disk_that_is_full_is_said_in_a_line(
-    model: qwen3.Model, cache: PagedKVCache, file: Path, monkeypatch: pytest.MonkeyPatch
+    model: qwen3.Model, seqs: Sequences, file: Path, monkeypatch: pytest.MonkeyPatch
 ):
     before, real_open = file.read_bytes(), os.open
 
@@ -214,13 +214,11 @@ def test_a_disk_that_is_full_is_said_in_a_line(
 
     monkeypatch.setattr(os, "open", open_full)
     with pytest.raises(SnapshotError, match="can't be written: No space left on device"):
-        save_snapshot(file, model, cache, "a", range(11))
+        save_snapshot(file, model, seqs, "a", range(11))
     assert file.read_bytes() == before
     assert [each.name for each in file.parent.iterdir()] == [file.name]
 
 
-def test_a_folder_that_is_not_there_is_named(
-    model: qwen3.Model, cache: PagedKVCache, tmp_path: Path
-):
+def test_a_folder_that_is_not_there_is_named(model: qwen3.Model, seqs: Sequences, tmp_path: Path):
     with pytest.raises(SnapshotError, match=r"none/a can't be written: No such file or directory"):
-        save_snapshot(tmp_path / "none" / "a", model, cache, "a", range(11))
+        save_snapshot(tmp_path / "none" / "a", model, seqs, "a", range(11))

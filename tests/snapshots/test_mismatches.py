@@ -13,7 +13,7 @@ from helpers.snapshot_helpers import config_of, fill
 from mlx.utils import tree_map
 
 from mlx_paged import make_kv_cache
-from mlx_paged.cache import KVCacheConfig, LayerSpec, PagedKVCache
+from mlx_paged.cache import KVCacheConfig, LayerSpec, PagedKVCache, Sequences
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models import qwen3
 from mlx_paged.models.identity import identities_of, model_identity
@@ -33,9 +33,9 @@ ALIKE = {"layers": "alike", "dtype": "float32", "form": "dense", "block_size": 1
 
 @pytest.fixture
 def file(model: qwen3.Model, tmp_path: Path) -> Path:
-    cache = PagedKVCache(config_of(**ALIKE))
-    fill(cache, "a", 11)
-    save_snapshot(tmp_path / "a", model, cache, "a", range(11))
+    seqs = Sequences(PagedKVCache(config_of(**ALIKE)))
+    fill(seqs, "a", 11)
+    save_snapshot(tmp_path / "a", model, seqs, "a", range(11))
     return tmp_path / "a"
 
 
@@ -56,14 +56,14 @@ def file(model: qwen3.Model, tmp_path: Path) -> Path:
 def test_other_settings_are_named(
     model: qwen3.Model, file: Path, change: dict[str, Any], what: str, theirs: str, ours: str
 ):
-    cache = PagedKVCache(config_of(**ALIKE | change))
+    seqs = Sequences(PagedKVCache(config_of(**ALIKE | change)))
     with pytest.raises(SnapshotError) as caught:
-        load_snapshot(file, model, cache, "a")
+        load_snapshot(file, model, seqs, "a")
     assert str(caught.value) == (
         f"[snapshot] {file} has another {what} than this cache: {theirs} in the file, {ours} here"
     )
     assert caught.value.argument == "path"
-    assert cache.seqs == []
+    assert list(seqs) == []
 
 
 @pytest.mark.parametrize(
@@ -82,27 +82,27 @@ def test_other_settings_are_named(
     ],
 )
 def test_other_layers_are_named(model: qwen3.Model, file: Path, layers: list[LayerSpec], line: str):
-    cache = PagedKVCache(KVCacheConfig(tuple(layers), 16))
+    seqs = Sequences(PagedKVCache(KVCacheConfig(tuple(layers), 16)))
     with pytest.raises(SnapshotError, match=re.escape(line)):
-        load_snapshot(file, model, cache, "a")
+        load_snapshot(file, model, seqs, "a")
 
 
 def test_another_window_is_named(model: qwen3.Model, tmp_path: Path):
     windowed = config_of("windows", "float32", "dense", 16)
-    cache = PagedKVCache(windowed)
-    fill(cache, "a", 11)
-    save_snapshot(tmp_path / "a", model, cache, "a", range(11))
+    seqs = Sequences(PagedKVCache(windowed))
+    fill(seqs, "a", 11)
+    save_snapshot(tmp_path / "a", model, seqs, "a", range(11))
     # A cache of the same layers that keeps everything.
-    other = PagedKVCache(KVCacheConfig(windowed.layers, 16))
+    other = Sequences(PagedKVCache(KVCacheConfig(windowed.layers, 16)))
     with pytest.raises(SnapshotError, match="has another window than this cache: layer 0: all "):
         load_snapshot(tmp_path / "a", model, other, "a")
 
 
 def test_another_model_is_named_by_content(model: qwen3.Model, file: Path):
     other = livelier_model(CONFIG)
-    cache = PagedKVCache(config_of(**ALIKE))
+    seqs = Sequences(PagedKVCache(config_of(**ALIKE)))
     with pytest.raises(SnapshotError) as caught:
-        load_snapshot(file, other, cache, "a")
+        load_snapshot(file, other, seqs, "a")
     mine, theirs = (str(model_identity(each)) for each in (other, model))
     assert mine != theirs
     assert str(caught.value) == (
@@ -114,38 +114,40 @@ def test_another_model_is_named_by_content(model: qwen3.Model, file: Path):
     changed.model.norm.weight = norm + mx.array([1e-6] + [0.0] * (norm.size - 1))
     save_snapshot(file, other, filled(), "a", range(11))
     with pytest.raises(SnapshotError, match="another model"):
-        load_snapshot(file, changed, cache, "a")
+        load_snapshot(file, changed, seqs, "a")
     # A copy is the same model.
-    assert load_snapshot(file, livelier_model(CONFIG), cache, "a") == list(range(11))
+    assert load_snapshot(file, livelier_model(CONFIG), seqs, "a") == list(range(11))
 
 
-def filled() -> PagedKVCache:
-    cache = PagedKVCache(config_of(**ALIKE))
-    fill(cache, "a", 11)
-    return cache
+def filled() -> Sequences:
+    seqs = Sequences(PagedKVCache(config_of(**ALIKE)))
+    fill(seqs, "a", 11)
+    return seqs
 
 
 def test_the_dtype_of_a_model_shows(tmp_path: Path):
     model = livelier_model(CONFIG)
-    cache = make_kv_cache(model, kv_cache_bytes="20blocks")
-    fill(cache, "a", 20)
-    save_snapshot(tmp_path / "a", model, cache, "a", range(20))
+    seqs = Sequences(make_kv_cache(model, kv_cache_bytes="20blocks"))
+    fill(seqs, "a", 20)
+    save_snapshot(tmp_path / "a", model, seqs, "a", range(20))
     half = livelier_model(CONFIG)
     half.update(tree_map(lambda leaf: leaf.astype(mx.bfloat16), half.parameters()))
     with pytest.raises(SnapshotError, match="another model"):
-        load_snapshot(tmp_path / "a", half, make_kv_cache(half, kv_cache_bytes="20blocks"), "a")
+        load_snapshot(
+            tmp_path / "a", half, Sequences(make_kv_cache(half, kv_cache_bytes="20blocks")), "a"
+        )
 
 
 def test_a_draft_model_belongs_to_the_facts(model: qwen3.Model, tmp_path: Path):
-    cache = filled()
+    seqs = filled()
     other = livelier_model(CONFIG)
-    facts = KVFacts.of(identities_of(model, other), cache)
-    headers = sequence_headers(cache.config, 11)
+    facts = KVFacts.of(identities_of(model, other), seqs.cache)
+    headers = sequence_headers(seqs.cache.config, 11)
     with written_snapshot(tmp_path / "a", facts, range(11), headers) as tier:
-        store_sequence(cache, "a", tier, headers)
+        store_sequence(seqs, "a", tier, headers)
     assert SnapshotFile(tmp_path / "a", facts).token_ids == list(range(11))
     with pytest.raises(SnapshotError, match=r"another draft model than this cache: qwen3 \(.*none"):
-        load_snapshot(tmp_path / "a", model, cache, "b")
+        load_snapshot(tmp_path / "a", model, seqs, "b")
 
 
 def test_another_version_is_named(model: qwen3.Model, file: Path, monkeypatch: pytest.MonkeyPatch):
@@ -156,7 +158,7 @@ def test_another_version_is_named(model: qwen3.Model, file: Path, monkeypatch: p
 
 def test_a_recurrent_state_is_refused_by_name(model: qwen3.Model, tmp_path: Path):
     config = KVCacheConfig((LayerSpec(2, 64, 64),) * 3, 16, state_nbytes=100)
-    cache = PagedKVCache(config)
+    seqs = Sequences(PagedKVCache(config))
     with pytest.raises(ArgumentError, match="keeps a recurrent state beside K/V") as caught:
-        load_snapshot(tmp_path / "a", model, cache, "a")
+        load_snapshot(tmp_path / "a", model, seqs, "a")
     assert caught.value.argument == "model"

@@ -28,6 +28,7 @@ from mlx_lm.models import cache as mlx_lm_caches
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 
 from mlx_paged import Engine, SamplingParams, make_kv_cache
+from mlx_paged.cache import Sequences
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.models.mlx_lm import adapt
@@ -130,7 +131,7 @@ def test_an_engine_goes_on_from_a_prompt_cache_of_mlx_lm(
     made_by_mlx_lm(path, stock, token_ids)
     engine = engine_of(name)
     assert engine.import_prompt_cache(path, token_ids, cache_salt="s") == token_ids
-    engine.cache.manager.check_integrity()
+    engine.manager.check_integrity()
     expected = stock_tokens(stock, [*token_ids, 5, 6, 7], NUM_TOKENS)
     tokens, num_cached = answer(engine, [*token_ids, 5, 6, 7], cache_salt="s")
     assert (tokens, num_cached) == (expected, num_tokens // 8 * 8)
@@ -143,14 +144,14 @@ def test_sequences_of_a_cache_go_both_ways_to_the_last_token(tmp_path: Path, nam
     theirs, token_ids = make_prompt_cache(stock), prompt(13)
     list(generate_step(mx.array(token_ids), stock, max_tokens=0, prompt_cache=theirs))
     save_prompt_cache(str(path), theirs)
-    cache = make_kv_cache(model, kv_cache_bytes="20blocks", block_size=8)
-    assert import_prompt_cache(path, model, cache, "a") == 13
+    seqs = Sequences(make_kv_cache(model, kv_cache_bytes="20blocks", block_size=8))
+    assert import_prompt_cache(path, model, seqs, "a") == 13
     for layer, held in enumerate(theirs):
-        for ours, rows in zip(cache.materialize("a", layer), held.keys_and_values(), strict=True):
+        for ours, rows in zip(seqs.materialize("a", layer), held.keys_and_values(), strict=True):
             assert mx.array_equal(ours, rows[0])
     with pytest.raises(ArgumentError, match="has 13 tokens in the cache, and token_ids are 3"):
-        export_prompt_cache(path, model, cache, "a", token_ids=[1, 2, 3])
-    assert export_prompt_cache(path, model, cache, "a", token_ids=token_ids) == 13
+        export_prompt_cache(path, model, seqs, "a", token_ids=[1, 2, 3])
+    assert export_prompt_cache(path, model, seqs, "a", token_ids=token_ids) == 13
     again = load_prompt_cache(str(path))
     expected = stock_tokens(stock, [*token_ids, 9], NUM_TOKENS)
     assert continued(stock, [9], again) == continued(stock, [9], theirs) == expected

@@ -10,7 +10,7 @@ import pytest
 from helpers.cache_helpers import stored_parts
 from helpers.snapshot_helpers import assert_same_bits, config_of, fill
 
-from mlx_paged.cache import CacheFullError, ContiguousKVCache, PagedKVCache
+from mlx_paged.cache import CacheFullError, ContiguousKVCache, PagedKVCache, Sequences
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models import qwen3
 from mlx_paged.snapshots import load_snapshot, save_snapshot
@@ -24,7 +24,7 @@ def test_a_paged_cache_of_any_format_comes_back(
     model: qwen3.Model, tmp_path: Path, dtype: str, form: str, layers: str, block_size: int
 ):
     config, path = config_of(layers, dtype, form, block_size), tmp_path / "a.snapshot"
-    old, new = PagedKVCache(config), PagedKVCache(config)
+    old, new = Sequences(PagedKVCache(config)), Sequences(PagedKVCache(config))
     fill(old, "noise", 5, seed=7)
     for num_tokens in (block_size, 37):
         fill(old, num_tokens, num_tokens, seed=num_tokens)
@@ -42,7 +42,7 @@ def test_a_sequence_goes_on_from_a_snapshot_in_the_place_of_another_one(
     model: qwen3.Model, tmp_path: Path, block_size: int
 ):
     config, path = config_of("different", "bfloat16", "dense", block_size), tmp_path / "a"
-    old, new = PagedKVCache(config), PagedKVCache(config)
+    old, new = (Sequences(PagedKVCache(config)) for _ in range(2))
     fill(old, "a", 37)
     save_snapshot(path, model, old, "a", range(37))
     fill(new, "b", 50, seed=9)
@@ -56,16 +56,16 @@ def test_a_sequence_goes_on_from_a_snapshot_in_the_place_of_another_one(
 
 def test_any_reader_of_safetensors_opens_the_file(model: qwen3.Model, tmp_path: Path):
     config, path = config_of("alike", "bfloat16", "dense", 8), tmp_path / "a.safetensors"
-    cache = PagedKVCache(config)
-    fill(cache, "a", 21)
-    save_snapshot(path, model, cache, "a", range(100, 121))
+    seqs = Sequences(PagedKVCache(config))
+    fill(seqs, "a", 21)
+    save_snapshot(path, model, seqs, "a", range(100, 121))
     arrays, metadata = mx.load(str(path), return_metadata=True)
     assert metadata["block_size"] == "8" and metadata["dtype"] == "bfloat16"
     assert metadata["kv_format"] == "bfloat16" and metadata["num_tokens"] == "21"
     assert metadata["token_ids"] == str(list(range(100, 121)))
     assert len(metadata["model"]) == len(metadata["sha256"]) == 64
     for layer in range(3):
-        for side, rows in zip(("keys", "values"), cache.materialize("a", layer), strict=True):
+        for side, rows in zip(("keys", "values"), seqs.materialize("a", layer), strict=True):
             read = arrays[f"layers.{layer}.{side}.rows"]
             assert read.dtype == mx.bfloat16
             np.testing.assert_array_equal(np.array(read.view(mx.uint16)),
@@ -76,13 +76,13 @@ def test_the_longest_sequence_inside_a_window_is_saved_and_no_longer_one(
     model: qwen3.Model, tmp_path: Path
 ):
     config, path = config_of("windows", "float32", "dense", 8), tmp_path / "a"
-    old, new = PagedKVCache(config), PagedKVCache(config)
+    old, new = Sequences(PagedKVCache(config)), Sequences(PagedKVCache(config))
     # Of 47 tokens the 48th one sees 39, which begin in the second block.
     fill(old, "a", 46)
     save_snapshot(path, model, old, "a", range(46))
     load_snapshot(path, model, new, "a")
-    for cache in (old, new):
-        fill(cache, "a", 1, seed=1)
+    for seqs in (old, new):
+        fill(seqs, "a", 1, seed=1)
     assert_same_bits(stored_parts(new, "a"), stored_parts(old, "a"))
     with pytest.raises(ArgumentError, match=r"^\[snapshot\] tokens of sequence 'a' have left the"):
         save_snapshot(path, model, old, "a", range(47))
@@ -90,43 +90,44 @@ def test_the_longest_sequence_inside_a_window_is_saved_and_no_longer_one(
 
 def test_a_snapshot_that_does_not_fit_leaves_nothing_behind(model: qwen3.Model, tmp_path: Path):
     path = tmp_path / "a"
-    old = PagedKVCache(config_of("alike", "float32", "dense", 8))
+    old = Sequences(PagedKVCache(config_of("alike", "float32", "dense", 8)))
     fill(old, "a", 65)
     save_snapshot(path, model, old, "a", range(65))
-    new = PagedKVCache(config_of("alike", "float32", "dense", 8, num_blocks=8))
+    new = Sequences(PagedKVCache(config_of("alike", "float32", "dense", 8, num_blocks=8)))
     with pytest.raises(CacheFullError, match="need 9 blocks of 8, the budget holds 8"):
         load_snapshot(path, model, new, "b")
-    assert new.seqs == [] and new.pool.num_used_blocks == 0
+    assert list(new) == [] and new.cache.pool.num_used_blocks == 0
 
 
 def test_a_cache_without_blocks_is_refused_by_name(model: qwen3.Model, tmp_path: Path):
-    cache, path = ContiguousKVCache(config_of("alike", "float32", "dense", 8)), tmp_path / "a"
-    fill(cache, "a", 5)
+    config, path = config_of("alike", "float32", "dense", 8), tmp_path / "a"
+    seqs = Sequences(ContiguousKVCache(config))
+    fill(seqs, "a", 5)
     for call in (
-        lambda: save_snapshot(path, model, cache, "a", range(5)),
-        lambda: load_snapshot(path, model, cache, "a"),
+        lambda: save_snapshot(path, model, seqs, "a", range(5)),
+        lambda: load_snapshot(path, model, seqs, "a"),
     ):
         with pytest.raises(ArgumentError, match=r"need blocks, which kv='basic' does not have"):
             call()
-    assert list(tmp_path.iterdir()) == [] and cache.seq_len("a") == 5
+    assert list(tmp_path.iterdir()) == [] and seqs.seq_len("a") == 5
 
 
 def test_arguments_are_refused_by_name(model: qwen3.Model, tmp_path: Path):
-    cache = PagedKVCache(config_of("alike", "float32", "dense", 8))
-    fill(cache, "a", 5)
+    seqs = Sequences(PagedKVCache(config_of("alike", "float32", "dense", 8)))
+    fill(seqs, "a", 5)
     path = tmp_path / "a"
     for bad in (None, [], "12345", [1.5] * 5, 5):
         with pytest.raises(ArgumentError, match="token_ids must be a list of at least one"):
-            save_snapshot(path, model, cache, "a", bad)
+            save_snapshot(path, model, seqs, "a", bad)
     with pytest.raises(ArgumentError, match="has 5 tokens in the cache, and token_ids are 4"):
-        save_snapshot(path, model, cache, "a", [1, 2, 3, 4])
+        save_snapshot(path, model, seqs, "a", [1, 2, 3, 4])
     with pytest.raises(KeyError, match="no sequence 'b'"):
-        save_snapshot(path, model, cache, "b", [1])
+        save_snapshot(path, model, seqs, "b", [1])
     for bad in (None, "", "a\0b", 3):
         with pytest.raises(ArgumentError, match="path must be the name of a file"):
-            save_snapshot(bad, model, cache, "a", range(5))
+            save_snapshot(bad, model, seqs, "a", range(5))
         with pytest.raises(ArgumentError, match="path must be the name of a file"):
-            load_snapshot(bad, model, cache, "a")
+            load_snapshot(bad, model, seqs, "a")
     with pytest.raises(ValueError, match="model"):
-        save_snapshot(path, None, cache, "a", range(5))
+        save_snapshot(path, None, seqs, "a", range(5))
     assert list(tmp_path.iterdir()) == []

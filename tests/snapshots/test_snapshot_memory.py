@@ -10,7 +10,7 @@ import mlx.core as mx
 from helpers.engine_runs import greedy, make_engine, prompt, run
 from helpers.snapshot_helpers import fill
 
-from mlx_paged.cache import KVCacheConfig, PagedKVCache
+from mlx_paged.cache import KVCacheConfig, PagedKVCache, Sequences
 from mlx_paged.models import qwen3
 from mlx_paged.snapshots import load_snapshot, save_snapshot
 
@@ -29,9 +29,9 @@ def peak_of(call: Callable[[], Any]) -> int:
 
 
 def test_a_layer_at_a_time(model: qwen3.Model, tmp_path: Path):
-    path, old = tmp_path / "a", PagedKVCache(CONFIG, initial_blocks=64)
+    path, old = tmp_path / "a", Sequences(PagedKVCache(CONFIG, initial_blocks=64))
     fill(old, "a", NUM_TOKENS)
-    new = PagedKVCache(CONFIG, initial_blocks=64)
+    new = Sequences(PagedKVCache(CONFIG, initial_blocks=64))
     # The gathered rows, and a copy of them that does not depend on the slab.
     assert peak_of(lambda: save_snapshot(path, model, old, "a", range(NUM_TOKENS))) <= (
         2.5 * LAYER_NBYTES
@@ -39,9 +39,7 @@ def test_a_layer_at_a_time(model: qwen3.Model, tmp_path: Path):
     assert path.stat().st_size > NUM_LAYERS * LAYER_NBYTES
     # What was read, and the rows in the order in which slabs are written.
     assert peak_of(lambda: load_snapshot(path, model, new, "b")) <= 4 * LAYER_NBYTES
-    assert mx.array_equal(
-        *(cache.materialize(seq, 3)[0] for cache, seq in ((old, "a"), (new, "b")))
-    )
+    assert mx.array_equal(*(seqs.materialize(seq, 3)[0] for seqs, seq in ((old, "a"), (new, "b"))))
 
 
 def test_an_engine_holds_no_copy_behind_a_snapshot(model: qwen3.Model, tmp_path: Path):

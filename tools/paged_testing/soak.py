@@ -263,7 +263,7 @@ class Soak:
             and not engine._steps.in_flight
         )
         assert not engine.swap_space._held and not engine._steps._retry_alone
-        assert engine.cache.manager.num_free_blocks == stats.num_usable_blocks
+        assert engine.manager.num_free_blocks == stats.num_usable_blocks
         engine.shrink()
         mx.synchronize()
         mx.clear_cache()

@@ -28,7 +28,8 @@ from mlx_paged.models.mlx_lm.stock_logits import (
     Yardstick,
     median_error,
 )
-from mlx_paged.models.probe import probe_cache, probe_ids, run_step
+from mlx_paged.models.probe import probe_ids, probe_sequences
+from mlx_paged.models.run_step import run_step
 
 # Of a sequence, its second chunk among them, which runs beside the whole of another.
 NUM_TOKENS = 24
@@ -132,22 +133,23 @@ def _parts(
     model: LanguageModel, prompts: Prompts, stock: StockLogits
 ) -> Iterator[tuple[str, mx.array, mx.array]]:
     """What is compared: its name, the model's rows of logits, and those of mlx-lm's caches."""
-    cache = probe_cache(model, len(prompts.ids) + len(prompts.other))
+    sequences = probe_sequences(model, len(prompts.ids) + len(prompts.other))
     ids, other, first, end = prompts.ids, prompts.other, prompts.num_first, prompts.num_tokens
     yield (
         "its first tokens",
-        run_step(model, cache, {"a": ids[:first]}, [first]),
+        run_step(model, sequences, {"a": ids[:first]}, [first]),
         stock.rows[:first],
     )
     # Not of all tokens, so that a model that leaves rows out does so here.
     num_other = prompts.num_other
     last, last_other = (end - first) // 2, (num_other + 1) // 2
-    both = run_step(model, cache, {"a": ids[first:end], "b": other[:num_other]}, [last, last_other])
+    batch = {"a": ids[first:end], "b": other[:num_other]}
+    both = run_step(model, sequences, batch, [last, last_other])
     yield "later tokens", both[:last], stock.rows[end - last : end]
     expected = stock.other[num_other - last_other : num_other]
     yield "tokens of a second sequence", both[last:], expected
     decoded = [
-        run_step(model, cache, {"a": [a], "b": [b]}, [1, 1])
+        run_step(model, sequences, {"a": [a], "b": [b]}, [1, 1])
         for a, b in zip(ids[end:], other[num_other:], strict=True)
     ]
     if decoded:

@@ -171,6 +171,11 @@ class AnswerReader:
         self._pending += text
         return merged(self._read(is_over=False))
 
+    def read(self, part: CompletionOutput) -> list[Event]:
+        """What the next part of the completion says; the last one is its end."""
+        events = self.add(part.text)
+        return events if part.finish_reason is None else events + self.finish(part)
+
     def finish(self, completion: CompletionOutput | None = None) -> list[Event]:
         """The answer is over: what was held back.
 

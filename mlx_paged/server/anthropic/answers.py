@@ -60,10 +60,7 @@ class MessageAnswer:
         self._num_tokens += len(completion.token_ids)
         self._reasoning_tokens.add(completion.token_ids)
         self._last = completion
-        events = self._reader.add(completion.text)
-        if completion.finish_reason is not None:
-            events += self._reader.finish(completion)
-        return events
+        return self._reader.read(completion)
 
     def start(self) -> dict[str, Any]:
         """The message before anything of it came."""

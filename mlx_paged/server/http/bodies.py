@@ -42,7 +42,7 @@ async def _answer(request: Request, body: bytes, handler: Handler) -> Response:
         value = parse_json(body)
     else:
         service: Service = request.app.state.service
-        value = await service.prepare(user_of(request), lambda _: parse_json(body))
+        value = await service.run_in_tokenizer_pool(user_of(request), lambda _: parse_json(body))
     return await handler(request, Fields(value))
 
 
@@ -65,8 +65,8 @@ def parse_json(body: bytes) -> Any:
     except ValueError as error:
         # UnicodeDecodeError is one, too. Its text would quote the body.
         what = f": {error}" if isinstance(error, json.JSONDecodeError) else ""
-        raise ApiError(400, f"the body is no JSON{what}") from None
+        raise ApiError(400, f"the body is not valid JSON{what}") from None
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ApiError(400, f"the body is no JSON: {name} is no number of it")
+    raise ApiError(400, f"the body is not valid JSON: {name} is not allowed")

@@ -110,10 +110,8 @@ class ChatChoice:
         """What the next part of the completion says, as the client wants to see it."""
         self.num_tokens += len(completion.token_ids)
         self.reasoning_tokens.add(completion.token_ids)
-        events = self._reader.add(completion.text)
-        if completion.finish_reason is not None:
-            self.is_finished = True
-            events = [*events, *self._reader.finish(completion)]
+        self.is_finished = completion.finish_reason is not None
+        events = self._reader.read(completion)
         if self._answers.has_reasoning:
             return events
         return [each for each in events if not isinstance(each, Reasoning)]

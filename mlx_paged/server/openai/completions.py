@@ -9,7 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from mlx_paged.engine.prompts import check_token_ids, encode_prompt
+from mlx_paged.engine.prompts import encode_prompt
 from mlx_paged.errors import shown
 from mlx_paged.request import CompletionOutput, RequestOutput
 from mlx_paged.sampling_params import SamplingParams
@@ -34,6 +34,7 @@ from mlx_paged.server.openai.options import (
 from mlx_paged.server.prompt_length import MAX_PROMPT_TOKENS
 from mlx_paged.server.sampling_fields import MAX_TOKEN_IDS, read_sampling
 from mlx_paged.server.service import Service
+from mlx_paged.token_ids import check_token_ids
 
 MAX_PROMPTS = 1024
 MAX_CHOICES = 1024  # prompts times completions
@@ -69,7 +70,7 @@ async def completions(request: Request, fields: Fields) -> Response:
     """How the prompts go on, whole or in parts."""
     service: Service = request.app.state.service
     user = user_of(request)
-    body, encoded = await service.prepare(user, _prepared, service, fields)
+    body, encoded = await service.run_in_tokenizer_pool(user, _prepared, service, fields)
     salt = cache_salt_of(request, body.cache_salt)
     no_store = no_store_of(request, body.no_store)
     generations = [
@@ -160,7 +161,7 @@ def read_prompts(fields: Fields) -> list[Prompt]:
 
 def encode_all(work: Work, service: Service, body: CompletionBody) -> list[list[int]]:
     """The tokens of the prompts. It takes long for long prompts, so call it with
-    :meth:`Service.prepare`.
+    :meth:`Service.run_in_tokenizer_pool`.
 
     Raises:
         ApiError: a prompt that can't be encoded, or prompts that are too long together; 400.

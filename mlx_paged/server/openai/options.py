@@ -64,7 +64,7 @@ def read_options(fields: Fields, service: Service) -> Options:
     """What the body says beside its prompt and sampling.
 
     Raises:
-        ApiError: 404 for a model that there is not, and else 400.
+        ApiError: 404 for an unknown model, and else 400.
     """
     is_streamed = fields.boolean("stream", False)
     has_usage = has_usage_always = False

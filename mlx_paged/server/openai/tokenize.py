@@ -5,7 +5,6 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from mlx_paged.engine.prompts import check_token_ids
 from mlx_paged.server.callers import user_of
 from mlx_paged.server.chat_jobs import ChatJob, prepare
 from mlx_paged.server.fair_threads import Work
@@ -16,12 +15,15 @@ from mlx_paged.server.openai.messages import read_messages, read_tools
 from mlx_paged.server.openai.options import read_model
 from mlx_paged.server.sampling_fields import MAX_TOKEN_IDS
 from mlx_paged.server.service import Service
+from mlx_paged.token_ids import check_token_ids
 
 
 async def tokenize(request: Request, fields: Fields) -> Response:
     """The tokens of a text, or of a conversation as the chat template writes it."""
     service: Service = request.app.state.service
-    token_ids, names = await service.prepare(user_of(request), _tokens, request, fields)
+    token_ids, names = await service.run_in_tokenizer_pool(
+        user_of(request), _tokens, request, fields
+    )
     return JSONResponse(
         {
             "count": len(token_ids),
@@ -65,7 +67,7 @@ def _conversation(work: Work, request: Request, fields: Fields) -> list[int]:
 async def detokenize(request: Request, fields: Fields) -> Response:
     """The text of tokens."""
     service: Service = request.app.state.service
-    text = await service.prepare(user_of(request), _text, service, fields)
+    text = await service.run_in_tokenizer_pool(user_of(request), _text, service, fields)
     return JSONResponse({"prompt": text})
 
 

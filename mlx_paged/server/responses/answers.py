@@ -47,10 +47,7 @@ class ResponseAnswer:
         self._num_tokens += len(completion.token_ids)
         self._reasoning_tokens.add(completion.token_ids)
         self._last = completion
-        events = self._reader.add(completion.text)
-        if completion.finish_reason is not None:
-            events += self._reader.finish(completion)
-        yield from self.items.add(events, self._logprobs_of(completion))
+        yield from self.items.add(self._reader.read(completion), self._logprobs_of(completion))
         if completion.finish_reason is not None:
             yield from self.items.finish(completion.finish_reason == "length")
 

@@ -105,7 +105,7 @@ def test_a_folder_that_goes_away_is_said_at_most_once(model: qwen3.Model, tmp_pa
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ask_many(engine, model, range(2, 6))
-        engine.cache.manager.reset_prefix_cache()
+        engine.manager.reset_prefix_cache()
         ask_many(engine, model, range(2, 6))
     (text,) = texts_of(caught)
     assert str(folder) in text and "in memory alone from now on" in text

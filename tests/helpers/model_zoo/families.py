@@ -8,6 +8,7 @@ Where a width of heads follows from ``hidden_size``, that stays, too.
 from __future__ import annotations
 
 from helpers.model_zoo.common import FULL, SLIDING, Config
+from helpers.model_zoo.full_size import FULL_SIZE
 
 CUT: Config = {
     "hidden_size": 128,
@@ -18,6 +19,7 @@ CUT: Config = {
     "vocab_size": 256,
 }
 
+# Of those that are among ``FULL_SIZE``, only what is cut besides.
 FAMILIES: dict[str, Config] = {
     "Llama-3.2-1B": {
         "model_type": "llama",
@@ -105,27 +107,7 @@ FAMILIES: dict[str, Config] = {
         "rope_theta": 1000000.0,
         "rope_local_base_freq": 10000.0,
     },
-    "gpt-oss-20b": {
-        "model_type": "gpt_oss",
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "sliding_window": 128,
-        "layer_types": [SLIDING, FULL],
-        "num_local_experts": 32,
-        "num_experts_per_tok": 4,
-        "intermediate_size": 32,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 150000,
-        "rope_scaling": {
-            "rope_type": "yarn",
-            "factor": 32.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "truncate": False,
-            "original_max_position_embeddings": 4096,
-        },
-    },
+    "gpt-oss-20b": {"layer_types": [SLIDING, FULL], "intermediate_size": 32},
     "Phi-4-mini": {
         "model_type": "phi3",
         "hidden_size": 3072,
@@ -143,57 +125,8 @@ FAMILIES: dict[str, Config] = {
         },
         "tie_word_embeddings": True,
     },
-    "DeepSeek-V3": {
-        "model_type": "deepseek_v3",
-        "num_attention_heads": 128,
-        "num_key_value_heads": 128,
-        "q_lora_rank": 64,  # of 1536
-        "kv_lora_rank": 512,
-        "qk_rope_head_dim": 64,
-        "qk_nope_head_dim": 128,
-        "v_head_dim": 128,
-        "n_routed_experts": 256,
-        "num_experts_per_tok": 8,
-        "n_shared_experts": 1,
-        "n_group": 8,
-        "topk_group": 4,
-        "routed_scaling_factor": 2.5,
-        "first_k_dense_replace": 1,
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 163840,
-        "rope_theta": 10000.0,
-        "rope_scaling": {
-            "type": "yarn",
-            "factor": 40,
-            "beta_fast": 32,
-            "beta_slow": 1,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "original_max_position_embeddings": 4096,
-        },
-    },
-    "GLM-4.5-Air": {
-        "model_type": "glm4_moe",
-        "num_attention_heads": 96,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "partial_rotary_factor": 0.5,
-        "use_qk_norm": False,
-        "attention_bias": True,
-        "n_routed_experts": 128,
-        "num_experts_per_tok": 8,
-        "n_shared_experts": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.0,
-        "first_k_dense_replace": 1,
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 131072,
-        "rope_theta": 1000000.0,
-        "rope_scaling": None,
-        "tie_word_embeddings": False,
-    },
+    "DeepSeek-V3": {"q_lora_rank": 64, "first_k_dense_replace": 1},
+    "GLM-4.5-Air": {},
     "granite-3.3-2b": {
         "model_type": "granite",
         "hidden_size": 2048,
@@ -233,31 +166,12 @@ FAMILIES: dict[str, Config] = {
         "tie_word_embeddings": False,
     },
     "Qwen3-Next-80B-A3B": {
-        "model_type": "qwen3_next",
         "num_hidden_layers": 4,  # the fourth has attention
-        "full_attention_interval": 4,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 2,
-        "head_dim": 256,
-        "partial_rotary_factor": 0.25,
-        "linear_num_value_heads": 32,
-        "linear_num_key_heads": 16,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_conv_kernel_dim": 4,
-        "num_experts": 512,
-        "num_experts_per_tok": 10,
         "moe_intermediate_size": 16,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "norm_topk_prob": True,
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 262144,
-        "rope_theta": 10000000.0,
     },
 }
 
 
 def family_config(name: str) -> Config:
     """What its ``config.json`` would say, cut."""
-    return CUT | FAMILIES[name]
+    return FULL_SIZE.get(name, {}) | CUT | FAMILIES[name]

@@ -350,13 +350,13 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path, demo_parts):
 
 
 def test_a_file_says_how_it_wants_to_be_sampled(tmp_path, demo):
-    assert read_sampling_defaults(demo).temperature is None
+    assert read_sampling_defaults(demo).get("temperature") is None
     keys = {"temp": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.0}
     file = write_demo(
         tmp_path / "x.gguf", **{f"general.sampling.{name}": value for name, value in keys.items()}
     )
     defaults = read_sampling_defaults(file)
-    assert vars(defaults) == {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.0}
+    assert defaults == {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.0}
     file = write_demo(tmp_path / "y.gguf", **{"general.sampling.top_p": 1.5})
     with pytest.raises(ArgumentError, match=r"top_p in .*y.gguf must be a number within 0..1"):
         read_sampling_defaults(file)

@@ -24,10 +24,12 @@ from helpers.gguf_files import (
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from mlx_paged import LLM, ModelRunner, SamplingParams, demo_model_path, load, make_kv_cache
+from mlx_paged import LLM, SamplingParams, demo_model_path, load, make_kv_cache
+from mlx_paged.cache import Sequences
 from mlx_paged.loading.gguf import load_gguf
 from mlx_paged.models import qwen3
 from mlx_paged.models.mlx_lm.packed import PackedModel
+from mlx_paged.models.run_step import run_step
 
 # "Repeat: warm tapole", in the demo model's tokens.
 TOKENS = [1, 580, 269, 4, 566, 995, 941, 263, 363, 958, 300, 2, 4, 1, 316, 959, 261, 961, 285, 4]
@@ -55,8 +57,8 @@ def nothing_is_said(recwarn):
 
 
 def logits_of(model: nn.Module) -> mx.array:
-    runner = ModelRunner(model, make_kv_cache(model))
-    return runner.run({"s": TOKENS})[0]
+    seqs = Sequences(make_kv_cache(model))
+    return run_step(model, seqs, {"s": TOKENS})[0]
 
 
 def dense_weights(model: nn.Module) -> dict[str, mx.array]:

@@ -23,17 +23,18 @@ from helpers.dense_models import (
 from helpers.engine_runs import assert_nothing_held, greedy, make_engine, prompt, run
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
+from mlx_paged.cache import Sequences
 from mlx_paged.cache.paged import PagedLayerKV
 from mlx_paged.core import BlockTableError, KVCacheManager
 from mlx_paged.engine import engine as engine_room
 from mlx_paged.engine.drafts import PromptLookup
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.model_runner import ModelRunner
 from mlx_paged.engine.speculation import Speculation
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models.kv_cache import make_kv_cache
 from mlx_paged.models.mlx_lm import UnsuitableModelError, adapt
 from mlx_paged.models.mlx_lm.dense import MAX_UNWANTED_ROWS, DenseModel
+from mlx_paged.models.run_step import run_step
 
 
 def ragged(name: str, **options: Any) -> Engine:
@@ -67,7 +68,7 @@ def test_requests_side_by_side_get_the_tokens_of_mlx_lm(name: str, ahead: bool):
     expected = {n: [greedy_answer(name, tokens, 10)] for n, tokens in prompts.items()}
     assert answers(engine) == expected
     assert_nothing_held(engine)
-    assert not engine.cache.manager.states
+    assert not engine.manager.states
 
 
 @pytest.mark.parametrize("keeps_wanted_rows", [True, False])
@@ -112,10 +113,11 @@ def test_logits_of_all_tokens_are_those_of_mlx_lm(name: str):
     stock = make_prompt_cache(model)
     expected, found = [], []
     cache = make_kv_cache(dense_model(name), block_size=8, kv_cache_bytes="40blocks")
+    seqs = Sequences(cache)
     for begin, end in ((0, 1), (1, 30), (30, 31), (31, 70)):
         part = mx.array(tokens[begin:end])
         expected.append(model(part[None], cache=stock)[0])
-        with cache.step({"a": end - begin}):
+        with seqs.step({"a": end - begin}):
             found.append(dense_model(name)(part, cache.layers))
             mx.eval(found[-1], cache.arrays)
     error = mx.abs(mx.concatenate(found) - mx.concatenate(expected)).max().item()
@@ -286,7 +288,7 @@ def test_blocks_behind_a_window_go_back_to_the_pool(name: str):
     held = []
     while engine.has_unfinished_requests():
         (output,) = engine.step() or [None]
-        tables = engine.cache.manager.groups.get(("a", 0))
+        tables = engine.manager.groups.get(("a", 0))
         held.append(0 if tables is None else min(map(len, tables)))
     assert output.outputs[0].token_ids == greedy_answer(name, tokens, 20)
     # 24 tokens of a window, a chunk of 23 and what is left of two blocks.
@@ -302,10 +304,10 @@ def test_kv_in_few_bits_run_and_a_run_reads_what_was_stored(name: str):
     logits = {}
     for kv_format in (None, 8, 4):
         cache = make_kv_cache(model, kv_cache_bytes="40blocks", kv_format=kv_format)
-        runner = ModelRunner(model, cache)
-        whole = runner.run({"whole": tokens})
-        runner.run({"cut": tokens[:33]})
-        assert relative_error(runner.run({"cut": tokens[33:]}), whole) < 1e-4
+        seqs = Sequences(cache)
+        whole = run_step(model, seqs, {"whole": tokens})
+        run_step(model, seqs, {"cut": tokens[:33]})
+        assert relative_error(run_step(model, seqs, {"cut": tokens[33:]}), whole) < 1e-4
         logits[kv_format] = whole
     assert 0 < 4 * relative_error(logits[8], logits[None]) < relative_error(logits[4], logits[None])
 
@@ -320,19 +322,19 @@ def relative_error(logits: mx.array, expected: mx.array) -> float:
 def test_a_body_that_raises_leaves_the_state_before_the_step():
     model = dense_model("falcon_h1")
     cache = make_kv_cache(model, block_size=8, kv_cache_bytes="40blocks")
-    runner = ModelRunner(model, cache)
+    seqs = Sequences(cache)
     tokens = prompt(30)
-    runner.run({"a": tokens[:20]})
-    with pytest.raises(ZeroDivisionError), cache.step({"a": 5, "b": 3}) as step:
+    run_step(model, seqs, {"a": tokens[:20]})
+    with pytest.raises(ZeroDivisionError), seqs.step({"a": 5, "b": 3}) as step:
         mx.eval(model(mx.array(tokens[20:28]), cache.layers, step.logit_rows))
         raise ZeroDivisionError
-    assert cache.seq_len("a") == 20 and cache.seqs == ["a"]
-    cache.fork("a", "b")
-    found = [runner.run({"a": tokens[20:]}), runner.run({"b": tokens[20:]})]
-    expected = ModelRunner(model, make_kv_cache(model, kv_cache_bytes="40blocks"))
+    assert seqs.seq_len("a") == 20 and list(seqs) == ["a"]
+    seqs.fork("a", "b")
+    found = [run_step(model, seqs, {"a": tokens[20:]}), run_step(model, seqs, {"b": tokens[20:]})]
+    expected = Sequences(make_kv_cache(model, kv_cache_bytes="40blocks"))
     for logits in found:
-        assert mx.allclose(logits, expected.run({"a": tokens}), atol=1e-4)
-        expected.cache.free("a")
+        assert mx.allclose(logits, run_step(model, expected, {"a": tokens}), atol=1e-4)
+        expected.free("a")
 
 
 def test_an_interrupt_behind_the_new_states_leaves_those_before_the_step(
@@ -341,56 +343,60 @@ def test_an_interrupt_behind_the_new_states_leaves_those_before_the_step(
     """The states of all sequences of the step are there already when it comes."""
     model = dense_model("falcon_h1")
     cache = make_kv_cache(model, block_size=8, kv_cache_bytes="40blocks")
-    cache.keep_checkpoints(4)
-    runner, tokens, other = ModelRunner(model, cache), prompt(40), prompt(20, 1)
-    runner.run({"a": tokens[:20], "b": other[:9]})
-    before = cache.manager.states.snapshot()
+    seqs, tokens, other = Sequences(cache), prompt(40), prompt(20, 1)
+    assert seqs.manager.states is not None
+    seqs.manager.states.num_checkpoints = 4
+    run_step(model, seqs, {"a": tokens[:20], "b": other[:9]})
+    before = seqs.manager.states.snapshot()
     put = KVCacheManager.put_states
 
     def interrupted(*args: Any) -> None:
         put(*args)
-        assert cache.manager.states.snapshot()["a"].num_tokens == 25
+        assert seqs.manager.states.snapshot()["a"].num_tokens == 25
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr(KVCacheManager, "put_states", interrupted)
-        with pytest.raises(KeyboardInterrupt), cache.step({"a": 5, "b": 7, "c": 3}) as step:
+        with pytest.raises(KeyboardInterrupt), seqs.step({"a": 5, "b": 7, "c": 3}) as step:
             new_tokens = [*tokens[20:25], *other[9:16], *other[:3]]
             mx.eval(model(mx.array(new_tokens), cache.layers, step.logit_rows))
-    assert [cache.seq_len(seq) for seq in cache.seqs] == [20, 9] and cache.seqs == ["a", "b"]
-    after = cache.manager.states.snapshot()
+    assert [seqs.seq_len(seq) for seq in seqs] == [20, 9] and list(seqs) == ["a", "b"]
+    after = seqs.manager.states.snapshot()
     assert after.keys() == before.keys()
     assert all(after[seq] is before[seq] for seq in before)
-    assert not cache.manager.states.pending("a")
+    assert not seqs.manager.states.pending("a")
     alone = make_kv_cache(model, block_size=8, kv_cache_bytes="40blocks")
-    expected = ModelRunner(model, alone).run({"a": tokens, "b": other})
-    assert mx.allclose(runner.run({"a": tokens[20:], "b": other[9:]}), expected, atol=1e-4)
+    expected = run_step(model, Sequences(alone), {"a": tokens, "b": other})
+    assert mx.allclose(
+        run_step(model, seqs, {"a": tokens[20:], "b": other[9:]}), expected, atol=1e-4
+    )
 
 
 def test_a_state_cannot_be_cut_nor_made_from_rows():
     model = dense_model("falcon_h1")
     cache = make_kv_cache(model, block_size=8, kv_cache_bytes="40blocks")
-    ModelRunner(model, cache).run({"a": prompt(20)})
+    seqs = Sequences(cache)
+    run_step(model, seqs, {"a": prompt(20)})
     with pytest.raises(BlockTableError, match="a recurrent state of 20 tokens, which can't be cut"):
-        cache.trim("a", 12)
-    assert cache.seq_len("a") == 20
+        seqs.trim("a", 12)
+    assert seqs.seq_len("a") == 20
     rows = np.zeros((1, 2, 32), np.float32)
     with pytest.raises(ValueError, match="rows of K/V can't be appended or restored alone"):
-        cache.append("a", [mx.array(rows)] * 2, [mx.array(rows)] * 2)
-    assert cache.seq_len("a") == 20
-    cache.trim("a", 0)
-    cache.free("a")
-    assert len(cache.manager.states) == 0
+        seqs.append("a", [mx.array(rows)] * 2, [mx.array(rows)] * 2)
+    assert seqs.seq_len("a") == 20
+    seqs.trim("a", 0)
+    seqs.free("a")
+    assert len(seqs.manager.states) == 0
 
 
 def test_a_state_keeps_no_more_memory_than_its_size():
     """The end of a convolution's input is a view of all of it."""
     model = dense_model("mamba2")
     cache = make_kv_cache(model, block_size=64, kv_cache_bytes="100blocks")
-    runner = ModelRunner(model, cache)
-    runner.run({"warm": prompt(2000)})
+    seqs = Sequences(cache)
+    run_step(model, seqs, {"warm": prompt(2000)})
     before = mx.get_active_memory()
-    runner.run({"a": prompt(2000)})
+    run_step(model, seqs, {"a": prompt(2000)})
     grown = mx.get_active_memory() - before
     # Arrays share a buffer that is up to 16 KB larger; the input is 1 MB for each layer.
     assert grown < model.state_nbytes + 4 * 2**14 + 2**14

@@ -6,8 +6,8 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from helpers.full_size_configs import FULL_SIZE
 from helpers.model_zoo import ARCHITECTURES, config_of, make
+from helpers.model_zoo.full_size import FULL_SIZE
 from mlx.nn import Module
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from helpers.model_zoo.common import FULL, SLIDING, Config
 
-FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
-
-FULL_SIZE: dict[str, dict[str, Any]] = {
+FULL_SIZE: dict[str, Config] = {
     "Llama-3.1-70B": {
         "model_type": "llama",
         "hidden_size": 8192,

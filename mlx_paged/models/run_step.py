@@ -1,0 +1,57 @@
+"""``run_step``: a model on the sequences of a cache, without an engine."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+
+from mlx_paged.argument_values import kind_of
+from mlx_paged.cache import AnySeqId, Sequences
+from mlx_paged.errors import shown
+from mlx_paged.models.language_model import check_model
+from mlx_paged.token_ids import TokenIds, check_token_ids
+
+
+def run_step(
+    model: Module,
+    sequences: Sequences,
+    batch: Mapping[AnySeqId, TokenIds],
+    num_logit_rows: Sequence[int] | None = None,
+) -> mx.array:
+    """Run the new tokens of each sequence, in the mapping's order: whole prompts, chunks of them
+    and single tokens of any sequences.
+
+    Args:
+        model: as :func:`mlx_paged.load` returns it.
+        sequences: of a cache of the model.
+        batch: new token ids per sequence, at least one each.
+        num_logit_rows: of how many of its last tokens each sequence wants logits; 1 by default.
+
+    Returns:
+        The logits, ``[sum(num_logit_rows), vocab_size]``, evaluated.
+
+    Raises:
+        CacheFullError: the budget can't hold the new tokens; nothing was changed.
+        ValueError: no sequence, one without tokens, or a token that the model does not have;
+            nothing was changed.
+    """
+    checked, cache = check_model(model), sequences.cache
+    if not isinstance(batch, Mapping):
+        raise ValueError(
+            f"[run] batch must be a mapping of sequences to their new tokens, got {kind_of(batch)}"
+        )
+    new_tokens = {
+        seq: check_token_ids(ids, checked.args.vocab_size, f"batch[{shown(seq)}]")
+        for seq, ids in batch.items()
+    }
+    num_new_tokens = {seq: len(ids) for seq, ids in new_tokens.items()}
+    with sequences.step(num_new_tokens, num_logit_rows) as step:
+        tokens = mx.array(list(itertools.chain.from_iterable(new_tokens.values())))
+        logits = checked(tokens, cache.layers, step.logit_rows)
+        # A step that is built before this one is evaluated would find a reader of the slabs in
+        # flight, and each of its writes would copy a slab.
+        mx.eval(logits, cache.arrays)
+    return logits
