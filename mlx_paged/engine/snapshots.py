@@ -205,17 +205,17 @@ class Snapshots:
         self.check()
         return hold(PromptCacheFile(path, self._model, self._cache), self._cache, swap_space)
 
-    def put(self, land: Callable[[], None], prefix: Prefix) -> Exception | None:
+    def put(self, process_output: Callable[[], None], prefix: Prefix) -> Exception | None:
         """Put K/V into the prefix cache.
 
         Args:
-            land: waits for the step in flight.
+            process_output: waits for the step in flight.
 
         Returns:
             What was raised (a :class:`CacheFullError`, or the file has changed meanwhile); the
             bookkeeping is then as it was.
         """
-        land()
+        process_output()
         try:
             load_prefix(self.check(), prefix.tier, prefix.headers)
         except Exception as error:
