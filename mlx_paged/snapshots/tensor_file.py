@@ -15,6 +15,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -45,9 +46,9 @@ class TensorInfo:
 
     def offset(self, head: int, row: int) -> int:
         """Of a row of an array ``[num_heads, num_rows, width]``, in bytes."""
-        return self.nbytes // self.shape[0] * head + self.row_nbytes * row
+        return (head * self.shape[1] + row) * self.row_nbytes
 
-    @property
+    @cached_property
     def row_nbytes(self) -> int:
         return self.shape[2] * ITEMSIZES[self.dtype]
 
