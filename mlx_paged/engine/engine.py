@@ -419,8 +419,7 @@ class Engine:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached K/V; False, and nothing has changed, while requests run."""
         self._refuse_reentry("reset_prefix_cache")
-        reset = self.scheduler.reset_prefix_cache
-        reset = partial(self._on_all_ranks, "reset_prefix_cache", reset)
+        reset = partial(self._on_all_ranks, "reset_prefix_cache", self.scheduler.reset_prefix_cache)
         with self._step_lock: return self._changed(reset)  # noqa: E701  # fmt: skip
 
     def save_snapshot(

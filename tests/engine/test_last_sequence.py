@@ -89,3 +89,16 @@ def test_the_memory_held_stays_within_the_budget(model: qwen3.Model):
         engine.step()
         assert engine.cache.nbytes_held <= budget
     assert engine.stats().num_preemptions > 0
+
+
+def test_a_reset_of_the_prefix_cache_forgets_the_last_sequence(model: qwen3.Model):
+    engine, told = make_engine(model, kv="basic"), prompt(40)
+    for num_held in (0, 32):
+        assert answer(engine, told).num_cached_tokens == num_held
+    engine.add_request("b", told, greedy(20))
+    engine.step()
+    assert not engine.reset_prefix_cache()
+    run(engine)
+    assert engine.reset_prefix_cache()
+    output = answer(engine, told)
+    assert output.num_cached_tokens == 0 and output.outputs[0].token_ids == stock_tokens(told)
