@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -64,6 +65,8 @@ def against(repository: Path, *arguments: str) -> subprocess.CompletedProcess[st
         text=True,
         env=os.environ | {"TMPDIR": str(temporary)},
         timeout=300,
+        # Where SIGINT is ignored from above, as behind a script's &, this test is not of that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert not list(temporary.glob("mlx-paged-against-*"))
     return done

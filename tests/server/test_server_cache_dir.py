@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -179,6 +180,7 @@ def test_users_find_their_own_prompts_after_a_restart_and_a_failure_is_a_line_of
             url = f"{program.url}/v1/completions"
             answer = httpx.post(url, json=body, headers=headers, timeout=60)
             assert answer.status_code == 200, json.dumps(answer.json())
+            time.sleep(0.5)  # A thread writes; what fails is said in the step after that.
         program.signal(signal.SIGTERM)
         assert program.end() == 0
     said = [line for line in program.said if "in memory alone from now on" in line]
