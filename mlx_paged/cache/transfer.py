@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 from mlx_paged.cache.paged import PagedKVCache
-from mlx_paged.core import BlockHash, KVCacheBlock
+from mlx_paged.core import BlockHash, BlockPool, KVCacheBlock
 from mlx_paged.core.tier import BlockHeader, Tier
 from mlx_paged.errors import CacheFullError
 
@@ -79,7 +79,6 @@ def load_prefix(cache: PagedKVCache, tier: Tier, headers: Sequence[BlockHeader])
             there.append(block)
     # Held, so that none of them is evicted for the others; and given back as the newest.
     pool.touch(there)
-    new: list[KVCacheBlock] = []
     try:
         cache.make_room(len(missing))
         if len(missing) > pool.num_free_blocks:
@@ -89,12 +88,29 @@ def load_prefix(cache: PagedKVCache, tier: Tier, headers: Sequence[BlockHeader])
                 f"blocks of {cache.config.block_size}, and {pool.num_free_blocks} of the budget's "
                 f"{cache.config.num_blocks} are free; raise kv_cache_bytes"
             )
-        new = pool.get_new_blocks(len(missing)) or []
-        ids = [block.block_id for block in new]
-        load_blocks(cache, tier, list(zip(missing, ids, strict=True)))
-        hashes = [BlockHash(header.block_hash) for header in missing]
-        pool.cache_full_blocks(new, hashes, 0, len(new))
+        put_cached_blocks(
+            pool,
+            [BlockHash(header.block_hash) for header in missing],
+            lambda ids: load_blocks(cache, tier, list(zip(missing, ids, strict=True))),
+        )
     finally:
-        for blocks in (new, there):
-            pool.free_blocks(reversed(blocks))
+        pool.free_blocks(reversed(there))
     return len(missing)
+
+
+def put_cached_blocks(
+    pool: BlockPool, block_hashes: Sequence[BlockHash], fill: Callable[[list[int]], None]
+) -> None:
+    """Take free blocks of the pool and put them into the prefix index, where requests find them.
+
+    Args:
+        block_hashes: of the blocks, for which the pool has as many free ones.
+        fill: writes them, given their ids. What it raises leaves the index as it was.
+    """
+    blocks = pool.get_new_blocks(len(block_hashes)) or []
+    try:
+        fill([block.block_id for block in blocks])
+        pool.cache_full_blocks(blocks, block_hashes, 0, len(blocks))
+    finally:
+        # The tail first, as a sequence gives back its own.
+        pool.free_blocks(reversed(blocks))

@@ -19,6 +19,7 @@ from mlx_paged.block_store import BlockReader, BlockWriter, Fingerprint
 from mlx_paged.block_store.reader import ReadBlock
 from mlx_paged.block_store.writer import SECONDS_AT_EXIT
 from mlx_paged.cache import KVCache, LayerSpec, PagedKVCache
+from mlx_paged.cache.transfer import put_cached_blocks
 from mlx_paged.core import KEEP_ALL, AbsentBlock, BlockHash, Retention, group_hashes
 from mlx_paged.core.tier import BlockHeader, Tier
 from mlx_paged.engine.batch import Batch
@@ -300,23 +301,17 @@ class DiskTier:
         self._cache.make_room(len(absent))
         num_blocks = min(len(absent), pool.num_free_blocks)
         hashes, contents = list(absent)[:num_blocks], list(absent.values())[:num_blocks]
-        blocks = pool.get_new_blocks(num_blocks)
-        if not blocks:
+        if not hashes:
             return
+        payloads = [content.payload for content in contents]
         try:
-            self._cache.write_blocks(
-                group,
-                [block.block_id for block in blocks],
-                [content.payload for content in contents],
+            put_cached_blocks(
+                pool, hashes, lambda ids: self._cache.write_blocks(group, ids, payloads)
             )
-            pool.cache_full_blocks(blocks, hashes, 0, num_blocks)
         except RuntimeError as error:  # MLX's, when memory runs out
             self.store.fail(f"what was read can't be used: {reason(error)}")
             self._report_failure()
             return
-        finally:
-            # The tail first, as a sequence gives back its own.
-            pool.free_blocks(reversed(blocks))
         if group == 0:
             self._num_read_tokens += num_blocks * self._block_size
             for content in contents:

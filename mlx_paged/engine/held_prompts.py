@@ -46,7 +46,8 @@ def hold(file: PromptCacheFile, cache: KVCache, swap_space: SwapSpace) -> HeldPr
     prompt = HeldPrompt([STAND_IN] * file.num_tokens, f"prompt cache {secrets.token_hex()}")
     held = SequenceTables([TableState(len(headers), 0, file.num_tokens)])
     swap_space.hold(prompt.cache_salt, held)
-    for header, stored in zip(headers, swap_space.headers(prompt.cache_salt, 0), strict=True):
+    (stored_as,) = swap_space.headers(prompt.cache_salt)
+    for header, stored in zip(headers, stored_as, strict=True):
         swap_space.tier.store(stored, loaded(tier, header))
     return prompt
 

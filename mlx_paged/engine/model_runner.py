@@ -135,16 +135,17 @@ class ModelRunner:
         if isinstance(transfer, ShiftKeys):
             cache.shift_keys(transfer.group, transfer.shift)
         elif isinstance(transfer, SwapOut):
-            for group, block_ids in enumerate(transfer.block_ids):
-                headers = self._swap_space.headers(transfer.seq_id, group)
-                blocks = list(zip(headers, block_ids, strict=True))
-                store_blocks(cache, self._swap_space.tier, blocks)
+            groups = zip(self._swap_space.headers(transfer.seq_id), transfer.block_ids, strict=True)
+            blocks = [pair for group in groups for pair in zip(*group, strict=True)]
+            store_blocks(cache, self._swap_space.tier, blocks)
         else:
-            for load in transfer.loads:
-                headers = self._swap_space.headers(transfer.name, load.group)
-                wanted = [headers[index] for index in load.indices]
-                blocks = list(zip(wanted, load.block_ids, strict=True))
-                load_blocks(cache, self._swap_space.tier, blocks)
+            headers = self._swap_space.headers(transfer.name)
+            blocks = [
+                (headers[load.group][index], block_id)
+                for load in transfer.loads
+                for index, block_id in zip(load.indices, load.block_ids, strict=True)
+            ]
+            load_blocks(cache, self._swap_space.tier, blocks)
             self._swap_space.release(transfer.name)
 
 

@@ -105,8 +105,8 @@ class Snapshots:
         """Write what the prefix cache holds of a conversation to a safetensors file; returns of how
         many tokens that is.
 
-        The file is written aside, then renamed. Only another snapshot is overwritten. A copy of one
-        block is all the memory that it takes.
+        The file is written aside, then renamed. Only another snapshot is overwritten. A copy of
+        some blocks, 8 MiB of them, is all the memory that it takes.
 
         Args:
             token_ids: of the conversation: a prompt and its answer.
@@ -225,7 +225,9 @@ class Snapshots:
     def _prefix(
         self, file: SnapshotFile | PromptCacheFile, token_ids: list[int], cache_salt: str | None
     ) -> Prefix:
-        headers = prefix_headers(self._cache.config, token_ids, _keys(cache_salt))
+        config = self._cache.config
+        hashes = hash_token_blocks(token_ids, config.block_size, _keys(cache_salt))
+        headers = prefix_headers(config, token_ids, hashes)
         return Prefix(token_ids, headers, file.tier(headers))
 
     def _find(
@@ -236,9 +238,9 @@ class Snapshots:
         Raises:
             ArgumentError: the token ids are none, or not even a block of them is cached.
         """
-        cache, block_size = self._cache, self._cache.config.block_size
-        token_ids, keys = check_token_ids(token_ids), _keys(cache_salt)
-        hashes = hash_token_blocks(token_ids, block_size, keys)
+        config, block_size = self._cache.config, self._cache.config.block_size
+        token_ids = check_token_ids(token_ids)
+        hashes = hash_token_blocks(token_ids, block_size, _keys(cache_salt))
         computed = self._manager.get_computed_blocks(hashes, len(hashes) * block_size + 1)
         if not computed.num_tokens:
             raise ArgumentError(
@@ -246,9 +248,9 @@ class Snapshots:
                 f"which holds whole blocks of {block_size}",
                 "token_ids",
             )
-        found = token_ids[: computed.num_tokens]
+        headers = prefix_headers(config, token_ids, hashes[: computed.num_tokens // block_size])
         ids = [block.block_id for block in computed.blocks]
-        return found, list(zip(prefix_headers(cache.config, found, keys), ids, strict=True))
+        return token_ids[: computed.num_tokens], list(zip(headers, ids, strict=True))
 
 
 def _keys(cache_salt: str | None) -> tuple[str, ...]:

@@ -142,19 +142,22 @@ class SwapSpace:
     def _keep(self, name: SwapName, held: SequenceTables) -> None:
         self._held[name], self._owners[name] = held, os.urandom(16)
 
-    def headers(self, name: SwapName, group: int) -> list[BlockHeader]:
-        """Of the blocks of a group of layers, in their order."""
-        table, owner = self._held[name].tables[group], self._owners[name]
+    def headers(self, name: SwapName) -> list[list[BlockHeader]]:
+        """Of the blocks of each group of layers, in their order."""
+        owner = self._owners[name]
         return [
-            BlockHeader(private_key(owner, group, index), group=group)
-            for index in range(table.num_blocks + table.num_sinks)
+            [
+                BlockHeader(private_key(owner, group, index), group=group)
+                for index in range(table.num_blocks + table.num_sinks)
+            ]
+            for group, table in enumerate(self._held[name].tables)
         ]
 
     def release(self, name: SwapName) -> None:
         """Forget a sequence's K/V, if there are any. What is held for a salt stays."""
         if name in self._held and name not in self._is_shared:
-            for group in range(len(self._held[name].tables)):
-                self.tier.discard([header.block_hash for header in self.headers(name, group)])
+            for headers in self.headers(name):
+                self.tier.discard([header.block_hash for header in headers])
             del self._held[name], self._owners[name]
 
     def clear(self) -> None:

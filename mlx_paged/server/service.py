@@ -55,8 +55,9 @@ class Service:
         template_options: variables of the chat template, where a request does not say.
         created: when the server started, in seconds since the epoch.
         kept_answers: the last answers, so that conversations that come back hit the cache.
-        admit: holds places in the queue for so many sequences until their request begins; raises an
-            :class:`ApiError` where there are none. By default there is no limit.
+        admit: given a number of sequences, holds as many places in the queue until their request
+            begins; raises an :class:`ApiError` where the queue is full. By default there is no
+            limit.
         logs_cache: whether a line says for each prompt why no more of it was cached.
         shows_cache_texts: whether ``/v1/cache`` may show a user pieces of their prompts.
         first_part_seconds: how long a stream waits for its first part, so that an error is one of

@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_paged.cache import KVCacheConfig, RowFormat
-from mlx_paged.core import ExtraKey, Retention, group_hashes, hash_token_blocks
+from mlx_paged.core import BlockHash, Retention, group_hashes
 from mlx_paged.core.tier import BlockHeader, Payload, Tier, private_key
 from mlx_paged.ops import Parts
 from mlx_paged.snapshots.tensor_file import RowArrays
@@ -165,12 +165,15 @@ def sequence_headers(config: KVCacheConfig, num_tokens: int) -> list[BlockHeader
 
 
 def prefix_headers(
-    config: KVCacheConfig, token_ids: Sequence[int], extra_keys: tuple[ExtraKey, ...]
+    config: KVCacheConfig, token_ids: Sequence[int], block_hashes: Sequence[BlockHash]
 ) -> list[BlockHeader]:
-    """Of the whole blocks of a prefix that each group of layers keeps, under their hashes."""
+    """Of the blocks of a prefix that each group of layers keeps, under their hashes.
+
+    Args:
+        block_hashes: of the whole blocks of the prefix, with which the token ids begin.
+    """
     block_size, headers = config.block_size, []
-    block_hashes = hash_token_blocks(token_ids, block_size, extra_keys)
-    for group, retention in enumerate(each.retention for each in config.groups):
+    for group, retention in enumerate(config.retentions):
         hashes = group_hashes(block_hashes, group)
         for index in retention.kept_blocks(len(hashes), block_size):
             begin = index * block_size

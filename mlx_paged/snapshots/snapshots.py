@@ -2,7 +2,7 @@
 
 A file is refused unless the model (by content), the block size, the dtype, the K/V format, the
 shapes of the layers and what they keep are those of the cache, and each of its bytes is as it was
-written. It is a :class:`Tier`: blocks are read and written one at a time.
+written. It is a :class:`Tier`, to which and from which blocks are copied some at a time.
 """
 
 from __future__ import annotations

@@ -95,14 +95,12 @@ def written_tensor_file(
         SnapshotError: the system refuses, or the disk is full; nothing was changed.
     """
     header = _header(metadata, tensors)
-    ends = list(
-        itertools.accumulate((info.nbytes for info in tensors.values()), initial=len(header))
-    )
+    *begins, end = _ends(tensors, len(header))
     with system_errors(file, "written"), replaced_file(file) as stream:
         stream.write(header)
         stream.flush()
-        yield TensorWriter(stream.fileno(), tensors, dict(zip(tensors, ends, strict=False)))
-        stream.truncate(ends[-1])
+        yield TensorWriter(stream.fileno(), tensors, dict(zip(tensors, begins, strict=True)))
+        stream.truncate(end)
         stream.seek(0)
         digest = _digest_of(stream, hashlib.sha256())
         stream.seek(_place_of_checksum(header))
@@ -112,13 +110,17 @@ def written_tensor_file(
 def _header(metadata: Mapping[str, str], tensors: Mapping[str, TensorInfo]) -> bytes:
     # First in the file, so that nothing in the metadata is taken for it.
     header: dict[str, Any] = {"__metadata__": {CHECKSUM: _PLACE, **metadata}}
-    end = 0
-    for name, info in tensors.items():
-        begin, end = end, end + info.nbytes
-        header[name] = {"dtype": info.dtype, "shape": info.shape, "data_offsets": [begin, end]}
+    offsets = itertools.pairwise(_ends(tensors, 0))
+    for (name, info), place in zip(tensors.items(), offsets, strict=True):
+        header[name] = {"dtype": info.dtype, "shape": info.shape, "data_offsets": place}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % _LENGTH.size)  # the arrays are aligned
     return _LENGTH.pack(len(text)) + text
+
+
+def _ends(tensors: Mapping[str, TensorInfo], begin: int) -> Iterator[int]:
+    """Where the arrays begin, one after the other, and where the last one ends."""
+    return itertools.accumulate((info.nbytes for info in tensors.values()), initial=begin)
 
 
 def _digest_of(stream: BinaryIO, digest: hashlib._Hash) -> str:

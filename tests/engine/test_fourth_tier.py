@@ -13,6 +13,7 @@ from helpers.engine_runs import ask, ask_alone, greedy, make_engine, prompt, run
 
 from mlx_paged.block_store import Fingerprint
 from mlx_paged.cache.transfer import load_prefix, store_blocks
+from mlx_paged.core import hash_token_blocks
 from mlx_paged.core.tier import BlockHeader, Payload, Tier
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models import qwen3
@@ -76,7 +77,7 @@ def test_a_restarted_engine_finds_its_blocks(model: qwen3.Model):
 def test_a_snapshot_finds_its_blocks(model: qwen3.Model):
     old, new, told, tier = make_engine(model), make_engine(model), prompt(100), DictTier()
     expected = ask(old, {"a": (told, greedy(20))})
-    headers = prefix_headers(old.cache.config, told[:96], ())
+    headers = prefix_headers(old.cache.config, told, hash_token_blocks(told, 16))
     store_blocks(old.cache, tier, list(zip(headers, old.cached_block_ids(told), strict=True)))
     assert load_prefix(new.cache, tier, headers) == len(tier.blocks) == 6
     assert new.cached_block_ids(told[:96]) and ask(new, {"a": (told, greedy(20))}) == expected

@@ -55,7 +55,7 @@ def test_a_space_of_no_blocks_never_swaps():
 
 def stored(space: SwapSpace, name: SwapName, content: bytes) -> list[BlockHeader]:
     """What a space keeps of a sequence, each block with this content."""
-    headers = space.headers(name, 0)
+    headers = space.headers(name)[0]
     for header in headers:
         space.tier.store(header, content)
     return headers
@@ -78,7 +78,7 @@ def test_contents_are_kept_until_they_are_released():
     space.release("c")
     assert space.num_used_blocks == 6
     # A name that comes again has other keys: nothing of the old one is found.
-    assert space.reserve("a", of(5)) and contents(space, space.headers("a", 0)) == {None}
+    assert space.reserve("a", of(5)) and contents(space, space.headers("a")[0]) == {None}
 
 
 def test_what_is_held_for_a_salt_stays_and_does_not_count():

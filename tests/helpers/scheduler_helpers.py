@@ -115,7 +115,7 @@ class SimulatedCache:
         for transfer in batch.transfers:
             if isinstance(transfer, SwapOut):
                 for group, ids in enumerate(transfer.block_ids):
-                    headers = swap_space.headers(transfer.seq_id, group)
+                    headers = swap_space.headers(transfer.seq_id)[group]
                     for header, block_id in zip(headers, ids, strict=True):
                         swap_space.tier.store(header, pickle.dumps(self.block(block_id)))
             elif isinstance(transfer, CopyBlocks):
@@ -125,7 +125,7 @@ class SimulatedCache:
                         self.rows[destination * self.block_size + offset] = row
             else:
                 for group, indices, block_ids in transfer.loads:
-                    headers = swap_space.headers(transfer.name, group)
+                    headers = swap_space.headers(transfer.name)[group]
                     assert indices[-1] == len(headers) - 1, (
                         "what was swapped out is swapped in to its end"
                     )
@@ -336,7 +336,7 @@ class FakeEngine:
             self.cache.check_context(request)
             assert request.num_computed_tokens < request.num_tokens
         keys = {
-            header.block_hash for name in swap_space._held for header in swap_space.headers(name, 0)
+            header.block_hash for name in swap_space._held for header in swap_space.headers(name)[0]
         }
         assert isinstance(swap_space.tier, HostMemory) and set(swap_space.tier._blocks) == keys
         assert set(swap_space._held) <= {request.seq_id for request in scheduler.waiting}
