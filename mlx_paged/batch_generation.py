@@ -251,6 +251,7 @@ class _Logprobs:
             known += read_floats(logprob)
 
     def _read(self, request: Request, number: int, row: mx.array) -> None:
+        mx.async_eval(row)  # in the thread that has made it
         self._rows[request.request_id, number] = row
 
 

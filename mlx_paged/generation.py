@@ -217,10 +217,12 @@ def _responses(
     first_token = 0.0
     num_shown = num_tokens = num_accepted = 0
     try:
-        while engine.has_unfinished_requests():
+        is_finished = False
+        while not is_finished:
             if progress is not None and not first_token:
                 progress(*engine.prompt_progress(request_id))
             for output in engine.step():
+                is_finished = bool(output.finished)
                 if output.error is not None:
                     raise output.error
                 now, answer = time.perf_counter(), output.outputs[0]
@@ -267,17 +269,15 @@ def _responses(
                 num_shown, num_tokens = len(text), num_generated
                 num_accepted = answer.num_accepted_tokens
     finally:
-        engine.abort(request_id)
-        # Nobody asks for the last output of a request that was cut short.
-        if engine.has_unfinished_requests():
-            engine.step()
+        engine.drop([request_id])
 
 
 def _as_mlx_lm(engine: Engine, answer: CompletionOutput) -> str:
     """The text so far, without the space that mlx-lm's detokenizers leave out."""
-    if engine.token_texts is None:
+    token_texts = engine.input_processor.token_texts
+    if token_texts is None:
         return answer.text
-    return engine.token_texts.without_first_space(answer.text, answer.token_ids)
+    return token_texts.without_first_space(answer.text, answer.token_ids)
 
 
 class _Logprobs:
@@ -286,18 +286,17 @@ class _Logprobs:
     """
 
     def __init__(self, engine: Engine):
-        self._rows: dict[int, mx.array] = {}  # logits by the number of the token, from 1
+        self._logprobs: dict[int, mx.array] = {}  # by the number of the token, from 1
         engine.read_rows(self._read)
 
     def _read(self, request: Request, number: int, row: mx.array) -> None:
-        self._rows[number] = row
+        logprobs = row - mx.logsumexp(row)  # as in mlx-lm, in this dtype
+        mx.async_eval(logprobs)
+        self._logprobs[number] = logprobs
 
     def pop(self, number: int) -> mx.array:
         """``[vocab_size]`` of a token. A step with drafts gives several at once."""
-        row = self._rows.pop(number)
-        logprobs = row - mx.logsumexp(row)  # as in mlx-lm, in this dtype
-        mx.async_eval(logprobs)
-        return logprobs
+        return self._logprobs.pop(number)
 
 
 def _stream(

@@ -21,7 +21,6 @@ from mlx_paged.engine.stats import EngineStats
 from mlx_paged.engine_options import EngineOptions
 from mlx_paged.errors import forget_frames, shown
 from mlx_paged.foreign_arguments import refuses_unknown_arguments
-from mlx_paged.interrupts import caught_interrupts
 from mlx_paged.llm_arguments import (
     Message,
     checked_template_options,
@@ -119,7 +118,6 @@ class LLM:
         self.engine = Engine(model, tokenizer, draft_model=loaded, **engine_options)
         self._request_ids = map(str, itertools.count())
         self._turn = threading.Lock()
-        self._turn_of: int | None = None  # the thread
 
     @property
     def tokenizer(self) -> TokenizerWrapper | None:
@@ -165,13 +163,14 @@ class LLM:
                 or ``no_store`` as prompts, or ``structured_outputs`` where none can be had (no
                 llguidance, no tokenizer); nothing is queued.
             RuntimeError: the call comes from inside another one, such as from a logits processor.
-            KeyboardInterrupt: Ctrl-C, between two steps; the requests are aborted.
+            KeyboardInterrupt: Ctrl-C, at once; the requests end with the step that runs.
         """
 
         def complete() -> list[RequestOutput]:
             asked = _asked(split_prompts(prompts), sampling_params, priority, no_store)
             batch = self._checked(asked, use_tqdm)
-            with self._turn: return self._complete(batch)  # noqa: E701  # fmt: skip
+            with self._turn:
+                return self._complete(batch)
 
         return self.engine.share(complete)
 
@@ -205,7 +204,8 @@ class LLM:
         def complete() -> list[RequestOutput]:
             prompts = self._rendered(messages, checked_template_options(chat_template_kwargs))
             batch = self._checked(_asked(prompts, sampling_params, priority, no_store), use_tqdm)
-            with self._turn: return self._complete(batch)  # noqa: E701  # fmt: skip
+            with self._turn:
+                return self._complete(batch)
 
         return self.engine.share(complete)
 
@@ -230,30 +230,26 @@ class LLM:
             raise ValueError(
                 f"[generate] use_tqdm must be True, False or None, got {shown(use_tqdm)}"
             )
-        if self._turn.locked() and self._turn_of == threading.get_ident():
+        if self.engine.thread.is_current:
             raise RuntimeError(
                 "[generate] it was called from inside a call of the same LLM; make a second LLM "
                 "for that"
             )
         if any(each.params and each.params.structured_outputs for each in asked):
             # What no request can have is the call's mistake: an answer without text would hide it.
-            self.engine.check_structured_outputs()
+            self.engine.input_processor.check_structured_outputs()
         return _Batch(dict(zip(self._request_ids, asked, strict=False)), use_tqdm)
 
     def _complete(self, batch: _Batch) -> list[RequestOutput]:
         from tqdm import tqdm
 
-        self._turn_of = threading.get_ident()
         requests = batch.requests
         num_tokens = 0
-        with (
-            tqdm(total=len(requests), unit="prompt", disable=not batch.shows_progress) as bar,
-            caught_interrupts(second=KeyboardInterrupt()) as interrupted,
-        ):
+        with tqdm(total=len(requests), unit="prompt", disable=not batch.shows_progress) as bar:
             try:
                 outputs = self._add(requests)
                 bar.update(len(outputs))
-                while len(outputs) < len(requests) and not interrupted:
+                while len(outputs) < len(requests):
                     for output in self.engine.step():
                         if output.finished and output.request_id in requests:
                             outputs[output.request_id] = output
@@ -261,14 +257,10 @@ class LLM:
                             seconds = max(1e-9, bar.format_dict["elapsed"])
                             bar.set_postfix_str(f"{num_tokens / seconds:.1f} tok/s")
                             bar.update()
-                if interrupted:
-                    raise KeyboardInterrupt
             except BaseException:
                 # The next batch must not go on with these requests.
-                self._abort(requests)
+                self.engine.drop(requests)
                 raise
-            finally:
-                self._turn_of = None
         return [outputs[request_id] for request_id in requests]
 
     def _add(self, requests: Mapping[str, _Asked]) -> dict[str, RequestOutput]:
@@ -286,13 +278,6 @@ class LLM:
             except (ValueError, TypeError, RuntimeError) as error:
                 outputs[request_id] = _failed(request_id, prompt, params, error)
         return outputs
-
-    def _abort(self, requests: Mapping[str, object]) -> None:
-        for request_id in requests:
-            self.engine.abort(request_id)
-        # Nobody asks for their last outputs.
-        if self.engine.has_unfinished_requests():
-            self.engine.step()
 
 
 def _asked(

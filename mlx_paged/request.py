@@ -233,21 +233,6 @@ class Request:
         child.status = self.status
         return child
 
-    def restart(self, num_output_tokens: int) -> None:
-        """Keep the first tokens of the answer and forget everything else, as if no step had run.
-
-        The same tokens will be sampled again, since a draw depends only on seed and position.
-        """
-        del self.token_ids[self.num_prompt_tokens + num_output_tokens :]
-        self.num_computed_tokens = 0
-        # They are read with the first token at the latest.
-        self.num_unscored_tokens = 0 if num_output_tokens else self._num_scored_tokens
-        self.block_hashes = []
-        self.num_saved_blocks = 0
-        self.sampling_state = self.draft_state = None
-        self.status = RequestStatus.PREEMPTED if num_output_tokens else RequestStatus.WAITING
-        self.finish_reason = self.stop_reason = self.error = None
-
     def __repr__(self) -> str:
         return (
             f"Request({self.request_id!r}, {self.index}, {self.status.value}, "

@@ -78,6 +78,11 @@ class SamplingParams(DeclaredSamplingParams):
         return bool(self.bad_words) or self.structured_outputs is not None
 
     @property
+    def has_functions(self) -> bool:
+        """Whether a sampler or logits processors of the user's are called."""
+        return self.sampler is not None or bool(self.logits_processors)
+
+    @property
     def is_greedy(self) -> bool:
         return self.temperature == 0
 

@@ -5,19 +5,15 @@ thread or event loop.
 from __future__ import annotations
 
 import asyncio
-import atexit
-import contextlib
 import copy
 import itertools
 import queue
-import threading
 import time
 import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from pathlib import Path
 from typing import TypeAlias, Unpack
 
-import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -26,20 +22,14 @@ from mlx_paged.engine.engine import Engine, engine_option_names
 from mlx_paged.engine.options import RequestOptions
 from mlx_paged.engine.prompts import Prompt
 from mlx_paged.engine.stats import EngineStats
+from mlx_paged.engine.thread import EngineStoppedError
 from mlx_paged.engine.view import EngineView
 from mlx_paged.engine_options import EngineOptions
-from mlx_paged.errors import ArgumentError, words_for_all
+from mlx_paged.errors import ArgumentError
 from mlx_paged.foreign_arguments import argument_names, refuses_unknown_arguments
 from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.request import REQUEST_ID, RequestOutput
 from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
-
-
-class EngineStoppedError(RuntimeError):
-    """The engine was shut down, or its thread failed; the message says which, and ``__cause__`` is
-    what failed it.
-    """
-
 
 # A reader is sent the answer so far or, if the engine ends before the answer does, the reason.
 News: TypeAlias = RequestOutput | EngineStoppedError
@@ -203,12 +193,10 @@ class AsyncEngine:
     def abort(self, request_id: str) -> None:
         """End a request; its reader gets a last output with finish reason ``"abort"``."""
         self.engine.abort(request_id)
-        self._loop.wake()
 
     def abort_all(self) -> None:
         """End every request that is there, as :meth:`abort` does."""
         self.engine.abort_all()
-        self._loop.wake()
 
     def stopped(self) -> EngineStoppedError | None:
         """Why requests are not taken any more: it was shut down, or its thread failed, which is
@@ -298,7 +286,6 @@ class AsyncEngine:
         except BaseException:
             self._receivers.pop(request_id, None)
             raise
-        self._loop.wake()
 
     def _forget(self, request_id: str, receiver: Receiver) -> None:
         """Abort a request whose reader left, unless it is done."""
@@ -309,11 +296,11 @@ class AsyncEngine:
 
 
 class _EngineLoop:
-    """The thread that steps an engine, as long as there is something to do.
+    """Steps an engine in its thread, as long as there is something to do.
 
     Attributes:
         receivers: who gets the outputs of each request.
-        is_stopping: the thread takes no more requests, and ends or has ended.
+        is_stopping: no more requests are taken.
         clock: in seconds.
         step_begin: when the step that runs began; ``None`` where it is one of the first, or no
             step runs.
@@ -325,66 +312,44 @@ class _EngineLoop:
         self.clock: Callable[[], float] = time.monotonic
         self.step_begin: float | None = None
         self._has_answered = False
-        self.thread = threading.Thread(target=self._run, name="mlx_paged engine", daemon=True)
         self._engine = engine
-        self._calls: queue.SimpleQueue[None] = queue.SimpleQueue()  # to wake up
-        self._failure: BaseException | None = None
+        self._thread = engine.thread
 
     def start(self) -> None:
-        self.thread.start()
-        # Python must not end in the middle of a step.
-        atexit.register(self.end)
+        self._thread.run_in_background(self._run, self._end)
 
     def stop(self) -> None:
         """Ask the thread to abort all requests and to end."""
         self.is_stopping = True
-        self.wake()
-
-    def wake(self) -> None:
-        """There may be something to do."""
-        self._calls.put(None)
+        self._thread.end()
 
     def end(self) -> None:
         """Stop, and wait for the end of the thread, unless this is the thread."""
         self.stop()
-        if threading.current_thread() is not self.thread:
-            self.thread.join()
+        self._thread.join()
 
     def stopped(self) -> EngineStoppedError:
-        failure = self._failure
-        # It is told to every reader, and one of them may have written what the failure quotes.
-        why = "it was shut down" if failure is None else words_for_all(failure)
-        error = EngineStoppedError(f"[engine] it stopped: {why}")
-        error.__cause__ = failure
-        return error
+        return self._thread.stopped()
 
-    def _run(self) -> None:
-        try:
-            self._engine.stepping_thread = threading.get_ident()
-            while not self.is_stopping:
-                if self._engine.has_unfinished_requests():
-                    self._step()
-                else:
-                    self._idle()
-            self._engine.abort_all()
+    def _run(self) -> float | None:
+        """Run a step; returns after how many seconds there may be something to do again."""
+        if self._engine.has_unfinished_requests():
             self._step()
-            self._engine.close()
-        except BaseException as error:
-            self._failure = error
+            return 0.0
+        return SAVE_SECONDS if self._engine.save_more() else None
+
+    def _end(self) -> None:
+        """The last that the thread does."""
+        self.is_stopping = True
+        try:
+            if self._thread.failure is None:
+                self._engine.abort_all()
+                self._step()
+                self._engine.close()
         finally:
-            self.is_stopping = True
             # Those that are done have read their last output by then, or will read it first.
             for receive in list(self.receivers.values()):
                 receive(self.stopped())
-            atexit.unregister(self.end)
-            # MLX's streams belong to a thread; on Linux they abort the process if they outlive it.
-            mx.clear_streams()
-
-    def _idle(self) -> None:
-        """Wait until there may be something to do."""
-        timeout = SAVE_SECONDS if self._engine.save_more() else None
-        with contextlib.suppress(queue.Empty):
-            self._calls.get(timeout=timeout)
 
     def _step(self) -> None:
         self.step_begin = self.clock() if self._has_answered else None

@@ -32,8 +32,8 @@ class CompiledDecode:
     A decode has some thousand primitives, which Python takes longer to build than all else in a
     step. ``mx.compile`` traces them once per shape and then makes them in C++. The trace is a pure
     function: weights, tokens, positions, plans, slabs and fences are its inputs, logits and the
-    next fences its results. It runs a copy of the model on layers of its own, so what fails or is
-    interrupted in the middle leaves nothing behind. Weights that change are seen by the next step.
+    next fences its results. It runs a copy of the model on layers of its own, so what fails in the
+    middle leaves nothing behind. Weights that change are seen by the next step.
 
     A shape is traced when it has come up ``NUM_BUILT_FIRST`` times; the ``MAX_TRACES`` shapes that
     came up last are remembered. The first replay is held against a decode that is built. If that
@@ -79,8 +79,6 @@ class CompiledDecode:
                 stacklevel=2,
             )
             return None
-        # An interrupt in the middle leaves the chains of the first ones longer, as in a step that
-        # is built layer by layer.
         for kv, fence in zip(slabs, fences, strict=True):
             kv.fence = fence
         return logits
@@ -112,9 +110,7 @@ class CompiledDecode:
 
     def _trace_of(self, shape: DecodeShape, dtype: mx.Dtype) -> tuple[Trace | None, bool]:
         """The trace of a shape, if there is one by now, and whether it is new."""
-        # A trace belongs to the stream it was made on, and streams belong to threads. They have no
-        # hash of their own.
-        key = (shape, dtype, str(mx.default_stream(mx.default_device())))
+        key = (shape, dtype)
         trace, is_new = self._traces.pop(key, 0), False
         if isinstance(trace, int):
             trace, is_new = trace + 1, trace >= NUM_BUILT_FIRST

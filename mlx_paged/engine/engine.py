@@ -3,80 +3,47 @@
 from __future__ import annotations
 
 import contextlib
-import random
-import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, replace
-from functools import cache, partial
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TypeVar, Unpack
 
-import mlx.core as mx
 from mlx.nn.layers.base import Module
-from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.block_store.writer import SECONDS_AT_EXIT
-from mlx_paged.cache import ContiguousKVCache
-from mlx_paged.config import DEFAULT_KV
-from mlx_paged.core import KVCacheManager, SequenceStates, hash_token_blocks
+from mlx_paged.core import hash_token_blocks
 from mlx_paged.distributed import RanksError
-from mlx_paged.domains import BOOL
-from mlx_paged.engine.disk_tier import DiskTier, open_disk_tier
-from mlx_paged.engine.draft_model import DraftModel
-from mlx_paged.engine.draft_options import (
-    check_draft_model,
-    num_parameters_of,
-    speculation_of,
-)
-from mlx_paged.engine.fit import warn_unless_it_fits
+from mlx_paged.engine.build import build
+from mlx_paged.engine.callers_thread import evaluate_arrays, with_random_state
 from mlx_paged.engine.following import FollowingLoop, share
-from mlx_paged.engine.grammar import GrammarCompiler
 from mlx_paged.engine.held_prompts import HeldPrompt, check_begins_with_held
-from mlx_paged.engine.joining import check_steps_are_alike, join_ranks, least_budget, replicas_of
-from mlx_paged.engine.latencies import Latencies
-from mlx_paged.engine.model_runner import ModelRunner
-from mlx_paged.engine.options import (
-    checked_options,
-    passed_on_names,
-    split_options,
-    tier_of,
-)
+from mlx_paged.engine.input_processor import InputProcessor
+from mlx_paged.engine.options import checked_options, passed_on_names
 from mlx_paged.engine.prefix_history import PrefixHistory
-from mlx_paged.engine.prompts import Prompt, as_tokenizer, read_prompt
-from mlx_paged.engine.recurrent_state import check_speculation, room_for_states
+from mlx_paged.engine.prompts import Prompt
 from mlx_paged.engine.replicas import Call
-from mlx_paged.engine.reports import Reports
 from mlx_paged.engine.request_state import RequestState
-from mlx_paged.engine.scheduler import Scheduler, extra_hash_keys
-from mlx_paged.engine.snapshots import Prefix, Snapshots
+from mlx_paged.engine.scheduler import extra_hash_keys
+from mlx_paged.engine.snapshots import Prefix
 from mlx_paged.engine.stats import EngineStats
-from mlx_paged.engine.steps import RowReader, Steps
-from mlx_paged.engine.swap_space import SwapSpace, num_swap_blocks
-from mlx_paged.engine.token_rules import read_token_rules, special_token_ids
-from mlx_paged.engine.token_texts import TokenTexts
+from mlx_paged.engine.steps import RowReader
+from mlx_paged.engine.thread import (
+    SECONDS_TO_STOP,
+    EngineStoppedError,
+    EngineThread,
+    run_apart,
+)
 from mlx_paged.engine.view import EngineView, view_of
 from mlx_paged.engine_options import EngineOptions
 from mlx_paged.errors import ArgumentError
 from mlx_paged.foreign_arguments import argument_names, refuses_unknown_arguments
 from mlx_paged.memory import hold_wired_limit, read_wired_limit
-from mlx_paged.models.context_length import context_length, context_limit
-from mlx_paged.models.identity import identities_of
-from mlx_paged.models.kv_cache import kv_budget, make_kv_cache, weight_nbytes
-from mlx_paged.models.language_model import check_model
-from mlx_paged.models.traffic import sent_bytes_per_token
-from mlx_paged.request import (
-    PRIORITY,
-    REQUEST_ID,
-    Request,
-    RequestOutput,
-    TokenRules,
-    check_cache_salt,
-)
+from mlx_paged.request import REQUEST_ID, RequestOutput, TokenRules
 from mlx_paged.sampling_params import SamplingParams
 
 T = TypeVar("T")
@@ -97,8 +64,9 @@ class Engine:
             for output in engine.step():
                 print(output.request_id, output.outputs[0].text)
 
-    ``add_request`` and ``abort`` may be called from any thread at any time, also while a step runs.
-    Steps themselves are one thread's: MLX keeps its streams by thread.
+    Steps and whatever else touches K/V run in a thread of the engine's own, one after another,
+    while the caller waits; so Ctrl-C ends a wait at once, and cuts no step. Any thread may call.
+    ``add_request`` and ``abort`` never wait for a step.
 
     Args:
         model: as :func:`mlx_paged.load` returns it.
@@ -125,126 +93,26 @@ class Engine:
         wired_limit = options.pop("wired_limit", None)
         own = {"seed": options.pop("seed", None), "run_ahead": options.pop("run_ahead", None)}
         seed, run_ahead = checked_options("engine", own).values()
-        max_model_len, swap_bytes = options.get("max_model_len"), options.get("swap_bytes")
-        checked, kv = check_model(model), options.get("kv", DEFAULT_KV)
-        window = options.get("window")
-        self.max_model_len = context_limit(checked.args, max_model_len, window)
-        draft = check_draft_model(draft_model, checked, kv)
-        cache_options, config = split_options(options, self.max_model_len, draft is not None)
-        check_speculation(checked, draft, config.num_draft_tokens)
-        tier = tier_of(options, config, checked)
-        if tokenizer is not None:
-            tokenizer = as_tokenizer(tokenizer)
         wired_nbytes = read_wired_limit(wired_limit)
-        self.ranks = join_ranks(
-            checked,
-            tokenizer,
-            {
-                **options,
-                "draft_model": draft,
-                "max_model_len": self.max_model_len,
-                "swap_bytes": swap_bytes,
-            },
-        )
-        if self.ranks is not None:
-            cache_options["kv_cache_bytes"] = least_budget(
-                self.ranks, cache_options.get("kv_cache_bytes"), checked
-            )
-        # Steps may be another thread's, which can't evaluate what this one left lazy: parameters,
-        # and frequencies of RoPE, which are none.
-        for each in (model, draft or ()):
-            leaves = dict(tree_flatten(each)).values()
-            mx.eval([leaf for leaf in leaves if isinstance(leaf, mx.array)])
-        self._sent_bytes_per_token = sent_bytes_per_token(checked)
-        self.model = model
-        self.tokenizer = tokenizer
-        room = None
-        if checked.state_nbytes:
-            budget = kv_budget(cache_options.get("kv_cache_bytes"), model)
-            room = room_for_states(checked, config, budget)
-            config = replace(config, max_num_seqs=room.max_num_seqs)
-            cache_options["kv_cache_bytes"] = room.kv_cache_bytes
-        self.cache = make_kv_cache(model, kv, draft_model=draft_model, **cache_options)
-        states = None if room is None else SequenceStates(room.num_checkpoints)
-        self.manager = KVCacheManager(self.cache.pool, self.cache.config.retentions, states)
-        self.run_ahead = self.cache.can_run_ahead if run_ahead is None else run_ahead
-        num_parameters = num_parameters_of(model)
-        # All weights are read for it: once, and only if it is asked for.
-        identities = cache(lambda: identities_of(checked, draft))
-        self.disk_tier: DiskTier | None = None
-        if tier is not None:
-            self.disk_tier = open_disk_tier(tier, self.cache, identities, num_parameters)
-            # With its cache it lives as long as this engine. Python's end closes it.
-            weakref.finalize(self, self.disk_tier.let_go).atexit = False
-        self.swap_space = SwapSpace(
-            num_swap_blocks(swap_bytes, self.cache, num_parameters),
-            -(-self.cache.config.state_nbytes // self.cache.config.nbytes_per_block),
-        )
-        drafter = None if draft is None else DraftModel(draft, self.cache, self.manager)
-        self.runner = ModelRunner(model, self.cache, self.manager, self.swap_space, drafter)
-        if self.ranks is not None:
-            check_steps_are_alike(self.ranks, self.cache, self.run_ahead)
-            self.cache.all_can = self.ranks.all_can
-            # The first replay of a trace is held against a decode that is built. A rank where that
-            # differs would compute other sums from then on than those where it does not.
-            self.runner.compiled_decode = None
-        eos_token_ids: Iterable[int] = () if tokenizer is None else tokenizer.eos_token_ids
-        speculation = speculation_of(config.num_draft_tokens, checked, drafter, self.run_ahead)
-        self.scheduler = Scheduler(
-            self.manager,
-            self.cache,
-            config,
-            frozenset(eos_token_ids),
-            self.swap_space,
-            speculation,
-            self.disk_tier,
-            None if window is not None else context_length(checked.args),
-            self.cache if isinstance(self.cache, ContiguousKVCache) else None,
-        )
-        warn_unless_it_fits(
-            weight_nbytes(model, draft_model),
-            self.cache,
-            self.manager,
-            self.max_model_len,
-            has_default_budget=options.get("kv_cache_bytes") is None,
-        )
-        self._snapshots = Snapshots(
-            model,
-            identities,
-            self.cache,
-            self.manager,
-            draft is not None,
-            config.enable_prefix_caching,
-            self.ranks,
-        )
-        self.latencies = Latencies(self.max_model_len)
-        self.token_texts = None if self.tokenizer is None else TokenTexts(self.tokenizer)
-        self._special_token_ids = special_token_ids(tokenizer)
-        self._grammars = GrammarCompiler(tokenizer, self.runner.vocab_size)
-        self._seeds = random.Random(seed)
-        self._reports = Reports(self.latencies)
-        self._steps = Steps(
-            self.runner,
-            self.scheduler,
-            self._reports,
-            self.latencies,
-            self.run_ahead,
-            replicas_of(self.ranks, self.run_ahead),
-            self.disk_tier,
-        )
-        # What other threads ask for goes through the inbox, which is emptied whenever no step runs.
-        self._inbox: deque[Callable[[], None]] = deque()
-        # Held by the thread that changes the scheduler, the cache or a state. Wherever it is taken,
-        # ``with`` and its body stand on one line, so that no interrupt can come between two lines
-        # of ours while the lock is held and nothing would release it.
-        self._step_lock = threading.Lock()
-        self._changing_thread: int | None = None
+        evaluate_arrays(model, draft_model)
+        parts = run_apart(partial(build, model, tokenizer, draft_model, options, run_ahead))
+        self.model, self.tokenizer = model, parts.tokenizer
+        self.max_model_len, self.run_ahead = parts.max_model_len, parts.run_ahead
+        self.ranks, self._sent_bytes_per_token = parts.ranks, parts.sent_bytes_per_token
+        self.cache, self.manager = parts.cache, parts.manager
+        self.disk_tier, self.swap_space = parts.disk_tier, parts.swap_space
+        self.runner, self.scheduler, self.latencies = parts.runner, parts.scheduler, parts.latencies
+        self._reports, self._steps, self._snapshots = parts.reports, parts.steps, parts.snapshots
+        self.input_processor = InputProcessor(self.tokenizer, self.runner.vocab_size, seed)
         self._release_wired_limit = hold_wired_limit(wired_nbytes)
-        weakref.finalize(self, self._release_wired_limit).atexit = False
-        self.stepping_thread: int | None = None
-        """The thread that alone empties the inbox, where it steps whenever there is something to
-        do, so that no other one ever waits for a step; ``None`` lets any thread.
-        """
+        self.thread = EngineThread()
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._ready: list[RequestOutput] = []
+        self._is_changing = self._calls_functions = False
+        # What lives as long as this engine. The end of Python ends it by itself.
+        owned = [self.thread.end, self._release_wired_limit]
+        for end in [*owned, *([] if self.disk_tier is None else [self.disk_tier.let_go])]:
+            weakref.finalize(self, end).atexit = False
 
     # From any thread
 
@@ -279,38 +147,27 @@ class Engine:
             PromptTooLongError: the budget can never hold the prompt; the message has the numbers.
         """
         self._refuse_on_followers("add_request")
-        request_id = REQUEST_ID.check("engine", "request_id", request_id)
-        priority = PRIORITY.check("engine", "priority", priority)
-        cache_salt = check_cache_salt(cache_salt)
-        no_store = BOOL.check("engine", "no_store", no_store)
-        params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise ArgumentError(
-                f"[engine] params must be SamplingParams, got {type(params).__name__}"
-            )
-        if token_rules is None:
-            token_rules = self.prepare(params)
-        text, token_ids = read_prompt(prompt, self.tokenizer, self.runner.vocab_size)
-        if num_held := self.swap_space.num_held_tokens(cache_salt):
-            check_begins_with_held(token_ids, num_held, params)
-            no_store = True  # Nobody would find it.
-        seed = self._seeds.getrandbits(63) if params.seed is None else int(params.seed)
-        request = Request(
+        self.thread.check()
+        state = self.input_processor.process(
             request_id,
-            token_ids,
+            prompt,
             params,
-            seed=seed,
             priority=priority,
             cache_salt=cache_salt,
             no_store=no_store,
             token_rules=token_rules,
         )
+        request = state.requests[0]
+        if num_held := self.swap_space.num_held_tokens(cache_salt):
+            check_begins_with_held(request.token_ids, num_held, request.params)
+            request.no_store = True  # No other request would find it.
         self.scheduler.check(request)
-        state = RequestState(request, text, self.token_texts, self._special_token_ids)
+        if request.params.has_functions:
+            self._calls_functions = True
+        # An interrupt comes before this or after: the engine takes on what is in the table.
         if self._reports.states.setdefault(request_id, state) is not state:
             raise ArgumentError(f"[engine] request {request_id!r} exists already")
-        self._inbox.append(partial(self._steps.add, state))
-        self._read_inbox_if_idle()
+        self._ask_for(self._read_inbox)
 
     def prepare(self, params: SamplingParams) -> TokenRules:
         """Do what may take long of ``add_request`` with these parameters, and return what it takes
@@ -319,16 +176,7 @@ class Engine:
         Raises:
             ArgumentError: as :meth:`add_request`.
         """
-        token_rules = read_token_rules(params, self.tokenizer, self.runner.vocab_size)
-        if params.structured_outputs is None:
-            return token_rules
-        return token_rules._replace(grammar=self._grammars.compile(params.structured_outputs))
-
-    def check_structured_outputs(self) -> None:
-        """Raise ``ArgumentError`` where no request can have ``structured_outputs``: without
-        llguidance, or without a tokenizer that it can read.
-        """
-        self._grammars.read_vocabulary()
+        return self.input_processor.prepare(params)
 
     def abort(self, request_id: str) -> None:
         """End a request, wherever it is, and give its blocks back: at once, or when the step that
@@ -339,14 +187,16 @@ class Engine:
         """
         state = self._reports.states.get(REQUEST_ID.check("engine", "request_id", request_id))
         if state is not None:
-            self._ask_to_abort(state)
-            self._read_inbox_if_idle()
+            self._abort([state])
 
     def abort_all(self) -> None:
         """Abort every request that is there."""
-        for state in list(self._reports.states.values()):
-            self._ask_to_abort(state)
-        self._read_inbox_if_idle()
+        self._abort(list(self._reports.states.values()))
+
+    def drop(self, request_ids: Iterable[str]) -> None:
+        """As :meth:`abort`, without a last output: of requests whose reader has left."""
+        states = [self._reports.states.get(request_id) for request_id in request_ids]
+        self._abort([state for state in states if state is not None], self._reports.drop)
 
     def prompt_progress(self, request_id: str) -> tuple[int, int]:
         """How many tokens of a request's prompt have K/V, and how many it has; 0 while it waits."""
@@ -377,19 +227,32 @@ class Engine:
 
     def has_unfinished_requests(self) -> bool:
         """Whether :meth:`step` has something to do or to report."""
-        return bool(self._reports.states)
+        return bool(self._reports.states or self._ready)
 
-    # The thread that steps
+    # In the engine's thread; the caller waits
 
     def step(self) -> list[RequestOutput]:
         """Run one step; returns the outputs that changed. Those that have the answer so far grow
         with further steps.
+
+        An interrupt ends the wait, and the step goes on: its outputs come with those of the next
+        one.
+
+        Raises:
+            EngineStoppedError: a step failed in a way that leaves nothing to go on with, or did not
+                end when it was interrupted twice.
         """
         self._refuse_on_followers("step")
-        self._refuse_reentry("step")
-        with self._step_lock: states = self._step()  # noqa: E701  # fmt: skip
-        self._read_inbox_if_idle()
-        return self._reports.hand_over(states)
+        if self.thread.is_current:
+            return self._change("step", self._step)
+        step = partial(self._change, "step", self._step_for_caller)
+        if self._calls_functions:
+            with_random_state(self.thread.call, step)
+        else:
+            self.thread.call(step)
+        # No call stands between these lines, so an interrupt comes before both or after.
+        outputs, self._ready = self._ready, []
+        return outputs
 
     def read_rows(self, reader: RowReader | None) -> None:
         """Have ``reader`` called with the row of logits behind each token that is appended from now
@@ -412,15 +275,12 @@ class Engine:
         """Give back K/V memory that no running request needs; returns the bytes. What is cached
         there is forgotten.
         """
-        self._refuse_reentry("shrink")
-        shrink = partial(self._on_all_ranks, "shrink", self._shrink)
-        with self._step_lock: return self._changed(shrink)  # noqa: E701  # fmt: skip
+        return self._changed("shrink", partial(self._on_all_ranks, "shrink", self._shrink))
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached K/V; False, and nothing has changed, while requests run."""
-        self._refuse_reentry("reset_prefix_cache")
-        reset = partial(self._on_all_ranks, "reset_prefix_cache", self.scheduler.reset_prefix_cache)
-        with self._step_lock: return self._changed(reset)  # noqa: E701  # fmt: skip
+        name, reset = "reset_prefix_cache", self.scheduler.reset_prefix_cache
+        return self._changed(name, partial(self._on_all_ranks, name, reset))
 
     def save_snapshot(
         self, path: str | Path, token_ids: Sequence[int], *, cache_salt: str | None = None
@@ -470,16 +330,15 @@ class Engine:
         """
         return self._snapshots.hold_prompt_cache(path, self.swap_space)
 
-    def _read(self, call: Callable[[], T]) -> T:
-        """Call what reads K/V, between two steps: an interrupt tears nothing in it."""
-        self._refuse_reentry("a snapshot")
-        with self._step_lock: self._changed(self._steps.process_output); return call()  # noqa: E701, E702  # fmt: skip
+    def _read(self, read: Callable[[], T]) -> T:
+        """Call what reads K/V, between two steps."""
+        self._changed("a snapshot", self._steps.process_output)
+        return self.thread.call(read)
 
     def _put(self, prefix: Prefix) -> list[int]:
         """Put K/V into the prefix cache, between two steps."""
-        self._refuse_reentry("a snapshot")
         put = partial(self._snapshots.put, self._steps.process_output, prefix)
-        with self._step_lock: error = self._changed(put)  # noqa: E701  # fmt: skip
+        error = self._changed("a snapshot", put)
         if error is not None:
             raise error
         return prefix.token_ids
@@ -488,10 +347,7 @@ class Engine:
         """Copy more blocks out to ``cache_dir``, while no request runs; whether some are left that
         had to wait for the disk. Steps do so by themselves.
         """
-        if self.disk_tier is None:
-            return False
-        self._refuse_reentry("save_more")
-        with self._step_lock: return self._changed(self.disk_tier.save_more)  # noqa: E701  # fmt: skip
+        return self.disk_tier is not None and self._changed("save_more", self.disk_tier.save_more)
 
     def close(self, timeout: float = SECONDS_AT_EXIT) -> bool:
         """Write to ``cache_dir`` what is to be kept, for ``timeout`` seconds at most, and use it no
@@ -501,9 +357,11 @@ class Engine:
         self._release_wired_limit()
         if self.disk_tier is None:
             return True
-        self._refuse_reentry("close")
-        close = partial(self.disk_tier.close, timeout)
-        with self._step_lock: return self._changed(close)  # noqa: E701  # fmt: skip
+        close = partial(self._change, "close", partial(self.disk_tier.close, timeout))
+        if self.thread.is_current:
+            return close()
+        call = self.thread.submit(close)
+        return call.wait(timeout + SECONDS_TO_STOP) and call.result()
 
     def stats(self) -> EngineStats:
         """What is held, running and waiting; from any thread."""
@@ -547,17 +405,19 @@ class Engine:
         if self.ranks is None:
             return call()
         if self.ranks.is_leader:
-            return share(self.ranks, call)
+            return share(self.ranks, self.thread, call)
         following = FollowingLoop(
             self.ranks,
             self._steps,
             self.scheduler,
             self._reports,
-            self.token_texts,
-            self._special_token_ids,
+            self.input_processor,
             {"shrink": self._shrink, "reset_prefix_cache": self.scheduler.reset_prefix_cache},
         )
-        shared = following.run()
+        following_call = self.thread.submit(following.run)
+        # Ctrl-C in a terminal reaches all ranks of this machine, and rank 0 says what it means.
+        following_call.outlast()
+        shared = following_call.result()
         if shared.error is not None:
             raise shared.error
         value: T = shared.value
@@ -589,55 +449,70 @@ class Engine:
 
     # Inside
 
-    def _refuse_reentry(self, name: str) -> None:
-        if self._step_lock.locked() and self._changing_thread == threading.get_ident():
+    def _changed(self, name: str, change: Callable[[], T]) -> T:
+        """What ``change`` returns, which changes the bookkeeping between two steps."""
+        return self.thread.call(partial(self._change, name, change))
+
+    def _change(self, name: str, change: Callable[[], T]) -> T:
+        """Change the bookkeeping, in the engine's thread. An exception in the middle of that leaves
+        nothing that a step could trust, so it stops the engine.
+        """
+        if self._is_changing:
             raise RuntimeError(
                 f"[engine] {name} was called from inside a step; only add_request and abort may be"
             )
-
-    def _read_inbox_if_idle(self) -> None:
-        # A thread that steps reads the inbox once more when it is done, so nothing stays in it. If
-        # another thread begins to step just now, this one waits for that step.
-        if self.stepping_thread not in (None, threading.get_ident()):
-            return
-        while (self._inbox or self._steps.is_torn) and not self._step_lock.locked():
-            with self._step_lock: self._changed(self._read_inbox)  # noqa: E701  # fmt: skip
-
-    @contextmanager
-    def _change(self) -> Iterator[None]:
-        """Change the bookkeeping, with the lock."""
-        self._changing_thread = threading.get_ident()
+        self._is_changing = True
         try:
-            with self._steps.change():
-                yield
-        finally:
-            self._changing_thread = None
-
-    def _changed(self, change: Callable[[], T]) -> T:
-        with self._change():
             return change()
+        except BaseException as error:
+            self.thread.stop(error)
+            raise self.thread.stopped() from error
+        finally:
+            self._is_changing = False
+
+    def _ask_for(self, change: Callable[[], None]) -> None:
+        """Have a change made between two steps, at once if no step runs."""
+        is_idle = self.thread.is_idle and not self.thread.is_current
+        call = self.thread.submit(partial(self._change, "", change))
+        if is_idle:
+            self.thread.wait_for(call)
+
+    def _abort(
+        self,
+        states: Iterable[RequestState],
+        then: Callable[[RequestState], None] | None = None,
+    ) -> None:
+        # The states and not their ids: a later request may have the same id.
+        for state in states:
+            self._inbox.append(partial(self._steps.abort, state))
+            if then is not None:
+                self._inbox.append(partial(then, state))
+        with contextlib.suppress(EngineStoppedError):
+            self._ask_for(self._read_inbox)
 
     def _read_inbox(self) -> None:
+        """Take on what other threads have asked for."""
+        self._steps.add_new()
         while self._inbox:
             self._inbox.popleft()()
-
-    def _ask_to_abort(self, state: RequestState) -> None:
-        # The state and not its id: a later request may have the same id.
-        state.is_aborted = True
-        self._inbox.append(partial(self._steps.abort, state))
 
     def _shrink(self) -> int:
         self._steps.process_output()  # It may write to the memory that is given back.
         return self.cache.shrink()
 
-    def _step(self) -> list[RequestState]:
+    def _step(self) -> list[RequestOutput]:
         begin = time.perf_counter()
-        with self._change():
-            self._read_inbox()
-            self._steps.run()
-            self._read_inbox()
-            if not self.scheduler.requests and not self._reports:
-                self._steps.pick_up_lost()
-            states = self._reports.take()
-            self.latencies.busy_seconds += time.perf_counter() - begin
-            return states
+        self._read_inbox()
+        self._steps.run()
+        self._read_inbox()
+        outputs = self._reports.report()
+        self.latencies.busy_seconds += time.perf_counter() - begin
+        return outputs
+
+    def _step_for_caller(self) -> None:
+        outputs = self._step()
+        if self._ready:
+            # Of an interrupted wait. An output that has grown since is there once.
+            known = set(map(id, outputs))
+            outputs = [*(each for each in self._ready if id(each) not in known), *outputs]
+        self._ready = outputs

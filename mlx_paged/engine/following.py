@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import signal
-import threading
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from mlx_paged.distributed import Ranks, RanksError
+from mlx_paged.engine.input_processor import InputProcessor
 from mlx_paged.engine.replicas import (
     Abort,
     Call,
@@ -20,10 +19,9 @@ from mlx_paged.engine.replicas import (
     state_of_scheduler,
 )
 from mlx_paged.engine.reports import Reports
-from mlx_paged.engine.request_state import RequestState
 from mlx_paged.engine.scheduler import Scheduler
 from mlx_paged.engine.steps import Steps
-from mlx_paged.engine.token_texts import TokenTexts
+from mlx_paged.engine.thread import EngineThread
 from mlx_paged.errors import words_for_all
 from mlx_paged.request import Request, RequestOutput
 
@@ -43,16 +41,14 @@ class FollowingLoop:
         steps: Steps,
         scheduler: Scheduler,
         reports: Reports,
-        token_texts: TokenTexts | None,
-        special_token_ids: Collection[int],
+        input_processor: InputProcessor,
         calls: dict[str, Callable[[], object]],
     ):
         self._ranks = ranks
         self._steps = steps
         self._scheduler = scheduler
         self._reports = reports
-        self._token_texts = token_texts
-        self._special_token_ids = special_token_ids
+        self._input_processor = input_processor
         self._calls = calls
 
     def run(self) -> Value:
@@ -61,31 +57,27 @@ class FollowingLoop:
         Raises:
             RanksError: the leader has ended.
         """
-        with _interrupts_are_the_leaders():
-            while True:
-                message = self._ranks.hear()
-                if isinstance(message, Value):
-                    return message
-                try:
-                    self._do(message)
-                except BaseException as error:
-                    # The leader may wait for this rank in a collective.
-                    self._ranks.fail(f"failed: {words_for_all(error)}", error)
+        while True:
+            message = self._ranks.hear()
+            if isinstance(message, Value):
+                return message
+            try:
+                self._do(message)
+            except BaseException as error:
+                # The leader may wait for this rank in a collective.
+                self._ranks.fail(f"failed: {words_for_all(error)}", error)
 
     def _do(self, message: Any) -> None:
-        with self._steps.change():
-            if isinstance(message, NewRequest):
-                self._add(message)
-            elif isinstance(message, Abort):
-                state = self._reports.states[message.request_id]
-                state.is_aborted = True
-                self._steps.abort(state)
-            elif isinstance(message, Call):
-                self._calls[message.name]()
-            elif isinstance(message, Step):
-                self._step(message)
-            else:
-                raise RanksError(f"heard {type(message).__name__} between two steps")
+        if isinstance(message, NewRequest):
+            self._add(message)
+        elif isinstance(message, Abort):
+            self._steps.abort(self._reports.states[message.request_id])
+        elif isinstance(message, Call):
+            self._calls[message.name]()
+        elif isinstance(message, Step):
+            self._step(message)
+        else:
+            raise RanksError(f"heard {type(message).__name__} between two steps")
 
     def _add(self, new: NewRequest) -> None:
         request = Request(
@@ -97,9 +89,8 @@ class FollowingLoop:
             cache_salt=new.cache_salt,
             no_store=new.no_store,
         )
-        state = RequestState(request, new.prompt, self._token_texts, self._special_token_ids)
-        self._reports.states[new.request_id] = state
-        self._steps.add(state)
+        self._reports.states[new.request_id] = self._input_processor.state_of(request, new.prompt)
+        self._steps.add_new()
 
     def _step(self, step: Step) -> None:
         state = state_of_scheduler(self._scheduler)
@@ -109,20 +100,22 @@ class FollowingLoop:
                 f"{state}, not {step.state}"
             )
         self._steps.run()
-        self._reports.hand_over(self._reports.take())
+        self._reports.report()
 
 
-def share(ranks: Ranks, call: Callable[[], T]) -> T:
+def share(ranks: Ranks, thread: EngineThread, call: Callable[[], T]) -> T:
     """On rank 0 what ``call`` returns or raises, which the other ranks are told."""
     try:
         value = call()
     except Exception as error:
-        ranks.tell(Value(None, portable_error(error)))
+        thread.call(partial(ranks.tell, Value(None, portable_error(error))))
         raise
     except BaseException as error:
-        ranks.tell(Value(None, KeyboardInterrupt(*map(str, error.args))))
+        # Behind the step that runs, for which an interrupt does not wait.
+        interrupt = KeyboardInterrupt(*map(str, error.args))
+        thread.submit(partial(ranks.tell, Value(None, interrupt)))
         raise
-    ranks.tell(Value(_portable(value)))
+    thread.call(partial(ranks.tell, Value(_portable(value))))
     return value
 
 
@@ -139,16 +132,3 @@ def _portable_output(output: RequestOutput) -> RequestOutput:
     copied = copy.copy(output)
     copied.error = portable_error(output.error)
     return copied
-
-
-@contextmanager
-def _interrupts_are_the_leaders() -> Iterator[None]:
-    """Ctrl-C in a terminal reaches all ranks of this machine, and rank 0 decides what it means."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -133,7 +133,7 @@ class GrammarState:
         self._begin_after = grammar.begin_after
         self._reasoning_start = grammar.reasoning_start
         self._matcher = grammar.matcher.deep_copy()
-        self._num_read: int | None = 0  # of the answer; None while it changes
+        self._num_read = 0  # tokens of the answer
         self._is_structured = not grammar.begin_after
         self._num_free_breaks = 0  # that may still come before the structure
 
@@ -162,16 +162,10 @@ class GrammarState:
             mask[word] |= np.uint32(1 << bit)
 
     def _read_new_tokens(self, request: Request) -> None:
-        num_read = self._num_read
-        if num_read is None:  # An interrupt cut the reading short.
-            self._matcher.reset()
-            num_read, self._is_structured = 0, not self._begin_after
-            self._num_free_breaks = 0
-        self._num_read = None
         if self._is_structured:
-            tokens = request.token_ids[request.num_prompt_tokens + num_read :]
+            tokens = request.token_ids[request.num_prompt_tokens + self._num_read :]
         else:
-            tokens = self._find_structure(request.output_token_ids, num_read)
+            tokens = self._find_structure(request.output_token_ids, self._num_read)
         if self._num_free_breaks:
             tokens = self._without_breaks(tokens)
         if tokens and not self._matcher.consume_tokens(tokens):
@@ -219,8 +213,6 @@ def fill_masks(
     for entry, (state, request) in enumerate(zip(states, requests, strict=True)):
         try:
             state.fill_mask(request, words[entry])
-        except KeyboardInterrupt:
-            raise
         except BaseException as error:  # The panics of Rust are no Exception.
             failed[entry] = request_error(error)
             words[entry] = vocabulary.unstructured

@@ -89,6 +89,9 @@ class TrialProcess:
 
     def _failure_of(self, text: str, vocabulary: Mapping[str, Any]) -> Failure | None:
         process, is_late = self._started(), threading.Event()
+        # Asked again only once it has answered: what it says after an interrupt is not for the next
+        # grammar.
+        self._process = None
 
         def end() -> None:
             is_late.set()
@@ -100,12 +103,12 @@ class TrialProcess:
             question = {"text": text, "vocabulary": vocabulary, "seconds": MAX_CPU_SECONDS}
             answer = _ask(process, question)
         except BaseException:
-            # What it would answer is not for the next one.
             process.kill()
             raise
         finally:
             timer.cancel()
         if answer:
+            self._process = process
             return None
         if process.wait() == -signal.SIGXCPU:
             return Failure(f"takes more than {MAX_CPU_SECONDS} seconds", is_certain=True)

@@ -68,8 +68,8 @@ class Latencies:
     """Histograms and counters over all requests of an engine; seconds of ``time.perf_counter``.
 
     A request is observed when its tokens are reported, at one reading of the clock per step. What
-    an interrupt or a failed step takes back was not reported, and is not observed. What concerns
-    the prompt counts once per request, what concerns an answer once per completion.
+    a failed step takes back was not reported, and is not observed. What concerns the prompt counts
+    once per request, what concerns an answer once per completion.
 
     Args:
         max_model_len: the most tokens of a request, if there is a limit; ends the buckets of
@@ -116,9 +116,6 @@ class Latencies:
     def observe(self, states: Iterable[RequestState], now: float) -> None:
         """Note that the outputs of these requests are reported as they are now, and observe what is
         new in them.
-
-        Everything is noted before anything is observed: an interrupt may lose observations, but
-        none is made twice.
         """
         num_new_tokens = 0
         num_by_latency: dict[float, int] = {}  # tokens of a step share a few

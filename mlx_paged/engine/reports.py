@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 
-from mlx_paged.engine.deltas import ReportedLength, new_part
+from mlx_paged.engine.deltas import new_part
 from mlx_paged.engine.latencies import Latencies
-from mlx_paged.engine.request_state import Completion, RequestState
+from mlx_paged.engine.request_state import RequestState
 from mlx_paged.request import Request, RequestOutput
 from mlx_paged.sampling_params import RequestOutputKind
 
@@ -17,21 +15,26 @@ from mlx_paged.sampling_params import RequestOutputKind
 class Reports:
     """The requests that are not reported as finished yet, and which of them have news.
 
-    An interrupt may come at any line: what was taken and not handed over is reported again.
-
     Attributes:
-        states: by request id. Threads share this table and the flags of a state without a lock:
-            each of their changes is a single operation, and their order does not matter.
+        states: by request id. Any thread adds to this table, in a single operation that needs no
+            lock; the engine's thread alone takes from it.
     """
 
     def __init__(self, latencies: Latencies):
         self.states: dict[str, RequestState] = {}
         self._latencies = latencies
         self._news: dict[str, None] = {}  # ids of requests, in order
+        self._num_taken_on = 0
 
-    def __bool__(self) -> bool:
-        """Whether there are news."""
-        return bool(self._news)
+    def new_states(self) -> Sequence[RequestState]:
+        """The requests that were added since the last call, in order."""
+        num_new = len(self.states) - self._num_taken_on
+        if not num_new:
+            return ()
+        # One more may have come since they were counted: dicts keep their order.
+        new = list(self.states.values())[self._num_taken_on :]
+        self._num_taken_on += len(new)
+        return new
 
     def note(self, request: Request) -> None:
         """There is news of a request."""
@@ -39,45 +42,34 @@ class Reports:
             self.states[request.request_id].finish(request)
         self._news[request.request_id] = None
 
-    def begin_again(self) -> None:
-        """All requests were restored to what was reported of them."""
-        self._news = _finished(list(self.states.values()))
+    def drop(self, state: RequestState) -> None:
+        """Forget a request that has ended, of which no output is wanted."""
+        name = state.output.request_id
+        if self.states.get(name) is state:
+            self._latencies.observe([state], time.perf_counter())
+            self._news.pop(name, None)
+            self._forget(name)
 
-    def take(self) -> list[RequestState]:
-        """The requests with news, whose outputs are to be handed over as they are now."""
-        states = [self.states[name] for name in self._news if name in self.states]
+    def report(self) -> list[RequestOutput]:
+        """The outputs with news, as each request wants them. Finished requests are forgotten."""
+        states = [self.states[name] for name in self._news]
+        self._news.clear()
         self._latencies.observe(states, time.perf_counter())
-        # Finished requests are reported again if an interrupt comes before they are handed over.
-        self._news = _finished(states)
-        return states
-
-    def hand_over(self, states: Iterable[RequestState]) -> list[RequestOutput]:
-        """Return the outputs as each request wants them, and forget the finished requests: an
-        interrupt comes before both or after.
-        """
         outputs: list[RequestOutput] = []
-        handed_over: list[tuple[Completion, str, ReportedLength]] = []
-        finished: list[str] = []
         for state in states:
-            output, kind, is_finished = state.output, state.output_kind, state.output.finished
-            if is_finished:
-                finished.append(output.request_id)
+            output, kind = state.output, state.output_kind
+            if output.finished:
+                self._forget(output.request_id)
             if kind is RequestOutputKind.DELTA:
                 before = [completion.handed_over for completion in state.completions]
                 part, lengths = new_part(output, before)
+                for completion, length in zip(state.completions, lengths, strict=True):
+                    completion.handed_over = length
                 outputs.append(part)
-                handed_over += zip(state.completions, itertools.repeat("handed_over"), lengths)
-            elif is_finished or kind is RequestOutputKind.CUMULATIVE:
+            elif output.finished or kind is RequestOutputKind.CUMULATIVE:
                 outputs.append(output)
-        # Calls without a line of Python in them, and on the line that returns.
-        changes = itertools.chain(
-            itertools.starmap(setattr, handed_over),
-            map(self._news.pop, finished, itertools.repeat(None)),
-            map(self.states.pop, finished, itertools.repeat(None)),
-        )
-        deque(changes, maxlen=0); return outputs  # noqa: E702  # fmt: skip
+        return outputs
 
-
-def _finished(states: Iterable[RequestState]) -> dict[str, None]:
-    """The ids of the requests that are finished, in order."""
-    return {state.output.request_id: None for state in states if state.output.finished}
+    def _forget(self, name: str) -> None:
+        del self.states[name]
+        self._num_taken_on -= 1

@@ -18,8 +18,7 @@ class Completion:
     Attributes:
         output: grows with every token.
         stream: makes its text; ``None`` where no text is wanted.
-        num_reported_tokens: tokens that a reader may have, which must stay true: what an interrupt
-            takes back is behind them.
+        num_reported_tokens: tokens that a reader may have.
         last_token_time: when the newest of these was reported; seconds of ``time.perf_counter``.
         is_end_reported: whether a reader may know its end.
         handed_over: what its reader has, if that gets only what is new.
@@ -52,7 +51,6 @@ class RequestState:
         output: of the completions.
         output_kind: what its reader gets of it.
         first_token_time: when the first of its tokens was reported; ``None`` before that.
-        is_aborted: its end was asked for.
     """
 
     def __init__(
@@ -64,15 +62,9 @@ class RequestState:
     ):
         self.requests = [request]
         self.output_kind = request.params.output_kind
-        self.is_aborted = False
         self._texts = texts if request.params.detokenize else None
         self._skipped = special_token_ids if request.params.skip_special_tokens else ()
         self.output = RequestOutput(request.request_id, prompt, list(request.token_ids), [])
-        self._begin()
-
-    def _begin(self) -> None:
-        """Begin the answer, of which nothing was reported."""
-        request = self.requests[0]
         self.first_token_time: float | None = None
         self.completions = [
             Completion(index, self._new_stream()) for index in range(request.params.n)
@@ -133,51 +125,6 @@ class RequestState:
                 output.finish_reason, output.stop_reason = "stop", stop_text
         self.output.error = self.output.error or request.error
         self.output.finished = all(output.finished for output in self.output.outputs)
-
-    def restore(self) -> list[Request]:
-        """Forget what was not reported yet, after an interrupt cut a change of it in the middle.
-
-        Tokens that are forgotten come again and are the same. Returns the requests that have to go
-        on: they hold nothing, and wait.
-        """
-        if not all(each.num_reported_tokens or each.is_end_reported for each in self.completions):
-            # The first tokens of all completions come in one step, and are reported together or
-            # not at all. Forks wait for it, too.
-            del self.requests[1:]
-            self._begin()
-        unfinished = []
-        for index, completion in enumerate(self.completions):
-            if completion.is_end_reported:
-                continue
-            self._restore_completion(completion)
-            if index < len(self.requests):
-                self.requests[index].restart(completion.num_reported_tokens)
-                unfinished.append(self.requests[index])
-        self.output.finished = not unfinished
-        if unfinished:
-            self.output.error = next(
-                (request.error for request in self.requests if request.error), None
-            )
-        return unfinished
-
-    def _restore_completion(self, completion: Completion) -> None:
-        cut, num_tokens = completion.output, completion.num_reported_tokens
-        whole = CompletionOutput(
-            cut.index,
-            token_ids=cut.token_ids[:num_tokens],
-            num_drafted_tokens=cut.num_drafted_tokens,
-            num_accepted_tokens=cut.num_accepted_tokens,
-        )
-        if num_tokens and cut.logprobs is not None:
-            whole.logprobs = cut.logprobs[:num_tokens]
-            entries = zip(whole.logprobs, whole.token_ids, strict=True)
-            whole.cumulative_logprob = sum(logprobs[token].logprob for logprobs, token in entries)
-        stream = completion.stream = self._new_stream()
-        if stream is not None:
-            for token_id in whole.token_ids:
-                stream.add(token_id)
-            whole.text = stream.text
-        completion.output = self.output.outputs[cut.index] = whole
 
     def _new_stream(self) -> TextStream | None:
         if self._texts is None:

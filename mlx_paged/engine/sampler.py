@@ -255,8 +255,6 @@ def _run_processors(
             mx.eval(logits)  # outside of the try: an error of the model is not theirs
             try:
                 processed[entry] = _process(requests[entry], logits[entry : entry + 1])
-            except KeyboardInterrupt:
-                raise  # Ctrl-C is the program's, wherever it arrives
             except BaseException as error:
                 failed[entry] = request_error(error)
     if processed:
@@ -289,8 +287,6 @@ def _run_samplers(
             mx.eval(logprobs)  # outside of the try: an error of the model is not the sampler's
         try:
             drawn[entry] = _check_sampled(sampler(logprobs))
-        except KeyboardInterrupt:
-            raise
         except BaseException as error:
             failed[entry] = request_error(error)
         else:

@@ -676,23 +676,15 @@ class Scheduler:
             elif isinstance(transfer, SwapIn):
                 self.swap_space.release(transfer.name)
 
-    def restart(self, requests: Iterable[Request]) -> None:
-        """Begin again with these unfinished requests, which wait in their old places and hold
-        nothing.
-
-        Whatever the queues and the tables were before is forgotten; the pool is reset by now.
-        """
+    def start_over(self) -> None:
+        """All K/V in the pool are lost, and it was reset: what ran waits again."""
         self.manager.reset()
-        self.swap_space.clear()
         self._read_ahead.clear()
         self.prefix_history.clear()
-        self.running, self.waiting, self._requests = [], [], {}
-        for request in requests:
-            if request.order:
-                self._requests[request.seq_id] = request
-                insort(self.waiting, request, key=by_order)
-            else:
-                self.add(request)
+        if self._last_sequence is not None:
+            self._last_sequence.forget_last()
+        for request in list(self.running):
+            self._wait_again(request)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all that requests left, or return False and change nothing while some run."""

@@ -36,8 +36,7 @@ class Steps:
     sampled, and not read.
 
     A step that fails did not happen: its requests run again, one by one, to see which of them fails
-    alone. Changes of the bookkeeping stand in :meth:`change`, so that an interrupt may come at any
-    line. One thread at a time.
+    alone.
 
     Args:
         run_ahead: whether a step is launched before the tokens of the one before are read.
@@ -45,8 +44,6 @@ class Steps:
         disk_tier: where full blocks are kept beside the pool, if anywhere.
 
     Attributes:
-        is_torn: True while the bookkeeping changes. Who finds it True at the beginning of a change
-            knows that an interrupt cut the one before in the middle.
         row_reader: is handed the row of logits of each token before the token is appended; a token
             that was taken back comes again. It changes nothing and raises nothing.
     """
@@ -61,7 +58,6 @@ class Steps:
         replicas: Replicas,
         disk_tier: DiskTier | None = None,
     ):
-        self.is_torn = False
         self.row_reader: RowReader | None = None
         self.in_flight: deque[StepInFlight] = deque()
         self._runner = runner
@@ -73,16 +69,6 @@ class Steps:
         self._disk_tier = disk_tier
         # Requests of a failed step, and the length that each had reached.
         self._retry_alone: deque[tuple[Request, int]] = deque()
-
-    @contextmanager
-    def change(self) -> Iterator[None]:
-        """Change the bookkeeping; what an interrupt cut is repaired first."""
-        if self.is_torn:
-            self._replicas.failed(KeyboardInterrupt())
-            self.repair()
-        self.is_torn = True
-        yield
-        self.is_torn = False
 
     def run(self) -> None:
         """Run one step: read the oldest one that is in flight, and launch the next before that
@@ -104,32 +90,16 @@ class Steps:
         if steps and all(request.is_finished for request in steps[0].batch.requests):
             self.process_output()  # No request waits for it any more.
 
-    def add(self, state: RequestState) -> None:
-        """Take on a request; one that is there already is left as it is."""
-        request = state.requests[0]
-        if not request.is_finished and request.seq_id not in self._scheduler.requests:
+    def add_new(self) -> None:
+        """Take on the requests that were added since the last call."""
+        for state in self._reports.new_states():
             self._replicas.add(state)
-            self._scheduler.add(request)
+            self._scheduler.add(state.requests[0])
 
     def abort(self, state: RequestState) -> None:
         self._replicas.abort(state)
         for request in state.requests:
             self._finish(request, "abort")
-
-    def repair(self) -> None:
-        """Start over from what no interrupt can tear: the requests, and what was reported of each.
-
-        Cached K/V are lost, and what runs is computed again.
-        """
-        self._runner.cache.reset()
-        self.in_flight.clear()
-        self._retry_alone.clear()
-        states = list(self._reports.states.values())
-        self._scheduler.restart([request for state in states for request in state.restore()])
-        for state in states:
-            if state.is_aborted:
-                self.abort(state)
-        self._reports.begin_again()
 
     def _may_launch_ahead(self, step: StepInFlight) -> bool:
         """Whether the next step is planned before this one is read."""
@@ -185,8 +155,7 @@ class Steps:
         with self._device_work():
             results, scores = self._replicas.read(step)
             # A chunk of a prompt has no tokens to wait for. What no step follows leaves nothing
-            # lazy: another thread could not evaluate it, and a reader in flight would make each
-            # donated write copy a slab.
+            # lazy: a reader in flight would make each donated write copy a slab.
             mx.eval(step.logits, self._runner.cache.arrays if len(self.in_flight) == 1 else ())
         if not self.in_flight:
             return  # It failed.
@@ -259,25 +228,9 @@ class Steps:
         """
         try:
             yield
-        except Exception as error:
-            self._replicas.failed(error)
-            self._isolate_failure(error)
         except BaseException as error:
             self._replicas.failed(error)
-            self._take_back()
-            self.is_torn = False
-            raise
-
-    def pick_up_lost(self) -> None:
-        """Take on requests that an interrupt kept from the inbox, or from being reported."""
-        for state in list(self._reports.states.values()):
-            self.add(state)
-            for request in state.requests:
-                self._scheduler.add(request)
-            if state.is_aborted:
-                self.abort(state)
-            if state.output.finished:
-                self._reports.note(state.requests[0])
+            self._isolate_failure(request_error(error))
 
     def _isolate_failure(self, error: Exception) -> None:
         """Fail a request that ran alone; run several again one by one, to see which fails. One that
@@ -309,12 +262,12 @@ class Steps:
             self._scheduler.discard(step.batch)
         self._runner.cache.close_step()
         try:
-            # What it wrote is not needed, but the slabs depend on it, and another thread could not
-            # evaluate them.
+            # What it wrote is not needed, but the slabs depend on it.
             mx.eval(self._runner.cache.arrays)
         except Exception:
-            # This thread can't either: without new slabs, every later step would fail.
-            self.repair()
+            # Without new slabs, every later step would fail, too.
+            self._runner.cache.reset()
+            self._scheduler.start_over()
 
     def _next_to_retry(self) -> Request | None:
         while self._retry_alone:
@@ -375,8 +328,6 @@ class Steps:
         stop_text = None
         try:
             stop_text = state.add_token(request, result)
-        except KeyboardInterrupt:
-            raise
         except BaseException as error:  # the panics of tokenizers in Rust are no Exception
             # It fails its own request, even where this token was the last one.
             forget_frames(error, "In a step of the engine")

@@ -8,7 +8,7 @@ import pytest
 from helpers.drafting import Oracle, eager_speculation, looks_up
 
 from mlx_paged.cache import PagedKVCache
-from mlx_paged.engine import engine
+from mlx_paged.engine import build
 
 
 @pytest.fixture(params=["waiting", "ahead", "drafting"])
@@ -24,7 +24,7 @@ def run_ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
             is_tiny = model.args.vocab_size < 100
             return eager_speculation(model.args.vocab_size, Oracle(model) if is_tiny else looks_up)
 
-        monkeypatch.setattr(engine, "speculation_of", eager)
+        monkeypatch.setattr(build, "speculation_of", eager)
     return is_ahead
 
 

@@ -35,7 +35,7 @@ def running(model: Any, tokenizer: Any = None, **options: Any) -> Iterator[Async
     """An engine that is shut down at the end, and must hold nothing then."""
     with AsyncEngine(model, tokenizer, **{"kv_cache_bytes": "8000blocks", **options}) as engine:
         yield engine
-    assert not engine._loop.thread.is_alive()
+    assert not engine.engine.thread._thread.is_alive()
     assert_nothing_held(engine.engine)
     assert not engine._receivers
 
@@ -420,7 +420,7 @@ def test_an_engine_that_is_dropped_without_a_shutdown_is_freed_with_its_thread(
     if is_busy:
         # Nobody reads it, and nothing else holds the engine.
         engine.engine.add_request("endless", prompt(20), LONG)
-    thread, freed = engine._loop.thread, weakref.ref(engine.engine)
+    thread, freed = engine.engine.thread._thread, weakref.ref(engine.engine)
     del engine
     gc.collect()
     thread.join(timeout=60)

@@ -1,10 +1,13 @@
-"""An interrupt at any line leaves an engine that goes on, or that ``abort_all`` repairs."""
+"""Ctrl-C ends a wait at once, and cuts no step; what a request's own code raises fails it alone."""
 
 from __future__ import annotations
 
-import contextlib
-import random
+import os
+import signal
 import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
@@ -14,32 +17,18 @@ from helpers.engine_runs import (
     assert_nothing_held,
     greedy,
     load_demo,
+    lose_all_kv,
     make_engine,
     prompt,
     run,
 )
-from helpers.interrupted_lines import (
-    Answers,
-    LineInterrupt,
-    check_interrupt,
-    check_random_interrupts,
-    run_undisturbed,
-)
+from helpers.interrupts import check_interrupts
 
-from mlx_paged.engine.engine import Engine
+from mlx_paged import LLM, AsyncEngine
+from mlx_paged.engine.thread import STUCK_SECONDS, EngineStoppedError, StuckStepError
 from mlx_paged.models import qwen3
-from mlx_paged.request import RequestOutput
 
 pytestmark = pytest.mark.usefixtures("run_ahead")
-
-ENGINE_ROOMS = (
-    "engine.py",
-    "steps.py",
-    "reports.py",
-    "scheduler.py",
-    "request_state.py",
-    "kv_cache_manager.py",
-)
 
 
 @pytest.fixture(scope="module")
@@ -47,125 +36,171 @@ def demo() -> tuple[Any, Any]:
     return load_demo()
 
 
-@pytest.fixture(scope="module")
-def undisturbed_runs() -> dict[bool, tuple[LineInterrupt, Answers]]:
-    return {}
-
-
-@pytest.fixture
-def undisturbed(
-    demo: tuple[Any, Any],
-    run_ahead: bool,
-    undisturbed_runs: dict[bool, tuple[LineInterrupt, Answers]],
-) -> tuple[LineInterrupt, Answers]:
-    if run_ahead not in undisturbed_runs:
-        undisturbed_runs[run_ahead] = run_undisturbed(demo)
-    return undisturbed_runs[run_ahead]
-
-
-@pytest.mark.parametrize("swap", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_an_interrupt_at_any_line_loses_no_request_and_changes_no_token(
-    demo: tuple[Any, Any],
-    undisturbed: tuple[LineInterrupt, Answers],
-    monkeypatch: pytest.MonkeyPatch,
-    swap: bool,
+@pytest.mark.parametrize(
+    ("swap", "count"),
+    [(True, 60), *(pytest.param(swap, 1000, marks=pytest.mark.slow) for swap in (True, False))],
+)
+def test_signals_at_random_moments_lose_no_request_and_change_no_token(
+    demo: tuple[Any, Any], swap: bool, count: int
 ):
-    lines, expected = undisturbed
-    check_random_interrupts(demo, expected, lines.num_lines, count=8, seed=int(swap), swap=swap)
+    check_interrupts(demo, count, seed=count + swap, swap=swap)
 
 
-@pytest.mark.slow
-def test_an_interrupt_in_the_engines_own_bookkeeping_is_survived(
-    demo: tuple[Any, Any],
-    undisturbed: tuple[LineInterrupt, Answers],
-    monkeypatch: pytest.MonkeyPatch,
+class Endless:
+    """A logits processor that does not end before it is told to."""
+
+    def __init__(self) -> None:
+        self.has_begun, self.may_end = threading.Event(), threading.Event()
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        self.has_begun.set()
+        while not self.may_end.is_set():
+            pass
+        return logits
+
+
+@contextmanager
+def ctrl_c(*moments: Callable[[], object]) -> Iterator[list[float]]:
+    """A real Ctrl-C after each of these calls has returned; when each was sent."""
+    times: list[float] = []
+
+    def send() -> None:
+        for wait in moments:
+            wait()
+            times.append(time.monotonic())
+            os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=send, daemon=True)
+    thread.start()
+    try:
+        yield times
+    finally:
+        thread.join(timeout=60)
+
+
+def test_ctrl_c_in_a_step_that_does_not_end_is_answered_at_once_and_the_engine_goes_on(
+    model: qwen3.Model,
 ):
-    lines, expected = undisturbed
-    rng = random.Random(5)
-    places = sorted(place for place in lines.turns if place[0] in ENGINE_ROOMS)
-    for number, place in enumerate(rng.sample(places, 10)):
-        turns = lines.turns[place]
-        interrupt = LineInterrupt(rng.choice(turns[: max(1, len(turns) * 3 // 4)]))
-        check_interrupt(demo, interrupt, number % 2 == 0, expected)
+    engine, endless = make_engine(model), Endless()
+    engine.add_request("endless", prompt(20), greedy(2, logits_processors=[endless]))
+    engine.add_request("other", prompt(20, seed=1), greedy(12))
+    with ctrl_c(endless.has_begun.wait) as sent, pytest.raises(KeyboardInterrupt):
+        while True:
+            engine.step()
+    assert time.monotonic() - sent[0] < 10, "it waited for the step"
+    endless.may_end.set()
+    outputs = run(engine)
+    assert len(outputs["endless"].outputs[0].token_ids) == 2
+    assert outputs["other"].outputs[0].token_ids == ask_alone(model, prompt(20, seed=1), greedy(12))
+    assert_nothing_held(engine)
+
+
+def test_the_outputs_of_an_interrupted_wait_come_with_the_next_one(model: qwen3.Model):
+    engine, slow = make_engine(model), Endless()
+    engine.add_request("a", prompt(20), greedy(1, logits_processors=[slow]))
+    with ctrl_c(slow.has_begun.wait), pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert engine.has_unfinished_requests()
+    slow.may_end.set()
+    engine.thread.call(lambda: None)  # It was the last step of all.
+    assert not engine._reports.states and engine.has_unfinished_requests()
+    (output,) = engine.step()
+    assert output.finished and len(output.outputs[0].token_ids) == 1
+    assert not engine.has_unfinished_requests() and engine.step() == []
+
+
+def test_a_second_ctrl_c_stops_an_engine_whose_step_does_not_end(model: qwen3.Model):
+    engine, endless = make_engine(model), Endless()
+    engine.add_request("endless", prompt(20), greedy(2, logits_processors=[endless]))
+    with ctrl_c(endless.has_begun.wait, lambda: time.sleep(2 * STUCK_SECONDS)):
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                engine.step()
+    told = r"^\[engine\] it stopped: it was interrupted twice while one step ran$"
+    for call in (engine.step, lambda: engine.add_request("b", prompt(5)), engine.shrink):
+        with pytest.raises(EngineStoppedError, match=told) as caught:
+            call()
+        assert isinstance(caught.value.__cause__, StuckStepError)
+    # It does not burn a core for ever, and ending such an engine does not wait.
+    engine.thread.join(timeout=60)
+    assert not engine.thread._thread.is_alive()
+    assert engine.close() and engine.stats().num_requests >= 0
+    engine.abort("endless")
+
+
+def test_an_llm_gives_up_the_requests_of_an_interrupted_call_and_answers_the_next(
+    demo: tuple[Any, Any],
+):
+    llm, endless = LLM(*demo), Endless()
+    expected = llm.generate("Once upon a time", greedy(8))
+    with ctrl_c(endless.has_begun.wait), pytest.raises(KeyboardInterrupt):
+        llm.generate(["Hello", "Count"], greedy(50, logits_processors=[endless]))
+    endless.may_end.set()
+    again = llm.generate("Once upon a time", greedy(8))
+    assert again[0].outputs[0].token_ids == expected[0].outputs[0].token_ids
+    assert_nothing_held(llm.engine)
+
+
+def test_a_reader_that_is_interrupted_ends_its_request_alone(demo: tuple[Any, Any]):
+    with AsyncEngine(*demo) as engine:
+        other = engine.stream("Once upon a time", greedy(30))
+        endless = Endless()
+        stream = engine.stream("Hello", greedy(50, logits_processors=[endless]))
+        with ctrl_c(endless.has_begun.wait), pytest.raises(KeyboardInterrupt):
+            list(stream)
+        stream.close()
+        endless.may_end.set()
+        *_, last = other
+        assert last.outputs[0].finish_reason == "length"
+        while engine.engine.has_unfinished_requests():
+            time.sleep(0.01)
+        assert_nothing_held(engine.engine)
+
+
+def test_handlers_of_signals_stay_as_they_are(model: qwen3.Model, demo: tuple[Any, Any]):
+    seen: list[object] = []
+
+    def processor(tokens: mx.array, logits: mx.array) -> mx.array:
+        seen.append(signal.getsignal(signal.SIGINT))
+        return logits
+
+    for handler in (signal.SIG_IGN, signal.SIG_DFL, lambda number, frame: None):
+        before = signal.signal(signal.SIGINT, handler)
+        try:
+            LLM(*demo).generate("Hello", greedy(2, logits_processors=[processor]))
+        finally:
+            signal.signal(signal.SIGINT, before)
+        assert seen == [handler] * 2
+        seen.clear()
+
+
+def test_an_exception_in_the_bookkeeping_stops_the_engine_and_says_why(model: qwen3.Model):
+    engine = make_engine(model)
+    engine.add_request("a", prompt(20), greedy(5))
+
+    def broken(*args: Any, **options: Any) -> Any:
+        raise MemoryError("no memory for a list")
+
+    engine.scheduler.schedule = broken  # type: ignore[method-assign]
+    for call in (engine.step, engine.step, lambda: engine.add_request("b", prompt(5))):
+        with pytest.raises(EngineStoppedError, match=r"^\[engine\] it stopped: ") as caught:
+            call()
+        assert str(caught.value.__cause__) == "no memory for a list"
 
 
 @pytest.mark.parametrize("kv", ["paged", "basic"])
-def test_a_repair_replaces_neither_the_pool_nor_the_manager(model: qwen3.Model, kv: str):
+def test_lost_kv_replace_neither_the_pool_nor_the_manager(model: qwen3.Model, kv: str):
     expected = ask_alone(model, prompt(40), greedy(8))
     engine = make_engine(model, kv=kv)
     manager, pool = engine.manager, engine.cache.pool
     engine.add_request("a", prompt(40), greedy(8))
     for _ in range(3):
         engine.step()
-    pool.get_new_blocks(2)  # As an interrupt may leave them: in no table.
-    engine._steps.repair()
+    lose_all_kv(engine)
     assert engine.manager is engine.scheduler.manager is manager
     assert engine.cache.pool is manager.pool is pool and pool.num_used_blocks == 0
     assert run(engine)["a"].outputs[0].token_ids == expected
     assert_nothing_held(engine)
-
-
-# One token leaves nothing to draft, and whoever adds a request does the same in all ways.
-without_drafts = pytest.mark.parametrize("run_ahead", ["waiting", "ahead"], indirect=True)
-
-
-def one_turn_of_each_line(counted: LineInterrupt, run_ahead: bool) -> list[int]:
-    """The first one if steps wait, else the last one."""
-    return sorted(turns[-1 if run_ahead else 0] for turns in counted.turns.values())
-
-
-@without_drafts
-def test_no_line_of_the_step_that_ends_a_request_loses_its_answer(
-    model: qwen3.Model, run_ahead: bool
-):
-    engine = make_engine(model)
-    expected = ask_alone(model, prompt(5), greedy(1))
-
-    def answer_of(request_id: str, interrupt: LineInterrupt) -> list[int]:
-        engine.add_request(request_id, prompt(5), greedy(1))
-        outputs: dict[str, RequestOutput] = {}
-        with contextlib.suppress(KeyboardInterrupt), interrupt.armed():
-            outputs = {output.request_id: output for output in engine.step()}
-        return (outputs | run(engine))[request_id].outputs[0].token_ids
-
-    counter = LineInterrupt()
-    assert answer_of("counted", counter) == expected
-    for at in one_turn_of_each_line(counter, run_ahead):
-        interrupt = LineInterrupt(at)
-        assert answer_of(f"{at}", interrupt) == expected, interrupt.where
-    assert_nothing_held(engine)
-
-
-@pytest.mark.slow
-@without_drafts
-def test_an_interrupt_in_another_threads_call_does_not_stop_the_thread_that_steps(
-    model: qwen3.Model, run_ahead: bool
-):
-    engine = make_engine(model)
-    expected = ask_alone(model, prompt(20), greedy(3))
-    counter = LineInterrupt()
-    with counter.armed():
-        engine.add_request("counted", prompt(20), greedy(10))
-        engine.abort("counted")
-    run(engine)
-    for at in one_turn_of_each_line(counter, run_ahead):
-        interrupt = LineInterrupt(at)
-        with pytest.raises(KeyboardInterrupt), interrupt.armed():
-            engine.add_request(f"{at}", prompt(20), greedy(10))
-            engine.abort(f"{at}")
-        outputs: dict[str, RequestOutput] = {}
-        engine.abort(f"{at}")
-
-        def others(engine: Engine = engine, outputs: dict = outputs) -> None:
-            engine.add_request("good", prompt(20), greedy(3))
-            outputs |= run(engine)
-
-        thread = threading.Thread(target=others, daemon=True)
-        thread.start()
-        thread.join(timeout=60)
-        assert not thread.is_alive(), f"hangs after an interrupt at {interrupt.where}"
-        assert outputs["good"].outputs[0].token_ids == expected, interrupt.where
-        assert_nothing_held(engine)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from typing import Any
 import mlx.nn as nn
 import pytest
 from helpers.engine_runs import greedy, make_engine, prompt, run, sampled
-from helpers.interrupted_lines import LineInterrupt
 
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.latencies import Histogram, Latencies, one_two_five
@@ -191,30 +190,3 @@ def test_each_token_counts_once_however_many_come_in_a_step(model: nn.Module, cl
     assert latencies.inter_token_latency.sum == pytest.approx(latencies.decode_time.sum)
     # A step that gave k tokens was k observations of a k-th of its time.
     assert latencies.decode_time.sum == engine.stats().num_steps - 1
-
-
-def test_an_interrupt_at_any_line_of_a_step_observes_nothing_twice(model: nn.Module):
-    def observed(at: int | None) -> tuple[LineInterrupt, Latencies]:
-        engine, interrupt = make_engine(model), LineInterrupt(at)
-        engine.add_request("a", prompt(5), sampled(3, 4, n=2, ignore_eos=True))
-        engine.step()
-        try:
-            with interrupt.armed():
-                engine.step()
-        except KeyboardInterrupt:
-            pass
-        outputs = run(engine)
-        assert [len(c.token_ids) for c in outputs["a"].outputs] == [4, 4]
-        return interrupt, engine.latencies
-
-    lines, whole = observed(None)
-    expected = counts(whole) | {"tokens": 8}
-    rooms = ("latencies.py", "request_state.py", "reports.py")
-    near = {at for place, turns in lines.turns.items() if place[0] in rooms for at in turns}
-    for at in sorted(near | set(range(0, lines.num_lines, 50))):
-        interrupt, latencies = observed(at)
-        got = counts(latencies) | {"tokens": latencies.num_generation_tokens}
-        assert all(got[name] <= expected[name] for name in got), interrupt.where
-        # An interrupt within an observation may lose it, and that alone.
-        place = interrupt.where or ""
-        assert got == expected or place.startswith(("Latencies.", "Histogram.")), place

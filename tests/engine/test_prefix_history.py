@@ -7,6 +7,7 @@ import types
 
 import pytest
 from helpers.engine_helpers import tiny_models
+from helpers.engine_runs import lose_all_kv
 
 from mlx_paged import Engine, SamplingParams
 from mlx_paged.core import hash_token_blocks
@@ -200,11 +201,11 @@ def test_nothing_is_remembered_unless_it_is_asked_for():
     assert engine.prefix_history.num_tokens == 0
 
 
-def test_an_interrupted_request_is_reported_once(run_ahead):
+def test_a_request_that_is_computed_again_is_reported_once(run_ahead):
     engine = Engine(tiny_models()[0], kv_cache_bytes="24blocks", num_history_tokens=4096)
     engine.add_request("a", list(range(30)), SamplingParams(max_tokens=4))
     engine.step()
-    engine._steps.is_torn = True  # as an interrupt leaves it
+    lose_all_kv(engine)
     while engine.has_unfinished_requests():
         engine.step()
     assert len(engine.prefix_history.reports) == 1

@@ -5,7 +5,6 @@ stay as they are.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import dataclasses
 import gc
@@ -28,12 +27,12 @@ from helpers.engine_runs import (
     greedy,
     known_of,
     load_demo,
+    lose_all_kv,
     make_engine,
     make_engine_without_drafts,
     run,
     sampled,
 )
-from helpers.interrupted_lines import LineInterrupt
 from helpers.json_schemas import is_valid, random_schema
 from llguidance import LLMatcher
 from mlx_lm.tokenizer_utils import NewlineTokenizer, TokenizerWrapper
@@ -384,25 +383,6 @@ def test_an_answer_that_does_not_open_its_reasoning_is_structured_at_once(
     assert allowed_after(grammar, [7, 5, 0, 2, 1, 3]) == {END, OTHER_END}
 
 
-def test_an_answer_is_read_again_after_an_interrupt(compiler: GrammarCompiler):
-    grammar = compiler.compile(structured(regex="(ab|c){1,5}", begin_after=[1]))
-    counter, at = LineInterrupt(), 0
-    while counter.where is not None or at == 0:
-        state, request = GrammarState(grammar), request_of(grammar, [0, 1, 2])
-        fill_masks([state], [request])
-        request.token_ids += [0, 1]
-        counter = LineInterrupt(at)
-        with contextlib.suppress(KeyboardInterrupt), counter.armed():
-            fill_masks([state], [request])
-        for token in (2, 3):
-            request.token_ids.append(token)
-            allowed, failed = fill_masks([state], [request])
-        assert not failed
-        assert set(np.flatnonzero(allowed[0]).tolist()) == {0, 2, 3, END, OTHER_END}
-        at += 1
-    assert at > 15
-
-
 # With other settings
 
 
@@ -484,7 +464,7 @@ def test_a_grammar_that_gets_too_complex_fails_its_request_alone(demo: tuple[Any
 
 
 @in_all_ways
-def test_a_restart_goes_on_with_the_same_answers(demo: tuple[Any, Any]):
+def test_answers_go_on_the_same_when_all_kv_are_lost(demo: tuple[Any, Any]):
     requests = {name: request for name, request in random_requests(7, 5).items() if request[0]}
     expected = answers_of(run_all(demo, requests))
     engine = make_engine(*demo)
@@ -493,7 +473,7 @@ def test_a_restart_goes_on_with_the_same_answers(demo: tuple[Any, Any]):
     outputs: dict[str, RequestOutput] = {}
     for step in range(1000):
         if step % 7 == 3:
-            engine._steps.is_torn = True  # As an interrupt leaves it.
+            lose_all_kv(engine)
         outputs |= {each.request_id: each for each in engine.step() if each.finished}
         if not engine.has_unfinished_requests():
             break
@@ -518,31 +498,6 @@ def test_a_step_that_fails_is_taken_back_and_changes_no_answer(demo: tuple[Any, 
 
     engine.runner.model = fails_now_and_then
     assert answers_of(run(engine)) == expected and next(calls) > 20
-    assert_nothing_held(engine)
-
-
-@in_all_ways
-def test_an_interrupt_at_any_line_of_a_step_changes_no_answer(demo: tuple[Any, Any]):
-    engine = make_engine(*demo)
-    params = sampled(3, 9, n=2, structured_outputs=structured(regex="[a-z ]{4,8}!", begin_after=()))
-
-    def answer(name: str, interrupt: LineInterrupt, num_steps: int) -> list[tuple]:
-        engine.add_request(name, PROMPTS[0], params)
-        outputs: dict[str, RequestOutput] = {}
-        for _ in range(num_steps):
-            outputs |= {each.request_id: each for each in engine.step() if each.finished}
-        with contextlib.suppress(KeyboardInterrupt), interrupt.armed():
-            outputs |= {each.request_id: each for each in engine.step() if each.finished}
-        return answers_of(outputs | run(engine))[name]
-
-    counter = LineInterrupt()
-    expected = answer("counted", counter, 2)
-    rooms = ("grammar.py", "sampler.py", "token_mask.py", "sampling_state.py")
-    turns = [turn for place, turns in counter.turns.items() if place[0] in rooms for turn in turns]
-    assert len(turns) > 30
-    for at in random.Random(0).sample(turns, 12):
-        interrupt = LineInterrupt(at)
-        assert answer(f"{at}", interrupt, 2) == expected, interrupt.where
     assert_nothing_held(engine)
 
 

@@ -9,8 +9,10 @@ lie apart, and refuses a prompt with a near tie: then every comparison of greedy
 from __future__ import annotations
 
 import dataclasses
+import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.nn as nn
@@ -148,3 +150,32 @@ def assert_nothing_held(engine: Engine) -> None:
     )
     assert engine.manager.num_free_blocks == stats.num_usable_blocks
     assert not engine.has_unfinished_requests()
+
+
+@contextmanager
+def between_steps(engine: Engine) -> Iterator[None]:
+    """The engine's thread waits, and no step begins, while the body runs."""
+    has_begun, go_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        has_begun.set()
+        assert go_on.wait(60)
+
+    call = engine.thread.submit(wait)
+    assert has_begun.wait(60)
+    try:
+        yield
+    finally:
+        go_on.set()
+        call.wait()
+
+
+def lose_all_kv(engine: Engine) -> None:
+    """As after an evaluation that failed and left slabs that can't be evaluated any more."""
+
+    def lose() -> None:
+        engine._steps._take_back()
+        engine.cache.reset()
+        engine.scheduler.start_over()
+
+    engine.thread.call(lose)

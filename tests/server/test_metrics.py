@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
+from helpers.engine_runs import between_steps
 from helpers.servers import make_service
 from prometheus_client.openmetrics.parser import (
     text_string_to_metric_families as parse_openmetrics,
@@ -210,7 +211,7 @@ def test_servers_in_one_process_have_registries_of_their_own(service: Service):
 
 def test_a_scrape_waits_for_no_step(client: TestClient, service: Service):
     engine = service.engine.engine
-    with engine._step_lock:  # as while a step runs
+    with between_steps(engine):  # as while a step runs
         results: list[int] = []
         thread = threading.Thread(
             target=lambda: results.append(client.get("/metrics").status_code), daemon=True

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from helpers.engine_runs import between_steps
 from helpers.servers import ScriptedEngine, make_service, serving, wait_until
 from selenium import webdriver
 from selenium.webdriver.chrome.options import Options
@@ -179,8 +180,7 @@ def test_the_grid_shows_the_pool_block_by_block(page: Page, service: Service):
     streams = start_streams(service, [prefix + name for name in "abcdef"], ENDLESS)
     start_streams(service, ["Alone. " * 20], ENDLESS)
     page.is_live()
-    # No step can change the pool while the lock is held.
-    with service.engine.engine._step_lock:
+    with between_steps(service.engine.engine):
         expected = names_of(service.engine.view().blocks)
         assert {"held1", "held5", "cached", "empty"} <= set(expected)
         end = time.monotonic() + 10

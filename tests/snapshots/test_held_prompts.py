@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from helpers.engine_runs import ask, make_engine, prompt, run
+from helpers.engine_runs import ask, lose_all_kv, make_engine, prompt, run
 from helpers.windowed_models import model_and_options
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
@@ -128,8 +128,7 @@ def test_a_failed_step_and_an_interrupt_change_no_token(
                 except KeyboardInterrupt:
                     continue
             assert outputs["a"].outputs[0].token_ids == told
-    # Torn bookkeeping begins again with an empty cache.
-    engine._steps.is_torn = True
+    lose_all_kv(engine)
     assert answer(engine, **asked(held, token_ids)) == (told, 37)
 
 

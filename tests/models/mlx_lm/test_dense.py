@@ -26,7 +26,7 @@ from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt
 from mlx_paged.cache import Sequences
 from mlx_paged.cache.paged import PagedLayerKV
 from mlx_paged.core import BlockTableError, KVCacheManager
-from mlx_paged.engine import engine as engine_room
+from mlx_paged.engine import build
 from mlx_paged.engine.drafts import PromptLookup
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.speculation import Speculation
@@ -256,7 +256,7 @@ def test_drafts_change_no_token_of_a_model_without_state(
     def eager(num_draft_tokens: int, model: Any, drafts: Any, run_ahead: bool) -> Speculation:
         return Speculation(drafts or PromptLookup(), num_draft_tokens)
 
-    monkeypatch.setattr(engine_room, "speculation_of", eager)
+    monkeypatch.setattr(build, "speculation_of", eager)
     engine = ragged("gemma2", num_draft_tokens=3, draft_model=draft_model)
     prompts = {str(n): prompt(8 + n, n) * 3 for n in range(3)}
     for request_id, tokens in prompts.items():

@@ -1,0 +1,172 @@
+"""How an engine is made: ``build`` reads from top to bottom, and each part gets those before it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache as once
+
+from mlx.nn.layers.base import Module
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from mlx_paged.cache import ContiguousKVCache, KVCache
+from mlx_paged.config import DEFAULT_KV, SchedulerConfig
+from mlx_paged.core import KVCacheManager, SequenceStates
+from mlx_paged.distributed import Ranks
+from mlx_paged.engine.disk_tier import DiskTier, open_disk_tier
+from mlx_paged.engine.draft_model import DraftModel
+from mlx_paged.engine.draft_options import check_draft_model, num_parameters_of, speculation_of
+from mlx_paged.engine.fit import warn_unless_it_fits
+from mlx_paged.engine.joining import check_steps_are_alike, join_ranks, least_budget, replicas_of
+from mlx_paged.engine.latencies import Latencies
+from mlx_paged.engine.model_runner import ModelRunner
+from mlx_paged.engine.options import split_options, tier_of
+from mlx_paged.engine.prompts import as_tokenizer
+from mlx_paged.engine.recurrent_state import check_speculation, room_for_states
+from mlx_paged.engine.reports import Reports
+from mlx_paged.engine.scheduler import Scheduler
+from mlx_paged.engine.snapshots import Snapshots
+from mlx_paged.engine.steps import Steps
+from mlx_paged.engine.swap_space import SwapSpace, num_swap_blocks
+from mlx_paged.engine_options import CacheOptions, EngineOptions
+from mlx_paged.models.context_length import context_length, context_limit
+from mlx_paged.models.identity import ModelIdentity, identities_of
+from mlx_paged.models.kv_cache import kv_budget, make_kv_cache, weight_nbytes
+from mlx_paged.models.language_model import LanguageModel, check_model
+from mlx_paged.models.traffic import sent_bytes_per_token
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """What an engine consists of."""
+
+    tokenizer: TokenizerWrapper | None
+    max_model_len: int | None
+    ranks: Ranks | None
+    sent_bytes_per_token: int
+    cache: KVCache
+    manager: KVCacheManager
+    disk_tier: DiskTier | None
+    swap_space: SwapSpace
+    runner: ModelRunner
+    scheduler: Scheduler
+    snapshots: Snapshots
+    latencies: Latencies
+    reports: Reports
+    steps: Steps
+    run_ahead: bool
+
+
+def build(
+    model: Module,
+    tokenizer: TokenizerWrapper | None,
+    draft_model: Module | None,
+    options: EngineOptions,
+    run_ahead: bool | None,
+) -> EngineParts:
+    """The parts of an engine.
+
+    Args:
+        options: without those that each rank has of its own.
+        run_ahead: whether a step is launched before the one before is read; ``None`` is what the
+            cache can.
+
+    Raises:
+        ArgumentError: options that are out of their ranges, or don't go together.
+        RanksError: the ranks don't agree.
+    """
+    kv, window = options.get("kv", DEFAULT_KV), options.get("window")
+    checked = check_model(model)
+    max_model_len = context_limit(checked.args, options.get("max_model_len"), window)
+    draft = check_draft_model(draft_model, checked, kv)
+    cache_options, config = split_options(options, max_model_len, draft is not None)
+    check_speculation(checked, draft, config.num_draft_tokens)
+    make_tier = tier_of(options, config, checked)
+    tokenizer = None if tokenizer is None else as_tokenizer(tokenizer)
+
+    compared = {**options, "draft_model": draft, "max_model_len": max_model_len}
+    ranks = join_ranks(checked, tokenizer, {"swap_bytes": None, **compared})
+    if ranks is not None:
+        given = cache_options.get("kv_cache_bytes")
+        cache_options["kv_cache_bytes"] = least_budget(ranks, given, checked)
+
+    states, config = _take_states(checked, config, cache_options)
+    cache = make_kv_cache(model, kv, draft_model=draft_model, **cache_options)
+    manager = KVCacheManager(cache.pool, cache.config.retentions, states)
+    run_ahead = cache.can_run_ahead if run_ahead is None else run_ahead
+
+    # All weights are read for it: once, and only if it is asked for.
+    identities: Callable[[], Sequence[ModelIdentity]] = once(lambda: identities_of(checked, draft))
+    num_parameters = num_parameters_of(model)
+    disk_tier = None
+    if make_tier is not None:
+        disk_tier = open_disk_tier(make_tier, cache, identities, num_parameters)
+    swap_space = SwapSpace(
+        num_swap_blocks(options.get("swap_bytes"), cache, num_parameters),
+        -(-cache.config.state_nbytes // cache.config.nbytes_per_block),
+    )
+
+    drafter = None if draft is None else DraftModel(draft, cache, manager)
+    runner = ModelRunner(model, cache, manager, swap_space, drafter)
+    if ranks is not None:
+        check_steps_are_alike(ranks, cache, run_ahead)
+        cache.all_can = ranks.all_can
+        # The first replay of a trace is held against a decode that is built. A rank where that
+        # differs would compute other sums from then on than those where it does not.
+        runner.compiled_decode = None
+
+    eos_token_ids: Iterable[int] = () if tokenizer is None else tokenizer.eos_token_ids
+    scheduler = Scheduler(
+        manager,
+        cache,
+        config,
+        frozenset(eos_token_ids),
+        swap_space,
+        speculation_of(config.num_draft_tokens, checked, drafter, run_ahead),
+        disk_tier,
+        None if window is not None else context_length(checked.args),
+        cache if isinstance(cache, ContiguousKVCache) else None,
+    )
+    has_default_budget = options.get("kv_cache_bytes") is None
+    weights = weight_nbytes(model, draft_model)
+    warn_unless_it_fits(weights, cache, manager, max_model_len, has_default_budget)
+
+    latencies = Latencies(max_model_len)
+    reports = Reports(latencies)
+    replicas = replicas_of(ranks, run_ahead)
+    steps = Steps(runner, scheduler, reports, latencies, run_ahead, replicas, disk_tier)
+    finds_prefixes = config.enable_prefix_caching
+    snapshots = Snapshots(
+        model, identities, cache, manager, draft is not None, finds_prefixes, ranks
+    )
+    return EngineParts(
+        tokenizer,
+        max_model_len,
+        ranks,
+        sent_bytes_per_token(checked),
+        cache,
+        manager,
+        disk_tier,
+        swap_space,
+        runner,
+        scheduler,
+        snapshots,
+        latencies,
+        reports,
+        steps,
+        run_ahead,
+    )
+
+
+def _take_states(
+    model: LanguageModel, config: SchedulerConfig, cache_options: CacheOptions
+) -> tuple[SequenceStates | None, SchedulerConfig]:
+    """Where the states of recurrent layers are kept, if the model has any; the budget of the cache
+    is then what they leave, and ``max_num_seqs`` as many as they are for.
+    """
+    if not model.state_nbytes:
+        return None, config
+    budget = kv_budget(cache_options.get("kv_cache_bytes"), model)
+    room = room_for_states(model, config, budget)
+    cache_options["kv_cache_bytes"] = room.kv_cache_bytes
+    return SequenceStates(room.num_checkpoints), replace(config, max_num_seqs=room.max_num_seqs)

@@ -1,0 +1,94 @@
+"""What functions of a request expect of the thread that asked, where another one calls them.
+
+An engine calls samplers and logits processors in its own thread. A lazy array belongs to the
+streams of the thread that made it, and each thread has random numbers of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any, TypeVar
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx.utils import tree_flatten
+
+T = TypeVar("T")
+
+_DEPTH = 3  # of functions and objects that hold one another
+_MOST_ITEMS = 100  # of a container: a vocabulary is not looked through
+
+
+def evaluate_arrays(*trees: Module | None) -> None:
+    """Evaluate the arrays of modules: their parameters, and what is none, as frequencies of RoPE
+    are.
+    """
+    for tree in trees:
+        leaves = dict(tree_flatten(tree or ())).values()
+        mx.eval([leaf for leaf in leaves if isinstance(leaf, mx.array)])
+
+
+def evaluate_captured(function: Callable[..., Any] | None) -> None:
+    """Evaluate the arrays that a function holds: in its closure, its defaults, the globals that it
+    names, as attributes of the object that it is, or of one of these.
+    """
+    if function is not None:
+        mx.eval(list(_arrays(function, _DEPTH)))
+
+
+def with_random_state(
+    call: Callable[[Callable[[], tuple[T, int]]], tuple[T, int]], work: Callable[[], T]
+) -> T:
+    """What ``work`` returns, done by ``call`` in another thread with the random numbers of this
+    one, which go on behind it, as if ``work`` had been done here.
+    """
+    key = _random_key()
+
+    def run() -> tuple[T, int]:
+        mx.random.seed(key)
+        return work(), _random_key()
+
+    result, key = call(run)
+    mx.random.seed(key)
+    return result
+
+
+def _random_key() -> int:
+    state: Any = mx.random.state
+    high, low = state[0].tolist()
+    return int(high) << 32 | int(low)
+
+
+def _arrays(value: object, depth: int) -> Iterator[mx.array]:
+    if isinstance(value, mx.array):
+        yield value
+    elif depth and not isinstance(value, type):
+        for held in _held_by(value):
+            yield from _arrays(held, depth - 1)
+
+
+def _held_by(value: object) -> Iterator[object]:
+    if isinstance(value, ModuleType):
+        return
+    if isinstance(value, list | tuple | dict):
+        if len(value) <= _MOST_ITEMS:
+            yield from value.values() if isinstance(value, dict) else value
+        return
+    if isinstance(value, functools.partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    function: Any = getattr(value, "__func__", value)  # of a method
+    yield getattr(value, "__self__", None)
+    for cell in getattr(function, "__closure__", None) or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # It is not set yet.
+            continue
+    yield from getattr(function, "__defaults__", None) or ()
+    yield from (getattr(function, "__kwdefaults__", None) or {}).values()
+    if hasattr(function, "__code__"):
+        names = function.__code__.co_names
+        yield from (function.__globals__[name] for name in names if name in function.__globals__)
+    else:
+        yield from getattr(value, "__dict__", {}).values()

@@ -1,0 +1,93 @@
+"""``InputProcessor``: what users ask of an engine, checked and made into requests."""
+
+from __future__ import annotations
+
+import random
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from mlx_paged.domains import BOOL
+from mlx_paged.engine.callers_thread import evaluate_captured
+from mlx_paged.engine.grammar import GrammarCompiler
+from mlx_paged.engine.prompts import Prompt, read_prompt
+from mlx_paged.engine.request_state import RequestState
+from mlx_paged.engine.token_rules import read_token_rules, special_token_ids
+from mlx_paged.engine.token_texts import TokenTexts
+from mlx_paged.errors import ArgumentError
+from mlx_paged.request import PRIORITY, REQUEST_ID, Request, TokenRules, check_cache_salt
+from mlx_paged.sampling_params import SamplingParams
+
+
+class InputProcessor:
+    """Makes requests for one model and one tokenizer. Changes nothing; any thread may call it.
+
+    Args:
+        seed: what the seeds of requests that have none are drawn from; ``None`` is another each
+            time.
+
+    Attributes:
+        token_texts: ``None`` without a tokenizer.
+    """
+
+    def __init__(self, tokenizer: TokenizerWrapper | None, vocab_size: int, seed: int | None):
+        self.token_texts = None if tokenizer is None else TokenTexts(tokenizer)
+        self.special_token_ids = special_token_ids(tokenizer)
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._grammars = GrammarCompiler(tokenizer, vocab_size)
+        self._seeds = random.Random(seed)
+
+    def process(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        *,
+        priority: int,
+        cache_salt: str | None,
+        no_store: bool,
+        token_rules: TokenRules | None,
+    ) -> RequestState:
+        """A request; arguments and errors are those of :meth:`Engine.add_request`."""
+        request_id = REQUEST_ID.check("engine", "request_id", request_id)
+        priority = PRIORITY.check("engine", "priority", priority)
+        cache_salt = check_cache_salt(cache_salt)
+        no_store = BOOL.check("engine", "no_store", no_store)
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise ArgumentError(
+                f"[engine] params must be SamplingParams, got {type(params).__name__}"
+            )
+        if token_rules is None:
+            token_rules = self.prepare(params)
+        text, token_ids = read_prompt(prompt, self._tokenizer, self._vocab_size)
+        for function in (params.sampler, *params.logits_processors):
+            evaluate_captured(function)
+        request = Request(
+            request_id,
+            token_ids,
+            params,
+            seed=self._seeds.getrandbits(63) if params.seed is None else int(params.seed),
+            priority=priority,
+            cache_salt=cache_salt,
+            no_store=no_store,
+            token_rules=token_rules,
+        )
+        return self.state_of(request, text)
+
+    def state_of(self, request: Request, prompt: str | None) -> RequestState:
+        """What is kept of a request until its last output is handed out."""
+        return RequestState(request, prompt, self.token_texts, self.special_token_ids)
+
+    def prepare(self, params: SamplingParams) -> TokenRules:
+        """The token rules of a request; see :meth:`Engine.prepare`."""
+        token_rules = read_token_rules(params, self._tokenizer, self._vocab_size)
+        if params.structured_outputs is None:
+            return token_rules
+        return token_rules._replace(grammar=self._grammars.compile(params.structured_outputs))
+
+    def check_structured_outputs(self) -> None:
+        """Raise ``ArgumentError`` where no request can have ``structured_outputs``: without
+        llguidance, or without a tokenizer that it can read.
+        """
+        self._grammars.read_vocabulary()

@@ -1,0 +1,276 @@
+"""``EngineThread``: the thread in which an engine works, while its callers wait."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import mlx.core as mx
+
+from mlx_paged.errors import words_for_all
+
+T = TypeVar("T")
+
+# Interrupts of one call that are further apart than this are two: the second stops the engine.
+STUCK_SECONDS = 0.5
+# For which the end of Python waits for a call that was asked to end.
+SECONDS_TO_STOP = 1.0
+
+
+class EngineStoppedError(RuntimeError):
+    """The engine was shut down, or stopped by a failure; the message says which, and ``__cause__``
+    is what failed it.
+    """
+
+
+class StuckStepError(RuntimeError):
+    """A step did not end when it was interrupted."""
+
+
+class Call(Generic[T]):
+    """A piece of work for an engine's thread, and what came of it."""
+
+    def __init__(self, work: Callable[[], T]):
+        self._work: Callable[[], T] | None = work
+        self._results: list[T] = []
+        self._error: BaseException | None = None
+        self._is_done = False
+        self._done = threading.Lock()
+        self._done.acquire()
+
+    def run(self) -> None:
+        assert self._work is not None
+        try:
+            self._results.append(self._work())
+        except BaseException as error:
+            self.fail(error)
+        else:
+            self._end()
+
+    def fail(self, error: BaseException) -> None:
+        """End it with an error, unless it has ended."""
+        if not self._is_done:
+            self._error = error
+            self._end()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for the end of the work, for ``timeout`` seconds at most; whether it has ended. An
+        interrupt ends the wait, and the work goes on. One thread waits.
+        """
+        if not self._is_done:
+            self._done.acquire(timeout=-1 if timeout is None else timeout)
+        return self._is_done
+
+    def outlast(self) -> None:
+        """Wait for the end of the work, whatever interrupts that."""
+        try:
+            self.wait()
+        except KeyboardInterrupt:
+            self.outlast()
+
+    def result(self) -> T:
+        """What the work returned or raised."""
+        if self._error is not None:
+            raise self._error
+        return self._results[0]
+
+    def _end(self) -> None:
+        self._work = None  # It may hold the engine.
+        if not self._is_done:
+            self._is_done = True
+            self._done.release()
+
+
+class EngineThread:
+    """Runs calls one after another in a thread of its own, which nothing interrupts: Python
+    delivers signals to the main thread, and that only waits. MLX keeps its streams by thread, so
+    all work of an engine is done here, whichever thread asks for it.
+
+    The thread ends with :meth:`end`, or when Python does, after the call that runs.
+
+    Attributes:
+        failure: what stopped it before its end; ``None`` if nothing did.
+    """
+
+    def __init__(self) -> None:
+        self.failure: BaseException | None = None
+        self._calls: queue.SimpleQueue[Call[Any] | None] = queue.SimpleQueue()
+        self._background: Callable[[], float | None] | None = None
+        self._at_end: Callable[[], None] | None = None
+        self._running: Call[Any] | None = None
+        # The call that ran when an interrupt came last, and when that was.
+        self._interrupted: tuple[Call[Any] | None, float] = None, 0.0
+        self._has_ended = False
+        self._thread = threading.Thread(target=self._run, name="mlx_paged engine", daemon=True)
+        # Not with the first call, in which an interrupt could leave it half started.
+        self._thread.start()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether this is the thread that asks."""
+        return threading.get_ident() == self._thread.ident
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether a call would be run at once."""
+        return self._running is None and self._background is None
+
+    def submit(self, work: Callable[[], T]) -> Call[T]:
+        """Have work done, after what was asked for before.
+
+        Raises:
+            EngineStoppedError: no call is run any more.
+        """
+        self.check()
+        call = Call(work)
+        self._calls.put(call)
+        if self._has_ended:
+            self._fail_waiting()
+        return call
+
+    def call(self, work: Callable[[], T]) -> T:
+        """What ``work`` returns, or raises, in the thread. An interrupt ends the wait for it, and
+        the work goes on.
+        """
+        return work() if self.is_current else self.wait_for(self.submit(work))
+
+    def wait_for(self, call: Call[T]) -> T:
+        """What a call that was submitted returned or raised.
+
+        An interrupt ends the wait. Another one stops the engine if the same call still runs: it may
+        never end.
+        """
+        try:
+            call.wait()
+        except KeyboardInterrupt:
+            self._note_interrupt()
+            raise
+        return call.result()
+
+    def run_in_background(
+        self, background: Callable[[], float | None], at_end: Callable[[], None]
+    ) -> None:
+        """Call ``background`` whenever no call waits, and ``at_end`` at the end of the thread.
+
+        Args:
+            background: returns after how many seconds it wants to be called again; ``None`` is
+                after the next call. What it raises stops the thread.
+        """
+        self._background, self._at_end = background, at_end
+        self._wake()
+
+    def stopped(self) -> EngineStoppedError:
+        """What callers are told who come too late."""
+        failure = self.failure
+        # It is told to every caller, and one of them may have written what the failure quotes.
+        why = "it was shut down" if failure is None else words_for_all(failure)
+        error = EngineStoppedError(f"[engine] it stopped: {why}")
+        error.__cause__ = failure
+        return error
+
+    def check(self) -> None:
+        """Raise :class:`EngineStoppedError` if no call is run any more."""
+        if self._has_ended:
+            raise self.stopped()
+
+    def stop(self, error: BaseException) -> None:
+        """Run no call any more, and tell those that wait why. A call that runs is asked to end: in
+        Python it raises ``SystemExit``, in native code nothing reaches it.
+        """
+        self.failure = self.failure or error
+        self.end()
+        self._fail_waiting()
+        running = self._running
+        if running is not None and not self.is_current:
+            running.fail(self.stopped())
+            ident, end = ctypes.c_ulong(self._thread.ident or 0), ctypes.py_object(SystemExit)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, end)
+
+    def end(self) -> None:
+        """End the thread when the call that runs is done, without waiting for that."""
+        self._has_ended = True
+        self._wake()
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for the end of the thread, unless this is the thread."""
+        if not self.is_current:
+            self._thread.join(timeout)
+
+    def _note_interrupt(self) -> None:
+        running, now = self._running, time.monotonic()
+        interrupted, before = self._interrupted
+        self._interrupted = running, now
+        if running is not None and running is interrupted and now - before >= STUCK_SECONDS:
+            self.stop(StuckStepError("it was interrupted twice while one step ran"))
+
+    def _wake(self) -> None:
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        # Python must not end in the middle of a step.
+        atexit.register(self._end_with_python)
+        try:
+            self._run_calls()
+        except BaseException as error:
+            self.failure = self.failure or error
+        try:
+            self._has_ended = True
+            if self._at_end is not None:
+                self._at_end()
+        finally:
+            self._fail_waiting()
+            self._background = self._at_end = None
+            atexit.unregister(self._end_with_python)
+            # MLX's streams belong to a thread; on Linux they abort the process if they outlive it.
+            mx.clear_streams()
+
+    def _run_calls(self) -> None:
+        pause: float | None = None
+        while not self._has_ended:
+            with contextlib.suppress(queue.Empty):
+                self._run_one(self._calls.get(timeout=pause))
+                while not self._has_ended:
+                    self._run_one(self._calls.get_nowait())
+            if self._background is not None and not self._has_ended:
+                pause = self._background()
+
+    def _run_one(self, call: Call[Any] | None) -> None:
+        if call is not None:
+            self._running = call
+            call.run()
+            self._running = None
+
+    def _fail_waiting(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                call = self._calls.get_nowait()
+                if call is not None:
+                    call.fail(self.stopped())
+
+    def _end_with_python(self) -> None:
+        self.end()
+        try:
+            self.join(None if self.failure is None else SECONDS_TO_STOP)
+        except KeyboardInterrupt as interrupt:
+            self.stop(interrupt)
+
+
+def run_apart(work: Callable[[], T]) -> T:
+    """What ``work`` returns, or raises. Where a thread of the user's calls, which may end before
+    Python does, MLX works in another one: its streams, on Linux, abort the process if they outlive
+    their thread.
+    """
+    if threading.current_thread() is threading.main_thread():
+        return work()
+    thread = EngineThread()
+    try:
+        return thread.call(work)
+    finally:
+        thread.end()
+        thread.join()
