@@ -62,7 +62,6 @@ def test_imports_go_one_way():
         "distributed",
         "cache",
         "ops",
-        "interrupts",
         "launch",
         "standard_streams",
         "replaced_file",

@@ -1,16 +1,15 @@
-"""One turn on the screen: the answer as it comes, Ctrl-C between two steps, the figures."""
+"""One turn on the screen: the answer as it comes, Ctrl-C, the figures."""
 
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import closing, suppress
+from contextlib import closing
 from typing import TYPE_CHECKING, Protocol
 
 from mlx_paged.chat.reports import Reports
 from mlx_paged.chat.screen import Screen
 from mlx_paged.chat.settings import Settings
 from mlx_paged.chat.thinking import Piece, ThinkingSplitter
-from mlx_paged.interrupts import caught_interrupts
 
 if TYPE_CHECKING:
     from mlx_paged.chat.conversation import Conversation
@@ -24,10 +23,6 @@ class Ask(Protocol):
     def __call__(
         self, params: SamplingParams, *, progress: Progress
     ) -> Generator[GenerationResponse, None, None]: ...
-
-
-class _StopAnswer(Exception):
-    """Ctrl-C while the prompt is computed, between two steps."""
 
 
 class Turns:
@@ -46,27 +41,31 @@ class Turns:
 
         Raises:
             OutputLostError: stdout takes no more; the conversation has what came until then.
-            SystemExit: the second Ctrl-C leaves the program.
         """
+        from mlx_paged.chat.interrupts import interrupted_waits
+
         screen = self._screen
         view = _AnswerView(screen, self._settings.show_thinking)
         params = self._settings.next_params()
         response = None
-        with caught_interrupts(second=SystemExit(130)) as interrupted:
+        with interrupted_waits() as interrupted:
 
             def progress(done: int, total: int) -> None:
-                # A step is never cut in the middle: the cache is whole whenever we are here.
                 if interrupted:
-                    raise _StopAnswer
+                    raise KeyboardInterrupt
                 if 0 < done < total:
                     screen.show_progress(f"[prompt {done}/{total} tokens, {100 * done // total}%]")
 
-            # Closing the answer notes in the conversation what was said so far.
-            with closing(ask(params, progress=progress)) as answer, suppress(_StopAnswer):
-                for response in answer:
-                    view.add(conversation, response.text)
-                    if interrupted:
-                        break
+            try:
+                # Closing the answer notes in the conversation what was said so far.
+                with closing(ask(params, progress=progress)) as answer:
+                    for response in answer:
+                        view.add(conversation, response.text)
+                        if interrupted:
+                            break
+            except KeyboardInterrupt:
+                screen.show_progress("[stopping when this step is done; Ctrl-C again leaves]")
+                conversation.engine.thread.call(lambda: None)
         screen.clear_progress()
         if response is not None:
             view.finish()

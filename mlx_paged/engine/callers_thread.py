@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten
 
 T = TypeVar("T")
 
-_DEPTH = 3  # of functions and objects that hold one another
+_DEPTH = 6  # of functions and objects that hold one another
 _MOST_ITEMS = 100  # of a container: a vocabulary is not looked through
 
 
@@ -35,7 +35,7 @@ def evaluate_captured(function: Callable[..., Any] | None) -> None:
     names, as attributes of the object that it is, or of one of these.
     """
     if function is not None:
-        mx.eval(list(_arrays(function, _DEPTH)))
+        mx.eval(list(_arrays(function, _DEPTH, set())))
 
 
 def with_random_state(
@@ -61,12 +61,13 @@ def _random_key() -> int:
     return int(high) << 32 | int(low)
 
 
-def _arrays(value: object, depth: int) -> Iterator[mx.array]:
+def _arrays(value: object, depth: int, seen: set[int]) -> Iterator[mx.array]:
     if isinstance(value, mx.array):
         yield value
-    elif depth and not isinstance(value, type):
+    elif depth and not isinstance(value, type) and id(value) not in seen:
+        seen.add(id(value))
         for held in _held_by(value):
-            yield from _arrays(held, depth - 1)
+            yield from _arrays(held, depth - 1, seen)
 
 
 def _held_by(value: object) -> Iterator[object]:

@@ -9,8 +9,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from mlx_paged.chat_template import ChatTemplateError
-from mlx_paged.engine.thread import EngineStoppedError
 from mlx_paged.engine.grammar import StructuredOutputError
+from mlx_paged.engine.thread import EngineStoppedError
 from mlx_paged.errors import (
     ArgumentError,
     CacheFullError,

@@ -413,7 +413,7 @@ def test_a_failure_while_tracing_leaves_the_model_and_the_slabs_as_they_were(
     monkeypatch.setattr(PagedLayerKV, "update_and_attend", failing)
     engine.add_request("a", *REQUESTS["a"])
     slabs = [(layer.kv.k[0], layer.kv.v[0]) for layer in engine.cache.layers]
-    assert "KeyboardInterrupt" in str(run(engine)["a"].error)
+    assert run(engine)["a"].outputs[0].token_ids == expected
     assert not failures and len(seen) == 2
     for layer, (k, v) in zip(engine.cache.layers, slabs, strict=True):
         assert layer.kv.k[0] is k and layer.kv.v[0] is v
