@@ -6,6 +6,7 @@ import itertools
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Unpack
 
@@ -18,6 +19,7 @@ from mlx_paged.distributed import launched_ranks
 from mlx_paged.engine.engine import Engine, engine_option_names
 from mlx_paged.engine.prompts import Prompt, split_prompts
 from mlx_paged.engine.stats import EngineStats
+from mlx_paged.engine.thread import run_apart
 from mlx_paged.engine_options import EngineOptions
 from mlx_paged.errors import forget_frames, shown
 from mlx_paged.foreign_arguments import refuses_unknown_arguments
@@ -110,9 +112,8 @@ class LLM:
                     "[llm] model must be a folder, a hub id or a model that is loaded, got "
                     f"{kind_of(model)}"
                 )
-            model, loaded_tokenizer = load_for(
-                launched_ranks(), model, adapter_path=adapter_path, tokenizer_path=tokenizer_path
-            )
+            load = partial(load_for, launched_ranks(), model, adapter_path=adapter_path)
+            model, loaded_tokenizer = run_apart(partial(load, tokenizer_path=tokenizer_path))
             tokenizer = tokenizer or loaded_tokenizer
         loaded = load_draft_model(draft_model, tokenizer)
         self.engine = Engine(model, tokenizer, draft_model=loaded, **engine_options)

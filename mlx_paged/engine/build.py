@@ -36,9 +36,9 @@ from mlx_paged.models.language_model import LanguageModel, check_model
 from mlx_paged.models.traffic import sent_bytes_per_token
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, repr=False)
 class EngineParts:
-    """What an engine consists of."""
+    """What an engine consists of, each part made from those before it."""
 
     tokenizer: TokenizerWrapper | None
     max_model_len: int | None

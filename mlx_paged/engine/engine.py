@@ -18,7 +18,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_paged.block_store.writer import SECONDS_AT_EXIT
 from mlx_paged.core import hash_token_blocks
 from mlx_paged.distributed import RanksError
-from mlx_paged.engine.build import build
+from mlx_paged.engine.build import EngineParts, build
 from mlx_paged.engine.callers_thread import evaluate_arrays, with_random_state
 from mlx_paged.engine.following import FollowingLoop, share
 from mlx_paged.engine.held_prompts import HeldPrompt, check_begins_with_held
@@ -54,7 +54,7 @@ def engine_option_names() -> frozenset[str]:
     return argument_names(Engine) | passed_on_names()
 
 
-class Engine:
+class Engine(EngineParts):
     """Runs requests together: they share a model, a pool of K/V blocks and the K/V of equal
     beginnings.
 
@@ -96,22 +96,17 @@ class Engine:
         wired_nbytes = read_wired_limit(wired_limit)
         evaluate_arrays(model, draft_model)
         parts = run_apart(partial(build, model, tokenizer, draft_model, options, run_ahead))
-        self.model, self.tokenizer = model, parts.tokenizer
-        self.max_model_len, self.run_ahead = parts.max_model_len, parts.run_ahead
-        self.ranks, self._sent_bytes_per_token = parts.ranks, parts.sent_bytes_per_token
-        self.cache, self.manager = parts.cache, parts.manager
-        self.disk_tier, self.swap_space = parts.disk_tier, parts.swap_space
-        self.runner, self.scheduler, self.latencies = parts.runner, parts.scheduler, parts.latencies
-        self._reports, self._steps, self._snapshots = parts.reports, parts.steps, parts.snapshots
+        super().__init__(**vars(parts))
+        self.model = model
         self.input_processor = InputProcessor(self.tokenizer, self.runner.vocab_size, seed)
-        self._release_wired_limit = hold_wired_limit(wired_nbytes)
         self.thread = EngineThread()
         self._inbox: deque[Callable[[], None]] = deque()
         self._ready: list[RequestOutput] = []
         self._is_changing = self._calls_functions = False
+        self._release_wired_limit = hold_wired_limit(wired_nbytes)
         # What lives as long as this engine. The end of Python ends it by itself.
-        owned = [self.thread.end, self._release_wired_limit]
-        for end in [*owned, *([] if self.disk_tier is None else [self.disk_tier.let_go])]:
+        let_go = [] if self.disk_tier is None else [self.disk_tier.let_go]
+        for end in (self.thread.end, self._release_wired_limit, *let_go):
             weakref.finalize(self, end).atexit = False
 
     # From any thread
@@ -165,7 +160,7 @@ class Engine:
         if request.params.has_functions:
             self._calls_functions = True
         # An interrupt comes before this or after: the engine takes on what is in the table.
-        if self._reports.states.setdefault(request_id, state) is not state:
+        if self.reports.states.setdefault(request_id, state) is not state:
             raise ArgumentError(f"[engine] request {request_id!r} exists already")
         self._ask_for(self._read_inbox)
 
@@ -185,28 +180,28 @@ class Engine:
         Its output comes with the next step, with finish reason ``"abort"``. One that is unknown or
         done is left alone.
         """
-        state = self._reports.states.get(REQUEST_ID.check("engine", "request_id", request_id))
+        state = self.reports.states.get(REQUEST_ID.check("engine", "request_id", request_id))
         if state is not None:
             self._abort([state])
 
     def abort_all(self) -> None:
         """Abort every request that is there."""
-        self._abort(list(self._reports.states.values()))
+        self._abort(list(self.reports.states.values()))
 
     def drop(self, request_ids: Iterable[str]) -> None:
         """As :meth:`abort`, without a last output: of requests whose reader has left."""
-        states = [self._reports.states.get(request_id) for request_id in request_ids]
-        self._abort([state for state in states if state is not None], self._reports.drop)
+        states = [self.reports.states.get(request_id) for request_id in request_ids]
+        self._abort([state for state in states if state is not None], self.reports.drop)
 
     def prompt_progress(self, request_id: str) -> tuple[int, int]:
         """How many tokens of a request's prompt have K/V, and how many it has; 0 while it waits."""
-        state = self._reports.states.get(REQUEST_ID.check("engine", "request_id", request_id))
+        state = self.reports.states.get(REQUEST_ID.check("engine", "request_id", request_id))
         if state is None:
             return 0, 0
         request = state.requests[0]
         starts = [
             part.start
-            for step in list(self._steps.in_flight)
+            for step in list(self.steps.in_flight)
             for part in step.batch.scheduled
             if part.request is request
         ]
@@ -222,12 +217,12 @@ class Engine:
         block_hashes = hash_token_blocks(
             token_ids, self.cache.config.block_size, extra_hash_keys(cache_salt)
         )
-        computed = self.manager.get_computed_blocks(block_hashes, len(token_ids) + 1)
-        return [block.block_id for block in computed.blocks]
+        find = partial(self.manager.get_computed_blocks, block_hashes, len(token_ids) + 1)
+        return [block.block_id for block in self.thread.call(find).blocks]
 
     def has_unfinished_requests(self) -> bool:
         """Whether :meth:`step` has something to do or to report."""
-        return bool(self._reports.states or self._ready)
+        return bool(self.reports.states or self._ready)
 
     # In the engine's thread; the caller waits
 
@@ -264,7 +259,7 @@ class Engine:
                 the request's processors, before temperature, filters and its sampler. Must not
                 raise. After an interrupt, a token may come twice. On rank 0 alone.
         """
-        self._steps.row_reader = reader
+        self.steps.row_reader = reader
 
     @property
     def prefix_history(self) -> PrefixHistory:
@@ -288,13 +283,13 @@ class Engine:
         """Write the K/V of a conversation to a file; returns of how many of its tokens. Arguments
         and errors: :meth:`Snapshots.save`.
         """
-        return self._read(partial(self._snapshots.save, path, token_ids, cache_salt))
+        return self._read(partial(self.snapshots.save, path, token_ids, cache_salt))
 
     def load_snapshot(self, path: str | Path, *, cache_salt: str | None = None) -> list[int]:
         """Put the K/V of a file into the prefix cache; returns its token ids. Requests whose
         prompts begin with them find them. Arguments and errors: :meth:`Snapshots.open`.
         """
-        return self._put(self._snapshots.open(path, cache_salt))
+        return self._put(self.snapshots.open(path, cache_salt))
 
     def export_prompt_cache(
         self,
@@ -308,7 +303,7 @@ class Engine:
         tokens. The rest of them is mlx-lm's prompt. Arguments and errors:
         :meth:`Snapshots.export_prompt_cache`.
         """
-        export = self._snapshots.export_prompt_cache
+        export = self.snapshots.export_prompt_cache
         return self._read(partial(export, path, token_ids, cache_salt, model_name))
 
     def import_prompt_cache(
@@ -321,23 +316,23 @@ class Engine:
         """Put the K/V of a prompt cache of mlx-lm's into the prefix cache; returns its token ids.
         Arguments and errors: :meth:`Snapshots.open_prompt_cache`.
         """
-        return self._put(self._snapshots.open_prompt_cache(path, token_ids, cache_salt))
+        return self._put(self.snapshots.open_prompt_cache(path, token_ids, cache_salt))
 
     def hold_prompt_cache(self, path: str | Path) -> HeldPrompt:
         """Hold the K/V of a prompt cache of mlx-lm's that does not say its tokens, for requests
         that begin with ``held.token_ids`` and have ``held.cache_salt``. They stay in host memory as
         long as the engine. Errors: :meth:`Snapshots.hold_prompt_cache`.
         """
-        return self._snapshots.hold_prompt_cache(path, self.swap_space)
+        return self.thread.call(partial(self.snapshots.hold_prompt_cache, path, self.swap_space))
 
     def _read(self, read: Callable[[], T]) -> T:
         """Call what reads K/V, between two steps."""
-        self._changed("a snapshot", self._steps.process_output)
+        self._changed("a snapshot", self.steps.process_output)
         return self.thread.call(read)
 
     def _put(self, prefix: Prefix) -> list[int]:
         """Put K/V into the prefix cache, between two steps."""
-        put = partial(self._snapshots.put, self._steps.process_output, prefix)
+        put = partial(self.snapshots.put, self.steps.process_output, prefix)
         error = self._changed("a snapshot", put)
         if error is not None:
             raise error
@@ -391,7 +386,7 @@ class Engine:
         """The pool, block by block, and the requests; from any thread. It takes a millisecond for
         some 15,000 blocks.
         """
-        return view_of(self.manager, self._reports.states)
+        return view_of(self.manager, self.reports.states)
 
     # Several ranks
 
@@ -408,9 +403,9 @@ class Engine:
             return share(self.ranks, self.thread, call)
         following = FollowingLoop(
             self.ranks,
-            self._steps,
+            self.steps,
             self.scheduler,
-            self._reports,
+            self.reports,
             self.input_processor,
             {"shrink": self._shrink, "reset_prefix_cache": self.scheduler.reset_prefix_cache},
         )
@@ -445,7 +440,7 @@ class Engine:
         if self.ranks is None:
             return 0
         num_tokens = int(self.latencies.iteration_tokens.sum)
-        return self.ranks.num_sent_bytes + num_tokens * self._sent_bytes_per_token
+        return self.ranks.num_sent_bytes + num_tokens * self.sent_bytes_per_token
 
     # Inside
 
@@ -484,7 +479,7 @@ class Engine:
     ) -> None:
         # The states and not their ids: a later request may have the same id.
         for state in states:
-            self._inbox.append(partial(self._steps.abort, state))
+            self._inbox.append(partial(self.steps.abort, state))
             if then is not None:
                 self._inbox.append(partial(then, state))
         with contextlib.suppress(EngineStoppedError):
@@ -492,20 +487,20 @@ class Engine:
 
     def _read_inbox(self) -> None:
         """Take on what other threads have asked for."""
-        self._steps.add_new()
+        self.steps.add_new()
         while self._inbox:
             self._inbox.popleft()()
 
     def _shrink(self) -> int:
-        self._steps.process_output()  # It may write to the memory that is given back.
+        self.steps.process_output()  # It may write to the memory that is given back.
         return self.cache.shrink()
 
     def _step(self) -> list[RequestOutput]:
         begin = time.perf_counter()
         self._read_inbox()
-        self._steps.run()
+        self.steps.run()
         self._read_inbox()
-        outputs = self._reports.report()
+        outputs = self.reports.report()
         self.latencies.busy_seconds += time.perf_counter() - begin
         return outputs
 

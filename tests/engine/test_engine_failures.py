@@ -141,7 +141,7 @@ def test_a_tokenizer_that_raises_fails_the_request_that_asked_for_text(max_token
     model, tokenizer = load_demo()
     engine = make_engine(model, tokenizer)
     engine.add_request("fails", "Hello", greedy(max_tokens, logprobs=1))
-    engine._reports.states["fails"]._texts = TokenTexts(BrokenTokenizer(tokenizer))
+    engine.reports.states["fails"]._texts = TokenTexts(BrokenTokenizer(tokenizer))
     engine.add_request("good", "Hello", greedy(5, ignore_eos=True))
     outputs = run(engine)
     assert reasons(outputs) == {"fails": "error", "good": "length"}

@@ -53,13 +53,13 @@ def sums(latencies: Latencies) -> dict[str, float]:
 
 def step(engine: Engine, clock: Clock, seconds: float) -> list[RequestOutput]:
     """A step at whose end the clock is ``seconds`` further."""
-    process_output = engine._steps.process_output
+    process_output = engine.steps.process_output
 
     def process_late() -> None:
-        clock.now, engine._steps.process_output = clock.now + seconds, process_output
+        clock.now, engine.steps.process_output = clock.now + seconds, process_output
         process_output()
 
-    engine._steps.process_output = process_late
+    engine.steps.process_output = process_late
     return engine.step()
 
 

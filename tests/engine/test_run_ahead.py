@@ -110,7 +110,7 @@ def test_a_step_returns_its_tokens_while_the_next_one_is_in_flight(model: qwen3.
     engine = ahead_engine(model)
     engine.add_request("a", prompt(20), greedy(5))
     (output,) = engine.step()
-    (step,) = engine._steps.in_flight
+    (step,) = engine.steps.in_flight
     request = step.batch.requests[0]
     assert len(output.outputs[0].token_ids) == 1 and request.num_computed_tokens == 21
     # Its sampler is launched already, from tokens that are known.
@@ -199,9 +199,9 @@ def test_memory_is_given_back_while_a_step_is_in_flight(model: qwen3.Model):
     given_back = 0
     while engine.has_unfinished_requests():
         outputs |= {output.request_id: output for output in engine.step()}
-        assert engine._steps.in_flight or not engine.has_unfinished_requests()
+        assert engine.steps.in_flight or not engine.has_unfinished_requests()
         given_back += engine.shrink()
-        assert not engine._steps.in_flight
+        assert not engine.steps.in_flight
     assert given_back > 0
     for name, (tokens, params) in requests.items():
         assert outputs[name].outputs[0].token_ids == ask_alone(model, tokens, params)
@@ -211,7 +211,7 @@ def test_an_abort_gives_back_blocks_that_a_step_in_flight_writes(model: qwen3.Mo
     engine = ahead_engine(model, kv_cache_bytes="6blocks", watermark=0)
     engine.add_request("a", prompt(60), greedy(30))
     engine.step()
-    assert engine._steps.in_flight
+    assert engine.steps.in_flight
     engine.abort("a")
     assert engine.stats().num_used_blocks == 0
     engine.add_request("b", prompt(70), greedy(20))  # It gets the same blocks.
@@ -245,7 +245,7 @@ def test_a_step_in_flight_is_read_by_another_thread_when_its_own_has_ended(model
         thread = threading.Thread(target=some_steps)
         thread.start()
         thread.join()
-        assert engine._steps.in_flight
+        assert engine.steps.in_flight
     outputs |= run(engine)
     assert outputs["a"].outputs[0].token_ids == ask_alone(model, prompt(20), greedy(30))
 
@@ -314,14 +314,14 @@ class Unreadable:
     """Sampled tokens that the device can't give."""
 
     def __init__(self, engine: Engine):
-        (step,) = engine._steps.in_flight
+        (step,) = engine.steps.in_flight
         self.requests, self.token_ids = step.sampled.requests, step.sampled.token_ids
         self.num_in_flight = 0  # when they were asked for
         self._engine = engine
         step.sampled = self  # type: ignore[assignment]
 
     def read(self) -> list[Any]:
-        self.num_in_flight = len(self._engine._steps.in_flight)
+        self.num_in_flight = len(self._engine.steps.in_flight)
         raise RuntimeError("the device gave up")
 
 

@@ -156,7 +156,7 @@ def test_nothing_is_drafted_where_steps_are_launched_ahead_and_nothing_repeats(
     num_ahead = 0
     while engine.has_unfinished_requests():
         engine.step()
-        num_ahead += bool(engine._steps.in_flight)
+        num_ahead += bool(engine.steps.in_flight)
     assert num_ahead == 39 and engine.stats().num_drafted_tokens == 0
 
 

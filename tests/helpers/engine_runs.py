@@ -143,10 +143,10 @@ def assert_nothing_held(engine: Engine) -> None:
     assert stats.num_swapped_tokens == 0
     assert (
         not engine.scheduler.requests
-        and not engine._reports.states
+        and not engine.reports.states
         and not engine._inbox
-        and not engine._reports._news
-        and not engine._steps.in_flight
+        and not engine.reports._news
+        and not engine.steps.in_flight
     )
     assert engine.manager.num_free_blocks == stats.num_usable_blocks
     assert not engine.has_unfinished_requests()
@@ -174,7 +174,7 @@ def lose_all_kv(engine: Engine) -> None:
     """As after an evaluation that failed and left slabs that can't be evaluated any more."""
 
     def lose() -> None:
-        engine._steps._take_back()
+        engine.steps._take_back()
         engine.cache.reset()
         engine.scheduler.start_over()
 

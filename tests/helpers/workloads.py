@@ -132,7 +132,7 @@ class Workload:
                 elif ask.abort_at is not None and num_tokens >= ask.abort_at:
                     engine.abort(output.request_id)
             engine.scheduler.check_integrity()
-            result.num_in_flight += len(engine._steps.in_flight)
+            result.num_in_flight += len(engine.steps.in_flight)
             num_steps += 1
         assert_nothing_held(engine)
         assert set(result.outputs) == set(self.asks)

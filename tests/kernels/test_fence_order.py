@@ -205,13 +205,13 @@ def test_steps_in_flight_are_in_order_with_all_that_comes_between_them(metal, mo
     model, tokenizer = load(demo_model_path())
     engine = Engine(model, tokenizer, kv_cache_bytes="24blocks", watermark=0.0, block_size=8)
     engine.cache._initial_blocks = 6
-    engine._steps.repair()
+    engine.steps.repair()
     grow, old_slabs, growths = KVHandle.grow, [], []
 
     def recorded_grow(kv: KVHandle, num_new_blocks: int) -> None:
         # They stay alive, so that no new slab has the address of an old one.
         old_slabs.extend(kv.slabs)
-        growths.append(len(engine._steps.in_flight))
+        growths.append(len(engine.steps.in_flight))
         grow(kv, num_new_blocks)
 
     monkeypatch.setattr(KVHandle, "grow", recorded_grow)
@@ -222,11 +222,11 @@ def test_steps_in_flight_are_in_order_with_all_that_comes_between_them(metal, mo
         engine.add_request(str(number), tokens[: 5 + 7 * number], params)
         for _ in range(4):
             engine.step()
-            num_in_flight += len(engine._steps.in_flight)
+            num_in_flight += len(engine.steps.in_flight)
             tables = engine.manager.tables
             written_later |= {table.block_ids[-1] for table in tables.values()}
         if number in (1, 3):
-            assert engine._steps.in_flight
+            assert engine.steps.in_flight
             aborted_blocks |= set(tables[(str(number), 0)].block_ids)
             written_later.clear()
             engine.abort(str(number))

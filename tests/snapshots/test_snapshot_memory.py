@@ -48,7 +48,7 @@ def test_an_engine_holds_no_copy_behind_a_snapshot(model: qwen3.Model, tmp_path:
     old.add_request("a", told, greedy(2))
     run(old)
     for engine in (old, new):
-        _ = engine._snapshots.facts  # the weights are read once
+        _ = engine.snapshots.facts  # the weights are read once
     active = mx.get_active_memory()
     old.save_snapshot(tmp_path / "a", told)
     assert mx.get_active_memory() <= active

@@ -257,12 +257,12 @@ class Soak:
         assert left == (0, 0, 0, 0) and stats.num_swapped_tokens == 0, left
         assert (
             not engine.scheduler.requests
-            and not engine._reports.states
+            and not engine.reports.states
             and not engine._inbox
-            and not engine._reports._news
-            and not engine._steps.in_flight
+            and not engine.reports._news
+            and not engine.steps.in_flight
         )
-        assert not engine.swap_space._held and not engine._steps._retry_alone
+        assert not engine.swap_space._held and not engine.steps._retry_alone
         assert engine.manager.num_free_blocks == stats.num_usable_blocks
         engine.shrink()
         mx.synchronize()

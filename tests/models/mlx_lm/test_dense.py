@@ -202,7 +202,7 @@ def test_an_aborted_request_leaves_the_others_alone(name: str):
         engine.step()
     engine.abort("1")
     # An id is free again at once, for another prompt.
-    while "1" in engine._reports.states:
+    while "1" in engine.reports.states:
         engine.step()
     again = prompt(31, 9)
     engine.add_request("1", again, greedy(12))
