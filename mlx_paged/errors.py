@@ -193,3 +193,9 @@ def prompt_beyond_context(
     )
     error.argument = "max_model_len"
     return error
+
+
+class UnsuitableModelError(ValueError):
+    """A model of mlx-lm can't run in the way that was tried; the message is the reason, as a part
+    of a sentence.
+    """

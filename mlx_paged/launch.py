@@ -1,4 +1,6 @@
-"""What ``mlx.launch`` tells this process. Imports no MLX."""
+"""What ``mlx.launch`` tells this process. Imports no MLX, so that the programs can ask before they
+load it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""``replaced_file``: a file that is written aside, and so is never half there. Imports no MLX."""
+"""``replaced_file``: a file that is written aside, and so is never half there. Imports no MLX: the
+chat writes its transcripts so, and snapshots their tensors.
+"""
 
 from __future__ import annotations
 

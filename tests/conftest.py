@@ -1,5 +1,5 @@
-"""What most folders of tests use: a tiny random model, both kinds of cache, and a C++ compiler for
-the tests that run kernels on the Metal emulator.
+"""What most folders of tests use: a tiny random model, both kinds of cache, a C++ compiler for the
+tests that run kernels on the Metal emulator, and an end for tests that hang.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from mlx_paged.cache import PagedKVCache
 from mlx_paged.models import qwen3
 
 __all__ = ["compiler"]
+pytest_plugins = ["helpers.hangs"]
 
 
 @pytest.fixture(scope="session")

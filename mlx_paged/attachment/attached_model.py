@@ -20,11 +20,10 @@ from mlx_paged.attachment.steps import Run, StepOfCall
 from mlx_paged.attachment.token_history import CallTokens
 from mlx_paged.cache import KVCache
 from mlx_paged.config import DEFAULT_BACKEND, DEFAULT_BLOCK_SIZE
-from mlx_paged.errors import ArgumentError, one_line, shown
+from mlx_paged.errors import ArgumentError, UnsuitableModelError, one_line, shown
 from mlx_paged.foreign_arguments import refuses_unknown_arguments
 from mlx_paged.models.kv_cache import make_kv_cache
 from mlx_paged.models.language_model import LanguageModel
-from mlx_paged.models.mlx_lm.errors import UnsuitableModelError
 from mlx_paged.models.mlx_lm.packed import PackedModel
 from mlx_paged.models.mlx_lm.trial import Trial
 from mlx_paged.snapshots import export_prompt_cache

@@ -21,10 +21,9 @@ from mlx_paged.memory import memory_size
 
 if TYPE_CHECKING:
     from mlx_paged.chat.conversation import Conversation
-    from mlx_paged.engine.disk_tier_stats import DiskTierStats
     from mlx_paged.engine.engine import Engine
     from mlx_paged.engine.scheduler import Scheduler
-    from mlx_paged.engine.stats import EngineStats
+    from mlx_paged.engine.stats import DiskTierStats, EngineStats
     from mlx_paged.generation import GenerationResponse
 
 DEMO_HINT = (

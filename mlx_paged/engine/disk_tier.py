@@ -24,7 +24,7 @@ from mlx_paged.core import KEEP_ALL, AbsentBlock, BlockHash, Retention, group_ha
 from mlx_paged.core.tier import BlockHeader, Tier
 from mlx_paged.engine.batch import Batch
 from mlx_paged.engine.disk_tier_options import DiskTierOptions
-from mlx_paged.engine.disk_tier_stats import DiskTierStats
+from mlx_paged.engine.stats import DiskTierStats
 from mlx_paged.engine.swap_space import is_moving_cheaper
 from mlx_paged.errors import reason
 from mlx_paged.models.identity import KV_VERSION, ModelIdentity

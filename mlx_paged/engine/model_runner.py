@@ -15,7 +15,7 @@ from mlx_paged.core import KVCacheManager
 from mlx_paged.engine.batch import Batch, CopyBlocks, Scheduled, ShiftKeys, SwapOut, Transfer
 from mlx_paged.engine.compiled_decode import CompiledDecode
 from mlx_paged.engine.draft_model import DraftModel
-from mlx_paged.engine.prompt_logprobs import ScoredPrompt
+from mlx_paged.engine.logprobs import ScoredPrompt
 from mlx_paged.engine.sampler import NO_TOKENS, SampledTokens
 from mlx_paged.engine.swap_space import SwapSpace
 from mlx_paged.models.language_model import check_model

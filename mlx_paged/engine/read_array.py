@@ -1,4 +1,4 @@
-"""Small arrays as Python's lists.
+"""Small arrays as Python's lists, for modules that have nothing else in common.
 
 MLX annotates ``tolist`` with all that any array may give; each of these names what its own gives.
 """

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import mlx.core as mx
 
 from mlx_paged.distributed import Ranks
+from mlx_paged.engine.logprobs import score_prompts
 from mlx_paged.engine.model_runner import StepInFlight
-from mlx_paged.engine.prompt_logprobs import score_prompts
 from mlx_paged.engine.request_state import RequestState
 from mlx_paged.engine.sampler import SampledToken, SampledTokens, sample
 from mlx_paged.engine.scheduler import Scheduler

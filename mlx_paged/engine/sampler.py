@@ -20,7 +20,8 @@ from mlx_lm.sample_utils import apply_top_k, apply_top_p
 
 from mlx_paged.argument_values import kind_of
 from mlx_paged.engine.grammar import fill_masks
-from mlx_paged.engine.read_array import read_float_rows, read_floats, read_int_rows, read_ints
+from mlx_paged.engine.logprobs import LogprobReport, log_softmax, read_report, report_logprobs
+from mlx_paged.engine.read_array import read_floats, read_ints
 from mlx_paged.engine.sampling_state import Filters, SamplingState
 from mlx_paged.engine.token_mask import allow_tokens, mask_tokens
 from mlx_paged.errors import request_error
@@ -83,15 +84,6 @@ class SampledTokens:
             failed[entry] if entry in failed else SampledToken(token, logprobs.get(entry))
             for entry, token in enumerate(token_ids)
         ]
-
-
-class LogprobReport(NamedTuple):
-    """Log-probabilities for the requests that want some, in the order of the requests."""
-
-    chosen: mx.array  # [num_wanted], of the sampled token, or of that of the prompt
-    ranks: mx.array  # [num_wanted], of the same token
-    top_ids: mx.array  # [num_wanted, num_top], the most likely tokens in any order
-    top: mx.array  # [num_wanted, num_top], of these
 
 
 NO_TOKENS = SampledTokens((), (), mx.array([], dtype=mx.int32))
@@ -323,8 +315,8 @@ def _check_sampled(sampled: object) -> mx.array:
 
 
 def _process(request: Request, row: mx.array) -> mx.array:
-    """``row`` ``[1, vocab_size]`` after the request's own functions, evaluated: their errors come
-    to light here.
+    """``row`` ``[1, vocab_size]`` after the request's own functions, evaluated, so that their
+    errors are raised here.
     """
     shape, tokens = row.shape, mx.array(request.token_ids)
     for processor in request.params.logits_processors:
@@ -359,7 +351,7 @@ def _draw(
         keys = b"".join([states[entry].draw_key(positions[entry]) for entry in entries])
         values = np.array([states[entry].filters for entry in entries], np.float32)
         xtc = _xtc(states, positions, entries) if group.has_xtc else None
-        rows = _filter(_log_softmax(rows), mx.array(values.T[:, :, None]), group, xtc)
+        rows = _filter(log_softmax(rows), mx.array(values.T[:, :, None]), group, xtc)
         parts.append(_categorical(mx.array(np.frombuffer(keys, "<u4").reshape(-1, 2)), rows))
     if len(parts) == 1:
         return parts[0]
@@ -367,11 +359,6 @@ def _draw(
 
 
 _categorical = mx.vmap(lambda key, row: mx.random.categorical(row, key=key))
-
-
-def _log_softmax(logits: mx.array) -> mx.array:
-    logits = logits.astype(mx.float32)
-    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
 def _filter(
@@ -448,22 +435,6 @@ def _report_logprobs(
     return report_logprobs(logits, tokens, max(num_logprobs.values()))
 
 
-def report_logprobs(
-    logits: mx.array,  # [num_rows, vocab_size]
-    tokens: mx.array,  # [num_rows]
-    num_top: int,
-) -> LogprobReport:
-    """The log-probabilities of a token in each row, and of the ``num_top`` most likely ones."""
-    logprobs = _log_softmax(logits)
-    chosen = mx.take_along_axis(logprobs, tokens[:, None], axis=-1)
-    ranks = 1 + (logprobs > chosen).sum(axis=-1)
-    most = min(num_top, logprobs.shape[-1])
-    top_ids = mx.argpartition(-logprobs, kth=max(most - 1, 0), axis=-1)[:, :most]
-    return LogprobReport(
-        chosen[:, 0], ranks, top_ids, mx.take_along_axis(logprobs, top_ids, axis=-1)
-    )
-
-
 def _read_logprobs(
     report: LogprobReport, token_ids: Sequence[int], states: Sequence[SamplingState]
 ) -> dict[int, dict[int, Logprob]]:
@@ -477,29 +448,3 @@ def _read_logprobs(
         report, [token_ids[entry] for entry, _ in wanted], [count for _, count in wanted]
     )
     return {entry: row for (entry, _), row in zip(wanted, rows, strict=True)}
-
-
-def read_report(
-    report: LogprobReport, token_ids: Sequence[int], num_top: Sequence[int]
-) -> list[dict[int, Logprob]]:
-    """For each row of a report, the log-probabilities by rank, then by token id; that of the row's
-    own token last, unless it is among the most likely ones.
-    """
-    results: list[dict[int, Logprob]] = []
-    for token, count, own, own_rank, top_ids, top in zip(
-        token_ids,
-        num_top,
-        read_floats(report.chosen),
-        read_ints(report.ranks),
-        read_int_rows(report.top_ids),
-        read_float_rows(report.top),
-        strict=True,
-    ):
-        best = sorted(zip(top, top_ids, strict=True), key=lambda pair: (-pair[0], pair[1]))
-        row = {
-            top_token: Logprob(logprob, rank)
-            for rank, (logprob, top_token) in enumerate(best[:count], 1)
-        }
-        row.setdefault(token, Logprob(own, own_rank))
-        results.append(row)
-    return results

@@ -1,4 +1,6 @@
-"""How a model wants to be sampled, as the ``generation_config.json`` of its folder says it."""
+"""How a model wants to be sampled, as the ``generation_config.json`` of its folder or the
+``general.sampling.*`` of its GGUF file say it.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,13 @@ from typing import Any
 from mlx_paged.domains import BOOL, SHARE, Domain, is_number
 from mlx_paged.errors import shown
 from mlx_paged.loading.folder import LoadError, read_json_object
-from mlx_paged.loading.gguf import is_gguf, read_gguf_sampling
+from mlx_paged.loading.gguf import is_gguf
+from mlx_paged.loading.gguf.header import read_header
 from mlx_paged.sampling_declarations import SAMPLING_PARAMS
 
 FILE_NAME = "generation_config.json"
+# The names of generation_config.json -> those of a GGUF file, behind general.sampling.
+_GGUF_KEYS = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
 
 
 def read_sampling_defaults(folder: Path) -> dict[str, Any]:
@@ -27,12 +32,19 @@ def read_sampling_defaults(folder: Path) -> dict[str, Any]:
         LoadError: the file can't be read, or a value in it is out of its range.
     """
     if is_gguf(folder):
-        return _sampling_defaults(read_gguf_sampling(folder), folder, "")
+        return _sampling_defaults(_read_gguf_sampling(folder), folder, "")
     file = folder / FILE_NAME
     if not file.exists():
         return {}
     config = read_json_object(file, "; mend it or leave it out")
     return _sampling_defaults(config, file, "; mend it or leave the file out")
+
+
+def _read_gguf_sampling(path: Path) -> dict[str, Any]:
+    """What the file recommends, under the names of ``generation_config.json``."""
+    metadata = read_header(path).metadata
+    values = {name: metadata.get(f"general.sampling.{key}") for name, key in _GGUF_KEYS.items()}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _sampling_defaults(config: dict[str, Any], file: Path, way_out: str) -> dict[str, Any]:

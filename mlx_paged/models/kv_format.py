@@ -18,8 +18,7 @@ from mlx_paged.cache import KVFormat, LayerSpec
 from mlx_paged.config import KVBits
 from mlx_paged.models.context_length import context_length
 from mlx_paged.models.language_model import LanguageModel
-from mlx_paged.models.probe import probe_ids, probe_sequences
-from mlx_paged.models.run_step import run_step
+from mlx_paged.models.run_step import probe_ids, probe_sequences, run_step
 
 # Enough to tell: the divergence of 512 tokens is up to three times as large, with and without such
 # channels (docs/measured.md).

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -113,6 +113,19 @@ class LanguageModel(Module, ABC):
         Returns:
             Logits ``[num_rows, vocab_size]``.
         """
+
+
+def rotate_on(rope: Callable[..., mx.array], keys: mx.array, distance: int) -> mx.array:
+    """What :meth:`LanguageModel.rotate_keys` gives, of keys that ``rope`` has rotated.
+
+    Args:
+        rope: a module of mlx-lm's or MLX's, called with an ``offset``.
+        keys: ``[num_tokens, num_kv_heads, key_dim]``, in any floating dtype.
+    """
+    # Some kinds of scaling make keys longer, too, which these are already.
+    length = rope(mx.ones((1, 1, 1, keys.shape[-1])), offset=0)
+    rotated = rope(keys.astype(mx.float32)[:, :, None] / length, offset=distance)
+    return rotated.squeeze(2).astype(keys.dtype)
 
 
 def stock_cache(window: int | None) -> KVCache | RotatingKVCache:

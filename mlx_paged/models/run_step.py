@@ -1,18 +1,31 @@
-"""``run_step``: a model on the sequences of a cache, without an engine."""
+"""``run_step``: a model on the sequences of a cache, without an engine. And what a model is run on
+to find out something about it: a few tokens of no meaning.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
 from mlx_paged.argument_values import kind_of
-from mlx_paged.cache import AnySeqId, Sequences
+from mlx_paged.cache import (
+    AnySeqId,
+    KVCacheConfig,
+    LayerSpec,
+    PagedKVCache,
+    Sequences,
+    group_layers,
+)
+from mlx_paged.config import KVBudget
 from mlx_paged.errors import shown
-from mlx_paged.models.language_model import check_model
+from mlx_paged.models.language_model import LanguageModel, check_model
 from mlx_paged.token_ids import TokenIds, check_token_ids
+
+PROBE_BLOCK_SIZE = 8
 
 
 def run_step(
@@ -55,3 +68,24 @@ def run_step(
         # flight, and each of its writes would copy a slab.
         mx.eval(logits, cache.arrays)
     return logits
+
+
+def probe_ids(vocab_size: int, count: int, first: int = 3) -> list[int]:
+    """Token ids that hardly repeat."""
+    return [(first + 7 * i + 13 * i * i) % vocab_size for i in range(count)]
+
+
+def probe_sequences(
+    model: LanguageModel, num_tokens: int, layers: Sequence[LayerSpec] | None = None
+) -> Sequences:
+    """Few sequences of ``num_tokens`` tokens together, on a cache in plain MLX.
+
+    Args:
+        layers: of the model, which may store K/V in another format than its own.
+    """
+    layers = model.layer_specs if layers is None else layers
+    groups = group_layers(layers, PROBE_BLOCK_SIZE)
+    budget = KVBudget(num_blocks=(num_tokens // PROBE_BLOCK_SIZE + 4) * len(groups))
+    config = KVCacheConfig.within(budget, layers, PROBE_BLOCK_SIZE, groups)
+    config = replace(config, state_nbytes=model.state_nbytes)
+    return Sequences(PagedKVCache(config, "reference"))

@@ -1,4 +1,6 @@
-"""What kind of device MLX computes on."""
+"""What kind of device MLX computes on: layers, models and drafts ask, and tests and the emulator
+answer for all of them in this one place.
+"""
 
 from __future__ import annotations
 

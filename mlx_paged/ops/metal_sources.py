@@ -1,4 +1,6 @@
-"""The Metal sources: a resource of the package in a wheel, beside the package in a checkout."""
+"""The Metal sources: a resource of the package in a wheel, beside the package in a checkout. Apart
+from the launches in ``kernels.py``, as tests, the cost model and the gate read them as texts.
+"""
 
 from __future__ import annotations
 

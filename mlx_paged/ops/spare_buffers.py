@@ -1,4 +1,6 @@
-"""The buffers that MLX keeps for reuse, which steps of many sizes would pile up."""
+"""The buffers that MLX keeps for reuse, which steps of many sizes would pile up. Here, below both
+that run steps: the engine, and sequences without one.
+"""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from helpers.engine_runs import assert_nothing_held, make_engine, run
-from mlx_paged.engine.disk_tier_stats import DiskTierStats
 from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.stats import DiskTierStats
 from mlx_paged.request import RequestOutput, SamplingParams
 
 

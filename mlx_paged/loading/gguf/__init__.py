@@ -7,7 +7,6 @@ from typing import Any
 
 from mlx_paged.loading.folder import GGUF_SUFFIX, LoadError
 from mlx_paged.loading.gguf.loader import load_gguf
-from mlx_paged.loading.gguf.sampling import read_gguf_sampling
 
 
 def is_gguf(path: Path) -> bool:
@@ -30,4 +29,4 @@ def dtype_config(path: Path, dtype: str | None) -> dict[str, Any] | None:
     return {"dtype": dtype}
 
 
-__all__ = ["dtype_config", "is_gguf", "load_gguf", "read_gguf_sampling"]
+__all__ = ["dtype_config", "is_gguf", "load_gguf"]

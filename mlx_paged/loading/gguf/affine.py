@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from mlx_paged.loading.gguf.package import gguf
+from mlx_paged.loading.gguf.header import gguf
 
 GROUP_SIZE = 32
 _PIECE_BYTES = 2**18

@@ -8,9 +8,11 @@ here are the names and block sizes of types.
 
 from __future__ import annotations
 
+import importlib
 import os
 import struct
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,7 +20,6 @@ import numpy as np
 
 from mlx_paged.errors import shown, system_reason
 from mlx_paged.loading.folder import LoadError
-from mlx_paged.loading.gguf.package import gguf
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -34,6 +35,25 @@ _SCALARS = {
     0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8",
     11: "<i8", 12: "<f8",
 }  # fmt: skip
+
+
+@cache
+def gguf() -> Any:
+    """The package, with its modules ``constants``, ``quants`` and ``tensor_mapping``; imported when
+    a GGUF file is read and not before.
+
+    Raises:
+        LoadError: it is not installed.
+    """
+    try:
+        # Not by an import statement: type checkers need not have the package.
+        for module in ("constants", "quants", "tensor_mapping"):
+            importlib.import_module(f"gguf.{module}")
+        return importlib.import_module("gguf")
+    except ImportError as error:
+        raise LoadError(
+            f"[load] GGUF files are read with the gguf package ({error}); pip install gguf"
+        ) from error
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from mlx_paged.errors import shown
 from mlx_paged.loading.folder import LoadError
 from mlx_paged.loading.gguf.affine import AFFINE_TYPES, GROUP_SIZE
 from mlx_paged.loading.gguf.files import GGUFFile
-from mlx_paged.loading.gguf.header import TensorInfo
-from mlx_paged.loading.gguf.package import gguf
+from mlx_paged.loading.gguf.header import TensorInfo, gguf
 from mlx_paged.loading.gguf.rope import FACTORS
 
 # A plain type -> how numpy reads its bytes, and what MLX calls it.

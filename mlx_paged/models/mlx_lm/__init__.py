@@ -1,6 +1,6 @@
 """Models of mlx-lm, unmodified, on the caches of this package."""
 
-from mlx_paged.models.mlx_lm.adapt import adapt
-from mlx_paged.models.mlx_lm.errors import UnsuitableModelError
+from mlx_paged.errors import UnsuitableModelError
+from mlx_paged.models.mlx_lm.trial import adapt
 
 __all__ = ["UnsuitableModelError", "adapt"]

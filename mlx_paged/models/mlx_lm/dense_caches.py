@@ -22,7 +22,7 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
-from mlx_paged.models.mlx_lm.errors import UnsuitableModelError
+from mlx_paged.errors import UnsuitableModelError
 
 Rows: TypeAlias = tuple[mx.array, mx.array]
 # Takes the new rows of K and V, [1, num_kv_heads, num_tokens, width] each, and gives them together

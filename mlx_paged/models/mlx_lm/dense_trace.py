@@ -9,9 +9,8 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 
 from mlx_paged.cache import KVFormat, LayerSpec
-from mlx_paged.errors import one_line
+from mlx_paged.errors import UnsuitableModelError, one_line
 from mlx_paged.models.mlx_lm.dense_caches import CachePlan, Rows
-from mlx_paged.models.mlx_lm.errors import UnsuitableModelError
 from mlx_paged.models.mlx_lm.final_norm import leaves_rows_out
 from mlx_paged.models.mlx_lm.module_calls import noted_calls
 

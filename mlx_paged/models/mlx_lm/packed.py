@@ -15,12 +15,11 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 
 from mlx_paged.cache import LayerKV, LayerSpec
-from mlx_paged.models.language_model import LanguageModel, stock_cache
+from mlx_paged.models.language_model import LanguageModel, rotate_on, stock_cache
 from mlx_paged.models.mlx_lm.final_norm import rows_wanted
 from mlx_paged.models.mlx_lm.model_args import MlxLmArgs, describe
 from mlx_paged.models.mlx_lm.packed_kv import PackedKV
 from mlx_paged.models.mlx_lm.recording import record_packed
-from mlx_paged.models.rotation import rotate_on
 
 
 class PackedModel(LanguageModel):

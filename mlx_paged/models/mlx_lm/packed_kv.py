@@ -6,13 +6,13 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
+from mlx_paged.errors import UnsuitableModelError
 from mlx_paged.models.mlx_lm.attention import (
     FetchedKeys,
     FetchedValues,
     RopeScores,
     WindowMask,
 )
-from mlx_paged.models.mlx_lm.errors import UnsuitableModelError
 
 
 class AttentionLayer(Protocol):

@@ -15,14 +15,13 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from mlx_paged.cache import KVFormat, LayerSpec
-from mlx_paged.errors import one_line
+from mlx_paged.errors import UnsuitableModelError, one_line
 from mlx_paged.models.mlx_lm.attention import (
     FetchedKeys,
     FetchedValues,
     OurAttention,
     WindowMask,
 )
-from mlx_paged.models.mlx_lm.errors import UnsuitableModelError
 from mlx_paged.models.mlx_lm.final_norm import leaves_rows_out
 from mlx_paged.models.mlx_lm.module_calls import noted_calls
 from mlx_paged.models.mlx_lm.packed_kv import PackedKV

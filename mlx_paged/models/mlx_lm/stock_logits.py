@@ -12,8 +12,7 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_paged.errors import one_line
-from mlx_paged.models.mlx_lm.errors import UnsuitableModelError
+from mlx_paged.errors import UnsuitableModelError, one_line
 
 # The error of a row of logits, over its length, that rounding explains in float32. A layer that
 # attends to something else is off by more: afm7 by 0.30.

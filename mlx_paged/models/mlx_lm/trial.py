@@ -1,4 +1,5 @@
-"""A model on our caches, held against itself on mlx-lm's: some would be wrong without any error.
+"""The way in which a model of mlx-lm runs on the caches here, found by holding it against itself on
+mlx-lm's: some would be wrong without any error.
 
 afm7, for one, takes the positions of its queries from the shape of K, which in a packed step is not
 that of the sequence.
@@ -17,10 +18,11 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
-from mlx_paged.errors import one_line
+from mlx_paged.errors import UnsuitableModelError, one_line
 from mlx_paged.models.context_length import context_length
 from mlx_paged.models.language_model import LanguageModel
-from mlx_paged.models.mlx_lm.errors import UnsuitableModelError
+from mlx_paged.models.mlx_lm.dense import DenseModel
+from mlx_paged.models.mlx_lm.packed import PackedModel
 from mlx_paged.models.mlx_lm.small_copy import small_copy
 from mlx_paged.models.mlx_lm.stock_logits import (
     Prompts,
@@ -28,8 +30,7 @@ from mlx_paged.models.mlx_lm.stock_logits import (
     Yardstick,
     median_error,
 )
-from mlx_paged.models.probe import probe_ids, probe_sequences
-from mlx_paged.models.run_step import run_step
+from mlx_paged.models.run_step import probe_ids, probe_sequences, run_step
 
 # Of a sequence, its second chunk among them, which runs beside the whole of another.
 NUM_TOKENS = 24
@@ -44,6 +45,28 @@ MAX_WORK = 2**31
 NUM_DECODED = 3
 
 Kind = Callable[[Module, dict[str, Any]], LanguageModel]
+
+
+def adapt(model: Module, config: dict[str, Any]) -> LanguageModel:
+    """A model of mlx-lm, as one that runs here: packed, or else one sequence at a time.
+
+    Args:
+        model: with its weights, adapters among them.
+        config: its ``config.json``.
+
+    Raises:
+        UnsuitableModelError: it runs in neither way, with both reasons.
+    """
+    trial = Trial(model, config)
+    reasons: dict[str, str] = {}
+    for kind, way in ((PackedModel, "packed"), (DenseModel, "dense")):
+        try:
+            return trial.run(kind)
+        except UnsuitableModelError as error:
+            reasons[way] = str(error)
+    if len(set(reasons.values())) == 1:
+        raise UnsuitableModelError(reasons["packed"])
+    raise UnsuitableModelError("; ".join(f"{way}, {text}" for way, text in reasons.items()))
 
 
 class Trial:

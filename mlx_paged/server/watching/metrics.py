@@ -27,10 +27,9 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mlx_paged.engine.disk_tier_stats import DiskTierStats
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.latencies import Histogram, Latencies
-from mlx_paged.engine.stats import EngineStats
+from mlx_paged.engine.stats import DiskTierStats, EngineStats
 from mlx_paged.server.service import Service
 
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})

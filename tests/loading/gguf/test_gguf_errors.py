@@ -25,7 +25,7 @@ from helpers.gguf_files import (
 from mlx_paged import LLM, demo_model_path, load
 from mlx_paged.errors import ArgumentError
 from mlx_paged.loading import LoadError, read_sampling_defaults
-from mlx_paged.loading.gguf import package
+from mlx_paged.loading.gguf import header
 from mlx_paged.loading.gguf.header import read_header
 
 
@@ -122,14 +122,14 @@ def test_a_folder_with_a_file_in_it_names_the_file(tmp_path, demo):
 
 
 def test_without_the_package_the_command_to_install_it_is_said(demo, monkeypatch):
-    package.gguf.cache_clear()
+    header.gguf.cache_clear()
     monkeypatch.setitem(sys.modules, "gguf", None)
     for name in [name for name in sys.modules if name.startswith("gguf.")]:
         monkeypatch.delitem(sys.modules, name)
     try:
         assert refused(demo).endswith("pip install gguf")
     finally:
-        package.gguf.cache_clear()
+        header.gguf.cache_clear()
 
 
 # Metadata
