@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache as once
 
 from mlx.nn.layers.base import Module
@@ -26,6 +26,7 @@ from mlx_paged.engine.recurrent_state import check_speculation, room_for_states
 from mlx_paged.engine.reports import Reports
 from mlx_paged.engine.scheduler import Scheduler
 from mlx_paged.engine.snapshots import Snapshots
+from mlx_paged.engine.stats import EngineStats
 from mlx_paged.engine.steps import Steps
 from mlx_paged.engine.swap_space import SwapSpace, num_swap_blocks
 from mlx_paged.engine_options import CacheOptions, EngineOptions
@@ -55,6 +56,33 @@ class EngineParts:
     reports: Reports
     steps: Steps
     run_ahead: bool
+
+    def stats(self) -> EngineStats:
+        """What is held, running and waiting; from any thread."""
+        scheduler, latencies, nbytes_sent = self.scheduler, self.latencies, 0
+        if self.ranks is not None:
+            num_tokens = int(latencies.iteration_tokens.sum)
+            nbytes_sent = self.ranks.num_sent_bytes + num_tokens * self.sent_bytes_per_token
+        return EngineStats(
+            **asdict(self.manager.stats()),
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_preemptions=scheduler.num_preemptions,
+            num_drafted_tokens=scheduler.num_drafted_tokens,
+            num_accepted_tokens=scheduler.num_accepted_tokens,
+            num_prompt_tokens=int(latencies.prompt_tokens.sum),
+            num_cached_prompt_tokens=latencies.num_cached_prompt_tokens,
+            num_read_prompt_tokens=latencies.num_read_prompt_tokens,
+            num_generation_tokens=latencies.num_generation_tokens,
+            num_finished=dict(latencies.num_finished),
+            num_steps=latencies.iteration_tokens.count,
+            busy_seconds=latencies.busy_seconds,
+            num_swapped_tokens=self.swap_space.num_used_tokens,
+            nbytes_held=self.cache.nbytes_held,
+            nbytes_budget=self.cache.config.nbytes,
+            nbytes_sent=nbytes_sent,
+            disk_tier=None if self.disk_tier is None else self.disk_tier.stats(),
+        )
 
 
 def build(

@@ -7,7 +7,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TypeVar, Unpack
@@ -30,7 +29,6 @@ from mlx_paged.engine.replicas import Call
 from mlx_paged.engine.request_state import RequestState
 from mlx_paged.engine.scheduler import extra_hash_keys
 from mlx_paged.engine.snapshots import Prefix
-from mlx_paged.engine.stats import EngineStats
 from mlx_paged.engine.steps import RowReader
 from mlx_paged.engine.thread import (
     SECONDS_TO_STOP,
@@ -358,30 +356,6 @@ class Engine(EngineParts):
         call = self.thread.submit(close)
         return call.wait(timeout + SECONDS_TO_STOP) and call.result()
 
-    def stats(self) -> EngineStats:
-        """What is held, running and waiting; from any thread."""
-        latencies = self.latencies
-        return EngineStats(
-            **asdict(self.manager.stats()),
-            num_running=len(self.scheduler.running),
-            num_waiting=len(self.scheduler.waiting),
-            num_preemptions=self.scheduler.num_preemptions,
-            num_drafted_tokens=self.scheduler.num_drafted_tokens,
-            num_accepted_tokens=self.scheduler.num_accepted_tokens,
-            num_prompt_tokens=int(latencies.prompt_tokens.sum),
-            num_cached_prompt_tokens=latencies.num_cached_prompt_tokens,
-            num_read_prompt_tokens=latencies.num_read_prompt_tokens,
-            num_generation_tokens=latencies.num_generation_tokens,
-            num_finished=dict(latencies.num_finished),
-            num_steps=latencies.iteration_tokens.count,
-            busy_seconds=latencies.busy_seconds,
-            num_swapped_tokens=self.swap_space.num_used_tokens,
-            nbytes_held=self.cache.nbytes_held,
-            nbytes_budget=self.cache.config.nbytes,
-            nbytes_sent=self._nbytes_sent(),
-            disk_tier=None if self.disk_tier is None else self.disk_tier.stats(),
-        )
-
     def view(self) -> EngineView:
         """The pool, block by block, and the requests; from any thread. It takes a millisecond for
         some 15,000 blocks.
@@ -435,12 +409,6 @@ class Engine(EngineParts):
         if self.ranks is not None and self.ranks.is_leader:
             self.ranks.tell(Call(name))
         return call()
-
-    def _nbytes_sent(self) -> int:
-        if self.ranks is None:
-            return 0
-        num_tokens = int(self.latencies.iteration_tokens.sum)
-        return self.ranks.num_sent_bytes + num_tokens * self.sent_bytes_per_token
 
     # Inside
 
