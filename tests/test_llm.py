@@ -434,7 +434,7 @@ def test_long_batches_have_a_progress_bar_on_a_terminal(
         assert captured.err == ""
 
 
-def test_ctrl_c_ends_the_batch_between_two_steps_and_the_next_one_is_as_ever(model: qwen3.Model):
+def test_ctrl_c_ends_the_batch_and_the_next_one_is_as_ever(model: qwen3.Model):
     llm = llm_of(model)
     before = signal.getsignal(signal.SIGINT)
 
@@ -446,19 +446,7 @@ def test_ctrl_c_ends_the_batch_between_two_steps_and_the_next_one_is_as_ever(mod
     with pytest.raises(KeyboardInterrupt):
         llm.generate([prompt(5), prompt(20)], greedy(2000, logits_processors=[interrupts]))
     assert signal.getsignal(signal.SIGINT) is before
-    assert_nothing_held(llm.engine)
-    (output,) = llm.generate([prompt(5)], greedy(5))
-    assert output.outputs[0].token_ids == ask_alone(model, prompt(5), greedy(5))
-
-
-def test_what_interrupts_a_step_leaves_no_requests_to_the_next_batch(model: qwen3.Model):
-    llm = llm_of(model)
-
-    def interrupts(tokens: mx.array, logits: mx.array) -> mx.array:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        llm.generate([prompt(5), prompt(20)], greedy(2000, logits_processors=[interrupts]))
+    llm.engine.thread.call(lambda: None)  # The step that ran is done.
     assert_nothing_held(llm.engine)
     (output,) = llm.generate([prompt(5)], greedy(5))
     assert output.outputs[0].token_ids == ask_alone(model, prompt(5), greedy(5))
