@@ -89,6 +89,7 @@ def test_each_tree_runs_its_own_package(repository: Path, tmp_path: Path):
     assert report["setting"]["this"] == report["setting"]["commit"][:12] + "-dirty"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -106,5 +107,6 @@ def test_what_cannot_be_compared_is_said(repository: Path, arguments: tuple[str]
     assert "Traceback" not in done.stderr.splitlines()[0]
 
 
+@pytest.mark.slow
 def test_an_interrupt_leaves_nothing_behind(repository: Path):
     assert against(repository, "HEAD", "interrupts.py").returncode == 130

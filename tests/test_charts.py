@@ -80,6 +80,7 @@ def test_only_what_outlives_a_process_has_a_time_after_a_restart():
     assert line.get_ydata().tolist() == [place for place, row in enumerate(rows) if row["survives"]]
 
 
+@pytest.mark.slow
 def test_the_script_draws_one_chart_and_refuses_what_is_not_there(tmp_path):
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, str(SCRIPT), *arguments, "--images", str(tmp_path / "images")]

@@ -96,6 +96,7 @@ WAYS: dict[str, Callable[..., Any]] = {
 in_every_way = pytest.mark.parametrize("ask", WAYS.values(), ids=WAYS)
 
 
+@pytest.mark.slow
 @in_every_way
 def test_nothing_stays_wired_unless_it_is_asked_for(
     demo: tuple[Any, Any], limits: list[int], ask: Callable[..., Any]

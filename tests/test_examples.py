@@ -42,12 +42,20 @@ ANSWERS: dict[str, Callable[[str], None]] = {
     "many_sequences.py": answers_of_many_sequences,
 }
 
+each_example = pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name == "generate_text.py" else pytest.mark.slow)
+        for name in ANSWERS
+    ],
+)
+
 
 def test_no_example_is_left_out() -> None:
     assert sorted(path.name for path in EXAMPLES.glob("*.py")) == sorted(ANSWERS)
 
 
-@pytest.mark.parametrize("name", ANSWERS)
+@each_example
 def test_an_example_ends_with_status_0_and_without_a_complaint(name: str) -> None:
     done = run(name)
     assert done.returncode == 0, f"status {done.returncode}: {done.stderr}"
@@ -55,6 +63,6 @@ def test_an_example_ends_with_status_0_and_without_a_complaint(name: str) -> Non
         assert complaint not in done.stderr, done.stderr
 
 
-@pytest.mark.parametrize("name", ANSWERS)
+@each_example
 def test_an_example_answers_what_it_says(name: str) -> None:
     ANSWERS[name](run(name).stdout)

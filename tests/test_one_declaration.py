@@ -157,6 +157,7 @@ def test_a_declared_dummy_is_parsed_checked_read_from_the_wire_and_refused_by_ot
     assert run(copy, "-c", PROBE) == SAID
 
 
+@pytest.mark.slow
 def test_a_declared_dummy_is_in_the_tables_of_the_docs(copy: Path):
     run(copy, "-m", "paged_testing.option_tables")
     page = (copy / "docs/options.md").read_text()
@@ -172,6 +173,7 @@ def test_a_declared_dummy_is_in_the_tables_of_the_docs(copy: Path):
     }
 
 
+@pytest.mark.slow
 def test_a_declared_dummy_is_among_the_further_ones_of_the_readme(copy: Path):
     run(copy, "-m", "paged_testing.option_tables")
     page, own = (

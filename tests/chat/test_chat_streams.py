@@ -80,6 +80,7 @@ def test_a_pipe_without_a_message_is_one_clear_line(messages: str):
     assert (status, out) == (2, "") and "standard input is empty" in err.splitlines()[-1]
 
 
+@pytest.mark.slow
 @needs_full_device
 def test_a_dialogue_whose_answers_can_not_be_written_ends_and_says_so():
     status, _, err = shell(f"printf 'hello\\nhello\\n' | {CHAT} > /dev/full")

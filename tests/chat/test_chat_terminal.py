@@ -17,6 +17,7 @@ def user_texts(file: Path) -> list[str]:
     return [m["content"] for m in saved_messages(file) if m["role"] == "user"]
 
 
+@pytest.mark.slow
 def test_a_pasted_text_of_many_lines_is_one_message(tmp_path: Path):
     with dialogue(tmp_path) as terminal:
         terminal.paste("hello\nhow are\nyou")

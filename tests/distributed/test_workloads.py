@@ -39,6 +39,7 @@ def reasons(expected: dict[str, Any]) -> set[str]:
     return {ending[1] for answer in answers for ending in answer[2:]}
 
 
+@pytest.mark.slow
 def test_two_ranks_give_the_tokens_of_one_process(tmp_path: Path):
     names = ["swaps", "one step ahead"]
     expected = check(2, names, tmp_path)

@@ -11,7 +11,8 @@ from mlx_paged.cache import PagedKVCache
 from mlx_paged.engine import build
 
 
-@pytest.fixture(params=["waiting", "ahead", "drafting"])
+# Without Metal, engines of the other folders' tests wait for each step, too.
+@pytest.fixture(params=[pytest.param("waiting", marks=pytest.mark.slow), "ahead", "drafting"])
 def run_ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """What engines with a paged cache do by default; ``usefixtures("run_ahead")`` runs a module's
     tests in all ways.

@@ -138,7 +138,7 @@ def test_the_logits_are_those_of_a_built_decode(
     assert len(differences) > 9 and max(differences) < 2e-5
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_requests_of_every_kind_get_the_same_as_in_plain_mlx(
     demo: nn.Module, at_once: None, traced: list[int], seed: int
 ):
@@ -150,7 +150,16 @@ def test_requests_of_every_kind_get_the_same_as_in_plain_mlx(
         assert_same(ahead.outputs[name], plain.outputs[name])
 
 
-@pytest.mark.parametrize("config", [LLAMA, GEMMA3, GEMMA3N, GPT_OSS], ids=lambda c: c["model_type"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        LLAMA,
+        pytest.param(GEMMA3, marks=pytest.mark.slow),
+        pytest.param(GEMMA3N, marks=pytest.mark.slow),
+        GPT_OSS,
+    ],
+    ids=lambda config: config["model_type"],
+)
 def test_models_of_mlx_lm_are_replayed_and_answer_as_there(config: Config, at_once: None):
     # Layers without windows and with them, with sinks, and layers that read the K/V of others.
     model = random_model(config)

@@ -102,7 +102,9 @@ def test_tokens_do_not_depend_on_the_batch_its_chunks_or_what_is_cached(windowed
 
 
 @in_many_ways
-@pytest.mark.parametrize("swaps", [False, True], ids=["recompute", "swap"])
+@pytest.mark.parametrize(
+    "swaps", [pytest.param(False, id="recompute", marks=SLOW), pytest.param(True, id="swap")]
+)
 def test_preempted_requests_go_on_with_the_same_tokens(windowed, is_drafting, swaps, monkeypatch):
     model, options = windowed
     # Short prompts, which are admitted together, and answers that grow.
@@ -154,7 +156,7 @@ def test_completions_of_one_prompt_are_those_of_requests_alone(windowed):
 
 
 @in_many_ways
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=SLOW) for seed in (1, 2))])
 def test_random_requests_are_answered_as_on_a_large_engine_without_a_cache(windowed, seed):
     model, options = windowed
     workload = Workload(seed + 300, 12, model.args.vocab_size)
@@ -290,10 +292,10 @@ def test_what_a_step_shares_with_others_of_the_same_step_is_what_it_would_comput
     ("kind", "block_size", "num_blocks"),
     [
         ("layers", 8, 20),
-        ("layers", 32, 8),
-        ("all layers", 8, 6),
-        ("all layers", 32, 4),
-        ("both", 8, 20),
+        pytest.param("layers", 32, 8, marks=SLOW),
+        pytest.param("all layers", 8, 6, marks=SLOW),
+        pytest.param("all layers", 32, 4, marks=SLOW),
+        pytest.param("both", 8, 20, marks=SLOW),
         ("both", 32, 11),
         ("streaming", 8, 10),
     ],

@@ -57,6 +57,7 @@ def alone(model: qwen3.Model, tokens: list[int], params: SamplingParams, kv_form
     return [one.token_ids for one in run(engine)["alone"].outputs]
 
 
+@pytest.mark.slow
 @formats
 @pytest.mark.parametrize("swap_bytes", [0, "16blocks"], ids=["recompute", "swap"])
 def test_preempted_chunked_and_forked_requests_get_the_tokens_of_undisturbed_ones(
@@ -186,6 +187,7 @@ def test_a_basic_cache_refuses_bits_by_name(model: qwen3.Model):
         make_engine(model, kv="basic", kv_format=8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_format", [8, 4])
 def test_sinks_that_move_with_a_window_are_quantised_from_the_original_each_time(
     model: qwen3.Model, kv_format: int

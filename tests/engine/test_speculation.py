@@ -77,6 +77,7 @@ def kernel_model() -> qwen3.Model:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

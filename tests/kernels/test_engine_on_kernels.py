@@ -141,6 +141,7 @@ def replays(monkeypatch) -> Counter[DecodeShape]:
     return counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_format", [None, "K:8,V:4"], ids=["dense", "K8V4"])
 def test_replayed_decodes_get_the_tokens_of_the_reference_on_metal_kernels(
     demo, compiler, replays, kv_format

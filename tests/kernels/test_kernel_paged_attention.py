@@ -119,6 +119,7 @@ def test_runs_of_any_length_match_the_formula_when_their_blocks_are_gathered(ext
     assert [call.kernel for call in metal] == ["mlx_paged_gather_blocks"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [DECODE, RUNS], ids=["decodes", "runs"])
 @pytest.mark.parametrize("window", WINDOWS)
 def test_every_window_matches_the_formula_at_every_length(window, case, metal):

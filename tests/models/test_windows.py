@@ -52,7 +52,9 @@ def assert_as_defined(model: qwen3.Model, actual: np.ndarray, expected: np.ndarr
     assert max_error(full[-20:], expected[-20:]) > 10 * tolerance
 
 
-@pytest.mark.parametrize("sizes", [[1] * 229, [100, 1, 7, 60], []])
+@pytest.mark.parametrize(
+    "sizes", [pytest.param([1] * 229, marks=pytest.mark.slow), [100, 1, 7, 60], []]
+)
 @pytest.mark.parametrize(
     ("num_layers", "num_full", "window"), [(2, 0, 21), (4, 2, 16), (3, 2, 5), (3, 1, 40)]
 )
@@ -249,6 +251,7 @@ def test_positions_start_over_and_nobody_notices(monkeypatch, num_full):
     assert max(seen) < 32 + 8 + 8 + 24 < len(TOKENS)
 
 
+@pytest.mark.slow
 def test_what_was_computed_before_positions_started_over_is_not_found_behind_it(monkeypatch):
     monkeypatch.setattr(layer_groups, "POSITION_PERIOD", 64)
     model = model_with()

@@ -169,6 +169,7 @@ def chat_threads():
     return MAX_PREPARING
 
 
+@pytest.mark.slow
 def test_a_slow_reader_slows_nobody(server_url, service, client):
     # Its answer is longer than what the kernel keeps for it, so the server has to wait with it.
     body = {**LONG, "stream": True, "n": 4, "logprobs": 20, "max_tokens": 400}

@@ -77,6 +77,7 @@ def test_a_server_says_what_it_serves_and_logs_what_it_was_asked():
     assert "secret" not in "".join(program.said)
 
 
+@pytest.mark.slow
 def test_a_server_says_that_its_model_does_not_fit_and_the_context_that_its_budget_holds():
     with running("--kv-cache-bytes", "20blocks", patch=SMALL) as program:
         _, warning, start, *_ = program.said
@@ -104,6 +105,7 @@ def test_sigterm_lets_answers_end_and_takes_no_others():
     assert re.search(r"prompt=\d+ cached=0 answer=25 ", "".join(program.said))
 
 
+@pytest.mark.slow
 def test_what_still_runs_after_the_drain_is_told_that_it_was_aborted():
     with (
         running("--drain-seconds", "0.3", patch=SLOW) as program,
@@ -117,6 +119,7 @@ def test_what_still_runs_after_the_drain_is_told_that_it_was_aborted():
         assert program.end() == 0
 
 
+@pytest.mark.slow
 def test_the_second_interrupt_ends_at_once():
     with (
         running(patch=SLOW) as program,
@@ -133,6 +136,7 @@ def test_the_second_interrupt_ends_at_once():
         assert program.end() == 130
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [(), ("--log-prompts",)])
 def test_an_engine_that_fails_ends_the_server_after_it_said_where(flags: tuple[str, ...]):
     with running(*flags, patch=FAILING) as program:
@@ -154,6 +158,7 @@ def test_serve_is_a_command_and_the_help_names_it(capsys: pytest.CaptureFixture)
     assert " serve: error: argument --port" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_users_share_no_cached_prompt_on_any_path_and_see_no_reports_of_others():
     with running("--api-key", "key2 a", "--api-key", "b") as program:
 

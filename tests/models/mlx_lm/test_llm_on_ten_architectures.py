@@ -70,6 +70,7 @@ def test_kv_of_8_bits_change_log_probabilities_a_little(model_and_expected):
     assert sorted(differences)[len(differences) // 2] < 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", [a for a in ARCHITECTURES if a != "cohere2"])
 def test_a_window_bounds_what_is_held(architecture):
     model, _ = model_of(architecture)

@@ -40,7 +40,7 @@ def model_and_config(request):
     return random_model(config), config
 
 
-@pytest.mark.parametrize("kv", ["paged", "basic"])
+@pytest.mark.parametrize("kv", ["paged", pytest.param("basic", marks=pytest.mark.slow)])
 def test_answers_are_those_of_mlx_lm(model_and_config, kv):
     model, config = model_and_config
     expected = [[stock_tokens(model, prompt, 12)] for prompt in PROMPTS]
@@ -53,7 +53,10 @@ def test_answers_are_those_of_mlx_lm(model_and_config, kv):
     assert engine.stats().num_cached_prompt_tokens > 0
 
 
-@pytest.mark.parametrize("swap_bytes", [0, "40blocks"], ids=["recompute", "swap"])
+@pytest.mark.parametrize(
+    "swap_bytes",
+    [pytest.param(0, id="recompute", marks=pytest.mark.slow), pytest.param("40blocks", id="swap")],
+)
 def test_a_preempted_request_goes_on_with_the_same_tokens(model_and_config, swap_bytes):
     model, config = model_and_config
     prompts = [[seed, 2 * seed, 90, seed] for seed in range(1, 5)]

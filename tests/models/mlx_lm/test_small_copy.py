@@ -33,6 +33,8 @@ NUM_LAYERS = {
     "plamo-3-31b": 8,
     "Qwen3-Next-80B-A3B": 4,
 }
+# Windows, latents, recurrent layers and experts.
+IN_THE_FAST_LANE = {"DeepSeek-V3", "gemma-3-4b", "gpt-oss-20b", "Qwen3-Next-80B-A3B"}
 # It masks tokens by their ids.
 KEEPS_ITS_VOCABULARY = {"Phi-3-small-8k": 100352}
 
@@ -45,7 +47,13 @@ def whole(config: dict[str, Any]) -> dict[str, Any]:
     return config | config.get("text_config", {})
 
 
-@pytest.mark.parametrize("name", FULL_SIZE)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in IN_THE_FAST_LANE else pytest.mark.slow)
+        for name in FULL_SIZE
+    ],
+)
 def test_a_published_model_has_a_small_copy_with_all_of_its_kinds_of_modules(name: str):
     """Without its weights, which nothing evaluates."""
     config = FULL_SIZE[name]

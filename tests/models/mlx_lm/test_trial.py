@@ -68,6 +68,7 @@ def test_a_step_that_reads_the_state_before_the_last_one_is_found(
         adapt(*made("rwkv7", dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_fault_that_begins_beyond_a_window_is_found(
     dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch
@@ -109,6 +110,7 @@ def test_latents_in_bfloat16_run_packed_however_many_layers_round():
     assert isinstance(adapt(model, config), PackedModel)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "minicpm3", "mamba2"])
 def test_half_precision_runs_as_float32_does(architecture: str, dtype: mx.Dtype):
