@@ -452,6 +452,19 @@ def test_ctrl_c_ends_the_batch_and_the_next_one_is_as_ever(model: qwen3.Model):
     assert output.outputs[0].token_ids == ask_alone(model, prompt(5), greedy(5))
 
 
+def test_what_interrupts_a_step_leaves_no_requests_to_the_next_batch(model: qwen3.Model):
+    llm = llm_of(model)
+
+    def interrupts(tokens: mx.array, logits: mx.array) -> mx.array:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([prompt(5), prompt(20)], greedy(2000, logits_processors=[interrupts]))
+    assert_nothing_held(llm.engine)
+    (output,) = llm.generate([prompt(5)], greedy(5))
+    assert output.outputs[0].token_ids == ask_alone(model, prompt(5), greedy(5))
+
+
 # Threads
 
 

@@ -418,7 +418,8 @@ class Engine(EngineParts):
 
     def _change(self, name: str, change: Callable[[], T]) -> T:
         """Change the bookkeeping, in the engine's thread. An exception in the middle of that leaves
-        nothing that a step could trust, so it stops the engine.
+        nothing that a step could trust, so it stops the engine. ``KeyboardInterrupt`` is raised in
+        a model or in a function of a request, if at all, and its step was taken back.
         """
         if self._is_changing:
             raise RuntimeError(
@@ -427,6 +428,8 @@ class Engine(EngineParts):
         self._is_changing = True
         try:
             return change()
+        except KeyboardInterrupt:
+            raise
         except BaseException as error:
             self.thread.stop(error)
             raise self.thread.stopped() from error

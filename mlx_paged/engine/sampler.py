@@ -247,6 +247,8 @@ def _run_processors(
             mx.eval(logits)  # outside of the try: an error of the model is not theirs
             try:
                 processed[entry] = _process(requests[entry], logits[entry : entry + 1])
+            except KeyboardInterrupt:
+                raise
             except BaseException as error:
                 failed[entry] = request_error(error)
     if processed:
@@ -279,6 +281,8 @@ def _run_samplers(
             mx.eval(logprobs)  # outside of the try: an error of the model is not the sampler's
         try:
             drawn[entry] = _check_sampled(sampler(logprobs))
+        except KeyboardInterrupt:
+            raise
         except BaseException as error:
             failed[entry] = request_error(error)
         else:

@@ -228,9 +228,14 @@ class Steps:
         """
         try:
             yield
-        except BaseException as error:
+        except Exception as error:
             self._replicas.failed(error)
-            self._isolate_failure(request_error(error))
+            self._isolate_failure(error)
+        except BaseException as error:
+            # It is the caller's, who raised it in the model or in a function of a request.
+            self._replicas.failed(error)
+            self._take_back()
+            raise
 
     def _isolate_failure(self, error: Exception) -> None:
         """Fail a request that ran alone; run several again one by one, to see which fails. One that

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,32 @@ def test_ctrl_c_ends_a_single_answer_with_status_130(answering: subprocess.Popen
     _, err = answering.communicate(timeout=DEADLINE)
     assert answering.returncode == 130
     assert "[stopped]" in err and "Traceback" not in err
+
+
+HANGS = """
+import sys, time
+from mlx_paged.chat.program import main
+from mlx_paged.engine.model_runner import ModelRunner
+def launch(self, *arguments):
+    print("begun", flush=True)
+    time.sleep(600)
+ModelRunner.launch = launch
+sys.exit(main(["hello"]))
+"""
+
+
+def test_a_second_ctrl_c_ends_the_program_in_a_step_that_does_not_end():
+    process = subprocess.Popen(
+        [sys.executable, "-c", HANGS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "begun\n"
+    process.send_signal(signal.SIGINT)
+    # It waits for the end of the step, which the second one does not.
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=1)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 130 and "Traceback" not in err
 
 
 @pytest.mark.slow

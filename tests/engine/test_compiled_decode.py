@@ -404,30 +404,31 @@ def test_a_replay_that_gives_other_logits_leaves_decodes_to_python_and_says_so_o
     assert len(w) == 1 and not any(replays)
 
 
-def test_a_failure_while_tracing_leaves_the_model_and_the_slabs_as_they_were(
+def test_an_interrupt_while_tracing_leaves_the_model_and_the_slabs_as_they_were(
     demo: nn.Module, at_once: None, monkeypatch: pytest.MonkeyPatch
 ):
     expected = plain_tokens(demo, REQUESTS)["a"]
-    attend, failures = PagedLayerKV.update_and_attend, [KeyboardInterrupt("now")]
+    attend, interrupts = PagedLayerKV.update_and_attend, [KeyboardInterrupt("now")]
 
-    def failing(layer: PagedLayerKV, *arguments: Any, **options: Any) -> mx.array:
+    def interrupted(layer: PagedLayerKV, *arguments: Any, **options: Any) -> mx.array:
         if layer not in engine.cache.layers:
             seen.append(layer)
-            if len(seen) == 2 and failures:
-                raise failures.pop()
+            if len(seen) == 2 and interrupts:
+                raise interrupts.pop()
         return attend(layer, *arguments, **options)
 
     seen: list[PagedLayerKV] = []
     engine = make_engine(demo)
-    monkeypatch.setattr(PagedLayerKV, "update_and_attend", failing)
+    monkeypatch.setattr(PagedLayerKV, "update_and_attend", interrupted)
     engine.add_request("a", *REQUESTS["a"])
     slabs = [(layer.kv.k[0], layer.kv.v[0]) for layer in engine.cache.layers]
-    assert run(engine)["a"].outputs[0].token_ids == expected
-    assert not failures and len(seen) == 2
+    with pytest.raises(KeyboardInterrupt):
+        for _ in range(5):
+            engine.step()
+    assert not interrupts and len(seen) == 2
     for layer, (k, v) in zip(engine.cache.layers, slabs, strict=True):
         assert layer.kv.k[0] is k and layer.kv.v[0] is v
     mx.eval(engine.cache.arrays, demo.parameters())  # They are no tracers.
-    engine.add_request("b", *REQUESTS["a"])
     (tokens,) = (output.outputs[0].token_ids for output in run(engine).values())
     assert [tokens] == expected
 

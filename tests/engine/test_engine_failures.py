@@ -73,6 +73,21 @@ def reasons(outputs: dict[str, RequestOutput]) -> dict[str, str | None]:
     return {id: output.outputs[0].finish_reason for id, output in outputs.items()}
 
 
+def run_interrupted(
+    engine: Engine, error: type[BaseException]
+) -> tuple[dict[str, RequestOutput], int]:
+    """As ``run``, going on after each step that raises; and how many did."""
+    outputs: dict[str, RequestOutput] = {}
+    num_raised = 0
+    while engine.has_unfinished_requests():
+        try:
+            outputs |= {output.request_id: output for output in engine.step() if output.finished}
+        except error:
+            num_raised += 1
+        engine.scheduler.check_integrity()
+    return outputs, num_raised
+
+
 # Logits processors
 
 
@@ -315,17 +330,71 @@ def test_an_error_that_is_kept_keeps_no_arrays(model: qwen3.Model):
     assert mx.get_active_memory() < before
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(2)], ids=repr)
-def test_whatever_a_model_raises_in_a_step_of_several_takes_the_step_back(
-    model: qwen3.Model, error: BaseException
+# Interruptions
+
+
+@pytest.mark.parametrize("swap", [True, False])
+def test_an_engine_goes_on_after_ctrl_c_in_any_step(
+    model: qwen3.Model, run_ahead: bool, is_drafting: bool, swap: bool
 ):
-    engine = make_engine(model)
-    requests = {"a": (prompt(20), greedy(10)), "b": (prompt(30), sampled(3, 10, n=2))}
+    engine = make_engine(
+        model,
+        kv_cache_bytes="12blocks",
+        swap_bytes="12blocks" if swap else 0,
+        max_num_batched_tokens=24,
+        max_num_seqs=6,
+    )
     num_steps = iter(range(10_000))
-    break_model(engine, lambda tokens: next(num_steps) == 1, error)
+    # An interrupt costs two steps where one is ahead.
+    period = 13 if run_ahead else 9
+    break_model(engine, lambda tokens: next(num_steps) % period == 4, KeyboardInterrupt())
+    requests = {
+        "greedy": (prompt(60), greedy(40)),
+        "sampled": (prompt(30), sampled(seed=2, max_tokens=50)),
+        "shared": (prompt(60)[:40] + prompt(5), greedy(40)),
+        "short": (prompt(7), greedy(12)),
+    }
     for request_id, (tokens, params) in requests.items():
         engine.add_request(request_id, tokens, params)
+    outputs, num_raised = run_interrupted(engine, KeyboardInterrupt)
+    assert num_raised > (1 if is_drafting else 5)
+    assert is_drafting or engine.stats().num_preemptions > 0
+    assert reasons(outputs) == dict.fromkeys(requests, "length")
+    for request_id, (tokens, params) in requests.items():
+        assert outputs[request_id].outputs[0].token_ids == ask_alone(model, tokens, params), (
+            request_id
+        )
+    assert_nothing_held(engine)
+
+
+def test_ctrl_c_in_a_logits_processor_is_no_failure_of_the_request(model: qwen3.Model):
+    calls = iter(range(100))
+
+    def interrupted_at_3(tokens: mx.array, logits: mx.array) -> mx.array:
+        if next(calls) == 3:
+            raise KeyboardInterrupt
+        return logits
+
+    engine = make_engine(model)
+    engine.add_request("a", prompt(20), greedy(10, logits_processors=[interrupted_at_3]))
+    engine.add_request("b", prompt(30), greedy(10))
+    outputs, num_raised = run_interrupted(engine, KeyboardInterrupt)
+    assert num_raised == 1
+    assert outputs["a"].outputs[0].token_ids == ask_alone(model, prompt(20), greedy(10))
+    assert outputs["b"].outputs[0].token_ids == ask_alone(model, prompt(30), greedy(10))
+    assert_nothing_held(engine)
+
+
+def test_an_interrupted_engine_still_takes_requests_and_aborts(model: qwen3.Model):
+    engine = make_engine(model)
+    failures = iter([True])
+    break_model(engine, lambda tokens: next(failures, False), KeyboardInterrupt())
+    engine.add_request("a", prompt(20), greedy(10))
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    engine.abort("a")
+    engine.add_request("b", prompt(20), greedy(10))
     outputs = run(engine)
-    assert reasons(outputs) == {"a": "length", "b": "length"}
-    assert outputs["a"].outputs[0].token_ids == ask_alone(model, *requests["a"])
+    assert reasons(outputs) == {"a": "abort", "b": "length"}
+    assert outputs["b"].outputs[0].token_ids == ask_alone(model, prompt(20), greedy(10))
     assert_nothing_held(engine)
