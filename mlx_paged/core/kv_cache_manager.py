@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import sys
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -332,6 +333,22 @@ class KVCacheManager:
         """
         num_free_hits = sum(block.ref_cnt == 0 for block in computed.blocks)
         return num_free_hits + max(0, self.max_num_held_blocks(num_tokens) - len(computed.blocks))
+
+    def num_freed_blocks(
+        self, request_ids: Iterable[RequestId], computed: ComputedBlocks = NOTHING_COMPUTED
+    ) -> int:
+        """Blocks that become free when all these requests are freed, without those of ``computed``.
+
+        Raises:
+            KeyError: no such request.
+        """
+        held: Counter[KVCacheBlock] = Counter()
+        for request_id in request_ids:
+            self._table(request_id)
+            held.update(itertools.chain.from_iterable(self._groups[request_id]))
+        for block in computed.blocks:
+            del held[block]
+        return sum(block.ref_cnt == count for block, count in held.items())
 
     def max_num_held_blocks(self, num_tokens: int) -> int:
         """The most blocks that a request holds at a time until it has ``num_tokens`` tokens, if its

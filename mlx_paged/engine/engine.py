@@ -127,8 +127,8 @@ class Engine(EngineParts):
             prompt: text, token ids, or vLLM's dicts ``{"prompt": text}`` and ``{"prompt_token_ids":
                 ids}``.
             params: how to sample; greedy by default.
-            priority: orders the queue, lower first, as in vLLM; see :class:`Scheduler` for how
-                much. It interrupts no running request.
+            priority: lower runs first, as in vLLM, and preempts what runs; see :class:`Scheduler`
+                for the order.
             cache_salt: only requests with the same salt share K/V.
             no_store: write none of its K/V to ``cache_dir``; what lies there is still used.
             token_rules: what :meth:`prepare` returned for these parameters. By default they are

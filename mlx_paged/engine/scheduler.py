@@ -15,7 +15,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from mlx_paged.config import SchedulerConfig
 from mlx_paged.core import (
@@ -32,7 +32,7 @@ from mlx_paged.engine.batch import Batch, CopyBlocks, Scheduled, ShiftKeys, Swap
 from mlx_paged.engine.prefix_history import PrefixHistory
 from mlx_paged.engine.read_ahead import BlockTier, Needs, ReadAhead
 from mlx_paged.engine.speculation import NO_SPECULATION, Speculation
-from mlx_paged.engine.swap_space import SwapSpace
+from mlx_paged.engine.swap_space import Swapped, SwapSpace
 from mlx_paged.errors import (
     ArgumentError,
     PromptTooLongError,
@@ -46,6 +46,9 @@ by_order = attrgetter("order")
 # Of a step, for the log-probabilities of prompts: rows of logits are large. 256 rows of 152,000
 # logits are 156 MB in float32, and some copies of it.
 MAX_SCORED_ROWS = 256
+
+# A request that was preempted so often makes way for no other: what is computed again is bounded.
+MAX_PREEMPTIONS = 8
 
 
 def extra_hash_keys(cache_salt: str | None) -> tuple[str, ...]:
@@ -90,18 +93,40 @@ class UnsharedRows(Protocol):
         """Keep nothing."""
 
 
+class _Found(NamedTuple):
+    """What a waiting request finds."""
+
+    hit: ComputedBlocks  # in the prefix cache
+    computed: ComputedBlocks  # what it begins with: the hit, or what was swapped out of it
+    swapped: Swapped | None  # in the swap space
+
+
 class Scheduler:
     """Continuous batching: first come, first served, with priorities.
 
     Each request has an ``order``, fixed when it comes: the step of its arrival, plus
     ``priority_steps`` for each level of priority that it stands behind. The lowest order is
-    admitted first and preempted last, so an urgent request overtakes others in the queue, and since
-    the order of those that come later grows for ever, none is overtaken for ever. A priority
-    interrupts nothing: where ``max_num_seqs`` run, the most urgent request waits for one to end.
+    admitted first and preempted last.
 
-    A request is admitted when all its tokens fit now (and leave the watermark, beside others). When
-    a running one finds no block, the last in order is preempted: its blocks are given back and it
-    waits in its old place, to be computed again or, if :class:`SwapSpace` has room, swapped in.
+    A request is admitted when all its tokens fit now (and leave the watermark, beside others). One
+    is preempted, the last in order of those that may be, when
+
+    - a running one finds no block, or
+    - the first that waits has no place to run or too few blocks, and comes with what the preempted
+      ones give back. These stand behind it in order, were added with a higher number as priority,
+      and have been preempted fewer than ``MAX_PREEMPTIONS`` times; equal levels never take each
+      other's place. Nobody is preempted for one that has no room all the same.
+
+    A preempted request gives back its blocks and waits in its old place, to be computed again or,
+    if :class:`SwapSpace` has room, swapped in.
+
+    No request starves. With d levels between the most urgent request and one of interest, none
+    that comes more than ``d * priority_steps`` steps after that one stands before it. If n others
+    ever stand before it, and none has more than m tokens, prompt and answer, it is finished at most
+    ``d * priority_steps + (n + 1) * (max_num_seqs + 1) * m`` steps after it came: the first in
+    order of those that run goes on by a token in each step, so those that run are finished before
+    they have had ``max_num_seqs * m`` steps, if nobody is admitted meanwhile; then the first in
+    order of all is, and needs ``m`` steps itself. (Reading from a tier comes on top.)
 
     Not thread-safe: one thread at a time.
 
@@ -280,6 +305,9 @@ class Scheduler:
         """
         if not self._has_room_ahead():
             return None
+        urgent = self._first_urgent()
+        if urgent is not None and self._requests_in_the_way(urgent, self._find(urgent)):
+            return None
         for request in awaited:
             if not request.is_finished:
                 is_last = (
@@ -326,31 +354,29 @@ class Scheduler:
 
     def _schedule_running(self, plan: Batch) -> None:
         running, only, manager = self.running, plan.only, self.manager
+        urgent = self._first_urgent() if only is None else None
         # A decode takes one block at most. Asked for once, before any of them evicts what is
         # cached.
         self.supply.make_room(len(running) * len(manager.retentions))
         index = 0
         while index < len(running):
             request = running[index]
-            if only is not None and request is not only:
-                index += 1
+            if urgent is not None and urgent.order < request.order:
+                # In its place in the order: those before it have got theirs.
+                if self._admit_urgent(plan, urgent, index):
+                    index += 1
+                    urgent = self._first_urgent()
+                else:
+                    urgent = None
                 continue
             num_new_tokens = len(request.token_ids) - request.num_computed_tokens
-            if num_new_tokens == 0:  # The token that it awaits is its last one.
+            # None is left where the token that it awaits is its last one.
+            if num_new_tokens == 0 or (only is not None and request is not only):
                 index += 1
                 continue
             if num_new_tokens > 1:
-                # A prompt leaves a token of the budget to each request after it, so that no decode
-                # waits for it.
-                num_left = 0 if only is not None else len(running) - index - 1
-                num_new_tokens = min(num_new_tokens, plan.token_budget - num_left)
-                num_new_tokens = min(num_new_tokens, self._max_chunk(plan, request))
-                num_needed = manager.num_needed_blocks(request.seq_id, num_new_tokens)
-                self.supply.make_room(num_needed + num_left)
-                num_left_blocks = num_left * len(manager.retentions)
-                num_new_tokens = manager.max_fitting(
-                    request.seq_id, num_new_tokens, num_left_blocks
-                )
+                num_after = 0 if only is not None else len(running) - index - 1
+                num_new_tokens = self._next_chunk(plan, request, num_after)
             copies = manager.allocate_slots(request.seq_id, num_new_tokens)
             if copies is not None:
                 self._schedule(plan, request, num_new_tokens, copies)
@@ -367,10 +393,22 @@ class Scheduler:
             else:
                 self._fail(plan, request)
 
+    def _next_chunk(self, plan: Batch, request: Request, num_after: int) -> int:
+        """How many tokens of its prompt a running request has in this step. It leaves a token of
+        the budget to each of the requests after it, so that no decode waits for it.
+        """
+        num_new_tokens = request.num_tokens - request.num_computed_tokens
+        num_new_tokens = min(num_new_tokens, plan.token_budget - num_after)
+        num_new_tokens = min(num_new_tokens, self._max_chunk(plan, request))
+        num_needed = self.manager.num_needed_blocks(request.seq_id, num_new_tokens)
+        self.supply.make_room(num_needed + num_after)
+        num_left_blocks = num_after * len(self.manager.retentions)
+        return self.manager.max_fitting(request.seq_id, num_new_tokens, num_left_blocks)
+
     def _admit_waiting(self, plan: Batch) -> None:
         if not self.waiting:
             return
-        num_seqs = sum(request.num_seqs for request in self.running)
+        num_seqs = self._num_running_seqs
         needs = Needs(self._has_room_for, self._absent_blocks)
         self._read_ahead.look(self.waiting, needs)
         while self.waiting and plan.token_budget > 0 and num_seqs < self.config.max_num_seqs:
@@ -381,7 +419,7 @@ class Scheduler:
             is_waiting = request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
             if not is_waiting or num_seqs + request.num_seqs > self.config.max_num_seqs:
                 return
-            if self._admit(plan, request):
+            if self._admit(plan, request, self._find(request)):
                 num_seqs += request.num_seqs
             elif self.running:
                 return
@@ -389,21 +427,103 @@ class Scheduler:
                 # Nobody runs who could give back blocks: it would wait for ever.
                 self._fail(plan, request)
 
-    def _admit(self, plan: Batch, request: Request) -> bool:
-        """Let a waiting request run, if all its tokens fit now; else nothing changes."""
+    @property
+    def _num_running_seqs(self) -> int:
+        return sum(request.num_seqs for request in self.running)
+
+    def _first_urgent(self) -> Request | None:
+        """The first that waits, if it may take the place of one that runs."""
+        waiting, running = self.waiting, self.running
+        if not waiting or not running or waiting[0].order > running[-1].order:
+            return None
+        needs = Needs(self._has_room_for, self._absent_blocks)
+        request = self._read_ahead.first_ready(waiting, needs)
+        if request is None or not any(self._makes_way(each, request) for each in running):
+            return None
+        return request
+
+    @staticmethod
+    def _makes_way(running: Request, waiting: Request) -> bool:
+        return (
+            waiting.order < running.order
+            and waiting.priority < running.priority
+            and running.num_preemptions < MAX_PREEMPTIONS
+        )
+
+    def _requests_in_the_way(self, urgent: Request, found: _Found) -> list[Request] | None:
+        """Who has to be preempted, the last in order first, so that a waiting request is admitted;
+        ``None`` where it is not, even if all are that may be.
+        """
+        num_missing_seqs = self._num_running_seqs + urgent.num_seqs - self.config.max_num_seqs
+        num_missing_blocks = -self._num_spare_blocks(urgent, found.computed)
+        preempted: list[Request] = []
+        num_freed = 0
+        for request in [*reversed(self.running), None]:
+            is_alone = len(preempted) == len(self.running)
+            num_left = 0 if is_alone else self._num_watermark_blocks
+            if num_missing_seqs <= 0 and num_missing_blocks + num_left <= num_freed:
+                return preempted
+            if request is not None and self._makes_way(request, urgent):
+                preempted.append(request)
+                num_missing_seqs -= request.num_seqs
+                seq_ids = [each.seq_id for each in preempted]
+                num_freed = self.manager.num_freed_blocks(seq_ids, found.computed)
+        return None
+
+    def _admit_urgent(self, plan: Batch, urgent: Request, index: int) -> bool:
+        """Let a waiting request run before those from ``index`` on; what it lacks is taken from
+        the last of them. If that is not enough, nothing changes.
+        """
+        found = self._find(urgent)
+        preempted = self._requests_in_the_way(urgent, found)
+        if preempted is None or (preempted and plan.is_ahead) or self._is_early(plan, found):
+            return False
+        # A token of the budget is left to each request after it.
+        num_left = len(self.running) - index - len(preempted)
+        if plan.token_budget <= num_left:
+            return False
+        for request in preempted:
+            self._preempt(plan, request)
+        plan.token_budget -= num_left
+        is_admitted = self._admit(plan, urgent, found)
+        plan.token_budget += num_left
+        return is_admitted
+
+    @property
+    def _num_watermark_blocks(self) -> int:
+        """Blocks that stay free when a request is admitted beside others."""
+        return math.ceil(self.config.watermark * self.max_num_blocks)
+
+    def _num_spare_blocks(self, request: Request, computed: ComputedBlocks) -> int:
+        """Free blocks that a request leaves that is admitted; negative where they don't do."""
+        num_needed = self.manager.num_blocks_to_admit(request.num_tokens, computed)
+        return self.manager.num_free_blocks + self.supply.num_growable_blocks - num_needed
+
+    def _find(self, request: Request) -> _Found:
         hit = computed = self._computed_blocks(request)
-        copied = self.manager.copied_blocks(computed) if plan.new_block_ids else ()
-        if any(block.block_id in plan.new_block_ids for block in copied):
-            return False  # They are copied before the step, which is yet to write them.
         swapped = self.swap_space.find(request.seq_id, request.cache_salt)
         if swapped is not None and swapped.held.num_tokens > hit.num_tokens:
             computed = self.manager.resumed(swapped.held, hit)
+        return _Found(hit, computed, swapped)
+
+    def _is_early(self, plan: Batch, found: _Found) -> bool:
+        """Whether a request would begin with copies of blocks that the step is yet to write: they
+        are copied before it.
+        """
+        if not plan.new_block_ids:
+            return False
+        copied = self.manager.copied_blocks(found.hit)
+        return any(block.block_id in plan.new_block_ids for block in copied)
+
+    def _admit(self, plan: Batch, request: Request, found: _Found) -> bool:
+        """Let a waiting request run, if all its tokens fit now; else nothing changes."""
+        if self._is_early(plan, found):
+            return False
+        hit, computed, swapped = found
         num_cached = hit.num_tokens + self._num_kept_tokens(request)
         num_held = max(computed.num_tokens, num_cached)
-        num_needed = self.manager.num_blocks_to_admit(request.num_tokens, computed)
-        num_spare = self.manager.num_free_blocks + self.supply.num_growable_blocks - num_needed
-        num_left = math.ceil(self.config.watermark * self.max_num_blocks) if self.running else 0
-        if num_spare < num_left:
+        num_left = self._num_watermark_blocks if self.running else 0
+        if self._num_spare_blocks(request, computed) < num_left:
             return False
         num_new_tokens = min(request.num_tokens - num_held, plan.token_budget)
         num_new_tokens = min(num_new_tokens, self._max_chunk(plan, request, computed))
