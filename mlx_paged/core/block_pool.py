@@ -11,8 +11,7 @@ from mlx_paged.core.errors import (
     FrozenBlockError,
     UseAfterFreeError,
 )
-from mlx_paged.core.free_queue import FreeKVCacheBlockQueue
-from mlx_paged.core.kv_cache_block import KVCacheBlock
+from mlx_paged.core.free_queue import FreeKVCacheBlockQueue, KVCacheBlock
 from mlx_paged.core.prefix_index import PrefixIndex
 
 

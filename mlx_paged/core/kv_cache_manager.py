@@ -18,8 +18,8 @@ from mlx_paged.core.block_hash import BlockHash
 from mlx_paged.core.block_pool import BlockPool
 from mlx_paged.core.block_table import BlockCopy, BlockTable, KeyShift, TableState
 from mlx_paged.core.errors import BlockTableError, IntegrityError
+from mlx_paged.core.free_queue import KVCacheBlock
 from mlx_paged.core.integrity import check_pool_integrity, check_table_integrity
-from mlx_paged.core.kv_cache_block import KVCacheBlock
 from mlx_paged.core.retention import KEEP_ALL, Retention
 from mlx_paged.core.sequence_states import Checkpoint, SequenceState, SequenceStates
 

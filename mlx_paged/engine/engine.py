@@ -23,11 +23,11 @@ from mlx_paged.engine.following import FollowingLoop, share
 from mlx_paged.engine.held_prompts import HeldPrompt, check_begins_with_held
 from mlx_paged.engine.input_processor import InputProcessor
 from mlx_paged.engine.options import checked_options, passed_on_names
+from mlx_paged.engine.prefix_cache import extra_hash_keys
 from mlx_paged.engine.prefix_history import PrefixHistory
 from mlx_paged.engine.prompts import Prompt
 from mlx_paged.engine.replicas import Call
 from mlx_paged.engine.request_state import RequestState
-from mlx_paged.engine.scheduler import extra_hash_keys
 from mlx_paged.engine.snapshots import Prefix
 from mlx_paged.engine.steps import RowReader
 from mlx_paged.engine.thread import (

@@ -10,35 +10,26 @@ Agrawal et al. 2024).
 from __future__ import annotations
 
 import itertools
-import math
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from operator import attrgetter
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
 
 from mlx_paged.config import SchedulerConfig
 from mlx_paged.core import (
-    AbsentBlock,
     BlockCopy,
-    BlockHash,
-    BlockTable,
     ComputedBlocks,
     KVCacheManager,
-    extend_block_hashes,
 )
 from mlx_paged.core.kv_cache_manager import NOTHING_COMPUTED
+from mlx_paged.engine.admission import Admission, BlockSupply, Found, num_seqs
 from mlx_paged.engine.batch import Batch, CopyBlocks, Scheduled, ShiftKeys, SwapIn, SwapOut
+from mlx_paged.engine.prefix_cache import PrefixCache, UnsharedRows
 from mlx_paged.engine.prefix_history import PrefixHistory
 from mlx_paged.engine.read_ahead import BlockTier, Needs, ReadAhead
-from mlx_paged.engine.speculation import NO_SPECULATION, Speculation
-from mlx_paged.engine.swap_space import Swapped, SwapSpace
-from mlx_paged.errors import (
-    ArgumentError,
-    PromptTooLongError,
-    prompt_beyond_context,
-    prompt_too_long,
-)
+from mlx_paged.engine.speculation import NO_SPECULATION, Speculation, add_drafts
+from mlx_paged.engine.stops import check_stop
+from mlx_paged.engine.swap_space import SwapSpace
 from mlx_paged.request import PENDING_TOKEN, Request, RequestStatus, SeqId, StopReason
 
 by_order = attrgetter("order")
@@ -46,59 +37,6 @@ by_order = attrgetter("order")
 # Of a step, for the log-probabilities of prompts: rows of logits are large. 256 rows of 152,000
 # logits are 156 MB in float32, and some copies of it.
 MAX_SCORED_ROWS = 256
-
-# A request that was preempted so often makes way for no other: what is computed again is bounded.
-MAX_PREEMPTIONS = 8
-
-
-def extra_hash_keys(cache_salt: str | None) -> tuple[str, ...]:
-    """What is hashed with each block besides its tokens."""
-    return () if cache_salt is None else (cache_salt,)
-
-
-class BlockSupply(Protocol):
-    """What the scheduler needs of a cache."""
-
-    @property
-    def num_growable_blocks(self) -> int:
-        """Blocks that the budget allows beyond those of the pool."""
-        ...
-
-    def make_room(self, num_blocks: int) -> None:
-        """Grow until ``num_blocks`` can be taken without evicting any, if the budget allows it."""
-
-
-class UnsharedRows(Protocol):
-    """What a cache does whose sequences share no blocks: it copies forks and, in the place of a
-    prefix cache, keeps the last sequence that ended.
-    """
-
-    def fork(self, manager: KVCacheManager, seq: SeqId, new_seq: SeqId) -> bool:
-        """Add a second sequence with the same tokens, in blocks of its own; False, and nothing has
-        changed, where there are too few.
-        """
-        ...
-
-    def keep_last(self, table: BlockTable, block_hashes: Sequence[BlockHash]) -> None:
-        """Keep a sequence that ends, whose first blocks have these hashes."""
-
-    def num_kept_blocks(self, block_hashes: Sequence[BlockHash]) -> int:
-        """How many of these blocks, from the first one on, the kept sequence begins with."""
-        ...
-
-    def take_last(self, table: BlockTable) -> None:
-        """Let a new sequence, which has its slots, go on with what is kept."""
-
-    def forget_last(self) -> None:
-        """Keep nothing."""
-
-
-class _Found(NamedTuple):
-    """What a waiting request finds."""
-
-    hit: ComputedBlocks  # in the prefix cache
-    computed: ComputedBlocks  # what it begins with: the hit, or what was swapped out of it
-    swapped: Swapped | None  # in the swap space
 
 
 class Scheduler:
@@ -163,8 +101,7 @@ class Scheduler:
         self.speculation = speculation
         self.context_length = context_length
         self._unshared = unshared
-        self._last_sequence = unshared if config.enable_prefix_caching else None
-        self._finds_blocks = config.enable_prefix_caching and unshared is None
+        self._prefix_cache = PrefixCache(manager, unshared, config.enable_prefix_caching)
         self.running: list[Request] = []  # by order
         self.waiting: list[Request] = []  # by order
         self.num_steps = 0
@@ -175,7 +112,11 @@ class Scheduler:
             config.num_history_tokens if config.enable_prefix_caching else 0,
             self.manager.pool.block_size,
         )
+        self._admission = Admission(
+            manager, supply, config, self.swap_space, self._prefix_cache, context_length
+        )
         self._read_ahead = ReadAhead(tier)
+        self._needs = Needs(self._admission.has_room_for, self._admission.absent_blocks)
         self._requests: dict[SeqId, Request] = {}
         self._arrivals = itertools.count()
         self._block_size = self.manager.pool.block_size
@@ -190,35 +131,13 @@ class Scheduler:
     @property
     def max_num_blocks(self) -> int:
         """Blocks that the budget holds."""
-        # In this order: a pool that grows meanwhile, in another thread, must not make it less.
-        return self.supply.num_growable_blocks + self.manager.pool.num_usable_blocks
+        return self._admission.max_num_blocks
 
     # A request comes and goes
 
     def check(self, request: Request) -> None:
-        """Refuse at once what can never run; from any thread.
-
-        Raises:
-            PromptTooLongError: its prompt leaves no room for an answer within ``max_model_len``, or
-                the budget can never hold it; the message has the numbers.
-            ValueError: it has more completions than may run at once.
-        """
-        limit = self.config.max_model_len
-        if limit is not None and request.num_tokens >= limit:
-            raise prompt_beyond_context(request.num_tokens, limit, self.context_length)
-        if request.num_seqs > self.config.max_num_seqs:
-            raise ArgumentError(
-                f"[scheduler] {request.num_seqs} completions of one request are more than may run "
-                f"at once, {self.config.max_num_seqs}; raise max_num_seqs"
-            )
-        if self.manager.max_num_held_blocks(request.num_tokens) > self.max_num_blocks:
-            raise self._prompt_too_long(request)
-
-    def _prompt_too_long(self, request: Request) -> PromptTooLongError:
-        num_needed = self.manager.max_num_held_blocks(request.num_tokens)
-        return prompt_too_long(
-            request.num_tokens, num_needed, self._block_size, self.max_num_blocks
-        )
+        """Refuse at once what can never run; from any thread. As :meth:`Admission.check`."""
+        self._admission.check(request)
 
     def add(self, request: Request) -> None:
         """Let a request wait for its turn; one that is there already, or finished meanwhile, is
@@ -269,11 +188,7 @@ class Scheduler:
                 self.running if request.status is RequestStatus.RUNNING else self.waiting, request
             )
             if request.seq_id in self.manager.tables:
-                if self._last_sequence is not None:
-                    self._hash_blocks(request)
-                    num_full_blocks = request.num_computed_tokens // self._block_size
-                    hashes = request.block_hashes[:num_full_blocks]
-                    self._last_sequence.keep_last(self.manager.tables[request.seq_id], hashes)
+                self._prefix_cache.end(request)
                 self.manager.free(request.seq_id)
             self.swap_space.release(request.seq_id)
             self._read_ahead.end(request)
@@ -281,6 +196,12 @@ class Scheduler:
             self.prefix_history.finish(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason, request.stop_reason, request.error = reason, stop_reason, error
+
+    def expects_drafts(self) -> bool:
+        """Whether requests that run are likely to have drafts that pay when the tokens of the step
+        in flight are known. Then these are read before the next step is planned.
+        """
+        return self.speculation.is_likely(self.running)
 
     # A step
 
@@ -303,10 +224,12 @@ class Scheduler:
         Returns:
             ``None``, and nothing has changed, where blocks may be short: read the tokens first.
         """
-        if not self._has_room_ahead():
+        if not self._admission.has_room_ahead(self.running):
             return None
         urgent = self._first_urgent()
-        if urgent is not None and self._requests_in_the_way(urgent, self._find(urgent)):
+        if urgent is not None and self._admission.requests_in_the_way(
+            urgent, self._admission.find(urgent), self.running
+        ):
             return None
         for request in awaited:
             if not request.is_finished:
@@ -325,19 +248,6 @@ class Scheduler:
                 return min(budget, config.max_num_mixed_tokens)
         return budget
 
-    def _has_room_ahead(self) -> bool:
-        manager = self.manager
-        num_free = manager.num_free_blocks + self.supply.num_growable_blocks
-        budget = self.config.max_num_batched_tokens
-        num_most = len(self.running) + -(-budget // self._block_size)
-        if manager.keeps_all and num_most <= num_free:
-            return True
-        num_needed = 0
-        for request in self.running:
-            num_new_tokens = min(request.num_tokens - request.num_computed_tokens + 1, budget)
-            num_needed += manager.num_needed_blocks(request.seq_id, num_new_tokens)
-        return num_needed <= num_free
-
     def _plan(self, plan: Batch) -> Batch:
         self.num_steps += 1
         num_blocks = self.max_num_blocks
@@ -349,7 +259,7 @@ class Scheduler:
         if not plan.preempted:
             self._admit_waiting(plan)
             if self.speculation.is_on and not plan.is_ahead and plan.only is None:
-                self._add_drafts(plan)
+                add_drafts(plan, self.speculation, self.manager, self.config.max_model_len)
         return plan
 
     def _schedule_running(self, plan: Batch) -> None:
@@ -408,75 +318,47 @@ class Scheduler:
     def _admit_waiting(self, plan: Batch) -> None:
         if not self.waiting:
             return
-        num_seqs = self._num_running_seqs
-        needs = Needs(self._has_room_for, self._absent_blocks)
+        num_running = num_seqs(self.running)
+        needs = self._needs
         self._read_ahead.look(self.waiting, needs)
-        while self.waiting and plan.token_budget > 0 and num_seqs < self.config.max_num_seqs:
+        while self.waiting and plan.token_budget > 0 and num_running < self.config.max_num_seqs:
             request = plan.only or self._read_ahead.first_ready(self.waiting, needs)
             if request is None:
                 return
             # The only one wanted may run already, or have ended just now.
             is_waiting = request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
-            if not is_waiting or num_seqs + request.num_seqs > self.config.max_num_seqs:
+            if not is_waiting or num_running + request.num_seqs > self.config.max_num_seqs:
                 return
-            if self._admit(plan, request, self._find(request)):
-                num_seqs += request.num_seqs
+            if self._admit(plan, request, self._admission.find(request)):
+                num_running += request.num_seqs
             elif self.running:
                 return
             else:
                 # Nobody runs who could give back blocks: it would wait for ever.
                 self._fail(plan, request)
 
-    @property
-    def _num_running_seqs(self) -> int:
-        return sum(request.num_seqs for request in self.running)
-
     def _first_urgent(self) -> Request | None:
         """The first that waits, if it may take the place of one that runs."""
         waiting, running = self.waiting, self.running
         if not waiting or not running or waiting[0].order > running[-1].order:
             return None
-        needs = Needs(self._has_room_for, self._absent_blocks)
-        request = self._read_ahead.first_ready(waiting, needs)
-        if request is None or not any(self._makes_way(each, request) for each in running):
+        request = self._read_ahead.first_ready(waiting, self._needs)
+        makes_way = self._admission.makes_way
+        if request is None or not any(makes_way(each, request) for each in running):
             return None
         return request
-
-    @staticmethod
-    def _makes_way(running: Request, waiting: Request) -> bool:
-        return (
-            waiting.order < running.order
-            and waiting.priority < running.priority
-            and running.num_preemptions < MAX_PREEMPTIONS
-        )
-
-    def _requests_in_the_way(self, urgent: Request, found: _Found) -> list[Request] | None:
-        """Who has to be preempted, the last in order first, so that a waiting request is admitted;
-        ``None`` where it is not, even if all are that may be.
-        """
-        num_missing_seqs = self._num_running_seqs + urgent.num_seqs - self.config.max_num_seqs
-        num_missing_blocks = -self._num_spare_blocks(urgent, found.computed)
-        preempted: list[Request] = []
-        num_freed = 0
-        for request in [*reversed(self.running), None]:
-            is_alone = len(preempted) == len(self.running)
-            num_left = 0 if is_alone else self._num_watermark_blocks
-            if num_missing_seqs <= 0 and num_missing_blocks + num_left <= num_freed:
-                return preempted
-            if request is not None and self._makes_way(request, urgent):
-                preempted.append(request)
-                num_missing_seqs -= request.num_seqs
-                seq_ids = [each.seq_id for each in preempted]
-                num_freed = self.manager.num_freed_blocks(seq_ids, found.computed)
-        return None
 
     def _admit_urgent(self, plan: Batch, urgent: Request, index: int) -> bool:
         """Let a waiting request run before those from ``index`` on; what it lacks is taken from
         the last of them. If that is not enough, nothing changes.
         """
-        found = self._find(urgent)
-        preempted = self._requests_in_the_way(urgent, found)
-        if preempted is None or (preempted and plan.is_ahead) or self._is_early(plan, found):
+        found = self._admission.find(urgent)
+        preempted = self._admission.requests_in_the_way(urgent, found, self.running)
+        if (
+            preempted is None
+            or (preempted and plan.is_ahead)
+            or self._admission.is_early(plan, found)
+        ):
             return False
         # A token of the budget is left to each request after it.
         num_left = len(self.running) - index - len(preempted)
@@ -489,41 +371,15 @@ class Scheduler:
         plan.token_budget += num_left
         return is_admitted
 
-    @property
-    def _num_watermark_blocks(self) -> int:
-        """Blocks that stay free when a request is admitted beside others."""
-        return math.ceil(self.config.watermark * self.max_num_blocks)
-
-    def _num_spare_blocks(self, request: Request, computed: ComputedBlocks) -> int:
-        """Free blocks that a request leaves that is admitted; negative where they don't do."""
-        num_needed = self.manager.num_blocks_to_admit(request.num_tokens, computed)
-        return self.manager.num_free_blocks + self.supply.num_growable_blocks - num_needed
-
-    def _find(self, request: Request) -> _Found:
-        hit = computed = self._computed_blocks(request)
-        swapped = self.swap_space.find(request.seq_id, request.cache_salt)
-        if swapped is not None and swapped.held.num_tokens > hit.num_tokens:
-            computed = self.manager.resumed(swapped.held, hit)
-        return _Found(hit, computed, swapped)
-
-    def _is_early(self, plan: Batch, found: _Found) -> bool:
-        """Whether a request would begin with copies of blocks that the step is yet to write: they
-        are copied before it.
-        """
-        if not plan.new_block_ids:
-            return False
-        copied = self.manager.copied_blocks(found.hit)
-        return any(block.block_id in plan.new_block_ids for block in copied)
-
-    def _admit(self, plan: Batch, request: Request, found: _Found) -> bool:
+    def _admit(self, plan: Batch, request: Request, found: Found) -> bool:
         """Let a waiting request run, if all its tokens fit now; else nothing changes."""
-        if self._is_early(plan, found):
+        if self._admission.is_early(plan, found):
             return False
         hit, computed, swapped = found
-        num_cached = hit.num_tokens + self._num_kept_tokens(request)
+        num_cached = hit.num_tokens + self._prefix_cache.num_kept_tokens(request)
         num_held = max(computed.num_tokens, num_cached)
-        num_left = self._num_watermark_blocks if self.running else 0
-        if self._num_spare_blocks(request, computed) < num_left:
+        num_left = self._admission.num_watermark_blocks if self.running else 0
+        if self._admission.num_spare_blocks(request, computed) < num_left:
             return False
         num_new_tokens = min(request.num_tokens - num_held, plan.token_budget)
         num_new_tokens = min(num_new_tokens, self._max_chunk(plan, request, computed))
@@ -547,11 +403,8 @@ class Scheduler:
             if request.prefix_report is None:
                 request.prefix_report = self.prefix_history.admit(request, num_cached)
         request.status = RequestStatus.RUNNING
-        if self._last_sequence is not None:
-            self.manager.count_lookup(_num_findable_tokens(request), num_held)
-            if num_held:
-                self._last_sequence.take_last(self.manager.tables[request.seq_id])
-        elif swapped is not None and (loads := self.manager.take_loads(request.seq_id)):
+        self._prefix_cache.begin(request, num_held)
+        if swapped is not None and (loads := self.manager.take_loads(request.seq_id)):
             plan.copies.append(SwapIn(swapped.name, loads))
         else:
             self.swap_space.release(request.seq_id)
@@ -593,116 +446,11 @@ class Scheduler:
             shifts = self.manager.take_key_shifts(request.seq_id)
             plan.copies += [ShiftKeys(group, shift) for group, shift in shifts]
         if end % self._block_size < num_new_tokens:  # The end of a block was passed.
-            plan.new_block_ids.update(self._cache_blocks(request))
-
-    def expects_drafts(self) -> bool:
-        """Whether requests that run are likely to have drafts that pay when the tokens of the step
-        in flight are known. Then these are read before the next step is planned.
-        """
-        if not self.speculation.is_on:
-            return False
-        decoding = [request for request in self.running if request.num_output_tokens]
-        return any(self.speculation.num_drafts(decoding, len(self.running), len(self.running)))
-
-    def _add_drafts(self, plan: Batch) -> None:
-        """Let requests try drafts, with what the step leaves when everybody else has got theirs."""
-        decodes = [
-            (index, part.request)
-            for index, part in enumerate(plan.scheduled)
-            if part.num_new_tokens == 1 and part.num_logit_rows and part.request.num_output_tokens
-        ]
-        if not decodes:
-            return
-        num_rows = sum(part.num_new_tokens for part in plan.scheduled)
-        num_tokens = sum(part.num_logit_rows - part.num_scored_rows for part in plan.scheduled)
-        requests = [request for _, request in decodes]
-        counts = self.speculation.num_drafts(requests, num_rows, num_tokens)
-        for (index, request), wanted in zip(decodes, counts, strict=True):
-            num_drafts = min(wanted, self._max_num_drafts(plan, request)) if wanted else 0
-            if num_drafts > 0:
-                drafts = self.speculation.propose(request, num_drafts)
-                copies = self.manager.allocate_slots(request.seq_id, num_drafts)
-                assert copies == [], "the slots are those of its own or of empty blocks"
-                request.num_computed_tokens += num_drafts
-                plan.token_budget -= num_drafts
-                num_run = 1 + num_drafts
-                start = request.num_computed_tokens - num_run
-                plan.scheduled[index] = Scheduled(request, start, num_run, num_run, 0, drafts)
-
-    def _max_num_drafts(self, plan: Batch, request: Request) -> int:
-        """How many drafts a request may have in this step: within the step's budget and the end of
-        the answer, in slots for which nothing is evicted and nobody has to make room.
-        """
-        tables = self.manager.groups[request.seq_id]
-        num_new_blocks = self.manager.pool.num_empty_blocks // len(tables)
-        num_slots = min(table.num_unfilled_slots for table in tables)
-        num_slots += num_new_blocks * self._block_size
-        most = min(plan.token_budget, num_slots, self.manager.max_more(request.seq_id))
-        limit = request.params.max_tokens
-        if limit is not None and limit >= 0:
-            most = min(most, limit - request.num_output_tokens - 1)
-        if self.config.max_model_len is not None:
-            most = min(most, self.config.max_model_len - request.num_tokens - 1)
-        return most
-
-    def _computed_blocks(self, request: Request) -> ComputedBlocks:
-        if not self._finds_blocks:
-            return NOTHING_COMPUTED
-        self._hash_blocks(request)
-        num_tokens = _num_findable_tokens(request)
-        return self.manager.get_computed_blocks(request.block_hashes, num_tokens)
-
-    def _num_kept_tokens(self, request: Request) -> int:
-        """Of a new request, the tokens with which the last sequence began; whole blocks."""
-        if self._last_sequence is None:
-            return 0
-        self._hash_blocks(request)
-        num_usable_blocks = max(0, _num_findable_tokens(request) - 1) // self._block_size
-        hashes = request.block_hashes[:num_usable_blocks]
-        return self._last_sequence.num_kept_blocks(hashes) * self._block_size
-
-    def _absent_blocks(self, request: Request, tier: BlockTier) -> Sequence[AbsentBlock]:
-        if self.swap_space.num_tokens_of(request.seq_id):
-            return ()
-        self._hash_blocks(request)
-        num_tokens = _num_findable_tokens(request)
-        return self.manager.absent_blocks(request.block_hashes, num_tokens, tier.has)
-
-    def _has_room_for(self, requests: Sequence[Request]) -> bool:
-        manager = self.manager
-        num_needed = sum(manager.max_num_held_blocks(each.num_tokens) for each in requests)
-        num_free = manager.num_free_blocks + self.supply.num_growable_blocks
-        return num_needed <= num_free
-
-    def _cache_blocks(self, request: Request) -> list[int]:
-        """Let others hit the blocks that are full after the newest step, as far as their tokens are
-        known; returns the ids of those that are new.
-        """
-        if not self._finds_blocks:
-            return []
-        self._hash_blocks(request)
-        num_new_blocks = self.manager.cache_blocks(request.seq_id, request.block_hashes)
-        num_full_blocks = request.num_computed_tokens // self._block_size
-        end = min(num_full_blocks, len(request.block_hashes))
-        block_ids: list[int] = []
-        for table in self.manager.groups[request.seq_id]:
-            num_evicted = table.num_evicted_tokens // self._block_size
-            begin = max(0, end - num_new_blocks - num_evicted)
-            block_ids += table.packed_block_ids[begin : end - num_evicted]
-        return block_ids
-
-    def _hash_blocks(self, request: Request) -> None:
-        token_ids = request.token_ids
-        if request.awaits_token:
-            if len(request.block_hashes) == (len(token_ids) - 1) // self._block_size:
-                return
-            token_ids = token_ids[:-1]
-        extra_keys = extra_hash_keys(request.cache_salt)
-        extend_block_hashes(request.block_hashes, token_ids, self._block_size, extra_keys)
+            plan.new_block_ids.update(self._prefix_cache.cache_blocks(request))
 
     def _fail(self, plan: Batch, request: Request) -> None:
         """End a request whose tokens have no room, and no other request could make some."""
-        self.finish(request, "error", error=self._prompt_too_long(request))
+        self.finish(request, "error", error=self._admission.prompt_too_long_error(request))
         plan.finished.append(request)
 
     def _preempt(self, plan: Batch, request: Request) -> None:
@@ -732,7 +480,7 @@ class Scheduler:
         Args:
             ahead: the step after the one that sampled the token, if it was planned already.
         """
-        token_ids, params = request.token_ids, request.params
+        token_ids = request.token_ids
         if token_ids[-1] == PENDING_TOKEN:
             token_ids[-1] = token_id
         else:
@@ -740,19 +488,12 @@ class Scheduler:
         num_tokens = len(token_ids)
         # In the last slot of a block, and with K/V: a step ahead computes it, or it was a draft.
         if not num_tokens % self._block_size and num_tokens <= request.num_computed_tokens:
-            new_block_ids = self._cache_blocks(request)
+            new_block_ids = self._prefix_cache.cache_blocks(request)
             if ahead is not None:
                 ahead.new_block_ids.update(new_block_ids)
-        num_output_tokens = num_tokens - request.num_prompt_tokens
-        if num_output_tokens > params.min_tokens:
-            if token_id in self.eos_token_ids and not params.ignore_eos:
-                return self.finish(request, "stop")
-            if token_id in params.stop_token_ids:
-                return self.finish(request, "stop", token_id)
-            if params.stop_sequences and (sequence := _ending_sequence(request)) is not None:
-                return self.finish(request, "stop", sequence)
-        if num_output_tokens == params.max_tokens or num_tokens >= self._max_num_tokens:
-            self.finish(request, "length")
+        stop = check_stop(request, token_id, self.eos_token_ids, self._max_num_tokens)
+        if stop is not None:
+            self.finish(request, *stop)
 
     def begin_verification(self, part: Scheduled) -> None:
         """The tokens that follow a request's drafts are known: none of them is accepted yet."""
@@ -783,8 +524,8 @@ class Scheduler:
         """Take a step back that failed: its rows may not be written, its requests wait again."""
         # Also the blocks of requests that have ended since.
         self.manager.evict_blocks(batch.new_block_ids)
-        if self._last_sequence is not None and batch.scheduled:
-            self._last_sequence.forget_last()
+        if batch.scheduled:
+            self._prefix_cache.forget_last()
         for request in batch.requests:
             # It may wait already, if it was in the step after this one, too.
             if request.status is RequestStatus.RUNNING:
@@ -801,18 +542,13 @@ class Scheduler:
         self.manager.reset()
         self._read_ahead.clear()
         self.prefix_history.clear()
-        if self._last_sequence is not None:
-            self._last_sequence.forget_last()
+        self._prefix_cache.forget_last()
         for request in list(self.running):
             self._wait_again(request)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all that requests left, or return False and change nothing while some run."""
-        if not self.manager.reset_prefix_cache():
-            return False
-        if self._last_sequence is not None:
-            self._last_sequence.forget_last()
-        return True
+        return self._prefix_cache.reset()
 
     def check_integrity(self) -> None:
         """Verify queues against tables and blocks; for tests and debugging. Raises IntegrityError,
@@ -836,28 +572,12 @@ class Scheduler:
             assert request.num_computed_tokens <= request.num_tokens
 
 
-def _num_findable_tokens(request: Request) -> int:
-    """Tokens of which all but the last may be found: a row whose logits are wanted is computed."""
-    if request.num_unscored_tokens:
-        return request.num_prompt_tokens - request.num_unscored_tokens
-    return request.num_tokens
-
-
 def _num_scored_rows(request: Request, start: int, end: int) -> int:
     """Of how many of the tokens ``start : end`` the logits are those of a prompt token that is not
     scored yet. A row's logits are of the token after it.
     """
     num_scored = request.num_prompt_tokens - 1 - request.num_unscored_tokens
     return max(0, min(end, request.num_prompt_tokens - 1) - max(start, num_scored))
-
-
-def _ending_sequence(request: Request) -> tuple[int, ...] | None:
-    """The stop sequence that the answer ends with; the longest, if there are several."""
-    for sequence in request.params.stop_sequences:
-        length = len(sequence)
-        if length <= request.num_output_tokens and sequence == tuple(request.token_ids[-length:]):
-            return sequence
-    return None
 
 
 def _remove(queue: list[Request], request: Request) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from helpers.scheduler_helpers import FakeEngine, names, of_kind, ran, tokens
 
+from mlx_paged.engine.admission import MAX_PREEMPTIONS
 from mlx_paged.engine.batch import Batch, SwapIn, SwapOut
-from mlx_paged.engine.scheduler import MAX_PREEMPTIONS
 from mlx_paged.request import RequestStatus
 
 

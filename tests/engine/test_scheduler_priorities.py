@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import pytest
 from helpers.scheduler_helpers import FakeEngine, names, of_kind, ran, tokens
 
+from mlx_paged.engine.admission import MAX_PREEMPTIONS
 from mlx_paged.engine.batch import SwapIn, SwapOut
-from mlx_paged.engine.scheduler import MAX_PREEMPTIONS
 from mlx_paged.request import Request, RequestStatus
 
 

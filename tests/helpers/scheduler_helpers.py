@@ -17,8 +17,9 @@ from typing import TypeVar
 from mlx_paged.config import SchedulerConfig
 from mlx_paged.core import BlockPool, KVCacheManager
 from mlx_paged.core.tier import HostMemory
+from mlx_paged.engine.admission import MAX_PREEMPTIONS
 from mlx_paged.engine.batch import Batch, CopyBlocks, Scheduled, SwapIn, SwapOut
-from mlx_paged.engine.scheduler import MAX_PREEMPTIONS, Scheduler
+from mlx_paged.engine.scheduler import Scheduler
 from mlx_paged.engine.speculation import NO_SPECULATION, Speculation
 from mlx_paged.engine.swap_space import SwapSpace
 from mlx_paged.request import Request, SamplingParams, SeqId
