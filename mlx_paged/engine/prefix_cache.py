@@ -15,7 +15,7 @@ from mlx_paged.core import (
     KVCacheManager,
     extend_block_hashes,
 )
-from mlx_paged.core.kv_cache_manager import NOTHING_COMPUTED
+from mlx_paged.core.computed_blocks import NOTHING_COMPUTED
 from mlx_paged.engine.read_ahead import BlockTier
 from mlx_paged.request import Request, SeqId
 

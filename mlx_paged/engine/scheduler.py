@@ -21,7 +21,7 @@ from mlx_paged.core import (
     ComputedBlocks,
     KVCacheManager,
 )
-from mlx_paged.core.kv_cache_manager import NOTHING_COMPUTED
+from mlx_paged.core.computed_blocks import NOTHING_COMPUTED
 from mlx_paged.engine.admission import Admission, BlockSupply, Found, num_seqs
 from mlx_paged.engine.batch import Batch, CopyBlocks, Scheduled, ShiftKeys, SwapIn, SwapOut
 from mlx_paged.engine.prefix_cache import PrefixCache, UnsharedRows

@@ -13,6 +13,9 @@ def check_stop(
     """Why a request ends with the token that was appended last, as its ``finish_reason`` and
     ``stop_reason``; ``None`` while it goes on. (vLLM's name.)
 
+    Nothing but ``max_num_tokens`` and ``max_tokens`` ends the first ``min_tokens`` tokens. The end
+    of sequence counts before a stop token, and that before a stop sequence.
+
     Args:
         max_num_tokens: of prompt and answer.
     """
