@@ -28,7 +28,6 @@ from mlx_paged.engine.prefix_cache import PrefixCache, UnsharedRows
 from mlx_paged.engine.prefix_history import PrefixHistory
 from mlx_paged.engine.read_ahead import BlockTier, Needs, ReadAhead
 from mlx_paged.engine.speculation import NO_SPECULATION, Speculation, add_drafts
-from mlx_paged.engine.stops import check_stop
 from mlx_paged.engine.swap_space import SwapSpace
 from mlx_paged.request import PENDING_TOKEN, Request, RequestStatus, SeqId, StopReason
 
@@ -480,7 +479,7 @@ class Scheduler:
         Args:
             ahead: the step after the one that sampled the token, if it was planned already.
         """
-        token_ids = request.token_ids
+        token_ids, params = request.token_ids, request.params
         if token_ids[-1] == PENDING_TOKEN:
             token_ids[-1] = token_id
         else:
@@ -491,9 +490,16 @@ class Scheduler:
             new_block_ids = self._prefix_cache.cache_blocks(request)
             if ahead is not None:
                 ahead.new_block_ids.update(new_block_ids)
-        stop = check_stop(request, token_id, self.eos_token_ids, self._max_num_tokens)
-        if stop is not None:
-            self.finish(request, *stop)
+        num_output_tokens = num_tokens - request.num_prompt_tokens
+        if num_output_tokens > params.min_tokens:
+            if token_id in self.eos_token_ids and not params.ignore_eos:
+                return self.finish(request, "stop")
+            if token_id in params.stop_token_ids:
+                return self.finish(request, "stop", token_id)
+            if params.stop_sequences and (sequence := _ending_sequence(request)) is not None:
+                return self.finish(request, "stop", sequence)
+        if num_output_tokens == params.max_tokens or num_tokens >= self._max_num_tokens:
+            self.finish(request, "length")
 
     def begin_verification(self, part: Scheduled) -> None:
         """The tokens that follow a request's drafts are known: none of them is accepted yet."""
@@ -578,6 +584,15 @@ def _num_scored_rows(request: Request, start: int, end: int) -> int:
     """
     num_scored = request.num_prompt_tokens - 1 - request.num_unscored_tokens
     return max(0, min(end, request.num_prompt_tokens - 1) - max(start, num_scored))
+
+
+def _ending_sequence(request: Request) -> tuple[int, ...] | None:
+    """The stop sequence that the answer ends with; the longest, if there are several."""
+    for sequence in request.params.stop_sequences:
+        length = len(sequence)
+        if length <= request.num_output_tokens and sequence == tuple(request.token_ids[-length:]):
+            return sequence
+    return None
 
 
 def _remove(queue: list[Request], request: Request) -> None:
