@@ -93,6 +93,8 @@ class Request:
         prefix_report: why these were not more, where the scheduler remembers past sequences.
         order: the place in the queue, assigned by the scheduler on arrival; the lowest runs first,
             the highest is preempted first.
+        num_preemptions: how often it had to wait again; a request that did so many times makes way
+            for no more urgent one.
         num_drafted_tokens: drafts that were verified, and of these accepted:
             ``num_accepted_tokens``.
         num_unscored_tokens: prompt tokens whose log-probabilities are wanted and not read yet; they

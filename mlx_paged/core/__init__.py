@@ -22,6 +22,7 @@ from mlx_paged.core.block_hash import (
 )
 from mlx_paged.core.block_pool import BlockPool
 from mlx_paged.core.block_table import BlockCopy, BlockTable, KeyShift, TableState
+from mlx_paged.core.computed_blocks import BlockLoad, ComputedBlocks, SequenceTables
 from mlx_paged.core.errors import (
     BlockError,
     BlockTableError,
@@ -31,18 +32,11 @@ from mlx_paged.core.errors import (
     IntegrityError,
     UseAfterFreeError,
 )
-from mlx_paged.core.free_queue import FreeKVCacheBlockQueue
-from mlx_paged.core.kv_cache_block import KVCacheBlock
-from mlx_paged.core.kv_cache_manager import (
-    AbsentBlock,
-    BlockLoad,
-    ComputedBlocks,
-    KVCacheManager,
-    KVCacheManagerStats,
-    SequenceTables,
-    group_hashes,
-)
+from mlx_paged.core.free_queue import FreeKVCacheBlockQueue, KVCacheBlock
+from mlx_paged.core.kv_cache_manager import KVCacheManager
+from mlx_paged.core.manager_stats import KVCacheManagerStats
 from mlx_paged.core.prefix_index import PrefixIndex
+from mlx_paged.core.prefix_lookup import AbsentBlock, group_hashes
 from mlx_paged.core.retention import KEEP_ALL, POSITION_PERIOD, Retention
 from mlx_paged.core.sequence_states import Checkpoint, SequenceState, SequenceStates
 

@@ -11,8 +11,7 @@ from mlx_paged.core.errors import (
     FrozenBlockError,
     UseAfterFreeError,
 )
-from mlx_paged.core.free_queue import FreeKVCacheBlockQueue
-from mlx_paged.core.kv_cache_block import KVCacheBlock
+from mlx_paged.core.free_queue import FreeKVCacheBlockQueue, KVCacheBlock
 from mlx_paged.core.prefix_index import PrefixIndex
 
 
@@ -52,8 +51,8 @@ class BlockPool:
         self.reset(num_blocks)
 
     def reset(self, num_blocks: int) -> None:
-        """Begin again with ``num_blocks`` empty blocks, the null block included, whatever state an
-        interrupt left the pool in. Tables that hold blocks of before have to be forgotten, too.
+        """Begin again with ``num_blocks`` empty blocks, the null block included. Tables that hold
+        blocks of before have to be forgotten, too.
         """
         self.blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
         self.null_block = self.blocks[0]

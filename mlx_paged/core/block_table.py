@@ -15,7 +15,7 @@ from mlx_paged.core.errors import (
     FrozenBlockError,
     UseAfterFreeError,
 )
-from mlx_paged.core.kv_cache_block import KVCacheBlock
+from mlx_paged.core.free_queue import KVCacheBlock
 from mlx_paged.core.retention import KEEP_ALL, Retention
 
 BlockCopy = tuple[int, int]

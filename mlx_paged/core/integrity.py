@@ -13,7 +13,7 @@ from typing import NoReturn
 from mlx_paged.core.block_pool import BlockPool
 from mlx_paged.core.block_table import BlockTable
 from mlx_paged.core.errors import IntegrityError
-from mlx_paged.core.kv_cache_block import KVCacheBlock
+from mlx_paged.core.free_queue import KVCacheBlock
 
 
 def check_pool_integrity(

@@ -7,106 +7,29 @@ from __future__ import annotations
 import itertools
 import sys
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple
 
 from mlx_paged.core.block_hash import BlockHash
 from mlx_paged.core.block_pool import BlockPool
 from mlx_paged.core.block_table import BlockCopy, BlockTable, KeyShift, TableState
+from mlx_paged.core.computed_blocks import (
+    NOTHING_COMPUTED,
+    BlockLoad,
+    ComputedBlocks,
+    SequenceTables,
+)
 from mlx_paged.core.errors import BlockTableError, IntegrityError
+from mlx_paged.core.free_queue import KVCacheBlock
 from mlx_paged.core.integrity import check_pool_integrity, check_table_integrity
-from mlx_paged.core.kv_cache_block import KVCacheBlock
+from mlx_paged.core.manager_stats import KVCacheManagerStats, stats_of
+from mlx_paged.core.prefix_lookup import AbsentBlock, PrefixLookup, group_hashes, nowhere
 from mlx_paged.core.retention import KEEP_ALL, Retention
-from mlx_paged.core.sequence_states import Checkpoint, SequenceState, SequenceStates
+from mlx_paged.core.sequence_states import SequenceState, SequenceStates
 
 RequestId = Hashable
-
-
-class SequenceTables(NamedTuple):
-    """What a preempted request held, without its blocks: of each group of layers the table, and
-    the recurrent state, if the model keeps one.
-    """
-
-    tables: Sequence[TableState]
-    state: SequenceState | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        return self.tables[0].num_tokens
-
-    @property
-    def num_blocks(self) -> int:
-        return sum(table.num_blocks + table.num_sinks for table in self.tables)
-
-
-class BlockLoad(NamedTuple):
-    """Blocks of a group of layers that are to be filled with what was kept elsewhere."""
-
-    group: int
-    indices: Sequence[int]  # in what was kept of the group
-    block_ids: Sequence[int]
-
-
-class ComputedBlocks(NamedTuple):
-    """What a request begins with: a prefix hit, the blocks that hold its first ``num_tokens``
-    tokens, or what it held when it was preempted, of which the pool may still have the first
-    blocks. Of each group of layers they are those that it keeps.
-    """
-
-    groups: Sequence[Sequence[KVCacheBlock]] = ((),)
-    num_tokens: int = 0
-    num_queried_tokens: int = 0  # of the request whose prefix was looked up
-    checkpoint: Checkpoint | None = None  # of a model with recurrent layers, behind the last block
-    resumed: SequenceTables | None = None  # the blocks behind those of ``groups`` are loaded
-
-    @property
-    def blocks(self) -> list[KVCacheBlock]:
-        """Those of all groups."""
-        return list(itertools.chain.from_iterable(self.groups))
-
-    @property
-    def num_loaded_blocks(self) -> int:
-        """Blocks that are taken from the pool and filled with what was kept elsewhere."""
-        return self.resumed.num_blocks - len(self.blocks) if self.resumed else 0
-
-
-NOTHING_COMPUTED = ComputedBlocks()
-
-
-class AbsentBlock(NamedTuple):
-    """A block that is not in the pool, by its group of layers and the hash that names it there."""
-
-    group: int
-    block_hash: BlockHash
-
-
-@dataclass(frozen=True)
-class KVCacheManagerStats:
-    """What the manager holds now, and what its prefix cache has done since it was made."""
-
-    num_requests: int
-    num_tokens: int  # of all requests; those in shared blocks count for each
-    num_usable_blocks: int
-    num_used_blocks: int
-    num_cached_blocks: int  # in the prefix index, in use or free
-    num_empty_blocks: int  # free, and not in the prefix index
-    num_unfilled_slots: int  # allocated and not filled: fragmentation
-    num_evictions: int
-    num_queried_tokens: int
-    num_hit_tokens: int
-
-    @property
-    def usage(self) -> float:
-        """Share of the blocks in use, 0..1."""
-        return self.num_used_blocks / max(1, self.num_usable_blocks)
-
-    @property
-    def hit_rate(self) -> float:
-        """Share of the tokens asked for that were found, 0..1."""
-        return self.num_hit_tokens / max(1, self.num_queried_tokens)
 
 
 class _FirstTables(Mapping[RequestId, BlockTable]):
@@ -183,8 +106,8 @@ class KVCacheManager:
         self._loads: dict[RequestId, list[BlockLoad]] = {}
 
     def reset(self) -> None:
-        """Forget all requests and their states, whatever state an interrupt left the tables in.
-        Nothing is given back to the pool, which is to be reset, too (:meth:`BlockPool.reset`).
+        """Forget all requests and their states. Nothing is given back to the pool, which is to be
+        reset, too (:meth:`BlockPool.reset`).
         """
         self._groups.clear()
         self._loads.clear()
@@ -209,7 +132,7 @@ class KVCacheManager:
         Args:
             block_hashes: of the request's full blocks (``hash_token_blocks``).
         """
-        lookups, num_blocks = self._look_up(block_hashes, num_tokens, _nowhere)
+        lookups, num_blocks = self._look_up(block_hashes, num_tokens, nowhere)
         found = [lookup.blocks(num_blocks) for lookup in lookups]
         checkpoint = None
         if self.states is not None and num_blocks:
@@ -281,11 +204,11 @@ class KVCacheManager:
         block_hashes: Sequence[BlockHash],
         num_tokens: int,
         is_elsewhere: Callable[[BlockHash], bool],
-    ) -> tuple[list[_PrefixLookup], int]:
+    ) -> tuple[list[PrefixLookup], int]:
         """What is known of each group of layers, and the blocks of the longest prefix."""
         num_blocks = min(len(block_hashes), max(0, num_tokens - 1) // self.pool.block_size)
         lookups = [
-            _PrefixLookup(self, retention, block_hashes, group, is_elsewhere)
+            PrefixLookup(self.pool, retention, block_hashes, group, is_elsewhere)
             for group, retention in enumerate(self.retentions)
         ]
         limits = [lookup.longest for lookup in lookups]
@@ -332,6 +255,22 @@ class KVCacheManager:
         """
         num_free_hits = sum(block.ref_cnt == 0 for block in computed.blocks)
         return num_free_hits + max(0, self.max_num_held_blocks(num_tokens) - len(computed.blocks))
+
+    def num_freed_blocks(
+        self, request_ids: Iterable[RequestId], computed: ComputedBlocks = NOTHING_COMPUTED
+    ) -> int:
+        """Blocks that become free when all these requests are freed, without those of ``computed``.
+
+        Raises:
+            KeyError: no such request.
+        """
+        held: Counter[KVCacheBlock] = Counter()
+        for request_id in request_ids:
+            self._table(request_id)
+            held.update(itertools.chain.from_iterable(self._groups[request_id]))
+        for block in computed.blocks:
+            del held[block]
+        return sum(block.ref_cnt == count for block, count in held.items())
 
     def max_num_held_blocks(self, num_tokens: int) -> int:
         """The most blocks that a request holds at a time until it has ``num_tokens`` tokens, if its
@@ -629,27 +568,7 @@ class KVCacheManager:
     def stats(self) -> KVCacheManagerStats:
         """Figures of this moment. Another thread may call it, and may then see a step half done."""
         of_requests = list(self._groups.values())
-        tables = list(itertools.chain.from_iterable(of_requests))
-        # Forks may share a partly filled block: what its fullest holder leaves is unfilled.
-        unfilled: dict[int, int] = {}
-        for table in tables:
-            num_unfilled_slots = table.num_unfilled_slots
-            for last in table.blocks[-1:] if num_unfilled_slots else ():
-                unfilled[last.block_id] = min(
-                    unfilled.get(last.block_id, self.pool.block_size), num_unfilled_slots
-                )
-        return KVCacheManagerStats(
-            num_requests=len(of_requests),
-            num_tokens=sum(tables[0].num_tokens for tables in of_requests),
-            num_usable_blocks=self.pool.num_usable_blocks,
-            num_used_blocks=self.pool.num_used_blocks,
-            num_cached_blocks=self.pool.num_cached_blocks,
-            num_empty_blocks=self.pool.num_empty_blocks,
-            num_unfilled_slots=sum(unfilled.values()),
-            num_evictions=self.pool.num_evictions,
-            num_queried_tokens=self._num_queried_tokens,
-            num_hit_tokens=self._num_hit_tokens,
-        )
+        return stats_of(self.pool, of_requests, self._num_queried_tokens, self._num_hit_tokens)
 
     def check_integrity(self) -> None:
         """Verify every invariant of pool and tables. O(blocks), for tests and for debugging.
@@ -674,89 +593,3 @@ class KVCacheManager:
                 f"KVCacheManager: no request {request_id!r}; there are {list(self._groups)}"
             )
         return self._groups[request_id][0]
-
-
-def group_hashes(block_hashes: Sequence[BlockHash], group: int) -> Sequence[BlockHash]:
-    """The hashes under which the blocks of a group of layers are found: blocks of different groups
-    hold the same tokens, and the rows of different layers.
-    """
-    if group == 0:
-        return block_hashes
-    return [BlockHash(block_hash + group.to_bytes(2, "little")) for block_hash in block_hashes]
-
-
-def _nowhere(block_hash: BlockHash) -> bool:
-    return False
-
-
-class _PrefixLookup:
-    """What is cached of a prefix for one group of layers, or may be brought from elsewhere."""
-
-    def __init__(
-        self,
-        manager: KVCacheManager,
-        retention: Retention,
-        block_hashes: Sequence[BlockHash],
-        group: int,
-        is_elsewhere: Callable[[BlockHash], bool],
-    ) -> None:
-        self._manager = manager
-        self._is_elsewhere = is_elsewhere
-        self._retention = retention
-        self._block_hashes = block_hashes
-        self._group = group
-        self._found: dict[int, KVCacheBlock | AbsentBlock | None] = {}
-
-    def longest(self, num_blocks: int) -> int:
-        """The longest prefix of at most ``num_blocks`` blocks of which all is cached that the token
-        behind it sees.
-        """
-        block_size = self._manager.pool.block_size
-        num_sinks = self._retention.num_sink_tokens // block_size
-        for index in range(min(num_blocks, num_sinks)):
-            if self._get(index) is None:
-                return index
-        if self._retention.num_recent_tokens is None:
-            index = num_sinks
-            while index < num_blocks and self._get(index) is not None:
-                index += 1
-            return index
-        # From the end: a block that is missing ends every prefix that needs it.
-        index = num_blocks = self._findable(num_blocks)
-        while index > self._retention.first_recent_block(num_blocks, block_size):
-            index -= 1
-            if self._get(index) is None:
-                num_blocks = self._findable(index)
-                index = min(index, num_blocks)
-        return num_blocks
-
-    def _findable(self, num_blocks: int) -> int:
-        """The most blocks up to ``num_blocks`` of which all that is kept may be found."""
-        block_size = self._manager.pool.block_size
-        while not self._retention.is_findable(num_blocks * block_size):
-            num_blocks -= 1
-        return num_blocks
-
-    def blocks(self, num_blocks: int) -> list[KVCacheBlock]:
-        """The blocks that a table of the first ``num_blocks`` blocks holds, as far as they are
-        cached.
-        """
-        found = map(self._get, self._wanted(num_blocks))
-        return [block for block in found if isinstance(block, KVCacheBlock)]
-
-    def absent(self, num_blocks: int) -> list[AbsentBlock]:
-        """Of these blocks, those that are elsewhere."""
-        found = map(self._get, self._wanted(num_blocks))
-        return [block for block in found if isinstance(block, AbsentBlock)]
-
-    def _wanted(self, num_blocks: int) -> Iterable[int]:
-        return self._retention.kept_blocks(num_blocks, self._manager.pool.block_size)
-
-    def _get(self, index: int) -> KVCacheBlock | AbsentBlock | None:
-        if index not in self._found:
-            (block_hash,) = group_hashes(self._block_hashes[index : index + 1], self._group)
-            block = self._manager.pool.get_cached_block(block_hash)
-            self._found[index] = block
-            if block is None and self._is_elsewhere(block_hash):
-                self._found[index] = AbsentBlock(self._group, block_hash)
-        return self._found[index]

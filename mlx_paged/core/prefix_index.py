@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mlx_paged.core.block_hash import BlockHash
-from mlx_paged.core.kv_cache_block import KVCacheBlock
+from mlx_paged.core.free_queue import KVCacheBlock
 
 
 class PrefixIndex:

@@ -23,11 +23,11 @@ from mlx_paged.engine.following import FollowingLoop, share
 from mlx_paged.engine.held_prompts import HeldPrompt, check_begins_with_held
 from mlx_paged.engine.input_processor import InputProcessor
 from mlx_paged.engine.options import checked_options, passed_on_names
+from mlx_paged.engine.prefix_cache import extra_hash_keys
 from mlx_paged.engine.prefix_history import PrefixHistory
 from mlx_paged.engine.prompts import Prompt
 from mlx_paged.engine.replicas import Call
 from mlx_paged.engine.request_state import RequestState
-from mlx_paged.engine.scheduler import extra_hash_keys
 from mlx_paged.engine.snapshots import Prefix
 from mlx_paged.engine.steps import RowReader
 from mlx_paged.engine.thread import (
@@ -127,8 +127,8 @@ class Engine(EngineParts):
             prompt: text, token ids, or vLLM's dicts ``{"prompt": text}`` and ``{"prompt_token_ids":
                 ids}``.
             params: how to sample; greedy by default.
-            priority: orders the queue, lower first, as in vLLM; see :class:`Scheduler` for how
-                much. It interrupts no running request.
+            priority: lower runs first, as in vLLM, and preempts what runs; see :class:`Scheduler`
+                for the order.
             cache_salt: only requests with the same salt share K/V.
             no_store: write none of its K/V to ``cache_dir``; what lies there is still used.
             token_rules: what :meth:`prepare` returned for these parameters. By default they are

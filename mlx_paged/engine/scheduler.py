@@ -10,35 +10,25 @@ Agrawal et al. 2024).
 from __future__ import annotations
 
 import itertools
-import math
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Protocol
 
 from mlx_paged.config import SchedulerConfig
 from mlx_paged.core import (
-    AbsentBlock,
     BlockCopy,
-    BlockHash,
-    BlockTable,
     ComputedBlocks,
     KVCacheManager,
-    extend_block_hashes,
 )
-from mlx_paged.core.kv_cache_manager import NOTHING_COMPUTED
+from mlx_paged.core.computed_blocks import NOTHING_COMPUTED
+from mlx_paged.engine.admission import Admission, BlockSupply, Found, num_seqs
 from mlx_paged.engine.batch import Batch, CopyBlocks, Scheduled, ShiftKeys, SwapIn, SwapOut
+from mlx_paged.engine.prefix_cache import PrefixCache, UnsharedRows
 from mlx_paged.engine.prefix_history import PrefixHistory
 from mlx_paged.engine.read_ahead import BlockTier, Needs, ReadAhead
-from mlx_paged.engine.speculation import NO_SPECULATION, Speculation
+from mlx_paged.engine.speculation import NO_SPECULATION, Speculation, add_drafts
 from mlx_paged.engine.swap_space import SwapSpace
-from mlx_paged.errors import (
-    ArgumentError,
-    PromptTooLongError,
-    prompt_beyond_context,
-    prompt_too_long,
-)
 from mlx_paged.request import PENDING_TOKEN, Request, RequestStatus, SeqId, StopReason
 
 by_order = attrgetter("order")
@@ -48,60 +38,32 @@ by_order = attrgetter("order")
 MAX_SCORED_ROWS = 256
 
 
-def extra_hash_keys(cache_salt: str | None) -> tuple[str, ...]:
-    """What is hashed with each block besides its tokens."""
-    return () if cache_salt is None else (cache_salt,)
-
-
-class BlockSupply(Protocol):
-    """What the scheduler needs of a cache."""
-
-    @property
-    def num_growable_blocks(self) -> int:
-        """Blocks that the budget allows beyond those of the pool."""
-        ...
-
-    def make_room(self, num_blocks: int) -> None:
-        """Grow until ``num_blocks`` can be taken without evicting any, if the budget allows it."""
-
-
-class UnsharedRows(Protocol):
-    """What a cache does whose sequences share no blocks: it copies forks and, in the place of a
-    prefix cache, keeps the last sequence that ended.
-    """
-
-    def fork(self, manager: KVCacheManager, seq: SeqId, new_seq: SeqId) -> bool:
-        """Add a second sequence with the same tokens, in blocks of its own; False, and nothing has
-        changed, where there are too few.
-        """
-        ...
-
-    def keep_last(self, table: BlockTable, block_hashes: Sequence[BlockHash]) -> None:
-        """Keep a sequence that ends, whose first blocks have these hashes."""
-
-    def num_kept_blocks(self, block_hashes: Sequence[BlockHash]) -> int:
-        """How many of these blocks, from the first one on, the kept sequence begins with."""
-        ...
-
-    def take_last(self, table: BlockTable) -> None:
-        """Let a new sequence, which has its slots, go on with what is kept."""
-
-    def forget_last(self) -> None:
-        """Keep nothing."""
-
-
 class Scheduler:
     """Continuous batching: first come, first served, with priorities.
 
     Each request has an ``order``, fixed when it comes: the step of its arrival, plus
     ``priority_steps`` for each level of priority that it stands behind. The lowest order is
-    admitted first and preempted last, so an urgent request overtakes others in the queue, and since
-    the order of those that come later grows for ever, none is overtaken for ever. A priority
-    interrupts nothing: where ``max_num_seqs`` run, the most urgent request waits for one to end.
+    admitted first and preempted last.
 
-    A request is admitted when all its tokens fit now (and leave the watermark, beside others). When
-    a running one finds no block, the last in order is preempted: its blocks are given back and it
-    waits in its old place, to be computed again or, if :class:`SwapSpace` has room, swapped in.
+    A request is admitted when all its tokens fit now (and leave the watermark, beside others). One
+    is preempted, the last in order of those that may be, when
+
+    - a running one finds no block, or
+    - the first that waits has no place to run or too few blocks, and comes with what the preempted
+      ones give back. These stand behind it in order, were added with a higher number as priority,
+      and have been preempted fewer than ``MAX_PREEMPTIONS`` times; equal levels never take each
+      other's place. Nobody is preempted for one that has no room all the same.
+
+    A preempted request gives back its blocks and waits in its old place, to be computed again or,
+    if :class:`SwapSpace` has room, swapped in.
+
+    No request starves. With d levels between the most urgent request and one of interest, none
+    that comes more than ``d * priority_steps`` steps after that one stands before it. If n others
+    ever stand before it, and none has more than m tokens, prompt and answer, it is finished at most
+    ``d * priority_steps + (n + 1) * (max_num_seqs + 1) * m`` steps after it came: the first in
+    order of those that run goes on by a token in each step, so those that run are finished before
+    they have had ``max_num_seqs * m`` steps, if nobody is admitted meanwhile; then the first in
+    order of all is, and needs ``m`` steps itself. (Reading from a tier comes on top.)
 
     Not thread-safe: one thread at a time.
 
@@ -138,8 +100,7 @@ class Scheduler:
         self.speculation = speculation
         self.context_length = context_length
         self._unshared = unshared
-        self._last_sequence = unshared if config.enable_prefix_caching else None
-        self._finds_blocks = config.enable_prefix_caching and unshared is None
+        self._prefix_cache = PrefixCache(manager, unshared, config.enable_prefix_caching)
         self.running: list[Request] = []  # by order
         self.waiting: list[Request] = []  # by order
         self.num_steps = 0
@@ -150,7 +111,11 @@ class Scheduler:
             config.num_history_tokens if config.enable_prefix_caching else 0,
             self.manager.pool.block_size,
         )
+        self._admission = Admission(
+            manager, supply, config, self.swap_space, self._prefix_cache, context_length
+        )
         self._read_ahead = ReadAhead(tier)
+        self._needs = Needs(self._admission.has_room_for, self._admission.absent_blocks)
         self._requests: dict[SeqId, Request] = {}
         self._arrivals = itertools.count()
         self._block_size = self.manager.pool.block_size
@@ -165,35 +130,13 @@ class Scheduler:
     @property
     def max_num_blocks(self) -> int:
         """Blocks that the budget holds."""
-        # In this order: a pool that grows meanwhile, in another thread, must not make it less.
-        return self.supply.num_growable_blocks + self.manager.pool.num_usable_blocks
+        return self._admission.max_num_blocks
 
     # A request comes and goes
 
     def check(self, request: Request) -> None:
-        """Refuse at once what can never run; from any thread.
-
-        Raises:
-            PromptTooLongError: its prompt leaves no room for an answer within ``max_model_len``, or
-                the budget can never hold it; the message has the numbers.
-            ValueError: it has more completions than may run at once.
-        """
-        limit = self.config.max_model_len
-        if limit is not None and request.num_tokens >= limit:
-            raise prompt_beyond_context(request.num_tokens, limit, self.context_length)
-        if request.num_seqs > self.config.max_num_seqs:
-            raise ArgumentError(
-                f"[scheduler] {request.num_seqs} completions of one request are more than may run "
-                f"at once, {self.config.max_num_seqs}; raise max_num_seqs"
-            )
-        if self.manager.max_num_held_blocks(request.num_tokens) > self.max_num_blocks:
-            raise self._prompt_too_long(request)
-
-    def _prompt_too_long(self, request: Request) -> PromptTooLongError:
-        num_needed = self.manager.max_num_held_blocks(request.num_tokens)
-        return prompt_too_long(
-            request.num_tokens, num_needed, self._block_size, self.max_num_blocks
-        )
+        """Refuse at once what can never run; from any thread. As :meth:`Admission.check`."""
+        self._admission.check(request)
 
     def add(self, request: Request) -> None:
         """Let a request wait for its turn; one that is there already, or finished meanwhile, is
@@ -244,11 +187,7 @@ class Scheduler:
                 self.running if request.status is RequestStatus.RUNNING else self.waiting, request
             )
             if request.seq_id in self.manager.tables:
-                if self._last_sequence is not None:
-                    self._hash_blocks(request)
-                    num_full_blocks = request.num_computed_tokens // self._block_size
-                    hashes = request.block_hashes[:num_full_blocks]
-                    self._last_sequence.keep_last(self.manager.tables[request.seq_id], hashes)
+                self._prefix_cache.end(request)
                 self.manager.free(request.seq_id)
             self.swap_space.release(request.seq_id)
             self._read_ahead.end(request)
@@ -256,6 +195,12 @@ class Scheduler:
             self.prefix_history.finish(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason, request.stop_reason, request.error = reason, stop_reason, error
+
+    def expects_drafts(self) -> bool:
+        """Whether requests that run are likely to have drafts that pay when the tokens of the step
+        in flight are known. Then these are read before the next step is planned.
+        """
+        return self.speculation.is_likely(self.running)
 
     # A step
 
@@ -278,7 +223,12 @@ class Scheduler:
         Returns:
             ``None``, and nothing has changed, where blocks may be short: read the tokens first.
         """
-        if not self._has_room_ahead():
+        if not self._admission.has_room_ahead(self.running):
+            return None
+        urgent = self._first_urgent()
+        if urgent is not None and self._admission.requests_in_the_way(
+            urgent, self._admission.find(urgent), self.running
+        ):
             return None
         for request in awaited:
             if not request.is_finished:
@@ -297,19 +247,6 @@ class Scheduler:
                 return min(budget, config.max_num_mixed_tokens)
         return budget
 
-    def _has_room_ahead(self) -> bool:
-        manager = self.manager
-        num_free = manager.num_free_blocks + self.supply.num_growable_blocks
-        budget = self.config.max_num_batched_tokens
-        num_most = len(self.running) + -(-budget // self._block_size)
-        if manager.keeps_all and num_most <= num_free:
-            return True
-        num_needed = 0
-        for request in self.running:
-            num_new_tokens = min(request.num_tokens - request.num_computed_tokens + 1, budget)
-            num_needed += manager.num_needed_blocks(request.seq_id, num_new_tokens)
-        return num_needed <= num_free
-
     def _plan(self, plan: Batch) -> Batch:
         self.num_steps += 1
         num_blocks = self.max_num_blocks
@@ -321,36 +258,34 @@ class Scheduler:
         if not plan.preempted:
             self._admit_waiting(plan)
             if self.speculation.is_on and not plan.is_ahead and plan.only is None:
-                self._add_drafts(plan)
+                add_drafts(plan, self.speculation, self.manager, self.config.max_model_len)
         return plan
 
     def _schedule_running(self, plan: Batch) -> None:
         running, only, manager = self.running, plan.only, self.manager
+        urgent = self._first_urgent() if only is None else None
         # A decode takes one block at most. Asked for once, before any of them evicts what is
         # cached.
         self.supply.make_room(len(running) * len(manager.retentions))
         index = 0
         while index < len(running):
             request = running[index]
-            if only is not None and request is not only:
-                index += 1
+            if urgent is not None and urgent.order < request.order:
+                # In its place in the order: those before it have got theirs.
+                if self._admit_urgent(plan, urgent, index):
+                    index += 1
+                    urgent = self._first_urgent()
+                else:
+                    urgent = None
                 continue
             num_new_tokens = len(request.token_ids) - request.num_computed_tokens
-            if num_new_tokens == 0:  # The token that it awaits is its last one.
+            # None is left where the token that it awaits is its last one.
+            if num_new_tokens == 0 or (only is not None and request is not only):
                 index += 1
                 continue
             if num_new_tokens > 1:
-                # A prompt leaves a token of the budget to each request after it, so that no decode
-                # waits for it.
-                num_left = 0 if only is not None else len(running) - index - 1
-                num_new_tokens = min(num_new_tokens, plan.token_budget - num_left)
-                num_new_tokens = min(num_new_tokens, self._max_chunk(plan, request))
-                num_needed = manager.num_needed_blocks(request.seq_id, num_new_tokens)
-                self.supply.make_room(num_needed + num_left)
-                num_left_blocks = num_left * len(manager.retentions)
-                num_new_tokens = manager.max_fitting(
-                    request.seq_id, num_new_tokens, num_left_blocks
-                )
+                num_after = 0 if only is not None else len(running) - index - 1
+                num_new_tokens = self._next_chunk(plan, request, num_after)
             copies = manager.allocate_slots(request.seq_id, num_new_tokens)
             if copies is not None:
                 self._schedule(plan, request, num_new_tokens, copies)
@@ -367,43 +302,83 @@ class Scheduler:
             else:
                 self._fail(plan, request)
 
+    def _next_chunk(self, plan: Batch, request: Request, num_after: int) -> int:
+        """How many tokens of its prompt a running request has in this step. It leaves a token of
+        the budget to each of the requests after it, so that no decode waits for it.
+        """
+        num_new_tokens = request.num_tokens - request.num_computed_tokens
+        num_new_tokens = min(num_new_tokens, plan.token_budget - num_after)
+        num_new_tokens = min(num_new_tokens, self._max_chunk(plan, request))
+        num_needed = self.manager.num_needed_blocks(request.seq_id, num_new_tokens)
+        self.supply.make_room(num_needed + num_after)
+        num_left_blocks = num_after * len(self.manager.retentions)
+        return self.manager.max_fitting(request.seq_id, num_new_tokens, num_left_blocks)
+
     def _admit_waiting(self, plan: Batch) -> None:
         if not self.waiting:
             return
-        num_seqs = sum(request.num_seqs for request in self.running)
-        needs = Needs(self._has_room_for, self._absent_blocks)
+        num_running = num_seqs(self.running)
+        needs = self._needs
         self._read_ahead.look(self.waiting, needs)
-        while self.waiting and plan.token_budget > 0 and num_seqs < self.config.max_num_seqs:
+        while self.waiting and plan.token_budget > 0 and num_running < self.config.max_num_seqs:
             request = plan.only or self._read_ahead.first_ready(self.waiting, needs)
             if request is None:
                 return
             # The only one wanted may run already, or have ended just now.
             is_waiting = request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
-            if not is_waiting or num_seqs + request.num_seqs > self.config.max_num_seqs:
+            if not is_waiting or num_running + request.num_seqs > self.config.max_num_seqs:
                 return
-            if self._admit(plan, request):
-                num_seqs += request.num_seqs
+            if self._admit(plan, request, self._admission.find(request)):
+                num_running += request.num_seqs
             elif self.running:
                 return
             else:
                 # Nobody runs who could give back blocks: it would wait for ever.
                 self._fail(plan, request)
 
-    def _admit(self, plan: Batch, request: Request) -> bool:
+    def _first_urgent(self) -> Request | None:
+        """The first that waits, if it may take the place of one that runs."""
+        waiting, running = self.waiting, self.running
+        if not waiting or not running or waiting[0].order > running[-1].order:
+            return None
+        request = self._read_ahead.first_ready(waiting, self._needs)
+        makes_way = self._admission.makes_way
+        if request is None or not any(makes_way(each, request) for each in running):
+            return None
+        return request
+
+    def _admit_urgent(self, plan: Batch, urgent: Request, index: int) -> bool:
+        """Let a waiting request run before those from ``index`` on; what it lacks is taken from
+        the last of them. If that is not enough, nothing changes.
+        """
+        found = self._admission.find(urgent)
+        preempted = self._admission.requests_in_the_way(urgent, found, self.running)
+        if (
+            preempted is None
+            or (preempted and plan.is_ahead)
+            or self._admission.is_early(plan, found)
+        ):
+            return False
+        # A token of the budget is left to each request after it.
+        num_left = len(self.running) - index - len(preempted)
+        if plan.token_budget <= num_left:
+            return False
+        for request in preempted:
+            self._preempt(plan, request)
+        plan.token_budget -= num_left
+        is_admitted = self._admit(plan, urgent, found)
+        plan.token_budget += num_left
+        return is_admitted
+
+    def _admit(self, plan: Batch, request: Request, found: Found) -> bool:
         """Let a waiting request run, if all its tokens fit now; else nothing changes."""
-        hit = computed = self._computed_blocks(request)
-        copied = self.manager.copied_blocks(computed) if plan.new_block_ids else ()
-        if any(block.block_id in plan.new_block_ids for block in copied):
-            return False  # They are copied before the step, which is yet to write them.
-        swapped = self.swap_space.find(request.seq_id, request.cache_salt)
-        if swapped is not None and swapped.held.num_tokens > hit.num_tokens:
-            computed = self.manager.resumed(swapped.held, hit)
-        num_cached = hit.num_tokens + self._num_kept_tokens(request)
+        if self._admission.is_early(plan, found):
+            return False
+        hit, computed, swapped = found
+        num_cached = hit.num_tokens + self._prefix_cache.num_kept_tokens(request)
         num_held = max(computed.num_tokens, num_cached)
-        num_needed = self.manager.num_blocks_to_admit(request.num_tokens, computed)
-        num_spare = self.manager.num_free_blocks + self.supply.num_growable_blocks - num_needed
-        num_left = math.ceil(self.config.watermark * self.max_num_blocks) if self.running else 0
-        if num_spare < num_left:
+        num_left = self._admission.num_watermark_blocks if self.running else 0
+        if self._admission.num_spare_blocks(request, computed) < num_left:
             return False
         num_new_tokens = min(request.num_tokens - num_held, plan.token_budget)
         num_new_tokens = min(num_new_tokens, self._max_chunk(plan, request, computed))
@@ -427,11 +402,8 @@ class Scheduler:
             if request.prefix_report is None:
                 request.prefix_report = self.prefix_history.admit(request, num_cached)
         request.status = RequestStatus.RUNNING
-        if self._last_sequence is not None:
-            self.manager.count_lookup(_num_findable_tokens(request), num_held)
-            if num_held:
-                self._last_sequence.take_last(self.manager.tables[request.seq_id])
-        elif swapped is not None and (loads := self.manager.take_loads(request.seq_id)):
+        self._prefix_cache.begin(request, num_held)
+        if swapped is not None and (loads := self.manager.take_loads(request.seq_id)):
             plan.copies.append(SwapIn(swapped.name, loads))
         else:
             self.swap_space.release(request.seq_id)
@@ -473,116 +445,11 @@ class Scheduler:
             shifts = self.manager.take_key_shifts(request.seq_id)
             plan.copies += [ShiftKeys(group, shift) for group, shift in shifts]
         if end % self._block_size < num_new_tokens:  # The end of a block was passed.
-            plan.new_block_ids.update(self._cache_blocks(request))
-
-    def expects_drafts(self) -> bool:
-        """Whether requests that run are likely to have drafts that pay when the tokens of the step
-        in flight are known. Then these are read before the next step is planned.
-        """
-        if not self.speculation.is_on:
-            return False
-        decoding = [request for request in self.running if request.num_output_tokens]
-        return any(self.speculation.num_drafts(decoding, len(self.running), len(self.running)))
-
-    def _add_drafts(self, plan: Batch) -> None:
-        """Let requests try drafts, with what the step leaves when everybody else has got theirs."""
-        decodes = [
-            (index, part.request)
-            for index, part in enumerate(plan.scheduled)
-            if part.num_new_tokens == 1 and part.num_logit_rows and part.request.num_output_tokens
-        ]
-        if not decodes:
-            return
-        num_rows = sum(part.num_new_tokens for part in plan.scheduled)
-        num_tokens = sum(part.num_logit_rows - part.num_scored_rows for part in plan.scheduled)
-        requests = [request for _, request in decodes]
-        counts = self.speculation.num_drafts(requests, num_rows, num_tokens)
-        for (index, request), wanted in zip(decodes, counts, strict=True):
-            num_drafts = min(wanted, self._max_num_drafts(plan, request)) if wanted else 0
-            if num_drafts > 0:
-                drafts = self.speculation.propose(request, num_drafts)
-                copies = self.manager.allocate_slots(request.seq_id, num_drafts)
-                assert copies == [], "the slots are those of its own or of empty blocks"
-                request.num_computed_tokens += num_drafts
-                plan.token_budget -= num_drafts
-                num_run = 1 + num_drafts
-                start = request.num_computed_tokens - num_run
-                plan.scheduled[index] = Scheduled(request, start, num_run, num_run, 0, drafts)
-
-    def _max_num_drafts(self, plan: Batch, request: Request) -> int:
-        """How many drafts a request may have in this step: within the step's budget and the end of
-        the answer, in slots for which nothing is evicted and nobody has to make room.
-        """
-        tables = self.manager.groups[request.seq_id]
-        num_new_blocks = self.manager.pool.num_empty_blocks // len(tables)
-        num_slots = min(table.num_unfilled_slots for table in tables)
-        num_slots += num_new_blocks * self._block_size
-        most = min(plan.token_budget, num_slots, self.manager.max_more(request.seq_id))
-        limit = request.params.max_tokens
-        if limit is not None and limit >= 0:
-            most = min(most, limit - request.num_output_tokens - 1)
-        if self.config.max_model_len is not None:
-            most = min(most, self.config.max_model_len - request.num_tokens - 1)
-        return most
-
-    def _computed_blocks(self, request: Request) -> ComputedBlocks:
-        if not self._finds_blocks:
-            return NOTHING_COMPUTED
-        self._hash_blocks(request)
-        num_tokens = _num_findable_tokens(request)
-        return self.manager.get_computed_blocks(request.block_hashes, num_tokens)
-
-    def _num_kept_tokens(self, request: Request) -> int:
-        """Of a new request, the tokens with which the last sequence began; whole blocks."""
-        if self._last_sequence is None:
-            return 0
-        self._hash_blocks(request)
-        num_usable_blocks = max(0, _num_findable_tokens(request) - 1) // self._block_size
-        hashes = request.block_hashes[:num_usable_blocks]
-        return self._last_sequence.num_kept_blocks(hashes) * self._block_size
-
-    def _absent_blocks(self, request: Request, tier: BlockTier) -> Sequence[AbsentBlock]:
-        if self.swap_space.num_tokens_of(request.seq_id):
-            return ()
-        self._hash_blocks(request)
-        num_tokens = _num_findable_tokens(request)
-        return self.manager.absent_blocks(request.block_hashes, num_tokens, tier.has)
-
-    def _has_room_for(self, requests: Sequence[Request]) -> bool:
-        manager = self.manager
-        num_needed = sum(manager.max_num_held_blocks(each.num_tokens) for each in requests)
-        num_free = manager.num_free_blocks + self.supply.num_growable_blocks
-        return num_needed <= num_free
-
-    def _cache_blocks(self, request: Request) -> list[int]:
-        """Let others hit the blocks that are full after the newest step, as far as their tokens are
-        known; returns the ids of those that are new.
-        """
-        if not self._finds_blocks:
-            return []
-        self._hash_blocks(request)
-        num_new_blocks = self.manager.cache_blocks(request.seq_id, request.block_hashes)
-        num_full_blocks = request.num_computed_tokens // self._block_size
-        end = min(num_full_blocks, len(request.block_hashes))
-        block_ids: list[int] = []
-        for table in self.manager.groups[request.seq_id]:
-            num_evicted = table.num_evicted_tokens // self._block_size
-            begin = max(0, end - num_new_blocks - num_evicted)
-            block_ids += table.packed_block_ids[begin : end - num_evicted]
-        return block_ids
-
-    def _hash_blocks(self, request: Request) -> None:
-        token_ids = request.token_ids
-        if request.awaits_token:
-            if len(request.block_hashes) == (len(token_ids) - 1) // self._block_size:
-                return
-            token_ids = token_ids[:-1]
-        extra_keys = extra_hash_keys(request.cache_salt)
-        extend_block_hashes(request.block_hashes, token_ids, self._block_size, extra_keys)
+            plan.new_block_ids.update(self._prefix_cache.cache_blocks(request))
 
     def _fail(self, plan: Batch, request: Request) -> None:
         """End a request whose tokens have no room, and no other request could make some."""
-        self.finish(request, "error", error=self._prompt_too_long(request))
+        self.finish(request, "error", error=self._admission.prompt_too_long_error(request))
         plan.finished.append(request)
 
     def _preempt(self, plan: Batch, request: Request) -> None:
@@ -620,7 +487,7 @@ class Scheduler:
         num_tokens = len(token_ids)
         # In the last slot of a block, and with K/V: a step ahead computes it, or it was a draft.
         if not num_tokens % self._block_size and num_tokens <= request.num_computed_tokens:
-            new_block_ids = self._cache_blocks(request)
+            new_block_ids = self._prefix_cache.cache_blocks(request)
             if ahead is not None:
                 ahead.new_block_ids.update(new_block_ids)
         num_output_tokens = num_tokens - request.num_prompt_tokens
@@ -663,8 +530,8 @@ class Scheduler:
         """Take a step back that failed: its rows may not be written, its requests wait again."""
         # Also the blocks of requests that have ended since.
         self.manager.evict_blocks(batch.new_block_ids)
-        if self._last_sequence is not None and batch.scheduled:
-            self._last_sequence.forget_last()
+        if batch.scheduled:
+            self._prefix_cache.forget_last()
         for request in batch.requests:
             # It may wait already, if it was in the step after this one, too.
             if request.status is RequestStatus.RUNNING:
@@ -681,18 +548,13 @@ class Scheduler:
         self.manager.reset()
         self._read_ahead.clear()
         self.prefix_history.clear()
-        if self._last_sequence is not None:
-            self._last_sequence.forget_last()
+        self._prefix_cache.forget_last()
         for request in list(self.running):
             self._wait_again(request)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all that requests left, or return False and change nothing while some run."""
-        if not self.manager.reset_prefix_cache():
-            return False
-        if self._last_sequence is not None:
-            self._last_sequence.forget_last()
-        return True
+        return self._prefix_cache.reset()
 
     def check_integrity(self) -> None:
         """Verify queues against tables and blocks; for tests and debugging. Raises IntegrityError,
@@ -714,13 +576,6 @@ class Scheduler:
         for request in self.running:
             assert self.manager.num_tokens(request.seq_id) == request.num_computed_tokens
             assert request.num_computed_tokens <= request.num_tokens
-
-
-def _num_findable_tokens(request: Request) -> int:
-    """Tokens of which all but the last may be found: a row whose logits are wanted is computed."""
-    if request.num_unscored_tokens:
-        return request.num_prompt_tokens - request.num_unscored_tokens
-    return request.num_tokens
 
 
 def _num_scored_rows(request: Request, start: int, end: int) -> int:

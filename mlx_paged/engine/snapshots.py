@@ -15,7 +15,7 @@ from mlx_paged.core import KVCacheManager, hash_token_blocks
 from mlx_paged.core.tier import BlockHeader, Tier
 from mlx_paged.distributed import Ranks
 from mlx_paged.engine.held_prompts import HeldPrompt, check_can_hold, hold
-from mlx_paged.engine.scheduler import extra_hash_keys
+from mlx_paged.engine.prefix_cache import extra_hash_keys
 from mlx_paged.engine.swap_space import SwapSpace
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models.identity import ModelIdentity

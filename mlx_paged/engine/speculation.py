@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mlx_paged.engine.batch import Scheduled
+from mlx_paged.core import KVCacheManager
+from mlx_paged.engine.batch import Batch, Scheduled
 from mlx_paged.engine.draft_gate import ALWAYS, DraftGate
 from mlx_paged.engine.drafts import Drafter
 from mlx_paged.request import Request
@@ -27,6 +28,13 @@ class Speculation:
     @property
     def is_on(self) -> bool:
         return self.drafter is not None and self.num_draft_tokens > 0
+
+    def is_likely(self, running: Sequence[Request]) -> bool:
+        """Whether requests that run are likely to have drafts that pay."""
+        if not self.is_on:
+            return False
+        decoding = [request for request in running if request.num_output_tokens]
+        return any(self.num_drafts(decoding, len(running), len(running)))
 
     def num_drafts(
         self, requests: Sequence[Request], num_rows: int, num_tokens: int
@@ -60,3 +68,52 @@ class Speculation:
 
 
 NO_SPECULATION = Speculation()
+
+
+def add_drafts(
+    plan: Batch, speculation: Speculation, manager: KVCacheManager, max_model_len: int | None
+) -> None:
+    """Let requests try drafts, with what the step leaves when everybody else has got theirs."""
+    decodes = [
+        (index, part.request)
+        for index, part in enumerate(plan.scheduled)
+        if part.num_new_tokens == 1 and part.num_logit_rows and part.request.num_output_tokens
+    ]
+    if not decodes:
+        return
+    num_rows = sum(part.num_new_tokens for part in plan.scheduled)
+    num_tokens = sum(part.num_logit_rows - part.num_scored_rows for part in plan.scheduled)
+    requests = [request for _, request in decodes]
+    counts = speculation.num_drafts(requests, num_rows, num_tokens)
+    for (index, request), wanted in zip(decodes, counts, strict=True):
+        num_drafts = (
+            min(wanted, _max_num_drafts(plan, request, manager, max_model_len)) if wanted else 0
+        )
+        if num_drafts > 0:
+            drafts = speculation.propose(request, num_drafts)
+            copies = manager.allocate_slots(request.seq_id, num_drafts)
+            assert copies == [], "the slots are those of its own or of empty blocks"
+            request.num_computed_tokens += num_drafts
+            plan.token_budget -= num_drafts
+            num_run = 1 + num_drafts
+            start = request.num_computed_tokens - num_run
+            plan.scheduled[index] = Scheduled(request, start, num_run, num_run, 0, drafts)
+
+
+def _max_num_drafts(
+    plan: Batch, request: Request, manager: KVCacheManager, max_model_len: int | None
+) -> int:
+    """How many drafts a request may have in this step: within the step's budget and the end of
+    the answer, in slots for which nothing is evicted and nobody has to make room.
+    """
+    tables = manager.groups[request.seq_id]
+    num_new_blocks = manager.pool.num_empty_blocks // len(tables)
+    num_slots = min(table.num_unfilled_slots for table in tables)
+    num_slots += num_new_blocks * manager.pool.block_size
+    most = min(plan.token_budget, num_slots, manager.max_more(request.seq_id))
+    limit = request.params.max_tokens
+    if limit is not None and limit >= 0:
+        most = min(most, limit - request.num_output_tokens - 1)
+    if max_model_len is not None:
+        most = min(most, max_model_len - request.num_tokens - 1)
+    return most

@@ -264,3 +264,21 @@ def test_misuse_is_refused_by_name():
             call("b")
     assert tables(manager) == {"a": [1, 2]}
     manager.check_integrity()
+
+
+def test_blocks_that_freeing_several_requests_would_free_are_those_that_nobody_else_holds():
+    manager = manager_of(12)
+    start(manager, "a", [*range(10)])
+    start(manager, "b", [*range(8), 77, 78])
+    start(manager, "c", [0, 1, 2, 3, 77, 78])
+    # a: 1 2 3, b: 1 2 4, c: 1 5.
+    assert [manager.num_freed_blocks(each) for each in ("", "a", "b", "c", "ab", "ac", "abc")] == [
+        0, 1, 1, 1, 3, 2, 5,
+    ]  # fmt: skip
+    found = manager.get_computed_blocks(hashes([*range(8)]), 9)
+    assert [manager.num_freed_blocks(each, found) for each in ("ab", "abc")] == [2, 3]
+    manager.free("b")
+    manager.free("a")
+    assert manager.num_free_blocks == 12 - 5 + 3
+    with pytest.raises(KeyError, match="no request 'a'"):
+        manager.num_freed_blocks("a")

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from helpers.cache_helpers import sequences_of, swap_in, swapped_out
 from helpers.engine_runs import (
+    ask,
     ask_alone,
     assert_nothing_held,
     greedy,
@@ -240,3 +241,35 @@ def test_the_oldest_request_is_never_preempted(model: qwen3.Model, swap: bool):
     first = engine.scheduler.requests["0", 0]
     run(engine)
     assert engine.scheduler.num_preemptions > 5 and first.num_preemptions == 0
+
+
+def test_an_urgent_request_beside_sixteen_long_answers_has_its_first_token_within_three_steps(
+    model: qwen3.Model, swap: bool
+):
+    options = {"max_num_seqs": 16, "enable_prefix_caching": False}
+    requests = {str(n): (prompt(5, seed=n), greedy(300, ignore_eos=True)) for n in range(16)}
+    calm = make_engine_without_drafts(model, kv_cache_bytes="400blocks", **options)
+    expected = ask(calm, requests)
+    # All blocks are held when it comes, but for the watermark.
+    engine = make_engine_without_drafts(
+        model,
+        kv_cache_bytes="68blocks",
+        swap_bytes="40blocks" if swap else 0,
+        **options,
+    )
+    for request_id, (tokens, params) in requests.items():
+        engine.add_request(request_id, tokens, params)
+    for _ in range(50):
+        engine.step()
+    num_free = engine.scheduler.max_num_blocks - engine.manager.pool.num_used_blocks
+    assert (len(engine.scheduler.running), num_free) == (16, 4)
+    engine.add_request("urgent", prompt(30), greedy(5), priority=-100)
+    outputs = [output for _ in range(3) for output in engine.step()]
+    urgent = [output for output in outputs if output.request_id == "urgent"]
+    assert urgent and urgent[-1].outputs[0].token_ids
+    assert engine.scheduler.num_preemptions == 1
+    tokens_of = {
+        request_id: output.outputs[0].token_ids for request_id, output in run(engine).items()
+    }
+    assert tokens_of == expected | {"urgent": ask_alone(model, prompt(30), greedy(5))}
+    assert_nothing_held(engine)

@@ -72,11 +72,14 @@ def request(seed: int, num_tokens: int = 10, **params: int) -> Request:
 
 
 def make(
-    *texts: Sequence[int], num_blocks: int = 60, **config: float
+    *texts: Sequence[int], num_blocks: int = 60, num_swap_blocks: int = 0, **config: float
 ) -> tuple[Scheduler, FakeTier, FakeSupply]:
     supply = FakeSupply(num_blocks, BLOCK_SIZE)
     tier = FakeTier(supply, *texts)
-    scheduler = Scheduler(supply.manager, supply, SchedulerConfig(**config), tier=tier)
+    swap_space = SwapSpace(num_swap_blocks)
+    scheduler = Scheduler(
+        supply.manager, supply, SchedulerConfig(**config), swap_space=swap_space, tier=tier
+    )
     return scheduler, tier, supply
 
 
@@ -188,7 +191,7 @@ def test_a_request_that_shares_what_runs_needs_no_room_for_it() -> None:
     assert again.num_cached_tokens == 20
 
 
-@pytest.mark.parametrize("end", ["abort", "restart"])
+@pytest.mark.parametrize("end", ["abort", "all K/V are lost"])
 def test_reading_ends_with_the_request(end: str) -> None:
     scheduler, tier, _ = make(tokens(1))
     one = request(1)
@@ -198,7 +201,7 @@ def test_reading_ends_with_the_request(end: str) -> None:
         scheduler.finish(one, "abort")
         assert tier.reading == {}
     else:
-        scheduler.restart([one])
+        scheduler.start_over()
         assert tier.reading == {}
         names(scheduler)
         assert tier.is_reading(one.seq_id), "it is asked for again"
@@ -207,9 +210,8 @@ def test_reading_ends_with_the_request(end: str) -> None:
 
 def preempted(pays: bool, num_swap_blocks: int = 0) -> tuple[Scheduler, FakeTier, Request]:
     """Of two requests that fill the pool, the second, which had to go."""
-    scheduler, tier, supply = make(num_blocks=8)
+    scheduler, tier, supply = make(num_blocks=8, num_swap_blocks=num_swap_blocks)
     tier.pays_for_preempted = pays
-    scheduler.swap_space = SwapSpace(num_swap_blocks)
     first, second = request(1, 12), request(2, 12)
     scheduler.add(first)
     scheduler.add(second)

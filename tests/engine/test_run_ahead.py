@@ -175,14 +175,14 @@ def test_an_unread_token_is_never_hashed(model: qwen3.Model):
     for number in range(6):
         engine.add_request(str(number), prompt(5 + number), greedy(40))
     hashed: list[int] = []
-    hash_blocks = engine.scheduler._hash_blocks
+    hash_blocks = engine.scheduler._prefix_cache._hash_blocks
 
     def watched(request: Any) -> None:
         hash_blocks(request)
         num_known = len(request.token_ids) - request.awaits_token
         hashed.append(num_known // 8 - len(request.block_hashes))
 
-    engine.scheduler._hash_blocks = watched  # type: ignore[method-assign]
+    engine.scheduler._prefix_cache._hash_blocks = watched  # type: ignore[method-assign]
     outputs = run(engine)
     assert set(hashed) == {0} and len(hashed) > 20
     for number in range(6):

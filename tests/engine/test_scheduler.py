@@ -127,9 +127,9 @@ def test_small_ones_that_keep_coming_do_not_starve_a_large_one():
     assert steps[first : first + 3] == [{"large": 16}, {"large": 16}, {"large": 8}]
 
 
-def test_an_urgent_request_overtakes_those_that_wait_but_nobody_who_runs():
+def test_an_urgent_request_overtakes_those_that_wait_and_one_of_its_level_waits_behind_it():
     engine = FakeEngine(100, max_num_seqs=1)
-    engine.add("runs", tokens(2), max_tokens=3)
+    engine.add("runs", tokens(2), max_tokens=3, priority=-1)
     engine.add("waits", tokens(2, 200), max_tokens=1)
     engine.add("later", tokens(2, 300), max_tokens=1, priority=1)
     engine.step()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from helpers.scheduler_helpers import FakeEngine, names, of_kind, ran, tokens
 
+from mlx_paged.engine.admission import MAX_PREEMPTIONS
 from mlx_paged.engine.batch import Batch, SwapIn, SwapOut
 from mlx_paged.request import RequestStatus
 
@@ -73,10 +74,11 @@ def test_as_many_are_preempted_as_it_takes_and_the_last_may_be_the_one_that_asks
 
 def test_a_preempted_request_waits_in_its_place_behind_more_urgent_ones():
     engine = FakeEngine(6, enable_prefix_caching=False)
-    for index, name in enumerate("abc"):
-        engine.add(name, tokens(7, 100 * index), max_tokens=6)
+    for index, (name, priority) in enumerate((("a", -1), ("b", -1), ("c", 0))):
+        engine.add(name, tokens(7, 100 * index), max_tokens=6, priority=priority)
     engine.step()
     engine.step()
+    # Three blocks: c has two.
     engine.add("urgent", tokens(12, 400), max_tokens=1, priority=-1)
     assert names(engine.step().preempted) == ["c"]
     assert names(engine.scheduler.waiting) == ["urgent", "c"]
@@ -84,10 +86,10 @@ def test_a_preempted_request_waits_in_its_place_behind_more_urgent_ones():
     engine.check_answers()
 
 
-def test_nobody_comes_in_a_step_in_which_somebody_goes():
+def test_nobody_comes_in_a_step_in_which_blocks_run_out():
     engine = FakeEngine(6, enable_prefix_caching=False)
-    engine.add("a", tokens(8), max_tokens=6)
-    engine.add("b", tokens(16, 200), max_tokens=6)
+    engine.add("a", tokens(8), max_tokens=6, priority=-1)
+    engine.add("b", tokens(16, 200), max_tokens=6).num_preemptions = MAX_PREEMPTIONS
     assert ran(engine.step()) == {"a": 8, "b": 8}
     engine.add("urgent", tokens(1, 300), max_tokens=1, priority=-1)
     output = until_preempted(engine)

@@ -141,7 +141,7 @@ TINY = {
 @pytest.mark.parametrize("seed", range(2))
 def test_every_answer_is_as_predicted_and_everything_is_given_back(seed: int, name: str):
     driver = Driver(seed, priority_steps=6, **TINY[name])
-    for _ in range(1500):
+    for _ in range(2500):
         driver.act()
     driver.drain()
     counts = driver.engine.counts

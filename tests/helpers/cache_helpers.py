@@ -9,7 +9,7 @@ import numpy as np
 
 from mlx_paged.cache import ContiguousKVCache, KVCacheConfig, PagedKVCache, Sequences
 from mlx_paged.core import ComputedBlocks, SequenceTables
-from mlx_paged.core.kv_cache_manager import NOTHING_COMPUTED
+from mlx_paged.core.computed_blocks import NOTHING_COMPUTED
 from mlx_paged.engine.engine import Engine
 from mlx_paged.ops import AttentionMetadata
 

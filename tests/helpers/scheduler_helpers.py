@@ -17,11 +17,12 @@ from typing import TypeVar
 from mlx_paged.config import SchedulerConfig
 from mlx_paged.core import BlockPool, KVCacheManager
 from mlx_paged.core.tier import HostMemory
+from mlx_paged.engine.admission import MAX_PREEMPTIONS
 from mlx_paged.engine.batch import Batch, CopyBlocks, Scheduled, SwapIn, SwapOut
 from mlx_paged.engine.scheduler import Scheduler
 from mlx_paged.engine.speculation import NO_SPECULATION, Speculation
 from mlx_paged.engine.swap_space import SwapSpace
-from mlx_paged.request import Request, SamplingParams
+from mlx_paged.request import Request, SamplingParams, SeqId
 
 T = TypeVar("T")
 VOCAB_SIZE = 40
@@ -213,6 +214,7 @@ class FakeEngine:
         self.completions: dict[str, list[Request]] = {}
         self.suspects: deque[Request] = deque()
         self.counts: Counter[str] = Counter()
+        self.ran_before: set[SeqId] = set()  # before the newest step
 
     def request(
         self, name: str, prompt: Sequence[int], max_tokens: int = 4, n: int = 1, **options
@@ -240,6 +242,7 @@ class FakeEngine:
 
     def step(self, only: Request | None = None, fails: str | None = None) -> Batch:
         """One step; it may fail `"at once"`, or `"computing"` after the transfers."""
+        self.ran_before = {request.seq_id for request in self.scheduler.running}
         output = self.scheduler.schedule(only)
         self.check_output(output, only)
         if not output.scheduled:
@@ -314,9 +317,7 @@ class FakeEngine:
             assert scheduled or output.finished or not scheduler.requests, "somebody goes on"
         else:
             assert scheduled <= {only.seq_id}
-        assert not output.preempted or not swap_ins, (
-            "nobody comes in a step that sends somebody away"
-        )
+        self.check_preempted(output)
         counts["steps"] += 1
         counts["preempted"] += len(output.preempted)
         counts["swap_outs"] += len(swap_outs)
@@ -326,6 +327,29 @@ class FakeEngine:
         counts["hit_tokens"] += len(output.hit_block_ids) * self.pool.block_size
         for request in output.finished:
             counts["cut" if request.finish_reason == "length" else "refused"] += 1
+
+    def check_preempted(self, output: Batch) -> None:
+        """Who is sent away stands behind all who run. Those who come in such a step are more urgent
+        than one who goes.
+        """
+        if not output.preempted:
+            return
+        assert output.preempted[0].order == max(each.order for each in output.preempted)
+        goes = {each.seq_id: each.num_computed_tokens == 0 for each in output.preempted}
+        assert all(goes.values()) and not goes.keys() & {each.seq_id for each in output.requests}
+        came = [each for each in output.requests if each.seq_id not in self.ran_before]
+        for request in came:
+            assert any(
+                request.priority < each.priority and request.order < each.order
+                for each in output.preempted
+            ), "nobody comes in a step in which blocks ran out"
+        for request in output.requests:
+            if request not in came and request.order > output.preempted[-1].order:
+                # It was passed over: none of those that came may take its place.
+                assert came
+                assert request.num_preemptions >= MAX_PREEMPTIONS or any(
+                    request.priority <= each.priority or request.order < each.order for each in came
+                )
 
     def check(self) -> None:
         """Every invariant, between two steps."""

@@ -1,0 +1,62 @@
+"""``ComputedBlocks``: what a request has when it begins."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from mlx_paged.core.block_table import TableState
+from mlx_paged.core.free_queue import KVCacheBlock
+from mlx_paged.core.sequence_states import Checkpoint, SequenceState
+
+
+class SequenceTables(NamedTuple):
+    """What a preempted request held, without its blocks: of each group of layers the table, and
+    the recurrent state, if the model keeps one.
+    """
+
+    tables: Sequence[TableState]
+    state: SequenceState | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tables[0].num_tokens
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(table.num_blocks + table.num_sinks for table in self.tables)
+
+
+class BlockLoad(NamedTuple):
+    """Blocks of a group of layers that are to be filled with what was kept elsewhere."""
+
+    group: int
+    indices: Sequence[int]  # in what was kept of the group
+    block_ids: Sequence[int]
+
+
+class ComputedBlocks(NamedTuple):
+    """What a request begins with: a prefix hit, the blocks that hold its first ``num_tokens``
+    tokens, or what it held when it was preempted, of which the pool may still have the first
+    blocks. Of each group of layers they are those that it keeps.
+    """
+
+    groups: Sequence[Sequence[KVCacheBlock]] = ((),)
+    num_tokens: int = 0
+    num_queried_tokens: int = 0  # of the request whose prefix was looked up
+    checkpoint: Checkpoint | None = None  # of a model with recurrent layers, behind the last block
+    resumed: SequenceTables | None = None  # the blocks behind those of ``groups`` are loaded
+
+    @property
+    def blocks(self) -> list[KVCacheBlock]:
+        """Those of all groups."""
+        return list(itertools.chain.from_iterable(self.groups))
+
+    @property
+    def num_loaded_blocks(self) -> int:
+        """Blocks that are taken from the pool and filled with what was kept elsewhere."""
+        return self.resumed.num_blocks - len(self.blocks) if self.resumed else 0
+
+
+NOTHING_COMPUTED = ComputedBlocks()

@@ -1,0 +1,105 @@
+"""``PrefixLookup``: how much of a request's beginning is cached."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from mlx_paged.core.block_hash import BlockHash
+from mlx_paged.core.block_pool import BlockPool
+from mlx_paged.core.free_queue import KVCacheBlock
+from mlx_paged.core.retention import Retention
+
+
+class AbsentBlock(NamedTuple):
+    """A block that is not in the pool, by its group of layers and the hash that names it there."""
+
+    group: int
+    block_hash: BlockHash
+
+
+def group_hashes(block_hashes: Sequence[BlockHash], group: int) -> Sequence[BlockHash]:
+    """The hashes under which the blocks of a group of layers are found: blocks of different groups
+    hold the same tokens, and the rows of different layers.
+    """
+    if group == 0:
+        return block_hashes
+    return [BlockHash(block_hash + group.to_bytes(2, "little")) for block_hash in block_hashes]
+
+
+def nowhere(block_hash: BlockHash) -> bool:
+    """Where blocks of one pool alone are looked up."""
+    return False
+
+
+class PrefixLookup:
+    """What is cached of a prefix for one group of layers, or may be brought from elsewhere."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        retention: Retention,
+        block_hashes: Sequence[BlockHash],
+        group: int,
+        is_elsewhere: Callable[[BlockHash], bool],
+    ) -> None:
+        self._pool = pool
+        self._is_elsewhere = is_elsewhere
+        self._retention = retention
+        self._block_hashes = block_hashes
+        self._group = group
+        self._found: dict[int, KVCacheBlock | AbsentBlock | None] = {}
+
+    def longest(self, num_blocks: int) -> int:
+        """The longest prefix of at most ``num_blocks`` blocks of which all is cached that the token
+        behind it sees.
+        """
+        block_size = self._pool.block_size
+        num_sinks = self._retention.num_sink_tokens // block_size
+        for index in range(min(num_blocks, num_sinks)):
+            if self._get(index) is None:
+                return index
+        if self._retention.num_recent_tokens is None:
+            index = num_sinks
+            while index < num_blocks and self._get(index) is not None:
+                index += 1
+            return index
+        # From the end: a block that is missing ends every prefix that needs it.
+        index = num_blocks = self._findable(num_blocks)
+        while index > self._retention.first_recent_block(num_blocks, block_size):
+            index -= 1
+            if self._get(index) is None:
+                num_blocks = self._findable(index)
+                index = min(index, num_blocks)
+        return num_blocks
+
+    def _findable(self, num_blocks: int) -> int:
+        """The most blocks up to ``num_blocks`` of which all that is kept may be found."""
+        block_size = self._pool.block_size
+        while not self._retention.is_findable(num_blocks * block_size):
+            num_blocks -= 1
+        return num_blocks
+
+    def blocks(self, num_blocks: int) -> list[KVCacheBlock]:
+        """The blocks that a table of the first ``num_blocks`` blocks holds, as far as they are
+        cached.
+        """
+        found = map(self._get, self._wanted(num_blocks))
+        return [block for block in found if isinstance(block, KVCacheBlock)]
+
+    def absent(self, num_blocks: int) -> list[AbsentBlock]:
+        """Of these blocks, those that are elsewhere."""
+        found = map(self._get, self._wanted(num_blocks))
+        return [block for block in found if isinstance(block, AbsentBlock)]
+
+    def _wanted(self, num_blocks: int) -> Iterable[int]:
+        return self._retention.kept_blocks(num_blocks, self._pool.block_size)
+
+    def _get(self, index: int) -> KVCacheBlock | AbsentBlock | None:
+        if index not in self._found:
+            (block_hash,) = group_hashes(self._block_hashes[index : index + 1], self._group)
+            block = self._pool.get_cached_block(block_hash)
+            self._found[index] = block
+            if block is None and self._is_elsewhere(block_hash):
+                self._found[index] = AbsentBlock(self._group, block_hash)
+        return self._found[index]

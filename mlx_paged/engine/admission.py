@@ -1,0 +1,192 @@
+"""``Admission``: whether a waiting request may run now. Pure Python, no arrays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+from mlx_paged.config import SchedulerConfig
+from mlx_paged.core import AbsentBlock, ComputedBlocks, KVCacheManager
+from mlx_paged.engine.batch import Batch
+from mlx_paged.engine.prefix_cache import PrefixCache
+from mlx_paged.engine.read_ahead import BlockTier
+from mlx_paged.engine.swap_space import Swapped, SwapSpace
+from mlx_paged.errors import (
+    ArgumentError,
+    PromptTooLongError,
+    prompt_beyond_context,
+    prompt_too_long,
+)
+from mlx_paged.request import Request
+
+# A request that was preempted so often makes way for no other: what is computed again is bounded.
+MAX_PREEMPTIONS = 8
+
+
+class BlockSupply(Protocol):
+    """What the scheduler needs of a cache."""
+
+    @property
+    def num_growable_blocks(self) -> int:
+        """Blocks that the budget allows beyond those of the pool."""
+        ...
+
+    def make_room(self, num_blocks: int) -> None:
+        """Grow until ``num_blocks`` can be taken without evicting any, if the budget allows it."""
+
+
+class Found(NamedTuple):
+    """What a waiting request finds."""
+
+    hit: ComputedBlocks  # in the prefix cache
+    computed: ComputedBlocks  # what it begins with: the hit, or what was swapped out of it
+    swapped: Swapped | None  # in the swap space
+
+
+def num_seqs(requests: Iterable[Request]) -> int:
+    """How many sequences these are, or will be."""
+    return sum(request.num_seqs for request in requests)
+
+
+class Admission:
+    """The rules by which requests are admitted: what one finds, whether there is room for it, and
+    who has to make way. Nothing is changed here.
+
+    Args: as :class:`Scheduler`.
+    """
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        supply: BlockSupply,
+        config: SchedulerConfig,
+        swap_space: SwapSpace,
+        prefix_cache: PrefixCache,
+        context_length: int | None,
+    ) -> None:
+        self._manager = manager
+        self._supply = supply
+        self._config = config
+        self._swap_space = swap_space
+        self._prefix_cache = prefix_cache
+        self._context_length = context_length
+
+    @property
+    def _num_free_blocks(self) -> int:
+        return self._manager.num_free_blocks + self._supply.num_growable_blocks
+
+    @property
+    def max_num_blocks(self) -> int:
+        """Blocks that the budget holds."""
+        # In this order: a pool that grows meanwhile, in another thread, must not make it less.
+        return self._supply.num_growable_blocks + self._manager.pool.num_usable_blocks
+
+    def check(self, request: Request) -> None:
+        """Refuse at once what can never run; from any thread.
+
+        Raises:
+            PromptTooLongError: its prompt leaves no room for an answer within ``max_model_len``, or
+                the budget can never hold it; the message has the numbers.
+            ValueError: it has more completions than may run at once.
+        """
+        limit = self._config.max_model_len
+        if limit is not None and request.num_tokens >= limit:
+            raise prompt_beyond_context(request.num_tokens, limit, self._context_length)
+        if request.num_seqs > self._config.max_num_seqs:
+            raise ArgumentError(
+                f"[scheduler] {request.num_seqs} completions of one request are more than may run "
+                f"at once, {self._config.max_num_seqs}; raise max_num_seqs"
+            )
+        if self._manager.max_num_held_blocks(request.num_tokens) > self.max_num_blocks:
+            raise self.prompt_too_long_error(request)
+
+    def prompt_too_long_error(self, request: Request) -> PromptTooLongError:
+        """That a request can't have the blocks for its tokens, with the numbers."""
+        num_needed = self._manager.max_num_held_blocks(request.num_tokens)
+        return prompt_too_long(
+            request.num_tokens, num_needed, self._manager.pool.block_size, self.max_num_blocks
+        )
+
+    def absent_blocks(self, request: Request, tier: BlockTier) -> Sequence[AbsentBlock]:
+        """What a waiting request could have of a tier: nothing where it was swapped out."""
+        if self._swap_space.num_tokens_of(request.seq_id):
+            return ()
+        return self._prefix_cache.absent_blocks(request, tier)
+
+    def has_room_for(self, requests: Sequence[Request]) -> bool:
+        """Whether all tokens of waiting requests fit, whatever they find."""
+        manager = self._manager
+        num_needed = sum(manager.max_num_held_blocks(each.num_tokens) for each in requests)
+        return num_needed <= self._num_free_blocks
+
+    def has_room_ahead(self, running: Sequence[Request]) -> bool:
+        """Whether those that run find blocks for the step after the one in flight."""
+        manager, num_free = self._manager, self._num_free_blocks
+        budget = self._config.max_num_batched_tokens
+        num_most = len(running) + -(-budget // self._manager.pool.block_size)
+        if manager.keeps_all and num_most <= num_free:
+            return True
+        num_needed = 0
+        for request in running:
+            num_new_tokens = min(request.num_tokens - request.num_computed_tokens + 1, budget)
+            num_needed += manager.num_needed_blocks(request.seq_id, num_new_tokens)
+        return num_needed <= num_free
+
+    @staticmethod
+    def makes_way(running: Request, waiting: Request) -> bool:
+        """Whether a running request may be preempted so that a waiting one is admitted."""
+        return (
+            waiting.order < running.order
+            and waiting.priority < running.priority
+            and running.num_preemptions < MAX_PREEMPTIONS
+        )
+
+    def requests_in_the_way(
+        self, urgent: Request, found: Found, running: Sequence[Request]
+    ) -> list[Request] | None:
+        """Who has to be preempted, the last in order first, so that a waiting request is admitted;
+        ``None`` where it is not, even if all are that may be.
+        """
+        num_missing_seqs = num_seqs(running) + urgent.num_seqs - self._config.max_num_seqs
+        num_missing_blocks = -self.num_spare_blocks(urgent, found.computed)
+        preempted: list[Request] = []
+        num_freed = 0
+        for request in [*reversed(running), None]:
+            is_alone = len(preempted) == len(running)
+            num_left = 0 if is_alone else self.num_watermark_blocks
+            if num_missing_seqs <= 0 and num_missing_blocks + num_left <= num_freed:
+                return preempted
+            if request is not None and self.makes_way(request, urgent):
+                preempted.append(request)
+                num_missing_seqs -= request.num_seqs
+                seq_ids = [each.seq_id for each in preempted]
+                num_freed = self._manager.num_freed_blocks(seq_ids, found.computed)
+        return None
+
+    @property
+    def num_watermark_blocks(self) -> int:
+        """Blocks that stay free when a request is admitted beside others."""
+        return math.ceil(self._config.watermark * self.max_num_blocks)
+
+    def num_spare_blocks(self, request: Request, computed: ComputedBlocks) -> int:
+        """Free blocks that a request leaves that is admitted; negative where they don't do."""
+        num_needed = self._manager.num_blocks_to_admit(request.num_tokens, computed)
+        return self._num_free_blocks - num_needed
+
+    def find(self, request: Request) -> Found:
+        """What a waiting request begins with; none of it is taken."""
+        hit = computed = self._prefix_cache.computed_blocks(request)
+        swapped = self._swap_space.find(request.seq_id, request.cache_salt)
+        if swapped is not None and swapped.held.num_tokens > hit.num_tokens:
+            computed = self._manager.resumed(swapped.held, hit)
+        return Found(hit, computed, swapped)
+
+    def is_early(self, plan: Batch, found: Found) -> bool:
+        """Whether a request would begin with copies of blocks that the step is yet to write: they
+        are copied before it.
+        """
+        if not plan.new_block_ids:
+            return False
+        copied = self._manager.copied_blocks(found.hit)
+        return any(block.block_id in plan.new_block_ids for block in copied)
