@@ -12,6 +12,7 @@ what they take is the share of a step that more bandwidth or less latency would 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from card import machine_card, print_card, print_json, print_table
 from mlx_paged.distributed import Ranks, launched_ranks
 from mlx_paged.engine.engine import Engine
 from mlx_paged.loading import demo_model_path, find_model, load_for
-from mlx_paged.models.traffic import sent_bytes_per_token, summed_bytes_per_token
+from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.sampling_params import SamplingParams
 
 
@@ -66,6 +67,15 @@ def prompt_seconds(engine: Engine, prompt_len: int, count: int) -> float:
             engine.step()
 
     return median_seconds(answer, count)
+
+
+def vector_bytes(model: LanguageModel, folder: Path) -> int:
+    """Of what ranks add up for one token, twice in each layer as a rule."""
+    hidden_size = getattr(model.args, "hidden_size", None)
+    if hidden_size is None:
+        config = json.loads((folder / "config.json").read_text())
+        hidden_size = (config.get("text_config", {}) | config)["hidden_size"]
+    return int(hidden_size) * model.dtype.size
 
 
 def sum_seconds(ranks: Ranks, nbytes: int, num_sums: int, count: int) -> float:
@@ -124,17 +134,17 @@ def main() -> None:
         }
     )
     results: dict[str, float] = {name: value * 1000 for name, value in seconds.items()}
+    split = engine.runner.model
+    nbytes, num_sums = vector_bytes(split, folder), 2 * len(split.layer_specs)
     if ranks is not None:
-        specs = engine.runner.model.layer_specs
-        nbytes = summed_bytes_per_token(engine.runner.model)
-        num_sums = 2 * len(specs)
         for batch in args.batch:
-            took = sum_seconds(ranks, batch * nbytes // num_sums, num_sums, args.steps)
+            took = sum_seconds(ranks, batch * nbytes, num_sums, args.steps)
             results[f"sums alone, {batch} at once"] = took * 1000
     if not is_leader:
         return
     print_table(["what", "ms"], [[name, f"{value:.2f}"] for name, value in results.items()])
-    sent = sent_bytes_per_token(engine.runner.model)
+    # A ring passes parts of a vector on, each as often as there are other ranks, and then the sums.
+    sent = nbytes * num_sums * 2 * (num_ranks - 1) // num_ranks
     print(f"a rank sends {sent:,} bytes of activations for a token")
     print_json("ranks", setting, {"milliseconds": results, "sent_bytes": sent}, args.out)
 

@@ -97,19 +97,16 @@ def batch_generate(
         model, tokenizer, split_prompts(prompts), max_tokens, return_logprobs, {**options}
     )
 
-    def respond() -> BatchResponse:
+    def respond() -> tuple[list[str], dict[str, Any], list[list[int]], list[list[float]] | None]:
         with closing(batch.engine):
             stats = batch.run(verbose)
         answers = batch.answers()
-        return BatchResponse(
-            [batch.tokenizer.decode(token_ids) for token_ids in answers],
-            stats,
-            None,
-            answers if return_token_ids else None,
-            batch.logprobs(answers) if return_logprobs else None,
-        )
+        texts = [batch.tokenizer.decode(token_ids) for token_ids in answers]
+        return texts, vars(stats), answers, batch.logprobs(answers) if return_logprobs else None
 
-    return batch.engine.share(respond)
+    texts, stats, answers, logprobs = batch.engine.share(respond)
+    token_ids = answers if return_token_ids else None
+    return BatchResponse(texts, BatchStats(**stats), None, token_ids, logprobs)
 
 
 class _Batch:

@@ -372,11 +372,13 @@ def _responses_of_all(
     started: list[Generator[GenerationResponse, None, None]],  # empty, but for rank 0
     logprobs: _Logprobs,
 ) -> Generator[tuple[GenerationResponse, mx.array], None, None]:
-    def next_one() -> GenerationResponse | None:
-        return next(started[0], None)
+    def next_one() -> dict[str, Any] | None:
+        response = next(started[0], None)
+        return None if response is None else vars(response)
 
     try:
-        while (response := engine.share(next_one)) is not None:
+        while (fields := engine.share(next_one)) is not None:
+            response = GenerationResponse(**fields)
             row: Any = logprobs.pop(response.generation_tokens) if started else None
             yield response, row
     finally:

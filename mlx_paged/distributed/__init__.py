@@ -2,7 +2,7 @@
 
 Every rank holds its share of each layer's heads and runs the same scheduler. Activations travel
 through MLX's own collectives. Everything else that ranks have to agree on goes from rank 0 to the
-others over sockets of ours (:class:`Ranks`), which cost nothing while nobody asks for anything, and
+others over connections of its own (:class:`Ranks`), which cost nothing while they are idle, and
 which show at once that a rank is gone.
 """
 

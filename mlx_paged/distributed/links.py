@@ -1,144 +1,151 @@
-"""``Link``: a socket between two ranks, which says within seconds that the other one is gone."""
+"""``Link``: numbered messages to and from another rank, whose end is noticed within seconds."""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import queue
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
-from enum import IntEnum
+from multiprocessing.connection import Connection
+from typing import Any, TypeAlias
 
-# A process that dies closes its socket at once. A machine that sleeps or loses its cable does not:
-# then these say it.
+from mlx_paged.errors import one_line, shown
+
+# A process that dies closes its socket at once. A machine that sleeps or loses its cable does not,
+# nor does a process that is stopped: then these tell it.
 PING_SECONDS = 2.0
 SILENCE_SECONDS = 15.0
+GOODBYE_SECONDS = 1.0  # how long a rank that ends may take to say why
 
-_HEADER = struct.Struct("<BQ")  # kind, bytes that follow
+Message: TypeAlias = "tuple[str, Any]"  # its kind and its value
 
 
-class Kind(IntEnum):
-    """What a frame is."""
+def connection_over(sock: socket.socket, seconds: float) -> Connection:
+    """Frames over a socket. A read or write that gets no further for so many seconds raises
+    ``BlockingIOError``. ``send_bytes`` and ``recv_bytes`` alone send bytes as they are.
+    """
+    sock.setblocking(True)
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        _limit(sock, option, seconds)
+    return Connection(os.dup(sock.fileno()))
 
-    HELLO = 1  # the first one: proves that the caller is one of the ranks
-    MESSAGE = 2
-    PING = 3
-    BYE = 4  # the rank ends, and all is well
-    FAILED = 5  # the rank ends; the text says why
+
+def _limit(sock: socket.socket, option: int, seconds: float) -> None:
+    timeval = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+    sock.setsockopt(socket.SOL_SOCKET, option, timeval)
 
 
 class Link:
-    """One end of a connection to another rank.
+    """One end of a connection to another rank that has authenticated itself.
 
-    A thread reads whatever comes, so that the end of the other rank is noticed while this one waits
-    in a collective, which has no time limit.
+    A message is its number, from 0, its kind and a value, as JSON. A thread reads whatever comes,
+    so that the end of the other rank is noticed while this one waits in a collective, which has no
+    time limit.
 
     Args:
-        connection: connected, with the greetings exchanged.
         peer: the other rank.
-        gone: called, from the reading thread, with the peer and the reason if it ends without
-            having said goodbye.
+        lost: called with the peer and the reason if it ends without a goodbye, takes no messages,
+            or sends what is none; from the thread that noticed.
 
     Attributes:
-        num_sent_bytes: of messages, their headers included.
-        has_left: the peer said goodbye; no message will come any more.
+        has_left: no message will come any more.
     """
 
-    def __init__(
-        self, connection: socket.socket, peer: int, gone: Callable[[int, str], None]
-    ) -> None:
+    def __init__(self, sock: socket.socket, peer: int, lost: Callable[[int, str], object]) -> None:
         self.peer = peer
-        self.num_sent_bytes = 0
         self.has_left = False
-        self._connection = connection
-        self._gone = gone
+        self._socket = sock
+        self._connection = connection_over(sock, SILENCE_SECONDS)
+        self._lost = lost
         self._is_closed = False
         self._sending = threading.Lock()
-        self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        connection.settimeout(SILENCE_SECONDS)
+        self._can_send = True
+        self._num_sent = 0
+        self._received: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         for work in (self._read, self._ping):
             name = f"mlx_paged rank {peer}"
             threading.Thread(target=work, name=name, daemon=True).start()
 
-    def send(self, payload: bytes, kind: Kind = Kind.MESSAGE) -> None:
-        """Send a frame; one that can't be sent is lost, and ``gone`` says why."""
-        if kind is Kind.MESSAGE:
-            self.num_sent_bytes += _HEADER.size + len(payload)
-        with contextlib.suppress(OSError), self._sending:
-            write_frame(self._connection, kind, payload)
+    def send(self, kind: str, value: object = None) -> None:
+        """Send a message; nothing is sent behind one that did not go out whole."""
+        try:
+            with self._sending:
+                self._write(kind, value)
+        except BlockingIOError:
+            self._lost(self.peer, f"has taken no message for {SILENCE_SECONDS:.0f} seconds")
+            self._shut_down(socket.SHUT_RDWR)
+        except OSError:
+            pass  # The connection has ended, and the thread that reads says why.
 
-    def receive(self) -> bytes | None:
+    def receive(self) -> Message | None:
         """Wait for the next message; ``None`` once the peer has left."""
-        message = self._messages.get()
+        message = self._received.get()
         if message is None:
-            self._messages.put(None)  # for whoever asks next
+            self._received.put(None)  # for the next call
         return message
 
-    def close(self, kind: Kind = Kind.BYE, text: str = "") -> None:
-        """Say goodbye, or why this rank ends. More than once is harmless."""
-        if self._is_closed:
-            return
+    def close(self, kind: str = "bye", value: object = None) -> None:
+        """Send a last message: goodbye, or why this rank ends. More than once is harmless."""
         self._is_closed = True
-        self.send(text.encode(), kind)
+        # Where another thread waits for the peer inside a frame, nothing more can be said.
+        if self._sending.acquire(timeout=GOODBYE_SECONDS):
+            with contextlib.suppress(OSError):
+                _limit(self._socket, socket.SO_SNDTIMEO, GOODBYE_SECONDS)
+                self._write(kind, value)
+            self._can_send = False
+            self._sending.release()
+        self._shut_down(socket.SHUT_WR)
+
+    def _write(self, kind: str, value: object) -> None:
+        if not self._can_send:
+            return
+        frame = json.dumps([self._num_sent, kind, value], separators=(",", ":")).encode()
+        self._can_send = False  # for good, unless all of it goes out
+        self._connection.send_bytes(frame)
+        self._can_send = True
+        self._num_sent += 1
+
+    def _shut_down(self, how: int) -> None:
         with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_WR)
+            self._socket.shutdown(how)
 
     def _ping(self) -> None:
-        silence = threading.Event()
         while not self._is_closed and not self.has_left:
-            self.send(b"", Kind.PING)
-            silence.wait(PING_SECONDS)
+            self.send("ping")
+            time.sleep(PING_SECONDS)
 
     def _read(self) -> None:
-        reason = self._read_frames()
-        if reason is not None and not self._is_closed:
-            self._gone(self.peer, reason)
-        self.has_left = True
-        self._messages.put(None)
-
-    def _read_frames(self) -> str | None:
-        """Read until the peer ends; returns why it did, ``None`` if it said goodbye."""
         try:
-            while True:
-                kind, payload = read_frame(self._connection)
-                if kind is Kind.MESSAGE:
-                    self._messages.put(payload)
-                elif kind is Kind.BYE:
-                    return None
-                elif kind is Kind.FAILED:
-                    return payload.decode(errors="replace")
-        except TimeoutError:
-            return f"has said nothing for {SILENCE_SECONDS:.0f} seconds"
-        except (OSError, ValueError):
-            return "died"
+            reason = self._read_messages()
+        except BlockingIOError:
+            reason = f"has said nothing for {SILENCE_SECONDS:.0f} seconds"
+        except (EOFError, ConnectionError):
+            reason = "died"
+        except OSError as error:
+            reason = f"is lost: {one_line(error)}"
+        except Exception:  # of bytes that may be anything
+            reason = "sent what is no message"
+        if reason is not None and not self._is_closed:
+            self._lost(self.peer, reason)
+        self.has_left = True
+        self._received.put(None)
 
-
-def read_frame(connection: socket.socket, limit: int = 1 << 40) -> tuple[Kind, bytes]:
-    """The next frame.
-
-    Args:
-        limit: the most bytes that it may have.
-
-    Raises:
-        OSError: the connection ends.
-        ValueError: it is no frame, or too large.
-    """
-    kind, length = _HEADER.unpack(_read_exactly(connection, _HEADER.size))
-    if length > limit:
-        raise ValueError(f"a frame of {length} bytes")
-    return Kind(kind), _read_exactly(connection, length)
-
-
-def write_frame(connection: socket.socket, kind: Kind, payload: bytes) -> None:
-    connection.sendall(_HEADER.pack(kind, len(payload)) + payload)
-
-
-def _read_exactly(connection: socket.socket, num_bytes: int) -> bytes:
-    data = bytearray()
-    while len(data) < num_bytes:
-        part = connection.recv(min(num_bytes - len(data), 1 << 20))
-        if not part:
-            raise ConnectionError("the connection has ended")
-        data += part
-    return bytes(data)
+    def _read_messages(self) -> str | None:
+        """Read until the peer says that it ends; returns why it does, ``None`` for a goodbye."""
+        due = 0
+        while True:
+            number, kind, value = json.loads(self._connection.recv_bytes())
+            if number != due:
+                return f"sent message {shown(number)} where {due} was due"
+            if kind == "bye":
+                return None
+            if kind == "failed":
+                return one_line(value)
+            if kind != "ping":
+                self._received.put((str(kind), value))
+            due += 1

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import hmac
 import json
 import os
 import secrets
 import socket
+import threading
 import time
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
 
 import mlx.core as mx
 
-from mlx_paged.distributed.links import Kind, read_frame, write_frame
+from mlx_paged.distributed.links import connection_over
+from mlx_paged.errors import one_line
 
 MEETING_SECONDS = 30.0
-_TRY_SECONDS = 3.0  # for one address
-_MAX_HELLO_BYTES = 256
+_LOOK_SECONDS = 0.02
+_PLACE_BYTES = 1024
 
 
 def meet(group: mx.distributed.Group) -> dict[int, socket.socket]:
     """Connect rank 0 with each of the others.
 
-    Rank 0 listens at a free port of the address that the launcher gave it. Where that is, and a
-    secret that callers have to know, is broadcast by MLX.
+    Rank 0 listens at a free port of the address that the launcher gave it. MLX broadcasts where
+    that is, and a secret: both sides prove that they know it before anything else is said.
 
     Returns:
         The sockets by rank: on rank 0 those of all others, elsewhere that of rank 0.
@@ -32,27 +34,22 @@ def meet(group: mx.distributed.Group) -> dict[int, socket.socket]:
     Raises:
         ConnectionError: they did not meet within ``MEETING_SECONDS``.
     """
-    if group.rank() > 0:
-        return {0: _call(json.loads(broadcast(b"", group)), group.rank())}
     host = launcher_address()
+    if group.rank() > 0:
+        host, port, secret = json.loads(_broadcast(b"", group))
+        return {0: _call(host, port, secret.encode(), group.rank())}
     with _listen(host) as listener:
-        place = {
-            "hosts": [host] if host else own_addresses(),
-            "port": listener.getsockname()[1],
-            "secret": secrets.token_hex(32),
-        }
-        broadcast(json.dumps(place).encode(), group)
-        return _accept(listener, str(place["secret"]), group.size())
+        secret = secrets.token_hex(32)
+        place = host or socket.gethostname(), listener.getsockname()[1], secret
+        _broadcast(json.dumps(place).encode(), group)
+        return _accept(listener, secret.encode(), group.size())
 
 
-def broadcast(data: bytes, group: mx.distributed.Group) -> bytes:
-    """The bytes of rank 0, on every rank."""
-    is_source = group.rank() == 0
-    length = mx.distributed.all_sum(mx.array([len(data) if is_source else 0]), group=group)
-    num_bytes: int = length.tolist()[0]  # type: ignore[index, assignment]
-    row = mx.array(list(data) if is_source else [0] * num_bytes, dtype=mx.uint8)
-    shared: list[int] = mx.distributed.all_sum(row, group=group).tolist()  # type: ignore[assignment]
-    return bytes(shared)
+def _broadcast(data: bytes, group: mx.distributed.Group) -> bytes:
+    """The bytes of rank 0, padded with spaces, on every rank; the others give none."""
+    padded = data.ljust(_PLACE_BYTES) if data else bytes(_PLACE_BYTES)
+    shared = mx.distributed.all_sum(mx.array(list(padded), dtype=mx.uint8), group=group)
+    return bytes(shared.tolist())  # type: ignore[arg-type]
 
 
 def launcher_address() -> str | None:
@@ -67,80 +64,77 @@ def launcher_address() -> str | None:
     return None
 
 
-def own_addresses() -> list[str]:
-    """The addresses of this machine, as far as its name leads to them."""
-    name = socket.gethostname()
-    addresses: list[str] = []
-    with contextlib.suppress(OSError):
-        addresses = [str(entry[4][0]) for entry in socket.getaddrinfo(name, None)]
-    return list(dict.fromkeys([*addresses, name, "127.0.0.1"]))
-
-
 def _host_of(address: object) -> str:
     host, _, _ = str(address).rpartition(":")
     return host.strip("[]")
 
 
 def _listen(host: str | None) -> socket.socket:
-    if host is None:
-        return socket.create_server(("", 0))
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    family = socket.AF_INET6 if host and ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, 0), family=family)
+        return socket.create_server((host or "", 0), family=family)
     except OSError:
         # An address that others reach this machine by, and which is none of its own.
         return socket.create_server(("", 0), family=family)
 
 
-def _accept(listener: socket.socket, secret: str, size: int) -> dict[int, socket.socket]:
-    connections: dict[int, socket.socket] = {}
+def _accept(listener: socket.socket, secret: bytes, size: int) -> dict[int, socket.socket]:
+    """The sockets of the other ranks. Each caller is heard in a thread of its own, so that none
+    waits for a stranger who says nothing.
+    """
+    met: dict[int, socket.socket] = {}
+    callers = []
     deadline = time.monotonic() + MEETING_SECONDS
-    while len(connections) < size - 1:
-        listener.settimeout(max(0.01, deadline - time.monotonic()))
-        try:
-            connection, _ = listener.accept()
-        except TimeoutError:
-            missing = sorted(set(range(1, size)) - set(connections))
-            raise ConnectionError(
-                f"[ranks] rank {', '.join(map(str, missing))} did not connect to rank 0 within "
-                f"{MEETING_SECONDS:.0f} seconds"
-            ) from None
-        rank = _greeted(connection, secret)
-        if rank is None:
-            connection.close()  # a stranger
-        else:
-            connections[rank] = connection
-    return connections
+    listener.settimeout(_LOOK_SECONDS)
+    while len(met) < size - 1 and time.monotonic() < deadline:
+        with contextlib.suppress(TimeoutError):
+            caller, _ = listener.accept()
+            callers.append(caller)
+            threading.Thread(target=_hear, args=(caller, secret, size, met), daemon=True).start()
+    for caller in callers:
+        if caller not in met.values():
+            _hang_up(caller)
+    missing = [str(rank) for rank in range(1, size) if rank not in met]
+    if missing:
+        raise ConnectionError(
+            f"[ranks] rank {', '.join(missing)} did not connect to rank 0 within "
+            f"{MEETING_SECONDS:.0f} seconds"
+        )
+    return met
 
 
-def _greeted(connection: socket.socket, secret: str) -> int | None:
-    """The rank of a caller; ``None`` for one who does not know the secret."""
-    connection.settimeout(_TRY_SECONDS)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    with contextlib.suppress(OSError, ValueError):
-        kind, payload = read_frame(connection, _MAX_HELLO_BYTES)
-        rank, _, said = payload.decode().partition(" ")
-        if kind is Kind.HELLO and hmac.compare_digest(said.encode(), secret.encode()):
-            write_frame(connection, Kind.HELLO, b"")
-            return int(rank)
-    return None
+def _hear(caller: socket.socket, secret: bytes, size: int, met: dict[int, socket.socket]) -> None:
+    """Note a caller under its rank; hang up if it is none of the ranks."""
+    with contextlib.suppress(Exception):  # A stranger may say anything.
+        connection = _connection_over(caller)
+        deliver_challenge(connection, secret)
+        answer_challenge(connection, secret)
+        rank = int(connection.recv_bytes(8))
+        if 0 < rank < size and met.setdefault(rank, caller) is caller:
+            return
+    _hang_up(caller)
 
 
-def _call(place: dict[str, object], rank: int) -> socket.socket:
-    hosts, port = place["hosts"], place["port"]
-    assert isinstance(hosts, list) and isinstance(port, int)
-    failures = []
-    for host in hosts:
-        try:
-            connection = socket.create_connection((host, port), timeout=_TRY_SECONDS)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            write_frame(connection, Kind.HELLO, f"{rank} {place['secret']}".encode())
-            connection.settimeout(MEETING_SECONDS)
-            kind, _ = read_frame(connection, _MAX_HELLO_BYTES)
-            if kind is Kind.HELLO:
-                return connection
-        except (OSError, ValueError) as error:
-            failures.append(f"{host}: {error}")
-    raise ConnectionError(
-        f"[ranks] rank {rank} can't reach rank 0 at port {port} of {'; '.join(failures)}"
-    )
+def _call(host: str, port: int, secret: bytes, rank: int) -> socket.socket:
+    try:
+        sock = socket.create_connection((host, port), timeout=MEETING_SECONDS)
+        connection = _connection_over(sock)
+        answer_challenge(connection, secret)
+        deliver_challenge(connection, secret)
+        connection.send_bytes(str(rank).encode())
+    except Exception as error:  # Another program that listens there may say anything.
+        raise ConnectionError(
+            f"[ranks] rank {rank} can't reach rank 0 at {host}, port {port}: {one_line(error)}"
+        ) from error
+    return sock
+
+
+def _connection_over(sock: socket.socket) -> Connection:
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection_over(sock, MEETING_SECONDS)
+
+
+def _hang_up(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)  # It wakes a thread that reads from it.
+    sock.close()

@@ -5,20 +5,20 @@ from __future__ import annotations
 import atexit
 import functools
 import os
-import pickle
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import mlx.core as mx
 
-from mlx_paged.distributed.links import Kind, Link
+from mlx_paged.distributed.links import Link, Message
 from mlx_paged.distributed.meeting import meet
-from mlx_paged.errors import one_line
+from mlx_paged.errors import one_line, shown
 from mlx_paged.launch import is_launched
 from mlx_paged.standard_streams import say
 
@@ -27,6 +27,8 @@ START_SECONDS = 120.0
 # What MLX's ring raises where a peer is gone, and how long our own sockets may take to notice.
 _PEER_LOST = "connection to a peer was lost"
 _LOST_SECONDS = 3.0
+
+T = TypeVar("T")
 
 
 class RanksError(RuntimeError):
@@ -37,82 +39,73 @@ class Ranks:
     """The ranks of a group, as one of them sees the others.
 
     Rank 0 leads: it tells the others what it decided, and they do the same in the same order. What
-    all of them have a say in, they vote on. If a rank dies, or raises in the middle of a step, all
-    others end within seconds, each with a line on stderr and exit status 1, wherever they are: a
-    collective that waits for a dead rank never returns.
+    all of them have a say in, they vote on. If a rank dies, raises in the middle of a step, or says
+    what is not due, all others end within seconds, each with a line on stderr and exit status 1,
+    wherever they are: a collective that waits for a dead rank never returns.
 
     Args:
         group: of MLX, of two ranks or more.
-        links: to the other ranks, on rank 0; elsewhere to rank 0.
+        sockets: to the other ranks, on rank 0; elsewhere to rank 0. They are authenticated.
     """
 
-    def __init__(self, group: mx.distributed.Group, links: Mapping[int, Link]):
+    def __init__(self, group: mx.distributed.Group, sockets: Mapping[int, socket.socket]):
         self.group = group
         self.rank = group.rank()
         self.size = group.size()
-        self._links = dict(links)
         self._ending = threading.Lock()
+        self._links: dict[int, Link] = {}
+        for peer, sock in sorted(sockets.items()):
+            self._links[peer] = Link(sock, peer, self._lost)
 
     @property
     def is_leader(self) -> bool:
         return self.rank == 0
 
-    @property
-    def num_sent_bytes(self) -> int:
-        """Bytes of messages that this rank sent to the others; no activations."""
-        return sum(link.num_sent_bytes for link in self._links.values())
-
     # Messages
 
-    def tell(self, message: object) -> None:
-        """Send a message from rank 0 to all others.
+    def send(self, kind: str, value: object = None) -> None:
+        """Send a message from rank 0 to all others, or from another rank to rank 0. The value is
+        one that JSON has.
 
         Raises:
             RanksError: one of them has left.
         """
-        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         for link in self._links.values():
             if link.has_left:
                 raise RanksError(f"[ranks] rank {link.peer} has ended")
-            link.send(data)
+            link.send(kind, value)
 
-    def hear(self) -> Any:
-        """Wait for the next message of rank 0.
+    def receive(self, *kinds: str) -> Message:
+        """Wait for the next message of rank 0. One of another kind ends this process.
 
         Raises:
             RanksError: rank 0 has ended.
         """
-        return self._receive(self._links[0])
+        return self._receive(self._links[0], kinds)
 
-    def _receive(self, link: Link) -> Any:
-        data = link.receive()
-        if data is None:
+    def _receive(self, link: Link, kinds: Sequence[str]) -> Message:
+        message = link.receive()
+        if message is None:
             raise RanksError(f"[ranks] rank {link.peer} has ended")
-        # Only who knows the secret that came through MLX's group is connected.
-        return pickle.loads(data)
-
-    def gather(self, value: object) -> list[Any]:
-        """On rank 0 the values of all ranks, in their order; an empty list elsewhere."""
-        if self.is_leader:
-            others = [self._receive(self._links[rank]) for rank in sorted(self._links)]
-            return [value, *others]
-        self._links[0].send(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
-        return []
+        if message[0] not in kinds:
+            due = " or ".join(kinds)
+            self._end(f"ends, since rank {link.peer} sent {shown(message[0])} where {due} was due")
+        return message
 
     # Agreements
 
-    def minimum(self, value: int) -> int:
-        """The least of all ranks' values; every rank has to ask at the same place."""
-        values = self.gather(value)
-        if not self.is_leader:
-            return int(self.hear())
-        least = min(values)
-        self.tell(least)
-        return int(least)
-
-    def all_can(self, can: bool) -> bool:
-        """Whether every rank can; every rank has to ask at the same place."""
-        return bool(self.minimum(int(can)))
+    def agree(self, value: object, decide: Callable[[list[Any]], T]) -> T:
+        """What rank 0 decides from the values of all ranks, in their order; every rank has to ask
+        at the same place. Values and decisions are what JSON has.
+        """
+        if self.is_leader:
+            votes = [self._receive(link, ["vote"])[1] for link in self._links.values()]
+            decision = decide([value, *votes])
+            self.send("decision", decision)
+        else:
+            self.send("vote", value)
+            decision = self.receive("decision")[1]
+        return decision
 
     def compare(self, facts: Mapping[str, str]) -> None:
         """Hold what must be equal on all ranks against that of rank 0.
@@ -121,12 +114,9 @@ class Ranks:
             RanksError: on every rank; the message names the first fact that differs, and both
                 values.
         """
-        everybody = self.gather(dict(facts))
-        difference = _difference(everybody) if self.is_leader else self.hear()
-        if self.is_leader:
-            self.tell(difference)
+        difference = self.agree(dict(facts), _difference)
         if difference is not None:
-            raise RanksError(str(difference))
+            raise RanksError(difference)
 
     # The end
 
@@ -146,12 +136,12 @@ class Ranks:
     def close(self) -> None:
         """Leave the others: this rank takes part in nothing any more. More than once is harmless.
 
-        Followers return from :meth:`hear` with an error that says so.
+        Followers return from :meth:`receive` with an error that says so.
         """
         for link in self._links.values():
             link.close()
 
-    def link_lost(self, peer: int, reason: str) -> NoReturn:
+    def _lost(self, peer: int, reason: str) -> NoReturn:
         """Another rank is gone; from the thread that noticed."""
         self._end(f"ends, since rank {peer} {reason}")
 
@@ -159,7 +149,7 @@ class Ranks:
         self._ending.acquire()  # One line is enough.
         say(f"[ranks] rank {self.rank} {text}")
         for link in self._links.values():
-            link.close(Kind.FAILED, text)
+            link.close("failed", text)
         # The main thread may wait in a collective, where no exception reaches it.
         os._exit(1)
 
@@ -185,23 +175,10 @@ def connect(group: mx.distributed.Group) -> Ranks:
     Raises:
         RanksError: they did not meet.
     """
-    lost: list[tuple[int, str]] = []
-    met = threading.Event()
-    ranks: Ranks | None = None
-
-    def gone(peer: int, reason: str) -> None:
-        lost.append((peer, reason))
-        met.wait()
-        if ranks is not None:
-            ranks.link_lost(peer, reason)
-
     try:
-        connections = meet(group)
+        ranks = Ranks(group, meet(group))
     except OSError as error:
         raise RanksError(one_line(error)) from error
-    links = {peer: Link(connection, peer, gone) for peer, connection in connections.items()}
-    ranks = Ranks(group, links)
-    met.set()
     atexit.register(ranks.close)
     return ranks
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache as once
+from functools import partial
 
 from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -17,12 +18,13 @@ from mlx_paged.engine.disk_tier import DiskTier, open_disk_tier
 from mlx_paged.engine.draft_model import DraftModel
 from mlx_paged.engine.draft_options import check_draft_model, num_parameters_of, speculation_of
 from mlx_paged.engine.fit import warn_unless_it_fits
-from mlx_paged.engine.joining import check_steps_are_alike, join_ranks, least_budget, replicas_of
+from mlx_paged.engine.joining import check_steps_are_alike, join_ranks, least_budget
 from mlx_paged.engine.latencies import Latencies
 from mlx_paged.engine.model_runner import ModelRunner
 from mlx_paged.engine.options import split_options, tier_of
 from mlx_paged.engine.prompts import as_tokenizer
 from mlx_paged.engine.recurrent_state import check_speculation, room_for_states
+from mlx_paged.engine.replicas import Replicas
 from mlx_paged.engine.reports import Reports
 from mlx_paged.engine.scheduler import Scheduler
 from mlx_paged.engine.snapshots import Snapshots
@@ -34,7 +36,6 @@ from mlx_paged.models.context_length import context_length, context_limit
 from mlx_paged.models.identity import ModelIdentity, identities_of
 from mlx_paged.models.kv_cache import kv_budget, make_kv_cache, weight_nbytes
 from mlx_paged.models.language_model import LanguageModel, check_model
-from mlx_paged.models.traffic import sent_bytes_per_token
 
 
 @dataclass(eq=False, repr=False)
@@ -44,7 +45,6 @@ class EngineParts:
     tokenizer: TokenizerWrapper | None
     max_model_len: int | None
     ranks: Ranks | None
-    sent_bytes_per_token: int
     cache: KVCache
     manager: KVCacheManager
     disk_tier: DiskTier | None
@@ -59,10 +59,7 @@ class EngineParts:
 
     def stats(self) -> EngineStats:
         """What is held, running and waiting; from any thread."""
-        scheduler, latencies, nbytes_sent = self.scheduler, self.latencies, 0
-        if self.ranks is not None:
-            num_tokens = int(latencies.iteration_tokens.sum)
-            nbytes_sent = self.ranks.num_sent_bytes + num_tokens * self.sent_bytes_per_token
+        scheduler, latencies = self.scheduler, self.latencies
         return EngineStats(
             **asdict(self.manager.stats()),
             num_running=len(scheduler.running),
@@ -80,7 +77,6 @@ class EngineParts:
             num_swapped_tokens=self.swap_space.num_used_tokens,
             nbytes_held=self.cache.nbytes_held,
             nbytes_budget=self.cache.config.nbytes,
-            nbytes_sent=nbytes_sent,
             disk_tier=None if self.disk_tier is None else self.disk_tier.stats(),
         )
 
@@ -138,7 +134,7 @@ def build(
     runner = ModelRunner(model, cache, manager, swap_space, drafter)
     if ranks is not None:
         check_steps_are_alike(ranks, cache, run_ahead)
-        cache.all_can = ranks.all_can
+        cache.all_can = partial(ranks.agree, decide=all)
         # The first replay of a trace is held against a decode that is built. A rank where that
         # differs would compute other sums from then on than those where it does not.
         runner.compiled_decode = None
@@ -161,7 +157,7 @@ def build(
 
     latencies = Latencies(max_model_len)
     reports = Reports(latencies)
-    replicas = replicas_of(ranks, run_ahead)
+    replicas = Replicas(ranks, run_ahead)
     steps = Steps(runner, scheduler, reports, latencies, run_ahead, replicas, disk_tier)
     finds_prefixes = config.enable_prefix_caching
     snapshots = Snapshots(
@@ -171,7 +167,6 @@ def build(
         tokenizer,
         max_model_len,
         ranks,
-        sent_bytes_per_token(checked),
         cache,
         manager,
         disk_tier,

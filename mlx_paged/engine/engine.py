@@ -19,14 +19,13 @@ from mlx_paged.core import hash_token_blocks
 from mlx_paged.distributed import RanksError
 from mlx_paged.engine.build import EngineParts, build
 from mlx_paged.engine.callers_thread import evaluate_arrays, with_random_state
-from mlx_paged.engine.following import FollowingLoop, share
+from mlx_paged.engine.following import Follower, share
 from mlx_paged.engine.held_prompts import HeldPrompt, check_begins_with_held
 from mlx_paged.engine.input_processor import InputProcessor
 from mlx_paged.engine.options import checked_options, passed_on_names
 from mlx_paged.engine.prefix_cache import extra_hash_keys
 from mlx_paged.engine.prefix_history import PrefixHistory
 from mlx_paged.engine.prompts import Prompt
-from mlx_paged.engine.replicas import Call
 from mlx_paged.engine.request_state import RequestState
 from mlx_paged.engine.snapshots import Prefix
 from mlx_paged.engine.steps import RowReader
@@ -375,7 +374,7 @@ class Engine(EngineParts):
             return call()
         if self.ranks.is_leader:
             return share(self.ranks, self.thread, call)
-        following = FollowingLoop(
+        follower = Follower(
             self.ranks,
             self.steps,
             self.scheduler,
@@ -383,13 +382,10 @@ class Engine(EngineParts):
             self.input_processor,
             {"shrink": self._shrink, "reset_prefix_cache": self.scheduler.reset_prefix_cache},
         )
-        following_call = self.thread.submit(following.run)
+        following = self.thread.submit(follower.run)
         # Ctrl-C in a terminal reaches all ranks of this machine, and rank 0 says what it means.
-        following_call.outlast()
-        shared = following_call.result()
-        if shared.error is not None:
-            raise shared.error
-        value: T = shared.value
+        following.outlast()
+        value: T = following.result()
         return value
 
     def follow(self) -> None:
@@ -407,7 +403,7 @@ class Engine(EngineParts):
 
     def _on_all_ranks(self, name: str, call: Callable[[], T]) -> T:
         if self.ranks is not None and self.ranks.is_leader:
-            self.ranks.tell(Call(name))
+            self.ranks.send("call", name)
         return call()
 
     # Inside

@@ -2,133 +2,96 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 from mlx_paged.distributed import Ranks, RanksError
 from mlx_paged.engine.input_processor import InputProcessor
-from mlx_paged.engine.replicas import (
-    Abort,
-    Call,
-    NewRequest,
-    Step,
-    Value,
-    portable_error,
-    state_of_scheduler,
-)
+from mlx_paged.engine.replicas import state_of_scheduler
 from mlx_paged.engine.reports import Reports
 from mlx_paged.engine.scheduler import Scheduler
+from mlx_paged.engine.shared_values import as_json, from_json
 from mlx_paged.engine.steps import Steps
 from mlx_paged.engine.thread import EngineThread
 from mlx_paged.errors import words_for_all
-from mlx_paged.request import Request, RequestOutput
+from mlx_paged.request import Request
 
 T = TypeVar("T")
 
 
-class FollowingLoop:
+@dataclass
+class Follower:
     """Hears what the leader does, and does it.
 
     Args:
-        calls: what a :class:`Call` may name.
+        calls: methods of the engine without arguments that the leader may name.
     """
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        steps: Steps,
-        scheduler: Scheduler,
-        reports: Reports,
-        input_processor: InputProcessor,
-        calls: dict[str, Callable[[], object]],
-    ):
-        self._ranks = ranks
-        self._steps = steps
-        self._scheduler = scheduler
-        self._reports = reports
-        self._input_processor = input_processor
-        self._calls = calls
+    ranks: Ranks
+    steps: Steps
+    scheduler: Scheduler
+    reports: Reports
+    input_processor: InputProcessor
+    calls: dict[str, Callable[[], object]]
 
-    def run(self) -> Value:
-        """Follow until the leader hands over a value.
+    def run(self) -> Any:
+        """Follow until the leader hands over a value; return it, or raise it.
 
         Raises:
             RanksError: the leader has ended.
         """
+        do: dict[str, Callable[[Any], object]] = {
+            "add": self._add,
+            "abort": self._abort,
+            "step": self._step,
+            "call": lambda name: self.calls[name](),
+        }
         while True:
-            message = self._ranks.hear()
-            if isinstance(message, Value):
-                return message
+            kind, value = self.ranks.receive("returned", "raised", *do)
             try:
-                self._do(message)
+                if kind in do:
+                    do[kind](value)
+                    continue
+                value = from_json(value)
             except BaseException as error:
                 # The leader may wait for this rank in a collective.
-                self._ranks.fail(f"failed: {words_for_all(error)}", error)
+                self.ranks.fail(f"failed: {words_for_all(error)}", error)
+            if kind == "raised":
+                raise value
+            return value
 
-    def _do(self, message: Any) -> None:
-        if isinstance(message, NewRequest):
-            self._add(message)
-        elif isinstance(message, Abort):
-            self._steps.abort(self._reports.states[message.request_id])
-        elif isinstance(message, Call):
-            self._calls[message.name]()
-        elif isinstance(message, Step):
-            self._step(message)
-        else:
-            raise RanksError(f"heard {type(message).__name__} between two steps")
+    def _add(self, asked: dict[str, Any]) -> None:
+        request = Request(**asked | {"params": from_json(asked["params"])})
+        self.reports.states[request.request_id] = self.input_processor.state_of(request, None)
+        self.steps.add_new()
 
-    def _add(self, new: NewRequest) -> None:
-        request = Request(
-            new.request_id,
-            new.token_ids,
-            new.params,
-            seed=new.seed,
-            priority=new.priority,
-            cache_salt=new.cache_salt,
-            no_store=new.no_store,
-        )
-        self._reports.states[new.request_id] = self._input_processor.state_of(request, new.prompt)
-        self._steps.add_new()
+    def _abort(self, request_id: str) -> None:
+        self.steps.abort(self.reports.states[request_id])
 
-    def _step(self, step: Step) -> None:
-        state = state_of_scheduler(self._scheduler)
-        if state != step.state:
+    def _step(self, leaders_state: list[int]) -> None:
+        state = state_of_scheduler(self.scheduler)
+        if state != leaders_state:
             raise RanksError(
-                f"its scheduler differs from that of rank 0 before step {step.state[0]}: "
-                f"{state}, not {step.state}"
+                f"its scheduler differs from that of rank 0 before step {leaders_state[0]}: "
+                f"{tuple(state)}, not {tuple(leaders_state)}"
             )
-        self._steps.run()
-        self._reports.report()
+        self.steps.run()
+        self.reports.report()
 
 
 def share(ranks: Ranks, thread: EngineThread, call: Callable[[], T]) -> T:
     """On rank 0 what ``call`` returns or raises, which the other ranks are told."""
     try:
         value = call()
+        shared = as_json(value)
     except Exception as error:
-        thread.call(partial(ranks.tell, Value(None, portable_error(error))))
+        thread.call(partial(ranks.send, "raised", as_json(error)))
         raise
     except BaseException as error:
         # Behind the step that runs, for which an interrupt does not wait.
-        interrupt = KeyboardInterrupt(*map(str, error.args))
-        thread.submit(partial(ranks.tell, Value(None, interrupt)))
+        thread.submit(partial(ranks.send, "raised", as_json(error)))
         raise
-    thread.call(partial(ranks.tell, Value(_portable(value))))
+    thread.call(partial(ranks.send, "returned", shared))
     return value
-
-
-def _portable(value: object) -> object:
-    """``value``; the errors of outputs in it become such that another process can read them."""
-    if not isinstance(value, list):
-        return value
-    return [_portable_output(each) if isinstance(each, RequestOutput) else each for each in value]
-
-
-def _portable_output(output: RequestOutput) -> RequestOutput:
-    if output.error is None:
-        return output
-    copied = copy.copy(output)
-    copied.error = portable_error(output.error)
-    return copied

@@ -11,7 +11,6 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.cache import KVCache
 from mlx_paged.distributed import Ranks, connect, package_facts
-from mlx_paged.engine.replicas import Follower, Leader, OneProcess, Replicas
 from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.models.kv_cache import kv_budget
 from mlx_paged.models.language_model import LanguageModel
@@ -57,7 +56,8 @@ def least_budget(ranks: Ranks, kv_cache_bytes: str | int | None, model: Language
     budget = kv_budget(kv_cache_bytes, model)
     if budget.nbytes is None:
         return f"{budget.num_blocks}blocks"
-    return ranks.minimum(budget.nbytes)
+    least: int = ranks.agree(budget.nbytes, min)
+    return least
 
 
 def check_steps_are_alike(ranks: Ranks, cache: KVCache, run_ahead: bool) -> None:
@@ -70,12 +70,6 @@ def check_steps_are_alike(ranks: Ranks, cache: KVCache, run_ahead: bool) -> None
             "the number of blocks": str(cache.config.num_blocks),
         }
     )
-
-
-def replicas_of(ranks: Ranks | None, run_ahead: bool) -> Replicas:
-    if ranks is None:
-        return OneProcess()
-    return Leader(ranks, run_ahead) if ranks.is_leader else Follower(ranks, run_ahead)
 
 
 def _model_facts(model: LanguageModel) -> dict[str, str]:

@@ -52,6 +52,4 @@ class EngineStats(KVCacheManagerStats):
     num_swapped_tokens: int  # in host memory now
     nbytes_held: int  # allocated for K/V now
     nbytes_budget: int
-    # To other ranks: messages, and what a ring sends of the activations of all tokens so far.
-    nbytes_sent: int = 0
     disk_tier: DiskTierStats | None = None

@@ -13,6 +13,7 @@ import mlx.core as mx
 from mlx_paged.engine.batch import Batch, Scheduled
 from mlx_paged.engine.disk_tier import DiskTier
 from mlx_paged.engine.latencies import Latencies
+from mlx_paged.engine.logprobs import score_prompts
 from mlx_paged.engine.model_runner import ModelRunner, StepInFlight
 from mlx_paged.engine.replicas import Replicas
 from mlx_paged.engine.reports import Reports
@@ -40,7 +41,7 @@ class Steps:
 
     Args:
         run_ahead: whether a step is launched before the tokens of the one before are read.
-        replicas: the other ranks that have a part of the model, if there are any.
+        replicas: draws the tokens, and knows the other ranks that have a part of the model.
         disk_tier: where full blocks are kept beside the pool, if anywhere.
 
     Attributes:
@@ -138,7 +139,7 @@ class Steps:
         rows, requests, num_before = self._completions(step.batch)
         with self._device_work():
             step.sampled = self._replicas.sample(step.logits, rows, requests, num_before)
-            self._replicas.score(step)
+            step.scored = score_prompts(step.logits, step.batch.scheduled)
         known = self._scheduler.requests
         for request in step.sampled.requests:
             if request.seq_id not in known:
@@ -153,7 +154,8 @@ class Steps:
             return
         step = self.in_flight[0]
         with self._device_work():
-            results, scores = self._replicas.read(step)
+            results = self._replicas.read(step.sampled)
+            scores = [(prompt.request, prompt.read()) for prompt in step.scored]
             # A chunk of a prompt has no tokens to wait for. What no step follows leaves nothing
             # lazy: a reader in flight would make each donated write copy a slab.
             mx.eval(step.logits, self._runner.cache.arrays if len(self.in_flight) == 1 else ())
@@ -202,7 +204,7 @@ class Steps:
                     row = step.first_row_of(part) + number
                     with self._device_work():
                         sampled = self._replicas.sample(step.logits, [row], [request])
-                        drawn += self._replicas.read_more(sampled)
+                        drawn += self._replicas.read(sampled)
                     first_entry = -number
                     if not self.in_flight:
                         return False

@@ -2,75 +2,116 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import queue
+import re
 import socket
+import struct
 import threading
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any, cast
 
 import pytest
-from helpers.ranks import FakeGroup
+from helpers.ranks import REPOSITORY, FakeGroup
 
-from mlx_paged.distributed import links, meeting
-from mlx_paged.distributed.links import Kind, Link, write_frame
+from mlx_paged.distributed import links
+from mlx_paged.distributed.links import Link, connection_over
 from mlx_paged.distributed.ranks import Ranks, RanksError
 
 Ends = queue.SimpleQueue[tuple[int, str]]
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[Link, socket.socket, Ends]]:
+def pair() -> Iterator[tuple[Link, Connection, Ends]]:
     """A link to rank 3, the other end of its socket, and what the link says of rank 3's end."""
     ours, theirs = socket.socketpair()
     ends: Ends = queue.SimpleQueue()
     link = Link(ours, 3, lambda peer, reason: ends.put((peer, reason)))
-    yield link, theirs, ends
-    link.close()
+    other = connection_over(theirs, 10)
     theirs.close()
+    yield link, other, ends
+    link.close()
+    other.close()
     ours.close()
 
 
-def test_messages_of_any_size_arrive_in_their_order(pair: tuple[Link, socket.socket, Ends]):
-    link, theirs, _ = pair
-    messages = [b"", b"a" * 3_000_000, b"b"]
+def write(connection: Connection, *messages: object) -> None:
+    for message in messages:
+        connection.send_bytes(json.dumps(message).encode())
+
+
+def test_messages_of_any_size_arrive_in_their_order(pair: tuple[Link, Connection, Ends]):
+    link, other, _ = pair
+    values: list[Any] = [None, "a" * 3_000_000, {"b": [1, -0.5, True]}]
 
     def send() -> None:
-        for message in messages:
-            write_frame(theirs, Kind.PING, b"")
-            write_frame(theirs, Kind.MESSAGE, message)
+        numbers = itertools.count()
+        for value in values:
+            write(other, [next(numbers), "ping", None], [next(numbers), "say", value])
 
     sender = threading.Thread(target=send)
     sender.start()
-    assert [link.receive() for _ in messages] == messages
+    assert [link.receive() for _ in values] == [("say", value) for value in values]
     sender.join()
 
 
-def test_a_goodbye_is_no_failure(pair: tuple[Link, socket.socket, Ends]):
-    link, theirs, ends = pair
-    write_frame(theirs, Kind.MESSAGE, b"the last one")
-    write_frame(theirs, Kind.BYE, b"")
-    assert [link.receive() for _ in range(3)] == [b"the last one", None, None]
+def test_a_goodbye_is_no_failure(pair: tuple[Link, Connection, Ends]):
+    link, other, ends = pair
+    write(other, [0, "say", "the last one"], [1, "bye", None])
+    assert [link.receive() for _ in range(3)] == [("say", "the last one"), None, None]
     assert link.has_left
     assert ends.empty()
 
 
 @pytest.mark.parametrize(
-    ("frame", "reason"),
+    ("said", "reason"),
     [
-        ((Kind.FAILED, b"failed in a step"), "failed in a step"),
-        (None, "died"),
-        (b"GET / HTTP/1.1\r\n\r\n", "died"),
+        (b"", "died"),
+        (b'[0,"failed","failed in a step"]', "failed in a step"),
+        (b'[1,"say",null]', "sent message 1 where 0 was due"),
+        (b'["0","say",null]', "sent message '0' where 0 was due"),
+        (b'[0,"say"]', "sent what is no message"),
+        (b"{}", "sent what is no message"),
+        (b"\x80\x05.", "sent what is no message"),
+        (b"[" * 100_000, "sent what is no message"),
     ],
 )
 def test_any_other_end_is_told_with_its_reason(
-    pair: tuple[Link, socket.socket, Ends], frame: tuple[Kind, bytes] | bytes | None, reason: str
+    pair: tuple[Link, Connection, Ends], said: bytes, reason: str
 ):
-    _, theirs, ends = pair
-    if isinstance(frame, bytes):
-        theirs.sendall(frame)
-    elif frame is not None:
-        write_frame(theirs, *frame)
-    theirs.close()
+    _, other, ends = pair
+    if said:
+        other.send_bytes(said)
+    other.close()
     assert ends.get(timeout=10) == (3, reason)
+
+
+def test_a_message_that_comes_twice_is_refused(pair: tuple[Link, Connection, Ends]):
+    link, other, ends = pair
+    write(other, [0, "say", "once"], [0, "say", "once"])
+    assert ends.get(timeout=10) == (3, "sent message 0 where 1 was due")
+    assert [link.receive() for _ in range(2)] == [("say", "once"), None]
+
+
+@pytest.mark.parametrize(
+    ("header", "reason"),
+    [
+        (struct.pack("!i", 100) + b"[0,", "is lost: got end of file during message"),
+        (struct.pack("!iQ", -1, 1 << 62), "sent what is no message"),  # more than any memory
+    ],
+)
+def test_a_frame_that_is_cut_or_too_large_is_an_end(header: bytes, reason: str):
+    ours, theirs = socket.socketpair()
+    ends: Ends = queue.SimpleQueue()
+    link = Link(ours, 3, lambda peer, said: ends.put((peer, said)))
+    theirs.sendall(header)
+    theirs.shutdown(socket.SHUT_WR)
+    assert ends.get(timeout=10) == (3, reason)
+    link.close()
+    for each in (ours, theirs):
+        each.close()
 
 
 def test_silence_is_an_end(monkeypatch: pytest.MonkeyPatch):
@@ -84,91 +125,116 @@ def test_silence_is_an_end(monkeypatch: pytest.MonkeyPatch):
         each.close()
 
 
-def test_rank_0_takes_callers_that_know_the_secret_and_no_strangers():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        stranger = socket.create_connection(("127.0.0.1", port))
-        write_frame(stranger, Kind.HELLO, b"1 guessed")
-        place = {"hosts": ["127.0.0.1"], "port": port, "secret": "known"}
-        called: list[socket.socket] = []
-        caller = threading.Thread(target=lambda: called.append(meeting._call(place, 1)))
-        caller.start()
-        connections = meeting._accept(listener, "known", 2)
-        caller.join()
-        assert list(connections) == [1]
-        assert connections[1].getpeername() == called[0].getsockname()
-        assert stranger.recv(1) == b""
-        for each in (stranger, called[0], connections[1]):
-            each.close()
-
-
-def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(meeting, "MEETING_SECONDS", 0.05)
-    with (
-        socket.create_server(("127.0.0.1", 0)) as listener,
-        pytest.raises(ConnectionError, match="rank 1, 2 did not connect to rank 0"),
-    ):
-        meeting._accept(listener, "secret", 3)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "expected"),
-    [
-        ("MLX_JACCL_COORDINATOR", "192.168.5.1:9000", "192.168.5.1"),
-        ("MLX_HOSTFILE", '[["[fe80::1]:5000"], ["10.0.0.2:5000"]]', "fe80::1"),
-        ("MLX_HOSTFILE", "broken", None),
-    ],
-)
-def test_the_address_of_rank_0_is_what_the_launcher_was_told(
-    monkeypatch: pytest.MonkeyPatch, tmp_path, name: str, value: str, expected: str | None
+def test_nothing_follows_a_message_that_a_peer_did_not_take_whole(
+    monkeypatch: pytest.MonkeyPatch,
 ):
-    for each in ("MLX_JACCL_COORDINATOR", "MLX_HOSTFILE"):
-        monkeypatch.delenv(each, raising=False)
-    if name == "MLX_HOSTFILE":
-        (tmp_path / "hosts.json").write_text(value)
-        value = str(tmp_path / "hosts.json")
-    monkeypatch.setenv(name, value)
-    assert meeting.launcher_address() == expected
-
-
-def test_ranks_vote_compare_and_leave():
+    monkeypatch.setattr(links, "SILENCE_SECONDS", 0.2)
+    monkeypatch.setattr(links, "PING_SECONDS", 0.01)
+    # Its own silence is another end.
+    monkeypatch.setattr(Link, "_read", lambda link: None)
     ours, theirs = socket.socketpair()
     ends: Ends = queue.SimpleQueue()
+    link = Link(ours, 1, lambda peer, reason: ends.put((peer, reason)))
+    long = "a" * 10_000_000
+    link.send("say", long)
+    assert ends.get_nowait() == (1, "has taken no message for 0 seconds")
+    link.send("say", "later")
+    link.close("failed", "later still")
+    arrived = bytearray()
+    while part := theirs.recv(1 << 20):
+        arrived += part
+    # Pings of any number, and then the beginning of the long message.
+    text = re.sub(rb'.{4}\[\d+,"ping",null\]', b"", arrived, flags=re.S)
+    assert re.fullmatch(rb'.{4}\[\d+,"say","a+', text, re.S)
+    assert len(text) < len(long)
+    assert ends.empty()
+    for each in (ours, theirs):
+        each.close()
 
-    def gone(peer: int, reason: str) -> None:
-        ends.put((peer, reason))
 
-    leader = Ranks(FakeGroup(2, 0), {1: Link(ours, 1, gone)})
-    follower = Ranks(FakeGroup(2, 1), {0: Link(theirs, 0, gone)})
+def test_a_rank_that_ends_waits_for_no_peer_inside_a_frame(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(links, "GOODBYE_SECONDS", 0.05)
+    ours, theirs = socket.socketpair()
+    link = Link(ours, 1, lambda peer, reason: None)
+    sender = threading.Thread(target=link.send, args=("say", "a" * 10_000_000), daemon=True)
+    sender.start()
+    assert theirs.recv(1)  # It sends, and its peer takes no more for now.
+    link.close("failed", "in the middle")
+    arrived = bytearray()
+    while part := theirs.recv(1 << 20):
+        arrived += part
+    sender.join()
+    assert b"in the middle" not in arrived
+    for each in (ours, theirs):
+        each.close()
+
+
+def test_nothing_of_a_message_is_unpickled():
+    package = REPOSITORY / "mlx_paged"
+    modules = [*package.glob("distributed/*.py")]
+    modules += [package / "engine" / f"{name}.py" for name in ("replicas", "following")]
+    modules.append(package / "engine" / "shared_values.py")
+    sources = "".join(module.read_text() for module in modules)
+    assert re.findall(r"pickle|marshal|shelve|(?<![\w.])(?:eval|exec)\(", sources) == []
+    # Others of a connection's methods pickle.
+    calls = re.findall(r"connection\.(\w+)\(", sources)
+    assert set(calls) == {"send_bytes", "recv_bytes"}
+
+
+def ranks_of(size: int, ends: Ends, monkeypatch: pytest.MonkeyPatch) -> tuple[Ranks, Ranks]:
+    """Ranks 0 and 1 in this process, and what would end it."""
+    monkeypatch.setattr(Ranks, "_end", lambda ranks, text: ends.put((ranks.rank, text)))
+    ours, theirs = socket.socketpair()
+    return Ranks(cast(Any, FakeGroup(2, 0)), {1: ours}), Ranks(
+        cast(Any, FakeGroup(2, 1)), {0: theirs}
+    )
+
+
+def test_ranks_vote_compare_and_leave(monkeypatch: pytest.MonkeyPatch):
+    ends: Ends = queue.SimpleQueue()
+    leader, follower = ranks_of(2, ends, monkeypatch)
     told: list[object] = []
 
     def follow() -> None:
-        told.append(follower.minimum(7))
-        told.append(follower.all_can(False))
+        told.append(follower.agree(7, min))
+        told.append(follower.agree(False, all))
         try:
             follower.compare({"the colour": "red"})
         except RanksError as error:
             told.append(str(error))
-        told.append(follower.hear())
+        told.append(follower.receive("say", "step"))
         follower.close()
 
     thread = threading.Thread(target=follow)
     thread.start()
-    assert leader.minimum(9) == 7
-    assert leader.all_can(True) is False
+    assert leader.agree(9, min) == 7
+    assert leader.agree(True, all) is False
     words = "the colour is blue on rank 0 and red on rank 1; it must be the same on all ranks"
     with pytest.raises(RanksError, match=words):
         leader.compare({"the colour": "blue"})
-    leader.tell({"a": 1})
+    leader.send("say", {"a": 1})
     thread.join()
-    assert told == [7, False, f"[ranks] {words}", {"a": 1}]
+    assert told == [7, False, f"[ranks] {words}", ("say", {"a": 1})]
     with pytest.raises(RanksError, match="rank 1 has ended"):
-        leader.gather(1)
+        leader.agree(1, min)
     with pytest.raises(RanksError, match="rank 1 has ended"):
-        leader.tell(1)
+        leader.send("say", 1)
     leader.close()
     with pytest.raises(RanksError, match="rank 0 has ended"):
-        follower.hear()
+        follower.receive("say")
     assert ends.empty()
-    for each in (ours, theirs):
+
+
+def test_a_message_of_another_kind_than_is_due_ends_the_process(monkeypatch: pytest.MonkeyPatch):
+    ends: Ends = queue.SimpleQueue()
+    leader, follower = ranks_of(2, ends, monkeypatch)
+    leader.send("\x1b[2J", 1)
+    follower.receive("step", "abort")
+    follower.send("say", 1)
+    leader.agree(1, min)
+    assert [ends.get_nowait() for _ in range(2)] == [
+        (1, r"ends, since rank 0 sent '\x1b[2J' where step or abort was due"),
+        (0, "ends, since rank 1 sent 'say' where vote was due"),
+    ]
+    for each in (leader, follower):
         each.close()

@@ -12,12 +12,13 @@ import pytest
 from helpers.rank_workloads import CONFIG
 from helpers.ranks import FakeGroup, run_program
 
+from mlx_paged.cache import Sequences
 from mlx_paged.distributed import files_facts
 from mlx_paged.engine.engine import Engine
 from mlx_paged.errors import ArgumentError
 from mlx_paged.loading import demo_model_path
 from mlx_paged.models import qwen3
-from mlx_paged.models.traffic import sent_bytes_per_token
+from mlx_paged.models.kv_cache import make_kv_cache
 
 
 def model_of(**changes: Any) -> qwen3.Model:
@@ -85,15 +86,15 @@ def test_the_ranks_shares_of_a_layer_add_up_to_the_whole(bits: int | None):
     assert error <= 128 * 2**-24 * mx.abs(mlp(x)).max().item() + 1e-6
 
 
-@pytest.mark.parametrize(("num_ranks", "share"), [(2, 1), (4, 1.5)])
-def test_a_rank_sends_its_share_of_two_vectors_for_each_layer_and_token(
-    num_ranks: int, share: float
-):
-    model = model_of()
-    assert sent_bytes_per_token(model) == 0
-    model.shard(FakeGroup(num_ranks))
-    hidden_size, num_layers = CONFIG["hidden_size"], CONFIG["num_hidden_layers"]
-    assert sent_bytes_per_token(model) == 2 * num_layers * hidden_size * 4 * share
+def test_the_ranks_add_up_two_vectors_for_each_layer_and_token(monkeypatch: pytest.MonkeyPatch):
+    """What docs/distributed.md says of the bytes that a step sends."""
+    model, summed = model_of(), []
+    model.shard(FakeGroup(2))
+    monkeypatch.setattr(mx.distributed, "all_sum", lambda x, **_: summed.append(x.shape) or x)
+    cache = make_kv_cache(model, kv_cache_bytes="8blocks", backend="reference")
+    with Sequences(cache).step({"a": 3}):
+        model(mx.zeros((3,), dtype=mx.int32), cache.layers)
+    assert summed == [(3, CONFIG["hidden_size"])] * 2 * CONFIG["num_hidden_layers"]
 
 
 def test_a_model_that_can_not_be_split_says_so():

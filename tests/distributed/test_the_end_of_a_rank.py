@@ -14,7 +14,7 @@ import pytest
 from helpers.ranks import PROGRAMS, Ended, FakeGroup, ends, started
 
 from mlx_paged.distributed.ranks import Ranks
-from mlx_paged.engine.replicas import Leader
+from mlx_paged.engine.replicas import Replicas
 
 SECONDS = 10.0  # in which the others have to end; machines that run tests are slow
 
@@ -40,6 +40,8 @@ def ends_after(fault: str, bad_rank: int, folder: Path, num_ranks: int = 2) -> l
             assert time.monotonic() - begin < SECONDS
         if fault == "silence":
             os.kill(bad.pid, signal.SIGCONT)
+        elif fault == "deaf":
+            bad.kill()
         [last] = ends([bad], SECONDS)
         ended.insert(bad_rank, last)
         return ended
@@ -85,6 +87,15 @@ def test_a_rank_that_falls_silent_ends_the_other(tmp_path: Path):
     assert (other.status, said(other)) == (
         1,
         ["[ranks] rank 0 ends, since rank 1 has said nothing for 2 seconds"],
+    )
+
+
+@pytest.mark.slow
+def test_a_rank_that_takes_no_messages_ends_the_other(tmp_path: Path):
+    other = ends_after("deaf", 1, tmp_path)[0]
+    assert (other.status, said(other)) == (
+        1,
+        ["[ranks] rank 0 ends, since rank 1 has taken no message for 2 seconds"],
     )
 
 
@@ -137,7 +148,7 @@ def test_a_connection_that_mlx_lost_first_is_left_to_the_thread_that_reads_from_
     ends: list[str] = []
     monkeypatch.setattr("mlx_paged.distributed.ranks.time.sleep", waits.append)
     monkeypatch.setattr(Ranks, "_end", lambda _, text: ends.append(text))
-    replica = Leader(Ranks(cast(Any, FakeGroup(2)), {}), run_ahead=False)
+    replica = Replicas(Ranks(cast(Any, FakeGroup(2)), {}), run_ahead=False)
     replica.failed(RuntimeError("[ring] connection to a peer was lost"))
     assert len(waits) == 1
     replica.failed(MemoryError("too large"))

@@ -130,7 +130,10 @@ def _run(engine: Engine, workload: Workload) -> list[RequestOutput]:
 def _answer(output: RequestOutput) -> list[Any]:
     return [
         output.num_cached_tokens,
-        None if output.error is None else repr(output.error),
+        # On other ranks it is of the nearest type that Python itself has.
+        None
+        if output.error is None
+        else [isinstance(output.error, RuntimeError), str(output.error)],
         *[
             [completion.token_ids, completion.finish_reason, completion.stop_reason]
             for completion in output.outputs

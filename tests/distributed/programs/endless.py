@@ -17,8 +17,19 @@ NUM_STEPS = 6
 
 fault, bad_rank = sys.argv[1], int(sys.argv[2])
 is_bad = os.environ["MLX_RANK"] == str(bad_rank)
-if fault == "silence":
+if fault in ("silence", "deaf"):
     links.SILENCE_SECONDS, links.PING_SECONDS = 2.0, 0.3
+receive = links.Connection.recv_bytes
+
+
+def receive_until_deaf(connection, *limit):
+    data = receive(connection, *limit)
+    if b"be deaf" in data:
+        time.sleep(1000)
+    return data
+
+
+links.Connection.recv_bytes = receive_until_deaf
 launch = ModelRunner.launch
 num_launched = 0
 
@@ -51,7 +62,13 @@ def answer():
         engine.step()
 
 
-if fault == "idle":
+if fault == "deaf":
+    print("in the middle", flush=True)
+    if ranks.is_leader:
+        ranks.send("call", "be deaf")
+        ranks.send("call", "a" * 50_000_000)
+    time.sleep(1000)
+elif fault == "idle":
     print("in the middle", flush=True)
     if ranks.is_leader:
         time.sleep(60)
