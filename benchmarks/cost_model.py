@@ -46,10 +46,11 @@ from paged_testing.emulated_metal import emulated_metal
 
 from mlx_paged import ops
 from mlx_paged.ops import attention_plan, kernels
+from mlx_paged.ops.attention_plan import SIMDGROUP_LANES
 from mlx_paged.ops.metal import MetalBackend
 from mlx_paged.ops.metal_sources import read_source
 
-SLABS, ROWS = kernels.AFFINE_SLABS, kernels.AFFINE_ROWS  # dense ones have names of theirs
+SLABS, ROWS = kernels.AFFINE_SLABS, kernels.ROWS  # dense slabs have names of theirs
 KV_BOUND = 1.02
 KV_BOUND_ABOVE = 256  # tokens of context
 DTYPES = {"bf16": mx.bfloat16, "f16": mx.float16, "f32": mx.float32}
@@ -224,10 +225,7 @@ def count_case(case: Case, trace: list[Any]) -> dict[str, Any]:
     kv, metadata = make_slabs(case)
     heads = case.group * case.num_kv_heads
     q = mx.random.normal((case.num_tokens, heads, case.head_dim)).astype(kv.dtype)
-    k, v = (
-        rows.encode(mx.random.normal((case.num_tokens, case.num_kv_heads, case.head_dim)))
-        for rows in (kv.format.key, kv.format.value)
-    )
+    k, v = (mx.random.normal((case.num_tokens, case.num_kv_heads, case.head_dim)) for _ in "kv")
     backend, params = MetalBackend(), ops.AttentionParams(case.head_dim**-0.5, case.window)
     trace.clear()
     if case.has_rows:
@@ -314,6 +312,8 @@ def count_dispatch(call: Any) -> dict[str, Any]:
     def stores(*names: str) -> int:
         return sum(stored.get(name, 0) for name in names)
 
+    # Rows that are encoded are read again, as they are stored, by attention.
+    encodes = "rotated" in call.outputs
     is_partial = bool(call.template.get("PARTIAL", False))
     num_threadgroups = math.prod(
         -(-size // width) for size, width in zip(call.grid, call.threadgroup, strict=True)
@@ -327,13 +327,15 @@ def count_dispatch(call: Any) -> dict[str, Any]:
         "threadgroup_loaded": loads("threadgroup"),
         "threadgroup_stored": stores("threadgroup"),
         "row_parts": call.template.get("ROW_PARTS", 1),
-        "kv_distinct": sum(call.distinct_bytes.get(name, 0) for name in SLABS + ROWS),
+        "kv_distinct": sum(
+            call.distinct_bytes.get(name, 0) for name in SLABS + ROWS if not encodes
+        ),
         "kv_slab_loaded": loads(*SLABS),
         "rows_loaded": loads(*ROWS),
         "rows_stored": stores(*SLABS),
         "queries_loaded": loads("queries"),
         "plan_loaded": loads("plan"),
-        "scalars_loaded": loads("sinks", "softmax_scale"),
+        "scalars_loaded": loads("sinks", "softmax_scale", "num_tokens", "rotation_scale"),
         "partials_loaded": loads("partials"),
         "partials_stored": stores("out") if is_partial else 0,
         "output_stored": 0 if is_partial else stores("out", "keys", "values"),
@@ -414,7 +416,7 @@ def print_counts(cases: list[Case], counts: list[dict[str, Any]]) -> None:
                 str(count["row_parts"]),
                 f"{count['rows_stored']:,}",
                 f"{queries_loaded / count['least']['queries_loaded']:.0f}x",
-                f"{plan_loaded / attention_plan.SIMD_SIZE / count['kv_loaded']:.2%}",
+                f"{plan_loaded / SIMDGROUP_LANES / count['kv_loaded']:.2%}",
                 f"{count['output_stored'] / count['least']['output_stored']:.2f}x",
                 f"{2 * count['partials_stored'] / count['kv_loaded']:.1%}",
                 f"{count['through_cache'] / count['kv_loaded']:.1f}x",
@@ -429,7 +431,7 @@ def print_counts(cases: list[Case], counts: list[dict[str, Any]]) -> None:
                     *case.labels,
                     f"{count['partials_stored']:,}",
                     f"{count['partials_loaded'] / count['partials_stored']:.2f}x",
-                    f"{sum(d['plan_loaded'] for d in merges) / attention_plan.SIMD_SIZE:,.0f}",
+                    f"{sum(d['plan_loaded'] for d in merges) / SIMDGROUP_LANES:,.0f}",
                     f"{sum(d['output_stored'] for d in merges):,}",
                     f"{max(d['threadgroup_bytes'] for d in merges):,}",
                     "/".join(f"{d['barriers_per_threadgroup']:.0f}" for d in merges),

@@ -45,6 +45,15 @@ def verdict_on_kernels(rows: list[Row]) -> list[str]:
     return lines + [f"WRONG: {'; '.join(row['said'])}" for row in wrong]
 
 
+def verdict_on_launches(rows: list[Row]) -> list[str]:
+    dense, *encoded = (row["us_per_launch"] for row in rows)
+    lines = [f"A launch behind another one takes {dense:.1f} us (expected: 2 to 5)."]
+    if encoded:
+        more = max(encoded) - dense
+        lines.append(f"To encode a token's rows takes {more:+.1f} us at most (expected: below 2).")
+    return lines
+
+
 def verdict_on_attention(rows: list[Row]) -> list[str]:
     measured = [row for row in rows if "wrong" not in row]
     lines = [f"WRONG: {row['wrong']}" for row in rows if "wrong" in row]
@@ -103,6 +112,7 @@ VERDICTS: dict[str, Callable[[list[Row]], list[str]]] = {
     "writes": verdict_on_writes,
     "bandwidth": verdict_on_bandwidth,
     "kernels": verdict_on_kernels,
+    "launches": verdict_on_launches,
     "attention": verdict_on_attention,
     "streams": verdict_on_streams,
     "large command buffers": verdict_on_streams,

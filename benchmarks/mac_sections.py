@@ -23,9 +23,10 @@ from decode import QWEN3_0_6B_LAYERS, load_both, random_weights
 from throughput_scenarios import SampleRequest, Scenario
 from throughput_sides import MlxLmBatch, MlxLmOneByOne, PagedEngine, Side
 
-from mlx_paged.ops import AttentionShape, KVFormat, choose
+from mlx_paged.config import KVBits
+from mlx_paged.ops import AttentionShape, KVFormat, KVHandle, SlotMapping, choose
 from mlx_paged.ops.in_place import check_writes_in_place
-from mlx_paged.ops.metal import DECODE_RUNS
+from mlx_paged.ops.metal import DECODE_RUNS, MetalBackend
 from mlx_paged.ops.self_check import WorkingKernels, try_kernels
 
 Row: TypeAlias = dict[str, Any]
@@ -47,6 +48,9 @@ KERNEL_SHAPES = [
     *((128, 2, block_size, F16) for block_size in (8, 32, 64)),
     *((128, 16, 16, dtype) for dtype in (F16, BF16)),
 ]
+
+
+NUM_LAUNCHES = 400
 
 
 @dataclass(frozen=True)
@@ -146,6 +150,33 @@ def measure_kernels(sizes: Sizes, model: str) -> Iterator[Row]:
             "right": found == WorkingKernels(True, True, DECODE_RUNS),
             "said": [str(warning.message) for warning in said],
         }
+
+
+def measure_launches(sizes: Sizes, model: str) -> Iterator[Row]:
+    """What a launch costs that has to wait for the one before, as those of a layer's slabs do: one
+    that copies a token's rows into their slots, and one that encodes them.
+    """
+    if not choose.metal_is_there():
+        yield NEEDS_METAL
+        return
+    backend, dtype = MetalBackend(), "bfloat16"
+    rows = mx.random.normal((1, 8, 128)).astype(mx.bfloat16)
+    for bits in (None, KVBits(8, 8), KVBits(8, 4), KVBits(4, 4)):
+        format = (
+            KVFormat.dense(dtype) if bits is None else KVFormat.quantised(bits, 128, 128, dtype)
+        )
+        kv = KVHandle.allocate(64, 8, 16, 128, 128, format)
+        slots = SlotMapping([17], 16)
+        seconds = []
+        for _ in range(sizes.turns + 1):
+            for _ in range(NUM_LAUNCHES):
+                backend.update(rows, rows, kv, slots)
+            start = time.perf_counter()
+            mx.eval(kv.arrays)
+            seconds.append(time.perf_counter() - start)
+        # The first turn compiles.
+        micros = float(np.median(seconds[1:])) / NUM_LAUNCHES * 1e6
+        yield {"rows": str(format), "us_per_launch": round(micros, 2)}
 
 
 def measure_bandwidth(sizes: Sizes, model: str) -> Iterator[Row]:
@@ -294,6 +325,7 @@ SECTIONS = [
     Section("writes", measure_writes, 20),
     Section("bandwidth", measure_bandwidth, 30),
     Section("kernels", measure_kernels, 110),
+    Section("launches", measure_launches, 10),
     Section("attention", measure_attention, 110),
     Section("streams", measure_streams, 140),
     Section("large command buffers", measure_large_command_buffers, 70, LARGE_COMMAND_BUFFERS),

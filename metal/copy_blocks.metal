@@ -23,10 +23,10 @@ const size_t destination = src_dst_pairs[2 * pair + 1];
 const uint num_key_pieces = num_rows * KEY_PIECES;
 const uint num_value_pieces = num_rows * VALUE_PIECES;
 if (piece < num_key_pieces) {
-  copy_piece<PIECE>(key_slab, source * num_key_pieces + piece, in_place(key_slab),
+  copy_piece<PIECE>(key_slab, source * num_key_pieces + piece, slab_to_write(key_slab),
                     destination * num_key_pieces + piece);
 }
 if (piece < num_value_pieces) {
-  copy_piece<PIECE>(value_slab, source * num_value_pieces + piece, in_place(value_slab),
+  copy_piece<PIECE>(value_slab, source * num_value_pieces + piece, slab_to_write(value_slab),
                     destination * num_value_pieces + piece);
 }

@@ -8,5 +8,6 @@ using Keys = Dense<T, HEAD_DIM>;
 using Values = Dense<T, HEAD_DIM>;
 const typename Keys::Rows stored_keys = {key_slab};
 const typename Values::Rows stored_values = {value_slab};
+constexpr bool TAKES_ROWS = true;
 const typename Keys::Rows new_keys = {key_rows};
 const typename Values::Rows new_values = {value_rows};

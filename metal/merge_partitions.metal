@@ -7,7 +7,7 @@
 //            plan                  int [...], laid out by ops/attention_plan.py
 //            sinks                 float [max(num_heads, 8)], LOWEST for none
 // outputs    out                   T [num_tokens, num_heads, HEAD_DIM]
-// grid       (SIMD_SIZE * MERGE_STREAMS, num_heads, num_tokens),
+// grid       (SIMDGROUP_LANES * MERGE_STREAMS, num_heads, num_tokens),
 //            threadgroup (all of the first, 1, 1)
 
 constexpr int VECTORS = (HEAD_DIM + 127) / 128;
@@ -26,7 +26,7 @@ const int first = row[ROW_FIRST_PARTIAL];
 
 // Find the highest score.
 float highest = LOWEST;
-for (int p = lane; p < num_partitions; p += SIMD_SIZE) {
+for (int p = lane; p < num_partitions; p += SIMDGROUP_LANES) {
   highest =
       max(highest, partials[packed_row<WIDTH>(first + p * stride, head, num_heads) + HEAD_DIM]);
 }
@@ -45,7 +45,7 @@ for (int p = stream; p < num_partitions; p += MERGE_STREAMS) {
   sum = fma(partial[HEAD_DIM + 1], share, sum);
   UNROLL
   for (int v = 0; v < VECTORS; v++) {
-    const int c = lane + v * SIMD_SIZE;
+    const int c = lane + v * SIMDGROUP_LANES;
     if (c < HEAD_DIM / 4) {
       acc[v] = fma(((const device float4*)partial)[c], float4(share), acc[v]);
     }
@@ -54,13 +54,13 @@ for (int p = stream; p < num_partitions; p += MERGE_STREAMS) {
 
 // Combine the streams and store the row.
 threadgroup float stream_sum[MERGE_STREAMS];
-threadgroup float4 stream_acc[MERGE_STREAMS * VECTORS * SIMD_SIZE];
+threadgroup float4 stream_acc[MERGE_STREAMS * VECTORS * SIMDGROUP_LANES];
 if (lane == 0) {
   stream_sum[stream] = sum;
 }
 UNROLL
 for (int v = 0; v < VECTORS; v++) {
-  stream_acc[(stream * VECTORS + v) * SIMD_SIZE + lane] = acc[v];
+  stream_acc[(stream * VECTORS + v) * SIMDGROUP_LANES + lane] = acc[v];
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);
 if (stream == 0) {
@@ -68,14 +68,14 @@ if (stream == 0) {
     sum += stream_sum[s];
     UNROLL
     for (int v = 0; v < VECTORS; v++) {
-      acc[v] += stream_acc[(s * VECTORS + v) * SIMD_SIZE + lane];
+      acc[v] += stream_acc[(s * VECTORS + v) * SIMDGROUP_LANES + lane];
     }
   }
   const float norm = softmax_norm(highest, sum, sinks[head]);
   device vec<T, 4>* to = (device vec<T, 4>*)(out + packed_row<HEAD_DIM>(token, head, num_heads));
   UNROLL
   for (int v = 0; v < VECTORS; v++) {
-    const int c = lane + v * SIMD_SIZE;
+    const int c = lane + v * SIMDGROUP_LANES;
     if (c < HEAD_DIM / 4) {
       to[c] = vec<T, 4>(acc[v] * norm);
     }

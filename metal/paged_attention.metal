@@ -9,8 +9,8 @@
 // as in Flash-Decoding (Dao et al., 2023).
 //
 // What K and V look like is said in front of this body: T, HEAD_DIM, the formats Keys and Values of
-// row_formats.h, stored_keys and stored_values (slabs, written), and new_keys and new_values (rows
-// of num_tokens, or anything if no rows come from inputs).
+// row_formats.h, stored_keys and stored_values (slabs, written if rows come from inputs),
+// TAKES_ROWS (whether they may), and new_keys and new_values (rows of num_tokens, or anything).
 //
 // template   Out (T, or float for partials), BLOCK_SIZE,
 //            GROUP (query heads per KV head), RUN (query tokens per sequence, at most),
@@ -27,7 +27,7 @@
 //                                  [num_partial_rows, num_heads, HEAD_DIM + 4]: values, highest score
 //                                  in base 2, sum, 0, 0
 //            fence_out             int [8]
-// grid       (SIMD_SIZE * STREAMS * ROW_SPLITS, num_kv_heads * ROW_PARTS, num_partitions),
+// grid       (SIMDGROUP_LANES * STREAMS * ROW_SPLITS, num_kv_heads * ROW_PARTS, num_partitions),
 //            threadgroup (all of the first, 1, 1)
 
 using KeyLoad = typename Keys::Load;
@@ -44,9 +44,9 @@ constexpr int UNITS = LOADS * PARTS;  // float4s of a row in each lane
 constexpr int QUERY_PARTS = 4 / sizeof(T);
 constexpr int QUERY_LOADS = PARTS / QUERY_PARTS;
 // Neighbours that hold what shares a scaling.
-constexpr int SHARERS = Keys::SCALE_LOADS > LANES ? LANES : Keys::SCALE_LOADS;
+constexpr int SHARERS = int(Keys::SCALE_LOADS) > LANES ? int(LANES) : int(Keys::SCALE_LOADS);
 // A chunk is a step or several of one key per subgroup of LANES lanes, and lies in one block.
-constexpr int SUBGROUPS = SIMD_SIZE / LANES;
+constexpr int SUBGROUPS = SIMDGROUP_LANES / LANES;
 constexpr int STEPS = BLOCK_SIZE / SUBGROUPS > 4 ? 4 : BLOCK_SIZE / SUBGROUPS;
 constexpr int CHUNK_SIZE = STEPS * SUBGROUPS;
 constexpr int SIMDGROUP_ROWS =
@@ -73,7 +73,7 @@ if (threadgroup_position_in_grid.y == 0 && threadgroup_position_in_grid.z == 0) 
 
 // Read the plan.
 const int window = plan[PLAN_WINDOW];
-const bool has_rows = plan[PLAN_HAS_ROWS];
+const bool has_rows = TAKES_ROWS && plan[PLAN_HAS_ROWS];
 const device int* work = plan + PLAN_WORK + threadgroup_position_in_grid.z * WORK_FIELDS;
 const int context_len = work[WORK_CONTEXT_LEN];
 const int query_len = RUN == 1 ? 1 : work[WORK_QUERY_LEN];
@@ -130,10 +130,10 @@ for (int n = 0; n < NEW_TURNS && first_new + n * NEW_KEYS < end; n++) {
       Keys::template block_rows<BLOCK_SIZE>(stored_keys, block_id, offset, kv_head, num_kv_heads);
   const typename Values::Rows value_slot = Values::template block_rows<BLOCK_SIZE>(
       stored_values, block_id, offset, kv_head, num_kv_heads);
-  const typename Keys::Rows key_from = Keys::choose(
-      has_rows, Keys::packed_rows(new_keys, token, kv_head, num_kv_heads), key_slot);
-  const typename Values::Rows value_from = Values::choose(
-      has_rows, Values::packed_rows(new_values, token, kv_head, num_kv_heads), value_slot);
+  const typename Keys::Rows key_from =
+      Keys::newest(has_rows, new_keys, token, kv_head, num_kv_heads, key_slot);
+  const typename Values::Rows value_from =
+      Values::newest(has_rows, new_values, token, kv_head, num_kv_heads, value_slot);
   KeyLoad key[LOADS];
   ValueLoad value[LOADS];
   UNROLL
@@ -152,10 +152,6 @@ for (int n = 0; n < NEW_TURNS && first_new + n * NEW_KEYS < end; n++) {
         Keys::store(key_slot, c, key[n]);
         Values::store(value_slot, c, value[n]);
       }
-    }
-    if (column % SHARERS == 0 && column < ROW_LOADS) {
-      Keys::copy_scaling(key_slot, key_from, scale_group);
-      Values::copy_scaling(value_slot, value_from, scale_group);
     }
   }
   UNROLL
@@ -301,12 +297,12 @@ threadgroup float stream_highest[STREAMS * THREADGROUP_ROWS];
 threadgroup float stream_sum[STREAMS * THREADGROUP_ROWS];
 UNROLL
 for (int i = 0; i < SIMDGROUP_ROWS; i++) {
-  const float top = max_over_lanes<LANES, SIMD_SIZE>(highest[i]);
+  const float top = max_over_lanes<LANES, SIMDGROUP_LANES>(highest[i]);
   const float share = fast::exp2(highest[i] - top);
   // The lanes of a turn, and those of other scalings, hold the same.
-  const float total = sum_over_lanes<LANES, SIMD_SIZE>(
+  const float total = sum_over_lanes<LANES, SIMDGROUP_LANES>(
       sum_over_lanes<SHARERS / STEPS, SHARERS>(sum[i] * share));
-  const float bias = sum_over_lanes<LANES, SIMD_SIZE>(
+  const float bias = sum_over_lanes<LANES, SIMDGROUP_LANES>(
       sum_over_lanes<SHARERS / STEPS, SHARERS>(bias_sum[i] * share));
   const int row = (stream * ROW_SPLITS + split) * SIMDGROUP_ROWS + i;
   if (lane == 0) {
@@ -318,7 +314,7 @@ for (int i = 0; i < SIMDGROUP_ROWS; i++) {
     float4 value = acc[i][u] * share;
     UNROLL
     for (int e = 0; e < 4; e++) {
-      value[e] = sum_over_lanes<LANES, SIMD_SIZE>(value[e]);
+      value[e] = sum_over_lanes<LANES, SIMDGROUP_LANES>(value[e]);
     }
     const int c = (column + u / PARTS * LANES) * PARTS + u % PARTS;
     if (subgroup == 0 && (EVEN || c < ROW_UNITS)) {
@@ -330,7 +326,7 @@ threadgroup_barrier(mem_flags::mem_threadgroup);
 
 // Combine the streams and store the rows, or their partials: each thread takes four elements.
 constexpr int OUT_WIDTH = PARTIAL ? HEAD_DIM + 4 : HEAD_DIM;
-constexpr int NUM_THREADS = SIMD_SIZE * STREAMS * ROW_SPLITS;
+constexpr int NUM_THREADS = SIMDGROUP_LANES * STREAMS * ROW_SPLITS;
 const int num_stored = min(THREADGROUP_ROWS, num_rows - row_part * THREADGROUP_ROWS);
 for (int n = thread_index_in_threadgroup; n < num_stored * ROW_UNITS; n += NUM_THREADS) {
   const int row = n / ROW_UNITS;

@@ -6,8 +6,8 @@
 //   device constant threadgroup thread       address spaces
 //   half half2 half4 bfloat float4 vec<T, 4> element types (T comes in as a template parameter)
 //   uint2 uint4 as_type                      their bits
-//   fma max min fast::exp2                   arithmetic
-//   simd_shuffle_xor simd_max                32 lanes of a simdgroup
+//   fma max min rint fast::exp2              arithmetic
+//   simd_shuffle simd_shuffle_xor simd_max   32 lanes of a simdgroup
 //   threadgroup_barrier(mem_flags::mem_threadgroup)
 //   thread_position_in_grid threads_per_grid threadgroup_position_in_grid threadgroups_per_grid
 //   thread_index_in_threadgroup thread_index_in_simdgroup simdgroup_index_in_threadgroup
@@ -17,7 +17,7 @@
 
 #define UNROLL _Pragma("clang loop unroll(full)")
 
-constant constexpr int SIMD_SIZE = 32;
+constant constexpr int SIMDGROUP_LANES = 32;
 // Simdgroups that share the partitions of one row when they are merged.
 constant constexpr int MERGE_STREAMS = 8;
 // Below every score, and finite: fast::exp2 need not know infinities.
@@ -44,7 +44,7 @@ constant constexpr int ROW_FIRST_PARTIAL = 0, ROW_STRIDE = 1, ROW_NUM_PARTITIONS
 // Slabs come in as const inputs, because an output would be a new array. A kernel that writes
 // through this binds the fence of every earlier reader and writer, and emits the next one.
 template <typename T>
-device T* in_place(const device T* slab) {
+device T* slab_to_write(const device T* slab) {
   return (device T*)slab;
 }
 
@@ -118,7 +118,7 @@ void copy_piece(const device T* source, size_t from, device T* destination, size
 }
 
 // Sums over the lanes whose numbers differ in the bits FROM to TO / 2: over neighbours from 1 on,
-// over what lies LANES apart up to SIMD_SIZE.
+// over what lies LANES apart up to SIMDGROUP_LANES.
 template <int FROM, int TO>
 float sum_over_lanes(float value) {
   UNROLL

@@ -24,13 +24,13 @@ if (slot >= 0) {
   const int offset = slot % BLOCK_SIZE;
   if (piece < KEY_PIECES) {
     copy_piece<PIECE>(
-        key_rows, packed_row<KEY_PIECES>(row, kv_head, num_kv_heads) + piece, in_place(key_slab),
+        key_rows, packed_row<KEY_PIECES>(row, kv_head, num_kv_heads) + piece, slab_to_write(key_slab),
         slab_row<BLOCK_SIZE, KEY_PIECES>(block_id, offset, kv_head, num_kv_heads) + piece);
   }
   if (piece < VALUE_PIECES) {
     copy_piece<PIECE>(
         value_rows, packed_row<VALUE_PIECES>(row, kv_head, num_kv_heads) + piece,
-        in_place(value_slab),
+        slab_to_write(value_slab),
         slab_row<BLOCK_SIZE, VALUE_PIECES>(block_id, offset, kv_head, num_kv_heads) + piece);
   }
 }

@@ -17,7 +17,9 @@
 //   Load, LOAD_SIZE        what a lane loads at a time, and how many elements that is
 //   SCALE_LOADS            loads of a row that share a scaling
 //   Scaling                what makes elements of numbers
-//   block_rows, packed_rows, choose, load, store, scaling, copy_scaling   memory
+//   block_rows, load, store, scaling   memory
+//   newest               where the row of a new token is: among rows, or in its slot
+//   encode               (Affine) stores a row of floats
 //   floats                 elements 4 * part to 4 * part + 3 of a load: numbers without scaling
 //   prepare_query          what queries become before they meet floats of keys
 //   scaled                 a product of queries and floats of keys, scaled
@@ -32,6 +34,9 @@
 template <typename T>
 struct Packed;
 
+template <typename T, int LANES, int LOADS>
+float queries_to_halves(thread uint4 (&query)[LOADS]);
+
 template <>
 struct Packed<float> {
   static float4 floats(uint4 load, int) {
@@ -44,7 +49,7 @@ struct Packed<float> {
     return as_type<uint4>(as_type<float4>(load) * factor);
   }
   template <int LANES, int LOADS>
-  static float prepare_query(thread uint4 (&)[LOADS]) {
+  static float prepare_query(thread uint4 (&query)[LOADS]) {
     return 1;
   }
 };
@@ -62,7 +67,7 @@ struct Packed<half> {
                  as_type<uint2>(half4(floats(load, 1) * factor)));
   }
   template <int LANES, int LOADS>
-  static float prepare_query(thread uint4 (&)[LOADS]) {
+  static float prepare_query(thread uint4 (&query)[LOADS]) {
     return 1;
   }
 };
@@ -82,7 +87,9 @@ struct Packed<bfloat> {
     return Packed<half>::query_times(load, factor);
   }
   template <int LANES, int LOADS>
-  static float prepare_query(thread uint4 (&query)[LOADS]);
+  static float prepare_query(thread uint4 (&query)[LOADS]) {
+    return queries_to_halves<bfloat, LANES>(query);
+  }
 };
 
 // Queries are used once per key and row, and the multiplier takes a half as it is. So they become
@@ -108,11 +115,6 @@ float queries_to_halves(thread uint4 (&query)[LOADS]) {
   return power;
 }
 
-template <int LANES, int LOADS>
-float Packed<bfloat>::prepare_query(thread uint4 (&query)[LOADS]) {
-  return queries_to_halves<bfloat, LANES>(query);
-}
-
 template <typename T, int WIDTH>
 struct Dense {
   struct Rows {
@@ -120,29 +122,33 @@ struct Dense {
   };
   using Load = uint4;
   static constant constexpr int LOAD_SIZE = 16 / sizeof(T);
-  static constant constexpr int SCALE_LOADS = SIMD_SIZE;
-  struct Scaling {};
+  static constant constexpr int SCALE_LOADS = SIMDGROUP_LANES;
+  struct Scaling {
+    float none;
+  };
 
   template <int BLOCK_SIZE>
   static Rows block_rows(Rows slab, int block_id, int offset, int kv_head, int num_kv_heads) {
-    return {slab.elements + slab_row<BLOCK_SIZE, WIDTH>(block_id, offset, kv_head, num_kv_heads)};
+    Rows rows;
+    rows.elements =
+        slab.elements + slab_row<BLOCK_SIZE, WIDTH>(block_id, offset, kv_head, num_kv_heads);
+    return rows;
   }
-  static Rows packed_rows(Rows rows, int token, int kv_head, int num_kv_heads) {
-    return {rows.elements + packed_row<WIDTH>(token, kv_head, num_kv_heads)};
-  }
-  static Rows choose(bool first, Rows one, Rows other) {
-    return {first ? one.elements : other.elements};
+  static Rows newest(bool has_rows, Rows rows, int token, int kv_head, int num_kv_heads,
+                     Rows slot) {
+    const device T* row = rows.elements + packed_row<WIDTH>(token, kv_head, num_kv_heads);
+    rows.elements = has_rows ? row : slot.elements;
+    return rows;
   }
   static Load load(Rows rows, uint at) {
     return ((const device Load*)rows.elements)[at];
   }
   static void store(Rows rows, uint at, Load value) {
-    ((device Load*)in_place(rows.elements))[at] = value;
+    ((device Load*)slab_to_write(rows.elements))[at] = value;
   }
   static Scaling scaling(Rows, uint, int) {
-    return {};
+    return {0};
   }
-  static void copy_scaling(Rows, Rows, int) {}
 
   static float4 floats(Load load, int part) {
     return Packed<T>::floats(load, part);
@@ -168,8 +174,14 @@ struct Dense {
 // The least half: a half whose lower bits are n is n times as large.
 constant constexpr float LEAST_HALF = 1.0f / 16777216;
 
+// What numbers of a group count: the first one stands for the bias.
+struct Steps {
+  float scale;
+  float bias;
+};
+
 // Eight numbers of BITS bits as floats, times LEAST_HALF; those in odd places are ODD times as large
-// again.
+// again. Back, they are packed, and steps says what they count between the ends of a range.
 template <int BITS>
 struct Numbers;
 
@@ -182,6 +194,20 @@ struct Numbers<8> {
     const half2 even = as_type<half2>(word & 0x00ff00ffu);
     const half2 odd = as_type<half2>(word >> 8 & 0x00ff00ffu);
     return float4(float(even.x), float(odd.x), float(even.y), float(odd.y));
+  }
+  static Load pack(thread uint (&n)[8]) {
+    return uint2(n[0] | n[1] << 8 | n[2] << 16 | n[3] << 24,
+                 n[4] | n[5] << 8 | n[6] << 16 | n[7] << 24);
+  }
+  // From the end of the range that is farther from zero, in steps of which zero is one.
+  static Steps steps(float low, float high) {
+    const bool from_low = max(low, -low) > max(high, -high);
+    const float end = from_low ? low : high;
+    const float least = max((high - low) / 255, 1e-7f);
+    const float step = from_low ? least : -least;
+    const float zero = rint(end / step);
+    const float whole = end / (zero == 0 ? 1 : zero);
+    return {zero == 0 ? step : whole, zero == 0 ? 0 : end};
   }
 };
 
@@ -197,7 +223,117 @@ struct Numbers<4> {
     return part == 0 ? float4(float(a.x), float(b.x), float(c.x), float(d.x))
                      : float4(float(a.y), float(b.y), float(c.y), float(d.y));
   }
+  static Load pack(thread uint (&n)[8]) {
+    return n[0] | n[1] << 4 | n[2] << 8 | n[3] << 12 | n[4] << 16 | n[5] << 20 | n[6] << 24 |
+           n[7] << 28;
+  }
+  // From the upper end. Of so few steps, one to reach zero would be much.
+  static Steps steps(float low, float high) {
+    return {(low - high) / 15, high};
+  }
 };
+
+// A row of WIDTH numbers over the LANES lanes that encode it, LOADS loads of eight in each, LANES
+// apart. Lanes behind its end have a copy of its last load.
+template <int WIDTH>
+struct RowLoads {
+  static constant constexpr int LANES =
+      WIDTH > 128 ? 32 : WIDTH > 64 ? 16 : WIDTH > 32 ? 8 : 4;
+  static constant constexpr int LOADS = (WIDTH / 8 + LANES - 1) / LANES;
+};
+
+template <typename T, int WIDTH>
+void load_floats(const device T* from, int lane,
+                 thread float (&row)[RowLoads<WIDTH>::LOADS * 8]) {
+  UNROLL
+  for (int n = 0; n < RowLoads<WIDTH>::LOADS; n++) {
+    const int at = min(lane + n * RowLoads<WIDTH>::LANES, WIDTH / 8 - 1);
+    UNROLL
+    for (int part = 0; part < 2; part++) {
+      constexpr bool IS_ONE_LOAD = sizeof(T) == 2;
+      const uint4 load = ((const device uint4*)from)[IS_ONE_LOAD ? at : 2 * at + part];
+      const float4 four = Packed<T>::floats(load, IS_ONE_LOAD ? part : 0);
+      UNROLL
+      for (int i = 0; i < 4; i++) {
+        row[n * 8 + part * 4 + i] = four[i];
+      }
+    }
+  }
+}
+
+template <typename T, int WIDTH>
+void store_floats(device T* to, int lane, thread float (&row)[RowLoads<WIDTH>::LOADS * 8]) {
+  UNROLL
+  for (int n = 0; n < RowLoads<WIDTH>::LOADS; n++) {
+    const int at = lane + n * RowLoads<WIDTH>::LANES;
+    UNROLL
+    for (int part = 0; part < 2; part++) {
+      const thread float* four = row + n * 8 + part * 4;
+      if (at < WIDTH / 8) {
+        ((device vec<T, 4>*)to)[2 * at + part] =
+            vec<T, 4>(float4(four[0], four[1], four[2], four[3]));
+      }
+    }
+  }
+}
+
+// Which elements of each row of MLX's Hadamard matrix of 12 are -1, from the lowest bit on.
+constant constexpr ushort NEGATIVE_OF_12[12] = {0x002, 0xaab, 0x3c8, 0x96e, 0xf20, 0x5ba,
+                                                0xc8c, 0x6e6, 0x23c, 0xb96, 0x8f0, 0xe5a};
+
+// Multiplies a row by the normalised Hadamard matrix, in the order of mx.hadamard_transform on a
+// CPU: sums and differences of neighbours, then of what lies 2, 4 and so on apart; of the twelve
+// parts of a row of 96, sums of all, each by its sign.
+template <int WIDTH>
+void rotate(thread float (&row)[RowLoads<WIDTH>::LOADS * 8], int lane, int lane_of_32,
+            float scale) {
+  constexpr int LANES = RowLoads<WIDTH>::LANES, LOADS = RowLoads<WIDTH>::LOADS;
+  UNROLL
+  for (int n = 0; n < LOADS * 8; n += 8) {
+    UNROLL
+    for (int distance = 1; distance < 8; distance *= 2) {
+      UNROLL
+      for (int i = 0; i < 8; i++) {
+        if ((i & distance) == 0) {
+          const float first = row[n + i], second = row[n + i + distance];
+          row[n + i] = first + second;
+          row[n + i + distance] = first - second;
+        }
+      }
+    }
+  }
+  if (WIDTH == 96) {
+    const uint negative = NEGATIVE_OF_12[min(lane, 11)];
+    UNROLL
+    for (int i = 0; i < 8; i++) {
+      float sum = 0;
+      for (int part = 0; part < 12; part++) {
+        const float other = simd_shuffle(row[i], ushort(lane_of_32 - lane + part));
+        sum = (negative >> part & 1) != 0 ? sum - other : sum + other;
+      }
+      row[i] = sum;
+    }
+  } else {
+    UNROLL
+    for (int distance = 1; distance < LANES; distance *= 2) {
+      UNROLL
+      for (int i = 0; i < LOADS * 8; i++) {
+        const float other = simd_shuffle_xor(row[i], distance);
+        row[i] = (lane & distance) == 0 ? row[i] + other : other - row[i];
+      }
+    }
+    UNROLL
+    for (int i = 0; i < LOADS * 8 / 2 && LOADS == 2; i++) {
+      const float first = row[i], second = row[i + 8];
+      row[i] = first + second;
+      row[i + 8] = first - second;
+    }
+  }
+  UNROLL
+  for (int i = 0; i < LOADS * 8; i++) {
+    row[i] *= scale;
+  }
+}
 
 template <typename T, int WIDTH, int BITS, int SCALE_GROUP>
 struct Affine {
@@ -223,31 +359,54 @@ struct Affine {
   static Rows block_rows(Rows slab, int block_id, int offset, int kv_head, int num_kv_heads) {
     const size_t at = slab_row<BLOCK_SIZE, ROW_BYTES>(block_id, offset, kv_head, num_kv_heads);
     const uint row = (uint(block_id) * uint(num_kv_heads) + kv_head) * BLOCK_SIZE + offset;
-    return {(const device uint*)((const device uchar*)slab.numbers + at), slab.scales,
-            slab.biases, row * ROW_SCALES};
+    slab.numbers = (const device uint*)((const device uchar*)slab.numbers + at);
+    slab.first_scale = row * ROW_SCALES;
+    return slab;
   }
-  static Rows packed_rows(Rows rows, int token, int kv_head, int num_kv_heads) {
-    const uint row = uint(token) * uint(num_kv_heads) + kv_head;
-    return {rows.numbers + packed_row<ROW_BYTES / 4>(token, kv_head, num_kv_heads), rows.scales,
-            rows.biases, row * ROW_SCALES};
-  }
-  static Rows choose(bool first, Rows one, Rows other) {
-    return {first ? one.numbers : other.numbers, first ? one.scales : other.scales,
-            first ? one.biases : other.biases, first ? one.first_scale : other.first_scale};
+  static Rows newest(bool, Rows, int, int, int, Rows slot) {
+    return slot;
   }
   static Load load(Rows rows, uint at) {
     return ((const device Load*)rows.numbers)[at];
   }
   static void store(Rows rows, uint at, Load value) {
-    ((device Load*)in_place(rows.numbers))[at] = value;
+    ((device Load*)slab_to_write(rows.numbers))[at] = value;
   }
   static Scaling scaling(Rows rows, uint row, int group) {
     const uint at = rows.first_scale + row * ROW_SCALES + group;
     return {float(rows.scales[at]) * (1 / LEAST_HALF), float(rows.biases[at])};
   }
-  static void copy_scaling(Rows to, Rows from, int group) {
-    in_place(to.scales)[to.first_scale + group] = from.scales[from.first_scale + group];
-    in_place(to.biases)[to.first_scale + group] = from.biases[from.first_scale + group];
+
+  // Stores a row of floats.
+  static void encode(Rows slot, thread float (&row)[RowLoads<WIDTH>::LOADS * 8], int lane) {
+    UNROLL
+    for (int n = 0; n < RowLoads<WIDTH>::LOADS; n++) {
+      float low = row[n * 8], high = row[n * 8];
+      UNROLL
+      for (int i = 1; i < 8; i++) {
+        low = min(low, row[n * 8 + i]);
+        high = max(high, row[n * 8 + i]);
+      }
+      high = max_over_lanes<1, SCALE_LOADS>(high);
+      low = -max_over_lanes<1, SCALE_LOADS>(-low);
+      const Steps steps = Numbers<BITS>::steps(low, high);
+      const float divisor = steps.scale == 0 ? 1 : steps.scale;
+      uint numbers[8];
+      UNROLL
+      for (int i = 0; i < 8; i++) {
+        const float number = rint((row[n * 8 + i] - steps.bias) / divisor);
+        numbers[i] = uint(min(max(number, 0.0f), float((1 << BITS) - 1)));
+      }
+      const int at = lane + n * RowLoads<WIDTH>::LANES;
+      if (at < WIDTH / 8) {
+        store(slot, at, Numbers<BITS>::pack(numbers));
+        if (at % SCALE_LOADS == 0) {
+          const uint group = slot.first_scale + at / SCALE_LOADS;
+          slab_to_write(slot.scales)[group] = T(steps.scale);
+          slab_to_write(slot.biases)[group] = T(steps.bias);
+        }
+      }
+    }
   }
 
   static float4 floats(Load load, int part) {

@@ -90,7 +90,7 @@ def test_what_kernels_keep_can_be_used_by_a_thread_that_did_not_make_it(
 def attend(problem: PagedProblem) -> mx.array:
     kv = dense_handle(problem.kv.k[0], problem.kv.v[0])
     rows = mx.ones((problem.q.shape[0], kv.num_kv_heads, kv.key_dim))
-    decoded = METAL.update_and_attend(problem.q, (rows,), (rows,), kv, *problem.args[2:])
+    decoded = METAL.update_and_attend(problem.q, rows, rows, kv, *problem.args[2:])
     return decoded + METAL.attend(problem.q, kv, *problem.args[2:])
 
 

@@ -150,13 +150,18 @@ def test_a_side_that_fails_leaves_the_others(monkeypatch):
 
 
 @pytest.mark.slow
-def test_kernels_are_tried_where_there_is_metal(compiler):
+def test_kernels_are_tried_and_launches_timed_where_there_is_metal(compiler, monkeypatch):
+    monkeypatch.setattr(mac_sections, "NUM_LAUNCHES", 2)
     with emulated_metal(Checks.quick(), tries_kernels=True):
         (row,) = mac_sections.measure_kernels(SIZES["quick"], "random")
         (writes,) = mac_sections.measure_writes(SIZES["quick"], "random")
+        launches = list(mac_sections.measure_launches(SIZES["quick"], "random"))
     assert row["right"] and row["said"] == [] and row["seconds"] > 0
     assert row["shape"].startswith("bfloat16, head_dim 128, blocks of 16, 2 query heads")
     assert writes == {"failure": None}
+    four, eight = "4 bits in groups of 64", "8 bits in groups of 64"
+    assert [row["rows"] for row in launches] == ["bfloat16", eight, f"K {eight}, V {four}", four]
+    assert all(row["us_per_launch"] > 0 for row in launches)
 
 
 # The card
@@ -206,6 +211,26 @@ VERDICTS = {
                 "WRONG: b is wrong",
             ],
         )
+    ],
+    "launches": [
+        (
+            result(
+                {"rows": "bfloat16", "us_per_launch": 3.0},
+                {"rows": "8 bits", "us_per_launch": 3.5},
+                {"rows": "4 bits", "us_per_launch": 4.2},
+            ),
+            [
+                "A launch behind another one takes 3.0 us (expected: 2 to 5).",
+                "To encode a token's rows takes +1.2 us at most (expected: below 2).",
+            ],
+        ),
+        (
+            result({"rows": "bfloat16", "us_per_launch": 3.0}, ended="stopped after 10 s"),
+            [
+                "A launch behind another one takes 3.0 us (expected: 2 to 5).",
+                "Not complete: stopped after 10 s.",
+            ],
+        ),
     ],
     "attention": [
         (

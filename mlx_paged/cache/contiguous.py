@@ -116,9 +116,10 @@ class ContiguousLayerKV(LayerKV):
         # A view that stays alive would make the next write copy the whole array behind it.
         self.rows, self._dense = (), []
 
-    def write(self, k: Parts, v: Parts) -> None:
+    def update(self, k: mx.array, v: mx.array) -> None:
+        (k,), (v,) = self.spec.format.encode(k, v)
         step = self.step
-        new_keys, new_values = k[0].swapaxes(0, 1)[None], v[0].swapaxes(0, 1)[None]
+        new_keys, new_values = k.swapaxes(0, 1)[None], v.swapaxes(0, 1)[None]
         row, dense = 0, []
         for rows, end, num_new in zip(self.rows, step.context_lens, step.query_lens, strict=True):
             chosen = slice(row, row + num_new)

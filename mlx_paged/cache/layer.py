@@ -84,15 +84,9 @@ class LayerKV(ABC):
         """``[num_tokens] int32``, where each new token is in its sequence (mlx-lm's name)."""
         return self.step.positions
 
+    @abstractmethod
     def update(self, k: mx.array, v: mx.array) -> None:
         """Write the step's rows, ``[num_tokens, num_kv_heads, key_dim]`` and ``value_dim``."""
-        self.write(*self.spec.format.encode(k, v))
-
-    @abstractmethod
-    def write(self, k: Parts, v: Parts) -> None:
-        """Write the step's rows as the format stores them, ``[num_tokens, num_kv_heads, width]``
-        each part.
-        """
 
     @abstractmethod
     def stored_rows(self, table: BlockTable) -> tuple[Parts, Parts]:

@@ -36,6 +36,7 @@ class DecodeArrays(NamedTuple):
 
     positions: mx.array  # [num_tokens] int32
     plans: list[mx.array]  # in the order of ``DecodeShape.plans``
+    slots: list[mx.array]  # of each group, packed; none where kernels take them from plans
     keys: list[Parts]  # the K slabs of each layer
     values: list[Parts]  # the V slabs of each layer
     fences: list[mx.array]  # of each slab

@@ -39,8 +39,6 @@ RotateKeys: TypeAlias = Callable[[int, mx.array, int], mx.array]
 class PagedLayerKV(LayerKV):
     """One layer on its slabs ``[num_blocks, num_kv_heads, block_size, width]``, which it may share
     with layers of other groups.
-
-    This is where queries and keys are rotated, if the format does so: ``encode`` rotates keys.
     """
 
     def __init__(self, spec: LayerSpec, backend: Backend, kv: KVHandle):
@@ -48,8 +46,8 @@ class PagedLayerKV(LayerKV):
         self.kv = kv
         self._backend = backend
 
-    def write(self, k: Parts, v: Parts) -> None:
-        self._backend.reshape_and_cache(k, v, self.kv, self.step.slot_mapping)
+    def update(self, k: mx.array, v: mx.array) -> None:
+        self._backend.update(k, v, self.kv, self.step.slot_mapping)
 
     def update_and_attend(
         self,
@@ -64,16 +62,13 @@ class PagedLayerKV(LayerKV):
             self.update(k, v)
             return self.attend(q, scale=scale, sinks=sinks)
         params = AttentionParams(scale, self.spec.window, sinks)
-        q = self.spec.format.rotated(q)
-        key_parts, value_parts = self.spec.format.encode(k, v)
         return compute_meanwhile(
-            self._backend.update_and_attend(q, key_parts, value_parts, self.kv, self.step, params)
+            self._backend.update_and_attend(q, k, v, self.kv, self.step, params)
         )
 
     def attend(self, q: mx.array, *, scale: float, sinks: mx.array | None = None) -> mx.array:
         params = AttentionParams(scale, self.spec.window, sinks)
         step = self.step if q.shape[0] == self.step.num_tokens else self.step.logit_queries
-        q = self.spec.format.rotated(q)
         return compute_meanwhile(self._backend.attend(q, self.kv, step, params))
 
     def update_and_attend_latents(
@@ -90,7 +85,7 @@ class PagedLayerKV(LayerKV):
         self, run: AttentionMetadata, k: mx.array, v: mx.array, num_before: int | None = None
     ) -> tuple[mx.array, mx.array]:
         form, (table,), (context_len,) = self.spec.format, run.block_tables, run.context_lens
-        self._backend.reshape_and_cache(*form.encode(k, v), self.kv, run.slot_mapping)
+        self._backend.update(k, v, self.kv, run.slot_mapping)
         first = 0
         if num_before is not None:
             first = max(0, context_len - run.num_tokens - num_before)
@@ -241,8 +236,10 @@ class PagedKVCache(KVCache):
                 shapes.append(PlanShape(group, key, *sizes))
                 arrays.append(plan.array)
         shape = DecodeShape(step.num_tokens, slabs[0].num_blocks, opened, tuple(shapes))
+        encodes = any(kv.format.kernels.encode is not None for kv in slabs)
+        slots = [each.slot_mapping.packed for each in self._steps] if encodes else []
         inputs = DecodeArrays(
-            step.positions, arrays, [kv.k for kv in slabs], [kv.v for kv in slabs], fences
+            step.positions, arrays, slots, [kv.k for kv in slabs], [kv.v for kv in slabs], fences
         )
         return OpenDecode(shape, inputs, slabs)
 

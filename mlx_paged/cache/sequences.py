@@ -286,7 +286,7 @@ class Sequences:
         self._check_rows(k, v)
         with self.step({seq: k[0].shape[0]}):
             for index, layer in enumerate(self.cache.layers):
-                layer.write(*layer.spec.format.encode(k[index], v[index]))
+                layer.update(k[index], v[index])
                 mx.eval(self.cache.arrays)
 
     def _check_rows(self, k: LayerRows, v: LayerRows) -> None:

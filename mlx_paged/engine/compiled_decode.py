@@ -150,7 +150,11 @@ def traced_layers(
     for plan, array in zip(shape.plans, arrays.plans, strict=True):
         made = AttentionPlan(array, plan.num_partitions, plan.num_partial_rows)
         plans[plan.group][plan.key] = made
-    steps = [traced_decode(config.block_size, arrays.positions, each) for each in plans]
+    slots: Sequence[mx.array | None] = arrays.slots or [None] * len(plans)
+    steps = [
+        traced_decode(config.block_size, arrays.positions, *each)
+        for each in zip(plans, slots, strict=True)
+    ]
     kept = [cache.layers[index].kv for index in shape.layers]
     parts = zip(arrays.keys, arrays.values, arrays.fences, strict=True)
     traced = {

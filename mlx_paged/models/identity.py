@@ -19,7 +19,7 @@ from mlx.utils import tree_flatten
 from mlx_paged.argument_values import is_plain_integer
 from mlx_paged.models.language_model import check_model, model_type_of
 
-KV_VERSION = 1
+KV_VERSION = 2
 """Of the code that computes K/V: raise it when the same model would give others."""
 
 # A piece of a weight that one thread hashes; large enough that starting one costs nothing.

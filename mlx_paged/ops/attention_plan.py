@@ -20,7 +20,7 @@ from mlx_paged.ops.kv_handle import KVHandle
 from mlx_paged.ops.metadata import AttentionMetadata
 
 # The constants of the same names in metal/paged_kv.h.
-SIMD_SIZE = 32
+SIMDGROUP_LANES = 32
 MERGE_STREAMS = 8
 PLAN_HAS_ROWS, PLAN_WORK = 2, 8
 WORK_BEGIN, WORK_END, WORK_CONTEXT_LEN, WORK_QUERY_LEN = 0, 1, 2, 3
@@ -246,7 +246,7 @@ class Cut:
     @property
     def num_threads(self) -> int:
         """Of a threadgroup."""
-        return SIMD_SIZE * self.streams * self.row_splits
+        return SIMDGROUP_LANES * self.streams * self.row_splits
 
 
 @cache

@@ -1,8 +1,9 @@
 """What a backend does: the operations on paged K/V slabs.
 
 K and V are stored as their format's parts (``formats``), slabs of
-``[num_blocks, num_kv_heads, block_size, width]`` each; rows come in encoded. Rows and queries of
-all sequences are packed, ``[num_tokens, heads, width]``. The method is PagedAttention (Kwon et al.,
+``[num_blocks, num_kv_heads, block_size, width]`` each. Rows and queries of all sequences are
+packed, ``[num_tokens, heads, width]``. What a model computes comes in as it is: a backend encodes
+rows, and rotates queries where the format rotates keys. The method is PagedAttention (Kwon et al.,
 2023), and the names follow vLLM's.
 """
 
@@ -47,29 +48,41 @@ class Backend(ABC):
         kv: KVHandle,
         slot_mapping: SlotMapping,  # of num_tokens
     ) -> None:
-        """Write each row into its slot of the slabs, in place; rows whose slot is below 0 are
-        padding and are skipped.
+        """Write each row, which is encoded, into its slot of the slabs, in place; rows whose slot
+        is below 0 are padding and are skipped.
 
         ``write_slot`` and ``push_row`` elsewhere. Costs O(rows), whatever the size of the slab, as
         long as nobody but ``kv`` holds the slabs.
         """
 
     @abstractmethod
+    def update(
+        self,
+        k: mx.array,  # [num_tokens, num_kv_heads, key_dim]
+        v: mx.array,  # [num_tokens, num_kv_heads, value_dim]
+        kv: KVHandle,
+        slot_mapping: SlotMapping,  # of num_tokens
+    ) -> None:
+        """What :meth:`reshape_and_cache` does, of rows in any floating dtype that the format of
+        ``kv`` encodes.
+        """
+
+    @abstractmethod
     def update_and_attend(
         self,
         q: mx.array,  # [num_tokens, num_heads, key_dim]
-        k: Parts,  # [num_tokens, num_kv_heads, width of the part] each
-        v: Parts,  # the same
+        k: mx.array,  # [num_tokens, num_kv_heads, key_dim]
+        v: mx.array,  # [num_tokens, num_kv_heads, value_dim]
         kv: KVHandle,
         step: AttentionMetadata,
         params: AttentionParams,
     ) -> mx.array:
-        """Write the step's rows into the slots of ``step.slot_mapping``, then :meth:`attend`: one
-        layer of one step.
+        """:meth:`update` the slots of ``step.slot_mapping``, then :meth:`attend`: one layer of one
+        step.
 
         The result is that of the two operations one after the other; a kernel does both in one
-        dispatch. Where a sequence reads what another one writes in this step, ``step`` has to say
-        so (``shares_new_blocks``).
+        dispatch, or two where rows are encoded. Where a sequence reads what another one writes in
+        this step, ``step`` has to say so (``shares_new_blocks``).
         """
 
     @abstractmethod

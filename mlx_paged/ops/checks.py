@@ -15,7 +15,7 @@ from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, SlotMappi
 
 
 def check_slot_write(op: str, k: Parts, v: Parts, kv: KVHandle, slot_mapping: SlotMapping) -> None:
-    num_blocks, num_kv_heads, block_size, _ = kv.k[0].shape
+    num_kv_heads = kv.num_kv_heads
     for name, parts, slabs in (("k", k, kv.k), ("v", v, kv.v)):
         if len(parts) != len(slabs):
             raise ValueError(
@@ -30,6 +30,11 @@ def check_slot_write(op: str, k: Parts, v: Parts, kv: KVHandle, slot_mapping: Sl
                 )
             if part.dtype != slab.dtype:
                 raise ValueError(f"[{op}] {name}: {part.dtype} rows don't fit {slab.dtype} slabs")
+    _check_slots(op, kv, slot_mapping)
+
+
+def _check_slots(op: str, kv: KVHandle, slot_mapping: SlotMapping) -> None:
+    num_blocks, block_size = kv.num_blocks, kv.block_size
     if slot_mapping.block_size != block_size:
         raise ValueError(
             f"[{op}] slot_mapping: built for blocks of {slot_mapping.block_size}, "
@@ -40,6 +45,20 @@ def check_slot_write(op: str, k: Parts, v: Parts, kv: KVHandle, slot_mapping: Sl
             f"[{op}] slot_mapping: slot {slot_mapping.max_slot} is out of range, the slabs have "
             f"{num_blocks * block_size} slots ({num_blocks} blocks of {block_size})"
         )
+
+
+def check_rows(op: str, k: mx.array, v: mx.array, kv: KVHandle, slot_mapping: SlotMapping) -> None:
+    """Of rows that are not encoded."""
+    for name, rows, width in (("k", k, kv.key_dim), ("v", v, kv.value_dim)):
+        expected = (slot_mapping.num_tokens, kv.num_kv_heads, width)
+        if rows.shape != expected:
+            raise ValueError(
+                f"[{op}] {name}: expected [num_tokens, num_kv_heads, dim] = {list(expected)}, "
+                f"got {list(rows.shape)}"
+            )
+        if not mx.issubdtype(rows.dtype, mx.floating):
+            raise ValueError(f"[{op}] {name}: must be floating, got {rows.dtype}")
+    _check_slots(op, kv, slot_mapping)
 
 
 def check_attention(

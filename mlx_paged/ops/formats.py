@@ -44,10 +44,13 @@ class FormatKernels:
     """The Metal kernels for a format, by their names in ``kernels``."""
 
     attention: str
+    # Encodes rows into their slots and rotates queries; None where rows are numbers as they are,
+    # which attention takes itself.
+    encode: str | None = None
     # Gathers blocks and decodes them; None where rows are numbers as they are, which are copied
     # whatever their widths.
     dequantize: str | None = None
-    # What both are instantiated with beside the dtype and the width of a row.
+    # What all are instantiated with beside the dtype and the width of a row.
     template: tuple[tuple[str, int], ...] = ()
 
 
@@ -108,7 +111,9 @@ class RowFormat(ABC):
 
     @abstractmethod
     def encode(self, rows: mx.array) -> Parts:
-        """Rows of any floating dtype, ``[..., width]``, as the storage holds them."""
+        """Rows of any floating dtype, ``[..., width]``, as the storage holds them. On a CPU these
+        are the bits that the format's kernel leaves.
+        """
 
     @abstractmethod
     def decode(self, parts: Parts) -> mx.array:
@@ -267,7 +272,9 @@ class AffineFormat(RowFormat):
             raise ValueError("K and V have groups of one size there")
         bits = ("KEY_BITS", self.bits), ("VALUE_BITS", values.bits)
         template = (*bits, ("SCALE_GROUP", self.group_size))
-        return FormatKernels("paged_attention_affine", "dequantize_blocks", template)
+        return FormatKernels(
+            "paged_attention_affine", "encode_and_cache", "dequantize_blocks", template
+        )
 
     def stock_quantisation(self, values: RowFormat) -> dict[str, int] | None:
         if not isinstance(values, AffineFormat):
@@ -290,22 +297,20 @@ class AffineFormat(RowFormat):
         return parts[0].shape[-1] * 32 // self.bits
 
     def encode(self, rows: mx.array) -> Parts:
+        rows = rows.astype(mx.float32)
         if self.bits > 4:
-            return tuple(
-                mx.quantize(rows.astype(self.mx_dtype), group_size=self.group_size, bits=self.bits)
-            )
-        # MLX moves the range of a group until zero is one of its steps, which is up to one step too
-        # far. Of 15 steps that is much (benchmarks/kv_formats.py), so MLX is given groups from 0 to
-        # 15, which it counts from the upper end, and the range stays that of the numbers.
-        num_steps = 2**self.bits - 1
-        groups = rows.astype(mx.float32).reshape(*rows.shape[:-1], -1, self.group_size)
-        low, high = groups.min(-1, keepdims=True), groups.max(-1, keepdims=True)
-        scale = (high - low) / num_steps
-        steps = (groups - low) / mx.where(scale == 0, 1, scale)
-        values, *_ = mx.quantize(
-            steps.reshape(rows.shape), group_size=self.group_size, bits=self.bits
-        )
-        scales, biases = -scale.squeeze(-1), high.squeeze(-1)
+            values, scales, biases = mx.quantize(rows, self.group_size, self.bits)
+        else:
+            # MLX moves the range of a group until zero is one of its steps, which is up to one step
+            # too far. Of 15 steps that is much (benchmarks/kv_formats.py), so here the range is
+            # that of the numbers, in steps down from its upper end.
+            groups = rows.reshape(*rows.shape[:-1], -1, self.group_size)
+            high = groups.max(-1, keepdims=True)
+            scale = (groups.min(-1, keepdims=True) - high) / 15
+            numbers = mx.round((groups - high) / mx.where(scale == 0, 1, scale))
+            # MLX finds these integers again, counting down from 15, and packs them.
+            values, *_ = mx.quantize((15 - numbers).reshape(rows.shape), self.group_size, self.bits)
+            scales, biases = scale.squeeze(-1), high.squeeze(-1)
         return values, scales.astype(self.mx_dtype), biases.astype(self.mx_dtype)
 
     def decode(self, parts: Parts) -> mx.array:
@@ -438,7 +443,11 @@ class KVFormat:
 
     def encode(self, k: mx.array, v: mx.array) -> tuple[Parts, Parts]:
         """Rows of K, ``[..., key_dim]``, and V, in any floating dtype, as slabs hold them."""
-        return self.key.encode(self.rotated(k)), self.value.encode(v)
+        k, v = k.astype(self.dtype), v.astype(self.dtype)
+        if self.rotates_keys:
+            # Not rounded before they are encoded.
+            k = self.rotated(k.astype(mx.float32))
+        return self.key.encode(k), self.value.encode(v)
 
     def decode(self, k: Parts, v: Parts) -> tuple[mx.array, mx.array]:
         """What stored rows stand for, in :attr:`dtype`; K is rotated where :attr:`rotates_keys`."""
@@ -453,12 +462,13 @@ class KVFormat:
         return self.key.from_host(k), self.value.from_host(v)
 
     def rotated(self, rows: mx.array) -> mx.array:
-        """Queries or keys, ``[..., key_dim]``, times the normalised Hadamard matrix; as they are
-        where K is not rotated.
+        """Queries or keys, ``[..., key_dim]``, times the normalised Hadamard matrix, in float32 and
+        rounded once; as they are where K is not rotated.
         """
         if not self.rotates_keys:
             return rows
-        return mx.hadamard_transform(rows, scale=rows.shape[-1] ** -0.5)
+        wide = rows.astype(mx.float32)
+        return mx.hadamard_transform(wide, scale=rows.shape[-1] ** -0.5).astype(rows.dtype)
 
     def unrotated(self, keys: mx.array) -> mx.array:
         """Keys before :meth:`rotated`."""

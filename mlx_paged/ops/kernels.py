@@ -19,11 +19,11 @@ from typing import Protocol, TypeAlias, cast
 
 import mlx.core as mx
 
-from mlx_paged.ops.attention_plan import MERGE_STREAMS, SIMD_SIZE, AttentionPlan, cut_rows
+from mlx_paged.ops.attention_plan import MERGE_STREAMS, SIMDGROUP_LANES, AttentionPlan, cut_rows
 from mlx_paged.ops.formats import KVFormat, Parts
 from mlx_paged.ops.gather_plan import GatherPlan
 from mlx_paged.ops.kv_handle import KVHandle, evaluated
-from mlx_paged.ops.metadata import MIN_ELEMENTS, StoredRows, padded
+from mlx_paged.ops.metadata import MIN_ELEMENTS, Rows, padded
 from mlx_paged.ops.metal_sources import read_source
 
 HEAD_DIMS = (32, 64, 80, 96, 128, 256)
@@ -36,14 +36,19 @@ ROWS = ("key_rows", "value_rows")
 AFFINE_SLABS = tuple(
     f"{which}_{part}" for which in ("key", "value") for part in ("slab", "scales", "biases")
 )
-AFFINE_ROWS = tuple(
-    f"{which}_{part}" for which in ("key", "value") for part in ("rows", "row_scales", "row_biases")
-)
 _ATTENTION = ("queries", "plan", "sinks", "softmax_scale", "fence_in")
 KERNELS = {
     "reshape_and_cache": ((*ROWS, *SLABS, "slot_mapping", "fence_in"), ("fence_out",)),
+    "encode_and_cache": (
+        (
+            *AFFINE_SLABS,
+            *ROWS,
+            *("queries", "slot_mapping", "num_tokens", "rotation_scale", "fence_in"),
+        ),
+        ("rotated", "fence_out"),
+    ),
     "paged_attention": ((*SLABS, *ROWS, *_ATTENTION), ("out", "fence_out")),
-    "paged_attention_affine": ((*AFFINE_SLABS, *AFFINE_ROWS, *_ATTENTION), ("out", "fence_out")),
+    "paged_attention_affine": ((*AFFINE_SLABS, *_ATTENTION), ("out", "fence_out")),
     "merge_partitions": (("partials", "plan", "sinks"), ("out",)),
     "gather_blocks": ((*SLABS, "plan", "fence_in"), ("keys", "values", "fence_out")),
     "dequantize_blocks": ((*AFFINE_SLABS, "plan", "fence_in"), ("keys", "values", "fence_out")),
@@ -53,7 +58,8 @@ KERNELS = {
 # first.
 BODIES = {
     "paged_attention": ("dense_rows", "paged_attention"),
-    "paged_attention_affine": ("affine_slabs", "affine_rows", "paged_attention"),
+    "paged_attention_affine": ("affine_slabs", "paged_attention"),
+    "encode_and_cache": ("affine_slabs", "encode_and_cache"),
     "dequantize_blocks": ("affine_slabs", "dequantize_blocks"),
 }
 HEADERS = ("paged_kv.h", "row_formats.h")
@@ -147,6 +153,50 @@ def write_slots(
     )
 
 
+def encode(
+    rows: Rows | None,  # [num_tokens, num_kv_heads, width] each
+    queries: mx.array | None,  # [num_queries, num_heads, width]
+    kv: KVHandle,
+    slots: mx.array | None,  # [max(num_tokens, 8)] int32, below 0 for padding
+) -> Launch:
+    """Writes ``rows`` into the slots as the format of ``kv`` stores them, and rotates ``queries``.
+    All in the dtype of ``kv``; what is ``None`` is left out. Returns the rotated queries (eight
+    zeros where there are none), and the fence.
+    """
+    num_kv_heads, width = kv.num_kv_heads, kv.key_dim
+    num_tokens = 0 if rows is None else rows[0].shape[0]
+    num_slices = 2 * num_tokens
+    out: Output = ((MIN_ELEMENTS,), kv.dtype)
+    if queries is not None:
+        num_slices += queries.shape[0] * queries.shape[1] // num_kv_heads
+        out = (queries.shape, kv.dtype)
+    # Arrays that no thread reads stand for those that are not there.
+    given = queries if rows is None else rows[0]
+    assert given is not None, "there are rows, queries or both"
+    k, v = (given, given) if rows is None else rows
+    num_lanes = max(_lanes_of(width), MIN_ELEMENTS)
+    name = kv.format.kernels.encode
+    assert name is not None, "the rows are numbers as they are"
+    return _chained(
+        name,
+        kv,
+        [
+            *kv.slabs,
+            *(k, v, given if queries is None else queries),
+            *(_first_fence() if slots is None else slots, _scalar(num_tokens, mx.int32)),
+            _scalar(width**-0.5),
+        ],
+        [
+            *_format(kv.format, width),
+            ("BLOCK_SIZE", kv.block_size),
+            ("ROTATES", kv.format.rotates_keys),
+        ],
+        grid=(num_lanes, num_kv_heads, num_slices),
+        threadgroup=_rows_per_threadgroup(num_lanes),
+        outputs=[out],
+    )
+
+
 def gather(kv: KVHandle, plan: GatherPlan, part: int = 0) -> Launch:
     """Of one part of the slabs. Returns keys and values, ``[num_tokens * num_kv_heads, width]``
     each, for :meth:`GatherPlan.split`; and the fence.
@@ -203,7 +253,7 @@ def copy_blocks(kv: KVHandle, src_dst_pairs: Sequence[tuple[int, int]], part: in
 
 def attention(
     queries: mx.array,  # [num_tokens, num_heads, head_dim]
-    rows: StoredRows | None,  # [num_tokens, num_kv_heads, width] each part
+    rows: Rows | None,  # [num_tokens, num_kv_heads, width] each
     kv: KVHandle,
     plan: AttentionPlan,
     run: int,  # query tokens per sequence, at most
@@ -213,9 +263,10 @@ def attention(
     """Returns the result, ``[num_tokens, num_heads, head_dim]``, or the partials that
     :func:`merge` takes where the plan has any; and the fence.
 
-    All in the dtype of ``kv``, but partials in float32. ``rows`` are written where they are given.
+    All in the dtype of ``kv``, but partials in float32. ``rows`` are written where they are given,
+    which is for dense slabs.
     """
-    num_tokens, num_heads, head_dim = out_shape = queries.shape
+    _, num_heads, head_dim = out_shape = queries.shape
     num_kv_heads, slabs = kv.num_kv_heads, kv.slabs
     group = num_heads // num_kv_heads
     cut = cut_rows(run * group)
@@ -223,13 +274,11 @@ def attention(
     out = (out_shape, queries.dtype)
     if is_partial:
         out = ((plan.num_partial_rows, num_heads, head_dim + 4), mx.float32)
-    if rows is None:
-        # The slabs stand in for arrays that no thread reads.
-        new_rows, plan_array = slabs, plan.array_without_rows
-    else:
-        new_rows, plan_array = rows[0] + rows[1], plan.array
-        if num_tokens * num_kv_heads < MIN_ELEMENTS:
-            new_rows = tuple(map(_in_device_memory, new_rows))
+    new_rows: tuple[mx.array, ...] = ()
+    plan_array = plan.array
+    if kv.format.kernels.encode is None:
+        new_rows = rows or slabs  # which stand for arrays that no thread reads
+        plan_array = plan.array if rows else plan.array_without_rows
     return _chained(
         kv.format.kernels.attention,
         kv,
@@ -258,8 +307,8 @@ def merge(partials: mx.array, queries: mx.array, plan: AttentionPlan, sinks: mx.
         "merge_partitions",
         [partials, plan.array, sinks],
         [("T", queries.dtype), ("HEAD_DIM", head_dim)],
-        grid=(SIMD_SIZE * MERGE_STREAMS, num_heads, num_tokens),
-        threadgroup=(SIMD_SIZE * MERGE_STREAMS, 1, 1),
+        grid=(SIMDGROUP_LANES * MERGE_STREAMS, num_heads, num_tokens),
+        threadgroup=(SIMDGROUP_LANES * MERGE_STREAMS, 1, 1),
         outputs=[(queries.shape, queries.dtype)],
     )
 
@@ -338,6 +387,11 @@ def _in_device_memory(array: mx.array) -> mx.array:
     return mx.pad(array.reshape(-1), (0, MIN_ELEMENTS - array.size))
 
 
+def _lanes_of(width: int) -> int:
+    """Threads that encode a row of ``width``, ``RowLoads::LANES`` in ``metal/row_formats.h``."""
+    return min(max(1 << (width // 8 - 1).bit_length(), 4), SIMDGROUP_LANES)
+
+
 def _rows_per_threadgroup(width: int) -> Size:
     return (width, max(1, MAX_THREADS // width), 1)
 
@@ -379,8 +433,8 @@ def _first_fence() -> mx.array:
 
 
 @cache
-def _scalar(value: float) -> mx.array:
-    return evaluated(mx.array(value, dtype=mx.float32))
+def _scalar(value: float, dtype: mx.Dtype = mx.float32) -> mx.array:
+    return evaluated(mx.array(value, dtype=dtype))
 
 
 @cache

@@ -113,7 +113,7 @@ class StepPart(NamedTuple):
     step: AttentionMetadata
     rows: mx.array | None  # [num_tokens of the part] int32, its rows; None for the whole step
 
-    def take(self, q: mx.array, kv_rows: StoredRows | None) -> tuple[mx.array, StoredRows | None]:
+    def take(self, q: mx.array, kv_rows: Rows | None) -> tuple[mx.array, Rows | None]:
         """The part's rows of the step's packed queries, and of its K and V if there are any."""
         rows = self.rows
         if rows is None:
@@ -121,7 +121,7 @@ class StepPart(NamedTuple):
         if kv_rows is None:
             return q[rows], None
         k, v = kv_rows
-        return q[rows], (tuple(part[rows] for part in k), tuple(part[rows] for part in v))
+        return q[rows], (k[rows], v[rows])
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
+from typing import TypeVar
 
 import mlx.core as mx
 
@@ -22,6 +23,8 @@ from mlx_paged.ops.metadata import (
 )
 from mlx_paged.ops.prefill import prefill
 from mlx_paged.ops.reference import ReferenceBackend
+
+Queries = TypeVar("Queries", mx.array, None)
 
 # Query tokens per sequence that the decode kernel is made for: a decode, and speculation.
 DECODE_RUNS = (1, 2, 4, 8)
@@ -56,31 +59,47 @@ class MetalBackend(Backend):
             return self._scatter.reshape_and_cache(k, v, kv, slot_mapping)
         checks.check_slot_write("reshape_and_cache", k, v, kv, slot_mapping)
         if k[0].shape[0] > 0:
-            _write(k, v, kv, slot_mapping)
+            for part in range(len(k)):
+                (kv.fence,) = kernels.write_slots(k, v, kv, slot_mapping.packed, part)()
+
+    def update(self, k: mx.array, v: mx.array, kv: KVHandle, slot_mapping: SlotMapping) -> None:
+        checks.check_rows("update", k, v, kv, slot_mapping)
+        if k.shape[0] > 0:
+            rows = k.astype(kv.dtype), v.astype(kv.dtype)
+            self._store(None, rows, kv, slot_mapping)
 
     def update_and_attend(
         self,
         q: mx.array,
-        k: Parts | None,
-        v: Parts | None,
+        k: mx.array | None,
+        v: mx.array | None,
         kv: KVHandle,
         step: AttentionMetadata,
         params: AttentionParams,
     ) -> mx.array:
-        """A decode writes its rows and attends in one dispatch; a prefill writes them, then gathers
-        the sequences that have a history, all in one dispatch.
+        """A decode writes its rows and attends in one dispatch, or encodes them in one and attends
+        in the next; a prefill writes them, then gathers the sequences that have a history, all in
+        one dispatch.
 
         Without ``k`` and ``v`` the rows are in the slabs already. This one function launches the
         kernels, so that a decode takes as few calls as can be.
         """
+        num_heads, dtype = q.shape[1], q.dtype
         rows, is_written = None, True
         if k is not None and v is not None:
-            checks.check_slot_write("update_and_attend", k, v, kv, step.slot_mapping)
+            checks.check_rows("update_and_attend", k, v, kv, step.slot_mapping)
             checks.check_attention("update_and_attend", q, kv, step, params)
-            rows, is_written = (k, v), step.shares_new_blocks or self._scatter is not None
+            rows = k.astype(kv.dtype), v.astype(kv.dtype)
+            is_encoded = kv.format.kernels.encode is not None
+            is_written = is_encoded or step.shares_new_blocks or self._scatter is not None
             if is_written:
-                self.reshape_and_cache(k, v, kv, step.slot_mapping)
-        num_heads = q.shape[1]
+                q = self._store(q, rows, kv, step.slot_mapping)
+            if is_encoded:
+                # They are gathered with the rest, so that a row has the same bits in whatever
+                # chunks its prompt comes.
+                rows = None
+        else:
+            q = self._store(q, None, kv, None)
         parts, row_order = step.parts(self._decode_runs(kv, num_heads // kv.num_kv_heads))
         sinks = kernels.sink_logits(params.sinks, num_heads)
         outputs = []
@@ -89,9 +108,9 @@ class MetalBackend(Backend):
             part_q, part_rows = step_part.take(q, rows)
             if run == 0:
                 if part_rows is not None and not is_written:
-                    _write(*part_rows, kv, part.slot_mapping)
-                dense = _as_they_are(part_rows, kv)
-                outputs.append(prefill(part_q, dense, part, params, partial(_gather_all, kv)))
+                    self.update(*part_rows, kv, part.slot_mapping)
+                out = prefill(part_q, part_rows, part, params, partial(_gather_all, kv))
+                outputs.append(out.astype(dtype))
                 continue
             queries = part_q.astype(kv.dtype)
             new_rows = None if is_written else part_rows
@@ -101,7 +120,7 @@ class MetalBackend(Backend):
             )()
             if plan.num_partial_rows:
                 (out,) = kernels.merge(out, queries, plan, sinks)()
-            outputs.append(out.astype(q.dtype))
+            outputs.append(out.astype(dtype))
         return outputs[0] if row_order is None else mx.concatenate(outputs)[row_order]
 
     def attend(
@@ -109,6 +128,24 @@ class MetalBackend(Backend):
     ) -> mx.array:
         checks.check_attention("attend", q, kv, step, params)
         return self.update_and_attend(q, None, None, kv, step, params)
+
+    def _store(
+        self, q: Queries, rows: Rows | None, kv: KVHandle, slot_mapping: SlotMapping | None
+    ) -> Queries:
+        """Write ``rows`` into their slots as the format stores them, and return ``q`` as attention
+        takes it; one dispatch at most does both.
+        """
+        if kv.format.kernels.encode is None or self._scatter:
+            if rows is not None and slot_mapping is not None:
+                self.reshape_and_cache(*kv.format.encode(*rows), kv, slot_mapping)
+            return q if q is None else kv.format.rotated(q)
+        slots = None if slot_mapping is None else slot_mapping.packed
+        if q is not None and kv.format.rotates_keys:
+            rotated, kv.fence = kernels.encode(rows, q.astype(kv.dtype), kv, slots)()
+            return rotated
+        if rows is not None:
+            _, kv.fence = kernels.encode(rows, None, kv, slots)()
+        return q
 
     def gather_blocks(self, kv: KVHandle, block_table: Sequence[int], num_tokens: int) -> Rows:
         table = checks.check_block_table("gather_blocks", block_table, num_tokens, kv)
@@ -164,23 +201,6 @@ class MetalBackend(Backend):
         if kernels.why_no_attention(kv.key_dim, kv.value_dim, group) is not None:
             return ()
         return self._checked_runs.get(group, DECODE_RUNS)
-
-
-def _write(k: Parts, v: Parts, kv: KVHandle, slot_mapping: SlotMapping) -> None:
-    for part in range(len(k)):
-        (kv.fence,) = kernels.write_slots(k, v, kv, slot_mapping.packed, part)()
-
-
-def _as_they_are(rows: StoredRows | None, kv: KVHandle) -> Rows | None:
-    """New rows for a prefill, which needs no slabs for them; ``None`` if they are quantised.
-
-    Then they are gathered with the rest. One dispatch dequantises all, and a row has the same bits
-    in whatever chunks its prompt comes.
-    """
-    if rows is None or kv.format.kernels.dequantize is not None:
-        return None
-    (k,), (v,) = rows
-    return k, v
 
 
 def _gather_all(kv: KVHandle, step: AttentionMetadata) -> list[Rows]:

@@ -63,7 +63,8 @@ def attend_densely(
             mask=_causal_mask(step.query_lens[seq], step.context_lens[seq], params.window),
             sinks=None if params.sinks is None else params.sinks.astype(keys.dtype),
         )
-        outputs.append(out[0].swapaxes(0, 1))
+        # An index would be a gather, and so a launch.
+        outputs.append(out.squeeze(0).swapaxes(0, 1))
     return (outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)).astype(q.dtype)
 
 

@@ -51,20 +51,26 @@ class ReferenceBackend(Backend):
         kv.leave_chain()
         _write_rows(k, v, kv, slot_mapping)
 
+    def update(self, k: mx.array, v: mx.array, kv: KVHandle, slot_mapping: SlotMapping) -> None:
+        checks.check_rows("update", k, v, kv, slot_mapping)
+        kv.leave_chain()
+        _write_rows(*kv.format.encode(k, v), kv, slot_mapping)
+
     def update_and_attend(
         self,
         q: mx.array,
-        k: Parts,
-        v: Parts,
+        k: mx.array,
+        v: mx.array,
         kv: KVHandle,
         step: AttentionMetadata,
         params: AttentionParams,
     ) -> mx.array:
-        checks.check_slot_write("update_and_attend", k, v, kv, step.slot_mapping)
+        checks.check_rows("update_and_attend", k, v, kv, step.slot_mapping)
         checks.check_attention("update_and_attend", q, kv, step, params)
         kv.leave_chain()
-        _write_rows(k, v, kv, step.slot_mapping)
-        return self._attend(q, (k, v), kv, step, params)
+        stored = kv.format.encode(k, v)
+        _write_rows(*stored, kv, step.slot_mapping)
+        return self._attend(q, stored, kv, step, params)
 
     def attend(
         self, q: mx.array, kv: KVHandle, step: AttentionMetadata, params: AttentionParams
@@ -76,12 +82,16 @@ class ReferenceBackend(Backend):
     def _attend(
         self,
         q: mx.array,
-        rows: StoredRows | None,  # of the step's tokens, which are in the slabs, too
+        stored: StoredRows | None,  # rows of the step's tokens, which are in the slabs, too
         kv: KVHandle,
         step: AttentionMetadata,
         params: AttentionParams,
     ) -> mx.array:
+        q = kv.format.rotated(q)
         parts, row_order = step.parts(self._decode_runs)
+        rows = None
+        if stored is not None and any(part.capacity == 0 for part in parts):
+            rows = kv.format.decode(*stored)
         outputs = []
         for step_part in parts:
             run, part, _ = step_part
@@ -89,8 +99,7 @@ class ReferenceBackend(Backend):
             if run:
                 outputs.append(_decode(part_q, kv, part, params))
             else:
-                dense = part_rows and kv.format.decode(*part_rows)
-                outputs.append(prefill(part_q, dense, part, params, partial(_gather_all, kv)))
+                outputs.append(prefill(part_q, part_rows, part, params, partial(_gather_all, kv)))
         return outputs[0] if row_order is None else mx.concatenate(outputs)[row_order]
 
     def gather_blocks(self, kv: KVHandle, block_table: Sequence[int], num_tokens: int) -> Rows:

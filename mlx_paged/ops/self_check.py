@@ -23,7 +23,7 @@ from mlx_paged.ops.backend import Backend
 from mlx_paged.ops.formats import KVFormat, Parts
 from mlx_paged.ops.in_place import writes_in_place
 from mlx_paged.ops.kv_handle import KVHandle
-from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, SlotMapping, StoredRows
+from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, Rows, SlotMapping
 from mlx_paged.ops.metal import DECODE_RUNS, MetalBackend
 from mlx_paged.ops.reference import ReferenceBackend
 
@@ -79,7 +79,8 @@ def try_kernels(shape: AttentionShape) -> WorkingKernels:
             return WorkingKernels(writes=False, gathers=False, decode_runs=())
         writes = False
         instead = "slots are written by donated scatter instead, which is slower"
-        warn("reshape_and_cache or copy_blocks", failure, instead)
+        names = "reshape_and_cache", shape.format.kernels.encode, "copy_blocks"
+        warn(" or ".join(filter(None, names)), failure, instead)
 
     runs = DECODE_RUNS if shape.why_no_attention is None else ()
     failures = {run: _failure_of_attention(shape, run, writes) for run in runs}
@@ -110,30 +111,41 @@ class _Layer(NamedTuple):
 
     step: AttentionMetadata
     q: mx.array
-    k: Parts
-    v: Parts
+    k: mx.array
+    v: mx.array
     kv: KVHandle
 
 
 def _move(backend: Backend, layer: _Layer) -> list[mx.array]:
-    """Write a row of padding and those of the step, copy a block, and gather the sequences, as they
-    are stored and as numbers.
+    """Write a row of padding and those of the step, copy a block, write one as it is stored, and
+    gather the sequences, as they are stored and as numbers.
     """
     step, _, k, v, kv = layer
-    k, v = (tuple(mx.concatenate([part[:1], part]) for part in parts) for parts in (k, v))
-    slots = SlotMapping([-1, *step.slot_mapping.slots], step.block_size)
-    backend.reshape_and_cache(k, v, kv, slots)
+    k, v = (mx.concatenate([rows[:1], rows]) for rows in (k, v))
+    backend.update(k, v, kv, SlotMapping([-1, *step.slot_mapping.slots], step.block_size))
     backend.copy_blocks(kv, [(step.block_tables[0][0], kv.num_blocks - 1)])
+    # Plain MLX would round between the product and the sum of which a number consists.
+    numbers = kv if backend.name == "metal" else _in_float32(kv)
     gathered: list[mx.array] = []
     for table, num_tokens in zip(step.block_tables, step.context_lens, strict=True):
-        k, v = backend.gather_parts(kv, table, num_tokens)
-        gathered += [*k, *v, *backend.gather_blocks(kv, table, num_tokens)]
+        parts = backend.gather_parts(kv, table, num_tokens)
+        gathered += [*parts[0], *parts[1], *backend.gather_blocks(numbers, table, num_tokens)]
+    last = [
+        tuple(part[:, : kv.block_size][None] for part in rows)
+        for rows in backend.gather_parts(kv, step.block_tables[0], step.context_lens[0])
+    ]
+    backend.write_blocks(kv, [step.block_tables[1][0]], *last)
     return gathered
 
 
 def _attend(params: AttentionParams, backend: Backend, layer: _Layer) -> list[mx.array]:
+    """Write and attend; plain MLX does the second in float32, on what it has written."""
     step, q, k, v, kv = layer
-    return [backend.update_and_attend(q, k, v, kv, step, params)]
+    if backend.name == "metal":
+        return [backend.update_and_attend(q, k, v, kv, step, params)]
+    backend.update(k, v, kv, step.slot_mapping)
+    wide = kv.format.unrotated(kv.format.rotated(q).astype(mx.float32))
+    return [backend.attend(wide, _in_float32(kv), step, params)]
 
 
 def _failure_of(
@@ -143,17 +155,18 @@ def _failure_of(
     context_lens: list[int],
     query_lens: list[int],
 ) -> str | None:
-    """What is wrong with what ``metal`` makes of a random layer, or ``None``. Plain MLX does the
-    same in float32.
+    """What is wrong with what ``metal`` makes of a random layer, or ``None``: slabs must hold the
+    bits that plain MLX leaves on a CPU.
     """
     try:
-        step, q, k, v, kv = layer = _random_layer(shape, context_lens, query_lens)
+        layer = _random_layer(shape, context_lens, query_lens)
+        kv = layer.kv
         with mx.stream(mx.cpu):
-            wide_q = q.astype(mx.float32)
-            exact = _Layer(step, wide_q, _widened(k), _widened(v), _in_float32(kv))
+            k, v = (tuple(part * 1 for part in parts) for parts in (kv.k, kv.v))
+            twin = KVHandle(k, v, kv.format)
             # Decodes would read slots without a token, which are NaN.
-            expected = operate(ReferenceBackend(decode_runs=()), exact)
-            mx.eval(expected, exact.kv.arrays)
+            expected = operate(ReferenceBackend(decode_runs=()), layer._replace(kv=twin))
+            mx.eval(expected, twin.arrays)
         found = operate(metal, layer)
         mx.eval(found, kv.arrays)
     except Exception as error:  # whatever a compiler or a driver raises
@@ -163,7 +176,7 @@ def _failure_of(
     # token. Where a number is scale * n + bias, its two terms are 3 at most together.
     num_roundings = (shape.key_dim**1.5 + max(context_lens)) * shape.format.num_terms
     with mx.stream(mx.cpu):
-        slabs = zip(_widened(kv.slabs), exact.kv.slabs, strict=True)
+        slabs = zip(_widened(kv.slabs), _widened(twin.slabs), strict=True)
         if not all(mx.array_equal(*pair, equal_nan=True).item() for pair in slabs):
             return "leaves other slabs than it should"
         for pair in zip(found, expected, strict=True):
@@ -190,16 +203,15 @@ def _random_layer(shape: AttentionShape, context_lens: list[int], query_lens: li
     def draw(*dims: int) -> mx.array:
         return mx.array(2 * rng.random(dims, np.float32) - 1, dtype=shape.dtype)
 
-    def draw_rows(*leading: int) -> StoredRows:
-        k, v = draw(*leading, shape.key_dim), draw(*leading, shape.value_dim)
-        return shape.format.key.encode(k), shape.format.value.encode(v)
+    def draw_rows(*leading: int) -> Rows:
+        return draw(*leading, shape.key_dim), draw(*leading, shape.value_dim)
 
     def slabs(parts: Parts) -> Parts:
         unset = (mx.full(part.itemsize, 0xFF, mx.uint8).view(part.dtype) for part in parts)
         return tuple(mx.where(mask, *pair) for pair in zip(parts, unset, strict=True))
 
     q = draw(step.num_tokens, heads * shape.group, shape.key_dim)
-    k, v = draw_rows(num_blocks + 1, heads, size)
+    k, v = shape.format.encode(*draw_rows(num_blocks + 1, heads, size))
     kv = KVHandle(slabs(k), slabs(v), shape.format)
     return _Layer(step, q, *draw_rows(step.num_tokens, heads), kv)
 

@@ -14,6 +14,7 @@ def traced_decode(
     block_size: int,
     positions: mx.array,  # [num_tokens] int32
     derived: Mapping[Hashable, object],
+    slots: mx.array | None = None,
 ) -> AttentionMetadata:
     """A step of single tokens of which only arrays are known.
 
@@ -23,6 +24,7 @@ def traced_decode(
 
     Args:
         derived: what :meth:`AttentionMetadata.derived` has of the step.
+        slots: :attr:`SlotMapping.packed`, if it is read.
     """
     num_tokens = positions.shape[0]
     unknown: list[Any] = cast(Any, _Unknown(num_tokens))
@@ -32,6 +34,8 @@ def traced_decode(
     # Known before they are asked for. Their numbers were checked against the slabs when the step
     # was planned.
     vars(slot_mapping)["max_slot"] = -1
+    if slots is not None:
+        vars(slot_mapping)["packed"] = slots
     vars(step).update(positions=positions, slot_mapping=slot_mapping)
     for key, value in derived.items():
         step.derived(key, lambda value=value: value)  # type: ignore[misc]

@@ -16,7 +16,7 @@ READERS = {
     *("paged_attention", "paged_attention_affine"),
     *("gather_blocks", "dequantize_blocks", "copy_blocks"),
 }
-WRITERS = {"reshape_and_cache", "paged_attention", "paged_attention_affine", "copy_blocks"}
+WRITERS = {"reshape_and_cache", "encode_and_cache", "paged_attention", "copy_blocks"}
 
 
 def disorders(trace: Sequence[Call]) -> list[str]:

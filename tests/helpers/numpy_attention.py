@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 from paged_testing.by_hand import dense_handle, step_of
 
-from mlx_paged.ops import AttentionMetadata, AttentionParams, KVHandle, Parts
+from mlx_paged.ops import AttentionMetadata, AttentionParams, KVHandle
 
 DTYPES = {"f32": mx.float32, "f16": mx.float16, "bf16": mx.bfloat16}
 ORDERS = ("adjacent", "long_runs", "reversed", "shuffled", "shared")
@@ -111,6 +111,8 @@ class PagedProblem:
     tables: tuple[tuple[int, ...], ...]
     context_lens: tuple[int, ...]
     query_lens: tuple[int, ...]
+    # K and V of the new tokens before they are encoded, packed; None where slabs hold numbers.
+    new_rows: tuple[mx.array, mx.array] | None = None
 
     @property
     def args(self) -> tuple:
@@ -125,7 +127,7 @@ class PagedProblem:
             [self.query_lens[seq]],
         )
         one = step_of(tables, context_lens, query_lens, self.kv.block_size)
-        return self.dense[seq][0], self.kv, one, self.params
+        return self.q[self.rows(seq)], self.kv, one, self.params
 
     def rows(self, seq: int) -> slice:
         """Where sequence ``seq`` lies in the flat axis of queries."""
@@ -165,9 +167,9 @@ class PagedProblem:
         )
 
 
-def before_the_step(problem: PagedProblem) -> tuple[KVHandle, Parts, Parts]:
+def before_the_step(problem: PagedProblem) -> tuple[KVHandle, mx.array, mx.array]:
     """Slabs in which every bit is set where the new tokens go (a float is NaN), and the packed K
-    and V of these.
+    and V of these, as a model computes them.
     """
     kv = problem.kv
     blocks, offsets = np.divmod(problem.metadata.slot_mapping.slots, kv.block_size)
@@ -179,7 +181,7 @@ def before_the_step(problem: PagedProblem) -> tuple[KVHandle, Parts, Parts]:
         slabs.append(mx.array(bits).view(slab.dtype))
     mx.eval(*slabs, *rows)
     num_parts = len(kv.k)
-    k, v = (tuple(rows[:num_parts]), tuple(rows[num_parts:]))
+    k, v = problem.new_rows or (rows[0], rows[num_parts])
     return KVHandle(tuple(slabs[:num_parts]), tuple(slabs[num_parts:]), kv.format), k, v
 
 

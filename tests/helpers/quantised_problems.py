@@ -25,19 +25,22 @@ def affine(width: int, key_bits: int, value_bits: int, dtype: mx.Dtype | str) ->
 
 def quantised(problem: PagedProblem, key_bits: int, value_bits: int) -> PagedProblem:
     """``problem`` with its K and V quantised: what the slabs stand for is now the dense rows that
-    the formula sees. In unused slots all bits are set, so scales and biases are NaN.
+    the formula sees, and queries are rotated where keys are. In unused slots all bits are set, so
+    scales and biases are NaN.
     """
     kv = problem.kv
     format = affine(kv.key_dim, key_bits, value_bits, kv.dtype)
-    k = [format.key.encode(k) for _, k, _ in problem.dense]
-    v = [format.value.encode(v) for *_, v in problem.dense]
+    k, v = zip(*(format.encode(k, v) for _, k, v in problem.dense), strict=True)
     dense = tuple(
-        (q, numbers(format.key, k_parts), numbers(format.value, v_parts))
+        (format.rotated(q), numbers(format.key, k_parts), numbers(format.value, v_parts))
         for (q, *_), k_parts, v_parts in zip(problem.dense, k, v, strict=True)
+    )
+    new_k, new_v = (
+        mx.concatenate([rows[which][-len(rows[0]) :] for rows in problem.dense]) for which in (1, 2)
     )
     handle = KVHandle(_slabs(problem, format.key, k), _slabs(problem, format.value, v), format)
     mx.eval(handle.arrays)
-    return replace(problem, kv=handle, dense=dense)
+    return replace(problem, kv=handle, dense=dense, new_rows=(new_k, new_v))
 
 
 def numbers(rows: AffineFormat, parts: Parts) -> mx.array:

@@ -17,12 +17,13 @@ def slots_of_the_step(call: Call) -> dict[str, Ranges]:
     are named.
     """
     name = call.kernel.removeprefix("mlx_paged_")
-    if name == "reshape_and_cache":
-        return _slots(
-            call,
-            [slot for slot in call.inputs["slot_mapping"].tolist()[: call.grid[1]] if slot >= 0],
-        )
-    if name.startswith("paged_attention"):
+    if name in ("reshape_and_cache", "encode_and_cache"):
+        num_tokens = call.grid[1]
+        if name == "encode_and_cache":
+            num_tokens = call.inputs["num_tokens"].item()
+        slots = call.inputs["slot_mapping"].tolist()[:num_tokens]
+        return _slots(call, [slot for slot in slots if slot >= 0])
+    if name == "paged_attention":
         return _slots(
             call, _new_slots(call.inputs["plan"].tolist(), call.inputs["key_slab"].shape[2])
         )

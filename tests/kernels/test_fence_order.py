@@ -276,8 +276,8 @@ def test_nothing_but_kernels_touches_a_slab(query_len, metal, monkeypatch):
     rows = mx.ones((query_len, problem.kv.num_kv_heads, problem.kv.key_dim))
     out = METAL.update_and_attend(
         problem.q,
-        (rows,),
-        (rows,),
+        rows,
+        rows,
         problem.kv,
         problem.metadata,
         AttentionParams(problem.params.scale, problem.params.window, problem.params.sinks),

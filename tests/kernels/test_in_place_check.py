@@ -126,10 +126,8 @@ def test_without_writes_in_place_no_kernel_writes_and_attention_is_the_same(
     trace, backend = without_writes_in_place, MetalBackend(writes_in_place=False)
     problem = make_problem([5, 300, 40], [1, 8, 20])
     rows = [
-        (
-            mx.concatenate(
-                [dense[part][-n:] for dense, n in zip(problem.dense, [1, 8, 20], strict=True)]
-            ),
+        mx.concatenate(
+            [dense[part][-n:] for dense, n in zip(problem.dense, [1, 8, 20], strict=True)]
         )
         for part in (1, 2)
     ]
@@ -144,11 +142,11 @@ def test_without_writes_in_place_no_kernel_writes_and_attention_is_the_same(
         set(range(kv.num_blocks)) - {block for table in problem.tables for block in table}
     )
     backend.reshape_and_cache(
-        (rows[0][0][:1],), (rows[1][0][:1],), kv, slots_of([free[0] * 16], kv.block_size)
+        (rows[0][:1],), (rows[1][:1],), kv, slots_of([free[0] * 16], kv.block_size)
     )
     backend.copy_blocks(kv, [(free[0], free[1])])
     backend.zero_blocks(kv, [free[0]])
-    assert mx.array_equal(kv.k[0][free[1], :, 0], rows[0][0][0])
+    assert mx.array_equal(kv.k[0][free[1], :, 0], rows[0][0])
     assert not kv.k[0][free[0]].any().item()
     assert {call.kernel.removeprefix("mlx_paged_") for call in trace} == {
         "paged_attention",

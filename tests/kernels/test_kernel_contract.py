@@ -37,7 +37,7 @@ HEADER = header_constants()
 
 def test_the_header_has_the_constants_of_python():
     names = [
-        *("SIMD_SIZE", "MERGE_STREAMS"),
+        *("SIMDGROUP_LANES", "MERGE_STREAMS"),
         *(name for name in HEADER if name.startswith("WORK_")),
         *("PLAN_HAS_ROWS", "PLAN_WORK"),
     ]
@@ -143,7 +143,7 @@ def varied_calls():
                 rows = mx.ones((q.shape[0], num_kv_heads, 64), mx.float16)
                 if params.sinks is not None:
                     params = replace(params, sinks=params.sinks.astype(mx.bfloat16))
-                METAL.update_and_attend(q, (rows,), (rows,), kv, metadata, params)
+                METAL.update_and_attend(q, rows, rows, kv, metadata, params)
                 METAL.attend(q.astype(mx.float32), kv, metadata, replace(params, scale=1))
                 other = replace(params, scale=0.5)
                 METAL.attend(q.swapaxes(0, 1).swapaxes(0, 1), kv, metadata, other)

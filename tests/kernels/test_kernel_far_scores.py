@@ -148,8 +148,8 @@ MISTAKES = {
     "a_maximum_of_the_first_32_partitions": (
         "a_late_maximum",
         MERGE,
-        "p = lane; p < num_partitions; p += SIMD_SIZE",
-        "p = lane; p < min(num_partitions, SIMD_SIZE); p += SIMD_SIZE",
+        "p = lane; p < num_partitions; p += SIMDGROUP_LANES",
+        "p = lane; p < min(num_partitions, SIMDGROUP_LANES); p += SIMDGROUP_LANES",
     ),
     "a_maximum_of_one_lane": ("a_late_maximum", MERGE, "highest = simd_max(highest);", ""),
     "partitions_that_are_not_rescaled": (

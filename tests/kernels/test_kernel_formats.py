@@ -279,10 +279,7 @@ def test_blocks_behind_the_first_4_gib_are_like_any_others(compiler):
     step = step_of([[3, 1, 2], [0]], [20, 7], [1, 2], 8)
     there = step_of([[far + 1, 1, far], [0]], [20, 7], [1, 2], 8)
     query = random_array(rng, (3, 4, 32), mx.float16)
-    k, v = (
-        rows.encode(random_array(rng, (3, 2, 32), mx.float16))
-        for rows in (format.key, format.value)
-    )
+    k, v = (random_array(rng, (3, 2, 32), mx.float16) for _ in "kv")
     params = AttentionParams(32**-0.5)
     # So many blocks that each slab fills whole pages: a large array has no margins around it.
     num_blocks = far + 128
@@ -383,10 +380,6 @@ MISTAKES: dict[str, tuple[Case, tuple[int, int], str, str, str]] = {
         *(RUNS, (8, 8), ATTENTION),
         *("add_bias(bias_sum[i], factor, counted", "add_bias(bias_sum[i], factor, 0"),
     ),
-    "new_scalings_that_are_not_stored": (
-        *(RUNS, (8, 8), ATTENTION),
-        *("Keys::copy_scaling(key_slot, key_from, scale_group);", ""),
-    ),
 }
 
 
@@ -411,9 +404,9 @@ def test_a_mistake_in_a_format_is_seen(
 @pytest.mark.slow
 def test_a_scaling_in_the_slot_of_another_row_is_a_forbidden_write(plant, compiler):
     problem = quantised(RUNS.problem(), 8, 8)
-    biases = "in_place(to.biases)["
+    biases = "slab_to_write(slot.biases)["
     with checked_metal():
         plant(FORMATS, biases, f"{biases}1 + ")
         # The last row of the slab has none behind it.
-        with pytest.raises((ForbiddenWrite, MemoryFault), match="paged_attention_affine"):
+        with pytest.raises((ForbiddenWrite, MemoryFault), match="encode_and_cache"):
             attend_and_compare(problem)

@@ -17,7 +17,8 @@ from helpers.numpy_attention import raw
 from metal_emulator import LargeArray
 from paged_testing.by_hand import dense_handle, slots_of, step_of
 
-from mlx_paged.ops import AttentionMetadata, AttentionParams, KVHandle, Parts
+from mlx_paged.ops import AttentionMetadata, AttentionParams, KVHandle
+from mlx_paged.ops.metadata import Rows
 
 NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, DTYPE = 2, 8, 32, mx.float16
 # The block whose first piece of 16 bytes is number 2^32. In 32 bits it is block 0, and the next one
@@ -70,15 +71,15 @@ def slabs(compiler: None) -> Iterator[Slabs]:
             yield large_and_small
 
 
-def rows(num_tokens: int, seed: int) -> tuple[Parts, Parts]:
+def rows(num_tokens: int, seed: int) -> Rows:
     rng = np.random.default_rng(seed)
     shape = (num_tokens, NUM_KV_HEADS, HEAD_DIM)
-    return (random_array(rng, shape, DTYPE),), (random_array(rng, shape, DTYPE),)
+    return random_array(rng, shape, DTYPE), random_array(rng, shape, DTYPE)
 
 
 def write(kv: KVHandle, block: Callable[[int], int]) -> None:
     slots = [block(FAR + 1) * BLOCK_SIZE + 3, block(2) * BLOCK_SIZE, block(FAR) * BLOCK_SIZE + 7]
-    METAL.reshape_and_cache(*rows(3, seed=1), kv, slots_of(slots, BLOCK_SIZE))
+    METAL.update(*rows(3, seed=1), kv, slots_of(slots, BLOCK_SIZE))
 
 
 def gather(kv: KVHandle, block: Callable[[int], int]) -> tuple[mx.array, mx.array]:

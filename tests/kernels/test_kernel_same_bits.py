@@ -142,9 +142,7 @@ def test_empty_records_change_no_bit_and_write_no_slot(runs, setting, extras, me
         kv, k, v = before_the_step(problem)
         metadata, rows = part_of(problem, seqs)
         q = problem.q[rows]
-        out = backend.update_and_attend(
-            q, (k[0][rows],), (v[0][rows],), kv, metadata, *problem.args[3:]
-        )
+        out = backend.update_and_attend(q, k[rows], v[rows], kv, metadata, *problem.args[3:])
         return out, kv.k[0], kv.v[0]
 
     def num_empty(call):
@@ -176,7 +174,7 @@ def test_every_step_that_writes_gives_a_sequence_the_same_bits_in_every_batch(
     def attention(metadata, rows):
         kv, k, v = before_the_step(problem)
         out = METAL.update_and_attend(
-            problem.q[rows], (k[0][rows],), (v[0][rows],), kv, metadata, *problem.args[3:]
+            problem.q[rows], k[rows], v[rows], kv, metadata, *problem.args[3:]
         )
         mx.eval(out)
         return out

@@ -82,7 +82,7 @@ def test_no_length_is_compiled_into_a_kernel(recorded):
         rows = mx.zeros((len(context_lens), 2, 128), mx.float16)
         queries = mx.zeros((len(context_lens), 4, 128), mx.float16)
         recorded.clear()
-        METAL.update_and_attend(queries, (rows,), (rows,), kv, metadata, AttentionParams(0.1))
+        METAL.update_and_attend(queries, rows, rows, kv, metadata, AttentionParams(0.1))
         METAL.gather_blocks(kv, tables[0], context_lens[0])
         METAL.copy_blocks(kv, [(3, 4 + n) for n in range(len(context_lens))])
         libraries.append({(name, *call["template"]) for name, call in recorded})
@@ -108,7 +108,7 @@ def code(name: str) -> str:
 BUILT_IN = re.compile(
     r"\b(?:simd_\w+|quad_\w+|fast::\w+|precise::\w+|atomic_\w+|threadgroup_barrier|simdgroup_barrier|mem_flags::\w+"
     r"|\w+_(?:position|index)_in_\w+|\w+_per_(?:grid|threadgroup|simdgroup)|half\d*|bfloat\d*|float\d+|vec"
-    r"|fma|dot|max|min|clamp|select|exp2?|log|rsqrt|sqrt|as_type|any|all|mad|fabs|abs)\b"
+    r"|fma|dot|rint|round|max|min|clamp|select|exp2?|log|rsqrt|sqrt|as_type|any|all|mad|fabs|abs)\b"
 )
 
 

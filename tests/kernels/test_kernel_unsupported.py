@@ -91,7 +91,7 @@ def test_a_decode_of_a_group_too_large_for_a_kernel_is_written_before_it_is_gath
         [33, 12], 1, num_kv_heads=1, group=17, dtype=mx.float16, poison="nan_values"
     )
     q, kv, *rest = problem.args
-    k, v = ((mx.concatenate([rows[i][-1:] for rows in problem.dense]),) for i in (1, 2))
+    k, v = (mx.concatenate([rows[i][-1:] for rows in problem.dense]) for i in (1, 2))
     out = METAL.update_and_attend(q, k, v, kv, *rest)
     assert_matches_formula(out, problem)
     assert [call.kernel.removeprefix("mlx_paged_") for call in metal] == [

@@ -81,7 +81,7 @@ def test_every_mix_of_decodes_and_prefills_matches_the_formula(
     # The same as the two operations one after the other, and as plain MLX with zeros in the unused
     # slots.
     kv, _, _ = before_the_step(problem)
-    METAL.reshape_and_cache(k, v, kv, problem.metadata.slot_mapping)
+    METAL.update(k, v, kv, problem.metadata.slot_mapping)
     assert_same_bits(out, METAL.attend(problem.q, kv, *problem.args[2:]))
     assert_same_slabs(kv, problem.kv)
     kv, _, _ = before_the_step(problem)
@@ -153,8 +153,8 @@ def test_a_sequence_that_is_decoded_over_the_border_of_a_partition_matches_the_f
         outs.append(
             METAL.update_and_attend(
                 q[n - 246 : n - 245],
-                (k[new],),
-                (v[new],),
+                k[new],
+                v[new],
                 kv,
                 metadata,
                 AttentionParams(problem.params.scale, window, None),
@@ -172,7 +172,7 @@ def test_a_run_that_is_taken_back_is_overwritten_by_the_next(metal):
     metadata = step_of(problem.tables, [304], [8], 16)
     drafts = mx.full((8, 2, 64), mx.nan, mx.float16)
     METAL.update_and_attend(
-        mx.ones((8, 8, 64), mx.float16), (drafts,), (drafts,), kv, metadata, AttentionParams(1.0)
+        mx.ones((8, 8, 64), mx.float16), drafts, drafts, kv, metadata, AttentionParams(1.0)
     )
     out = METAL.update_and_attend(problem.q, k, v, kv, *problem.args[2:])
     assert_same_bits(out, METAL.attend(*problem.args))
@@ -184,12 +184,12 @@ def test_rows_that_are_views_of_projections_give_the_same_bits(metal):
     problem = make_problem([300, 17], [2, 2], **SETTINGS["f16-d64-b16-2x4"])
     expected = METAL.attend(*problem.args)
     kv, k, v = before_the_step(problem)
-    joined = mx.concatenate([problem.q, *k, *v], axis=1)
+    joined = mx.concatenate([problem.q, k, v], axis=1)
     heads_first = mx.contiguous(joined.swapaxes(0, 1))
     mx.eval(joined, heads_first)
     for whole in (joined, heads_first.swapaxes(0, 1)):
         kv, _, _ = before_the_step(problem)
-        q, k, v = whole[:, :8], (whole[:, 8:10],), (whole[:, 10:],)
+        q, k, v = whole[:, :8], whole[:, 8:10], whole[:, 10:]
         assert_same_bits(METAL.update_and_attend(q, k, v, kv, *problem.args[2:]), expected)
         assert_same_slabs(kv, problem.kv)
 
@@ -232,7 +232,7 @@ def test_nan_in_the_new_rows_of_one_sequence_does_not_reach_another(metal):
     expected = METAL.attend(*problem.args)
     kv, k, v = before_the_step(problem)
     bad = mx.array([0, mx.nan, 0], mx.float16)[:, None, None]
-    out = METAL.update_and_attend(problem.q, (k[0] + bad,), (v[0] + bad,), kv, *problem.args[2:])
+    out = METAL.update_and_attend(problem.q, k + bad, v + bad, kv, *problem.args[2:])
     assert mx.isnan(out[1]).all().item()
     assert_same_bits(out[::2], expected[::2])
 
@@ -263,9 +263,9 @@ def test_a_sequence_sees_rows_that_another_one_writes_in_the_same_step(query_len
     slabs = random_handle(rng, 5, 2, 16, 64)
     expected_slabs = copy_of(slabs)
     expected = REFERENCE.update_and_attend(
-        q, (k,), (v,), expected_slabs, metadata, AttentionParams(0.125)
+        q, k, v, expected_slabs, metadata, AttentionParams(0.125)
     )
-    out = METAL.update_and_attend(q, (k,), (v,), slabs, metadata, AttentionParams(0.125))
+    out = METAL.update_and_attend(q, k, v, slabs, metadata, AttentionParams(0.125))
     np.testing.assert_allclose(np.array(out), np.array(expected), rtol=0, atol=16 * 2.0**-23)
     assert_same_slabs(slabs, expected_slabs)
     assert metal[0].kernel == "mlx_paged_reshape_and_cache"

@@ -69,7 +69,7 @@ def test_each_operation_binds_the_fence_and_leaves_the_next_one():
     fences = []
     for run in (
         lambda: backend.reshape_and_cache((row,), (row,), kv, step.slot_mapping),
-        lambda: backend.update_and_attend(row, (row,), (row,), kv, step, params),
+        lambda: backend.update_and_attend(row, row, row, kv, step, params),
         lambda: backend.attend(row, kv, step, params),
         lambda: backend.gather_blocks(kv, [1], 1),
         lambda: backend.copy_blocks(kv, [(1, 2)]),

@@ -76,7 +76,7 @@ def test_a_long_chain_of_writes_and_reads_keeps_its_order_within_one_graph():
     for turn in range(1, 301):
         rows = mx.full((1, 4, 128), turn, mx.float16)
         if turn % 3:
-            METAL.update_and_attend(queries, (rows,), (rows,), kv, metadata, AttentionParams(1.0))
+            METAL.update_and_attend(queries, rows, rows, kv, metadata, AttentionParams(1.0))
         else:
             METAL.reshape_and_cache((rows,), (rows,), kv, metadata.slot_mapping)
         seen.append(METAL.attend(queries, kv, metadata, AttentionParams(1.0))[0, 0, 0])

@@ -66,9 +66,7 @@ def test_a_decode_writes_its_row_behind_the_tokens_before_it(context_lens):
     for slab in before:
         slab[mx.array(blocks), :, mx.array(offsets)] = 77.0
     handle = dense_handle(*before)
-    out = REFERENCE.update_and_attend(
-        problem.q, (rows[0],), (rows[1],), handle, problem.metadata, problem.params
-    )
+    out = REFERENCE.update_and_attend(problem.q, *rows, handle, problem.metadata, problem.params)
     assert_matches_formula(out, problem)
     for slab, expected in zip(handle.slabs, written, strict=True):
         assert mx.array_equal(slab, expected, equal_nan=True)

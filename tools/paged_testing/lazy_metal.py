@@ -117,11 +117,15 @@ class ChainedReferenceBackend(ReferenceBackend):
         write = super().reshape_and_cache
         _chained(kv, lambda: write(k, v, kv, slot_mapping))
 
+    def update(self, k: mx.array, v: mx.array, kv: KVHandle, slot_mapping: SlotMapping) -> None:
+        write = super().update
+        _chained(kv, lambda: write(k, v, kv, slot_mapping))
+
     def update_and_attend(
         self,
         q: mx.array,
-        k: Parts,
-        v: Parts,
+        k: mx.array,
+        v: mx.array,
         kv: KVHandle,
         step: AttentionMetadata,
         params: AttentionParams,
