@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Unpack
@@ -156,7 +156,8 @@ class LLM:
             sampling_params: for all, or one for each; ``None`` is greedy.
             use_tqdm: show a progress bar on stderr; by default for 10 prompts or more, on a
                 terminal.
-            priority: one for each, which orders the queue: lower is admitted earlier.
+            priority: one for each: lower is admitted earlier, and may take the place of others
+                that run.
             no_store: for all, or one for each; see :meth:`Engine.add_request`.
 
         Raises:
@@ -167,13 +168,10 @@ class LLM:
             KeyboardInterrupt: Ctrl-C, at once; the requests end with the step that runs.
         """
 
-        def complete() -> list[RequestOutput]:
-            asked = _asked(split_prompts(prompts), sampling_params, priority, no_store)
-            batch = self._checked(asked, use_tqdm)
-            with self._turn:
-                return self._complete(batch)
+        def ask() -> Sequence[_Asked]:
+            return _asked(split_prompts(prompts), sampling_params, priority, no_store)
 
-        return self.engine.share(complete)
+        return self.engine.share(partial(self._complete, ask, use_tqdm))
 
     @refuses_unknown_arguments("request")
     def chat(
@@ -202,13 +200,11 @@ class LLM:
             ValueError: the tokenizer has no chat template.
         """
 
-        def complete() -> list[RequestOutput]:
+        def ask() -> Sequence[_Asked]:
             prompts = self._rendered(messages, checked_template_options(chat_template_kwargs))
-            batch = self._checked(_asked(prompts, sampling_params, priority, no_store), use_tqdm)
-            with self._turn:
-                return self._complete(batch)
+            return _asked(prompts, sampling_params, priority, no_store)
 
-        return self.engine.share(complete)
+        return self.engine.share(partial(self._complete, ask, use_tqdm))
 
     def stats(self) -> EngineStats:
         """What the pool holds, how often the prefix cache was hit, who runs and waits."""
@@ -241,12 +237,16 @@ class LLM:
             self.engine.input_processor.check_structured_outputs()
         return _Batch(dict(zip(self._request_ids, asked, strict=False)), use_tqdm)
 
-    def _complete(self, batch: _Batch) -> list[RequestOutput]:
+    def _complete(
+        self, ask: Callable[[], Sequence[_Asked]], use_tqdm: object
+    ) -> list[RequestOutput]:
         from tqdm import tqdm
 
+        batch = self._checked(ask(), use_tqdm)
         requests = batch.requests
         num_tokens = 0
-        with tqdm(total=len(requests), unit="prompt", disable=not batch.shows_progress) as bar:
+        bar = tqdm(total=len(requests), unit="prompt", disable=not batch.shows_progress)
+        with self._turn, bar:
             try:
                 outputs = self._add(requests)
                 bar.update(len(outputs))

@@ -12,6 +12,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version
+from typing import TypeAlias
 
 import mlx.core as mx
 
@@ -41,6 +42,16 @@ MAX_UNSAVED_BLOCKS = 100_000
 # Floating-point operations that a chip does in the time in which a disk gives one byte: an M1 does
 # 2.6 TFLOPS, and its disk gives some 2.6 GB/s.
 OPERATIONS_PER_DISK_BYTE = 1_000
+
+
+# Makes a change when no step runs; False if that is not done within so many seconds.
+BetweenSteps: TypeAlias = Callable[[Callable[[], None], float], bool]
+
+
+def at_once(change: Callable[[], None], timeout: float) -> bool:
+    """Where no step can run."""
+    change()
+    return True
 
 
 def is_reading_cheaper(num_parameters: int, kv_nbytes_per_token: int) -> bool:
@@ -180,21 +191,23 @@ class DiskTier:
             self._save(list(self._unsaved), frozenset(), MAX_STEP_NBYTES)
         return bool(self._unsaved)
 
-    def close(self, timeout: float) -> bool:
+    def close(self, timeout: float, between_steps: BetweenSteps = at_once) -> bool:
         """Write what is to be kept, for ``timeout`` seconds at most; whether all was written. May
-        be called again. Ctrl-C ends the wait.
+        be called again. Ctrl-C ends the wait, which is the caller's and not the engine's.
         """
+        deadline = time.monotonic() + timeout
         if self._is_closed:
             return True
-        self._stop_reading()
-        deadline = time.monotonic() + timeout
+        if not between_steps(self._stop_reading, timeout):
+            return False
         try:
             # The queue may hold less than what is left.
             while self._unsaved and self.store.failure is None:
                 if not self._writer.flush(max(0.0, deadline - time.monotonic())):
                     break
                 num_left = len(self._unsaved)
-                self._save(list(self._unsaved), frozenset())
+                if not between_steps(self._save_all, max(0.0, deadline - time.monotonic())):
+                    break
                 if len(self._unsaved) == num_left:
                     break
             is_at_rest = self._writer.close(max(0.0, deadline - time.monotonic()))
@@ -212,8 +225,11 @@ class DiskTier:
         if not self._is_closed:
             self._stop_reading()
             if self.store.failure is None:
-                self._save(list(self._unsaved), frozenset())
+                self._save_all()
             self._writer.finish()
+
+    def _save_all(self) -> None:
+        self._save(list(self._unsaved), frozenset())
 
     def stats(self) -> DiskTierStats:
         """From any thread."""

@@ -30,7 +30,6 @@ from mlx_paged.engine.request_state import RequestState
 from mlx_paged.engine.snapshots import Prefix
 from mlx_paged.engine.steps import RowReader
 from mlx_paged.engine.thread import (
-    SECONDS_TO_STOP,
     EngineStoppedError,
     EngineThread,
     run_apart,
@@ -235,10 +234,8 @@ class Engine(EngineParts):
                 end when it was interrupted twice.
         """
         self._refuse_on_followers("step")
-        if self.thread.is_current:
-            return self._change("step", self._step)
-        step = partial(self._change, "step", self._step_for_caller)
-        if self._calls_functions:
+        step = partial(self._change, "step", self._step)
+        if self._calls_functions and not self.thread.is_current:
             with_random_state(self.thread.call, step)
         else:
             self.thread.call(step)
@@ -349,11 +346,7 @@ class Engine(EngineParts):
         self._release_wired_limit()
         if self.disk_tier is None:
             return True
-        close = partial(self._change, "close", partial(self.disk_tier.close, timeout))
-        if self.thread.is_current:
-            return close()
-        call = self.thread.submit(close)
-        return call.wait(timeout + SECONDS_TO_STOP) and call.result()
+        return self.disk_tier.close(timeout, self._done_between_steps)
 
     def view(self) -> EngineView:
         """The pool, block by block, and the requests; from any thread. It takes a millisecond for
@@ -432,6 +425,20 @@ class Engine(EngineParts):
         finally:
             self._is_changing = False
 
+    def _done_between_steps(self, change: Callable[[], None], timeout: float) -> bool:
+        """Make a change; False if that is not done within ``timeout`` seconds, or never. Where an
+        interrupt has ended the wait for a step, nothing waits for that step again.
+        """
+        if self.thread.is_current:
+            self._change("close", change)
+            return True
+        if self.thread.is_interrupted:
+            return False
+        try:
+            return self.thread.submit(partial(self._change, "close", change)).wait(timeout)
+        except EngineStoppedError:
+            return False
+
     def _ask_for(self, change: Callable[[], None]) -> None:
         """Have a change made between two steps, at once if no step runs."""
         is_idle = self.thread.is_idle and not self.thread.is_current
@@ -462,17 +469,13 @@ class Engine(EngineParts):
         self.steps.process_output()  # It may write to the memory that is given back.
         return self.cache.shrink()
 
-    def _step(self) -> list[RequestOutput]:
+    def _step(self) -> None:
         begin = time.perf_counter()
         self._read_inbox()
         self.steps.run()
         self._read_inbox()
         outputs = self.reports.report()
         self.latencies.busy_seconds += time.perf_counter() - begin
-        return outputs
-
-    def _step_for_caller(self) -> None:
-        outputs = self._step()
         if self._ready:
             # Of an interrupted wait. An output that has grown since is there once.
             known = set(map(id, outputs))

@@ -121,6 +121,11 @@ class EngineThread:
         """Whether a call would be run at once."""
         return self._running is None and self._background is None
 
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether the call that runs is one that an interrupt has ended the wait for."""
+        return self._running is not None and self._running is self._interrupted[0]
+
     def submit(self, work: Callable[[], T]) -> Call[T]:
         """Have work done, after what was asked for before.
 

@@ -4,6 +4,8 @@ tokens of plain MLX.
 
 from __future__ import annotations
 
+import sys
+import threading
 import traceback
 from collections import Counter
 from pathlib import Path
@@ -245,17 +247,20 @@ def test_requests_of_every_kind_get_the_tokens_of_plain_mlx_one_step_ahead_on_ke
     assert replays.total() > 20
 
 
-def test_twelve_frames_of_ours_lie_between_a_call_of_the_library_and_a_decode_on_metal(
-    demo, compiler
-):
+def test_fourteen_calls_lead_from_the_library_to_a_decode_on_metal(demo, compiler):
     ours = str(Path(mlx_paged.__file__).parent)
-    stacks: list[list[str]] = []
+    stacks: list[list[list[str]]] = []
     made = kernels.kernel
+
+    def names_of(frame):
+        codes = [each.f_code for each, _ in traceback.walk_stack(frame)]
+        return [code.co_name for code in codes if code.co_filename.startswith(ours)]
 
     def watched(name):
         def call(**arguments):
-            frames = (frame.f_code for frame, _ in traceback.walk_stack(None))
-            stacks.append([code.co_name for code in frames if code.co_filename.startswith(ours)])
+            # The caller waits for the engine's thread.
+            waiting = sys._current_frames()[threading.main_thread().ident]
+            stacks.append([names_of(None), names_of(waiting)])
             return made(name)(**arguments)
 
         return call
@@ -265,19 +270,12 @@ def test_twelve_frames_of_ours_lie_between_a_call_of_the_library_and_a_decode_on
         llm = LLM(*demo, backend="metal", kv_cache_bytes="9blocks")
         stacks.clear()
         llm.generate([1, 2, 3], SamplingParams(max_tokens=3))
+    at_work, waiting = stacks[-1]
     # The check of argument names stands before the call.
-    assert stacks[-1][-1] == "checked"
-    assert stacks[-1][-2::-1] == [
-        *(
-            "generate",
-            "share",
-            "complete",
-            "_complete",
-            "step",
-            "_step",
-            "run",
-            "_launch",
-            "launch",
-        ),
+    assert waiting[::-1][:6] == ["checked", "generate", "share", "_complete", "step", "call"]
+    assert waiting[::-1][6:] == ["wait_for", "wait"]
+    assert at_work[::-1][:4] == ["_run", "_run_calls", "_run_one", "run"]
+    assert at_work[::-1][4:] == [
+        *("_change", "_step", "run", "_launch", "launch"),
         *("__call__", "__call__", "update_and_attend", "update_and_attend"),
     ]

@@ -7,6 +7,7 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 from helpers.backends import METAL, REFERENCE
+from helpers.engine_runs import lose_all_kv
 from helpers.fence_order import disorders
 from helpers.numpy_attention import make_problem
 from hypothesis import HealthCheck, given, settings
@@ -205,7 +206,7 @@ def test_steps_in_flight_are_in_order_with_all_that_comes_between_them(metal, mo
     model, tokenizer = load(demo_model_path())
     engine = Engine(model, tokenizer, kv_cache_bytes="24blocks", watermark=0.0, block_size=8)
     engine.cache._initial_blocks = 6
-    engine.steps.repair()
+    lose_all_kv(engine)
     grow, old_slabs, growths = KVHandle.grow, [], []
 
     def recorded_grow(kv: KVHandle, num_new_blocks: int) -> None:
