@@ -116,16 +116,19 @@ def _hear(caller: socket.socket, secret: bytes, size: int, met: dict[int, socket
 
 
 def _call(host: str, port: int, secret: bytes, rank: int) -> socket.socket:
-    try:
-        sock = socket.create_connection((host, port), timeout=MEETING_SECONDS)
-        connection = _connection_over(sock)
-        answer_challenge(connection, secret)
-        deliver_challenge(connection, secret)
-        connection.send_bytes(str(rank).encode())
-    except Exception as error:  # Another program that listens there may say anything.
-        raise ConnectionError(
-            f"[ranks] rank {rank} can't reach rank 0 at {host}, port {port}: {one_line(error)}"
-        ) from error
+    with contextlib.ExitStack() as unless_met:
+        try:
+            sock = socket.create_connection((host, port), timeout=MEETING_SECONDS)
+            unless_met.callback(_hang_up, sock)
+            connection = _connection_over(sock)
+            answer_challenge(connection, secret)
+            deliver_challenge(connection, secret)
+            connection.send_bytes(str(rank).encode())
+        except Exception as error:  # Another program that listens there may say anything.
+            raise ConnectionError(
+                f"[ranks] rank {rank} can't reach rank 0 at {host}, port {port}: {one_line(error)}"
+            ) from error
+        unless_met.pop_all()
     return sock
 
 

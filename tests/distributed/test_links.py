@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import queue
@@ -9,7 +10,7 @@ import re
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any, cast
 
@@ -24,9 +25,23 @@ Ends = queue.SimpleQueue[tuple[int, str]]
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[Link, Connection, Ends]]:
+def make_pair() -> Iterator[Callable[[], tuple[socket.socket, socket.socket]]]:
+    """Makes connected sockets, which are closed at the end of the test."""
+    with contextlib.ExitStack() as stack:
+
+        def make() -> tuple[socket.socket, socket.socket]:
+            ours, theirs = socket.socketpair()
+            return stack.enter_context(ours), stack.enter_context(theirs)
+
+        yield make
+
+
+@pytest.fixture
+def pair(
+    make_pair: Callable[[], tuple[socket.socket, socket.socket]],
+) -> Iterator[tuple[Link, Connection, Ends]]:
     """A link to rank 3, the other end of its socket, and what the link says of rank 3's end."""
-    ours, theirs = socket.socketpair()
+    ours, theirs = make_pair()
     ends: Ends = queue.SimpleQueue()
     link = Link(ours, 3, lambda peer, reason: ends.put((peer, reason)))
     other = connection_over(theirs, 10)
@@ -102,8 +117,8 @@ def test_a_message_that_comes_twice_is_refused(pair: tuple[Link, Connection, End
         (struct.pack("!iQ", -1, 1 << 62), "sent what is no message"),  # more than any memory
     ],
 )
-def test_a_frame_that_is_cut_or_too_large_is_an_end(header: bytes, reason: str):
-    ours, theirs = socket.socketpair()
+def test_a_frame_that_is_cut_or_too_large_is_an_end(make_pair: Any, header: bytes, reason: str):
+    ours, theirs = make_pair()
     ends: Ends = queue.SimpleQueue()
     link = Link(ours, 3, lambda peer, said: ends.put((peer, said)))
     theirs.sendall(header)
@@ -114,9 +129,9 @@ def test_a_frame_that_is_cut_or_too_large_is_an_end(header: bytes, reason: str):
         each.close()
 
 
-def test_silence_is_an_end(monkeypatch: pytest.MonkeyPatch):
+def test_silence_is_an_end(make_pair: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(links, "SILENCE_SECONDS", 0.1)
-    ours, theirs = socket.socketpair()
+    ours, theirs = make_pair()
     ends: Ends = queue.SimpleQueue()
     link = Link(ours, 1, lambda peer, reason: ends.put((peer, reason)))
     assert ends.get(timeout=10) == (1, "has said nothing for 0 seconds")
@@ -126,13 +141,14 @@ def test_silence_is_an_end(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_nothing_follows_a_message_that_a_peer_did_not_take_whole(
+    make_pair: Any,
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(links, "SILENCE_SECONDS", 0.2)
     monkeypatch.setattr(links, "PING_SECONDS", 0.01)
     # Its own silence is another end.
     monkeypatch.setattr(Link, "_read", lambda link: None)
-    ours, theirs = socket.socketpair()
+    ours, theirs = make_pair()
     ends: Ends = queue.SimpleQueue()
     link = Link(ours, 1, lambda peer, reason: ends.put((peer, reason)))
     long = "a" * 10_000_000
@@ -152,9 +168,11 @@ def test_nothing_follows_a_message_that_a_peer_did_not_take_whole(
         each.close()
 
 
-def test_a_rank_that_ends_waits_for_no_peer_inside_a_frame(monkeypatch: pytest.MonkeyPatch):
+def test_a_rank_that_ends_waits_for_no_peer_inside_a_frame(
+    make_pair: Any, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(links, "GOODBYE_SECONDS", 0.05)
-    ours, theirs = socket.socketpair()
+    ours, theirs = make_pair()
     link = Link(ours, 1, lambda peer, reason: None)
     sender = threading.Thread(target=link.send, args=("say", "a" * 10_000_000), daemon=True)
     sender.start()
@@ -169,7 +187,7 @@ def test_a_rank_that_ends_waits_for_no_peer_inside_a_frame(monkeypatch: pytest.M
         each.close()
 
 
-def test_nothing_of_a_message_is_unpickled():
+def test_nothing_of_a_message_is_unpickled(make_pair: Any):
     package = REPOSITORY / "mlx_paged"
     modules = [*package.glob("distributed/*.py")]
     modules += [package / "engine" / f"{name}.py" for name in ("replicas", "following")]
@@ -184,7 +202,7 @@ def test_nothing_of_a_message_is_unpickled():
 def ranks_of(size: int, ends: Ends, monkeypatch: pytest.MonkeyPatch) -> tuple[Ranks, Ranks]:
     """Ranks 0 and 1 in this process, and what would end it."""
     monkeypatch.setattr(Ranks, "_end", lambda ranks, text: ends.put((ranks.rank, text)))
-    ours, theirs = socket.socketpair()
+    ours, theirs = make_pair()
     return Ranks(cast(Any, FakeGroup(2, 0)), {1: ours}), Ranks(
         cast(Any, FakeGroup(2, 1)), {0: theirs}
     )

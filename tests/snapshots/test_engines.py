@@ -188,7 +188,7 @@ def test_a_file_that_goes_while_it_is_read_changes_nothing(
     old, new, told = make_engine(model), make_engine(model), prompt(60)
     answer(old, told)
     old.save_snapshot(tmp_path / "a", told)
-    real_open = new._snapshots.open
+    real_open = new.snapshots.open
 
     def opened(path: Path, cache_salt: str | None) -> Any:
         file = real_open(path, cache_salt)
@@ -198,7 +198,7 @@ def test_a_file_that_goes_while_it_is_read_changes_nothing(
             os.truncate(path, 5000)
         return file
 
-    monkeypatch.setattr(new._snapshots, "open", opened)
+    monkeypatch.setattr(new.snapshots, "open", opened)
     if change == "unlinked":  # It is open, and what was verified is what is read.
         assert new.load_snapshot(tmp_path / "a") == told[:48]
         assert len(new.cached_block_ids(told)) == 3
@@ -268,7 +268,7 @@ def test_what_has_no_kv_to_save_is_refused_by_name(model: qwen3.Model, tmp_path:
             call()
         assert caught.value.argument == "enable_prefix_caching"
     split = make_engine(model)
-    split._snapshots._ranks = FakeGroup(2)
+    split.snapshots._ranks = FakeGroup(2)
     with pytest.raises(ArgumentError, match="snapshots can't be combined with several ranks"):
         split.save_snapshot(tmp_path / "a", [1])
     with pytest.raises(ArgumentError, match="token_ids must be a list"):
