@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import math
 import queue
 import threading
 import time
@@ -17,6 +18,8 @@ from mlx_paged.errors import words_for_all
 
 T = TypeVar("T")
 
+# How long a wait may overlook an interrupt.
+LOOK_SECONDS = 0.1
 # Interrupts of one call that are further apart than this are two: the second stops the engine.
 STUCK_SECONDS = 0.5
 # For which the end of Python waits for a call that was asked to end.
@@ -63,8 +66,10 @@ class Call(Generic[T]):
         """Wait for the end of the work, for ``timeout`` seconds at most; whether it has ended. An
         interrupt ends the wait, and the work goes on. One thread waits.
         """
-        if not self._is_done:
-            self._done.acquire(timeout=-1 if timeout is None else timeout)
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        while not self._is_done and (left := end - time.monotonic()) > 0:
+            # A signal that comes just before the system's own wait begins does not end that wait.
+            self._done.acquire(timeout=min(left, LOOK_SECONDS))
         return self._is_done
 
     def outlast(self) -> None:

@@ -199,7 +199,9 @@ def test_nothing_of_a_message_is_unpickled(make_pair: Any):
     assert set(calls) == {"send_bytes", "recv_bytes"}
 
 
-def ranks_of(size: int, ends: Ends, monkeypatch: pytest.MonkeyPatch) -> tuple[Ranks, Ranks]:
+def ranks_of(
+    size: int, ends: Ends, monkeypatch: pytest.MonkeyPatch, make_pair: Any
+) -> tuple[Ranks, Ranks]:
     """Ranks 0 and 1 in this process, and what would end it."""
     monkeypatch.setattr(Ranks, "_end", lambda ranks, text: ends.put((ranks.rank, text)))
     ours, theirs = make_pair()
@@ -208,9 +210,9 @@ def ranks_of(size: int, ends: Ends, monkeypatch: pytest.MonkeyPatch) -> tuple[Ra
     )
 
 
-def test_ranks_vote_compare_and_leave(monkeypatch: pytest.MonkeyPatch):
+def test_ranks_vote_compare_and_leave(make_pair: Any, monkeypatch: pytest.MonkeyPatch):
     ends: Ends = queue.SimpleQueue()
-    leader, follower = ranks_of(2, ends, monkeypatch)
+    leader, follower = ranks_of(2, ends, monkeypatch, make_pair)
     told: list[object] = []
 
     def follow() -> None:
@@ -243,9 +245,11 @@ def test_ranks_vote_compare_and_leave(monkeypatch: pytest.MonkeyPatch):
     assert ends.empty()
 
 
-def test_a_message_of_another_kind_than_is_due_ends_the_process(monkeypatch: pytest.MonkeyPatch):
+def test_a_message_of_another_kind_than_is_due_ends_the_process(
+    make_pair: Any, monkeypatch: pytest.MonkeyPatch
+):
     ends: Ends = queue.SimpleQueue()
-    leader, follower = ranks_of(2, ends, monkeypatch)
+    leader, follower = ranks_of(2, ends, monkeypatch, make_pair)
     leader.send("\x1b[2J", 1)
     follower.receive("step", "abort")
     follower.send("say", 1)
