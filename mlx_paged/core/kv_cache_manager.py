@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from mlx_paged.core.block_hash import BlockHash
 from mlx_paged.core.block_pool import BlockPool
-from mlx_paged.core.block_table import BlockCopy, BlockTable, KeyShift, TableState
+from mlx_paged.core.block_table import BlockCopy, BlockTable, TableState
 from mlx_paged.core.computed_blocks import (
     NOTHING_COMPUTED,
     BlockLoad,
@@ -24,6 +24,7 @@ from mlx_paged.core.computed_blocks import (
 from mlx_paged.core.errors import BlockTableError, IntegrityError
 from mlx_paged.core.free_queue import KVCacheBlock
 from mlx_paged.core.integrity import check_pool_integrity, check_table_integrity
+from mlx_paged.core.key_positions import KeyShift
 from mlx_paged.core.manager_stats import KVCacheManagerStats, stats_of
 from mlx_paged.core.prefix_lookup import AbsentBlock, PrefixLookup, group_hashes, nowhere
 from mlx_paged.core.retention import KEEP_ALL, Retention
@@ -446,7 +447,7 @@ class KVCacheManager:
         return [
             (group, shift)
             for group, table in enumerate(self._groups[request_id])
-            for shift in table.take_key_shifts()
+            for shift in table.positions.take_shifts()
         ]
 
     def cache_blocks(self, request_id: RequestId, block_hashes: Sequence[BlockHash]) -> int:
