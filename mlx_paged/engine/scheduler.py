@@ -252,8 +252,7 @@ class Scheduler:
         num_blocks = self.max_num_blocks
         if num_blocks != self._num_blocks:
             self._num_blocks = num_blocks
-            most, limit = self.manager.max_num_tokens(num_blocks) + 1, self.config.max_model_len
-            self._max_num_tokens = most if limit is None else min(most, limit)
+            self._max_num_tokens = self._admission.max_num_tokens(num_blocks)
         self._schedule_running(plan)
         if not plan.preempted:
             self._admit_waiting(plan)

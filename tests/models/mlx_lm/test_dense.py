@@ -46,8 +46,8 @@ def ragged(name: str, **options: Any) -> Engine:
 
 def budget_of(name: str, num_tokens: int, share: float) -> dict[str, Any]:
     """The blocks of so many sequences of ``num_tokens`` tokens."""
-    manager = ragged(name).scheduler.manager
-    return {"kv_cache_bytes": f"{int(share * manager.max_num_held_blocks(num_tokens))}blocks"}
+    need = ragged(name).scheduler.manager.block_need
+    return {"kv_cache_bytes": f"{int(share * need.max_num_held_blocks(num_tokens))}blocks"}
 
 
 def answers(engine: Engine) -> dict[str, list[list[int]]]:
