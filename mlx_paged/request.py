@@ -210,6 +210,26 @@ class Request:
     def is_finished(self) -> bool:
         return self.status is RequestStatus.FINISHED
 
+    def num_scored_rows(self, start: int, end: int) -> int:
+        """Of how many of the tokens ``start : end`` the logits are those of a prompt token that is
+        not scored yet. A row's logits are of the token after it.
+        """
+        num_scored = self.num_prompt_tokens - 1 - self.num_unscored_tokens
+        return max(0, min(end, self.num_prompt_tokens - 1) - max(start, num_scored))
+
+    def ending_sequence(self) -> tuple[int, ...] | None:
+        """The stop sequence that the answer ends with; the longest, if there are several."""
+        for sequence in self.params.stop_sequences:
+            length = len(sequence)
+            if length <= self.num_output_tokens and sequence == tuple(self.token_ids[-length:]):
+                return sequence
+        return None
+
+    def forget_awaited_token(self) -> None:
+        """The token that it awaits does not come."""
+        if self.awaits_token:
+            self.token_ids.pop()
+
     def fork(self, index: int) -> Request:
         """Another completion of the same prompt, which begins with the tokens of this one."""
         child = Request(

@@ -200,7 +200,7 @@ class KVCache(ABC):
         context_lens = [table.num_held_tokens for table in tables]
         offsets = None
         if not self.config.keeps_all:
-            offsets = [table.num_evicted_tokens - table.base for table in tables]
+            offsets = [table.num_evicted_tokens - table.positions.base for table in tables]
         if ends is not None:
             pairs = zip(tables, ends, strict=True)
             context_lens = [end - table.num_evicted_tokens for table, end in pairs]

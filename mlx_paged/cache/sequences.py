@@ -198,7 +198,7 @@ class Sequences:
         num_free = self._max_num_blocks - self.cache.pool.num_used_blocks
         if not self.manager.keeps_all:
             num_held = sum(map(len, self.manager.groups.get(seq, ())))
-            return self.manager.max_num_tokens(num_free + num_held)
+            return self.manager.block_need.max_num_tokens(num_free + num_held)
         if seq not in self:
             return num_free * self.cache.config.block_size
         table = self.manager.tables[seq]

@@ -21,7 +21,7 @@ from mlx_paged.core.block_hash import (
     hash_token_blocks,
 )
 from mlx_paged.core.block_pool import BlockPool
-from mlx_paged.core.block_table import BlockCopy, BlockTable, KeyShift, TableState
+from mlx_paged.core.block_table import BlockCopy, BlockTable, TableState
 from mlx_paged.core.computed_blocks import BlockLoad, ComputedBlocks, SequenceTables
 from mlx_paged.core.errors import (
     BlockError,
@@ -33,6 +33,7 @@ from mlx_paged.core.errors import (
     UseAfterFreeError,
 )
 from mlx_paged.core.free_queue import FreeKVCacheBlockQueue, KVCacheBlock
+from mlx_paged.core.key_positions import KeyShift
 from mlx_paged.core.kv_cache_manager import KVCacheManager
 from mlx_paged.core.manager_stats import KVCacheManagerStats
 from mlx_paged.core.prefix_index import PrefixIndex

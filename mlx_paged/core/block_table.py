@@ -16,20 +16,11 @@ from mlx_paged.core.errors import (
     UseAfterFreeError,
 )
 from mlx_paged.core.free_queue import KVCacheBlock
+from mlx_paged.core.key_positions import KeyPositions
 from mlx_paged.core.retention import KEEP_ALL, Retention
 
 BlockCopy = tuple[int, int]
 """(src block id, dst block id): copy the whole block in every slab."""
-
-
-class KeyShift(NamedTuple):
-    """Blocks whose K a sequence needs at other positions: copy each source block to its
-    destination, which may be the same, with K rotated on by ``distance`` positions.
-    """
-
-    sources: list[int]
-    destinations: list[int]
-    distance: int
 
 
 class TableState(NamedTuple):
@@ -64,7 +55,7 @@ class BlockTable:
     all tokens, ``evict`` takes whole blocks out of its middle, behind the sinks: what follows them
     moves up, so that ``block_ids`` are the blocks that attention reads, without a gap. Sinks are
     then held twice: as they were computed, which others may share, and in the table with their K
-    shifted, as if they stood right before the window (``take_key_shifts``).
+    shifted, as if they stood right before the window (:class:`KeyPositions`).
 
     An id never changes in place, with one exception besides the sinks: copy-on-write. A partly
     filled block is writable while this table is its only holder and it has no hash. It stops being
@@ -86,16 +77,13 @@ class BlockTable:
     __slots__ = (
         "_block_ids",
         "_blocks",
-        "_key_shifts",
-        "_shift",
-        "_sinks",
-        "base",
         "block_size",
         "is_freed",
         "num_cached_blocks",
         "num_evicted_tokens",
         "num_held_tokens",
         "pool",
+        "positions",
         "retention",
     )
 
@@ -105,11 +93,8 @@ class BlockTable:
         self.block_size = pool.block_size
         self._blocks: list[KVCacheBlock] = []
         self._block_ids = array("i")
-        self._sinks: list[KVCacheBlock] = []  # as computed; shifted copies stand in the table
-        self._shift = 0  # by how many positions
-        self._key_shifts: list[KeyShift] = []
-        self.base = 0
-        """The token whose position is 0."""
+        self.positions = KeyPositions(pool, retention)
+        """Those of its keys."""
         self.num_held_tokens = 0
         """Tokens that ``advance`` has counted and ``evict`` has not taken: the table's context."""
         self.num_evicted_tokens = 0
@@ -125,7 +110,7 @@ class BlockTable:
 
     def __iter__(self) -> Iterator[KVCacheBlock]:
         """All blocks that it holds: those of its tokens, then the sinks as they were computed."""
-        return itertools.chain(self._blocks, self._sinks)
+        return itertools.chain(self._blocks, self.positions.sinks)
 
     # What is in it
 
@@ -210,7 +195,12 @@ class BlockTable:
             UseAfterFreeError: for a freed table.
         """
         num_missing, must_copy = self._shortage("num_new_blocks", n)
-        return num_missing + must_copy + self._num_key_copies
+        num_new_blocks = num_missing + must_copy
+        if self.num_evicted_tokens:
+            num_new_blocks += self.positions.num_copies(
+                self._blocks, self.num_tokens, self.num_evicted_tokens
+            )
+        return num_new_blocks
 
     def reserve(self, n: int) -> list[BlockCopy] | None:
         """Make room for n more tokens, or return None and change nothing when out of blocks.
@@ -226,7 +216,13 @@ class BlockTable:
             UseAfterFreeError: for a freed table.
         """
         num_missing, must_copy = self._shortage("reserve", n)
-        if self.num_evicted_tokens and not self._shift_keys(num_missing + must_copy):
+        if self.num_evicted_tokens and not self.positions.move(
+            self._blocks,
+            self._block_ids,
+            self.num_tokens,
+            self.num_evicted_tokens,
+            num_missing + must_copy,
+        ):
             return None
         if not must_copy and not num_missing:
             return []
@@ -318,7 +314,7 @@ class BlockTable:
         self._blocks = list(blocks)
         self._block_ids = array("i", [block.block_id for block in blocks])
         self.num_held_tokens, self.num_evicted_tokens = num_tokens - num_evicted, num_evicted
-        self.base = self.retention.base(num_tokens)
+        self.positions.base = self.retention.base(num_tokens)
         for block in self._blocks[: self.num_held_tokens // self.block_size]:
             if block.block_hash is None:
                 break
@@ -330,11 +326,11 @@ class BlockTable:
         """The table without its blocks, as ``resume`` takes it."""
         return TableState(
             -(-self.num_held_tokens // self.block_size),
-            len(self._sinks),
+            len(self.positions.sinks),
             self.num_held_tokens,
             self.num_evicted_tokens,
-            self._shift,
-            self.base,
+            self.positions.distance,
+            self.positions.base,
             self.num_cached_blocks,
         )
 
@@ -348,8 +344,8 @@ class BlockTable:
         Raises as ``adopt``.
         """
         self.adopt(blocks[: state.num_blocks], state.num_tokens)
-        self._sinks = list(blocks[state.num_blocks :])
-        self._shift, self.base = state.shift, state.base
+        self.positions.sinks = list(blocks[state.num_blocks :])
+        self.positions.distance, self.positions.base = state.shift, state.base
         if state.num_evicted_tokens:
             # What follows the sinks may have other positions than those its hash stands for.
             self.num_cached_blocks = state.num_cached_blocks
@@ -404,98 +400,6 @@ class BlockTable:
         self.num_evicted_tokens += num_tokens
         return freed
 
-    @property
-    def _stale_sinks(self) -> list[KVCacheBlock]:
-        """The sinks as they were computed, if those in the table don't stand right before the
-        window.
-        """
-        num_sinks = self.retention.num_sink_tokens // self.block_size
-        if self._shift == self.num_evicted_tokens - self.retention.base(self.num_tokens):
-            return []
-        return self._sinks or self._blocks[:num_sinks]
-
-    @property
-    def _stale_blocks(self) -> list[KVCacheBlock]:
-        """Those behind the sinks, if positions start over."""
-        if self.base == self.retention.base(self.num_tokens):
-            return []
-        return self._blocks[self.retention.num_sink_tokens // self.block_size :]
-
-    @property
-    def _moved_sinks(self) -> list[KVCacheBlock]:
-        """The copies of the sinks that stand in the table, where it has made any."""
-        return self._blocks[: len(self._sinks)]
-
-    @property
-    def _num_key_copies(self) -> int:
-        """Blocks that shifting keys takes: in a block that only this table holds it is in place."""
-        sinks = self._stale_sinks
-        num_own = sum(block.ref_cnt == 1 for block in self._moved_sinks) if sinks else 0
-        return len(sinks) - num_own + sum(block.ref_cnt > 1 for block in self._stale_blocks)
-
-    def _shift_keys(self, num_others: int) -> bool:
-        """Let the keys of all blocks have the positions of the next step; False, and nothing has
-        changed, unless there are blocks for that and ``num_others`` more.
-        """
-        sinks, stale = self._stale_sinks, self._stale_blocks
-        if not sinks and not stale:
-            return True
-        num_copies = self._num_key_copies
-        if num_copies + num_others > self.pool.num_free_blocks:
-            return False
-        new_blocks = self.pool.get_new_blocks(num_copies)
-        assert new_blocks is not None, "the blocks were counted"
-        copies = iter(new_blocks)
-        base = self.retention.base(self.num_tokens)
-        if sinks:
-            self._shift = self.num_evicted_tokens - base
-            moved = self._moved(self._moved_sinks, copies)
-            # The first time, those in the table are the sinks as they were computed, which stay.
-            moved += itertools.islice(copies, len(sinks) - len(moved))
-            self._replace(0, sinks, moved, self._shift)
-            self._sinks = sinks
-        if stale:
-            # Found by their hash, they would have positions that others don't expect.
-            self.pool.evict_blocks([block.block_id for block in stale if block.ref_cnt == 1])
-            begin = len(self._blocks) - len(stale)
-            self._replace(begin, stale, self._moved(stale, copies), self.base - base)
-            self.base = base
-        return True
-
-    def _moved(
-        self, blocks: Sequence[KVCacheBlock], copies: Iterator[KVCacheBlock]
-    ) -> list[KVCacheBlock]:
-        """Where the keys of blocks of the table are shifted to: into the same blocks, or copies of
-        those that others hold, too.
-        """
-        moved = [block if block.ref_cnt == 1 else next(copies) for block in blocks]
-        self.pool.free_blocks(
-            [old for old, new in zip(blocks, moved, strict=True) if old is not new]
-        )
-        return moved
-
-    def _replace(
-        self,
-        begin: int,
-        sources: list[KVCacheBlock],
-        destinations: list[KVCacheBlock],
-        distance: int,
-    ) -> None:
-        end = begin + len(destinations)
-        source_ids, new_ids = (
-            [block.block_id for block in blocks] for blocks in (sources, destinations)
-        )
-        self._blocks[begin:end] = destinations
-        self._block_ids[begin:end] = array("i", new_ids)
-        self._key_shifts.append(KeyShift(source_ids, new_ids, distance))
-
-    def take_key_shifts(self) -> list[KeyShift]:
-        """What has to be copied, with K rotated, before a step reads the table. It is told once."""
-        if not self._key_shifts:
-            return []
-        shifts, self._key_shifts = self._key_shifts, []
-        return shifts
-
     def trim_to(self, length: int) -> list[KVCacheBlock]:
         """Forget all tokens from ``length`` on, as after rejected speculation; return the blocks
         that became free.
@@ -539,7 +443,7 @@ class BlockTable:
         other = BlockTable(self.pool, self.retention)
         other._blocks = self._blocks[:num_shared]
         other._block_ids = self._block_ids[:num_shared]
-        other._sinks, other._shift, other.base = self._sinks.copy(), self._shift, self.base
+        other.positions.go_on_from(self.positions)
         other.num_held_tokens = self.num_held_tokens
         other.num_evicted_tokens = self.num_evicted_tokens
         other.num_cached_blocks = self.num_cached_blocks
@@ -555,8 +459,7 @@ class BlockTable:
         """
         if self.is_freed:
             raise DoubleFreeError("BlockTable.free: the table was freed before")
-        freed = self._cut(0) + self.pool.free_blocks(reversed(self._sinks))
-        self._sinks, self._key_shifts = [], []
+        freed = self._cut(0) + self.positions.free()
         self.num_evicted_tokens = self.num_cached_blocks = 0
         self.is_freed = True
         return freed

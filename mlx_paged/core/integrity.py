@@ -7,13 +7,29 @@ they verify.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NoReturn
 
 from mlx_paged.core.block_pool import BlockPool
 from mlx_paged.core.block_table import BlockTable
 from mlx_paged.core.errors import IntegrityError
 from mlx_paged.core.free_queue import KVCacheBlock
+
+
+def check_integrity(pool: BlockPool, requests: Mapping[Hashable, Sequence[BlockTable]]) -> None:
+    """Verify every invariant of a pool and of the tables of all requests over it. O(blocks).
+
+    Raises:
+        IntegrityError: with the sum that failed.
+    """
+    tables = [table for groups in requests.values() for table in groups]
+    for table in tables:
+        check_table_integrity(table)
+    check_pool_integrity(pool, tables)
+    for request_id, groups in requests.items():
+        lengths = [table.num_tokens for table in groups]
+        if len(set(lengths)) > 1:
+            _fail(f"request {request_id!r} has tables of {lengths} tokens")
 
 
 def check_pool_integrity(

@@ -8,47 +8,29 @@ import itertools
 import sys
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from mlx_paged.core.block_hash import BlockHash
+from mlx_paged.core.block_need import BlockNeed
 from mlx_paged.core.block_pool import BlockPool
-from mlx_paged.core.block_table import BlockCopy, BlockTable, KeyShift, TableState
+from mlx_paged.core.block_table import BlockCopy, BlockTable, TableState
 from mlx_paged.core.computed_blocks import (
     NOTHING_COMPUTED,
     BlockLoad,
     ComputedBlocks,
     SequenceTables,
 )
-from mlx_paged.core.errors import BlockTableError, IntegrityError
+from mlx_paged.core.errors import BlockTableError
 from mlx_paged.core.free_queue import KVCacheBlock
-from mlx_paged.core.integrity import check_pool_integrity, check_table_integrity
+from mlx_paged.core.integrity import check_integrity
+from mlx_paged.core.key_positions import KeyShift
 from mlx_paged.core.manager_stats import KVCacheManagerStats, stats_of
-from mlx_paged.core.prefix_lookup import AbsentBlock, PrefixLookup, group_hashes, nowhere
+from mlx_paged.core.prefix_lookup import AbsentBlock, group_hashes, look_up
 from mlx_paged.core.retention import KEEP_ALL, Retention
 from mlx_paged.core.sequence_states import SequenceState, SequenceStates
 
 RequestId = Hashable
-
-
-class _FirstTables(Mapping[RequestId, BlockTable]):
-    """Of the block tables of each request, the first one."""
-
-    def __init__(self, groups: Mapping[RequestId, Sequence[BlockTable]]):
-        self._groups = groups
-
-    def __getitem__(self, request_id: RequestId) -> BlockTable:
-        return self._groups[request_id][0]
-
-    def __contains__(self, request_id: object) -> bool:
-        return request_id in self._groups
-
-    def __iter__(self) -> Iterator[RequestId]:
-        return iter(self._groups)
-
-    def __len__(self) -> int:
-        return len(self._groups)
 
 
 class KVCacheManager:
@@ -86,6 +68,7 @@ class KVCacheManager:
         groups: the block tables of each request, one per group of layers, the oldest request first.
             Change them only through the manager.
         tables: the first one of each.
+        block_need: how many blocks requests need.
     """
 
     def __init__(
@@ -98,9 +81,11 @@ class KVCacheManager:
         self.retentions = tuple(retentions)
         self.keeps_all = self.retentions == (KEEP_ALL,)
         self.states = states
+        self.block_need = BlockNeed(self.retentions, pool.block_size)
         self._groups: dict[RequestId, list[BlockTable]] = {}
         self.groups: Mapping[RequestId, Sequence[BlockTable]] = MappingProxyType(self._groups)
-        self.tables: Mapping[RequestId, BlockTable] = _FirstTables(self._groups)
+        self._tables: dict[RequestId, BlockTable] = {}
+        self.tables: Mapping[RequestId, BlockTable] = MappingProxyType(self._tables)
         self._num_queried_tokens = 0
         self._num_hit_tokens = 0
         self._loads: dict[RequestId, list[BlockLoad]] = {}
@@ -110,14 +95,15 @@ class KVCacheManager:
         reset, too (:meth:`BlockPool.reset`).
         """
         self._groups.clear()
+        self._tables.clear()
         self._loads.clear()
         if self.states is not None:
             self.states.reset()
 
     def num_tokens(self, request_id: RequestId) -> int:
         """Tokens with slots; 0 when there is no such request."""
-        tables = self._groups.get(request_id)
-        return 0 if tables is None else tables[0].num_tokens
+        table = self._tables.get(request_id)
+        return 0 if table is None else table.num_tokens
 
     def get_computed_blocks(
         self, block_hashes: Sequence[BlockHash], num_tokens: int
@@ -132,7 +118,9 @@ class KVCacheManager:
         Args:
             block_hashes: of the request's full blocks (``hash_token_blocks``).
         """
-        lookups, num_blocks = self._look_up(block_hashes, num_tokens, nowhere)
+        lookups, num_blocks = look_up(
+            self.pool, self.retentions, self.states, block_hashes, num_tokens
+        )
         found = [lookup.blocks(num_blocks) for lookup in lookups]
         checkpoint = None
         if self.states is not None and num_blocks:
@@ -196,33 +184,10 @@ class KVCacheManager:
             is_elsewhere: whether a block can be brought from another place, by the hash of its
                 group. It is asked of a block or two beyond those that can.
         """
-        lookups, num_blocks = self._look_up(block_hashes, num_tokens, is_elsewhere)
+        lookups, num_blocks = look_up(
+            self.pool, self.retentions, self.states, block_hashes, num_tokens, is_elsewhere
+        )
         return list(itertools.chain.from_iterable(lookup.absent(num_blocks) for lookup in lookups))
-
-    def _look_up(
-        self,
-        block_hashes: Sequence[BlockHash],
-        num_tokens: int,
-        is_elsewhere: Callable[[BlockHash], bool],
-    ) -> tuple[list[PrefixLookup], int]:
-        """What is known of each group of layers, and the blocks of the longest prefix."""
-        num_blocks = min(len(block_hashes), max(0, num_tokens - 1) // self.pool.block_size)
-        lookups = [
-            PrefixLookup(self.pool, retention, block_hashes, group, is_elsewhere)
-            for group, retention in enumerate(self.retentions)
-        ]
-        limits = [lookup.longest for lookup in lookups]
-        if self.states is not None:
-            limits.append(partial(self.states.longest, block_hashes))
-        # Each may allow less than the one before; one alone is asked once.
-        remaining = len(limits)
-        for longest_of in itertools.cycle(limits):
-            longest = longest_of(num_blocks)
-            remaining = len(limits) if longest < num_blocks else remaining
-            num_blocks, remaining = longest, remaining - 1
-            if not remaining:
-                break
-        return lookups, num_blocks
 
     def num_needed_blocks(
         self,
@@ -236,25 +201,7 @@ class KVCacheManager:
         tables = self._groups.get(request_id)
         if tables is not None:
             return sum(table.num_new_blocks(num_new_tokens) for table in tables)
-        num_blocks = sum(block.ref_cnt == 0 for block in computed.blocks) - len(computed.blocks)
-        if computed.resumed is not None:
-            for retention, table in zip(self.retentions, computed.resumed.tables, strict=True):
-                num_moved = retention.num_moved_sink_tokens(computed.num_tokens)
-                num_blocks += table.num_sinks or num_moved // self.pool.block_size
-                num_blocks += -(-(table.num_held_tokens + num_new_tokens) // self.pool.block_size)
-            return num_blocks
-        for retention in self.retentions:
-            num_slots = computed.num_tokens - retention.num_evicted(computed.num_tokens)
-            num_slots += retention.num_moved_sink_tokens(computed.num_tokens) + num_new_tokens
-            num_blocks += -(-num_slots // self.pool.block_size)
-        return num_blocks
-
-    def num_blocks_to_admit(self, num_tokens: int, computed: ComputedBlocks) -> int:
-        """Free blocks that a new request takes at most until it has ``num_tokens`` tokens, those of
-        ``computed`` included.
-        """
-        num_free_hits = sum(block.ref_cnt == 0 for block in computed.blocks)
-        return num_free_hits + max(0, self.max_num_held_blocks(num_tokens) - len(computed.blocks))
+        return self.block_need.num_blocks_to_begin(computed, num_new_tokens)
 
     def num_freed_blocks(
         self, request_ids: Iterable[RequestId], computed: ComputedBlocks = NOTHING_COMPUTED
@@ -271,26 +218,6 @@ class KVCacheManager:
         for block in computed.blocks:
             del held[block]
         return sum(block.ref_cnt == count for block, count in held.items())
-
-    def max_num_held_blocks(self, num_tokens: int) -> int:
-        """The most blocks that a request holds at a time until it has ``num_tokens`` tokens, if its
-        steps are as short as its blocks demand (:meth:`max_fitting`).
-        """
-        block_size = self.pool.block_size
-        return sum(
-            -(-retention.max_num_held(num_tokens) // block_size) for retention in self.retentions
-        )
-
-    def max_num_tokens(self, num_blocks: int) -> int:
-        """The most tokens that a request can have in ``num_blocks`` blocks; ``sys.maxsize`` where
-        it never needs more.
-        """
-        if self.keeps_all:
-            return num_blocks * self.pool.block_size
-        if self.max_num_held_blocks(sys.maxsize) <= num_blocks:
-            return sys.maxsize
-        candidates = range(1, num_blocks * self.pool.block_size + 1)
-        return bisect_right(candidates, num_blocks, key=self.max_num_held_blocks)
 
     def max_run(self, request_id: RequestId, computed: ComputedBlocks = NOTHING_COMPUTED) -> int:
         """How many tokens may be allocated at once: as many as see the same tokens before them."""
@@ -324,18 +251,6 @@ class KVCacheManager:
         if num_needed(num_new_tokens) <= num_free_blocks:
             return num_new_tokens
         return max(1, bisect_right(range(1, num_new_tokens), num_free_blocks, key=num_needed))
-
-    def copied_blocks(self, computed: ComputedBlocks) -> list[KVCacheBlock]:
-        """Of the blocks of a prefix hit, those that a step copies before it writes any rows: sinks
-        whose keys move on with their window.
-        """
-        return [
-            block
-            for retention, blocks in zip(self.retentions, computed.groups, strict=False)
-            for block in blocks[
-                : retention.num_moved_sink_tokens(computed.num_tokens) // self.pool.block_size
-            ]
-        ]
 
     def max_more(self, request_id: RequestId) -> int:
         """How many tokens may follow those that were allocated last, in the same step: none where
@@ -410,7 +325,7 @@ class KVCacheManager:
         else:
             self._loads[request_id] = self._resume(tables, computed, computed.resumed)
             num_hit_tokens = min(map(len, computed.groups)) * self.pool.block_size
-        self._groups[request_id] = tables
+        self._groups[request_id], self._tables[request_id] = tables, tables[0]
         if self.states is not None and computed.checkpoint is not None:
             self.states.begin(request_id, computed.num_tokens, computed.checkpoint)
         if self.states is not None and computed.resumed and computed.resumed.state:
@@ -446,7 +361,7 @@ class KVCacheManager:
         return [
             (group, shift)
             for group, table in enumerate(self._groups[request_id])
-            for shift in table.take_key_shifts()
+            for shift in table.positions.take_shifts()
         ]
 
     def cache_blocks(self, request_id: RequestId, block_hashes: Sequence[BlockHash]) -> int:
@@ -472,11 +387,12 @@ class KVCacheManager:
         Raises:
             KeyError: no such request.
         """
-        self._table(request_id)
+        first_table = self._table(request_id)
         if self.states is not None:
-            self._name_checkpoint(request_id, self.states)
+            self.states.name(request_id, first_table)
             self.states.free(request_id)
         self._loads.pop(request_id, None)
+        del self._tables[request_id]
         freed = [table.free() for table in self._groups.pop(request_id)]
         return list(itertools.chain.from_iterable(freed))
 
@@ -492,7 +408,7 @@ class KVCacheManager:
         if new_request_id in self._groups:
             raise ValueError(f"KVCacheManager.fork: request {new_request_id!r} exists already")
         children = [parent.fork() for parent in self._groups[request_id]]
-        self._groups[new_request_id] = children
+        self._groups[new_request_id], self._tables[new_request_id] = children, children[0]
         if self.states is not None:
             self.states.fork(request_id, new_request_id)
 
@@ -530,17 +446,9 @@ class KVCacheManager:
         """
         states.put(newest)
         for request_id, (state, is_decoded) in at_block_ends.items():
-            self._name_checkpoint(request_id, states)
+            states.name(request_id, self._tables[request_id])
             states.offer(request_id, state, is_decoded)
-            self._name_checkpoint(request_id, states)
-
-    def _name_checkpoint(self, request_id: RequestId, states: SequenceStates) -> None:
-        num_tokens, table = states.pending(request_id), self._groups[request_id][0]
-        index = (num_tokens - table.num_evicted_tokens) // self.pool.block_size - 1
-        if num_tokens and 0 <= index < len(table.blocks):
-            block_hash = table.blocks[index].block_hash
-            if block_hash is not None:
-                states.name(request_id, block_hash)
+            states.name(request_id, self._tables[request_id])
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
         """Take blocks out of the prefix cache, whether free or held: a step that failed did not
@@ -576,20 +484,11 @@ class KVCacheManager:
         Raises:
             IntegrityError: with the sum that failed.
         """
-        tables = list(itertools.chain.from_iterable(self._groups.values()))
-        for table in tables:
-            check_table_integrity(table)
-        check_pool_integrity(self.pool, tables)
-        for request_id, groups in self._groups.items():
-            lengths = [table.num_tokens for table in groups]
-            if len(set(lengths)) > 1:
-                raise IntegrityError(
-                    f"check_integrity: request {request_id!r} has tables of {lengths} tokens"
-                )
+        check_integrity(self.pool, self._groups)
 
     def _table(self, request_id: RequestId) -> BlockTable:
-        if request_id not in self._groups:
+        if request_id not in self._tables:
             raise KeyError(
-                f"KVCacheManager: no request {request_id!r}; there are {list(self._groups)}"
+                f"KVCacheManager: no request {request_id!r}; there are {list(self._tables)}"
             )
-        return self._groups[request_id][0]
+        return self._tables[request_id]

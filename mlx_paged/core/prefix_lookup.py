@@ -1,14 +1,17 @@
-"""``PrefixLookup``: how much of a request's beginning is cached."""
+"""``look_up``: how much of a request's beginning is cached."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from mlx_paged.core.block_hash import BlockHash
 from mlx_paged.core.block_pool import BlockPool
 from mlx_paged.core.free_queue import KVCacheBlock
 from mlx_paged.core.retention import Retention
+from mlx_paged.core.sequence_states import SequenceStates
 
 
 class AbsentBlock(NamedTuple):
@@ -103,3 +106,33 @@ class PrefixLookup:
             if block is None and self._is_elsewhere(block_hash):
                 self._found[index] = AbsentBlock(self._group, block_hash)
         return self._found[index]
+
+
+def look_up(
+    pool: BlockPool,
+    retentions: Sequence[Retention],
+    states: SequenceStates | None,
+    block_hashes: Sequence[BlockHash],
+    num_tokens: int,
+    is_elsewhere: Callable[[BlockHash], bool] = nowhere,
+) -> tuple[list[PrefixLookup], int]:
+    """What is known of each group of layers, and the blocks of the longest prefix that a request of
+    ``num_tokens`` tokens can begin with: at most all tokens but the last one.
+    """
+    num_blocks = min(len(block_hashes), max(0, num_tokens - 1) // pool.block_size)
+    lookups = [
+        PrefixLookup(pool, retention, block_hashes, group, is_elsewhere)
+        for group, retention in enumerate(retentions)
+    ]
+    limits = [lookup.longest for lookup in lookups]
+    if states is not None:
+        limits.append(partial(states.longest, block_hashes))
+    # Each may allow less than the one before; one alone is asked once.
+    remaining = len(limits)
+    for longest_of in itertools.cycle(limits):
+        longest = longest_of(num_blocks)
+        remaining = len(limits) if longest < num_blocks else remaining
+        num_blocks, remaining = longest, remaining - 1
+        if not remaining:
+            break
+    return lookups, num_blocks

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mlx_paged.core.block_hash import BlockHash
+from mlx_paged.core.block_table import BlockTable
 from mlx_paged.core.errors import BlockTableError
 
 
@@ -142,13 +143,18 @@ class SequenceStates:
         if self.num_checkpoints:
             self._pending[seq] = state, is_decoded
 
-    def pending(self, seq: Hashable) -> int:
-        """The tokens of the state that was offered and not named yet; 0 if there is none."""
-        return self._pending[seq][0].num_tokens if seq in self._pending else 0
-
-    def name(self, seq: Hashable, block_hash: BlockHash) -> None:
-        """Keep what was offered as a checkpoint: it is behind this block."""
-        state, is_decoded = self._pending.pop(seq)
+    def name(self, seq: Hashable, table: BlockTable) -> None:
+        """Keep what was offered as a checkpoint, if its block in the sequence's table has a hash by
+        now.
+        """
+        if seq not in self._pending:
+            return
+        state, is_decoded = self._pending[seq]
+        index = (state.num_tokens - table.num_evicted_tokens) // table.block_size - 1
+        block_hash = table.blocks[index].block_hash if 0 <= index < len(table.blocks) else None
+        if block_hash is None:
+            return
+        del self._pending[seq]
         if is_decoded:
             if seq in self._decoded:
                 self._checkpoints.pop(self._decoded[seq], None)

@@ -66,6 +66,7 @@ class Admission:
         context_length: int | None,
     ) -> None:
         self._manager = manager
+        self._block_need = manager.block_need
         self._supply = supply
         self._config = config
         self._swap_space = swap_space
@@ -81,6 +82,13 @@ class Admission:
         """Blocks that the budget holds."""
         # In this order: a pool that grows meanwhile, in another thread, must not make it less.
         return self._supply.num_growable_blocks + self._manager.pool.num_usable_blocks
+
+    def max_num_tokens(self, num_blocks: int) -> int:
+        """The most tokens of one request where the budget holds so many blocks, its last token
+        without K/V.
+        """
+        most, limit = self._block_need.max_num_tokens(num_blocks) + 1, self._config.max_model_len
+        return most if limit is None else min(most, limit)
 
     def check(self, request: Request) -> None:
         """Refuse at once what can never run; from any thread.
@@ -98,12 +106,12 @@ class Admission:
                 f"[scheduler] {request.num_seqs} completions of one request are more than may run "
                 f"at once, {self._config.max_num_seqs}; raise max_num_seqs"
             )
-        if self._manager.max_num_held_blocks(request.num_tokens) > self.max_num_blocks:
+        if self._block_need.max_num_held_blocks(request.num_tokens) > self.max_num_blocks:
             raise self.prompt_too_long_error(request)
 
     def prompt_too_long_error(self, request: Request) -> PromptTooLongError:
         """That a request can't have the blocks for its tokens, with the numbers."""
-        num_needed = self._manager.max_num_held_blocks(request.num_tokens)
+        num_needed = self._block_need.max_num_held_blocks(request.num_tokens)
         return prompt_too_long(
             request.num_tokens, num_needed, self._manager.pool.block_size, self.max_num_blocks
         )
@@ -116,8 +124,8 @@ class Admission:
 
     def has_room_for(self, requests: Sequence[Request]) -> bool:
         """Whether all tokens of waiting requests fit, whatever they find."""
-        manager = self._manager
-        num_needed = sum(manager.max_num_held_blocks(each.num_tokens) for each in requests)
+        need = self._block_need
+        num_needed = sum(need.max_num_held_blocks(each.num_tokens) for each in requests)
         return num_needed <= self._num_free_blocks
 
     def has_room_ahead(self, running: Sequence[Request]) -> bool:
@@ -171,7 +179,7 @@ class Admission:
 
     def num_spare_blocks(self, request: Request, computed: ComputedBlocks) -> int:
         """Free blocks that a request leaves that is admitted; negative where they don't do."""
-        num_needed = self._manager.num_blocks_to_admit(request.num_tokens, computed)
+        num_needed = self._block_need.num_blocks_to_admit(request.num_tokens, computed)
         return self._num_free_blocks - num_needed
 
     def find(self, request: Request) -> Found:
@@ -188,5 +196,5 @@ class Admission:
         """
         if not plan.new_block_ids:
             return False
-        copied = self._manager.copied_blocks(found.hit)
+        copied = self._block_need.copied_blocks(found.hit)
         return any(block.block_id in plan.new_block_ids for block in copied)

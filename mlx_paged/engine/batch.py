@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 
 from mlx_paged.core import BlockCopy, BlockLoad, KeyShift
 from mlx_paged.engine.swap_space import SwapName
-from mlx_paged.request import PENDING_TOKEN, Request, SeqId
+from mlx_paged.request import PENDING_TOKEN, Request
 
 
 class Scheduled(NamedTuple):
@@ -31,9 +31,13 @@ class Scheduled(NamedTuple):
 
 
 class SwapOut(NamedTuple):
-    """Copy these blocks of each group of layers to host memory."""
+    """Copy these blocks of each group of layers to host memory.
 
-    seq_id: SeqId
+    Attributes:
+        name: what the swap space has them under.
+    """
+
+    name: SwapName
     block_ids: list[list[int]]
 
 

@@ -19,7 +19,7 @@ def num_tokens_held(cache: KVCache, manager: KVCacheManager) -> int:
     """The most tokens that one sequence alone can have within the budget; ``sys.maxsize`` where it
     never needs more.
     """
-    return manager.max_num_tokens(cache.config.num_blocks)
+    return manager.block_need.max_num_tokens(cache.config.num_blocks)
 
 
 def warn_unless_it_fits(

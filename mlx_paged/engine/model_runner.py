@@ -135,7 +135,7 @@ class ModelRunner:
         if isinstance(transfer, ShiftKeys):
             cache.shift_keys(transfer.group, transfer.shift)
         elif isinstance(transfer, SwapOut):
-            groups = zip(self._swap_space.headers(transfer.seq_id), transfer.block_ids, strict=True)
+            groups = zip(self._swap_space.headers(transfer.name), transfer.block_ids, strict=True)
             blocks = [pair for group in groups for pair in zip(*group, strict=True)]
             store_blocks(cache, self._swap_space.tier, blocks)
         else:

@@ -59,31 +59,33 @@ class ReadAhead:
 
     Args:
         tier: ``None`` where there is none.
+        needs: of the requests that wait.
     """
 
-    def __init__(self, tier: BlockTier | None):
+    def __init__(self, tier: BlockTier | None, needs: Needs):
         self._tier = tier
+        self._needs = needs
         self._asked: dict[SeqId, Request] = {}
 
-    def look(self, waiting: Sequence[Request], needs: Needs) -> None:
+    def look(self, waiting: Sequence[Request]) -> None:
         """Begin to read for the first requests that wait, whose turn may be far."""
         if self._tier is not None:
             for request in waiting[:MAX_READ_AHEAD]:
-                if not self._may_ask(self._tier, request, needs):
+                if not self._may_ask(self._tier, request):
                     return
-                self._ask(self._tier, request, needs)
+                self._ask(self._tier, request)
 
-    def first_ready(self, waiting: Iterable[Request], needs: Needs) -> Request | None:
+    def first_ready(self, waiting: Iterable[Request]) -> Request | None:
         """The first request for which nothing is to be read first."""
         tier = self._tier
         if tier is None:
             return next(iter(waiting), None)
         for request in waiting:
-            if not self._may_ask(tier, request, needs):
+            if not self._may_ask(tier, request):
                 # Room that others have asked for is theirs. Alone, it may still find some: what it
                 # shares with requests that run takes none.
                 return None if self._reading(tier) else request
-            self._ask(tier, request, needs)
+            self._ask(tier, request)
             if not tier.is_reading(request.seq_id):
                 return request
         return None
@@ -108,16 +110,16 @@ class ReadAhead:
     def _reading(self, tier: BlockTier) -> list[Request]:
         return [each for each in self._asked.values() if tier.is_reading(each.seq_id)]
 
-    def _may_ask(self, tier: BlockTier, request: Request, needs: Needs) -> bool:
+    def _may_ask(self, tier: BlockTier, request: Request) -> bool:
         is_asked = request.seq_id in self._asked
-        return is_asked or needs.has_room([*self._reading(tier), request])
+        return is_asked or self._needs.has_room([*self._reading(tier), request])
 
-    def _ask(self, tier: BlockTier, request: Request, needs: Needs) -> None:
+    def _ask(self, tier: BlockTier, request: Request) -> None:
         if request.seq_id in self._asked:
             return
         self._asked[request.seq_id] = request
         if request.status is RequestStatus.PREEMPTED and not tier.pays_for_preempted:
             return
-        blocks = needs.absent_blocks(request, tier)
+        blocks = self._needs.absent_blocks(request, tier)
         if blocks:
             tier.read(request.seq_id, blocks)

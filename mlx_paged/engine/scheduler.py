@@ -9,29 +9,22 @@ Agrawal et al. 2024).
 
 from __future__ import annotations
 
-import itertools
-from bisect import bisect_left, insort
-from collections.abc import Iterable, Mapping
-from operator import attrgetter
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from mlx_paged.config import SchedulerConfig
-from mlx_paged.core import (
-    BlockCopy,
-    ComputedBlocks,
-    KVCacheManager,
-)
+from mlx_paged.core import BlockCopy, ComputedBlocks, KVCacheManager
 from mlx_paged.core.computed_blocks import NOTHING_COMPUTED
 from mlx_paged.engine.admission import Admission, BlockSupply, Found, num_seqs
 from mlx_paged.engine.batch import Batch, CopyBlocks, Scheduled, ShiftKeys, SwapIn, SwapOut
 from mlx_paged.engine.prefix_cache import PrefixCache, UnsharedRows
 from mlx_paged.engine.prefix_history import PrefixHistory
 from mlx_paged.engine.read_ahead import BlockTier, Needs, ReadAhead
+from mlx_paged.engine.request_queues import RequestQueues
 from mlx_paged.engine.speculation import NO_SPECULATION, Speculation, add_drafts
 from mlx_paged.engine.swap_space import SwapSpace
+from mlx_paged.engine.verification import Verification
 from mlx_paged.request import PENDING_TOKEN, Request, RequestStatus, SeqId, StopReason
-
-by_order = attrgetter("order")
 
 # Of a step, for the log-probabilities of prompts: rows of logits are large. 256 rows of 152,000
 # logits are 156 MB in float32, and some copies of it.
@@ -101,12 +94,13 @@ class Scheduler:
         self.context_length = context_length
         self._unshared = unshared
         self._prefix_cache = PrefixCache(manager, unshared, config.enable_prefix_caching)
-        self.running: list[Request] = []  # by order
-        self.waiting: list[Request] = []  # by order
+        self._queues = RequestQueues()
+        self.running: Sequence[Request] = self._queues.running
+        self.waiting: Sequence[Request] = self._queues.waiting
+        self.requests: Mapping[SeqId, Request] = MappingProxyType(self._queues.requests)
+        self.verification = Verification(manager)
         self.num_steps = 0
         self.num_preemptions = 0
-        self.num_drafted_tokens = 0
-        self.num_accepted_tokens = 0
         self.prefix_history = PrefixHistory(
             config.num_history_tokens if config.enable_prefix_caching else 0,
             self.manager.pool.block_size,
@@ -114,18 +108,11 @@ class Scheduler:
         self._admission = Admission(
             manager, supply, config, self.swap_space, self._prefix_cache, context_length
         )
-        self._read_ahead = ReadAhead(tier)
-        self._needs = Needs(self._admission.has_room_for, self._admission.absent_blocks)
-        self._requests: dict[SeqId, Request] = {}
-        self._arrivals = itertools.count()
+        needs = Needs(self._admission.has_room_for, self._admission.absent_blocks)
+        self._read_ahead = ReadAhead(tier, needs)
         self._block_size = self.manager.pool.block_size
         self._num_blocks = 0  # that the budget held in the newest step
         self._max_num_tokens = 0  # of one request, its last token without K/V, then
-
-    @property
-    def requests(self) -> Mapping[SeqId, Request]:
-        """All that are not finished."""
-        return MappingProxyType(self._requests)
 
     @property
     def max_num_blocks(self) -> int:
@@ -142,12 +129,10 @@ class Scheduler:
         """Let a request wait for its turn; one that is there already, or finished meanwhile, is
         left as it is.
         """
-        if request.is_finished or request.seq_id in self._requests:
+        if request.is_finished or request.seq_id in self._queues.requests:
             return
         step = self.num_steps + request.priority * self.config.priority_steps
-        request.order = (step, next(self._arrivals), request.index)
-        self._requests[request.seq_id] = request
-        insort(self.waiting, request, key=by_order)
+        self._queues.add(request, step)
 
     def add_fork(self, request: Request, child: Request) -> None:
         """Take on a further completion of a running request.
@@ -155,12 +140,7 @@ class Scheduler:
         It shares all blocks until one of the two writes. Where blocks can't be shared and a copy
         has no room, it waits, to be computed again.
         """
-        self._requests[child.seq_id] = child
-        if self._fork(request.seq_id, child.seq_id):
-            insort(self.running, child, key=by_order)
-        else:
-            child.status, child.num_computed_tokens = RequestStatus.PREEMPTED, 0
-            insort(self.waiting, child, key=by_order)
+        self._queues.add_fork(child, self._fork(request.seq_id, child.seq_id))
 
     def _fork(self, seq: SeqId, new_seq: SeqId) -> bool:
         if self._unshared is not None:
@@ -182,25 +162,16 @@ class Scheduler:
         """
         if request.is_finished:
             return
-        if self._requests.get(request.seq_id) is request:
-            _remove(
-                self.running if request.status is RequestStatus.RUNNING else self.waiting, request
-            )
+        if self._queues.requests.get(request.seq_id) is request:
+            self._queues.remove(request)
             if request.seq_id in self.manager.tables:
                 self._prefix_cache.end(request)
                 self.manager.free(request.seq_id)
             self.swap_space.release(request.seq_id)
             self._read_ahead.end(request)
-            del self._requests[request.seq_id]
             self.prefix_history.finish(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason, request.stop_reason, request.error = reason, stop_reason, error
-
-    def expects_drafts(self) -> bool:
-        """Whether requests that run are likely to have drafts that pay when the tokens of the step
-        in flight are known. Then these are read before the next step is planned.
-        """
-        return self.speculation.is_likely(self.running)
 
     # A step
 
@@ -231,13 +202,12 @@ class Scheduler:
         ):
             return None
         for request in awaited:
-            if not request.is_finished:
-                is_last = (
-                    request.num_output_tokens + 1 == request.params.max_tokens
-                    or request.num_tokens + 1 >= self._max_num_tokens
-                )
-                if not is_last:
-                    request.token_ids.append(PENDING_TOKEN)
+            is_last = (
+                request.num_output_tokens + 1 == request.params.max_tokens
+                or request.num_tokens + 1 >= self._max_num_tokens
+            )
+            if not is_last and not request.is_finished:
+                request.token_ids.append(PENDING_TOKEN)
         return self._plan(Batch(self._token_budget(), MAX_SCORED_ROWS, is_ahead=True))
 
     def _token_budget(self) -> int:
@@ -252,8 +222,7 @@ class Scheduler:
         num_blocks = self.max_num_blocks
         if num_blocks != self._num_blocks:
             self._num_blocks = num_blocks
-            most, limit = self.manager.max_num_tokens(num_blocks) + 1, self.config.max_model_len
-            self._max_num_tokens = most if limit is None else min(most, limit)
+            self._max_num_tokens = self._admission.max_num_tokens(num_blocks)
         self._schedule_running(plan)
         if not plan.preempted:
             self._admit_waiting(plan)
@@ -264,8 +233,7 @@ class Scheduler:
     def _schedule_running(self, plan: Batch) -> None:
         running, only, manager = self.running, plan.only, self.manager
         urgent = self._first_urgent() if only is None else None
-        # A decode takes one block at most. Asked for once, before any of them evicts what is
-        # cached.
+        # A decode takes one block at most; asked for once, before any evicts what is cached.
         self.supply.make_room(len(running) * len(manager.retentions))
         index = 0
         while index < len(running):
@@ -318,10 +286,9 @@ class Scheduler:
         if not self.waiting:
             return
         num_running = num_seqs(self.running)
-        needs = self._needs
-        self._read_ahead.look(self.waiting, needs)
+        self._read_ahead.look(self.waiting)
         while self.waiting and plan.token_budget > 0 and num_running < self.config.max_num_seqs:
-            request = plan.only or self._read_ahead.first_ready(self.waiting, needs)
+            request = plan.only or self._read_ahead.first_ready(self.waiting)
             if request is None:
                 return
             # The only one wanted may run already, or have ended just now.
@@ -341,7 +308,7 @@ class Scheduler:
         waiting, running = self.waiting, self.running
         if not waiting or not running or waiting[0].order > running[-1].order:
             return None
-        request = self._read_ahead.first_ready(waiting, self._needs)
+        request = self._read_ahead.first_ready(waiting)
         makes_way = self._admission.makes_way
         if request is None or not any(makes_way(each, request) for each in running):
             return None
@@ -392,16 +359,15 @@ class Scheduler:
         if copies is None:
             return False
         num_new_tokens -= num_slots - num_fitting
-        _remove(self.waiting, request)
-        insort(self.running, request, key=by_order)
+        is_new = request.status is RequestStatus.WAITING
+        self._queues.run(request)
         num_read_tokens = self._read_ahead.end(request)
-        if request.status is RequestStatus.WAITING:
+        if is_new:
             request.num_cached_tokens = num_held
             request.num_read_tokens = min(num_read_tokens, hit.num_tokens)
             plan.begun.append(request)
             if request.prefix_report is None:
                 request.prefix_report = self.prefix_history.admit(request, num_cached)
-        request.status = RequestStatus.RUNNING
         self._prefix_cache.begin(request, num_held)
         if swapped is not None and (loads := self.manager.take_loads(request.seq_id)):
             plan.copies.append(SwapIn(swapped.name, loads))
@@ -431,7 +397,7 @@ class Scheduler:
         num_logit_rows = 1 if end == len(request.token_ids) else 0
         num_scored_rows = 0
         if request.num_unscored_tokens:
-            num_scored_rows = _num_scored_rows(request, start, end)
+            num_scored_rows = request.num_scored_rows(start, end)
             num_logit_rows += num_scored_rows
             plan.scored_rows_budget -= num_scored_rows
         # A third of the time that the constructor of a NamedTuple takes.
@@ -461,14 +427,7 @@ class Scheduler:
             self._read_ahead.keep(request)
         self.manager.free(request.seq_id)
         plan.preempted.append(request)
-        self._wait_again(request)
-
-    def _wait_again(self, request: Request) -> None:
-        _remove(self.running, request)
-        insort(self.waiting, request, key=by_order)
-        request.status = RequestStatus.PREEMPTED
-        request.num_preemptions += 1
-        request.num_computed_tokens = 0
+        self._queues.wait_again(request)
 
     # After the step
 
@@ -496,35 +455,10 @@ class Scheduler:
                 return self.finish(request, "stop")
             if token_id in params.stop_token_ids:
                 return self.finish(request, "stop", token_id)
-            if params.stop_sequences and (sequence := _ending_sequence(request)) is not None:
+            if params.stop_sequences and (sequence := request.ending_sequence()) is not None:
                 return self.finish(request, "stop", sequence)
         if num_output_tokens == params.max_tokens or num_tokens >= self._max_num_tokens:
             self.finish(request, "length")
-
-    def begin_verification(self, part: Scheduled) -> None:
-        """The tokens that follow a request's drafts are known: none of them is accepted yet."""
-        num_drafts = len(part.draft_token_ids)
-        part.request.num_computed_tokens = part.start + part.num_new_tokens - num_drafts
-        part.request.num_drafted_tokens += num_drafts
-        self.num_drafted_tokens += num_drafts
-
-    def accept_draft(self, request: Request) -> None:
-        """The next draft is the token that is appended next: its K/V stay."""
-        request.num_computed_tokens += 1
-        request.num_accepted_tokens += 1
-        self.num_accepted_tokens += 1
-
-    def end_verification(self, part: Scheduled, num_accepted: int) -> None:
-        """Give back the slots of the drafts that were not accepted."""
-        request = part.request
-        self.speculation.note(request, len(part.draft_token_ids), num_accepted)
-        if not request.is_finished:
-            self.manager.trim(request.seq_id, request.num_computed_tokens)
-
-    def forget_token(self, request: Request) -> None:
-        """The token that a request awaits does not come."""
-        if request.awaits_token:
-            request.token_ids.pop()
 
     def discard(self, batch: Batch) -> None:
         """Take a step back that failed: its rows may not be written, its requests wait again."""
@@ -536,11 +470,9 @@ class Scheduler:
             # It may wait already, if it was in the step after this one, too.
             if request.status is RequestStatus.RUNNING:
                 self.manager.free(request.seq_id)
-                self._wait_again(request)
+                self._queues.wait_again(request)
         for transfer in batch.transfers:
-            if isinstance(transfer, SwapOut):
-                self.swap_space.release(transfer.seq_id)
-            elif isinstance(transfer, SwapIn):
+            if isinstance(transfer, SwapOut | SwapIn):
                 self.swap_space.release(transfer.name)
 
     def start_over(self) -> None:
@@ -550,7 +482,7 @@ class Scheduler:
         self.prefix_history.clear()
         self._prefix_cache.forget_last()
         for request in list(self.running):
-            self._wait_again(request)
+            self._queues.wait_again(request)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all that requests left, or return False and change nothing while some run."""
@@ -561,43 +493,4 @@ class Scheduler:
         AssertionError.
         """
         self.manager.check_integrity()
-        running = {request.seq_id for request in self.running}
-        assert {
-            seq
-            for seq, request in self._requests.items()
-            if request.status is RequestStatus.RUNNING
-        } == running
-        assert set(self._requests) == running | {request.seq_id for request in self.waiting}
-        assert running <= set(self.manager.tables), "a running request has a table"
-        for queue in (self.running, self.waiting):
-            assert queue == sorted(queue, key=by_order)
-        for request in self.waiting:
-            assert request.seq_id not in self.manager.tables, "a waiting request holds nothing"
-        for request in self.running:
-            assert self.manager.num_tokens(request.seq_id) == request.num_computed_tokens
-            assert request.num_computed_tokens <= request.num_tokens
-
-
-def _num_scored_rows(request: Request, start: int, end: int) -> int:
-    """Of how many of the tokens ``start : end`` the logits are those of a prompt token that is not
-    scored yet. A row's logits are of the token after it.
-    """
-    num_scored = request.num_prompt_tokens - 1 - request.num_unscored_tokens
-    return max(0, min(end, request.num_prompt_tokens - 1) - max(start, num_scored))
-
-
-def _ending_sequence(request: Request) -> tuple[int, ...] | None:
-    """The stop sequence that the answer ends with; the longest, if there are several."""
-    for sequence in request.params.stop_sequences:
-        length = len(sequence)
-        if length <= request.num_output_tokens and sequence == tuple(request.token_ids[-length:]):
-            return sequence
-    return None
-
-
-def _remove(queue: list[Request], request: Request) -> None:
-    """Take a request out of a queue that is in order; raises ``ValueError`` if it is not there."""
-    index = bisect_left(queue, request.order, key=by_order)
-    if index == len(queue) or queue[index] is not request:
-        raise ValueError(f"[scheduler] {request} is not in its queue")
-    del queue[index]
+        self._queues.check_integrity(self.manager)

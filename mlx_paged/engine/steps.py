@@ -103,12 +103,15 @@ class Steps:
             self._finish(request, "abort")
 
     def _may_launch_ahead(self, step: StepInFlight) -> bool:
-        """Whether the next step is planned before this one is read."""
+        """Whether the next step is planned before this one is read. With drafts it is not: they
+        follow tokens that are known.
+        """
+        scheduler = self._scheduler
         return (
             self._run_ahead
             and not self._retry_alone
             and not step.batch.drafted
-            and not self._scheduler.expects_drafts()
+            and not scheduler.speculation.is_likely(scheduler.running)
         )
 
     def _launch(self, batch: Batch | None) -> None:
@@ -198,7 +201,8 @@ class Steps:
                 continue  # Since it was launched.
             drawn, drafts = known[request], self._scheduler.speculation.made(part)
             sampled, first_entry = step.sampled, step.sampled.requests.index(request)
-            self._scheduler.begin_verification(part)
+            verification = self._scheduler.verification
+            verification.begin(part)
             for number in range(part.num_logit_rows):
                 if number == len(drawn):
                     row = step.first_row_of(part) + number
@@ -215,12 +219,13 @@ class Steps:
                     and result.token_id == drafts[number]
                 )
                 if is_accepted:
-                    self._scheduler.accept_draft(request)
+                    verification.accept(request)
                     num_accepted += 1
                 self._append(request, result, sampled, first_entry + number)
                 if not is_accepted or request.is_finished:
                     break
-            self._scheduler.end_verification(part, num_accepted)
+            verification.end(request)
+            self._scheduler.speculation.note(request, len(part.draft_token_ids), num_accepted)
         return True
 
     @contextmanager
@@ -261,7 +266,7 @@ class Steps:
         while self.in_flight:
             step = self.in_flight.pop()
             for request in step.sampled.requests:
-                self._scheduler.forget_token(request)
+                request.forget_awaited_token()
             for fork in step.forks:
                 if not fork.is_finished:
                     self._scheduler.finish(fork, "abort")

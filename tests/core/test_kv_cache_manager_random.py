@@ -48,7 +48,7 @@ class Slabs:
         for group, table in enumerate(tables):
             for token in range(start, len(tokens)):
                 (slot,) = table.slot_mapping(token, 1)
-                self.slots[slot] = (group, salt, *tokens[: token + 1]), token - table.base
+                self.slots[slot] = (group, salt, *tokens[: token + 1]), token - table.positions.base
 
     def read(self, table: BlockTable) -> list[tuple]:
         ids, size = table.block_ids, self.block_size
@@ -201,7 +201,10 @@ class Driver:
                 kept = [*range(len(tokens))]
                 del kept[num_sinks : num_sinks + num_evicted]
                 expected = [
-                    ((group, salt, *tokens[: token + 1]), place + num_evicted - table.base)
+                    (
+                        (group, salt, *tokens[: token + 1]),
+                        place + num_evicted - table.positions.base,
+                    )
                     for place, token in enumerate(kept)
                 ]
                 held = self.slabs.read(table)

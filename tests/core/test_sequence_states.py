@@ -168,7 +168,7 @@ def test_states_that_are_reset_are_forgotten_with_all_that_waits_for_a_name():
     states.begin("b", 4, Checkpoint(b"hash", "checkpoint"))
     states.offer("a", SequenceState(4, "offered"), is_decoded=False)
     states.reset()
-    assert len(states) == len(states._checkpoints) == states.pending("a") == 0
+    assert len(states) == len(states._checkpoints) == len(states._pending) == 0
     assert states.longest([b"hash"], 1) == 0
     assert states.num_checkpoints == 2
 

@@ -113,7 +113,7 @@ def test_preempted_requests_go_on_with_the_same_tokens(windowed, is_drafting, sw
     expected = alone(windowed, asked)
     roomy = make_engine(model, max_num_batched_tokens=16, max_num_seqs=6, **options)
     longest = max(len(tokens) + params.max_tokens for tokens, params in asked.values())
-    num_blocks = roomy.manager.max_num_held_blocks(longest) + 2
+    num_blocks = roomy.manager.block_need.max_num_held_blocks(longest) + 2
     engine = make_engine(
         model,
         max_num_batched_tokens=16,

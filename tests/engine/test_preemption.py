@@ -11,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from helpers.cache_helpers import sequences_of, swap_in, swapped_out
+from helpers.dense_models import dense_model
 from helpers.engine_runs import (
     ask,
     ask_alone,
@@ -22,6 +23,7 @@ from helpers.engine_runs import (
     run,
     sampled,
 )
+from helpers.windowed_models import model_and_options
 
 from mlx_paged.engine import swap_space
 from mlx_paged.engine.engine import Engine
@@ -272,4 +274,49 @@ def test_an_urgent_request_beside_sixteen_long_answers_has_its_first_token_withi
         request_id: output.outputs[0].token_ids for request_id, output in run(engine).items()
     }
     assert tokens_of == expected | {"urgent": ask_alone(model, prompt(30), greedy(5))}
+    assert_nothing_held(engine)
+
+
+@pytest.mark.parametrize(
+    ("kind", "swap"),
+    [
+        ("windowed", False),
+        ("windowed", True),
+        ("recurrent", False),
+        ("recurrent", True),
+        ("basic", False),
+    ],
+)
+def test_an_urgent_request_takes_a_place_whatever_the_model_keeps_and_its_victim_goes_on(
+    model: qwen3.Model, kind: str, swap: bool
+):
+    options: dict[str, Any] = {}
+    of_kind: Any = model
+    if kind == "windowed":
+        of_kind, options = model_and_options("both")
+    elif kind == "recurrent":
+        of_kind = dense_model("falcon_h1")
+    else:
+        options = {"kv": "basic"}
+    options |= {"kv_cache_bytes": "300blocks", "max_num_seqs": 3, "enable_prefix_caching": False}
+    requests = {str(n): (prompt(12, seed=n), greedy(70, ignore_eos=True)) for n in range(3)}
+    urgent = {"urgent": (prompt(30), greedy(5, ignore_eos=True))}
+    calm = make_engine_without_drafts(of_kind, **options)
+    expected = ask(calm, requests) | ask(calm, urgent)
+    assert calm.scheduler.num_preemptions == 0
+    if kind != "basic":
+        options |= {"swap_bytes": "100blocks" if swap else 0}
+    engine = make_engine_without_drafts(of_kind, **options)
+    for request_id, (tokens, params) in requests.items():
+        engine.add_request(request_id, tokens, params)
+    for _ in range(52):  # Tokens have left the windows.
+        engine.step()
+    victim = engine.scheduler.running[-1]
+    engine.add_request("urgent", *urgent["urgent"], priority=-1)
+    outputs = [output for _ in range(3) for output in engine.step()]
+    assert any(output.request_id == "urgent" and output.outputs[0].token_ids for output in outputs)
+    assert engine.scheduler.num_preemptions == victim.num_preemptions == 1
+    assert bool(engine.swap_space.num_used_tokens) == swap
+    answers = {name: output.outputs[0].token_ids for name, output in run(engine).items()}
+    assert answers == expected
     assert_nothing_held(engine)

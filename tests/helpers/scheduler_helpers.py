@@ -116,7 +116,7 @@ class SimulatedCache:
         for transfer in batch.transfers:
             if isinstance(transfer, SwapOut):
                 for group, ids in enumerate(transfer.block_ids):
-                    headers = swap_space.headers(transfer.seq_id)[group]
+                    headers = swap_space.headers(transfer.name)[group]
                     for header, block_id in zip(headers, ids, strict=True):
                         swap_space.tier.store(header, pickle.dumps(self.block(block_id)))
             elif isinstance(transfer, CopyBlocks):
@@ -283,17 +283,18 @@ class FakeEngine:
 
     def verify(self, part: Scheduled) -> None:
         request, num_accepted = part.request, 0
-        self.scheduler.begin_verification(part)
+        self.scheduler.verification.begin(part)
         for draft in (*part.draft_token_ids, None):
             row = context_rows(request.token_ids, request.cache_salt)[-1]
             token = next_token(row, request.index)
             if token == draft:
-                self.scheduler.accept_draft(request)
+                self.scheduler.verification.accept(request)
                 num_accepted += 1
             self.scheduler.append_token(request, token)
             if token != draft or request.is_finished:
                 break
-        self.scheduler.end_verification(part, num_accepted)
+        self.scheduler.verification.end(request)
+        self.scheduler.speculation.note(request, len(part.draft_token_ids), num_accepted)
         self.counts["drafted"] += len(part.draft_token_ids)
         self.counts["accepted"] += num_accepted
 

@@ -102,7 +102,7 @@ def check_answers(
     expected.check(answers_of(engine, prompts), "with a prefix hit")
     assert engine.stats().num_cached_prompt_tokens > num_cached
     # The prompts and the watermark, and no answer beside another; one alone has to fit.
-    most_held = engine.manager.max_num_held_blocks
+    most_held = engine.manager.block_need.max_num_held_blocks
     num_blocks = max(
         sum(most_held(len(prompt)) for prompt in prompts[1:]) + 1,
         most_held(max(map(len, prompts[1:])) + NUM_TOKENS),

@@ -46,8 +46,8 @@ def ragged(name: str, **options: Any) -> Engine:
 
 def budget_of(name: str, num_tokens: int, share: float) -> dict[str, Any]:
     """The blocks of so many sequences of ``num_tokens`` tokens."""
-    manager = ragged(name).scheduler.manager
-    return {"kv_cache_bytes": f"{int(share * manager.max_num_held_blocks(num_tokens))}blocks"}
+    need = ragged(name).scheduler.manager.block_need
+    return {"kv_cache_bytes": f"{int(share * need.max_num_held_blocks(num_tokens))}blocks"}
 
 
 def answers(engine: Engine) -> dict[str, list[list[int]]]:
@@ -364,7 +364,7 @@ def test_an_interrupt_behind_the_new_states_leaves_those_before_the_step(
     after = seqs.manager.states.snapshot()
     assert after.keys() == before.keys()
     assert all(after[seq] is before[seq] for seq in before)
-    assert not seqs.manager.states.pending("a")
+    assert not seqs.manager.states._pending
     alone = make_kv_cache(model, block_size=8, kv_cache_bytes="40blocks")
     expected = run_step(model, Sequences(alone), {"a": tokens, "b": other})
     assert mx.allclose(

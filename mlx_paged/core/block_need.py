@@ -1,0 +1,77 @@
+"""``BlockNeed``: how many blocks sequences need, by arithmetic alone."""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_right
+from collections.abc import Sequence
+
+from mlx_paged.core.computed_blocks import ComputedBlocks
+from mlx_paged.core.free_queue import KVCacheBlock
+from mlx_paged.core.retention import Retention
+
+
+class BlockNeed:
+    """What sequences need of which each group of layers keeps tokens by a retention of its own.
+
+    Args:
+        retentions: one per group of layers.
+        block_size: tokens of a block.
+    """
+
+    def __init__(self, retentions: Sequence[Retention], block_size: int) -> None:
+        self._retentions = retentions
+        self._block_size = block_size
+
+    def max_num_held_blocks(self, num_tokens: int) -> int:
+        """The most blocks that a request holds at a time until it has ``num_tokens`` tokens, if its
+        steps are as short as its blocks demand (:meth:`KVCacheManager.max_fitting`).
+        """
+        block_size = self._block_size
+        return sum(
+            -(-retention.max_num_held(num_tokens) // block_size) for retention in self._retentions
+        )
+
+    def max_num_tokens(self, num_blocks: int) -> int:
+        """The most tokens that a request can have in ``num_blocks`` blocks; ``sys.maxsize`` where
+        it never needs more.
+        """
+        if self.max_num_held_blocks(sys.maxsize) <= num_blocks:
+            return sys.maxsize
+        candidates = range(1, num_blocks * self._block_size + 1)
+        return bisect_right(candidates, num_blocks, key=self.max_num_held_blocks)
+
+    def num_blocks_to_begin(self, computed: ComputedBlocks, num_new_tokens: int) -> int:
+        """Free blocks that a request takes for its first step, those of ``computed`` included."""
+        block_size = self._block_size
+        num_blocks = sum(block.ref_cnt == 0 for block in computed.blocks) - len(computed.blocks)
+        if computed.resumed is not None:
+            for retention, table in zip(self._retentions, computed.resumed.tables, strict=True):
+                num_moved = retention.num_moved_sink_tokens(computed.num_tokens)
+                num_blocks += table.num_sinks or num_moved // block_size
+                num_blocks += -(-(table.num_held_tokens + num_new_tokens) // block_size)
+            return num_blocks
+        for retention in self._retentions:
+            num_slots = computed.num_tokens - retention.num_evicted(computed.num_tokens)
+            num_slots += retention.num_moved_sink_tokens(computed.num_tokens) + num_new_tokens
+            num_blocks += -(-num_slots // block_size)
+        return num_blocks
+
+    def num_blocks_to_admit(self, num_tokens: int, computed: ComputedBlocks) -> int:
+        """Free blocks that a new request takes at most until it has ``num_tokens`` tokens, those of
+        ``computed`` included.
+        """
+        num_free_hits = sum(block.ref_cnt == 0 for block in computed.blocks)
+        return num_free_hits + max(0, self.max_num_held_blocks(num_tokens) - len(computed.blocks))
+
+    def copied_blocks(self, computed: ComputedBlocks) -> list[KVCacheBlock]:
+        """Of the blocks of a prefix hit, those that a step copies before it writes any rows: sinks
+        whose keys move on with their window.
+        """
+        return [
+            block
+            for retention, blocks in zip(self._retentions, computed.groups, strict=False)
+            for block in blocks[
+                : retention.num_moved_sink_tokens(computed.num_tokens) // self._block_size
+            ]
+        ]

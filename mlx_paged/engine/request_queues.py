@@ -1,0 +1,87 @@
+"""``RequestQueues``: the requests that are not finished, in their order. Pure Python."""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left, insort
+from operator import attrgetter
+
+from mlx_paged.core import KVCacheManager
+from mlx_paged.request import Request, RequestStatus, SeqId
+
+_by_order = attrgetter("order")
+
+
+class RequestQueues:
+    """Who runs, and who waits to run, for the first time or again.
+
+    Each request has an ``order``, fixed when it comes; both queues are in this order.
+
+    Attributes:
+        running: the requests that hold blocks. Read it; the methods change it.
+        waiting: those that hold none.
+        requests: all of them.
+    """
+
+    def __init__(self) -> None:
+        self.running: list[Request] = []
+        self.waiting: list[Request] = []
+        self.requests: dict[SeqId, Request] = {}
+        self._arrivals = itertools.count()
+
+    def add(self, request: Request, step: int) -> None:
+        """Let a new request wait, behind those whose ``step`` is lower or that came before."""
+        request.order = (step, next(self._arrivals), request.index)
+        self.requests[request.seq_id] = request
+        insort(self.waiting, request, key=_by_order)
+
+    def add_fork(self, child: Request, has_blocks: bool) -> None:
+        """Let a fork of a running request run beside it, or wait to be computed again."""
+        self.requests[child.seq_id] = child
+        if not has_blocks:
+            child.status, child.num_computed_tokens = RequestStatus.PREEMPTED, 0
+        insort(self.running if has_blocks else self.waiting, child, key=_by_order)
+
+    def run(self, request: Request) -> None:
+        """Let a request run that waits."""
+        _remove(self.waiting, request)
+        insort(self.running, request, key=_by_order)
+        request.status = RequestStatus.RUNNING
+
+    def wait_again(self, request: Request) -> None:
+        """Let a request that runs wait in its old place, to be computed from its first token."""
+        _remove(self.running, request)
+        insort(self.waiting, request, key=_by_order)
+        request.status = RequestStatus.PREEMPTED
+        request.num_preemptions += 1
+        request.num_computed_tokens = 0
+
+    def remove(self, request: Request) -> None:
+        """Take a request out that ends; its status is the caller's."""
+        is_running = request.status is RequestStatus.RUNNING
+        _remove(self.running if is_running else self.waiting, request)
+        del self.requests[request.seq_id]
+
+    def check_integrity(self, manager: KVCacheManager) -> None:
+        """Verify the queues against the tables of a manager. Raises AssertionError."""
+        running = {request.seq_id for request in self.running}
+        assert {
+            seq for seq, request in self.requests.items() if request.status is RequestStatus.RUNNING
+        } == running
+        assert set(self.requests) == running | {request.seq_id for request in self.waiting}
+        assert running <= set(manager.tables), "a running request has a table"
+        for queue in (self.running, self.waiting):
+            assert queue == sorted(queue, key=_by_order)
+        for request in self.waiting:
+            assert request.seq_id not in manager.tables, "a waiting request holds nothing"
+        for request in self.running:
+            assert manager.num_tokens(request.seq_id) == request.num_computed_tokens
+            assert request.num_computed_tokens <= request.num_tokens
+
+
+def _remove(queue: list[Request], request: Request) -> None:
+    """Take a request out of a queue that is in order; raises ``ValueError`` if it is not there."""
+    index = bisect_left(queue, request.order, key=_by_order)
+    if index == len(queue) or queue[index] is not request:
+        raise ValueError(f"[scheduler] {request} is not in its queue")
+    del queue[index]
