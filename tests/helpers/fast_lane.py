@@ -14,7 +14,7 @@ def mostly_slow(
     ids: Iterable[str] | Callable[[Any], str] | None = None,
     *,
     quick: Collection[int] = (0,),
-    indirect: bool = False,
+    indirect: bool | list[str] = False,
 ) -> pytest.MarkDecorator:
     """``pytest.mark.parametrize`` with all values marked as slow but those at the places ``quick``,
     for tests whose many cases take seconds together. Where two of these are stacked, only what is
@@ -30,4 +30,4 @@ def mostly_slow(
         for place, value in enumerate(values)
     ]
     names = ids if ids is None or callable(ids) else list(ids)
-    return pytest.mark.parametrize(argnames, params, indirect, ids=names)
+    return pytest.mark.parametrize(argnames, params, indirect=indirect, ids=names)
