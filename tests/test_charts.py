@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.fast_lane import mostly_slow
 
 pytest.importorskip("matplotlib", reason="charts need matplotlib, which the extra charts brings")
 
@@ -24,7 +25,7 @@ def results_of(name: str) -> list[dict]:
     return [charts.read(source, RESULTS) for source in charts.CHARTS[name].sources]
 
 
-@pytest.mark.parametrize("name", charts.CHARTS)
+@mostly_slow("name", charts.CHARTS)
 def test_a_chart_of_what_was_measured_is_the_same_bytes_each_time(name, tmp_path):
     paths = [
         chart_style.save(charts.CHARTS[name].draw(results_of(name)), tmp_path / folder, name)

@@ -11,8 +11,14 @@ from mlx_paged.cache import PagedKVCache
 from mlx_paged.engine import build
 
 
-# Without Metal, engines of the other folders' tests wait for each step, too.
-@pytest.fixture(params=[pytest.param("waiting", marks=pytest.mark.slow), "ahead", "drafting"])
+# Without Metal, engines of the other folders' tests wait for each step, too. Tests of drafts that
+# need not run in all ways are in the fast lane.
+@pytest.fixture(
+    params=[
+        "ahead",
+        *(pytest.param(way, marks=pytest.mark.slow) for way in ("waiting", "drafting")),
+    ]
+)
 def run_ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """What engines with a paged cache do by default; ``usefixtures("run_ahead")`` runs a module's
     tests in all ways.

@@ -17,6 +17,7 @@ import mlx.nn as nn
 import pytest
 from helpers.cache_helpers import scheduled_step, sequences_of
 from helpers.engine_runs import greedy, load_demo, lose_all_kv, make_engine, prompt, run
+from helpers.fast_lane import mostly_slow
 from helpers.mlx_lm_models import (
     GEMMA3,
     GEMMA3N,
@@ -347,7 +348,7 @@ def add_biases(model: nn.Module) -> None:
         layer.mlp.down_proj.bias = mx.linspace(-9, 9, layer.mlp.down_proj.weight.shape[0])
 
 
-@pytest.mark.parametrize("change", [change_weights, change_a_weight_in_place, quantise, add_biases])
+@mostly_slow("change", [change_weights, change_a_weight_in_place, quantise, add_biases])
 def test_another_model_in_the_place_of_the_first_is_seen(
     demo: nn.Module, at_once: None, traced: list[int], change: Any
 ):

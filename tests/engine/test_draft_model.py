@@ -20,6 +20,7 @@ from helpers.engine_runs import (
     run,
     sampled,
 )
+from helpers.fast_lane import mostly_slow
 from helpers.workloads import Workload, assert_all_same_but_aborts, assert_same
 from mlx.utils import tree_flatten, tree_map
 from paged_testing.lazy_metal import lazy_metal
@@ -61,7 +62,7 @@ def draft_model(model: qwen3.Model) -> qwen3.Model:
 
 
 # Each way to step meets draft models of one and of two layers.
-@pytest.mark.parametrize(("seed", "is_ahead"), [(0, False), (1, True), (2, True), (3, False)])
+@mostly_slow(("seed", "is_ahead"), [(0, False), (1, True), (2, True), (3, False)], quick=(1,))
 def test_requests_of_every_kind_get_the_same_as_without(
     model: qwen3.Model, is_ahead: bool, seed: int
 ):

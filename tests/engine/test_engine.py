@@ -18,6 +18,7 @@ from helpers.engine_runs import (
     run,
     sampled,
 )
+from helpers.fast_lane import mostly_slow
 from mlx_lm.generate import generate_step as mlx_lm_generate_step
 
 from mlx_paged.cache import PromptTooLongError
@@ -45,7 +46,7 @@ def expected() -> dict[int, list[int]]:
 # Tokens
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     "options",
     [
         {"max_num_batched_tokens": 512},
@@ -56,6 +57,7 @@ def expected() -> dict[int, list[int]]:
         {"kv_cache_bytes": "17blocks", "max_num_batched_tokens": 33, "max_num_seqs": 8},
     ],
     ids=str,
+    quick=(0, 3),
 )
 def test_a_ragged_batch_gets_the_greedy_tokens_of_mlx_lm(
     model: qwen3.Model, expected: dict, options: dict
@@ -84,7 +86,7 @@ def test_requests_that_come_one_after_the_other_get_the_same_tokens_as_together(
     }
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     "options",
     [
         {},
@@ -94,6 +96,7 @@ def test_requests_that_come_one_after_the_other_get_the_same_tokens_as_together(
         {"repetition_penalty": 1.5},
     ],
     ids=str,
+    quick=(0, 3),
 )
 def test_a_sampled_request_gets_the_same_tokens_alone_as_in_a_crowd(
     model: qwen3.Model, options: dict

@@ -19,6 +19,7 @@ from helpers.engine_runs import (
     run,
     sampled,
 )
+from helpers.fast_lane import mostly_slow
 from paged_testing.soak import raises_at
 
 from mlx_paged.engine.engine import Engine
@@ -171,7 +172,7 @@ def test_a_tokenizer_that_raises_fails_the_request_that_asked_for_text(max_token
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
-@pytest.mark.parametrize("place", [0, 39, 70])
+@mostly_slow("place", [0, 39, 70], quick=(1,))
 def test_a_request_that_breaks_the_model_fails_alone(
     model: qwen3.Model, place: int, prefix_caching: bool
 ):
@@ -251,7 +252,7 @@ def test_what_a_failed_step_wrote_is_never_read(model: qwen3.Model):
         assert outputs[request_id].outputs[0].token_ids == expected, request_id
 
 
-@pytest.mark.parametrize("swap", [True, False])
+@mostly_slow("swap", [True, False])
 def test_steps_may_fail_at_any_time_and_the_tokens_stay_the_same(
     model: qwen3.Model, monkeypatch: pytest.MonkeyPatch, is_drafting: bool, swap: bool
 ):

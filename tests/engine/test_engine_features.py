@@ -19,6 +19,7 @@ from helpers.engine_runs import (
     run,
     sampled,
 )
+from helpers.fast_lane import mostly_slow
 
 from mlx_paged.engine import replicas as replicas_module
 from mlx_paged.models import qwen3
@@ -63,7 +64,7 @@ def completion_alone(
         return complete(engine, tokens, one).token_ids
 
 
-@pytest.mark.parametrize("num_tokens", [1, 16, 40])
+@mostly_slow("num_tokens", [1, 16, 40], quick=(1,))
 def test_each_of_n_completions_is_that_of_a_request_of_its_own(model: qwen3.Model, num_tokens: int):
     engine = make_engine(model, max_num_batched_tokens=16, max_num_seqs=6)
     params = sampled(seed=11, max_tokens=25, n=4)

@@ -21,6 +21,7 @@ from helpers.engine_runs import (
     run,
     sampled,
 )
+from helpers.fast_lane import mostly_slow
 from helpers.streaming_reference import streamed_logits, streaming
 from helpers.windowed_models import lively_model_and_options, model_and_options
 from helpers.workloads import Workload, assert_same, assert_same_logprobs
@@ -38,7 +39,7 @@ def windowed(request: pytest.FixtureRequest) -> tuple[qwen3.Model, dict]:
 
 
 # Each kind, and each way to step with a window with sinks and with several groups of layers.
-in_many_ways = pytest.mark.parametrize(
+in_many_ways = mostly_slow(
     ("windowed", "run_ahead"),
     [
         ("streaming", "waiting"),
@@ -50,6 +51,7 @@ in_many_ways = pytest.mark.parametrize(
         ("both", "waiting"),
         ("both", "drafting"),
     ],
+    quick=(0, 4),
     indirect=True,
 )
 
@@ -296,8 +298,8 @@ def test_what_a_step_shares_with_others_of_the_same_step_is_what_it_would_comput
         pytest.param("all layers", 8, 6, marks=SLOW),
         pytest.param("all layers", 32, 4, marks=SLOW),
         pytest.param("both", 8, 20, marks=SLOW),
-        ("both", 32, 11),
-        ("streaming", 8, 10),
+        pytest.param("both", 32, 11, marks=SLOW),
+        pytest.param("streaming", 8, 10, marks=SLOW),
     ],
 )
 def test_the_length_of_steps_decides_neither_what_fits_nor_where_an_answer_ends(

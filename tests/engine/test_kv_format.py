@@ -23,6 +23,7 @@ from helpers.engine_runs import (
     run,
     sampled,
 )
+from helpers.fast_lane import mostly_slow
 from helpers.workloads import Workload, assert_all_same
 from paged_testing.soak import Soak, make_request
 
@@ -98,15 +99,15 @@ def test_a_prompt_that_is_found_gets_the_tokens_of_one_that_is_not(
     assert answers[0] == answers[1] and engine.stats().num_hit_tokens == 64
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("kv_format", "seed"),
     [
-        ("8", 1),
         ("K:8,V:4", 2),
+        ("8", 1),
         ("4", 3),
-        pytest.param("8", 4, marks=pytest.mark.slow),
-        pytest.param("K:8,V:4", 1, marks=pytest.mark.slow),
-        pytest.param("4", 2, marks=pytest.mark.slow),
+        ("8", 4),
+        ("K:8,V:4", 1),
+        ("4", 2),
     ],
 )
 def test_requests_of_every_kind_get_the_same_one_step_ahead(

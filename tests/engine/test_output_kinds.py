@@ -7,6 +7,7 @@ import random
 import threading
 
 import pytest
+from helpers.fast_lane import mostly_slow
 
 from mlx_paged import AsyncEngine, Engine, RequestOutputKind, SamplingParams, load
 from mlx_paged.engine.deltas import NOTHING_REPORTED, merge_parts, new_part
@@ -67,10 +68,11 @@ def requests_of(kind, seed):
     ]
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("run_ahead", "seed"),
     [("waiting", 0), ("ahead", 1), ("drafting", 2), ("drafting", 0)],
     indirect=["run_ahead"],
+    quick=(1,),
 )
 def test_what_is_new_adds_up_to_the_whole_answer(demo, seed, run_ahead):
     model, tokenizer = demo

@@ -23,6 +23,7 @@ from helpers.engine_runs import (
     run,
     sampled,
 )
+from helpers.fast_lane import mostly_slow
 from helpers.windowed_models import model_and_options
 
 from mlx_paged.engine import swap_space
@@ -55,7 +56,7 @@ def count_copies(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> dict[str, i
     return counts
 
 
-@pytest.mark.parametrize("prefix_caching", [True, False])
+@mostly_slow("prefix_caching", [True, False])
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
 )

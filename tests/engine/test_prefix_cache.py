@@ -19,6 +19,7 @@ from helpers.engine_runs import (
     run,
     sampled,
 )
+from helpers.fast_lane import mostly_slow
 from mlx_lm.generate import generate_step as mlx_lm_generate_step
 
 from mlx_paged.models import qwen3
@@ -61,17 +62,15 @@ def expected_hits(tokens: list[int], cached: list[list[int]], block_size: int) -
 
 
 # A seed decides about sizes and prompts; each is stepped in one way, and each way has several.
-@pytest.mark.parametrize(
+@mostly_slow(
     ("run_ahead", "seed"),
     [
-        ("waiting", 0),
-        ("ahead", 1),
-        ("drafting", 2),
-        *(
-            pytest.param(way, seed, marks=pytest.mark.slow)
-            for seed, way in enumerate(["drafting", "waiting", "ahead", "drafting", "ahead"], 3)
-        ),
+        (way, seed)
+        for seed, way in enumerate(
+            ["waiting", "ahead", "drafting", "drafting", "waiting", "ahead", "drafting", "ahead"]
+        )
     ],
+    quick=(1,),
     indirect=["run_ahead"],
 )
 def test_warm_tokens_are_those_of_a_cold_engine_and_of_mlx_lm(seed: int):
@@ -103,7 +102,7 @@ def test_warm_tokens_are_those_of_a_cold_engine_and_of_mlx_lm(seed: int):
 
 
 # Every two of a way to step, a size of blocks and a size of chunks meet once.
-@pytest.mark.parametrize(
+@mostly_slow(
     ("run_ahead", "block_size", "chunk"),
     [
         (way, block_size, chunk)
@@ -112,6 +111,7 @@ def test_warm_tokens_are_those_of_a_cold_engine_and_of_mlx_lm(seed: int):
         for chunk in [[8, 33, 500][(i + j) % 3]]
     ],
     indirect=["run_ahead"],
+    quick=(0, 4, 8),
 )
 def test_hits_are_all_whole_blocks_that_were_computed_before(
     model: qwen3.Model, block_size: int, chunk: int

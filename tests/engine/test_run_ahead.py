@@ -22,6 +22,7 @@ from helpers.engine_runs import (
     run,
     sampled,
 )
+from helpers.fast_lane import mostly_slow
 from helpers.workloads import Workload, assert_all_same, assert_same
 from paged_testing.lazy_metal import lazy_metal
 
@@ -30,7 +31,7 @@ from mlx_paged.models import qwen3
 from mlx_paged.request import PENDING_TOKEN, RequestOutput
 
 
-@pytest.mark.parametrize("seed", range(4))
+@mostly_slow("seed", range(4))
 def test_requests_of_every_kind_get_the_same_as_without(model: qwen3.Model, seed: int):
     workload = Workload(seed, 25, VOCAB_SIZE)
     ahead, waiting = (workload.run(model, run_ahead=is_ahead) for is_ahead in (True, False))

@@ -9,6 +9,7 @@ from bisect import insort
 from dataclasses import dataclass, field
 
 import pytest
+from helpers.fast_lane import mostly_slow
 from helpers.scheduler_helpers import FakeEngine, names, of_kind, ran, tokens
 
 from mlx_paged.engine.admission import MAX_PREEMPTIONS
@@ -29,7 +30,7 @@ def beside_sixteen(num_blocks: int, **options) -> tuple[FakeEngine, Request]:
     return engine, engine.add("urgent", tokens(20, 5000), max_tokens=4, priority=-100)
 
 
-@pytest.mark.parametrize("swap_blocks", [0, 50])
+@mostly_slow("swap_blocks", [0, 50], quick=(1,))
 @pytest.mark.parametrize("num_blocks", [2000, 177])
 def test_beside_as_many_long_answers_as_may_run_an_urgent_request_has_its_token_at_once(
     num_blocks: int, swap_blocks: int
@@ -265,7 +266,7 @@ class Rule:
         return names_of_all, [each.name for each in preempted]
 
 
-@pytest.mark.parametrize("num_places", [1, 3, 8])
+@mostly_slow("num_places", [1, 3, 8], quick=(1,))
 @pytest.mark.parametrize("priority_steps", [4, 50])
 def test_who_runs_is_who_the_rule_says(num_places: int, priority_steps: int):
     rng = random.Random(num_places * 100 + priority_steps)

@@ -8,6 +8,7 @@ import random
 
 import pytest
 from helpers.drafting import eager_speculation
+from helpers.fast_lane import mostly_slow
 from helpers.scheduler_helpers import VOCAB_SIZE, FakeEngine, predicted_tokens
 
 from mlx_paged.cache import PromptTooLongError
@@ -138,7 +139,7 @@ TINY = {
 
 
 @pytest.mark.parametrize("name", TINY)
-@pytest.mark.parametrize("seed", range(2))
+@mostly_slow("seed", range(2))
 def test_every_answer_is_as_predicted_and_everything_is_given_back(seed: int, name: str):
     driver = Driver(seed, priority_steps=6, **TINY[name])
     for _ in range(2500):

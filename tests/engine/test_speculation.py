@@ -22,6 +22,7 @@ from helpers.engine_runs import (
     run,
     sampled,
 )
+from helpers.fast_lane import mostly_slow
 from helpers.workloads import Workload, assert_all_same_but_aborts, assert_same
 from paged_testing.lazy_metal import lazy_metal
 
@@ -34,9 +35,10 @@ from mlx_paged.request import RequestOutput, SamplingParams
 FACTS = "The code of apple is 4821. " * 6
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("seed", "kind"),
     [(0, "waiting"), (1, "ahead"), (2, "basic"), (3, "ahead"), (4, "waiting"), (5, "basic")],
+    quick=(0, 1),
 )
 def test_requests_of_every_kind_get_the_same_as_without(model: qwen3.Model, kind: str, seed: int):
     workload = Workload(seed + 20, 25, VOCAB_SIZE)

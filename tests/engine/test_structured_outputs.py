@@ -33,6 +33,7 @@ from helpers.engine_runs import (
     run,
     sampled,
 )
+from helpers.fast_lane import mostly_slow
 from helpers.json_schemas import is_valid, random_schema
 from llguidance import LLMatcher
 from mlx_lm.tokenizer_utils import NewlineTokenizer, TokenizerWrapper
@@ -116,14 +117,10 @@ def run_all(
     return outputs
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("run_ahead", "seed"),
-    [
-        ("waiting", 0),
-        ("ahead", 0),
-        ("drafting", 0),
-        pytest.param("drafting", 1, marks=pytest.mark.slow),
-    ],
+    [("waiting", 0), ("ahead", 0), ("drafting", 0), ("drafting", 1)],
+    quick=(2,),
     indirect=["run_ahead"],
 )
 def test_answers_of_random_schemas_are_valid_and_the_same_under_preemption(

@@ -11,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from helpers.backends import METAL, REFERENCE
+from helpers.fast_lane import mostly_slow
 from helpers.fence_order import disorders
 from helpers.kernel_checks import (
     assert_same_bits,
@@ -33,8 +34,11 @@ SHAPES = [
     for i, width in enumerate(WIDTHS)
     for j, dtype in enumerate(DTYPES)
 ]
-each_shape = pytest.mark.parametrize(
-    ("width", "bits", "dtype"), SHAPES, ids=[f"{t}-d{w}-K{b[0]}V{b[1]}" for w, b, t in SHAPES]
+each_shape = mostly_slow(
+    ("width", "bits", "dtype"),
+    SHAPES,
+    ids=[f"{t}-d{w}-K{b[0]}V{b[1]}" for w, b, t in SHAPES],
+    quick=range(0, len(SHAPES), 4),
 )
 
 
@@ -75,7 +79,7 @@ def test_the_bits_are_those_of_plain_mlx(width, bits, dtype, metal):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", WIDTHS)
+@mostly_slow("width", WIDTHS, quick=(0, 2))
 def test_queries_are_rotated_as_by_plain_mlx_beside_rows_and_alone(width, dtype, metal):
     kv, rng = empty(width, (4, 4), dtype, num_kv_heads=2), np.random.default_rng(width)
     q = random_array(rng, (3, 6, width), kv.dtype)
@@ -87,7 +91,7 @@ def test_queries_are_rotated_as_by_plain_mlx_beside_rows_and_alone(width, dtype,
     assert len(metal) == 2
 
 
-@pytest.mark.parametrize("bits", BITS_OF_K_AND_V, ids=lambda bits: f"K{bits[0]}V{bits[1]}")
+@mostly_slow("bits", BITS_OF_K_AND_V, ids=lambda bits: f"K{bits[0]}V{bits[1]}", quick=(1,))
 def test_a_token_has_the_same_bits_alone_in_a_batch_and_in_a_chunk(bits, metal):
     rng, num_tokens = np.random.default_rng(0), 19
     k, v, q = (random_array(rng, (num_tokens, n, 64), mx.bfloat16) for n in (2, 2, 8))
@@ -155,8 +159,11 @@ MISTAKES: dict[str, tuple[int, tuple[int, int], str, str, str]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("width", "bits", "name", "text", "other"), MISTAKES.values(), ids=MISTAKES
+@mostly_slow(
+    ("width", "bits", "name", "text", "other"),
+    MISTAKES.values(),
+    ids=MISTAKES,
+    quick=range(0, len(MISTAKES), 5),
 )
 def test_a_mistake_is_seen(
     width: int,

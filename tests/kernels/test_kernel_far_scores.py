@@ -11,6 +11,7 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
+from helpers.fast_lane import mostly_slow
 from helpers.kernel_checks import attend_and_compare, checked_metal
 from helpers.kernel_grid import Case
 from helpers.numpy_attention import PagedProblem
@@ -80,7 +81,7 @@ PROBLEMS = {
 }
 
 
-@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
+@mostly_slow("problem", PROBLEMS.values(), ids=PROBLEMS, quick=(0, 3, 5))
 def test_scores_far_from_zero_match_the_formula(
     problem: Callable[[], PagedProblem],
     compiler: None,

@@ -11,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from helpers.backends import METAL
+from helpers.fast_lane import mostly_slow
 from helpers.kernel_checks import assert_same_bits, checked_metal, nan_before_the_window
 from helpers.kernel_grid import (
     BLOCK_SIZES,
@@ -101,7 +102,7 @@ def test_every_instance_matches_the_formula(case, metal):
 
 
 @pytest.mark.parametrize("case", [DECODE, SMALL], ids=["bf16", "f32"])
-@pytest.mark.parametrize("context_len", LENGTHS)
+@mostly_slow("context_len", LENGTHS, quick=(0, 6))
 def test_a_sequence_alone_matches_the_formula_at_every_length(context_len, case, metal):
     attend_and_compare(replace(case, seqs=((context_len, 1),)).problem())
 
@@ -143,7 +144,7 @@ def test_every_order_of_blocks_matches_the_formula(order, metal):
     )
 
 
-@pytest.mark.parametrize("query_len", [5, 6, 7, 8])
+@mostly_slow("query_len", [5, 6, 7, 8], quick=(1,))
 def test_a_run_whose_border_is_that_of_a_partition_matches_the_formula(query_len, metal):
     seqs = tuple((context_len, query_len) for context_len in range(255, 265))
     attend_and_compare(replace(RUNS, seqs=seqs, num_kv_heads=1).problem())
@@ -172,7 +173,7 @@ def test_runs_of_every_length_share_a_batch(metal):
 # What must not be read
 
 
-@pytest.mark.parametrize("window", [1, 2, 13, 100, 256, 300])
+@mostly_slow("window", [1, 2, 13, 100, 256, 300], quick=(2, 4))
 @pytest.mark.parametrize("case", [DECODE, RUNS], ids=["decodes", "runs"])
 def test_nothing_before_the_window_is_read(case, window, metal):
     problem = replace(
@@ -208,7 +209,7 @@ def test_reading_leaves_the_slabs_as_they_were(metal):
 
 
 @pytest.mark.parametrize("context_len", [33, 300], ids=["direct", "merged"])
-@pytest.mark.parametrize("num_heads", [1, 2, 3, 7, 8, 9])
+@mostly_slow("num_heads", [1, 2, 3, 7, 8, 9], quick=(2, 4))
 def test_sinks_of_any_number_of_heads_match_the_formula(num_heads, context_len, metal):
     # Fewer than eight are padded to eight, which is what makes them the same kernel.
     attend_and_compare(

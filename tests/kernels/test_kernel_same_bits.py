@@ -7,6 +7,7 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 from helpers.backends import METAL
+from helpers.fast_lane import mostly_slow
 from helpers.kernel_checks import assert_same_bits, checked_metal
 from helpers.kernel_grid import SETTINGS
 from helpers.numpy_attention import assert_matches_formula, before_the_step, make_problem
@@ -90,7 +91,7 @@ def compare_batches(problem, attention, batches):
 
 
 @ways
-@pytest.mark.parametrize("capacity", QUERY_LENS)
+@mostly_slow("capacity", QUERY_LENS, quick=(1,))
 def test_every_kernel_gives_a_sequence_the_same_bits_in_every_batch(
     capacity, setting, extras, metal
 ):

@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from helpers.backends import METAL, REFERENCE
+from helpers.fast_lane import mostly_slow
 from helpers.kernel_checks import (
     assert_same_bits,
     assert_same_slabs,
@@ -35,10 +36,11 @@ def write_and_compare(kv, k, v, slots):
     assert_same_slabs(kv, twin)
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("head_dim", "block_size", "dtype"),
     SHAPES,
     ids=[f"{dtype}-d{d}-b{b}" for d, b, dtype in SHAPES],
+    quick=range(0, len(SHAPES), 5),
 )
 @pytest.mark.parametrize("num_rows", [1, 40], ids=["one_row", "40_rows"])
 def test_rows_of_every_shape_land_in_their_slots(num_rows, head_dim, block_size, dtype, metal):
@@ -48,7 +50,7 @@ def test_rows_of_every_shape_land_in_their_slots(num_rows, head_dim, block_size,
     write_and_compare(kv, k, v, rng.permutation(kv.num_slots)[:num_rows].tolist())
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@mostly_slow("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize(
     "slots",
     [

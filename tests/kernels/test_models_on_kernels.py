@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import warnings
 
-import pytest
+from helpers.fast_lane import mostly_slow
 from helpers.mlx_lm_models import DEEPSEEK_V3, GPT_OSS, LLAMA, random_model, stock_tokens
 from helpers.write_rules import slots_of_the_step
 from metal_emulator import Checks
@@ -24,7 +24,7 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@mostly_slow("name", CONFIGS)
 def test_answers_are_those_of_mlx_lm(name, compiler):
     config = CONFIGS[name]
     model = random_model(config)

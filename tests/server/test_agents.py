@@ -10,6 +10,7 @@ from typing import Any
 import openai
 import pytest
 from helpers.agent_models import HIDDEN, make_agent_model
+from helpers.fast_lane import mostly_slow
 from helpers.servers import running_service
 
 BLOCK = 16
@@ -116,9 +117,10 @@ def unique_system() -> str:
     return f"You read files. {uuid.uuid4().hex} " + "Be brief and honest. " * 3
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("talk", "pieces"),
     [(chat_agent, 0), (chat_agent, 3), (anthropic_agent, 3), (responses_agent, 3)],
+    quick=(2,),
 )
 def test_each_turn_finds_all_that_was_computed_before(agent, talk, pieces):
     turns = talk(agent, unique_system())

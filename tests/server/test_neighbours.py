@@ -12,6 +12,7 @@ from typing import Any
 
 import openai
 import pytest
+from helpers.fast_lane import mostly_slow
 from helpers.servers import ask, serving, wait_until
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from test_disconnects import RawClient
@@ -97,7 +98,7 @@ def test_a_text_of_too_many_tokens_is_never_encoded_whole_nor_on_the_event_loop(
     assert all(name.startswith(THREADS) for name in tokenizer.threads)
 
 
-@pytest.mark.parametrize("num_words", [250, 520])
+@mostly_slow("num_words", [250, 520])
 def test_a_text_that_may_fit_is_encoded_whole(client, service, monkeypatch, num_words: int):
     monkeypatch.setattr(prompt_length, "PIECE_LEN", 1000)
     text = "the end of the story " * num_words
@@ -156,7 +157,7 @@ def byte_level() -> TokenizerWrapper:
     )
 
 
-@pytest.mark.parametrize("kind", ["words", "one letter", "one word", "two letters", "not ASCII"])
+@mostly_slow("kind", ["words", "one letter", "one word", "two letters", "not ASCII"])
 def test_no_text_that_fits_is_refused_for_its_cuts(byte_level: TokenizerWrapper, kind: str):
     draws = random.Random(1)
     text = {

@@ -7,6 +7,7 @@ import math
 
 import openai
 import pytest
+from helpers.fast_lane import mostly_slow
 from helpers.servers import running_service
 
 from mlx_paged import SamplingParams
@@ -89,7 +90,7 @@ def test_usage_comes_only_if_asked_for_and_with_each_chunk_if_that_is_asked_for(
     assert counts == sorted(counts) and counts[0] <= 1 and counts[-1] == 11
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     "params",
     [
         {"temperature": 0.0},
@@ -106,6 +107,7 @@ def test_usage_comes_only_if_asked_for_and_with_each_chunk_if_that_is_asked_for(
         {"allowed_token_ids": [200, 950, 951, 952], "skip_special_tokens": False},
     ],
     ids=lambda params: ",".join(params),
+    quick=(0, 4, 7),
 )
 def test_answers_are_those_of_the_engine_streamed_or_not(client, service, params):
     standard = {"temperature", "seed", "top_p", "presence_penalty", "frequency_penalty", "n"}

@@ -86,6 +86,7 @@ def test_a_server_says_that_its_model_does_not_fit_and_the_context_that_its_budg
     assert "| context: 320 of 4,096 tokens, as many as the K/V budget holds |" in start
 
 
+@pytest.mark.slow
 def test_sigterm_lets_answers_end_and_takes_no_others():
     with (
         running("--log-prompts", "--log-cache", patch=SLOW) as program,

@@ -21,6 +21,7 @@ from helpers.dense_models import (
     mlx_lm_model,
 )
 from helpers.engine_runs import assert_nothing_held, greedy, make_engine, prompt, run
+from helpers.fast_lane import mostly_slow
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
 from mlx_paged.cache import Sequences
@@ -58,7 +59,7 @@ def answers(engine: Engine) -> dict[str, list[list[int]]]:
     }
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["waiting", "ahead"])
+@mostly_slow("ahead", [False, True], ids=["waiting", "ahead"], quick=(1,))
 @pytest.mark.parametrize("name", CONFIGS)
 def test_requests_side_by_side_get_the_tokens_of_mlx_lm(name: str, ahead: bool):
     engine = ragged(name, run_ahead=ahead)
@@ -143,7 +144,7 @@ def test_completions_of_one_prompt_begin_with_one_state(name: str):
 
 
 @pytest.mark.parametrize("name", ["llama4", "qwen3_next", "mamba2", "recurrent_gemma"])
-@pytest.mark.parametrize("swap_bytes", [0, "1M"], ids=["recompute", "swap"])
+@mostly_slow("swap_bytes", [0, "1M"], ids=["recompute", "swap"])
 def test_preempted_requests_get_the_tokens_of_undisturbed_ones(name: str, swap_bytes: str | int):
     engine = ragged(name, watermark=0.0, swap_bytes=swap_bytes, **budget_of(name, 47, 1.7))
     prompts = {str(n): prompt(20 + n, n) for n in range(4)}
@@ -158,7 +159,7 @@ def test_preempted_requests_get_the_tokens_of_undisturbed_ones(name: str, swap_b
     assert_nothing_held(engine)
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["waiting", "ahead"])
+@mostly_slow("ahead", [False, True], ids=["waiting", "ahead"], quick=(1,))
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_prefix_hit_changes_no_token(name: str, ahead: bool):
     """Of a prompt, and of a prompt with its answer: the next turn of a conversation."""
