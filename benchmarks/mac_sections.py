@@ -130,12 +130,12 @@ def measure_device(sizes: Sizes, model: str) -> Iterator[Row]:
 
 def measure_writes(sizes: Sizes, model: str) -> Iterator[Row]:
     """Whether slabs are written in place, in the order of the fences."""
-    yield {"failure": check_writes_in_place()} if choose.metal_is_there() else NEEDS_METAL
+    yield {"failure": check_writes_in_place()} if choose.is_metal_available() else NEEDS_METAL
 
 
 def measure_kernels(sizes: Sizes, model: str) -> Iterator[Row]:
     """Every kernel against plain MLX in many shapes, and how long it takes to compile and try."""
-    if not choose.metal_is_there():
+    if not choose.is_metal_available():
         yield NEEDS_METAL
         return
     for head_dim, group, block_size, dtype in KERNEL_SHAPES[: sizes.num_kernel_shapes]:
@@ -156,7 +156,7 @@ def measure_launches(sizes: Sizes, model: str) -> Iterator[Row]:
     """What a launch costs that has to wait for the one before, as those of a layer's slabs do: one
     that copies a token's rows into their slots, and one that encodes them.
     """
-    if not choose.metal_is_there():
+    if not choose.is_metal_available():
         yield NEEDS_METAL
         return
     backend, dtype = MetalBackend(), "bfloat16"
@@ -309,7 +309,7 @@ LARGE_COMMAND_BUFFERS = {"MLX_MAX_MB_PER_BUFFER": "100000", "MLX_MAX_OPS_PER_BUF
 
 def measure_large_command_buffers(sizes: Sizes, model: str) -> Iterator[Row]:
     """The same streams once more where MLX's command buffers end later."""
-    return measure_streams(sizes, model) if choose.metal_is_there() else iter([NEEDS_METAL])
+    return measure_streams(sizes, model) if choose.is_metal_available() else iter([NEEDS_METAL])
 
 
 @dataclass(frozen=True)

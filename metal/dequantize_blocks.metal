@@ -21,7 +21,7 @@ if (slot == 0 && kv_head == 0) {
 
 const GatheredToken token = gathered_token<BLOCK_SIZE>(plan, slot, threads_per_grid.y / BLOCK_SIZE,
                                                        kv_head, num_kv_heads);
-if (token.is_there && load < HEAD_DIM / 8) {
+if (token.is_present && load < HEAD_DIM / 8) {
   const int offset = slot % BLOCK_SIZE;
   const int group = load / Keys::SCALE_LOADS;
   const typename Keys::Rows key = Keys::template block_rows<BLOCK_SIZE>(

@@ -24,7 +24,7 @@ if (slot == 0 && kv_head == 0) {
 
 const GatheredToken token = gathered_token<BLOCK_SIZE>(plan, slot, threads_per_grid.y / BLOCK_SIZE,
                                                        kv_head, num_kv_heads);
-if (token.is_there) {
+if (token.is_present) {
   const int offset = slot % BLOCK_SIZE;
   if (piece < KEY_PIECES) {
     copy_piece<PIECE>(

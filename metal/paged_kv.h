@@ -75,7 +75,7 @@ size_t packed_row(int token, int head, int num_heads) {
 // length). It goes to dense K and V of one sequence after another, heads first.
 struct GatheredToken {
   int block_id;
-  bool is_there;  // Slots behind the end of a sequence hold none.
+  bool is_present;  // Slots past the end of a sequence hold none.
   size_t row;     // of one head, in the dense arrays
 };
 template <int BLOCK_SIZE>
@@ -90,7 +90,7 @@ GatheredToken gathered_token(const device int* plan, int slot, int num_blocks, i
           size_t(seq[1]) * num_kv_heads + size_t(kv_head) * num_tokens + position};
 }
 
-// What a thread copies at a time, whatever it stands for: so many bytes, in an integer type.
+// What a thread copies at a time, whatever it stands for: this many bytes, in an integer type.
 template <int BYTES>
 struct PieceOf;
 template <>

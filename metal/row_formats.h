@@ -234,7 +234,7 @@ struct Numbers<4> {
 };
 
 // A row of WIDTH numbers over the LANES lanes that encode it, LOADS loads of eight in each, LANES
-// apart. Lanes behind its end have a copy of its last load.
+// apart. Lanes past its end have a copy of its last load.
 template <int WIDTH>
 struct RowLoads {
   static constant constexpr int LANES =

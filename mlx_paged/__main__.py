@@ -1,4 +1,4 @@
-"""``mlx-paged`` and ``python -m mlx_paged``: says what programs there are, and runs one of them."""
+"""``mlx-paged`` and ``python -m mlx_paged``: lists the programs, and runs one of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Run language models with a paged K/V cache.
 commands:
   chat        chat with a model in the terminal; {prog} chat --help lists its flags
   serve       serve a model to clients of the APIs of OpenAI and Anthropic
-  cache       look into a folder of K/V blocks (--cache-dir), and tend it
+  cache       look into a folder of K/V blocks (--cache-dir)and maintain it
 
   --help, -h  this text
   --version   the version of mlx_paged"""

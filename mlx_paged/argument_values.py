@@ -58,7 +58,7 @@ def check_integer(part: str, name: str, value: object, low: int) -> int:
         part: of the package, which the message begins with, in brackets.
 
     Raises:
-        ArgumentError: ``value`` is no integer, or below ``low``.
+        ArgumentError: ``value`` is not an integer, or below ``low``.
     """
     number = as_integer(value)
     if number is None or number < low:

@@ -25,7 +25,7 @@ from mlx_paged.generation import Tokenizer
 from mlx_paged.request import Request, RequestOutput
 from mlx_paged.sampling_params import LogitsProcessor, Sampler, SamplingParams
 
-_OWN_CACHE = "an engine finds the K/V of equal beginnings by itself; leave it out"
+_OWN_CACHE = "an engine shares the K/V of equal beginnings automatically; leave it out"
 
 
 class BatchOptions(OneShotOptions, total=False):
@@ -77,7 +77,7 @@ def batch_generate(
 
     Raises:
         ValueError: an argument of the wrong type or out of its range.
-        TypeError: an argument that does not exist; the message says what to use.
+        TypeError: an unknown argument; the message says what to use instead.
         PromptTooLongError: a prompt leaves no room for an answer.
         Exception: what failed a request, such as its logits processor.
     """

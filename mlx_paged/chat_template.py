@@ -15,7 +15,7 @@ NO_TEMPLATE = "[chat] the model's tokenizer has no chat template; use generate f
 
 
 class ChatTemplateError(ValueError):
-    """Something is no message, or the template refuses the messages or is broken."""
+    """A message has a wrong form, or the template is broken or refuses the messages."""
 
 
 def render_chat(
@@ -72,7 +72,7 @@ def encode_chat(
     return text, encode_text(tokenizer, text)
 
 
-def encode_behind(tokenizer: TokenizerWrapper, text: str, held: Sequence[int]) -> list[int]:
+def encode_continuation(tokenizer: TokenizerWrapper, text: str, held: Sequence[int]) -> list[int]:
     """The token ids of a text that a chat template wrote.
 
     Args:
@@ -127,7 +127,7 @@ def normalise_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, 
     have ``None``, which is the empty text. Other keys are left alone for the template.
 
     Raises:
-        ChatTemplateError: the first thing that is none of this, named by the message's index.
+        ChatTemplateError: the first message that has another form; it is named by its index.
     """
     if not is_sequence(messages):
         raise ChatTemplateError(
@@ -193,6 +193,6 @@ def _encodable(text: str, name: str) -> str:
     except UnicodeEncodeError as error:
         # No tokenizer encodes it, and its error would name neither the message nor the character.
         raise ChatTemplateError(
-            f"[chat] {name} has a lone surrogate at character {error.start}, which is no text"
+            f"[chat] {name} has a lone surrogate at character {error.start}, which is not text"
         ) from error
     return text

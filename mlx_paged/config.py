@@ -52,7 +52,8 @@ class KVBudget:
             argument: the name of the argument that has the budget, for the error.
 
         Raises:
-            ArgumentError: the text is none of these, not positive, or too large.
+            ArgumentError: the text has none of these forms, or the number is not positive or is too
+                large.
         """
         return BUDGET.check("kv cache", argument, text)
 
@@ -105,7 +106,7 @@ class KVBits:
         """``8``, ``"4"`` or ``"K:8,V:4"``; ``None`` is ``None``: K/V in the model's dtype.
 
         Raises:
-            ArgumentError: it is none of these, or there are no such bits.
+            ArgumentError: it has none of these forms, or the number of bits is not supported.
         """
         return None if given is None else KV_FORMAT.check("kv cache", "kv_format", given)
 

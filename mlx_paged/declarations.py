@@ -74,7 +74,7 @@ class Param(Argument):
 
     Args:
         per_row: whether, under such a parameter, the draw of a token depends on nothing but its
-            logits and its position, so that tokens behind drafts may be drawn together.
+            logits and its position, so that tokens after drafts may be drawn together.
         wire: whether the server reads a field of this name, and takes what the domain has.
     """
 

@@ -67,7 +67,8 @@ class Domain(Generic[T]):
 
 @dataclass(frozen=True)
 class Several(Domain[Any]):
-    """Sequences of values, as tuples. A text is one value, and ``None`` is none or may be ``None``.
+    """Sequences of values, as tuples. A text is one value. ``None`` means no values, or is kept as
+    ``None``.
 
     Args:
         what, read: of the values.

@@ -36,7 +36,7 @@ class CacheOptions(TypedDict, total=False):
     kv_cache_bytes: Annotated[
         str | int | None,
         Option(
-            "the K/V budget: bytes (65536, 512M, 2G) or blocks (256blocks). A limit, no "
+            "the K/V budget: bytes (65536, 512M, 2G) or blocks (256blocks). A limit, not an "
             "allocation.",
             config.BUDGET,
             elsewhere="gpu_memory_utilization kv_cache_memory_bytes num_gpu_blocks_override",
@@ -123,7 +123,7 @@ class OneShotOptions(CacheOptions, total=False):
     cache_dir_ttl: Annotated[
         str | float | None,
         Option(
-            "how long a block that is not used stays there: seconds, or 90s, 30m, 12h, 7d, 2w.",
+            "how long an unused block is kept: seconds, or 90s, 30m, 12h, 7d, 2w.",
             config.DURATION,
             says="until the space is needed",
         ),

@@ -63,7 +63,7 @@ def harmless(text: str) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """The type and the text of an error that somebody else's code raised, on one line."""
+    """The type and the text of an error that code of others raised, on one line."""
     return f"{type(error).__name__}: {one_line(error)}"
 
 
@@ -127,8 +127,8 @@ def forget_frames(error: BaseException, where: str | None = None) -> None:
     """Drop the traceback of an error and of each error that led to it; :func:`frames_of` still
     knows its lines.
 
-    For as long as somebody keeps the error, its frames would keep what their variables hold:
-    logits, graphs that hold whole slabs, the engine itself.
+    For as long as there is a reference to the error, its frames would keep what their variables
+    hold: logits, graphs that hold whole slabs, the engine itself.
 
     Args:
         where: the beginning of a note that keeps the traceback as text; ``None`` keeps nothing.

@@ -196,10 +196,10 @@ def argument_names(function: Callable[..., object]) -> frozenset[str]:
 
 def refusal(entry: str, kind: Kind, name: str, known: Collection[str]) -> str:
     """Why ``entry`` does not take ``name``, and what to do, in one line."""
-    return f"{entry}() has no argument {name!r}: {_way_out(kind, name, known)}"
+    return f"{entry}() has no argument {name!r}: {_advice(kind, name, known)}"
 
 
-def _way_out(kind: Kind, name: str, known: Collection[str]) -> str:
+def _advice(kind: Kind, name: str, known: Collection[str]) -> str:
     ours = OTHER_NAMES.get(name, name)
     for same in (ours, *_ALSO_CALLED.get(ours, ())):
         if same in known:
@@ -215,8 +215,8 @@ def _way_out(kind: Kind, name: str, known: Collection[str]) -> str:
         return _ELSEWHERE[ours]
     names = {*known, *PARAMS, *ENGINE_OPTIONS, *ADVICE, *OTHER_NAMES}
     for near in difflib.get_close_matches(name, names, n=1):
-        way_out = "" if near in known else f" {_way_out(kind, near, known)}"
-        return f"did you mean {near}?{way_out}"
+        advice = "" if near in known else f" {_advice(kind, near, known)}"
+        return f"did you mean {near}?{advice}"
     return f"it takes {', '.join(sorted(known))}"
 
 

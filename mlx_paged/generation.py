@@ -119,7 +119,7 @@ def generate_step(
         ValueError: an argument of the wrong type or out of its range, an empty prompt, or a token
             id that the model does not have; all at the call. While it runs: a sampler or processor
             that returns something else.
-        TypeError: an argument that does not exist; the message says what to use.
+        TypeError: an unknown argument; the message says what to use instead.
         PromptTooLongError: the prompt leaves no room for an answer within ``max_model_len``, or the
             budget can't hold it; at the call.
     """
@@ -157,7 +157,7 @@ def generate(
     """The whole answer to ``prompt``; as ``mlx_lm.generate``.
 
     Args:
-        verbose: print the text as it is made, and the figures behind it.
+        verbose: print the text as it is made, and the figures after it.
         Others, and errors raised: see :func:`generate_step`.
     """
     BOOL.check("generate", "verbose", verbose)
@@ -344,7 +344,7 @@ def _stream(
 def _on_engine(
     engine: Engine, responses: Generator[GenerationResponse, None, None], logprobs: _Logprobs
 ) -> Generator[tuple[GenerationResponse, mx.array], None, None]:
-    """The responses of an engine that is closed behind them."""
+    """The responses of an engine that is closed after them."""
     try:
         with closing(responses):
             for response in responses:
@@ -382,5 +382,5 @@ def _responses_of_all(
             row: Any = logprobs.pop(response.generation_tokens) if started else None
             yield response, row
     finally:
-        # Ranks run the same script: whoever leaves the loop early does so on all of them.
+        # Ranks run the same script, so a loop that is left early is left on all of them.
         engine.share(lambda: started[0].close())

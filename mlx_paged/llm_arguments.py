@@ -95,6 +95,6 @@ def checked_template_options(options: object) -> Mapping[str, Any]:
         )
     for name in sorted(_NO_VARIABLES.intersection(options)):
         raise ValueError(
-            f"[chat] chat_template_kwargs[{name!r}] is no variable of a chat template; leave it out"
+            f"[chat] chat_template_kwargs[{name!r}] is not a template variable; leave it out"
         )
     return options

@@ -41,12 +41,12 @@ def why_too_large(weight_nbytes: int, has_default_budget: bool) -> str | None:
     if has_default_budget and weight_nbytes + MIN_KV_CACHE_BYTES > usable_memory():
         whole = "that Metal recommends" if recommended else "of memory"
         return (
-            f"weights and K/V may take {nbytes_in_words(usable_memory())}, {share:.0%} of the "
-            f"{nbytes_in_words(nbytes)} {whole}"
+            f"weights and K/V may take {format_nbytes(usable_memory())}, {share:.0%} of the "
+            f"{format_nbytes(nbytes)} {whole}"
         )
     if weight_nbytes > nbytes:
         has = "Metal recommends at most" if recommended else "this machine has"
-        return f"{has} {nbytes_in_words(nbytes)}{'' if recommended else ' of memory'}"
+        return f"{has} {format_nbytes(nbytes)}{'' if recommended else ' of memory'}"
     return None
 
 
@@ -75,7 +75,7 @@ def _metal_info(name: str) -> int:
     return size if isinstance(size, int) else 0
 
 
-def nbytes_in_words(nbytes: int) -> str:
+def format_nbytes(nbytes: int) -> str:
     return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.2g} MB"
 
 
@@ -84,7 +84,7 @@ def read_wired_limit(value: str | int | None) -> int:
     or 0 for ``None``. Without Metal it is 0, and a warning says so.
 
     Raises:
-        ArgumentError: it is none of these, or more than Metal recommends.
+        ArgumentError: it has none of these forms, or is more than Metal recommends.
     """
     if value is None:
         return 0
@@ -115,7 +115,7 @@ class _WiredLimits:
         self._held: dict[int, int] = {}
         self._before = 0  # what was set when there were none
 
-    def hold(self, nbytes: int) -> Callable[[], None]:
+    def acquire(self, nbytes: int) -> Callable[[], None]:
         with self._lock:
             before = mx.set_wired_limit(max([nbytes, *self._held.values()]))
             if not self._held:
@@ -134,18 +134,18 @@ class _WiredLimits:
 _wired_limits = _WiredLimits()
 
 
-def hold_wired_limit(nbytes: int) -> Callable[[], None]:
+def acquire_wired_limit(nbytes: int) -> Callable[[], None]:
     """Let ``nbytes`` of MLX's memory stay wired until the function that is returned is called, for
     the first time; 0 changes nothing.
 
     The only place that sets the limit. It is MLX's own and the process's: while several are held,
-    the largest counts, and behind the last one it is again what it was before the first.
+    the largest counts, and after the last one it is again what it was before the first.
 
     A wired limit beside allocations that come and go panics macOS's kernel within minutes on
     several machines (ml-explore/mlx#3186 and #3346), which is why it is off by default.
     """
-    return _wired_limits.hold(nbytes) if nbytes else _nothing
+    return _wired_limits.acquire(nbytes) if nbytes else _no_op
 
 
-def _nothing() -> None:
+def _no_op() -> None:
     pass

@@ -45,7 +45,7 @@ PENDING_TOKEN = -1
 
 
 class TokenRules(NamedTuple):
-    """What a request's parameters say about tokens, in the ids of its model and tokenizer."""
+    """What a request's parameters require of tokens, in the ids of its model and tokenizer."""
 
     eos_token_ids: frozenset[int] = frozenset()  # of those that the model has
     bad_words: tuple[tuple[int, ...], ...] = ()  # each at least one token
@@ -57,7 +57,7 @@ NO_RULES = TokenRules()
 
 class ModuleState:
     """What one module keeps of a request between two steps. Each module derives a class of its own
-    and reads that class only, so that requests know nothing of the modules that work on them.
+    and reads that class only, so that requests don't depend on the modules that work on them.
     """
 
     __slots__ = ()

@@ -35,7 +35,8 @@ def open_closed_streams() -> None:
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
     for stream, errors in ((sys.stdin, "replace"), (sys.stdout, "replace")):
-        # A byte that is no text in this locale, or a character that it can't write, ends no chat.
+        # A byte that this locale can't read, or a character that it can't write, must not end a
+        # chat.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=errors)
 
@@ -48,7 +49,7 @@ def say(text: str) -> None:
 
 
 def write_codes(text: str) -> None:
-    """Write to stderr as it is; where that is closed or full, there is no place left to say so."""
+    """Write to stderr as it is; if that is closed or full, the error can't be reported."""
     if sys.stderr is not None:
         with contextlib.suppress(OSError, ValueError):
             print(text, end="", file=sys.stderr, flush=True)

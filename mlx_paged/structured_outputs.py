@@ -103,7 +103,7 @@ def schema_text(schema: str | bool | Mapping[str, Any]) -> str:
         text = dumps(read, allow_nan=False)
     except (ValueError, TypeError, RecursionError) as error:
         raise ArgumentError(
-            f"[structured_outputs] json is no JSON schema: {one_line(error)}", "json"
+            f"[structured_outputs] json is not a JSON schema: {one_line(error)}", "json"
         ) from error
     if not isinstance(read, Mapping | bool):
         raise ArgumentError(

@@ -29,8 +29,8 @@ def check_token_ids(token_ids: object, vocab_size: int, name: str = "prompt") ->
     """The token ids as Python integers. The model would look up any other number in silence.
 
     Raises:
-        ValueError: no sequence or array of one dimension, or one of them is no integer or outside
-            the vocabulary; the message says its position.
+        ValueError: not a sequence or an array of one dimension, or one of them is not an integer or
+            is outside the vocabulary; the message says its position.
     """
     checked: list[int] = []
     for token in _elements(token_ids, name):

@@ -88,7 +88,7 @@ def missed(approach: approach_sides.Ours, found: dict[str, Any], is_float32: boo
     return sum(not each["met"] for each in checks)
 
 
-def test_whoever_keeps_what_it_should_meets_every_check():
+def test_a_cache_that_keeps_what_it_should_meets_every_check():
     assert [missed(approach, row()) for approach in (EXACT, LOSSY, WINDOW)] == [0, 0, 0]
 
 

@@ -164,10 +164,10 @@ def test_the_tables_of_our_own_names_are_those_of_the_signatures():
         ),
     ],
 )
-def test_the_way_out_fits_the_function(entry: str, name: str, way_out: str):
+def test_the_way_out_fits_the_function(entry: str, name: str, advice: str):
     kind, function = ENTRIES[entry]
     known = argument_names(function) | ALSO.get(entry, frozenset())
-    assert f"has no argument {name!r}: {way_out}" in refusal(entry, kind, name, known)
+    assert f"has no argument {name!r}: {advice}" in refusal(entry, kind, name, known)
 
 
 def test_a_function_that_refuses_keeps_its_signature_and_its_name():

@@ -192,7 +192,7 @@ def test_bad_arguments_are_refused_at_the_call(model: qwen3.Model, arguments: di
         ({"verbose": "no"}, "verbose must be True or False, got 'no'"),
         ({"max_tokens": 0}, "max_tokens must be at least 1"),
         ({"prompt": ""}, "the prompt is empty"),
-        ({"prompt": "\ud800"}, "prompt is no valid Unicode text"),
+        ({"prompt": "\ud800"}, "prompt is not valid Unicode"),
     ],
     ids=ascii,
 )
@@ -412,7 +412,7 @@ def test_batch_generate_samples_and_says_its_figures(demo: tuple, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"prompt_caches": [[]]}, "prompt_caches is not supported: an engine finds"),
+        ({"prompt_caches": [[]]}, "prompt_caches is not supported: an engine shares"),
         ({"return_prompt_caches": True}, "return_prompt_caches is not supported"),
         ({"max_tokens": [1, 2, 3]}, "3 max_tokens for 1 prompts; give one for each"),
         ({"max_tokens": 0}, "max_tokens must be at least 1"),

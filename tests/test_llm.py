@@ -257,11 +257,11 @@ def test_a_template_that_raises_fails_its_own_conversation(
         ({"chat_template_kwargs": {1: 2}}, "chat_template_kwargs must be a dict"),
         (
             {"chat_template_kwargs": {"tokenize": True}},
-            "chat_template_kwargs.'tokenize'. is no variable",
+            "chat_template_kwargs.'tokenize'. is not a template variable",
         ),
         (
             {"chat_template_kwargs": {"tokenizer": True}},
-            "chat_template_kwargs.'tokenizer'. is no variable",
+            "chat_template_kwargs.'tokenizer'. is not a template variable",
         ),
     ],
     ids=lambda value: str(value)[:50],

@@ -95,7 +95,7 @@ def attend(problem: PagedProblem) -> mx.array:
 
 
 @pytest.mark.parametrize("context_len", [40, 300], ids=["direct", "merged"])
-def test_a_step_that_nobody_evaluates_leaves_the_steps_of_other_threads_alone(
+def test_a_step_that_is_not_evaluated_leaves_the_steps_of_other_threads_alone(
     context_len: int, lazy_metal: None
 ) -> None:
     problems = [make_problem([context_len], 1, seed=seed) for seed in range(3)]
@@ -114,7 +114,7 @@ def test_a_model_that_one_thread_loads_runs_in_another() -> None:
 
 
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 3}], ids=str)
-def test_a_draw_that_nobody_evaluates_leaves_the_draws_of_other_threads_alone(
+def test_a_draw_that_is_not_evaluated_leaves_the_draws_of_other_threads_alone(
     filters: dict[str, float],
 ) -> None:
     logits = mx.log(mx.array([[0.1, 0.2, 0.3, 0.4]]))

@@ -231,6 +231,6 @@ def test_options_that_are_passed_on_are_those_of_the_function_that_takes_them():
 
 
 def names_after(name: str, function: Callable[..., object]) -> set[str]:
-    """The names of a function's parameters behind one of them."""
+    """The names of a function's parameters after one of them."""
     names = list(inspect.signature(function).parameters)
     return set(names[names.index(name) + 1 :])

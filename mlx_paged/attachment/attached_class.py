@@ -19,7 +19,7 @@ PromptCaches = Sequence[PromptCache | FollowingCache]
 
 
 class Runner(Protocol):
-    """What an attached model asks."""
+    """What an attached model calls."""
 
     model: Module
 

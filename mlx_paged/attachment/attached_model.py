@@ -1,4 +1,4 @@
-"""``attach``: a model of mlx-lm whose callers use paged blocks from now on, and don't know it."""
+"""``attach``: a model of mlx-lm whose callers use paged blocks from then on without any change."""
 
 from __future__ import annotations
 
@@ -170,8 +170,8 @@ class Attachment:
 
     def make_cache(self) -> list[PromptCache | FollowingCache]:
         """mlx-lm's ``model.make_cache``: an entry per layer, the first of which does it all."""
-        leader = PromptCache(self._sequences)
-        return [leader, *[FollowingCache(leader) for _ in range(self._num_caches - 1)]]
+        primary = PromptCache(self._sequences)
+        return [primary, *[FollowingCache(primary) for _ in range(self._num_caches - 1)]]
 
     def run(self, tokens: mx.array, caches: Sequence[PromptCache | FollowingCache]) -> mx.array:
         """One call of the model.
@@ -243,21 +243,21 @@ class Attachment:
         return logits
 
     def _checked(self, caches: Sequence[PromptCache | FollowingCache]) -> PromptCache:
-        leader = caches[0]
-        if not isinstance(leader, PromptCache) or len(caches) != self._num_caches:
+        primary = caches[0]
+        if not isinstance(primary, PromptCache) or len(caches) != self._num_caches:
             raise ArgumentError(
                 f"[attach] cache must be a whole prompt cache of {self._num_caches} entries, as "
                 f"make_prompt_cache(model) makes it, got {len(caches)} of them",
                 "cache",
             )
-        if leader.sequences is not self._sequences:
+        if primary.sequences is not self._sequences:
             raise ArgumentError("[attach] cache is of another model, or of a detached one", "cache")
         last = caches[-1]
-        if isinstance(last, FollowingCache) and last.leader is not leader:
+        if isinstance(last, FollowingCache) and last.primary is not primary:
             for follower in caches[1:]:
                 if isinstance(follower, FollowingCache):
-                    follower.leader = leader
-        return leader
+                    follower.primary = primary
+        return primary
 
 
 @refuses_unknown_arguments("cache")
@@ -282,8 +282,8 @@ def attach(
         kv_cache_bytes, block_size, kv_format, backend: as :func:`make_kv_cache` has them.
 
     Raises:
-        ArgumentError: the model is none of mlx-lm's, is attached already, or can't run packed; or
-            an argument is wrong.
+        ArgumentError: the model is not one of mlx-lm's, is attached already, or can't run packed;
+            or an argument is wrong.
     """
     if isinstance(model, Module) and is_attached(model):
         raise ArgumentError("[attach] model is attached already; close that first", "model")

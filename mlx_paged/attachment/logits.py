@@ -14,8 +14,9 @@ Recompute = Callable[[mx.array], mx.array]
 
 
 class Logits(mx.array):
-    """Logits whose last column was computed, and whose other columns are computed by whoever reads
-    them. ``logits[:, -1]`` and the like read the last column only; everything else reads all.
+    """Logits whose last column was computed, and whose other columns are computed when they are
+    read by them. ``logits[:, -1]`` and the like read the last column only; everything else reads
+    all.
     """
 
     last_column: mx.array  # [batch, 1, vocab_size]
@@ -48,7 +49,7 @@ def unpack(
 
     Rows of tokens that were found in the prefix cache, and those of prompts, are a graph of the
     model without a cache over all tokens of their sequences. It holds no slab and costs nothing
-    until somebody reads them, and mlx-lm does not. Columns of padding are 0.
+    until they are read, and mlx-lm does not. Columns of padding are 0.
 
     Returns:
         ``[batch, length, vocab_size]``

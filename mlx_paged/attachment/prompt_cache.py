@@ -13,11 +13,13 @@ from mlx_paged.errors import ArgumentError, shown
 
 
 class NotSaved:
-    """Stands in a prompt cache's state, so that mlx-lm's ``save_prompt_cache`` says this."""
+    """Takes the place of a prompt cache's state, so that mlx-lm's ``save_prompt_cache`` fails with
+    this message.
+    """
 
     def __repr__(self) -> str:
         return (
-            "the K/V of an attached model lie in blocks that it shares; what attach() returned "
+            "the K/V of an attached model are in shared blocks; what attach() returned "
             "writes them with export_prompt_cache(path, prompt_cache), for load_prompt_cache"
         )
 
@@ -59,24 +61,24 @@ class FollowingCache(_Cache):
     mlx-lm. The first entry, its leader, does everything for all layers.
     """
 
-    def __init__(self, leader: PromptCache | None = None):
-        self.leader = leader  # known from the first call of the model on
+    def __init__(self, primary: PromptCache | None = None):
+        self.primary = primary  # known from the first call of the model
 
     @property
     def offset(self) -> int | mx.array:
-        return self._known_leader.offset
+        return self._known_primary.offset
 
     def size(self) -> int:
-        return self._known_leader.size()
+        return self._known_primary.size()
 
     def empty(self) -> bool:
-        return self._known_leader.empty()
+        return self._known_primary.empty()
 
     @property
-    def _known_leader(self) -> PromptCache:
-        if self.leader is None:
+    def _known_primary(self) -> PromptCache:
+        if self.primary is None:
             raise RuntimeError("[attach] ask the first cache of the prompt cache, for all layers")
-        return self.leader
+        return self.primary
 
     # The leader counts and changes all layers.
 
@@ -117,7 +119,7 @@ class PromptCache(_Cache):
     these ever have a sequence in common, and each may change its own.
 
     Args:
-        rows: none before the first call, which says how many there are.
+        rows: none before the first call, which determines how many there are.
         is_batch: whether rows may differ in length.
     """
 
@@ -130,14 +132,14 @@ class PromptCache(_Cache):
         self.sequences = sequences
         self.rows = list(rows)
         self._is_batch = is_batch
-        # Of the columns to come: how many are padding, and then how many hold tokens; None is all.
+        # Of the next columns: how many are padding, and then how many hold tokens; None for all.
         self._left_padding = [0] * len(self.rows)
         self._lengths: list[int] | None = None
 
     # What a call needs
 
     def runs(self, batch_size: int, length: int) -> list[Run]:
-        """The tokens of ``[batch_size, length]`` that are no padding, by rows that have any.
+        """The tokens of ``[batch_size, length]`` that are not padding, by rows that have any.
 
         Raises:
             ArgumentError: another batch size than that of the cache.
@@ -195,7 +197,7 @@ class PromptCache(_Cache):
     @property
     def state(self) -> list[object]:
         """Asking for it waits until all K/V are written, which is why mlx-lm asks. What comes back
-        holds no slab: somebody who kept one would make the next write copy it.
+        holds no slab, because a reference to one would make the next write copy it.
         """
         with self.sequences.lock:
             mx.eval(self.sequences.cache.arrays)
@@ -244,14 +246,14 @@ class PromptCache(_Cache):
             self._lengths = [self._lengths[index] for index in indices]
 
     def extend(self, other: PromptCache) -> None:
-        """Add the sequences of another batch behind these."""
+        """Add the sequences of another batch after these."""
         if not isinstance(other, PromptCache) or other.sequences is not self.sequences:
             raise ArgumentError(
                 f"[attach] a batch of an attached model can't be extended by {shown(other)}",
                 "other",
             )
         if self._lengths is not None or other._lengths is not None:
-            raise ArgumentError("[attach] finalize() comes before extend()", "other")
+            raise ArgumentError("[attach] call finalize() before extend()", "other")
         self.rows += [sequence.fork() for sequence in other.rows]
         self._left_padding += other._left_padding
 
@@ -262,7 +264,7 @@ class PromptCache(_Cache):
         lengths: Sequence[int] | None = None,
         right_padding: Sequence[int] | None = None,
     ) -> None:
-        """Say which of the columns to come are padding, and hold no tokens.
+        """Declare which of the next columns are padding and hold no tokens.
 
         Args:
             left_padding: columns of each row before its tokens.

@@ -1,4 +1,6 @@
-"""The sequences of an attached model: each lives as long as somebody holds its prompt cache."""
+"""The sequences of an attached model: each lives as long as there is a reference to its prompt
+cache.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,13 @@ class SequenceState:
 
     seq_id: int
     tokens: TokenHistory = field(default_factory=TokenHistory)
-    # Of its full blocks, as far as their tokens were read
+    # Of its full blocks whose tokens were read
     block_hashes: list[BlockHash] = field(default_factory=list)
     last_call: int = 0
 
 
 class CachedSequence:
-    """One sequence; its blocks go back when nobody holds it any more."""
+    """One sequence; its blocks go back when no reference to it is left."""
 
     def __init__(self, sequences: CachedSequences, state: SequenceState):
         self.sequences = sequences
@@ -56,11 +58,12 @@ class CachedSequence:
 
 
 class CachedSequences:
-    """All sequences on one cache. Threads may take turns: whoever holds ``lock`` may touch blocks.
+    """All sequences on one cache. Threads may take turns: the thread that holds ``lock`` may touch
+    blocks.
 
     Attributes:
-        alive: those that somebody holds.
-        released: what nobody holds any more and may still have blocks.
+        alive: those to which there is a reference.
+        released: sequences to which no reference is left, and which may still have blocks.
         num_calls: of the model, so far.
     """
 
@@ -129,7 +132,7 @@ class CachedSequences:
             del state.block_hashes[num_tokens // self.cache.config.block_size :]
 
     def free_released(self) -> None:
-        """Give back the blocks of sequences that nobody holds."""
+        """Give back the blocks of sequences to which no reference is left."""
         while self.released:
             self.free(self.released.popleft())
 

@@ -1,5 +1,5 @@
 """One call of an attached model as one step of its cache: which tokens are found, which are
-computed, and where they go. All of it happens, or nothing.
+computed, and where they go. All of it happens, or none of it.
 
 What can't be undone is forgotten: a sequence whose blocks are gone is computed again from its
 tokens when it is called.

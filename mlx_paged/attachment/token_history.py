@@ -1,5 +1,5 @@
 """Which tokens a sequence consists of. Those that were sampled last are on the device still, and
-reading them would wait for it, so they are read when somebody needs them.
+reading them would wait for it, so they are read when they are needed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every KV cache does, whatever stores its rows: blocks, growth, and an open step."""
+"""What every KV cache does, however it stores its rows: blocks, growth, and an open step."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class KVCache(ABC):
 
     Attributes:
         pool: the blocks. It has one more than sequences can hold, the null block.
-        all_can: whether all who hold a part of these K/V can do what this cache can; asked before
-            the pool changes. A cache of its own asks nobody.
+        all_can: whether all processes that hold a part of these K/V can do what this cache can;
+            called before the pool changes. A cache that is used by itself asks no one.
     """
 
     kind: ClassVar[str]
@@ -136,7 +136,7 @@ class KVCache(ABC):
         context_lens: Sequence[int] | None = None,
         states: list[StepState] | None = None,
     ) -> Iterator[AttentionMetadata]:
-        """Open a step whose slots are allocated; it is closed whatever happens. No table may change
+        """Open a step whose slots are allocated; it is closed in any case. No table may change
         before that.
 
         Args:
@@ -144,7 +144,7 @@ class KVCache(ABC):
                 groups of layers (``manager.groups[seq]``).
             num_new_tokens: of each sequence, the last ones that it has slots for.
             num_logit_rows: of how many of its last tokens each sequence wants logits; 1 of each by
-                default. If no sequence wants any, the step has one row of logits all the same: MLX
+                default. If no sequence wants any, the step still has one row of logits: MLX
                 refuses some products of no rows.
             shares_new_blocks: see :class:`AttentionMetadata`.
             layers: those that the step runs; of two models on one cache, each runs its own.
@@ -200,7 +200,9 @@ class KVCache(ABC):
         context_lens = [table.num_held_tokens for table in tables]
         offsets = None
         if not self.config.keeps_all:
-            offsets = [table.num_evicted_tokens - table.positions.base for table in tables]
+            offsets = [
+                table.num_evicted_tokens - table.positions.position_origin for table in tables
+            ]
         if ends is not None:
             pairs = zip(tables, ends, strict=True)
             context_lens = [end - table.num_evicted_tokens for table, end in pairs]
@@ -221,7 +223,7 @@ class KVCache(ABC):
         )
 
     def close_step(self) -> None:
-        """Forget the open step, if there is one, whatever became of its rows."""
+        """Forget the open step, if there is one, whether or not its rows were written."""
         self._steps = ()
         for layer in self.layers:
             layer.close()
@@ -274,6 +276,6 @@ class KVCache(ABC):
         before = self.nbytes_held
         if num_blocks < self.pool.num_blocks:
             is_shrunk = self.pool.shrink_to(num_blocks)
-            assert is_shrunk, "no block behind the last used one is in use"
+            assert is_shrunk, "no block after the last used one is in use"
         self._fit()
         return before - self.nbytes_held

@@ -1,4 +1,4 @@
-"""Blocks as bytes: what of one group of layers lies in a block, and back.
+"""Blocks as bytes: the contents of a block of one group of layers, and back.
 
 The bytes of a block are those of its layers' slabs, one after the other: of each the parts of K,
 then those of V, ``[num_kv_heads, block_size, width]`` each, as they are stored.

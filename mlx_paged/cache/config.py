@@ -53,7 +53,7 @@ class KVCacheConfig:
         block_size: int = DEFAULT_BLOCK_SIZE,
         num_blocks: int = 256,
     ) -> KVCacheConfig:
-        """A cache whose layers are all alike, K rows as wide as V rows."""
+        """A cache whose layers are all the same, K rows as wide as V rows."""
         check_positive("kv cache", "num_layers", num_layers)
         check_positive("kv cache", "head_dim", head_dim)
         spec = LayerSpec(num_kv_heads, head_dim, head_dim, format=KVFormat.dense(dtype))
@@ -87,7 +87,7 @@ class KVCacheConfig:
 
     @cached_property
     def slabs(self) -> tuple[tuple[int, ...], ...]:
-        """The layers that use each slab: one of each group, as far as it has so many."""
+        """The layers that use each slab: one of each group that has that many layers."""
         indices = [group.layers for group in self.groups]
         return tuple(
             tuple(layers[slab] for layers in indices if slab < len(layers))

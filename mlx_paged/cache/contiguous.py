@@ -18,15 +18,15 @@ from mlx_paged.ops import (
     AttentionMetadata,
     AttentionParams,
     Parts,
-    attend_densely,
     attend_to_latents,
+    attend_with_sdpa,
 )
 from mlx_paged.request import SeqId
 
 GROWTH_STEP = 256  # tokens, as in mlx-lm's KVCache
 
 
-class LayerRows(StockKVCache):
+class SequenceLayerKV(StockKVCache):
     """One layer of one sequence: mlx-lm's ``KVCache``, which never has to grow its arrays."""
 
     keys: mx.array  # [1, num_kv_heads, capacity * block_size, key_dim]
@@ -37,12 +37,12 @@ class LayerRows(StockKVCache):
         self.keys, self.values = keys, values
 
     def put(self, start: int, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Write rows ``[1, num_kv_heads, num_new_tokens, width]`` behind the first ``start``.
+        """Write rows ``[1, num_kv_heads, num_new_tokens, width]`` after the first ``start``.
 
         Returns:
             All rows up to the last new one, ``[1, num_kv_heads, num_tokens, width]``.
         """
-        # What lies behind it was trimmed, or belongs to a step that failed.
+        # What lies after it was trimmed, or belongs to a step that failed.
         self.offset = start
         update_and_fetch = cast(Any, self.update_and_fetch)  # mlx-lm's types leave the arrays out
         fetched: tuple[mx.array, mx.array] = update_and_fetch(keys, values)
@@ -55,19 +55,19 @@ class SequenceKV:
     __slots__ = ("block_size", "capacity", "layers")
 
     def __init__(self, specs: Sequence[LayerSpec], block_size: int):
-        self.layers: list[LayerRows] = []
+        self.layers: list[SequenceLayerKV] = []
         self.block_size = block_size
         self.capacity = 0
         for spec in specs:
             (keys,), (values,) = spec.zeros(0)
-            self.layers.append(LayerRows(keys[None], values[None]))
+            self.layers.append(SequenceLayerKV(keys[None], values[None]))
 
     @property
     def arrays(self) -> list[mx.array]:
         return [part for rows in self.layers for part in (rows.keys, rows.values)]
 
     def extend(self, specs: Sequence[LayerSpec], capacity: int) -> None:
-        """Add unused rows behind those that are there."""
+        """Add unused rows after those that are there."""
         num_new_tokens = (capacity - self.capacity) * self.block_size
         for rows, spec in zip(self.layers, specs, strict=True):
             (keys,), (values,) = spec.zeros(num_new_tokens)
@@ -76,10 +76,10 @@ class SequenceKV:
         self.capacity = capacity
 
     def cut(self, capacity: int) -> None:
-        """Give back the memory behind the first ``capacity`` blocks."""
+        """Give back the memory after the first ``capacity`` blocks."""
         end = capacity * self.block_size
         for rows in self.layers:
-            # Layer by layer, so that what is copied meanwhile is one layer. The product is exact
+            # Layer by layer, so that at most one layer exists twice. The product is exact
             # and never shares memory.
             rows.keys, rows.values = rows.keys[:, :, :end] * 1, rows.values[:, :, :end] * 1
             mx.eval(rows.keys, rows.values)
@@ -91,7 +91,9 @@ class SequenceKV:
         """
         end, made = capacity * self.block_size, SequenceKV((), self.block_size)
         for rows in self.layers:
-            made.layers.append(LayerRows(rows.keys[:, :, :end] * 1, rows.values[:, :, :end] * 1))
+            made.layers.append(
+                SequenceLayerKV(rows.keys[:, :, :end] * 1, rows.values[:, :, :end] * 1)
+            )
         made.capacity = capacity
         return made
 
@@ -107,26 +109,26 @@ class ContiguousLayerKV(LayerKV):
     def __init__(self, spec: LayerSpec, index: int, sequences: Mapping[BlockTable, SequenceKV]):
         super().__init__(spec)
         self._index, self._sequences = index, sequences
-        self.rows: Sequence[LayerRows] = ()  # of the open step's sequences
+        self.rows: Sequence[SequenceLayerKV] = ()  # of the open step's sequences
         # K and V of each, once the step's rows are written: [1, num_kv_heads, context_len, width]
-        self._dense: list[tuple[mx.array, mx.array]] = []
+        self._seq_kv: list[tuple[mx.array, mx.array]] = []
 
     def close(self) -> None:
         super().close()
-        # A view that stays alive would make the next write copy the whole array behind it.
-        self.rows, self._dense = (), []
+        # A view that stays alive would make the next write copy the whole array that it shows.
+        self.rows, self._seq_kv = (), []
 
     def update(self, k: mx.array, v: mx.array) -> None:
         (k,), (v,) = self.spec.format.encode(k, v)
         step = self.step
         new_keys, new_values = k.swapaxes(0, 1)[None], v.swapaxes(0, 1)[None]
-        row, dense = 0, []
+        row, seq_kv = 0, []
         for rows, end, num_new in zip(self.rows, step.context_lens, step.query_lens, strict=True):
             chosen = slice(row, row + num_new)
             new = new_keys[:, :, chosen], new_values[:, :, chosen]
-            dense.append(rows.put(end - num_new, *new))
+            seq_kv.append(rows.put(end - num_new, *new))
             row += num_new
-        self._dense = dense
+        self._seq_kv = seq_kv
 
     def update_and_attend(
         self,
@@ -141,14 +143,14 @@ class ContiguousLayerKV(LayerKV):
         return self.attend(q, scale=scale, sinks=sinks)
 
     def attend(self, q: mx.array, *, scale: float, sinks: mx.array | None = None) -> mx.array:
-        step, dense = self.step, self._dense
+        step, seq_kv = self.step, self._seq_kv
         if q.shape[0] < step.num_tokens:
             if step.num_logit_rows is not None:
-                counts = zip(dense, step.num_logit_rows, strict=True)
-                dense = [one for one, count in counts if count]
+                counts = zip(seq_kv, step.num_logit_rows, strict=True)
+                seq_kv = [one for one, count in counts if count]
             step = step.logit_queries
         params = AttentionParams(scale, self.spec.window, sinks)
-        return compute_meanwhile(attend_densely(q, dense, step, params))
+        return compute_meanwhile(attend_with_sdpa(q, seq_kv, step, params))
 
     def stored_rows(self, table: BlockTable) -> tuple[Parts, Parts]:
         rows, end = self._sequences[table].layers[self._index], table.num_tokens
@@ -158,7 +160,7 @@ class ContiguousLayerKV(LayerKV):
         self, q: mx.array, latents: mx.array, rope_keys: mx.array
     ) -> mx.array:
         self.update(latents, rope_keys)
-        attended = attend_to_latents(q, self._dense, self.step, self.spec.window)
+        attended = attend_to_latents(q, self._seq_kv, self.step, self.spec.window)
         return compute_meanwhile(attended)
 
 
@@ -168,8 +170,8 @@ class ContiguousKVCache(KVCache):
 
     Blocks are accounting here: what the budget holds. No sequence shares its rows: a fork copies
     them. Capacity is rounded up as far as the budget allows, and once a step is open, all rows
-    together are no longer than the budget. In the place of a prefix cache, the last sequence that
-    ended is kept until its memory is needed, for one that begins alike (:meth:`keep_last`).
+    together are no longer than the budget. Instead of a prefix cache, the last sequence that ended
+    is kept until its memory is needed, for a new one with the same beginning (:meth:`keep_last`).
 
     Raises:
         ArgumentError: a layer's rows are not stored as they are computed.
@@ -247,7 +249,7 @@ class ContiguousKVCache(KVCache):
         return self.config.num_blocks - sum(held.capacity for held in self._held())
 
     def _held(self) -> list[SequenceKV]:
-        # Copies: stats are asked for from any thread.
+        # Copies, because stats may be read from any thread.
         last = self._last
         return [*self._sequences.values(), *([] if last is None else [last[1]])]
 
@@ -270,7 +272,7 @@ class ContiguousKVCache(KVCache):
         """Nothing is left to do."""
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        """Nothing: the rows are a sequence's, whatever its blocks are called."""
+        """Nothing: rows belong to a sequence, whatever the ids of its blocks are."""
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -324,7 +326,7 @@ class ContiguousKVCache(KVCache):
         return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def take_last(self, table: BlockTable) -> None:
-        """Let a new sequence, which has its slots, go on with the rows that are kept."""
+        """Let a new sequence, which has its slots, continue with the rows that are kept."""
         assert self._last is not None, "num_kept_blocks found them"
         self._sequences[table], self._last = self._last[1], None
 

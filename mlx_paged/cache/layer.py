@@ -127,8 +127,9 @@ class LayerKV(ABC):
         """Write K/V rows of one sequence, and read them back together with those before them, as
         they are stored (mlx-lm's name).
 
-        For a model that attends by itself, one sequence at a time. Unless :attr:`writes_in_place`,
-        evaluate what is made of it and :attr:`arrays` before the next rows are written.
+        For a model that computes attention itself, one sequence at a time. Unless
+        :attr:`writes_in_place`, evaluate what is made of it and :attr:`arrays` before the next rows
+        are written.
 
         Args:
             run: ``step.run_of`` the sequence.
@@ -146,7 +147,7 @@ class LayerKV(ABC):
 
     @property
     def writes_in_place(self) -> bool:
-        """Whether writes happen in the order of the calls, whatever is evaluated when."""
+        """Whether writes happen in the order of the calls, whenever they are evaluated."""
         return False
 
     @abstractmethod
@@ -171,8 +172,8 @@ class LayerKV(ABC):
         """Write a step's latents and their rotated keys, then attend (multi-head latent attention,
         DeepSeek-V2, 2024).
 
-        The latents lie where K does and the rotated keys where V does. Each query has a part for
-        either, and the values are the latents again.
+        The latents are stored in the place of K and the rotated keys in the place of V. Each query
+        has a part for either, and the values are the latents again.
 
         Args:
             q: queries as the latents have them, then rotated ones, both scaled; of all rows.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mlx_paged.cache.layer import LayerSpec
 from mlx_paged.config import StreamingWindow
-from mlx_paged.core import KEEP_ALL, POSITION_PERIOD, Retention
+from mlx_paged.core import KEEP_ALL, POSITION_WRAP, Retention
 
 # Tokens that leave a streaming window at a time, at most: a prompt is computed in such runs.
 MAX_STRIDE = 256
@@ -60,10 +60,10 @@ def _retention(spec: LayerSpec, block_size: int, streaming: StreamingWindow | No
         window = spec.window
         return KEEP_ALL if window is None else Retention.sliding_window(window, block_size)
     stream = Retention.streaming(
-        streaming.window, streaming.num_sink_tokens, block_size, MAX_STRIDE, POSITION_PERIOD
+        streaming.window, streaming.num_sink_tokens, block_size, MAX_STRIDE, POSITION_WRAP
     )
     if spec.window is not None and spec.window <= streaming.window:
-        return Retention.sliding_window(spec.window, block_size, leader=stream)
+        return Retention.sliding_window(spec.window, block_size, primary=stream)
     return stream
 
 

@@ -32,7 +32,7 @@ from mlx_paged.ops import (
 NUM_WATCHED_STEPS = 3
 
 # Index of a layer, its keys ``[num_tokens, num_kv_heads, key_dim]`` and a distance, to the keys
-# rotated on by so many positions.
+# rotated on by that many positions.
 RotateKeys: TypeAlias = Callable[[int, mx.array, int], mx.array]
 
 
@@ -76,10 +76,10 @@ class PagedLayerKV(LayerKV):
     ) -> mx.array:
         self.update(latents, rope_keys)
         unrotated, gathered = self.spec.format.unrotated, self._backend.gather_step
-        dense = [
+        seq_kv = [
             (unrotated(stored)[None], keys[None]) for stored, keys in gathered(self.kv, self.step)
         ]
-        return compute_meanwhile(attend_to_latents(q, dense, self.step, self.spec.window))
+        return compute_meanwhile(attend_to_latents(q, seq_kv, self.step, self.spec.window))
 
     def update_and_fetch(
         self, run: AttentionMetadata, k: mx.array, v: mx.array, num_before: int | None = None
@@ -130,7 +130,7 @@ class PagedKVCache(KVCache):
 
     Raises:
         BackendError: the backend can't be had.
-        ValueError: sequences shall have no end, and there is no ``rotate_keys``.
+        ValueError: positions start over, and no ``rotate_keys`` was given.
     """
 
     kind = "paged"
@@ -308,7 +308,7 @@ class PagedKVCache(KVCache):
         return True
 
     def _fit(self) -> None:
-        # Layer by layer, so that what is copied meanwhile is one slab and not a second pool.
+        # Slab by slab, so that at most one slab exists twice.
         for kv in self._slabs:
             if kv.num_blocks > self.pool.num_blocks:
                 kv.shrink_to(self.pool.num_blocks)

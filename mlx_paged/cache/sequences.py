@@ -22,8 +22,8 @@ from mlx_paged.request import SeqId
 # The key of a mapping that a caller hands in. Mapping is invariant in its keys: with SeqId for
 # them, a type checker would refuse a dict[str, int].
 AnySeqId: TypeAlias = Any
-# Rows of every layer: one array per layer, or a single array where all layers are alike.
-LayerRows: TypeAlias = Sequence[mx.array] | mx.array
+# Rows of every layer: one array per layer, or a single array where all layers have the same shape.
+RowsByLayer: TypeAlias = Sequence[mx.array] | mx.array
 
 
 @dataclass(frozen=True)
@@ -263,7 +263,7 @@ class Sequences:
         kv = self.cache.layers[layer]
         form = kv.spec.format
         k, v = kv.stored_rows(table) if table.num_held_tokens else kv.spec.zeros(0)
-        # A view that stays alive would make the next write copy the whole array behind it. The
+        # A view that stays alive would make the next write copy the whole array that it shows. The
         # product is exact and, unlike mx.contiguous, never shares the memory of a view that is
         # contiguous already.
         keys, values = form.decode(tuple(part * 1 for part in k), tuple(part * 1 for part in v))
@@ -271,7 +271,7 @@ class Sequences:
         mx.eval(keys, values)
         return keys, values
 
-    def append(self, seq: SeqId, k: LayerRows, v: LayerRows) -> None:
+    def append(self, seq: SeqId, k: RowsByLayer, v: RowsByLayer) -> None:
         """Append rows of one or more tokens in all layers (``push_row`` elsewhere; a model appends
         through :meth:`LayerKV.update_and_attend` instead).
 
@@ -289,7 +289,7 @@ class Sequences:
                 layer.update(k[index], v[index])
                 mx.eval(self.cache.arrays)
 
-    def _check_rows(self, k: LayerRows, v: LayerRows) -> None:
+    def _check_rows(self, k: RowsByLayer, v: RowsByLayer) -> None:
         if not len(k) == len(v) == len(self.cache.layers):
             raise ValueError(
                 f"{self._prefix} append: expected rows of {len(self.cache.layers)} layers, got "

@@ -15,7 +15,7 @@ def states_before(
     num_new_tokens: Sequence[int],
     num_logit_rows: Sequence[int] | None,
 ) -> list[StepState] | None:
-    """The states that the sequences of a step go on from; ``None`` for a model without. Their
+    """The states from which the sequences of a step continue; ``None`` for a model without. Their
     slots are allocated.
     """
     states, block_size = manager.states, manager.pool.block_size
@@ -54,7 +54,7 @@ def put_states(
     newest = {seq: SequenceState(lengths[seq], state.after) for seq, state in of_seqs}
     at_block_ends = {
         seq: (
-            SequenceState(lengths[seq] // block_size * block_size, state.behind_first),
+            SequenceState(lengths[seq] // block_size * block_size, state.after_first),
             state.num_first == 1,
         )
         for seq, state in of_seqs

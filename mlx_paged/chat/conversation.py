@@ -14,7 +14,7 @@ from mlx_paged.chat.prompt_cache import PromptPrefix, behind_prefix
 from mlx_paged.chat_template import (
     NO_TEMPLATE,
     ChatTemplateError,
-    encode_behind,
+    encode_continuation,
     normalise_messages,
     render_chat,
 )
@@ -263,7 +263,7 @@ class Conversation:
         prefix = list(self._prefix.token_ids)
         write = behind_prefix if prefix else render_chat
         text = write(self.tokenizer, self.messages, self._template_options)
-        token_ids = encode_behind(self.tokenizer, text, self.tokens[len(prefix) :])
+        token_ids = encode_continuation(self.tokenizer, text, self.tokens[len(prefix) :])
         mark = self.tokenizer.think_start
         self.opens_thinking = bool(mark) and text.rstrip().endswith(mark)
         return prefix + token_ids

@@ -98,7 +98,7 @@ def put_before(engine: Engine, facts: PromptCacheFacts) -> PromptPrefix:
         return PromptPrefix(engine.load_snapshot(facts.path))
     if facts.has_token_ids:
         return PromptPrefix(engine.import_prompt_cache(facts.path))
-    return PromptPrefix(*engine.hold_prompt_cache(facts.path))
+    return PromptPrefix(*engine.pin_prompt_cache(facts.path))
 
 
 def behind_prefix(

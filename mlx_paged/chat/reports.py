@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 
 from mlx_paged.chat.screen import Screen
 from mlx_paged.chat.settings import Settings
-from mlx_paged.command_line.flags import EXAMPLE_MODEL
-from mlx_paged.command_line.words import (
-    backend_in_words,
-    budget_in_full,
-    budget_in_words,
-    context_in_words,
-    device_in_words,
-    disk_tier_in_words,
-    model_in_words,
+from mlx_paged.command_line.descriptions import (
+    describe_backend,
+    describe_budget,
+    describe_budget_in_full,
+    describe_context,
+    describe_device,
+    describe_disk_tier,
+    describe_model,
 )
+from mlx_paged.command_line.flags import EXAMPLE_MODEL
 from mlx_paged.memory import memory_size
 
 if TYPE_CHECKING:
@@ -54,16 +54,16 @@ class Reports:
         """The model, its device and its cache, before the first message."""
         say, engine = self._screen.say, conversation.engine
         cache = engine.cache
-        model = model_in_words(args.model, engine)
+        model = describe_model(args.model, engine)
         if self._verbose:
             say(
-                f"[model: {model} | device: {device_in_words()} | "
-                f"backend: {backend_in_words(cache)} | kv: {cache.kind}]"
+                f"[model: {model} | device: {describe_device()} | "
+                f"backend: {describe_backend(cache)} | kv: {cache.kind}]"
             )
-            say(f"[K/V budget: {budget_in_full(cache)}]")
-            for words in disk_tier_in_words(engine):
+            say(f"[K/V budget: {describe_budget_in_full(cache)}]")
+            for words in describe_disk_tier(engine):
                 say(f"[{words}]")
-            say(f"[context: {context_in_words(engine)}; prompt and answer together]")
+            say(f"[context: {describe_context(engine)}; prompt and answer together]")
             own = f"; {', '.join(settings.from_model)} from generation_config.json"
             say(f"[sampling: {settings.describe_sampling()}{own if settings.from_model else ''}]")
             if args.model is None:
@@ -73,10 +73,10 @@ class Reports:
         else:
             parts = [
                 model,
-                f"{device_in_words()}, {backend_in_words(cache)}",
-                f"{cache.kind} K/V: {budget_in_words(cache)}",
-                *disk_tier_in_words(engine),
-                f"context: {context_in_words(engine)}",
+                f"{describe_device()}, {describe_backend(cache)}",
+                f"{cache.kind} K/V: {describe_budget(cache)}",
+                *describe_disk_tier(engine),
+                f"context: {describe_context(engine)}",
                 settings.describe_sampling() + (" (the model's)" if settings.from_model else ""),
             ]
             say(f"[{' | '.join([*parts, *(['/help'] if is_dialogue else [])])}]")
@@ -155,7 +155,7 @@ class Reports:
 
     def _disk_tier(self, stats: EngineStats, tier: DiskTierStats, engine: Engine) -> None:
         say = self._screen.say
-        for words in disk_tier_in_words(engine):
+        for words in describe_disk_tier(engine):
             say(words)
         num_hits = stats.num_cached_prompt_tokens - stats.num_read_prompt_tokens  # in memory
         say(

@@ -93,7 +93,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, program: Program) -> None:
-    """Add the flags of sampling parameters; one that is not given is ``None``, if the model may say
+    """Add the flags of sampling parameters; one that is not given is ``None``, if the model may set
     it.
     """
     for name, each in SAMPLING_PARAMS.items():
@@ -116,7 +116,7 @@ def chosen_sampling(args: argparse.Namespace, own: Mapping[str, Any]) -> dict[st
     Args:
         own: what the model's ``generation_config.json`` recommends, by field.
     """
-    # Where an answer ends and its seed are not the model's to say.
+    # The model does not decide where an answer ends, nor its seed.
     names = [name for name in SAMPLING_PARAMS if name in SAMPLING.keys() - {"max_tokens", "seed"}]
     given = {name: getattr(args, name, None) for name in names}
     chosen = {**own, **{name: value for name, value in given.items() if value is not None}}
@@ -143,7 +143,7 @@ def engine_flags(program: Program) -> dict[str, str]:
 
 
 def engine_options(args: argparse.Namespace, program: Program) -> dict[str, Any]:
-    """The keyword arguments of an engine that the flags of a program say."""
+    """The keyword arguments of an engine that the flags of a program set."""
     return {name: getattr(args, name) for name in engine_flags(program)}
 
 

@@ -1,4 +1,4 @@
-"""An argument parser that says what is wrong in one line, and errors that name flags."""
+"""An argument parser that reports an error in one line, and errors that name flags."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DASHES_AS_VALUE = re.compile(r"(--[^=]+)=--|(-[a-zA-Z])=?--")
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that says what is wrong in one line and exits with status 2, and for flags
+    """An argument parser that reports an error in one line and exits with status 2, and for flags
     of other programs what is here instead.
 
     It has ``--version``, and takes no abbreviated flags.
@@ -59,10 +59,10 @@ class Parser(argparse.ArgumentParser):
     ) -> argparse.Namespace:
         known, rest = self.parse_known_args(args, namespace)
         if rest:
-            self.error(f"unrecognized arguments: {' '.join(rest)}{self._way_out(rest[0])}")
+            self.error(f"unrecognized arguments: {' '.join(rest)}{self._advice(rest[0])}")
         return known  # type: ignore[no-any-return]
 
-    def _way_out(self, word: str) -> str:
+    def _advice(self, word: str) -> str:
         """What is here instead of another program's flag."""
         name = word.split("=")[0].lstrip("-").replace("-", "_")
         ours = self._flags.get(name) or self._flags.get(OTHER_NAMES.get(name, ""))
@@ -93,7 +93,7 @@ class _VersionAction(argparse.Action):
 
 
 def error_line(error: BaseException, flags: Mapping[str, str]) -> str:
-    """What an error says, on one line, with flags in the place of arguments, if it is about one.
+    """The text of an error, on one line, with flags in the place of arguments, if it is about one.
 
     Args:
         flags: arguments of the library, and the flags that are handed on as them.

@@ -38,12 +38,12 @@ from mlx_paged.core.kv_cache_manager import KVCacheManager
 from mlx_paged.core.manager_stats import KVCacheManagerStats
 from mlx_paged.core.prefix_index import PrefixIndex
 from mlx_paged.core.prefix_lookup import AbsentBlock, group_hashes
-from mlx_paged.core.retention import KEEP_ALL, POSITION_PERIOD, Retention
+from mlx_paged.core.retention import KEEP_ALL, POSITION_WRAP, Retention
 from mlx_paged.core.sequence_states import Checkpoint, SequenceState, SequenceStates
 
 __all__ = [
     "KEEP_ALL",
-    "POSITION_PERIOD",
+    "POSITION_WRAP",
     "AbsentBlock",
     "BlockCopy",
     "BlockError",

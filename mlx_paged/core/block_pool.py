@@ -83,7 +83,7 @@ class BlockPool:
 
     @property
     def num_used_blocks(self) -> int:
-        """Blocks that somebody holds."""
+        """Blocks with a reference."""
         return self.num_usable_blocks - self.num_free_blocks
 
     @property
@@ -131,7 +131,7 @@ class BlockPool:
                 # The run has ended: begin another one.
                 block = queue.first
                 if block is None or block.block_hash is not None:
-                    break  # All blocks behind it are cached, too.
+                    break  # All blocks after it are cached, too.
             queue.remove(block)
             block.ref_cnt = 1
             new_blocks.append(block)
@@ -230,7 +230,7 @@ class BlockPool:
             ValueError: unless 0 <= num_cached_blocks <= num_full_blocks <= len(blocks),
                 len(block_hashes).
             ForeignBlockError: for a block of another pool.
-            UseAfterFreeError: for a block that nobody holds.
+            UseAfterFreeError: for a block without a reference.
             FrozenBlockError: for a block that has another hash.
         """
         if not 0 <= num_cached_blocks <= num_full_blocks <= min(len(blocks), len(block_hashes)):

@@ -31,7 +31,7 @@ class TableState(NamedTuple):
     num_held_tokens: int
     num_evicted_tokens: int = 0
     shift: int = 0
-    base: int = 0
+    position_origin: int = 0
     num_cached_blocks: int = 0
 
     @property
@@ -52,7 +52,7 @@ class BlockTable:
         table.advance(n)
 
     The table grows at its end and is trimmed from its end. Where its ``retention`` does not keep
-    all tokens, ``evict`` takes whole blocks out of its middle, behind the sinks: what follows them
+    all tokens, ``evict`` takes whole blocks out of its middle, after the sinks: what follows them
     moves up, so that ``block_ids`` are the blocks that attention reads, without a gap. Sinks are
     then held twice: as they were computed, which others may share, and in the table with their K
     shifted, as if they stood right before the window (:class:`KeyPositions`).
@@ -98,7 +98,7 @@ class BlockTable:
         self.num_held_tokens = 0
         """Tokens that ``advance`` has counted and ``evict`` has not taken: the table's context."""
         self.num_evicted_tokens = 0
-        """Tokens behind the sinks that have left, whole blocks of them."""
+        """Tokens after the sinks that have left, whole blocks of them."""
         self.num_cached_blocks = 0
         """Leading full blocks that were entered into the prefix index, or came from it; evicted
         ones count."""
@@ -291,7 +291,7 @@ class BlockTable:
             BlockTableError: if the table is not empty, or ``num_tokens`` don't need exactly these
                 blocks.
             ForeignBlockError: for a block of another pool.
-            UseAfterFreeError: for a freed table, or a block that nobody holds.
+            UseAfterFreeError: for a freed table, or a block without a reference.
         """
         self._check_usable("adopt", num_tokens)
         if self._blocks:
@@ -314,7 +314,7 @@ class BlockTable:
         self._blocks = list(blocks)
         self._block_ids = array("i", [block.block_id for block in blocks])
         self.num_held_tokens, self.num_evicted_tokens = num_tokens - num_evicted, num_evicted
-        self.positions.base = self.retention.base(num_tokens)
+        self.positions.position_origin = self.retention.position_origin(num_tokens)
         for block in self._blocks[: self.num_held_tokens // self.block_size]:
             if block.block_hash is None:
                 break
@@ -330,7 +330,7 @@ class BlockTable:
             self.num_held_tokens,
             self.num_evicted_tokens,
             self.positions.distance,
-            self.positions.base,
+            self.positions.position_origin,
             self.num_cached_blocks,
         )
 
@@ -345,7 +345,7 @@ class BlockTable:
         """
         self.adopt(blocks[: state.num_blocks], state.num_tokens)
         self.positions.sinks = list(blocks[state.num_blocks :])
-        self.positions.distance, self.positions.base = state.shift, state.base
+        self.positions.distance, self.positions.position_origin = state.shift, state.position_origin
         if state.num_evicted_tokens:
             # What follows the sinks may have other positions than those its hash stands for.
             self.num_cached_blocks = state.num_cached_blocks

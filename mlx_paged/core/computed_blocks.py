@@ -45,8 +45,8 @@ class ComputedBlocks(NamedTuple):
     groups: Sequence[Sequence[KVCacheBlock]] = ((),)
     num_tokens: int = 0
     num_queried_tokens: int = 0  # of the request whose prefix was looked up
-    checkpoint: Checkpoint | None = None  # of a model with recurrent layers, behind the last block
-    resumed: SequenceTables | None = None  # the blocks behind those of ``groups`` are loaded
+    checkpoint: Checkpoint | None = None  # of a model with recurrent layers, after the last block
+    resumed: SequenceTables | None = None  # the blocks after those of ``groups`` are loaded
 
     @property
     def blocks(self) -> list[KVCacheBlock]:

@@ -12,7 +12,7 @@ class BlockError(Exception):
 
 
 class DoubleFreeError(BlockError):
-    """A block that nobody holds, or a table that was freed before, is freed again."""
+    """A block without a reference, or a table that was freed before, is freed again."""
 
 
 class ForeignBlockError(BlockError):

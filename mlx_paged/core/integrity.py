@@ -138,7 +138,7 @@ def _check_free_queue(pool: BlockPool) -> set[int]:
         block = previous.next_free_block
         if block is None:
             _fail(
-                f"free queue: it ends behind block {previous.block_id}, after {len(free)} blocks, "
+                f"free queue: it ends after block {previous.block_id}, after {len(free)} blocks, "
                 f"before its tail"
             )
         if block.prev_free_block is not previous:
@@ -152,7 +152,7 @@ def _check_free_queue(pool: BlockPool) -> set[int]:
             first_cached = block.block_id if first_cached is None else first_cached
         elif first_cached is not None:
             _fail(
-                f"free queue: uncached block {block.block_id} stands behind "
+                f"free queue: uncached block {block.block_id} comes after "
                 f"cached block {first_cached}"
             )
         free.add(block.block_id)  # Never twice: a block has one way back, and it was right.

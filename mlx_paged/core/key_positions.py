@@ -27,28 +27,33 @@ class KeyShift(NamedTuple):
 class KeyPositions:
     """Where the keys of one block table stand, of which tokens may have left.
 
-    Sinks stand right before the window, and positions start over after ``retention.period``. Keys
-    are rotated in place in blocks that the table alone holds, and copied of others.
+    Sinks stand right before the window, and positions start over after
+    ``retention.position_wrap``. Keys are rotated in place in blocks that the table alone holds, and
+    copied of others.
 
     Attributes:
-        base: the token whose position is 0.
+        position_origin: the token whose position is 0.
         sinks: the sinks as they were computed, if the table has shifted copies of them.
         distance: by how many positions these are shifted.
     """
 
-    __slots__ = ("_pool", "_retention", "_shifts", "base", "distance", "sinks")
+    __slots__ = ("_pool", "_retention", "_shifts", "distance", "position_origin", "sinks")
 
     def __init__(self, pool: BlockPool, retention: Retention) -> None:
         self._pool = pool
         self._retention = retention
         self._shifts: list[KeyShift] = []
-        self.base = 0
+        self.position_origin = 0
         self.sinks: list[KVCacheBlock] = []
         self.distance = 0
 
     def go_on_from(self, other: KeyPositions) -> None:
         """Begin as another table stands, whose shifts are told there."""
-        self.base, self.sinks, self.distance = other.base, other.sinks.copy(), other.distance
+        self.position_origin, self.sinks, self.distance = (
+            other.position_origin,
+            other.sinks.copy(),
+            other.distance,
+        )
 
     def num_copies(
         self, blocks: Sequence[KVCacheBlock], num_tokens: int, num_evicted_tokens: int
@@ -86,9 +91,9 @@ class KeyPositions:
         assert new_blocks is not None, "the blocks were counted"
         copies = iter(new_blocks)
         shifts: list[tuple[int, Sequence[KVCacheBlock], list[KVCacheBlock], int]] = []
-        base = self._retention.base(num_tokens)
+        origin = self._retention.position_origin(num_tokens)
         if sinks:
-            self.distance = num_evicted_tokens - base
+            self.distance = num_evicted_tokens - origin
             moved = self._own(blocks[: len(self.sinks)], copies)
             # The first time, those in the table are the sinks as they were computed, which stay.
             moved += itertools.islice(copies, len(sinks) - len(moved))
@@ -98,8 +103,8 @@ class KeyPositions:
             # Found by their hash, they would have positions that others don't expect.
             self._pool.evict_blocks([block.block_id for block in others if block.ref_cnt == 1])
             begin = len(blocks) - len(others)
-            shifts.append((begin, others, self._own(others, copies), self.base - base))
-            self.base = base
+            shifts.append((begin, others, self._own(others, copies), self.position_origin - origin))
+            self.position_origin = origin
         for begin, sources, destinations, distance in shifts:
             source_ids, new_ids = (
                 [block.block_id for block in each] for each in (sources, destinations)
@@ -115,11 +120,11 @@ class KeyPositions:
         """The sinks as they were computed, if those in the table don't stand right before the
         window; and the blocks behind them, if positions start over.
         """
-        base = self._retention.base(num_tokens)
+        origin = self._retention.position_origin(num_tokens)
         num_sinks = self._retention.num_sink_tokens // self._pool.block_size
-        has_sinks = self.distance == num_evicted_tokens - base
+        has_sinks = self.distance == num_evicted_tokens - origin
         sinks = [] if has_sinks else self.sinks or list(blocks[:num_sinks])
-        return sinks, [] if self.base == base else list(blocks[num_sinks:])
+        return sinks, [] if self.position_origin == origin else list(blocks[num_sinks:])
 
     def _own(
         self, blocks: Sequence[KVCacheBlock], copies: Iterator[KVCacheBlock]

@@ -55,7 +55,7 @@ class PrefixLookup:
 
     def longest(self, num_blocks: int) -> int:
         """The longest prefix of at most ``num_blocks`` blocks of which all is cached that the token
-        behind it sees.
+        after it sees.
         """
         block_size = self._pool.block_size
         num_sinks = self._retention.num_sink_tokens // block_size

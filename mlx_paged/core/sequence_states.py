@@ -12,7 +12,7 @@ from mlx_paged.core.errors import BlockTableError
 
 class SequenceState(NamedTuple):
     """What a model keeps of the first ``num_tokens`` tokens of a sequence; only models look at the
-    ``content``, and nobody changes it.
+    ``content``, and it is never changed.
     """
 
     num_tokens: int
@@ -20,7 +20,7 @@ class SequenceState(NamedTuple):
 
 
 class Checkpoint(NamedTuple):
-    """The state behind a block, of all tokens up to its last one."""
+    """The state after a block, of all tokens up to its last one."""
 
     block_hash: BlockHash
     content: Any
@@ -49,7 +49,7 @@ class SequenceStates:
         self._states: dict[Hashable, SequenceState] = {}
         self._checkpoints: dict[BlockHash, Any] = {}  # least recently used first
         # Of each sequence: a state at the end of a block whose tokens are not all known yet, and
-        # the block behind which a decode left a checkpoint.
+        # the block after which a decode left a checkpoint.
         self._pending: dict[Hashable, tuple[SequenceState, bool]] = {}
         self._decoded: dict[Hashable, BlockHash] = {}
 
@@ -59,7 +59,7 @@ class SequenceStates:
     # The newest state of each sequence
 
     def get(self, seq: Hashable, num_tokens: int) -> Any:
-        """The content of the state of so many tokens; ``None`` of none, for a sequence that begins.
+        """The content of the state of this many tokens; ``None`` for 0, for a sequence that begins.
 
         Raises:
             BlockTableError: the sequence has no such state.
@@ -119,17 +119,17 @@ class SequenceStates:
     # Checkpoints
 
     def longest(self, block_hashes: Sequence[BlockHash], num_blocks: int) -> int:
-        """The most of the first ``num_blocks`` blocks that have a checkpoint behind them."""
+        """The most of the first ``num_blocks`` blocks that have a checkpoint after them."""
         while num_blocks and block_hashes[num_blocks - 1] not in self._checkpoints:
             num_blocks -= 1
         return num_blocks
 
     def checkpoint(self, block_hash: BlockHash) -> Checkpoint:
-        """The one behind this block; ``KeyError`` if there is none."""
+        """The one after this block; ``KeyError`` if there is none."""
         return Checkpoint(block_hash, self._checkpoints[block_hash])
 
     def begin(self, seq: Hashable, num_tokens: int, checkpoint: Checkpoint) -> None:
-        """A sequence begins with a checkpoint of so many tokens."""
+        """A sequence begins with a checkpoint of this many tokens."""
         self._states[seq] = SequenceState(num_tokens, checkpoint.content)
         self._keep(checkpoint)
 

@@ -74,7 +74,7 @@ def _listen(host: str | None) -> socket.socket:
     try:
         return socket.create_server((host or "", 0), family=family)
     except OSError:
-        # An address that others reach this machine by, and which is none of its own.
+        # An address by which others reach this machine, and which is not one of its own.
         return socket.create_server(("", 0), family=family)
 
 

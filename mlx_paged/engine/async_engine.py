@@ -33,7 +33,7 @@ from mlx_paged.sampling_params import RequestOutputKind, SamplingParams
 
 # A reader is sent the answer so far or, if the engine ends before the answer does, the reason.
 News: TypeAlias = RequestOutput | EngineStoppedError
-# Between two looks at a disk that was behind, while nothing else is to be done.
+# Between two looks at a disk that is too slow, while there is nothing else to do.
 SAVE_SECONDS = 0.05
 
 Receiver: TypeAlias = Callable[[News], None]

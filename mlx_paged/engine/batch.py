@@ -115,8 +115,8 @@ class Batch:
 
     @property
     def drafted(self) -> list[Scheduled]:
-        """The parts with drafts, of which nobody knows yet what they will be followed by: the step
-        has to be read before the next one is planned.
+        """The parts with drafts, whose next tokens are not known yet: the step has to be read
+        before the next one is planned.
         """
         return [part for part in self.scheduled if part.draft_token_ids]
 

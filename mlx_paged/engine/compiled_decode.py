@@ -90,7 +90,7 @@ class CompiledDecode:
         layers: Sequence[PagedLayerKV],
         logits: mx.array,
     ) -> list[mx.array]:
-        """Build the decode that was replayed once more, on layers behind it: it writes the same
+        """Build the decode that was replayed once more, on layers after it: it writes the same
         rows into the same slots, and its logits have to agree to half of the digits of their dtype.
         ``mx.compile`` may join operations, and then rounds less often.
 
@@ -132,7 +132,7 @@ class CompiledDecode:
             return logits, _fences_of(layers)
 
         # MLX knows a traced function by its address, which a later one may get, and by arguments
-        # that are no arrays. No two of ours have the same number.
+        # that are not arrays. No two of ours have the same number.
         return partial(mx.compile(decode), next(_numbers))
 
 

@@ -45,7 +45,7 @@ class Vocabulary:
                 that the tokenizer does not have are never drawn.
 
         Raises:
-            ArgumentError: llguidance is not installed, the tokenizer is none that it can read, or
+            ArgumentError: llguidance is not installed, it can't read the tokenizer, or
                 the model has no end of sequence.
         """
         try:

@@ -36,7 +36,7 @@ def new_part(
     lengths = [_length_of(completion) for completion in output.outputs]
     part = copy.copy(output)
     part.outputs = [
-        _part_behind(before, completion)
+        _part_after(before, completion)
         for completion, before, now in zip(output.outputs, handed_over, lengths, strict=True)
         if output.finished or before != now
     ]
@@ -61,7 +61,7 @@ def merge_parts(first: RequestOutput, second: RequestOutput) -> RequestOutput:
 
 
 def _joined(first: list[T], second: list[T]) -> list[T]:
-    first += second  # The earlier part is nobody's else, so that a long wait stays linear.
+    first += second  # No one else has the earlier part, so that a long wait stays linear.
     return first
 
 
@@ -71,7 +71,7 @@ def _length_of(completion: CompletionOutput) -> ReportedLength:
     )
 
 
-def _part_behind(before: ReportedLength, completion: CompletionOutput) -> CompletionOutput:
+def _part_after(before: ReportedLength, completion: CompletionOutput) -> CompletionOutput:
     part = copy.copy(completion)
     part.text = completion.text[before.num_characters :]
     part.token_ids = completion.token_ids[before.num_tokens :]

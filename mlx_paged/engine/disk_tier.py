@@ -34,7 +34,7 @@ from mlx_paged.request import Request, SeqId
 # What a step may copy to or from the host beside its own work: some 30 ms.
 MAX_STEP_NBYTES = 64 * 2**20
 # What waits to be written, and what is read and not in the pool yet, as shares of the K/V budget,
-# and at most so many bytes.
+# and at most this many bytes.
 QUEUE_SHARE, MAX_QUEUED_NBYTES = 1 / 8, 512 * 2**20
 MAX_READY_NBYTES = 256 * 2**20
 # Blocks that are to be saved and not copied yet; each is some hundred bytes of bookkeeping.
@@ -60,14 +60,15 @@ def is_reading_cheaper(num_parameters: int, kv_nbytes_per_token: int) -> bool:
 
 
 class DiskTier:
-    """Copies new full blocks out behind the loop, and brings back those that waiting requests need.
+    """Copies new full blocks out while the loop goes on, and brings back those that waiting
+    requests need.
 
     Blocks that come back go into free blocks of the pool and under their hashes into the prefix
     index; then they are like any other cached block. So this knows nothing of tables, and the
     scheduler knows of it only whom to let wait (:class:`BlockTier`).
 
-    All methods are the stepping thread's, but ``stats``. What the disk does fails nobody: the
-    engine goes on without, and a warning says so once.
+    All methods are the stepping thread's, but ``stats``. A failure of the disk fails no request:
+    the engine goes on without, and a warning says so once.
 
     Args:
         cache: whose blocks these are.
@@ -347,7 +348,7 @@ class DiskTier:
         # Where warnings are errors, this one would fail the step.
         with contextlib.suppress(Warning):
             warnings.warn(
-                f"[engine] {self.store.failure}; K/V are kept in memory alone from now on",
+                f"[engine] {self.store.failure}; from now on K/V are kept in memory only",
                 stacklevel=2,
             )
 

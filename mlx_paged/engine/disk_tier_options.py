@@ -23,7 +23,7 @@ class DiskTierOptions:
     """Where full blocks of K/V are kept on disk.
 
     Args:
-        folder: absolute; it is made where there is none.
+        folder: absolute; it is made if it does not exist.
         max_nbytes: the most bytes that its blocks take, those of all models and engines that use
             the folder together.
         ttl: seconds after which a block that was not used is removed; ``None`` is never.
@@ -49,7 +49,7 @@ class DiskTierOptions:
             cache_dir_ttl: a duration, such as ``"7d"``, or seconds.
 
         Raises:
-            ArgumentError: a value that is none of these, or a size or a duration without a folder.
+            ArgumentError: a value of another form, or a size or a duration without a folder.
         """
         if cache_dir is None:
             for name, value in (

@@ -18,13 +18,13 @@ from mlx_paged.engine.sampler import draw_drafts
 from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.request import PENDING_TOKEN, ModuleState, Request
 
-# Nobody knows how good a model's drafts are before it made some, and who brings one expects them to
-# be good. What is not tried is forgotten, so that a request whose drafts did not pay tries again
-# some time.
+# It is not known how good a model's drafts are before it has made some, and users who bring one
+# expect them to be good. What is not tried is forgotten, so that a request whose drafts did not pay
+# tries again some time.
 FIRST_ACCEPTANCE = 0.8
 FORGETTING_RATE = 1 / 256
-# Tokens that the model may lack when it makes drafts, as nobody asked it for a while: they are
-# computed in the first pass, which all others wait for.
+# Tokens that the model may lack when it makes drafts, because it was not asked for a while: they
+# are computed in the first pass, which all others wait for.
 MAX_CATCH_UP = 512
 
 
@@ -42,7 +42,7 @@ class DraftModel:
 
     Args:
         model: of the vocabulary of the target.
-        cache: with ``model``'s layers behind those of the target.
+        cache: with ``model``'s layers, which come after those of the target.
         manager: of the block tables of the cache's sequences.
     """
 
@@ -74,7 +74,7 @@ class DraftModel:
         state.num_seen = request.num_tokens
         for _ in range(num_accepted):
             state.acceptance += (1 - state.acceptance) * ACCEPTANCE_RATE
-        # A token that ended the answer says nothing about the drafts behind it.
+        # A token that ended the answer says nothing about the drafts after it.
         if num_accepted < num_drafts and not request.is_finished:
             state.acceptance -= state.acceptance * ACCEPTANCE_RATE
 
@@ -85,7 +85,7 @@ class DraftModel:
         runs, drafted = [], []
         for part in batch.scheduled:
             state = self._state_of(part.request, part.start)
-            # Whatever was computed behind it is gone: preempted, or taken back.
+            # Whatever was computed after it is gone: preempted, or taken back.
             begin = state.num_computed = min(state.num_computed, part.start)
             num_drafts = len(part.draft_token_ids)
             end = part.start + part.num_new_tokens - num_drafts

@@ -47,7 +47,7 @@ def check_draft_model(draft_model: object, model: LanguageModel, kv: str) -> Lan
     """``draft_model``, if there is one and it can make drafts for ``model``.
 
     Raises:
-        ArgumentError: it is no model, it has another vocabulary, or the K/V are basic ones.
+        ArgumentError: it is not a model, it has another vocabulary, or the K/V are basic.
     """
     if draft_model is None:
         return None

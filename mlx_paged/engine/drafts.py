@@ -17,7 +17,7 @@ from mlx_paged.request import ModuleState, Request
 # chance; after a draft that was wrong, it takes this many tokens to find the place again.
 NGRAM_SIZE = 3
 
-# An acceptance that nobody knows yet, and how fast it follows what happens.
+# The acceptance to begin with, and how fast it follows what happens.
 FIRST_ACCEPTANCE = 0.5
 ACCEPTANCE_RATE = 1 / 8
 
@@ -26,7 +26,8 @@ class Drafter(Protocol):
     """Proposes drafts for requests whose tokens are all computed but the last one."""
 
     def acceptance(self, request: Request) -> float:
-        """The estimated probability that the first draft is accepted; 0 if there is none to make.
+        """The estimated probability that the first draft is accepted; 0 if there are no drafts to
+        make.
 
         The k-th draft is taken to be accepted with its k-th power.
         """
@@ -43,7 +44,7 @@ class Drafter(Protocol):
         ...
 
     def note(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        """So many drafts of a request were verified, and so many of them accepted."""
+        """Note how many drafts of a request were verified, and how many of them were accepted."""
 
 
 class PromptLookup:
@@ -101,7 +102,7 @@ class _Occurrences(ModuleState):
         self.num_read = 0
         self.next: int | None = None
         self.acceptance = FIRST_ACCEPTANCE
-        self._after: dict[tuple[int, ...], int] = {}  # n-gram -> the position behind its last one
+        self._after: dict[tuple[int, ...], int] = {}  # n-gram -> the position after its last one
 
     def read(self, token_ids: list[int], num_prompt_tokens: int) -> None:
         after, found = self._after, self.next

@@ -20,9 +20,9 @@ from mlx_paged.distributed import RanksError
 from mlx_paged.engine.build import EngineParts, build
 from mlx_paged.engine.callers_thread import evaluate_arrays, with_random_state
 from mlx_paged.engine.following import Follower, share
-from mlx_paged.engine.held_prompts import HeldPrompt, check_begins_with_held
 from mlx_paged.engine.input_processor import InputProcessor
 from mlx_paged.engine.options import checked_options, passed_on_names
+from mlx_paged.engine.pinned_prompts import PinnedPrompt, check_begins_with_pinned
 from mlx_paged.engine.prefix_cache import extra_hash_keys
 from mlx_paged.engine.prefix_history import PrefixHistory
 from mlx_paged.engine.prompts import Prompt
@@ -38,7 +38,8 @@ from mlx_paged.engine.view import EngineView, view_of
 from mlx_paged.engine_options import EngineOptions
 from mlx_paged.errors import ArgumentError
 from mlx_paged.foreign_arguments import argument_names, refuses_unknown_arguments
-from mlx_paged.memory import hold_wired_limit, read_wired_limit
+from mlx_paged.memory import acquire_wired_limit, read_wired_limit
+from mlx_paged.renamed import RenamedMethod
 from mlx_paged.request import REQUEST_ID, RequestOutput, TokenRules
 from mlx_paged.sampling_params import SamplingParams
 
@@ -99,7 +100,7 @@ class Engine(EngineParts):
         self._inbox: deque[Callable[[], None]] = deque()
         self._ready: list[RequestOutput] = []
         self._is_changing = self._calls_functions = False
-        self._release_wired_limit = hold_wired_limit(wired_nbytes)
+        self._release_wired_limit = acquire_wired_limit(wired_nbytes)
         # What lives as long as this engine. The end of Python ends it by itself.
         let_go = [] if self.disk_tier is None else [self.disk_tier.let_go]
         for end in (self.thread.end, self._release_wired_limit, *let_go):
@@ -149,8 +150,8 @@ class Engine(EngineParts):
             token_rules=token_rules,
         )
         request = state.requests[0]
-        if num_held := self.swap_space.num_held_tokens(cache_salt):
-            check_begins_with_held(request.token_ids, num_held, request.params)
+        if num_held := self.swap_space.num_pinned_tokens(cache_salt):
+            check_begins_with_pinned(request.token_ids, num_held, request.params)
             request.no_store = True  # No other request would find it.
         self.scheduler.check(request)
         if request.params.has_functions:
@@ -244,7 +245,7 @@ class Engine(EngineParts):
         return outputs
 
     def read_rows(self, reader: RowReader | None) -> None:
-        """Have ``reader`` called with the row of logits behind each token that is appended from now
+        """Have ``reader`` called with the row of logits after each token that is appended from now
         on, in the thread that steps; ``None`` ends it.
 
         Args:
@@ -312,12 +313,14 @@ class Engine(EngineParts):
         """
         return self._put(self.snapshots.open_prompt_cache(path, token_ids, cache_salt))
 
-    def hold_prompt_cache(self, path: str | Path) -> HeldPrompt:
+    hold_prompt_cache = RenamedMethod("pin_prompt_cache")
+
+    def pin_prompt_cache(self, path: str | Path) -> PinnedPrompt:
         """Hold the K/V of a prompt cache of mlx-lm's that does not say its tokens, for requests
         that begin with ``held.token_ids`` and have ``held.cache_salt``. They stay in host memory as
-        long as the engine. Errors: :meth:`Snapshots.hold_prompt_cache`.
+        long as the engine. Errors: :meth:`Snapshots.pin_prompt_cache`.
         """
-        return self.thread.call(partial(self.snapshots.hold_prompt_cache, path, self.swap_space))
+        return self.thread.call(partial(self.snapshots.pin_prompt_cache, path, self.swap_space))
 
     def _read(self, read: Callable[[], T]) -> T:
         """Call what reads K/V, between two steps."""

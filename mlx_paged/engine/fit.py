@@ -7,9 +7,9 @@ import warnings
 
 from mlx_paged.cache import KVCache
 from mlx_paged.core import KVCacheManager
-from mlx_paged.memory import nbytes_in_words, why_too_large
+from mlx_paged.memory import format_nbytes, why_too_large
 
-WAYS_OUT = (
+REMEDIES = (
     "a smaller model or one of fewer bits, kv_format (--kv-bits) 8 or 4, a smaller max_model_len "
     "(--max-model-len), or a kv_cache_bytes (--kv-cache-bytes) of your own"
 )
@@ -36,9 +36,9 @@ def warn_unless_it_fits(
     held = _context_held(num_tokens_held(cache, manager), max_model_len)
     warnings.warn(
         f"[engine] the model does not fit into this machine: its weights take "
-        f"{nbytes_in_words(weight_nbytes)}, and {reason}; the K/V budget is "
-        f"{nbytes_in_words(cache.config.nbytes)} and holds {held}. "
-        f"The ways out: {WAYS_OUT}",
+        f"{format_nbytes(weight_nbytes)}, and {reason}; the K/V budget is "
+        f"{format_nbytes(cache.config.nbytes)} and holds {held}. "
+        f"What you can do: {REMEDIES}",
         stacklevel=3,
     )
 

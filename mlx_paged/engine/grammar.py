@@ -186,7 +186,7 @@ class GrammarState:
         return []
 
     def _without_breaks(self, tokens: list[int]) -> list[int]:
-        """The tokens of the structure behind those that only break the line."""
+        """The tokens of the structure after those that only break the line."""
         for number, token in enumerate(tokens):
             if not self._num_free_breaks or token not in self.vocabulary.line_breaks:
                 self._num_free_breaks = 0

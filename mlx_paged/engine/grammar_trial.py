@@ -82,7 +82,7 @@ class TrialProcess:
             vocabulary: of :func:`light_vocabulary`.
 
         Raises:
-            OSError: there can be no other process.
+            OSError: no other process can be started.
         """
         with self._one_at_a_time:
             return self._failure_of(text, vocabulary)
@@ -120,7 +120,7 @@ class TrialProcess:
         if self._process is None or self._process.poll() is not None:
             self._end()
             self._process = subprocess.Popen(
-                # Without this folder on the path: its modules are no top-level ones.
+                # Without this folder on the path: its modules are not top-level ones.
                 [sys.executable or "python", "-P", __file__],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -155,7 +155,7 @@ def _end(process: subprocess.Popen[str]) -> None:
     process.wait()
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
-            with contextlib.suppress(OSError):  # What was written reaches nobody.
+            with contextlib.suppress(OSError):  # What was written reaches no reader.
                 pipe.close()
 
 

@@ -33,8 +33,8 @@ def join_ranks(
         return None
     if settings.get("draft_model") is not None:
         raise ArgumentError(
-            "[ranks] draft_model can't be combined with several ranks; num_draft_tokens alone "
-            "looks drafts up in a request's own tokens",
+            "[ranks] draft_model can't be combined with several ranks; with num_draft_tokens "
+            "alone, drafts are looked up in the request's own tokens",
             "draft_model",
         )
     ranks = connect(model.group)

@@ -39,7 +39,7 @@ class Histogram:
 
     Args:
         bounds: the largest value of each bucket, ascending; larger values have a bucket of their
-            own behind them.
+            own after them.
 
     Attributes:
         counts: observations by bucket, one more than there are bounds.
@@ -126,7 +126,7 @@ class Latencies:
                 output, num_before = completion.output, completion.num_reported_tokens
                 num_tokens, time_before = len(output.token_ids), completion.last_token_time
                 if output.finish_reason is not None and not completion.is_end_reported:
-                    # Before its last tokens: without its end, it would go on behind them.
+                    # Before its last tokens: without its end, it would continue after them.
                     completion.is_end_reported = True
                     ended.setdefault(state, []).append(completion)
                 if num_tokens > num_before:

@@ -112,7 +112,7 @@ class ModelRunner:
             logits = None if decode is None else decode.replay(tokens)
             if logits is None:
                 logits = self.model(tokens, cache.layers[self._layers], step.logit_rows)
-            made = [(state.behind_first, state.after) for state in states or ()]
+            made = [(state.after_first, state.after) for state in states or ()]
             mx.async_eval(logits, cache.arrays, made)
         if states is not None:
             put_states(self._manager, seq_ids, states)

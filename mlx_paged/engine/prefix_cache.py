@@ -25,7 +25,7 @@ def extra_hash_keys(cache_salt: str | None) -> tuple[str, ...]:
     return () if cache_salt is None else (cache_salt,)
 
 
-class UnsharedRows(Protocol):
+class UnsharedKV(Protocol):
     """What a cache does whose sequences share no blocks: it copies forks and, in the place of a
     prefix cache, keeps the last sequence that ended.
     """
@@ -60,7 +60,7 @@ class PrefixCache:
     """
 
     def __init__(
-        self, manager: KVCacheManager, unshared: UnsharedRows | None, is_enabled: bool
+        self, manager: KVCacheManager, unshared: UnsharedKV | None, is_enabled: bool
     ) -> None:
         self._manager = manager
         self._block_size = manager.pool.block_size

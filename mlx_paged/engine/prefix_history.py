@@ -39,7 +39,7 @@ class _Sequence:
         self.is_running = True
 
     def path(self) -> list[tuple[Hashable, Hashable]]:
-        """Each block's parent and name, and those of the tail behind the last full block."""
+        """Each block's parent and name, and those of the tail after the last full block."""
         names: list[Hashable] = [self.root, *self.block_hashes, self]
         return list(pairwise(names))
 

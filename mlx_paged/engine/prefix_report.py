@@ -68,7 +68,7 @@ def change_between(expected: Sequence[int], found: Sequence[int]) -> Change:
     if reordered is not None:
         return reordered
     matcher = SequenceMatcher(None, expected, found, autojunk=False)
-    # Where a few tokens are the same by chance, the difference goes on behind them.
+    # Where a few tokens are the same by chance, the difference continues after them.
     same = next(each for each in matcher.get_matching_blocks() if each.size >= 4 or not each.size)
     if not same.a:
         return Change("inserted", same.a, same.b)

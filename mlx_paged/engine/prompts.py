@@ -107,7 +107,7 @@ def encode_prompt(tokenizer: TokenizerWrapper | None, text: str, name: str = "pr
         text.encode()
     except UnicodeEncodeError as error:
         raise ArgumentError(
-            f"[prompt] {name} is no valid Unicode text: {text[error.start]!r} at position "
+            f"[prompt] {name} is not valid Unicode: {text[error.start]!r} at position "
             f"{error.start} is half a character; decode the text with errors='replace'"
         ) from error
     has_bos = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)

@@ -42,7 +42,7 @@ class BlockTier(Protocol):
         """Bring no more for anybody."""
 
 
-class Needs(NamedTuple):
+class BlockDemand(NamedTuple):
     """What requests need, as a scheduler knows it.
 
     Attributes:
@@ -62,9 +62,9 @@ class ReadAhead:
         needs: of the requests that wait.
     """
 
-    def __init__(self, tier: BlockTier | None, needs: Needs):
+    def __init__(self, tier: BlockTier | None, demand: BlockDemand):
         self._tier = tier
-        self._needs = needs
+        self._needs = demand
         self._asked: dict[SeqId, Request] = {}
 
     def look(self, waiting: Sequence[Request]) -> None:

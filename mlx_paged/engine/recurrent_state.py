@@ -49,7 +49,7 @@ def room_for_states(model: LanguageModel, config: SchedulerConfig, budget: KVBud
     makes, a quarter of it at most, and checkpoints, another quarter at most. A warning says so
     where fewer sequences can run for that.
 
-    Each sequence leaves two checkpoints, behind its prompt and behind its answer, and there are
+    Each sequence leaves two checkpoints, after its prompt and after its answer, and there are
     ``MIN_CHECKPOINTS`` for the branches of a single conversation.
 
     A budget in blocks is one of K/V alone, and left as it is.

@@ -129,7 +129,7 @@ def draw_drafts(
     requests: Sequence[Request],
     num_before: int,
 ) -> mx.array:
-    """``[num_requests] int32``, each drawn as the request's token behind so many drafts will be:
+    """``[num_requests] int32``, each drawn as the request's token after that many drafts will be:
     with its key, temperature and filters.
     """
     states = [state_of(request, logits.shape[-1]) for request in requests]

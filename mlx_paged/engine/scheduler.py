@@ -17,9 +17,9 @@ from mlx_paged.core import BlockCopy, ComputedBlocks, KVCacheManager
 from mlx_paged.core.computed_blocks import NOTHING_COMPUTED
 from mlx_paged.engine.admission import Admission, BlockSupply, Found, num_seqs
 from mlx_paged.engine.batch import Batch, CopyBlocks, Scheduled, ShiftKeys, SwapIn, SwapOut
-from mlx_paged.engine.prefix_cache import PrefixCache, UnsharedRows
+from mlx_paged.engine.prefix_cache import PrefixCache, UnsharedKV
 from mlx_paged.engine.prefix_history import PrefixHistory
-from mlx_paged.engine.read_ahead import BlockTier, Needs, ReadAhead
+from mlx_paged.engine.read_ahead import BlockDemand, BlockTier, ReadAhead
 from mlx_paged.engine.request_queues import RequestQueues
 from mlx_paged.engine.speculation import NO_SPECULATION, Speculation, add_drafts
 from mlx_paged.engine.swap_space import SwapSpace
@@ -35,7 +35,7 @@ class Scheduler:
     """Continuous batching: first come, first served, with priorities.
 
     Each request has an ``order``, fixed when it comes: the step of its arrival, plus
-    ``priority_steps`` for each level of priority that it stands behind. The lowest order is
+    ``priority_steps`` for each level of priority below the highest. The lowest order is
     admitted first and preempted last.
 
     A request is admitted when all its tokens fit now (and leave the watermark, beside others). One
@@ -45,7 +45,7 @@ class Scheduler:
     - the first that waits has no place to run or too few blocks, and comes with what the preempted
       ones give back. These stand behind it in order, were added with a higher number as priority,
       and have been preempted fewer than ``MAX_PREEMPTIONS`` times; equal levels never take each
-      other's place. Nobody is preempted for one that has no room all the same.
+      other's place. None is preempted for one that has too few blocks all the same.
 
     A preempted request gives back its blocks and waits in its old place, to be computed again or,
     if :class:`SwapSpace` has room, swapped in.
@@ -55,7 +55,7 @@ class Scheduler:
     ever stand before it, and none has more than m tokens, prompt and answer, it is finished at most
     ``d * priority_steps + (n + 1) * (max_num_seqs + 1) * m`` steps after it came: the first in
     order of those that run goes on by a token in each step, so those that run are finished before
-    they have had ``max_num_seqs * m`` steps, if nobody is admitted meanwhile; then the first in
+    they have had ``max_num_seqs * m`` steps, if none is admitted meanwhile; then the first in
     order of all is, and needs ``m`` steps itself. (Reading from a tier comes on top.)
 
     Not thread-safe: one thread at a time.
@@ -65,7 +65,7 @@ class Scheduler:
         supply: of the blocks of its pool.
         eos_token_ids: tokens that end a completion.
         swap_space: where preempted requests may go; none by default.
-        speculation: who makes drafts, and how many; nobody by default.
+        speculation: how drafts are made, and how many; none by default.
         tier: where blocks are kept beside the pool; nowhere by default. A waiting request whose
             blocks it is bringing is passed by.
         context_length: the most that ``max_model_len`` could be, for what errors advise; ``None``:
@@ -83,7 +83,7 @@ class Scheduler:
         speculation: Speculation = NO_SPECULATION,
         tier: BlockTier | None = None,
         context_length: int | None = None,
-        unshared: UnsharedRows | None = None,
+        unshared: UnsharedKV | None = None,
     ):
         self.manager = manager
         self.supply = supply
@@ -108,8 +108,8 @@ class Scheduler:
         self._admission = Admission(
             manager, supply, config, self.swap_space, self._prefix_cache, context_length
         )
-        needs = Needs(self._admission.has_room_for, self._admission.absent_blocks)
-        self._read_ahead = ReadAhead(tier, needs)
+        demand = BlockDemand(self._admission.has_room_for, self._admission.absent_blocks)
+        self._read_ahead = ReadAhead(tier, demand)
         self._block_size = self.manager.pool.block_size
         self._num_blocks = 0  # that the budget held in the newest step
         self._max_num_tokens = 0  # of one request, its last token without K/V, then
@@ -300,7 +300,7 @@ class Scheduler:
             elif self.running:
                 return
             else:
-                # Nobody runs who could give back blocks: it would wait for ever.
+                # No request runs that could give back blocks, so it would wait for ever.
                 self._fail(plan, request)
 
     def _first_urgent(self) -> Request | None:

@@ -14,7 +14,7 @@ from mlx_paged.cache.transfer import load_prefix, store_blocks
 from mlx_paged.core import KVCacheManager, hash_token_blocks
 from mlx_paged.core.tier import BlockHeader, Tier
 from mlx_paged.distributed import Ranks
-from mlx_paged.engine.held_prompts import HeldPrompt, check_can_hold, hold
+from mlx_paged.engine.pinned_prompts import PinnedPrompt, check_can_pin, pin
 from mlx_paged.engine.prefix_cache import extra_hash_keys
 from mlx_paged.engine.swap_space import SwapSpace
 from mlx_paged.errors import ArgumentError
@@ -177,8 +177,8 @@ class Snapshots:
 
         Raises:
             ArgumentError: as :meth:`check`, or there are other numbers of tokens.
-            SnapshotError: the file can't be read, is no prompt cache, or holds K/V of other layers,
-                another dtype or another format.
+            SnapshotError: the file can't be read, is not a prompt cache, or holds K/V of other
+                layers, another dtype or another format.
         """
         self.check()
         file = PromptCacheFile(path, self._model, self._cache)
@@ -194,16 +194,16 @@ class Snapshots:
             )
         return self._prefix(file, ids, cache_salt)
 
-    def hold_prompt_cache(self, path: str | Path, swap_space: SwapSpace) -> HeldPrompt:
+    def pin_prompt_cache(self, path: str | Path, swap_space: SwapSpace) -> PinnedPrompt:
         """Read a prompt cache of mlx-lm's that does not say its tokens into host memory.
 
         Raises:
             ArgumentError: as :meth:`check`; or there are layers with windows, or a draft model.
             SnapshotError: as :meth:`open_prompt_cache`.
         """
-        check_can_hold(self._cache, self._has_draft_model)
+        check_can_pin(self._cache, self._has_draft_model)
         self.check()
-        return hold(PromptCacheFile(path, self._model, self._cache), self._cache, swap_space)
+        return pin(PromptCacheFile(path, self._model, self._cache), self._cache, swap_space)
 
     def put(self, process_output: Callable[[], None], prefix: Prefix) -> Exception | None:
         """Put K/V into the prefix cache.

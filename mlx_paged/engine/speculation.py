@@ -17,7 +17,7 @@ class Speculation:
     """Who makes drafts, and the rule for how many of them a step verifies.
 
     Args:
-        drafter: makes them; ``None`` is nobody.
+        drafter: makes them; ``None`` for none.
         num_draft_tokens: the most that a request has in a step.
     """
 
@@ -62,7 +62,7 @@ class Speculation:
         return self.drafter.made(part)
 
     def note(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        """So many drafts of a request were verified, and so many of them accepted."""
+        """Note how many drafts of a request were verified, and how many of them were accepted."""
         if self.drafter is not None:
             self.drafter.note(request, num_drafts, num_accepted)
 
@@ -104,7 +104,7 @@ def _max_num_drafts(
     plan: Batch, request: Request, manager: KVCacheManager, max_model_len: int | None
 ) -> int:
     """How many drafts a request may have in this step: within the step's budget and the end of
-    the answer, in slots for which nothing is evicted and nobody has to make room.
+    the answer, in slots for which nothing is evicted and no request is preempted.
     """
     tables = manager.groups[request.seq_id]
     num_new_blocks = manager.pool.num_empty_blocks // len(tables)

@@ -16,8 +16,8 @@ class DiskTierStats:
         num_blocks, nbytes: in the folder, as far as is known here.
         num_read_blocks: found there and read; ``num_read_tokens`` are those that went into the
             pool.
-        num_dropped_blocks: not written, since the writer was behind or everything is pinned.
-        num_corrupt_blocks: files that were no block any more. They are gone.
+        num_dropped_blocks: not written, because the writer was too slow or everything is pinned.
+        num_corrupt_blocks: files that were damaged, and were removed.
         num_evicted_blocks: removed to keep the limits.
         failure: why the folder is not used any more; ``None`` while all is well.
     """

@@ -115,7 +115,7 @@ class Steps:
         )
 
     def _launch(self, batch: Batch | None) -> None:
-        """Begin to compute a step, behind the one in flight if there is one."""
+        """Begin to compute a step, after the one in flight if there is one."""
         if batch is None:
             return
         for request in batch.finished:

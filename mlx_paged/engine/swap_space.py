@@ -46,7 +46,7 @@ def num_swap_blocks(swap_bytes: str | int | None, cache: KVCache, num_parameters
     the budget if swapping is cheaper than computing.
 
     Raises:
-        ArgumentError: it is no budget and not 0, or the cache can't swap.
+        ArgumentError: it is neither a budget nor 0, or the cache can't swap.
     """
     config = cache.config
     if swap_bytes is None:
@@ -97,12 +97,12 @@ class SwapSpace:
         self._owners: dict[SwapName, bytes] = {}  # in the tier
         self._is_shared: set[SwapName] = set()  # those of salts
 
-    def hold(self, cache_salt: str, held: SequenceTables) -> None:
+    def pin(self, cache_salt: str, held: SequenceTables) -> None:
         """Keep the first tokens of all requests of a salt, whose blocks are stored next."""
         self._is_shared.add(cache_salt)
         self._keep(cache_salt, held)
 
-    def num_held_tokens(self, cache_salt: str | None) -> int:
+    def num_pinned_tokens(self, cache_salt: str | None) -> int:
         """Tokens that are held for requests of a salt."""
         return self._held[cache_salt].num_tokens if cache_salt in self._is_shared else 0
 

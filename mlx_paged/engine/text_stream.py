@@ -14,10 +14,10 @@ class TextStream:
 
     Of several stop texts, the one that begins first in the whole text counts, however the text is
     cut into tokens; where several begin at the same place, the shortest, which is complete first.
-    ``finish`` ends a text that no stop text ended. Stop sequences are looked for by whoever gives
-    the tokens, and named to ``finish``.
+    ``finish`` ends a text that no stop text ended. Stop sequences are looked for by the caller,
+    which gives the tokens, and named to ``finish``.
 
-    The text is that of the tokens behind the prompt: it keeps a space that it begins with. A token
+    The text is that of the tokens after the prompt: it keeps a space that it begins with. A token
     that the tokenizer does not have (a model's vocabulary is often padded) adds no text.
 
     Args:

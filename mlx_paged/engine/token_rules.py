@@ -1,4 +1,6 @@
-"""What a request's parameters say about tokens, checked at the door against model and tokenizer."""
+"""What a request's parameters require of tokens, checked against model and tokenizer when it is
+added.
+"""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class TokenTexts:
         self._known_bytes: dict[int, bytes] = {}  # of tokens that were asked for
 
     def detokenizer(self, prompt_token_ids: Sequence[int] = ()) -> Detokenizer:
-        """One for the text behind a prompt, which is ``decode(prompt + answer)`` without the
+        """One for the text after a prompt, which is ``decode(prompt + answer)`` without the
         characters of ``decode(prompt)``: a space that it begins with is part of it.
         """
         if self._is_sentence_piece or self._alphabet:

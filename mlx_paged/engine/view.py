@@ -1,4 +1,4 @@
-"""``EngineView``: the pool, block by block, and the requests at one moment, for whoever watches."""
+"""``EngineView``: the pool, block by block, and the requests at one moment, for observers."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def find_model(path_or_hf_repo: str | Path, revision: str | None = None) -> Path
     GGUF file is its own place.
 
     Raises:
-        LoadError: there is none of them.
+        LoadError: none of them is found.
     """
     path = _local(path_or_hf_repo)
     if path is None and str(path_or_hf_repo).lower().endswith(GGUF_SUFFIX):

@@ -34,7 +34,7 @@ def load_for(
 
     Raises:
         RanksError: the ranks have other packages or other files.
-        LoadError: the model can't be split over so many ranks; or it has adapters.
+        LoadError: the model can't be split over that many ranks; or it has adapters.
     """
     if ranks is None:
         return load(

@@ -30,7 +30,7 @@ def split(model: Module, config: dict[str, Any], group: mx.distributed.Group) ->
         config: its ``config.json``.
 
     Raises:
-        LoadError: it has no ``shard``, or can't be split over so many ranks.
+        LoadError: it has no ``shard``, or can't be split over that many ranks.
     """
     model_type = shown(config.get("model_type"))
     shard = getattr(model, "shard", None)
@@ -54,7 +54,7 @@ def split(model: Module, config: dict[str, Any], group: mx.distributed.Group) ->
     except ArgumentError as error:
         raise LoadError(f"[load] model type {model_type} can't be split: {error}") from error
     except Exception as error:
-        # mlx-lm's own code, on sizes that nobody has tried.
+        # mlx-lm's own code, on sizes that were never tried.
         raise LoadError(
             f"[load] model type {model_type} can't be split over {group.size()} ranks "
             f"({reason(error)})"

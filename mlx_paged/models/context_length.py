@@ -48,7 +48,7 @@ def context_limit(
     model was made for; ``None`` where only a window of them is seen at a time.
 
     Raises:
-        ArgumentError: it is no whole number, below 2, or more than the model was made for.
+        ArgumentError: it is not a whole number, below 2, or more than the model was made for.
     """
     limit, why = context_length(args), ""
     if _scaling_kind(args) == _UNCACHEABLE and (args.rope_scaling or {}).get("factor", 1) > 1:

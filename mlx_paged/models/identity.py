@@ -1,4 +1,4 @@
-"""What a model is, by content: K/V that are kept must meet nobody but the model that made them."""
+"""What a model is, by content: K/V that are kept must be used only by the model that made them."""
 
 from __future__ import annotations
 

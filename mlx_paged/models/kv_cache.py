@@ -83,7 +83,7 @@ def make_kv_cache(
 
     Args:
         kind: ``"paged"`` or ``"basic"`` (contiguous).
-        draft_model: its layers are put behind those of the model.
+        draft_model: its layers come after those of the model.
         options: keyword arguments of :class:`CacheOptions`, of which each says what it does.
 
     Raises:
@@ -161,7 +161,7 @@ def _drafted(
     if streaming is not None:
         raise ArgumentError(
             "[kv cache] window can't be combined with draft_model, which needs all tokens; "
-            "num_draft_tokens alone looks drafts up in a request's own tokens",
+            "with num_draft_tokens alone, drafts are looked up in the request's own tokens",
             "window",
         )
     return KVCacheConfig.within(budget, layers, block_size)

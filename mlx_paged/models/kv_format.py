@@ -71,7 +71,7 @@ def _line_of(model: LanguageModel, bits: KVBits) -> str | None:
     """What is to be said of a format.
 
     The model writes 64 tokens of its own, and reads them again with K/V in these bits. Tokens of no
-    meaning would not do: what a trained model predicts behind them is as good as random, and
+    meaning would not do: what a trained model predicts after them is as good as random, and
     changes by more than what it predicts of a text.
     """
     ids, exact = own_text(model, min(NUM_TOKENS, context_length(model.args)))

@@ -17,7 +17,7 @@ from mlx_paged.ops.formats import (
 )
 from mlx_paged.ops.kv_handle import KVHandle
 from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, SlotMapping, StepState
-from mlx_paged.ops.prefill import attend_densely, attend_to_latents
+from mlx_paged.ops.prefill import attend_to_latents, attend_with_sdpa
 from mlx_paged.ops.traced_step import traced_decode
 
 __all__ = [
@@ -39,8 +39,8 @@ __all__ = [
     "SlotMapping",
     "StepState",
     "affine_name",
-    "attend_densely",
     "attend_to_latents",
+    "attend_with_sdpa",
     "check_backend_name",
     "choose_backend",
     "traced_decode",

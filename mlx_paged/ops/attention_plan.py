@@ -170,7 +170,7 @@ def partition_sizes(num_kv_heads: int) -> tuple[int, ...]:
 
 
 class _SequenceCut(NamedTuple):
-    # [num_records, WORK_FIELDS], 0 in what changes with every step, empty behind the partitions
+    # [num_records, WORK_FIELDS], 0 in what changes with every step, empty after the partitions
     work: NDArray[np.int32]
     rows: bytes  # [num_tokens, ROW_FIELDS] int32, or no rows if nothing is merged
     rows_size: int  # numbers in it

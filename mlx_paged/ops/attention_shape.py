@@ -28,12 +28,12 @@ class AttentionShape:
 
     @property
     def why_unsupported(self) -> str | None:
-        """What of it no kernel can write and read, or ``None``."""
+        """The part of the shape that no kernel can write and read, or ``None``."""
         return why_unsupported(self.key_dim, self.value_dim, self.block_size, self.format)
 
     @property
     def why_no_attention(self) -> str | None:
-        """What of it the attention kernel is not made for, or ``None``."""
+        """The part of the shape that the attention kernel does not support, or ``None``."""
         return why_no_attention(self.key_dim, self.value_dim, self.group)
 
     def __str__(self) -> str:

@@ -33,7 +33,7 @@ class Backend(ABC):
     """
 
     name: ClassVar[str]
-    # Whether attention reads the slots behind the end of a sequence in its last block. It hides
+    # Whether attention reads the slots past the end of a sequence in its last block. It hides
     # them by a weight of 0, and 0 * NaN is NaN, so they must hold finite numbers.
     reads_unused_slots: ClassVar[bool]
     # Whether slabs are written behind MLX's back, in the order of the calls. Where MLX sees the
@@ -52,7 +52,7 @@ class Backend(ABC):
         is below 0 are padding and are skipped.
 
         ``write_slot`` and ``push_row`` elsewhere. Costs O(rows), whatever the size of the slab, as
-        long as nobody but ``kv`` holds the slabs.
+        long as ``kv`` has the only reference to the slabs.
         """
 
     @abstractmethod

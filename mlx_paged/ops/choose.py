@@ -1,4 +1,4 @@
-"""Which backend a name stands for on this machine; asked once, when a cache is made."""
+"""Which backend a name means on this machine; decided once, when a cache is made."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BACKENDS = ("auto", "reference", "metal")
 
 
 def choose_backend(name: str, shapes: Iterable[AttentionShape]) -> Backend:
-    """The backend that ``name`` stands for on this machine, for layers of these shapes.
+    """The backend that ``name`` means on this machine, for layers of these shapes.
 
     ``"metal"`` is the kernels of ``metal/``, ``"reference"`` plain MLX on any device. ``"auto"`` is
     Metal where MLX's default device is one and there are kernels that write and read all shapes; a
@@ -28,9 +28,9 @@ def choose_backend(name: str, shapes: Iterable[AttentionShape]) -> Backend:
         BackendError: the name is unknown, or ``"metal"`` was asked for and can't be had.
     """
     check_backend_name(name)
-    if name == "reference" or (name == "auto" and not metal_is_there()):
+    if name == "reference" or (name == "auto" and not is_metal_available()):
         return ReferenceBackend()
-    if not metal_is_there():
+    if not is_metal_available():
         what = "a Mac with Apple Silicon"
         if mx.metal.is_available():
             what = "mx.gpu as MLX's default device"
@@ -60,6 +60,6 @@ def check_backend_name(name: str) -> None:
         )
 
 
-def metal_is_there() -> bool:
+def is_metal_available() -> bool:
     """Whether MLX computes on Metal here."""
     return mx.metal.is_available() and mx.default_device() == mx.gpu

@@ -17,9 +17,9 @@ MAX_TOKENS = 8
 class CopyDetector:
     """Judges the first ``num_steps`` small steps, and warns at most once.
 
-    A slab that was written in place lies where it lay before the step. MLX makes a copy beside the
-    old slab, so that lies elsewhere. This reads addresses, and leaves MLX's memory counters as they
-    are: the peak is the process's.
+    A slab that was written in place has the same address as before the step. A copy that MLX makes
+    has another one. This reads addresses, and leaves MLX's memory counters as they are: the peak is
+    the process's.
     """
 
     def __init__(self, num_steps: int):

@@ -1,4 +1,4 @@
-"""What rows of K and V look like in memory, and which kernels read them: only this module knows.
+"""What rows of K and V look like in memory, and which kernels read them: no other module knows.
 
 A row is one head of one token, ``[..., width]``. A format stores rows as *parts*: arrays that are
 alike in all axes but the last one. Dense rows have one part. Affine rows have three, as
@@ -186,7 +186,7 @@ class DenseFormat(RowFormat):
 
     def kernels(self, values: RowFormat) -> FormatKernels:
         if not isinstance(values, DenseFormat):
-            raise ValueError("K and V are both dense there, or both quantised")
+            raise ValueError("the kernels need K and V to be both dense or both quantised")
         return FormatKernels("paged_attention")
 
     def stock_quantisation(self, values: RowFormat) -> dict[str, int] | None:
@@ -267,9 +267,9 @@ class AffineFormat(RowFormat):
 
     def kernels(self, values: RowFormat) -> FormatKernels:
         if not isinstance(values, AffineFormat):
-            raise ValueError("K and V are both dense there, or both quantised")
+            raise ValueError("the kernels need K and V to be both dense or both quantised")
         if self.group_size != values.group_size:
-            raise ValueError("K and V have groups of one size there")
+            raise ValueError("the kernels need K and V to have groups of the same size")
         bits = ("KEY_BITS", self.bits), ("VALUE_BITS", values.bits)
         template = (*bits, ("SCALE_GROUP", self.group_size))
         return FormatKernels(

@@ -75,7 +75,7 @@ FENCE: Output = ((MIN_ELEMENTS,), mx.int32)
 
 
 class MetalKernel(Protocol):
-    """What ``mx.fast.metal_kernel`` returns, as far as it is used here."""
+    """The part of what ``mx.fast.metal_kernel`` returns that is used here."""
 
     def __call__(
         self,
@@ -330,7 +330,7 @@ def _chained(
     threadgroup: Size,
     outputs: Sequence[Output] = (),
 ) -> Launch:
-    """A launch that touches the slabs of ``kv``: behind all earlier ones, before all later ones.
+    """A launch that touches the slabs of ``kv``: after all earlier ones, before all later ones.
 
     Raises:
         ValueError: no kernel is made for the shape of the slabs.
@@ -407,7 +407,7 @@ def kernel(name: str) -> MetalKernel:
         source=body(name),
         header=header(),
     )
-    return cast(MetalKernel, made)  # MLX's stub says object
+    return cast(MetalKernel, made)  # MLX's stub declares an object
 
 
 def body(name: str) -> str:

@@ -20,7 +20,7 @@ class KVHandle:
     ``[num_blocks, num_kv_heads, block_size, width of the part]``.
 
     Operations that write change the arrays of ``k`` and ``v`` in place. A slab is written without a
-    copy only while nobody else holds it, so read it through a handle and do not keep
+    copy only while it has no other reference, so read it through a handle and do not keep
     ``handle.k[0]`` across a write.
 
     Kernels write slabs behind MLX's back. ``fence`` is the last link of the chain of kernel calls
@@ -144,7 +144,7 @@ class KVHandle:
             self.v = (*self.v[:i], evaluated(change(self.v[i])), *self.v[i + 1 :])
 
     def leave_chain(self) -> None:
-        """Wait for the kernels called so far: no fence orders MLX's own operations behind them."""
+        """Wait for the kernels called so far: no fence orders MLX's own operations after them."""
         if self.fence is not None:
             mx.eval(self.fence)
             self.fence = None

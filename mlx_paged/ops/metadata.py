@@ -1,4 +1,5 @@
-"""What a step says to the operations: which slots its rows go to and which blocks its queries read.
+"""What the operations need to know of a step: which slots its rows go to and which blocks its
+queries read.
 
 A step is described once, on the host, for all layers. Its lists are plain lists of integers: a step
 has few sequences and most have one new token, where a call into numpy costs more than the loop that
@@ -96,13 +97,13 @@ class StepState:
             where the sequence begins.
         num_first: of the new tokens, how many are to be followed by a state of their own, which
             others may begin with; 0 for none.
-        behind_first: the state behind these, to be set by the model.
-        after: the state behind all, to be set by the model.
+        after_first: the state after these, to be set by the model.
+        after: the state after all, to be set by the model.
     """
 
     before: Any
     num_first: int = 0
-    behind_first: Any = None
+    after_first: Any = None
     after: Any = None
 
 
@@ -144,7 +145,7 @@ class AttentionMetadata:
     # Per sequence, of how many of its last tokens the logits are wanted: more than one for
     # speculation, none for a prompt that is not complete. None for one of each.
     num_logit_rows: list[int] | None = None
-    # False where nobody reads the one row that num_logit_rows asks for.
+    # False where the one row that num_logit_rows asks for is not read.
     wants_logits: bool = True
     known_max_block_id: int | None = None  # saves looking at each
     # Per sequence, by how much the positions of its tokens are higher than their places in its

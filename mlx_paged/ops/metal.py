@@ -41,7 +41,7 @@ class MetalBackend(Backend):
     """
 
     name = "metal"
-    reads_unused_slots = False  # kernels take what lies behind the end of a sequence for absent
+    reads_unused_slots = False  # kernels never use what lies past the end of a sequence
 
     def __init__(
         self,

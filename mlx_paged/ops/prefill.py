@@ -29,7 +29,7 @@ def prefill(
     """
     stored = step if rows is None else step.with_history
     gathered = iter(gather(stored) if stored.num_seqs else ())
-    dense = []
+    seq_kv = []
     for seq, (context_len, query_len) in enumerate(
         zip(step.context_lens, step.query_lens, strict=True)
     ):
@@ -38,13 +38,13 @@ def prefill(
         else:
             run = slice(step.cu_seqlens_q[seq], step.cu_seqlens_q[seq + 1])
             keys, values = rows[0][run].swapaxes(0, 1), rows[1][run].swapaxes(0, 1)
-        dense.append((keys[None], values[None]))
-    return attend_densely(q, dense, step, params)
+        seq_kv.append((keys[None], values[None]))
+    return attend_with_sdpa(q, seq_kv, step, params)
 
 
-def attend_densely(
+def attend_with_sdpa(
     q: mx.array,  # [num_tokens, num_heads, key_dim]
-    dense: Sequence[Rows],  # per sequence, [1, num_kv_heads, context_len, key_dim or value_dim]
+    seq_kv: Sequence[Rows],  # per sequence, [1, num_kv_heads, context_len, key_dim or value_dim]
     step: AttentionMetadata,
     params: AttentionParams,
 ) -> mx.array:
@@ -53,7 +53,7 @@ def attend_densely(
     """
     outputs = []
     starts = step.cu_seqlens_q
-    for seq, (keys, values) in enumerate(dense):
+    for seq, (keys, values) in enumerate(seq_kv):
         queries = q[starts[seq] : starts[seq + 1]].swapaxes(0, 1)[None]
         out = mx.fast.scaled_dot_product_attention(
             queries.astype(keys.dtype),
@@ -70,15 +70,15 @@ def attend_densely(
 
 def attend_to_latents(
     q: mx.array,  # [num_tokens, num_heads, key_dim + value_dim], scaled
-    dense: Sequence[Rows],  # per sequence latents and rotated keys, [1, 1, context_len, width]
+    seq_kv: Sequence[Rows],  # per sequence latents and rotated keys, [1, 1, context_len, width]
     step: AttentionMetadata,
     window: int | None,
 ) -> mx.array:
-    """:func:`attend_densely` where latents stand for the first part of K, and for V (MLA);
+    """:func:`attend_with_sdpa` where latents stand for the first part of K, and for V (MLA);
     ``[num_tokens, num_heads, key_dim]``.
     """
-    rows = [(mx.concatenate([latents, keys], axis=-1), latents) for latents, keys in dense]
-    return attend_densely(q, rows, step, AttentionParams(1.0, window))
+    rows = [(mx.concatenate([latents, keys], axis=-1), latents) for latents, keys in seq_kv]
+    return attend_with_sdpa(q, rows, step, AttentionParams(1.0, window))
 
 
 def _causal_mask(query_len: int, context_len: int, window: int | None) -> mx.array | str | None:

@@ -1,8 +1,8 @@
 """The backend of plain MLX, for any device: the formula that every kernel is held against.
 
-Slots are written by *donated scatters*: MLX writes a slab in place as long as nobody else holds it,
-at the cost of the rows alone. So evaluate a step before the next one is built, and keep no view of
-a slab across a write.
+Slots are written by *donated scatters*: MLX writes a slab in place as long as it has no other
+reference, at the cost of the rows alone. So evaluate a step before the next one is built, and keep
+no view of a slab across a write.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def _decode(
     """Block-parallel: one matmul per step for the scores of all (query token, block) pairs, a
     segment softmax, one matmul with the values.
 
-    What lies behind the end of a sequence in its last block gets a weight of 0, and has to be
+    What lies past the end of a sequence in its last block gets a weight of 0, and has to be
     finite for that.
     """
     num_tokens, num_heads, key_dim = q.shape

@@ -337,24 +337,24 @@ def _announce(
     sockets: list[socket.socket],
 ) -> None:
     """Say what is served, how, and where."""
-    from mlx_paged.command_line.words import (
-        backend_in_words,
-        budget_in_words,
-        context_in_words,
-        device_in_words,
-        disk_tier_in_words,
-        model_in_words,
+    from mlx_paged.command_line.descriptions import (
+        describe_backend,
+        describe_budget,
+        describe_context,
+        describe_device,
+        describe_disk_tier,
+        describe_model,
     )
     from mlx_paged.server.http.http_server import url_of
 
     engine, url = service.engine.engine, url_of(settings.host, sockets)
     cache = engine.cache
     parts = [
-        model_in_words(args.model, engine),
-        f"{device_in_words()}, {backend_in_words(cache)}",
-        f"{cache.kind} K/V: {budget_in_words(cache)}",
-        *disk_tier_in_words(engine),
-        f"context: {context_in_words(engine)}",
+        describe_model(args.model, engine),
+        f"{describe_device()}, {describe_backend(cache)}",
+        f"{cache.kind} K/V: {describe_budget(cache)}",
+        *describe_disk_tier(engine),
+        f"context: {describe_context(engine)}",
         keys_in_words(settings),
     ]
     say(f"[{' | '.join(parts)}]")

@@ -22,7 +22,7 @@ def check_path(path: object) -> Path:
     """The path of a file, in which ``~`` may stand.
 
     Raises:
-        ArgumentError: it is none.
+        ArgumentError: it is not a path.
     """
     if not isinstance(path, str | Path) or not str(path) or "\0" in str(path):
         raise ArgumentError(

@@ -67,7 +67,7 @@ class KVFacts:
             SnapshotError: one line with the first value in which they differ, on either side.
         """
         if metadata.get("format") != FORMAT:
-            raise SnapshotError(file, "is no snapshot of mlx_paged")
+            raise SnapshotError(file, "is not a snapshot of mlx_paged")
         if metadata.get("version") != VERSION:
             raise SnapshotError(
                 file, f"is of version {metadata.get('version')}, and only {VERSION} can be read"
@@ -105,7 +105,7 @@ class KVFacts:
         yield "kept", "window", _runs(kept)
 
     def tensors(self, num_tokens: int) -> dict[str, TensorInfo]:
-        """The arrays of a file with so many tokens."""
+        """The arrays of a file with this many tokens."""
         tensors = {}
         for layer, spec in enumerate(self.config.layers):
             num_kept = num_kept_tokens(self.config, layer, num_tokens)
@@ -138,7 +138,7 @@ def check_holds_everything(cache: KVCache) -> None:
 
 
 def has_evicted(config: KVCacheConfig, num_tokens: int) -> bool:
-    """Whether some layer does not keep all of a sequence of so many tokens."""
+    """Whether some layer does not keep all of a sequence of this many tokens."""
     return any(group.retention.num_evicted(num_tokens) for group in config.groups)
 
 
@@ -153,7 +153,9 @@ def token_ids_of(file: Path, metadata: Mapping[str, str]) -> list[int]:
         if not isinstance(token_ids, list) or not all(map(is_plain_integer, token_ids)):
             raise ValueError("a list of integers was expected")
     except (ValueError, RecursionError) as error:
-        raise SnapshotError(file, f"is no snapshot: its token ids can't be read: {error}") from None
+        raise SnapshotError(
+            file, f"is not a snapshot: its token ids can't be read: {error}"
+        ) from None
     return token_ids
 
 

@@ -1,6 +1,6 @@
 """mlx-lm's prompt caches: K/V from and to the files of ``mlx_lm.models.cache.save_prompt_cache``.
 
-What is mapped is exact, so that either side goes on with the tokens that it would have given by
+What is mapped is exact, so that either side continues with the tokens that it would have given by
 itself. Anything else is refused by name: a window that has moved on in mlx-lm's cache, K/V of 4
 bits (which are rotated here), other bits for K than for V, other groups, recurrent states, and
 models whose caches hold several caches each.
@@ -68,7 +68,8 @@ def export_prompt_cache(
     --prompt-cache-file``. A file of that name is replaced.
 
     Args:
-        path: of the file; it has to end with ``.safetensors``, by which mlx-lm knows the format.
+        path: of the file; it has to end with ``.safetensors``, by which mlx-lm recognises the
+            format.
         model_name: the model's folder or hub id, which ``mlx_lm.generate`` loads and compares; by
             default the name by which it was loaded.
         token_ids: of the sequence; put into the file's metadata, which mlx-lm keeps and
@@ -97,7 +98,7 @@ def import_prompt_cache(path: str | Path, model: Module, sequences: Sequences, s
     held; returns their number of tokens.
 
     Raises:
-        SnapshotError: the file can't be read, is no prompt cache, or holds K/V of other layers,
+        SnapshotError: the file can't be read, is not a prompt cache, or holds K/V of other layers,
             another dtype or another format, both named.
         ArgumentError: the model has a recurrent state.
         CacheFullError: the budget can't hold them.
@@ -124,13 +125,15 @@ def written_prompt_cache(
     """
     file, checked = check_path(path), check_model(model)
     if file.suffix != ".safetensors":
-        raise SnapshotError(file, "must end with .safetensors, by which mlx-lm knows the format")
+        raise SnapshotError(
+            file, "must end with .safetensors, by which mlx-lm recognises the format"
+        )
     stock = _stock_caches(checked, cache)
     for _, layer in stock:
         retention = None if layer is None else retention_of(cache.config, layer)
-        if retention and (retention.cuts_runs or retention.leader is not None):
+        if retention and (retention.cuts_runs or retention.primary is not None):
             raise ArgumentError(
-                "[snapshot] window: mlx-lm has no cache for K/V that stream behind sinks", "window"
+                "[snapshot] window: mlx-lm has no cache for a window with sinks", "window"
             )
     rows = HostRows.empty(cache.config, num_tokens)
     yield RowTier(cache.config, rows, headers, num_tokens)
@@ -150,7 +153,7 @@ def _stock_caches(model: LanguageModel, cache: Cache) -> list[tuple[Any, int | N
     stock = model.stock_caches()
     layers = [layer for _, layer in stock if layer is not None]
     if len(layers) != len(cache.config.layers):
-        # A draft model's layers stand behind the model's, and some caches hold several.
+        # A draft model's layers come after the model's, and some caches hold several.
         raise ArgumentError(
             f"[snapshot] mlx-lm's caches of this model hold {len(layers)} layers of K/V and this "
             f"cache {len(cache.config.layers)}: a draft model, or caches of several parts, can't "
@@ -188,7 +191,7 @@ def _filled(empty: Any, config: KVCacheConfig, layer: int, rows: HostRows, num_t
 def _rotating(empty: Any, k: mx.array, v: mx.array, num_tokens: int) -> Any:
     """One that holds its newest rows in their order, as after a prompt."""
     num_rows = min(num_tokens, empty.max_size)
-    # The row before those that the next token sees may be gone. Nobody sees it: the next token's
+    # The row before those that the next token sees may be gone. It is never seen: the next token's
     # takes its place.
     missing = max(0, num_rows - k.shape[2])
     assert missing <= 1, "what the next token sees is kept"
@@ -315,7 +318,7 @@ def read_prompt_cache(file: Path) -> tuple[list[Any], dict[str, str]]:
     """What mlx-lm's ``load_prompt_cache`` makes of a file: its caches, and its metadata.
 
     Raises:
-        SnapshotError: it can't be read, or is no prompt cache.
+        SnapshotError: it can't be read, or is not a prompt cache.
     """
     with system_errors(file, "read"), file.open("rb"):
         pass  # the system's own words for what is wrong
@@ -327,7 +330,7 @@ def read_prompt_cache(file: Path) -> tuple[list[Any], dict[str, str]]:
 
 
 def _unreadable(file: Path, error: Exception) -> SnapshotError:
-    return SnapshotError(file, f"is no prompt cache that mlx-lm can read: {one_line(error)}")
+    return SnapshotError(file, f"is not one of mlx-lm's prompt caches: {one_line(error)}")
 
 
 def _parts(parts: Any) -> tuple[mx.array, ...]:

@@ -101,7 +101,7 @@ class RowTier(Tier):
     def load(self, key: bytes) -> bytes | None:
         if key not in self._headers:
             return None
-        # Slots behind the last token hold zeros.
+        # Slots after the last token hold zeros.
         return b"".join(
             self._arrays.read(name, head, rows).ljust(nbytes, b"\0")
             for name, head, rows, nbytes in self._pieces(self._headers[key])

@@ -77,7 +77,8 @@ def load_snapshot(path: str | Path, model: Module, sequences: Sequences, seq: Se
     num_tokens = len(file.token_ids)
     if has_evicted(cache.config, num_tokens):
         raise SnapshotError(
-            file.file, "holds only what lies in the windows, which an engine's prefix cache takes"
+            file.file,
+            "holds only the tokens in the windows, which only an engine's prefix cache can take",
         )
     headers = sequence_headers(cache.config, num_tokens)
     load_sequence(sequences, seq, num_tokens, file.tier(headers), headers)
@@ -167,7 +168,7 @@ def written_snapshot(
     """A new file, in which the body stores all of these blocks. Errors as :func:`save_snapshot`."""
     with system_errors(file, "written"):
         if file.exists() and not is_snapshot(file):
-            raise SnapshotError(file, "exists and is no snapshot; choose another name")
+            raise SnapshotError(file, "exists and is not a snapshot; choose another name")
     num_tokens = len(token_ids)
     metadata, tensors = facts.as_metadata(token_ids), facts.tensors(num_tokens)
     with written_tensor_file(file, metadata, tensors) as rows:
@@ -193,7 +194,9 @@ class SnapshotFile:
         self._tensors.verify()
         self.token_ids = token_ids_of(self.file, metadata)
         if self._tensors.tensors != facts.tensors(len(self.token_ids)):
-            raise SnapshotError(self.file, "is no snapshot: its arrays are not those of its tokens")
+            raise SnapshotError(
+                self.file, "is not a snapshot: its arrays are not those of its tokens"
+            )
 
     def tier(self, headers: Sequence[BlockHeader]) -> Tier:
         """Its blocks, under the keys of these headers."""

@@ -143,7 +143,8 @@ class TensorFile(RowArrays):
         tensors: the arrays in it.
 
     Raises:
-        SnapshotError: it can't be read, is no such file, or is not as long as it says.
+        SnapshotError: it can't be read, is not such a file, or its length does not match its
+            header.
     """
 
     def __init__(self, file: Path):
@@ -175,14 +176,14 @@ class TensorFile(RowArrays):
         for (name, info), (begin, stop) in zip(self.tensors.items(), offsets, strict=True):
             self._begins[name] = end
             if (begin, stop) != (end - len(self._header), end - len(self._header) + info.nbytes):
-                raise self._no_snapshot(f"{name} does not lie where its header says")
+                raise self._no_snapshot(f"{name} is not where the header says")
             end += info.nbytes
         if nbytes != end:
             what = "truncated" if nbytes < end else "altered"
             raise SnapshotError(self.file, f"was {what}: it has {nbytes} bytes, and had {end}")
 
     def _no_snapshot(self, why: str) -> SnapshotError:
-        return SnapshotError(self.file, f"is no snapshot: {why}")
+        return SnapshotError(self.file, f"is not a snapshot: {why}")
 
     def verify(self) -> None:
         """Read the whole file.

@@ -151,7 +151,7 @@ def test_a_copy_of_an_attached_model_is_refused(llama):
                 use()
 
 
-def test_a_model_that_nobody_holds_is_forgotten_with_its_blocks():
+def test_a_model_without_references_is_forgotten_with_its_blocks():
     model = random_model(LLAMA)
     paged = attach(model, kv_cache_bytes="20blocks")
     dead = weakref.ref(model), weakref.ref(paged.cache)
@@ -168,7 +168,7 @@ def test_what_is_no_model_of_mlx_lm_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("architecture", "why"), [("gemma2", "attention in a way of its own"), ("mamba2", "recurrent")]
+    ("architecture", "why"), [("gemma2", "attention in its own way"), ("mamba2", "recurrent")]
 )
 def test_models_that_do_not_run_packed_are_refused_and_left_alone(architecture, why):
     model = make(architecture)

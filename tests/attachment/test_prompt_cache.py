@@ -189,7 +189,7 @@ def run_as_batch(model, rng, held) -> None:
         assert mx.allclose(logits[row, -1], expected, atol=1e-4)
 
 
-def test_what_nobody_calls_is_given_up_when_the_budget_is_full(with_and_without_windows, computed):
+def test_what_is_not_called_is_given_up_when_the_budget_is_full(with_and_without_windows, computed):
     model = with_and_without_windows
     prompts = [tokens(40, seed) for seed in range(3)]
     expected = [generated(model, [*prompt, 1]) for prompt in prompts]
@@ -225,7 +225,9 @@ def test_saving_is_refused_and_the_file_is_not_there(llama, tmp_path):
     with attached(llama):
         cache = make_prompt_cache(llama)
         feed(llama, cache, tokens(20))
-        with pytest.raises(ValueError, match=r"it shares; what attach\(\) returned writes them"):
+        with pytest.raises(
+            ValueError, match=r"shared blocks; what attach\(\) returned writes them"
+        ):
             save_prompt_cache(str(file), cache)
     assert not file.exists()
 

@@ -113,7 +113,7 @@ class StoreMachine(RuleBasedStateMachine):
     def put(self, name):
         was_there = name in self.times and not self.is_over(name)
         block = header(name, PARENTS[name], 16 * DEPTHS[name])
-        is_there = self.store.store(block, payload_of(named(name)))
+        is_present = self.store.store(block, payload_of(named(name)))
         if not was_there:
             self.times.pop(name, None)
             before = dict(self.times)
@@ -124,7 +124,7 @@ class StoreMachine(RuleBasedStateMachine):
                 os.utime(file_of(self.store, name), (self.clock.now, self.clock.now))
             else:
                 assert len(before) >= self.limit
-        assert is_there == (name in self.times)
+        assert is_present == (name in self.times)
 
     @rule(name=blocks)
     def get(self, name):

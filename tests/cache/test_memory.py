@@ -69,7 +69,7 @@ def test_a_step_costs_memory_for_its_own_tokens_whatever_the_size_of_the_pool(
 
 def test_the_memory_counter_sees_a_slab_that_is_copied(monkeypatch):
     monkeypatch.setattr(
-        choose, "metal_is_there", lambda: False
+        choose, "is_metal_available", lambda: False
     )  # kernels write into a slab in any case
     seqs = filled_cache(100_000)
     holder = seqs.cache.arrays[0][0:1]
@@ -135,7 +135,7 @@ def test_slabs_start_small_and_double_within_the_budget():
 
 
 @pytest.mark.parametrize("num_logit_rows", [None, [1, 0], [3, 1]])
-def test_a_step_that_is_over_keeps_no_arrays_until_the_garbage_collector_comes(num_logit_rows):
+def test_a_finished_step_keeps_no_arrays_until_the_garbage_collector_runs(num_logit_rows):
     seqs = filled_cache(1_000)
     k = rows(4)
     mx.eval(k)

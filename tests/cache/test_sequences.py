@@ -69,7 +69,7 @@ def test_a_trim_beyond_the_sequence_is_refused(seqs: Sequences, length: int):
         seqs.trim("a", length)
 
 
-def test_a_freed_sequence_is_gone_and_its_room_is_there_again(seqs: Sequences):
+def test_a_freed_sequence_is_gone_and_its_blocks_are_free_again(seqs: Sequences):
     for n in range(10):
         seqs.append("a", *rows(300, seed=n))
         seqs.free("a")

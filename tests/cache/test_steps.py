@@ -158,7 +158,7 @@ def test_the_longest_length_of_a_fork_counts_the_copy_of_its_shared_tail():
         seqs.append("c", *rows(1))
 
 
-def test_a_sequence_of_nan_poisons_nobody_who_gets_its_blocks_later():
+def test_a_sequence_of_nan_poisons_no_later_owner_of_its_blocks():
     seqs = Sequences(PagedKVCache(KVCacheConfig.uniform(2, 3, 8, block_size=8, num_blocks=8)))
     broken = mx.full((2, 64, 3, 8), mx.nan)
     for new_tokens in ({"b": 1}, {"b": 11}, {"b": 3, "c": 12}, {"b": 1, "c": 1}):

@@ -132,7 +132,7 @@ def test_a_sequence_goes_on_where_it_was_and_attends_to_no_nan_of_its_last_block
     assert_holds(seqs, "a", k, v)
     for one, other in zip(outputs, expected, strict=True):
         np.testing.assert_array_equal(np.array(one), np.array(other))
-    # The rows behind the last one are read by whole blocks, too.
+    # The rows after the last one are read by whole blocks, too.
     last = seqs.block_ids("a")[-1]
     assert all(
         not mx.isnan(array[last]).any().item()

@@ -105,8 +105,8 @@ def set_attribute(name, value, of=lambda pool: pool):
 POOL_CORRUPTION = {
     r"free queue: -1 -> 5 -> back to 7": lambda pool: close_a_ring(pool.blocks),
     r"free queue: 5 -> 7 -> back to 6": lambda pool: unlink_forward(pool.blocks),
-    r"free queue: it ends behind block 2, after 5 blocks, before its tail": lose_the_end,
-    r"free queue: uncached block 6 stands behind cached block 2": (
+    r"free queue: it ends after block 2, after 5 blocks, before its tail": lose_the_end,
+    r"free queue: uncached block 6 comes after cached block 2": (
         lambda pool: swap(pool.free_block_queue, pool.blocks[5], pool.blocks[2])
     ),
     r"free queue: block 5 is the null block or not of this pool": queue_a_foreign_block,

@@ -266,7 +266,7 @@ def test_misuse_is_refused_by_name():
     manager.check_integrity()
 
 
-def test_blocks_that_freeing_several_requests_would_free_are_those_that_nobody_else_holds():
+def test_blocks_that_freeing_several_requests_would_free_are_those_that_no_other_holds():
     manager = manager_of(12)
     start(manager, "a", [*range(10)])
     start(manager, "b", [*range(8), 77, 78])

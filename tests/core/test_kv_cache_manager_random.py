@@ -48,7 +48,10 @@ class Slabs:
         for group, table in enumerate(tables):
             for token in range(start, len(tokens)):
                 (slot,) = table.slot_mapping(token, 1)
-                self.slots[slot] = (group, salt, *tokens[: token + 1]), token - table.positions.base
+                self.slots[slot] = (
+                    (group, salt, *tokens[: token + 1]),
+                    token - table.positions.position_origin,
+                )
 
     def read(self, table: BlockTable) -> list[tuple]:
         ids, size = table.block_ids, self.block_size
@@ -203,7 +206,7 @@ class Driver:
                 expected = [
                     (
                         (group, salt, *tokens[: token + 1]),
-                        place + num_evicted - table.positions.base,
+                        place + num_evicted - table.positions.position_origin,
                     )
                     for place, token in enumerate(kept)
                 ]
@@ -238,11 +241,11 @@ def test_every_request_reads_its_own_tokens_after_thousands_of_calls(seed, num_b
     assert driver.manager.stats().num_evictions > 10
 
 
-STREAM = Retention.streaming(8, 2, 2, 4, period=8)
-SHORT_STREAM = Retention.streaming(3, 3, 4, 4, period=10**6)
+STREAM = Retention.streaming(8, 2, 2, 4, position_wrap=8)
+SHORT_STREAM = Retention.streaming(3, 3, 4, 4, position_wrap=10**6)
 WINDOWS = {
     "stream": [STREAM],
-    "stream without sinks": [Retention.streaming(6, 0, 2, 2, period=8)],
+    "stream without sinks": [Retention.streaming(6, 0, 2, 2, position_wrap=8)],
     "short stream": [SHORT_STREAM],
     "window": [Retention.sliding_window(5, 4)],
     "window of one": [Retention.sliding_window(1, 2)],
@@ -251,7 +254,7 @@ WINDOWS = {
         Retention.sliding_window(3, 2),
         Retention.sliding_window(6, 2),
     ],
-    "stream beside a window": [STREAM, Retention.sliding_window(5, 2, leader=STREAM)],
+    "stream beside a window": [STREAM, Retention.sliding_window(5, 2, primary=STREAM)],
 }
 
 
@@ -270,7 +273,7 @@ def test_every_request_reads_what_its_window_keeps_after_thousands_of_calls(seed
     driver.manager.check_integrity()
     assert driver.manager.num_free_blocks == num_blocks
     if not any(retention.num_sink_tokens for retention in retentions):
-        driver.counts["shifts"] += 100 * (retentions[0].period is None)
+        driver.counts["shifts"] += 100 * (retentions[0].position_wrap is None)
     if retentions[0].cuts_runs:  # Steps are short as it is.
         del driver.counts["cuts"]
     assert min(driver.counts.values()) > 10, driver.counts
@@ -297,7 +300,7 @@ def test_a_retention_holds_what_it_says(name, num_tokens, run, extra):
         while length < num_tokens:
             evicted = retention.num_evicted(length)
             length += min(run, retention.max_run(length) or run, num_tokens - length)
-            sinks = retention.num_sink_tokens if evicted > retention.base(length) else 0
+            sinks = retention.num_sink_tokens if evicted > retention.position_origin(length) else 0
             most = max(most, length - evicted + sinks)
         num_more = 0 if retention.cuts_runs else run - 1
         assert most <= retention.max_num_held(num_tokens) + num_more

@@ -109,7 +109,7 @@ def test_decodes_of_a_sequence_leave_one_checkpoint_besides_that_of_the_prompt()
     assert model.run("c", text[:15], 15) == 4
 
 
-def test_a_state_behind_a_token_that_nobody_has_read_is_kept_when_its_block_is_known():
+def test_a_state_after_an_unread_token_is_kept_when_its_block_is_known():
     """One step ahead, a block is hashed after the step that filled it was launched."""
     model = Model(num_checkpoints=9)
     text = "abcdefghijklmnopqrstuvwxyz"

@@ -214,7 +214,7 @@ def test_a_cancelled_task_aborts_its_request_and_no_other(model: qwen3.Model):
         wait_until(lambda: is_idle(engine))
 
 
-def test_a_request_whose_event_loop_is_gone_is_aborted_and_hurts_nobody(model: qwen3.Model):
+def test_a_request_whose_event_loop_is_gone_is_aborted_and_no_other_is_affected(model: qwen3.Model):
     with running(model) as engine:
         loop = asyncio.new_event_loop()
         outputs = engine.generate(prompt(20), LONG)
@@ -226,7 +226,7 @@ def test_a_request_whose_event_loop_is_gone_is_aborted_and_hurts_nobody(model: q
         assert output.outputs[0].token_ids == ask_alone(model, prompt(5), greedy(3))
 
 
-def test_a_stream_that_nobody_reads_is_aborted_when_it_is_dropped(model: qwen3.Model):
+def test_an_unread_stream_is_aborted_when_it_is_dropped(model: qwen3.Model):
     with running(model) as engine:
         outputs = engine.stream(prompt(20), LONG)
         wait_until(lambda: engine.stats().num_running == 1)
@@ -282,7 +282,7 @@ def test_bad_requests_are_refused_where_they_are_made(model: qwen3.Model):
         assert len(list(held)[-1].outputs[0].token_ids) == 100
 
 
-def test_what_fails_a_request_reaches_its_reader_and_nobody_else(model: qwen3.Model):
+def test_what_fails_a_request_reaches_only_its_reader(model: qwen3.Model):
     def fails(tokens: mx.array, logits: mx.array) -> mx.array:
         if tokens.size == 23:
             raise LookupError("no more")
@@ -298,7 +298,7 @@ def test_what_fails_a_request_reaches_its_reader_and_nobody_else(model: qwen3.Mo
         assert output.outputs[0].token_ids == ask_alone(model, prompt(20), greedy(10))
 
 
-def test_the_failure_of_the_engines_thread_reaches_readers_and_whoever_comes_later(
+def test_the_failure_of_the_engines_thread_reaches_readers_and_later_requests(
     model: qwen3.Model,
 ):
     with AsyncEngine(model, kv_cache_bytes="100blocks") as engine:

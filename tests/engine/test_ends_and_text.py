@@ -286,7 +286,7 @@ def test_allowed_token_ids_are_all_that_is_said(model: qwen3.Model):
         assert outputs["b"].outputs[0].token_ids == ask_alone(model, prompt(20), greedy(20))
 
 
-# The door
+# Arguments
 
 
 @pytest.mark.parametrize(

@@ -305,7 +305,7 @@ def test_an_abort_before_the_first_step_computes_nothing(model: qwen3.Model):
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 5])
-def test_an_abort_between_steps_frees_at_once_and_touches_nobody_else(
+def test_an_abort_between_steps_frees_at_once_and_affects_no_other_request(
     model: qwen3.Model, num_steps: int
 ):
     engine = make_engine_without_drafts(model, max_num_batched_tokens=64)

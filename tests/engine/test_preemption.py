@@ -1,4 +1,4 @@
-"""A short budget: requests wait, are computed anew or swapped, and their tokens are those of an
+"""A short budget: requests wait, are computed again or swapped, and their tokens are those of an
 undisturbed run.
 """
 
@@ -11,7 +11,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from helpers.cache_helpers import sequences_of, swap_in, swapped_out
-from helpers.dense_models import dense_model
 from helpers.engine_runs import (
     ask,
     ask_alone,
@@ -24,6 +23,7 @@ from helpers.engine_runs import (
     sampled,
 )
 from helpers.fast_lane import mostly_slow
+from helpers.per_sequence_models import per_sequence_model
 from helpers.windowed_models import model_and_options
 
 from mlx_paged.engine import swap_space
@@ -137,16 +137,16 @@ def test_what_comes_back_from_the_swap_space_is_what_went_there(
     before: list[np.ndarray] = []
     stages = []
     while engine.has_unfinished_requests():
-        is_there = ("second", 0) in manager.tables
-        if is_there:
+        is_present = ("second", 0) in manager.tables
+        if is_present:
             rows = rows_of(("second", 0))
         engine.step()
-        if is_there and ("second", 0) not in manager.tables and engine.scheduler.num_preemptions:
+        if is_present and ("second", 0) not in manager.tables and engine.scheduler.num_preemptions:
             if engine.swap_space.num_used_tokens:
                 before = rows
                 stages.append("out")
                 assert engine.stats().num_swapped_tokens == before[0].shape[1]
-        elif not is_there and ("second", 0) in manager.tables and before:
+        elif not is_present and ("second", 0) in manager.tables and before:
             stages.append("in")
             assert engine.stats().num_swapped_tokens == 0
             num_tokens = before[0].shape[1]
@@ -296,7 +296,7 @@ def test_an_urgent_request_takes_a_place_whatever_the_model_keeps_and_its_victim
     if kind == "windowed":
         of_kind, options = model_and_options("both")
     elif kind == "recurrent":
-        of_kind = dense_model("falcon_h1")
+        of_kind = per_sequence_model("falcon_h1")
     else:
         options = {"kv": "basic"}
     options |= {"kv_cache_bytes": "300blocks", "max_num_seqs": 3, "enable_prefix_caching": False}

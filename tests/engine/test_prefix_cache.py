@@ -210,7 +210,7 @@ def test_an_engine_without_prefix_caching_finds_nothing_and_forgets_everything(m
     assert (stats.num_hit_tokens, stats.num_cached_blocks, stats.num_queried_tokens) == (0, 0, 0)
 
 
-def test_the_prefix_cache_can_be_forgotten_when_nobody_runs(model: qwen3.Model):
+def test_the_prefix_cache_can_be_forgotten_when_no_request_runs(model: qwen3.Model):
     engine = make_engine(model)
     engine.add_request("a", prompt(50), greedy(3))
     engine.step()

@@ -135,7 +135,7 @@ def test_what_is_read_is_a_copy():
         (range(10**15), "token id 50 is outside the model's vocabulary of 50, given as prompt[50]"),
         (
             "A\ud800B",
-            "prompt is no valid Unicode text: '\\ud800' at position 1 is half a character",
+            "prompt is not valid Unicode: '\\ud800' at position 1 is half a character",
         ),
         ("what!", "the tokenizer can't encode prompt: LookupError: no such letter: !"),
         ("~~~", "token id 61 is outside the model's vocabulary of 50"),

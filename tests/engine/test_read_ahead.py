@@ -164,7 +164,7 @@ def test_of_those_whose_turn_is_far_the_first_ones_are_read_for() -> None:
     assert len(tier.reading) == MAX_READ_AHEAD
 
 
-def test_blocks_are_brought_as_long_as_there_is_room_and_nobody_takes_it_meanwhile() -> None:
+def test_blocks_are_brought_while_blocks_are_free_and_not_taken_meanwhile() -> None:
     scheduler, tier, _ = make(*map(tokens, MANY), num_blocks=6, watermark=0.0)
     for seed in MANY:
         scheduler.add(request(seed))

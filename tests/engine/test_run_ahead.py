@@ -147,7 +147,7 @@ def test_the_last_slot_of_the_budget_is_used(model: qwen3.Model):
     assert_same(outputs[True], outputs[False])
 
 
-def test_nobody_is_preempted_before_the_tokens_are_read(model: qwen3.Model):
+def test_no_request_is_preempted_before_the_tokens_are_read(model: qwen3.Model):
     # Both need a block at once, and one is left; the first ends with the token in flight.
     tokens = ask_alone(model, prompt(31), greedy(20))
     engine = ahead_engine(model, kv_cache_bytes="5blocks", watermark=0)
@@ -225,7 +225,7 @@ def test_an_abort_gives_back_blocks_that_a_step_in_flight_writes(model: qwen3.Mo
     assert_nothing_held(engine)
 
 
-def test_nothing_is_in_flight_when_nobody_waits_for_an_answer(model: qwen3.Model):
+def test_nothing_is_in_flight_when_no_request_waits_for_an_answer(model: qwen3.Model):
     tokens = ask_alone(model, prompt(20), greedy(9))
     engine = ahead_engine(model)
     engine.add_request("a", prompt(20), greedy(20, stop_token_ids=[tokens[8]]))

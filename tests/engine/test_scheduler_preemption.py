@@ -32,7 +32,7 @@ def test_the_newest_is_preempted_and_goes_on_before_those_that_came_later():
     )
     assert request.num_output_tokens == 1 and request.seq_id not in engine.manager.tables
     assert names(engine.scheduler.waiting) == ["c", "d"], "before d, which would fit"
-    # a and b end after 6 tokens; c is computed anew: its prompt and the token that it has.
+    # a and b end after 6 tokens; c is computed again: its prompt and the token that it has.
     assert engine.run() == [{"a": 1, "b": 1}] * 3 + [{"c": 8, "d": 3}] + [{"c": 1}] * 4
     assert engine.scheduler.num_preemptions == 1
     engine.check_answers()
@@ -86,7 +86,7 @@ def test_a_preempted_request_waits_in_its_place_behind_more_urgent_ones():
     engine.check_answers()
 
 
-def test_nobody_comes_in_a_step_in_which_blocks_run_out():
+def test_no_request_is_admitted_in_a_step_in_which_blocks_run_out():
     engine = FakeEngine(6, enable_prefix_caching=False)
     engine.add("a", tokens(8), max_tokens=6, priority=-1)
     engine.add("b", tokens(16, 200), max_tokens=6).num_preemptions = MAX_PREEMPTIONS
@@ -181,7 +181,7 @@ def test_a_place_in_host_memory_is_given_back_when_everything_is_cached_still():
 
 
 @pytest.mark.parametrize(("swap_blocks", "is_swapped"), [(4, True), (3, False), (0, False)])
-def test_what_has_no_room_in_host_memory_is_computed_anew(swap_blocks: int, is_swapped: bool):
+def test_what_does_not_fit_into_host_memory_is_computed_again(swap_blocks: int, is_swapped: bool):
     engine = swapping(swap_blocks=swap_blocks, enable_prefix_caching=False)
     output = until_preempted(engine)
     assert names(output.preempted) == ["b"]
@@ -231,7 +231,7 @@ def test_the_only_one_ends_with_length_when_the_budget_is_used_up():
     engine = FakeEngine(3)
     request = engine.add("a", tokens(5), max_tokens=-1)
     engine.run()
-    # 12 slots, and a token behind the last of them that needs none.
+    # 12 slots, and a token after the last of them that needs none.
     assert (request.finish_reason, request.num_tokens) == ("length", 13)
     engine.check_answers()
 

@@ -225,7 +225,7 @@ def test_a_request_that_ended_in_a_failed_step_stays_ended():
     assert engine.completions["a"][0].finish_reason == "abort" and state(engine) == NOTHING
     assert names(engine.scheduler.waiting) == ["b"]
     engine.check()
-    # What it would have filled is not found: nobody wrote it.
+    # What it would have filled is not found, because it was not written.
     engine.add("c", tokens(9), max_tokens=1)
     assert ran(engine.step()) == {"b": 5, "c": 9}
     engine.run()
@@ -242,7 +242,7 @@ def test_a_failed_step_that_swaps_out_forgets_what_it_may_not_have_copied(fails:
     output = engine.step(fails=fails)
     assert (names(output.preempted), len(of_kind(output, SwapOut))) == (["b"], 1)
     assert state(engine) == NOTHING and names(engine.scheduler.waiting) == ["a", "b"]
-    # Both fit again, and are computed anew.
+    # Both fit again, and are computed again.
     assert ran(engine.step(only=engine.completions["b"][0])) == {"b": 16}
     engine.run()
     engine.check_answers()
@@ -263,7 +263,7 @@ def test_a_failed_step_that_swaps_in_leaves_nothing_of_it(fails: str, enable_pre
     start = indices[0] * 4
     assert indices[-1] == 3 and (start > 0) == enable_prefix_caching
     assert state(engine) == NOTHING
-    # What was found in the cache is found again; what was swapped in is computed anew.
+    # What was found in the cache is found again; what was swapped in is computed again.
     assert ran(engine.step()) == {"b": 16 - start}
     engine.run()
     engine.check_answers()

@@ -56,7 +56,7 @@ def test_beside_as_many_long_answers_as_may_run_an_urgent_request_has_its_token_
     engine.check_answers()
 
 
-def test_equal_levels_never_take_each_others_place_whoever_came_first():
+def test_equal_levels_never_take_each_others_place():
     engine = FakeEngine(100, max_num_seqs=1, priority_steps=5)
     engine.add("aged", tokens(2), max_tokens=1, priority=3)
     engine.add("a", tokens(2, 100), max_tokens=20)
@@ -64,7 +64,7 @@ def test_equal_levels_never_take_each_others_place_whoever_came_first():
     engine.add("b", tokens(2, 200), max_tokens=2)
     for _ in range(17):
         engine.step()
-    # It came 17 steps later and is one level up, so it stands behind them by age.
+    # It came 17 steps later and is one level up, so it comes after them by age.
     engine.add("young", tokens(2, 300), max_tokens=1, priority=-1)
     assert engine.scheduler.running[0].order < engine.completions["young"][0].order
     assert engine.run() == [
@@ -78,7 +78,7 @@ def test_equal_levels_never_take_each_others_place_whoever_came_first():
     assert engine.scheduler.num_preemptions == 0
 
 
-def test_nobody_is_preempted_for_a_request_that_has_no_room_all_the_same():
+def test_no_request_is_preempted_for_one_that_has_too_few_blocks_all_the_same():
     engine = FakeEngine(10, max_num_seqs=3)
     engine.add("first", tokens(15), max_tokens=4, priority=-1)
     engine.add("second", tokens(8, 100), max_tokens=4)
@@ -163,7 +163,7 @@ def test_an_urgent_prompt_is_computed_before_the_rest_of_a_long_one_that_may_go_
     assert engine.scheduler.num_preemptions == 0
 
 
-def test_for_a_step_ahead_nobody_makes_way_and_the_tokens_are_read_first():
+def test_for_a_step_ahead_no_request_makes_way_and_the_tokens_are_read_first():
     engine, urgent = beside_sixteen(2000)
     running = list(engine.scheduler.running)
     assert engine.scheduler.schedule_ahead(running) is None
@@ -177,7 +177,7 @@ def test_for_a_step_ahead_nobody_makes_way_and_the_tokens_are_read_first():
 
 @pytest.mark.parametrize("swap_blocks", [0, 40])
 @pytest.mark.parametrize("levels", [(-1,), (-100,), (-1, -2, -3, -4, -5, -6, -7, -8, -9, -10)])
-def test_nobody_starves_and_each_is_preempted_a_few_times_though_urgent_ones_never_end(
+def test_no_request_starves_and_each_is_preempted_a_few_times_though_urgent_ones_never_end(
     levels: tuple[int, ...], swap_blocks: int
 ):
     engine = FakeEngine(

@@ -1,5 +1,5 @@
-"""Thousands of random requests, steps, aborts and failures: nobody reads what is not its own, and
-everybody ends.
+"""Thousands of random requests, steps, aborts and failures: no sequence reads blocks of another,
+and everybody ends.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Driver:
         action = self.random.random()
         unfinished: list[Request] = list(self.engine.scheduler.requests.values())
         if action < 0.12 and len(unfinished) < 20:
-            # Of those that come at once, some share what nobody had before.
+            # Of those that come at once, some share a new beginning.
             new_stem = [100 + self.num_added] * 17
             for _ in range(self.random.choice([1, 1, 2, 4])):
                 self.add(self.random.choice([*STEMS, new_stem, new_stem]))
@@ -164,7 +164,7 @@ def test_every_answer_is_as_predicted_and_everything_is_given_back(seed: int, na
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_device_that_gives_less_than_the_budget_lets_nobody_wait_for_ever(seed: int):
+def test_on_a_device_that_gives_less_than_the_budget_no_request_waits_for_ever(seed: int):
     driver = Driver(
         seed,
         num_blocks=16,

@@ -386,7 +386,7 @@ def test_a_draw_that_fails_in_the_middle_of_a_verification_keeps_the_tokens_befo
     assert_nothing_held(engine)
 
 
-# At the door
+# Arguments
 
 
 @pytest.mark.parametrize("value", [-1, 8, 1.5, "3", True])

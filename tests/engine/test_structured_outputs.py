@@ -498,7 +498,7 @@ def test_a_step_that_fails_is_taken_back_and_changes_no_answer(demo: tuple[Any, 
     assert_nothing_held(engine)
 
 
-# The door
+# Arguments
 
 
 @pytest.mark.parametrize(

@@ -83,10 +83,10 @@ def test_contents_are_kept_until_they_are_released():
 
 def test_what_is_held_for_a_salt_stays_and_does_not_count():
     space = SwapSpace(5)
-    space.hold("salt", of(8))
+    space.pin("salt", of(8))
     held = stored(space, "salt", b"held")
-    assert space.num_held_tokens("salt") == 31 and space.num_held_tokens("other") == 0
-    assert space.num_held_tokens(None) == 0 and space.num_used_blocks == 0
+    assert space.num_pinned_tokens("salt") == 31 and space.num_pinned_tokens("other") == 0
+    assert space.num_pinned_tokens(None) == 0 and space.num_used_blocks == 0
     assert space.find("a", "salt") == ("salt", of(8))
     assert space.find("a", None) is None
     # Its own K/V come first.

@@ -118,7 +118,7 @@ def data_of(tokens: list[int]) -> bytes:
 
 
 def new_stream(tokenizer: TokenizerWrapper, *args: Any, **options: Any) -> TextStream:
-    """One behind a prompt, without which some tokenizers leave out a space at the beginning."""
+    """One after a prompt, without which some tokenizers leave out a space at the beginning."""
     return TextStream(TokenTexts(tokenizer), *args, prompt_token_ids=PROMPT, **options)
 
 

@@ -1,6 +1,4 @@
-"""Arguments of every public entry: one or two of a right call are replaced by values that nobody
-expects.
-"""
+"""Arguments of every public entry: one or two of a right call are replaced by unexpected values."""
 
 from __future__ import annotations
 

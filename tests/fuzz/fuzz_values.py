@@ -1,4 +1,4 @@
-"""Values that nobody expects as an argument: wrong types, extremes, and objects that raise when
+"""Unexpected values of an argument: wrong types, extremes, and objects that raise when
 they are looked at.
 """
 
@@ -91,7 +91,7 @@ JUNK: list[Callable[[], Any]] = [
 
 
 def junk(rng: random.Random) -> Any:
-    """A value that nobody expects, at times inside a list or a dict."""
+    """An unexpected value, at times inside a list or a dict."""
     value = rng.choice(JUNK)()
     nesting = rng.random()
     if nesting < 0.08:

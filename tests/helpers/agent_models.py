@@ -19,7 +19,7 @@ MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 # A special token that no answer shows.
 HIDDEN = "<|hidden|>"
 
-# Reasoning is written behind the last question only, and calls with the keys in their order.
+# Reasoning is written after the last question only, and calls with the keys in their order.
 TEMPLATE = """\
 {%- set last = namespace(question=-1) %}
 {%- for message in messages %}

@@ -239,11 +239,11 @@ def make_problem(
     def draw(*shape: int) -> mx.array:
         return mx.array(rng.standard_normal(shape, dtype=np.float32)).astype(dtype)
 
-    leader = int(np.argmax(context_lens))
+    primary = int(np.argmax(context_lens))
     num_shared = [0] * len(context_lens)
     if order == "shared":
         num_shared = [
-            min(c - q, context_lens[leader] - query_lens[leader]) // block_size
+            min(c - q, context_lens[primary] - query_lens[primary]) // block_size
             for c, q in zip(context_lens, query_lens, strict=True)
         ]
     scale = head_dim**-0.5 if scale is None else scale
@@ -258,15 +258,15 @@ def make_problem(
     for rows in (keys, values):
         for seq, num_blocks in enumerate(num_shared):
             n = num_blocks * block_size
-            rows[seq] = mx.concatenate([rows[leader][:n], rows[seq][n:]])
+            rows[seq] = mx.concatenate([rows[primary][:n], rows[seq][n:]])
 
     # Block tables; each has one reserved block at its end that nothing was written to.
-    num_shared[leader] = 0
+    num_shared[primary] = 0
     num_owned = [-(-c // block_size) + 1 - n for c, n in zip(context_lens, num_shared, strict=True)]
     num_blocks = sum(num_owned) + 3
     ids = iter(_block_ids(num_blocks, order, rng).tolist())
     owned = [[next(ids) for _ in range(n)] for n in num_owned]
-    tables = [owned[leader][:n] + blocks for n, blocks in zip(num_shared, owned, strict=True)]
+    tables = [owned[primary][:n] + blocks for n, blocks in zip(num_shared, owned, strict=True)]
 
     slabs = []
     for name, rows in (("keys", keys), ("values", values)):

@@ -28,7 +28,7 @@ class Ended:
 
 
 class FakeGroup:
-    """A group that nobody is in, for what only looks at its size."""
+    """A group without members, for code that only reads its size."""
 
     def __init__(self, size: int, rank: int = 0):
         self._size, self._rank = size, rank

@@ -166,7 +166,7 @@ class SimulatedCache:
         assert found == expected, f"{request} reads what is not its own, blocks {block_ids}"
 
     def written_slots(self, batch: Batch) -> list[int]:
-        """The slots that a step writes; if it fails, nobody knows what they hold."""
+        """The slots that a step writes; if it fails, their contents are unknown."""
         tables = self.manager.tables
         slots: list[int] = []
         for swap_in in of_kind(batch, SwapIn):
@@ -246,7 +246,7 @@ class FakeEngine:
         output = self.scheduler.schedule(only)
         self.check_output(output, only)
         if not output.scheduled:
-            # Nobody will copy what was to be swapped out.
+            # What was to be swapped out will not be copied.
             self.scheduler.discard(output)
         elif fails is None:
             self.cache.move(output, self.swap_space)
@@ -305,15 +305,15 @@ class FakeEngine:
             assert count >= 1 and start + count == request.num_computed_tokens
             num_left = request.num_tokens + len(drafts) - request.num_computed_tokens
             assert num_logit_rows == (1 + len(drafts) if num_left == 0 else 0)
-            assert num_scored_rows == 0  # Nobody here wants log-probabilities of a prompt.
+            assert num_scored_rows == 0  # Log-probabilities of a prompt are not wanted here.
             assert not drafts or (num_left == 0 and count == 1 + len(drafts) and only is None)
-        assert not (output.preempted and output.drafted), "drafts preempt nobody"
+        assert not (output.preempted and output.drafted), "drafts preempt no request"
         swap_outs, swap_ins = of_kind(output, SwapOut), of_kind(output, SwapIn)
         assert sum(request.num_seqs for request in scheduler.running) <= self.config.max_num_seqs
         scheduled = {request.seq_id for request in output.requests}
-        assert len(scheduled) == len(output.requests), "nobody is in a step twice"
+        assert len(scheduled) == len(output.requests), "no request is in a step twice"
         if only is None:
-            # Decodes wait for no prompt: whoever runs is in the step.
+            # Decodes wait for no prompt: every running request is in the step.
             assert scheduled == {request.seq_id for request in scheduler.running}
             assert scheduled or output.finished or not scheduler.requests, "somebody goes on"
         else:
@@ -330,7 +330,7 @@ class FakeEngine:
             counts["cut" if request.finish_reason == "length" else "refused"] += 1
 
     def check_preempted(self, output: Batch) -> None:
-        """Who is sent away stands behind all who run. Those who come in such a step are more urgent
+        """Who is sent away comes after all who run. Those who come in such a step are more urgent
         than one who goes.
         """
         if not output.preempted:
@@ -378,7 +378,7 @@ class FakeEngine:
                 )
 
     def run(self, max_steps: int = 1000) -> list[dict[str, int]]:
-        """Step until nobody is left; who ran in each step, with how many tokens."""
+        """Step until no request is left; which requests ran in each step, with how many tokens."""
         steps = []
         while self.scheduler.requests:
             assert len(steps) < max_steps, (

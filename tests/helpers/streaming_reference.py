@@ -47,7 +47,7 @@ def streamed_logits(
     visible: Visible | Sequence[Visible],
     restarts_positions: bool = True,
 ) -> np.ndarray:
-    """Logits ``[num_tokens, vocab_size]``, computed once for a model, which nobody may change.
+    """Logits ``[num_tokens, vocab_size]``, computed once for a model, which must not be changed.
 
     Args:
         visible: for all layers, or one for each.

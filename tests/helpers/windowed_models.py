@@ -24,7 +24,7 @@ KINDS = {
 
 
 def model_and_options(kind: str, **more: Any) -> tuple[qwen3.Model, dict]:
-    """A model, which nobody may change, and options of an engine."""
+    """A model, which must not be changed, and options of an engine."""
     return _model(kind, **more), {"block_size": 8, "kv_cache_bytes": "100blocks", **KINDS[kind][1]}
 
 

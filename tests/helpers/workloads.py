@@ -41,7 +41,7 @@ class Workload:
         block_size = rng.choice([8, 16])
         self.options = {
             "block_size": block_size,
-            # From a budget in which few have room to one that is never used up.
+            # From a budget that holds few of them to one that is never used up.
             "kv_cache_bytes": f"{rng.choice([192, 256, 400, 2000]) // block_size}blocks",
             "swap_bytes": rng.choice([0, "20blocks"]),
             "max_num_seqs": rng.choice([4, 6, 12]),

@@ -242,7 +242,7 @@ def test_a_name_that_is_neither_folder_nor_hub_id_is_refused(name, tmp_path, mon
     assert "owner/name" in message
 
 
-def test_a_path_that_the_system_refuses_is_no_folder(tmp_path, monkeypatch):
+def test_a_path_that_the_system_refuses_is_not_a_folder(tmp_path, monkeypatch):
     # The home of nobody, and a name longer than any file system takes: say, a message given as
     # --model.
     monkeypatch.chdir(tmp_path)
@@ -250,7 +250,7 @@ def test_a_path_that_the_system_refuses_is_no_folder(tmp_path, monkeypatch):
     assert "no folder" in load_error("word " * 1000)
 
 
-def test_an_empty_name_is_no_folder(folder, monkeypatch):
+def test_an_empty_name_is_not_a_folder(folder, monkeypatch):
     # Path("") is the current directory, which is not what --model "" means.
     monkeypatch.chdir(folder)
     assert "no folder ''" in load_error("")
@@ -262,7 +262,7 @@ def test_a_file_is_not_a_folder(folder):
     assert "give the folder" in message
 
 
-def test_a_hub_id_without_a_network_is_said_at_once(monkeypatch, tmp_path):
+def test_a_hub_id_without_a_network_is_reported_at_once(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
@@ -304,7 +304,7 @@ def test_whatever_the_hub_raises_becomes_one_line(monkeypatch, tmp_path):
 # The config
 
 
-def test_a_folder_without_a_config_says_what_belongs_there(folder):
+def test_a_folder_without_a_config_is_refused_with_what_belongs_there(folder):
     (folder / "config.json").unlink()
     message = load_error(folder)
     assert f"{folder} has no config.json" in message
@@ -322,7 +322,7 @@ def test_a_folder_without_a_config_says_what_belongs_there(folder):
         pytest.param(b"[" * 100_000, id="nested too deep"),
     ],
 )
-def test_a_config_that_is_no_json_object_is_named(folder, text):
+def test_a_config_that_is_not_a_json_object_is_named(folder, text):
     (folder / "config.json").write_bytes(text)
     message = load_error(folder)
     assert "config.json" in message
@@ -353,7 +353,7 @@ def test_a_module_of_mlx_lm_that_ends_the_program_on_import_does_not(folder, mon
 
 
 @pytest.mark.parametrize("model_type", ["", None, ["qwen3"], "../qwen3", "os.path"])
-def test_a_model_type_that_is_no_name_is_refused(folder, model_type):
+def test_a_model_type_that_is_not_a_name_is_refused(folder, model_type):
     write_config(folder, model_type=model_type)
     assert "model_type in config.json must be the name" in load_error(folder)
 
@@ -498,7 +498,7 @@ def test_a_weight_of_the_wrong_shape_is_named_with_both_shapes(folder):
 
 
 @pytest.mark.parametrize("dtype", [mx.int32, mx.uint32, mx.uint8, mx.bool_, mx.complex64], ids=str)
-def test_weights_that_are_no_floats_are_named_and_not_computed_with(folder, dtype):
+def test_weights_that_are_not_floats_are_named_and_not_used(folder, dtype):
     weights = weights_of(folder)
     name = "model.layers.1.self_attn.o_proj.weight"
     weights[name] = weights[name].astype(dtype)
@@ -531,6 +531,6 @@ def test_a_missing_tokenizer_is_not_replaced_by_an_empty_one(folder):
     assert f"the tokenizer in {folder} is missing or broken" in load_error(folder)
 
 
-def test_a_config_of_the_tokenizer_alone_is_no_tokenizer(folder):
+def test_a_config_of_the_tokenizer_alone_is_not_a_tokenizer(folder):
     (folder / "tokenizer.json").unlink()
     assert f"the tokenizer in {folder} is missing or broken" in load_error(folder)

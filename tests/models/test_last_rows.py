@@ -1,4 +1,4 @@
-"""Logits of last tokens only: the last layer leaves out what nobody asked for, and nothing else
+"""Logits of last tokens only: the last layer leaves out what was not asked for, and nothing else
 changes.
 """
 

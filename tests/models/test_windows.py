@@ -28,7 +28,7 @@ TOKENS = [int(token) for token in np.random.default_rng(5).integers(0, CONFIG["v
 
 @cache
 def model_with(**changes) -> qwen3.Model:
-    """Its weights are the same whoever asks, and nobody may change them."""
+    """All callers share its weights, which must not be changed."""
     mx.random.seed(11)
     model = qwen3.Model(qwen3.ModelArgs.from_dict(CONFIG | changes))
     mx.eval(model.parameters())
@@ -228,8 +228,8 @@ def test_layer_types_say_which_layers_have_windows():
 
 
 @pytest.mark.parametrize("num_full", [2, 1])
-def test_positions_start_over_and_nobody_notices(monkeypatch, num_full):
-    monkeypatch.setattr(layer_groups, "POSITION_PERIOD", 24)
+def test_positions_start_over_and_no_token_changes(monkeypatch, num_full):
+    monkeypatch.setattr(layer_groups, "POSITION_WRAP", 24)
     model = windowed_layers(2, num_full, 12)
     seqs = Sequences(
         make_kv_cache(model, block_size=8, kv_cache_bytes="60blocks", window=32, num_sink_tokens=8)
@@ -253,7 +253,7 @@ def test_positions_start_over_and_nobody_notices(monkeypatch, num_full):
 
 @pytest.mark.slow
 def test_what_was_computed_before_positions_started_over_is_not_found_behind_it(monkeypatch):
-    monkeypatch.setattr(layer_groups, "POSITION_PERIOD", 64)
+    monkeypatch.setattr(layer_groups, "POSITION_WRAP", 64)
     model = model_with()
 
     def engine() -> Engine:

@@ -51,7 +51,7 @@ def test_every_mix_matches_the_formula_in_every_block_order_with_window_and_sink
 @pytest.mark.parametrize(
     "context_lens", [[17], [16], [33], [1, 16, 17, 300]], ids=["one", "full", "new_block", "many"]
 )
-def test_a_decode_writes_its_row_behind_the_tokens_before_it(context_lens):
+def test_a_decode_writes_its_row_after_the_earlier_tokens(context_lens):
     problem = make_problem(context_lens, [1] * len(context_lens))
     kv, written = problem.kv, [*problem.kv.slabs]
     size = kv.block_size

@@ -63,6 +63,6 @@ def test_a_backend_has_the_operations_of_the_base_class_and_no_others(backend):
     assert public == Backend.__abstractmethods__ | {"name", "reads_unused_slots"}
 
 
-def test_a_class_without_all_operations_is_no_backend():
+def test_a_class_without_all_operations_is_not_a_backend():
     with pytest.raises(TypeError, match="abstract method"):
         type("Incomplete", (Backend,), {"name": "incomplete"})()

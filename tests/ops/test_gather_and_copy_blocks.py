@@ -92,7 +92,7 @@ def test_a_table_may_come_in_any_form(given):
     np.testing.assert_array_equal(as_numpy(keys), dense(as_numpy(kv.k[0]), [9, 0, 11], 20))
 
 
-def test_blocks_behind_the_tokens_are_not_looked_at():
+def test_blocks_after_the_tokens_are_not_read():
     kv = random_handle()
     keys, _ = REFERENCE.gather_blocks(kv, [9, 0, 999], 16)
     np.testing.assert_array_equal(as_numpy(keys), dense(as_numpy(kv.k[0]), [9, 0], 16))

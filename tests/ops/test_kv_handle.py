@@ -132,7 +132,7 @@ leaving = pytest.mark.parametrize("leave", LEAVING.values(), ids=LEAVING)
 
 
 @leaving
-def test_nobody_leaves_the_chain_before_its_last_kernel_is_done(
+def test_no_call_leaves_the_chain_before_its_last_kernel_is_done(
     leave: Callable[[KVHandle], object],
 ) -> None:
     kv = KVHandle.allocate(2, 1, 8, 32, 32)

@@ -105,7 +105,7 @@ def test_a_step_says_where_everything_lies():
     }
 
 
-def test_blocks_reserved_behind_the_context_are_left_out():
+def test_blocks_reserved_after_the_context_are_left_out():
     metadata = step_of([[3, 9, 8], [1, 6]], [8, 9], [2, 1], 8)
     assert state(metadata) == {
         "block_tables": [[3], [1, 6]],
@@ -299,7 +299,7 @@ def test_where_all_rows_are_wanted_nothing_is_selected(query_lens, num_logit_row
     assert metadata.logit_queries is metadata
 
 
-def test_a_step_is_freed_when_nobody_holds_it_any_more():
+def test_a_step_is_freed_when_the_last_reference_to_it_is_gone():
     step = step_of([[1], [2]], [3, 4], [3, 4], 16)
     step.parts((1,)), step.logit_queries, step.positions, step.slot_mapping
     freed = weakref.ref(step)

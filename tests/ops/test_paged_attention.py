@@ -398,6 +398,6 @@ def test_arguments_that_do_not_fit_are_refused_by_name(change, message):
         DECODING.attend(**arguments)
 
 
-def test_a_reserved_block_behind_the_context_is_not_looked_at():
+def test_a_reserved_block_after_the_context_is_not_read():
     metadata = step_of([[3, 1, 999], [2]], [20, 5], [2, 1], 16)
     assert DECODING.attend(Q, KV, metadata, AttentionParams(1.0)).shape == (3, 4, 32)

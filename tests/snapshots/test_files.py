@@ -111,11 +111,11 @@ def test_a_truncated_or_longer_file_is_refused(
     [
         (b"", "its beginning is not that of a safetensors file"),
         (b"\xff" * 100, "its beginning is not that of a safetensors file"),
-        (struct.pack("<Q", 2) + b"[]", "is no snapshot"),
-        (struct.pack("<Q", 2) + b"{}", "is no snapshot of mlx_paged"),
-        (struct.pack("<Q", 40) + b"[" * 40, "is no snapshot"),
-        (struct.pack("<Q", 14) + b'{"a": {"b": 1}', "is no snapshot"),
-        (struct.pack("<Q", 13) + b'{"a":{"b":1}}', "is no snapshot"),
+        (struct.pack("<Q", 2) + b"[]", "is not a snapshot"),
+        (struct.pack("<Q", 2) + b"{}", "is not a snapshot of mlx_paged"),
+        (struct.pack("<Q", 40) + b"[" * 40, "is not a snapshot"),
+        (struct.pack("<Q", 14) + b'{"a": {"b": 1}', "is not a snapshot"),
+        (struct.pack("<Q", 13) + b'{"a":{"b":1}}', "is not a snapshot"),
     ],
 )
 def test_what_is_no_snapshot_is_refused(
@@ -131,7 +131,7 @@ def test_other_safetensors_a_folder_and_nothing_are_refused(
 ):
     weights = tmp_path / "weights.safetensors"
     mx.save_safetensors(str(weights), {"a": mx.zeros(3)}, {"format": "mlx"})
-    assert "is no snapshot of mlx_paged" in assert_refused(weights)
+    assert "is not a snapshot of mlx_paged" in assert_refused(weights)
     assert "can't be read: Is a directory" in assert_refused(tmp_path)
     assert "can't be read: No such file" in assert_refused(tmp_path / "none")
 
@@ -141,7 +141,7 @@ def test_only_a_snapshot_is_overwritten(
 ):
     notes = tmp_path / "notes.txt"
     notes.write_text("keep me")
-    with pytest.raises(SnapshotError, match=r"notes\.txt exists and is no snapshot; choose"):
+    with pytest.raises(SnapshotError, match=r"notes\.txt exists and is not a snapshot; choose"):
         save_snapshot(notes, model, seqs, "a", range(11))
     assert notes.read_text() == "keep me"
     # A snapshot that was truncated may be overwritten.

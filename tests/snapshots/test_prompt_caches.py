@@ -72,7 +72,7 @@ def answer(engine: Engine, token_ids: list[int], **options: Any) -> tuple[list[i
 
 
 def continued(stock: Any, token_ids: list[int], prompt_cache: list[Any]) -> list[int]:
-    """mlx-lm's tokens behind a prompt cache and these tokens."""
+    """mlx-lm's tokens after a prompt cache and these tokens."""
     steps = generate_step(
         mx.array(token_ids), stock, max_tokens=NUM_TOKENS, prompt_cache=prompt_cache
     )
@@ -191,7 +191,7 @@ def test_what_mlx_lm_can_not_hold_is_refused_by_name(tmp_path: Path):
         assert caught.value.argument == "kv_format"
     engine = engine_of("llama", window=32)
     answer(engine, token_ids)
-    with pytest.raises(ArgumentError, match="no cache for K/V that stream behind sinks"):
+    with pytest.raises(ArgumentError, match="no cache for a window with sinks"):
         engine.export_prompt_cache(path, token_ids)
     engine = engine_of("llama")
     answer(engine, token_ids)
@@ -251,9 +251,9 @@ def other_files(path: Path) -> None:
             path, models("llama")[1], prompt(9), kv_bits=8, kv_group_size=32,
             quantized_kv_start=0),
          "holds K/V of 8 bits in groups of 32 in layer 0, and this cache float32"),
-        ("llama", cut, "is no prompt cache that mlx-lm can read"),
-        ("llama", other_files, "is no prompt cache that mlx-lm can read"),
-        ("llama", lambda path: path.write_bytes(b"{}"), "is no prompt cache that mlx-lm can read"),
+        ("llama", cut, "is not one of mlx-lm's prompt caches"),
+        ("llama", other_files, "is not one of mlx-lm's prompt caches"),
+        ("llama", lambda path: path.write_bytes(b"{}"), "is not one of mlx-lm's prompt caches"),
         ("llama", lambda path: None, "can't be read: No such file"),
     ],
 )  # fmt: skip

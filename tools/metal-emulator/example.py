@@ -1,4 +1,4 @@
-"""A kernel with a mistake that a Mac may let pass: it reads one element behind its input."""
+"""A kernel with a mistake that a Mac may let pass: it reads one element past its input."""
 
 import mlx.core as mx
 from metal_emulator import Checks, MemoryFault, patched

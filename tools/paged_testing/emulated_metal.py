@@ -29,7 +29,7 @@ def emulated_metal(
             of its own, and its calls are in the trace.
     """
     with MonkeyPatch.context() as patch, patched(checks) as trace:
-        patch.setattr(choose, "metal_is_there", lambda: True)
+        patch.setattr(choose, "is_metal_available", lambda: True)
         patch.setattr(mx, "compile", lambda function: function)
         # The check at start-up has a slab of a megabyte and many turns, which take the emulator
         # seconds.

@@ -2,7 +2,7 @@
 before that.
 
 Each role is a function ``role(log, stop, *arguments)``: it says what it has done in its log, and
-ends when ``stop`` exists, if nobody kills it before.
+ends when ``stop`` exists, if it is not killed before.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ class Kills:
         return str(said[-1][0])
 
     def _spoil_index(self) -> None:
-        """As if somebody had deleted the index, or put something else in its place.
+        """As if the index had been deleted, or put something else in its place.
 
         What SQLite shares through memory (-shm) is replaced and not written over: to cut off a file
         that processes have mapped ends them with SIGBUS, whatever they do.

@@ -99,7 +99,7 @@ def tend(log: Log, stop: Path, folder: Path, max_nbytes: int, seed: int) -> None
         try:
             tool = CacheFolder(folder)
             entries = [entry for entry in tool.entries() if entry.num_tokens]
-        except ValueError:  # nobody has made the folder yet
+        except ValueError:  # the folder does not exist yet
             time.sleep(0.01)
             continue
         if not entries:
@@ -194,5 +194,5 @@ def nbytes_of_files(folder: Path) -> int:
 
 
 def num_unfinished(folder: Path) -> int:
-    """Files that somebody began to write."""
+    """Files that a writer began to write."""
     return sum(1 for _ in folder.rglob(".*.tmp"))

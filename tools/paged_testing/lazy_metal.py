@@ -57,7 +57,7 @@ def stand_in_metal(
     ``metal_kernel``.
     """
     with MonkeyPatch.context() as patch:
-        patch.setattr(choose, "metal_is_there", lambda: True)
+        patch.setattr(choose, "is_metal_available", lambda: True)
         # Slabs that MLX's own operations write are copied while a reader is in flight.
         patch.setattr(paged, "NUM_WATCHED_STEPS", 0)
         # Stand-ins would not pass the check at start-up.

@@ -115,7 +115,7 @@ def _paged_attention(call: SimpleNamespace) -> list[mx.array]:
         work[..., field] for field in range(plans.WORK_FIELDS)
     )
     run = mx.arange(call.RUN)[None]
-    is_there = (run < query_len) & (context_len > 0)
+    is_present = (run < query_len) & (context_len > 0)
     query_position = context_len - query_len + run
     token = mx.minimum(first_row + run, queries.shape[0] - 1)
 
@@ -128,12 +128,12 @@ def _paged_attention(call: SimpleNamespace) -> list[mx.array]:
     k, v = _rows_of(call.fence_in, call.key_slab, call.value_slab)
     trash = k.shape[0] - 1
     if call.key_rows is not call.key_slab:  # Slabs stand for rows that don't come from inputs.
-        is_new = is_there & (query_position >= begin) & (query_position < end)
+        is_new = is_present & (query_position >= begin) & (query_position < end)
         new = mx.where(is_new, slot_of(query_position, table), trash).reshape(-1)
         k[new], v[new] = (rows[token.reshape(-1)] for rows in (call.key_rows, call.value_rows))
 
     position = begin[..., None] + mx.arange(plans.MAX_PARTITION_SIZE)  # [records, 1, keys]
-    visible = (position < mx.minimum(end, context_len)[..., None]) & is_there[..., None]
+    visible = (position < mx.minimum(end, context_len)[..., None]) & is_present[..., None]
     visible = visible & (position <= query_position[..., None])
     # Not ``query_position - window``, which may be below the least integer.
     visible = visible & (query_position[..., None] - position < plan[1])
@@ -154,7 +154,7 @@ def _paged_attention(call: SimpleNamespace) -> list[mx.array]:
     else:
         out = _normed(out, top, total, call.sinks)
     result = mx.zeros((num_rows + 1, *call.output_shapes[0][1:]), call.output_dtypes[0])
-    rows = mx.where(is_there, first_out_row + run, num_rows).reshape(-1)
+    rows = mx.where(is_present, first_out_row + run, num_rows).reshape(-1)
     result[rows] = out.reshape(-1, *out.shape[2:]).astype(result.dtype)
     return [result[:num_rows], mx.stack([k, v])]
 
@@ -164,11 +164,11 @@ def _merge_partitions(call: SimpleNamespace) -> list[mx.array]:
     fields = plan[0] + mx.arange(3 * num_tokens)
     first, stride, count = (plan[fields].reshape(num_tokens, 3)[:, i, None] for i in range(3))
     number = mx.arange(partials.shape[0])[None]  # as many partitions as there can be
-    is_there = number < count
-    row = mx.where(is_there, first + number * stride, 0)
+    is_present = number < count
+    row = mx.where(is_present, first + number * stride, 0)
     mine = partials[row]  # [num_tokens, partitions, num_heads, head_dim + 4]
     head_dim = partials.shape[2] - 4
-    tops = mx.where(is_there[..., None], mine[..., head_dim], -mx.inf)
+    tops = mx.where(is_present[..., None], mine[..., head_dim], -mx.inf)
     top = tops.max(1)
     share = mx.exp(tops - top[:, None])
     total = (share * mine[..., head_dim + 1]).sum(1)

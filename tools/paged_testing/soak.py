@@ -286,7 +286,7 @@ class Soak:
                 )
 
     def _add_some(self, numbers: Iterator[int]) -> None:
-        # Now a crowd, now nobody.
+        # Many clients at times, none at others.
         wanted = self.max_in_flight if self.counts["steps"] % 400 < 300 else 2
         while len(self.in_flight) < wanted and self.rng.random() < 0.4:
             if self._add_one(numbers) is None:

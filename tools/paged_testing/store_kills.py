@@ -63,7 +63,7 @@ class StoreKills(Kills):
             pins: blocks that are pinned now.
             nbytes: that all blocks take by the index.
             nbytes_of_files: that they take.
-            num_unfinished: files that somebody began to write.
+            num_unfinished: files that a writer began to write.
         """
         counts, limit = self.findings.counts, self._max_nbytes
         counts["blocks written"] = len(self._written)
@@ -72,7 +72,7 @@ class StoreKills(Kills):
         lost_pins, lost_pinned = self._pinned - pins, self._pinned - self._there
         self.findings.problems += [
             problem
-            for problem, is_there in (
+            for problem, is_present in (
                 (f"{len(lost)} blocks that were written are lost", lost),
                 (f"pins are lost: {lost_pins}", lost_pins),
                 (f"pinned blocks are lost: {lost_pinned}", lost_pinned),
@@ -80,7 +80,7 @@ class StoreKills(Kills):
                 (f"{nbytes_of_files} bytes, the limit is {limit}", nbytes_of_files > limit),
                 (f"{num_unfinished} unfinished files are left", num_unfinished),
             )
-            if is_there
+            if is_present
         ]
         # Each is counted once.
         self._written -= lost

@@ -5,7 +5,7 @@ they are, and scale and bias come out exact in float32 (products of a float16 wi
 most 8 bits). Q6_K has a scale for each 16 weights, which MLX has not: its values are quantised once
 more, to 8 bits in groups of 32. The types are those of ggml's ``ggml-common.h``.
 
-MLX packs the integers of a row one behind the other, the lowest bits first, into uint32.
+MLX packs the integers of a row one after the other, the lowest bits first, into uint32.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def read_configuration(file: GGUFFile) -> dict[str, Any]:
             f"supported as a GGUF file; supported: {', '.join(ARCHITECTURES)}; the model's folder "
             "with safetensors may be"
         )
-    _refuse_what_is_unknown(metadata, architecture)
+    _refuse_unknown_features(metadata, architecture)
     heads = metadata.integer(f"{architecture}.attention.head_count", low=1)
     hidden = metadata.integer(f"{architecture}.embedding_length", low=1)
     config: dict[str, Any] = {
@@ -72,7 +72,7 @@ def read_configuration(file: GGUFFile) -> dict[str, Any]:
     return config
 
 
-def _refuse_what_is_unknown(metadata: Metadata, architecture: str) -> None:
+def _refuse_unknown_features(metadata: Metadata, architecture: str) -> None:
     for name in _UNKNOWN_HERE:
         value = metadata.values.get(f"{architecture}.{name}")
         if value:
@@ -81,7 +81,7 @@ def _refuse_what_is_unknown(metadata: Metadata, architecture: str) -> None:
                 f"supported for the architecture {architecture} as a GGUF file"
             )
     if not metadata.flag(f"{architecture}.attention.causal", True):
-        raise LoadError(f"[load] {metadata.file} is no causal language model")
+        raise LoadError(f"[load] {metadata.file} is not a causal language model")
 
 
 def _head_dim(metadata: Metadata, architecture: str, default: int) -> int:

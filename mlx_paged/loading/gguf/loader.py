@@ -56,7 +56,7 @@ def load_gguf(
     file = GGUFFile.open(path)
     config = _configuration(file, model_config or {})
     with load_errors(f"the model in {file.path} is broken"):
-        # The tokenizer comes first: where it is refused, nobody waits for the weights.
+        # The tokenizer comes first: if it is refused, there is no wait for the weights.
         tokenizer = _load_tokenizer(file, tokenizer_path, tokenizer_config, config)
         model = _build(config)
         weights = Weights(file, model, config)
@@ -102,7 +102,7 @@ def _load_tokenizer(
         tokenizer = read_tokenizer(folder, tokenizer_config, ends)
         _check_tokenizer(tokenizer, folder, file)
     else:
-        with tempfile.TemporaryDirectory() as name, _way_out(file.path):
+        with tempfile.TemporaryDirectory() as name, _advice(file.path):
             written = Path(name)
             ends = config.setdefault("eos_token_id", write_tokenizer(file.metadata, written))
             tokenizer = read_tokenizer(written, tokenizer_config, ends)
@@ -116,7 +116,7 @@ def _load_tokenizer(
 
 
 @contextmanager
-def _way_out(path: Path) -> Iterator[None]:
+def _advice(path: Path) -> Iterator[None]:
     """Say after what is wrong with a file's tokenizer that another one can be given."""
     try:
         yield

@@ -97,5 +97,5 @@ def _read_factors(file: GGUFFile, expected: int) -> np.ndarray[Any, Any]:
         )
     factors = file.read(FACTORS).view(np.float32).reshape(-1)
     if not (np.isfinite(factors) & (factors > 0)).all():
-        raise LoadError(f"[load] {file.path}: {FACTORS} holds numbers that are no factors")
+        raise LoadError(f"[load] {file.path}: {FACTORS} holds numbers that are not factors")
     return factors

@@ -135,7 +135,7 @@ def _post_processor(vocabulary: Vocabulary, adds_bos: bool) -> dict[str, Any] | 
 def _byte_level_bpe(vocabulary: Vocabulary) -> dict[str, Any]:
     """GPT-2's kind: words by a pattern, their bytes as letters, merged in the file's order."""
     pre = _known_pre_tokenizer(vocabulary.metadata)
-    # A merge that is none of two tokens to a third is found when this is loaded.
+    # A merge that does not make two tokens into a third is found when this is loaded.
     merges = [merge.split(" ", 1) for merge in vocabulary.metadata.texts("tokenizer.ggml.merges")]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
     processors = [{**byte_level, "use_regex": False}]

@@ -80,8 +80,8 @@ class WindowMask:
 
 
 class OurAttention:
-    """While an object of this class is held, all modules of mlx-lm's models that were imported when
-    it was made ask :class:`FetchedKeys`. Behind the last one, their functions are mlx-lm's own.
+    """While there is an object of this class, all modules of mlx-lm's models that were imported
+    when it was made ask :class:`FetchedKeys`. After the last one, their functions are mlx-lm's own.
     """
 
     def __init__(self) -> None:

@@ -55,7 +55,7 @@ def leaves_rows_out(
         with rows_wanted(mx.array([row]), axis):
             return run().shape[:2] == (1, 1)
     except Exception:
-        return False  # something behind the norm needs the other rows
+        return False  # something after the norm needs the other rows
 
 
 def keep_wanted_rows(norm: Module) -> None:

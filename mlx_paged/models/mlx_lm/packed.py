@@ -1,6 +1,6 @@
 """A model of mlx-lm, unmodified, for packed input: each token is a row of length 1 in its batch.
 
-Rows of a batch know nothing of each other but what their caches tell them. So a prompt, a chunk of
+Rows of a batch are independent of each other except through their caches. So a prompt, a chunk of
 one, a decode and any mix of them are the same thing to the model, and nothing is padded: its batch
 is the packed axis, ``cache.offset`` is the position of each row, and attention is that of the
 caches here (:mod:`mlx_paged.models.mlx_lm.attention`).

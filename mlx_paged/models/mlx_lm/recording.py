@@ -112,7 +112,7 @@ def _record(model: Module, windows: Sequence[int | None]) -> tuple[list[_Entry],
     if not isinstance(logits, mx.array) or logits.shape[:-1] != (NUM_TOKENS, 1):
         raise UnsuitableModelError("it does not return one row of logits per token")
     if any(entry.is_open for entry in entries):
-        raise UnsuitableModelError("it computes attention in a way of its own")
+        raise UnsuitableModelError("it computes attention in its own way")
     return entries, logits
 
 
@@ -150,7 +150,7 @@ class _Entry(PackedKV):
                 )
             self.window = mask.window
         elif isinstance(mask, mx.array):
-            raise UnsuitableModelError("it adds a mask of its own to the scores")
+            raise UnsuitableModelError("it adds its own mask to the scores")
         return super().attend(queries, keys, values, cache, scale, mask, sinks)
 
 

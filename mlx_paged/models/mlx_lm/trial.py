@@ -21,8 +21,8 @@ from mlx.utils import tree_flatten
 from mlx_paged.errors import UnsuitableModelError, one_line
 from mlx_paged.models.context_length import context_length
 from mlx_paged.models.language_model import LanguageModel
-from mlx_paged.models.mlx_lm.dense import DenseModel
 from mlx_paged.models.mlx_lm.packed import PackedModel
+from mlx_paged.models.mlx_lm.per_sequence import PerSequenceModel
 from mlx_paged.models.mlx_lm.small_copy import small_copy
 from mlx_paged.models.mlx_lm.stock_logits import (
     Prompts,
@@ -59,7 +59,7 @@ def adapt(model: Module, config: dict[str, Any]) -> LanguageModel:
     """
     trial = Trial(model, config)
     reasons: dict[str, str] = {}
-    for kind, way in ((PackedModel, "packed"), (DenseModel, "dense")):
+    for kind, way in ((PackedModel, "packed"), (PerSequenceModel, "per sequence")):
         try:
             return trial.run(kind)
         except UnsuitableModelError as error:
@@ -79,7 +79,7 @@ class Trial:
 
     def __init__(self, model: Module, config: dict[str, Any]):
         self.model, self.config = model, config
-        # Arrays that are no parameters, as frequencies of RoPE, are made lazily, and no other
+        # Arrays that are not parameters, as frequencies of RoPE, are made lazily, and no other
         # thread can run what this one leaves lazy.
         mx.eval([value for module in model.modules() for value in module.values()])
         self._yardstick: tuple[Prompts, Yardstick] | None = None
@@ -110,7 +110,7 @@ class Trial:
         try:
             self._check(adapted)
         except UnsuitableModelError as error:
-            raise UnsuitableModelError(f"in a small copy of it, {error}") from error
+            raise UnsuitableModelError(f"in a small copy of the model, {error}") from error
 
     def _check(self, model: LanguageModel) -> None:
         if self._yardstick is None:
@@ -126,7 +126,7 @@ class Trial:
             ) from error
         for what, logits, expected in parts:
             found = median_error(logits, expected)
-            # A NaN is no agreement, unless mlx-lm's are NaN, too.
+            # A NaN is not an agreement, unless mlx-lm's are NaN, too.
             if not found <= yardstick.limit and not mx.isnan(expected).any():
                 raise UnsuitableModelError(
                     f"its logits of {what} differ from those on mlx-lm's caches by {found:.2g} "

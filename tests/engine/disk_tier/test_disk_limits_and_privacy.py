@@ -149,7 +149,7 @@ def test_a_limit_is_kept_and_the_least_recently_used_leave(model: qwen3.Model, t
         assert answer(engine, [*prompt(60, seed=0), 1], PARAMS).num_read_tokens == 0
 
 
-def test_what_nobody_uses_for_long_is_not_found_any_more(model: qwen3.Model, tmp_path: Path):
+def test_what_is_not_used_for_long_is_no_longer_found(model: qwen3.Model, tmp_path: Path):
     with tiered(model, tmp_path, cache_dir_ttl="1h") as engine:
         answer(engine, PREFIX, PARAMS)
     with tiered(model, tmp_path, cache_dir_ttl="1h") as engine:

@@ -144,7 +144,7 @@ def test_garbage_is_a_miss_and_is_replaced(model: qwen3.Model, tmp_path: Path):
             output = answer(engine, tokens, PARAMS)
             assert output.outputs[0].token_ids == expected
             assert output.num_read_tokens < 144
-            # What comes behind the first miss is not looked at.
+            # What comes after the first miss is not looked at.
             assert 1 <= tier_stats(engine).num_corrupt_blocks <= len(damaged)
             assert tier_stats(engine).failure is None
         if len(damaged) == 1:

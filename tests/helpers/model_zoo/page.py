@@ -2,7 +2,7 @@
 
 PYTHONPATH=tests:tools/metal-emulator python -m helpers.model_zoo.page
 
-runs every architecture and writes them anew.
+runs every architecture and writes them again.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def _counts(rows: Sequence[Row]) -> str:
     counts = Counter(row.way.partition(":")[0] for row in rows)
     return (
         f"mlx-lm {mlx_lm.__version__} has {len(rows)} architectures. Here {counts['packed']} of "
-        f"them run packed,\n{counts['dense']} dense and {counts['dense, with state']} dense with "
+        f"them run packed,\n{counts['per sequence']} per sequence and "
+        f"{counts['per sequence, with state']} per sequence with "
         f"state; {counts['refused']} are refused."
     )
 

@@ -82,7 +82,7 @@ def test_a_file_that_must_not_be_read(demo, monkeypatch):
         (b"GGUF\x03\0\0\0" + b"\xff" * 16, "is cut off or damaged: it ends within its header"),
     ],
 )
-def test_what_is_no_gguf_file(content, message, tmp_path):
+def test_a_file_that_is_not_gguf_is_refused(content, message, tmp_path):
     path = tmp_path / "x.gguf"
     path.write_bytes(content)
     assert message in refused(path)
@@ -155,7 +155,7 @@ KEY = "qwen3."
         ({f"{KEY}attention.value_length": 16}, "heads of 32 for keys, 16 for values and 32 rota"),
         ({f"{KEY}rope.dimension_count": 16}, "heads of 32 for keys, 32 for values and 16 rotate"),
         ({f"{KEY}attention.layer_norm_rms_epsilon": -1.0}, "must be a finite number above 0"),
-        ({f"{KEY}attention.causal": False}, "is no causal language model"),
+        ({f"{KEY}attention.causal": False}, "is not a causal language model"),
         ({f"{KEY}attention.sliding_window": 64}, "qwen3.attention.sliding_window is 64, which is"),
         ({f"{KEY}expert_count": 8}, "qwen3.expert_count is 8, which is not supported"),
         ({f"{KEY}rope.scaling.type": "longrope"}, "rope.scaling.type 'longrope' is not supported"),
@@ -204,7 +204,7 @@ def test_changes_that_fit(demo):
 # Tensors
 
 
-def test_tensors_that_lack_or_that_nobody_knows(tmp_path, demo_parts):
+def test_missing_and_unknown_tensors_are_refused(tmp_path, demo_parts):
     keys, tensors = demo_parts
     taken = {name: data for name, data in tensors.items() if name != "blk.1.ffn_up.weight"}
     path = write(tmp_path / "a.gguf", "qwen3", keys, taken)
@@ -271,7 +271,7 @@ def test_factors_of_the_wrong_number(tmp_path, demo_parts):
     assert "rope_freqs.weight must be 16 numbers of F32, and is F32 of the shape [5]" in message
     tensors["rope_freqs.weight"] = ("F32", np.zeros(16, np.float32))
     message = refused(write(tmp_path / "b.gguf", "qwen3", keys, tensors))
-    assert "rope_freqs.weight holds numbers that are no factors" in message
+    assert "rope_freqs.weight holds numbers that are not factors" in message
 
 
 # Parts

@@ -258,7 +258,7 @@ def said(recwarn) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_0", "Q5_1"])
-def test_nothing_is_said_where_nothing_is_lost(kind, tmp_path, nothing_is_said):
+def test_there_is_no_warning_where_nothing_is_lost(kind, tmp_path, nothing_is_said):
     model, _ = load(write_demo(tmp_path / "demo.gguf", kind))
     assert model.dtype == mx.float32
     assert said(nothing_is_said) == []

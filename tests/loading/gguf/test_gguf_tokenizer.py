@@ -345,7 +345,7 @@ def test_nothing_of_the_folder_is_needed_later(tmp_path):
         ({"tokenizer.chat_template": 5}, "tokenizer.chat_template must be a text, got 5"),
     ],
 )
-def test_what_is_wrong_with_a_tokenizer_is_said_in_a_line(changes, message, tmp_path):
+def test_a_broken_tokenizer_is_reported_in_one_line(changes, message, tmp_path):
     with pytest.raises(LoadError) as raised:
         read({**demo_tokenizer(), **changes}, tmp_path)
     assert message in str(raised.value)

@@ -15,8 +15,8 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_paged.cache.paged import PagedLayerKV
 from mlx_paged.core.sequence_states import SequenceState, SequenceStates
 from mlx_paged.models.mlx_lm import UnsuitableModelError, adapt, stock_logits, trial
-from mlx_paged.models.mlx_lm.dense import DenseModel
 from mlx_paged.models.mlx_lm.packed import PackedModel
+from mlx_paged.models.mlx_lm.per_sequence import PerSequenceModel
 from mlx_paged.models.mlx_lm.trial import Trial
 
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
@@ -82,10 +82,10 @@ def test_a_fault_that_begins_beyond_a_window_is_found(
         return (mx.concatenate([k[:, 1:2], k[:, 1:]], axis=1) if is_full else k), v
 
     model, config = made("gemma3_text", dtype, sliding_window=4096)
-    Trial(model, config).run(DenseModel)
+    Trial(model, config).run(PerSequenceModel)
     monkeypatch.setattr(PagedLayerKV, "update_and_fetch", first_twice)
-    with pytest.raises(UnsuitableModelError, match="in a small copy of it, its logits of"):
-        Trial(model, config).run(DenseModel)
+    with pytest.raises(UnsuitableModelError, match="in a small copy of the model, its logits of"):
+        Trial(model, config).run(PerSequenceModel)
 
 
 def test_a_model_that_raises_on_our_caches_is_refused_with_its_error(
@@ -96,7 +96,7 @@ def test_a_model_that_raises_on_our_caches_is_refused_with_its_error(
 
     monkeypatch.setattr(PagedLayerKV, "update_and_fetch", broken)
     with pytest.raises(
-        UnsuitableModelError, match=r"dense, it can't run .*TypeError: no such mask"
+        UnsuitableModelError, match=r"per sequence, it can't run .*TypeError: no such mask"
     ):
         adapt(*made("gemma2"))
 

@@ -177,7 +177,7 @@ class Instance:
 
     @cached_property
     def source(self) -> str:
-        """The text that MLX hands to the Metal compiler, behind its own utilities."""
+        """The text that MLX hands to the Metal compiler, after its own utilities."""
         if not self.template:
             return self.definition
         instance = self.function_name + self.template_arguments

@@ -1,4 +1,4 @@
-"""``HeldPrompt``: K/V that stand before prompts, of tokens that nobody knows.
+"""``PinnedPrompt``: K/V of unknown tokens that stand before prompts.
 
 mlx-lm's prompt caches do not say of which tokens their K/V are. Such K/V can't be computed again,
 so they stay in host memory as if they had been swapped out, and each request that begins with them
@@ -20,10 +20,10 @@ from mlx_paged.errors import ArgumentError
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.snapshots import PromptCacheFile, sequence_headers
 
-STAND_IN = 0
+PLACEHOLDER_TOKEN = 0
 
 
-class HeldPrompt(NamedTuple):
+class PinnedPrompt(NamedTuple):
     """What a request gives that shall begin with held K/V.
 
     Attributes:
@@ -35,7 +35,7 @@ class HeldPrompt(NamedTuple):
     cache_salt: str
 
 
-def hold(file: PromptCacheFile, cache: KVCache, swap_space: SwapSpace) -> HeldPrompt:
+def pin(file: PromptCacheFile, cache: KVCache, swap_space: SwapSpace) -> PinnedPrompt:
     """Read the K/V of a file into the swap space, where they stay.
 
     Raises:
@@ -43,20 +43,22 @@ def hold(file: PromptCacheFile, cache: KVCache, swap_space: SwapSpace) -> HeldPr
     """
     headers = sequence_headers(cache.config, file.num_tokens)
     tier = file.tier(headers)
-    prompt = HeldPrompt([STAND_IN] * file.num_tokens, f"prompt cache {secrets.token_hex()}")
+    prompt = PinnedPrompt(
+        [PLACEHOLDER_TOKEN] * file.num_tokens, f"prompt cache {secrets.token_hex()}"
+    )
     held = SequenceTables([TableState(len(headers), 0, file.num_tokens)])
-    swap_space.hold(prompt.cache_salt, held)
+    swap_space.pin(prompt.cache_salt, held)
     (stored_as,) = swap_space.headers(prompt.cache_salt)
     for header, stored in zip(headers, stored_as, strict=True):
         swap_space.tier.store(stored, loaded(tier, header))
     return prompt
 
 
-def check_can_hold(cache: KVCache, has_draft_model: bool) -> None:
+def check_can_pin(cache: KVCache, has_draft_model: bool) -> None:
     """Refuse by name what a prompt cache of unknown tokens can't be combined with.
 
     Raises:
-        ArgumentError: the cache is no paged one, or has windows, or there is a draft model.
+        ArgumentError: the cache is not a paged one, or has windows, or there is a draft model.
     """
     why = argument = ""
     if cache.kind != "paged":
@@ -73,14 +75,16 @@ def check_can_hold(cache: KVCache, has_draft_model: bool) -> None:
         )
 
 
-def check_begins_with_held(token_ids: Sequence[int], num_held: int, params: SamplingParams) -> None:
-    """Refuse what would read, or compute, tokens that nobody knows.
+def check_begins_with_pinned(
+    token_ids: Sequence[int], num_held: int, params: SamplingParams
+) -> None:
+    """Refuse what would read, or compute, unknown tokens.
 
     Raises:
         ArgumentError: the prompt does not begin with the held one and go on, or a parameter looks
             at the prompt's tokens.
     """
-    if len(token_ids) <= num_held or set(token_ids[:num_held]) != {STAND_IN}:
+    if len(token_ids) <= num_held or set(token_ids[:num_held]) != {PLACEHOLDER_TOKEN}:
         raise ArgumentError(
             f"[engine] with the cache_salt of a held prompt, a prompt begins with its {num_held} "
             f"token_ids and has at least one of its own; got {len(token_ids)} tokens",

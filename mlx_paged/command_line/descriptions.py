@@ -1,4 +1,4 @@
-"""An engine and its cache in a few words, as programs say them when they start."""
+"""Short descriptions of an engine and its cache, which programs print when they start."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from mlx_paged.block_store import BlockStore
 from mlx_paged.engine.fit import num_tokens_held
-from mlx_paged.memory import nbytes_in_words
+from mlx_paged.memory import format_nbytes
 from mlx_paged.models.language_model import check_model
 
 if TYPE_CHECKING:
@@ -17,57 +17,57 @@ if TYPE_CHECKING:
     from mlx_paged.engine.engine import Engine
 
 
-def device_in_words() -> str:
+def describe_device() -> str:
     if mx.metal.is_available():
         return "Metal"
     return "GPU" if mx.default_device().type == mx.gpu else "CPU"
 
 
-def backend_in_words(cache: KVCache) -> str:
+def describe_backend(cache: KVCache) -> str:
     return "MLX SDPA" if cache.backend is None else cache.backend.name
 
 
-def model_in_words(name: str | None, engine: Engine) -> str:
-    """What was asked for, and the way in which it runs."""
+def describe_model(name: str | None, engine: Engine) -> str:
+    """The model's name, and how it runs."""
     description = check_model(engine.model).description
     return f"{name or 'bundled demo model'} ({description})"
 
 
-def budget_in_full(cache: KVCache) -> str:
+def describe_budget_in_full(cache: KVCache) -> str:
     config = cache.config
     return (
         f"{config.num_blocks:,} blocks of {config.block_size} tokens = {config.num_slots:,} tokens "
-        f"= {config.nbytes / 1e9:.2f} GB ({token_in_words(cache)}); grows into it"
+        f"= {config.nbytes / 1e9:.2f} GB ({describe_token_size(cache)}); grows into it"
     )
 
 
-def token_in_words(cache: KVCache) -> str:
+def describe_token_size(cache: KVCache) -> str:
     formats = dict.fromkeys(str(layer.format) for layer in cache.config.layers)
     return f"{cache.config.nbytes_per_token:,} bytes a token in {' or '.join(formats)}"
 
 
-def budget_in_words(cache: KVCache) -> str:
-    config, size = cache.config, nbytes_in_words(cache.config.nbytes)
-    token = "" if config.layers[0].format.is_as_computed else f", {token_in_words(cache)}"
+def describe_budget(cache: KVCache) -> str:
+    config, size = cache.config, format_nbytes(cache.config.nbytes)
+    token = "" if config.layers[0].format.is_as_computed else f", {describe_token_size(cache)}"
     return f"{config.num_blocks:,} blocks of {config.block_size} tokens, {size}{token}"
 
 
-def disk_tier_in_words(engine: Engine) -> list[str]:
-    """The folder of the tier on disk, what it holds and its limit; nothing where there is none."""
+def describe_disk_tier(engine: Engine) -> list[str]:
+    """The folder of the tier on disk, what it holds and its limit; empty if there is none."""
     tier = engine.disk_tier
     if tier is None or not isinstance(tier.store, BlockStore):
         return []
     stats, store = tier.stats(), tier.store
     if stats.failure is not None:
         return [f"disk: off, {stats.failure}"]
-    ttl = "" if store.ttl is None else f", unused ones for {duration_in_words(store.ttl)}"
+    ttl = "" if store.ttl is None else f", unused ones for {describe_duration(store.ttl)}"
     return [
-        f"disk: {stats.num_blocks:,} blocks, {nbytes_in_words(stats.nbytes)} of "
-        f"{nbytes_in_words(store.max_nbytes)}{ttl}, in {store.layout.folder}"
+        f"disk: {stats.num_blocks:,} blocks, {format_nbytes(stats.nbytes)} of "
+        f"{format_nbytes(store.max_nbytes)}{ttl}, in {store.layout.folder}"
     ]
 
 
-def duration_in_words(seconds: float) -> str:
+def describe_duration(seconds: float) -> str:
     """In the largest unit of which it is a whole number."""
     for unit, length in (("days", 86_400), ("hours", 3600), ("minutes", 60)):
         if seconds >= length and seconds % length == 0:
@@ -75,7 +75,7 @@ def duration_in_words(seconds: float) -> str:
     return f"{seconds:g} seconds"
 
 
-def context_in_words(engine: Engine) -> str:
+def describe_context(engine: Engine) -> str:
     limit, retention = engine.max_model_len, engine.cache.config.groups[0].retention
     num_held = num_tokens_held(engine.cache, engine.manager)
     if num_held < (sys.maxsize if limit is None else limit):

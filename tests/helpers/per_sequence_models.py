@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
 
 from helpers.engine_runs import NEAR_TIE, VOCAB_SIZE
-from mlx_paged.models.mlx_lm.dense import DenseModel
+from mlx_paged.models.mlx_lm.per_sequence import PerSequenceModel
 
 COMMON = {
     "hidden_size": 32,
@@ -146,8 +146,8 @@ def mlx_lm_model(name: str) -> Module:
     return model
 
 
-def dense_model(name: str) -> DenseModel:
-    return DenseModel(mlx_lm_model(name), config_of(name))
+def per_sequence_model(name: str) -> PerSequenceModel:
+    return PerSequenceModel(mlx_lm_model(name), config_of(name))
 
 
 @cache

@@ -10,9 +10,9 @@ from mlx.nn.layers.base import Module
 
 from mlx_paged.cache import KVFormat, LayerSpec
 from mlx_paged.errors import UnsuitableModelError, one_line
-from mlx_paged.models.mlx_lm.dense_caches import CachePlan, Rows
 from mlx_paged.models.mlx_lm.final_norm import leaves_rows_out
 from mlx_paged.models.mlx_lm.module_calls import noted_calls
+from mlx_paged.models.mlx_lm.per_sequence_caches import CacheLayout, Rows
 
 # Long enough for a recurrent layer to have all of its state: convolutions see up to 4 tokens.
 NUM_TOKENS = 16
@@ -20,7 +20,7 @@ NUM_TOKENS = 16
 
 @dataclass(frozen=True)
 class Trace:
-    """What one call of a model shows of it.
+    """What one call of a model reveals about it.
 
     Attributes:
         specs: of the K/V entries; ``None`` for one that the model left alone.
@@ -37,7 +37,7 @@ class Trace:
     keeps_wanted_rows: bool
 
 
-def trace(model: Module, plan: CachePlan) -> Trace:
+def trace(model: Module, plan: CacheLayout) -> Trace:
     """Build the graph of one call for ``NUM_TOKENS`` tokens, which is never evaluated.
 
     Raises:
@@ -56,7 +56,7 @@ def trace(model: Module, plan: CachePlan) -> Trace:
     return Trace(tuple(specs), state_nbytes, logits.shape[-1], logits.dtype, is_prepared)
 
 
-def _call(model: Module, plan: CachePlan) -> tuple[list[list[Rows]], int, mx.array]:
+def _call(model: Module, plan: CacheLayout) -> tuple[list[list[Rows]], int, mx.array]:
     """K and V of each entry, the bytes of the state, and the logits."""
     noted: list[list[Rows]] = [[] for _ in plan.entries]
 

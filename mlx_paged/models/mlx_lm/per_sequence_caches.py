@@ -1,8 +1,8 @@
 """The caches that a model of mlx-lm sees where it runs one sequence at a time.
 
-They are mlx-lm's own classes, so that a model finds whatever it asks a cache for. What they hold is
-different: K/V lie in blocks, of which a run of tokens reads what it needs, and the arrays of a
-recurrent layer are a value that is put in before the run and taken out after it.
+They are mlx-lm's own classes, so that a model finds every attribute that it uses. Their contents
+are stored elsewhere: K/V are in blocks, of which a run of tokens reads what it needs, and the
+arrays of a recurrent layer are a value that is put in before the run and taken out after it.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ Exchange: TypeAlias = Callable[[mx.array, mx.array], Rows]
 StateArrays: TypeAlias = tuple[tuple[mx.array | None, ...], ...]
 
 
-class _Exchanging:
-    """What the caches of K/V here have in common, whatever mlx-lm's own does."""
+class _GatheredCache:
+    """What the K/V caches of this module have in common."""
 
     _exchange: Exchange
     offset: int
@@ -49,7 +49,7 @@ class _Exchanging:
         return self.offset == 0
 
 
-class AllRows(_Exchanging, KVCache):
+class GatheredKVCache(_GatheredCache, KVCache):
     """Of a layer that sees all tokens before."""
 
     def __init__(self, exchange: Exchange, position: int):
@@ -58,7 +58,7 @@ class AllRows(_Exchanging, KVCache):
         self.offset = position
 
 
-class WindowRows(_Exchanging, RotatingKVCache):
+class GatheredRotatingKVCache(_GatheredCache, RotatingKVCache):
     """Of a layer that sees the last ``max_size`` tokens, in the order of their positions."""
 
     def __init__(self, exchange: Exchange, position: int, max_size: int):
@@ -82,7 +82,7 @@ class WindowRows(_Exchanging, RotatingKVCache):
         return mx.arange(num_rows) >= num_rows - window_size
 
 
-class ChunkRows(_Exchanging, ChunkedKVCache):
+class GatheredChunkedKVCache(_GatheredCache, ChunkedKVCache):
     """Of a layer that sees the tokens of its own chunk of ``chunk_size``."""
 
     def __init__(self, exchange: Exchange, position: int, chunk_size: int):
@@ -112,15 +112,17 @@ class KVEntry:
         """The rows before the new ones that a run of tokens needs, at most."""
         return None if self.window is None else self.window - 1
 
-    def open(self, exchange: Exchange, position: int) -> AllRows | WindowRows | ChunkRows:
+    def open(
+        self, exchange: Exchange, position: int
+    ) -> GatheredKVCache | GatheredRotatingKVCache | GatheredChunkedKVCache:
         """The cache for a run of tokens that begins at ``position``."""
         if self.window is None:
-            return AllRows(exchange, position)
-        kind = ChunkRows if self.is_chunked else WindowRows
+            return GatheredKVCache(exchange, position)
+        kind = GatheredChunkedKVCache if self.is_chunked else GatheredRotatingKVCache
         return kind(exchange, position, self.window)
 
 
-class CachePlan:
+class CacheLayout:
     """What a model's ``make_cache`` asks for: K/V entries and recurrent layers, in their order.
 
     Args:

@@ -1,4 +1,4 @@
-"""K/V of tokens that nobody knows stand before a prompt, whatever happens to the requests."""
+"""K/V of unknown tokens stand before a prompt, whatever happens to the requests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 
 from mlx_paged import Engine, SamplingParams
-from mlx_paged.engine.held_prompts import HeldPrompt
+from mlx_paged.engine.pinned_prompts import PinnedPrompt
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models import qwen3
 from mlx_paged.snapshots import SnapshotError
@@ -42,7 +42,7 @@ def expected(models: tuple[qwen3.Model, Any], file: Path, token_ids: list[int]) 
     return [int(token) for token, _ in steps]
 
 
-def asked(held: HeldPrompt, token_ids: list[int]) -> dict[str, Any]:
+def asked(held: PinnedPrompt, token_ids: list[int]) -> dict[str, Any]:
     return {"prompt": [*held.token_ids, *token_ids], "cache_salt": held.cache_salt}
 
 
@@ -60,7 +60,7 @@ def test_turns_go_on_as_in_mlx_lm(
     models: tuple[qwen3.Model, Any], file: Path, block_size: int, run_ahead: bool
 ):
     engine = make_engine(models[0], block_size=block_size, run_ahead=run_ahead)
-    held = engine.hold_prompt_cache(file)
+    held = engine.pin_prompt_cache(file)
     assert len(held.token_ids) == 37
     first, second = prompt(5, seed=1), prompt(9, seed=2)
     told = expected(models, file, first)
@@ -69,7 +69,7 @@ def test_turns_go_on_as_in_mlx_lm(
     tokens, num_cached = answer(engine, **asked(held, [*first, *told, *second]))
     assert tokens == expected(models, file, [*first, *told, *second])
     assert num_cached == max(37, (37 + 5 + NUM_TOKENS - 1) // block_size * block_size)
-    # Nobody else finds them, and they are there when nothing is cached.
+    # No other request finds them, and they remain when nothing is cached.
     assert answer(engine, held.token_ids)[1] == 0
     engine.reset_prefix_cache()
     assert answer(engine, **asked(held, first)) == (told, 37)
@@ -81,7 +81,7 @@ def test_preemption_changes_no_token(models: tuple[qwen3.Model, Any], file: Path
     wanted = {name: expected(models, file, token_ids) for name, token_ids in prompts.items()}
     for swap_bytes in ("0", "4blocks", "100blocks"):
         engine = make_engine(models[0], kv_cache_bytes="10blocks", swap_bytes=swap_bytes)
-        held = engine.hold_prompt_cache(file)
+        held = engine.pin_prompt_cache(file)
         for name, token_ids in prompts.items():
             params = SamplingParams(max_tokens=NUM_TOKENS)
             engine.add_request(name, params=params, **asked(held, token_ids))
@@ -93,7 +93,7 @@ def test_preemption_changes_no_token(models: tuple[qwen3.Model, Any], file: Path
 
 def test_several_completions_share_the_held_kv(models: tuple[qwen3.Model, Any], file: Path):
     engine = make_engine(models[0])
-    held, token_ids = engine.hold_prompt_cache(file), prompt(5, seed=1)
+    held, token_ids = engine.pin_prompt_cache(file), prompt(5, seed=1)
     params = SamplingParams(max_tokens=NUM_TOKENS, n=3)
     engine.add_request("a", params=params, **asked(held, token_ids))
     told = expected(models, file, token_ids)
@@ -108,7 +108,7 @@ def test_a_failed_step_and_an_interrupt_change_no_token(
     for error in (RuntimeError, KeyboardInterrupt):
         for when in (1, 4):
             engine = make_engine(models[0])
-            held = engine.hold_prompt_cache(file)
+            held = engine.pin_prompt_cache(file)
             params = SamplingParams(max_tokens=NUM_TOKENS)
             engine.add_request("a", params=params, **asked(held, token_ids))
             engine.add_request("b", prompt(9), params)
@@ -137,7 +137,7 @@ def test_other_requests_are_as_ever(models: tuple[qwen3.Model, Any], file: Path)
     requests = {name: (prompt(20, seed=n), SamplingParams(max_tokens=12))
                 for n, name in enumerate("abc")}  # fmt: skip
     alone = ask(make_engine(models[0]), requests)
-    held = engine.hold_prompt_cache(file)
+    held = engine.pin_prompt_cache(file)
     params = SamplingParams(max_tokens=NUM_TOKENS)
     engine.add_request("held", params=params, **asked(held, prompt(5, seed=1)))
     both = ask(engine, requests)
@@ -151,7 +151,7 @@ def test_kv_of_8_bits_are_held(wide_models: tuple[qwen3.Model, Any], tmp_path: P
     list(generate_step(mx.array(prompt(21)), stock, max_tokens=0, prompt_cache=made))
     save_prompt_cache(str(path), made)
     engine = make_engine(model, kv_format=8)
-    held = engine.hold_prompt_cache(path)
+    held = engine.pin_prompt_cache(path)
     told = expected(wide_models, path, [5, 6])
     assert answer(engine, **asked(held, [5, 6])) == (told, 21)
 
@@ -165,7 +165,7 @@ def test_what_can_not_hold_is_refused_by_name(
 ):
     engine = make_engine(models[0], **options)
     with pytest.raises(ArgumentError, match="prompt cache that does not say its tokens") as caught:
-        engine.hold_prompt_cache(file)
+        engine.pin_prompt_cache(file)
     assert caught.value.argument == argument
 
 
@@ -174,20 +174,20 @@ def test_layers_with_windows_and_draft_models_are_refused(
 ):
     model, options = model_and_options("layers")
     with pytest.raises(ArgumentError, match="keep only the tokens of a window"):
-        make_engine(model, **options).hold_prompt_cache(file)
+        make_engine(model, **options).pin_prompt_cache(file)
     drafting = make_engine(models[0], draft_model=models[0], num_draft_tokens=2)
     with pytest.raises(ArgumentError, match="a draft model, of which it has no K/V") as caught:
-        drafting.hold_prompt_cache(file)
+        drafting.pin_prompt_cache(file)
     assert caught.value.argument == "draft_model"
     with pytest.raises(SnapshotError, match="can't be read: No such file"):
-        make_engine(models[0]).hold_prompt_cache(file.parent / "none")
+        make_engine(models[0]).pin_prompt_cache(file.parent / "none")
 
 
 def test_requests_that_would_look_at_the_tokens_are_refused(
     models: tuple[qwen3.Model, Any], file: Path
 ):
     engine = make_engine(models[0])
-    held = engine.hold_prompt_cache(file)
+    held = engine.pin_prompt_cache(file)
     for token_ids in (held.token_ids, [1] * 50, [5]):
         with pytest.raises(ArgumentError, match="begins with its 37 token_ids and has at least"):
             engine.add_request("a", token_ids, cache_salt=held.cache_salt)

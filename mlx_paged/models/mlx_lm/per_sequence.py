@@ -1,4 +1,4 @@
-"""``DenseModel``: a model of mlx-lm that runs one sequence at a time, with its own attention.
+"""``PerSequenceModel``: a model of mlx-lm that runs one sequence at a time, with its own attention.
 
 Some models can't run packed: their attention adds a bias of its own, reads the length of its keys,
 or has recurrent layers, whose state is that of one sequence. Here such a model sees what it sees in
@@ -20,21 +20,22 @@ from mlx_lm.models.cache import ConcatenateKVCache, KVCache, RotatingKVCache, ma
 
 from mlx_paged.cache import KVFormat, LayerKV, LayerSpec
 from mlx_paged.models.language_model import LanguageModel
-from mlx_paged.models.mlx_lm.dense_caches import CachePlan, Exchange, Rows, StateArrays
-from mlx_paged.models.mlx_lm.dense_trace import trace
 from mlx_paged.models.mlx_lm.final_norm import rows_wanted
 from mlx_paged.models.mlx_lm.model_args import MlxLmArgs, describe
+from mlx_paged.models.mlx_lm.per_sequence_caches import CacheLayout, Exchange, Rows, StateArrays
+from mlx_paged.models.mlx_lm.per_sequence_trace import trace
 from mlx_paged.ops import AttentionMetadata, StepState
 
-# Of a run of more tokens whose logits nobody wants, these are computed in a pass of their own, as
-# mlx-lm does: logits of 64 tokens and 150,000 tokens of vocabulary are 40 MB in float32.
+# If a run has more tokens whose logits are not wanted, its last ones are computed in a pass of
+# their own, as mlx-lm does: logits of 64 tokens and 150,000 tokens of vocabulary are 40 MB in
+# float32.
 MAX_UNWANTED_ROWS = 64
 # Blocks count tokens, also where a model keeps no K/V: the narrowest rows that kernels take.
 TOKENS_ALONE = 32
 FLAT_KV_CACHES = (KVCache, ConcatenateKVCache, RotatingKVCache)
 
 
-class DenseModel(LanguageModel):
+class PerSequenceModel(LanguageModel):
     """An unmodified model of mlx-lm, whose sequences run one after the other.
 
     Args:
@@ -48,10 +49,12 @@ class DenseModel(LanguageModel):
 
     def __init__(self, model: Module, config: dict[str, Any]):
         super().__init__()
-        self._plan = CachePlan(make_prompt_cache(model))
+        self._plan = CacheLayout(make_prompt_cache(model))
         self._traced = trace(model, self._plan)
         self.args = MlxLmArgs.read(config, self._traced.vocab_size)
-        self.description = describe(config, "dense, with state" if self.state_nbytes else "dense")
+        self.description = describe(
+            config, "per sequence, with state" if self.state_nbytes else "per sequence"
+        )
         self.model_type = str(config.get("model_type"))
         self.inner = model
 
@@ -75,7 +78,7 @@ class DenseModel(LanguageModel):
 
     def stock_caches(self) -> list[tuple[Any, int | None]]:
         layers = itertools.count()
-        # Those of K/V alone: whoever asks refuses caches of another kind.
+        # Those of K/V alone: the caller refuses caches of another kind.
         has_kv = (spec is not None for spec in self._traced.specs)
         return [
             (cache, next(layers) if type(cache) in FLAT_KV_CACHES and next(has_kv) else None)
@@ -128,7 +131,7 @@ class DenseModel(LanguageModel):
             rows, state = self._run(part, state, wanted)
             logits += [rows] if wanted else []
             if end == num_first:
-                step_state.behind_first = state
+                step_state.after_first = state
             begin = end
         step_state.after = state
         return logits
@@ -136,7 +139,7 @@ class DenseModel(LanguageModel):
     def _run(
         self, part: _Part, state: StateArrays | None, num_logits: int
     ) -> tuple[mx.array, StateArrays]:
-        """One call of the model: logits of the last tokens, and the state behind them."""
+        """One call of the model: logits of the last tokens, and the state after them."""
         caches = self._plan.open(*part.exchanges(self._plan, self._traced.specs), state)
         rows = mx.arange(part.tokens.size - num_logits, part.tokens.size)
         with rows_wanted(rows if self._traced.keeps_wanted_rows and num_logits else None, 1):
@@ -167,7 +170,7 @@ class _Part:
     begin: int
 
     def exchanges(
-        self, plan: CachePlan, specs: Sequence[LayerSpec | None]
+        self, plan: CacheLayout, specs: Sequence[LayerSpec | None]
     ) -> tuple[list[Exchange], list[int]]:
         """What the K/V entries read and write, and their positions."""
         layers = iter(self.layers)
@@ -210,4 +213,6 @@ def _exchange(
 
 
 def _refuse(keys: mx.array, values: mx.array) -> Rows:
-    raise RuntimeError("[dense] a layer writes K/V that wrote none when the model was loaded")
+    raise RuntimeError(
+        "[per sequence] a layer writes K/V that wrote none when the model was loaded"
+    )

@@ -8,8 +8,8 @@ from collections import Counter
 
 import mlx.core as mx
 import pytest
-from helpers.dense_models import dense_model, greedy_answer
 from helpers.engine_runs import assert_nothing_held, greedy, make_engine, prompt, run
+from helpers.per_sequence_models import greedy_answer, per_sequence_model
 from metal_emulator.checks import Call
 
 from mlx_paged.cache import Sequences
@@ -19,7 +19,7 @@ from mlx_paged.models.kv_cache import make_kv_cache
 @pytest.mark.parametrize("name", ["gemma2", "falcon_h1"])
 def test_tokens_are_those_of_mlx_lm_on_metal_kernels(metal: list[Call], name: str):
     engine = make_engine(
-        dense_model(name),
+        per_sequence_model(name),
         backend="metal",
         block_size=8,
         max_num_seqs=8,
@@ -46,7 +46,7 @@ def test_tokens_are_those_of_mlx_lm_on_metal_kernels(metal: list[Call], name: st
 
 def test_quantised_rows_are_read_as_they_are_stored_on_metal_kernels(metal: list[Call]):
     """The logits are those of plain MLX on the same format."""
-    model, tokens = dense_model("gemma2"), mx.array(prompt(30))
+    model, tokens = per_sequence_model("gemma2"), mx.array(prompt(30))
     logits = []
     for backend in ("reference", "metal"):
         cache = make_kv_cache(

@@ -12,16 +12,16 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from helpers.dense_models import (
+from helpers.engine_runs import assert_nothing_held, greedy, make_engine, prompt, run
+from helpers.fast_lane import mostly_slow
+from helpers.per_sequence_models import (
     ATTENTION,
     CONFIGS,
     config_of,
-    dense_model,
     greedy_answer,
     mlx_lm_model,
+    per_sequence_model,
 )
-from helpers.engine_runs import assert_nothing_held, greedy, make_engine, prompt, run
-from helpers.fast_lane import mostly_slow
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
 from mlx_paged.cache import Sequences
@@ -34,7 +34,7 @@ from mlx_paged.engine.speculation import Speculation
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models.kv_cache import make_kv_cache
 from mlx_paged.models.mlx_lm import UnsuitableModelError, adapt
-from mlx_paged.models.mlx_lm.dense import MAX_UNWANTED_ROWS, DenseModel
+from mlx_paged.models.mlx_lm.per_sequence import MAX_UNWANTED_ROWS, PerSequenceModel
 from mlx_paged.models.run_step import run_step
 
 
@@ -42,7 +42,7 @@ def ragged(name: str, **options: Any) -> Engine:
     """An engine whose prompts come in chunks that end anywhere, beside running answers."""
     sizes = {"block_size": 8, "max_num_seqs": 8}
     budgets = {"max_num_batched_tokens": 23, "max_num_mixed_tokens": 11}
-    return make_engine(dense_model(name), **(sizes | budgets | options))
+    return make_engine(per_sequence_model(name), **(sizes | budgets | options))
 
 
 def budget_of(name: str, num_tokens: int, share: float) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def test_a_long_chunk_computes_the_logits_that_are_wanted_and_few_others(
     mlx-lm.
     """
     passes = []
-    model, tokens = dense_model(name), prompt(MAX_UNWANTED_ROWS + 10)
+    model, tokens = per_sequence_model(name), prompt(MAX_UNWANTED_ROWS + 10)
     assert model._traced.keeps_wanted_rows
     model._traced = replace(model._traced, keeps_wanted_rows=keeps_wanted_rows)
     expected = greedy_answer(name, tokens, 3)
@@ -113,13 +113,13 @@ def test_logits_of_all_tokens_are_those_of_mlx_lm(name: str):
     tokens = prompt(70)
     stock = make_prompt_cache(model)
     expected, found = [], []
-    cache = make_kv_cache(dense_model(name), block_size=8, kv_cache_bytes="40blocks")
+    cache = make_kv_cache(per_sequence_model(name), block_size=8, kv_cache_bytes="40blocks")
     seqs = Sequences(cache)
     for begin, end in ((0, 1), (1, 30), (30, 31), (31, 70)):
         part = mx.array(tokens[begin:end])
         expected.append(model(part[None], cache=stock)[0])
         with seqs.step({"a": end - begin}):
-            found.append(dense_model(name)(part, cache.layers))
+            found.append(per_sequence_model(name)(part, cache.layers))
             mx.eval(found[-1], cache.arrays)
     error = mx.abs(mx.concatenate(found) - mx.concatenate(expected)).max().item()
     assert error <= 1e-4 * mx.abs(mx.concatenate(expected)).max().item()
@@ -252,7 +252,7 @@ def test_a_step_that_fails_is_run_again_from_the_right_state(
 def test_drafts_change_no_token_of_a_model_without_state(
     drafter: str, monkeypatch: pytest.MonkeyPatch
 ):
-    draft_model = dense_model("gemma2") if drafter == "model" else None
+    draft_model = per_sequence_model("gemma2") if drafter == "model" else None
 
     def eager(num_draft_tokens: int, model: Any, drafts: Any, run_ahead: bool) -> Speculation:
         return Speculation(drafts or PromptLookup(), num_draft_tokens)
@@ -301,7 +301,7 @@ def test_kv_in_few_bits_run_and_a_run_reads_what_was_stored(name: str):
     """So a prompt in chunks has the logits of the whole, and those in 8 bits stay near the exact
     ones.
     """
-    model, tokens = dense_model(name), prompt(60)
+    model, tokens = per_sequence_model(name), prompt(60)
     logits = {}
     for kv_format in (None, 8, 4):
         cache = make_kv_cache(model, kv_cache_bytes="40blocks", kv_format=kv_format)
@@ -321,7 +321,7 @@ def relative_error(logits: mx.array, expected: mx.array) -> float:
 
 
 def test_a_body_that_raises_leaves_the_state_before_the_step():
-    model = dense_model("falcon_h1")
+    model = per_sequence_model("falcon_h1")
     cache = make_kv_cache(model, block_size=8, kv_cache_bytes="40blocks")
     seqs = Sequences(cache)
     tokens = prompt(30)
@@ -342,7 +342,7 @@ def test_an_interrupt_behind_the_new_states_leaves_those_before_the_step(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """The states of all sequences of the step are there already when it comes."""
-    model = dense_model("falcon_h1")
+    model = per_sequence_model("falcon_h1")
     cache = make_kv_cache(model, block_size=8, kv_cache_bytes="40blocks")
     seqs, tokens, other = Sequences(cache), prompt(40), prompt(20, 1)
     assert seqs.manager.states is not None
@@ -374,7 +374,7 @@ def test_an_interrupt_behind_the_new_states_leaves_those_before_the_step(
 
 
 def test_a_state_cannot_be_cut_nor_made_from_rows():
-    model = dense_model("falcon_h1")
+    model = per_sequence_model("falcon_h1")
     cache = make_kv_cache(model, block_size=8, kv_cache_bytes="40blocks")
     seqs = Sequences(cache)
     run_step(model, seqs, {"a": prompt(20)})
@@ -392,7 +392,7 @@ def test_a_state_cannot_be_cut_nor_made_from_rows():
 
 def test_a_state_keeps_no_more_memory_than_its_size():
     """The end of a convolution's input is a view of all of it."""
-    model = dense_model("mamba2")
+    model = per_sequence_model("mamba2")
     cache = make_kv_cache(model, block_size=64, kv_cache_bytes="100blocks")
     seqs = Sequences(cache)
     run_step(model, seqs, {"warm": prompt(2000)})
@@ -426,18 +426,18 @@ def test_a_state_keeps_no_more_memory_than_its_size():
 )
 def test_what_cannot_be_right_is_refused_by_name(name: str, options: Any, match: str):
     with pytest.raises(ArgumentError, match=match) as refused:
-        make_engine(dense_model(name), **options)
+        make_engine(per_sequence_model(name), **options)
     assert refused.value.argument == next(iter(options))
 
 
 def test_a_draft_model_with_a_state_is_refused_and_so_is_one_for_such_a_model():
     for name, draft in (("gemma2", "mamba2"), ("mamba2", "gemma2")):
         with pytest.raises(ArgumentError, match=r"mamba2.* can't take back drafts"):
-            make_engine(dense_model(name), draft_model=dense_model(draft))
+            make_engine(per_sequence_model(name), draft_model=per_sequence_model(draft))
 
 
 def test_states_are_part_of_the_budget():
-    model = dense_model("falcon_h1")
+    model = per_sequence_model("falcon_h1")
     nbytes = model.state_nbytes
 
     def num_kv_states(num_states: int, **options: Any) -> int:
@@ -466,7 +466,7 @@ class Odd(nn.Module):
 )
 def test_caches_that_are_not_known_are_refused_by_name(cache: Any, kind: str):
     with pytest.raises(UnsuitableModelError, match=f"it keeps a {kind} in its caches"):
-        DenseModel(Odd(cache), {})
+        PerSequenceModel(Odd(cache), {})
 
 
 # The way in which a model runs
@@ -475,8 +475,8 @@ def test_caches_that_are_not_known_are_refused_by_name(cache: Any, kind: str):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_model_that_does_not_run_packed_is_tried_one_sequence_at_a_time(name: str):
     adapted = adapt(mlx_lm_model(name), config_of(name))
-    assert isinstance(adapted, DenseModel)
-    way = "dense, with state" if adapted.state_nbytes else "dense"
+    assert isinstance(adapted, PerSequenceModel)
+    way = "per sequence, with state" if adapted.state_nbytes else "per sequence"
     assert adapted.description == f"{name} of mlx-lm, {way}"
 
 
@@ -492,6 +492,6 @@ def test_a_model_that_is_wrong_in_both_ways_is_refused_with_both_reasons(
     monkeypatch.setattr(PagedLayerKV, "update_and_fetch", shifted)
     with pytest.raises(UnsuitableModelError) as refused:
         adapt(mlx_lm_model("gemma2"), config_of("gemma2"))
-    packed, dense = str(refused.value).split("; ")
+    packed, per_sequence = str(refused.value).split("; ")
     assert packed.startswith("packed, it ")
-    assert dense.startswith("dense, its logits of its first tokens differ")
+    assert per_sequence.startswith("per sequence, its logits of its first tokens differ")

@@ -1,0 +1,71 @@
+"""Words of the package's texts below the programs: comments, docstrings, messages and pages."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parent.parent
+PROGRAMS = ("server", "chat", "cache_tool", "block_store")
+
+# What must not return, and what to write instead.
+WORDS = {
+    r"nobody|somebody": "name who: no request, another process",
+    r"whoever": "name who: the caller, the reader",
+    r"anew": "again",
+    r"comes? to light": "is found, is read",
+    r"behind one another|one behind the other": "one after the other",
+    r"behind (the|its) (prompt|sinks|hit|end|last|first)": "after, past",
+    r"an argument that there is not|an argument that does not exist": "an unknown argument",
+    r"from what is there": "from a local path",
+    r"at the door": "when it is added, where it is called",
+    r"(?<!there\s)(is|are|was) no (valid|number|snapshot|model|prompt cache|integer|parameters?)": (
+        "is not a ..."
+    ),
+}
+
+
+def texts_below_the_programs() -> dict[str, str]:
+    """By path; the words that the bundled model was trained on are none of the package's."""
+    files = [
+        path
+        for folder, kinds in (("mlx_paged", ("py",)), ("metal", ("metal", "h", "md")))
+        for kind in kinds
+        for path in (REPOSITORY / folder).rglob(f"*.{kind}")
+        if path.relative_to(REPOSITORY).parts[1] not in (*PROGRAMS, "demo_model")
+    ]
+    files += [
+        path
+        for path in (REPOSITORY / "docs").glob("*.md")
+        if not path.name.startswith(("server", "cache-tool", "measured"))
+    ]
+    files += [REPOSITORY / "DESIGN.md", REPOSITORY / "CONTRIBUTING.md"]
+    return {str(path.relative_to(REPOSITORY)): path.read_text() for path in files}
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_words_of_a_private_dialect_do_not_return(words: str):
+    space = r"\s+(?:#\s+|//\s+)?"  # lines of a comment begin with these
+    pattern = re.compile(rf"\b({words.replace(' ', space)})\b", re.I)
+    texts = texts_below_the_programs()
+    assert len(texts) > 150
+    found = [
+        f"{name}:{text.count(chr(10), 0, match.start()) + 1}: {match[0]!r}, write {WORDS[words]!r}"
+        for name, text in texts.items()
+        for match in pattern.finditer(text)
+    ]
+    assert found == []
+
+
+def test_names_of_tests_say_who():
+    programs = [REPOSITORY / "tests" / name for name in (*PROGRAMS, "fuzz")]
+    found = [
+        f"{path.name}: {name}"
+        for path in (REPOSITORY / "tests").rglob("test_*.py")
+        if not any(path.is_relative_to(folder) for folder in programs)
+        for name in re.findall(r"def (test_\w+)", path.read_text())
+        if re.search(r"_(nobody|somebody|whoever|anew)(_|$)", name)
+    ]
+    assert found == []
