@@ -45,6 +45,7 @@ def test_a_message_that_was_being_typed_is_thrown_away_by_ctrl_c(tmp_path: Path)
         assert "messages: 0" in terminal.send("/stats")
 
 
+@pytest.mark.slow
 def test_ctrl_d_leaves(tmp_path: Path):
     with dialogue(tmp_path) as terminal:
         pass

@@ -9,6 +9,7 @@ the fixture proves it: then every id has to be the same.
 import mlx.core as mx
 import numpy as np
 import pytest
+from helpers.fast_lane import mostly_slow
 from helpers.qwen3_helpers import (
     CACHES,
     CONFIG,
@@ -66,7 +67,7 @@ def expected(folder):
 
 
 @pytest.mark.parametrize("length", PROMPTS)
-@pytest.mark.parametrize("kind", CACHES)
+@mostly_slow("kind", CACHES, quick=(1,))
 def test_greedy_words_are_those_of_mlx_lm(model, expected, kind, length):
     steps = generate_step(PROMPTS[length], model, max_tokens=MAX_TOKENS, kv=kind)
     assert [token for token, _ in steps] == expected[length]

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from helpers.engine_helpers import CONFIG
 from helpers.engine_runs import ask, greedy, make_engine
+from helpers.fast_lane import mostly_slow
 from helpers.qwen3_helpers import all_logits, chunks, float32_tolerance, max_error
 from helpers.streaming_reference import everything, sliding, streamed_logits, streaming
 from mlx.utils import tree_map
@@ -55,8 +56,10 @@ def assert_as_defined(model: qwen3.Model, actual: np.ndarray, expected: np.ndarr
 @pytest.mark.parametrize(
     "sizes", [pytest.param([1] * 229, marks=pytest.mark.slow), [100, 1, 7, 60], []]
 )
-@pytest.mark.parametrize(
-    ("num_layers", "num_full", "window"), [(2, 0, 21), (4, 2, 16), (3, 2, 5), (3, 1, 40)]
+@mostly_slow(
+    ("num_layers", "num_full", "window"),
+    [(2, 0, 21), (4, 2, 16), (3, 2, 5), (3, 1, 40)],
+    quick=(1,),
 )
 def test_layers_with_windows_see_them(num_layers, num_full, window, sizes):
     model = windowed_layers(num_layers, num_full, window)
@@ -95,9 +98,11 @@ def test_what_left_the_window_of_a_group_is_free_at_once():
     assert seqs.cache.config.nbytes_per_block == 8 * seqs.cache.config.nbytes_per_token // 2
 
 
-@pytest.mark.parametrize("longest", [1, 5, 1000])
-@pytest.mark.parametrize(
-    ("window", "num_sinks", "block_size"), [(32, 8, 8), (40, 0, 8), (64, 16, 16), (17, 3, 8)]
+@mostly_slow("longest", [1, 5, 1000], quick=(1,))
+@mostly_slow(
+    ("window", "num_sinks", "block_size"),
+    [(32, 8, 8), (40, 0, 8), (64, 16, 16), (17, 3, 8)],
+    quick=(0, 3),
 )
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 def test_a_window_with_sinks_is_streaming_llm(window, num_sinks, block_size, longest, dtype):
