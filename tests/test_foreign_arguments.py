@@ -92,7 +92,7 @@ def test_the_tables_of_our_own_names_are_those_of_the_signatures():
 
 
 @pytest.mark.parametrize(
-    ("entry", "name", "way_out"),
+    ("entry", "name", "advice"),
     [
         ("generate", "temperature", "give sampler=make_sampler(temp=...)"),
         ("generate", "temp", "give sampler=make_sampler(temp=...)"),
@@ -164,7 +164,7 @@ def test_the_tables_of_our_own_names_are_those_of_the_signatures():
         ),
     ],
 )
-def test_the_way_out_fits_the_function(entry: str, name: str, advice: str):
+def test_the_advice_fits_the_function(entry: str, name: str, advice: str):
     kind, function = ENTRIES[entry]
     known = argument_names(function) | ALSO.get(entry, frozenset())
     assert f"has no argument {name!r}: {advice}" in refusal(entry, kind, name, known)
