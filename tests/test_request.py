@@ -328,9 +328,3 @@ def test_a_fork_has_the_rules_of_its_parent_and_nothing_of_the_prompt_to_score()
     assert request.num_unscored_tokens == 2
     child = request.fork(1)
     assert (child.token_rules, child.num_unscored_tokens) == (rules, 0)
-    request.num_unscored_tokens = 0
-    request.token_ids.append(4)
-    request.restart(1)
-    assert request.num_unscored_tokens == 0
-    request.restart(0)
-    assert request.num_unscored_tokens == 2

@@ -152,7 +152,7 @@ def test_messages_are_saved_where_kv_can_not_be(
     # Another file in the place of the K/V.
     (tmp_path / f"talk.json{KV}").write_text("keep me")
     _, _, err = talk(QUESTIONS[0], f"/save {file}")
-    assert f"{file}{KV} exists and is no snapshot; choose another name]" in err
+    assert f"{file}{KV} exists and is not a snapshot; choose another name]" in err
     assert (tmp_path / f"talk.json{KV}").read_text() == "keep me"
     # Before the first answer there are none.
     _, _, err = talk("/system Be brief.", f"/save {tmp_path / 'empty.json'}")
@@ -291,7 +291,7 @@ def test_what_can_not_be_combined_is_refused_in_a_line(
 def test_files_that_are_no_prompt_cache_are_refused_in_a_line(run_chat, tmp_path: Path):
     for name, content, why in (
         ("none", None, "can't be read: No such file or directory"),
-        ("text.safetensors", "text", "is no prompt cache that mlx-lm can read"),
+        ("text.safetensors", "text", "is not one of mlx-lm's prompt caches"),
     ):
         if content is not None:
             (tmp_path / name).write_text(content)

@@ -132,7 +132,7 @@ def test_content_may_be_missing_only_where_there_are_tool_calls():
         ),
         (
             [{"role": "user", "content": "a\udcff"}],
-            "[chat] the content of messages[0] has a lone surrogate at character 1, which is no "
+            "[chat] the content of messages[0] has a lone surrogate at character 1, which is not "
             "text",
         ),
     ],

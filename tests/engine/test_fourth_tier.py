@@ -99,7 +99,9 @@ def test_a_tier_that_raises_fails_no_request(
     monkeypatch.setattr(tier, method, broken)
     engine = make_engine(model, tier=lambda _: tier)
     other = prompt(70, seed=1)
-    with pytest.warns(UserWarning, match="the cable is out; K/V are kept in memory alone"):
+    with pytest.warns(
+        UserWarning, match="the cable is out; from now on K/V are kept in memory only"
+    ):
         assert ask(engine, {"a": (told, greedy(20))}) == {"a": expected}
         ask(engine, {"b": (other, greedy(20))})
         assert engine.close()

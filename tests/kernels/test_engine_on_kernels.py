@@ -11,6 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from helpers.engine_runs import lose_all_kv
 from helpers.fence_order import disorders
 from helpers.workloads import Workload, assert_all_same
 from helpers.write_rules import slots_of_the_step
@@ -89,7 +90,8 @@ def test_shared_beginnings_and_forks_get_the_tokens_of_the_reference_on_metal_ke
     # A step in which the second request reads what the first one writes; a fork whose sides both
     # write.
     gather = "gather_blocks" if kv_format is None else "dequantize_blocks"
-    assert kernels["reshape_and_cache"] and kernels["copy_blocks"] and kernels[gather]
+    write = "reshape_and_cache" if kv_format is None else "encode_and_cache"
+    assert kernels[write] and kernels["copy_blocks"] and kernels[gather]
     assert engine.stats().num_hit_tokens >= 3 * 16
 
 
@@ -158,7 +160,7 @@ def test_replayed_decodes_get_the_tokens_of_the_reference_on_metal_kernels(
             options = {"kv_cache_bytes": "60blocks", "kv_format": kv_format}
             engine = Engine(model, tokenizer, backend=backend, **options)
             engine.cache._initial_blocks = 12  # It grows.
-            engine.steps.repair()
+            lose_all_kv(engine)
             for name, (prompt, max_tokens) in requests.items():
                 params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
                 engine.add_request(name, prompt, params)

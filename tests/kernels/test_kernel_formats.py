@@ -319,8 +319,8 @@ EIGHT, FOUR = AffineFormat("float16", 8), AffineFormat("float16", 4)
     [
         (KVFormat(EIGHT, FOUR), None),
         (KVFormat.dense("float16"), None),
-        (KVFormat(EIGHT, DenseFormat("float16")), "both dense there, or both quantised"),
-        (KVFormat(EIGHT, AffineFormat("float16", 8, 32)), "groups of one size"),
+        (KVFormat(EIGHT, DenseFormat("float16")), "both dense or both quantised"),
+        (KVFormat(EIGHT, AffineFormat("float16", 8, 32)), "groups of the same size"),
     ],
     ids=str,
 )

@@ -165,8 +165,8 @@ WRONG_RESULTS = {
     "reading_new_rows_from_the_slab": (
         SHARED,
         ATTENTION,
-        "has_rows, Keys::packed_rows",
-        "false, Keys::packed_rows",
+        "Keys::newest(has_rows, new_keys",
+        "Keys::newest(false, new_keys",
     ),
     "not_writing_new_rows": (
         SHARED,

@@ -121,7 +121,7 @@ def test_every_library_that_a_layer_can_need_was_tried(group, bits, metal):
         backend.update_and_attend(problem.q, k, v, kv, *problem.args[2:])
     backend.copy_blocks(kv, [(0, 1)])
     backend.gather_parts(kv, problem.tables[0], 5)
-    assert libraries(metal) == tried
+    assert libraries(metal) <= tried
 
 
 QUANTISED = replace(SHAPE, format=affine(64, 8, 4, "float16"))

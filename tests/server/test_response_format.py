@@ -88,7 +88,7 @@ def test_the_format_of_responses_has_its_schema_beside_the_type():
             "response_format.schema",
             "is not supported",
         ),
-        ({"guided_json": "{"}, "guided_json", "is no JSON schema"),
+        ({"guided_json": "{"}, "guided_json", "is not a JSON schema"),
         ({"guided_regex": 3}, "guided_regex", "must be a text"),
         ({"guided_choice": []}, "guided_choice", "must be texts"),
         ({"guided_choice": "yes"}, "guided_choice", "must be texts"),

@@ -183,5 +183,5 @@ def test_users_find_their_own_prompts_after_a_restart_and_a_failure_is_a_line_of
             time.sleep(0.5)  # A thread writes; what fails is said in the step after that.
         program.signal(signal.SIGTERM)
         assert program.end() == 0
-    said = [line for line in program.said if "in memory alone from now on" in line]
+    said = [line for line in program.said if "from now on K/V are kept in memory only" in line]
     assert len(said) == 1 and " WARNING " in said[0]

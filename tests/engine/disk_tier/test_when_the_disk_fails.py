@@ -72,7 +72,7 @@ def test_a_disk_that_takes_nothing_more_is_said_once_and_left_alone(
         ask_many(engine, model, range(5, 7))
     (text,) = texts_of(caught)
     assert str(tmp_path) in text and os.strerror(number) in text and "\n" not in text
-    assert "in memory alone from now on" in text
+    assert "from now on K/V are kept in memory only" in text
     # A full disk is first given room.
     assert len(block_files(tmp_path)) == (num_files if number != errno.ENOSPC else 2)
     assert tier_stats(engine).failure is not None
@@ -108,7 +108,7 @@ def test_a_folder_that_goes_away_is_said_at_most_once(model: qwen3.Model, tmp_pa
         engine.manager.reset_prefix_cache()
         ask_many(engine, model, range(2, 6))
     (text,) = texts_of(caught)
-    assert str(folder) in text and "in memory alone from now on" in text
+    assert str(folder) in text and "from now on K/V are kept in memory only" in text
     assert way != "becomes a file" or folder.read_text() == "mine"
     assert engine.close(60) in (True, False)
     assert_nothing_held(engine)
