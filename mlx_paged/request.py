@@ -93,8 +93,8 @@ class Request:
         prefix_report: why these were not more, where the scheduler remembers past sequences.
         order: the place in the queue, assigned by the scheduler on arrival; the lowest runs first,
             the highest is preempted first.
-        num_preemptions: how often it had to wait again; a request that did so many times makes way
-            for no more urgent one.
+        num_preemptions: how often it had to wait again; after some times it makes way for no more
+            urgent one.
         num_drafted_tokens: drafts that were verified, and of these accepted:
             ``num_accepted_tokens``.
         num_unscored_tokens: prompt tokens whose log-probabilities are wanted and not read yet; they
@@ -156,7 +156,9 @@ class Request:
         self.num_prompt_tokens = len(self.token_ids)
         self.params = params
         self.token_rules = token_rules
-        self.num_unscored_tokens = self._num_scored_tokens
+        # Log-probabilities of a prompt's tokens, if they are wanted. The first one has none.
+        is_scored = params.prompt_logprobs is not None
+        self.num_unscored_tokens = self.num_prompt_tokens - 1 if is_scored else 0
         self.seed = seed
         self.priority = priority
         self.cache_salt = cache_salt
@@ -195,11 +197,6 @@ class Request:
         """How many sequences this is, or will be when its prompt is computed."""
         is_whole = self.index == 0 and len(self.token_ids) == self.num_prompt_tokens
         return self.params.n if is_whole else 1
-
-    @property
-    def _num_scored_tokens(self) -> int:
-        """Of how many prompt tokens log-probabilities are wanted. The first one has none."""
-        return 0 if self.params.prompt_logprobs is None else self.num_prompt_tokens - 1
 
     @property
     def awaits_token(self) -> bool:

@@ -26,7 +26,7 @@ Message: TypeAlias = "tuple[str, Any]"  # its kind and its value
 
 
 def connection_over(sock: socket.socket, seconds: float) -> Connection:
-    """Frames over a socket. A read or write that gets no further for so many seconds raises
+    """Frames over a socket. A read or write that gets no further for ``seconds`` raises
     ``BlockingIOError``. ``send_bytes`` and ``recv_bytes`` alone send bytes as they are.
     """
     sock.setblocking(True)

@@ -84,7 +84,7 @@ class Admission:
         return self._supply.num_growable_blocks + self._manager.pool.num_usable_blocks
 
     def max_num_tokens(self, num_blocks: int) -> int:
-        """The most tokens of one request where the budget holds so many blocks, its last token
+        """The most tokens of one request where the budget holds ``num_blocks``, its last token
         without K/V.
         """
         most, limit = self._block_need.max_num_tokens(num_blocks) + 1, self._config.max_model_len

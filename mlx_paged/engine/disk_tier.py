@@ -44,7 +44,7 @@ MAX_UNSAVED_BLOCKS = 100_000
 OPERATIONS_PER_DISK_BYTE = 1_000
 
 
-# Makes a change when no step runs; False if that is not done within so many seconds.
+# Makes a change when no step runs; False if that is not done within the given seconds.
 BetweenSteps: TypeAlias = Callable[[Callable[[], None], float], bool]
 
 

@@ -438,9 +438,13 @@ class Engine(EngineParts):
         if self.thread.is_interrupted:
             return False
         try:
-            return self.thread.submit(partial(self._change, "close", change)).wait(timeout)
+            call = self.thread.submit(partial(self._change, "close", change))
+            if not call.wait(timeout):
+                return False
+            call.result()  # It raises where the change has failed.
         except EngineStoppedError:
             return False
+        return True
 
     def _ask_for(self, change: Callable[[], None]) -> None:
         """Have a change made between two steps, at once if no step runs."""

@@ -117,7 +117,7 @@ class Replicas:
         return results
 
     def failed(self, error: BaseException) -> None:
-        """A step raised in the middle, or an interrupt left the bookkeeping torn."""
+        """A step raised in the middle, so the ranks do not agree any more."""
         if self._ranks is None:
             return
         words = f"failed in a step: {words_for_all(error)}"

@@ -1,5 +1,5 @@
-"""A more urgent request takes the place of one that runs: whose, when, how often, and nobody
-starves.
+"""A more urgent request takes the place of one that runs: whose, when, how often, and that
+no request starves.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def test_for_a_step_ahead_no_request_makes_way_and_the_tokens_are_read_first():
     assert engine.scheduler.schedule_ahead(running) is None
     assert urgent.status is RequestStatus.WAITING and engine.scheduler.running == running
     assert not any(request.awaits_token for request in running)
-    # Where it takes nobody's place, it comes in a step ahead, too.
+    # Where it takes no other's place, it comes in a step ahead, too.
     engine.abort("a15")
     batch = engine.scheduler.schedule_ahead(running[:15])
     assert batch is not None and batch.requests == [urgent, *running[:15]]

@@ -343,7 +343,7 @@ class FakeEngine:
             assert any(
                 request.priority < each.priority and request.order < each.order
                 for each in output.preempted
-            ), "nobody comes in a step in which blocks ran out"
+            ), "no request is admitted in a step in which blocks ran out"
         for request in output.requests:
             if request not in came and request.order > output.preempted[-1].order:
                 # It was passed over: none of those that came may take its place.
