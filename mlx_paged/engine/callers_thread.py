@@ -22,12 +22,13 @@ _MOST_ITEMS = 100  # of a container: a vocabulary is not looked through
 
 
 def evaluate_arrays(*trees: Module | None) -> None:
-    """Evaluate the arrays of modules: their parameters, and what is none, as frequencies of RoPE
-    are.
+    """Evaluate the arrays of modules: parameters, and others such as the frequencies of RoPE. What
+    is no module is left for the checks that follow.
     """
     for tree in trees:
-        leaves = dict(tree_flatten(tree or ())).values()
-        mx.eval([leaf for leaf in leaves if isinstance(leaf, mx.array)])
+        if isinstance(tree, Module):
+            leaves = dict(tree_flatten(tree)).values()
+            mx.eval([leaf for leaf in leaves if isinstance(leaf, mx.array)])
 
 
 def evaluate_captured(function: Callable[..., Any] | None) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from helpers.engine_runs import ask_alone, assert_nothing_held, greedy, make_engine, prompt, run
@@ -43,6 +44,14 @@ class Unprintable:
         ({"kv_cache_bytes": 1e9}, "kv_cache_bytes must be bytes .*, got 1000000000.0"),
         ({"backend": "x" * 5000}, "unknown backend"),
         ({"model": None}, "model must be one that mlx_paged.load returns, got NoneType"),
+        (
+            {"model": np.array([])},
+            "model must be one that mlx_paged.load returns, got numpy.ndarray",
+        ),
+        (
+            {"model": mx.array([1])},
+            "model must be one that mlx_paged.load returns, got mlx.core.array",
+        ),
     ],
     ids=lambda value: str(value)[:30] if isinstance(value, str) else None,
 )
