@@ -51,24 +51,6 @@ def _scalar_of_an_array(value: object) -> int | None:
     return item if type(item) is int else None
 
 
-def check_integer(part: str, name: str, value: object, low: int) -> int:
-    """The argument ``name`` as a Python integer of at least ``low``.
-
-    Args:
-        part: of the package, which the message begins with, in brackets.
-
-    Raises:
-        ArgumentError: ``value`` is not an integer, or below ``low``.
-    """
-    number = as_integer(value)
-    if number is None or number < low:
-        why = ", which is not a whole number" if number is None else ""
-        raise ArgumentError(
-            f"[{part}] {name} must be at least {low}, got {shown(value)}{why}", name
-        )
-    return number
-
-
 def check_positive(part: str, name: str, value: object) -> None:
     """Raise ``ValueError`` unless ``value`` is a Python ``int`` of at least 1."""
     if not is_plain_integer(value, 1):

@@ -12,9 +12,9 @@ from mlx.nn.layers.base import Module
 from mlx_lm.generate import BatchResponse
 from mlx_lm.generate_utils import BatchStats
 
-from mlx_paged.argument_values import check_integer, is_sequence
-from mlx_paged.config import DEFAULT_MAX_NUM_BATCHED_TOKENS
-from mlx_paged.domains import BOOL
+from mlx_paged.argument_values import is_sequence
+from mlx_paged.config import DEFAULT_MAX_NUM_BATCHED_TOKENS, SchedulerConfig
+from mlx_paged.domains import AT_LEAST_1, BOOL
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.prompts import Prompt, as_tokenizer, split_prompts
 from mlx_paged.engine.read_array import read_floats
@@ -126,23 +126,21 @@ class _Batch:
         sampler, processors = options.pop("sampler", None), options.pop("logits_processors", None)
         step_size = options.pop("prefill_step_size", DEFAULT_MAX_NUM_BATCHED_TOKENS)
         batch_size = options.pop("completion_batch_size", 32)
-        params = [
-            SamplingParams(
-                max_tokens=limit,
-                sampler=sampler,
-                logits_processors=processors or (),
-                logprobs=0 if wants_logprobs and not processors else None,
-                detokenize=False,
-            )
-            for limit in limits
-        ]
+        if processors is None:
+            processors = ()
+        shared = SamplingParams(sampler=sampler, logits_processors=processors, detokenize=False)
+        logprobs = 0 if wants_logprobs and not shared.logits_processors else None
+        params = [shared.clone(max_tokens=limit, logprobs=logprobs) for limit in limits]
+        step_size = AT_LEAST_1.check("batch_generate", "prefill_step_size", step_size)
+        batch_size = AT_LEAST_1.check("batch_generate", "completion_batch_size", batch_size)
+        num_seqs = min(batch_size, max(1, len(prompts)))
         self.engine = Engine(
             model,
             self.tokenizer,
-            max_num_seqs=check_integer("batch_generate", "completion_batch_size", batch_size, 1),
-            max_num_batched_tokens=check_integer(
-                "batch_generate", "prefill_step_size", step_size, 1
-            ),
+            max_num_seqs=num_seqs,
+            # A step holds a token of each answer that runs.
+            max_num_batched_tokens=max(step_size, num_seqs),
+            max_num_mixed_tokens=max(SchedulerConfig.max_num_mixed_tokens, num_seqs),
             **options,
         )
         self._num_requests = len(prompts)
@@ -150,7 +148,7 @@ class _Batch:
         self._outputs: dict[str, RequestOutput] = {}
         # The engine's own log-probabilities are those before the processors.
         self._logprobs: _Logprobs | None = None
-        if wants_logprobs and processors:
+        if wants_logprobs and shared.logits_processors:
             self._logprobs = _Logprobs(self.engine)
 
     def _add_requests(self) -> None:

@@ -17,9 +17,8 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.argument_values import check_integer
 from mlx_paged.config import DEFAULT_MAX_NUM_BATCHED_TOKENS
-from mlx_paged.domains import BOOL, such
+from mlx_paged.domains import AT_LEAST_1, BOOL, such
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.prompts import Prompt, as_tokenizer
 from mlx_paged.engine_options import OneShotOptions
@@ -313,7 +312,7 @@ def _stream(
     **engine_options: Unpack[OneShotOptions],
 ) -> Generator[tuple[GenerationResponse, mx.array], None, None]:
     """The responses, each with the log-probabilities that its token was drawn from."""
-    step_size = check_integer("generate", "prefill_step_size", prefill_step_size, 1)
+    step_size = AT_LEAST_1.check("generate", "prefill_step_size", prefill_step_size)
     progress = prompt_progress_callback
     if progress is not None:
         function = such("a function of 2 numbers", callable)
@@ -321,7 +320,7 @@ def _stream(
     params = SamplingParams(
         max_tokens=max_tokens,
         sampler=sampler,
-        logits_processors=logits_processors or (),
+        logits_processors=() if logits_processors is None else logits_processors,
         ignore_eos=tokenizer is None,
         skip_special_tokens=False,  # as in mlx-lm
     )

@@ -106,7 +106,9 @@ def test_a_prompt_that_fills_the_budget_exactly_still_gets_one_token(model: qwen
         ({"kv_cache_bytes": "much"}, "kv_cache_bytes must be bytes .*, got 'much'"),
         ({"kv_cache_bytes": 100}, "a budget of 100 bytes holds no block"),
         ({"backend": "vulkan"}, "unknown backend 'vulkan'; choose one of auto, reference, metal"),
-        ({"prefill_step_size": 0}, "prefill_step_size must be at least 1"),
+        ({"prefill_step_size": 0}, "prefill_step_size must be a positive integer"),
+        ({"prefill_step_size": 10**30}, "prefill_step_size must be a positive integer"),
+        ({"logits_processors": np.array([1, 2])}, "logits_processors must be functions"),
     ],
     ids=str,
 )
@@ -132,10 +134,10 @@ def test_bad_arguments_are_refused_by_name(model: qwen3.Model, arguments: dict, 
         ({"max_tokens": "9"}, "max_tokens must be at least 1, or -1 for no limit, got '9'"),
         ({"max_tokens": 2.0}, "max_tokens must be at least 1, or -1 for no limit, got 2.0"),
         ({"max_tokens": True}, "max_tokens must be at least 1, or -1 for no limit, got True"),
-        ({"prefill_step_size": 0}, "prefill_step_size must be at least 1, got 0"),
+        ({"prefill_step_size": 0}, "prefill_step_size must be a positive integer, got 0"),
         (
             {"prefill_step_size": "8"},
-            "prefill_step_size must be at least 1, got '8', which is not a whole number",
+            "prefill_step_size must be a positive integer, got '8'",
         ),
         ({"sampler": 0.7}, "sampler must be a function, such as make_sampler"),
         (
@@ -156,11 +158,11 @@ def test_bad_arguments_are_refused_by_name(model: qwen3.Model, arguments: dict, 
         ({"backend": None}, "backend must be a text, got None"),
         (
             {"block_size": "16"},
-            "block_size must be at least 1, got '16', which is not a whole number",
+            "block_size must be a positive integer, got '16'",
         ),
         (
             {"block_size": 16.0},
-            "block_size must be at least 1, got 16.0, which is not a whole number",
+            "block_size must be a positive integer, got 16.0",
         ),
         (
             {"max_model_len": 1},
@@ -397,6 +399,13 @@ def test_the_logprobs_of_a_batch_are_those_after_the_processors(demo: tuple):
     )
 
 
+def test_a_batch_may_be_larger_than_a_step_of_prompts(demo: tuple):
+    prompts = encoded(demo[1], "Hello, who are you?", "One two three", "The sky is")
+    expected = batch_generate(*demo, prompts, max_tokens=3).texts
+    sizes = {"completion_batch_size": 2**31, "prefill_step_size": 2}
+    assert batch_generate(*demo, prompts, max_tokens=3, **sizes).texts == expected
+
+
 def test_batch_generate_samples_and_says_its_figures(demo: tuple, capsys):
     prompts = ["Hello", "One two three"]
     mx.random.seed(1)
@@ -418,8 +427,8 @@ def test_batch_generate_samples_and_says_its_figures(demo: tuple, capsys):
         ({"max_tokens": 0}, "max_tokens must be at least 1"),
         ({"verbose": 1}, "verbose must be True or False, got 1"),
         ({"return_logprobs": None}, "return_logprobs must be True or False, got None"),
-        ({"completion_batch_size": 0}, "completion_batch_size must be at least 1, got 0"),
-        ({"prefill_step_size": "8"}, "prefill_step_size must be at least 1, got '8'"),
+        ({"completion_batch_size": 0}, "completion_batch_size must be a positive integer, got 0"),
+        ({"prefill_step_size": "8"}, "prefill_step_size must be a positive integer, got '8'"),
         ({"prompts": [[]]}, "the prompt is empty"),
         ({"sampler": 1}, "sampler must be a function"),
         ({"sampler": lambda row: row}, "a sampler returns integers of shape"),

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from mlx_paged.argument_values import check_integer
 from mlx_paged.block_store.block_file import encode_header
 from mlx_paged.block_store.errors import (
     BadBlockFileError,
@@ -27,6 +26,7 @@ from mlx_paged.block_store.layout import BlockLayout, BlockName
 from mlx_paged.block_store.notes import Notes
 from mlx_paged.block_store.shards import last_use_of
 from mlx_paged.core.tier import BlockHeader, Payload, Tier, TierStats
+from mlx_paged.domains import AT_LEAST_1
 from mlx_paged.errors import reason, shown, system_reason
 
 _ROWS_AT_A_TIME = 64
@@ -69,7 +69,7 @@ class BlockStore(Tier):
         ttl: float | None = None,
     ) -> None:
         self.layout = BlockLayout(folder)
-        self.max_nbytes = check_integer("block store", "cache_dir_size", max_nbytes, low=1)
+        self.max_nbytes = AT_LEAST_1.check("block store", "cache_dir_size", max_nbytes)
         self.ttl = _checked_ttl(ttl)
         self.fingerprint = fingerprint
         self._digest = fingerprint.digest

@@ -238,7 +238,7 @@ def _load_model(
 
 
 def _with_adapters(model: Module, adapter_path: str | Path) -> Module:
-    what = f"the adapters in {adapter_path} can't be used"
+    what = f"the adapters in {one_line(adapter_path)} can't be used"
     with load_errors(what):
         adapted: Module = load_adapters(model, str(adapter_path))
     adapted.eval()

@@ -10,7 +10,6 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
-from mlx_paged.argument_values import check_integer
 from mlx_paged.cache import (
     ContiguousKVCache,
     KVCache,
@@ -30,6 +29,7 @@ from mlx_paged.config import (
     KVBudget,
     StreamingWindow,
 )
+from mlx_paged.domains import AT_LEAST_1
 from mlx_paged.engine_options import CacheOptions
 from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.foreign_arguments import refuses_unknown_arguments
@@ -102,7 +102,7 @@ def make_kv_cache(
         )
     check_backend_name(backend)  # a basic cache has no backend, and would not ask
     block_size = options.get("block_size", DEFAULT_BLOCK_SIZE)
-    block_size = check_integer("kv cache", "block_size", block_size, 1)
+    block_size = AT_LEAST_1.check("kv cache", "block_size", block_size)
     budget = kv_budget(options.get("kv_cache_bytes"), model, draft_model)
     if kind == "basic" and not checked.runs_packed:
         raise ArgumentError(

@@ -94,7 +94,7 @@ def test_texts_of_a_type_of_their_own_are_texts(model: qwen3.Model):
         ({"kind": ["paged"]}, "kind must be a text"),
         (
             {"block_size": None},
-            "block_size must be at least 1, got None, which is not a whole number",
+            "block_size must be a positive integer, got None",
         ),
     ],
     ids=str,
