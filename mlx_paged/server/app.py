@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -29,15 +30,17 @@ def make_app(service: Service) -> Starlette:
     app = Starlette(
         routes=[
             Route("/health", health),
+            Route("/ping", health),  # as SageMaker and vLLM call it
             Route("/version", version),
-            Route("/v1/models", models),
-            Route("/v1/models/{name:path}", model),
+            *_with_and_without_version("/v1/models", models),
+            *_with_and_without_version("/v1/models/{name:path}", model),
             Route("/v1/cache", cache),
             Route("/v1/responses/{path:path}", stored_response, methods=["GET", "POST", "DELETE"]),
             *page_routes(),
             *_posts(
                 {
                     "/v1/chat/completions": chat_completions,
+                    "/chat/completions": chat_completions,
                     "/v1/completions": completions,
                     "/v1/messages": messages,
                     "/v1/messages/count_tokens": count_tokens,
@@ -52,6 +55,11 @@ def make_app(service: Service) -> Starlette:
     app.state.service = service
     add_metrics(app, service)
     return app
+
+
+def _with_and_without_version(path: str, endpoint: Callable[[Request], Any]) -> list[Route]:
+    """Clients that were given a base URL without ``/v1`` leave it out of their paths, too."""
+    return [Route(path, endpoint), Route(path.removeprefix("/v1"), endpoint)]
 
 
 def _posts(handlers: Mapping[str, Handler]) -> list[Route]:

@@ -41,7 +41,7 @@ def setup_arg_parser(prog: str | None = None) -> argparse.ArgumentParser:
         "--served-model-name",
         nargs="+",
         metavar="NAME",
-        help="names that clients may call the model (default: that of --model)",
+        help="names that clients may call the model; '*' is any (default: that of --model)",
     )
     for name, each in SERVER_SETTINGS.items():
         flags.add_flag(server, name, each, each.default, each.says or each.default)

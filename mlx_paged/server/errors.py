@@ -60,9 +60,10 @@ def error_body(error: ApiError, path: str, request_id: str | None = None) -> dic
     other = _OTHER_MISTAKE if error.status < 500 else _SERVER_ERROR
     openai_name, anthropic_name = _NAMES.get(error.status, other)
     if path.startswith(ANTHROPIC_PATHS):
+        details = {} if error.code is None else {"details": {"error_code": error.code}}
         return {
             "type": "error",
-            "error": {"type": anthropic_name, "message": error.message},
+            "error": {"type": anthropic_name, "message": error.message, **details},
             "request_id": request_id,
         }
     return {

@@ -1,8 +1,12 @@
-"""``Fields``: a JSON object that is read field by field; what nobody read is refused by name."""
+"""``Fields``: a JSON object that is read field by field; what is not read is refused by name, or
+left out where clients only repeat it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
 from mlx_paged.argument_values import is_plain_integer, kind_of
@@ -15,6 +19,10 @@ T = TypeVar("T")
 MAX_CHILDREN = 2**13
 REQUIRED: Any = object()
 """The default of a field that has to be there."""
+
+LOG = logging.getLogger("mlx_paged.server")
+_MAX_LOGGED = 256  # names of fields that were left out
+_logged: set[str] = set()
 
 
 class Fields:
@@ -41,6 +49,7 @@ class Fields:
             )
         self._values = value
         self._unread = {name for name, each in value.items() if each is not None}
+        self._left_out: set[str] = set()
         self.path = path
 
     def name_of(self, name: str) -> str:
@@ -161,6 +170,10 @@ class Fields:
             return
         raise self.error(name, f"is not supported, got {shown(value)}; leave it out")
 
+    def known(self) -> dict[str, Any]:
+        """What was read, or is ``null``, in the order of the body."""
+        return {name: value for name, value in self._values.items() if name not in self._left_out}
+
     def unread(self) -> frozenset[str]:
         """The fields that nobody read."""
         return frozenset(self._unread)
@@ -174,6 +187,20 @@ class Fields:
         for name in sorted(self._unread, key=str):
             way_out = (advice or {}).get(name, "leave it out")
             raise self.error(str(name), f"is not supported; {way_out}")
+
+    def leave_out_rest(self, advice: Mapping[str, str] | None = None) -> None:
+        """Pass over the fields that were not read: of messages, their parts and tools, in which
+        clients repeat what some server said and give hints to others. Each is logged once.
+
+        Args:
+            advice: fields that are refused all the same, and what to do instead.
+        """
+        if not self._unread:
+            return
+        refused = Fields({name: True for name in self._unread if name in (advice or {})}, self.path)
+        refused.refuse_rest(advice)
+        log_left_out(map(self.name_of, sorted(self._unread, key=str)))
+        self._left_out, self._unread = self._unread, set()
 
     def _elements(
         self, name: str, max_items: int, is_right: Callable[[Any], bool], what: str
@@ -201,3 +228,15 @@ class Fields:
         if default is REQUIRED:
             raise self.error(name, "is missing")
         return default
+
+
+def log_left_out(names: Iterable[str]) -> None:
+    """Log fields that were left out, by their places in the body: each once, and those only whose
+    names are short words, since clients can make up any.
+    """
+    for name in names:
+        place = re.sub(r"\[\d+\]", "[]", name)
+        is_word = place.replace("[]", "").replace(".", "_").isidentifier() and len(place) <= 80
+        if is_word and place not in _logged and len(_logged) < _MAX_LOGGED:
+            _logged.add(place)
+            LOG.info("left out, since it has no effect here: %s", place)

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("mlx_paged.server")
 
 DEMO_NAME = "demo"
+ANY_NAME = "*"  # of a model
 _EXTRA = ("starlette", "uvicorn", "h11", "llguidance", "prometheus_client")
 _MAX_FILES = 8192  # that are open, which macOS lets a process ask for
 _OTHER_FILES = 128
@@ -212,10 +213,12 @@ def make_service(args: argparse.Namespace, settings: ServerSettings) -> Service:
         return Counts(len(running), len(waiting), num_new)
 
     _prepare_grammars(engine)
+    names = args.served_model_name or ()
     return Service(
         engine,
         tokenizer,
-        model_names=tuple(args.served_model_name or [_model_name(args.model)]),
+        model_names=tuple(name for name in names if name != ANY_NAME) or (_model_name(args.model),),
+        takes_any_name=ANY_NAME in names,
         defaults=chosen_sampling(args, own),
         max_tokens=None if args.max_tokens == -1 else args.max_tokens,
         template_options=options,

@@ -28,6 +28,7 @@ from mlx_paged.server.generations import (
 )
 from mlx_paged.server.http.logs import count_tokens, log_text, logger
 from mlx_paged.server.prompt_length import LengthLimit
+from mlx_paged.server.responses.kept_items import KeptItems
 from mlx_paged.server.settings import DEFAULT_STEP_TIMEOUT
 from mlx_paged.server.watching.prefix_reports import explanation, report_texts
 
@@ -49,12 +50,14 @@ class Service:
         engine: runs the generations.
         tokenizer: of its model, with or without a chat template.
         model_names: that clients may use, the first of which is said in answers.
+        takes_any_name: whether clients may call the model whatever they like.
         defaults: of the model's ``generation_config.json``, or of flags.
         max_tokens: of an answer, where a request does not say; ``None``: what the protocol says,
             or what the context leaves.
         template_options: variables of the chat template, where a request does not say.
         created: when the server started, in seconds since the epoch.
         kept_answers: the last answers, so that conversations that come back hit the cache.
+        kept_items: of the last responses, for clients that refer to them.
         admit: given a number of sequences, holds as many places in the queue until their request
             begins; raises an :class:`ApiError` where the queue is full. By default there is no
             limit.
@@ -73,11 +76,13 @@ class Service:
     template_options: dict[str, object] = field(default_factory=dict)
     created: int = 0
     kept_answers: KeptAnswers = field(default_factory=KeptAnswers)
+    kept_items: KeptItems = field(default_factory=KeptItems)
     admit: Callable[[int], AbstractContextManager[object]] = nullcontext
     logs_cache: bool = False
     shows_cache_texts: bool = False
     first_part_seconds: float = 10.0
     step_timeout: float = DEFAULT_STEP_TIMEOUT
+    takes_any_name: bool = False
     _threads: FairThreads = field(
         default_factory=partial(
             FairThreads, "mlx_paged prompts", MAX_PREPARING, MAX_PREPARING_OF_USER

@@ -63,7 +63,11 @@ def dictation(
 
 
 def make_service(
-    folder: Path | None = None, *, model_names: Sequence[str] = ("demo",), **options: Any
+    folder: Path | None = None,
+    *,
+    model_names: Sequence[str] = ("demo",),
+    takes_any_name: bool = False,
+    **options: Any,
 ) -> Service:
     """A service with a :class:`ScriptedEngine` on a model folder, by default the demo model.
 
@@ -79,6 +83,7 @@ def make_service(
         model_names=tuple(model_names),
         defaults=read_sampling_defaults(folder),
         created=int(time.time()),
+        takes_any_name=takes_any_name,
     )
 
 

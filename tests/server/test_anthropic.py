@@ -320,6 +320,20 @@ def test_what_is_wrong_is_refused_by_name(shared_agent_service, fields, param):
     assert param in error.value.message or param == "model"
 
 
+def test_a_thread_is_refused_by_the_code_that_clients_fall_back_on(agent):
+    with pytest.raises(anthropic.BadRequestError) as error:
+        agent.anthropic.messages.create(**BODY, extra_body={"thread": {"type": "create"}})
+    assert error.value.error_code == "thread_unsupported_request"
+    assert "send all messages" in error.value.message
+
+
+def test_context_is_a_reminder_and_a_message_is_the_users(shared_agent_service):
+    told = [{"role": "ctx", "content": "It rains."}, {"role": "msg", "content": "Hello"}]
+    body = read(shared_agent_service, messages=told)
+    content = "<system-reminder>\nIt rains.\n</system-reminder>\n\nHello"
+    assert body.job.messages == [{"role": "user", "content": content}]
+
+
 def test_errors_have_the_shape_of_the_protocol(agent):
     with pytest.raises(anthropic.NotFoundError) as error:
         agent.anthropic.messages.create(**{**BODY, "model": "other"})

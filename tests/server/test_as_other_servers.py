@@ -13,6 +13,11 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 USER = [{"role": "user", "content": "Hello!"}]
 
 
+@pytest.mark.parametrize(("path", "like"), [("/ping", "/health"), ("/models", "/v1/models")])
+def test_paths_of_other_servers_are_answered_as_our_own(server_url, service, path, like):
+    assert ask(server_url, path).body == ask(server_url, like).body
+
+
 # mlx-lm: tests/test_server.py
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import re
+import threading
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -235,9 +236,11 @@ def ask_openai(client, kind):
 def test_clients_raise_their_own_error_when_the_engine_fails_in_a_stream(kind, monkeypatch):
     with running_service() as (service, url):
         step, numbers = service.engine.engine.step, itertools.count()
+        has_begun = threading.Event()
 
         def fails():
             if next(numbers) == 4:
+                has_begun.wait(30)  # The client reads the stream by then.
                 raise RuntimeError("the device is gone")
             return step()
 
@@ -259,6 +262,7 @@ def test_clients_raise_their_own_error_when_the_engine_fails_in_a_stream(kind, m
         with client, pytest.raises(error_kind, match="it stopped") as raised:
             for each in stream:
                 seen.append(each)
+                has_begun.set()
         assert not isinstance(
             raised.value, (openai.APIConnectionError, anthropic.APIConnectionError)
         )

@@ -281,3 +281,16 @@ def test_a_model_may_have_several_names():
             client.chat.completions.create(model=name, messages=SUM) for name in ("one", "two")
         ]
         assert [answer.model for answer in answers] == ["one", "two"]
+
+
+def test_a_model_may_have_any_name():
+    with (
+        running_service(model_names=("one",), takes_any_name=True) as (_, url),
+        openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client,  # without /v1
+    ):
+        assert [model.id for model in client.models.list()] == ["one"]
+        assert client.models.retrieve("gpt-5").id == "gpt-5"
+        answer = client.chat.completions.create(model="gpt-5", messages=SUM)
+        assert answer.model == "gpt-5"
+        with pytest.raises(openai.NotFoundError):
+            client.chat.completions.create(model="a" * 257, messages=SUM)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher
 
 from mlx_paged import StructuredOutputsParams
 from mlx_paged.server.errors import ApiError
@@ -37,6 +38,8 @@ JSON = StructuredOutputsParams(json=SCHEMA)
         ({"guided_json": SCHEMA}, JSON),
         ({"guided_json": '{"type": "object"}'}, StructuredOutputsParams(json={"type": "object"})),
         ({"guided_regex": "a+"}, StructuredOutputsParams(regex="a+")),
+        ({"json_schema": SCHEMA}, JSON),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, JSON),
         ({"guided_choice": ["a", "b"]}, StructuredOutputsParams(choice=["a", "b"])),
         ({"guided_grammar": 'start: "a"'}, StructuredOutputsParams(grammar='start: "a"')),
         (
@@ -54,6 +57,16 @@ def test_what_clients_send_is_read(body: dict[str, Any], expected: StructuredOut
     fields = Fields(body)
     assert read_structured_outputs(fields) == expected
     fields.refuse_rest()
+
+
+def test_a_grammar_of_llama_cpp_is_one_of_llguidance():
+    params = read_structured_outputs(Fields({"grammar": 'root ::= "yes" | "no"'}))
+    assert params is not None and params.grammar is not None
+    assert 'start: "yes"' in params.grammar
+    assert not LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(params.grammar))
+    lark = 'start: "yes" | "no"'
+    expected = StructuredOutputsParams(grammar=lark)
+    assert read_structured_outputs(Fields({"grammar": lark})) == expected
 
 
 def test_the_format_of_responses_has_its_schema_beside_the_type():
@@ -84,10 +97,15 @@ def test_the_format_of_responses_has_its_schema_beside_the_type():
             "must be a JSON schema",
         ),
         (
-            {"response_format": {"type": "json_object", "schema": {}}},
+            {"response_format": {"type": "json_object", "schema": 5}},
             "response_format.schema",
-            "is not supported",
+            "must be a JSON schema",
         ),
+        ({"grammar": "root ::= ("}, "grammar", "it is no GBNF"),
+        ({"grammar": "(" * 100_000}, "grammar", "it is no GBNF"),
+        ({"grammar": "a" * (2**18 + 1)}, "grammar", "has 262,145 characters"),
+        ({"grammar": 5}, "grammar", "must be a text"),
+        ({"json_schema": "{"}, "json_schema", "is not a JSON schema"),
         ({"guided_json": "{"}, "guided_json", "is not a JSON schema"),
         ({"guided_regex": 3}, "guided_regex", "must be a text"),
         ({"guided_choice": []}, "guided_choice", "must be texts"),

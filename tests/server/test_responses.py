@@ -10,6 +10,7 @@ import pytest
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.fields import Fields
 from mlx_paged.server.responses.body import read_responses_body, sealed
+from mlx_paged.server.responses.kept_items import KeptItems
 
 TOOL = {
     "type": "function",
@@ -147,6 +148,48 @@ def read(service, **fields):
     return read_responses_body(Fields({**ASK, **fields}), service)
 
 
+def test_tools_of_a_namespace_are_tools_and_their_calls_say_it(agent):
+    agent.script(ANSWER)
+    namespace = {"type": "namespace", "name": "files", "description": "Of files.", "tools": [TOOL]}
+    other = {**TOOL, "name": "write"}
+    response = agent.openai.responses.create(**ASK, tools=[other, namespace])
+    call = response.output[-1]
+    assert (call.name, call.namespace) == ("read", "files")
+    agent.script(ANSWER)
+    plain = agent.openai.responses.create(**ASK, tools=[other, TOOL])
+    assert plain.usage.input_tokens == response.usage.input_tokens
+    assert getattr(plain.output[-1], "namespace", None) is None
+
+
+def test_items_that_a_client_refers_to_are_those_that_it_was_told(agent):
+    agent.script(ANSWER)
+    first = agent.openai.responses.create(**ASK, tools=[TOOL])
+    *_, call = first.output
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "1"}
+    question = {"role": "user", "content": ASK["input"]}
+    tokens = []
+    for items in (
+        [{"type": "item_reference", "id": item.id} for item in first.output],
+        [item.model_dump(exclude_none=True) for item in first.output],
+    ):
+        agent.script("It says 1.")
+        ask = {**ASK, "input": [question, *items, output]}
+        tokens.append(agent.openai.responses.create(**ask, tools=[TOOL]).usage.input_tokens)
+    assert tokens[0] == tokens[1]
+
+
+def test_items_are_kept_for_their_owner_up_to_a_bound():
+    kept = KeptItems(max_characters=100)
+    items = [{"id": str(number), "text": "x" * 20} for number in range(4)]
+    kept.keep(None, items[:2])
+    assert kept.find(None, "0") == items[0]  # so that 1 is older
+    assert kept.find("somebody", "0") is None
+    kept.keep(None, items[2:3])
+    assert [kept.find(None, str(number)) for number in range(3)] == [items[0], None, items[2]]
+    kept.keep(None, [{"id": "0", "text": "new"}])
+    assert kept.find(None, "0") == {"id": "0", "text": "new"}
+
+
 def test_items_become_messages_that_templates_know(shared_agent_service):
     call = {"type": "function_call", "name": "read", "call_id": "1", "arguments": '{"path": "a"}'}
     other = {"type": "function_call", "name": "read", "call_id": "2", "arguments": "{oops"}
@@ -203,7 +246,7 @@ def test_fields_become_parameters(shared_agent_service):
         reasoning={"effort": "low", "summary": "auto"},
         text={"verbosity": "low"},
         prompt_cache_key="a",
-        truncation="disabled",
+        truncation="auto",
         store=False,
     )
     params = body.job.params
@@ -221,7 +264,11 @@ def test_fields_become_parameters(shared_agent_service):
     [
         ({"input": []}, "input"),
         ({"input": None}, "input"),
-        ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type"),
+        ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].id"),
+        ({"input": [{"type": "item_reference"}]}, "input[0].id"),
+        ({"tools": [{"type": "namespace", "name": "a", "tools": [{"type": "custom"}]}]},
+         "tools[0].tools[0].type"),
+        ({"tools": [{"type": "namespace", "tools": []}]}, "tools[0].name"),
         ({"input": [{"type": "function_call_output", "call_id": "1", "output": "a"}]},
          "input[0].call_id"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
@@ -229,7 +276,7 @@ def test_fields_become_parameters(shared_agent_service):
         ({"previous_response_id": "a"}, "previous_response_id"),
         ({"conversation": "a"}, "conversation"),
         ({"background": True}, "background"),
-        ({"truncation": "auto"}, "truncation"),
+        ({"truncation": "some"}, "truncation"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "custom", "name": "apply_patch"}]}, "tools[0].type"),
         ({"tools": [TOOL, TOOL]}, "tools[1].name"),

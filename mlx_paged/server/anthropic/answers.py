@@ -122,7 +122,7 @@ def whole_message(answer: MessageAnswer, output: RequestOutput) -> dict[str, Any
     has_calls = any(block["type"] == "tool_use" for block in content)
     return {
         **answer.start(),
-        "content": content or [{"type": "text", "text": "", "citations": None}],
+        "content": content or [{"type": "text", "text": ""}],
         **answer.end(has_calls),
     }
 
@@ -217,7 +217,7 @@ def _new_block(each: Event) -> dict[str, Any]:
     if isinstance(each, Reasoning):
         return {"type": "thinking", "thinking": "", "signature": ""}
     if isinstance(each, Text):
-        return {"type": "text", "text": "", "citations": None}
+        return {"type": "text", "text": ""}
     assert isinstance(each, ToolCallStart)
     return {"type": "tool_use", "id": each.call_id, "name": each.name, "input": ""}
 
@@ -230,7 +230,7 @@ def _whole_block(block: dict[str, Any], shows_thinking: bool) -> dict[str, Any]:
         return block
     if not _is_object(block["input"]):
         # Broken off, or no JSON: no input, so no call.
-        return {"type": "text", "text": f"{block['name']} {block['input']}", "citations": None}
+        return {"type": "text", "text": f"{block['name']} {block['input']}"}
     return {**block, "input": json.loads(block["input"])}
 
 

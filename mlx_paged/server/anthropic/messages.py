@@ -8,7 +8,8 @@ from typing import Any
 from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.server.answers.reader import ToolChoice
-from mlx_paged.server.chat_jobs import ChatJob
+from mlx_paged.server.chat_jobs import ChatJob, left_out_text
+from mlx_paged.server.errors import ApiError
 from mlx_paged.server.fields import Fields
 from mlx_paged.server.generations import api_error
 from mlx_paged.server.openai.messages import refuse_second_names
@@ -41,7 +42,6 @@ _WITHOUT_EFFECT = (
 _ADVICE = {
     "container": "containers run on Anthropic's servers; leave it out",
     "mcp_servers": "give the servers' tools as tools, and call them yourself",
-    "thread": "send all messages",
     "max_tokens_to_sample": "send max_tokens",
     "prompt": "send messages",
 }
@@ -49,13 +49,12 @@ _EFFORTS = ("low", "medium", "high", "xhigh", "max")
 # Claude Code's note for Anthropic's accounting. It is no text for a model, and it changes with each
 # request, so that no prompt would begin like the one before.
 _BILLING = "x-anthropic-billing-header:"
-_WITHOUT_EFFECT_IN_BLOCKS = ("cache_control", "citations", "caller", "toolset_name")
 _OTHER_BLOCKS = {
-    "image": "images",
-    "document": "documents; send their text",
-    "search_result": "search results; send their text",
-    "container_upload": "files; send their text",
-    "tool_reference": "references to tools; send the tools themselves",
+    "image": ("images", ""),
+    "document": ("documents", "; send their text"),
+    "search_result": ("search results", "; send their text"),
+    "container_upload": ("files", "; send their text"),
+    "tool_reference": ("references to tools", "; send the tools themselves"),
 }
 
 
@@ -88,10 +87,14 @@ def read_messages_body(
     Raises:
         ApiError: the first thing that is wrong, and every field that can't be honoured, by name.
     """
+    if fields.has("thread"):
+        # By this code Anthropic's clients know that they have to send the conversation.
+        text, code = "thread is not supported; send all messages", "thread_unsupported_request"
+        raise ApiError(400, text, param="thread", code=code)
     model = read_model(fields, service)
     tools = tuple(_read_tool(each) for each in fields.children("tools", ()))
     choice, is_parallel = _read_tool_choice(fields, tools)
-    options, shows_thinking = _read_thinking(fields, service)
+    options, shows_thinking = _read_thinking(fields, service, has_betas)
     params, effort = _read_params(fields, service, is_count)
     if effort is not None:
         options["reasoning_effort"] = effort
@@ -171,7 +174,9 @@ def _read_format(fields: Fields, name: str) -> dict[str, Any] | None:
     return schema
 
 
-def _read_thinking(fields: Fields, service: Service) -> tuple[dict[str, Any], bool]:
+def _read_thinking(
+    fields: Fields, service: Service, has_betas: bool
+) -> tuple[dict[str, Any], bool]:
     """Variables of the template, and whether the answer shows reasoning.
 
     Without ``thinking`` there is none, as in the protocol, unless the server was told otherwise.
@@ -183,6 +188,8 @@ def _read_thinking(fields: Fields, service: Service) -> tuple[dict[str, Any], bo
     kind = thinking.choice("type", ("enabled", "disabled", "adaptive", "between_tools"))
     thinking.integer("budget_tokens", None)
     display = thinking.choice("display", ("summarized", "omitted", "full"), "full")
+    if has_betas:
+        thinking.leave_out_rest()
     thinking.refuse_rest()
     return {"enable_thinking": kind != "disabled"}, display != "omitted"
 
@@ -207,11 +214,7 @@ def _read_tool(fields: Fields) -> dict[str, Any]:
         function = {"name": name, "description": description, **function}
     if fields.boolean("strict", False):
         function["strict"] = True
-    fields.accept(
-        "cache_control", "eager_input_streaming", "defer_loading", "input_examples",
-        "allowed_callers",
-    )  # fmt: skip
-    fields.refuse_rest()
+    fields.leave_out_rest()
     return {"type": "function", "function": function}
 
 
@@ -249,28 +252,36 @@ def _read_system(fields: Fields) -> list[dict[str, Any]]:
     return [{"role": "system", "content": text}] if text else []
 
 
-def _read_texts(fields: Fields, name: str) -> list[str]:
+def _read_texts(fields: Fields, name: str, is_last: bool = True) -> list[str]:
     """The texts of a field that is one, or a list of blocks that have one each."""
     if isinstance(fields.raw(name), str):
         return [fields.text(name)]
     texts = []
     for block in fields.children(name):
-        _check_kind(block, ("text",))
-        texts.append(block.text("text"))
-        block.accept(*_WITHOUT_EFFECT_IN_BLOCKS)
-        block.refuse_rest()
+        kind = _read_kind(block, ("text",), is_last)
+        texts.append(_text_of(block, kind))
+        block.leave_out_rest()
     return texts
 
 
-def _check_kind(block: Fields, kinds: tuple[str, ...]) -> str:
+def _read_kind(block: Fields, kinds: tuple[str, ...], is_last: bool) -> str:
+    """One of these kinds, or, in a message that is not the last, one that is no text."""
     kind = block.text("type")
     if kind in _OTHER_BLOCKS:
-        raise block.error(
-            "type", f"is {kind!r}, and models are text-only here: no {_OTHER_BLOCKS[kind]}"
-        )
-    if kind not in kinds:
+        what, way_out = _OTHER_BLOCKS[kind]
+        if is_last:
+            text = f"is {kind!r}, and models are text-only here: no {what}{way_out}"
+            raise block.error("type", text)
+    elif kind not in kinds:
         raise block.error("type", f"must be {' or '.join(map(repr, kinds))}, got {shown(kind)}")
     return kind
+
+
+def _text_of(block: Fields, kind: str) -> str:
+    if kind not in _OTHER_BLOCKS:
+        return block.text("text")
+    what, _ = _OTHER_BLOCKS[kind]
+    return left_out_text(what)
 
 
 def _read_messages(fields: Fields) -> list[dict[str, Any]]:
@@ -281,18 +292,20 @@ def _read_messages(fields: Fields) -> list[dict[str, Any]]:
     """
     messages: list[dict[str, Any]] = []
     names: dict[str, str] = {}  # of the tools, by the ids of their calls
-    for each in fields.children("messages"):
-        role = each.choice("role", ("user", "assistant", "system"))
+    children = list(fields.children("messages"))
+    for each in children:
+        is_last = each is children[-1]
+        role = each.choice("role", ("user", "assistant", "system", "ctx", "msg"))
         if role == "assistant":
-            new = [_read_answer(each, names)]
-        elif role == "user":
-            new = _read_question(each, names)
+            new = [_read_answer(each, names, is_last)]
+        elif role in ("user", "msg"):
+            new = _read_question(each, names, is_last)
         else:
             # Few templates know a system's message in the middle.
-            text = "\n\n".join(_read_texts(each, "content"))
+            text = "\n\n".join(_read_texts(each, "content", is_last))
             text = f"<system-reminder>\n{text}\n</system-reminder>"
             new = [{"role": "user", "content": [text]}]
-        each.refuse_rest()
+        each.leave_out_rest()
         for message in new:
             _append(messages, message)
     if not messages:
@@ -314,51 +327,52 @@ def _append(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
         last["reasoning_content"] = message["reasoning_content"]
 
 
-def _read_question(fields: Fields, names: dict[str, str]) -> list[dict[str, Any]]:
+def _read_question(fields: Fields, names: dict[str, str], is_last: bool) -> list[dict[str, Any]]:
     """What the user says, and results of tools, in their order."""
     if isinstance(fields.raw("content"), str):
         return [{"role": "user", "content": [fields.text("content")]}]
     messages: list[dict[str, Any]] = []
     for block in fields.children("content"):
-        if _check_kind(block, ("text", "tool_result")) == "tool_result":
-            messages.append(_read_result(block, names))
+        kind = _read_kind(block, ("text", "tool_result"), is_last)
+        if kind == "tool_result":
+            messages.append(_read_result(block, names, is_last))
         else:
-            _append(messages, {"role": "user", "content": [block.text("text")]})
-        block.accept(*_WITHOUT_EFFECT_IN_BLOCKS)
-        block.refuse_rest()
+            _append(messages, {"role": "user", "content": [_text_of(block, kind)]})
+        block.leave_out_rest()
     return messages or [{"role": "user", "content": []}]
 
 
-def _read_result(block: Fields, names: dict[str, str]) -> dict[str, Any]:
+def _read_result(block: Fields, names: dict[str, str], is_last: bool) -> dict[str, Any]:
     call_id = block.text("tool_use_id")
     if call_id not in names:
         raise block.error("tool_use_id", f"is {shown(call_id)}, and no tool_use has that id")
-    text = "\n".join(_read_texts(block, "content")) if block.has("content") else ""
+    texts = _read_texts(block, "content", is_last) if block.has("content") else ()
+    text = "\n".join(texts)
     if block.boolean("is_error", False) and "error" not in text[:40].lower():
         # Templates have no word for it.
         text = f"Error: {text}"
     return {"role": "tool", "tool_call_id": call_id, "name": names[call_id], "content": [text]}
 
 
-def _read_answer(fields: Fields, names: dict[str, str]) -> dict[str, Any]:
+def _read_answer(fields: Fields, names: dict[str, str], is_last: bool) -> dict[str, Any]:
     """What the model said."""
     if isinstance(fields.raw("content"), str):
         return {"role": "assistant", "content": [fields.text("content")]}
     texts, reasoning, calls = [], [], []
     for block in fields.children("content"):
-        kind = _check_kind(block, ("text", "thinking", "redacted_thinking", "tool_use"))
-        if kind == "text":
-            texts.append(block.text("text"))
-        elif kind == "thinking":
+        kinds = ("text", "thinking", "redacted_thinking", "tool_use")
+        kind = _read_kind(block, kinds, is_last)
+        if kind == "thinking":
             reasoning.append(block.text("thinking"))
             block.accept("signature")
         elif kind == "redacted_thinking":
             block.accept("data")  # is Anthropic's, and says nothing here
-        else:
+        elif kind == "tool_use":
             calls.append(_read_call(block))
             names[calls[-1]["id"]] = calls[-1]["function"]["name"]
-        block.accept(*_WITHOUT_EFFECT_IN_BLOCKS)
-        block.refuse_rest()
+        else:
+            texts.append(_text_of(block, kind))
+        block.leave_out_rest()
     message: dict[str, Any] = {"role": "assistant", "content": ["".join(texts)]}
     if any(reasoning):
         message["reasoning_content"] = "\n".join(reasoning)

@@ -1,29 +1,34 @@
 """What an answer has to be, as requests say it: OpenAI's ``response_format`` and ``text.format``,
-and vLLM's ``structured_outputs`` and ``guided_*``. Pure functions.
+vLLM's ``structured_outputs`` and ``guided_*``, and llama.cpp's ``json_schema`` and ``grammar``.
+Pure functions.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from mlx_paged.errors import ArgumentError
+from mlx_paged.errors import ArgumentError, one_line
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.fields import Fields
-from mlx_paged.structured_outputs import KINDS, StructuredOutputsParams
+from mlx_paged.structured_outputs import KINDS, MAX_GRAMMAR_LEN, StructuredOutputsParams
 
-# vLLM's fields, by the name of what they mean.
-_GUIDED = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")}
+# vLLM's fields and llama.cpp's, by the name of what they mean.
+_PLAIN = {
+    **{f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")},
+    "json_schema": "json",
+    "grammar": "grammar",
+}
 
 
 def read_structured_outputs(body: Fields) -> StructuredOutputsParams | None:
-    """What ``response_format``, ``structured_outputs`` and ``guided_*`` of a request say; ``None``:
-    any text.
+    """What ``response_format``, ``structured_outputs``, ``guided_*``, ``json_schema`` and
+    ``grammar`` of a request say; ``None``: any text.
 
     Raises:
         ApiError: one of them is wrong, or there are several; it names the field.
     """
     found: dict[str, StructuredOutputsParams] = {}
-    for name in ("response_format", "structured_outputs", *_GUIDED):
+    for name in ("response_format", "structured_outputs", *_PLAIN):
         if not body.has(name):
             continue
         if name == "response_format":
@@ -31,7 +36,8 @@ def read_structured_outputs(body: Fields) -> StructuredOutputsParams | None:
         elif name == "structured_outputs":
             wanted = _read_structured_outputs(body.child(name))
         else:
-            wanted = _made(body, name, **{_GUIDED[name]: body.raw(name)})
+            value = _lark_of(body, name) if name == "grammar" else body.raw(name)
+            wanted = _made(body, name, **{_PLAIN[name]: value})
         if wanted is not None:
             found[name] = wanted
     if len(found) > 1:
@@ -49,7 +55,9 @@ def read_format(fields: Fields) -> StructuredOutputsParams | None:
     """
     kind = fields.choice("type", ("text", "json_object", "json_schema"))
     wanted = None
-    if kind == "json_object":
+    if kind == "json_object" and fields.has("schema"):  # as llama.cpp has it
+        wanted = _made(fields, "schema", json=fields.raw("schema"))
+    elif kind == "json_object":
         wanted = StructuredOutputsParams(json_object=True)
     elif kind == "json_schema":
         has_child = fields.has("json_schema")
@@ -63,6 +71,22 @@ def read_format(fields: Fields) -> StructuredOutputsParams | None:
         inner.refuse_rest()
     fields.refuse_rest()
     return wanted
+
+
+def _lark_of(body: Fields, name: str) -> str:
+    """A grammar in llama.cpp's GBNF, or in llguidance's Lark, as Lark."""
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    text = body.text(name)
+    if len(text) > MAX_GRAMMAR_LEN:
+        raise body.error(
+            name, f"has {len(text):,} characters, and {MAX_GRAMMAR_LEN:,} are the most"
+        )
+    try:
+        lark: str = any_to_lark(text)
+    except Exception as error:  # Its parser is recursive, and the text may be anything.
+        raise body.error(name, f"can't be used: it is no GBNF: {one_line(error)}") from None
+    return lark
 
 
 def _read_structured_outputs(fields: Fields) -> StructuredOutputsParams:

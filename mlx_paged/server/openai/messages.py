@@ -7,12 +7,10 @@ from typing import Any
 
 from mlx_paged.errors import shown
 from mlx_paged.server.answers.reader import ToolChoice
-from mlx_paged.server.chat_jobs import arguments_of
+from mlx_paged.server.chat_jobs import arguments_of, left_out_text
 from mlx_paged.server.fields import Fields
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-# What clients send back of an answer that they got, and what is a hint for other servers' caches.
-_WITHOUT_EFFECT = ("annotations", "id", "cache_control", "index")
 _OTHER_PARTS = {
     "image_url": "images",
     "input_image": "images",
@@ -26,38 +24,42 @@ _REASONING = ("reasoning_content", "reasoning")
 
 def read_messages(fields: Fields) -> list[dict[str, Any]]:
     """The conversation: each message has a role and a content that is text; ``tool_calls`` of an
-    assistant have arguments that are objects. ``developer`` becomes ``system``.
+    assistant have arguments that are objects. ``developer`` becomes ``system``. Images and the like
+    are refused in the last message alone; in the history a line of text stands for them.
 
     Raises:
         ApiError: something else, by its place; 400.
     """
-    messages = [_read_message(each) for each in fields.children("messages")]
-    if not messages:
+    children = list(fields.children("messages"))
+    if not children:
         raise fields.error("messages", "is empty; give at least one message")
-    return messages
+    return [_read_message(each, is_last=each is children[-1]) for each in children]
 
 
-def _read_message(fields: Fields) -> dict[str, Any]:
+def _read_message(fields: Fields, is_last: bool) -> dict[str, Any]:
     role = fields.choice("role", _ROLES)
     message: dict[str, Any] = {"role": "system" if role == "developer" else role}
     if role == "assistant":
-        message |= _read_answer(fields)
+        message |= _read_answer(fields, is_last)
+    elif role == "tool" and not fields.has("content"):
+        message["content"] = ""  # Some clients have nothing to say of a call without a result.
     else:
-        message["content"] = _read_content(fields)
+        message["content"] = _read_content(fields, is_last)
     if role == "tool" and fields.has("tool_call_id"):
         message["tool_call_id"] = fields.text("tool_call_id")
     if fields.has("name"):
         message["name"] = fields.text("name")
-    fields.accept(*_WITHOUT_EFFECT)
-    fields.refuse_rest({"function_call": "send tool_calls", "audio": "only text can be read"})
+    fields.leave_out_rest({"function_call": "send tool_calls", "audio": "only text can be read"})
     return message
 
 
-def _read_answer(fields: Fields) -> dict[str, Any]:
+def _read_answer(fields: Fields, is_last: bool) -> dict[str, Any]:
     """What a message of an assistant has. Without a content and calls it is an empty text, which
     clients send after an answer that was broken off.
     """
-    answer: dict[str, Any] = {"content": _read_content(fields) if fields.has("content") else ""}
+    answer: dict[str, Any] = {"content": ""}
+    if fields.has("content"):
+        answer["content"] = _read_content(fields, is_last)
     if fields.has("refusal"):
         answer["content"] += fields.text("refusal")
     reasoning = [fields.text(name) for name in _REASONING if fields.has(name)]
@@ -69,18 +71,22 @@ def _read_answer(fields: Fields) -> dict[str, Any]:
     return answer
 
 
-def _read_content(fields: Fields) -> str:
+def _read_content(fields: Fields, is_last: bool) -> str:
     """The text of a message, whose parts are joined without anything between them."""
     if not isinstance(fields.raw("content"), list):
         return fields.text("content")
     return "".join(
-        part if isinstance(part, str) else _read_part(Fields(part, f"{fields.path}.content[{i}]"))
-        for i, part in enumerate(fields.items("content"))
+        part
+        if isinstance(part, str)
+        else _read_part(Fields(part, f"{fields.path}.content[{index}]"), is_last)
+        for index, part in enumerate(fields.items("content"))
     )
 
 
-def _read_part(fields: Fields) -> str:
+def _read_part(fields: Fields, is_last: bool) -> str:
     kind = fields.text("type")
+    if kind in _OTHER_PARTS and not is_last:
+        return left_out_text(_OTHER_PARTS[kind])
     if kind in _OTHER_PARTS:
         raise fields.error(
             "type", f"is {kind!r}, and models are text-only here: no {_OTHER_PARTS[kind]}"
@@ -88,8 +94,7 @@ def _read_part(fields: Fields) -> str:
     if kind not in ("text", "refusal"):
         raise fields.error("type", f"must be 'text', got {shown(kind)}")
     text = fields.text(kind)
-    fields.accept(*_WITHOUT_EFFECT)
-    fields.refuse_rest()
+    fields.leave_out_rest()
     return text
 
 
@@ -103,45 +108,43 @@ def _read_tool_call(fields: Fields) -> dict[str, Any]:
             "arguments": arguments_of(function.text("arguments", "")),
         },
     }
-    function.refuse_rest()
+    function.leave_out_rest()
     if fields.has("id"):
         call["id"] = fields.text("id")
-    fields.accept(*_WITHOUT_EFFECT)
-    fields.refuse_rest()
+    fields.leave_out_rest()
     return call
 
 
 def read_tools(fields: Fields) -> tuple[dict[str, Any], ...]:
-    """The functions that may be called, as they are in the body, which is what templates take.
+    """The functions that may be called, with those of their fields that templates know, in the
+    order of the body.
 
     Raises:
         ApiError: something else, by its place; 400.
     """
     tools, names = [], set()
-    for fields_of_tool, tool in zip(
-        fields.children("tools", ()), fields.items("tools", []), strict=True
-    ):
-        name = _check_tool(fields_of_tool)
+    for each in fields.children("tools", ()):
+        tool = _read_tool(each)
+        name = tool["function"]["name"]
         if name in names:
-            raise fields_of_tool.error("function.name", f"is {name!r}, as that of another tool")
+            raise each.error("function.name", f"is {name!r}, as that of another tool")
         names.add(name)
         tools.append(tool)
     return tuple(tools)
 
 
-def _check_tool(fields: Fields) -> str:
+def _read_tool(fields: Fields) -> dict[str, Any]:
     kind = fields.text("type")
     if kind != "function":
         raise fields.error("type", f"must be 'function', got {shown(kind)}")
     function = fields.child("function")
-    name = function.filled_text("name")
+    function.filled_text("name")
     function.text("description", None)
     function.child("parameters", None)
     function.boolean("strict", None)
-    function.refuse_rest()
-    fields.accept(*_WITHOUT_EFFECT)
-    fields.refuse_rest()
-    return name
+    function.leave_out_rest()
+    fields.leave_out_rest()
+    return fields.known() | {"function": function.known()}
 
 
 def refuse_second_names(fields: Fields, names: Sequence[str]) -> None:

@@ -16,6 +16,7 @@ from mlx_paged.server.errors import ApiError
 from mlx_paged.server.fields import Fields
 from mlx_paged.server.service import Service
 
+_MAX_NAME_LEN = 256  # of a model, by which each event of an answer calls it
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 # They say nothing about the answer: whose request it is, where a cache of other servers may look
@@ -110,7 +111,8 @@ def check_model_name(name: str, service: Service) -> None:
     Raises:
         ApiError: there is no such model; 404.
     """
-    if name not in service.model_names:
+    is_taken = service.takes_any_name and len(name) <= _MAX_NAME_LEN
+    if name not in service.model_names and not is_taken:
         names = ", ".join(map(shown, service.model_names))
         text = f"there is no model {shown(name)}; this server has {names}"
         raise ApiError(404, text, param="model", code="model_not_found")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from mlx_paged.request import CompletionOutput, RequestOutput
@@ -23,10 +24,16 @@ class ResponseAnswer:
 
     Args:
         request_id: the response's and the items' ids are made of it.
+        owner: may refer to the items later.
     """
 
     def __init__(
-        self, service: Service, body: ResponsesBody, answer_format: AnswerFormat, request_id: str
+        self,
+        service: Service,
+        body: ResponsesBody,
+        answer_format: AnswerFormat,
+        request_id: str,
+        owner: str | None = None,
     ):
         self._body = body
         self._id = f"resp_{request_id}"
@@ -36,7 +43,8 @@ class ResponseAnswer:
         self._names = TokenNames(service.token_texts, False)
         self._num_prompt_tokens = self._num_cached_tokens = self._num_tokens = 0
         self._last: CompletionOutput | None = None
-        self.items = _Items(request_id, body.has_sealed_reasoning)
+        self.items = _Items(request_id, body.has_sealed_reasoning, body.namespaces)
+        self._keep = partial(service.kept_items.keep, owner)
 
     def add(self, output: RequestOutput) -> Iterator[dict[str, Any]]:
         """The events that the next part makes."""
@@ -50,6 +58,7 @@ class ResponseAnswer:
         yield from self.items.add(self._reader.read(completion), self._logprobs_of(completion))
         if completion.finish_reason is not None:
             yield from self.items.finish(completion.finish_reason == "length")
+            self._keep(self.items.done)
 
     def _logprobs_of(self, completion: CompletionOutput) -> list[dict[str, Any]]:
         number = self._body.num_top_logprobs
@@ -144,10 +153,11 @@ class _Items:
         done: those that are whole.
     """
 
-    def __init__(self, request_id: str, has_sealed_reasoning: bool):
+    def __init__(self, request_id: str, has_sealed_reasoning: bool, namespaces: Mapping[str, str]):
         self.done: list[dict[str, Any]] = []
         self._request_id = request_id
         self._has_sealed_reasoning = has_sealed_reasoning
+        self._namespaces = namespaces
         self._item: dict[str, Any] | None = None  # the open one
         self._text = ""  # of it
         self._logprobs: list[dict[str, Any]] = []  # of it
@@ -199,6 +209,8 @@ class _Items:
         item: dict[str, Any] = {"id": f"{_PREFIXES[kind]}_{self._request_id}_{index}", "type": kind}
         if isinstance(each, ToolCallStart):
             item |= {"call_id": each.call_id, "name": each.name, "arguments": ""}
+            if each.name in self._namespaces:
+                item["namespace"] = self._namespaces[each.name]
         elif kind == "message":
             item |= {"role": "assistant", "content": []}
         else:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import base64
 import binascii
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from mlx_paged.errors import shown
 from mlx_paged.server.answers.reader import ToolChoice
-from mlx_paged.server.chat_jobs import ChatJob, arguments_of
+from mlx_paged.server.chat_jobs import ChatJob, arguments_of, left_out_text
 from mlx_paged.server.fields import Fields
 from mlx_paged.server.grammars.response_format import read_format
 from mlx_paged.server.openai.messages import read_tool_choice, refuse_second_names
@@ -46,8 +48,6 @@ _OTHER_PARTS = {
     "input_file": "files",
     "input_audio": "audio",
 }
-_WITHOUT_EFFECT_IN_ITEMS = ("id", "status", "phase", "caller", "namespace", "name")
-_WITHOUT_EFFECT_IN_PARTS = ("annotations", "logprobs", "prompt_cache_breakpoint")
 # Before the reasoning in ``encrypted_content``, so that what other servers made is told apart. The
 # server keeps nothing, and clients bring it back.
 _SEAL = "mlx_paged."
@@ -58,6 +58,7 @@ class ResponsesBody:
     """A body, read.
 
     Args:
+        namespaces: of the tools that came in one, by their names.
         echo: what the response repeats of the request.
         has_sealed_reasoning: whether reasoning comes as ``encrypted_content``, too.
     """
@@ -67,17 +68,23 @@ class ResponsesBody:
     is_streamed: bool = False
     num_top_logprobs: int | None = None
     has_sealed_reasoning: bool = False
+    namespaces: dict[str, str] = field(default_factory=dict)
     echo: dict[str, Any] = field(default_factory=dict)
 
 
-def read_responses_body(fields: Fields, service: Service) -> ResponsesBody:
+def read_responses_body(
+    fields: Fields, service: Service, owner: str | None = None
+) -> ResponsesBody:
     """Everything that the body says.
+
+    Args:
+        owner: of the items that it may refer to.
 
     Raises:
         ApiError: the first thing that is wrong, and every field that can't be honoured, by name.
     """
     model = read_model(fields, service)
-    tools = tuple(_read_tool(each) for each in fields.children("tools", ()))
+    tools, namespaces = _read_tools(fields)
     choice = _read_tool_choice(fields, tools)
     includes = _read_includes(fields)
     num_top_logprobs = _read_num_top_logprobs(fields, includes)
@@ -95,7 +102,7 @@ def read_responses_body(fields: Fields, service: Service) -> ResponsesBody:
     )
     is_parallel = fields.boolean("parallel_tool_calls", True)
     job = ChatJob(
-        _read_conversation(fields),
+        _read_conversation(fields, partial(service.kept_items.find, owner)),
         params,
         tools,
         choice,
@@ -120,7 +127,10 @@ def read_responses_body(fields: Fields, service: Service) -> ResponsesBody:
         "top_logprobs": num_top_logprobs or 0,
         "top_p": params.top_p,
     }
-    return ResponsesBody(job, model, is_streamed, num_top_logprobs, _INCLUDES[0] in includes, echo)
+    has_sealed_reasoning = _INCLUDES[0] in includes
+    return ResponsesBody(
+        job, model, is_streamed, num_top_logprobs, has_sealed_reasoning, namespaces, echo
+    )
 
 
 def _check_rest(fields: Fields, is_streamed: bool) -> None:
@@ -133,7 +143,8 @@ def _check_rest(fields: Fields, is_streamed: bool) -> None:
     fields.boolean("store", None)
     fields.child("metadata", None)
     fields.only("background", False)
-    fields.only("truncation", "disabled")
+    # A conversation that is too long is refused, and nothing of it goes missing.
+    fields.only("truncation", "disabled", "auto")
     fields.only("service_tier", "auto", "default")
     fields.accept(*_WITHOUT_EFFECT)
     fields.refuse_rest(_ADVICE)
@@ -181,6 +192,23 @@ def _read_text(fields: Fields, options: dict[str, Any]) -> StructuredOutputsPara
 # Tools
 
 
+def _read_tools(fields: Fields) -> tuple[tuple[dict[str, Any], ...], dict[str, str]]:
+    """The tools, those of Codex's namespaces among them, and the namespaces by the tools' names."""
+    tools: list[dict[str, Any]] = []
+    namespaces: dict[str, str] = {}
+    for each in fields.children("tools", ()):
+        if each.raw("type") != "namespace":
+            tools.append(_read_tool(each))
+            continue
+        namespace = each.filled_text("name")
+        each.text("description", None)
+        inner = [_read_tool(tool) for tool in each.children("tools")]
+        namespaces |= {tool["function"]["name"]: namespace for tool in inner}
+        tools += inner
+        each.leave_out_rest()
+    return tuple(tools), namespaces
+
+
 def _read_tool(fields: Fields) -> dict[str, Any]:
     """A tool as templates take it, which is that of chat completions."""
     kind = fields.text("type")
@@ -199,8 +227,7 @@ def _read_tool(fields: Fields) -> dict[str, Any]:
     function["parameters"] = fields.raw("parameters") or {"type": "object", "properties": {}}
     if fields.boolean("strict", None):
         function["strict"] = True
-    fields.accept("defer_loading", "allowed_callers", "output_schema")
-    fields.refuse_rest()
+    fields.leave_out_rest()
     return {"type": "function", "function": function}
 
 
@@ -213,7 +240,9 @@ def _read_tool_choice(fields: Fields, tools: tuple[dict[str, Any], ...]) -> Tool
 # Input
 
 
-def _read_conversation(fields: Fields) -> list[dict[str, Any]]:
+def _read_conversation(
+    fields: Fields, find: Callable[[str], dict[str, Any] | None]
+) -> list[dict[str, Any]]:
     """Instructions and input as messages; what one side says in several items becomes one.
 
     A content is the list of its texts until all of them are there: to join them one by one would
@@ -226,9 +255,10 @@ def _read_conversation(fields: Fields) -> list[dict[str, Any]]:
     if isinstance(fields.raw("input"), str):
         messages.append({"role": "user", "content": [fields.text("input")]})
     else:
-        reader = _ItemReader(messages)
-        for each in fields.children("input"):
-            reader.add(each)
+        reader = _ItemReader(messages, find)
+        items = list(fields.children("input"))
+        for each in items:
+            reader.add(each, is_last=each is items[-1])
         reader.end_turn()
     if len(messages) == (1 if instructions else 0):
         raise fields.error("input", "is empty; give a text, or at least one item")
@@ -238,15 +268,26 @@ def _read_conversation(fields: Fields) -> list[dict[str, Any]]:
 
 
 class _ItemReader:
-    """Items of the input, one after another, to messages."""
+    """Items of the input, one after another, to messages.
 
-    def __init__(self, messages: list[dict[str, Any]]):
+    Args:
+        find: returns an item by its id, if it is kept.
+    """
+
+    def __init__(
+        self, messages: list[dict[str, Any]], find: Callable[[str], dict[str, Any] | None]
+    ):
         self._messages = messages
+        self._find = find
+        self._is_last = False
         self._turn: dict[str, Any] | None = None  # what the model says, which may be many items
         self._names: dict[str, str] = {}  # of the tools, by the ids of their calls
 
-    def add(self, item: Fields) -> None:
+    def add(self, item: Fields, is_last: bool) -> None:
         """Take the next item."""
+        self._is_last = is_last
+        if item.raw("type") == "item_reference":
+            item = self._referred(item)
         kind = item.text("type", "message")
         readers = {
             "message": self._add_message,
@@ -257,8 +298,16 @@ class _ItemReader:
         if kind not in readers:
             raise item.error("type", f"is {shown(kind)}; this server knows {', '.join(readers)}")
         readers[kind](item)
-        item.accept(*_WITHOUT_EFFECT_IN_ITEMS)
-        item.refuse_rest()
+        item.leave_out_rest()
+
+    def _referred(self, item: Fields) -> Fields:
+        item_id = item.text("id")
+        found = self._find(item_id)
+        if found is None:
+            raise item.error(
+                "id", f"{shown(item_id)} is not kept here, or not any more; send the item itself"
+            )
+        return Fields(found, item.path)
 
     def end_turn(self) -> None:
         """What the model said is over."""
@@ -273,7 +322,7 @@ class _ItemReader:
 
     def _add_message(self, item: Fields) -> None:
         role = item.choice("role", ("user", "assistant", "system", "developer"))
-        text = _read_content(item, "content")
+        text = _read_content(item, "content", self._is_last)
         if role == "assistant":
             self._open_turn()["content"].append(text)
             return
@@ -308,7 +357,7 @@ class _ItemReader:
                 "role": "tool",
                 "tool_call_id": call_id,
                 "name": self._names[call_id],
-                "content": [_read_content(item, "output")],
+                "content": [_read_content(item, "output", self._is_last)],
             }
         )
 
@@ -325,15 +374,17 @@ class _ItemReader:
             self._open_turn()["reasoning_content"] = text
 
 
-def _read_content(fields: Fields, name: str) -> str:
+def _read_content(fields: Fields, name: str, is_last: bool) -> str:
     """A text, or a list of parts whose texts are joined."""
     if isinstance(fields.raw(name), str):
         return fields.text(name)
-    return "".join(map(_read_part, fields.children(name)))
+    return "".join(_read_part(part, is_last) for part in fields.children(name))
 
 
-def _read_part(fields: Fields) -> str:
+def _read_part(fields: Fields, is_last: bool) -> str:
     kind = fields.text("type")
+    if kind in _OTHER_PARTS and not is_last:
+        return left_out_text(_OTHER_PARTS[kind])
     if kind in _OTHER_PARTS:
         raise fields.error(
             "type", f"is {kind!r}, and models are text-only here: no {_OTHER_PARTS[kind]}"
@@ -341,8 +392,7 @@ def _read_part(fields: Fields) -> str:
     if kind not in ("input_text", "output_text", "text", "refusal"):
         raise fields.error("type", f"must be 'input_text' or 'output_text', got {shown(kind)}")
     text = fields.text("refusal" if kind == "refusal" else "text")
-    fields.accept(*_WITHOUT_EFFECT_IN_PARTS)
-    fields.refuse_rest()
+    fields.leave_out_rest()
     return text
 
 

@@ -1,13 +1,14 @@
-"""``/v1/responses``, which OpenAI's newer clients speak. Nothing is stored."""
+"""``/v1/responses``, which OpenAI's newer clients speak. Responses are not stored."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NoReturn
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from mlx_paged.server.callers import prepare_chat, request_id_of
+from mlx_paged.server.callers import cache_salt_of, prepare_chat, request_id_of
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.fields import Fields
 from mlx_paged.server.http.sse import EventStream
@@ -19,9 +20,11 @@ from mlx_paged.server.service import Service
 async def responses(request: Request, fields: Fields) -> Response:
     """An answer to a conversation, whole or as events."""
     service: Service = request.app.state.service
-    body, generation, answer_format = await prepare_chat(request, fields, read_responses_body)
+    owner = cache_salt_of(request, None)
+    read = partial(read_responses_body, owner=owner)
+    body, generation, answer_format = await prepare_chat(request, fields, read)
     request_id = request_id_of(request)
-    answer = ResponseAnswer(service, body, answer_format, request_id)
+    answer = ResponseAnswer(service, body, answer_format, request_id, owner)
     if not body.is_streamed:
         [output] = await service.whole([generation], request_id)
         return JSONResponse(whole_response(answer, output))
