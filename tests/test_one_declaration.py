@@ -199,7 +199,9 @@ def test_a_declared_dummy_is_a_typed_keyword_for_mypy(copy: Path):
 def test_the_tables_of_the_readme_and_the_docs_are_those_of_the_declarations():
     """``python -m paged_testing.option_tables``, in tools/, writes them."""
     names = {str(path.relative_to(REPOSITORY)) for path in pages()}
-    assert names == {"README.md", "docs/disk-tier.md", "docs/options.md"}
+    assert names == {
+        *("README.md", "docs/disk-tier.md", "docs/options.md", "docs/server/seeing.md"),
+    }
     assert [path for path in pages() if path.read_text() != with_tables(path.read_text())] == []
 
 

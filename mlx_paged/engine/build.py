@@ -72,7 +72,7 @@ class EngineParts:
             num_read_prompt_tokens=latencies.num_read_prompt_tokens,
             num_generation_tokens=latencies.num_generation_tokens,
             num_finished=dict(latencies.num_finished),
-            num_steps=latencies.iteration_tokens.count,
+            num_steps=latencies.num_steps,
             busy_seconds=latencies.busy_seconds,
             num_swapped_tokens=self.swap_space.num_used_tokens,
             nbytes_held=self.cache.nbytes_held,

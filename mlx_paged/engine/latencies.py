@@ -27,6 +27,7 @@ REQUEST_BOUNDS = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
+NUM_BOUNDS = (1, 2, 5, 10, 20)
 STEP_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 UNLIMITED_MODEL_LEN = 1_000_000  # the last bucket where requests have no limit
 FINISH_REASONS = ("stop", "length", "abort", "error")
@@ -40,16 +41,19 @@ class Histogram:
     Args:
         bounds: the largest value of each bucket, ascending; larger values have a bucket of their
             own after them.
+        name: of the metric.
+        help: what is observed, in a sentence.
 
     Attributes:
         counts: observations by bucket, one more than there are bounds.
         sum: of all observations.
     """
 
-    __slots__ = ("bounds", "counts", "sum")
+    __slots__ = ("bounds", "counts", "help", "name", "sum")
 
-    def __init__(self, bounds: Sequence[float]):
+    def __init__(self, bounds: Sequence[float], name: str = "", help: str = ""):
         self.bounds = tuple(bounds)
+        self.name, self.help = name, help
         self.counts = [0] * (len(self.bounds) + 1)
         self.sum = 0.0
 
@@ -76,18 +80,10 @@ class Latencies:
             numbers of tokens.
 
     Attributes:
-        time_to_first_token: from a request's arrival.
-        queue_time: from its arrival until a step takes it on for the first time.
-        prefill_time: from then until its first token. Preemptions count here and below.
-        inter_token_latency: one observation per token after the first of a completion. Tokens that
-            came in one step, by drafts, share its time.
-        decode_time: from the first token to the last, of completions that ended by themselves, as
-            are those of the next two.
-        e2e_latency: from the request's arrival to the end of a completion.
-        generation_tokens: per completion.
-        max_generation_tokens: of a request's completions, when all of them have ended.
-        prompt_tokens: per request, those that were cached included.
-        iteration_tokens: computed in a step.
+        histograms: all of them; each is an attribute, too, and says what it observes. Times and
+            lengths of completions are of those that ended by ``stop`` or ``length``. Preemptions
+            count as prefill and decode. Tokens that came in one step, by drafts, share its time.
+        num_steps: that were read.
         num_generation_tokens: of all completions, those that run included.
         num_cached_prompt_tokens: of all requests that got a first token.
         num_read_prompt_tokens: of these, read from disk.
@@ -96,28 +92,102 @@ class Latencies:
     """
 
     def __init__(self, max_model_len: int | None):
-        num_tokens_bounds = tuple(one_two_five(max_model_len or UNLIMITED_MODEL_LEN))
-        self.time_to_first_token = Histogram(FIRST_TOKEN_BOUNDS)
-        self.queue_time = Histogram(REQUEST_BOUNDS)
-        self.prefill_time = Histogram(REQUEST_BOUNDS)
-        self.inter_token_latency = Histogram(INTER_TOKEN_BOUNDS)
-        self.decode_time = Histogram(REQUEST_BOUNDS)
-        self.e2e_latency = Histogram(REQUEST_BOUNDS)
-        self.prompt_tokens = Histogram(num_tokens_bounds)
-        self.generation_tokens = Histogram(num_tokens_bounds)
-        self.max_generation_tokens = Histogram(num_tokens_bounds)
-        self.iteration_tokens = Histogram(STEP_BOUNDS)
+        token_bounds = tuple(one_two_five(max_model_len or UNLIMITED_MODEL_LEN))
+        self.histograms: list[Histogram] = []
+        add = self._add
+        self.time_to_first_token = add(
+            "vllm:time_to_first_token_seconds",
+            "From a request's arrival to its first token.",
+            FIRST_TOKEN_BOUNDS,
+        )
+        self.inter_token_latency = add(
+            "vllm:inter_token_latency_seconds",
+            "From a token to the next one of the same completion.",
+            INTER_TOKEN_BOUNDS,
+        )
+        self.time_per_output_token = add(
+            "vllm:request_time_per_output_token_seconds",
+            "Mean time of a completion's tokens after its first.",
+            INTER_TOKEN_BOUNDS,
+        )
+        self.e2e_latency = add(
+            "vllm:e2e_request_latency_seconds",
+            "From a request's arrival to the end of a completion.",
+            REQUEST_BOUNDS,
+        )
+        self.queue_time = add(
+            "vllm:request_queue_time_seconds",
+            "From a request's arrival to its first step.",
+            REQUEST_BOUNDS,
+        )
+        self.inference_time = add(
+            "vllm:request_inference_time_seconds",
+            "From a request's first step to a completion's last token.",
+            REQUEST_BOUNDS,
+        )
+        self.prefill_time = add(
+            "vllm:request_prefill_time_seconds",
+            "From a request's first step to its first token.",
+            REQUEST_BOUNDS,
+        )
+        self.decode_time = add(
+            "vllm:request_decode_time_seconds",
+            "From a completion's first token to its last.",
+            REQUEST_BOUNDS,
+        )
+        self.prompt_tokens = add(
+            "vllm:request_prompt_tokens", "Prompt tokens of a request.", token_bounds
+        )
+        self.prefill_computed_tokens = add(
+            "vllm:request_prefill_kv_computed_tokens",
+            "Of these, those whose K/V were not cached.",
+            token_bounds,
+        )
+        self.generation_tokens = add(
+            "vllm:request_generation_tokens", "Generated tokens of a completion.", token_bounds
+        )
+        self.max_generation_tokens = add(
+            "vllm:request_max_num_generation_tokens",
+            "Generated tokens of a request's longest completion.",
+            token_bounds,
+        )
+        self.params_n = add(
+            "vllm:request_params_n", "Completions that a request asks for.", NUM_BOUNDS
+        )
+        self.params_max_tokens = add(
+            "vllm:request_params_max_tokens",
+            "Tokens that a completion may have, where its request says so.",
+            token_bounds,
+        )
+        self.iteration_tokens = add(
+            "vllm:iteration_tokens_total",
+            "Tokens of a step: those that it computed, and each completion's first.",
+            STEP_BOUNDS,
+        )
+        self.num_steps = 0
+        self._step_tokens: list[int] = []  # of the steps since the last report
+        self._num_first_tokens = 0  # since then
         self.num_generation_tokens = 0
         self.num_cached_prompt_tokens = 0
         self.num_read_prompt_tokens = 0
         self.num_finished: dict[str, int] = dict.fromkeys(FINISH_REASONS, 0)
         self.busy_seconds = 0.0
 
+    def _add(self, name: str, help: str, bounds: Sequence[float]) -> Histogram:
+        histogram = Histogram(bounds, name, help)
+        self.histograms.append(histogram)
+        return histogram
+
+    def note_step(self, num_tokens: int) -> None:
+        """A step that computed so many tokens was read."""
+        self.num_steps += 1
+        self._step_tokens.append(num_tokens)
+
     def observe(self, states: Iterable[RequestState], now: float) -> None:
         """Note that the outputs of these requests are reported as they are now, and observe what is
         new in them.
         """
-        num_new_tokens = 0
+        num_new_tokens = num_first_tokens = 0
         num_by_latency: dict[float, int] = {}  # tokens of a step share a few
         begun: list[Request] = []
         ended: dict[RequestState, list[Completion]] = {}
@@ -137,10 +207,13 @@ class Latencies:
                     if num_before:
                         latency = (now - time_before) / num_new
                         num_by_latency[latency] = num_by_latency.get(latency, 0) + num_new
-                    elif state.first_token_time is None:
+                        continue
+                    num_first_tokens += 1
+                    if state.first_token_time is None:
                         state.first_token_time = now
                         begun.append(state.requests[0])
         self.num_generation_tokens += num_new_tokens
+        self._num_first_tokens += num_first_tokens
         for latency, times in num_by_latency.items():
             self.inter_token_latency.observe(latency, times)
         for request in begun:
@@ -148,12 +221,25 @@ class Latencies:
         for state, completions in ended.items():
             self._observe_ends(state, completions, now)
 
+    def observe_steps(self) -> None:
+        """Observe the steps since the last report, when all that they gave is reported."""
+        if self._step_tokens:
+            self._step_tokens[-1] += self._num_first_tokens
+            self._num_first_tokens = 0
+            for num_tokens in self._step_tokens:
+                self.iteration_tokens.observe(num_tokens)
+            self._step_tokens.clear()
+
     def _observe_prompt(self, request: Request, now: float) -> None:
         begin = request.first_scheduled_time
         self.time_to_first_token.observe(now - request.arrival_time)
         self.queue_time.observe(begin - request.arrival_time)
         self.prefill_time.observe(now - begin)
         self.prompt_tokens.observe(request.num_prompt_tokens)
+        self.prefill_computed_tokens.observe(request.num_prompt_tokens - request.num_cached_tokens)
+        self.params_n.observe(request.num_seqs)
+        if request.params.max_tokens is not None:
+            self.params_max_tokens.observe(request.params.max_tokens)
         self.num_cached_prompt_tokens += request.num_cached_tokens
         self.num_read_prompt_tokens += request.num_read_tokens
 
@@ -165,8 +251,13 @@ class Latencies:
             self.num_finished[reason] = self.num_finished.get(reason, 0) + 1
             if reason in ANSWERED and state.first_token_time is not None:
                 self.e2e_latency.observe(now - state.requests[0].arrival_time)
-                self.decode_time.observe(completion.last_token_time - state.first_token_time)
-                self.generation_tokens.observe(completion.num_reported_tokens)
+                last, num_tokens = completion.last_token_time, completion.num_reported_tokens
+                decode_time = last - state.first_token_time
+                self.decode_time.observe(decode_time)
+                self.inference_time.observe(last - state.requests[0].first_scheduled_time)
+                self.generation_tokens.observe(num_tokens)
+                if num_tokens > 1:
+                    self.time_per_output_token.observe(decode_time / (num_tokens - 1))
         all_ended = all(completion.is_end_reported for completion in state.completions)
         if all_ended and state.first_token_time is not None:
             most = max(completion.num_reported_tokens for completion in state.completions)

@@ -55,6 +55,7 @@ class Reports:
         states = [self.states[name] for name in self._news]
         self._news.clear()
         self._latencies.observe(states, time.perf_counter())
+        self._latencies.observe_steps()
         outputs: list[RequestOutput] = []
         for state in states:
             output, kind = state.output, state.output_kind

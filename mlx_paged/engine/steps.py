@@ -168,7 +168,7 @@ class Steps:
         if drafted and not self._verify(step, drafted, results):
             return
         self.in_flight.popleft()
-        self._latencies.iteration_tokens.observe(step.batch.num_tokens)
+        self._latencies.note_step(step.batch.num_tokens)
         for request, entries in scores:
             if not request.is_finished:
                 self._reports.states[request.request_id].add_prompt_logprobs(request, entries)

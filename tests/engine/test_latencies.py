@@ -18,11 +18,26 @@ HISTOGRAMS = (
     "time_to_first_token",
     "queue_time",
     "prefill_time",
+    "inference_time",
     "inter_token_latency",
+    "time_per_output_token",
     "decode_time",
     "e2e_latency",
     "prompt_tokens",
+    "prefill_computed_tokens",
     "generation_tokens",
+    "params_n",
+    "params_max_tokens",
+)
+# Observed once per request, with its first token.
+OF_PROMPTS = (
+    "time_to_first_token",
+    "queue_time",
+    "prefill_time",
+    "prompt_tokens",
+    "prefill_computed_tokens",
+    "params_n",
+    "params_max_tokens",
 )
 
 
@@ -94,18 +109,25 @@ def test_a_request_is_observed_from_its_arrival_to_its_end(model: nn.Module, clo
         "time_to_first_token": 6 + 4,
         "queue_time": 5 + 3,
         "prefill_time": 1 + 1,
+        "inference_time": 3 + 2,
         "inter_token_latency": 2 + 1,
+        "time_per_output_token": 1 + 1,
         "decode_time": 2 + 1,
         "e2e_latency": 8 + 5,
         "prompt_tokens": 50,
+        "prefill_computed_tokens": 50,
         "generation_tokens": 5,
+        "params_n": 2,
+        "params_max_tokens": 5,
     }
     assert counts(engine.latencies) == dict.fromkeys(HISTOGRAMS, 2) | {"inter_token_latency": 3}
     stats = engine.stats()
     assert (stats.num_prompt_tokens, stats.num_generation_tokens) == (50, 5)
     assert stats.num_finished == {"stop": 0, "length": 2, "abort": 0, "error": 0}
     assert (stats.num_steps, stats.busy_seconds) == (5, 5)
-    assert engine.latencies.iteration_tokens.sum == 50 + 3
+    # Each first token counts beside those that its step computed, as in vLLM.
+    assert engine.latencies.iteration_tokens.sum == (20 + 1) + 2 + (30 + 1) + 1
+    assert engine.latencies.iteration_tokens.count == 5
 
 
 def test_tokens_are_counted_while_the_answer_still_grows(model: nn.Module, clock: Clock):
@@ -137,10 +159,8 @@ def test_completions_of_one_prompt_share_what_concerns_the_prompt(
     engine = make_engine(model, kv=kv)
     engine.add_request("a", prompt(20), sampled(1, 4, n=3, ignore_eos=True))
     run_ticking(engine, clock, 1)
-    once = ("time_to_first_token", "queue_time", "prefill_time", "prompt_tokens")
-    assert counts(engine.latencies) == dict.fromkeys(HISTOGRAMS, 3) | dict.fromkeys(once, 1) | {
-        "inter_token_latency": 9
-    }
+    once = dict.fromkeys(OF_PROMPTS, 1) | {"inter_token_latency": 9}
+    assert counts(engine.latencies) == dict.fromkeys(HISTOGRAMS, 3) | once
     assert engine.stats().num_generation_tokens == 12
     assert engine.latencies.inter_token_latency.sum == engine.latencies.decode_time.sum == 9
 
@@ -158,8 +178,8 @@ def test_what_was_aborted_or_failed_counts_by_its_reason_only(model: nn.Module, 
     engine.add_request("fails", prompt(25), greedy(5, logits_processors=[fail]))
     run(engine)
     assert engine.stats().num_finished == {"stop": 0, "length": 0, "abort": 2, "error": 1}
-    begun = ("time_to_first_token", "queue_time", "prefill_time", "prompt_tokens")
-    assert counts(engine.latencies) == dict.fromkeys(HISTOGRAMS, 0) | dict.fromkeys(begun, 1)
+    begun = dict.fromkeys(OF_PROMPTS, 1)
+    assert counts(engine.latencies) == dict.fromkeys(HISTOGRAMS, 0) | begun
     assert engine.stats().num_generation_tokens == 1
 
 

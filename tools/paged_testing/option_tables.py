@@ -1,12 +1,12 @@
-"""The tables of options, sampling parameters and flags in `README.md` and `docs/`, from what is
-declared: ``python -m paged_testing.option_tables`` writes them between their markers.
+"""The tables of options, sampling parameters, flags and metrics in `README.md` and `docs/`, from
+what is declared: ``python -m paged_testing.option_tables`` writes them between their markers.
 
     <!-- engine options -->                 all, with their types and other projects' names
     <!-- engine options: window, kv -->     these, in short
     <!-- engine options: kv, ... -->        these, and the names of the others
     <!-- end of engine options -->
 
-``sampling parameters``, ``chat flags`` and ``server flags`` are the other tables.
+``sampling parameters``, ``chat flags``, ``server flags`` and ``metrics`` are the other tables.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from mlx_paged import Engine
+from mlx_paged import Engine, demo_model_path, load
 from mlx_paged.chat.command_line import setup_arg_parser as chat_parser
 from mlx_paged.declarations import Argument
 from mlx_paged.engine_options import ENGINE_OPTIONS, EngineOptions
 from mlx_paged.sampling_declarations import SAMPLING_PARAMS
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.server.command_line import setup_arg_parser as server_parser
+from mlx_paged.server.watching.metrics import EngineCollector
 
 ROOT = Path(__file__).parents[2]
 ALL = "docs/options.md"
@@ -43,6 +45,7 @@ _COLUMNS = {
     ),
     "chat flags": (("flag", ""), ("flag", "")),
     "server flags": (("flag", ""), ("flag", "")),
+    "metrics": (("metric", "type", ""), ("metric", "type", "")),
 }
 
 Row = Mapping[str, str]
@@ -61,7 +64,7 @@ def with_tables(page: str) -> str:
 
     def marked(match: re.Match[str]) -> str:
         begin, title, names, end = match.groups()
-        rows = tables[title]
+        rows = _metrics() if title == "metrics" else tables[title]
         columns = _COLUMNS[title][names is not None]
         if names is None:
             return "\n".join((begin.rstrip("\n"), *_table(columns, rows.values()), end))
@@ -142,6 +145,23 @@ def _flags(parser: argparse.ArgumentParser) -> dict[str, Row]:
         flag = f"{names[:-1]} {value}`" if value else names
         text = (action.help or "") % {**vars(action), "prog": parser.prog}
         rows[action.option_strings[0]] = {"flag": flag, "": _help(text)}
+    return rows
+
+
+def _metrics() -> dict[str, Row]:
+    """Those of an engine with a disk and drafts, which has all of them."""
+    rows: dict[str, Row] = {}
+    with TemporaryDirectory() as folder:
+        engine = Engine(*load(demo_model_path()), cache_dir=folder, num_draft_tokens=1)
+        for metric in EngineCollector(engine, "", {}).collect():
+            names: Sequence[str] = getattr(metric, "_labelnames", ())
+            labels = [name for name in names if name not in ("model_name", "engine")]
+            name = metric.name + "_total" * (metric.type == "counter")
+            if labels and not name.endswith("_info"):
+                name += "{" + ",".join(labels) + "}"
+            text = metric.documentation
+            rows[name] = {"metric": f"`{name}`", "type": metric.type, "": _help(text)}
+        engine.close()
     return rows
 
 

@@ -28,7 +28,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.latencies import Histogram, Latencies
+from mlx_paged.engine.latencies import Histogram
 from mlx_paged.engine.stats import DiskTierStats, EngineStats
 from mlx_paged.server.service import Service
 
@@ -117,7 +117,7 @@ class EngineCollector(Collector):
         yield from self._cache(stats)
         if stats.disk_tier is not None:
             yield from self._disk_tier(stats, stats.disk_tier)
-        yield from self._latencies(self._engine.latencies)
+        yield from map(self._histogram, self._engine.latencies.histograms)
         yield self._gauge(
             "mlx_paged:device_memory_bytes",
             "Memory that MLX holds: active, kept for reuse (cache), and the most that was active.",
@@ -278,53 +278,12 @@ class EngineCollector(Collector):
         metric.add_metric([*self._labels.values(), *labels.values()], 1)
         return metric
 
-    def _latencies(self, latencies: Latencies) -> Iterator[Metric]:
-        named = {
-            "vllm:time_to_first_token_seconds": (
-                "From a request's arrival to its first token.",
-                latencies.time_to_first_token,
-            ),
-            "vllm:inter_token_latency_seconds": (
-                "From a token to the next one of the same completion.",
-                latencies.inter_token_latency,
-            ),
-            "vllm:e2e_request_latency_seconds": (
-                "From a request's arrival to the end of a completion.",
-                latencies.e2e_latency,
-            ),
-            "vllm:request_queue_time_seconds": (
-                "From a request's arrival to its first step.",
-                latencies.queue_time,
-            ),
-            "vllm:request_prefill_time_seconds": (
-                "From a request's first step to its first token.",
-                latencies.prefill_time,
-            ),
-            "vllm:request_decode_time_seconds": (
-                "From a completion's first token to its last.",
-                latencies.decode_time,
-            ),
-            "vllm:request_prompt_tokens": ("Prompt tokens of a request.", latencies.prompt_tokens),
-            "vllm:request_generation_tokens": (
-                "Generated tokens of a completion.",
-                latencies.generation_tokens,
-            ),
-            "vllm:request_max_num_generation_tokens": (
-                "Generated tokens of a request's longest completion.",
-                latencies.max_generation_tokens,
-            ),
-            "vllm:iteration_tokens_total": (
-                "Tokens that a step computed.",
-                latencies.iteration_tokens,
-            ),
-        }
-        for name, (documentation, histogram) in named.items():
-            yield self._histogram(name, documentation, histogram)
-
     def _http(self) -> Metric:
         labels = ("method", "path", "status")
         metric = CounterMetricFamily(
-            "mlx_paged:http_requests", "HTTP requests that ended.", labels=labels
+            "mlx_paged:http_requests",
+            "HTTP requests that ended; 499 is a client that left first.",
+            labels=labels,
         )
         for (method, path, status), count in sorted(dict(self._http_counts).items()):
             metric.add_metric([method, path, str(status)], count)
@@ -357,11 +316,11 @@ class EngineCollector(Collector):
     def _names(self, label: str) -> list[str]:
         return [*self._labels, label] if label else list(self._labels)
 
-    def _histogram(self, name: str, documentation: str, histogram: Histogram) -> Metric:
+    def _histogram(self, histogram: Histogram) -> Metric:
         # Counts of buckets that belong together; the sum may be an observation ahead of them.
         totals = accumulate(list(histogram.counts))
         bounds = [*(str(float(bound)) for bound in histogram.bounds), "+Inf"]
-        metric = HistogramMetricFamily(name, documentation, labels=self._names(""))
+        metric = HistogramMetricFamily(histogram.name, histogram.help, labels=self._names(""))
         buckets = list(zip(bounds, totals, strict=True))
         metric.add_metric(list(self._labels.values()), buckets, histogram.sum)
         return metric
