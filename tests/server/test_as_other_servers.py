@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import openai
 import pytest
 from helpers.servers import ask, running_service, wait_until
@@ -16,6 +17,15 @@ USER = [{"role": "user", "content": "Hello!"}]
 @pytest.mark.parametrize(("path", "like"), [("/ping", "/health"), ("/models", "/v1/models")])
 def test_paths_of_other_servers_are_answered_as_our_own(server_url, service, path, like):
     assert ask(server_url, path).body == ask(server_url, like).body
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "deflate, gzip"])
+def test_a_body_in_a_content_encoding_is_refused_by_its_status(server_url, service, encoding):
+    answer = httpx.post(
+        f"{server_url}{CHAT}", content=b"\x1f\x8b", headers={"Content-Encoding": encoding}
+    )
+    assert (answer.status_code, answer.headers["accept-encoding"]) == (415, "identity")
+    assert repr(encoding) in answer.json()["error"]["message"]
 
 
 # mlx-lm: tests/test_server.py

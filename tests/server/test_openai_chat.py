@@ -248,6 +248,18 @@ def test_prompts_with_another_salt_are_not_found(client):
     assert cached("one") == cached("two") > 0
 
 
+def test_a_prompt_may_be_computed_afresh(client):
+    messages = [{"role": "user", "content": "Another text that is long enough for blocks. " * 4}]
+
+    def cached(**extra):
+        answer = ask(client, messages, max_tokens=1, extra_body=extra)
+        return answer.usage.prompt_tokens_details.cached_tokens
+
+    fresh = {"cache_prompt": False, "cache_salt": "one"}
+    assert [cached(**fresh), cached(**fresh), cached(cache_salt="one")] == [0, 0, 0]
+    assert cached(cache_prompt=True, cache_salt="one") > 0
+
+
 def test_many_clients_are_answered_at_once_as_each_alone(server_url, service):
     prompts = [f"Count from {number} to {number + 20}." for number in range(24)]
 

@@ -87,14 +87,15 @@ def test_a_server_says_that_its_model_does_not_fit_and_the_context_that_its_budg
 
 
 @pytest.mark.slow
-def test_sigterm_lets_answers_end_and_takes_no_others():
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_lets_answers_end_and_takes_no_others(number: signal.Signals):
     with (
         running("--log-prompts", "--log-cache", patch=SLOW) as program,
         httpx.stream("POST", f"{program.url}/v1/completions", json=LONG | {"max_tokens": 25}) as it,
     ):
         events = events_of(it)
         first = next(events)
-        program.signal(signal.SIGTERM)
+        program.signal(number)
         program.wait_for("shutting down")
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{program.url}/health")

@@ -9,6 +9,7 @@ from typing import Any, NoReturn, TypeAlias
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from mlx_paged.errors import shown
 from mlx_paged.server.callers import user_of
 from mlx_paged.server.errors import ApiError
 from mlx_paged.server.fields import Fields
@@ -28,6 +29,10 @@ def json_endpoint(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
     """
 
     async def endpoint(request: Request) -> Response:
+        encoding = request.headers.get("content-encoding", "identity").strip().lower()
+        if encoding not in ("", "identity"):
+            what = f"a body in the content encoding {shown(encoding)} is not read; send it plain"
+            raise ApiError(415, what, headers={"Accept-Encoding": "identity"})
         try:
             body = await request.body()
             return await until_disconnect(request.receive, _answer(request, body, handler))

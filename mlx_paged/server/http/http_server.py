@@ -230,7 +230,9 @@ class HttpServer(uvicorn.Server):
 
 @contextlib.contextmanager
 def ended_by_signals(end: Callable[[], None]) -> Iterator[None]:
-    """SIGTERM and SIGINT (Ctrl-C) call ``end``, and a second SIGINT ends the process at once."""
+    """SIGTERM, SIGINT (Ctrl-C) and SIGHUP, which the end of a terminal sends, call ``end``; a
+    second SIGINT ends the process at once. A SIGHUP that is ignored, as ``nohup`` has it, stays so.
+    """
     interrupts: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -244,7 +246,10 @@ def ended_by_signals(end: Callable[[], None]) -> Iterator[None]:
             say("[running answers may end; Ctrl-C again to end at once]")
         end()
 
-    before = {each: signal.signal(each, handle) for each in (signal.SIGINT, signal.SIGTERM)}
+    signals = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signals.append(signal.SIGHUP)
+    before = {each: signal.signal(each, handle) for each in signals}
     try:
         yield
     finally:

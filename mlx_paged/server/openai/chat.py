@@ -20,6 +20,7 @@ from mlx_paged.server.openai.options import (
     ADVICE,
     Head,
     Options,
+    read_cache_salt,
     read_max_tokens,
     read_no_store,
     read_options,
@@ -135,14 +136,6 @@ def _read_params(fields: Fields, service: Service, num_top_logprobs: int | None)
         logprobs=num_top_logprobs,
         structured_outputs=read_structured_outputs(fields),
     )
-
-
-def read_cache_salt(fields: Fields) -> str | None:
-    """The salt of the body."""
-    salt = fields.text("cache_salt", None)
-    if salt == "":
-        raise fields.error("cache_salt", "must not be empty")
-    return salt
 
 
 def read_template_options(fields: Fields) -> dict[str, Any]:

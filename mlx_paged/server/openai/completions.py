@@ -20,12 +20,12 @@ from mlx_paged.server.fields import Fields
 from mlx_paged.server.generations import Answer, Generation, api_error, parts_of
 from mlx_paged.server.grammars.response_format import read_structured_outputs
 from mlx_paged.server.http.sse import DONE, EventStream, event
-from mlx_paged.server.openai.chat import read_cache_salt
 from mlx_paged.server.openai.logprobs import CompletionLogprobs, TokenNames, prompt_logprobs
 from mlx_paged.server.openai.options import (
     ADVICE,
     Head,
     Options,
+    read_cache_salt,
     read_max_tokens,
     read_no_store,
     read_options,

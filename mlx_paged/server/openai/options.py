@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,7 +124,18 @@ def read_no_store(fields: Fields) -> bool:
     ``prompt_cache_retention``, which is OpenAI's word for it.
     """
     is_in_memory = fields.raw("prompt_cache_retention") == "in_memory"
-    return fields.boolean("no_store", False) or is_in_memory
+    is_fresh = not fields.boolean("cache_prompt", True)
+    return fields.boolean("no_store", False) or is_in_memory or is_fresh
+
+
+def read_cache_salt(fields: Fields) -> str | None:
+    """The salt of the body; one that no other request has, if nothing cached is to be used:
+    ``cache_prompt`` is llama.cpp's word for it.
+    """
+    salt = fields.text("cache_salt", None)
+    if salt == "":
+        raise fields.error("cache_salt", "must not be empty")
+    return salt if fields.boolean("cache_prompt", True) else uuid.uuid4().hex
 
 
 def read_max_tokens(fields: Fields, *names: str, default: int | None) -> int | None:

@@ -15,7 +15,7 @@ from mlx_paged.server.chat_jobs import ChatJob, arguments_of, left_out_text
 from mlx_paged.server.fields import Fields
 from mlx_paged.server.grammars.response_format import read_format
 from mlx_paged.server.openai.messages import read_tool_choice, refuse_second_names
-from mlx_paged.server.openai.options import read_model, read_no_store
+from mlx_paged.server.openai.options import read_cache_salt, read_model, read_no_store
 from mlx_paged.server.sampling_fields import read_sampling
 from mlx_paged.server.service import Service
 from mlx_paged.structured_outputs import StructuredOutputsParams
@@ -109,7 +109,7 @@ def read_responses_body(
         is_parallel,
         options,
         fields.integer("priority", 0),
-        fields.text("cache_salt", None) or None,
+        read_cache_salt(fields),
         read_no_store(fields),
     )
     is_streamed = fields.boolean("stream", False)
