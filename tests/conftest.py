@@ -4,11 +4,15 @@ tests that run kernels on the Metal emulator, and an end for tests that hang.
 
 from __future__ import annotations
 
+import gc
+import os
 import signal
+import sys
 from collections.abc import Iterator
 
 import pytest
 from helpers.engine_helpers import tiny_models
+from helpers.mlx_compiler import precompile_header
 from metal_emulator.fixtures import compiler
 
 from mlx_paged.cache import PagedKVCache
@@ -16,6 +20,22 @@ from mlx_paged.models import qwen3
 
 __all__ = ["compiler"]
 pytest_plugins = ["helpers.hangs"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Where it is set, each process that tests start compiles every module of the package, and
+    # pytest all tests.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
+    if not hasattr(config, "workerinput"):
+        precompile_header()
+
+
+def pytest_collection_finish() -> None:
+    # A million objects are there now and stay. A collection, of which the tests of what is freed
+    # ask for hundreds, would look at all of them each time: for half a second.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
