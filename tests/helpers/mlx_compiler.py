@@ -1,9 +1,10 @@
 """MLX's compiler for CPUs, told to read its own header from a precompiled file.
 
-What ``mx.compile`` fuses, MLX on Linux writes as a small C++ file, which g++ compiles: in a third of
-a second, three quarters of which go to the header of MLX that all of these files include. The tests
-need hundreds. A file includes that header in quotes, so g++ looks for it beside the file first, and
-for a precompiled one before the header itself. One that does not fit it leaves aside.
+What ``mx.compile`` fuses, MLX on Linux writes as a small C++ file, which g++ compiles in a third of
+a second. Most of it goes to a header of MLX that all of these files include, and the tests need
+hundreds. A file includes it in quotes, so g++ looks beside the file first, and there for what is
+precompiled before the header itself. What is precompiled for another g++ or other flags is left
+aside.
 """
 
 from __future__ import annotations
