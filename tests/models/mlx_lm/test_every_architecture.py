@@ -33,7 +33,6 @@ IN_THE_FAST_LANE = {
     "mamba2",
     "phi3",
     "plamo3",
-    "qwen3_next",
 }
 
 
