@@ -26,7 +26,9 @@ def run_one(body: str, size: int = 32, checks: Checks = ONE_RUN, **inputs: mx.ar
 @pytest.mark.parametrize(
     "dtype", [mx.uint8, mx.float16, mx.bfloat16, mx.float32, mx.int64], ids=str
 )
-@pytest.mark.parametrize("size", [9, 10, 13, 16])
+@pytest.mark.parametrize(
+    "size", [9, *(pytest.param(size, marks=pytest.mark.slow) for size in (10, 13, 16))]
+)
 def test_an_element_next_to_a_buffer(dtype, size):
     row = mx.zeros(size, dtype)
     nbytes = row.nbytes
