@@ -8,7 +8,6 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Iterator
 
 import pytest
 from helpers.engine_helpers import tiny_models
@@ -27,6 +26,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # pytest all tests.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
+    # It is ignored behind a script's "&" and under nohup, and so in programs that are started here.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if not hasattr(config, "workerinput"):
         precompile_header()
 
@@ -49,13 +50,3 @@ def cache_options(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     kind, *ahead = request.param.split(", ")
     monkeypatch.setattr(PagedKVCache, "can_run_ahead", bool(ahead))
     return {"kv": kind, "kv_cache_bytes": "40blocks"}
-
-
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """SIGINT raises KeyboardInterrupt here, and in programs that are started here, also where the
-    tests run with SIGINT ignored: behind a script's ``&``, or under nohup.
-    """
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
