@@ -122,7 +122,7 @@ def test_the_demo_model_says_the_same_in_every_type(kind, tmp_path):
     assert (kind in ("F32", "F16", "BF16")) == ("quantization" not in config)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in TYPES if kind != "Q6_K"])
+@mostly_slow("kind", [kind for kind in TYPES if kind != "Q6_K"], quick=(0, 2, 4, 6))
 def test_every_weight_is_the_files(kind, tmp_path):
     config = demo_config()
     tensors = tensors_of(demo_weights(), config, "qwen3", kind)
