@@ -39,17 +39,21 @@ def windowed(request: pytest.FixtureRequest) -> tuple[qwen3.Model, dict]:
 
 
 # Each kind, and each way to step with a window with sinks and with several groups of layers.
-MANY_WAYS = [
-    ("streaming", "waiting"),
-    ("streaming", "drafting"),
-    ("no sinks", "ahead"),
-    ("layers", "ahead"),
-    ("layers", "drafting"),
-    ("all layers", "drafting"),
-    ("both", "waiting"),
-    ("both", "drafting"),
-]
-in_many_ways = mostly_slow(("windowed", "run_ahead"), MANY_WAYS, quick=(0, 4), indirect=True)
+in_many_ways = mostly_slow(
+    ("windowed", "run_ahead"),
+    [
+        ("streaming", "waiting"),
+        ("streaming", "drafting"),
+        ("no sinks", "ahead"),
+        ("layers", "ahead"),
+        ("layers", "drafting"),
+        ("all layers", "drafting"),
+        ("both", "waiting"),
+        ("both", "drafting"),
+    ],
+    quick=(0, 4),
+    indirect=True,
+)
 
 
 def requests(seed: int, count: int = 7) -> dict:
@@ -99,9 +103,22 @@ def test_tokens_do_not_depend_on_the_batch_its_chunks_or_what_is_cached(windowed
     assert_nothing_held(engine)
 
 
-@mostly_slow(("windowed", "run_ahead"), MANY_WAYS, indirect=True)
-@pytest.mark.parametrize(
-    "swaps", [pytest.param(False, id="recompute", marks=SLOW), pytest.param(True, id="swap")]
+# Each kind and each way to step meet both.
+@mostly_slow(
+    ("windowed", "run_ahead", "swaps"),
+    [
+        ("streaming", "waiting", True),
+        ("streaming", "drafting", False),
+        ("no sinks", "ahead", True),
+        ("no sinks", "waiting", False),
+        ("layers", "ahead", False),
+        ("layers", "drafting", True),
+        ("all layers", "drafting", True),
+        ("all layers", "ahead", False),
+        ("both", "waiting", False),
+        ("both", "drafting", True),
+    ],
+    indirect=["windowed", "run_ahead"],
 )
 def test_preempted_requests_go_on_with_the_same_tokens(windowed, is_drafting, swaps, monkeypatch):
     model, options = windowed
