@@ -635,8 +635,7 @@ def fingerprint() -> str:
 
 def compiler_name() -> str:
     """What counted loads depend on: those that its optimiser left."""
-    command = find_compiler()
-    return "ziglang" if "ziglang" in command else Path(command[0]).name
+    return find_compiler().name
 
 
 def main(argv: list[str] | None = None) -> int:

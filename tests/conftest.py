@@ -4,11 +4,14 @@ tests that run kernels on the Metal emulator, and an end for tests that hang.
 
 from __future__ import annotations
 
+import gc
+import os
 import signal
-from collections.abc import Iterator
+import sys
 
 import pytest
 from helpers.engine_helpers import tiny_models
+from helpers.mlx_compiler import precompile_header
 from metal_emulator.fixtures import compiler
 
 from mlx_paged.cache import PagedKVCache
@@ -16,6 +19,24 @@ from mlx_paged.models import qwen3
 
 __all__ = ["compiler"]
 pytest_plugins = ["helpers.hangs"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Where it is set, each process that tests start compiles every module of the package, and
+    # pytest all tests.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
+    # It is ignored behind a script's "&" and under nohup, and so in programs that are started here.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if not hasattr(config, "workerinput"):
+        precompile_header()
+
+
+def pytest_collection_finish() -> None:
+    # A million objects are there now and stay. A collection, of which the tests of what is freed
+    # ask for hundreds, would look at all of them each time: for half a second.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
@@ -29,13 +50,3 @@ def cache_options(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     kind, *ahead = request.param.split(", ")
     monkeypatch.setattr(PagedKVCache, "can_run_ahead", bool(ahead))
     return {"kv": kind, "kv_cache_bytes": "40blocks"}
-
-
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """SIGINT raises KeyboardInterrupt here, and in programs that are started here, also where the
-    tests run with SIGINT ignored: behind a script's ``&``, or under nohup.
-    """
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)

@@ -57,7 +57,6 @@ def test_the_quick_run_writes_every_section_and_a_card_without_links(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_leaves_what_there_is(tmp_path):
     out = tmp_path / "mac"
     process = subprocess.Popen(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import mlx.core as mx
-import pytest
 from helpers.attached_models import attached, tokens
+from helpers.fast_lane import mostly_slow
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_paged.attachment import Attachment
@@ -18,7 +18,7 @@ def error(actual: mx.array, expected: mx.array) -> float:
     return mx.abs(actual - expected).max().item()
 
 
-@pytest.mark.parametrize("chunk", [60, 23, 7])
+@mostly_slow("chunk", [60, 23, 7], quick=(1,))
 def test_all_rows_of_prompts_are_those_of_the_model(any_model, chunk):
     prompt = mx.array(LONG)[None]
     expected = any_model(prompt)

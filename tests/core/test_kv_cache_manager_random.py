@@ -11,6 +11,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
+from helpers.fast_lane import mostly_slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -226,7 +227,7 @@ def test_every_request_reads_its_own_tokens_after_any_calls(generator, num_block
 
 
 @pytest.mark.parametrize(("num_blocks", "block_size"), [(6, 4), (12, 4), (40, 2), (9, 8)], ids=str)
-@pytest.mark.parametrize("seed", range(3))
+@mostly_slow("seed", range(3))
 def test_every_request_reads_its_own_tokens_after_thousands_of_calls(seed, num_blocks, block_size):
     driver = Driver(random.Random(seed), num_blocks, block_size)
     for _ in range(1500):
@@ -258,7 +259,7 @@ WINDOWS = {
 }
 
 
-@pytest.mark.parametrize("seed", range(3))
+@mostly_slow("seed", range(3))
 @pytest.mark.parametrize("name", WINDOWS)
 def test_every_request_reads_what_its_window_keeps_after_thousands_of_calls(seed, name):
     retentions = WINDOWS[name]

@@ -8,6 +8,7 @@ from functools import cache
 
 import mlx.core as mx
 import pytest
+from helpers.fast_lane import mostly_slow
 from mlx_lm.generate import generate_step as mlx_lm_generate_step
 from mlx_lm.utils import load_model
 
@@ -49,9 +50,7 @@ def expected(num_tokens: int) -> tuple[int, ...]:
     return tuple(int(token) for token, _ in steps)
 
 
-@pytest.mark.parametrize(
-    "num_tokens", [*LENGTHS[:-1], pytest.param(LENGTHS[-1], marks=pytest.mark.slow)]
-)
+@mostly_slow("num_tokens", LENGTHS, quick=(0, 2))
 @pytest.mark.parametrize("kind", ["basic", "paged"])
 def test_greedy_tokens_are_those_of_mlx_lm(kind: str, num_tokens: int):
     model, _ = demo()

@@ -139,7 +139,8 @@ def test_the_logits_are_those_of_a_built_decode(
     assert len(differences) > 9 and max(differences) < 2e-5
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
 def test_requests_of_every_kind_get_the_same_as_in_plain_mlx(
     demo: nn.Module, at_once: None, traced: list[int], seed: int
 ):

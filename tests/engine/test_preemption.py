@@ -250,7 +250,7 @@ def test_an_urgent_request_beside_sixteen_long_answers_has_its_first_token_withi
     model: qwen3.Model, swap: bool
 ):
     options = {"max_num_seqs": 16, "enable_prefix_caching": False}
-    requests = {str(n): (prompt(5, seed=n), greedy(300, ignore_eos=True)) for n in range(16)}
+    requests = {str(n): (prompt(5, seed=n), greedy(120, ignore_eos=True)) for n in range(16)}
     calm = make_engine_without_drafts(model, kv_cache_bytes="400blocks", **options)
     expected = ask(calm, requests)
     # All blocks are held when it comes, but for the watermark.
@@ -278,7 +278,7 @@ def test_an_urgent_request_beside_sixteen_long_answers_has_its_first_token_withi
     assert_nothing_held(engine)
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("kind", "swap"),
     [
         ("windowed", False),
@@ -287,6 +287,7 @@ def test_an_urgent_request_beside_sixteen_long_answers_has_its_first_token_withi
         ("recurrent", True),
         ("basic", False),
     ],
+    quick=(1, 2, 4),
 )
 def test_an_urgent_request_takes_a_place_whatever_the_model_keeps_and_its_victim_goes_on(
     model: qwen3.Model, kind: str, swap: bool

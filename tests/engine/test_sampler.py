@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import mlx.core as mx
 import numpy as np
 import pytest
+from helpers.fast_lane import mostly_slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm import sample_utils
@@ -173,11 +174,21 @@ def filtered_logits() -> mx.array:
 
 
 # What the type of the logits decides, it decides before the first filter.
-@pytest.mark.parametrize(
+DRAWS = [
+    *((name, mx.float32) for name in FILTERS),
+    *((name, mx.bfloat16) for name in ("none", "top_p", "min_p and top_k", "xtc", "all")),
+]
+
+
+# Each filter, and some together, once quickly.
+@mostly_slow(
     ("name", "dtype"),
-    [
-        *((name, mx.float32) for name in FILTERS),
-        *((name, mx.bfloat16) for name in ("none", "top_p", "min_p and top_k", "xtc", "all")),
+    DRAWS,
+    quick=[
+        place
+        for place, (name, dtype) in enumerate(DRAWS)
+        if (name in ("hot", "top_k", "xtc, special tokens", "all, and hot"))
+        or (name in ("top_p", "min_p and top_k") and dtype == mx.bfloat16)
     ],
 )
 def test_draws_have_the_frequencies_of_mlx_lms_sampler(name: str, dtype, monkeypatch):

@@ -31,7 +31,7 @@ def beside_sixteen(num_blocks: int, **options) -> tuple[FakeEngine, Request]:
 
 
 @mostly_slow("swap_blocks", [0, 50], quick=(1,))
-@pytest.mark.parametrize("num_blocks", [2000, 177])
+@mostly_slow("num_blocks", [2000, 177], quick=(1,))
 def test_beside_as_many_long_answers_as_may_run_an_urgent_request_has_its_token_at_once(
     num_blocks: int, swap_blocks: int
 ):
@@ -267,7 +267,7 @@ class Rule:
 
 
 @mostly_slow("num_places", [1, 3, 8], quick=(1,))
-@pytest.mark.parametrize("priority_steps", [4, 50])
+@mostly_slow("priority_steps", [4, 50])
 def test_who_runs_is_who_the_rule_says(num_places: int, priority_steps: int):
     rng = random.Random(num_places * 100 + priority_steps)
     engine = FakeEngine(

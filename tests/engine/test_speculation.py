@@ -38,7 +38,7 @@ FACTS = "The code of apple is 4821. " * 6
 @mostly_slow(
     ("seed", "kind"),
     [(0, "waiting"), (1, "ahead"), (2, "basic"), (3, "ahead"), (4, "waiting"), (5, "basic")],
-    quick=(0, 1),
+    quick=(1,),
 )
 def test_requests_of_every_kind_get_the_same_as_without(model: qwen3.Model, kind: str, seed: int):
     workload = Workload(seed + 20, 25, VOCAB_SIZE)

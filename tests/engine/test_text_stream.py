@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from helpers.fast_lane import mostly_slow
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import (
@@ -69,7 +70,8 @@ TOKENIZERS = {
 }
 PROMPT = [120]  # x
 NUM_TOKENS = 256 + len(PIECES)
-of_each_tokenizer = pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS.keys())
+# The detokenizers of mlx-lm for each kind of tokenizer are quick, and its naive one with one kind.
+of_each_tokenizer = mostly_slow("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS, quick=(0, 3, 4))
 many = settings(deadline=None, max_examples=150)
 
 # SPM's tokens write a space as ▁, and U+FFFD is what the tests look for.

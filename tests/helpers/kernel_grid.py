@@ -387,7 +387,7 @@ GRID = (
 each_case_of_the_grid = pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, id=str(case), marks=() if index % 8 == 3 else pytest.mark.slow)
+        pytest.param(case, id=str(case), marks=() if index % 16 == 3 else pytest.mark.slow)
         for index, case in enumerate(GRID)
     ],
 )

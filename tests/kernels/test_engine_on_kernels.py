@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from helpers.engine_runs import lose_all_kv
+from helpers.fast_lane import mostly_slow
 from helpers.fence_order import disorders
 from helpers.workloads import Workload, assert_all_same
 from helpers.write_rules import slots_of_the_step
@@ -96,7 +97,7 @@ def test_shared_beginnings_and_forks_get_the_tokens_of_the_reference_on_metal_ke
 
 
 @each_format_slowly
-@pytest.mark.parametrize("swaps", [False, True], ids=["recompute", "swap"])
+@mostly_slow("swaps", [False, True], ids=["recompute", "swap"], quick=(1,))
 def test_a_preempted_request_gets_the_tokens_of_the_reference_on_metal_kernels(
     demo, compiler, monkeypatch, swaps: bool, kv_format
 ):

@@ -13,6 +13,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from helpers.backends import METAL, REFERENCE
+from helpers.fast_lane import mostly_slow
 from helpers.fence_order import disorders
 from helpers.kernel_checks import (
     assert_same_bits,
@@ -83,7 +84,7 @@ each_case = pytest.mark.parametrize(
             case,
             bits,
             id=f"K{bits[0]}V{bits[1]}-{case}",
-            marks=() if index < 3 else pytest.mark.slow,
+            marks=() if index in (0, 2) else pytest.mark.slow,
         )
         for index, (case, bits) in enumerate(GRID)
     ],
@@ -151,7 +152,7 @@ STEPS = {
 
 
 @pytest.mark.parametrize(("context_lens", "query_lens"), STEPS.values(), ids=STEPS)
-@pytest.mark.parametrize("bits", [(8, 8), (8, 4)], ids=["K8V8", "K8V4"])
+@mostly_slow("bits", [(8, 8), (8, 4)], ids=["K8V8", "K8V4"], quick=(1,))
 def test_prefills_read_what_they_write(bits, context_lens, query_lens, metal):
     problem = quantised(
         make_problem(context_lens, query_lens, group=4, dtype=mx.float16, window=20), *bits
@@ -196,10 +197,11 @@ SHAPES = [
     (head_dim, BLOCK_SIZES[i % 4], list(DTYPES)[i % 3], BITS_OF_K_AND_V[i % 4])
     for i, head_dim in enumerate(HEAD_DIMS)
 ]
-each_shape = pytest.mark.parametrize(
+each_shape = mostly_slow(
     ("head_dim", "block_size", "dtype", "bits"),
     SHAPES,
     ids=[f"{dtype}-d{d}-b{b}-K{bits[0]}V{bits[1]}" for d, b, dtype, bits in SHAPES],
+    quick=(0, 2),
 )
 
 

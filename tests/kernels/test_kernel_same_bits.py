@@ -112,7 +112,7 @@ def test_every_kernel_gives_a_sequence_the_same_bits_in_every_batch(
     assert partial == {False, True}
 
 
-@pytest.mark.parametrize("num_kv_heads", [1, 2])
+@mostly_slow("num_kv_heads", [1, 2])
 def test_sequences_around_each_change_of_their_partitions_get_the_same_bits_in_every_batch(
     num_kv_heads, metal
 ):

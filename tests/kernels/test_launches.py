@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import mlx.core as mx
 import pytest
+from helpers.fast_lane import mostly_slow
 from paged_testing.lazy_metal import fused_operations, lazy_metal
 
 from mlx_paged.cache import KVCacheConfig, LayerSpec, PagedKVCache, Sequences
@@ -74,7 +75,7 @@ def attend(layers: Sequence[LayerKV], qkv: tuple[mx.array, ...]) -> list[mx.arra
 
 
 @each_format
-@pytest.mark.parametrize("batch", [1, 32])
+@mostly_slow("batch", [1, 32])
 @pytest.mark.parametrize(("context", "merges"), [(40, 0), (300, 1)], ids=["whole", "merged"])
 def test_a_decode_takes_one_launch_more_where_rows_are_encoded(name, batch, context, merges):
     seqs, qkv = sequences(name, batch, context), inputs(batch)

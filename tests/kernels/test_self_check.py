@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from helpers.fast_lane import mostly_slow
 from helpers.numpy_attention import assert_matches_formula, before_the_step, make_problem
 from helpers.quantised_problems import affine, quantised
 from metal_emulator import Checks
@@ -130,16 +131,15 @@ QUANTISED = replace(SHAPE, format=affine(64, 8, 4, "float16"))
 ROTATED = replace(SHAPE, format=affine(64, 4, 8, "bfloat16"))
 
 
-@pytest.mark.parametrize(
-    "shape", [QUANTISED, pytest.param(ROTATED, marks=pytest.mark.slow)], ids=["V4", "K4"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [QUANTISED, ROTATED], ids=["V4", "K4"])
 def test_working_kernels_of_quantised_rows_pass(shape, metal):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert try_kernels(shape) == ALL
 
 
-@pytest.mark.parametrize("shape", [QUANTISED, ROTATED], ids=["V4", "K4"])
+@mostly_slow("shape", [QUANTISED, ROTATED], ids=["V4", "K4"])
 def test_a_device_that_flushes_denormal_halves_has_plain_mlx_for_quantised_rows(
     shape, plant, metal
 ):
@@ -268,7 +268,7 @@ def test_a_copied_row_that_is_wrong_is_found(metal, break_kernel):
         assert try_kernels(SHAPE) == replace(ALL, writes=False)
 
 
-@pytest.mark.parametrize("widths", [(512, 64), (192, 128), (72, 72)], ids=str)
+@mostly_slow("widths", [(512, 64), (192, 128), (72, 72)], ids=str)
 def test_rows_of_any_width_are_written_and_gathered(widths, metal):
     shape = replace(SHAPE, key_dim=widths[0], value_dim=widths[1])
     assert try_kernels(shape) == replace(ALL, decode_runs=())

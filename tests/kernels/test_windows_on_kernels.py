@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import mlx.core as mx
-import pytest
 from helpers.engine_runs import ask, greedy, make_engine, prompt, sampled
+from helpers.fast_lane import mostly_slow
 from helpers.windowed_models import KINDS, model_and_options
 from helpers.workloads import Workload, assert_same
 from metal_emulator import Checks
@@ -16,7 +16,8 @@ from mlx_paged.engine import compiled_decode
 from mlx_paged.engine.compiled_decode import CompiledDecode
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# Each kind is in the fast lane on one sort of kernels.
+@mostly_slow("kind", KINDS, quick=(0, 3))
 def test_lazy_kernels_one_step_ahead_get_the_same_as_plain_mlx(kind):
     model, options = model_and_options(kind, head_dim=32)
     workload = Workload(400, 14, model.args.vocab_size)
@@ -29,7 +30,7 @@ def test_lazy_kernels_one_step_ahead_get_the_same_as_plain_mlx(kind):
         assert_same(ahead.outputs[name], output)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@mostly_slow("kind", KINDS, quick=(4,))
 def test_replayed_decodes_get_the_same_as_plain_mlx(kind, monkeypatch):
     monkeypatch.setattr(compiled_decode, "NUM_BUILT_FIRST", 0)
     replay, replays = CompiledDecode.replay, []
@@ -50,7 +51,7 @@ def test_replayed_decodes_get_the_same_as_plain_mlx(kind, monkeypatch):
     assert sum(replays) > 80
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@mostly_slow("kind", KINDS, quick=(1, 2))
 def test_emulated_kernels_get_the_same_as_plain_mlx(kind, compiler):
     model, options = model_and_options(kind, head_dim=32)
     asked = {"a": (prompt(70), greedy(40)), "b": (prompt(9), sampled(1, 60))}

@@ -9,6 +9,7 @@ from functools import cache
 import mlx.core as mx
 import numpy as np
 import pytest
+from helpers.fast_lane import mostly_slow
 from helpers.per_sequence_models import per_sequence_model
 from paged_testing.biased_keys import llama_with_biased_keys
 
@@ -41,7 +42,7 @@ def said(model: LanguageModel, bits: str | int | None) -> list[str]:
     return [str(each.message) for each in caught]
 
 
-@pytest.mark.parametrize(
+@mostly_slow(
     ("times", "bits", "better"),
     [
         (0, 4, None),
@@ -53,6 +54,7 @@ def said(model: LanguageModel, bits: str | int | None) -> list[str]:
         (50, 4, "8 bits changes them by 0.0"),
         (50, None, None),
     ],
+    quick=(3, 4, 6, 7),
 )
 def test_a_format_that_costs_much_is_named_in_a_line_with_one_that_does_not(
     times: float, bits: str | int | None, better: str | None

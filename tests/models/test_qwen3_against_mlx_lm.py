@@ -8,6 +8,7 @@ plus that tolerance.
 import mlx.core as mx
 import numpy as np
 import pytest
+from helpers.fast_lane import mostly_slow
 from helpers.qwen3_helpers import (
     CACHES,
     CONFIG,
@@ -197,7 +198,7 @@ SCALINGS = {
 }
 
 
-@pytest.mark.parametrize("written", ["rope_scaling", "rope_parameters", "type"])
+@mostly_slow("written", ["rope_scaling", "rope_parameters", "type"], quick=(1,))
 @pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
 def test_rope_scaling_gives_the_same_logits_however_it_is_written(tmp_path, scaling, written):
     config = {**CONFIG, "rope_theta": 500.0}

@@ -53,9 +53,7 @@ def assert_as_defined(model: qwen3.Model, actual: np.ndarray, expected: np.ndarr
     assert max_error(full[-20:], expected[-20:]) > 10 * tolerance
 
 
-@pytest.mark.parametrize(
-    "sizes", [pytest.param([1] * 229, marks=pytest.mark.slow), [100, 1, 7, 60], []]
-)
+@mostly_slow("sizes", [[1] * 229, [100, 1, 7, 60], []], quick=(1,))
 @mostly_slow(
     ("num_layers", "num_full", "window"),
     [(2, 0, 21), (4, 2, 16), (3, 2, 5), (3, 1, 40)],
@@ -104,7 +102,7 @@ def test_what_left_the_window_of_a_group_is_free_at_once():
     [(32, 8, 8), (40, 0, 8), (64, 16, 16), (17, 3, 8)],
     quick=(0, 3),
 )
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@mostly_slow("dtype", [mx.float32, mx.bfloat16])
 def test_a_window_with_sinks_is_streaming_llm(window, num_sinks, block_size, longest, dtype):
     model = model_with()
     exact = streamed_logits_of(window, num_sinks, block_size, model)
@@ -232,7 +230,7 @@ def test_layer_types_say_which_layers_have_windows():
     assert replace(args, layer_types=None).windows == [None, None]
 
 
-@pytest.mark.parametrize("num_full", [2, 1])
+@mostly_slow("num_full", [2, 1], quick=(1,))
 def test_positions_start_over_and_no_token_changes(monkeypatch, num_full):
     monkeypatch.setattr(layer_groups, "POSITION_WRAP", 24)
     model = windowed_layers(2, num_full, 12)

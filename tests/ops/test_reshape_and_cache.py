@@ -4,6 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from helpers.backends import REFERENCE
+from helpers.fast_lane import mostly_slow
 from helpers.numpy_attention import DTYPES
 from paged_testing.by_hand import dense_handle, slots_of, step_of
 
@@ -311,7 +312,7 @@ def test_an_append_copies_no_slab(num_slots, num_rows, dtype, extra_peak_bytes):
     assert extra < slab_bytes // 2
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 64], ids=["one_row", "two_rows", "64_rows"])
+@mostly_slow("num_rows", [1, 2, 64], ids=["one_row", "two_rows", "64_rows"])
 def test_an_append_takes_the_same_memory_in_a_slab_of_a_thousand_and_of_a_hundred_thousand_slots(
     num_rows, extra_peak_bytes
 ):

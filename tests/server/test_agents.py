@@ -221,7 +221,7 @@ def required_calls(client, **fields) -> list[tuple[str, Any]]:
     return [(each.function.name, json.loads(each.function.arguments)) for each in calls]
 
 
-@pytest.mark.parametrize("has_format", [True, False])
+@mostly_slow("has_format", [True, False])
 def test_a_tool_that_must_be_called_is_called_with_what_it_needs(agent, client, has_format):
     # A model without a format of calls writes JSON.
     asked = agent.openai if has_format else client

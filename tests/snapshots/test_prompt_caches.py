@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from helpers.engine_helpers import tiny_models
+from helpers.fast_lane import mostly_slow
 from helpers.mlx_lm_models import (
     DEEPSEEK_V3,
     GEMMA3,
@@ -90,7 +91,7 @@ def made_by_mlx_lm(path: Path, stock: Any, token_ids: list[int], **options: Any)
     "num_tokens",
     [pytest.param(8, marks=pytest.mark.slow), 29, pytest.param(50, marks=pytest.mark.slow)],
 )
-@pytest.mark.parametrize("name", ["qwen3", *CONFIGS])
+@mostly_slow("name", ["qwen3", *CONFIGS], quick=(0, 2, 4, 6))
 def test_mlx_lm_goes_on_from_what_an_engine_exports(tmp_path: Path, name: str, num_tokens: int):
     path, (_, stock) = tmp_path / "a.safetensors", models(name)
     token_ids = prompt(num_tokens)

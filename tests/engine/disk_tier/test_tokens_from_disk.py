@@ -92,6 +92,7 @@ def test_random_workloads_have_the_same_tokens_in_all_ways(
     assert (stats.num_read_prompt_tokens, stats.num_cached_prompt_tokens) == (read, cached)
 
 
+@pytest.mark.slow
 def test_drafts_are_verified_against_blocks_from_disk(model: qwen3.Model, tmp_path: Path):
     workload = Workload(620, 10, VOCAB_SIZE)
     speculation = eager_speculation(VOCAB_SIZE, looks_up)
@@ -102,10 +103,7 @@ def test_drafts_are_verified_against_blocks_from_disk(model: qwen3.Model, tmp_pa
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        kind if kind in ("streaming", "layers") else pytest.param(kind, marks=pytest.mark.slow)
-        for kind in KINDS
-    ],
+    [kind if kind == "layers" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS],
 )
 def test_windows_have_the_same_tokens_in_all_ways(tmp_path: Path, kind: str):
     model, options = model_and_options(kind)

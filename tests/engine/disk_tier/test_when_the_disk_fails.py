@@ -302,7 +302,6 @@ run(engine)
     assert len(block_files(tmp_path)) == 40
 
 
-@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_ends_the_wait_for_the_disk(
     model: qwen3.Model, tmp_path: Path, stuck_disk: threading.Event
 ):

@@ -10,6 +10,7 @@ import mlx.nn as nn
 import mlx_lm.models.llama
 import numpy as np
 import pytest
+from helpers.fast_lane import mostly_slow
 from helpers.gguf_files import (
     TYPES,
     demo_config,
@@ -121,7 +122,7 @@ def test_the_demo_model_says_the_same_in_every_type(kind, tmp_path):
     assert (kind in ("F32", "F16", "BF16")) == ("quantization" not in config)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in TYPES if kind != "Q6_K"])
+@mostly_slow("kind", [kind for kind in TYPES if kind != "Q6_K"], quick=(0, 2, 4, 6))
 def test_every_weight_is_the_files(kind, tmp_path):
     config = demo_config()
     tensors = tensors_of(demo_weights(), config, "qwen3", kind)
@@ -153,7 +154,7 @@ def test_the_tokens_of_a_plain_file_are_the_folders(tmp_path):
     assert all(texts[0])
 
 
-@pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
+@mostly_slow("kind", ["F32", "Q8_0", "Q4_K", "Q5_K", "Q6_K"], quick=(0, 2))
 def test_a_llama_is_mlx_lms_with_its_rows_in_mlx_lms_order(kind, tmp_path):
     config, weights = random_llama()
     file = write_llama(tmp_path / "llama.gguf", config, weights, kind)

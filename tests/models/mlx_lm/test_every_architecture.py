@@ -29,11 +29,9 @@ ROWS = rows_on_page()
 IN_THE_FAST_LANE = {
     "deepseek_v3",
     "gemma2",
-    "gpt_oss",
     "mamba2",
     "phi3",
     "plamo3",
-    "qwen3_next",
 }
 
 

@@ -44,7 +44,15 @@ def model_of(architecture: str) -> tuple[LanguageModel, list[list[int]]]:
     return adapt(model, config), expected
 
 
-@pytest.fixture(params=ARCHITECTURES)
+IN_THE_FAST_LANE = {"cohere2", "gemma3_text", "mixtral", "qwen2"}
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=() if name in IN_THE_FAST_LANE else pytest.mark.slow)
+        for name in ARCHITECTURES
+    ]
+)
 def model_and_expected(request: pytest.FixtureRequest) -> tuple[LanguageModel, list[list[int]]]:
     return model_of(request.param)
 

@@ -34,7 +34,13 @@ def answers_of(engine: Engine, prompts: list[list[int]], params: SamplingParams 
     return [answers[index] for index in range(len(prompts))]
 
 
-@pytest.fixture(params=CONFIGS)
+# gemma3n has windows, as the two that are slow.
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=pytest.mark.slow if name in ("gemma3_text", "gpt_oss") else ())
+        for name in CONFIGS
+    ]
+)
 def model_and_config(request):
     config = CONFIGS[request.param]
     return random_model(config), config

@@ -30,6 +30,7 @@ def answer(engine: Engine, params: SamplingParams = GREEDY) -> list[int]:
     return tokens
 
 
+@pytest.mark.slow  # as tests/engine/test_compiled_decode.py, in blocks of another size
 @pytest.mark.parametrize("config", [LLAMA, GPT_OSS], ids=lambda c: c["model_type"])
 def test_decodes_are_replayed_from_a_trace(config, monkeypatch):
     monkeypatch.setattr(compiled_decode, "NUM_BUILT_FIRST", 0)

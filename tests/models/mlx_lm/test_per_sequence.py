@@ -60,7 +60,7 @@ def answers(engine: Engine) -> dict[str, list[list[int]]]:
 
 
 @mostly_slow("ahead", [False, True], ids=["waiting", "ahead"], quick=(1,))
-@pytest.mark.parametrize("name", CONFIGS)
+@mostly_slow("name", CONFIGS, quick=(0, 3, 5))
 def test_requests_side_by_side_get_the_tokens_of_mlx_lm(name: str, ahead: bool):
     engine = ragged(name, run_ahead=ahead)
     prompts = {str(n): prompt(n, 1) for n in (1, 9, 40, 83)}
@@ -160,7 +160,7 @@ def test_preempted_requests_get_the_tokens_of_undisturbed_ones(name: str, swap_b
 
 
 @mostly_slow("ahead", [False, True], ids=["waiting", "ahead"], quick=(1,))
-@pytest.mark.parametrize("name", CONFIGS)
+@mostly_slow("name", CONFIGS, quick=(1, 4, 6))
 def test_a_prefix_hit_changes_no_token(name: str, ahead: bool):
     """Of a prompt, and of a prompt with its answer: the next turn of a conversation."""
     engine = ragged(name, run_ahead=ahead)

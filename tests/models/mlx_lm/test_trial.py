@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from helpers.fast_lane import mostly_slow
 from helpers.mlx_lm_models import LLAMA, random_model
 from helpers.model_zoo import config_of, make_from_config
 from mlx.nn import Module
@@ -44,7 +45,7 @@ def test_a_window_that_is_longer_in_a_prompt_is_found_whatever_its_length_and_th
         adapt(*made("plamo3", dtype, sliding_window=window))
 
 
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@mostly_slow("dtype", DTYPES[1:], ids=str)
 def test_a_mask_that_depends_on_the_cut_is_found_in_half_precision(dtype: mx.Dtype):
     with pytest.raises(
         UnsuitableModelError, match=r"small copy .* where a prompt is cut elsewhere"
@@ -52,7 +53,7 @@ def test_a_mask_that_depends_on_the_cut_is_found_in_half_precision(dtype: mx.Dty
         adapt(*made("phi3small", dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@mostly_slow("dtype", DTYPES, ids=str, quick=(2,))
 def test_a_step_that_reads_the_state_before_the_last_one_is_found(
     dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch
 ):

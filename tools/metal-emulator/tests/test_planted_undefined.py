@@ -26,7 +26,9 @@ def run_one(body: str, size: int = 32, checks: Checks = ONE_RUN, **inputs: mx.ar
 @pytest.mark.parametrize(
     "dtype", [mx.uint8, mx.float16, mx.bfloat16, mx.float32, mx.int64], ids=str
 )
-@pytest.mark.parametrize("size", [9, 10, 13, 16])
+@pytest.mark.parametrize(
+    "size", [9, *(pytest.param(size, marks=pytest.mark.slow) for size in (10, 13, 16))]
+)
 def test_an_element_next_to_a_buffer(dtype, size):
     row = mx.zeros(size, dtype)
     nbytes = row.nbytes
@@ -41,7 +43,13 @@ def test_an_element_next_to_a_buffer(dtype, size):
             run_one(f"out[i] = float(row[{index} + int(i / 1000)]) == 1;", row=row)
 
 
-@pytest.mark.parametrize("vector", ["float2", "float4", "uint4", "half4", "half2"])
+@pytest.mark.parametrize(
+    "vector",
+    [
+        *("float4", "half2"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("float2", "uint4", "half4")),
+    ],
+)
 def test_a_vector_that_is_partly_outside(vector):
     row = mx.zeros(9)  # 36 bytes: 4 behind a multiple of 8 and of 16
     whole = {"float2": 3, "float4": 1, "uint4": 1, "half4": 3, "half2": 8}[vector]
@@ -135,9 +143,9 @@ def test_a_lane_that_no_simdgroup_has(expression, lane):
     ("expression", "lane"),
     [
         ("simd_shuffle_down(x, 1)", 8),
-        ("simd_shuffle_xor(x, 8)", 8),
-        ("simd_broadcast(x, 8)", 8),
-        ("simd_shuffle_rotate_down(x, 1)", 8),
+        pytest.param("simd_shuffle_xor(x, 8)", 8, marks=pytest.mark.slow),
+        pytest.param("simd_broadcast(x, 8)", 8, marks=pytest.mark.slow),
+        pytest.param("simd_shuffle_rotate_down(x, 1)", 8, marks=pytest.mark.slow),
         ("simd_shuffle_rotate_up(x, 1)", 31),
     ],
 )
@@ -169,7 +177,13 @@ def test_a_reduction_in_divergent_flow():
         run_one(body.format(20))
 
 
-@pytest.mark.parametrize("checks", [ONE_RUN, Checks.quick()], ids=["watched", "quick"])
+@pytest.mark.parametrize(
+    "checks",
+    [
+        pytest.param(ONE_RUN, id="watched", marks=pytest.mark.slow),
+        pytest.param(Checks.quick(), id="quick"),
+    ],
+)
 @pytest.mark.parametrize(
     ("value", "to", "said"),
     [

@@ -1,7 +1,17 @@
 // Address spaces and scalar types.
 #pragma once
 #include <stddef.h>
-#include <stdint.h>
+
+// As <stdint.h> has them, which needs the headers of a C library.
+typedef __INT8_TYPE__ int8_t;
+typedef __INT16_TYPE__ int16_t;
+typedef __INT32_TYPE__ int32_t;
+typedef __INT64_TYPE__ int64_t;
+typedef __UINT8_TYPE__ uint8_t;
+typedef __UINT16_TYPE__ uint16_t;
+typedef __UINT32_TYPE__ uint32_t;
+typedef __UINT64_TYPE__ uint64_t;
+typedef __UINTPTR_TYPE__ uintptr_t;
 
 // Numbered address spaces are plain memory to the CPU, but pointers to different ones don't convert
 // into each other: a wrong one is a compile error, as on a Mac. The thread address space is the
