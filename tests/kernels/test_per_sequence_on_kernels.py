@@ -1,5 +1,5 @@
-"""Models that run one sequence at a time, and one with recurrent layers, on the Metal kernels: slabs
-are written in the order of the calls, and the next step is launched while one runs.
+"""Models that run one sequence at a time, and one with recurrent layers, on the Metal kernels:
+slabs are written in the order of the calls, and the next step is launched while one runs.
 """
 
 from __future__ import annotations

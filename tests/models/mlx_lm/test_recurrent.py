@@ -16,12 +16,13 @@ import pytest
 from helpers.adapted_models import adapted_model, greedy_answer, mlx_lm_model
 from helpers.engine_runs import greedy, make_engine, prompt, run
 from helpers.model_zoo import config_of as zoo_config_of
-from helpers.model_zoo import make
+from helpers.model_zoo import make, make_from_config
 from mlx.nn import Module
 
 import mlx_paged
 from mlx_paged.cache import Sequences
 from mlx_paged.core import BlockTableError, KVCacheManager
+from mlx_paged.engine import recurrent_state
 from mlx_paged.engine.engine import Engine
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models.identity import model_identity
@@ -166,19 +167,82 @@ def test_states_are_part_of_the_budget():
         engine = make_engine(model, kv_cache_bytes=num_states * nbytes, **options)
         return math.ceil(engine.cache.config.nbytes / nbytes)
 
-    # Nine that run, one that a step makes, and two checkpoints of each.
-    assert num_kv_states(100, max_num_seqs=9) == 100 - 10 - 18
-    assert num_kv_states(100, max_num_seqs=1) == 100 - 2 - 8
-    assert num_kv_states(100, max_num_seqs=9, enable_prefix_caching=False) == 100 - 10
-    with pytest.warns(UserWarning, match="4 sequences run at once instead of max_num_seqs 9"):
-        assert num_kv_states(20, max_num_seqs=9) == 20 - 5 - 5
-    assert num_kv_states(8, max_num_seqs=1) == 8 - 2 - 2
+    # Of nine that run, three copies, one more where steps run ahead, and one that has no name yet;
+    # and two checkpoints of each.
+    assert num_kv_states(200, max_num_seqs=9, run_ahead=True) == 200 - 9 * 5 - 18
+    assert num_kv_states(200, max_num_seqs=9, run_ahead=False) == 200 - 9 * 4 - 18
+    assert num_kv_states(200, max_num_seqs=1, run_ahead=True) == 200 - 5 - 8
+    no_prefixes = {"enable_prefix_caching": False}
+    assert num_kv_states(200, max_num_seqs=9, run_ahead=True, **no_prefixes) == 200 - 9 * 4
+    with pytest.warns(UserWarning, match="2 sequences run at once instead of max_num_seqs 9: 5 co"):
+        assert num_kv_states(40, max_num_seqs=9, run_ahead=True) == 40 - 2 * 5 - 8
+    assert num_kv_states(20, max_num_seqs=1, run_ahead=True) == 20 - 5 - 5
 
 
 def test_a_draft_model_with_a_state_is_refused_and_so_is_one_for_such_a_model():
     for name, draft in (("gemma2", "mamba2"), ("mamba2", "gemma2")):
         with pytest.raises(ArgumentError, match=r"mamba2.* can't take back drafts"):
             make_engine(adapted_model(name), draft_model=adapted_model(draft))
+
+
+# A model whose states are much of the memory that it works in.
+WIDE = {
+    "model_type": "mamba2",
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "num_hidden_layers": 16,
+    "num_heads": 16,
+    "head_dim": 64,
+    "intermediate_size": 1024,
+    "state_size": 64,
+    "layer_norm_epsilon": 1e-5,
+    "conv_kernel": 4,
+    "n_groups": 1,
+    "use_bias": False,
+    "use_conv_bias": True,
+    "tie_word_embeddings": False,
+    "time_step_limit": [0.0, 100.0],
+    "time_step_rank": 8,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [False, True], ids=["waiting", "ahead"])
+def test_states_stay_inside_the_budget(ahead: bool, monkeypatch: pytest.MonkeyPatch):
+    """Every stack that is alive at once, and the checkpoints, by MLX's own count of its memory."""
+    model = PackedModel(make_from_config(WIDE), WIDE)
+    share, used = used_by_states(model, ahead)
+    # Activations of a chunk are some state more.
+    assert 0.6 * share < used <= share + model.state_nbytes
+    # A planted fault: one copy of each running state is counted.
+    monkeypatch.setattr(recurrent_state, "NUM_COPIES", 1)
+    monkeypatch.setattr(recurrent_state, "NUM_COPIES_AHEAD", 1)
+    share, used = used_by_states(model, ahead)
+    assert used > share + model.state_nbytes
+
+
+def used_by_states(model: PackedModel, ahead: bool) -> tuple[int, int]:
+    """Bytes that states may have of a budget, and the most that were in use beside K/V."""
+    budget = 90 * model.state_nbytes
+    engine = make_engine(
+        model,
+        kv_cache_bytes=budget,
+        max_num_seqs=4,
+        max_num_batched_tokens=32,
+        max_num_mixed_tokens=9,
+        run_ahead=ahead,
+        block_size=8,
+    )
+    for number in range(8):
+        # Answers end in different steps, and checkpoints come and go.
+        tokens, length = prompt(9 + 5 * number, number), 4 + (7 * number) % 20
+        engine.add_request(str(number), tokens, greedy(length))
+    mx.clear_cache()
+    before = mx.get_active_memory() - engine.cache.nbytes_held
+    mx.reset_peak_memory()
+    run(engine)
+    used = mx.get_peak_memory() - before - engine.cache.nbytes_held
+    return budget - engine.cache.config.nbytes, used
 
 
 # What modules see, and what they leave behind
