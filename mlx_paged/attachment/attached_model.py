@@ -24,6 +24,7 @@ from mlx_paged.errors import ArgumentError, UnsuitableModelError, one_line, show
 from mlx_paged.foreign_arguments import refuses_unknown_arguments
 from mlx_paged.models.kv_cache import make_kv_cache
 from mlx_paged.models.language_model import LanguageModel
+from mlx_paged.models.mlx_lm.module_calls import put_back
 from mlx_paged.models.mlx_lm.packed import PackedModel
 from mlx_paged.models.mlx_lm.trial import Trial
 from mlx_paged.snapshots import export_prompt_cache
@@ -90,7 +91,7 @@ class Attachment:
         were made meanwhile can't be used any more. A second call does nothing.
         """
         if type(self.model) is self._attached_class:
-            _put_back(self._stock_classes)
+            put_back(self._stock_classes)
         with self._sequences.lock:
             self._sequences.close()
             self._packed_model = None
@@ -293,7 +294,7 @@ def attach(
             "of mlx_paged.load run on an engine",
             "model",
         )
-    # To run packed, the model's last norm gets another class.
+    # To run packed, some of its modules get other classes.
     stock_classes = [(module, type(module)) for module in model.modules()]
     try:
         packed = _packed(model)
@@ -306,7 +307,7 @@ def attach(
             backend=backend,
         )
     except BaseException:
-        _put_back(stock_classes)
+        put_back(stock_classes)
         raise
     return Attachment(model, packed, cache, stock_classes)
 
@@ -316,19 +317,20 @@ def _packed(model: Module) -> LanguageModel:
     config = {"model_type": getattr(model, "model_type", kind_of(model))}
     config.update(vars(getattr(model, "args", None) or object))
     try:
-        return Trial(model, config).run(PackedModel)
+        packed = Trial(model, config).run(PackedModel)
     except UnsuitableModelError as error:
         raise ArgumentError(
             f"[attach] model {config['model_type']} can't run on packed input: {one_line(error)}; "
             "mlx_paged.load may run it a sequence at a time",
             "model",
         ) from error
-
-
-def _put_back(classes: Sequence[tuple[Module, type[Module]]]) -> None:
-    for module, stock_class in classes:
-        if type(module) is not stock_class:
-            module.__class__ = stock_class
+    if packed.state_nbytes:
+        raise ArgumentError(
+            f"[attach] model {config['model_type']} keeps recurrent states, which prompt caches in "
+            "blocks can't trim; mlx_paged.load runs it",
+            "model",
+        )
+    return packed
 
 
 def _packed_tokens(tokens: mx.array, runs: Sequence[Run]) -> mx.array:

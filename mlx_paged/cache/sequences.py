@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx_paged.cache.base import KVCache
 from mlx_paged.cache.contiguous import ContiguousKVCache
 from mlx_paged.cache.paged import PagedKVCache
-from mlx_paged.cache.step_states import put_states, states_before
+from mlx_paged.cache.step_states import forget_before, put_states, states_before
 from mlx_paged.core import BlockTable, KVCacheManager, SequenceStates
 from mlx_paged.errors import CacheFullError
 from mlx_paged.ops import AttentionMetadata
@@ -126,6 +126,9 @@ class Sequences:
             raise
         finally:
             self._has_open_step = False
+        if made is not None:
+            snapshot = None
+            forget_before(made)
         self._spare_buffers.end_step(sum(counts), len(counts))
 
     def _check_counts(self, num_new_tokens: Mapping[SeqId, int]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mlx_paged.core import KVCacheManager, SequenceState
-from mlx_paged.ops import StepState
+from mlx_paged.ops import StepState, part_ways
 from mlx_paged.request import SeqId
 
 
@@ -61,3 +61,13 @@ def put_states(
         if state.num_first
     }
     manager.put_states(states, newest, at_block_ends)
+
+
+def forget_before(made: Sequence[StepState]) -> None:
+    """When the states of a step are kept: those before it are not needed any more, and what others
+    still hold of their stacks goes to stacks of its own.
+    """
+    stacks = {id(state.before.stack): state.before.stack for state in made if state.before}
+    for state in made:
+        state.before = None
+    part_ways(stacks.values())

@@ -114,7 +114,8 @@ def build(
         given = cache_options.get("kv_cache_bytes")
         cache_options["kv_cache_bytes"] = least_budget(ranks, given, checked)
 
-    states, config = _take_states(checked, config, cache_options)
+    # A cache that runs ahead by itself is not made yet.
+    states, config = _take_states(checked, config, cache_options, run_ahead is not False)
     cache = make_kv_cache(model, kv, draft_model=draft_model, **cache_options)
     manager = KVCacheManager(cache.pool, cache.config.retentions, states)
     run_ahead = cache.can_run_ahead if run_ahead is None else run_ahead
@@ -182,7 +183,7 @@ def build(
 
 
 def _take_states(
-    model: LanguageModel, config: SchedulerConfig, cache_options: CacheOptions
+    model: LanguageModel, config: SchedulerConfig, cache_options: CacheOptions, runs_ahead: bool
 ) -> tuple[SequenceStates | None, SchedulerConfig]:
     """Where the states of recurrent layers are kept, if the model has any; the budget of the cache
     is then what they leave, and ``max_num_seqs`` as many as they are for.
@@ -190,6 +191,6 @@ def _take_states(
     if not model.state_nbytes:
         return None, config
     budget = kv_budget(cache_options.get("kv_cache_bytes"), model)
-    room = room_for_states(model, config, budget)
+    room = room_for_states(model, config, budget, runs_ahead)
     cache_options["kv_cache_bytes"] = room.kv_cache_bytes
     return SequenceStates(room.num_checkpoints), replace(config, max_num_seqs=room.max_num_seqs)

@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 
 from mlx_paged.cache import KVCache, PagedKVCache
-from mlx_paged.cache.step_states import put_states, states_before
+from mlx_paged.cache.step_states import forget_before, put_states, states_before
 from mlx_paged.cache.transfer import load_blocks, store_blocks
 from mlx_paged.core import KVCacheManager
 from mlx_paged.engine.batch import Batch, CopyBlocks, Scheduled, ShiftKeys, SwapOut, Transfer
@@ -70,7 +70,8 @@ class ModelRunner:
         self.cache = cache
         self._manager = manager
         self.compiled_decode: CompiledDecode | None = None
-        if isinstance(cache, PagedKVCache) and self.model.runs_packed:
+        is_replayed = self.model.runs_packed and not self.model.state_nbytes
+        if isinstance(cache, PagedKVCache) and is_replayed:
             self.compiled_decode = CompiledDecode(self.model, cache)
         self.draft_model = draft_model
         # Behind them are those of the draft model.
@@ -112,10 +113,10 @@ class ModelRunner:
             logits = None if decode is None else decode.replay(tokens)
             if logits is None:
                 logits = self.model(tokens, cache.layers[self._layers], step.logit_rows)
-            made = [(state.after_first, state.after) for state in states or ()]
-            mx.async_eval(logits, cache.arrays, made)
+            mx.async_eval(logits, cache.arrays)
         if states is not None:
             put_states(self._manager, seq_ids, states)
+            forget_before(states)
         self._spare_buffers.end_step(step.num_tokens, len(scheduled))
         return logits
 

@@ -34,6 +34,11 @@ def check_speculation(
 
 
 MIN_CHECKPOINTS = 8
+# Copies of a running sequence's state that are alive at once: before a step and after it, and what
+# is gathered or computed meanwhile; MLX holds back what would be more.
+NUM_COPIES = 3
+# One more where the next step is launched while one runs.
+NUM_COPIES_AHEAD = 4
 
 
 class StateRoom(NamedTuple):
@@ -44,39 +49,48 @@ class StateRoom(NamedTuple):
     kv_cache_bytes: str | int
 
 
-def room_for_states(model: LanguageModel, config: SchedulerConfig, budget: KVBudget) -> StateRoom:
-    """Take states from a budget in bytes: those of ``max_num_seqs`` sequences and one that a step
-    makes, a quarter of it at most, and checkpoints, another quarter at most. A warning says so
-    where fewer sequences can run for that.
+def room_for_states(
+    model: LanguageModel, config: SchedulerConfig, budget: KVBudget, runs_ahead: bool
+) -> StateRoom:
+    """Take states from a budget in bytes: all copies of those of ``max_num_seqs`` sequences that
+    are alive at once, a quarter of it at most, and checkpoints, another quarter at most. A warning
+    says so where fewer sequences can run for that.
 
     Each sequence leaves two checkpoints, after its prompt and after its answer, and there are
     ``MIN_CHECKPOINTS`` for the branches of a single conversation.
 
     A budget in blocks is one of K/V alone, and left as it is.
 
+    Args:
+        runs_ahead: whether the next step may be launched while one runs.
+
     Raises:
-        ArgumentError: a quarter of the budget holds fewer than two states.
+        ArgumentError: a quarter of the budget does not hold the copies of one state.
     """
     nbytes, num_seqs = model.state_nbytes, config.max_num_seqs
+    copies = NUM_COPIES_AHEAD if runs_ahead else NUM_COPIES
+    if config.enable_prefix_caching:
+        copies += 1  # at the end of a block, until its tokens are known and name it
     most = sys.maxsize if budget.nbytes is None else budget.nbytes // 4 // nbytes
-    if most < 2:
+    if most < copies:
         raise ArgumentError(
             f"[engine] kv_cache_bytes of {budget.nbytes} is too small: a {model_type_of(model)} "
-            f"keeps a state of {nbytes} bytes per sequence, and a quarter of the budget holds "
-            f"fewer than two; raise it to {8 * nbytes}",
+            f"keeps a state of {nbytes} bytes per sequence, of which {copies} copies are alive at "
+            f"once, and a quarter of the budget holds {most}; raise it to {4 * copies * nbytes}",
             "kv_cache_bytes",
         )
-    if num_seqs > most - 1:
+    if num_seqs > most // copies:
         warnings.warn(
-            f"[engine] {most - 1} sequences run at once instead of max_num_seqs {num_seqs}: their "
-            f"states of {nbytes} bytes each may take a quarter of kv_cache_bytes",
+            f"[engine] {most // copies} sequences run at once instead of max_num_seqs {num_seqs}: "
+            f"{copies} copies of their states of {nbytes} bytes each may take a quarter of "
+            "kv_cache_bytes",
             stacklevel=3,
         )
-        num_seqs = most - 1
+        num_seqs = most // copies
     num_checkpoints = 0
     if config.enable_prefix_caching:
         num_checkpoints = min(max(2 * num_seqs, MIN_CHECKPOINTS), most)
     if budget.nbytes is None:
         return StateRoom(num_seqs, num_checkpoints, f"{budget.num_blocks}blocks")
-    left = budget.nbytes - (num_seqs + 1 + num_checkpoints) * nbytes
+    left = budget.nbytes - (copies * num_seqs + num_checkpoints) * nbytes
     return StateRoom(num_seqs, num_checkpoints, left)

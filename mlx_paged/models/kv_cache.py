@@ -104,10 +104,11 @@ def make_kv_cache(
     block_size = options.get("block_size", DEFAULT_BLOCK_SIZE)
     block_size = AT_LEAST_1.check("kv cache", "block_size", block_size)
     budget = kv_budget(options.get("kv_cache_bytes"), model, draft_model)
-    if kind == "basic" and not checked.runs_packed:
+    if kind == "basic" and (checked.state_nbytes or not checked.runs_packed):
+        why = "keeps recurrent states" if checked.state_nbytes else "runs one sequence at a time"
         raise ArgumentError(
-            f"[kv cache] kv='basic' can't hold a model that runs one sequence at a time, as "
-            f"{model_type_of(checked)} does; use kv='paged'",
+            f"[kv cache] kv='basic' can't hold a model that {why}, as {model_type_of(checked)} "
+            "does; use kv='paged'",
             "kv",
         )
     streaming = _streaming_window(kind, options.get("window"), options.get("num_sink_tokens"))
@@ -189,6 +190,12 @@ def _streaming_window(
 
 
 def _check_streaming(model: LanguageModel, groups: Sequence[LayerGroup]) -> None:
+    if model.state_nbytes:
+        raise ArgumentError(
+            f"[kv cache] window can't be had with a {model_type_of(model)}: its recurrent layers "
+            "remember what has left the window",
+            "window",
+        )
     retention = groups[0].retention
     num_seen = retention.max_num_held(MAX_WINDOW) - retention.num_sink_tokens
     limit = context_length(model.args)

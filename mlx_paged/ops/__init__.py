@@ -16,8 +16,16 @@ from mlx_paged.ops.formats import (
     affine_name,
 )
 from mlx_paged.ops.kv_handle import KVHandle
-from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, SlotMapping, StepState
+from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, SlotMapping
 from mlx_paged.ops.prefill import attend_to_latents, attend_with_sdpa
+from mlx_paged.ops.states import (
+    ReadState,
+    StateRow,
+    StateStack,
+    StepState,
+    part_ways,
+    reader_of,
+)
 from mlx_paged.ops.traced_step import traced_decode
 
 __all__ = [
@@ -35,13 +43,18 @@ __all__ = [
     "KVHandle",
     "Parts",
     "PlanKey",
+    "ReadState",
     "RowFormat",
     "SlotMapping",
+    "StateRow",
+    "StateStack",
     "StepState",
     "affine_name",
     "attend_to_latents",
     "attend_with_sdpa",
     "check_backend_name",
     "choose_backend",
+    "part_ways",
+    "reader_of",
     "traced_decode",
 ]

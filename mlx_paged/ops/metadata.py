@@ -15,11 +15,12 @@ from array import array
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
+from typing import NamedTuple, TypeAlias, TypeVar, cast
 
 import mlx.core as mx
 
 from mlx_paged.ops.formats import Parts
+from mlx_paged.ops.states import StepState
 
 T = TypeVar("T")
 Rows: TypeAlias = tuple[mx.array, mx.array]  # K and V
@@ -86,25 +87,6 @@ class AttentionParams:
     scale: float  # of the scores, usually ``key_dim ** -0.5``
     window: int | None = None  # each query sees its last ``window`` tokens, itself included
     sinks: mx.array | None = None  # [num_heads], learned attention-sink logits (MLX's argument)
-
-
-@dataclass(slots=True, eq=False)
-class StepState:
-    """What a model with recurrent layers keeps of a sequence, before a step and after it.
-
-    Attributes:
-        before: what the model left in :attr:`after` in the last step of the sequence; ``None``
-            where the sequence begins.
-        num_first: of the new tokens, how many are to be followed by a state of their own, which
-            others may begin with; 0 for none.
-        after_first: the state after these, to be set by the model.
-        after: the state after all, to be set by the model.
-    """
-
-    before: Any
-    num_first: int = 0
-    after_first: Any = None
-    after: Any = None
 
 
 class StepPart(NamedTuple):
@@ -296,16 +278,24 @@ class AttentionMetadata:
         row_order = sorted(range(len(all_rows)), key=all_rows.__getitem__)
         return parts, mx.array(row_order, dtype=mx.int32)
 
-    def run_of(self, seq: int, begin: int, end: int) -> AttentionMetadata:
-        """The step of one sequence, with only the new tokens ``begin : end`` of its own."""
-        context_len = self.context_lens[seq] - self.query_lens[seq] + end
+    def runs_of(
+        self, seqs: Sequence[int], begins: Sequence[int], ends: Sequence[int]
+    ) -> AttentionMetadata:
+        """The step of these sequences, each with only the new tokens ``begin : end`` of its own."""
+        context_lens = [
+            self.context_lens[seq] - self.query_lens[seq] + end
+            for seq, end in zip(seqs, ends, strict=True)
+        ]
         return AttentionMetadata(
-            [self.block_tables[seq][: -(-context_len // self.block_size)]],
-            [context_len],
-            [end - begin],
+            [
+                self.block_tables[seq][: -(-context_len // self.block_size)]
+                for seq, context_len in zip(seqs, context_lens, strict=True)
+            ],
+            context_lens,
+            list(map(operator.sub, ends, begins)),
             self.block_size,
             known_max_block_id=self.known_max_block_id,
-            position_offsets=self.position_offsets and [self.position_offsets[seq]],
+            position_offsets=self.position_offsets and [self.position_offsets[seq] for seq in seqs],
         )
 
     @property

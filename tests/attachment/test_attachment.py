@@ -168,12 +168,16 @@ def test_what_is_no_model_of_mlx_lm_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("architecture", "why"), [("gemma2", "attention in its own way"), ("mamba2", "recurrent")]
+    ("architecture", "why"),
+    [
+        ("gemma2", "can't run on packed input: it computes attention in its own way"),
+        ("mamba2", "keeps recurrent states, which prompt caches"),
+    ],
 )
 def test_models_that_do_not_run_packed_are_refused_and_left_alone(architecture, why):
     model = make(architecture)
     kinds = [type(module) for module in model.modules()]
-    with pytest.raises(ArgumentError, match=f"model {architecture} can't run on packed.*{why}"):
+    with pytest.raises(ArgumentError, match=f"model {architecture} {why}"):
         attach(model)
     assert [type(module) for module in model.modules()] == kinds
 

@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from helpers.adapted_models import adapted_model
 from helpers.cache_helpers import sequences_of, swap_in, swapped_out
 from helpers.engine_runs import (
     ask,
@@ -23,7 +24,6 @@ from helpers.engine_runs import (
     sampled,
 )
 from helpers.fast_lane import mostly_slow
-from helpers.per_sequence_models import per_sequence_model
 from helpers.windowed_models import model_and_options
 
 from mlx_paged.engine import swap_space
@@ -297,7 +297,7 @@ def test_an_urgent_request_takes_a_place_whatever_the_model_keeps_and_its_victim
     if kind == "windowed":
         of_kind, options = model_and_options("both")
     elif kind == "recurrent":
-        of_kind = per_sequence_model("falcon_h1")
+        of_kind = adapted_model("falcon_h1")
     else:
         options = {"kv": "basic"}
     options |= {"kv_cache_bytes": "300blocks", "max_num_seqs": 3, "enable_prefix_caching": False}

@@ -9,8 +9,8 @@ from functools import cache
 import mlx.core as mx
 import numpy as np
 import pytest
+from helpers.adapted_models import adapted_model
 from helpers.fast_lane import mostly_slow
-from helpers.per_sequence_models import per_sequence_model
 from paged_testing.biased_keys import llama_with_biased_keys
 
 from mlx_paged import Engine, demo_model_path, load, make_kv_cache
@@ -97,7 +97,7 @@ def test_the_divergence_is_that_of_the_definition():
 
 def test_models_of_all_kinds_are_measured():
     """Native, one sequence at a time, and with a recurrent state; none of them has such keys."""
-    for each in (demo(), per_sequence_model("gemma2"), per_sequence_model("falcon_h1")):
+    for each in (demo(), adapted_model("gemma2"), adapted_model("falcon_h1")):
         assert said(each, 8) == []
 
 

@@ -15,13 +15,17 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, Protocol
 
 import mlx.core as mx
 
 _NAME = "scaled_dot_product_attention"
 _MODULES = "mlx_lm.models."
-_OWN = "_mlx_paged_replaces"  # names, on a function of ours, the one that it stands for
+# Modules that call MLX's function, as ``mx.fast.scaled_dot_product_attention``: they get another
+# ``mx``, which has all of MLX but for that.
+_CALLING_MLX = {"mlx_lm.models.plamo2"}
+_OWN = "_mlx_paged_replaces"  # names, on what we put in a place, what it stands for
 
 
 class Owner(Protocol):
@@ -111,14 +115,19 @@ def _put_functions() -> None:
     else its own. What a module has imported from another one while that was in use counts, too.
     """
     for name, module in list(sys.modules.items()):
-        attention = getattr(module, _NAME, None) if name.startswith(_MODULES) else None
-        if attention is None:
+        if not name.startswith(_MODULES):
             continue
-        own = getattr(attention, _OWN, None)
+        attribute, replace = (
+            ("mx", _mlx_asking_the_keys) if name in _CALLING_MLX else (_NAME, _asking_the_keys)
+        )
+        found: Any = getattr(module, attribute, None)
+        own = getattr(found, _OWN, None)
+        if found is None:
+            continue
         if _num_users[name] > 0 and own is None:
-            setattr(module, _NAME, _asking_the_keys(attention))
+            setattr(module, attribute, replace(found))
         elif _num_users[name] == 0 and own is not None:
-            setattr(module, _NAME, own)
+            setattr(module, attribute, own)
 
 
 def _asking_the_keys(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
@@ -132,3 +141,22 @@ def _asking_the_keys(original: Callable[..., mx.array]) -> Callable[..., mx.arra
 
     setattr(scaled_dot_product_attention, _OWN, original)
     return scaled_dot_product_attention
+
+
+def _mlx_asking_the_keys(original: ModuleType) -> ModuleType:
+    # MLX's function takes no cache.
+    def attend(q: mx.array, k: mx.array, v: mx.array, **kwargs: Any) -> mx.array:
+        if isinstance(k, FetchedKeys):
+            return k.owner.attend(q, k, v, None, **kwargs)
+        out: mx.array = original.fast.scaled_dot_product_attention(q, k, v, **kwargs)
+        return out
+
+    fast = _with_attributes(original.fast, {_NAME: attend})
+    return _with_attributes(original, {"fast": fast, _OWN: original})
+
+
+def _with_attributes(module: ModuleType, attributes: dict[str, Any]) -> ModuleType:
+    """A module like another one, but for these attributes."""
+    changed = ModuleType(module.__name__)
+    vars(changed).update(attributes, __getattr__=functools.partial(getattr, module))
+    return changed

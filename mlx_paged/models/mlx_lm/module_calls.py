@@ -1,8 +1,10 @@
-"""Which modules of a kind a model calls, and what they return."""
+"""Which modules a model calls, and what they return: noted by other classes that they have for a
+while.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,13 +29,48 @@ def noted_calls(model: Module, kind: str) -> Iterator[list[tuple[Module, Any]]]:
         return type(module_class.__name__, (module_class,), {"__call__": call})
 
     modules = [each for each in model.modules() if kind in type(each).__name__.lower()]
-    classes = [type(module) for module in modules]
-    try:
-        for module, module_class in zip(modules, classes, strict=True):
-            module.__class__ = noting(module_class)
+    with _other_classes(modules, noting):
         yield calls
+
+
+@contextmanager
+def open_calls(model: Module) -> Iterator[list[Module]]:
+    """The modules of a model that are being called, outermost first and without the model itself,
+    while the context lasts.
+    """
+    calls: list[Module] = []
+
+    def noting(module_class: type[Module]) -> type[Module]:
+        def call(self: Module, *args: Any, **kwargs: Any) -> Any:
+            calls.append(self)
+            try:
+                return module_class.__call__(self, *args, **kwargs)
+            finally:
+                calls.pop()
+
+        return type(module_class.__name__, (module_class,), {"__call__": call})
+
+    with _other_classes([each for each in model.modules() if each is not model], noting):
+        yield calls
+
+
+@contextmanager
+def _other_classes(
+    modules: Sequence[Module], other: Callable[[type[Module]], type[Module]]
+) -> Iterator[None]:
+    classes = [(module, type(module)) for module in modules]
+    try:
+        for module, module_class in classes:
+            module.__class__ = other(module_class)
+        yield
     finally:
-        for module, module_class in zip(modules, classes, strict=True):
+        put_back(classes)
+
+
+def put_back(classes: Iterable[tuple[Module, type[Module]]]) -> None:
+    """Give modules the classes again that they had."""
+    for module, module_class in classes:
+        if type(module) is not module_class:
             module.__class__ = module_class
 
 

@@ -3,7 +3,8 @@
 Rows of a batch are independent of each other except through their caches. So a prompt, a chunk of
 one, a decode and any mix of them are the same thing to the model, and nothing is padded: its batch
 is the packed axis, ``cache.offset`` is the position of each row, and attention is that of the
-caches here (:mod:`mlx_paged.models.mlx_lm.attention`).
+caches here (:mod:`mlx_paged.models.mlx_lm.attention`). Modules with a recurrent state, which mix
+the tokens of a sequence, run by groups of runs (:mod:`mlx_paged.models.mlx_lm.mixers`).
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ from mlx.nn.layers.base import Module
 from mlx_paged.cache import LayerKV, LayerSpec
 from mlx_paged.models.language_model import LanguageModel, rotate_on, stock_cache
 from mlx_paged.models.mlx_lm.final_norm import rows_wanted
+from mlx_paged.models.mlx_lm.mixers import PackedState
 from mlx_paged.models.mlx_lm.model_args import MlxLmArgs, describe
 from mlx_paged.models.mlx_lm.packed_kv import PackedKV
-from mlx_paged.models.mlx_lm.recording import record_packed
+from mlx_paged.models.mlx_lm.recording import RecurrentCaches, record_packed
+from mlx_paged.models.mlx_lm.run_groups import RunGroups
+from mlx_paged.ops import AttentionMetadata
 
 
 class PackedModel(LanguageModel):
@@ -35,24 +39,42 @@ class PackedModel(LanguageModel):
 
     def __init__(self, model: Module, config: dict[str, Any]):
         super().__init__()
-        self._recording = record_packed(model)
+        self._recurrent = RecurrentCaches(model)
+        self._recording = record_packed(model, self._recurrent)
         self.args = MlxLmArgs.read(config, self._recording.vocab_size)
-        self.description = describe(config, "packed")
+        self.description = describe(config, "packed, with state" if self.state_nbytes else "packed")
         self.inner = model
 
     def __call__(
         self, tokens: mx.array, layers: Sequence[LayerKV], logit_rows: mx.array | None = None
     ) -> mx.array:
-        recording, offset = self._recording, layers[0].offset
+        recording, step = self._recording, layers[0].step
         entries = [
-            PackedKV(None if index is None else layers[index], offset)
+            PackedKV(None if index is None else layers[index], step.positions)
             for index in recording.entries
         ]
+        groups = self._groups_of(step)
+        num_states = len(self._recurrent.num_slots)
+        states = [PackedState(groups, index) for index in range(num_states)] if groups else []
         wanted = logit_rows if recording.keeps_wanted_rows else None
         with rows_wanted(wanted, 0):
-            logits: mx.array = self["inner"](tokens[:, None], cache=entries)
+            logits: mx.array = self["inner"](
+                tokens[:, None], cache=self._recurrent.fill(entries, states)
+            )
         logits = logits.squeeze(1)
-        return logits if wanted is logit_rows else logits[logit_rows]
+        logits = logits if wanted is logit_rows else logits[logit_rows]
+        return mx.depends(logits, groups.put_states()) if groups else logits
+
+    def _groups_of(self, step: AttentionMetadata) -> RunGroups | None:
+        """``None`` for a model without recurrent layers."""
+        if not self._recurrent.num_slots:
+            return None
+        if step.states is None:
+            raise ValueError(
+                f"[packed] a {self.model_type} keeps a recurrent state of each sequence; open the "
+                "step with these"
+            )
+        return RunGroups(step, step.states, self._recurrent.num_slots)
 
     def stock_caches(self) -> list[tuple[Any, int | None]]:
         recording = self._recording
@@ -66,6 +88,14 @@ class PackedModel(LanguageModel):
         if rope is None:
             raise NotImplementedError(f"{self.description}, does not end keys with a rotation")
         return rotate_on(rope, keys, distance)
+
+    @property
+    def model_type(self) -> str:
+        return self.description.partition(" ")[0]
+
+    @property
+    def state_nbytes(self) -> int:
+        return self._recurrent.nbytes
 
     @property
     def dtype(self) -> mx.Dtype:

@@ -43,7 +43,7 @@ class PackedKV:
     """
 
     def __init__(self, layer: AttentionLayer | None, offset: mx.array):
-        self._layer = layer
+        self.layer = layer
         self.offset = offset
         self.is_open = False
         self._is_written = False
@@ -89,7 +89,7 @@ class PackedKV:
         """As mlx-lm's ``scaled_dot_product_attention``: ``[num_tokens, num_heads, 1, value_dim]``.
         The window is the layer's own.
         """
-        layer = self._layer
+        layer = self.layer
         assert layer is not None, "nothing is fetched from an entry without K/V"
         if queries.ndim != 4 or queries.shape[2] != 1:
             raise UnsuitableModelError("its queries are not one row per token")

@@ -1,9 +1,9 @@
 """``PerSequenceModel``: a model of mlx-lm that runs one sequence at a time, with its own attention.
 
-Some models can't run packed: their attention adds a bias of its own, reads the length of its keys,
-or has recurrent layers, whose state is that of one sequence. Here such a model sees what it sees in
-mlx-lm: the tokens of one sequence, ``[1, num_tokens]``, and caches that hand out all K/V before
-them. The K/V are written to blocks and gathered from them.
+Some models can't run packed: their attention adds a bias of its own, or reads the length of its
+keys. Here such a model sees what it sees in mlx-lm: the tokens of one sequence, ``[1,
+num_tokens]``, and caches that hand out all K/V before them. The K/V are written to blocks and
+gathered from them.
 """
 
 from __future__ import annotations
@@ -18,20 +18,18 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import ConcatenateKVCache, KVCache, RotatingKVCache, make_prompt_cache
 
-from mlx_paged.cache import KVFormat, LayerKV, LayerSpec
+from mlx_paged.cache import LayerKV, LayerSpec
 from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.models.mlx_lm.final_norm import rows_wanted
 from mlx_paged.models.mlx_lm.model_args import MlxLmArgs, describe
-from mlx_paged.models.mlx_lm.per_sequence_caches import CacheLayout, Exchange, Rows, StateArrays
+from mlx_paged.models.mlx_lm.per_sequence_caches import CacheLayout, Exchange, Rows
 from mlx_paged.models.mlx_lm.per_sequence_trace import trace
-from mlx_paged.ops import AttentionMetadata, StepState
+from mlx_paged.ops import AttentionMetadata
 
 # If a run has more tokens whose logits are not wanted, its last ones are computed in a pass of
 # their own, as mlx-lm does: logits of 64 tokens and 150,000 tokens of vocabulary are 40 MB in
 # float32.
 MAX_UNWANTED_ROWS = 64
-# Blocks count tokens, also where a model keeps no K/V: the narrowest rows that kernels take.
-TOKENS_ALONE = 32
 FLAT_KV_CACHES = (KVCache, ConcatenateKVCache, RotatingKVCache)
 
 
@@ -52,9 +50,7 @@ class PerSequenceModel(LanguageModel):
         self._plan = CacheLayout(make_prompt_cache(model))
         self._traced = trace(model, self._plan)
         self.args = MlxLmArgs.read(config, self._traced.vocab_size)
-        self.description = describe(
-            config, "per sequence, with state" if self.state_nbytes else "per sequence"
-        )
+        self.description = describe(config, "per sequence")
         self.model_type = str(config.get("model_type"))
         self.inner = model
 
@@ -64,17 +60,11 @@ class PerSequenceModel(LanguageModel):
 
     @property
     def layer_specs(self) -> list[LayerSpec]:
-        specs = [spec for spec in self._traced.specs if spec is not None]
-        narrow = LayerSpec(1, TOKENS_ALONE, TOKENS_ALONE, format=KVFormat.dense(self.dtype))
-        return specs or [narrow]
+        return [spec for spec in self._traced.specs if spec is not None]
 
     @property
     def runs_packed(self) -> bool:
         return False
-
-    @property
-    def state_nbytes(self) -> int:
-        return self._traced.state_nbytes
 
     def stock_caches(self) -> list[tuple[Any, int | None]]:
         layers = itertools.count()
@@ -99,8 +89,7 @@ class PerSequenceModel(LanguageModel):
         logits: list[mx.array] = []
         for seq, num_logits in enumerate(counts):
             new_tokens = tokens[starts[seq] : starts[seq + 1]]
-            state = StepState(None) if step.states is None else step.states[seq]
-            logits += self._run_sequence(new_tokens, layers, seq, num_logits, state)
+            logits += self._run_sequence(new_tokens, layers, seq, num_logits)
         if not logits:
             row = mx.zeros((1, self._traced.vocab_size), self.dtype)
             written = [array for layer in layers for array in layer.arrays]
@@ -114,50 +103,38 @@ class PerSequenceModel(LanguageModel):
         layers: Sequence[LayerKV],
         seq: int,
         num_logits: int,
-        step_state: StepState,
     ) -> list[mx.array]:
         """The logits of the last ``num_logits`` tokens: pieces ``[n, vocab_size]``."""
-        first_wanted, num_first = tokens.size - num_logits, step_state.num_first
-        cuts = {num_first, tokens.size}
-        begin_of_last = num_first if num_first <= first_wanted else 0
-        num_unwanted = first_wanted - begin_of_last if num_logits else 0
+        first_wanted = tokens.size - num_logits
+        cuts = [tokens.size]
+        num_unwanted = first_wanted if num_logits else 0
         if num_unwanted > MAX_UNWANTED_ROWS and not self._traced.keeps_wanted_rows:
-            cuts.add(first_wanted)
-        begin, state = 0, step_state.before
+            cuts.insert(0, first_wanted)
+        begin = 0
         logits: list[mx.array] = []
-        for end in sorted(cuts - {0}):
-            part = _Part(tokens[begin:end], layers, seq, begin)
+        for end in cuts:
             wanted = max(0, end - max(begin, first_wanted))
-            rows, state = self._run(part, state, wanted)
+            rows = self._run(_Part(tokens[begin:end], layers, seq, begin), wanted)
             logits += [rows] if wanted else []
-            if end == num_first:
-                step_state.after_first = state
             begin = end
-        step_state.after = state
         return logits
 
-    def _run(
-        self, part: _Part, state: StateArrays | None, num_logits: int
-    ) -> tuple[mx.array, StateArrays]:
-        """One call of the model: logits of the last tokens, and the state after them."""
-        caches = self._plan.open(*part.exchanges(self._plan, self._traced.specs), state)
+    def _run(self, part: _Part, num_logits: int) -> mx.array:
+        """One call of the model: logits of the last tokens."""
+        caches = self._plan.open(*part.exchanges(self._plan, self._traced.specs))
         rows = mx.arange(part.tokens.size - num_logits, part.tokens.size)
         with rows_wanted(rows if self._traced.keeps_wanted_rows and num_logits else None, 1):
             logits: mx.array = self["inner"](part.tokens[None], cache=caches)
         logits = logits[0, logits.shape[1] - num_logits :]
-        state = self._plan.state_of(caches)
         del caches  # They hold what was gathered, which may be views of slabs.
-        if part.layers[0].writes_in_place:
-            mx.async_eval(state)
-        else:
+        if not part.layers[0].writes_in_place:
             # Before the next rows are written: while what was gathered is not used, a write would
             # copy the slab.
             mx.eval(
                 logits if num_logits else (),
-                state,
                 [array for layer in part.layers for array in layer.arrays],
             )
-        return logits, state
+        return logits
 
 
 @dataclass(frozen=True)
@@ -194,7 +171,7 @@ class _Part:
         """The run in the step of a layer, which is the same for all layers of its group."""
         if layer.step not in runs:
             end = self.begin + self.tokens.size
-            runs[layer.step] = layer.step.run_of(self.seq, self.begin, end)
+            runs[layer.step] = layer.step.runs_of([self.seq], [self.begin], [end])
         return runs[layer.step]
 
 

@@ -1,21 +1,17 @@
 """The caches that a model of mlx-lm sees where it runs one sequence at a time.
 
 They are mlx-lm's own classes, so that a model finds every attribute that it uses. Their contents
-are stored elsewhere: K/V are in blocks, of which a run of tokens reads what it needs, and the
-arrays of a recurrent layer are a value that is put in before the run and taken out after it.
+are in blocks, of which a run of tokens reads what it needs.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import mlx.core as mx
 from mlx_lm.models.cache import (
-    ArraysCache,
-    CacheList,
     ChunkedKVCache,
     ConcatenateKVCache,
     KVCache,
@@ -23,13 +19,12 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_paged.errors import UnsuitableModelError
+from mlx_paged.models.mlx_lm.cache_tree import leaves_of, with_leaves
 
 Rows: TypeAlias = tuple[mx.array, mx.array]
 # Takes the new rows of K and V, [1, num_kv_heads, num_tokens, width] each, and gives them together
 # with those before them.
 Exchange: TypeAlias = Callable[[mx.array, mx.array], Rows]
-# Of each recurrent layer, its arrays; None for one that it did not set.
-StateArrays: TypeAlias = tuple[tuple[mx.array | None, ...], ...]
 
 
 class _GatheredCache:
@@ -123,7 +118,7 @@ class KVEntry:
 
 
 class CacheLayout:
-    """What a model's ``make_cache`` asks for: K/V entries and recurrent layers, in their order.
+    """What a model's ``make_cache`` asks for: K/V entries, in their order.
 
     Args:
         caches: as ``mlx_lm.models.cache.make_prompt_cache`` makes them.
@@ -134,19 +129,13 @@ class CacheLayout:
 
     def __init__(self, caches: Sequence[Any]):
         self._caches = list(caches)
-        self.entries = [entry for entry in map(_kv_entry, _leaves(caches)) if entry is not None]
+        self.entries = [_kv_entry(cache) for cache in leaves_of(caches)]
 
-    def open(
-        self,
-        exchanges: Sequence[Exchange],
-        positions: Sequence[int],
-        state: StateArrays | None,
-    ) -> list[Any]:
+    def open(self, exchanges: Sequence[Exchange], positions: Sequence[int]) -> list[Any]:
         """The caches for a run of tokens of one sequence, to be used for one call of the model.
 
         Args:
-            exchanges, positions: of each K/V entry.
-            state: of the recurrent layers; ``None`` where the sequence begins.
+            exchanges, positions: of each entry.
         """
         opened = iter(
             [
@@ -156,48 +145,16 @@ class CacheLayout:
                 )
             ]
         )
-        arrays: Iterator[Sequence[mx.array | None]] = iter(state or ())
-
-        def make(cache: Any) -> Any:
-            if isinstance(cache, CacheList):
-                return CacheList(*map(make, cache.caches))
-            if not isinstance(cache, ArraysCache):
-                return next(opened)
-            made: Any = copy.copy(cache)
-            made.cache = [None] * len(cache.cache) if state is None else list(next(arrays))
-            return made
-
-        return [make(cache) for cache in self._caches]
-
-    def state_of(self, caches: Sequence[Any]) -> StateArrays:
-        """What the recurrent layers left in their caches.
-
-        Arrays that are views of larger ones, as the end of a convolution's input, are copied: a
-        view would keep the whole of it in memory.
-        """
-        return tuple(
-            tuple(None if array is None else mx.contiguous(array) for array in cache.cache)
-            for cache in _leaves(caches)
-            if isinstance(cache, ArraysCache)
-        )
+        return with_leaves(self._caches, lambda leaf: next(opened))
 
 
-def _leaves(caches: Sequence[Any]) -> Iterator[Any]:
-    for cache in caches:
-        if isinstance(cache, CacheList):
-            yield from _leaves(cache.caches)
-        else:
-            yield cache
-
-
-def _kv_entry(cache: Any) -> KVEntry | None:
-    """``None`` for a recurrent layer."""
-    if isinstance(cache, ArraysCache):
-        return None
+def _kv_entry(cache: Any) -> KVEntry:
     if type(cache) in (KVCache, ConcatenateKVCache):
         return KVEntry()
     if type(cache) is RotatingKVCache and not cache.keep:
         return KVEntry(cache.max_size)
     if type(cache) is ChunkedKVCache:
         return KVEntry(cache.chunk_size, is_chunked=True)
-    raise UnsuitableModelError(f"it keeps a {type(cache).__name__} in its caches")
+    kind = type(cache).__name__
+    what = "recurrent state" if kind == "ArraysCache" else f"a {kind}"
+    raise UnsuitableModelError(f"it keeps {what} in its caches")

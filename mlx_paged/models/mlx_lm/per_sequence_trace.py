@@ -14,7 +14,6 @@ from mlx_paged.models.mlx_lm.final_norm import leaves_rows_out
 from mlx_paged.models.mlx_lm.module_calls import noted_calls
 from mlx_paged.models.mlx_lm.per_sequence_caches import CacheLayout, Rows
 
-# Long enough for a recurrent layer to have all of its state: convolutions see up to 4 tokens.
 NUM_TOKENS = 16
 
 
@@ -24,14 +23,12 @@ class Trace:
 
     Attributes:
         specs: of the K/V entries; ``None`` for one that the model left alone.
-        state_nbytes: of all recurrent layers, for one sequence.
         vocab_size: the width of the logits.
         dtype: of the logits.
         keeps_wanted_rows: whether the model's last norm was prepared to leave rows out.
     """
 
     specs: tuple[LayerSpec | None, ...]
-    state_nbytes: int
     vocab_size: int
     dtype: mx.Dtype
     keeps_wanted_rows: bool
@@ -44,27 +41,29 @@ def trace(model: Module, plan: CacheLayout) -> Trace:
         UnsuitableModelError: the model can't run so.
     """
     with noted_calls(model, "norm") as norms:
-        noted, state_nbytes, logits = _call(model, plan)
+        noted, logits = _call(model, plan)
     specs = []
     for entry, shapes in zip(plan.entries, noted, strict=True):
         if len(shapes) > 1:
             raise UnsuitableModelError("it writes the K/V of a layer twice in one pass")
         specs.append(_spec(*shapes[0], entry.window) if shapes else None)
+    if not any(specs):
+        raise UnsuitableModelError("none of its layers writes K/V to a cache")
     is_prepared = leaves_rows_out(
-        [norm for norm, _ in norms], lambda: _call(model, plan)[2], NUM_TOKENS - 1, axis=1
+        [norm for norm, _ in norms], lambda: _call(model, plan)[1], NUM_TOKENS - 1, axis=1
     )
-    return Trace(tuple(specs), state_nbytes, logits.shape[-1], logits.dtype, is_prepared)
+    return Trace(tuple(specs), logits.shape[-1], logits.dtype, is_prepared)
 
 
-def _call(model: Module, plan: CacheLayout) -> tuple[list[list[Rows]], int, mx.array]:
-    """K and V of each entry, the bytes of the state, and the logits."""
+def _call(model: Module, plan: CacheLayout) -> tuple[list[list[Rows]], mx.array]:
+    """K and V of each entry, and the logits."""
     noted: list[list[Rows]] = [[] for _ in plan.entries]
 
     def note(shapes: list[Rows], keys: mx.array, values: mx.array) -> Rows:
         shapes.append((keys, values))
         return keys, values
 
-    caches = plan.open([partial(note, shapes) for shapes in noted], [0] * len(noted), None)
+    caches = plan.open([partial(note, shapes) for shapes in noted], [0] * len(noted))
     try:
         logits = model(mx.zeros((1, NUM_TOKENS), dtype=mx.int32), cache=caches)
     except Exception as error:
@@ -74,9 +73,7 @@ def _call(model: Module, plan: CacheLayout) -> tuple[list[list[Rows]], int, mx.a
         ) from error
     if not isinstance(logits, mx.array) or logits.ndim != 3:
         raise UnsuitableModelError("it does not return one row of logits per token")
-    state = plan.state_of(caches)
-    nbytes = sum(array.nbytes for layer in state for array in layer if array is not None)
-    return noted, nbytes, logits
+    return noted, logits
 
 
 def _spec(keys: mx.array, values: mx.array, window: int | None) -> LayerSpec:

@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
 from mlx_paged.cache import KVFormat, LayerSpec
 from mlx_paged.errors import UnsuitableModelError, one_line
@@ -22,11 +22,17 @@ from mlx_paged.models.mlx_lm.attention import (
     OurAttention,
     WindowMask,
 )
+from mlx_paged.models.mlx_lm.cache_tree import leaves_of, with_leaves
 from mlx_paged.models.mlx_lm.final_norm import leaves_rows_out
-from mlx_paged.models.mlx_lm.module_calls import noted_calls
+from mlx_paged.models.mlx_lm.mixers import RecordedState, run_by_groups
+from mlx_paged.models.mlx_lm.module_calls import noted_calls, open_calls
 from mlx_paged.models.mlx_lm.packed_kv import PackedKV
 
 NUM_TOKENS = 3
+# Long enough for a recurrent layer to have all of its state: convolutions see up to 4 tokens.
+NUM_TOKENS_OF_STATE = 16
+# Blocks count tokens, also where a model keeps no K/V: the narrowest rows that kernels take.
+TOKENS_ALONE = 32
 
 
 @dataclass(frozen=True)
@@ -34,8 +40,9 @@ class Recording:
     """What a model does in a packed step.
 
     Attributes:
-        layers: the K/V of each layer that has some of its own.
-        windows: of each cache that the model asks for.
+        layers: the K/V of each layer that has some of its own; a narrow one, which is never
+            written, where none has.
+        windows: of each cache for K/V that the model asks for.
         entries: of each of them, its place in ``layers``; ``None`` for one without K/V.
         vocab_size: the width of the logits.
         keeps_wanted_rows: whether the model's last norm was prepared to leave rows out.
@@ -52,31 +59,90 @@ class Recording:
     attention: OurAttention
 
 
-def record_packed(model: Module) -> Recording:
-    """Build the graph of a packed step of ``NUM_TOKENS`` tokens.
+class RecurrentCaches:
+    """The caches of a model that hold states and no K/V.
+
+    Args:
+        model: of mlx-lm's.
+
+    Attributes:
+        caches: all that the model asks for, empty.
+        num_slots: of each recurrent cache; empty for a model without.
+        nbytes: of the states of one sequence.
+
+    Raises:
+        UnsuitableModelError: mlx-lm can't run the model.
+    """
+
+    def __init__(self, model: Module):
+        self.caches: list[Any] = list(make_prompt_cache(model))
+        self.num_slots = [
+            len(leaf.cache) for leaf in leaves_of(self.caches) if isinstance(leaf, ArraysCache)
+        ]
+        self.nbytes = 0
+        if self.num_slots:
+            self.nbytes = _state_nbytes(model)
+
+    def fill(self, of_kv: Sequence[Any], recurrent: Sequence[Any]) -> list[Any]:
+        """What the model gets for its caches, in their order."""
+        next_kv, next_recurrent = iter(of_kv), iter(recurrent)
+        return with_leaves(
+            self.caches,
+            lambda leaf: next(next_recurrent if isinstance(leaf, ArraysCache) else next_kv),
+        )
+
+
+def _state_nbytes(model: Module) -> int:
+    caches = make_prompt_cache(model)
+    try:
+        model(mx.zeros((1, NUM_TOKENS_OF_STATE), dtype=mx.int32), cache=caches)
+    except Exception as error:
+        raise UnsuitableModelError(
+            f"mlx-lm can't run it ({type(error).__name__}: {one_line(error)})"
+        ) from error
+    states = [leaf for leaf in leaves_of(caches) if isinstance(leaf, ArraysCache)]
+    return sum(state.nbytes for state in states)
+
+
+def record_packed(model: Module, recurrent: RecurrentCaches) -> Recording:
+    """Build the graph of a packed step of ``NUM_TOKENS`` tokens. The modules that use recurrent
+    caches run by groups from then on.
 
     Raises:
         UnsuitableModelError: the model can't run on such a step.
     """
     attention = OurAttention()
-    windows = [_window_of(cache) for cache in make_prompt_cache(model)]
+    windows = [
+        _window_of(leaf)
+        for leaf in leaves_of(recurrent.caches)
+        if not isinstance(leaf, ArraysCache)
+    ]
+    step = _RecordedStep(model, recurrent, windows)
     with noted_calls(model, "norm") as norms, noted_calls(model, "rope") as rotations:
-        recorded, logits = _record(model, windows)
+        recorded, states, logits = step.run_and_check()
     is_prepared = leaves_rows_out(
-        [norm for norm, _ in norms], lambda: _call(model, windows)[1], NUM_TOKENS - 1, axis=0
+        [norm for norm, _ in norms], lambda: step.run()[2], NUM_TOKENS - 1, axis=0
     )
+    run_by_groups(module for state in states for module in state.users.values())
     layers = tuple(entry.spec for entry in recorded if entry.spec is not None)
     places = itertools.count()
     entries = tuple(None if entry.spec is None else next(places) for entry in recorded)
-    if not layers:
+    if not layers and not states:
         raise UnsuitableModelError("none of its layers attends to K/V of a cache")
+    tokens_alone = LayerSpec(1, TOKENS_ALONE, TOKENS_ALONE, format=KVFormat.dense(logits.dtype))
     ropes = tuple(
         next((rope for rope, result in rotations if result is entry.new_keys), None)
         for entry in recorded
         if entry.spec is not None
     )
     return Recording(
-        layers, tuple(windows), entries, logits.shape[-1], is_prepared, ropes, attention
+        layers or (tokens_alone,),
+        tuple(windows),
+        entries,
+        logits.shape[-1],
+        is_prepared,
+        ropes or (None,),
+        attention,
     )
 
 
@@ -85,35 +151,40 @@ def _window_of(cache: Any) -> int | None:
         return int(cache.max_size)
     if type(cache) is KVCache:
         return None
-    raise UnsuitableModelError(f"it keeps {_kinds(cache)} in its caches")
+    raise UnsuitableModelError(f"it keeps a {type(cache).__name__} in its caches")
 
 
-def _kinds(cache: Any) -> str:
-    kind = type(cache).__name__
-    return "recurrent state" if kind == "ArraysCache" else f"a {kind}"
+class _RecordedStep:
+    """A packed step on caches that note what they are asked for."""
 
+    def __init__(self, model: Module, recurrent: RecurrentCaches, windows: Sequence[int | None]):
+        self._model, self._recurrent, self._windows = model, recurrent, windows
 
-def _call(model: Module, windows: Sequence[int | None]) -> tuple[list[_Entry], mx.array]:
-    offset = mx.arange(NUM_TOKENS)
-    entries = [_Entry(window, offset) for window in windows]
-    return entries, model(mx.zeros((NUM_TOKENS, 1), dtype=mx.int32), cache=entries)
+    def run(self) -> tuple[list[_Entry], list[RecordedState], mx.array]:
+        offset = mx.arange(NUM_TOKENS)
+        entries = [_Entry(window, offset) for window in self._windows]
+        with open_calls(self._model) as calls:
+            states = [RecordedState(size, calls) for size in self._recurrent.num_slots]
+            caches = self._recurrent.fill(entries, states)
+            logits = self._model(mx.zeros((NUM_TOKENS, 1), dtype=mx.int32), cache=caches)
+        return entries, states, logits
 
-
-def _record(model: Module, windows: Sequence[int | None]) -> tuple[list[_Entry], mx.array]:
-    try:
-        entries, logits = _call(model, windows)
-    except UnsuitableModelError:
-        raise
-    except Exception as error:
-        # An unknown model may stumble over anything that is not its own kind of cache.
-        raise UnsuitableModelError(
-            f"it can't take tokens as rows of a batch ({type(error).__name__}: {one_line(error)})"
-        ) from error
-    if not isinstance(logits, mx.array) or logits.shape[:-1] != (NUM_TOKENS, 1):
-        raise UnsuitableModelError("it does not return one row of logits per token")
-    if any(entry.is_open for entry in entries):
-        raise UnsuitableModelError("it computes attention in its own way")
-    return entries, logits
+    def run_and_check(self) -> tuple[list[_Entry], list[RecordedState], mx.array]:
+        try:
+            entries, states, logits = self.run()
+        except UnsuitableModelError:
+            raise
+        except Exception as error:
+            # An unknown model may stumble over anything that is not its own kind of cache.
+            raise UnsuitableModelError(
+                "it can't take tokens as rows of a batch "
+                f"({type(error).__name__}: {one_line(error)})"
+            ) from error
+        if not isinstance(logits, mx.array) or logits.shape[:-1] != (NUM_TOKENS, 1):
+            raise UnsuitableModelError("it does not return one row of logits per token")
+        if any(entry.is_open for entry in entries):
+            raise UnsuitableModelError("it computes attention in its own way")
+        return entries, states, logits
 
 
 class _Entry(PackedKV):

@@ -21,6 +21,7 @@ from mlx.utils import tree_flatten
 from mlx_paged.errors import UnsuitableModelError, one_line
 from mlx_paged.models.context_length import context_length
 from mlx_paged.models.language_model import LanguageModel
+from mlx_paged.models.mlx_lm.module_calls import put_back
 from mlx_paged.models.mlx_lm.packed import PackedModel
 from mlx_paged.models.mlx_lm.per_sequence import PerSequenceModel
 from mlx_paged.models.mlx_lm.small_copy import small_copy
@@ -91,10 +92,16 @@ class Trial:
             UnsuitableModelError: its logits differ by more than rounding, or mlx-lm's own do, or
                 mlx-lm can't run the model.
         """
-        adapted = kind(self.model, self.config)
-        if self._small is not None:
-            self._small._run_as_a_copy(kind)
-        self._check(adapted)
+        # In some ways modules run with other classes.
+        classes = [(module, type(module)) for module in self.model.modules()]
+        try:
+            adapted = kind(self.model, self.config)
+            if self._small is not None:
+                self._small._run_as_a_copy(kind)
+            self._check(adapted)
+        except BaseException:
+            put_back(classes)
+            raise
         return adapted
 
     @cached_property

@@ -60,6 +60,7 @@ def make_from_config(config: Config, seed: int = 0) -> Module:
     # mlx-lm's olmo only asks whether this package is there, and ends the program if it is not.
     sys.modules.setdefault("hf_olmo", ModuleType("hf_olmo"))
     model_class, args_class = _get_classes(config)
+    mx.random.seed(seed)  # Some classes draw weights themselves, which are kept below.
     model: Module = model_class(args_class.from_dict(copy.deepcopy(config)))
     model.eval()
     model.update(tree_unflatten(list(_random_weights(model, seed))))

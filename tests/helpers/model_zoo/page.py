@@ -57,8 +57,7 @@ def _counts(rows: Sequence[Row]) -> str:
     return (
         f"mlx-lm {mlx_lm.__version__} has {len(rows)} architectures. Here {counts['packed']} of "
         f"them run packed,\n{counts['per sequence']} per sequence and "
-        f"{counts['per sequence, with state']} per sequence with "
-        f"state; {counts['refused']} are refused."
+        f"{counts['packed, with state']} packed with state; {counts['refused']} are refused."
     )
 
 

@@ -30,7 +30,7 @@ class Row:
     """A row of the table.
 
     Attributes:
-        way: "packed", "per sequence", "per sequence, with state", or "refused: " and why.
+        way: "packed", "packed, with state", "per sequence", or "refused: " and why.
         traits: what it has.
     """
 

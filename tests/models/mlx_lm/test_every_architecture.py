@@ -21,7 +21,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_paged import Engine
 from mlx_paged.core.sequence_states import SequenceState, SequenceStates
 from mlx_paged.engine_options import EngineOptions
-from mlx_paged.models.mlx_lm.per_sequence import PerSequenceModel
+from mlx_paged.models.mlx_lm.packed import PackedModel
 
 ROWS = rows_on_page()
 
@@ -68,7 +68,6 @@ def test_a_state_of_too_few_tokens_shows_in_log_probabilities_where_it_changes_n
 ):
     """A planted fault: once, a step goes on from the state before the one before."""
     config = config_of("rwkv7")
-    mx.random.seed(0)  # of weights that mlx-lm's class leaves to it
     model, expected = with_clear_answers(config)
     num_puts: Counter[Hashable] = Counter()
 
@@ -80,9 +79,7 @@ def test_a_state_of_too_few_tokens_shows_in_log_probabilities_where_it_changes_n
 
     monkeypatch.setattr(SequenceStates, "put", put)
     options: EngineOptions = {"block_size": 8, "max_num_batched_tokens": 7, "max_num_seqs": 4}
-    found = answers_of(
-        Engine(PerSequenceModel(model, config), kv_cache_bytes="60blocks", **options)
-    )
+    found = answers_of(Engine(PackedModel(model, config), kv_cache_bytes="60blocks", **options))
     assert found.tokens == expected.tokens
     with pytest.raises(AssertionError, match="planted: log-probabilities differ"):
         expected.check(found, "planted")

@@ -1,32 +1,29 @@
-"""Models of mlx-lm that run one sequence at a time, in the engine: their tokens are those of
-mlx-lm's own ``generate_step``.
+"""Models of mlx-lm that run one sequence at a time, and those with recurrent layers, in the engine:
+their tokens are those of mlx-lm's own ``generate_step``.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 import pytest
-from helpers.engine_runs import assert_nothing_held, greedy, make_engine, prompt, run
-from helpers.fast_lane import mostly_slow
-from helpers.per_sequence_models import (
+from helpers.adapted_models import (
     ATTENTION,
     CONFIGS,
+    adapted_model,
     config_of,
     greedy_answer,
     mlx_lm_model,
-    per_sequence_model,
 )
+from helpers.engine_runs import assert_nothing_held, greedy, make_engine, prompt, run
+from helpers.fast_lane import mostly_slow
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
 from mlx_paged.cache import Sequences
 from mlx_paged.cache.paged import PagedLayerKV
-from mlx_paged.core import BlockTableError, KVCacheManager
 from mlx_paged.engine import build
 from mlx_paged.engine.drafts import PromptLookup
 from mlx_paged.engine.engine import Engine
@@ -34,6 +31,7 @@ from mlx_paged.engine.speculation import Speculation
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models.kv_cache import make_kv_cache
 from mlx_paged.models.mlx_lm import UnsuitableModelError, adapt
+from mlx_paged.models.mlx_lm.packed import PackedModel
 from mlx_paged.models.mlx_lm.per_sequence import MAX_UNWANTED_ROWS, PerSequenceModel
 from mlx_paged.models.run_step import run_step
 
@@ -42,7 +40,7 @@ def ragged(name: str, **options: Any) -> Engine:
     """An engine whose prompts come in chunks that end anywhere, beside running answers."""
     sizes = {"block_size": 8, "max_num_seqs": 8}
     budgets = {"max_num_batched_tokens": 23, "max_num_mixed_tokens": 11}
-    return make_engine(per_sequence_model(name), **(sizes | budgets | options))
+    return make_engine(adapted_model(name), **(sizes | budgets | options))
 
 
 def budget_of(name: str, num_tokens: int, share: float) -> dict[str, Any]:
@@ -73,18 +71,18 @@ def test_requests_side_by_side_get_the_tokens_of_mlx_lm(name: str, ahead: bool):
 
 
 @pytest.mark.parametrize("keeps_wanted_rows", [True, False])
-@pytest.mark.parametrize("name", ["gemma2", "falcon_h1"])
 def test_a_long_chunk_computes_the_logits_that_are_wanted_and_few_others(
-    name: str, keeps_wanted_rows: bool, monkeypatch: pytest.MonkeyPatch
+    keeps_wanted_rows: bool, monkeypatch: pytest.MonkeyPatch
 ):
     """Where the last norm can't leave rows out, the last token is a pass of its own, as in
     mlx-lm.
     """
     passes = []
-    model, tokens = per_sequence_model(name), prompt(MAX_UNWANTED_ROWS + 10)
+    model, tokens = adapted_model("gemma2"), prompt(MAX_UNWANTED_ROWS + 10)
+    assert isinstance(model, PerSequenceModel)
     assert model._traced.keeps_wanted_rows
     model._traced = replace(model._traced, keeps_wanted_rows=keeps_wanted_rows)
-    expected = greedy_answer(name, tokens, 3)
+    expected = greedy_answer("gemma2", tokens, 3)
     kind = type(model.inner)
     call = kind.__call__
 
@@ -94,16 +92,13 @@ def test_a_long_chunk_computes_the_logits_that_are_wanted_and_few_others(
         return logits
 
     monkeypatch.setattr(kind, "__call__", noting)
-    # A model with a state runs up to the end of a block first.
-    sizes = {"falcon_h1": [(72, 72), (2, 1)], "gemma2": [(74, 1)]}
-    if not keeps_wanted_rows:
-        sizes = {"falcon_h1": [(72, 72), (2, 2)], "gemma2": [(73, 73), (1, 1)]}
+    sizes = [(74, 1)] if keeps_wanted_rows else [(73, 73), (1, 1)]
     for budget in (200, 50):
         engine = make_engine(model, block_size=8, max_num_seqs=8, max_num_batched_tokens=budget)
         passes.clear()
         engine.add_request("a", tokens, greedy(3))
         assert answers(engine) == {"a": [expected]}
-        assert budget == 50 or passes[:-2] == sizes[name]
+        assert budget == 50 or passes[:-2] == sizes
         assert sum(num_tokens for num_tokens, _ in passes) == len(tokens) + 2
 
 
@@ -113,34 +108,16 @@ def test_logits_of_all_tokens_are_those_of_mlx_lm(name: str):
     tokens = prompt(70)
     stock = make_prompt_cache(model)
     expected, found = [], []
-    cache = make_kv_cache(per_sequence_model(name), block_size=8, kv_cache_bytes="40blocks")
+    cache = make_kv_cache(adapted_model(name), block_size=8, kv_cache_bytes="40blocks")
     seqs = Sequences(cache)
     for begin, end in ((0, 1), (1, 30), (30, 31), (31, 70)):
         part = mx.array(tokens[begin:end])
         expected.append(model(part[None], cache=stock)[0])
         with seqs.step({"a": end - begin}):
-            found.append(per_sequence_model(name)(part, cache.layers))
+            found.append(adapted_model(name)(part, cache.layers))
             mx.eval(found[-1], cache.arrays)
     error = mx.abs(mx.concatenate(found) - mx.concatenate(expected)).max().item()
     assert error <= 1e-4 * mx.abs(mx.concatenate(expected)).max().item()
-
-
-@pytest.mark.parametrize("name", ["falcon_h1", "mamba2"])
-def test_completions_of_one_prompt_begin_with_one_state(name: str):
-    """Greedily, each is the answer of mlx-lm; sampled, the same as alone with its own key."""
-    engine = ragged(name)
-    tokens = prompt(30)
-    engine.add_request("greedy", tokens, greedy(8, n=3))
-    assert answers(engine) == {"greedy": [greedy_answer(name, tokens, 8)] * 3}
-    found = []
-    for share in (9, 2.5):
-        engine = ragged(name, **budget_of(name, 54, share))
-        engine.add_request("sampled", tokens, greedy(24, n=3, temperature=1.0, seed=5))
-        engine.add_request("other", prompt(20, 1), greedy(20))
-        found.append(answers(engine))
-    assert found[0] == found[1]
-    assert len({tuple(ids) for ids in found[0]["sampled"]}) == 3
-    assert engine.stats().num_preemptions > 0
 
 
 @pytest.mark.parametrize("name", ["llama4", "qwen3_next", "mamba2", "recurrent_gemma"])
@@ -252,7 +229,7 @@ def test_a_step_that_fails_is_run_again_from_the_right_state(
 def test_drafts_change_no_token_of_a_model_without_state(
     drafter: str, monkeypatch: pytest.MonkeyPatch
 ):
-    draft_model = per_sequence_model("gemma2") if drafter == "model" else None
+    draft_model = adapted_model("gemma2") if drafter == "model" else None
 
     def eager(num_draft_tokens: int, model: Any, drafts: Any, run_ahead: bool) -> Speculation:
         return Speculation(drafts or PromptLookup(), num_draft_tokens)
@@ -301,7 +278,7 @@ def test_kv_in_few_bits_run_and_a_run_reads_what_was_stored(name: str):
     """So a prompt in chunks has the logits of the whole, and those in 8 bits stay near the exact
     ones.
     """
-    model, tokens = per_sequence_model(name), prompt(60)
+    model, tokens = adapted_model(name), prompt(60)
     logits = {}
     for kv_format in (None, 8, 4):
         cache = make_kv_cache(model, kv_cache_bytes="40blocks", kv_format=kv_format)
@@ -317,92 +294,6 @@ def relative_error(logits: mx.array, expected: mx.array) -> float:
     return mx.abs(logits - expected).max().item() / mx.abs(expected).max().item()
 
 
-# States, directly in a cache
-
-
-def test_a_body_that_raises_leaves_the_state_before_the_step():
-    model = per_sequence_model("falcon_h1")
-    cache = make_kv_cache(model, block_size=8, kv_cache_bytes="40blocks")
-    seqs = Sequences(cache)
-    tokens = prompt(30)
-    run_step(model, seqs, {"a": tokens[:20]})
-    with pytest.raises(ZeroDivisionError), seqs.step({"a": 5, "b": 3}) as step:
-        mx.eval(model(mx.array(tokens[20:28]), cache.layers, step.logit_rows))
-        raise ZeroDivisionError
-    assert seqs.seq_len("a") == 20 and list(seqs) == ["a"]
-    seqs.fork("a", "b")
-    found = [run_step(model, seqs, {"a": tokens[20:]}), run_step(model, seqs, {"b": tokens[20:]})]
-    expected = Sequences(make_kv_cache(model, kv_cache_bytes="40blocks"))
-    for logits in found:
-        assert mx.allclose(logits, run_step(model, expected, {"a": tokens}), atol=1e-4)
-        expected.free("a")
-
-
-def test_an_interrupt_behind_the_new_states_leaves_those_before_the_step(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    """The states of all sequences of the step are there already when it comes."""
-    model = per_sequence_model("falcon_h1")
-    cache = make_kv_cache(model, block_size=8, kv_cache_bytes="40blocks")
-    seqs, tokens, other = Sequences(cache), prompt(40), prompt(20, 1)
-    assert seqs.manager.states is not None
-    seqs.manager.states.num_checkpoints = 4
-    run_step(model, seqs, {"a": tokens[:20], "b": other[:9]})
-    before = seqs.manager.states.snapshot()
-    put = KVCacheManager.put_states
-
-    def interrupted(*args: Any) -> None:
-        put(*args)
-        assert seqs.manager.states.snapshot()["a"].num_tokens == 25
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(KVCacheManager, "put_states", interrupted)
-        with pytest.raises(KeyboardInterrupt), seqs.step({"a": 5, "b": 7, "c": 3}) as step:
-            new_tokens = [*tokens[20:25], *other[9:16], *other[:3]]
-            mx.eval(model(mx.array(new_tokens), cache.layers, step.logit_rows))
-    assert [seqs.seq_len(seq) for seq in seqs] == [20, 9] and list(seqs) == ["a", "b"]
-    after = seqs.manager.states.snapshot()
-    assert after.keys() == before.keys()
-    assert all(after[seq] is before[seq] for seq in before)
-    assert not seqs.manager.states._pending
-    alone = make_kv_cache(model, block_size=8, kv_cache_bytes="40blocks")
-    expected = run_step(model, Sequences(alone), {"a": tokens, "b": other})
-    assert mx.allclose(
-        run_step(model, seqs, {"a": tokens[20:], "b": other[9:]}), expected, atol=1e-4
-    )
-
-
-def test_a_state_cannot_be_cut_nor_made_from_rows():
-    model = per_sequence_model("falcon_h1")
-    cache = make_kv_cache(model, block_size=8, kv_cache_bytes="40blocks")
-    seqs = Sequences(cache)
-    run_step(model, seqs, {"a": prompt(20)})
-    with pytest.raises(BlockTableError, match="a recurrent state of 20 tokens, which can't be cut"):
-        seqs.trim("a", 12)
-    assert seqs.seq_len("a") == 20
-    rows = np.zeros((1, 2, 32), np.float32)
-    with pytest.raises(ValueError, match="rows of K/V can't be appended or restored alone"):
-        seqs.append("a", [mx.array(rows)] * 2, [mx.array(rows)] * 2)
-    assert seqs.seq_len("a") == 20
-    seqs.trim("a", 0)
-    seqs.free("a")
-    assert len(seqs.manager.states) == 0
-
-
-def test_a_state_keeps_no_more_memory_than_its_size():
-    """The end of a convolution's input is a view of all of it."""
-    model = per_sequence_model("mamba2")
-    cache = make_kv_cache(model, block_size=64, kv_cache_bytes="100blocks")
-    seqs = Sequences(cache)
-    run_step(model, seqs, {"warm": prompt(2000)})
-    before = mx.get_active_memory()
-    run_step(model, seqs, {"a": prompt(2000)})
-    grown = mx.get_active_memory() - before
-    # Arrays share a buffer that is up to 16 KB larger; the input is 1 MB for each layer.
-    assert grown < model.state_nbytes + 4 * 2**14 + 2**14
-
-
 # Refused by name
 
 
@@ -413,45 +304,26 @@ def test_a_state_keeps_no_more_memory_than_its_size():
         ("gemma2", {"window": 64}, r"window needs keys .* gemma2 runs one sequence at a time"),
         (
             "falcon_h1",
+            {"kv": "basic"},
+            r"kv='basic' can't hold .* keeps recurrent states",
+        ),
+        (
+            "falcon_h1",
             {"window": 64},
-            r"window needs .* falcon_h1 runs one sequence at a time",
+            r"window can't be had with a falcon_h1",
         ),
         ("falcon_h1", {"num_draft_tokens": 2}, r"num_draft_tokens must be 0 with a falcon_h1"),
         (
             "falcon_h1",
             {"kv_cache_bytes": 40000},
-            r"keeps a state of 20992 bytes .* raise it to 167936",
+            r"keeps a state of 20992 bytes .* raise it to 419840",
         ),
     ],
 )
 def test_what_cannot_be_right_is_refused_by_name(name: str, options: Any, match: str):
     with pytest.raises(ArgumentError, match=match) as refused:
-        make_engine(per_sequence_model(name), **options)
+        make_engine(adapted_model(name), **options)
     assert refused.value.argument == next(iter(options))
-
-
-def test_a_draft_model_with_a_state_is_refused_and_so_is_one_for_such_a_model():
-    for name, draft in (("gemma2", "mamba2"), ("mamba2", "gemma2")):
-        with pytest.raises(ArgumentError, match=r"mamba2.* can't take back drafts"):
-            make_engine(per_sequence_model(name), draft_model=per_sequence_model(draft))
-
-
-def test_states_are_part_of_the_budget():
-    model = per_sequence_model("falcon_h1")
-    nbytes = model.state_nbytes
-
-    def num_kv_states(num_states: int, **options: Any) -> int:
-        """How many states the rest of a budget would hold."""
-        engine = make_engine(model, kv_cache_bytes=num_states * nbytes, **options)
-        return math.ceil(engine.cache.config.nbytes / nbytes)
-
-    # Nine that run, one that a step makes, and two checkpoints of each.
-    assert num_kv_states(100, max_num_seqs=9) == 100 - 10 - 18
-    assert num_kv_states(100, max_num_seqs=1) == 100 - 2 - 8
-    assert num_kv_states(100, max_num_seqs=9, enable_prefix_caching=False) == 100 - 10
-    with pytest.warns(UserWarning, match="4 sequences run at once instead of max_num_seqs 9"):
-        assert num_kv_states(20, max_num_seqs=9) == 20 - 5 - 5
-    assert num_kv_states(8, max_num_seqs=1) == 8 - 2 - 2
 
 
 class Odd(nn.Module):
@@ -475,8 +347,9 @@ def test_caches_that_are_not_known_are_refused_by_name(cache: Any, kind: str):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_model_that_does_not_run_packed_is_tried_one_sequence_at_a_time(name: str):
     adapted = adapt(mlx_lm_model(name), config_of(name))
-    assert isinstance(adapted, PerSequenceModel)
-    way = "per sequence, with state" if adapted.state_nbytes else "per sequence"
+    is_packed = name not in ATTENTION
+    assert isinstance(adapted, PackedModel if is_packed else PerSequenceModel)
+    way = "packed, with state" if is_packed else "per sequence"
     assert adapted.description == f"{name} of mlx-lm, {way}"
 
 

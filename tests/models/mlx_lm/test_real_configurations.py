@@ -11,7 +11,7 @@ from helpers.model_zoo.runs import check_answers, way_of, with_clear_answers
 
 from mlx_paged.models.mlx_lm import adapt
 
-WAYS = dict.fromkeys(FAMILIES, "packed") | {"Qwen3-Next-80B-A3B": "per sequence, with state"}
+WAYS = dict.fromkeys(FAMILIES, "packed") | {"Qwen3-Next-80B-A3B": "packed, with state"}
 
 
 @pytest.mark.slow

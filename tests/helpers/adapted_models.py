@@ -1,4 +1,6 @@
-"""Tiny random models of mlx-lm that don't run packed, and what mlx-lm itself says of them."""
+"""Tiny random models of mlx-lm: some that run one sequence at a time, and some with recurrent
+layers, which run packed. And what mlx-lm itself says of them.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +16,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
 
 from helpers.engine_runs import NEAR_TIE, VOCAB_SIZE
+from mlx_paged.models.language_model import LanguageModel
+from mlx_paged.models.mlx_lm.packed import PackedModel
 from mlx_paged.models.mlx_lm.per_sequence import PerSequenceModel
 
 COMMON = {
@@ -146,8 +150,9 @@ def mlx_lm_model(name: str) -> Module:
     return model
 
 
-def per_sequence_model(name: str) -> PerSequenceModel:
-    return PerSequenceModel(mlx_lm_model(name), config_of(name))
+def adapted_model(name: str) -> LanguageModel:
+    kind = PackedModel if name in RECURRENT else PerSequenceModel
+    return kind(mlx_lm_model(name), config_of(name))
 
 
 @cache

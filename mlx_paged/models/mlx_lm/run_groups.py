@@ -1,0 +1,233 @@
+"""The runs of a packed step in groups of equal length, for modules that mix the tokens of a
+sequence.
+
+A module with a recurrent state takes ``[num_sequences, length, ...]``, as mlx-lm runs it. The
+decodes of a step are one such batch, and the run of a prompt is one by itself. Nothing is padded,
+so no module needs a mask.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from functools import cached_property, partial
+from typing import Any, NamedTuple, TypeAlias
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache
+
+from mlx_paged.ops import AttentionMetadata, ReadState, StateRow, StateStack, StepState, reader_of
+
+_UNREAD: Any = object()
+# The packed rows of a group: all of them, a piece, or any.
+RowIndex: TypeAlias = slice | mx.array | None
+
+
+class GroupCache(ArraysCache):
+    """The recurrent cache that a module gets for a group: mlx-lm's own kind. An array is read when
+    it is asked for, so that no gathered state waits for its layer in memory.
+    """
+
+    def __init__(self, num_slots: int, read: Any):
+        super().__init__(num_slots)
+        self.cache: list[Any] = [_UNREAD] * num_slots
+        self._read = read
+
+    def __getitem__(self, slot: int) -> mx.array | None:
+        value: mx.array | None = self.cache[slot]
+        return self._read(slot) if value is _UNREAD else value
+
+    def empty(self) -> bool:
+        return self[0] is None
+
+    @property
+    def arrays(self) -> list[mx.array | None]:
+        return [self[slot] for slot in range(len(self.cache))]
+
+
+class Run(NamedTuple):
+    """Some consecutive new tokens of a sequence."""
+
+    seq: int  # its place in the step
+    begin: int  # the first of them, among the new tokens of the sequence
+    length: int
+
+
+class RunGroup:
+    """Runs of a step that have their length in common, and their states the same shapes.
+
+    Args:
+        runs: one at least.
+        read: the states that they begin with.
+        num_slots: of each recurrent cache.
+
+    Attributes:
+        length: of each run.
+        caches: the recurrent caches of the group; after the step they hold the new states.
+    """
+
+    def __init__(
+        self,
+        step: AttentionMetadata,
+        runs: Sequence[Run],
+        read: ReadState,
+        num_slots: Sequence[int],
+    ):
+        self.runs, self.length = runs, runs[0].length
+        self.caches = [
+            GroupCache(size, partial(read, index)) for index, size in enumerate(num_slots)
+        ]
+        starts = step.cu_seqlens_q
+        self._first_rows = [starts[run.seq] + run.begin for run in runs]
+        self._num_tokens = step.num_tokens
+
+    @cached_property
+    def rows(self) -> list[int]:
+        """Of the packed axis, run by run."""
+        return [row for first in self._first_rows for row in range(first, first + self.length)]
+
+    @cached_property
+    def first_rows(self) -> mx.array:
+        """``[num_runs] int32``"""
+        return mx.array(self._first_rows, dtype=mx.int32)
+
+    @cached_property
+    def _index(self) -> RowIndex:
+        first, rows = self._first_rows[0], self.rows
+        if rows != list(range(first, first + len(rows))):
+            return mx.array(rows, dtype=mx.int32)
+        return None if len(rows) == self._num_tokens else slice(first, first + len(rows))
+
+    @cached_property
+    def is_packed(self) -> bool:
+        """Whether the group is the packed axis itself: all of its rows, each a run of one token."""
+        return self.length == 1 and self._index is None
+
+    def take(self, x: mx.array) -> mx.array:
+        """``[num_tokens, 1, ...]`` of the packed axis as ``[num_runs, length, ...]`` of the
+        group.
+        """
+        if self._index is not None:
+            x = x[self._index]
+        return x.reshape(len(self.runs), self.length, *x.shape[2:])
+
+    def new_states(self) -> StateStack:
+        arrays = [cache.arrays for cache in self.caches]
+        if self.length > 1:
+            # The end of a convolution's input is a view, which would keep the whole of it.
+            arrays = [
+                [None if array is None else mx.contiguous(array) for array in slots]
+                for slots in arrays
+            ]
+        return StateStack(arrays, len(self.runs))
+
+
+class RunGroups:
+    """All runs of a step. A run that leaves a state after some of its tokens is cut there: what
+    follows is in a second wave of groups, which begin with states that the first has made.
+
+    Args:
+        states: of each sequence of the step; those after it are set by :meth:`put_states`.
+        num_slots: of each recurrent cache.
+    """
+
+    def __init__(
+        self, step: AttentionMetadata, states: Sequence[StepState], num_slots: Sequence[int]
+    ):
+        self.step = step
+        self._states, self._num_slots = states, num_slots
+        first, second = _waves(step.query_lens, states)
+        kinds = [_kind_of(state.before) for state in states]
+        self.groups = [
+            self._group(runs, _reader_before([states[run.seq].before for run in runs]))
+            for runs in _alike(first, kinds)
+        ]
+        if second:
+            places = {
+                run.seq: (group, row) for group in self.groups for row, run in enumerate(group.runs)
+            }
+            # Those of one group of the first wave have states of equal shapes.
+            origins = [id(places[seq][0]) for seq in range(len(states))]
+            self.groups += [
+                self._group(runs, _reader_within([places[run.seq] for run in runs]))
+                for runs in _alike(second, origins)
+            ]
+
+    def _group(self, runs: Sequence[Run], read: ReadState) -> RunGroup:
+        return RunGroup(self.step, runs, read, self._num_slots)
+
+    @cached_property
+    def _row_order(self) -> mx.array | None:
+        """``[num_tokens] int32``, which puts the rows of one group after another back in place."""
+        rows = list(itertools.chain.from_iterable(group.rows for group in self.groups))
+        order = sorted(range(len(rows)), key=rows.__getitem__)
+        return None if order == list(range(len(rows))) else mx.array(order, dtype=mx.int32)
+
+    def join(self, results: Sequence[Any]) -> Any:
+        """What a module returned for each group, ``[num_runs, length, ...]``, on the packed axis,
+        ``[num_tokens, 1, ...]``. It may have returned several arrays.
+        """
+        one = results[0]
+        if isinstance(one, tuple | list):
+            return type(one)(map(self.join, zip(*results, strict=True)))
+        if not isinstance(one, mx.array) or self.groups[0].is_packed:
+            return one
+        parts = [part.reshape(-1, 1, *part.shape[2:]) for part in results]
+        joined = parts[0] if len(parts) == 1 else mx.concatenate(parts)
+        return joined if self._row_order is None else joined[self._row_order]
+
+    def put_states(self) -> list[mx.array]:
+        """Set the states after the step; returns their arrays, to be evaluated with it."""
+        leaves: list[mx.array] = []
+        for group in self.groups:
+            stack = group.new_states()
+            leaves += stack.leaves
+            for row, run in zip(stack.rows(), group.runs, strict=True):
+                state = self._states[run.seq]
+                if state.num_first == run.begin + group.length:
+                    state.after_first = row.alone()
+                    leaves += state.after_first.stack.leaves
+                state.after = row  # of the second wave, if the run was cut
+        return leaves
+
+
+def _waves(query_lens: Sequence[int], states: Sequence[StepState]) -> tuple[list[Run], list[Run]]:
+    first, second = [], []
+    for seq, (length, state) in enumerate(zip(query_lens, states, strict=True)):
+        cut = state.num_first or length
+        first.append(Run(seq, 0, cut))
+        if cut < length:
+            second.append(Run(seq, cut, length - cut))
+    return first, second
+
+
+def _alike(runs: Iterable[Run], kinds: Sequence[object]) -> Iterable[list[Run]]:
+    """Runs of one length, of sequences of one kind."""
+    groups: dict[object, list[Run]] = {}
+    for run in runs:
+        groups.setdefault((run.length, kinds[run.seq]), []).append(run)
+    return groups.values()
+
+
+def _kind_of(state: StateRow | None) -> object:
+    """What the states of a group have in common: not to be there, or their shapes. A module may
+    compute something else where there is none than where there are zeros.
+    """
+    return None if state is None else state.stack.shapes
+
+
+def _reader_before(states: Sequence[StateRow | None]) -> ReadState:
+    rows = [row for row in states if row is not None]
+    return reader_of(rows) if rows else lambda cache, slot: None
+
+
+def _reader_within(places: Sequence[tuple[RunGroup, int]]) -> ReadState:
+    """Reads what a group has made by now of these of its rows."""
+    group, rows = places[0][0], [row for _, row in places]
+    index = None if rows == list(range(len(group.runs))) else mx.array(rows)
+
+    def read(cache: int, slot: int) -> mx.array | None:
+        array = group.caches[cache][slot]
+        return array if array is None or index is None else array[index]
+
+    return read

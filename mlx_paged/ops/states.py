@@ -1,0 +1,166 @@
+"""What recurrent layers keep of sequences: states that lie in stacks, and what a step does with
+them.
+
+The state of a sequence is a row of a stack, whose arrays hold those of all sequences that ran
+together. A step that runs the same ones again takes the stack as it lies.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeAlias
+
+import mlx.core as mx
+
+# By recurrent cache of the model and its slot; None for one that is not set.
+StateArrays: TypeAlias = Sequence[Sequence[mx.array | None]]
+# What a step reads: the array of a cache and a slot, [num_sequences, ...].
+ReadState: TypeAlias = Callable[[int, int], mx.array | None]
+
+
+class StateStack:
+    """States of sequences that ran together.
+
+    Args:
+        arrays: ``[num_states, ...]`` each.
+        num_states: of as many sequences.
+    """
+
+    def __init__(self, arrays: StateArrays, num_states: int):
+        self.arrays = arrays
+        self.num_states = num_states
+        self._rows: list[weakref.ref[StateRow]] = []
+
+    @classmethod
+    def of(cls, rows: Sequence[StateRow]) -> StateStack:
+        """The states of these rows, whose :attr:`shapes` are equal: as they lie, if they are all of
+        one stack, else in a new one.
+        """
+        stack = rows[0].stack
+        if _is_whole(stack, rows):
+            return stack
+        read = reader_of(rows)
+        arrays = [
+            [read(cache, slot) for slot in range(len(slots))]
+            for cache, slots in enumerate(stack.arrays)
+        ]
+        return cls(arrays, len(rows))
+
+    @cached_property
+    def shapes(self) -> tuple[tuple[int, ...] | None, ...]:
+        """Of one state, array by array: only states that agree can be in a stack."""
+        return tuple(
+            None if array is None else tuple(array.shape[1:])
+            for slots in self.arrays
+            for array in slots
+        )
+
+    @property
+    def leaves(self) -> list[mx.array]:
+        """All arrays."""
+        return [array for slots in self.arrays for array in slots if array is not None]
+
+    def rows(self) -> list[StateRow]:
+        """The states one by one. They keep the whole stack, until :meth:`part`."""
+        rows = [StateRow(self, index) for index in range(self.num_states)]
+        self._rows = list(map(weakref.ref, rows))
+        return rows
+
+    def part(self) -> list[mx.array]:
+        """Copy each state that is still held to a stack of its own, so that this one can go.
+
+        Returns:
+            The copies, to be evaluated.
+        """
+        if self.num_states == 1:
+            return []
+        held = [row for row in (each() for each in self._rows) if row is not None]
+        self._rows = []
+        for row in held:
+            row.stack, row.index = row.alone().stack, 0
+        return [array for row in held for array in row.stack.leaves]
+
+
+class StateRow:
+    """The state of one sequence. What it stands for never changes; where it lies may."""
+
+    __slots__ = ("__weakref__", "index", "stack")
+
+    def __init__(self, stack: StateStack, index: int):
+        self.stack, self.index = stack, index
+
+    def alone(self) -> StateRow:
+        """The same state in a stack of its own."""
+        stack = self.stack
+        if stack.num_states == 1:
+            return self
+        place = slice(self.index, self.index + 1)
+        arrays = [
+            [None if array is None else mx.contiguous(array[place]) for array in slots]
+            for slots in stack.arrays
+        ]
+        return StateRow(StateStack(arrays, 1), 0)
+
+
+@dataclass(slots=True, eq=False)
+class StepState:
+    """What a model with recurrent layers keeps of a sequence, before a step and after it.
+
+    Attributes:
+        before: what the model left in :attr:`after` in the last step of the sequence; ``None``
+            where the sequence begins.
+        num_first: of the new tokens, how many are to be followed by a state of their own, which
+            others may begin with; 0 for none.
+        after_first: the state after these, to be set by the model.
+        after: the state after all, to be set by the model.
+    """
+
+    before: StateRow | None
+    num_first: int = 0
+    after_first: StateRow | None = None
+    after: StateRow | None = None
+
+
+def reader_of(rows: Sequence[StateRow]) -> ReadState:
+    """Reads these states together, one array at a time: a stack as it lies, where they are all of
+    one.
+    """
+    pieces: list[tuple[StateStack, list[int]]] = []
+    for row in rows:
+        if pieces and pieces[-1][0] is row.stack:
+            pieces[-1][1].append(row.index)
+        else:
+            pieces.append((row.stack, [row.index]))
+    indices = [
+        None if places == list(range(stack.num_states)) else mx.array(places)
+        for stack, places in pieces
+    ]
+
+    def read(cache: int, slot: int) -> mx.array | None:
+        parts = []
+        for (stack, _), index in zip(pieces, indices, strict=True):
+            array = stack.arrays[cache][slot]
+            if array is None:
+                return None  # in all of them: their shapes are equal
+            parts.append(array if index is None else array[index])
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts)
+
+    return read
+
+
+def part_ways(stacks: Iterable[StateStack]) -> None:
+    """After a step that went on from these stacks: what others still hold of them goes to stacks of
+    its own, since a whole one would stay for each sequence that is left behind.
+    """
+    copies = [array for stack in stacks for array in stack.part()]
+    if copies:
+        mx.async_eval(copies)
+
+
+def _is_whole(stack: StateStack, rows: Sequence[StateRow]) -> bool:
+    return len(rows) == stack.num_states and all(
+        row.stack is stack and row.index == index for index, row in enumerate(rows)
+    )
