@@ -55,7 +55,6 @@ class EngineParts:
     snapshots: Snapshots
     latencies: Latencies
     reports: Reports
-    budgets: Budgets
     steps: Steps
     run_ahead: bool
 
@@ -181,7 +180,6 @@ def build(
         snapshots,
         latencies,
         reports,
-        budgets,
         steps,
         run_ahead,
     )

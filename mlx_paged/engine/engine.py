@@ -263,7 +263,7 @@ class Engine(EngineParts):
         clock, of which the last 16,384 changes are kept. An engine with these ``token_budgets``
         computes the same requests, added at the same steps, in the same steps.
         """
-        return self.budgets.chosen
+        return self.steps.budgets.chosen
 
     @property
     def prefix_history(self) -> PrefixHistory:

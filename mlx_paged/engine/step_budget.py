@@ -218,7 +218,8 @@ class ClockedBudgets:
         self._had_prompt = False  # the step that was read last
         self._start = 0.0  # of the oldest step in flight
         self._away = 0.0  # for how long no call of the engine ran since then
-        self._decodes: Measured | None = None  # the faster one of the last two steps of decodes
+        # The faster one of the last two steps of decodes, if it is newer than the price.
+        self._decodes: Measured | None = None
         self._decode_seconds = math.inf  # of the last one
 
     @property
@@ -244,10 +245,17 @@ class ClockedBudgets:
             faster = min(seconds, self._decode_seconds)
             self._decodes, self._decode_seconds = Measured(num_tokens, 0, faster), seconds
         elif away <= max(AWAY_SECONDS, AWAY_SHARE * seconds):
-            step = Measured(num_tokens, batch.num_gathered_tokens, seconds)
-            self.price.note(step, self._decodes)
-            self._prefill.note(num_tokens)
-            self._mixed.note(num_tokens)
+            self._note_prompt(Measured(num_tokens, batch.num_gathered_tokens, seconds))
+
+    def _note_prompt(self, step: Measured) -> None:
+        """A step with a chunk of a prompt was measured."""
+        self.price.note(step)
+        if self._decodes is not None:
+            # How much of a step is fixed shows best where it has few tokens.
+            self.price.correct(self._decodes)
+            self._decodes = None
+        self._prefill.note(step.num_tokens)
+        self._mixed.note(step.num_tokens)
 
     def _choose(self, planner: Planner) -> None:
         context = _next_context(planner.running)

@@ -42,11 +42,12 @@ class Steps:
 
     Args:
         run_ahead: whether a step is launched before the tokens of the one before are read.
-        budgets: sets how many tokens steps may hold.
+        budgets: sets how many new tokens steps may have.
         replicas: draws the tokens, and knows the other ranks that have a part of the model.
         disk_tier: where full blocks are kept beside the pool, if anywhere.
 
     Attributes:
+        budgets: of the next steps.
         row_reader: is handed the row of logits of each token before the token is appended; a token
             that was taken back comes again. It changes nothing and raises nothing.
     """
@@ -69,7 +70,7 @@ class Steps:
         self._reports = reports
         self._latencies = latencies
         self._run_ahead = run_ahead
-        self._budgets = budgets
+        self.budgets = budgets
         self._replicas = replicas
         self._disk_tier = disk_tier
         # Requests of a failed step, and the length that each had reached.
@@ -84,7 +85,7 @@ class Steps:
         """
         steps, tier = self.in_flight, self._disk_tier
         if budgets is None:
-            budgets = self._budgets.begin_step(self._scheduler, is_busy=bool(steps))
+            budgets = self.budgets.begin_step(self._scheduler, is_busy=bool(steps))
         self._replicas.begin_step(self._scheduler, budgets)
         if tier is not None:
             tier.bring_back(is_busy=bool(self._scheduler.running))
@@ -176,7 +177,7 @@ class Steps:
         if not self.in_flight:
             return  # It failed.
         num_tokens = step.batch.num_tokens
-        self._budgets.end_step(step.batch, num_tokens)
+        self.budgets.end_step(step.batch, num_tokens)
         drafted = step.batch.drafted
         if drafted and not self._verify(step, drafted, results):
             return
