@@ -21,8 +21,9 @@ from mlx_paged.request import Request
 
 # Budgets are powers of 2 from here on, and the limit, so that the shapes of steps repeat.
 SMALLEST_BUDGET = 32
-# A step has room for so many tokens of prompts at least, whatever answers run beside them.
-MIN_PROMPT_TOKENS = 16
+# A step has room for this many tokens of prompts, beside one for each request that runs: 16 of a
+# prompt beside 16 answers.
+MIN_PROMPT_TOKENS = 15
 # Where nothing was measured yet.
 FIRST_PREFILL_BUDGET = 128
 FIRST_MIXED_BUDGET = 64

@@ -226,8 +226,8 @@ def test_times_of_0_leave_the_limits():
 def test_prompts_get_tokens_beside_any_number_of_answers_and_drafts():
     running = [request(9, 8, 4)] * 40
     small = TokenBudgets(32, 32)
-    assert token_budget(small, LIMITS, running[:16], 0) == 32
-    assert token_budget(small, LIMITS, running[:17], 0) == 64
+    assert token_budget(small, LIMITS, running[:17], 0) == 32
+    assert token_budget(small, LIMITS, running[:18], 0) == 64
     assert token_budget(small, LIMITS, running, 0) == 64
     assert token_budget(small, LIMITS, running, 3) == 256
     assert token_budget(small, LIMITS, running, 7) == 512
