@@ -87,7 +87,7 @@ def _run(args: argparse.Namespace, screen: Screen) -> int:
     message = _read_message(args)
     loading = f"[loading {args.model or 'the bundled demo model'} ...]"
     if screen.stderr_is_terminal:
-        screen.show_progress(loading)
+        screen.show_progress(loading, "[loading ...]")
     elif args.verbose:
         screen.say(loading)
     conversation, settings = _load(args)
