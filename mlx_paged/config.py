@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 from mlx_paged.argument_values import as_integer
-from mlx_paged.domains import Domain, whole
+from mlx_paged.domains import Domain, number, whole
 from mlx_paged.errors import ArgumentError
 
 BLOCK_SIZES = (8, 16, 32, 64)
@@ -19,6 +19,9 @@ DEFAULT_BLOCK_SIZE = 16
 DEFAULT_KV = "paged"
 DEFAULT_BACKEND = "auto"
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
+# What steps may take where an engine steps by itself: without answers, and beside them.
+DEFAULT_PREFILL_STEP_SECONDS = 1.0
+DEFAULT_MIXED_STEP_SECONDS = 0.2
 DEFAULT_NUM_SINK_TOKENS = 4
 DEFAULT_CACHE_DIR_SIZE = "20G"
 MAX_WINDOW = 2**31
@@ -120,6 +123,19 @@ def _read_kv_bits(given: object) -> KVBits | None:
     return None
 
 
+def _read_token_budgets(given: object) -> list[tuple[int, int, int]] | None:
+    try:
+        rows = [tuple(map(as_integer, row)) for row in given]  # type: ignore[attr-defined]
+    except TypeError:
+        return None
+    found: list[tuple[int, int, int]] = []
+    for step, prefill, mixed in (row if len(row) == 3 else (None,) * 3 for row in rows):
+        if step is None or prefill is None or mixed is None or step < 0 or min(prefill, mixed) < 1:
+            return None
+        found.append((step, prefill, mixed))
+    return found
+
+
 # How budgets and durations are written.
 BUDGET = Domain(
     "bytes (65536, 512M, 2G) or whole blocks (256blocks), within 1..2**63",
@@ -137,6 +153,11 @@ DURATION = Domain(
     metavar="T",
 )
 KV_FORMAT = Domain("8, 4 or one for each, such as K:8,V:4", _read_kv_bits, metavar="N")
+STEP_SECONDS = number(0, 3600, "seconds within 0..3600")
+TOKEN_BUDGETS = Domain(
+    "a list of triples of whole numbers: a step, at least 0, and two budgets, at least 1",
+    _read_token_budgets,
+)
 WINDOW = whole(1, MAX_WINDOW - 1, "a whole number, at least 1")
 NUM_SINK_TOKENS = whole(0, MAX_WINDOW - 1, "a whole number, at least 0")
 

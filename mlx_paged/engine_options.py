@@ -6,7 +6,7 @@ entry here; its use is in the engine. Annotations are evaluated in this module, 
 declared can be read.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, TypedDict
 
@@ -189,27 +189,58 @@ class EngineOptions(OneShotOptions, total=False):
         ),
     ]
     max_num_batched_tokens: Annotated[
-        int,
+        int | None,
         Option(
             "new tokens of a step, over all sequences, while no answer runs: prompts and chunks of "
-            "them.",
-            AT_LEAST_1,
+            "them. Where it is given, prefill_step_seconds is 0 by default.",
+            or_none(AT_LEAST_1),
             Flag(
                 ("server",),
                 also=("--prefill-step-size",),
                 help="prompt tokens computed at a time",
             ),
-            default=config.SchedulerConfig.max_num_batched_tokens,
+            says=f"`{config.SchedulerConfig.max_num_batched_tokens}`",
         ),
     ]
     max_num_mixed_tokens: Annotated[
-        int,
+        int | None,
         Option(
             "new tokens of a step beside running answers, which wait for it. A larger number "
-            "computes prompts a little faster.",
-            AT_LEAST_1,
+            "computes prompts a little faster. Where it is given, mixed_step_seconds is 0 by "
+            "default.",
+            or_none(AT_LEAST_1),
             _SERVER,
-            default=config.SchedulerConfig.max_num_mixed_tokens,
+            says=f"`{config.SchedulerConfig.max_num_mixed_tokens}`",
+        ),
+    ]
+    prefill_step_seconds: Annotated[
+        float | None,
+        Option(
+            "what a step may take while no answer runs: it has as many prompt tokens, up to "
+            "max_num_batched_tokens, as steps of this time were seen to have. 0 leaves that "
+            "number, so that runs repeat to the bit (docs/engine.md, Budgets of steps).",
+            or_none(config.STEP_SECONDS),
+            says=f"{config.DEFAULT_PREFILL_STEP_SECONDS:g} in AsyncEngine, the server and the "
+            "chat, else 0",
+        ),
+    ]
+    mixed_step_seconds: Annotated[
+        float | None,
+        Option(
+            "what a step may take beside running answers, which wait for it: the same with "
+            "max_num_mixed_tokens. A shorter time computes prompts more slowly.",
+            or_none(config.STEP_SECONDS),
+            _SERVER,
+            says=f"{config.DEFAULT_MIXED_STEP_SECONDS:g} in AsyncEngine and the server, else 0",
+        ),
+    ]
+    token_budgets: Annotated[
+        Sequence[tuple[int, int, int]] | None,
+        Option(
+            "budgets that an engine has chosen by the clock, as its token_budgets has them; the "
+            "same requests at the same steps are then computed in the same steps.",
+            or_none(config.TOKEN_BUDGETS),
+            flag=None,
         ),
     ]
     watermark: Annotated[

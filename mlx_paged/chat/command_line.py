@@ -49,8 +49,8 @@ def setup_arg_parser(prog: str | None = None) -> argparse.ArgumentParser:
     chat.add_argument(
         "--prefill-step-size",
         type=AT_LEAST_1.read_flag,
-        default=DEFAULT_MAX_NUM_BATCHED_TOKENS,
-        help="prompt tokens computed at a time (default: %(default)s)",
+        help="prompt tokens computed at a time (default: as many as take --prefill-step-seconds, "
+        f"up to {DEFAULT_MAX_NUM_BATCHED_TOKENS})",
     )
     flags.add_engine_flags(chat, "chat")
     chat.add_argument(

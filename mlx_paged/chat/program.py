@@ -87,7 +87,7 @@ def _run(args: argparse.Namespace, screen: Screen) -> int:
     message = _read_message(args)
     loading = f"[loading {args.model or 'the bundled demo model'} ...]"
     if screen.stderr_is_terminal:
-        screen.show_progress(loading)
+        screen.show_progress(loading, "[loading ...]")
     elif args.verbose:
         screen.say(loading)
     conversation, settings = _load(args)
@@ -179,6 +179,7 @@ def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
     from mlx_paged.command_line.flags import engine_options
     from mlx_paged.distributed import launched_ranks
     from mlx_paged.engine.engine import Engine
+    from mlx_paged.engine.options import with_step_seconds
     from mlx_paged.loading import (
         demo_model_path,
         dtype_config,
@@ -214,11 +215,15 @@ def _load(args: argparse.Namespace) -> tuple[Conversation, Settings]:
     engine = Engine(
         model,
         tokenizer,
-        **engine_options(args, "chat"),
-        # One answer at a time; the branches wait in the prefix cache.
-        max_num_seqs=1,
-        max_num_batched_tokens=args.prefill_step_size,
         draft_model=load_draft_model(args.draft_model, tokenizer),
+        **with_step_seconds(
+            {
+                **engine_options(args, "chat"),
+                # One answer at a time; the branches wait in the prefix cache.
+                "max_num_seqs": 1,
+                "max_num_batched_tokens": args.prefill_step_size,
+            }
+        ),
     )
     conversation = Conversation(
         engine,

@@ -11,7 +11,8 @@ from mlx_paged.errors import harmless
 from mlx_paged.standard_streams import say, write, write_codes
 
 _DIM, _PLAIN = "\033[2m", "\033[0m"
-_CLEAR_LINE = "\r\033[K"
+_CLEAR_REST = "\033[K"  # of the line
+_CLEAR_LINE = f"\r{_CLEAR_REST}"
 
 
 class Screen:
@@ -69,18 +70,36 @@ class Screen:
         self.clear_progress()
         write_codes(f"{_DIM}{harmless(text)}{_PLAIN}\n")
 
-    def show_progress(self, text: str) -> None:
-        """A line that the next one replaces; nothing where stderr is no terminal."""
-        if self.stderr_is_terminal:
+    def show_progress(self, *forms: str) -> None:
+        """A line that the next one replaces; nothing where stderr is no terminal, or in the middle
+        of a line of the answer, which would be cleared with it.
+
+        Args:
+            forms: of the same text, the longest first. The first is shown that fits into a line,
+                or the beginning of the last one: two lines could not be cleared.
+        """
+        if self.stderr_is_terminal and forms and not self._is_in_line:
+            most = _num_columns(sys.stderr) - 1
+            texts = list(map(harmless, forms))
+            text = next((text for text in texts if len(text) <= most), texts[-1][:most])
             # Without an escape code to clear the line, blanks do it.
-            text = harmless(text)
-            write_codes(f"{text if self.can_move else text.ljust(self._progress_width)}\r")
+            rest = _CLEAR_REST if self.can_move else " " * (self._progress_width - len(text))
+            # The terminal itself may have written ^C into the line.
+            write_codes(f"\r{text}{rest}\r")
             self._progress_width = max(self._progress_width, len(text))
 
     def clear_progress(self) -> None:
         if self._progress_width:
             write_codes(_CLEAR_LINE if self.can_move else f"\r{' ' * self._progress_width}\r")
             self._progress_width = 0
+
+
+def _num_columns(stream: TextIO) -> int:
+    """The width of a terminal; 80 where it does not say."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or 80
+    except (OSError, ValueError):
+        return 80
 
 
 def is_terminal(stream: TextIO | None) -> bool:

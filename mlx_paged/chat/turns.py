@@ -6,6 +6,7 @@ from collections.abc import Generator
 from contextlib import closing
 from typing import TYPE_CHECKING, Protocol
 
+from mlx_paged.chat.progress import PromptProgress
 from mlx_paged.chat.reports import Reports
 from mlx_paged.chat.screen import Screen
 from mlx_paged.chat.settings import Settings
@@ -48,13 +49,13 @@ class Turns:
         view = _AnswerView(screen, self._settings.show_thinking)
         params = self._settings.next_params()
         response = None
+        shown = PromptProgress(num_known=len(conversation.tokens))
         with interrupted_waits() as interrupted:
 
             def progress(done: int, total: int) -> None:
                 if interrupted:
                     raise KeyboardInterrupt
-                if 0 < done < total:
-                    screen.show_progress(f"[prompt {done}/{total} tokens, {100 * done // total}%]")
+                screen.show_progress(*shown.words(done, total))
 
             try:
                 # Closing the answer notes in the conversation what was said so far.
@@ -64,7 +65,10 @@ class Turns:
                         if interrupted:
                             break
             except KeyboardInterrupt:
-                screen.show_progress("[stopping when this step is done; Ctrl-C again leaves]")
+                screen.show_progress(
+                    "[stopping when this step is done; Ctrl-C again leaves]",
+                    "[stopping; Ctrl-C again leaves]",
+                )
                 conversation.engine.thread.call(lambda: None)
         screen.clear_progress()
         if response is not None:

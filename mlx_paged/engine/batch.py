@@ -114,6 +114,14 @@ class Batch:
         return sum([part.num_new_tokens for part in self.scheduled])
 
     @property
+    def num_gathered_tokens(self) -> int:
+        """Tokens before the chunks of prompts, whose K/V the step gathers."""
+        parts = self.scheduled
+        return sum(
+            [each.start for each in parts if each.num_new_tokens > 1 and not each.draft_token_ids]
+        )
+
+    @property
     def drafted(self) -> list[Scheduled]:
         """The parts with drafts, whose next tokens are not known yet: the step has to be read
         before the next one is planned.

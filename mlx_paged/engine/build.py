@@ -29,6 +29,7 @@ from mlx_paged.engine.reports import Reports
 from mlx_paged.engine.scheduler import Scheduler
 from mlx_paged.engine.snapshots import Snapshots
 from mlx_paged.engine.stats import EngineStats
+from mlx_paged.engine.step_budget import Budgets, TokenBudgets
 from mlx_paged.engine.steps import Steps
 from mlx_paged.engine.swap_space import SwapSpace, num_swap_blocks
 from mlx_paged.engine_options import CacheOptions, EngineOptions
@@ -87,6 +88,7 @@ def build(
     draft_model: Module | None,
     options: EngineOptions,
     run_ahead: bool | None,
+    make_budgets: Callable[[TokenBudgets], Budgets],
 ) -> EngineParts:
     """The parts of an engine.
 
@@ -94,6 +96,7 @@ def build(
         options: without those that each rank has of its own.
         run_ahead: whether a step is launched before the one before is read; ``None`` is what the
             cache can.
+        make_budgets: makes what sets the budgets of steps, up to these limits.
 
     Raises:
         ArgumentError: options that are out of their ranges, or don't go together.
@@ -159,7 +162,8 @@ def build(
     latencies = Latencies(max_model_len)
     reports = Reports(latencies)
     replicas = Replicas(ranks, run_ahead)
-    steps = Steps(runner, scheduler, reports, latencies, run_ahead, replicas, disk_tier)
+    budgets = make_budgets(scheduler.limits)
+    steps = Steps(runner, scheduler, reports, latencies, run_ahead, budgets, replicas, disk_tier)
     finds_prefixes = config.enable_prefix_caching
     snapshots = Snapshots(
         model, identities, cache, manager, draft is not None, finds_prefixes, ranks

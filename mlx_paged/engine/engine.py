@@ -21,13 +21,14 @@ from mlx_paged.engine.build import EngineParts, build
 from mlx_paged.engine.callers_thread import evaluate_arrays, with_random_state
 from mlx_paged.engine.following import Follower, share
 from mlx_paged.engine.input_processor import InputProcessor
-from mlx_paged.engine.options import checked_options, passed_on_names
+from mlx_paged.engine.options import passed_on_names, split_own_options
 from mlx_paged.engine.pinned_prompts import PinnedPrompt, check_begins_with_pinned
 from mlx_paged.engine.prefix_cache import extra_hash_keys
 from mlx_paged.engine.prefix_history import PrefixHistory
 from mlx_paged.engine.prompts import Prompt
 from mlx_paged.engine.request_state import RequestState
 from mlx_paged.engine.snapshots import Prefix
+from mlx_paged.engine.step_budget import ChosenBudgets
 from mlx_paged.engine.steps import RowReader
 from mlx_paged.engine.thread import (
     EngineStoppedError,
@@ -86,16 +87,15 @@ class Engine(EngineParts):
         draft_model: Module | None = None,
         **options: Unpack[EngineOptions],
     ):
-        # What stays with each rank, and need not be alike.
-        wired_limit = options.pop("wired_limit", None)
-        own = {"seed": options.pop("seed", None), "run_ahead": options.pop("run_ahead", None)}
-        seed, run_ahead = checked_options("engine", own).values()
-        wired_nbytes = read_wired_limit(wired_limit)
+        own, options = split_own_options(options)
+        wired_nbytes = read_wired_limit(own.wired_limit)
         evaluate_arrays(model, draft_model)
-        parts = run_apart(partial(build, model, tokenizer, draft_model, options, run_ahead))
+        parts = run_apart(
+            partial(build, model, tokenizer, draft_model, options, own.run_ahead, own.make_budgets)
+        )
         super().__init__(**vars(parts))
         self.model = model
-        self.input_processor = InputProcessor(self.tokenizer, self.runner.vocab_size, seed)
+        self.input_processor = InputProcessor(self.tokenizer, self.runner.vocab_size, own.seed)
         self.thread = EngineThread()
         self._inbox: deque[Callable[[], None]] = deque()
         self._ready: list[RequestOutput] = []
@@ -255,6 +255,15 @@ class Engine(EngineParts):
                 raise. After an interrupt, a token may come twice. On rank 0 alone.
         """
         self.steps.row_reader = reader
+
+    @property
+    def token_budgets(self) -> list[ChosenBudgets]:
+        """The budgets that steps had, the oldest first, each with the step from which on it held:
+        with ``prefill_step_seconds`` and ``mixed_step_seconds`` those that were chosen by the
+        clock, of which the last 16,384 changes are kept. An engine with these ``token_budgets``
+        computes the same requests, added at the same steps, in the same steps.
+        """
+        return self.steps.budgets.chosen
 
     @property
     def prefix_history(self) -> PrefixHistory:

@@ -13,6 +13,7 @@ from mlx_paged.engine.replicas import state_of_scheduler
 from mlx_paged.engine.reports import Reports
 from mlx_paged.engine.scheduler import Scheduler
 from mlx_paged.engine.shared_values import as_json, from_json
+from mlx_paged.engine.step_budget import TokenBudgets
 from mlx_paged.engine.steps import Steps
 from mlx_paged.engine.thread import EngineThread
 from mlx_paged.errors import words_for_all
@@ -70,14 +71,15 @@ class Follower:
     def _abort(self, request_id: str) -> None:
         self.steps.abort(self.reports.states[request_id])
 
-    def _step(self, leaders_state: list[int]) -> None:
+    def _step(self, leaders_numbers: list[int]) -> None:
+        prefill_budget, mixed_budget, *leaders_state = leaders_numbers
         state = state_of_scheduler(self.scheduler)
         if state != leaders_state:
             raise RanksError(
                 f"its scheduler differs from that of rank 0 before step {leaders_state[0]}: "
                 f"{tuple(state)}, not {tuple(leaders_state)}"
             )
-        self.steps.run()
+        self.steps.run(TokenBudgets(prefill_budget, mixed_budget))
         self.reports.report()
 
 

@@ -4,18 +4,34 @@ disk.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, TypedDict, cast
+from functools import partial
+from typing import Any, NamedTuple, TypedDict, cast
 
 from mlx_paged.block_store import Fingerprint
-from mlx_paged.config import DEFAULT_KV, DEFAULT_NUM_DRAFT_TOKENS, SchedulerConfig
+from mlx_paged.config import (
+    DEFAULT_KV,
+    DEFAULT_MIXED_STEP_SECONDS,
+    DEFAULT_NUM_DRAFT_TOKENS,
+    DEFAULT_PREFILL_STEP_SECONDS,
+    SchedulerConfig,
+)
 from mlx_paged.core.tier import Tier
 from mlx_paged.engine.disk_tier_options import DiskTierOptions, check_engine
+from mlx_paged.engine.step_budget import (
+    Budgets,
+    ChosenBudgets,
+    ClockedBudgets,
+    RepeatedBudgets,
+    TokenBudgets,
+)
 from mlx_paged.engine_options import ENGINE_OPTIONS, CacheOptions, EngineOptions
 from mlx_paged.errors import ArgumentError
 from mlx_paged.models.language_model import LanguageModel, model_type_of
 from mlx_paged.request import TokenRules
+
+_BUDGET_OPTIONS = ("prefill_step_seconds", "mixed_step_seconds", "token_budgets")
 
 
 class RequestOptions(TypedDict, total=False):
@@ -47,13 +63,44 @@ def checked_options(part: str, options: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+class OwnOptions(NamedTuple):
+    """What stays with each rank, and need not be alike.
+
+    Attributes:
+        make_budgets: makes what sets the budgets of steps, up to these limits.
+    """
+
+    seed: int | None
+    run_ahead: bool | None
+    wired_limit: str | int | None
+    make_budgets: Callable[[TokenBudgets], Budgets]
+
+
+def split_own_options(options: EngineOptions) -> tuple[OwnOptions, EngineOptions]:
+    """The options of a rank, and those of all ranks.
+
+    Raises:
+        ArgumentError: one of the rank's own is out of its range, or they don't go together.
+    """
+    given: dict[str, Any] = {**options}
+    wired_limit = given.pop("wired_limit", None)
+    names = ("seed", "run_ahead", *_BUDGET_OPTIONS)
+    own = checked_options("engine", {name: given.pop(name, None) for name in names})
+    make_budgets = partial(_make_budgets, *(own[name] for name in _BUDGET_OPTIONS))
+    _check_budgets(own)
+    return (
+        OwnOptions(own["seed"], own["run_ahead"], wired_limit, make_budgets),
+        cast(EngineOptions, given),
+    )
+
+
 def split_options(
     options: EngineOptions, max_model_len: int | None, has_draft_model: bool
 ) -> tuple[CacheOptions, SchedulerConfig]:
     """Those of the cache, but for its kind, and those of the scheduler.
 
     A ``num_draft_tokens`` of ``None`` is ``DEFAULT_NUM_DRAFT_TOKENS`` with a draft model, and 0
-    without one.
+    without one. Numbers of tokens that are ``None`` are the defaults of ``SchedulerConfig``.
 
     Raises:
         ArgumentError: one of the scheduler is out of its range, or they don't go together.
@@ -62,9 +109,48 @@ def split_options(
     cache = {name: given[name] for name in CacheOptions.__annotations__ if name in given}
     if given.get("num_draft_tokens") is None:
         given["num_draft_tokens"] = DEFAULT_NUM_DRAFT_TOKENS if has_draft_model else 0
+    for name in ("max_num_batched_tokens", "max_num_mixed_tokens"):
+        if given.get(name) is None:
+            given[name] = getattr(SchedulerConfig, name)
     names = [each.name for each in fields(SchedulerConfig) if each.name in given]
     scheduler = checked_options("scheduler", {name: given[name] for name in names})
     return cast(CacheOptions, cache), SchedulerConfig(**scheduler)
+
+
+def with_step_seconds(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of an engine that steps by itself: where neither the seconds nor the tokens of a
+    step are given, the seconds are the defaults.
+    """
+    chosen = dict(options)
+    if options.get("token_budgets") is None:
+        tokens = options.get("max_num_batched_tokens")
+        if options.get("prefill_step_seconds") is None and tokens is None:
+            chosen["prefill_step_seconds"] = DEFAULT_PREFILL_STEP_SECONDS
+        tokens = options.get("max_num_mixed_tokens")
+        if options.get("mixed_step_seconds") is None and tokens is None:
+            chosen["mixed_step_seconds"] = DEFAULT_MIXED_STEP_SECONDS
+    return chosen
+
+
+def _check_budgets(given: Mapping[str, Any]) -> None:
+    clocked = [name for name in _BUDGET_OPTIONS[:2] if given[name]]
+    if clocked and given["token_budgets"] is not None:
+        raise ArgumentError(
+            f"[engine] token_budgets can't be combined with {clocked[0]}, which chooses budgets; "
+            "leave one out",
+            "token_budgets",
+        )
+
+
+def _make_budgets(
+    prefill_seconds: float | None,
+    mixed_seconds: float | None,
+    chosen: Sequence[tuple[int, int, int]] | None,
+    limits: TokenBudgets,
+) -> Budgets:
+    if prefill_seconds or mixed_seconds:
+        return ClockedBudgets(limits, prefill_seconds or 0, mixed_seconds or 0)
+    return RepeatedBudgets(limits, [ChosenBudgets(*each) for each in chosen or ()])
 
 
 def tier_of(

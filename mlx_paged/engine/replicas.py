@@ -19,6 +19,7 @@ from mlx_paged.engine.request_state import RequestState
 from mlx_paged.engine.sampler import SampledToken, SampledTokens, sample
 from mlx_paged.engine.scheduler import Scheduler
 from mlx_paged.engine.shared_values import as_json
+from mlx_paged.engine.step_budget import TokenBudgets
 from mlx_paged.errors import words_for_all
 from mlx_paged.request import Request
 
@@ -79,10 +80,10 @@ class Replicas:
         if self._followers is not None and not all(each.is_finished for each in state.requests):
             self._followers.send("abort", state.output.request_id)
 
-    def begin_step(self, scheduler: Scheduler) -> None:
+    def begin_step(self, scheduler: Scheduler, budgets: TokenBudgets) -> None:
         """A step begins."""
         if self._followers is not None:
-            self._followers.send("step", state_of_scheduler(scheduler))
+            self._followers.send("step", [*budgets, *state_of_scheduler(scheduler)])
 
     def sample(
         self,

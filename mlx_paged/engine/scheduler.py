@@ -22,6 +22,7 @@ from mlx_paged.engine.prefix_history import PrefixHistory
 from mlx_paged.engine.read_ahead import BlockDemand, BlockTier, ReadAhead
 from mlx_paged.engine.request_queues import RequestQueues
 from mlx_paged.engine.speculation import NO_SPECULATION, Speculation, add_drafts
+from mlx_paged.engine.step_budget import TokenBudgets, limits_of, token_budget
 from mlx_paged.engine.swap_space import SwapSpace
 from mlx_paged.engine.verification import Verification
 from mlx_paged.request import PENDING_TOKEN, Request, RequestStatus, SeqId, StopReason
@@ -99,6 +100,7 @@ class Scheduler:
         self.waiting: Sequence[Request] = self._queues.waiting
         self.requests: Mapping[SeqId, Request] = MappingProxyType(self._queues.requests)
         self.verification = Verification(manager)
+        self.limits = limits_of(config)
         self.num_steps = 0
         self.num_preemptions = 0
         self.prefix_history = PrefixHistory(
@@ -175,21 +177,26 @@ class Scheduler:
 
     # A step
 
-    def schedule(self, only: Request | None = None) -> Batch:
+    def schedule(self, only: Request | None = None, budgets: TokenBudgets | None = None) -> Batch:
         """Plan the next step and allocate its slots; the batch is empty when nothing can be done.
 
         Args:
             only: schedule this request and no other.
+            budgets: how many new tokens it may have, see :func:`token_budget`; by default
+                ``limits``.
         """
-        return self._plan(Batch(self._token_budget(), MAX_SCORED_ROWS, only))
+        return self._plan(Batch(self._token_budget(budgets), MAX_SCORED_ROWS, only))
 
-    def schedule_ahead(self, awaited: Iterable[Request]) -> Batch | None:
+    def schedule_ahead(
+        self, awaited: Iterable[Request], budgets: TokenBudgets | None = None
+    ) -> Batch | None:
         """Plan the step after one whose tokens are not read yet, as if they were.
 
         No request is preempted or ended for it, since the tokens may end some.
 
         Args:
             awaited: the requests that get a token from the step before.
+            budgets: as :meth:`schedule`.
 
         Returns:
             ``None``, and nothing has changed, where blocks may be short: read the tokens first.
@@ -208,14 +215,11 @@ class Scheduler:
             )
             if not is_last and not request.is_finished:
                 request.token_ids.append(PENDING_TOKEN)
-        return self._plan(Batch(self._token_budget(), MAX_SCORED_ROWS, is_ahead=True))
+        return self._plan(Batch(self._token_budget(budgets), MAX_SCORED_ROWS, is_ahead=True))
 
-    def _token_budget(self) -> int:
-        config, budget = self.config, self.config.max_num_batched_tokens
-        for request in self.running:
-            if request.num_output_tokens:
-                return min(budget, config.max_num_mixed_tokens)
-        return budget
+    def _token_budget(self, budgets: TokenBudgets | None) -> int:
+        num_drafts = self.speculation.num_draft_tokens
+        return token_budget(budgets or self.limits, self.limits, self.running, num_drafts)
 
     def _plan(self, plan: Batch) -> Batch:
         self.num_steps += 1

@@ -20,6 +20,7 @@ from mlx_paged.engine.reports import Reports
 from mlx_paged.engine.request_state import RequestState
 from mlx_paged.engine.sampler import NO_TOKENS, SampledToken, SampledTokens, state_of
 from mlx_paged.engine.scheduler import Scheduler
+from mlx_paged.engine.step_budget import Budgets, TokenBudgets
 from mlx_paged.errors import forget_frames, request_error
 from mlx_paged.request import Request
 
@@ -41,10 +42,12 @@ class Steps:
 
     Args:
         run_ahead: whether a step is launched before the tokens of the one before are read.
+        budgets: sets how many new tokens steps may have.
         replicas: draws the tokens, and knows the other ranks that have a part of the model.
         disk_tier: where full blocks are kept beside the pool, if anywhere.
 
     Attributes:
+        budgets: of the next steps.
         row_reader: is handed the row of logits of each token before the token is appended; a token
             that was taken back comes again. It changes nothing and raises nothing.
     """
@@ -56,6 +59,7 @@ class Steps:
         reports: Reports,
         latencies: Latencies,
         run_ahead: bool,
+        budgets: Budgets,
         replicas: Replicas,
         disk_tier: DiskTier | None = None,
     ):
@@ -66,26 +70,34 @@ class Steps:
         self._reports = reports
         self._latencies = latencies
         self._run_ahead = run_ahead
+        self.budgets = budgets
         self._replicas = replicas
         self._disk_tier = disk_tier
         # Requests of a failed step, and the length that each had reached.
         self._retry_alone: deque[tuple[Request, int]] = deque()
 
-    def run(self) -> None:
+    def run(self, budgets: TokenBudgets | None = None) -> None:
         """Run one step: read the oldest one that is in flight, and launch the next before that
         where it may.
+
+        Args:
+            budgets: of rank 0, where another one follows.
         """
-        self._replicas.begin_step(self._scheduler)
         steps, tier = self.in_flight, self._disk_tier
+        if budgets is None:
+            budgets = self.budgets.begin_step(self._scheduler, is_busy=bool(steps))
+        self._replicas.begin_step(self._scheduler, budgets)
         if tier is not None:
             tier.bring_back(is_busy=bool(self._scheduler.running))
         if not steps:
-            self._launch(self._scheduler.schedule(only=self._next_to_retry()))
+            only = self._next_to_retry()
+            self._launch(self._scheduler.schedule(only, budgets))
             self._sample()
             if tier is not None and not steps:
                 tier.wait(READ_SECONDS)
         if steps and self._may_launch_ahead(steps[0]):
-            self._launch(self._scheduler.schedule_ahead(steps[0].sampled.requests))
+            awaited = steps[0].sampled.requests
+            self._launch(self._scheduler.schedule_ahead(awaited, budgets))
         self.process_output()
         self._sample()
         if steps and all(request.is_finished for request in steps[0].batch.requests):
@@ -164,11 +176,13 @@ class Steps:
             mx.eval(step.logits, self._runner.cache.arrays if len(self.in_flight) == 1 else ())
         if not self.in_flight:
             return  # It failed.
+        num_tokens = step.batch.num_tokens
+        self.budgets.end_step(step.batch, num_tokens)
         drafted = step.batch.drafted
         if drafted and not self._verify(step, drafted, results):
             return
         self.in_flight.popleft()
-        self._latencies.note_step(step.batch.num_tokens)
+        self._latencies.note_step(num_tokens)
         for request, entries in scores:
             if not request.is_finished:
                 self._reports.states[request.request_id].add_prompt_logprobs(request, entries)

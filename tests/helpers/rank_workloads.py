@@ -49,6 +49,9 @@ class Workload:
 WORKLOADS = {
     "swaps": Workload({"swap_bytes": "40blocks"}, 1),
     "one step ahead": Workload({"swap_bytes": 0, "run_ahead": True}, 2),
+    "budgets": Workload(
+        {"run_ahead": True, "token_budgets": [(0, 17, 20), (9, 64, 32), (14, 40, 28)]}, 3
+    ),
     "drafts": Workload({"swap_bytes": 0}, 3, num_drafts=3),
     "basic": Workload({"kv": "basic"}, 4),
     "eight bits": Workload({"kv_format": 8, "swap_bytes": "40blocks"}, 5),
@@ -78,6 +81,9 @@ def run_workload(workload: Workload) -> dict[str, Any]:
         "seed": workload.seed,
         **workload.options,
     }
+    if ranks is not None and ranks.rank > 0:
+        # Rank 0 tells the others.
+        options.pop("token_budgets", None)
     engine = Engine(model, **options)
     if workload.fails_to_grow and (ranks is None or ranks.rank == ranks.size - 1):
         vars(engine.cache)["_grow"] = lambda num_new_blocks: False

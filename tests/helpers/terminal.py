@@ -8,11 +8,12 @@ import os
 import pty
 import re
 import select
+import struct
 import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -35,15 +36,25 @@ class Terminal:
         argv: arguments of the chat.
         state: the folder of its history.
         environ: more variables for it.
+        columns: of the terminal.
+        command: the program, if it is another one.
     """
 
     def __init__(
-        self, *argv: str, state: Path, term: str = "xterm", environ: dict[str, str] | None = None
+        self,
+        *argv: str,
+        state: Path,
+        term: str = "xterm",
+        environ: dict[str, str] | None = None,
+        columns: int = 0,
+        command: Sequence[str] = COMMAND,
     ):
         self.master, slave = pty.openpty()
+        if columns:
+            fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
         variables = {"TERM": term, "PROMPT_TOOLKIT_NO_CPR": "1", "XDG_STATE_HOME": str(state)}
         self.process = subprocess.Popen(
-            [*COMMAND, *argv],
+            [*command, *argv],
             stdin=slave,
             stdout=slave,
             stderr=slave,

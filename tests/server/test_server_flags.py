@@ -42,8 +42,8 @@ def fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
 
 
 def test_every_option_of_the_engine_has_a_flag_and_no_other_has():
-    # A tier of the caller's own is a function, and no text stands for it.
-    assert set(ENGINE_FLAGS) == set(EngineOptions.__annotations__) - {"tier"}
+    # No text stands for a function, which makes a tier, nor for a list.
+    assert set(ENGINE_FLAGS) == set(EngineOptions.__annotations__) - {"tier", "token_budgets"}
     flags = {name for action in setup_arg_parser("x")._actions for name in action.option_strings}
     assert set(ENGINE_FLAGS.values()) <= flags
 
@@ -58,8 +58,6 @@ def test_without_flags_options_are_the_engines_own_defaults():
         "block_size": 16,
         "kv": "paged",
         "enable_prefix_caching": SchedulerConfig.enable_prefix_caching,
-        "max_num_batched_tokens": SchedulerConfig.max_num_batched_tokens,
-        "max_num_mixed_tokens": SchedulerConfig.max_num_mixed_tokens,
         "max_num_seqs": SchedulerConfig.max_num_seqs,
         "num_history_tokens": 2**20,  # so that /v1/cache has something to say
         "priority_steps": SchedulerConfig.priority_steps,
@@ -81,9 +79,11 @@ def test_every_flag_of_the_engine_reaches_its_option():
         "max_num_batched_tokens": ("300", 300),
         "max_num_mixed_tokens": ("200", 200),
         "max_num_seqs": ("7", 7),
+        "mixed_step_seconds": ("0.5", 0.5),
         "num_draft_tokens": ("3", 3),
         "num_history_tokens": ("0", 0),
         "num_sink_tokens": ("5", 5),
+        "prefill_step_seconds": ("0", 0.0),
         "priority_steps": ("9", 9),
         "run_ahead": (None, True),
         "seed": ("11", 11),

@@ -1,0 +1,103 @@
+"""``StepPrice``: what a step takes, learnt from the steps that were measured. Pure Python."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+# Of a price of 1 for a new token, before anything was measured: what the price of a token of
+# context is and how far it may be from that, and how far the fixed price may be from 0. Most models
+# and machines have 1/1500 to 1/500, and up to 100 where weights are read for few tokens.
+CONTEXT_PRICE, CONTEXT_SPREAD, FIXED_SPREAD = 1e-3, 2e-3, 100.0
+# How much the times of equal steps differ, and by how much prices change from step to step.
+NOISE, DRIFT = 0.15, 0.03
+# One step that takes so many times what was expected is taken for an accident (a kernel that was
+# compiled, memory that was paged out, a laptop that slept); two in a row are not.
+ACCIDENT = 2.0
+
+
+class Measured(NamedTuple):
+    """A step that was measured.
+
+    Attributes:
+        context: the tokens before its chunks of prompts, whose K/V it gathered.
+    """
+
+    num_tokens: int
+    context: int
+    seconds: float
+
+
+class StepPrice:
+    """What a step takes, in seconds:
+
+        new tokens * per_token + context * per_context + fixed
+
+    The prices are the state of a Kalman filter: each step corrects them as far as they are
+    uncertain and the step depends on them. So while the context of a prompt grows in steps that are
+    alike otherwise, what they take longer is put on the context, if the price of a token is known
+    by then.
+    """
+
+    def __init__(self) -> None:
+        self._prices = [0.0, 0.0, 0.0]
+        self._covariance = [[0.0] * 3 for _ in range(3)]
+        self._was_slow = False
+
+    @property
+    def is_known(self) -> bool:
+        """Whether a step was measured."""
+        return any(self._prices)
+
+    def seconds(self, num_tokens: int, context: int) -> float:
+        """What a step is expected to take."""
+        per_token, per_context, fixed = self._prices
+        return num_tokens * per_token + context * per_context + fixed
+
+    def note(self, step: Measured) -> None:
+        """Correct the prices by a step with chunks of prompts. One that took much more than
+        expected does not count, unless the one before did so, too.
+        """
+        if not self.is_known:
+            per_token = step.seconds / (step.num_tokens + CONTEXT_PRICE * step.context)
+            self._prices = [per_token, CONTEXT_PRICE * per_token, 0.0]
+            for index, spread in enumerate((1.0, CONTEXT_SPREAD, FIXED_SPREAD)):
+                self._covariance[index][index] = (spread * per_token) ** 2
+        expected = self.seconds(step.num_tokens, step.context)
+        was_slow, self._was_slow = self._was_slow, step.seconds > ACCIDENT * expected
+        if was_slow or not self._was_slow:
+            self._drift()
+            self.correct(step)
+
+    def correct(self, step: Measured) -> None:
+        """Correct the prices by any step."""
+        features = float(step.num_tokens), float(step.context), 1.0
+        expected = self.seconds(step.num_tokens, step.context)
+        spreads = [_dot(row, features) for row in self._covariance]
+        # The variance grows with the time, so a step that is ten times as slow as expected moves
+        # prices little more than one that is three times as slow.
+        variance = _dot(spreads, features) + NOISE**2 * expected * step.seconds + 1e-18
+        error = step.seconds - expected
+        for index, spread in enumerate(spreads):
+            self._prices[index] += spread * error / variance
+            pairs = zip(self._covariance[index], spreads, strict=True)
+            self._covariance[index] = [each - spread * other / variance for each, other in pairs]
+        for index, row in enumerate(self._covariance):
+            if (price := self._prices[index]) < 0 < row[index]:
+                # As if it had been measured to be 0: the others change with it.
+                for other, covariance in enumerate(row):
+                    self._prices[other] -= covariance * price / row[index]
+        self._prices = [max(0.0, price) for price in self._prices]
+
+    def _drift(self) -> None:
+        per_token, per_context, fixed = self._prices
+        scales = (
+            per_token,
+            max(per_context, CONTEXT_PRICE * per_token),
+            max(fixed, 0.1 * FIXED_SPREAD * per_token),
+        )
+        for index, scale in enumerate(scales):
+            self._covariance[index][index] += (DRIFT * scale) ** 2
+
+
+def _dot(first: list[float], second: tuple[float, ...] | list[float]) -> float:
+    return sum(map(float.__mul__, first, second))
