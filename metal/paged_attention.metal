@@ -17,7 +17,8 @@
 //            STREAMS (simdgroups that walk different chunks),
 //            ROW_SPLITS (simdgroups that walk the same chunks for different rows),
 //            ROW_PARTS (threadgroups that do),
-//            PARTIAL (whether merge_partitions follows)
+//            PARTIAL (whether merge_partitions follows),
+//            SOFTCAP (bits of the float that scores are capped at, 0 for none)
 // inputs     queries               T [num_tokens, num_heads, HEAD_DIM]
 //            plan                  int [...], laid out by ops/attention_plan.py
 //            sinks                 float [max(num_heads, 8)], LOWEST for none
@@ -163,7 +164,7 @@ for (int n = 0; n < NEW_TURNS && first_new + n * NEW_KEYS < end; n++) {
                            Keys::floats(key[u / PARTS], u % PARTS), score);
     }
     score = Keys::scaled(sum_over_lanes<1, SHARERS>(score), key_scaling, query_sum[i]);
-    score = sum_over_lanes<SHARERS, LANES>(score) * scale[i];
+    score = capped<SOFTCAP>(sum_over_lanes<SHARERS, LANES>(score) * scale[i]);
     bool visible = position < end;
     if (RUN > 1) {
       const int query_position = first_query + (first_row + i) / GROUP;
@@ -249,8 +250,9 @@ for (; chunk_begin < old_end; chunk_begin += STREAMS * CHUNK_SIZE) {
   UNROLL
   for (int i = 0; i < SIMDGROUP_ROWS; i++) {
     const float product = sum_turned<SHARERS, STEPS>(weight[i]);
-    const float score =
-        sum_over_lanes<SHARERS, LANES>(Keys::scaled(product, key_scaling, query_sum[i])) * scale[i];
+    const float sum_of_all =
+        sum_over_lanes<SHARERS, LANES>(Keys::scaled(product, key_scaling, query_sum[i]));
+    const float score = capped<SOFTCAP>(sum_of_all * scale[i]);
     bool visible = readable;
     if (RUN > 1) {
       const int query_position = first_query + (first_row + i) / GROUP;

@@ -158,6 +158,18 @@ inline float multiply_add(float4 a, float4 b, float sum) {
   return fma(a.w, b.w, fma(a.z, b.z, fma(a.y, b.y, fma(a.x, b.x, sum))));
 }
 
+// A score in base 2 as it is seen: cap * tanh(score / cap), where there is a cap (Gemma 2), the float
+// whose bits are CAP_BITS. The exponent ends where tanh is 1 in a float.
+template <int CAP_BITS>
+float capped(float score) {
+  if (CAP_BITS == 0) {
+    return score;
+  }
+  const float cap = as_type<float>(CAP_BITS) * LOG2_E;
+  const float power = fast::exp2(min(score * (2 * LOG2_E / cap), 32.0f));
+  return cap - 2 * cap / (power + 1);
+}
+
 // What the accumulated values are multiplied with in the end, the highest score in base 2. The sink
 // is one more logit, without a value.
 inline float softmax_norm(float highest, float sum, float sink) {

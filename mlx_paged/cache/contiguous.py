@@ -149,7 +149,7 @@ class ContiguousLayerKV(LayerKV):
                 counts = zip(seq_kv, step.num_logit_rows, strict=True)
                 seq_kv = [one for one, count in counts if count]
             step = step.logit_queries
-        params = AttentionParams(scale, self.spec.window, sinks)
+        params = AttentionParams(scale, self.spec.window, sinks, self.spec.softcap)
         return compute_meanwhile(attend_with_sdpa(q, seq_kv, step, params))
 
     def stored_rows(self, table: BlockTable) -> tuple[Parts, Parts]:

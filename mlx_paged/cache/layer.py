@@ -10,6 +10,8 @@ import mlx.core as mx
 
 from mlx_paged.argument_values import check_positive
 from mlx_paged.core import BlockTable
+from mlx_paged.domains import is_number
+from mlx_paged.errors import ArgumentError, shown
 from mlx_paged.ops import AttentionMetadata, AttentionShape, KVFormat, Parts, device
 
 
@@ -18,7 +20,7 @@ class LayerSpec:
     """The K/V of one layer (vLLM: ``KVCacheSpec``).
 
     Raises:
-        ValueError: a number below 1, named.
+        ValueError: a number below 1, or a cap that is not above 0, named.
     """
 
     num_kv_heads: int
@@ -28,12 +30,18 @@ class LayerSpec:
     format: KVFormat = KVFormat.dense()  # noqa: RUF009 (frozen)
     # Query heads: the kernels for them are tried when a cache is made. Unknown is one per KV head.
     num_heads: int | None = None
+    # Scores become ``softcap * tanh(score / softcap)`` (Gemma 2).
+    softcap: float | None = None
 
     def __post_init__(self) -> None:
         names = ["num_kv_heads", "key_dim", "value_dim"]
         names += [name for name in ("window", "num_heads") if getattr(self, name) is not None]
         for name in names:
             check_positive("kv cache", name, getattr(self, name))
+        if self.softcap is not None and not (is_number(self.softcap) and self.softcap > 0):
+            raise ArgumentError(
+                f"[kv cache] softcap must be a positive number, got {shown(self.softcap)}"
+            )
 
     def attention_shape(self, block_size: int) -> AttentionShape:
         """What the kernels of this layer are made for, in slabs of such blocks."""
@@ -44,6 +52,7 @@ class LayerSpec:
             self.value_dim,
             block_size,
             self.format,
+            self.softcap,
         )
 
     @property

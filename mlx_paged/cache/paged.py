@@ -61,13 +61,13 @@ class PagedLayerKV(LayerKV):
         if q.shape[0] < self.step.num_tokens:
             self.update(k, v)
             return self.attend(q, scale=scale, sinks=sinks)
-        params = AttentionParams(scale, self.spec.window, sinks)
+        params = AttentionParams(scale, self.spec.window, sinks, self.spec.softcap)
         return compute_meanwhile(
             self._backend.update_and_attend(q, k, v, self.kv, self.step, params)
         )
 
     def attend(self, q: mx.array, *, scale: float, sinks: mx.array | None = None) -> mx.array:
-        params = AttentionParams(scale, self.spec.window, sinks)
+        params = AttentionParams(scale, self.spec.window, sinks, self.spec.softcap)
         step = self.step if q.shape[0] == self.step.num_tokens else self.step.logit_queries
         return compute_meanwhile(self._backend.attend(q, self.kv, step, params))
 

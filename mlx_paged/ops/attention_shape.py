@@ -20,6 +20,7 @@ class AttentionShape:
     value_dim: int
     block_size: int
     format: KVFormat
+    softcap: float | None = None  # of the scores
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -40,7 +41,9 @@ class AttentionShape:
         width = f"head_dim {self.key_dim}"
         if self.key_dim != self.value_dim:
             width = f"key_dim {self.key_dim} beside value_dim {self.value_dim}"
+        cap = "" if self.softcap is None else f", scores capped at {self.softcap:g}"
         return (
             f"{self.format}, {width}, blocks of "
             f"{self.block_size}, {self.group} query heads for each of {self.num_kv_heads} KV heads"
+            f"{cap}"
         )

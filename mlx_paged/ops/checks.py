@@ -5,6 +5,7 @@ Errors name the operation and the argument. Nothing is read back from the device
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import mlx.core as mx
@@ -83,6 +84,8 @@ def check_attention(
             f"[{op}] window: must be at least 1 (it includes the current token), "
             f"got {params.window}"
         )
+    if params.softcap is not None and not 0 < params.softcap < math.inf:
+        raise ValueError(f"[{op}] softcap: must be positive and finite, got {params.softcap}")
     if params.sinks is not None and params.sinks.shape != (num_heads,):
         raise ValueError(
             f"[{op}] sinks: expected [num_heads] = [{num_heads}], got {list(params.sinks.shape)}"

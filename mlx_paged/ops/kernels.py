@@ -13,6 +13,7 @@ dependencies, and so barriers for a read after a write and a write after a read 
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Protocol, TypeAlias, cast
@@ -23,7 +24,7 @@ from mlx_paged.ops.attention_plan import MERGE_STREAMS, SIMDGROUP_LANES, Attenti
 from mlx_paged.ops.formats import KVFormat, Parts
 from mlx_paged.ops.gather_plan import GatherPlan
 from mlx_paged.ops.kv_handle import KVHandle, evaluated
-from mlx_paged.ops.metadata import MIN_ELEMENTS, Rows, padded
+from mlx_paged.ops.metadata import MIN_ELEMENTS, AttentionParams, Rows, padded
 from mlx_paged.ops.metal_sources import read_source
 
 HEAD_DIMS = (32, 64, 80, 96, 128, 256)
@@ -257,7 +258,7 @@ def attention(
     kv: KVHandle,
     plan: AttentionPlan,
     run: int,  # query tokens per sequence, at most
-    scale: float,
+    params: AttentionParams,
     sinks: mx.array,  # of sink_logits
 ) -> Launch:
     """Returns the result, ``[num_tokens, num_heads, head_dim]``, or the partials that
@@ -282,7 +283,7 @@ def attention(
     return _chained(
         kv.format.kernels.attention,
         kv,
-        [*slabs, *new_rows, queries, plan_array, sinks, _scalar(scale)],
+        [*slabs, *new_rows, queries, plan_array, sinks, _scalar(params.scale)],
         [
             *_format(kv.format, head_dim),
             ("Out", out[1]),
@@ -293,6 +294,7 @@ def attention(
             ("ROW_SPLITS", cut.row_splits),
             ("ROW_PARTS", cut.row_parts),
             ("PARTIAL", is_partial),
+            ("SOFTCAP", _bits(params.softcap)),
         ],
         grid=(cut.num_threads, num_kv_heads * cut.row_parts, plan.num_partitions),
         threadgroup=(cut.num_threads, 1, 1),
@@ -359,6 +361,12 @@ def _launch(
         output_shapes=[shape for shape, _ in outputs],
         output_dtypes=[dtype for _, dtype in outputs],
     )
+
+
+@cache
+def _bits(number: float | None) -> int:
+    """Of a float in 32 bits, which a template takes; 0 for none."""
+    return 0 if number is None else struct.unpack("i", struct.pack("f", number))[0]
 
 
 @cache

@@ -87,6 +87,8 @@ class AttentionParams:
     scale: float  # of the scores, usually ``key_dim ** -0.5``
     window: int | None = None  # each query sees its last ``window`` tokens, itself included
     sinks: mx.array | None = None  # [num_heads], learned attention-sink logits (MLX's argument)
+    # Scores become ``softcap * tanh(score / softcap)`` before they are masked (Gemma 2); no sinks.
+    softcap: float | None = None
 
 
 class StepPart(NamedTuple):

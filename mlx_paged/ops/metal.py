@@ -115,9 +115,7 @@ class MetalBackend(Backend):
             queries = part_q.astype(kv.dtype)
             new_rows = None if is_written else part_rows
             plan = AttentionPlan.of(part, PlanKey.of(params.window, kv))
-            out, kv.fence = kernels.attention(
-                queries, new_rows, kv, plan, run, params.scale, sinks
-            )()
+            out, kv.fence = kernels.attention(queries, new_rows, kv, plan, run, params, sinks)()
             if plan.num_partial_rows:
                 (out,) = kernels.merge(out, queries, plan, sinks)()
             outputs.append(out.astype(dtype))

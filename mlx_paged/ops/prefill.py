@@ -10,6 +10,10 @@ import mlx.core as mx
 
 from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, Rows
 
+# Capped scores are an array, of this many queries at a time: at 32,768 tokens of context and 16
+# heads it takes 256 MiB.
+CAPPED_QUERIES = 128
+
 
 def prefill(
     q: mx.array,  # [num_tokens, num_heads, key_dim]
@@ -49,20 +53,14 @@ def attend_with_sdpa(
     params: AttentionParams,
 ) -> mx.array:
     """MLX's own SDPA of each sequence, causal within its query run; ``[num_tokens, num_heads,
-    value_dim]``.
+    value_dim]``. It caps no scores, so where they are capped, products and a softmax.
     """
     outputs = []
     starts = step.cu_seqlens_q
+    attend = _sdpa if params.softcap is None else _attend_capped
     for seq, (keys, values) in enumerate(seq_kv):
         queries = q[starts[seq] : starts[seq + 1]].swapaxes(0, 1)[None]
-        out = mx.fast.scaled_dot_product_attention(
-            queries.astype(keys.dtype),
-            keys,
-            values,
-            scale=params.scale,
-            mask=_causal_mask(step.query_lens[seq], step.context_lens[seq], params.window),
-            sinks=None if params.sinks is None else params.sinks.astype(keys.dtype),
-        )
+        out = attend(queries.astype(keys.dtype), keys, values, params)
         # An index would be a gather, and so a launch.
         outputs.append(out.squeeze(0).swapaxes(0, 1))
     return (outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)).astype(q.dtype)
@@ -81,9 +79,62 @@ def attend_to_latents(
     return attend_with_sdpa(q, rows, step, AttentionParams(1.0, window))
 
 
+def capped(scores: mx.array, softcap: float | None) -> mx.array:
+    """``softcap * tanh(scores / softcap)``, or the scores as they are."""
+    return scores if softcap is None else mx.tanh(scores / softcap) * softcap
+
+
+def _sdpa(
+    queries: mx.array,  # [1, num_heads, query_len, key_dim]
+    keys: mx.array,  # [1, num_kv_heads, context_len, key_dim]
+    values: mx.array,
+    params: AttentionParams,
+) -> mx.array:
+    return mx.fast.scaled_dot_product_attention(
+        queries,
+        keys,
+        values,
+        scale=params.scale,
+        mask=_causal_mask(queries.shape[2], keys.shape[2], params.window),
+        sinks=None if params.sinks is None else params.sinks.astype(keys.dtype),
+    )
+
+
+def _attend_capped(
+    queries: mx.array, keys: mx.array, values: mx.array, params: AttentionParams
+) -> mx.array:
+    """What :func:`_sdpa` does, in float32: half precision would round a score of 50 by 0.02."""
+    _, num_heads, query_len, _ = queries.shape
+    context_len, dtype = keys.shape[2], values.dtype
+    heads = (keys.shape[1], num_heads // keys.shape[1])
+    rows = mx.unflatten(queries.astype(mx.float32) * params.scale, 1, heads)
+    keys, values = (array.astype(mx.float32)[:, :, None] for array in (keys, values))
+    keys = keys.swapaxes(-1, -2)
+    outputs = []
+    for begin in range(0, query_len, CAPPED_QUERIES):
+        some = rows[..., begin : begin + CAPPED_QUERIES, :]
+        num_keys = context_len - query_len + begin + some.shape[3]  # that some of them see
+        scores = capped(some @ keys[..., :num_keys], params.softcap)
+        visible = _visible(some.shape[3], num_keys, params.window)
+        scores = mx.where(visible, scores, -mx.inf)
+        if params.sinks is not None:
+            sinks = params.sinks.astype(mx.float32).reshape(*heads, 1, 1)
+            sinks = mx.broadcast_to(sinks, (*scores.shape[:-1], 1))
+            scores = mx.concatenate([scores, sinks], axis=-1)
+        weights = mx.softmax(scores, axis=-1)[..., :num_keys]
+        outputs.append(weights @ values[..., :num_keys, :])
+    return mx.concatenate(outputs, axis=3).flatten(1, 2).astype(dtype)
+
+
 def _causal_mask(query_len: int, context_len: int, window: int | None) -> mx.array | str | None:
     if window is None or context_len <= window:
         return None if query_len == 1 else "causal"  # a single query sees all
+    return _visible(query_len, context_len, window)
+
+
+def _visible(query_len: int, context_len: int, window: int | None) -> mx.array:
+    """``[query_len, context_len] bool``: which keys each query sees."""
     query_positions = mx.arange(context_len - query_len, context_len)[:, None]
     key_positions = mx.arange(context_len)[None]
-    return (key_positions <= query_positions) & (key_positions > query_positions - window)
+    visible = key_positions <= query_positions
+    return visible if window is None else visible & (key_positions > query_positions - window)

@@ -20,7 +20,7 @@ from mlx_paged.ops.backend import Backend
 from mlx_paged.ops.formats import BlockPairs, Parts
 from mlx_paged.ops.kv_handle import KVHandle
 from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, Rows, SlotMapping, StoredRows
-from mlx_paged.ops.prefill import prefill
+from mlx_paged.ops.prefill import capped, prefill
 
 # Block-parallel attention reads each block once per query token, gathered K/V are read once per
 # run. Measured on a 2-core CPU (benchmarks/results/attention-cpu.json, attention-runs-cpu.json),
@@ -193,8 +193,9 @@ def _decode(
     # Scores [num_pairs, num_kv_heads, group, block_size]: each block against the query that reads
     # it.
     queries = (q * params.scale).reshape(num_tokens, num_kv_heads, group, key_dim)
+    scores = kv.format.key.multiply_blocks(queries, kv.k, pairs.of_tokens, True)
     # -inf where a query must not see a key.
-    scores = kv.format.key.multiply_blocks(queries, kv.k, pairs.of_tokens, True) + pairs.bias
+    scores = capped(scores, params.softcap) + pairs.bias
 
     # Softmax of each query token over all of its blocks, unnormalised until the values are summed,
     # too.

@@ -97,8 +97,8 @@ def _failure_of_attention(shape: AttentionShape, run: int, writes: bool) -> str 
     metal, query_lens = MetalBackend(writes, {shape.group: (run,)}), [run, run // 2 + 1]
     scale, sinks = shape.key_dim**-0.5, mx.linspace(-1, 2, shape.num_kv_heads * shape.group)
     for context_lens, params in (
-        ([run + 1, run], AttentionParams(scale)),
-        ([LONG, run + 6], AttentionParams(scale, window=LONG_WINDOW, sinks=sinks)),
+        ([run + 1, run], AttentionParams(scale, softcap=shape.softcap)),
+        ([LONG, run + 6], AttentionParams(scale, LONG_WINDOW, sinks, shape.softcap)),
     ):
         failure = _failure_of(partial(_attend, params), metal, shape, context_lens, query_lens)
         if failure is not None:

@@ -30,12 +30,14 @@ def attention(
     scale: float,
     window: int | None = None,
     sinks: np.ndarray | None = None,  # [num_heads]
+    softcap: float | None = None,
 ) -> np.ndarray:
     """Causal attention of one sequence, whose queries are its last positions: ``softmax(scale * q
     k^T) v`` per head.
 
     A window of n sees the current token and the n - 1 before it. A sink is one more logit of its
-    query head that enters the denominator of the softmax and brings no value.
+    query head that enters the denominator of the softmax and brings no value. A soft cap c makes
+    ``c * tanh(score / c)`` of a score.
     """
     visible = _visible(q.shape[0], k.shape[0], window)
     group = q.shape[1] // k.shape[1]
@@ -43,7 +45,10 @@ def attention(
     for head in range(q.shape[1]):
         keys, values = k[:, head // group], v[:, head // group]
         # einsum, not @: numpy's threaded BLAS takes ten times as long on products this small.
-        scores = np.where(visible, scale * np.einsum("qd,kd->qk", q[:, head], keys), -np.inf)
+        scores = scale * np.einsum("qd,kd->qk", q[:, head], keys)
+        if softcap is not None:
+            scores = softcap * np.tanh(scores / softcap)
+        scores = np.where(visible, scores, -np.inf)
         highest = scores.max(axis=1, keepdims=True)
         if sinks is not None:
             highest = np.maximum(highest, sinks[head])
@@ -62,6 +67,7 @@ def attention_in_mlx(
     scale: float,
     window: int | None = None,
     sinks: mx.array | None = None,  # [num_heads]
+    softcap: float | None = None,
 ) -> mx.array:
     """The same formula, dense, in MLX and in the dtype of ``k``: its distance from float64 is what
     rounding costs.
@@ -70,6 +76,8 @@ def attention_in_mlx(
     queries = q.astype(k.dtype).swapaxes(0, 1)
     keys, values = (mx.repeat(rows.swapaxes(0, 1), group, axis=0) for rows in (k, v))
     scores = (queries @ keys.swapaxes(1, 2)) * scale
+    if softcap is not None:
+        scores = mx.tanh(scores / softcap) * softcap
     scores = mx.where(mx.array(_visible(q.shape[0], k.shape[0], window)), scores, -mx.inf)
     if sinks is not None:
         sink_column = mx.broadcast_to(sinks.astype(k.dtype)[:, None, None], (*scores.shape[:2], 1))
@@ -137,11 +145,11 @@ class PagedProblem:
     @cached_property
     def exact(self) -> tuple[np.ndarray, ...]:
         """The formula's result for each sequence, ``[query_len, num_heads, value_dim]`` float64."""
-        scale, window, sinks = self.params.scale, self.params.window, self.params.sinks
-        exact_sinks = None if sinks is None else to_float64(sinks)
+        params = self.params
+        sinks = None if params.sinks is None else to_float64(params.sinks)
         return tuple(
-            attention(to_float64(q), to_float64(k), to_float64(v), scale, window, exact_sinks)
-            for q, k, v in self.dense
+            attention(*map(to_float64, rows), params.scale, params.window, sinks, params.softcap)
+            for rows in self.dense
         )
 
     @cached_property
@@ -157,6 +165,7 @@ class PagedProblem:
                     params.scale,
                     params.window,
                     params.sinks,
+                    params.softcap,
                 )
             )
             for rows in self.dense
@@ -214,6 +223,7 @@ def make_problem(
     window: int | None = None,
     sinks: bool = False,
     scale: float | None = None,
+    softcap: float | None = None,
     poison: str = "large",
     score_offsets: Callable[[int], np.ndarray] | None = None,
     seed: int = 0,
@@ -288,7 +298,9 @@ def make_problem(
         q=mx.concatenate(queries),
         kv=dense_handle(*slabs),
         metadata=step_of(tables, context_lens, query_lens, block_size),
-        params=AttentionParams(scale, window, draw(num_kv_heads * group) * 2 if sinks else None),
+        params=AttentionParams(
+            scale, window, draw(num_kv_heads * group) * 2 if sinks else None, softcap
+        ),
         dense=tuple(zip(queries, keys, values, strict=True)),
         tables=tuple(tuple(table) for table in tables),
         context_lens=tuple(context_lens),

@@ -1,5 +1,5 @@
-template <typename T, int HEAD_DIM, int KEY_BITS, int VALUE_BITS, int SCALE_GROUP, typename Out, int BLOCK_SIZE, int GROUP, int RUN, int STREAMS, int ROW_SPLITS, int ROW_PARTS, bool PARTIAL>
-[[kernel]] void custom_kernel_mlx_paged_paged_attention_affine__bfloat16_t_64_8_4_64_float_16_4_1_4_1_1_1_uint32_t_bfloat16_t_bfloat16_t_uint32_t_bfloat16_t_bfloat16_t_bfloat16_t_int32_t_float_floats_int32_t_float_int32_t(
+template <typename T, int HEAD_DIM, int KEY_BITS, int VALUE_BITS, int SCALE_GROUP, typename Out, int BLOCK_SIZE, int GROUP, int RUN, int STREAMS, int ROW_SPLITS, int ROW_PARTS, bool PARTIAL, int SOFTCAP>
+[[kernel]] void custom_kernel_mlx_paged_paged_attention_affine__bfloat16_t_64_8_4_64_float_16_4_1_4_1_1_1_0_uint32_t_bfloat16_t_bfloat16_t_uint32_t_bfloat16_t_bfloat16_t_bfloat16_t_int32_t_float_floats_int32_t_float_int32_t(
   const device uint32_t* key_slab [[buffer(0)]],
   const device bfloat16_t* key_scales [[buffer(1)]],
   const device bfloat16_t* key_biases [[buffer(2)]],
@@ -21,4 +21,4 @@ template <typename T, int HEAD_DIM, int KEY_BITS, int VALUE_BITS, int SCALE_GROU
 // the body of the kernel
 }
 
-template [[host_name("custom_kernel_mlx_paged_paged_attention_affine__bfloat16_t_64_8_4_64_float_16_4_1_4_1_1_1_uint32_t_bfloat16_t_bfloat16_t_uint32_t_bfloat16_t_bfloat16_t_bfloat16_t_int32_t_float_floats_int32_t_float_int32_t")]] [[kernel]] decltype(custom_kernel_mlx_paged_paged_attention_affine__bfloat16_t_64_8_4_64_float_16_4_1_4_1_1_1_uint32_t_bfloat16_t_bfloat16_t_uint32_t_bfloat16_t_bfloat16_t_bfloat16_t_int32_t_float_floats_int32_t_float_int32_t<bfloat16_t, 64, 8, 4, 64, float, 16, 4, 1, 4, 1, 1, 1>) custom_kernel_mlx_paged_paged_attention_affine__bfloat16_t_64_8_4_64_float_16_4_1_4_1_1_1_uint32_t_bfloat16_t_bfloat16_t_uint32_t_bfloat16_t_bfloat16_t_bfloat16_t_int32_t_float_floats_int32_t_float_int32_t<bfloat16_t, 64, 8, 4, 64, float, 16, 4, 1, 4, 1, 1, 1>;
+template [[host_name("custom_kernel_mlx_paged_paged_attention_affine__bfloat16_t_64_8_4_64_float_16_4_1_4_1_1_1_0_uint32_t_bfloat16_t_bfloat16_t_uint32_t_bfloat16_t_bfloat16_t_bfloat16_t_int32_t_float_floats_int32_t_float_int32_t")]] [[kernel]] decltype(custom_kernel_mlx_paged_paged_attention_affine__bfloat16_t_64_8_4_64_float_16_4_1_4_1_1_1_0_uint32_t_bfloat16_t_bfloat16_t_uint32_t_bfloat16_t_bfloat16_t_bfloat16_t_int32_t_float_floats_int32_t_float_int32_t<bfloat16_t, 64, 8, 4, 64, float, 16, 4, 1, 4, 1, 1, 1, 0>) custom_kernel_mlx_paged_paged_attention_affine__bfloat16_t_64_8_4_64_float_16_4_1_4_1_1_1_0_uint32_t_bfloat16_t_bfloat16_t_uint32_t_bfloat16_t_bfloat16_t_bfloat16_t_int32_t_float_floats_int32_t_float_int32_t<bfloat16_t, 64, 8, 4, 64, float, 16, 4, 1, 4, 1, 1, 1, 0>;
