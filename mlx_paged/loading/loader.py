@@ -37,6 +37,7 @@ from mlx_paged.loading.split import split
 from mlx_paged.loading.tokenizer import read_tokenizer
 from mlx_paged.models.language_model import LanguageModel
 from mlx_paged.models.mlx_lm import UnsuitableModelError, adapt
+from mlx_paged.models.weight_files import noting_classes
 
 # model_type -> the module that has its Model and ModelArgs. All others are mlx-lm's.
 NATIVE_MODELS = {"qwen3": "mlx_paged.models.qwen3"}
@@ -230,8 +231,9 @@ def _load_model(
     if not any(path.glob("model*.safetensors")):
         raise LoadError(f"[load] {path} has no weights (model*.safetensors)")
     with load_errors(f"the model in {path} is broken"):
+        classes = noting_classes(path, model_classes)
         model, config = load_model(
-            path, lazy, model_config=model_config, get_model_classes=model_classes
+            path, lazy, model_config=model_config, get_model_classes=classes
         )
     _check_weights(model, path)
     return model, config
