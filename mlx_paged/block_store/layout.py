@@ -2,7 +2,7 @@
 
     DIR/CACHEDIR.TAG                               says that it is a cache
     DIR/index-v1.sqlite3                           rows about the files, see index.py
-    DIR/weights/<64 hex>.json                      digests of a model's weights, see weight_digests.py
+    DIR/weights/<64 hex>.json                      digests of weights, see weight_digests.py
     DIR/blocks/<digest>/fingerprint.json           what the blocks below depend on
     DIR/blocks/<digest>/<2 hex>/<hash hex>.kv      a block; the first two digits of its hash
     DIR/blocks/<digest>/<2 hex>/.<...>.tmp         one that is being written

@@ -65,11 +65,14 @@ def _written(digests: Mapping[str, bytes]) -> bytes:
 
 
 def _parsed(content: bytes) -> dict[str, bytes]:
-    """Raises ValueError: the content was never written whole, or altered."""
+    """Raises ValueError: the content was not written here, or not whole, or was altered."""
     checksum, _, body = content.partition(b"\n")
     if checksum != hashlib.sha256(body).hexdigest().encode():
-        raise ValueError("the checksum is another one")
-    return {name: bytes.fromhex(digits) for name, digits in json.loads(body).items()}
+        raise ValueError("another checksum")
+    try:
+        return {name: bytes.fromhex(digits) for name, digits in json.loads(body).items()}
+    except (TypeError, AttributeError, RecursionError) as error:
+        raise ValueError("no digests by names") from error
 
 
 def _tidy(folder: Directory) -> None:

@@ -232,9 +232,7 @@ def _load_model(
         raise LoadError(f"[load] {path} has no weights (model*.safetensors)")
     with load_errors(f"the model in {path} is broken"):
         classes = noting_classes(path, model_classes)
-        model, config = load_model(
-            path, lazy, model_config=model_config, get_model_classes=classes
-        )
+        model, config = load_model(path, lazy, model_config=model_config, get_model_classes=classes)
     _check_weights(model, path)
     return model, config
 

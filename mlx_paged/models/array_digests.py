@@ -55,26 +55,26 @@ def array_digests(arrays: Sequence[mx.array], known: KnownDigests) -> list[bytes
             are stored for the next time.
     """
     # By id: tied weights are one array in several places.
-    places = untouched(arrays)
-    found: dict[int, bytes] = {}
-    by_files: dict[WeightFiles, dict[int, str]] = {}
-    for ident, (files, name) in places.items():
-        by_files.setdefault(files, {})[ident] = name
-    # Once the arrays are evaluated, and so for what was read lazily, too.
-    unchanged = {files: names for files, names in by_files.items() if files.are_unchanged()}
     sizes = {id(array): array.nbytes for array in arrays}
-    stored = {files: dict(known.load(_key(files))) for files in unchanged}
-    for files, names in unchanged.items():
-        for ident, name in names.items():
-            digest = stored[files].get(name, b"")
-            if len(digest) == _digest_nbytes(sizes[ident]):
-                found[ident] = digest
+    names_in: dict[WeightFiles, dict[int, str]] = {}
+    for ident, (files, name) in untouched(arrays).items():
+        names_in.setdefault(files, {})[ident] = name
+    # They were evaluated just now, so this is true of what is read that late, too.
+    names_in = {files: names for files, names in names_in.items() if files.are_unchanged()}
+    found: dict[int, bytes] = {}
+    for files, names in names_in.items():
+        stored = known.load(_key(files))
+        digests = {ident: stored.get(name, b"") for ident, name in names.items()}
+        found |= {
+            ident: digest
+            for ident, digest in digests.items()
+            if len(digest) == _digest_nbytes(sizes[ident])
+        }
     lacking = {id(array): array for array in arrays if id(array) not in found}
     found |= zip(lacking, _hashed(list(lacking.values())), strict=True)
-    for files, names in unchanged.items():
+    for files, names in names_in.items():
         if not lacking.keys().isdisjoint(names):
-            digests = {name: found[ident] for ident, name in names.items()}
-            known.store(_key(files), stored[files] | digests)
+            known.store(_key(files), {name: found[ident] for ident, name in names.items()})
     return [found[id(array)] for array in arrays]
 
 

@@ -20,8 +20,9 @@ import weakref
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import mlx.core as mx
 import numpy as np
@@ -82,7 +83,7 @@ class WeightFiles:
     @property
     def key(self) -> str:
         """A digest of the versions; MLX decides what becomes of the bytes of a file."""
-        text = json.dumps([mx.__version__, self.versions])
+        text = json.dumps([version("mlx"), self.versions])
         return hashlib.sha256(text.encode()).hexdigest()
 
     def are_unchanged(self) -> bool:
@@ -98,7 +99,7 @@ class _Origin:
     files: WeightFiles
     name: str  # of the tensor
     value: mx.array  # as it was read
-    reader: weakref.ref[mx.array]  # ends the entry with the array
+    holder: weakref.ref[mx.array]  # ends the entry with the array
 
 
 # By the id of an array, for as long as it lives.
@@ -107,7 +108,7 @@ _origins: dict[int, _Origin] = {}
 
 def noting_classes(
     folder: Path, get_classes: Callable[[dict[str, Any]], Classes]
-) -> Callable[[dict[str, Any]], tuple[Callable[[Any], Module], type]]:
+) -> Callable[[dict[str, Any]], Classes]:
     """What ``mlx_lm.utils.load_model`` takes as ``get_model_classes``, so that the arrays which it
     reads from the files in a folder are noted. It hands those of all files, untouched, to the
     ``sanitize`` of the model that it makes.
@@ -121,8 +122,8 @@ def noting_classes(
     """
     files = WeightFiles.at(folder)
 
-    def make(model_class: type[Module], args: Any) -> Module:
-        model = model_class(args)
+    def make(model_class: Any, args: Any) -> Module:
+        model: Module = model_class(args)
         sanitize = getattr(model, "sanitize", None)
 
         def note_and_sanitize(weights: dict[str, mx.array]) -> dict[str, mx.array]:
@@ -133,9 +134,10 @@ def noting_classes(
         model.sanitize = note_and_sanitize
         return model
 
-    def get_noting_classes(config: dict[str, Any]) -> tuple[Callable[[Any], Module], type]:
+    def get_noting_classes(config: dict[str, Any]) -> Classes:
         model_class, args_class = get_classes(config)
-        return partial(make, model_class), args_class
+        # Which is called, and nothing else.
+        return cast(type[Module], partial(make, model_class)), args_class
 
     return get_noting_classes
 
@@ -143,19 +145,20 @@ def noting_classes(
 def note_origins(files: WeightFiles, weights: Mapping[str, mx.array]) -> None:
     """Remember arrays that were read from ``files``, by the names of their tensors."""
     for name, array in weights.items():
-        key = id(array)
-        reader = weakref.ref(array, lambda _, key=key: _origins.pop(key, None))
-        _origins[key] = _Origin(files, name, copy.copy(array), reader)
+        holder = weakref.ref(array, partial(_forget, id(array)))
+        _origins[id(array)] = _Origin(files, name, copy.copy(array), holder)
+
+
+def _forget(ident: int, holder: weakref.ref[mx.array]) -> None:
+    _origins.pop(ident, None)
 
 
 def untouched(arrays: Collection[mx.array]) -> dict[int, tuple[WeightFiles, str]]:
     """Those of ``arrays`` that are what a file holds: their files and the name of their tensor, by
-    the id of the array.
+    the id of the array. They are evaluated.
 
-    Evaluates all of ``arrays``. What is written through a view of NumPy is not noticed, as MLX does
-    not notice it.
+    What is written through a view of NumPy is not noticed, as MLX does not notice it.
     """
-    mx.eval(list(arrays))
     noted = [(array, _origins[id(array)]) for array in arrays if id(array) in _origins]
     views = [(_bytes(array), _bytes(origin.value)) for array, origin in noted]
     mx.eval(views)
