@@ -14,7 +14,9 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from helpers.disk_tiers import answer as answer_of
 from helpers.engine_helpers import CONFIG, livelier_model
+from helpers.engine_runs import greedy, make_engine, prompt
 from helpers.mlx_lm_models import LLAMA, random_model
 from helpers.qwen3_helpers import save_folder
 from mlx.utils import tree_flatten
@@ -387,6 +389,38 @@ def test_views_and_more_bytes_than_are_hashed_at_once_give_the_same_digests(
     assert array_digests.array_digests([mx.contiguous(each) for each in arrays], known) == expected
     assert expected[-1] == b""
     assert len(set(expected)) == len(arrays)
+
+
+def test_small_arrays_are_hashed_side_by_side(
+    known: WeightDigests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together = threading.Barrier(4)
+
+    def met(piece: memoryview) -> bytes:
+        together.wait(60)
+        return bytes(piece[:1])
+
+    monkeypatch.setattr(array_digests.os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(array_digests, "_digest", met)
+    arrays = [mx.array([n], mx.uint8) for n in range(8)]
+    assert array_digests.array_digests(arrays, known) == [bytes([n]) for n in range(8)]
+
+
+def test_an_engine_keeps_digests_in_its_folder_and_finds_its_blocks_by_them(
+    folder: Path, tmp_path: Path, num_hashed: Callable[[], int]
+) -> None:
+    def answer(model: qwen3.Model) -> tuple[int, list[int], int]:
+        engine = make_engine(model, cache_dir=tmp_path / "cache")
+        output = answer_of(engine, prompt(40), greedy(5))
+        assert engine.close(60)
+        return output.num_read_tokens, output.outputs[0].token_ids, num_hashed()
+
+    _, tokens, _ = first = answer(read(folder))
+    assert first == (0, tokens, NUM_ARRAYS)
+    assert answer(read(folder)) == (32, tokens, 0)
+    changed = read(folder)
+    changed.lm_head.weight[0, 0] = 1
+    assert answer(changed)[::2] == (0, 1)
 
 
 def test_models_that_are_read_at_the_same_time_are_noted_each(
