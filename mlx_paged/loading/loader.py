@@ -18,7 +18,6 @@ from mlx.nn.layers.base import Module
 from mlx.nn.layers.quantized import QuantizedEmbedding
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.tuner.dora import DoRAEmbedding
 from mlx_lm.utils import _get_classes as mlx_lm_model_classes
 from mlx_lm.utils import load_adapters, load_model
 
@@ -32,7 +31,7 @@ from mlx_paged.loading.folder import (
     load_errors,
     read_json_object,
 )
-from mlx_paged.loading.gguf import is_gguf, load_gguf
+from mlx_paged.loading.gguf import is_gguf
 from mlx_paged.loading.split import split
 from mlx_paged.loading.tokenizer import read_tokenizer
 from mlx_paged.models.language_model import LanguageModel
@@ -185,6 +184,8 @@ def load_from(
             own share of a folder's weights; a GGUF file is read whole, and cut then.
     """
     if is_gguf(path):
+        from mlx_paged.loading.gguf.loader import load_gguf
+
         model, tokenizer, config = load_gguf(
             path,
             tokenizer_path=tokenizer_path,
@@ -238,6 +239,8 @@ def _load_model(
 
 
 def _with_adapters(model: Module, adapter_path: str | Path) -> Module:
+    from mlx_lm.tuner.dora import DoRAEmbedding  # and with it all that trains
+
     what = f"the adapters in {adapter_path} can't be used"
     with load_errors(what):
         adapted: Module = load_adapters(model, str(adapter_path))
