@@ -5,7 +5,7 @@ describe each step and layer to it.
 from mlx_paged.ops.attention_plan import AttentionPlan, PlanKey
 from mlx_paged.ops.attention_shape import AttentionShape
 from mlx_paged.ops.backend import Backend, BackendError
-from mlx_paged.ops.choose import BACKENDS, check_backend_name, choose_backend
+from mlx_paged.ops.choose import BACKENDS, check_backend_name, choose_backend, try_kernels_of
 from mlx_paged.ops.copy_detector import CopyDetector
 from mlx_paged.ops.formats import (
     AffineFormat,
@@ -19,6 +19,7 @@ from mlx_paged.ops.kv_handle import KVHandle
 from mlx_paged.ops.metadata import AttentionMetadata, AttentionParams, SlotMapping, StepState
 from mlx_paged.ops.prefill import attend_to_latents, attend_with_sdpa
 from mlx_paged.ops.traced_step import traced_decode
+from mlx_paged.ops.tried_once import TrialStoppedError
 
 __all__ = [
     "BACKENDS",
@@ -38,10 +39,12 @@ __all__ = [
     "RowFormat",
     "SlotMapping",
     "StepState",
+    "TrialStoppedError",
     "affine_name",
     "attend_to_latents",
     "attend_with_sdpa",
     "check_backend_name",
     "choose_backend",
     "traced_decode",
+    "try_kernels_of",
 ]
